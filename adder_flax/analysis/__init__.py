@@ -1,0 +1,1 @@
+"""What one learns from a run: operation counts, spectra, maps, walks, energy, figures."""

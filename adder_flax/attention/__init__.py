@@ -1,0 +1,1 @@
+"""Attention: scores, normaliser, values, as pure functions; then NNX modules."""

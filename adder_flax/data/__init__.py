@@ -1,0 +1,1 @@
+"""Data sources, the host pipeline and on-device augmentation."""

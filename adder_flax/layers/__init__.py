@@ -1,0 +1,1 @@
+"""What a transformer block is made of."""

@@ -1,0 +1,1 @@
+"""Whole networks and their named sizes."""

@@ -1,0 +1,1 @@
+"""State, step, loop, checkpoints, metrics and sharding."""

@@ -1,0 +1,1 @@
+"""Matrix-free second-order optimizers for JAX (CG-FAC)."""
