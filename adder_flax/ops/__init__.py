@@ -1,1 +1,20 @@
-"""Arrays only: pairwise reductions of adder and additive layers, their gradients, one file per backend."""
+"""Arrays only: pairwise reductions of adder and additive layers, their gradients, one file per backend.
+
+Nothing here stores an array of size (rows x columns x contracted axis), forward or backward.
+"""
+
+from adder_flax.ops._additive import additive_scores
+from adder_flax.ops._backend import backend_report, set_backend, use_backend
+from adder_flax.ops._l1 import adder_matmul, adder_matmul_jvp, l1_scores
+from adder_flax.ops._rules import RuleName
+
+__all__ = [
+    "RuleName",
+    "adder_matmul",
+    "adder_matmul_jvp",
+    "additive_scores",
+    "backend_report",
+    "l1_scores",
+    "set_backend",
+    "use_backend",
+]

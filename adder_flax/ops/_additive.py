@@ -1,0 +1,77 @@
+"""The scores of additive (Bahdanau) attention."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from adder_flax.ops._backend import Backend, resolve_backend
+from adder_flax.ops._l1 import as_floating, batch_pairs
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _additive(query, key, v, backend: Backend):
+    """sum_k v[b, k] tanh(query[b, m, k] + key[b, n, k]); the only residuals are the inputs."""
+    return backend.additive(query, key, v)
+
+
+def _additive_fwd(query, key, v, backend):
+    return backend.additive(query, key, v), (query, key, v)
+
+
+def _additive_bwd(backend, residuals, g):
+    gradients = backend.additive_pullback(*residuals, g)
+    return tuple(d.astype(r.dtype) for d, r in zip(gradients, residuals, strict=True))
+
+
+_additive.defvjp(_additive_fwd, _additive_bwd)
+
+
+def additive_scores(
+    query: Float[Array, "*batch Nq d"], key: Float[Array, "*batch Nk d"], v: Float[Array, "*batch d"]
+) -> Float[Array, "*batch Nq Nk"]:
+    r"""The scores of additive attention, on projected queries and keys.
+
+    .. math:: s_{ij} = \sum_c v_c \tanh(q_{ic} + k_{jc})
+
+    (Bahdanau et al., "Neural Machine Translation by Jointly Learning to Align and Translate", ICLR 2015, with
+    the projections and the bias already applied.) Every score lies within the L1 norm of `v`. The hidden
+    layer, of size Nq x Nk x d, is never stored: the backward pass computes it again.
+
+    Args:
+      query: any leading axes, broadcast against those of `key`.
+      key: any leading axes, broadcast against those of `query`.
+      v: the output weights of the hidden layer; its leading axes broadcast against the leading axes of the
+        scores, so that (heads, d) serves queries of shape (batch, heads, Nq, d).
+
+    Returns:
+      The scores, accumulated in float32 and returned as float32 (float64 for float64 inputs).
+
+    Raises:
+      ValueError: if the shapes do not fit.
+      TypeError: if an input is not floating-point.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from adder_flax import ops
+      >>> query, key, v = jnp.zeros((2, 3)), jnp.zeros((4, 3)), jnp.ones(3)
+      >>> ops.additive_scores(query, key, v).shape
+      (2, 4)
+    """
+    query, key, batch = batch_pairs(query, key)
+    v = as_floating("v", v)
+    try:
+        fits = v.shape[-1:] == query.shape[-1:] and jnp.broadcast_shapes(v.shape[:-1], batch) == batch
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"expected v of shape (..., {query.shape[-1]}) whose leading axes broadcast against {batch}; got "
+            f"{v.shape}; give v one entry for each hidden unit, and leading axes only where queries have them"
+        )
+    dtype = jnp.promote_types(query.dtype, v.dtype)
+    v = jnp.broadcast_to(v.astype(dtype), (*batch, v.shape[-1])).reshape(math.prod(batch), v.shape[-1])
+    scores = _additive(query.astype(dtype), key.astype(dtype), v, resolve_backend(dtype))
+    return scores.reshape(*batch, *scores.shape[1:])

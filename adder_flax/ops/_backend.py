@@ -1,0 +1,282 @@
+"""Which implementation runs: the interface of a backend, the registry, and the choice among them.
+
+A backend computes six functions on three-dimensional arrays; everything public in this package (shapes,
+gradient rules, autodiff) is built on these six once, in `_l1.py` and `_additive.py`. A new backend is one
+file with a subclass of `Backend` and one line in `_BACKENDS` below.
+
+**Choice and `jax.jit`.** The choice is made when a function is traced. It is held in a JAX user context,
+which is part of the key of every `jax.jit` cache, so that one jitted function called under two backends is
+traced twice and never answers with the other's code. The chosen backend is then a static argument of the
+`custom_vjp`, so that a backward pass traced later, outside the `with` block, runs on the same backend as its
+forward pass.
+"""
+
+import contextlib
+import functools
+import importlib
+import logging
+import os
+from typing import Literal
+
+import jax
+from jaxtyping import Array, Float
+
+from adder_flax.ops._rules import GradientRule
+
+ENVIRONMENT_VARIABLE = "ADDER_FLAX_BACKEND"
+AUTO = "auto"
+
+# Where each backend lives, best first for its platform. Modules load when first asked for, so that importing
+# the package does not pay for compilers and kernel languages that it will not use.
+_BACKENDS = {
+    "xla": "adder_flax.ops._xla:XlaBackend",
+    "reference": "adder_flax.ops._reference:ReferenceBackend",
+}
+
+# Order of the axes of the second operand: weights come as (K, N), keys as (N, K). A backend that needs the
+# other order transposes in its own cheapest way (the native one while it packs).
+Axes = Literal["kn", "nk"]
+
+logger = logging.getLogger(__name__)
+
+
+class Backend:
+    """What a backend computes, and where it can run.
+
+    Shapes: B batch, M rows of `x`, N rows (or columns) of `w`, K the contracted axis. `w` is (B, K, N) where
+    `axes` is `"kn"` and (B, N, K) where it is `"nk"`; below it is written w[n, k] for either. All inputs of
+    one call share one floating dtype; sums are accumulated, and results returned, in float32 (float64 for
+    float64 inputs). Any of B, M, N, K may be zero. NaN and infinities propagate as in the reference backend.
+    Every method must be traceable under `jax.jit`, `jax.vmap`, `jax.lax.scan` and `jax.shard_map`, and give
+    the same bits when run again.
+
+    Attributes:
+      name: what users call it, in `use_backend` and in `ADDER_FLAX_BACKEND`.
+      platforms: JAX platforms (`"cpu"`, `"cuda"`, `"rocm"`, `"tpu"`) on which it may run; empty means all.
+    """
+
+    name: str
+    platforms: tuple[str, ...] = ()
+
+    def why_unavailable(self) -> str | None:
+        """Returns why this backend cannot run here, or None if it can. Called once; may build and load."""
+        return None
+
+    def supports(self, dtype: jax.typing.DTypeLike) -> bool:
+        """Returns whether inputs of `dtype` are accepted; the XLA backend serves the others."""
+        return True
+
+    def l1(self, x: Float[Array, "B M K"], w: Float[Array, "B K N"], axes: Axes) -> Float[Array, "B M N"]:
+        """Computes y[m, n] = -sum_k |x[m, k] - w[n, k]|."""
+        raise NotImplementedError
+
+    def l1_pullback_x(
+        self,
+        x: Float[Array, "B M K"],
+        w: Float[Array, "B K N"],
+        g: Float[Array, "B M N"],
+        rule: GradientRule,
+        axes: Axes,
+    ) -> Float[Array, "B M K"]:
+        """Computes dx[m, k] = sum_n g[m, n] rule(w[n, k] - x[m, k]); `rule` is never `full`."""
+        raise NotImplementedError
+
+    def l1_pullback_w(
+        self,
+        x: Float[Array, "B M K"],
+        w: Float[Array, "B K N"],
+        g: Float[Array, "B M N"],
+        rule: GradientRule,
+        axes: Axes,
+    ) -> Float[Array, "B K N"]:
+        """Computes dw[n, k] = sum_m g[m, n] rule(x[m, k] - w[n, k]), in the axes of `w`; `rule` as above."""
+        raise NotImplementedError
+
+    def l1_pushforward(
+        self,
+        x: Float[Array, "B M K"],
+        w: Float[Array, "B K N"],
+        dx: Float[Array, "B M K"],
+        rule: GradientRule,
+        axes: Axes,
+    ) -> Float[Array, "B M N"]:
+        """Computes dy[m, n] = sum_k dx[m, k] rule(w[n, k] - x[m, k]), the transpose of `l1_pullback_x`."""
+        raise NotImplementedError
+
+    def additive(
+        self, query: Float[Array, "B M K"], key: Float[Array, "B N K"], v: Float[Array, "B K"]
+    ) -> Float[Array, "B M N"]:
+        """Computes s[m, n] = sum_k v[k] tanh(query[m, k] + key[n, k])."""
+        raise NotImplementedError
+
+    def additive_pullback(
+        self,
+        query: Float[Array, "B M K"],
+        key: Float[Array, "B N K"],
+        v: Float[Array, "B K"],
+        g: Float[Array, "B M N"],
+    ) -> tuple[Float[Array, "B M K"], Float[Array, "B N K"], Float[Array, "B K"]]:
+        """Computes the gradients of sum(g * additive(query, key, v)) with respect to query, key and v."""
+        raise NotImplementedError
+
+
+# The name of the forced backend, or AUTO. A JAX user context rather than a plain global: see the module's
+# docstring.
+_choice = jax.make_user_context(default_value=os.environ.get(ENVIRONMENT_VARIABLE, AUTO))
+
+
+@functools.cache
+def get_backend(name: str) -> Backend:
+    """Returns the backend of that name, whether or not it can run here."""
+    if name not in _BACKENDS:
+        raise ValueError(
+            f"expected a backend among {', '.join([AUTO, *_BACKENDS])}; got {name!r}; "
+            f"correct the call or the environment variable {ENVIRONMENT_VARIABLE}"
+        )
+    module, cls = _BACKENDS[name].split(":")
+    return getattr(importlib.import_module(module), cls)()
+
+
+@functools.cache
+def _why_unavailable(name: str) -> str | None:
+    """Asks a backend once whether it can run here, and logs a refusal."""
+    reason = get_backend(name).why_unavailable()
+    if reason is not None:
+        logger.warning("ops backend %r is not available (%s); using another one", name, reason)
+    return reason
+
+
+def _process_platforms() -> tuple[str, ...]:
+    """Returns the JAX platforms that this process can run on, in the names that lowering uses."""
+    default = jax.default_backend()
+    if default == "gpu":
+        default = "rocm" if "rocm" in jax.devices()[0].client.platform_version else "cuda"
+    return tuple(dict.fromkeys([default, "cpu"]))
+
+
+def _best_for(platform: str, dtype: jax.typing.DTypeLike) -> Backend:
+    for name in _BACKENDS:
+        backend = get_backend(name)
+        if platform in backend.platforms and backend.supports(dtype) and _why_unavailable(name) is None:
+            return backend
+    return get_backend("xla")
+
+
+class _PerPlatform(Backend):
+    """Defers the choice to lowering, where the platform of a computation is known, by
+    `jax.lax.platform_dependent`."""
+
+    def __init__(self, choices: tuple[tuple[str, Backend], ...]):
+        self.name = AUTO
+        self._choices = choices
+
+    def _dispatch(self, method: str, *args, **static):
+        branches = {
+            platform: functools.partial(getattr(backend, method), **static)
+            for platform, backend in self._choices
+        }
+        return jax.lax.platform_dependent(*args, **branches)
+
+    def l1(self, x, w, axes):
+        return self._dispatch("l1", x, w, axes=axes)
+
+    def l1_pullback_x(self, x, w, g, rule, axes):
+        return self._dispatch("l1_pullback_x", x, w, g, rule=rule, axes=axes)
+
+    def l1_pullback_w(self, x, w, g, rule, axes):
+        return self._dispatch("l1_pullback_w", x, w, g, rule=rule, axes=axes)
+
+    def l1_pushforward(self, x, w, dx, rule, axes):
+        return self._dispatch("l1_pushforward", x, w, dx, rule=rule, axes=axes)
+
+    def additive(self, query, key, v):
+        return self._dispatch("additive", query, key, v)
+
+    def additive_pullback(self, query, key, v, g):
+        return self._dispatch("additive_pullback", query, key, v, g)
+
+
+@functools.cache
+def _automatic(platforms: tuple[str, ...], dtype: jax.typing.DTypeLike) -> Backend:
+    choices = tuple((platform, _best_for(platform, dtype)) for platform in platforms)
+    if len({backend.name for _, backend in choices}) == 1:
+        return choices[0][1]
+    return _PerPlatform(choices)
+
+
+def resolve_backend(dtype: jax.typing.DTypeLike) -> Backend:
+    """Returns the backend that a function traced here and now runs on, for inputs of `dtype`."""
+    if _choice.value == AUTO:
+        return _automatic(_process_platforms(), dtype)
+    backend = get_backend(_choice.value)
+    if reason := _why_unavailable(backend.name):
+        raise RuntimeError(
+            f"expected the ops backend {backend.name!r}, which was asked for by name; it cannot run here "
+            f"({reason}); choose another, or {AUTO!r}"
+        )
+    return backend if backend.supports(dtype) else get_backend("xla")
+
+
+def use_backend(name: str) -> contextlib.AbstractContextManager:
+    """Selects the backend of the functions traced or called inside a `with` block, in this thread.
+
+    Args:
+      name: `"auto"` (the best one that runs on the platform at hand), `"xla"` (blocked, pure JAX),
+        `"reference"` (plain broadcasting: slow, but the formula itself), or another name that
+        `backend_report` lists.
+
+    Returns:
+      A context manager.
+
+    Raises:
+      ValueError: if there is no such backend.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from adder_flax import ops
+      >>> with ops.use_backend("reference"):
+      ...     print(ops.adder_matmul(jnp.ones((2, 3)), jnp.zeros((3, 1))))
+      [[-3.]
+       [-3.]]
+    """
+    _check_name(name)
+    return _choice(name)
+
+
+def set_backend(name: str) -> None:
+    """Selects the backend for the whole process; `use_backend` still takes precedence inside its block.
+
+    Args:
+      name: as in `use_backend`. The environment variable `ADDER_FLAX_BACKEND`, read at import, sets the
+        initial one.
+
+    Raises:
+      ValueError: if there is no such backend.
+    """
+    _check_name(name)
+    _choice.set_global(name)
+
+
+def _check_name(name: str) -> None:
+    if name != AUTO:
+        get_backend(name)
+
+
+def backend_report() -> str:
+    """Returns a short text for people: which backend runs on which platform here, and why.
+
+    Example:
+      >>> from adder_flax import ops
+      >>> with ops.use_backend("xla"):
+      ...     print(ops.backend_report().splitlines()[0])
+      ops backend: xla (asked for by name)
+    """
+    if _choice.value != AUTO:
+        lines = [f"ops backend: {_choice.value} (asked for by name)"]
+    else:
+        chosen = [f"{_best_for(platform, 'float32').name} on {platform}" for platform in _process_platforms()]
+        lines = [f"ops backend: {', '.join(chosen)} (the best available)"]
+    for name in _BACKENDS:
+        reason = _why_unavailable(name)
+        lines.append(f"  {name}: {'available' if reason is None else 'not available: ' + reason}")
+    return "\n".join(lines)

@@ -1,0 +1,57 @@
+"""The formulas themselves, by broadcasting: slow and memory hungry, the truth that other backends are
+compared with."""
+
+import jax.numpy as jnp
+
+from adder_flax.ops._backend import Backend
+
+
+def accumulation_dtype(dtype):
+    """Returns the dtype of sums: float64 for float64, float32 for everything narrower."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def upcast(*arrays):
+    """Returns the arrays in their accumulation dtype."""
+    return [array.astype(accumulation_dtype(array.dtype)) for array in arrays]
+
+
+def to_nk(w, axes):
+    """Returns `w`, whose axes are `axes`, as (B, N, K); also turns (B, N, K) into `axes`."""
+    return w if axes == "nk" else jnp.swapaxes(w, -1, -2)
+
+
+class ReferenceBackend(Backend):
+    """Broadcasts every operand to (B, M, N, K) and reduces."""
+
+    name = "reference"
+
+    def l1(self, x, w, axes):
+        x, w = upcast(x, w)
+        return -jnp.abs(x[:, :, None] - to_nk(w, axes)[:, None]).sum(-1)
+
+    def l1_pullback_x(self, x, w, g, rule, axes):
+        x, w, g = upcast(x, w, g)
+        slope = rule(to_nk(w, axes)[:, None] - x[:, :, None])
+        return (g[..., None] * slope).sum(2)
+
+    def l1_pullback_w(self, x, w, g, rule, axes):
+        x, w, g = upcast(x, w, g)
+        slope = rule(x[:, :, None] - to_nk(w, axes)[:, None])
+        return to_nk((g[..., None] * slope).sum(1), axes)
+
+    def l1_pushforward(self, x, w, dx, rule, axes):
+        x, w, dx = upcast(x, w, dx)
+        slope = rule(to_nk(w, axes)[:, None] - x[:, :, None])
+        return (dx[:, :, None] * slope).sum(-1)
+
+    def additive(self, query, key, v):
+        query, key, v = upcast(query, key, v)
+        hidden = jnp.tanh(query[:, :, None] + key[:, None])
+        return (v[:, None, None] * hidden).sum(-1)
+
+    def additive_pullback(self, query, key, v, g):
+        query, key, v, g = upcast(query, key, v, g)
+        hidden = jnp.tanh(query[:, :, None] + key[:, None])
+        d_preactivation = g[..., None] * v[:, None, None] * (1 - hidden**2)
+        return d_preactivation.sum(2), d_preactivation.sum(1), (g[..., None] * hidden).sum((1, 2))
