@@ -1,0 +1,302 @@
+"""Walks a jaxpr and counts the arithmetic of its equations; ``operations.py`` is the public face."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+ADD = "additions"
+MULTIPLY = "multiplications"
+COMPARE = "comparisons"
+EXPONENTIAL = "exponentials"
+DIVIDE = "divisions"
+ROOT = "roots"
+L1 = "l1_elements"
+KINDS = (ADD, MULTIPLY, COMPARE, EXPONENTIAL, DIVIDE, ROOT)
+
+# One operation of this kind per element of the result.
+_ELEMENTWISE = {
+    **dict.fromkeys(("add", "sub", "add_any"), ADD),
+    **dict.fromkeys(("mul", "square"), MULTIPLY),
+    **dict.fromkeys(("max", "min", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "le_to", "lt_to"), COMPARE),
+    **dict.fromkeys(("sign", "is_finite", "floor", "ceil", "round", "nextafter"), COMPARE),
+    **dict.fromkeys(("exp", "exp2", "expm1", "log", "log1p", "logistic", "pow"), EXPONENTIAL),
+    **dict.fromkeys(
+        ("tanh", "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "erf_inv"), EXPONENTIAL
+    ),
+    **dict.fromkeys(("sin", "cos", "tan", "asin", "acos", "atan", "atan2"), EXPONENTIAL),
+    **dict.fromkeys(("lgamma", "digamma", "bessel_i0e", "bessel_i1e"), EXPONENTIAL),
+    **dict.fromkeys(("div", "rem"), DIVIDE),
+    **dict.fromkeys(("sqrt", "rsqrt", "cbrt"), ROOT),
+}
+
+# One operation of this kind per element of the first operand: a reduction fills an accumulator that starts
+# empty, so K terms are K additions, as published multiply-accumulate counts have it.
+_REDUCTIONS = {
+    **dict.fromkeys(("reduce_sum", "cumsum", "psum", "psum2", "psum_invariant", "reduce_scatter"), ADD),
+    **dict.fromkeys(("reduce_prod", "cumprod"), MULTIPLY),
+    **dict.fromkeys(("reduce_max", "reduce_min", "argmax", "argmin", "cummax", "cummin"), COMPARE),
+    **dict.fromkeys(("pmax", "pmin"), COMPARE),
+}
+
+# The result is the operand seen through other strides: nothing moves.
+_VIEWS = frozenset(
+    ("reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "stop_gradient", "name")
+    + ("optimization_barrier", "copy_p", "pvary", "reduce_precision", "sharding_constraint", "mesh_cast")
+)
+
+# Sign bits, selections and data movement: no arithmetic.
+_FREE = _VIEWS | frozenset(
+    ("neg", "abs", "real", "imag", "conj", "complex", "copy", "convert_element_type", "bitcast_convert_type")
+    + ("select_n", "slice", "dynamic_slice", "dynamic_update_slice", "gather", "scatter", "concatenate")
+    + ("pad", "rev", "iota", "split", "and", "or", "not", "xor", "shift_left", "shift_right_logical", "empty")
+    + ("shift_right_arithmetic", "population_count", "clz", "reduce_and", "reduce_or", "reduce_xor")
+    + ("all_gather", "all_gather_invariant", "all_to_all", "ppermute", "pbroadcast", "axis_index", "reshard")
+    + ("device_put", "get", "swap", "program_id", "num_programs", "create_token")
+)
+
+_REGISTRY: dict[str, Callable[[Any], Mapping[str, int]]] = {}
+
+
+class Tally:
+    """Counts while walking: per layer, per (kind, dtype), with the bytes moved and what was not counted."""
+
+    def __init__(self):
+        self.counts: dict[str, Counter] = {}
+        self.bytes_moved: Counter = Counter()
+        self.uncounted: Counter = Counter()
+
+    def add(self, layer: str, kind: str, dtype: Any, amount: int) -> None:
+        if amount:
+            self.counts.setdefault(layer, Counter())[kind, str(np.dtype(dtype))] += amount
+
+    def merge(self, other: "Tally", times: int) -> None:
+        for layer, counts in other.counts.items():
+            mine = self.counts.setdefault(layer, Counter())
+            for key, amount in counts.items():
+                mine[key] += times * amount
+        for mine, theirs in ((self.bytes_moved, other.bytes_moved), (self.uncounted, other.uncounted)):
+            for key, amount in theirs.items():
+                mine[key] += times * amount
+
+    def arithmetic(self) -> int:
+        """All counted operations, to compare the branches of a conditional."""
+        return sum(
+            amount for counts in self.counts.values() for (kind, _), amount in counts.items() if kind != L1
+        )
+
+
+def size(variable: Any) -> int:
+    """Number of elements of a jaxpr variable or literal (tokens and references to them: 0)."""
+    return math.prod(getattr(variable.aval, "shape", (0,)))
+
+
+def nbytes(variable: Any) -> int:
+    """Bytes of a jaxpr variable or literal; a PRNG key is two 32-bit words."""
+    dtype = getattr(variable.aval, "dtype", None)
+    if dtype is None:
+        return 0
+    return size(variable) * int(getattr(dtype, "itemsize", 8))
+
+
+def walk(jaxpr: Any, tally: Tally, layer_of: Callable[[str], str], outer: str = "") -> None:
+    """Adds the operations of every equation of ``jaxpr`` (an open one) to ``tally``.
+
+    Args:
+        jaxpr: what to walk.
+        tally: where the counts go.
+        layer_of: from the full name stack of an equation to the layer it is booked under.
+        outer: name stack of the equation that holds this jaxpr.
+    """
+    l1 = _l1_distances(jaxpr)
+    traffic = _Traffic(l1)
+    for equation in jaxpr.eqns:
+        stack = "/".join(part for part in (outer, str(equation.source_info.name_stack)) if part)
+        layer = layer_of(stack)
+        tally.bytes_moved[layer] += 0  # every layer that is met appears, in the order of the program
+        declared = _REGISTRY.get(_kernel_name(equation))
+        if declared is None and (inner := _inner_jaxprs(equation)):
+            _walk_inner(equation, inner, tally, layer_of, stack)
+            continue
+        if declared is not None:
+            for kind, amount in declared(equation).items():
+                tally.add(layer, kind, equation.outvars[0].aval.dtype, amount)
+        else:
+            _count(equation, tally, layer)
+        if id(equation) in l1:
+            tally.add(layer, L1, equation.outvars[0].aval.dtype, size(equation.invars[0]))
+        tally.bytes_moved[layer] += traffic.of(equation)
+
+
+def _count(equation: Any, tally: Tally, layer: str) -> None:
+    name, params = equation.primitive.name, equation.params
+    out = equation.outvars[0] if equation.outvars else None
+    if name in _ELEMENTWISE:
+        tally.add(layer, _ELEMENTWISE[name], equation.invars[0].aval.dtype, size(out))
+    elif name in _REDUCTIONS:
+        tally.add(layer, _REDUCTIONS[name], equation.invars[0].aval.dtype, size(equation.invars[0]))
+    elif name == "dot_general":
+        _count_products(equation, tally, layer, dot_general_macs(equation))
+    elif name == "conv_general_dilated":
+        _count_products(equation, tally, layer, convolution_macs(equation))
+    elif name == "integer_pow":
+        power = abs(params["y"])
+        tally.add(
+            layer,
+            MULTIPLY,
+            out.aval.dtype,
+            size(out) * (power.bit_length() + power.bit_count() - 2) * (power > 0),
+        )
+        tally.add(layer, DIVIDE, out.aval.dtype, size(out) * (params["y"] < 0))
+    elif name == "clamp":
+        tally.add(layer, COMPARE, out.aval.dtype, 2 * size(out))
+    elif name in ("scatter-add", "scatter_add"):
+        tally.add(layer, ADD, out.aval.dtype, size(equation.invars[2]))
+    elif name in ("scatter-mul", "scatter_mul"):
+        tally.add(layer, MULTIPLY, out.aval.dtype, size(equation.invars[2]))
+    elif name == "addupdate":
+        tally.add(layer, ADD, equation.invars[1].aval.dtype, size(equation.invars[1]))
+    elif name in ("reduce_window_sum", "reduce_window_max", "reduce_window_min"):
+        kind = ADD if name.endswith("sum") else COMPARE
+        tally.add(layer, kind, out.aval.dtype, size(out) * math.prod(params["window_dimensions"]))
+    elif name in ("sort", "top_k"):
+        length = equation.invars[0].aval.shape[params.get("dimension", -1)]
+        tally.add(
+            layer,
+            COMPARE,
+            equation.invars[0].aval.dtype,
+            size(equation.invars[0]) * max(length - 1, 0).bit_length(),
+        )
+    elif name not in _FREE:
+        tally.uncounted[_kernel_name(equation)] += 1
+
+
+def _count_products(equation: Any, tally: Tally, layer: str, macs: int) -> None:
+    """A MAC is one multiplication in the operands' number type and one addition in the result's."""
+    tally.add(layer, MULTIPLY, np.result_type(*(v.aval.dtype for v in equation.invars)), macs)
+    tally.add(layer, ADD, equation.outvars[0].aval.dtype, macs)
+
+
+def dot_general_macs(equation: Any) -> int:
+    """Multiply-accumulates of a ``dot_general``: elements of the result times the contracted extent."""
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    shape = equation.invars[0].aval.shape
+    return size(equation.outvars[0]) * math.prod(shape[axis] for axis in contracted)
+
+
+def convolution_macs(equation: Any) -> int:
+    """Multiply-accumulates of a convolution, without taps on padding or between dilated inputs."""
+    params = equation.params
+    numbers = params["dimension_numbers"]
+    image, kernel, out = (v.aval.shape for v in (*equation.invars[:2], equation.outvars[0]))
+    taps = 1
+    for dim in range(len(params["window_strides"])):
+        length = image[numbers.lhs_spec[2 + dim]]
+        position = (
+            np.arange(out[numbers.out_spec[2 + dim]])[:, None] * params["window_strides"][dim]
+            + np.arange(kernel[numbers.rhs_spec[2 + dim]])[None, :] * params["rhs_dilation"][dim]
+            - params["padding"][dim][0]
+        )
+        dilation = params["lhs_dilation"][dim]
+        hit = (position % dilation == 0) & (position >= 0) & (position <= (length - 1) * dilation)
+        taps *= int(hit.sum())
+    return taps * out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * kernel[numbers.rhs_spec[1]]
+
+
+def _walk_inner(equation: Any, inner: list, tally: Tally, layer_of: Callable[[str], str], stack: str) -> None:
+    """Loops count as often as they run, a conditional as its dearest branch, a sharded map on all devices."""
+    name, params = equation.primitive.name, equation.params
+    parts = []
+    for jaxpr in inner:
+        part = Tally()
+        walk(jaxpr, part, layer_of, stack)
+        parts.append(part)
+    if name == "cond":
+        parts = [max(parts, key=Tally.arithmetic)]
+    times = 1
+    if name == "scan":
+        times = params["length"]
+    elif name == "shard_map":
+        times = math.prod(
+            params["mesh"].shape[axis] for axis in params.get("manual_axes", params["mesh"].axis_names)
+        )
+    elif name == "pallas_call":
+        times = math.prod(params["grid_mapping"].grid)
+    elif name == "reduce":
+        times = sum(size(v) for v in equation.invars[: len(equation.invars) // 2])
+    elif name == "while":
+        tally.uncounted["while: trips beyond the first"] += 1
+    for part in parts:
+        tally.merge(part, times)
+
+
+def _inner_jaxprs(equation: Any) -> list:
+    """Open jaxprs held by an equation's parameters, whatever the parameter is called."""
+    found = []
+    for value in equation.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            item = getattr(item, "jaxpr", item)
+            if hasattr(item, "eqns"):
+                found.append(item)
+    return found
+
+
+def _kernel_name(equation: Any) -> str:
+    """Name under which a kernel is declared: the FFI target, the Pallas kernel's name, or the primitive's."""
+    params = equation.params
+    if "target_name" in params:
+        return str(params["target_name"])
+    if equation.primitive.name == "pallas_call":
+        return str(params.get("name") or getattr(params.get("name_and_src_info"), "name", "pallas_call"))
+    return equation.primitive.name
+
+
+def _l1_distances(jaxpr: Any) -> dict[int, tuple]:
+    """Sums of absolute differences, as {id of the sum's equation: (sum, absolute value, difference)}."""
+    producer = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
+    found = {}
+    for total in jaxpr.eqns:
+        if total.primitive.name != "reduce_sum" or (absolute := producer.get(total.invars[0])) is None:
+            continue
+        if absolute.primitive.name != "abs" or _is_literal(absolute.invars[0]):
+            continue
+        difference = producer.get(absolute.invars[0])
+        if difference is not None and difference.primitive.name == "sub":
+            found[id(total)] = (total, absolute, difference)
+    return found
+
+
+class _Traffic:
+    """Bytes that each equation of one jaxpr reads and writes.
+
+    Views move nothing, and whoever reads a view is charged for the array behind it. The difference, absolute
+    value and sum of an L1 distance are one equation: nothing that computes one in earnest stores the terms.
+    """
+
+    def __init__(self, l1: dict[int, tuple]):
+        self._operands = {key: difference.invars for key, (_, _, difference) in l1.items()}
+        self._fused = {id(equation) for _, *terms in l1.values() for equation in terms}
+        self._behind: dict[Any, int] = {}
+
+    def of(self, equation: Any) -> int:
+        if equation.primitive.name in _VIEWS:
+            self._behind[equation.outvars[0]] = sum(self._read(v) for v in equation.invars)
+            return 0
+        if id(equation) in self._fused:
+            return 0
+        read = sum(self._read(v) for v in self._operands.get(id(equation), equation.invars))
+        return read + sum(nbytes(v) for v in equation.outvars)
+
+    def _read(self, variable: Any) -> int:
+        return nbytes(variable) if _is_literal(variable) else self._behind.get(variable, nbytes(variable))
+
+
+def _is_literal(variable: Any) -> bool:
+    return hasattr(variable, "val")
+
+
+def declare(kernel: str, count: Callable[[Any], Mapping[str, int]]) -> None:
+    """Registers the counts of a kernel; see ``operations.declare_operations``."""
+    _REGISTRY[kernel] = count
