@@ -1,0 +1,84 @@
+"""The embedded data set: scikit-learn's 1,797 handwritten digits, read without importing scikit-learn.
+
+Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import pathlib
+
+import numpy as np
+from jaxtyping import Bool, Int, UInt8
+
+from adder_flax.data._source import ArraySource, DataError
+
+SPLITS = ("train", "test")
+TEST_FRACTION = 360 / 1797
+SPLIT_SEED = 0
+
+
+def load_digits(split: str) -> ArraySource:
+    """Handwritten digits of 8x8 pixels, 1,437 to train on and 360 to test on.
+
+    Stored values 0..16 become round(v * 255 / 16), which maps 0 to 0 and 16 to 255 and can be inverted
+    exactly. The split is stratified and the same everywhere (see `stratified_test_mask`).
+
+    >>> source = load_digits("test")
+    >>> len(source), source.image_shape, source.num_classes
+    (360, (8, 8, 1), 10)
+
+    Args:
+        split: ``"train"`` or ``"test"``.
+
+    Raises:
+        DataError: no such split, or scikit-learn's file is not installed.
+    """
+    if split not in SPLITS:
+        raise DataError(f"Expected split 'train' or 'test' of digits, got {split!r}.")
+    images, labels = _read_csv()
+    in_test = stratified_test_mask(labels, TEST_FRACTION, SPLIT_SEED)
+    chosen = in_test if split == "test" else ~in_test
+    return ArraySource("digits", split, SPLITS, images[chosen], labels[chosen], [str(digit) for digit in range(10)])
+
+
+def stratified_test_mask(
+    labels: Int[np.ndarray, " records"], fraction: float, seed: int
+) -> Bool[np.ndarray, " records"]:
+    """Chooses `fraction` of the records for a test split, each class in proportion.
+
+    A class of n records gives floor(n * fraction), and those with the largest remainders one more, until the
+    total is round(records * fraction). Within a class the order is that of raw 64-bit draws of PCG64, whose
+    stream NumPy keeps from version to version, unlike those of `Generator.permutation`.
+
+    >>> stratified_test_mask(np.array([0, 0, 0, 0, 1, 1]), fraction=0.5, seed=0).sum()
+    np.int64(3)
+    """
+    draws = np.random.PCG64(seed).random_raw(len(labels))
+    classes, counts = np.unique(labels, return_counts=True)
+    quotas = counts * fraction
+    take = np.floor(quotas).astype(int)
+    short = round(len(labels) * fraction) - take.sum()
+    take[np.argsort(take - quotas, kind="stable")[:short]] += 1
+    mask = np.zeros(len(labels), bool)
+    for label, number in zip(classes, take, strict=True):
+        members = np.flatnonzero(labels == label)
+        mask[members[np.argsort(draws[members], kind="stable")[:number]]] = True
+    return mask
+
+
+def _read_csv() -> tuple[UInt8[np.ndarray, "records 8 8 1"], Int[np.ndarray, " records"]]:
+    # find_spec does not run scikit-learn's __init__, which takes longer than everything else in this module
+    # (1 to 2 s).
+    spec = importlib.util.find_spec("sklearn")
+    path = spec and pathlib.Path(spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+    if not path or not path.is_file():
+        raise DataError(
+            f"Expected scikit-learn's digits.csv.gz, got {path or 'no scikit-learn'}. "
+            "Install it: pip install scikit-learn."
+        )
+    with gzip.open(path) as file:
+        table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
+    images = np.rint(table[:, :64] * (255 / 16)).astype(np.uint8)
+    return images.reshape(-1, 8, 8, 1), table[:, 64].astype(np.int32)

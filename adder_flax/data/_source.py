@@ -1,0 +1,270 @@
+"""What every data source offers, and two ways to hold one: arrays in memory, or files decoded when read."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from absl import logging
+from jaxtyping import Int, UInt8
+
+from adder_flax.data import _images
+
+MapFunction = Callable[..., Iterable[Any]]
+
+# Records that one thread reads at a time: enough that ArrayRecord reads them together (4 times faster than one by one),
+# few enough that every thread has work in a small batch of large images.
+_CHUNK = 16
+
+UNREADABLE = -1
+"""Label that `Source.gather` gives to a record that cannot be read (only with ``on_unreadable="skip"``)."""
+
+
+class DataError(ValueError):
+    """A data set, split or record that cannot be used; the message says which and what to do."""
+
+
+class Source(abc.ABC):
+    """A split of an image-classification set with random access.
+
+    Attributes:
+        name: the name given to `load_source`, such as ``"digits"``.
+        split: the split's own name, such as ``"train"``.
+        splits: names of all splits of the set.
+        label_names: class names; their position is the label.
+        image_shape: (height, width, channels) of every image that this source returns.
+        crops_on_host: True if the stored images vary in size. Such a source returns the centre crop, and in
+            training a random resized crop: both need the full-size image, which never reaches the device.
+        unreadable: records found unreadable so far, index to reason. Always empty with
+            ``on_unreadable="raise"``.
+    """
+
+    name: str
+    split: str
+    splits: tuple[str, ...]
+    label_names: tuple[str, ...]
+    image_shape: tuple[int, int, int]
+    crops_on_host: bool = False
+    unreadable: Mapping[int, str]
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes, len(label_names)."""
+        return len(self.label_names)
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Number of records."""
+
+    @abc.abstractmethod
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Record `index` as {"image": uint8 (H, W, C), "label": int}, as evaluation sees it."""
+
+    @abc.abstractmethod
+    def gather(
+        self,
+        indices: Int[np.ndarray, " batch"],
+        crop_seeds: Sequence[tuple[int, ...]] | None = None,
+        map_function: MapFunction = map,
+    ) -> tuple[UInt8[np.ndarray, "batch height width channel"], Int[np.ndarray, " batch"]]:
+        """Reads a batch.
+
+        Args:
+            indices: records to read.
+            crop_seeds: one seed per record for the random resized crop; None for the evaluation view. Sources
+                of a fixed image size ignore it: all their augmentation happens on the device.
+            map_function: how to run over the records, for example ``ThreadPoolExecutor.map``.
+
+        Returns:
+            Images and labels; the label is `UNREADABLE` where a record was skipped.
+        """
+
+    def _checked(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(f"Expected a record of {self.name}/{self.split} in [0, {len(self)}), got {index}.")
+        return int(index)
+
+
+class ArraySource(Source):
+    """A split that lies in memory as one array of images and one of labels.
+
+    >>> stripes = np.eye(2, dtype=np.uint8)[..., None, None]
+    >>> source = ArraySource("stripes", "train", ["train"], stripes, [0, 1], ["row", "column"])
+    >>> source.image_shape, source.num_classes, source[1]["label"]
+    ((2, 1, 1), 2, 1)
+    """
+
+    def __init__(
+        self,
+        name: str,
+        split: str,
+        splits: Sequence[str],
+        images: UInt8[np.ndarray, "records height width channel"],
+        labels: Int[np.ndarray, " records"],
+        label_names: Sequence[str],
+    ):
+        self.name, self.split, self.splits = name, split, tuple(splits)
+        self.images, self.labels = images, np.asarray(labels, np.int32)
+        self.label_names = tuple(label_names)
+        self.image_shape = tuple(images.shape[1:])
+        self.unreadable = {}
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        index = self._checked(index)
+        return {"image": self.images[index], "label": int(self.labels[index])}
+
+    def gather(self, indices, crop_seeds=None, map_function=map):
+        del crop_seeds, map_function
+        return self.images[indices], self.labels[indices]
+
+
+class Records(Protocol):
+    """Encoded images with labels: what a set on disk must offer to `EncodedSource`."""
+
+    def __len__(self) -> int:
+        """Number of records."""
+
+    def __getitem__(self, index: int) -> tuple[bytes, int]:
+        """Encoded image (JPEG, PNG, …) and label of one record."""
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[bytes, int]]:
+        """The same for several records at once, which most file formats read faster."""
+
+    def describe(self, index: int) -> str:
+        """Names the record for a person, for example by its file."""
+
+
+class EncodedSource(Source):
+    """A split of encoded images, decoded when they are read.
+
+    Args:
+        name: the set's name.
+        split: the split's name.
+        splits: names of all splits.
+        records: encoded images and labels.
+        label_names: class names.
+        image_shape: shape of the images to return.
+        crops_on_host: True for images of any size: they are cropped to `image_shape` keeping their aspect
+            ratio. False for a set whose images all have one size: they are resized if `image_shape` asks for
+            another.
+        crop_scale: range of the area that a random resized crop covers, as a fraction of the image's area.
+        on_unreadable: ``"raise"`` stops with the record's name; ``"skip"`` counts it in `unreadable`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        split: str,
+        splits: Sequence[str],
+        records: Records,
+        label_names: Sequence[str],
+        image_shape: tuple[int, int, int],
+        *,
+        crops_on_host: bool,
+        crop_scale: tuple[float, float] = (0.08, 1.0),
+        on_unreadable: str = "raise",
+    ):
+        if on_unreadable not in ("raise", "skip"):
+            raise DataError(f"Expected on_unreadable to be 'raise' or 'skip', got {on_unreadable!r}.")
+        if not 0 < crop_scale[0] <= crop_scale[1] <= 1:
+            raise DataError(f"Expected crop_scale as 0 < low <= high <= 1, got {crop_scale}.")
+        self.name, self.split, self.splits = name, split, tuple(splits)
+        self.label_names, self.image_shape = tuple(label_names), tuple(image_shape)
+        self.crops_on_host, self.crop_scale = crops_on_host, tuple(crop_scale)
+        self.on_unreadable, self.unreadable = on_unreadable, {}
+        self._records = records
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        image, label = self._read(self._checked(index), crop_seed=None)
+        return {"image": image, "label": label}
+
+    def gather(self, indices, crop_seeds=None, map_function=map):
+        images = np.zeros((len(indices), *self.image_shape), np.uint8)
+        labels = np.full(len(indices), UNREADABLE, np.int32)
+
+        def fill(rows: range) -> None:
+            chunk = [int(index) for index in indices[rows.start : rows.stop]]
+            for row, index, record in zip(rows, chunk, self._fetch(chunk), strict=True):
+                seed = None if crop_seeds is None else crop_seeds[row]
+                try:
+                    images[row], labels[row] = self._read(index, seed, record)
+                except DataError as error:
+                    if self.on_unreadable == "raise":
+                        raise
+                    self._note_unreadable(index, str(error))
+
+        starts = range(0, len(indices), _CHUNK)
+        for _ in map_function(fill, [range(start, min(start + _CHUNK, len(indices))) for start in starts]):
+            pass
+        return images, labels
+
+    def _fetch(self, indices: list[int]) -> list[tuple[bytes, int] | None]:
+        try:
+            return self._records.__getitems__(indices)
+        except Exception:
+            # One of them cannot be read: `_read` tries them one by one and names it.
+            return [None] * len(indices)
+
+    def _note_unreadable(self, index: int, reason: str) -> None:
+        if index not in self.unreadable:
+            logging.warning("Skipped: %s", reason)
+        self.unreadable[index] = reason
+
+    def _read(
+        self, index: int, crop_seed: tuple[int, ...] | None, record: tuple[bytes, int] | None = None
+    ) -> tuple[UInt8[np.ndarray, "h w c"], int]:
+        try:
+            encoded, label = record or self._records[index]
+            image = self._decode(encoded, crop_seed)
+        # Any failure of a decoder means the same here, and Pillow's plug-ins raise many types for a broken
+        # file.
+        except Exception as error:
+            raise DataError(
+                f"Expected a readable image in record {index} of {self.name}/{self.split} "
+                f"({self._records.describe(index)}), got {type(error).__name__}: {error}. "
+                "Replace the record, or count and skip such records with on_unreadable='skip'."
+            ) from error
+        if not 0 <= label < self.num_classes:
+            raise DataError(
+                f"Expected a label in [0, {self.num_classes}) in record {index} of {self.name}/{self.split} "
+                f"({self._records.describe(index)}), got {label}. Choose a split that has labels."
+            )
+        return image, label
+
+    def _decode(self, encoded: bytes, crop_seed: tuple[int, ...] | None) -> UInt8[np.ndarray, "h w c"]:
+        height, _, channels = self.image_shape
+        if not self.crops_on_host:
+            return _images.decode_and_resize(encoded, self.image_shape)
+        if crop_seed is None:
+            return _images.decode_and_center_crop(encoded, height, channels)
+        return _images.decode_and_random_crop(encoded, height, channels, crop_seed, self.crop_scale)
+
+
+class CachedSource(ArraySource):
+    """Keeps the images of a small fixed-size source once decoded: from the second epoch on, reading is a copy."""
+
+    def __init__(self, source: EncodedSource):
+        # Untouched pages of np.empty take no memory, so this costs what has been read so far.
+        images = np.empty((len(source), *source.image_shape), np.uint8)
+        labels = np.full(len(source), UNREADABLE, np.int32)
+        super().__init__(source.name, source.split, source.splits, images, labels, source.label_names)
+        self._source, self._read = source, np.zeros(len(source), bool)
+        self.unreadable = source.unreadable
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._source[index]
+
+    def gather(self, indices, crop_seeds=None, map_function=map):
+        missing = indices[~self._read[indices]]
+        if missing.size:
+            self.images[missing], self.labels[missing] = self._source.gather(missing, None, map_function)
+            self._read[missing] = True
+        return super().gather(indices)

@@ -1,0 +1,234 @@
+"""The host's part of the input: which records make up batch i, and reading them on threads ahead of the
+device.
+
+Batch i is a function of (seed, i) alone, so a run that resumes at step i needs no saved iterator, and neither
+the number of threads nor the number of hosts changes what the model sees. Hosts read disjoint, contiguous
+parts of the same global batch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any
+
+import grain
+import numpy as np
+from jaxtyping import Int
+
+from adder_flax.data._source import UNREADABLE, DataError, Source
+
+Batch = dict[str, np.ndarray]
+
+
+class TrainPipeline:
+    """Endless shuffled batches with random access.
+
+    An epoch is floor(len(source) / global_batch_size) steps over a fresh permutation of the records: no
+    record comes twice in an epoch, and the few records left over differ from epoch to epoch. (Batches that
+    run across epochs would drop nothing, but could hold the same record twice and would blur what "epoch"
+    means in schedules.)
+
+    Permutations come from raw draws of the Philox generator, whose stream NumPy keeps from version to
+    version, so that a run resumes on the same batches after an upgrade. Unlike `grain.MapDataset.shuffle`,
+    whose four-round cipher leaves consecutive epochs of 50,000 records correlated, they are uniform.
+
+    >>> from adder_flax.data import load_source
+    >>> pipeline = TrainPipeline(load_source("digits", "train"), 64, seed=0, shard_index=0, shard_count=1)
+    >>> pipeline.steps_per_epoch
+    22
+    >>> batch = pipeline[1000]
+    >>> batch["image"].shape, batch["image"].dtype, batch["label"].shape
+    ((64, 8, 8, 1), dtype('uint8'), (64,))
+
+    Args:
+        source: what to read.
+        global_batch_size: records per step over all hosts.
+        seed: chooses the permutations and the random resized crops of sources that crop on the host.
+        shard_index: which part of the global batch this host reads; None for `jax.process_index()`.
+        shard_count: number of such parts; None for `jax.process_count()`.
+        num_threads: threads that decode; None for the number of usable cores.
+        prefetch_batches: batches that are ready or in work ahead of the consumer.
+
+    Raises:
+        DataError: the batch does not fit the source or the shards.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        global_batch_size: int,
+        seed: int = 0,
+        *,
+        shard_index: int | None = None,
+        shard_count: int | None = None,
+        num_threads: int | None = None,
+        prefetch_batches: int = 2,
+    ):
+        if not 1 <= global_batch_size <= len(source):
+            raise DataError(
+                f"Expected a global batch of 1 to {len(source)} records (all of {source.name}/{source.split}), "
+                f"got {global_batch_size}."
+            )
+        self.source, self.seed = source, seed
+        self.global_batch_size = global_batch_size
+        self.steps_per_epoch = len(source) // global_batch_size
+        self._rows = _shard_rows(global_batch_size, shard_index, shard_count)
+        self._num_threads = num_threads or usable_cores()
+        self._prefetch_batches = prefetch_batches
+        self._permutation: tuple[int, Int[np.ndarray, " records"]] = (-1, np.empty(0, int))
+
+    def __getitem__(self, step: int) -> Batch:
+        """This host's rows of batch `step`: {"image": uint8 (B, H, W, C), "label": int32 (B,)}."""
+        return self._read(step, map)
+
+    def iterate(self, start_step: int = 0) -> Iterator[Batch]:
+        """Batches from `start_step` on, read ahead on threads; ``close()`` of the iterator ends them.
+
+        >>> from adder_flax.data import load_source
+        >>> pipeline = TrainPipeline(load_source("digits", "train"), 64, shard_index=0, shard_count=1)
+        >>> batch = next(pipeline.iterate(start_step=5))
+        >>> bool((batch["image"] == pipeline[5]["image"]).all())
+        True
+        """
+        return _read_ahead(self._read, start_step, sys.maxsize, self._num_threads, self._prefetch_batches)
+
+    def record_indices(self, step: int) -> Int[np.ndarray, " global_batch"]:
+        """Which records make up the global batch of a step."""
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        first = step_in_epoch * self.global_batch_size
+        return self._epoch_order(epoch)[first : first + self.global_batch_size]
+
+    def _epoch_order(self, epoch: int) -> Int[np.ndarray, " records"]:
+        # Two threads may both see the old epoch at its end; each then computes the same permutation.
+        cached_epoch, order = self._permutation
+        if cached_epoch != epoch:
+            draws = np.random.Philox(np.random.SeedSequence((self.seed, epoch))).random_raw(len(self.source))
+            order = np.argsort(draws, kind="stable")
+            self._permutation = (epoch, order)
+        return order
+
+    def _read(self, step: int, map_function: Callable) -> Batch:
+        indices = self.record_indices(step)[self._rows].copy()
+        positions = range(step * self.global_batch_size, (step + 1) * self.global_batch_size)[self._rows]
+        crop_seeds = [(self.seed, position) for position in positions]
+        images, labels = self.source.gather(indices, crop_seeds, map_function)
+        self._replace_unreadable(indices, crop_seeds, images, labels, map_function)
+        return {"image": images, "label": labels}
+
+    def _replace_unreadable(self, indices, crop_seeds, images, labels, map_function) -> None:
+        """Puts the next readable record in the place of each one that was skipped."""
+        rows = np.flatnonzero(labels == UNREADABLE)
+        while rows.size:
+            if len(self.source.unreadable) == len(self.source):
+                raise DataError(f"Expected a readable record in {self.source.name}/{self.source.split}, got none.")
+            indices[rows] = (indices[rows] + 1) % len(self.source)
+            seeds = [crop_seeds[row] for row in rows]
+            images[rows], labels[rows] = self.source.gather(indices[rows], seeds, map_function)
+            rows = rows[labels[rows] == UNREADABLE]
+
+
+class EvalPipeline:
+    """A whole split in order, each record exactly once.
+
+    The last batch is filled up with blank rows, so every batch has one shape. ``"mask"`` is True where a row
+    is a record; sums over a split must be weighted by it.
+
+    >>> from adder_flax.data import load_source
+    >>> batches = EvalPipeline(load_source("digits", "test"), 128, shard_index=0, shard_count=1)
+    >>> len(batches), [int(batch["mask"].sum()) for batch in batches]
+    (3, [128, 128, 104])
+
+    Args:
+        source: what to read.
+        global_batch_size: rows per batch over all hosts.
+        shard_index: as in `TrainPipeline`.
+        shard_count: as in `TrainPipeline`.
+        num_threads: as in `TrainPipeline`.
+        prefetch_batches: as in `TrainPipeline`.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        global_batch_size: int,
+        *,
+        shard_index: int | None = None,
+        shard_count: int | None = None,
+        num_threads: int | None = None,
+        prefetch_batches: int = 2,
+    ):
+        self.source, self.global_batch_size = source, global_batch_size
+        self._rows = _shard_rows(global_batch_size, shard_index, shard_count)
+        self._num_threads = num_threads or usable_cores()
+        self._prefetch_batches = prefetch_batches
+
+    def __len__(self) -> int:
+        """Number of batches, the same on every host."""
+        return math.ceil(len(self.source) / self.global_batch_size)
+
+    def __getitem__(self, step: int) -> Batch:
+        """This host's rows: {"image": uint8 (B, H, W, C), "label": int32 (B,), "mask": bool (B,)}."""
+        if not 0 <= step < len(self):
+            raise IndexError(f"Expected a batch in [0, {len(self)}), got {step}.")
+        return self._read(step, map)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return _read_ahead(self._read, 0, len(self), self._num_threads, self._prefetch_batches)
+
+    def _read(self, step: int, map_function: Callable) -> Batch:
+        indices = np.arange(step * self.global_batch_size, (step + 1) * self.global_batch_size)[self._rows]
+        present = np.flatnonzero(indices < len(self.source))
+        images = np.zeros((len(indices), *self.source.image_shape), np.uint8)
+        labels = np.zeros(len(indices), np.int32)
+        if present.size:
+            images[present], labels[present] = self.source.gather(indices[present], None, map_function)
+        mask = (indices < len(self.source)) & (labels != UNREADABLE)
+        return {"image": images, "label": np.where(mask, labels, 0), "mask": mask}
+
+
+def eval_batches(source: Source, global_batch_size: int, **options: Any) -> EvalPipeline:
+    """This host's part of every batch of a split; see `EvalPipeline`."""
+    return EvalPipeline(source, global_batch_size, **options)
+
+
+def usable_cores() -> int:
+    """Number of cores that this process may use, which containers and SLURM may limit."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _shard_rows(global_batch_size: int, shard_index: int | None, shard_count: int | None) -> slice:
+    if shard_index is None or shard_count is None:
+        # Starts JAX's backends, which whoever only reads data (and names its shard) need not do.
+        import jax
+
+        shard_index, shard_count = jax.process_index(), jax.process_count()
+    if global_batch_size % shard_count or not 0 <= shard_index < shard_count:
+        raise DataError(
+            f"Expected a global batch that {shard_count} hosts can share equally, got {global_batch_size} "
+            f"(and shard {shard_index}). Choose a multiple of {shard_count}."
+        )
+    size = global_batch_size // shard_count
+    return slice(shard_index * size, (shard_index + 1) * size)
+
+
+def _read_ahead(
+    read: Callable[[int, Callable], Batch], start: int, stop: int, num_threads: int, prefetch_batches: int
+) -> Iterator[Batch]:
+    """Runs `read` for the steps in [start, stop), `prefetch_batches` at a time, each spread over shared
+    decoding threads.
+
+    Threads, not processes: Pillow releases the GIL, and grain's processes need absl flags to be parsed first,
+    which a library cannot ask of the programs that import it.
+    """
+    options = grain.ReadOptions(num_threads=prefetch_batches, prefetch_buffer_size=prefetch_batches)
+    with futures.ThreadPoolExecutor(num_threads, thread_name_prefix="decode") as decoders:
+        steps = grain.MapDataset.range(start, stop)
+        batches = iter(steps.map(lambda step: read(int(step), decoders.map)).to_iter_dataset(options))
+        try:
+            yield from batches
+        finally:
+            batches.close()
