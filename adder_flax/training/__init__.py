@@ -1,1 +1,32 @@
-"""State, step, loop, checkpoints, metrics and sharding."""
+"""Training: from a configuration to a run, its steps, checkpoints and numbers.
+
+``build_run(config)`` checks a configuration, ``Trainer(run, workdir).fit()`` trains or resumes, ``Evaluator(run)``
+scores parameters on the whole evaluation split.
+"""
+
+from adder_flax.training._errors import NonFiniteLossError, RunError
+from adder_flax.training.checkpoints import Checkpoints
+from adder_flax.training.loop import Evaluator, Result, Trainer
+from adder_flax.training.metrics import read_metrics
+from adder_flax.training.optimizers import OPTIMIZERS, scale_by_adder_rate
+from adder_flax.training.setup import Run, build_run
+from adder_flax.training.step import evaluation_params, make_eval_step, make_train_step
+from adder_flax.training.workdir import open_workdir
+
+__all__ = [
+    "OPTIMIZERS",
+    "Checkpoints",
+    "Evaluator",
+    "NonFiniteLossError",
+    "Result",
+    "Run",
+    "RunError",
+    "Trainer",
+    "build_run",
+    "evaluation_params",
+    "make_eval_step",
+    "make_train_step",
+    "open_workdir",
+    "read_metrics",
+    "scale_by_adder_rate",
+]

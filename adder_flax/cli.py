@@ -1,0 +1,71 @@
+"""What the modes of ``main.py`` do: the pieces of the library put together for a person at a terminal."""
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from adder_flax import training
+
+
+def train(config: Any, workdir: str | Path, *, start_time: float | None = None) -> None:
+    """Trains or resumes the run in ``workdir`` and prints what came of it.
+
+    Raises:
+      RunError: what its user must mend.
+      SystemExit: after SIGINT or SIGTERM, with exit code 128 + signal.
+    """
+    run = training.build_run(config)
+    workdir = training.open_workdir(workdir, config)
+    print(f"workdir {workdir}")
+    result = training.Trainer(run, workdir, start_time=start_time).fit()
+    if result.interrupted:
+        print(f"{result.interrupted.name} at step {result.step} of {run.num_steps}; the same command resumes there")
+        sys.exit(128 + result.interrupted)
+    print(f"test accuracy {result.evaluation['eval/accuracy']:.4f} after {result.step} steps; see {workdir}")
+
+
+def evaluate(config: Any, workdir: str | Path, checkpoint: str) -> None:
+    """Scores a checkpoint on the whole evaluation split.
+
+    Args:
+      config: of the run.
+      workdir: of the run.
+      checkpoint: ``last``, ``best`` or a step.
+    """
+    run = training.build_run(config)
+    directory = Path(workdir) / "checkpoints"
+    if not directory.is_dir():
+        raise training.RunError(f"expected checkpoints in {directory}, found none; train first, or set --workdir")
+    training.open_workdir(workdir, config)
+    with training.Checkpoints(directory) as checkpoints:
+        named = {"last": None, "best": checkpoints.best_step}
+        if checkpoint not in named and not checkpoint.isdecimal():
+            raise training.RunError(f"expected --checkpoint to be last, best or a step, got {checkpoint!r}")
+        state = checkpoints.restore(run.abstract_state, named[checkpoint] if checkpoint in named else int(checkpoint))
+    metrics = training.Evaluator(run)(training.evaluation_params(state))
+    shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
+    print(
+        f"step {int(state['step'])}  {len(run.eval_source)} images of {config.data.name}/{run.eval_source.split}  {shown}"
+    )
+
+
+def default_workdir(experiment: str, overrides: Mapping[str, Any]) -> str:
+    """Returns ``runs/<experiment>[-<data>][,<field>=<value>…]``, so that different runs do not share a directory.
+
+    Args:
+      experiment: value of ``--config``.
+      overrides: the fields that were set on the command line, and their values.
+
+    Example:
+      >>> default_workdir("experiments/adder_deit_tiny.py:cifar10", {"optimizer.name": "sgd", "seed": 1})
+      'runs/adder_deit_tiny-cifar10,optimizer.name=sgd,seed=1'
+    """
+    path, _, data = experiment.partition(":")
+    settings = [f"{field}={_slug(value)}" for field, value in sorted(overrides.items())]
+    return "runs/" + ",".join([Path(path).stem + (f"-{data}" if data else ""), *settings])
+
+
+def _slug(value: Any) -> str:
+    return re.sub(r"[^\w.+-]+", "_", str(value)).strip("_")

@@ -1,0 +1,130 @@
+"""Checkpoints of a run: the only module that calls Orbax.
+
+A checkpoint is the train state as plain nested dicts under ``<workdir>/checkpoints/<step>``. The newest ones and the
+one with the best evaluation accuracy are kept. Writing happens on a background thread.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import logging
+from orbax.checkpoint import v1 as ocp
+
+from adder_flax.training._errors import RunError
+
+_ACCURACY = "eval/accuracy"
+
+
+class Checkpoints:
+    """The checkpoints in one directory.
+
+    Args:
+      directory: created if it does not exist.
+      keep_last: how many of the newest are kept beside the best one.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as directory, Checkpoints(directory) as checkpoints:
+      ...     checkpoints.save(7, {"step": jax.numpy.int32(7)}, accuracy=0.5)
+      ...     checkpoints.wait()
+      ...     checkpoints.steps
+      [7]
+    """
+
+    def __init__(self, directory: str | Path, *, keep_last: int = 1):
+        self._directory = Path(directory).absolute()
+        policies = ocp.training.preservation_policies
+        best = policies.BestN(
+            get_metric_fn=lambda metrics: metrics[_ACCURACY], n=1, keep_checkpoints_without_metrics=False
+        )
+        self._checkpointer = ocp.training.Checkpointer(
+            self._directory,
+            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep_last), best]),
+            cleanup_tmp_directories=True,
+        )
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self._checkpointer.close()
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps that can be loaded, in order."""
+        return sorted(checkpoint.step for checkpoint in self._checkpointer.checkpoints)
+
+    def accuracy(self, step: int) -> float | None:
+        """Evaluation accuracy saved with a checkpoint, or None where it was not evaluated."""
+        metrics = next(c.metrics for c in self._checkpointer.checkpoints if c.step == step)
+        return metrics[_ACCURACY] if metrics else None
+
+    @property
+    def best_step(self) -> int | None:
+        """Step of the checkpoint with the highest evaluation accuracy."""
+        scored = [(self.accuracy(step), step) for step in self.steps if self.accuracy(step) is not None]
+        return max(scored)[1] if scored else None
+
+    def save(self, step: int, state: Any, *, accuracy: float | None = None) -> None:
+        """Starts writing a checkpoint; returns once the state may be donated again.
+
+        Raises:
+          RunError: this or the previous checkpoint could not be written (a full disk, say).
+        """
+        metrics = {_ACCURACY: accuracy} if accuracy is not None else None
+        self._guarded(lambda: self._checkpointer.save_async(step, state, force=True, overwrite=True, metrics=metrics))
+
+    def wait(self) -> None:
+        """Blocks until every checkpoint is on disk."""
+        self._guarded(self._checkpointer.wait)
+
+    def _guarded(self, write) -> None:
+        try:
+            write()
+        except OSError as error:
+            raise RunError(
+                f"expected to write a checkpoint under {self._directory}, got: {error}; older checkpoints are intact, "
+                "free some space and run the same command again to resume"
+            ) from error
+
+    def restore(self, abstract_state: Any, step: int | None = None) -> Any:
+        """Loads a checkpoint onto the shapes and shardings of ``abstract_state``.
+
+        Args:
+          abstract_state: the state's tree of ``jax.ShapeDtypeStruct`` with shardings.
+          step: which one; by default the newest readable one. An unreadable one is set aside as
+            ``<step>.unreadable`` and the one before it is used.
+
+        Raises:
+          RunError: there is no such checkpoint, or none can be read.
+        """
+        if step is not None:
+            if step not in self.steps:
+                raise RunError(
+                    f"expected a checkpoint at one of the steps {self.steps} in {self._directory}, got {step}; "
+                    "choose one of these with --checkpoint"
+                )
+            return self._load(step, abstract_state)
+        for newest in reversed(self.steps):
+            try:
+                return self._load(newest, abstract_state)
+            except Exception as error:
+                self._set_aside(newest, error)
+        raise RunError(f"expected a readable checkpoint in {self._directory}, found none; train first")
+
+    def _load(self, step: int, abstract_state: Any) -> Any:
+        return self._checkpointer.load(step, abstract_state)
+
+    def _set_aside(self, step: int, error: Exception) -> None:
+        aside = self._directory / f"{step}.unreadable"
+        logging.warning("Checkpoint %d cannot be read (%s); set aside as %s", step, _first_line(error), aside)
+        if jax.process_index() == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            (self._directory / str(step)).rename(aside)
+        self._checkpointer.reload()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:200]

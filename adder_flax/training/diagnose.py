@@ -1,0 +1,109 @@
+"""Finds the layer in which the first infinity or NaN of a forward pass arises."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from adder_flax.training.sharding import tree_path
+
+
+def non_finite_leaves(tree: Any) -> list[str]:
+    """Returns the paths of the leaves that hold an infinity or NaN.
+
+    Example:
+      >>> non_finite_leaves({"a": jnp.ones(2), "b": [jnp.array(jnp.nan)]})
+      ['b/0']
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [tree_path(path) for path, leaf in leaves if not _finite(leaf)]
+
+
+def first_non_finite(fn: Callable, *args: Any) -> str | None:
+    """Runs a function operation by operation and names the first that makes an infinity or NaN out of finite inputs.
+
+    Args:
+      fn: a function of arrays that JAX can trace.
+      *args: its arguments.
+
+    Returns:
+      The named scopes around that operation and its name, or None where everything is finite.
+
+    Example:
+      >>> def network(x):
+      ...     with jax.named_scope("norm"):
+      ...         return jnp.log(x - 1.0)
+      >>> first_non_finite(network, jnp.ones(3))
+      'norm (log)'
+    """
+    closed = jax.make_jaxpr(fn)(*args)
+    try:
+        _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), "")
+    except _NonFinite as found:
+        return str(found)
+    return None
+
+
+class _NonFinite(Exception):
+    """Carries the place out of the nested evaluation."""
+
+
+def _finite(x: Any) -> bool:
+    return not jnp.issubdtype(jnp.result_type(x), jnp.inexact) or bool(jnp.isfinite(x).all())
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], scope: str) -> list[Any]:
+    values = dict(zip(jaxpr.constvars + jaxpr.invars, [*consts, *args], strict=True))
+    read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]
+    for eqn in jaxpr.eqns:
+        inputs = [read(atom) for atom in eqn.invars]
+        here = "/".join(part for part in (scope, str(eqn.source_info.name_stack)) if part)
+        outputs = _evaluate_equation(jaxpr, eqn, inputs, here)
+        if all(map(_finite, inputs)) and not all(map(_finite, outputs)):
+            raise _NonFinite(f"{here or 'top level'} ({eqn.primitive.name})")
+        values.update(zip(eqn.outvars, outputs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _evaluate_equation(jaxpr: Any, eqn: Any, inputs: list[Any], scope: str) -> list[Any]:
+    if eqn.primitive.name == "scan" and not eqn.params["reverse"]:
+        return _evaluate_scan(eqn.params, inputs, scope)
+    inner = next((eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params), None)
+    if inner is not None and len(eqn.invars) == len(getattr(inner, "jaxpr", inner).invars):
+        return _evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs, scope)
+    variables = {atom: value for atom, value in zip(eqn.invars, inputs, strict=True) if isinstance(atom, core.Var)}
+    names = jaxpr.debug_info.with_unknown_names()
+    alone = jaxpr.replace(constvars=[], invars=list(variables), outvars=eqn.outvars, eqns=[eqn], debug_info=names)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*variables.values())
+
+
+def _evaluate_scan(params: Any, inputs: list[Any], scope: str) -> list[Any]:
+    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
+    columns, closed = inputs[num_consts + num_carry :], params["jaxpr"]
+    rows = []
+    for i in range(params["length"]):
+        outputs = _evaluate(closed.jaxpr, closed.consts, [*consts, *carry, *(x[i] for x in columns)], f"{scope}/{i}")
+        carry = outputs[:num_carry]
+        rows.append(outputs[num_carry:])
+    return [*carry, *(jnp.stack(column) for column in zip(*rows, strict=True))]
+
+
+def explain_non_finite(forward: Callable, params: Any, gradients: Callable, *batch: Any) -> str:
+    """Says in words where a training step first leaves the finite numbers.
+
+    Args:
+      forward: ``(params, *batch) → loss``.
+      params: nested dict of parameters.
+      gradients: ``(params, *batch) → gradients`` like ``params``.
+      *batch: the batch on which the step failed.
+    """
+    if bad := non_finite_leaves(params):
+        return f"the parameters already hold it: {', '.join(bad[:3])}"
+    if place := first_non_finite(forward, params, *batch):
+        return f"first in the forward pass, at {place}"
+    if bad := non_finite_leaves(gradients(params, *batch)):
+        return f"the forward pass is finite, the gradient is not, first for {', '.join(bad[-3:])}"
+    return "it could not be reproduced operation by operation: the compiled step rounds differently"

@@ -1,0 +1,222 @@
+"""The training loop: batches in, steps dispatched, metrics of step n-1 written after step n is on its way."""
+
+import contextlib
+import dataclasses
+import math
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from adder_flax import data
+from adder_flax.training import sharding
+from adder_flax.training._errors import NonFiniteLossError
+from adder_flax.training.checkpoints import Checkpoints
+from adder_flax.training.diagnose import explain_non_finite
+from adder_flax.training.interrupt import InterruptWatch
+from adder_flax.training.metrics import MetricWriter, Progress
+from adder_flax.training.setup import Run
+from adder_flax.training.step import (
+    State,
+    evaluation_params,
+    make_eval_step,
+    make_loss_fn,
+    make_train_step,
+    step_keys,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a call of :func:`fit` ends with.
+
+    Attributes:
+      state: the train state.
+      step: steps done.
+      evaluation: metrics of the last evaluation on the whole evaluation split.
+      interrupted: the signal that stopped the run, or None where it is complete.
+    """
+
+    state: State
+    step: int
+    evaluation: dict[str, float]
+    interrupted: signal.Signals | None = None
+
+
+class Evaluator:
+    """Scores parameters on the whole evaluation split: no example dropped, none counted twice.
+
+    Args:
+      run: from :func:`adder_flax.training.build_run`.
+    """
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._step = jax.jit(make_eval_step(run.graphdef, run.normalize))
+        shards = sharding.num_batch_shards(run.mesh)
+        batch_size = math.ceil(min(run.config.eval_batch_size, len(run.eval_source)) / shards) * shards
+        self._batches = data.EvalPipeline(run.eval_source, batch_size, num_threads=run.config.data.num_threads or None)
+
+    def __call__(self, params: Any) -> dict[str, float]:
+        """Returns ``{"eval/loss", "eval/accuracy", "eval/top5_accuracy"}``, means over the split."""
+        sums = [self._step(params, sharding.put_batch(batch, self._run.mesh)) for batch in self._batches]
+        total = jax.tree.map(lambda *values: math.fsum(map(float, values)), *sums)
+        count = total.pop("count")
+        return {f"eval/{name}": value / count for name, value in total.items()}
+
+
+class Trainer:
+    """One run from its first or restored step to its last.
+
+    Args:
+      run: from :func:`adder_flax.training.build_run`.
+      workdir: where metrics and checkpoints go.
+      start_time: ``time.time()`` when the process began, for the report of how long the first step took.
+    """
+
+    def __init__(self, run: Run, workdir: str | Path, *, start_time: float | None = None):
+        self._run = run
+        self._workdir = Path(workdir)
+        self._start_time = start_time or time.time()
+        step = make_train_step(
+            run.graphdef,
+            run.optimizer,
+            run.augment,
+            seed=run.config.seed,
+            accumulation_steps=run.config.accumulation_steps,
+            ema_decay=run.config.ema_decay,
+            skip_non_finite=run.config.non_finite == "skip",
+        )
+        shardings = jax.tree.map(lambda x: x.sharding, run.abstract_state)
+        self._train_step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+        self._evaluate = Evaluator(run)
+        self._batches = data.TrainPipeline(
+            run.train_source,
+            run.config.batch_size,
+            run.config.seed,
+            num_threads=run.config.data.num_threads or None,
+        )
+        self._pending: tuple[int, Any] | None = None
+        self._window = (0, time.time())
+        self._evaluation: dict[str, float] = {}
+
+    def fit(self) -> Result:
+        """Trains until the last step, or until SIGINT or SIGTERM asks to stop; both leave a checkpoint.
+
+        Raises:
+          NonFiniteLossError: the loss or a gradient is infinite or NaN; the state before it is checkpointed.
+          RunError: a checkpoint cannot be read or written.
+        """
+        run, main_host = self._run, jax.process_index() == 0
+        with Checkpoints(self._workdir / "checkpoints") as self._checkpoints, InterruptWatch() as watch:
+            state = self._checkpoints.restore(run.abstract_state) if self._checkpoints.steps else run.init()
+            start = int(state["step"])
+            with (
+                MetricWriter(self._workdir, start_step=start, enabled=main_host) as self._writer,
+                Progress(run.num_steps, start, enabled=main_host) as self._progress,
+            ):
+                if start == run.num_steps:
+                    self._progress.line(f"already complete at step {start}")
+                elif start:
+                    self._progress.line(f"resuming at step {start} of {run.num_steps}")
+                self._window = (start, time.time())
+                state = self._steps(state, start, watch)
+            self._checkpoints.wait()
+        done = int(state["step"])
+        interrupted = watch.signal if done < run.num_steps else None
+        return Result(state, done, self._evaluation, interrupted)
+
+    def _steps(self, state: State, start: int, watch: InterruptWatch) -> State:
+        run = self._run
+        if start == run.num_steps:
+            self._evaluation = self._evaluate(evaluation_params(state))
+            return state
+        with contextlib.closing(self._batches.iterate(start)) as batches:
+            for step in range(start, run.num_steps):
+                state, metrics = self._train_step(state, sharding.put_batch(next(batches), run.mesh))
+                self._flush(state)
+                self._pending = (step + 1, metrics)
+                if step == start:
+                    self._report_first_step(metrics)
+                self._progress.advance()
+                self._after_step(state, step + 1, stopping=watch.signal is not None)
+                if watch.signal is not None:
+                    break
+        return state
+
+    def _after_step(self, state: State, step: int, *, stopping: bool) -> None:
+        """Evaluates and checkpoints where the configuration, the end or an interruption asks for it."""
+        run = self._run
+        every = lambda steps: step % (steps or run.steps_per_epoch) == 0 or step == run.num_steps
+        evaluate = every(run.config.eval_every_steps)
+        if not (evaluate or stopping or every(run.config.checkpoint_every_steps)):
+            return
+        self._flush(state)
+        if evaluate:
+            self._evaluation = self._evaluate(evaluation_params(state))
+            self._writer.write(step, self._evaluation)
+            self._progress.line(_describe(step, run, self._evaluation))
+        accuracy = self._evaluation["eval/accuracy"] if evaluate else None
+        self._checkpoints.save(step, state, accuracy=accuracy)
+        self._window = (step, time.time())
+
+    def _flush(self, state: State) -> None:
+        """Fetches the metrics of the step before the newest one and writes them."""
+        if self._pending is None:
+            return
+        (step, metrics), self._pending = self._pending, None
+        if self._run.config.non_finite == "stop" and not metrics["finite"]:
+            self._stop_non_finite(state["params"], step)
+        if step % self._run.config.log_every_steps and step != self._run.num_steps:
+            return
+        first_step, since = self._window
+        elapsed = max(time.time() - since, 1e-9)
+        rate = (step - first_step) * self._run.config.batch_size / elapsed
+        scalars = {
+            "train/loss": float(metrics["loss"]),
+            "train/accuracy": float(metrics["accuracy"]),
+            "train/grad_norm": float(metrics["grad_norm"]),
+            "train/learning_rate": float(self._run.learning_rate(step - 1)),
+            "train/images_per_second": rate,
+        }
+        self._writer.write(step, scalars)
+        remaining = (self._run.num_steps - step) * self._run.config.batch_size / rate
+        self._progress.show(
+            f"step {step}/{self._run.num_steps}  loss {scalars['train/loss']:.4f}  "
+            f"accuracy {scalars['train/accuracy']:.3f}  {rate:.0f} images/s  {_duration(remaining)} left"
+        )
+
+    def _stop_non_finite(self, params: Any, step: int) -> None:
+        run, index = self._run, step - 1
+        batch = sharding.put_batch(self._batches[index], run.mesh)
+        augment_key, dropout_key = step_keys(run.config.seed, index)
+        examples = run.augment(augment_key, batch["image"], batch["label"])
+        loss = lambda *args: make_loss_fn(run.graphdef)(*args)[0]
+        where = explain_non_finite(loss, params, jax.jit(jax.grad(loss)), *examples, dropout_key)
+        raise NonFiniteLossError(
+            f"expected a finite loss and gradient, got a non-finite one at step {step} of {run.num_steps}: {where}. "
+            f"Checkpoints kept: {self._checkpoints.steps or 'none yet'}. Lower --config.optimizer.learning_rate, "
+            "lengthen --config.optimizer.warmup_epochs, or go on past such batches with --config.non_finite=skip"
+        )
+
+    def _report_first_step(self, metrics: Any) -> None:
+        jax.block_until_ready(metrics)
+        now = time.time()
+        self._progress.line(f"first step done {now - self._start_time:.1f} s after the start")
+        self._window = (self._pending[0], now)
+
+
+def _describe(step: int, run: Run, evaluation: dict[str, float]) -> str:
+    return (
+        f"step {step}/{run.num_steps}  epoch {step / run.steps_per_epoch:.1f}  "
+        f"test accuracy {evaluation['eval/accuracy']:.4f}  top-5 {evaluation['eval/top5_accuracy']:.4f}  "
+        f"loss {evaluation['eval/loss']:.4f}"
+    )
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,182 @@
+"""From a configuration to everything a run needs; all mistakes of its user are found here, before any compute."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from adder_flax import data
+from adder_flax.models import VisionTransformer
+from adder_flax.training import optimizers, sharding
+from adder_flax.training._errors import RunError
+from adder_flax.training.step import State, init_state
+
+_IDENTITY = {"auto": None, "on": True, "off": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A checked configuration and what was built from it. Nothing large is allocated yet.
+
+    Attributes:
+      config: the configuration.
+      mesh: devices of the run.
+      train_source, eval_source: the two splits of the data.
+      graphdef: the model without its parameters.
+      abstract_state: shapes and shardings of the train state.
+      init: makes the train state before the first step, in place on the mesh.
+      optimizer: the optax transformation, learning rate included.
+      learning_rate: the schedule, a function of the step.
+      steps_per_epoch, num_steps: of training.
+      augment: ``(key, images, labels) → (float images, class probabilities)``.
+      normalize: ``uint8 images → float images``.
+    """
+
+    config: Any
+    mesh: Mesh
+    train_source: data.Source
+    eval_source: data.Source
+    graphdef: nnx.GraphDef
+    abstract_state: State
+    init: Callable[[], State]
+    optimizer: optax.GradientTransformation
+    learning_rate: optax.Schedule
+    steps_per_epoch: int
+    num_steps: int
+    augment: Callable
+    normalize: Callable
+
+    def model(self, params: Any) -> nnx.Module:
+        """Returns the model with these parameters."""
+        return nnx.merge(self.graphdef, params)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Turns the library's complaints about its arguments into errors of the run.
+
+    Example:
+      >>> with user_errors():
+      ...     raise ValueError("expected width divisible by 3 heads, got 64")
+      Traceback (most recent call last):
+      ...
+      adder_flax.training._errors.RunError: expected width divisible by 3 heads, got 64
+    """
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        raise RunError(str(error)) from error
+
+
+def make_model(config: Any, source: data.Source, *, seed: int) -> VisionTransformer:
+    """Builds the vision transformer of a configuration for the images and classes of a source.
+
+    Raises:
+      ValueError: sizes that do not fit together, or an unknown name.
+    """
+    options = config.model.to_dict()
+    if options["identity"] not in _IDENTITY:
+        raise ValueError(
+            f"expected config.model.identity to be one of {sorted(_IDENTITY)}, got {options['identity']!r}; "
+            "set --config.model.identity"
+        )
+    options["identity"] = _IDENTITY[options["identity"]]
+    scores = options.pop("score").split(",")
+    if options["adder_options"]["norm"] == "none":
+        options["adder_options"]["norm"] = None
+    height, width, channels = source.image_shape
+    return VisionTransformer(
+        **options | {"dtype": jnp.dtype(options["dtype"])},
+        score=scores if len(scores) > 1 else scores[0],
+        image_size=(height, width),
+        channels=channels,
+        num_classes=source.num_classes,
+        rngs=nnx.Rngs(seed),
+    )
+
+
+def build_run(config: Any) -> Run:
+    """Checks a configuration and builds what the run needs.
+
+    Args:
+      config: as the experiment files make it.
+
+    Raises:
+      RunError: anything in the configuration or data that its user must mend.
+    """
+    if config.non_finite not in ("stop", "skip"):
+        raise RunError(f"expected config.non_finite to be stop or skip, got {config.non_finite!r}")
+    mesh = sharding.make_mesh(config.mesh)
+    _check_batches(config, mesh)
+    with user_errors():
+        train_source, eval_source = (_load_source(config.data, split) for split in ("train", "eval"))
+        make = lambda: make_model(config, train_source, seed=config.seed)
+        abstract_model = nnx.eval_shape(make)
+        augment, normalize = _make_augment(config.augment, train_source)
+    steps_per_epoch = len(train_source) // config.batch_size
+    if steps_per_epoch == 0:
+        raise RunError(
+            f"expected config.batch_size of at most {len(train_source)} training images, got {config.batch_size}; "
+            "set --config.batch_size"
+        )
+    num_steps = math.ceil(config.num_epochs * steps_per_epoch)
+    learning_rate = optimizers.learning_rate_schedule(config.optimizer, steps_per_epoch, num_steps)
+    labels = optimizers.label_parameters(abstract_model)
+    optimizer = optimizers.make_optimizer(config.optimizer, learning_rate, labels)
+
+    def init():
+        params = nnx.to_pure_dict(nnx.state(make(), nnx.Param))
+        return init_state(params, optimizer, ema=config.ema_decay > 0)
+
+    shapes = jax.eval_shape(init)
+    shardings = sharding.state_sharding(shapes, mesh)
+    return Run(
+        config=config,
+        mesh=mesh,
+        train_source=train_source,
+        eval_source=eval_source,
+        graphdef=nnx.split(abstract_model, nnx.Param)[0],
+        abstract_state=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
+        init=jax.jit(init, out_shardings=shardings),
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        steps_per_epoch=steps_per_epoch,
+        num_steps=num_steps,
+        augment=augment,
+        normalize=normalize,
+    )
+
+
+def _load_source(config: Any, split: str) -> data.Source:
+    return data.load_source(
+        config.name,
+        split,
+        data_dir=config.data_dir or None,
+        image_size=config.image_size or None,
+        on_unreadable=config.on_unreadable,
+    )
+
+
+def _make_augment(config, source):
+    normalize = lambda im: im.astype(jnp.float32) / 127.5 - 1.0
+    return (lambda key, im, lab: (normalize(im), jax.nn.one_hot(lab, source.num_classes))), normalize
+
+
+def _check_batches(config: Any, mesh: Mesh) -> None:
+    shards = sharding.num_batch_shards(mesh)
+    for name in ("batch_size", "eval_batch_size", "accumulation_steps"):
+        if config[name] < 1:
+            raise RunError(f"expected config.{name} of at least 1, got {config[name]}; set --config.{name}")
+    parts = shards * config.accumulation_steps
+    if config.batch_size % parts:
+        raise RunError(
+            f"expected config.batch_size divisible by {shards} batch shards × {config.accumulation_steps} "
+            f"accumulation steps = {parts}, got {config.batch_size}; set --config.batch_size"
+        )

@@ -1,0 +1,106 @@
+"""Device mesh and where each array of a run lives on it.
+
+The mesh has three axes: ``data`` (batch only), ``fsdp`` (batch and parameters) and ``tensor`` (heads and MLP
+columns). Parameters are placed by one table of rules over their names, so a new layer needs a row and no code.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from adder_flax.training._errors import RunError
+
+MESH_AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+
+# Which dimension of a parameter is split over `tensor`: the first pattern found in its path decides. Columns of
+# query/key/value/fc1 belong to a head or a hidden unit; rows of out/fc2 consume them.
+TENSOR_RULES: Sequence[tuple[str, int | None]] = (
+    (r"(query|key|value|fc1)/kernel$", -1),
+    (r"(out|fc2)/kernel$", 0),
+    (r".*", None),
+)
+
+
+def make_mesh(axis_sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Returns a mesh with axes ``data``, ``fsdp`` and ``tensor``.
+
+    Args:
+      axis_sizes: devices along each axis; one of them may be -1 and takes what the others leave.
+      devices: all devices of the run unless given.
+
+    Raises:
+      RunError: the sizes do not multiply to the number of devices.
+
+    Example:
+      >>> make_mesh({"data": -1, "fsdp": 1, "tensor": 1}).axis_names
+      ('data', 'fsdp', 'tensor')
+    """
+    devices = list(devices if devices is not None else jax.devices())
+    sizes = [int(axis_sizes[name]) for name in MESH_AXES]
+    given = dict(zip(MESH_AXES, sizes, strict=True))
+    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
+        raise RunError(f"expected positive mesh sizes, at most one of them -1, got {given}; set --config.mesh.*")
+    if -1 in sizes:
+        known = math.prod(size for size in sizes if size != -1)
+        sizes[sizes.index(-1)] = max(len(devices) // known, 1)
+    if math.prod(sizes) != len(devices):
+        raise RunError(
+            f"expected mesh sizes that multiply to {len(devices)} devices, got {given}; "
+            "set one of --config.mesh.{data,fsdp,tensor} to -1 to take what the others leave"
+        )
+    return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def parameter_spec(path: str, shape: Sequence[int], mesh: Mesh) -> P:
+    """Returns how one parameter is split: ``tensor`` by :data:`TENSOR_RULES`, ``fsdp`` along its longest free axis.
+
+    Dimensions that an axis does not divide stay whole, so every shape is valid on every mesh.
+    """
+    spec: list[str | None] = [None] * len(shape)
+    dim = next(dim for pattern, dim in TENSOR_RULES if re.search(pattern, path))
+    if dim is not None and len(shape) and shape[dim] % mesh.shape["tensor"] == 0 and mesh.shape["tensor"] > 1:
+        spec[dim] = "tensor"
+    free = [i for i in range(len(shape)) if spec[i] is None and shape[i] % mesh.shape["fsdp"] == 0]
+    if free and mesh.shape["fsdp"] > 1:
+        spec[max(free, key=lambda i: shape[i])] = "fsdp"
+    return P(*spec)
+
+
+def tree_path(path: Sequence[Any]) -> str:
+    """Returns a key path as ``blocks/0/attention/query/kernel``.
+
+    Example:
+      >>> jax.tree_util.tree_map_with_path(lambda path, _: tree_path(path), {"a": [1.0, {"b": 2.0}]})
+      {'a': ['a/0', {'b': 'a/1/b'}]}
+    """
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def state_sharding(abstract_state: Any, mesh: Mesh) -> Any:
+    """Returns the ``NamedSharding`` of every leaf of a train state; optimizer moments follow their parameter."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(mesh, parameter_spec(tree_path(path), leaf.shape, mesh)),
+        abstract_state,
+    )
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of a batch: its first axis over ``data`` and ``fsdp``, whole along ``tensor``."""
+    return NamedSharding(mesh, P(BATCH_AXES))
+
+
+def num_batch_shards(mesh: Mesh) -> int:
+    """Returns over how many devices the batch axis is split."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def put_batch(batch: Any, mesh: Mesh) -> Any:
+    """Moves this host's part of the global batch to its devices as one global array per leaf."""
+    sharding = batch_sharding(mesh)
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)

@@ -1,0 +1,7 @@
+"""DeiT-Small with adder attention."""
+
+import functools
+
+from experiments import common
+
+get_config = functools.partial(common.deit, "adder", "small")

@@ -1,0 +1,123 @@
+"""What the experiments share: DeiT's sizes, the three mechanisms, and one recipe per kind of data.
+
+An experiment file is ``get_config = functools.partial(common.deit, mechanism, size)`` and a header that says what it
+gives. The argument after the colon names the data: ``--config=experiments/adder_deit_tiny.py:cifar10``.
+
+Sources: sizes and the ImageNet recipe, Touvron et al., "Training data-efficient image transformers", 2021 (DeiT);
+the CIFAR recipe, Lee et al., "Vision Transformer for Small-Size Datasets", 2021.
+"""
+
+import ml_collections
+
+# Width, number of heads; all have 12 blocks, MLP ratio 4, heads of 64.
+SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
+
+MECHANISMS = {
+    "multiplicative": dict(score="dot", qkv_linear="dense", proj_linear="dense", mlp_linear="dense"),
+    "additive": dict(score="additive", qkv_linear="dense", proj_linear="dense", mlp_linear="dense"),
+    # Patch embedding, the product of map and values, and the head stay multiplicative.
+    "adder": dict(score="adder", qkv_linear="adder", proj_linear="adder", mlp_linear="adder"),
+}
+
+
+def deit(mechanism: str, size: str, data: str | None = None) -> ml_collections.ConfigDict:
+    """Returns the configuration of a DeiT of one mechanism and size on one data set.
+
+    Args:
+      mechanism: ``multiplicative``, ``additive`` or ``adder``.
+      size: ``tiny``, ``small`` or ``base``.
+      data: ``digits`` (the default), ``cifar10``, ``cifar100``, ``folder``, ``fake`` or any TFDS
+        image-classification set; sets without a recipe of their own get ImageNet's.
+    """
+    data = data or "digits"
+    width, num_heads = SIZES[size]
+    config = ml_collections.ConfigDict()
+    config.seed = 0
+    config.model = ml_collections.ConfigDict(
+        dict(
+            width=width,
+            depth=12,
+            num_heads=num_heads,
+            mlp_ratio=4.0,
+            patch_size=16,
+            # One score for every block, or one per block: "adder,dot,adder,…".
+            **MECHANISMS[mechanism],
+            score_options=dict(),
+            identity="auto",  # add I to the attention map: "on", "off", or "auto": on for adder scores only
+            scale="sqrt_dim",  # or "variance_matched"
+            temperature=1.0,
+            adder_options=dict(x_gradient="hardtanh", w_gradient="full", hardtanh_slope=1.0, norm="layernorm"),
+            pooling="cls",
+            dropout_rate=0.0,
+            attention_dropout_rate=0.0,
+            drop_path_rate=0.0,
+            dtype="float32",
+            remat=False,
+        )
+    )
+    config.optimizer = ml_collections.ConfigDict(
+        dict(
+            name="adamw",
+            learning_rate=1e-3,
+            final_learning_rate=1e-5,
+            warmup_epochs=5.0,
+            weight_decay=0.05,
+            b1=0.9,
+            b2=0.999,
+            eps=1e-8,
+            momentum=0.9,  # of sgd
+            clip_norm=1.0,
+            adder_rate=0.0,  # AdderNet's η; 0 is off
+        )
+    )
+    config.data = ml_collections.ConfigDict(
+        dict(name=data, data_dir="", image_size=224, num_threads=0, on_unreadable="raise")
+    )
+    config.augment = ml_collections.ConfigDict()
+    config.batch_size = 1024
+    config.accumulation_steps = 1
+    config.num_epochs = 300
+    config.ema_decay = 0.0
+    config.non_finite = "stop"  # or "skip": leave out a batch whose loss or gradient is not finite
+    config.eval_batch_size = 512
+    # Steps between; 0 is once an epoch.
+    config.eval_every_steps = 0
+    config.checkpoint_every_steps = 0
+    config.log_every_steps = 10
+    config.mesh = ml_collections.ConfigDict(dict(data=-1, fsdp=1, tensor=1))
+    _RECIPES.get(data, _imagenet)(config)
+    return config
+
+
+def _imagenet(config: ml_collections.ConfigDict) -> None:
+    """DeiT's recipe less RandAugment and repeated augmentation."""
+    config.model.drop_path_rate = 0.1
+
+
+def _cifar(config: ml_collections.ConfigDict) -> None:
+    config.data.image_size = 32
+    config.model.patch_size = 4
+    config.model.drop_path_rate = 0.1
+    config.batch_size = 128
+    config.num_epochs = 100
+    config.optimizer.warmup_epochs = 10.0
+
+
+def _digits(config: ml_collections.ConfigDict) -> None:
+    config.data.image_size = 8
+    config.model.patch_size = 2
+    config.batch_size = 64
+    config.eval_batch_size = 360
+    config.num_epochs = 15
+    config.optimizer.warmup_epochs = 1.0
+
+
+def _fake(config: ml_collections.ConfigDict) -> None:
+    config.data.image_size = 32
+    config.model.patch_size = 4
+    config.batch_size = 64
+    config.num_epochs = 1
+    config.optimizer.warmup_epochs = 0.0
+
+
+_RECIPES = {"digits": _digits, "cifar10": _cifar, "cifar100": _cifar, "fake": _fake}

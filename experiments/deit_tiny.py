@@ -1,0 +1,7 @@
+"""DeiT-Tiny with multiplicative attention."""
+
+import functools
+
+from experiments import common
+
+get_config = functools.partial(common.deit, "multiplicative", "tiny")

@@ -1,0 +1,52 @@
+"""Trains and studies vision transformers: ``python main.py --config=experiments/adder_deit_tiny.py``.
+
+See README.md for the experiments, overrides (``--config.field=value``) and modes.
+"""
+
+import sys
+import time
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+_START_TIME = time.time()
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment file, e.g. experiments/adder_deit_tiny.py[:data]")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; by default runs/<experiment>[,<overrides>]")
+_MODE = flags.DEFINE_enum("mode", "train", ["train", "eval"], "train: train or resume; eval: score a checkpoint")
+_CHECKPOINT = flags.DEFINE_string("checkpoint", "last", "With --mode=eval: last, best or a step")
+
+
+def main(argv: list[str]) -> None:
+    """Runs one mode; a problem that the user can mend is one message and a non-zero exit code."""
+    # Imported here so that --help and mistyped flags answer at once.
+    from adder_flax import cli, training
+
+    if len(argv) > 1:
+        sys.exit(f"error: expected flags only, got {argv[1:]}; overrides read --config.field=value")
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # libraries report every small step at INFO
+    flag = flags.FLAGS["config"]
+    workdir = _WORKDIR.value or cli.default_workdir(
+        config_flags.get_config_filename(flag), config_flags.get_override_values(flag)
+    )
+    try:
+        if _MODE.value == "train":
+            cli.train(_CONFIG.value, workdir, start_time=_START_TIME)
+        else:
+            cli.evaluate(_CONFIG.value, workdir, _CHECKPOINT.value)
+    except training.RunError as error:
+        logging.flush()
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except (flags.Error, AttributeError, TypeError, ValueError, FileNotFoundError, ImportError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    flags.mark_flag_as_required("config")
+    app.run(main, flags_parser=_parse_flags)
