@@ -1,1 +1,44 @@
-"""Attention: scores, normaliser, values, as pure functions; then NNX modules."""
+"""Attention: scores, normaliser, values, as pure functions; then NNX modules.
+
+Layout as in Flax: query, key and value are (..., length, num_heads, head_dim).
+"""
+
+from adder_flax.attention._adder import adder_attention, adder_scores
+from adder_flax.attention._additive import additive_attention, additive_hidden_dim, additive_scores
+from adder_flax.attention._attend import attend, attention_function, resolve_scale
+from adder_flax.attention._bilinear import bilinear_attention, bilinear_scores
+from adder_flax.attention._dot import dot_product_attention, dot_scores
+from adder_flax.attention._gaussian import gaussian_attention, gaussian_scores
+from adder_flax.attention._multi_head import MultiHeadAttention
+from adder_flax.attention._registry import (
+    Score,
+    ScoreParameter,
+    get_score,
+    masked_softmax,
+    register_score,
+    score_names,
+)
+
+__all__ = [
+    "MultiHeadAttention",
+    "Score",
+    "ScoreParameter",
+    "adder_attention",
+    "adder_scores",
+    "additive_attention",
+    "additive_hidden_dim",
+    "additive_scores",
+    "attend",
+    "attention_function",
+    "bilinear_attention",
+    "bilinear_scores",
+    "dot_product_attention",
+    "dot_scores",
+    "gaussian_attention",
+    "gaussian_scores",
+    "get_score",
+    "masked_softmax",
+    "register_score",
+    "resolve_scale",
+    "score_names",
+]

@@ -1,1 +1,20 @@
 """What a transformer block is made of."""
+
+from adder_flax.layers._block import Block
+from adder_flax.layers._drop_path import DropPath, drop_path
+from adder_flax.layers._linear import LAYER_NORM_EPSILON, AdderLinear, Linear, linear_class
+from adder_flax.layers._mlp import Mlp
+from adder_flax.layers._patch_embed import PatchEmbed, image_to_patches
+
+__all__ = [
+    "LAYER_NORM_EPSILON",
+    "AdderLinear",
+    "Block",
+    "DropPath",
+    "Linear",
+    "Mlp",
+    "PatchEmbed",
+    "drop_path",
+    "image_to_patches",
+    "linear_class",
+]

@@ -1,0 +1,254 @@
+"""The one path that all mechanisms share: scores, scale, mask, softmax, dropout, identity map, values."""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from adder_flax.attention._registry import Score, get_score
+
+
+def attend(
+    query: Float[Array, "*batch q_length heads query_dim"],
+    key: Float[Array, "*batch k_length kv_heads key_dim"],
+    value: Float[Array, "*batch k_length kv_heads value_dim"],
+    *,
+    score: str | Score = "dot",
+    parameters: Mapping[str, Array | None] | None = None,
+    score_options: Mapping[str, Any] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    is_causal: bool = False,
+    key_bias: Float[Array, "..."] | None = None,
+    scale: str | float | Array | None = None,
+    temperature: float | Array = 1.0,
+    identity: bool | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: Array | None = None,
+    broadcast_dropout: bool = True,
+    deterministic: bool = False,
+    dtype: jnp.dtype | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    module: Any = None,
+    return_weights: bool = False,
+    **flax_options: Any,
+) -> Array | tuple[Array, Array]:
+    """Attention with any registered score: (softmax(scores · scale / temperature + bias) + I) value.
+
+    The softmax runs in float32 or wider whatever the inputs' dtype. A query that may see no key gets zeros from the
+    map. The options after `score_options` are also those of `dot_product_attention`, `adder_attention` and the others.
+
+    Args:
+      query, key, value: arrays in Flax's layout; `heads` may be a multiple of `kv_heads` (grouped heads).
+      score: a registered name or a `Score`.
+      parameters: the score's learned arrays by name, heads first.
+      score_options: options of the score function, for example `{"gradient": "full"}` for the adder score.
+      bias: added to the scaled scores, broadcastable to (*batch, heads, q_length, k_length); -inf masks.
+      mask: True where a query may see a key, broadcastable likewise.
+      is_causal: query i sees keys 0 … i only.
+      key_bias: one bias per key, broadcastable to (*batch, heads, k_length).
+      scale: None for the score's own default, "sqrt_dim" for 1/√head_dim, "variance_matched" for one over the standard
+        deviation of the score between unit-normal vectors, or a number.
+      temperature: divides the scores; a number or one per head, positive.
+      identity: whether to add the identity map; None for the score's own default.
+      dropout_rate, dropout_rng: dropout of the map's weights (not of the identity map), off where `deterministic`.
+      broadcast_dropout: one dropout mask for all samples and heads, Flax's default.
+      deterministic: no dropout.
+      dtype: dtype of the computation outside softmax; None for the inputs' common one.
+      precision: precision of matrix products, see `jax.lax.Precision`.
+      module: a Flax module (NNX or Linen) that is to `sow` the weights as "attention_weights".
+      return_weights: also return the map that multiplies the values, before dropout, identity map included.
+      **flax_options: other options of Flax's own attention functions, accepted at their defaults only.
+
+    Returns:
+      (*batch, q_length, heads, value_dim); with `return_weights` a pair of it and the float32 map
+      (*batch, heads, q_length, k_length).
+
+    Raises:
+      ValueError: shapes that do not fit, or the identity map where q_length differs from k_length.
+      TypeError: an option that neither this function nor Flax's has.
+
+    >>> x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
+    >>> out, weights = attend(x, x, x, score="adder", return_weights=True)
+    >>> out.shape, weights.shape, bool(jnp.allclose(weights.sum(-1), 2.0))
+    ((2, 5, 3, 8), (2, 3, 5, 5), True)
+    """
+    _refuse_unknown(flax_options)
+    contract = get_score(score)
+    identity = contract.identity if identity is None else identity
+    _check_shapes(query, key, value, identity)
+    dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+    # Heads before length: both products are then plain batched matrix products.
+    query, key, value = (jnp.swapaxes(x.astype(dtype), -2, -3) for x in (query, key, value))
+
+    with _matmul_precision(precision):
+        scores = _scores(contract, query, key, parameters or {}, score_options or {})
+        scores = scores * (resolve_scale(contract, scale, key.shape[-1]) / _per_head(temperature))
+        if key_bias is not None:
+            scores = scores + key_bias[..., None, :]
+        if bias is not None:
+            scores = scores + bias
+        weights = contract.normalize(scores, _visible(scores.shape, bias, key_bias, mask, is_causal))
+        sown = weights + jnp.eye(weights.shape[-1]) if identity and (module or return_weights) else weights
+        if module is not None:
+            _sow(module, sown)
+        if dropout_rate > 0.0 and not deterministic:
+            weights = _dropout(weights, dropout_rate, dropout_rng, broadcast_dropout)
+        output = _mix(weights.astype(dtype), value, identity)
+    output = jnp.swapaxes(output, -2, -3)
+    return (output, sown) if return_weights else output
+
+
+def attention_function(function: Callable[..., Array]) -> Callable[..., Array]:
+    """Writes the options of `attend` into the signature of a function that hands `**options` on to it.
+
+    Flax Linen looks the names up in the signature and passes only what it finds there.
+    """
+    own = inspect.signature(function).parameters.values()
+    own = [p for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    fixed = {"score", "parameters", "score_options"}
+    shared = [
+        p
+        for p in inspect.signature(attend).parameters.values()
+        if p.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD) and p.name not in fixed
+    ]
+    function.__signature__ = inspect.Signature([*own, *shared])
+    return function
+
+
+def resolve_scale(score: str | Score, scale: str | float | Array | None, head_dim: int) -> float | Array:
+    """The factor on raw scores that `scale` (see `attend`) stands for.
+
+    >>> resolve_scale("dot", "variance_matched", 64)
+    0.125
+    """
+    score = get_score(score)
+    if scale is None:
+        return score.scale(head_dim)
+    if not isinstance(scale, str):
+        return scale
+    if scale == "sqrt_dim":
+        return head_dim**-0.5
+    if scale == "variance_matched" and score.variance is not None:
+        return score.variance(head_dim) ** -0.5
+    known = ["sqrt_dim"] + ["variance_matched"] * (score.variance is not None)
+    raise ValueError(
+        f"the {score.name} score expects scale from {known} or a number, got {scale!r}; "
+        "choose one of these, or None for the score's own default."
+    )
+
+
+def _check_shapes(query: Array, key: Array, value: Array, identity: bool) -> None:
+    shapes = f"got query {query.shape}, key {key.shape}, value {value.shape}"
+    layout = "(*batch, length, num_heads, head_dim)"
+    if not query.ndim == key.ndim == value.ndim >= 3 or not (query.shape[:-3] == key.shape[:-3] == value.shape[:-3]):
+        raise ValueError(f"expected {layout} with equal batch axes, {shapes}; reshape or broadcast them first.")
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(f"expected key and value of one length and number of heads, {shapes}; check them.")
+    if query.shape[-2] % key.shape[-2]:
+        raise ValueError(
+            f"expected the number of query heads to be a multiple of that of key heads, {shapes}; change one."
+        )
+    if identity and query.shape[-3] != key.shape[-3]:
+        raise ValueError(
+            f"the identity map expects self-attention, as many queries as keys, {shapes}; pass identity=False."
+        )
+
+
+def _scores(contract: Score, query: Array, key: Array, parameters: Mapping, options: Mapping) -> Array:
+    """Raw scores (*batch, heads, q_length, k_length) from head-major arrays, grouped heads included."""
+    contract.check_options(options)
+    options = contract.function_options(options)
+    parameters = {name: p for name, p in parameters.items() if p is not None}
+    *batch, heads, q_length, width = query.shape
+    kv_heads = key.shape[-3]
+    if heads == kv_heads:
+        return contract.function(query, key, **parameters, **options)
+    query = query.reshape(*batch, kv_heads, heads // kv_heads, q_length, width)
+    parameters = {name: p.reshape(kv_heads, heads // kv_heads, *p.shape[1:]) for name, p in parameters.items()}
+    scores = contract.function(query, key[..., None, :, :], **parameters, **options)
+    return scores.reshape(*batch, heads, q_length, key.shape[-2])
+
+
+def _mix(weights: Array, value: Array, identity: bool) -> Array:
+    """weights · value, plus value for the identity map, head-major; each value head serves its group."""
+    *batch, heads, q_length, k_length = weights.shape
+    kv_heads = value.shape[-3]
+    if heads != kv_heads:
+        weights = weights.reshape(*batch, kv_heads, heads // kv_heads, q_length, k_length)
+        value = value[..., None, :, :]
+    output = jnp.matmul(weights, value)
+    if identity:
+        output = output + value
+    return output.reshape(*batch, heads, q_length, value.shape[-1])
+
+
+def _visible(shape: tuple, bias: Array | None, key_bias: Array | None, mask: Array | None, is_causal: bool):
+    """Which keys each query may see, from all that can forbid it; None where nothing does."""
+    conditions = []
+    if mask is not None:
+        conditions.append(mask.astype(bool))
+    if is_causal:
+        conditions.append(jnp.tril(jnp.ones(shape[-2:], bool)))
+    if bias is not None:
+        conditions.append(bias > -jnp.inf)
+    if key_bias is not None:
+        conditions.append((key_bias > -jnp.inf)[..., None, :])
+    return functools.reduce(jnp.logical_and, conditions) if conditions else None
+
+
+def _dropout(weights: Array, rate: float, rng: Array | None, broadcast: bool) -> Array:
+    if not rate < 1.0:
+        raise ValueError(f"expected dropout_rate in [0, 1), got {rate}; lower it.")
+    if rng is None:
+        raise ValueError(
+            f"dropout_rate = {rate} expects a dropout_rng, got None; pass a jax.random key or deterministic=True."
+        )
+    shape = (1,) * (weights.ndim - 2) + weights.shape[-2:] if broadcast else weights.shape
+    keep = jax.random.bernoulli(rng, 1.0 - rate, shape)
+    return jnp.where(keep, weights / (1.0 - rate), 0.0)
+
+
+def _per_head(temperature: float | Array) -> float | Array:
+    if isinstance(temperature, (int, float)):
+        if temperature <= 0:
+            raise ValueError(f"expected a positive temperature, got {temperature}; 1.0 leaves the scores alone.")
+        return temperature
+    return temperature[..., None, None] if temperature.ndim else temperature
+
+
+def _sow(module: Any, weights: Array) -> None:
+    collection = nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates"
+    module.sow(collection, "attention_weights", weights)
+
+
+def _matmul_precision(precision: jax.lax.PrecisionLike):
+    if precision is None:
+        return contextlib.nullcontext()
+    name = precision.name.lower() if isinstance(precision, jax.lax.Precision) else precision
+    return jax.default_matmul_precision(name)
+
+
+@functools.cache
+def _flax_defaults() -> dict[str, Any]:
+    from flax import linen  # imported only when a Flax module asks for more than `attend` names
+
+    functions = (nnx.dot_product_attention, linen.dot_product_attention)
+    return {p.name: p.default for f in functions for p in inspect.signature(f).parameters.values()}
+
+
+def _refuse_unknown(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name not in _flax_defaults():
+            known = [n for n, p in inspect.signature(attend).parameters.items() if p.kind is p.KEYWORD_ONLY]
+            raise TypeError(f"attention expects options from {known}, got {name!r}; correct its name.")
+        if value is not _flax_defaults()[name] and value != _flax_defaults()[name]:
+            raise ValueError(
+                f"expected {name!r} at Flax's default, got {value!r}; leave it out: this attention has no such option."
+            )

@@ -1,0 +1,113 @@
+"""A pre-LayerNorm transformer block."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.nnx as nnx
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from adder_flax.attention import MultiHeadAttention
+from adder_flax.layers._drop_path import DropPath
+from adder_flax.layers._linear import LAYER_NORM_EPSILON, linear_class
+from adder_flax.layers._mlp import Mlp
+
+
+class Block(nnx.Module):
+    """x + attention(norm1(x)), then x + mlp(norm2(x)).
+
+    Args:
+      width: width of the tokens.
+      num_heads: number of attention heads; divides `width`.
+      mlp_ratio: hidden width of the MLP over `width`.
+      score, score_options, scale, temperature, identity: see `MultiHeadAttention`.
+      qkv_linear, proj_linear, mlp_linear: kind of the query/key/value projections, of the output projection and of
+        the MLP's layers, each "dense" or "adder".
+      adder_options: options of all adder layers, see `AdderLinear`.
+      dropout_rate: dropout after the attention and in the MLP.
+      attention_dropout_rate: dropout of attention weights.
+      drop_path_rate: stochastic depth of both branches.
+      dtype: dtype of the computation; None for the inputs' and parameters' common one.
+      param_dtype: dtype of the parameters.
+      rngs: initialisation keys.
+
+    >>> block = Block(32, 4, score="adder", qkv_linear="adder", mlp_linear="adder", rngs=nnx.Rngs(0))
+    >>> block(jnp.ones((2, 10, 32))).shape
+    (2, 10, 32)
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        *,
+        mlp_ratio: float = 4.0,
+        score: str = "dot",
+        score_options: Mapping[str, Any] | None = None,
+        scale: str | float | None = None,
+        temperature: float | str = 1.0,
+        identity: bool | None = None,
+        qkv_linear: str = "dense",
+        proj_linear: str = "dense",
+        mlp_linear: str = "dense",
+        adder_options: Mapping[str, Any] | None = None,
+        dropout_rate: float = 0.0,
+        attention_dropout_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        dtype: jnp.dtype | None = None,
+        param_dtype: jnp.dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        shared = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.norm1 = nnx.LayerNorm(width, epsilon=LAYER_NORM_EPSILON, **shared)
+        self.attention = MultiHeadAttention(
+            num_heads,
+            width,
+            score=score,
+            score_options=score_options,
+            scale=scale,
+            temperature=temperature,
+            identity=identity,
+            dropout_rate=attention_dropout_rate,
+            qkv_linear=linear_class(qkv_linear, adder_options),
+            out_linear=linear_class(proj_linear, adder_options),
+            **shared,
+        )
+        self.norm2 = nnx.LayerNorm(width, epsilon=LAYER_NORM_EPSILON, **shared)
+        self.mlp = Mlp(
+            width,
+            int(width * mlp_ratio),
+            linear=linear_class(mlp_linear, adder_options),
+            dropout_rate=dropout_rate,
+            **shared,
+        )
+        self.dropout = nnx.Dropout(dropout_rate)
+        self.drop_path = DropPath(drop_path_rate)
+
+    def __call__(
+        self,
+        tokens: Float[Array, "batch length width"],
+        *,
+        mask: Array | None = None,
+        deterministic: bool = True,
+        rngs: nnx.Rngs | None = None,
+        drop_path_rate: Array | None = None,
+        return_weights: bool = False,
+    ) -> Array | tuple[Array, Array]:
+        """Applies the block.
+
+        Args:
+          tokens: (batch, length, width).
+          mask: True where a query may see a key, broadcastable to (batch, num_heads, length, length).
+          deterministic: no dropout, no stochastic depth.
+          rngs: with a stream `dropout`, where there is any of them.
+          drop_path_rate: takes the place of the block's own rate; may be traced.
+          return_weights: also return the attention map (batch, num_heads, length, length), identity map included.
+        """
+        random = dict(deterministic=deterministic, rngs=rngs)
+        attended = self.attention(self.norm1(tokens), mask=mask, return_weights=return_weights, **random)
+        attended, weights = attended if return_weights else (attended, None)
+        tokens = tokens + self.drop_path(self.dropout(attended, **random), rate=drop_path_rate, **random)
+        transformed = self.mlp(self.norm2(tokens), **random)
+        tokens = tokens + self.drop_path(transformed, rate=drop_path_rate, **random)
+        return (tokens, weights) if return_weights else tokens

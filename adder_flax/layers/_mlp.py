@@ -1,0 +1,54 @@
+"""The feed-forward part of a transformer block."""
+
+from collections.abc import Callable
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from adder_flax.layers._linear import Linear
+
+
+class Mlp(nnx.Module):
+    """fc2(dropout(gelu(fc1(x)))) with the exact (erf) GELU, as in ViT.
+
+    Args:
+      in_features: width of input and output.
+      hidden_features: width between the layers.
+      linear: what makes the two layers, `Linear` or `AdderLinear` with its options bound.
+      dropout_rate: dropout after the activation and after the second layer.
+      dtype, param_dtype: see `Linear`.
+      rngs: initialisation keys.
+
+    >>> Mlp(8, 32, rngs=nnx.Rngs(0))(jnp.ones((2, 5, 8))).shape
+    (2, 5, 8)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        linear: Callable[..., nnx.Module] = Linear,
+        dropout_rate: float = 0.0,
+        dtype: jnp.dtype | None = None,
+        param_dtype: jnp.dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        shared = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.fc1 = linear(in_features, hidden_features, **shared)
+        self.fc2 = linear(hidden_features, in_features, **shared)
+        self.dropout = nnx.Dropout(dropout_rate)
+
+    def __call__(
+        self,
+        inputs: Float[Array, "*batch in_features"],
+        *,
+        deterministic: bool = True,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "*batch in_features"]:
+        hidden = jax.nn.gelu(self.fc1(inputs.reshape(-1, inputs.shape[-1])), approximate=False)
+        hidden = self.dropout(hidden, deterministic=deterministic, rngs=rngs)
+        outputs = self.dropout(self.fc2(hidden), deterministic=deterministic, rngs=rngs)
+        return outputs.reshape(inputs.shape)

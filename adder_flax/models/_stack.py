@@ -1,0 +1,87 @@
+"""Running a stack of blocks: one after the other, rematerialised, or as a loop over stacked parameters."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from adder_flax.layers import Block
+
+
+def per_block(value: Any, depth: int, name: str) -> list[Any]:
+    """`value` for each of `depth` blocks: repeated if it is one setting, as it is if it is a list of `depth`.
+
+    >>> per_block("adder", 2, "score")
+    ['adder', 'adder']
+    """
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
+        return [value] * depth
+    if len(value) != depth:
+        raise ValueError(
+            f"expected {name} to be one setting or a list of depth = {depth}, got a list of {len(value)}; "
+            "give one entry per block."
+        )
+    return list(value)
+
+
+def apply_blocks(
+    blocks: Sequence[Block],
+    tokens: Float[Array, "batch length width"],
+    *,
+    deterministic: bool,
+    rngs: nnx.Rngs | None,
+    return_weights: bool,
+    remat: bool,
+    scan: bool,
+) -> tuple[Array, tuple[Array, ...]]:
+    """Applies the blocks in turn; the result, dropout included, depends neither on `remat` nor on `scan`.
+
+    Args:
+      blocks: the blocks; with `scan` they differ in parameters and drop path rate alone.
+      tokens: their input.
+      deterministic, rngs: see `Block`; each block gets a key of its own from one draw of the `dropout` stream.
+      return_weights: also return the attention maps.
+      remat: recompute a block in the backward pass instead of storing its inner activations.
+      scan: one trace for all blocks, looped over their stacked parameters.
+
+    Returns:
+      The tokens, and each block's attention map (an empty tuple unless `return_weights`).
+    """
+    graphdefs, states = zip(*(nnx.split(block) for block in blocks), strict=True)
+    states = [nnx.to_pure_dict(state) for state in states]
+    keys = [None] * len(blocks)
+    if not deterministic and rngs is not None:
+        keys = list(jax.random.split(rngs.dropout(), len(blocks)))
+    rates = [block.drop_path.rate for block in blocks]
+    if deterministic or not any(rates):
+        rates = [None] * len(blocks)
+
+    def apply(graphdef, tokens, state, key, rate):
+        outputs = nnx.merge(graphdef, state)(
+            tokens,
+            deterministic=deterministic,
+            rngs=None if key is None else nnx.Rngs(dropout=key),
+            drop_path_rate=rate,
+            return_weights=return_weights,
+        )
+        return outputs if return_weights else (outputs, None)
+
+    if scan:
+        body = functools.partial(apply, graphdefs[0])
+        # Inside a loop nothing can merge the recomputation with the forward pass: no barrier is needed.
+        body = jax.checkpoint(body, prevent_cse=False) if remat else body
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *zip(states, keys, rates, strict=True))
+        tokens, weights = jax.lax.scan(lambda carry, xs: body(carry, *xs), tokens, stacked)
+        return tokens, tuple(weights) if return_weights else ()
+
+    weights = []
+    for graphdef, state, key, rate in zip(graphdefs, states, keys, rates, strict=True):
+        body = functools.partial(apply, graphdef)
+        body = jax.checkpoint(body) if remat else body
+        tokens, block_weights = body(tokens, state, key, rate)
+        weights.append(block_weights)
+    return tokens, tuple(weights) if return_weights else ()

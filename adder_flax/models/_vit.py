@@ -1,0 +1,211 @@
+"""The vision transformer, with any attention mechanism and either kind of linear layer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax.nnx as nnx
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from adder_flax.layers import LAYER_NORM_EPSILON, Block, Linear, PatchEmbed
+from adder_flax.models._stack import apply_blocks, per_block
+
+
+class VisionTransformer(nnx.Module):
+    """ViT (Dosovitskiy et al., 2021, https://arxiv.org/abs/2010.11929) with pre-LayerNorm blocks.
+
+    Patch embedding, class token, learned position embedding, `depth` blocks, LayerNorm, linear head. With dense layers,
+    dot-product scores, 224-pixel images and patches of 16 it is DeiT. The patch embedding, the product of map and
+    values and the head are multiplicative in every variant.
+
+    Args:
+      image_size: side of the square images, or (height, width), in pixels.
+      patch_size: side of a patch in pixels; divides the image's sides.
+      channels: channels of the images.
+      num_classes: number of logits.
+      width: width of the tokens.
+      depth: number of blocks.
+      num_heads: attention heads per block; divides `width`.
+      mlp_ratio: hidden width of the MLPs over `width`.
+      score: attention score by name, one for all blocks or a sequence with one per block.
+      score_options: options of the score, one mapping for all blocks or a sequence with one per block.
+      scale, temperature: see `adder_flax.attention.MultiHeadAttention`.
+      identity: whether to add the identity map to the attention map; None for each score's own default.
+      qkv_linear, proj_linear, mlp_linear: "dense" or "adder": kind of the query/key/value projections, of the
+        attention's output projection, and of the MLPs' layers.
+      adder_options: options of all adder layers (gradient rules, slope, norm), see `adder_flax.layers.AdderLinear`.
+      pooling: "cls" reads the class token; "mean" has none and averages the patches.
+      dropout_rate: dropout of the embeddings, after the attention and in the MLPs.
+      attention_dropout_rate: dropout of attention weights.
+      drop_path_rate: stochastic depth of the last block; it rises linearly from 0 in the first.
+      dtype: dtype of the computation, for example `jnp.bfloat16`; parameters and logits stay `param_dtype`.
+      param_dtype: dtype of the parameters.
+      remat: recompute each block in the backward pass instead of storing its inner activations.
+      scan_blocks: trace one block and loop over the others: the compile time no longer grows with the depth.
+        "auto" does so where all blocks are alike and the backend is not a CPU.
+      rngs: initialisation keys.
+
+    Raises:
+      ValueError: sizes that do not divide, an unknown name, or a list whose length is not `depth`.
+
+    >>> model = VisionTransformer(image_size=8, patch_size=2, channels=1, num_classes=10, width=16, depth=2,
+    ...                           num_heads=2, score="adder", rngs=nnx.Rngs(0))
+    >>> model(jnp.ones((3, 8, 8, 1))).shape
+    (3, 10)
+    """
+
+    def __init__(
+        self,
+        *,
+        image_size: int | tuple[int, int] = 224,
+        patch_size: int = 16,
+        channels: int = 3,
+        num_classes: int = 1000,
+        width: int = 192,
+        depth: int = 12,
+        num_heads: int = 3,
+        mlp_ratio: float = 4.0,
+        score: str | Sequence[str] = "dot",
+        score_options: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+        scale: str | float | None = None,
+        temperature: float | str = 1.0,
+        identity: bool | None = None,
+        qkv_linear: str = "dense",
+        proj_linear: str = "dense",
+        mlp_linear: str = "dense",
+        adder_options: Mapping[str, Any] | None = None,
+        pooling: str = "cls",
+        dropout_rate: float = 0.0,
+        attention_dropout_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        dtype: jnp.dtype | None = None,
+        param_dtype: jnp.dtype = jnp.float32,
+        remat: bool = False,
+        scan_blocks: bool | str = "auto",
+        rngs: nnx.Rngs,
+    ):
+        self.image_shape = (*_pair(image_size), channels)
+        num_patches = _count_patches(self.image_shape, patch_size)
+        if pooling not in ("cls", "mean"):
+            raise ValueError(f"expected pooling 'cls' or 'mean', got {pooling!r}; choose one of these.")
+        scores, options = per_block(score, depth, "score"), per_block(score_options, depth, "score_options")
+        self.pooling = pooling
+        self.dtype = dtype
+        self.remat = remat
+        self.scan_blocks = scan_blocks is True
+        shared = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+        self.patch_embed = PatchEmbed(patch_size, channels, width, **shared)
+        embedding = nnx.initializers.normal(0.02)
+        self.cls_token = nnx.data(None)
+        if pooling == "cls":
+            self.cls_token = nnx.Param(embedding(rngs.params(), (1, 1, width), param_dtype))
+        num_tokens = num_patches + (pooling == "cls")
+        self.pos_embed = nnx.Param(embedding(rngs.params(), (1, num_tokens, width), param_dtype))
+        self.dropout = nnx.Dropout(dropout_rate)
+        self.blocks = nnx.List(
+            Block(
+                width,
+                num_heads,
+                mlp_ratio=mlp_ratio,
+                score=scores[i],
+                score_options=options[i],
+                scale=scale,
+                temperature=temperature,
+                identity=identity,
+                qkv_linear=qkv_linear,
+                proj_linear=proj_linear,
+                mlp_linear=mlp_linear,
+                adder_options=adder_options,
+                dropout_rate=dropout_rate,
+                attention_dropout_rate=attention_dropout_rate,
+                drop_path_rate=drop_path_rate * i / max(depth - 1, 1),
+                **shared,
+            )
+            for i in range(depth)
+        )
+        self.norm = nnx.LayerNorm(width, epsilon=LAYER_NORM_EPSILON, **shared)
+        self.head = Linear(width, num_classes, **shared)
+
+    def __call__(
+        self,
+        images: Float[Array, "batch height width channels"],
+        *,
+        deterministic: bool = True,
+        rngs: nnx.Rngs | None = None,
+        return_weights: bool = False,
+    ) -> Array | tuple[Array, tuple[Array, ...]]:
+        """Classifies images.
+
+        Args:
+          images: float NHWC, normalised as in training.
+          deterministic: no dropout, no stochastic depth.
+          rngs: with a stream `dropout`, where there is any of them: `nnx.Rngs(dropout=key)`.
+          return_weights: also return each block's attention map (batch, num_heads, tokens, tokens), identity map
+            included.
+
+        Returns:
+          Logits (batch, num_classes) in float32 or wider, and a tuple of `depth` maps if `return_weights`.
+        """
+        if images.shape[1:] != self.image_shape:
+            raise ValueError(
+                f"expected images whose (height, width, channels) is {self.image_shape}, got {images.shape}; "
+                "resize them or build the model with their image_size and channels."
+            )
+        tokens = self._embed(images)
+        tokens = self.dropout(tokens, deterministic=deterministic, rngs=rngs)
+        tokens, weights = apply_blocks(
+            list(self.blocks),
+            tokens,
+            deterministic=deterministic,
+            rngs=rngs,
+            return_weights=return_weights,
+            remat=self.remat,
+            scan=self.scan_blocks,
+        )
+        tokens = self.norm(tokens)
+        pooled = tokens[:, 0] if self.pooling == "cls" else tokens.mean(axis=1)
+        logits = self.head(pooled)
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        return (logits, weights) if return_weights else logits
+
+    def _embed(self, images: Array) -> Array:
+        tokens = self.patch_embed(images)
+        if self.cls_token is not None:
+            cls_token = jnp.broadcast_to(self.cls_token[...].astype(tokens.dtype), (len(tokens), 1, tokens.shape[-1]))
+            tokens = jnp.concatenate([cls_token, tokens], axis=1)
+        return tokens + self.pos_embed[...].astype(tokens.dtype)
+
+
+def deit_tiny(*, rngs: nnx.Rngs, **overrides: Any) -> VisionTransformer:
+    """DeiT-Tiny: width 192, 12 blocks, 3 heads (Touvron et al., 2021, https://arxiv.org/abs/2012.12877).
+
+    Args:
+      rngs: initialisation keys.
+      **overrides: any argument of `VisionTransformer`.
+    """
+    return VisionTransformer(**{"width": 192, "depth": 12, "num_heads": 3, **overrides}, rngs=rngs)
+
+
+def deit_small(*, rngs: nnx.Rngs, **overrides: Any) -> VisionTransformer:
+    """DeiT-Small: width 384, 12 blocks, 6 heads. Arguments as for `deit_tiny`."""
+    return VisionTransformer(**{"width": 384, "depth": 12, "num_heads": 6, **overrides}, rngs=rngs)
+
+
+def deit_base(*, rngs: nnx.Rngs, **overrides: Any) -> VisionTransformer:
+    """DeiT-Base: width 768, 12 blocks, 12 heads. Arguments as for `deit_tiny`."""
+    return VisionTransformer(**{"width": 768, "depth": 12, "num_heads": 12, **overrides}, rngs=rngs)
+
+
+def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def _count_patches(image_shape: tuple[int, int, int], patch_size: int) -> int:
+    height, width, _ = image_shape
+    if height % patch_size or width % patch_size:
+        raise ValueError(
+            f"expected image sides divisible by patch_size, got {height} x {width} pixels and patches of {patch_size}; "
+            "change image_size or patch_size."
+        )
+    return (height // patch_size) * (width // patch_size)
