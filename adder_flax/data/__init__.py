@@ -1,17 +1,43 @@
 """Data sources, the host pipeline and on-device augmentation."""
 
+from adder_flax.data._augment import (
+    Augment,
+    augment,
+    color_jitter,
+    mix,
+    normalize,
+    random_crop,
+    random_erase,
+    random_flip,
+    random_resized_crop,
+    resize_boxes,
+    smooth_one_hot,
+)
 from adder_flax.data._load import load_source
+from adder_flax.data._pipeline import EvalPipeline, TrainPipeline, eval_batches
 from adder_flax.data._source import ArraySource, CachedSource, DataError, EncodedSource, Source
-from adder_flax.data.pipeline import EvalPipeline, TrainPipeline, eval_batches
+from adder_flax.data._statistics import channel_statistics
 
 __all__ = [
     "ArraySource",
+    "Augment",
     "CachedSource",
     "DataError",
     "EncodedSource",
     "EvalPipeline",
     "Source",
     "TrainPipeline",
+    "augment",
+    "channel_statistics",
+    "color_jitter",
     "eval_batches",
     "load_source",
+    "mix",
+    "normalize",
+    "random_crop",
+    "random_erase",
+    "random_flip",
+    "random_resized_crop",
+    "resize_boxes",
+    "smooth_one_hot",
 ]

@@ -27,7 +27,7 @@ def load_source(
     num_classes: int | None = None,
     num_examples: int | None = None,
     channels: int | None = None,
-    crop_scale: tuple[float, float] = (0.08, 1.0),
+    crop_scale: tuple[float, float] | None = (0.08, 1.0),
     on_unreadable: str = "raise",
 ) -> Source:
     """Loads one split of an image-classification set by name.
@@ -52,7 +52,8 @@ def load_source(
         num_classes: of ``"fake"`` only.
         num_examples: of ``"fake"`` only.
         channels: of ``"fake"`` only.
-        crop_scale: area range of the random resized crop on the host, as a fraction of the image's area.
+        crop_scale: area range of the random resized crop on the host, as a fraction of the image's area; None trains on
+            the centre crop.
         on_unreadable: ``"raise"`` stops at an image that cannot be decoded, naming it; ``"skip"`` counts it
             in `Source.unreadable`, takes the next record instead in training, and leaves it out in
             evaluation.

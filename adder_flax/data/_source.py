@@ -14,8 +14,8 @@ from adder_flax.data import _images
 
 MapFunction = Callable[..., Iterable[Any]]
 
-# Records that one thread reads at a time: enough that ArrayRecord reads them together (4 times faster than one by one),
-# few enough that every thread has work in a small batch of large images.
+# Records that one thread reads at a time: enough that ArrayRecord reads them together (4 times faster than one by
+# one), few enough that every thread has work in a small batch of large images.
 _CHUNK = 16
 
 UNREADABLE = -1
@@ -152,7 +152,8 @@ class EncodedSource(Source):
         crops_on_host: True for images of any size: they are cropped to `image_shape` keeping their aspect
             ratio. False for a set whose images all have one size: they are resized if `image_shape` asks for
             another.
-        crop_scale: range of the area that a random resized crop covers, as a fraction of the image's area.
+        crop_scale: range of the area that a random resized crop covers, as a fraction of the image's area; None
+            is no such crop.
         on_unreadable: ``"raise"`` stops with the record's name; ``"skip"`` counts it in `unreadable`.
     """
 
@@ -166,16 +167,16 @@ class EncodedSource(Source):
         image_shape: tuple[int, int, int],
         *,
         crops_on_host: bool,
-        crop_scale: tuple[float, float] = (0.08, 1.0),
+        crop_scale: tuple[float, float] | None = (0.08, 1.0),
         on_unreadable: str = "raise",
     ):
         if on_unreadable not in ("raise", "skip"):
             raise DataError(f"Expected on_unreadable to be 'raise' or 'skip', got {on_unreadable!r}.")
-        if not 0 < crop_scale[0] <= crop_scale[1] <= 1:
+        if crop_scale is not None and not 0 < crop_scale[0] <= crop_scale[1] <= 1:
             raise DataError(f"Expected crop_scale as 0 < low <= high <= 1, got {crop_scale}.")
         self.name, self.split, self.splits = name, split, tuple(splits)
         self.label_names, self.image_shape = tuple(label_names), tuple(image_shape)
-        self.crops_on_host, self.crop_scale = crops_on_host, tuple(crop_scale)
+        self.crops_on_host, self.crop_scale = crops_on_host, crop_scale
         self.on_unreadable, self.unreadable = on_unreadable, {}
         self._records = records
 
@@ -243,7 +244,7 @@ class EncodedSource(Source):
         height, _, channels = self.image_shape
         if not self.crops_on_host:
             return _images.decode_and_resize(encoded, self.image_shape)
-        if crop_seed is None:
+        if crop_seed is None or self.crop_scale is None:
             return _images.decode_and_center_crop(encoded, height, channels)
         return _images.decode_and_random_crop(encoded, height, channels, crop_seed, self.crop_scale)
 

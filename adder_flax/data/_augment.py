@@ -1,0 +1,421 @@
+"""Augmentation on the device: pure functions of a key and a batch, inside the jitted training step.
+
+Everything random about sample b is a function of the key and of b, its position in the GLOBAL batch; under `jax.jit` a
+batch sharded over any mesh therefore gives what an unsharded one gives. Only Mixup and CutMix look at another sample.
+
+The order and the defaults of the ranges are those of DeiT (https://github.com/facebookresearch/deit, augmentation by
+timm): crop, flip, colour jitter, normalisation, random erasing, Mixup or CutMix. Not here: RandAugment and its
+relatives (fourteen image operations in random order, most of them not batchable) and hue jitter, so results with
+DeiT's full recipe are slightly below the published ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped, UInt8
+
+from adder_flax.data._source import DataError, Source
+from adder_flax.data._statistics import channel_statistics
+
+Images = Float[Array, "batch height width channel"]
+
+LUMA = (0.299, 0.587, 0.114)
+"""Weights of red, green and blue in the grey value of ITU-R BT.601, as in Pillow and torchvision."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Augment:
+    """What to do to a training batch. By default nothing but normalisation; see `Augment.for_source`.
+
+    Attributes:
+        num_classes: width of the targets.
+        mean: per-channel mean of images in [0, 1].
+        std: per-channel standard deviation of images in [0, 1].
+        crop_padding: pixels of padding on each side before a random crop back to the image's size; 0 is off.
+        crop_padding_mode: ``"zero"`` or ``"reflect"`` (without repeating the edge).
+        resized_crop_scale: area range of a random resized crop, as a fraction of the image's area; None is off.
+        resized_crop_ratio: range of its width/height; the logarithm is uniform.
+        flip_probability: probability of mirroring left and right.
+        brightness: b multiplies the image by a factor uniform in [1 - b, 1 + b].
+        contrast: likewise, interpolates from the image's mean grey.
+        saturation: likewise, interpolates from the image's grey version.
+        mixup_alpha: Mixup with weight Beta(alpha, alpha); 0 is off. DeiT: 0.8.
+        cutmix_alpha: CutMix with area Beta(alpha, alpha); 0 is off. DeiT: 1.0.
+        mix_probability: probability that a draw mixes at all.
+        cutmix_probability: probability of CutMix rather than Mixup where both are on.
+        mix_per: ``"batch"`` draws one weight, box and choice for the batch (DeiT), ``"element"`` one for each sample.
+        erase_probability: probability of erasing one rectangle. DeiT: 0.25.
+        erase_scale: area range of the rectangle, as a fraction of the image's area.
+        erase_ratio: range of its width/height; the logarithm is uniform.
+        erase_value: ``"noise"`` fills it with unit normal noise per pixel (DeiT), ``"zero"`` with the mean colour;
+            both are meant after normalisation.
+        label_smoothing: e makes targets (1 - e) one_hot + e / num_classes.
+    """
+
+    num_classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    crop_padding: int = 0
+    crop_padding_mode: Literal["zero", "reflect"] = "zero"
+    resized_crop_scale: tuple[float, float] | None = None
+    resized_crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip_probability: float = 0.0
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    mixup_alpha: float = 0.0
+    cutmix_alpha: float = 0.0
+    mix_probability: float = 1.0
+    cutmix_probability: float = 0.5
+    mix_per: Literal["batch", "element"] = "batch"
+    erase_probability: float = 0.0
+    erase_scale: tuple[float, float] = (0.02, 1 / 3)
+    erase_ratio: tuple[float, float] = (0.3, 1 / 0.3)
+    erase_value: Literal["noise", "zero"] = "noise"
+    label_smoothing: float = 0.0
+
+    def __post_init__(self):
+        _check(self)
+
+    @classmethod
+    def for_source(cls, source: Source, **settings: Any) -> Augment:
+        """Settings for a source: its classes and channel statistics, and no second crop if it crops on the host.
+
+        >>> from adder_flax.data import load_source
+        >>> Augment.for_source(load_source("digits", "train"), label_smoothing=0.1).num_classes
+        10
+
+        Args:
+            source: what the batches come from.
+            **settings: the other fields of this class.
+        """
+        mean, std = channel_statistics(source.name, source.image_shape[2])
+        settings = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+        if source.crops_on_host:
+            settings |= {"crop_padding": 0, "resized_crop_scale": None}
+        return cls(num_classes=source.num_classes, mean=mean, std=std, **settings)
+
+
+def augment(
+    key: PRNGKeyArray,
+    images: UInt8[Array, "batch height width channel"],
+    labels: Int[Array, " batch"],
+    settings: Augment,
+) -> tuple[Images, Float[Array, "batch classes"]]:
+    """Augments and normalises a training batch.
+
+    Each kind of augmentation has a key of its own, so switching one on or off leaves the draws of the others alone.
+
+    >>> settings = Augment(num_classes=2, mean=(0.0,), std=(1.0,), label_smoothing=0.2)
+    >>> images, targets = augment(jax.random.key(0), jnp.full((1, 2, 2, 1), 255, jnp.uint8), jnp.array([1]), settings)
+    >>> images.dtype, float(images.min()), [f"{share:.1f}" for share in targets[0]]
+    (dtype('float32'), 1.0, ['0.1', '0.9'])
+
+    Args:
+        key: derived from (seed, step).
+        images: values 0..255.
+        labels: class numbers.
+        settings: what to do; a static argument under `jax.jit`.
+
+    Returns:
+        Images, float32, normalised, and targets whose rows sum to one.
+    """
+    crop_key, resize_key, flip_key, jitter_key, erase_key, mix_key = jax.random.split(key, 6)
+    if settings.crop_padding:
+        images = random_crop(crop_key, images, settings.crop_padding, settings.crop_padding_mode)
+    if settings.flip_probability:
+        images = random_flip(flip_key, images, settings.flip_probability)
+    images = images.astype(jnp.float32) / 255
+    if settings.resized_crop_scale is not None:
+        images = random_resized_crop(resize_key, images, settings.resized_crop_scale, settings.resized_crop_ratio)
+    if settings.brightness or settings.contrast or settings.saturation:
+        images = color_jitter(jitter_key, images, settings.brightness, settings.contrast, settings.saturation)
+    images = normalize(images, settings.mean, settings.std)
+    if settings.erase_probability:
+        images = random_erase(
+            erase_key,
+            images,
+            settings.erase_probability,
+            settings.erase_scale,
+            settings.erase_ratio,
+            settings.erase_value,
+        )
+    targets = smooth_one_hot(labels, settings.num_classes, settings.label_smoothing)
+    if settings.mixup_alpha or settings.cutmix_alpha:
+        images, targets = mix(mix_key, images, targets, settings)
+    return images, targets
+
+
+def normalize(
+    images: Shaped[Array, "*batch height width channel"], mean: tuple[float, ...], std: tuple[float, ...]
+) -> Float[Array, "*batch height width channel"]:
+    """(x - mean) / std per channel; integer images are divided by 255 first. What evaluation does to images.
+
+    >>> normalize(jnp.full((1, 1, 1), 255, jnp.uint8), (0.5,), (0.25,)).tolist()
+    [[[2.0]]]
+    """
+    if jnp.issubdtype(images.dtype, jnp.integer):
+        images = images.astype(jnp.float32) / 255
+    return (images - jnp.asarray(mean, images.dtype)) / jnp.asarray(std, images.dtype)
+
+
+def smooth_one_hot(
+    labels: Int[Array, " batch"], num_classes: int, label_smoothing: float
+) -> Float[Array, "batch classes"]:
+    """Targets (1 - e) one_hot + e / num_classes (Szegedy et al. 2016, https://arxiv.org/abs/1512.00567)."""
+    return (1 - label_smoothing) * jax.nn.one_hot(labels, num_classes) + label_smoothing / num_classes
+
+
+def random_crop(
+    key: PRNGKeyArray,
+    images: Shaped[Array, "batch height width channel"],
+    padding: int,
+    mode: Literal["zero", "reflect"] = "zero",
+) -> Shaped[Array, "batch height width channel"]:
+    """Pads every side by `padding` pixels and cuts the original size at a uniformly random place."""
+    batch, height, width, _ = images.shape
+    offset = jax.random.randint(key, (2, batch), -padding, padding + 1)
+
+    def crop(image, top, left):
+        rows, columns = top + jnp.arange(height), left + jnp.arange(width)
+        if mode == "reflect":
+            return image[_reflect(rows, height)[:, None], _reflect(columns, width)]
+        return image.at[rows[:, None], columns].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+    return jax.vmap(crop)(images, *offset)
+
+
+def random_flip(
+    key: PRNGKeyArray, images: Shaped[Array, "batch height width channel"], probability: float = 0.5
+) -> Shaped[Array, "batch height width channel"]:
+    """Mirrors each image left and right with the given probability."""
+    flipped = jax.random.bernoulli(key, probability, images.shape[:1])
+    return jnp.where(flipped[:, None, None, None], images[:, :, ::-1], images)
+
+
+def random_resized_crop(
+    key: PRNGKeyArray, images: Images, scale: tuple[float, float], ratio: tuple[float, float] = (3 / 4, 4 / 3)
+) -> Images:
+    """Cuts a random box and resizes it (bilinear, antialiased) to the image's own size.
+
+    The box is torchvision's: up to ten draws of area and aspect ratio until one fits, then the largest central box
+    with a ratio in range. Resizing equals cropping first: no pixel outside the box contributes.
+    """
+    batch, height, width, _ = images.shape
+    top, left, box_height, box_width, found = _random_boxes(key, batch, height, width, scale, ratio)
+    fallback_height = min(height, round(width / ratio[0]))
+    fallback_width = min(width, round(height * ratio[1]))
+    box_height, box_width = (
+        jnp.where(found, box_height, fallback_height),
+        jnp.where(found, box_width, fallback_width),
+    )
+    top = jnp.where(found, top, (height - fallback_height) // 2)
+    left = jnp.where(found, left, (width - fallback_width) // 2)
+    return resize_boxes(images, top, left, box_height, box_width)
+
+
+def resize_boxes(
+    images: Images,
+    top: Int[Array, " batch"],
+    left: Int[Array, " batch"],
+    box_height: Int[Array, " batch"],
+    box_width: Int[Array, " batch"],
+) -> Images:
+    """Resizes one box of each image to the image's size.
+
+    Separable, as two batched matrix products. Output pixel o of a box of n pixels starting at s, out of N, has weights
+    max(0, 1 - |i + 1/2 - c| / r) on the pixels i of the box, normalised, with c = s + (o + 1/2) n/N and r = max(n/N,
+    1).
+    """
+    rows = _bilinear_weights(top, box_height, images.shape[1])
+    columns = _bilinear_weights(left, box_width, images.shape[2])
+    # TPUs and GPUs would otherwise round pixels and weights to a few bits.
+    highest = jax.lax.Precision.HIGHEST
+    images = jnp.einsum("boi,biwc->bowc", rows, images, precision=highest)
+    return jnp.einsum("bpw,bowc->bopc", columns, images, precision=highest)
+
+
+def color_jitter(
+    key: PRNGKeyArray, images: Images, brightness: float = 0.0, contrast: float = 0.0, saturation: float = 0.0
+) -> Images:
+    """Jitters brightness, then contrast, then saturation of images in [0, 1].
+
+    Each step is clip(f x + (1 - f) base, 0, 1) with f uniform in [max(0, 1 - strength), 1 + strength] and base zero,
+    the mean of the image's grey version, or the grey version. For one channel saturation changes nothing. (torchvision
+    shuffles the three steps; here their order is fixed.)
+    """
+    keys = jax.random.split(key, 3)
+
+    def blend(step_key, strength, images, base):
+        shape = (images.shape[0], 1, 1, 1)
+        factor = jax.random.uniform(step_key, shape, minval=max(0.0, 1 - strength), maxval=1 + strength)
+        return jnp.clip(factor * images + (1 - factor) * base, 0, 1)
+
+    if brightness:
+        images = blend(keys[0], brightness, images, 0.0)
+    if contrast:
+        images = blend(keys[1], contrast, images, to_gray(images).mean((1, 2), keepdims=True))
+    if saturation:
+        images = blend(keys[2], saturation, images, to_gray(images))
+    return images
+
+
+def to_gray(images: Images) -> Float[Array, "batch height width 1"]:
+    """Grey version: `LUMA`-weighted sum of three channels; one channel is grey already."""
+    if images.shape[-1] == 1:
+        return images
+    return (images * jnp.asarray(LUMA, images.dtype)).sum(-1, keepdims=True)
+
+
+def random_erase(
+    key: PRNGKeyArray,
+    images: Images,
+    probability: float,
+    scale: tuple[float, float] = (0.02, 1 / 3),
+    ratio: tuple[float, float] = (0.3, 1 / 0.3),
+    value: Literal["noise", "zero"] = "noise",
+) -> Images:
+    """Erases one random rectangle of each image with the given probability (Zhong et al.,
+    https://arxiv.org/abs/1708.04896).
+
+    Images whose ten draws of a rectangle all overlap the border stay as they are.
+    """
+    box_key, apply_key, noise_key = jax.random.split(key, 3)
+    batch, height, width, _ = images.shape
+    top, left, box_height, box_width, found = _random_boxes(box_key, batch, height, width, scale, ratio)
+    erased = found & jax.random.bernoulli(apply_key, probability, (batch,))
+    inside = _box_mask(top, left, top + box_height, left + box_width, height, width) & erased[:, None, None]
+    fill = jax.random.normal(noise_key, images.shape, images.dtype) if value == "noise" else 0.0
+    return jnp.where(inside[..., None], fill, images)
+
+
+def mix(
+    key: PRNGKeyArray, images: Images, targets: Float[Array, "batch classes"], settings: Augment
+) -> tuple[Images, Float[Array, "batch classes"]]:
+    """Mixup (https://arxiv.org/abs/1710.09412) or CutMix (https://arxiv.org/abs/1905.04899) of the batch with its
+    reverse.
+
+    Both are x w + reverse(x) (1 - w) with a weight w per pixel: Mixup's is constant, CutMix's zero inside a box and
+    one outside. Targets are mixed with the mean of w, which for CutMix is the area really pasted, boxes being clipped
+    at the border.
+    """
+    batch, height, width, _ = images.shape
+    draws = batch if settings.mix_per == "element" else 1
+    mixup_key, cutmix_key, choice_key, apply_key = jax.random.split(key, 4)
+    weight, share = jnp.ones((draws, height, width)), jnp.ones(draws)
+    if settings.mixup_alpha:
+        share = jax.random.beta(mixup_key, settings.mixup_alpha, settings.mixup_alpha, (draws,))
+        weight = jnp.broadcast_to(share[:, None, None], weight.shape)
+    if settings.cutmix_alpha:
+        cutmix_weight, cutmix_share = _cutmix_weight(cutmix_key, settings.cutmix_alpha, draws, height, width)
+        probability = settings.cutmix_probability if settings.mixup_alpha else 1.0
+        chosen = jax.random.bernoulli(choice_key, probability, (draws,))
+        weight = jnp.where(chosen[:, None, None], cutmix_weight, weight)
+        share = jnp.where(chosen, cutmix_share, share)
+    applied = jax.random.bernoulli(apply_key, settings.mix_probability, (draws,))
+    weight = jnp.where(applied[:, None, None], weight, 1.0)[..., None].astype(images.dtype)
+    share = jnp.where(applied, share, 1.0)[:, None]
+    return weight * images + (1 - weight) * images[::-1], share * targets + (1 - share) * targets[::-1]
+
+
+def _cutmix_weight(
+    key: PRNGKeyArray, alpha: float, draws: int, height: int, width: int
+) -> tuple[Float[Array, "draws height width"], Float[Array, " draws"]]:
+    """One outside a box and zero inside, and the share of ones. The box has area 1 - Beta(alpha, alpha) before
+    clipping."""
+    area_key, row_key, column_key = jax.random.split(key, 3)
+    side = jnp.sqrt(1 - jax.random.beta(area_key, alpha, alpha, (draws,)))
+    half_height, half_width = (side * height).astype(int) // 2, (side * width).astype(int) // 2
+    row = jax.random.randint(row_key, (draws,), 0, height)
+    column = jax.random.randint(column_key, (draws,), 0, width)
+    top, bottom = jnp.clip(row - half_height, 0, height), jnp.clip(row + half_height, 0, height)
+    left, right = jnp.clip(column - half_width, 0, width), jnp.clip(column + half_width, 0, width)
+    inside = _box_mask(top, left, bottom, right, height, width)
+    return 1.0 - inside, 1 - (bottom - top) * (right - left) / (height * width)
+
+
+def _random_boxes(
+    key: PRNGKeyArray, batch: int, height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[
+    Int[Array, " batch"], Int[Array, " batch"], Int[Array, " batch"], Int[Array, " batch"], Bool[Array, " batch"]
+]:
+    """The first of ten draws of (area, width/height) that fits into the image, placed uniformly.
+
+    Returns:
+        top, left, box height, box width, and whether any draw did fit.
+    """
+    area_key, ratio_key, row_key, column_key = jax.random.split(key, 4)
+    area = height * width * jax.random.uniform(area_key, (batch, 10), minval=scale[0], maxval=scale[1])
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    aspect = jnp.exp(jax.random.uniform(ratio_key, (batch, 10), minval=low, maxval=high))
+    box_height = jnp.round(jnp.sqrt(area / aspect)).astype(int)
+    box_width = jnp.round(jnp.sqrt(area * aspect)).astype(int)
+    fits = (box_height >= 1) & (box_height <= height) & (box_width >= 1) & (box_width <= width)
+    first = jnp.argmax(fits, axis=1)[:, None]
+    box_height = jnp.take_along_axis(box_height, first, 1)[:, 0]
+    box_width = jnp.take_along_axis(box_width, first, 1)[:, 0]
+    top = _uniform_below(row_key, height - box_height + 1)
+    left = _uniform_below(column_key, width - box_width + 1)
+    return top, left, box_height, box_width, fits.any(1)
+
+
+def _uniform_below(key: PRNGKeyArray, bound: Int[Array, " batch"]) -> Int[Array, " batch"]:
+    return jnp.minimum((jax.random.uniform(key, bound.shape) * bound).astype(int), bound - 1)
+
+
+def _box_mask(top, left, bottom, right, height: int, width: int) -> Bool[Array, "batch height width"]:
+    rows, columns = jnp.arange(height), jnp.arange(width)
+    in_rows = (rows >= top[:, None]) & (rows < bottom[:, None])
+    in_columns = (columns >= left[:, None]) & (columns < right[:, None])
+    return in_rows[:, :, None] & in_columns[:, None, :]
+
+
+def _bilinear_weights(
+    start: Int[Array, " batch"], length: Int[Array, " batch"], size: int
+) -> Float[Array, "batch size size"]:
+    scale = length[:, None, None] / size
+    center = start[:, None, None] + (jnp.arange(size)[:, None] + 0.5) * scale
+    pixel = jnp.arange(size)
+    inside = (pixel >= start[:, None, None]) & (pixel < (start + length)[:, None, None])
+    weights = jnp.where(inside, jnp.maximum(0, 1 - jnp.abs(pixel + 0.5 - center) / jnp.maximum(scale, 1)), 0)
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def _reflect(index: Int[Array, " size"], size: int) -> Int[Array, " size"]:
+    index = jnp.abs(index)
+    return jnp.where(index >= size, 2 * (size - 1) - index, index)
+
+
+def _check(settings: Augment) -> None:
+    probabilities = (
+        "flip_probability",
+        "mix_probability",
+        "cutmix_probability",
+        "erase_probability",
+        "label_smoothing",
+    )
+    for name in probabilities:
+        if not 0 <= getattr(settings, name) <= 1:
+            raise DataError(f"Expected {name} in [0, 1], got {getattr(settings, name)}.")
+    for name in ("crop_padding", "brightness", "contrast", "saturation", "mixup_alpha", "cutmix_alpha"):
+        if getattr(settings, name) < 0:
+            raise DataError(f"Expected {name} >= 0, got {getattr(settings, name)}.")
+    for name in ("resized_crop_scale", "erase_scale"):
+        scale = getattr(settings, name)
+        if scale is not None and not 0 < scale[0] <= scale[1] <= 1:
+            raise DataError(f"Expected {name} as 0 < low <= high <= 1, got {scale}.")
+    choices = {
+        "crop_padding_mode": ("zero", "reflect"),
+        "mix_per": ("batch", "element"),
+        "erase_value": ("noise", "zero"),
+    }
+    for name, allowed in choices.items():
+        if getattr(settings, name) not in allowed:
+            raise DataError(f"Expected {name} out of {allowed}, got {getattr(settings, name)!r}.")
+    if len(settings.mean) != len(settings.std):
+        raise DataError(f"Expected one mean and std per channel, got {len(settings.mean)} and {len(settings.std)}.")
