@@ -23,9 +23,7 @@ _ELEMENTWISE = {
     **dict.fromkeys(("max", "min", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "le_to", "lt_to"), COMPARE),
     **dict.fromkeys(("sign", "is_finite", "floor", "ceil", "round", "nextafter"), COMPARE),
     **dict.fromkeys(("exp", "exp2", "expm1", "log", "log1p", "logistic", "pow"), EXPONENTIAL),
-    **dict.fromkeys(
-        ("tanh", "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "erf_inv"), EXPONENTIAL
-    ),
+    **dict.fromkeys(("tanh", "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "erf_inv"), EXPONENTIAL),
     **dict.fromkeys(("sin", "cos", "tan", "asin", "acos", "atan", "atan2"), EXPONENTIAL),
     **dict.fromkeys(("lgamma", "digamma", "bessel_i0e", "bessel_i1e"), EXPONENTIAL),
     **dict.fromkeys(("div", "rem"), DIVIDE),
@@ -83,9 +81,7 @@ class Tally:
 
     def arithmetic(self) -> int:
         """All counted operations, to compare the branches of a conditional."""
-        return sum(
-            amount for counts in self.counts.values() for (kind, _), amount in counts.items() if kind != L1
-        )
+        return sum(amount for counts in self.counts.values() for (kind, _), amount in counts.items() if kind != L1)
 
 
 def size(variable: Any) -> int:
@@ -105,10 +101,10 @@ def walk(jaxpr: Any, tally: Tally, layer_of: Callable[[str], str], outer: str = 
     """Adds the operations of every equation of ``jaxpr`` (an open one) to ``tally``.
 
     Args:
-        jaxpr: what to walk.
-        tally: where the counts go.
-        layer_of: from the full name stack of an equation to the layer it is booked under.
-        outer: name stack of the equation that holds this jaxpr.
+      jaxpr: what to walk.
+      tally: where the counts go.
+      layer_of: from the full name stack of an equation to the layer it is booked under.
+      outer: name stack of the equation that holds this jaxpr.
     """
     l1 = _l1_distances(jaxpr)
     traffic = _Traffic(l1)
@@ -219,9 +215,7 @@ def _walk_inner(equation: Any, inner: list, tally: Tally, layer_of: Callable[[st
     if name == "scan":
         times = params["length"]
     elif name == "shard_map":
-        times = math.prod(
-            params["mesh"].shape[axis] for axis in params.get("manual_axes", params["mesh"].axis_names)
-        )
+        times = math.prod(params["mesh"].shape[axis] for axis in params.get("manual_axes", params["mesh"].axis_names))
     elif name == "pallas_call":
         times = math.prod(params["grid_mapping"].grid)
     elif name == "reduce":

@@ -22,10 +22,10 @@ class EnergyTable:
     which is what the Cephes ``expf`` does: range reduction and a polynomial of degree 5.
 
     Attributes:
-        name: what the table is, for headings.
-        addition: {dtype: pJ}.
-        multiplication: {dtype: pJ}.
-        memory: {level: pJ per byte}.
+      name: what the table is, for headings.
+      addition: {dtype: pJ}.
+      multiplication: {dtype: pJ}.
+      memory: {level: pJ per byte}.
     """
 
     name: str
@@ -37,7 +37,7 @@ class EnergyTable:
         """Energy of one operation, in pJ.
 
         Raises:
-            KeyError: if the table has no entry for the number type.
+          KeyError: if the table has no entry for the number type.
         """
         if dtype == "bool":
             return 0.0
@@ -94,9 +94,9 @@ class Energy:
     """Modelled energy of one call, in joules.
 
     Attributes:
-        arithmetic_joules: {kind: J}.
-        memory_joules: {level: (least, most)}: arguments and results moved once, and every equation through
-            memory.
+      arithmetic_joules: {kind: J}.
+      memory_joules: {level: (least, most)}: arguments and results moved once, and every equation through
+        memory.
     """
 
     arithmetic_joules: Mapping[str, float]
@@ -112,22 +112,22 @@ def energy(operations: Operations, table: EnergyTable = HOROWITZ_45NM) -> Energy
     """Energy of counted operations.
 
     Args:
-        operations: from :func:`count_operations`.
-        table: energies of single operations.
+      operations: from :func:`count_operations`.
+      table: energies of single operations.
 
     Returns:
-        The energy by kind of operation, and by level of memory.
+      The energy by kind of operation, and by level of memory.
 
     Raises:
-        KeyError: if the table has no entry for a number type that occurs.
+      KeyError: if the table has no entry for a number type that occurs.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from adder_flax.analysis import count_operations
-        >>> x = jax.ShapeDtypeStruct((1, 1), "float32")
-        >>> mac = energy(count_operations(jnp.matmul, x, x))
-        >>> round(mac.total_arithmetic_joules * 1e12, 6)  # pJ
-        4.6
+      >>> import jax, jax.numpy as jnp
+      >>> from adder_flax.analysis import count_operations
+      >>> x = jax.ShapeDtypeStruct((1, 1), "float32")
+      >>> mac = energy(count_operations(jnp.matmul, x, x))
+      >>> round(mac.total_arithmetic_joules * 1e12, 6)  # pJ
+      4.6
     """
     joules: dict[str, float] = {}
     for (kind, dtype), number in operations.counts.items():

@@ -8,7 +8,7 @@ layer and number type by number type. Nothing is computed: arguments are replace
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,15 +29,15 @@ class Operations:
     conversions and moves are not arithmetic. Taps of a convolution that fall on padding are not counted.
 
     Attributes:
-        counts: {(kind, dtype): number}, e.g. {("additions", "float32"): 12}.
-        bytes_moved: bytes that all equations read and write if each one goes through memory, an upper bound:
-            views (reshapes, broadcasts, transposes) move nothing and an L1 distance is one equation.
-        bytes_at_boundary: bytes of the arguments, constants and results, each touched once: a lower bound,
-            reached only when everything between stays on the chip. None for a single layer, which has no
-            boundary of its own.
-        layers: {layer: Operations}, from NNX module paths ("blocks.0.attention") and ``jax.named_scope``; ""
-            is what lies outside all of them. The layers sum to the whole.
-        uncounted: {primitive or kernel: occurrences} of which the counter knows nothing.
+      counts: {(kind, dtype): number}, e.g. {("additions", "float32"): 12}.
+      bytes_moved: bytes that all equations read and write if each one goes through memory, an upper bound:
+        views (reshapes, broadcasts, transposes) move nothing and an L1 distance is one equation.
+      bytes_at_boundary: bytes of the arguments, constants and results, each touched once: a lower bound,
+        reached only when everything between stays on the chip. None for a single layer, which has no
+        boundary of its own.
+      layers: {layer: Operations}, from NNX module paths ("blocks.0.attention") and ``jax.named_scope``; ""
+        is what lies outside all of them. The layers sum to the whole.
+      uncounted: {primitive or kernel: occurrences} of which the counter knows nothing.
     """
 
     counts: Mapping[tuple[str, str], int]
@@ -45,6 +45,14 @@ class Operations:
     bytes_at_boundary: int | None = None
     layers: Mapping[str, "Operations"] = dataclasses.field(default_factory=dict)
     uncounted: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @staticmethod
+    def total(parts: Sequence["Operations"]) -> "Operations":
+        """Sum of the counts and of the bytes moved; the parts' layers and boundaries are gone."""
+        counts: Counter = Counter()
+        for part in parts:
+            counts.update(part.counts)
+        return Operations(counts=dict(counts), bytes_moved=sum(part.bytes_moved for part in parts))
 
     def _sum(self, kind: str) -> int:
         return sum(number for (this, _), number in self.counts.items() if this == kind)
@@ -100,22 +108,15 @@ class Operations:
         """Layers merged by the first ``depth`` parts of their names.
 
         Args:
-            depth: 1 gives "patch_embed", "blocks", "head"; 2 tells one block from another.
+          depth: 1 gives "patch_embed", "blocks", "head"; 2 tells one block from another.
 
         Returns:
-            {prefix: Operations} in the order of the program.
+          {prefix: Operations} in the order of the program.
         """
         groups: dict[str, list[Operations]] = {}
         for name, layer in self.layers.items():
             groups.setdefault(".".join(name.split(".")[:depth]), []).append(layer)
-        return {name: _total(group) for name, group in groups.items()}
-
-
-def _total(parts: list[Operations]) -> Operations:
-    counts: Counter = Counter()
-    for part in parts:
-        counts.update(part.counts)
-    return Operations(counts=dict(counts), bytes_moved=sum(part.bytes_moved for part in parts))
+        return {name: Operations.total(group) for name, group in groups.items()}
 
 
 def count_operations(fn: Callable, *args: Any) -> Operations:
@@ -127,23 +128,23 @@ def count_operations(fn: Callable, *args: Any) -> Operations:
     ``while`` loop counts once, and says so in ``uncounted``.
 
     Args:
-        fn: any JAX function, or an NNX module. Bind keyword arguments with a lambda.
-        *args: arrays, ``jax.ShapeDtypeStruct``, pytrees of them, or NNX modules, which may be abstract
-            (``nnx.eval_shape``).
+      fn: any JAX function, or an NNX module. Bind keyword arguments with a lambda.
+      *args: arrays, ``jax.ShapeDtypeStruct``, pytrees of them, or NNX modules, which may be abstract
+        (``nnx.eval_shape``).
 
     Returns:
-        The counts, whole and per layer.
+      The counts, whole and per layer.
 
     Example:
-        >>> import jax, jax.numpy as jnp
-        >>> x, w = jax.ShapeDtypeStruct((2, 3), "float32"), jax.ShapeDtypeStruct((3, 5), "float32")
-        >>> counted = count_operations(jnp.matmul, x, w)
-        >>> counted.multiplications, counted.additions
-        (30, 30)
-        >>> from adder_flax.ops import adder_matmul
-        >>> counted = count_operations(adder_matmul, x, w)
-        >>> counted.multiplications, counted.additions, counted.with_one_addition_per_l1_element().additions
-        (0, 60, 30)
+      >>> import jax, jax.numpy as jnp
+      >>> x, w = jax.ShapeDtypeStruct((2, 3), "float32"), jax.ShapeDtypeStruct((3, 5), "float32")
+      >>> counted = count_operations(jnp.matmul, x, w)
+      >>> counted.multiplications, counted.additions
+      (30, 30)
+      >>> from adder_flax.ops import adder_matmul
+      >>> counted = count_operations(adder_matmul, x, w)
+      >>> counted.multiplications, counted.additions, counted.with_one_addition_per_l1_element().additions
+      (0, 60, 30)
     """
     with ops.use_backend("reference"):
         closed = _trace(fn, args)
@@ -155,7 +156,7 @@ def count_operations(fn: Callable, *args: Any) -> Operations:
     }
     boundary = [*closed.jaxpr.invars, *closed.jaxpr.constvars, *closed.jaxpr.outvars]
     return dataclasses.replace(
-        _total(list(layers.values())),
+        Operations.total(list(layers.values())),
         bytes_at_boundary=sum(_walk.nbytes(v) for v in boundary),
         layers=layers,
         uncounted=dict(tally.uncounted),
@@ -166,11 +167,11 @@ def declare_operations(kernel: str, count: Callable[[Any], Mapping[str, int]]) -
     """Declares what a custom kernel computes, for the cases in which it is met in a jaxpr.
 
     Args:
-        kernel: the FFI target, the name of the Pallas kernel, or the name of the primitive.
-        count: from the jaxpr's equation to {kind: number}, kinds as in :attr:`Operations.counts`.
+      kernel: the FFI target, the name of the Pallas kernel, or the name of the primitive.
+      count: from the jaxpr's equation to {kind: number}, kinds as in :attr:`Operations.counts`.
 
     Example:
-        >>> declare_operations("my_kernel", lambda equation: {"additions": equation.outvars[0].aval.size})
+      >>> declare_operations("my_kernel", lambda equation: {"additions": equation.outvars[0].aval.size})
     """
     _walk.declare(kernel, count)
 

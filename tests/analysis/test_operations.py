@@ -18,9 +18,7 @@ def spec(*shape, dtype="float32"):
 
 
 def test_batched_product_is_batch_times_free_times_contracted():
-    counted = count_operations(
-        lambda q, k: jnp.einsum("bhqd,bhkd->bhqk", q, k), spec(2, 3, 5, 7), spec(2, 3, 11, 7)
-    )
+    counted = count_operations(lambda q, k: jnp.einsum("bhqd,bhkd->bhqk", q, k), spec(2, 3, 5, 7), spec(2, 3, 11, 7))
     macs = 2 * 3 * 5 * 11 * 7
     assert (counted.multiplications, counted.additions) == (macs, macs)
     assert counted.bytes_moved == counted.bytes_at_boundary == 4 * (2 * 3 * (5 * 7 + 11 * 7 + 5 * 11))
@@ -47,9 +45,7 @@ def test_network_by_hand():
     assert not counted.uncounted
 
 
-@pytest.mark.parametrize(
-    ("power", "multiplications", "divisions"), [(1, 0, 0), (2, 1, 0), (7, 4, 0), (-2, 1, 1)]
-)
+@pytest.mark.parametrize(("power", "multiplications", "divisions"), [(1, 0, 0), (2, 1, 0), (7, 4, 0), (-2, 1, 1)])
 def test_integer_power_by_squaring(power, multiplications, divisions):
     counted = count_operations(lambda x: jax.lax.integer_pow(x, power), spec(3))
     assert (counted.multiplications, counted.divisions) == (3 * multiplications, 3 * divisions)
@@ -128,9 +124,7 @@ def test_unknown_kernel_is_reported_and_a_declared_one_counted():
     counted = count_operations(call, spec(6, 3))
     assert counted.uncounted == {"test_declared_kernel": 1}
     assert not counted.additions
-    declare_operations(
-        "test_declared_kernel", lambda equation: {"additions": 2 * equation.invars[0].aval.size}
-    )
+    declare_operations("test_declared_kernel", lambda equation: {"additions": 2 * equation.invars[0].aval.size})
     counted = count_operations(call, spec(6, 3))
     assert counted.additions == 36
     assert not counted.uncounted
@@ -141,9 +135,7 @@ def _taps_by_brute_force(length, kernel, stride, pad, dilation, spread):
     positions = {spread * i + pad[0] for i in range(length)}
     padded = pad[0] + spread * (length - 1) + 1 + pad[1]
     outputs = (padded - dilation * (kernel - 1) - 1) // stride + 1
-    return sum(
-        o * stride + t * dilation in positions for o, t in itertools.product(range(outputs), range(kernel))
-    )
+    return sum(o * stride + t * dilation in positions for o, t in itertools.product(range(outputs), range(kernel)))
 
 
 @pytest.mark.parametrize(
@@ -196,9 +188,7 @@ def test_l1_and_additive_scores():
 
 
 def test_a_difference_without_absolute_value_is_no_l1_element():
-    counted = count_operations(
-        lambda x, y: jnp.sum(jnp.square(x - y)) + jnp.sum(jnp.abs(x)), spec(5), spec(5)
-    )
+    counted = count_operations(lambda x, y: jnp.sum(jnp.square(x - y)) + jnp.sum(jnp.abs(x)), spec(5), spec(5))
     assert counted.l1_elements == 0
 
 
@@ -285,9 +275,7 @@ def test_mixed_precision_is_counted_by_type():
 
 
 def test_random_bits_are_reported():
-    counted = count_operations(
-        lambda key: jax.random.normal(key, (4,)), jax.eval_shape(lambda: jax.random.key(0))
-    )
+    counted = count_operations(lambda key: jax.random.normal(key, (4,)), jax.eval_shape(lambda: jax.random.key(0)))
     assert "random_bits" in counted.uncounted
 
 

@@ -1,0 +1,124 @@
+"""Attention maps as arrays: with or without the identity, seen from the class token, their entropy and reach.
+
+Maps are float arrays (…, queries, keys). Where the mechanism adds the identity map, H̃ = A + I, the rows sum
+to 2; every function here tells by the row sums which of the two it was given, and says what it does with the
+identity."""
+
+import numpy as np
+from jaxtyping import Array, Float
+
+_ROW_SUM_TOLERANCE = 2e-2  # bfloat16 maps of a few hundred tokens stay within it
+
+
+def has_identity(maps: Float[Array, "*batch query key"]) -> bool:
+    """Whether the identity map is part of the maps: rows sum to 2 rather than to 1.
+
+    Raises:
+      ValueError: if the rows sum to neither.
+
+    Example:
+      >>> has_identity(np.full((3, 3), 1 / 3) + np.eye(3)), has_identity(np.full((3, 3), 1 / 3))
+      (True, False)
+    """
+    sums = np.asarray(maps, np.float64).sum(-1)
+    for total, answer in ((1.0, False), (2.0, True)):
+        if np.all(np.abs(sums - total) < _ROW_SUM_TOLERANCE):
+            return answer
+    raise ValueError(
+        "expected attention maps whose rows all sum to 1, or to 2 with the identity map; got sums from "
+        f"{sums.min():.4g} to {sums.max():.4g}. Pass the maps after softmax, without dropout or masked rows."
+    )
+
+
+def stochastic_part(maps: Float[Array, "*batch query key"]) -> Float[np.ndarray, "*batch query key"]:
+    """The maps without the identity, in float64 with rows that sum to 1 exactly: what softmax gave.
+
+    Example:
+      >>> stochastic_part(np.full((2, 2), 0.5) + np.eye(2)).tolist()
+      [[0.5, 0.5], [0.5, 0.5]]
+    """
+    maps = np.asarray(maps, np.float64)
+    if has_identity(maps):
+        maps = np.maximum(maps - np.eye(maps.shape[-1]), 0.0)  # rounding may leave −1e−8
+    return maps / maps.sum(-1, keepdims=True)
+
+
+def patch_attention(
+    maps: Float[Array, "*batch token token"], *, class_token: bool = True
+) -> Float[np.ndarray, "*batch patch"]:
+    """How a network that reads the class token distributes its attention over the patches.
+
+    The row of the class token without its own column, scaled to sum to 1. The identity map gives the class
+    token nothing but itself, so it takes no part. Without a class token (mean pooling) it is the mean over
+    all queries.
+
+    Args:
+      maps: with or without the identity.
+      class_token: whether token 0 is a class token.
+
+    Returns:
+      Weights over the patches that sum to 1; multiplied by their number, 1 is uniform attention.
+
+    Example:
+      >>> patch_attention(np.array([[0.5, 0.375, 0.125]] * 3)).tolist()
+      [0.75, 0.25]
+    """
+    maps = stochastic_part(maps)
+    weights = maps[..., 0, 1:] if class_token else maps.mean(-2)
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def entropy(maps: Float[Array, "*batch query key"]) -> Float[np.ndarray, "*batch query"]:
+    """Shannon entropy −Σ_j A_ij ln A_ij of every row, in nats; between 0 and ln(keys). The identity is left
+    out.
+
+    Example:
+      >>> np.exp(entropy(np.full((3, 3), 1 / 3))).round(6).tolist()  # as spread as 3 equal weights
+      [3.0, 3.0, 3.0]
+    """
+    maps = stochastic_part(maps)
+    return -np.sum(maps * np.log(np.where(maps > 0, maps, 1.0)), axis=-1)
+
+
+def mean_distance(
+    maps: Float[Array, "*batch token token"], grid: tuple[int, int], *, class_token: bool = True
+) -> Float[np.ndarray, "*batch"]:
+    """Mean distance that attention reaches across the image, in patches (Dosovitskiy et al., 2021, figure 7).
+
+    Args:
+      maps: with or without the identity; only attention from patches to patches counts.
+      grid: rows and columns of patches.
+      class_token: whether token 0 is a class token.
+
+    Returns:
+      Σ_ij A_ij |x_i − x_j| over the weights that stay among patches, mean over the queries.
+
+    Example:
+      >>> mean_distance(np.eye(4)[[1, 0, 3, 2]], (2, 2), class_token=False).item()  # everyone looks next door
+      1.0
+    """
+    maps = stochastic_part(maps)[..., int(class_token) :, int(class_token) :]
+    place = np.stack(np.meshgrid(*map(np.arange, grid), indexing="ij"), -1).reshape(-1, 2)
+    distance = np.linalg.norm(place[:, None] - place[None], axis=-1)
+    return np.mean(np.sum(maps * distance, -1) / maps.sum(-1), axis=-1)
+
+
+def patch_grid(image_shape: tuple[int, ...], num_patches: int) -> tuple[int, int]:
+    """Rows and columns of square patches that tile an image (height, width, …).
+
+    Raises:
+      ValueError: if no square patch gives that number.
+
+    Example:
+      >>> patch_grid((32, 64, 3), 32)
+      (4, 8)
+    """
+    height, width = image_shape[:2]
+    side = int(round((height * width / num_patches) ** 0.5))
+    grid = (height // max(side, 1), width // max(side, 1))
+    if grid[0] * grid[1] != num_patches:
+        raise ValueError(
+            f"expected a number of patches that square patches of a {height}×{width} image give; got {num_patches}. "
+            "Set class_token to whether the model has one."
+        )
+    return grid
