@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from adder_flax import training
+import jax
+import numpy as np
+
+from adder_flax import analysis, ops, training
+
+_FIGURE_IMAGES = 6
 
 
 def train(config: Any, workdir: str | Path, *, start_time: float | None = None) -> None:
@@ -18,12 +23,53 @@ def train(config: Any, workdir: str | Path, *, start_time: float | None = None) 
     """
     run = training.build_run(config)
     workdir = training.open_workdir(workdir, config)
-    print(f"workdir {workdir}")
+    print(_overview(run, workdir))
     result = training.Trainer(run, workdir, start_time=start_time).fit()
     if result.interrupted:
         print(f"{result.interrupted.name} at step {result.step} of {run.num_steps}; the same command resumes there")
         sys.exit(128 + result.interrupted)
-    print(f"test accuracy {result.evaluation['eval/accuracy']:.4f} after {result.step} steps; see {workdir}")
+    if jax.process_index() == 0:
+        _draw(run, workdir, training.evaluation_params(result.state))
+    print(
+        f"test accuracy {result.evaluation['eval/accuracy']:.4f} after {result.step} steps; in {workdir}: "
+        "checkpoints/, metrics.jsonl, tensorboard/, config.json, curves.png, attention.png"
+    )
+
+
+def _overview(run: training.Run, workdir: Path) -> str:
+    """Returns what a person wants to know before the first step: sizes, operations, devices, steps."""
+    abstract_model = run.model(run.abstract_state["params"])
+    devices = run.mesh.devices.flatten()
+    mesh = " × ".join(f"{axis} {size}" for axis, size in run.mesh.shape.items())
+    train, test = run.train_source, run.eval_source
+    lines = [
+        analysis.summary_text(abstract_model, train.image_shape),
+        f"devices  {len(devices)} × {devices[0].device_kind}, mesh {mesh}",
+        f"kernels  {ops.backend_report()}",
+        f"data     {train.name}: {len(train)} {train.split} and {len(test)} {test.split} images, "
+        f"{train.num_classes} classes",
+        f"steps    {run.num_steps} of {run.config.batch_size} images, {run.steps_per_epoch} an epoch",
+        f"workdir  {workdir}",
+    ]
+    return "\n".join(lines)
+
+
+def _draw(run: training.Run, workdir: Path, params: Any) -> None:
+    """Draws the training curves, and where the class token looks on the first test images."""
+    name = f"{run.config.data.name}, {run.config.model.score} attention"
+    analysis.save_figure(analysis.curves_figure(training.read_metrics(workdir), title=name), workdir / "curves.png")
+    images = np.stack([run.eval_source[i]["image"] for i in range(min(_FIGURE_IMAGES, len(run.eval_source)))])
+    forward = jax.jit(lambda params, images: run.model(params)(run.normalize(images), return_weights=True))
+    logits, maps = forward(params, images)
+    names = run.eval_source.label_names
+    captions = [
+        f"{names[run.eval_source[i]['label']]}, predicted {names[predicted]}"
+        for i, predicted in enumerate(np.argmax(logits, axis=-1))
+    ]
+    figure = analysis.attention_figure(
+        images, maps, class_token=run.config.model.pooling == "cls", captions=captions, title=name
+    )
+    analysis.save_figure(figure, workdir / "attention.png")
 
 
 def evaluate(config: Any, workdir: str | Path, checkpoint: str) -> None:

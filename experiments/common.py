@@ -73,7 +73,22 @@ def deit(mechanism: str, size: str, data: str | None = None) -> ml_collections.C
     config.data = ml_collections.ConfigDict(
         dict(name=data, data_dir="", image_size=224, num_threads=0, on_unreadable="raise")
     )
-    config.augment = ml_collections.ConfigDict()
+    # Fields of adder_flax.data.Augment.
+    config.augment = ml_collections.ConfigDict(
+        dict(
+            crop_padding=0,
+            resized_crop_scale=(0.08, 1.0),
+            flip_probability=0.5,
+            brightness=0.3,
+            contrast=0.3,
+            saturation=0.3,
+            mixup_alpha=0.8,
+            cutmix_alpha=1.0,
+            mix_probability=1.0,
+            erase_probability=0.25,
+            label_smoothing=0.1,
+        )
+    )
     config.batch_size = 1024
     config.accumulation_steps = 1
     config.num_epochs = 300
@@ -94,7 +109,16 @@ def _imagenet(config: ml_collections.ConfigDict) -> None:
     config.model.drop_path_rate = 0.1
 
 
+def _small_images(config: ml_collections.ConfigDict, crop_padding: int) -> None:
+    """Shifts in place of resized crops and colour jitter."""
+    off = dict(resized_crop_scale=None, brightness=0.0, contrast=0.0, saturation=0.0)
+    with config.augment.ignore_type():
+        config.augment.update(off, crop_padding=crop_padding)
+
+
 def _cifar(config: ml_collections.ConfigDict) -> None:
+    _small_images(config, crop_padding=4)
+    config.augment.mix_probability = 0.5
     config.data.image_size = 32
     config.model.patch_size = 4
     config.model.drop_path_rate = 0.1
@@ -104,6 +128,11 @@ def _cifar(config: ml_collections.ConfigDict) -> None:
 
 
 def _digits(config: ml_collections.ConfigDict) -> None:
+    """Shifts by one pixel and nothing else: a mirrored or mixed digit is no digit."""
+    _small_images(config, crop_padding=1)
+    config.augment.update(
+        flip_probability=0.0, mixup_alpha=0.0, cutmix_alpha=0.0, erase_probability=0.0, label_smoothing=0.0
+    )
     config.data.image_size = 8
     config.model.patch_size = 2
     config.batch_size = 64
@@ -113,6 +142,7 @@ def _digits(config: ml_collections.ConfigDict) -> None:
 
 
 def _fake(config: ml_collections.ConfigDict) -> None:
+    _small_images(config, crop_padding=4)
     config.data.image_size = 32
     config.model.patch_size = 4
     config.batch_size = 64

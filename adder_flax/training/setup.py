@@ -1,6 +1,7 @@
 """From a configuration to everything a run needs; all mistakes of its user are found here, before any compute."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -119,7 +120,7 @@ def build_run(config: Any) -> Run:
         train_source, eval_source = (_load_source(config.data, split) for split in ("train", "eval"))
         make = lambda: make_model(config, train_source, seed=config.seed)
         abstract_model = nnx.eval_shape(make)
-        augment, normalize = _make_augment(config.augment, train_source)
+        settings = data.Augment.for_source(train_source, **config.augment)
     steps_per_epoch = len(train_source) // config.batch_size
     if steps_per_epoch == 0:
         raise RunError(
@@ -149,8 +150,8 @@ def build_run(config: Any) -> Run:
         learning_rate=learning_rate,
         steps_per_epoch=steps_per_epoch,
         num_steps=num_steps,
-        augment=augment,
-        normalize=normalize,
+        augment=functools.partial(data.augment, settings=settings),
+        normalize=functools.partial(data.normalize, mean=settings.mean, std=settings.std),
     )
 
 
@@ -162,11 +163,6 @@ def _load_source(config: Any, split: str) -> data.Source:
         image_size=config.image_size or None,
         on_unreadable=config.on_unreadable,
     )
-
-
-def _make_augment(config, source):
-    normalize = lambda im: im.astype(jnp.float32) / 127.5 - 1.0
-    return (lambda key, im, lab: (normalize(im), jax.nn.one_hot(lab, source.num_classes))), normalize
 
 
 def _check_batches(config: Any, mesh: Mesh) -> None:
