@@ -29,6 +29,7 @@ AUTO = "auto"
 # Where each backend lives, best first for its platform. Modules load when first asked for, so that importing
 # the package does not pay for compilers and kernel languages that it will not use.
 _BACKENDS = {
+    "cpu_native": "adder_flax.ops._cpu:CpuBackend",
     "xla": "adder_flax.ops._xla:XlaBackend",
     "reference": "adder_flax.ops._reference:ReferenceBackend",
 }
@@ -172,8 +173,7 @@ class _PerPlatform(Backend):
 
     def _dispatch(self, method: str, *args, **static):
         branches = {
-            platform: functools.partial(getattr(backend, method), **static)
-            for platform, backend in self._choices
+            platform: functools.partial(getattr(backend, method), **static) for platform, backend in self._choices
         }
         return jax.lax.platform_dependent(*args, **branches)
 

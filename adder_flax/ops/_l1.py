@@ -50,9 +50,7 @@ def _pullback_w(x, w, g, rule, axes, backend):
         return backend.l1_pullback_w(x, w, g, rule, axes)
     x, w, g = upcast(x, w, g)
     row_sums = g.sum(1)
-    return _einsum(f"bmk,bmn->b{axes}", x, g) - w * (
-        row_sums[:, None] if axes == "kn" else row_sums[:, :, None]
-    )
+    return _einsum(f"bmk,bmn->b{axes}", x, g) - w * (row_sums[:, None] if axes == "kn" else row_sums[:, :, None])
 
 
 def _pushforward_x(x, w, dx, rule, axes, backend):
@@ -73,9 +71,7 @@ def as_floating(name: str, array) -> jax.Array:
     """Returns `array` as a JAX array; raises TypeError unless its dtype is floating-point."""
     array = jnp.asarray(array)
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(
-            f"expected a floating-point `{name}`; got {array.dtype}; convert it with .astype(jnp.float32)"
-        )
+        raise TypeError(f"expected a floating-point `{name}`; got {array.dtype}; convert it with .astype(jnp.float32)")
     return array
 
 

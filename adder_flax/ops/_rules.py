@@ -35,9 +35,7 @@ class GradientRule:
                 "pass one of these names as `gradient`, `x_gradient` or `w_gradient`"
             )
         if not self.slope > 0:
-            raise ValueError(
-                f"expected a positive hardtanh slope; got {self.slope}; 1.0 is AdderNet's choice"
-            )
+            raise ValueError(f"expected a positive hardtanh slope; got {self.slope}; 1.0 is AdderNet's choice")
 
     def __call__(self, difference: jax.Array) -> jax.Array:
         """Applies the rule to an array of differences, elementwise."""
