@@ -1,7 +1,26 @@
 """What one learns from a run: operation counts, spectra, maps, walks, energy, figures."""
 
 from adder_flax.analysis._style import save_figure
+from adder_flax.analysis.brownian import (
+    BrownianTest,
+    brownian_test,
+    dot_product_map,
+    gaussian_kernel_map,
+    layer_norm,
+    relative_radius,
+    total_variation,
+)
+from adder_flax.analysis.captures import BlockCapture, Capture, capture
 from adder_flax.analysis.energy import HOROWITZ_45NM, Energy, EnergyTable, energy
+from adder_flax.analysis.expressivity import (
+    XorBound,
+    additive_xor_score,
+    score_parameters,
+    separable,
+    train_xor,
+    xor_bound,
+    xor_pairs,
+)
 from adder_flax.analysis.figures import attention_figure, curves_figure
 from adder_flax.analysis.maps import (
     entropy,
@@ -12,26 +31,107 @@ from adder_flax.analysis.maps import (
     stochastic_part,
 )
 from adder_flax.analysis.operations import Operations, count_operations, declare_operations
+from adder_flax.analysis.saturation import (
+    GradientNorms,
+    additive_gradient_norm,
+    dot_product_gradient,
+    entropy_by_width,
+    gradient_norms,
+)
+from adder_flax.analysis.spectrum import (
+    IdentityEffect,
+    asymmetry,
+    cumulative,
+    effective_rank,
+    equivalent_rank,
+    identity_effect,
+    singular_values,
+    stable_rank,
+)
 from adder_flax.analysis.summary import SummaryRow, summary_rows, summary_text
+from adder_flax.analysis.variance import (
+    LiveVariance,
+    VarianceEstimate,
+    live_variance,
+    monte_carlo_variance,
+    pair_scores,
+    predicted_variance,
+)
+from adder_flax.analysis.walks import (
+    DiffusionMap,
+    diffusion_map,
+    eigenvalues,
+    irreversibility,
+    k_step,
+    mixing_time,
+    rollout,
+    spectral_gap,
+    stationary_distribution,
+)
 
 __all__ = [
     "HOROWITZ_45NM",
+    "BlockCapture",
+    "BrownianTest",
+    "Capture",
+    "DiffusionMap",
     "Energy",
     "EnergyTable",
+    "GradientNorms",
+    "IdentityEffect",
+    "LiveVariance",
     "Operations",
     "SummaryRow",
+    "VarianceEstimate",
+    "XorBound",
+    "additive_gradient_norm",
+    "additive_xor_score",
+    "asymmetry",
     "attention_figure",
+    "brownian_test",
+    "capture",
     "count_operations",
+    "cumulative",
     "curves_figure",
     "declare_operations",
+    "diffusion_map",
+    "dot_product_gradient",
+    "dot_product_map",
+    "effective_rank",
+    "eigenvalues",
     "energy",
     "entropy",
+    "entropy_by_width",
+    "equivalent_rank",
+    "gaussian_kernel_map",
+    "gradient_norms",
     "has_identity",
+    "identity_effect",
+    "irreversibility",
+    "k_step",
+    "layer_norm",
+    "live_variance",
     "mean_distance",
+    "mixing_time",
+    "monte_carlo_variance",
+    "pair_scores",
     "patch_attention",
     "patch_grid",
+    "predicted_variance",
+    "relative_radius",
+    "rollout",
     "save_figure",
+    "score_parameters",
+    "separable",
+    "singular_values",
+    "spectral_gap",
+    "stable_rank",
+    "stationary_distribution",
     "stochastic_part",
     "summary_rows",
     "summary_text",
+    "total_variation",
+    "train_xor",
+    "xor_bound",
+    "xor_pairs",
 ]

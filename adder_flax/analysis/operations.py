@@ -16,6 +16,7 @@ from flax import nnx
 
 from adder_flax import ops
 from adder_flax.analysis import _walk
+from adder_flax.analysis._instrument import instrument
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +200,7 @@ def _trace(fn: Callable, args: tuple) -> Any:
 
     def pure(*states: Any) -> Any:
         merged = [
-            state if graphdef is None else _scoped(nnx.merge(graphdef, state))
+            state if graphdef is None else instrument(nnx.merge(graphdef, state), _in_scope)
             for (graphdef, _), state in zip(parts, states, strict=True)
         ]
         out = fn(*merged)
@@ -212,19 +213,6 @@ def _shape_of(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf
 
 
-def _scoped(model: nnx.Module) -> nnx.Module:
-    """Makes every module of ``model`` (a copy made for tracing) open a scope with its path when called."""
-    for path, module in nnx.iter_modules(model):
-        module.__class__ = _scoped_class(type(module), ".".join(map(str, path)))
-    return model
-
-
-def _scoped_class(cls: type, path: str) -> type:
-    if not hasattr(cls, "__call__"):  # noqa: B004 - whether instances can be called, not the class
-        return cls
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(f"<{path}>"):
-            return cls.__call__(self, *args, **kwargs)
-
-    return type(cls.__name__, (cls,), {"__call__": __call__})
+def _in_scope(path: str, call: Callable, *args: Any, **kwargs: Any) -> Any:
+    with jax.named_scope(f"<{path}>"):
+        return call(*args, **kwargs)

@@ -1,0 +1,166 @@
+"""Tokens on a sphere, the Gaussian kernel behind dot-product attention, and whether token updates are Brownian.
+
+Source: "The Brownian motion in the transformer model" (Chen, 2021), section 3. LayerNorm puts tokens on the sphere of
+radius √d, on which q·k = d − ‖q − k‖²/2, so that softmax(q·k/√d) is the row-normalised Gaussian kernel
+exp(−‖q − k‖²/(2√d)). The paper takes W_Q = W_K = I and no affine part; real models have both.
+"""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Array, Float
+
+LAYER_NORM_EPSILON = 1e-6
+
+
+def layer_norm(
+    tokens: Float[Array, "*batch width"], *, epsilon: float = LAYER_NORM_EPSILON
+) -> Float[np.ndarray, "*batch width"]:
+    """LayerNorm without its affine part, (x − mean) / √(variance + ε), in float64.
+
+    Example:
+      >>> layer_norm(np.array([1.0, 3.0]), epsilon=0.0).tolist()
+      [-1.0, 1.0]
+    """
+    tokens = np.asarray(tokens, np.float64)
+    return (tokens - tokens.mean(-1, keepdims=True)) / np.sqrt(tokens.var(-1, keepdims=True) + epsilon)
+
+
+def relative_radius(tokens: Float[Array, "*batch width"]) -> Float[np.ndarray, "*batch"]:
+    """‖x‖ / √d: 1 on the sphere that the paper speaks of.
+
+    Example:
+      >>> relative_radius(np.array([3.0, 4.0, 0.0, 0.0])).item()
+      2.5
+    """
+    tokens = np.asarray(tokens, np.float64)
+    return np.linalg.norm(tokens, axis=-1) / np.sqrt(tokens.shape[-1])
+
+
+def _softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def dot_product_map(
+    query: Float[Array, "*batch query dim"], key: Float[Array, "*batch key dim"]
+) -> Float[np.ndarray, "*batch query key"]:
+    """softmax(q·k / √d) over the keys, in float64.
+
+    Example:
+      >>> dot_product_map(np.zeros((1, 4)), np.ones((2, 4))).tolist()
+      [[0.5, 0.5]]
+    """
+    query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
+    return _softmax(query @ np.swapaxes(key, -1, -2) / np.sqrt(query.shape[-1]))
+
+
+def gaussian_kernel_map(
+    query: Float[Array, "*batch query dim"], key: Float[Array, "*batch key dim"]
+) -> Float[np.ndarray, "*batch query key"]:
+    """softmax(−‖q − k‖² / (2√d)) over the keys, in float64: equation 15 of the paper.
+
+    Equal to :func:`dot_product_map` exactly where all keys have one norm: ‖q‖² is constant in a row and cancels,
+    ‖k‖² does not.
+
+    Example:
+      >>> gaussian_kernel_map(np.zeros((1, 4)), np.stack([np.zeros(4), np.ones(4)])).round(4).tolist()
+      [[0.7311, 0.2689]]
+    """
+    query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
+    square = lambda x: np.sum(np.square(x), -1)
+    distance = square(query)[..., :, None] + square(key)[..., None, :] - 2 * query @ np.swapaxes(key, -1, -2)
+    return _softmax(-distance / (2 * np.sqrt(query.shape[-1])))
+
+
+def total_variation(first: Float[Array, "*batch n"], second: Float[Array, "*batch n"]) -> Float[np.ndarray, "*batch"]:
+    """½ Σ |p − q| between distributions: 0 for equal ones, 1 for ones that share nothing.
+
+    Example:
+      >>> total_variation(np.array([1.0, 0.0]), np.array([0.5, 0.5])).item()
+      0.5
+    """
+    return np.abs(np.asarray(first, np.float64) - np.asarray(second, np.float64)).sum(-1) / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class BrownianTest:
+    """Three properties of Brownian motion, measured on token paths X_0 … X_L through the blocks.
+
+    Attributes:
+      displacement: mean ‖X_l − X_0‖² / d for l = 1 … L.
+      increment: mean ‖X_l − X_{l−1}‖² / d for l = 1 … L; constant for Brownian motion.
+      growth_exponent: slope of ln displacement against ln l: 1 for Brownian motion, 2 for steps in one direction.
+      increment_correlation: (L, L), mean cosine between a token's increments; 0 off the diagonal for Brownian motion.
+      mean_correlation: mean of the cosines off the diagonal (nan for a single block).
+      shared_drift: share of the increments' energy that is one vector common to all tokens and images of a block; 0
+        for Brownian motion, which has mean 0.
+      excess_kurtosis: (L,) of a component's increment over tokens and images, mean over the components; 0 for normal
+        ones.
+    """
+
+    displacement: Float[np.ndarray, " blocks"]
+    increment: Float[np.ndarray, " blocks"]
+    growth_exponent: float
+    increment_correlation: Float[np.ndarray, "blocks blocks"]
+    mean_correlation: float
+    shared_drift: float
+    excess_kurtosis: Float[np.ndarray, " blocks"]
+
+
+def brownian_test(path: Float[Array, "step *batch width"]) -> BrownianTest:
+    """Measures whether tokens move through the blocks as Brownian motion would.
+
+    Args:
+      path: tokens before the first block, between blocks and after the last; step is blocks + 1.
+
+    Raises:
+      ValueError: if there are fewer than two points on the path.
+
+    Example:
+      >>> steps = np.random.default_rng(0).standard_normal((12, 500, 64))
+      >>> walk = np.concatenate([np.zeros((1, 500, 64)), np.cumsum(steps, 0)])
+      >>> result = brownian_test(walk)
+      >>> round(result.growth_exponent, 1), abs(round(result.mean_correlation, 2)), round(result.shared_drift, 2)
+      (1.0, 0.0, 0.0)
+    """
+    path = np.asarray(path, np.float64)
+    if len(path) < 2:
+        raise ValueError(
+            f"expected a path of at least 2 points, got {len(path)}. Pass tokens before and after a block."
+        )
+    path = path.reshape(len(path), -1, path.shape[-1])
+    steps = np.diff(path, axis=0)
+    displacement = np.mean(np.sum((path[1:] - path[0]) ** 2, -1), -1) / path.shape[-1]
+    energy = np.sum(steps**2, -1)
+    unit = steps / np.sqrt(np.where(energy > 0, energy, 1.0))[..., None]
+    correlation = np.einsum("ind,jnd->ij", unit, unit) / path.shape[1]
+    return BrownianTest(
+        displacement=displacement,
+        increment=energy.mean(-1) / path.shape[-1],
+        growth_exponent=_log_slope(displacement),
+        increment_correlation=correlation,
+        mean_correlation=_off_diagonal_mean(correlation),
+        shared_drift=float(np.sum(steps.mean(1) ** 2) / energy.mean(-1).sum()),
+        excess_kurtosis=_excess_kurtosis(steps),
+    )
+
+
+def _log_slope(displacement: np.ndarray) -> float:
+    """Least-squares slope of ln y against ln l, l = 1 …; nan for a single point."""
+    if len(displacement) < 2:
+        return float("nan")
+    time = np.log(np.arange(1, len(displacement) + 1))
+    return float(np.polyfit(time, np.log(displacement), 1)[0])
+
+
+def _off_diagonal_mean(matrix: np.ndarray) -> float:
+    size = len(matrix)
+    return float((matrix.sum() - np.trace(matrix)) / (size * (size - 1))) if size > 1 else float("nan")
+
+
+def _excess_kurtosis(steps: np.ndarray) -> np.ndarray:
+    """Fourth standardised moment over tokens minus 3, mean over components, for each step."""
+    centred = steps - steps.mean(1, keepdims=True)
+    variance = np.mean(centred**2, 1)
+    return np.mean(np.mean(centred**4, 1) / np.where(variance > 0, variance, 1.0) ** 2, -1) - 3.0

@@ -1,0 +1,172 @@
+"""Theorem 1 of the adder attention paper: the variance of scores between independent unit-normal vectors.
+
+    Var(q·k) = d        Var(−‖q − k‖₁) = 2 d (1 − 2/π) ≈ 0.727 d        Var(−‖q − k‖²/2) = 2 d
+
+(appendix A.2; the last for comparison: ‖q − k‖²/2 is χ² with d degrees of freedom). A score is then divided by its
+standard deviation before the softmax; the paper's 1/√d leaves the adder score at variance 0.727, the variance-matched
+scale 1/√(2d(1 − 2/π)) at 1.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Array, Float
+
+ADDER_VARIANCE_PER_DIM = 2 * (1 - 2 / np.pi)
+
+_PER_DIM = {"dot": 1.0, "adder": ADDER_VARIANCE_PER_DIM, "gaussian": 2.0}
+
+
+def predicted_variance(score: str, head_dim: int) -> float:
+    """Variance of a raw score between independent unit-normal vectors of width ``head_dim``.
+
+    Args:
+      score: "dot", "adder" or "gaussian".
+      head_dim: d.
+
+    Example:
+      >>> predicted_variance("dot", 64), round(predicted_variance("adder", 64), 3)
+      (64.0, 46.513)
+    """
+    return _PER_DIM[_known(score)] * head_dim
+
+
+def pair_scores(
+    query: Float[Array, "*batch query dim"], key: Float[Array, "*batch key dim"], score: str
+) -> Float[np.ndarray, "*batch query key"]:
+    """Raw scores of all pairs, in float64.
+
+    Args:
+      query, key: vectors.
+      score: "dot", "adder" or "gaussian".
+
+    Example:
+      >>> pair_scores(np.array([[1.0, 2.0]]), np.array([[0.0, 4.0]]), "adder").item()
+      -3.0
+    """
+    query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
+    if _known(score) == "dot":
+        return query @ np.swapaxes(key, -1, -2)
+    difference = query[..., :, None, :] - key[..., None, :, :]
+    return -np.abs(difference).sum(-1) if score == "adder" else -np.square(difference).sum(-1) / 2
+
+
+def _known(score: str) -> str:
+    if score not in _PER_DIM:
+        raise ValueError(
+            f"expected a score without learned parameters, one of {sorted(_PER_DIM)}; got {score!r}. "
+            "The variance of the others depends on their weights."
+        )
+    return score
+
+
+@dataclasses.dataclass(frozen=True)
+class VarianceEstimate:
+    """Sample variance of a score at one width, with its standard error over independent repetitions."""
+
+    head_dim: int
+    variance: float
+    standard_error: float
+
+
+def monte_carlo_variance(
+    score: str, head_dims: Sequence[int], *, samples: int = 4000, repetitions: int = 8, seed: int = 0
+) -> list[VarianceEstimate]:
+    """Variance of a score between independent unit-normal vectors, by sampling.
+
+    Args:
+      score: "dot", "adder" or "gaussian".
+      head_dims: widths d.
+      samples: pairs in each repetition.
+      repetitions: independent estimates, whose spread gives the standard error.
+      seed: of the samples.
+
+    Returns:
+      One estimate per width.
+
+    Example:
+      >>> [estimate] = monte_carlo_variance("adder", [64])
+      >>> abs(estimate.variance - predicted_variance("adder", 64)) < 4 * estimate.standard_error
+      True
+    """
+    rng = np.random.default_rng(seed)
+    estimates = []
+    for dim in head_dims:
+        query, key = rng.standard_normal((2, repetitions, samples, 1, dim))
+        variances = pair_scores(query, key, score)[..., 0, 0].var(-1, ddof=1)
+        error = variances.std(ddof=1) / np.sqrt(repetitions)
+        estimates.append(VarianceEstimate(int(dim), float(variances.mean()), float(error)))
+    return estimates
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveVariance:
+    """Theorem 1 on the queries and keys of a model.
+
+    Attributes:
+      measured: variance of the raw scores over all pairs of the same image and head, mean over images and heads.
+      predicted: what the theorem says for unit-normal vectors.
+      rescaled: the same for normal vectors with the measured component variances.
+      query_rms, key_rms: root mean square of the components; 1 in the theorem.
+      component_variance: of a component over the tokens of an image and head, mean of q and k; 1 in the theorem.
+      component_correlation: between a token's own query and key components; 0 in the theorem.
+      excess_kurtosis: of the components over the tokens, mean of q and k; 0 for normal ones.
+    """
+
+    measured: float
+    predicted: float
+    rescaled: float
+    query_rms: float
+    key_rms: float
+    component_variance: float
+    component_correlation: float
+    excess_kurtosis: float
+
+
+def live_variance(
+    query: Float[Array, "*batch token dim"], key: Float[Array, "*batch token dim"], score: str
+) -> LiveVariance:
+    """How far a model's queries and keys are from Theorem 1, in its assumption and in its result.
+
+    Args:
+      query, key: of one block, e.g. from :func:`capture`.
+      score: "dot", "adder" or "gaussian".
+
+    Example:
+      >>> rng = np.random.default_rng(0)
+      >>> live = live_variance(*rng.standard_normal((2, 50, 40, 16)), "dot")
+      >>> 0.9 < live.measured / live.predicted < 1.1
+      True
+    """
+    query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
+    dim = query.shape[-1]
+    measured = pair_scores(query, key, score).var((-2, -1)).mean()
+    variances = [float(x.var(-2).mean()) for x in (query, key)]
+    predicted = predicted_variance(score, dim)
+    # The dot product's variance is the product of the two, a distance's grows with their sum.
+    both, total = np.prod(variances), sum(variances) / 2
+    factor = {"dot": both, "adder": total, "gaussian": total**2}[score]
+    return LiveVariance(
+        measured=float(measured),
+        predicted=predicted,
+        rescaled=predicted * float(factor),
+        query_rms=float(np.sqrt(np.mean(query**2))),
+        key_rms=float(np.sqrt(np.mean(key**2))),
+        component_variance=float(np.mean(variances)),
+        component_correlation=_correlation(query, key),
+        excess_kurtosis=float(np.mean([_excess_kurtosis(x) for x in (query, key)])),
+    )
+
+
+def _correlation(query: np.ndarray, key: np.ndarray) -> float:
+    """Correlation of a token's own query and key components, mean over them."""
+    query, key = (x - x.mean(-2, keepdims=True) for x in (query, key))
+    scale = np.sqrt((query**2).mean(-2) * (key**2).mean(-2))
+    return float(np.mean((query * key).mean(-2) / np.where(scale > 0, scale, 1.0)))
+
+
+def _excess_kurtosis(x: np.ndarray) -> float:
+    centred = x - x.mean(-2, keepdims=True)
+    variance = np.mean(centred**2, -2)
+    return float(np.mean(np.mean(centred**4, -2) / np.where(variance > 0, variance, 1.0) ** 2) - 3.0)
