@@ -14,8 +14,8 @@ from adder_flax.data._augment import (
     smooth_one_hot,
 )
 from adder_flax.data._load import load_source
-from adder_flax.data._pipeline import EvalPipeline, TrainPipeline, eval_batches
-from adder_flax.data._source import ArraySource, CachedSource, DataError, EncodedSource, Source
+from adder_flax.data._pipeline import EvalPipeline, TrainPipeline
+from adder_flax.data._source import ArraySource, CachedSource, DataError, EncodedSource, Source, UnreadableRecordError
 from adder_flax.data._statistics import channel_statistics
 
 __all__ = [
@@ -27,10 +27,10 @@ __all__ = [
     "EvalPipeline",
     "Source",
     "TrainPipeline",
+    "UnreadableRecordError",
     "augment",
     "channel_statistics",
     "color_jitter",
-    "eval_batches",
     "load_source",
     "mix",
     "normalize",

@@ -34,10 +34,7 @@ def decode_and_center_crop(encoded: bytes, size: int, channels: int) -> UInt8[np
     """
     image = _open(encoded, channels)
     shorter = int(size / EVAL_CROP_RATIO)
-    width, height = image.size
-    stretch = shorter / min(width, height)
-    # The shorter side exactly, the longer truncated.
-    resized = (max(shorter, int(stretch * width)), max(shorter, int(stretch * height)))
+    resized = tuple(int(shorter * side / min(image.size)) for side in image.size)
     image = image.resize(resized, Image.Resampling.BICUBIC)
     left, top = round((resized[0] - size) / 2), round((resized[1] - size) / 2)
     return _to_array(image.crop((left, top, left + size, top + size)))

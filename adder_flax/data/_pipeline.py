@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from typing import Any
 
 import grain
 import numpy as np
@@ -54,7 +53,7 @@ class TrainPipeline:
         prefetch_batches: batches that are ready or in work ahead of the consumer.
 
     Raises:
-        DataError: the batch does not fit the source or the shards.
+        DataError: the batch does not fit the source or the shards, or the seed is negative.
     """
 
     def __init__(
@@ -73,6 +72,8 @@ class TrainPipeline:
                 f"Expected a global batch of 1 to {len(source)} records (all of {source.name}/{source.split}), "
                 f"got {global_batch_size}."
             )
+        if seed < 0:
+            raise DataError(f"Expected a seed of 0 or more, got {seed}.")
         self.source, self.seed = source, seed
         self.global_batch_size = global_batch_size
         self.steps_per_epoch = len(source) // global_batch_size
@@ -190,11 +191,6 @@ class EvalPipeline:
         return {"image": images, "label": np.where(mask, labels, 0), "mask": mask}
 
 
-def eval_batches(source: Source, global_batch_size: int, **options: Any) -> EvalPipeline:
-    """This host's part of every batch of a split; see `EvalPipeline`."""
-    return EvalPipeline(source, global_batch_size, **options)
-
-
 def usable_cores() -> int:
     """Number of cores that this process may use, which containers and SLURM may limit."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -206,11 +202,10 @@ def _shard_rows(global_batch_size: int, shard_index: int | None, shard_count: in
         import jax
 
         shard_index, shard_count = jax.process_index(), jax.process_count()
-    if global_batch_size % shard_count or not 0 <= shard_index < shard_count:
-        raise DataError(
-            f"Expected a global batch that {shard_count} hosts can share equally, got {global_batch_size} "
-            f"(and shard {shard_index}). Choose a multiple of {shard_count}."
-        )
+    if not 0 <= shard_index < shard_count:
+        raise DataError(f"Expected a shard index in [0, {shard_count}), got {shard_index}.")
+    if global_batch_size < 1 or global_batch_size % shard_count:
+        raise DataError(f"Expected a global batch that is a multiple of {shard_count} hosts, got {global_batch_size}.")
     size = global_batch_size // shard_count
     return slice(shard_index * size, (shard_index + 1) * size)
 
@@ -218,8 +213,7 @@ def _shard_rows(global_batch_size: int, shard_index: int | None, shard_count: in
 def _read_ahead(
     read: Callable[[int, Callable], Batch], start: int, stop: int, num_threads: int, prefetch_batches: int
 ) -> Iterator[Batch]:
-    """Runs `read` for the steps in [start, stop), `prefetch_batches` at a time, each spread over shared
-    decoding threads.
+    """Runs `read` for the steps in [start, stop), several at a time, each spread over the same decoding threads.
 
     Threads, not processes: Pillow releases the GIL, and grain's processes need absl flags to be parsed first,
     which a library cannot ask of the programs that import it.

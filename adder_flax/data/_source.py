@@ -26,6 +26,10 @@ class DataError(ValueError):
     """A data set, split or record that cannot be used; the message says which and what to do."""
 
 
+class UnreadableRecordError(DataError):
+    """One record whose image cannot be read or decoded."""
+
+
 class Source(abc.ABC):
     """A split of an image-classification set with random access.
 
@@ -197,7 +201,7 @@ class EncodedSource(Source):
                 seed = None if crop_seeds is None else crop_seeds[row]
                 try:
                     images[row], labels[row] = self._read(index, seed, record)
-                except DataError as error:
+                except UnreadableRecordError as error:
                     if self.on_unreadable == "raise":
                         raise
                     self._note_unreadable(index, str(error))
@@ -225,10 +229,9 @@ class EncodedSource(Source):
         try:
             encoded, label = record or self._records[index]
             image = self._decode(encoded, crop_seed)
-        # Any failure of a decoder means the same here, and Pillow's plug-ins raise many types for a broken
-        # file.
+        # Pillow's decoders raise errors of many types for a broken file, and all mean the same here.
         except Exception as error:
-            raise DataError(
+            raise UnreadableRecordError(
                 f"Expected a readable image in record {index} of {self.name}/{self.split} "
                 f"({self._records.describe(index)}), got {type(error).__name__}: {error}. "
                 "Replace the record, or count and skip such records with on_unreadable='skip'."

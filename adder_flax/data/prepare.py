@@ -1,0 +1,279 @@
+"""Prepares a data set as ArrayRecord, which training reads without TensorFlow.
+
+    python -m adder_flax.data.prepare cifar10                       # also cifar100, mnist, fashion_mnist
+    python -m adder_flax.data.prepare cifar10 --source=DOWNLOADS    # from files that are already there
+    python -m adder_flax.data.prepare folder --source=IMAGENET --set_name=my_imagenet
+    python -m adder_flax.data.prepare imagenette                    # any other set: TFDS's own preparation
+
+TFDS itself needs TensorFlow to prepare sets whose source files hold bare pixels. For the four named above the files are
+read here instead: the binary and idx editions, no pickles. Everything else is TFDS's: the builders' names, versions and
+features, the download, the published SHA-256 of every file, and the layout on disk, so any TFDS reader opens the
+result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import io
+import pathlib
+import sys
+import tarfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import requests
+import tensorflow_datasets as tfds
+from jaxtyping import UInt8
+from PIL import Image
+from tensorflow_datasets.core.download.download_manager import NonMatchingChecksumError
+
+from adder_flax.data._folder import FolderRecords, ImageFolder
+from adder_flax.data._source import DataError
+
+
+def prepare(
+    name: str, data_dir: str | None = None, source: str | None = None, set_name: str | None = None
+) -> pathlib.Path:
+    """Downloads and prepares a set unless it is already there.
+
+    Args:
+        name: TFDS name, or ``"folder"`` for an image folder with one sub-folder per split and class.
+        data_dir: where to put the set; None for TFDS's default (~/tensorflow_datasets).
+        source: folder with the source files under their published names; what is missing there is downloaded. For
+            ``"folder"``, the image folder.
+        set_name: for ``"folder"``, the name to give the set; None for the image folder's own.
+
+    Returns:
+        The folder of the prepared set.
+
+    Raises:
+        DataError: unknown set, TensorFlow needed, a file that cannot be downloaded or is not the published one.
+    """
+    if source is not None and not pathlib.Path(source).expanduser().is_dir():
+        raise DataError(f"Expected --source as a folder, got {source!r}, which does not exist.")
+    if name == "folder":
+        builder, source = _folder_builder(source, set_name, data_dir), None
+    elif name in _BUILDERS:
+        builder = _BUILDERS[name](data_dir=data_dir, file_format="array_record")
+    else:
+        builder = _tfds_builder(name, data_dir)
+    try:
+        config = tfds.download.DownloadConfig(manual_dir=source)
+        builder.download_and_prepare(download_config=config, file_format="array_record")
+    except (requests.RequestException, tfds.download.DownloadError, NonMatchingChecksumError) as error:
+        raise DataError(
+            f"Expected the published source files of {name}, got {type(error).__name__}: {error}\n"
+            f"Download them yourself and pass --source=<their folder>:\n{_source_files(builder)}"
+        ) from error
+    except Exception as error:
+        # TFDS wraps the failed import in errors of its own, such as that of extracting an archive.
+        if not any(isinstance(e, ModuleNotFoundError) and e.name == "tensorflow" for e in _chain(error)):
+            raise
+        raise DataError(
+            f"Expected TensorFlow, which TFDS needs to prepare {name}, got none. Install it for this command alone "
+            "(pip install tensorflow-cpu, best in another environment); training does not need it."
+        ) from error
+    return pathlib.Path(builder.data_dir)
+
+
+class Cifar10(tfds.image_classification.Cifar10, skip_registration=True):
+    """TFDS's CIFAR-10, its binary edition read with NumPy. Source: https://www.cs.toronto.edu/~kriz/cifar.html."""
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
+        published = self._cifar_info
+        archive = dl_manager.download(published.url)
+        for key, file in zip(published.label_keys, published.label_files, strict=True):
+            (names,) = _read_archive(archive, [published.prefix + file])
+            self.info.features[key].names = names.decode().split()
+        splits = {"train": published.train_files, "test": published.test_files}
+        return {
+            split: self._generate_examples(f"{split}_", archive, [published.prefix + file for file in files])
+            for split, files in splits.items()
+        }
+
+    def _generate_examples(self, id_prefix: str, archive: Any, files: Sequence[str]) -> Iterator:
+        keys = self._cifar_info.label_keys
+        index = 0
+        for data in _read_archive(archive, files):
+            for labels, image in zip(*read_cifar(data, len(keys)), strict=True):
+                # TFDS orders a split by the hash of the key: the same keys give its order.
+                yield (
+                    index,
+                    {
+                        "id": f"{id_prefix}{index:05d}",
+                        "image": encode_png(image),
+                        **dict(zip(keys, labels, strict=True)),
+                    },
+                )
+                index += 1
+
+
+class Cifar100(Cifar10, tfds.image_classification.Cifar100, skip_registration=True):
+    """TFDS's CIFAR-100, its binary edition read with NumPy."""
+
+
+class MNIST(tfds.image_classification.MNIST, skip_registration=True):
+    """TFDS's MNIST, its idx files read with NumPy. Format: http://yann.lecun.com/exdb/mnist."""
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
+        files = {"train": "train", "test": "t10k"}
+        urls = {
+            split: {
+                "images": f"{self.URL}{file}-images-idx3-ubyte.gz",
+                "labels": f"{self.URL}{file}-labels-idx1-ubyte.gz",
+            }
+            for split, file in files.items()
+        }
+        return {split: self._generate_examples(**paths) for split, paths in dl_manager.download(urls).items()}
+
+    def _generate_examples(self, images: Any, labels: Any) -> Iterator:
+        arrays = [read_idx(gzip.decompress(pathlib.Path(path).read_bytes())) for path in (images, labels)]
+        for index, (image, label) in enumerate(zip(*arrays, strict=True)):
+            yield index, {"image": encode_png(image[..., None]), "label": label}
+
+
+class FashionMNIST(MNIST, tfds.image_classification.FashionMNIST, skip_registration=True):
+    """TFDS's Fashion-MNIST, its idx files read with NumPy."""
+
+
+_BUILDERS = {builder.name: builder for builder in (Cifar10, Cifar100, MNIST, FashionMNIST)}
+
+
+def read_cifar(data: bytes, num_labels: int) -> tuple[UInt8[np.ndarray, "n labels"], UInt8[np.ndarray, "n 32 32 3"]]:
+    """Reads a file of CIFAR's binary edition: per image its labels, then 1,024 red, green and blue bytes each.
+
+    >>> labels, images = read_cifar(bytes([7]) + bytes(3072), num_labels=1)
+    >>> labels.tolist(), images.shape
+    ([[7]], (1, 32, 32, 3))
+
+    Raises:
+        DataError: the length is no multiple of an image's.
+    """
+    size = num_labels + 3 * 32 * 32
+    if not data or len(data) % size:
+        raise DataError(f"Expected a CIFAR file of a multiple of {size} bytes, got {len(data)}. Download it again.")
+    table = np.frombuffer(data, np.uint8).reshape(-1, size)
+    return table[:, :num_labels], table[:, num_labels:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+
+
+def read_idx(data: bytes) -> UInt8[np.ndarray, ...]:
+    """Reads an idx file of unsigned bytes: two zeros, type 8, number of axes, big-endian sizes, data.
+
+    >>> read_idx(bytes([0, 0, 8, 1, 0, 0, 0, 2, 5, 6])).tolist()
+    [5, 6]
+
+    Raises:
+        DataError: another type of file, or one that is not complete.
+    """
+    if data[:3] != b"\0\0\x08":
+        raise DataError(f"Expected an idx file of unsigned bytes, got one that begins with {data[:4]!r}.")
+    shape = tuple(int(size) for size in np.frombuffer(data, ">u4", count=data[3], offset=4))
+    values = np.frombuffer(data, np.uint8, offset=4 + 4 * data[3])
+    if values.size != np.prod(shape, dtype=int):
+        raise DataError(f"Expected an idx file of shape {shape}, got {values.size} values. Download it again.")
+    return values.reshape(shape)
+
+
+def _read_archive(archive: Any, members: Sequence[str]) -> Iterator[bytes]:
+    with tarfile.open(archive) as tar:
+        for member in members:
+            yield tar.extractfile(member).read()
+
+
+def encode_png(image: UInt8[np.ndarray, "height width channel"]) -> bytes:
+    """Lossless; one channel is grey, three are RGB."""
+    buffer = io.BytesIO()
+    Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(buffer, "png")
+    return buffer.getvalue()
+
+
+class FolderBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """An image folder as a TFDS set; image files are copied as they are, not encoded again."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def __init__(self, folder: ImageFolder, set_name: str, **options: Any):
+        self._folder = folder
+        self.name = set_name
+        super().__init__(**options)
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description=f"Images of the folder {self._folder.root.name}.",
+            features=tfds.features.FeaturesDict(
+                {
+                    "image": tfds.features.Image(shape=(None, None, 3)),
+                    "label": tfds.features.ClassLabel(names=self._folder.label_names),
+                    "file_name": tfds.features.Text(),
+                }
+            ),
+            supervised_keys=("image", "label"),
+        )
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
+        del dl_manager
+        return {split: self._generate_examples(self._folder.records(split)) for split in self._folder.splits}
+
+    def _generate_examples(self, records: FolderRecords) -> Iterator:
+        for index in range(len(records)):
+            encoded, label = records[index]
+            file = pathlib.Path(records.describe(index)).relative_to(self._folder.root)
+            yield index, {"image": encoded, "label": label, "file_name": str(file)}
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _source_files(builder: tfds.core.DatasetBuilder) -> str:
+    # TFDS knows its checksums by the module of its own builder.
+    infos = next((kind.url_infos for kind in type(builder).mro() if getattr(kind, "url_infos", None)), {})
+    return "\n".join(f"  {url}\n    as {info.filename}, SHA-256 {info.checksum}" for url, info in infos.items())
+
+
+def _folder_builder(source: str | None, set_name: str | None, data_dir: str | None) -> FolderBuilder:
+    if source is None:
+        raise DataError("Expected --source=<image folder> with 'folder', got none.")
+    folder = ImageFolder(pathlib.Path(source).expanduser())
+    name = set_name or folder.root.resolve().name
+    if not tfds.core.naming.is_valid_dataset_name(name) or name in tfds.list_builders(with_community_datasets=False):
+        raise DataError(
+            f"Expected a set name of letters, digits and _ that is not TFDS's own, got {name!r}. "
+            "Choose one: --set_name=…"
+        )
+    return FolderBuilder(folder, name, data_dir=data_dir, file_format="array_record")
+
+
+def _tfds_builder(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder:
+    try:
+        return tfds.builder(name, data_dir=data_dir, file_format="array_record")
+    except tfds.core.DatasetNotFoundError as error:
+        raise DataError(f"Expected the name of a TFDS set or 'folder', got {name!r}.") from error
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(
+        prog="python -m adder_flax.data.prepare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", help="TFDS name, or folder")
+    parser.add_argument("--data_dir", help="where to put the set (default: ~/tensorflow_datasets)")
+    parser.add_argument("--source", help="folder of downloaded source files; with 'folder': the image folder")
+    parser.add_argument("--set_name", help="with 'folder': name of the set (default: the folder's name)")
+    options = parser.parse_args(arguments)
+    try:
+        path = prepare(options.name, options.data_dir, options.source, options.set_name)
+    except DataError as error:
+        sys.exit(f"error: {error}")
+    print(f"Prepared {path}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

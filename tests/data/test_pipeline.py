@@ -1,0 +1,271 @@
+"""The pipeline: which records a batch holds, whatever the threads, hosts and restarts; nothing lost, nothing twice."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+
+from adder_flax.data import (
+    ArraySource,
+    CachedSource,
+    DataError,
+    EncodedSource,
+    EvalPipeline,
+    TrainPipeline,
+    UnreadableRecordError,
+    load_source,
+)
+from tests.data.files import encode, smooth_image
+
+
+def numbered_source(count):
+    """A source whose record i is an image of the two bytes of i, with label i."""
+    images = np.stack([np.arange(count) // 256, np.arange(count) % 256], -1).astype(np.uint8).reshape(count, 1, 1, 2)
+    return ArraySource("numbered", "train", ["train"], images, np.arange(count), [str(i) for i in range(count)])
+
+
+class PngRecords:
+    """Encoded images of varying size; those in `broken` cannot be decoded."""
+
+    def __init__(self, count, broken=(), size=None):
+        self.broken = set(broken)
+        self.images = [smooth_image(size or 20 + i, size or 30 - i, seed=i) for i in range(count)]
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return (b"broken" if index in self.broken else encode(self.images[index])), index
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+    def describe(self, index):
+        return f"file{index}.png"
+
+
+def encoded_source(count, *, broken=(), size=None, **options):
+    names = [str(i) for i in range(count)]
+    records = PngRecords(count, broken, size)
+    return EncodedSource("pngs", "train", ["train"], records, names, (12, 12, 3), crops_on_host=size is None, **options)
+
+
+def single(source, batch_size, seed=0, **options):
+    """A pipeline for one host."""
+    return TrainPipeline(source, batch_size, seed, **{"shard_index": 0, "shard_count": 1} | options)
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all((first[key] == second[key]).all() for key in first)
+
+
+def take(iterator, count):
+    batches = list(itertools.islice(iterator, count))
+    iterator.close()
+    return batches
+
+
+@pytest.mark.parametrize(("count", "batch_size"), [(10, 3), (12, 4), (7, 7), (1, 1), (65, 64)])
+def test_an_epoch_holds_no_record_twice(count, batch_size):
+    pipeline = single(numbered_source(count), batch_size)
+    assert pipeline.steps_per_epoch == count // batch_size
+    left_out = []
+    for epoch in range(8):
+        steps = range(epoch * pipeline.steps_per_epoch, (epoch + 1) * pipeline.steps_per_epoch)
+        labels = np.concatenate([pipeline[step]["label"] for step in steps])
+        assert len(set(labels.tolist())) == len(labels) == count // batch_size * batch_size
+        left_out.append(frozenset(range(count)) - set(labels.tolist()))
+    # What an epoch leaves out changes, so no record is left out for good.
+    assert frozenset.intersection(*left_out) == frozenset()
+
+
+def test_images_and_labels_belong_together():
+    batch = single(numbered_source(300), 50)[4]
+    assert batch["image"].dtype == np.uint8
+    assert batch["label"].dtype == np.int32
+    assert (batch["image"][:, 0, 0, 0] * 256 + batch["image"][:, 0, 0, 1].astype(int) == batch["label"]).all()
+
+
+def test_permutations_are_uniform_over_seeds_and_epochs():
+    """Each of the 24 orders of 4 records comes up equally often, and consecutive epochs and seeds are independent."""
+    orders, repeats = {}, 0
+    for seed in range(60):
+        pipeline = single(numbered_source(4), 4, seed)
+        drawn = [tuple(pipeline[epoch]["label"].tolist()) for epoch in range(41)]
+        repeats += sum(a == b for a, b in itertools.pairwise(drawn))
+        for order in drawn:
+            orders[order] = orders.get(order, 0) + 1
+    expected = 60 * 41 / 24
+    chi_squared = sum((orders.get(order, 0) - expected) ** 2 / expected for order in itertools.permutations(range(4)))
+    assert chi_squared < 49.7  # 99.9 % quantile with 23 degrees of freedom
+    assert 60 < repeats < 145  # 2,400 pairs, one in 24 alike: 100 with a standard deviation of 9.8
+
+
+def test_large_epochs_are_not_correlated():
+    orders = [single(numbered_source(50_000), 50_000, seed=3).record_indices(epoch) for epoch in range(4)]
+    for first, second in itertools.pairwise(orders):
+        assert abs(np.corrcoef(first, second)[0, 1]) < 5 / np.sqrt(50_000)
+        assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 5 / np.sqrt(50_000)
+
+
+@pytest.mark.parametrize("make_source", [lambda: numbered_source(40), lambda: encoded_source(8)])
+@pytest.mark.parametrize("shard_count", [2, 4])
+def test_hosts_share_the_same_global_batch(make_source, shard_count):
+    source = make_source()
+    whole = single(source, 8, seed=5)
+    parts = [TrainPipeline(source, 8, 5, shard_index=h, shard_count=shard_count) for h in range(shard_count)]
+    for step in (0, 1, 7, 23):
+        batches = [part[step] for part in parts]
+        joined = {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
+        assert same(joined, whole[step])
+
+
+@pytest.mark.parametrize("make_source", [lambda: numbered_source(20), lambda: encoded_source(20)])
+@pytest.mark.parametrize(("threads", "ahead"), [(1, 1), (2, 3), (8, 2)])
+def test_iterating_equals_indexing_whatever_the_threads(make_source, threads, ahead):
+    pipeline = single(make_source(), 6, seed=1, num_threads=threads, prefetch_batches=ahead)
+    for start in (0, 5):
+        batches = take(pipeline.iterate(start), 5)
+        assert all(same(batch, pipeline[start + offset]) for offset, batch in enumerate(batches))
+
+
+def test_seeds_differ():
+    source = numbered_source(100)
+    first, second = (single(source, 50, seed)[0]["label"] for seed in (0, 1))
+    assert not (first == second).all()
+    # Nor is one seed's second epoch another seed's first.
+    assert not (single(source, 100, 0)[1]["label"] == single(source, 100, 1)[0]["label"]).all()
+
+
+def test_random_crops_differ_by_epoch_and_repeat_by_step():
+    source = encoded_source(1)
+    pipeline = single(source, 1)
+    images = [pipeline[step]["image"] for step in range(4)]
+    assert same(pipeline[2], single(encoded_source(1), 1)[2])
+    assert all((a != b).any() for a, b in itertools.combinations(images, 2))
+    centered = single(encoded_source(1, crop_scale=None), 1)
+    assert same(centered[0], centered[3])
+
+
+def test_cached_source_gives_the_same_batches():
+    plain, cached = encoded_source(10, size=12), CachedSource(encoded_source(10, size=12))
+    for step in range(6):
+        assert same(single(cached, 4)[step], single(plain, 4)[step])
+    assert (cached[3]["image"] == plain[3]["image"]).all()
+    assert same(EvalPipeline(cached, 4, **HOST)[2], EvalPipeline(plain, 4, **HOST)[2])
+
+
+def test_cached_source_decodes_once():
+    source = encoded_source(10, size=12)
+    cached = CachedSource(source)
+    cached.gather(np.arange(10))
+    source._records.broken.update(range(10))
+    assert cached.gather(np.arange(10))[1].tolist() == list(range(10))
+
+
+HOST = {"shard_index": 0, "shard_count": 1}
+
+
+@pytest.mark.parametrize(("count", "batch_size", "hosts"), [(10, 4, 1), (10, 4, 2), (3, 8, 4), (8, 4, 2), (1, 1, 1)])
+def test_evaluation_counts_every_record_once(count, batch_size, hosts):
+    source = numbered_source(count)
+    parts = [EvalPipeline(source, batch_size, shard_index=h, shard_count=hosts) for h in range(hosts)]
+    assert {len(part) for part in parts} == {-(-count // batch_size)}
+    seen, shapes = [], set()
+    for part in parts:
+        for batch in part:
+            seen += batch["label"][batch["mask"]].tolist()
+            shapes.add(batch["image"].shape)
+            assert not batch["image"][~batch["mask"]].any()
+            assert not batch["label"][~batch["mask"]].any()
+    assert sorted(seen) == list(range(count))
+    assert shapes == {(batch_size // hosts, 1, 1, 2)}
+
+
+def test_evaluation_repeats():
+    batches = EvalPipeline(encoded_source(5), 2, **HOST)
+    assert all(same(a, b) for a, b in zip(batches, batches, strict=True))
+    assert same(list(batches)[1], batches[1])
+    with pytest.raises(IndexError, match=r"\[0, 3\), got 3"):
+        batches[3]
+
+
+def test_an_error_on_a_thread_names_the_record():
+    pipeline = single(encoded_source(6, broken=[4]), 6, num_threads=3)
+    with pytest.raises(UnreadableRecordError, match=r"record 4 of pngs/train \(file4.png\)"):
+        next(pipeline.iterate())
+
+
+def test_skipped_records_are_replaced_in_training_and_masked_in_evaluation():
+    source = encoded_source(6, broken=[2, 3], on_unreadable="skip")
+    batch = next(single(source, 6).iterate())
+    order = single(source, 6).record_indices(0)
+    assert batch["label"].tolist() == [4 if index in (2, 3) else index for index in order]
+    assert sorted(source.unreadable) == [2, 3]
+    labels = [batch["label"][batch["mask"]].tolist() for batch in EvalPipeline(source, 4, **HOST)]
+    assert labels == [[0, 1], [4, 5]]
+
+
+def test_only_unreadable_records_is_an_error():
+    source = encoded_source(3, broken=range(3), on_unreadable="skip")
+    with pytest.raises(DataError, match="a readable record in pngs/train, got none"):
+        single(source, 2)[0]
+
+
+def test_threads_end_with_the_iterator():
+    before = threading.active_count()
+    iterator = single(encoded_source(6), 2, num_threads=4).iterate()
+    next(iterator)
+    assert threading.active_count() > before
+    iterator.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith(("decode", "grain-prefetch")):
+            thread.join(timeout=10)
+    assert threading.active_count() == before
+
+
+def test_reading_ahead_is_bounded():
+    """A consumer that stops must not let the pipeline fill the memory."""
+    source = numbered_source(100)
+    gathered = []
+    gather = source.gather
+    source.gather = lambda *arguments: gathered.append(1) or gather(*arguments)
+    iterator = single(source, 10, prefetch_batches=3).iterate()
+    next(iterator)
+    done = threading.Event()
+    done.wait(0.3)
+    assert len(gathered) <= 4
+    iterator.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda s: TrainPipeline(s, 11, **HOST), r"1 to 10 records \(all of numbered/train\), got 11"),
+        (lambda s: TrainPipeline(s, 0, **HOST), "got 0"),
+        (lambda s: TrainPipeline(s, 5, -1, **HOST), "seed of 0 or more, got -1"),
+        (lambda s: TrainPipeline(s, 9, shard_index=0, shard_count=2), "multiple of 2 hosts, got 9"),
+        (lambda s: EvalPipeline(s, 0, **HOST), "multiple of 1 hosts, got 0"),
+        (lambda s: EvalPipeline(s, 4, shard_index=2, shard_count=2), r"\[0, 2\), got 2"),
+    ],
+)
+def test_errors(make, message):
+    with pytest.raises(DataError, match=message):
+        make(numbered_source(10))
+
+
+def test_labels_are_checked():
+    source = encoded_source(3, on_unreadable="skip")
+    source.label_names = ("only",)
+    with pytest.raises(DataError, match=r"label in \[0, 1\) in record 1 .*got 1. Choose a split that has labels"):
+        source[1]
+
+
+def test_digits_and_the_default_shard():
+    """The one process of this test reads the whole batch."""
+    pipeline = TrainPipeline(load_source("digits", "train"), 64)
+    assert pipeline.steps_per_epoch == 22
+    assert pipeline[0]["image"].shape == (64, 8, 8, 1)

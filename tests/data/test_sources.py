@@ -1,0 +1,248 @@
+"""Sources: every one against an independent reading of the same files."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from adder_flax.data import DataError, UnreadableRecordError, load_source
+from adder_flax.data._digits import stratified_test_mask
+from adder_flax.data._images import decode_and_center_crop, decode_and_random_crop, decode_and_resize, random_crop_box
+from tests.data.files import encode, smooth_image
+
+
+@pytest.fixture(scope="module")
+def sklearn_digits():
+    return pytest.importorskip("sklearn.datasets").load_digits()
+
+
+def test_digits_are_those_of_scikit_learn(sklearn_digits):
+    sources = [load_source("digits", split) for split in ("train", "test")]
+    assert [len(source) for source in sources] == [1437, 360]
+    # Both splits together hold every record once: compare as sorted rows of (pixels, label).
+    rows = [np.c_[np.rint(s.images.reshape(-1, 64) / (255 / 16)), s.labels] for s in sources]
+    expected = np.c_[sklearn_digits.data, sklearn_digits.target]
+    assert (sort_rows(np.concatenate(rows)) == sort_rows(expected)).all()
+    assert (np.diff([(s.images.min(), s.images.max()) for s in sources]) == 255).all()
+
+
+def sort_rows(rows):
+    return rows[np.lexsort(rows.T)]
+
+
+def test_digits_split_is_stratified(sklearn_digits):
+    test = np.bincount(load_source("digits", "test").labels, minlength=10)
+    share = 360 * np.bincount(sklearn_digits.target) / 1797
+    assert (np.abs(test - share) < 1).all()
+
+
+def test_digits_split_never_changes(sklearn_digits):
+    """Accuracies are comparable only on one split, so the test split is pinned: the first three records, and a sum."""
+    chosen = np.flatnonzero(stratified_test_mask(sklearn_digits.target, 360 / 1797, seed=0))
+    draws = np.random.PCG64(0).random_raw(1797)
+    zeros = np.flatnonzero(sklearn_digits.target == 0)
+    expected = sorted(zeros, key=lambda index: draws[index])[: int((sklearn_digits.target[chosen] == 0).sum())]
+    assert sorted(expected) == [index for index in chosen if sklearn_digits.target[index] == 0]
+    assert draws[:2].tolist() == [11749869230777074271, 4976686463289251617]
+
+
+def test_digits_do_not_import_scikit_learn():
+    """It takes longer than everything else before the first step."""
+    code = "import sys; from adder_flax.data import load_source; load_source('digits', 'train'); "
+    code += "print([m for m in ('sklearn', 'tensorflow_datasets', 'tensorflow', 'pandas') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_fake_is_a_function_of_split_and_index():
+    train, test = (
+        load_source("fake", split, image_size=5, channels=2, num_classes=3, num_examples=40)
+        for split in ("train", "test")
+    )
+    assert (len(train), len(test), train.image_shape) == (40, 10, (5, 5, 2))
+    assert (train[7]["image"] == train[7]["image"]).all()
+    assert not (train[7]["image"] == train[8]["image"]).all()
+    assert not (train[7]["image"] == test[7]["image"]).all()
+    images, labels = train.gather(np.array([9, 7]))
+    assert (images[1] == train[7]["image"]).all()
+    assert labels.tolist() == [9 % 3, 7 % 3]
+
+
+def test_folder_reads_classes_by_name(image_folder):
+    train, val = (
+        load_source("folder", split, data_dir=str(image_folder), image_size=24) for split in ("train", "eval")
+    )
+    assert (train.label_names, train.splits, len(train)) == (("ant", "bird"), ("train", "val"), 8)
+    assert (val.split, len(val)) == ("val", 3)
+    files = sorted(image_folder.glob("train/*/*.*g"))
+    for index, file in enumerate(files):
+        record = train[index]
+        assert record["label"] == ["ant", "bird"].index(file.parent.name)
+        assert (record["image"] == decode_and_center_crop(file.read_bytes(), 24, 3)).all()
+
+
+def test_labels_of_a_split_are_those_of_train(image_folder):
+    """A split that lacks a class must not shift the numbers of the others."""
+    for file in (image_folder / "val" / "ant").iterdir():
+        file.unlink()
+    (image_folder / "val" / "ant").rmdir()
+    val = load_source("folder", "val", data_dir=str(image_folder), image_size=8)
+    assert [val[index]["label"] for index in range(len(val))] == [1, 1]
+    (image_folder / "val" / "cat").mkdir()
+    with pytest.raises(DataError, match=r"only classes of .*train.*got \['cat'\]"):
+        load_source("folder", "val", data_dir=str(image_folder), image_size=8)
+
+
+def test_unreadable_image_is_named_or_counted(image_folder):
+    broken = image_folder / "train" / "bird" / "0.png"
+    broken.write_bytes(broken.read_bytes()[:200])
+    options = {"data_dir": str(image_folder), "image_size": 8}
+    with pytest.raises(UnreadableRecordError, match=rf"record 3 of folder/train \({broken}\), got OSError.*skip"):
+        load_source("folder", "train", **options).gather(np.arange(8))
+    source = load_source("folder", "train", on_unreadable="skip", **options)
+    images, labels = source.gather(np.arange(8))
+    assert labels.tolist() == [0, 0, 0, -1, 1, 1, 1, 1]
+    assert list(source.unreadable) == [3]
+    assert not images[3].any()
+    assert images[4].any()
+    broken.unlink()
+    with pytest.raises(UnreadableRecordError, match=r"0\.png.*FileNotFoundError"):
+        source[3]
+
+
+@pytest.mark.parametrize(("width", "height"), [(500, 375), (375, 500), (256, 256), (300, 2000), (65, 17), (1, 1)])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_center_crop_is_deits(width, height, channels):
+    """Resize(int(size / 0.875)) then CenterCrop(size), written out as torchvision computes them."""
+    encoded = encode(smooth_image(height, width))
+    size = 32
+    image = Image.open(io.BytesIO(encoded)).convert("RGB" if channels == 3 else "L")
+    short = 36
+    if width <= height:
+        new_width, new_height = short, int(short * height / width)
+    else:
+        new_width, new_height = int(short * width / height), short
+    pixels = np.asarray(image.resize((new_width, new_height), Image.BICUBIC)).reshape(new_height, new_width, channels)
+    top, left = int(round((new_height - size) / 2.0)), int(round((new_width - size) / 2.0))
+    expected = pixels[top : top + size, left : left + size]
+    assert (decode_and_center_crop(encoded, size, channels) == expected).all()
+
+
+def test_random_crop_is_a_resized_box():
+    image = smooth_image(120, 160)
+    for seed in range(5):
+        left, top, width, height = random_crop_box(np.random.default_rng((7, seed)), 160, 120, (0.08, 1.0))
+        box = Image.fromarray(image).crop((left, top, left + width, top + height))
+        # Resizing within the image may look one pixel past the box at its edges, where cropping first repeats pixels.
+        expected = np.asarray(box.resize((20, 20), Image.BICUBIC)).astype(int)
+        got = decode_and_random_crop(encode(image), 20, 3, (7, seed), (0.08, 1.0)).astype(int)
+        assert np.abs(got - expected)[1:-1, 1:-1].max() <= 2
+        # JPEG decodes such a large image at a fraction of its size.
+        jpeg = decode_and_random_crop(encode(image, "jpeg"), 20, 3, (7, seed), (0.08, 1.0)).astype(int)
+        assert np.abs(jpeg - expected).mean() < 4
+
+
+def test_random_crop_boxes_have_the_right_distribution():
+    """Area uniform in scale, log ratio uniform, and every box inside the image."""
+    rng = np.random.default_rng(0)
+    boxes = np.array([random_crop_box(rng, 400, 300, (0.2, 0.5)) for _ in range(4000)])
+    left, top, width, height = boxes.T
+    assert (left >= 0).all()
+    assert (top >= 0).all()
+    assert (left + width <= 400).all()
+    assert (top + height <= 300).all()
+    area = width * height / (400 * 300)
+    ratio = np.log(width / height)
+    # Standard errors: (range / sqrt(12)) / sqrt(4000), about 0.0014 and 0.0026; five of them.
+    assert abs(area.mean() - 0.35) < 0.007
+    assert abs(ratio.mean()) < 0.013
+    assert np.abs(ratio).max() < np.log(4 / 3) + 0.02
+    assert abs(area.std() - 0.3 / np.sqrt(12)) < 0.004
+    # Uniformly placed: the left edge over what is free has mean one half.
+    free = width < 400
+    assert abs((left[free] / (400 - width[free])).mean() - 0.5) < 0.025
+
+
+def test_resize_leaves_images_of_the_right_size_alone():
+    image = smooth_image(9, 9)
+    assert (decode_and_resize(encode(image), (9, 9, 3)) == image).all()
+    expected = Image.fromarray(image).resize((12, 12), Image.BICUBIC)
+    assert (decode_and_resize(encode(image), (12, 12, 3)) == np.asarray(expected)).all()
+
+
+def test_tfds_cifar10(cifar10_dir):
+    tfds = pytest.importorskip("tensorflow_datasets")
+    source = load_source("cifar10", "test", data_dir=cifar10_dir)
+    assert (len(source), source.image_shape, source.num_classes) == (10_000, (32, 32, 3), 10)
+    assert source.label_names[:3] == ("airplane", "automobile", "bird")
+    assert not source.crops_on_host
+    records = tfds.builder("cifar10", data_dir=cifar10_dir).as_data_source("test")
+    indices = np.array([9999, 0, 17, 17])
+    images, labels = source.gather(indices)
+    again, _ = source.gather(indices)  # from the cache
+    for row, index in enumerate(indices):
+        expected = records[int(index)]
+        assert labels[row] == expected["label"]
+        assert (images[row] == expected["image"]).all()
+        assert (source[int(index)]["image"] == images[row]).all()
+    assert (images == again).all()
+    assert len(load_source("cifar10", "train[:10%]", data_dir=cifar10_dir)) == 5000
+    assert load_source("cifar10", "test", data_dir=cifar10_dir, image_size=40)[5]["image"].shape == (40, 40, 3)
+
+
+def test_tfds_does_not_import_tensorflow(cifar10_dir):
+    code = (
+        f"import sys; from adder_flax.data import load_source; load_source('cifar10', 'test', data_dir={cifar10_dir!r})"
+    )
+    code += "[0]; assert 'tensorflow' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("digits", "val"), "Expected split 'train' or 'test' of digits, got 'val'"),
+        (("fake", "val"), "of fake, got 'val'"),
+        (("fake", "train", {"num_examples": -1}), "at least one example"),
+        (("digits", "train", {"image_size": 9}), "image_size 8 for digits, got 9"),
+        (("digits", "train", {"num_classes": 9}), "num_classes only for 'fake'"),
+        (("folder", "train"), "data_dir=<root of the image folder>"),
+        (("folder", "train", {"data_dir": "/no/such"}), "image_size for data set 'folder'"),
+        (("folder", "train", {"data_dir": "/no/such", "image_size": 8}), "got '/no/such', which does not exist"),
+        (("cifar1", "train"), "got 'cifar1'. Did you mean cifar10"),
+    ],
+)
+def test_errors_say_what_to_do(arguments, message):
+    name, split, *options = arguments
+    with pytest.raises(DataError, match=message):
+        load_source(name, split, **(options[0] if options else {}))
+
+
+def test_errors_of_a_folder(image_folder):
+    options = {"data_dir": str(image_folder), "image_size": 8}
+    with pytest.raises(DataError, match=r"out of \('train', 'val'\).*got 'test'"):
+        load_source("folder", "test", **options)
+    with pytest.raises(DataError, match="'raise' or 'skip', got 'ignore'"):
+        load_source("folder", "train", on_unreadable="ignore", **options)
+    with pytest.raises(DataError, match="0 < low <= high <= 1"):
+        load_source("folder", "train", crop_scale=(0.5, 0.1), **options)
+    with pytest.raises(IndexError, match=r"record of folder/train in \[0, 8\), got 8"):
+        load_source("folder", "train", **options)[8]
+    (image_folder / "empty").mkdir()
+    with pytest.raises(DataError, match="one sub-folder per class"):
+        load_source("folder", "empty", **options)
+
+
+def test_a_set_that_is_not_prepared_names_the_command(tmp_path):
+    with pytest.raises(DataError, match=f"python -m adder_flax.data.prepare cifar100 --data_dir={tmp_path}"):
+        load_source("cifar100", "train", data_dir=str(tmp_path))
+
+
+def test_tfds_splits_are_checked(cifar10_dir):
+    with pytest.raises(DataError, match=r"out of \('train', 'test'\) of cifar10/3.0.2, got 'validation'"):
+        load_source("cifar10", "validation", data_dir=cifar10_dir)
