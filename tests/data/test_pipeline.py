@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from adder_flax.data import (
     load_source,
 )
 from tests.data.files import encode, smooth_image
+
+HOST = {"shard_index": 0, "shard_count": 1}
 
 
 def numbered_source(count):
@@ -55,7 +58,7 @@ def encoded_source(count, *, broken=(), size=None, **options):
 
 def single(source, batch_size, seed=0, **options):
     """A pipeline for one host."""
-    return TrainPipeline(source, batch_size, seed, **{"shard_index": 0, "shard_count": 1} | options)
+    return TrainPipeline(source, batch_size, seed, **HOST | options)
 
 
 def same(first, second):
@@ -86,7 +89,8 @@ def test_images_and_labels_belong_together():
     batch = single(numbered_source(300), 50)[4]
     assert batch["image"].dtype == np.uint8
     assert batch["label"].dtype == np.int32
-    assert (batch["image"][:, 0, 0, 0] * 256 + batch["image"][:, 0, 0, 1].astype(int) == batch["label"]).all()
+    high, low = batch["image"][:, 0, 0].T.astype(int)
+    assert (256 * high + low == batch["label"]).all()
 
 
 def test_permutations_are_uniform_over_seeds_and_epochs():
@@ -166,9 +170,6 @@ def test_cached_source_decodes_once():
     assert cached.gather(np.arange(10))[1].tolist() == list(range(10))
 
 
-HOST = {"shard_index": 0, "shard_count": 1}
-
-
 @pytest.mark.parametrize(("count", "batch_size", "hosts"), [(10, 4, 1), (10, 4, 2), (3, 8, 4), (8, 4, 2), (1, 1, 1)])
 def test_evaluation_counts_every_record_once(count, batch_size, hosts):
     source = numbered_source(count)
@@ -230,13 +231,11 @@ def test_threads_end_with_the_iterator():
 def test_reading_ahead_is_bounded():
     """A consumer that stops must not let the pipeline fill the memory."""
     source = numbered_source(100)
-    gathered = []
-    gather = source.gather
+    gathered, gather = [], source.gather
     source.gather = lambda *arguments: gathered.append(1) or gather(*arguments)
     iterator = single(source, 10, prefetch_batches=3).iterate()
     next(iterator)
-    done = threading.Event()
-    done.wait(0.3)
+    time.sleep(0.3)
     assert len(gathered) <= 4
     iterator.close()
 

@@ -196,10 +196,12 @@ def test_tfds_cifar10(cifar10_dir):
 
 
 def test_tfds_does_not_import_tensorflow(cifar10_dir):
-    code = (
-        f"import sys; from adder_flax.data import load_source; load_source('cifar10', 'test', data_dir={cifar10_dir!r})"
-    )
-    code += "[0]; assert 'tensorflow' not in sys.modules"
+    code = f"""
+import sys
+from adder_flax.data import load_source
+load_source("cifar10", "test", data_dir={cifar10_dir!r})[0]
+assert "tensorflow" not in sys.modules
+"""
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
