@@ -1,7 +1,7 @@
 """Which implementation runs: the interface of a backend, the registry, and the choice among them.
 
-A backend computes six functions on three-dimensional arrays; everything public in this package (shapes,
-gradient rules, autodiff) is built on these six once, in `_l1.py` and `_additive.py`. A new backend is one
+A backend computes seven functions on three-dimensional arrays; everything public in this package (shapes,
+gradient rules, autodiff) is built on these seven once, in `_l1.py` and `_additive.py`. A new backend is one
 file with a subclass of `Backend` and one line in `_BACKENDS` below.
 
 **Choice and `jax.jit`.** The choice is made when a function is traced. It is held in a JAX user context,
@@ -92,6 +92,17 @@ class Backend:
     ) -> Float[Array, "B K N"]:
         """Computes dw[n, k] = sum_m g[m, n] rule(x[m, k] - w[n, k]), in the axes of `w`; `rule` as above."""
         raise NotImplementedError
+
+    def l1_pullback(
+        self,
+        x: Float[Array, "B M K"],
+        w: Float[Array, "B K N"],
+        g: Float[Array, "B M N"],
+        rule: GradientRule,
+        axes: Axes,
+    ) -> tuple[Float[Array, "B M K"], Float[Array, "B K N"]]:
+        """Computes both pullbacks under one rule; a backend that can share the rule between them does so here."""
+        return self.l1_pullback_x(x, w, g, rule, axes), self.l1_pullback_w(x, w, g, rule, axes)
 
     def l1_pushforward(
         self,
@@ -185,6 +196,9 @@ class _PerPlatform(Backend):
 
     def l1_pullback_w(self, x, w, g, rule, axes):
         return self._dispatch("l1_pullback_w", x, w, g, rule=rule, axes=axes)
+
+    def l1_pullback(self, x, w, g, rule, axes):
+        return self._dispatch("l1_pullback", x, w, g, rule=rule, axes=axes)
 
     def l1_pushforward(self, x, w, dx, rule, axes):
         return self._dispatch("l1_pushforward", x, w, dx, rule=rule, axes=axes)

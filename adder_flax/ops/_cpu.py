@@ -1,9 +1,10 @@
 """Native CPU backend: C++ kernels, compiled once on the machine they run on and called through the XLA FFI.
 
-The kernels are built for the processor at hand (`-march=native`), so they are compiled here rather than shipped. The
-library goes to `$XDG_CACHE_HOME/adder_flax` (by default `~/.cache/adder_flax`), under a name that changes with anything
-that could change its content, and is moved into place in one step, so processes that start together do not disturb
-each other. Where there is no compiler, the backend reports itself unavailable and the XLA backend takes over.
+The kernels are built for the processor at hand (`-march=native`), so they are compiled here rather than
+shipped. The library goes to `$XDG_CACHE_HOME/adder_flax` (by default `~/.cache/adder_flax`), under a name
+that changes with anything that could change its content, and is moved into place in one step, so processes
+that start together do not disturb each other. Where there is no compiler, the backend reports itself
+unavailable and the XLA backend takes over.
 """
 
 import ctypes
@@ -21,21 +22,23 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 
-from adder_flax.ops._xla import XlaBackend
+from adder_flax.ops._backend import Backend
 
 _SOURCE = Path(__file__).with_name("cpu_kernels.cc")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-DNDEBUG", "-fPIC", "-shared")
-_RULE_IDS = {"sign": 0, "hardtanh": 1}
 _TARGETS = {
     "adder_flax_l1_forward": "AdderFlaxL1Forward",
     "adder_flax_l1_pullback": "AdderFlaxL1Pullback",
+    "adder_flax_l1_joint_pullback": "AdderFlaxL1JointPullback",
     "adder_flax_l1_pushforward": "AdderFlaxL1Pushforward",
+    "adder_flax_additive_forward": "AdderFlaxAdditiveForward",
+    "adder_flax_additive_pullback": "AdderFlaxAdditivePullback",
 }
 _COMPILE_TIMEOUT_S = 300
 
 
-class CpuBackend(XlaBackend):
+class CpuBackend(Backend):
     """Register-tiled sums on the vector units and threads of the host."""
 
     name = "cpu_native"
@@ -52,30 +55,55 @@ class CpuBackend(XlaBackend):
         return jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16, jnp.float16)
 
     def l1(self, x, w, axes):
-        shape = (*x.shape[:2], w.shape[2 if axes == "kn" else 1])
-        return _call("adder_flax_l1_forward", shape, x, w, w_is_nk=axes == "nk")
+        (y,) = _call("l1_forward", [_output_shape(x, w, axes)], x, w, w_is_nk=axes == "nk")
+        return y
 
     def l1_pullback_x(self, x, w, g, rule, axes):
-        return self._pullback(x, w, g, rule, own_transposed=False, other_transposed=axes == "kn", g_transposed=False)
+        layout = {"own_transposed": False, "other_transposed": axes == "kn", "g_transposed": False}
+        (dx,) = _call("l1_pullback", [x.shape], x, w, g, **layout, slope=_slope(rule))
+        return dx
 
     def l1_pullback_w(self, x, w, g, rule, axes):
-        return self._pullback(w, x, g, rule, own_transposed=axes == "kn", other_transposed=False, g_transposed=True)
+        layout = {"own_transposed": axes == "kn", "other_transposed": False, "g_transposed": True}
+        (dw,) = _call("l1_pullback", [w.shape], w, x, g, **layout, slope=_slope(rule))
+        return dw
 
-    def _pullback(self, own, other, g, rule, **layout):
-        return _call("adder_flax_l1_pullback", own.shape, own, other, g, **layout, **_attributes(rule))
+    def l1_pullback(self, x, w, g, rule, axes):
+        if x.shape[0] == 1:
+            # The joint kernel works on a member of the batch with few threads.
+            return super().l1_pullback(x, w, g, rule, axes)
+        shapes = [x.shape, w.shape]
+        return tuple(_call("l1_joint_pullback", shapes, x, w, g, key_transposed=axes == "kn", slope=_slope(rule)))
 
     def l1_pushforward(self, x, w, dx, rule, axes):
-        shape = (*x.shape[:2], w.shape[2 if axes == "kn" else 1])
-        return _call("adder_flax_l1_pushforward", shape, x, w, dx, w_is_nk=axes == "nk", **_attributes(rule))
+        shapes = [_output_shape(x, w, axes)]
+        (dy,) = _call("l1_pushforward", shapes, x, w, dx, w_is_nk=axes == "nk", slope=_slope(rule))
+        return dy
+
+    def additive(self, query, key, v):
+        (scores,) = _call("additive_forward", [_output_shape(query, key, "nk")], query, key, v[:, None])
+        return scores
+
+    def additive_pullback(self, query, key, v, g):
+        v = v[:, None]
+        d_query, d_key, d_v = _call("additive_pullback", [query.shape, key.shape, v.shape], query, key, v, g)
+        return d_query, d_key, d_v[:, 0]
 
 
-def _attributes(rule):
-    return {"rule": np.int32(_RULE_IDS[rule.name]), "slope": np.float32(rule.slope)}
+def _output_shape(x, w, axes):
+    return (*x.shape[:2], w.shape[2 if axes == "kn" else 1])
 
 
-def _call(target, shape, *operands, **attributes):
-    # Under vmap each operand gets a leading axis, of length one where it is not mapped: the kernels broadcast those.
-    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, jnp.float32), vmap_method="expand_dims")
+def _slope(rule):
+    """Returns what tells the kernels which rule: the slope of hardtanh, or zero for sign."""
+    return np.float32(rule.slope if rule.name == "hardtanh" else 0.0)
+
+
+def _call(target, shapes, *operands, **attributes):
+    """Calls a kernel; `shapes` lists the shapes of its results. Returns them as a list."""
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    # Under vmap an operand that is not mapped gets a leading axis of length one, which the kernels broadcast.
+    call = jax.ffi.ffi_call(f"adder_flax_{target}", results, vmap_method="expand_dims")
     return call(*operands, **attributes)
 
 
@@ -109,8 +137,9 @@ def _cache_directory() -> Path:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Hashes everything that the library depends on: source, flags, compiler, processor, and the FFI's headers."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    """Hashes everything that the library depends on: source, flags, compiler, processor, FFI headers."""
+    command = [compiler, "--version"]
+    version = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     parts = [_SOURCE.read_text(), *_FLAGS, compiler, version, _processor(), jaxlib.__version__]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

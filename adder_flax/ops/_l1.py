@@ -28,8 +28,11 @@ def _l1_fwd(x, w, axes, x_rule, w_rule, backend):
 
 def _l1_bwd(axes, x_rule, w_rule, backend, residuals, g):
     x, w = residuals
-    dx = _pullback_x(x, w, g, x_rule, axes, backend)
-    dw = _pullback_w(x, w, g, w_rule, axes, backend)
+    if x_rule == w_rule and x_rule.name != "full":
+        dx, dw = backend.l1_pullback(x, w, g, x_rule, axes)
+    else:
+        dx = _pullback_x(x, w, g, x_rule, axes, backend)
+        dw = _pullback_w(x, w, g, w_rule, axes, backend)
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 

@@ -1,13 +1,14 @@
 // Native CPU kernels of adder_flax.ops: pairwise sums that no matrix unit computes, at the speed of the vector units.
 //
-// Every kernel but the additive backward pass is one loop nest. An output matrix (rows x cols) is a sum over `depth`
-// terms; one operand is read along rows as scalars that are broadcast, the other along columns as vectors. Columns are
-// cut into panels a few vectors wide, and a panel of the column operand is packed contiguously, (depth x width). Tiles
-// of a few rows by one panel accumulate in registers over the whole depth, in order. An output element is therefore a
-// function of its own row and column alone: the same bits for any batch, any tiling and any number of threads.
+// Three of the five kernels are one loop nest. An output matrix (rows x cols) is a sum over `depth` terms; one operand
+// is read along rows, as scalars that are broadcast, the other along columns, as vectors. Columns are cut into panels a
+// few vectors wide, and the column operand of a panel is packed to contiguous float32 (depth x width). Tiles of a few
+// rows by one panel accumulate in registers over the whole depth, in order. So an output element is a function of its
+// own row and column alone: the same bits for any batch, any tiling and any number of threads. The other two kernels,
+// the joint gradients of scores, walk the same tiles and add to both operands' gradients at once.
 //
-// Vectors are GCC/Clang vector extensions, as wide as the target's registers; three operations that AVX-512 has as one
-// instruction are written as such. Compile with -O3 -march=native.
+// Vectors are GCC/Clang vector extensions as wide as the target's registers; the two operations that only AVX-512 has as
+// one instruction are written as intrinsics beside their portable form. Compile with -O3 -march=native.
 
 #include <algorithm>
 #include <atomic>
@@ -20,6 +21,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <type_traits>
 #include <utility>
 
@@ -46,12 +48,21 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 
-// AVX-512 and NEON have 32 vector registers, AVX2 has 16: a tile is sized to leave none in memory.
+// AVX-512 and NEON have 32 vector registers, older x86 has 16. A tile is as large as they hold, because the loads of a
+// step are shared by the whole tile.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr bool kManyRegisters = true;
 #else
 constexpr bool kManyRegisters = false;
 #endif
+
+// Forward: 6 x 4 sums, 4 vectors of the panel, 1 broadcast scalar.
+constexpr int kForwardRows = kManyRegisters ? 6 : 5, kForwardVecs = kManyRegisters ? 4 : 2;
+// Gradients: 4 x 2 sums, 4 x 2 vectors of the row operand, 2 of the panel, 1 scalar, limits and intermediate values.
+constexpr int kGradientRows = kManyRegisters ? 4 : 2, kGradientVecs = 2;
+
+// Rows are dealt out in whole tiles of either kind.
+constexpr int kRowMultiple = std::lcm(kForwardRows, kGradientRows);
 
 constexpr int kLanes = kVectorBytes / sizeof(float);
 
@@ -66,11 +77,16 @@ inline Vec Load(const float* p) {
 
 inline void Store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 
-inline Vec Broadcast(float s) { return s - Vec{}; }  // unlike adding zero, subtracting it is free: it keeps -0
+// Subtracting zero keeps every value, -0 too, so it costs no instruction; adding zero would.
+inline Vec Broadcast(float s) { return s - Vec{}; }
 
 inline Vec Abs(Vec v) { return (Vec)((IntVec)v & 0x7fffffff); }
 
-inline Vec Max(Vec a, Vec b) { return a > b ? a : b; }
+// Clips to [-limit, limit]. In this order of comparisons a NaN falls through.
+inline Vec Clip(Vec v, Vec limit) {
+  const Vec below = limit < v ? limit : v;
+  return -limit > below ? -limit : below;
+}
 
 inline bool AnyNonZero(IntVec mask) {
   int32_t any = 0;
@@ -79,126 +95,147 @@ inline bool AnyNonZero(IntVec mask) {
 }
 
 inline float Sum(Vec v) {
-  float total = 0;
-  for (int lane = 0; lane < kLanes; ++lane) total += v[lane];
-  return total;
+  float lanes[kLanes];
+  Store(lanes, v);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  }
+  return lanes[0];
 }
 
-template <int value>
-using Int = std::integral_constant<int, value>;
+// Returns a and b interleaved, from lane `first` on: {a[first], b[first], a[first + 1], ...}.
+template <int first, int... lane>
+inline Vec Interleave(Vec a, Vec b, std::integer_sequence<int, lane...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, (first + lane / 2 + lane % 2 * kLanes)...);
+#else
+  return __builtin_shuffle(a, b, IntVec{(first + lane / 2 + lane % 2 * kLanes)...});
+#endif
+}
 
-// Calls f(Int<n>) for a run-time 1 <= n <= max, so that tiles are compiled for their exact size.
-template <int max, class F>
-inline void WithConstant(int64_t n, F&& f) {
-  if constexpr (max == 1) {
-    f(Int<1>());
-  } else {
-    if (n >= max) return f(Int<max>());
-    WithConstant<max - 1>(n, std::forward<F>(f));
+// Transposes a square of kLanes vectors: interleaving the first half with the second, log2(kLanes) times.
+inline void Transpose(Vec (&square)[kLanes]) {
+  using Lanes = std::make_integer_sequence<int, kLanes>;
+  for (int length = 1; length < kLanes; length *= 2) {
+    Vec next[kLanes];
+    for (int i = 0; i < kLanes / 2; ++i) {
+      next[2 * i] = Interleave<0>(square[i], square[i + kLanes / 2], Lanes());
+      next[2 * i + 1] = Interleave<kLanes / 2>(square[i], square[i + kLanes / 2], Lanes());
+    }
+    std::memcpy(square, next, sizeof next);
   }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Operands: float32, bfloat16 or float16 matrices, with any leading batch axes of which some may have length one
+// Operands and results: matrices in any leading batch axes, of which an operand's may have length one
 // ---------------------------------------------------------------------------------------------------------------------
+
+inline float FromBits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
 
 struct BFloat16 {
   uint16_t bits;
-  explicit operator float() const {
-    const uint32_t wide = uint32_t{bits} << 16;
-    float value;
-    std::memcpy(&value, &wide, sizeof value);
-    return value;
-  }
+  explicit operator float() const { return FromBits(uint32_t{bits} << 16); }
 };
 
 struct Float16 {
   uint16_t bits;
   explicit operator float() const {
     const uint32_t sign = uint32_t{bits & 0x8000u} << 16, exponent = (bits >> 10) & 31, mantissa = bits & 0x3ff;
-    // Subnormals go through an integer conversion, because the calling thread may flush float subnormals to zero.
-    const float subnormal = static_cast<float>(mantissa) * 0x1p-24f;
-    uint32_t wide = (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13;
-    if (exponent == 0) std::memcpy(&wide, &subnormal, sizeof wide);
-    wide |= sign;
-    float value;
-    std::memcpy(&value, &wide, sizeof value);
-    return value;
+    // Subnormals go through an integer conversion, because the calling thread may flush subnormal floats to zero.
+    const float magnitude = exponent == 0 ? static_cast<float>(mantissa) * 0x1p-24f
+                                          : FromBits((exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13);
+    return sign ? -magnitude : magnitude;
   }
 };
 
-// One matrix of a batch, in elements of `type`.
+// One matrix of a batch, its strides in elements. Results are float32.
 struct Matrix {
-  const void* data;
+  void* data;
   ffi::DataType type;
   int64_t row_stride, col_stride;
 
-  // Calls f with the data as a pointer to its own type.
+  Matrix Transposed() const { return {data, type, col_stride, row_stride}; }
+
+  float* Result(int64_t row, int64_t col) const {
+    return static_cast<float*>(data) + row * row_stride + col * col_stride;
+  }
+
+  // Calls f with the address of element (row, col), as a pointer to the element type.
   template <class F>
-  void Visit(F&& f) const {
+  void Visit(int64_t row, int64_t col, F&& f) const {
+    const int64_t offset = row * row_stride + col * col_stride;
     switch (type) {
-      case ffi::DataType::BF16: return f(static_cast<const BFloat16*>(data));
-      case ffi::DataType::F16: return f(static_cast<const Float16*>(data));
-      default: return f(static_cast<const float*>(data));
+      case ffi::DataType::BF16: return f(static_cast<const BFloat16*>(data) + offset);
+      case ffi::DataType::F16: return f(static_cast<const Float16*>(data) + offset);
+      default: return f(static_cast<const float*>(data) + offset);
     }
   }
 };
 
-// A batch of matrices (or of row vectors, where rank_of_item is 1). `transposed` swaps rows and columns.
+// A buffer whose last two axes are the rows and columns of a matrix (swapped if `transposed`), the others a batch.
 class Batch {
  public:
-  Batch(const ffi::AnyBuffer& buffer, bool transposed, int rank_of_item = 2)
-      : buffer_(buffer), transposed_(transposed), rank_of_item_(rank_of_item) {}
+  explicit Batch(const ffi::AnyBuffer& buffer, bool transposed = false) : buffer_(buffer), transposed_(transposed) {}
 
-  Matrix At(int64_t index, ffi::Span<const int64_t> batch_dims) const {
-    const auto dims = buffer_.dimensions();
-    const int64_t width = dims.back();
-    int64_t stride = rank_of_item_ == 2 ? dims[dims.size() - 2] * width : width, offset = 0;
-    for (int64_t axis = static_cast<int64_t>(batch_dims.size()) - 1; axis >= 0; --axis) {
-      if (dims[axis] != 1) offset += index % batch_dims[axis] * stride;
-      index /= batch_dims[axis];
-      stride *= dims[axis];
+  int64_t count() const { return std::accumulate(axes().begin(), axes().end(), int64_t{1}, std::multiplies<>()); }
+  int64_t rows() const { return Axis(transposed_ ? 1 : 2); }
+  int64_t cols() const { return Axis(transposed_ ? 2 : 1); }
+  ffi::Span<const int64_t> axes() const { return buffer_.dimensions().first(buffer_.dimensions().size() - 2); }
+
+  // The matrix at position `index` of a batch with these axes; an axis of this buffer may have length one instead.
+  Matrix At(int64_t index, ffi::Span<const int64_t> batch_axes) const {
+    int64_t stride = rows() * cols(), offset = 0;
+    for (size_t axis = batch_axes.size(); axis-- > 0;) {
+      const int64_t length = axes()[axis];
+      if (length != 1) offset += index % batch_axes[axis] * stride;
+      index /= batch_axes[axis];
+      stride *= length;
     }
-    const char* data = static_cast<const char*>(buffer_.untyped_data()) + offset * ffi::ByteWidth(type());
-    return transposed_ ? Matrix{data, type(), 1, width} : Matrix{data, type(), width, 1};
+    char* data = static_cast<char*>(buffer_.untyped_data());
+    const Matrix matrix{data + offset * ffi::ByteWidth(buffer_.element_type()), buffer_.element_type(), Axis(1), 1};
+    return transposed_ ? matrix.Transposed() : matrix;
   }
 
  private:
-  ffi::DataType type() const { return buffer_.element_type(); }
+  int64_t Axis(int from_end) const { return buffer_.dimensions()[buffer_.dimensions().size() - from_end]; }
 
   ffi::AnyBuffer buffer_;
   bool transposed_;
-  int rank_of_item_;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Scratch memory and threads
+// Memory and threads
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Hands out pieces of one buffer that belongs to the thread and outlives the call.
+// Buffers that belong to the thread and outlive the call, so that a kernel neither allocates nor faults pages in again.
+// One object at a time in a thread.
 class Scratch {
  public:
-  explicit Scratch(int64_t floats) {
-    thread_local std::unique_ptr<float, decltype(&std::free)> buffer(nullptr, &std::free);
-    thread_local int64_t capacity = 0;
-    if (floats > capacity) {
-      capacity = floats;
-      buffer.reset(static_cast<float*>(std::aligned_alloc(kAlignment, RoundUp(floats * sizeof(float)))));
-      if (buffer == nullptr) std::abort();
+  // Returns uninitialised memory, aligned to a cache line and valid until the next Scratch of this thread.
+  float* Take(int64_t floats) {
+    struct Buffer {
+      std::unique_ptr<float, decltype(&std::free)> data{nullptr, &std::free};
+      int64_t capacity = 0;
+    };
+    thread_local Buffer buffers[kMaxBuffers];
+    Buffer& buffer = buffers[taken_++];
+    if (floats > buffer.capacity) {
+      buffer.capacity = (floats + kAlignment - 1) / kAlignment * kAlignment;
+      buffer.data.reset(static_cast<float*>(std::aligned_alloc(kAlignment, buffer.capacity * sizeof(float))));
+      if (buffer.data == nullptr) std::abort();
     }
-    next_ = buffer.get();
+    return buffer.data.get();
   }
 
-  float* Take(int64_t floats) { return std::exchange(next_, next_ + Size(floats)); }
-
-  // Floats that Take(floats) uses up.
-  static int64_t Size(int64_t floats) { return RoundUp(floats * sizeof(float)) / sizeof(float); }
-
  private:
+  static constexpr int kMaxBuffers = 8;
   static constexpr int64_t kAlignment = 64;
-  static int64_t RoundUp(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-  float* next_;
+  int taken_ = 0;
 };
 
 // Runs work(0) ... work(count - 1) on the calling thread and on whichever threads of XLA's pool join in.
@@ -208,14 +245,9 @@ class Scratch {
 // thread holds. A helper that starts too late finds no item left; it shares ownership of the counter, not of `work`.
 void ParallelFor(ffi::ThreadPool& pool, int64_t count, const std::function<void(int64_t)>& work) {
   struct State {
-    explicit State(int64_t count, const std::function<void(int64_t)>& work) : count(count), work(work) {}
-    const int64_t count;
-    const std::function<void(int64_t)>& work;
-    std::atomic<int64_t> next{0}, finished{0};
-    std::mutex mutex;
-    std::condition_variable all_finished;
+    State(int64_t count, const std::function<void(int64_t)>& work) : count(count), work(work) {}
 
-    void Drain() {
+    void TakeItems() {
       for (int64_t item; (item = next.fetch_add(1)) < count;) {
         work(item);
         if (finished.fetch_add(1) + 1 == count) {
@@ -224,43 +256,64 @@ void ParallelFor(ffi::ThreadPool& pool, int64_t count, const std::function<void(
         }
       }
     }
+
+    const int64_t count;
+    const std::function<void(int64_t)>& work;
+    std::atomic<int64_t> next{0}, finished{0};
+    std::mutex mutex;
+    std::condition_variable all_finished;
   };
   auto state = std::make_shared<State>(count, work);
   const int64_t helpers = std::min(pool.num_threads(), count) - 1;
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([state] { state->Drain(); });
-  state->Drain();
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([state] { state->TakeItems(); });
+  state->TakeItems();
   std::unique_lock<std::mutex> lock(state->mutex);
   state->all_finished.wait(lock, [&] { return state->finished == count; });
 }
 
-// A part of one output matrix: rows [row, row + rows) of one panel, columns [col, col + cols).
-struct Block {
-  int64_t batch, row, rows, col, cols;
+// Fewest rows worth a panel of their own, since every block packs its panels itself: that costs about as much as the sums
+// of three to five rows.
+constexpr int64_t kFewestRows = 96;
+
+// The outputs of a kernel: `batch` matrices of rows x panels, each panel `width` columns of `cols`.
+struct Grid {
+  int64_t batch, rows, cols, depth, width;
+
+  int64_t panels() const { return (cols + width - 1) / width; }
 };
 
-// Cuts a batch of (rows x cols) outputs into blocks `width` columns wide and calls work(Block) for each, in parallel.
-void ForEachBlock(ffi::ThreadPool& pool, int64_t batch, int64_t rows, int64_t cols, int64_t depth, int64_t width,
+// A part of one of these matrices.
+struct Block {
+  int64_t batch, row, rows, first_panel, end_panel;
+};
+
+// Cuts a grid into blocks of at least `fewest_rows` rows (fewer only at the end) and calls work(Block) in parallel.
+void ForEachBlock(ffi::ThreadPool& pool, const Grid& grid, int64_t fewest_rows,
                   const std::function<void(const Block&)>& work) {
-  // Every block packs its own panel, which costs about as much as four rows of sums; a block of 96 rows loses 4 %.
-  constexpr int64_t kFewestRows = 96, kBlocksPerThread = 8;
+  constexpr int64_t kBlocksPerThread = 4;   // so that a thread that the system interrupts holds up only a quarter
   constexpr int64_t kSerialTerms = 1 << 18;  // some 10 us of work: waking another thread takes as long
-  if (batch * rows * cols == 0) return;
-  const bool serial = batch * rows * cols * depth <= kSerialTerms;
-  const int64_t panels = (cols + width - 1) / width;
+  if (grid.batch * grid.rows * grid.cols == 0) return;
+  const bool serial = grid.batch * grid.rows * grid.cols * grid.depth <= kSerialTerms;
   const int64_t wanted = serial ? 1 : kBlocksPerThread * std::max<int64_t>(pool.num_threads(), 1);
-  const int64_t chunks =
-      std::clamp<int64_t>((wanted + batch * panels - 1) / (batch * panels), 1, (rows + kFewestRows - 1) / kFewestRows);
-  const int64_t chunk_rows = (rows + chunks - 1) / chunks;
-  const int64_t filled_chunks = (rows + chunk_rows - 1) / chunk_rows;
-  const int64_t count = batch * panels * filled_chunks;
-  auto item = [&](int64_t index) {
-    const int64_t row = index % filled_chunks * chunk_rows, col = index / filled_chunks % panels * width;
-    work({index / filled_chunks / panels, row, std::min(chunk_rows, rows - row), col, std::min(width, cols - col)});
+  auto divide = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+
+  const int64_t most_chunks = std::max<int64_t>(grid.rows / fewest_rows, 1);
+  const int64_t wanted_chunks = std::clamp<int64_t>(divide(wanted, grid.batch), 1, most_chunks);
+  const int64_t chunk_rows = divide(divide(grid.rows, wanted_chunks), kRowMultiple) * kRowMultiple;
+  const int64_t chunks = divide(grid.rows, chunk_rows);
+  const int64_t wanted_groups = std::clamp<int64_t>(divide(wanted, grid.batch * chunks), 1, grid.panels());
+  const int64_t group_panels = divide(grid.panels(), wanted_groups), groups = divide(grid.panels(), group_panels);
+
+  auto run = [&](int64_t index) {
+    const int64_t row = index % chunks * chunk_rows, panel = index / chunks % groups * group_panels;
+    work({index / chunks / groups, row, std::min(chunk_rows, grid.rows - row), panel,
+          std::min(panel + group_panels, grid.panels())});
   };
+  const int64_t count = grid.batch * chunks * groups;
   if (serial) {
-    for (int64_t index = 0; index < count; ++index) item(index);
+    for (int64_t index = 0; index < count; ++index) run(index);
   } else {
-    ParallelFor(pool, count, item);
+    ParallelFor(pool, count, run);
   }
 }
 
@@ -268,77 +321,163 @@ void ForEachBlock(ffi::ThreadPool& pool, int64_t batch, int64_t rows, int64_t co
 // Packing
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Copies columns [col, col + cols) of a (depth x any) matrix to float32 panel[depth][width], zeros after the last one.
+// Reads `count` elements a stride apart as float32.
+template <class T>
+inline void Gather(const T* source, int64_t stride, int64_t count, float* target) {
+  if (stride == 1) {
+    for (int64_t i = 0; i < count; ++i) target[i] = static_cast<float>(source[i]);
+  } else {
+    for (int64_t i = 0; i < count; ++i) target[i] = static_cast<float>(source[i * stride]);
+  }
+}
+
+// Copies columns [col, col + cols) of a (depth x any) matrix to panel[depth][width], zeros after the last column.
 template <int width>
 void PackPanel(const Matrix& source, int64_t depth, int64_t col, int64_t cols, float* panel) {
   if (cols < width) std::memset(panel, 0, depth * width * sizeof(float));
-  source.Visit([&](const auto* data) {
-    data += col * source.col_stride;
-    if (source.col_stride == 1) {
-      for (int64_t d = 0; d < depth; ++d) {
-        for (int64_t j = 0; j < cols; ++j) panel[d * width + j] = static_cast<float>(data[d * source.row_stride + j]);
-      }
-    } else {
-      for (int64_t j = 0; j < cols; ++j) {
-        for (int64_t d = 0; d < depth; ++d) {
-          panel[d * width + j] = static_cast<float>(data[d * source.row_stride + j * source.col_stride]);
+  source.Visit(0, col, [&](const auto* data) {
+    const int64_t row_stride = source.row_stride, col_stride = source.col_stride;
+    if (col_stride == 1) {
+      for (int64_t d = 0; d < depth; ++d) Gather(data + d * row_stride, 1, cols, panel + d * width);
+      return;
+    }
+    // Stored by columns: transpose squares. What is left over on either side, and narrow types, go one by one.
+    int64_t square_cols = 0;
+    if constexpr (std::is_same_v<decltype(data), const float*>) {
+      square_cols = row_stride == 1 ? cols / kLanes * kLanes : 0;
+      for (int64_t d = 0; d + kLanes <= depth; d += kLanes) {
+        for (int64_t j = 0; j < square_cols; j += kLanes) {
+          Vec square[kLanes];
+          for (int i = 0; i < kLanes; ++i) square[i] = Load(data + (j + i) * col_stride + d);
+          Transpose(square);
+          for (int i = 0; i < kLanes; ++i) Store(panel + (d + i) * width + j, square[i]);
         }
       }
+    }
+    for (int64_t d = 0; d < depth; ++d) {
+      const int64_t done = d < depth / kLanes * kLanes ? square_cols : 0;
+      Gather(data + d * row_stride + done * col_stride, col_stride, cols - done, panel + d * width + done);
     }
   });
 }
 
-// The scalars that a block broadcasts: element (row, d) is data[row * row_stride + d * depth_stride].
+// Packs the panels of a block one after the other and calls f(Int<vectors in the panel>, first column, columns).
+template <int kMaxVecs, class F>
+inline void ForEachPanel(const Block& block, const Grid& grid, const Matrix& source, float* panel, F&& f) {
+  auto with_width = [&](auto vecs, int64_t col, int64_t cols) {
+    PackPanel<decltype(vecs)::value * kLanes>(source, grid.depth, col, cols, panel);
+    f(vecs, col, cols);
+  };
+  for (int64_t index = block.first_panel; index < block.end_panel; ++index) {
+    const int64_t col = index * grid.width, cols = std::min(grid.width, grid.cols - col);
+    // Powers of two only: the code for three vectors would pay for itself with few shapes.
+    if (cols <= kLanes) {
+      with_width(std::integral_constant<int, 1>(), col, cols);
+    } else if (cols <= 2 * kLanes || kMaxVecs == 2) {
+      with_width(std::integral_constant<int, 2>(), col, cols);
+    } else {
+      with_width(std::integral_constant<int, kMaxVecs>(), col, cols);
+    }
+  }
+}
+
+// The scalars that a block broadcasts, one row of them for every row of the block.
 struct RowOperand {
   const float* data;
-  int64_t row_stride, depth_stride;
+  int64_t rows, group_rows, group_stride, row_stride, depth_stride;
 
-  const float* Row(int64_t row) const { return data + row * row_stride; }
+  // The scalars of a row; rows after the last one repeat it, so that every tile is full.
+  const float* Row(int64_t row) const {
+    row = std::min(row, rows - 1);
+    return data + row / group_rows * group_stride + row % group_rows * row_stride;
+  }
 };
 
-// Returns rows [row, row + rows) as float32: in place if they are that already, else converted to `buffer`.
-RowOperand PrepareRows(const Matrix& source, int64_t row, int64_t rows, int64_t depth, float* buffer) {
-  RowOperand result{buffer, depth, 1};
-  source.Visit([&](const auto* data) {
-    data += row * source.row_stride;
-    if constexpr (std::is_same_v<decltype(data), const float*>) {
-      result = {data, source.row_stride, source.col_stride};
-    } else {
-      for (int64_t r = 0; r < rows; ++r) {
-        for (int64_t d = 0; d < depth; ++d) {
-          buffer[r * depth + d] = static_cast<float>(data[r * source.row_stride + d * source.col_stride]);
-        }
+// Returns rows [row, row + rows) as float32: in place if they are that already and contiguous, else packed to scratch.
+template <int kTileRows>
+RowOperand PrepareRows(const Matrix& source, int64_t row, int64_t rows, int64_t depth, Scratch& scratch) {
+  if (source.type == ffi::DataType::F32 && source.col_stride == 1) {
+    return {source.Result(row, 0), rows, 1, source.row_stride, 0, 1};
+  }
+  // Tiles become contiguous: a tile reads kTileRows scalars at a step, which in a matrix stored by columns lie far from
+  // those of the next step.
+  const int64_t groups = (rows + kTileRows - 1) / kTileRows;
+  float* packed = scratch.Take(groups * kTileRows * depth);
+  source.Visit(row, 0, [&](const auto* data) {
+    for (int64_t r = 0; r < rows; ++r) {
+      float* target = packed + r / kTileRows * kTileRows * depth + r % kTileRows;
+      for (int64_t d = 0; d < depth; ++d) {
+        target[d * kTileRows] = static_cast<float>(data[r * source.row_stride + d * source.col_stride]);
       }
     }
   });
-  return result;
+  return {packed, rows, kTileRows, kTileRows * depth, 1, kTileRows};
 }
 
-// Writes the first `cols` lanes of a tile row to an output row.
+// Reads `cols` elements of a row into vectors, zeros after them.
 template <int kVecs>
-inline void StoreRow(float* out, int64_t col_stride, int64_t cols, const Vec (&values)[kVecs]) {
-  if (cols == kVecs * kLanes && col_stride == 1) {
-    for (int v = 0; v < kVecs; ++v) Store(out + v * kLanes, values[v]);
+inline void LoadRow(const Matrix& source, int64_t row, int64_t col, int64_t cols, Vec (&values)[kVecs]) {
+  source.Visit(row, col, [&](const auto* data) {
+    if constexpr (std::is_same_v<decltype(data), const float*>) {
+      if (source.col_stride == 1 && cols == kVecs * kLanes) {
+        for (int v = 0; v < kVecs; ++v) values[v] = Load(data + v * kLanes);
+        return;
+      }
+    }
+    float lanes[kVecs * kLanes] = {};
+    Gather(data, source.col_stride, cols, lanes);
+    for (int v = 0; v < kVecs; ++v) values[v] = Load(lanes + v * kLanes);
+  });
+}
+
+// Writes the first `cols` lanes to a row of a result.
+template <int kVecs>
+inline void StoreRow(const Matrix& result, int64_t row, int64_t col, int64_t cols, const Vec (&values)[kVecs]) {
+  float* target = result.Result(row, col);
+  if (result.col_stride == 1 && cols == kVecs * kLanes) {
+    for (int v = 0; v < kVecs; ++v) Store(target + v * kLanes, values[v]);
     return;
   }
   float lanes[kVecs * kLanes];
   for (int v = 0; v < kVecs; ++v) Store(lanes + v * kLanes, values[v]);
-  if (col_stride == 1) {
-    std::memcpy(out, lanes, cols * sizeof(float));
-  } else {
-    for (int64_t j = 0; j < cols; ++j) out[j * col_stride] = lanes[j];
-  }
+  for (int64_t j = 0; j < cols; ++j) target[j * result.col_stride] = lanes[j];
 }
 
-// Reads the first `cols` lanes of a tile row, zeros after them.
-template <int kVecs>
-inline void LoadRow(const Matrix& source, int64_t row, int64_t col, int64_t cols, Vec (&values)[kVecs]) {
-  source.Visit([&](const auto* data) {
-    data += row * source.row_stride + col * source.col_stride;
-    float lanes[kVecs * kLanes] = {};
-    for (int64_t j = 0; j < cols; ++j) lanes[j] = static_cast<float>(data[j * source.col_stride]);
-    for (int v = 0; v < kVecs; ++v) values[v] = Load(lanes + v * kLanes);
-  });
+// Writes the rows of a tile that exist.
+template <int kRows, int kVecs>
+inline void StoreTile(const Matrix& result, int64_t row, int64_t end_row, int64_t col, int64_t cols,
+                      const Vec (&tile)[kRows][kVecs]) {
+  for (int r = 0; r < kRows && row + r < end_row; ++r) StoreRow(result, row + r, col, cols, tile[r]);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Sums over the contracted axis: the inner loops
+// ---------------------------------------------------------------------------------------------------------------------
+
+template <int kRows, int kVecs>
+using Tile = Vec[kRows][kVecs];
+
+// total[r][v] = sum over depth of term(r, v, scalars of row r, vector v of the panel), for scalars from several operands.
+template <int kRows, int kVecs, class Term, class... Operands>
+inline void SumTile(const Term& term, int64_t row, const float* panel, int64_t depth, Tile<kRows, kVecs>& total,
+                    const Operands&... operands) {
+  constexpr int kOperands = sizeof...(Operands);
+  const float* rows[kOperands][kRows];
+  const int64_t strides[kOperands] = {operands.depth_stride...};
+  for (int r = 0; r < kRows; ++r) {
+    int i = 0;
+    ((rows[i++][r] = operands.Row(row + r)), ...);
+    for (int v = 0; v < kVecs; ++v) total[r][v] = Vec{};
+  }
+  for (int64_t d = 0; d < depth; ++d) {
+    Vec columns[kVecs];
+    for (int v = 0; v < kVecs; ++v) columns[v] = Load(panel + (d * kVecs + v) * kLanes);
+    for (int r = 0; r < kRows; ++r) {
+      Vec scalars[kOperands];
+      for (int i = 0; i < kOperands; ++i) scalars[i] = Broadcast(rows[i][r][d * strides[i]]);
+      for (int v = 0; v < kVecs; ++v) term.AddTo(total[r][v], r, v, scalars, columns[v]);
+    }
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -350,36 +489,19 @@ inline void LoadRow(const Matrix& source, int64_t row, int64_t col, int64_t cols
 // distance is finite and at least kTrust of sum |x| + sum |w|; others are summed again as plain differences. For
 // independent normal x and w the ratio is 0.7, so that is rare.
 constexpr float kTrust = 0.125f;
-// With few terms the ratio often falls below kTrust by chance, and there is little to gain.
-constexpr int64_t kFewestTermsForMax = 16;
+// With few terms the ratio often falls below kTrust by chance, and with few columns the norms cost more than is saved.
+constexpr int64_t kFewestTermsForMax = 16, kFewestColumnsForMax = 2 * kLanes;
+
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr float kLargest = std::numeric_limits<float>::max();
 
 struct MaxTerm {
-  static Vec Of(Vec x, Vec w) { return Max(x, w); }
+  void AddTo(Vec& total, int, int, const Vec* x, Vec w) const { total += x[0] > w ? x[0] : w; }
 };
 
 struct DistanceTerm {
-  static Vec Of(Vec x, Vec w) { return Abs(x - w); }
+  void AddTo(Vec& total, int, int, const Vec* x, Vec w) const { total += Abs(x[0] - w); }
 };
-
-// total[r][v] = sum over depth of Term(x[r], w[v]).
-template <class Term, int kRows, int kVecs>
-inline void SumTile(const RowOperand& x, int64_t row, const float* panel, int64_t depth, Vec (&total)[kRows][kVecs]) {
-  const float* rows[kRows];
-  for (int r = 0; r < kRows; ++r) {
-    rows[r] = x.Row(row + r);
-    for (int v = 0; v < kVecs; ++v) total[r][v] = Vec{};
-  }
-  for (int64_t d = 0; d < depth; ++d) {
-    Vec w[kVecs];
-    for (int v = 0; v < kVecs; ++v) w[v] = Load(panel + (d * kVecs + v) * kLanes);
-    for (int r = 0; r < kRows; ++r) {
-      const Vec s = Broadcast(rows[r][d * x.depth_stride]);
-      for (int v = 0; v < kVecs; ++v) total[r][v] += Term::Of(s, w[v]);
-    }
-  }
-}
 
 // Sums of values and of magnitudes.
 template <class T>
@@ -393,87 +515,99 @@ struct Norms {
 };
 
 inline Norms<float> RowNorms(const RowOperand& x, int64_t row, int64_t depth) {
-  Norms<Vec> lanes;
-  Norms<float> total;
   const float* data = x.Row(row);
+  Norms<Vec> lanes;
   int64_t d = 0;
   if (x.depth_stride == 1) {
     for (; d + kLanes <= depth; d += kLanes) lanes.Add(Load(data + d), Abs(Load(data + d)));
-    total = {Sum(lanes.sum), Sum(lanes.magnitude)};
   }
+  Norms<float> total{Sum(lanes.sum), Sum(lanes.magnitude)};
   for (; d < depth; ++d) total.Add(data[d * x.depth_stride], std::fabs(data[d * x.depth_stride]));
   return total;
 }
 
 template <int kVecs>
-struct Forward {
-  const float* panel;
-  RowOperand x;
-  int64_t depth;
-  Norms<Vec> columns[kVecs];
-
-  void SumColumns() {
-    for (int64_t d = 0; d < depth; ++d) {
-      for (int v = 0; v < kVecs; ++v) {
-        const Vec w = Load(panel + (d * kVecs + v) * kLanes);
-        columns[v].Add(w, Abs(w));
-      }
+inline void ColumnNorms(const float* panel, int64_t depth, Norms<Vec> (&norms)[kVecs]) {
+  for (int64_t d = 0; d < depth; ++d) {
+    for (int v = 0; v < kVecs; ++v) {
+      const Vec w = Load(panel + (d * kVecs + v) * kLanes);
+      norms[v].Add(w, Abs(w));
     }
   }
+}
 
-  // Writes y for kRows rows and the first `cols` columns of the panel.
-  template <int kRows>
-  void Tile(int64_t row, int64_t cols, float* out, int64_t out_stride) const {
-    Vec y[kRows][kVecs];
-    if (!SumByMax(row, y)) {
-      Vec distance[kRows][kVecs];
-      SumTile<DistanceTerm>(x, row, panel, depth, distance);
-      for (int r = 0; r < kRows; ++r) {
-        for (int v = 0; v < kVecs; ++v) y[r][v] = y[r][v] == y[r][v] ? y[r][v] : -distance[r][v];
-      }
+// Computes y from sums of maxima, NaN where that cannot be trusted; returns whether there is no such element.
+template <int kRows, int kVecs>
+inline bool SumByMax(const RowOperand& x, const Norms<float>* row_norms, const Norms<Vec> (&column_norms)[kVecs],
+                     int64_t row, const float* panel, int64_t depth, Tile<kRows, kVecs>& y) {
+  SumTile(MaxTerm(), row, panel, depth, y, x);
+  IntVec doubtful{};
+  for (int r = 0; r < kRows; ++r) {
+    const Norms<float>& norms = row_norms[std::min(row + r, x.rows - 1)];
+    for (int v = 0; v < kVecs; ++v) {
+      const Vec distance = 2 * y[r][v] - (norms.sum + column_norms[v].sum);
+      const IntVec trusted = (distance >= kTrust * (norms.magnitude + column_norms[v].magnitude)) &
+                             (distance <= Broadcast(kLargest));
+      doubtful |= ~trusted;
+      y[r][v] = trusted ? -distance : Broadcast(kNaN);
     }
-    for (int r = 0; r < kRows; ++r) StoreRow(out + r * out_stride, 1, cols, y[r]);
   }
+  return !AnyNonZero(doubtful);
+}
 
- private:
-  // Computes y from sums of maxima, NaN where that cannot be trusted; returns whether there is no such element.
-  template <int kRows>
-  bool SumByMax(int64_t row, Vec (&y)[kRows][kVecs]) const {
-    if (depth < kFewestTermsForMax) {
-      for (auto& y_row : y) {
-        for (Vec& element : y_row) element = Broadcast(kNaN);
-      }
-      return false;
-    }
-    SumTile<MaxTerm>(x, row, panel, depth, y);
-    IntVec doubtful{};
-    for (int r = 0; r < kRows; ++r) {
-      const Norms<float> norms = RowNorms(x, row + r, depth);
-      for (int v = 0; v < kVecs; ++v) {
-        const Vec distance = 2 * y[r][v] - (norms.sum + columns[v].sum);
-        const IntVec trusted =
-            (distance >= kTrust * (norms.magnitude + columns[v].magnitude)) & (distance <= Broadcast(kLargest));
-        doubtful |= ~trusted;
-        y[r][v] = trusted ? -distance : Broadcast(kNaN);
-      }
-    }
-    return !AnyNonZero(doubtful);
+template <int kRows, int kVecs>
+inline void SumByDistance(const RowOperand& x, int64_t row, const float* panel, int64_t depth, Tile<kRows, kVecs>& y) {
+  SumTile(DistanceTerm(), row, panel, depth, y, x);
+  for (auto& y_row : y) {
+    for (Vec& element : y_row) element = -element;
   }
-};
+}
+
+// y (M x N) = -sum_k |x[m, k] - w[k, n]|; `w_is_nk` says that w is stored as (N, K).
+ffi::Error L1Forward(ffi::ThreadPool pool, ffi::AnyBuffer x_buffer, ffi::AnyBuffer w_buffer,
+                     ffi::Result<ffi::AnyBuffer> y_buffer, bool w_is_nk) {
+  const Batch x(x_buffer), w(w_buffer, w_is_nk), y(*y_buffer);
+  const Grid grid{y.count(), y.rows(), y.cols(), x.cols(), kForwardVecs * kLanes};
+  const bool by_max = grid.depth >= kFewestTermsForMax && grid.cols > kFewestColumnsForMax;
+  ForEachBlock(pool, grid, kFewestRows, [&](const Block& block) {
+    Scratch scratch;
+    float* panel = scratch.Take(grid.depth * grid.width);
+    const RowOperand rows = PrepareRows<kForwardRows>(x.At(block.batch, y.axes()), block.row, block.rows, grid.depth,
+                                                      scratch);
+    auto* row_norms = reinterpret_cast<Norms<float>*>(scratch.Take(2 * block.rows));
+    for (int64_t r = 0; by_max && r < block.rows; ++r) row_norms[r] = RowNorms(rows, r, grid.depth);
+    const Matrix result = y.At(block.batch, y.axes()), columns = w.At(block.batch, y.axes());
+    ForEachPanel<kForwardVecs>(block, grid, columns, panel, [&](auto vecs, int64_t col, int64_t cols) {
+      constexpr int kVecs = decltype(vecs)::value;
+      Norms<Vec> column_norms[kVecs];
+      if (by_max) ColumnNorms(panel, grid.depth, column_norms);
+      for (int64_t row = 0; row < block.rows; row += kForwardRows) {
+        Tile<kForwardRows, kVecs> tile, exact;
+        if (!by_max) {
+          SumByDistance(rows, row, panel, grid.depth, tile);
+        } else if (!SumByMax(rows, row_norms, column_norms, row, panel, grid.depth, tile)) {
+          SumByDistance(rows, row, panel, grid.depth, exact);
+          for (int r = 0; r < kForwardRows; ++r) {
+            for (int v = 0; v < kVecs; ++v) tile[r][v] = tile[r][v] == tile[r][v] ? tile[r][v] : exact[r][v];
+          }
+        }
+        StoreTile(result, block.row + row, block.row + block.rows, col, cols, tile);
+      }
+    });
+  });
+  return ffi::Error::Success();
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Gradient rules, as functions of a vector of differences
+// Gradients of the L1 sums
 // ---------------------------------------------------------------------------------------------------------------------
 
-// A rule is applied as scale * rule(difference), with the scale left to the end of the sum. `kFinite` promises that no
-// difference is NaN, which one instruction of AVX-512 needs.
+// A gradient rule is a function of a vector of differences, applied as scale * rule(d) with the scale left to the end of
+// the sum.
 
 // sign(d): zero at zero, NaN at NaN.
-template <bool kFinite>
-struct SignRule {
-  explicit SignRule(float) {}
-
-  float scale() const { return 1.0f; }
+struct Sign {
+  static constexpr float scale = 1;
 
   Vec operator()(Vec d) const {
 #ifdef ADDER_FLAX_AVX512
@@ -488,189 +622,124 @@ struct SignRule {
   }
 };
 
-// clip(slope * d, -1, 1) = slope * clip(d, -1 / slope, 1 / slope).
+// clip(slope * d, -1, 1) = slope * clip(d, -1 / slope, 1 / slope). `kFinite` promises that no difference is NaN: the one
+// instruction of AVX-512 would replace it by the limit.
 template <bool kFinite>
-struct HardtanhRule {
-  explicit HardtanhRule(float slope) : slope(slope), limit(Broadcast(1.0f / slope)) {}
-
-  float scale() const { return slope; }
+struct Hardtanh {
+  float scale;
+  Vec limit = Broadcast(1 / scale);
 
   Vec operator()(Vec d) const {
 #ifdef ADDER_FLAX_AVX512
-    // The operand of smaller magnitude, with the sign of d; of a NaN and a number it takes the number.
+    // Of d and the limit, the one of smaller magnitude, with the sign of d.
     if constexpr (kFinite) return (Vec)_mm512_range_ps((__m512)d, (__m512)limit, 0b0010);
 #endif
-    const Vec below = limit < d ? limit : d;
-    return -limit > below ? -limit : below;
+    return Clip(d, limit);
   }
-
-  float slope;
-  Vec limit;
 };
 
 inline bool AllFinite(const float* values, int64_t count) {
-  Vec zeros{};
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) zeros += Load(values + i) * 0.0f;  // NaN from NaN and from infinities
-  float zero = Sum(zeros);
-  for (; i < count; ++i) zero += values[i] * 0.0f;
-  return zero == 0;
+  // Whole vectors only, which is what panels and tiles are made of. A product with zero is zero unless the other factor
+  // is NaN or infinite; several sums, because one would wait for itself.
+  Vec zeros[4] = {};
+  for (int64_t i = 0; i < count; i += kLanes) zeros[i / kLanes % 4] += Load(values + i) * 0.0f;
+  return Sum(zeros[0] + zeros[1] + zeros[2] + zeros[3]) == 0;
 }
 
-enum class RuleId : int32_t { kSign = 0, kHardtanh = 1 };
-
-// Calls f with the rule of that name.
-template <bool kFinite, class F>
-inline void WithRule(RuleId id, float slope, F&& f) {
-  if (id == RuleId::kSign) {
-    f(SignRule<kFinite>(slope));
+// A slope of zero stands for the sign rule.
+template <class F>
+inline void WithRule(float slope, bool finite, F&& f) {
+  if (slope == 0) {
+    f(Sign());
+  } else if (finite) {
+    f(Hardtanh<true>{slope});
   } else {
-    f(HardtanhRule<kFinite>(slope));
+    f(Hardtanh<false>{slope});
   }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Pullback: d_own[r, j] = sum over depth of g[r, d] rule(other[d, j] - own[r, j])
-// ---------------------------------------------------------------------------------------------------------------------
-
-// total[r][v] = scale * sum over depth of g[r] * rule(panel[v] - own[r][v]).
 template <class Rule, int kRows, int kVecs>
-inline void PullbackTile(const Rule& rule, const RowOperand& g, int64_t row, const float* panel, int64_t depth,
-                         const Vec (&own)[kRows][kVecs], Vec (&total)[kRows][kVecs]) {
-  const float* rows[kRows];
-  for (int r = 0; r < kRows; ++r) {
-    rows[r] = g.Row(row + r);
-    for (int v = 0; v < kVecs; ++v) total[r][v] = Vec{};
-  }
-  for (int64_t d = 0; d < depth; ++d) {
-    Vec other[kVecs];
-    for (int v = 0; v < kVecs; ++v) other[v] = Load(panel + (d * kVecs + v) * kLanes);
-    for (int r = 0; r < kRows; ++r) {
-      const Vec weight = Broadcast(rows[r][d * g.depth_stride]);
-      for (int v = 0; v < kVecs; ++v) total[r][v] += weight * rule(other[v] - own[r][v]);
-    }
-  }
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVecs; ++v) total[r][v] *= rule.scale();
-  }
-}
+struct PullbackTerm {
+  const Rule& rule;
+  const Tile<kRows, kVecs>& own;
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Pushforward: dy[r, j] = sum over depth of dx[r, d] rule(w[d, j] - x[r, d])
-// ---------------------------------------------------------------------------------------------------------------------
-
-// total[r][v] = scale * sum over depth of dx[r] * rule(panel[v] - x[r]).
-template <class Rule, int kRows, int kVecs>
-inline void PushforwardTile(const Rule& rule, const RowOperand& x, const RowOperand& dx, int64_t row,
-                            const float* panel, int64_t depth, Vec (&total)[kRows][kVecs]) {
-  const float *x_rows[kRows], *dx_rows[kRows];
-  for (int r = 0; r < kRows; ++r) {
-    x_rows[r] = x.Row(row + r);
-    dx_rows[r] = dx.Row(row + r);
-    for (int v = 0; v < kVecs; ++v) total[r][v] = Vec{};
-  }
-  for (int64_t d = 0; d < depth; ++d) {
-    Vec w[kVecs];
-    for (int v = 0; v < kVecs; ++v) w[v] = Load(panel + (d * kVecs + v) * kLanes);
-    for (int r = 0; r < kRows; ++r) {
-      const Vec s = Broadcast(x_rows[r][d * x.depth_stride]), weight = Broadcast(dx_rows[r][d * dx.depth_stride]);
-      for (int v = 0; v < kVecs; ++v) total[r][v] += weight * rule(w[v] - s);
-    }
-  }
-  for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVecs; ++v) total[r][v] *= rule.scale();
-  }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Handlers
-// ---------------------------------------------------------------------------------------------------------------------
-
-using Output = ffi::Result<ffi::Buffer<ffi::DataType::F32>>;
-
-// Rows and columns of the matrices in a buffer, and its leading axes.
-struct Shape {
-  explicit Shape(const ffi::Span<const int64_t> dims, bool transposed = false)
-      : batch_dims(dims.begin(), dims.size() - 2), rows(dims[dims.size() - 2]), cols(dims[dims.size() - 1]) {
-    for (int64_t dim : batch_dims) batch *= dim;
-    if (transposed) std::swap(rows, cols);
-  }
-
-  ffi::Span<const int64_t> batch_dims;
-  int64_t batch = 1, rows, cols;
+  void AddTo(Vec& total, int r, int v, const Vec* g, Vec other) const { total += g[0] * rule(other - own[r][v]); }
 };
 
-// Register budget of a forward tile with 32 registers: 6 x 4 sums, 4 vectors of the panel, one scalar.
-constexpr int kForwardRows = 6, kForwardVecs = kManyRegisters ? 4 : 2;
-// Of a gradient tile: 4 x 2 sums and as many of the operand itself, 2 of the panel, limits and intermediate values.
-constexpr int kGradientRows = kManyRegisters ? 4 : 2, kGradientVecs = 2;
+template <class Rule>
+struct PushforwardTerm {
+  const Rule& rule;
 
-// Cuts rows [0, rows) into groups of at most kMaxRows and calls tile(Int<group rows>, first row).
-template <int kMaxRows, class F>
-inline void ForEachRowGroup(int64_t rows, F&& tile) {
-  for (int64_t row = 0; row < rows; row += kMaxRows) {
-    WithConstant<kMaxRows>(rows - row, [&](auto group) { tile(group, row); });
+  void AddTo(Vec& total, int, int, const Vec* x_dx, Vec w) const { total += x_dx[1] * rule(w - x_dx[0]); }
+};
+
+template <int kRows, int kVecs>
+inline void Scale(Tile<kRows, kVecs>& tile, float scale) {
+  for (auto& row : tile) {
+    for (Vec& element : row) element *= scale;
   }
-}
-
-// y (batch, M, N) = -sum_k |x[m, k] - w[n, k]|, with w as (K, N) or, where `w_is_nk`, as (N, K).
-ffi::Error L1Forward(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, Output y, bool w_is_nk) {
-  const Shape out(y->dimensions());
-  const int64_t depth = Shape(x.dimensions()).cols;
-  const Batch x_batch(x, false), w_batch(w, w_is_nk);
-  ForEachBlock(pool, out.batch, out.rows, out.cols, depth, kForwardVecs * kLanes, [&](const Block& block) {
-    WithConstant<kForwardVecs>((block.cols + kLanes - 1) / kLanes, [&](auto vecs) {
-      constexpr int kVecs = decltype(vecs)::value, kWidth = kVecs * kLanes;
-      Scratch scratch(Scratch::Size(depth * kWidth) + Scratch::Size(block.rows * depth));
-      float* panel = scratch.Take(depth * kWidth);
-      PackPanel<kWidth>(w_batch.At(block.batch, out.batch_dims), depth, block.col, block.cols, panel);
-      Forward<kVecs> forward{panel, PrepareRows(x_batch.At(block.batch, out.batch_dims), block.row, block.rows, depth,
-                                                scratch.Take(block.rows * depth)), depth};
-      forward.SumColumns();
-      float* origin = y->typed_data() + (block.batch * out.rows + block.row) * out.cols + block.col;
-      ForEachRowGroup<kForwardRows>(block.rows, [&](auto rows, int64_t row) {
-        forward.template Tile<decltype(rows)::value>(row, block.cols, origin + row * out.cols, out.cols);
-      });
-    });
-  });
-  return ffi::Error::Success();
 }
 
 // d_own[r, j] = sum_d g[r, d] rule(other[d, j] - own[r, j]). The gradient of x has own = x and other = w; that of w has
 // own = w, other = x and g transposed. Flags say which operands are stored with rows and columns exchanged; d_own is
 // stored as own is.
-ffi::Error L1Pullback(ffi::ThreadPool pool, ffi::AnyBuffer own, ffi::AnyBuffer other, ffi::AnyBuffer g, Output d_own,
-                      bool own_transposed, bool other_transposed, bool g_transposed, int32_t rule_id, float slope) {
-  const Shape out(d_own->dimensions(), own_transposed);
-  const int64_t depth = Shape(g.dimensions(), g_transposed).cols;
-  const Batch own_batch(own, own_transposed), other_batch(other, other_transposed), g_batch(g, g_transposed);
-  ForEachBlock(pool, out.batch, out.rows, out.cols, depth, kGradientVecs * kLanes, [&](const Block& block) {
-    WithConstant<kGradientVecs>((block.cols + kLanes - 1) / kLanes, [&](auto vecs) {
-      constexpr int kVecs = decltype(vecs)::value, kWidth = kVecs * kLanes;
-      Scratch scratch(Scratch::Size(depth * kWidth));
-      float* panel = scratch.Take(depth * kWidth);
-      PackPanel<kWidth>(other_batch.At(block.batch, out.batch_dims), depth, block.col, block.cols, panel);
-      const bool panel_is_finite = AllFinite(panel, depth * kWidth);
-      const Matrix own_matrix = own_batch.At(block.batch, out.batch_dims);
-      const RowOperand weights =
-          PrepareRows(g_batch.At(block.batch, out.batch_dims), block.row, block.rows, depth, nullptr);
-      const int64_t row_stride = own_matrix.row_stride, col_stride = own_matrix.col_stride;
-      float* origin = d_own->typed_data() + block.batch * out.rows * out.cols + block.row * row_stride +
-                      block.col * col_stride;
-      ForEachRowGroup<kGradientRows>(block.rows, [&](auto rows, int64_t row) {
-        constexpr int kRows = decltype(rows)::value;
-        Vec own_tile[kRows][kVecs], total[kRows][kVecs];
-        for (int r = 0; r < kRows; ++r) {
-          LoadRow(own_matrix, block.row + row + r, block.col, block.cols, own_tile[r]);
+ffi::Error L1Pullback(ffi::ThreadPool pool, ffi::AnyBuffer own_buffer, ffi::AnyBuffer other_buffer,
+                      ffi::AnyBuffer g_buffer, ffi::Result<ffi::AnyBuffer> d_own_buffer, bool own_transposed,
+                      bool other_transposed, bool g_transposed, float slope) {
+  const Batch own(own_buffer, own_transposed), other(other_buffer, other_transposed), g(g_buffer, g_transposed);
+  const Batch d_own(*d_own_buffer, own_transposed);
+  const Grid grid{d_own.count(), d_own.rows(), d_own.cols(), g.cols(), kGradientVecs * kLanes};
+  ForEachBlock(pool, grid, kFewestRows, [&](const Block& block) {
+    Scratch scratch;
+    float* panel = scratch.Take(grid.depth * grid.width);
+    const RowOperand weights = PrepareRows<kGradientRows>(g.At(block.batch, d_own.axes()), block.row, block.rows,
+                                                          grid.depth, scratch);
+    const Matrix own_matrix = own.At(block.batch, d_own.axes()), columns = other.At(block.batch, d_own.axes());
+    const Matrix result = d_own.At(block.batch, d_own.axes());
+    const int64_t end_row = block.row + block.rows;
+    ForEachPanel<kGradientVecs>(block, grid, columns, panel, [&](auto vecs, int64_t col, int64_t cols) {
+      constexpr int kVecs = decltype(vecs)::value;
+      const bool panel_is_finite = AllFinite(panel, grid.depth * kVecs * kLanes);
+      for (int64_t row = block.row; row < end_row; row += kGradientRows) {
+        Tile<kGradientRows, kVecs> own_tile, total;
+        for (int r = 0; r < kGradientRows; ++r) {
+          LoadRow(own_matrix, std::min(row + r, end_row - 1), col, cols, own_tile[r]);
         }
-        auto run = [&](const auto& rule) { PullbackTile(rule, weights, row, panel, depth, own_tile, total); };
-        if (panel_is_finite && AllFinite(reinterpret_cast<const float*>(own_tile), kRows * kWidth)) {
-          WithRule<true>(static_cast<RuleId>(rule_id), slope, run);
-        } else {
-          WithRule<false>(static_cast<RuleId>(rule_id), slope, run);
-        }
-        for (int r = 0; r < kRows; ++r) {
-          StoreRow(origin + (row + r) * row_stride, col_stride, block.cols, total[r]);
+        const bool finite = panel_is_finite && AllFinite(&own_tile[0][0][0], kGradientRows * kVecs * kLanes);
+        WithRule(slope, finite, [&](const auto& rule) {
+          using Rule = std::decay_t<decltype(rule)>;
+          SumTile(PullbackTerm<Rule, kGradientRows, kVecs>{rule, own_tile}, row - block.row, panel, grid.depth, total,
+                  weights);
+          Scale(total, rule.scale);
+        });
+        StoreTile(result, row, end_row, col, cols, total);
+      }
+    });
+  });
+  return ffi::Error::Success();
+}
+
+// dy (M x N) = sum_k dx[m, k] rule(w[k, n] - x[m, k]); `w_is_nk` as in L1Forward.
+ffi::Error L1Pushforward(ffi::ThreadPool pool, ffi::AnyBuffer x_buffer, ffi::AnyBuffer w_buffer,
+                         ffi::AnyBuffer dx_buffer, ffi::Result<ffi::AnyBuffer> dy_buffer, bool w_is_nk, float slope) {
+  const Batch x(x_buffer), w(w_buffer, w_is_nk), dx(dx_buffer), dy(*dy_buffer);
+  const Grid grid{dy.count(), dy.rows(), dy.cols(), x.cols(), kGradientVecs * kLanes};
+  ForEachBlock(pool, grid, kFewestRows, [&](const Block& block) {
+    Scratch scratch;
+    float* panel = scratch.Take(grid.depth * grid.width);
+    auto prepare = [&](const Batch& operand) {
+      return PrepareRows<kGradientRows>(operand.At(block.batch, dy.axes()), block.row, block.rows, grid.depth, scratch);
+    };
+    const RowOperand x_rows = prepare(x), dx_rows = prepare(dx);
+    const Matrix result = dy.At(block.batch, dy.axes()), columns = w.At(block.batch, dy.axes());
+    ForEachPanel<kGradientVecs>(block, grid, columns, panel, [&](auto vecs, int64_t col, int64_t cols) {
+      WithRule(slope, /*finite=*/false, [&](const auto& rule) {
+        const PushforwardTerm<std::decay_t<decltype(rule)>> term{rule};
+        for (int64_t row = 0; row < block.rows; row += kGradientRows) {
+          Tile<kGradientRows, decltype(vecs)::value> total;
+          SumTile(term, row, panel, grid.depth, total, x_rows, dx_rows);
+          Scale(total, rule.scale);
+          StoreTile(result, block.row + row, block.row + block.rows, col, cols, total);
         }
       });
     });
@@ -678,69 +747,252 @@ ffi::Error L1Pullback(ffi::ThreadPool pool, ffi::AnyBuffer own, ffi::AnyBuffer o
   return ffi::Error::Success();
 }
 
-// dy (batch, M, N) = sum_k dx[m, k] rule(w[n, k] - x[m, k]), with w as in L1Forward.
-ffi::Error L1Pushforward(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer dx, Output dy,
-                         bool w_is_nk, int32_t rule_id, float slope) {
-  const Shape out(dy->dimensions());
-  const int64_t depth = Shape(x.dimensions()).cols;
-  const Batch x_batch(x, false), w_batch(w, w_is_nk), dx_batch(dx, false);
-  ForEachBlock(pool, out.batch, out.rows, out.cols, depth, kGradientVecs * kLanes, [&](const Block& block) {
-    WithConstant<kGradientVecs>((block.cols + kLanes - 1) / kLanes, [&](auto vecs) {
-      constexpr int kVecs = decltype(vecs)::value, kWidth = kVecs * kLanes;
-      Scratch scratch(Scratch::Size(depth * kWidth) + 2 * Scratch::Size(block.rows * depth));
-      float* panel = scratch.Take(depth * kWidth);
-      PackPanel<kWidth>(w_batch.At(block.batch, out.batch_dims), depth, block.col, block.cols, panel);
-      const RowOperand x_rows = PrepareRows(x_batch.At(block.batch, out.batch_dims), block.row, block.rows, depth,
-                                            scratch.Take(block.rows * depth));
-      const RowOperand dx_rows = PrepareRows(dx_batch.At(block.batch, out.batch_dims), block.row, block.rows, depth,
-                                             scratch.Take(block.rows * depth));
-      float* origin = dy->typed_data() + (block.batch * out.rows + block.row) * out.cols + block.col;
-      WithRule<false>(static_cast<RuleId>(rule_id), slope, [&](const auto& rule) {
-        ForEachRowGroup<kGradientRows>(block.rows, [&](auto rows, int64_t row) {
-          constexpr int kRows = decltype(rows)::value;
-          Vec total[kRows][kVecs];
-          PushforwardTile(rule, x_rows, dx_rows, row, panel, depth, total);
-          for (int r = 0; r < kRows; ++r) {
-            StoreRow(origin + (row + r) * out.cols, 1, block.cols, total[r]);
-          }
-        });
-      });
+// ---------------------------------------------------------------------------------------------------------------------
+// Additive scores: s = sum v tanh(query + key)
+// ---------------------------------------------------------------------------------------------------------------------
+
+// 1 / v for normal numbers, to float32 rounding.
+inline Vec Reciprocal(Vec v) {
+#ifdef ADDER_FLAX_AVX512
+  // A division takes 16 cycles; an estimate of 14 bits and a Newton step take three instructions.
+  const Vec estimate = (Vec)_mm512_rcp14_ps((__m512)v);
+  return estimate * (2.0f - v * estimate);
+#else
+  return 1.0f / v;
+#endif
+}
+
+// x P(x^2) / Q(x^2), of degrees 4 and 4, fitted to tanh on [0, 8.5] for least relative error (1e-8; 3e-7 with the rounding
+// of float32). Beyond, tanh is 1 - 8e-8 or more.
+inline Vec Tanh(Vec x) {
+  x = Clip(x, Broadcast(8.5f));
+  const Vec z = x * x;
+  const Vec p = 1.0f + z * (0.13413246f + z * (3.5340262e-3f + z * (2.1251033e-5f + z * 1.4269216e-8f)));
+  const Vec q = 1.0f + z * (0.46746570f + z * (2.6022749e-2f + z * (3.3488637e-4f + z * 8.1451179e-7f)));
+  return x * p * Reciprocal(q);
+}
+
+struct AdditiveTerm {
+  void AddTo(Vec& total, int, int, const Vec* query_v, Vec key) const { total += query_v[1] * Tanh(query_v[0] + key); }
+};
+
+// s (Nq x Nk) = sum_k v[k] tanh(query[i, k] + key[j, k]), with v as a (1 x K) matrix.
+ffi::Error AdditiveForward(ffi::ThreadPool pool, ffi::AnyBuffer query_buffer, ffi::AnyBuffer key_buffer,
+                           ffi::AnyBuffer v_buffer, ffi::Result<ffi::AnyBuffer> s_buffer) {
+  const Batch query(query_buffer), key(key_buffer, /*transposed=*/true), v(v_buffer), s(*s_buffer);
+  const Grid grid{s.count(), s.rows(), s.cols(), query.cols(), kGradientVecs * kLanes};
+  ForEachBlock(pool, grid, /*fewest_rows=*/kRowMultiple, [&](const Block& block) {
+    Scratch scratch;
+    float* panel = scratch.Take(grid.depth * grid.width);
+    const RowOperand rows = PrepareRows<kGradientRows>(query.At(block.batch, s.axes()), block.row, block.rows,
+                                                       grid.depth, scratch);
+    const RowOperand weights = PrepareRows<1>(v.At(block.batch, s.axes()), 0, 1, grid.depth, scratch);
+    const Matrix result = s.At(block.batch, s.axes()), columns = key.At(block.batch, s.axes());
+    ForEachPanel<kGradientVecs>(block, grid, columns, panel, [&](auto vecs, int64_t col, int64_t cols) {
+      for (int64_t row = 0; row < block.rows; row += kGradientRows) {
+        Tile<kGradientRows, decltype(vecs)::value> total;
+        SumTile(AdditiveTerm(), row, panel, grid.depth, total, rows, weights);
+        StoreTile(result, block.row + row, block.row + block.rows, col, cols, total);
+      }
     });
   });
+  return ffi::Error::Success();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Joint gradients of scores: both operands' gradients share the rule or the tanh of a pair
+// ---------------------------------------------------------------------------------------------------------------------
+
+template <class Rule>
+struct L1Joint {
+  const Rule& rule;
+
+  void AddTo(Vec& d_query, Vec& d_key, Vec&, Vec g, Vec query, Vec key) const {
+    const Vec slope = rule(key - query);
+    d_query += g * slope;
+    d_key -= g * slope;
+  }
+};
+
+struct AdditiveJoint {
+  void AddTo(Vec& d_query, Vec& d_key, Vec& d_v, Vec g, Vec query, Vec key) const {
+    const Vec hidden = Tanh(query + key), slope = g - g * hidden * hidden;
+    d_query += slope;
+    d_key += slope;
+    d_v += g * hidden;
+  }
+};
+
+// For each vector of the panel and each row of the tile, adds what term(g, query, key) gives to d_query in registers and to
+// d_panel, laid out as the panel. Rows after the last one have weight zero.
+template <int kRows, int kVecs, class Term>
+inline void JointTile(const Term& term, const float* const (&g)[kRows], const float* panel, float* d_panel, int64_t depth,
+                      const Tile<kRows, kVecs>& query, Tile<kRows, kVecs>& d_query, Vec (&d_v)[kVecs]) {
+  for (auto& row : d_query) {
+    for (Vec& element : row) element = Vec{};
+  }
+  for (int64_t d = 0; d < depth; ++d) {
+    Vec key[kVecs], d_key[kVecs];
+    for (int v = 0; v < kVecs; ++v) {
+      key[v] = Load(panel + (d * kVecs + v) * kLanes);
+      d_key[v] = Load(d_panel + (d * kVecs + v) * kLanes);
+    }
+    for (int r = 0; r < kRows; ++r) {
+      const Vec weight = Broadcast(g[r][d]);
+      for (int v = 0; v < kVecs; ++v) term.AddTo(d_query[r][v], d_key[v], d_v[v], weight, query[r][v], key[v]);
+    }
+    for (int v = 0; v < kVecs; ++v) Store(d_panel + (d * kVecs + v) * kLanes, d_key[v]);
+  }
+}
+
+// Gradients of a score s[i, j] = sum_k score(query[i, k], key[j, k]). A block has all rows and all keys of some
+// components k, so that one thread adds up each gradient, in order.
+struct JointGradients {
+  Batch query, key, g, d_query, d_key;
+
+  // with_term(finite, f) calls f(term); factor(batch, col, cols, vectors) gives what both gradients are multiplied with at
+  // the end; store_d_v(batch, col, cols, vectors) takes the third sum of the term.
+  template <class WithTerm, class Factor, class StoreDv>
+  void Run(ffi::ThreadPool& pool, WithTerm&& with_term, Factor&& factor, StoreDv&& store_d_v) const {
+    // Without any row the gradient of the keys is zero, but it must still be written.
+    const int64_t rows = query.rows(), all_rows = std::max<int64_t>(rows, 1);
+    const Grid grid{g.count(), all_rows, query.cols(), key.rows(), kGradientVecs * kLanes};
+    ForEachBlock(pool, grid, /*fewest_rows=*/all_rows, [&](const Block& block) {
+      Scratch scratch;
+      float* panel = scratch.Take(grid.depth * grid.width);
+      float* d_panel = scratch.Take(grid.depth * grid.width);
+      float* no_weights = scratch.Take(grid.depth);
+      std::fill_n(no_weights, grid.depth, 0.0f);
+      auto at = [&](const Batch& operand) { return operand.At(block.batch, g.axes()); };
+      const Matrix queries = at(query), weights = at(g), d_queries = at(d_query), d_keys = at(d_key);
+      ForEachPanel<kGradientVecs>(block, grid, at(key), panel, [&](auto vecs, int64_t col, int64_t cols) {
+        constexpr int kVecs = decltype(vecs)::value, kWidth = kVecs * kLanes;
+        const bool panel_is_finite = AllFinite(panel, grid.depth * kWidth);
+        std::fill_n(d_panel, grid.depth * kWidth, 0.0f);
+        Vec factors[kVecs], d_v[kVecs] = {};
+        factor(block.batch, col, cols, factors);
+        for (int64_t row = 0; row < rows; row += kGradientRows) {
+          Tile<kGradientRows, kVecs> tile, d_tile;
+          const float* g_rows[kGradientRows];
+          for (int r = 0; r < kGradientRows; ++r) {
+            LoadRow(queries, std::min(row + r, rows - 1), col, cols, tile[r]);
+            g_rows[r] = row + r < rows ? weights.Result(row + r, 0) : no_weights;
+          }
+          const bool finite = panel_is_finite && AllFinite(&tile[0][0][0], kGradientRows * kWidth);
+          with_term(finite, [&](const auto& term) {
+            JointTile(term, g_rows, panel, d_panel, grid.depth, tile, d_tile, d_v);
+          });
+          for (auto& d_row : d_tile) {
+            for (int v = 0; v < kVecs; ++v) d_row[v] *= factors[v];
+          }
+          StoreTile(d_queries, row, rows, col, cols, d_tile);
+        }
+        for (int64_t d = 0; d < grid.depth; ++d) {
+          Vec d_key[kVecs];
+          for (int v = 0; v < kVecs; ++v) d_key[v] = factors[v] * Load(d_panel + (d * kVecs + v) * kLanes);
+          StoreRow(d_keys, d, col, cols, d_key);
+        }
+        store_d_v(block.batch, col, cols, d_v);
+      });
+    });
+  }
+};
+
+// Both gradients of L1 sums under one rule; `key_transposed` as for L1Pullback.
+ffi::Error L1JointPullback(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer g,
+                           ffi::Result<ffi::AnyBuffer> d_query, ffi::Result<ffi::AnyBuffer> d_key, bool key_transposed,
+                           float slope) {
+  const JointGradients gradients{Batch(query), Batch(key, key_transposed), Batch(g), Batch(*d_query),
+                                 Batch(*d_key, key_transposed)};
+  auto with_term = [&](bool finite, auto&& f) {
+    WithRule(slope, finite, [&](const auto& rule) { f(L1Joint<std::decay_t<decltype(rule)>>{rule}); });
+  };
+  auto scale = [&](int64_t, int64_t, int64_t, auto& factors) {
+    for (Vec& factor : factors) factor = Broadcast(slope == 0 ? 1.0f : slope);
+  };
+  gradients.Run(pool, with_term, scale, [](auto&&...) {});
+  return ffi::Error::Success();
+}
+
+// The gradients of additive scores, with v and d_v as (1 x K) matrices.
+ffi::Error AdditivePullback(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer v,
+                            ffi::AnyBuffer g, ffi::Result<ffi::AnyBuffer> d_query, ffi::Result<ffi::AnyBuffer> d_key,
+                            ffi::Result<ffi::AnyBuffer> d_v) {
+  const JointGradients gradients{Batch(query), Batch(key), Batch(g), Batch(*d_query), Batch(*d_key)};
+  const Batch v_batch(v), d_v_batch(*d_v);
+  auto with_term = [](bool, auto&& f) { f(AdditiveJoint()); };
+  auto load_v = [&](int64_t batch, int64_t col, int64_t cols, auto& factors) {
+    LoadRow(v_batch.At(batch, gradients.g.axes()), 0, col, cols, factors);
+  };
+  auto store_d_v = [&](int64_t batch, int64_t col, int64_t cols, const auto& sums) {
+    StoreRow(d_v_batch.At(batch, gradients.g.axes()), 0, col, cols, sums);
+  };
+  gradients.Run(pool, with_term, load_v, store_d_v);
   return ffi::Error::Success();
 }
 
 }  // namespace
 
-// What Python registers with XLA.
+// ---------------------------------------------------------------------------------------------------------------------
+// What Python registers with XLA
+// ---------------------------------------------------------------------------------------------------------------------
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxL1Forward, L1Forward,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::Buffer<ffi::DataType::F32>>()
+                                  .Arg<ffi::AnyBuffer>()  // x
+                                  .Arg<ffi::AnyBuffer>()  // w
+                                  .Ret<ffi::AnyBuffer>()  // y
                                   .Attr<bool>("w_is_nk"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxL1Pullback, L1Pullback,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::Buffer<ffi::DataType::F32>>()
+                                  .Arg<ffi::AnyBuffer>()  // own
+                                  .Arg<ffi::AnyBuffer>()  // other
+                                  .Arg<ffi::AnyBuffer>()  // g
+                                  .Ret<ffi::AnyBuffer>()  // d_own
                                   .Attr<bool>("own_transposed")
                                   .Attr<bool>("other_transposed")
                                   .Attr<bool>("g_transposed")
-                                  .Attr<int32_t>("rule")
+                                  .Attr<float>("slope"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxL1JointPullback, L1JointPullback,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // query
+                                  .Arg<ffi::AnyBuffer>()  // key
+                                  .Arg<ffi::AnyBuffer>()  // g
+                                  .Ret<ffi::AnyBuffer>()  // d_query
+                                  .Ret<ffi::AnyBuffer>()  // d_key
+                                  .Attr<bool>("key_transposed")
                                   .Attr<float>("slope"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxL1Pushforward, L1Pushforward,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::Buffer<ffi::DataType::F32>>()
+                                  .Arg<ffi::AnyBuffer>()  // x
+                                  .Arg<ffi::AnyBuffer>()  // w
+                                  .Arg<ffi::AnyBuffer>()  // dx
+                                  .Ret<ffi::AnyBuffer>()  // dy
                                   .Attr<bool>("w_is_nk")
-                                  .Attr<int32_t>("rule")
                                   .Attr<float>("slope"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxAdditiveForward, AdditiveForward,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // query
+                                  .Arg<ffi::AnyBuffer>()  // key
+                                  .Arg<ffi::AnyBuffer>()  // v
+                                  .Ret<ffi::AnyBuffer>());  // s
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxAdditivePullback, AdditivePullback,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // query
+                                  .Arg<ffi::AnyBuffer>()  // key
+                                  .Arg<ffi::AnyBuffer>()  // v
+                                  .Arg<ffi::AnyBuffer>()  // g
+                                  .Ret<ffi::AnyBuffer>()  // d_query
+                                  .Ret<ffi::AnyBuffer>()  // d_key
+                                  .Ret<ffi::AnyBuffer>());  // d_v
