@@ -1,1 +1,14 @@
-"""Matrix-free second-order optimizers for JAX (CG-FAC)."""
+"""Second-order optimization for JAX."""
+
+from kfac._capture import scan as scan
+from kfac._capture import tap as tap
+from kfac._curvature import Curvature as Curvature
+from kfac._curvature import Layers as Layers
+from kfac._curvature import find_layers as find_layers
+from kfac._curvature import value_grad_and_curvature as value_grad_and_curvature
+from kfac._fisher import Likelihood as Likelihood
+from kfac._layers import Dense as Dense
+from kfac._layers import Generic as Generic
+from kfac._layers import L1Dense as L1Dense
+from kfac._registry import register_layer as register_layer
+from kfac._solver import cg as cg

@@ -1,0 +1,379 @@
+"""Blocks: a layer's parameters, its captured pairs (a, g), and the products F v of its curvature.
+
+Every layer is seen through its local Jacobian J_n (input of example n, one row per token t) and its cotangents g_n, so
+one piece of code serves dense, normalisation, convolution, embedding and adder layers:
+
+- exact:  F v = (1/N) Σ_n J_nᵀ (θ_n g_n) with θ_n = Σ_t ⟨g_nt, (J_n v)_t⟩; for a dense layer Aᵀ diag(A V Gᵀ) G / N;
+- token:  the same with one θ per token, which drops products of different tokens;
+- kron:   K v = (1/NT) Σ_nt J_ntᵀ 𝒢 J_nt v with 𝒢 = Σ g gᵀ/N; for a dense layer (AᵀA/NT) V (GᵀG/N), which is K-FAC
+  (Martens & Grosse, 2015): the formula of ``exact`` with all pairs of inputs and cotangents in place of matching ones.
+
+Token sharing in ``kron`` is ``expand`` (tokens are examples) or ``reduce`` (mean input, summed cotangent; Eschenhagen
+et al., 2023, arXiv:2311.00636).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from kfac._capture import Tap
+from kfac._layers import Dense, Generic
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+    Lane = tuple[Array, ...]  # one array per parameter of a block, of one lane
+
+CURVATURES = ("kron", "exact", "token")
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """A parameter of a block.
+
+    Attributes:
+      path: where it stands in the parameter tree.
+      shape: its shape inside the layer.
+      stack_axes: the axes of the whole parameter that number layers stacked for a scan or vmap.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    stack_axes: tuple[int, ...] = ()
+
+    def to_lanes(self, array: Array) -> Float[Array, "lane ..."]:
+        """The whole parameter with its stacked axes as one leading axis."""
+        array = jnp.moveaxis(array, self.stack_axes, range(len(self.stack_axes)))
+        return array.reshape(-1, *self.shape)
+
+    def from_lanes(self, array: Float[Array, "lane ..."], shape: tuple[int, ...]) -> Array:
+        """The inverse of ``to_lanes`` for a parameter of this whole shape."""
+        array = array.reshape(*(shape[a] for a in self.stack_axes), *self.shape)
+        return jnp.moveaxis(array, range(len(self.stack_axes)), self.stack_axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """One call of a layer, for one lane.
+
+    Attributes:
+      name: of the tap.
+      layer: kind of layer.
+      roles: (role in the layer, index among the block's parameters).
+      frames: (size, whether it numbers lanes) of each leading axis of the captured arrays.
+      output: shape and dtype of y, with the frames that are not lanes.
+      input_dtypes: dtypes of the leaves of x.
+      example_axis: the axis of ``output`` that numbers examples (each perhaps with several tokens).
+      num_examples: N.
+    """
+
+    name: str
+    layer: Dense | Generic
+    roles: tuple[tuple[str, int], ...]
+    frames: tuple[tuple[int, bool], ...]
+    output: jax.ShapeDtypeStruct
+    input_dtypes: tuple[Any, ...]
+    example_axis: int
+    num_examples: int
+
+    @property
+    def num_tokens(self) -> int:
+        """T: rows of the layer's output per example."""
+        return math.prod(self.output.shape[:-1]) // self.num_examples
+
+    @property
+    def num_outputs(self) -> int:
+        """Features of the layer's output."""
+        return self.output.shape[-1]
+
+    def own(self, params: Lane) -> dict[str, Array]:
+        """The parameters of this use by role."""
+        return {role: params[i] for role, i in self.roles}
+
+    def lanes_first(self, array: Array, num_column_axes: int = 0) -> Array:
+        """A captured array with the frames that number lanes as one leading axis."""
+        lanes = [i for i, (_, is_lane) in enumerate(self.frames, num_column_axes) if is_lane]
+        array = jnp.moveaxis(array, lanes, range(len(lanes)))
+        return array.reshape(-1, *array.shape[len(lanes) :])
+
+    def inputs(self, x: Any) -> Any:
+        """Captured inputs of all lanes, with the dtypes they had."""
+        leaves, treedef = jax.tree.flatten(x)
+        leaves = [self.lanes_first(a).astype(d) for a, d in zip(leaves, self.input_dtypes, strict=True)]
+        return jax.tree.unflatten(treedef, leaves)
+
+    def cotangents(self, g: Float[Array, "column ..."]) -> Float[Array, "lane column example token out"]:
+        """Captured cotangents of all lanes."""
+        return jax.vmap(jax.vmap(self.rows))(self.lanes_first(g, num_column_axes=1))
+
+    def rows(self, array: Array) -> Float[Array, "example token out"]:
+        """An array shaped like y as (N, T, features)."""
+        return jnp.moveaxis(array, self.example_axis, 0).reshape(self.num_examples, -1, array.shape[-1])
+
+    def jvp(self, linearized: Any, v: Lane) -> Float[Array, "example token out"]:
+        """J v, in float32 or better."""
+        y = self.layer.jvp(linearized, self.own(v), self.output)
+        return self.rows(y.astype(_accumulator(y)))
+
+    def vjp(self, linearized: Any, z: Float[Array, "example token out"]) -> dict[str, Array]:
+        """Jᵀ z by role."""
+        shape = list(self.output.shape)
+        moved = [shape.pop(self.example_axis), *shape]
+        z = jnp.moveaxis(z.reshape(moved), 0, self.example_axis)
+        return self.layer.vjp(linearized, z if self.layer.factored else z.astype(self.output.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The parameters of a layer, and every call that uses them (several for tied weights).
+
+    Attributes:
+      name: for tables, telemetry and optimizer state.
+      params: its parameters.
+      uses: the calls.
+      lanes: how many layers of this shape are stacked (1 unless scanned or vmapped).
+    """
+
+    name: str
+    params: tuple[Param, ...]
+    uses: tuple[Use, ...]
+    lanes: int
+
+    @property
+    def size(self) -> int:
+        """Number of parameters of one lane."""
+        return sum(math.prod(p.shape) for p in self.params)
+
+    @property
+    def program(self) -> tuple:
+        """All that the products depend on besides arrays: blocks with equal programs can be solved together."""
+        return tuple(dataclasses.replace(use, name="", frames=()) for use in self.uses)
+
+    @property
+    def factored(self) -> bool:
+        """Whether all uses are dense of one lifted shape, so that two Kronecker factors describe the block."""
+        if not all(u.layer.factored for u in self.uses):
+            return False
+        return len({(u.layer, self.lifted_shape(u)) for u in self.uses}) == 1
+
+    def lifted_shape(self, use: Use) -> tuple[int, int]:
+        """(inputs, outputs) of the matrix that a dense use multiplies its features by."""
+        return use.layer.lifted_shape({role: self.params[i].shape for role, i in use.roles})
+
+
+def find_blocks(
+    taps: dict[str, Tap], shapes: dict[str, tuple[int, ...]], num_examples: int
+) -> tuple[tuple[Block, ...], dict[str, str]]:
+    """Groups tapped calls into blocks that share no parameter.
+
+    Returns:
+      The blocks, and reason by name for each tapped call that cannot have one.
+    """
+    found: dict[str, tuple[Tap, dict[str, Param], tuple[bool, ...], int]] = {}
+    skipped: dict[str, str] = {}
+    for name, tap in taps.items():
+        result = _resolve(tap, shapes, num_examples)
+        if isinstance(result, str):
+            skipped[name] = result
+        else:
+            found[name] = (tap, *result)
+    groups: list[tuple[set[str], list[str]]] = []
+    for name, (_, params, _, _) in found.items():
+        paths, names = {p.path for p in params.values()}, [name]
+        for group in [g for g in groups if g[0] & paths]:
+            groups.remove(group)
+            paths, names = paths | group[0], group[1] + names
+        groups.append((paths, names))
+    blocks = []
+    for _, names in groups:
+        block = _make_block({name: found[name] for name in names}, num_examples)
+        if isinstance(block, str):
+            skipped |= dict.fromkeys(names, block)
+        else:
+            blocks.append(block)
+    return tuple(blocks), skipped
+
+
+def _resolve(tap: Tap, shapes: dict, num_examples: int) -> tuple[dict[str, Param], tuple[bool, ...], int] | str:
+    """Parameters, lane frames and example axis of a tapped call, or why it can have no block."""
+    params, stacked = {}, None
+    for role, (path, shape, certain) in tap.params.items():
+        if path is None:
+            return f"parameter {role!r} is not an array of the differentiated tree"
+        match = _stack_axes(shapes[path], shape, tap.frames)
+        if match is None:
+            return f"{path} has shape {shapes[path]}, but {shape} inside the layer"
+        if tap.scans and not any(match[0]) and not certain:
+            return f"cannot tell whether the scan shares {path} or stacks it inside the loss"
+        if stacked is not None and match[0] != stacked:
+            return "some of its parameters are stacked and others shared"
+        stacked, params[role] = match[0], Param(path, shape, match[1])
+    axis = _example_axis(tap, stacked, num_examples)
+    if axis is None:
+        return f"no axis of its output {tap.y.shape} numbers the {num_examples} examples"
+    return params, stacked, axis
+
+
+def _stack_axes(
+    full: tuple[int, ...], local: tuple[int, ...], frames: tuple[int, ...]
+) -> tuple[tuple[bool, ...], tuple[int, ...]] | None:
+    """Which frames number lanes, and along which axes of the whole parameter."""
+    count = len(full) - len(local)
+    for chosen in itertools.combinations(range(len(frames)), max(count, 0)):
+        for axes in itertools.combinations(range(len(full)), max(count, 0)):
+            sizes_match = all(full[a] == frames[f] for a, f in zip(axes, chosen, strict=True))
+            if sizes_match and tuple(s for a, s in enumerate(full) if a not in axes) == local:
+                return tuple(f in chosen for f in range(len(frames))), axes
+    return None
+
+
+def _example_axis(tap: Tap, stacked: tuple[bool, ...], num_examples: int) -> int | None:
+    """Examples are numbered by a vmap, else by the output's first axis (which may hold tokens too), else by a scan."""
+    inner = [(size, i >= len(tap.scans)) for i, (size, s) in enumerate(zip(tap.frames, stacked, strict=True)) if not s]
+    vmaps = [i for i, (size, is_vmap) in enumerate(inner) if is_vmap and size == num_examples]
+    scans = [i for i, (size, is_vmap) in enumerate(inner) if not is_vmap and size == num_examples]
+    first = [len(inner)] if len(tap.y.shape) > 1 and tap.y.shape[0] % num_examples == 0 else []
+    return next(iter(vmaps + first + scans), None)
+
+
+def _make_block(members: dict[str, tuple], num_examples: int) -> Block | str:
+    params: dict[str, Param] = {}
+    for _, own, _, _ in members.values():
+        for param in own.values():
+            if params.setdefault(param.path, param) != param:
+                return f"{param.path} is stacked in one use and not in another"
+    order = list(params)
+    lanes = set()
+    uses = []
+    for name, (tap, own, stacked, axis) in members.items():
+        lanes.add(math.prod(size for size, s in zip(tap.frames, stacked, strict=True) if s))
+        roles = tuple((role, order.index(p.path)) for role, p in own.items())
+        dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(tap.x))
+        frames = tuple(zip(tap.frames, stacked, strict=True))
+        inner = tuple(size for size, is_lane in frames if not is_lane)
+        output = jax.ShapeDtypeStruct((*inner, *tap.y.shape), tap.y.dtype)
+        uses.append(Use(name, tap.layer.framed(len(inner)), roles, frames, output, dtypes, axis, num_examples))
+    if len(lanes) > 1:
+        return "its uses are stacked differently"
+    return Block(next(iter(members)), tuple(params.values()), tuple(uses), lanes.pop())
+
+
+# ---- Products of one lane. `program` is Block.program; `g` holds each use's cotangents (column, example, token, out).
+
+
+def linearize(program: tuple[Use, ...], params: Lane, inputs: tuple) -> tuple:
+    """The local Jacobians of all uses at the captured inputs."""
+    return tuple(use.layer.linearize(use.own(params), x) for use, x in zip(program, inputs, strict=True))
+
+
+def pushforward(program: tuple[Use, ...], linearized: tuple, v: Lane) -> tuple[Array, ...]:
+    """J v of each use, (N, T, outputs)."""
+    return tuple(use.jvp(state, v) for use, state in zip(program, linearized, strict=True))
+
+
+def pullback(program: tuple[Use, ...], linearized: tuple, zs: tuple[Array, ...], like: Lane) -> Lane:
+    """Σ_uses Jᵀ z."""
+    total = [jnp.zeros_like(p) for p in like]
+    for use, state, z in zip(program, linearized, zs, strict=True):
+        pulled = use.vjp(state, z)
+        for role, i in use.roles:
+            total[i] += pulled[role].astype(total[i].dtype)
+    return tuple(total)
+
+
+def example_derivatives(g: tuple[Array, ...], pushed: tuple[Array, ...]) -> Float[Array, "column example"]:
+    """θ_n = ⟨g_n, J_n v⟩: each example's derivative of its loss along v."""
+    return sum(jnp.einsum("cnto,nto->cn", gs, ys) for gs, ys in zip(g, pushed, strict=True))
+
+
+def exact_product(program: tuple[Use, ...], linearized: tuple, g: tuple[Array, ...], v: Lane) -> Lane:
+    """F v = (1/N) Σ_n Jᵀ(θ_n g_n)."""
+    theta = example_derivatives(g, pushforward(program, linearized, v)) / program[0].num_examples
+    return pullback(program, linearized, tuple(jnp.einsum("cn,cnto->nto", theta, gs) for gs in g), v)
+
+
+def token_product(program: tuple[Use, ...], linearized: tuple, g: tuple[Array, ...], v: Lane) -> Lane:
+    """F v with one θ per token."""
+    zs = []
+    for gs, ys in zip(g, pushforward(program, linearized, v), strict=True):
+        theta = jnp.einsum("cnto,nto->cnt", gs, ys) / program[0].num_examples
+        zs.append(jnp.einsum("cnt,cnto->nto", theta, gs))
+    return pullback(program, linearized, tuple(zs), v)
+
+
+def kron_product(program: tuple[Use, ...], linearized: tuple, right: tuple[Array, ...], v: Lane, reduce: bool) -> Lane:
+    """K v = (1/NT) Σ Jᵀ 𝒢 J v, with ``right`` 𝒢 by number of outputs, in order of first use."""
+    groups = output_groups(program)
+    zs = []
+    for use, y in zip(program, pushforward(program, linearized, v), strict=True):
+        matrix, tokens = right[list(groups).index(use.num_outputs)], groups[use.num_outputs]
+        if reduce:
+            y = jnp.broadcast_to(y.sum(1, keepdims=True) / tokens, y.shape)
+        zs.append(y @ matrix / (use.num_examples * tokens))
+    return pullback(program, linearized, tuple(zs), v)
+
+
+def output_groups(program: tuple[Use, ...]) -> dict[int, int]:
+    """Number of outputs → tokens per example of all uses with that many, in order of first use."""
+    groups: dict[int, int] = {}
+    for use in program:
+        groups[use.num_outputs] = groups.get(use.num_outputs, 0) + use.num_tokens
+    return groups
+
+
+def right_factors(program: tuple[Use, ...], g: tuple[Array, ...], reduce: bool) -> tuple[Array, ...]:
+    """𝒢 = Σ g gᵀ / N over the uses with equally many outputs."""
+    factors = []
+    for outputs in output_groups(program):
+        total = 0
+        for use, gs in zip(program, g, strict=True):
+            if use.num_outputs == outputs:
+                gs = gs.sum(2, keepdims=True) if reduce else gs
+                total += jnp.einsum("cnto,cntp->op", gs, gs, preferred_element_type=_accumulator(gs))
+        factors.append(total / program[0].num_examples)
+    return tuple(factors)
+
+
+def left_factor(program: tuple[Use, ...], params: Lane, inputs: tuple, reduce: bool) -> Float[Array, "lifted lifted"]:
+    """𝒜 = Σ φ φᵀ / (N T), the second moment of the features of a factored block."""
+    tokens = sum(use.num_tokens for use in program)
+    total = 0
+    for use, x in zip(program, inputs, strict=True):
+        features = use.rows(use.layer.features(use.own(params), x))
+        features = features.sum(1, keepdims=True) / tokens**0.5 if reduce else features
+        total += jnp.einsum("nti,ntj->ij", features, features, preferred_element_type=_accumulator(features))
+    return total / (program[0].num_examples * tokens)
+
+
+def factor_product(program: tuple[Use, ...], params: Lane, left: Array, right: Array, v: Lane) -> Lane:
+    """K v = Lᵀ(𝒜 L(v) 𝒢) with L the lift of the layer."""
+    use = program[0]
+    matrix = left @ use.layer.lift(use.own(params), use.own(v)) @ right
+    pulled = use.layer.project(use.own(params), matrix)
+    total = list(v)
+    for role, i in use.roles:
+        total[i] = pulled[role].astype(v[i].dtype)
+    return tuple(total)
+
+
+def example_gradients(program: tuple[Use, ...], linearized: tuple, g: tuple[Array, ...], like: Lane) -> Lane:
+    """Every example's own gradient, one row per column and example: U of F = UᵀU/N."""
+
+    def one(column: Array, example: Array) -> Lane:
+        keep = jnp.arange(program[0].num_examples) == example
+        zs = tuple(jnp.where(keep[:, None, None], gs[column], 0) for gs in g)
+        return pullback(program, linearized, zs, like)
+
+    columns, examples = g[0].shape[:2]
+    grid = jnp.meshgrid(jnp.arange(columns), jnp.arange(examples), indexing="ij")
+    return jax.lax.map(lambda ce: one(*ce), tuple(i.ravel() for i in grid))
+
+
+def _accumulator(array: Array) -> Any:
+    return jnp.promote_types(array.dtype, jnp.float32)

@@ -1,0 +1,317 @@
+"""Capture of what enters each layer and of the cotangent of what leaves it, during one forward and backward pass.
+
+A *tap* on a layer's output y is the identity with a backward rule that hands (x, ∂L/∂y) to a *slot*: an extra
+argument of zeros, whose "gradient" is the pair. Slots are created outside the differentiated function and found inside
+it through a context that JAX's own caches respect, so layers keep their signatures. The rule changes no gradient.
+
+- under ``jax.lax.scan`` the slots of the body are scanned over like any other input (``scan`` below);
+- under ``jax.vmap`` each example writes to its own row, found by a function whose batching rule counts rows;
+- ``jax.checkpoint``, ``jax.jit`` and ``jax.lax.cond`` need nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from kfac._layers import Dense, Generic
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, PyTree
+
+    Layer = Dense | Generic
+
+# Its value is the capture in progress. A user context is part of the key of every tracing cache of JAX, so that a
+# function traced without taps is not reused with them, nor one capture's slots by the next.
+_current = jax.make_user_context(None)
+
+
+@dataclasses.dataclass
+class Tap:
+    """One tapped call of a layer, as recorded while the loss is traced.
+
+    Attributes:
+      layer: how the output depends on the parameters.
+      params: role → (path in the parameter tree or None, shape inside the layer, whether its identity is certain).
+      x, y: shapes of the input (a tree) and of the output, without the axes of scans and vmaps.
+      scan_path: which scans the call is inside of, outermost first, by order of appearance.
+      scans: lengths of these scans.
+      vmaps: sizes of the vmaps around it, innermost first, by nesting level.
+    """
+
+    layer: Layer
+    params: dict[str, tuple[str | None, tuple[int, ...], bool]]
+    x: PyTree[jax.ShapeDtypeStruct]
+    y: jax.ShapeDtypeStruct
+    scan_path: tuple[int, ...]
+    scans: tuple[int, ...]
+    vmaps: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def frames(self) -> tuple[int, ...]:
+        """Sizes of the leading axes of what is captured: scans, then vmaps, each outermost first."""
+        return (*self.scans, *(self.vmaps[level] for level in sorted(self.vmaps, reverse=True)))
+
+    def slot(self) -> tuple[PyTree[Array], Array]:
+        """Zeros that the pair (x, cotangent of y) of all frames fits in."""
+        zeros = lambda s: jnp.zeros((*self.frames, *s.shape), _float_dtype(s.dtype))
+        return jax.tree.map(zeros, self.x), zeros(self.y)
+
+
+class Capture:
+    """State of one trace of the loss: without slots it records taps, with slots it feeds them."""
+
+    def __init__(self, params: PyTree, taps: dict[str, Tap] | None = None, slots: dict[str, Any] | None = None):
+        leaves = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]]
+        self.shapes = {path: jnp.shape(leaf) for path, leaf in leaves}
+        self.paths = {id(leaf): path for path, leaf in leaves}
+        self.alive = [params]  # an id stays unique only as long as its object lives
+        self.taps = {} if taps is None else taps
+        self.slots = slots
+        self.calls: dict[str, int] = {}
+        self.scan_path: tuple[int, ...] = ()
+        self.scans: tuple[int, ...] = ()
+        self.num_scans = 0
+        self.muted = False
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Within it, taps and scans on this thread belong to this capture."""
+        with _patches, _current(self), _flax_adapters(self):
+            try:
+                yield
+            finally:
+                # JAX's caches keep the context's value: let go of the tracers.
+                self.paths, self.alive, self.slots = {}, [], None
+
+    def name(self, base: str) -> str:
+        """``base``, or ``base#2`` and so on for further calls of the same layer."""
+        count = self.calls[base] = self.calls.get(base, 0) + 1
+        return base if count == 1 else f"{base}#{count}"
+
+    def tap(self, base: str, layer: Layer, x: PyTree[Array], y: Array, params: dict[str, Any]) -> Array:
+        """Taps a call: returns y."""
+        name = self.name(base)
+        if self.slots is None:
+            shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
+            self.taps[name] = Tap(layer, params, jax.tree.map(shape, x), shape(y), self.scan_path, self.scans)
+            return y + _row(self.taps[name].vmaps, x, y).astype(y.dtype) * 0
+        if name not in self.taps or name not in self.slots:
+            raise RuntimeError(
+                f"expected the same layers in every trace of the loss, got {name!r}, which was not met in the first; "
+                "make the loss function deterministic in what it calls."
+            )
+        tap, slot = self.taps[name], self.slots[name]
+        if tap.vmaps:
+            row, count = _row({}, x, y), math.prod(tap.vmaps.values())
+            num_axes = len(tap.vmaps)
+            slot = jax.tree.map(lambda s: s.reshape(count, *s.shape[num_axes:])[row], slot)
+        return _tap(y, x, slot)
+
+    def scan(self, f: Callable, init: Any, xs: Any, length: int | None, args: tuple, kwargs: dict) -> Any:
+        """``jax.lax.scan`` with the slots of the taps in its body as further inputs."""
+        path = (*self.scan_path, self.num_scans)
+        self.num_scans += 1
+        length = length if length is not None else len(jax.tree.leaves(xs)[0])
+        inner = {n: t for n, t in self.taps.items() if t.scan_path[: len(path)] == path}
+        slots = None if self.slots is None else {name: self.slots[name] for name in inner}
+        state = (self.scan_path, self.scans, self.slots)
+        calls, num_scans = dict(self.calls), self.num_scans
+
+        def body(carry, xs_and_slots):
+            x, slots = xs_and_slots
+            # JAX may trace a body more than once: every time it starts from the same state.
+            self.scan_path, self.scans, self.slots = path, (*state[1], length), slots
+            self.calls, self.num_scans = dict(calls), num_scans
+            self._inherit_paths(xs, x)
+            try:
+                return f(carry, x)
+            finally:
+                self.scan_path, self.scans, self.slots = state
+
+        return _original_scan(body, init, (xs, slots), length, *args, **kwargs)
+
+    def _inherit_paths(self, outer: PyTree, inner: PyTree) -> None:
+        for o, i in zip(jax.tree.leaves(outer), jax.tree.leaves(inner), strict=True):
+            if id(o) in self.paths:
+                self.paths[id(i)] = self.paths[id(o)]
+                self.alive.append(i)
+
+
+def current_capture() -> Capture | None:
+    """The capture in progress on this thread, if layers are to report to it."""
+    capture = _current.value
+    return None if capture is None or capture.muted else capture
+
+
+def path_name(path: tuple) -> str:
+    """A tree path as text, ``"blocks/0/kernel"``."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def tap(layer: Layer, params: dict[str, Array], x: Array, *, path: str) -> Array:
+    """Applies a layer of a plain function so that its curvature is captured.
+
+    Outside of a capture it is ``layer(params, x)``.
+
+    Args:
+      layer: ``kfac.Dense()``, ``kfac.L1Dense()`` or ``kfac.Generic(fn)``.
+      params: the layer's own parameters by role; for ``Dense`` these are ``kernel`` and optionally ``bias``.
+      x: its input.
+      path: where ``params`` stands in the parameter tree that is differentiated, ``"encoder/fc1"``; a parameter
+        stacked for ``jax.lax.scan`` or ``jax.vmap`` has the same path as the whole stack.
+
+    Returns:
+      The layer's output.
+
+    >>> import jax.numpy as jnp
+    >>> params = {"fc": {"kernel": jnp.ones((3, 2))}}
+    >>> tap(Dense(), params["fc"], jnp.ones((1, 3)), path="fc").tolist()
+    [[3.0, 3.0]]
+    """
+    y = layer(params, x)
+    capture = current_capture()
+    if capture is None:
+        return y
+    named = {role: (f"{path}/{role}" if path else role, jnp.shape(p), True) for role, p in params.items()}
+    for name, _, _ in named.values():
+        if name not in capture.shapes:
+            raise ValueError(
+                f"expected kfac.tap's path to name parameters of the differentiated tree, got {name!r}; "
+                f"it has {', '.join(sorted(capture.shapes)[:8])}, …"
+            )
+    return capture.tap(path, layer, x, y, named)
+
+
+def record_taps(loss_fn: Callable, params: PyTree, args: tuple) -> dict[str, Tap]:
+    """Traces ``loss_fn(params, *args)`` abstractly and returns its tapped calls in order."""
+    taps: dict[str, Tap] = {}
+
+    def traced(params, args):
+        capture = Capture(params, taps)
+        with capture.active():
+            loss_fn(params, *args)
+
+    jax.eval_shape(traced, params, args)
+    return taps
+
+
+def tapped(loss_fn: Callable, taps: dict[str, Tap]) -> Callable:
+    """``(params, slots, *args) → loss_fn(params, *args)`` whose gradient in ``slots`` is what the taps captured."""
+
+    def with_slots(params, slots, *args):
+        with Capture(params, taps, slots).active():
+            return loss_fn(params, *args)
+
+    return with_slots
+
+
+@jax.custom_vjp
+def _tap(y: Array, x: PyTree[Array], slot: tuple[PyTree[Array], Array]) -> Array:
+    return y
+
+
+def _tap_backward(x: PyTree[Array], dy: Array) -> tuple:
+    return dy, None, (jax.tree.map(lambda a: a.astype(_float_dtype(a.dtype)), x), dy)
+
+
+_tap.defvjp(lambda y, x, slot: (y, x), _tap_backward)
+
+
+def _float_dtype(dtype: Any) -> Any:
+    # Slots are gradients, so whole numbers (tokens, masks) travel as floats; exact below 2**24.
+    return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
+
+
+def _row(sizes: dict[int, int], x: PyTree[Array], y: Array) -> Array:
+    """The number of this example among those of all vmaps around it; writes their sizes to ``sizes``."""
+    batched = [jax.lax.stop_gradient(a.reshape(-1)[:0].astype(jnp.float32)) for a in (*jax.tree.leaves(x), y)]
+    return _row_at_level(sizes, 0)(jnp.concatenate(batched))
+
+
+def _row_at_level(sizes: dict[int, int], level: int) -> Callable[[Array], Array]:
+    @custom_vmap
+    def row(empty):
+        return jnp.zeros((), jnp.int32)
+
+    @row.def_vmap
+    def count_rows(axis_size, in_batched, empty):
+        sizes[level] = axis_size
+        outer = _row_at_level(sizes, level + 1)(empty[0] if in_batched[0] else empty)
+        return outer * axis_size + jnp.arange(axis_size, dtype=jnp.int32), True
+
+    return row
+
+
+def scan(f: Callable, init: Any, xs: Any = None, length: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    """``jax.lax.scan``; tapped layers inside are captured once per iteration.
+
+    While a capture runs, ``jax.lax.scan`` itself is this function; call it by this name where code holds on to the
+    original (``from jax.lax import scan``).
+    """
+    capture = _current.value
+    if capture is None:
+        return _original_scan(f, init, xs, length, *args, **kwargs)
+    return capture.scan(f, init, xs, length, args, kwargs)
+
+
+_original_scan = jax.lax.scan
+
+
+class _Patches:
+    """Functions of other libraries replaced while any capture runs, by ones that look for it (on their thread)."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.count = 0
+        self.originals: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.count += 1
+            if self.count == 1:
+                self._replace(jax.lax, "scan", lambda original: scan)
+                if "flax.nnx" in sys.modules:
+                    from kfac import _nnx
+
+                    for owner, name, make in _nnx.replacements():
+                        self._replace(owner, name, make)
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self.lock:
+            self.count -= 1
+            if self.count == 0:
+                while self.originals:
+                    setattr(*self.originals.pop())
+
+    def _replace(self, owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
+        original = owner.__dict__[name]
+        self.originals.append((owner, name, original))
+        setattr(owner, name, functools.wraps(original)(make(original)))
+
+
+_patches = _Patches()
+
+
+@contextlib.contextmanager
+def _flax_adapters(capture: Capture) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if "flax.linen" in sys.modules:
+            from kfac import _linen
+
+            stack.enter_context(_linen.interception())
+        if "flax.nnx" in sys.modules:
+            from kfac import _nnx
+
+            _nnx.name_variables(capture, capture.alive[0])
+        yield

@@ -1,0 +1,239 @@
+"""One call that gives loss, gradient and the captured curvature of every layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from kfac._blocks import Block, find_blocks
+from kfac._capture import Tap, path_name, record_taps, tapped
+from kfac._fisher import FISHERS, Likelihood, get_likelihood, output_cotangents
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Key, PyTree
+
+
+class Layers:
+    """The layers of a model that have curvature, found by tracing its loss; printing it gives the coverage table.
+
+    Attributes:
+      blocks: name → block, in the order of the calls.
+      skipped: name → why a layer that was met has no block.
+      shapes: path → shape of every parameter.
+    """
+
+    def __init__(self, blocks: Sequence[Block], skipped: dict[str, str], shapes: dict[str, tuple[int, ...]]):
+        self.blocks = {block.name: block for block in blocks}
+        self.skipped = dict(skipped)
+        self.shapes = dict(shapes)
+
+    @property
+    def block_of(self) -> dict[str, str]:
+        """Path → name of the block of every covered parameter."""
+        return {param.path: name for name, block in self.blocks.items() for param in block.params}
+
+    @property
+    def coverage(self) -> float:
+        """Share of the parameters (counted as numbers) that some block covers."""
+        sizes = {path: math.prod(shape) for path, shape in self.shapes.items()}
+        return sum(sizes[path] for path in self.block_of) / max(sum(sizes.values()), 1)
+
+    def __str__(self) -> str:
+        owner, rows = self.block_of, [("parameter", "shape", "block")]
+        for path, shape in self.shapes.items():
+            text = "fallback (no layer met)"
+            if path in owner:
+                block = self.blocks[owner[path]]
+                kinds = dict.fromkeys(use.layer.kind for use in block.uses)
+                text = f"{' + '.join(kinds)}, {block.name}" + (f" × {block.lanes}" if block.lanes > 1 else "")
+            else:
+                name = next((n for n in self.skipped if path.startswith(n.split("#")[0] + "/")), None)
+                text = f"fallback ({self.skipped[name]})" if name else text
+            rows.append((path, "×".join(map(str, shape)) or "scalar", text))
+        widths = [max(len(row[i]) for row in rows) for i in range(2)]
+        lines = [f"{path:<{widths[0]}}  {shape:>{widths[1]}}  {text}" for path, shape, text in rows]
+        return "\n".join([*lines, f"{len(self.blocks)} blocks cover {100 * self.coverage:.1f} % of the parameters"])
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["captured", "fresh"],
+    meta_fields=["layers", "num_examples", "fisher"],
+)
+@dataclasses.dataclass(frozen=True)
+class Curvature:
+    """What the optimizer needs beside the gradient; made by ``value_grad_and_curvature``.
+
+    Attributes:
+      captured: tap name → (layer inputs, cotangents of its output with a leading axis for the columns). Cotangents are
+        those of each example's own loss, not of the mean.
+      fresh: False where this step computed no curvature (see ``refresh``); the arrays are zeros then.
+      layers: the layers of this trace.
+      num_examples: N.
+      fisher: which Fisher matrix the cotangents stand for.
+    """
+
+    captured: dict[str, tuple[PyTree[Array], Array]]
+    fresh: Bool[Array, ""]
+    layers: Layers
+    num_examples: int
+    fisher: str
+
+
+def find_layers(loss_fn: Callable, params: PyTree, *args: Any, batch_size: int | None = None) -> Layers:
+    """Traces ``loss_fn(params, *args)`` without running it and returns the layers whose curvature can be captured.
+
+    Args:
+      loss_fn: as for ``value_grad_and_curvature``.
+      params: the tree that will be differentiated; arrays or ``jax.ShapeDtypeStruct``.
+      *args: the loss function's further arguments, likewise.
+      batch_size: number of examples; by default the length of the first array in ``args``.
+
+    Returns:
+      The layers; ``print`` shows for each parameter its block or its fallback, and the share covered.
+
+    >>> import jax, jax.numpy as jnp, kfac
+    >>> params = {"fc": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}, "scale": jnp.ones(())}
+    >>> loss_fn = lambda p, x: (p["scale"] * kfac.tap(kfac.Dense(), p["fc"], x, path="fc")).mean()
+    >>> print(find_layers(loss_fn, params, jnp.ones((4, 3))))
+    parameter   shape  block
+    fc/bias         2  dense, fc
+    fc/kernel     3×2  dense, fc
+    scale      scalar  fallback (no layer met)
+    1 blocks cover 88.9 % of the parameters
+    """
+    taps = record_taps(loss_fn, params, args)
+    return _layers(taps, params, _count_examples(args, batch_size))
+
+
+def value_grad_and_curvature(
+    loss_fn: Callable,
+    *,
+    fisher: str = "mc",
+    likelihood: str | Likelihood = "categorical",
+    outputs: Callable[[Any], Array] | None = None,
+    has_aux: bool = False,
+    num_samples: int = 1,
+    batch_size: int | None = None,
+) -> Callable:
+    """Like ``jax.value_and_grad``, with the curvature of every layer beside the gradient.
+
+    The loss must be the mean over examples (and positions) of the negative log-likelihood, plus anything that does not
+    depend on the data. The gradient is that of ``jax.value_and_grad``; the curvature costs one more pull-back over the
+    same forward pass, without weight gradients (none for ``"empirical"``).
+
+    Args:
+      loss_fn: ``loss_fn(params, *args) → loss`` or ``(loss, aux)``.
+      fisher: ``"empirical"``: cotangents of the loss itself, the paper's choice; ``"mc"``: of the loss under labels
+        drawn from the model, an unbiased estimate of the Fisher matrix; ``"ggn"``: the generalised Gauss-Newton matrix
+        by random signs; ``"enumerate"``: the same exactly, one pull-back per class.
+      likelihood: what ``loss_fn`` averages the negative logarithm of: ``"categorical"``, ``"bernoulli"``,
+        ``"gaussian"`` or a ``kfac.Likelihood``. Not used by ``"empirical"``.
+      outputs: aux → the likelihood's outputs (logits) of shape (batch, *positions, classes), which ``loss_fn`` must
+        return in its aux for every Fisher matrix but ``"empirical"``; by default aux itself.
+      has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
+      num_samples: draws per example, for ``"mc"`` and ``"ggn"``.
+      batch_size: number of examples; by default the length of the first array in ``args``.
+
+    Returns:
+      ``(params, *args, key=None, refresh=True) → (value, grads, Curvature)`` where ``value`` is ``loss`` or
+      ``(loss, aux)``. ``key`` feeds the draws. With ``refresh`` (a bool, traced or not) False the extra pull-back is
+      left out and the curvature is marked as not fresh.
+
+    Raises:
+      ValueError: an unknown Fisher matrix or likelihood, or one that needs outputs without ``has_aux``.
+
+    >>> import jax, jax.numpy as jnp, kfac
+    >>> params = {"kernel": jnp.ones((3, 2))}
+    >>> def loss_fn(params, x, labels):
+    ...     logits = kfac.tap(kfac.Dense(), params, x, path="")
+    ...     return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1).mean(), logits
+    >>> (loss, logits), grads, curvature = value_grad_and_curvature(loss_fn, has_aux=True)(
+    ...     params, jnp.ones((4, 3)), jnp.array([0, 1, 1, 1]), key=jax.random.key(0))
+    >>> grads["kernel"].shape, curvature.num_examples
+    ((3, 2), 4)
+    """
+    if fisher not in FISHERS:
+        raise ValueError(f"expected fisher to be one of {', '.join(FISHERS)}, got {fisher!r}.")
+    if fisher != "empirical" and not has_aux:
+        raise ValueError(
+            f"fisher={fisher!r} needs the network's outputs: expected has_aux=True and a loss_fn returning "
+            "(loss, outputs), got has_aux=False; return them, or use fisher='empirical'."
+        )
+    likelihood = get_likelihood(likelihood)
+    select = outputs or (lambda aux: aux)
+
+    def function(params: PyTree, *args: Any, key: Key | None = None, refresh: bool | Array = True) -> tuple:
+        taps = record_taps(loss_fn, params, args)
+        slots = {name: tap.slot() for name, tap in taps.items()}
+        inner = tapped(loss_fn, taps)
+
+        def forward(params, slots):
+            result = inner(params, slots, *args)
+            loss, aux = result if has_aux else (result, None)
+            return (loss, select(aux) if fisher != "empirical" else ()), aux
+
+        (loss, z), pullback, aux = jax.vjp(forward, params, slots, has_aux=True)
+        examples = _count_examples(args, batch_size)
+        if fisher == "empirical":
+            grads, own = pullback((jnp.ones_like(loss), ()))
+            captured = {name: (x, g[None] * examples) for name, (x, g) in own.items()}
+        else:
+            grads, _ = pullback((jnp.ones_like(loss), jnp.zeros_like(z)))
+            captured = _extra_pullback(pullback, fisher, likelihood, loss, z, key, num_samples, refresh, slots)
+        curvature = Curvature(captured, jnp.asarray(refresh), _layers(taps, params, examples), examples, fisher)
+        return ((loss, aux) if has_aux else loss), grads, curvature
+
+    return function
+
+
+def _extra_pullback(
+    pullback: Callable,
+    fisher: str,
+    likelihood: Likelihood,
+    loss: Array,
+    z: Array,
+    key: Key | None,
+    num_samples: int,
+    refresh: bool | Array,
+    slots: dict,
+) -> dict:
+    """Pairs (inputs, cotangents with a column axis) for cotangents of the outputs drawn by the likelihood."""
+    columns = output_cotangents(fisher, likelihood, jax.lax.stop_gradient(z), key, num_samples).astype(z.dtype)
+
+    def pull(column: Array) -> dict:
+        return pullback((jnp.zeros_like(loss), column))[1]
+
+    def compute() -> dict:
+        if len(columns) == 1:
+            return {name: (x, g[None]) for name, (x, g) in pull(columns[0]).items()}
+        return {n: (jax.tree.map(lambda a: a[0], x), g) for n, (x, g) in jax.vmap(pull)(columns).items()}
+
+    if refresh is True:
+        return compute()
+    empty = {name: (x, jnp.zeros((len(columns), *g.shape), g.dtype)) for name, (x, g) in slots.items()}
+    return jax.lax.cond(refresh, compute, lambda: empty)
+
+
+def _layers(taps: dict[str, Tap], params: PyTree, num_examples: int) -> Layers:
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    shapes = {path_name(path): jnp.shape(leaf) for path, leaf in flat}
+    blocks, skipped = find_blocks(taps, shapes, num_examples)
+    return Layers(blocks, skipped, shapes)
+
+
+def _count_examples(args: tuple, batch_size: int | None) -> int:
+    if batch_size is not None:
+        return batch_size
+    for leaf in jax.tree.leaves(args):
+        if len(getattr(leaf, "shape", ())) > 0:
+            return leaf.shape[0]
+    raise ValueError(
+        "expected an array with an example axis among the loss function's arguments, got none; pass batch_size=."
+    )

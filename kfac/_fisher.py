@@ -1,0 +1,110 @@
+"""Cotangents of the network's outputs whose outer products average to the curvature of the loss.
+
+For outputs z of one example and a negative log-likelihood ℓ(z, y), each sampler returns columns c with
+E[c cᵀ] = ∇²_z ℓ: pulled back through the network they give the Fisher matrix (Monte Carlo labels) or, what is the same
+matrix for these likelihoods, the generalised Gauss-Newton matrix (random signs, or every column in turn).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Key
+
+FISHERS = ("empirical", "mc", "ggn", "enumerate")
+
+
+@dataclasses.dataclass(frozen=True)
+class Likelihood:
+    """A negative log-likelihood ℓ(z, y), by what curvature needs of it.
+
+    Attributes:
+      sample: (key, z) → ∇_z ℓ(z, y) with y drawn from the model's own distribution at z.
+      root: (z, ε) → B ε with B Bᵀ = ∇²_z ℓ; along the last axis of z.
+    """
+
+    sample: Callable[[Array, Array], Array]
+    root: Callable[[Array, Array], Array]
+
+
+def _sample_categorical(key: Array, logits: Array) -> Array:
+    labels = jax.random.categorical(key, logits)
+    return jax.nn.softmax(logits) - jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
+
+
+def _root_categorical(logits: Array, noise: Array) -> Array:
+    probabilities = jax.nn.softmax(logits)
+    scaled = jnp.sqrt(probabilities) * noise
+    return scaled - probabilities * jnp.sum(jnp.sqrt(probabilities) * scaled, axis=-1, keepdims=True)
+
+
+def _sample_bernoulli(key: Array, logits: Array) -> Array:
+    probabilities = jax.nn.sigmoid(logits)
+    return probabilities - jax.random.bernoulli(key, probabilities).astype(logits.dtype)
+
+
+def _root_bernoulli(logits: Array, noise: Array) -> Array:
+    probabilities = jax.nn.sigmoid(logits)
+    return jnp.sqrt(probabilities * (1 - probabilities)) * noise
+
+
+LIKELIHOODS = {
+    "categorical": Likelihood(_sample_categorical, _root_categorical),
+    "bernoulli": Likelihood(_sample_bernoulli, _root_bernoulli),
+    "gaussian": Likelihood(lambda key, mean: jax.random.normal(key, mean.shape, mean.dtype), lambda mean, noise: noise),
+}
+
+
+def get_likelihood(likelihood: str | Likelihood) -> Likelihood:
+    """The likelihood of this name: softmax cross-entropy is ``"categorical"``, sigmoid cross-entropy summed over the
+    last axis ``"bernoulli"``, ½‖z − y‖² summed over it ``"gaussian"``.
+
+    >>> get_likelihood("gaussian").root(jnp.zeros(2), jnp.ones(2)).tolist()
+    [1.0, 1.0]
+    """
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    if likelihood not in LIKELIHOODS:
+        raise ValueError(
+            f"expected a likelihood among {', '.join(LIKELIHOODS)} or a kfac.Likelihood, got {likelihood!r}; "
+            "name the one whose negative logarithm the loss averages."
+        )
+    return LIKELIHOODS[likelihood]
+
+
+def output_cotangents(
+    fisher: str,
+    likelihood: Likelihood,
+    outputs: Float[Array, "batch *positions classes"],
+    key: Key | None,
+    num_samples: int,
+) -> Float[Array, "columns batch *positions classes"]:
+    """Columns c of every example with Σ_columns E[c cᵀ] = the Hessian of its loss in its outputs.
+
+    Positions between the batch and the class axis are independent terms over which the loss averages.
+
+    Raises:
+      ValueError: no key where one is needed, or enumeration over several positions.
+    """
+    if fisher == "enumerate":
+        if outputs.ndim != 2:
+            raise ValueError(
+                f"fisher='enumerate' expects outputs of shape (batch, classes), got {outputs.shape}; "
+                "use fisher='ggn' or 'mc' for outputs with positions."
+            )
+        units = jnp.eye(outputs.shape[-1], dtype=outputs.dtype)
+        return jax.vmap(lambda unit: likelihood.root(outputs, jnp.broadcast_to(unit, outputs.shape)))(units)
+    if key is None:
+        raise ValueError(f"fisher={fisher!r} draws random numbers: expected key=, got None; pass a jax.random.key.")
+    if fisher == "mc":
+        draw = lambda key: likelihood.sample(key, outputs)
+    else:
+        draw = lambda key: likelihood.root(outputs, jax.random.rademacher(key, outputs.shape, outputs.dtype))
+    num_positions = outputs[0, ..., 0].size
+    return jax.vmap(draw)(jax.random.split(key, num_samples)) / (num_samples * num_positions) ** 0.5

@@ -1,0 +1,216 @@
+"""The kinds of layer: how the output of one layer moves with its own parameters.
+
+A layer is y = f(W, x). Everything the optimizer needs is its local Jacobian J = ∂f/∂W: ``jvp``: v → J v and its
+transpose ``vjp``: z → Jᵀ z. ``Dense`` has them in closed form and is linear in W; ``Generic`` derives them from f.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+    Params = dict[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """y = x W + b, W of shape (*in_shape, *out_shape); the last axis of x has the size of all of ``in_shape``.
+
+    The layer is a matrix product of *features* φ(x) = [x, 1] with a *lifted* parameter [W; b], so its curvature is one
+    of Kronecker structure. W and b are one block.
+
+    Attributes:
+      num_in_axes: how many leading axes of the kernel are contracted with x.
+      transpose: y = x Wᵀ (an embedding table used as output layer).
+
+    >>> import jax.numpy as jnp
+    >>> Dense()({"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}, jnp.ones((1, 3))).tolist()
+    [[4.0, 4.0]]
+    """
+
+    num_in_axes: int = 1
+    transpose: bool = False
+
+    factored = True
+    kind = "dense"
+
+    def __call__(self, params: Params, x: Float[Array, "*batch features"]) -> Float[Array, "*batch outputs"]:
+        return self.features(params, x) @ self.lift(params, params)
+
+    def features(self, params: Params, x: Float[Array, "*batch features"]) -> Float[Array, "*batch lifted"]:
+        """[x, 1], or x where there is no bias."""
+        if self._rows(params) == x.shape[-1]:
+            return x
+        return jnp.concatenate([x, jnp.ones((*x.shape[:-1], 1), x.dtype)], axis=-1)
+
+    def lift(self, params: Params, v: Params) -> Float[Array, "lifted outputs"]:
+        """[V; v_b], the matrix M with J v = φ(x) M."""
+        matrix = self._matrix(v["kernel"])
+        return jnp.concatenate([matrix, v["bias"].reshape(1, -1)]) if "bias" in v else matrix
+
+    def project(self, params: Params, matrix: Float[Array, "lifted outputs"]) -> Params:
+        """The transpose of ``lift``."""
+        kernel = params["kernel"]
+        rows = self._matrix(kernel).shape[0]
+        part = matrix[:rows].T if self.transpose else matrix[:rows]
+        projected = {"kernel": part.reshape(kernel.shape)}
+        return projected | ({"bias": matrix[rows].reshape(params["bias"].shape)} if "bias" in params else {})
+
+    def linearize(self, params: Params, x: Array) -> Any:
+        """What ``jvp`` and ``vjp`` need; a tree of arrays."""
+        return self.features(params, x), params
+
+    def jvp(self, linearized: Any, v: Params, output: jax.ShapeDtypeStruct) -> Array:
+        """J v, with the shape of the layer's output."""
+        features, params = linearized
+        return jnp.matmul(features, self.lift(params, v))
+
+    def vjp(self, linearized: Any, z: Array) -> Params:
+        """Jᵀ z."""
+        features, params = linearized
+        features = features.reshape(-1, features.shape[-1])
+        return self.project(params, features.T @ z.reshape(-1, z.shape[-1]))
+
+    def framed(self, num_frames: int) -> Dense:
+        """The layer on inputs with further leading axes."""
+        return self
+
+    @property
+    def isometric(self) -> bool:
+        """Whether ``lift`` keeps lengths, so that traces and eigenvectors of the factors are those of the block."""
+        return True
+
+    def lifted_shape(self, shapes: dict[str, tuple[int, ...]]) -> tuple[int, int]:
+        """Shape of the lifted matrix for parameters of these shapes."""
+        matrix = jax.eval_shape(
+            lambda p: self.lift(p, p), {k: jax.ShapeDtypeStruct(s, "f4") for k, s in shapes.items()}
+        )
+        return matrix.shape
+
+    def _matrix(self, kernel: Array) -> Array:
+        matrix = kernel.reshape(math.prod(kernel.shape[: self.num_in_axes]), -1)
+        return matrix.T if self.transpose else matrix
+
+    def _rows(self, params: Params) -> int:
+        return self._matrix(params["kernel"]).shape[0] + ("bias" in params)
+
+
+@dataclasses.dataclass(frozen=True)
+class L1Dense(Dense):
+    """y = −Σ_k |x_k − W_k| + b under the full-precision weight gradient ∂y_o/∂W_o = x − W_o (AdderNet, CVPR 2020).
+
+    Its Jacobian is that of a dense layer with bias behind a linear map: J v = [x, 1] [V; v_b − Σ_k W_k∘V_k]. So adder
+    layers have the same Kronecker factors as dense ones. Another rule for W needs a ``Generic`` layer.
+
+    Attributes:
+      distances: (x, W) → −Σ_k |x_k − W_k| under that rule; only needed where ``kfac.tap`` calls the layer.
+    """
+
+    distances: Callable[[Array, Array], Array] | None = None
+
+    kind = "adder"
+
+    def __call__(self, params: Params, x: Float[Array, "*batch features"]) -> Float[Array, "*batch outputs"]:
+        y = self.distances(x, params["kernel"])
+        return y + params["bias"] if "bias" in params else y
+
+    def lift(self, params: Params, v: Params) -> Float[Array, "lifted outputs"]:
+        offset = v.get("bias", 0) - (params["kernel"] * v["kernel"]).sum(0)
+        return jnp.concatenate([v["kernel"], offset[None]])
+
+    def project(self, params: Params, matrix: Float[Array, "lifted outputs"]) -> Params:
+        projected = {"kernel": matrix[:-1] - params["kernel"] * matrix[-1]}
+        return projected | ({"bias": matrix[-1]} if "bias" in params else {})
+
+    @property
+    def isometric(self) -> bool:
+        return False
+
+    def _rows(self, params: Params) -> int:
+        return params["kernel"].shape[0] + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Generic:
+    """Any layer y = f(params, x): the local Jacobian by automatic differentiation, under the layer's own rules.
+
+    ``vjp`` is JAX's own pull-back, custom gradient rules included. ``jvp`` is its transpose, since the pull-back is
+    linear in the cotangent (forward mode does not pass through ``jax.custom_vjp``). A backward pass that cannot be
+    transposed, such as a call to a foreign kernel, needs ``pushforward``.
+
+    Attributes:
+      fn: f, a function of ``(params, x, **options)``; hashable, and the same object for layers solved together.
+      options: static keyword arguments, as a tuple of pairs.
+      pushforward: optional ``(params, x, v, **options) → J v``; the transpose of f's pull-back.
+
+    >>> import jax.numpy as jnp
+    >>> scale = Generic(lambda params, x: x * params["scale"])
+    >>> state = scale.linearize({"scale": jnp.ones(2)}, jnp.array([[1.0, 2.0]]))
+    >>> scale.jvp(state, {"scale": jnp.array([3.0, 4.0])}, jax.ShapeDtypeStruct((1, 2), jnp.float32)).tolist()
+    [[3.0, 8.0]]
+    >>> scale.vjp(state, jnp.array([[1.0, 1.0]]))["scale"].tolist()
+    [1.0, 2.0]
+    """
+
+    fn: Callable[..., Array]
+    options: tuple[tuple[str, Hashable], ...] = ()
+    pushforward: Callable[..., Array] | None = None
+
+    factored = False
+
+    @property
+    def kind(self) -> str:
+        """For the coverage table."""
+        return f"generic {getattr(self.fn, '__name__', '')}".strip()
+
+    def __call__(self, params: Params, x: Any) -> Array:
+        return self.fn(params, x, **dict(self.options))
+
+    def framed(self, num_frames: int) -> Generic:
+        """The layer on inputs with further leading axes, over which it is mapped."""
+        if num_frames == 0:
+            return self
+        pushforward = self.pushforward and _Framed(self.pushforward, (None, 0, None), num_frames)
+        return Generic(_Framed(self.fn, (None, 0), num_frames), self.options, pushforward)
+
+    def linearize(self, params: Params, x: Any) -> Any:
+        """What ``jvp`` and ``vjp`` need; a tree of arrays."""
+        return jax.vjp(lambda p: self(p, x), params)[1], (None if self.pushforward is None else (params, x))
+
+    def jvp(self, linearized: Any, v: Params, output: jax.ShapeDtypeStruct) -> Array:
+        """J v, with the shape of the layer's output."""
+        pullback, inputs = linearized
+        if self.pushforward is not None:
+            return self.pushforward(*inputs, v, **dict(self.options))
+        return jax.linear_transpose(lambda z: pullback(z)[0], output)(v)[0]
+
+    def vjp(self, linearized: Any, z: Array) -> Params:
+        """Jᵀ z."""
+        return linearized[0](z)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Framed:
+    """A function mapped over leading axes of the arguments marked 0 in ``in_axes``."""
+
+    fn: Callable[..., Array]
+    in_axes: tuple[int | None, ...]
+    num_frames: int
+
+    def __call__(self, *args: Any, **options: Any) -> Array:
+        mapped = lambda *args: self.fn(*args, **options)
+        for _ in range(self.num_frames):
+            mapped = jax.vmap(mapped, self.in_axes)
+        return mapped(*args)
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.fn, "__name__", "")

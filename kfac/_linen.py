@@ -1,0 +1,78 @@
+"""Flax Linen: finds the layers of a model by method interception; a module's path is that of its parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from flax import linen as nn
+
+from kfac._capture import Capture, current_capture
+from kfac._layers import Dense, Generic
+from kfac._registry import general_dense, is_array, register_layer, registrations, tap_registered
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+register_layer(nn.Dense, describe=lambda module: Dense())
+register_layer(nn.DenseGeneral, describe=general_dense)
+for _cls in (nn.Conv, nn.ConvTranspose, nn.Embed, nn.Einsum, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm):
+    register_layer(_cls)
+register_layer(nn.Embed, "attend")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A method of a module as a function of its parameters and its input."""
+
+    module: nn.Module
+    method: str
+
+    @property
+    def __name__(self) -> str:
+        return type(self.module).__name__
+
+    def __call__(self, params: dict[str, Array], x: Array) -> Array:
+        return self.module.apply({"params": params}, x, method=self.method)
+
+
+def interception() -> contextlib.AbstractContextManager:
+    """Within it, calls of registered layers are tapped."""
+    layers = {(r.cls, r.method): r for r in registrations(nn.Module)}
+
+    def intercept(next_fun: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+        capture, module = current_capture(), context.module
+        owners = (layers.get((base, context.method_name)) for base in type(module).__mro__)
+        registration = next((r for r in owners if r is not None), None)
+        if capture is None or registration is None or module.is_initializing():
+            return next_fun(*args, **kwargs)
+        capture.muted = True  # what is called inside belongs to this layer
+        try:
+            y = next_fun(*args, **kwargs)
+        finally:
+            capture.muted = False
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        collections = dict(module.variables)
+        own = nn.unbox(collections.pop("params", {}))
+        if registration.describe is not None:
+            layer = registration.describe(module)
+        else:
+            layer = Generic(_Call(module.clone(parent=None, name=None), context.method_name))
+        flat = all(is_array(p) for p in own.values())
+        if layer is None or not own or not flat or collections or not is_array(x):
+            return y
+        params = {role: (_find_path(capture, (*module.path, role)), p.shape, True) for role, p in own.items()}
+        return tap_registered(capture, "/".join(module.path) or "model", layer, module, x, y, params)
+
+    return nn.intercept_methods(intercept)
+
+
+def _find_path(capture: Capture, keys: tuple[str, ...]) -> str | None:
+    """Path of a parameter in the differentiated tree, which may be one collection or all, boxed or not."""
+    name = "/".join(keys)
+    candidates = [p for p in capture.shapes if f"/{p}/".endswith((f"/{name}/", f"/{name}/value/"))]
+    return (
+        candidates[0] if len(candidates) == 1 else next((p for p in candidates if p in (name, f"params/{name}")), None)
+    )

@@ -1,0 +1,91 @@
+"""Which methods of which module classes are layers, and of what kind; shared by the NNX and the Linen adapter."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kfac._layers import Dense, Generic
+
+Describe = Callable[[Any], "Dense | Generic | None"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Registration:
+    """A method that is a layer.
+
+    Attributes:
+      cls: the module class that defines the method.
+      method: its name.
+      describe: module → layer kind; None as result leaves the module alone. None instead of a function: the module
+        itself, as a function of its parameters and input, is a ``Generic`` layer.
+    """
+
+    cls: type
+    method: str
+    describe: Describe | None
+
+
+_registrations: dict[tuple[type, str], Registration] = {}
+
+
+def register_layer(cls: type, method: str = "__call__", describe: Describe | None = None) -> None:
+    """Makes a method of a Flax module class (NNX or Linen) a layer with curvature of its own.
+
+    The method's first argument is the layer's input, with the example axis first and the features last; its result is
+    an array. Modules called inside it are part of it. Flax's own dense, convolution, embedding, einsum and
+    normalisation layers are registered already.
+
+    Args:
+      cls: the class that defines the method.
+      method: ``"__call__"``, or a method that is called on it.
+      describe: module → ``kfac.Dense()``, ``kfac.L1Dense()``, ``kfac.Generic(fn, …)`` or None (no layer). The layer's
+        parameters are those that the module owns directly, by attribute name. Without ``describe`` the method itself is
+        differentiated, and the parameters of submodules belong to the layer too.
+
+    Raises:
+      ValueError: the class has no such method.
+
+    >>> class Scale:
+    ...     def __call__(self, x): ...
+    >>> register_layer(Scale)
+    """
+    owner = next((base for base in cls.__mro__ if method in base.__dict__), None)
+    if owner is None or owner is object:
+        raise ValueError(
+            f"expected a method that {cls.__name__} defines, got {method!r}; name the one that is the layer."
+        )
+    _registrations[owner, method] = Registration(owner, method, describe)
+
+
+def registrations(base: type) -> list[Registration]:
+    """All registrations of subclasses of ``base``."""
+    return [r for r in _registrations.values() if issubclass(r.cls, base)]
+
+
+def tap_registered(capture: Any, name: str, layer: Dense | Generic, module: Any, x: Any, y: Any, params: Any) -> Any:
+    """Taps a call of a Flax layer; contracted axes and output axes of general dense layers become one axis each."""
+    if not isinstance(layer, Dense):
+        return capture.tap(name, layer, x, y, params)
+    axes = getattr(module, "axis", -1)
+    axes = [a % x.ndim for a in ((axes,) if isinstance(axes, int) else axes)]
+    others = [a for a in range(x.ndim) if a not in axes]
+    matrix = jnp.transpose(x, (*others, *axes)).reshape(*(x.shape[a] for a in others), -1)
+    flat = y.reshape(*y.shape[: len(others)], -1)
+    return capture.tap(name, layer, matrix, flat, params).reshape(y.shape)
+
+
+def general_dense(module: Any) -> Dense | None:
+    """The layer of a dense module with several contracted axes; None if it has one kernel per batch row."""
+    batch_axes = getattr(module, "batch_axis", None) or getattr(module, "batch_dims", None)
+    axes = getattr(module, "axis", -1)
+    return None if batch_axes else Dense(num_in_axes=1 if isinstance(axes, int) else len(axes))
+
+
+def is_array(x: Any) -> bool:
+    """Whether x is a JAX array with at least one axis, traced or not."""
+    return isinstance(x, jax.Array) and x.ndim > 0
