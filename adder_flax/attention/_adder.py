@@ -22,6 +22,7 @@ register_score(
     Score(
         "adder",
         adder_scores,
+        function_options=("gradient",),
         # |q - k| of two unit-normal numbers is a half-normal variable of scale √2: its variance is 2(1 - 2/π).
         variance=lambda head_dim: 2.0 * head_dim * (1.0 - 2.0 / math.pi),
         identity=True,

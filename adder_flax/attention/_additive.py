@@ -6,7 +6,10 @@ from jaxtyping import Array, Float
 
 from adder_flax import ops
 from adder_flax.attention._attend import attend, attention_function
+from adder_flax.attention._dot import dot_scores
 from adder_flax.attention._registry import Score, ScoreParameter, register_score
+
+LAYER_NORM_EPSILON = 1e-6
 
 
 def additive_hidden_dim(query_dim: int, key_dim: int) -> int:
@@ -28,35 +31,78 @@ def additive_scores(
     key_kernel: Float[Array, "*#batch key_dim hidden"],
     v: Float[Array, "*#batch hidden"],
     bias: Float[Array, "*#batch hidden"] | None = None,
+    norm_scale: Float[Array, "*#batch hidden"] | None = None,
 ) -> Float[Array, "*batch query key"]:
-    """vᵀ tanh(W_q q + W_k k + b) for every pair, in float32 or wider; |score| ≤ ‖v‖₁."""
+    """vᵀ tanh(W_q q + W_k k + b) for every pair, in float32 or wider; |score| ≤ ‖v‖₁.
+
+    With `norm_scale` the sum W_q q + W_k k goes through LayerNorm first, whose scale is `norm_scale` and whose shift
+    is b: it keeps tanh out of saturation however large the inputs are.
+    """
     dtype = query.dtype
     query = jnp.matmul(query, query_kernel.astype(dtype))
     key = jnp.matmul(key, key_kernel.astype(dtype))
+    if norm_scale is not None:
+        return _normalized_scores(query, key, v, norm_scale, jnp.zeros_like(norm_scale) if bias is None else bias)
     if bias is not None:
         query = query + bias.astype(dtype)[..., None, :]
     return ops.additive_scores(query, key, v)
 
 
+def _normalized_scores(query: Array, key: Array, v: Array, scale: Array, shift: Array) -> Array:
+    """vᵀ tanh(scale · LayerNorm(q + k) + shift), without an array of size q_length · k_length · hidden.
+
+    The mean of a sum is the sum of the means, and ‖q + k‖² of centred parts is ‖q‖² + ‖k‖² + 2 q·k, one matrix
+    product; then one hidden unit at a time adds to the scores, recomputed in the backward pass.
+    """
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    query, key = (x.astype(dtype) - x.astype(dtype).mean(-1, keepdims=True) for x in (query, key))
+    energies = jnp.square(query).sum(-1)[..., :, None] + jnp.square(key).sum(-1)[..., None, :]
+    variance = (energies + 2.0 * dot_scores(query, key)) / query.shape[-1]
+    inverse_std = jax.lax.rsqrt(jnp.maximum(variance, 0.0) + LAYER_NORM_EPSILON)
+
+    def add_unit(scores, unit):
+        q, k, v, scale, shift = unit
+        return scores + v * jnp.tanh(scale * inverse_std * (q[..., :, None] + k[..., None, :]) + shift), None
+
+    tokens = [jnp.moveaxis(x, -1, 0) for x in (query, key)]
+    weights = [jnp.moveaxis(x.astype(dtype), -1, 0)[..., None, None] for x in (v, scale, shift)]
+    body = jax.checkpoint(add_unit, prevent_cse=False)
+    return jax.lax.scan(body, jnp.zeros_like(inverse_std), (*tokens, *weights))[0]
+
+
 def additive_parameters(
-    num_heads: int, query_dim: int, key_dim: int, *, hidden_dim: int | None = None
+    num_heads: int, query_dim: int, key_dim: int, *, hidden_dim: int | None = None, layer_norm: bool = False
 ) -> dict[str, ScoreParameter]:
-    """W_q, W_k, b and v for each head; `hidden_dim` is by default `additive_hidden_dim(query_dim, key_dim)`."""
+    """W_q, W_k, b and v for each head, and `norm_scale` with `layer_norm`.
+
+    `hidden_dim` is by default `additive_hidden_dim(query_dim, key_dim)`.
+    """
     hidden = additive_hidden_dim(query_dim, key_dim) if hidden_dim is None else hidden_dim
     if hidden < 1:
         raise ValueError(f"expected hidden_dim of at least 1, got {hidden}; leave it out for the default.")
     # Each half contributes variance 1/2 to the pre-activation, so that tanh starts where it is not saturated.
     projection = jax.nn.initializers.variance_scaling(0.5, "fan_in", "normal", in_axis=-2, out_axis=-1, batch_axis=0)
-    return {
+    parameters = {
         "query_kernel": ScoreParameter((num_heads, query_dim, hidden), projection),
         "key_kernel": ScoreParameter((num_heads, key_dim, hidden), projection),
         "bias": ScoreParameter((num_heads, hidden), jax.nn.initializers.zeros),
         "v": ScoreParameter((num_heads, hidden), jax.nn.initializers.normal(hidden**-0.5)),
     }
+    if layer_norm:
+        parameters["norm_scale"] = ScoreParameter((num_heads, hidden), jax.nn.initializers.ones)
+    return parameters
 
 
 # No scale: the score is bounded by ‖v‖₁ whatever the width, and v is learned.
-register_score(Score("additive", additive_scores, additive_parameters, scale=lambda head_dim: 1.0))
+register_score(
+    Score(
+        "additive",
+        additive_scores,
+        additive_parameters,
+        parameter_options=("hidden_dim", "layer_norm"),
+        scale=lambda head_dim: 1.0,
+    )
+)
 
 
 @attention_function
@@ -69,6 +115,7 @@ def additive_attention(
     key_kernel: Float[Array, "heads key_dim hidden"],
     v: Float[Array, "heads hidden"],
     hidden_bias: Float[Array, "heads hidden"] | None = None,
+    norm_scale: Float[Array, "heads hidden"] | None = None,
     **options,
 ) -> Array:
     """Additive attention: softmax(vᵀ tanh(W_q q + W_k k + b)) v (Bahdanau et al., 2015, https://arxiv.org/abs/1409.0473).
@@ -80,6 +127,7 @@ def additive_attention(
       query_kernel, key_kernel: W_q and W_k, one matrix per head.
       v: the vector that turns hidden units into a score, one per head.
       hidden_bias: b, inside tanh (`bias` is the attention bias, outside).
+      norm_scale: scale of a LayerNorm of W_q q + W_k k, whose shift is then b; None for no LayerNorm.
       **options: those of `attend`.
 
     Returns:
@@ -90,5 +138,5 @@ def additive_attention(
     >>> out.shape
     (2, 5, 3, 4)
     """
-    parameters = {"query_kernel": query_kernel, "key_kernel": key_kernel, "v": v, "bias": hidden_bias}
+    parameters = dict(query_kernel=query_kernel, key_kernel=key_kernel, v=v, bias=hidden_bias, norm_scale=norm_scale)
     return attend(query, key, value, score="additive", parameters=parameters, **options)

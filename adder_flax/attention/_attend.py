@@ -88,7 +88,7 @@ def attend(
     query, key, value = (jnp.swapaxes(x.astype(dtype), -2, -3) for x in (query, key, value))
 
     with _matmul_precision(precision):
-        scores = _scores(contract, query, key, parameters or {}, score_options or {})
+        scores = contract.raw_scores(query, key, parameters or {}, score_options or {})
         scores = scores * (resolve_scale(contract, scale, key.shape[-1]) / _per_head(temperature))
         if key_bias is not None:
             scores = scores + key_bias[..., None, :]
@@ -159,21 +159,6 @@ def _check_shapes(query: Array, key: Array, value: Array, identity: bool) -> Non
         raise ValueError(
             f"the identity map expects self-attention, as many queries as keys, {shapes}; pass identity=False."
         )
-
-
-def _scores(contract: Score, query: Array, key: Array, parameters: Mapping, options: Mapping) -> Array:
-    """Raw scores (*batch, heads, q_length, k_length) from head-major arrays, grouped heads included."""
-    contract.check_options(options)
-    options = contract.function_options(options)
-    parameters = {name: p for name, p in parameters.items() if p is not None}
-    *batch, heads, q_length, width = query.shape
-    kv_heads = key.shape[-3]
-    if heads == kv_heads:
-        return contract.function(query, key, **parameters, **options)
-    query = query.reshape(*batch, kv_heads, heads // kv_heads, q_length, width)
-    parameters = {name: p.reshape(kv_heads, heads // kv_heads, *p.shape[1:]) for name, p in parameters.items()}
-    scores = contract.function(query, key[..., None, :, :], **parameters, **options)
-    return scores.reshape(*batch, heads, q_length, key.shape[-2])
 
 
 def _mix(weights: Array, value: Array, identity: bool) -> Array:

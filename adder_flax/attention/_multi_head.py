@@ -87,8 +87,6 @@ class MultiHeadAttention(nnx.Module):
         self.dtype = dtype
 
         contract = get_score(score)
-        options = dict(self.score_options)
-        contract.check_options(options)
         resolve_scale(contract, scale, self.head_dim)
 
         shared = dict(use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -98,7 +96,7 @@ class MultiHeadAttention(nnx.Module):
         self.value = qkv_linear(in_kv_features, kv_features, **shared)
         self.out = out_linear(qkv_features, out_features, **shared)
 
-        specs = contract.parameters(num_heads, self.head_dim, self.head_dim, **contract.parameter_options(options))
+        specs = contract.learned_parameters(num_heads, self.head_dim, self.head_dim, score_options or {})
         self.score = nnx.Dict({n: nnx.Param(s.init(rngs.params(), s.shape, param_dtype)) for n, s in specs.items()})
         self.log_temperature = nnx.data(None)
         if temperature == "learned":

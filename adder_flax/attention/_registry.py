@@ -1,7 +1,6 @@
 """What a score function has to say about itself, and the table of those that are known by name."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -65,6 +64,7 @@ class Score:
         and the key's group axis has length 1, so a function only relies on broadcasting.
       parameters: `parameters(num_heads, query_dim, key_dim, **options)` gives the learned arrays by name; each one's
         first axis is the heads.
+      function_options, parameter_options: names of the options that `function` and `parameters` take.
       scale: the default factor on the raw scores as a function of the key's head_dim.
       variance: variance of a raw score between unit-normal query and key as a function of head_dim, for
         `scale="variance_matched"`; None where it depends on learned parameters.
@@ -77,34 +77,48 @@ class Score:
     name: str
     function: Callable[..., Array]
     parameters: Callable[..., Mapping[str, ScoreParameter]] = _no_parameters
+    function_options: tuple[str, ...] = ()
+    parameter_options: tuple[str, ...] = ()
     scale: Callable[[int], float] = _inverse_sqrt
     variance: Callable[[int], float] | None = None
     identity: bool = False
     normalize: Callable[[Array, Array | None], Array] = masked_softmax
     rows_are_probability: bool = True
 
-    def function_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The part of `options` that `function` takes."""
-        return {name: value for name, value in options.items() if name in _keywords(self.function)}
-
-    def parameter_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The part of `options` that `parameters` takes."""
-        return {name: value for name, value in options.items() if name in _keywords(self.parameters)}
-
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raises ValueError for an option that neither `function` nor `parameters` takes."""
-        known = _keywords(self.function) | _keywords(self.parameters)
+        """Raises ValueError for an option that this score does not have."""
+        known = (*self.function_options, *self.parameter_options)
         for name in options:
             if name not in known:
                 raise ValueError(
-                    f"score {self.name!r} expects options from {sorted(known)}, got {name!r}; "
+                    f"the {self.name} score expects options from {known}, got {name!r}; "
                     "remove it or choose another score."
                 )
 
+    def learned_parameters(
+        self, num_heads: int, query_dim: int, key_dim: int, options: Mapping[str, Any]
+    ) -> Mapping[str, ScoreParameter]:
+        """The learned arrays for these widths and options, by name."""
+        self.check_options(options)
+        chosen = {name: options[name] for name in self.parameter_options if name in options}
+        return self.parameters(num_heads, query_dim, key_dim, **chosen)
 
-def _keywords(function: Callable[..., Any]) -> set[str]:
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    def raw_scores(
+        self, query: Array, key: Array, parameters: Mapping[str, Array | None], options: Mapping[str, Any]
+    ) -> Float[Array, "*batch heads query key"]:
+        """Scores of head-major arrays, grouped key heads included; parameters that are None are left out."""
+        self.check_options(options)
+        chosen = {name: options[name] for name in self.function_options if name in options}
+        parameters = {name: p for name, p in parameters.items() if p is not None}
+        *batch, heads, q_length, width = query.shape
+        kv_heads = key.shape[-3]
+        if heads == kv_heads:
+            return self.function(query, key, **parameters, **chosen)
+        group = heads // kv_heads
+        query = query.reshape(*batch, kv_heads, group, q_length, width)
+        parameters = {name: p.reshape(kv_heads, group, *p.shape[1:]) for name, p in parameters.items()}
+        scores = self.function(query, key[..., None, :, :], **parameters, **chosen)
+        return scores.reshape(*batch, heads, q_length, key.shape[-2])
 
 
 _SCORES: dict[str, Score] = {}

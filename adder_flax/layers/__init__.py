@@ -1,7 +1,7 @@
 """What a transformer block is made of."""
 
 from adder_flax.layers._block import Block
-from adder_flax.layers._drop_path import DropPath, drop_path
+from adder_flax.layers._drop_path import DropPath, drop_path_factors
 from adder_flax.layers._linear import LAYER_NORM_EPSILON, AdderLinear, Linear, linear_class
 from adder_flax.layers._mlp import Mlp
 from adder_flax.layers._patch_embed import PatchEmbed, image_to_patches
@@ -14,7 +14,7 @@ __all__ = [
     "Linear",
     "Mlp",
     "PatchEmbed",
-    "drop_path",
+    "drop_path_factors",
     "image_to_patches",
     "linear_class",
 ]

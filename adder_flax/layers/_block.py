@@ -91,7 +91,7 @@ class Block(nnx.Module):
         mask: Array | None = None,
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
-        drop_path_rate: Array | None = None,
+        drop_path_factors: Float[Array, "2 batch"] | None = None,
         return_weights: bool = False,
     ) -> Array | tuple[Array, Array]:
         """Applies the block.
@@ -101,13 +101,15 @@ class Block(nnx.Module):
           mask: True where a query may see a key, broadcastable to (batch, num_heads, length, length).
           deterministic: no dropout, no stochastic depth.
           rngs: with a stream `dropout`, where there is any of them.
-          drop_path_rate: takes the place of the block's own rate; may be traced.
+          drop_path_factors: stochastic depth of both branches where it was drawn before, see
+            `adder_flax.layers.drop_path_factors`.
           return_weights: also return the attention map (batch, num_heads, length, length), identity map included.
         """
         random = dict(deterministic=deterministic, rngs=rngs)
         attended = self.attention(self.norm1(tokens), mask=mask, return_weights=return_weights, **random)
         attended, weights = attended if return_weights else (attended, None)
-        tokens = tokens + self.drop_path(self.dropout(attended, **random), rate=drop_path_rate, **random)
+        factors = (None, None) if drop_path_factors is None else drop_path_factors
+        tokens = tokens + self.drop_path(self.dropout(attended, **random), factors=factors[0], **random)
         transformed = self.mlp(self.norm2(tokens), **random)
-        tokens = tokens + self.drop_path(transformed, rate=drop_path_rate, **random)
+        tokens = tokens + self.drop_path(transformed, factors=factors[1], **random)
         return (tokens, weights) if return_weights else tokens

@@ -6,17 +6,25 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def drop_path(inputs: Float[Array, "batch ..."], rate: float | Array, key: Array) -> Float[Array, "batch ..."]:
-    """Replaces each sample by zeros with probability `rate`, which may be traced, and scales the rest by 1/(1 - rate).
+def drop_path_factors(
+    key: Array, rates: float | Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32
+) -> Float[Array, "..."]:
+    """Factors of residual branches: 0 with probability `rates` (dropped), else 1/(1 - rates).
 
-    >>> kept = drop_path(jnp.ones((1000, 2)), 0.25, jax.random.key(0))
-    >>> sorted(set(kept.ravel().tolist()))
+    One draw for all blocks of a model compiles much faster than one per branch.
+
+    Args:
+      key: random key.
+      rates: probabilities of dropping, broadcastable to `shape`.
+      shape: for example (depth, 2, batch).
+      dtype: dtype of the factors.
+
+    >>> factors = drop_path_factors(jax.random.key(0), 0.25, (1000,))
+    >>> sorted(set(factors.tolist()))
     [0.0, 1.3333333730697632]
     """
-    shape = (inputs.shape[0],) + (1,) * (inputs.ndim - 1)
-    keep = jax.random.bernoulli(key, 1.0 - rate, shape)
-    scale = jnp.asarray(1.0 / (1.0 - rate), inputs.dtype)
-    return jnp.where(keep, inputs * scale, jnp.zeros((), inputs.dtype))
+    keep = 1.0 - jnp.asarray(rates, jnp.float32)
+    return jnp.where(jax.random.bernoulli(key, keep, shape), 1.0 / keep, 0.0).astype(dtype)
 
 
 class DropPath(nnx.Module):
@@ -40,13 +48,16 @@ class DropPath(nnx.Module):
         *,
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
-        rate: Array | None = None,
+        factors: Float[Array, " batch"] | None = None,
     ) -> Float[Array, "batch ..."]:
-        """Drops at `self.rate`, or at the traced `rate` where blocks of several rates share one trace."""
-        if deterministic or (rate is None and self.rate == 0.0):
+        """Drops samples of the branch at random, or by `factors` drawn before (see `drop_path_factors`)."""
+        if deterministic or (factors is None and self.rate == 0.0):
             return inputs
-        if rngs is None:
-            raise ValueError(
-                "stochastic depth expects rngs with a 'dropout' stream, got None; pass rngs=nnx.Rngs(dropout=key)."
-            )
-        return drop_path(inputs, self.rate if rate is None else rate, rngs.dropout())
+        if factors is None:
+            if rngs is None:
+                raise ValueError(
+                    "stochastic depth expects rngs with a 'dropout' stream, got None; "
+                    "pass rngs=nnx.Rngs(dropout=key) or deterministic=True."
+                )
+            factors = drop_path_factors(rngs.dropout(), self.rate, inputs.shape[:1], inputs.dtype)
+        return inputs * factors.reshape(-1, *(1,) * (inputs.ndim - 1)).astype(inputs.dtype)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from adder_flax.layers import Block
+from adder_flax.layers import Block, drop_path_factors
 
 
 def per_block(value: Any, depth: int, name: str) -> list[Any]:
@@ -53,19 +53,14 @@ def apply_blocks(
     """
     graphdefs, states = zip(*(nnx.split(block) for block in blocks), strict=True)
     states = [nnx.to_pure_dict(state) for state in states]
-    keys = [None] * len(blocks)
-    if not deterministic and rngs is not None:
-        keys = list(jax.random.split(rngs.dropout(), len(blocks)))
-    rates = [block.drop_path.rate for block in blocks]
-    if deterministic or not any(rates):
-        rates = [None] * len(blocks)
+    keys, factors = _draw(blocks, len(tokens), None if deterministic else rngs)
 
-    def apply(graphdef, tokens, state, key, rate):
+    def apply(graphdef, tokens, state, key, factors):
         outputs = nnx.merge(graphdef, state)(
             tokens,
             deterministic=deterministic,
             rngs=None if key is None else nnx.Rngs(dropout=key),
-            drop_path_rate=rate,
+            drop_path_factors=factors,
             return_weights=return_weights,
         )
         return outputs if return_weights else (outputs, None)
@@ -74,14 +69,25 @@ def apply_blocks(
         body = functools.partial(apply, graphdefs[0])
         # Inside a loop nothing can merge the recomputation with the forward pass: no barrier is needed.
         body = jax.checkpoint(body, prevent_cse=False) if remat else body
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *zip(states, keys, rates, strict=True))
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *zip(states, keys, factors, strict=True))
         tokens, weights = jax.lax.scan(lambda carry, xs: body(carry, *xs), tokens, stacked)
         return tokens, tuple(weights) if return_weights else ()
 
     weights = []
-    for graphdef, state, key, rate in zip(graphdefs, states, keys, rates, strict=True):
+    for graphdef, state, key, factor in zip(graphdefs, states, keys, factors, strict=True):
         body = functools.partial(apply, graphdef)
         body = jax.checkpoint(body) if remat else body
-        tokens, block_weights = body(tokens, state, key, rate)
+        tokens, block_weights = body(tokens, state, key, factor)
         weights.append(block_weights)
     return tokens, tuple(weights) if return_weights else ()
+
+
+def _draw(blocks: Sequence[Block], batch: int, rngs: nnx.Rngs | None) -> tuple[list, list]:
+    """A dropout key and the stochastic depth factors (2, batch) of each block; None where it needs none."""
+    keys = factors = [None] * len(blocks)
+    rates = jnp.array([block.drop_path.rate for block in blocks])
+    if rngs is not None and any(block.drop_path.rate for block in blocks):
+        factors = list(drop_path_factors(rngs.dropout(), rates[:, None, None], (len(blocks), 2, batch)))
+    if rngs is not None and any(block.dropout.rate or block.attention.dropout_rate for block in blocks):
+        keys = list(jax.random.split(rngs.dropout(), len(blocks)))
+    return keys, factors

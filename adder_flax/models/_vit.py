@@ -41,8 +41,9 @@ class VisionTransformer(nnx.Module):
       dtype: dtype of the computation, for example `jnp.bfloat16`; parameters and logits stay `param_dtype`.
       param_dtype: dtype of the parameters.
       remat: recompute each block in the backward pass instead of storing its inner activations.
-      scan_blocks: trace one block and loop over the others: the compile time no longer grows with the depth.
-        "auto" does so where all blocks are alike and the backend is not a CPU.
+      scan_blocks: compile one block and loop over the stacked parameters of all, which have to be alike. The results
+        are the same. On a CPU a training step runs about a tenth slower in the loop; compiling takes half the time
+        where adder layers run on plain XLA, and is no shorter elsewhere.
       rngs: initialisation keys.
 
     Raises:
@@ -81,7 +82,7 @@ class VisionTransformer(nnx.Module):
         dtype: jnp.dtype | None = None,
         param_dtype: jnp.dtype = jnp.float32,
         remat: bool = False,
-        scan_blocks: bool | str = "auto",
+        scan_blocks: bool = False,
         rngs: nnx.Rngs,
     ):
         self.image_shape = (*_pair(image_size), channels)
@@ -89,10 +90,14 @@ class VisionTransformer(nnx.Module):
         if pooling not in ("cls", "mean"):
             raise ValueError(f"expected pooling 'cls' or 'mean', got {pooling!r}; choose one of these.")
         scores, options = per_block(score, depth, "score"), per_block(score_options, depth, "score_options")
+        if scan_blocks and any(setting != settings[0] for settings in (scores, options) for setting in settings):
+            raise ValueError(
+                f"scan_blocks expects blocks that are alike, got scores {scores} with options {options}; "
+                "give all blocks one score or pass scan_blocks=False."
+            )
         self.pooling = pooling
-        self.dtype = dtype
         self.remat = remat
-        self.scan_blocks = scan_blocks is True
+        self.scan_blocks = scan_blocks
         shared = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
         self.patch_embed = PatchEmbed(patch_size, channels, width, **shared)

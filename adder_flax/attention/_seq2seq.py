@@ -1,0 +1,138 @@
+"""Single-head attention of sequence-to-sequence models, from decoder states to encoder states."""
+
+from typing import Any
+
+import flax.nnx as nnx
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from adder_flax.attention._attend import attend
+from adder_flax.attention._registry import get_score
+
+
+class _SingleHeadAttention(nnx.Module):
+    """One head whose learned arrays, without a head axis, are the module's own parameters."""
+
+    def __init__(
+        self,
+        score: str,
+        query_features: int,
+        key_features: int,
+        options: dict[str, Any],
+        scale: str | float | None,
+        temperature: float | str,
+        param_dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ):
+        specs = get_score(score).learned_parameters(1, query_features, key_features, options)
+        for name, spec in specs.items():
+            setattr(self, name, nnx.Param(spec.init(rngs.params(), spec.shape, param_dtype)[0]))
+        self.score_name = score
+        self.parameter_names = tuple(specs)
+        self.scale = scale
+        self.temperature = temperature
+        self.log_temperature = nnx.data(None)
+        if temperature == "learned":
+            self.log_temperature = nnx.Param(jnp.zeros((), param_dtype))
+
+    def __call__(
+        self,
+        query: Float[Array, "*batch q_length query_features"],
+        key: Float[Array, "*batch k_length key_features"],
+        value: Float[Array, "*batch k_length value_features"] | None = None,
+        *,
+        mask: Array | None = None,
+        bias: Array | None = None,
+        return_weights: bool = False,
+    ) -> Array | tuple[Array, Array]:
+        """Mixes the values (by default the keys) for every query.
+
+        Args:
+          query, key, value: decoder states, encoder states, and what is mixed.
+          mask: True where a query may see a key, broadcastable to (*batch, q_length, k_length).
+          bias: added to the scaled scores, broadcastable likewise; one value per key is a per-key bias.
+          return_weights: also return the alignment (*batch, q_length, k_length).
+
+        Returns:
+          The context (*batch, q_length, value_features), and the alignment if `return_weights`.
+        """
+        value = key if value is None else value
+        log_temperature = self.log_temperature
+        context, weights = attend(
+            *(x[..., None, :] for x in (query, key, value)),
+            score=self.score_name,
+            parameters={name: getattr(self, name)[...][None] for name in self.parameter_names},
+            mask=None if mask is None else mask[..., None, :, :],
+            bias=None if bias is None else bias[..., None, :, :],
+            scale=self.scale,
+            temperature=self.temperature if log_temperature is None else jnp.exp(log_temperature[...]),
+            return_weights=True,
+        )
+        context, weights = context[..., 0, :], weights[..., 0, :, :]
+        return (context, weights) if return_weights else context
+
+
+class AdditiveAttention(_SingleHeadAttention):
+    """Additive attention: weights softmax(vᵀ tanh(W_s s + W_h h + b) / T) (Bahdanau et al., 2015).
+
+    It has d_a (d_s + d_h + 1) parameters and d_a more for b, plus d_a for the LayerNorm's scale.
+    Only v / T is identifiable: a learned temperature changes how v trains, not what the module can express.
+
+    Args:
+      query_features: d_s, width of the decoder states s.
+      key_features: d_h, width of the encoder states h.
+      hidden_dim: d_a; by default where the parameter count meets that of `BilinearAttention`.
+      layer_norm: LayerNorm of the sum inside tanh, against saturation; b is then its shift.
+      scale: factor on the scores, see `attend`; 1 by default.
+      temperature: a positive number, or "learned", exp(`log_temperature`), which starts at 1.
+      param_dtype: dtype of the parameters.
+      rngs: initialisation keys.
+
+    >>> attention = AdditiveAttention(6, 8, rngs=nnx.Rngs(0))
+    >>> attention(jnp.ones((2, 5, 6)), jnp.ones((2, 7, 8))).shape
+    (2, 5, 8)
+    """
+
+    def __init__(
+        self,
+        query_features: int,
+        key_features: int,
+        *,
+        hidden_dim: int | None = None,
+        layer_norm: bool = False,
+        scale: str | float | None = None,
+        temperature: float | str = 1.0,
+        param_dtype: jnp.dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        options = dict(hidden_dim=hidden_dim, layer_norm=layer_norm)
+        super().__init__("additive", query_features, key_features, options, scale, temperature, param_dtype, rngs)
+
+
+class BilinearAttention(_SingleHeadAttention):
+    """Multiplicative attention: weights softmax(sᵀ W h · scale / T) (Luong et al., 2015, "general").
+
+    Args:
+      query_features: d_s, width of the decoder states s.
+      key_features: d_h, width of the encoder states h.
+      scale: factor on the scores, see `attend`; 1/√d_h by default.
+      temperature: a positive number, or "learned", exp(`log_temperature`), which starts at 1.
+      param_dtype: dtype of the parameters.
+      rngs: initialisation keys.
+
+    >>> attention = BilinearAttention(6, 8, rngs=nnx.Rngs(0))
+    >>> attention(jnp.ones((2, 5, 6)), jnp.ones((2, 7, 8))).shape
+    (2, 5, 8)
+    """
+
+    def __init__(
+        self,
+        query_features: int,
+        key_features: int,
+        *,
+        scale: str | float | None = None,
+        temperature: float | str = 1.0,
+        param_dtype: jnp.dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__("bilinear", query_features, key_features, {}, scale, temperature, param_dtype, rngs)
