@@ -171,22 +171,21 @@ class Trainer:
             self._stop_non_finite(state["params"], step)
         if step % self._run.config.log_every_steps and step != self._run.num_steps:
             return
-        first_step, since = self._window
-        elapsed = max(time.time() - since, 1e-9)
-        rate = (step - first_step) * self._run.config.batch_size / elapsed
         scalars = {
             "train/loss": float(metrics["loss"]),
             "train/accuracy": float(metrics["accuracy"]),
             "train/grad_norm": float(metrics["grad_norm"]),
             "train/learning_rate": float(self._run.learning_rate(step - 1)),
-            "train/images_per_second": rate,
         }
+        shown = f"step {step}/{self._run.num_steps}  loss {scalars['train/loss']:.4f}  accuracy {scalars['train/accuracy']:.3f}"
+        first_step, since = self._window
+        if step > first_step:
+            rate = (step - first_step) * self._run.config.batch_size / (time.time() - since)
+            scalars["train/images_per_second"] = rate
+            remaining = (self._run.num_steps - step) * self._run.config.batch_size / rate
+            shown += f"  {rate:.0f} images/s  {_duration(remaining)} left"
         self._writer.write(step, scalars)
-        remaining = (self._run.num_steps - step) * self._run.config.batch_size / rate
-        self._progress.show(
-            f"step {step}/{self._run.num_steps}  loss {scalars['train/loss']:.4f}  "
-            f"accuracy {scalars['train/accuracy']:.3f}  {rate:.0f} images/s  {_duration(remaining)} left"
-        )
+        self._progress.show(shown)
 
     def _stop_non_finite(self, params: Any, step: int) -> None:
         run, index = self._run, step - 1

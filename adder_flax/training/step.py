@@ -108,7 +108,7 @@ def make_train_step(
             (loss, accuracy), grads = value_and_grad(params, *examples, dropout_key)
         else:
             (loss, accuracy), grads = _accumulate(value_and_grad, params, examples, dropout_key, accumulation_steps)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
         updates, opt_state = optimizer.update(grads, state["opt_state"], params)

@@ -1,0 +1,119 @@
+"""Whole small runs: what is on disk after them, resuming, and what stops them."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from adder_flax import training
+from adder_flax.training import Checkpoints, Evaluator, RunError, Trainer, build_run, evaluation_params, read_metrics
+
+
+def fit(config, workdir):
+    run = build_run(config)
+    return run, Trainer(run, training.open_workdir(workdir, config)).fit()
+
+
+def assert_same_bits(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize("mechanism", ["multiplicative", "additive", "adder"])
+def test_a_run_learns_and_leaves_its_numbers(mechanism, tiny_config, tmp_path):
+    config = tiny_config(mechanism, num_epochs=2.0)
+    run, result = fit(config, tmp_path)
+    assert (result.step, run.num_steps, result.interrupted) == (88, 88, None)
+    rows = read_metrics(tmp_path)
+    losses = [row["train/loss"] for row in rows if "train/loss" in row]
+    assert len(losses) == 88
+    assert np.mean(losses[-10:]) < 0.9 * np.mean(losses[:10])
+    evaluations = [row for row in rows if "eval/accuracy" in row]
+    assert [row["step"] for row in evaluations] == [44, 88]
+    assert evaluations[-1]["eval/accuracy"] == result.evaluation["eval/accuracy"]
+    assert json.loads((tmp_path / "config.json").read_text())["model"]["score"] == config.model.score
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        restored = checkpoints.restore(run.abstract_state)
+        assert checkpoints.best_step in checkpoints.steps
+    assert_same_bits(restored, result.state)
+    assert Evaluator(run)(evaluation_params(restored)) == result.evaluation
+
+
+def test_evaluation_sees_each_example_once_whatever_the_batch(tiny_config):
+    scores = []
+    for batch_size in (360, 7, 1000):
+        run = build_run(tiny_config(eval_batch_size=batch_size))
+        scores.append(Evaluator(run)(run.init()["params"]))
+    for score in scores[1:]:
+        assert score["eval/accuracy"] == scores[0]["eval/accuracy"]
+        assert score["eval/loss"] == pytest.approx(scores[0]["eval/loss"], rel=1e-5)
+    assert (scores[0]["eval/accuracy"] * 360) == pytest.approx(round(scores[0]["eval/accuracy"] * 360), abs=1e-9)
+
+
+def test_resume_of_a_complete_run_trains_no_further(tiny_config, tmp_path, capsys):
+    _, first = fit(tiny_config(), tmp_path)
+    _, second = fit(tiny_config(), tmp_path)
+    assert "already complete at step 9" in capsys.readouterr().out
+    assert_same_bits(second.state, first.state)
+    assert second.evaluation == first.evaluation
+
+
+def test_another_configuration_is_refused_and_the_difference_shown(tiny_config, tmp_path):
+    fit(tiny_config(), tmp_path)
+    with pytest.raises(RunError, match=r"optimizer.learning_rate: 0.001 there, 0.5 now"):
+        fit(tiny_config(**{"optimizer.learning_rate": 0.5}), tmp_path)
+    fit(tiny_config(log_every_steps=3), tmp_path)
+
+
+def test_an_unreadable_newest_checkpoint_is_set_aside(tiny_config, tmp_path):
+    config = tiny_config(checkpoint_every_steps=3)
+    _, complete = fit(config, tmp_path / "complete")
+    run, _ = fit(config, tmp_path / "damaged")
+    directory = tmp_path / "damaged" / "checkpoints"
+    with Checkpoints(directory, keep_last=2) as checkpoints:
+        checkpoints.save(run.num_steps + 3, complete.state)
+        checkpoints.wait()
+    for data in (directory / str(run.num_steps + 3) / "state").rglob("d/*"):
+        data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    with Checkpoints(directory) as checkpoints:
+        restored = checkpoints.restore(run.abstract_state)
+        assert checkpoints.steps == [run.num_steps]
+    assert (directory / f"{run.num_steps + 3}.unreadable").is_dir()
+    assert_same_bits(restored, complete.state)
+
+
+def test_a_missing_checkpoint_names_those_there_are(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(4, {"step": jax.numpy.int32(4)})
+        checkpoints.wait()
+        with pytest.raises(RunError, match=r"one of the steps \[4\].*got 5"):
+            checkpoints.restore({}, 5)
+
+
+def test_the_best_and_the_last_checkpoint_are_kept(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        for step, accuracy in enumerate([0.1, 0.9, 0.3, None]):
+            checkpoints.save(step, {"step": jax.numpy.int32(step)}, accuracy=accuracy)
+            checkpoints.wait()
+        assert (checkpoints.steps, checkpoints.best_step) == ([1, 3], 1)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_layer(tiny_config, tmp_path):
+    config = tiny_config("multiplicative", **{"optimizer.name": "sgd", "optimizer.clip_norm": 0.0})
+    config.checkpoint_every_steps = 1
+    config.optimizer.learning_rate = 1e30
+    with pytest.raises(training.NonFiniteLossError, match=r"at step \d of 9: first in the forward pass, at .*Checkpoints kept: \[") as error:
+        fit(config, tmp_path)
+    run = build_run(config)
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        state = checkpoints.restore(run.abstract_state)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
+    assert error.value.exit_code != 0
+
+
+def test_batches_that_are_not_finite_can_be_skipped_and_counted(tiny_config, tmp_path):
+    config = tiny_config("multiplicative", non_finite="skip", **{"optimizer.name": "sgd", "optimizer.clip_norm": 0.0})
+    config.optimizer.learning_rate = 1e30
+    _, result = fit(config, tmp_path)
+    assert result.step == 9
+    assert int(result.state["skipped"]) > 0

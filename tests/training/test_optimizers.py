@@ -1,0 +1,115 @@
+"""Optimizers: what is decayed, the schedule, AdderNet's rate, and AdamW against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from adder_flax.layers import AdderLinear, Linear
+from adder_flax.training import OPTIMIZERS, RunError, scale_by_adder_rate
+from adder_flax.training.optimizers import label_parameters, learning_rate_schedule, make_optimizer
+from adder_flax.training.setup import make_model
+
+
+class _Pair(nnx.Module):
+    def __init__(self, rngs):
+        self.adder = AdderLinear(3, 4, rngs=rngs)
+        self.dense = Linear(4, 2, rngs=rngs)
+
+
+@pytest.fixture
+def pair():
+    model = _Pair(nnx.Rngs(0))
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param)), label_parameters(model)
+
+
+@pytest.fixture
+def settings(tiny_config):
+    config = tiny_config().optimizer
+    config.update(clip_norm=0.0, adder_rate=0.0)
+    return config
+
+
+def test_labels_of_every_kind_of_parameter(tiny_config):
+    from adder_flax.data import load_source
+
+    model = nnx.eval_shape(lambda: make_model(tiny_config(), load_source("digits", "train"), seed=0))
+    labels = label_parameters(model)
+    block = labels["blocks"][0]
+    assert labels["cls_token"] == labels["pos_embed"] == labels["norm"]["scale"] == labels["head"]["bias"] == "other"
+    assert labels["head"]["kernel"] == "matrix"
+    assert block["norm1"]["scale"] == "other"
+    for layer in (*(block["attention"][name] for name in ("query", "key", "value", "out")), block["mlp"]["fc1"]):
+        assert layer["kernel"] == "adder"
+        assert set(jax.tree.leaves(layer["norm"])) == {"other"}
+
+
+def test_weight_decay_reaches_multiplicative_weights_alone(pair, settings):
+    params, labels = pair
+    settings.weight_decay = 0.5
+    for name in OPTIMIZERS:
+        settings.name = name
+        optimizer = make_optimizer(settings, lambda _: 0.1, labels)
+        gradients = jax.tree.map(jnp.zeros_like, params)
+        updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+        np.testing.assert_allclose(updates["dense"]["kernel"], -0.05 * params["dense"]["kernel"], rtol=1e-6)
+        rest = [updates["adder"], updates["dense"]["bias"]]
+        assert all(not leaf.any() for leaf in jax.tree.leaves(rest)), name
+
+
+def test_adamw_against_numpy(pair, settings):
+    params, labels = pair
+    settings.update(name="adamw", weight_decay=0.05)
+    optimizer = make_optimizer(settings, lambda step: 0.01 / (1 + step), labels)
+    state, current = optimizer.init(params), params
+    expected = np.asarray(params["dense"]["kernel"], np.float64)
+    mean = variance = 0.0
+    for step in range(4):
+        gradient = jax.tree.map(lambda p, step=step: jnp.cos(3.0 * p + step), params)
+        updates, state = optimizer.update(gradient, state, current)
+        current = optax.apply_updates(current, updates)
+        g = np.asarray(gradient["dense"]["kernel"], np.float64)
+        mean, variance = 0.9 * mean + 0.1 * g, 0.999 * variance + 0.001 * g**2
+        direction = (mean / (1 - 0.9 ** (step + 1))) / (np.sqrt(variance / (1 - 0.999 ** (step + 1))) + 1e-8)
+        expected -= 0.01 / (1 + step) * (direction + 0.05 * expected)
+    np.testing.assert_allclose(current["dense"]["kernel"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_adder_rate_gives_each_adder_weight_the_norm_eta_root_k(pair, settings):
+    params, labels = pair
+    settings.update(name="sgd", adder_rate=0.2, weight_decay=0.0, momentum=0.0)
+    optimizer = make_optimizer(settings, lambda _: 1.0, labels)
+    gradients = jax.tree.map(lambda p: 100.0 * jnp.sin(p + 1), params)
+    updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+    np.testing.assert_allclose(np.linalg.norm(updates["adder"]["kernel"]), 0.2 * np.sqrt(12), rtol=1e-6)
+    np.testing.assert_allclose(updates["dense"]["kernel"], -gradients["dense"]["kernel"], rtol=1e-6)
+
+
+def test_adder_rate_of_a_zero_gradient_is_zero():
+    transform = scale_by_adder_rate(0.2)
+    updates, _ = transform.update({"w": jnp.zeros((2, 2))}, transform.init(None))
+    assert not updates["w"].any()
+
+
+def test_schedule_warms_up_linearly_then_follows_a_cosine(settings):
+    settings.update(learning_rate=0.1, final_learning_rate=0.01, warmup_epochs=2.0)
+    schedule = learning_rate_schedule(settings, steps_per_epoch=10, num_steps=100)
+    np.testing.assert_allclose([schedule(0), schedule(10), schedule(20)], [0.0, 0.05, 0.1], atol=1e-7)
+    cosine = 0.01 + 0.09 * 0.5 * (1 + np.cos(np.pi * 40 / 80))
+    np.testing.assert_allclose([schedule(60), schedule(100)], [cosine, 0.01], rtol=1e-5)
+
+
+def test_clipping_bounds_the_global_norm(pair, settings):
+    params, labels = pair
+    settings.update(name="sgd", clip_norm=0.5, weight_decay=0.0, momentum=0.0)
+    optimizer = make_optimizer(settings, lambda _: 1.0, labels)
+    updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)
+    np.testing.assert_allclose(optax.global_norm(updates), 0.5, rtol=1e-5)
+
+
+def test_unknown_name_lists_the_known_ones(pair, settings):
+    settings.name = "adamv"
+    with pytest.raises(RunError, match=r"one of \['adamw'.*got 'adamv'"):
+        make_optimizer(settings, lambda _: 1.0, pair[1])

@@ -1,0 +1,134 @@
+"""The training and evaluation steps as functions of state and batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from adder_flax.training import evaluation_params, make_eval_step, make_train_step
+from adder_flax.training.step import init_state
+
+SEED = 3
+
+
+class Classifier(nnx.Module):
+    """A dense layer with dropout: the smallest model with everything that the step handles."""
+
+    def __init__(self, dropout_rate=0.0):
+        self.dense = nnx.Linear(6, 4, rngs=nnx.Rngs(1))
+        self.dropout = nnx.Dropout(dropout_rate)
+
+    def __call__(self, images, *, deterministic=True, rngs=None):
+        return self.dense(self.dropout(images.reshape(len(images), -1), deterministic=deterministic, rngs=rngs))
+
+
+def augment(key, images, labels):
+    return images.astype(jnp.float32) / 255, jax.nn.one_hot(labels, 4)
+
+
+@pytest.fixture
+def batch():
+    rng = np.random.default_rng(0)
+    return {
+        "image": rng.integers(0, 256, (8, 2, 3, 1), dtype=np.uint8),
+        "label": rng.integers(0, 4, 8).astype(np.int32),
+    }
+
+
+def make(optimizer=None, *, model=None, **options):
+    optimizer = optimizer or optax.adam(0.1)
+    graphdef, params = nnx.split(model or Classifier(), nnx.Param)
+    state = init_state(nnx.to_pure_dict(params), optimizer, ema=options.get("ema_decay", 0) > 0)
+    step = make_train_step(graphdef, optimizer, options.pop("augment", augment), seed=SEED, **options)
+    return jax.jit(step), state
+
+
+def test_one_sgd_step_against_numpy(batch):
+    step, state = make(optax.sgd(0.5))
+    new, metrics = step(state, batch)
+    x = batch["image"].reshape(8, 6) / 255.0
+    weights = {name: np.asarray(p, np.float64) for name, p in state["params"]["dense"].items()}
+    logits = x @ weights["kernel"] + weights["bias"]
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    targets = np.eye(4)[batch["label"]]
+    np.testing.assert_allclose(metrics["loss"], -np.log((probabilities * targets).sum(-1)).mean(), rtol=1e-5)
+    assert metrics["accuracy"] == (logits.argmax(-1) == batch["label"]).mean()
+    error = (probabilities - targets) / 8
+    np.testing.assert_allclose(
+        new["params"]["dense"]["kernel"], weights["kernel"] - 0.5 * x.T @ error, rtol=1e-5, atol=1e-7
+    )
+    norm = np.sqrt((x.T @ error).__pow__(2).sum() + (error.sum(0) ** 2).sum())
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    assert new["step"] == 1
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_accumulation_equals_the_whole_batch(batch, count):
+    whole, state = make()
+    parts, _ = make(accumulation_steps=count)
+    (expected, expected_metrics), (got, metrics) = whole(state, batch), parts(state, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), got, expected)
+    np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-5)
+
+
+def test_randomness_is_a_function_of_seed_and_step(batch):
+    step, state = make(optax.sgd(0.0), model=Classifier(dropout_rate=0.5))
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert len(set(losses)) == 3
+    again = step({**state, "step": jnp.int32(1)}, batch)[1]
+    assert float(again["loss"]) == losses[1]
+
+
+def test_average_of_parameters_against_its_formula(batch):
+    step, state = make(ema_decay=0.3)
+    average = np.asarray(state["params"]["dense"]["kernel"], np.float64)
+    for i in range(4):
+        state, _ = step(state, batch)
+        decay = min(0.3, (1 + i) / (10 + i))
+        average = decay * average + (1 - decay) * np.asarray(state["params"]["dense"]["kernel"])
+    np.testing.assert_allclose(state["ema_params"]["dense"]["kernel"], average, rtol=1e-5)
+    assert evaluation_params(state) is state["ema_params"]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_step_that_is_not_finite_changes_no_weight(batch, skip):
+    def poisoned(key, images, labels):
+        images, targets = augment(key, images, labels)
+        return jnp.where(images[0, 0, 0, 0] == 1.0, jnp.nan, images), targets
+
+    step, state = make(augment=poisoned, skip_non_finite=skip, ema_decay=0.5)
+    good = {**batch, "image": np.minimum(batch["image"], 254)}
+    bad = {**batch, "image": np.full_like(batch["image"], 255)}
+    before, _ = step(state, good)
+    after, metrics = step(before, bad)
+    assert not metrics["finite"]
+    assert (int(after["step"]), int(after["skipped"])) == (2, 1)
+    weights = lambda state: {name: state[name] for name in ("params", "opt_state", "ema_params")}
+    jax.tree.map(np.testing.assert_array_equal, weights(after), weights(before))
+    later, metrics = step(after, good)
+    assert metrics["finite"]
+    moved = (later["params"]["dense"]["kernel"] != after["params"]["dense"]["kernel"]).any()
+    assert moved == skip
+
+
+def test_evaluation_counts_real_examples_only_and_ties_against_the_model():
+    graphdef, params = nnx.split(Classifier(), nnx.Param)
+    params = jax.tree.map(jnp.zeros_like, nnx.to_pure_dict(params))
+    step = jax.jit(make_eval_step(graphdef, lambda images: images.astype(jnp.float32)))
+    batch = {
+        "image": np.zeros((5, 2, 3, 1), np.uint8),
+        "label": np.zeros(5, np.int32),
+        "mask": np.array([True, True, True, False, False]),
+    }
+    sums = step(params, batch)
+    assert (float(sums["count"]), float(sums["accuracy"]), float(sums["top5_accuracy"])) == (3.0, 0.0, 3.0)
+    np.testing.assert_allclose(sums["loss"], 3 * np.log(4), rtol=1e-6)
+    params["dense"]["bias"] = jnp.array([1.0, 0.0, 0.0, 0.0])
+    assert float(step(params, batch)["accuracy"]) == 3.0
+    params["dense"]["bias"] = jnp.full(4, jnp.nan)
+    assert float(step(params, batch)["accuracy"]) == 0.0
