@@ -91,7 +91,7 @@ def deit(mechanism: str, size: str, data: str | None = None) -> ml_collections.C
     )
     config.batch_size = 1024
     config.accumulation_steps = 1
-    config.num_epochs = 300
+    config.num_epochs = 300.0
     config.ema_decay = 0.0
     config.non_finite = "stop"  # or "skip": leave out a batch whose loss or gradient is not finite
     config.eval_batch_size = 512
@@ -123,7 +123,7 @@ def _cifar(config: ml_collections.ConfigDict) -> None:
     config.model.patch_size = 4
     config.model.drop_path_rate = 0.1
     config.batch_size = 128
-    config.num_epochs = 100
+    config.num_epochs = 100.0
     config.optimizer.warmup_epochs = 10.0
 
 
@@ -137,7 +137,7 @@ def _digits(config: ml_collections.ConfigDict) -> None:
     config.model.patch_size = 2
     config.batch_size = 64
     config.eval_batch_size = 360
-    config.num_epochs = 15
+    config.num_epochs = 15.0
     config.optimizer.warmup_epochs = 1.0
 
 
@@ -146,7 +146,7 @@ def _fake(config: ml_collections.ConfigDict) -> None:
     config.data.image_size = 32
     config.model.patch_size = 4
     config.batch_size = 64
-    config.num_epochs = 1
+    config.num_epochs = 1.0
     config.optimizer.warmup_epochs = 0.0
 
 
