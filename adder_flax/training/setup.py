@@ -32,7 +32,7 @@ class Run:
       train_source, eval_source: the two splits of the data.
       graphdef: the model without its parameters.
       abstract_state: shapes and shardings of the train state.
-      init: makes the train state before the first step, in place on the mesh.
+      init: makes the train state before the first step, on the mesh.
       optimizer: the optax transformation, learning rate included.
       learning_rate: the schedule, a function of the step.
       steps_per_epoch, num_steps: of training.
@@ -132,12 +132,16 @@ def build_run(config: Any) -> Run:
     labels = optimizers.label_parameters(abstract_model)
     optimizer = optimizers.make_optimizer(config.optimizer, learning_rate, labels)
 
-    def init():
-        params = nnx.to_pure_dict(nnx.state(make(), nnx.Param))
-        return init_state(params, optimizer, ema=config.ema_decay > 0)
-
-    shapes = jax.eval_shape(init)
+    initial_state = functools.partial(init_state, optimizer=optimizer, ema=config.ema_decay > 0)
+    shapes = jax.eval_shape(initial_state, nnx.to_pure_dict(nnx.state(abstract_model, nnx.Param)))
     shardings = sharding.state_sharding(shapes, mesh)
+
+    def init() -> State:
+        # Eager: one jitted initialisation of all parameters compiles for longer than it saves.
+        params = nnx.to_pure_dict(nnx.state(make(), nnx.Param))
+        params = jax.device_put(params, shardings["params"])
+        return jax.jit(initial_state, out_shardings=shardings)(params)
+
     return Run(
         config=config,
         mesh=mesh,
@@ -145,7 +149,7 @@ def build_run(config: Any) -> Run:
         eval_source=eval_source,
         graphdef=nnx.split(abstract_model, nnx.Param)[0],
         abstract_state=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
-        init=jax.jit(init, out_shardings=shardings),
+        init=init,
         optimizer=optimizer,
         learning_rate=learning_rate,
         steps_per_epoch=steps_per_epoch,

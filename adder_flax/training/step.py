@@ -19,7 +19,7 @@ Metrics = dict[str, Array]
 Augmentation = Callable[[Array, Array, Array], tuple[Array, Array]]
 
 
-def init_state(params: Any, optimizer: optax.GradientTransformation, *, ema: bool) -> State:
+def init_state(params: Any, *, optimizer: optax.GradientTransformation, ema: bool) -> State:
     """Returns the state before the first step.
 
     Args:

@@ -40,7 +40,7 @@ def batch():
 def make(optimizer=None, *, model=None, **options):
     optimizer = optimizer or optax.adam(0.1)
     graphdef, params = nnx.split(model or Classifier(), nnx.Param)
-    state = init_state(nnx.to_pure_dict(params), optimizer, ema=options.get("ema_decay", 0) > 0)
+    state = init_state(nnx.to_pure_dict(params), optimizer=optimizer, ema=options.get("ema_decay", 0) > 0)
     step = make_train_step(graphdef, optimizer, options.pop("augment", augment), seed=SEED, **options)
     return jax.jit(step), state
 
