@@ -2,6 +2,8 @@
 
 from kfac._capture import scan as scan
 from kfac._capture import tap as tap
+from kfac._cg_fac import CGFacState as CGFacState
+from kfac._cg_fac import cg_fac as cg_fac
 from kfac._curvature import Curvature as Curvature
 from kfac._curvature import Layers as Layers
 from kfac._curvature import find_layers as find_layers

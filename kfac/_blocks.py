@@ -308,14 +308,15 @@ def token_product(program: tuple[Use, ...], linearized: tuple, g: tuple[Array, .
 
 
 def kron_product(program: tuple[Use, ...], linearized: tuple, right: tuple[Array, ...], v: Lane, reduce: bool) -> Lane:
-    """K v = (1/NT) Σ Jᵀ 𝒢 J v, with ``right`` 𝒢 by number of outputs, in order of first use."""
+    """K v = (1/NT) Σ Jᵀ 𝒢 J v, with ``right`` 𝒢 (or its diagonal) by number of outputs, in order of first use."""
     groups = output_groups(program)
     zs = []
     for use, y in zip(program, pushforward(program, linearized, v), strict=True):
         matrix, tokens = right[list(groups).index(use.num_outputs)], groups[use.num_outputs]
         if reduce:
             y = jnp.broadcast_to(y.sum(1, keepdims=True) / tokens, y.shape)
-        zs.append(y @ matrix / (use.num_examples * tokens))
+        y = y * matrix if matrix.ndim == 1 else y @ matrix
+        zs.append(y / (use.num_examples * tokens))
     return pullback(program, linearized, tuple(zs), v)
 
 
@@ -327,15 +328,16 @@ def output_groups(program: tuple[Use, ...]) -> dict[int, int]:
     return groups
 
 
-def right_factors(program: tuple[Use, ...], g: tuple[Array, ...], reduce: bool) -> tuple[Array, ...]:
-    """𝒢 = Σ g gᵀ / N over the uses with equally many outputs."""
+def right_factors(program: tuple[Use, ...], g: tuple[Array, ...], reduce: bool, max_size: int) -> tuple[Array, ...]:
+    """𝒢 = Σ g gᵀ / N over the uses with equally many outputs; its diagonal where it has more than ``max_size`` rows."""
     factors = []
     for outputs in output_groups(program):
         total = 0
         for use, gs in zip(program, g, strict=True):
             if use.num_outputs == outputs:
                 gs = gs.sum(2, keepdims=True) if reduce else gs
-                total += jnp.einsum("cnto,cntp->op", gs, gs, preferred_element_type=_accumulator(gs))
+                product = "cnto,cntp->op" if outputs <= max_size else "cnto,cnto->o"
+                total += jnp.einsum(product, gs, gs, preferred_element_type=_accumulator(gs))
         factors.append(total / program[0].num_examples)
     return tuple(factors)
 

@@ -16,7 +16,7 @@ from kfac._capture import Tap, path_name, record_taps, tapped
 from kfac._fisher import FISHERS, Likelihood, get_likelihood, output_cotangents
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Key, PyTree
+    from jaxtyping import Array, Bool, Float, Key, PyTree
 
 
 class Layers:
@@ -73,14 +73,15 @@ class Curvature:
     Attributes:
       captured: tap name → (layer inputs, cotangents of its output with a leading axis for the columns). Cotangents are
         those of each example's own loss, not of the mean.
-      fresh: False where this step computed no curvature (see ``refresh``); the arrays are zeros then.
+      fresh: None where every step computes curvature, else whether this one did (see ``refresh``); if it did not, the
+        cotangents are zeros.
       layers: the layers of this trace.
       num_examples: N.
       fisher: which Fisher matrix the cotangents stand for.
     """
 
     captured: dict[str, tuple[PyTree[Array], Array]]
-    fresh: Bool[Array, ""]
+    fresh: Bool[Array, ""] | None
     layers: Layers
     num_examples: int
     fisher: str
@@ -181,44 +182,34 @@ def value_grad_and_curvature(
 
         (loss, z), pullback, aux = jax.vjp(forward, params, slots, has_aux=True)
         examples = _count_examples(args, batch_size)
+        ones, fresh = jnp.ones_like(loss), None if refresh is True else jnp.asarray(refresh)
         if fisher == "empirical":
-            grads, own = pullback((jnp.ones_like(loss), ()))
-            captured = {name: (x, g[None] * examples) for name, (x, g) in own.items()}
+            grads, captured = pullback((ones, ()))
+            captured = {name: (x, g[None] * examples) for name, (x, g) in captured.items()}
         else:
-            grads, _ = pullback((jnp.ones_like(loss), jnp.zeros_like(z)))
-            captured = _extra_pullback(pullback, fisher, likelihood, loss, z, key, num_samples, refresh, slots)
-        curvature = Curvature(captured, jnp.asarray(refresh), _layers(taps, params, examples), examples, fisher)
+            grads, captured = pullback((ones, jnp.zeros_like(z)))
+            columns = output_cotangents(fisher, likelihood, jax.lax.stop_gradient(z), key, num_samples).astype(z.dtype)
+            pull = lambda column: {n: g for n, (_, g) in pullback((jnp.zeros_like(loss), column))[1].items()}
+            cotangents = _pull_columns(pull, columns, fresh)
+            captured = {name: (x, cotangents[name]) for name, (x, _) in captured.items()}
+        curvature = Curvature(captured, fresh, _layers(taps, params, examples), examples, fisher)
         return ((loss, aux) if has_aux else loss), grads, curvature
 
     return function
 
 
-def _extra_pullback(
-    pullback: Callable,
-    fisher: str,
-    likelihood: Likelihood,
-    loss: Array,
-    z: Array,
-    key: Key | None,
-    num_samples: int,
-    refresh: bool | Array,
-    slots: dict,
-) -> dict:
-    """Pairs (inputs, cotangents with a column axis) for cotangents of the outputs drawn by the likelihood."""
-    columns = output_cotangents(fisher, likelihood, jax.lax.stop_gradient(z), key, num_samples).astype(z.dtype)
-
-    def pull(column: Array) -> dict:
-        return pullback((jnp.zeros_like(loss), column))[1]
+def _pull_columns(pull: Callable, columns: Float[Array, "column ..."], fresh: Bool[Array, ""] | None) -> dict:
+    """``pull`` of every column, or zeros where ``fresh`` is False."""
 
     def compute() -> dict:
         if len(columns) == 1:
-            return {name: (x, g[None]) for name, (x, g) in pull(columns[0]).items()}
-        return {n: (jax.tree.map(lambda a: a[0], x), g) for n, (x, g) in jax.vmap(pull)(columns).items()}
+            return jax.tree.map(lambda g: g[None], pull(columns[0]))
+        return jax.vmap(pull)(columns)
 
-    if refresh is True:
+    if fresh is None:
         return compute()
-    empty = {name: (x, jnp.zeros((len(columns), *g.shape), g.dtype)) for name, (x, g) in slots.items()}
-    return jax.lax.cond(refresh, compute, lambda: empty)
+    zeros = jax.tree.map(lambda g: jnp.zeros(g.shape, g.dtype), jax.eval_shape(compute))
+    return jax.lax.cond(fresh, compute, lambda: zeros)
 
 
 def _layers(taps: dict[str, Tap], params: PyTree, num_examples: int) -> Layers:

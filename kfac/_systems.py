@@ -30,10 +30,12 @@ class Form:
     Attributes:
       name: ``"exact"``, ``"token"``, ``"kron"`` (through the layer's Jacobian) or ``"factors"`` (both factors formed).
       reduce: token sharing of the last two: mean input and summed cotangent instead of all tokens.
+      max_size: the right factor of ``"kron"`` is diagonal where it would have more rows.
     """
 
     name: str
     reduce: bool = False
+    max_size: int = 8192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,14 @@ class System:
         """F v of every lane."""
         return jax.vmap(functools.partial(_product, self.program, self.form))(self.params, self.state, self.g, v)
 
+    def derivatives(self, v: Lanes) -> Float[Array, "column example"]:
+        """Each example's derivative of its loss along v, summed over the lanes; for systems that keep cotangents."""
+
+        def one(state: Any, g: Any, v: Lanes) -> Array:
+            return blocks.example_derivatives(g, blocks.pushforward(self.program, state, v))
+
+        return jax.vmap(one)(self.state, self.g, v).sum(0)
+
     def trace(self, key: Array, num_probes: int = 1) -> Float[Array, " lane"]:
         """tr F of every lane; unbiased estimate from random signs (Hutchinson) where there is no closed form."""
         layer = self.program[0].layer
@@ -75,6 +85,24 @@ class System:
             return solver.lane_dot(signs, self.matvec(signs))
 
         return jax.vmap(probe)(jax.random.split(key, num_probes)).mean(0)
+
+    def example_gradients(self) -> Float[Array, "lane row size"]:
+        """Every example's own gradient of every lane: U of F = UᵀU/N; for systems that keep cotangents."""
+
+        def one(params: Lanes, state: Any, g: Any) -> Array:
+            rows = blocks.example_gradients(self.program, state, g, params)
+            return jnp.concatenate([r.reshape(r.shape[0], -1) for r in rows], axis=1)
+
+        return jax.vmap(one)(self.params, self.state, self.g)
+
+    def solve_by_eigenvectors(self, b: Lanes, gamma: Float[Array, " lane"]) -> Lanes:
+        """The exact solution of (F + γI) x = b where F is given by factors and the lift keeps lengths."""
+        use = self.program[0]
+        lifted = jax.vmap(lambda p, v: use.layer.lift(use.own(p), use.own(v)))(self.params, b)
+        solved = solver.solve_kronecker(*self.state, lifted, gamma)
+        parts = jax.vmap(lambda p, m: use.layer.project(use.own(p), m))(self.params, solved)
+        roles = {i: role for role, i in use.roles}
+        return tuple(parts[roles[i]] for i in range(len(b)))
 
     def split(self, lanes: PyTree[Array]) -> list[PyTree[Array]]:
         """Per block, its part of arrays with a leading lane axis."""
@@ -123,18 +151,16 @@ def captured_of(block: Block, curvature: Curvature) -> tuple[tuple, tuple[Array,
 
 
 def new_factors(block: Block, curvature: Curvature, params: Lanes, form: Form) -> tuple[Array, ...]:
-    """This batch's Kronecker factors: (left, right) for ``"factors"``, one right factor per output width for ``"kron"``."""
+    """This batch's Kronecker factors: (left, right) for ``"factors"``, right ones by output width for ``"kron"``."""
     inputs, g = captured_of(block, curvature)
-    right = jax.vmap(lambda g: blocks.right_factors(block.program, g, form.reduce))(g)
+    right = jax.vmap(lambda g: blocks.right_factors(block.program, g, form.reduce, form.max_size))(g)
     if form.name == "kron":
         return right
     left = jax.vmap(lambda p, x: blocks.left_factor(block.program, p, x, form.reduce))(params, inputs)
     return left, right[0]
 
 
-def build(
-    curvature: Curvature, params: dict[str, Array], forms: dict[str, Form], factors: Factors
-) -> list[System]:
+def build(curvature: Curvature, params: dict[str, Array], forms: dict[str, Form], factors: Factors) -> list[System]:
     """The systems of all blocks named in ``forms``.
 
     Args:

@@ -1,0 +1,484 @@
+"""CG-FAC as an optax gradient transformation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from kfac import _blocks as blocks
+from kfac import _solver as solver
+from kfac import _systems as systems
+from kfac._blocks import CURVATURES, Block
+from kfac._capture import path_name
+from kfac._curvature import Curvature, Layers
+from kfac._fisher import FISHERS
+from kfac._solver import Solution
+from kfac._step import Proposal, Verdict, fixed_step, judge, quadratic_step
+from kfac._systems import Form, System
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int, PyTree
+
+    from kfac._step import Vectors
+
+    Flat = dict[str, Array]  # path → array
+
+SOLVERS = ("cg", "dense", "dual", "eigh")
+STEPS = ("quadratic", "fixed")
+
+
+class CGFacState(NamedTuple):
+    """State of ``cg_fac``: arrays only, so that any checkpoint library stores it.
+
+    Attributes:
+      count: steps taken.
+      damping: λ.
+      averages: running averages of the curvature.
+      velocity: last update of the covered parameters.
+      solution: last solution of the linear systems, where it is the warm start.
+      coefficients: (α, β) of the last quadratic model.
+      fallback: state of the optimizer of the other parameters.
+      stats: telemetry of the last step, see ``telemetry``.
+    """
+
+    count: Int[Array, ""]
+    damping: Float[Array, ""]
+    averages: Averages
+    velocity: PyTree[Array]
+    solution: PyTree[Array]
+    coefficients: Float[Array, " 2"]
+    fallback: PyTree[Array]
+    stats: dict[str, Any]
+
+
+class Averages(NamedTuple):
+    """Exponential running sums; divided by ``weight`` they are averages.
+
+    Attributes:
+      factors: block → Kronecker factors.
+      traces: block → tr F of each lane, for relative damping.
+      weight: sum of the weights, 0 before the first step.
+    """
+
+    factors: dict[str, tuple[Array, ...]]
+    traces: dict[str, Array]
+    weight: Float[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Arguments of ``cg_fac`` by the same names."""
+
+    curvature: str
+    fisher: str | None
+    token_sharing: str
+    solver: str
+    damping: float
+    damping_scale: str
+    min_damping: float
+    damping_interval: int
+    max_iterations: int
+    tolerance: float
+    warm_start: bool
+    safeguard: bool
+    factor_decay: float
+    max_factor_size: int
+    step: str
+    momentum: float
+    kl_clip: float | None
+    reject: bool
+    weight_decay: float
+
+    def check(self) -> None:
+        """Raises ValueError for a name that is none of the choices, or choices that exclude each other."""
+        choices = {
+            "curvature": CURVATURES,
+            "fisher": (*FISHERS, None),
+            "token_sharing": ("expand", "reduce"),
+            "solver": SOLVERS,
+            "damping_scale": ("relative", "absolute"),
+            "step": STEPS,
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"expected {name} to be one of {allowed}, got {getattr(self, name)!r}.")
+        if self.solver == "dual" and self.curvature != "exact":
+            raise ValueError(f"solver='dual' expects curvature='exact', got {self.curvature!r}; use solver='cg'.")
+        if self.damping_interval and self.step != "quadratic":
+            raise ValueError(
+                f"damping_interval={self.damping_interval} adapts the damping to the quadratic model: expected "
+                f"step='quadratic', got {self.step!r}; set damping_interval=0 or that step."
+            )
+
+    @property
+    def measures_loss(self) -> bool:
+        """Whether the loss is evaluated again after a step."""
+        return self.reject or self.damping_interval > 0
+
+    def form(self, block: Block) -> Form:
+        """Which products serve a block."""
+        if self.curvature != "kron":
+            return Form(self.curvature)
+        factored = block.factored and max(block.lifted_shape(block.uses[0])) <= self.max_factor_size
+        return Form("factors" if factored else "kron", self.token_sharing == "reduce", self.max_factor_size)
+
+
+class _Problem(NamedTuple):
+    """The linear systems of one step."""
+
+    owned: dict[str, Block]
+    b: Vectors
+    groups: list[System]
+    gamma: dict[str, Array]
+    averages: Averages
+
+
+def _flat(tree: PyTree[Array]) -> Flat:
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def _unflat(flat: Flat, like: PyTree[Array]) -> PyTree[Array]:
+    """A tree like ``like`` with the arrays of ``flat``, and ``optax.MaskedNode`` where it has none."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: flat.get(path_name(path), optax.MaskedNode()), like)
+
+
+def _vectors(owned: dict[str, Block], tree: PyTree[Array]) -> Vectors:
+    flat = _flat(tree)
+    return {name: systems.lanes_of(block, flat) for name, block in owned.items()}
+
+
+def _from_vectors(owned: dict[str, Block], vectors: Vectors, like: Flat) -> Flat:
+    flat: Flat = {}
+    for name, block in owned.items():
+        flat |= systems.to_flat(block, vectors[name], like)
+    return flat
+
+
+def _at(rate: optax.ScalarOrSchedule, count: Array, dtype: Any) -> Array:
+    return jnp.asarray(rate(count) if callable(rate) else rate, dtype)
+
+
+class _CGFac:
+    """``init`` and ``update`` of the transformation; the arguments are those of ``cg_fac``."""
+
+    def __init__(
+        self,
+        learning_rate: optax.ScalarOrSchedule,
+        layers: Layers,
+        options: Options,
+        fallback: optax.GradientTransformation,
+        fallback_learning_rate: optax.ScalarOrSchedule,
+        weight_decay_mask: Any,
+    ):
+        options.check()
+        self.learning_rate = learning_rate
+        self.layers = layers
+        self.options = options
+        self.fallback = optax.with_extra_args_support(fallback)
+        self.fallback_learning_rate = fallback_learning_rate
+        self.weight_decay_mask = weight_decay_mask
+
+    def owned(self, flat: Flat, layers: Layers) -> dict[str, Block]:
+        """The blocks whose parameters this tree holds (others may be masked out)."""
+        return {n: b for n, b in layers.blocks.items() if all(p.path in flat for p in b.params)}
+
+    def init(self, params: PyTree[Array]) -> CGFacState:
+        flat, options = _flat(params), self.options
+        owned = self.owned(flat, self.layers)
+        dtype = jnp.promote_types(jnp.result_type(*flat.values()), jnp.float32)
+        covered = {p.path for b in owned.values() for p in b.params}
+        velocity = _unflat({path: jnp.zeros_like(flat[path]) for path in covered}, params)
+        lanes = {name: jnp.zeros((block.lanes,), dtype) for name, block in owned.items()}
+        scalar = jnp.zeros((), dtype)
+        averages = Averages(
+            {name: _empty_factors(block, options.form(block), dtype) for name, block in owned.items()},
+            lanes if options.damping_scale == "relative" else {},
+            scalar,
+        )
+        per_block = {n: {"iterations": zero.astype(jnp.int32), "residual": zero} for n, zero in lanes.items()}
+        summary = dict.fromkeys(("damping", "step", "momentum", "kl_scale", "model", "ratio", "rejected"), scalar)
+        return CGFacState(
+            count=jnp.zeros((), jnp.int32),
+            damping=jnp.asarray(options.damping, dtype),
+            averages=averages,
+            velocity=velocity,
+            solution=jax.tree.map(jnp.zeros_like, velocity) if options.warm_start else (),
+            coefficients=jnp.zeros((2,), dtype),
+            fallback=self.fallback.init(_unflat({k: v for k, v in flat.items() if k not in covered}, params)),
+            stats={"blocks": per_block, **summary},
+        )
+
+    def update(
+        self,
+        grads: PyTree[Array],
+        state: CGFacState,
+        params: PyTree[Array] | None = None,
+        *,
+        curvature: Curvature | None = None,
+        value: Array | None = None,
+        value_fn: Callable[[PyTree[Array]], Array] | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree[Array], CGFacState]:
+        self.check_arguments(params, curvature, value, value_fn)
+        problem = self.problem(grads, state, params, curvature)
+        solved = self.solve(problem, state)
+        proposal = self.propose(problem, solved, state, params, curvature)
+        delta = _from_vectors(problem.owned, proposal.delta, _flat(grads))
+        change = None
+        if self.options.measures_loss:
+            change = lambda: value_fn(_add(params, delta)) - value
+        verdict = judge(
+            jnp.all(jnp.stack([jnp.isfinite(d).all() for d in delta.values()])),
+            proposal.model,
+            state.damping,
+            state.count,
+            change=change,
+            interval=self.options.damping_interval,
+            reject=self.options.reject,
+            min_damping=self.options.min_damping,
+        )
+        delta = {path: jnp.where(verdict.accept, d, 0) for path, d in delta.items()}
+        solution = state.solution
+        if self.options.warm_start:
+            solution = _unflat(_from_vectors(problem.owned, {n: s.x for n, s in solved.items()}, _flat(grads)), grads)
+        updates, fallback = self.complete(delta, grads, state, params, extra_args)
+        return updates, CGFacState(
+            count=state.count + 1,
+            damping=verdict.damping,
+            averages=problem.averages,
+            velocity=_unflat(delta, grads),
+            solution=solution,
+            coefficients=proposal.coefficients,
+            fallback=fallback,
+            stats=_stats(solved, proposal, verdict, state.damping),
+        )
+
+    def check_arguments(self, params: Any, curvature: Any, value: Any, value_fn: Any) -> None:
+        """Raises ValueError unless ``update`` got what these options need."""
+        options = self.options
+        if curvature is None or params is None:
+            raise ValueError(
+                "cg_fac expects update(grads, state, params, curvature=…), got none; compute the gradient with "
+                "kfac.value_grad_and_curvature and pass its third result on."
+            )
+        if options.fisher is not None and curvature.fisher != options.fisher:
+            raise ValueError(
+                f"expected curvature of fisher={options.fisher!r}, got {curvature.fisher!r}; pass the same name to "
+                "cg_fac and value_grad_and_curvature."
+            )
+        if set(curvature.layers.blocks) != set(self.layers.blocks):
+            names = sorted(set(curvature.layers.blocks) ^ set(self.layers.blocks))
+            raise ValueError(
+                f"expected curvature of the layers that cg_fac was made with, got other ones ({', '.join(names[:4])}); "
+                "call kfac.find_layers with the loss function that is differentiated."
+            )
+        if curvature.fresh is not None and options.curvature != "kron":
+            raise ValueError(
+                f"curvature={options.curvature!r} is not averaged over steps: expected fresh curvature at "
+                "every step, got refresh=; use curvature='kron' or drop refresh."
+            )
+        if options.measures_loss and (value is None or value_fn is None):
+            raise ValueError(
+                "reject and damping_interval compare losses: expected update(…, value=loss, value_fn=params → loss on "
+                "the same batch), got none; pass them, or set reject=False and damping_interval=0."
+            )
+
+    def problem(self, grads: PyTree, state: CGFacState, params: PyTree, curvature: Curvature) -> _Problem:
+        """The systems (F + γI) x = b of this step."""
+        options, flat = self.options, _flat(params)
+        owned = self.owned(_flat(grads), curvature.layers)
+        forms = {name: options.form(block) for name, block in owned.items()}
+        decay = jnp.asarray(options.factor_decay, state.damping.dtype)
+
+        def update_factors() -> tuple[dict, Array]:
+            factors = {}
+            for name, block in owned.items():
+                old = state.averages.factors[name]
+                new = systems.new_factors(block, curvature, systems.lanes_of(block, flat), forms[name]) if old else ()
+                factors[name] = jax.tree.map(lambda o, n: decay * o + (1 - decay) * n.astype(o.dtype), old, new)
+            return factors, decay * state.averages.weight + (1 - decay)
+
+        if curvature.fresh is None:
+            factors, weight = update_factors()
+        else:
+            old = state.averages
+            factors, weight = jax.lax.cond(curvature.fresh, update_factors, lambda: (old.factors, old.weight))
+        ready = {name: jax.tree.map(lambda f: f / weight, f) for name, f in factors.items()}
+        groups = systems.build(curvature, flat, forms, ready)
+        traces, gamma = self.damp(groups, state, weight)
+        return _Problem(owned, _vectors(owned, grads), groups, gamma, Averages(factors, traces, weight))
+
+    def damp(self, groups: list[System], state: CGFacState, weight: Array) -> tuple[dict, dict[str, Array]]:
+        """Running traces, and γ of each block: λ, or λ tr F / (number of parameters)."""
+        if self.options.damping_scale == "absolute":
+            return {}, {b.name: jnp.broadcast_to(state.damping, (b.lanes,)) for s in groups for b in s.blocks}
+        traces, gamma = {}, {}
+        for i, system in enumerate(groups):
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), i), state.count)
+            for block, trace in zip(system.blocks, system.split(system.trace(key)), strict=True):
+                if system.form.name == "factors":
+                    average = trace  # of averaged factors
+                    traces[block.name] = trace
+                else:
+                    decay = self.options.factor_decay
+                    traces[block.name] = decay * state.averages.traces[block.name] + (1 - decay) * trace
+                    average = traces[block.name] / (1 - decay ** (state.count + 1))
+                gamma[block.name] = state.damping * average.astype(state.damping.dtype) / block.size
+        return traces, gamma
+
+    def solve(self, problem: _Problem, state: CGFacState) -> dict[str, Solution]:
+        """Solves all systems."""
+        warm = _vectors(problem.owned, state.solution) if self.options.warm_start else None
+        solved: dict[str, Solution] = {}
+        for system in problem.groups:
+            names = [block.name for block in system.blocks]
+            stack = lambda vectors, names=names: jax.tree.map(
+                lambda *a: jnp.concatenate(a), *(vectors[n] for n in names)
+            )
+            x0 = None if warm is None else stack(warm)
+            solution = solve_system(system, stack(problem.b), stack(problem.gamma), x0, self.options)
+            solved |= dict(zip(names, system.split(solution), strict=True))
+        return solved
+
+    def propose(
+        self, problem: _Problem, solved: dict[str, Solution], state: CGFacState, params: PyTree, curvature: Curvature
+    ) -> Proposal:
+        """The step that the options name."""
+        options = self.options
+        rate = _at(self.learning_rate, state.count, state.damping.dtype)
+        shared = (solved, problem.b, problem.gamma, _vectors(problem.owned, state.velocity))
+        if options.step == "fixed":
+            return fixed_step(*shared, rate=rate, momentum=options.momentum, kl_clip=options.kl_clip)
+        exact = systems.build(curvature, _flat(params), {name: Form("exact") for name in problem.owned}, {})
+        return quadratic_step(
+            *shared,
+            groups=exact,
+            num_examples=curvature.num_examples,
+            fresh=curvature.fresh,
+            last=state.coefficients,
+            rate=rate,
+            kl_clip=options.kl_clip,
+        )
+
+    def complete(
+        self, delta: Flat, grads: PyTree, state: CGFacState, params: PyTree, extra_args: dict
+    ) -> tuple[PyTree, PyTree]:
+        """Adds decoupled weight decay, and the fallback's updates of the parameters without a block."""
+        flat_grads, flat_params = _flat(grads), _flat(params)
+        if self.options.weight_decay:
+            mask = self.weight_decay_mask
+            mask = mask(params) if callable(mask) else mask
+            decayed = set(flat_params) if mask is None else {path for path, keep in _flat(mask).items() if keep}
+            rate = _at(self.fallback_learning_rate, state.count, jnp.float32) * self.options.weight_decay
+            delta = {k: d - (rate * flat_params[k]).astype(d.dtype) if k in decayed else d for k, d in delta.items()}
+        rest = lambda flat: _unflat({k: v for k, v in flat.items() if k in flat_grads and k not in delta}, grads)
+        others, fallback = self.fallback.update(rest(flat_grads), state.fallback, rest(flat_params), **extra_args)
+        return _unflat(delta | _flat(others), grads), fallback
+
+
+def solve_system(system: System, b: tuple, gamma: Array, x0: tuple | None, options: Options) -> Solution:
+    """Solves (F + γI) x = b of every lane of a system by the solver that the options name."""
+    if options.solver == "dense":
+        return solver.solve_dense(system.matvec, b, gamma)
+    if options.solver == "dual":
+        return solver.solve_dual(system.example_gradients(), b, gamma, system.program[0].num_examples)
+    if options.solver == "eigh" and system.form.name == "factors" and system.program[0].layer.isometric:
+        return solver.direct_solution(system.matvec, b, gamma, system.solve_by_eigenvectors(b, gamma))
+    return solver.cg(
+        system.matvec,
+        b,
+        gamma,
+        max_iterations=options.max_iterations,
+        tolerance=options.tolerance,
+        x0=x0,
+        safeguard=options.safeguard,
+    )
+
+
+def _empty_factors(block: Block, form: Form, dtype: Any) -> tuple[Array, ...]:
+    sizes: tuple[int, ...] = ()
+    if form.name == "factors":
+        sizes = block.lifted_shape(block.uses[0])
+    elif form.name == "kron":
+        sizes = tuple(blocks.output_groups(block.program))
+    shape = lambda n: (n, n) if n <= form.max_size else (n,)
+    return tuple(jnp.zeros((block.lanes, *shape(n)), dtype) for n in sizes)
+
+
+def _add(params: PyTree[Array], delta: Flat) -> PyTree[Array]:
+    add = lambda path, p: p + delta[path_name(path)].astype(p.dtype) if path_name(path) in delta else p
+    return jax.tree_util.tree_map_with_path(add, params)
+
+
+def _stats(solved: dict[str, Solution], proposal: Proposal, verdict: Verdict, damping: Array) -> dict[str, Any]:
+    scalar = lambda a: jnp.asarray(a, damping.dtype)
+    return {
+        "blocks": {n: {"iterations": s.iterations, "residual": scalar(s.residual)} for n, s in solved.items()},
+        "damping": damping,
+        "step": scalar(proposal.coefficients[0]),
+        "momentum": scalar(proposal.coefficients[1]),
+        "kl_scale": scalar(proposal.kl_scale),
+        "model": scalar(proposal.model),
+        "ratio": scalar(verdict.ratio),
+        "rejected": scalar(~verdict.accept),
+    }
+
+
+def cg_fac(
+    learning_rate: optax.ScalarOrSchedule,
+    layers: Layers,
+    *,
+    curvature: str = "kron",
+    fisher: str | None = None,
+    token_sharing: str = "expand",
+    solver: str = "cg",
+    damping: float = 1e-2,
+    damping_scale: str = "relative",
+    min_damping: float = 1e-8,
+    damping_interval: int = 0,
+    max_iterations: int = 10,
+    tolerance: float = 1e-2,
+    warm_start: bool = False,
+    safeguard: bool = True,
+    factor_decay: float = 0.95,
+    max_factor_size: int = 8192,
+    step: str = "quadratic",
+    momentum: float = 0.9,
+    kl_clip: float | None = None,
+    reject: bool = False,
+    weight_decay: float = 0.0,
+    weight_decay_mask: Any = None,
+    fallback: optax.GradientTransformation | None = None,
+    fallback_learning_rate: optax.ScalarOrSchedule = 1e-3,
+) -> optax.GradientTransformationExtraArgs:
+    """TODO"""
+    options = Options(
+        curvature=curvature,
+        fisher=fisher,
+        token_sharing=token_sharing,
+        solver=solver,
+        damping=damping,
+        damping_scale=damping_scale,
+        min_damping=min_damping,
+        damping_interval=damping_interval,
+        max_iterations=max_iterations,
+        tolerance=tolerance,
+        warm_start=warm_start,
+        safeguard=safeguard,
+        factor_decay=factor_decay,
+        max_factor_size=max_factor_size,
+        step=step,
+        momentum=momentum,
+        kl_clip=kl_clip,
+        reject=reject,
+        weight_decay=weight_decay,
+    )
+    if fallback is None:
+        fallback = optax.adamw(fallback_learning_rate, weight_decay=weight_decay)
+    transformation = _CGFac(learning_rate, layers, options, fallback, fallback_learning_rate, weight_decay_mask)
+    return optax.GradientTransformationExtraArgs(transformation.init, transformation.update)

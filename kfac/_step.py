@@ -1,0 +1,195 @@
+"""From solutions of the linear systems to a step: its length, its momentum, and whether to take it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kfac._solver import Solution, lane_dot
+from kfac._systems import System
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
+
+    Vectors = dict[str, tuple[Array, ...]]  # block → its parameters, each with a leading lane axis
+
+
+class Proposal(NamedTuple):
+    """A step before it is judged.
+
+    Attributes:
+      delta: change of the covered parameters.
+      coefficients: (α, β) of the new direction and of the last step in it.
+      model: predicted change of the loss.
+      kl_scale: factor by which the KL clip shortened it.
+    """
+
+    delta: Vectors
+    coefficients: Float[Array, " 2"]
+    model: Float[Array, ""]
+    kl_scale: Float[Array, ""]
+
+
+def dot(u: Vectors, v: Vectors) -> Float[Array, ""]:
+    """Σ u·v over all blocks."""
+    return sum(lane_dot(u[name], v[name]).sum() for name in u)
+
+
+def combine(a: Array, u: Vectors, b: Array, v: Vectors) -> Vectors:
+    """a·u + b·v."""
+    return {name: jax.tree.map(lambda x, y: a * x + b * y, u[name], v[name]) for name in u}
+
+
+def fixed_step(
+    solved: dict[str, Solution],
+    b: Vectors,
+    gamma: dict[str, Array],
+    velocity: Vectors,
+    *,
+    rate: Array,
+    momentum: float,
+    kl_clip: float | None,
+) -> Proposal:
+    """Δ = μ·(last Δ) − η ν x with ν = min(1, √(κ / η² xᵀF x)), the KL clip of the new part (κ = ``kl_clip``).
+
+    xᵀF x needs no further product: xᵀ(F + γI)x = 2 bᵀx + 2 q(x).
+    """
+    x = {name: s.x for name, s in solved.items()}
+    gradient_part = sum(lane_dot(b[n], x[n]).sum() for n in x)
+    damped = 2 * gradient_part + 2 * sum(s.model.sum() for s in solved.values())
+    kl = damped - sum((gamma[n] * lane_dot(x[n], x[n])).sum() for n in x)
+    scale = _kl_scale(rate**2 * kl, kl_clip)
+    step = rate * scale
+    model = -step * gradient_part + 0.5 * step**2 * damped
+    coefficients = jnp.stack([step, jnp.asarray(momentum, step.dtype)])
+    return Proposal(combine(-step, x, coefficients[1], velocity), coefficients, model, scale)
+
+
+def quadratic_step(
+    solved: dict[str, Solution],
+    b: Vectors,
+    gamma: dict[str, Array],
+    velocity: Vectors,
+    *,
+    groups: list[System],
+    num_examples: int,
+    fresh: Bool[Array, ""] | None,
+    last: Float[Array, " 2"],
+    rate: Array,
+    kl_clip: float | None,
+) -> Proposal:
+    """Δ = η ν (α d + β v), d = −x the new direction, v the last step; (α, β) minimise a quadratic model of the loss.
+
+    The model is q(Δ) = ∇L·Δ + ½ Δᵀ(F + Γ)Δ with the Fisher matrix of *all* covered parameters, layers together: the
+    derivative of example n's loss along d is the sum over layers of θ_n, so dᵀF d = Σ_n (Σ_layers θ_n)² / N costs half
+    a product per layer and no pass through the network. Γ holds each block's γ. (Martens & Grosse, 2015, section 7.)
+
+    Where no curvature was computed (``fresh`` False) the last (α, β) are used again.
+    """
+    d = {name: jax.tree.map(jnp.negative, s.x) for name, s in solved.items()}
+    slope = -jnp.stack([dot(b, d), dot(b, velocity)])
+
+    def fit() -> tuple[Array, Array, Array]:
+        along = [_derivatives(groups, vectors) for vectors in (d, velocity)]
+        fisher = jnp.array([[jnp.vdot(p, q) for q in along] for p in along]) / num_examples
+        damped = lambda u, v: sum((gamma[n] * lane_dot(u[n], v[n])).sum() for n in u)
+        ridge = jnp.array([[damped(u, v) for v in (d, velocity)] for u in (d, velocity)])
+        return minimise_2x2(fisher + ridge, slope), fisher, fisher + ridge
+
+    if fresh is None:
+        coefficients, fisher, matrix = fit()
+    else:
+        zeros = jnp.zeros((2, 2), slope.dtype)
+        coefficients, fisher, matrix = jax.lax.cond(fresh, fit, lambda: (last.astype(slope.dtype), zeros, zeros))
+    scale = _kl_scale(rate**2 * coefficients @ fisher @ coefficients, kl_clip)
+    taken = rate * scale * coefficients
+    model = 0.5 * taken @ matrix @ taken - slope @ taken
+    return Proposal(combine(taken[0], d, taken[1], velocity), coefficients, model, scale)
+
+
+def minimise_2x2(matrix: Float[Array, "2 2"], slope: Float[Array, " 2"]) -> Float[Array, " 2"]:
+    """The minimiser of ½ zᵀMz − slope·z; along the first axis alone where M is singular or the second is empty.
+
+    >>> minimise_2x2(jnp.array([[2.0, 0.0], [0.0, 4.0]]), jnp.array([2.0, 2.0])).tolist()
+    [1.0, 0.5]
+    >>> minimise_2x2(jnp.array([[2.0, 0.0], [0.0, 0.0]]), jnp.array([2.0, 0.0])).tolist()
+    [1.0, 0.0]
+    """
+    (a, c), (_, e) = matrix
+    determinant = a * e - c * c
+    regular = determinant > 1e-6 * a * e
+    safe = jnp.where(regular, determinant, 1)
+    both = jnp.stack([e * slope[0] - c * slope[1], a * slope[1] - c * slope[0]]) / safe
+    single = jnp.stack([slope[0] / jnp.where(a > 0, a, 1), jnp.zeros_like(a)])
+    return jnp.where(regular, both, jnp.where(a > 0, single, 0))
+
+
+def _derivatives(groups: list[System], vectors: Vectors) -> Float[Array, "column example"]:
+    total = 0
+    for system in groups:
+        parts = [vectors[block.name] for block in system.blocks]
+        total += system.derivatives(jax.tree.map(lambda *a: jnp.concatenate(a), *parts))
+    return total
+
+
+def _kl_scale(kl: Array, kl_clip: float | None) -> Array:
+    if kl_clip is None:
+        return jnp.ones_like(kl)
+    return jnp.minimum(1, jnp.sqrt(kl_clip / jnp.maximum(kl, jnp.finfo(kl.dtype).tiny)))
+
+
+class Verdict(NamedTuple):
+    """Whether a step is taken, the damping of the next, and actual over predicted change of the loss.
+
+    The ratio is NaN where the loss was not measured.
+    """
+
+    accept: Bool[Array, ""]
+    damping: Float[Array, ""]
+    ratio: Float[Array, ""]
+
+
+def judge(
+    finite: Bool[Array, ""],
+    model: Float[Array, ""],
+    damping: Float[Array, ""],
+    count: Array,
+    *,
+    change: Callable[[], Array] | None,
+    interval: int,
+    reject: bool,
+    min_damping: float,
+) -> Verdict:
+    """Levenberg-Marquardt adaptation and step rejection.
+
+    Every ``interval`` steps ρ = (L(θ + Δ) − L(θ)) / q(Δ) is compared on this very batch: λ shrinks by 0.95^interval
+    where ρ > 3/4 and grows by its inverse where ρ < 1/4. A step that is not finite is never taken, with ``reject``
+    neither is one that raises the loss; λ is then multiplied by 4.
+
+    Args:
+      finite: whether the step is.
+      model: q(Δ).
+      damping: λ.
+      count: number of the step.
+      change: () → L(θ + Δ) − L(θ); None where the loss is not measured.
+      interval: steps between adaptations; 0 is never.
+      reject: whether to refuse steps that raise the loss; measures it at every step.
+      min_damping: λ stays above it.
+    """
+    unknown = jnp.full_like(damping, jnp.nan)
+    adapt = (count + 1) % interval == 0 if interval else jnp.zeros((), bool)
+    if change is None:
+        difference = unknown
+    elif reject:
+        difference = change().astype(damping.dtype)
+    else:
+        difference = jax.lax.cond(adapt, lambda: change().astype(damping.dtype), lambda: unknown)
+    ratio = difference / jnp.where(model < 0, model, -jnp.finfo(damping.dtype).tiny)
+    accept = finite & ~(reject & ~(difference <= 0)) if reject else finite
+    omega = 0.95**interval
+    adapted = jnp.where(ratio > 0.75, damping * omega, jnp.where(ratio < 0.25, damping / omega, damping))
+    damping = jnp.where(accept, jnp.where(adapt, adapted, damping), damping * 4)
+    return Verdict(accept, jnp.maximum(damping, min_damping), ratio)
