@@ -1,0 +1,121 @@
+"""``main.py`` as a user meets it: modes, mistakes and interruptions, each in a process of its own."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from tests.processes import ROOT, simulated_devices
+from tests.training.tiny import TINY
+
+EXPERIMENT = "--config=experiments/adder_deit_tiny.py"
+TINY_FLAGS = [f"--config.{field}={value}" for field, value in TINY.items()]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--config.optimizer.learing_rate=1"], 'Did you mean "learning_rate"'),
+        (["--config.model.depth=twelve"], "depth"),
+        (["--config.model.num_heads=5"], r"expected .*192.*5"),
+        (["--config.model.patch_size=3"], r"expected .*patch.* 8"),
+        (["--config.model.score=adderr"], r"expected .*adder.*got 'adderr'"),
+        (["--config.optimizer.name=adamv"], r"one of \['adamw'.*got 'adamv'"),
+        (["--config.batch_size=2000"], "1437 .*got 2000"),
+        (["--config.mesh.data=3"], "1 devices"),
+        (["--mode=eval"], "expected checkpoints in .*train first"),
+    ],
+)
+def test_a_mistake_is_one_message_and_a_non_zero_exit(flags, message, run_main, tmp_path):
+    done = run_main(EXPERIMENT, f"--workdir={tmp_path / 'run'}", *flags)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert re.search(message, done.stderr), done.stderr
+    assert "first step" not in done.stdout
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("experiment", "message"),
+    [
+        ("experiments/no_such_file.py", "no_such_file"),
+        ("experiments/adder_deit_tiny.py:no_such_set", "no_such_set"),
+        ("experiments/adder_deit_tiny.py:folder", "data_dir"),
+    ],
+)
+def test_what_is_not_there_is_named(experiment, message, run_main, tmp_path):
+    done = run_main(f"--config={experiment}", f"--workdir={tmp_path}")
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert message in done.stderr
+
+
+def test_train_then_eval(run_main, tmp_path):
+    flags = [EXPERIMENT, f"--workdir={tmp_path}", *TINY_FLAGS]
+    trained = run_main(*flags)
+    assert trained.returncode == 0, trained.stderr
+    for part in ("parameters", "multiplications", "mesh data 1", "first step done", "test accuracy"):
+        assert part in trained.stdout
+    for name in ("config.json", "metrics.jsonl", "curves.png", "attention.png", "tensorboard", "checkpoints"):
+        assert (tmp_path / name).exists()
+    accuracy = re.search(r"test accuracy (\S+) after 9 steps", trained.stdout).group(1)
+    evaluated = run_main(*flags, "--mode=eval")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert f"accuracy {accuracy}" in evaluated.stdout
+
+
+def _final_state(workdir):
+    (step,) = {int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdecimal()} & {44}
+    return ocp.load(workdir / "checkpoints" / str(step) / "state")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_and_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(number, run_main, tmp_path):
+    flags = [EXPERIMENT, *TINY_FLAGS, "--config.num_epochs=1.0", "--config.ema_decay=0.9"]
+    assert run_main(*flags, f"--workdir={tmp_path / 'whole'}").returncode == 0
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "main.py", *flags, f"--workdir={tmp_path / 'broken'}"],
+        env=simulated_devices(1) | {"PYTHONUNBUFFERED": "1"},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    stop_after = int(np.random.default_rng(number).integers(1, 20))
+    for line in process.stdout:
+        if line.startswith(f"step {stop_after}/"):
+            process.send_signal(number)
+            break
+    rest = process.stdout.read()
+    assert process.wait(timeout=120) == 128 + number
+    assert f"{number.name} at step" in rest
+    resumed = run_main(*flags, f"--workdir={tmp_path / 'broken'}")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resuming at step" in resumed.stdout
+    whole, broken = _final_state(tmp_path / "whole"), _final_state(tmp_path / "broken")
+    _assert_same_bits(whole, broken)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "broken" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+    assert len([step for step in steps if step == 44]) == 2  # training and evaluation
+
+
+def _assert_same_bits(a, b):
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for name in a:
+            _assert_same_bits(a[name], b[name])
+    elif isinstance(a, list | tuple):
+        for left, right in zip(a, b, strict=True):
+            _assert_same_bits(left, right)
+    elif a is not None:
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_help_names_the_flags(run_main):
+    done = run_main("--helpshort")
+    assert "--config" in done.stdout
+    assert "experiments/adder_deit_tiny.py" in done.stdout
