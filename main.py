@@ -29,6 +29,7 @@ def main(argv: list[str]) -> None:
     workdir = _WORKDIR.value or cli.default_workdir(
         config_flags.get_config_filename(flag), config_flags.get_override_values(flag)
     )
+    cli.enable_compilation_cache()
     try:
         if _MODE.value == "train":
             cli.train(_CONFIG.value, workdir, start_time=_START_TIME)

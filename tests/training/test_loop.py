@@ -102,7 +102,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_layer(tiny_config
     config = tiny_config("multiplicative", **{"optimizer.name": "sgd", "optimizer.clip_norm": 0.0})
     config.checkpoint_every_steps = 1
     config.optimizer.learning_rate = 1e30
-    with pytest.raises(training.NonFiniteLossError, match=r"at step \d of 9: first in the forward pass, at .*Checkpoints kept: \[") as error:
+    with pytest.raises(
+        training.NonFiniteLossError, match=r"at step \d of 9: first in the forward pass, at .*Checkpoints kept: \["
+    ) as error:
         fit(config, tmp_path)
     run = build_run(config)
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:

@@ -1,0 +1,301 @@
+"""The attention functions against float64 NumPy, and under every transformation."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adder_flax import attention
+from tests.attention import reference
+
+HEADS, DIM, HIDDEN = 2, 6, 5
+NAMES = ("dot", "bilinear", "additive", "adder", "gaussian")
+FUNCTIONS = dict(
+    dot=attention.dot_product_attention,
+    bilinear=attention.bilinear_attention,
+    additive=attention.additive_attention,
+    adder=attention.adder_attention,
+    gaussian=attention.gaussian_attention,
+)
+
+
+def make_inputs(q_length, k_length, batch=(2,), heads=HEADS, kv_heads=HEADS, q_dim=DIM, k_dim=DIM, v_dim=DIM, seed=0):
+    rng = np.random.default_rng(seed)
+    make = lambda length, h, dim: rng.normal(size=(*batch, length, h, dim)).astype(np.float32)
+    return make(q_length, heads, q_dim), make(k_length, kv_heads, k_dim), make(k_length, kv_heads, v_dim)
+
+
+def make_parameters(name, heads=HEADS, q_dim=DIM, k_dim=DIM, layer_norm=False):
+    rng = np.random.default_rng(1)
+    shapes = {}
+    if name == "bilinear":
+        shapes = dict(kernel=(heads, q_dim, k_dim))
+    if name == "additive":
+        shapes = dict(query_kernel=(heads, q_dim, HIDDEN), key_kernel=(heads, k_dim, HIDDEN))
+        shapes |= dict(bias=(heads, HIDDEN), v=(heads, HIDDEN))
+        if layer_norm:
+            shapes["norm_scale"] = (heads, HIDDEN)
+    return {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
+
+
+def call(name, query, key, value, parameters, **options):
+    parameters = {"hidden_bias" if n == "bias" else n: p for n, p in parameters.items()}
+    return FUNCTIONS[name](query, key, value, **parameters, **options)
+
+
+@functools.cache
+def compiled(name, **options):
+    return jax.jit(functools.partial(call, name, return_weights=True, **options))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("q_length", "k_length"), [(1, 1), (2, 2), (17, 17), (3, 5)])
+def test_equals_the_formula(name, q_length, k_length):
+    inputs, parameters = make_inputs(q_length, k_length), make_parameters(name)
+    identity = name == "adder" and q_length == k_length
+    out, weights = compiled(name, identity=None if q_length == k_length else False)(*inputs, parameters)
+    expected_out, expected_weights = reference.attention(name, *inputs, parameters, identity=identity)
+    np.testing.assert_allclose(weights, expected_weights, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(out, expected_out, rtol=2e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mask_bias_temperature_and_scale_together(name):
+    inputs, parameters = make_inputs(7, 7), make_parameters(name)
+    rng = np.random.default_rng(2)
+    mask = rng.random((2, 1, 7, 7)) < 0.6
+    mask[0, 0, 3] = False  # a query that sees nothing
+    bias = rng.normal(size=(HEADS, 7, 7)).astype(np.float32)
+    key_bias = rng.normal(size=(HEADS, 7)).astype(np.float32)
+    temperature = np.array([0.5, 3.0], np.float32)
+    out, weights = call(
+        name,
+        *inputs,
+        parameters,
+        mask=jnp.array(mask),
+        bias=jnp.array(bias),
+        key_bias=jnp.array(key_bias),
+        temperature=jnp.array(temperature),
+        scale=0.7,
+        is_causal=True,
+        identity=True,
+        return_weights=True,
+    )
+    expected_out, expected_weights = reference.attention(
+        name,
+        *inputs,
+        parameters,
+        scale=0.7,
+        temperature=temperature[:, None, None],
+        bias=bias + key_bias[:, None, :],
+        mask=mask & np.tril(np.ones((7, 7), bool)),
+        identity=True,
+    )
+    np.testing.assert_allclose(weights, expected_weights, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(out, expected_out, rtol=2e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("forbid", ["mask", "bias", "key_bias"])
+def test_fully_masked_rows_are_zero_and_have_finite_gradients(forbid):
+    inputs = make_inputs(4, 4)
+    blocked = dict(
+        mask=jnp.zeros((2, 1, 4, 4), bool),
+        bias=jnp.full((4, 4), -jnp.inf),
+        key_bias=jnp.full((HEADS, 4), -jnp.inf),
+    )
+
+    def total(query, key, value):
+        out, weights = attention.adder_attention(
+            query, key, value, identity=False, return_weights=True, **{forbid: blocked[forbid]}
+        )
+        return jnp.sum(out), (out, weights)
+
+    with jax.debug_nans(True):
+        gradients, (out, weights) = jax.grad(total, argnums=(0, 1, 2), has_aux=True)(*inputs)
+    assert not np.any(weights)
+    assert not np.any(out)
+    assert not any(np.any(g) for g in gradients)
+
+
+def test_identity_keeps_the_value_of_a_query_that_sees_nothing():
+    query, key, value = make_inputs(4, 4)
+    out = attention.adder_attention(query, key, value, mask=jnp.zeros((2, 1, 4, 4), bool))
+    np.testing.assert_array_equal(out, value)
+
+
+@pytest.mark.parametrize("name", ["bilinear", "additive"])
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_widths_of_query_key_and_value_may_differ(name, layer_norm):
+    if name == "bilinear" and layer_norm:
+        pytest.skip("LayerNorm belongs to additive scores")
+    inputs = make_inputs(3, 5, q_dim=4, k_dim=7, v_dim=2)
+    parameters = make_parameters(name, q_dim=4, k_dim=7, layer_norm=layer_norm)
+    out, weights = compiled(name)(*inputs, parameters)
+    expected_out, expected_weights = reference.attention(name, *inputs, parameters)
+    np.testing.assert_allclose(weights, expected_weights, rtol=5e-5, atol=5e-6)
+    np.testing.assert_allclose(out, expected_out, rtol=5e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_grouped_heads_share_keys_and_values(name):
+    inputs = make_inputs(5, 5, heads=4, kv_heads=2)
+    parameters = make_parameters(name, heads=4)
+    out, weights = compiled(name, identity=True)(*inputs, parameters)
+    expected_out, expected_weights = reference.attention(name, *inputs, parameters, identity=True)
+    np.testing.assert_allclose(weights, expected_weights, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(out, expected_out, rtol=2e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 0.04), (jnp.float16, 0.005)])
+def test_half_precision_inputs(name, dtype, tolerance):
+    inputs = [jnp.asarray(x, dtype) for x in make_inputs(17, 17)]
+    parameters = make_parameters(name)
+    out, weights = compiled(name)(*inputs, parameters)
+    assert out.dtype == dtype
+    assert weights.dtype == jnp.float32
+    wide = [np.asarray(x, np.float64) for x in inputs]
+    expected, _ = reference.attention(name, *wide, parameters, identity=name == "adder")
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_double_precision_stays_double(name):
+    with jax.enable_x64(True):
+        inputs = [jnp.asarray(x, jnp.float64) for x in make_inputs(5, 5)]
+        parameters = {n: jnp.asarray(p, jnp.float64) for n, p in make_parameters(name).items()}
+        out, weights = call(name, *inputs, parameters, return_weights=True)
+        assert out.dtype == weights.dtype == jnp.float64
+        expected, _ = reference.attention(name, *inputs, parameters, identity=name == "adder")
+        np.testing.assert_allclose(out, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_equal_finite_differences(name):
+    with jax.enable_x64(True):
+        inputs = [jnp.asarray(x, jnp.float64) for x in make_inputs(3, 3, batch=())]
+        parameters = {n: jnp.asarray(p, jnp.float64) for n, p in make_parameters(name).items()}
+        direction = np.random.default_rng(3)
+
+        def loss(arguments):
+            *inputs, parameters = arguments
+            return jnp.sum(jnp.sin(call(name, *inputs, parameters)))
+
+        arguments = (*inputs, parameters)
+        tangent = jax.tree.map(lambda x: jnp.asarray(direction.normal(size=x.shape)), arguments)
+        gradient = jax.jit(jax.grad(loss))(arguments)
+        slope = sum(jnp.vdot(g, t) for g, t in zip(jax.tree.leaves(gradient), jax.tree.leaves(tangent), strict=True))
+        step = 1e-6
+        moved = lambda sign: loss(jax.tree.map(lambda x, t: x + sign * step * t, arguments, tangent))
+        np.testing.assert_allclose(slope, (moved(1) - moved(-1)) / (2 * step), rtol=1e-6)
+
+
+def test_layer_norm_gradients_equal_those_of_the_broadcast_form():
+    with jax.enable_x64(True):
+        query, key, _ = (jnp.asarray(np.swapaxes(x, 1, 2), jnp.float64) for x in make_inputs(4, 5))
+        p = {n: jnp.asarray(x, jnp.float64) for n, x in make_parameters("additive", layer_norm=True).items()}
+
+        def broadcast(query, key, p):
+            hidden = (query @ p["query_kernel"])[..., :, None, :] + (key @ p["key_kernel"])[..., None, :, :]
+            hidden = jax.nn.standardize(hidden, epsilon=1e-6) * p["norm_scale"][:, None, None]
+            return jnp.sum(jnp.tanh(hidden + p["bias"][:, None, None]) * p["v"][:, None, None], -1)
+
+        ours = lambda query, key, p: attention.additive_scores(query, key, **p)
+        loss = lambda f: jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a))), argnums=(0, 1, 2)))(query, key, p)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-8, atol=1e-10), loss(ours), loss(broadcast))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_vmap_and_remat_change_nothing(name):
+    inputs, parameters = make_inputs(5, 5), make_parameters(name)
+    mask = jnp.asarray(np.random.default_rng(4).random((2, 1, 5, 5)) < 0.7)
+    loss = lambda query, key, value, mask: jnp.sum(jnp.sin(call(name, query, key, value, parameters, mask=mask)))
+    expected = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*inputs, mask)
+    rematerialised = jax.jit(jax.value_and_grad(jax.checkpoint(loss), argnums=(0, 1, 2)))(*inputs, mask)
+    values, gradients = jax.jit(jax.vmap(jax.value_and_grad(loss, argnums=(0, 1, 2))))(*inputs, mask)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(close, rematerialised, expected)
+    jax.tree.map(close, (values.sum(), gradients), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_samples_do_not_depend_on_the_batch(name):
+    inputs, parameters = make_inputs(17, 17, batch=(5,)), make_parameters(name)
+    run = jax.jit(functools.partial(call, name))
+    together = run(*inputs, parameters)
+    alone = run(*(x[3:4] for x in inputs), parameters)
+    np.testing.assert_allclose(together[3:4], alone, rtol=1e-6, atol=1e-6)
+    changed = [x.copy() for x in inputs]
+    for x in changed:
+        x[:3] = np.nan
+    np.testing.assert_array_equal(run(*changed, parameters)[3:], together[3:])
+
+
+def test_batch_axes_are_free():
+    inputs = make_inputs(5, 5, batch=(3, 2))
+    flat = [x.reshape(6, *x.shape[2:]) for x in inputs]
+    single = [x[0, 0] for x in inputs]
+    out = attention.adder_attention(*inputs)
+    np.testing.assert_allclose(out.reshape(6, 5, HEADS, DIM), attention.adder_attention(*flat), rtol=1e-6)
+    np.testing.assert_allclose(out[0, 0], attention.adder_attention(*single), rtol=1e-6)
+
+
+def test_dropout_keeps_the_mean_and_spares_the_identity_map():
+    query, key, _ = make_inputs(3, 3, batch=(1,), heads=1, kv_heads=1)
+    values = jnp.eye(3)[None, :, None, :]  # the output is then the map itself
+    run = lambda rng: attention.adder_attention(query, key, values, dropout_rate=0.25, dropout_rng=rng)[0, :, 0]
+    maps = jax.jit(jax.vmap(run))(jax.random.split(jax.random.key(0), 20000))
+    clean = attention.adder_attention(query, key, values)[0, :, 0]
+    np.testing.assert_allclose(maps.mean(0), clean, atol=0.02)
+    softmax = clean - jnp.eye(3)
+    kept = np.isclose(maps - jnp.eye(3), softmax / 0.75, atol=1e-5)
+    dropped = np.isclose(maps, np.eye(3), atol=1e-6)
+    assert np.all(kept ^ dropped)
+    np.testing.assert_allclose(dropped.mean(), 0.25, atol=0.01)
+
+
+def test_broadcast_dropout_is_one_mask_for_all_samples_and_heads():
+    inputs = make_inputs(9, 9, batch=(3,))
+    inputs = (*inputs[:2], np.broadcast_to(np.eye(9, dtype=np.float32)[None, :, None], (3, 9, HEADS, 9)))
+    options = dict(dropout_rate=0.5, dropout_rng=jax.random.key(1))
+    shared = attention.dot_product_attention(*inputs, **options) == 0
+    own = attention.dot_product_attention(*inputs, broadcast_dropout=False, **options) == 0
+    assert np.all(shared == shared[:1, :, :1])
+    assert not np.all(own == own[:1, :, :1])
+    assert np.all(attention.dot_product_attention(*inputs, deterministic=True, **options) != 0)
+
+
+def test_matches_jax_and_its_causal_mask():
+    inputs = make_inputs(5, 8)
+    expected = jax.nn.dot_product_attention(*inputs, is_causal=True)
+    np.testing.assert_allclose(attention.dot_product_attention(*inputs, is_causal=True), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(key=np.ones((2, 5, 2, 4))), "adder scores expect query and key of one head_dim, got 6 and 4"),
+        (dict(key=np.ones((3, 5, 2, 6))), "equal batch axes, got query"),
+        (dict(key=np.ones((2, 4, 2, 6))), "key and value of one length and number of heads"),
+        (dict(query=np.ones((2, 5, 3, 6))), "multiple of that of key heads"),
+        (dict(query=np.ones((2, 4, 2, 6))), "pass identity=False"),
+        (dict(scale="variance"), r"expects scale from \['sqrt_dim', 'variance_matched'\] or a number, got 'variance'"),
+        (dict(temperature=0.0), "expected a positive temperature, got 0.0"),
+        (dict(dropout_rate=0.5), "expects a dropout_rng, got None"),
+        (dict(dropout_rate=1.0, dropout_rng=1), r"dropout_rate in \[0, 1\), got 1.0"),
+    ],
+)
+def test_errors_say_what_was_expected(change, message):
+    query, key, value = make_inputs(5, 5)
+    arguments = dict(query=query, key=key, value=value) | change
+    with pytest.raises(ValueError, match=message):
+        attention.adder_attention(**arguments)
+
+
+def test_a_misspelt_option_is_refused():
+    with pytest.raises(TypeError, match="got 'temprature'"):
+        attention.adder_attention(*make_inputs(2, 2), temprature=2.0)
+    with pytest.raises(ValueError, match="'qk_attn_weights_einsum' at Flax's default"):
+        attention.dot_product_attention(*make_inputs(2, 2), qk_attn_weights_einsum=jnp.einsum)

@@ -1,0 +1,462 @@
+"""Augmentation against NumPy and Pillow: exact where pixels move, by formula elsewhere, and distributions of draws."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from adder_flax.data import (
+    Augment,
+    DataError,
+    augment,
+    channel_statistics,
+    color_jitter,
+    load_source,
+    mix,
+    normalize,
+    random_crop,
+    random_erase,
+    random_flip,
+    random_resized_crop,
+    resize_boxes,
+    smooth_one_hot,
+)
+from adder_flax.data._augment import random_boxes, symmetric_beta
+from tests.processes import simulated_devices
+
+KEY = jax.random.key(0)
+# Compiled whole, since one by one their operations take longer to compile.
+augment = jax.jit(augment, static_argnums=3)
+color_jitter = jax.jit(color_jitter, static_argnames=("brightness", "contrast", "saturation"))
+mix = jax.jit(mix, static_argnums=3)
+random_boxes = jax.jit(random_boxes, static_argnums=(1, 2, 3, 4))
+random_crop = jax.jit(random_crop, static_argnums=(2, 3))
+random_resized_crop = jax.jit(random_resized_crop, static_argnums=(2, 3))
+resize_boxes = jax.jit(resize_boxes)
+# Of a batch's mean of a quantity with unit variance: tests of distributions allow five standard errors.
+FIVE_SIGMA = 5
+
+
+def noise(batch, height, width, channels, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (batch, height, width, channels), np.uint8)
+
+
+def plain(**settings):
+    return Augment(**{"num_classes": 4, "mean": (0.0,), "std": (1.0,)} | settings)
+
+
+@pytest.mark.parametrize("shape", [(6, 5, 3), (1, 1, 1), (8, 8, 1)])
+def test_nothing_switched_on_changes_nothing(shape):
+    images, labels = noise(4, *shape), np.arange(4)
+    settings = plain(mean=(0.0,) * shape[-1], std=(1.0,) * shape[-1])
+    got, targets = augment(KEY, images, labels, settings)
+    assert (np.asarray(got) == images.astype(np.float32) / 255).all()
+    assert (np.asarray(targets) == np.eye(4)).all()
+
+
+def test_normalize_is_that_of_each_channel():
+    images = noise(2, 4, 3, 3)
+    mean, std = (0.1, 0.5, 0.9), (0.2, 0.3, 0.4)
+    expected = (images / 255.0 - mean) / std
+    np.testing.assert_allclose(normalize(images, mean, std), expected, atol=1e-6)
+    # An image in [0, 1] is not divided by 255 again, and no batch axis is needed.
+    floats = (images[0] / 255).astype(np.float32)
+    np.testing.assert_allclose(normalize(jnp.asarray(floats), mean, std), expected[0], atol=1e-6)
+
+
+@pytest.mark.parametrize(("padding", "mode"), [(2, "zero"), (3, "zero"), (2, "reflect")])
+def test_random_crop_moves_pixels_exactly(padding, mode):
+    """Every output is the window of the padded image at some offset; every offset comes up, rows and columns apart."""
+    images = np.broadcast_to(np.arange(1, 43, dtype=np.uint8).reshape(1, 7, 6, 1), (900, 7, 6, 1))
+    got = np.asarray(random_crop(KEY, images, padding, mode))
+    assert got.dtype == np.uint8
+    pad = [(padding, padding), (padding, padding), (0, 0)]
+    padded = np.pad(images[0], pad, mode="constant" if mode == "zero" else "reflect")
+    side = range(2 * padding + 1)
+    windows = {padded[y : y + 7, x : x + 6].tobytes(): (y, x) for y in side for x in side}
+    offsets = np.array([windows[image.tobytes()] for image in got])
+    counts = np.bincount(offsets[:, 0] * len(side) + offsets[:, 1], minlength=len(side) ** 2)
+    expected = 900 / len(side) ** 2
+    assert (np.abs(counts - expected) < FIVE_SIGMA * np.sqrt(expected)).all()
+
+
+def test_random_flip_mirrors_some_images():
+    images = noise(1000, 3, 4, 2)
+    got = np.asarray(random_flip(KEY, images, 0.3))
+    mirrored = (got == images[:, :, ::-1]).all((1, 2, 3))
+    untouched = (got == images).all((1, 2, 3))
+    assert (mirrored ^ untouched).all()
+    assert abs(mirrored.mean() - 0.3) < FIVE_SIGMA * np.sqrt(0.3 * 0.7 / 1000)
+
+
+def bilinear_reference(image, top, left, height, width):
+    """Antialiased bilinear resizing of a box to the image's size, pixel by pixel in float64."""
+    rows, columns = image.shape[:2]
+    out = np.zeros(image.shape)
+
+    def weights(start, length, size, o):
+        scale = length / size
+        center = start + (o + 0.5) * scale
+        w = {i: max(0.0, 1 - abs(i + 0.5 - center) / max(scale, 1.0)) for i in range(start, start + length)}
+        total = sum(w.values())
+        return {i: value / total for i, value in w.items() if value}
+
+    for o in range(rows):
+        for p in range(columns):
+            for i, wi in weights(top, height, rows, o).items():
+                for j, wj in weights(left, width, columns, p).items():
+                    out[o, p] += wi * wj * image[i, j]
+    return out
+
+
+BOXES = np.array([(0, 0, 9, 12), (2, 3, 4, 5), (8, 11, 1, 1), (0, 1, 9, 2), (5, 0, 3, 12)])  # top, left, height, width
+
+
+def test_resized_boxes_match_a_loop_over_pixels():
+    images = np.random.default_rng(0).random((len(BOXES), 9, 12, 2), np.float32)
+    got = resize_boxes(images, *BOXES.T)
+    for image, box, result in zip(images, BOXES, got, strict=True):
+        np.testing.assert_allclose(result, bilinear_reference(image.astype(float), *box), atol=2e-6)
+
+
+def test_resized_boxes_match_pillow():
+    """Crop, then resize. Pillow rounds to whole grey levels, after rows and after columns."""
+    images = noise(len(BOXES), 9, 12, 3)
+    got = np.asarray(resize_boxes(images.astype(np.float32), *BOXES.T))
+    for image, (top, left, height, width), result in zip(images, BOXES, got, strict=True):
+        box = Image.fromarray(image).crop((left, top, left + width, top + height))
+        expected = np.asarray(box.resize((12, 9), Image.BILINEAR)).astype(float)
+        assert np.abs(result - expected).max() <= 1.01
+
+
+def test_whole_image_box_is_the_identity():
+    images = np.random.default_rng(0).random((1, 8, 8, 1), np.float32)
+    np.testing.assert_allclose(random_resized_crop(KEY, images, (1.0, 1.0), (1.0, 1.0)), images, atol=1e-6)
+
+
+@pytest.mark.parametrize(("shape", "box"), [((8, 8), (0, 2, 8, 4)), ((12, 4), (2, 0, 8, 4))])
+def test_a_box_that_never_fits_becomes_central(shape, box):
+    """torchvision's fallback. A width of half the height and the whole area fits into none of these images."""
+    images = np.random.default_rng(0).random((2, *shape, 1), np.float32)
+    got = random_resized_crop(KEY, images, (1.0, 1.0), (0.5, 0.5))
+    np.testing.assert_allclose(got, resize_boxes(images, *np.array([box, box]).T), atol=1e-6)
+
+
+def test_random_boxes_have_the_right_distribution():
+    uniform = jax.random.uniform(KEY, (22, 4000))
+    top, left, height, width, found = map(np.asarray, random_boxes(uniform, 300, 400, (0.2, 0.5), (3 / 4, 4 / 3)))
+    assert found.all()
+    assert (top >= 0).all()
+    assert (left >= 0).all()
+    assert (top + height <= 300).all()
+    assert (left + width <= 400).all()
+    area, ratio = height * width / (300 * 400), np.log(width / height)
+    sigma = 1 / np.sqrt(4000)
+    assert abs(area.mean() - 0.35) < FIVE_SIGMA * sigma * 0.3 / np.sqrt(12)
+    assert abs(area.std() - 0.3 / np.sqrt(12)) < FIVE_SIGMA * sigma * 0.3 / np.sqrt(12)
+    assert abs(ratio.mean()) < FIVE_SIGMA * sigma * 2 * np.log(4 / 3) / np.sqrt(12)
+    assert np.abs(ratio).max() < np.log(4 / 3) + 0.02
+    for position, free in ((top, 300 - height), (left, 400 - width)):
+        place = (position / np.maximum(free, 1))[free > 20]
+        assert abs(place.mean() - 0.5) < FIVE_SIGMA / np.sqrt(12 * len(place)) + 0.01
+        assert place.min() < 0.01
+        assert place.max() > 0.99
+
+
+def blend_reference(images, base, factor):
+    return np.clip(factor * images + (1 - factor) * base, 0, 1)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("kind", ["brightness", "contrast", "saturation"])
+def test_color_jitter_equals_its_formula(kind, channels):
+    """The factor, recovered from one pixel that is not clipped, explains every pixel, clipped ones included."""
+    images = np.random.default_rng(0).random((500, 5, 4, channels)).astype(np.float32)
+    got = np.asarray(color_jitter(KEY, images, **{kind: 0.6}))
+    gray = images @ np.array([0.299, 0.587, 0.114], np.float32)[:, None] if channels == 3 else images
+    base = {
+        "brightness": np.zeros_like(images),
+        "contrast": np.broadcast_to(gray.mean((1, 2), keepdims=True), images.shape),
+        "saturation": np.broadcast_to(gray, images.shape),
+    }[kind]
+    if kind == "saturation" and channels == 1:
+        np.testing.assert_allclose(got, images, atol=1e-6)
+        return
+    factors = []
+    for image, b, result in zip(images, base, got, strict=True):
+        inside = (result > 0) & (result < 1)
+        clearest = np.argmax(np.where(inside, np.abs(image - b), 0))
+        factor = ((result - b) / np.where(image == b, 1, image - b)).flat[clearest]
+        np.testing.assert_allclose(result, blend_reference(image, b, factor), atol=1e-5)
+        factors.append(factor)
+    factors = np.array(factors)
+    assert factors.min() > 0.4 - 1e-4
+    assert factors.max() < 1.6 + 1e-4
+    sigma = 1.2 / np.sqrt(12)
+    assert abs(factors.mean() - 1) < FIVE_SIGMA * sigma / np.sqrt(500)
+    assert abs(factors.std() - sigma) < FIVE_SIGMA * sigma / np.sqrt(500)
+
+
+def test_color_jitter_above_one_never_inverts():
+    images = np.random.default_rng(0).random((64, 2, 2, 3)).astype(np.float32)
+    got = np.asarray(color_jitter(KEY, images, brightness=3.0))
+    assert got.min() >= 0
+    assert got.max() <= 1
+
+
+def two_images(pairs=1, height=9, width=7):
+    """`pairs` zeros, then `pairs` ones, with the classes 0 and 1: image b is mixed with its opposite."""
+    images = np.repeat(np.array([0, 1], np.float32), pairs)[:, None, None, None]
+    images = np.broadcast_to(images, (2 * pairs, height, width, 2))
+    return images, np.repeat(np.eye(2, dtype=np.float32), pairs, 0)
+
+
+def test_cutmix_weighs_labels_by_the_area_pasted():
+    images, targets = two_images(200)
+    settings = plain(num_classes=2, cutmix_alpha=1.0, mix_per="element")
+    got, mixed = map(np.asarray, mix(KEY, images, targets, settings))
+    assert set(np.unique(got)) == {0.0, 1.0}
+    assert (got[..., 0] == got[..., 1]).all()
+    ones = got[..., 0].mean((1, 2), dtype=np.float64)
+    # Exact up to the rounding of one float32 division.
+    np.testing.assert_allclose(mixed[:, 1], ones, atol=1e-7)
+    np.testing.assert_allclose(mixed.sum(1), 1, atol=1e-6)
+    for image, own in zip(got[..., 0], images[:, 0, 0, 0], strict=True):
+        pasted = image != own
+        rows, columns = np.flatnonzero(pasted.any(1)), np.flatnonzero(pasted.any(0))
+        assert pasted.sum() == len(rows) * len(columns)  # one full rectangle
+        assert (np.diff(rows) == 1).all()
+        assert (np.diff(columns) == 1).all()
+
+
+def test_cutmix_boxes_are_those_of_the_paper():
+    """Sides of sqrt(1 - Beta) around a uniform centre, clipped: with alpha 1 on a large image, a known mean area.
+
+    For a side of s (of 1) and a uniform centre the clipped length has mean s - s²/4, and s² is uniform.
+    """
+    settings = plain(num_classes=2, cutmix_alpha=1.0, mix_per="element")
+    images, targets = two_images(600, 128, 128)
+    _, mixed = mix(KEY, images[..., :1], targets, settings)
+    pasted = 1 - np.asarray(mixed)[:600, 0]
+    area = np.random.default_rng(0).random(10**6)
+    side = np.sqrt(area)
+    expected = ((side - side**2 / 4) ** 2).mean()
+    assert abs(pasted.mean() - expected) < FIVE_SIGMA * pasted.std() / np.sqrt(600) + 2 / 128
+
+
+@pytest.mark.parametrize("alpha", [0.2, 0.8])
+def test_mixup_is_convex_and_beta_distributed(alpha):
+    images, targets = two_images(1500, 2, 2)
+    settings = plain(num_classes=2, mixup_alpha=alpha, mix_per="element")
+    got, mixed = map(np.asarray, mix(KEY, images, targets, settings))
+    np.testing.assert_allclose(got, np.broadcast_to(mixed[:, 1, None, None, None], got.shape), atol=1e-6)
+    np.testing.assert_allclose(mixed.sum(1), 1, atol=1e-6)
+    share = mixed[:1500, 0]
+    assert share.min() >= 0
+    assert share.max() <= 1
+    variance = 1 / (4 * (2 * alpha + 1))
+    assert abs(share.mean() - 0.5) < FIVE_SIGMA * np.sqrt(variance / 1500)
+    assert abs(share.var() - variance) < FIVE_SIGMA * variance / np.sqrt(1500)
+
+
+def test_mixup_mixes_with_the_reversed_batch():
+    images, targets = np.random.default_rng(0).random((5, 3, 4, 2)), np.eye(5)
+    got, mixed = mix(KEY, jnp.float32(images), jnp.float32(targets), plain(mixup_alpha=0.8))
+    share = float(mixed[0, 0])
+    assert 0 < share < 1
+    np.testing.assert_allclose(got, share * images + (1 - share) * images[::-1], atol=1e-6)
+    np.testing.assert_allclose(mixed, share * targets + (1 - share) * targets[::-1], atol=1e-6)
+
+
+def test_mixup_or_cutmix_with_the_given_probabilities():
+    images, targets = two_images(1000, 4, 4)
+    settings = plain(
+        num_classes=2,
+        mixup_alpha=1.0,
+        cutmix_alpha=1.0,
+        mix_probability=0.8,
+        cutmix_probability=0.25,
+        mix_per="element",
+    )
+    got = np.asarray(mix(KEY, images, targets, settings)[0])[:1000, ..., 0].reshape(1000, -1)
+    flat = got.std(1) < 1e-6
+    mixup = flat & (got[:, 0] > 0) & (got[:, 0] < 1)
+    # What CutMix leaves flat (a box of no pixel, or of the whole image) looks like no mixing at all.
+    assert abs(mixup.mean() - 0.8 * 0.75) < FIVE_SIGMA * np.sqrt(0.6 * 0.4 / 1000)
+    assert 0.8 * 0.25 * 0.5 < (~flat).mean() < 0.8 * 0.25
+
+
+def test_one_draw_for_the_batch():
+    images, targets = two_images(50, 3, 3)
+    _, mixed = mix(KEY, images, targets, plain(num_classes=2, mixup_alpha=1.0))
+    assert len(np.unique(np.asarray(mixed)[:50, 0])) == 1
+
+
+@pytest.mark.parametrize("value", ["noise", "zero"])
+def test_random_erase_fills_one_rectangle(value):
+    images = np.full((800, 20, 30, 2), 0.5, np.float32)
+    scale, ratio = (0.1, 0.3), (0.5, 2.0)
+    erase = jax.jit(functools.partial(random_erase, probability=0.25, scale=scale, ratio=ratio, value=value))
+    got = np.asarray(erase(KEY, images))
+    changed = (got != 0.5).all(-1)
+    assert (changed == (got != 0.5).any(-1)).all()
+    erased = changed.any((1, 2))
+    assert abs(erased.mean() - 0.25) < FIVE_SIGMA * np.sqrt(0.25 * 0.75 / 800)
+    for mask in changed[erased]:
+        height, width = mask.any(1).sum(), mask.any(0).sum()
+        assert mask.sum() == height * width
+        # Sides are rounded to pixels, so area and ratio may leave their range by one pixel's worth.
+        assert (height - 0.5) * (width - 0.5) <= 0.3 * 600
+        assert (height + 0.5) * (width + 0.5) >= 0.1 * 600
+        assert (width - 0.5) / (height + 0.5) <= 2.0
+        assert (width + 0.5) / (height - 0.5) >= 0.5
+    filled = got[changed]
+    if value == "zero":
+        assert not filled.any()
+    else:
+        assert abs(filled.mean()) < FIVE_SIGMA / np.sqrt(filled.size)
+        assert abs(filled.std() - 1) < FIVE_SIGMA / np.sqrt(2 * filled.size)
+
+
+def test_label_smoothing():
+    got = np.asarray(smooth_one_hot(jnp.array([2, 0]), 4, 0.1))
+    np.testing.assert_allclose(got, [[0.025, 0.025, 0.925, 0.025], [0.925, 0.025, 0.025, 0.025]], atol=1e-7)
+
+
+FULL = dict(
+    crop_padding=2,
+    crop_padding_mode="reflect",
+    resized_crop_scale=(0.3, 1.0),
+    flip_probability=0.5,
+    brightness=0.3,
+    contrast=0.3,
+    saturation=0.3,
+    mixup_alpha=0.8,
+    cutmix_alpha=1.0,
+    mix_per="element",
+    erase_probability=0.5,
+    label_smoothing=0.1,
+)
+
+
+def test_everything_at_once():
+    source = load_source("digits", "train")
+    settings = Augment.for_source(source, **FULL)
+    images, labels = source.gather(np.arange(65))
+    before = augment._cache_size()
+    got, targets = augment(KEY, images, labels, settings)
+    assert (got.shape, got.dtype, targets.shape) == ((65, 8, 8, 1), jnp.float32, (65, 10))
+    assert bool(jnp.isfinite(got).all())
+    np.testing.assert_allclose(targets.sum(1), 1, atol=1e-6)
+    again, other = (augment(jax.random.key(seed), images, labels, settings) for seed in (0, 1))
+    assert (again[0] == got).all()
+    assert (other[0] != got).any()
+    # The same settings made again are the same static argument.
+    augment(KEY, images, labels, Augment.for_source(source, **FULL))
+    assert augment._cache_size() == before + 1
+
+
+def test_switching_one_off_leaves_the_other_draws_alone():
+    """The brightest pixel stays the brightest under a change of brightness, and shows which images are mirrored."""
+    images = np.random.default_rng(0).integers(0, 100, (64, 6, 6, 1), np.uint8)
+    images[:, 2, 0] = 150
+    columns = [
+        np.argmax(np.asarray(augment(KEY, images, np.zeros(64, int), settings)[0])[:, 2, :, 0], 1)
+        for settings in (plain(flip_probability=0.5), plain(flip_probability=0.5, brightness=0.5))
+    ]
+    assert set(columns[0]) == {0, 5}
+    assert (columns[0] == columns[1]).all()
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.8, 1.0, 6.0])
+def test_symmetric_beta_has_the_beta_distribution(alpha):
+    """Kolmogorov-Smirnov against SciPy's, in float64: in float32 too much of what lies near one is rounded to it."""
+    stats = pytest.importorskip("scipy.stats")
+    uniform = np.random.default_rng(0).random((2, 20_000))
+    with jax.enable_x64(True):
+        draws = np.asarray(symmetric_beta(*jnp.asarray(uniform), alpha))
+    assert stats.kstest(draws, stats.beta(alpha, alpha).cdf).pvalue > 0.001
+
+
+SHARDED = """
+import jax, numpy as np, re
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from adder_flax.data import Augment, augment
+from tests.data.test_augment import FULL
+assert jax.device_count() == 8
+mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+rows = NamedSharding(mesh, PartitionSpec("data"))
+images = np.random.default_rng(0).integers(0, 256, (32, 12, 12, 3), np.uint8)
+labels = np.arange(32, dtype=np.int32) % 10
+settings = Augment(num_classes=10, mean=(0.5,) * 3, std=(0.25,) * 3, **FULL)
+key = jax.random.key(3)
+run = jax.jit(augment, static_argnums=3)
+whole = run(key, images, labels, settings)
+parts = run(key, jax.device_put(images, rows), jax.device_put(labels, rows), settings)
+assert all(len(part.sharding.device_set) == 8 for part in parts)
+for a, b in zip(whole, parts):
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+alone = Augment(num_classes=10, mean=(0.5,) * 3, std=(0.25,) * 3, **FULL | dict(mixup_alpha=0.0, cutmix_alpha=0.0))
+placed = jax.jit(augment, static_argnums=3, in_shardings=(None, rows, rows), out_shardings=(rows, rows))
+text = placed.lower(key, images, labels, alone).compile().as_text()
+print(sorted(set(re.findall(r"(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)", text))))
+"""
+
+
+def test_sharded_over_devices_equals_unsharded():
+    """And what does not look at other samples needs no communication."""
+    result = subprocess.run([sys.executable, "-c", SHARDED], env=simulated_devices(8), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
+
+
+def test_statistics_of_digits():
+    images = load_source("digits", "train").images / 255
+    mean, std = channel_statistics("digits", 1)
+    np.testing.assert_allclose([mean, std], [[images.mean()], [images.std()]], atol=5e-5)
+
+
+def test_statistics_of_cifar10(cifar10_dir):
+    """On 4,000 of the 50,000 images, which here are JPEGs: smoother, so their deviation is up to 0.003 lower."""
+    source = load_source("cifar10", "train[:8%]", data_dir=cifar10_dir)
+    pixels = source.gather(np.arange(4000))[0].reshape(-1, 3) / 255
+    mean, std = channel_statistics("cifar10", 3)
+    np.testing.assert_allclose(pixels.mean(0), mean, atol=0.01)
+    np.testing.assert_allclose(pixels.std(0), std, atol=0.01)
+
+
+def test_statistics_of_fake_images():
+    images = load_source("fake", "train", image_size=64).gather(np.arange(8))[0].reshape(-1, 3) / 255
+    mean, std = channel_statistics("fake", 3)
+    np.testing.assert_allclose(images.mean(0), mean, atol=0.005)
+    np.testing.assert_allclose(images.std(0), std, atol=0.005)
+
+
+def test_settings_for_a_source_that_crops_itself(image_folder):
+    source = load_source("folder", "train", data_dir=str(image_folder), image_size=16)
+    settings = Augment.for_source(source, crop_padding=4, resized_crop_scale=[0.08, 1.0], flip_probability=0.5)
+    assert (settings.crop_padding, settings.resized_crop_scale) == (0, None)
+    assert settings.flip_probability == 0.5
+    assert (settings.num_classes, settings.mean[0]) == (2, 0.485)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"flip_probability": 1.5}, r"flip_probability in \[0, 1\], got 1.5"),
+        ({"mixup_alpha": -1.0}, "mixup_alpha >= 0, got -1.0"),
+        ({"erase_scale": (0.5, 0.2)}, r"erase_scale as 0 < low <= high <= 1, got \(0.5, 0.2\)"),
+        ({"mix_per": "pixel"}, "mix_per out of .*got 'pixel'"),
+        ({"std": (1.0, 1.0)}, "one mean and std per channel, got 1 and 2"),
+    ],
+)
+def test_errors(settings, message):
+    with pytest.raises(DataError, match=message):
+        plain(**settings)

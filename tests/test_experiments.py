@@ -1,0 +1,47 @@
+"""Every experiment file builds the network that its name says."""
+
+import importlib
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from adder_flax.data import load_source
+from adder_flax.training.setup import make_model
+from tests.processes import ROOT
+
+EXPERIMENTS = sorted(path.stem for path in (ROOT / "experiments").glob("*deit_*.py"))
+SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
+
+
+def _build(name, data=None):
+    config = importlib.import_module(f"experiments.{name}").get_config(data)
+    source = load_source("fake", "train", image_size=config.data.image_size, num_classes=1000)
+    return config, nnx.eval_shape(lambda: make_model(config, source, seed=0))
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_file_gives_the_mechanism_and_size_of_its_name(name):
+    config, model = _build(name)
+    assert (config.model.width, config.model.num_heads) == SIZES[name.split("_")[-1]]
+    mechanism = name.split("_")[0]
+    assert config.model.score == {"adder": "adder", "additive": "additive", "deit": "dot"}[mechanism]
+    linear = "adder" if mechanism == "adder" else "dense"
+    assert {config.model[f"{part}_linear"] for part in ("qkv", "proj", "mlp")} == {linear}
+    assert len(model.blocks) == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("deit_tiny", 5.717416), ("deit_small", 22.050664), ("deit_base", 86.567656)]
+)
+def test_parameters_of_the_multiplicative_224_pixel_models_are_deits(name, millions):
+    _, model = _build(name, "imagenet2012")
+    sizes = [np.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    assert sum(sizes) == millions * 1e6
+
+
+@pytest.mark.parametrize(("data", "tokens"), [(None, 17), ("cifar10", 65), ("imagenet2012", 197)])
+def test_patches_follow_the_data(data, tokens):
+    _, model = _build("deit_tiny", data)
+    assert model.pos_embed.shape[1] == tokens
