@@ -100,9 +100,8 @@ def evaluate(config: Any, workdir: str | Path, checkpoint: str) -> None:
         state = checkpoints.restore(run.abstract_state, named[checkpoint] if checkpoint in named else int(checkpoint))
     metrics = training.Evaluator(run)(training.evaluation_params(state))
     shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
-    print(
-        f"step {int(state['step'])}  {len(run.eval_source)} images of {config.data.name}/{run.eval_source.split}  {shown}"
-    )
+    scored = f"{len(run.eval_source)} images of {config.data.name}/{run.eval_source.split}"
+    print(f"step {int(state['step'])}  {scored}  {shown}")
 
 
 def default_workdir(experiment: str, overrides: Mapping[str, Any]) -> str:

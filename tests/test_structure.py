@@ -37,6 +37,6 @@ def test_kfac_stands_alone():
 @pytest.mark.parametrize("package", ["ops", "attention", "layers", "models"])
 def test_importing_a_mechanism_loads_no_data_plotting_or_checkpoint_library(package):
     heavy = {"matplotlib", "tensorflow", "tensorflow_datasets", "orbax", "grain", "sklearn", "PIL", "tensorboardX"}
-    code = f"import sys, flax.nnx; before = set(sys.modules); import adder_flax.{package}; print(*set(sys.modules) - before)"
+    code = f"import sys, flax.nnx; old = set(sys.modules); import adder_flax.{package}; print(*set(sys.modules) - old)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not heavy & {name.split(".")[0] for name in done.stdout.split()}

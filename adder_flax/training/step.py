@@ -1,7 +1,7 @@
 """The training step and the evaluation step: pure functions of (state, batch), jitted once by the loop.
 
-The state is a plain nested dict ``{"step", "skipped", "params", "opt_state", "ema_params"}``, so that checkpoints outlive
-library versions. All randomness of step i follows from (seed, i): nothing random is stored.
+The state is a plain nested dict ``{"step", "skipped", "params", "opt_state", "ema_params"}``, so that checkpoints
+outlive library versions. All randomness of step i follows from (seed, i): nothing random is stored.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,8 +1,8 @@
 """A configuration small enough that a run takes seconds."""
 
 import pytest
-from experiments import common
 
+from experiments import common
 from tests.training.tiny import TINY
 
 
