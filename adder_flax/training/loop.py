@@ -177,7 +177,8 @@ class Trainer:
             "train/grad_norm": float(metrics["grad_norm"]),
             "train/learning_rate": float(self._run.learning_rate(step - 1)),
         }
-        shown = f"step {step}/{self._run.num_steps}  loss {scalars['train/loss']:.4f}  accuracy {scalars['train/accuracy']:.3f}"
+        loss, accuracy = scalars["train/loss"], scalars["train/accuracy"]
+        shown = f"step {step}/{self._run.num_steps}  loss {loss:.4f}  accuracy {accuracy:.3f}"
         first_step, since = self._window
         if step > first_step:
             rate = (step - first_step) * self._run.config.batch_size / (time.time() - since)
