@@ -29,7 +29,7 @@ from adder_flax.data import (
     smooth_one_hot,
 )
 from adder_flax.data._augment import random_boxes, symmetric_beta
-from tests.processes import simulated_devices
+from tests.processes import ROOT, simulated_devices
 
 KEY = jax.random.key(0)
 # Compiled whole, since one by one their operations take longer to compile.
@@ -57,7 +57,8 @@ def test_nothing_switched_on_changes_nothing(shape):
     images, labels = noise(4, *shape), np.arange(4)
     settings = plain(mean=(0.0,) * shape[-1], std=(1.0,) * shape[-1])
     got, targets = augment(KEY, images, labels, settings)
-    assert (np.asarray(got) == images.astype(np.float32) / 255).all()
+    # Up to the last bit: XLA multiplies by 1/255.
+    np.testing.assert_allclose(got, images.astype(np.float32) / 255, rtol=1.2e-7, atol=0)
     assert (np.asarray(targets) == np.eye(4)).all()
 
 
@@ -397,24 +398,24 @@ images = np.random.default_rng(0).integers(0, 256, (32, 12, 12, 3), np.uint8)
 labels = np.arange(32, dtype=np.int32) % 10
 settings = Augment(num_classes=10, mean=(0.5,) * 3, std=(0.25,) * 3, **FULL)
 key = jax.random.key(3)
-run = jax.jit(augment, static_argnums=3)
-whole = run(key, images, labels, settings)
-parts = run(key, jax.device_put(images, rows), jax.device_put(labels, rows), settings)
-assert all(len(part.sharding.device_set) == 8 for part in parts)
-for a, b in zip(whole, parts):
+whole = jax.jit(augment, static_argnums=3)(key, images, labels, settings)
+sharded = jax.jit(augment, static_argnums=3, in_shardings=(None, rows, rows), out_shardings=(rows, rows))
+program = sharded.lower(key, images, labels, settings).compile()
+for a, b in zip(whole, program(key, jax.device_put(images, rows), jax.device_put(labels, rows))):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
-alone = Augment(num_classes=10, mean=(0.5,) * 3, std=(0.25,) * 3, **FULL | dict(mixup_alpha=0.0, cutmix_alpha=0.0))
-placed = jax.jit(augment, static_argnums=3, in_shardings=(None, rows, rows), out_shardings=(rows, rows))
-text = placed.lower(key, images, labels, alone).compile().as_text()
-print(sorted(set(re.findall(r"(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)", text))))
+kinds = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast)[-a-z]*[(]"
+print(re.findall(kinds, program.as_text()))
 """
 
 
 def test_sharded_over_devices_equals_unsharded():
-    """And what does not look at other samples needs no communication."""
-    result = subprocess.run([sys.executable, "-c", SHARDED], env=simulated_devices(8), capture_output=True, text=True)
+    """And the only communication is what reverses images and targets for Mixup and CutMix."""
+    environment = simulated_devices(8)
+    # The programs are small: spend the time on running them, not on optimising them.
+    environment["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    result = subprocess.run([sys.executable, "-c", SHARDED], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "[]"
+    assert result.stdout.strip() == "['collective-permute', 'collective-permute']"
 
 
 def test_statistics_of_digits():
