@@ -1,5 +1,6 @@
 """What one learns from a run: operation counts, spectra, maps, walks, energy, figures."""
 
+from adder_flax.analysis._study import Claim
 from adder_flax.analysis._style import save_figure
 from adder_flax.analysis.brownian import (
     BrownianTest,
@@ -31,6 +32,7 @@ from adder_flax.analysis.maps import (
     stochastic_part,
 )
 from adder_flax.analysis.operations import Operations, count_operations, declare_operations
+from adder_flax.analysis.report import Report, write_report
 from adder_flax.analysis.saturation import (
     GradientNorms,
     additive_gradient_norm,
@@ -74,6 +76,7 @@ __all__ = [
     "BlockCapture",
     "BrownianTest",
     "Capture",
+    "Claim",
     "DiffusionMap",
     "Energy",
     "EnergyTable",
@@ -81,6 +84,7 @@ __all__ = [
     "IdentityEffect",
     "LiveVariance",
     "Operations",
+    "Report",
     "SummaryRow",
     "VarianceEstimate",
     "XorBound",
@@ -132,6 +136,7 @@ __all__ = [
     "summary_text",
     "total_variation",
     "train_xor",
+    "write_report",
     "xor_bound",
     "xor_pairs",
 ]

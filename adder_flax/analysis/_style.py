@@ -45,6 +45,13 @@ def dress(axes: "Axes", *, xlabel: str = "", ylabel: str = "", title: str = "") 
     return axes
 
 
+def whole_ticks(axes: "Axes") -> None:
+    """Ticks of the horizontal axis at whole numbers only, for blocks and ranks."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+
+
 def bare(axes: "Axes", *, title: str = "", note: str = "") -> "Axes":
     """Axes for a picture: no ticks, a title above, a note below."""
     axes.set_xticks([])

@@ -1,9 +1,8 @@
 """Tokens on a sphere, the Gaussian kernel behind dot-product attention, and whether token updates are Brownian.
 
-Source: "The Brownian motion in the transformer model" (Chen, 2021), section 3. LayerNorm puts tokens on the sphere of
-radius √d, on which q·k = d − ‖q − k‖²/2, so that softmax(q·k/√d) is the row-normalised Gaussian kernel
-exp(−‖q − k‖²/(2√d)). The paper takes W_Q = W_K = I and no affine part; real models have both.
-"""
+Source: "The Brownian motion in the transformer model" (Chen, 2021), section 3. LayerNorm puts tokens on the sphere
+of radius √d, on which q·k = d − ‖q − k‖²/2, so that softmax(q·k/√d) is the row-normalised Gaussian kernel exp(−‖q −
+k‖²/(2√d)). The paper takes W_Q = W_K = I and no affine part; real models have both."""
 
 import dataclasses
 
@@ -91,12 +90,13 @@ class BrownianTest:
       displacement: mean ‖X_l − X_0‖² / d for l = 1 … L.
       increment: mean ‖X_l − X_{l−1}‖² / d for l = 1 … L; constant for Brownian motion.
       growth_exponent: slope of ln displacement against ln l: 1 for Brownian motion, 2 for steps in one direction.
-      increment_correlation: (L, L), mean cosine between a token's increments; 0 off the diagonal for Brownian motion.
+      increment_correlation: (L, L), mean cosine between a token's increments; 0 off the diagonal for Brownian
+        motion.
       mean_correlation: mean of the cosines off the diagonal (nan for a single block).
       shared_drift: share of the increments' energy that is one vector common to all tokens and images of a block; 0
         for Brownian motion, which has mean 0.
-      excess_kurtosis: (L,) of a component's increment over tokens and images, mean over the components; 0 for normal
-        ones.
+      excess_kurtosis: (L,) of a component's increment over tokens and images, mean over the components; 0 for
+        normal ones.
     """
 
     displacement: Float[np.ndarray, " blocks"]

@@ -1,8 +1,8 @@
 """What additive and bilinear scores can tell apart: the XOR alignment task, exactly.
 
 Source: "Additive vs. multiplicative attention", section "The limits of bilinearity". Queries and keys are two bits
-each; a key belongs to a query if exactly one of their two coordinates is equal. The paper says that no bilinear score
-gets this right. How much it can get right is proved here."""
+each; a key belongs to a query if exactly one of their two coordinates is equal. The paper says that no bilinear
+score gets this right. How much it can get right is proved here."""
 
 import dataclasses
 import itertools
@@ -63,10 +63,10 @@ def xor_bound() -> XorBound:
     """Largest accuracy of a bilinear score with all biases on the XOR task: 12 of 16 pairs, 75 %.
 
     Upper bound, by enumeration: for a fixed query the score qᵀ W k + qᵀ u + wᵀ k + c is an affine function of the
-    key. Of the 16 ways to label four keys an affine function realises 14; a query's own labelling is one of the other
-    two (its keys lie on a diagonal), so the nearest realisable one differs in at least one key. Four queries: at
-    least four errors. Attained: with bits a, b = ±1 for q and k, the score a₁b₁ − a₂b₂ − ½ makes exactly one error a
-    query. Without the biases the score is zero for q = 0 and does not do better.
+    key. Of the 16 ways to label four keys an affine function realises 14; a query's own labelling is one of the
+    other two (its keys lie on a diagonal), so the nearest realisable one differs in at least one key. Four queries:
+    at least four errors. Attained: with bits a, b = ±1 for q and k, the score a₁b₁ − a₂b₂ − ½ makes exactly one
+    error a query. Without the biases the score is zero for q = 0 and does not do better.
 
     Returns:
       The bound, its rows and a witness; a test evaluates the witness on all pairs.
@@ -89,8 +89,8 @@ def additive_xor_score(query: Float[Array, "*batch 2"], key: Float[Array, "*batc
     """An additive score of hidden width 4 that solves the XOR task: positive exactly for the pairs that belong
     together.
 
-    A pair belongs together if and only if an odd number of its four bits is set, so with n = q₁ + q₂ + k₁ + k₂ steps
-    of alternating sign
+    A pair belongs together if and only if an odd number of its four bits is set, so with n = q₁ + q₂ + k₁ + k₂
+    steps of alternating sign
     suffice: vᵀ tanh(8 (n − ½ − j)) for j = 0 … 3 and v = (1, −1, 1, −1), which is near 1 for odd n and near
     −1 … 0 for even n; half is taken off.
 
@@ -105,7 +105,7 @@ def additive_xor_score(query: Float[Array, "*batch 2"], key: Float[Array, "*batc
 
 
 def train_xor(
-    score: str, *, seeds: int = 8, hidden: int = 8, steps: int = 800, learning_rate: float = 0.05
+    score: str, *, seeds: int = 8, hidden: int = 16, steps: int = 800, learning_rate: float = 0.05
 ) -> Float[np.ndarray, " seeds"]:
     """Trains a score on all 16 pairs of the XOR task, by logistic loss with Adam, from several initialisations.
 
@@ -124,45 +124,56 @@ def train_xor(
       True
     """
     queries, keys, targets = map(jnp.asarray, xor_pairs())
-    init, apply = _XOR_MODELS[score]
+    shapes, apply = _XOR_MODELS[score]
+    rng = np.random.default_rng(0)
+    # One axis for the initialisations; Adam treats every number by itself, so they train independently of each
+    # other.
+    params = {name: rng.standard_normal((seeds, *shape(hidden))) for name, shape in shapes.items()}
     optimizer = optax.adam(learning_rate)
 
     def loss(params: dict[str, Array]) -> Array:
-        return optax.sigmoid_binary_cross_entropy(apply(params, queries, keys), targets).mean()
+        losses = optax.sigmoid_binary_cross_entropy(apply(params, queries, keys), targets)
+        return losses.mean(-1).sum()
 
     def update(carry: tuple, _: None) -> tuple[tuple, None]:
         params, state = carry
         updates, state = optimizer.update(jax.grad(loss)(params), state)
         return (optax.apply_updates(params, updates), state), None
 
-    def run(key: Array) -> Array:
-        params = init(key, hidden)
+    @jax.jit
+    def run(params: dict[str, Array]) -> Array:
         (params, _), _ = jax.lax.scan(update, (params, optimizer.init(params)), None, length=steps)
-        return jnp.mean((apply(params, queries, keys) > 0) == (targets > 0.5))
+        return apply(params, queries, keys)
 
-    return np.asarray(jax.jit(jax.vmap(run))(jax.random.split(jax.random.key(0), seeds)), float)
-
-
-def _additive_init(key: Array, hidden: int) -> dict[str, Array]:
-    parts = jax.random.split(key, 4)
-    shapes = {"w_s": (2, hidden), "w_h": (2, hidden), "b": (hidden,), "v": (hidden,)}
-    params = {name: jax.random.normal(part, shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}
-    return {**params, "c": jnp.zeros(())}
+    scores = run({name: jnp.asarray(value, jnp.float32) for name, value in params.items()})
+    return np.mean((np.asarray(scores) > 0) == (np.asarray(targets) > 0.5), axis=-1)
 
 
-def _additive_apply(params: dict[str, Array], query: Array, key: Array) -> Array:
-    return jnp.tanh(query @ params["w_s"] + key @ params["w_h"] + params["b"]) @ params["v"] + params["c"]
+def _additive(params: dict[str, Array], query: Array, key: Array) -> Array:
+    """Scores (initialisation, pair)."""
+    hidden = jnp.tanh(query @ params["w_s"] + key @ params["w_h"] + params["b"])
+    return (hidden @ params["v"] + params["c"])[..., 0]
 
 
-def _bilinear_apply(params: dict[str, Array], query: Array, key: Array) -> Array:
+def _bilinear(params: dict[str, Array], query: Array, key: Array) -> Array:
     one = jnp.ones((len(query), 1))
     left, right = jnp.concatenate([one, query], 1), jnp.concatenate([one, key], 1)
-    return jnp.einsum("ni,ij,nj->n", left, params["w"], right)
+    return jnp.sum((left @ params["w"]) * right, axis=-1)
 
 
+# {score: ({parameter: its shape by hidden width}, scores of pairs)}
 _XOR_MODELS = {
-    "additive": (_additive_init, _additive_apply),
-    "bilinear": (lambda key, hidden: {"w": jax.random.normal(key, (3, 3))}, _bilinear_apply),
+    "additive": (
+        {
+            "w_s": lambda hidden: (2, hidden),
+            "w_h": lambda hidden: (2, hidden),
+            "b": lambda hidden: (1, hidden),
+            "v": lambda hidden: (hidden, 1),
+            "c": lambda hidden: (1, 1),
+        },
+        _additive,
+    ),
+    "bilinear": ({"w": lambda hidden: (3, 3)}, _bilinear),
 }
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from adder_flax.analysis import _style
 from adder_flax.analysis.maps import patch_attention, patch_grid
+from adder_flax.analysis.walks import rollout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,6 +102,7 @@ def attention_figure(
     blocks: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     class_token: bool = True,
+    with_rollout: bool = False,
     captions: Sequence[str] | None = None,
     title: str = "",
 ) -> "Figure":
@@ -116,6 +118,7 @@ def attention_figure(
       blocks: which to show; by default the first, a middle one and the last.
       heads: which heads to show, a column each; by default their mean.
       class_token: whether token 0 is a class token; without one, the mean over all queries is shown.
+      with_rollout: add a last column with the attention rollout through all blocks, see :func:`rollout`.
       captions: a line for each image, e.g. "label 3, predicted 8".
       title: above all.
 
@@ -138,21 +141,39 @@ def attention_figure(
             f"{[tuple(block.shape) for block in maps]}. Pass the maps that the model gave for these images."
         )
     blocks = sorted({0, len(maps) // 2, len(maps) - 1}) if blocks is None else list(blocks)
-    columns = [(block, head) for block in blocks for head in (heads if heads is not None else (None,))]
-    figure, axes = _style.new_figure(1.7 * (len(columns) + 1), 1.95 * len(images) + 0.3, len(images), len(columns) + 1)
+    columns = _columns(maps, blocks, heads, with_rollout, class_token)
+    count = len(columns) + 1
+    figure, axes = _style.new_figure(1.7 * count, 1.95 * len(images) + 0.3, len(images), count)
     for row, image in enumerate(images):
         caption = captions[row] if captions is not None else ""
         _style.bare(axes[row, 0], title="image" if row == 0 else "", note=caption)
         _show_image(axes[row, 0], image)
-        for column, (block, head) in enumerate(columns, start=1):
-            weights = patch_attention(maps[block][row], class_token=class_token)
-            weights = weights.mean(0) if head is None else weights[head]
-            name = f"block {block + 1}, " + ("mean of heads" if head is None else f"head {head + 1}")
-            _draw_attention(axes[row, column], image, weights, title=name if row == 0 else "")
+        for axis, (name, weights) in zip(axes[row, 1:], columns.items(), strict=True):
+            _draw_attention(axis, image, weights[row], title=name if row == 0 else "")
     if title:
         figure.suptitle(title, fontsize=11)
     figure.supxlabel("brighter: more attention; the line encloses half of it", fontsize=8, color="#333333")
     return figure
+
+
+def _columns(
+    maps: Sequence[np.ndarray],
+    blocks: Sequence[int],
+    heads: Sequence[int] | None,
+    with_rollout: bool,
+    class_token: bool,
+) -> dict[str, np.ndarray]:
+    """Title and patch weights (images, patches) of every column."""
+    columns = {}
+    for block in blocks:
+        weights = patch_attention(maps[block], class_token=class_token)
+        if heads is None:
+            columns[f"block {block + 1}, mean of heads"] = weights.mean(1)
+        for head in heads or ():
+            columns[f"block {block + 1}, head {head + 1}"] = weights[:, head]
+    if with_rollout:
+        columns["rollout, all blocks"] = patch_attention(rollout(maps), class_token=class_token)
+    return columns
 
 
 def _draw_attention(axis: "Axes", image: np.ndarray, weights: np.ndarray, title: str) -> None:

@@ -1,8 +1,8 @@
 """Where gradients vanish: the tanh of additive scores, and the softmax over scores of large variance.
 
-Source: "Additive vs. multiplicative attention", section "Training dynamics and numerical stability". As inputs grow,
-the gradient of an additive score vanishes because tanh saturates, unless LayerNorm stands before it; that of a dot
-product grows, but the softmax behind it saturates unless the scores are scaled by 1/√d."""
+Source: "Additive vs. multiplicative attention", section "Training dynamics and numerical stability". As inputs
+grow, the gradient of an additive score vanishes because tanh saturates, unless LayerNorm stands before it; that of
+a dot product grows, but the softmax behind it saturates unless the scores are scaled by 1/√d."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -100,8 +100,8 @@ def gradient_norms(
 ) -> GradientNorms:
     """Gradient norms of additive and dot-product scores against the norm of their inputs.
 
-    Weights are normal with variance 1/(2d), so that inputs of norm √d give pre-activations of variance 1; v is normal
-    with variance 1/hidden. Queries and keys are independent normal vectors scaled to the given norm.
+    Weights are normal with variance 1/(2d), so that inputs of norm √d give pre-activations of variance 1; v is
+    normal with variance 1/hidden. Queries and keys are independent normal vectors scaled to the given norm.
 
     Args:
       input_norms: in units of √d.

@@ -1,7 +1,7 @@
 """Singular values of attention maps, and what adding the identity does to them.
 
-Source: appendix A.3 of the adder attention paper, Proposition 1. With singular values σ₁ ≥ … ≥ σ_N of a map A and σ̃
-of A + I it argues, for symmetric A:
+Source: appendix A.3 of the adder attention paper, Proposition 1. With singular values σ₁ ≥ … ≥ σ_N of a map A and
+σ̃ of A + I it argues, for symmetric A:
 
     σ̃ = σ + 1,    f(r) = Σ_{t≤r} σ_t / Σ_t σ_t ≥ f̃(r) ≥ g(r) = r/N,
 

@@ -3,9 +3,8 @@
     Var(q·k) = d        Var(−‖q − k‖₁) = 2 d (1 − 2/π) ≈ 0.727 d        Var(−‖q − k‖²/2) = 2 d
 
 (appendix A.2; the last for comparison: ‖q − k‖²/2 is χ² with d degrees of freedom). A score is then divided by its
-standard deviation before the softmax; the paper's 1/√d leaves the adder score at variance 0.727, the variance-matched
-scale 1/√(2d(1 − 2/π)) at 1.
-"""
+standard deviation before the softmax; the paper's 1/√d leaves the adder score at variance 0.727, the
+variance-matched scale 1/√(2d(1 − 2/π)) at 1."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -105,6 +104,7 @@ class LiveVariance:
     """Theorem 1 on the queries and keys of a model.
 
     Attributes:
+      head_dim: d.
       measured: variance of the raw scores over all pairs of the same image and head, mean over images and heads.
       predicted: what the theorem says for unit-normal vectors.
       rescaled: the same for normal vectors with the measured component variances.
@@ -114,6 +114,7 @@ class LiveVariance:
       excess_kurtosis: of the components over the tokens, mean of q and k; 0 for normal ones.
     """
 
+    head_dim: int
     measured: float
     predicted: float
     rescaled: float
@@ -148,6 +149,7 @@ def live_variance(
     both, total = np.prod(variances), sum(variances) / 2
     factor = {"dot": both, "adder": total, "gaussian": total**2}[score]
     return LiveVariance(
+        head_dim=dim,
         measured=float(measured),
         predicted=predicted,
         rescaled=predicted * float(factor),

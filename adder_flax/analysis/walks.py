@@ -1,9 +1,9 @@
 """An attention map as the transition matrix of a Markov chain on tokens.
 
 Source: "The Brownian motion in the transformer model" (Chen, 2021), sections 2.2, 2.3 and 3.2: softmax makes A
-row-stochastic, A^k walks k steps, and its spectrum gives diffusion coordinates (Coifman and Lafon, 2006). A map with
-the identity, whose rows sum to 2, is the lazy walk (A + I)/2 twice over; all functions but :func:`rollout` take the
-identity off first. They take (…, N, N) and compute in float64."""
+row-stochastic, A^k walks k steps, and its spectrum gives diffusion coordinates (Coifman and Lafon, 2006). A map
+with the identity, whose rows sum to 2, is the lazy walk (A + I)/2 twice over; all functions but :func:`rollout`
+take the identity off first. They take (…, N, N) and compute in float64."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -104,8 +104,8 @@ def _mixing_time(matrix: np.ndarray, epsilon: float, limit: int) -> int:
 
 
 def irreversibility(maps: Float[Array, "*batch n n"]) -> Float[np.ndarray, "*batch"]:
-    """½ Σ_ij |π_i A_ij − π_j A_ji|: the probability flow that goes round in circles; 0 for a reversible walk, at most
-    1.
+    """½ Σ_ij |π_i A_ij − π_j A_ji|: the probability flow that goes round in circles; 0 for a reversible walk, at
+    most 1.
 
     Diffusion maps are made for reversible walks, so this says how far to trust them.
 

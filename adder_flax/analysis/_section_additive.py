@@ -1,0 +1,297 @@
+"""Report, part 2: what additive and multiplicative scores can express, where they saturate, which parameters matter."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from adder_flax import attention
+from adder_flax.analysis import _style
+from adder_flax.analysis._study import DOES_NOT_HOLD, HOLDS, Claim, Picture, Section, Study, only_when
+from adder_flax.analysis.brownian import total_variation
+from adder_flax.analysis.captures import BlockCapture
+from adder_flax.analysis.expressivity import XorBound, score_parameters, train_xor, xor_bound
+from adder_flax.analysis.maps import entropy
+from adder_flax.analysis.saturation import GradientNorms, entropy_by_width, gradient_norms
+
+_SOURCE = "Additive vs. multiplicative attention"
+_INPUT_NORMS = 2.0 ** np.arange(-3, 11)
+_HEAD_DIMS = (4, 8, 16, 32, 64, 128, 256)
+_KEYS = 197
+
+
+def additive_section(study: Study) -> Section:
+    """Claims and figures of the comparison; the identities are checked on the subject's own weights."""
+    bound = xor_bound()
+    accuracies = {score: train_xor(score) for score in ("bilinear", "additive")}
+    norms = gradient_norms(_INPUT_NORMS)
+    entropies = entropy_by_width(_HEAD_DIMS, keys=_KEYS)
+    return Section(
+        title="Additive against multiplicative scores",
+        introduction=(
+            "Expressive power on the XOR alignment task, where gradients vanish, and which parameters make no "
+            "difference. The last are checked on this model's own queries, keys and weights."
+        ),
+        claims=[
+            *_xor_claims(bound, accuracies),
+            _parameter_claim(),
+            *_saturation_claims(norms),
+            _scaling_claim(entropies),
+            *_identity_claims(study),
+            *_additive_bias_claims(),
+        ],
+        pictures=[_xor_picture(bound, accuracies), _saturation_picture(norms, entropies)],
+    )
+
+
+def _xor_claims(bound: XorBound, accuracies: dict[str, np.ndarray]) -> list[Claim]:
+    bilinear, additive = accuracies["bilinear"], accuracies["additive"]
+    solved = additive == 1.0
+    verdict = HOLDS if solved.all() else only_when(f"training succeeds ({solved.mean():.0%} of starts)")
+    return [
+        Claim(
+            "xor-bilinear",
+            f"{_SOURCE}, The limits of bilinearity",
+            "No bilinear score, biases included, solves the XOR alignment task.",
+            HOLDS if bound.accuracy < 1 and bilinear.max() <= bound.accuracy else DOES_NOT_HOLD,
+            f"By enumeration at most {bound.accuracy.numerator * 4} of 16 pairs, {float(bound.accuracy):.0%}, "
+            f"and a W that reaches it is known; trained from {len(bilinear)} starts: {bilinear.min():.0%} to "
+            f"{bilinear.max():.0%}.",
+            "xor",
+        ),
+        Claim(
+            "xor-additive",
+            f"{_SOURCE}, The power of non-linearity",
+            "An additive score solves the XOR alignment task.",
+            verdict if solved.any() else DOES_NOT_HOLD,
+            f"Hidden width 16, {len(additive)} starts: {additive.min():.0%} to {additive.max():.0%} of the "
+            "pairs; weights for width 4 are known in closed form.",
+            "xor",
+        ),
+    ]
+
+
+def _parameter_claim() -> Claim:
+    bilinear, below = score_parameters(64, 128, 42)
+    above = score_parameters(64, 128, 43)[1]
+    return Claim(
+        "parameter-count",
+        f"{_SOURCE}, The role of the attention dimension",
+        "For widths 64 and 128 the two scores have equally many parameters at d_a = 8192/193 ≈ 42.4.",
+        HOLDS if below < bilinear < above else DOES_NOT_HOLD,
+        f"Bilinear {bilinear}; additive {below} at d_a = 42 and {above} at 43.",
+        "xor",
+    )
+
+
+def _saturation_claims(norms: GradientNorms) -> list[Claim]:
+    source = f"{_SOURCE}, Bounded activations and saturation"
+    peak = int(norms.additive.argmax())
+    vanishes = norms.additive[-1] < 1e-2 * norms.additive[peak]
+    mean_grows = norms.additive_rms[-1] > norms.additive_rms[0]
+    verdict = only_when("a single draw is looked at, not the mean square over draws") if mean_grows else HOLDS
+    steady = np.ptp(norms.additive_layer_norm) / norms.additive_layer_norm.mean()
+    return [
+        Claim(
+            "additive-saturation",
+            source,
+            "As inputs grow, the gradient of the additive score with respect to W_s approaches zero.",
+            verdict if vanishes else DOES_NOT_HOLD,
+            f"The median over draws rises up to inputs of norm {norms.input_norms[peak]:g}√d and has fallen to "
+            f"{norms.additive[-1] / norms.additive[peak]:.1e} of its peak at {norms.input_norms[-1]:g}√d. The "
+            f"root mean square keeps growing ({norms.additive_rms[0]:.2g} to {norms.additive_rms[-1]:.3g}): a "
+            "unit is unsaturated with probability ~ 1/norm, and then its gradient is ~ norm.",
+            "saturation",
+        ),
+        Claim(
+            "additive-layer-norm",
+            source,
+            "LayerNorm before tanh keeps the gradient of the additive score from vanishing.",
+            HOLDS if steady < 0.05 else DOES_NOT_HOLD,
+            f"Its norm stays at {norms.additive_layer_norm.mean():.3g} within {steady:.2%} over inputs of norm "
+            f"{norms.input_norms[0]:g}√d to {norms.input_norms[-1]:g}√d.",
+            "saturation",
+        ),
+    ]
+
+
+def _scaling_claim(entropies: dict[str, np.ndarray]) -> Claim:
+    drop = {name: values[0] - values[-1] for name, values in entropies.items()}
+    holds = drop["dot, unscaled"] > 1.0 and abs(drop["dot"]) < 0.1 * np.log(_KEYS)
+    return Claim(
+        "scaling",
+        f"{_SOURCE}, The challenge of large dot products",
+        "Without 1/√d the softmax over dot products saturates as d grows; with it, it does not.",
+        HOLDS if holds else DOES_NOT_HOLD,
+        f"Entropy over {_KEYS} keys from d = {_HEAD_DIMS[0]} to {_HEAD_DIMS[-1]}: unscaled "
+        f"{entropies['dot, unscaled'][0]:.2f} to {entropies['dot, unscaled'][-1]:.2f} nats, scaled "
+        f"{entropies['dot'][0]:.2f} to {entropies['dot'][-1]:.2f}; adder at 1/√d {entropies['adder'][-1]:.2f}, "
+        f"variance-matched {entropies['adder, variance-matched'][-1]:.2f}; uniform is {np.log(_KEYS):.2f}.",
+        "saturation",
+    )
+
+
+def _live_map(
+    module: attention.MultiHeadAttention, block: BlockCapture, alpha: float = 1.0, **options: Any
+) -> np.ndarray:
+    """The block's map from its own queries and keys, weights scaled so that scores grow by ``alpha``."""
+    query, key = (jnp.swapaxes(jnp.asarray(x), 1, 2) for x in (block.query, block.key))
+    parameters = {name: parameter[...] for name, parameter in module.score.items()}
+    if module.score_name in ("additive", "bilinear"):
+        name = "v" if module.score_name == "additive" else "kernel"
+        parameters[name] = alpha * parameters[name]
+    elif module.score_name == "dot":
+        query = alpha * query
+    else:  # distances: the L1 one grows like its arguments, the squared one like their square
+        factor = alpha if module.score_name == "adder" else alpha**0.5
+        query, key = factor * query, factor * key
+    _, weights = attention.attend(
+        query,
+        key,
+        key,
+        score=module.score_name,
+        parameters=parameters,
+        score_options=dict(module.score_options),
+        scale=module.scale,
+        identity=False,
+        return_weights=True,
+        **options,
+    )
+    return np.asarray(weights, np.float64)
+
+
+def _identity_claims(study: Study) -> list[Claim]:
+    index = len(study.subject.captured.blocks) // 2
+    module, block = study.subject.model.blocks[index].attention, study.subject.captured.blocks[index]
+    keys = block.key.shape[-2]
+    plain = _live_map(module, block)
+    shifted = _live_map(module, block, key_bias=jnp.full((keys,), 3.0))
+    per_key = _live_map(module, block, key_bias=3.0 * jax.random.normal(jax.random.key(0), (keys,)))
+    rescaled = _live_map(module, block, alpha=7.0, temperature=7.0)
+    largest = lambda other: total_variation(plain, other).max()
+    # Scores of a few hundred in float32 leave differences of this size after the softmax.
+    rounding = 1e-3
+    where = f"On block {index + 1} of this model ({module.score_name} score)"
+    return [
+        Claim(
+            "bias-scalar",
+            f"{_SOURCE}, The role of bias terms",
+            "A scalar bias on all scores has no effect on the attention weights.",
+            HOLDS if largest(shifted) < rounding else DOES_NOT_HOLD,
+            f"{where} a bias of 3 moves at most {largest(shifted):.1e} of a row's weight.",
+        ),
+        Claim(
+            "bias-per-key",
+            f"{_SOURCE}, The role of bias terms",
+            "A bias per key makes static preferences possible.",
+            HOLDS if largest(per_key) > 0.05 else DOES_NOT_HOLD,
+            f"{where} normal biases of size 3 move up to {largest(per_key):.2f} of a row's weight.",
+        ),
+        Claim(
+            "temperature",
+            f"{_SOURCE}, Parameter identifiability and temperature",
+            "Only the ratio of the score's scale and the temperature is identifiable: (αv, αT) gives the "
+            "weights of (v, T).",
+            HOLDS if largest(rescaled) < rounding else DOES_NOT_HOLD,
+            f"{where} α = 7 moves at most {largest(rescaled):.1e} of a row's weight.",
+        ),
+    ]
+
+
+def _additive_bias_claims() -> list[Claim]:
+    """Additive scores of normal queries and keys, with the bias inside tanh growing."""
+    rng = np.random.default_rng(0)
+    queries, keys, v = rng.standard_normal((64, 1, 64)), rng.standard_normal((1, _KEYS, 64)), rng.standard_normal(64)
+    sign = rng.choice([-1.0, 1.0], 64)
+    spread, most = [], 0.0
+    for size in (0.0, 3.0, 30.0):
+        scores = np.tanh((queries + keys) / np.sqrt(2) + size * sign) @ v
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        spread.append(float(entropy(weights / weights.sum(-1, keepdims=True)).mean()))
+        most = max(most, np.abs(scores).max() / np.abs(v).sum())
+    flat = spread[0] < spread[1] < spread[2] and spread[2] > 0.99 * np.log(_KEYS)
+    return [
+        Claim(
+            "bias-inside",
+            f"{_SOURCE}, The role of bias terms",
+            "A large bias inside tanh saturates it and flattens the attention weights.",
+            HOLDS if flat else DOES_NOT_HOLD,
+            f"Biases of size 0, 3, 30: entropy over {_KEYS} keys {spread[0]:.2f}, {spread[1]:.2f}, "
+            f"{spread[2]:.2f} nats; uniform is {np.log(_KEYS):.2f}.",
+        ),
+        Claim(
+            "additive-bounded",
+            f"{_SOURCE}, Bounded activations and saturation",
+            "Additive scores are bounded by ‖v‖₁ whatever the inputs.",
+            HOLDS if most <= 1 else DOES_NOT_HOLD,
+            f"The largest |score| / ‖v‖₁ of {64 * _KEYS * 3} pairs is {most:.3f}.",
+        ),
+    ]
+
+
+def _xor_picture(bound: XorBound, accuracies: dict[str, np.ndarray]) -> Picture:
+    figure, axes = _style.new_figure(8.2, 3.2, 1, 2)
+    axis = axes[0, 0]
+    for position, (line, values) in enumerate(zip(_style.LINES, accuracies.values(), strict=False)):
+        offsets = position + np.linspace(-0.2, 0.2, len(values))
+        axis.plot(offsets, 100 * values, **{**line, "linestyle": "none"}, markersize=6, fillstyle="none")
+    limit = 100 * float(bound.accuracy)
+    axis.axhline(limit, color=_style.GREY, linestyle="--", linewidth=1)
+    axis.text(1.45, limit - 1, "largest possible, bilinear", ha="right", va="top", fontsize=8, color="#444444")
+    axis.set_xlim(-0.5, 1.5)
+    axis.set_xticks([0, 1], list(accuracies))
+    axis.set_ylim(30, 104)
+    _style.dress(axis, ylabel="right pairs (%)", title="XOR task, one mark a start")
+    widths = np.arange(1, 81)
+    counts = np.array([score_parameters(64, 128, width) for width in widths])
+    for line, label, values in zip(_style.LINES, ("bilinear", "additive"), counts.T, strict=False):
+        axes[0, 1].plot(widths, values, **{**line, "marker": None}, linewidth=1.5, label=label)
+    axes[0, 1].axvline(8192 / 193, color=_style.GREY, linestyle=":", linewidth=1)
+    axes[0, 1].text(8192 / 193 + 1, 500, "42.4", fontsize=8, color="#444444")
+    _style.dress(axes[0, 1], xlabel="hidden width d_a", ylabel="parameters", title="widths 64 and 128")
+    _style.legend(axes[0, 1], loc="upper left")
+    data = {f"accuracy_{score}": values for score, values in accuracies.items()}
+    return Picture(
+        "xor",
+        figure,
+        "Left: accuracy on the 16 pairs of the XOR task after training, and the proven limit of bilinear "
+        "scores. Right: parameters against the additive score's hidden width.",
+        "Accuracies of bilinear and additive scores on the XOR task, and parameter counts.",
+        {**data, "hidden_width": widths, "parameters_bilinear": counts[:, 0], "parameters_additive": counts[:, 1]},
+    )
+
+
+def _saturation_picture(norms: GradientNorms, entropies: dict[str, np.ndarray]) -> Picture:
+    figure, axes = _style.new_figure(8.8, 3.6, 1, 2)
+    series = {
+        "additive, median": norms.additive,
+        "additive, root mean square": norms.additive_rms,
+        "additive with LayerNorm": norms.additive_layer_norm,
+        "dot product, 1/√d": norms.dot_scaled,
+    }
+    for line, (label, values) in zip(_style.LINES, series.items(), strict=False):
+        axes[0, 0].plot(norms.input_norms, values, **line, markersize=4, linewidth=1.3, label=label)
+    axes[0, 0].set_xscale("log", base=2)
+    axes[0, 0].set_yscale("log")
+    axes[0, 0].set_ylim(1e-3, 3e3)
+    _style.dress(axes[0, 0], xlabel="norm of query and key (√d)", ylabel="gradient norm", title="gradients")
+    _style.legend(axes[0, 0], loc="lower left")
+    for line, (label, values) in zip(_style.LINES, entropies.items(), strict=False):
+        axes[0, 1].plot(_HEAD_DIMS, values, **line, markersize=4, linewidth=1.3, label=label)
+    axes[0, 1].axhline(np.log(_KEYS), color=_style.GREY, linewidth=0.8, linestyle=":")
+    axes[0, 1].set_xscale("log", base=2)
+    axes[0, 1].set_xticks(_HEAD_DIMS, [str(dim) for dim in _HEAD_DIMS])
+    axes[0, 1].set_ylim(0)
+    _style.dress(axes[0, 1], xlabel="head width d", ylabel="entropy (nats)", title=f"softmax over {_KEYS} keys")
+    _style.legend(axes[0, 1], loc="lower left")
+    data = {**{name: getattr(norms, name) for name in vars(norms)}, "head_dim": np.array(_HEAD_DIMS)}
+    data |= {f"entropy {name}": values for name, values in entropies.items()}
+    return Picture(
+        "saturation",
+        figure,
+        "Left: gradient with respect to W_s of the additive score, and to the query of a softmax over dot products. "
+        "Right: entropy of the softmax between unit-normal queries and keys; the dotted line is uniform.",
+        "Gradient norm against input norm, and softmax entropy against head width.",
+        data,
+    )
