@@ -159,7 +159,9 @@ def _proposition_claims(effect: IdentityEffect) -> list[Claim]:
     slower = effect.ratio.min(-1) >= 1 - 1e-9
     closer = (effect.difference - effect.difference_identity).min(-1) >= -1e-9
     ranks = effect.rank_identity >= effect.rank
-    share = lambda condition: f"{condition.mean():.1%} of {condition.size} maps"
+    share = lambda condition: (
+        f"all {condition.size} maps" if condition.all() else f"{condition.mean():.1%} of {condition.size} maps"
+    )
     every = lambda condition: HOLDS if condition.all() else DOES_NOT_HOLD
     return [
         Claim(

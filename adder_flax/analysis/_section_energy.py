@@ -146,8 +146,9 @@ def _energy_picture(counted: dict[str, dict[str, Operations]], ratios: dict[str,
                 column.append(value)
     axes[0, 0].set_xticks(range(len(counted)), list(counted))
     axes[0, 0].set_ylim(0, 145)
+    axes[0, 0].set_yticks(range(0, 101, 25))
     _style.dress(axes[0, 0], ylabel="energy (%)", title="arithmetic, one image")
-    _style.legend(axes[0, 0], loc="upper center", ncols=3, handlelength=1.6, columnspacing=1.0)
+    _style.legend(axes[0, 0], loc="upper center", ncols=3, handlelength=1.4, columnspacing=0.8, fontsize=7)
     names = list(next(iter(ratios.values())))
     for line, (size, values) in zip(_style.LINES, ratios.items(), strict=False):
         heights = np.arange(len(names))[::-1]
@@ -192,7 +193,7 @@ def _subject_picture(study: Study) -> Picture:
     return Picture(
         "operations",
         figure,
-        f"Multiplications, additions and modelled energy of {study.subject.name}'s parts, for one image.",
+        f"Multiplications, additions and modelled energy of the parts of {study.subject.name}, for one image.",
         "Horizontal bars of operations and energy for each part of the model.",
         columns,
     )

@@ -223,10 +223,10 @@ def _claim_html(claim: Claim) -> str:
 def _picture_html(picture: Picture, out_dir: Path) -> str:
     png = (out_dir / "figures" / picture.name).with_suffix(".png").read_bytes()
     data = next((out_dir / "data").glob(f"{picture.name}.*"))
-    width = int(picture.figure.get_figwidth() * 100)
+    width = int(picture.figure.get_figwidth() * 100)  # narrower than 60 % of this it scrolls rather than shrinks
     return (
         f'<figure id="{picture.name}"><div class="scroll" tabindex="0">'
-        f'<img alt="{html.escape(picture.alt)}" style="max-width:{width}px" '
+        f'<img alt="{html.escape(picture.alt)}" style="max-width:{width}px;min-width:{6 * width // 10}px" '
         f'src="data:image/png;base64,{base64.b64encode(png).decode()}"></div>'
         f"<figcaption>{html.escape(picture.caption)} "
         f'<a href="figures/{picture.name}.svg">SVG</a> <a href="data/{data.name}">data</a></figcaption></figure>'
@@ -248,8 +248,8 @@ h2 { font-size: 1.3rem; margin-top: 2.5rem; border-top: 2px solid #1a1a1a; paddi
 ul.claims { list-style: none; padding: 0; }
 ul.claims li { border-left: 5px solid; margin: 0 0 1rem; padding: .1rem 0 .1rem .8rem; }
 ul.claims p { margin: 0 0 .2rem; }
-li.yes { border-color: #00694d; } li.partly { border-color: #8a6d00; border-left-style: dashed !important; }
-li.no { border-color: #b03a00; border-left-style: double !important; } li.open { border-color: #888; }
+ul.claims li.yes { border-color: #00694d; } ul.claims li.partly { border-color: #8a6d00; border-left-style: dashed; }
+ul.claims li.no { border-color: #b03a00; border-left-style: double; } ul.claims li.open { border-color: #888; }
 .statement { font-weight: 600; }
 .source { font-weight: 400; font-size: .85rem; color: #555; }
 .verdict { font-weight: 600; }
@@ -257,7 +257,7 @@ li.no { border-color: #b03a00; border-left-style: double !important; } li.open {
 .finding { font-size: .95rem; overflow-wrap: anywhere; }
 figure { margin: 1.8rem 0; }
 .scroll { overflow-x: auto; }
-img { width: 100%; min-width: 30rem; height: auto; display: block; }
+img { width: 100%; height: auto; display: block; }
 figcaption { font-size: .9rem; color: #333; max-width: 45rem; }
 a { color: #00507a; }
 </style>
