@@ -86,6 +86,8 @@ def _prepared_builder(tfds: Any, name: str, data_dir: str | None) -> Any:
             f"Expected digits, fake, folder or the name of a TFDS set, got {name!r}. {hint}"
             "All TFDS names: https://www.tensorflow.org/datasets/catalog/overview."
         ) from error
+    except (ValueError, AssertionError) as error:
+        raise DataError(f"Expected a configuration and version that TFDS has, got {name!r}: {error}") from error
     if not builder.is_prepared():
         raise DataError(
             f"Expected {name} prepared as ArrayRecord in {builder.data_dir}, got nothing there. "

@@ -121,6 +121,47 @@ def test_folder_is_copied_without_encoding_again(image_folder, tmp_path):
     assert fast.crops_on_host
     assert as_set(*fast.gather(np.arange(8))) == as_set(*direct.gather(np.arange(8)))
     assert load_source("my_images", "eval", data_dir=str(tmp_path / "sets"), image_size=16).split == "val"
+    with pytest.raises(DataError, match="image_size for my_images, whose images are not all square and of one size"):
+        load_source("my_images", "train", data_dir=str(tmp_path / "sets"))
+
+
+def test_a_set_that_is_there_is_left_alone(image_folder, tmp_path):
+    path = prepare("folder", str(tmp_path / "sets"), str(image_folder), "my_images")
+    before = {file: file.stat().st_mtime_ns for file in path.iterdir()}
+    assert prepare("folder", str(tmp_path / "sets"), str(image_folder), "my_images") == path
+    assert {file: file.stat().st_mtime_ns for file in path.iterdir()} == before
+
+
+def test_another_format_has_no_random_access(image_folder, tmp_path):
+    path = prepare("folder", str(tmp_path / "sets"), str(image_folder), "my_images")
+    info = path / "dataset_info.json"
+    info.write_text(info.read_text().replace('"array_record"', '"tfrecord"'))
+    for file in path.glob("*array_record*"):
+        file.rename(file.with_name(file.name.replace("array_record", "tfrecord")))
+    with pytest.raises(DataError, match="my_images as array_record .*got tfrecord, which has no random access"):
+        load_source("my_images", "train", data_dir=str(tmp_path / "sets"), image_size=16)
+
+
+class Numbers(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """A set without images."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        features = tfds.features.FeaturesDict({"value": tfds.features.Scalar(np.int64)})
+        return tfds.core.DatasetInfo(builder=self, features=features)
+
+    def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples()}
+
+    def _generate_examples(self):
+        yield 0, {"value": 1}
+
+
+def test_a_set_without_images_is_refused(tmp_path):
+    Numbers(data_dir=str(tmp_path), file_format="array_record").download_and_prepare()
+    with pytest.raises(DataError, match="one uint8 image and one class label each, got numbers with"):
+        load_source("numbers", "train", data_dir=str(tmp_path))
 
 
 def test_a_changed_source_file_is_refused(cifar_files, tmp_path):

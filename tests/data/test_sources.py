@@ -217,6 +217,8 @@ assert "tensorflow" not in sys.modules
         (("folder", "train", {"data_dir": "/no/such"}), "image_size for data set 'folder'"),
         (("folder", "train", {"data_dir": "/no/such", "image_size": 8}), "got '/no/such', which does not exist"),
         (("cifar1", "train"), "got 'cifar1'. Did you mean cifar10"),
+        (("cifar10:9.9.9", "train"), "configuration and version that TFDS has, got 'cifar10:9.9.9'"),
+        (("imagenette/nope", "train"), "configuration and version that TFDS has, got 'imagenette/nope'"),
     ],
 )
 def test_errors_say_what_to_do(arguments, message):
