@@ -117,10 +117,10 @@ def build_run(config: Any) -> Run:
     mesh = sharding.make_mesh(config.mesh)
     _check_batches(config, mesh)
     with user_errors():
-        train_source, eval_source = (_load_source(config.data, split) for split in ("train", "eval"))
+        train_source, eval_source = (_load_source(config, split) for split in ("train", "eval"))
         make = lambda: make_model(config, train_source, seed=config.seed)
         abstract_model = nnx.eval_shape(make)
-        settings = data.Augment.for_source(train_source, **config.augment)
+        settings = data.Augment.for_source(train_source, **_augmentation(config))
     steps_per_epoch = len(train_source) // config.batch_size
     if steps_per_epoch == 0:
         raise RunError(
@@ -159,13 +159,20 @@ def build_run(config: Any) -> Run:
     )
 
 
+def _augmentation(config: Any) -> dict[str, Any]:
+    settings = config.augment.to_dict()
+    # In a configuration, whose fields keep their type, an empty range stands for None.
+    return settings | {"resized_crop_scale": settings["resized_crop_scale"] or None}
+
+
 def _load_source(config: Any, split: str) -> data.Source:
     return data.load_source(
-        config.name,
+        config.data.name,
         split,
-        data_dir=config.data_dir or None,
-        image_size=config.image_size or None,
-        on_unreadable=config.on_unreadable,
+        data_dir=config.data.data_dir or None,
+        image_size=config.data.image_size or None,
+        crop_scale=_augmentation(config)["resized_crop_scale"],
+        on_unreadable=config.data.on_unreadable,
     )
 
 
