@@ -353,15 +353,11 @@ def left_factor(program: tuple[Use, ...], params: Lane, inputs: tuple, reduce: b
     return total / (program[0].num_examples * tokens)
 
 
-def factor_product(program: tuple[Use, ...], params: Lane, left: Array, right: Array, v: Lane) -> Lane:
-    """K v = Lᵀ(𝒜 L(v) 𝒢) with L the lift of the layer."""
-    use = program[0]
-    matrix = left @ use.layer.lift(use.own(params), use.own(v)) @ right
-    pulled = use.layer.project(use.own(params), matrix)
-    total = list(v)
-    for role, i in use.roles:
-        total[i] = pulled[role].astype(v[i].dtype)
-    return tuple(total)
+def factor_product(use: Use, params: Lane, left: Array, right: Array, matrix: Array) -> Array:
+    """K v = Lᵀ(𝒜 L(v) 𝒢) for v as a matrix [V; v_b], with L the lift of the layer."""
+    layer, own = use.layer, use.own(params)
+    lifted = layer.lift(own, layer.unmatrix(own, matrix))
+    return layer.matrix(layer.project(own, left @ lifted @ right))
 
 
 def example_gradients(program: tuple[Use, ...], linearized: tuple, g: tuple[Array, ...], like: Lane) -> Lane:

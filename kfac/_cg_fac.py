@@ -63,11 +63,13 @@ class Averages(NamedTuple):
       factors: block → Kronecker factors.
       traces: block → tr F of each lane, for relative damping.
       weight: sum of the weights, 0 before the first step.
+      inverses: block → inverses of the damped factors that precondition CG (no sums), refreshed now and then.
     """
 
     factors: dict[str, tuple[Array, ...]]
     traces: dict[str, Array]
     weight: Float[Array, ""]
+    inverses: dict[str, tuple[Array, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Options:
     tolerance: float
     warm_start: bool
     safeguard: bool
+    preconditioner_interval: int
     factor_decay: float
     max_factor_size: int
     step: str
@@ -119,6 +122,10 @@ class Options:
     def measures_loss(self) -> bool:
         """Whether the loss is evaluated again after a step."""
         return self.reject or self.damping_interval > 0
+
+    def preconditions(self, block: Block) -> bool:
+        """Whether CG on this block is preconditioned."""
+        return self.preconditioner_interval > 0 and self.form(block).name == "factors"
 
     def form(self, block: Block) -> Form:
         """Which products serve a block."""
@@ -195,10 +202,16 @@ class _CGFac:
         velocity = _unflat({path: jnp.zeros_like(flat[path]) for path in covered}, params)
         lanes = {name: jnp.zeros((block.lanes,), dtype) for name, block in owned.items()}
         scalar = jnp.zeros((), dtype)
+        factors = {name: _empty_factors(block, options.form(block), dtype) for name, block in owned.items()}
         averages = Averages(
-            {name: _empty_factors(block, options.form(block), dtype) for name, block in owned.items()},
+            factors,
             lanes if options.damping_scale == "relative" else {},
             scalar,
+            {
+                name: _empty_inverses(block, factors[name])
+                for name, block in owned.items()
+                if options.preconditions(block)
+            },
         )
         per_block = {n: {"iterations": zero.astype(jnp.int32), "residual": zero} for n, zero in lanes.items()}
         summary = dict.fromkeys(("damping", "step", "momentum", "kl_scale", "model", "ratio", "rejected"), scalar)
@@ -311,7 +324,17 @@ class _CGFac:
         ready = {name: jax.tree.map(lambda f: f / weight, f) for name, f in factors.items()}
         groups = systems.build(curvature, flat, forms, ready)
         traces, gamma = self.damp(groups, state, weight)
-        return _Problem(owned, _vectors(owned, grads), groups, gamma, Averages(factors, traces, weight))
+        inverses = state.averages.inverses
+        if inverses:
+            invert = lambda: {
+                n: systems.damped_inverses(owned[n], systems.lanes_of(owned[n], flat), ready[n], gamma[n])
+                for n in inverses
+            }
+            due = state.count % options.preconditioner_interval == 0
+            inverses = jax.lax.cond(due, invert, lambda: state.averages.inverses)
+            groups = systems.build(curvature, flat, forms, ready, inverses)
+        averages = Averages(factors, traces, weight, inverses)
+        return _Problem(owned, _vectors(owned, grads), groups, gamma, averages)
 
     def damp(self, groups: list[System], state: CGFacState, weight: Array) -> tuple[dict, dict[str, Array]]:
         """Running traces, and γ of each block: λ, or λ tr F / (number of parameters)."""
@@ -354,7 +377,7 @@ class _CGFac:
         shared = (solved, problem.b, problem.gamma, _vectors(problem.owned, state.velocity))
         if options.step == "fixed":
             return fixed_step(*shared, rate=rate, momentum=options.momentum, kl_clip=options.kl_clip)
-        exact = systems.build(curvature, _flat(params), {name: Form("exact") for name in problem.owned}, {})
+        exact = systems.build(curvature, _flat(params), {name: Form("exact") for name in problem.owned})
         return quadratic_step(
             *shared,
             groups=exact,
@@ -383,21 +406,26 @@ class _CGFac:
 
 def solve_system(system: System, b: tuple, gamma: Array, x0: tuple | None, options: Options) -> Solution:
     """Solves (F + γI) x = b of every lane of a system by the solver that the options name."""
+    packed = system.pack(b)
     if options.solver == "dense":
-        return solver.solve_dense(system.matvec, b, gamma)
-    if options.solver == "dual":
-        return solver.solve_dual(system.example_gradients(), b, gamma, system.program[0].num_examples)
-    if options.solver == "eigh" and system.form.name == "factors" and system.program[0].layer.isometric:
-        return solver.direct_solution(system.matvec, b, gamma, system.solve_by_eigenvectors(b, gamma))
-    return solver.cg(
-        system.matvec,
-        b,
-        gamma,
-        max_iterations=options.max_iterations,
-        tolerance=options.tolerance,
-        x0=x0,
-        safeguard=options.safeguard,
-    )
+        solution = solver.solve_dense(system.matvec, packed, gamma)
+    elif options.solver == "dual":
+        solution = solver.solve_dual(system.example_gradients(), packed, gamma, system.program[0].num_examples)
+    elif options.solver == "eigh" and system.form.name == "factors" and system.program[0].layer.isometric:
+        x = system.solve_by_eigenvectors(packed, gamma)
+        solution = solver.direct_solution(system.matvec, packed, gamma, x)
+    else:
+        solution = solver.cg(
+            system.matvec,
+            packed,
+            gamma,
+            max_iterations=options.max_iterations,
+            tolerance=options.tolerance,
+            x0=None if x0 is None else system.pack(x0),
+            safeguard=options.safeguard,
+            precondition=system.precondition,
+        )
+    return solution._replace(x=system.unpack(solution.x))
 
 
 def _empty_factors(block: Block, form: Form, dtype: Any) -> tuple[Array, ...]:
@@ -408,6 +436,13 @@ def _empty_factors(block: Block, form: Form, dtype: Any) -> tuple[Array, ...]:
         sizes = tuple(blocks.output_groups(block.program))
     shape = lambda n: (n, n) if n <= form.max_size else (n,)
     return tuple(jnp.zeros((block.lanes, *shape(n)), dtype) for n in sizes)
+
+
+def _empty_inverses(block: Block, factors: tuple[Array, ...]) -> tuple[Array, Array]:
+    use = block.uses[0]
+    own = use.own(tuple(jax.ShapeDtypeStruct(p.shape, factors[1].dtype) for p in block.params))
+    rows = jax.eval_shape(use.layer.matrix, own).shape[0]
+    return jnp.zeros((block.lanes, rows, rows), factors[1].dtype), jnp.zeros_like(factors[1])
 
 
 def _add(params: PyTree[Array], delta: Flat) -> PyTree[Array]:
@@ -445,6 +480,7 @@ def cg_fac(
     tolerance: float = 1e-2,
     warm_start: bool = False,
     safeguard: bool = True,
+    preconditioner_interval: int = 0,
     factor_decay: float = 0.95,
     max_factor_size: int = 8192,
     step: str = "quadratic",
@@ -470,6 +506,7 @@ def cg_fac(
         tolerance=tolerance,
         warm_start=warm_start,
         safeguard=safeguard,
+        preconditioner_interval=preconditioner_interval,
         factor_decay=factor_decay,
         max_factor_size=max_factor_size,
         step=step,

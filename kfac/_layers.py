@@ -52,17 +52,29 @@ class Dense:
         return jnp.concatenate([x, jnp.ones((*x.shape[:-1], 1), x.dtype)], axis=-1)
 
     def lift(self, params: Params, v: Params) -> Float[Array, "lifted outputs"]:
-        """[V; v_b], the matrix M with J v = φ(x) M."""
-        matrix = self._matrix(v["kernel"])
-        return jnp.concatenate([matrix, v["bias"].reshape(1, -1)]) if "bias" in v else matrix
+        """The matrix M with J v = φ(x) M; here [V; v_b]."""
+        return self.matrix(v)
 
     def project(self, params: Params, matrix: Float[Array, "lifted outputs"]) -> Params:
         """The transpose of ``lift``."""
+        return self.unmatrix(params, matrix)
+
+    def matrix(self, v: Params) -> Float[Array, "rows outputs"]:
+        """[V; v_b] itself, whatever the lift."""
+        matrix = self._matrix(v["kernel"])
+        return jnp.concatenate([matrix, v["bias"].reshape(1, -1)]) if "bias" in v else matrix
+
+    def unmatrix(self, params: Params, matrix: Float[Array, "rows outputs"]) -> Params:
+        """The inverse, and the transpose, of ``matrix``."""
         kernel = params["kernel"]
         rows = self._matrix(kernel).shape[0]
         part = matrix[:rows].T if self.transpose else matrix[:rows]
-        projected = {"kernel": part.reshape(kernel.shape)}
-        return projected | ({"bias": matrix[rows].reshape(params["bias"].shape)} if "bias" in params else {})
+        parts = {"kernel": part.reshape(kernel.shape)}
+        return parts | ({"bias": matrix[rows].reshape(params["bias"].shape)} if "bias" in params else {})
+
+    def mean_left(self, params: Params, left: Float[Array, "lifted lifted"]) -> Float[Array, "rows rows"]:
+        """The left factor seen by ``matrix``, averaged over outputs: Σ_o L_oᵀ 𝒜 L_o / outputs, L_o the lift of o."""
+        return left
 
     def linearize(self, params: Params, x: Array) -> Any:
         """What ``jvp`` and ``vjp`` need; a tree of arrays."""
@@ -129,6 +141,15 @@ class L1Dense(Dense):
     def project(self, params: Params, matrix: Float[Array, "lifted outputs"]) -> Params:
         projected = {"kernel": matrix[:-1] - params["kernel"] * matrix[-1]}
         return projected | ({"bias": matrix[-1]} if "bias" in params else {})
+
+    def mean_left(self, params: Params, left: Float[Array, "lifted lifted"]) -> Float[Array, "rows rows"]:
+        kernel = params["kernel"]
+        cross = jnp.outer(left[:-1, -1], kernel.mean(1))
+        mean = left[:-1, :-1] - cross - cross.T + left[-1, -1] * (kernel @ kernel.T) / kernel.shape[1]
+        if "bias" not in params:
+            return mean
+        column = left[:-1, -1] - left[-1, -1] * kernel.mean(1)
+        return jnp.block([[mean, column[:, None]], [column[None], left[-1:, -1:]]])
 
     @property
     def isometric(self) -> bool:

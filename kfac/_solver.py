@@ -28,14 +28,12 @@ class Solution(NamedTuple):
       iterations: conjugate-gradient steps taken (0 for direct solvers).
       residual: ‖b − (F + γI)x‖ / ‖b‖.
       model: q(x) = ½ xᵀ(F + γI)x − bᵀx, which equals −½ x·(b + r); never positive for x₀ = 0.
-      curvature: the smallest Rayleigh quotient pᵀ(F + γI)p / pᵀp met on the way (``inf`` for direct solvers).
     """
 
     x: Vector
     iterations: Int[Array, " lane"]
     residual: Float[Array, " lane"]
     model: Float[Array, " lane"]
-    curvature: Float[Array, " lane"]
 
 
 def lane_dot(u: Vector, v: Vector) -> Float[Array, " lane"]:
@@ -75,7 +73,6 @@ class _State(NamedTuple):
     rr: Array
     active: Array
     iterations: Array
-    curvature: Array
 
 
 def cg(
@@ -135,7 +132,7 @@ def cg(
     z = precondition(r)
     rr = lane_dot(r, r)
     active = jnp.isfinite(rr) & (rr > tolerance**2 * bb) & (rr > 0)
-    start = _State(x, r, z, lane_dot(r, z), rr, active, jnp.zeros_like(bb, jnp.int32), jnp.full_like(bb, jnp.inf))
+    start = _State(x, r, z, lane_dot(r, z), rr, active, jnp.zeros_like(bb, jnp.int32))
 
     def step(state: _State) -> _State:
         return _cg_step(state, damped, precondition, tolerance**2 * bb)
@@ -147,29 +144,27 @@ def cg(
         going = lambda carry: (carry[0] < max_iterations) & jnp.any(carry[1].active)
         end = jax.lax.while_loop(going, lambda carry: (carry[0] + 1, step(carry[1])), counted)[1]
     model = -0.5 * lane_dot(end.x, lane_axpy(jnp.ones_like(bb), b, end.r))
-    return Solution(end.x, end.iterations, jnp.sqrt(_divide(end.rr, bb)), model, end.curvature)
+    return Solution(end.x, end.iterations, jnp.sqrt(_divide(end.rr, bb)), model)
 
 
 def _cg_step(state: _State, damped: MatVec, precondition: MatVec, enough: Array) -> _State:
     u = damped(state.p)
     s = lane_dot(state.p, u)
-    good = state.active & (s > 0) & jnp.isfinite(s)
-    alpha = jnp.where(good, _divide(state.rz, s), 0)
+    alpha = _divide(state.rz, s)
+    good = state.active & (s > 0) & jnp.isfinite(alpha)
+    alpha = jnp.where(good, alpha, 0)
+    u = _select(good, u, jax.tree.map(jnp.zeros_like, u))  # it may hold NaN, and 0·NaN is NaN
     r = lane_axpy(-alpha, u, state.r)
     z = precondition(r)
     rr, rz = lane_dot(r, r), lane_dot(r, z)
-    good &= jnp.isfinite(rr) & jnp.isfinite(rz) & jnp.isfinite(alpha)
-    p = lane_axpy(_divide(rz, state.rz), state.p, z)
-    quotient = _divide(s, lane_dot(state.p, state.p))
     return _State(
-        x=_select(good, lane_axpy(alpha, state.p, state.x), state.x),
-        r=_select(good, r, state.r),
-        p=_select(good, p, state.p),
-        rz=jnp.where(good, rz, state.rz),
-        rr=jnp.where(good, rr, state.rr),
-        active=good & (rr > enough) & (rz > 0),
+        x=lane_axpy(alpha, state.p, state.x),
+        r=r,
+        p=lane_axpy(_divide(rz, state.rz), state.p, z),
+        rz=rz,
+        rr=rr,
+        active=good & (rr > enough) & (rz > 0) & jnp.isfinite(rr),
         iterations=state.iterations + good,
-        curvature=jnp.where(state.active, jnp.fmin(state.curvature, quotient), state.curvature),
     )
 
 
@@ -179,7 +174,7 @@ def direct_solution(matvec: MatVec, b: Vector, damping: Float[Array, " lane"], x
     bb = lane_dot(b, b)
     model = -0.5 * lane_dot(x, jax.tree.map(jnp.add, b, r))
     residual = jnp.sqrt(_divide(lane_dot(r, r), bb))
-    return Solution(x, jnp.zeros_like(bb, jnp.int32), residual, model, jnp.full_like(bb, jnp.inf))
+    return Solution(x, jnp.zeros_like(bb, jnp.int32), residual, model)
 
 
 def dense_matrix(matvec: MatVec, like: Vector) -> Float[Array, "lane size size"]:

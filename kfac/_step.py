@@ -93,8 +93,8 @@ def quadratic_step(
     slope = -jnp.stack([dot(b, d), dot(b, velocity)])
 
     def fit() -> tuple[Array, Array, Array]:
-        along = [_derivatives(groups, vectors) for vectors in (d, velocity)]
-        fisher = jnp.array([[jnp.vdot(p, q) for q in along] for p in along]) / num_examples
+        along = _derivatives(groups, d, velocity)
+        fisher = jnp.einsum("pcn,qcn->pq", along, along) / num_examples
         damped = lambda u, v: sum((gamma[n] * lane_dot(u[n], v[n])).sum() for n in u)
         ridge = jnp.array([[damped(u, v) for v in (d, velocity)] for u in (d, velocity)])
         return minimise_2x2(fisher + ridge, slope), fisher, fisher + ridge
@@ -127,11 +127,12 @@ def minimise_2x2(matrix: Float[Array, "2 2"], slope: Float[Array, " 2"]) -> Floa
     return jnp.where(regular, both, jnp.where(a > 0, single, 0))
 
 
-def _derivatives(groups: list[System], vectors: Vectors) -> Float[Array, "column example"]:
+def _derivatives(groups: list[System], *directions: Vectors) -> Float[Array, "direction column example"]:
     total = 0
     for system in groups:
-        parts = [vectors[block.name] for block in system.blocks]
-        total += system.derivatives(jax.tree.map(lambda *a: jnp.concatenate(a), *parts))
+        lanes = [[vectors[block.name] for block in system.blocks] for vectors in directions]
+        lanes = [jax.tree.map(lambda *a: jnp.concatenate(a), *parts) for parts in lanes]
+        total += jax.vmap(system.derivatives)(jax.tree.map(lambda *a: jnp.stack(a), *lanes))
     return total
 
 

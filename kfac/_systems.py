@@ -49,6 +49,7 @@ class System:
       params: current parameters, with leading lane axis.
       state: what the products need: local Jacobians, factors.
       g: cotangents per use, or None where F does not depend on them.
+      inverses: inverses of the damped factors that precondition CG, or ().
     """
 
     blocks: tuple[Block, ...]
@@ -57,10 +58,48 @@ class System:
     params: Lanes
     state: PyTree[Array]
     g: tuple[Array, ...] | None
+    inverses: tuple[Array, ...] = ()
 
-    def matvec(self, v: Lanes) -> Lanes:
+    @property
+    def arrays(self) -> tuple:
+        """Everything with a lane axis."""
+        return self.params, self.state, self.g, self.inverses
+
+    @property
+    def packs(self) -> bool:
+        """Whether vectors are single matrices [V; v_b]: fewer, larger operations in the solver's loop."""
+        return all(u.layer.factored for u in self.program) and len({(u.layer, u.roles) for u in self.program}) == 1
+
+    def pack(self, v: Lanes) -> PyTree[Array]:
+        """A vector as the solver sees it: one matrix per lane for dense blocks, the parameters for others."""
+        use = self.program[0]
+        return jax.vmap(lambda v: use.layer.matrix(use.own(v)))(v) if self.packs else v
+
+    def unpack(self, packed: PyTree[Array]) -> Lanes:
+        """The inverse of ``pack``."""
+        if not self.packs:
+            return packed
+        use = self.program[0]
+        parts = jax.vmap(lambda p, m: use.layer.unmatrix(use.own(p), m))(self.params, packed)
+        roles = {i: role for role, i in use.roles}
+        return tuple(parts[roles[i]] for i in range(len(roles)))
+
+    def product(self, v: Lanes) -> Lanes:
         """F v of every lane."""
-        return jax.vmap(functools.partial(_product, self.program, self.form))(self.params, self.state, self.g, v)
+        if self.form.name == "factors":
+            return self.unpack(self.matvec(self.pack(v)))
+        return jax.vmap(functools.partial(_product, self.program, self.form))(self.state, self.g, v)
+
+    def matvec(self, v: PyTree[Array]) -> PyTree[Array]:
+        """F v of every lane, for packed v."""
+        if self.form.name == "factors":
+            use = self.program[0]
+            return jax.vmap(lambda p, f, v: blocks.factor_product(use, p, *f, v))(self.params, self.state, v)
+        return self.pack(self.product(self.unpack(v)))
+
+    def precondition(self, r: PyTree[Array]) -> PyTree[Array]:
+        """M⁻¹ r for packed r, by the inverses of the factors; r itself where there are none."""
+        return self.inverses[0] @ r @ self.inverses[1] if self.inverses else r
 
     def derivatives(self, v: Lanes) -> Float[Array, "column example"]:
         """Each example's derivative of its loss along v, summed over the lanes; for systems that keep cotangents."""
@@ -70,39 +109,31 @@ class System:
 
         return jax.vmap(one)(self.state, self.g, v).sum(0)
 
-    def trace(self, key: Array, num_probes: int = 1) -> Float[Array, " lane"]:
-        """tr F of every lane; unbiased estimate from random signs (Hutchinson) where there is no closed form."""
-        layer = self.program[0].layer
-        if self.form.name == "factors" and layer.isometric:
+    def trace(self, key: Array) -> Float[Array, " lane"]:
+        """tr F of every lane; an unbiased estimate from random signs (Hutchinson) where there is no closed form."""
+        if self.form.name == "factors" and self.program[0].layer.isometric:
             left, right = (jnp.trace(m, axis1=1, axis2=2) for m in self.state)
             return left * right
-        leaves, treedef = jax.tree.flatten(self.params)
-
-        def probe(key: Array) -> Array:
-            keys = jax.random.split(key, len(leaves))
-            signs = [jax.random.rademacher(k, p.shape, _float(p)) for k, p in zip(keys, leaves, strict=True)]
-            signs = jax.tree.unflatten(treedef, signs)
-            return solver.lane_dot(signs, self.matvec(signs))
-
-        return jax.vmap(probe)(jax.random.split(key, num_probes)).mean(0)
+        like, treedef = jax.tree.flatten(self.pack(self.params))
+        keys = jax.random.split(key, len(like))
+        signs = [jax.random.rademacher(k, p.shape, p.dtype) for k, p in zip(keys, like, strict=True)]
+        signs = jax.tree.unflatten(treedef, signs)
+        return solver.lane_dot(signs, self.matvec(signs))
 
     def example_gradients(self) -> Float[Array, "lane row size"]:
         """Every example's own gradient of every lane: U of F = UᵀU/N; for systems that keep cotangents."""
 
-        def one(params: Lanes, state: Any, g: Any) -> Array:
-            rows = blocks.example_gradients(self.program, state, g, params)
-            return jnp.concatenate([r.reshape(r.shape[0], -1) for r in rows], axis=1)
+        def one(params: Lanes, state: Any, g: Any) -> Lanes:
+            return blocks.example_gradients(self.program, state, g, params)
 
-        return jax.vmap(one)(self.params, self.state, self.g)
+        rows = jax.vmap(one)(self.params, self.state, self.g)
+        packed = jax.vmap(self.pack, in_axes=1, out_axes=1)(rows)
+        flat = [leaf.reshape(*leaf.shape[:2], -1) for leaf in jax.tree.leaves(packed)]
+        return jnp.concatenate(flat, axis=2)
 
-    def solve_by_eigenvectors(self, b: Lanes, gamma: Float[Array, " lane"]) -> Lanes:
-        """The exact solution of (F + γI) x = b where F is given by factors and the lift keeps lengths."""
-        use = self.program[0]
-        lifted = jax.vmap(lambda p, v: use.layer.lift(use.own(p), use.own(v)))(self.params, b)
-        solved = solver.solve_kronecker(*self.state, lifted, gamma)
-        parts = jax.vmap(lambda p, m: use.layer.project(use.own(p), m))(self.params, solved)
-        roles = {i: role for role, i in use.roles}
-        return tuple(parts[roles[i]] for i in range(len(b)))
+    def solve_by_eigenvectors(self, b: Array, gamma: Float[Array, " lane"]) -> Array:
+        """The exact solution of (F + γI) x = b, packed, where F is given by factors and the lift keeps lengths."""
+        return solver.solve_kronecker(*self.state, b, gamma)
 
     def split(self, lanes: PyTree[Array]) -> list[PyTree[Array]]:
         """Per block, its part of arrays with a leading lane axis."""
@@ -114,9 +145,7 @@ class System:
         return parts
 
 
-def _product(program: tuple, form: Form, params: Any, state: Any, g: Any, v: Any) -> Any:
-    if form.name == "factors":
-        return blocks.factor_product(program, params, *state, v)
+def _product(program: tuple, form: Form, state: Any, g: Any, v: Any) -> Any:
     if form.name == "kron":
         return blocks.kron_product(program, *state, v, form.reduce)
     if form.name == "exact":
@@ -160,7 +189,33 @@ def new_factors(block: Block, curvature: Curvature, params: Lanes, form: Form) -
     return left, right[0]
 
 
-def build(curvature: Curvature, params: dict[str, Array], forms: dict[str, Form], factors: Factors) -> list[System]:
+def damped_inverses(
+    block: Block, params: Lanes, factors: tuple[Array, ...], gamma: Float[Array, " lane"]
+) -> tuple[Array, Array]:
+    """(𝒜 + π√γ I)⁻¹ and (𝒢 + √γ/π I)⁻¹ with π² = (tr 𝒜 / rows) / (tr 𝒢 / columns) (Martens & Grosse, section 6.3)."""
+    use = block.program[0]
+    left = jax.vmap(lambda p, left: use.layer.mean_left(use.own(p), left))(params, factors[0])
+    right = factors[1]
+    mean = lambda m: jnp.trace(m, axis1=1, axis2=2) / m.shape[-1]
+    tiny = jnp.finfo(left.dtype).tiny
+    pi = jnp.sqrt(jnp.maximum(mean(left), tiny) / jnp.maximum(mean(right), tiny))
+
+    def inverse(matrix: Array, damping: Array) -> Array:
+        eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
+        root = jnp.linalg.cholesky(matrix + damping[:, None, None] * eye)
+        half = jax.lax.linalg.triangular_solve(root, jnp.broadcast_to(eye, matrix.shape), left_side=True, lower=True)
+        return jnp.swapaxes(half, 1, 2) @ half  # symmetric to the last bit, as CG needs
+
+    return inverse(left, jnp.sqrt(gamma) * pi), inverse(right, jnp.sqrt(gamma) / pi)
+
+
+def build(
+    curvature: Curvature,
+    params: dict[str, Array],
+    forms: dict[str, Form],
+    factors: Factors | None = None,
+    inverses: Factors | None = None,
+) -> list[System]:
     """The systems of all blocks named in ``forms``.
 
     Args:
@@ -168,11 +223,13 @@ def build(curvature: Curvature, params: dict[str, Array], forms: dict[str, Form]
       params: path → parameter.
       forms: block name → form.
       factors: block name → factors, for the forms that have them.
+      inverses: block name → inverses of damped factors, where CG is preconditioned.
     """
     groups: dict[Any, list[System]] = {}
     for name, form in forms.items():
-        system = _one(curvature.layers.blocks[name], curvature, params, form, factors.get(name, ()))
-        shapes = jax.tree.map(lambda a: (a.shape[1:], str(a.dtype)), (system.params, system.state, system.g))
+        system = _one(curvature.layers.blocks[name], curvature, params, form, (factors or {}).get(name, ()))
+        system = dataclasses.replace(system, inverses=(inverses or {}).get(name, ()))
+        shapes = jax.tree.map(lambda a: (a.shape[1:], str(a.dtype)), system.arrays)
         key = (system.program, form, jax.tree.structure(shapes), str(shapes))
         groups.setdefault(key, []).append(system)
     return [_linearized(_stack(systems)) for systems in groups.values()]
@@ -193,9 +250,8 @@ def _stack(systems: list[System]) -> System:
     first = systems[0]
     if len(systems) == 1:
         return first
-    arrays = [(s.params, s.state, s.g) for s in systems]
-    params, state, g = jax.tree.map(lambda *a: jnp.concatenate(a), *arrays)
-    return System(tuple(b for s in systems for b in s.blocks), first.form, first.program, params, state, g)
+    arrays = jax.tree.map(lambda *a: jnp.concatenate(a), *(s.arrays for s in systems))
+    return System(tuple(b for s in systems for b in s.blocks), first.form, first.program, *arrays)
 
 
 def _linearized(system: System) -> System:
