@@ -5,7 +5,7 @@ from jaxtyping import Array, Float
 
 from adder_flax.attention._attend import attend, attention_function
 from adder_flax.attention._registry import Score, register_score
-from adder_flax.attention._widths import require_equal_widths
+from adder_flax.attention.checks import require_equal_widths
 
 
 def dot_scores(

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from adder_flax.attention._attend import attend, resolve_scale
 from adder_flax.attention._registry import get_score
+from adder_flax.attention.checks import check_heads, check_temperature
 
 
 class MultiHeadAttention(nnx.Module):
@@ -88,6 +89,7 @@ class MultiHeadAttention(nnx.Module):
 
         contract = get_score(score)
         resolve_scale(contract, scale, self.head_dim)
+        check_temperature(temperature)
 
         shared = dict(use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         kv_features = self.num_kv_heads * self.head_dim
@@ -156,20 +158,6 @@ class MultiHeadAttention(nnx.Module):
         output = self.out(values.reshape(-1, values.shape[-2] * values.shape[-1]))
         output = output.reshape(*values.shape[:-2], output.shape[-1])
         return (output, weights) if return_weights else output
-
-
-def check_heads(qkv_features: int, num_heads: int, num_kv_heads: int) -> None:
-    """Raises ValueError unless the width divides into heads and the query heads into groups."""
-    if qkv_features % num_heads:
-        raise ValueError(
-            f"expected a width divisible by num_heads, got width {qkv_features} and {num_heads} heads; "
-            "change one of them."
-        )
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"expected num_heads to be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}; "
-            "change one of them."
-        )
 
 
 def _project(linear: nnx.Module, inputs: Array, num_heads: int) -> Array:

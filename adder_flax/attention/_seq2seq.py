@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from adder_flax.attention._attend import attend
 from adder_flax.attention._registry import get_score
+from adder_flax.attention.checks import check_temperature
 
 
 class _SingleHeadAttention(nnx.Module):
@@ -27,6 +28,7 @@ class _SingleHeadAttention(nnx.Module):
         specs = get_score(score).learned_parameters(1, query_features, key_features, options)
         for name, spec in specs.items():
             setattr(self, name, nnx.Param(spec.init(rngs.params(), spec.shape, param_dtype)[0]))
+        check_temperature(temperature)
         self.score_name = score
         self.parameter_names = tuple(specs)
         self.scale = scale

@@ -3,7 +3,7 @@
 from adder_flax.layers._block import Block
 from adder_flax.layers._drop_path import DropPath, drop_path_factors
 from adder_flax.layers._linear import LAYER_NORM_EPSILON, AdderLinear, Linear, linear_class
-from adder_flax.layers._mlp import Mlp
+from adder_flax.layers._mlp import Mlp, gelu
 from adder_flax.layers._patch_embed import PatchEmbed, image_to_patches
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Mlp",
     "PatchEmbed",
     "drop_path_factors",
+    "gelu",
     "image_to_patches",
     "linear_class",
 ]

@@ -10,6 +10,19 @@ from jaxtyping import Array, Float
 from adder_flax.layers._linear import Linear
 
 
+def gelu(inputs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The exact GELU, x Φ(x) = x (1 + erf(x/√2)) / 2, computed in float32 or wider.
+
+    `jax.nn.gelu(approximate=False)` goes through erfc, which keeps relative precision far in the negative tail and
+    takes more than twice as long on a CPU.
+
+    >>> gelu(jnp.array([-1.0, 0.0, 1.0])).round(4).tolist()
+    [-0.1587, 0.0, 0.8413]
+    """
+    wide = inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32))
+    return (0.5 * wide * (1.0 + jax.lax.erf(wide * 0.5**0.5))).astype(inputs.dtype)
+
+
 class Mlp(nnx.Module):
     """fc2(dropout(gelu(fc1(x)))) with the exact (erf) GELU, as in ViT.
 
@@ -48,7 +61,7 @@ class Mlp(nnx.Module):
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "*batch in_features"]:
-        hidden = jax.nn.gelu(self.fc1(inputs.reshape(-1, inputs.shape[-1])), approximate=False)
+        hidden = gelu(self.fc1(inputs.reshape(-1, inputs.shape[-1])))
         hidden = self.dropout(hidden, deterministic=deterministic, rngs=rngs)
         outputs = self.dropout(self.fc2(hidden), deterministic=deterministic, rngs=rngs)
         return outputs.reshape(inputs.shape)

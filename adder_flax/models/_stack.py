@@ -1,8 +1,7 @@
 """Running a stack of blocks: one after the other, rematerialised, or as a loop over stacked parameters."""
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import flax.nnx as nnx
 import jax
@@ -10,22 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from adder_flax.layers import Block, drop_path_factors
-
-
-def per_block(value: Any, depth: int, name: str) -> list[Any]:
-    """`value` for each of `depth` blocks: repeated if it is one setting, as it is if it is a list of `depth`.
-
-    >>> per_block("adder", 2, "score")
-    ['adder', 'adder']
-    """
-    if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
-        return [value] * depth
-    if len(value) != depth:
-        raise ValueError(
-            f"expected {name} to be one setting or a list of depth = {depth}, got a list of {len(value)}; "
-            "give one entry per block."
-        )
-    return list(value)
 
 
 def apply_blocks(

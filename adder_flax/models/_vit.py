@@ -1,5 +1,6 @@
 """The vision transformer, with any attention mechanism and either kind of linear layer."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,7 +9,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from adder_flax.layers import LAYER_NORM_EPSILON, Block, Linear, PatchEmbed
-from adder_flax.models._stack import apply_blocks, per_block
+from adder_flax.models._stack import apply_blocks
+from adder_flax.models.settings import (
+    check_alike,
+    check_pooling,
+    count_patches,
+    drop_path_rates,
+    image_sides,
+    per_block,
+)
 
 
 class VisionTransformer(nnx.Module):
@@ -85,16 +94,12 @@ class VisionTransformer(nnx.Module):
         scan_blocks: bool = False,
         rngs: nnx.Rngs,
     ):
-        self.image_shape = (*_pair(image_size), channels)
-        num_patches = _count_patches(self.image_shape, patch_size)
-        if pooling not in ("cls", "mean"):
-            raise ValueError(f"expected pooling 'cls' or 'mean', got {pooling!r}; choose one of these.")
+        self.image_shape = (*image_sides(image_size), channels)
+        num_tokens = count_patches(self.image_shape, patch_size) + (pooling == "cls")
+        check_pooling(pooling)
         scores, options = per_block(score, depth, "score"), per_block(score_options, depth, "score_options")
-        if scan_blocks and any(setting != settings[0] for settings in (scores, options) for setting in settings):
-            raise ValueError(
-                f"scan_blocks expects blocks that are alike, got scores {scores} with options {options}; "
-                "give all blocks one score or pass scan_blocks=False."
-            )
+        if scan_blocks:
+            check_alike(scores, options)
         self.pooling = pooling
         self.remat = remat
         self.scan_blocks = scan_blocks
@@ -105,29 +110,27 @@ class VisionTransformer(nnx.Module):
         self.cls_token = nnx.data(None)
         if pooling == "cls":
             self.cls_token = nnx.Param(embedding(rngs.params(), (1, 1, width), param_dtype))
-        num_tokens = num_patches + (pooling == "cls")
         self.pos_embed = nnx.Param(embedding(rngs.params(), (1, num_tokens, width), param_dtype))
         self.dropout = nnx.Dropout(dropout_rate)
+        make_block = functools.partial(
+            Block,
+            width,
+            num_heads,
+            mlp_ratio=mlp_ratio,
+            scale=scale,
+            temperature=temperature,
+            identity=identity,
+            qkv_linear=qkv_linear,
+            proj_linear=proj_linear,
+            mlp_linear=mlp_linear,
+            adder_options=adder_options,
+            dropout_rate=dropout_rate,
+            attention_dropout_rate=attention_dropout_rate,
+            **shared,
+        )
+        rates = drop_path_rates(drop_path_rate, depth)
         self.blocks = nnx.List(
-            Block(
-                width,
-                num_heads,
-                mlp_ratio=mlp_ratio,
-                score=scores[i],
-                score_options=options[i],
-                scale=scale,
-                temperature=temperature,
-                identity=identity,
-                qkv_linear=qkv_linear,
-                proj_linear=proj_linear,
-                mlp_linear=mlp_linear,
-                adder_options=adder_options,
-                dropout_rate=dropout_rate,
-                attention_dropout_rate=attention_dropout_rate,
-                drop_path_rate=drop_path_rate * i / max(depth - 1, 1),
-                **shared,
-            )
-            for i in range(depth)
+            make_block(score=scores[i], score_options=options[i], drop_path_rate=rates[i]) for i in range(depth)
         )
         self.norm = nnx.LayerNorm(width, epsilon=LAYER_NORM_EPSILON, **shared)
         self.head = Linear(width, num_classes, **shared)
@@ -200,17 +203,3 @@ def deit_small(*, rngs: nnx.Rngs, **overrides: Any) -> VisionTransformer:
 def deit_base(*, rngs: nnx.Rngs, **overrides: Any) -> VisionTransformer:
     """DeiT-Base: width 768, 12 blocks, 12 heads. Arguments as for `deit_tiny`."""
     return VisionTransformer(**{"width": 768, "depth": 12, "num_heads": 12, **overrides}, rngs=rngs)
-
-
-def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)
-
-
-def _count_patches(image_shape: tuple[int, int, int], patch_size: int) -> int:
-    height, width, _ = image_shape
-    if height % patch_size or width % patch_size:
-        raise ValueError(
-            f"expected image sides divisible by patch_size, got {height} x {width} pixels and patches of {patch_size}; "
-            "change image_size or patch_size."
-        )
-    return (height // patch_size) * (width // patch_size)

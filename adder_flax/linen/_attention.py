@@ -1,0 +1,196 @@
+"""Linen: multi-head and classical attention, with the parameter names of `adder_flax.attention`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from adder_flax.attention import attend, get_score
+from adder_flax.attention.checks import check_heads, check_temperature
+from adder_flax.linen._layers import Linear
+
+
+class MultiHeadAttention(nn.Module):
+    """Linen form of `adder_flax.attention.MultiHeadAttention`; arguments and parameters as there.
+
+    The widths of the inputs are seen at the first call, as usual in Linen. `qkv_linear` and `out_linear` are called as
+    `linear(features, use_bias=…, dtype=…, param_dtype=…, name=…)`.
+
+    >>> import jax
+    >>> attention = MultiHeadAttention(4, score="adder")
+    >>> attention.init_with_output(jax.random.key(0), jnp.ones((2, 10, 32)))[0].shape
+    (2, 10, 32)
+    """
+
+    num_heads: int
+    score: str = "dot"
+    score_options: Mapping[str, Any] | None = None
+    qkv_features: int | None = None
+    out_features: int | None = None
+    num_kv_heads: int | None = None
+    scale: str | float | None = None
+    temperature: float | str = 1.0
+    key_bias_length: int | None = None
+    identity: bool | None = None
+    dropout_rate: float = 0.0
+    use_bias: bool = True
+    qkv_linear: Callable[..., nn.Module] = Linear
+    out_linear: Callable[..., nn.Module] = Linear
+    dtype: jnp.dtype | None = None
+    param_dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs_q: Float[Array, "*batch q_length in_features"],
+        inputs_k: Float[Array, "*batch k_length in_kv_features"] | None = None,
+        inputs_v: Float[Array, "*batch k_length in_kv_features"] | None = None,
+        *,
+        mask: Array | None = None,
+        bias: Array | None = None,
+        is_causal: bool = False,
+        deterministic: bool = True,
+        return_weights: bool = False,
+    ) -> Array | tuple[Array, Array]:
+        """Attends from `inputs_q` to `inputs_k`; dropout draws from the `dropout` stream."""
+        check_temperature(self.temperature)
+        inputs_k = inputs_q if inputs_k is None else inputs_k
+        inputs_v = inputs_k if inputs_v is None else inputs_v
+        query, key, value = self._heads(inputs_q, inputs_k, inputs_v)
+        dropout = self.dropout_rate > 0.0 and not deterministic
+        values, weights = attend(
+            query,
+            key,
+            value,
+            score=self.score,
+            parameters=self._score_parameters(query.shape[-1], key.shape[-1]),
+            score_options=self.score_options,
+            bias=bias,
+            mask=mask,
+            is_causal=is_causal,
+            key_bias=self._key_bias(),
+            scale=self.scale,
+            temperature=_temperature(self, (self.num_heads,)),
+            identity=self.identity,
+            dropout_rate=self.dropout_rate,
+            dropout_rng=self.make_rng("dropout") if dropout else None,
+            broadcast_dropout=False,
+            deterministic=deterministic,
+            return_weights=True,
+        )
+        out_features = inputs_q.shape[-1] if self.out_features is None else self.out_features
+        output = self._linear(self.out_linear, out_features, "out")(values.reshape(*values.shape[:-2], -1))
+        return (output, weights) if return_weights else output
+
+    def _linear(self, linear: Callable[..., nn.Module], features: int, name: str) -> nn.Module:
+        return linear(features, use_bias=self.use_bias, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
+
+    def _heads(self, inputs_q: Array, inputs_k: Array, inputs_v: Array) -> list[Array]:
+        width = inputs_q.shape[-1] if self.qkv_features is None else self.qkv_features
+        kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        check_heads(width, self.num_heads, kv_heads)
+        head_dim = width // self.num_heads
+        parts = (("query", inputs_q, self.num_heads), ("key", inputs_k, kv_heads), ("value", inputs_v, kv_heads))
+        return [
+            self._linear(self.qkv_linear, heads * head_dim, name)(x).reshape(*x.shape[:-1], heads, head_dim)
+            for name, x, heads in parts
+        ]
+
+    def _score_parameters(self, query_dim: int, key_dim: int) -> dict[str, Array]:
+        options = self.score_options or {}
+        specs = get_score(self.score).learned_parameters(self.num_heads, query_dim, key_dim, options)
+        if not specs:
+            return {}
+        # A scope of its own, as in the NNX module; a submodule could not be named like the field `score`.
+        scope = self.scope.push("score")
+        return {name: scope.param(name, spec.init, spec.shape, self.param_dtype) for name, spec in specs.items()}
+
+    def _key_bias(self) -> Array | None:
+        if self.key_bias_length is None:
+            return None
+        shape = (self.num_heads, self.key_bias_length)
+        return self.param("key_bias", nn.initializers.zeros, shape, self.param_dtype)
+
+
+def _temperature(module: nn.Module, shape: tuple[int, ...]) -> float | Array:
+    if module.temperature != "learned":
+        return module.temperature
+    return jnp.exp(module.param("log_temperature", nn.initializers.zeros, shape, module.param_dtype))
+
+
+class _SingleHeadAttention(nn.Module):
+    """One head whose learned arrays, without a head axis, are the module's own parameters."""
+
+    def score_and_options(self) -> tuple[str, dict[str, Any]]:
+        raise NotImplementedError
+
+    @nn.compact
+    def __call__(
+        self,
+        query: Float[Array, "*batch q_length query_features"],
+        key: Float[Array, "*batch k_length key_features"],
+        value: Float[Array, "*batch k_length value_features"] | None = None,
+        *,
+        mask: Array | None = None,
+        bias: Array | None = None,
+        return_weights: bool = False,
+    ) -> Array | tuple[Array, Array]:
+        """Mixes the values (by default the keys) for every query; arguments as in `adder_flax.attention`."""
+        check_temperature(self.temperature)
+        value = key if value is None else value
+        score, options = self.score_and_options()
+        specs = get_score(score).learned_parameters(1, query.shape[-1], key.shape[-1], options)
+        parameters = {
+            name: self.param(name, lambda rng, spec=spec: spec.init(rng, spec.shape, self.param_dtype)[0])[None]
+            for name, spec in specs.items()
+        }
+        context, weights = attend(
+            *(x[..., None, :] for x in (query, key, value)),
+            score=score,
+            parameters=parameters,
+            mask=None if mask is None else mask[..., None, :, :],
+            bias=None if bias is None else bias[..., None, :, :],
+            scale=self.scale,
+            temperature=_temperature(self, ()),
+            return_weights=True,
+        )
+        context, weights = context[..., 0, :], weights[..., 0, :, :]
+        return (context, weights) if return_weights else context
+
+
+class AdditiveAttention(_SingleHeadAttention):
+    """Linen form of `adder_flax.attention.AdditiveAttention`; arguments and parameters as there.
+
+    >>> import jax
+    >>> attention = AdditiveAttention(hidden_dim=3)
+    >>> attention.init_with_output(jax.random.key(0), jnp.ones((2, 5, 6)), jnp.ones((2, 7, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    hidden_dim: int | None = None
+    layer_norm: bool = False
+    scale: str | float | None = None
+    temperature: float | str = 1.0
+    param_dtype: jnp.dtype = jnp.float32
+
+    def score_and_options(self) -> tuple[str, dict[str, Any]]:
+        return "additive", dict(hidden_dim=self.hidden_dim, layer_norm=self.layer_norm)
+
+
+class BilinearAttention(_SingleHeadAttention):
+    """Linen form of `adder_flax.attention.BilinearAttention`; arguments and parameters as there.
+
+    >>> import jax
+    >>> attention = BilinearAttention()
+    >>> attention.init_with_output(jax.random.key(0), jnp.ones((2, 5, 6)), jnp.ones((2, 7, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    scale: str | float | None = None
+    temperature: float | str = 1.0
+    param_dtype: jnp.dtype = jnp.float32
+
+    def score_and_options(self) -> tuple[str, dict[str, Any]]:
+        return "bilinear", {}

@@ -1,0 +1,147 @@
+"""Linen: linear layers, MLP, patches and stochastic depth, with the parameter names of `adder_flax.layers`."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from adder_flax import ops
+from adder_flax.layers import LAYER_NORM_EPSILON, drop_path_factors, gelu, image_to_patches
+
+
+class Linear(nn.Dense):
+    """Linen form of `adder_flax.layers.Linear`: y = x W + b, computed on flattened rows.
+
+    >>> import jax
+    >>> Linear(4).init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 4)
+    """
+
+    kernel_init: Callable[..., Array] = nn.initializers.normal(0.02)
+
+    def __call__(self, inputs: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
+        outputs = super().__call__(inputs.reshape(-1, inputs.shape[-1]))
+        return outputs.reshape(*inputs.shape[:-1], self.features)
+
+
+class AdderLinear(nn.Module):
+    """Linen form of `adder_flax.layers.AdderLinear`: y[o] = -Σ_k |x[k] - W[k, o]|, then LayerNorm over o.
+
+    Attributes:
+      features: number of outputs.
+      x_gradient, w_gradient, hardtanh_slope, norm, use_bias, dtype, param_dtype, kernel_init: as there.
+
+    >>> import jax
+    >>> AdderLinear(4).init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 4)
+    """
+
+    features: int
+    x_gradient: str = "hardtanh"
+    w_gradient: str = "full"
+    hardtanh_slope: float = 1.0
+    norm: str | None = "layernorm"
+    use_bias: bool = True
+    dtype: jnp.dtype | None = None
+    param_dtype: jnp.dtype = jnp.float32
+    kernel_init: Callable[..., Array] = nn.initializers.normal(1.0)
+
+    @nn.compact
+    def __call__(self, inputs: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
+        if self.norm not in ("layernorm", None):
+            raise ValueError(f"expected norm 'layernorm' or None, got {self.norm!r}; choose one of these.")
+        kernel = self.param("kernel", self.kernel_init, (inputs.shape[-1], self.features), self.param_dtype)
+        dtype = jnp.result_type(inputs, kernel) if self.dtype is None else self.dtype
+        outputs = ops.adder_matmul(
+            inputs.reshape(-1, inputs.shape[-1]).astype(dtype),
+            kernel.astype(dtype),
+            x_gradient=self.x_gradient,
+            w_gradient=self.w_gradient,
+            hardtanh_slope=self.hardtanh_slope,
+        )
+        if self.norm is not None:
+            norm = nn.LayerNorm(
+                epsilon=LAYER_NORM_EPSILON,
+                use_bias=self.use_bias,
+                use_fast_variance=False,
+                param_dtype=self.param_dtype,
+                name="norm",
+            )
+            outputs = norm(outputs).astype(dtype)
+        elif self.use_bias:
+            outputs = outputs + self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
+        return outputs.reshape(*inputs.shape[:-1], self.features)
+
+
+def linear_class(kind: str, adder_options: Mapping[str, Any] | None = None) -> Callable[..., nn.Module]:
+    """Linen form of `adder_flax.layers.linear_class`: what makes a layer of kind "dense" or "adder"."""
+    if kind == "dense":
+        return Linear
+    if kind == "adder":
+        return functools.partial(AdderLinear, **(adder_options or {}))
+    raise ValueError(f"expected a linear layer 'dense' or 'adder', got {kind!r}; choose one of these.")
+
+
+class Mlp(nn.Module):
+    """Linen form of `adder_flax.layers.Mlp`: fc2(dropout(gelu(fc1(x)))), exact GELU.
+
+    >>> import jax
+    >>> Mlp(32).init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 8)
+    """
+
+    hidden_features: int
+    linear: Callable[..., nn.Module] = Linear
+    dropout_rate: float = 0.0
+    dtype: jnp.dtype | None = None
+    param_dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self, inputs: Float[Array, "*batch in_features"], *, deterministic: bool = True
+    ) -> Float[Array, "*batch in_features"]:
+        shared = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+        dropout = lambda x: nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
+        fc1 = self.linear(self.hidden_features, **shared, name="fc1")
+        fc2 = self.linear(inputs.shape[-1], **shared, name="fc2")
+        hidden = gelu(fc1(inputs.reshape(-1, inputs.shape[-1])))
+        return dropout(fc2(dropout(hidden))).reshape(inputs.shape)
+
+
+class PatchEmbed(nn.Module):
+    """Linen form of `adder_flax.layers.PatchEmbed`: a linear layer on every non-overlapping patch.
+
+    >>> import jax
+    >>> PatchEmbed(4, 16).init_with_output(jax.random.key(0), jnp.ones((2, 8, 8, 3)))[0].shape
+    (2, 4, 16)
+    """
+
+    patch_size: int
+    width: int
+    dtype: jnp.dtype | None = None
+    param_dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch patches width"]:
+        proj = Linear(self.width, dtype=self.dtype, param_dtype=self.param_dtype, name="proj")
+        return proj(image_to_patches(images, self.patch_size))
+
+
+class DropPath(nn.Module):
+    """Linen form of `adder_flax.layers.DropPath`: stochastic depth, per sample, from the `dropout` stream.
+
+    >>> DropPath(0.1).apply({}, jnp.ones((2, 3))).tolist()  # deterministic by default
+    [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+    """
+
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, inputs: Float[Array, "batch ..."], *, deterministic: bool = True) -> Float[Array, "batch ..."]:
+        if deterministic or self.rate == 0.0:
+            return inputs
+        shape = (len(inputs),) + (1,) * (inputs.ndim - 1)
+        return inputs * drop_path_factors(self.make_rng("dropout"), self.rate, shape, inputs.dtype)

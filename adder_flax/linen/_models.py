@@ -1,0 +1,173 @@
+"""Linen: the transformer block and the vision transformer, with the parameter names of their NNX forms."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from adder_flax.layers import LAYER_NORM_EPSILON
+from adder_flax.linen._attention import MultiHeadAttention
+from adder_flax.linen._layers import DropPath, Linear, Mlp, PatchEmbed, linear_class
+from adder_flax.models.settings import check_pooling, count_patches, drop_path_rates, per_block
+
+
+class Block(nn.Module):
+    """Linen form of `adder_flax.layers.Block`; arguments and parameters as there.
+
+    >>> import jax
+    >>> block = Block(4, score="adder", qkv_linear="adder", mlp_linear="adder")
+    >>> block.init_with_output(jax.random.key(0), jnp.ones((2, 10, 32)))[0].shape
+    (2, 10, 32)
+    """
+
+    num_heads: int
+    mlp_ratio: float = 4.0
+    score: str = "dot"
+    score_options: Mapping[str, Any] | None = None
+    scale: str | float | None = None
+    temperature: float | str = 1.0
+    identity: bool | None = None
+    qkv_linear: str = "dense"
+    proj_linear: str = "dense"
+    mlp_linear: str = "dense"
+    adder_options: Mapping[str, Any] | None = None
+    dropout_rate: float = 0.0
+    attention_dropout_rate: float = 0.0
+    drop_path_rate: float = 0.0
+    dtype: jnp.dtype | None = None
+    param_dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Float[Array, "batch length width"],
+        *,
+        mask: Array | None = None,
+        deterministic: bool = True,
+        return_weights: bool = False,
+    ) -> Array | tuple[Array, Array]:
+        """Applies the block; dropout and stochastic depth draw from the `dropout` stream."""
+        shared = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+        norm = lambda name: nn.LayerNorm(epsilon=LAYER_NORM_EPSILON, **shared, name=name)
+        drop_path = lambda x: DropPath(self.drop_path_rate)(x, deterministic=deterministic)
+        attention = MultiHeadAttention(
+            self.num_heads,
+            score=self.score,
+            score_options=self.score_options,
+            scale=self.scale,
+            temperature=self.temperature,
+            identity=self.identity,
+            dropout_rate=self.attention_dropout_rate,
+            qkv_linear=linear_class(self.qkv_linear, self.adder_options),
+            out_linear=linear_class(self.proj_linear, self.adder_options),
+            **shared,
+            name="attention",
+        )
+        mlp = Mlp(
+            int(tokens.shape[-1] * self.mlp_ratio),
+            linear=linear_class(self.mlp_linear, self.adder_options),
+            dropout_rate=self.dropout_rate,
+            **shared,
+            name="mlp",
+        )
+        attended, weights = attention(
+            norm("norm1")(tokens), mask=mask, deterministic=deterministic, return_weights=True
+        )
+        attended = nn.Dropout(self.dropout_rate)(attended, deterministic=deterministic)
+        tokens = tokens + drop_path(attended)
+        tokens = tokens + drop_path(mlp(norm("norm2")(tokens), deterministic=deterministic))
+        return (tokens, weights) if return_weights else tokens
+
+
+class Blocks(nn.Module):
+    """Blocks in turn, named by their number."""
+
+    settings: Sequence[Mapping[str, Any]]
+
+    @nn.compact
+    def __call__(self, tokens: Array, *, deterministic: bool) -> tuple[Array, tuple[Array, ...]]:
+        maps = []
+        for i, setting in enumerate(self.settings):
+            tokens, weights = Block(**setting, name=str(i))(tokens, deterministic=deterministic, return_weights=True)
+            maps.append(weights)
+        return tokens, tuple(maps)
+
+
+class VisionTransformer(nn.Module):
+    """Linen form of `adder_flax.models.VisionTransformer`; arguments and parameters as there.
+
+    The size and channels of the images are seen at the first call, as usual in Linen.
+
+    >>> import jax
+    >>> model = VisionTransformer(patch_size=2, num_classes=10, width=16, depth=2, num_heads=2, score="adder")
+    >>> model.init_with_output(jax.random.key(0), jnp.ones((3, 8, 8, 1)))[0].shape
+    (3, 10)
+    """
+
+    patch_size: int = 16
+    num_classes: int = 1000
+    width: int = 192
+    depth: int = 12
+    num_heads: int = 3
+    mlp_ratio: float = 4.0
+    score: str | Sequence[str] = "dot"
+    score_options: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None
+    scale: str | float | None = None
+    temperature: float | str = 1.0
+    identity: bool | None = None
+    qkv_linear: str = "dense"
+    proj_linear: str = "dense"
+    mlp_linear: str = "dense"
+    adder_options: Mapping[str, Any] | None = None
+    pooling: str = "cls"
+    dropout_rate: float = 0.0
+    attention_dropout_rate: float = 0.0
+    drop_path_rate: float = 0.0
+    dtype: jnp.dtype | None = None
+    param_dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self,
+        images: Float[Array, "batch height width channels"],
+        *,
+        deterministic: bool = True,
+        return_weights: bool = False,
+    ) -> Array | tuple[Array, tuple[Array, ...]]:
+        """Classifies images; with `return_weights` also gives each block's attention map, identity map included."""
+        check_pooling(self.pooling)
+        shared = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+        tokens = nn.Dropout(self.dropout_rate)(self._embed(images), deterministic=deterministic)
+        tokens, maps = Blocks(self._block_settings(), name="blocks")(tokens, deterministic=deterministic)
+        tokens = nn.LayerNorm(epsilon=LAYER_NORM_EPSILON, **shared, name="norm")(tokens)
+        pooled = tokens[:, 0] if self.pooling == "cls" else tokens.mean(axis=1)
+        logits = Linear(self.num_classes, **shared, name="head")(pooled)
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        return (logits, maps) if return_weights else logits
+
+    def _embed(self, images: Array) -> Array:
+        embedding = nn.initializers.normal(0.02)
+        num_tokens = count_patches(images.shape[1:], self.patch_size) + (self.pooling == "cls")
+        shared = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+        tokens = PatchEmbed(self.patch_size, self.width, **shared, name="patch_embed")(images)
+        if self.pooling == "cls":
+            cls_token = self.param("cls_token", embedding, (1, 1, self.width), self.param_dtype)
+            cls_token = jnp.broadcast_to(cls_token.astype(tokens.dtype), (len(tokens), 1, self.width))
+            tokens = jnp.concatenate([cls_token, tokens], axis=1)
+        pos_embed = self.param("pos_embed", embedding, (1, num_tokens, self.width), self.param_dtype)
+        return tokens + pos_embed.astype(tokens.dtype)
+
+    def _block_settings(self) -> list[dict[str, Any]]:
+        scores = per_block(self.score, self.depth, "score")
+        options = per_block(self.score_options, self.depth, "score_options")
+        rates = drop_path_rates(self.drop_path_rate, self.depth)
+        same = (
+            "num_heads mlp_ratio scale temperature identity qkv_linear proj_linear mlp_linear adder_options "
+            "dropout_rate attention_dropout_rate dtype param_dtype"
+        )
+        same = {name: getattr(self, name) for name in same.split()}
+        return [
+            dict(score=scores[i], score_options=options[i], drop_path_rate=rates[i], **same) for i in range(self.depth)
+        ]

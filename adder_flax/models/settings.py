@@ -1,0 +1,66 @@
+"""What a vision transformer's arguments mean, checked before anything is computed."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def per_block(value: Any, depth: int, name: str) -> list[Any]:
+    """`value` for each of `depth` blocks: repeated if it is one setting, as it is if it is a list of `depth`.
+
+    >>> per_block("adder", 2, "score")
+    ['adder', 'adder']
+    """
+    if depth < 1:
+        raise ValueError(f"expected a depth of at least 1, got {depth}; give the number of blocks.")
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
+        return [value] * depth
+    if len(value) != depth:
+        raise ValueError(
+            f"expected {name} to be one setting or a list of depth = {depth}, got a list of {len(value)}; "
+            "give one entry per block."
+        )
+    return list(value)
+
+
+def drop_path_rates(last: float, depth: int) -> list[float]:
+    """Stochastic depth of each block, rising linearly from 0 in the first to `last`.
+
+    >>> drop_path_rates(0.1, 3)
+    [0.0, 0.05, 0.1]
+    """
+    return [last * i / max(depth - 1, 1) for i in range(depth)]
+
+
+def image_sides(image_size: int | tuple[int, int]) -> tuple[int, int]:
+    """(height, width) in pixels of an image size."""
+    return (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+
+
+def count_patches(image_shape: tuple[int, int, int], patch_size: int) -> int:
+    """Number of patches of an image (height, width, channels).
+
+    >>> count_patches((224, 224, 3), 16)
+    196
+    """
+    height, width, _ = image_shape
+    if patch_size < 1 or height % patch_size or width % patch_size:
+        raise ValueError(
+            f"expected image sides divisible by patch_size, got {height} x {width} pixels and patches of {patch_size}; "
+            "change image_size or patch_size."
+        )
+    return (height // patch_size) * (width // patch_size)
+
+
+def check_pooling(pooling: str) -> None:
+    """Raises ValueError for an unknown pooling."""
+    if pooling not in ("cls", "mean"):
+        raise ValueError(f"expected pooling 'cls' or 'mean', got {pooling!r}; choose one of these.")
+
+
+def check_alike(scores: Sequence[str], options: Sequence[Any]) -> None:
+    """Raises ValueError where blocks differ, which a loop over them cannot express."""
+    if any(setting != settings[0] for settings in (scores, options) for setting in settings):
+        raise ValueError(
+            f"scan_blocks expects blocks that are alike, got scores {scores} with options {options}; "
+            "give all blocks one score or pass scan_blocks=False."
+        )

@@ -1,0 +1,159 @@
+"""The parameter-free mechanisms as `attention_fn` of Flax's own multi-head attention, NNX and Linen."""
+
+import functools
+import inspect
+
+import flax.linen as nn
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from adder_flax import attention
+from tests.attention import reference
+
+WIDTH, HEADS, LENGTH = 8, 2, 5
+FUNCTIONS = dict(
+    dot=attention.dot_product_attention, adder=attention.adder_attention, gaussian=attention.gaussian_attention
+)
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return np.random.default_rng(0).normal(size=(3, LENGTH, WIDTH)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def mask():
+    return np.random.default_rng(1).random((3, HEADS, LENGTH, LENGTH)) < 0.6
+
+
+@pytest.fixture(scope="module")
+def params(inputs):
+    module = nn.MultiHeadDotProductAttention(HEADS)
+    shapes = jax.eval_shape(module.init, jax.random.key(0), inputs)["params"]
+    rng = np.random.default_rng(2)
+    return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / 3, shapes)
+
+
+class Nnx:
+    """Flax NNX's module with given parameters."""
+
+    @staticmethod
+    def apply(attention_fn, params, inputs, *, rng=None, sow=False, **options):
+        rate = options.pop("dropout_rate", 0.0)
+        module = nnx.MultiHeadAttention(
+            HEADS, WIDTH, attention_fn=attention_fn, dropout_rate=rate, decode=False, keep_rngs=False, rngs=nnx.Rngs(0)
+        )
+        nnx.update(module, params)
+        options |= dict(rngs=None if rng is None else nnx.Rngs(dropout=rng), sow_weights=sow)
+        if not sow:
+            return module(inputs, **options), None
+        out, sown = nnx.capture(module, nnx.Intermediate)(inputs, **options)
+        return out, nnx.to_pure_dict(sown)["attention_weights"][0]
+
+
+class Linen:
+    """Flax Linen's module with given parameters."""
+
+    @staticmethod
+    def apply(attention_fn, params, inputs, *, rng=None, sow=False, **options):
+        rate = options.pop("dropout_rate", 0.0)
+        module = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn, dropout_rate=rate)
+        rngs = {} if rng is None else dict(dropout=rng)
+        out, state = module.apply(
+            {"params": params}, inputs, sow_weights=sow, rngs=rngs, mutable=["intermediates"], **options
+        )
+        return out, state["intermediates"]["attention_weights"][0] if sow else None
+
+
+def expected(name, params, inputs, mask):
+    project = lambda p: np.einsum("bnd,dhe->bnhe", inputs.astype(np.float64), p["kernel"]) + p["bias"]
+    query, key, value = (project(params[n]) for n in ("query", "key", "value"))
+    out, weights = reference.attention(name, query, key, value, mask=mask, identity=name == "adder")
+    return np.einsum("bnhe,hed->bnd", out, params["out"]["kernel"]) + params["out"]["bias"], weights
+
+
+@pytest.mark.parametrize("api", [Nnx, Linen])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_mask_and_sown_weights_arrive(api, name, params, inputs, mask):
+    out, weights = api.apply(FUNCTIONS[name], params, inputs, mask=jnp.asarray(mask), sow=True)
+    expected_out, expected_weights = expected(name, params, inputs, mask)
+    np.testing.assert_allclose(weights, expected_weights, rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(out, expected_out, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("api", [Nnx, Linen])
+def test_options_are_bound_with_partial(api, params, inputs):
+    attention_fn = functools.partial(attention.adder_attention, identity=False, scale="variance_matched")
+    with_identity, _ = api.apply(attention.adder_attention, params, inputs)
+    _, weights = api.apply(attention_fn, params, inputs, sow=True)
+    np.testing.assert_allclose(weights.sum(-1), 1.0, rtol=1e-5)
+    assert not np.allclose(api.apply(attention_fn, params, inputs)[0], with_identity)
+
+
+@pytest.mark.parametrize("api", [Nnx, Linen])
+def test_dropout_arrives(api, params, inputs):
+    run = functools.partial(api.apply, attention.adder_attention, params, inputs, dropout_rate=0.5)
+    dropped, _ = run(rng=jax.random.key(0), deterministic=False)
+    same, _ = run(rng=jax.random.key(0), deterministic=False)
+    kept, _ = run(deterministic=True)
+    np.testing.assert_array_equal(dropped, same)
+    assert not np.allclose(dropped, kept)
+    np.testing.assert_allclose(kept, api.apply(attention.adder_attention, params, inputs)[0], rtol=1e-6)
+
+
+def test_dot_product_equals_flax_own(params, inputs, mask):
+    mask = mask | np.eye(LENGTH, dtype=bool)  # Flax averages the values where nothing is visible
+    for api, own in ((Nnx, nnx.dot_product_attention), (Linen, nn.dot_product_attention)):
+        ours, _ = api.apply(attention.dot_product_attention, params, inputs, mask=jnp.asarray(mask))
+        flax, _ = api.apply(own, params, inputs, mask=jnp.asarray(mask))
+        np.testing.assert_allclose(ours, flax, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values())
+def test_signature_names_what_linen_looks_for(function):
+    names = set(inspect.signature(function).parameters)
+    passed = {"mask", "dropout_rng", "dropout_rate", "broadcast_dropout", "deterministic", "dtype", "precision"}
+    assert passed | {"module", "bias", "is_causal"} <= names
+    assert "score" not in names
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_trains_inside_flax_nnx(graph):
+    """Each sequence holds one marked token whose label is to be found: attention has to look for it."""
+    rng = np.random.default_rng(0)
+    labels, where = rng.integers(0, 4, 64), rng.integers(0, LENGTH, 64)
+    tokens = 0.1 * rng.normal(size=(64, LENGTH, WIDTH)).astype(np.float32)
+    tokens[np.arange(64), where, labels] += 2.0
+
+    class Classifier(nnx.Module):
+        def __init__(self, rngs):
+            self.attention = nnx.MultiHeadAttention(
+                HEADS, WIDTH, attention_fn=attention.adder_attention, decode=False, rngs=rngs
+            )
+            self.head = nnx.Linear(WIDTH, 4, rngs=rngs)
+
+        def __call__(self, tokens):
+            return self.head(self.attention(tokens)[:, 0])
+
+    with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph):
+        graphdef, params = nnx.split(Classifier(nnx.Rngs(0)), nnx.Param)
+        params, optimizer = nnx.to_pure_dict(params), optax.adam(1e-2)
+
+        @jax.jit
+        def step(params, state):
+            def loss(params):
+                logits = nnx.merge(graphdef, params)(tokens)
+                return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+            value, gradient = jax.value_and_grad(loss)(params)
+            updates, state = optimizer.update(gradient, state)
+            return optax.apply_updates(params, updates), state, value
+
+        state = optimizer.init(params)
+        for _ in range(150):
+            params, state, value = step(params, state)
+    assert value < 0.1 < np.log(4)

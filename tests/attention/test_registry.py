@@ -1,0 +1,76 @@
+"""A score registered once is available everywhere."""
+
+import flax.nnx as nnx
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adder_flax import attention
+from adder_flax.models import VisionTransformer
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """The table of scores, put back afterwards."""
+    from adder_flax.attention import _registry
+
+    monkeypatch.setattr(_registry, "_SCORES", dict(_registry._SCORES))
+    return attention.register_score
+
+
+def cosine_scores(query, key, *, gain, power=1):
+    normalise = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    return gain[..., None, None] * jnp.einsum("...qd,...kd->...qk", normalise(query), normalise(key)) ** power
+
+
+def cosine_parameters(num_heads, query_dim, key_dim):
+    return {"gain": attention.ScoreParameter((num_heads,), nnx.initializers.constant(10.0))}
+
+
+def test_a_sixth_score_works_in_functions_modules_models_and_capture(registered):
+    registered(
+        attention.Score("cosine", cosine_scores, cosine_parameters, function_options=("power",), scale=lambda _: 1.0)
+    )
+    assert attention.score_names()[-1] == "cosine"
+    x = np.random.default_rng(0).normal(size=(2, 5, 3, 4)).astype(np.float32)
+    _, weights = attention.attend(
+        x, x, x, score="cosine", parameters={"gain": jnp.full(3, 10.0)}, score_options={"power": 2}, return_weights=True
+    )
+    unit = x / np.linalg.norm(x, axis=-1, keepdims=True)
+    exponentials = np.exp(10 * np.einsum("bqhd,bkhd->bhqk", unit, unit) ** 2)
+    np.testing.assert_allclose(weights, exponentials / exponentials.sum(-1, keepdims=True), rtol=1e-4)
+
+    model = VisionTransformer(
+        image_size=4, patch_size=2, channels=1, num_classes=2, width=8, depth=2, num_heads=2, score="cosine",
+        score_options={"power": 2}, rngs=nnx.Rngs(0)
+    )  # fmt: skip
+    assert model.blocks[1].attention.score["gain"].shape == (2,)
+    maps = attention.capture_attention(model, jnp.ones((1, 4, 4, 1)))
+    assert [m.shape for m in maps] == [(1, 2, 5, 5)] * 2
+
+
+def test_a_score_may_bring_its_own_normaliser(registered):
+    def sigmoid(scores, mask):
+        return jnp.where(True if mask is None else mask, 1 / (1 + jnp.exp(-scores)), 0.0)
+
+    score = attention.Score("sigmoid", attention.dot_scores, normalize=sigmoid, rows_are_probability=False)
+    registered(score)
+    query, key = jnp.zeros((1, 3, 1, 2)), jnp.ones((1, 3, 1, 2))
+    out = attention.attend(query, key, key, score="sigmoid", is_causal=True)
+    np.testing.assert_allclose(out[0, :, 0, 0], [0.5, 1.0, 1.5])
+    assert [n for n in attention.score_names() if not attention.get_score(n).rows_are_probability] == ["sigmoid"]
+
+
+def test_names_are_unique(registered):
+    registered(attention.get_score("dot"))  # the same one again, as on a reload
+    with pytest.raises(ValueError, match="expected a new name for the score, got 'dot'"):
+        registered(attention.Score("dot", cosine_scores))
+
+
+def test_unknown_names_and_options():
+    with pytest.raises(ValueError, match=r"expected a score from \('adder'.*got 'addre'"):
+        attention.get_score("addre")
+    with pytest.raises(ValueError, match=r"the adder score expects options from \('gradient',\), got 'hidden_dim'"):
+        attention.MultiHeadAttention(2, 8, score="adder", score_options={"hidden_dim": 4}, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="the additive score expects scale from"):
+        attention.MultiHeadAttention(2, 8, score="additive", scale="variance_matched", rngs=nnx.Rngs(0))

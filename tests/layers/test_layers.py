@@ -1,0 +1,186 @@
+"""Linear and adder layers, MLP, patches, stochastic depth and blocks against NumPy."""
+
+import math
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adder_flax import layers
+from tests.modules import parameters, randomised, run
+
+
+def rows(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def layer_norm(x, p):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt(np.square(centred).mean(-1, keepdims=True) + 1e-6) * p["scale"] + p["bias"]
+
+
+def adder(x, kernel):
+    return -np.abs(x[..., :, None] - kernel).sum(-2)
+
+
+def gelu(x):
+    return x * np.vectorize(lambda t: 0.5 * (1 + math.erf(t / math.sqrt(2))))(x)
+
+
+@pytest.mark.parametrize("shape", [(7,), (1, 7), (2, 17, 7), (2, 3, 4, 7)])
+def test_linear_equals_the_formula_on_any_leading_axes(shape):
+    module = randomised(lambda: layers.Linear(7, 5, rngs=nnx.Rngs(0)))
+    p = parameters(module)
+    np.testing.assert_allclose(run(module, rows(*shape)), rows(*shape) @ p["kernel"] + p["bias"], rtol=1e-5, atol=1e-6)
+
+
+def test_linear_starts_as_deit_does():
+    kernel = layers.Linear(200, 300, rngs=nnx.Rngs(0)).kernel[...]
+    np.testing.assert_allclose(kernel.std(), 0.02, rtol=0.02)
+    assert layers.AdderLinear(200, 300, rngs=nnx.Rngs(0)).kernel[...].std() > 0.98
+
+
+@pytest.mark.parametrize("norm", ["layernorm", None])
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_adder_linear_equals_the_formula(norm, use_bias):
+    module = randomised(lambda: layers.AdderLinear(65, 17, norm=norm, use_bias=use_bias, rngs=nnx.Rngs(0)))
+    p = parameters(module)
+    assert set(p) == {"kernel"} | ({"norm"} if norm else {"bias"} if use_bias else set())
+    sums = adder(rows(2, 3, 65), p["kernel"])
+    expected = layer_norm(sums, {"bias": 0.0} | p["norm"]) if norm else sums + p.get("bias", 0.0)
+    np.testing.assert_allclose(run(module, rows(2, 3, 65)), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("x_gradient", "w_gradient", "slope"), [("hardtanh", "full", 1.0), ("hardtanh", "full", 4.0), ("sign", "sign", 1.0)]
+)
+def test_adder_linear_passes_its_gradient_rules_on(x_gradient, w_gradient, slope):
+    options = dict(x_gradient=x_gradient, w_gradient=w_gradient, hardtanh_slope=slope)
+    module = randomised(lambda: layers.AdderLinear(6, 4, **options, norm=None, use_bias=False, rngs=nnx.Rngs(0)))
+    x, g = rows(3, 6), rows(3, 4, seed=1)
+    graphdef, state = nnx.split(module)
+    loss = lambda state, x: jnp.sum(nnx.merge(graphdef, state)(x) * g)
+    dw, dx = jax.jit(jax.grad(loss, argnums=(0, 1)))(nnx.to_pure_dict(state), x)
+    difference = np.asarray(module.kernel[...], np.float64) - x[:, :, None]  # (rows, in, out)
+    rules = dict(sign=np.sign, full=lambda d: d, hardtanh=lambda d: np.clip(slope * d, -1, 1))
+    np.testing.assert_allclose(dx, np.einsum("mko,mo->mk", rules[x_gradient](difference), g), rtol=1e-5, atol=1e-5)
+    expected = -np.einsum("mko,mo->ko", rules[w_gradient](difference), g)
+    np.testing.assert_allclose(dw["kernel"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_adder_linear_normalises_before_it_rounds():
+    """At K = 768 the sums lie near -866, where bfloat16 has a spacing of 4: rounding them first loses the signal."""
+    make = lambda **options: randomised(lambda: layers.AdderLinear(768, 64, **options, rngs=nnx.Rngs(0)))
+    exact = lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32)  # so that only the layer's rounding is seen
+    half, wide, raw = make(dtype=jnp.bfloat16), make(), make(norm=None, dtype=jnp.bfloat16)
+    for module in (half, wide):
+        nnx.update(module, jax.tree.map(exact, nnx.state(module)))
+    x = jnp.asarray(rows(16, 768), jnp.bfloat16)
+    out, truth = run(half, x), run(wide, x.astype(jnp.float32))
+    assert out.dtype == jnp.bfloat16
+    # bfloat16 has 8 bits; were the sums rounded first, errors of 2 would meet a standard deviation of about 15.
+    np.testing.assert_allclose(np.asarray(out, np.float32), truth, rtol=2**-8, atol=2**-8)
+    assert run(raw, x).dtype == jnp.float32
+
+
+def test_mlp_equals_the_formula():
+    for linear in (layers.Linear, layers.linear_class("adder", {"norm": "layernorm"})):
+        module = randomised(lambda: layers.Mlp(6, 10, linear=linear, rngs=nnx.Rngs(0)))
+        p = parameters(module)
+        if linear is layers.Linear:
+            apply = lambda x, part: x @ part["kernel"] + part["bias"]
+        else:
+            apply = lambda x, part: layer_norm(adder(x, part["kernel"]), part["norm"])
+        expected = apply(gelu(apply(rows(2, 5, 6).astype(np.float64), p["fc1"])), p["fc2"])
+        np.testing.assert_allclose(run(module, rows(2, 5, 6)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_patches_equal_a_strided_convolution():
+    images = rows(2, 6, 9, 2)
+    module = randomised(lambda: layers.PatchEmbed(3, 2, 5, rngs=nnx.Rngs(0)))
+    kernel = module.proj.kernel[...].reshape(3, 3, 2, 5)
+    convolved = jax.lax.conv_general_dilated(
+        images, kernel, (3, 3), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"), precision="highest"
+    )
+    np.testing.assert_allclose(
+        run(module, images), convolved.reshape(2, 6, 5) + module.proj.bias[...], rtol=1e-5, atol=1e-5
+    )
+    patches = layers.image_to_patches(np.arange(36).reshape(1, 6, 6, 1), 3)
+    np.testing.assert_array_equal(patches[0, 1], [3, 4, 5, 9, 10, 11, 15, 16, 17])
+
+
+def test_drop_path_drops_whole_samples_and_keeps_the_mean():
+    module = layers.DropPath(0.25)
+    out = module(jnp.ones((4000, 2, 3)), deterministic=False, rngs=nnx.Rngs(dropout=0))
+    per_sample = out.reshape(4000, 6)
+    assert np.all(per_sample == per_sample[:, :1])
+    assert set(np.unique(out)) == {0.0, np.float32(1 / 0.75)}
+    assert abs((out == 0).mean() - 0.25) < 0.03
+    given = module(jnp.ones((3, 2)), deterministic=False, factors=jnp.array([0.0, 2.0, 1.0]))
+    np.testing.assert_array_equal(given, [[0, 0], [2, 2], [1, 1]])
+
+
+def block_formula(block, tokens):
+    """x + out(heads(softmax(-‖q - k‖₁/√d) + I) v), then x + mlp, pre-LayerNorm, adder layers throughout."""
+    p = parameters(block)
+    linear = lambda x, part: layer_norm(adder(x, part["kernel"]), part["norm"])
+    x = layer_norm(tokens.astype(np.float64), p["norm1"])
+    heads = lambda name: linear(x, p["attention"][name]).reshape(*x.shape[:-1], 2, -1).swapaxes(1, 2)
+    query, key, value = heads("query"), heads("key"), heads("value")
+    logits = -np.abs(query[..., :, None, :] - key[..., None, :, :]).sum(-1) / np.sqrt(query.shape[-1])
+    weights = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True) + np.eye(x.shape[1])
+    attended = (weights @ value).swapaxes(1, 2).reshape(x.shape)
+    tokens = tokens + linear(attended, p["attention"]["out"])
+    hidden = gelu(linear(layer_norm(tokens, p["norm2"]), p["mlp"]["fc1"]))
+    return tokens + linear(hidden, p["mlp"]["fc2"])
+
+
+def test_adder_block_equals_the_formula():
+    adder_everywhere = dict(score="adder", qkv_linear="adder", proj_linear="adder", mlp_linear="adder")
+    block = randomised(lambda: layers.Block(8, 2, mlp_ratio=2.0, **adder_everywhere, rngs=nnx.Rngs(0)))
+    np.testing.assert_allclose(run(block, rows(3, 5, 8)), block_formula(block, rows(3, 5, 8)), rtol=1e-4, atol=1e-4)
+
+
+def test_block_drops_its_branches():
+    block = randomised(lambda: layers.Block(8, 2, drop_path_rate=0.5, dropout_rate=0.1, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(block)
+
+    @jax.jit
+    def apply(factors):
+        return nnx.merge(graphdef, state)(
+            rows(64, 5, 8), deterministic=False, rngs=nnx.Rngs(dropout=0), drop_path_factors=factors
+        )
+
+    untouched = np.all(np.asarray(apply(None)) == rows(64, 5, 8), axis=(1, 2))
+    assert 0.1 < untouched.mean() < 0.4  # both branches dropped: a quarter
+    np.testing.assert_array_equal(apply(jnp.zeros((2, 64))), rows(64, 5, 8))
+    only_the_first = apply(jnp.stack([jnp.ones(64), jnp.zeros(64)]))
+    assert not np.any(np.all(only_the_first == rows(64, 5, 8), axis=(1, 2)))
+
+
+def test_kinds_of_linear_layers_are_chosen_apart():
+    block = nnx.eval_shape(
+        lambda: layers.Block(8, 2, proj_linear="adder", adder_options={"norm": None}, rngs=nnx.Rngs(0))
+    )
+    assert isinstance(block.attention.query, layers.Linear)
+    assert isinstance(block.attention.out, layers.AdderLinear)
+    assert block.attention.out.norm is None
+    assert isinstance(block.mlp.fc1, layers.Linear)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: layers.linear_class("sparse"), "expected a linear layer 'dense' or 'adder', got 'sparse'"),
+        (lambda: layers.AdderLinear(2, 3, norm="batch", rngs=nnx.Rngs(0)), "norm 'layernorm' or None, got 'batch'"),
+        (lambda: layers.AdderLinear(2, 3, rngs=nnx.Rngs(0))(jnp.ones((1, 4))), r"with 2 features, got shape \(1, 4\)"),
+        (lambda: layers.DropPath(1.0), r"drop path rate in \[0, 1\), got 1.0"),
+        (lambda: layers.DropPath(0.5)(jnp.ones(2), deterministic=False), "expects rngs with a 'dropout' stream"),
+        (lambda: layers.image_to_patches(jnp.ones((1, 8, 9, 1)), 4), "multiples of patch_size 4, got 8 x 9"),
+    ],
+)
+def test_errors_say_what_was_expected(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,162 @@
+"""A parameter tree moves between the NNX and the Linen modules unchanged, and the outputs agree."""
+
+import flax.linen as nn
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adder_flax import attention, layers, linen, models
+from tests.modules import randomised, run
+
+ADDER = dict(qkv_linear="adder", proj_linear="adder", mlp_linear="adder")
+TINY = dict(patch_size=2, num_classes=3, width=8, depth=2, num_heads=2, mlp_ratio=2.0)
+VIT = TINY | dict(image_size=4, channels=1)
+
+
+def rows(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def tokens():
+    return rows(3, 5, 8)
+
+
+PAIRS = dict(
+    linear=(lambda: layers.Linear(8, 6, rngs=nnx.Rngs(0)), lambda: linen.Linear(6), tokens),
+    adder_linear=(lambda: layers.AdderLinear(8, 6, rngs=nnx.Rngs(0)), lambda: linen.AdderLinear(6), tokens),
+    bare_adder_linear=(
+        lambda: layers.AdderLinear(8, 6, norm=None, rngs=nnx.Rngs(0)), lambda: linen.AdderLinear(6, norm=None), tokens
+    ),
+    mlp=(lambda: layers.Mlp(8, 12, rngs=nnx.Rngs(0)), lambda: linen.Mlp(12), tokens),
+    patch_embed=(
+        lambda: layers.PatchEmbed(2, 1, 8, rngs=nnx.Rngs(0)), lambda: linen.PatchEmbed(2, 8), lambda: rows(3, 4, 4, 1)
+    ),
+    multi_head=(
+        lambda: attention.MultiHeadAttention(
+            2, 8, score="additive", score_options={"layer_norm": True}, temperature="learned", key_bias_length=5,
+            num_kv_heads=1, out_features=6, rngs=nnx.Rngs(0),
+        ),
+        lambda: linen.MultiHeadAttention(
+            2, score="additive", score_options={"layer_norm": True}, temperature="learned", key_bias_length=5,
+            num_kv_heads=1, out_features=6,
+        ),
+        tokens,
+    ),
+    adder_multi_head=(
+        lambda: attention.MultiHeadAttention(2, 8, score="adder", scale="variance_matched", rngs=nnx.Rngs(0)),
+        lambda: linen.MultiHeadAttention(2, score="adder", scale="variance_matched"),
+        tokens,
+    ),
+    block=(
+        lambda: layers.Block(8, 2, score="adder", **ADDER, adder_options={"norm": "layernorm"}, rngs=nnx.Rngs(0)),
+        lambda: linen.Block(2, score="adder", **ADDER, adder_options={"norm": "layernorm"}),
+        tokens,
+    ),
+    vit=(
+        lambda: models.VisionTransformer(**VIT, score=["dot", "bilinear"], pooling="mean", rngs=nnx.Rngs(0)),
+        lambda: linen.VisionTransformer(**TINY, score=["dot", "bilinear"], pooling="mean"),
+        lambda: rows(3, 4, 4, 1),
+    ),
+    adder_vit=(
+        lambda: models.VisionTransformer(**VIT, score="adder", **ADDER, rngs=nnx.Rngs(0)),
+        lambda: linen.VisionTransformer(**TINY, score="adder", **ADDER),
+        lambda: rows(3, 4, 4, 1),
+    ),
+)  # fmt: skip
+
+
+def shapes_of(tree):
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_outputs_agree_for_one_parameter_tree(name):
+    make_nnx, make_linen, make_inputs = PAIRS[name]
+    graphdef, state = nnx.split(randomised(make_nnx))
+    params, module, inputs = nnx.to_pure_dict(state), make_linen(), make_inputs()
+    initial = jax.eval_shape(module.init, jax.random.key(0), inputs)["params"]
+    assert shapes_of(initial) == shapes_of(linen.from_nnx(params))
+    assert linen.to_nnx(linen.from_nnx(params)).keys() == params.keys()
+    ours = jax.jit(lambda p, x: nnx.merge(graphdef, linen.to_nnx(p))(x))(linen.from_nnx(params), inputs)
+    theirs = jax.jit(lambda p, x: module.apply({"params": p}, x))(linen.from_nnx(params), inputs)
+    np.testing.assert_allclose(theirs, ours, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make_nnx", "module"),
+    [
+        (
+            lambda: attention.AdditiveAttention(4, 6, layer_norm=True, temperature="learned", rngs=nnx.Rngs(0)),
+            linen.AdditiveAttention(layer_norm=True, temperature="learned"),
+        ),
+        (lambda: attention.BilinearAttention(4, 6, rngs=nnx.Rngs(0)), linen.BilinearAttention()),
+    ],
+)
+def test_classical_forms_agree(make_nnx, module):
+    query, key, mask = (
+        rows(2, 3, 4),
+        rows(2, 7, 6, seed=2),
+        jnp.asarray(np.random.default_rng(3).random((2, 3, 7)) < 0.5),
+    )
+    ours = randomised(make_nnx)
+    params = nnx.to_pure_dict(nnx.state(ours))
+    assert shapes_of(jax.eval_shape(module.init, jax.random.key(0), query, key)["params"]) == shapes_of(params)
+    expected = run(ours, query, key, mask=mask, return_weights=True)
+    apply = jax.jit(lambda params: module.apply({"params": params}, query, key, mask=mask, return_weights=True))
+    found = apply(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found, expected)
+
+
+def test_initial_values_have_the_same_spread():
+    images = rows(1, 4, 4, 1)
+    ours = nnx.to_pure_dict(
+        nnx.state(models.VisionTransformer(**VIT | dict(width=64), score="additive", rngs=nnx.Rngs(0)))
+    )
+    theirs = linen.VisionTransformer(**TINY | dict(width=64), score="additive").init(jax.random.key(1), images)
+    for (path, a), b in zip(
+        jax.tree.leaves_with_path(linen.from_nnx(ours)), jax.tree.leaves(theirs["params"]), strict=True
+    ):
+        tolerance = 5 / np.sqrt(a.size)
+        np.testing.assert_allclose(a.std(), b.std(), rtol=tolerance, atol=1e-6, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(a.mean(), b.mean(), atol=tolerance * max(float(a.std()), 1e-6))
+
+
+def test_randomness_comes_from_the_dropout_stream():
+    model = linen.VisionTransformer(
+        **TINY, score="adder", dropout_rate=0.1, attention_dropout_rate=0.1, drop_path_rate=0.5
+    )
+    images = rows(3, 4, 4, 1)
+    variables = model.init(jax.random.key(0), images)
+    run = jax.jit(lambda seed: model.apply(variables, images, deterministic=False, rngs={"dropout": seed}))
+    np.testing.assert_array_equal(run(jax.random.key(1)), run(jax.random.key(1)))
+    assert not np.allclose(run(jax.random.key(1)), run(jax.random.key(2)))
+
+
+def test_drop_path_drops_whole_samples():
+    out = linen.DropPath(0.5).apply({}, jnp.ones((200, 3)), deterministic=False, rngs={"dropout": jax.random.key(0)})
+    assert np.all(out == out[:, :1])
+    assert 0.3 < (out == 0).mean() < 0.7
+
+
+def test_maps_of_every_block_and_a_linen_transform():
+    model = linen.VisionTransformer(**TINY, score="adder")
+    images = rows(3, 4, 4, 1)
+    variables = model.init(jax.random.key(0), images)
+    logits, maps = model.apply(variables, images, return_weights=True)
+    assert [m.shape for m in maps] == [(3, 2, 5, 5)] * 2
+    np.testing.assert_allclose(maps[0].sum(-1), 2.0, rtol=1e-5)
+    recomputed = nn.remat(linen.VisionTransformer)(**TINY, score="adder").apply(variables, images)
+    np.testing.assert_allclose(recomputed, logits, rtol=1e-6)
+
+
+def test_errors_say_what_was_expected():
+    for options, message in (
+        (dict(num_heads=3), "width divisible by num_heads, got width 8 and 3"),
+        (dict(score="laplace"), "expected a score from"),
+        (dict(qkv_linear="sparse"), "'dense' or 'adder', got 'sparse'"),
+        (dict(pooling="max"), "'cls' or 'mean', got 'max'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(linen.VisionTransformer(**TINY | options).init, jax.random.key(0), rows(1, 4, 4, 1))

@@ -1,0 +1,164 @@
+"""The vision transformer: published sizes, ways of running it, precision, errors."""
+
+import functools
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adder_flax import models
+from tests.modules import randomised, run
+
+TINY = dict(image_size=4, patch_size=2, channels=1, num_classes=3, width=8, depth=3, num_heads=2, mlp_ratio=2.0)
+ADDER = dict(score="adder", qkv_linear="adder", proj_linear="adder", mlp_linear="adder")
+
+
+def make(**options):
+    return randomised(lambda: models.VisionTransformer(**(TINY | options), rngs=nnx.Rngs(0)))
+
+
+def images(count=4, seed=0):
+    return np.random.default_rng(seed).normal(size=(count, 4, 4, 1)).astype(np.float32)
+
+
+def count(model):
+    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def transformer_parameters(width, depth, tokens, patch_features, classes, mlp_ratio=4):
+    linear = lambda inputs, outputs: inputs * outputs + outputs
+    norm = 2 * width
+    block = 2 * norm + 4 * linear(width, width) + linear(width, mlp_ratio * width) + linear(mlp_ratio * width, width)
+    embedding = linear(patch_features, width) + width + tokens * width
+    return embedding + depth * block + norm + linear(width, classes)
+
+
+@pytest.mark.parametrize(
+    ("build", "width", "published", "millions"),
+    [
+        (models.deit_tiny, 192, 5_717_416, 5.72),
+        (models.deit_small, 384, 22_050_664, 22.05),
+        (models.deit_base, 768, 86_567_656, 86.57),
+    ],
+)
+def test_parameter_counts_are_the_published_ones(build, width, published, millions):
+    parameters = count(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))))
+    assert parameters == published == transformer_parameters(width, 12, 197, 16 * 16 * 3, 1000)
+    assert round(parameters / 1e6, 2) == millions
+
+
+def test_names_in_the_parameter_tree():
+    tree = nnx.to_pure_dict(nnx.state(make(), nnx.Param))
+    assert set(tree) == {"patch_embed", "cls_token", "pos_embed", "blocks", "norm", "head"}
+    assert set(tree["blocks"]) == {0, 1, 2}
+    assert set(tree["blocks"][0]) == {"norm1", "attention", "norm2", "mlp"}
+    assert set(tree["blocks"][0]["attention"]) == {"query", "key", "value", "out"}
+    assert set(tree["blocks"][0]["mlp"]) == {"fc1", "fc2"}
+    assert tree["pos_embed"].shape == (1, 5, 8)
+    mean = nnx.to_pure_dict(nnx.state(make(pooling="mean"), nnx.Param))
+    assert "cls_token" not in mean
+    assert mean["pos_embed"].shape == (1, 4, 8)
+    additive = nnx.to_pure_dict(nnx.state(make(score="additive"), nnx.Param))
+    assert set(additive["blocks"][0]["attention"]["score"]) == {"query_kernel", "key_kernel", "bias", "v"}
+
+
+def loss_and_gradients(model, seed=0, **call):
+    """Jitted, functional, as the trainer does it."""
+    graphdef, params = nnx.split(model, nnx.Param)
+
+    @jax.jit
+    def run(params, key):
+        def loss(params):
+            rngs = nnx.Rngs(dropout=key)
+            return jnp.sum(jnp.sin(nnx.merge(graphdef, params)(images(), deterministic=False, rngs=rngs, **call)))
+
+        return jax.value_and_grad(loss)(params)
+
+    return run(nnx.to_pure_dict(params), jax.random.key(seed))
+
+
+@pytest.mark.parametrize("options", [ADDER, dict(score="additive")], ids=["adder", "additive"])
+def test_loop_and_recomputation_change_nothing(options):
+    """The same loss and gradients, randomness included, in all four ways of running the blocks."""
+    options = options | dict(drop_path_rate=0.3, dropout_rate=0.1, attention_dropout_rate=0.1)
+    expected = loss_and_gradients(make(**options))
+    for scan_blocks, remat in ((True, False), (False, True), (True, True)):
+        ways = loss_and_gradients(make(**options, scan_blocks=scan_blocks, remat=remat))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), ways, expected)
+    assert loss_and_gradients(make(**options), seed=1)[0] != expected[0]
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_training_reaches_every_parameter(graph):
+    with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph):
+        _, gradients = loss_and_gradients(make(score=["dot", "bilinear", "additive"], mlp_linear="adder"))
+    dead = [path for path, g in jax.tree.leaves_with_path(gradients) if not np.any(g)]
+    # A constant added to all keys shifts every row of dot and bilinear logits by a constant: softmax ignores it.
+    names = {jax.tree_util.keystr(path) for path in dead}
+    assert not names - {f"['blocks'][{i}]['attention']['key']['bias']" for i in (0, 1)}
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_samples_do_not_depend_on_the_batch(pooling):
+    model = make(**ADDER, pooling=pooling)
+    together = run(model, images(5))
+    np.testing.assert_allclose(run(model, images(5)[3:4]), together[3:4], rtol=1e-5, atol=1e-5)
+
+
+def test_pooling_and_position_embedding_matter():
+    """Without positions a mean-pooled transformer does not see the order of the patches; with them it does."""
+    model = make(pooling="mean")
+    shuffled = np.concatenate([images()[:, 2:], images()[:, :2]], axis=1)  # swaps rows of patches
+    assert not np.allclose(run(model, images()), run(model, shuffled), atol=1e-2)
+    model.pos_embed[...] = jnp.zeros_like(model.pos_embed[...])
+    np.testing.assert_allclose(run(model, images()), run(model, shuffled), rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_computation_keeps_float32_parameters_and_logits():
+    half, wide = make(**ADDER, dtype=jnp.bfloat16), make(**ADDER)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(nnx.state(half)))
+    logits = run(half, images())
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, run(wide, images()), rtol=0.1, atol=0.1)
+    graphdef, params = nnx.split(half, nnx.Param)
+    gradients = jax.eval_shape(jax.grad(lambda params: nnx.merge(graphdef, params)(images()).sum()), params)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(gradients))
+
+
+def test_stochastic_depth_rises_linearly():
+    model = make(drop_path_rate=0.4)
+    np.testing.assert_allclose([block.drop_path.rate for block in model.blocks], [0.0, 0.2, 0.4])
+
+
+def test_score_per_block_and_identity():
+    options = [None, {"gradient": "full"}, {"hidden_dim": 3}]
+    model = make(score=["dot", "adder", "additive"], score_options=options, identity=False)
+    assert [block.attention.score_name for block in model.blocks] == ["dot", "adder", "additive"]
+    assert model.blocks[2].attention.score["v"].shape == (2, 3)
+    assert [block.attention.identity for block in model.blocks] == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(num_heads=3), "width divisible by num_heads, got width 8 and 3 heads"),
+        (dict(patch_size=3), "divisible by patch_size, got 4 x 4 pixels and patches of 3"),
+        (dict(score="laplace"), r"expected a score from \(.*'gaussian'.*\), got 'laplace'"),
+        (dict(score=["dot", "adder"]), "score to be one setting or a list of depth = 3, got a list of 2"),
+        (dict(mlp_linear="sparse"), "'dense' or 'adder', got 'sparse'"),
+        (dict(pooling="max"), "pooling 'cls' or 'mean', got 'max'"),
+        (dict(score=["dot", "dot", "adder"], scan_blocks=True), "scan_blocks expects blocks that are alike"),
+        (dict(depth=0), "depth of at least 1, got 0"),
+    ],
+)
+def test_errors_say_what_was_expected(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_wrong_images_are_refused():
+    model = make()
+    with pytest.raises(ValueError, match=r"\(height, width, channels\) is \(4, 4, 1\), got \(2, 4, 4, 3\)"):
+        model(jnp.ones((2, 4, 4, 3)))

@@ -1,0 +1,25 @@
+"""NNX modules with random parameters, made and called without the cost of eager initialisation."""
+
+import flax.nnx as nnx
+import jax
+import numpy as np
+
+
+def randomised(make, seed=1):
+    """The module that `make` builds, every parameter with random values, so that none can be forgotten unseen."""
+    rng = np.random.default_rng(seed)
+    graphdef, state = nnx.split(nnx.eval_shape(make))
+    fill = lambda leaf: (0.5 * rng.normal(size=leaf.shape)).astype(leaf.dtype)
+    return nnx.merge(graphdef, jax.tree.map(fill, nnx.to_pure_dict(state)))
+
+
+def run(module, *inputs, **options):
+    """The module's call, jitted."""
+    graphdef, state = nnx.split(module)
+    call = lambda state, *inputs: nnx.merge(graphdef, state)(*inputs, **options)
+    return jax.jit(call)(nnx.to_pure_dict(state), *inputs)
+
+
+def parameters(module):
+    """The module's parameters as nested dicts of float64 arrays."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(module)))
