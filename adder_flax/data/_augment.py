@@ -158,7 +158,12 @@ def normalize(
 
     >>> normalize(jnp.full((1, 1, 1), 255, jnp.uint8), (0.5,), (0.25,)).tolist()
     [[[2.0]]]
+
+    Raises:
+        DataError: `mean` and `std` have neither one value nor one per channel.
     """
+    if not len(mean) == len(std) in (1, images.shape[-1]):
+        raise DataError(f"Expected {images.shape[-1]} means and deviations, got {len(mean)} and {len(std)}.")
     if jnp.issubdtype(images.dtype, jnp.integer):
         images = images.astype(jnp.float32) / 255
     return (images - jnp.asarray(mean, images.dtype)) / jnp.asarray(std, images.dtype)
@@ -177,8 +182,14 @@ def random_crop(
     padding: int,
     mode: Literal["zero", "reflect"] = "zero",
 ) -> Shaped[Array, "batch height width channel"]:
-    """Pads every side by `padding` pixels and cuts the original size at a uniformly random place."""
+    """Pads every side by `padding` pixels and cuts the original size at a uniformly random place.
+
+    Raises:
+        DataError: the padding reaches past the opposite edge of the image that it should reflect.
+    """
     batch, height, width, _ = images.shape
+    if mode == "reflect" and padding >= min(height, width):
+        raise DataError(f"Expected reflected padding smaller than the {height}x{width} image, got {padding}.")
     offset = _below(jax.random.uniform(key, (2, batch)), 2 * padding + 1) - padding
 
     def crop(image, top, left):
@@ -292,8 +303,7 @@ def random_erase(
 def mix(
     key: PRNGKeyArray, images: Images, targets: Float[Array, "batch classes"], settings: Augment
 ) -> tuple[Images, Float[Array, "batch classes"]]:
-    """Mixup (https://arxiv.org/abs/1710.09412) or CutMix (https://arxiv.org/abs/1905.04899) of the batch with its
-    reverse.
+    """Mixup or CutMix of the batch with its reverse (https://arxiv.org/abs/1710.09412 and 1905.04899).
 
     Both are x w + reverse(x) (1 - w) with a weight w per pixel: Mixup's is constant, CutMix's zero inside a box and
     one outside. Targets are mixed with the mean of w, which for CutMix is the area really pasted, boxes being clipped

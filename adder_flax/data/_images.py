@@ -46,16 +46,17 @@ def decode_and_random_crop(
     """A random resized crop (bicubic) that is a function of the image and the seed alone."""
     image = Image.open(io.BytesIO(encoded))
     left, top, width, height = random_crop_box(np.random.default_rng(seed), *image.size, scale)
-    # JPEG decodes at 1/2, 1/4 or 1/8 of the size for less work; only where the crop still has more pixels
-    # than asked for.
     full_width, full_height = image.size
     reduction = min(width, height) / size
     if reduction >= 2:
-        # Only JPEG has reduced sizes; for any other format this does nothing.
+        # JPEG decodes at 1/2, 1/4 or 1/8 of its size for less work, here if the crop still has the pixels asked for.
+        # For other formats this does nothing.
         image.draft(None, (math.ceil(full_width / reduction), math.ceil(full_height / reduction)))
     image = _convert(image, channels)
-    scale_x, scale_y = image.size[0] / full_width, image.size[1] / full_height
-    box = (left * scale_x, top * scale_y, (left + width) * scale_x, (top + height) * scale_y)
+    # Multiplied first: then the edges of the whole image stay exactly those of the reduced one.
+    horizontal = [edge * image.size[0] / full_width for edge in (left, left + width)]
+    vertical = [edge * image.size[1] / full_height for edge in (top, top + height)]
+    box = (horizontal[0], vertical[0], horizontal[1], vertical[1])
     return _to_array(image.resize((size, size), Image.Resampling.BICUBIC, box=box))
 
 

@@ -83,7 +83,7 @@ def _fake(
     num_classes: int | None,
     num_examples: int | None,
     channels: int | None,
-):
+) -> FakeSource:
     size = image_size or 224
     shape = (size, size, channels or 3)
     return FakeSource(_resolve(split, ("train", "test")), shape, num_classes or 1000, num_examples or 50_000)

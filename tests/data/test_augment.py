@@ -448,6 +448,14 @@ def test_settings_for_a_source_that_crops_itself(image_folder):
     assert (settings.num_classes, settings.mean[0]) == (2, 0.485)
 
 
+def test_settings_must_fit_the_images():
+    images, labels = noise(2, 4, 4, 3), np.arange(2)
+    with pytest.raises(DataError, match="smaller than the 4x4 image, got 4"):
+        augment(KEY, images, labels, plain(crop_padding=4, crop_padding_mode="reflect"))
+    with pytest.raises(DataError, match="Expected 3 means and deviations, got 2 and 2"):
+        augment(KEY, images, labels, plain(mean=(0.0, 0.0), std=(1.0, 1.0)))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
