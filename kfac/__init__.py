@@ -3,9 +3,14 @@
 from kfac._capture import scan as scan
 from kfac._capture import tap as tap
 from kfac._cg_fac import CGFacState as CGFacState
+from kfac._cg_fac import algorithm_1 as algorithm_1
 from kfac._cg_fac import cg_fac as cg_fac
+from kfac._cg_fac import telemetry as telemetry
+from kfac._costs import Plan as Plan
+from kfac._costs import plan as plan
 from kfac._curvature import Curvature as Curvature
 from kfac._curvature import Layers as Layers
+from kfac._curvature import concatenate_curvature as concatenate_curvature
 from kfac._curvature import find_layers as find_layers
 from kfac._curvature import value_grad_and_curvature as value_grad_and_curvature
 from kfac._fisher import Likelihood as Likelihood
@@ -14,3 +19,5 @@ from kfac._layers import Generic as Generic
 from kfac._layers import L1Dense as L1Dense
 from kfac._registry import register_layer as register_layer
 from kfac._solver import cg as cg
+from kfac._verify import Report as Report
+from kfac._verify import verify as verify

@@ -92,6 +92,24 @@ class Use:
         """Features of the layer's output."""
         return self.output.shape[-1]
 
+    @property
+    def captured_example_axis(self) -> int:
+        """The example axis among the axes of captured arrays, where frames that number lanes are still in place."""
+        inner = [i for i, (_, is_lane) in enumerate(self.frames) if not is_lane]
+        if self.example_axis < len(inner):
+            return inner[self.example_axis]
+        return self.example_axis + len(self.frames) - len(inner)
+
+    def with_examples(self, num_examples: int) -> Use:
+        """The same use in a batch of another size."""
+        factor = lambda size: size // self.num_examples * num_examples
+        shape, frames, inner = list(self.output.shape), list(self.frames), self.captured_example_axis
+        shape[self.example_axis] = factor(shape[self.example_axis])
+        if inner < len(frames):
+            frames[inner] = (factor(frames[inner][0]), frames[inner][1])
+        output = jax.ShapeDtypeStruct(tuple(shape), self.output.dtype)
+        return dataclasses.replace(self, output=output, frames=tuple(frames), num_examples=num_examples)
+
     def own(self, params: Lane) -> dict[str, Array]:
         """The parameters of this use by role."""
         return {role: params[i] for role, i in self.roles}
@@ -144,6 +162,10 @@ class Block:
     params: tuple[Param, ...]
     uses: tuple[Use, ...]
     lanes: int
+
+    def with_examples(self, num_examples: int) -> Block:
+        """The same block in a batch of another size."""
+        return dataclasses.replace(self, uses=tuple(use.with_examples(num_examples) for use in self.uses))
 
     @property
     def size(self) -> int:

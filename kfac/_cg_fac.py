@@ -15,6 +15,7 @@ from kfac import _solver as solver
 from kfac import _systems as systems
 from kfac._blocks import CURVATURES, Block
 from kfac._capture import path_name
+from kfac._costs import prefers_dual, prefers_factors
 from kfac._curvature import Curvature, Layers
 from kfac._fisher import FISHERS
 from kfac._solver import Solution
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     Flat = dict[str, Array]  # path → array
 
-SOLVERS = ("cg", "dense", "dual", "eigh")
+SOLVERS = ("cg", "dense", "dual", "eigh", "auto")
 STEPS = ("quadratic", "fixed")
 
 
@@ -132,6 +133,8 @@ class Options:
         if self.curvature != "kron":
             return Form(self.curvature)
         factored = block.factored and max(block.lifted_shape(block.uses[0])) <= self.max_factor_size
+        if self.factor_decay == 0:  # nothing to average: no need to form what the Jacobian gives cheaper
+            factored = factored and prefers_factors(block, self.max_iterations)
         return Form("factors" if factored else "kron", self.token_sharing == "reduce", self.max_factor_size)
 
 
@@ -406,12 +409,15 @@ class _CGFac:
 
 def solve_system(system: System, b: tuple, gamma: Array, x0: tuple | None, options: Options) -> Solution:
     """Solves (F + γI) x = b of every lane of a system by the solver that the options name."""
-    packed = system.pack(b)
-    if options.solver == "dense":
+    packed, name = system.pack(b), options.solver
+    if name == "auto" and system.form.name == "exact":
+        block, num_columns = system.blocks[0], system.g[0].shape[1]
+        name = "dual" if prefers_dual(block, options.max_iterations, num_columns) else "cg"
+    if name == "dense":
         solution = solver.solve_dense(system.matvec, packed, gamma)
-    elif options.solver == "dual":
+    elif name == "dual":
         solution = solver.solve_dual(system.example_gradients(), packed, gamma, system.program[0].num_examples)
-    elif options.solver == "eigh" and system.form.name == "factors" and system.program[0].layer.isometric:
+    elif name == "eigh" and system.form.name == "factors" and system.program[0].layer.isometric:
         x = system.solve_by_eigenvectors(packed, gamma)
         solution = solver.direct_solution(system.matvec, packed, gamma, x)
     else:
@@ -472,15 +478,15 @@ def cg_fac(
     fisher: str | None = None,
     token_sharing: str = "expand",
     solver: str = "cg",
+    max_iterations: int = 5,
+    tolerance: float = 0.0,
+    preconditioner_interval: int = 10,
+    warm_start: bool = False,
+    safeguard: bool = True,
     damping: float = 1e-2,
     damping_scale: str = "relative",
     min_damping: float = 1e-8,
     damping_interval: int = 0,
-    max_iterations: int = 10,
-    tolerance: float = 1e-2,
-    warm_start: bool = False,
-    safeguard: bool = True,
-    preconditioner_interval: int = 0,
     factor_decay: float = 0.95,
     max_factor_size: int = 8192,
     step: str = "quadratic",
@@ -492,7 +498,77 @@ def cg_fac(
     fallback: optax.GradientTransformation | None = None,
     fallback_learning_rate: optax.ScalarOrSchedule = 1e-3,
 ) -> optax.GradientTransformationExtraArgs:
-    """TODO"""
+    r"""CG-FAC: solves (F̂ + γI) x = ∇L for every layer by conjugate gradients, F̂ never formed; Δθ ∝ −x.
+
+    Source: Algorithm 1 of Chen, "The Brownian motion in the transformer model" (2021), see ``algorithm_1`` for it to
+    the letter. The paper's product g (gᵀ v a) aᵀ has two readings for a batch of more than one example, and both are
+    here: ``curvature="exact"`` is the Fisher block of the layer; ``"kron"`` takes all pairs of inputs and cotangents
+    instead of matching ones, which is K-FAC's operator, and is the better optimizer of the two (Benzing, 2022,
+    arXiv:2201.12250).
+
+    The transformation goes under the caller's own ``jax.jit`` and sharding, and composes with ``optax.chain``,
+    ``optax.partition`` and ``optax.MultiSteps``. ``update`` takes, beside the gradient, the curvature that
+    ``value_grad_and_curvature`` returns; without it, it raises. Parameters that no layer covers, and biases and norms
+    left out by hand, go to ``fallback``.
+
+    Args:
+      learning_rate: factor of the whole step, or a schedule. 1 for ``step="quadratic"``, which finds the length itself.
+      layers: from ``find_layers``.
+      curvature: ``"kron"``, ``"exact"`` or ``"token"`` (exact, without products of different tokens).
+      fisher: the name that ``value_grad_and_curvature`` must have been given; None accepts any.
+      token_sharing: ``"expand"`` or ``"reduce"``, for ``"kron"``.
+      solver: ``"cg"``; ``"eigh"`` (for ``"kron"``, by eigenvectors of the factors); ``"dual"`` (for ``"exact"``, by
+        Woodbury's identity in example space); ``"dense"``, for checks; ``"auto"``: for each exact block the cheaper of
+        ``"cg"`` and ``"dual"``.
+      max_iterations: products per layer and step.
+      tolerance: relative residual at which a layer stops; 0 for a fixed number of iterations, which costs no test.
+      preconditioner_interval: steps between inversions of the damped Kronecker factors that precondition CG, for
+        ``"kron"``; CG makes up for their age. 0 for none.
+      warm_start: start CG from the last solution.
+      safeguard: rescale the warm start so that it cannot cause an ascent direction.
+      damping: λ. ``"relative"``: γ = λ tr F / size of each layer, free of its scale; ``"absolute"``: γ = λ.
+      damping_scale: ``"relative"`` or ``"absolute"``.
+      min_damping: λ never falls below.
+      damping_interval: steps between Levenberg-Marquardt adaptations of λ to the quadratic model; 0 for none. Needs
+        ``value`` and ``value_fn``, and one evaluation of the loss each time.
+      factor_decay: of the running averages of Kronecker factors; 0 for this batch alone.
+      max_factor_size: layers with larger factors use their Jacobian, and diagonal right factors.
+      step: ``"quadratic"``: step length and momentum from a quadratic model in the new direction and the last step;
+        ``"fixed"``: momentum and learning rate as given.
+      momentum: for ``step="fixed"``.
+      kl_clip: κ; shortens steps with Δᵀ F Δ > κ. None for none.
+      reject: refuse a step that raises the loss on its own batch, and raise λ fourfold. Needs ``value`` and
+        ``value_fn``, and one evaluation of the loss per step. Steps that are not finite are always refused.
+      weight_decay: decoupled, at the rate of ``fallback_learning_rate``, so that it means what it does in AdamW.
+      weight_decay_mask: tree of booleans or function of the parameters, as in ``optax.adamw``.
+      fallback: optimizer of the parameters without a block; AdamW by default.
+      fallback_learning_rate: its learning rate, and the rate of ``weight_decay``.
+
+    Returns:
+      A transformation whose ``update`` takes ``(grads, state, params, *, curvature, value=None, value_fn=None)``.
+
+    Raises:
+      ValueError: unknown names, or choices that exclude each other; in ``update``, missing or foreign curvature.
+
+    >>> import jax, jax.numpy as jnp, kfac, optax
+    >>> params = {"kernel": jnp.zeros((3, 2))}
+    >>> x = jax.random.normal(jax.random.key(0), (16, 3))
+    >>> def loss_fn(params, x):
+    ...     y = kfac.tap(kfac.Dense(), params, x, path="")
+    ...     return 0.5 * ((y - x[:, :2]) ** 2).sum(-1).mean(), y
+    >>> optimizer = kfac.cg_fac(1.0, kfac.find_layers(loss_fn, params, x))
+    >>> function = kfac.value_grad_and_curvature(loss_fn, fisher="ggn", likelihood="gaussian", has_aux=True)
+    >>> @jax.jit
+    ... def train_step(params, state, x, key):
+    ...     (loss, _), grads, curvature = function(params, x, key=key)
+    ...     updates, state = optimizer.update(grads, state, params, curvature=curvature)
+    ...     return optax.apply_updates(params, updates), state, loss
+    >>> state = optimizer.init(params)
+    >>> for i in range(5):
+    ...     params, state, loss = train_step(params, state, x, jax.random.key(i))
+    >>> bool(loss < 1e-2)
+    True
+    """
     options = Options(
         curvature=curvature,
         fisher=fisher,
@@ -506,7 +582,7 @@ def cg_fac(
         tolerance=tolerance,
         warm_start=warm_start,
         safeguard=safeguard,
-        preconditioner_interval=preconditioner_interval,
+        preconditioner_interval=preconditioner_interval if solver == "cg" else 0,
         factor_decay=factor_decay,
         max_factor_size=max_factor_size,
         step=step,
@@ -519,3 +595,77 @@ def cg_fac(
         fallback = optax.adamw(fallback_learning_rate, weight_decay=weight_decay)
     transformation = _CGFac(learning_rate, layers, options, fallback, fallback_learning_rate, weight_decay_mask)
     return optax.GradientTransformationExtraArgs(transformation.init, transformation.update)
+
+
+def algorithm_1(
+    learning_rate: optax.ScalarOrSchedule,
+    layers: Layers,
+    *,
+    damping: float,
+    max_iterations: int,
+    tolerance: float = 1e-2,
+    fallback: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Algorithm 1 of the paper to the letter: empirical Fisher, exact block, warm start from the previous batch.
+
+    At most ``max_iterations`` plain CG steps on (F̂ + γI) x = ∇L from x₀, the previous batch's x, γ the same for all
+    layers, stopping when ‖r‖ ≤ ``tolerance``·‖∇L‖ ("sufficiently small" in the paper); then θ ← θ − η x. Where the
+    paper is silent: the product is averaged over the batch, W and b of a layer are one block, and parameters without a
+    block go to ``fallback``.
+
+    Args:
+      learning_rate: η.
+      layers: from ``find_layers``.
+      damping: γ.
+      max_iterations: m.
+      tolerance: relative residual.
+      fallback: AdamW by default.
+
+    >>> import jax.numpy as jnp, kfac
+    >>> params = {"kernel": jnp.ones((3, 2))}
+    >>> loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p, x, path="") ** 2).mean()
+    >>> layers = kfac.find_layers(loss_fn, params, jnp.ones((4, 3)))
+    >>> optimizer = kfac.algorithm_1(0.1, layers, damping=0.1, max_iterations=10)
+    """
+    return cg_fac(
+        learning_rate,
+        layers,
+        curvature="exact",
+        fisher="empirical",
+        max_iterations=max_iterations,
+        tolerance=tolerance,
+        preconditioner_interval=0,
+        warm_start=True,
+        safeguard=False,
+        damping=damping,
+        damping_scale="absolute",
+        step="fixed",
+        momentum=0.0,
+        fallback=fallback,
+    )
+
+
+def telemetry(opt_state: PyTree[Array]) -> dict[str, Array]:
+    """Scalars of the last step of ``cg_fac``, wherever it stands in an optax chain, by name.
+
+    ``cg_fac/damping`` λ, ``step`` and ``momentum`` (α, β), ``kl_scale``, ``model`` (predicted change of the loss),
+    ``ratio`` (actual over predicted; NaN where not measured), ``rejected``; and for each block ``iterations/<block>``
+    and ``residual/<block>`` (mean over its lanes).
+
+    >>> import jax.numpy as jnp, kfac
+    >>> params = {"fc": {"kernel": jnp.ones((3, 2))}}
+    >>> loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p["fc"], x, path="fc") ** 2).mean()
+    >>> optimizer = kfac.cg_fac(1.0, kfac.find_layers(loss_fn, params, jnp.ones((4, 3))))
+    >>> sorted(telemetry(optimizer.init(params)))[:3]
+    ['cg_fac/damping', 'cg_fac/iterations/fc', 'cg_fac/kl_scale']
+    """
+    is_state = lambda node: isinstance(node, CGFacState)
+    scalars: dict[str, Array] = {}
+    for state in filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)):
+        for name, value in state.stats.items():
+            if name != "blocks":
+                scalars[f"cg_fac/{name}"] = value
+        for block, values in state.stats["blocks"].items():
+            for name, value in values.items():
+                scalars[f"cg_fac/{name}/{block}"] = value.mean()
+    return scalars

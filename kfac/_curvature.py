@@ -228,3 +228,39 @@ def _count_examples(args: tuple, batch_size: int | None) -> int:
     raise ValueError(
         "expected an array with an example axis among the loss function's arguments, got none; pass batch_size=."
     )
+
+
+def concatenate_curvature(parts: Sequence[Curvature]) -> Curvature:
+    """The curvature of several microbatches as one: what their union would have given.
+
+    Args:
+      parts: curvature of the same loss function and parameters on different examples.
+
+    Raises:
+      ValueError: parts of different layers, shapes or Fisher matrices.
+
+    >>> import jax, jax.numpy as jnp, kfac
+    >>> params = {"kernel": jnp.ones((3, 2))}
+    >>> loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p, x, path="") ** 2).mean()
+    >>> function = kfac.value_grad_and_curvature(loss_fn, fisher="empirical")
+    >>> parts = [function(params, jnp.ones((n, 3)))[2] for n in (2, 4)]
+    >>> concatenate_curvature(parts).num_examples
+    6
+    """
+    first = parts[0]
+    names = [list(part.layers.blocks) for part in parts]
+    if any(n != names[0] for n in names) or len({part.fisher for part in parts}) > 1:
+        raise ValueError("expected curvature of the same layers and Fisher matrix in all parts; use one loss function.")
+    captured = {}
+    for block in first.layers.blocks.values():
+        for use in block.uses:
+            # Axis of the examples in captured arrays: their frames that number lanes come on top of the output's axes.
+            axis = use.captured_example_axis
+            pairs = [part.captured[use.name] for part in parts]
+            x = jax.tree.map(lambda *a, axis=axis: jnp.concatenate(a, axis), *(x for x, _ in pairs))
+            captured[use.name] = (x, jnp.concatenate([g for _, g in pairs], axis + 1))
+    total = sum(part.num_examples for part in parts)
+    layers = Layers(
+        [b.with_examples(total) for b in first.layers.blocks.values()], first.layers.skipped, first.layers.shapes
+    )
+    return Curvature(captured, first.fresh, layers, total, first.fisher)

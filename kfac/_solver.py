@@ -184,9 +184,9 @@ def dense_matrix(matvec: MatVec, like: Vector) -> Float[Array, "lane size size"]
     >>> dense_matrix(lambda v: 2 * v, jnp.zeros((1, 2))).tolist()
     [[[2.0, 0.0], [0.0, 2.0]]]
     """
-    flat, unflatten = _lane_flatten(like)
+    flat, unflatten = lane_flatten(like)
     units = jnp.eye(flat.shape[1], dtype=flat.dtype)
-    product = lambda unit: _lane_flatten(matvec(unflatten(jnp.broadcast_to(unit, flat.shape))))[0]
+    product = lambda unit: lane_flatten(matvec(unflatten(jnp.broadcast_to(unit, flat.shape))))[0]
     return jnp.moveaxis(jax.lax.map(product, units), 0, 2)
 
 
@@ -197,14 +197,15 @@ def solve_dense(matvec: MatVec, b: Vector, damping: Float[Array, " lane"]) -> So
     >>> solve_dense(lambda v: 3 * v, jnp.ones((1, 2)), jnp.ones(1)).x.tolist()
     [[0.25, 0.25]]
     """
-    flat, unflatten = _lane_flatten(b)
+    flat, unflatten = lane_flatten(b)
     matrix = dense_matrix(matvec, b)
     matrix += damping[:, None, None].astype(matrix.dtype) * jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
     x = jnp.linalg.solve(matrix, flat[..., None])[..., 0]
     return direct_solution(matvec, b, damping, unflatten(x))
 
 
-def _lane_flatten(tree: Vector) -> tuple[Float[Array, "lane size"], Callable[[Array], Vector]]:
+def lane_flatten(tree: Vector) -> tuple[Float[Array, "lane size"], Callable[[Array], Vector]]:
+    """A vector as one matrix with a row per lane, and the way back."""
     leaves, treedef = jax.tree.flatten(tree)
     shapes = [leaf.shape for leaf in leaves]
     flat = jnp.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in leaves], axis=1)
@@ -238,7 +239,7 @@ def solve_dual(
     >>> solve_dual(jnp.array([[[1.0, 0.0]]]), jnp.ones((1, 2)), jnp.ones(1), 1).x.tolist()
     [[0.5, 1.0]]
     """
-    flat, unflatten = _lane_flatten(b)
+    flat, unflatten = lane_flatten(b)
     u = gradients.astype(flat.dtype)
     gamma = damping.astype(flat.dtype)[:, None]
     gram = jnp.einsum("lep,lfp->lef", u, u)
@@ -247,7 +248,7 @@ def solve_dual(
     x = (flat - jnp.einsum("lep,le->lp", u, weights)) / gamma
 
     def matvec(v: Vector) -> Vector:
-        v = _lane_flatten(v)[0]
+        v = lane_flatten(v)[0]
         return unflatten(jnp.einsum("lep,le->lp", u, jnp.einsum("lep,lp->le", u, v)) / num_examples)
 
     return direct_solution(matvec, b, damping, unflatten(x))

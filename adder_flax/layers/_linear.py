@@ -104,20 +104,26 @@ class AdderLinear(nnx.Module):
                 f"expected inputs with {self.in_features} features, got shape {inputs.shape}; "
                 "build the layer with in_features of that width."
             )
-        kernel = self.kernel[...]
-        dtype = jnp.result_type(inputs, kernel) if self.dtype is None else self.dtype
-        sums = ops.adder_matmul(
-            inputs.reshape(-1, inputs.shape[-1]).astype(dtype),
-            kernel.astype(dtype),
+        sums = self.sums(inputs.reshape(-1, inputs.shape[-1]))
+        if self.norm is not None:
+            outputs = self.norm(sums).astype(self._dtype(inputs))
+        else:
+            outputs = sums if self.bias is None else sums + self.bias[...]
+        return outputs.reshape(*inputs.shape[:-1], self.out_features)
+
+    def sums(self, rows: Float[Array, "rows in_features"]) -> Float[Array, "rows out_features"]:
+        """-Σ_k |x[k] - W[k, o]|, before normaliser and bias, in float32 or wider."""
+        dtype = self._dtype(rows)
+        return ops.adder_matmul(
+            rows.astype(dtype),
+            self.kernel[...].astype(dtype),
             x_gradient=self.x_gradient,
             w_gradient=self.w_gradient,
             hardtanh_slope=self.hardtanh_slope,
         )
-        if self.norm is not None:
-            outputs = self.norm(sums).astype(dtype)
-        else:
-            outputs = sums if self.bias is None else sums + self.bias[...]
-        return outputs.reshape(*inputs.shape[:-1], self.out_features)
+
+    def _dtype(self, inputs: Array) -> jnp.dtype:
+        return jnp.result_type(inputs, self.kernel[...]) if self.dtype is None else self.dtype
 
 
 def linear_class(kind: str, adder_options: Mapping[str, Any] | None = None) -> Callable[..., nnx.Module]:

@@ -1,0 +1,166 @@
+"""What curvature costs, layer by layer, and how to stay within a budget of gradient-equivalents per step.
+
+Counts multiply-adds as two operations. For a dense layer with i inputs, o outputs and R = N T rows: the gradient takes
+6 R i o, one product F v through the Jacobian 4 R i o, one through formed factors 2 i o (i + o), forming them
+2 R (i² + o²). Layers that are not dense are cheap beside these and are left out, but not of the gradient's total.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from kfac._blocks import Block
+from kfac._curvature import Layers, find_layers
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+MAX_INTERVAL = 50
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Operations of one block, all lanes and uses together.
+
+    Attributes:
+      weight_gradient: of the weight gradient alone, a third of the layer's training cost.
+      product: of F v through the Jacobian (``"exact"``, ``"token"``).
+      kron_product: of K v through the Jacobian, with the right factor formed.
+      form_factors: of forming both factors from a batch.
+      form_right: of forming the right factor.
+      factor_product: of K v through both factors.
+    """
+
+    weight_gradient: float
+    product: float
+    kron_product: float
+    form_factors: float
+    form_right: float
+    factor_product: float
+
+
+def cost(block: Block) -> Cost:
+    """The cost of a block whose uses are dense; zeros for others."""
+    if not block.factored:
+        return Cost(0, 0, 0, 0, 0, 0)
+    i, o = block.lifted_shape(block.uses[0])
+    rows = sum(use.num_examples * use.num_tokens for use in block.uses)
+    matmul, lanes = 2 * rows * i * o, block.lanes
+    return Cost(
+        weight_gradient=lanes * matmul,
+        product=lanes * 2 * matmul,
+        kron_product=lanes * (2 * matmul + 2 * rows * o * o),
+        form_factors=lanes * 2 * rows * (i * i + o * o),
+        form_right=lanes * 2 * rows * o * o,
+        factor_product=lanes * 2 * i * o * (i + o),
+    )
+
+
+def prefers_factors(block: Block, max_iterations: int) -> bool:
+    """Whether forming both factors of a batch is cheaper than products through the Jacobian."""
+    c = cost(block)
+    return c.form_factors + max_iterations * c.factor_product < c.form_right + max_iterations * c.kron_product
+
+
+def prefers_dual(block: Block, max_iterations: int, num_columns: int) -> bool:
+    """Whether the Woodbury solution of the exact block is cheaper than CG: few examples, or many iterations."""
+    rows = num_columns * block.uses[0].num_examples
+    gram = 2 * rows**2 * block.size + rows**3 / 3 + 4 * rows * block.size
+    form = cost(block).product or 4 * block.size * block.uses[0].num_examples * block.uses[0].num_tokens
+    return block.lanes * gram + form < max_iterations * form
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Settings that keep a step within a budget, see ``plan``.
+
+    Attributes:
+      curvature_interval: steps from one curvature batch to the next: pass ``refresh=step % interval == 0``.
+      max_iterations: for ``cg_fac``.
+      overhead: predicted cost of a step in gradients, 1 being no curvature at all.
+      parts: predicted cost in gradients of the ``pullback``, the ``factors`` and the step's ``model`` at each refresh,
+        and of one ``iteration``.
+    """
+
+    curvature_interval: int
+    max_iterations: int
+    overhead: float
+    parts: dict[str, float]
+
+
+def plan(
+    loss_fn: Callable,
+    params: PyTree,
+    *args: Any,
+    overhead: float = 1.5,
+    max_iterations: int = 10,
+    has_aux: bool = False,
+    fisher: str = "mc",
+    step: str = "quadratic",
+    batch_size: int | None = None,
+) -> Plan:
+    """Chooses how often to compute curvature and how long to iterate, for ``curvature="kron"`` with averaged factors.
+
+    The gradient's cost is XLA's count for ``loss_fn``; nothing is run. The interval is the shortest that fits the
+    budget with ``max_iterations``; where none does, iterations are given up next, down to two.
+
+    Args:
+      loss_fn, params, *args: as for ``find_layers``; shapes are enough.
+      overhead: budget of a step in gradient-equivalents, more than 1.
+      max_iterations: the most that are wanted.
+      has_aux, fisher, batch_size: as for ``value_grad_and_curvature``.
+      step: as for ``cg_fac``.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: a budget that leaves nothing for curvature.
+
+    >>> import jax, jax.numpy as jnp, kfac
+    >>> params = {"fc": {"kernel": jnp.ones((32, 32))}}
+    >>> loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p["fc"], x, path="fc") ** 2).mean()
+    >>> kfac.plan(loss_fn, params, jnp.ones((256, 32)), overhead=1.5).overhead <= 1.5
+    True
+    """
+    if overhead <= 1:
+        raise ValueError(
+            f"expected an overhead above 1, the gradient itself, got {overhead}; 1.5 adds half a gradient."
+        )
+    layers = find_layers(loss_fn, params, *args, batch_size=batch_size)
+    parts = _parts(layers, _gradient_flops(loss_fn, params, args, has_aux), fisher, step)
+    refresh = parts["pullback"] + parts["factors"] + parts["model"]
+    for iterations in range(max_iterations, 1, -1):
+        room = overhead - 1 - iterations * parts["iteration"]
+        interval = max(math.ceil(refresh / room), 1) if room > 0 else MAX_INTERVAL + 1
+        if interval <= MAX_INTERVAL:
+            return Plan(interval, iterations, 1 + refresh / interval + iterations * parts["iteration"], parts)
+    least = 1 + refresh / MAX_INTERVAL + 2 * parts["iteration"]
+    raise ValueError(
+        f"expected an overhead of at least {least:.2f} for this model and batch, got {overhead}; allow more, or use a "
+        "larger batch."
+    )
+
+
+def _parts(layers: Layers, gradient: float, fisher: str, step: str) -> dict[str, float]:
+    costs = [cost(block) for block in layers.blocks.values()]
+    total = lambda name: sum(getattr(c, name) for c in costs)
+    gradient = max(gradient, 3 * total("weight_gradient"), 1)
+    # A gradient is a forward pass, the same again backwards, and the weight gradients. The pull-back is the second.
+    pullback = 0 if fisher == "empirical" else (gradient - total("weight_gradient")) / 2
+    return {
+        "pullback": pullback / gradient,
+        "factors": total("form_factors") / gradient,
+        "model": (2 * total("weight_gradient") if step == "quadratic" else 0) / gradient,
+        "iteration": total("factor_product") / gradient,
+    }
+
+
+def _gradient_flops(loss_fn: Callable, params: PyTree, args: tuple, has_aux: bool) -> float:
+    analysis = jax.jit(jax.grad(loss_fn, has_aux=has_aux)).lower(params, *args).cost_analysis()
+    return float((analysis or {}).get("flops", 0.0))

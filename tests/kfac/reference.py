@@ -1,0 +1,82 @@
+"""The truth of the tests here: one gradient per example, by JAX, on batches of one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kfac
+from kfac import _solver as solver
+from kfac import _systems as systems
+from kfac._capture import path_name
+from kfac._systems import Form
+
+
+def flatten(tree):
+    """{path: array}."""
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def cross_entropy(logits, labels):
+    """Mean cross-entropy, and the logits as aux."""
+    log_probabilities = jax.nn.log_softmax(logits)
+    return -jnp.take_along_axis(log_probabilities, labels[..., None], axis=-1).mean(), logits
+
+
+def per_example_gradients(loss_fn, params, x, y):
+    """{path: (N, *shape)} of the loss of each example alone."""
+    one = lambda pair: jax.grad(loss_fn, has_aux=True)(params, pair[0][None], pair[1][None])[0]
+    return flatten(jax.lax.map(one, (x, y)))
+
+
+def dense_fisher(block, gradients):
+    """(lane, size, size): Σ_n u_n u_nᵀ / N of the block's own parameters, in the order of ``block.params``."""
+    rows = []
+    for param in block.params:
+        lanes = jax.vmap(param.to_lanes)(gradients[param.path])
+        rows.append(lanes.reshape(*lanes.shape[:2], -1))
+    u = jnp.concatenate(rows, axis=2)
+    return jnp.einsum("nlp,nlq->lpq", u, u) / len(u)
+
+
+def matrix_of(system):
+    """The dense matrix of a system's products, in the order of ``block.params``."""
+    return solver.dense_matrix(system.product, system.params)
+
+
+def check_exact_blocks(loss_fn, params, x, y, *, rtol=1e-11, blocks=None):
+    """Asserts that taps leave the gradient alone and that every block's exact product is the dense Fisher block.
+
+    Args:
+      loss_fn: ``(params, x, y) → (loss, aux)``, a mean over examples that act independently.
+      blocks: name → lanes of the blocks that must have been found, or None.
+
+    Returns:
+      The layers.
+    """
+    found = {}
+
+    def everything(params, x, y):
+        (loss, _), grads, curvature = kfac.value_grad_and_curvature(loss_fn, fisher="empirical", has_aux=True)(
+            params, x, y
+        )
+        found["layers"] = curvature.layers
+        gradients = per_example_gradients(loss_fn, params, x, y)
+        pairs = {}
+        for name, block in curvature.layers.blocks.items():
+            (system,) = systems.build(curvature, flatten(params), {name: Form("exact")})
+            pairs[name] = (matrix_of(system), dense_fisher(block, gradients))
+        return loss, grads, pairs
+
+    loss, grads, pairs = jax.jit(everything)(params, x, y)
+    expected_loss, expected = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, x, y)[0]))(params)
+    np.testing.assert_array_equal(loss, expected_loss)
+    jax.tree.map(np.testing.assert_array_equal, grads, expected)
+    layers = found["layers"]
+    if blocks is not None:
+        assert {name: block.lanes for name, block in layers.blocks.items()} == blocks
+    assert pairs
+    for name, (product, dense) in pairs.items():
+        scale = np.abs(dense).max()
+        assert scale > 0, f"{name} has no curvature to compare"
+        np.testing.assert_allclose(product, dense, rtol=0, atol=rtol * scale, err_msg=name)
+    return layers

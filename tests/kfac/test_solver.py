@@ -1,0 +1,159 @@
+"""The solvers against NumPy in float64, and their behaviour where a matrix or a start is bad."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kfac import _solver as solver
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def spd(size: int, rank: int, seed: int = 0) -> np.ndarray:
+    u = np.random.default_rng(seed).normal(size=(rank, size))
+    return u.T @ u / rank
+
+
+MATRICES = np.stack([spd(7, rank, seed) for seed, rank in enumerate((7, 3, 1))])  # three lanes of unequal rank
+B = np.random.default_rng(9).normal(size=(3, 7))
+GAMMA = np.array([0.1, 0.5, 1.0])
+EXACT = np.stack([np.linalg.solve(m + g * np.eye(7), b) for m, g, b in zip(MATRICES, GAMMA, B, strict=True)])
+
+
+def matvec(v):
+    return jnp.einsum("lij,lj->li", MATRICES, v)
+
+
+def model(x):
+    quadratic = np.einsum("li,lij,lj->l", x, MATRICES, x) + GAMMA * (x * x).sum(1)
+    return 0.5 * quadratic - (B * x).sum(1)
+
+
+def test_cg_run_to_the_end_is_the_dense_solution():
+    solution = solver.cg(matvec, jnp.asarray(B), jnp.asarray(GAMMA), max_iterations=30, tolerance=1e-14)
+    np.testing.assert_allclose(solution.x, EXACT, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(solver.solve_dense(matvec, jnp.asarray(B), jnp.asarray(GAMMA)).x, EXACT, rtol=1e-10)
+
+
+def test_lanes_stop_by_themselves_after_rank_plus_one_iterations():
+    solution = solver.cg(matvec, jnp.asarray(B), jnp.asarray(GAMMA), max_iterations=30, tolerance=1e-10)
+    assert np.asarray(solution.iterations).tolist() == [7, 4, 2]
+    assert np.all(solution.residual <= 1e-10)
+
+
+def test_fixed_length_and_early_stopping_agree_where_nothing_converges():
+    runs = [
+        solver.cg(matvec, jnp.asarray(B), jnp.asarray(GAMMA), max_iterations=2, tolerance=t).x for t in (0.0, 1e-30)
+    ]
+    np.testing.assert_array_equal(*runs)
+
+
+def test_model_value_and_residual_are_those_of_the_iterate():
+    for k in (1, 2, 5):
+        solution = solver.cg(matvec, jnp.asarray(B), jnp.asarray(GAMMA), max_iterations=k)
+        x = np.asarray(solution.x)
+        np.testing.assert_allclose(solution.model, model(x), rtol=1e-12)
+        r = B - np.einsum("lij,lj->li", MATRICES, x) - GAMMA[:, None] * x
+        true_residual = np.linalg.norm(r, axis=1) / np.linalg.norm(B, axis=1)
+        np.testing.assert_allclose(solution.residual, true_residual, atol=1e-13)
+
+
+def test_every_iterate_descends_and_the_model_only_falls():
+    values = []
+    for k in range(1, 8):
+        x = np.asarray(solver.cg(matvec, jnp.asarray(B), jnp.asarray(GAMMA), max_iterations=k).x)
+        assert np.all((B * x).sum(1) > 0)
+        values.append(model(x))
+    assert np.all(np.diff(np.stack(values), axis=0) <= 1e-13)
+
+
+def test_preconditioner_changes_the_path_and_not_the_solution():
+    inverse = np.stack([np.linalg.inv(m + 0.3 * np.eye(7)) for m in MATRICES])
+    arguments = (matvec, jnp.asarray(B), jnp.asarray(GAMMA))
+    precondition = lambda r: jnp.einsum("lij,lj->li", inverse, r)
+    solution = solver.cg(*arguments, max_iterations=40, tolerance=1e-13, precondition=precondition)
+    np.testing.assert_allclose(solution.x, EXACT, rtol=1e-9, atol=1e-11)
+    plain, helped = (solver.cg(*arguments, max_iterations=1, precondition=p) for p in (None, precondition))
+    assert np.all(np.asarray(helped.residual)[0] < np.asarray(plain.residual)[0])
+
+
+def test_safeguarded_warm_start_never_ascends():
+    rng = np.random.default_rng(3)
+    ascents = {True: 0, False: 0}
+    run = jax.jit(
+        lambda x0, safeguard: (
+            solver.cg(matvec, jnp.asarray(B), jnp.asarray(GAMMA), max_iterations=1, x0=x0, safeguard=safeguard).x
+        ),
+        static_argnums=1,
+    )
+    for _ in range(50):
+        x0 = -5 * EXACT + 0.1 * rng.normal(size=EXACT.shape)
+        for safeguard in ascents:
+            ascents[safeguard] += int(((B * np.asarray(run(x0, safeguard))).sum(1) <= 0).sum())
+    assert ascents[True] == 0
+    assert ascents[False] > 0  # or the safeguard would guard against nothing
+
+
+def test_warm_start_at_the_solution_stays_there():
+    arguments = (matvec, jnp.asarray(B), jnp.asarray(GAMMA))
+    solution = solver.cg(*arguments, max_iterations=5, tolerance=1e-8, x0=jnp.asarray(EXACT))
+    assert np.asarray(solution.iterations).tolist() == [0, 0, 0]
+    np.testing.assert_allclose(solution.x, EXACT, rtol=1e-9)
+
+
+def test_one_bad_lane_leaves_the_others_alone():
+    bad = MATRICES.copy()
+    bad[1] = -np.eye(7)  # negative curvature
+    bad[2] = np.nan
+    solution = solver.cg(
+        lambda v: jnp.einsum("lij,lj->li", bad, v),
+        jnp.asarray(B),
+        jnp.asarray(GAMMA),
+        max_iterations=30,
+        tolerance=1e-12,
+    )
+    np.testing.assert_allclose(solution.x[0], EXACT[0], rtol=1e-9)
+    assert np.asarray(solution.iterations)[1:].tolist() == [0, 0]
+    np.testing.assert_array_equal(solution.x[1:], 0)
+
+
+def test_zero_gradient_gives_zero():
+    solution = solver.cg(matvec, jnp.zeros((3, 7)), jnp.asarray(GAMMA), max_iterations=3)
+    np.testing.assert_array_equal(solution.x, 0)
+    np.testing.assert_array_equal(solution.residual, 0)
+
+
+def test_no_iterations_is_an_error():
+    with pytest.raises(ValueError, match="max_iterations >= 1"):
+        solver.cg(matvec, jnp.asarray(B), jnp.asarray(GAMMA), max_iterations=0)
+
+
+@pytest.mark.parametrize("examples", [1, 5, 11])
+def test_dual_is_the_dense_solution(examples):
+    u = np.random.default_rng(examples).normal(size=(2, examples, 7))
+    gamma, b = np.array([0.2, 1.0]), B[:2]
+    solution = solver.solve_dual(jnp.asarray(u), jnp.asarray(b), jnp.asarray(gamma), examples)
+    for lane in range(2):
+        dense = u[lane].T @ u[lane] / examples + gamma[lane] * np.eye(7)
+        np.testing.assert_allclose(solution.x[lane], np.linalg.solve(dense, b[lane]), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(solution.residual, 0, atol=1e-10)
+
+
+def test_eigenvectors_solve_the_kronecker_system():
+    left, right = np.stack([spd(4, 5, 1), spd(4, 2, 2)]), np.stack([spd(3, 3, 3), spd(3, 1, 4)])
+    b, gamma = np.random.default_rng(5).normal(size=(2, 4, 3)), np.array([0.1, 1.0])
+    x = np.asarray(solver.solve_kronecker(*(jnp.asarray(a) for a in (left, right, b, gamma))))
+    for lane in range(2):
+        dense = np.kron(left[lane], right[lane]) + gamma[lane] * np.eye(12)
+        np.testing.assert_allclose(x[lane].ravel(), np.linalg.solve(dense, b[lane].ravel()), rtol=1e-9, atol=1e-12)
+
+
+def test_sums_are_float32_for_bfloat16_operands():
+    u = jnp.ones((1, 4096), jnp.bfloat16)
+    assert solver.lane_dot(u, u).dtype == jnp.float32
+    assert float(solver.lane_dot(u, u)[0]) == 4096.0  # bfloat16 counts to 256
