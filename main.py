@@ -45,7 +45,9 @@ def _parse_flags(argv: list[str]) -> list[str]:
     try:
         return flags.FLAGS(argv)
     except (flags.Error, AttributeError, TypeError, ValueError, FileNotFoundError, ImportError) as error:
-        sys.exit(f"error: {error}")
+        # ml_collections puts the whole traceback of an experiment file into the message; its last line says it.
+        message = str(error)
+        sys.exit(f"error: {message.strip().splitlines()[-1] if 'Traceback' in message else message}")
 
 
 if __name__ == "__main__":

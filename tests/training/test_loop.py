@@ -21,7 +21,7 @@ def assert_same_bits(a, b):
 
 @pytest.mark.parametrize("mechanism", ["multiplicative", "additive", "adder"])
 def test_a_run_learns_and_leaves_its_numbers(mechanism, tiny_config, tmp_path):
-    config = tiny_config(mechanism, num_epochs=2.0)
+    config = tiny_config(mechanism, num_epochs=2.0, **{"optimizer.learning_rate": 0.02})
     run, result = fit(config, tmp_path)
     assert (result.step, run.num_steps, result.interrupted) == (88, 88, None)
     rows = read_metrics(tmp_path)
