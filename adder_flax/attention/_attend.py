@@ -95,7 +95,7 @@ def attend(
         if bias is not None:
             scores = scores + bias
         weights = contract.normalize(scores, _visible(scores.shape, bias, key_bias, mask, is_causal))
-        sown = weights + jnp.eye(weights.shape[-1]) if identity and (module or return_weights) else weights
+        sown = weights + jnp.eye(weights.shape[-1]) if identity and (module is not None or return_weights) else weights
         if module is not None:
             _sow(module, sown)
         if dropout_rate > 0.0 and not deterministic:

@@ -88,10 +88,11 @@ def test_injected_projections_are_used():
 
 def test_dropout_takes_its_key_at_the_call():
     module = randomised(lambda: attention.MultiHeadAttention(HEADS, WIDTH, dropout_rate=0.5, rngs=nnx.Rngs(0)))
-    assert nnx.to_flat_state(nnx.state(module, nnx.RngState)) == []
-    call = jax.jit(lambda seed: module(tokens(), deterministic=False, rngs=nnx.Rngs(dropout=seed)))
-    np.testing.assert_array_equal(call(1), call(1))
-    assert not np.allclose(call(1), call(2))
+    assert not jax.tree.leaves(nnx.state(module, nnx.RngState))
+    call = jax.jit(lambda key: module(tokens(), deterministic=False, rngs=nnx.Rngs(dropout=key)))
+    first, second = jax.random.split(jax.random.key(0))
+    np.testing.assert_array_equal(call(first), call(first))
+    assert not np.allclose(call(first), call(second))
     with pytest.raises(ValueError, match="expects a dropout_rng"):
         module(tokens(), deterministic=False)
 
@@ -125,11 +126,8 @@ def test_errors_say_what_was_expected(options, message):
 
 @pytest.mark.parametrize("layer_norm", [False, True])
 def test_classical_additive_attention(layer_norm):
-    module = randomised(
-        lambda: attention.AdditiveAttention(
-            4, 6, hidden_dim=5, layer_norm=layer_norm, temperature="learned", rngs=nnx.Rngs(0)
-        )
-    )
+    options = dict(hidden_dim=5, layer_norm=layer_norm, temperature="learned")
+    module = randomised(lambda: attention.AdditiveAttention(4, 6, **options, rngs=nnx.Rngs(0)))
     check_classical(module, "additive", temperature=np.exp(np.float64(module.log_temperature[...])))
 
 

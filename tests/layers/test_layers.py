@@ -87,7 +87,7 @@ def test_adder_linear_normalises_before_it_rounds():
 
 def test_mlp_equals_the_formula():
     for linear in (layers.Linear, layers.linear_class("adder", {"norm": "layernorm"})):
-        module = randomised(lambda: layers.Mlp(6, 10, linear=linear, rngs=nnx.Rngs(0)))
+        module = randomised(lambda linear=linear: layers.Mlp(6, 10, linear=linear, rngs=nnx.Rngs(0)))
         p = parameters(module)
         if linear is layers.Linear:
             apply = lambda x, part: x @ part["kernel"] + part["bias"]
