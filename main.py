@@ -43,11 +43,15 @@ def main(argv: list[str]) -> None:
 
 def _parse_flags(argv: list[str]) -> list[str]:
     try:
-        return flags.FLAGS(argv)
-    except (flags.Error, AttributeError, TypeError, ValueError, FileNotFoundError, ImportError) as error:
-        # ml_collections puts the whole traceback of an experiment file into the message; its last line says it.
-        message = str(error)
-        sys.exit(f"error: {message.strip().splitlines()[-1] if 'Traceback' in message else message}")
+        rest = flags.FLAGS(argv)
+        if _CONFIG.value is not None:
+            _CONFIG.value.to_dict()  # ml_collections keeps a file's failure to load until the first use
+    except OSError as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        sys.exit(f"error: expected an experiment file, got: {reason}; set --config")
+    except (flags.Error, AttributeError, TypeError, ValueError, ImportError) as error:
+        sys.exit(f"error: {error}")
+    return rest
 
 
 if __name__ == "__main__":
