@@ -1,4 +1,9 @@
-"""DeiT-Base with additive attention."""
+"""DeiT-Base with additive (Bahdanau) attention, dense layers; 87.2 M parameters at 224 pixels.
+
+Source: Bahdanau et al., 2015, for the score; Touvron et al., 2021 (DeiT), for the rest.
+Command: python main.py --config=experiments/additive_deit_base.py
+Measured: not yet.
+"""
 
 import functools
 

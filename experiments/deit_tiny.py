@@ -1,4 +1,9 @@
-"""DeiT-Tiny with multiplicative attention."""
+"""DeiT-Tiny with dot-product attention, dense layers; 5.7 M parameters at 224 pixels.
+
+Source: Touvron et al., "Training data-efficient image transformers", 2021 (DeiT).
+Command: python main.py --config=experiments/deit_tiny.py
+Measured: not yet.
+"""
 
 import functools
 
