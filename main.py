@@ -12,8 +12,13 @@ from ml_collections import config_flags
 _START_TIME = time.time()
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment file, e.g. experiments/adder_deit_tiny.py[:data]")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; by default runs/<experiment>[,<overrides>]")
-_MODE = flags.DEFINE_enum("mode", "train", ["train", "eval"], "train: train or resume; eval: score a checkpoint")
-_CHECKPOINT = flags.DEFINE_string("checkpoint", "last", "With --mode=eval: last, best or a step")
+_MODE = flags.DEFINE_enum(
+    "mode",
+    "train",
+    ["train", "eval", "analyze"],
+    "train: train or resume; eval: score a checkpoint; analyze: report on it",
+)
+_CHECKPOINT = flags.DEFINE_string("checkpoint", "last", "With --mode=eval or analyze: last, best or a step")
 
 
 def main(argv: list[str]) -> None:
@@ -33,6 +38,8 @@ def main(argv: list[str]) -> None:
     try:
         if _MODE.value == "train":
             cli.train(_CONFIG.value, workdir, start_time=_START_TIME)
+        elif _MODE.value == "analyze":
+            cli.analyze(_CONFIG.value, workdir, _CHECKPOINT.value)
         else:
             cli.evaluate(_CONFIG.value, workdir, _CHECKPOINT.value)
     except training.RunError as error:

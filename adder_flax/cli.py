@@ -13,6 +13,7 @@ import numpy as np
 from adder_flax import analysis, ops, training
 
 _FIGURE_IMAGES = 6
+_REPORT_IMAGES = 32
 
 
 def enable_compilation_cache() -> None:
@@ -64,15 +65,15 @@ def _overview(run: training.Run, workdir: Path) -> str:
 
 def _draw(run: training.Run, workdir: Path, params: Any) -> None:
     """Draws the training curves, and where the class token looks on the first test images."""
-    name = f"{run.config.data.name}, {run.config.model.score} attention"
+    name = _run_name(run.config)
     analysis.save_figure(analysis.curves_figure(training.read_metrics(workdir), title=name), workdir / "curves.png")
-    images = np.stack([run.eval_source[i]["image"] for i in range(min(_FIGURE_IMAGES, len(run.eval_source)))])
+    images, labels = _first_images(run, _FIGURE_IMAGES)
     forward = jax.jit(lambda params, images: run.model(params)(run.normalize(images), return_weights=True))
     logits, maps = forward(params, images)
     names = run.eval_source.label_names
     captions = [
-        f"{names[run.eval_source[i]['label']]}, predicted {names[predicted]}"
-        for i, predicted in enumerate(np.argmax(logits, axis=-1))
+        f"{names[label]}, predicted {names[predicted]}"
+        for label, predicted in zip(labels, np.argmax(logits, axis=-1), strict=True)
     ]
     figure = analysis.attention_figure(
         images, maps, class_token=run.config.model.pooling == "cls", captions=captions, title=name
@@ -88,6 +89,38 @@ def evaluate(config: Any, workdir: str | Path, checkpoint: str) -> None:
       workdir: of the run.
       checkpoint: ``last``, ``best`` or a step.
     """
+    run, state = _restore(config, workdir, checkpoint)
+    metrics = training.Evaluator(run)(training.evaluation_params(state))
+    shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
+    scored = f"{len(run.eval_source)} images of {config.data.name}/{run.eval_source.split}"
+    print(f"step {int(state['step'])}  {scored}  {shown}")
+
+
+def analyze(config: Any, workdir: str | Path, checkpoint: str) -> None:
+    """Measures the papers' claims on a checkpoint and writes ``<workdir>/report/report.html``.
+
+    Args:
+      config: of the run.
+      workdir: of the run.
+      checkpoint: ``last``, ``best`` or a step.
+    """
+    run, state = _restore(config, workdir, checkpoint)
+    images, labels = _first_images(run, _REPORT_IMAGES)
+    report = analysis.write_report(
+        run.model(training.evaluation_params(state)),
+        np.asarray(run.normalize(images)),
+        labels,
+        Path(workdir) / "report",
+        pictures=images,
+        label_names=run.eval_source.label_names,
+        name=_run_name(config),
+        untrained=run.model(run.init()["params"]),
+    )
+    print(*(f"{claim.name}: {claim.verdict}" for claim in report.claims), sep="\n")
+    print(f"report at {report.page}")
+
+
+def _restore(config: Any, workdir: str | Path, checkpoint: str) -> tuple[training.Run, Any]:
     run = training.build_run(config)
     directory = Path(workdir) / "checkpoints"
     if not directory.is_dir():
@@ -97,11 +130,17 @@ def evaluate(config: Any, workdir: str | Path, checkpoint: str) -> None:
         named = {"last": None, "best": checkpoints.best_step}
         if checkpoint not in named and not checkpoint.isdecimal():
             raise training.RunError(f"expected --checkpoint to be last, best or a step, got {checkpoint!r}")
-        state = checkpoints.restore(run.abstract_state, named[checkpoint] if checkpoint in named else int(checkpoint))
-    metrics = training.Evaluator(run)(training.evaluation_params(state))
-    shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
-    scored = f"{len(run.eval_source)} images of {config.data.name}/{run.eval_source.split}"
-    print(f"step {int(state['step'])}  {scored}  {shown}")
+        step = named[checkpoint] if checkpoint in named else int(checkpoint)
+        return run, checkpoints.restore(run.abstract_state, step)
+
+
+def _first_images(run: training.Run, count: int) -> tuple[np.ndarray, np.ndarray]:
+    records = [run.eval_source[i] for i in range(min(count, len(run.eval_source)))]
+    return np.stack([record["image"] for record in records]), np.array([record["label"] for record in records])
+
+
+def _run_name(config: Any) -> str:
+    return f"{config.data.name}, {config.model.score} attention"
 
 
 def default_workdir(experiment: str, overrides: Mapping[str, Any]) -> str:
