@@ -82,15 +82,19 @@ inline Vec Broadcast(float s) { return s - Vec{}; }
 
 inline Vec Abs(Vec v) { return (Vec)((IntVec)v & 0x7fffffff); }
 
-// Clips to [-limit, limit]. In this order of comparisons a NaN falls through.
+// Clips to [-limit, limit]. In this order of operands a NaN falls through.
 inline Vec Clip(Vec v, Vec limit) {
+#ifdef ADDER_FLAX_AVX512
+  return (Vec)_mm512_max_ps((__m512)-limit, _mm512_min_ps((__m512)limit, (__m512)v));
+#endif
   const Vec below = limit < v ? limit : v;
   return -limit > below ? -limit : below;
 }
 
 inline bool AnyNonZero(IntVec mask) {
-  int32_t any = 0;
-  for (int lane = 0; lane < kLanes; ++lane) any |= mask[lane];
+  uint64_t words[kVectorBytes / 8], any = 0;
+  std::memcpy(words, &mask, sizeof words);
+  for (uint64_t word : words) any |= word;
   return any != 0;
 }
 
@@ -160,18 +164,21 @@ struct Matrix {
 
   Matrix Transposed() const { return {data, type, col_stride, row_stride}; }
 
-  float* Result(int64_t row, int64_t col) const {
-    return static_cast<float*>(data) + row * row_stride + col * col_stride;
+  // The part that begins at (row, col).
+  Matrix From(int64_t row, int64_t col) const {
+    const int64_t offset = row * row_stride + col * col_stride;
+    return {static_cast<char*>(data) + offset * ffi::ByteWidth(type), type, row_stride, col_stride};
   }
 
-  // Calls f with the address of element (row, col), as a pointer to the element type.
+  float* Row(int64_t row) const { return static_cast<float*>(data) + row * row_stride; }
+
+  // Calls f with the data as a pointer to its type.
   template <class F>
-  void Visit(int64_t row, int64_t col, F&& f) const {
-    const int64_t offset = row * row_stride + col * col_stride;
+  void Visit(F&& f) const {
     switch (type) {
-      case ffi::DataType::BF16: return f(static_cast<const BFloat16*>(data) + offset);
-      case ffi::DataType::F16: return f(static_cast<const Float16*>(data) + offset);
-      default: return f(static_cast<const float*>(data) + offset);
+      case ffi::DataType::BF16: return f(static_cast<const BFloat16*>(data));
+      case ffi::DataType::F16: return f(static_cast<const Float16*>(data));
+      default: return f(static_cast<const float*>(data));
     }
   }
 };
@@ -208,6 +215,29 @@ class Batch {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
+// How work is cut
+// ---------------------------------------------------------------------------------------------------------------------
+
+// Fewest rows worth a panel of their own, since every block packs its panels itself: that costs about as much as the sums
+// of three to five rows.
+constexpr int64_t kFewestRows = 96;
+
+// Longest piece of the contracted axis that is packed at once.
+constexpr int64_t kPieceDepth = 1536;
+
+// The outputs of a kernel: `batch` matrices of rows x panels, each panel `width` columns of `cols`.
+struct Grid {
+  int64_t batch, rows, cols, depth, width;
+
+  int64_t panels() const { return (cols + width - 1) / width; }
+};
+
+// A part of one of these matrices.
+struct Block {
+  int64_t batch, row, rows, first_panel, end_panel;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Memory and threads
 // ---------------------------------------------------------------------------------------------------------------------
 
@@ -229,6 +259,12 @@ class Scratch {
       if (buffer.data == nullptr) std::abort();
     }
     return buffer.data.get();
+  }
+
+  float* TakePanel(const Grid& grid) { return Take(std::min(grid.depth, kPieceDepth) * grid.width); }
+
+  float* TakeRows(const Grid& grid, const Block& block) {
+    return Take(std::min(grid.depth, kPieceDepth) * (block.rows + kRowMultiple));
   }
 
  private:
@@ -271,26 +307,10 @@ void ParallelFor(ffi::ThreadPool& pool, int64_t count, const std::function<void(
   state->all_finished.wait(lock, [&] { return state->finished == count; });
 }
 
-// Fewest rows worth a panel of their own, since every block packs its panels itself: that costs about as much as the sums
-// of three to five rows.
-constexpr int64_t kFewestRows = 96;
-
-// The outputs of a kernel: `batch` matrices of rows x panels, each panel `width` columns of `cols`.
-struct Grid {
-  int64_t batch, rows, cols, depth, width;
-
-  int64_t panels() const { return (cols + width - 1) / width; }
-};
-
-// A part of one of these matrices.
-struct Block {
-  int64_t batch, row, rows, first_panel, end_panel;
-};
-
 // Cuts a grid into blocks of at least `fewest_rows` rows (fewer only at the end) and calls work(Block) in parallel.
 void ForEachBlock(ffi::ThreadPool& pool, const Grid& grid, int64_t fewest_rows,
                   const std::function<void(const Block&)>& work) {
-  constexpr int64_t kBlocksPerThread = 4;   // so that a thread that the system interrupts holds up only a quarter
+  constexpr int64_t kBlocksPerThread = 3;    // so that a thread that the system interrupts holds up only a third
   constexpr int64_t kSerialTerms = 1 << 18;  // some 10 us of work: waking another thread takes as long
   if (grid.batch * grid.rows * grid.cols == 0) return;
   const bool serial = grid.batch * grid.rows * grid.cols * grid.depth <= kSerialTerms;
@@ -321,56 +341,61 @@ void ForEachBlock(ffi::ThreadPool& pool, const Grid& grid, int64_t fewest_rows,
 // Packing
 // ---------------------------------------------------------------------------------------------------------------------
 
+// How far ahead to fetch rows of a matrix while copying a few columns of it: the hardware sees no pattern in that.
+constexpr int64_t kPrefetchRows = 8;
+
 // Reads `count` elements a stride apart as float32.
 template <class T>
 inline void Gather(const T* source, int64_t stride, int64_t count, float* target) {
+  for (int64_t i = 0; i < count; ++i) target[i] = static_cast<float>(source[i * stride]);
+}
+
+inline void Gather(const float* source, int64_t stride, int64_t count, float* target) {
   if (stride == 1) {
-    for (int64_t i = 0; i < count; ++i) target[i] = static_cast<float>(source[i]);
+    std::memcpy(target, source, count * sizeof(float));
   } else {
-    for (int64_t i = 0; i < count; ++i) target[i] = static_cast<float>(source[i * stride]);
+    for (int64_t i = 0; i < count; ++i) target[i] = source[i * stride];
   }
 }
 
-// Copies columns [col, col + cols) of a (depth x any) matrix to panel[depth][width], zeros after the last column.
-template <int width>
-void PackPanel(const Matrix& source, int64_t depth, int64_t col, int64_t cols, float* panel) {
+// Copies the columns of a (depth x cols) matrix to panel[depth][width], zeros after the last one.
+void PackPanel(const Matrix& source, int64_t depth, int64_t cols, int64_t width, float* panel) {
+  const int64_t row_stride = source.row_stride, col_stride = source.col_stride;
   if (cols < width) std::memset(panel, 0, depth * width * sizeof(float));
-  source.Visit(0, col, [&](const auto* data) {
-    const int64_t row_stride = source.row_stride, col_stride = source.col_stride;
-    if (col_stride == 1) {
-      for (int64_t d = 0; d < depth; ++d) Gather(data + d * row_stride, 1, cols, panel + d * width);
-      return;
-    }
-    // Stored by columns: transpose squares. What is left over on either side, and narrow types, go one by one.
-    int64_t square_cols = 0;
-    if constexpr (std::is_same_v<decltype(data), const float*>) {
-      square_cols = row_stride == 1 ? cols / kLanes * kLanes : 0;
-      for (int64_t d = 0; d + kLanes <= depth; d += kLanes) {
-        for (int64_t j = 0; j < square_cols; j += kLanes) {
-          Vec square[kLanes];
-          for (int i = 0; i < kLanes; ++i) square[i] = Load(data + (j + i) * col_stride + d);
-          Transpose(square);
-          for (int i = 0; i < kLanes; ++i) Store(panel + (d + i) * width + j, square[i]);
-        }
+  int64_t square_cols = 0, square_depth = 0;
+  if (source.type == ffi::DataType::F32 && row_stride == 1) {
+    // Stored by columns: transpose squares; what is left over on either side goes one by one.
+    square_cols = cols / kLanes * kLanes, square_depth = depth / kLanes * kLanes;
+    for (int64_t d = 0; d < square_depth; d += kLanes) {
+      for (int64_t j = 0; j < square_cols; j += kLanes) {
+        Vec square[kLanes];
+        for (int i = 0; i < kLanes; ++i) square[i] = Load(source.Row(d) + (j + i) * col_stride);
+        Transpose(square);
+        for (int i = 0; i < kLanes; ++i) Store(panel + (d + i) * width + j, square[i]);
       }
     }
+  }
+  source.Visit([&](const auto* data) {
     for (int64_t d = 0; d < depth; ++d) {
-      const int64_t done = d < depth / kLanes * kLanes ? square_cols : 0;
-      Gather(data + d * row_stride + done * col_stride, col_stride, cols - done, panel + d * width + done);
+      const int64_t begin = d < square_depth ? square_cols : 0;
+      __builtin_prefetch(data + std::min(d + kPrefetchRows, depth - 1) * row_stride);
+      Gather(data + d * row_stride + begin * col_stride, col_stride, cols - begin, panel + d * width + begin);
     }
   });
 }
 
-// Packs the panels of a block one after the other and calls f(Int<vectors in the panel>, first column, columns).
+// Packs the panels of a block one after the other, from rows `depth_begin` on of the column operand, and calls
+// f(Int<vectors in the panel>, first column, columns).
 template <int kMaxVecs, class F>
-inline void ForEachPanel(const Block& block, const Grid& grid, const Matrix& source, float* panel, F&& f) {
+inline void ForEachPanel(const Block& block, const Grid& grid, const Matrix& source, int64_t depth_begin, int64_t depth,
+                         float* panel, F&& f) {
   auto with_width = [&](auto vecs, int64_t col, int64_t cols) {
-    PackPanel<decltype(vecs)::value * kLanes>(source, grid.depth, col, cols, panel);
+    PackPanel(source.From(depth_begin, col), depth, cols, decltype(vecs)::value * kLanes, panel);
     f(vecs, col, cols);
   };
   for (int64_t index = block.first_panel; index < block.end_panel; ++index) {
     const int64_t col = index * grid.width, cols = std::min(grid.width, grid.cols - col);
-    // Powers of two only: the code for three vectors would pay for itself with few shapes.
+    // Powers of two only: code for three vectors would pay for itself with few shapes.
     if (cols <= kLanes) {
       with_width(std::integral_constant<int, 1>(), col, cols);
     } else if (cols <= 2 * kLanes || kMaxVecs == 2) {
@@ -381,73 +406,92 @@ inline void ForEachPanel(const Block& block, const Grid& grid, const Matrix& sou
   }
 }
 
-// The scalars that a block broadcasts, one row of them for every row of the block.
+// Cuts the contracted axis into equal pieces, of which a panel fits into the second-level cache, and calls f(begin, depth);
+// once, with nothing, if the axis is empty. A result is the sum over the pieces.
+template <class F>
+inline void ForEachPiece(int64_t depth, F&& f) {
+  const int64_t pieces = std::max<int64_t>((depth + kPieceDepth - 1) / kPieceDepth, 1);
+  for (int64_t i = 0; i < pieces; ++i) f(depth * i / pieces, depth * (i + 1) / pieces - depth * i / pieces);
+}
+
+// The scalars that a block broadcasts. Row `row + r` of the block, with `row` a multiple of the rows of a tile, begins at
+// data + row * tile_stride + r * row_stride.
 struct RowOperand {
   const float* data;
-  int64_t rows, group_rows, group_stride, row_stride, depth_stride;
+  int64_t rows, tile_stride, row_stride, depth_stride;
 
-  // The scalars of a row; rows after the last one repeat it, so that every tile is full.
-  const float* Row(int64_t row) const {
-    row = std::min(row, rows - 1);
-    return data + row / group_rows * group_stride + row % group_rows * row_stride;
+  // Rows after the last one repeat it, so that every tile is full.
+  const float* Row(int64_t row, int64_t r) const {
+    return data + row * tile_stride + std::min(r, rows - 1 - row) * row_stride;
   }
 };
 
-// Returns rows [row, row + rows) as float32: in place if they are that already and contiguous, else packed to scratch.
+// Returns the first `rows` rows as float32: in place if they are that already and contiguous, else packed to `buffer`,
+// which has room for whole tiles.
 template <int kTileRows>
-RowOperand PrepareRows(const Matrix& source, int64_t row, int64_t rows, int64_t depth, Scratch& scratch) {
+RowOperand PrepareRows(const Matrix& source, int64_t rows, int64_t depth, float* buffer) {
   if (source.type == ffi::DataType::F32 && source.col_stride == 1) {
-    return {source.Result(row, 0), rows, 1, source.row_stride, 0, 1};
+    return {source.Row(0), rows, source.row_stride, source.row_stride, 1};
   }
   // Tiles become contiguous: a tile reads kTileRows scalars at a step, which in a matrix stored by columns lie far from
-  // those of the next step.
-  const int64_t groups = (rows + kTileRows - 1) / kTileRows;
-  float* packed = scratch.Take(groups * kTileRows * depth);
-  source.Visit(row, 0, [&](const auto* data) {
-    for (int64_t r = 0; r < rows; ++r) {
-      float* target = packed + r / kTileRows * kTileRows * depth + r % kTileRows;
-      for (int64_t d = 0; d < depth; ++d) {
-        target[d * kTileRows] = static_cast<float>(data[r * source.row_stride + d * source.col_stride]);
+  // those of the next step. Some steps at a time, so that the cache lines of a matrix stored by columns serve all tiles.
+  constexpr int64_t kSteps = 16;
+  source.Visit([&](const auto* data) {
+    for (int64_t begin = 0; begin < depth; begin += kSteps) {
+      const int64_t end = std::min(begin + kSteps, depth);
+      for (int64_t row = 0; row < rows; row += kTileRows) {
+        for (int64_t d = begin; d < end; ++d) {
+          for (int r = 0; r < kTileRows; ++r) {
+            const int64_t source_row = std::min(row + r, rows - 1);
+            buffer[row * depth + d * kTileRows + r] =
+                static_cast<float>(data[source_row * source.row_stride + d * source.col_stride]);
+          }
+        }
       }
     }
   });
-  return {packed, rows, kTileRows, kTileRows * depth, 1, kTileRows};
+  return {buffer, rows, depth, 1, kTileRows};
 }
 
-// Reads `cols` elements of a row into vectors, zeros after them.
+// Reads `cols` elements of the first row into vectors, zeros after them.
 template <int kVecs>
-inline void LoadRow(const Matrix& source, int64_t row, int64_t col, int64_t cols, Vec (&values)[kVecs]) {
-  source.Visit(row, col, [&](const auto* data) {
-    if constexpr (std::is_same_v<decltype(data), const float*>) {
-      if (source.col_stride == 1 && cols == kVecs * kLanes) {
-        for (int v = 0; v < kVecs; ++v) values[v] = Load(data + v * kLanes);
-        return;
-      }
-    }
-    float lanes[kVecs * kLanes] = {};
-    Gather(data, source.col_stride, cols, lanes);
-    for (int v = 0; v < kVecs; ++v) values[v] = Load(lanes + v * kLanes);
-  });
-}
-
-// Writes the first `cols` lanes to a row of a result.
-template <int kVecs>
-inline void StoreRow(const Matrix& result, int64_t row, int64_t col, int64_t cols, const Vec (&values)[kVecs]) {
-  float* target = result.Result(row, col);
-  if (result.col_stride == 1 && cols == kVecs * kLanes) {
-    for (int v = 0; v < kVecs; ++v) Store(target + v * kLanes, values[v]);
-    return;
+inline void LoadRow(const Matrix& source, int64_t cols, Vec (&values)[kVecs]) {
+  float lanes[kVecs * kLanes] = {};
+  const float* row = lanes;
+  if (source.type == ffi::DataType::F32 && source.col_stride == 1 && cols == kVecs * kLanes) {
+    row = source.Row(0);
+  } else {
+    PackPanel(source, 1, cols, kVecs * kLanes, lanes);
   }
-  float lanes[kVecs * kLanes];
-  for (int v = 0; v < kVecs; ++v) Store(lanes + v * kLanes, values[v]);
-  for (int64_t j = 0; j < cols; ++j) target[j * result.col_stride] = lanes[j];
+  for (int v = 0; v < kVecs; ++v) values[v] = Load(row + v * kLanes);
 }
 
-// Writes the rows of a tile that exist.
+// Reads a tile; rows after the last one repeat it.
 template <int kRows, int kVecs>
-inline void StoreTile(const Matrix& result, int64_t row, int64_t end_row, int64_t col, int64_t cols,
+inline void LoadTile(const Matrix& source, int64_t row, int64_t rows, int64_t cols, Vec (&tile)[kRows][kVecs]) {
+  for (int r = 0; r < kRows; ++r) LoadRow(source.From(std::min(row + r, rows - 1), 0), cols, tile[r]);
+}
+
+// Writes `cols` elements to a row of a result, or adds them to it.
+void ScatterRow(const float* values, int64_t cols, bool add, float* target, int64_t stride) {
+  for (int64_t j = 0; j < cols; ++j) target[j * stride] = add ? target[j * stride] + values[j] : values[j];
+}
+
+// The same with the first `cols` lanes of vectors.
+template <int kVecs>
+inline void StoreRow(const Matrix& result, int64_t row, int64_t cols, bool add, const Vec (&values)[kVecs]) {
+  if (result.col_stride == 1 && cols == kVecs * kLanes && !add) {
+    for (int v = 0; v < kVecs; ++v) Store(result.Row(row) + v * kLanes, values[v]);
+  } else {
+    ScatterRow(reinterpret_cast<const float*>(values), cols, add, result.Row(row), result.col_stride);
+  }
+}
+
+// Writes or adds those rows of a tile that exist.
+template <int kRows, int kVecs>
+inline void StoreTile(const Matrix& result, int64_t row, int64_t rows, int64_t cols, bool add,
                       const Vec (&tile)[kRows][kVecs]) {
-  for (int r = 0; r < kRows && row + r < end_row; ++r) StoreRow(result, row + r, col, cols, tile[r]);
+  for (int r = 0; r < kRows && row + r < rows; ++r) StoreRow(result, row + r, cols, add, tile[r]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -466,17 +510,19 @@ inline void SumTile(const Term& term, int64_t row, const float* panel, int64_t d
   const int64_t strides[kOperands] = {operands.depth_stride...};
   for (int r = 0; r < kRows; ++r) {
     int i = 0;
-    ((rows[i++][r] = operands.Row(row + r)), ...);
+    ((rows[i++][r] = operands.Row(row, r)), ...);
     for (int v = 0; v < kVecs; ++v) total[r][v] = Vec{};
   }
+  int64_t offsets[kOperands] = {};
   for (int64_t d = 0; d < depth; ++d) {
     Vec columns[kVecs];
     for (int v = 0; v < kVecs; ++v) columns[v] = Load(panel + (d * kVecs + v) * kLanes);
     for (int r = 0; r < kRows; ++r) {
       Vec scalars[kOperands];
-      for (int i = 0; i < kOperands; ++i) scalars[i] = Broadcast(rows[i][r][d * strides[i]]);
+      for (int i = 0; i < kOperands; ++i) scalars[i] = Broadcast(rows[i][r][offsets[i]]);
       for (int v = 0; v < kVecs; ++v) term.AddTo(total[r][v], r, v, scalars, columns[v]);
     }
+    for (int i = 0; i < kOperands; ++i) offsets[i] += strides[i];
   }
 }
 
@@ -492,7 +538,6 @@ constexpr float kTrust = 0.125f;
 // With few terms the ratio often falls below kTrust by chance, and with few columns the norms cost more than is saved.
 constexpr int64_t kFewestTermsForMax = 16, kFewestColumnsForMax = 2 * kLanes;
 
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr float kLargest = std::numeric_limits<float>::max();
 
 struct MaxTerm {
@@ -503,26 +548,25 @@ struct DistanceTerm {
   void AddTo(Vec& total, int, int, const Vec* x, Vec w) const { total += Abs(x[0] - w); }
 };
 
-// Sums of values and of magnitudes.
+// What the max form needs of a row or column: the sum of its values, and kTrust times that of their magnitudes.
 template <class T>
 struct Norms {
-  T sum{}, magnitude{};
+  T sum{}, threshold{};
 
   void Add(T value, T abs) {
     sum += value;
-    magnitude += abs;
+    threshold += kTrust * abs;
   }
 };
 
-inline Norms<float> RowNorms(const RowOperand& x, int64_t row, int64_t depth) {
-  const float* data = x.Row(row);
+inline Norms<float> RowNorms(const float* row, int64_t depth_stride, int64_t depth) {
   Norms<Vec> lanes;
   int64_t d = 0;
-  if (x.depth_stride == 1) {
-    for (; d + kLanes <= depth; d += kLanes) lanes.Add(Load(data + d), Abs(Load(data + d)));
+  if (depth_stride == 1) {
+    for (; d + kLanes <= depth; d += kLanes) lanes.Add(Load(row + d), Abs(Load(row + d)));
   }
-  Norms<float> total{Sum(lanes.sum), Sum(lanes.magnitude)};
-  for (; d < depth; ++d) total.Add(data[d * x.depth_stride], std::fabs(data[d * x.depth_stride]));
+  Norms<float> total{Sum(lanes.sum), Sum(lanes.threshold)};
+  for (; d < depth; ++d) total.Add(row[d * depth_stride], std::fabs(row[d * depth_stride]));
   return total;
 }
 
@@ -536,30 +580,40 @@ inline void ColumnNorms(const float* panel, int64_t depth, Norms<Vec> (&norms)[k
   }
 }
 
-// Computes y from sums of maxima, NaN where that cannot be trusted; returns whether there is no such element.
 template <int kRows, int kVecs>
-inline bool SumByMax(const RowOperand& x, const Norms<float>* row_norms, const Norms<Vec> (&column_norms)[kVecs],
-                     int64_t row, const float* panel, int64_t depth, Tile<kRows, kVecs>& y) {
-  SumTile(MaxTerm(), row, panel, depth, y, x);
-  IntVec doubtful{};
-  for (int r = 0; r < kRows; ++r) {
-    const Norms<float>& norms = row_norms[std::min(row + r, x.rows - 1)];
-    for (int v = 0; v < kVecs; ++v) {
-      const Vec distance = 2 * y[r][v] - (norms.sum + column_norms[v].sum);
-      const IntVec trusted = (distance >= kTrust * (norms.magnitude + column_norms[v].magnitude)) &
-                             (distance <= Broadcast(kLargest));
-      doubtful |= ~trusted;
-      y[r][v] = trusted ? -distance : Broadcast(kNaN);
-    }
-  }
-  return !AnyNonZero(doubtful);
-}
-
-template <int kRows, int kVecs>
-inline void SumByDistance(const RowOperand& x, int64_t row, const float* panel, int64_t depth, Tile<kRows, kVecs>& y) {
+__attribute__((noinline)) void SumByDistance(const RowOperand& x, int64_t row, const float* panel, int64_t depth, Tile<kRows, kVecs>& y) {
   SumTile(DistanceTerm(), row, panel, depth, y, x);
   for (auto& y_row : y) {
     for (Vec& element : y_row) element = -element;
+  }
+}
+
+// Sums maxima, then once more as distances the elements that cannot be trusted. `row_norms` are those of the tile's rows.
+template <int kRows, int kVecs>
+inline void SumByMax(const RowOperand& x, const Norms<float>* row_norms, const Norms<Vec> (&column_norms)[kVecs],
+                     int64_t row, const float* panel, int64_t depth, Tile<kRows, kVecs>& y) {
+  // By how much the distance -y falls short of its threshold.
+  auto shortfall = [&](int r, int v) { return y[r][v] + (row_norms[r].threshold + column_norms[v].threshold); };
+
+  SumTile(MaxTerm(), row, panel, depth, y, x);
+  Vec worst = Broadcast(-kLargest), poison{};
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVecs; ++v) {
+      y[r][v] = (row_norms[r].sum + column_norms[v].sum) - 2 * y[r][v];
+      const Vec missing = shortfall(r, v);
+      worst = missing > worst ? missing : worst;
+      poison += y[r][v] * 0.0f;  // NaN from NaN and from infinities
+    }
+  }
+  if (!AnyNonZero((worst > 0) | (poison != 0))) return;
+
+  Tile<kRows, kVecs> exact;
+  SumByDistance(x, row, panel, depth, exact);
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVecs; ++v) {
+      const IntVec trusted = (shortfall(r, v) <= 0) & (y[r][v] * 0.0f == 0);
+      y[r][v] = trusted ? y[r][v] : exact[r][v];
+    }
   }
 }
 
@@ -571,28 +625,30 @@ ffi::Error L1Forward(ffi::ThreadPool pool, ffi::AnyBuffer x_buffer, ffi::AnyBuff
   const bool by_max = grid.depth >= kFewestTermsForMax && grid.cols > kFewestColumnsForMax;
   ForEachBlock(pool, grid, kFewestRows, [&](const Block& block) {
     Scratch scratch;
-    float* panel = scratch.Take(grid.depth * grid.width);
-    const RowOperand rows = PrepareRows<kForwardRows>(x.At(block.batch, y.axes()), block.row, block.rows, grid.depth,
-                                                      scratch);
-    auto* row_norms = reinterpret_cast<Norms<float>*>(scratch.Take(2 * block.rows));
-    for (int64_t r = 0; by_max && r < block.rows; ++r) row_norms[r] = RowNorms(rows, r, grid.depth);
-    const Matrix result = y.At(block.batch, y.axes()), columns = w.At(block.batch, y.axes());
-    ForEachPanel<kForwardVecs>(block, grid, columns, panel, [&](auto vecs, int64_t col, int64_t cols) {
-      constexpr int kVecs = decltype(vecs)::value;
-      Norms<Vec> column_norms[kVecs];
-      if (by_max) ColumnNorms(panel, grid.depth, column_norms);
-      for (int64_t row = 0; row < block.rows; row += kForwardRows) {
-        Tile<kForwardRows, kVecs> tile, exact;
-        if (!by_max) {
-          SumByDistance(rows, row, panel, grid.depth, tile);
-        } else if (!SumByMax(rows, row_norms, column_norms, row, panel, grid.depth, tile)) {
-          SumByDistance(rows, row, panel, grid.depth, exact);
-          for (int r = 0; r < kForwardRows; ++r) {
-            for (int v = 0; v < kVecs; ++v) tile[r][v] = tile[r][v] == tile[r][v] ? tile[r][v] : exact[r][v];
-          }
-        }
-        StoreTile(result, block.row + row, block.row + block.rows, col, cols, tile);
+    float* panel = scratch.TakePanel(grid);
+    float* row_buffer = scratch.TakeRows(grid, block);
+    auto* row_norms = reinterpret_cast<Norms<float>*>(scratch.Take(2 * (block.rows + kForwardRows)));
+    const Matrix x_rows = x.At(block.batch, y.axes()).From(block.row, 0);
+    const Matrix y_rows = y.At(block.batch, y.axes()).From(block.row, 0), columns = w.At(block.batch, y.axes());
+    ForEachPiece(grid.depth, [&](int64_t begin, int64_t depth) {
+      const RowOperand rows = PrepareRows<kForwardRows>(x_rows.From(0, begin), block.rows, depth, row_buffer);
+      for (int64_t row = 0; by_max && row < block.rows; row += kForwardRows) {
+        for (int r = 0; r < kForwardRows; ++r) row_norms[row + r] = RowNorms(rows.Row(row, r), rows.depth_stride, depth);
       }
+      ForEachPanel<kForwardVecs>(block, grid, columns, begin, depth, panel, [&](auto vecs, int64_t col, int64_t cols) {
+        constexpr int kVecs = decltype(vecs)::value;
+        Norms<Vec> column_norms[kVecs];
+        if (by_max) ColumnNorms(panel, depth, column_norms);
+        for (int64_t row = 0; row < block.rows; row += kForwardRows) {
+          Tile<kForwardRows, kVecs> tile;
+          if (by_max) {
+            SumByMax(rows, row_norms + row, column_norms, row, panel, depth, tile);
+          } else {
+            SumByDistance(rows, row, panel, depth, tile);
+          }
+          StoreTile(y_rows.From(0, col), row, block.rows, cols, begin > 0, tile);
+        }
+      });
     });
   });
   return ffi::Error::Success();
@@ -638,12 +694,21 @@ struct Hardtanh {
   }
 };
 
+// Whether whole vectors, of which panels and tiles are made, hold neither NaN nor infinities.
 inline bool AllFinite(const float* values, int64_t count) {
-  // Whole vectors only, which is what panels and tiles are made of. A product with zero is zero unless the other factor
-  // is NaN or infinite; several sums, because one would wait for itself.
+  // A product with zero is zero unless the other factor is NaN or infinite. Four sums, because one would wait for itself.
   Vec zeros[4] = {};
   for (int64_t i = 0; i < count; i += kLanes) zeros[i / kLanes % 4] += Load(values + i) * 0.0f;
   return Sum(zeros[0] + zeros[1] + zeros[2] + zeros[3]) == 0;
+}
+
+template <int kRows, int kVecs>
+inline bool AllFinite(const Vec (&tile)[kRows][kVecs]) {
+  Vec zero{};
+  for (const auto& row : tile) {
+    for (Vec element : row) zero += element * 0.0f;
+  }
+  return Sum(zero) == 0;
 }
 
 // A slope of zero stands for the sign rule.
@@ -691,29 +756,28 @@ ffi::Error L1Pullback(ffi::ThreadPool pool, ffi::AnyBuffer own_buffer, ffi::AnyB
   const Grid grid{d_own.count(), d_own.rows(), d_own.cols(), g.cols(), kGradientVecs * kLanes};
   ForEachBlock(pool, grid, kFewestRows, [&](const Block& block) {
     Scratch scratch;
-    float* panel = scratch.Take(grid.depth * grid.width);
-    const RowOperand weights = PrepareRows<kGradientRows>(g.At(block.batch, d_own.axes()), block.row, block.rows,
-                                                          grid.depth, scratch);
-    const Matrix own_matrix = own.At(block.batch, d_own.axes()), columns = other.At(block.batch, d_own.axes());
-    const Matrix result = d_own.At(block.batch, d_own.axes());
-    const int64_t end_row = block.row + block.rows;
-    ForEachPanel<kGradientVecs>(block, grid, columns, panel, [&](auto vecs, int64_t col, int64_t cols) {
-      constexpr int kVecs = decltype(vecs)::value;
-      const bool panel_is_finite = AllFinite(panel, grid.depth * kVecs * kLanes);
-      for (int64_t row = block.row; row < end_row; row += kGradientRows) {
-        Tile<kGradientRows, kVecs> own_tile, total;
-        for (int r = 0; r < kGradientRows; ++r) {
-          LoadRow(own_matrix, std::min(row + r, end_row - 1), col, cols, own_tile[r]);
+    float* panel = scratch.TakePanel(grid);
+    float* row_buffer = scratch.TakeRows(grid, block);
+    auto at = [&](const Batch& operand) { return operand.At(block.batch, d_own.axes()); };
+    const Matrix g_rows = at(g).From(block.row, 0), own_rows = at(own).From(block.row, 0);
+    const Matrix result = at(d_own).From(block.row, 0), columns = at(other);
+    ForEachPiece(grid.depth, [&](int64_t begin, int64_t depth) {
+      const RowOperand weights = PrepareRows<kGradientRows>(g_rows.From(0, begin), block.rows, depth, row_buffer);
+      ForEachPanel<kGradientVecs>(block, grid, columns, begin, depth, panel, [&](auto vecs, int64_t col, int64_t cols) {
+        constexpr int kVecs = decltype(vecs)::value;
+        const bool panel_is_finite = AllFinite(panel, depth * kVecs * kLanes);
+        for (int64_t row = 0; row < block.rows; row += kGradientRows) {
+          Tile<kGradientRows, kVecs> own_tile, total;
+          LoadTile(own_rows.From(0, col), row, block.rows, cols, own_tile);
+          WithRule(slope, panel_is_finite && AllFinite(own_tile), [&](const auto& rule) {
+            using Rule = std::decay_t<decltype(rule)>;
+            const PullbackTerm<Rule, kGradientRows, kVecs> term{rule, own_tile};
+            SumTile(term, row, panel, depth, total, weights);
+            Scale(total, rule.scale);
+          });
+          StoreTile(result.From(0, col), row, block.rows, cols, begin > 0, total);
         }
-        const bool finite = panel_is_finite && AllFinite(&own_tile[0][0][0], kGradientRows * kVecs * kLanes);
-        WithRule(slope, finite, [&](const auto& rule) {
-          using Rule = std::decay_t<decltype(rule)>;
-          SumTile(PullbackTerm<Rule, kGradientRows, kVecs>{rule, own_tile}, row - block.row, panel, grid.depth, total,
-                  weights);
-          Scale(total, rule.scale);
-        });
-        StoreTile(result, row, end_row, col, cols, total);
-      }
+      });
     });
   });
   return ffi::Error::Success();
@@ -726,21 +790,25 @@ ffi::Error L1Pushforward(ffi::ThreadPool pool, ffi::AnyBuffer x_buffer, ffi::Any
   const Grid grid{dy.count(), dy.rows(), dy.cols(), x.cols(), kGradientVecs * kLanes};
   ForEachBlock(pool, grid, kFewestRows, [&](const Block& block) {
     Scratch scratch;
-    float* panel = scratch.Take(grid.depth * grid.width);
-    auto prepare = [&](const Batch& operand) {
-      return PrepareRows<kGradientRows>(operand.At(block.batch, dy.axes()), block.row, block.rows, grid.depth, scratch);
-    };
-    const RowOperand x_rows = prepare(x), dx_rows = prepare(dx);
-    const Matrix result = dy.At(block.batch, dy.axes()), columns = w.At(block.batch, dy.axes());
-    ForEachPanel<kGradientVecs>(block, grid, columns, panel, [&](auto vecs, int64_t col, int64_t cols) {
-      WithRule(slope, /*finite=*/false, [&](const auto& rule) {
-        const PushforwardTerm<std::decay_t<decltype(rule)>> term{rule};
-        for (int64_t row = 0; row < block.rows; row += kGradientRows) {
-          Tile<kGradientRows, decltype(vecs)::value> total;
-          SumTile(term, row, panel, grid.depth, total, x_rows, dx_rows);
-          Scale(total, rule.scale);
-          StoreTile(result, block.row + row, block.row + block.rows, col, cols, total);
-        }
+    float* panel = scratch.TakePanel(grid);
+    float *x_buffer = scratch.TakeRows(grid, block), *dx_buffer = scratch.TakeRows(grid, block);
+    auto at = [&](const Batch& operand) { return operand.At(block.batch, dy.axes()); };
+    const Matrix result = at(dy).From(block.row, 0), columns = at(w);
+    ForEachPiece(grid.depth, [&](int64_t begin, int64_t depth) {
+      auto prepare = [&](const Batch& operand, float* buffer) {
+        return PrepareRows<kGradientRows>(at(operand).From(block.row, begin), block.rows, depth, buffer);
+      };
+      const RowOperand x_rows = prepare(x, x_buffer), dx_rows = prepare(dx, dx_buffer);
+      ForEachPanel<kGradientVecs>(block, grid, columns, begin, depth, panel, [&](auto vecs, int64_t col, int64_t cols) {
+        WithRule(slope, /*finite=*/false, [&](const auto& rule) {
+          const PushforwardTerm<std::decay_t<decltype(rule)>> term{rule};
+          for (int64_t row = 0; row < block.rows; row += kGradientRows) {
+            Tile<kGradientRows, decltype(vecs)::value> total;
+            SumTile(term, row, panel, depth, total, x_rows, dx_rows);
+            Scale(total, rule.scale);
+            StoreTile(result.From(0, col), row, block.rows, cols, begin > 0, total);
+          }
+        });
       });
     });
   });
@@ -783,17 +851,22 @@ ffi::Error AdditiveForward(ffi::ThreadPool pool, ffi::AnyBuffer query_buffer, ff
   const Grid grid{s.count(), s.rows(), s.cols(), query.cols(), kGradientVecs * kLanes};
   ForEachBlock(pool, grid, /*fewest_rows=*/kRowMultiple, [&](const Block& block) {
     Scratch scratch;
-    float* panel = scratch.Take(grid.depth * grid.width);
-    const RowOperand rows = PrepareRows<kGradientRows>(query.At(block.batch, s.axes()), block.row, block.rows,
-                                                       grid.depth, scratch);
-    const RowOperand weights = PrepareRows<1>(v.At(block.batch, s.axes()), 0, 1, grid.depth, scratch);
-    const Matrix result = s.At(block.batch, s.axes()), columns = key.At(block.batch, s.axes());
-    ForEachPanel<kGradientVecs>(block, grid, columns, panel, [&](auto vecs, int64_t col, int64_t cols) {
-      for (int64_t row = 0; row < block.rows; row += kGradientRows) {
-        Tile<kGradientRows, decltype(vecs)::value> total;
-        SumTile(AdditiveTerm(), row, panel, grid.depth, total, rows, weights);
-        StoreTile(result, block.row + row, block.row + block.rows, col, cols, total);
-      }
+    float* panel = scratch.TakePanel(grid);
+    float *query_buffer = scratch.TakeRows(grid, block), *v_buffer = scratch.Take(grid.depth);
+    auto at = [&](const Batch& operand) { return operand.At(block.batch, s.axes()); };
+    const Matrix result = at(s).From(block.row, 0), columns = at(key);
+    ForEachPiece(grid.depth, [&](int64_t begin, int64_t depth) {
+      const RowOperand queries =
+          PrepareRows<kGradientRows>(at(query).From(block.row, begin), block.rows, depth, query_buffer);
+      RowOperand weights = PrepareRows<1>(at(v).From(0, begin), 1, depth, v_buffer);
+      weights.tile_stride = weights.row_stride = 0;  // one row serves all
+      ForEachPanel<kGradientVecs>(block, grid, columns, begin, depth, panel, [&](auto vecs, int64_t col, int64_t cols) {
+        for (int64_t row = 0; row < block.rows; row += kGradientRows) {
+          Tile<kGradientRows, decltype(vecs)::value> total;
+          SumTile(AdditiveTerm(), row, panel, depth, total, queries, weights);
+          StoreTile(result.From(0, col), row, block.rows, cols, begin > 0, total);
+        }
+      });
     });
   });
   return ffi::Error::Success();
@@ -865,7 +938,7 @@ struct JointGradients {
       std::fill_n(no_weights, grid.depth, 0.0f);
       auto at = [&](const Batch& operand) { return operand.At(block.batch, g.axes()); };
       const Matrix queries = at(query), weights = at(g), d_queries = at(d_query), d_keys = at(d_key);
-      ForEachPanel<kGradientVecs>(block, grid, at(key), panel, [&](auto vecs, int64_t col, int64_t cols) {
+      ForEachPanel<kGradientVecs>(block, grid, at(key), 0, grid.depth, panel, [&](auto vecs, int64_t col, int64_t cols) {
         constexpr int kVecs = decltype(vecs)::value, kWidth = kVecs * kLanes;
         const bool panel_is_finite = AllFinite(panel, grid.depth * kWidth);
         std::fill_n(d_panel, grid.depth * kWidth, 0.0f);
@@ -874,23 +947,20 @@ struct JointGradients {
         for (int64_t row = 0; row < rows; row += kGradientRows) {
           Tile<kGradientRows, kVecs> tile, d_tile;
           const float* g_rows[kGradientRows];
-          for (int r = 0; r < kGradientRows; ++r) {
-            LoadRow(queries, std::min(row + r, rows - 1), col, cols, tile[r]);
-            g_rows[r] = row + r < rows ? weights.Result(row + r, 0) : no_weights;
-          }
-          const bool finite = panel_is_finite && AllFinite(&tile[0][0][0], kGradientRows * kWidth);
-          with_term(finite, [&](const auto& term) {
+          LoadTile(queries.From(0, col), row, rows, cols, tile);
+          for (int r = 0; r < kGradientRows; ++r) g_rows[r] = row + r < rows ? weights.Row(row + r) : no_weights;
+          with_term(panel_is_finite && AllFinite(tile), [&](const auto& term) {
             JointTile(term, g_rows, panel, d_panel, grid.depth, tile, d_tile, d_v);
           });
           for (auto& d_row : d_tile) {
             for (int v = 0; v < kVecs; ++v) d_row[v] *= factors[v];
           }
-          StoreTile(d_queries, row, rows, col, cols, d_tile);
+          StoreTile(d_queries.From(0, col), row, rows, cols, /*add=*/false, d_tile);
         }
         for (int64_t d = 0; d < grid.depth; ++d) {
           Vec d_key[kVecs];
           for (int v = 0; v < kVecs; ++v) d_key[v] = factors[v] * Load(d_panel + (d * kVecs + v) * kLanes);
-          StoreRow(d_keys, d, col, cols, d_key);
+          StoreRow(d_keys.From(0, col), d, cols, /*add=*/false, d_key);
         }
         store_d_v(block.batch, col, cols, d_v);
       });
@@ -922,10 +992,10 @@ ffi::Error AdditivePullback(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::Any
   const Batch v_batch(v), d_v_batch(*d_v);
   auto with_term = [](bool, auto&& f) { f(AdditiveJoint()); };
   auto load_v = [&](int64_t batch, int64_t col, int64_t cols, auto& factors) {
-    LoadRow(v_batch.At(batch, gradients.g.axes()), 0, col, cols, factors);
+    LoadRow(v_batch.At(batch, gradients.g.axes()).From(0, col), cols, factors);
   };
   auto store_d_v = [&](int64_t batch, int64_t col, int64_t cols, const auto& sums) {
-    StoreRow(d_v_batch.At(batch, gradients.g.axes()), 0, col, cols, sums);
+    StoreRow(d_v_batch.At(batch, gradients.g.axes()).From(0, col), 0, cols, /*add=*/false, sums);
   };
   gradients.Run(pool, with_term, load_v, store_d_v);
   return ffi::Error::Success();
