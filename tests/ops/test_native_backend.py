@@ -1,0 +1,195 @@
+"""The native CPU backend: threads, layouts, awkward numbers, and the life of its compiled library."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adder_flax import ops
+from adder_flax.ops import _cpu
+from tests.processes import ROOT, simulated_devices
+
+pytestmark = pytest.mark.skipif(
+    _cpu.CpuBackend().why_unavailable() is not None, reason="needs a C++ compiler for the native backend"
+)
+
+REPORT = "from adder_flax import ops; import jax.numpy as jnp; print(ops.backend_report()); "
+PRODUCT = "print(ops.adder_matmul(jnp.ones((2, 3)), jnp.zeros((3, 1))).ravel())"
+
+
+def _normal(*shapes):
+    rng = np.random.default_rng(1)
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def _gradients(x, w, g, rule="hardtanh"):
+    product = lambda x, w: ops.adder_matmul(x, w, x_gradient=rule, w_gradient=rule)
+    y, vjp = jax.vjp(product, x, w)
+    return y, *vjp(g)
+
+
+def _run(code, **environment):
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env=simulated_devices(1) | environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert process.returncode == 0, process.stderr
+    return process
+
+
+def _assert_as_reference(function, *arrays, atol):
+    """Compares with the reference backend, NaN and infinities included."""
+    results = []
+    for backend in ("reference", "cpu_native"):
+        with ops.use_backend(backend):
+            results.append(jax.jit(function)(*arrays))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol), *results)
+
+
+# One row or column more or less than a tile, a panel and a vector; and a contraction longer than one packed piece.
+@pytest.mark.parametrize("shape", [(13, 16, 64), (12, 15, 65), (11, 17, 63), (5, 3100, 33), (1600, 40, 18)])
+@pytest.mark.parametrize("rule", ["sign", "hardtanh"])
+def test_edges_of_tiles_panels_and_pieces(shape, rule):
+    rows, depth, columns = shape
+    x, w, g = _normal((rows, depth), (depth, columns), (rows, columns))
+    _assert_as_reference(lambda *arrays: _gradients(*arrays, rule), x, w, g, atol=2e-6 * max(shape))
+
+
+@pytest.mark.parametrize("rule", ["sign", "hardtanh"])
+def test_nan_and_infinities_propagate_through_every_gradient(rule):
+    x, w, g = _normal((9, 40), (40, 70), (9, 70))
+    x[1, 2], x[3], x[5, 6] = np.nan, np.inf, -np.inf
+    w[6, 3], w[7, 8], w[9, 10] = -np.inf, np.nan, np.inf
+    g[8, 0] = np.nan
+    _assert_as_reference(lambda *arrays: _gradients(*arrays, rule), x, w, g, atol=1e-4)
+
+
+def test_nan_and_infinities_propagate_through_scores():
+    query, key, g = _normal((2, 9, 20), (2, 40, 20), (2, 9, 40))
+    query[0, 1, 2], query[0, 3], key[0, 5, 6], key[1, 7, 8] = np.nan, np.inf, np.inf, -np.inf
+    for score in (ops.l1_scores, lambda q, k: ops.additive_scores(q, k, jnp.ones(20))):
+        pull = lambda q, k, g, score=score: jax.vjp(score, q, k)[1](g)
+        _assert_as_reference(score, query, key, atol=1e-4)
+        _assert_as_reference(pull, query, key, g, atol=1e-4)
+
+
+def test_huge_values_do_not_overflow_the_max_form():
+    x, w = _normal((7, 32), (32, 80))
+    x[0], w[:, 0] = 3e38, 3e38  # their sum overflows, their difference does not
+    with ops.use_backend("cpu_native"):
+        y = np.asarray(ops.adder_matmul(x, w))
+    assert y[0, 0] == 0
+    assert np.isneginf(y[0, 1])
+    assert np.isfinite(y[1:, 1:]).all()
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_no_less_exact_than_plain_differences(offset):
+    query, noise = _normal((50, 64), (50, 64))
+    query = query + np.float32(offset)
+    key = query + np.float32(1e-3) * noise  # near pairs on the diagonal, far ones off it
+    exact = -np.abs(query[:, None].astype(np.float64) - key[None]).sum(-1)
+    errors = {}
+    for backend in ("reference", "cpu_native"):
+        with ops.use_backend(backend):
+            errors[backend] = np.abs(np.asarray(ops.l1_scores(query, key), np.float64) - exact) / -exact
+    # The max form is kept where distances are at least an eighth of the norms, so it may lose a factor of eight.
+    assert errors["cpu_native"].max() <= max(8 * errors["reference"].max(), 2e-6)
+
+
+def test_tanh_is_exact_to_float32_rounding():
+    x = np.concatenate([np.linspace(-12, 12, 4001), np.logspace(-30, 1, 999), [0.0, -0.0]]).astype(np.float32)
+    with ops.use_backend("cpu_native"):
+        got = ops.additive_scores(x[:, None], np.zeros((1, 1), np.float32), np.ones(1, np.float32))[:, 0]
+    np.testing.assert_allclose(got, np.tanh(x.astype(np.float64)), rtol=5e-7)
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    x, w, g = _normal((1100, 96), (96, 80), (1100, 80))
+    with ops.use_backend("cpu_native"):
+        y, dx, _ = _gradients(x, w, g)
+        y_part, dx_part, _ = _gradients(x[500:507], w, g[500:507])
+    np.testing.assert_array_equal(y[500:507], y_part)
+    np.testing.assert_array_equal(dx[500:507], dx_part)
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
+def test_vmap_broadcasts_what_is_not_mapped(axes):
+    x, w, g = _normal((3, 10, 20), (3, 20, 30), (3, 10, 30))
+    arrays = [array if axis == 0 else array[0] for array, axis in zip((x, w), axes, strict=True)]
+    _assert_as_reference(jax.vmap(_gradients, (*axes, 0)), *arrays, g, atol=1e-4)
+
+
+def test_nested_vmap_broadcasts_each_operand_along_its_own_axis():
+    x, w = _normal((3, 10, 20), (4, 20, 30))
+    outer = jax.vmap(jax.vmap(ops.adder_matmul, (None, 0)), (0, None))
+    _assert_as_reference(outer, x, w, atol=1e-4)
+
+
+def test_inside_loops_and_parallel_branches_nothing_waits_for_itself():
+    x, w = _normal((300, 96), (96, 96))
+
+    def step(carry, _):
+        # Independent calls, large enough to use threads, which XLA may run at the same time.
+        return sum(ops.adder_matmul(carry + i, w) for i in range(3)) / 300 + 1, None
+
+    _assert_as_reference(lambda x: jax.lax.scan(jax.checkpoint(step), x, None, length=20)[0], x, atol=1e-3)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_same_bits_on_any_number_of_threads(devices, tmp_path):
+    code = (
+        "import jax, numpy as np; from adder_flax import ops; rng = np.random.default_rng(0); "
+        "x, w = rng.normal(size=(400, 96)).astype('f'), rng.normal(size=(96, 130)).astype('f'); "
+        "q = rng.normal(size=(6, 65, 64)).astype('f'); "
+        "ops.set_backend('cpu_native'); "
+        "y, vjp = jax.vjp(lambda x, w: ops.adder_matmul(x, w, w_gradient='sign'), x, w); "
+        "s, pull = jax.vjp(ops.l1_scores, q, q[::-1].copy()); "
+        f"np.savez(r'{tmp_path}/out.npz', y, *vjp(np.sin(y)), s, *pull(np.sin(s)))"
+    )
+    results = []
+    for threads in ("1", "5"):
+        _run(code, **simulated_devices(devices), PJRT_NPROC=threads)
+        results.append(dict(np.load(tmp_path / "out.npz")))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_without_a_compiler_one_line_and_the_xla_backend(tmp_path):
+    done = _run(REPORT + PRODUCT, PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
+    assert done.stdout.startswith("ops backend: xla on cpu")
+    assert "[-3. -3.]" in done.stdout
+    lines = [line for line in done.stderr.splitlines() if "cpu_native" in line]
+    assert len(lines) == 1
+    assert "compiler" in lines[0]
+
+
+def test_a_compiler_that_fails_is_reported(tmp_path):
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no such header >&2\nexit 1\n')
+    compiler.chmod(0o755)
+    done = _run(REPORT + PRODUCT, PATH=f"{tmp_path}:{os.environ['PATH']}", XDG_CACHE_HOME=str(tmp_path))
+    assert "no such header" in done.stderr
+    assert "[-3. -3.]" in done.stdout
+
+
+@pytest.mark.slow
+def test_processes_that_start_together_share_one_cache(tmp_path):
+    environment = simulated_devices(1) | {"XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", REPORT + PRODUCT]
+    processes = [
+        subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    for process in processes:
+        output, _ = process.communicate(timeout=600)
+        assert process.returncode == 0
+        assert output.startswith("ops backend: cpu_native on cpu")
+        assert "[-3. -3.]" in output
+    assert [path.suffix for path in (tmp_path / "adder_flax").iterdir()] == [".so"]
