@@ -1,0 +1,385 @@
+"""Steps, seconds and gradient-equivalents to a training loss: CG-FAC against AdamW, Muon, SOAP and kfac-jax.
+
+    python -m benchmarks.optimizers                                   # everything, about two hours on 2 cores
+    python -m benchmarks.optimizers --quick                           # a check that it runs, minutes
+    python -m benchmarks.optimizers --problems=autoencoder --optimizers=adamw,cg_fac --out=results.json
+    python -m benchmarks.optimizers --optimizers=kfac_jax --out=results.json   # adds to the same table
+
+Problems, all on scikit-learn's digits (1536 for training), batches of 256: the autoencoder 64-48-24-8-24-48-64 under
+binary cross-entropy; a two-block vision transformer of width 32 under cross-entropy, multiplicative; and the same with
+adder attention and adder layers. Losses are those of the whole training set.
+
+Every optimizer is tuned over a grid of six settings on one seed, by steps to the hardest target it reaches, and then
+run with other seeds. Seconds are those of the steps alone: no compilation, no evaluation. A gradient-equivalent is
+the arithmetic of one gradient. Peers that are not installed are left blank: SOAP (``soap_jax``) and kfac-jax
+(``kfac_jax``; its released version needs an older JAX, so run it where it works and let ``--out`` merge the results).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import kfac
+from adder_flax.analysis import count_operations
+from adder_flax.models import VisionTransformer
+from adder_flax.training.curvature import register_adder_layers
+
+NUM_TRAIN = 1536
+BATCH_SIZE = 256
+EVAL_EVERY_STEPS = 5
+TUNING_SEED = 100
+AUTOENCODER = (64, 48, 24, 8, 24, 48, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Something to minimise.
+
+    Attributes:
+      name: for the table.
+      likelihood: of the outputs, for curvature.
+      targets: training losses to reach, the hardest last.
+      num_steps: of one run.
+      init: seed → parameters.
+      loss_fn: (params, x, labels) → (mean loss, outputs).
+      data: x and labels of the whole training set.
+    """
+
+    name: str
+    likelihood: str
+    targets: tuple[float, ...]
+    num_steps: int
+    init: Callable[[int], Any]
+    loss_fn: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    data: tuple[jax.Array, jax.Array]
+
+
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    """Images in [0, 1] and labels of the training set."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(images))[:NUM_TRAIN]
+    return (images[order] / 16).astype(np.float32), labels[order]
+
+
+def autoencoder() -> Problem:
+    """The digits autoencoder, tanh units, linear code."""
+    images, labels = digits()
+    code = len(AUTOENCODER) // 2 - 1
+
+    def init(seed: int) -> Any:
+        rng = np.random.default_rng(seed)
+        layers = {}
+        for i, (rows, columns) in enumerate(itertools.pairwise(AUTOENCODER)):
+            kernel = rng.normal(size=(rows, columns)) / rows**0.5
+            layers[f"fc{i}"] = {"kernel": jnp.asarray(kernel, jnp.float32), "bias": jnp.zeros(columns)}
+        return layers
+
+    def loss_fn(params: Any, x: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = x
+        for i, name in enumerate(params):
+            h = kfac.tap(kfac.Dense(), params[name], h, path=name)
+            h = h if i in (code, len(params) - 1) else jnp.tanh(h)
+        return optax.sigmoid_binary_cross_entropy(h, x).sum(-1).mean(), h
+
+    data = jnp.asarray(images), jnp.asarray(labels)
+    return Problem("autoencoder", "bernoulli", (18.0, 17.0, 16.0), 1000, init, loss_fn, data)
+
+
+def vision_transformer(name: str, **model_options: Any) -> Problem:
+    """A two-block ViT on digits."""
+    images, labels = digits()
+    make = lambda seed: VisionTransformer(
+        image_size=8,
+        patch_size=2,
+        channels=1,
+        num_classes=10,
+        width=32,
+        depth=2,
+        num_heads=4,
+        mlp_ratio=2.0,
+        pooling="mean",
+        rngs=nnx.Rngs(seed),
+        **model_options,
+    )
+    graphdef, _ = nnx.split(make(0), nnx.Param)
+
+    def loss_fn(params: Any, x: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = nnx.merge(graphdef, params)(x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), logits
+
+    init = lambda seed: nnx.to_pure_dict(nnx.state(make(seed), nnx.Param))
+    data = (jnp.asarray(images.reshape(-1, 8, 8, 1)), jnp.asarray(labels))
+    return Problem(name, "categorical", (0.3, 0.1, 0.03), 300, init, loss_fn, data)
+
+
+ADDER = dict(score="adder", qkv_linear="adder", proj_linear="adder", mlp_linear="adder")
+PROBLEMS = {
+    "autoencoder": autoencoder,
+    "vit": functools.partial(vision_transformer, "vit"),
+    "adder_vit": functools.partial(vision_transformer, "adder_vit", **ADDER),
+}
+
+# ---- Optimizers: each is a grid of six settings and a function (problem, setting) → (init, step), where
+# step(params, state, x, labels, key) → (params, state) is one optimizer step.
+
+Runner = tuple[Callable[[Any], Any], Callable[..., tuple[Any, Any]]]
+
+
+def optax_runner(problem: Problem, transformation: optax.GradientTransformation) -> Runner:
+    """A runner for a first-order optimizer."""
+
+    def step(params, state, x, labels, key):
+        grads = jax.grad(problem.loss_fn, has_aux=True)(params, x, labels)[0]
+        updates, state = transformation.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return transformation.init, jax.jit(step)
+
+
+def adamw(problem: Problem, learning_rate: float, cosine: bool) -> Runner:
+    """AdamW, with or without cosine decay to a tenth."""
+    if cosine:
+        learning_rate = optax.cosine_decay_schedule(learning_rate, problem.num_steps, alpha=0.1)
+    return optax_runner(problem, optax.adamw(learning_rate, weight_decay=0.0))
+
+
+def muon(problem: Problem, learning_rate: float, cosine: bool) -> Runner:
+    """Muon for matrices, Adam for the rest, as optax has it."""
+    if cosine:
+        learning_rate = optax.cosine_decay_schedule(learning_rate, problem.num_steps, alpha=0.1)
+    return optax_runner(problem, optax.contrib.muon(learning_rate))
+
+
+def soap(problem: Problem, learning_rate: float, precondition_frequency: int) -> Runner:
+    """SOAP by ``soap_jax``."""
+    from soap_jax import soap as make
+
+    return optax_runner(problem, make(learning_rate, precondition_frequency=precondition_frequency, weight_decay=0.0))
+
+
+def cg_fac(problem: Problem, **options: Any) -> Runner:
+    """CG-FAC, Monte Carlo Fisher matrix."""
+    register_adder_layers()
+    x, labels = (a[:BATCH_SIZE] for a in problem.data)
+    layers = kfac.find_layers(problem.loss_fn, problem.init(0), x, labels)
+    interval = options.pop("curvature_interval", 1)
+    optimizer = kfac.cg_fac(1.0, layers, fisher="mc", **options)
+    function = kfac.value_grad_and_curvature(problem.loss_fn, likelihood=problem.likelihood, has_aux=True)
+    measures = options.get("reject") or options.get("damping_interval")
+
+    def step(params, state, x, labels, key):
+        refresh = True if interval == 1 else state.count % interval == 0
+        (loss, _), grads, curvature = function(params, x, labels, key=key, refresh=refresh)
+        extra = dict(value=loss, value_fn=lambda p: problem.loss_fn(p, x, labels)[0]) if measures else {}
+        updates, state = optimizer.update(grads, state, params, curvature=curvature, **extra)
+        return optax.apply_updates(params, updates), state
+
+    return optimizer.init, jax.jit(step)
+
+
+def kfac_jax(problem: Problem, initial_damping: float, adaptive: bool) -> Runner:
+    """kfac-jax with adaptive learning rate, momentum and damping, or with fixed damping."""
+    import kfac_jax as peer
+
+    register = {
+        "bernoulli": lambda logits, x, labels: peer.register_multi_bernoulli_predictive_distribution(logits, targets=x),
+        "categorical": lambda logits, x, labels: peer.register_softmax_cross_entropy_loss(logits, labels),
+    }[problem.likelihood]
+
+    def loss_fn(params, batch):
+        loss, logits = problem.loss_fn(params, *batch)
+        register(logits, *batch)
+        return loss
+
+    optimizer = peer.Optimizer(
+        value_and_grad_func=jax.value_and_grad(loss_fn),
+        l2_reg=0.0,
+        value_func_has_aux=False,
+        value_func_has_state=False,
+        value_func_has_rng=False,
+        use_adaptive_learning_rate=True,
+        use_adaptive_momentum=True,
+        use_adaptive_damping=adaptive,
+        initial_damping=initial_damping,
+        num_burnin_steps=0,
+        multi_device=False,
+    )
+
+    def step(params, state, x, labels, key):
+        options = {} if adaptive else {"damping": initial_damping}
+        params, state, _ = optimizer.step(params, state, key, batch=(x, labels), **options)
+        return params, state
+
+    x, labels = (a[:BATCH_SIZE] for a in problem.data)
+    return lambda params: optimizer.init(params, jax.random.key(0), (x, labels)), step
+
+
+def settings(**choices: Sequence[Any]) -> list[dict[str, Any]]:
+    """All combinations of the choices."""
+    return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+
+
+OPTIMIZERS: dict[str, tuple[Callable[..., Runner], list[dict[str, Any]]]] = {
+    "adamw": (adamw, settings(learning_rate=(3e-3, 1e-2, 3e-2), cosine=(False, True))),
+    "muon": (muon, settings(learning_rate=(1e-2, 3e-2, 1e-1), cosine=(False, True))),
+    "soap": (soap, settings(learning_rate=(3e-3, 1e-2, 3e-2), precondition_frequency=(1, 10))),
+    "kfac_jax": (kfac_jax, settings(initial_damping=(1e-2, 1e-1, 1.0), adaptive=(True, False))),
+    "cg_fac": (cg_fac, settings(damping=(3e-3, 1e-2, 3e-2), curvature_interval=(1, 2))),
+}
+MODULES = {"soap": "soap_jax", "kfac_jax": "kfac_jax"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One training run.
+
+    Attributes:
+      steps: target → steps to it, None if not reached.
+      final_loss: of the whole training set.
+      step_seconds: median duration of a step.
+    """
+
+    steps: dict[str, int | None]
+    final_loss: float
+    step_seconds: float
+
+
+def batches(data: tuple[jax.Array, jax.Array], seed: int) -> Iterator[tuple[jax.Array, jax.Array]]:
+    """Random batches, forever; the same for every optimizer."""
+    rng = np.random.default_rng(seed)
+    while True:
+        order = rng.permutation(NUM_TRAIN)
+        for start in range(0, NUM_TRAIN, BATCH_SIZE):
+            index = order[start : start + BATCH_SIZE]
+            yield tuple(a[index] for a in data)
+
+
+def train(problem: Problem, runner: Runner, evaluate: Callable, seed: int, num_steps: int) -> Run:
+    """Trains until all targets are reached or the steps are used up."""
+    init, step = runner
+    params = problem.init(seed)
+    state = init(params)
+    reached: dict[str, int | None] = {str(t): None for t in problem.targets}
+    durations, loss = [], float("nan")
+    for i, batch in zip(range(num_steps), batches(problem.data, seed), strict=False):
+        start = time.perf_counter()
+        params, state = jax.block_until_ready(step(params, state, *batch, jax.random.fold_in(jax.random.key(seed), i)))
+        durations.append(time.perf_counter() - start)
+        if (i + 1) % EVAL_EVERY_STEPS == 0:
+            loss = float(evaluate(params))
+            for target in problem.targets:
+                if loss <= target and reached[str(target)] is None:
+                    reached[str(target)] = i + 1
+            if not np.isfinite(loss) or all(reached.values()):
+                break
+    return Run(reached, loss, statistics.median(durations))
+
+
+def score(run: Run) -> tuple:
+    """Sorts runs: more targets reached first, then fewer steps to the hardest of them, then the loss."""
+    hit = [s for s in run.steps.values() if s is not None]
+    return -len(hit), max(hit, default=0), run.final_loss if np.isfinite(run.final_loss) else float("inf")
+
+
+def gradient_equivalents(problem: Problem, runner: Runner) -> float | None:
+    """Arithmetic of one step over that of one gradient; None for a peer whose step cannot be traced."""
+    x, labels = (a[:BATCH_SIZE] for a in problem.data)
+    params = problem.init(0)
+    total = lambda f, *args: sum(n for (_, dtype), n in count_operations(f, *args).counts.items() if "float" in dtype)
+    gradient = total(lambda p: jax.grad(problem.loss_fn, has_aux=True)(p, x, labels)[0], params)
+    init, step = runner
+    try:
+        state = jax.eval_shape(init, params)
+        return total(lambda p, s: step(p, s, x, labels, jax.random.key(0)), params, state) / gradient
+    except (TypeError, jax.errors.JAXTypeError):
+        return None
+
+
+def measure(problem: Problem, name: str, seeds: int, num_steps: int, grid: list[dict[str, Any]]) -> dict[str, Any]:
+    """Tunes an optimizer and runs it with further seeds."""
+    make = OPTIMIZERS[name][0]
+    evaluate = jax.jit(lambda params: problem.loss_fn(params, *problem.data)[0])
+    tuned = []
+    for setting in grid:
+        run = train(problem, make(problem, **setting), evaluate, TUNING_SEED, num_steps)
+        tuned.append((score(run), setting))
+        print(f"  {name} {setting}: {run.steps}, loss {run.final_loss:.4g}", flush=True)
+    best = min(tuned, key=lambda pair: pair[0])[1]
+    runner = make(problem, **best)
+    runs = [train(problem, runner, evaluate, seed, num_steps) for seed in range(seeds)]
+    return {
+        "setting": best,
+        "gradient_equivalents": gradient_equivalents(problem, runner),
+        "runs": [dataclasses.asdict(run) for run in runs],
+    }
+
+
+def table(problem: Problem, results: dict[str, Any]) -> str:
+    """Markdown: per optimizer and target the median steps (runs that reached it), seconds and gradient-equivalents."""
+    head = ["optimizer", *(f"{t:g}: steps / s / gradients" for t in problem.targets), "ms/step", "setting"]
+    lines = [head, ["---"] * len(head)]
+    for name in OPTIMIZERS:
+        if name not in results:
+            lines.append([name, *[""] * (len(head) - 1)])
+            continue
+        runs, equivalents = results[name]["runs"], results[name]["gradient_equivalents"]
+        seconds = statistics.median(run["step_seconds"] for run in runs)
+        cells = []
+        for target in map(str, problem.targets):
+            hit = [run["steps"][target] for run in runs if run["steps"][target] is not None]
+            if not hit:
+                cells.append(f"– (0/{len(runs)})")
+                continue
+            steps = statistics.median(hit)
+            gradients = "" if equivalents is None else f"{steps * equivalents:.0f}"
+            cells.append(f"{steps:g} / {steps * seconds:.2f} / {gradients} ({len(hit)}/{len(runs)})")
+        chosen = ", ".join(f"{k}={v}" for k, v in results[name]["setting"].items())
+        lines.append([name, *cells, f"{1e3 * seconds:.1f}", chosen])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the benchmark and prints one table per problem."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", default=",".join(PROBLEMS))
+    parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file to read, add to and write")
+    parser.add_argument("--quick", action="store_true", help="one setting, one seed, 20 steps")
+    flags = parser.parse_args(argv)
+    results = json.loads(flags.out.read_text()) if flags.out and flags.out.exists() else {}
+    for problem_name in flags.problems.split(","):
+        problem = PROBLEMS[problem_name]()
+        own = results.setdefault(problem_name, {})
+        for name in flags.optimizers.split(","):
+            if importlib.util.find_spec(MODULES.get(name, "kfac")) is None:
+                print(f"{name}: {MODULES[name]} is not installed, left out")
+                continue
+            grid = OPTIMIZERS[name][1][:1] if flags.quick else OPTIMIZERS[name][1]
+            num_steps = 20 if flags.quick else problem.num_steps
+            own[name] = measure(problem, name, 1 if flags.quick else flags.seeds, num_steps, grid)
+            if flags.out:
+                flags.out.write_text(json.dumps(results, indent=1))
+        print(f"\n## {problem_name}\n\n{table(problem, own)}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
