@@ -38,37 +38,6 @@ def dense_fisher(block, gradients):
     return jnp.einsum("nlp,nlq->lpq", u, u) / len(u)
 
 
-def system_of(name, form, curvature, params):
-    """The system of one block, with factors of this batch alone where the form has them."""
-    factors = {}
-    if form.name in ("kron", "factors"):
-        block = curvature.layers.blocks[name]
-        factors[name] = systems.new_factors(block, curvature, systems.lanes_of(block, flatten(params)), form)
-    (system,) = systems.build(curvature, flatten(params), {name: form}, factors)
-    return system
-
-
-def matrices(loss_fn, params, x, y, requests, *, key=None, **options):
-    """The dense matrices of requested blocks, compiled together.
-
-    Args:
-      loss_fn: ``(params, x, y) → (loss, aux)``.
-      requests: pairs of block name and form.
-      key, **options: of ``value_grad_and_curvature``, which is given ``fisher="empirical"`` by default.
-
-    Returns:
-      The matrices (lane, size, size) in the order of the requests, in the order of ``block.params``; and the curvature.
-    """
-    function = kfac.value_grad_and_curvature(loss_fn, has_aux=True, **{"fisher": "empirical", **options})
-
-    def compute(params, x, y):
-        curvature = function(params, x, y, key=key)[2]
-        return [matrix_of(system_of(name, form, curvature, params)) for name, form in requests], curvature
-
-    found, curvature = jax.jit(compute)(params, x, y)
-    return [np.asarray(m) for m in found], curvature
-
-
 def matrix_of(system):
     """The dense matrix of a system's products, in the order of ``block.params``."""
     return solver.dense_matrix(system.product, system.params)
