@@ -190,7 +190,7 @@ def tap(layer: Layer, params: dict[str, Array], x: Array, *, path: str) -> Array
                 f"expected kfac.tap's path to name parameters of the differentiated tree, got {name!r}; "
                 f"it has {', '.join(sorted(capture.shapes)[:8])}, …"
             )
-    return capture.tap(path, layer, x, y, named)
+    return capture.tap(path or "model", layer, x, y, named)
 
 
 def record_taps(loss_fn: Callable, params: PyTree, args: tuple) -> dict[str, Tap]:

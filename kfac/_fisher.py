@@ -41,7 +41,7 @@ def _sample_categorical(key: Array, logits: Array) -> Array:
 def _root_categorical(logits: Array, noise: Array) -> Array:
     probabilities = jax.nn.softmax(logits)
     scaled = jnp.sqrt(probabilities) * noise
-    return scaled - probabilities * jnp.sum(jnp.sqrt(probabilities) * scaled, axis=-1, keepdims=True)
+    return scaled - probabilities * jnp.sum(scaled, axis=-1, keepdims=True)
 
 
 def _sample_bernoulli(key: Array, logits: Array) -> Array:

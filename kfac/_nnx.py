@@ -135,4 +135,4 @@ def _common_parent(paths: list[str]) -> str:
         if len(set(keys)) > 1:
             break
         parents.append(keys[0])
-    return "/".join(parents) or paths[0]
+    return "/".join(parents) or "model"

@@ -11,6 +11,12 @@ from kfac._capture import path_name
 from kfac._systems import Form
 
 
+def normal(seed, *shape):
+    """Normal numbers in float64, inside and outside of ``jax.enable_x64``."""
+    with jax.enable_x64(True):
+        return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
+
+
 def flatten(tree):
     """{path: array}."""
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
@@ -36,6 +42,37 @@ def dense_fisher(block, gradients):
         rows.append(lanes.reshape(*lanes.shape[:2], -1))
     u = jnp.concatenate(rows, axis=2)
     return jnp.einsum("nlp,nlq->lpq", u, u) / len(u)
+
+
+def system_of(name, form, curvature, params):
+    """The system of one block, with factors of this batch alone where the form has them."""
+    factors = {}
+    if form.name in ("kron", "factors"):
+        block = curvature.layers.blocks[name]
+        factors[name] = systems.new_factors(block, curvature, systems.lanes_of(block, flatten(params)), form)
+    (system,) = systems.build(curvature, flatten(params), {name: form}, factors)
+    return system
+
+
+def matrices(loss_fn, params, x, y, requests, *, key=None, **options):
+    """The dense matrices of requested blocks, compiled together.
+
+    Args:
+      loss_fn: ``(params, x, y) → (loss, aux)``.
+      requests: pairs of block name and form.
+      key, **options: of ``value_grad_and_curvature``, which is given ``fisher="empirical"`` by default.
+
+    Returns:
+      The matrices (lane, size, size) in the order of the requests, in the order of ``block.params``; and the curvature.
+    """
+    function = kfac.value_grad_and_curvature(loss_fn, has_aux=True, **{"fisher": "empirical", **options})
+
+    def compute(params, x, y):
+        curvature = function(params, x, y, key=key)[2]
+        return [matrix_of(system_of(name, form, curvature, params)) for name, form in requests], curvature
+
+    found, curvature = jax.jit(compute)(params, x, y)
+    return [np.asarray(m) for m in found], curvature
 
 
 def matrix_of(system):

@@ -7,11 +7,7 @@ import pytest
 
 from kfac import _solver as solver
 
-
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def spd(size: int, rank: int, seed: int = 0) -> np.ndarray:

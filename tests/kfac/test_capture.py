@@ -1,0 +1,233 @@
+"""Taps under JAX's transformations, and the Fisher matrices that the extra pull-back gives."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kfac
+from kfac import _systems as systems
+from kfac._systems import Form
+from tests.kfac.reference import check_exact_blocks, cross_entropy, flatten, matrix_of, normal
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def layer(params, x, path):
+    return jnp.tanh(kfac.tap(kfac.Dense(), params, x, path=path))
+
+
+SHAPES = {"kernel": (3, 3), "bias": (3,)}
+STACK = {"stack": {name: normal(i, 2, *shape) for i, (name, shape) in enumerate(SHAPES.items())}}
+X, LABELS = normal(7, 4, 2, 3), jnp.arange(4) % 3
+
+
+def pool(x, labels):
+    return cross_entropy(x.mean(-2), labels)
+
+
+def scanned(params, x, labels, *, wrap=lambda f: f):
+    body = wrap(lambda x, p: (layer(p, x, "stack"), None))
+    return pool(jax.lax.scan(body, x, params["stack"])[0], labels)
+
+
+def in_scan_of_examples(params, x, labels):
+    """A vmap over examples around a scan over layers."""
+    one = lambda x: jax.lax.scan(lambda x, p: (layer(p, x, "stack"), None), x, params["stack"])[0]
+    return pool(jax.vmap(one)(x), labels)
+
+
+def vmapped_layers_in_vmapped_examples(params, x, labels):
+    one = lambda x: jax.vmap(lambda p: layer(p, x, "stack"))(params["stack"]).sum(0)
+    return pool(jax.vmap(one)(x), labels)
+
+
+def jitted_in_vmap(params, x, labels):
+    one = jax.jit(lambda p, x: layer(p, x, "stack"))
+    return pool(jax.vmap(lambda x: jax.vmap(lambda p: one(p, x))(params["stack"]).sum(0))(x), labels)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        scanned,
+        functools.partial(scanned, wrap=jax.checkpoint),
+        functools.partial(scanned, wrap=jax.jit),
+        in_scan_of_examples,
+        vmapped_layers_in_vmapped_examples,
+        jitted_in_vmap,
+    ],
+    ids=["scan", "remat in scan", "jit in scan", "scan in vmap", "vmap in vmap", "jit in vmap"],
+)
+def test_transformations(loss_fn):
+    layers = check_exact_blocks(loss_fn, STACK, X, LABELS, blocks={"stack": 2})
+    assert layers.coverage == 1.0
+
+
+def test_scan_is_the_unrolled_loop():
+    unrolled = {f"l{i}": jax.tree.map(lambda p, i=i: p[i], STACK["stack"]) for i in range(2)}
+
+    def loop(params, x, labels):
+        for name in params:
+            x = layer(params[name], x, name)
+        return pool(x, labels)
+
+    function = lambda f: jax.jit(kfac.value_grad_and_curvature(f, fisher="empirical", has_aux=True))
+    stacked, listed = function(scanned)(STACK, X, LABELS)[2], function(loop)(unrolled, X, LABELS)[2]
+    for i in range(2):
+        np.testing.assert_allclose(stacked.captured["stack"][0][i], listed.captured[f"l{i}"][0], rtol=1e-12)
+        np.testing.assert_allclose(stacked.captured["stack"][1][:, i], listed.captured[f"l{i}"][1], rtol=1e-12)
+
+
+@jax.checkpoint
+def rematerialised_globally(params, x):
+    return layer(params, x, "l")
+
+
+def test_functions_that_jax_has_cached_are_traced_anew():
+    params = {"l": {name: normal(1, *shape) for name, shape in SHAPES.items()}}
+    loss_fn = lambda p, x, y: pool(rematerialised_globally(p["l"], x), y)
+    jax.grad(lambda p: loss_fn(p, X, LABELS)[0])(params)  # in the cache without taps
+    check_exact_blocks(loss_fn, params, X, LABELS, blocks={"l": 1})
+    check_exact_blocks(loss_fn, params, X, LABELS, blocks={"l": 1})  # and with the taps of another trace
+
+
+def test_original_scan_needs_the_other_name():
+    from jax.lax import scan as kept
+
+    with_kfac = lambda p, x, y: pool(kfac.scan(lambda x, q: (layer(q, x, "stack"), None), x, p["stack"])[0], y)
+    check_exact_blocks(with_kfac, STACK, X, LABELS, blocks={"stack": 2})
+    np.testing.assert_array_equal(
+        kfac.scan(lambda c, x: (c + x, c), 0, jnp.arange(3))[1], kept(lambda c, x: (c + x, c), 0, jnp.arange(3))[1]
+    )
+
+
+def test_other_threads_see_no_taps():
+    captured, release, inside = {}, threading.Event(), threading.Event()
+    params = {"l": {name: normal(1, *shape) for name, shape in SHAPES.items()}}
+
+    def slow(params, x, labels):
+        inside.set()
+        release.wait(60)
+        return pool(layer(params["l"], x, "l"), labels)
+
+    def work():
+        with jax.enable_x64(True):
+            captured["layers"] = kfac.find_layers(slow, params, X, LABELS)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    inside.wait(60)
+    y = layer(params["l"], X, "l")  # no capture on this thread: nothing recorded, nothing raised
+    total = jax.lax.scan(lambda c, x: (c + x.sum(), None), 0.0, X)[0]
+    release.set()
+    thread.join()
+    assert y.shape == X.shape
+    np.testing.assert_allclose(total, X.sum())
+    assert list(captured["layers"].blocks) == ["l"]
+
+
+DENSE = {"l": {"kernel": normal(1, 3, 4)}}
+
+
+def categorical(params, x, labels):
+    return cross_entropy(kfac.tap(kfac.Dense(), params["l"], x, path="l"), labels)
+
+
+def fisher_block(fisher, key=None, *, loss_fn=categorical, labels=LABELS, x=X[:, 0], **options):
+    function = kfac.value_grad_and_curvature(loss_fn, fisher=fisher, has_aux=True, **options)
+    _, grads, curvature = function(DENSE, x, labels, key=key)
+    (system,) = systems.build(curvature, flatten(DENSE), {"l": Form("exact")})
+    return grads, np.asarray(matrix_of(system)[0])
+
+
+def gauss_newton(loss_of_outputs, x=X[:, 0]):
+    """Σ_n J_nᵀ H_n J_n / N of the dense layer, by JAX's own Hessian."""
+    outputs = lambda kernel: x @ kernel
+    jacobian = np.asarray(jax.jacobian(outputs)(DENSE["l"]["kernel"])).reshape(len(x), 4, 12)
+    hessians = jax.vmap(jax.hessian(loss_of_outputs))(outputs(DENSE["l"]["kernel"]))
+    return np.einsum("ncp,ncd,ndq->pq", jacobian, hessians, jacobian) / len(x)
+
+
+LOSSES = {
+    "categorical": lambda z: -jax.nn.log_softmax(z)[0],
+    "bernoulli": lambda z: jnp.logaddexp(0, z).sum(),
+    "gaussian": lambda z: 0.5 * (z**2).sum(),
+}
+
+
+@pytest.mark.parametrize("likelihood", list(LOSSES))
+def test_enumeration_is_the_gauss_newton_matrix(likelihood):
+    _, block = fisher_block("enumerate", likelihood=likelihood)
+    np.testing.assert_allclose(block, gauss_newton(LOSSES[likelihood]), rtol=1e-11, atol=1e-15)
+
+
+@pytest.mark.parametrize("likelihood", list(LOSSES))
+@pytest.mark.parametrize("fisher", ["mc", "ggn"])
+def test_draws_average_to_the_gauss_newton_matrix(fisher, likelihood):
+    errors = []
+    expected = gauss_newton(LOSSES[likelihood])
+    for samples in (100, 10000):
+        _, block = fisher_block(fisher, jax.random.key(0), likelihood=likelihood, num_samples=samples)
+        errors.append(np.linalg.norm(block - expected) / np.linalg.norm(expected))
+    assert errors[1] < 0.05
+    assert errors[1] < errors[0] / 3  # 1/√100 of it, on average
+
+
+def test_extra_pullback_leaves_the_gradient_alone():
+    plain, _ = fisher_block("empirical")
+    sampled, block = fisher_block("mc", jax.random.key(0))
+    other = fisher_block("mc", jax.random.key(1))[1]
+    jax.tree.map(np.testing.assert_array_equal, plain, sampled)
+    assert np.abs(block - other).max() > 0
+
+
+def test_positions_are_terms_of_a_mean():
+    # A mean over T positions: its Gauss-Newton matrix is that of N·T examples of one position.
+    positions = lambda params, x, labels: cross_entropy(kfac.tap(kfac.Dense(), params["l"], x, path="l"), labels)
+    labels = jnp.tile(LABELS[:, None], (1, 2))
+    expected = gauss_newton(LOSSES["categorical"], X.reshape(-1, 3))
+    _, block = fisher_block("mc", jax.random.key(0), loss_fn=positions, labels=labels, x=X, num_samples=20000)
+    assert np.linalg.norm(block - expected) < 0.05 * np.linalg.norm(expected)
+
+
+def test_refresh_switches_the_extra_pullback_off():
+    function = kfac.value_grad_and_curvature(categorical, has_aux=True)
+    run = jax.jit(lambda refresh: function(DENSE, X[:, 0], LABELS, key=jax.random.key(0), refresh=refresh))
+    always = function(DENSE, X[:, 0], LABELS, key=jax.random.key(0))
+    for refresh in (True, False):
+        _, grads, curvature = run(refresh)
+        x, g = curvature.captured["l"]
+        np.testing.assert_allclose(grads["l"]["kernel"], always[1]["l"]["kernel"], rtol=1e-12)
+        np.testing.assert_array_equal(x, X[:, 0])
+        np.testing.assert_allclose(g, always[2].captured["l"][1] * refresh, rtol=1e-12)
+        assert bool(curvature.fresh) == refresh
+    assert always[2].fresh is None
+
+
+def test_errors_say_what_was_expected():
+    function = kfac.value_grad_and_curvature
+    with pytest.raises(ValueError, match="expected fisher to be one of"):
+        function(categorical, fisher="exact")
+    with pytest.raises(ValueError, match="expected has_aux=True"):
+        function(lambda p, x: 0.0, fisher="mc")
+    with pytest.raises(ValueError, match="expected a likelihood among"):
+        function(categorical, likelihood="poisson", has_aux=True)
+    with pytest.raises(ValueError, match="expected key="):
+        function(categorical, has_aux=True)(DENSE, X[:, 0], LABELS)
+    with pytest.raises(ValueError, match=r"expects outputs of shape \(batch, classes\)"):
+        function(categorical, fisher="enumerate", has_aux=True)(DENSE, X, jnp.zeros((4, 2), int))
+    with pytest.raises(ValueError, match="to name parameters of the differentiated tree"):
+        kfac.find_layers(lambda p, x: kfac.tap(kfac.Dense(), p["l"], x, path="m").sum(), DENSE, X)
+    with pytest.raises(ValueError, match="pass batch_size="):
+        kfac.find_layers(lambda p: kfac.tap(kfac.Dense(), p["l"], X, path="l").sum(), DENSE)
+
+
+def test_layers_without_an_example_axis_are_skipped():
+    loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p["l"], jnp.ones((5, 3)), path="l").sum() * x.sum()).mean()
+    layers = kfac.find_layers(loss_fn, DENSE, X)
+    assert not layers.blocks
+    assert "numbers the 4 examples" in layers.skipped["l"]

@@ -1,0 +1,85 @@
+"""The report of ``kfac.verify``, and the costs that plans are made of."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kfac
+from kfac import _costs as costs
+from tests.kfac.reference import cross_entropy, normal
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def network(params, x, labels):
+    x = jnp.tanh(kfac.tap(kfac.Dense(), params["a"], x, path="a"))
+    return cross_entropy(kfac.tap(kfac.Dense(), params["b"], x, path="b").mean(1), labels)
+
+
+def with_a_hidden_use(params, x, labels):
+    loss, logits = network(params, x, labels)
+    return loss + (params["b"]["kernel"] ** 2).sum(), logits
+
+
+SHAPES = {"a": {"kernel": (3, 4), "bias": (4,)}, "b": {"kernel": (4, 3)}}
+
+
+def make():
+    params = {k: {n: normal(i, *s) for n, s in layer.items()} for i, (k, layer) in enumerate(SHAPES.items())}
+    return params, normal(3, 5, 2, 3), jnp.arange(5) % 3
+
+
+def test_a_sound_model_passes_and_a_missed_use_shows():
+    with jax.enable_x64(True):
+        params, x, labels = make()
+        report = kfac.verify(network, params, x, labels, has_aux=True)
+        missed = kfac.verify(with_a_hidden_use, params, x, labels, has_aux=True)
+    for row in report.rows:
+        assert max(row.capture_error, row.product_error) < 1e-12
+        assert row.cg_error < 1e-6
+        assert 0 < row.kron_cosine <= 1
+        assert row.rank == 5  # of five examples
+        assert row.condition > 1
+    errors = {row.name: row.capture_error for row in missed.rows}
+    assert errors["a"] < 1e-12
+    assert errors["b"] > 0.1
+    assert "100.0 % of the parameters covered" in str(report)
+    assert len(str(report).splitlines()) == 4
+
+
+def test_costs_are_those_xla_counts():
+    params, x, labels = make()
+    (block, _) = kfac.find_layers(network, params, x, labels).blocks.values()
+    c = costs.cost(block)
+    features, g = jnp.ones((10, 4)), jnp.ones((10, 4))
+    count = lambda f, *args: jax.jit(f).lower(*args).cost_analysis()["flops"]
+    assert c.weight_gradient == count(lambda a, g: a.T @ g, features, g)
+    assert c.product == pytest.approx(count(lambda a, v, g: a.T @ ((a @ v) + g), features, features[:4], g), rel=0.2)
+    assert c.form_factors == count(lambda a, g: (a.T @ a, g.T @ g), features, g)
+    assert c.factor_product == count(lambda a, v, g: a @ v @ g, jnp.ones((4, 4)), jnp.ones((4, 4)), jnp.ones((4, 4)))
+
+
+def test_cheaper_forms_are_chosen():
+    params = {"kernel": jnp.ones((64, 64))}
+    loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p, x, path="") ** 2).mean()
+    few, many = (kfac.find_layers(loss_fn, params, jnp.ones((n, 64))).blocks["model"] for n in (4, 4096))
+    assert costs.prefers_factors(many, 10)
+    assert not costs.prefers_factors(few, 10)
+    assert costs.prefers_dual(few, 10, 1)
+    assert not costs.prefers_dual(many, 10, 1)
+
+
+def test_plans_stay_within_their_budget():
+    params = {"kernel": jnp.ones((64, 64))}
+    loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p, x, path="") ** 2).mean()
+    plans = [kfac.plan(loss_fn, params, jnp.ones((512, 64)), overhead=budget) for budget in (1.4, 2.0, 5.0)]
+    for plan, budget in zip(plans, (1.4, 2.0, 5.0), strict=True):
+        parts = plan.parts["pullback"] + plan.parts["factors"] + plan.parts["model"]
+        expected = 1 + parts / plan.curvature_interval + plan.max_iterations * plan.parts["iteration"]
+        assert plan.overhead == pytest.approx(expected)
+        assert plan.overhead <= budget
+    assert plans[0].curvature_interval > plans[1].curvature_interval > plans[2].curvature_interval == 1
+    with pytest.raises(ValueError, match="expected an overhead above 1"):
+        kfac.plan(loss_fn, params, jnp.ones((512, 64)), overhead=1.0)
+    with pytest.raises(ValueError, match="expected an overhead of at least"):
+        kfac.plan(loss_fn, params, jnp.ones((2, 64)), overhead=1.01)
