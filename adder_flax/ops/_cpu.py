@@ -46,7 +46,7 @@ class CpuBackend(Backend):
 
     def why_unavailable(self):
         try:
-            _load_library()
+            load_library()
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             return str(error)
         return None
@@ -108,7 +108,7 @@ def _call(target, shapes, *operands, **attributes):
 
 
 @functools.cache
-def _load_library() -> ctypes.CDLL:
+def load_library() -> ctypes.CDLL:
     """Compiles the kernels if no cached library fits, loads them and registers them with XLA.
 
     Raises:

@@ -1001,7 +1001,71 @@ ffi::Error AdditivePullback(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::Any
   return ffi::Error::Success();
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// The bound that benchmarks compare with: the instructions of a term and nothing else
+// ---------------------------------------------------------------------------------------------------------------------
+
+// Makes the compiler take v for changed, so that it neither hoists nor merges what is computed from it.
+inline void Opaque(Vec& v) {
+#if defined(__aarch64__)
+  asm volatile("" : "+w"(v));
+#elif defined(__x86_64__)
+  asm volatile("" : "+v"(v));
+#endif
+}
+
+struct MultiplyAddTerm {
+  void AddTo(Vec& total, int, int, const Vec* x, Vec w) const { total += x[0] * w; }
+};
+
+// Eight sums are as many as hide the latency of an addition.
+constexpr int kBoundRows = 2, kBoundVecs = 4;
+
+// Adds up terms whose operands stay in registers, `iterations` for each lane of kBoundRows x kBoundVecs vectors.
+template <class Term>
+float SumInRegisters(const Term& term, int64_t iterations) {
+  Tile<kBoundRows, kBoundVecs> total{};
+  Vec x[kBoundRows] = {}, w[kBoundVecs] = {}, sum{};
+  for (Vec& scalar : x) Opaque(scalar);
+  for (int64_t i = 0; i < iterations; ++i) {
+    for (Vec& column : w) Opaque(column);
+    for (int r = 0; r < kBoundRows; ++r) {
+      for (int v = 0; v < kBoundVecs; ++v) term.AddTo(total[r][v], r, v, &x[r], w[v]);
+    }
+  }
+  for (const auto& row : total) {
+    for (Vec element : row) sum += element;
+  }
+  return Sum(sum);
+}
+
 }  // namespace
+
+extern "C" {
+
+extern const int64_t AdderFlaxBoundTerms = kBoundRows * kBoundVecs * kLanes;  // in an iteration
+
+float AdderFlaxBoundMultiplyAdd(int64_t iterations) { return SumInRegisters(MultiplyAddTerm(), iterations); }
+
+float AdderFlaxBoundForward(int64_t iterations) { return SumInRegisters(MaxTerm(), iterations); }
+
+float AdderFlaxBoundHardtanh(int64_t iterations) {
+  Tile<kBoundRows, kBoundVecs> own{};
+  for (auto& row : own) {
+    for (Vec& element : row) Opaque(element);
+  }
+  const Hardtanh<true> rule{1};
+  return SumInRegisters(PullbackTerm<Hardtanh<true>, kBoundRows, kBoundVecs>{rule, own}, iterations);
+}
+
+float AdderFlaxBoundAdditive(int64_t iterations) {
+  struct Term {
+    void AddTo(Vec& total, int, int, const Vec* x, Vec w) const { total += Tanh(x[0] + w); }
+  };
+  return SumInRegisters(Term(), iterations);
+}
+
+}  // extern "C"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // What Python registers with XLA
