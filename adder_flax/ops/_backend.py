@@ -30,6 +30,8 @@ AUTO = "auto"
 # the package does not pay for compilers and kernel languages that it will not use.
 _BACKENDS = {
     "cpu_native": "adder_flax.ops._cpu:CpuBackend",
+    "pallas_gpu": "adder_flax.ops._pallas_gpu:PallasGpuBackend",
+    "pallas_tpu": "adder_flax.ops._pallas_tpu:PallasTpuBackend",
     "xla": "adder_flax.ops._xla:XlaBackend",
     "reference": "adder_flax.ops._reference:ReferenceBackend",
 }
@@ -276,6 +278,22 @@ def _check_name(name: str) -> None:
         get_backend(name)
 
 
+def available_backends() -> tuple[str, ...]:
+    """Returns the names of the backends that can run in this process, best first.
+
+    Example:
+      >>> from adder_flax import ops
+      >>> ops.available_backends()[-2:]
+      ('xla', 'reference')
+    """
+    return tuple(name for name in _BACKENDS if _runs_here(name) and _why_unavailable(name) is None)
+
+
+def _runs_here(name: str) -> bool:
+    platforms = get_backend(name).platforms
+    return not platforms or any(platform in platforms for platform in _process_platforms())
+
+
 def backend_report() -> str:
     """Returns a short text for people: which backend runs on which platform here, and why.
 
@@ -291,6 +309,11 @@ def backend_report() -> str:
         chosen = [f"{_best_for(platform, 'float32').name} on {platform}" for platform in _process_platforms()]
         lines = [f"ops backend: {', '.join(chosen)} (the best available)"]
     for name in _BACKENDS:
-        reason = _why_unavailable(name)
-        lines.append(f"  {name}: {'available' if reason is None else 'not available: ' + reason}")
+        if not _runs_here(name):
+            state = f"for {', '.join(get_backend(name).platforms)}"
+        elif (reason := _why_unavailable(name)) is None:
+            state = "available"
+        else:
+            state = f"not available: {reason}"
+        lines.append(f"  {name}: {state}")
     return "\n".join(lines)

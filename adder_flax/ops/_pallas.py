@@ -1,0 +1,226 @@
+"""What the Pallas backends share: every function of a backend as one reduction over pairs.
+
+All of them have the form
+
+    out[b, i, j] = sum over c of term(operands at b, i, j, c)
+
+and differ in the term and in what supplies its operands: a row (axes i, c), a column (c, j), one number for each c, or
+something fixed during the sum (i j, i or j). `PallasBackend` states the terms; a subclass for one kind of hardware
+says how to walk over the pairs, in `reduce_pairs`, and may put a term in a form that suits its instructions.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from adder_flax.ops._backend import Backend
+from adder_flax.ops._reference import to_nk, upcast
+from adder_flax.ops._rules import GradientRule
+from adder_flax.ops._xla import XlaBackend
+
+# Makes +-1 of any difference of two unequal floats when the product is clipped to [-1, 1]. Subnormal differences, below
+# the reciprocal, are the exception: they count as almost equal.
+SIGN_SLOPE = 2.0**126
+
+
+class Operand(NamedTuple):
+    """An array (B, ...) and the names of its axes after the batch: `i`, `j`, or `c`, the axis summed over.
+
+    Operands with a `c` are read for each term of the sum, the others once before it.
+    """
+
+    array: jax.Array
+    axes: str
+
+
+class Reduction(NamedTuple):
+    """One reduction over pairs, in functions of float32 blocks that broadcast to a block of the output.
+
+    Attributes:
+      operands: what is read, in the order in which the functions below take it.
+      step: `step(totals, held, *values)` returns the totals with one term added; `values` are the operands with a `c`.
+      begin: `begin(zero, *fixed)` returns the first totals and what the steps hold; `fixed` are the operands without a
+        `c`, and `zero` is a block of zeros of the shape of the output.
+      finish: applied to each total after the last term.
+    """
+
+    operands: Sequence[Operand]
+    step: Callable
+    begin: Callable = lambda zero, *fixed: ((zero,), fixed)
+    finish: Callable = lambda total: total
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the length of each axis: `b`, `i`, `j` and `c`."""
+        return {
+            name: length for array, axes in self.operands for name, length in zip("b" + axes, array.shape, strict=True)
+        }
+
+    def out_types(self) -> list[jax.ShapeDtypeStruct]:
+        """Returns the type of each output; under `jax.shard_map` it varies over the mesh axes that any operand does."""
+        arrays = [array for array, _ in self.operands]
+        total = jax.eval_shape(lambda *arrays: sum(a.astype(jnp.float32).sum() for a in arrays), *arrays)
+        fixed = [total] * sum("c" not in axes for _, axes in self.operands)
+        totals, _ = jax.eval_shape(lambda *fixed: self.begin(jnp.zeros(()), *fixed), *fixed)
+        size = self.sizes()
+        return [total.update(shape=(size["b"], size["i"], size["j"]))] * len(totals)
+
+
+def _split_axes(size: dict[str, int]) -> tuple[dict[str, tuple[str, ...]], set[str]]:
+    """Returns over which axes of the ambient mesh to split `b` and `i`, and all of its automatic axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1
+    ]
+    split = {"b": (), "i": ()}
+    for name in automatic:
+        for axis, names in split.items():
+            if size[axis] % math.prod(mesh.shape[n] for n in (*names, name)) == 0:
+                split[axis] = (*names, name)
+                break
+    return split, set(automatic)
+
+
+def _unless_empty(method):
+    """Leaves calls that give a kernel no work, because some axis has no elements, to the XLA backend."""
+
+    @functools.wraps(method)
+    def checked(self, *args, **options):
+        if any(a.size == 0 for a in args if hasattr(a, "size")):
+            return getattr(XlaBackend(), method.__name__)(*args, **options)
+        return method(self, *args, **options)
+
+    return checked
+
+
+class PallasBackend(Backend):
+    """A backend whose functions are reductions over pairs, for subclasses that implement `reduce_pairs`.
+
+    Args:
+      interpret: run the kernels in Pallas's interpreter: anywhere, slowly, for tests.
+    """
+
+    def __init__(self, interpret: bool = False):
+        self.interpret = interpret
+
+    def supports(self, dtype):
+        return jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16, jnp.float16)
+
+    def run_kernel(self, reduction: Reduction) -> list[jax.Array]:
+        """Computes the reduction on one device; returns one float32 array (B, I, J) for each of its totals."""
+        raise NotImplementedError
+
+    def reduce_pairs(self, reduction: Reduction) -> list[jax.Array]:
+        """Computes the reduction where its operands are: the compiler can split other operations, but not a kernel.
+
+        Under `jax.set_mesh`, the batch, or else the rows, are split over the automatic axes of the mesh.
+        """
+        split, mesh_axes = _split_axes(reduction.sizes())
+        if not mesh_axes:
+            return self.run_kernel(reduction)
+        axes = [operand.axes for operand in reduction.operands]
+
+        def run_shard(*arrays):
+            operands = [Operand(*operand) for operand in zip(arrays, axes, strict=True)]
+            return self.run_kernel(reduction._replace(operands=operands))
+
+        spec = lambda axes: PartitionSpec(*[split.get(axis) for axis in "b" + axes])
+        return jax.shard_map(
+            run_shard, in_specs=tuple(map(spec, axes)), out_specs=spec("ij"), axis_names=mesh_axes, check_vma=False
+        )(*[operand.array for operand in reduction.operands])
+
+    def multiply_add(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
+        """Computes a b + c inside a kernel."""
+        return a * b + c
+
+    def clip(self, a: jax.Array) -> jax.Array:
+        """Clips to [-1, 1] inside a kernel; NaN stays NaN."""
+        return jnp.clip(a, -1.0, 1.0)
+
+    def hidden_operands(self, query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns what `hidden` takes in place of queries and keys, in their shapes (B, N, K)."""
+        return query, key
+
+    def hidden(self, query: jax.Array, key: jax.Array) -> jax.Array:
+        """Computes tanh(query + key) inside a kernel, from `hidden_operands`."""
+        return jnp.tanh(query + key)
+
+    @_unless_empty
+    def l1(self, x, w, axes):
+        def step(totals, _, x_c, w_c):
+            return (totals[0] + jnp.abs(x_c - w_c),)
+
+        operands = [Operand(x, "ic"), Operand(w, "cj" if axes == "kn" else "jc")]
+        (y,) = self.reduce_pairs(Reduction(operands, step, finish=jnp.negative))
+        return y
+
+    @_unless_empty
+    def l1_pullback_x(self, x, w, g, rule, axes):
+        return self.reduce_rule(Operand(g, "ic"), Operand(w, "jc" if axes == "kn" else "cj"), Operand(x, "ij"), rule)
+
+    @_unless_empty
+    def l1_pullback_w(self, x, w, g, rule, axes):
+        # The same sum with the roles of x and w exchanged.
+        dw = self.reduce_rule(Operand(g, "ci"), Operand(x, "cj"), Operand(to_nk(w, axes), "ij"), rule)
+        return to_nk(dw, axes)
+
+    def reduce_rule(self, g: Operand, w: Operand, x: Operand, rule: GradientRule) -> jax.Array:
+        """Computes sum over c of g[i, c] rule(w[c, j] - x[i, j])."""
+
+        def step(totals, held, g_c, w_c):
+            return (self.multiply_add(g_c, self._apply(rule, w_c - held[0]), totals[0]),)
+
+        (dx,) = self.reduce_pairs(Reduction([g, w, x], step))
+        return dx
+
+    def _apply(self, rule, difference):
+        slope = SIGN_SLOPE if rule.name == "sign" else rule.slope
+        return self.clip(difference if slope == 1 else slope * difference)
+
+    @_unless_empty
+    def l1_pushforward(self, x, w, dx, rule, axes):
+        def step(totals, _, x_c, w_c, dx_c):
+            return (self.multiply_add(dx_c, self._apply(rule, w_c - x_c), totals[0]),)
+
+        operands = [Operand(x, "ic"), Operand(w, "cj" if axes == "kn" else "jc"), Operand(dx, "ic")]
+        (dy,) = self.reduce_pairs(Reduction(operands, step))
+        return dy
+
+    @_unless_empty
+    def additive(self, query, key, v):
+        def step(totals, _, query_c, key_c, v_c):
+            return (self.multiply_add(v_c, self.hidden(query_c, key_c), totals[0]),)
+
+        query, key = self.hidden_operands(query, key)
+        operands = [Operand(query, "ic"), Operand(key, "jc"), Operand(v, "c")]
+        (scores,) = self.reduce_pairs(Reduction(operands, step))
+        return scores
+
+    @_unless_empty
+    def additive_pullback(self, query, key, v, g):
+        def slope_step(totals, held, g_c, query_c):
+            hidden = self.hidden(query_c, held[0])
+            return (self.multiply_add(g_c, self.multiply_add(-hidden, hidden, 1.0), totals[0]),)
+
+        def slope_and_value_step(totals, held, g_c, key_c):
+            hidden = self.hidden(held[0], key_c)
+            slope = self.multiply_add(-hidden, hidden, 1.0)
+            return self.multiply_add(g_c, slope, totals[0]), self.multiply_add(g_c, hidden, totals[1])
+
+        query, key = self.hidden_operands(query, key)
+        (dk,) = self.reduce_pairs(Reduction([Operand(g, "ci"), Operand(query, "cj"), Operand(key, "ij")], slope_step))
+        dq, dv = self.reduce_pairs(
+            Reduction(
+                [Operand(g, "ic"), Operand(key, "cj"), Operand(query, "ij")],
+                slope_and_value_step,
+                begin=lambda zero, *fixed: ((zero, zero), fixed),
+            )
+        )
+        (v,) = upcast(v)
+        return dq * v[:, None], dk * v[:, None], dv.sum(1)

@@ -1,0 +1,127 @@
+"""Which backend runs: the choice, its place in the caches of jit, and what it tells."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adder_flax import ops
+from adder_flax.ops import _backend
+from tests.processes import ROOT, simulated_devices
+
+
+def _primitives(function, *arrays):
+    return str(jax.make_jaxpr(function)(*arrays))
+
+
+def test_a_jitted_function_is_traced_again_under_another_backend():
+    traces = []
+
+    @jax.jit
+    def product(x, w):
+        traces.append(_backend.resolve_backend(x.dtype).name)
+        return ops.adder_matmul(x, w)
+
+    x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
+    for name in ("xla", "reference", "xla"):
+        with ops.use_backend(name):
+            product(x, w)
+    assert traces == ["xla", "reference"]
+
+
+def test_the_backward_pass_stays_on_the_backend_of_the_forward_pass():
+    x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
+    with ops.use_backend("xla"):
+        y, vjp = jax.vjp(ops.adder_matmul, x, w)
+    with ops.use_backend("reference"):
+        assert "scan" not in _primitives(ops.adder_matmul, x, jnp.ones((3, 40)))
+        wide = jax.vjp(lambda x: ops.adder_matmul(x, jnp.ones((3, 40))), x)[1]
+        assert "scan" not in _primitives(wide, jnp.ones((2, 40)))
+    with ops.use_backend("xla"):
+        wide = jax.vjp(lambda x: ops.adder_matmul(x, jnp.ones((3, 40))), x)[1]
+    assert "scan" in _primitives(wide, jnp.ones((2, 40)))  # blocks of the 40 columns
+    np.testing.assert_array_equal(vjp(y)[0].shape, x.shape)
+
+
+def test_use_backend_ends_with_its_block_even_after_an_error():
+    with pytest.raises(ZeroDivisionError), ops.use_backend("reference"):
+        1 / 0  # noqa: B018
+    assert "reference (asked" not in ops.backend_report()
+
+
+def test_set_backend_holds_for_the_process_and_use_backend_goes_before_it():
+    try:
+        ops.set_backend("reference")
+        assert ops.backend_report().startswith("ops backend: reference (asked for by name)")
+        with ops.use_backend("xla"):
+            assert ops.backend_report().startswith("ops backend: xla")
+    finally:
+        ops.set_backend("auto")
+
+
+def test_the_environment_sets_the_backend():
+    code = "from adder_flax import ops; print(ops.backend_report())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=simulated_devices(1) | {"ADDER_FLAX_BACKEND": "xla"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("ops backend: xla (asked for by name)")
+
+
+def test_an_unknown_name_in_the_environment_is_reported_on_first_use():
+    done = subprocess.run(
+        [sys.executable, "-c", "from adder_flax import ops; ops.adder_matmul([[1.0]], [[1.0]])"],
+        env=simulated_devices(1) | {"ADDER_FLAX_BACKEND": "fastest"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert "ADDER_FLAX_BACKEND" in done.stderr
+    assert "'fastest'" in done.stderr
+
+
+def test_asking_for_a_backend_that_cannot_run_here_says_why(monkeypatch):
+    class Absent(_backend.Backend):
+        name = "xla"
+
+        def why_unavailable(self):
+            return "no such hardware"
+
+    monkeypatch.setattr(_backend, "get_backend", lambda name: Absent())
+    monkeypatch.setattr(_backend, "_why_unavailable", lambda name: "no such hardware")
+    with _backend.use_backend("xla"), pytest.raises(RuntimeError, match="no such hardware"):
+        _backend.resolve_backend(jnp.float32)
+
+
+def test_float64_runs_on_a_backend_that_keeps_it():
+    with jax.enable_x64(True):
+        x = np.linspace(0, 1, 12).reshape(3, 4)
+        w = np.linspace(1, 2, 20).reshape(4, 5)
+        y, vjp = jax.vjp(ops.adder_matmul, x, w)
+        assert y.dtype == jnp.float64
+        assert [d.dtype for d in vjp(y)] == [jnp.float64] * 2
+        np.testing.assert_allclose(y, -np.abs(x[:, :, None] - w).sum(1), rtol=1e-15)
+
+
+def test_every_backend_implements_every_function():
+    names = [name for name in vars(_backend.Backend) if name.startswith(("l1", "additive"))]
+    assert len(names) == 7
+    for backend in map(_backend.get_backend, _backend._BACKENDS):
+        for name in set(names) - {"l1_pullback"}:  # which has a default
+            assert getattr(type(backend), name) is not getattr(_backend.Backend, name), f"{backend.name}: {name}"
+
+
+def test_a_process_with_two_platforms_chooses_when_the_platform_is_known():
+    xla, reference = _backend.get_backend("xla"), _backend.get_backend("reference")
+    both = _backend._PerPlatform((("cpu", xla), ("cuda", reference)))
+    x, w = jnp.ones((1, 5, 40)), jnp.ones((1, 40, 3))
+    lowered = jax.jit(lambda x, w: both.l1(x, w, axes="kn")).trace(x, w)
+    assert "while" in lowered.lower(lowering_platforms=("cpu",)).as_text()
+    assert "while" not in lowered.lower(lowering_platforms=("cuda",)).as_text()

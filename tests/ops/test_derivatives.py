@@ -1,0 +1,147 @@
+"""Derivatives of the reductions: true gradients, adjoints, memory, and what happens to shapes and dtypes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adder_flax import ops
+
+BACKENDS = ("reference", "xla", "cpu_native")
+RULES = ("sign", "full", "hardtanh")
+
+
+def _normal(*shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("x_gradient", RULES)
+@pytest.mark.parametrize("w_gradient", RULES)
+def test_the_jvp_is_the_adjoint_of_the_backward_pass(backend, x_gradient, w_gradient):
+    x, dx, w, dw, g = _normal((2, 5, 23), (2, 5, 23), (23, 9), (23, 9), (2, 5, 9))
+    rules = {"x_gradient": x_gradient, "w_gradient": w_gradient, "hardtanh_slope": 2.5}
+    with ops.use_backend(backend):
+        dy = ops.adder_matmul_jvp(x, w, dx, dw, **rules)
+        x_bar, w_bar = jax.vjp(lambda x, w: ops.adder_matmul(x, w, **rules), x, w)[1](g)
+        parts = ops.adder_matmul_jvp(x, w, dx, None, **rules) + ops.adder_matmul_jvp(x, w, None, dw, **rules)
+    np.testing.assert_allclose(np.vdot(g, dy), np.vdot(x_bar, dx) + np.vdot(w_bar, dw), rtol=1e-4)
+    np.testing.assert_allclose(parts, dy, atol=1e-5)
+    assert dy.shape == (2, 5, 9)
+
+
+def test_the_jvp_without_tangents_is_zero():
+    x, w = _normal((2, 3), (3, 4))
+    np.testing.assert_array_equal(ops.adder_matmul_jvp(x, w, None, None), np.zeros((2, 4)))
+
+
+def _finite_difference(function, arrays, index, direction, step=1e-6):
+    moved = [list(arrays), list(arrays)]
+    moved[0][index] = arrays[index] + step * direction
+    moved[1][index] = arrays[index] - step * direction
+    return (function(*moved[0]) - function(*moved[1])) / (2 * step)
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_sign_rules_are_the_true_gradient(backend):
+    """In float64, where the step is far from any kink."""
+    x, w, v, g = (a.astype(np.float64) for a in _normal((7, 11), (11, 5), (5, 11), (7, 5), seed=3))
+    losses = {
+        "adder_matmul": (lambda x, w: (g * ops.adder_matmul(x, w, x_gradient="sign", w_gradient="sign")).sum(), (x, w)),
+        "l1_scores": (lambda q, k: (g * ops.l1_scores(q, k)).sum(), (x, v)),
+        "additive_scores": (lambda q, k, v: (g * ops.additive_scores(q, k, v)).sum(), (x, v, v[0])),
+    }
+    with jax.enable_x64(True), ops.use_backend(backend):
+        for name, (loss, arrays) in losses.items():
+            gradients = jax.grad(loss, tuple(range(len(arrays))))(*arrays)
+            for index, gradient in enumerate(gradients):
+                direction = np.random.default_rng(index).normal(size=arrays[index].shape)
+                slope = _finite_difference(loss, arrays, index, direction)
+                np.testing.assert_allclose(np.vdot(gradient, direction), slope, rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("backend", ["xla", "cpu_native"])
+def test_nothing_of_the_size_of_the_broadcast_is_stored(backend):
+    rows, depth, columns = 256, 192, 320
+    x, w = jnp.ones((rows, depth)), jnp.ones((depth, columns))
+    q = jnp.ones((2, 256, 64))
+    losses = [
+        (lambda x, w: ops.adder_matmul(x, w).sum(), (x, w), rows * depth * columns),
+        (lambda x, w: ops.adder_matmul(x, w, w_gradient="sign").sum(), (x, w), rows * depth * columns),
+        (lambda q, k: ops.l1_scores(q, k).sum(), (q, q), q.size * 256),
+        (lambda q, k: ops.additive_scores(q, k, jnp.ones(64)).sum(), (q, q), q.size * 256),
+    ]
+    for loss, arrays, broadcast in losses:
+        with ops.use_backend(backend):
+            compiled = jax.jit(jax.grad(loss, (0, 1))).lower(*arrays).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 4 * broadcast / 16
+
+
+def test_residuals_are_the_inputs():
+    x, w = _normal((50, 40), (40, 30))
+    residuals = jax.tree.leaves(jax.vjp(ops.adder_matmul, x, w)[1])
+    assert sorted(np.size(r) for r in residuals) == [40 * 30, 50 * 40]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_under_remat_the_gradients_are_the_same(backend):
+    x, w, g = _normal((6, 20), (20, 12), (6, 12))
+    loss = lambda x, w: (g * ops.adder_matmul(x, w)).sum()
+    with ops.use_backend(backend):
+        plain, again = jax.grad(loss, (0, 1))(x, w), jax.grad(jax.checkpoint(loss), (0, 1))(x, w)
+    jax.tree.map(np.testing.assert_array_equal, plain, again)
+
+
+@pytest.mark.parametrize("shape", [(3,), (0, 3), (2, 0, 3), (1, 1, 3), (2, 3, 4, 3)])
+def test_leading_axes_of_any_number(shape):
+    x, w = _normal(shape, (3, 5))
+    y, vjp = jax.vjp(ops.adder_matmul, x, w)
+    assert y.shape == (*shape[:-1], 5)
+    assert [d.shape for d in vjp(y)] == [x.shape, w.shape]
+    np.testing.assert_allclose(y, -np.abs(x[..., None] - w).sum(-2), rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sizes", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
+def test_scores_of_nothing(backend, sizes):
+    queries, keys, dim = sizes
+    query, key, v = jnp.ones((2, queries, dim)), jnp.ones((2, keys, dim)), jnp.ones(dim)
+    with ops.use_backend(backend):
+        for score, arrays in ((ops.l1_scores, (query, key)), (ops.additive_scores, (query, key, v))):
+            s, vjp = jax.vjp(score, *arrays)
+            np.testing.assert_array_equal(s, np.zeros((2, queries, keys)))
+            for gradient, array in zip(vjp(s), arrays, strict=True):
+                np.testing.assert_array_equal(gradient, np.zeros(array.shape))
+
+
+def test_leading_axes_of_scores_broadcast():
+    query, key, v = _normal((4, 1, 6, 8), (3, 7, 8), (3, 8))
+    s, vjp = jax.vjp(ops.l1_scores, query, key)
+    assert s.shape == (4, 3, 6, 7)
+    assert [d.shape for d in vjp(s)] == [query.shape, key.shape]
+    s, vjp = jax.vjp(ops.additive_scores, query, key, v)
+    assert [d.shape for d in vjp(s)] == [query.shape, key.shape, v.shape]
+
+
+def test_gradients_have_the_dtype_of_their_operand():
+    x, w = jnp.ones((3, 4), jnp.bfloat16), jnp.ones((4, 5), jnp.float32)
+    y, vjp = jax.vjp(ops.adder_matmul, x, w)
+    assert [y.dtype, *(d.dtype for d in vjp(y))] == [jnp.float32, jnp.bfloat16, jnp.float32]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: ops.adder_matmul(jnp.ones((2, 3)), jnp.ones((4, 5))), ValueError, "same K"),
+        (lambda: ops.adder_matmul(jnp.ones((2, 3)), jnp.ones((3, 4), int)), TypeError, "`w`; got int32"),
+        (lambda: ops.adder_matmul(jnp.ones((2, 3)), jnp.ones((3, 4)), x_gradient="relu"), ValueError, "hardtanh"),
+        (lambda: ops.adder_matmul(jnp.ones((2, 3)), jnp.ones((3, 4)), hardtanh_slope=0), ValueError, "positive"),
+        (lambda: ops.l1_scores(jnp.ones((2, 3)), jnp.ones((2, 4))), ValueError, "same d"),
+        (lambda: ops.l1_scores(jnp.ones((2, 5, 3)), jnp.ones((3, 5, 3))), ValueError, "broadcast"),
+        (lambda: ops.additive_scores(jnp.ones((2, 3)), jnp.ones((4, 3)), jnp.ones(4)), ValueError, "v of shape"),
+    ],
+)
+def test_errors_say_what_was_expected(call, error, words):
+    with pytest.raises(error, match=words):
+        call()

@@ -1,0 +1,183 @@
+"""The Pallas kernels in Pallas's interpreter against float64 NumPy, on shapes that leave edges in every direction."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adder_flax.ops import _l1
+from adder_flax.ops._pallas_gpu import TILES, PallasGpuBackend, Tile
+from adder_flax.ops._pallas_tpu import Block, PallasTpuBackend
+from adder_flax.ops._rules import GradientRule
+
+# Small blocks, so that small arrays have several: (16, 32) on the GPU, (16, 128) and 128 terms on the TPU.
+BACKENDS = {
+    "gpu": PallasGpuBackend(interpret=True, tile=Tile(4, 4, 4, 8, 1.0)),
+    "tpu": PallasTpuBackend(interpret=True, block=Block(rows=16, columns=128, terms=128, band=8, unroll=8)),
+}
+RULES = (GradientRule("sign"), GradientRule("hardtanh"), GradientRule("hardtanh", 4.0))
+FUNCTIONS = ("l1", "l1_pullback_x", "l1_pullback_w", "l1_pushforward", "additive", "additive_pullback")
+# (B, M, N, K): K is not a multiple of the GPU's runs; then all are, and the TPU needs several blocks of each axis.
+SHAPES = [(2, 17, 37, 6), (1, 20, 132, 140)]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return BACKENDS[request.param]
+
+
+def operands(shape, axes="kn", seed=0):
+    """Standard normal x, w (in `axes`), g, dx and v."""
+    b, m, n, k = shape
+    rng = np.random.default_rng(seed)
+    w_shape = (b, k, n) if axes == "kn" else (b, n, k)
+    shapes = {"x": (b, m, k), "w": w_shape, "g": (b, m, n), "dx": (b, m, k), "v": (b, k)}
+    return {name: rng.normal(size=s).astype(np.float32) for name, s in shapes.items()}
+
+
+def run(backend, function, arrays, rule, axes):
+    """Calls one function of a backend, jitted."""
+    x, w, g = arrays["x"], arrays["w"], arrays["g"]
+    nk = w if axes == "nk" else w.swapaxes(1, 2)
+    arguments, options = {
+        "l1": ((x, w), {"axes": axes}),
+        "l1_pullback_x": ((x, w, g), {"rule": rule, "axes": axes}),
+        "l1_pullback_w": ((x, w, g), {"rule": rule, "axes": axes}),
+        "l1_pushforward": ((x, w, arrays["dx"]), {"rule": rule, "axes": axes}),
+        "additive": ((x, nk, arrays["v"]), {}),
+        "additive_pullback": ((x, nk, arrays["v"], g), {}),
+    }[function]
+    return jax.jit(functools.partial(getattr(backend, function), **options))(*arguments)
+
+
+def expected(function, arrays, rule, axes):
+    """The same in float64."""
+    x, w, g, dx, v = (np.asarray(arrays[name], np.float64) for name in ("x", "w", "g", "dx", "v"))
+    w = w if axes == "nk" else w.swapaxes(1, 2)
+    difference = w[:, None] - x[:, :, None]
+    factor = np.sign(difference) if rule.name == "sign" else np.clip(rule.slope * difference, -1, 1)
+    hidden = np.tanh(x[:, :, None] + w[:, None])
+    inner = g[..., None] * v[:, None, None] * (1 - hidden**2)
+    dw = -(g[..., None] * factor).sum(1)
+    return {
+        "l1": lambda: -np.abs(difference).sum(3),
+        "l1_pullback_x": lambda: (g[..., None] * factor).sum(2),
+        "l1_pullback_w": lambda: dw if axes == "nk" else dw.swapaxes(1, 2),
+        "l1_pushforward": lambda: (dx[:, :, None] * factor).sum(3),
+        "additive": lambda: (v[:, None, None] * hidden).sum(3),
+        "additive_pullback": lambda: (inner.sum(2), inner.sum(1), (g[..., None] * hidden).sum((1, 2))),
+    }[function]()
+
+
+def check(backend, function, arrays, rule=RULES[2], axes="kn", tolerance=2e-5):
+    """Compares, allowing for rounding in proportion to the number of terms."""
+    for got, truth in zip(
+        jax.tree.leaves(run(backend, function, arrays, rule, axes)),
+        jax.tree.leaves(expected(function, arrays, rule, axes)),
+        strict=True,
+    ):
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, truth, rtol=tolerance, atol=tolerance * np.sqrt(max(arrays["g"].shape)))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_function(backend, function):
+    axes = "nk" if function == "l1_pullback_w" else "kn"
+    check(backend, function, operands(SHAPES[0], axes), axes=axes)
+
+
+@pytest.mark.parametrize("function", ["l1", "l1_pullback_x"])
+def test_several_blocks_with_ties_and_a_common_offset(backend, function):
+    arrays = operands(SHAPES[1], "nk")
+    for name in ("x", "w"):
+        arrays[name] = np.float32(1000) + np.round(4 * arrays[name]) / 4
+    assert (arrays["x"][0, 0] == arrays["w"][0, 0]).any()
+    check(backend, function, arrays, GradientRule("sign"), "nk")
+
+
+def test_hardtanh_far_from_zero(backend):
+    arrays = operands((1, 5, 9, 8))
+    for name in ("x", "w"):
+        arrays[name] = np.float32(1000) + arrays[name] / 8
+    check(backend, "l1_pullback_x", arrays)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_inputs_are_summed_in_float32(backend, dtype):
+    arrays = operands((1, 5, 9, 8))
+    arrays |= {name: arrays[name].astype(dtype) for name in ("x", "w")}
+    check(backend, "l1", arrays)
+
+
+@pytest.mark.parametrize("function", ["l1", "l1_pullback_x", "l1_pushforward", "additive"])
+def test_nan_and_infinity_go_where_they_go_in_the_formula(backend, function):
+    arrays = operands((1, 6, 7, 8), "nk")
+    arrays["x"][0, 1, 2] = arrays["w"][0, 3, 4] = np.nan
+    arrays["x"][0, 2, 5] = arrays["w"][0, 5, 6] = np.inf
+    arrays["x"][0, 4, 7] = arrays["w"][0, 0, 7] = np.inf  # inf - inf
+    with np.errstate(invalid="ignore"):
+        truth = expected(function, arrays, GradientRule("hardtanh"), "nk")
+    assert 0 < np.isnan(truth).sum() < truth.size
+    got = run(backend, function, arrays, GradientRule("hardtanh"), "nk")
+    np.testing.assert_allclose(got, truth, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("empty", range(4))
+def test_empty_axes(backend, empty):
+    shape = tuple(0 if axis == empty else length for axis, length in enumerate((2, 3, 4, 5)))
+    for function in FUNCTIONS:
+        check(backend, function, operands(shape), tolerance=0)
+
+
+def test_saturated_hidden_units(backend):
+    """Preactivations far beyond where tanh is 1 in float32, from terms that cancel and terms that do not."""
+    arrays = operands((1, 5, 9, 8))
+    arrays["x"] *= 10
+    arrays["w"] = 10 * arrays["w"] - 500
+    arrays["x"] += 500
+    check(backend, "additive", arrays, tolerance=1e-4)
+
+
+def test_one_graph_under_jit_grad_and_vmap(backend):
+    x, w, g = (operands((3, 5, 9, 8))[name] for name in ("x", "w", "g"))
+    rule = GradientRule("hardtanh")
+
+    def gradients(x, w, g):
+        y, vjp = jax.vjp(lambda x, w: _l1._l1(x[None], w[None], "kn", rule, rule, backend)[0], x, w)
+        return y, *vjp(g)
+
+    got = jax.jit(jax.vmap(gradients))(x, w, g)
+    arrays = {"x": x, "w": w, "g": g, "dx": x, "v": x[:, 0]}
+    for value, function in zip(got, ("l1", "l1_pullback_x", "l1_pullback_w"), strict=True):
+        np.testing.assert_allclose(value, expected(function, arrays, rule, "kn"), rtol=1e-5, atol=1e-4)
+
+
+def test_other_dtypes_are_left_to_xla(backend):
+    assert backend.supports(jnp.bfloat16)
+    assert not backend.supports(jnp.float64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["kn", "nk"])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 2, 1, 3), (3, 1, 65, 2), (1, 65, 17, 197), (1, 197, 197, 64)])
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    "rule", [GradientRule("sign"), GradientRule("hardtanh"), GradientRule("hardtanh", 4.0)], ids=str
+)
+def test_sweep(backend, function, shape, axes, rule):
+    check(backend, function, operands(shape, axes), rule, axes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", [*TILES, None], ids=str)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_gpu_tiles(function, tile):
+    check(PallasGpuBackend(interpret=True, tile=tile), function, operands((1, 70, 150, 12)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_tpu_blocks_of_full_size(function):
+    check(PallasTpuBackend(interpret=True), function, operands((1, 300, 65, 650)))
