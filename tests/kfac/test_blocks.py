@@ -1,0 +1,271 @@
+"""Products of every kind of layer against dense matrices made of per-example gradients or Kronecker products."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kfac
+from adder_flax import ops
+from kfac import _systems as systems
+from kfac._systems import Form
+from tests.kfac.reference import (
+    check_exact_blocks,
+    cross_entropy,
+    dense_fisher,
+    flatten,
+    matrices,
+    matrix_of,
+    normal,
+    per_example_gradients,
+    system_of,
+)
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def lookup(params, tokens):
+    return params["table"][tokens]
+
+
+def scale(params, x):
+    return x * params["scale"] + params["bias"]
+
+
+def convolution(params, x):
+    return jax.lax.conv_general_dilated(x, params["kernel"], (2,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"))
+
+
+def l1(params, x, rule):
+    return ops.adder_matmul(x, params["kernel"], w_gradient=rule)
+
+
+def l1_pushforward(params, x, v, rule):
+    return ops.adder_matmul_jvp(x, params["kernel"], None, v["kernel"], w_gradient=rule)
+
+
+L1_FULL = kfac.L1Dense(distances=ops.adder_matmul)
+L1_SIGN = kfac.Generic(l1, (("rule", "sign"),), l1_pushforward)
+L1_HARDTANH = kfac.Generic(l1, (("rule", "hardtanh"),), l1_pushforward)
+
+
+def every_layer(params, tokens, labels):
+    """A network of tokens with one layer of each kind, and a layer used twice."""
+    tap = lambda layer, name, x: kfac.tap(layer, params[name], x, path=name)
+    x = tap(kfac.Generic(lookup), "embedding", tokens)
+    x = tap(kfac.Dense(), "dense", x)
+    x = tap(kfac.Generic(scale), "norm", jnp.tanh(x))
+    x = tap(kfac.Generic(convolution), "conv", x)
+    x = jnp.tanh(tap(kfac.Dense(), "tied", x))
+    x = jnp.tanh(tap(kfac.Dense(), "tied", x))
+    x = tap(L1_FULL, "l1_full", x.reshape(-1, 4)) / 4
+    x = tap(L1_SIGN, "l1_sign", x) / 4
+    x = tap(L1_HARDTANH, "l1_hardtanh", x) / 4
+    x = x.reshape(len(tokens), -1, 4).mean(1)
+    return cross_entropy(tap(kfac.Dense(transpose=True), "output", x), labels)
+
+
+EVERY_PARAMS = {
+    "embedding": {"table": (6, 3)},
+    "dense": {"kernel": (3, 4), "bias": (4,)},
+    "norm": {"scale": (4,), "bias": (4,)},
+    "conv": {"kernel": (3, 4, 4)},
+    "tied": {"kernel": (4, 4), "bias": (4,)},
+    "l1_full": {"kernel": (4, 4)},
+    "l1_sign": {"kernel": (4, 4)},
+    "l1_hardtanh": {"kernel": (4, 4)},
+    "output": {"kernel": (5, 4)},
+}
+
+
+def make(shapes):
+    leaves, treedef = jax.tree.flatten(shapes, is_leaf=lambda s: isinstance(s, tuple))
+    return jax.tree.unflatten(treedef, [normal(i, *shape) for i, shape in enumerate(leaves)])
+
+
+def test_every_kind_of_layer_has_the_exact_fisher_block():
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 6, (5, 6)))
+    layers = check_exact_blocks(
+        every_layer, make(EVERY_PARAMS), tokens, jnp.arange(5), blocks=dict.fromkeys(EVERY_PARAMS, 1)
+    )
+    assert layers.coverage == 1.0
+    assert len(layers.blocks["tied"].uses) == 2
+
+
+@pytest.mark.parametrize("rule", ["sign", "full", "hardtanh"])
+def test_the_transpose_of_the_pullback_is_the_layers_own_pushforward(rule):
+    layer = kfac.Generic(l1, (("rule", rule),))  # no push-forward given: JAX transposes the backward pass
+    params, x, v = {"kernel": normal(0, 4, 3)}, normal(1, 5, 4), {"kernel": normal(2, 4, 3)}
+    with ops.use_backend("reference"):
+        pushed = layer.jvp(layer.linearize(params, x), v, jax.ShapeDtypeStruct((5, 3), jnp.float64))
+        np.testing.assert_allclose(pushed, l1_pushforward(params, x, v, rule), rtol=1e-12)
+
+
+def dense_loss(layer, params, x, labels):
+    """Dense layers on tokens, averaged."""
+    x = jnp.tanh(kfac.tap(layer, params["a"], x, path="a"))
+    return cross_entropy(kfac.tap(kfac.Dense(), params["b"], x, path="b").mean(1), labels)
+
+
+DENSE_PARAMS = {"a": {"kernel": (3, 4), "bias": (4,)}, "b": {"kernel": (4, 3)}}
+
+
+DENSE_LOSS = functools.partial(dense_loss, kfac.Dense())
+EXACT, TOKEN, FACTORS, KRON = (Form(name) for name in ("exact", "token", "factors", "kron"))
+
+
+@pytest.mark.parametrize(("num_examples", "num_tokens"), [(1, 1), (6, 1), (5, 3)])
+def test_kron_is_the_kronecker_product_of_second_moments(num_examples, num_tokens):
+    params, x = make(DENSE_PARAMS), normal(3, num_examples, num_tokens, 3)
+    forms = [EXACT, FACTORS, KRON, Form("factors", reduce=True), Form("kron", reduce=True)]
+    found, curvature = matrices(DENSE_LOSS, params, x, jnp.arange(num_examples) % 3, [("a", form) for form in forms])
+    features, g = (np.asarray(a) for a in curvature.captured["a"])
+    np.testing.assert_array_equal(features, x)
+    features, g = np.concatenate([features, np.ones((*features.shape[:-1], 1))], axis=-1), g[0]
+    expand = np.kron(
+        np.einsum("nti,ntj->ij", features, features) / (num_examples * num_tokens),
+        np.einsum("nto,ntp->op", g, g) / num_examples,
+    )
+    means, sums = features.mean(1), g.sum(1)
+    reduced = np.kron(means.T @ means / num_examples, sums.T @ sums / num_examples)
+    kernel, bias = np.arange(12), np.arange(12, 16)  # rows of [kernel; bias]; a block's parameters are in another order
+    paths = [param.path for param in curvature.layers.blocks["a"].params]
+    rows = np.concatenate([{"a/kernel": kernel, "a/bias": bias}[path] for path in paths])
+    for matrix, expected in zip(found[1:], (expand, expand, reduced, reduced), strict=True):
+        expected = expected[np.ix_(rows, rows)]
+        np.testing.assert_allclose(matrix[0], expected, rtol=1e-11, atol=1e-14)
+        if num_examples == num_tokens == 1:
+            np.testing.assert_allclose(found[0][0], expected, rtol=1e-10, atol=1e-15)
+        else:
+            assert np.abs(found[0][0] - expected).max() > 1e-3 * np.abs(expected).max()
+
+
+def test_kron_of_an_adder_layer_pairs_all_inputs_with_all_cotangents():
+    params, x = make(DENSE_PARAMS), normal(3, 5, 2, 3)
+    loss_fn = functools.partial(dense_loss, L1_FULL)
+    found, curvature = matrices(loss_fn, params, x, jnp.arange(5) % 3, [("a", FACTORS), ("a", KRON)])
+    assert [p.path for p in curvature.layers.blocks["a"].params] == ["a/bias", "a/kernel"]
+    g = np.asarray(curvature.captured["a"][1])[0].reshape(-1, 4)
+    rows, kernel = np.asarray(x).reshape(-1, 3), np.asarray(params["a"]["kernel"])
+    gradients = []  # of one token's input with another token's cotangent
+    for a in rows:
+        for h in g:
+            gradients.append(np.concatenate([h, ((a[:, None] - kernel) * h).ravel()]))
+    gradients = np.stack(gradients)
+    for matrix in found:
+        np.testing.assert_allclose(matrix[0], gradients.T @ gradients / (len(rows) * 5), rtol=1e-10, atol=1e-14)
+
+
+def test_token_products_and_diagonal_factors():
+    params, x, labels = make(DENSE_PARAMS), normal(3, 4, 3, 3), jnp.arange(4) % 3
+    found, curvature = matrices(DENSE_LOSS, params, x, labels, [("b", TOKEN), ("b", Form("kron", max_size=2))])
+    a, g = (np.asarray(v) for v in curvature.captured["b"])
+    per_token = np.einsum("nti,nto->ntio", a, g[0]).reshape(12, -1)
+    np.testing.assert_allclose(found[0][0], per_token.T @ per_token / 4, rtol=1e-11, atol=1e-15)
+    left = np.einsum("nti,ntj->ij", a, a) / 12
+    wide = np.kron(left, np.diag(np.einsum("nto,nto->o", g[0], g[0]) / 4))
+    np.testing.assert_allclose(found[1][0], wide, rtol=1e-11, atol=1e-15)
+
+
+def test_kron_is_the_gauss_newton_block_of_a_deep_linear_network():
+    # Squared error and no nonlinearity: the output's Jacobian is the same for all examples, so K-FAC is exact.
+    params = make({"a": {"kernel": (3, 4)}, "b": {"kernel": (4, 2)}})
+
+    def loss_fn(params, x, y):
+        x = kfac.tap(kfac.Dense(), params["a"], x, path="a")
+        x = kfac.tap(kfac.Dense(), params["b"], x, path="b")
+        return 0.5 * ((x - y) ** 2).sum(-1).mean(), x
+
+    x, y = normal(1, 6, 3), normal(2, 6, 2)
+    requests = [("a", form) for form in (EXACT, FACTORS, Form("factors", reduce=True))]
+    found, _ = matrices(loss_fn, params, x, y, requests, fisher="enumerate", likelihood="gaussian")
+    # ∂(x A B)_c / ∂A_ij = x_i B_jc
+    jacobian = np.einsum("ni,jc->ncij", x, params["b"]["kernel"]).reshape(6, 2, 12)
+    for matrix in found:
+        np.testing.assert_allclose(matrix[0], np.einsum("ncp,ncq->pq", jacobian, jacobian) / 6, rtol=1e-10, atol=1e-13)
+
+
+def test_products_are_symmetric_and_positive():
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 6, (4, 6)))
+    params = make(EVERY_PARAMS)
+    names = kfac.find_layers(every_layer, params, tokens, jnp.arange(4)).blocks
+    factored = {name for name, block in names.items() if block.factored}
+    requests = [(name, form) for name in names for form in (TOKEN, FACTORS if name in factored else KRON)]
+    assert factored == {"dense", "tied", "l1_full", "output"}
+    for (name, form), matrix in zip(
+        requests, matrices(every_layer, params, tokens, jnp.arange(4), requests)[0], strict=True
+    ):
+        scale = np.abs(matrix).max()
+        assert scale > 0, name
+        np.testing.assert_allclose(matrix, np.swapaxes(matrix, 1, 2), rtol=0, atol=1e-12 * scale, err_msg=name)
+        assert np.linalg.eigvalsh(matrix).min() > -1e-12 * scale * len(matrix[0]), f"{name} {form.name}"
+
+
+def test_blocks_of_equal_form_are_solved_together():
+    shapes = {f"l{i}": {"kernel": (4, 4), "bias": (4,)} for i in range(3)}
+
+    def loss_fn(params, x, labels):
+        for name in shapes:
+            x = jnp.tanh(kfac.tap(kfac.Dense(), params[name], x, path=name))
+        return cross_entropy(x, labels)
+
+    def compute(params, x, labels):
+        curvature = kfac.value_grad_and_curvature(loss_fn, fisher="empirical", has_aux=True)(params, x, labels)[2]
+        (together,) = systems.build(curvature, flatten(params), dict.fromkeys(shapes, EXACT))
+        gradients = per_example_gradients(loss_fn, params, x, labels)
+        return matrix_of(together), [dense_fisher(block, gradients)[0] for block in together.blocks]
+
+    for matrix, expected in zip(*jax.jit(compute)(make(shapes), normal(5, 6, 4), jnp.arange(6) % 4), strict=True):
+        np.testing.assert_allclose(matrix, expected, rtol=1e-10, atol=1e-15)
+
+
+def test_trace_estimates_average_to_the_trace():
+    params, x, labels = make(DENSE_PARAMS), normal(3, 5, 2, 3), jnp.arange(5) % 3
+    function = kfac.value_grad_and_curvature(DENSE_LOSS, fisher="empirical", has_aux=True)
+
+    def compute(params, x, labels):
+        curvature = function(params, x, labels)[2]
+        exact, factors = (system_of("a", form, curvature, params) for form in (EXACT, FACTORS))
+        estimates = jax.lax.map(exact.trace, jax.random.split(jax.random.key(0), 2000))
+        return estimates, matrix_of(exact)[0], factors.trace(jax.random.key(0))[0], matrix_of(factors)[0]
+
+    estimates, exact, closed_form, factors = (np.asarray(a) for a in jax.jit(compute)(params, x, labels))
+    assert abs(estimates.mean() - np.trace(exact)) < 4 * estimates.std() / 2000**0.5
+    np.testing.assert_allclose(closed_form, np.trace(factors), rtol=1e-12)
+
+
+def test_bfloat16_layers_keep_their_curvature():
+    with jax.enable_x64(False):
+        params = jax.tree.map(lambda p: p.astype(jnp.float32), make(DENSE_PARAMS))
+
+        def in_bfloat16(params, x, labels):
+            half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+            loss, aux = DENSE_LOSS(half, x.astype(jnp.bfloat16), labels)
+            return loss.astype(jnp.float32), aux
+
+        x, labels = normal(3, 6, 2, 3).astype(jnp.float32), jnp.arange(6) % 3
+        (half,), curvature = matrices(in_bfloat16, params, x, labels, [("a", EXACT)])
+        (full,), _ = matrices(DENSE_LOSS, params, x, labels, [("a", EXACT)])
+    assert curvature.captured["a"][0].dtype == jnp.bfloat16
+    assert half.dtype == np.float32
+    assert np.linalg.norm(half - full) < 0.05 * np.linalg.norm(full)
+
+
+def test_microbatches_together_are_the_batch():
+    params, x, labels = make(DENSE_PARAMS), normal(3, 6, 2, 3), jnp.arange(6) % 3
+    function = kfac.value_grad_and_curvature(DENSE_LOSS, fisher="empirical", has_aux=True)
+    requests = [(name, form) for name in "ab" for form in (EXACT, FACTORS)]
+
+    def compute(params, x, labels):
+        parts = [function(params, x[s], labels[s])[2] for s in (slice(0, 2), slice(2, 6))]
+        joined = kfac.concatenate_curvature(parts)
+        return [matrix_of(system_of(name, form, joined, params)) for name, form in requests]
+
+    whole, curvature = matrices(DENSE_LOSS, params, x, labels, requests)
+    for matrix, expected in zip(jax.jit(compute)(params, x, labels), whole, strict=True):
+        np.testing.assert_allclose(matrix, expected, rtol=1e-11, atol=1e-15)
+    with pytest.raises(ValueError, match="same layers and Fisher matrix"):
+        kfac.concatenate_curvature([curvature, dataclasses.replace(curvature, fisher="mc")])
