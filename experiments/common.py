@@ -100,6 +100,7 @@ def deit(mechanism: str, size: str, data: str | None = None) -> ml_collections.C
     config.eval_every_steps = 0
     config.checkpoint_every_steps = 0
     config.log_every_steps = 10
+    config.attention_diagnostics = False  # numbers of each block at logging steps, which then cost twice as much
     config.mesh = ml_collections.ConfigDict(dict(data=-1, fsdp=1, tensor=1))
     _RECIPES.get(data, _imagenet)(config)
     return config

@@ -8,8 +8,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from adder_flax.analysis._instrument import instrument
 from adder_flax.models import VisionTransformer
+from adder_flax.models.instrument import instrument
 
 
 @dataclasses.dataclass(frozen=True)

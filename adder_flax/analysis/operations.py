@@ -16,7 +16,7 @@ from flax import nnx
 
 from adder_flax import ops
 from adder_flax.analysis import _walk
-from adder_flax.analysis._instrument import instrument
+from adder_flax.models.instrument import instrument
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ import jax
 from adder_flax import data
 from adder_flax.training import sharding
 from adder_flax.training._errors import NonFiniteLossError
+from adder_flax.training.attention_diagnostics import make_attention_diagnostics
 from adder_flax.training.checkpoints import Checkpoints
 from adder_flax.training.diagnose import explain_non_finite
 from adder_flax.training.interrupt import InterruptWatch
@@ -91,6 +92,10 @@ class Trainer:
         )
         shardings = jax.tree.map(lambda x: x.sharding, run.abstract_state)
         self._train_step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+        self._diagnose = None
+        if run.config.attention_diagnostics:
+            options = dict(seed=run.config.seed, accumulation_steps=run.config.accumulation_steps)
+            self._diagnose = jax.jit(make_attention_diagnostics(run.graphdef, run.augment, **options))
         self._evaluate = Evaluator(run)
         self._batches = data.TrainPipeline(
             run.train_source,
@@ -135,7 +140,12 @@ class Trainer:
             return state
         with contextlib.closing(self._batches.iterate(start)) as batches:
             for step in range(start, run.num_steps):
-                state, metrics = self._train_step(state, sharding.put_batch(next(batches), run.mesh))
+                batch = sharding.put_batch(next(batches), run.mesh)
+                # Before the step, which gives the memory of the old parameters away.
+                diagnose = self._diagnose is not None and self._is_logged(step + 1)
+                diagnostics = self._diagnose(state["params"], batch, step) if diagnose else {}
+                state, metrics = self._train_step(state, batch)
+                metrics["diagnostics"] = diagnostics
                 self._flush(state)
                 self._pending = (step + 1, metrics)
                 if step == start:
@@ -169,13 +179,14 @@ class Trainer:
         (step, metrics), self._pending = self._pending, None
         if self._run.config.non_finite == "stop" and not metrics["finite"]:
             self._stop_non_finite(state["params"], step)
-        if step % self._run.config.log_every_steps and step != self._run.num_steps:
+        if not self._is_logged(step):
             return
         scalars = {
             "train/loss": float(metrics["loss"]),
             "train/accuracy": float(metrics["accuracy"]),
             "train/grad_norm": float(metrics["grad_norm"]),
             "train/learning_rate": float(self._run.learning_rate(step - 1)),
+            **{name: float(value) for name, value in metrics["diagnostics"].items()},
         }
         loss, accuracy = scalars["train/loss"], scalars["train/accuracy"]
         shown = f"step {step}/{self._run.num_steps}  loss {loss:.4f}  accuracy {accuracy:.3f}"
@@ -187,6 +198,9 @@ class Trainer:
             shown += f"  {rate:.0f} images/s  {_duration(remaining)} left"
         self._writer.write(step, scalars)
         self._progress.show(shown)
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self._run.config.log_every_steps == 0 or step == self._run.num_steps
 
     def _stop_non_finite(self, params: Any, step: int) -> None:
         run, index = self._run, step - 1

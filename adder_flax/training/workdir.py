@@ -13,6 +13,7 @@ from adder_flax.training._errors import RunError
 OPERATIONAL_FIELDS = (
     "mesh",
     "log_every_steps",
+    "attention_diagnostics",
     "checkpoint_every_steps",
     "data.data_dir",
     "data.num_threads",

@@ -5,7 +5,7 @@ from typing import Any
 
 from flax import nnx
 
-from adder_flax.models import VisionTransformer
+from adder_flax.models._vit import VisionTransformer
 
 Watch = Callable[..., Any]
 
