@@ -110,15 +110,11 @@ def cases(folder: pathlib.Path, batch_size: int) -> dict[str, Callable[[int], It
     cached.gather(np.arange(len(cached)))
 
     def training(source: Source) -> Callable[[int], Iterator]:
-        return lambda threads: TrainPipeline(
-            source, batch_size, shard_index=0, shard_count=1, num_threads=threads
-        ).iterate()
+        return lambda threads: TrainPipeline(source, batch_size, num_threads=threads).iterate()
 
     return {
         "ImageNet-like, train": training(train),
-        "ImageNet-like, eval": lambda threads: repeat(
-            EvalPipeline(val, batch_size, shard_index=0, shard_count=1, num_threads=threads)
-        ),
+        "ImageNet-like, eval": lambda threads: repeat(EvalPipeline(val, batch_size, num_threads=threads)),
         "CIFAR-like, decoded": training(small),
         "CIFAR-like, cached": training(cached),
     }

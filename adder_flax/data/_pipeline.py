@@ -2,8 +2,8 @@
 device.
 
 Batch i is a function of (seed, i) alone, so a run that resumes at step i needs no saved iterator, and neither
-the number of threads nor the number of hosts changes what the model sees. Hosts read disjoint, contiguous
-parts of the same global batch.
+the number of threads nor the number of hosts changes what the model sees: each host reads the rows of the same
+global batch that its devices hold.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 
 import grain
@@ -36,24 +36,26 @@ class TrainPipeline:
     four-round cipher of grain 0.2.18 gives correlated epochs and evened-out batches on 50,000 records.
 
     >>> from adder_flax.data import load_source
-    >>> pipeline = TrainPipeline(load_source("digits", "train"), 64, seed=0, shard_index=0, shard_count=1)
+    >>> pipeline = TrainPipeline(load_source("digits", "train"), 64, seed=0)
     >>> pipeline.steps_per_epoch
     22
     >>> batch = pipeline[1000]
     >>> batch["image"].shape, batch["image"].dtype, batch["label"].shape
     ((64, 8, 8, 1), dtype('uint8'), (64,))
+    >>> second_half = TrainPipeline(load_source("digits", "train"), 64, seed=0, rows=range(32, 64))
+    >>> bool((second_half[1000]["image"] == batch["image"][32:]).all())
+    True
 
     Args:
         source: what to read.
         global_batch_size: records per step over all hosts.
         seed: chooses the permutations and the random resized crops of sources that crop on the host.
-        shard_index: which part of the global batch this host reads; None for `jax.process_index()`.
-        shard_count: number of such parts; None for `jax.process_count()`.
+        rows: which rows of the global batch this host reads, ascending; None for all of them.
         num_threads: threads that decode; None for the number of usable cores.
         prefetch_batches: batches that are ready or in work ahead of the consumer.
 
     Raises:
-        DataError: the batch does not fit the source or the shards, or the seed is negative.
+        DataError: the batch does not fit the source, a row lies outside of it, or the seed is negative.
     """
 
     def __init__(
@@ -62,8 +64,7 @@ class TrainPipeline:
         global_batch_size: int,
         seed: int = 0,
         *,
-        shard_index: int | None = None,
-        shard_count: int | None = None,
+        rows: Sequence[int] | None = None,
         num_threads: int | None = None,
         prefetch_batches: int = 2,
     ):
@@ -77,7 +78,7 @@ class TrainPipeline:
         self.source, self.seed = source, seed
         self.global_batch_size = global_batch_size
         self.steps_per_epoch = len(source) // global_batch_size
-        self._rows = _shard_rows(global_batch_size, shard_index, shard_count)
+        self._rows = _checked_rows(global_batch_size, rows)
         self._num_threads = num_threads or usable_cores()
         self._prefetch_batches = prefetch_batches
         self._permutation: tuple[int, Int[np.ndarray, " records"]] = (-1, np.empty(0, int))
@@ -90,7 +91,7 @@ class TrainPipeline:
         """Batches from `start_step` on, read ahead on threads; ``close()`` of the iterator ends them.
 
         >>> from adder_flax.data import load_source
-        >>> pipeline = TrainPipeline(load_source("digits", "train"), 64, shard_index=0, shard_count=1)
+        >>> pipeline = TrainPipeline(load_source("digits", "train"), 64)
         >>> batch = next(pipeline.iterate(start_step=5))
         >>> bool((batch["image"] == pipeline[5]["image"]).all())
         True
@@ -113,9 +114,8 @@ class TrainPipeline:
         return order
 
     def _read(self, step: int, map_function: Callable) -> Batch:
-        indices = self.record_indices(step)[self._rows].copy()
-        positions = range(step * self.global_batch_size, (step + 1) * self.global_batch_size)[self._rows]
-        crop_seeds = [(self.seed, position) for position in positions]
+        indices = self.record_indices(step)[self._rows]
+        crop_seeds = [(self.seed, step * self.global_batch_size + int(row)) for row in self._rows]
         images, labels = self.source.gather(indices, crop_seeds, map_function)
         self._replace_unreadable(indices, crop_seeds, images, labels, map_function)
         return {"image": images, "label": labels}
@@ -139,15 +139,14 @@ class EvalPipeline:
     is a record; sums over a split must be weighted by it.
 
     >>> from adder_flax.data import load_source
-    >>> batches = EvalPipeline(load_source("digits", "test"), 128, shard_index=0, shard_count=1)
+    >>> batches = EvalPipeline(load_source("digits", "test"), 128)
     >>> len(batches), [int(batch["mask"].sum()) for batch in batches]
     (3, [128, 128, 104])
 
     Args:
         source: what to read.
         global_batch_size: rows per batch over all hosts.
-        shard_index: as in `TrainPipeline`.
-        shard_count: as in `TrainPipeline`.
+        rows: as in `TrainPipeline`.
         num_threads: as in `TrainPipeline`.
         prefetch_batches: as in `TrainPipeline`.
     """
@@ -157,13 +156,12 @@ class EvalPipeline:
         source: Source,
         global_batch_size: int,
         *,
-        shard_index: int | None = None,
-        shard_count: int | None = None,
+        rows: Sequence[int] | None = None,
         num_threads: int | None = None,
         prefetch_batches: int = 2,
     ):
         self.source, self.global_batch_size = source, global_batch_size
-        self._rows = _shard_rows(global_batch_size, shard_index, shard_count)
+        self._rows = _checked_rows(global_batch_size, rows)
         self._num_threads = num_threads or usable_cores()
         self._prefetch_batches = prefetch_batches
 
@@ -181,7 +179,7 @@ class EvalPipeline:
         return _read_ahead(self._read, 0, len(self), self._num_threads, self._prefetch_batches)
 
     def _read(self, step: int, map_function: Callable) -> Batch:
-        indices = np.arange(step * self.global_batch_size, (step + 1) * self.global_batch_size)[self._rows]
+        indices = step * self.global_batch_size + self._rows
         present = np.flatnonzero(indices < len(self.source))
         images = np.zeros((len(indices), *self.source.image_shape), np.uint8)
         labels = np.zeros(len(indices), np.int32)
@@ -196,18 +194,13 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _shard_rows(global_batch_size: int, shard_index: int | None, shard_count: int | None) -> slice:
-    if shard_index is None or shard_count is None:
-        # Starts JAX's backends, which whoever only reads data (and names its shard) need not do.
-        import jax
-
-        shard_index, shard_count = jax.process_index(), jax.process_count()
-    if not 0 <= shard_index < shard_count:
-        raise DataError(f"Expected a shard index in [0, {shard_count}), got {shard_index}.")
-    if global_batch_size < 1 or global_batch_size % shard_count:
-        raise DataError(f"Expected a global batch that is a multiple of {shard_count} hosts, got {global_batch_size}.")
-    size = global_batch_size // shard_count
-    return slice(shard_index * size, (shard_index + 1) * size)
+def _checked_rows(global_batch_size: int, rows: Sequence[int] | None) -> Int[np.ndarray, " rows"]:
+    if global_batch_size < 1:
+        raise DataError(f"Expected a global batch of at least 1 record, got {global_batch_size}.")
+    checked = np.arange(global_batch_size) if rows is None else np.asarray(rows)
+    if checked.size and not (checked[0] >= 0 and checked[-1] < global_batch_size and (np.diff(checked) > 0).all()):
+        raise DataError(f"Expected ascending rows in [0, {global_batch_size}), got {rows}.")
+    return checked
 
 
 def _read_ahead(

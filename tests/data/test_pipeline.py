@@ -21,8 +21,6 @@ from adder_flax.data import (
 )
 from tests.data.files import encode, smooth_image
 
-HOST = {"shard_index": 0, "shard_count": 1}
-
 
 def numbered_source(count):
     """A source whose record i is an image of the two bytes of i, with label i."""
@@ -58,7 +56,7 @@ def encoded_source(count, *, broken=(), size=None, **options):
 
 def single(source, batch_size, seed=0, **options):
     """A pipeline for one host."""
-    return TrainPipeline(source, batch_size, seed, **HOST | options)
+    return TrainPipeline(source, batch_size, seed, **options)
 
 
 def same(first, second):
@@ -116,15 +114,14 @@ def test_large_epochs_are_not_correlated():
 
 
 @pytest.mark.parametrize("make_source", [lambda: numbered_source(40), lambda: encoded_source(8)])
-@pytest.mark.parametrize("shard_count", [2, 4])
-def test_hosts_share_the_same_global_batch(make_source, shard_count):
+@pytest.mark.parametrize("hosts", [[range(4), range(4, 8)], [[0, 1, 6, 7], [2, 3, 4, 5]], [[1], [0, 2, 3, 7]]])
+def test_hosts_share_the_same_global_batch(make_source, hosts):
     source = make_source()
     whole = single(source, 8, seed=5)
-    parts = [TrainPipeline(source, 8, 5, shard_index=h, shard_count=shard_count) for h in range(shard_count)]
+    parts = [single(source, 8, 5, rows=rows) for rows in hosts]
     for step in (0, 1, 7, 23):
-        batches = [part[step] for part in parts]
-        joined = {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
-        assert same(joined, whole[step])
+        for part, rows in zip(parts, hosts, strict=True):
+            assert same(part[step], {key: array[list(rows)] for key, array in whole[step].items()})
 
 
 @pytest.mark.parametrize("make_source", [lambda: numbered_source(20), lambda: encoded_source(20)])
@@ -159,7 +156,7 @@ def test_cached_source_gives_the_same_batches():
     for step in range(6):
         assert same(single(cached, 4)[step], single(plain, 4)[step])
     assert (cached[3]["image"] == plain[3]["image"]).all()
-    assert same(EvalPipeline(cached, 4, **HOST)[2], EvalPipeline(plain, 4, **HOST)[2])
+    assert same(EvalPipeline(cached, 4)[2], EvalPipeline(plain, 4)[2])
 
 
 def test_cached_source_decodes_once():
@@ -173,7 +170,8 @@ def test_cached_source_decodes_once():
 @pytest.mark.parametrize(("count", "batch_size", "hosts"), [(10, 4, 1), (10, 4, 2), (3, 8, 4), (8, 4, 2), (1, 1, 1)])
 def test_evaluation_counts_every_record_once(count, batch_size, hosts):
     source = numbered_source(count)
-    parts = [EvalPipeline(source, batch_size, shard_index=h, shard_count=hosts) for h in range(hosts)]
+    size = batch_size // hosts
+    parts = [EvalPipeline(source, batch_size, rows=range(h * size, (h + 1) * size)) for h in range(hosts)]
     assert {len(part) for part in parts} == {-(-count // batch_size)}
     seen, shapes = [], set()
     for part in parts:
@@ -187,7 +185,7 @@ def test_evaluation_counts_every_record_once(count, batch_size, hosts):
 
 
 def test_evaluation_repeats():
-    batches = EvalPipeline(encoded_source(5), 2, **HOST)
+    batches = EvalPipeline(encoded_source(5), 2)
     assert all(same(a, b) for a, b in zip(batches, batches, strict=True))
     assert same(list(batches)[1], batches[1])
     with pytest.raises(IndexError, match=r"\[0, 3\), got 3"):
@@ -206,7 +204,7 @@ def test_skipped_records_are_replaced_in_training_and_masked_in_evaluation():
     order = single(source, 6).record_indices(0)
     assert batch["label"].tolist() == [4 if index in (2, 3) else index for index in order]
     assert sorted(source.unreadable) == [2, 3]
-    labels = [batch["label"][batch["mask"]].tolist() for batch in EvalPipeline(source, 4, **HOST)]
+    labels = [batch["label"][batch["mask"]].tolist() for batch in EvalPipeline(source, 4)]
     assert labels == [[0, 1], [4, 5]]
 
 
@@ -243,12 +241,12 @@ def test_reading_ahead_is_bounded():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda s: TrainPipeline(s, 11, **HOST), r"1 to 10 records \(all of numbered/train\), got 11"),
-        (lambda s: TrainPipeline(s, 0, **HOST), "got 0"),
-        (lambda s: TrainPipeline(s, 5, -1, **HOST), "seed of 0 or more, got -1"),
-        (lambda s: TrainPipeline(s, 9, shard_index=0, shard_count=2), "multiple of 2 hosts, got 9"),
-        (lambda s: EvalPipeline(s, 0, **HOST), "multiple of 1 hosts, got 0"),
-        (lambda s: EvalPipeline(s, 4, shard_index=2, shard_count=2), r"\[0, 2\), got 2"),
+        (lambda s: TrainPipeline(s, 11), r"1 to 10 records \(all of numbered/train\), got 11"),
+        (lambda s: TrainPipeline(s, 0), "got 0"),
+        (lambda s: TrainPipeline(s, 5, -1), "seed of 0 or more, got -1"),
+        (lambda s: TrainPipeline(s, 9, rows=[8, 9]), r"ascending rows in \[0, 9\), got \[8, 9\]"),
+        (lambda s: EvalPipeline(s, 0), "at least 1 record, got 0"),
+        (lambda s: EvalPipeline(s, 4, rows=[2, 1]), r"\[0, 4\), got \[2, 1\]"),
     ],
 )
 def test_errors(make, message):
@@ -263,8 +261,7 @@ def test_labels_are_checked():
         source[1]
 
 
-def test_digits_and_the_default_shard():
-    """The one process of this test reads the whole batch."""
+def test_a_host_reads_the_whole_batch_by_default():
     pipeline = TrainPipeline(load_source("digits", "train"), 64)
     assert pipeline.steps_per_epoch == 22
     assert pipeline[0]["image"].shape == (64, 8, 8, 1)
