@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from adder_flax.attention._recorder import record, recording
 from adder_flax.attention._registry import Score, get_score
 
 
@@ -95,7 +96,9 @@ def attend(
         if bias is not None:
             scores = scores + bias
         weights = contract.normalize(scores, _visible(scores.shape, bias, key_bias, mask, is_causal))
-        sown = weights + jnp.eye(weights.shape[-1]) if identity and (module is not None or return_weights) else weights
+        wanted = module is not None or return_weights or recording()
+        sown = weights + jnp.eye(weights.shape[-1]) if identity and wanted else weights
+        record(sown)
         if module is not None:
             _sow(module, sown)
         if dropout_rate > 0.0 and not deterministic:

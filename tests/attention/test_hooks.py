@@ -43,9 +43,9 @@ class Nnx:
 
     @staticmethod
     def apply(attention_fn, params, inputs, *, rng=None, sow=False, **options):
-        rate = options.pop("dropout_rate", 0.0)
+        built = {name: options.pop(name) for name in ("dropout_rate", "dtype", "precision") if name in options}
         module = nnx.MultiHeadAttention(
-            HEADS, WIDTH, attention_fn=attention_fn, dropout_rate=rate, decode=False, keep_rngs=False, rngs=nnx.Rngs(0)
+            HEADS, WIDTH, attention_fn=attention_fn, decode=False, keep_rngs=False, rngs=nnx.Rngs(0), **built
         )
         nnx.update(module, params)
         options |= dict(rngs=None if rng is None else nnx.Rngs(dropout=rng), sow_weights=sow)
@@ -60,8 +60,8 @@ class Linen:
 
     @staticmethod
     def apply(attention_fn, params, inputs, *, rng=None, sow=False, **options):
-        rate = options.pop("dropout_rate", 0.0)
-        module = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn, dropout_rate=rate)
+        built = {name: options.pop(name) for name in ("dropout_rate", "dtype", "precision") if name in options}
+        module = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn, **built)
         rngs = {} if rng is None else dict(dropout=rng)
         out, state = module.apply(
             {"params": params}, inputs, sow_weights=sow, rngs=rngs, mutable=["intermediates"], **options
@@ -103,6 +103,17 @@ def test_dropout_arrives(api, params, inputs):
     np.testing.assert_array_equal(dropped, same)
     assert not np.allclose(dropped, kept)
     np.testing.assert_allclose(kept, api.apply(attention.adder_attention, params, inputs)[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("api", [Nnx, Linen])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_dtype_arrives_and_softmax_stays_float32(api, name, params, inputs, mask):
+    options = dict(dtype=jnp.bfloat16, precision="highest", mask=jnp.asarray(mask), sow=True)
+    out, weights = api.apply(FUNCTIONS[name], params, inputs, **options)
+    assert (out.dtype, weights.dtype) == (jnp.bfloat16, jnp.float32)
+    expected_out, expected_weights = expected(name, params, inputs, mask)
+    np.testing.assert_allclose(weights, expected_weights, atol=0.03)
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, rtol=0.05, atol=0.05)
 
 
 def test_dot_product_equals_flax_own(params, inputs, mask):

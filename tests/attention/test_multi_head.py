@@ -1,4 +1,4 @@
-"""The multi-head module, the classical single-head modules and the capture of maps."""
+"""The multi-head module and the classical single-head modules."""
 
 import functools
 
@@ -10,7 +10,6 @@ import pytest
 
 from adder_flax import attention
 from adder_flax.layers import AdderLinear
-from adder_flax.models import VisionTransformer
 from tests.attention import reference
 from tests.attention.test_functions import NAMES
 from tests.modules import parameters, randomised, run
@@ -164,26 +163,3 @@ def test_parameter_counts_of_the_classical_forms():
     assert default["v"] == 42
     # Per head in a DeiT: 64 · 64 against 32 · 129.
     assert attention.additive_hidden_dim(64, 64) == 32
-
-
-@pytest.mark.parametrize("graph", [True, False])
-@pytest.mark.parametrize(
-    "options", [dict(score=["dot", "adder"]), dict(score="additive", scan_blocks=True, remat=True)]
-)
-def test_capture_returns_every_map_and_leaves_the_model_alone(graph, options):
-    with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph):
-        size = dict(image_size=4, patch_size=2, channels=1, num_classes=3, width=8, depth=2, num_heads=2)
-        model = randomised(lambda: VisionTransformer(**size, attention_dropout_rate=0.5, **options, rngs=nnx.Rngs(0)))
-        images = np.random.default_rng(0).normal(size=(3, 4, 4, 1)).astype(np.float32)
-        before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
-        maps = attention.capture_attention(model, images)
-        after = nnx.to_pure_dict(nnx.state(model))
-    jax.tree.map(np.testing.assert_array_equal, after, before)
-    assert [m.shape for m in maps] == [(3, 2, 5, 5)] * 2
-    sums = (1.0, 2.0) if options["score"] == ["dot", "adder"] else (1.0, 1.0)
-    for attention_map, total in zip(maps, sums, strict=True):
-        np.testing.assert_allclose(attention_map.sum(-1), total, rtol=1e-5)
-    _, first = jax.jit(
-        lambda x: model.blocks[0].attention(model.blocks[0].norm1(model._embed(x)), return_weights=True)
-    )(images)
-    np.testing.assert_allclose(maps[0], first, rtol=1e-5, atol=1e-6)

@@ -64,36 +64,45 @@ def test_names_in_the_parameter_tree():
     assert set(additive["blocks"][0]["attention"]["score"]) == {"query_kernel", "key_kernel", "bias", "v"}
 
 
-def loss_and_gradients(model, seed=0, **call):
-    """Jitted, functional, as the trainer does it."""
+def loss_and_gradients(model, deterministic=True):
+    """A function of a seed: jitted, functional, as the trainer does it."""
     graphdef, params = nnx.split(model, nnx.Param)
 
     @jax.jit
     def run(params, key):
         def loss(params):
-            rngs = nnx.Rngs(dropout=key)
-            return jnp.sum(jnp.sin(nnx.merge(graphdef, params)(images(), deterministic=False, rngs=rngs, **call)))
+            model = nnx.merge(graphdef, params)
+            return jnp.sum(jnp.sin(model(images(), deterministic=deterministic, rngs=nnx.Rngs(dropout=key))))
 
         return jax.value_and_grad(loss)(params)
 
-    return run(nnx.to_pure_dict(params), jax.random.key(seed))
+    return lambda seed: run(nnx.to_pure_dict(params), jax.random.key(seed))
 
 
-@pytest.mark.parametrize("options", [ADDER, dict(score="additive")], ids=["adder", "additive"])
-def test_loop_and_recomputation_change_nothing(options):
-    """The same loss and gradients, randomness included, in all four ways of running the blocks."""
-    options = options | dict(drop_path_rate=0.3, dropout_rate=0.1, attention_dropout_rate=0.1)
-    expected = loss_and_gradients(make(**options))
-    for scan_blocks, remat in ((True, False), (False, True), (True, True)):
-        ways = loss_and_gradients(make(**options, scan_blocks=scan_blocks, remat=remat))
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), ways, expected)
-    assert loss_and_gradients(make(**options), seed=1)[0] != expected[0]
+WAYS = dict(loop=dict(scan_blocks=True), recomputed=dict(remat=True), both=dict(scan_blocks=True, remat=True))
+close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.slow  # four compilations of a gradient
+def test_loop_and_recomputation_change_nothing():
+    options = dict(score="adder", mlp_linear="adder", depth=2)
+    expected = loss_and_gradients(make(**options))(0)
+    for way in WAYS.values():
+        jax.tree.map(close, loss_and_gradients(make(**options, **way))(0), expected)
+
+
+def test_the_loop_draws_the_same_random_numbers():
+    options = dict(depth=2, drop_path_rate=0.3, dropout_rate=0.1, attention_dropout_rate=0.1)
+    run = functools.partial(loss_and_gradients, deterministic=False)
+    unrolled, looped = run(make(**options)), run(make(**options, **WAYS["both"]))
+    jax.tree.map(close, looped(0), unrolled(0))
+    assert unrolled(1)[0] != unrolled(0)[0]
 
 
 @pytest.mark.parametrize("graph", [True, False])
 def test_training_reaches_every_parameter(graph):
     with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph):
-        _, gradients = loss_and_gradients(make(score=["dot", "bilinear", "additive"], mlp_linear="adder"))
+        _, gradients = loss_and_gradients(make(score=["dot", "bilinear", "additive"], mlp_linear="adder"))(0)
     dead = [path for path, g in jax.tree.leaves_with_path(gradients) if not np.any(g)]
     # A constant added to all keys shifts every row of dot and bilinear logits by a constant: softmax ignores it.
     names = {jax.tree_util.keystr(path) for path in dead}
