@@ -18,6 +18,9 @@ _MODE = flags.DEFINE_enum(
     ["train", "eval", "analyze"],
     "train: train or resume; eval: score a checkpoint; analyze: report on it",
 )
+_BASELINE = flags.DEFINE_string(
+    "baseline", None, "With --mode=analyze: directory of another run on the same data, to compare with"
+)
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "last", "With --mode=eval or analyze: last, best or a step")
 
 
@@ -39,7 +42,7 @@ def main(argv: list[str]) -> None:
         if _MODE.value == "train":
             cli.train(_CONFIG.value, workdir, start_time=_START_TIME)
         elif _MODE.value == "analyze":
-            cli.analyze(_CONFIG.value, workdir, _CHECKPOINT.value)
+            cli.analyze(_CONFIG.value, workdir, _CHECKPOINT.value, _BASELINE.value)
         else:
             cli.evaluate(_CONFIG.value, workdir, _CHECKPOINT.value)
     except training.RunError as error:

@@ -9,11 +9,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from adder_flax import analysis, ops, training
+from adder_flax.layers import AdderLinear
 
 _FIGURE_IMAGES = 6
 _REPORT_IMAGES = 32
+_STUDIED_STEPS = 4
 
 
 def enable_compilation_cache() -> None:
@@ -96,28 +99,50 @@ def evaluate(config: Any, workdir: str | Path, checkpoint: str) -> None:
     print(f"step {int(state['step'])}  {scored}  {shown}")
 
 
-def analyze(config: Any, workdir: str | Path, checkpoint: str) -> None:
+def analyze(config: Any, workdir: str | Path, checkpoint: str, baseline: str | Path | None = None) -> None:
     """Measures the papers' claims on a checkpoint and writes ``<workdir>/report/report.html``.
 
     Args:
       config: of the run.
       workdir: of the run.
       checkpoint: ``last``, ``best`` or a step.
+      baseline: directory of another run on the same data, whose last checkpoint stands beside this one.
     """
+    other = {} if baseline is None else _baseline(config, baseline)
     run, state = _restore(config, workdir, checkpoint)
+    start, model = run.init(), run.model(training.evaluation_params(state))
+    smooth = not any(isinstance(module, AdderLinear) for _, module in nnx.iter_modules(model))
     images, labels = _first_images(run, _REPORT_IMAGES)
     report = analysis.write_report(
-        run.model(training.evaluation_params(state)),
+        model,
         np.asarray(run.normalize(images)),
         labels,
         Path(workdir) / "report",
         pictures=images,
         label_names=run.eval_source.label_names,
         name=_run_name(config),
-        untrained=run.model(run.init()["params"]),
+        untrained=run.model(start["params"]),
+        second_order={
+            where: list(analysis.second_order_along(run, origin, num_steps=_STUDIED_STEPS, derivatives=smooth))
+            for where, origin in {"from the start": start, "from the checkpoint": state}.items()
+        },
+        peak_learning_rate=config.optimizer.learning_rate,
+        **other,
     )
     print(*(f"{claim.name}: {claim.verdict}" for claim in report.claims), sep="\n")
     print(f"report at {report.page}")
+
+
+def _baseline(config: Any, workdir: str | Path) -> dict[str, Any]:
+    """Returns the model of another run and its name, as ``write_report`` takes them."""
+    other = training.read_config(workdir)
+    if (other.data.name, other.data.image_size) != (config.data.name, config.data.image_size):
+        raise training.RunError(
+            f"expected a baseline on {config.data.name} at {config.data.image_size} pixels, got {other.data.name} at "
+            f"{other.data.image_size}; set --baseline to a run on the same data"
+        )
+    run, state = _restore(other, workdir, "last")
+    return {"baseline": run.model(training.evaluation_params(state)), "baseline_name": _run_name(other)}
 
 
 def _restore(config: Any, workdir: str | Path, checkpoint: str) -> tuple[training.Run, Any]:

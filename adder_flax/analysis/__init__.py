@@ -22,7 +22,14 @@ from adder_flax.analysis.expressivity import (
     xor_bound,
     xor_pairs,
 )
-from adder_flax.analysis.figures import attention_figure, curves_figure
+from adder_flax.analysis.figures import (
+    attention_figure,
+    comparison_figure,
+    curves_figure,
+    second_order_figure,
+    xor_figure,
+)
+from adder_flax.analysis.gating import Gate, gate
 from adder_flax.analysis.maps import (
     entropy,
     has_identity,
@@ -39,6 +46,13 @@ from adder_flax.analysis.saturation import (
     dot_product_gradient,
     entropy_by_width,
     gradient_norms,
+)
+from adder_flax.analysis.second_order import (
+    SecondOrderStep,
+    SecondOrderTerms,
+    exact_gradients,
+    second_order_along,
+    second_order_terms,
 )
 from adder_flax.analysis.spectrum import (
     IdentityEffect,
@@ -80,11 +94,14 @@ __all__ = [
     "DiffusionMap",
     "Energy",
     "EnergyTable",
+    "Gate",
     "GradientNorms",
     "IdentityEffect",
     "LiveVariance",
     "Operations",
     "Report",
+    "SecondOrderStep",
+    "SecondOrderTerms",
     "SummaryRow",
     "VarianceEstimate",
     "XorBound",
@@ -94,6 +111,7 @@ __all__ = [
     "attention_figure",
     "brownian_test",
     "capture",
+    "comparison_figure",
     "count_operations",
     "cumulative",
     "curves_figure",
@@ -107,6 +125,8 @@ __all__ = [
     "entropy",
     "entropy_by_width",
     "equivalent_rank",
+    "exact_gradients",
+    "gate",
     "gaussian_kernel_map",
     "gradient_norms",
     "has_identity",
@@ -126,6 +146,9 @@ __all__ = [
     "rollout",
     "save_figure",
     "score_parameters",
+    "second_order_along",
+    "second_order_figure",
+    "second_order_terms",
     "separable",
     "singular_values",
     "spectral_gap",
@@ -138,5 +161,6 @@ __all__ = [
     "train_xor",
     "write_report",
     "xor_bound",
+    "xor_figure",
     "xor_pairs",
 ]

@@ -14,7 +14,7 @@ from adder_flax.analysis._study import (
     only_when,
     spread,
 )
-from adder_flax.analysis.figures import attention_figure
+from adder_flax.analysis.figures import attention_figure, comparison_figure
 from adder_flax.analysis.maps import entropy, mean_distance, patch_attention
 from adder_flax.analysis.spectrum import IdentityEffect
 from adder_flax.analysis.variance import (
@@ -50,6 +50,7 @@ def adder_section(study: Study) -> Section:
     pictures = [
         _theorem_picture(estimates, live),
         _spectrum_picture(study),
+        _ratio_picture(study),
         _rank_picture(effects),
         _map_picture(study),
         *_attention_pictures(study),
@@ -97,6 +98,7 @@ def _theorem_claims(estimates: dict[str, list[VarianceEstimate]]) -> list[Claim]
                 f"{_SOURCE}, Theorem 1",
                 f"For unit-normal q and k the variance of {symbol} is {formula}.",
                 HOLDS if max(errors) < _STANDARD_ERRORS else DOES_NOT_HOLD,
+                f"{largest.variance / largest.head_dim:.3f} d",
                 f"Sampled at d = {_HEAD_DIMS[0]} … {_HEAD_DIMS[-1]}: within {max(errors):.1f} standard errors; at "
                 f"d = {largest.head_dim} {largest.variance:.1f} against "
                 f"{predicted_variance(score, largest.head_dim):.1f}.",
@@ -110,6 +112,7 @@ def _theorem_claims(estimates: dict[str, list[VarianceEstimate]]) -> list[Claim]
             f"{_SOURCE}, A.2",
             "Scaling by 1/√d counteracts the growth of the adder score's variance.",
             HOLDS if max(left) - min(left) < _TOLERANCE * ADDER_VARIANCE_PER_DIM else DOES_NOT_HOLD,
+            f"scaled variance {min(left):.3f} to {max(left):.3f}",
             f"The scaled variance is {min(left):.3f} to {max(left):.3f} at every d: constant, but not 1; the "
             "dot product's is 1. The variance-matched scale 1/√(0.727 d) gives "
             f"{np.mean(left) / ADDER_VARIANCE_PER_DIM:.3f}.",
@@ -129,6 +132,7 @@ def _live_claim(study: Study, live: dict[int, LiveVariance]) -> Claim:
             source,
             statement,
             NOT_MEASURED,
+            "",
             f"Scores with learned parameters ({scores}) have no formula.",
         )
     ratios = [entry.measured / entry.predicted for entry in live.values()]
@@ -142,6 +146,7 @@ def _live_claim(study: Study, live: dict[int, LiveVariance]) -> Claim:
         source,
         statement,
         verdict,
+        f"{spread(ratios)} × predicted",
         f"Measured over predicted variance by block: {spread(ratios)}; with the measured component variances put in "
         f"{spread(rescaled)}. Root mean square of q: {spread([entry.query_rms for entry in live.values()])}, "
         f"correlation of a token's q with its k: {spread([entry.component_correlation for entry in live.values()])}, "
@@ -169,6 +174,7 @@ def _proposition_claims(effect: IdentityEffect) -> list[Claim]:
             f"{_SOURCE}, A.3 (assumption)",
             "Attention maps are symmetric.",
             every(symmetric),
+            f"asymmetry {spread(effect.asymmetry)}",
             f"‖A − Aᵀ‖ / ‖A‖ is {spread(effect.asymmetry)}; below 0.05 in {share(symmetric)}.",
             "ranks",
         ),
@@ -177,6 +183,7 @@ def _proposition_claims(effect: IdentityEffect) -> list[Claim]:
             f"{source}, equation 5",
             "Adding the identity raises every singular value by 1.",
             shift,
+            f"max |σ̃ − σ − 1| = {spread(effect.deviation)}",
             f"max |σ̃ − σ − 1| is {spread(effect.deviation)}; below 0.01 in {share(exact)}. The lowest eigenvalue of "
             f"the symmetric part is {spread(effect.lowest_eigenvalue)}; the proof needs it to be at least 0.",
             "ranks",
@@ -186,6 +193,7 @@ def _proposition_claims(effect: IdentityEffect) -> list[Claim]:
             f"{source}, equation 11",
             "The cumulative curve rises more slowly with the identity: R(r) = f(r) / f̃(r) ≥ 1 at every r.",
             every(slower),
+            f"R ≥ {effect.ratio.min():.3f}; R ≥ 1 in {slower.mean():.1%} of maps",
             f"True of {share(slower)}; the smallest R is {effect.ratio.min():.4f}.",
             "spectrum",
         ),
@@ -194,6 +202,7 @@ def _proposition_claims(effect: IdentityEffect) -> list[Claim]:
             f"{source}, equation 14",
             "The curve is closer to the straight line g(r) = r/N with the identity: D̃(r) ≤ D(r).",
             every(closer),
+            f"{closer.mean():.1%} of maps",
             f"True of {share(closer)}; the largest D falls from {spread(effect.difference.max(-1))} to "
             f"{spread(effect.difference_identity.max(-1))}.",
             "spectrum",
@@ -203,6 +212,7 @@ def _proposition_claims(effect: IdentityEffect) -> list[Claim]:
             f"{source}, assertion 3",
             "The equivalent rank (f = 0.9) does not fall when the identity is added.",
             every(ranks),
+            f"rank {np.median(effect.rank):.3g} → {np.median(effect.rank_identity):.3g}",
             f"True of {share(ranks)}; the rank goes from {spread(effect.rank)} to {spread(effect.rank_identity)} of "
             f"{effect.f.shape[-1]}.",
             "ranks",
@@ -215,7 +225,7 @@ def _rank_claim(study: Study) -> Claim:
     statement = "Adder maps have a much lower rank than multiplicative ones."
     pair = _adder_and_dot(study)
     if pair is None:
-        return Claim(name, source, statement, NOT_MEASURED, "Needs an adder model and a multiplicative baseline.")
+        return Claim(name, source, statement, NOT_MEASURED, "", "Needs an adder model and a multiplicative baseline.")
     adder, dot = (np.mean([effect.rank for effect in subject.effects]) for subject in pair)
     effective = [np.mean([effect.effective_rank for effect in subject.effects]) for subject in pair]
     lower = adder < (1 - _TOLERANCE) * dot
@@ -224,6 +234,7 @@ def _rank_claim(study: Study) -> Claim:
         source,
         statement,
         HOLDS if lower else DOES_NOT_HOLD,
+        f"rank {adder:.2f} against {dot:.2f}",
         f"Mean rank at f = 0.9 (identity taken off): adder {adder:.2f}, multiplicative {dot:.2f}; effective ranks "
         f"{effective[0]:.2f} and {effective[1]:.2f}, of {study.subject.maps[0].shape[-1]}.",
         "spectrum",
@@ -235,7 +246,7 @@ def _global_claim(study: Study) -> Claim:
     statement = "Adder maps focus more on the global information than multiplicative ones."
     pair = _adder_and_dot(study)
     if pair is None:
-        return Claim(name, source, statement, NOT_MEASURED, "Needs an adder model and a multiplicative baseline.")
+        return Claim(name, source, statement, NOT_MEASURED, "", "Needs an adder model and a multiplicative baseline.")
     entropies = [np.mean([entropy(block).mean() for block in subject.maps]) for subject in pair]
     reach = [
         np.mean([mean_distance(block, study.grid, class_token=subject.class_token).mean() for block in subject.maps])
@@ -250,6 +261,7 @@ def _global_claim(study: Study) -> Claim:
         source,
         statement,
         verdict,
+        f"{entropies[0]:.2f} against {entropies[1]:.2f} nats; {reach[0]:.2f} against {reach[1]:.2f} patches",
         f"Mean entropy of the rows: adder {entropies[0]:.3f} nats, multiplicative {entropies[1]:.3f}; mean distance "
         f"that attention reaches: {reach[0]:.3f} and {reach[1]:.3f} patches.",
         "class-attention",
@@ -266,7 +278,7 @@ def _adder_and_dot(study: Study):
 
 
 def _theorem_picture(estimates: dict[str, list[VarianceEstimate]], live: dict[int, LiveVariance]) -> Picture:
-    figure, axes = _style.new_figure(5.2, 3.9)
+    figure, axes = _style.new_figure(9.0, 3.9, 1, 2)
     axis = axes[0, 0]
     for line, (score, symbol) in zip(_style.LINES, {"dot": "q·k", "adder": "−‖q − k‖₁"}.items(), strict=False):
         predicted = [predicted_variance(score, dim) for dim in _HEAD_DIMS]
@@ -280,16 +292,36 @@ def _theorem_picture(estimates: dict[str, list[VarianceEstimate]], live: dict[in
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(_HEAD_DIMS, [str(dim) for dim in _HEAD_DIMS])
-    _style.dress(axis, xlabel="head width d", ylabel="variance of the raw score")
+    _style.dress(axis, xlabel="head width d", ylabel="variance", title="raw scores")
     _style.legend(axis)
+    _draw_scaled_variance(axes[0, 1], estimates)
     return Picture(
         "theorem-1",
         figure,
-        "Variance of raw scores against the head width: Theorem 1 as lines, sampled unit-normal vectors as open "
-        "marks, the model's own queries and keys as crosses.",
-        "Log-log plot of score variance against head width for dot product and L1 distance, with the model's blocks.",
+        "Variance of scores between unit-normal vectors against the head width. Left, raw scores: Theorem 1 as lines, "
+        "samples as open marks, the model's own queries and keys as crosses. Right, after scaling: constant at every "
+        "width, and 1 for the adder score only with the variance-matched scale.",
+        "Variance of raw and of scaled scores against head width for dot product and L1 distance.",
         _theorem_data(estimates, live),
     )
+
+
+def _draw_scaled_variance(axis, estimates: dict[str, list[VarianceEstimate]]) -> None:
+    per_dim = {score: [e.variance / e.head_dim for e in sampled] for score, sampled in estimates.items()}
+    series = {
+        "q·k, 1/√d": per_dim["dot"],
+        "−‖q − k‖₁, 1/√d": per_dim["adder"],
+        "−‖q − k‖₁, variance-matched": np.array(per_dim["adder"]) / ADDER_VARIANCE_PER_DIM,
+    }
+    for line, (label, values) in zip(_style.LINES, series.items(), strict=False):
+        axis.plot(_HEAD_DIMS, values, **line, markersize=5, linewidth=1.3, fillstyle="none", label=label)
+    for level in (1.0, ADDER_VARIANCE_PER_DIM):
+        axis.axhline(level, color=_style.GREY, linewidth=0.8, linestyle=":")
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(_HEAD_DIMS, [str(dim) for dim in _HEAD_DIMS])
+    axis.set_ylim(0, 1.6)
+    _style.dress(axis, xlabel="head width d", ylabel="variance", title="scaled scores")
+    _style.legend(axis)
 
 
 def _theorem_data(estimates: dict[str, list[VarianceEstimate]], live: dict[int, LiveVariance]) -> dict[str, list]:
@@ -341,6 +373,44 @@ def _spectrum_picture(study: Study) -> Picture:
         "over images and heads with one standard deviation shaded; the straight line is g(r) = r/N, the thin "
         "line the level 0.9.",
         "Cumulative singular-value curves per block; the curve of A + I lies between that of A and the diagonal.",
+        data,
+    )
+
+
+def _ratio_picture(study: Study) -> Picture:
+    """f, R and D averaged over all blocks, images and heads."""
+    merged = _merge(study.subject.effects)
+    flat = lambda values: values.reshape(-1, values.shape[-1])
+    panels = {
+        "f(r), f̃(r)": {"A": merged.f, "A + I": merged.f_identity},
+        "R(r) = f / f̃": {"A": merged.ratio},
+        "D(r) = f − r/N": {"A": merged.difference, "A + I": merged.difference_identity},
+    }
+    if study.baseline is not None:
+        other = _merge(study.baseline.effects)
+        panels["f(r), f̃(r)"][study.baseline.name] = other.f
+        panels["R(r) = f / f̃"][study.baseline.name] = other.ratio
+        panels["D(r) = f − r/N"][study.baseline.name] = other.difference
+    lines = dict(zip(dict.fromkeys(label for panel in panels.values() for label in panel), _style.LINES, strict=False))
+    ranks = np.arange(1, merged.f.shape[-1] + 1)
+    figure, axes = _style.new_figure(9.6, 3.2, 1, 3)
+    data: dict[str, np.ndarray] = {"r": ranks}
+    for axis, (title, curves) in zip(axes[0], panels.items(), strict=True):
+        for label, values in curves.items():
+            _curve(axis, np.arange(1, values.shape[-1] + 1), flat(values), lines[label], label)
+            data |= {f"{title}, {label}, mean": flat(values).mean(0), f"{title}, {label}, std": flat(values).std(0)}
+        _style.whole_ticks(axis)
+        _style.dress(axis, xlabel="r", title=title)
+    axes[0, 0].plot(ranks, merged.g, color=_style.GREY, linewidth=1, linestyle=":", label="g = r/N")
+    axes[0, 1].axhline(1.0, color=_style.GREY, linewidth=0.8, linestyle=":")
+    _style.legend(axes[0, 0], loc="lower right")
+    return Picture(
+        "ratio",
+        figure,
+        "The curves of Proposition 1 over all blocks, images and heads, one standard deviation shaded: cumulative "
+        "singular values, their ratio without and with the identity (the proposition has it at 1 or above), and their "
+        "distance from the straight line (smaller with the identity).",
+        "Mean cumulative singular-value curves, the ratio R and the differences D against the rank.",
         data,
     )
 
@@ -405,34 +475,26 @@ def _map_picture(study: Study) -> Picture:
 
 
 def _attention_pictures(study: Study) -> list[Picture]:
+    """The paper's figure 3: of both models where there are two, else of the one with rollout beside it."""
     shown = min(4, len(study.pictures))
-    pictures = []
-    for subject in filter(None, (study.subject, study.baseline)):
-        blocks = subject.blocks(3, 6, 10)
-        maps = [block[:shown] for block in subject.maps]
-        figure = attention_figure(
-            study.pictures[:shown],
-            maps,
-            blocks=blocks,
-            class_token=subject.class_token,
-            captions=study.captions[:shown],
-            title=subject.name,
-            with_rollout=True,
-        )
-        name = "class-attention" if subject is study.subject else "class-attention-baseline"
-        data = {
-            f"block_{index + 1}": patch_attention(subject.maps[index], class_token=subject.class_token)
-            for index in blocks
-        }
-        pictures.append(
-            Picture(
-                name,
-                figure,
-                f"Where {subject.name} looks from the class token (the paper's figure 3), mean of the heads, "
-                "and the rollout through all blocks, in which the residual counts once and the identity map "
-                "as the shortcut it is.",
-                "Test images with attention drawn over them for three blocks, and rollout.",
-                data,
-            )
-        )
-    return pictures
+    models = {subject.name: subject for subject in filter(None, (study.baseline, study.subject))}
+    blocks = study.subject.blocks(3, 6, 10)
+    options = dict(class_token=study.subject.class_token, captions=study.captions[:shown], with_rollout=True)
+    maps = {name: [block[:shown] for block in subject.maps] for name, subject in models.items()}
+    if len(models) == 1:
+        [(name, only)] = maps.items()
+        figure = attention_figure(study.pictures[:shown], only, blocks=blocks, title=name, **options)
+    else:
+        figure = comparison_figure(study.pictures[:shown], maps, blocks=blocks, **options)
+    data = {
+        f"{name}, block {index + 1}": patch_attention(subject.maps[index], class_token=subject.class_token)
+        for name, subject in models.items()
+        for index in subject.blocks(3, 6, 10)
+    }
+    caption = (
+        f"Where {' (upper rows) and '.join(models)}{' (lower rows) look' if len(models) > 1 else ' looks'} from the "
+        "class token (the paper's figure 3), mean of the heads, and the rollout through all blocks, in which the "
+        "residual counts once and the identity map as the shortcut it is."
+    )
+    alt = "Test images with attention drawn over them for three blocks, and rollout, one row for each model."
+    return [Picture("class-attention", figure, caption, alt, data)]

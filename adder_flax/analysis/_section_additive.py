@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from adder_flax import attention
 from adder_flax.analysis import _style
@@ -12,6 +13,8 @@ from adder_flax.analysis._study import DOES_NOT_HOLD, HOLDS, Claim, Picture, Sec
 from adder_flax.analysis.brownian import total_variation
 from adder_flax.analysis.captures import BlockCapture
 from adder_flax.analysis.expressivity import XorBound, score_parameters, train_xor, xor_bound
+from adder_flax.analysis.figures import xor_figure
+from adder_flax.analysis.gating import Gate, gate
 from adder_flax.analysis.maps import entropy
 from adder_flax.analysis.saturation import GradientNorms, entropy_by_width, gradient_norms
 
@@ -27,6 +30,7 @@ def additive_section(study: Study) -> Section:
     accuracies = {score: train_xor(score) for score in ("bilinear", "additive")}
     norms = gradient_norms(_INPUT_NORMS)
     entropies = entropy_by_width(_HEAD_DIMS, keys=_KEYS)
+    gates = {kind: _find_gate(study, scores) for kind, scores in _GATE_KINDS.items()}
     return Section(
         title="Additive against multiplicative scores",
         introduction=(
@@ -40,8 +44,13 @@ def additive_section(study: Study) -> Section:
             _scaling_claim(entropies),
             *_identity_claims(study),
             *_additive_bias_claims(),
+            *_gate_claims(gates),
         ],
-        pictures=[_xor_picture(bound, accuracies), _saturation_picture(norms, entropies)],
+        pictures=[
+            _xor_picture(accuracies),
+            _saturation_picture(norms, entropies),
+            _gate_picture(gates),
+        ],
     )
 
 
@@ -55,6 +64,7 @@ def _xor_claims(bound: XorBound, accuracies: dict[str, np.ndarray]) -> list[Clai
             f"{_SOURCE}, The limits of bilinearity",
             "No bilinear score, biases included, solves the XOR alignment task.",
             HOLDS if bound.accuracy < 1 and bilinear.max() <= bound.accuracy else DOES_NOT_HOLD,
+            f"at most {float(bound.accuracy):.0%} of the pairs",
             f"By enumeration at most {bound.accuracy.numerator * 4} of 16 pairs, {float(bound.accuracy):.0%}, "
             f"and a W that reaches it is known; trained from {len(bilinear)} starts: {bilinear.min():.0%} to "
             f"{bilinear.max():.0%}.",
@@ -65,6 +75,7 @@ def _xor_claims(bound: XorBound, accuracies: dict[str, np.ndarray]) -> list[Clai
             f"{_SOURCE}, The power of non-linearity",
             "An additive score solves the XOR alignment task.",
             verdict if solved.any() else DOES_NOT_HOLD,
+            f"100 % from {solved.sum()} of {len(solved)} starts",
             f"Hidden width 16, {len(additive)} starts: {additive.min():.0%} to {additive.max():.0%} of the "
             "pairs; weights for width 4 are known in closed form.",
             "xor",
@@ -80,6 +91,7 @@ def _parameter_claim() -> Claim:
         f"{_SOURCE}, The role of the attention dimension",
         "For widths 64 and 128 the two scores have equally many parameters at d_a = 8192/193 ≈ 42.4.",
         HOLDS if below < bilinear < above else DOES_NOT_HOLD,
+        f"{below} < {bilinear} < {above} parameters at d_a = 42, 43",
         f"Bilinear {bilinear}; additive {below} at d_a = 42 and {above} at 43.",
         "xor",
     )
@@ -98,6 +110,7 @@ def _saturation_claims(norms: GradientNorms) -> list[Claim]:
             source,
             "As inputs grow, the gradient of the additive score with respect to W_s approaches zero.",
             verdict if vanishes else DOES_NOT_HOLD,
+            f"median falls to {norms.additive[-1] / norms.additive[peak]:.0e} of its peak",
             f"The median over draws rises up to inputs of norm {norms.input_norms[peak]:g}√d and has fallen to "
             f"{norms.additive[-1] / norms.additive[peak]:.1e} of its peak at {norms.input_norms[-1]:g}√d. The "
             f"root mean square keeps growing ({norms.additive_rms[0]:.2g} to {norms.additive_rms[-1]:.3g}): a "
@@ -109,6 +122,7 @@ def _saturation_claims(norms: GradientNorms) -> list[Claim]:
             source,
             "LayerNorm before tanh keeps the gradient of the additive score from vanishing.",
             HOLDS if steady < 0.05 else DOES_NOT_HOLD,
+            f"constant within {steady:.2%}",
             f"Its norm stays at {norms.additive_layer_norm.mean():.3g} within {steady:.2%} over inputs of norm "
             f"{norms.input_norms[0]:g}√d to {norms.input_norms[-1]:g}√d.",
             "saturation",
@@ -124,6 +138,7 @@ def _scaling_claim(entropies: dict[str, np.ndarray]) -> Claim:
         f"{_SOURCE}, The challenge of large dot products",
         "Without 1/√d the softmax over dot products saturates as d grows; with it, it does not.",
         HOLDS if holds else DOES_NOT_HOLD,
+        f"entropy {entropies['dot, unscaled'][-1]:.2f} against {entropies['dot'][-1]:.2f} nats at d = {_HEAD_DIMS[-1]}",
         f"Entropy over {_KEYS} keys from d = {_HEAD_DIMS[0]} to {_HEAD_DIMS[-1]}: unscaled "
         f"{entropies['dot, unscaled'][0]:.2f} to {entropies['dot, unscaled'][-1]:.2f} nats, scaled "
         f"{entropies['dot'][0]:.2f} to {entropies['dot'][-1]:.2f}; adder at 1/√d {entropies['adder'][-1]:.2f}, "
@@ -179,6 +194,7 @@ def _identity_claims(study: Study) -> list[Claim]:
             f"{_SOURCE}, The role of bias terms",
             "A scalar bias on all scores has no effect on the attention weights.",
             HOLDS if largest(shifted) < rounding else DOES_NOT_HOLD,
+            f"moves {largest(shifted):.0e} of a row",
             f"{where} a bias of 3 moves at most {largest(shifted):.1e} of a row's weight.",
         ),
         Claim(
@@ -186,6 +202,7 @@ def _identity_claims(study: Study) -> list[Claim]:
             f"{_SOURCE}, The role of bias terms",
             "A bias per key makes static preferences possible.",
             HOLDS if largest(per_key) > 0.05 else DOES_NOT_HOLD,
+            f"moves {largest(per_key):.2f} of a row",
             f"{where} normal biases of size 3 move up to {largest(per_key):.2f} of a row's weight.",
         ),
         Claim(
@@ -194,6 +211,7 @@ def _identity_claims(study: Study) -> list[Claim]:
             "Only the ratio of the score's scale and the temperature is identifiable: (αv, αT) gives the "
             "weights of (v, T).",
             HOLDS if largest(rescaled) < rounding else DOES_NOT_HOLD,
+            f"moves {largest(rescaled):.0e} of a row",
             f"{where} α = 7 moves at most {largest(rescaled):.1e} of a row's weight.",
         ),
     ]
@@ -217,6 +235,7 @@ def _additive_bias_claims() -> list[Claim]:
             f"{_SOURCE}, The role of bias terms",
             "A large bias inside tanh saturates it and flattens the attention weights.",
             HOLDS if flat else DOES_NOT_HOLD,
+            f"entropy {spread[0]:.2f} → {spread[2]:.2f} of {np.log(_KEYS):.2f} nats",
             f"Biases of size 0, 3, 30: entropy over {_KEYS} keys {spread[0]:.2f}, {spread[1]:.2f}, "
             f"{spread[2]:.2f} nats; uniform is {np.log(_KEYS):.2f}.",
         ),
@@ -225,36 +244,94 @@ def _additive_bias_claims() -> list[Claim]:
             f"{_SOURCE}, Bounded activations and saturation",
             "Additive scores are bounded by ‖v‖₁ whatever the inputs.",
             HOLDS if most <= 1 else DOES_NOT_HOLD,
+            f"|score| / ‖v‖₁ ≤ {most:.3f}",
             f"The largest |score| / ‖v‖₁ of {64 * _KEYS * 3} pairs is {most:.3f}.",
         ),
     ]
 
 
-def _xor_picture(bound: XorBound, accuracies: dict[str, np.ndarray]) -> Picture:
-    figure, axes = _style.new_figure(8.2, 3.2, 1, 2)
-    axis = axes[0, 0]
-    for position, (line, values) in enumerate(zip(_style.LINES, accuracies.values(), strict=False)):
-        offsets = position + np.linspace(-0.2, 0.2, len(values))
-        axis.plot(offsets, 100 * values, **{**line, "linestyle": "none"}, markersize=6, fillstyle="none")
-    limit = 100 * float(bound.accuracy)
-    axis.axhline(limit, color=_style.GREY, linestyle="--", linewidth=1)
-    axis.text(1.45, limit - 1, "largest possible, bilinear", ha="right", va="top", fontsize=8, color="#444444")
-    axis.set_xlim(-0.5, 1.5)
-    axis.set_xticks([0, 1], list(accuracies))
-    axis.set_ylim(30, 104)
-    _style.dress(axis, ylabel="right pairs (%)", title="XOR task, one mark a start")
+_GATE_KINDS = {"multiplicative": ("dot", "bilinear"), "additive": ("additive",)}
+_GATE_IMAGES = 4
+_GATE_TOKENS = 32  # of each; a tanh gate is a vector for every pair of them
+
+
+def _find_gate(study: Study, scores: tuple[str, ...]) -> tuple[str, Gate]:
+    """Whose gate it is, and the gate: of a block of one of the models, else of a new head on unit-normal tokens."""
+    for subject in filter(None, (study.subject, study.baseline)):
+        for index, (score, block) in enumerate(zip(subject.scores, subject.captured.blocks, strict=True)):
+            if score in scores:
+                tokens = [x[:_GATE_IMAGES, :, :_GATE_TOKENS] for x in (block.query, block.key)]
+                return f"{subject.name}, block {index + 1}", _module_gate(
+                    subject.model.blocks[index].attention, *tokens
+                )
+    module = attention.MultiHeadAttention(1, 64, score=scores[0], rngs=nnx.Rngs(0))
+    tokens = np.random.default_rng(0).standard_normal((2, _GATE_IMAGES, 1, _GATE_TOKENS, 64))
+    return "a new head on unit-normal tokens", _module_gate(module, *tokens)
+
+
+def _module_gate(module: attention.MultiHeadAttention, query: np.ndarray, key: np.ndarray) -> Gate:
+    return gate(module.score_name, query, key, {name: parameter[...] for name, parameter in module.score.items()})
+
+
+def _gate_claims(gates: dict[str, tuple[str, Gate]]) -> list[Claim]:
+    source = f"{_SOURCE}, Attention as gating"
+    (linear_of, linear), (tanh_of, tanh) = gates["multiplicative"], gates["additive"]
+    outside = float(np.mean(np.abs(linear.values) > 1))
+    both_signs = [0 < found.negative_share < 1 for found in (linear, tanh)]
+    bounded = np.abs(tanh.values).max() < 1
+    span = lambda found: f"{found.values.min():.2f} to {found.values.max():.2f}"
+    return [
+        Claim(
+            "gate-multiplicative",
+            source,
+            "A multiplicative score is a linear gate on the key, of both signs and not bounded.",
+            HOLDS if both_signs[0] and outside > 0 else DOES_NOT_HOLD,
+            f"{span(linear)}; {linear.negative_share:.0%} negative",
+            f"Gate g = Wᵀq of {linear_of}: {span(linear)}, {linear.negative_share:.1%} of it negative, {outside:.1%} "
+            "outside [−1, 1].",
+            "gates",
+        ),
+        Claim(
+            "gate-additive",
+            source,
+            "An additive score is a gate in (−1, 1) of both signs on latent features, unlike an LSTM's in (0, 1).",
+            HOLDS if both_signs[1] and bounded else DOES_NOT_HOLD,
+            f"{span(tanh)}; {tanh.negative_share:.0%} negative",
+            f"Gate g = tanh(…) of {tanh_of}: {span(tanh)}, {tanh.negative_share:.1%} of it negative; "
+            f"{tanh.saturated_share:.1%} is saturated, beyond ±0.99.",
+            "gates",
+        ),
+    ]
+
+
+def _gate_picture(gates: dict[str, tuple[str, Gate]]) -> Picture:
+    figure, axes = _style.new_figure(8.2, 3.0, 1, 2)
+    columns: dict[str, np.ndarray] = {}
+    for axis, (kind, (owner, found)) in zip(axes[0], gates.items(), strict=True):
+        share, edges = np.histogram(found.values, bins=60)
+        share = 100 * share / found.values.size
+        axis.stairs(share, edges, fill=True, color="#777777")
+        axis.axvline(0, color="black", linewidth=0.8)
+        _style.dress(axis, xlabel="value of the gate", ylabel="share (%)", title=f"{kind}: {owner}")
+        axis.title.set_fontsize(8.5)
+        columns |= {f"{kind}, from": edges[:-1], f"{kind}, to": edges[1:], f"{kind}, share (%)": share}
+    return Picture(
+        "gates",
+        figure,
+        "Scores as gates: how often a gate has which value. Left Wᵀq, which multiplies the key; right tanh(W_q q + "
+        "W_k k + b), which multiplies v.",
+        "Histograms of the values of a multiplicative and of an additive gate.",
+        columns,
+    )
+
+
+def _xor_picture(accuracies: dict[str, np.ndarray]) -> Picture:
     widths = np.arange(1, 81)
     counts = np.array([score_parameters(64, 128, width) for width in widths])
-    for line, label, values in zip(_style.LINES, ("bilinear", "additive"), counts.T, strict=False):
-        axes[0, 1].plot(widths, values, **{**line, "marker": None}, linewidth=1.5, label=label)
-    axes[0, 1].axvline(8192 / 193, color=_style.GREY, linestyle=":", linewidth=1)
-    axes[0, 1].text(8192 / 193 + 1, 500, "42.4", fontsize=8, color="#444444")
-    _style.dress(axes[0, 1], xlabel="hidden width d_a", ylabel="parameters", title="widths 64 and 128")
-    _style.legend(axes[0, 1], loc="upper left")
     data = {f"accuracy_{score}": values for score, values in accuracies.items()}
     return Picture(
         "xor",
-        figure,
+        xor_figure(accuracies),
         "Left: accuracy on the 16 pairs of the XOR task after training, and the proven limit of bilinear "
         "scores. Right: parameters against the additive score's hidden width.",
         "Accuracies of bilinear and additive scores on the XOR task, and parameter counts.",
@@ -269,12 +346,13 @@ def _saturation_picture(norms: GradientNorms, entropies: dict[str, np.ndarray]) 
         "additive, root mean square": norms.additive_rms,
         "additive with LayerNorm": norms.additive_layer_norm,
         "dot product, 1/√d": norms.dot_scaled,
+        "dot product, unscaled": norms.dot,
     }
     for line, (label, values) in zip(_style.LINES, series.items(), strict=False):
         axes[0, 0].plot(norms.input_norms, values, **line, markersize=4, linewidth=1.3, label=label)
     axes[0, 0].set_xscale("log", base=2)
     axes[0, 0].set_yscale("log")
-    axes[0, 0].set_ylim(1e-3, 3e3)
+    axes[0, 0].set_ylim(1e-4, 3e3)
     _style.dress(axes[0, 0], xlabel="norm of query and key (√d)", ylabel="gradient norm", title="gradients")
     _style.legend(axes[0, 0], loc="lower left")
     for line, (label, values) in zip(_style.LINES, entropies.items(), strict=False):

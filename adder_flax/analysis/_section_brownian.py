@@ -3,7 +3,18 @@
 import numpy as np
 
 from adder_flax.analysis import _style
-from adder_flax.analysis._study import DOES_NOT_HOLD, HOLDS, Claim, Picture, Section, Study, Subject, only_when, spread
+from adder_flax.analysis._study import (
+    DOES_NOT_HOLD,
+    HOLDS,
+    NOT_MEASURED,
+    Claim,
+    Picture,
+    Section,
+    Study,
+    Subject,
+    only_when,
+    spread,
+)
 from adder_flax.analysis.brownian import (
     BrownianTest,
     brownian_test,
@@ -13,6 +24,7 @@ from adder_flax.analysis.brownian import (
     relative_radius,
     total_variation,
 )
+from adder_flax.analysis.figures import second_order_figure
 from adder_flax.analysis.walks import (
     diffusion_map,
     irreversibility,
@@ -46,6 +58,7 @@ def brownian_section(study: Study) -> Section:
             *_kernel_claims(study.subject, kernel),
             *_walk_claims(study.subject, walk),
             *_motion_claims(tests),
+            _second_order_claim(study),
         ],
         pictures=[
             _sphere_picture(study.subject),
@@ -54,6 +67,7 @@ def brownian_section(study: Study) -> Section:
             _steps_picture(study),
             _diffusion_picture(study),
             _motion_picture(tests),
+            *([_second_order_picture(study)] if study.second_order else []),
         ],
     )
 
@@ -70,6 +84,7 @@ def _sphere_claims(subject: Subject) -> list[Claim]:
             f"{_SOURCE}, section 3.1",
             "LayerNorm maps every token to the sphere of radius √d.",
             verdict if error < 0.01 else DOES_NOT_HOLD,
+            f"‖LN(x)‖ / √d: {spread(np.stack(affine))}",
             f"‖LN(x)‖ / √d: without the affine part 1 within {error:.1e}; as the blocks use it "
             f"{spread(np.stack(affine))}.",
             "sphere",
@@ -99,6 +114,7 @@ def _kernel_claims(subject: Subject, kernel: dict[str, list[np.ndarray]]) -> lis
             f"{_SOURCE}, equation 15",
             "On the sphere, scaled dot-product attention is the row-normalised Gaussian kernel.",
             verdict,
+            f"maps differ by {ideal.max():.0e}",
             f"With q = k = LN(x) without affine part the two maps differ by at most {ideal.max():.1e} of a "
             "row's weight.",
             "kernel",
@@ -108,6 +124,7 @@ def _kernel_claims(subject: Subject, kernel: dict[str, list[np.ndarray]]) -> lis
             f"{_SOURCE}, section 3.4.2",
             "The Gaussian form still describes attention between projected queries and keys.",
             HOLDS if live.max() < 0.01 else only_when("all keys have one norm"),
+            f"maps differ by {spread(live)}",
             f"From this model's q and k the two maps differ by {spread(live)} of a row's weight; key norms vary by "
             f"{spread(varied)} of their mean.",
             "kernel",
@@ -133,6 +150,7 @@ def _walk_claims(subject: Subject, walk: dict[str, list[np.ndarray]]) -> list[Cl
             f"{_SOURCE}, sections 2.2 and 3.2",
             "The attention map is the transition matrix of a Markov chain on the tokens.",
             HOLDS if stochastic else only_when("the identity map is taken off"),
+            f"rows sum to {np.median(sums):.3g}; mixes in {np.median(time):.3g} steps",
             f"Rows of what multiplies the values sum to {spread(sums)}; {identities}. The walk without it mixes "
             f"(ε = ¼) within {spread(time)} steps.",
             "walk",
@@ -142,6 +160,7 @@ def _walk_claims(subject: Subject, walk: dict[str, list[np.ndarray]]) -> list[Cl
             f"{_SOURCE}, section 2.3 (diffusion maps assume it)",
             "The walk is reversible, as one made from a symmetric kernel is.",
             HOLDS if flow.max() < 0.01 else DOES_NOT_HOLD,
+            f"circular flow {spread(flow)}",
             f"The share of probability flow that goes round in circles is {spread(flow)}.",
             "walk",
         ),
@@ -151,50 +170,106 @@ def _walk_claims(subject: Subject, walk: dict[str, list[np.ndarray]]) -> list[Cl
 def _motion_claims(tests: dict[str, BrownianTest]) -> list[Claim]:
     source = f"{_SOURCE}, sections 2.4 and 3.2"
     claims = []
-    for name, (statement, found, finding) in _PROPERTIES.items():
+    for name, (statement, found, number, finding) in _PROPERTIES.items():
         verdict = HOLDS if found(tests["trained"]) else DOES_NOT_HOLD
         text = finding(tests["trained"])
         if "untrained" in tests:
             text += f" Before training: {finding(tests['untrained'])}"
             if verdict == DOES_NOT_HOLD and found(tests["untrained"]):
                 verdict = only_when("the network is untrained")
-        claims.append(Claim(name, source, statement, verdict, text, "motion"))
-    count = {name: sum(found(test) for _, found, _ in _PROPERTIES.values()) for name, test in tests.items()}
+        claims.append(Claim(name, source, statement, verdict, number(tests["trained"]), text, "motion"))
+    count = {name: sum(found(test) for _, found, *_ in _PROPERTIES.values()) for name, test in tests.items()}
     properties = ", ".join(f"{number} of {len(_PROPERTIES)} properties {name}" for name, number in count.items())
     whole = Claim(
         "brownian",
         f"{_SOURCE}, abstract",
         "The update of the tokens is a Brownian motion.",
         HOLDS if count["trained"] == len(_PROPERTIES) else DOES_NOT_HOLD,
+        f"{count['trained']} of {len(_PROPERTIES)} properties",
         f"Found: {properties}; they are growth, independence, normality and mean zero.",
         "motion",
     )
     return [*claims, whole]
 
 
-# {claim: (statement, whether a path has the property, the numbers)}
+# {claim: (statement, whether a path has the property, the number, the numbers in a sentence)}
 _PROPERTIES = {
     "brownian-growth": (
         "The squared distance of tokens from their start grows in proportion to depth, as for Brownian motion.",
         lambda test: _GROWTH[0] <= test.growth_exponent <= _GROWTH[1],
+        lambda test: f"depth^{test.growth_exponent:.2f}",
         lambda test: f"‖X_l − X_0‖² grows like depth^{test.growth_exponent:.2f}; 1 is Brownian, 2 a straight line.",
     ),
     "brownian-independent": (
         "The updates of different blocks are independent of each other.",
         lambda test: abs(test.mean_correlation) < _CORRELATION,
+        lambda test: f"mean cosine {test.mean_correlation:.3f}",
         lambda test: f"Their mean cosine is {test.mean_correlation:.3f}.",
     ),
     "brownian-normal": (
         "The updates are normally distributed.",
         lambda test: np.abs(test.excess_kurtosis).max() < _KURTOSIS,
+        lambda test: f"excess kurtosis {spread(test.excess_kurtosis)}",
         lambda test: f"Excess kurtosis of a component's update, by block: {spread(test.excess_kurtosis)}.",
     ),
     "brownian-centred": (
         "The updates have mean zero.",
         lambda test: test.shared_drift < _DRIFT,
+        lambda test: f"shared {test.shared_drift:.1%}",
         lambda test: f"{test.shared_drift:.1%} of their energy is one vector common to all tokens and images.",
     ),
 }
+
+
+# Share of the first-order term from which the second is not to be neglected.
+_NOTICEABLE = 0.1
+
+
+def _second_order_claim(study: Study) -> Claim:
+    name, source = "second-order", f"{_SOURCE}, section 3.3 (the argument for CG-FAC)"
+    statement = "The second-order term of the loss along a training step is not negligible beside the first."
+    if not study.second_order:
+        finding = "Needs steps of a run, 0 were given (second_order_along)."
+        return Claim(name, source, statement, NOT_MEASURED, "", finding)
+    own = np.concatenate([[step.ratio() for step in taken] for taken in study.second_order.values()])
+    verdict = HOLDS if np.median(own) >= _NOTICEABLE else DOES_NOT_HOLD
+    parts, at_peak = [], []
+    for where, taken in study.second_order.items():
+        rates = [step.learning_rate for step in taken]
+        at_peak += [step.ratio(study.peak_learning_rate) for step in taken]
+        smooth = np.abs([step.second / step.first for step in taken])
+        by_hessian = f" (from H alone {spread(smooth)})" if np.isfinite(smooth).all() else ""
+        parts.append(
+            f"{where}, learning rate {min(rates):.2g} to {max(rates):.2g}: {spread([s.ratio() for s in taken])}"
+            f"{by_hessian}; in the same direction at the peak rate of {study.peak_learning_rate:.2g} "
+            f"{np.median(at_peak[-len(taken) :]):.2g}"
+        )
+    if verdict == DOES_NOT_HOLD and np.median(at_peak) >= _NOTICEABLE:
+        verdict = only_when("the learning rate is near its peak")
+    return Claim(
+        name,
+        source,
+        statement,
+        verdict,
+        f"{np.median(own):.2g} of the first",
+        f"|second-order| / |first-order| over {len(own)} steps. {'. '.join(parts)}. They are the even and the odd "
+        "part of what the batch's loss does along the step, kinks included.",
+        "second-order",
+    )
+
+
+def _second_order_picture(study: Study) -> Picture:
+    rows = [(where, step) for where, taken in study.second_order.items() for step in taken]
+    columns = {name: [getattr(step, name) for _, step in rows] for name in vars(rows[0][1])}
+    return Picture(
+        "second-order",
+        second_order_figure(study.second_order),
+        "The loss of a batch along the training step taken on it: its change, the odd part of it (the first-order "
+        "term), the even part (the second-order term, kinks included) and, where it was computed, ½ δᵀHδ from the "
+        "Hessian.",
+        "First- and second-order terms of the loss for single training steps.",
+        {"where": [where for where, _ in rows], **columns},
+    )
 
 
 def _sphere_picture(subject: Subject) -> Picture:

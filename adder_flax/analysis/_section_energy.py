@@ -103,6 +103,7 @@ def _claims(ratios: dict[str, dict[str, float]]) -> list[Claim]:
             _SOURCE,
             "Adder transformers take about 2 to 3 times less energy (arithmetic; DeiT-Ti, S, B).",
             HOLDS if in_range else DOES_NOT_HOLD,
+            f"{by_size('2 additions an element')} times",
             "Scores and linear layers adder, product with the values multiplicative: "
             f"{by_size('2 additions an element')} times less at two additions an element; "
             f"{by_size('1 addition an element')} if only one is counted.",
@@ -113,6 +114,7 @@ def _claims(ratios: dict[str, dict[str, float]]) -> list[Claim]:
             f"{_SOURCE} (what it takes)",
             "Adder attention scores alone save 1 to 5 %: the claim needs adder linear layers.",
             HOLDS if little else DOES_NOT_HOLD,
+            f"{by_size('adder scores only')} times",
             f"With multiplicative linear layers: {by_size('adder scores only')} times less.",
             "energy",
         ),
@@ -121,6 +123,7 @@ def _claims(ratios: dict[str, dict[str, float]]) -> list[Claim]:
             f"{_SOURCE} (what it leaves out)",
             "The saving of 2 to 3 times remains when memory is counted.",
             memory_verdict if in_range else DOES_NOT_HOLD,
+            f"{by_size('with weights and image from DRAM')} times",
             f"With weights and image read once from DRAM: {by_size('with weights and image from DRAM')} times less; "
             f"with every operation through DRAM: {by_size('with every operation through DRAM')}.",
             "energy",

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from adder_flax.analysis.captures import Capture, capture
 from adder_flax.analysis.maps import has_identity, patch_grid, stochastic_part
+from adder_flax.analysis.second_order import SecondOrderStep
 from adder_flax.analysis.spectrum import IdentityEffect, identity_effect
 from adder_flax.models import VisionTransformer
 
@@ -35,6 +36,7 @@ class Claim:
       source: where the claim is made.
       statement: the claim.
       verdict: :data:`HOLDS`, :data:`DOES_NOT_HOLD`, :data:`NOT_MEASURED` or "holds only when …".
+      number: the one number that decides, for tables.
       finding: the numbers behind the verdict, in a sentence.
       figure: name of the figure that shows it, if there is one.
     """
@@ -43,6 +45,7 @@ class Claim:
     source: str
     statement: str
     verdict: str
+    number: str
     finding: str
     figure: str = ""
 
@@ -138,6 +141,8 @@ class Study:
       pictures: the images as people see them, uint8 or floats in [0, 1].
       captions: a line for each image.
       labels: true classes.
+      second_order: expansions of the loss along training steps, by where in training they were taken; may be empty.
+      peak_learning_rate: of the subject's training; nan where nothing is known of it.
     """
 
     subject: Subject
@@ -146,6 +151,8 @@ class Study:
     pictures: np.ndarray
     captions: Sequence[str]
     labels: Int[np.ndarray, " image"]
+    second_order: Mapping[str, Sequence[SecondOrderStep]] = dataclasses.field(default_factory=dict)
+    peak_learning_rate: float = float("nan")
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -1,8 +1,9 @@
-"""The two pictures after a training run: its curves, and where the network looks on real images.
+"""Figures of runs and studies: training curves, where networks look on images, XOR alignment, second-order terms.
 
 Figures are Matplotlib objects without pyplot's global state; :func:`save_figure` writes them. Matplotlib is
 imported when a figure is asked for, not before."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from adder_flax.analysis import _style
+from adder_flax.analysis.expressivity import score_parameters, xor_bound
 from adder_flax.analysis.maps import patch_attention, patch_grid
+from adder_flax.analysis.second_order import SecondOrderStep
 from adder_flax.analysis.walks import rollout
 
 if TYPE_CHECKING:
@@ -134,25 +137,122 @@ def attention_figure(
       >>> len(figure.axes)
       8
     """
-    images = np.asarray(images)
-    if any(len(block) != len(images) for block in maps) or not len(images):
-        raise ValueError(
-            f"expected maps of each image, (images, heads, tokens, tokens), for {len(images)} images; got shapes "
-            f"{[tuple(block.shape) for block in maps]}. Pass the maps that the model gave for these images."
-        )
-    blocks = sorted({0, len(maps) // 2, len(maps) - 1}) if blocks is None else list(blocks)
-    columns = _columns(maps, blocks, heads, with_rollout, class_token)
-    count = len(columns) + 1
-    figure, axes = _style.new_figure(1.7 * count, 1.95 * len(images) + 0.3, len(images), count)
-    for row, image in enumerate(images):
-        caption = captions[row] if captions is not None else ""
-        _style.bare(axes[row, 0], title="image" if row == 0 else "", note=caption)
-        _show_image(axes[row, 0], image)
-        for axis, (name, weights) in zip(axes[row, 1:], columns.items(), strict=True):
-            _draw_attention(axis, image, weights[row], title=name if row == 0 else "")
+    options = dict(blocks=blocks, heads=heads, class_token=class_token, with_rollout=with_rollout, captions=captions)
+    figure = comparison_figure(images, {"": maps}, **options)
     if title:
         figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def comparison_figure(
+    images: np.ndarray,
+    models: Mapping[str, Sequence[Float[Array, "image head token token"]]],
+    *,
+    blocks: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    class_token: bool = True,
+    with_rollout: bool = False,
+    captions: Sequence[str] | None = None,
+) -> "Figure":
+    """Where the class tokens of several models look, drawn over the images: for each image one row per model.
+
+    Args:
+      images: as for :func:`attention_figure`.
+      models: the maps of each model under its name, as for :func:`attention_figure`; equally many blocks.
+      blocks, heads, class_token, with_rollout, captions: see :func:`attention_figure`.
+
+    Returns:
+      The figure.
+
+    Raises:
+      ValueError: if images and maps differ in number, or the patches do not tile the image.
+
+    Example:
+      >>> models = {"dot": [np.full((2, 3, 17, 17), 1 / 17)], "adder": [np.full((2, 3, 17, 17), 1 / 17) + np.eye(17)]}
+      >>> figure = comparison_figure(np.zeros((2, 8, 8, 1), np.uint8), models, with_rollout=True)
+      >>> len(figure.axes)  # 2 images × 2 models × (image, block, rollout)
+      12
+    """
+    images, columns = np.asarray(images), {}
+    for name, maps in models.items():
+        if any(len(block) != len(images) for block in maps) or not len(images):
+            raise ValueError(
+                f"expected maps of each image, (images, heads, tokens, tokens), for {len(images)} images; got shapes "
+                f"{[tuple(block.shape) for block in maps]}. Pass the maps that the model gave for these images."
+            )
+        chosen = sorted({0, len(maps) // 2, len(maps) - 1}) if blocks is None else list(blocks)
+        columns[name] = _columns(maps, chosen, heads, with_rollout, class_token)
+    rows, count = len(images) * len(columns), len(next(iter(columns.values()))) + 1
+    figure, axes = _style.new_figure(1.7 * count, 1.95 * rows + 0.3, rows, count)
+    for row, (index, name) in enumerate(itertools.product(range(len(images)), columns)):
+        lines = [name, captions[index] if captions is not None else ""]
+        _style.bare(axes[row, 0], title="image" if row == 0 else "", note="\n".join(filter(None, lines)))
+        _show_image(axes[row, 0], images[index])
+        for axis, (title, weights) in zip(axes[row, 1:], columns[name].items(), strict=True):
+            _draw_attention(axis, images[index], weights[index], title=title if row == 0 else "")
     figure.supxlabel("brighter: more attention; the line encloses half of it", fontsize=8, color="#333333")
+    return figure
+
+
+def xor_figure(accuracies: Mapping[str, Float[np.ndarray, " seeds"]]) -> "Figure":
+    """Accuracies on the XOR alignment task beside the bilinear limit, and parameters against the hidden width.
+
+    Args:
+      accuracies: of each score, from :func:`train_xor`.
+
+    Example:
+      >>> len(xor_figure({"bilinear": np.array([0.5, 0.75]), "additive": np.array([1.0, 1.0])}).axes)
+      2
+    """
+    figure, axes = _style.new_figure(8.2, 3.2, 1, 2)
+    axis = axes[0, 0]
+    for position, (line, values) in enumerate(zip(_style.LINES, accuracies.values(), strict=False)):
+        offsets = position + np.linspace(-0.2, 0.2, len(values))
+        axis.plot(offsets, 100 * values, **{**line, "linestyle": "none"}, markersize=6, fillstyle="none")
+    limit = 100 * float(xor_bound().accuracy)
+    axis.axhline(limit, color=_style.GREY, linestyle="--", linewidth=1)
+    axis.text(1.45, limit - 1, "largest possible, bilinear", ha="right", va="top", fontsize=8, color="#444444")
+    axis.set_xlim(-0.5, len(accuracies) - 0.5)
+    axis.set_xticks(range(len(accuracies)), list(accuracies))
+    axis.set_ylim(30, 104)
+    _style.dress(axis, ylabel="right pairs (%)", title="XOR task, one mark a start")
+    widths = np.arange(1, 81)
+    counts = np.array([score_parameters(64, 128, width) for width in widths])
+    for line, label, values in zip(_style.LINES, ("bilinear", "additive"), counts.T, strict=False):
+        axes[0, 1].plot(widths, values, **{**line, "marker": None}, linewidth=1.5, label=label)
+    axes[0, 1].axvline(8192 / 193, color=_style.GREY, linestyle=":", linewidth=1)
+    axes[0, 1].text(8192 / 193 + 1, 500, "42.4", fontsize=8, color="#444444")
+    _style.dress(axes[0, 1], xlabel="hidden width d_a", ylabel="parameters", title="widths 64 and 128")
+    _style.legend(axes[0, 1], loc="upper left")
+    return figure
+
+
+_TERMS = {"change": "change of the loss", "odd": "odd part", "even": "even part", "second": "½ δᵀHδ"}
+
+
+def second_order_figure(studies: Mapping[str, Sequence[SecondOrderStep]]) -> "Figure":
+    """Terms of the loss along training steps: one panel for each sequence of steps.
+
+    Args:
+      studies: steps from :func:`second_order_along` under the panel's title.
+
+    Example:
+      >>> step = dict(step=3, learning_rate=0.1, loss=2.0, first=-0.2, second=0.05, odd=-0.2, even=0.05, change=-0.15)
+      >>> len(second_order_figure({"adder": [SecondOrderStep(**step)]}).axes)
+      1
+    """
+    figure, axes = _style.new_figure(4.2 * len(studies), 3.2, 1, len(studies))
+    for axis, (title, steps) in zip(axes[0], studies.items(), strict=True):
+        number = [step.step + 1 for step in steps]
+        for line, (name, label) in zip(_style.LINES, _TERMS.items(), strict=False):
+            style = {**line, "markersize": 4, "markevery": max(1, len(steps) // 12), "linewidth": 1.3}
+            values = np.array([getattr(step, name) for step in steps])
+            if np.isfinite(values).any():
+                axis.plot(number, values, **style, label=label)
+        axis.axhline(0, color=_style.GREY, linewidth=0.8)
+        _style.whole_ticks(axis)
+        _style.dress(axis, xlabel="training step", ylabel="nats" if axis is axes[0, 0] else "", title=title)
+    _style.legend(axes[0, 0])
     return figure
 
 

@@ -4,7 +4,7 @@ import base64
 import csv
 import dataclasses
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
 
@@ -17,6 +17,7 @@ from adder_flax.analysis._section_additive import additive_section
 from adder_flax.analysis._section_brownian import brownian_section
 from adder_flax.analysis._section_energy import energy_section
 from adder_flax.analysis._study import HOLDS, NOT_MEASURED, Claim, Picture, Section, Study, observe
+from adder_flax.analysis.second_order import SecondOrderStep
 from adder_flax.models import VisionTransformer
 
 _SECTIONS = (adder_section, additive_section, brownian_section, energy_section)
@@ -49,6 +50,8 @@ def write_report(
     baseline: VisionTransformer | None = None,
     baseline_name: str = "the baseline",
     untrained: VisionTransformer | None = None,
+    second_order: Mapping[str, Sequence[SecondOrderStep]] | None = None,
+    peak_learning_rate: float = float("nan"),
 ) -> Report:
     """Measures the papers' claims on a model and writes the report.
 
@@ -66,6 +69,9 @@ def write_report(
       baseline: another model for the same images, for the claims that compare adder with multiplicative.
       baseline_name: its name.
       untrained: the same model before training, for the claims about what training changes.
+      second_order: steps from :func:`second_order_along`, under a name for where in training they are, for the claim
+        about the second-order term.
+      peak_learning_rate: of the training, to which these steps are scaled.
 
     Returns:
       Where the page is, and the claims.
@@ -79,6 +85,8 @@ def write_report(
       print(*(f"{claim.name}: {claim.verdict}" for claim in report.claims), sep="\\n")
     """
     study = _study(model, images, labels, pictures, label_names, name, (baseline, baseline_name), untrained)
+    steps = {where: taken for where, taken in (second_order or {}).items() if taken}
+    study = dataclasses.replace(study, second_order=steps, peak_learning_rate=peak_learning_rate)
     sections = [section(study) for section in _SECTIONS]
     out_dir = Path(out_dir)
     files = [path for section in sections for picture in section.pictures for path in _write_picture(picture, out_dir)]
@@ -211,11 +219,12 @@ def _section_html(section: Section, out_dir: Path) -> str:
 
 def _claim_html(claim: Claim) -> str:
     kind = _kind(claim)
+    number = f" · {html.escape(claim.number)}" if claim.number else ""
     link = f' <a href="#{claim.figure}">figure</a>' if claim.figure else ""
     return (
         f'<li class="{kind}" id="claim-{claim.name}"><p class="statement">{html.escape(claim.statement)} '
         f'<span class="source">{html.escape(claim.source)}</span></p>'
-        f'<p class="verdict"><span aria-hidden="true">{_SIGNS[kind]}</span> {html.escape(claim.verdict)}</p>'
+        f'<p class="verdict"><span aria-hidden="true">{_SIGNS[kind]}</span> {html.escape(claim.verdict)}{number}</p>'
         f'<p class="finding">{html.escape(claim.finding)}{link}</p></li>'
     )
 

@@ -11,7 +11,7 @@ from adder_flax.training.metrics import read_metrics
 from adder_flax.training.optimizers import OPTIMIZERS, scale_by_adder_rate
 from adder_flax.training.setup import Run, build_run
 from adder_flax.training.step import evaluation_params, make_eval_step, make_train_step
-from adder_flax.training.workdir import open_workdir
+from adder_flax.training.workdir import open_workdir, read_config
 
 __all__ = [
     "OPTIMIZERS",
@@ -27,6 +27,7 @@ __all__ = [
     "make_eval_step",
     "make_train_step",
     "open_workdir",
+    "read_config",
     "read_metrics",
     "scale_by_adder_rate",
 ]

@@ -57,6 +57,20 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Path:
     return workdir
 
 
+def read_config(workdir: str | Path) -> ConfigDict:
+    """Returns the configuration of the run in a directory.
+
+    Raises:
+      RunError: there is no run.
+    """
+    path = Path(workdir) / "config.json"
+    if not path.exists():
+        raise RunError(f"expected the directory of a run, with its config.json, got {workdir}; train there first")
+    # JSON knows no tuples; a configuration has no lists.
+    as_tuple = lambda fields: {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+    return ConfigDict(json.loads(path.read_text(), object_hook=as_tuple))
+
+
 def _refuse_another_run(workdir: Path, stored: dict[str, Any], given: dict[str, Any]) -> None:
     stored, given = flatten_config(stored), flatten_config(given)
     differences = [

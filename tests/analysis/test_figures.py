@@ -7,7 +7,15 @@ import sys
 import numpy as np
 import pytest
 
-from adder_flax.analysis import attention_figure, curves_figure, save_figure
+from adder_flax.analysis import (
+    SecondOrderStep,
+    attention_figure,
+    comparison_figure,
+    curves_figure,
+    save_figure,
+    second_order_figure,
+    xor_figure,
+)
 
 
 def rows(count):
@@ -89,6 +97,35 @@ def test_attention_is_drawn_where_the_patch_is():
 def test_heads_get_columns_of_their_own():
     figure = attention_figure(np.zeros((1, 8, 8, 1)), [maps_of(1, 3, 16, 16)], heads=[0, 2], class_token=False)
     assert [axis.get_title() for axis in figure.axes] == ["image", "block 1, head 1", "block 1, head 3"]
+
+
+def test_models_are_side_by_side_and_share_an_image():
+    images = np.stack([np.zeros((8, 8, 1)), np.ones((8, 8, 1))])
+    maps = {name: [maps_of(2, 3, 17, 17, seed=seed)] for seed, name in enumerate(("dot", "adder"))}
+    figure = comparison_figure(images, maps, captions=["a 0", "a 1"])
+    assert [axis.get_xlabel() for axis in figure.axes[::2]] == ["dot\na 0", "adder\na 0", "dot\na 1", "adder\na 1"]
+    alone = attention_figure(images, maps["adder"])
+    np.testing.assert_allclose(heat(figure, 7), heat(alone, 3))
+    assert np.asarray(figure.axes[6].get_images()[0].get_array()).max() == 1
+
+
+def test_every_start_on_the_xor_task_is_a_mark_under_the_proven_limit():
+    accuracies = {"bilinear": np.array([0.5, 0.75, 0.625]), "additive": np.array([1.0, 1.0, 0.9375])}
+    axis = xor_figure(accuracies).axes[0]
+    *marks, limit = axis.get_lines()
+    for line, values in zip(marks, accuracies.values(), strict=True):
+        np.testing.assert_allclose(line.get_ydata(), 100 * values)
+    assert set(limit.get_ydata()) == {75.0}
+
+
+def test_terms_that_were_not_computed_are_not_drawn():
+    terms = dict(learning_rate=0.1, loss=1.0, change=-0.15, odd=-0.2, even=0.05, first=-0.2)
+    smooth = [SecondOrderStep(step=step, second=0.04, **terms) for step in (4, 9)]
+    kinked = [SecondOrderStep(step=step, second=float("nan"), **terms) for step in (4, 9)]
+    first, second = second_order_figure({"dot": smooth, "adder": kinked}).axes
+    np.testing.assert_allclose(lines(first)["½ δᵀHδ"], [(5, 0.04), (10, 0.04)])
+    np.testing.assert_allclose(lines(second)["even part"], [(5, 0.05), (10, 0.05)])
+    assert "½ δᵀHδ" not in lines(second)
 
 
 def test_maps_of_other_images_are_refused():

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from adder_flax.analysis import count_operations, write_report
+from adder_flax.analysis import SecondOrderStep, count_operations, write_report
 from adder_flax.analysis._section_adder import adder_section
-from adder_flax.analysis._section_brownian import brownian_section
+from adder_flax.analysis._section_brownian import _second_order_claim, brownian_section
 from adder_flax.analysis._section_energy import VARIANTS, deit_operations
 from adder_flax.analysis._study import Study, observe
 from adder_flax.models import VisionTransformer
@@ -20,6 +20,12 @@ from adder_flax.models import VisionTransformer
 SIZES = {"image_size": 8, "patch_size": 2, "channels": 1, "num_classes": 10, "width": 16, "depth": 3, "num_heads": 2}
 IMAGES = np.random.default_rng(0).standard_normal((5, 8, 8, 1)).astype(np.float32)
 LABELS = np.arange(5)
+
+
+def step_of(ratio, learning_rate=1e-3):
+    """A training step whose second-order term is this share of the first."""
+    terms = dict(first=-0.1, second=0.1 * ratio, odd=-0.1, even=0.1 * ratio, change=-0.1 + 0.1 * ratio)
+    return SecondOrderStep(step=1, learning_rate=learning_rate, loss=2.0, **terms)
 
 
 def model_of(seed=0, **options):
@@ -37,6 +43,8 @@ def report(tmp_path_factory):
         name="adder <small>",
         baseline=model_of(seed=1),
         untrained=model_of(seed=2, score="adder", qkv_linear="adder"),
+        second_order={"start": [step_of(0.3)], "end": [step_of(0.2, learning_rate=1e-5)], "nothing": []},
+        peak_learning_rate=1e-3,
     )
 
 
@@ -154,6 +162,20 @@ def test_theorem_on_live_vectors_follows_the_vectors():
 
     assert verdict(1.0) == "holds"
     assert verdict(3.0) == "holds only when the variance of the components is put in"
+
+
+@pytest.mark.parametrize(
+    ("step", "verdict"),
+    [
+        (step_of(0.3), "holds"),
+        (step_of(0.01), "does not hold"),
+        (step_of(0.01, learning_rate=1e-5), "holds only when the learning rate is near its peak"),
+    ],
+)
+def test_second_order_terms_are_judged_by_their_size(step, verdict):
+    study = study_of(None)
+    study = dataclasses.replace(study, second_order={"run": [step]}, peak_learning_rate=1e-3)
+    assert _second_order_claim(study).verdict == verdict
 
 
 def test_brownian_paths_are_called_brownian_and_straight_ones_not():

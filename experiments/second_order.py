@@ -1,0 +1,56 @@
+"""The second-order term of the loss against the first along training, for the three mechanisms on digits.
+
+Source: "The Brownian motion in the transformer model", section 3.3, whose case for second-order optimizers is that
+this term should not be ignored. Networks of 4 blocks of width 64, AdamW, the recipe for digits; every tenth step is
+measured.
+Command: python -m experiments.second_order [--epochs=10] [--optimizer=adamw] [--out=runs/second_order]
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from adder_flax import analysis, training
+from experiments import common
+
+FIELDS = {"model.width": 64, "model.num_heads": 2, "model.depth": 4, "model.mlp_ratio": 2.0}
+
+
+def measure(mechanism: str, *, epochs: float, optimizer: str, every: int) -> list[analysis.SecondOrderStep]:
+    """Trains one network from its initialisation and expands the loss along every so manyth step."""
+    config = common.deit(mechanism, "tiny")
+    config.update_from_flattened_dict(FIELDS | {"num_epochs": epochs, "optimizer.name": optimizer})
+    run = training.build_run(config)
+    return list(analysis.second_order_along(run, run.init(), num_steps=run.num_steps, every=every))
+
+
+def main() -> None:
+    """Prints a table over the phases of training, and draws the terms."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=float, default=10.0)
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--every", type=int, default=10, help="steps from one measurement to the next")
+    parser.add_argument("--mechanisms", default=",".join(common.MECHANISMS))
+    parser.add_argument("--out", default="", help="directory for second_order.png, .svg; nothing is drawn without it")
+    options = parser.parse_args()
+    studies = {}
+    print("mechanism       steps        loss     odd part   even part  ½ δᵀHδ     |even| / |odd|     change")
+    for mechanism in options.mechanisms.split(","):
+        settings = dict(epochs=options.epochs, optimizer=options.optimizer, every=options.every)
+        studies[mechanism] = measure(mechanism, **settings)
+        for third in np.array_split(np.array(studies[mechanism], object), 3):
+            terms = {name: np.median([getattr(s, name) for s in third]) for name in vars(third[0])}
+            ratio = np.median([s.ratio() for s in third])
+            print(
+                f"{mechanism:15s} {third[0].step:4d}-{third[-1].step:<4d} {terms['loss']:7.4f} {terms['odd']:12.2e} "
+                f"{terms['even']:11.2e} {terms['second']:10.2e} {ratio:15.3f} {terms['change']:12.2e}",
+                flush=True,
+            )
+    if options.out:
+        figure = analysis.second_order_figure(studies)
+        print(*analysis.save_figure(figure, Path(options.out) / "second_order", ("png", "svg")), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
