@@ -3,6 +3,7 @@
 See README.md for the experiments, overrides (``--config.field=value``) and modes.
 """
 
+import os
 import sys
 import time
 
@@ -15,17 +16,26 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; by defau
 _MODE = flags.DEFINE_enum(
     "mode",
     "train",
-    ["train", "eval", "analyze"],
-    "train: train or resume; eval: score a checkpoint; analyze: report on it",
+    ["train", "eval", "analyze", "compile"],
+    "train: train or resume; eval: score a checkpoint; analyze: report on it; compile: what training will take on the "
+    "devices of --config.topology",
 )
 _BASELINE = flags.DEFINE_string(
     "baseline", None, "With --mode=analyze: directory of another run on the same data, to compare with"
+)
+_CLUSTER = flags.DEFINE_boolean(
+    "cluster",
+    False,
+    "Let JAX look for the other processes itself, as TPU virtual machines need; see docs/operations.md",
 )
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "last", "With --mode=eval or analyze: last, best or a step")
 
 
 def main(argv: list[str]) -> None:
     """Runs one mode; a problem that the user can mend is one message and a non-zero exit code."""
+    if _MODE.value == "compile" and _CONFIG.value.topology:
+        # Read when JAX is imported: libtpu would look for the chips that it compiles for.
+        os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1")
     # Imported here so that --help and mistyped flags answer at once.
     from adder_flax import cli, training
 
@@ -38,17 +48,16 @@ def main(argv: list[str]) -> None:
         config_flags.get_config_filename(flag), config_flags.get_override_values(flag)
     )
     cli.enable_compilation_cache()
-    try:
+    with training.user_messages():
+        training.connect(detect=_CLUSTER.value)
         if _MODE.value == "train":
             cli.train(_CONFIG.value, workdir, start_time=_START_TIME)
+        elif _MODE.value == "compile":
+            cli.compile_step(_CONFIG.value)
         elif _MODE.value == "analyze":
             cli.analyze(_CONFIG.value, workdir, _CHECKPOINT.value, _BASELINE.value)
         else:
             cli.evaluate(_CONFIG.value, workdir, _CHECKPOINT.value)
-    except training.RunError as error:
-        logging.flush()
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
 
 
 def _parse_flags(argv: list[str]) -> list[str]:

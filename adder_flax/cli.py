@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,37 +34,106 @@ def train(config: Any, workdir: str | Path, *, start_time: float | None = None) 
       RunError: what its user must mend.
       SystemExit: after SIGINT or SIGTERM, with exit code 128 + signal.
     """
+    if config.topology:
+        raise training.RunError(
+            f"expected an empty config.topology to train, got {config.topology!r}, which is for --mode=compile"
+        )
     run = training.build_run(config)
     workdir = training.open_workdir(workdir, config)
-    print(_overview(run, workdir))
+    _say(_overview(run, workdir))
     result = training.Trainer(run, workdir, start_time=start_time).fit()
+    for source in (run.train_source, run.eval_source):
+        if source.unreadable:
+            _say(f"{len(source.unreadable)} unreadable {source.split} images were left out; the warnings name them")
     if result.interrupted:
-        print(f"{result.interrupted.name} at step {result.step} of {run.num_steps}; the same command resumes there")
+        _say(f"{result.interrupted.name} at step {result.step} of {run.num_steps}; the same command resumes there")
         sys.exit(128 + result.interrupted)
+    params = training.fetch(training.evaluation_params(result.state), run.mesh)
     if jax.process_index() == 0:
-        _draw(run, workdir, training.evaluation_params(result.state))
-    print(
+        _draw(run, workdir, params)
+    _say(
         f"test accuracy {result.evaluation['eval/accuracy']:.4f} after {result.step} steps; in {workdir}: "
         "checkpoints/, metrics.jsonl, tensorboard/, config.json, curves.png, attention.png"
     )
 
 
+def _say(text: str) -> None:
+    """Prints on the first process alone."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
 def _overview(run: training.Run, workdir: Path) -> str:
     """Returns what a person wants to know before the first step: sizes, operations, devices, steps."""
     abstract_model = run.model(run.abstract_state["params"])
-    devices = run.mesh.devices.flatten()
-    mesh = " × ".join(f"{axis} {size}" for axis, size in run.mesh.shape.items())
     train, test = run.train_source, run.eval_source
     lines = [
         analysis.summary_text(abstract_model, train.image_shape),
-        f"devices  {len(devices)} × {devices[0].device_kind}, mesh {mesh}",
+        f"devices  {_devices(run)}",
         f"kernels  {ops.backend_report()}",
         f"data     {train.name}: {len(train)} {train.split} and {len(test)} {test.split} images, "
         f"{train.num_classes} classes",
         f"steps    {run.num_steps} of {run.config.batch_size} images, {run.steps_per_epoch} an epoch",
         f"workdir  {workdir}",
     ]
+    if isinstance(run.optimizer, training.CurvatureOptimizer):
+        lines.insert(1, f"curvature\n{run.optimizer.layers}")
     return "\n".join(lines)
+
+
+def _devices(run: training.Run) -> str:
+    """Returns "8 × TPU v5 lite on 2 hosts, mesh data 8 × fsdp 1 × tensor 1"."""
+    devices = run.mesh.devices.flatten()
+    hosts = len({device.process_index for device in devices})
+    mesh = " × ".join(f"{axis} {size}" for axis, size in run.mesh.shape.items())
+    return f"{len(devices)} × {devices[0].device_kind}{f' on {hosts} hosts' if hosts > 1 else ''}, mesh {mesh}"
+
+
+def compile_step(config: Any) -> None:
+    """Compiles the training step for ``config.topology`` and prints what it takes; nothing is computed.
+
+    Raises:
+      RunError: what its user must mend.
+      SystemExit: the step does not fit into memory; with exit code 4.
+    """
+    devices = training.topology_devices(config.topology)
+    run = training.build_run(config, devices=devices, data_needed=False)
+    estimated = training.estimate(run)
+    print(_estimate_text(run, estimated))
+    if not estimated.fits:
+        sys.exit(4)
+
+
+def _estimate_text(run: training.Run, estimated: training.Estimate) -> str:
+    config = run.config
+    params = sum(leaf.size for leaf in jax.tree.leaves(run.abstract_state["params"]))
+    counted = analysis.count_operations(run.train_step, run.abstract_state, training.abstract_batch(run))
+    capacity = "" if estimated.capacity is None else f" of {_gib(estimated.capacity)}"
+    lines = [
+        f"model        {params:,} parameters, {config.model.score} scores, {config.optimizer.name}",
+        f"devices      {_devices(run)}",
+        f"batch        {config.batch_size} images in {config.accumulation_steps} parts",
+        "memory of one device",
+        *(f"  {kind:24}{_gib(size):>12}" for kind, size in estimated.memory.items()),
+        f"  {'total':24}{_gib(estimated.total):>12}{capacity}: {'fits' if estimated.fits else 'does not fit'}",
+    ]
+    if estimated.collectives:
+        lines.append("collectives of one step, and what each device gets by them")
+        lines += [f"  {kind:24}{t.count:>8} {_gib(t.bytes):>12}" for kind, t in estimated.collectives.items()]
+    lines.append(
+        f"operations   {counted.multiplications:.3e} multiplications, {counted.additions:.3e} additions a step, "
+        f"on all devices together"
+    )
+    if counted.uncounted:
+        lines.append(f"             not counted: {dict(Counter(counted.uncounted))}")
+    lines.append(f"compiled     in {estimated.compile_seconds:.1f} s")
+    if not estimated.fits:
+        lines += ["what makes it smaller, best first:", *(f"  {advice}" for advice in training.advise(run, estimated))]
+    return "\n".join(lines)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.3f} GiB"
 
 
 def _draw(run: training.Run, workdir: Path, params: Any) -> None:

@@ -100,6 +100,8 @@ def deit(mechanism: str, size: str, data: str | None = None) -> ml_collections.C
     config.eval_every_steps = 0
     config.checkpoint_every_steps = 0
     config.log_every_steps = 10
+    config.profile_steps = ()  # (first, last): steps whose timeline is recorded under <workdir>/profile
+    config.topology = ""  # of --mode=compile: v5e:4x4, cpu:8, …; empty for the devices at hand
     config.attention_diagnostics = False  # numbers of each block at logging steps, which then cost twice as much
     config.mesh = ml_collections.ConfigDict(dict(data=-1, fsdp=1, tensor=1))
     _RECIPES.get(data, _imagenet)(config)

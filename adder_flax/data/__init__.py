@@ -13,7 +13,7 @@ from adder_flax.data._augment import (
     resize_boxes,
     smooth_one_hot,
 )
-from adder_flax.data._load import load_source
+from adder_flax.data._load import load_or_imitate, load_source
 from adder_flax.data._pipeline import EvalPipeline, TrainPipeline
 from adder_flax.data._source import ArraySource, CachedSource, DataError, EncodedSource, Source, UnreadableRecordError
 from adder_flax.data._statistics import channel_statistics
@@ -31,6 +31,7 @@ __all__ = [
     "augment",
     "channel_statistics",
     "color_jitter",
+    "load_or_imitate",
     "load_source",
     "mix",
     "normalize",

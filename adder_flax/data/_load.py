@@ -9,7 +9,7 @@ from adder_flax.data._digits import load_digits
 from adder_flax.data._fake import FakeSource
 from adder_flax.data._folder import ImageFolder
 from adder_flax.data._source import ArraySource, CachedSource, DataError, EncodedSource, Source
-from adder_flax.data._tfds import TfdsSet
+from adder_flax.data._tfds import TfdsSet, tfds_shape
 
 EVAL_SPLITS = ("validation", "val", "test")
 """What split ``"eval"`` stands for, in order of preference: the test split of ImageNet has no labels."""
@@ -75,6 +75,35 @@ def load_source(
     if name == "folder":
         return _folder(split, data_dir, **options)
     return _tfds(name, split, data_dir, **options)
+
+
+def load_or_imitate(
+    name: str, split: str, *, data_dir: str | None = None, image_size: int | None = None, **options
+) -> Source:
+    """Loads a source, or, for a TFDS set that is not prepared here, imitates one: random images in its shape.
+
+    It serves to compile a run on a machine that does not have the data. How many images the set has is not known then.
+
+    >>> source = load_or_imitate("imagenet2012", "train", data_dir="nowhere", image_size=224)
+    >>> source.image_shape, source.num_classes
+    ((224, 224, 3), 1000)
+
+    Args:
+        name, split, data_dir, image_size, **options: as in `load_source`.
+
+    Raises:
+        DataError: as in `load_source`, but for sets that are not prepared.
+    """
+    try:
+        return load_source(name, split, data_dir=data_dir, image_size=image_size, **options)
+    except DataError:
+        if name in ("digits", "folder", "fake"):
+            raise
+        (height, width, channels), num_classes = tfds_shape(name, data_dir)
+        if image_size is None and (height is None or height != width):
+            raise
+        size = image_size or height
+        return FakeSource(_resolve(split, ("train", "test")), (size, size, channels), num_classes, 1_000_000)
 
 
 def _fake(

@@ -234,7 +234,8 @@ class EncodedSource(Source):
             raise UnreadableRecordError(
                 f"Expected a readable image in record {index} of {self.name}/{self.split} "
                 f"({self._records.describe(index)}), got {type(error).__name__}: {error}. "
-                "Replace the record, or count and skip such records with on_unreadable='skip'."
+                "Replace the record, or count and skip such records with on_unreadable='skip' "
+                "(--config.data.on_unreadable=skip)."
             ) from error
         if not 0 <= label < self.num_classes:
             raise DataError(

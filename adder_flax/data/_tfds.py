@@ -75,9 +75,22 @@ def prepare_command(name: str, data_dir: str | None) -> str:
     return f"python -m adder_flax.data.prepare {name}" + (f" --data_dir={data_dir}" if data_dir else "")
 
 
-def _prepared_builder(tfds: Any, name: str, data_dir: str | None) -> Any:
+def tfds_shape(name: str, data_dir: str | None) -> tuple[tuple[int | None, int | None, int], int]:
+    """Image shape and number of classes of a TFDS set, which need not be prepared.
+
+    Raises:
+        DataError: unknown, or not an image-classification set.
+    """
+    import tensorflow_datasets as tfds
+
+    info = _builder(tfds, name, data_dir).info
+    image_key, label_key = _image_and_label(tfds, name, info)
+    return info.features[image_key].shape, info.features[label_key].num_classes
+
+
+def _builder(tfds: Any, name: str, data_dir: str | None) -> Any:
     try:
-        builder = tfds.builder(name, data_dir=data_dir)
+        return tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:
         known = ["digits", "fake", "folder", *tfds.list_builders(with_community_datasets=False)]
         close = difflib.get_close_matches(name, known, n=3)
@@ -88,6 +101,10 @@ def _prepared_builder(tfds: Any, name: str, data_dir: str | None) -> Any:
         ) from error
     except (ValueError, AssertionError) as error:
         raise DataError(f"Expected a configuration and version that TFDS has, got {name!r}: {error}") from error
+
+
+def _prepared_builder(tfds: Any, name: str, data_dir: str | None) -> Any:
+    builder = _builder(tfds, name, data_dir)
     if not builder.is_prepared():
         raise DataError(
             f"Expected {name} prepared as ArrayRecord in {builder.data_dir}, got nothing there. "

@@ -71,12 +71,13 @@ class Reduction(NamedTuple):
 
 
 def _split_axes(size: dict[str, int]) -> tuple[dict[str, tuple[str, ...]], set[str]]:
-    """Returns over which axes of the ambient mesh to split `b` and `i`, and all of its automatic axes."""
+    """Returns over which axes of the ambient mesh to split `b` and `i`, and all of its automatic axes.
+
+    Mosaic refuses a kernel under a mesh of which any axis is left to the compiler, even one of a single device.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     automatic = [
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1
+        name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == jax.sharding.AxisType.Auto
     ]
     split = {"b": (), "i": ()}
     for name in automatic:
@@ -84,7 +85,7 @@ def _split_axes(size: dict[str, int]) -> tuple[dict[str, tuple[str, ...]], set[s
             if size[axis] % math.prod(mesh.shape[n] for n in (*names, name)) == 0:
                 split[axis] = (*names, name)
                 break
-    return split, set(automatic)
+    return split, set(automatic) if math.prod(mesh.shape[name] for name in automatic) > 1 else set()
 
 
 def _unless_empty(method):

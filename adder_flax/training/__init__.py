@@ -6,28 +6,39 @@ scores parameters on the whole evaluation split.
 
 from adder_flax.training._errors import NonFiniteLossError, RunError
 from adder_flax.training.checkpoints import Checkpoints
+from adder_flax.training.estimate import Estimate, abstract_batch, advise, estimate
 from adder_flax.training.loop import Evaluator, Result, Trainer
 from adder_flax.training.metrics import read_metrics
 from adder_flax.training.optimizers import OPTIMIZERS, scale_by_adder_rate
+from adder_flax.training.processes import connect, fetch, user_messages
 from adder_flax.training.setup import Run, build_run
 from adder_flax.training.step import evaluation_params, make_eval_step, make_train_step
+from adder_flax.training.topology import topology_devices
 from adder_flax.training.workdir import open_workdir, read_config
 
 __all__ = [
     "OPTIMIZERS",
     "Checkpoints",
+    "Estimate",
     "Evaluator",
     "NonFiniteLossError",
     "Result",
     "Run",
     "RunError",
     "Trainer",
+    "abstract_batch",
+    "advise",
     "build_run",
+    "connect",
+    "estimate",
     "evaluation_params",
+    "fetch",
     "make_eval_step",
     "make_train_step",
     "open_workdir",
     "read_config",
     "read_metrics",
     "scale_by_adder_rate",
+    "topology_devices",
+    "user_messages",
 ]

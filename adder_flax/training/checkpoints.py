@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from absl import logging
+from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from adder_flax.training._errors import RunError
@@ -94,8 +96,7 @@ class Checkpoints:
 
         Args:
           abstract_state: the state's tree of ``jax.ShapeDtypeStruct`` with shardings.
-          step: which one; by default the newest readable one. An unreadable one is set aside as
-            ``<step>.unreadable`` and the one before it is used.
+          step: which one; by default the newest readable one. Newer ones are set aside as ``<step>.unreadable``.
 
         Raises:
           RunError: there is no such checkpoint, or none can be read.
@@ -107,23 +108,44 @@ class Checkpoints:
                     "choose one of these with --checkpoint"
                 )
             return self._load(step, abstract_state)
-        for newest in reversed(self.steps):
-            try:
-                return self._load(newest, abstract_state)
-            except Exception as error:
-                self._set_aside(newest, error)
-        raise RunError(f"expected a readable checkpoint in {self._directory}, found none; train first")
+        failures: dict[int, str] = {}
+        for candidate in reversed(self.steps):
+            state, failure = self._try(candidate, abstract_state)
+            if failure is None:
+                self._set_aside(failures)
+                return state
+            failures[candidate] = failure
+        raise RunError(
+            f"expected a readable checkpoint in {self._directory}, got "
+            + (f"only unreadable ones: {failures}; restore one from a copy" if failures else "none; train first")
+        )
 
     def _load(self, step: int, abstract_state: Any) -> Any:
         return self._checkpointer.load(step, abstract_state)
 
-    def _set_aside(self, step: int, error: Exception) -> None:
-        aside = self._directory / f"{step}.unreadable"
-        logging.warning("Checkpoint %d cannot be read (%s); set aside as %s", step, _first_line(error), aside)
-        if jax.process_index() == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-            (self._directory / str(step)).rename(aside)
-        self._checkpointer.reload()
+    def _try(self, step: int, abstract_state: Any) -> tuple[Any, str | None]:
+        """Returns the state of a checkpoint, or None and why it cannot be read, the same in all processes."""
+        state = failure = None
+        try:
+            state = self._load(step, abstract_state)
+        except Exception as error:
+            failure = _first_line(error)
+        if jax.process_count() > 1 and multihost_utils.process_allgather(np.int32(failure is not None)).any():
+            failure = failure or "another process could not read it"
+        return state, failure
+
+    def _set_aside(self, failures: dict[int, str]) -> None:
+        """Renames checkpoints that cannot be read; only once an older one could, so that the fault is theirs."""
+        for step, reason in failures.items():
+            aside = self._directory / f"{step}.unreadable"
+            logging.warning("Checkpoint %d cannot be read (%s); set aside as %s", step, reason, aside)
+            if jax.process_index() == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+                (self._directory / str(step)).rename(aside)
+        if failures:
+            if jax.process_count() > 1:
+                multihost_utils.sync_global_devices("unreadable checkpoints are set aside")
+            self._checkpointer.reload()
 
 
 def _first_line(error: Exception) -> str:

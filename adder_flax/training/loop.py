@@ -18,13 +18,14 @@ from adder_flax.training.checkpoints import Checkpoints
 from adder_flax.training.diagnose import explain_non_finite
 from adder_flax.training.interrupt import InterruptWatch
 from adder_flax.training.metrics import MetricWriter, Progress
-from adder_flax.training.setup import Run
+from adder_flax.training.processes import StopVote
+from adder_flax.training.profiler import Profiler
+from adder_flax.training.setup import Run, user_errors
 from adder_flax.training.step import (
     State,
     evaluation_params,
     make_eval_step,
     make_loss_fn,
-    make_train_step,
     step_keys,
 )
 
@@ -55,14 +56,24 @@ class Evaluator:
 
     def __init__(self, run: Run):
         self._run = run
-        self._step = jax.jit(make_eval_step(run.graphdef, run.normalize))
+        self._step = jax.jit(make_eval_step(run.graphdef, run.normalize), out_shardings=sharding.replicated(run.mesh))
         shards = sharding.num_batch_shards(run.mesh)
         batch_size = math.ceil(min(run.config.eval_batch_size, len(run.eval_source)) / shards) * shards
-        self._batches = data.EvalPipeline(run.eval_source, batch_size, num_threads=run.config.data.num_threads or None)
+        self._batches = data.EvalPipeline(
+            run.eval_source,
+            batch_size,
+            rows=sharding.local_rows(run.mesh, batch_size),
+            num_threads=run.config.data.num_threads or None,
+        )
 
     def __call__(self, params: Any) -> dict[str, float]:
         """Returns ``{"eval/loss", "eval/accuracy", "eval/top5_accuracy"}``, means over the split."""
-        sums = [self._step(params, sharding.put_batch(batch, self._run.mesh)) for batch in self._batches]
+        sums = []
+        with user_errors((data.DataError,)), jax.set_mesh(self._run.mesh):
+            for batch in self._batches:
+                sums.append(self._step(params, sharding.put_batch(batch, self._run.mesh)))
+                # Two batches are on their way at most, however fast they are read.
+                jax.block_until_ready(sums[-2:][0])
         total = jax.tree.map(lambda *values: math.fsum(map(float, values)), *sums)
         count = total.pop("count")
         return {f"eval/{name}": value / count for name, value in total.items()}
@@ -81,17 +92,6 @@ class Trainer:
         self._run = run
         self._workdir = Path(workdir)
         self._start_time = start_time or time.time()
-        step = make_train_step(
-            run.graphdef,
-            run.optimizer,
-            run.augment,
-            seed=run.config.seed,
-            accumulation_steps=run.config.accumulation_steps,
-            ema_decay=run.config.ema_decay,
-            skip_non_finite=run.config.non_finite == "skip",
-        )
-        shardings = jax.tree.map(lambda x: x.sharding, run.abstract_state)
-        self._train_step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
         self._diagnose = None
         if run.config.attention_diagnostics:
             options = dict(seed=run.config.seed, accumulation_steps=run.config.accumulation_steps)
@@ -101,11 +101,15 @@ class Trainer:
             run.train_source,
             run.config.batch_size,
             run.config.seed,
+            rows=sharding.local_rows(run.mesh, run.config.batch_size),
             num_threads=run.config.data.num_threads or None,
         )
+        self._stop_vote = StopVote(run.mesh)
+        self._profiler = Profiler(run.config.profile_steps, self._workdir / "profile")
         self._pending: tuple[int, Any] | None = None
         self._window = (0, time.time())
         self._evaluation: dict[str, float] = {}
+        self._interrupted: signal.Signals | None = None
 
     def fit(self) -> Result:
         """Trains until the last step, or until SIGINT or SIGTERM asks to stop; both leave a checkpoint.
@@ -130,7 +134,7 @@ class Trainer:
                 state = self._steps(state, start, watch)
             self._checkpoints.wait()
         done = int(state["step"])
-        interrupted = watch.signal if done < run.num_steps else None
+        interrupted = self._interrupted if done < run.num_steps else None
         return Result(state, done, self._evaluation, interrupted)
 
     def _steps(self, state: State, start: int, watch: InterruptWatch) -> State:
@@ -138,21 +142,28 @@ class Trainer:
         if start == run.num_steps:
             self._evaluation = self._evaluate(evaluation_params(state))
             return state
-        with contextlib.closing(self._batches.iterate(start)) as batches:
+        with (
+            user_errors((data.DataError,)),
+            jax.set_mesh(run.mesh),
+            self._profiler,
+            contextlib.closing(self._batches.iterate(start)) as batches,
+        ):
             for step in range(start, run.num_steps):
+                self._profiler.before_step(step)
                 batch = sharding.put_batch(next(batches), run.mesh)
                 # Before the step, which gives the memory of the old parameters away.
                 diagnose = self._diagnose is not None and self._is_logged(step + 1)
                 diagnostics = self._diagnose(state["params"], batch, step) if diagnose else {}
-                state, metrics = self._train_step(state, batch)
+                state, metrics = run.train_step(state, batch)
                 metrics["diagnostics"] = diagnostics
                 self._flush(state)
                 self._pending = (step + 1, metrics)
                 if step == start:
                     self._report_first_step(metrics)
                 self._progress.advance()
-                self._after_step(state, step + 1, stopping=watch.signal is not None)
-                if watch.signal is not None:
+                self._interrupted = self._stop_vote.cast(watch.signal)
+                self._after_step(state, step + 1, stopping=self._interrupted is not None)
+                if self._interrupted is not None:
                     break
         return state
 

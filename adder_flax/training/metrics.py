@@ -8,6 +8,8 @@ from pathlib import Path
 import tensorboardX
 from tqdm import tqdm
 
+from adder_flax.training._errors import RunError
+
 
 class MetricWriter:
     """Writes scalars by step to ``<workdir>/metrics.jsonl`` and TensorBoard events.
@@ -48,10 +50,20 @@ class MetricWriter:
             self._events.close()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Appends one row; values are plain floats."""
+        """Appends one row; values are plain floats.
+
+        Raises:
+          RunError: it could not be written (a full disk, say).
+        """
         if self._file is None:
             return
-        self._file.write(json.dumps({"step": step, **scalars}) + "\n")
+        try:
+            self._file.write(json.dumps({"step": step, **scalars}) + "\n")
+        except OSError as error:
+            raise RunError(
+                f"expected to write metrics under {self._file.name}, got: {error}; checkpoints are intact, free some "
+                "space and run the same command again to resume"
+            ) from error
         for name, value in scalars.items():
             self._events.add_scalar(name, value, step)
 

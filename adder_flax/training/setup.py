@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from adder_flax import data
 from adder_flax.models import VisionTransformer
 from adder_flax.training import optimizers, sharding
 from adder_flax.training._errors import RunError
-from adder_flax.training.step import State, init_state
+from adder_flax.training.step import State, init_state, make_train_step
 
 _IDENTITY = {"auto": None, "on": True, "off": False}
 
@@ -33,6 +33,7 @@ class Run:
       graphdef: the model without its parameters.
       abstract_state: shapes and shardings of the train state.
       init: makes the train state before the first step, on the mesh.
+      train_step: ``(state, batch) → (state, metrics)``, jitted for the mesh; it gives the memory of the old state away.
       optimizer: the optax transformation, learning rate included.
       learning_rate: the schedule, a function of the step.
       steps_per_epoch, num_steps: of training.
@@ -47,6 +48,7 @@ class Run:
     graphdef: nnx.GraphDef
     abstract_state: State
     init: Callable[[], State]
+    train_step: jax.stages.Wrapped
     optimizer: optax.GradientTransformation
     learning_rate: optax.Schedule
     steps_per_epoch: int
@@ -60,8 +62,11 @@ class Run:
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
+def user_errors(kinds: tuple[type[Exception], ...] = (ValueError, OSError, ImportError)) -> Iterator[None]:
     """Turns the library's complaints about its arguments into errors of the run.
+
+    Args:
+      kinds: which exceptions.
 
     Example:
       >>> with user_errors():
@@ -72,7 +77,7 @@ def user_errors() -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, OSError, ImportError) as error:
+    except kinds as error:
         raise RunError(str(error)) from error
 
 
@@ -103,21 +108,24 @@ def make_model(config: Any, source: data.Source, *, seed: int) -> VisionTransfor
     )
 
 
-def build_run(config: Any) -> Run:
+def build_run(config: Any, *, devices: Sequence[jax.Device] | None = None, data_needed: bool = True) -> Run:
     """Checks a configuration and builds what the run needs.
 
     Args:
       config: as the experiment files make it.
+      devices: of the mesh; all of JAX's unless given. Those of a topology serve for compilation alone.
+      data_needed: False lets random images of the same shape stand in for a data set that is not here.
 
     Raises:
       RunError: anything in the configuration or data that its user must mend.
     """
     if config.non_finite not in ("stop", "skip"):
         raise RunError(f"expected config.non_finite to be stop or skip, got {config.non_finite!r}")
-    mesh = sharding.make_mesh(config.mesh)
+    mesh = sharding.make_mesh(config.mesh, devices)
     _check_batches(config, mesh)
     with user_errors():
-        train_source, eval_source = (_load_source(config, split) for split in ("train", "eval"))
+        load = data.load_source if data_needed else data.load_or_imitate
+        train_source, eval_source = (_load_source(load, config, split) for split in ("train", "eval"))
         make = lambda: make_model(config, train_source, seed=config.seed)
         abstract_model = nnx.eval_shape(make)
         settings = data.Augment.for_source(train_source, **_augmentation(config))
@@ -142,20 +150,39 @@ def build_run(config: Any) -> Run:
         params = jax.device_put(params, shardings["params"])
         return jax.jit(initial_state, out_shardings=shardings)(params)
 
+    graphdef = nnx.split(abstract_model, nnx.Param)[0]
+    augment = functools.partial(data.augment, settings=settings)
     return Run(
         config=config,
         mesh=mesh,
         train_source=train_source,
         eval_source=eval_source,
-        graphdef=nnx.split(abstract_model, nnx.Param)[0],
+        graphdef=graphdef,
         abstract_state=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
         init=init,
+        train_step=jax.jit(
+            _train_step(config, graphdef, optimizer, augment),
+            donate_argnums=0,
+            out_shardings=(shardings, sharding.replicated(mesh)),
+        ),
         optimizer=optimizer,
         learning_rate=learning_rate,
         steps_per_epoch=steps_per_epoch,
         num_steps=num_steps,
-        augment=functools.partial(data.augment, settings=settings),
+        augment=augment,
         normalize=functools.partial(data.normalize, mean=settings.mean, std=settings.std),
+    )
+
+
+def _train_step(config: Any, graphdef: nnx.GraphDef, optimizer: Any, augment: Callable) -> Callable:
+    return make_train_step(
+        graphdef,
+        optimizer,
+        augment,
+        seed=config.seed,
+        accumulation_steps=config.accumulation_steps,
+        ema_decay=config.ema_decay,
+        skip_non_finite=config.non_finite == "skip",
     )
 
 
@@ -165,8 +192,8 @@ def _augmentation(config: Any) -> dict[str, Any]:
     return settings | {"resized_crop_scale": settings["resized_crop_scale"] or None}
 
 
-def _load_source(config: Any, split: str) -> data.Source:
-    return data.load_source(
+def _load_source(load: Callable[..., data.Source], config: Any, split: str) -> data.Source:
+    return load(
         config.data.name,
         split,
         data_dir=config.data.data_dir or None,

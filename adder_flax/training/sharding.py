@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Int
 
 from adder_flax.training._errors import RunError
 
@@ -100,7 +102,38 @@ def num_batch_shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
+def local_rows(mesh: Mesh, batch_size: int) -> Int[np.ndarray, " rows"]:
+    """Returns which rows of a global batch lie on the devices of this process, in ascending order.
+
+    Together the processes hold every row, each row once unless ``tensor`` spans processes, whose devices then share it.
+    """
+    slices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
+    return np.unique(np.concatenate([np.arange(batch_size)[rows] for rows in slices]))
+
+
 def put_batch(batch: Any, mesh: Mesh) -> Any:
-    """Moves this host's part of the global batch to its devices as one global array per leaf."""
-    sharding = batch_sharding(mesh)
-    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
+    """Moves this process's rows of the global batch, those of :func:`local_rows`, to its devices.
+
+    Returns:
+      One global array per leaf. The transfer runs in the background.
+    """
+    sharding, num_shards = batch_sharding(mesh), num_batch_shards(mesh)
+    if sharding.is_fully_addressable:
+        return jax.device_put(batch, sharding)
+    shards = local_rows(mesh, num_shards)
+
+    def put(rows: np.ndarray) -> jax.Array:
+        size = len(rows) // len(shards)
+
+        def on_device(index: tuple[slice, ...]) -> np.ndarray:
+            first = np.searchsorted(shards, (index[0].start or 0) // size) * size
+            return rows[first : first + size]
+
+        return jax.make_array_from_callback((size * num_shards, *rows.shape[1:]), sharding, on_device)
+
+    return jax.tree.map(put, batch)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of an array that every device holds whole, so that every process can read it."""
+    return NamedSharding(mesh, P())

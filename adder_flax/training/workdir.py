@@ -15,6 +15,8 @@ OPERATIONAL_FIELDS = (
     "log_every_steps",
     "attention_diagnostics",
     "checkpoint_every_steps",
+    "profile_steps",
+    "topology",
     "data.data_dir",
     "data.num_threads",
 )
@@ -51,7 +53,10 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Path:
     elif jax.process_index() == 0:
         try:
             workdir.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(json.loads(config.to_json()), indent=2) + "\n")
+            # Other processes, and whoever looks after a crash, see all of it or nothing.
+            whole = path.with_suffix(".json.part")
+            whole.write_text(json.dumps(json.loads(config.to_json()), indent=2) + "\n")
+            whole.replace(path)
         except OSError as error:
             raise RunError(f"expected a directory to write to, got {workdir}: {error}; set --workdir") from error
     return workdir

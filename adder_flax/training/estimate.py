@@ -1,0 +1,152 @@
+"""What a run will take, known before it starts: its very training step, compiled for a topology and not run."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import time
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from adder_flax import ops
+from adder_flax.training import hlo, sharding
+from adder_flax.training.setup import Run
+from adder_flax.training.topology import GIB, memory_bytes
+
+_STATE_NAMES = {"params": "parameters", "opt_state": "optimizer state", "ema_params": "averaged parameters"}
+_USED = re.compile(r"(?:Used|required[^()]*\()\s*([\d.]+)([KMG])")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Memory of one device and traffic between devices, for one training step.
+
+    Attributes:
+      device_kind, num_devices: of the topology.
+      memory: bytes on one device by kind: each part of the train state, the batch, the compiled program, and
+        "activations, gradients": what the step needs beside them at its peak.
+      capacity: bytes that programs can use on one device; None where it is not known.
+      collectives: by kind, from the compiled program; empty where it does not fit.
+      compile_seconds: time that the compiler took.
+      fits: whether there is room for everything.
+    """
+
+    device_kind: str
+    num_devices: int
+    memory: Mapping[str, int]
+    capacity: int | None
+    collectives: Mapping[str, hlo.Traffic]
+    compile_seconds: float
+    fits: bool
+
+    @property
+    def total(self) -> int:
+        """Bytes on one device."""
+        return sum(self.memory.values())
+
+
+def abstract_batch(run: Run) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes and shardings of a training batch."""
+    size, placed = run.config.batch_size, sharding.batch_sharding(run.mesh)
+    image = jax.ShapeDtypeStruct((size, *run.train_source.image_shape), jnp.uint8, sharding=placed)
+    return {"image": image, "label": jax.ShapeDtypeStruct((size,), jnp.int32, sharding=placed)}
+
+
+def estimate(run: Run) -> Estimate:
+    """Compiles the training step of a run for its mesh, whose devices need not be there.
+
+    Args:
+      run: from ``build_run(config, devices=topology_devices(…))``.
+    """
+    device = run.mesh.devices.flat[0]
+    state = {
+        label: sum(map(_bytes_per_device, jax.tree.leaves(run.abstract_state[name])))
+        for name, label in _STATE_NAMES.items()
+        if name in run.abstract_state
+    }
+    state["batch"] = sum(map(_bytes_per_device, abstract_batch(run).values()))
+    start, capacity = time.perf_counter(), memory_bytes(device)
+    try:
+        compiled = lower(run).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        beside, traffic, found_room = {"activations, gradients": _needed(str(error)) - sum(state.values())}, {}, False
+    else:
+        beside, traffic = _working_memory(compiled, sum(state.values())), hlo.collectives(compiled.as_text())
+        found_room = capacity is None or sum(state.values()) + sum(beside.values()) <= capacity
+    seconds = time.perf_counter() - start
+    memory = state | beside
+    return Estimate(device.device_kind, run.mesh.size, memory, capacity, traffic, seconds, found_room)
+
+
+def lower(run: Run) -> jax.stages.Lowered:
+    """Returns the training step of a run, traced and lowered for its mesh."""
+    with _kernels_for(run.mesh.devices.flat[0].platform), jax.set_mesh(run.mesh):
+        return run.train_step.lower(run.abstract_state, abstract_batch(run))
+
+
+def _kernels_for(platform: str) -> contextlib.AbstractContextManager:
+    # The choice of kernels looks at the devices of this process, which are not those of the topology.
+    if platform == jax.default_backend() or "ADDER_FLAX_BACKEND" in os.environ:
+        return contextlib.nullcontext()
+    return ops.use_backend(f"pallas_{platform}")
+
+
+def _bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _working_memory(compiled: jax.stages.Compiled, resident: int) -> dict[str, int]:
+    analysis = compiled.memory_analysis()
+    # Donated buffers count as arguments and as results; state and batch are told apart above.
+    beside = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes - resident
+    return {
+        "activations, gradients": analysis.temp_size_in_bytes + max(beside, 0),
+        "program": analysis.generated_code_size_in_bytes,
+    }
+
+
+def _needed(message: str) -> int:
+    """Reads from XLA's complaint how much memory the program would take."""
+    found = [float(number) * _UNITS[unit] for number, unit in _USED.findall(message)]
+    return round(max(found, default=0))
+
+
+def advise(run: Run, estimated: Estimate) -> list[str]:
+    """Returns what would make a run smaller, what helps most first.
+
+    Args:
+      run: the run.
+      estimated: its estimate.
+    """
+    config, memory = run.config, estimated.memory
+    state = sum(size for kind, size in memory.items() if kind in _STATE_NAMES.values())
+    sharded = run.mesh.shape["fsdp"] * run.mesh.shape["tensor"]
+    for_state, for_activations = [], []
+    if sharded < estimated.num_devices:
+        saved = (state + memory[_STATE_NAMES["params"]]) * (1 - sharded / estimated.num_devices) / GIB
+        for_state.append(
+            f"--config.mesh.data=1 --config.mesh.fsdp=-1: parameters, gradients and optimizer state split over all "
+            f"{estimated.num_devices} devices, {saved:.2f} GiB less"
+        )
+    per_device = config.batch_size // sharding.num_batch_shards(run.mesh) // config.accumulation_steps
+    if not config.model.remat:
+        for_activations.append(
+            "--config.model.remat=True: activations computed again in the backward pass, a third more time"
+        )
+    if per_device > 1:
+        more = config.accumulation_steps * next(n for n in range(2, per_device + 1) if per_device % n == 0)
+        for_activations.append(
+            f"--config.accumulation_steps={more}: {config.batch_size // more} images at a time instead of "
+            f"{config.batch_size // config.accumulation_steps}, the same result"
+        )
+    if config.model.dtype == "float32":
+        for_activations.append("--config.model.dtype=bfloat16: activations half as large")
+    first = for_state if state > estimated.total / 2 else for_activations
+    second = for_activations if first is for_state else for_state
+    return [*first, *second]

@@ -1,0 +1,164 @@
+"""One run in several processes: how they find each other, agree to stop, and end when one of them dies."""
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from adder_flax.training import sharding
+from adder_flax.training._errors import RunError
+
+HEARTBEAT_SECONDS = 30
+"""A process that has not been heard of for this long is dead, and the others end. A waiting peer ends at once where
+the network says that the connection is gone."""
+
+_PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
+
+def connect(environ: Mapping[str, str] | None = None, *, detect: bool = False) -> None:
+    """Joins the processes of one run, where the environment says that there are several; else does nothing.
+
+    It must come before anything that asks JAX for devices. Understood are, in this order:
+
+    - ``JAX_COORDINATOR_ADDRESS`` (host:port of process 0), ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID``;
+    - a SLURM step (``srun``) of several tasks, one for each GPU;
+    - a TPU slice of several hosts on GKE (``TPU_WORKER_HOSTNAMES``).
+
+    Args:
+      environ: environment variables; ``os.environ`` unless given.
+      detect: let JAX look for a cluster of any kind that it knows, and fail where there is none. TPU virtual machines
+        that were not started by GKE need it: they know their peers from a metadata server alone.
+
+    Raises:
+      RunError: some of the variables are missing, or the others cannot be reached within five minutes.
+    """
+    environ = os.environ if environ is None else environ
+    plain = _plain_arguments(environ)
+    if not (plain or detect or _in_slurm_step(environ) or _on_tpu_slice(environ)):
+        return
+    try:
+        jax.distributed.initialize(**plain, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+    except (RuntimeError, ValueError) as error:
+        raise RunError(
+            f"expected to join the other processes of this run, got: {error}; start every one of them, or set "
+            f"{', '.join(_PLAIN)}"
+        ) from error
+
+
+def _plain_arguments(environ: Mapping[str, str]) -> dict[str, Any]:
+    given = [name for name in _PLAIN if environ.get(name)]
+    # The address alone may come from a launcher whose other facts JAX finds by itself.
+    if "JAX_NUM_PROCESSES" not in given and "JAX_PROCESS_ID" not in given:
+        return {}
+    if len(given) < len(_PLAIN):
+        raise RunError(f"expected all of {', '.join(_PLAIN)}, got {', '.join(given)}; set the others or none")
+    address, count, index = (environ[name] for name in _PLAIN)
+    if not (count.isdecimal() and index.isdecimal() and int(index) < int(count)):
+        raise RunError(
+            f"expected JAX_PROCESS_ID from 0 to JAX_NUM_PROCESSES - 1, got {index} of {count}; "
+            "give each process a number of its own"
+        )
+    return {"coordinator_address": address, "num_processes": int(count), "process_id": int(index)}
+
+
+def _in_slurm_step(environ: Mapping[str, str]) -> bool:
+    # sbatch and salloc set SLURM_NTASKS too, outside of any step.
+    return "SLURM_STEP_NODELIST" in environ and int(environ.get("SLURM_NTASKS", 1)) > 1
+
+
+def _on_tpu_slice(environ: Mapping[str, str]) -> bool:
+    return "," in environ.get("TPU_WORKER_HOSTNAMES", "")
+
+
+@contextlib.contextmanager
+def user_messages() -> Iterator[None]:
+    """Ends the process at a :class:`RunError` with its message and exit code instead of a traceback.
+
+    One of several processes ends at any error without waiting for the others, which notice and end too: the orderly
+    way out, taken otherwise, would wait for peers that wait for this one.
+
+    Example:
+      >>> with user_messages():
+      ...     raise RunError("expected a batch size over 0, got 0; set --config.batch_size")
+      Traceback (most recent call last):
+      ...
+      SystemExit: 2
+    """
+    try:
+        yield
+        return
+    except RunError as error:
+        text, code = f"error: {error}", error.exit_code
+    except Exception as error:
+        if not jax.distributed.is_initialized():
+            raise
+        text, code = traceback.format_exc() + _about_peers(error), 1
+    logging.flush()
+    print(text, file=sys.stderr, flush=True)
+    if jax.distributed.is_initialized():
+        os._exit(code)
+    sys.exit(code)
+
+
+def _about_peers(error: Exception) -> str:
+    if not isinstance(error, jax.errors.JaxRuntimeError):
+        return ""
+    return (
+        f"error: expected {jax.process_count()} processes to go on together, got the failure above, which may be that "
+        "another one has ended; look at its output, then start all of them again: they resume at the last checkpoint"
+    )
+
+
+class StopVote:
+    """Lets every process stop at the same step, whichever of them was signalled.
+
+    Votes are summed up on the devices without waiting: the outcome of one step's votes is read after the next step is
+    under way, so that all processes read the same outcome at the same step. One process alone need not vote.
+
+    Args:
+      mesh: of the run.
+
+    Example:
+      >>> vote = StopVote(sharding.make_mesh({"data": -1, "fsdp": 1, "tensor": 1}))
+      >>> vote.cast(None), vote.cast(signal.SIGTERM)
+      (None, <Signals.SIGTERM: 15>)
+    """
+
+    def __init__(self, mesh: Mesh):
+        self._alone = jax.process_count() == 1
+        self._shape = (mesh.size,)
+        self._sharding = NamedSharding(mesh, P(mesh.axis_names))
+        self._largest = jax.jit(jnp.max, out_shardings=sharding.replicated(mesh))
+        self._pending: jax.Array | None = None
+
+    def cast(self, request: signal.Signals | None) -> signal.Signals | None:
+        """Votes for a step.
+
+        Args:
+          request: the signal that this process got, if any.
+
+        Returns:
+          A signal that some process had got by the previous step, or None: the run goes on.
+        """
+        if self._alone:
+            return request
+        own = np.full(1, request or 0, np.int32)
+        votes = jax.make_array_from_callback(self._shape, self._sharding, lambda _: own)
+        outcome, self._pending = self._pending, self._largest(votes)
+        return signal.Signals(int(outcome)) if outcome is not None and int(outcome) else None
+
+
+def fetch(tree: Any, mesh: Mesh) -> Any:
+    """Returns global arrays as NumPy arrays. All processes must call it, since each of them holds a part."""
+    whole = jax.jit(lambda x: x, out_shardings=sharding.replicated(mesh))(tree)
+    return jax.tree.map(np.asarray, whole)

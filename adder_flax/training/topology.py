@@ -1,0 +1,74 @@
+"""Devices to compile for that need not be there: TPU slices by libtpu, and simulated CPU devices."""
+
+import contextlib
+import importlib.util
+
+import jax
+from jax.experimental import topologies
+
+from adder_flax.training._errors import RunError
+
+GIB = 2**30
+
+TPU_MEMORY_GIB = {"TPU v4": 32, "TPU v5 lite": 15.75, "TPU v5": 95.74, "TPU v6 lite": 31.25}
+"""What programs can use of the HBM of one device, by its ``device_kind``, as libtpu says where one does not fit."""
+
+
+def topology_devices(name: str) -> list[jax.Device]:
+    """Returns the devices of a topology.
+
+    Args:
+      name: ``"v5e:4x4"`` and the like, a TPU slice; ``"cpu:8"``, so many simulated devices, which must be asked for
+        before anything else uses JAX; or ``""``, the devices at hand.
+
+    Raises:
+      RunError: there is no such topology, or no libtpu.
+
+    Example:
+      >>> topology_devices("v5e")
+      Traceback (most recent call last):
+      ...
+      adder_flax.training._errors.RunError: expected config.topology as v5e:4x4, cpu:8 or empty, got 'v5e'
+    """
+    if not name:
+        return jax.devices()
+    platform, _, size = name.partition(":")
+    if not size:
+        raise RunError(f"expected config.topology as v5e:4x4, cpu:8 or empty, got {name!r}")
+    return _simulated(size) if platform == "cpu" else _tpu_slice(name)
+
+
+def memory_bytes(device: jax.Device) -> int | None:
+    """Returns the memory of a device that programs can use, or None where it is not known."""
+    if device.device_kind in TPU_MEMORY_GIB:
+        return int(TPU_MEMORY_GIB[device.device_kind] * GIB)
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _simulated(size: str) -> list[jax.Device]:
+    count = int(size) if size.isdecimal() else 0
+    if count < 1:
+        raise RunError(f"expected config.topology as cpu:<number of devices>, got 'cpu:{size}'; set --config.topology")
+    with contextlib.suppress(RuntimeError):  # JAX has counted its devices already; they may suffice
+        jax.config.update("jax_num_cpu_devices", count)
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise RunError(f"expected {count} simulated devices, got the {len(devices)} that JAX was started with")
+    return devices[:count]
+
+
+def _tpu_slice(name: str) -> list[jax.Device]:
+    if importlib.util.find_spec("libtpu") is None:
+        version = ".".join(jax.__version__.split(".")[:3])
+        raise RunError(
+            f"expected libtpu, which compiles for {name} without the hardware, got none; "
+            f'pip install "jax[tpu]=={version}" (Linux on x86-64), or set --config.topology=cpu:8'
+        )
+    try:
+        return list(topologies.get_topology_desc(topology_name=name, platform="tpu").devices)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RunError(f"expected a TPU topology that libtpu knows, as v5e:4x4, got {name!r}: {reason}") from error
