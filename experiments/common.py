@@ -147,9 +147,9 @@ def _digits(config: ml_collections.ConfigDict) -> None:
     config.model.patch_size = 2
     config.batch_size = 64
     config.eval_batch_size = 360
-    # Adder networks, whose branches start at unit scale, learn faster than those that start at 0.02.
-    config.num_epochs = 20.0 if config.model.score == "adder" else 40.0
+    config.num_epochs = 20.0
     config.optimizer.warmup_epochs = 1.0
+    config.optimizer.learning_rate = 5e-4
 
 
 def _fake(config: ml_collections.ConfigDict) -> None:
