@@ -52,8 +52,9 @@ def train(config: Any, workdir: str | Path, *, start_time: float | None = None) 
     if jax.process_index() == 0:
         _draw(run, workdir, params)
     _say(
-        f"test accuracy {result.evaluation['eval/accuracy']:.4f} after {result.step} steps; in {workdir}: "
-        "checkpoints/, metrics.jsonl, tensorboard/, config.json, curves.png, attention.png"
+        f"test accuracy {result.evaluation['eval/accuracy']:.4f} after {result.step} steps, peak memory "
+        f"{_gib(training.peak_memory())}; in {workdir}: checkpoints/, metrics.jsonl, "
+        "tensorboard/, config.json, curves.png, attention.png"
     )
 
 

@@ -8,7 +8,7 @@ from adder_flax.training._errors import NonFiniteLossError, RunError
 from adder_flax.training.checkpoints import Checkpoints
 from adder_flax.training.estimate import Estimate, abstract_batch, advise, estimate
 from adder_flax.training.loop import Evaluator, Result, Trainer
-from adder_flax.training.metrics import read_metrics
+from adder_flax.training.metrics import peak_memory, read_metrics
 from adder_flax.training.optimizers import OPTIMIZERS, scale_by_adder_rate
 from adder_flax.training.processes import connect, fetch, user_messages
 from adder_flax.training.setup import Run, build_run
@@ -38,6 +38,7 @@ __all__ = [
     "open_workdir",
     "read_config",
     "read_metrics",
+    "peak_memory",
     "scale_by_adder_rate",
     "topology_devices",
     "user_messages",

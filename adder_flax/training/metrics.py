@@ -1,10 +1,12 @@
 """Where a run's numbers go: ``metrics.jsonl``, TensorBoard events, and the terminal."""
 
 import json
+import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax
 import tensorboardX
 from tqdm import tqdm
 
@@ -118,3 +120,17 @@ class Progress:
         """Prints a line that stays."""
         if self._enabled:
             tqdm.write(text)
+
+
+def peak_memory() -> int:
+    """Returns the most bytes that were in use at once so far: on the fullest device, or in this process on CPU.
+
+    Example:
+      >>> peak_memory() > 2**20
+      True
+    """
+    on_devices = [device.memory_stats() for device in jax.local_devices()]
+    if all(on_devices):
+        return max(stats["peak_bytes_in_use"] for stats in on_devices)
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
