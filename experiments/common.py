@@ -19,6 +19,25 @@ MECHANISMS = {
     "adder": dict(score="adder", qkv_linear="adder", proj_linear="adder", mlp_linear="adder"),
 }
 
+# Of --config.optimizer.name=cg_fac; arguments of kfac.cg_fac, but for curvature_interval: steps between curvature.
+_CG_FAC = dict(
+    learning_rate=1.0,  # factor of the steps, which follow the schedule above relative to its peak
+    curvature="kron",  # or "exact", "token"
+    fisher="mc",  # or "empirical", "ggn", "enumerate"
+    token_sharing="expand",
+    solver="cg",
+    max_iterations=5,
+    curvature_interval=1,
+    preconditioner_interval=10,
+    damping=1e-2,
+    damping_interval=0,
+    factor_decay=0.95,
+    step="quadratic",  # or "fixed": then momentum and learning_rate as they are
+    momentum=0.9,
+    kl_clip=0.0,  # 0 is off
+    reject=False,
+)
+
 
 def deit(mechanism: str, size: str, data: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration of a DeiT of one mechanism and size on one data set.
@@ -68,6 +87,7 @@ def deit(mechanism: str, size: str, data: str | None = None) -> ml_collections.C
             momentum=0.9,  # of sgd
             clip_norm=1.0,
             adder_rate=0.0,  # AdderNet's η; 0 is off
+            cg_fac=ml_collections.ConfigDict(_CG_FAC),
         )
     )
     config.data = ml_collections.ConfigDict(

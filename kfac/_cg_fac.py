@@ -194,8 +194,9 @@ class _CGFac:
         self.weight_decay_mask = weight_decay_mask
 
     def owned(self, flat: Flat, layers: Layers) -> dict[str, Block]:
-        """The blocks whose parameters this tree holds (others may be masked out)."""
-        return {n: b for n, b in layers.blocks.items() if all(p.path in flat for p in b.params)}
+        """The optimizer's blocks, as ``layers`` has them, whose parameters this tree holds (others may be masked)."""
+        blocks = {name: layers.blocks[name] for name in self.layers.blocks}
+        return {n: b for n, b in blocks.items() if all(p.path in flat for p in b.params)}
 
     def init(self, params: PyTree[Array]) -> CGFacState:
         flat, options = _flat(params), self.options
@@ -245,11 +246,12 @@ class _CGFac:
         solved = self.solve(problem, state)
         proposal = self.propose(problem, solved, state, params, curvature)
         delta = _from_vectors(problem.owned, proposal.delta, _flat(grads))
+        finite = jnp.all(jnp.stack([jnp.isfinite(d).all() for d in delta.values()]))
         change = None
         if self.options.measures_loss:
             change = lambda: value_fn(_add(params, delta)) - value
         verdict = judge(
-            jnp.all(jnp.stack([jnp.isfinite(d).all() for d in delta.values()])),
+            finite,
             proposal.model,
             state.damping,
             state.count,
@@ -261,15 +263,17 @@ class _CGFac:
         delta = {path: jnp.where(verdict.accept, d, 0) for path, d in delta.items()}
         solution = state.solution
         if self.options.warm_start:
-            solution = _unflat(_from_vectors(problem.owned, {n: s.x for n, s in solved.items()}, _flat(grads)), grads)
+            x = _from_vectors(problem.owned, {n: s.x for n, s in solved.items()}, _flat(grads))
+            solution = _unflat({path: jnp.where(finite, new, 0) for path, new in x.items()}, grads)
         updates, fallback = self.complete(delta, grads, state, params, extra_args)
         return updates, CGFacState(
             count=state.count + 1,
             damping=verdict.damping,
-            averages=problem.averages,
+            # One batch that is not finite would stay in the averages for ever.
+            averages=jax.tree.map(lambda new, old: jnp.where(finite, new, old), problem.averages, state.averages),
             velocity=_unflat(delta, grads),
             solution=solution,
-            coefficients=proposal.coefficients,
+            coefficients=jnp.where(finite, proposal.coefficients, state.coefficients),
             fallback=fallback,
             stats=_stats(solved, proposal, verdict, state.damping),
         )
@@ -287,10 +291,10 @@ class _CGFac:
                 f"expected curvature of fisher={options.fisher!r}, got {curvature.fisher!r}; pass the same name to "
                 "cg_fac and value_grad_and_curvature."
             )
-        if set(curvature.layers.blocks) != set(self.layers.blocks):
-            names = sorted(set(curvature.layers.blocks) ^ set(self.layers.blocks))
+        missing = sorted(set(self.layers.blocks) - set(curvature.layers.blocks))
+        if missing:
             raise ValueError(
-                f"expected curvature of the layers that cg_fac was made with, got other ones ({', '.join(names[:4])}); "
+                f"expected curvature of the layers that cg_fac was made with, got none of {', '.join(missing[:4])}; "
                 "call kfac.find_layers with the loss function that is differentiated."
             )
         if curvature.fresh is not None and options.curvature != "kron":
@@ -324,7 +328,8 @@ class _CGFac:
         else:
             old = state.averages
             factors, weight = jax.lax.cond(curvature.fresh, update_factors, lambda: (old.factors, old.weight))
-        ready = {name: jax.tree.map(lambda f: f / weight, f) for name, f in factors.items()}
+        tiny = jnp.finfo(weight.dtype).tiny  # the weight is 0 until the first curvature is in
+        ready = {name: jax.tree.map(lambda f: f / jnp.maximum(weight, tiny), f) for name, f in factors.items()}
         groups = systems.build(curvature, flat, forms, ready)
         traces, gamma = self.damp(groups, state, weight)
         inverses = state.averages.inverses
@@ -513,7 +518,7 @@ def cg_fac(
 
     Args:
       learning_rate: factor of the whole step, or a schedule. 1 for ``step="quadratic"``, which finds the length itself.
-      layers: from ``find_layers``.
+      layers: from ``find_layers``, all or those that ``Layers.select`` keeps.
       curvature: ``"kron"``, ``"exact"`` or ``"token"`` (exact, without products of different tokens).
       fisher: the name that ``value_grad_and_curvature`` must have been given; None accepts any.
       token_sharing: ``"expand"`` or ``"reduce"``, for ``"kron"``.
@@ -528,7 +533,7 @@ def cg_fac(
       safeguard: rescale the warm start so that it cannot cause an ascent direction.
       damping: λ. ``"relative"``: γ = λ tr F / size of each layer, free of its scale; ``"absolute"``: γ = λ.
       damping_scale: ``"relative"`` or ``"absolute"``.
-      min_damping: λ never falls below.
+      min_damping: adaptation lowers λ no further.
       damping_interval: steps between Levenberg-Marquardt adaptations of λ to the quadratic model; 0 for none. Needs
         ``value`` and ``value_fn``, and one evaluation of the loss each time.
       factor_decay: of the running averages of Kronecker factors; 0 for this batch alone.
@@ -592,7 +597,7 @@ def cg_fac(
         weight_decay=weight_decay,
     )
     if fallback is None:
-        fallback = optax.adamw(fallback_learning_rate, weight_decay=weight_decay)
+        fallback = optax.adamw(fallback_learning_rate, weight_decay=weight_decay, mask=weight_decay_mask)
     transformation = _CGFac(learning_rate, layers, options, fallback, fallback_learning_rate, weight_decay_mask)
     return optax.GradientTransformationExtraArgs(transformation.init, transformation.update)
 

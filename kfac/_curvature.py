@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -44,21 +45,49 @@ class Layers:
         sizes = {path: math.prod(shape) for path, shape in self.shapes.items()}
         return sum(sizes[path] for path in self.block_of) / max(sum(sizes.values()), 1)
 
+    def select(self, predicate: Callable[[Block], bool]) -> Layers:
+        """These layers without the blocks that a predicate refuses; their parameters go to the fallback.
+
+        >>> import jax.numpy as jnp, kfac
+        >>> params = {"fc": {"kernel": jnp.ones((3, 2))}}
+        >>> loss_fn = lambda p, x: kfac.tap(kfac.Dense(), p["fc"], x, path="fc").mean()
+        >>> find_layers(loss_fn, params, jnp.ones((4, 3))).select(lambda block: not block.factored).coverage
+        0.0
+        """
+        kept = {name: block for name, block in self.blocks.items() if predicate(block)}
+        refused = dict.fromkeys(set(self.blocks) - set(kept), "left out")
+        return Layers(list(kept.values()), self.skipped | refused, self.shapes)
+
     def __str__(self) -> str:
-        owner, rows = self.block_of, [("parameter", "shape", "block")]
+        owner = self.block_of
+        # Layers that differ only in the numbers of their paths share a row.
+        groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
         for path, shape in self.shapes.items():
-            text = "fallback (no layer met)"
-            if path in owner:
-                block = self.blocks[owner[path]]
-                kinds = dict.fromkeys(use.layer.kind for use in block.uses)
-                text = f"{' + '.join(kinds)}, {block.name}" + (f" × {block.lanes}" if block.lanes > 1 else "")
+            key = _starred(path), shape, _starred(self._served_by(path, owner))
+            groups.setdefault(key, []).append(path)
+        rows = [("parameter", "shape", "block")]
+        for (path, shape, text), paths in groups.items():
+            if len(paths) == 1:
+                path, text = paths[0], self._served_by(paths[0], owner)
             else:
-                name = next((n for n in self.skipped if path.startswith(n.split("#")[0] + "/")), None)
-                text = f"fallback ({self.skipped[name]})" if name else text
+                path = f"{path} ({len(paths)}×)"
             rows.append((path, "×".join(map(str, shape)) or "scalar", text))
         widths = [max(len(row[i]) for row in rows) for i in range(2)]
         lines = [f"{path:<{widths[0]}}  {shape:>{widths[1]}}  {text}" for path, shape, text in rows]
         return "\n".join([*lines, f"{len(self.blocks)} blocks cover {100 * self.coverage:.1f} % of the parameters"])
+
+    def _served_by(self, path: str, owner: dict[str, str]) -> str:
+        if path not in owner:
+            name = next((n for n in self.skipped if path.startswith(n.split("#")[0] + "/")), None)
+            return f"fallback ({self.skipped[name] if name else 'no layer met'})"
+        block = self.blocks[owner[path]]
+        kinds = dict.fromkeys(use.layer.kind for use in block.uses)
+        return f"{' + '.join(kinds)}, {block.name}" + (f" × {block.lanes}" if block.lanes > 1 else "")
+
+
+def _starred(text: str) -> str:
+    """The text with stars in place of path components that are numbers."""
+    return re.sub(r"(^|/)\d+(?=/|$)", r"\1*", text)
 
 
 @functools.partial(

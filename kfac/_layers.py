@@ -76,6 +76,10 @@ class Dense:
         """The left factor seen by ``matrix``, averaged over outputs: Σ_o L_oᵀ 𝒜 L_o / outputs, L_o the lift of o."""
         return left
 
+    def left_traces(self, params: Params, left: Float[Array, "lifted lifted"]) -> Float[Array, " outputs"]:
+        """tr L_oᵀ 𝒜 L_o of every output o; weighted by the diagonal of 𝒢 they sum to the trace of the block."""
+        return jnp.full(self._matrix(params["kernel"]).shape[1], jnp.trace(left))
+
     def linearize(self, params: Params, x: Array) -> Any:
         """What ``jvp`` and ``vjp`` need; a tree of arrays."""
         return self.features(params, x), params
@@ -97,7 +101,7 @@ class Dense:
 
     @property
     def isometric(self) -> bool:
-        """Whether ``lift`` keeps lengths, so that traces and eigenvectors of the factors are those of the block."""
+        """Whether ``lift`` keeps lengths, so that eigenvectors of the factors are those of the block."""
         return True
 
     def lifted_shape(self, shapes: dict[str, tuple[int, ...]]) -> tuple[int, int]:
@@ -150,6 +154,11 @@ class L1Dense(Dense):
             return mean
         column = left[:-1, -1] - left[-1, -1] * kernel.mean(1)
         return jnp.block([[mean, column[:, None]], [column[None], left[-1:, -1:]]])
+
+    def left_traces(self, params: Params, left: Float[Array, "lifted lifted"]) -> Float[Array, " outputs"]:
+        kernel = params["kernel"]
+        offsets = left[-1, -1] * ((kernel**2).sum(0) + ("bias" in params)) - 2 * left[:-1, -1] @ kernel
+        return jnp.trace(left[:-1, :-1]) + offsets
 
     @property
     def isometric(self) -> bool:

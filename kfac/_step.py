@@ -178,7 +178,7 @@ def judge(
       change: () → L(θ + Δ) − L(θ); None where the loss is not measured.
       interval: steps between adaptations; 0 is never.
       reject: whether to refuse steps that raise the loss; measures it at every step.
-      min_damping: λ stays above it.
+      min_damping: λ is not lowered further.
     """
     unknown = jnp.full_like(damping, jnp.nan)
     adapt = (count + 1) % interval == 0 if interval else jnp.zeros((), bool)
@@ -191,6 +191,7 @@ def judge(
     ratio = difference / jnp.where(model < 0, model, -jnp.finfo(damping.dtype).tiny)
     accept = finite & ~(reject & ~(difference <= 0)) if reject else finite
     omega = 0.95**interval
-    adapted = jnp.where(ratio > 0.75, damping * omega, jnp.where(ratio < 0.25, damping / omega, damping))
+    lowered = jnp.maximum(damping * omega, jnp.minimum(min_damping, damping))
+    adapted = jnp.where(ratio > 0.75, lowered, jnp.where(ratio < 0.25, damping / omega, damping))
     damping = jnp.where(accept, jnp.where(adapt, adapted, damping), damping * 4)
-    return Verdict(accept, jnp.maximum(damping, min_damping), ratio)
+    return Verdict(accept, damping, ratio)

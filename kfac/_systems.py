@@ -111,9 +111,10 @@ class System:
 
     def trace(self, key: Array) -> Float[Array, " lane"]:
         """tr F of every lane; an unbiased estimate from random signs (Hutchinson) where there is no closed form."""
-        if self.form.name == "factors" and self.program[0].layer.isometric:
-            left, right = (jnp.trace(m, axis1=1, axis2=2) for m in self.state)
-            return left * right
+        if self.form.name == "factors":
+            use = self.program[0]
+            one = lambda p, left, right: use.layer.left_traces(use.own(p), left) @ jnp.diagonal(right)
+            return jax.vmap(one)(self.params, *self.state)
         like, treedef = jax.tree.flatten(self.pack(self.params))
         keys = jax.random.split(key, len(like))
         signs = [jax.random.rademacher(k, p.shape, p.dtype) for k, p in zip(keys, like, strict=True)]

@@ -7,6 +7,7 @@ scores parameters on the whole evaluation split.
 from adder_flax.training._errors import NonFiniteLossError, RunError
 from adder_flax.training.checkpoints import Checkpoints
 from adder_flax.training.estimate import Estimate, abstract_batch, advise, estimate
+from adder_flax.training.curvature import CurvatureOptimizer
 from adder_flax.training.loop import Evaluator, Result, Trainer
 from adder_flax.training.metrics import peak_memory, read_metrics
 from adder_flax.training.optimizers import OPTIMIZERS, scale_by_adder_rate
@@ -19,6 +20,7 @@ from adder_flax.training.workdir import open_workdir, read_config
 __all__ = [
     "OPTIMIZERS",
     "Checkpoints",
+    "CurvatureOptimizer",
     "Estimate",
     "Evaluator",
     "NonFiniteLossError",

@@ -1,11 +1,53 @@
-"""Curvature of adder layers for second-order optimizers, under the layers' own gradient rules."""
+"""Second-order optimization of a run: which layers have curvature, and an optimizer that asks for it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
 
 import kfac
 from adder_flax import ops
 from adder_flax.layers import AdderLinear
+
+
+class CurvatureOptimizer(NamedTuple):
+    """An optax transformation whose ``update`` also takes ``curvature=``, and what the training step must know.
+
+    Attributes:
+      init, update: as in ``optax.GradientTransformationExtraArgs``; the state is a ``kfac.CGFacState``.
+      layers: the layers that have curvature; printing them shows which parameters they cover.
+      fisher: which Fisher matrix, see ``kfac.value_grad_and_curvature``.
+      interval: steps from one curvature batch to the next.
+    """
+
+    init: Callable
+    update: Callable
+    layers: kfac.Layers
+    fisher: str
+    interval: int
+
+    def refresh(self, state: kfac.CGFacState) -> bool | Bool[Array, ""]:
+        """Whether the step that this state is about to take computes curvature."""
+        # By the state's own count: a step that was thrown away with its state comes again.
+        return True if self.interval == 1 else state.count % self.interval == 0
+
+
+def find_layers(
+    loss_fn: Callable, params: Any, *, batch_size: int, image_shape: Sequence[int], num_classes: int
+) -> kfac.Layers:
+    """Returns the layers of a model that have curvature, adder layers among them; nothing is computed.
+
+    Args:
+      loss_fn: ``(params, images, targets, key) → (loss, logits)``.
+      params: nested dict of arrays or their shapes.
+      batch_size, image_shape, num_classes: of the batches it is given.
+    """
+    register_adder_layers()
+    images = jax.ShapeDtypeStruct((batch_size, *image_shape), jnp.float32)
+    targets = jax.ShapeDtypeStruct((batch_size, num_classes), jnp.float32)
+    return kfac.find_layers(loss_fn, params, images, targets, jax.eval_shape(lambda: jax.random.key(0)))
 
 
 def register_adder_layers() -> None:

@@ -197,7 +197,7 @@ class Trainer:
             "train/accuracy": float(metrics["accuracy"]),
             "train/grad_norm": float(metrics["grad_norm"]),
             "train/learning_rate": float(self._run.learning_rate(step - 1)),
-            **{name: float(value) for name, value in metrics["diagnostics"].items()},
+            **{name: float(value) for name, value in (metrics["optimizer"] | metrics["diagnostics"]).items()},
         }
         loss, accuracy = scalars["train/loss"], scalars["train/accuracy"]
         shown = f"step {step}/{self._run.num_steps}  loss {loss:.4f}  accuracy {accuracy:.3f}"

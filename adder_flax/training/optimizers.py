@@ -1,4 +1,5 @@
-"""Optimizers by name: AdamW and SGD with warm-up, cosine decay, clipping, a weight-decay mask and AdderNet's rate."""
+"""Optimizers by name: AdamW, SGD and CG-FAC with warm-up, cosine decay, clipping, a weight-decay mask and AdderNet's
+rate."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -8,8 +9,10 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+import kfac
 from adder_flax.layers import AdderLinear
 from adder_flax.training._errors import RunError
+from adder_flax.training.curvature import CurvatureOptimizer
 from adder_flax.training.sharding import tree_path
 
 Labels = Any  # a tree like the parameters with "adder", "matrix" or "other" at each leaf
@@ -70,11 +73,19 @@ def scale_by_adder_rate(eta: float) -> optax.GradientTransformation:
 
 
 class OptimizerSpec(NamedTuple):
-    """What an optimizer is built from: its configuration, the run's learning-rate schedule, the parameters' labels."""
+    """What an optimizer is built from.
+
+    Attributes:
+      config: ``config.optimizer`` of the run.
+      learning_rate: the run's schedule.
+      labels: of the parameters, see :func:`label_parameters`.
+      find_layers: returns the layers that have curvature.
+    """
 
     config: Any
     learning_rate: optax.Schedule
     labels: Labels
+    find_layers: Callable[[], kfac.Layers] | None
 
     def mask(self, *chosen: str) -> Any:
         """Returns the tree that is True where the label is one of those chosen."""
@@ -84,6 +95,7 @@ class OptimizerSpec(NamedTuple):
 def _adamw(spec: OptimizerSpec) -> optax.GradientTransformation:
     c = spec.config
     return optax.chain(
+        *_gradient_stages(spec),
         optax.scale_by_adam(b1=c.b1, b2=c.b2, eps=c.eps),
         optax.add_decayed_weights(c.weight_decay, mask=spec.mask("matrix")),
         optax.scale_by_learning_rate(spec.learning_rate),
@@ -93,15 +105,66 @@ def _adamw(spec: OptimizerSpec) -> optax.GradientTransformation:
 def _sgd(spec: OptimizerSpec) -> optax.GradientTransformation:
     c = spec.config
     return optax.chain(
+        *_gradient_stages(spec),
         optax.add_decayed_weights(c.weight_decay, mask=spec.mask("matrix")),
         optax.trace(decay=c.momentum),
         optax.scale_by_learning_rate(spec.learning_rate),
     )
 
 
+def _gradient_stages(spec: OptimizerSpec) -> list[optax.GradientTransformation]:
+    c, stages = spec.config, []
+    if c.clip_norm:
+        stages.append(optax.clip_by_global_norm(c.clip_norm))
+    if c.adder_rate:
+        stages.append(optax.masked(scale_by_adder_rate(c.adder_rate), spec.mask("adder")))
+    return stages
+
+
+def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
+    """CG-FAC; parameters that no layer covers (class token, positions, scores' own) are AdamW's.
+
+    Its steps follow the run's schedule, relative to the peak, times ``cg_fac.learning_rate``. Clipping by norm is for
+    AdamW's share alone: a solution of linear systems has a scale of its own, which ``cg_fac.kl_clip`` bounds.
+    """
+    c, options = spec.config, spec.config.cg_fac.to_dict()
+    if c.adder_rate:
+        raise RunError(
+            f"expected config.optimizer.adder_rate of 0 with cg_fac, which scales every layer itself, got "
+            f"{c.adder_rate}; set --config.optimizer.adder_rate=0"
+        )
+    interval, rate = options.pop("curvature_interval"), options.pop("learning_rate")
+    if interval < 1 or (interval > 1 and options["curvature"] != "kron"):
+        raise RunError(
+            "expected config.optimizer.cg_fac.curvature_interval of 1, or more with curvature='kron', whose factors "
+            f"are averaged over steps, got {interval} with {options['curvature']!r}; "
+            "set --config.optimizer.cg_fac.curvature_interval"
+        )
+    if not c.learning_rate > 0:
+        raise RunError(
+            f"expected config.optimizer.learning_rate above 0, got {c.learning_rate}; it is AdamW's share of cg_fac "
+            "and sets its schedule"
+        )
+    fisher, layers = options["fisher"], spec.find_layers()
+    try:
+        transformation = kfac.cg_fac(
+            lambda count: rate * spec.learning_rate(count) / c.learning_rate,
+            layers,
+            **options | {"kl_clip": options["kl_clip"] or None},  # 0 is off: configuration fields keep their type
+            weight_decay=c.weight_decay,
+            weight_decay_mask=spec.mask("matrix"),
+            fallback=_adamw(spec),
+            fallback_learning_rate=spec.learning_rate,
+        )
+    except (TypeError, ValueError) as error:
+        raise RunError(f"config.optimizer.cg_fac: {error}") from error
+    return CurvatureOptimizer(*transformation, layers, fisher, interval)
+
+
 # A new optimizer is one function and one line here; --config.optimizer.name chooses among them.
-OPTIMIZERS: Mapping[str, Callable[[OptimizerSpec], optax.GradientTransformation]] = {
+OPTIMIZERS: Mapping[str, Callable[[OptimizerSpec], optax.GradientTransformation | CurvatureOptimizer]] = {
     "adamw": _adamw,
+    "cg_fac": _cg_fac,
     "sgd": _sgd,
 }
 
@@ -118,24 +181,29 @@ def learning_rate_schedule(config: Any, steps_per_epoch: int, num_steps: int) ->
     )
 
 
-def make_optimizer(config: Any, learning_rate: optax.Schedule, labels: Labels) -> optax.GradientTransformation:
+def make_optimizer(
+    config: Any,
+    learning_rate: optax.Schedule,
+    labels: Labels,
+    find_layers: Callable[[], kfac.Layers] | None = None,
+) -> optax.GradientTransformation | CurvatureOptimizer:
     """Builds the optimizer that ``config.name`` names.
 
     Order: global-norm clipping (``clip_norm``, 0 is off), AdderNet's rate on adder weights (``adder_rate``, 0 is
     off), then the optimizer with decoupled weight decay on multiplicative weights alone.
 
+    Args:
+      config: ``config.optimizer`` of the run.
+      learning_rate: the run's schedule.
+      labels: of the parameters, see :func:`label_parameters`.
+      find_layers: returns the layers that have curvature; called for second-order optimizers alone.
+
     Raises:
-      RunError: unknown name.
+      RunError: unknown name, or settings that do not fit the optimizer.
     """
     if config.name not in OPTIMIZERS:
         raise RunError(
             f"expected config.optimizer.name to be one of {sorted(OPTIMIZERS)}, got {config.name!r}; "
             "set --config.optimizer.name"
         )
-    spec = OptimizerSpec(config, learning_rate, labels)
-    stages = []
-    if config.clip_norm:
-        stages.append(optax.clip_by_global_norm(config.clip_norm))
-    if config.adder_rate:
-        stages.append(optax.masked(scale_by_adder_rate(config.adder_rate), spec.mask("adder")))
-    return optax.chain(*stages, OPTIMIZERS[config.name](spec))
+    return OPTIMIZERS[config.name](OptimizerSpec(config, learning_rate, labels, find_layers))

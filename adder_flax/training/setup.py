@@ -17,7 +17,8 @@ from adder_flax import data
 from adder_flax.models import VisionTransformer
 from adder_flax.training import optimizers, sharding
 from adder_flax.training._errors import RunError
-from adder_flax.training.step import State, init_state, make_train_step
+from adder_flax.training.curvature import CurvatureOptimizer, find_layers
+from adder_flax.training.step import State, init_state, make_logits_loss_fn, make_train_step
 
 _IDENTITY = {"auto": None, "on": True, "off": False}
 
@@ -49,7 +50,7 @@ class Run:
     abstract_state: State
     init: Callable[[], State]
     train_step: jax.stages.Wrapped
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformation | CurvatureOptimizer
     learning_rate: optax.Schedule
     steps_per_epoch: int
     num_steps: int
@@ -138,10 +139,20 @@ def build_run(config: Any, *, devices: Sequence[jax.Device] | None = None, data_
     num_steps = math.ceil(config.num_epochs * steps_per_epoch)
     learning_rate = optimizers.learning_rate_schedule(config.optimizer, steps_per_epoch, num_steps)
     labels = optimizers.label_parameters(abstract_model)
-    optimizer = optimizers.make_optimizer(config.optimizer, learning_rate, labels)
+    graphdef, abstract_params = nnx.split(abstract_model, nnx.Param)
+    abstract_params = nnx.to_pure_dict(abstract_params)
+    layers = functools.partial(
+        find_layers,
+        make_logits_loss_fn(graphdef),
+        abstract_params,
+        batch_size=config.batch_size // config.accumulation_steps,
+        image_shape=train_source.image_shape,
+        num_classes=train_source.num_classes,
+    )
+    optimizer = optimizers.make_optimizer(config.optimizer, learning_rate, labels, layers)
 
     initial_state = functools.partial(init_state, optimizer=optimizer, ema=config.ema_decay > 0)
-    shapes = jax.eval_shape(initial_state, nnx.to_pure_dict(nnx.state(abstract_model, nnx.Param)))
+    shapes = jax.eval_shape(initial_state, abstract_params)
     shardings = sharding.state_sharding(shapes, mesh)
 
     def init() -> State:
@@ -150,7 +161,6 @@ def build_run(config: Any, *, devices: Sequence[jax.Device] | None = None, data_
         params = jax.device_put(params, shardings["params"])
         return jax.jit(initial_state, out_shardings=shardings)(params)
 
-    graphdef = nnx.split(abstract_model, nnx.Param)[0]
     augment = functools.partial(data.augment, settings=settings)
     return Run(
         config=config,

@@ -13,6 +13,9 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+import kfac
+from adder_flax.training.curvature import CurvatureOptimizer
+
 State = dict[str, Any]
 Batch = Mapping[str, Array]
 Metrics = dict[str, Array]
@@ -64,19 +67,85 @@ def step_keys(seed: int, step: Array | int) -> tuple[Array, Array]:
 
 def make_loss_fn(graphdef: nnx.GraphDef) -> Callable[[Any, Array, Array, Array], tuple[Array, Array]]:
     """Returns ``loss_fn(params, images, targets, dropout_key) → (mean cross-entropy, share of hits)``."""
+    with_logits = make_logits_loss_fn(graphdef)
 
     def loss_fn(params, images, targets, key):
-        model = nnx.merge(graphdef, params)
-        logits = model(images, deterministic=False, rngs=nnx.Rngs(dropout=key)).astype(jnp.float32)
-        hits = logits.argmax(-1) == targets.argmax(-1)
-        return optax.softmax_cross_entropy(logits, targets).mean(), hits.mean()
+        loss, logits = with_logits(params, images, targets, key)
+        return loss, _accuracy(logits, targets)
 
     return loss_fn
 
 
+def make_logits_loss_fn(graphdef: nnx.GraphDef) -> Callable[[Any, Array, Array, Array], tuple[Array, Array]]:
+    """Returns ``loss_fn(params, images, targets, dropout_key) → (mean cross-entropy, logits)``."""
+
+    def loss_fn(params, images, targets, key):
+        model = nnx.merge(graphdef, params)
+        logits = model(images, deterministic=False, rngs=nnx.Rngs(dropout=key)).astype(jnp.float32)
+        return optax.softmax_cross_entropy(logits, targets).mean(), logits
+
+    return loss_fn
+
+
+def _accuracy(logits: Array, targets: Array) -> Array:
+    return (logits.argmax(-1) == targets.argmax(-1)).mean()
+
+
+# (opt_state, params, (images, targets), dropout_key) → (loss, accuracy, gradient, what else the optimizer takes)
+Differentiate = Callable[[Any, Any, tuple[Array, Array], Array], tuple[Array, Array, Any, dict[str, Any]]]
+
+
+def _plain_gradient(graphdef: nnx.GraphDef, accumulation_steps: int) -> Differentiate:
+    value_and_grad = jax.value_and_grad(make_loss_fn(graphdef), has_aux=True)
+
+    def differentiate(opt_state, params, examples, key):
+        if accumulation_steps == 1:
+            (loss, accuracy), grads = value_and_grad(params, *examples, key)
+        else:
+            (loss, accuracy), grads = _accumulate(value_and_grad, params, examples, key, accumulation_steps)
+        return loss, accuracy, grads, {}
+
+    return differentiate
+
+
+def _gradient_and_curvature(
+    graphdef: nnx.GraphDef, optimizer: CurvatureOptimizer, accumulation_steps: int
+) -> Differentiate:
+    """Gradient and curvature; of several microbatches the first gives the curvature, which has to be held at once."""
+    loss_fn = make_logits_loss_fn(graphdef)
+    with_curvature = kfac.value_grad_and_curvature(loss_fn, fisher=optimizer.fisher, has_aux=True)
+    plain = jax.value_and_grad(make_loss_fn(graphdef), has_aux=True)
+
+    def differentiate(opt_state, params, examples, key):
+        keys = jax.random.split(key, accumulation_steps) if accumulation_steps > 1 else key[None]
+        parts = _microbatches(examples, accumulation_steps)
+        first = (*jax.tree.map(lambda x: x[0], parts), keys[0])
+        sampling_key = jax.random.fold_in(keys[0], _SAMPLING)
+        (loss, logits), grads, curvature = with_curvature(
+            params, *first, key=sampling_key, refresh=optimizer.refresh(opt_state)
+        )
+        extra = {"curvature": curvature, "value": loss, "value_fn": lambda p: loss_fn(p, *first)[0]}
+        total = (loss, _accuracy(logits, first[1])), grads
+
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, plain(params, *part)), None
+
+        if accumulation_steps > 1:
+            rest = jax.tree.map(lambda x: x[1:], (*parts, keys))
+            total, _ = jax.lax.scan(add, total, rest)
+            total = jax.tree.map(lambda x: x / accumulation_steps, total)
+        (loss, accuracy), grads = total
+        return loss, accuracy, grads, extra
+
+    return differentiate
+
+
+_SAMPLING = 1 << 20  # dropout layers fold small numbers into the same key
+
+
 def make_train_step(
     graphdef: nnx.GraphDef,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | CurvatureOptimizer,
     augment: Augmentation,
     *,
     seed: int,
@@ -92,26 +161,26 @@ def make_train_step(
 
     Args:
       graphdef: the model without its parameters, from ``nnx.split``.
-      optimizer: an optax transformation that includes the learning rate.
+      optimizer: an optax transformation that includes the learning rate; one that takes curvature is given it.
       augment: ``(key, images, labels) → (float images, class probabilities)``.
       seed: of augmentation, dropout and stochastic depth.
       accumulation_steps: microbatches a step; gradients are averaged before the update.
       ema_decay: decay of the running average of the parameters; 0 keeps none.
       skip_non_finite: go on after a step that is not finite.
     """
-    value_and_grad = jax.value_and_grad(make_loss_fn(graphdef), has_aux=True)
+    if isinstance(optimizer, CurvatureOptimizer):
+        differentiate = _gradient_and_curvature(graphdef, optimizer, accumulation_steps)
+    else:
+        differentiate = _plain_gradient(graphdef, accumulation_steps)
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
         augment_key, dropout_key = step_keys(seed, state["step"])
         examples, params = augment(augment_key, batch["image"], batch["label"]), state["params"]
-        if accumulation_steps == 1:
-            (loss, accuracy), grads = value_and_grad(params, *examples, dropout_key)
-        else:
-            (loss, accuracy), grads = _accumulate(value_and_grad, params, examples, dropout_key, accumulation_steps)
+        loss, accuracy, grads, extra = differentiate(state["opt_state"], params, examples, dropout_key)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
-        updates, opt_state = optimizer.update(grads, state["opt_state"], params)
+        updates, opt_state = optimizer.update(grads, state["opt_state"], params, **extra)
         new = {"params": optax.apply_updates(params, updates), "opt_state": opt_state}
         if ema_decay:
             # The average of a short history would be dominated by the initial weights: decay grows to its value.
@@ -123,6 +192,7 @@ def make_train_step(
         }
         counters = {"step": state["step"] + 1, "skipped": state["skipped"] + ~finite}
         metrics = {"loss": loss, "accuracy": accuracy, "grad_norm": grad_norm, "finite": finite}
+        metrics["optimizer"] = kfac.telemetry(opt_state)  # empty for other optimizers
         return {**counters, **new}, metrics
 
     return train_step
