@@ -17,7 +17,7 @@ from adder_flax.layers import AdderLinear
 
 _FIGURE_IMAGES = 6
 _REPORT_IMAGES = 32
-_STUDIED_STEPS = 4
+_STUDIED_STEPS = 3
 
 
 def enable_compilation_cache() -> None:

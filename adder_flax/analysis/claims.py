@@ -86,6 +86,24 @@ def claims_table(reports: Sequence[ModelReport], figures: str = "images/claims")
     return "\n".join(lines)
 
 
+# Figures that no claim is decided by.
+_GALLERY = {
+    "class-attention": "Where the class token looks (the adder paper's figure 3), and rollout",
+    "maps": "Whole attention maps (the adder paper's figure 2)",
+    "diffusion": "Diffusion coordinates of an image's patches, and diffusion distances",
+    "k-steps": "A walk from the class token after k steps",
+    "operations": "Operations and energy of the parts of the network",
+}
+
+
+def _gallery(report: ModelReport, figures: str = "images/claims") -> str:
+    return "\n\n".join(
+        f"{text}, {report.mechanism}:\n\n![{text}]({figures}/{report.mechanism}-{name}.png)"
+        for name, text in _GALLERY.items()
+        if (report.directory / "figures" / f"{name}.png").exists()
+    )
+
+
 def _row(name: str, groups: Mapping[str, Sequence[ModelReport]], figures: str) -> str:
     found = {
         mechanism: [report.claims[name] for report in group if report.claims[name].verdict != NOT_MEASURED]
@@ -93,7 +111,7 @@ def _row(name: str, groups: Mapping[str, Sequence[ModelReport]], figures: str) -
     }
     found = {mechanism: claims for mechanism, claims in found.items() if claims}
     claim = next(iter(found.values()))[0] if found else next(iter(groups.values()))[0].claims[name]
-    statement = f"**{claim.name}**: {claim.statement} ({claim.source})"
+    statement = f"**{claim.name}**: {claim.statement}<br>*{claim.source}*"
     figure = ""
     if claim.figure:
         owner = next(mechanism for mechanism in found or groups)
@@ -137,7 +155,7 @@ def write_claims(workdirs: Sequence[str | Path], out: str | Path) -> Path:
     """
     reports, out = [read_report(workdir) for workdir in workdirs], Path(out)
     parts = dict(models=_models(reports), commands=_commands(reports), tally=_tally(reports))
-    page = _PAGE.format(**parts, table=claims_table(reports))
+    page = _PAGE.format(**parts, table=claims_table(reports), gallery=_gallery(reports[0]))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
     images = out.parent / "images" / "claims"
@@ -211,6 +229,8 @@ A number is "median (smallest to largest)" over blocks, images and heads unless 
 seed; verdicts are counted over the seeds where these differ.
 
 {table}
+
+{gallery}
 """
 
 

@@ -103,6 +103,14 @@ def exact_gradients(graphdef: nnx.GraphDef, params: Any) -> nnx.GraphDef:
     return nnx.split(model, nnx.Param)[0]
 
 
+def _looped(graphdef: nnx.GraphDef, params: Any) -> nnx.GraphDef:
+    """The same model as a loop over its blocks where they are alike: second derivatives of one block to compile."""
+    model = nnx.merge(graphdef, params)
+    kinds = {(block.attention.score_name, block.attention.score_options) for block in model.blocks}
+    model.scan_blocks = len(kinds) == 1
+    return nnx.split(model, nnx.Param)[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class SecondOrderStep:
     """The expansion of the loss of one batch along the training step taken on it.
@@ -151,12 +159,11 @@ def second_order_along(
     """
     # Here because they load libraries of training (checkpoints, TensorBoard) that the rest of analysis does without.
     from adder_flax import data
-    from adder_flax.training.step import make_loss_fn, make_train_step, step_keys
+    from adder_flax.training.sharding import put_batch
+    from adder_flax.training.step import make_loss_fn, step_keys
 
     config = run.config
-    options = dict(accumulation_steps=config.accumulation_steps, ema_decay=config.ema_decay)
-    train_step = jax.jit(make_train_step(run.graphdef, run.optimizer, run.augment, seed=config.seed, **options))
-    exact = make_loss_fn(exact_gradients(run.graphdef, state["params"]))
+    exact = make_loss_fn(_looped(exact_gradients(run.graphdef, state["params"]), state["params"]))
 
     @jax.jit
     def measure(params: Any, new_params: Any, batch: Any, step: Array) -> tuple[Array, SecondOrderTerms]:
@@ -169,8 +176,9 @@ def second_order_along(
     batches = data.TrainPipeline(run.train_source, config.batch_size, config.seed)
     for _ in range(num_steps):
         step = int(state["step"])
-        batch, learning_rate = batches[step], float(run.learning_rate(step))
-        new_state, _ = train_step(state, batch)
+        batch, learning_rate = put_batch(batches[step], run.mesh), float(run.learning_rate(step))
+        with jax.set_mesh(run.mesh):  # as the trainer does, so that its compiled step serves
+            new_state, _ = run.train_step(jax.tree.map(jnp.copy, state), batch)
         if step % every == 0 and learning_rate > 0:
             loss, terms = measure(state["params"], new_state["params"], batch, jnp.int32(step))
             numbers = {field.name: float(getattr(terms, field.name)) for field in dataclasses.fields(terms)}

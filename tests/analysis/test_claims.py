@@ -36,7 +36,8 @@ def make_run(tmp_path):
         (workdir / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
         figure, axes = new_figure(2, 2)
         axes[0, 0].imshow(np.eye(3))
-        save_figure(figure, workdir / "report" / "figures" / "curve", ("png",))
+        for name in ("curve", "maps"):
+            save_figure(figure, workdir / "report" / "figures" / name, ("png",))
         return workdir
 
     return make
@@ -55,7 +56,7 @@ def test_rows_count_seeds_and_tell_mechanisms_apart(make_run):
     ]
     table = claims_table([read_report(run) for run in runs])
     statement, verdict, number, command, figure = cells(table, "a")
-    assert statement == "**a**: ‖q&#124;k‖ of a is so. (paper, part 1)"
+    assert statement == "**a**: ‖q&#124;k‖ of a is so.<br>*paper, part 1*"
     assert (verdict, number) == ("adder: holds<br>dot: does not hold", "adder: adder 0<br>dot: dot 0")
     assert (command, figure) == ("adder, dot", "[curve](images/claims/adder-curve.png)")
     assert cells(table, "b")[1:4] == ["does not hold (1 of 2 seeds); holds (1 of 2 seeds)", "adder 0", "adder"]
@@ -75,10 +76,10 @@ def test_page_has_its_figures_models_and_tally(make_run, tmp_path, capsys):
         assert re.search(count, page)
     assert "| adder | 0 | 0.9750 |" in page
     images = {path.name for path in (out.parent / "images" / "claims").iterdir()}
-    assert images == {"adder-curve.png", "dot-curve.png"}
+    assert images == {"adder-curve.png", "dot-curve.png", "adder-maps.png"}
     write_claims(runs[:1], out)
     assert "not measured" in cells(out.read_text(), "b")[1]
-    assert {path.name for path in (out.parent / "images" / "claims").iterdir()} == {"adder-curve.png"}
+    assert {path.name for path in (out.parent / "images" / "claims").iterdir()} == {"adder-curve.png", "adder-maps.png"}
 
 
 def test_a_run_without_a_report_is_named(tmp_path):
