@@ -1,28 +1,28 @@
 """The scores of additive (Bahdanau) attention."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from adder_flax.ops._backend import Backend, resolve_backend
-from adder_flax.ops._l1 import as_floating, batch_pairs
+from adder_flax.ops._l1 import as_floating, broadcast_pairs, pair_axes, result_axes
+from adder_flax.ops._partition import call, keep_explicit_axes, vary_alike
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _additive(query, key, v, backend: Backend):
-    """sum_k v[b, k] tanh(query[b, m, k] + key[b, n, k]); the only residuals are the inputs."""
-    return backend.additive(query, key, v)
+    """sum_k v[..., k] tanh(query[..., m, k] + key[..., n, k]); the only residuals are the inputs."""
+    return call(backend, "additive", query, key, v)
 
 
 def _additive_fwd(query, key, v, backend):
-    return backend.additive(query, key, v), (query, key, v)
+    return call(backend, "additive", query, key, v), (query, key, v)
 
 
 def _additive_bwd(backend, residuals, g):
-    gradients = backend.additive_pullback(*residuals, g)
+    gradients = call(backend, "additive_pullback", *residuals, g)
     return tuple(d.astype(r.dtype) for d, r in zip(gradients, residuals, strict=True))
 
 
@@ -60,8 +60,15 @@ def additive_scores(
       >>> ops.additive_scores(query, key, v).shape
       (2, 4)
     """
-    query, key, batch = batch_pairs(query, key)
-    v = as_floating("v", v)
+    query, key, v = as_floating("query", query), as_floating("key", key), as_floating("v", v)
+    axes = [pair_axes(query, "mk"), pair_axes(key, "nk"), pair_axes(v, "k")]
+    return keep_explicit_axes(_scores, [query, key, v], axes, result_axes(query, key))
+
+
+def _scores(query, key, v):
+    """`additive_scores` of arrays."""
+    query, key = broadcast_pairs(query, key)
+    batch = query.shape[:-2]
     try:
         fits = v.shape[-1:] == query.shape[-1:] and jnp.broadcast_shapes(v.shape[:-1], batch) == batch
     except ValueError:
@@ -72,6 +79,5 @@ def additive_scores(
             f"{v.shape}; give v one entry for each hidden unit, and leading axes only where queries have them"
         )
     dtype = jnp.promote_types(query.dtype, v.dtype)
-    v = jnp.broadcast_to(v.astype(dtype), (*batch, v.shape[-1])).reshape(math.prod(batch), v.shape[-1])
-    scores = _additive(query.astype(dtype), key.astype(dtype), v, resolve_backend(dtype))
-    return scores.reshape(*batch, *scores.shape[1:])
+    v = jnp.broadcast_to(v.astype(dtype), (*batch, v.shape[-1]))
+    return _additive(*vary_alike(query.astype(dtype), key.astype(dtype), v), resolve_backend(dtype))

@@ -56,10 +56,13 @@ class Backend:
     Attributes:
       name: what users call it, in `use_backend` and in `ADDER_FLAX_BACKEND`.
       platforms: JAX platforms (`"cpu"`, `"cuda"`, `"rocm"`, `"tpu"`) on which it may run; empty means all.
+      split_by: what splits its functions over devices: `"compiler"`, where XLA can look into them, or else, see
+        `_partition.py`, `"rule"` or `"mesh"`.
     """
 
     name: str
     platforms: tuple[str, ...] = ()
+    split_by: Literal["compiler", "rule", "mesh"] = "compiler"
 
     def why_unavailable(self) -> str | None:
         """Returns why this backend cannot run here, or None if it can. Called once; may build and load."""
@@ -182,6 +185,7 @@ class _PerPlatform(Backend):
 
     def __init__(self, choices: tuple[tuple[str, Backend], ...]):
         self.name = AUTO
+        self.split_by = max((backend.split_by for _, backend in choices), key=["compiler", "rule", "mesh"].index)
         self._choices = choices
 
     def _dispatch(self, method: str, *args, **static):

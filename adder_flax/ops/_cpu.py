@@ -23,6 +23,7 @@ import jaxlib
 import numpy as np
 
 from adder_flax.ops._backend import Backend
+from adder_flax.ops._partition import result_type
 
 _SOURCE = Path(__file__).with_name("cpu_kernels.cc")
 _COMPILERS = ("c++", "g++", "clang++")
@@ -43,6 +44,7 @@ class CpuBackend(Backend):
 
     name = "cpu_native"
     platforms = ("cpu",)
+    split_by = "rule"
 
     def why_unavailable(self):
         try:
@@ -101,7 +103,7 @@ def _slope(rule):
 
 def _call(target, shapes, *operands, **attributes):
     """Calls a kernel; `shapes` lists the shapes of its results. Returns them as a list."""
-    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    results = [result_type(shape, jnp.float32, *operands) for shape in shapes]
     # Under vmap an operand that is not mapped gets a leading axis of length one, which the kernels broadcast.
     call = jax.ffi.ffi_call(f"adder_flax_{target}", results, vmap_method="expand_dims")
     return call(*operands, **attributes)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from adder_flax.ops._backend import Axes, Backend, resolve_backend
+from adder_flax.ops._partition import call, keep_explicit_axes, vary_alike
 from adder_flax.ops._reference import to_nk, upcast
 from adder_flax.ops._rules import GradientRule, RuleName
 
@@ -18,18 +19,18 @@ _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
 def _l1(x, w, axes: Axes, x_rule: GradientRule, w_rule: GradientRule, backend: Backend):
-    """-sum_k |x[b, m, k] - w[b, n, k]|, differentiated by the two rules from the inputs alone."""
-    return backend.l1(x, w, axes)
+    """-sum_k |x[..., m, k] - w[..., n, k]|, differentiated by the two rules from the inputs alone."""
+    return call(backend, "l1", x, w, axes=axes)
 
 
 def _l1_fwd(x, w, axes, x_rule, w_rule, backend):
-    return backend.l1(x, w, axes), (x, w)
+    return call(backend, "l1", x, w, axes=axes), (x, w)
 
 
 def _l1_bwd(axes, x_rule, w_rule, backend, residuals, g):
     x, w = residuals
     if x_rule == w_rule and x_rule.name != "full":
-        dx, dw = backend.l1_pullback(x, w, g, x_rule, axes)
+        dx, dw = call(backend, "l1_pullback", x, w, g, rule=x_rule, axes=axes)
     else:
         dx = _pullback_x(x, w, g, x_rule, axes, backend)
         dw = _pullback_w(x, w, g, w_rule, axes, backend)
@@ -42,32 +43,32 @@ _l1.defvjp(_l1_fwd, _l1_bwd)
 def _pullback_x(x, w, g, rule, axes, backend):
     """dx[m, k] = sum_n g[m, n] rule(w[n, k] - x[m, k])."""
     if rule.name != "full":
-        return backend.l1_pullback_x(x, w, g, rule, axes)
+        return call(backend, "l1_pullback_x", x, w, g, rule=rule, axes=axes)
     x, w, g = upcast(x, w, g)
-    return _einsum(f"bmn,b{axes}->bmk", g, w) - x * g.sum(2)[:, :, None]
+    return _einsum(f"...mn,...{axes}->...mk", g, w) - x * g.sum(-1)[..., None]
 
 
 def _pullback_w(x, w, g, rule, axes, backend):
     """dw[n, k] = sum_m g[m, n] rule(x[m, k] - w[n, k]), in the axes of w."""
     if rule.name != "full":
-        return backend.l1_pullback_w(x, w, g, rule, axes)
+        return call(backend, "l1_pullback_w", x, w, g, rule=rule, axes=axes)
     x, w, g = upcast(x, w, g)
-    row_sums = g.sum(1)
-    return _einsum(f"bmk,bmn->b{axes}", x, g) - w * (row_sums[:, None] if axes == "kn" else row_sums[:, :, None])
+    column_sums = g.sum(-2)[..., None, :] if axes == "kn" else g.sum(-2)[..., None]
+    return _einsum(f"...mk,...mn->...{axes}", x, g) - w * column_sums
 
 
 def _pushforward_x(x, w, dx, rule, axes, backend):
     """dy[m, n] = sum_k dx[m, k] rule(w[n, k] - x[m, k]), the transpose of `_pullback_x`."""
     if rule.name != "full":
-        return backend.l1_pushforward(x, w, dx, rule, axes)
+        return call(backend, "l1_pushforward", x, w, dx, rule=rule, axes=axes)
     x, w, dx = upcast(x, w, dx)
-    return _einsum(f"bmk,b{axes}->bmn", dx, w) - (x * dx).sum(2)[:, :, None]
+    return _einsum(f"...mk,...{axes}->...mn", dx, w) - (x * dx).sum(-1)[..., None]
 
 
 def _pushforward_w(x, w, dw, rule, axes, backend):
     """dy[m, n] = sum_k dw[n, k] rule(x[m, k] - w[n, k]): as above, with the operands exchanged."""
     dy = _pushforward_x(to_nk(w, axes), x, to_nk(dw, axes), rule, "nk", backend)
-    return jnp.swapaxes(dy, 1, 2)
+    return jnp.swapaxes(dy, -1, -2)
 
 
 def as_floating(name: str, array) -> jax.Array:
@@ -87,7 +88,7 @@ def _adder_operands(x, w):
             "last axis of x is contracted with the first axis of w, so one of them may need a transpose"
         )
     dtype = jnp.promote_types(x.dtype, w.dtype)
-    return x.astype(dtype).reshape(1, math.prod(x.shape[:-1]), x.shape[-1]), w.astype(dtype)[None]
+    return vary_alike(x.astype(dtype).reshape(1, math.prod(x.shape[:-1]), x.shape[-1]), w.astype(dtype)[None])
 
 
 def adder_matmul(
@@ -135,10 +136,16 @@ def adder_matmul(
       >>> print(ops.adder_matmul(jnp.array([[1.0, 2.0]]), jnp.array([[0.0, 1.0], [0.0, 5.0]])))
       [[-3. -3.]]
     """
-    rows, columns = _adder_operands(x, w)
     x_rule, w_rule = GradientRule(x_gradient, hardtanh_slope), GradientRule(w_gradient, hardtanh_slope)
-    y = _l1(rows, columns, "kn", x_rule, w_rule, resolve_backend(rows.dtype))
-    return y.reshape(*jnp.shape(x)[:-1], columns.shape[-1])
+
+    def product(x, w):
+        rows, columns = _adder_operands(x, w)
+        y = _l1(rows, columns, "kn", x_rule, w_rule, resolve_backend(rows.dtype))
+        return y.reshape(*x.shape[:-1], w.shape[-1])
+
+    x, w = as_floating("x", x), as_floating("w", w)
+    leading = [f"b{axis}" for axis in range(x.ndim - 1)]
+    return keep_explicit_axes(product, [x, w], [[*leading, "k"], ["k", "n"]], [*leading, "n"])
 
 
 def adder_matmul_jvp(
@@ -231,17 +238,33 @@ def l1_scores(
       [[-3.]
        [-3.]]
     """
-    query, key, batch = batch_pairs(query, key)
     rule = GradientRule(gradient, hardtanh_slope)
-    scores = _l1(query, key, "nk", rule, rule, resolve_backend(query.dtype))
-    return scores.reshape(*batch, *scores.shape[1:])
+
+    def scores(query, key):
+        query, key = broadcast_pairs(query, key)
+        return _l1(*vary_alike(query, key), "nk", rule, rule, resolve_backend(query.dtype))
+
+    query, key = as_floating("query", query), as_floating("key", key)
+    return keep_explicit_axes(
+        scores, [query, key], [pair_axes(query, "mk"), pair_axes(key, "nk")], result_axes(query, key)
+    )
 
 
-def batch_pairs(query, key):
-    """Broadcasts the leading axes of queries and keys against each other and flattens them into one.
+def pair_axes(array, last: str) -> list[str]:
+    """Names the axes of an array: leading ones by their distance from the end, then the `last`."""
+    return [f"b{axis}" for axis in range(array.ndim - len(last), 0, -1)] + list(last)
+
+
+def result_axes(query, key) -> list[str]:
+    """Names the axes of the scores of queries and keys."""
+    return pair_axes(max(query, key, key=lambda array: array.ndim), "mn")
+
+
+def broadcast_pairs(query, key):
+    """Broadcasts the leading axes of queries and keys against each other.
 
     Returns:
-      query (B, Nq, d) and key (B, Nk, d) in their common dtype, and the broadcast leading shape.
+      query (..., Nq, d) and key (..., Nk, d) in their common dtype, with the same leading axes.
 
     Raises:
       ValueError: if the widths differ or the leading axes do not broadcast.
@@ -259,8 +282,4 @@ def batch_pairs(query, key):
             "positions, d)"
         )
     dtype = jnp.promote_types(query.dtype, key.dtype)
-    query, key = (
-        jnp.broadcast_to(a.astype(dtype), (*batch, *a.shape[-2:])).reshape(math.prod(batch), *a.shape[-2:])
-        for a in (query, key)
-    )
-    return query, key, batch
+    return [jnp.broadcast_to(a.astype(dtype), (*batch, *a.shape[-2:])) for a in (query, key)]

@@ -6,17 +6,15 @@ All of them have the form
 
 and differ in the term and in what supplies its operands: a row (axes i, c), a column (c, j), one number for each c, or
 something fixed during the sum (i j, i or j). `PallasBackend` states the terms; a subclass for one kind of hardware
-says how to walk over the pairs, in `reduce_pairs`, and may put a term in a form that suits its instructions.
+says how to walk over the pairs, in `run_kernel`, and may put a term in a form that suits its instructions.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from adder_flax.ops._backend import Backend
 from adder_flax.ops._reference import to_nk, upcast
@@ -70,24 +68,6 @@ class Reduction(NamedTuple):
         return [total.update(shape=(size["b"], size["i"], size["j"]))] * len(totals)
 
 
-def _split_axes(size: dict[str, int]) -> tuple[dict[str, tuple[str, ...]], set[str]]:
-    """Returns over which axes of the ambient mesh to split `b` and `i`, and all of its automatic axes.
-
-    Mosaic refuses a kernel under a mesh of which any axis is left to the compiler, even one of a single device.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    automatic = [
-        name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == jax.sharding.AxisType.Auto
-    ]
-    split = {"b": (), "i": ()}
-    for name in automatic:
-        for axis, names in split.items():
-            if size[axis] % math.prod(mesh.shape[n] for n in (*names, name)) == 0:
-                split[axis] = (*names, name)
-                break
-    return split, set(automatic) if math.prod(mesh.shape[name] for name in automatic) > 1 else set()
-
-
 def _unless_empty(method):
     """Leaves calls that give a kernel no work, because some axis has no elements, to the XLA backend."""
 
@@ -101,7 +81,7 @@ def _unless_empty(method):
 
 
 class PallasBackend(Backend):
-    """A backend whose functions are reductions over pairs, for subclasses that implement `reduce_pairs`.
+    """A backend whose functions are reductions over pairs, for subclasses that implement `run_kernel`.
 
     Args:
       interpret: run the kernels in Pallas's interpreter: anywhere, slowly, for tests.
@@ -114,27 +94,8 @@ class PallasBackend(Backend):
         return jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16, jnp.float16)
 
     def run_kernel(self, reduction: Reduction) -> list[jax.Array]:
-        """Computes the reduction on one device; returns one float32 array (B, I, J) for each of its totals."""
+        """Computes the reduction; returns one float32 array (B, I, J) for each of its totals."""
         raise NotImplementedError
-
-    def reduce_pairs(self, reduction: Reduction) -> list[jax.Array]:
-        """Computes the reduction where its operands are: the compiler can split other operations, but not a kernel.
-
-        Under `jax.set_mesh`, the batch, or else the rows, are split over the automatic axes of the mesh.
-        """
-        split, mesh_axes = _split_axes(reduction.sizes())
-        if not mesh_axes:
-            return self.run_kernel(reduction)
-        axes = [operand.axes for operand in reduction.operands]
-
-        def run_shard(*arrays):
-            operands = [Operand(*operand) for operand in zip(arrays, axes, strict=True)]
-            return self.run_kernel(reduction._replace(operands=operands))
-
-        spec = lambda axes: PartitionSpec(*[split.get(axis) for axis in "b" + axes])
-        return jax.shard_map(
-            run_shard, in_specs=tuple(map(spec, axes)), out_specs=spec("ij"), axis_names=mesh_axes, check_vma=False
-        )(*[operand.array for operand in reduction.operands])
 
     def multiply_add(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
         """Computes a b + c inside a kernel."""
@@ -158,7 +119,7 @@ class PallasBackend(Backend):
             return (totals[0] + jnp.abs(x_c - w_c),)
 
         operands = [Operand(x, "ic"), Operand(w, "cj" if axes == "kn" else "jc")]
-        (y,) = self.reduce_pairs(Reduction(operands, step, finish=jnp.negative))
+        (y,) = self.run_kernel(Reduction(operands, step, finish=jnp.negative))
         return y
 
     @_unless_empty
@@ -177,7 +138,7 @@ class PallasBackend(Backend):
         def step(totals, held, g_c, w_c):
             return (self.multiply_add(g_c, self._apply(rule, w_c - held[0]), totals[0]),)
 
-        (dx,) = self.reduce_pairs(Reduction([g, w, x], step))
+        (dx,) = self.run_kernel(Reduction([g, w, x], step))
         return dx
 
     def _apply(self, rule, difference):
@@ -190,7 +151,7 @@ class PallasBackend(Backend):
             return (self.multiply_add(dx_c, self._apply(rule, w_c - x_c), totals[0]),)
 
         operands = [Operand(x, "ic"), Operand(w, "cj" if axes == "kn" else "jc"), Operand(dx, "ic")]
-        (dy,) = self.reduce_pairs(Reduction(operands, step))
+        (dy,) = self.run_kernel(Reduction(operands, step))
         return dy
 
     @_unless_empty
@@ -200,7 +161,7 @@ class PallasBackend(Backend):
 
         query, key = self.hidden_operands(query, key)
         operands = [Operand(query, "ic"), Operand(key, "jc"), Operand(v, "c")]
-        (scores,) = self.reduce_pairs(Reduction(operands, step))
+        (scores,) = self.run_kernel(Reduction(operands, step))
         return scores
 
     @_unless_empty
@@ -215,8 +176,8 @@ class PallasBackend(Backend):
             return self.multiply_add(g_c, slope, totals[0]), self.multiply_add(g_c, hidden, totals[1])
 
         query, key = self.hidden_operands(query, key)
-        (dk,) = self.reduce_pairs(Reduction([Operand(g, "ci"), Operand(query, "cj"), Operand(key, "ij")], slope_step))
-        dq, dv = self.reduce_pairs(
+        (dk,) = self.run_kernel(Reduction([Operand(g, "ci"), Operand(query, "cj"), Operand(key, "ij")], slope_step))
+        dq, dv = self.run_kernel(
             Reduction(
                 [Operand(g, "ic"), Operand(key, "cj"), Operand(query, "ij")],
                 slope_and_value_step,

@@ -97,6 +97,7 @@ class PallasGpuBackend(PallasBackend):
 
     name = "pallas_gpu"
     platforms = ("cuda",)
+    split_by = "rule"
 
     def __init__(self, interpret: bool = False, tile: Tile | None = None):
         super().__init__(interpret)
@@ -181,7 +182,7 @@ class PallasGpuBackend(PallasBackend):
             *(Operand(a, "j") for a in (centre, high, low)),
             Operand(g_array.sum(1 + g.axes.index("c")), "i"),
         ]
-        (dx,) = self.reduce_pairs(Reduction(operands, step, begin, finish=lambda total: 2.0 * total))
+        (dx,) = self.run_kernel(Reduction(operands, step, begin, finish=lambda total: 2.0 * total))
         return dx
 
     def hidden_operands(self, query, key):

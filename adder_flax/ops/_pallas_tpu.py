@@ -57,6 +57,7 @@ class PallasTpuBackend(PallasBackend):
 
     name = "pallas_tpu"
     platforms = ("tpu",)
+    split_by = "mesh"
 
     def __init__(self, interpret: bool = False, block: Block | None = None):
         super().__init__(interpret)

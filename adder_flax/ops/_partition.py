@@ -1,0 +1,215 @@
+"""Calls a backend's function on operands with any leading axes, split over devices as they come.
+
+XLA splits over devices what it can look into. A kernel is a closed box: left alone, every device would gather all of
+its operands and compute all of its results. So each function states its axes here, once, and from them follows how it
+can be split, in one of two ways:
+
+- by a *rule* for the compiler (`custom_partitioning`): operands stay split as they come. An axis of every result costs
+  nothing, the axis that is summed over costs one sum over devices at the end, and the others are gathered.
+- over the *mesh* of `jax.set_mesh` (`jax.shard_map`): the batch, or else the rows, over all of its automatic axes. TPUs
+  need this one: their compiler does not call back into Python for rules when it compiles ahead of time.
+
+Inside the user's own `jax.shard_map` there is nothing left to split. On meshes with explicit axes, whose types say how
+arrays are split, the result is split as the operands are and the functions run on automatic axes.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from adder_flax.ops._backend import Backend
+
+# The axes of operands and results after any leading ones: m rows, n columns or keys, k the width. `w` has the axes kn
+# or nk.
+FORMULAS = {
+    "l1": "mk,w->mn",
+    "l1_pullback_x": "mk,w,mn->mk",
+    "l1_pullback_w": "mk,w,mn->w",
+    "l1_pullback": "mk,w,mn->mk,w",
+    "l1_pushforward": "mk,w,mk->mn",
+    "additive": "mk,nk,k->mn",
+    "additive_pullback": "mk,nk,k,mn->mk,nk,k",
+}
+
+
+def call(backend: Backend, method: str, *operands: jax.Array, **options):
+    """Calls a function of a backend.
+
+    Args:
+      backend: what computes.
+      method: the name of the function.
+      *operands: its arrays, with the same leading axes, none to many, where the function expects one.
+      **options: its other arguments, hashable.
+
+    Returns:
+      What the function returns, with those leading axes.
+    """
+    return _callable(backend, method, operands[0].ndim - 2, tuple(options.items()))(*vary_alike(*operands))
+
+
+@functools.cache
+def _callable(backend: Backend, method: str, leading: int, options: tuple) -> Callable:
+    function = functools.partial(_on_one_leading_axis, functools.partial(getattr(backend, method), **dict(options)))
+    if backend.split_by == "compiler" or (backend.split_by == "rule" and jax.device_count() == 1):
+        return function
+    operands, results = (
+        [[f"b{axis}" for axis in range(leading)] + list(names) for names in side.split(",")]
+        for side in FORMULAS[method].replace("w", dict(options).get("axes", "")).split("->")
+    )
+    return (_split_by_rule if backend.split_by == "rule" else _split_over_mesh)(function, operands, results)
+
+
+def _on_one_leading_axis(function, *operands):
+    batch = operands[0].shape[:-2]
+    results = function(*[a.reshape(math.prod(batch), *a.shape[len(batch) :]) for a in operands])
+    return jax.tree.map(lambda a: a.reshape(*batch, *a.shape[1:]), results)
+
+
+Axes = Sequence[Sequence[str]]
+
+
+def _split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) -> Callable:
+    """Returns `function` with a rule for the compiler: which parts of the operands give which parts of the results.
+
+    Args:
+      function: what computes whole results from whole operands, and parts from parts.
+      operand_axes: names of the axes of each operand.
+      result_axes: names of the axes of each result.
+    """
+    names = list(dict.fromkeys(name for axes in [*operand_axes, *result_axes] for name in axes))
+    kept = [name for name in names if all(name in axes for axes in result_axes)]
+    summed = [name for name in names if not any(name in axes for axes in result_axes)]
+
+    def partition(mesh, operands, results):
+        arrays = [*zip(jax.tree.leaves(results), result_axes, strict=True), *zip(operands, operand_axes, strict=True)]
+        # Of two arrays that want one mesh axis for different axes of theirs, the smaller one is moved.
+        arrays.sort(key=lambda array_and_axes: -math.prod(array_and_axes[0].shape))
+        split = _assign_mesh_axes(mesh, arrays, kept + summed)
+        place = lambda axes: NamedSharding(mesh, P(*[split.get(name) for name in axes]))
+        partial_over = tuple(axis for name in summed for axis in split.get(name, ()))
+
+        def on_each_device(*parts):
+            partial = function(*parts)
+            return jax.lax.psum(partial, partial_over) if partial_over else partial
+
+        result_places = jax.tree.unflatten(jax.tree.structure(results), map(place, result_axes))
+        return mesh, on_each_device, result_places, tuple(map(place, operand_axes))
+
+    split = custom_partitioning(function)
+    join = lambda side: ", ".join(" ".join(axes) for axes in side)
+    split.def_partition(
+        partition,
+        sharding_rule=f"{join(operand_axes)} -> {join(result_axes)}",
+        reduction_factors=tuple(summed),
+        need_replication_factors=tuple(name for name in names if name not in kept + summed),
+    )
+
+    # A batching rule for what has none: under `jax.vmap` the function is left to the compiler.
+    batched = custom_vmap(split)
+
+    @batched.def_vmap
+    def _(axis_size, in_batched, *operands):
+        results = jax.vmap(function, [0 if mapped else None for mapped in in_batched], axis_size=axis_size)(*operands)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return batched
+
+
+def _assign_mesh_axes(mesh: Mesh, arrays, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
+    """Returns over which mesh axes to split each named axis: as the first array that splits it evenly does.
+
+    Args:
+      mesh: the devices.
+      arrays: pairs of an array type with a sharding and the names of its axes, the most important first.
+      names: the axes that may be split.
+    """
+    split = {}
+    for array, axes in arrays:
+        spec = (*array.sharding.spec, *[None] * len(axes))
+        for name, length, entry in zip(axes, array.shape, spec, strict=False):
+            wanted = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            taken = [axis for used in split.values() for axis in used]
+            fits = not set(wanted) & set(taken) and length % math.prod(mesh.shape[axis] for axis in wanted) == 0
+            if wanted and fits and name in names and name not in split:
+                split[name] = wanted
+    return split
+
+
+def _split_over_mesh(function: Callable, operand_axes: Axes, result_axes: Axes) -> Callable:
+    """Returns `function` split over the automatic axes of the mesh at hand; arguments as in `_split_by_rule`."""
+    candidates = [name for name in operand_axes[0] if name not in "nk"]
+
+    def on_mesh(*operands):
+        mesh = jax.sharding.get_abstract_mesh()
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        automatic = [axis for axis, kind in kinds if kind == AxisType.Auto and mesh.shape[axis] > 1]
+        if not automatic:
+            return function(*operands)
+        lengths = dict(zip(operand_axes[0], operands[0].shape, strict=True))
+        split = {name: () for name in candidates}
+        for axis in automatic:
+            for name in candidates:
+                if lengths[name] % math.prod(mesh.shape[other] for other in (*split[name], axis)) == 0:
+                    split[name] = (*split[name], axis)
+                    break
+
+        def on_each_device(*parts):
+            results, structure = jax.tree.flatten(function(*parts))
+            missing = [tuple(a for name in candidates if name not in axes for a in split[name]) for axes in result_axes]
+            results = [jax.lax.psum(r, axes) if axes else r for r, axes in zip(results, missing, strict=True)]
+            return jax.tree.unflatten(structure, results)
+
+        places = lambda all_axes: tuple(P(*[split.get(name) or None for name in axes]) for axes in all_axes)
+        out = places(result_axes)
+        return jax.shard_map(
+            on_each_device,
+            in_specs=places(operand_axes),
+            out_specs=out if len(out) > 1 else out[0],
+            axis_names=set(automatic),
+            check_vma=False,
+        )(*operands)
+
+    return on_mesh
+
+
+def keep_explicit_axes(
+    function: Callable, operands: Sequence[jax.Array], operand_axes: Axes, result_axes: Sequence[str]
+):
+    """Calls a function of arrays that may be split over explicit axes of a mesh, as if the axes were automatic.
+
+    Args:
+      function: from the operands to one array.
+      operands: its arguments.
+      operand_axes: names of the axes of each operand.
+      result_axes: names of the axes of the result, which is split along them as the first operand is that has them.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in mesh.axis_types:
+        return function(*operands)
+    types = zip(map(jax.typeof, operands), operand_axes, strict=True)
+    split = _assign_mesh_axes(mesh, types, result_axes)
+    place = P(*[split.get(name) for name in result_axes])
+    return jax.sharding.auto_axes(function, out_sharding=place)(*operands)
+
+
+def vary_alike(*operands: jax.Array) -> list[jax.Array]:
+    """Returns the operands as varying over the same manual axes of the mesh, those over which any of them does.
+
+    Under `jax.shard_map`, types tell over which axes a value varies, and rules of differentiation have to keep to
+    them. The transpose of what happens here sums the gradient of an operand that all devices share.
+    """
+    varying = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in operands))
+    missing = [tuple(varying - jax.typeof(a).manual_axis_type.varying) for a in operands]
+    return [jax.lax.pcast(a, axes, to="varying") if axes else a for a, axes in zip(operands, missing, strict=True)]
+
+
+def result_type(shape: Sequence[int], dtype: jax.typing.DTypeLike, *operands: jax.Array) -> jax.ShapeDtypeStruct:
+    """Returns the type of what a kernel computes from operands that vary alike."""
+    scalar = jax.eval_shape(lambda a: a.sum(), operands[0])
+    return scalar.update(shape=tuple(shape), dtype=dtype)

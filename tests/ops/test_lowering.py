@@ -1,0 +1,116 @@
+"""The Pallas kernels through the compilers of hardware that is not here: lowered for CUDA, compiled for TPUs."""
+
+import functools
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+
+from adder_flax.ops import _backend
+from adder_flax.ops._pallas_gpu import PallasGpuBackend
+from adder_flax.ops._pallas_tpu import PallasTpuBackend
+from adder_flax.ops._rules import GradientRule
+from tests.processes import ROOT, simulated_devices
+
+BATCH, ROWS, COLUMNS, WIDTH = 2, 17, 37, 9
+X, W = (BATCH, ROWS, WIDTH), (BATCH, WIDTH, COLUMNS)
+KEY, G, V = (BATCH, COLUMNS, WIDTH), (BATCH, ROWS, COLUMNS), (BATCH, WIDTH)
+HARDTANH, SIGN = {"rule": GradientRule("hardtanh", 4.0), "axes": "kn"}, {"rule": GradientRule("sign"), "axes": "kn"}
+CALLS = [
+    ("l1", (X, W), {"axes": "kn"}),
+    ("l1", (X, KEY), {"axes": "nk"}),
+    ("l1_pullback_x", (X, W, G), HARDTANH),
+    ("l1_pullback_x", (X, W, G), SIGN),
+    ("l1_pullback_w", (X, W, G), HARDTANH),
+    ("l1_pushforward", (X, W, X), SIGN),
+    ("additive", (X, KEY, V), {}),
+    ("additive_pullback", (X, KEY, V, G), {}),
+]
+
+
+def _h200() -> AbstractMesh:
+    fields = {"device_kind": "NVIDIA H200", "num_cores": 132, "platform": "gpu"}
+    known = inspect.signature(AbstractDevice).parameters
+    device = AbstractDevice(**{name: value for name, value in fields.items() if name in known})
+    return AbstractMesh((1,), ("devices",), axis_types=(AxisType.Auto,), abstract_device=device)
+
+
+def _lowered(backend, platform, method, shapes, options, dtype=jnp.float32):
+    function = jax.jit(functools.partial(getattr(backend, method), **options))
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    return function.trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize(("method", "shapes", "options"), CALLS)
+def test_every_function_lowers_to_triton_kernels_for_cuda(method, shapes, options):
+    with use_abstract_mesh(_h200()):
+        text = _lowered(PallasGpuBackend(), "cuda", method, shapes, options)
+    assert "triton" in text
+    assert "stablehlo.while" not in text  # no part of it fell back to the XLA backend
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_inputs_lower_for_cuda(dtype):
+    with use_abstract_mesh(_h200()):
+        assert "triton" in _lowered(PallasGpuBackend(), "cuda", *CALLS[0], dtype)
+
+
+@pytest.mark.parametrize(("method", "shapes", "options"), CALLS)
+def test_every_function_lowers_to_mosaic_kernels_for_tpu(method, shapes, options):
+    assert "tpu_custom_call" in _lowered(PallasTpuBackend(), "tpu", method, shapes, options)
+
+
+def test_one_program_carries_the_kernels_of_its_platform():
+    choices = (("cpu", _backend.get_backend("xla")), ("cuda", PallasGpuBackend()), ("tpu", PallasTpuBackend()))
+    backend = _backend._PerPlatform(choices)
+    assert backend.split_by == "mesh"
+    with use_abstract_mesh(_h200()):
+        assert "triton" in _lowered(backend, "cuda", *CALLS[0])
+    assert "tpu_custom_call" in _lowered(backend, "tpu", *CALLS[0])
+    assert "custom_call" not in _lowered(backend, "cpu", *CALLS[0])
+
+
+TPU = """
+import re, sys
+import jax, numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from adder_flax import ops
+
+devices = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices
+mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+rows = ("data", "fsdp")
+like = lambda shape, *spec: jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, P(*spec)))
+
+def loss(w, v, x):
+    tokens = ops.adder_matmul(x, w, w_gradient="sign").reshape(16, 65, 3, 64).swapaxes(1, 2)
+    return (ops.l1_scores(tokens, tokens) + ops.additive_scores(tokens, tokens, v)).mean()
+
+with ops.use_backend("pallas_tpu"), jax.set_mesh(mesh):
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    compiled = step.lower(like((192, 192), "fsdp"), like((3, 64)), like((16 * 65, 192), rows)).compile()
+text = compiled.as_text()
+assert text.count("tpu_custom_call") >= 6, text
+# 16 images on 4 devices: no device sees the tokens or the maps of all of them.
+assert not re.search(r"\\[(1040,192|16,3,65,6[45])\\]", text), text
+print(compiled.memory_analysis())
+"""
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", pytest.param("v6e:2x2", marks=pytest.mark.slow)])
+def test_compiled_ahead_of_time_for_tpus_each_device_has_its_own_rows(topology):
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu, the TPU compiler, is not installed (pip install libtpu)")
+    # The backend that was asked for by name cannot run here, only be compiled for.
+    environment = simulated_devices(1) | {"TPU_SKIP_MDS_QUERY": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", TPU, topology], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "temp_size_in_bytes" in done.stdout
