@@ -1,0 +1,267 @@
+"""Attention over blocks of keys: the map of all pairs is never stored, forward or backward."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from adder_flax.ops._reference import accumulation_dtype, upcast
+
+
+class _Options(NamedTuple):
+    """What is known when the function is traced."""
+
+    score: Callable[..., Array]
+    num_keys: int
+    key_block: int
+    is_causal: bool
+    dropout_rate: float
+
+
+class _Operands(NamedTuple):
+    """The arrays; `bias`, `mask` and `dropout_key` may be None."""
+
+    query: Array
+    key: Array
+    value: Array
+    parameters: tuple[Array, ...]
+    scale: Array
+    bias: Array | None
+    mask: Array | None
+    dropout_key: Array | None
+
+
+def fused_attention(
+    score: Callable[..., Array],
+    query: Float[Array, "*batch Nq d"],
+    key: Float[Array, "*batch Nk d"],
+    value: Float[Array, "*batch Nk dv"],
+    parameters: tuple[Array, ...] = (),
+    *,
+    scale: float | Array = 1.0,
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    is_causal: bool = False,
+    identity: bool = False,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    key_block: int = 256,
+) -> Float[Array, "*batch Nq dv"]:
+    r"""Attention in memory that grows with the number of tokens, not with its square.
+
+    .. math:: o_i = \sum_j \mathrm{softmax}_j(c\, s(q_i, k_j) + b_{ij})\, v_j \; (+ \, v_i)
+
+    The softmax runs along blocks of keys with a running maximum (Milakov & Gimelshein, "Online normalizer calculation
+    for softmax", 2018), and the backward pass computes the scores of each block again from the logarithm of the
+    softmax's denominator (Dao, "FlashAttention-2", 2023). Any differentiable score will do. It is worth its
+    recomputation where the map does not fit into memory, or barely: see `benchmarks/ops.py`.
+
+    Args:
+      score: `score(query, key, *parameters)` gives (..., Nq, Nk), for example `l1_scores` or `additive_scores`, from
+        any number of keys.
+      query: leading axes as `score` takes them.
+      key: likewise.
+      value: leading axes that broadcast against those of the scores.
+      parameters: learned arrays of the score, such as `v` of `additive_scores`.
+      scale: multiplies the scores; a number or an array that broadcasts against them.
+      bias: added to the scaled scores; broadcasts against them.
+      mask: True where a query may see a key; broadcasts against the scores. A query that sees none gets zeros.
+      is_causal: query i sees keys 0 to i only.
+      identity: add the identity map to the attention map, so that each token gets its own value on top.
+      dropout_rate: share of the map's weights (not the identity map's) that are dropped; the others grow to keep the
+        mean.
+      dropout_key: key of the dropout; the weights it drops depend on `key_block` as well.
+      key_block: keys in a block.
+
+    Returns:
+      In the dtype of `value`; sums are accumulated in float32 (float64 for float64 inputs).
+
+    Raises:
+      ValueError: if `identity` is asked for with different numbers of queries and keys, dropout without a key, or an
+        empty block.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from adder_flax import ops
+      >>> x, v = jnp.array([[0.0, 0.0], [8.0, 9.0]]), jnp.array([[1.0], [3.0]])
+      >>> print(ops.fused_attention(ops.l1_scores, x, x, v, identity=True))
+      [[2.]
+       [6.]]
+    """
+    num_queries, num_keys = query.shape[-2], key.shape[-2]
+    if identity and num_queries != num_keys:
+        raise ValueError(
+            f"expected as many queries as keys for the identity map; got {num_queries} and {num_keys}; "
+            "pass identity=False"
+        )
+    if dropout_rate and dropout_key is None:
+        raise ValueError(f"expected a dropout_key for dropout_rate = {dropout_rate}; got None; pass a jax.random key")
+    if key_block < 1:
+        raise ValueError(f"expected key_block of at least 1; got {key_block}; 256 suits most sizes")
+    # Blocks of one size, with as little padding as their number allows.
+    key_block = -(-num_keys // max(1, -(-num_keys // key_block))) or 1
+    options = _Options(score, num_keys, key_block, is_causal, dropout_rate)
+    batch = jax.eval_shape(score, query, key, *parameters).shape[:-2]
+    batch = jnp.broadcast_shapes(batch, value.shape[:-2])
+    values = jnp.broadcast_to(value, (*batch, *value.shape[-2:]))
+    scale = jnp.asarray(scale, accumulation_dtype(jnp.result_type(query, value)))
+    bias = None if bias is None else jnp.asarray(bias)
+    operands = _Operands(query, key, values, tuple(parameters), scale, bias, mask, dropout_key)
+    output = _fused(options, operands)
+    return output + value if identity else output
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(options: _Options, operands: _Operands) -> Array:
+    return _fused_fwd(options, operands)[0]
+
+
+def _fused_fwd(options, operands):
+    num_queries, dtype = operands.query.shape[-2], operands.scale.dtype
+    lowest = jnp.finfo(dtype).min
+    rows = (*operands.value.shape[:-2], num_queries)
+
+    def add_block(running, block):
+        highest, denominator, total = running
+        logits = _logits(options.score, operands.query, block.key, operands.parameters, operands.scale, block.bias)
+        visible = _visible(options, block, num_queries)
+        seen = logits if visible is None else jnp.where(visible, logits, lowest)
+        new_highest = jnp.maximum(highest, seen.max(-1))
+        weights = jnp.exp(logits - new_highest[..., None])
+        weights = weights if visible is None else jnp.where(visible, weights, 0.0)
+        decay = jnp.exp(highest - new_highest)
+        denominator = decay * denominator + weights.sum(-1)
+        kept = weights if block.dropout_key is None else weights * _keep(options, block, weights.shape)
+        total = decay[..., None] * total + kept @ upcast(block.value)[0]
+        return (new_highest, denominator, total), None
+
+    start = (
+        jnp.full(rows, lowest, dtype),
+        jnp.zeros(rows, dtype),
+        jnp.zeros((*rows, operands.value.shape[-1]), dtype),
+    )
+    (highest, denominator, total), _ = jax.lax.scan(add_block, start, _blocks(options, operands))
+    denominator = jnp.where(denominator == 0, 1.0, denominator)  # of queries that see no key
+    output = total / denominator[..., None]
+    return output.astype(operands.value.dtype), (operands, output, highest + jnp.log(denominator))
+
+
+def _fused_bwd(options, residuals, g):
+    operands, output, log_denominator = residuals
+    (g,) = upcast(g)
+    num_queries = operands.query.shape[-2]
+    g_output = (g * output).sum(-1)
+    blocks = _blocks(options, operands)
+    bias_is_split = operands.bias is not None and operands.bias.shape[-1:] > (1,)
+
+    def add_block(totals, block):
+        shared = (operands.query, operands.parameters, operands.scale, None if bias_is_split else block.bias)
+
+        def logits_of(query, parameters, scale, bias, key, own_bias):
+            return _logits(options.score, query, key, parameters, scale, own_bias if bias_is_split else bias)
+
+        own_bias = block.bias if bias_is_split else None
+        logits, pull = jax.vjp(logits_of, *shared, block.key, own_bias)
+        visible = _visible(options, block, num_queries)
+        weights = jnp.exp(logits - log_denominator[..., None])
+        weights = weights if visible is None else jnp.where(visible, weights, 0.0)
+        keep = 1.0 if block.dropout_key is None else _keep(options, block, weights.shape)
+        d_value = jnp.swapaxes(weights * keep, -1, -2) @ g
+        d_weights = keep * (g @ jnp.swapaxes(upcast(block.value)[0], -1, -2))
+        d_logits = weights * (d_weights - g_output[..., None])
+        *d_shared, d_key, d_own_bias = pull(_sum_to(d_logits, logits.shape).astype(logits.dtype))
+        totals = jax.tree.map(lambda total, d: total + d.astype(total.dtype), totals, tuple(d_shared))
+        return totals, (d_key, d_value.astype(block.value.dtype), d_own_bias)
+
+    like = (operands.query, operands.parameters, operands.scale, None if bias_is_split else operands.bias)
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, accumulation_dtype(a.dtype)), like)
+    totals, split = jax.lax.scan(add_block, zeros, blocks)
+    totals = jax.tree.map(lambda total, a: total.astype(a.dtype), totals, like)
+    d_key, d_value = (_join(d, -2, options.num_keys) for d in split[:2])
+    d_bias = _join(split[2], -1, options.num_keys) if bias_is_split else totals[3]
+    return (_Operands(totals[0], d_key, d_value, totals[1], totals[2], d_bias, None, None),)
+
+
+_fused.defvjp(_fused_fwd, _fused_bwd)
+
+
+class _Block(NamedTuple):
+    """One block of keys: its part of the operands, the position of its first key, and the key of its dropout."""
+
+    key: Array
+    value: Array
+    bias: Array | None
+    mask: Array | None
+    first: Array
+    dropout_key: Array | None
+
+
+def _blocks(options, operands) -> _Block:
+    """Returns the blocks of all keys, stacked along a new leading axis."""
+    count = max(1, -(-options.num_keys // options.key_block))
+
+    def split(array, axis):
+        if array is None:
+            return None
+        if array.ndim == 0 or (axis == -1 and array.shape[-1] == 1):  # the same for all keys
+            return jnp.broadcast_to(array, (count, *array.shape))
+        padding = [(0, 0)] * array.ndim
+        padding[axis] = (0, count * options.key_block - array.shape[axis])
+        axis = array.ndim + axis
+        array = jnp.pad(array, padding)
+        return jnp.moveaxis(
+            array.reshape(*array.shape[:axis], count, options.key_block, *array.shape[axis + 1 :]), axis, 0
+        )
+
+    return _Block(
+        split(operands.key, -2),
+        split(operands.value, -2),
+        split(operands.bias, -1),
+        split(operands.mask, -1),
+        jnp.arange(count) * options.key_block,
+        jax.random.split(operands.dropout_key, count) if options.dropout_rate else None,
+    )
+
+
+def _join(blocks, axis, length):
+    """Undoes the split of `_blocks`: the leading axis goes back in front of `axis`, the padding is dropped."""
+    axis = blocks.ndim + axis
+    array = jnp.moveaxis(blocks, 0, axis - 1)
+    array = array.reshape(*array.shape[: axis - 1], -1, *array.shape[axis + 1 :])
+    return jax.lax.slice_in_dim(array, 0, length, axis=axis - 1)
+
+
+def _logits(score, query, key, parameters, scale, bias):
+    """The scaled and biased scores of a block."""
+    (scores,) = upcast(score(query, key, *parameters))
+    logits = scores * scale
+    return logits if bias is None else logits + bias
+
+
+def _visible(options, block, num_queries):
+    """Which keys of a block each query sees, broadcastable to the scores; None if all."""
+    position = block.first + jnp.arange(options.key_block)
+    conditions = []
+    if options.num_keys % options.key_block or options.num_keys == 0:
+        conditions.append(position < options.num_keys)
+    if block.mask is not None:
+        conditions.append(block.mask.astype(bool))
+    if options.is_causal:
+        conditions.append(position <= jnp.arange(num_queries)[:, None])
+    return functools.reduce(jnp.logical_and, conditions) if conditions else None
+
+
+def _keep(options, block, shape):
+    """The factors of dropout: zero, or what keeps the mean."""
+    rate = options.dropout_rate
+    return jax.random.bernoulli(block.dropout_key, 1.0 - rate, shape) / (1.0 - rate)
+
+
+def _sum_to(array, shape):
+    """Sums an array over the leading axes along which something of this shape was broadcast to it."""
+    array = array.sum(tuple(range(array.ndim - len(shape))))
+    axes = tuple(axis for axis, length in enumerate(shape) if length == 1 and array.shape[axis] != 1)
+    return array.sum(axes, keepdims=True) if axes else array

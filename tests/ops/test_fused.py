@@ -1,0 +1,152 @@
+"""Fused attention against the whole map, in float64: values, gradients, what may be seen, memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adder_flax import ops
+
+SCORES = {
+    "l1": lambda query, key: -jnp.abs(query[..., :, None, :] - key[..., None, :, :]).sum(-1),
+    "additive": lambda query, key, v: (v[:, None, None] * jnp.tanh(query[..., :, None, :] + key[..., None, :, :])).sum(
+        -1
+    ),
+    "gaussian": lambda query, key: -((query[..., :, None, :] - key[..., None, :, :]) ** 2).sum(-1) / 2,
+}
+OPS = {"l1": ops.l1_scores, "additive": ops.additive_scores, "gaussian": SCORES["gaussian"]}
+
+
+def whole_map(score, query, key, value, parameters=(), *, scale=1.0, bias=0.0, mask=True, identity=False):
+    """Attention as the formula says it."""
+    logits = jnp.where(mask, score(query, key, *parameters) * scale + bias, -jnp.inf)
+    weights = jnp.exp(logits - jnp.maximum(logits.max(-1, keepdims=True), -1e9))
+    weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
+    return weights @ value + (value if identity else 0.0)
+
+
+def normal(*shapes, seed=0, dtype=np.float64):
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=shape).astype(dtype) for shape in shapes]
+
+
+def value_and_gradients(function, g, *arrays):
+    output, vjp = jax.vjp(function, *arrays)
+    return output, *vjp(g)
+
+
+def assert_close(got, expected):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize(("tokens", "key_block"), [(1, 4), (17, 4), (17, 100), (24, 8)])
+def test_every_score_with_every_operand_against_the_whole_map(name, tokens, key_block):
+    heads, dim = 3, 5
+    query, key, value, v, bias, g = normal(
+        (2, heads, tokens, dim), (2, heads, tokens, dim), (2, heads, tokens, 4), (heads, dim), (heads, tokens, tokens),
+        (2, heads, tokens, 4),
+    )  # fmt: skip
+    parameters = (v,) if name == "additive" else ()
+    scale = np.array([0.3, 0.5, 1.0])[:, None, None]
+    mask = np.random.default_rng(1).random((2, 1, tokens, tokens)) < 0.7
+    mask[0, 0, 0] = False  # a query that sees nothing
+
+    def fused(query, key, value, parameters, scale, bias):
+        options = {"scale": scale, "bias": bias, "mask": mask, "identity": True, "key_block": key_block}
+        return ops.fused_attention(OPS[name], query, key, value, parameters, **options)
+
+    def truth(query, key, value, parameters, scale, bias):
+        options = {"scale": scale, "bias": bias, "mask": mask, "identity": True}
+        return whole_map(SCORES[name], query, key, value, parameters, **options)
+
+    arrays = (query, key, value, parameters, scale, bias)
+    with jax.enable_x64(True), ops.use_backend("reference"):
+        got = jax.jit(lambda *a: value_and_gradients(fused, g, *a))(*arrays)
+        assert_close(got, jax.jit(lambda *a: value_and_gradients(truth, g, *a))(*arrays))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 7), (7, 1), (5, 13)])
+def test_cross_attention_with_axes_that_broadcast(queries, keys):
+    query, key, value, bias, g = normal(
+        (2, 1, queries, 3), (4, keys, 3), (4, keys, 6), (4, queries, 1), (2, 4, queries, 6)
+    )
+    with jax.enable_x64(True), ops.use_backend("reference"):
+        fused = lambda q, k, v, b: ops.fused_attention(ops.l1_scores, q, k, v, bias=b, key_block=5)
+        truth = lambda q, k, v, b: whole_map(SCORES["l1"], q, k, v, bias=b)
+        got = value_and_gradients(fused, g, query, key, value, bias)
+        assert_close(got, value_and_gradients(truth, g, query, key, value, bias))
+
+
+def test_causal():
+    query, key, value, g = normal((13, 3), (13, 3), (13, 2), (13, 2))
+    with jax.enable_x64(True), ops.use_backend("reference"):
+        fused = lambda *a: ops.fused_attention(ops.l1_scores, *a, is_causal=True, key_block=4)
+        truth = lambda *a: whole_map(SCORES["l1"], *a, mask=np.tril(np.ones((13, 13), bool)))
+        assert_close(value_and_gradients(fused, g, query, key, value), value_and_gradients(truth, g, query, key, value))
+
+
+def test_dropout_keeps_the_mean_and_is_the_same_in_the_backward_pass():
+    query, key, value, g = normal((6, 3), (9, 3), (9, 2), (6, 2))
+    with jax.enable_x64(True), ops.use_backend("reference"):
+        options = {"scale": 0.2, "dropout_rate": 0.4, "key_block": 4}
+        dropped = lambda value, seed: ops.fused_attention(
+            ops.l1_scores, query, key, value, dropout_key=jax.random.key(seed), **options
+        )
+        many = jax.vmap(lambda seed: dropped(value, seed))(jnp.arange(4000))
+        np.testing.assert_allclose(many.mean(0), whole_map(SCORES["l1"], query, key, value, scale=0.2), atol=0.05)
+        # Linear in the values, so the gradient must reproduce the output with the same weights dropped.
+        output, d_value = value_and_gradients(lambda value: dropped(value, 3), g, value)
+        np.testing.assert_allclose((d_value * value).sum(), (output * g).sum(), rtol=1e-12)
+        step = 1e-6 * normal((6, 3), seed=1)[0]
+        moved = [
+            ops.fused_attention(ops.l1_scores, q, key, value, dropout_key=jax.random.key(3), **options)
+            for q in (query + step, query - step)
+        ]
+        gradient = jax.grad(
+            lambda q: (
+                g * ops.fused_attention(ops.l1_scores, q, key, value, dropout_key=jax.random.key(3), **options)
+            ).sum()
+        )(query)
+        np.testing.assert_allclose((gradient * step).sum(), (g * (moved[0] - moved[1])).sum() / 2, rtol=1e-5)
+
+
+def test_bfloat16_is_summed_in_float32():
+    query, key, value = (jnp.asarray(a, jnp.bfloat16) for a in normal((40, 16), (40, 16), (40, 8)))
+    output = ops.fused_attention(ops.l1_scores, query, key, value, scale=0.25, key_block=16)
+    assert output.dtype == jnp.bfloat16
+    wide = [np.asarray(a, np.float64) for a in (query, key, value)]
+    np.testing.assert_allclose(
+        output.astype(jnp.float32), whole_map(SCORES["l1"], *wide, scale=0.25), rtol=2**-8, atol=2**-9
+    )
+
+
+def test_no_keys_give_zeros():
+    output = ops.fused_attention(ops.l1_scores, jnp.ones((3, 4)), jnp.ones((0, 4)), jnp.ones((0, 2)))
+    np.testing.assert_array_equal(output, np.zeros((3, 2)))
+
+
+@pytest.mark.parametrize("backend", ["xla", "cpu_native"])
+def test_memory_grows_with_the_tokens_and_not_with_their_square(backend):
+    def megabytes(attention, tokens):
+        x = jax.ShapeDtypeStruct((1, tokens, 16), jnp.float32)
+        gradient = jax.grad(lambda q, k, v: attention(q, k, v).sum(), (0, 1, 2))
+        return jax.jit(gradient).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes / 1e6
+
+    with ops.use_backend(backend):
+        fused = [megabytes(lambda *a: ops.fused_attention(ops.l1_scores, *a, key_block=64), n) for n in (1024, 4096)]
+        whole = megabytes(lambda q, k, v: jax.nn.softmax(ops.l1_scores(q, k)) @ v, 4096)
+    assert fused[1] < 4.5 * fused[0]
+    assert fused[1] < whole / 8
+
+
+def test_errors_say_what_was_expected():
+    x, y = jnp.ones((4, 3)), jnp.ones((5, 3))
+    with pytest.raises(ValueError, match="as many queries as keys"):
+        ops.fused_attention(ops.l1_scores, x, y, y, identity=True)
+    with pytest.raises(ValueError, match="dropout_key"):
+        ops.fused_attention(ops.l1_scores, x, y, y, dropout_rate=0.1)
+    with pytest.raises(ValueError, match="key_block"):
+        ops.fused_attention(ops.l1_scores, x, y, y, key_block=0)
