@@ -1,0 +1,421 @@
+"""Measures the adder and additive reductions against the machine's bound, XLA's GEMM and other libraries.
+
+    python -m benchmarks.ops           # DeiT-Tiny's layers on 8 images of 197 tokens: under three minutes
+    python -m benchmarks.ops --full    # three models, three batches, five lengths: half an hour
+
+Every ratio is a median over rounds in which the sides take turns, so that other work on the machine falls on all.
+The bound is measured in the same run: loops of nothing but the instructions of a term, on registers, on all cores.
+PyTorch, SciPy and scikit-learn are compared with where they are installed (`pip install torch scipy scikit-learn`); a
+missing one leaves its column empty.
+"""
+
+import argparse
+import ctypes
+import functools
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from adder_flax import ops
+
+# Inner widths of the linear layers of a transformer block, as multiples of the model width.
+LAYERS = {"qkv": (1, 3), "proj": (1, 1), "fc1": (1, 4), "fc2": (4, 1)}
+WIDTHS = {"DeiT-Tiny": 192, "DeiT-Small": 384, "DeiT-Base": 768}
+TOKENS = ((8, 197), (32, 65), (64, 17))  # images x tokens: ImageNet with 16x16 patches, CIFAR with 4x4, digits
+ATTENTION = ((24, 197), (96, 65), (192, 17), (3, 1024), (1, 4096))  # heads of a batch x tokens
+FUSED = ((24, 197), (3, 1024), (1, 4096))
+HEAD_DIM = 64
+BROADCAST_LIMIT_BYTES = 2 << 30
+ROUNDS, SECONDS_PER_CASE = 15, 3.0
+SLOW_ROUNDS = 3  # of what takes a hundred times longer
+
+
+class Timings(NamedTuple):
+    """Seconds of several functions, by name, one for each round."""
+
+    seconds: dict[str, list[float]]
+
+    def median(self, name: str) -> float | None:
+        return statistics.median(self.seconds[name]) if name in self.seconds else None
+
+    def ratio(self, slower: str, faster: str) -> float | None:
+        """Returns how many times longer `slower` takes than `faster`, or None if either was not measured."""
+        if slower not in self.seconds or faster not in self.seconds:
+            return None
+        pairs = zip(self.seconds[slower], self.seconds[faster], strict=False)
+        return statistics.median(a / b for a, b in pairs)
+
+
+def measure(functions: dict[str, Callable], rounds: int, seconds: float) -> Timings:
+    """Calls the functions in turn, `rounds` times or until the time is up, after one call each to warm up."""
+    timings = Timings({name: [] for name in functions})
+    for function in functions.values():
+        jax.block_until_ready(function())
+    deadline = time.perf_counter() + seconds
+    for done in range(rounds):
+        if done >= 3 and time.perf_counter() > deadline:
+            break
+        for name, function in functions.items():
+            start = time.perf_counter()
+            jax.block_until_ready(function())
+            timings.seconds[name].append(time.perf_counter() - start)
+    return timings
+
+
+def cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def instruction_bounds() -> dict[str, float]:
+    """Returns how many terms a second all cores can do at most, for each loop that the native library exports."""
+    from adder_flax.ops import _cpu
+
+    if (reason := _cpu.CpuBackend().why_unavailable()) is not None:
+        print(f"no bound: {reason}")
+        return {}
+    library = _cpu.load_library()
+    terms = ctypes.c_int64.in_dll(library, "AdderFlaxBoundTerms").value
+    symbols = {
+        "multiply-add": "AdderFlaxBoundMultiplyAdd",
+        "forward": "AdderFlaxBoundForward",
+        "gradient": "AdderFlaxBoundHardtanh",
+        "additive": "AdderFlaxBoundAdditive",
+    }
+    return {name: _rate(getattr(library, symbol)) * terms for name, symbol in symbols.items()}
+
+
+def _rate(loop, iterations: int = 2_000_000) -> float:
+    """Returns the iterations a second of `loop` on all cores together, the best of several runs."""
+    loop.argtypes, loop.restype = [ctypes.c_int64], ctypes.c_float
+    count = cores()
+    best = float("inf")
+    for _ in range(7):
+        threads = [threading.Thread(target=loop, args=(iterations,)) for _ in range(count)]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        best = min(best, time.perf_counter() - start)
+    return count * iterations / best
+
+
+def compile_with(backend: str | None, function: Callable, *arrays):
+    """Returns the compiled function, traced under `backend` (or under none)."""
+    if backend is None:
+        return jax.jit(function).lower(*arrays).compile()
+    with ops.use_backend(backend):
+        return jax.jit(function).lower(*arrays).compile()
+
+
+def megabytes(compiled) -> float:
+    """Returns the temporary memory of a compiled function, in MB."""
+    return compiled.memory_analysis().temp_size_in_bytes / 1e6
+
+
+def with_gradients(function: Callable, count: int) -> Callable:
+    """Returns a function that computes `function` and the gradients of its first `count` arguments for a cotangent."""
+
+    def both(cotangent, *arrays):
+        y, vjp = jax.vjp(function, *arrays)
+        return y, vjp(cotangent)[:count]
+
+    return both
+
+
+def broadcast_matmul(x, w):
+    return -jnp.abs(x[:, :, None] - w).sum(1)
+
+
+def broadcast_scores(query, key):
+    return -jnp.abs(query[:, :, None] - key[:, None]).sum(-1)
+
+
+def broadcast_additive(query, key, v):
+    return (v * jnp.tanh(query[:, :, None] + key[:, None])).sum(-1)
+
+
+def peers(x: np.ndarray, w: np.ndarray) -> dict[str, Callable]:
+    """Returns the pairwise L1 distances of rows of x and columns of w by those libraries that are installed."""
+    found = {}
+    columns = np.ascontiguousarray(w.T)
+    try:
+        import torch
+
+        torch.set_num_threads(cores())
+        x_torch, columns_torch = torch.from_numpy(x), torch.from_numpy(columns)
+        found["torch"] = lambda: torch.cdist(x_torch, columns_torch, p=1)
+    except ImportError:
+        pass
+    try:
+        from scipy.spatial.distance import cdist
+
+        found["scipy"] = lambda: cdist(x, columns, "cityblock")
+    except ImportError:
+        pass
+    try:
+        from sklearn.metrics.pairwise import manhattan_distances
+
+        found["sklearn"] = lambda: manhattan_distances(x, columns)
+    except ImportError:
+        pass
+    return found
+
+
+class Table:
+    """Rows that are printed as they come and kept for the summary.
+
+    Args:
+      columns: title and width of each column; cells come in this order.
+    """
+
+    def __init__(self, *columns: tuple[str, int]):
+        self._columns = dict(columns)
+        self.rows: list[dict] = []
+
+    def print_titles(self) -> None:
+        self._print(self._columns)
+
+    def add(self, *cells) -> None:
+        self.rows.append(dict(zip(self._columns, cells, strict=True)))
+        self._print(cells)
+
+    def values(self, column: str, **wanted) -> list[float]:
+        """Returns the numbers in a column, of the rows whose other cells are as wanted."""
+        rows = [row for row in self.rows if all(row[name] == cell for name, cell in wanted.items())]
+        return [row[column] for row in rows if row[column] is not None]
+
+    def _print(self, cells) -> None:
+        widths = self._columns.values()
+        print("  ".join(_cell(cell).rjust(width) for cell, width in zip(cells, widths, strict=True)), flush=True)
+
+
+def _cell(value) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+    return str(value)
+
+
+def share(terms: float, seconds: float, bound: float | None) -> float | None:
+    """Returns the part of the bound that `terms` in `seconds` reach."""
+    return terms / seconds / bound if bound else None
+
+
+def matmul_table() -> Table:
+    return Table(
+        *(("layer", 15), ("M x K x N", 13), ("backend", 10), ("fwd G/s", 7), ("bound", 5), ("/GEMM", 5)),
+        *(("torch", 5), ("scipy", 5), ("sklearn", 7), ("broadcast", 9), ("dx G/s", 6), ("dx bound", 8)),
+        *(("train ms", 8), ("/broadcast", 10), ("MB", 5), ("broadcast MB", 12)),
+    )
+
+
+def bench_matmul(table: Table, layer: str, shape: tuple[int, int, int], backends, bounds) -> None:
+    """Adds one row for each backend: forward, gradient of x, and forward with both gradients."""
+    m, k, n = shape
+    rng = np.random.default_rng(0)
+    x, w, g = (rng.normal(size=s).astype(np.float32) for s in ((m, k), (k, n), (m, n)))
+    arrays = {name: jnp.asarray(a) for name, a in (("x", x), ("w", w), ("g", g))}
+    both = with_gradients(ops.adder_matmul, 2)
+    pull_x = lambda x, w, g: jax.vjp(lambda x: ops.adder_matmul(x, w), x)[1](g)
+
+    def prepared(backend, function, *names):
+        operands = [arrays[name] for name in names]
+        return functools.partial(compile_with(backend, function, *operands), *operands)
+
+    fast = {"gemm": prepared(None, jnp.matmul, "x", "w")}
+    for name in backends:
+        fast[f"forward {name}"] = prepared(name, ops.adder_matmul, "x", "w")
+        fast[f"dx {name}"] = prepared(name, pull_x, "x", "w", "g")
+        fast[f"train {name}"] = prepared(name, both, "g", "x", "w")
+    slow = {name: function for name, function in fast.items() if name.startswith(("forward", "train"))} | peers(x, w)
+    if m * k * n * 4 <= BROADCAST_LIMIT_BYTES:
+        slow["broadcast"] = prepared(None, broadcast_matmul, "x", "w")
+        slow["broadcast train"] = prepared(None, with_gradients(broadcast_matmul, 2), "g", "x", "w")
+    quick, patient = measure(fast, ROUNDS, SECONDS_PER_CASE), measure(slow, SLOW_ROUNDS, SECONDS_PER_CASE)
+    terms = m * k * n
+    for name in backends:
+        forward, dx, train = f"forward {name}", f"dx {name}", f"train {name}"
+        table.add(
+            layer,
+            f"{m}x{k}x{n}",
+            name,
+            terms / quick.median(forward) / 1e9,
+            share(terms, quick.median(forward), bounds.get("forward")),
+            quick.ratio(forward, "gemm"),
+            *(patient.ratio(peer, forward) for peer in ("torch", "scipy", "sklearn", "broadcast")),
+            terms / quick.median(dx) / 1e9,
+            share(terms, quick.median(dx), bounds.get("gradient")),
+            quick.median(train) * 1e3,
+            patient.ratio("broadcast train", train),
+            megabytes(fast[train].func),
+            megabytes(slow["broadcast train"].func) if "broadcast train" in slow else None,
+        )
+
+
+def scores_table() -> Table:
+    return Table(
+        *(("scores", 8), ("B x N x d", 10), ("backend", 10), ("fwd G/s", 7), ("bound", 5), ("/GEMM", 5)),
+        *(("broadcast", 9), ("train ms", 8), ("/broadcast", 10), ("MB", 5), ("broadcast MB", 12)),
+    )
+
+
+def bench_scores(table: Table, name: str, shape: tuple[int, int], backends, bounds) -> None:
+    """Adds one row for each backend: forward, and forward with all gradients."""
+    heads, tokens = shape
+    rng = np.random.default_rng(0)
+    query, key = (jnp.asarray(rng.normal(size=(heads, tokens, HEAD_DIM)), jnp.float32) for _ in range(2))
+    g = jnp.asarray(rng.normal(size=(heads, tokens, tokens)), jnp.float32)
+    if name == "l1":
+        score, naive, operands, bound = ops.l1_scores, broadcast_scores, (query, key), bounds.get("forward")
+    else:
+        score, naive, bound = ops.additive_scores, broadcast_additive, bounds.get("additive")
+        operands = (query, key, jnp.ones(HEAD_DIM))
+
+    def prepared(backend, function, *operands):
+        return functools.partial(compile_with(backend, function, *operands), *operands)
+
+    fast = {"gemm": prepared(None, lambda q, k: jnp.einsum("bmd,bnd->bmn", q, k), query, key)}
+    for backend in backends:
+        fast[f"forward {backend}"] = prepared(backend, score, *operands)
+        fast[f"train {backend}"] = prepared(backend, with_gradients(score, len(operands)), g, *operands)
+    slow = {name: function for name, function in fast.items() if name != "gemm"}
+    terms = heads * tokens**2 * HEAD_DIM
+    if terms * 4 <= BROADCAST_LIMIT_BYTES:
+        slow["broadcast"] = prepared(None, naive, *operands)
+        slow["broadcast train"] = prepared(None, with_gradients(naive, len(operands)), g, *operands)
+    quick, patient = measure(fast, ROUNDS, SECONDS_PER_CASE), measure(slow, SLOW_ROUNDS, SECONDS_PER_CASE)
+    for backend in backends:
+        forward, train = f"forward {backend}", f"train {backend}"
+        table.add(
+            name,
+            f"{heads}x{tokens}x{HEAD_DIM}",
+            backend,
+            terms / quick.median(forward) / 1e9,
+            share(terms, quick.median(forward), bound),
+            quick.ratio(forward, "gemm"),
+            patient.ratio("broadcast", forward),
+            quick.median(train) * 1e3,
+            patient.ratio("broadcast train", train),
+            megabytes(fast[train].func),
+            megabytes(slow["broadcast train"].func) if "broadcast train" in slow else None,
+        )
+
+
+def fused_table() -> Table:
+    return Table(
+        *(("attention", 10), ("B x N x d", 10), ("whole ms", 8), ("fused ms", 8), ("whole/fused", 11)),
+        *(("whole MB", 8), ("fused MB", 8)),
+    )
+
+
+def bench_fused(table: Table, shape: tuple[int, int]) -> None:
+    """Adds one row: adder attention with all gradients, through the whole map and block by block."""
+    heads, tokens = shape
+    rng = np.random.default_rng(0)
+    operands = [jnp.asarray(rng.normal(size=(heads, tokens, HEAD_DIM)), jnp.float32) for _ in range(4)]
+    scale = HEAD_DIM**-0.5
+
+    def whole(query, key, value):
+        return jax.nn.softmax(scale * ops.l1_scores(query, key)) @ value
+
+    def fused(query, key, value):
+        return ops.fused_attention(ops.l1_scores, query, key, value, scale=scale)
+
+    compiled = {
+        name: functools.partial(compile_with(None, with_gradients(function, 3), *operands), *operands)
+        for name, function in (("whole", whole), ("fused", fused))
+    }
+    timings = measure(compiled, ROUNDS, SECONDS_PER_CASE)
+    table.add(
+        "adder",
+        f"{heads}x{tokens}x{HEAD_DIM}",
+        *(timings.median(name) * 1e3 for name in compiled),
+        timings.ratio("whole", "fused"),
+        *(megabytes(function.func) for function in compiled.values()),
+    )
+
+
+def print_summary(matmul: Table, scores: Table, fused: Table) -> None:
+    """Prints the median and the worst over all shapes of what this package is measured by."""
+    best = matmul.rows[0]["backend"]
+    memory = [row["MB"] / row["broadcast MB"] for row in matmul.rows if row["backend"] == best and row["broadcast MB"]]
+    long, short = fused.rows[-1], fused.rows[-2]
+    heads = lambda row: int(row["B x N x d"].split("x")[0])
+    lines = [
+        ("adder_matmul forward, times faster than torch.cdist(p=1)", matmul.values("torch", backend=best), min),
+        ("  the same on the XLA backend", matmul.values("torch", backend="xla"), min),
+        ("adder_matmul forward, as a multiple of XLA's GEMM of that shape", matmul.values("/GEMM", backend=best), max),
+        ("  its share of the instruction bound", matmul.values("bound", backend=best), min),
+        ("  share of the bound of the gradient of x", matmul.values("dx bound", backend=best), min),
+        ("forward and both gradients, times faster than the broadcast", matmul.values("/broadcast", backend=best), min),
+        ("  temporary memory over the broadcast's", memory, max),
+        (
+            "l1_scores forward and gradients at N = 197, times faster than the broadcast",
+            scores.values("/broadcast", backend=best, scores="l1", **{"B x N x d": f"24x197x{HEAD_DIM}"}),
+            min,
+        ),
+        (
+            "fused attention: memory of a head at N = 4096 over that at N = 1024",
+            [(long["fused MB"] / heads(long)) / (short["fused MB"] / heads(short))],
+            max,
+        ),
+    ]
+    print(f"\n{'median':>84}  {'worst':>7}")
+    for text, values, worst in lines:
+        if values:
+            print(f"{text:77}{statistics.median(values):7.3g}  {worst(values):7.3g}")
+
+
+LEGEND = """
+G/s        billions of terms |x - w| (or tanh) a second; bound: their share of the instruction bound above
+/GEMM      time beside XLA's matrix product of the same shape, as a multiple of it
+torch ...  how many times faster than torch.cdist(p=1), scipy cdist, sklearn manhattan_distances and the broadcast
+dx         gradient of x by the hardtanh rule
+train      forward with all gradients; /broadcast: how many times faster than jax.grad of the broadcast
+MB         temporary memory of `train`
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="all models, batches and lengths")
+    few = None if parser.parse_args().full else 1
+    backends = [name for name in ops.available_backends() if name != "reference"]
+
+    print(ops.backend_report())
+    bounds = instruction_bounds() if jax.default_backend() == "cpu" else {}
+    for name, bound in bounds.items():
+        print(f"bound, {name}: {bound / 1e9:.0f} G terms/s on {cores()} cores")
+    print(LEGEND)
+
+    matmul, scores, fused = matmul_table(), scores_table(), fused_table()
+    matmul.print_titles()
+    for model, width in list(WIDTHS.items())[:few]:
+        for images, tokens in TOKENS[:few]:
+            for layer, (inputs, outputs) in LAYERS.items():
+                shape = (images * tokens, inputs * width, outputs * width)
+                bench_matmul(matmul, f"{model} {layer}", shape, backends, bounds)
+    print()
+    scores.print_titles()
+    for name in ("l1", "additive"):
+        for shape in ATTENTION[: 2 * few if few else None]:
+            bench_scores(scores, name, shape, backends, bounds)
+    print()
+    fused.print_titles()
+    for shape in FUSED:
+        bench_fused(fused, shape)
+    print_summary(matmul, scores, fused)
+
+
+if __name__ == "__main__":
+    main()

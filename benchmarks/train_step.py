@@ -1,0 +1,127 @@
+"""Time of one training step of DeiT-Tiny: against PyTorch's own transformer, and of the mechanisms against each other.
+
+    python -m benchmarks.train_step
+
+1. Multiplicative DeiT-Tiny, 32 images of 65 tokens (32x32 pixels, patches of 4), forward, backward, clipping and
+   AdamW, against `torch.nn.TransformerEncoder` of the same sizes between the same patch embedding and head (if PyTorch
+   is installed: `pip install torch --index-url https://download.pytorch.org/whl/cpu`).
+2. The three mechanisms on the digits, as the experiments train them: 64 images of 17 tokens.
+
+The contestants take turns, and every ratio is the median over turns, so that other work on the machine falls on all.
+The first steps, which compile, are timed apart.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+
+import jax
+
+from adder_flax import data, ops, training
+from adder_flax.training import sharding
+from benchmarks.ops import Timings, measure
+from experiments import common
+
+IMAGES = 32
+NO_AUGMENTATION = dict(crop_padding=0, flip_probability=0.0, mixup_alpha=0.0, cutmix_alpha=0.0, erase_probability=0.0)
+
+
+def jax_step(config) -> Callable:
+    """Returns a function that does the next training step of an experiment and returns its metrics."""
+    run = training.build_run(config)
+    pipeline = data.TrainPipeline(run.train_source, config.batch_size, config.seed)
+    batch = sharding.put_batch(pipeline[0], run.mesh)
+    state = run.init()
+
+    def step():
+        nonlocal state
+        with jax.set_mesh(run.mesh):
+            state, metrics = run.train_step(state, batch)
+        return metrics
+
+    return step
+
+
+def deit_tiny_of_65_tokens():
+    """The multiplicative DeiT-Tiny on random images."""
+    config = common.deit("multiplicative", "tiny", "fake")
+    config.batch_size = IMAGES
+    config.augment.update(NO_AUGMENTATION)
+    return config
+
+
+def torch_step() -> Callable | None:
+    """Returns a function that does the next step of the same network in PyTorch, or None where there is no PyTorch."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    from torch import nn
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(192, 3, 768, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+    model = nn.ModuleDict(
+        {
+            "patches": nn.Linear(48, 192),
+            "encoder": nn.TransformerEncoder(layer, 12, norm=nn.LayerNorm(192), enable_nested_tensor=False),
+            "head": nn.Linear(192, 10),
+        }
+    )
+    positions = nn.Parameter(0.02 * torch.randn(1, 65, 192))
+    parameters = [*model.parameters(), positions]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.05)
+    patches, labels = torch.randn(IMAGES, 65, 48), torch.randint(10, (IMAGES,))
+
+    def step():
+        tokens = model["encoder"](model["patches"](patches) + positions)
+        loss = nn.functional.cross_entropy(model["head"](tokens[:, 0]), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def compare(steps: dict[str, Callable], reference: str, rounds: int) -> Timings:
+    """Prints the time of each step, its first call, and its median ratio to the reference."""
+    first = {}
+    for name, step in steps.items():
+        start = time.perf_counter()
+        jax.block_until_ready(step())
+        first[name] = time.perf_counter() - start
+    timings = measure(steps, rounds, seconds=60.0)
+    width = max(map(len, steps))
+    for name in steps:
+        print(
+            f"{name:{width}}  {1e3 * timings.median(name):7.0f} ms a step  "
+            f"{timings.ratio(name, reference):5.2f} x {reference}  first step {first[name]:5.1f} s",
+            flush=True,
+        )
+    return timings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="steps of each contestant")
+    rounds = parser.parse_args().rounds
+    print(ops.backend_report().splitlines()[0])
+
+    print(f"\nmultiplicative DeiT-Tiny, {IMAGES} images x 65 tokens, forward + backward + AdamW")
+    steps = {"adder_flax": jax_step(deit_tiny_of_65_tokens())}
+    if (torch := torch_step()) is not None:
+        steps["PyTorch"] = torch
+    else:
+        print("no PyTorch here to compare with: pip install torch")
+    compare(steps, reference=list(steps)[-1], rounds=rounds)
+
+    print("\nDeiT-Tiny on the digits, 64 images x 17 tokens, as the experiments train it")
+    steps = {mechanism: jax_step(common.deit(mechanism, "tiny", "digits")) for mechanism in common.MECHANISMS}
+    compare(steps, reference="multiplicative", rounds=rounds)
+
+
+if __name__ == "__main__":
+    main()
