@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from adder_flax.ops._backend import Backend
@@ -95,8 +95,10 @@ def _split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) ->
         partial_over = tuple(axis for name in summed for axis in split.get(name, ()))
 
         def on_each_device(*parts):
-            partial = function(*parts)
-            return jax.lax.psum(partial, partial_over) if partial_over else partial
+            # Parts live on one device: the user's mesh, at hand where this is called, says nothing about them.
+            with use_abstract_mesh(AbstractMesh((), ())):
+                partial = function(*parts)
+                return jax.lax.psum(partial, partial_over) if partial_over else partial
 
         result_places = jax.tree.unflatten(jax.tree.structure(results), map(place, result_axes))
         return mesh, on_each_device, result_places, tuple(map(place, operand_axes))
