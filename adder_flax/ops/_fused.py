@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from adder_flax.ops._partition import vary_alike
 from adder_flax.ops._reference import accumulation_dtype, upcast
 
 
@@ -109,7 +110,8 @@ def fused_attention(
     values = jnp.broadcast_to(value, (*batch, *value.shape[-2:]))
     scale = jnp.asarray(scale, accumulation_dtype(jnp.result_type(query, value)))
     bias = None if bias is None else jnp.asarray(bias)
-    operands = _Operands(query, key, values, tuple(parameters), scale, bias, mask, dropout_key)
+    leaves, structure = jax.tree.flatten(_Operands(query, key, values, tuple(parameters), scale, bias, mask, None))
+    operands = jax.tree.unflatten(structure, vary_alike(*leaves))._replace(dropout_key=dropout_key)
     output = _fused(options, operands)
     return output + value if identity else output
 
@@ -138,12 +140,13 @@ def _fused_fwd(options, operands):
         total = decay[..., None] * total + kept @ upcast(block.value)[0]
         return (new_highest, denominator, total), None
 
-    start = (
+    *start, _ = vary_alike(
         jnp.full(rows, lowest, dtype),
         jnp.zeros(rows, dtype),
         jnp.zeros((*rows, operands.value.shape[-1]), dtype),
+        operands.query,
     )
-    (highest, denominator, total), _ = jax.lax.scan(add_block, start, _blocks(options, operands))
+    (highest, denominator, total), _ = jax.lax.scan(add_block, tuple(start), _blocks(options, operands))
     denominator = jnp.where(denominator == 0, 1.0, denominator)  # of queries that see no key
     output = total / denominator[..., None]
     return output.astype(operands.value.dtype), (operands, output, highest + jnp.log(denominator))
@@ -177,7 +180,7 @@ def _fused_bwd(options, residuals, g):
         return totals, (d_key, d_value.astype(block.value.dtype), d_own_bias)
 
     like = (operands.query, operands.parameters, operands.scale, None if bias_is_split else operands.bias)
-    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, accumulation_dtype(a.dtype)), like)
+    zeros = jax.tree.map(lambda a: vary_alike(jnp.zeros(a.shape, accumulation_dtype(a.dtype)), a)[0], like)
     totals, split = jax.lax.scan(add_block, zeros, blocks)
     totals = jax.tree.map(lambda total, a: total.astype(a.dtype), totals, like)
     d_key, d_value = (_join(d, -2, options.num_keys) for d in split[:2])

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from adder_flax.ops._backend import Backend
+from adder_flax.ops._partition import vary_alike
 from adder_flax.ops._reference import to_nk, upcast
 
 BLOCK = 16
@@ -33,6 +34,7 @@ def _blocked_sum(term, operands, init):
         return total
 
     if blocks:
+        init, _ = vary_alike(init, operands[0])
         blocked = [o[: blocks * BLOCK].reshape(blocks, BLOCK, *o.shape[1:]) for o in operands]
         init, _ = lax.scan(lambda total, slices: (add_terms(total, slices, BLOCK), None), init, blocked)
     return add_terms(init, [o[blocks * BLOCK :] for o in operands], remainder)

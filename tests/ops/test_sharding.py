@@ -37,7 +37,8 @@ mesh = make_mesh(data=8)
 
 def loss(x, w, q, k, v):
     y, s = ops.adder_matmul(x, w, w_gradient=rule), ops.l1_scores(q, k) + ops.additive_scores(q, k, v)
-    return 1e-3 * ((y**2).sum() + (s**2).sum())
+    attended = ops.fused_attention(ops.additive_scores, q, k, k, (v,), key_block=5)
+    return 1e-3 * ((y**2).sum() + (s**2).sum()) + attended.sum()
 
 for rule in ("full", "sign"):
     for check in (True, False):
@@ -48,6 +49,14 @@ for rule in ("full", "sign"):
         gradients = lambda *a: [d if s else shared(d) for d, s in zip(total(*a), specs)]
         run = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=list(specs), check_vma=check)
         close(jax.jit(run)(x, w, q, k, v), list(jax.grad(loss, range(5))(x, w, q, k, v)))
+"""
+
+LOOPS_UNDER_SHARD_MAP = """
+x, w = normal(16, 20), normal(20, 5)
+mesh, specs = make_mesh(data=8), (P("data"), P())
+loss = lambda x, w: 1e-3 * (ops.adder_matmul(x, w) ** 2).sum()
+total = jax.grad(lambda x, w: jax.lax.psum(loss(x, w), "data"), (0, 1))
+close(jax.jit(jax.shard_map(total, mesh=mesh, in_specs=specs, out_specs=specs))(x, w), jax.grad(loss, (0, 1))(x, w))
 """
 
 BATCH_SPLIT = """
@@ -144,7 +153,8 @@ close(gradients, jax.grad(loss, range(5))(*map(np.asarray, arrays)))
 @pytest.mark.parametrize(
     ("code", "backend"),
     [
-        pytest.param(UNDER_SHARD_MAP, "xla", id="shard_map-xla"),
+        pytest.param(UNDER_SHARD_MAP, "xla", id="shard_map-xla", marks=pytest.mark.slow),
+        pytest.param(LOOPS_UNDER_SHARD_MAP, "xla", id="shard_map-loops"),
         pytest.param(UNDER_SHARD_MAP, "cpu_native", id="shard_map-cpu_native"),
         pytest.param(BATCH_SPLIT, "cpu_native", id="batch"),
         pytest.param(MODEL_SPLIT, "cpu_native", id="model"),
