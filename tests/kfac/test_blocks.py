@@ -222,9 +222,11 @@ def test_blocks_of_equal_form_are_solved_together():
         np.testing.assert_allclose(matrix, expected, rtol=1e-10, atol=1e-15)
 
 
-def test_trace_estimates_average_to_the_trace():
+@pytest.mark.parametrize("layer", [kfac.Dense(), L1_FULL], ids=["dense", "adder"])
+def test_traces_and_their_estimates(layer):
     params, x, labels = make(DENSE_PARAMS), normal(3, 5, 2, 3), jnp.arange(5) % 3
-    function = kfac.value_grad_and_curvature(DENSE_LOSS, fisher="empirical", has_aux=True)
+    loss_fn = functools.partial(dense_loss, layer)
+    function = kfac.value_grad_and_curvature(loss_fn, fisher="empirical", has_aux=True)
 
     def compute(params, x, labels):
         curvature = function(params, x, labels)[2]
