@@ -163,11 +163,19 @@ def test_other_dtypes_are_left_to_xla(backend):
 @pytest.mark.parametrize("axes", ["kn", "nk"])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 2, 1, 3), (3, 1, 65, 2), (1, 65, 17, 197), (1, 197, 197, 64)])
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize(
-    "rule", [GradientRule("sign"), GradientRule("hardtanh"), GradientRule("hardtanh", 4.0)], ids=str
-)
+@pytest.mark.parametrize("rule", RULES, ids=str)
 def test_sweep(backend, function, shape, axes, rule):
     check(backend, function, operands(shape, axes), rule, axes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_sweep_of_narrow_inputs(backend, function, dtype, rule):
+    arrays = operands((2, 17, 37, 6))
+    arrays |= {name: arrays[name].astype(dtype) for name in ("x", "w", "dx", "v")}
+    check(backend, function, arrays, rule)
 
 
 @pytest.mark.slow
