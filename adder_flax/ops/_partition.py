@@ -150,8 +150,9 @@ def _split_over_mesh(function: Callable, operand_axes: Axes, result_axes: Axes) 
     def on_mesh(*operands):
         mesh = jax.sharding.get_abstract_mesh()
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-        automatic = [axis for axis, kind in kinds if kind == AxisType.Auto and mesh.shape[axis] > 1]
-        if not automatic:
+        # Those of one device too: Mosaic refuses a kernel where any axis is left to the compiler.
+        automatic = [axis for axis, kind in kinds if kind == AxisType.Auto]
+        if math.prod(mesh.shape[axis] for axis in automatic) == 1:
             return function(*operands)
         lengths = dict(zip(operand_axes[0], operands[0].shape, strict=True))
         split = {name: () for name in candidates}

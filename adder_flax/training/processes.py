@@ -19,8 +19,7 @@ from adder_flax.training import sharding
 from adder_flax.training._errors import RunError
 
 HEARTBEAT_SECONDS = 30
-"""A process that has not been heard of for this long is dead, and the others end. A waiting peer ends at once where
-the network says that the connection is gone."""
+"""A process that has not been heard of for this long is dead, and the others end."""
 
 _PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 

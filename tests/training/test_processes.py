@@ -1,0 +1,140 @@
+"""Several processes of one run: finding each other, the same batches, one log, stopping and resuming together."""
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from adder_flax import training
+from adder_flax.training import RunError, connect, read_metrics
+from adder_flax.training.processes import HEARTBEAT_SECONDS
+from tests.processes import ROOT, simulated_devices
+from tests.training.tiny import TINY_FLAGS
+
+FLAGS = ["--config=experiments/deit_tiny.py", *TINY_FLAGS, "--config.num_epochs=0.5"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"JAX_NUM_PROCESSES": "2"}, "all of JAX_COORDINATOR_ADDRESS.*got JAX_NUM_PROCESSES; set"),
+        (
+            {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2", "JAX_COORDINATOR_ADDRESS": "a:1"},
+            "JAX_PROCESS_ID from 0 to JAX_NUM_PROCESSES - 1, got 2 of 2",
+        ),
+    ],
+)
+def test_half_an_environment_is_refused(variables, message):
+    with pytest.raises(RunError, match=message):
+        connect(variables)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"SLURM_NTASKS": "8"}, {"SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "a"}, {"TPU_WORKER_HOSTNAMES": "a"}],
+)
+def test_one_process_connects_to_nobody(variables):
+    connect(variables)
+    assert not jax.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1", "JAX_COORDINATOR_ADDRESS": "a:1"},
+        {"SLURM_NTASKS": "8", "SLURM_STEP_NODELIST": "node[1-2]"},
+        {"TPU_WORKER_HOSTNAMES": "host0,host1"},
+    ],
+)
+def test_environments_of_several_processes_connect(variables, monkeypatch):
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **options: calls.append(options))
+    connect(variables)
+    plain = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1} if "JAX_PROCESS_ID" in variables else {}
+    assert calls == [{**plain, "heartbeat_timeout_seconds": HEARTBEAT_SECONDS}]
+
+
+@pytest.fixture
+def start_processes():
+    """Starts ``main.py`` once for each process of a run, one device each: ``start_processes(count, *flags)``."""
+    started = []
+    yield lambda count, *flags: started.extend(_start(count, *flags)) or started[-count:]
+    for process in started:
+        process.kill()
+
+
+def _start(count, *flags):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
+    return [
+        subprocess.Popen(
+            [sys.executable, ROOT / "main.py", *FLAGS, *flags],
+            env=simulated_devices(1) | variables | {"JAX_PROCESS_ID": str(index), "PYTHONUNBUFFERED": "1"},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(count)
+    ]
+
+
+def read_until(process, text):
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return
+    raise AssertionError(f"no {text!r} in:\n{''.join(lines)}")
+
+
+def test_two_processes_train_stop_and_resume_as_one_would(start_processes, tiny_config, tmp_path):
+    config = tiny_config("multiplicative", num_epochs=0.5)
+    whole = training.Trainer(training.build_run(config), training.open_workdir(tmp_path / "whole", config)).fit()
+
+    first, second = start_processes(2, f"--workdir={tmp_path / 'two'}")
+    read_until(first, "step 7/22")
+    second.send_signal(signal.SIGTERM)  # the other one must follow
+    outputs = [process.communicate(timeout=240)[0] for process in (first, second)]
+    assert [first.returncode, second.returncode] == [128 + signal.SIGTERM] * 2, outputs
+    assert "2 × cpu on 2 hosts" not in outputs[1]
+    assert "step" not in outputs[1]
+    shutil.copytree(tmp_path / "two", tmp_path / "one")
+
+    processes = start_processes(2, f"--workdir={tmp_path / 'two'}")
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "resuming at step" in outputs[0]
+    alone = training.Trainer(training.build_run(config), training.open_workdir(tmp_path / "one", config)).fit()
+
+    expected = read_metrics(tmp_path / "whole")
+    for name in ("two", "one"):
+        rows = read_metrics(tmp_path / name)
+        assert [row["step"] for row in rows] == [row["step"] for row in expected]
+        for metric in ("train/loss", "train/grad_norm", "eval/loss"):
+            values = [[row[metric] for row in each if metric in row] for each in (rows, expected)]
+            np.testing.assert_allclose(*values, rtol=2e-4, err_msg=f"{name} {metric}")
+    two = training.build_run(config)
+    with training.Checkpoints(tmp_path / "two" / "checkpoints") as checkpoints:
+        restored = checkpoints.restore(two.abstract_state)
+    for state in (restored, alone.state):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), state["params"], whole.state["params"]
+        )
+
+
+@pytest.mark.slow
+def test_a_dead_process_ends_the_other(start_processes, tmp_path):
+    first, second = start_processes(2, f"--workdir={tmp_path}", "--config.num_epochs=100.0")
+    read_until(first, "step 3/")
+    second.kill()
+    output, _ = first.communicate(timeout=3 * HEARTBEAT_SECONDS)
+    assert first.returncode != 0
+    assert "all of them again" in output or "JAX distributed service detected fatal errors" in output, output[-3000:]
