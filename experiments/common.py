@@ -63,7 +63,7 @@ def deit(mechanism: str, size: str, data: str | None = None) -> ml_collections.C
             **MECHANISMS[mechanism],
             score_options=dict(),
             identity="auto",  # add I to the attention map: "on", "off", or "auto": on for adder scores only
-            scale="sqrt_dim",  # or "variance_matched"
+            scale="auto",  # of scores: 1 for additive ones, "sqrt_dim" for the others; or "variance_matched"
             temperature=1.0,
             adder_options=dict(x_gradient="hardtanh", w_gradient="full", hardtanh_slope=1.0, norm="layernorm"),
             pooling="cls",

@@ -95,6 +95,8 @@ def make_model(config: Any, source: data.Source, *, seed: int) -> VisionTransfor
             "set --config.model.identity"
         )
     options["identity"] = _IDENTITY[options["identity"]]
+    if options["scale"] == "auto":
+        options["scale"] = None
     scores = options.pop("score").split(",")
     if options["adder_options"]["norm"] == "none":
         options["adder_options"]["norm"] = None
