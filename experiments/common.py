@@ -19,22 +19,23 @@ MECHANISMS = {
     "adder": dict(score="adder", qkv_linear="adder", proj_linear="adder", mlp_linear="adder"),
 }
 
-# Of --config.optimizer.name=cg_fac; arguments of kfac.cg_fac, but for curvature_interval: steps between curvature.
+# Of --config.optimizer.name=cg_fac: arguments of kfac.cg_fac, and layers and curvature_interval.
 _CG_FAC = dict(
     learning_rate=1.0,  # factor of the steps, which follow the schedule above relative to its peak
+    layers="matrices",  # norms are AdamW's then; or "all"
     curvature="kron",  # or "exact", "token"
     fisher="mc",  # or "empirical", "ggn", "enumerate"
-    token_sharing="expand",
+    token_sharing="expand",  # or "reduce"
     solver="cg",
-    max_iterations=5,
-    curvature_interval=1,
-    preconditioner_interval=10,
-    damping=1e-2,
-    damping_interval=0,
+    max_iterations=2,
+    curvature_interval=5,  # steps
+    preconditioner_interval=10,  # steps; 0 is off
+    damping=0.1,  # relative to the mean eigenvalue of each layer
+    damping_interval=0,  # steps between adaptations; 0 is off
     factor_decay=0.95,
-    step="quadratic",  # or "fixed": then momentum and learning_rate as they are
+    step="fixed",  # momentum and kl_clip as they are; or "quadratic", for large batches
     momentum=0.9,
-    kl_clip=0.0,  # 0 is off
+    kl_clip=1e-3,  # 0 is off
     reject=False,
 )
 

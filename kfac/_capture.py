@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import math
 import sys
 import threading
@@ -83,6 +84,15 @@ class Capture:
         self.scans: tuple[int, ...] = ()
         self.num_scans = 0
         self.muted = False
+
+    @contextlib.contextmanager
+    def mute(self) -> Iterator[None]:
+        """Within it, layers do not report: what is called belongs to another layer, or never happens."""
+        before, self.muted = self.muted, True
+        try:
+            yield
+        finally:
+            self.muted = before
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -259,7 +269,7 @@ def scan(f: Callable, init: Any, xs: Any = None, length: int | None = None, *arg
     While a capture runs, ``jax.lax.scan`` itself is this function; call it by this name where code holds on to the
     original (``from jax.lax import scan``).
     """
-    capture = _current.value
+    capture = current_capture()
     if capture is None:
         return _original_scan(f, init, xs, length, *args, **kwargs)
     return capture.scan(f, init, xs, length, args, kwargs)
@@ -281,10 +291,8 @@ class _Patches:
             self.count += 1
             if self.count == 1:
                 self._replace(jax.lax, "scan", lambda original: scan)
-                if "flax.nnx" in sys.modules:
-                    from kfac import _nnx
-
-                    for owner, name, make in _nnx.replacements():
+                for adapter in _loaded_adapters():
+                    for owner, name, make in adapter.replacements():
                         self._replace(owner, name, make)
 
     def __exit__(self, *exc_info: object) -> None:
@@ -297,10 +305,17 @@ class _Patches:
     def _replace(self, owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
         original = owner.__dict__[name]
         self.originals.append((owner, name, original))
-        setattr(owner, name, functools.wraps(original)(make(original)))
+        replacement = make(original)
+        setattr(owner, name, functools.wraps(original)(replacement) if callable(original) else replacement)
 
 
 _patches = _Patches()
+
+
+def _loaded_adapters() -> list[Any]:
+    """The adapters of those of Flax's two interfaces that the program uses; imported no earlier."""
+    names = {"flax.linen": "kfac._linen", "flax.nnx": "kfac._nnx"}
+    return [importlib.import_module(adapter) for flax, adapter in names.items() if flax in sys.modules]
 
 
 @contextlib.contextmanager

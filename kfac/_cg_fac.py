@@ -218,7 +218,8 @@ class _CGFac:
             },
         )
         per_block = {n: {"iterations": zero.astype(jnp.int32), "residual": zero} for n, zero in lanes.items()}
-        summary = dict.fromkeys(("damping", "step", "momentum", "kl_scale", "model", "ratio", "rejected"), scalar)
+        summary = dict.fromkeys(("damping", "step", "momentum", "kl_scale", "model", "rejected"), scalar)
+        summary["ratio"] = jnp.ones_like(scalar)
         return CGFacState(
             count=jnp.zeros((), jnp.int32),
             damping=jnp.asarray(options.damping, dtype),
@@ -275,7 +276,7 @@ class _CGFac:
             solution=solution,
             coefficients=jnp.where(finite, proposal.coefficients, state.coefficients),
             fallback=fallback,
-            stats=_stats(solved, proposal, verdict, state.damping),
+            stats=_stats(solved, proposal, verdict, state),
         )
 
     def check_arguments(self, params: Any, curvature: Any, value: Any, value_fn: Any) -> None:
@@ -340,7 +341,7 @@ class _CGFac:
             }
             due = state.count % options.preconditioner_interval == 0
             inverses = jax.lax.cond(due, invert, lambda: state.averages.inverses)
-            groups = systems.build(curvature, flat, forms, ready, inverses)
+            groups = [system.preconditioned(inverses) for system in groups]
         averages = Averages(factors, traces, weight, inverses)
         return _Problem(owned, _vectors(owned, grads), groups, gamma, averages)
 
@@ -461,16 +462,16 @@ def _add(params: PyTree[Array], delta: Flat) -> PyTree[Array]:
     return jax.tree_util.tree_map_with_path(add, params)
 
 
-def _stats(solved: dict[str, Solution], proposal: Proposal, verdict: Verdict, damping: Array) -> dict[str, Any]:
-    scalar = lambda a: jnp.asarray(a, damping.dtype)
+def _stats(solved: dict[str, Solution], proposal: Proposal, verdict: Verdict, state: CGFacState) -> dict[str, Any]:
+    scalar = lambda a: jnp.asarray(a, state.damping.dtype)
     return {
         "blocks": {n: {"iterations": s.iterations, "residual": scalar(s.residual)} for n, s in solved.items()},
-        "damping": damping,
+        "damping": state.damping,
         "step": scalar(proposal.coefficients[0]),
         "momentum": scalar(proposal.coefficients[1]),
         "kl_scale": scalar(proposal.kl_scale),
         "model": scalar(proposal.model),
-        "ratio": scalar(verdict.ratio),
+        "ratio": jnp.where(jnp.isnan(verdict.ratio), state.stats["ratio"], scalar(verdict.ratio)),
         "rejected": scalar(~verdict.accept),
     }
 
@@ -654,7 +655,7 @@ def telemetry(opt_state: PyTree[Array]) -> dict[str, Array]:
     """Scalars of the last step of ``cg_fac``, wherever it stands in an optax chain, by name.
 
     ``cg_fac/damping`` λ, ``step`` and ``momentum`` (α, β), ``kl_scale``, ``model`` (predicted change of the loss),
-    ``ratio`` (actual over predicted; NaN where not measured), ``rejected``; and for each block ``iterations/<block>``
+    ``ratio`` (actual over predicted, when last measured), ``rejected``; and for each block ``iterations/<block>``
     and ``residual/<block>`` (mean over its lanes).
 
     >>> import jax.numpy as jnp, kfac

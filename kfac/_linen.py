@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from flax import linen as nn
+from flax.core import axes_scan
 
 from kfac._capture import Capture, current_capture
 from kfac._layers import Dense, Generic
@@ -38,6 +39,34 @@ class _Call:
         return self.module.apply({"params": params}, x, method=self.method)
 
 
+class _PartialEvaluation:
+    """JAX's partial evaluation as ``nn.scan`` sees it while a capture runs.
+
+    ``nn.scan`` traces its body once to find constants, and throws the trace away: layers must not report from there.
+    """
+
+    def __init__(self, original: Any):
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._original, name)
+        return _muted(attribute) if name.startswith("trace_to_jaxpr") else attribute
+
+
+def _muted(function: Callable) -> Callable:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        capture = current_capture()
+        with contextlib.nullcontext() if capture is None else capture.mute():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """What to replace while a capture runs: (owner, name, original → replacement)."""
+    yield axes_scan, "pe", _PartialEvaluation
+
+
 def interception() -> contextlib.AbstractContextManager:
     """Within it, calls of registered layers are tapped."""
     layers = {(r.cls, r.method): r for r in registrations(nn.Module)}
@@ -48,11 +77,8 @@ def interception() -> contextlib.AbstractContextManager:
         registration = next((r for r in owners if r is not None), None)
         if capture is None or registration is None or module.is_initializing():
             return next_fun(*args, **kwargs)
-        capture.muted = True  # what is called inside belongs to this layer
-        try:
+        with capture.mute():  # what is called inside belongs to this layer
             y = next_fun(*args, **kwargs)
-        finally:
-            capture.muted = False
         x = args[0] if args else next(iter(kwargs.values()), None)
         collections = dict(module.variables)
         own = nn.unbox(collections.pop("params", {}))

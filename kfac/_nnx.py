@@ -81,12 +81,9 @@ def _tapped_method(original: Callable, registration: Registration) -> Callable:
         capture = current_capture()
         if capture is None:
             return original(module, *args, **kwargs)
-        capture.muted = True  # what is called inside belongs to this layer
-        try:
+        with capture.mute():  # what is called inside belongs to this layer
             y = original(module, *args, **kwargs)
             layer, variables = _describe(module, registration)
-        finally:
-            capture.muted = False
         x = args[0] if args else next(iter(kwargs.values()), None)
         if layer is None or not variables or not is_array(x):
             return y

@@ -62,8 +62,8 @@ class System:
 
     @property
     def arrays(self) -> tuple:
-        """Everything with a lane axis."""
-        return self.params, self.state, self.g, self.inverses
+        """Everything that a system is built from, with a lane axis."""
+        return self.params, self.state, self.g
 
     @property
     def packs(self) -> bool:
@@ -108,6 +108,13 @@ class System:
             return blocks.example_derivatives(g, blocks.pushforward(self.program, state, v))
 
         return jax.vmap(one)(self.state, self.g, v).sum(0)
+
+    def preconditioned(self, inverses: Factors) -> System:
+        """This system with the inverses of its blocks' damped factors, where there are any."""
+        parts = [inverses[block.name] for block in self.blocks if block.name in inverses]
+        if not parts:
+            return self
+        return dataclasses.replace(self, inverses=jax.tree.map(lambda *a: jnp.concatenate(a), *parts))
 
     def trace(self, key: Array) -> Float[Array, " lane"]:
         """tr F of every lane; an unbiased estimate from random signs (Hutchinson) where there is no closed form."""
@@ -205,7 +212,9 @@ def damped_inverses(
         eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
         root = jnp.linalg.cholesky(matrix + damping[:, None, None] * eye)
         half = jax.lax.linalg.triangular_solve(root, jnp.broadcast_to(eye, matrix.shape), left_side=True, lower=True)
-        return jnp.swapaxes(half, 1, 2) @ half  # symmetric to the last bit, as CG needs
+        inverted = jnp.swapaxes(half, 1, 2) @ half  # symmetric to the last bit, as CG needs
+        # Where float32 cannot invert a factor, CG does without it.
+        return jnp.where(jnp.isfinite(inverted).all(axis=(1, 2), keepdims=True), inverted, eye)
 
     return inverse(left, jnp.sqrt(gamma) * pi), inverse(right, jnp.sqrt(gamma) / pi)
 
@@ -215,7 +224,6 @@ def build(
     params: dict[str, Array],
     forms: dict[str, Form],
     factors: Factors | None = None,
-    inverses: Factors | None = None,
 ) -> list[System]:
     """The systems of all blocks named in ``forms``.
 
@@ -224,12 +232,10 @@ def build(
       params: path → parameter.
       forms: block name → form.
       factors: block name → factors, for the forms that have them.
-      inverses: block name → inverses of damped factors, where CG is preconditioned.
     """
     groups: dict[Any, list[System]] = {}
     for name, form in forms.items():
         system = _one(curvature.layers.blocks[name], curvature, params, form, (factors or {}).get(name, ()))
-        system = dataclasses.replace(system, inverses=(inverses or {}).get(name, ()))
         shapes = jax.tree.map(lambda a: (a.shape[1:], str(a.dtype)), system.arrays)
         key = (system.program, form, jax.tree.structure(shapes), str(shapes))
         groups.setdefault(key, []).append(system)

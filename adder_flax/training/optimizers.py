@@ -134,18 +134,20 @@ def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
             f"{c.adder_rate}; set --config.optimizer.adder_rate=0"
         )
     interval, rate = options.pop("curvature_interval"), options.pop("learning_rate")
-    if interval < 1 or (interval > 1 and options["curvature"] != "kron"):
-        raise RunError(
-            "expected config.optimizer.cg_fac.curvature_interval of 1, or more with curvature='kron', whose factors "
-            f"are averaged over steps, got {interval} with {options['curvature']!r}; "
-            "set --config.optimizer.cg_fac.curvature_interval"
-        )
     if not c.learning_rate > 0:
         raise RunError(
             f"expected config.optimizer.learning_rate above 0, got {c.learning_rate}; it is AdamW's share of cg_fac "
             "and sets its schedule"
         )
-    fisher, layers = options["fisher"], spec.find_layers()
+    fisher, chosen = options["fisher"], options.pop("layers")
+    if chosen not in ("matrices", "all"):
+        raise RunError(
+            f"expected config.optimizer.cg_fac.layers to be matrices (all but norms) or all, got {chosen!r}; "
+            "set --config.optimizer.cg_fac.layers"
+        )
+    layers = spec.find_layers()
+    if chosen == "matrices":
+        layers = layers.select(lambda block: any(len(param.shape) > 1 for param in block.params))
     try:
         transformation = kfac.cg_fac(
             lambda count: rate * spec.learning_rate(count) / c.learning_rate,
@@ -158,6 +160,12 @@ def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
         )
     except (TypeError, ValueError) as error:
         raise RunError(f"config.optimizer.cg_fac: {error}") from error
+    if interval < 1 or (interval > 1 and options["curvature"] != "kron"):
+        raise RunError(
+            "expected config.optimizer.cg_fac.curvature_interval of 1, or more with curvature='kron', whose factors "
+            f"are averaged over steps, got {interval} with {options['curvature']!r}; "
+            "set --config.optimizer.cg_fac.curvature_interval"
+        )
     return CurvatureOptimizer(*transformation, layers, fisher, interval)
 
 
