@@ -1,0 +1,276 @@
+"""Flax NNX models, untouched: every layer found, named by its parameters, and its product exact."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kfac
+from adder_flax.layers import AdderLinear
+from adder_flax.models import VisionTransformer
+from adder_flax.training.curvature import register_adder_layers
+from tests.kfac.reference import check_exact_blocks, cross_entropy, normal
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+WIDTH = 4
+F64 = dict(param_dtype=jnp.float64)
+
+
+def attention_in_float64(query, key, value, **unused):
+    # Flax's own softmax runs in float32.
+    weights = jax.nn.softmax(jnp.einsum("...qhd,...khd->...hqk", query, key))
+    return jnp.einsum("...hqk,...khd->...qhd", weights, value)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(WIDTH, **F64, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            2, WIDTH, decode=False, attention_fn=attention_in_float64, **F64, rngs=rngs
+        )
+        self.fc = nnx.Linear(WIDTH, WIDTH, **F64, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.fc(x + self.attention(self.norm(x))))
+
+
+class RematBlock(Block):
+    @nnx.remat
+    def __call__(self, x):
+        return Block.__call__(self, x)
+
+
+class Images(nnx.Module):
+    """Convolution, a list of blocks, head."""
+
+    def __init__(self, rngs, block):
+        self.patches = nnx.Conv(1, WIDTH, (2, 2), strides=2, **F64, rngs=rngs)
+        self.blocks = nnx.List([block(rngs)])
+        self.head = nnx.Linear(WIDTH, 3, **F64, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.patches(x)
+        x = x.reshape(len(x), -1, WIDTH)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+class Scanned(nnx.Module):
+    """Two layers in one ``nnx.scan``."""
+
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=2)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def make(rngs):
+            return nnx.Linear(WIDTH, WIDTH, **F64, rngs=rngs)
+
+        self.layers = make(rngs)
+        self.head = nnx.Linear(WIDTH, 3, **F64, rngs=rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def apply(x, layer):
+            return jnp.tanh(layer(x))
+
+        return self.head(apply(x, self.layers))
+
+
+class Experts(nnx.Module):
+    """Three layers side by side in one ``nnx.vmap``."""
+
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def make(rngs):
+            return nnx.Linear(WIDTH, 3, **F64, rngs=rngs)
+
+        self.experts = make(rngs)
+
+    def __call__(self, x):
+        return jnp.tanh(nnx.vmap(lambda e, x: e(x), in_axes=(0, None))(self.experts, x)).sum(0)
+
+
+class Words(nnx.Module):
+    """An embedding tied to the output, and one layer used twice."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(5, WIDTH, dtype=jnp.float64, **F64, rngs=rngs)
+        self.qkv = nnx.LinearGeneral(WIDTH, (3, 2, 2), **F64, rngs=rngs)
+        self.fc = nnx.Linear(WIDTH, WIDTH, **F64, rngs=rngs)
+
+    def __call__(self, tokens):
+        q, k, v = jnp.moveaxis(self.qkv(self.embed(tokens)), -3, 0)
+        x = attention_in_float64(q, k, v).reshape(*tokens.shape, WIDTH)
+        x = jnp.tanh(self.fc(jnp.tanh(self.fc(x))))
+        return self.embed.attend(x.mean(1))
+
+
+def loss_of(model):
+    graphdef, state = nnx.split(model, nnx.Param)
+    return lambda params, x, y: cross_entropy(nnx.merge(graphdef, params)(x), y), nnx.to_pure_dict(state)
+
+
+BLOCK = ("blocks/0/norm", *(f"blocks/0/attention/{n}" for n in ("query", "key", "value", "out")), "blocks/0/fc")
+IMAGE_BLOCKS = dict.fromkeys(("patches", *BLOCK, "head"), 1)
+LABELS = jnp.arange(3) % 3
+
+
+@pytest.mark.parametrize("block", [Block, RematBlock])
+def test_attention_convolution_and_norm(block):
+    loss_fn, params = loss_of(Images(nnx.Rngs(0), block))
+    layers = check_exact_blocks(loss_fn, params, normal(0, 3, 4, 4, 1), LABELS, blocks=IMAGE_BLOCKS)
+    assert layers.coverage == 1.0
+    assert not layers.skipped
+
+
+def test_vmap_over_examples():
+    graphdef, state = nnx.split(Images(nnx.Rngs(0), Block), nnx.Param)
+
+    def loss_fn(params, x, y):
+        return cross_entropy(jax.vmap(lambda x: nnx.merge(graphdef, params)(x[None])[0])(x), y)
+
+    check_exact_blocks(loss_fn, nnx.to_pure_dict(state), normal(0, 3, 4, 4, 1), LABELS, blocks=IMAGE_BLOCKS)
+
+
+@pytest.mark.parametrize("model", [Scanned, Experts])
+def test_stacked_layers_are_lanes(model):
+    loss_fn, params = loss_of(model(nnx.Rngs(0)))
+    blocks = {"layers": 2, "head": 1} if model is Scanned else {"experts": 3}
+    check_exact_blocks(loss_fn, params, normal(0, 3, WIDTH), LABELS, blocks=blocks)
+
+
+def test_tied_weights_and_fused_projections():
+    loss_fn, params = loss_of(Words(nnx.Rngs(0)))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 5, (3, 3)))
+    layers = check_exact_blocks(loss_fn, params, tokens, LABELS, blocks={"embed": 1, "qkv": 1, "fc": 1})
+    assert [use.name for use in layers.blocks["embed"].uses] == ["embed", "embed#2"]
+    assert [use.name for use in layers.blocks["fc"].uses] == ["fc", "fc#2"]
+
+
+def test_tree_mode():
+    with nnx.set_graph_mode(False), nnx.set_graph_updates(False):
+        loss_fn, params = loss_of(Images(nnx.Rngs(0), RematBlock))
+        layers = kfac.find_layers(loss_fn, params, normal(0, 3, 4, 4, 1), LABELS)
+    assert {name: block.lanes for name, block in layers.blocks.items()} == IMAGE_BLOCKS
+
+
+@pytest.mark.parametrize("form", ["state", "module"])
+def test_other_forms_of_the_parameters(form):
+    model = Images(nnx.Rngs(0), RematBlock)
+    graphdef, state = nnx.split(model, nnx.Param)
+    if form == "state":
+        loss_fn, params = (lambda p, x, y: cross_entropy(nnx.merge(graphdef, p)(x), y)), state
+    else:
+        loss_fn, params = (lambda m, x, y: cross_entropy(m(x), y)), model
+    layers = kfac.find_layers(loss_fn, params, normal(0, 3, 4, 4, 1), LABELS)
+    assert layers.coverage == 1.0
+    assert len(layers.blocks) == len(IMAGE_BLOCKS)
+    # The model that was passed in is as it was.
+    variables = jax.tree.leaves(model, is_leaf=lambda v: isinstance(v, nnx.Variable))
+    assert not any("kfac_path" in v.get_metadata() for v in variables)
+
+
+def test_a_parameter_that_is_not_differentiated_has_no_block():
+    model = Scanned(nnx.Rngs(0))
+    graphdef, head, rest = nnx.split(model, lambda path, _: "head" in path, ...)
+    frozen = nnx.to_pure_dict(rest)
+    loss_fn = lambda p, x, y: cross_entropy(nnx.merge(graphdef, p, frozen)(x), y)
+    layers = kfac.find_layers(loss_fn, nnx.to_pure_dict(head), normal(0, 3, WIDTH), LABELS)
+    assert list(layers.blocks) == ["head"]
+    assert any("not an array of the differentiated tree" in reason for reason in layers.skipped.values())
+
+
+def test_weights_stacked_inside_the_loss_are_refused_not_mistaken():
+    graphdef, _ = nnx.split(nnx.Linear(WIDTH, WIDTH, **F64, rngs=nnx.Rngs(0)))
+    params = {
+        "a": {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)},
+        "b": {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)},
+    }
+
+    def loss_fn(params, x, y):
+        named, _ = nnx.split(nnx.merge(graphdef, params["a"]))  # says "a/kernel" of every layer merged from it
+        stacked = jax.tree.map(lambda *p: jnp.stack(p), params["a"], params["b"])
+        return cross_entropy(jax.lax.scan(lambda x, p: (nnx.merge(named, p)(x), None), x, stacked)[0], y)
+
+    layers = kfac.find_layers(loss_fn, params, normal(0, 3, WIDTH), LABELS)
+    assert not layers.blocks
+    assert "stacks it inside the loss" in str(layers)
+
+
+@pytest.mark.parametrize("rule", ["full", "hardtanh"])
+def test_adder_vision_transformer(rule):
+    register_adder_layers()
+    model = VisionTransformer(
+        image_size=4,
+        patch_size=2,
+        channels=1,
+        num_classes=3,
+        width=WIDTH,
+        depth=1,
+        num_heads=2,
+        mlp_ratio=1.0,
+        score="adder",
+        qkv_linear="adder",
+        proj_linear="adder",
+        mlp_linear="adder",
+        adder_options={"w_gradient": rule},
+        rngs=nnx.Rngs(0),
+        param_dtype=jnp.float64,
+    )
+    loss_fn, params = loss_of(model)
+    layers = check_exact_blocks(loss_fn, params, normal(0, 3, 4, 4, 1), LABELS)
+    uncovered = set(layers.shapes) - set(layers.block_of)
+    assert uncovered == {"cls_token", "pos_embed"}
+    kinds = {block.uses[0].layer.kind for block in layers.blocks.values()}
+    assert ("adder" in kinds) == (rule == "full")
+
+
+class Gate(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(WIDTH, WIDTH, **F64, rngs=rngs)
+        self.slope = nnx.Param(jnp.ones(WIDTH))
+
+    def __call__(self, x):
+        return jnp.tanh(self.inner(x)) * self.slope[...]
+
+
+def test_a_registered_module_is_one_layer():
+    kfac.register_layer(Gate)
+    loss_fn, params = loss_of(Gate(nnx.Rngs(0)))
+    layers = check_exact_blocks(loss_fn, params, normal(0, 3, WIDTH), LABELS)
+    (block,) = layers.blocks.values()
+    assert sorted(p.path for p in block.params) == ["inner/bias", "inner/kernel", "slope"]
+    with pytest.raises(ValueError, match="expected a method that Gate defines"):
+        kfac.register_layer(Gate, "missing")
+
+
+def test_layers_of_equal_form_share_a_program():
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.norms = nnx.List([nnx.LayerNorm(WIDTH, **F64, rngs=rngs) for _ in range(2)])
+
+        def __call__(self, x):
+            return self.norms[1](jnp.tanh(self.norms[0](x)))
+
+    loss_fn, params = loss_of(Two(nnx.Rngs(0)))
+    first, second = kfac.find_layers(loss_fn, params, normal(0, 3, WIDTH), LABELS).blocks.values()
+    assert first.program == second.program
+
+
+def test_nothing_is_left_replaced():
+    before = (nnx.Linear.__call__, nnx.merge, jax.lax.scan)
+    loss_fn, params = loss_of(Scanned(nnx.Rngs(0)))
+    kfac.find_layers(loss_fn, params, normal(0, 3, WIDTH), LABELS)
+    with pytest.raises(ZeroDivisionError):
+        kfac.find_layers(lambda p, x: 1 / 0, params, normal(0, 3, WIDTH))
+    assert before == (nnx.Linear.__call__, nnx.merge, jax.lax.scan)
+
+
+def test_adder_layer_without_a_normaliser_covers_its_offset():
+    register_adder_layers()
+    loss_fn, params = loss_of(AdderLinear(WIDTH, 3, norm=None, rngs=nnx.Rngs(0), param_dtype=jnp.float64))
+    (block,) = check_exact_blocks(loss_fn, params, normal(0, 3, WIDTH), LABELS).blocks.values()
+    assert sorted(p.path for p in block.params) == ["bias", "kernel"]
