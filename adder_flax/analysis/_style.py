@@ -90,9 +90,12 @@ def save_figure(figure: "Figure", path: str | Path, formats: Iterable[str] = ("p
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     written = [path.with_suffix(f".{suffix}") for suffix in formats]
+    engine = figure.get_layout_engine()
     # A fixed salt and no date: the same numbers give the same file.
     with rc_context({"svg.hashsalt": "adder_flax", "svg.fonttype": "none"}):
         for target in written:
             metadata = {"Date": None} if target.suffix == ".svg" else None
             figure.savefig(target, dpi=150, metadata=metadata)
+            figure.set_layout_engine("none")  # what the first format laid out serves the others
+    figure.set_layout_engine(engine)
     return written
