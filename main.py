@@ -3,7 +3,6 @@
 See README.md for the experiments, overrides (``--config.field=value``) and modes.
 """
 
-import os
 import sys
 import time
 
@@ -33,9 +32,6 @@ _CHECKPOINT = flags.DEFINE_string("checkpoint", "last", "With --mode=eval or ana
 
 def main(argv: list[str]) -> None:
     """Runs one mode; a problem that the user can mend is one message and a non-zero exit code."""
-    if _MODE.value == "compile" and _CONFIG.value.topology:
-        # Read when JAX is imported: libtpu would look for the chips that it compiles for.
-        os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1")
     # Imported here so that --help and mistyped flags answer at once.
     from adder_flax import cli, training
 

@@ -3,7 +3,6 @@
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -125,8 +124,8 @@ def _estimate_text(run: training.Run, estimated: training.Estimate) -> str:
         f"operations   {counted.multiplications:.3e} multiplications, {counted.additions:.3e} additions a step, "
         f"on all devices together"
     )
-    if counted.uncounted:
-        lines.append(f"             not counted: {dict(Counter(counted.uncounted))}")
+    if uncounted := {name: n for name, n in counted.uncounted.items() if not name.startswith("random_")}:
+        lines.append(f"             not counted: {uncounted}")
     lines.append(f"compiled     in {estimated.compile_seconds:.1f} s")
     if not estimated.fits:
         lines += ["what makes it smaller, best first:", *(f"  {advice}" for advice in training.advise(run, estimated))]
@@ -167,7 +166,7 @@ def evaluate(config: Any, workdir: str | Path, checkpoint: str) -> None:
     metrics = training.Evaluator(run)(training.evaluation_params(state))
     shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
     scored = f"{len(run.eval_source)} images of {config.data.name}/{run.eval_source.split}"
-    print(f"step {int(state['step'])}  {scored}  {shown}")
+    _say(f"step {int(state['step'])}  {scored}  {shown}")
 
 
 def analyze(config: Any, workdir: str | Path, checkpoint: str, baseline: str | Path | None = None) -> None:
@@ -179,6 +178,8 @@ def analyze(config: Any, workdir: str | Path, checkpoint: str, baseline: str | P
       checkpoint: ``last``, ``best`` or a step.
       baseline: directory of another run on the same data, whose last checkpoint stands beside this one.
     """
+    if jax.process_count() > 1:
+        raise training.RunError(f"expected one process to analyze a checkpoint, got {jax.process_count()}; start one")
     other = {} if baseline is None else _baseline(config, baseline)
     run, state = _restore(config, workdir, checkpoint)
     start, model = run.init(), run.model(training.evaluation_params(state))

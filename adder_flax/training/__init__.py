@@ -6,8 +6,8 @@ scores parameters on the whole evaluation split.
 
 from adder_flax.training._errors import NonFiniteLossError, RunError
 from adder_flax.training.checkpoints import Checkpoints
-from adder_flax.training.estimate import Estimate, abstract_batch, advise, estimate
 from adder_flax.training.curvature import CurvatureOptimizer
+from adder_flax.training.estimate import Estimate, abstract_batch, advise, estimate
 from adder_flax.training.loop import Evaluator, Result, Trainer
 from adder_flax.training.metrics import peak_memory, read_metrics
 from adder_flax.training.optimizers import OPTIMIZERS, scale_by_adder_rate
@@ -38,9 +38,9 @@ __all__ = [
     "make_eval_step",
     "make_train_step",
     "open_workdir",
+    "peak_memory",
     "read_config",
     "read_metrics",
-    "peak_memory",
     "scale_by_adder_rate",
     "topology_devices",
     "user_messages",

@@ -14,7 +14,7 @@ from absl import logging
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from adder_flax.training._errors import RunError
+from adder_flax.training._errors import RunError, writing
 
 _ACCURACY = "eval/accuracy"
 
@@ -51,7 +51,8 @@ class Checkpoints:
         return self
 
     def __exit__(self, *exc_info) -> None:
-        self._checkpointer.close()
+        with writing("a checkpoint", self._directory):
+            self._checkpointer.close()
 
     @property
     def steps(self) -> list[int]:
@@ -76,20 +77,13 @@ class Checkpoints:
           RunError: this or the previous checkpoint could not be written (a full disk, say).
         """
         metrics = {_ACCURACY: accuracy} if accuracy is not None else None
-        self._guarded(lambda: self._checkpointer.save_async(step, state, force=True, overwrite=True, metrics=metrics))
+        with writing("a checkpoint", self._directory):
+            self._checkpointer.save_async(step, state, force=True, overwrite=True, metrics=metrics)
 
     def wait(self) -> None:
         """Blocks until every checkpoint is on disk."""
-        self._guarded(self._checkpointer.wait)
-
-    def _guarded(self, write) -> None:
-        try:
-            write()
-        except OSError as error:
-            raise RunError(
-                f"expected to write a checkpoint under {self._directory}, got: {error}; older checkpoints are intact, "
-                "free some space and run the same command again to resume"
-            ) from error
+        with writing("a checkpoint", self._directory):
+            self._checkpointer.wait()
 
     def restore(self, abstract_state: Any, step: int | None = None) -> Any:
         """Loads a checkpoint onto the shapes and shardings of ``abstract_state``.

@@ -17,8 +17,10 @@ from adder_flax.training.setup import Run
 from adder_flax.training.topology import GIB, memory_bytes
 
 _STATE_NAMES = {"params": "parameters", "opt_state": "optimizer state", "ema_params": "averaged parameters"}
-_USED = re.compile(r"(?:Used|required[^()]*\()\s*([\d.]+)([KMG])")
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+# How XLA:TPU complains: of temporary buffers alone, or of everything together.
+_TEMPORARIES = re.compile(r"temporaries \(([\d.]+)([KMGT])\)")
+_EVERYTHING = re.compile(r"Used ([\d.]+)([KMGT]) of")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +77,7 @@ def estimate(run: Run) -> Estimate:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        beside, traffic, found_room = {"activations, gradients": _needed(str(error)) - sum(state.values())}, {}, False
+        beside, traffic, found_room = {"activations, gradients": _excess(str(error), sum(state.values()))}, {}, False
     else:
         beside, traffic = _working_memory(compiled, sum(state.values())), hlo.collectives(compiled.as_text())
         found_room = capacity is None or sum(state.values()) + sum(beside.values()) <= capacity
@@ -111,10 +113,13 @@ def _working_memory(compiled: jax.stages.Compiled, resident: int) -> dict[str, i
     }
 
 
-def _needed(message: str) -> int:
-    """Reads from XLA's complaint how much memory the program would take."""
-    found = [float(number) * _UNITS[unit] for number, unit in _USED.findall(message)]
-    return round(max(found, default=0))
+def _excess(message: str, resident: int) -> int:
+    """Reads from XLA's complaint how much a program needs beside what it is given, 0 where it does not say."""
+    size = lambda found: round(float(found[1]) * _UNITS[found[2]])
+    if temporaries := _TEMPORARIES.search(message):
+        return size(temporaries)
+    everything = _EVERYTHING.search(message)
+    return max(size(everything) - resident, 0) if everything else 0
 
 
 def advise(run: Run, estimated: Estimate) -> list[str]:

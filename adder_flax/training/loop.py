@@ -95,7 +95,10 @@ class Trainer:
         self._diagnose = None
         if run.config.attention_diagnostics:
             options = dict(seed=run.config.seed, accumulation_steps=run.config.accumulation_steps)
-            self._diagnose = jax.jit(make_attention_diagnostics(run.graphdef, run.augment, **options))
+            self._diagnose = jax.jit(
+                make_attention_diagnostics(run.graphdef, run.augment, **options),
+                out_shardings=sharding.replicated(run.mesh),
+            )
         self._evaluate = Evaluator(run)
         self._batches = data.TrainPipeline(
             run.train_source,
@@ -213,15 +216,20 @@ class Trainer:
     def _is_logged(self, step: int) -> bool:
         return step % self._run.config.log_every_steps == 0 or step == self._run.num_steps
 
-    def _stop_non_finite(self, params: Any, step: int) -> None:
-        run, index = self._run, step - 1
+    def _explain_non_finite(self, params: Any, index: int) -> str:
+        run = self._run
+        if jax.process_count() > 1:
+            return "one process alone, resumed at the last checkpoint, names the layer"
         batch = sharding.put_batch(self._batches[index], run.mesh)
         augment_key, dropout_key = step_keys(run.config.seed, index)
         examples = run.augment(augment_key, batch["image"], batch["label"])
         loss = lambda *args: make_loss_fn(run.graphdef)(*args)[0]
-        where = explain_non_finite(loss, params, jax.jit(jax.grad(loss)), *examples, dropout_key)
+        return explain_non_finite(loss, params, jax.jit(jax.grad(loss)), *examples, dropout_key)
+
+    def _stop_non_finite(self, params: Any, step: int) -> None:
         raise NonFiniteLossError(
-            f"expected a finite loss and gradient, got a non-finite one at step {step} of {run.num_steps}: {where}. "
+            f"expected a finite loss and gradient, got a non-finite one at step {step} of {self._run.num_steps}: "
+            f"{self._explain_non_finite(params, step - 1)}. "
             f"Checkpoints kept: {self._checkpoints.steps or 'none yet'}. Lower --config.optimizer.learning_rate, "
             "lengthen --config.optimizer.warmup_epochs, or go on past such batches with --config.non_finite=skip"
         )

@@ -1,5 +1,6 @@
 """Where a run's numbers go: ``metrics.jsonl``, TensorBoard events, and the terminal."""
 
+import contextlib
 import json
 import resource
 import sys
@@ -10,7 +11,7 @@ import jax
 import tensorboardX
 from tqdm import tqdm
 
-from adder_flax.training._errors import RunError
+from adder_flax.training._errors import writing
 
 
 class MetricWriter:
@@ -32,15 +33,19 @@ class MetricWriter:
     """
 
     def __init__(self, workdir: str | Path, *, start_step: int = 0, enabled: bool = True):
+        self._workdir = Path(workdir)
         self._file = self._events = None
         if not enabled:
             return
-        path = Path(workdir) / "metrics.jsonl"
+        path = self._workdir / "metrics.jsonl"
         kept = [row for row in read_metrics(workdir) if row["step"] <= start_step]
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        self._file = path.open("a", buffering=1)
+        whole = path.with_suffix(".jsonl.part")
+        with writing("metrics", workdir):
+            whole.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            whole.replace(path)  # at once: a run killed here keeps its log
+            self._file = path.open("a", buffering=1)
         self._events = tensorboardX.SummaryWriter(
-            str(Path(workdir) / "tensorboard"), purge_step=start_step + 1 if start_step else None
+            str(self._workdir / "tensorboard"), purge_step=start_step + 1 if start_step else None
         )
 
     def __enter__(self) -> "MetricWriter":
@@ -48,7 +53,9 @@ class MetricWriter:
 
     def __exit__(self, *exc_info) -> None:
         if self._file is not None:
-            self._file.close()
+            # Every row was written at once: what cannot be written now was complained of then.
+            with contextlib.suppress(OSError):
+                self._file.close()
             self._events.close()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -59,13 +66,8 @@ class MetricWriter:
         """
         if self._file is None:
             return
-        try:
+        with writing("metrics", self._workdir):
             self._file.write(json.dumps({"step": step, **scalars}) + "\n")
-        except OSError as error:
-            raise RunError(
-                f"expected to write metrics under {self._file.name}, got: {error}; checkpoints are intact, free some "
-                "space and run the same command again to resume"
-            ) from error
         for name, value in scalars.items():
             self._events.add_scalar(name, value, step)
 

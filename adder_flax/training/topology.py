@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import os
 
 import jax
 from jax.experimental import topologies
@@ -10,16 +11,25 @@ from adder_flax.training._errors import RunError
 
 GIB = 2**30
 
-TPU_MEMORY_GIB = {"TPU v4": 32, "TPU v5 lite": 15.75, "TPU v5": 95.74, "TPU v6 lite": 31.25}
+TPU_MEMORY_GIB = {"TPU v5 lite": 15.75, "TPU v5": 95.74, "TPU v6 lite": 31.25}
 """What programs can use of the HBM of one device, by its ``device_kind``, as libtpu says where one does not fit."""
+
+
+# Without these, libtpu asks a metadata server which chips it runs on, and complains that it finds none.
+_NO_CHIPS = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
 
 
 def topology_devices(name: str) -> list[jax.Device]:
     """Returns the devices of a topology.
 
     Args:
-      name: ``"v5e:4x4"`` and the like, a TPU slice; ``"cpu:8"``, so many simulated devices, which must be asked for
-        before anything else uses JAX; or ``""``, the devices at hand.
+      name: ``"v5e:4x4"``, ``"v5p:2x2x2"`` or ``"v6e:4x4"`` and the like, a TPU slice; ``"cpu:8"``, so many simulated
+        devices; or ``""``, the devices at hand. The first two must be asked for before anything else uses JAX.
 
     Raises:
       RunError: there is no such topology, or no libtpu.
@@ -35,6 +45,8 @@ def topology_devices(name: str) -> list[jax.Device]:
     platform, _, size = name.partition(":")
     if not size:
         raise RunError(f"expected config.topology as v5e:4x4, cpu:8 or empty, got {name!r}")
+    with contextlib.suppress(RuntimeError):  # where JAX is in use already, its devices stay what they are
+        jax.config.update("jax_platforms", "cpu")
     return _simulated(size) if platform == "cpu" else _tpu_slice(name)
 
 
@@ -52,7 +64,7 @@ def _simulated(size: str) -> list[jax.Device]:
     count = int(size) if size.isdecimal() else 0
     if count < 1:
         raise RunError(f"expected config.topology as cpu:<number of devices>, got 'cpu:{size}'; set --config.topology")
-    with contextlib.suppress(RuntimeError):  # JAX has counted its devices already; they may suffice
+    with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)
     devices = jax.devices("cpu")
     if len(devices) < count:
@@ -67,8 +79,12 @@ def _tpu_slice(name: str) -> list[jax.Device]:
             f"expected libtpu, which compiles for {name} without the hardware, got none; "
             f'pip install "jax[tpu]=={version}" (Linux on x86-64), or set --config.topology=cpu:8'
         )
+    os.environ.update(_NO_CHIPS | dict(os.environ))
     try:
-        return list(topologies.get_topology_desc(topology_name=name, platform="tpu").devices)
+        devices = list(topologies.get_topology_desc(topology_name=name, platform="tpu").devices)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise RunError(f"expected a TPU topology that libtpu knows, as v5e:4x4, got {name!r}: {reason}") from error
+    if devices[0].device_kind not in TPU_MEMORY_GIB:
+        raise RunError(f"expected a slice of {', '.join(TPU_MEMORY_GIB)}, got {name!r}: {devices[0].device_kind}")
+    return devices

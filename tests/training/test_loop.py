@@ -1,12 +1,14 @@
-"""Whole small runs: what is on disk after them, resuming, and what stops them."""
+"""Whole small runs: what is on disk after them, resuming, what stops them, and what waits for what."""
 
+import dataclasses
+import gzip
 import json
 
 import jax
 import numpy as np
 import pytest
 
-from adder_flax import training
+from adder_flax import cli, training
 from adder_flax.training import Checkpoints, Evaluator, RunError, Trainer, build_run, evaluation_params, read_metrics
 
 
@@ -66,23 +68,6 @@ def test_another_configuration_is_refused_and_the_difference_shown(tiny_config, 
     fit(tiny_config(log_every_steps=3), tmp_path)
 
 
-def test_an_unreadable_newest_checkpoint_is_set_aside(tiny_config, tmp_path):
-    config = tiny_config(checkpoint_every_steps=3)
-    _, complete = fit(config, tmp_path / "complete")
-    run, _ = fit(config, tmp_path / "damaged")
-    directory = tmp_path / "damaged" / "checkpoints"
-    with Checkpoints(directory, keep_last=2) as checkpoints:
-        checkpoints.save(run.num_steps + 3, complete.state)
-        checkpoints.wait()
-    for data in (directory / str(run.num_steps + 3) / "state").rglob("d/*"):
-        data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
-    with Checkpoints(directory) as checkpoints:
-        restored = checkpoints.restore(run.abstract_state)
-        assert checkpoints.steps == [run.num_steps]
-    assert (directory / f"{run.num_steps + 3}.unreadable").is_dir()
-    assert_same_bits(restored, complete.state)
-
-
 def test_a_missing_checkpoint_names_those_there_are(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(4, {"step": jax.numpy.int32(4)})
@@ -120,3 +105,62 @@ def test_batches_that_are_not_finite_can_be_skipped_and_counted(tiny_config, tmp
     _, result = fit(config, tmp_path)
     assert result.step == 9
     assert int(result.state["skipped"]) > 0
+
+
+class _Fetched:
+    """A number on the device that notes when the host waits for it."""
+
+    def __init__(self, value, note):
+        self._value, self._note = value, note
+
+    def __bool__(self):
+        self._note()
+        return bool(self._value)
+
+
+def test_the_host_waits_for_a_step_only_when_the_next_one_is_under_way(tiny_config, tmp_path, monkeypatch):
+    config = tiny_config("multiplicative", **{"model.depth": 1})
+    run, events = build_run(config), []
+
+    def put_batch(batch, mesh):
+        events.append(("put", sum(name == "put" for name, _ in events) + 1))
+        return put(batch, mesh)
+
+    def train_step(state, batch):
+        state, metrics = run.train_step(state, batch)
+        step = sum(name == "dispatch" for name, _ in events) + 1
+        events.append(("dispatch", step))
+        metrics["finite"] = _Fetched(metrics["finite"], lambda: events.append(("fetch", step)))
+        return state, metrics
+
+    put = training.sharding.put_batch
+    monkeypatch.setattr(training.sharding, "put_batch", put_batch)
+    Trainer(dataclasses.replace(run, train_step=train_step), training.open_workdir(tmp_path, config)).fit()
+    for step in range(1, run.num_steps):
+        assert events.index(("put", step + 1)) < events.index(("dispatch", step + 1)) < events.index(("fetch", step))
+
+
+def test_a_window_of_steps_is_profiled(tiny_config, tmp_path):
+    fit(tiny_config("multiplicative", profile_steps=(3, 4), **{"model.depth": 1}), tmp_path)
+    (trace,) = (tmp_path / "profile" / "plugins" / "profile").glob("*/perfetto_trace.json.gz")
+    with gzip.open(trace) as file:
+        names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+    assert sum(name == "PjitFunction(train_step)" for name in names) == 2
+
+
+@pytest.mark.parametrize("window", [(3,), (0, 2), (5, 4)])
+def test_a_window_that_is_none_is_refused(window, tiny_config, tmp_path):
+    with pytest.raises(RunError, match="profile_steps"):
+        Trainer(build_run(tiny_config(profile_steps=window)), tmp_path)
+
+
+def test_compiled_programs_are_kept_in_the_users_cache_unless_told_otherwise(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        for chosen, expected in ((None, str(tmp_path / "adder_flax" / "jax")), ("elsewhere", "elsewhere")):
+            jax.config.update("jax_compilation_cache_dir", chosen)
+            cli.enable_compilation_cache()
+            assert jax.config.jax_compilation_cache_dir == expected
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

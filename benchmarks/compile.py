@@ -1,0 +1,87 @@
+"""Memory, traffic and operations of a training step by model, mechanism, optimizer and topology: a Markdown table.
+
+    python -m benchmarks.compile
+    python -m benchmarks.compile --sizes=base --mechanisms=adder --topologies=v5e:4x4 --dtype=bfloat16
+
+Each row is the training step of an ImageNet experiment (224 pixels, 1,000 classes, global batch 1,024), compiled for
+the topology by libtpu without the hardware, as ``main.py --mode=compile`` does. It needs Linux on x86-64 and
+``pip install "jax[tpu]"``, and takes some minutes for each row of the larger models.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+from adder_flax import analysis, training
+from experiments import common
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table.
+
+    Args:
+        arguments: command line; None for that of the process.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="tiny,small,base")
+    parser.add_argument("--mechanisms", default="multiplicative,additive,adder")
+    parser.add_argument("--optimizers", default="adamw,cg_fac")
+    parser.add_argument("--topologies", default="v5e:2x4,v5e:4x4")
+    parser.add_argument("--batch_size", type=int, default=1024)
+    parser.add_argument("--accumulation_steps", type=int, default=1)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--fsdp", type=int, default=1, help="devices over which parameters are split; -1 for all")
+    options = parser.parse_args(arguments)
+    print(
+        f"batch {options.batch_size} in {options.accumulation_steps} parts, {options.dtype}, fsdp {options.fsdp}\n\n"
+        "| model | optimizer | topology | state | activations, gradients | total of one device | fits "
+        "| collectives of a step | multiplications | additions | compiled in |\n" + "|---" * 11 + "|",
+        flush=True,
+    )
+    for topology in options.topologies.split(","):
+        for size in options.sizes.split(","):
+            for mechanism in options.mechanisms.split(","):
+                for optimizer in options.optimizers.split(","):
+                    print(row(mechanism, size, optimizer, topology, options), flush=True)
+
+
+def row(mechanism: str, size: str, optimizer: str, topology: str, options: argparse.Namespace) -> str:
+    """Returns one line of the table."""
+    config = common.deit(mechanism, size, "imagenet2012")
+    config.update_from_flattened_dict(
+        {
+            "batch_size": options.batch_size,
+            "accumulation_steps": options.accumulation_steps,
+            "optimizer.name": optimizer,
+            "model.dtype": options.dtype,
+            "mesh.data": 1 if options.fsdp == -1 else -1,
+            "mesh.fsdp": options.fsdp,
+        }
+    )
+    run = training.build_run(config, devices=training.topology_devices(topology), data_needed=False)
+    step = training.estimate(run)
+    counted = analysis.count_operations(run.train_step, run.abstract_state, training.abstract_batch(run))
+    working = step.memory["activations, gradients"]
+    state = step.total - working
+    traffic = ", ".join(f"{t.count} {kind} {_mib(t.bytes)}" for kind, t in step.collectives.items())
+    cells = [
+        f"{mechanism} {size}",
+        optimizer,
+        topology,
+        _mib(state),
+        _mib(working),
+        f"{_mib(step.total)} of {_mib(step.capacity) if step.capacity else '?'}",
+        "yes" if step.fits else "no",
+        traffic or "-",
+        f"{counted.multiplications:.2e}",
+        f"{counted.additions:.2e}",
+        f"{step.compile_seconds:.0f} s",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"
+
+
+if __name__ == "__main__":
+    main()

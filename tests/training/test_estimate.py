@@ -1,0 +1,125 @@
+"""``--mode=compile``: what a step takes, whether it fits, what would make it smaller."""
+
+import dataclasses
+import importlib.util
+import re
+
+import jax
+import pytest
+
+from adder_flax import training
+from adder_flax.training import RunError, estimate, topology_devices
+from adder_flax.training.estimate import _excess
+from adder_flax.training.topology import GIB, memory_bytes
+from tests.training.tiny import TINY_FLAGS
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason='compiling for TPUs needs libtpu: pip install "jax[tpu]"'
+)
+
+
+@pytest.fixture(scope="module")
+def estimated():
+    """A run with averaged parameters on one device, and its estimate."""
+    from experiments import common
+    from tests.training.tiny import TINY
+
+    config = common.deit("adder", "tiny")
+    config.update_from_flattened_dict(TINY | {"ema_decay": 0.9})
+    run = training.build_run(config)
+    return run, estimate(run)
+
+
+def test_memory_by_kind_against_the_arrays_of_the_run(estimated):
+    run, result = estimated
+    state = run.init()
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    assert result.memory["parameters"] == size(state["params"]) == result.memory["averaged parameters"]
+    assert result.memory["optimizer state"] == size(state["opt_state"])
+    assert result.memory["batch"] == 32 * (8 * 8 + 4)
+    assert result.memory["activations, gradients"] > result.memory["parameters"]
+    assert result.total == sum(result.memory.values())
+    assert (result.fits, result.collectives, result.num_devices) == (True, {}, 1)
+
+
+def test_what_to_change_comes_by_what_it_saves(estimated):
+    run, result = estimated
+    on_eight = dataclasses.replace(result, num_devices=8)
+    fields = lambda advice: [re.match(r"--config\.([\w.]+)", line)[1] for line in advice]
+    activations = ["model.remat", "accumulation_steps", "model.dtype"]
+    assert fields(training.advise(run, result)) == activations
+    assert fields(training.advise(run, on_eight)) == [*activations, "mesh.data"]
+    heavy = dataclasses.replace(on_eight, memory=result.memory | {"optimizer state": 10 * result.total})
+    assert fields(training.advise(run, heavy)) == ["mesh.data", *activations]
+
+
+@pytest.mark.parametrize(
+    ("message", "size"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (372.53G) "
+            "exceeds available HBM (15.75G).",
+            372.53,
+        ),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.27G of 15.75G hbm.", 19.27),
+        ("RESOURCE_EXHAUSTED: something else", 0),
+    ],
+)
+def test_the_size_that_does_not_fit_is_read_from_the_compilers_complaint(message, size):
+    assert _excess(message, resident=GIB) == pytest.approx(size * GIB, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["v5e", "cpu:", "cpu:none", "cpu:0"])
+def test_topologies_that_cannot_be_are_refused(name):
+    with pytest.raises(RunError, match="expected"):
+        topology_devices(name)
+
+
+def test_a_tpu_topology_without_libtpu_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RunError, match=r'libtpu.*got none; pip install "jax\[tpu\]=='):
+        topology_devices("v5e:2x2")
+
+
+def test_memory_of_a_device_that_does_not_tell_is_unknown():
+    assert memory_bytes(jax.devices("cpu")[0]) is None
+
+
+EXPERIMENT = ["--mode=compile", "--config=experiments/adder_deit_tiny.py", *TINY_FLAGS]
+
+
+def test_simulated_devices_from_the_command_line(run_main):
+    done = run_main(*EXPERIMENT, "--config.topology=cpu:8", "--config.mesh.data=2", "--config.mesh.fsdp=4")
+    assert done.returncode == 0, done.stderr
+    for part in (
+        "8 × cpu, mesh data 2 × fsdp 4 × tensor 1",
+        "optimizer state",
+        "fits",
+        "all-gather",
+        "additions a step",
+    ):
+        assert part in done.stdout
+
+
+def test_training_on_a_topology_is_refused(run_main, tmp_path):
+    done = run_main("--config=experiments/adder_deit_tiny.py", f"--workdir={tmp_path}", "--config.topology=v5e:2x4")
+    assert done.returncode == 2
+    assert "which is for --mode=compile" in done.stderr
+
+
+@needs_libtpu
+def test_a_tpu_slice_from_the_command_line(run_main):
+    done = run_main(*EXPERIMENT, "--config.topology=v5e:2x4")
+    assert done.returncode == 0, done.stderr
+    for part in ("8 × TPU v5 lite on 2 hosts", "of 15.750 GiB: fits", "all-reduce"):
+        assert part in done.stdout
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_step_that_does_not_fit_says_so_and_what_to_change(run_main):
+    wide = ["--config=experiments/deit_tiny.py:fake", "--config.model.depth=1", "--config.model.mlp_ratio=64.0"]
+    done = run_main("--mode=compile", *wide, "--config.batch_size=40000", "--config.topology=v5e:2x4")
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert "of 15.750 GiB: does not fit" in done.stdout
+    assert "--config.model.remat=True" in done.stdout
