@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -277,9 +276,12 @@ def _columns(
 
 
 def _draw_attention(axis: "Axes", image: np.ndarray, weights: np.ndarray, title: str) -> None:
+    from PIL import Image
+
     relative = weights.reshape(patch_grid(image.shape, weights.size)) * weights.size
     shape = tuple(8 * side for side in relative.shape)
-    smooth = np.maximum(np.asarray(jax.image.resize(relative.astype(np.float32), shape, "cubic")), 0.0)
+    cubic = Image.fromarray(relative.astype(np.float32)).resize(shape[::-1], Image.Resampling.BICUBIC)
+    smooth = np.maximum(np.asarray(cubic), 0.0)
     height, width = image.shape[:2]
     extent = (-0.5, width - 0.5, height - 0.5, -0.5)
     axis.imshow(_grey(image), cmap="gray", vmin=0, vmax=1, extent=extent)
