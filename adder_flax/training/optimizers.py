@@ -94,22 +94,23 @@ class OptimizerSpec(NamedTuple):
 
 def _adamw(spec: OptimizerSpec) -> optax.GradientTransformation:
     c = spec.config
-    return optax.chain(
-        *_gradient_stages(spec),
+    # Nested, so that a checkpoint holds the optimizer's own state in one place, whatever stages come before it.
+    optimizer = optax.chain(
         optax.scale_by_adam(b1=c.b1, b2=c.b2, eps=c.eps),
         optax.add_decayed_weights(c.weight_decay, mask=spec.mask("matrix")),
         optax.scale_by_learning_rate(spec.learning_rate),
     )
+    return optax.chain(*_gradient_stages(spec), optimizer)
 
 
 def _sgd(spec: OptimizerSpec) -> optax.GradientTransformation:
     c = spec.config
-    return optax.chain(
-        *_gradient_stages(spec),
+    optimizer = optax.chain(
         optax.add_decayed_weights(c.weight_decay, mask=spec.mask("matrix")),
         optax.trace(decay=c.momentum),
         optax.scale_by_learning_rate(spec.learning_rate),
     )
+    return optax.chain(*_gradient_stages(spec), optimizer)
 
 
 def _gradient_stages(spec: OptimizerSpec) -> list[optax.GradientTransformation]:
