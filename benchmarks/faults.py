@@ -32,7 +32,7 @@ FIELDS = {
     "model.width": 16,
     "model.depth": 2,
     "model.num_heads": 2,
-    "num_epochs": 2.0,  # 44 steps
+    "num_epochs": 1.0,  # 22 steps
     "ema_decay": 0.9,
     "checkpoint_every_steps": 2,
     "log_every_steps": 1,

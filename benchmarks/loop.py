@@ -69,8 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: command line; None for that of the process.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch_size", type=int, default=128)
-    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--batch_size", type=int, default=64)
+    parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--steps", type=int, default=59)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(arguments)

@@ -141,11 +141,16 @@ def test_the_host_waits_for_a_step_only_when_the_next_one_is_under_way(tiny_conf
 
 
 def test_a_window_of_steps_is_profiled(tiny_config, tmp_path):
-    fit(tiny_config("multiplicative", profile_steps=(3, 4), **{"model.depth": 1}), tmp_path)
-    (trace,) = (tmp_path / "profile" / "plugins" / "profile").glob("*/perfetto_trace.json.gz")
-    with gzip.open(trace) as file:
-        names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
-    assert sum(name == "PjitFunction(train_step)" for name in names) == 2
+    run, events = build_run(tiny_config("multiplicative", **{"model.depth": 1})), []
+    for window in ((3, 3), (4, 6)):
+        run.config.profile_steps = window
+        workdir = training.open_workdir(tmp_path / str(window), run.config)
+        Trainer(run, workdir).fit()
+        (trace,) = (workdir / "profile" / "plugins" / "profile").glob("*/perfetto_trace.json.gz")
+        with gzip.open(trace) as file:
+            names = [event.get("name") for event in json.load(file)["traceEvents"]]
+        events.append(names.count("PjitFunction(train_step)"))
+    assert events[1] == 3 * events[0] > 0
 
 
 @pytest.mark.parametrize("window", [(3,), (0, 2), (5, 4)])
