@@ -127,10 +127,13 @@ _SCORES: dict[str, Score] = {}
 def register_score(score: Score) -> Score:
     """Makes `score` available under its name everywhere; returns it.
 
+    The same function again, as when a notebook cell or an experiment file runs twice, replaces what it registered.
+
     Raises:
       ValueError: another score already has this name.
     """
-    if _SCORES.get(score.name, score) != score:
+    origin = lambda known: (known.function.__module__, known.function.__qualname__)
+    if origin(_SCORES.get(score.name, score)) != origin(score):
         raise ValueError(
             f"expected a new name for the score, got {score.name!r}, which is registered already; "
             f"choose a name other than {score_names()}."

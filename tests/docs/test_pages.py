@@ -1,0 +1,51 @@
+"""The code on the pages for borrowers runs, page by page, top to bottom."""
+
+import re
+from types import ModuleType
+
+import pytest
+
+import kfac
+from adder_flax.attention import _registry
+from tests.processes import ROOT
+
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+DOCS = ROOT / "docs"
+PAGES = [
+    DOCS / "index.md",
+    DOCS / "layers.md",
+    *sorted((DOCS / "borrow").glob("*.md")),
+    *sorted((DOCS / "attention").glob("*.md")),
+]
+
+
+def code_blocks(page):
+    """The page's Python, but for included files, whose blocks are written ```{.python}: tests/examples runs them."""
+    return BLOCK.findall(page.read_text())
+
+
+@pytest.fixture
+def own_scores(monkeypatch):
+    """What a page registers is forgotten afterwards."""
+    monkeypatch.setattr(_registry, "_SCORES", dict(_registry._SCORES))
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES if code_blocks(page)]
+)
+def test_code_on_a_page_runs(page, own_scores):
+    namespace = {"__name__": "page"}
+    for block in code_blocks(page):
+        exec(compile(block, page, "exec"), namespace)
+
+
+def test_a_sixth_mechanism_takes_fewer_than_25_lines():
+    worked = code_blocks(DOCS / "attention" / "register.md")[0]
+    assert "register_score" in worked
+    assert len(worked.splitlines()) < 25
+
+
+def test_the_reference_of_kfac_names_everything_public():
+    """The other packages have `__all__`, from which their pages follow."""
+    named = set(re.findall(r"^::: kfac\.(\w+)$", (DOCS / "api" / "kfac.md").read_text(), re.MULTILINE))
+    assert named == {n for n in vars(kfac) if not n.startswith("_") and not isinstance(getattr(kfac, n), ModuleType)}
