@@ -35,6 +35,7 @@ HEAD_DIM = 64
 BROADCAST_LIMIT_BYTES = 2 << 30
 ROUNDS, SECONDS_PER_CASE = 15, 3.0
 SLOW_ROUNDS = 3  # of what takes a hundred times longer
+QUICK_SECONDS = 0.2
 
 
 class Timings(NamedTuple):
@@ -54,19 +55,30 @@ class Timings(NamedTuple):
 
 
 def measure(functions: dict[str, Callable], rounds: int, seconds: float) -> Timings:
-    """Calls the functions in turn, `rounds` times or until the time is up, after one call each to warm up."""
+    """Calls the functions in turn, `rounds` times (if the time is up, three), after one call each to warm up.
+
+    Quick ones are called once more before each timed call: the one before them may have thrown their operands out of
+    the caches and their memory back to the system, which is not what they meet in use.
+    """
     timings = Timings({name: [] for name in functions})
     for function in functions.values():
         jax.block_until_ready(function())
+    quick = {name for name, function in functions.items() if _seconds(function) < QUICK_SECONDS}
     deadline = time.perf_counter() + seconds
     for done in range(rounds):
         if done >= 3 and time.perf_counter() > deadline:
             break
         for name, function in functions.items():
-            start = time.perf_counter()
-            jax.block_until_ready(function())
-            timings.seconds[name].append(time.perf_counter() - start)
+            if name in quick:
+                jax.block_until_ready(function())
+            timings.seconds[name].append(_seconds(function))
     return timings
+
+
+def _seconds(function: Callable) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(function())
+    return time.perf_counter() - start
 
 
 def cores() -> int:

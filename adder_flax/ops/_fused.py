@@ -57,8 +57,8 @@ def fused_attention(
 
     The softmax runs along blocks of keys with a running maximum (Milakov & Gimelshein, "Online normalizer calculation
     for softmax", 2018), and the backward pass computes the scores of each block again from the logarithm of the
-    softmax's denominator (Dao, "FlashAttention-2", 2023). Any differentiable score will do. It is worth its
-    recomputation where the map does not fit into memory, or barely: see `benchmarks/ops.py`.
+    softmax's denominator (Dao, "FlashAttention-2", 2023). Any differentiable score will do. On CPUs it is also the
+    faster way where the map does not fit into the caches, from about a thousand tokens on: see `benchmarks/ops.py`.
 
     Args:
       score: `score(query, key, *parameters)` gives (..., Nq, Nk), for example `l1_scores` or `additive_scores`, from
