@@ -4,6 +4,7 @@
     python -m benchmarks.optimizers --quick                           # a check that it runs, minutes
     python -m benchmarks.optimizers --problems=autoencoder --optimizers=adamw,cg_fac --out=results.json
     python -m benchmarks.optimizers --optimizers=kfac_jax --out=results.json   # adds to the same table
+    python -m benchmarks.optimizers --out=results.json --max-seconds=120       # a part of it; repeat until done
 
 Problems, all on scikit-learn's digits (1536 for training), batches of 256: the autoencoder 64-48-24-8-24-48-64 under
 binary cross-entropy; a two-block vision transformer of width 32 under cross-entropy, multiplicative; and the same with
@@ -313,34 +314,59 @@ def gradient_equivalents(problem: Problem, runner: Runner) -> float | None:
         return None
 
 
-def measure(problem: Problem, name: str, seeds: int, num_steps: int, grid: list[dict[str, Any]]) -> dict[str, Any]:
-    """Tunes an optimizer and runs it with further seeds."""
-    make = OPTIMIZERS[name][0]
+def trial_key(setting: dict[str, Any], seed: int) -> str:
+    """How a run is filed in the results."""
+    return f"{json.dumps(setting, sort_keys=True)} seed {seed}"
+
+
+def best_setting(grid: list[dict[str, Any]], trials: dict[str, Any]) -> dict[str, Any] | None:
+    """The setting that did best on the tuning seed; None until all were tried."""
+    keys = [trial_key(setting, TUNING_SEED) for setting in grid]
+    if not all(key in trials for key in keys):
+        return None
+    return min(zip(keys, grid, strict=True), key=lambda pair: score(Run(**trials[pair[0]])))[1]
+
+
+def next_trial(grid: list[dict[str, Any]], seeds: int, trials: dict[str, Any]) -> tuple[dict[str, Any], int] | None:
+    """The next run to do: each setting on the tuning seed, then the best one with the other seeds."""
+    best = best_setting(grid, trials)
+    plan = [(setting, TUNING_SEED) for setting in grid] if best is None else [(best, seed) for seed in range(seeds)]
+    return next((trial for trial in plan if trial_key(*trial) not in trials), None)
+
+
+def run_trials(
+    problem: Problem, name: str, grid: list[dict[str, Any]], own: dict[str, Any], seeds: int, num_steps: int
+) -> Iterator[None]:
+    """Tunes an optimizer and runs it with further seeds, adding to ``own``; yields after every run."""
+    make, trials = OPTIMIZERS[name][0], own.setdefault("trials", {})
     evaluate = jax.jit(lambda params: problem.loss_fn(params, *problem.data)[0])
-    tuned = []
-    for setting in grid:
-        run = train(problem, make(problem, **setting), evaluate, TUNING_SEED, num_steps)
-        tuned.append((score(run), setting))
-        print(f"  {name} {setting}: {run.steps}, loss {run.final_loss:.4g}", flush=True)
-    best = min(tuned, key=lambda pair: pair[0])[1]
-    runner = make(problem, **best)
-    runs = [train(problem, runner, evaluate, seed, num_steps) for seed in range(seeds)]
-    return {
-        "setting": best,
-        "gradient_equivalents": gradient_equivalents(problem, runner),
-        "runs": [dataclasses.asdict(run) for run in runs],
-    }
+    compiled: tuple[dict[str, Any], Runner] | None = None
+    while (trial := next_trial(grid, seeds, trials)) is not None:
+        setting, seed = trial
+        if compiled is None or compiled[0] != setting:
+            compiled = setting, make(problem, **setting)
+        run = train(problem, compiled[1], evaluate, seed, num_steps)
+        trials[trial_key(*trial)] = dataclasses.asdict(run)
+        print(f"  {problem.name}: {name} {setting} seed {seed}: {run.steps}, loss {run.final_loss:.4g}", flush=True)
+        yield
+    if "gradient_equivalents" not in own:
+        own["gradient_equivalents"] = gradient_equivalents(problem, make(problem, **best_setting(grid, trials)))
+        yield
 
 
-def table(problem: Problem, results: dict[str, Any]) -> str:
+def table(problem: Problem, results: dict[str, Any], grids: dict[str, list], seeds: int) -> str:
     """Markdown: per optimizer and target the median steps (runs that reached it), seconds and gradient-equivalents."""
     head = ["optimizer", *(f"{t:g}: steps / s / gradients" for t in problem.targets), "ms/step", "setting"]
     lines = [head, ["---"] * len(head)]
-    for name in OPTIMIZERS:
-        if name not in results:
+    for name, grid in grids.items():
+        own = results.get(name, {})
+        best = best_setting(grid, own.get("trials", {}))
+        keys = [] if best is None else [trial_key(best, seed) for seed in range(seeds)]
+        runs = [own["trials"][key] for key in keys if key in own["trials"]]
+        if not runs:
             lines.append([name, *[""] * (len(head) - 1)])
             continue
-        runs, equivalents = results[name]["runs"], results[name]["gradient_equivalents"]
+        equivalents = own.get("gradient_equivalents")
         seconds = statistics.median(run["step_seconds"] for run in runs)
         cells = []
         for target in map(str, problem.targets):
@@ -351,7 +377,7 @@ def table(problem: Problem, results: dict[str, Any]) -> str:
             steps = statistics.median(hit)
             gradients = "" if equivalents is None else f"{steps * equivalents:.0f}"
             cells.append(f"{steps:g} / {steps * seconds:.2f} / {gradients} ({len(hit)}/{len(runs)})")
-        chosen = ", ".join(f"{k}={v}" for k, v in results[name]["setting"].items())
+        chosen = ", ".join(f"{k}={v}" for k, v in best.items())
         lines.append([name, *cells, f"{1e3 * seconds:.1f}", chosen])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -363,22 +389,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to read, add to and write")
+    parser.add_argument("--max-seconds", type=float, default=float("inf"), help="begin no run later than this")
     parser.add_argument("--quick", action="store_true", help="one setting, one seed, 20 steps")
     flags = parser.parse_args(argv)
+    deadline = time.perf_counter() + flags.max_seconds
+    seeds = 1 if flags.quick else flags.seeds
+    grids = {name: grid[:1] if flags.quick else grid for name, (_, grid) in OPTIMIZERS.items()}
     results = json.loads(flags.out.read_text()) if flags.out and flags.out.exists() else {}
     for problem_name in flags.problems.split(","):
         problem = PROBLEMS[problem_name]()
-        own = results.setdefault(problem_name, {})
         for name in flags.optimizers.split(","):
             if importlib.util.find_spec(MODULES.get(name, "kfac")) is None:
                 print(f"{name}: {MODULES[name]} is not installed, left out")
                 continue
-            grid = OPTIMIZERS[name][1][:1] if flags.quick else OPTIMIZERS[name][1]
+            own = results.setdefault(problem_name, {}).setdefault(name, {})
             num_steps = 20 if flags.quick else problem.num_steps
-            own[name] = measure(problem, name, 1 if flags.quick else flags.seeds, num_steps, grid)
-            if flags.out:
-                flags.out.write_text(json.dumps(results, indent=1))
-        print(f"\n## {problem_name}\n\n{table(problem, own)}\n", flush=True)
+            for _ in run_trials(problem, name, grids[name], own, seeds, num_steps):
+                if flags.out:
+                    flags.out.write_text(json.dumps(results, indent=1))
+                if time.perf_counter() > deadline:
+                    print("out of time; the same command goes on from here")
+                    return
+        print(f"\n## {problem_name}\n\n{table(problem, results[problem_name], grids, seeds)}\n", flush=True)
 
 
 if __name__ == "__main__":

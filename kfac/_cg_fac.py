@@ -335,11 +335,9 @@ class _CGFac:
         traces, gamma = self.damp(groups, state, weight)
         inverses = state.averages.inverses
         if inverses:
-            invert = lambda: {
-                n: systems.damped_inverses(owned[n], systems.lanes_of(owned[n], flat), ready[n], gamma[n])
-                for n in inverses
-            }
+            preconditioned = [system for system in groups if system.blocks[0].name in inverses]
             due = state.count % options.preconditioner_interval == 0
+            invert = lambda: {n: i for system in preconditioned for n, i in system.damped_inverses(gamma).items()}
             inverses = jax.lax.cond(due, invert, lambda: state.averages.inverses)
             groups = [system.preconditioned(inverses) for system in groups]
         averages = Averages(factors, traces, weight, inverses)

@@ -116,6 +116,20 @@ class System:
             return self
         return dataclasses.replace(self, inverses=jax.tree.map(lambda *a: jnp.concatenate(a), *parts))
 
+    def damped_inverses(self, gamma: dict[str, Array]) -> Factors:
+        """By block, (𝒜 + π√γ I)⁻¹ and (𝒢 + √γ/π I)⁻¹ with π² = (tr 𝒜 / rows) / (tr 𝒢 / columns).
+
+        Source: Martens & Grosse (2015), section 6.3.
+        """
+        use, (left, right) = self.program[0], self.state
+        left = jax.vmap(lambda p, left: use.layer.mean_left(use.own(p), left))(self.params, left)
+        root = jnp.sqrt(jnp.concatenate([gamma[block.name] for block in self.blocks]))
+        mean = lambda m: jnp.trace(m, axis1=1, axis2=2) / m.shape[-1]
+        tiny = jnp.finfo(left.dtype).tiny
+        pi = jnp.sqrt(jnp.maximum(mean(left), tiny) / jnp.maximum(mean(right), tiny))
+        inverses = _damped_inverse(left, root * pi), _damped_inverse(right, root / pi)
+        return {block.name: part for block, part in zip(self.blocks, self.split(inverses), strict=True)}
+
     def trace(self, key: Array) -> Float[Array, " lane"]:
         """tr F of every lane; an unbiased estimate from random signs (Hutchinson) where there is no closed form."""
         if self.form.name == "factors":
@@ -197,26 +211,13 @@ def new_factors(block: Block, curvature: Curvature, params: Lanes, form: Form) -
     return left, right[0]
 
 
-def damped_inverses(
-    block: Block, params: Lanes, factors: tuple[Array, ...], gamma: Float[Array, " lane"]
-) -> tuple[Array, Array]:
-    """(𝒜 + π√γ I)⁻¹ and (𝒢 + √γ/π I)⁻¹ with π² = (tr 𝒜 / rows) / (tr 𝒢 / columns) (Martens & Grosse, section 6.3)."""
-    use = block.program[0]
-    left = jax.vmap(lambda p, left: use.layer.mean_left(use.own(p), left))(params, factors[0])
-    right = factors[1]
-    mean = lambda m: jnp.trace(m, axis1=1, axis2=2) / m.shape[-1]
-    tiny = jnp.finfo(left.dtype).tiny
-    pi = jnp.sqrt(jnp.maximum(mean(left), tiny) / jnp.maximum(mean(right), tiny))
-
-    def inverse(matrix: Array, damping: Array) -> Array:
-        eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
-        root = jnp.linalg.cholesky(matrix + damping[:, None, None] * eye)
-        half = jax.lax.linalg.triangular_solve(root, jnp.broadcast_to(eye, matrix.shape), left_side=True, lower=True)
-        inverted = jnp.swapaxes(half, 1, 2) @ half  # symmetric to the last bit, as CG needs
-        # Where float32 cannot invert a factor, CG does without it.
-        return jnp.where(jnp.isfinite(inverted).all(axis=(1, 2), keepdims=True), inverted, eye)
-
-    return inverse(left, jnp.sqrt(gamma) * pi), inverse(right, jnp.sqrt(gamma) / pi)
+def _damped_inverse(matrix: Float[Array, "lane n n"], damping: Float[Array, " lane"]) -> Float[Array, "lane n n"]:
+    eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
+    root = jnp.linalg.cholesky(matrix + damping[:, None, None] * eye)
+    half = jax.lax.linalg.triangular_solve(root, jnp.broadcast_to(eye, matrix.shape), left_side=True, lower=True)
+    inverse = jnp.swapaxes(half, 1, 2) @ half  # symmetric to the last bit, as CG needs
+    # Where float32 cannot invert a factor, CG does without it.
+    return jnp.where(jnp.isfinite(inverse).all(axis=(1, 2), keepdims=True), inverse, eye)
 
 
 def build(

@@ -1,0 +1,133 @@
+"""CG-FAC in the trainer: every mechanism, resuming, accumulation, several devices, and what is refused."""
+
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from adder_flax import data
+from adder_flax.training import Checkpoints, CurvatureOptimizer, RunError, build_run
+from adder_flax.training.sharding import put_batch
+from tests.processes import ROOT, simulated_devices
+
+FIELDS = {
+    "optimizer.name": "cg_fac",
+    "optimizer.learning_rate": 1e-3,
+    "optimizer.warmup_epochs": 0.5,
+    "model.width": 48,
+    "model.num_heads": 3,
+    "batch_size": 64,
+    "num_epochs": 4.0,
+    "augment.resized_crop_scale": (),
+}
+STEPS = 60
+
+
+def train(run, state, first, last):
+    """Steps first … last - 1: the state after them, and their metrics."""
+    batches = data.TrainPipeline(run.train_source, run.config.batch_size, run.config.seed)
+    rows = []
+    for i in range(first, last):
+        state, metrics = run.train_step(state, put_batch(batches[i], run.mesh))
+        rows.append(jax.device_get(metrics))
+    return state, rows
+
+
+@pytest.mark.parametrize(
+    "mechanism", ["adder", *(pytest.param(m, marks=pytest.mark.slow) for m in ("multiplicative", "additive"))]
+)
+def test_every_mechanism_learns_and_resumes_with_the_same_bits(mechanism, tiny_config, tmp_path):
+    run = build_run(tiny_config(mechanism, **FIELDS))
+    assert isinstance(run.optimizer, CurvatureOptimizer)
+    kinds = {block.uses[0].layer.kind for block in run.optimizer.layers.blocks.values()}
+    assert ("adder" in kinds) == (mechanism == "adder")
+    assert run.optimizer.layers.coverage > 0.7
+    assert "blocks/*/mlp/fc1/kernel (2×)" in str(run.optimizer.layers)
+
+    half, rows = train(run, run.init(), 0, STEPS // 2)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(STEPS // 2, half)
+        checkpoints.wait()
+        restored = checkpoints.restore(run.abstract_state)
+    jax.tree.map(np.testing.assert_array_equal, restored, half)
+    complete, more = train(run, half, STEPS // 2, STEPS)
+    resumed, again = train(run, restored, STEPS // 2, STEPS)
+    jax.tree.map(np.testing.assert_array_equal, (resumed, again), (complete, more))
+    losses = [row["loss"] for row in (*rows, *more)]
+    assert np.mean(losses[-5:]) < 0.9 * np.log(10)  # clearly better than not knowing the digit
+    telemetry = more[-1]["optimizer"]
+    assert {"cg_fac/damping", "cg_fac/residual/head", "cg_fac/iterations/blocks/1/mlp/fc2"} <= set(telemetry)
+    assert telemetry["cg_fac/iterations/head"] == 2
+
+
+@pytest.mark.parametrize(("curvature", "interval"), [pytest.param("kron", 3, marks=pytest.mark.slow), ("exact", 1)])
+def test_accumulated_microbatches_and_rare_curvature(curvature, interval, tiny_config):
+    fields = FIELDS | {
+        "model.depth": 1,
+        "optimizer.cg_fac.curvature": curvature,
+        "optimizer.cg_fac.curvature_interval": interval,
+        "optimizer.cg_fac.reject": True,
+    }
+    metrics = []
+    for steps in (1, 4):
+        run = build_run(tiny_config("multiplicative", **fields, accumulation_steps=steps))
+        state, rows = train(run, run.init(), 0, 4)
+        metrics.append(rows[0])
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
+    whole, parts = metrics
+    for name in ("loss", "grad_norm", "accuracy"):
+        np.testing.assert_allclose(parts[name], whole[name], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"cg_fac.curvature": "full"}, r"config.optimizer.cg_fac: expected curvature to be one of"),
+        ({"cg_fac.curvature": "exact", "cg_fac.curvature_interval": 2}, r"curvature_interval of 1.*got 2 with 'exact'"),
+        ({"cg_fac.layers": "dense"}, r"cg_fac.layers to be matrices .* or all, got 'dense'"),
+        ({"cg_fac.curvature_interval": 0}, r"curvature_interval of 1.*got 0"),
+        ({"cg_fac.damping_interval": 5, "cg_fac.step": "fixed"}, r"expected step='quadratic', got 'fixed'"),
+        ({"adder_rate": 0.2}, r"adder_rate of 0 with cg_fac.*got 0.2"),
+        ({"learning_rate": 0.0}, r"optimizer.learning_rate above 0, got 0.0"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_before_any_compute(fields, message, tiny_config):
+    fields = {f"optimizer.{name}": value for name, value in fields.items()}
+    with pytest.raises(RunError, match=message):
+        build_run(tiny_config("multiplicative", **{"model.depth": 1, "optimizer.name": "cg_fac"} | fields))
+
+
+_LOSSES = """
+import sys
+from adder_flax import training
+from experiments import common
+from tests.training.test_optimizers_cg_fac import FIELDS, train
+from tests.training.tiny import TINY
+
+config = common.deit(sys.argv[1], "tiny")
+config.update_from_flattened_dict(TINY | FIELDS | {"optimizer.cg_fac.damping": 0.1})
+config.mesh.update(dict(zip(("data", "fsdp", "tensor"), map(int, sys.argv[2:]))))
+run = training.build_run(config)
+for metrics in train(run, run.init(), 0, 4)[1]:
+    print(float(metrics["loss"]), float(metrics["grad_norm"]))
+"""
+
+
+def _losses(mechanism, *mesh):
+    done = subprocess.run(
+        [sys.executable, "-c", _LOSSES, mechanism, *map(str, mesh)],
+        env=simulated_devices(np.prod(mesh)) | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return np.array([float(number) for number in done.stdout.split()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mechanism", "mesh"), [("adder", (8, 1, 1)), ("adder", (2, 2, 2)), ("additive", (1, 8, 1))])
+def test_eight_devices_give_the_numbers_of_one(mechanism, mesh):
+    np.testing.assert_allclose(_losses(mechanism, *mesh), _losses(mechanism, 1, 1, 1), rtol=1e-3)
