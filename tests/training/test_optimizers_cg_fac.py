@@ -16,6 +16,7 @@ FIELDS = {
     "optimizer.name": "cg_fac",
     "optimizer.learning_rate": 1e-3,
     "optimizer.warmup_epochs": 0.5,
+    "optimizer.cg_fac.kl_clip": 1e-4,
     "model.width": 48,
     "model.num_heads": 3,
     "batch_size": 64,
