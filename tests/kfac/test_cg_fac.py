@@ -1,0 +1,454 @@
+"""The optimizer: Algorithm 1 against NumPy, exactness on problems with a known answer, safe steps, optax manners."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import kfac
+from kfac._step import judge, minimise_2x2
+from tests.kfac.reference import cross_entropy, normal
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def network(params, x, labels):
+    x = jnp.tanh(kfac.tap(kfac.Dense(), params["a"], x, path="a"))
+    return cross_entropy(kfac.tap(kfac.Dense(), params["b"], x, path="b"), labels)
+
+
+PARAMS = {"a": {"kernel": normal(0, 3, 4), "bias": normal(1, 4)}, "b": {"kernel": normal(2, 4, 3)}}
+X, LABELS = normal(3, 8, 3), jnp.arange(8) % 3
+
+
+def with_free_parameter(params, x, labels):
+    """The network and a temperature that no layer covers."""
+    loss, logits = network(params, x, labels)
+    return loss + 0.1 * (params["free"] ** 2).sum(), logits
+
+
+def make_step(optimizer, loss_fn=network, **options):
+    function = kfac.value_grad_and_curvature(loss_fn, has_aux=True, **{"fisher": "empirical", **options})
+
+    @jax.jit
+    def step(params, state, x, labels, key=None):
+        (loss, _), grads, curvature = function(params, x, labels, key=key)
+        value_fn = lambda p: loss_fn(p, x, labels)[0]
+        updates, state = optimizer.update(grads, state, params, curvature=curvature, value=loss, value_fn=value_fn)
+        return updates, state, loss
+
+    return step
+
+
+def fixed(layers, **options):
+    return kfac.cg_fac(1.0, layers, **{"step": "fixed", "momentum": 0.0, **options})
+
+
+# ---- Algorithm 1
+
+
+def numpy_gradients(w, bias, u, x, labels):
+    """Inputs and cotangents (of each example's own loss) of both layers of ``network``."""
+    hidden = np.tanh(x @ w + bias)
+    logits = hidden @ u
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    g2 = p - np.eye(3)[labels]
+    g1 = (g2 @ u.T) * (1 - hidden**2)
+    return (np.hstack([x, np.ones((len(x), 1))]), g1), (hidden, g2)
+
+
+def numpy_algorithm_1(a, g, b, gamma, x0, m, tolerance):
+    """Lines 1-17 of the paper's Algorithm 1 with v as (in, out); the product is the mean over the batch."""
+
+    def fv(v):
+        out = np.zeros_like(v)
+        for a_n, g_n in zip(a, g, strict=True):
+            theta = g_n @ v.T @ a_n
+            out += np.outer(a_n, g_n) * theta / len(a)
+        return out + gamma * v
+
+    x = x0
+    p = r = b - fv(x0)
+    rho = (r * r).sum()
+    for _ in range(m):
+        if rho <= tolerance**2 * (b * b).sum():
+            break
+        u = fv(p)
+        alpha = rho / (p * u).sum()
+        x, r = x + alpha * p, r - alpha * u
+        new = (r * r).sum()
+        p, rho = r + new / rho * p, new
+    return x
+
+
+@pytest.mark.parametrize(("m", "tolerance"), [(2, 0.0), (6, 1e-3)])
+def test_algorithm_1_is_the_papers_to_the_letter(m, tolerance):
+    rate, gamma = 0.3, 0.05
+    optimizer = kfac.algorithm_1(
+        rate, kfac.find_layers(network, PARAMS, X, LABELS), damping=gamma, max_iterations=m, tolerance=tolerance
+    )
+    step, params, state = make_step(optimizer), PARAMS, optimizer.init(PARAMS)
+    starts = [np.zeros((4, 4)), np.zeros((4, 3))]
+    for batch in range(4):  # batches differ: the warm start matters
+        x, labels = normal(10 + batch, 8, 3), (np.arange(8) + batch) % 3
+        w, bias, u = (np.asarray(p) for p in (params["a"]["kernel"], params["a"]["bias"], params["b"]["kernel"]))
+        updates, state, _ = step(params, state, x, jnp.asarray(labels))
+        params = optax.apply_updates(params, updates)
+        pairs = numpy_gradients(w, bias, u, np.asarray(x), labels)
+        starts = [
+            numpy_algorithm_1(a, g, a.T @ g / len(a), gamma, x0, m, tolerance)
+            for (a, g), x0 in zip(pairs, starts, strict=True)
+        ]
+        got = np.vstack([updates["a"]["kernel"], updates["a"]["bias"]]), updates["b"]["kernel"]
+        for update, solution in zip(got, starts, strict=True):
+            # CG amplifies rounding, in all components alike.
+            np.testing.assert_allclose(update, -rate * solution, rtol=0, atol=1e-9 * rate * np.abs(solution).max())
+
+
+# ---- Known answers
+
+
+def regression(params, x, y):
+    outputs = kfac.tap(kfac.Dense(), params, x, path="")
+    return 0.5 * ((outputs - y) ** 2).sum(-1).mean(), outputs
+
+
+@pytest.mark.parametrize("curvature", ["exact", "kron"])
+def test_linear_regression_is_solved_in_one_step(curvature):
+    params, x, y = {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}, normal(0, 20, 3), normal(1, 20, 2)
+    optimizer = fixed(
+        kfac.find_layers(regression, params, x, y),
+        curvature=curvature,
+        damping=1e-13,
+        max_iterations=40,
+        factor_decay=0.0,
+    )
+    step = make_step(optimizer, regression, fisher="enumerate", likelihood="gaussian")
+    updates, _, _ = step(params, optimizer.init(params), x, y)
+    optimum, *_ = np.linalg.lstsq(np.hstack([x, np.ones((20, 1))]), np.asarray(y))
+    np.testing.assert_allclose(updates["kernel"], optimum[:3], rtol=1e-7, atol=1e-9)
+    np.testing.assert_allclose(updates["bias"], optimum[3], rtol=1e-7, atol=1e-9)
+
+
+def test_quadratic_step_is_the_minimum_along_its_direction():
+    # With the Gauss-Newton matrix of a quadratic loss the model is the loss: α minimises it along the direction.
+    params, x, y = {"kernel": jnp.zeros((3, 2))}, normal(0, 20, 3), normal(1, 20, 2)
+    layers = kfac.find_layers(regression, params, x, y)
+    optimizer = kfac.cg_fac(1.0, layers, damping=1e-12, max_iterations=1, preconditioner_interval=0, factor_decay=0.0)
+    step = make_step(optimizer, regression, fisher="enumerate", likelihood="gaussian")
+    updates, state, _ = step(params, optimizer.init(params), x, y)
+    loss = lambda t: regression(jax.tree.map(lambda p, u: p + t * u, params, updates), x, y)[0]
+    np.testing.assert_allclose(jax.grad(loss)(1.0), 0, atol=1e-10)
+    np.testing.assert_allclose(state.stats["model"], loss(1.0) - loss(0.0), rtol=1e-8)
+    # The second step has a momentum: the best point of the plane of the new direction and the last step.
+    params = optax.apply_updates(params, updates)
+    updates, state, _ = step(params, state, x, y)
+    last = jax.grad(
+        lambda t: regression(jax.tree.map(lambda p, u, d: p + u + t * d, params, updates, state.velocity), x, y)[0]
+    )
+    np.testing.assert_allclose(last(0.0), 0, atol=1e-10)
+
+
+def test_update_does_not_depend_on_the_scale_of_a_layers_input():
+    # F and with it relative damping grow by c², the gradient by c: x shrinks by c, and c x·a stays as it is.
+    c, (x, labels) = 7.0, (normal(5, 60, 3), jnp.arange(60) % 3)
+    loss_fn = lambda params, x, labels: cross_entropy(kfac.tap(kfac.Dense(), params, x, path=""), labels)
+    moved = []
+    for scale in (1.0, c):
+        params = {"kernel": PARAMS["a"]["kernel"] / scale}
+        optimizer = fixed(kfac.find_layers(loss_fn, params, x, labels), curvature="exact", solver="dense", damping=0.1)
+        updates, _, _ = make_step(optimizer, loss_fn)(params, optimizer.init(params), x * scale, labels)
+        moved.append((x * scale) @ updates["kernel"])
+    np.testing.assert_allclose(moved[0], moved[1], rtol=1e-9, atol=1e-12)
+
+
+def test_large_damping_gives_the_gradient():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    optimizer = fixed(layers, damping=1e9, damping_scale="absolute")
+    updates, _, _ = make_step(optimizer)(PARAMS, optimizer.init(PARAMS), X, LABELS)
+    grads = jax.grad(lambda p: network(p, X, LABELS)[0])(PARAMS)
+    jax.tree.map(lambda u, g: np.testing.assert_allclose(u, -g / 1e9, rtol=1e-6), updates, grads)
+
+
+@pytest.mark.parametrize(("curvature", "others"), [("kron", ("eigh", "dense")), ("exact", ("dual", "dense", "auto"))])
+def test_solvers_agree(curvature, others):
+    loss_fn = lambda params, x, labels: cross_entropy(kfac.tap(kfac.Dense(), params, x, path=""), labels)
+    layers = kfac.find_layers(loss_fn, PARAMS["a"], X, LABELS)
+
+    def run(**options):
+        optimizer = fixed(layers, curvature=curvature, damping=0.1, **options)
+        return make_step(optimizer, loss_fn)(PARAMS["a"], optimizer.init(PARAMS["a"]), X, LABELS)[0]
+
+    expected = run(max_iterations=60)
+    for solver in others:
+        got = run(solver=solver, max_iterations=60)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-11), got, expected)
+
+
+def test_order_of_the_examples_does_not_matter():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    optimizer = fixed(layers, damping=0.1)
+    step, state, order = make_step(optimizer), optimizer.init(PARAMS), np.random.default_rng(0).permutation(8)
+    updates, shuffled = step(PARAMS, state, X, LABELS)[0], step(PARAMS, state, X[order], LABELS[order])[0]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-14), updates, shuffled)
+
+
+def test_factors_are_averaged_with_bias_correction():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    optimizer = fixed(layers, damping=0.1, factor_decay=0.9)
+    step, state = make_step(optimizer), optimizer.init(PARAMS)
+    once, state, _ = step(PARAMS, state, X, LABELS)
+    for _ in range(3):
+        again, state, _ = step(PARAMS, state, X, LABELS)  # the same batch: averages do not move
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), once, again)
+    np.testing.assert_allclose(state.averages.weight, 1 - 0.9**4, rtol=1e-12)
+
+
+# ---- Safe steps
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    params = {**PARAMS, "free": jnp.ones(2)}
+    layers = kfac.find_layers(with_free_parameter, params, X, LABELS)
+    optimizer = kfac.cg_fac(1.0, layers, damping=0.1)
+    step = make_step(optimizer, with_free_parameter)
+    _, state, _ = step(params, optimizer.init(params), X, LABELS)
+    assert any(np.any(v != 0) for v in jax.tree.leaves(state.velocity))
+    averages = state.averages
+    updates, state, _ = step(params, state, X.at[0, 0].set(jnp.nan), LABELS)
+    jax.tree.map(np.testing.assert_array_equal, state.averages, averages)
+    assert all(np.all(updates[name][p] == 0) for name in ("a", "b") for p in PARAMS[name])
+    assert all(np.all(v == 0) for v in jax.tree.leaves(state.velocity))
+    np.testing.assert_allclose(state.damping, 0.4)
+    assert float(state.stats["rejected"]) == 1
+
+
+def test_a_step_that_raises_the_loss_is_refused():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    for rate, refused in ((1.0, False), (500.0, True)):
+        optimizer = kfac.cg_fac(rate, layers, damping=0.1, reject=True)
+        updates, state, loss = make_step(optimizer)(PARAMS, optimizer.init(PARAMS), X, LABELS)
+        after = network(optax.apply_updates(PARAMS, updates), X, LABELS)[0]
+        assert bool(state.stats["rejected"]) == refused
+        if refused:
+            np.testing.assert_allclose(after, loss, rtol=1e-12)
+        else:
+            assert after < loss
+
+
+@pytest.mark.parametrize(("change", "expected"), [(-0.9, 0.1 * 0.95**5), (-0.5, 0.1), (-0.1, 0.1 / 0.95**5)])
+def test_damping_follows_the_quality_of_the_model(change, expected):
+    arguments = (jnp.array(True), jnp.array(-1.0), jnp.array(0.1))
+    options = dict(change=lambda: jnp.array(change), interval=5, reject=False, min_damping=0.0)
+    verdict = judge(*arguments, jnp.array(4), **options)
+    np.testing.assert_allclose([verdict.damping, verdict.ratio], [expected, -change], rtol=1e-12)
+    np.testing.assert_allclose(judge(*arguments, jnp.array(3), **options).damping, 0.1)  # not its turn
+    floored = judge(*arguments, jnp.array(4), **{**options, "min_damping": 0.09}).damping
+    np.testing.assert_allclose(floored, max(expected, 0.09), rtol=1e-12)
+
+
+def test_kl_clip_bounds_the_step_in_the_metric():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+
+    def kl(**options):
+        optimizer = kfac.cg_fac(1.0, layers, curvature="exact", damping=0.1, max_iterations=60, **options)
+        updates, state, _ = make_step(optimizer)(PARAMS, optimizer.init(PARAMS), X, LABELS)
+        derivative = lambda x, y: jax.jvp(lambda p: network(p, x[None], y[None])[0], (PARAMS,), (updates,))[1]
+        return float((jax.jit(jax.vmap(derivative))(X, LABELS) ** 2).mean()), float(state.stats["kl_scale"])
+
+    free, scale = kl()
+    assert scale == 1.0
+    clipped, scale = kl(kl_clip=free / 9)
+    np.testing.assert_allclose([clipped, scale], [free / 9, 1 / 3], rtol=1e-6)
+    # With a fixed step the metric is that of each layer by itself.
+    assert kl(kl_clip=1e-4, step="fixed", momentum=0.0)[1] < 1
+
+
+def test_two_by_two_minimum_falls_back_to_one_direction():
+    matrix, slope = np.array([[2.0, 1.0], [1.0, 3.0]]), np.array([1.0, -1.0])
+    np.testing.assert_allclose(minimise_2x2(jnp.asarray(matrix), jnp.asarray(slope)), np.linalg.solve(matrix, slope))
+    parallel = jnp.array([[1.0, 2.0], [2.0, 4.0]])
+    np.testing.assert_allclose(minimise_2x2(parallel, jnp.array([1.0, 2.0])), [1.0, 0.0])
+    np.testing.assert_array_equal(minimise_2x2(jnp.zeros((2, 2)), jnp.ones(2)), 0)
+
+
+def test_refresh_keeps_averages_and_step_length():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    optimizer = kfac.cg_fac(1.0, layers, damping=0.1)
+    function = kfac.value_grad_and_curvature(network, has_aux=True)
+
+    @jax.jit
+    def step(state, refresh):
+        _, grads, curvature = function(PARAMS, X, LABELS, key=jax.random.key(0), refresh=refresh)
+        return optimizer.update(grads, state, PARAMS, curvature=curvature)
+
+    updates, state = step(optimizer.init(PARAMS), True)
+    stale_updates, stale = step(state, False)
+    jax.tree.map(np.testing.assert_array_equal, stale.averages.factors, state.averages.factors)
+    np.testing.assert_array_equal(stale.coefficients, state.coefficients)
+    assert all(np.isfinite(u).all() for u in jax.tree.leaves(stale_updates))
+    exact = kfac.cg_fac(1.0, layers, curvature="exact")
+    _, grads, curvature = function(PARAMS, X, LABELS, key=jax.random.key(0), refresh=jnp.array(True))
+    with pytest.raises(ValueError, match="expected fresh curvature at every step"):
+        exact.update(grads, exact.init(PARAMS), PARAMS, curvature=curvature)
+
+
+# ---- Optax manners
+
+
+def test_it_raises_rather_than_fall_back_to_gradient_descent():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    optimizer = kfac.cg_fac(1.0, layers)
+    state, zeros = optimizer.init(PARAMS), jax.tree.map(jnp.zeros_like, PARAMS)
+    with pytest.raises(ValueError, match="kfac.value_grad_and_curvature"):
+        optimizer.update(zeros, state, PARAMS)
+    curvature = kfac.value_grad_and_curvature(network, fisher="empirical", has_aux=True)(PARAMS, X, LABELS)[2]
+    with pytest.raises(ValueError, match="expected curvature of fisher='mc', got 'empirical'"):
+        kfac.cg_fac(1.0, layers, fisher="mc").update(zeros, state, PARAMS, curvature=curvature)
+    with pytest.raises(ValueError, match="reject and damping_interval compare losses"):
+        kfac.cg_fac(1.0, layers, reject=True).update(zeros, state, PARAMS, curvature=curvature)
+    fewer = kfac.value_grad_and_curvature(
+        lambda p, x: kfac.tap(kfac.Dense(), p["b"], x, path="b").sum(), fisher="empirical"
+    )(PARAMS, normal(0, 8, 4))[2]
+    with pytest.raises(ValueError, match="got none of a"):
+        optimizer.update(zeros, state, PARAMS, curvature=fewer)
+    for wrong in (dict(curvature="full"), dict(solver="lu"), dict(step="adam"), dict(damping_scale="trace")):
+        with pytest.raises(ValueError, match="to be one of"):
+            kfac.cg_fac(1.0, layers, **wrong)
+    with pytest.raises(ValueError, match="solver='dual' expects"):
+        kfac.cg_fac(1.0, layers, solver="dual")
+    with pytest.raises(ValueError, match="adapts the damping to the quadratic model"):
+        kfac.cg_fac(1.0, layers, step="fixed", damping_interval=5)
+
+
+def test_uncovered_parameters_get_adamw_and_weight_decay_means_what_it_does_there():
+    params = {**PARAMS, "free": normal(8, 2)}
+    layers = kfac.find_layers(with_free_parameter, params, X, LABELS)
+    mask = {"a": {"kernel": True, "bias": False}, "b": {"kernel": True}, "free": False}
+    options = dict(damping=0.1, fallback_learning_rate=0.01)
+    plain = kfac.cg_fac(1.0, layers, **options)
+    decayed = kfac.cg_fac(1.0, layers, **options, weight_decay=0.5, weight_decay_mask=mask)
+    updates, with_decay = (
+        make_step(o, with_free_parameter)(params, o.init(params), X, LABELS)[0] for o in (plain, decayed)
+    )
+    grads = jax.grad(lambda p: with_free_parameter(p, X, LABELS)[0])(params)
+    adamw = optax.adamw(0.01, weight_decay=0.0)
+    expected = adamw.update(grads["free"], adamw.init(params["free"]), params["free"])[0]
+    np.testing.assert_allclose(updates["free"], expected, rtol=1e-10)
+    difference = jax.tree.map(jnp.subtract, with_decay, updates)
+    decay = jax.tree.map(lambda p, m: -0.01 * 0.5 * p * m, params, mask)
+    jax.tree.map(lambda d, e: np.testing.assert_allclose(d, e, atol=1e-14), difference, decay)
+
+
+def test_layers_left_out_go_to_the_fallback():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    some = layers.select(lambda block: block.name == "b")
+    assert "fallback (left out)" in str(some)
+    updates = {}
+    for name, chosen in (("all", layers), ("some", some)):
+        optimizer = fixed(chosen, damping=0.1, fallback=optax.sgd(0.1))
+        updates[name] = make_step(optimizer)(PARAMS, optimizer.init(PARAMS), X, LABELS)[0]
+    np.testing.assert_allclose(updates["some"]["b"]["kernel"], updates["all"]["b"]["kernel"], rtol=1e-10)
+    grads = jax.grad(lambda p: network(p, X, LABELS)[0])(PARAMS)
+    jax.tree.map(lambda u, g: np.testing.assert_allclose(u, -0.1 * g, rtol=1e-10), updates["some"]["a"], grads["a"])
+
+
+def test_chain_schedule_partition_and_masks():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    reference = fixed(layers, damping=0.1)
+    expected = make_step(reference)(PARAMS, reference.init(PARAMS), X, LABELS)[0]
+
+    halved = optax.chain(
+        kfac.cg_fac(lambda count: 0.5, layers, damping=0.1, step="fixed", momentum=0.0), optax.scale(4.0)
+    )
+    updates, state, _ = make_step(halved)(PARAMS, halved.init(PARAMS), X, LABELS)
+    jax.tree.map(lambda u, e: np.testing.assert_allclose(u, 2 * e, rtol=1e-10), updates, expected)
+    assert "cg_fac/residual/a" in kfac.telemetry(state)
+
+    split = optax.partition({"second": reference, "first": optax.sgd(0.1)}, {"a": "first", "b": "second"})
+    updates, _, _ = make_step(split)(PARAMS, split.init(PARAMS), X, LABELS)
+    grads = jax.grad(lambda p: network(p, X, LABELS)[0])(PARAMS)
+    np.testing.assert_allclose(updates["a"]["kernel"], -0.1 * grads["a"]["kernel"], rtol=1e-10)
+    np.testing.assert_allclose(updates["b"]["kernel"], expected["b"]["kernel"], rtol=1e-10)
+
+
+def test_multi_steps_applies_the_mean_gradient():
+    layers = kfac.find_layers(network, PARAMS, X[:4], LABELS[:4])
+    optimizer = optax.MultiSteps(fixed(layers, damping=1e9, damping_scale="absolute"), 2)
+    step, state = make_step(optimizer), optimizer.init(PARAMS)
+    first, state, _ = step(PARAMS, state, X[:4], LABELS[:4])
+    assert all(np.all(u == 0) for u in jax.tree.leaves(first))
+    second, state, _ = step(PARAMS, state, X[4:], LABELS[4:])
+    grads = jax.grad(lambda p: network(p, X, LABELS)[0])(PARAMS)
+    jax.tree.map(lambda u, g: np.testing.assert_allclose(u, -g / 1e9, rtol=1e-5), second, grads)
+
+
+def test_the_step_compiles_once_and_its_state_survives_a_checkpoint(tmp_path):
+    from orbax.checkpoint import v1 as ocp
+
+    with jax.enable_x64(False):  # Orbax reads on threads of its own, where a context does not reach
+        params, x = jax.tree.map(lambda p: p.astype(jnp.float32), ({**PARAMS, "free": normal(8, 2)}, X))
+        layers = kfac.find_layers(with_free_parameter, params, x, LABELS)
+        optimizer = kfac.cg_fac(1.0, layers, damping=0.1, warm_start=True)
+        step = make_step(optimizer, with_free_parameter)
+        _, state, _ = step(params, optimizer.init(params), x, LABELS)
+        expected = step(params, state, x, LABELS)
+        assert step._cache_size() == 1  # the state that comes out is like the one that went in
+        ocp.save(tmp_path / "state", state)
+        got = step(params, ocp.load(tmp_path / "state", jax.eval_shape(lambda: state)), x, LABELS)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_bfloat16_parameters_keep_their_dtype():
+    with jax.enable_x64(False):
+        params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+        x = X.astype(jnp.bfloat16)
+        layers = kfac.find_layers(network, params, x, LABELS)
+        optimizer = kfac.cg_fac(1.0, layers)
+        updates, state, _ = make_step(optimizer)(params, optimizer.init(params), x, LABELS)
+    assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
+    assert all(f.dtype == jnp.float32 for f in jax.tree.leaves(state.averages.factors))
+    assert all(np.isfinite(np.asarray(u, np.float32)).all() for u in jax.tree.leaves(updates))
+    assert any(np.any(np.asarray(u, np.float32) != 0) for u in jax.tree.leaves(updates))
+
+
+@pytest.mark.slow
+def test_defaults_train_faster_than_tuned_adamw():
+    with jax.enable_x64(False):
+        sizes = (16, 12, 4, 12, 16)
+        x = np.random.default_rng(0).normal(size=(256, 3)) @ np.random.default_rng(1).normal(size=(3, 16))
+        x = jnp.asarray(np.tanh(x), jnp.float32)
+        names = [f"l{i}" for i in range(len(sizes) - 1)]
+        params = {
+            n: {"kernel": normal(i, a, b).astype(jnp.float32) / a**0.5, "bias": jnp.zeros(b)}
+            for i, (n, a, b) in enumerate(zip(names, sizes, sizes[1:], strict=False))
+        }
+
+        def loss_fn(params, x):
+            h = x
+            for n in names:
+                h = kfac.tap(kfac.Dense(), params[n], h, path=n)
+                h = jnp.tanh(h) if n != names[-1] else h
+            return 0.5 * ((h - x) ** 2).sum(-1).mean(), h
+
+        function = kfac.value_grad_and_curvature(loss_fn, likelihood="gaussian", has_aux=True)
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def run(optimizer, params):
+            def body(carry, i):
+                params, state = carry
+                (loss, _), grads, curvature = function(params, x, key=jax.random.key(i))
+                extra = dict(curvature=curvature)
+                updates, state = optax.with_extra_args_support(optimizer).update(grads, state, params, **extra)
+                return (optax.apply_updates(params, updates), state), loss
+
+            return jax.lax.scan(body, (params, optimizer.init(params)), jnp.arange(100))[1]
+
+        adamw = min(float(run(optax.adamw(rate), params)[-1]) for rate in (3e-3, 1e-2, 3e-2))
+        second_order = np.asarray(run(kfac.cg_fac(1.0, kfac.find_layers(loss_fn, params, x)), params))
+    assert second_order[50] < adamw
+    assert np.all(np.isfinite(second_order))
