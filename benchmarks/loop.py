@@ -57,7 +57,9 @@ def bare_seconds(run: training.Run) -> float:
 def loop_seconds(run: training.Run) -> float:
     """Seconds that a step takes in the loop, from the end of the first to that of the last."""
     with tempfile.TemporaryDirectory() as workdir:
-        training.Trainer(run, workdir).fit()
+        result = training.Trainer(run, workdir).fit()
+        if result.interrupted:
+            raise SystemExit(128 + result.interrupted)
         rows = [row for row in training.read_metrics(workdir) if "train/images_per_second" in row]
     return run.config.batch_size / rows[-1]["train/images_per_second"]
 
