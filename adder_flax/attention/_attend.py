@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from adder_flax import ops
 from adder_flax.attention._recorder import record, recording
-from adder_flax.attention._registry import Score, get_score
+from adder_flax.attention._registry import Score, get_score, masked_softmax
 
 
 def attend(
@@ -34,6 +35,7 @@ def attend(
     dropout_rng: Array | None = None,
     broadcast_dropout: bool = True,
     deterministic: bool = False,
+    key_block: int | None = None,
     dtype: jnp.dtype | None = None,
     precision: jax.lax.PrecisionLike = None,
     module: Any = None,
@@ -61,6 +63,9 @@ def attend(
       dropout_rate, dropout_rng: dropout of the map's weights (not of the identity map), off where `deterministic`.
       broadcast_dropout: one dropout mask for all samples and heads, Flax's default.
       deterministic: no dropout.
+      key_block: compute in blocks of so many keys and never build the map, see `adder_flax.ops.fused_attention`: memory
+        grows with the length instead of its square, for more computation in the backward pass. Where the map is asked
+        for, it is built all the same. Dropout is then independent for each sample and head.
       dtype: dtype of the computation outside softmax; None for the inputs' common one.
       precision: precision of matrix products, see `jax.lax.Precision`.
       module: a Flax module (NNX or Linen) that is to `sow` the weights as "attention_weights".
@@ -88,24 +93,35 @@ def attend(
     # Heads before length: both products are then plain batched matrix products.
     query, key, value = (jnp.swapaxes(x.astype(dtype), -2, -3) for x in (query, key, value))
 
+    rate = 0.0 if deterministic else dropout_rate
+    _check_dropout(rate, dropout_rng)
+    arrays = {name: parameter for name, parameter in (parameters or {}).items() if parameter is not None}
+    raw_scores = functools.partial(contract.raw_scores, options=score_options or {})
+    factor = resolve_scale(contract, scale, key.shape[-1]) / _per_head(temperature)
+    bias = _total_bias(bias, key_bias)
+    mask = _visible(mask, bias)
+    map_is_wanted = return_weights or module is not None or recording()
+
     with _matmul_precision(precision):
-        scores = contract.raw_scores(query, key, parameters or {}, score_options or {})
-        scores = scores * (resolve_scale(contract, scale, key.shape[-1]) / _per_head(temperature))
-        if key_bias is not None:
-            scores = scores + key_bias[..., None, :]
-        if bias is not None:
-            scores = scores + bias
-        weights = contract.normalize(scores, _visible(scores.shape, bias, key_bias, mask, is_causal))
-        wanted = module is not None or return_weights or recording()
-        sown = weights + jnp.eye(weights.shape[-1]) if identity and wanted else weights
-        record(sown)
+        if key_block is not None and not map_is_wanted:
+            output = _in_blocks(
+                contract, raw_scores, arrays, query, key, value,
+                scale=factor, bias=bias, mask=mask, is_causal=is_causal, identity=identity,
+                dropout_rate=rate, dropout_key=dropout_rng, key_block=key_block,
+            )  # fmt: skip
+            return jnp.swapaxes(output, -2, -3)
+        scores = raw_scores(query, key, arrays) * factor
+        scores = scores if bias is None else scores + bias
+        weights = contract.normalize(scores, _with_causal(mask, scores.shape) if is_causal else mask)
+        shown = weights + jnp.eye(weights.shape[-1]) if identity and map_is_wanted else weights
+        record(shown)
         if module is not None:
-            _sow(module, sown)
-        if dropout_rate > 0.0 and not deterministic:
-            weights = _dropout(weights, dropout_rate, dropout_rng, broadcast_dropout)
+            _sow(module, shown)
+        if rate > 0.0:
+            weights = _dropout(weights, rate, dropout_rng, broadcast_dropout)
         output = _mix(weights.astype(dtype), value, identity)
     output = jnp.swapaxes(output, -2, -3)
-    return (output, sown) if return_weights else output
+    return (output, shown) if return_weights else output
 
 
 def attention_function(function: Callable[..., Array]) -> Callable[..., Array]:
@@ -177,27 +193,51 @@ def _mix(weights: Array, value: Array, identity: bool) -> Array:
     return output.reshape(*batch, heads, q_length, value.shape[-1])
 
 
-def _visible(shape: tuple, bias: Array | None, key_bias: Array | None, mask: Array | None, is_causal: bool):
-    """Which keys each query may see, from all that can forbid it; None where nothing does."""
-    conditions = []
-    if mask is not None:
-        conditions.append(mask.astype(bool))
-    if is_causal:
-        conditions.append(jnp.tril(jnp.ones(shape[-2:], bool)))
-    if bias is not None:
-        conditions.append(bias > -jnp.inf)
-    if key_bias is not None:
-        conditions.append((key_bias > -jnp.inf)[..., None, :])
-    return functools.reduce(jnp.logical_and, conditions) if conditions else None
+def _in_blocks(
+    contract: Score, raw_scores: Callable[..., Array], arrays: dict[str, Array], query: Array, key: Array, value: Array,
+    **options: Any,
+) -> Array:  # fmt: skip
+    """Head-major attention without the map."""
+    if contract.normalize is not masked_softmax:
+        raise ValueError(
+            f"key_block expects a score that softmax normalises, got {contract.name!r}, which brings its own; "
+            "leave key_block out."
+        )
+    score = lambda query, key, *values: raw_scores(query, key, dict(zip(arrays, values, strict=True)))
+    value = jnp.repeat(value, query.shape[-3] // value.shape[-3], axis=-3)
+    return ops.fused_attention(score, query, key, value, tuple(arrays.values()), **options)
 
 
-def _dropout(weights: Array, rate: float, rng: Array | None, broadcast: bool) -> Array:
-    if not rate < 1.0:
+def _total_bias(bias: Array | None, key_bias: Array | None) -> Array | None:
+    if key_bias is None:
+        return bias
+    key_bias = key_bias[..., None, :]
+    return key_bias if bias is None else bias + key_bias
+
+
+def _visible(mask: Array | None, bias: Array | None) -> Array | None:
+    """Which keys each query may see, from all that can forbid it but causality; None where nothing does."""
+    mask = None if mask is None else jnp.asarray(mask).astype(bool)
+    if bias is None:
+        return mask
+    return bias > -jnp.inf if mask is None else jnp.logical_and(mask, bias > -jnp.inf)
+
+
+def _with_causal(mask: Array | None, shape: tuple[int, ...]) -> Array:
+    causal = jnp.tril(jnp.ones(shape[-2:], bool))
+    return causal if mask is None else jnp.logical_and(mask, causal)
+
+
+def _check_dropout(rate: float, rng: Array | None) -> None:
+    if not 0.0 <= rate < 1.0:
         raise ValueError(f"expected dropout_rate in [0, 1), got {rate}; lower it.")
-    if rng is None:
+    if rate > 0.0 and rng is None:
         raise ValueError(
             f"dropout_rate = {rate} expects a dropout_rng, got None; pass a jax.random key or deterministic=True."
         )
+
+
+def _dropout(weights: Array, rate: float, rng: Array, broadcast: bool) -> Array:
     shape = (1,) * (weights.ndim - 2) + weights.shape[-2:] if broadcast else weights.shape
     keep = jax.random.bernoulli(rng, 1.0 - rate, shape)
     return jnp.where(keep, weights / (1.0 - rate), 0.0)

@@ -33,6 +33,7 @@ class MultiHeadAttention(nnx.Module):
       key_bias_length: learn one bias per head and key position, for inputs of exactly this length; None for none.
       identity: whether to add the identity map to the attention map; None for the score's own default.
       dropout_rate: dropout of attention weights, independent for each sample and head.
+      key_block: compute in blocks of so many keys, in memory linear in the length, see `attend`; None builds the map.
       use_bias: whether the projections have a bias.
       qkv_linear, out_linear: what makes the projections:
         `qkv_linear(in_features, out_features, use_bias=…, dtype=…, param_dtype=…, rngs=…)`.
@@ -64,6 +65,7 @@ class MultiHeadAttention(nnx.Module):
         key_bias_length: int | None = None,
         identity: bool | None = None,
         dropout_rate: float = 0.0,
+        key_block: int | None = None,
         use_bias: bool = True,
         qkv_linear: Callable[..., nnx.Module] = nnx.Linear,
         out_linear: Callable[..., nnx.Module] = nnx.Linear,
@@ -85,6 +87,7 @@ class MultiHeadAttention(nnx.Module):
         self.temperature = temperature
         self.identity = identity
         self.dropout_rate = dropout_rate
+        self.key_block = key_block
         self.dtype = dtype
 
         contract = get_score(score)
@@ -152,6 +155,7 @@ class MultiHeadAttention(nnx.Module):
             dropout_rng=_dropout_key(self.dropout_rate, deterministic, rngs),
             broadcast_dropout=False,
             deterministic=deterministic,
+            key_block=self.key_block,
             return_weights=return_weights,
         )
         values, weights = attended if return_weights else (attended, None)

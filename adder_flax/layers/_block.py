@@ -27,6 +27,7 @@ class Block(nnx.Module):
       dropout_rate: dropout after the attention and in the MLP.
       attention_dropout_rate: dropout of attention weights.
       drop_path_rate: stochastic depth of both branches.
+      key_block: attention in blocks of so many keys, in memory linear in the length; None builds the map.
       dtype: dtype of the computation; None for the inputs' and parameters' common one.
       param_dtype: dtype of the parameters.
       rngs: initialisation keys.
@@ -54,6 +55,7 @@ class Block(nnx.Module):
         dropout_rate: float = 0.0,
         attention_dropout_rate: float = 0.0,
         drop_path_rate: float = 0.0,
+        key_block: int | None = None,
         dtype: jnp.dtype | None = None,
         param_dtype: jnp.dtype = jnp.float32,
         rngs: nnx.Rngs,
@@ -69,6 +71,7 @@ class Block(nnx.Module):
             temperature=temperature,
             identity=identity,
             dropout_rate=attention_dropout_rate,
+            key_block=key_block,
             qkv_linear=linear_class(qkv_linear, adder_options),
             out_linear=linear_class(proj_linear, adder_options),
             **shared,

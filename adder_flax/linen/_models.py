@@ -36,6 +36,7 @@ class Block(nn.Module):
     dropout_rate: float = 0.0
     attention_dropout_rate: float = 0.0
     drop_path_rate: float = 0.0
+    key_block: int | None = None
     dtype: jnp.dtype | None = None
     param_dtype: jnp.dtype = jnp.float32
 
@@ -60,6 +61,7 @@ class Block(nn.Module):
             temperature=self.temperature,
             identity=self.identity,
             dropout_rate=self.attention_dropout_rate,
+            key_block=self.key_block,
             qkv_linear=linear_class(self.qkv_linear, self.adder_options),
             out_linear=linear_class(self.proj_linear, self.adder_options),
             **shared,
@@ -72,9 +74,10 @@ class Block(nn.Module):
             **shared,
             name="mlp",
         )
-        attended, weights = attention(
-            norm("norm1")(tokens), mask=mask, deterministic=deterministic, return_weights=True
+        attended = attention(
+            norm("norm1")(tokens), mask=mask, deterministic=deterministic, return_weights=return_weights
         )
+        attended, weights = attended if return_weights else (attended, None)
         attended = nn.Dropout(self.dropout_rate)(attended, deterministic=deterministic)
         tokens = tokens + drop_path(attended)
         tokens = tokens + drop_path(mlp(norm("norm2")(tokens), deterministic=deterministic))
@@ -87,10 +90,11 @@ class Blocks(nn.Module):
     settings: Sequence[Mapping[str, Any]]
 
     @nn.compact
-    def __call__(self, tokens: Array, *, deterministic: bool) -> tuple[Array, tuple[Array, ...]]:
+    def __call__(self, tokens: Array, *, deterministic: bool, return_weights: bool) -> tuple[Array, tuple[Array, ...]]:
         maps = []
         for i, setting in enumerate(self.settings):
-            tokens, weights = Block(**setting, name=str(i))(tokens, deterministic=deterministic, return_weights=True)
+            outputs = Block(**setting, name=str(i))(tokens, deterministic=deterministic, return_weights=return_weights)
+            tokens, weights = outputs if return_weights else (outputs, None)
             maps.append(weights)
         return tokens, tuple(maps)
 
@@ -125,6 +129,7 @@ class VisionTransformer(nn.Module):
     dropout_rate: float = 0.0
     attention_dropout_rate: float = 0.0
     drop_path_rate: float = 0.0
+    key_block: int | None = None
     dtype: jnp.dtype | None = None
     param_dtype: jnp.dtype = jnp.float32
 
@@ -140,7 +145,8 @@ class VisionTransformer(nn.Module):
         check_pooling(self.pooling)
         shared = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         tokens = nn.Dropout(self.dropout_rate)(self._embed(images), deterministic=deterministic)
-        tokens, maps = Blocks(self._block_settings(), name="blocks")(tokens, deterministic=deterministic)
+        blocks = Blocks(self._block_settings(), name="blocks")
+        tokens, maps = blocks(tokens, deterministic=deterministic, return_weights=return_weights)
         tokens = nn.LayerNorm(epsilon=LAYER_NORM_EPSILON, **shared, name="norm")(tokens)
         pooled = tokens[:, 0] if self.pooling == "cls" else tokens.mean(axis=1)
         logits = Linear(self.num_classes, **shared, name="head")(pooled)
@@ -165,7 +171,7 @@ class VisionTransformer(nn.Module):
         rates = drop_path_rates(self.drop_path_rate, self.depth)
         same = (
             "num_heads mlp_ratio scale temperature identity qkv_linear proj_linear mlp_linear adder_options "
-            "dropout_rate attention_dropout_rate dtype param_dtype"
+            "dropout_rate attention_dropout_rate key_block dtype param_dtype"
         )
         same = {name: getattr(self, name) for name in same.split()}
         return [

@@ -47,6 +47,8 @@ class VisionTransformer(nnx.Module):
       dropout_rate: dropout of the embeddings, after the attention and in the MLPs.
       attention_dropout_rate: dropout of attention weights.
       drop_path_rate: stochastic depth of the last block; it rises linearly from 0 in the first.
+      key_block: attention in blocks of so many keys, in memory linear in the number of tokens; None builds the maps,
+        which is faster where they fit.
       dtype: dtype of the computation, for example `jnp.bfloat16`; parameters and logits stay `param_dtype`.
       param_dtype: dtype of the parameters.
       remat: recompute each block in the backward pass instead of storing its inner activations.
@@ -88,6 +90,7 @@ class VisionTransformer(nnx.Module):
         dropout_rate: float = 0.0,
         attention_dropout_rate: float = 0.0,
         drop_path_rate: float = 0.0,
+        key_block: int | None = None,
         dtype: jnp.dtype | None = None,
         param_dtype: jnp.dtype = jnp.float32,
         remat: bool = False,
@@ -126,6 +129,7 @@ class VisionTransformer(nnx.Module):
             adder_options=adder_options,
             dropout_rate=dropout_rate,
             attention_dropout_rate=attention_dropout_rate,
+            key_block=key_block,
             **shared,
         )
         rates = drop_path_rates(drop_path_rate, depth)

@@ -242,6 +242,50 @@ def test_batch_axes_are_free():
     np.testing.assert_allclose(out[0, 0], attention.adder_attention(*single), rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("batch", "q_length", "k_length"), [(0, 3, 3), (2, 0, 3), (2, 3, 0)])
+def test_empty_batches_and_sequences(name, batch, q_length, k_length):
+    inputs, parameters = make_inputs(q_length, k_length, batch=(batch,)), make_parameters(name)
+    out, weights = call(name, *inputs, parameters, identity=False, return_weights=True)
+    assert out.shape == (batch, q_length, HEADS, DIM)
+    assert weights.shape == (batch, HEADS, q_length, k_length)
+    assert not np.any(out) or k_length  # who has no key to look at gets zeros
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_of_keys_change_nothing(name):
+    """All options at once, with grouped heads, blocks that do not divide the length, and a query that sees nothing."""
+    inputs, parameters = make_inputs(7, 7, heads=4, kv_heads=2), make_parameters(name, heads=4)
+    rng = np.random.default_rng(2)
+    mask = rng.random((2, 1, 7, 7)) < 0.6
+    mask[0, 0, 3] = False
+    key_bias = np.where(np.arange(7) == 5, -np.inf, rng.normal(size=(4, 7))).astype(np.float32)
+    options = dict(temperature=jnp.array([0.5, 3.0, 1.0, 2.0]), scale=0.7, is_causal=True, identity=True)
+    options |= dict(mask=jnp.asarray(mask), bias=rng.normal(size=(7, 7)).astype(np.float32), key_bias=key_bias)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def loss_and_gradients(key_block, inputs, parameters):
+        loss = lambda inputs, parameters: jnp.sum(
+            jnp.sin(call(name, *inputs, parameters, key_block=key_block, **options))
+        )
+        return jax.value_and_grad(loss, argnums=(0, 1))(inputs, parameters)
+
+    expected = loss_and_gradients(None, inputs, parameters)
+    found = loss_and_gradients(3, inputs, parameters)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
+
+
+def test_blocks_of_keys_build_no_map():
+    query, key, value = make_inputs(64, 64, batch=(), heads=1, kv_heads=1)
+    shapes = lambda **options: str(
+        jax.make_jaxpr(lambda *a: attention.adder_attention(*a, key_block=8, **options))(query, key, value)
+    )
+    assert "64,64]" not in shapes()
+    assert "64,64]" in shapes(return_weights=True)  # asked for, it is built
+    with pytest.raises(ValueError, match="expects a dropout_rng"):
+        attention.adder_attention(query, key, value, key_block=8, dropout_rate=0.5)
+
+
 def test_dropout_keeps_the_mean_and_spares_the_identity_map():
     query, key, _ = make_inputs(3, 3, batch=(1,), heads=1, kv_heads=1)
     values = jnp.eye(3)[None, :, None, :]  # the output is then the map itself

@@ -97,12 +97,35 @@ def test_identity_raises_singular_values_of_a_symmetric_positive_semidefinite_ma
     np.testing.assert_allclose(with_identity.sum(-1), 2.0, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["dot", "adder", "gaussian"])
-def test_logits_of_ten_thousand_do_not_overflow(name):
-    query = jnp.array([[1.0], [-1.0], [0.0]]).reshape(1, 3, 1, 1) * 100.0
-    out, weights = attention.attend(query, query, query, score=name, scale=1.0, identity=False, return_weights=True)
-    assert np.all(np.isfinite(out))
+ONE, FIRST = np.ones((1, 1, 1), np.float32), [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "expected"),
+    [
+        ("dot", {}, FIRST),
+        ("adder", {}, FIRST),
+        ("gaussian", {}, FIRST),
+        ("bilinear", dict(kernel=ONE), FIRST),
+        # tanh of 100 + 100, of 100 - 100 and of 100 + 0, times 10⁴
+        ("additive", dict(query_kernel=ONE, key_kernel=ONE, v=1e4 * ONE[0]), [0.5, 0.0, 0.5]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_logits_of_ten_thousand_do_not_overflow(name, parameters, expected, dtype):
+    query = jnp.array([100.0, -100.0, 0.0], dtype).reshape(1, 3, 1, 1)
+    out, weights = attention.attend(
+        query, query, query, score=name, parameters=parameters, scale=1.0, identity=False, return_weights=True
+    )
+    assert np.all(np.isfinite(out.astype(jnp.float32)))
     np.testing.assert_allclose(weights.sum(-1), 1.0, rtol=1e-6)
-    np.testing.assert_allclose(weights[0, 0, 0], [1.0, 0.0, 0.0], atol=1e-6)
-    shifted = attention.masked_softmax(jnp.array([1e4 + 1.0, 1e4, -1e4]))
-    np.testing.assert_allclose(shifted, [1 / (1 + math.exp(-1)), 1 / (1 + math.e), 0.0], rtol=1e-6)
+    np.testing.assert_allclose(weights[0, 0, 0], expected, atol=1e-6)
+
+
+def test_subtracting_the_maximum_changes_nothing():
+    logits = np.random.default_rng(0).normal(size=(4, 9)).astype(np.float32)
+    plain = np.exp(logits, dtype=np.float64) / np.exp(logits, dtype=np.float64).sum(-1, keepdims=True)
+    np.testing.assert_allclose(attention.masked_softmax(logits), plain, rtol=1e-5)
+    np.testing.assert_allclose(attention.masked_softmax(logits + 1e4), plain, rtol=2e-3)  # float32 near 1e4: ± 5e-4
+    far = attention.masked_softmax(jnp.array([1e4 + 1.0, 1e4, -1e4]))
+    np.testing.assert_allclose(far, [1 / (1 + math.exp(-1)), 1 / (1 + math.e), 0.0], rtol=1e-6)

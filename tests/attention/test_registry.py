@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adder_flax import attention
+from adder_flax import analysis, attention, linen
+from adder_flax.data import load_source
 from adder_flax.models import VisionTransformer
+from adder_flax.training.setup import make_model
+from experiments import common
 
 
 @pytest.fixture
@@ -49,6 +52,25 @@ def test_a_sixth_score_works_in_functions_modules_models_and_capture(registered)
     assert [m.shape for m in maps] == [(1, 2, 5, 5)] * 2
 
 
+def test_a_sixth_score_works_in_experiments_linen_and_analysis(registered):
+    registered(attention.Score("cosine", cosine_scores, cosine_parameters, scale=lambda _: 1.0))
+    config = common.deit("multiplicative", "tiny")
+    config.model.update(score="cosine,dot", depth=2, width=8, num_heads=2)
+    model = make_model(config, load_source("digits", "eval"), seed=0)
+    assert [block.attention.score_name for block in model.blocks] == ["cosine", "dot"]
+
+    images = np.ones((2, *model.image_shape), np.float32)
+    size = dict(patch_size=2, num_classes=10, width=8, depth=2, num_heads=2)
+    module = linen.VisionTransformer(**size, score=["cosine", "dot"])
+    params = linen.from_nnx(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    np.testing.assert_allclose(module.apply({"params": params}, images), model(images), rtol=1e-4, atol=1e-5)
+
+    captured = analysis.capture(model, images)
+    np.testing.assert_allclose(analysis.stochastic_part(captured.blocks[0].map).sum(-1), 1.0)
+    counted = analysis.count_operations(model, images).layers
+    assert any(name.startswith("blocks.0.attention") for name in counted)
+
+
 def test_a_score_may_bring_its_own_normaliser(registered):
     def sigmoid(scores, mask):
         return jnp.where(True if mask is None else mask, 1 / (1 + jnp.exp(-scores)), 0.0)
@@ -59,12 +81,27 @@ def test_a_score_may_bring_its_own_normaliser(registered):
     out = attention.attend(query, key, key, score="sigmoid", is_causal=True)
     np.testing.assert_allclose(out[0, :, 0, 0], [0.5, 1.0, 1.5])
     assert [n for n in attention.score_names() if not attention.get_score(n).rows_are_probability] == ["sigmoid"]
+    with pytest.raises(ValueError, match="key_block expects a score that softmax normalises, got 'sigmoid'"):
+        attention.attend(query, key, key, score="sigmoid", key_block=2)
 
 
 def test_names_are_unique(registered):
-    registered(attention.get_score("dot"))  # the same one again, as on a reload
+    registered(attention.get_score("dot"))
     with pytest.raises(ValueError, match="expected a new name for the score, got 'dot'"):
         registered(attention.Score("dot", cosine_scores))
+
+
+def test_the_same_source_may_run_again(registered):
+    """A notebook cell or an experiment file makes new functions each time it runs."""
+    source = (
+        "from adder_flax import attention\ndef scores(query, key):\n    return {} * attention.dot_scores(query, key)"
+    )
+    for factor in (1.0, 2.0):
+        cell = {"__name__": "cell"}
+        exec(source.format(factor), cell)
+        registered(attention.Score("scaled", cell["scores"]))
+    x = np.ones((1, 1, 3))
+    np.testing.assert_allclose(attention.get_score("scaled").function(x, x), 6.0)
 
 
 def test_unknown_names_and_options():

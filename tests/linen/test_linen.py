@@ -60,8 +60,8 @@ PAIRS = dict(
         lambda: rows(3, 4, 4, 1),
     ),
     adder_vit=(
-        lambda: models.VisionTransformer(**VIT, score="adder", **ADDER, rngs=nnx.Rngs(0)),
-        lambda: linen.VisionTransformer(**TINY, score="adder", **ADDER),
+        lambda: models.VisionTransformer(**VIT, score="adder", **ADDER, key_block=3, rngs=nnx.Rngs(0)),
+        lambda: linen.VisionTransformer(**TINY, score="adder", **ADDER, key_block=3),
         lambda: rows(3, 4, 4, 1),
     ),
 )  # fmt: skip
@@ -82,6 +82,33 @@ def test_outputs_agree_for_one_parameter_tree(name):
     ours = jax.jit(lambda p, x: nnx.merge(graphdef, linen.to_nnx(p))(x))(linen.from_nnx(params), inputs)
     theirs = jax.jit(lambda p, x: module.apply({"params": p}, x))(linen.from_nnx(params), inputs)
     np.testing.assert_allclose(theirs, ours, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("score", attention.score_names())
+def test_cross_attention_with_all_options_agrees(score):
+    size = dict(score=score, qkv_features=12, out_features=6, num_kv_heads=1, identity=False, temperature=0.7)
+    ours = randomised(lambda: attention.MultiHeadAttention(2, 8, in_kv_features=6, **size, rngs=nnx.Rngs(0)))
+    module, params = linen.MultiHeadAttention(2, **size), nnx.to_pure_dict(nnx.state(ours))
+    inputs = rows(3, 4, 8), rows(3, 7, 6, seed=1), rows(3, 7, 6, seed=2)
+    mask = np.random.default_rng(3).random((3, 1, 4, 7)) < 0.6
+    mask[0, 0, 1] = False  # a query that sees nothing
+    options = dict(mask=jnp.asarray(mask), bias=rows(2, 4, 7, seed=4), is_causal=True, return_weights=True)
+    found = jax.jit(lambda p: module.apply({"params": p}, *inputs, **options))(params)
+    assert np.all(np.isfinite(found[0]))
+    assert not np.any(found[1][0, :, 1])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found, run(ours, *inputs, **options)
+    )
+
+
+def test_gradients_agree():
+    options = dict(score="adder", mlp_linear="adder")
+    graphdef, state = nnx.split(randomised(lambda: layers.Block(8, 2, **options, rngs=nnx.Rngs(0))))
+    module, params = linen.Block(2, **options), nnx.to_pure_dict(state)
+    ours = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(nnx.merge(graphdef, p)(tokens())))))(params)
+    theirs = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(module.apply({"params": p}, tokens())))))(params)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, theirs, ours)
 
 
 @pytest.mark.parametrize(
@@ -109,15 +136,25 @@ def test_classical_forms_agree(make_nnx, module):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found, expected)
 
 
-def test_initial_values_have_the_same_spread():
-    images = rows(1, 4, 4, 1)
-    ours = nnx.to_pure_dict(
-        nnx.state(models.VisionTransformer(**VIT | dict(width=64), score="additive", rngs=nnx.Rngs(0)))
-    )
-    theirs = linen.VisionTransformer(**TINY | dict(width=64), score="additive").init(jax.random.key(1), images)
-    for (path, a), b in zip(
-        jax.tree.leaves_with_path(linen.from_nnx(ours)), jax.tree.leaves(theirs["params"]), strict=True
-    ):
+@pytest.mark.parametrize(
+    ("make_nnx", "module", "inputs"),
+    [
+        (
+            lambda: models.VisionTransformer(**VIT | dict(width=64), score="additive", rngs=nnx.Rngs(0)),
+            linen.VisionTransformer(**TINY | dict(width=64), score="additive"),
+            rows(1, 4, 4, 1),
+        ),
+        (
+            lambda: attention.MultiHeadAttention(2, 64, score="bilinear", rngs=nnx.Rngs(0)),
+            linen.MultiHeadAttention(2, score="bilinear"),
+            rows(1, 5, 64),
+        ),
+    ],
+)
+def test_initial_values_have_the_same_spread(make_nnx, module, inputs):
+    ours = linen.from_nnx(nnx.to_pure_dict(nnx.state(make_nnx())))
+    theirs = jax.jit(module.init)(jax.random.key(1), inputs)["params"]
+    for (path, a), b in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
         tolerance = 5 / np.sqrt(a.size)
         np.testing.assert_allclose(a.std(), b.std(), rtol=tolerance, atol=1e-6, err_msg=jax.tree_util.keystr(path))
         np.testing.assert_allclose(a.mean(), b.mean(), atol=tolerance * max(float(a.std()), 1e-6))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adder_flax import models
+from adder_flax import attention, models
 from tests.modules import randomised, run
 
 TINY = dict(image_size=4, patch_size=2, channels=1, num_classes=3, width=8, depth=3, num_heads=2, mlp_ratio=2.0)
@@ -97,6 +97,16 @@ def test_the_loop_draws_the_same_random_numbers():
     unrolled, looped = run(make(**options)), run(make(**options, **WAYS["both"]))
     jax.tree.map(close, looped(0), unrolled(0))
     assert unrolled(1)[0] != unrolled(0)[0]
+
+
+def test_blocks_of_keys_change_nothing():
+    options = dict(score=["adder", "additive"], depth=2)
+    whole, blocks = make(**options), make(**options, key_block=2)
+    np.testing.assert_allclose(run(blocks, images()), run(whole, images()), rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(
+        attention.capture_attention(blocks, images()), run(whole, images(), return_weights=True)[1], strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("graph", [True, False])
