@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from adder_flax.attention import resolve_scale
 from adder_flax.data import load_source
 from adder_flax.training.setup import make_model
 from tests.processes import ROOT
@@ -45,3 +46,19 @@ def test_parameters_of_the_multiplicative_224_pixel_models_are_deits(name, milli
 def test_patches_follow_the_data(data, tokens):
     _, model = _build("deit_tiny", data)
     assert model.pos_embed.shape[1] == tokens
+
+
+@pytest.mark.parametrize(("name", "scale"), [("deit_tiny", 64**-0.5), ("additive_deit_tiny", 1.0)])
+def test_scores_are_scaled_as_their_formulas_say_and_maps_are_built(name, scale):
+    _, model = _build(name)
+    attention = model.blocks[0].attention
+    assert resolve_scale(attention.score_name, attention.scale, attention.head_dim) == scale
+    assert attention.key_block is None
+
+
+def test_a_key_block_reaches_every_block():
+    config = importlib.import_module("experiments.deit_tiny").get_config()
+    config.model.key_block = 4
+    source = load_source("fake", "train", image_size=config.data.image_size, num_classes=10)
+    model = nnx.eval_shape(lambda: make_model(config, source, seed=0))
+    assert {block.attention.key_block for block in model.blocks} == {4}

@@ -97,6 +97,7 @@ def make_model(config: Any, source: data.Source, *, seed: int) -> VisionTransfor
     options["identity"] = _IDENTITY[options["identity"]]
     if options["scale"] == "auto":
         options["scale"] = None
+    options["key_block"] = options["key_block"] or None
     scores = options.pop("score").split(",")
     if options["adder_options"]["norm"] == "none":
         options["adder_options"]["norm"] = None

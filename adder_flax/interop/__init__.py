@@ -1,1 +1,0 @@
-"""Weights from and to other projects."""
