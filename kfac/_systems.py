@@ -213,11 +213,18 @@ def new_factors(block: Block, curvature: Curvature, params: Lanes, form: Form) -
 
 def _damped_inverse(matrix: Float[Array, "lane n n"], damping: Float[Array, " lane"]) -> Float[Array, "lane n n"]:
     eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
-    root = jnp.linalg.cholesky(matrix + damping[:, None, None] * eye)
-    half = jax.lax.linalg.triangular_solve(root, jnp.broadcast_to(eye, matrix.shape), left_side=True, lower=True)
-    inverse = jnp.swapaxes(half, 1, 2) @ half  # symmetric to the last bit, as CG needs
-    # Where float32 cannot invert a factor, CG does without it.
-    return jnp.where(jnp.isfinite(inverse).all(axis=(1, 2), keepdims=True), inverse, eye)
+
+    def invert(lane: tuple[Array, Array]) -> Array:
+        matrix, damping = lane
+        root = jnp.linalg.cholesky(matrix + damping * eye)
+        half = jax.lax.linalg.triangular_solve(root, eye, left_side=True, lower=True)
+        inverse = half.T @ half  # symmetric to the last bit, as CG needs
+        # Where float32 cannot invert a factor, CG does without it.
+        return jnp.where(jnp.isfinite(inverse).all(), inverse, eye)
+
+    # Lane by lane: on CPUs, jaxlib's batched factorizations wait for threads of the pool that they run on, and two of
+    # them at once wait for ever where the pool has two threads.
+    return jax.lax.map(invert, (matrix, damping))
 
 
 def build(
