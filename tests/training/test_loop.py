@@ -62,10 +62,10 @@ def test_resume_of_a_complete_run_trains_no_further(tiny_config, tmp_path, capsy
 
 
 def test_another_configuration_is_refused_and_the_difference_shown(tiny_config, tmp_path):
-    fit(tiny_config(), tmp_path)
-    with pytest.raises(RunError, match=r"optimizer.learning_rate: 0.001 there, 0.5 now"):
+    fit(tiny_config(**{"optimizer.learning_rate": 0.25}), tmp_path)
+    with pytest.raises(RunError, match=r"optimizer.learning_rate: 0.25 there, 0.5 now"):
         fit(tiny_config(**{"optimizer.learning_rate": 0.5}), tmp_path)
-    fit(tiny_config(log_every_steps=3), tmp_path)
+    fit(tiny_config(**{"optimizer.learning_rate": 0.25, "log_every_steps": 3}), tmp_path)
 
 
 def test_a_missing_checkpoint_names_those_there_are(tmp_path):
