@@ -40,6 +40,7 @@ import kfac
 from adder_flax.analysis import count_operations
 from adder_flax.models import VisionTransformer
 from adder_flax.training.curvature import register_adder_layers
+from experiments import common
 
 NUM_TRAIN = 1536
 BATCH_SIZE = 256
@@ -131,11 +132,10 @@ def vision_transformer(name: str, **model_options: Any) -> Problem:
     return Problem(name, "categorical", (0.3, 0.1, 0.03), 300, init, loss_fn, data)
 
 
-ADDER = dict(score="adder", qkv_linear="adder", proj_linear="adder", mlp_linear="adder")
 PROBLEMS = {
     "autoencoder": autoencoder,
     "vit": functools.partial(vision_transformer, "vit"),
-    "adder_vit": functools.partial(vision_transformer, "adder_vit", **ADDER),
+    "adder_vit": functools.partial(vision_transformer, "adder_vit", **common.MECHANISMS["adder"]),
 }
 
 # ---- Optimizers: each is a grid of six settings and a function (problem, setting) → (init, step), where
