@@ -21,6 +21,7 @@ from adder_flax.training.metrics import MetricWriter, Progress
 from adder_flax.training.processes import StopVote
 from adder_flax.training.profiler import Profiler
 from adder_flax.training.setup import Run, user_errors
+from adder_flax.training.start_up import StartUp
 from adder_flax.training.step import (
     State,
     evaluation_params,
@@ -85,13 +86,13 @@ class Trainer:
     Args:
       run: from :func:`adder_flax.training.build_run`.
       workdir: where metrics and checkpoints go.
-      start_time: ``time.time()`` when the process began, for the report of how long the first step took.
+      start_time: ``time.time()`` when the process began, for the report of how long it took to the first step.
     """
 
     def __init__(self, run: Run, workdir: str | Path, *, start_time: float | None = None):
         self._run = run
         self._workdir = Path(workdir)
-        self._start_time = start_time or time.time()
+        self._start_up = StartUp(start_time or time.time())
         self._diagnose = None
         if run.config.attention_diagnostics:
             options = dict(seed=run.config.seed, accumulation_steps=run.config.accumulation_steps)
@@ -125,6 +126,7 @@ class Trainer:
         with Checkpoints(self._workdir / "checkpoints") as self._checkpoints, InterruptWatch() as watch:
             state = self._checkpoints.restore(run.abstract_state) if self._checkpoints.steps else run.init()
             start = int(state["step"])
+            self._start_up.parameters_ready()
             with (
                 MetricWriter(self._workdir, start_step=start, enabled=main_host) as self._writer,
                 Progress(run.num_steps, start, enabled=main_host) as self._progress,
@@ -236,9 +238,8 @@ class Trainer:
 
     def _report_first_step(self, metrics: Any) -> None:
         jax.block_until_ready(metrics)
-        now = time.time()
-        self._progress.line(f"first step done {now - self._start_time:.1f} s after the start")
-        self._window = (self._pending[0], now)
+        self._progress.line(self._start_up.report())
+        self._window = (self._pending[0], time.time())
 
 
 def _describe(step: int, run: Run, evaluation: dict[str, float]) -> str:

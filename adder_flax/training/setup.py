@@ -133,29 +133,13 @@ def build_run(config: Any, *, devices: Sequence[jax.Device] | None = None, data_
         make = lambda: make_model(config, train_source, seed=config.seed)
         abstract_model = nnx.eval_shape(make)
         settings = data.Augment.for_source(train_source, **_augmentation(config))
-    steps_per_epoch = len(train_source) // config.batch_size
-    if steps_per_epoch == 0:
-        raise RunError(
-            f"expected config.batch_size of at most {len(train_source)} training images, got {config.batch_size}; "
-            "set --config.batch_size"
-        )
+    steps_per_epoch = _steps_per_epoch(config, train_source)
     num_steps = math.ceil(config.num_epochs * steps_per_epoch)
     learning_rate = optimizers.learning_rate_schedule(config.optimizer, steps_per_epoch, num_steps)
-    labels = optimizers.label_parameters(abstract_model)
-    graphdef, abstract_params = nnx.split(abstract_model, nnx.Param)
-    abstract_params = nnx.to_pure_dict(abstract_params)
-    layers = functools.partial(
-        find_layers,
-        make_logits_loss_fn(graphdef),
-        abstract_params,
-        batch_size=config.batch_size // config.accumulation_steps,
-        image_shape=train_source.image_shape,
-        num_classes=train_source.num_classes,
-    )
-    optimizer = optimizers.make_optimizer(config.optimizer, learning_rate, labels, layers)
-
+    optimizer = _optimizer(config, learning_rate, abstract_model, train_source)
     initial_state = functools.partial(init_state, optimizer=optimizer, ema=config.ema_decay > 0)
-    shapes = jax.eval_shape(initial_state, abstract_params)
+    graphdef, abstract_params = nnx.split(abstract_model, nnx.Param)
+    shapes = jax.eval_shape(initial_state, nnx.to_pure_dict(abstract_params))
     shardings = sharding.state_sharding(shapes, mesh)
 
     def init() -> State:
@@ -185,6 +169,28 @@ def build_run(config: Any, *, devices: Sequence[jax.Device] | None = None, data_
         augment=augment,
         normalize=functools.partial(data.normalize, mean=settings.mean, std=settings.std),
     )
+
+
+def _steps_per_epoch(config: Any, source: data.Source) -> int:
+    if len(source) < config.batch_size:
+        raise RunError(
+            f"expected config.batch_size of at most {len(source)} training images, got {config.batch_size}; "
+            "set --config.batch_size"
+        )
+    return len(source) // config.batch_size
+
+
+def _optimizer(config: Any, learning_rate: optax.Schedule, model: VisionTransformer, source: data.Source) -> Any:
+    graphdef, params = nnx.split(model, nnx.Param)
+    layers = functools.partial(
+        find_layers,
+        make_logits_loss_fn(graphdef),
+        nnx.to_pure_dict(params),
+        batch_size=config.batch_size // config.accumulation_steps,
+        image_shape=source.image_shape,
+        num_classes=source.num_classes,
+    )
+    return optimizers.make_optimizer(config.optimizer, learning_rate, optimizers.label_parameters(model), layers)
 
 
 def _train_step(config: Any, graphdef: nnx.GraphDef, optimizer: Any, augment: Callable) -> Callable:

@@ -1,0 +1,45 @@
+"""Where the time from the start of a process to its first step goes."""
+
+import time
+
+import jax
+
+_COMPILATION = "/jax/core/compile/backend_compile_duration"
+
+
+class StartUp:
+    """Times set-up, parameters and first step; to be made when the set-up is done.
+
+    Args:
+      start_time: ``time.time()`` when the process began.
+
+    Example:
+      >>> start_up = StartUp(time.time())
+      >>> start_up.parameters_ready()
+      >>> start_up.report()
+      'first step done 0.0 s after the start: 0.0 set-up, 0.0 parameters, 0.0 compiling, 0.0 tracing and computing'
+    """
+
+    def __init__(self, start_time: float):
+        self._start, self._set_up = start_time, time.time()
+        self._ready = self._set_up
+        self._compiling = 0.0
+
+    def parameters_ready(self) -> None:
+        """Marks the end of the initialisation or restoration."""
+        self._ready = time.time()
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def report(self) -> str:
+        """Returns one line in seconds; to be called when the first step is done, once."""
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+        now = time.time()
+        return (
+            f"first step done {now - self._start:.1f} s after the start: {self._set_up - self._start:.1f} set-up, "
+            f"{self._ready - self._set_up:.1f} parameters, {self._compiling:.1f} compiling, "
+            f"{now - self._ready - self._compiling:.1f} tracing and computing"
+        )
+
+    def _listen(self, event: str, duration: float, **unused) -> None:
+        if event == _COMPILATION:
+            self._compiling += duration
