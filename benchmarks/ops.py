@@ -4,7 +4,7 @@
     python -m benchmarks.ops --full    # three models, three batches, five lengths: half an hour
 
 Every ratio is a median over rounds in which the sides take turns, so that other work on the machine falls on all.
-The bound is measured in the same run: loops of nothing but the instructions of a term, on registers, on all cores.
+The bound is one of the sides: loops of nothing but the instructions of a term, on registers, on all cores.
 PyTorch, SciPy and scikit-learn are compared with where they are installed (`pip install torch scipy scikit-learn`); a
 missing one leaves its column empty.
 """
@@ -36,6 +36,7 @@ BROADCAST_LIMIT_BYTES = 2 << 30
 ROUNDS, SECONDS_PER_CASE = 15, 3.0
 SLOW_ROUNDS = 3  # of what takes a hundred times longer
 QUICK_SECONDS = 0.2
+BOUND_SECONDS = 0.02
 
 
 class Timings(NamedTuple):
@@ -86,8 +87,20 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def instruction_bounds() -> dict[str, float]:
-    """Returns how many terms a second all cores can do at most, for each loop that the native library exports."""
+class Bound(NamedTuple):
+    """A loop of nothing but the instructions of a term, on all cores.
+
+    Attributes:
+      terms: how many one call of `run` computes.
+      run: runs the loop; without arguments.
+    """
+
+    terms: int
+    run: Callable[[], None]
+
+
+def instruction_bounds() -> dict[str, Bound]:
+    """Returns the loops that the native library exports, long enough to outweigh the start of the threads."""
     from adder_flax.ops import _cpu
 
     if (reason := _cpu.CpuBackend().why_unavailable()) is not None:
@@ -101,23 +114,22 @@ def instruction_bounds() -> dict[str, float]:
         "gradient": "AdderFlaxBoundHardtanh",
         "additive": "AdderFlaxBoundAdditive",
     }
-    return {name: _rate(getattr(library, symbol)) * terms for name, symbol in symbols.items()}
+    bounds = {}
+    for name, symbol in symbols.items():
+        loop = getattr(library, symbol)
+        loop.argtypes, loop.restype = [ctypes.c_int64], ctypes.c_float
+        trial = Bound(10_000 * terms * cores(), functools.partial(_on_all_cores, loop, 10_000))
+        iterations = 10_000 * round(BOUND_SECONDS / min(_seconds(trial.run) for _ in range(5)))
+        bounds[name] = Bound(iterations * terms * cores(), functools.partial(_on_all_cores, loop, iterations))
+    return bounds
 
 
-def _rate(loop, iterations: int = 2_000_000) -> float:
-    """Returns the iterations a second of `loop` on all cores together, the best of several runs."""
-    loop.argtypes, loop.restype = [ctypes.c_int64], ctypes.c_float
-    count = cores()
-    best = float("inf")
-    for _ in range(7):
-        threads = [threading.Thread(target=loop, args=(iterations,)) for _ in range(count)]
-        start = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        best = min(best, time.perf_counter() - start)
-    return count * iterations / best
+def _on_all_cores(loop, iterations: int) -> None:
+    threads = [threading.Thread(target=loop, args=(iterations,)) for _ in range(cores())]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def compile_with(backend: str | None, function: Callable, *arrays):
@@ -218,9 +230,11 @@ def _cell(value) -> str:
     return str(value)
 
 
-def share(terms: float, seconds: float, bound: float | None) -> float | None:
-    """Returns the part of the bound that `terms` in `seconds` reach."""
-    return terms / seconds / bound if bound else None
+def share(timings: Timings, name: str, terms: int, bounds: dict[str, Bound], bound: str) -> float | None:
+    """Returns the part of a bound that the function of this name reaches, whose terms are so many."""
+    if bound not in bounds:
+        return None
+    return timings.ratio(f"bound {bound}", name) * terms / bounds[bound].terms
 
 
 def matmul_table() -> Table:
@@ -245,6 +259,7 @@ def bench_matmul(table: Table, layer: str, shape: tuple[int, int, int], backends
         return functools.partial(compile_with(backend, function, *operands), *operands)
 
     fast = {"gemm": prepared(None, jnp.matmul, "x", "w")}
+    fast |= {f"bound {bound}": bounds[bound].run for bound in ("forward", "gradient") if bound in bounds}
     for name in backends:
         fast[f"forward {name}"] = prepared(name, ops.adder_matmul, "x", "w")
         fast[f"dx {name}"] = prepared(name, pull_x, "x", "w", "g")
@@ -262,11 +277,11 @@ def bench_matmul(table: Table, layer: str, shape: tuple[int, int, int], backends
             f"{m}x{k}x{n}",
             name,
             terms / quick.median(forward) / 1e9,
-            share(terms, quick.median(forward), bounds.get("forward")),
+            share(quick, forward, terms, bounds, "forward"),
             quick.ratio(forward, "gemm"),
             *(patient.ratio(peer, forward) for peer in ("torch", "scipy", "sklearn", "broadcast")),
             terms / quick.median(dx) / 1e9,
-            share(terms, quick.median(dx), bounds.get("gradient")),
+            share(quick, dx, terms, bounds, "gradient"),
             quick.median(train) * 1e3,
             patient.ratio("broadcast train", train),
             megabytes(fast[train].func),
@@ -288,19 +303,20 @@ def bench_scores(table: Table, name: str, shape: tuple[int, int], backends, boun
     query, key = (jnp.asarray(rng.normal(size=(heads, tokens, HEAD_DIM)), jnp.float32) for _ in range(2))
     g = jnp.asarray(rng.normal(size=(heads, tokens, tokens)), jnp.float32)
     if name == "l1":
-        score, naive, operands, bound = ops.l1_scores, broadcast_scores, (query, key), bounds.get("forward")
+        score, naive, operands, bound = ops.l1_scores, broadcast_scores, (query, key), "forward"
     else:
-        score, naive, bound = ops.additive_scores, broadcast_additive, bounds.get("additive")
+        score, naive, bound = ops.additive_scores, broadcast_additive, "additive"
         operands = (query, key, jnp.ones(HEAD_DIM))
 
     def prepared(backend, function, *operands):
         return functools.partial(compile_with(backend, function, *operands), *operands)
 
     fast = {"gemm": prepared(None, lambda q, k: jnp.einsum("bmd,bnd->bmn", q, k), query, key)}
+    fast |= {f"bound {bound}": bounds[bound].run} if bound in bounds else {}
     for backend in backends:
         fast[f"forward {backend}"] = prepared(backend, score, *operands)
         fast[f"train {backend}"] = prepared(backend, with_gradients(score, len(operands)), g, *operands)
-    slow = {name: function for name, function in fast.items() if name != "gemm"}
+    slow = {name: function for name, function in fast.items() if name.startswith(("forward", "train"))}
     terms = heads * tokens**2 * HEAD_DIM
     if terms * 4 <= BROADCAST_LIMIT_BYTES:
         slow["broadcast"] = prepared(None, naive, *operands)
@@ -313,7 +329,7 @@ def bench_scores(table: Table, name: str, shape: tuple[int, int], backends, boun
             f"{heads}x{tokens}x{HEAD_DIM}",
             backend,
             terms / quick.median(forward) / 1e9,
-            share(terms, quick.median(forward), bound),
+            share(quick, forward, terms, bounds, bound),
             quick.ratio(forward, "gemm"),
             patient.ratio("broadcast", forward),
             quick.median(train) * 1e3,
@@ -389,7 +405,7 @@ def print_summary(matmul: Table, scores: Table, fused: Table) -> None:
 
 
 LEGEND = """
-G/s        billions of terms |x - w| (or tanh) a second; bound: their share of the instruction bound above
+G/s        billions of terms |x - w| (or tanh) a second; bound: their share of the instruction bound, measured in turn
 /GEMM      time beside XLA's matrix product of the same shape, as a multiple of it
 torch ...  how many times faster than torch.cdist(p=1), scipy cdist, sklearn manhattan_distances and the broadcast
 dx         gradient of x by the hardtanh rule
@@ -407,7 +423,8 @@ def main() -> None:
     print(ops.backend_report())
     bounds = instruction_bounds() if jax.default_backend() == "cpu" else {}
     for name, bound in bounds.items():
-        print(f"bound, {name}: {bound / 1e9:.0f} G terms/s on {cores()} cores")
+        rate = bound.terms / statistics.median(_seconds(bound.run) for _ in range(ROUNDS))
+        print(f"bound, {name}: {rate / 1e9:.0f} G terms/s on {cores()} cores")
     print(LEGEND)
 
     matmul, scores, fused = matmul_table(), scores_table(), fused_table()
