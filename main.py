@@ -33,6 +33,9 @@ _CHECKPOINT = flags.DEFINE_string("checkpoint", "last", "With --mode=eval or ana
 def main(argv: list[str]) -> None:
     """Runs one mode; a problem that the user can mend is one message and a non-zero exit code."""
     # Imported here so that --help and mistyped flags answer at once.
+    from adder_flax import host_memory
+
+    host_memory.keep_freed_memory()
     from adder_flax import cli, training
 
     if len(argv) > 1:

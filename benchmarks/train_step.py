@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import jax
 
-from adder_flax import data, ops, training
+from adder_flax import data, host_memory, ops, training
 from adder_flax.training import sharding
 from benchmarks.ops import Timings, measure
 from experiments import common
@@ -108,6 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="steps of each contestant")
     rounds = parser.parse_args().rounds
+    host_memory.keep_freed_memory()  # as main.py does
     print(ops.backend_report().splitlines()[0])
 
     print(f"\nmultiplicative DeiT-Tiny, {IMAGES} images x 65 tokens, forward + backward + AdamW")
