@@ -74,7 +74,7 @@ def _final_state(workdir):
         return checkpointer.load(44)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupted_and_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(number, run_main, tmp_path):
     flags = [EXPERIMENT, *TINY_FLAGS, "--config.num_epochs=1.0", "--config.ema_decay=0.9"]
     assert run_main(*flags, f"--workdir={tmp_path / 'whole'}").returncode == 0

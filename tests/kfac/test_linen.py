@@ -91,7 +91,7 @@ def check(model, x, blocks, collections=False):
 LABELS = jnp.arange(3)
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_attention_convolution_and_norm(remat):
     attention = [f"block/attention/{name}" for name in ("query", "key", "value", "out")]
     blocks = dict.fromkeys(("patches", "block/norm", *attention, "block/fc", "head"), 1)

@@ -200,7 +200,7 @@ def test_weights_stacked_inside_the_loss_are_refused_not_mistaken():
     assert "stacks it inside the loss" in str(layers)
 
 
-@pytest.mark.parametrize("rule", ["full", "hardtanh"])
+@pytest.mark.parametrize("rule", ["full", pytest.param("hardtanh", marks=pytest.mark.slow)])
 def test_adder_vision_transformer(rule):
     register_adder_layers()
     model = VisionTransformer(

@@ -91,6 +91,7 @@ def test_loop_and_recomputation_change_nothing():
         jax.tree.map(close, loss_and_gradients(make(**options, **way))(0), expected)
 
 
+@pytest.mark.slow
 def test_the_loop_draws_the_same_random_numbers():
     options = dict(depth=2, drop_path_rate=0.3, dropout_rate=0.1, attention_dropout_rate=0.1)
     run = functools.partial(loss_and_gradients, deterministic=False)

@@ -68,7 +68,9 @@ def test_every_score_with_every_operand_against_the_whole_map(name, tokens, key_
         assert_close(got, jax.jit(lambda *a: value_and_gradients(truth, g, *a))(*arrays))
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 7), (7, 1), (5, 13)])
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(5, 13), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 7), (7, 1)))]
+)
 def test_cross_attention_with_axes_that_broadcast(queries, keys):
     query, key, value, bias, g = normal(
         (2, 1, queries, 3), (4, keys, 3), (4, keys, 6), (4, queries, 1), (2, 4, queries, 6)

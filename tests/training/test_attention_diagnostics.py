@@ -56,7 +56,7 @@ def test_map_numbers_are_those_of_the_analysis(options, batch):
         assert numbers["attention_max_logit/block_01"] == pytest.approx(logits.max(), rel=1e-4)
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 3])
+@pytest.mark.parametrize("accumulation_steps", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_gradient_norms_are_those_of_the_step(accumulation_steps, batch):
     model = VisionTransformer(rngs=nnx.Rngs(0), **SIZES, dropout_rate=0.2)
     numbers, graphdef, params = diagnose(model, batch, accumulation_steps=accumulation_steps)

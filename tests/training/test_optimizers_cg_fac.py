@@ -63,7 +63,8 @@ def test_every_mechanism_learns_and_resumes_with_the_same_bits(mechanism, tiny_c
     assert telemetry["cg_fac/iterations/head"] == 2
 
 
-@pytest.mark.parametrize(("curvature", "interval"), [pytest.param("kron", 3, marks=pytest.mark.slow), ("exact", 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("curvature", "interval"), [("kron", 3), ("exact", 1)])
 def test_accumulated_microbatches_and_rare_curvature(curvature, interval, tiny_config):
     fields = FIELDS | {
         "model.depth": 1,

@@ -104,6 +104,7 @@ def read_until(process, text):
     raise AssertionError(f"no {text!r} in:\n{''.join(lines)}")
 
 
+@pytest.mark.slow
 @compiles_for_processes
 def test_two_processes_train_stop_and_resume_as_one_would(start_processes, tiny_config, tmp_path):
     config = tiny_config("multiplicative", num_epochs=0.5)
