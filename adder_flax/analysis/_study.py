@@ -12,6 +12,7 @@ from adder_flax.analysis.captures import Capture, capture
 from adder_flax.analysis.maps import has_identity, patch_grid, stochastic_part
 from adder_flax.analysis.second_order import SecondOrderStep
 from adder_flax.analysis.spectrum import IdentityEffect, identity_effect
+from adder_flax.attention import get_score
 from adder_flax.models import VisionTransformer
 
 if TYPE_CHECKING:
@@ -162,7 +163,17 @@ class Study:
 
 
 def observe(name: str, model: VisionTransformer, images: Float[Array, "image height width channels"]) -> Subject:
-    """Runs a model on the images of a report."""
+    """Runs a model on the images of a report.
+
+    Raises:
+      ValueError: attention whose rows are no probabilities, which is what entropy, rollout and walks are made of.
+    """
+    for block in model.blocks:
+        if not get_score(block.attention.score_name).rows_are_probability:
+            raise ValueError(
+                f"expected scores whose rows of weights are probabilities, got {block.attention.score_name!r}, "
+                "registered with rows_are_probability=False; look at its maps with capture_attention"
+            )
     return Subject(name, model, capture(model, images))
 
 

@@ -77,7 +77,7 @@ def write_report(
       Where the page is, and the claims.
 
     Raises:
-      ValueError: if there are no images, or not as many labels.
+      ValueError: if there are no images, or not as many labels, or scores whose rows of weights are no probabilities.
 
     Example::
 

@@ -71,7 +71,7 @@ def test_a_sixth_score_works_in_experiments_linen_and_analysis(registered):
     assert any(name.startswith("blocks.0.attention") for name in counted)
 
 
-def test_a_score_may_bring_its_own_normaliser(registered):
+def test_a_score_may_bring_its_own_normaliser(registered, tmp_path):
     def sigmoid(scores, mask):
         return jnp.where(True if mask is None else mask, 1 / (1 + jnp.exp(-scores)), 0.0)
 
@@ -80,9 +80,14 @@ def test_a_score_may_bring_its_own_normaliser(registered):
     query, key = jnp.zeros((1, 3, 1, 2)), jnp.ones((1, 3, 1, 2))
     out = attention.attend(query, key, key, score="sigmoid", is_causal=True)
     np.testing.assert_allclose(out[0, :, 0, 0], [0.5, 1.0, 1.5])
-    assert [n for n in attention.score_names() if not attention.get_score(n).rows_are_probability] == ["sigmoid"]
     with pytest.raises(ValueError, match="key_block expects a score that softmax normalises, got 'sigmoid'"):
         attention.attend(query, key, key, score="sigmoid", key_block=2)
+    model = VisionTransformer(
+        image_size=4, patch_size=2, channels=1, num_classes=2, width=8, depth=2, num_heads=2, score=["dot", "sigmoid"],
+        rngs=nnx.Rngs(0)
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="rows of weights are probabilities, got 'sigmoid'"):
+        analysis.write_report(model, np.ones((2, *model.image_shape), np.float32), np.arange(2), tmp_path)
 
 
 def test_names_are_unique(registered):
