@@ -495,7 +495,7 @@ def cg_fac(
     max_factor_size: int = 8192,
     step: str = "quadratic",
     momentum: float = 0.9,
-    kl_clip: float | None = None,
+    kl_clip: float | None = 0.1,
     reject: bool = False,
     weight_decay: float = 0.0,
     weight_decay_mask: Any = None,
@@ -540,7 +540,9 @@ def cg_fac(
       step: ``"quadratic"``: step length and momentum from a quadratic model in the new direction and the last step;
         ``"fixed"``: momentum and learning rate as given.
       momentum: for ``step="fixed"``.
-      kl_clip: κ; shortens steps with Δᵀ F Δ > κ. None for none.
+      kl_clip: κ; shortens steps with Δᵀ F Δ > κ, twice the change of the predictions in nats. None for none, which
+        is for batches much larger than the layers: the curvature of a small one leaves directions in which it sees
+        nothing, and the quadratic model then asks for steps of any length.
       reject: refuse a step that raises the loss on its own batch, and raise λ fourfold. Needs ``value`` and
         ``value_fn``, and one evaluation of the loss per step. Steps that are not finite are always refused.
       weight_decay: decoupled, at the rate of ``fallback_learning_rate``, so that it means what it does in AdamW.
@@ -645,6 +647,7 @@ def algorithm_1(
         damping_scale="absolute",
         step="fixed",
         momentum=0.0,
+        kl_clip=None,
         fallback=fallback,
     )
 

@@ -1,0 +1,9 @@
+"""The examples of kfac/README.md run as printed."""
+
+import doctest
+
+from tests.processes import ROOT
+
+
+def test_examples():
+    assert doctest.testfile(str(ROOT / "kfac" / "README.md"), module_relative=False).failed == 0
