@@ -1,15 +1,11 @@
 """What several test modules share."""
 
-import os
 import subprocess
 import sys
 
 import pytest
 
-from tests.processes import QUICK_COMPILATION, ROOT, simulated_devices
-
-# Read when JAX makes its first array, which is after this.
-os.environ["XLA_FLAGS"] = f"{QUICK_COMPILATION} {os.environ.get('XLA_FLAGS', '')}"
+from tests.processes import ROOT, simulated_devices
 
 
 @pytest.fixture

@@ -9,7 +9,13 @@ from tests.processes import ROOT
 
 
 @pytest.mark.parametrize(
-    ("name", "graph"), [("plain_jax", True), ("nnx_hook", True), ("nnx_hook", False), ("linen_hook", True)]
+    ("name", "graph"),
+    [
+        ("plain_jax", True),
+        pytest.param("nnx_hook", True, marks=pytest.mark.slow),
+        ("nnx_hook", False),
+        ("linen_hook", True),
+    ],
 )
 def test_examples_train(name, graph):
     main = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"]
