@@ -162,7 +162,8 @@ def evaluate(config: Any, workdir: str | Path, checkpoint: str) -> None:
       workdir: of the run.
       checkpoint: ``last``, ``best`` or a step.
     """
-    run, state = _restore(config, workdir, checkpoint)
+    run = training.build_run(config)
+    state = _restore(run, workdir, checkpoint)
     metrics = training.Evaluator(run)(training.evaluation_params(state))
     shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
     scored = f"{len(run.eval_source)} images of {config.data.name}/{run.eval_source.split}"
@@ -181,8 +182,8 @@ def analyze(config: Any, workdir: str | Path, checkpoint: str, baseline: str | P
     if jax.process_count() > 1:
         raise training.RunError(f"expected one process to analyze a checkpoint, got {jax.process_count()}; start one")
     other = {} if baseline is None else _baseline(config, baseline)
-    run, state = _restore(config, workdir, checkpoint)
-    start, model = run.init(), run.model(training.evaluation_params(state))
+    run, state, model = _restore_to_study(config, workdir, checkpoint)
+    start = run.init()
     smooth = not any(isinstance(module, AdderLinear) for _, module in nnx.iter_modules(model))
     images, labels = _first_images(run, _REPORT_IMAGES)
     report = analysis.write_report(
@@ -213,22 +214,31 @@ def _baseline(config: Any, workdir: str | Path) -> dict[str, Any]:
             f"expected a baseline on {config.data.name} at {config.data.image_size} pixels, got {other.data.name} at "
             f"{other.data.image_size}; set --baseline to a run on the same data"
         )
-    run, state = _restore(other, workdir, "last")
-    return {"baseline": run.model(training.evaluation_params(state)), "baseline_name": _run_name(other)}
+    _, _, model = _restore_to_study(other, workdir, "last")
+    return {"baseline": model, "baseline_name": _run_name(other)}
 
 
-def _restore(config: Any, workdir: str | Path, checkpoint: str) -> tuple[training.Run, Any]:
+def _restore_to_study(config: Any, workdir: str | Path, checkpoint: str) -> tuple[training.Run, Any, nnx.Module]:
+    """Returns the run, its state and the model that a report can be made of."""
     run = training.build_run(config)
+    with training.user_errors():
+        analysis.require_probabilities(run.model(run.abstract_state["params"]))
+    state = _restore(run, workdir, checkpoint)
+    return run, state, run.model(training.evaluation_params(state))
+
+
+def _restore(run: training.Run, workdir: str | Path, checkpoint: str) -> Any:
+    """Returns the state of a run at a checkpoint."""
     directory = Path(workdir) / "checkpoints"
     if not directory.is_dir():
         raise training.RunError(f"expected checkpoints in {directory}, found none; train first, or set --workdir")
-    training.open_workdir(workdir, config)
+    training.open_workdir(workdir, run.config)
     with training.Checkpoints(directory) as checkpoints:
         named = {"last": None, "best": checkpoints.best_step}
         if checkpoint not in named and not checkpoint.isdecimal():
             raise training.RunError(f"expected --checkpoint to be last, best or a step, got {checkpoint!r}")
         step = named[checkpoint] if checkpoint in named else int(checkpoint)
-        return run, checkpoints.restore(run.abstract_state, step)
+        return checkpoints.restore(run.abstract_state, step)
 
 
 def _first_images(run: training.Run, count: int) -> tuple[np.ndarray, np.ndarray]:

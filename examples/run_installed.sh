@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Installs the project into an empty environment and runs the three examples from a folder outside the repository.
+# Ten classes; logistic regression on the pixels gives 0.95.
 set -euo pipefail
 repository="$(cd "$(dirname "$0")/.." && pwd)"
 outside="$(mktemp -d)"
@@ -8,5 +9,6 @@ cp "$repository"/examples/*.py "$outside"
 cd "$outside"
 python3 -m venv environment
 environment/bin/pip install --quiet "$repository"
-for example in *.py; do environment/bin/python "$example"; done
-NNX_GRAPH_MODE=false NNX_GRAPH_UPDATES=false environment/bin/python nnx_hook.py
+learns() { environment/bin/python -c "import sys, $1; sys.exit(f'$1 learned nothing') if $1.main() < 0.93 else None"; }
+for example in *.py; do learns "${example%.py}"; done
+NNX_GRAPH_MODE=false NNX_GRAPH_UPDATES=false learns nnx_hook

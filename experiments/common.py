@@ -19,9 +19,29 @@ MECHANISMS = {
     "adder": dict(score="adder", qkv_linear="adder", proj_linear="adder", mlp_linear="adder"),
 }
 
-# Of --config.optimizer.name=cg_fac: arguments of kfac.cg_fac, and layers and curvature_interval.
+_MODEL = dict(
+    depth=12,
+    mlp_ratio=4.0,
+    patch_size=16,
+    # config.model.score: one for every block, or one per block: "adder,dot,adder,…".
+    score_options=dict(),
+    identity="auto",  # add I to the attention map: "on", "off", or "auto": on for adder scores only
+    scale="auto",  # of scores: 1 for additive ones, "sqrt_dim" for the others; or "variance_matched"
+    temperature=1.0,
+    adder_options=dict(x_gradient="hardtanh", w_gradient="full", hardtanh_slope=1.0, norm="layernorm"),
+    pooling="cls",
+    key_block=0,  # attention in blocks of so many keys, in memory linear in the tokens; 0 builds the maps
+    dropout_rate=0.0,
+    attention_dropout_rate=0.0,
+    drop_path_rate=0.0,
+    dtype="float32",
+    remat=False,
+    scan_blocks=False,  # compile one block and loop over them, where all are alike: compiles in a quarter of the time
+)
+
+# With --config.optimizer.name=cg_fac: arguments of kfac.cg_fac, and layers and curvature_interval.
 _CG_FAC = dict(
-    learning_rate=1.0,  # factor of the steps, which follow the schedule above relative to its peak
+    learning_rate=1.0,  # factor of the steps, which follow the schedule below relative to its peak
     layers="matrices",  # norms are AdamW's then; or "all"
     curvature="kron",  # or "exact", "token"
     fisher="mc",  # or "empirical", "ggn", "enumerate"
@@ -39,6 +59,55 @@ _CG_FAC = dict(
     reject=False,
 )
 
+_OPTIMIZER = dict(
+    name="adamw",
+    learning_rate=1e-3,
+    final_learning_rate=1e-5,
+    warmup_epochs=5.0,
+    weight_decay=0.05,
+    b1=0.9,
+    b2=0.999,
+    eps=1e-8,
+    momentum=0.9,  # of sgd
+    clip_norm=1.0,
+    adder_rate=0.0,  # AdderNet's η; 0 is off
+    cg_fac=_CG_FAC,
+)
+
+# Fields of adder_flax.data.Augment.
+_AUGMENT = dict(
+    crop_padding=0,
+    resized_crop_scale=(0.08, 1.0),  # () is off
+    resized_crop_ratio=(3 / 4, 4 / 3),
+    flip_probability=0.5,
+    brightness=0.3,
+    contrast=0.3,
+    saturation=0.3,
+    mixup_alpha=0.8,
+    cutmix_alpha=1.0,
+    mix_probability=1.0,
+    erase_probability=0.25,
+    label_smoothing=0.1,
+)
+
+_RUN = dict(
+    seed=0,
+    batch_size=1024,  # of all devices together
+    accumulation_steps=1,
+    num_epochs=300.0,
+    ema_decay=0.0,
+    non_finite="stop",  # or "skip": leave out a batch whose loss or gradient is not finite
+    eval_batch_size=512,
+    # Steps between; 0 is once an epoch.
+    eval_every_steps=0,
+    checkpoint_every_steps=0,
+    log_every_steps=10,
+    profile_steps=(),  # (first, last): steps whose timeline is recorded under <workdir>/profile
+    topology="",  # of --mode=compile: v5e:4x4, cpu:8, …; empty for the devices at hand
+    attention_diagnostics=False,  # numbers of each block at logging steps, which then cost twice as much
+    mesh=dict(data=-1, fsdp=1, tensor=1),
+)
+
 
 def deit(mechanism: str, size: str, data: str | None = None) -> ml_collections.ConfigDict:
     """Returns the configuration of a DeiT of one mechanism and size on one data set.
@@ -51,81 +120,15 @@ def deit(mechanism: str, size: str, data: str | None = None) -> ml_collections.C
     """
     data = data or "digits"
     width, num_heads = SIZES[size]
-    config = ml_collections.ConfigDict()
-    config.seed = 0
-    config.model = ml_collections.ConfigDict(
+    config = ml_collections.ConfigDict(
         dict(
-            width=width,
-            depth=12,
-            num_heads=num_heads,
-            mlp_ratio=4.0,
-            patch_size=16,
-            # One score for every block, or one per block: "adder,dot,adder,…".
-            **MECHANISMS[mechanism],
-            score_options=dict(),
-            identity="auto",  # add I to the attention map: "on", "off", or "auto": on for adder scores only
-            scale="auto",  # of scores: 1 for additive ones, "sqrt_dim" for the others; or "variance_matched"
-            temperature=1.0,
-            adder_options=dict(x_gradient="hardtanh", w_gradient="full", hardtanh_slope=1.0, norm="layernorm"),
-            pooling="cls",
-            key_block=0,  # attention in blocks of so many keys, in memory linear in the tokens; 0 builds the maps
-            dropout_rate=0.0,
-            attention_dropout_rate=0.0,
-            drop_path_rate=0.0,
-            dtype="float32",
-            remat=False,
+            **_RUN,
+            model=dict(width=width, num_heads=num_heads, **MECHANISMS[mechanism], **_MODEL),
+            optimizer=_OPTIMIZER,
+            data=dict(name=data, data_dir="", image_size=224, num_threads=0, on_unreadable="raise"),
+            augment=_AUGMENT,
         )
     )
-    config.optimizer = ml_collections.ConfigDict(
-        dict(
-            name="adamw",
-            learning_rate=1e-3,
-            final_learning_rate=1e-5,
-            warmup_epochs=5.0,
-            weight_decay=0.05,
-            b1=0.9,
-            b2=0.999,
-            eps=1e-8,
-            momentum=0.9,  # of sgd
-            clip_norm=1.0,
-            adder_rate=0.0,  # AdderNet's η; 0 is off
-            cg_fac=ml_collections.ConfigDict(_CG_FAC),
-        )
-    )
-    config.data = ml_collections.ConfigDict(
-        dict(name=data, data_dir="", image_size=224, num_threads=0, on_unreadable="raise")
-    )
-    # Fields of adder_flax.data.Augment.
-    config.augment = ml_collections.ConfigDict(
-        dict(
-            crop_padding=0,
-            resized_crop_scale=(0.08, 1.0),  # () is off
-            resized_crop_ratio=(3 / 4, 4 / 3),
-            flip_probability=0.5,
-            brightness=0.3,
-            contrast=0.3,
-            saturation=0.3,
-            mixup_alpha=0.8,
-            cutmix_alpha=1.0,
-            mix_probability=1.0,
-            erase_probability=0.25,
-            label_smoothing=0.1,
-        )
-    )
-    config.batch_size = 1024
-    config.accumulation_steps = 1
-    config.num_epochs = 300.0
-    config.ema_decay = 0.0
-    config.non_finite = "stop"  # or "skip": leave out a batch whose loss or gradient is not finite
-    config.eval_batch_size = 512
-    # Steps between; 0 is once an epoch.
-    config.eval_every_steps = 0
-    config.checkpoint_every_steps = 0
-    config.log_every_steps = 10
-    config.profile_steps = ()  # (first, last): steps whose timeline is recorded under <workdir>/profile
-    config.topology = ""  # of --mode=compile: v5e:4x4, cpu:8, …; empty for the devices at hand
-    config.attention_diagnostics = False  # numbers of each block at logging steps, which then cost twice as much
-    config.mesh = ml_collections.ConfigDict(dict(data=-1, fsdp=1, tensor=1))
     _RECIPES.get(data, _imagenet)(config)
     return config
 

@@ -1,11 +1,19 @@
 """What several test modules share."""
 
+import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 from tests.processes import ROOT, simulated_devices
+
+# A program that several tests, workers or processes need is compiled once in a run of the tests. The controller of
+# pytest-xdist is the first to come here, its workers find the folder in their environment.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _COMPILED = tempfile.TemporaryDirectory(prefix="adder_flax_tests_")
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": _COMPILED.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 
 @pytest.fixture

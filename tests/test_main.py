@@ -11,23 +11,26 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from tests.processes import ROOT, simulated_devices
-from tests.training.tiny import TINY
+from tests.training.tiny import TINY_FLAGS
 
 EXPERIMENT = "--config=experiments/adder_deit_tiny.py"
-TINY_FLAGS = [f"--config.{field}={value}" for field, value in TINY.items()]
+
+
+def _slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--config.optimizer.learing_rate=1"], 'Did you mean "learning_rate"'),
-        (["--config.model.depth=twelve"], "depth"),
+        _slow(["--config.model.depth=twelve"], "depth"),
         (["--config.model.num_heads=5"], r"expected .*192.*5"),
-        (["--config.model.patch_size=3"], r"expected .*patch.* 8"),
-        (["--config.model.score=adderr"], r"expected .*adder.*got 'adderr'"),
-        (["--config.optimizer.name=adamv"], r"one of \['adamw'.*got 'adamv'"),
+        _slow(["--config.model.patch_size=3"], r"expected .*patch.* 8"),
+        _slow(["--config.model.score=adderr"], r"expected .*adder.*got 'adderr'"),
+        _slow(["--config.optimizer.name=adamv"], r"one of \['adamw'.*got 'adamv'"),
         (["--config.batch_size=2000"], "1437 .*got 2000"),
-        (["--config.mesh.data=3"], "1 devices"),
+        _slow(["--config.mesh.data=3"], "1 devices"),
         (["--mode=eval"], "expected checkpoints in .*train first"),
     ],
 )

@@ -1,6 +1,6 @@
 """What one learns from a run: operation counts, spectra, maps, walks, energy, figures."""
 
-from adder_flax.analysis._study import Claim
+from adder_flax.analysis._study import Claim, require_probabilities
 from adder_flax.analysis._style import save_figure
 from adder_flax.analysis.brownian import (
     BrownianTest,
@@ -143,6 +143,7 @@ __all__ = [
     "patch_grid",
     "predicted_variance",
     "relative_radius",
+    "require_probabilities",
     "rollout",
     "save_figure",
     "score_parameters",

@@ -166,7 +166,17 @@ def observe(name: str, model: VisionTransformer, images: Float[Array, "image hei
     """Runs a model on the images of a report.
 
     Raises:
-      ValueError: attention whose rows are no probabilities, which is what entropy, rollout and walks are made of.
+      ValueError: as :func:`require_probabilities`.
+    """
+    require_probabilities(model)
+    return Subject(name, model, capture(model, images))
+
+
+def require_probabilities(model: VisionTransformer) -> None:
+    """Checks that a report can be made of a model: entropy, rollout and walks are made of probabilities.
+
+    Raises:
+      ValueError: a score whose rows of weights are registered as anything else.
     """
     for block in model.blocks:
         if not get_score(block.attention.score_name).rows_are_probability:
@@ -174,7 +184,6 @@ def observe(name: str, model: VisionTransformer, images: Float[Array, "image hei
                 f"expected scores whose rows of weights are probabilities, got {block.attention.score_name!r}, "
                 "registered with rows_are_probability=False; look at its maps with capture_attention"
             )
-    return Subject(name, model, capture(model, images))
 
 
 def spread(values: Any) -> str:

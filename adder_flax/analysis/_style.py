@@ -96,6 +96,7 @@ def save_figure(figure: "Figure", path: str | Path, formats: Iterable[str] = ("p
         for target in written:
             metadata = {"Date": None} if target.suffix == ".svg" else None
             figure.savefig(target, dpi=150, metadata=metadata)
-            figure.set_layout_engine("none")  # what the first format laid out serves the others
+            # What the first format laid out serves the others; any engine, "none" too, has each drawn twice.
+            figure.set_layout_engine(None)
     figure.set_layout_engine(engine)
     return written

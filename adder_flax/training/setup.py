@@ -125,6 +125,11 @@ def build_run(config: Any, *, devices: Sequence[jax.Device] | None = None, data_
     """
     if config.non_finite not in ("stop", "skip"):
         raise RunError(f"expected config.non_finite to be stop or skip, got {config.non_finite!r}")
+    if config.model.scan_blocks and config.optimizer.name == "cg_fac":
+        raise RunError(
+            "expected config.model.scan_blocks=False with cg_fac, whose curvature needs each block's own parameters, "
+            "got True; set --config.model.scan_blocks=False"
+        )
     mesh = sharding.make_mesh(config.mesh, devices)
     _check_batches(config, mesh)
     with user_errors():
@@ -136,10 +141,20 @@ def build_run(config: Any, *, devices: Sequence[jax.Device] | None = None, data_
     steps_per_epoch = _steps_per_epoch(config, train_source)
     num_steps = math.ceil(config.num_epochs * steps_per_epoch)
     learning_rate = optimizers.learning_rate_schedule(config.optimizer, steps_per_epoch, num_steps)
-    optimizer = _optimizer(config, learning_rate, abstract_model, train_source)
-    initial_state = functools.partial(init_state, optimizer=optimizer, ema=config.ema_decay > 0)
     graphdef, abstract_params = nnx.split(abstract_model, nnx.Param)
-    shapes = jax.eval_shape(initial_state, nnx.to_pure_dict(abstract_params))
+    abstract_params = nnx.to_pure_dict(abstract_params)
+    layers = functools.partial(
+        find_layers,
+        make_logits_loss_fn(graphdef),
+        abstract_params,
+        batch_size=config.batch_size // config.accumulation_steps,
+        image_shape=train_source.image_shape,
+        num_classes=train_source.num_classes,
+    )
+    labels = optimizers.label_parameters(abstract_model)
+    optimizer = optimizers.make_optimizer(config.optimizer, learning_rate, labels, layers)
+    initial_state = functools.partial(init_state, optimizer=optimizer, ema=config.ema_decay > 0)
+    shapes = jax.eval_shape(initial_state, abstract_params)
     shardings = sharding.state_sharding(shapes, mesh)
 
     def init() -> State:
@@ -178,19 +193,6 @@ def _steps_per_epoch(config: Any, source: data.Source) -> int:
             "set --config.batch_size"
         )
     return len(source) // config.batch_size
-
-
-def _optimizer(config: Any, learning_rate: optax.Schedule, model: VisionTransformer, source: data.Source) -> Any:
-    graphdef, params = nnx.split(model, nnx.Param)
-    layers = functools.partial(
-        find_layers,
-        make_logits_loss_fn(graphdef),
-        nnx.to_pure_dict(params),
-        batch_size=config.batch_size // config.accumulation_steps,
-        image_shape=source.image_shape,
-        num_classes=source.num_classes,
-    )
-    return optimizers.make_optimizer(config.optimizer, learning_rate, optimizers.label_parameters(model), layers)
 
 
 def _train_step(config: Any, graphdef: nnx.GraphDef, optimizer: Any, augment: Callable) -> Callable:

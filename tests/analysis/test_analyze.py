@@ -1,9 +1,12 @@
 """``--mode=analyze`` hands the report what it needs: the checkpoint, another run beside it, and steps of training."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from adder_flax import analysis, cli, training
+from adder_flax import analysis, attention, cli, training
+from adder_flax.attention import _registry
 from adder_flax.training import RunError, Trainer, build_run
 from experiments import common
 from tests.training.tiny import TINY
@@ -11,7 +14,7 @@ from tests.training.tiny import TINY
 
 def train(mechanism, workdir, **fields):
     config = common.deit(mechanism, "tiny")
-    config.update_from_flattened_dict(TINY | {"model.depth": 1} | fields)
+    config.update_from_flattened_dict(TINY | fields)
     Trainer(build_run(config), training.open_workdir(workdir, config)).fit()
     return config
 
@@ -55,6 +58,16 @@ def test_a_baseline_has_to_be_a_run_on_the_same_data(reported, tmp_path):
     training.open_workdir(tmp_path / "fake", common.deit("adder", "tiny", "fake"))
     with pytest.raises(RunError, match="expected a baseline on digits at 8 pixels, got fake at 32"):
         cli.analyze(config, tmp_path, "last", tmp_path / "fake")
+
+
+def test_scores_that_are_no_probabilities_are_refused_before_anything_is_computed(reported, monkeypatch, tmp_path):
+    monkeypatch.setattr(_registry, "_SCORES", dict(_registry._SCORES))
+    attention.register_score(dataclasses.replace(attention.get_score("dot"), name="gate", rows_are_probability=False))
+    config = common.deit("multiplicative", "tiny")
+    config.update_from_flattened_dict(TINY | {"model.score": "gate"})
+    with pytest.raises(RunError, match="rows of weights are probabilities, got 'gate'"):
+        cli.analyze(config, tmp_path, "last")
+    assert not reported
 
 
 def test_a_configuration_survives_its_file(tmp_path):

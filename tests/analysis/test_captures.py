@@ -11,7 +11,13 @@ from adder_flax.models import VisionTransformer
 SIZES = {"image_size": 8, "patch_size": 2, "channels": 1, "num_classes": 10, "width": 16, "depth": 2, "num_heads": 2}
 
 
-@pytest.mark.parametrize("options", [{"score": "adder", "qkv_linear": "adder"}, {"remat": True, "scan_blocks": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"score": "adder", "qkv_linear": "adder"}, marks=pytest.mark.slow),
+        {"score": "adder", "remat": True, "scan_blocks": True},
+    ],
+)
 def test_captured_blocks_reproduce_the_forward_pass(options):
     model = VisionTransformer(rngs=nnx.Rngs(0), **SIZES, **options)
     images = np.random.default_rng(0).standard_normal((3, 8, 8, 1)).astype(np.float32)

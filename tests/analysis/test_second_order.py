@@ -74,7 +74,8 @@ def test_adder_layers_are_differentiated_exactly():
     np.testing.assert_allclose(nnx.merge(exact, params)(x), layer(x))
 
 
-@pytest.mark.parametrize("mechanism", ["multiplicative", pytest.param("adder", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism", ["multiplicative", "adder"])
 def test_steps_are_those_of_training(mechanism):
     config = common.deit(mechanism, "tiny")
     config.update_from_flattened_dict(TINY | {"model.depth": 1, "batch_size": 16, "optimizer.learning_rate": 1e-3})

@@ -54,6 +54,7 @@ def test_adder_elements_by_hand():
     assert rows["blocks: attention map"].operations.multiplications == per_map * head_dim + per_map
 
 
+@pytest.mark.slow
 def test_full_adder_deit_tiny_is_two_to_three_times_cheaper():
     image = jax.ShapeDtypeStruct((1, 224, 224, 3), "float32")
     joules = [energy(count_operations(abstract(**options), image)).total_arithmetic_joules for options in ({}, ADDER)]

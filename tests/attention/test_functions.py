@@ -70,19 +70,9 @@ def test_mask_bias_temperature_and_scale_together(name):
     bias = rng.normal(size=(HEADS, 7, 7)).astype(np.float32)
     key_bias = rng.normal(size=(HEADS, 7)).astype(np.float32)
     temperature = np.array([0.5, 3.0], np.float32)
-    out, weights = call(
-        name,
-        *inputs,
-        parameters,
-        mask=jnp.array(mask),
-        bias=jnp.array(bias),
-        key_bias=jnp.array(key_bias),
-        temperature=jnp.array(temperature),
-        scale=0.7,
-        is_causal=True,
-        identity=True,
-        return_weights=True,
-    )
+    run = jax.jit(functools.partial(call, name, scale=0.7, is_causal=True, identity=True, return_weights=True))
+    arrays = dict(mask=mask, bias=bias, key_bias=key_bias, temperature=temperature)
+    out, weights = run(*inputs, parameters, **arrays)
     expected_out, expected_weights = reference.attention(
         name,
         *inputs,
@@ -166,7 +156,7 @@ def test_double_precision_stays_double(name):
     with jax.enable_x64(True):
         inputs = [jnp.asarray(x, jnp.float64) for x in make_inputs(5, 5)]
         parameters = {n: jnp.asarray(p, jnp.float64) for n, p in make_parameters(name).items()}
-        out, weights = call(name, *inputs, parameters, return_weights=True)
+        out, weights = compiled(name)(*inputs, parameters)
         assert out.dtype == weights.dtype == jnp.float64
         expected, _ = reference.attention(name, *inputs, parameters, identity=name == "adder")
         np.testing.assert_allclose(out, expected, rtol=1e-11, atol=1e-12)
@@ -179,6 +169,7 @@ def test_gradients_equal_finite_differences(name):
         parameters = {n: jnp.asarray(p, jnp.float64) for n, p in make_parameters(name).items()}
         direction = np.random.default_rng(3)
 
+        @jax.jit
         def loss(arguments):
             *inputs, parameters = arguments
             return jnp.sum(jnp.sin(call(name, *inputs, parameters)))
@@ -237,16 +228,17 @@ def test_batch_axes_are_free():
     inputs = make_inputs(5, 5, batch=(3, 2))
     flat = [x.reshape(6, *x.shape[2:]) for x in inputs]
     single = [x[0, 0] for x in inputs]
-    out = attention.adder_attention(*inputs)
-    np.testing.assert_allclose(out.reshape(6, 5, HEADS, DIM), attention.adder_attention(*flat), rtol=1e-6)
-    np.testing.assert_allclose(out[0, 0], attention.adder_attention(*single), rtol=1e-6)
+    run = jax.jit(attention.adder_attention)
+    out = run(*inputs)
+    np.testing.assert_allclose(out.reshape(6, 5, HEADS, DIM), run(*flat), rtol=1e-6)
+    np.testing.assert_allclose(out[0, 0], run(*single), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("batch", "q_length", "k_length"), [(0, 3, 3), (2, 0, 3), (2, 3, 0)])
 def test_empty_batches_and_sequences(name, batch, q_length, k_length):
     inputs, parameters = make_inputs(q_length, k_length, batch=(batch,)), make_parameters(name)
-    out, weights = call(name, *inputs, parameters, identity=False, return_weights=True)
+    out, weights = compiled(name, identity=False)(*inputs, parameters)
     assert out.shape == (batch, q_length, HEADS, DIM)
     assert weights.shape == (batch, HEADS, q_length, k_length)
     assert not np.any(out) or k_length  # who has no key to look at gets zeros
@@ -303,12 +295,15 @@ def test_dropout_keeps_the_mean_and_spares_the_identity_map():
 def test_broadcast_dropout_is_one_mask_for_all_samples_and_heads():
     inputs = make_inputs(9, 9, batch=(3,))
     inputs = (*inputs[:2], np.broadcast_to(np.eye(9, dtype=np.float32)[None, :, None], (3, 9, HEADS, 9)))
-    options = dict(dropout_rate=0.5, dropout_rng=jax.random.key(1))
-    shared = attention.dot_product_attention(*inputs, **options) == 0
-    own = attention.dot_product_attention(*inputs, broadcast_dropout=False, **options) == 0
+
+    def dropped(**options):
+        attend = functools.partial(attention.dot_product_attention, dropout_rate=0.5, **options)
+        return np.asarray(jax.jit(attend)(*inputs, dropout_rng=jax.random.key(1))) == 0
+
+    shared, own = dropped(), dropped(broadcast_dropout=False)
     assert np.all(shared == shared[:1, :, :1])
     assert not np.all(own == own[:1, :, :1])
-    assert np.all(attention.dot_product_attention(*inputs, deterministic=True, **options) != 0)
+    assert not np.any(dropped(deterministic=True))
 
 
 def test_matches_jax_and_its_causal_mask():

@@ -408,6 +408,7 @@ print(re.findall(kinds, program.as_text()))
 """
 
 
+@pytest.mark.slow
 def test_sharded_over_devices_equals_unsharded():
     """And the only communication is what reverses images and targets for Mixup and CutMix."""
     environment = simulated_devices(8)

@@ -20,7 +20,7 @@ PAGES = [
 
 
 def code_blocks(page):
-    """The page's Python, but for included files, whose blocks are written ```{.python}: tests/examples runs them."""
+    """The page's Python, but for included files, written ```{.python}, which examples/run_installed.sh runs."""
     return BLOCK.findall(page.read_text())
 
 
@@ -30,6 +30,7 @@ def own_scores(monkeypatch):
     monkeypatch.setattr(_registry, "_SCORES", dict(_registry._SCORES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES if code_blocks(page)]
 )

@@ -188,6 +188,7 @@ def test_kron_is_the_gauss_newton_block_of_a_deep_linear_network():
         np.testing.assert_allclose(matrix[0], np.einsum("ncp,ncq->pq", jacobian, jacobian) / 6, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_products_are_symmetric_and_positive():
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 6, (4, 6)))
     params = make(EVERY_PARAMS)

@@ -190,6 +190,7 @@ def test_solvers_agree(curvature, others):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-11), got, expected)
 
 
+@pytest.mark.slow
 def test_order_of_the_examples_does_not_matter():
     layers = kfac.find_layers(network, PARAMS, X, LABELS)
     optimizer = fixed(layers, damping=0.1)
@@ -277,6 +278,7 @@ def test_two_by_two_minimum_falls_back_to_one_direction():
     np.testing.assert_array_equal(minimise_2x2(jnp.zeros((2, 2)), jnp.ones(2)), 0)
 
 
+@pytest.mark.slow
 def test_refresh_keeps_averages_and_step_length():
     layers = kfac.find_layers(network, PARAMS, X, LABELS)
     optimizer = kfac.cg_fac(1.0, layers, damping=0.1)
@@ -358,6 +360,7 @@ def test_layers_left_out_go_to_the_fallback():
     jax.tree.map(lambda u, g: np.testing.assert_allclose(u, -0.1 * g, rtol=1e-10), updates["some"]["a"], grads["a"])
 
 
+@pytest.mark.slow
 def test_chain_schedule_partition_and_masks():
     layers = kfac.find_layers(network, PARAMS, X, LABELS)
     reference = fixed(layers, damping=0.1)
@@ -403,6 +406,7 @@ def test_the_step_compiles_once_and_its_state_survives_a_checkpoint(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
+@pytest.mark.slow
 def test_bfloat16_parameters_keep_their_dtype():
     with jax.enable_x64(False):
         params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)

@@ -108,6 +108,7 @@ def test_steps_of_a_recurrent_layer_are_tokens_of_one_lane():
     assert layers.blocks["cell/fc"].uses[0].num_tokens == 2
 
 
+@pytest.mark.slow
 def test_tied_weights_and_fused_projections():
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 5, (3, 3)))
     layers = check(Words(), tokens, {"embed": 1, "qkv": 1, "out": 1})

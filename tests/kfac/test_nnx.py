@@ -118,7 +118,7 @@ IMAGE_BLOCKS = dict.fromkeys(("patches", *BLOCK, "head"), 1)
 LABELS = jnp.arange(3) % 3
 
 
-@pytest.mark.parametrize("block", [Block, RematBlock])
+@pytest.mark.parametrize("block", [Block, pytest.param(RematBlock, marks=pytest.mark.slow)])
 def test_attention_convolution_and_norm(block):
     loss_fn, params = loss_of(Images(nnx.Rngs(0), block))
     layers = check_exact_blocks(loss_fn, params, normal(0, 3, 4, 4, 1), LABELS, blocks=IMAGE_BLOCKS)
@@ -126,6 +126,7 @@ def test_attention_convolution_and_norm(block):
     assert not layers.skipped
 
 
+@pytest.mark.slow
 def test_vmap_over_examples():
     graphdef, state = nnx.split(Images(nnx.Rngs(0), Block), nnx.Param)
 
@@ -135,7 +136,7 @@ def test_vmap_over_examples():
     check_exact_blocks(loss_fn, nnx.to_pure_dict(state), normal(0, 3, 4, 4, 1), LABELS, blocks=IMAGE_BLOCKS)
 
 
-@pytest.mark.parametrize("model", [Scanned, Experts])
+@pytest.mark.parametrize("model", [Scanned, pytest.param(Experts, marks=pytest.mark.slow)])
 def test_stacked_layers_are_lanes(model):
     loss_fn, params = loss_of(model(nnx.Rngs(0)))
     blocks = {"layers": 2, "head": 1} if model is Scanned else {"experts": 3}
@@ -200,7 +201,8 @@ def test_weights_stacked_inside_the_loss_are_refused_not_mistaken():
     assert "stacks it inside the loss" in str(layers)
 
 
-@pytest.mark.parametrize("rule", ["full", pytest.param("hardtanh", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["full", "hardtanh"])
 def test_adder_vision_transformer(rule):
     register_adder_layers()
     model = VisionTransformer(

@@ -117,6 +117,7 @@ def _distance(tree, truth):
     return np.linalg.norm(leaves[0] - leaves[1]) / np.linalg.norm(leaves[1])
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_near_to_float32_in_both():
     """Leaf by leaf they differ: the gradient of a key's bias under softmax, for one, is rounding and nothing else."""
     options = dict(score="adder", mlp_linear="adder")
@@ -167,10 +168,11 @@ def test_classical_forms_agree(make_nnx, module):
 @pytest.mark.parametrize(
     ("make_nnx", "module", "inputs"),
     [
-        (
+        pytest.param(
             lambda: models.VisionTransformer(**VIT | dict(width=64), score="additive", rngs=nnx.Rngs(0)),
             linen.VisionTransformer(**TINY | dict(width=64), score="additive"),
             rows(1, 4, 4, 1),
+            marks=pytest.mark.slow,
         ),
         (
             lambda: attention.MultiHeadAttention(2, 64, score="bilinear", rngs=nnx.Rngs(0)),
@@ -188,6 +190,7 @@ def test_initial_values_have_the_same_spread(make_nnx, module, inputs):
         np.testing.assert_allclose(a.mean(), b.mean(), atol=tolerance * max(float(a.std()), 1e-6))
 
 
+@pytest.mark.slow
 def test_randomness_comes_from_the_dropout_stream():
     model = linen.VisionTransformer(
         **TINY, score="adder", dropout_rate=0.1, attention_dropout_rate=0.1, drop_path_rate=0.5

@@ -110,7 +110,7 @@ def test_blocks_of_keys_change_nothing():
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("graph", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_training_reaches_every_parameter(graph):
     with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph):
         _, gradients = loss_and_gradients(make(score=["dot", "bilinear", "additive"], mlp_linear="adder"))(0)

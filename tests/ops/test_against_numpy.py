@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from adder_flax import ops
+from tests.ops.programs import value_and_gradients
 
 BACKENDS = ("reference", "xla", "cpu_native")
 SHAPES = [(1, 1, 1), (2, 17, 3), (17, 65, 19), (65, 33, 130), (0, 4, 3), (3, 0, 4), (5, 64, 1)]
@@ -57,8 +58,7 @@ def test_adder_matmul_gradients_under_every_pair_of_rules(backend, x_rule, w_rul
 def test_l1_scores_and_their_exact_gradient(backend, queries, keys, dim):
     q, k, g = _arrays((2, 3, queries, dim), (2, 3, keys, dim), (2, 3, queries, keys))
     with ops.use_backend(backend):
-        scores, vjp = jax.vjp(ops.l1_scores, q, k)
-        dq, dk = vjp(g)
+        scores, dq, dk = value_and_gradients(ops.l1_scores, g, q, k)
     difference = q[..., :, None, :].astype(np.float64) - k[..., None, :, :]
     np.testing.assert_allclose(scores, -np.abs(difference).sum(-1), rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(dq, -(g[..., None] * np.sign(difference)).sum(-2), rtol=1e-4, atol=1e-4)
@@ -69,8 +69,7 @@ def test_l1_scores_and_their_exact_gradient(backend, queries, keys, dim):
 def test_additive_scores_and_gradients_with_weights_for_each_head(backend):
     q, k, v, g = _arrays((2, 3, 17, 9), (2, 3, 5, 9), (3, 9), (2, 3, 17, 5))
     with ops.use_backend(backend):
-        scores, vjp = jax.vjp(ops.additive_scores, q, k, v)
-        dq, dk, dv = vjp(g)
+        scores, dq, dk, dv = value_and_gradients(ops.additive_scores, g, q, k, v)
     hidden = np.tanh(q[..., :, None, :].astype(np.float64) + k[..., None, :, :])
     weights = v[:, None, None, :].astype(np.float64)
     np.testing.assert_allclose(scores, (weights * hidden).sum(-1), rtol=1e-4, atol=1e-5)
@@ -87,7 +86,7 @@ def test_small_distances_beside_large_values_do_not_cancel(backend, offset):
     x = x + np.float32(offset)
     w = (x[:1].T + 1e-2 * noise).astype(np.float32)
     with ops.use_backend(backend):
-        got = ops.adder_matmul(x[:1], w)
+        got = jax.jit(ops.adder_matmul)(x[:1], w)
     expected = -np.abs(x[0, :, None].astype(np.float64) - w.astype(np.float64)).sum(0)
     np.testing.assert_allclose(got[0], expected, rtol=1e-3)
 
@@ -98,7 +97,7 @@ def test_nan_and_infinity_propagate(backend, bad):
     x, w = _arrays((7, 20), (20, 70))
     x[3, 4] = bad
     with ops.use_backend(backend):
-        got = np.asarray(ops.adder_matmul(x, w))
+        got = np.asarray(jax.jit(ops.adder_matmul)(x, w))
     assert (np.isnan(got[3]) if np.isnan(bad) else np.isneginf(got[3])).all()
     assert np.isfinite(np.delete(got, 3, axis=0)).all()
 
@@ -108,7 +107,7 @@ def test_nan_and_infinity_propagate(backend, bad):
 def test_half_precision_accumulates_in_float32(backend, dtype):
     x, w = (jnp.asarray(a, dtype) for a in _arrays((5, 768), (768, 11)))
     with ops.use_backend(backend):
-        got = ops.adder_matmul(x, w)
+        got = jax.jit(ops.adder_matmul)(x, w)
     exact = -np.abs(np.asarray(x, np.float64)[:, :, None] - np.asarray(w, np.float64)[None]).sum(1)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, exact, rtol=1e-5)
@@ -119,9 +118,9 @@ def test_under_vmap_scan_and_leading_axes(backend):
     x, w = _arrays((4, 3, 17, 33), (33, 19))
     flat = -np.abs(x.reshape(-1, 33)[:, :, None].astype(np.float64) - w[None]).sum(1).reshape(4, 3, 17, 19)
     with ops.use_backend(backend):
-        direct = ops.adder_matmul(x, w)
-        mapped = jax.vmap(ops.adder_matmul, (0, None))(x, w)
-        _, scanned = jax.lax.scan(lambda carry, row: (carry, ops.adder_matmul(row, w)), 0, x)
+        direct = jax.jit(ops.adder_matmul)(x, w)
+        mapped = jax.jit(jax.vmap(ops.adder_matmul, (0, None)))(x, w)
+        _, scanned = jax.jit(lambda x: jax.lax.scan(lambda carry, row: (carry, ops.adder_matmul(row, w)), 0, x))(x)
     for got in (direct, mapped, scanned):
         np.testing.assert_allclose(got, flat, rtol=1e-5, atol=1e-4)
 

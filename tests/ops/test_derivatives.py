@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from adder_flax import ops
+from tests.ops.programs import value_and_gradients
 
 BACKENDS = ("reference", "xla", "cpu_native")
 RULES = ("sign", "full", "hardtanh")
@@ -22,10 +23,15 @@ def _normal(*shapes, seed=0):
 def test_the_jvp_is_the_adjoint_of_the_backward_pass(backend, x_gradient, w_gradient):
     x, dx, w, dw, g = _normal((2, 5, 23), (2, 5, 23), (23, 9), (23, 9), (2, 5, 9))
     rules = {"x_gradient": x_gradient, "w_gradient": w_gradient, "hardtanh_slope": 2.5}
-    with ops.use_backend(backend):
+
+    @jax.jit
+    def forward_and_backward(x, dx, w, dw, g):
         dy = ops.adder_matmul_jvp(x, w, dx, dw, **rules)
-        x_bar, w_bar = jax.vjp(lambda x, w: ops.adder_matmul(x, w, **rules), x, w)[1](g)
         parts = ops.adder_matmul_jvp(x, w, dx, None, **rules) + ops.adder_matmul_jvp(x, w, None, dw, **rules)
+        return dy, parts, *jax.vjp(lambda x, w: ops.adder_matmul(x, w, **rules), x, w)[1](g)
+
+    with ops.use_backend(backend):
+        dy, parts, x_bar, w_bar = forward_and_backward(x, dx, w, dw, g)
     np.testing.assert_allclose(np.vdot(g, dy), np.vdot(x_bar, dx) + np.vdot(w_bar, dw), rtol=1e-4)
     np.testing.assert_allclose(parts, dy, atol=1e-5)
     assert dy.shape == (2, 5, 9)
@@ -54,7 +60,8 @@ def test_sign_rules_are_the_true_gradient(backend):
     }
     with jax.enable_x64(True), ops.use_backend(backend):
         for name, (loss, arrays) in losses.items():
-            gradients = jax.grad(loss, tuple(range(len(arrays))))(*arrays)
+            loss = jax.jit(loss)  # one program to compile, not one for each operation
+            gradients = jax.jit(jax.grad(loss, tuple(range(len(arrays)))))(*arrays)
             for index, gradient in enumerate(gradients):
                 direction = np.random.default_rng(index).normal(size=arrays[index].shape)
                 slope = _finite_difference(loss, arrays, index, direction)
@@ -89,8 +96,9 @@ def test_under_remat_the_gradients_are_the_same(backend):
     x, w, g = _normal((6, 20), (20, 12), (6, 12))
     loss = lambda x, w: (g * ops.adder_matmul(x, w)).sum()
     with ops.use_backend(backend):
-        plain, again = jax.grad(loss, (0, 1))(x, w), jax.grad(jax.checkpoint(loss), (0, 1))(x, w)
-    jax.tree.map(np.testing.assert_array_equal, plain, again)
+        plain, again = (jax.jit(jax.grad(f, (0, 1)))(x, w) for f in (loss, jax.checkpoint(loss)))
+    for a, b in zip(plain, again, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(3,), (0, 3), (2, 0, 3), (1, 1, 3), (2, 3, 4, 3)])
@@ -109,9 +117,9 @@ def test_scores_of_nothing(backend, sizes):
     query, key, v = jnp.ones((2, queries, dim)), jnp.ones((2, keys, dim)), jnp.ones(dim)
     with ops.use_backend(backend):
         for score, arrays in ((ops.l1_scores, (query, key)), (ops.additive_scores, (query, key, v))):
-            s, vjp = jax.vjp(score, *arrays)
+            s, *gradients = value_and_gradients(score, np.ones((2, queries, keys), np.float32), *arrays)
             np.testing.assert_array_equal(s, np.zeros((2, queries, keys)))
-            for gradient, array in zip(vjp(s), arrays, strict=True):
+            for gradient, array in zip(gradients, arrays, strict=True):
                 np.testing.assert_array_equal(gradient, np.zeros(array.shape))
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from adder_flax import ops
+from tests.ops.programs import value_and_gradients
 
 SCORES = {
     "l1": lambda query, key: -jnp.abs(query[..., :, None, :] - key[..., None, :, :]).sum(-1),
@@ -28,11 +29,6 @@ def whole_map(score, query, key, value, parameters=(), *, scale=1.0, bias=0.0, m
 def normal(*shapes, seed=0, dtype=np.float64):
     rng = np.random.default_rng(seed)
     return [rng.normal(size=shape).astype(dtype) for shape in shapes]
-
-
-def value_and_gradients(function, g, *arrays):
-    output, vjp = jax.vjp(function, *arrays)
-    return output, *vjp(g)
 
 
 def assert_close(got, expected):
@@ -64,8 +60,7 @@ def test_every_score_with_every_operand_against_the_whole_map(name, tokens, key_
 
     arrays = (query, key, value, parameters, scale, bias)
     with jax.enable_x64(True), ops.use_backend("reference"):
-        got = jax.jit(lambda *a: value_and_gradients(fused, g, *a))(*arrays)
-        assert_close(got, jax.jit(lambda *a: value_and_gradients(truth, g, *a))(*arrays))
+        assert_close(value_and_gradients(fused, g, *arrays), value_and_gradients(truth, g, *arrays))
 
 
 @pytest.mark.parametrize(
@@ -92,27 +87,23 @@ def test_causal():
 
 def test_dropout_keeps_the_mean_and_is_the_same_in_the_backward_pass():
     query, key, value, g = normal((6, 3), (9, 3), (9, 2), (6, 2))
-    with jax.enable_x64(True), ops.use_backend("reference"):
-        options = {"scale": 0.2, "dropout_rate": 0.4, "key_block": 4}
-        dropped = lambda value, seed: ops.fused_attention(
-            ops.l1_scores, query, key, value, dropout_key=jax.random.key(seed), **options
+
+    @jax.jit
+    def dropped(query, value, seed):
+        return ops.fused_attention(
+            ops.l1_scores, query, key, value, scale=0.2, dropout_rate=0.4, dropout_key=jax.random.key(seed), key_block=4
         )
-        many = jax.vmap(lambda seed: dropped(value, seed))(jnp.arange(4000))
-        np.testing.assert_allclose(many.mean(0), whole_map(SCORES["l1"], query, key, value, scale=0.2), atol=0.05)
+
+    with jax.enable_x64(True), ops.use_backend("reference"):
+        mean = jax.jit(lambda: jax.vmap(lambda seed: dropped(query, value, seed))(jnp.arange(4000)).mean(0))()
+        truth = jax.jit(lambda: whole_map(SCORES["l1"], query, key, value, scale=0.2))()
+        np.testing.assert_allclose(mean, truth, atol=0.05)
+        output, d_query, d_value = value_and_gradients(lambda q, v: dropped(q, v, 3), g, query, value)
         # Linear in the values, so the gradient must reproduce the output with the same weights dropped.
-        output, d_value = value_and_gradients(lambda value: dropped(value, 3), g, value)
         np.testing.assert_allclose((d_value * value).sum(), (output * g).sum(), rtol=1e-12)
         step = 1e-6 * normal((6, 3), seed=1)[0]
-        moved = [
-            ops.fused_attention(ops.l1_scores, q, key, value, dropout_key=jax.random.key(3), **options)
-            for q in (query + step, query - step)
-        ]
-        gradient = jax.grad(
-            lambda q: (
-                g * ops.fused_attention(ops.l1_scores, q, key, value, dropout_key=jax.random.key(3), **options)
-            ).sum()
-        )(query)
-        np.testing.assert_allclose((gradient * step).sum(), (g * (moved[0] - moved[1])).sum() / 2, rtol=1e-5)
+        change = dropped(query + step, value, 3) - dropped(query - step, value, 3)
+        np.testing.assert_allclose((d_query * step).sum(), (g * change).sum() / 2, rtol=1e-5)
 
 
 def test_bfloat16_is_summed_in_float32():

@@ -40,6 +40,7 @@ def images_of(batch, step=5):
     return augment(training.step.step_keys(3, step)[0], batch["image"], batch["label"])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"score": "additive", "temperature": "learned"}, {"score": "adder", "scale": 0.3}])
 def test_map_numbers_are_those_of_the_analysis(options, batch):
     model = VisionTransformer(rngs=nnx.Rngs(0), **SIZES, **options)
@@ -56,7 +57,8 @@ def test_map_numbers_are_those_of_the_analysis(options, batch):
         assert numbers["attention_max_logit/block_01"] == pytest.approx(logits.max(), rel=1e-4)
 
 
-@pytest.mark.parametrize("accumulation_steps", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
 def test_gradient_norms_are_those_of_the_step(accumulation_steps, batch):
     model = VisionTransformer(rngs=nnx.Rngs(0), **SIZES, dropout_rate=0.2)
     numbers, graphdef, params = diagnose(model, batch, accumulation_steps=accumulation_steps)
@@ -87,6 +89,7 @@ def test_differences_on_the_edge_are_saturated():
     assert float(hardtanh_saturation(x, w)) == 0.5
 
 
+@pytest.mark.slow
 def test_adder_outputs_of_unit_normal_inputs_are_where_theory_has_them(batch):
     numbers, _, _ = diagnose(VisionTransformer(rngs=nnx.Rngs(0), **SIZES | {"width": 256}, **ADDER), batch)
     # The inputs of query, key and value are unit-normal after LayerNorm: E|x − w| = 2/√π, Var|x − w| = 2 − 4/π.
@@ -98,7 +101,7 @@ def test_adder_outputs_of_unit_normal_inputs_are_where_theory_has_them(batch):
 def test_a_run_writes_them_at_logging_steps_and_trains_the_same(tiny_config, tmp_path):
     states = []
     for on in (False, True):
-        config = tiny_config("multiplicative", attention_diagnostics=on, log_every_steps=4, **{"model.depth": 1})
+        config = tiny_config("multiplicative", attention_diagnostics=on, log_every_steps=4)
         run = build_run(config)
         states.append(Trainer(run, training.open_workdir(tmp_path / str(on), config)).fit().state)
     jax.tree.map(np.testing.assert_array_equal, *states)

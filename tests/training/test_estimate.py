@@ -25,7 +25,7 @@ def estimated():
     from tests.training.tiny import TINY
 
     config = common.deit("multiplicative", "tiny")
-    config.update_from_flattened_dict(TINY | {"ema_decay": 0.9, "model.depth": 1})
+    config.update_from_flattened_dict(TINY | {"ema_decay": 0.9})
     run = training.build_run(config)
     return run, estimate(run)
 
@@ -85,7 +85,7 @@ def test_memory_of_a_device_that_does_not_tell_is_unknown():
     assert memory_bytes(jax.devices("cpu")[0]) is None
 
 
-EXPERIMENT = ["--mode=compile", "--config=experiments/adder_deit_tiny.py", *TINY_FLAGS, "--config.model.depth=1"]
+EXPERIMENT = ["--mode=compile", "--config=experiments/adder_deit_tiny.py", *TINY_FLAGS]
 
 
 def test_simulated_devices_from_the_command_line(run_main):

@@ -111,7 +111,7 @@ def folder_config(tiny_config, tmp_path):
         "multiplicative",
         batch_size=8,
         num_epochs=1.0,
-        **{"model.depth": 1, "data.name": "folder", "data.data_dir": str(tmp_path / "data")},
+        **{"data.name": "folder", "data.data_dir": str(tmp_path / "data")},
     )
 
 

@@ -2,7 +2,7 @@
 
 TINY = {
     "model.width": 16,
-    "model.depth": 2,
+    "model.depth": 1,
     "model.num_heads": 2,
     "model.mlp_ratio": 2.0,
     "batch_size": 32,

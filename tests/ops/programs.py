@@ -1,0 +1,14 @@
+"""Calls that are compiled as one program, not one for each operation."""
+
+import jax
+
+
+def value_and_gradients(function, g, *arrays):
+    """Returns the output of ``function`` and the gradients of all ``arrays`` for the cotangent ``g``."""
+
+    @jax.jit
+    def both(g, *arrays):
+        output, vjp = jax.vjp(function, *arrays)
+        return output, *vjp(g)
+
+    return both(g, *arrays)
