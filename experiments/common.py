@@ -36,7 +36,6 @@ _MODEL = dict(
     drop_path_rate=0.0,
     dtype="float32",
     remat=False,
-    scan_blocks=False,  # compile one block and loop over them, where all are alike: compiles in a quarter of the time
 )
 
 # With --config.optimizer.name=cg_fac: arguments of kfac.cg_fac, and layers and curvature_interval.

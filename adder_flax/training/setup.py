@@ -125,11 +125,6 @@ def build_run(config: Any, *, devices: Sequence[jax.Device] | None = None, data_
     """
     if config.non_finite not in ("stop", "skip"):
         raise RunError(f"expected config.non_finite to be stop or skip, got {config.non_finite!r}")
-    if config.model.scan_blocks and config.optimizer.name == "cg_fac":
-        raise RunError(
-            "expected config.model.scan_blocks=False with cg_fac, whose curvature needs each block's own parameters, "
-            "got True; set --config.model.scan_blocks=False"
-        )
     mesh = sharding.make_mesh(config.mesh, devices)
     _check_batches(config, mesh)
     with user_errors():

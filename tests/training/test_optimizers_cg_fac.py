@@ -100,11 +100,6 @@ def test_settings_that_do_not_fit_are_refused_before_any_compute(fields, message
         build_run(tiny_config("multiplicative", **{"optimizer.name": "cg_fac"} | fields))
 
 
-def test_blocks_in_a_loop_are_refused(tiny_config):
-    with pytest.raises(RunError, match="scan_blocks=False with cg_fac"):
-        build_run(tiny_config("multiplicative", **{"optimizer.name": "cg_fac", "model.scan_blocks": True}))
-
-
 _LOSSES = """
 import sys
 from adder_flax import training
