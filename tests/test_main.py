@@ -29,7 +29,7 @@ def _slow(*case):
         _slow(["--config.model.patch_size=3"], r"expected .*patch.* 8"),
         _slow(["--config.model.score=adderr"], r"expected .*adder.*got 'adderr'"),
         _slow(["--config.optimizer.name=adamv"], r"one of \['adamw'.*got 'adamv'"),
-        (["--config.batch_size=2000"], "1437 .*got 2000"),
+        _slow(["--config.batch_size=2000"], "1437 .*got 2000"),
         _slow(["--config.mesh.data=3"], "1 devices"),
         (["--mode=eval"], "expected checkpoints in .*train first"),
     ],
@@ -47,7 +47,7 @@ def test_a_mistake_is_one_message_and_a_non_zero_exit(flags, message, run_main, 
     ("experiment", "message"),
     [
         ("experiments/no_such_file.py", "no_such_file"),
-        ("experiments/adder_deit_tiny.py:no_such_set", "no_such_set"),
+        _slow("experiments/adder_deit_tiny.py:no_such_set", "no_such_set"),
         ("experiments/adder_deit_tiny.py:folder", "data_dir"),
     ],
 )

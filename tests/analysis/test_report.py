@@ -139,6 +139,7 @@ def verdicts(section):
     return {claim.name: claim.verdict for claim in section.claims}
 
 
+@pytest.mark.slow
 def test_proposition_holds_for_symmetric_positive_maps_and_not_for_cycles():
     subject = observe("m", model_of(score="adder"), IMAGES)
     size = subject.maps[0].shape[-1]
@@ -150,6 +151,7 @@ def test_proposition_holds_for_symmetric_positive_maps_and_not_for_cycles():
     assert found["maps-symmetric"] == found["proposition-1-shift"] == "does not hold"
 
 
+@pytest.mark.slow
 def test_theorem_on_live_vectors_follows_the_vectors():
     subject = observe("m", model_of(score="adder"), IMAGES)
     normal = np.random.default_rng(0).standard_normal((2, 3, 5, 2, 400, 8))

@@ -63,7 +63,9 @@ def test_adder_layers_are_differentiated_exactly():
     direction = jax.tree.map(lambda p: jnp.asarray(np.random.default_rng(1).standard_normal(p.shape)), params)
     slope = lambda graphdef: sum(
         jnp.vdot(g, d)
-        for g, d in zip(jax.tree.leaves(jax.grad(loss(graphdef))(params)), jax.tree.leaves(direction), strict=True)
+        for g, d in zip(
+            jax.tree.leaves(jax.jit(jax.grad(loss(graphdef)))(params)), jax.tree.leaves(direction), strict=True
+        )
     )
     with jax.enable_x64(True), ops.use_backend("reference"):
         wide, towards = (jax.tree.map(lambda p: jnp.asarray(p, jnp.float64), tree) for tree in (params, direction))

@@ -244,7 +244,9 @@ def test_empty_batches_and_sequences(name, batch, q_length, k_length):
     assert not np.any(out) or k_length  # who has no key to look at gets zeros
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("dot", "bilinear")), *NAMES[2:]]
+)
 def test_blocks_of_keys_change_nothing(name):
     """All options at once, with grouped heads, blocks that do not divide the length, and a query that sees nothing."""
     inputs, parameters = make_inputs(7, 7, heads=4, kv_heads=2), make_parameters(name, heads=4)

@@ -257,6 +257,7 @@ def test_bfloat16_layers_keep_their_curvature():
     assert np.linalg.norm(half - full) < 0.05 * np.linalg.norm(full)
 
 
+@pytest.mark.slow
 def test_microbatches_together_are_the_batch():
     params, x, labels = make(DENSE_PARAMS), normal(3, 6, 2, 3), jnp.arange(6) % 3
     function = kfac.value_grad_and_curvature(DENSE_LOSS, fisher="empirical", has_aux=True)

@@ -154,6 +154,7 @@ def test_quadratic_step_is_the_minimum_along_its_direction():
     np.testing.assert_allclose(last(0.0), 0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_update_does_not_depend_on_the_scale_of_a_layers_input():
     # F and with it relative damping grow by c², the gradient by c: x shrinks by c, and c x·a stays as it is.
     c, (x, labels) = 7.0, (normal(5, 60, 3), jnp.arange(60) % 3)
@@ -167,6 +168,7 @@ def test_update_does_not_depend_on_the_scale_of_a_layers_input():
     np.testing.assert_allclose(moved[0], moved[1], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_large_damping_gives_the_gradient():
     layers = kfac.find_layers(network, PARAMS, X, LABELS)
     optimizer = fixed(layers, damping=1e9, damping_scale="absolute")
@@ -175,7 +177,13 @@ def test_large_damping_gives_the_gradient():
     jax.tree.map(lambda u, g: np.testing.assert_allclose(u, -g / 1e9, rtol=1e-6), updates, grads)
 
 
-@pytest.mark.parametrize(("curvature", "others"), [("kron", ("eigh", "dense")), ("exact", ("dual", "dense", "auto"))])
+@pytest.mark.parametrize(
+    ("curvature", "others"),
+    [
+        ("kron", ("eigh", "dense")),
+        pytest.param("exact", ("dual", "dense", "auto"), marks=pytest.mark.slow),
+    ],
+)
 def test_solvers_agree(curvature, others):
     loss_fn = lambda params, x, labels: cross_entropy(kfac.tap(kfac.Dense(), params, x, path=""), labels)
     layers = kfac.find_layers(loss_fn, PARAMS["a"], X, LABELS)
@@ -328,6 +336,7 @@ def test_it_raises_rather_than_fall_back_to_gradient_descent():
         kfac.cg_fac(1.0, layers, step="fixed", damping_interval=5)
 
 
+@pytest.mark.slow
 def test_uncovered_parameters_get_adamw_and_weight_decay_means_what_it_does_there():
     params = {**PARAMS, "free": normal(8, 2)}
     layers = kfac.find_layers(with_free_parameter, params, X, LABELS)

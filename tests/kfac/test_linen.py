@@ -91,14 +91,15 @@ def check(model, x, blocks, collections=False):
 LABELS = jnp.arange(3)
 
 
-@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [False, True])
 def test_attention_convolution_and_norm(remat):
     attention = [f"block/attention/{name}" for name in ("query", "key", "value", "out")]
     blocks = dict.fromkeys(("patches", "block/norm", *attention, "block/fc", "head"), 1)
     assert check(Images(remat), normal(0, 3, 4, 4, 1), blocks, collections=remat).coverage == 1.0
 
 
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("axis", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_scanned_layers_are_lanes(axis):
     check(Scanned(axis), normal(0, 3, WIDTH), {"layers/fc": 2, "head": 1})
 

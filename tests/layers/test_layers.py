@@ -143,6 +143,7 @@ def test_adder_block_equals_the_formula():
     np.testing.assert_allclose(run(block, rows(3, 5, 8)), block_formula(block, rows(3, 5, 8)), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_block_drops_its_branches():
     block = randomised(lambda: layers.Block(8, 2, drop_path_rate=0.5, dropout_rate=0.1, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(block)

@@ -101,6 +101,7 @@ def test_cross_attention_with_all_options_agrees(score):
     )
 
 
+@pytest.mark.slow
 def test_gradients_agree():
     options = dict(score="adder", mlp_linear="adder")
     graphdef, state = nnx.split(randomised(lambda: layers.Block(8, 2, **options, rngs=nnx.Rngs(0))))

@@ -100,6 +100,7 @@ def test_the_loop_draws_the_same_random_numbers():
     assert unrolled(1)[0] != unrolled(0)[0]
 
 
+@pytest.mark.slow
 def test_blocks_of_keys_change_nothing():
     options = dict(score=["adder", "additive"], depth=2)
     whole, blocks = make(**options), make(**options, key_block=2)
@@ -136,6 +137,7 @@ def test_pooling_and_position_embedding_matter():
     np.testing.assert_allclose(run(model, images()), run(model, shuffled), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_computation_keeps_float32_parameters_and_logits():
     half, wide = make(**ADDER, dtype=jnp.bfloat16), make(**ADDER)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(nnx.state(half)))
