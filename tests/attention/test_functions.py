@@ -230,8 +230,8 @@ def test_batch_axes_are_free():
     single = [x[0, 0] for x in inputs]
     run = jax.jit(attention.adder_attention)
     out = run(*inputs)
-    np.testing.assert_allclose(out.reshape(6, 5, HEADS, DIM), run(*flat), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(out[0, 0], run(*single), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(out.reshape(6, 5, HEADS, DIM), run(*flat), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(out[0, 0], run(*single), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -45,7 +45,6 @@ def test_every_mechanism_learns_and_resumes_with_the_same_bits(mechanism, tiny_c
     kinds = {block.uses[0].layer.kind for block in run.optimizer.layers.blocks.values()}
     assert ("adder" in kinds) == (mechanism == "adder")
     assert run.optimizer.layers.coverage > 0.7
-    assert "blocks/0/mlp/fc1/kernel" in str(run.optimizer.layers)
 
     half, rows = train(run, run.init(), 0, STEPS // 2)
     with Checkpoints(tmp_path) as checkpoints:
@@ -98,6 +97,11 @@ def test_settings_that_do_not_fit_are_refused_before_any_compute(fields, message
     fields = {f"optimizer.{name}": value for name, value in fields.items()}
     with pytest.raises(RunError, match=message):
         build_run(tiny_config("multiplicative", **{"optimizer.name": "cg_fac"} | fields))
+
+
+def test_the_table_of_parameters_has_one_row_for_what_all_blocks_share(tiny_config):
+    run = build_run(tiny_config("multiplicative", **{"optimizer.name": "cg_fac", "model.depth": 2}))
+    assert "blocks/*/mlp/fc1/kernel (2×)" in str(run.optimizer.layers)
 
 
 _LOSSES = """

@@ -104,11 +104,6 @@ def _agree(results, bound):
 
 
 @pytest.mark.slow
-def test_an_adder_transformer_on_eight_devices_gives_the_numbers_of_one():
-    _agree(_train("adder", (2, 2, 2)), BOUND["adamw"])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("optimizer", BOUND)
 def test_every_mesh_gives_the_numbers_of_one_device(mechanism, optimizer):
