@@ -540,9 +540,9 @@ def cg_fac(
       step: ``"quadratic"``: step length and momentum from a quadratic model in the new direction and the last step;
         ``"fixed"``: momentum and learning rate as given.
       momentum: for ``step="fixed"``.
-      kl_clip: κ; shortens steps with Δᵀ F Δ > κ, twice the change of the predictions in nats. None for none, which
-        is for batches much larger than the layers: the curvature of a small one leaves directions in which it sees
-        nothing, and the quadratic model then asks for steps of any length.
+      kl_clip: κ; shortens steps with Δᵀ F Δ > κ, twice the change of the predictions in nats, before the learning
+        rate scales them. None for none, which is for batches much larger than the layers: the curvature of a small
+        one leaves directions in which it sees nothing, and the quadratic model then asks for steps of any length.
       reject: refuse a step that raises the loss on its own batch, and raise λ fourfold. Needs ``value`` and
         ``value_fn``, and one evaluation of the loss per step. Steps that are not finite are always refused.
       weight_decay: decoupled, at the rate of ``fallback_learning_rate``, so that it means what it does in AdamW.

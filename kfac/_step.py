@@ -53,15 +53,16 @@ def fixed_step(
     momentum: float,
     kl_clip: float | None,
 ) -> Proposal:
-    """Δ = μ·(last Δ) − η ν x with ν = min(1, √(κ / η² xᵀF x)), the KL clip of the new part (κ = ``kl_clip``).
+    """Δ = μ·(last Δ) − η ν x with ν = min(1, √(κ / xᵀF x)), the KL clip of the new part (κ = ``kl_clip``).
 
+    The clip comes before the learning rate, else a step that is always clipped would undo every schedule of η.
     xᵀF x needs no further product: xᵀ(F + γI)x = 2 bᵀx + 2 q(x).
     """
     x = {name: s.x for name, s in solved.items()}
     gradient_part = sum(lane_dot(b[n], x[n]).sum() for n in x)
     damped = 2 * gradient_part + 2 * sum(s.model.sum() for s in solved.values())
     kl = damped - sum((gamma[n] * lane_dot(x[n], x[n])).sum() for n in x)
-    scale = _kl_scale(rate**2 * kl, kl_clip)
+    scale = _kl_scale(kl, kl_clip)
     step = rate * scale
     model = -step * gradient_part + 0.5 * step**2 * damped
     coefficients = jnp.stack([step, jnp.asarray(momentum, step.dtype)])
@@ -104,7 +105,7 @@ def quadratic_step(
     else:
         zeros = jnp.zeros((2, 2), slope.dtype)
         coefficients, fisher, matrix = jax.lax.cond(fresh, fit, lambda: (last.astype(slope.dtype), zeros, zeros))
-    scale = _kl_scale(rate**2 * coefficients @ fisher @ coefficients, kl_clip)
+    scale = _kl_scale(coefficients @ fisher @ coefficients, kl_clip)
     taken = rate * scale * coefficients
     model = 0.5 * taken @ matrix @ taken - slope @ taken
     return Proposal(combine(taken[0], d, taken[1], velocity), coefficients, model, scale)

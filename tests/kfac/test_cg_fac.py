@@ -278,6 +278,21 @@ def test_kl_clip_bounds_the_step_in_the_metric():
     assert kl(kl_clip=1e-4, step="fixed", momentum=0.0)[1] < 1
 
 
+@pytest.mark.parametrize("step", ["quadratic", "fixed"])
+def test_the_learning_rate_scales_a_clipped_step(step):
+    # Clipped after the rate, all steps would have one length, and a schedule would decay nothing.
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+
+    def updates(rate):
+        optimizer = kfac.cg_fac(rate, layers, damping=0.1, momentum=0.0, kl_clip=1e-6, step=step)
+        updates, state, _ = make_step(optimizer)(PARAMS, optimizer.init(PARAMS), X, LABELS)
+        assert state.stats["kl_scale"] < 1
+        return updates
+
+    whole, tenth = updates(1.0), updates(0.1)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, 0.1 * a, rtol=1e-6), whole, tenth)
+
+
 def test_two_by_two_minimum_falls_back_to_one_direction():
     matrix, slope = np.array([[2.0, 1.0], [1.0, 3.0]]), np.array([1.0, -1.0])
     np.testing.assert_allclose(minimise_2x2(jnp.asarray(matrix), jnp.asarray(slope)), np.linalg.solve(matrix, slope))
