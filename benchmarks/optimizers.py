@@ -3,17 +3,18 @@
     python -m benchmarks.optimizers                                   # everything, about two hours on 2 cores
     python -m benchmarks.optimizers --quick                           # a check that it runs, minutes
     python -m benchmarks.optimizers --problems=autoencoder --optimizers=adamw,cg_fac --out=results.json
-    python -m benchmarks.optimizers --optimizers=kfac_jax --out=results.json   # adds to the same table
-    python -m benchmarks.optimizers --out=results.json --max-seconds=120       # a part of it; repeat until done
+    python -m benchmarks.optimizers --out=results.json --max-seconds=120   # a part of it; repeat until done
 
 Problems, all on scikit-learn's digits (1536 for training), batches of 256: the autoencoder 64-48-24-8-24-48-64 under
 binary cross-entropy; a two-block vision transformer of width 32 under cross-entropy, multiplicative; and the same with
 adder attention and adder layers. Losses are those of the whole training set.
 
 Every optimizer is tuned over a grid of six settings on one seed, by steps to the hardest target it reaches, and then
-run with other seeds. Seconds are those of the steps alone: no compilation, no evaluation. A gradient-equivalent is
-the arithmetic of one gradient. Peers that are not installed are left blank: SOAP (``soap_jax``) and kfac-jax
-(``kfac_jax``; its released version needs an older JAX, so run it where it works and let ``--out`` merge the results).
+run with other seeds. Seconds are those of the steps alone, no compilation and no evaluation: steps times the duration
+of one, which is measured at the end for all optimizers in turn, so that a busy machine slows all alike (``--time``
+measures again). A gradient-equivalent is the arithmetic of one gradient. Peers that are not installed are left blank:
+SOAP (``soap_jax``) and kfac-jax (``kfac_jax``, whose release 0.0.8 does not run on JAX 0.10 while its repository's head
+does). One that cannot train a network shows its error.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from experiments import common
 NUM_TRAIN = 1536
 BATCH_SIZE = 256
 EVAL_EVERY_STEPS = 5
+TURN, TURNS = 10, 15  # steps timed at once, a multiple of every interval in the grids; and how often
 TUNING_SEED = 100
 AUTOENCODER = (64, 48, 24, 8, 24, 48, 64)
 
@@ -61,6 +63,7 @@ class Problem:
       init: seed → parameters.
       loss_fn: (params, x, labels) → (mean loss, outputs).
       data: x and labels of the whole training set.
+      kfac_jax_loss_fn: the same in a form that kfac-jax takes; None where it takes ``loss_fn``.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Problem:
     init: Callable[[int], Any]
     loss_fn: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
     data: tuple[jax.Array, jax.Array]
+    kfac_jax_loss_fn: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]] | None = None
 
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
@@ -105,31 +109,45 @@ def autoencoder() -> Problem:
     return Problem("autoencoder", "bernoulli", (18.0, 17.0, 16.0), 1000, init, loss_fn, data)
 
 
+VIT = dict(image_size=8, patch_size=2, channels=1, num_classes=10, width=32, depth=2, num_heads=4, mlp_ratio=2.0)
+
+
 def vision_transformer(name: str, **model_options: Any) -> Problem:
     """A two-block ViT on digits."""
     images, labels = digits()
-    make = lambda seed: VisionTransformer(
-        image_size=8,
-        patch_size=2,
-        channels=1,
-        num_classes=10,
-        width=32,
-        depth=2,
-        num_heads=4,
-        mlp_ratio=2.0,
-        pooling="mean",
-        rngs=nnx.Rngs(seed),
-        **model_options,
-    )
+    make = lambda seed: VisionTransformer(**VIT, pooling="mean", rngs=nnx.Rngs(seed), **model_options)
     graphdef, _ = nnx.split(make(0), nnx.Param)
 
-    def loss_fn(params: Any, x: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = nnx.merge(graphdef, params)(x)
+    def cross_entropy(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), logits
 
+    loss_fn = lambda params, x, labels: cross_entropy(nnx.merge(graphdef, params)(x), labels)
+    plain = lambda params, x, labels: cross_entropy(plain_logits(params, x), labels)
     init = lambda seed: nnx.to_pure_dict(nnx.state(make(seed), nnx.Param))
     data = (jnp.asarray(images.reshape(-1, 8, 8, 1)), jnp.asarray(labels))
-    return Problem(name, "categorical", (0.3, 0.1, 0.03), 300, init, loss_fn, data)
+    return Problem(name, "categorical", (0.3, 0.1, 0.03), 300, init, loss_fn, data, None if model_options else plain)
+
+
+def plain_logits(params: Any, x: jax.Array) -> jax.Array:
+    """The multiplicative ViT without flattening tokens into rows, among which kfac-jax finds no examples."""
+    dense = lambda p, h: h @ p["kernel"] + p["bias"]
+    heads = lambda h: h.reshape(*h.shape[:2], VIT["num_heads"], -1)
+
+    def norm(p: Any, h: jax.Array) -> jax.Array:
+        centred = h - h.mean(-1, keepdims=True)
+        return centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * p["scale"] + p["bias"]
+
+    n, size, p = x.shape[0], VIT["image_size"], VIT["patch_size"]
+    patches = x.reshape(n, size // p, p, size // p, p, -1).swapaxes(2, 3).reshape(n, (size // p) ** 2, -1)
+    h = dense(params["patch_embed"]["proj"], patches) + params["pos_embed"]
+    for block in params["blocks"].values():
+        attention, normed = block["attention"], norm(block["norm1"], h)
+        query, key, value = (heads(dense(attention[name], normed)) for name in ("query", "key", "value"))
+        weights = jax.nn.softmax(jnp.einsum("nqhd,nkhd->nhqk", query, key) / query.shape[-1] ** 0.5)
+        h += dense(attention["out"], jnp.einsum("nhqk,nkhd->nqhd", weights, value).reshape(h.shape))
+        hidden = jax.nn.gelu(dense(block["mlp"]["fc1"], norm(block["norm2"], h)), approximate=False)
+        h += dense(block["mlp"]["fc2"], hidden)
+    return dense(params["head"], norm(params["norm"], h).mean(1))
 
 
 PROBLEMS = {
@@ -205,8 +223,13 @@ def kfac_jax(problem: Problem, initial_damping: float, adaptive: bool) -> Runner
         "categorical": lambda logits, x, labels: peer.register_softmax_cross_entropy_loss(logits, labels),
     }[problem.likelihood]
 
+    function = problem.kfac_jax_loss_fn or problem.loss_fn
+    x, labels = (a[:BATCH_SIZE] for a in problem.data)
+    outputs = [f(problem.init(0), x, labels)[1] for f in (function, problem.loss_fn)]
+    np.testing.assert_allclose(*outputs, atol=1e-4, err_msg="expected kfac-jax to train the same function")
+
     def loss_fn(params, batch):
-        loss, logits = problem.loss_fn(params, *batch)
+        loss, logits = function(params, *batch)
         register(logits, *batch)
         return loss
 
@@ -229,7 +252,6 @@ def kfac_jax(problem: Problem, initial_damping: float, adaptive: bool) -> Runner
         params, state, _ = optimizer.step(params, state, key, batch=(x, labels), **options)
         return params, state
 
-    x, labels = (a[:BATCH_SIZE] for a in problem.data)
     return lambda params: optimizer.init(params, jax.random.key(0), (x, labels)), step
 
 
@@ -255,12 +277,10 @@ class Run:
     Attributes:
       steps: target → steps to it, None if not reached.
       final_loss: of the whole training set.
-      step_seconds: median duration of a step.
     """
 
     steps: dict[str, int | None]
     final_loss: float
-    step_seconds: float
 
 
 def batches(data: tuple[jax.Array, jax.Array], seed: int) -> Iterator[tuple[jax.Array, jax.Array]]:
@@ -279,11 +299,9 @@ def train(problem: Problem, runner: Runner, evaluate: Callable, seed: int, num_s
     params = problem.init(seed)
     state = init(params)
     reached: dict[str, int | None] = {str(t): None for t in problem.targets}
-    durations, loss = [], float("nan")
+    loss = float("nan")
     for i, batch in zip(range(num_steps), batches(problem.data, seed), strict=False):
-        start = time.perf_counter()
-        params, state = jax.block_until_ready(step(params, state, *batch, jax.random.fold_in(jax.random.key(seed), i)))
-        durations.append(time.perf_counter() - start)
+        params, state = step(params, state, *batch, jax.random.fold_in(jax.random.key(seed), i))
         if (i + 1) % EVAL_EVERY_STEPS == 0:
             loss = float(evaluate(params))
             for target in problem.targets:
@@ -291,7 +309,25 @@ def train(problem: Problem, runner: Runner, evaluate: Callable, seed: int, num_s
                     reached[str(target)] = i + 1
             if not np.isfinite(loss) or all(reached.values()):
                 break
-    return Run(reached, loss, statistics.median(durations))
+    return Run(reached, loss)
+
+
+def step_seconds(problem: Problem, runners: dict[str, Runner]) -> dict[str, float]:
+    """Seconds of one step of each optimizer: medians of turns, the optimizers one after the other in each round."""
+    x, labels = (a[:BATCH_SIZE] for a in problem.data)
+    states, durations = {}, {name: [] for name in runners}
+    for name, (init, _) in runners.items():
+        params = problem.init(0)  # one for each: kfac-jax donates its arguments
+        states[name] = params, init(params)
+    for turn in range(-1, TURNS):  # the first turn compiles
+        for name, (_, step) in runners.items():
+            start = time.perf_counter()
+            for i in range(TURN):
+                states[name] = step(*states[name], x, labels, jax.random.key(i))
+            jax.block_until_ready(states[name])
+            if turn >= 0:
+                durations[name].append((time.perf_counter() - start) / TURN)
+    return {name: statistics.median(values) for name, values in durations.items()}
 
 
 def score(run: Run) -> tuple:
@@ -341,11 +377,20 @@ def run_trials(
     make, trials = OPTIMIZERS[name][0], own.setdefault("trials", {})
     evaluate = jax.jit(lambda params: problem.loss_fn(params, *problem.data)[0])
     compiled: tuple[dict[str, Any], Runner] | None = None
+    own.pop("error", None)
     while (trial := next_trial(grid, seeds, trials)) is not None:
         setting, seed = trial
-        if compiled is None or compiled[0] != setting:
-            compiled = setting, make(problem, **setting)
-        run = train(problem, compiled[1], evaluate, seed, num_steps)
+        try:
+            if compiled is None or compiled[0] != setting:
+                compiled = setting, make(problem, **setting)
+            run = train(problem, compiled[1], evaluate, seed, num_steps)
+        except Exception as error:
+            if name not in MODULES:
+                raise
+            # That a peer cannot train this network is a result.
+            own["error"] = type(error).__name__
+            print(f"  {problem.name}: {name} fails with {type(error).__name__}: {str(error)[:200]}", flush=True)
+            return
         trials[trial_key(*trial)] = dataclasses.asdict(run)
         print(f"  {problem.name}: {name} {setting} seed {seed}: {run.steps}, loss {run.final_loss:.4g}", flush=True)
         yield
@@ -360,6 +405,9 @@ def table(problem: Problem, results: dict[str, Any], grids: dict[str, list], see
     lines = [head, ["---"] * len(head)]
     for name, grid in grids.items():
         own = results.get(name, {})
+        if "error" in own:
+            lines.append([name, own["error"], *[""] * (len(head) - 2)])
+            continue
         best = best_setting(grid, own.get("trials", {}))
         keys = [] if best is None else [trial_key(best, seed) for seed in range(seeds)]
         runs = [own["trials"][key] for key in keys if key in own["trials"]]
@@ -367,7 +415,7 @@ def table(problem: Problem, results: dict[str, Any], grids: dict[str, list], see
             lines.append([name, *[""] * (len(head) - 1)])
             continue
         equivalents = own.get("gradient_equivalents")
-        seconds = statistics.median(run["step_seconds"] for run in runs)
+        seconds = own["step_seconds"]
         cells = []
         for target in map(str, problem.targets):
             hit = [run["steps"][target] for run in runs if run["steps"][target] is not None]
@@ -390,27 +438,37 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to read, add to and write")
     parser.add_argument("--max-seconds", type=float, default=float("inf"), help="begin no run later than this")
+    parser.add_argument("--time", action="store_true", help="measure the durations of steps again")
     parser.add_argument("--quick", action="store_true", help="one setting, one seed, 20 steps")
     flags = parser.parse_args(argv)
     deadline = time.perf_counter() + flags.max_seconds
     seeds = 1 if flags.quick else flags.seeds
     grids = {name: grid[:1] if flags.quick else grid for name, (_, grid) in OPTIMIZERS.items()}
     results = json.loads(flags.out.read_text()) if flags.out and flags.out.exists() else {}
+
+    def save() -> None:
+        if flags.out:
+            flags.out.write_text(json.dumps(results, indent=1))
+
     for problem_name in flags.problems.split(","):
-        problem = PROBLEMS[problem_name]()
-        for name in flags.optimizers.split(","):
-            if importlib.util.find_spec(MODULES.get(name, "kfac")) is None:
-                print(f"{name}: {MODULES[name]} is not installed, left out")
-                continue
-            own = results.setdefault(problem_name, {}).setdefault(name, {})
+        problem, of_problem = PROBLEMS[problem_name](), results.setdefault(problem_name, {})
+        names = [name for name in flags.optimizers.split(",") if importlib.util.find_spec(MODULES.get(name, "kfac"))]
+        for name in names:
+            own = of_problem.setdefault(name, {})
             num_steps = 20 if flags.quick else problem.num_steps
             for _ in run_trials(problem, name, grids[name], own, seeds, num_steps):
-                if flags.out:
-                    flags.out.write_text(json.dumps(results, indent=1))
+                save()
                 if time.perf_counter() > deadline:
                     print("out of time; the same command goes on from here")
                     return
-        print(f"\n## {problem_name}\n\n{table(problem, results[problem_name], grids, seeds)}\n", flush=True)
+        ran = [name for name in names if "error" not in of_problem[name]]
+        if flags.time or any("step_seconds" not in of_problem[name] for name in ran):
+            best = {name: best_setting(grids[name], of_problem[name]["trials"]) for name in ran}
+            seconds = step_seconds(problem, {name: OPTIMIZERS[name][0](problem, **best[name]) for name in ran})
+            for name in ran:
+                of_problem[name]["step_seconds"] = seconds[name]
+            save()
+        print(f"\n## {problem_name}\n\n{table(problem, of_problem, grids, seeds)}\n", flush=True)
 
 
 if __name__ == "__main__":
