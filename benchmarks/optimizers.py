@@ -63,7 +63,7 @@ class Problem:
       init: seed → parameters.
       loss_fn: (params, x, labels) → (mean loss, outputs).
       data: x and labels of the whole training set.
-      kfac_jax_loss_fn: the same in a form that kfac-jax takes; None where it takes ``loss_fn``.
+      kfac_jax_loss_fn: the same in a form whose layers kfac-jax finds; None where there is none.
     """
 
     name: str
@@ -98,15 +98,17 @@ def autoencoder() -> Problem:
             layers[f"fc{i}"] = {"kernel": jnp.asarray(kernel, jnp.float32), "bias": jnp.zeros(columns)}
         return layers
 
-    def loss_fn(params: Any, x: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def loss_fn(params: Any, x: jax.Array, labels: jax.Array, *, dense: Callable) -> tuple[jax.Array, jax.Array]:
         h = x
         for i, name in enumerate(params):
-            h = kfac.tap(kfac.Dense(), params[name], h, path=name)
+            h = dense(params[name], h, name)
             h = h if i in (code, len(params) - 1) else jnp.tanh(h)
         return optax.sigmoid_binary_cross_entropy(h, x).sum(-1).mean(), h
 
+    tapped = functools.partial(loss_fn, dense=lambda layer, h, name: kfac.tap(kfac.Dense(), layer, h, path=name))
+    plain = functools.partial(loss_fn, dense=lambda layer, h, name: h @ layer["kernel"] + layer["bias"])
     data = jnp.asarray(images), jnp.asarray(labels)
-    return Problem("autoencoder", "bernoulli", (18.0, 17.0, 16.0), 1000, init, loss_fn, data)
+    return Problem("autoencoder", "bernoulli", (18.0, 17.0, 16.0), 1000, init, tapped, data, plain)
 
 
 VIT = dict(image_size=8, patch_size=2, channels=1, num_classes=10, width=32, depth=2, num_heads=4, mlp_ratio=2.0)
@@ -173,18 +175,19 @@ def optax_runner(problem: Problem, transformation: optax.GradientTransformation)
     return transformation.init, jax.jit(step)
 
 
+def schedule(problem: Problem, learning_rate: float, cosine: bool) -> optax.ScalarOrSchedule:
+    """A constant learning rate, or cosine decay to a tenth."""
+    return optax.cosine_decay_schedule(learning_rate, problem.num_steps, alpha=0.1) if cosine else learning_rate
+
+
 def adamw(problem: Problem, learning_rate: float, cosine: bool) -> Runner:
-    """AdamW, with or without cosine decay to a tenth."""
-    if cosine:
-        learning_rate = optax.cosine_decay_schedule(learning_rate, problem.num_steps, alpha=0.1)
-    return optax_runner(problem, optax.adamw(learning_rate, weight_decay=0.0))
+    """AdamW."""
+    return optax_runner(problem, optax.adamw(schedule(problem, learning_rate, cosine), weight_decay=0.0))
 
 
 def muon(problem: Problem, learning_rate: float, cosine: bool) -> Runner:
     """Muon for matrices, Adam for the rest, as optax has it."""
-    if cosine:
-        learning_rate = optax.cosine_decay_schedule(learning_rate, problem.num_steps, alpha=0.1)
-    return optax_runner(problem, optax.contrib.muon(learning_rate))
+    return optax_runner(problem, optax.contrib.muon(schedule(problem, learning_rate, cosine)))
 
 
 def soap(problem: Problem, learning_rate: float, precondition_frequency: int) -> Runner:
@@ -194,13 +197,13 @@ def soap(problem: Problem, learning_rate: float, precondition_frequency: int) ->
     return optax_runner(problem, make(learning_rate, precondition_frequency=precondition_frequency, weight_decay=0.0))
 
 
-def cg_fac(problem: Problem, **options: Any) -> Runner:
+def cg_fac(problem: Problem, cosine: bool = False, **options: Any) -> Runner:
     """CG-FAC, Monte Carlo Fisher matrix."""
     register_adder_layers()
     x, labels = (a[:BATCH_SIZE] for a in problem.data)
     layers = kfac.find_layers(problem.loss_fn, problem.init(0), x, labels)
     interval = options.pop("curvature_interval", 1)
-    optimizer = kfac.cg_fac(1.0, layers, fisher="mc", **options)
+    optimizer = kfac.cg_fac(schedule(problem, 1.0, cosine), layers, fisher="mc", **options)
     function = kfac.value_grad_and_curvature(problem.loss_fn, likelihood=problem.likelihood, has_aux=True)
     measures = options.get("reject") or options.get("damping_interval")
 

@@ -7,14 +7,15 @@ as in Brownian motion, for which Itō's lemma keeps the second-order term, and t
 curvature. How large that term is for the steps of training can be measured."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from adder_flax import ops
 from adder_flax.attention import MultiHeadAttention
@@ -30,6 +31,7 @@ class SecondOrderTerms:
     """What a loss does along an update δ, by differences and by derivatives; in nats for a cross-entropy.
 
     Attributes:
+      loss: L(θ).
       change: L(θ + δ) − L(θ) = odd + even.
       odd: (L(θ + δ) − L(θ − δ)) / 2, the first-order term and all higher odd ones.
       even: (L(θ + δ) + L(θ − δ)) / 2 − L(θ), the second-order term and all higher even ones. At a kink, as
@@ -38,6 +40,7 @@ class SecondOrderTerms:
       second: ½ δᵀ H δ with H the Hessian where the loss has one, nan likewise.
     """
 
+    loss: Float[Array, ""]
     change: Float[Array, ""]
     odd: Float[Array, ""]
     even: Float[Array, ""]
@@ -76,6 +79,7 @@ def second_order_terms(
             gradient, curvature = jax.jvp(jax.grad(loss), (params,), (update,))
         first, second = optax.tree.vdot(gradient, update), optax.tree.vdot(curvature, update) / 2
     return SecondOrderTerms(
+        loss=here,
         change=ahead - here,
         odd=(ahead - behind) / 2,
         # In this order the large parts cancel before they are rounded.
@@ -118,8 +122,8 @@ class SecondOrderStep:
     Attributes:
       step: number of steps before it.
       learning_rate: of the step.
-      loss: of the batch before the step, with the step's augmentation and dropout.
-      change, odd, even, first, second: as in :class:`SecondOrderTerms`.
+      loss, change, odd, even, first, second: as in :class:`SecondOrderTerms`, of the step's batch with its augmentation
+        and dropout.
     """
 
     step: int
@@ -160,19 +164,9 @@ def second_order_along(
     # Here because they load libraries of training (checkpoints, TensorBoard) that the rest of analysis does without.
     from adder_flax import data
     from adder_flax.training.sharding import put_batch
-    from adder_flax.training.step import make_loss_fn, step_keys
 
     config = run.config
-    exact = make_loss_fn(_looped(exact_gradients(run.graphdef, state["params"]), state["params"]))
-
-    @jax.jit
-    def measure(params: Any, new_params: Any, batch: Any, step: Array) -> tuple[Array, SecondOrderTerms]:
-        augment_key, key = step_keys(config.seed, step)
-        examples = run.augment(augment_key, batch["image"], batch["label"])
-        loss = lambda params: exact(params, *examples, key)[0]
-        terms = second_order_terms(loss, params, optax.tree.sub(new_params, params), derivatives=derivatives)
-        return loss(params), terms
-
+    exact = _looped(exact_gradients(run.graphdef, state["params"]), state["params"])
     batches = data.TrainPipeline(run.train_source, config.batch_size, config.seed)
     for _ in range(num_steps):
         step = int(state["step"])
@@ -180,7 +174,37 @@ def second_order_along(
         with jax.set_mesh(run.mesh):  # as the trainer does, so that its compiled step serves
             new_state, _ = run.train_step(jax.tree.map(jnp.copy, state), batch)
         if step % every == 0 and learning_rate > 0:
-            loss, terms = measure(state["params"], new_state["params"], batch, jnp.int32(step))
+            terms = _terms_along(
+                state["params"],
+                new_state["params"],
+                batch,
+                jnp.int32(step),
+                graphdef=exact,
+                augment=run.augment,
+                seed=config.seed,
+                derivatives=derivatives,
+            )
             numbers = {field.name: float(getattr(terms, field.name)) for field in dataclasses.fields(terms)}
-            yield SecondOrderStep(step=step, learning_rate=learning_rate, loss=float(loss), **numbers)
+            yield SecondOrderStep(step=step, learning_rate=learning_rate, **numbers)
         state = new_state
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "augment", "seed", "derivatives"))
+def _terms_along(
+    params: Any,
+    new_params: Any,
+    batch: Mapping[str, Array],
+    step: Int[Array, ""],
+    *,
+    graphdef: nnx.GraphDef,
+    augment: Callable,
+    seed: int,
+    derivatives: bool,
+) -> SecondOrderTerms:
+    from adder_flax.training.step import make_loss_fn, step_keys
+
+    augment_key, key = step_keys(seed, step)
+    examples = augment(augment_key, batch["image"], batch["label"])
+    loss_fn = make_loss_fn(graphdef)
+    loss = lambda params: loss_fn(params, *examples, key)[0]
+    return second_order_terms(loss, params, optax.tree.sub(new_params, params), derivatives=derivatives)
