@@ -150,7 +150,7 @@ def build_run(config: Any, *, devices: Sequence[jax.Device] | None = None, data_
     optimizer = optimizers.make_optimizer(config.optimizer, learning_rate, labels, layers)
     initial_state = functools.partial(init_state, optimizer=optimizer, ema=config.ema_decay > 0)
     shapes = jax.eval_shape(initial_state, abstract_params)
-    shardings = sharding.state_sharding(shapes, mesh)
+    shardings = sharding.state_sharding(shapes, mesh, num_heads=config.model.num_heads)
 
     def init() -> State:
         # Eager: one jitted initialisation of all parameters compiles for longer than it saves.

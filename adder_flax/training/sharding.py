@@ -21,7 +21,8 @@ MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
 # Which dimension of a parameter is split over `tensor`: the first pattern found in its path decides. Columns of
-# query/key/value/fc1 belong to a head or a hidden unit; rows of out/fc2 consume them.
+# query/key/value/fc1 belong to a head or a hidden unit; rows of out/fc2 consume them. Heads stay whole: half a head has
+# no scores of its own, and JAX refuses kernels on axes that are split unevenly (IndivisibleError).
 TENSOR_RULES: Sequence[tuple[str, int | None]] = (
     (r"(query|key|value|fc1)/kernel$", -1),
     (r"(out|fc2)/kernel$", 0),
@@ -59,15 +60,18 @@ def make_mesh(axis_sizes: Mapping[str, int], devices: Sequence[jax.Device] | Non
     return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
-def parameter_spec(path: str, shape: Sequence[int], mesh: Mesh) -> P:
+def parameter_spec(path: str, shape: Sequence[int], mesh: Mesh, *, num_heads: int) -> P:
     """Returns how one parameter is split: ``tensor`` by :data:`TENSOR_RULES`, ``fsdp`` along its longest free axis.
 
-    Dimensions that an axis does not divide stay whole, so every shape is valid on every mesh.
+    Dimensions that an axis does not divide stay whole, those of attention layers where it does not divide the heads,
+    so every shape is valid on every mesh.
     """
     spec: list[str | None] = [None] * len(shape)
     dim = next(dim for pattern, dim in TENSOR_RULES if re.search(pattern, path))
-    if dim is not None and len(shape) and shape[dim] % mesh.shape["tensor"] == 0 and mesh.shape["tensor"] > 1:
-        spec[dim] = "tensor"
+    if dim is not None and len(shape) and mesh.shape["tensor"] > 1:
+        parts = num_heads if "/attention/" in path else shape[dim]
+        if parts % mesh.shape["tensor"] == 0:
+            spec[dim] = "tensor"
     free = [i for i in range(len(shape)) if spec[i] is None and shape[i] % mesh.shape["fsdp"] == 0]
     if free and mesh.shape["fsdp"] > 1:
         spec[max(free, key=lambda i: shape[i])] = "fsdp"
@@ -84,12 +88,10 @@ def tree_path(path: Sequence[Any]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def state_sharding(abstract_state: Any, mesh: Mesh) -> Any:
+def state_sharding(abstract_state: Any, mesh: Mesh, *, num_heads: int) -> Any:
     """Returns the ``NamedSharding`` of every leaf of a train state; optimizer moments follow their parameter."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: NamedSharding(mesh, parameter_spec(tree_path(path), leaf.shape, mesh)),
-        abstract_state,
-    )
+    place = lambda path, leaf: parameter_spec(tree_path(path), leaf.shape, mesh, num_heads=num_heads)
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: NamedSharding(mesh, place(path, leaf)), abstract_state)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

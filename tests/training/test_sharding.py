@@ -27,11 +27,14 @@ class _Mesh:
         ("opt_state/0/mu/blocks/3/mlp/fc2/kernel", (768, 192), _Mesh(tensor=2, fsdp=4), P("tensor", "fsdp")),
         ("params/blocks/0/mlp/fc1/kernel", (192, 770), _Mesh(tensor=4), P(None, None)),
         ("params/pos_embed", (1, 17, 192), _Mesh(fsdp=8), P(None, None, "fsdp")),
+        # 8 columns for each device, but no whole head.
+        ("params/blocks/0/attention/query/kernel", (192, 192), _Mesh(tensor=8, fsdp=1), P(None, None)),
+        ("params/blocks/0/attention/out/kernel", (192, 192), _Mesh(tensor=8, fsdp=2), P("fsdp", None)),
         ("step", (), _Mesh(fsdp=8), P()),
     ],
 )
 def test_parameter_spec(path, shape, mesh, spec):
-    assert parameter_spec(path, shape, mesh) == spec
+    assert parameter_spec(path, shape, mesh, num_heads=4) == spec
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 1), (-1, -1, 1), (0, 1, 1), (-1, 2, 1)])
@@ -83,7 +86,7 @@ def _train(mechanism, *meshes, **fields):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
