@@ -197,21 +197,17 @@ def soap(problem: Problem, learning_rate: float, precondition_frequency: int) ->
     return optax_runner(problem, make(learning_rate, precondition_frequency=precondition_frequency, weight_decay=0.0))
 
 
-def cg_fac(problem: Problem, cosine: bool = False, **options: Any) -> Runner:
-    """CG-FAC, Monte Carlo Fisher matrix."""
+def cg_fac(problem: Problem, damping: float, kl_clip: float | None) -> Runner:
+    """CG-FAC, Monte Carlo Fisher matrix; preconditioners are as old as kfac-jax's inverses may be."""
     register_adder_layers()
     x, labels = (a[:BATCH_SIZE] for a in problem.data)
     layers = kfac.find_layers(problem.loss_fn, problem.init(0), x, labels)
-    interval = options.pop("curvature_interval", 1)
-    optimizer = kfac.cg_fac(schedule(problem, 1.0, cosine), layers, fisher="mc", **options)
+    optimizer = kfac.cg_fac(1.0, layers, fisher="mc", damping=damping, kl_clip=kl_clip, preconditioner_interval=5)
     function = kfac.value_grad_and_curvature(problem.loss_fn, likelihood=problem.likelihood, has_aux=True)
-    measures = options.get("reject") or options.get("damping_interval")
 
     def step(params, state, x, labels, key):
-        refresh = True if interval == 1 else state.count % interval == 0
-        (loss, _), grads, curvature = function(params, x, labels, key=key, refresh=refresh)
-        extra = dict(value=loss, value_fn=lambda p: problem.loss_fn(p, x, labels)[0]) if measures else {}
-        updates, state = optimizer.update(grads, state, params, curvature=curvature, **extra)
+        _, grads, curvature = function(params, x, labels, key=key)
+        updates, state = optimizer.update(grads, state, params, curvature=curvature)
         return optax.apply_updates(params, updates), state
 
     return optimizer.init, jax.jit(step)
@@ -268,7 +264,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Runner], list[dict[str, Any]]]] = {
     "muon": (muon, settings(learning_rate=(1e-2, 3e-2, 1e-1), cosine=(False, True))),
     "soap": (soap, settings(learning_rate=(3e-3, 1e-2, 3e-2), precondition_frequency=(1, 10))),
     "kfac_jax": (kfac_jax, settings(initial_damping=(1e-2, 1e-1, 1.0), adaptive=(True, False))),
-    "cg_fac": (cg_fac, settings(damping=(3e-3, 1e-2, 3e-2), curvature_interval=(1, 2))),
+    "cg_fac": (cg_fac, settings(damping=(3e-3, 1e-2, 1e-1), kl_clip=(None, 0.1))),
 }
 MODULES = {"soap": "soap_jax", "kfac_jax": "kfac_jax"}
 

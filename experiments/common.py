@@ -49,12 +49,12 @@ _CG_FAC = dict(
     max_iterations=2,
     curvature_interval=5,  # steps
     preconditioner_interval=10,  # steps; 0 is off
-    damping=0.1,  # relative to the mean eigenvalue of each layer
+    damping=10.0,  # relative to the mean eigenvalue of each layer; small noisy batches want much
     damping_interval=0,  # steps between adaptations; 0 is off
     factor_decay=0.95,
     step="fixed",  # momentum and kl_clip as they are; or "quadratic", for large batches
     momentum=0.9,
-    kl_clip=2e-5,  # for 74 layers, whose changes add up: shallow networks bear 1e-4; 0 is off
+    kl_clip=5e-4,  # docs/cg_fac.md has what others gave; 0 is off
     reject=False,
 )
 
