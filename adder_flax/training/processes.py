@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import traceback
@@ -110,7 +111,8 @@ def user_messages() -> Iterator[None]:
 
 
 def _about_peers(error: Exception) -> str:
-    if not isinstance(error, jax.errors.JaxRuntimeError):
+    # Those of XLA that come up while a step is handed over are ValueErrors with the status in front.
+    if not isinstance(error, jax.errors.JaxRuntimeError) and not re.match(r"[A-Z_]+: ", str(error)):
         return ""
     return (
         f"error: expected {jax.process_count()} processes to go on together, got the failure above, which may be that "

@@ -13,7 +13,7 @@ import pytest
 
 from adder_flax import training
 from adder_flax.training import RunError, connect, read_metrics
-from adder_flax.training.processes import HEARTBEAT_SECONDS
+from adder_flax.training.processes import HEARTBEAT_SECONDS, _about_peers
 from tests.processes import ROOT, simulated_devices
 from tests.training.tiny import TINY_FLAGS
 
@@ -139,6 +139,18 @@ def test_two_processes_train_stop_and_resume_as_one_would(start_processes, tiny_
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), state["params"], whole.state["params"]
         )
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer"), True),
+        (ValueError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer"), True),  # as it is when dispatched
+        (ValueError("expected a batch"), False),
+    ],
+)
+def test_a_failed_exchange_points_to_the_other_processes(error, hint):
+    assert ("all of them again" in _about_peers(error)) == hint
 
 
 @compiles_for_processes
