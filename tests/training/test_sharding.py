@@ -64,10 +64,12 @@ for mesh in [(1, 1, 1), *map(json.loads, meshes)]:
     for i in range(4):
         state, metrics = compiled(state, sharding.put_batch(batches[i], run.mesh))
         numbers += [float(metrics["loss"]), float(metrics["grad_norm"])]
-    numbers += training.Evaluator(run)(state["params"]).values()
+    scores = training.Evaluator(run)(state["params"])
+    numbers.append(scores["eval/loss"])
     on_first = lambda x: next(s.data.nbytes for s in x.addressable_shards if s.device == jax.devices()[0])
     print(json.dumps({
         "numbers": numbers,
+        "correct": [round(len(run.eval_source) * scores[f"eval/{name}"]) for name in ("accuracy", "top5_accuracy")],
         "collectives": {kind: [t.count, t.bytes] for kind, t in hlo.collectives(compiled.as_text()).items()},
         "parameter_bytes": sum(x.nbytes for x in jax.tree.leaves(state["params"])),
         "state_bytes": sum(x.nbytes for x in jax.tree.leaves(state)),
@@ -96,21 +98,24 @@ MECHANISMS = ("multiplicative", "additive", "adder")
 MESHES = ((8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8))
 
 # Sums over devices round differently, each by about 1e-7. Four steps of AdamW, which divides by gradients that may be
-# small, may raise that a hundred times; CG-FAC, whose solves amplify it further, has a bound of its own.
+# small, may raise that a hundred times. CG-FAC, whose steps are as long in directions of hardly any gradient as in
+# others, has a bound of its own; after four of them, logits are so alike that it decides which is the largest.
 BOUND = {"adamw": 1e-5, "cg_fac": 1e-2}
+FLIPS = {"adamw": 0, "cg_fac": 10}  # of 360 images
 
 
-def _agree(results, bound):
-    one, *others = (result["numbers"] for result in results)
+def _agree(results, optimizer):
+    one, *others = results
     for other in others:
-        np.testing.assert_allclose(other, one, rtol=bound)
+        np.testing.assert_allclose(other["numbers"], one["numbers"], rtol=BOUND[optimizer])
+        np.testing.assert_allclose(other["correct"], one["correct"], rtol=0, atol=FLIPS[optimizer])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("optimizer", BOUND)
 def test_every_mesh_gives_the_numbers_of_one_device(mechanism, optimizer):
-    _agree(_train(mechanism, *MESHES, **{"optimizer.name": optimizer, "model.depth": 2}), BOUND[optimizer])
+    _agree(_train(mechanism, *MESHES, **{"optimizer.name": optimizer, "model.depth": 2}), optimizer)
 
 
 @pytest.mark.slow
@@ -118,7 +123,7 @@ def test_every_mesh_gives_the_numbers_of_one_device(mechanism, optimizer):
 def test_accumulation_and_rematerialisation_change_nothing_on_a_mesh(mechanism):
     plain = _train(mechanism, (4, 2, 1))
     for fields in ({"accumulation_steps": 4}, {"model.remat": True}):
-        _agree([plain[0], *_train(mechanism, (4, 2, 1), **fields)], BOUND["adamw"])
+        _agree([plain[0], *_train(mechanism, (4, 2, 1), **fields)], "adamw")
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +135,7 @@ def multiplicative():
 
 
 def test_a_multiplicative_transformer_on_eight_devices_gives_the_numbers_of_one(multiplicative):
-    _agree(list(multiplicative.values()), BOUND["adamw"])
+    _agree(list(multiplicative.values()), "adamw")
 
 
 def test_one_device_and_data_parallel_steps_hold_the_collectives_they_must(multiplicative):
