@@ -39,6 +39,7 @@ from flax import nnx
 
 import kfac
 from adder_flax.analysis import count_operations
+from adder_flax.layers import LAYER_NORM_EPSILON, image_to_patches
 from adder_flax.models import VisionTransformer
 from adder_flax.training.curvature import register_adder_layers
 from experiments import common
@@ -137,10 +138,10 @@ def plain_logits(params: Any, x: jax.Array) -> jax.Array:
 
     def norm(p: Any, h: jax.Array) -> jax.Array:
         centred = h - h.mean(-1, keepdims=True)
-        return centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * p["scale"] + p["bias"]
+        variance = (centred**2).mean(-1, keepdims=True)
+        return centred * jax.lax.rsqrt(variance + LAYER_NORM_EPSILON) * p["scale"] + p["bias"]
 
-    n, size, p = x.shape[0], VIT["image_size"], VIT["patch_size"]
-    patches = x.reshape(n, size // p, p, size // p, p, -1).swapaxes(2, 3).reshape(n, (size // p) ** 2, -1)
+    patches = image_to_patches(x, VIT["patch_size"])
     h = dense(params["patch_embed"]["proj"], patches) + params["pos_embed"]
     for block in params["blocks"].values():
         attention, normed = block["attention"], norm(block["norm1"], h)
@@ -453,6 +454,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for problem_name in flags.problems.split(","):
         problem, of_problem = PROBLEMS[problem_name](), results.setdefault(problem_name, {})
         names = [name for name in flags.optimizers.split(",") if importlib.util.find_spec(MODULES.get(name, "kfac"))]
+        for name in sorted(set(flags.optimizers.split(",")) - set(names)):
+            print(f"{name}: {MODULES[name]} is not installed, left out")
         for name in names:
             own = of_problem.setdefault(name, {})
             num_steps = 20 if flags.quick else problem.num_steps
