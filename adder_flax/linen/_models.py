@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from adder_flax.layers import LAYER_NORM_EPSILON
 from adder_flax.linen._attention import MultiHeadAttention
 from adder_flax.linen._layers import DropPath, Linear, Mlp, PatchEmbed, linear_class
+from adder_flax.models import embed_positions
 from adder_flax.models.settings import check_pooling, count_patches, drop_path_rates, per_block
 
 
@@ -157,13 +158,12 @@ class VisionTransformer(nn.Module):
         embedding = nn.initializers.normal(0.02)
         num_tokens = count_patches(images.shape[1:], self.patch_size) + (self.pooling == "cls")
         shared = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-        tokens = PatchEmbed(self.patch_size, self.width, **shared, name="patch_embed")(images)
+        patches = PatchEmbed(self.patch_size, self.width, **shared, name="patch_embed")(images)
+        params = {}
         if self.pooling == "cls":
-            cls_token = self.param("cls_token", embedding, (1, 1, self.width), self.param_dtype)
-            cls_token = jnp.broadcast_to(cls_token.astype(tokens.dtype), (len(tokens), 1, self.width))
-            tokens = jnp.concatenate([cls_token, tokens], axis=1)
-        pos_embed = self.param("pos_embed", embedding, (1, num_tokens, self.width), self.param_dtype)
-        return tokens + pos_embed.astype(tokens.dtype)
+            params["cls_token"] = self.param("cls_token", embedding, (1, 1, self.width), self.param_dtype)
+        params["pos_embed"] = self.param("pos_embed", embedding, (1, num_tokens, self.width), self.param_dtype)
+        return embed_positions(params, patches)
 
     def _block_settings(self) -> list[dict[str, Any]]:
         scores = per_block(self.score, self.depth, "score")

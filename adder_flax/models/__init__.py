@@ -1,5 +1,5 @@
 """Whole networks and their named sizes."""
 
-from adder_flax.models._vit import VisionTransformer, deit_base, deit_small, deit_tiny
+from adder_flax.models._vit import VisionTransformer, deit_base, deit_small, deit_tiny, embed_positions
 
-__all__ = ["VisionTransformer", "deit_base", "deit_small", "deit_tiny"]
+__all__ = ["VisionTransformer", "deit_base", "deit_small", "deit_tiny", "embed_positions"]

@@ -164,7 +164,7 @@ class VisionTransformer(nnx.Module):
                 f"expected images whose (height, width, channels) is {self.image_shape}, got {images.shape}; "
                 "resize them or build the model with their image_size and channels."
             )
-        tokens = self._embed(images)
+        tokens = self.embed_positions(self.patch_embed(images))
         tokens = self.dropout(tokens, deterministic=deterministic, rngs=rngs)
         tokens, weights = apply_blocks(
             list(self.blocks),
@@ -181,12 +181,31 @@ class VisionTransformer(nnx.Module):
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         return (logits, weights) if return_weights else logits
 
-    def _embed(self, images: Array) -> Array:
-        tokens = self.patch_embed(images)
-        if self.cls_token is not None:
-            cls_token = jnp.broadcast_to(self.cls_token[...].astype(tokens.dtype), (len(tokens), 1, tokens.shape[-1]))
-            tokens = jnp.concatenate([cls_token, tokens], axis=1)
-        return tokens + self.pos_embed[...].astype(tokens.dtype)
+    def embed_positions(self, patches: Float[Array, "batch patches width"]) -> Float[Array, "batch tokens width"]:
+        """`embed_positions` with the model's own parameters."""
+        parameters = {"cls_token": self.cls_token, "pos_embed": self.pos_embed}
+        return embed_positions({name: p[...] for name, p in parameters.items() if p is not None}, patches)
+
+
+def embed_positions(
+    params: Mapping[str, Array], patches: Float[Array, "batch patches width"]
+) -> Float[Array, "batch tokens width"]:
+    """The patches behind the class token, if there is one, plus the position embedding, in the patches' dtype.
+
+    Args:
+      params: `pos_embed` (1, tokens, width), and `cls_token` (1, 1, width) for one token more than there are patches.
+      patches: embedded patches.
+
+    >>> params = {"pos_embed": jnp.zeros((1, 5, 8)), "cls_token": jnp.ones((1, 1, 8))}
+    >>> embed_positions(params, jnp.zeros((2, 4, 8)))[:, :, 0].tolist()
+    [[1.0, 0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]]
+    """
+    tokens = patches
+    if "cls_token" in params:
+        cls_token = params["cls_token"].astype(tokens.dtype)
+        cls_token = jnp.broadcast_to(cls_token, (len(tokens), 1, tokens.shape[-1]))
+        tokens = jnp.concatenate([cls_token, tokens], axis=1)
+    return tokens + params["pos_embed"].astype(tokens.dtype)
 
 
 def deit_tiny(*, rngs: nnx.Rngs, **overrides: Any) -> VisionTransformer:
