@@ -123,7 +123,7 @@ def _gradient_stages(spec: OptimizerSpec) -> list[optax.GradientTransformation]:
 
 
 def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
-    """CG-FAC; parameters that no layer covers (class token, positions, scores' own) are AdamW's.
+    """CG-FAC; what it does not cover is AdamW's: scores' own parameters, and by default norms and embeddings.
 
     Its steps follow the run's schedule, relative to the peak, times ``cg_fac.learning_rate``. Clipping by norm is for
     AdamW's share alone: a solution of linear systems has a scale of its own, which ``cg_fac.kl_clip`` bounds.
@@ -143,12 +143,13 @@ def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
     fisher, chosen = options["fisher"], options.pop("layers")
     if chosen not in ("matrices", "all"):
         raise RunError(
-            f"expected config.optimizer.cg_fac.layers to be matrices (all but norms) or all, got {chosen!r}; "
-            "set --config.optimizer.cg_fac.layers"
+            f"expected config.optimizer.cg_fac.layers to be matrices (all but norms and embeddings) or all, got "
+            f"{chosen!r}; set --config.optimizer.cg_fac.layers"
         )
     layers = spec.find_layers()
     if chosen == "matrices":
-        layers = layers.select(lambda block: any(len(param.shape) > 1 for param in block.params))
+        labels = {tree_path(path): label for path, label in jax.tree_util.tree_leaves_with_path(spec.labels)}
+        layers = layers.select(lambda block: any(labels[param.path] != "other" for param in block.params))
     try:
         transformation = kfac.cg_fac(
             lambda count: rate * spec.learning_rate(count) / c.learning_rate,

@@ -37,6 +37,17 @@ def train(run, state, first, last):
 
 
 @pytest.mark.parametrize(
+    ("chosen", "left"),
+    [("all", set()), ("matrices", {"cls_token", "pos_embed", "norm/scale", "norm/bias"})],
+)
+def test_layers_choose_what_adamw_keeps(chosen, left, tiny_config):
+    layers = build_run(tiny_config("multiplicative", **FIELDS, **{"optimizer.cg_fac.layers": chosen})).optimizer.layers
+    assert {path for path in set(layers.shapes) - set(layers.block_of) if not path.startswith("blocks/")} == left
+    in_blocks = {path.split("/")[2] for path in layers.shapes if path.startswith("blocks/") and path in layers.block_of}
+    assert in_blocks == {"attention", "mlp"} | ({"norm1", "norm2"} if chosen == "all" else set())
+
+
+@pytest.mark.parametrize(
     "mechanism", ["adder", *(pytest.param(m, marks=pytest.mark.slow) for m in ("multiplicative", "additive"))]
 )
 def test_every_mechanism_learns_and_resumes_with_the_same_bits(mechanism, tiny_config, tmp_path):
