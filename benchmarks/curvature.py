@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +22,7 @@ import kfac
 from adder_flax import data, ops, training
 from adder_flax.training.sharding import put_batch
 from adder_flax.training.step import make_logits_loss_fn
+from benchmarks.timing import Timings, measure
 from experiments import common
 from kfac import _solver as solver
 from kfac import _systems as systems
@@ -31,6 +30,7 @@ from kfac._capture import path_name
 from kfac._systems import Form
 
 FEW, MANY = 2, 10
+MAX_ROUNDS = 1000  # the time is up before
 FORMS = {"exact": "exact block", "factors": "Kronecker factors"}
 
 
@@ -60,20 +60,6 @@ def solve(curvature: kfac.Curvature, params: Any, grads: Any, form: str, iterati
     return solutions
 
 
-def interleaved(functions: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
-    """Median duration of each, taken in turn so that a busy machine slows all alike."""
-    for function in functions.values():
-        jax.block_until_ready(function())
-    durations: dict[str, list[float]] = {name: [] for name in functions}
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        for name, function in functions.items():
-            start = time.perf_counter()
-            jax.block_until_ready(function())
-            durations[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in durations.items()}
-
-
 def compile_parts(run: training.Run, batch_size: int) -> tuple[dict[str, Any], dict[str, Callable[[], Any]], Any]:
     """Compiled programs and calls of them by name, and the curvature of one batch."""
     params = run.init()["params"]
@@ -101,14 +87,15 @@ def compile_parts(run: training.Run, batch_size: int) -> tuple[dict[str, Any], d
     return programs, calls, curvature
 
 
-def time_table(times: dict[str, float]) -> str:
+def time_table(timings: Timings) -> str:
     """Markdown: each part in gradients and milliseconds."""
-    rows = {name: times[name] for name in ("gradient", "gradient and capture", "gradient and curvature")}
+    rows = {name: timings.median(name) for name in ("gradient", "gradient and capture", "gradient and curvature")}
     for form, label in FORMS.items():
-        product = (times[f"{form} {MANY}"] - times[f"{form} {FEW}"]) / (MANY - FEW)
+        few, many = (timings.median(f"{form} {n}") for n in (FEW, MANY))
+        product = (many - few) / (MANY - FEW)
         rows[f"one product and CG step, {label}"] = product
-        rows[f"once per solution, {label}"] = times[f"{form} {FEW}"] - FEW * product
-    lines = [f"| {name} | {t / times['gradient']:.2f} | {1e3 * t:.1f} |" for name, t in rows.items()]
+        rows[f"once per solution, {label}"] = few - FEW * product
+    lines = [f"| {name} | {t / rows['gradient']:.2f} | {1e3 * t:.1f} |" for name, t in rows.items()]
     return "\n".join(["| part | gradients | ms |", "| --- | --- | --- |", *lines])
 
 
@@ -136,10 +123,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags = parser.parse_args(argv)
     run = make_run(flags)
     programs, calls, curvature = compile_parts(run, flags.batch_size)
-    times = interleaved(calls, flags.seconds)
+    timings = measure(calls, MAX_ROUNDS, flags.seconds)
     print(f"\n{flags.mechanism} DeiT-Tiny, {flags.depth} blocks, batch {flags.batch_size}, on {ops.backend_report()}")
     print(f"{100 * curvature.layers.coverage:.1f} % of the parameters covered\n")
-    print(time_table(times), memory_table(programs, curvature, run.abstract_state), sep="\n\n")
+    print(time_table(timings), memory_table(programs, curvature, run.abstract_state), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import functools
 import os
 import statistics
 import threading
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from adder_flax import ops
+from benchmarks.timing import Timings, measure, seconds_of
 
 # Inner widths of the linear layers of a transformer block, as multiples of the model width.
 LAYERS = {"qkv": (1, 3), "proj": (1, 1), "fc1": (1, 4), "fc2": (4, 1)}
@@ -35,51 +35,7 @@ HEAD_DIM = 64
 BROADCAST_LIMIT_BYTES = 2 << 30
 ROUNDS, SECONDS_PER_CASE = 15, 3.0
 SLOW_ROUNDS = 3  # of what takes a hundred times longer
-QUICK_SECONDS = 0.2
 BOUND_SECONDS = 0.02
-
-
-class Timings(NamedTuple):
-    """Seconds of several functions, by name, one for each round."""
-
-    seconds: dict[str, list[float]]
-
-    def median(self, name: str) -> float | None:
-        return statistics.median(self.seconds[name]) if name in self.seconds else None
-
-    def ratio(self, slower: str, faster: str) -> float | None:
-        """Returns how many times longer `slower` takes than `faster`, or None if either was not measured."""
-        if slower not in self.seconds or faster not in self.seconds:
-            return None
-        pairs = zip(self.seconds[slower], self.seconds[faster], strict=False)
-        return statistics.median(a / b for a, b in pairs)
-
-
-def measure(functions: dict[str, Callable], rounds: int, seconds: float) -> Timings:
-    """Calls the functions in turn, `rounds` times (if the time is up, three), after one call each to warm up.
-
-    Quick ones are called once more before each timed call: the one before them may have thrown their operands out of
-    the caches and their memory back to the system, which is not what they meet in use.
-    """
-    timings = Timings({name: [] for name in functions})
-    for function in functions.values():
-        jax.block_until_ready(function())
-    quick = {name for name, function in functions.items() if _seconds(function) < QUICK_SECONDS}
-    deadline = time.perf_counter() + seconds
-    for done in range(rounds):
-        if done >= 3 and time.perf_counter() > deadline:
-            break
-        for name, function in functions.items():
-            if name in quick:
-                jax.block_until_ready(function())
-            timings.seconds[name].append(_seconds(function))
-    return timings
-
-
-def _seconds(function: Callable) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(function())
-    return time.perf_counter() - start
 
 
 def cores() -> int:
@@ -119,7 +75,7 @@ def instruction_bounds() -> dict[str, Bound]:
         loop = getattr(library, symbol)
         loop.argtypes, loop.restype = [ctypes.c_int64], ctypes.c_float
         trial = Bound(10_000 * terms * cores(), functools.partial(_on_all_cores, loop, 10_000))
-        iterations = 10_000 * round(BOUND_SECONDS / min(_seconds(trial.run) for _ in range(5)))
+        iterations = 10_000 * round(BOUND_SECONDS / min(seconds_of(trial.run) for _ in range(5)))
         bounds[name] = Bound(iterations * terms * cores(), functools.partial(_on_all_cores, loop, iterations))
     return bounds
 
@@ -423,7 +379,7 @@ def main() -> None:
     print(ops.backend_report())
     bounds = instruction_bounds() if jax.default_backend() == "cpu" else {}
     for name, bound in bounds.items():
-        rate = bound.terms / statistics.median(_seconds(bound.run) for _ in range(ROUNDS))
+        rate = bound.terms / statistics.median(seconds_of(bound.run) for _ in range(ROUNDS))
         print(f"bound, {name}: {rate / 1e9:.0f} G terms/s on {cores()} cores")
     print(LEGEND)
 

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from adder_flax import ops, training
 from adder_flax.training import sharding
-from benchmarks.ops import HEAD_DIM, LAYERS, WIDTHS, Table, compile_with, measure, share
+from benchmarks.ops import HEAD_DIM, LAYERS, WIDTHS, Table, compile_with, share
+from benchmarks.timing import measure
 from experiments import common
 
 SQUARE = ((4096, 64), (4096, 256), (8192, 64), (8192, 256))  # rows and columns, width

@@ -43,12 +43,14 @@ from adder_flax.analysis import count_operations
 from adder_flax.layers import LAYER_NORM_EPSILON, Linear, image_to_patches
 from adder_flax.models import VisionTransformer
 from adder_flax.training.curvature import register_layers
+from benchmarks.timing import measure
 from experiments import common
 
 NUM_TRAIN = 1536
 BATCH_SIZE = 256
 EVAL_EVERY_STEPS = 5
 TURN, TURNS = 10, 15  # steps timed at once, a multiple of every interval in the grids; and how often
+TIMING_SECONDS = 120.0
 TUNING_SEED = 100
 AUTOENCODER = (64, 48, 24, 8, 24, 48, 64)
 
@@ -325,19 +327,22 @@ def train(problem: Problem, runner: Runner, evaluate: Callable, seed: int, num_s
 def step_seconds(problem: Problem, runners: dict[str, Runner]) -> dict[str, float]:
     """Seconds of one step of each optimizer: medians of turns, the optimizers one after the other in each round."""
     x, labels = (a[:BATCH_SIZE] for a in problem.data)
-    states, durations = {}, {name: [] for name in runners}
-    for name, (init, _) in runners.items():
+
+    def turns(runner: Runner) -> Callable[[], Any]:
+        init, step = runner
         params = problem.init(0)  # one for each: kfac-jax donates its arguments
-        states[name] = params, init(params)
-    for turn in range(-1, TURNS):  # the first turn compiles
-        for name, (_, step) in runners.items():
-            start = time.perf_counter()
+        state = params, init(params)
+
+        def turn() -> Any:
+            nonlocal state
             for i in range(TURN):
-                states[name] = step(*states[name], x, labels, jax.random.key(i))
-            jax.block_until_ready(states[name])
-            if turn >= 0:
-                durations[name].append((time.perf_counter() - start) / TURN)
-    return {name: statistics.median(values) for name, values in durations.items()}
+                state = step(*state, x, labels, jax.random.key(i))
+            return state
+
+        return turn
+
+    timings = measure({name: turns(runner) for name, runner in runners.items()}, TURNS, TIMING_SECONDS)
+    return {name: timings.median(name) / TURN for name in runners}
 
 
 def score(run: Run) -> tuple:

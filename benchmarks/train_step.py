@@ -13,14 +13,13 @@ The first steps, which compile, are timed apart.
 
 import argparse
 import os
-import time
 from collections.abc import Callable
 
 import jax
 
 from adder_flax import data, host_memory, ops, training
 from adder_flax.training import sharding
-from benchmarks.ops import Timings, measure
+from benchmarks.timing import Timings, measure, seconds_of
 from experiments import common
 
 IMAGES = 32
@@ -88,11 +87,7 @@ def torch_step() -> Callable | None:
 
 def compare(steps: dict[str, Callable], reference: str, rounds: int) -> Timings:
     """Prints the time of each step, its first call, and its median ratio to the reference."""
-    first = {}
-    for name, step in steps.items():
-        start = time.perf_counter()
-        jax.block_until_ready(step())
-        first[name] = time.perf_counter() - start
+    first = {name: seconds_of(step) for name, step in steps.items()}
     timings = measure(steps, rounds, seconds=60.0)
     width = max(map(len, steps))
     for name in steps:
