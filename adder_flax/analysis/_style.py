@@ -90,17 +90,19 @@ def save_figure(figure: "Figure", path: str | Path, formats: Iterable[str] = ("p
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     written = [path.with_suffix(f".{suffix}") for suffix in formats]
-    # Laid out once: with an engine, "none" too, every format would be drawn twice to lay it out again.
     engine, dots_per_inch = figure.get_layout_engine(), figure.get_dpi()
-    figure.set_dpi(150)
-    if engine is not None:
-        engine.execute(figure)
-        figure.set_layout_engine(None)
-    # A fixed salt and no date: the same numbers give the same file.
-    with rc_context({"svg.hashsalt": "adder_flax", "svg.fonttype": "none"}):
-        for target in written:
-            metadata = {"Date": None} if target.suffix == ".svg" else None
-            figure.savefig(target, dpi=150, metadata=metadata)
-    figure.set_layout_engine(engine)
-    figure.set_dpi(dots_per_inch)
+    try:
+        figure.set_dpi(150)
+        # Laid out once: with an engine, "none" too, every format would be drawn twice to lay it out again.
+        if engine is not None:
+            engine.execute(figure)
+            figure.set_layout_engine(None)
+        # A fixed salt and no date: the same numbers give the same file.
+        with rc_context({"svg.hashsalt": "adder_flax", "svg.fonttype": "none"}):
+            for target in written:
+                metadata = {"Date": None} if target.suffix == ".svg" else None
+                figure.savefig(target, dpi=150, metadata=metadata)
+    finally:
+        figure.set_layout_engine(engine)
+        figure.set_dpi(dots_per_inch)
     return written

@@ -20,13 +20,16 @@ from adder_flax.training._errors import RunError
 MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
-# Which dimension of a parameter is split over `tensor`: the first pattern found in its path decides. Columns of
-# query/key/value/fc1 belong to a head or a hidden unit; rows of out/fc2 consume them. Heads stay whole: half a head has
-# no scores of its own, and JAX refuses kernels on axes that are split unevenly (IndivisibleError).
-TENSOR_RULES: Sequence[tuple[str, int | None]] = (
-    (r"(query|key|value|fc1)/kernel$", -1),
-    (r"(out|fc2)/kernel$", 0),
-    (r".*", None),
+# Which dimension of a parameter is split over `tensor`, and into which whole parts ("heads", or None for single ones):
+# the first pattern found in its path decides. Columns of query/key/value/fc1 belong to a head or a hidden unit; rows of
+# out/fc2 consume them. Heads stay whole: half a head has no scores of its own, and JAX refuses kernels on axes that are
+# split unevenly (IndivisibleError).
+TENSOR_RULES: Sequence[tuple[str, int | None, str | None]] = (
+    (r"attention/(query|key|value)/kernel$", -1, "heads"),
+    (r"attention/out/kernel$", 0, "heads"),
+    (r"fc1/kernel$", -1, None),
+    (r"fc2/kernel$", 0, None),
+    (r".*", None, None),
 )
 
 
@@ -63,13 +66,13 @@ def make_mesh(axis_sizes: Mapping[str, int], devices: Sequence[jax.Device] | Non
 def parameter_spec(path: str, shape: Sequence[int], mesh: Mesh, *, num_heads: int) -> P:
     """Returns how one parameter is split: ``tensor`` by :data:`TENSOR_RULES`, ``fsdp`` along its longest free axis.
 
-    Dimensions that an axis does not divide stay whole, those of attention layers where it does not divide the heads,
-    so every shape is valid on every mesh.
+    Dimensions that an axis does not divide stay whole, those made of heads where it does not divide the heads, so every
+    shape is valid on every mesh.
     """
     spec: list[str | None] = [None] * len(shape)
-    dim = next(dim for pattern, dim in TENSOR_RULES if re.search(pattern, path))
+    dim, unit = next(rule for pattern, *rule in TENSOR_RULES if re.search(pattern, path))
     if dim is not None and len(shape) and mesh.shape["tensor"] > 1:
-        parts = num_heads if "/attention/" in path else shape[dim]
+        parts = num_heads if unit == "heads" else shape[dim]
         if parts % mesh.shape["tensor"] == 0:
             spec[dim] = "tensor"
     free = [i for i in range(len(shape)) if spec[i] is None and shape[i] % mesh.shape["fsdp"] == 0]
