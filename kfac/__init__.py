@@ -17,6 +17,7 @@ from kfac._fisher import Likelihood as Likelihood
 from kfac._layers import Dense as Dense
 from kfac._layers import Generic as Generic
 from kfac._layers import L1Dense as L1Dense
+from kfac._layers import Scale as Scale
 from kfac._registry import register_layer as register_layer
 from kfac._solver import cg as cg
 from kfac._verify import Report as Report

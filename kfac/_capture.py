@@ -175,7 +175,7 @@ def tap(layer: Layer, params: dict[str, Array], x: Array, *, path: str) -> Array
     Outside of a capture it is ``layer(params, x)``.
 
     Args:
-      layer: ``kfac.Dense()``, ``kfac.L1Dense()`` or ``kfac.Generic(fn)``.
+      layer: ``kfac.Dense()``, ``kfac.L1Dense()``, ``kfac.Scale(fn=…)`` or ``kfac.Generic(fn)``.
       params: the layer's own parameters by role; for ``Dense`` these are ``kernel`` and optionally ``bias``.
       x: its input.
       path: where ``params`` stands in the parameter tree that is differentiated, ``"encoder/fc1"``; a parameter

@@ -2,7 +2,8 @@
 
 Counts multiply-adds as two operations. For a dense layer with i inputs, o outputs and R = N T rows: the gradient takes
 6 R i o, one product F v through the Jacobian 4 R i o, one through formed factors 2 i o (i + o), forming them
-2 R (i² + o²). Layers that are not dense are cheap beside these and are left out, but not of the gradient's total.
+2 R (i² + o²). A norm, dense behind a diagonal, has one input an output where rows are multiplied. Other layers are
+cheap beside these and are left out, but not of the gradient's total.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ class Cost:
 
 
 def cost(block: Block) -> Cost:
-    """The cost of a block whose uses are dense; zeros for others."""
+    """The cost of a block that has factors; zeros for others."""
     if not block.factored:
         return Cost(0, 0, 0, 0, 0, 0)
     i, o = block.lifted_shape(block.uses[0])
     rows = sum(use.num_examples * use.num_tokens for use in block.uses)
-    matmul, lanes = 2 * rows * i * o, block.lanes
+    inputs = 1 if block.uses[0].layer.elementwise else i
+    matmul, lanes = 2 * rows * inputs * o, block.lanes
     return Cost(
         weight_gradient=lanes * matmul,
         product=lanes * 2 * matmul,

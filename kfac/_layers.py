@@ -40,6 +40,7 @@ class Dense:
     transpose: bool = False
 
     factored = True
+    elementwise = False
     kind = "dense"
 
     def __call__(self, params: Params, x: Float[Array, "*batch features"]) -> Float[Array, "*batch outputs"]:
@@ -166,6 +167,95 @@ class L1Dense(Dense):
 
     def _rows(self, params: Params) -> int:
         return params["kernel"].shape[0] + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale(Dense):
+    """y = x̂∘s + b with x̂ a function of the input alone: the learned part of LayerNorm, RMSNorm and GroupNorm.
+
+    Its Jacobian is that of a dense layer with bias whose matrix is diagonal, J v = [x̂, 1] [diag v_s; v_b]. So it has
+    the same Kronecker factors, averaged over batches and cheap to multiply by, where ``Generic`` passes every token
+    through the layer again.
+
+    Attributes:
+      fn: (params, x) → y, with parameters ``scale``, ``bias`` or both, along the last axis; hashable.
+
+    >>> import jax.numpy as jnp
+    >>> norm = Scale(lambda p, x: x / jnp.abs(x).max(-1, keepdims=True) * p["scale"])
+    >>> state = norm.linearize({"scale": jnp.ones(2)}, jnp.array([[2.0, 4.0]]))
+    >>> norm.vjp(state, jnp.array([[1.0, 1.0]]))["scale"].tolist()
+    [0.5, 1.0]
+    """
+
+    fn: Callable[[Params, Array], Array] | None = None
+
+    kind = "norm"
+    elementwise = True
+
+    def __call__(self, params: Params, x: Array) -> Array:
+        return self.fn(params, x)
+
+    def features(self, params: Params, x: Array) -> Float[Array, "*batch lifted"]:
+        """[x̂, 1], without the part whose parameter is missing."""
+        parts = []
+        if "scale" in params:
+            neutral = {"scale": jnp.ones_like, "bias": jnp.zeros_like}
+            parts.append(self.fn({role: neutral[role](p) for role, p in params.items()}, x))
+        if "bias" in params:
+            parts.append(jnp.ones((*x.shape[:-1], 1), parts[0].dtype if parts else x.dtype))
+        return jnp.concatenate(parts, axis=-1)
+
+    def lift(self, params: Params, v: Params) -> Float[Array, "lifted outputs"]:
+        rows = [jnp.diag(v["scale"])] if "scale" in v else []
+        return jnp.concatenate([*rows, *([v["bias"][None]] if "bias" in v else [])])
+
+    def project(self, params: Params, matrix: Float[Array, "lifted outputs"]) -> Params:
+        projected = {"scale": jnp.diagonal(matrix)} if "scale" in params else {}
+        return projected | ({"bias": matrix[-1]} if "bias" in params else {})
+
+    def matrix(self, v: Params) -> Float[Array, "rows outputs"]:
+        return jnp.stack([v[role] for role in ("scale", "bias") if role in v])
+
+    def unmatrix(self, params: Params, matrix: Float[Array, "rows outputs"]) -> Params:
+        return dict(zip([role for role in ("scale", "bias") if role in params], matrix, strict=True))
+
+    def mean_left(self, params: Params, left: Float[Array, "lifted lifted"]) -> Float[Array, "rows rows"]:
+        if "scale" not in params:
+            return left
+        outputs = params["scale"].shape[0]
+        scale = jnp.trace(left[:outputs, :outputs]) / outputs
+        if "bias" not in params:
+            return scale[None, None]
+        cross = left[:-1, -1].mean()
+        return jnp.array([[scale, cross], [cross, left[-1, -1]]])
+
+    def left_traces(self, params: Params, left: Float[Array, "lifted lifted"]) -> Float[Array, " outputs"]:
+        offset = left[-1, -1] if "bias" in params else 0
+        if "scale" not in params:
+            return jnp.broadcast_to(offset, params["bias"].shape)
+        outputs = params["scale"].shape[0]
+        return jnp.diagonal(left)[:outputs] + offset
+
+    def jvp(self, linearized: Any, v: Params, output: jax.ShapeDtypeStruct) -> Array:
+        features, params = linearized
+        scaled = features[..., : v["scale"].shape[0]] * v["scale"] if "scale" in v else 0
+        return jnp.broadcast_to(scaled + v.get("bias", 0), output.shape)
+
+    def vjp(self, linearized: Any, z: Array) -> Params:
+        features, params = linearized
+        rows = z.reshape(-1, z.shape[-1])
+        pulled = {}
+        if "scale" in params:
+            inputs = features[..., : z.shape[-1]].reshape(rows.shape)
+            pulled["scale"] = (inputs * rows).sum(0)
+        return pulled | ({"bias": rows.sum(0)} if "bias" in params else {})
+
+    def framed(self, num_frames: int) -> Scale:
+        return Scale(fn=_Framed(self.fn, (None, 0), num_frames)) if num_frames else self
+
+    @property
+    def isometric(self) -> bool:
+        return False
 
 
 @dataclasses.dataclass(frozen=True)

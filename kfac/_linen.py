@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax.core import axes_scan
 
 from kfac._capture import Capture, current_capture
-from kfac._layers import Dense, Generic
+from kfac._layers import Dense, Scale
 from kfac._registry import general_dense, is_array, register_layer, registrations, tap_registered
 
 if TYPE_CHECKING:
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 register_layer(nn.Dense, describe=lambda module: Dense())
 register_layer(nn.DenseGeneral, describe=general_dense)
-for _cls in (nn.Conv, nn.ConvTranspose, nn.Embed, nn.Einsum, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm):
+for _cls in (nn.Conv, nn.ConvTranspose, nn.Embed, nn.Einsum):
     register_layer(_cls)
+for _cls in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm):
+    register_layer(_cls, kind=Scale)
 register_layer(nn.Embed, "attend")
 
 
@@ -85,7 +87,7 @@ def interception() -> contextlib.AbstractContextManager:
         if registration.describe is not None:
             layer = registration.describe(module)
         else:
-            layer = Generic(_Call(module.clone(parent=None, name=None), context.method_name))
+            layer = registration.layer(module, _Call(module.clone(parent=None, name=None), context.method_name))
         flat = all(is_array(p) for p in own.values())
         if layer is None or not own or not flat or collections or not is_array(x):
             return y

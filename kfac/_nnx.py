@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from kfac._capture import Capture, current_capture
-from kfac._layers import Dense, Generic
+from kfac._layers import Dense, Generic, Scale
 from kfac._registry import Registration, general_dense, is_array, register_layer, registrations, tap_registered
 
 if TYPE_CHECKING:
@@ -25,8 +25,10 @@ _PATH = "kfac_path"
 
 register_layer(nnx.Linear, describe=lambda module: Dense())
 register_layer(nnx.LinearGeneral, describe=general_dense)
-for _cls in (nnx.Conv, nnx.ConvTranspose, nnx.Embed, nnx.Einsum, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm):
+for _cls in (nnx.Conv, nnx.ConvTranspose, nnx.Embed, nnx.Einsum):
     register_layer(_cls)
+for _cls in (nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm):
+    register_layer(_cls, kind=Scale)
 register_layer(nnx.Embed, "attend")
 
 
@@ -114,7 +116,7 @@ def _describe(module: nnx.Module, registration: Registration) -> tuple[Dense | G
     for role, variable in variables.items():
         if paths[role] is not None:
             variable.set_metadata(_PATH, paths[role])
-    return Generic(_Call(graphdef, registration.method, registration.cls.__name__)), variables
+    return registration.layer(module, _Call(graphdef, registration.method, registration.cls.__name__)), variables
 
 
 def _parameter(capture: Capture, variable: nnx.Variable) -> tuple[str | None, tuple[int, ...], bool]:

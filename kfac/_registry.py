@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kfac._layers import Dense, Generic
+from kfac._layers import Dense, Generic, Scale
 
 Describe = Callable[[Any], "Dense | Generic | None"]
 
@@ -22,18 +22,31 @@ class Registration:
       cls: the module class that defines the method.
       method: its name.
       describe: module → layer kind; None as result leaves the module alone. None instead of a function: the module
-        itself, as a function of its parameters and input, is a ``Generic`` layer.
+        itself, as a function of its parameters and input, is the layer.
+      kind: of which kind, ``Generic`` or ``Scale``.
     """
 
     cls: type
     method: str
     describe: Describe | None
+    kind: type[Generic] | type[Scale] = Generic
+
+    def layer(self, module: Any, call: Callable) -> Generic | Scale:
+        """The layer that this call of a module is, where nothing describes it."""
+        last = getattr(module, "feature_axes", -1) in (-1, (-1,))
+        return Scale(fn=call) if self.kind is Scale and last else Generic(call)
 
 
 _registrations: dict[tuple[type, str], Registration] = {}
 
 
-def register_layer(cls: type, method: str = "__call__", describe: Describe | None = None) -> None:
+def register_layer(
+    cls: type,
+    method: str = "__call__",
+    describe: Describe | None = None,
+    *,
+    kind: type[Generic] | type[Scale] = Generic,
+) -> None:
     """Makes a method of a Flax module class (NNX or Linen) a layer with curvature of its own.
 
     The method's first argument is the layer's input, with the example axis first and the features last; its result is
@@ -46,6 +59,8 @@ def register_layer(cls: type, method: str = "__call__", describe: Describe | Non
       describe: module → ``kfac.Dense()``, ``kfac.L1Dense()``, ``kfac.Generic(fn, …)`` or None (no layer). The layer's
         parameters are those that the module owns directly, by attribute name. Without ``describe`` the method itself is
         differentiated, and the parameters of submodules belong to the layer too.
+      kind: without ``describe``, ``kfac.Scale`` for a module whose parameters ``scale`` and ``bias`` act on each
+        feature of the last axis alone, as those of norms do; it then has Kronecker factors.
 
     Raises:
       ValueError: the class has no such method.
@@ -59,7 +74,7 @@ def register_layer(cls: type, method: str = "__call__", describe: Describe | Non
         raise ValueError(
             f"expected a method that {cls.__name__} defines, got {method!r}; name the one that is the layer."
         )
-    _registrations[owner, method] = Registration(owner, method, describe)
+    _registrations[owner, method] = Registration(owner, method, describe, kind)
 
 
 def registrations(base: type) -> list[Registration]:

@@ -35,6 +35,11 @@ def scale(params, x):
     return x * params["scale"] + params["bias"]
 
 
+def rms_norm(params, x):
+    x = x / jnp.sqrt((x**2).mean(-1, keepdims=True))
+    return x * params.get("scale", 1) + params.get("bias", 0)
+
+
 def convolution(params, x):
     return jax.lax.conv_general_dilated(x, params["kernel"], (2,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"))
 
@@ -57,7 +62,8 @@ def every_layer(params, tokens, labels):
     tap = lambda layer, name, x: kfac.tap(layer, params[name], x, path=name)
     x = tap(kfac.Generic(lookup), "embedding", tokens)
     x = tap(kfac.Dense(), "dense", x)
-    x = tap(kfac.Generic(scale), "norm", jnp.tanh(x))
+    x = tap(kfac.Generic(scale), "scale", jnp.tanh(x))
+    x = tap(kfac.Scale(fn=rms_norm), "norm", jnp.tanh(x))
     x = tap(kfac.Generic(convolution), "conv", x)
     x = jnp.tanh(tap(kfac.Dense(), "tied", x))
     x = jnp.tanh(tap(kfac.Dense(), "tied", x))
@@ -71,6 +77,7 @@ def every_layer(params, tokens, labels):
 EVERY_PARAMS = {
     "embedding": {"table": (6, 3)},
     "dense": {"kernel": (3, 4), "bias": (4,)},
+    "scale": {"scale": (4,), "bias": (4,)},
     "norm": {"scale": (4,), "bias": (4,)},
     "conv": {"kernel": (3, 4, 4)},
     "tied": {"kernel": (4, 4), "bias": (4,)},
@@ -159,6 +166,52 @@ def test_kron_of_an_adder_layer_pairs_all_inputs_with_all_cotangents():
         np.testing.assert_allclose(matrix[0], gradients.T @ gradients / (len(rows) * 5), rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.parametrize("roles", [("bias", "scale"), ("scale",), ("bias",)])
+def test_kron_of_a_norm_pairs_all_inputs_with_all_cotangents(roles):
+    params, x = make({"a": dict.fromkeys(roles, (3,)), "b": {"kernel": (3, 4)}}), normal(3, 5, 2, 3)
+    loss_fn = functools.partial(dense_loss, kfac.Scale(fn=rms_norm))
+    forms = [FACTORS, KRON, Form("factors", reduce=True), Form("kron", reduce=True), EXACT]
+    found, curvature = matrices(loss_fn, params, x, jnp.arange(5) % 3, [("a", form) for form in forms])
+    assert [p.path for p in curvature.layers.blocks["a"].params] == [f"a/{role}" for role in roles]
+    g = np.asarray(curvature.captured["a"][1])[0]
+    x_hat = np.asarray(rms_norm({}, x))
+
+    def paired(inputs, cotangents, scale):
+        pairs = [{"bias": h, "scale": a * h} for a in inputs for h in cotangents]
+        gradients = np.stack([np.concatenate([pair[role] for role in roles]) for pair in pairs])
+        return gradients.T @ gradients / scale
+
+    expand = paired(x_hat.reshape(-1, 3), g.reshape(-1, 3), 10 * 5)
+    reduced = paired(x_hat.mean(1), g.sum(1), 5 * 5)
+    for matrix, expected in zip(found, (expand, expand, reduced, reduced), strict=False):
+        np.testing.assert_allclose(matrix[0], expected, rtol=1e-10, atol=1e-14)
+    by_example = np.concatenate([{"bias": g, "scale": x_hat * g}[role].sum(1) for role in roles], axis=1)
+    np.testing.assert_allclose(found[-1][0], by_example.T @ by_example / 5, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("layer", "params"),
+    [
+        (kfac.Dense(), {"kernel": (3, 4), "bias": (4,)}),
+        (L1_FULL, {"kernel": (3, 4), "bias": (4,)}),
+        (L1_FULL, {"kernel": (3, 4)}),
+        (kfac.Scale(fn=rms_norm), {"scale": (4,), "bias": (4,)}),
+        (kfac.Scale(fn=rms_norm), {"scale": (4,)}),
+        (kfac.Scale(fn=rms_norm), {"bias": (4,)}),
+    ],
+)
+def test_left_factors_seen_through_the_lift(layer, params):
+    params = make(params)
+    lift = lambda matrix: layer.lift(params, layer.unmatrix(params, matrix))
+    jacobian = np.asarray(jax.jacobian(lift)(layer.matrix(params)))  # lifted row, output, row, output
+    half = np.asarray(normal(9, len(jacobian), len(jacobian)))
+    seen = [jacobian[:, o, :, o].T @ (half @ half.T) @ jacobian[:, o, :, o] for o in range(4)]
+    np.testing.assert_allclose(layer.mean_left(params, half @ half.T), np.mean(seen, axis=0), rtol=1e-12)
+    np.testing.assert_allclose(layer.left_traces(params, half @ half.T), [np.trace(m) for m in seen], rtol=1e-12)
+    pulled = layer.matrix(layer.project(params, lift(layer.matrix(params))))
+    np.testing.assert_allclose(pulled, np.einsum("ijkl,ij->kl", jacobian, lift(layer.matrix(params))), rtol=1e-12)
+
+
 def test_token_products_and_diagonal_factors():
     params, x, labels = make(DENSE_PARAMS), normal(3, 4, 3, 3), jnp.arange(4) % 3
     found, curvature = matrices(DENSE_LOSS, params, x, labels, [("b", TOKEN), ("b", Form("kron", max_size=2))])
@@ -195,7 +248,7 @@ def test_products_are_symmetric_and_positive():
     names = kfac.find_layers(every_layer, params, tokens, jnp.arange(4)).blocks
     factored = {name for name, block in names.items() if block.factored}
     requests = [(name, form) for name in names for form in (TOKEN, FACTORS if name in factored else KRON)]
-    assert factored == {"dense", "tied", "l1_full", "output"}
+    assert factored == {"dense", "norm", "tied", "l1_full", "output"}
     for (name, form), matrix in zip(
         requests, matrices(every_layer, params, tokens, jnp.arange(4), requests)[0], strict=True
     ):
