@@ -181,7 +181,7 @@ class Scale(Dense):
       fn: (params, x) → y, with parameters ``scale``, ``bias`` or both, along the last axis; hashable.
 
     >>> import jax.numpy as jnp
-    >>> norm = Scale(lambda p, x: x / jnp.abs(x).max(-1, keepdims=True) * p["scale"])
+    >>> norm = Scale(fn=lambda p, x: x / jnp.abs(x).max(-1, keepdims=True) * p["scale"])
     >>> state = norm.linearize({"scale": jnp.ones(2)}, jnp.array([[2.0, 4.0]]))
     >>> norm.vjp(state, jnp.array([[1.0, 1.0]]))["scale"].tolist()
     [0.5, 1.0]

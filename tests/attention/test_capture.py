@@ -31,9 +31,9 @@ def test_every_map_of_a_vision_transformer_and_the_model_is_left_alone(graph, op
     sums = (1.0, 2.0) if options["score"] == ["dot", "adder"] else (1.0, 1.0)
     for attention_map, total in zip(maps, sums, strict=True):
         np.testing.assert_allclose(attention_map.sum(-1), total, rtol=1e-5)
-    _, first = jax.jit(
-        lambda x: model.blocks[0].attention(model.blocks[0].norm1(model._embed(x)), return_weights=True)
-    )(images)
+    tokens = jax.jit(lambda x: model.embed_positions(model.patch_embed(x)))(images)
+    block = model.blocks[0]
+    _, first = jax.jit(lambda x: block.attention(block.norm1(x), return_weights=True))(tokens)
     np.testing.assert_allclose(maps[0], first, rtol=1e-5, atol=1e-6)
 
 

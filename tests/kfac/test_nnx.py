@@ -10,7 +10,15 @@ import kfac
 from adder_flax.layers import AdderLinear
 from adder_flax.models import VisionTransformer
 from adder_flax.training.curvature import register_layers
-from tests.kfac.reference import check_exact_blocks, cross_entropy, normal
+from kfac._systems import Form
+from tests.kfac.reference import (
+    check_exact_blocks,
+    cross_entropy,
+    dense_fisher,
+    matrices,
+    normal,
+    per_example_gradients,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -259,6 +267,26 @@ def test_layers_of_equal_form_share_a_program():
     loss_fn, params = loss_of(Two(nnx.Rngs(0)))
     first, second = kfac.find_layers(loss_fn, params, normal(0, 3, WIDTH), LABELS).blocks.values()
     assert first.program == second.program
+
+
+@pytest.mark.parametrize(
+    ("make_norm", "kind"),
+    [
+        (lambda rngs: nnx.LayerNorm(WIDTH, **F64, rngs=rngs), "norm"),
+        (lambda rngs: nnx.RMSNorm(WIDTH, **F64, rngs=rngs), "norm"),
+        (lambda rngs: nnx.GroupNorm(WIDTH, num_groups=2, **F64, rngs=rngs), "norm"),
+        # Scales rows: no diagonal matrix on the last axis.
+        (lambda rngs: nnx.LayerNorm(WIDTH, feature_axes=-2, **F64, rngs=rngs), "generic LayerNorm"),
+    ],
+)
+def test_norms(make_norm, kind):
+    loss_fn, params = loss_of(nnx.Sequential(make_norm(nnx.Rngs(0)), jnp.tanh, lambda x: x.reshape(len(x), -1)))
+    x = normal(0, 3, WIDTH, WIDTH)
+    (block,) = kfac.find_layers(loss_fn, params, x, LABELS).blocks.values()
+    assert block.uses[0].layer.kind == kind
+    (found,), _ = matrices(loss_fn, params, x, LABELS, [(block.name, Form("exact"))])
+    expected = np.asarray(dense_fisher(block, per_example_gradients(loss_fn, params, x, LABELS)))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
 
 def test_nothing_is_left_replaced():
