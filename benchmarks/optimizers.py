@@ -428,11 +428,10 @@ def table(problem: Problem, results: dict[str, Any], grids: dict[str, list], see
         best = best_setting(grid, own.get("trials", {}))
         keys = [] if best is None else [trial_key(best, seed) for seed in range(seeds)]
         runs = [own["trials"][key] for key in keys if key in own["trials"]]
-        if not runs:
+        if not runs or "step_seconds" not in own:  # not asked for this time
             lines.append([name, *[""] * (len(head) - 1)])
             continue
-        equivalents = own.get("gradient_equivalents")
-        seconds = own["step_seconds"]
+        equivalents, seconds = own.get("gradient_equivalents"), own["step_seconds"]
         cells = []
         for target in map(str, problem.targets):
             hit = [run["steps"][target] for run in runs if run["steps"][target] is not None]
