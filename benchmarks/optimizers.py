@@ -428,7 +428,7 @@ def table(problem: Problem, results: dict[str, Any], grids: dict[str, list], see
         best = best_setting(grid, own.get("trials", {}))
         keys = [] if best is None else [trial_key(best, seed) for seed in range(seeds)]
         runs = [own["trials"][key] for key in keys if key in own["trials"]]
-        if not runs or "step_seconds" not in own:  # not asked for this time
+        if not runs or "step_seconds" not in own:  # not run or not timed yet
             lines.append([name, *[""] * (len(head) - 1)])
             continue
         equivalents, seconds = own.get("gradient_equivalents"), own["step_seconds"]
