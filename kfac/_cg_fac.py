@@ -42,7 +42,6 @@ class CGFacState(NamedTuple):
       averages: running averages of the curvature.
       velocity: last update of the covered parameters.
       solution: last solution of the linear systems, where it is the warm start.
-      coefficients: (α, β) of the last quadratic model.
       fallback: state of the optimizer of the other parameters.
       stats: telemetry of the last step, see ``telemetry``.
     """
@@ -52,7 +51,6 @@ class CGFacState(NamedTuple):
     averages: Averages
     velocity: PyTree[Array]
     solution: PyTree[Array]
-    coefficients: Float[Array, " 2"]
     fallback: PyTree[Array]
     stats: dict[str, Any]
 
@@ -226,7 +224,6 @@ class _CGFac:
             averages=averages,
             velocity=velocity,
             solution=jax.tree.map(jnp.zeros_like, velocity) if options.warm_start else (),
-            coefficients=jnp.zeros((2,), dtype),
             fallback=self.fallback.init(_unflat({k: v for k, v in flat.items() if k not in covered}, params)),
             stats={"blocks": per_block, **summary},
         )
@@ -274,7 +271,6 @@ class _CGFac:
             averages=jax.tree.map(lambda new, old: jnp.where(finite, new, old), problem.averages, state.averages),
             velocity=_unflat(delta, grads),
             solution=solution,
-            coefficients=jnp.where(finite, proposal.coefficients, state.coefficients),
             fallback=fallback,
             stats=_stats(solved, proposal, verdict, state),
         )
@@ -302,6 +298,11 @@ class _CGFac:
             raise ValueError(
                 f"curvature={options.curvature!r} is not averaged over steps: expected fresh curvature at "
                 "every step, got refresh=; use curvature='kron' or drop refresh."
+            )
+        if curvature.fresh is not None and options.step == "quadratic":
+            raise ValueError(
+                "step='quadratic' measures the curvature along each step: expected fresh curvature at every step, got "
+                "refresh=; use step='fixed' or drop refresh."
             )
         if options.measures_loss and (value is None or value_fn is None):
             raise ValueError(
@@ -389,8 +390,6 @@ class _CGFac:
             *shared,
             groups=exact,
             num_examples=curvature.num_examples,
-            fresh=curvature.fresh,
-            last=state.coefficients,
             rate=rate,
             kl_clip=options.kl_clip,
         )

@@ -82,7 +82,7 @@ class Plan:
     """Settings that keep a step within a budget, see ``plan``.
 
     Attributes:
-      curvature_interval: steps from one curvature batch to the next: pass ``refresh=step % interval == 0``.
+      curvature_interval: steps from one curvature batch to the next: pass ``refresh=step % interval == 0`` if not 1.
       max_iterations: for ``cg_fac``.
       overhead: predicted cost of a step in gradients, 1 being no curvature at all.
       parts: predicted cost in gradients of the ``pullback``, the ``factors`` and the step's ``model`` at each refresh,
@@ -103,20 +103,21 @@ def plan(
     max_iterations: int = 10,
     has_aux: bool = False,
     fisher: str = "mc",
-    step: str = "quadratic",
+    step: str = "fixed",
     batch_size: int | None = None,
 ) -> Plan:
     """Chooses how often to compute curvature and how long to iterate, for ``curvature="kron"`` with averaged factors.
 
     The gradient's cost is XLA's count for ``loss_fn``; nothing is run. The interval is the shortest that fits the
-    budget with ``max_iterations``; where none does, iterations are given up next, down to two.
+    budget with ``max_iterations``; where none does, iterations are given up next, down to two. All examples of a batch
+    give the curvature.
 
     Args:
       loss_fn, params, *args: as for ``find_layers``; shapes are enough.
       overhead: budget of a step in gradient-equivalents, more than 1.
       max_iterations: the most that are wanted.
       has_aux, fisher, batch_size: as for ``value_grad_and_curvature``.
-      step: as for ``cg_fac``.
+      step: as for ``cg_fac``; ``"quadratic"`` needs fresh curvature at every step, and saves iterations alone.
 
     Returns:
       The plan.
@@ -137,15 +138,16 @@ def plan(
     layers = find_layers(loss_fn, params, *args, batch_size=batch_size)
     parts = _parts(layers, _gradient_flops(loss_fn, params, args, has_aux), fisher, step)
     refresh = parts["pullback"] + parts["factors"] + parts["model"]
+    longest = 1 if step == "quadratic" else MAX_INTERVAL
     for iterations in range(max_iterations, 1, -1):
         room = overhead - 1 - iterations * parts["iteration"]
-        interval = max(math.ceil(refresh / room), 1) if room > 0 else MAX_INTERVAL + 1
-        if interval <= MAX_INTERVAL:
+        interval = max(math.ceil(refresh / room), 1) if room > 0 else longest + 1
+        if interval <= longest:
             return Plan(interval, iterations, 1 + refresh / interval + iterations * parts["iteration"], parts)
-    least = 1 + refresh / MAX_INTERVAL + 2 * parts["iteration"]
+    least = 1 + refresh / longest + 2 * parts["iteration"]
     raise ValueError(
-        f"expected an overhead of at least {least:.2f} for this model and batch, got {overhead}; allow more, or use a "
-        "larger batch."
+        f"expected an overhead of at least {least:.2f} for this model, batch and step={step!r}, got {overhead}; allow "
+        "more, or use a larger batch or step='fixed'."
     )
 
 

@@ -77,8 +77,6 @@ def quadratic_step(
     *,
     groups: list[System],
     num_examples: int,
-    fresh: Bool[Array, ""] | None,
-    last: Float[Array, " 2"],
     rate: Array,
     kl_clip: float | None,
 ) -> Proposal:
@@ -87,24 +85,14 @@ def quadratic_step(
     The model is q(Δ) = ∇L·Δ + ½ Δᵀ(F + Γ)Δ with the Fisher matrix of *all* covered parameters, layers together: the
     derivative of example n's loss along d is the sum over layers of θ_n, so dᵀF d = Σ_n (Σ_layers θ_n)² / N costs half
     a product per layer and no pass through the network. Γ holds each block's γ. (Martens & Grosse, 2015, section 7.)
-
-    Where no curvature was computed (``fresh`` False) the last (α, β) are used again.
     """
     d = {name: jax.tree.map(jnp.negative, s.x) for name, s in solved.items()}
     slope = -jnp.stack([dot(b, d), dot(b, velocity)])
-
-    def fit() -> tuple[Array, Array, Array]:
-        along = _derivatives(groups, d, velocity)
-        fisher = jnp.einsum("pcn,qcn->pq", along, along) / num_examples
-        damped = lambda u, v: sum((gamma[n] * lane_dot(u[n], v[n])).sum() for n in u)
-        ridge = jnp.array([[damped(u, v) for v in (d, velocity)] for u in (d, velocity)])
-        return minimise_2x2(fisher + ridge, slope), fisher, fisher + ridge
-
-    if fresh is None:
-        coefficients, fisher, matrix = fit()
-    else:
-        zeros = jnp.zeros((2, 2), slope.dtype)
-        coefficients, fisher, matrix = jax.lax.cond(fresh, fit, lambda: (last.astype(slope.dtype), zeros, zeros))
+    along = _derivatives(groups, d, velocity)
+    fisher = jnp.einsum("pcn,qcn->pq", along, along) / num_examples
+    damped = lambda u, v: sum((gamma[n] * lane_dot(u[n], v[n])).sum() for n in u)
+    matrix = fisher + jnp.array([[damped(u, v) for v in (d, velocity)] for u in (d, velocity)])
+    coefficients = minimise_2x2(matrix, slope)
     scale = _kl_scale(coefficients @ fisher @ coefficients, kl_clip)
     taken = rate * scale * coefficients
     model = 0.5 * taken @ matrix @ taken - slope @ taken

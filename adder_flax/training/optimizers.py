@@ -162,10 +162,11 @@ def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
         )
     except (TypeError, ValueError) as error:
         raise RunError(f"config.optimizer.cg_fac: {error}") from error
-    if interval < 1 or (interval > 1 and options["curvature"] != "kron"):
+    every_step = options["curvature"] != "kron" or options["step"] == "quadratic"
+    if interval < 1 or (interval > 1 and every_step):
         raise RunError(
-            "expected config.optimizer.cg_fac.curvature_interval of 1, or more with curvature='kron', whose factors "
-            f"are averaged over steps, got {interval} with {options['curvature']!r}; "
+            "expected config.optimizer.cg_fac.curvature_interval of 1, or more with curvature='kron' and step='fixed', "
+            f"got {interval} with {options['curvature']!r} and {options['step']!r}; "
             "set --config.optimizer.cg_fac.curvature_interval"
         )
     return CurvatureOptimizer(*transformation, layers, fisher, interval)

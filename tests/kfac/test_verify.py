@@ -79,6 +79,11 @@ def test_plans_stay_within_their_budget():
         assert plan.overhead == pytest.approx(expected)
         assert plan.overhead <= budget
     assert plans[0].curvature_interval > plans[1].curvature_interval > plans[2].curvature_interval == 1
+    fresh = kfac.plan(loss_fn, params, jnp.ones((512, 64)), overhead=5.0, step="quadratic")
+    assert fresh.curvature_interval == 1
+    assert fresh.parts["model"] > 0 == plans[0].parts["model"]
+    with pytest.raises(ValueError, match="expected an overhead of at least .* step='quadratic', got 1.4"):
+        kfac.plan(loss_fn, params, jnp.ones((512, 64)), overhead=1.4, step="quadratic")
     with pytest.raises(ValueError, match="expected an overhead above 1"):
         kfac.plan(loss_fn, params, jnp.ones((512, 64)), overhead=1.0)
     with pytest.raises(ValueError, match="expected an overhead of at least"):

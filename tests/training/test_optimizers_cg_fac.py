@@ -99,6 +99,7 @@ def test_accumulated_microbatches_and_rare_curvature(curvature, interval, tiny_c
         ({"cg_fac.curvature": "exact", "cg_fac.curvature_interval": 2}, r"curvature_interval of 1.*got 2 with 'exact'"),
         ({"cg_fac.layers": "dense"}, r"cg_fac.layers to be matrices .* or all, got 'dense'"),
         ({"cg_fac.curvature_interval": 0}, r"curvature_interval of 1.*got 0"),
+        ({"cg_fac.step": "quadratic", "cg_fac.curvature_interval": 2}, r"curvature_interval of 1.*'quadratic'"),
         ({"cg_fac.damping_interval": 5, "cg_fac.step": "fixed"}, r"expected step='quadratic', got 'fixed'"),
         ({"adder_rate": 0.2}, r"adder_rate of 0 with cg_fac.*got 0.2"),
         ({"learning_rate": 0.0}, r"optimizer.learning_rate above 0, got 0.0"),
