@@ -211,13 +211,13 @@ def soap(problem: Problem, learning_rate: float, precondition_frequency: int) ->
     return optax_runner(problem, make(learning_rate, precondition_frequency=precondition_frequency, weight_decay=0.0))
 
 
-def cg_fac(problem: Problem, damping: float, kl_clip: float | None) -> Runner:
+def cg_fac(problem: Problem, damping: float, kl_clip: float) -> Runner:
     """CG-FAC, Monte Carlo Fisher matrix."""
     register_layers()
     x, labels = (a[:BATCH_SIZE] for a in problem.data)
     layers = kfac.find_layers(problem.loss_fn, problem.init(0), x, labels)
-    averages = dict(factor_decay=0.9, preconditioner_interval=2)
-    optimizer = kfac.cg_fac(1.0, layers, fisher="mc", damping=damping, kl_clip=kl_clip, **averages)
+    fixed = dict(fisher="mc", max_iterations=10, preconditioner_interval=2, factor_decay=0.9)
+    optimizer = kfac.cg_fac(1.0, layers, damping=damping, kl_clip=kl_clip, **fixed)
     function = kfac.value_grad_and_curvature(problem.loss_fn, likelihood=problem.likelihood, has_aux=True)
 
     def step(params, state, x, labels, key):
@@ -279,7 +279,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Runner], list[dict[str, Any]]]] = {
     "muon": (muon, settings(learning_rate=(1e-2, 3e-2, 1e-1), cosine=(False, True))),
     "soap": (soap, settings(learning_rate=(3e-3, 1e-2, 3e-2), precondition_frequency=(1, 10))),
     "kfac_jax": (kfac_jax, settings(initial_damping=(1e-2, 1e-1, 1.0), adaptive=(True, False))),
-    "cg_fac": (cg_fac, settings(damping=(1e-2, 3e-2, 1e-1), kl_clip=(None, 0.1))),
+    "cg_fac": (cg_fac, settings(damping=(3e-3, 1e-2, 3e-2), kl_clip=(0.3, 1.0))),
 }
 MODULES = {"soap": "soap_jax", "kfac_jax": "kfac_jax"}
 
