@@ -19,7 +19,7 @@ from kfac._costs import prefers_dual, prefers_factors
 from kfac._curvature import Curvature, Layers
 from kfac._fisher import FISHERS
 from kfac._solver import Solution
-from kfac._step import Proposal, Verdict, fixed_step, judge, quadratic_step
+from kfac._step import STEPS, Proposal, Verdict, fixed_step, judge, quadratic_step
 from kfac._systems import Form, System
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     Flat = dict[str, Array]  # path → array
 
 SOLVERS = ("cg", "dense", "dual", "eigh", "auto")
-STEPS = ("quadratic", "fixed")
 
 
 class CGFacState(NamedTuple):

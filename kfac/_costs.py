@@ -17,6 +17,7 @@ import jax
 
 from kfac._blocks import Block
 from kfac._curvature import Layers, find_layers
+from kfac._step import STEPS
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -83,13 +84,16 @@ class Plan:
 
     Attributes:
       curvature_interval: steps from one curvature batch to the next: pass ``refresh=step % interval == 0`` if not 1.
+      curvature_batch_size: examples that give the curvature. Fewer than the batch: call
+        ``value_grad_and_curvature``'s function on so many for the curvature, and ``jax.grad`` on all for the gradient.
       max_iterations: for ``cg_fac``.
       overhead: predicted cost of a step in gradients, 1 being no curvature at all.
-      parts: predicted cost in gradients of the ``pullback``, the ``factors`` and the step's ``model`` at each refresh,
-        and of one ``iteration``.
+      parts: predicted cost in gradients, for the whole batch, of the ``pullback``, the ``factors`` and the step's
+        ``model`` at each refresh, and of one ``iteration``.
     """
 
     curvature_interval: int
+    curvature_batch_size: int
     max_iterations: int
     overhead: float
     parts: dict[str, float]
@@ -106,24 +110,25 @@ def plan(
     step: str = "fixed",
     batch_size: int | None = None,
 ) -> Plan:
-    """Chooses how often to compute curvature and how long to iterate, for ``curvature="kron"`` with averaged factors.
+    """Chooses curvature interval, CG iterations and curvature batch, for ``curvature="kron"`` with averaged factors.
 
     The gradient's cost is XLA's count for ``loss_fn``; nothing is run. The interval is the shortest that fits the
-    budget with ``max_iterations``; where none does, iterations are given up next, down to two. All examples of a batch
-    give the curvature.
+    budget with ``max_iterations`` and the whole batch. Where none does, iterations are given up next, down to two; and
+    last examples, to a half, a quarter or an eighth of the batch, which loses most (the factors lose rank) and saves
+    little, since the part needs a forward and backward pass of its own.
 
     Args:
       loss_fn, params, *args: as for ``find_layers``; shapes are enough.
       overhead: budget of a step in gradient-equivalents, more than 1.
       max_iterations: the most that are wanted.
       has_aux, fisher, batch_size: as for ``value_grad_and_curvature``.
-      step: as for ``cg_fac``; ``"quadratic"`` needs fresh curvature at every step, and saves iterations alone.
+      step: as for ``cg_fac``; ``"quadratic"`` needs fresh curvature at every step: its interval is 1.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: a budget that leaves nothing for curvature.
+      ValueError: a budget that leaves nothing for curvature; an unknown ``step``.
 
     >>> import jax, jax.numpy as jnp, kfac
     >>> params = {"fc": {"kernel": jnp.ones((32, 32))}}
@@ -135,16 +140,22 @@ def plan(
         raise ValueError(
             f"expected an overhead above 1, the gradient itself, got {overhead}; 1.5 adds half a gradient."
         )
+    if step not in STEPS:
+        raise ValueError(f"expected step to be one of {', '.join(STEPS)}, got {step!r}.")
     layers = find_layers(loss_fn, params, *args, batch_size=batch_size)
     parts = _parts(layers, _gradient_flops(loss_fn, params, args, has_aux), fisher, step)
-    refresh = parts["pullback"] + parts["factors"] + parts["model"]
+    examples = max(block.uses[0].num_examples for block in layers.blocks.values())
     longest = 1 if step == "quadratic" else MAX_INTERVAL
-    for iterations in range(max_iterations, 1, -1):
-        room = overhead - 1 - iterations * parts["iteration"]
-        interval = max(math.ceil(refresh / room), 1) if room > 0 else longest + 1
-        if interval <= longest:
-            return Plan(interval, iterations, 1 + refresh / interval + iterations * parts["iteration"], parts)
-    least = 1 + refresh / longest + 2 * parts["iteration"]
+    whole = parts["pullback"] + parts["factors"] + parts["model"]
+    refreshes = {examples: whole} | {examples // n: (whole + 1) / n for n in (2, 4, 8) if examples >= n}
+    for size, refresh in refreshes.items():
+        for iterations in range(max_iterations, 1, -1):
+            room = overhead - 1 - iterations * parts["iteration"]
+            interval = max(math.ceil(refresh / room), 1) if room > 0 else longest + 1
+            if interval <= longest:
+                predicted = 1 + refresh / interval + iterations * parts["iteration"]
+                return Plan(interval, size, iterations, predicted, parts)
+    least = 1 + min(refreshes.values()) / longest + 2 * parts["iteration"]
     raise ValueError(
         f"expected an overhead of at least {least:.2f} for this model, batch and step={step!r}, got {overhead}; allow "
         "more, or use a larger batch or step='fixed'."

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     Vectors = dict[str, tuple[Array, ...]]  # block → its parameters, each with a leading lane axis
 
 
+STEPS = ("quadratic", "fixed")
+
+
 class Proposal(NamedTuple):
     """A step before it is judged.
 

@@ -78,12 +78,22 @@ def test_plans_stay_within_their_budget():
         expected = 1 + parts / plan.curvature_interval + plan.max_iterations * plan.parts["iteration"]
         assert plan.overhead == pytest.approx(expected)
         assert plan.overhead <= budget
+        assert plan.curvature_batch_size == 512
     assert plans[0].curvature_interval > plans[1].curvature_interval > plans[2].curvature_interval == 1
     fresh = kfac.plan(loss_fn, params, jnp.ones((512, 64)), overhead=5.0, step="quadratic")
     assert fresh.curvature_interval == 1
     assert fresh.parts["model"] > 0 == plans[0].parts["model"]
-    with pytest.raises(ValueError, match="expected an overhead of at least .* step='quadratic', got 1.4"):
-        kfac.plan(loss_fn, params, jnp.ones((512, 64)), overhead=1.4, step="quadratic")
+    assert fresh.curvature_batch_size == 512
+    part = kfac.plan(loss_fn, params, jnp.ones((512, 64)), overhead=1.6, step="quadratic")
+    assert part.curvature_batch_size < 512
+    share = part.curvature_batch_size / 512
+    refresh = share * (1 + part.parts["pullback"] + part.parts["factors"] + part.parts["model"])
+    assert part.overhead == pytest.approx(1 + refresh + part.max_iterations * part.parts["iteration"])
+    assert part.overhead <= 1.6
+    with pytest.raises(ValueError, match="expected an overhead of at least .* step='quadratic', got 1.2"):
+        kfac.plan(loss_fn, params, jnp.ones((512, 64)), overhead=1.2, step="quadratic")
+    with pytest.raises(ValueError, match="expected step to be one of quadratic, fixed, got 'newton'"):
+        kfac.plan(loss_fn, params, jnp.ones((512, 64)), step="newton")
     with pytest.raises(ValueError, match="expected an overhead above 1"):
         kfac.plan(loss_fn, params, jnp.ones((512, 64)), overhead=1.0)
     with pytest.raises(ValueError, match="expected an overhead of at least"):
