@@ -36,6 +36,9 @@ def main(argv: list[str]) -> None:
     from adder_flax import host_memory
 
     host_memory.keep_freed_memory()
+    from adder_flax import ops
+
+    ops.build_in_background()
     from adder_flax import cli, training
 
     if len(argv) > 1:

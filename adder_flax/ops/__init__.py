@@ -4,7 +4,13 @@ Nothing here stores an array of size (rows x columns x contracted axis), forward
 """
 
 from adder_flax.ops._additive import additive_scores
-from adder_flax.ops._backend import available_backends, backend_report, set_backend, use_backend
+from adder_flax.ops._backend import (
+    available_backends,
+    backend_report,
+    build_in_background,
+    set_backend,
+    use_backend,
+)
 from adder_flax.ops._fused import fused_attention
 from adder_flax.ops._l1 import adder_matmul, adder_matmul_jvp, l1_scores
 from adder_flax.ops._rules import RuleName
@@ -16,6 +22,7 @@ __all__ = [
     "additive_scores",
     "available_backends",
     "backend_report",
+    "build_in_background",
     "fused_attention",
     "l1_scores",
     "set_backend",

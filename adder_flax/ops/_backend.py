@@ -16,6 +16,7 @@ import functools
 import importlib
 import logging
 import os
+import threading
 from typing import Literal
 
 import jax
@@ -154,13 +155,32 @@ def get_backend(name: str) -> Backend:
     return getattr(importlib.import_module(module), cls)()
 
 
-@functools.cache
+_asking = threading.Lock()  # whoever asks while another thread builds waits, and does not build again
+_reasons: dict[str, str | None] = {}
+
+
 def _why_unavailable(name: str) -> str | None:
     """Asks a backend once whether it can run here, and logs a refusal."""
-    reason = get_backend(name).why_unavailable()
-    if reason is not None:
-        logger.warning("ops backend %r is not available (%s); using another one", name, reason)
-    return reason
+    with _asking:
+        if name not in _reasons:
+            _reasons[name] = reason = get_backend(name).why_unavailable()
+            if reason is not None:
+                logger.warning("ops backend %r is not available (%s); using another one", name, reason)
+        return _reasons[name]
+
+
+def build_in_background() -> None:
+    """Starts to build the kernels that compile on the user's machine, beside whatever the caller does next.
+
+    Optional: the first function that needs them builds them, or waits for what was started here. A first start of a
+    program has some 15 seconds of other work to do meanwhile, later ones find the kernels in the cache.
+
+    Example:
+      >>> from adder_flax import ops
+      >>> ops.build_in_background()
+    """
+    if _choice.value in (AUTO, "cpu_native"):
+        threading.Thread(target=_why_unavailable, args=("cpu_native",), daemon=True).start()
 
 
 def _process_platforms() -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +100,28 @@ def test_asking_for_a_backend_that_cannot_run_here_says_why(monkeypatch):
     monkeypatch.setattr(_backend, "_why_unavailable", lambda name: "no such hardware")
     with _backend.use_backend("xla"), pytest.raises(RuntimeError, match="no such hardware"):
         _backend.resolve_backend(jnp.float32)
+
+
+@pytest.mark.parametrize(("chosen", "builds"), [("auto", 1), ("xla", 0)])
+def test_kernels_are_built_once_in_the_background_and_only_if_wanted(chosen, builds, monkeypatch):
+    asked = []
+
+    class Slow(_backend.Backend):
+        name = "cpu_native"
+
+        def why_unavailable(self):
+            asked.append(self.name)
+            time.sleep(0.2)  # while the caller asks too
+
+    monkeypatch.setattr(_backend, "get_backend", lambda name: Slow())
+    monkeypatch.setattr(_backend, "_reasons", {})
+    threads = threading.active_count()
+    with _backend._choice(chosen):
+        ops.build_in_background()
+    assert threading.active_count() - threads == builds
+    if builds:
+        assert _backend._why_unavailable("cpu_native") is None
+    assert len(asked) == builds
 
 
 def test_float64_runs_on_a_backend_that_keeps_it():
