@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from adder_flax import analysis, ops, training
+from adder_flax import analysis, training
 from adder_flax.layers import AdderLinear
 
 _FIGURE_IMAGES = 6
@@ -70,7 +70,6 @@ def _overview(run: training.Run, workdir: Path) -> str:
     lines = [
         analysis.summary_text(abstract_model, train.image_shape),
         f"devices  {_devices(run)}",
-        f"kernels  {ops.backend_report()}",
         f"data     {train.name}: {len(train)} {train.split} and {len(test)} {test.split} images, "
         f"{train.num_classes} classes",
         f"steps    {run.num_steps} of {run.config.batch_size} images, {run.steps_per_epoch} an epoch",

@@ -155,13 +155,14 @@ def get_backend(name: str) -> Backend:
     return getattr(importlib.import_module(module), cls)()
 
 
-_asking = threading.Lock()  # whoever asks while another thread builds waits, and does not build again
+# Whoever asks for a backend while another thread builds it waits, and does not build it again.
+_asking = {name: threading.Lock() for name in _BACKENDS}
 _reasons: dict[str, str | None] = {}
 
 
 def _why_unavailable(name: str) -> str | None:
     """Asks a backend once whether it can run here, and logs a refusal."""
-    with _asking:
+    with _asking[name]:
         if name not in _reasons:
             _reasons[name] = reason = get_backend(name).why_unavailable()
             if reason is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from adder_flax import data
+from adder_flax import data, ops
 from adder_flax.training import sharding
 from adder_flax.training._errors import NonFiniteLossError
 from adder_flax.training.attention_diagnostics import make_attention_diagnostics
@@ -131,6 +131,9 @@ class Trainer:
                 MetricWriter(self._workdir, start_step=start, enabled=main_host) as self._writer,
                 Progress(run.num_steps, start, enabled=main_host) as self._progress,
             ):
+                # After all that can do without kernels: they may have to be built.
+                self._progress.line(f"kernels  {ops.backend_report()}")
+                self._start_up.kernels_ready()
                 if start == run.num_steps:
                     self._progress.line(f"already complete at step {start}")
                 elif start:

@@ -8,7 +8,7 @@ _COMPILATION = "/jax/core/compile/backend_compile_duration"
 
 
 class StartUp:
-    """Times set-up, parameters and first step; to be made when the set-up is done.
+    """Times set-up, parameters, kernels and first step; to be made when the set-up is done.
 
     Args:
       start_time: ``time.time()`` when the process began.
@@ -16,17 +16,22 @@ class StartUp:
     Example:
       >>> start_up = StartUp(time.time())
       >>> start_up.parameters_ready()
+      >>> start_up.kernels_ready()
       >>> print(start_up.report())  # doctest: +ELLIPSIS
-      first step done ... s after the start: ... set-up, ... parameters, ... compiling, ... tracing and computing
+      first step done ... after the start: ... parameters, ... kernels, ... compiling, ... tracing and computing
     """
 
     def __init__(self, start_time: float):
         self._start, self._set_up = start_time, time.time()
-        self._ready = self._set_up
+        self._initialized = self._ready = self._set_up
         self._compiling = 0.0
 
     def parameters_ready(self) -> None:
         """Marks the end of the initialisation or restoration."""
+        self._initialized = self._ready = time.time()
+
+    def kernels_ready(self) -> None:
+        """Marks the end of the wait for kernels that are compiled on this machine."""
         self._ready = time.time()
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
@@ -36,7 +41,8 @@ class StartUp:
         now = time.time()
         return (
             f"first step done {now - self._start:.1f} s after the start: {self._set_up - self._start:.1f} set-up, "
-            f"{self._ready - self._set_up:.1f} parameters, {self._compiling:.1f} compiling, "
+            f"{self._initialized - self._set_up:.1f} parameters, {self._ready - self._initialized:.1f} kernels, "
+            f"{self._compiling:.1f} compiling, "
             f"{now - self._ready - self._compiling:.1f} tracing and computing"
         )
 

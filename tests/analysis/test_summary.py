@@ -6,6 +6,7 @@ from flax import nnx
 
 from adder_flax.analysis import count_operations, energy, summary_rows, summary_text
 from adder_flax.models import VisionTransformer
+from adder_flax.ops import _backend
 
 ADDER = {"score": "adder", "qkv_linear": "adder", "proj_linear": "adder", "mlp_linear": "adder"}
 
@@ -68,3 +69,11 @@ def test_text_is_aligned_and_says_its_conventions():
     assert text[rule + 1].startswith("total")
     assert any("at 1 addition" in line for line in text)
     assert not any("at 1 addition" in line for line in summary_text(abstract(**SMALL), (8, 8, 1)).splitlines())
+
+
+def test_summaries_wait_for_no_kernels(monkeypatch):
+    def answer(name):
+        assert name == "reference", f"asked whether {name} can run, which may build it"
+
+    monkeypatch.setattr(_backend, "_why_unavailable", answer)
+    assert summary_rows(abstract(**SMALL, **ADDER), (8, 8, 1))[-1].operations.l1_elements > 0

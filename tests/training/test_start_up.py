@@ -10,6 +10,7 @@ from adder_flax.training.start_up import StartUp
 def test_compilations_between_parameters_and_first_step_are_counted():
     start_up = StartUp(time.time())
     start_up.parameters_ready()
+    start_up.kernels_ready()
     jax.jit(lambda x: x * 3.25 - 1.5)(jax.numpy.float32(time.time()))
     counted = start_up._compiling
     assert counted > 0
