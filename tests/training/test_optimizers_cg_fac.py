@@ -20,10 +20,9 @@ FIELDS = {
     "model.width": 48,
     "model.num_heads": 3,
     "batch_size": 64,
-    "num_epochs": 4.0,
+    "num_epochs": 3.0,
     "augment.resized_crop_scale": (),
 }
-STEPS = 60
 
 
 def train(run, state, first, last):
@@ -48,23 +47,30 @@ def test_layers_choose_what_adamw_keeps(chosen, left, tiny_config):
 
 
 @pytest.mark.parametrize(
-    "mechanism", ["adder", *(pytest.param(m, marks=pytest.mark.slow) for m in ("multiplicative", "additive"))]
+    ("mechanism", "fields"),
+    [
+        ("adder", {}),
+        pytest.param("multiplicative", {}, marks=pytest.mark.slow),
+        # Starts on a longer plateau, with AdamW as well, and wants a smaller clip to leave it.
+        pytest.param("additive", {"num_epochs": 6.0, "optimizer.cg_fac.kl_clip": 3e-5}, marks=pytest.mark.slow),
+    ],
 )
-def test_every_mechanism_learns_and_resumes_with_the_same_bits(mechanism, tiny_config, tmp_path):
-    run = build_run(tiny_config(mechanism, **FIELDS))
+def test_every_mechanism_learns_and_resumes_with_the_same_bits(mechanism, fields, tiny_config, tmp_path):
+    run = build_run(tiny_config(mechanism, **FIELDS | fields))
+    half = run.num_steps // 2
     assert isinstance(run.optimizer, CurvatureOptimizer)
     kinds = {block.uses[0].layer.kind for block in run.optimizer.layers.blocks.values()}
     assert ("adder" in kinds) == (mechanism == "adder")
     assert run.optimizer.layers.coverage > 0.7
 
-    half, rows = train(run, run.init(), 0, STEPS // 2)
+    middle, rows = train(run, run.init(), 0, half)
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(STEPS // 2, half)
+        checkpoints.save(half, middle)
         checkpoints.wait()
         restored = checkpoints.restore(run.abstract_state)
-    jax.tree.map(np.testing.assert_array_equal, restored, half)
-    complete, more = train(run, half, STEPS // 2, STEPS)
-    resumed, again = train(run, restored, STEPS // 2, STEPS)
+    jax.tree.map(np.testing.assert_array_equal, restored, middle)
+    complete, more = train(run, middle, half, run.num_steps)
+    resumed, again = train(run, restored, half, run.num_steps)
     jax.tree.map(np.testing.assert_array_equal, (resumed, again), (complete, more))
     losses = [row["loss"] for row in (*rows, *more)]
     assert np.mean(losses[-5:]) < 0.9 * np.log(10)  # clearly better than not knowing the digit
