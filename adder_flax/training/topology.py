@@ -15,12 +15,14 @@ TPU_MEMORY_GIB = {"TPU v5 lite": 15.75, "TPU v5": 95.74, "TPU v6 lite": 31.25}
 """What programs can use of the HBM of one device, by its ``device_kind``, as libtpu says where one does not fit."""
 
 
-# Without these, libtpu asks a metadata server which chips it runs on, and complains that it finds none.
+# Without these, libtpu asks a metadata server which chips it runs on, complains that it finds none, and lets no second
+# process load it meanwhile, though no chip is touched.
 _NO_CHIPS = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_MIN_LOG_LEVEL": "3",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
 

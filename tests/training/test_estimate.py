@@ -1,5 +1,6 @@
 """``--mode=compile``: what a step takes, whether it fits, what would make it smaller."""
 
+import concurrent.futures
 import dataclasses
 import importlib.util
 import re
@@ -108,11 +109,17 @@ def test_training_on_a_topology_is_refused(run_main, tmp_path):
 
 
 @needs_libtpu
-def test_a_tpu_slice_from_the_command_line(run_main):
-    done = run_main(*EXPERIMENT, "--config.topology=v5e:2x4")
-    assert done.returncode == 0, done.stderr
-    for part in ("8 × TPU v5 lite on 2 hosts", "of 15.750 GiB: fits", "all-reduce"):
-        assert part in done.stdout
+def test_two_tpu_slices_at_once_from_the_command_line(run_main):
+    expected = {
+        "v5e:2x4": ("8 × TPU v5 lite on 2 hosts", "of 15.750 GiB: fits", "all-reduce"),
+        "v6e:2x2": ("4 × TPU v6 lite", "of 31.250 GiB: fits", "all-reduce"),
+    }
+    compile_for = lambda topology: run_main(*EXPERIMENT, f"--config.topology={topology}")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for done, parts in zip(pool.map(compile_for, expected), expected.values(), strict=True):
+            assert done.returncode == 0, done.stderr
+            for part in parts:
+                assert part in done.stdout
 
 
 @needs_libtpu
