@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import kfac
@@ -98,3 +99,22 @@ def test_plans_stay_within_their_budget():
         kfac.plan(loss_fn, params, jnp.ones((512, 64)), overhead=1.0)
     with pytest.raises(ValueError, match="expected an overhead of at least"):
         kfac.plan(loss_fn, params, jnp.ones((2, 64)), overhead=1.01)
+
+
+def test_a_part_of_the_batch_gives_the_curvature_of_a_step():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(12, 3)), rng.normal(size=(12, 2))
+    params = {"kernel": jnp.asarray(rng.normal(size=(3, 2)))}
+    loss_fn = lambda p, x, y: (0.5 * ((kfac.tap(kfac.Dense(), p, x, path="") - y) ** 2).sum(-1)).mean()
+    options = dict(curvature="exact", damping=0.1, damping_scale="absolute", max_iterations=20)
+    fixed = dict(step="fixed", momentum=0.0, kl_clip=None)
+    optimizer = kfac.cg_fac(1.0, kfac.find_layers(loss_fn, params, x, y), **options, **fixed)
+    _, _, curvature = kfac.value_grad_and_curvature(loss_fn, fisher="empirical")(params, x[:5], y[:5])
+    grads = jax.grad(loss_fn)(params, x, y)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params, curvature=curvature)
+
+    residual = x @ np.asarray(params["kernel"]) - y
+    per_example = np.einsum("ni,no->nio", x, residual).reshape(12, -1)
+    fisher = per_example[:5].T @ per_example[:5] / 5
+    expected = -np.linalg.solve(fisher + 0.1 * np.eye(6), per_example.mean(0))
+    np.testing.assert_allclose(np.ravel(updates["kernel"]), expected, rtol=1e-9)
