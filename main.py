@@ -36,9 +36,10 @@ def main(argv: list[str]) -> None:
     from adder_flax import host_memory
 
     host_memory.keep_freed_memory()
-    from adder_flax import ops
+    if _MODE.value == "train":  # the other modes find kernels in the cache, or compile for another machine
+        from adder_flax import ops
 
-    ops.build_in_background()
+        ops.build_in_background()
     from adder_flax import cli, training
 
     if len(argv) > 1:

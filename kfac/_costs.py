@@ -128,7 +128,7 @@ def plan(
       The plan.
 
     Raises:
-      ValueError: a budget that leaves nothing for curvature; an unknown ``step``.
+      ValueError: a budget that leaves nothing for curvature; an unknown ``step``; a loss without layers.
 
     >>> import jax, jax.numpy as jnp, kfac
     >>> params = {"fc": {"kernel": jnp.ones((32, 32))}}
@@ -143,6 +143,8 @@ def plan(
     if step not in STEPS:
         raise ValueError(f"expected step to be one of {', '.join(STEPS)}, got {step!r}.")
     layers = find_layers(loss_fn, params, *args, batch_size=batch_size)
+    if not layers.blocks:
+        raise ValueError("expected a loss with layers to plan for, got none; see kfac.register_layer and kfac.tap.")
     parts = _parts(layers, _gradient_flops(loss_fn, params, args, has_aux), fisher, step)
     examples = max(block.uses[0].num_examples for block in layers.blocks.values())
     longest = 1 if step == "quadratic" else MAX_INTERVAL

@@ -173,8 +173,8 @@ def _why_unavailable(name: str) -> str | None:
 def build_in_background() -> None:
     """Starts to build the kernels that compile on the user's machine, beside whatever the caller does next.
 
-    Optional: the first function that needs them builds them, or waits for what was started here. A first start of a
-    program has some 15 seconds of other work to do meanwhile, later ones find the kernels in the cache.
+    Optional: the first function that needs them builds them, or waits for what was started here. Later starts find
+    them in the cache.
 
     Example:
       >>> from adder_flax import ops

@@ -95,6 +95,8 @@ def test_plans_stay_within_their_budget():
         kfac.plan(loss_fn, params, jnp.ones((512, 64)), overhead=1.2, step="quadratic")
     with pytest.raises(ValueError, match="expected step to be one of quadratic, fixed, got 'newton'"):
         kfac.plan(loss_fn, params, jnp.ones((512, 64)), step="newton")
+    with pytest.raises(ValueError, match="expected a loss with layers"):
+        kfac.plan(lambda p, x: (x @ p["kernel"]).mean(), params, jnp.ones((512, 64)), batch_size=512)
     with pytest.raises(ValueError, match="expected an overhead above 1"):
         kfac.plan(loss_fn, params, jnp.ones((512, 64)), overhead=1.0)
     with pytest.raises(ValueError, match="expected an overhead of at least"):
