@@ -31,10 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--fsdp", type=int, default=1, help="devices over which parameters are split; -1 for all")
     options = parser.parse_args(arguments)
+    titles = ("`--config=`", "topology", "train state, batch, program", "activations, gradients", "one device")
+    titles += ("collectives of a step", "multiplications, additions", "compiled in")
     print(
         f"batch {options.batch_size} in {options.accumulation_steps} parts, {options.dtype}, fsdp {options.fsdp}\n\n"
-        "| model | optimizer | topology | state | activations, gradients | total of one device | fits "
-        "| collectives of a step | multiplications | additions | compiled in |\n" + "|---" * 11 + "|",
+        f"{_line(titles)}\n{'|---' * len(titles)}|",
         flush=True,
     )
     for topology in options.topologies.split(","):
@@ -61,26 +62,28 @@ def row(mechanism: str, size: str, optimizer: str, topology: str, options: argpa
     step = training.estimate(run)
     counted = analysis.count_operations(run.train_step, run.abstract_state, training.abstract_batch(run))
     working = step.memory["activations, gradients"]
-    state = step.total - working
-    traffic = ", ".join(f"{t.count} {kind} {_mib(t.bytes)}" for kind, t in step.collectives.items())
-    cells = [
-        f"{mechanism} {size}",
-        optimizer,
-        topology,
-        _mib(state),
-        _mib(working),
-        f"{_mib(step.total)} of {_mib(step.capacity) if step.capacity else '?'}",
-        "yes" if step.fits else "no",
-        traffic or "-",
-        f"{counted.multiplications:.2e}",
-        f"{counted.additions:.2e}",
-        f"{step.compile_seconds:.0f} s",
-    ]
-    return "| " + " | ".join(cells) + " |"
+    traffic = "; ".join(f"{t.count} {kind}, {_gib(t.bytes)}" for kind, t in step.collectives.items())
+    experiment = "deit" if mechanism == "multiplicative" else f"{mechanism}_deit"
+    refused = not (step.fits or step.collectives)
+    cells = (
+        f"`{experiment}_{size}.py:imagenet2012`" + (" + CG-FAC" if optimizer == "cg_fac" else ""),
+        f"`{topology}`",
+        _gib(step.total - working),
+        _gib(working),
+        f"{_gib(step.total)}: {'fits' if step.fits else 'does not fit'}",
+        traffic or "–",
+        f"{counted.multiplications:.2e}, {counted.additions:.2e}".replace("e+", "e"),
+        f"{'refused after ' if refused else ''}{step.compile_seconds:.0f} s",
+    )
+    return _line(cells)
 
 
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.0f} MiB"
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
 
 
 if __name__ == "__main__":

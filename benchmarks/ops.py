@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adder_flax import ops
+from adder_flax import attention, ops
 from benchmarks.timing import Timings, measure, seconds_of
 
 # Inner widths of the linear layers of a transformer block, as multiples of the model width.
@@ -30,7 +30,9 @@ LAYERS = {"qkv": (1, 3), "proj": (1, 1), "fc1": (1, 4), "fc2": (4, 1)}
 WIDTHS = {"DeiT-Tiny": 192, "DeiT-Small": 384, "DeiT-Base": 768}
 TOKENS = ((8, 197), (32, 65), (64, 17))  # images x tokens: ImageNet with 16x16 patches, CIFAR with 4x4, digits
 ATTENTION = ((24, 197), (96, 65), (192, 17), (3, 1024), (1, 4096))  # heads of a batch x tokens
-FUSED = ((24, 197), (3, 1024), (1, 4096))
+# Of DeiT-Tiny, at about as many tokens in all; the last two tell how memory grows.
+FUSED = ((24, 197), (12, 384), (9, 512), (6, 768), (3, 1024), (3, 2048), (3, 4096))
+FUSED_SCORES = ("adder", "gaussian", "additive", "dot")
 HEAD_DIM = 64
 BROADCAST_LIMIT_BYTES = 2 << 30
 ROUNDS, SECONDS_PER_CASE = 15, 3.0
@@ -297,44 +299,48 @@ def bench_scores(table: Table, name: str, shape: tuple[int, int], backends, boun
 
 def fused_table() -> Table:
     return Table(
-        *(("attention", 10), ("B x N x d", 10), ("whole ms", 8), ("fused ms", 8), ("whole/fused", 11)),
+        *(("attention", 9), ("B x N x d", 10), ("whole ms", 8), ("fused ms", 8), ("whole/fused", 11)),
         *(("whole MB", 8), ("fused MB", 8)),
     )
 
 
-def bench_fused(table: Table, shape: tuple[int, int]) -> None:
-    """Adds one row: adder attention with all gradients, through the whole map and block by block."""
+def bench_fused(table: Table, score: str, shape: tuple[int, int]) -> None:
+    """Adds one row: attention with the gradients of queries, keys and values, by the whole map and block by block."""
     heads, tokens = shape
     rng = np.random.default_rng(0)
-    operands = [jnp.asarray(rng.normal(size=(heads, tokens, HEAD_DIM)), jnp.float32) for _ in range(4)]
-    scale = HEAD_DIM**-0.5
+    operands = [jnp.asarray(rng.normal(size=(1, tokens, heads, HEAD_DIM)), jnp.float32) for _ in range(4)]
+    learned = attention.get_score(score).learned_parameters(heads, HEAD_DIM, HEAD_DIM, {})
+    parameters = {name: p.init(jax.random.key(0), p.shape) for name, p in learned.items()}
 
-    def whole(query, key, value):
-        return jax.nn.softmax(scale * ops.l1_scores(query, key)) @ value
+    def compiled(key_block):
+        function = functools.partial(attention.attend, score=score, parameters=parameters, key_block=key_block)
+        return functools.partial(compile_with(None, with_gradients(function, 3), *operands), *operands)
 
-    def fused(query, key, value):
-        return ops.fused_attention(ops.l1_scores, query, key, value, scale=scale)
-
-    compiled = {
-        name: functools.partial(compile_with(None, with_gradients(function, 3), *operands), *operands)
-        for name, function in (("whole", whole), ("fused", fused))
-    }
-    timings = measure(compiled, ROUNDS, SECONDS_PER_CASE)
+    functions = {"whole": compiled(None), "fused": compiled(ops.preferred_key_block(1 << 20))}
+    timings = measure(functions, ROUNDS, SECONDS_PER_CASE)
     table.add(
-        "adder",
+        score,
         f"{heads}x{tokens}x{HEAD_DIM}",
-        *(timings.median(name) * 1e3 for name in compiled),
+        *(timings.median(name) * 1e3 for name in functions),
         timings.ratio("whole", "fused"),
-        *(megabytes(function.func) for function in compiled.values()),
+        *(megabytes(function.func) for function in functions.values()),
     )
+
+
+def fused_from(table: Table, score: str) -> int | None:
+    """Returns from which of the measured numbers of tokens on blocks were faster at each; None if not at the last."""
+    rows = [row for row in table.rows if row["attention"] == score]
+    slower = [n for n, row in enumerate(rows) if row["whole/fused"] < 1]
+    faster = rows[slower[-1] + 1 :] if slower else rows
+    return int(faster[0]["B x N x d"].split("x")[1]) if faster else None
 
 
 def print_summary(matmul: Table, scores: Table, fused: Table) -> None:
     """Prints the median and the worst over all shapes of what this package is measured by."""
     best = matmul.rows[0]["backend"]
     memory = [row["MB"] / row["broadcast MB"] for row in matmul.rows if row["backend"] == best and row["broadcast MB"]]
-    long, short = fused.rows[-1], fused.rows[-2]
-    heads = lambda row: int(row["B x N x d"].split("x")[0])
+    adder = {row["B x N x d"]: row["fused MB"] for row in fused.rows if row["attention"] == "adder"}
+    long, short = (adder[f"3x{tokens}x{HEAD_DIM}"] for tokens in (4096, 1024))
     lines = [
         ("adder_matmul forward, times faster than torch.cdist(p=1)", matmul.values("torch", backend=best), min),
         ("  the same on the XLA backend", matmul.values("torch", backend="xla"), min),
@@ -349,8 +355,8 @@ def print_summary(matmul: Table, scores: Table, fused: Table) -> None:
             min,
         ),
         (
-            "fused attention: memory of a head at N = 4096 over that at N = 1024",
-            [(long["fused MB"] / heads(long)) / (short["fused MB"] / heads(short))],
+            "fused adder attention: memory at N = 4096 over that at N = 1024",
+            [long / short],
             max,
         ),
     ]
@@ -358,6 +364,8 @@ def print_summary(matmul: Table, scores: Table, fused: Table) -> None:
     for text, values, worst in lines:
         if values:
             print(f"{text:77}{statistics.median(values):7.3g}  {worst(values):7.3g}")
+    shortest = ", ".join(f"{score} {fused_from(fused, score)}" for score in FUSED_SCORES)
+    print(f"fused attention is faster from so many of the measured numbers of tokens on: {shortest}")
 
 
 LEGEND = """
@@ -397,8 +405,9 @@ def main() -> None:
             bench_scores(scores, name, shape, backends, bounds)
     print()
     fused.print_titles()
-    for shape in FUSED:
-        bench_fused(fused, shape)
+    for score in FUSED_SCORES:
+        for shape in FUSED:
+            bench_fused(fused, score, shape)
     print_summary(matmul, scores, fused)
 
 

@@ -30,7 +30,7 @@ _MODEL = dict(
     temperature=1.0,
     adder_options=dict(x_gradient="hardtanh", w_gradient="full", hardtanh_slope=1.0, norm="layernorm"),
     pooling="cls",
-    key_block=0,  # attention in blocks of so many keys, in memory linear in the tokens; 0 builds the maps
+    key_block="auto",  # attention in blocks of so many keys, in memory linear in the tokens; "off" builds the maps
     dropout_rate=0.0,
     attention_dropout_rate=0.0,
     drop_path_rate=0.0,

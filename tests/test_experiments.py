@@ -49,16 +49,26 @@ def test_patches_follow_the_data(data, tokens):
 
 
 @pytest.mark.parametrize(("name", "scale"), [("deit_tiny", 64**-0.5), ("additive_deit_tiny", 1.0)])
-def test_scores_are_scaled_as_their_formulas_say_and_maps_are_built(name, scale):
+def test_scores_are_scaled_as_their_formulas_say(name, scale):
     _, model = _build(name)
     attention = model.blocks[0].attention
     assert resolve_scale(attention.score_name, attention.scale, attention.head_dim) == scale
-    assert attention.key_block is None
 
 
-def test_a_key_block_reaches_every_block():
+@pytest.mark.parametrize(("setting", "key_block"), [("auto", "auto"), ("off", None), ("4", 4)])
+def test_a_key_block_reaches_every_block(setting, key_block):
     config = importlib.import_module("experiments.deit_tiny").get_config()
-    config.model.key_block = 4
+    assert config.model.key_block == "auto"
+    config.model.key_block = setting
     source = load_source("fake", "train", image_size=config.data.image_size, num_classes=10)
     model = nnx.eval_shape(lambda: make_model(config, source, seed=0))
-    assert {block.attention.key_block for block in model.blocks} == {4}
+    assert {block.attention.key_block for block in model.blocks} == {key_block}
+
+
+@pytest.mark.parametrize("setting", ["0", "-1", "many"])
+def test_a_key_block_that_is_none_is_refused(setting):
+    config = importlib.import_module("experiments.deit_tiny").get_config()
+    config.model.key_block = setting
+    source = load_source("fake", "train", image_size=config.data.image_size, num_classes=10)
+    with pytest.raises(ValueError, match="expected config.model.key_block to be auto, off or a number"):
+        make_model(config, source, seed=0)

@@ -35,7 +35,7 @@ def attend(
     dropout_rng: Array | None = None,
     broadcast_dropout: bool = True,
     deterministic: bool = False,
-    key_block: int | None = None,
+    key_block: int | str | None = "auto",
     dtype: jnp.dtype | None = None,
     precision: jax.lax.PrecisionLike = None,
     module: Any = None,
@@ -65,7 +65,9 @@ def attend(
       deterministic: no dropout.
       key_block: compute in blocks of so many keys and never build the map, see `adder_flax.ops.fused_attention`: memory
         grows with the length instead of its square, for more computation in the backward pass. Where the map is asked
-        for, it is built all the same. Dropout is then independent for each sample and head.
+        for, it is built all the same. Dropout is then independent for each sample and head. "auto" takes blocks where
+        they are faster (`adder_flax.ops.preferred_key_block`), softmax normalises and no weights are dropped. None
+        always builds the map, as forward-mode derivatives need it.
       dtype: dtype of the computation outside softmax; None for the inputs' common one.
       precision: precision of matrix products, see `jax.lax.Precision`.
       module: a Flax module (NNX or Linen) that is to `sow` the weights as "attention_weights".
@@ -101,6 +103,9 @@ def attend(
     bias = _total_bias(bias, key_bias)
     mask = _visible(mask, bias)
     map_is_wanted = return_weights or module is not None or recording()
+
+    if key_block == "auto":
+        key_block = _automatic_block(contract, key.shape[-2], rate)
 
     with _matmul_precision(precision):
         if key_block is not None and not map_is_wanted:
@@ -191,6 +196,12 @@ def _mix(weights: Array, value: Array, identity: bool) -> Array:
     if identity:
         output = output + value
     return output.reshape(*batch, heads, q_length, value.shape[-1])
+
+
+def _automatic_block(contract: Score, num_keys: int, dropout_rate: float) -> int | None:
+    # Blocks draw other dropout masks than the map: which of them is drawn should not hang on the length.
+    possible = contract.normalize is masked_softmax and dropout_rate == 0.0
+    return ops.preferred_key_block(num_keys) if possible else None
 
 
 def _in_blocks(

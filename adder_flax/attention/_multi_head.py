@@ -33,7 +33,8 @@ class MultiHeadAttention(nnx.Module):
       key_bias_length: learn one bias per head and key position, for inputs of exactly this length; None for none.
       identity: whether to add the identity map to the attention map; None for the score's own default.
       dropout_rate: dropout of attention weights, independent for each sample and head.
-      key_block: compute in blocks of so many keys, in memory linear in the length, see `attend`; None builds the map.
+      key_block: compute in blocks of so many keys, in memory linear in the length; None builds the map, "auto" chooses,
+        see `attend`.
       use_bias: whether the projections have a bias.
       qkv_linear, out_linear: what makes the projections:
         `qkv_linear(in_features, out_features, use_bias=…, dtype=…, param_dtype=…, rngs=…)`.
@@ -65,7 +66,7 @@ class MultiHeadAttention(nnx.Module):
         key_bias_length: int | None = None,
         identity: bool | None = None,
         dropout_rate: float = 0.0,
-        key_block: int | None = None,
+        key_block: int | str | None = "auto",
         use_bias: bool = True,
         qkv_linear: Callable[..., nnx.Module] = nnx.Linear,
         out_linear: Callable[..., nnx.Module] = nnx.Linear,

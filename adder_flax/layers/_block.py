@@ -27,7 +27,8 @@ class Block(nnx.Module):
       dropout_rate: dropout after the attention and in the MLP.
       attention_dropout_rate: dropout of attention weights.
       drop_path_rate: stochastic depth of both branches.
-      key_block: attention in blocks of so many keys, in memory linear in the length; None builds the map.
+      key_block: attention in blocks of so many keys, in memory linear in the length; None builds the map, "auto"
+        chooses.
       dtype: dtype of the computation; None for the inputs' and parameters' common one.
       param_dtype: dtype of the parameters.
       rngs: initialisation keys.
@@ -55,7 +56,7 @@ class Block(nnx.Module):
         dropout_rate: float = 0.0,
         attention_dropout_rate: float = 0.0,
         drop_path_rate: float = 0.0,
-        key_block: int | None = None,
+        key_block: int | str | None = "auto",
         dtype: jnp.dtype | None = None,
         param_dtype: jnp.dtype = jnp.float32,
         rngs: nnx.Rngs,

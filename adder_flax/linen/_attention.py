@@ -34,7 +34,7 @@ class MultiHeadAttention(nn.Module):
     key_bias_length: int | None = None
     identity: bool | None = None
     dropout_rate: float = 0.0
-    key_block: int | None = None
+    key_block: int | str | None = "auto"
     use_bias: bool = True
     qkv_linear: Callable[..., nn.Module] = nn.Dense
     out_linear: Callable[..., nn.Module] = nn.Dense

@@ -37,7 +37,7 @@ class Block(nn.Module):
     dropout_rate: float = 0.0
     attention_dropout_rate: float = 0.0
     drop_path_rate: float = 0.0
-    key_block: int | None = None
+    key_block: int | str | None = "auto"
     dtype: jnp.dtype | None = None
     param_dtype: jnp.dtype = jnp.float32
 
@@ -130,7 +130,7 @@ class VisionTransformer(nn.Module):
     dropout_rate: float = 0.0
     attention_dropout_rate: float = 0.0
     drop_path_rate: float = 0.0
-    key_block: int | None = None
+    key_block: int | str | None = "auto"
     dtype: jnp.dtype | None = None
     param_dtype: jnp.dtype = jnp.float32
 

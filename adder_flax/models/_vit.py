@@ -48,7 +48,7 @@ class VisionTransformer(nnx.Module):
       attention_dropout_rate: dropout of attention weights.
       drop_path_rate: stochastic depth of the last block; it rises linearly from 0 in the first.
       key_block: attention in blocks of so many keys, in memory linear in the number of tokens; None builds the maps,
-        which is faster where they fit.
+        "auto" takes what is faster, see `adder_flax.attention.attend`.
       dtype: dtype of the computation, for example `jnp.bfloat16`; parameters and logits stay `param_dtype`.
       param_dtype: dtype of the parameters.
       remat: recompute each block in the backward pass instead of storing its inner activations.
@@ -90,7 +90,7 @@ class VisionTransformer(nnx.Module):
         dropout_rate: float = 0.0,
         attention_dropout_rate: float = 0.0,
         drop_path_rate: float = 0.0,
-        key_block: int | None = None,
+        key_block: int | str | None = "auto",
         dtype: jnp.dtype | None = None,
         param_dtype: jnp.dtype = jnp.float32,
         remat: bool = False,

@@ -11,7 +11,7 @@ from adder_flax.ops._backend import (
     set_backend,
     use_backend,
 )
-from adder_flax.ops._fused import fused_attention
+from adder_flax.ops._fused import fused_attention, preferred_key_block
 from adder_flax.ops._l1 import adder_matmul, adder_matmul_jvp, l1_scores
 from adder_flax.ops._rules import RuleName
 
@@ -25,6 +25,7 @@ __all__ = [
     "build_in_background",
     "fused_attention",
     "l1_scores",
+    "preferred_key_block",
     "set_backend",
     "use_backend",
 ]

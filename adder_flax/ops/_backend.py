@@ -192,6 +192,13 @@ def _process_platforms() -> tuple[str, ...]:
     return tuple(dict.fromkeys([default, "cpu"]))
 
 
+def expected_platform() -> str:
+    """Returns the JAX platform that a function traced here and now is most likely to run on: that of the backend that
+    was asked for by name, if it is made for one, and else that of the default device."""
+    platforms = () if _choice.value == AUTO else get_backend(_choice.value).platforms
+    return platforms[0] if platforms else _process_platforms()[0]
+
+
 def _best_for(platform: str, dtype: jax.typing.DTypeLike) -> Backend:
     for name in _BACKENDS:
         backend = get_backend(name)

@@ -8,8 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from adder_flax.ops._backend import expected_platform
 from adder_flax.ops._partition import vary_alike
 from adder_flax.ops._reference import accumulation_dtype, upcast
+
+KEY_BLOCK = 256
+# From how many keys on blocks are the faster way: `benchmarks/ops.py` prints it for CPUs. Other platforms were not
+# measured; there it is where the map of a single head takes 64 MiB.
+_BLOCKS_FROM_KEYS = {"cpu": 512}
+_BLOCKS_FROM_KEYS_ELSEWHERE = 4096
 
 
 class _Options(NamedTuple):
@@ -49,7 +56,7 @@ def fused_attention(
     identity: bool = False,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
-    key_block: int = 256,
+    key_block: int = KEY_BLOCK,
 ) -> Float[Array, "*batch Nq dv"]:
     r"""Attention in memory that grows with the number of tokens, not with its square.
 
@@ -58,7 +65,8 @@ def fused_attention(
     The softmax runs along blocks of keys with a running maximum (Milakov & Gimelshein, "Online normalizer calculation
     for softmax", 2018), and the backward pass computes the scores of each block again from the logarithm of the
     softmax's denominator (Dao, "FlashAttention-2", 2023). Any differentiable score will do. On CPUs it is also the
-    faster way where the map does not fit into the caches, from about a thousand tokens on: see `benchmarks/ops.py`.
+    faster way where the map does not fit into the caches, see `preferred_key_block`. It has gradients, and gradients of
+    gradients where the score has them, but no forward-mode derivative.
 
     Args:
       score: `score(query, key, *parameters)` gives (..., Nq, Nk), for example `l1_scores` or `additive_scores`, from
@@ -101,7 +109,7 @@ def fused_attention(
     if dropout_rate and dropout_key is None:
         raise ValueError(f"expected a dropout_key for dropout_rate = {dropout_rate}; got None; pass a jax.random key")
     if key_block < 1:
-        raise ValueError(f"expected key_block of at least 1; got {key_block}; 256 suits most sizes")
+        raise ValueError(f"expected key_block of at least 1; got {key_block}; {KEY_BLOCK} suits most sizes")
     # Blocks of one size, with as little padding as their number allows.
     key_block = -(-num_keys // max(1, -(-num_keys // key_block))) or 1
     options = _Options(score, num_keys, key_block, is_causal, dropout_rate)
@@ -114,6 +122,21 @@ def fused_attention(
     operands = jax.tree.unflatten(structure, vary_alike(*leaves))._replace(dropout_key=dropout_key)
     output = _fused(options, operands)
     return output + value if identity else output
+
+
+def preferred_key_block(num_keys: int) -> int | None:
+    """Returns the block that attention to so many keys is best computed in, or None where building its map is faster.
+
+    Args:
+      num_keys: number of keys.
+
+    Example:
+      >>> from adder_flax import ops
+      >>> ops.preferred_key_block(17) is None, ops.preferred_key_block(10_000)
+      (True, 256)
+    """
+    blocks_from = _BLOCKS_FROM_KEYS.get(expected_platform(), _BLOCKS_FROM_KEYS_ELSEWHERE)
+    return KEY_BLOCK if num_keys >= blocks_from else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

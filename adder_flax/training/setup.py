@@ -97,7 +97,7 @@ def make_model(config: Any, source: data.Source, *, seed: int) -> VisionTransfor
     options["identity"] = _IDENTITY[options["identity"]]
     if options["scale"] == "auto":
         options["scale"] = None
-    options["key_block"] = options["key_block"] or None
+    options["key_block"] = _key_block(options["key_block"])
     scores = options.pop("score").split(",")
     if options["adder_options"]["norm"] == "none":
         options["adder_options"]["norm"] = None
@@ -110,6 +110,17 @@ def make_model(config: Any, source: data.Source, *, seed: int) -> VisionTransfor
         num_classes=source.num_classes,
         rngs=nnx.Rngs(seed),
     )
+
+
+def _key_block(setting: str) -> int | str | None:
+    if setting.isdecimal() and int(setting) > 0:
+        return int(setting)
+    if setting not in ("auto", "off"):
+        raise ValueError(
+            f"expected config.model.key_block to be auto, off or a number of keys of at least 1, got {setting!r}; "
+            "set --config.model.key_block"
+        )
+    return None if setting == "off" else setting
 
 
 def build_run(config: Any, *, devices: Sequence[jax.Device] | None = None, data_needed: bool = True) -> Run:

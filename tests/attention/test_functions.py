@@ -1,5 +1,6 @@
 """The attention functions against float64 NumPy, and under every transformation."""
 
+import dataclasses
 import functools
 
 import jax
@@ -278,6 +279,22 @@ def test_blocks_of_keys_build_no_map():
     assert "64,64]" in shapes(return_weights=True)  # asked for, it is built
     with pytest.raises(ValueError, match="expects a dropout_rng"):
         attention.adder_attention(query, key, value, key_block=8, dropout_rate=0.5)
+
+
+def test_long_sequences_build_no_map_unless_it_is_needed():
+    def builds_map(tokens, score="adder", **options):
+        x = jax.ShapeDtypeStruct((1, tokens, 1, 4), jnp.float32)
+        jaxpr = jax.make_jaxpr(lambda x: attention.attend(x, x, x, score=score, **options))(x)
+        return f"{tokens},{tokens}]" in str(jaxpr)
+
+    assert builds_map(197)
+    for score in ("dot", "adder", "gaussian"):
+        assert not builds_map(600, score)
+    assert builds_map(600, key_block=None)
+    assert builds_map(600, return_weights=True)
+    assert builds_map(600, dropout_rate=0.1, dropout_rng=jax.random.key(0))
+    own = dataclasses.replace(attention.get_score("dot"), normalize=lambda scores, mask: jax.nn.sigmoid(scores))
+    assert builds_map(600, own)
 
 
 def test_dropout_keeps_the_mean_and_spares_the_identity_map():

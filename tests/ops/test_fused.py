@@ -1,5 +1,7 @@
 """Fused attention against the whole map, in float64: values, gradients, what may be seen, memory."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,6 +116,28 @@ def test_bfloat16_is_summed_in_float32():
     np.testing.assert_allclose(
         output.astype(jnp.float32), whole_map(SCORES["l1"], *wide, scale=0.25), rtol=2**-8, atol=2**-9
     )
+
+
+def test_second_derivatives_are_those_of_the_whole_map():
+    query, key, value, direction = normal((9, 4), (9, 4), (9, 3), (9, 4))
+    score = SCORES["gaussian"]
+
+    def curvature(attention):
+        loss = lambda query: jnp.sin(attention(score, query, key, value, scale=0.5)).sum()
+        return jax.jit(lambda: jax.jvp(jax.grad(loss), (query,), (direction,))[1])()
+
+    with jax.enable_x64(True):
+        blocks = functools.partial(ops.fused_attention, key_block=4)
+        assert_close(curvature(blocks), curvature(whole_map))
+
+
+def test_blocks_are_preferred_for_long_sequences_alone():
+    preferred = [ops.preferred_key_block(n) for n in (0, 1, 65, 197, 512, 4096)]
+    assert preferred == [None] * 4 + [256] * 2
+    with ops.use_backend("pallas_tpu"):  # of the platform that is compiled for, not of this one
+        assert [ops.preferred_key_block(n) for n in (512, 4096)] == [None, 256]
+    with ops.use_backend("xla"):
+        assert ops.preferred_key_block(512) == 256
 
 
 def test_no_keys_give_zeros():
