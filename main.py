@@ -15,9 +15,9 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; by defau
 _MODE = flags.DEFINE_enum(
     "mode",
     "train",
-    ["train", "eval", "analyze", "compile"],
+    ["train", "eval", "analyze", "compile", "export"],
     "train: train or resume; eval: score a checkpoint; analyze: report on it; compile: what training will take on the "
-    "devices of --config.topology",
+    "devices of --config.topology; export: write the weights of a checkpoint to a safetensors file",
 )
 _BASELINE = flags.DEFINE_string(
     "baseline", None, "With --mode=analyze: directory of another run on the same data, to compare with"
@@ -27,7 +27,10 @@ _CLUSTER = flags.DEFINE_boolean(
     False,
     "Let JAX look for the other processes itself, as TPU virtual machines need; see docs/operations.md",
 )
-_CHECKPOINT = flags.DEFINE_string("checkpoint", "last", "With --mode=eval or analyze: last, best or a step")
+_CHECKPOINT = flags.DEFINE_string("checkpoint", "last", "With --mode=eval, analyze or export: last, best or a step")
+_NAMES = flags.DEFINE_enum(
+    "names", "adder_flax", ["adder_flax", "timm", "hugging_face"], "With --mode=export: whose names and layouts"
+)
 
 
 def main(argv: list[str]) -> None:
@@ -59,6 +62,8 @@ def main(argv: list[str]) -> None:
             cli.compile_step(_CONFIG.value)
         elif _MODE.value == "analyze":
             cli.analyze(_CONFIG.value, workdir, _CHECKPOINT.value, _BASELINE.value)
+        elif _MODE.value == "export":
+            cli.export(_CONFIG.value, workdir, _CHECKPOINT.value, _NAMES.value)
         else:
             cli.evaluate(_CONFIG.value, workdir, _CHECKPOINT.value)
 

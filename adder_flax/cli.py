@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from adder_flax import analysis, training
+from adder_flax import analysis, interop, training
 from adder_flax.layers import AdderLinear
 
 _FIGURE_IMAGES = 6
@@ -37,9 +37,11 @@ def train(config: Any, workdir: str | Path, *, start_time: float | None = None) 
         raise training.RunError(
             f"expected an empty config.topology to train, got {config.topology!r}, which is for --mode=compile"
         )
-    run = training.build_run(config)
+    run, at_random = _build(config)
     workdir = training.open_workdir(workdir, config)
     _say(_overview(run, workdir))
+    if config.init_from:
+        _say(f"start    {config.init_from}; at random: {', '.join(at_random) or 'nothing'}")
     result = training.Trainer(run, workdir, start_time=start_time).fit()
     for source in (run.train_source, run.eval_source):
         if source.unreadable:
@@ -55,6 +57,15 @@ def train(config: Any, workdir: str | Path, *, start_time: float | None = None) 
         f"{_gib(training.peak_memory())}; in {workdir}: checkpoints/, metrics.jsonl, "
         "tensorboard/, config.json, curves.png, attention.png"
     )
+
+
+def _build(config: Any) -> tuple[training.Run, tuple[str, ...]]:
+    """Returns the run, and the names of the parameters that it does not find in ``config.init_from``."""
+    run = training.build_run(config)
+    if not config.init_from:
+        return run, ()
+    with training.user_errors():
+        return interop.start_from(run, config.init_from)
 
 
 def _say(text: str) -> None:
@@ -169,6 +180,25 @@ def evaluate(config: Any, workdir: str | Path, checkpoint: str) -> None:
     _say(f"step {int(state['step'])}  {scored}  {shown}")
 
 
+def export(config: Any, workdir: str | Path, checkpoint: str, names: str) -> None:
+    """Writes the weights of a checkpoint to ``<workdir>/<names>.safetensors``.
+
+    Args:
+      config: of the run.
+      workdir: of the run.
+      checkpoint: ``last``, ``best`` or a step.
+      names: one of ``interop.FORMATS``.
+    """
+    run = training.build_run(config)
+    state = _restore(run, workdir, checkpoint)
+    params = training.fetch(training.evaluation_params(state), run.mesh)
+    path = Path(workdir) / f"{names}.safetensors"
+    if jax.process_index() == 0:
+        with training.user_errors():
+            interop.save_weights(run.model(params), path, names=names)
+    _say(f"weights of step {int(state['step'])} at {path}")
+
+
 def analyze(config: Any, workdir: str | Path, checkpoint: str, baseline: str | Path | None = None) -> None:
     """Measures the papers' claims on a checkpoint and writes ``<workdir>/report/report.html``.
 
@@ -219,7 +249,7 @@ def _baseline(config: Any, workdir: str | Path) -> dict[str, Any]:
 
 def _restore_to_study(config: Any, workdir: str | Path, checkpoint: str) -> tuple[training.Run, Any, nnx.Module]:
     """Returns the run, its state and the model that a report can be made of."""
-    run = training.build_run(config)
+    run, _ = _build(config)
     with training.user_errors():
         analysis.require_probabilities(run.model(run.abstract_state["params"]))
     state = _restore(run, workdir, checkpoint)

@@ -91,6 +91,7 @@ _AUGMENT = dict(
 
 _RUN = dict(
     seed=0,
+    init_from="",  # a safetensors file of weights to start from: timm's, Hugging Face's or those of --mode=export
     batch_size=1024,  # of all devices together
     accumulation_steps=1,
     num_epochs=300.0,

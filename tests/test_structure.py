@@ -8,7 +8,7 @@ import pytest
 
 from tests.processes import ROOT
 
-ORDER = ("ops", "attention", "layers", "models", "data", "training", "analysis")
+ORDER = ("ops", "attention", "layers", "models", "data", "training", "analysis", "interop")
 
 
 def _imports(path):

@@ -1,0 +1,133 @@
+"""Reading and writing the weights of a model in safetensors files, which hold arrays and no code."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors
+import safetensors.numpy
+from flax import nnx
+
+from adder_flax.interop._names import FORMATS, format_of, from_arrays, to_arrays
+from adder_flax.layers import AdderLinear
+from adder_flax.models import VisionTransformer
+from adder_flax.training import Run
+from adder_flax.training.sharding import tree_path
+
+
+def save_weights(model: VisionTransformer, path: str | Path, *, names: str = "adder_flax") -> None:
+    """Writes the parameters of a model to a safetensors file.
+
+    Args:
+      model: the model.
+      path: of the file; one that is there is replaced.
+      names: whose names and layouts: `"adder_flax"`, `"timm"`, or `"hugging_face"`'s `ViTForImageClassification`.
+
+    Raises:
+      ValueError: unknown names, or adder layers or a score with parameters in the names of others.
+
+    >>> import tempfile
+    >>> model = VisionTransformer(image_size=8, patch_size=2, width=8, depth=1, num_heads=2, rngs=nnx.Rngs(0))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_weights(model, f"{folder}/model.safetensors", names="timm")
+    ...     load_weights(model, f"{folder}/model.safetensors")
+    ()
+    """
+    if names not in FORMATS:
+        raise ValueError(f"expected names of {', '.join(FORMATS)}, got {names!r}; choose one of these")
+    _check_layers(model, names)
+    arrays = to_arrays(_flat(_parameters(model)), names, channels=model.image_shape[-1])
+    # Hugging Face's reader insists on the entry.
+    safetensors.numpy.save_file(arrays, str(path), metadata={"format": "pt"})
+
+
+def load_weights(model: VisionTransformer, path: str | Path) -> tuple[str, ...]:
+    """Reads weights of timm, Hugging Face or `save_weights` into a model.
+
+    Attention may be of another kind than that of the weights, as long as its projections are dense: what its score has
+    learned parameters for stays as it is. So does the head where the number of classes differs. The position embedding
+    is resized where the grid of patches differs.
+
+    Args:
+      model: changed in place.
+      path: of a safetensors file.
+
+    Returns:
+      Paths of the parameters that stayed as they were.
+
+    Raises:
+      ValueError: the file is no safetensors file, or its weights do not fit the model.
+      OSError: it cannot be read.
+    """
+    found = _read(model, path)
+    params = _flat(_parameters(model))
+    kept = tuple(name for name in params if name not in found)
+    nnx.update(model, _nested({name: found.get(name, params[name]) for name in params}, like=_parameters(model)))
+    return kept
+
+
+def start_from(run: Run, path: str | Path) -> tuple[Run, tuple[str, ...]]:
+    """Returns the run with weights of a file in place of random ones at its first step, see `load_weights`.
+
+    The file is read and checked at once, before anything is computed.
+
+    Args:
+      run: from `adder_flax.training.build_run`.
+      path: of a safetensors file.
+
+    Returns:
+      The run, and the paths of the parameters that still start at random.
+
+    Raises:
+      ValueError, OSError: as `load_weights`.
+    """
+    like = run.abstract_state["params"]
+    found = _read(run.model(like), path)
+    kept = tuple(name for name in _flat(like) if name not in found)
+
+    def init() -> Any:
+        state = run.init()
+        params = _nested({name: found.get(name, leaf) for name, leaf in _flat(state["params"]).items()}, like=like)
+        params = jax.tree.map(lambda x, leaf: jax.device_put(x, leaf.sharding), params, like)
+        copies = {"ema_params": jax.tree.map(lambda x: x.copy(), params)} if "ema_params" in state else {}
+        return state | {"params": params} | copies
+
+    return dataclasses.replace(run, init=init), kept
+
+
+def _read(model: VisionTransformer, path: str | Path) -> dict[str, np.ndarray]:
+    """Returns the parameters of a model that a file has, by path."""
+    try:
+        arrays = safetensors.numpy.load_file(str(path))
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"expected a safetensors file in {path}, got one that cannot be read: {error}") from error
+    params = _flat(_parameters(model))
+    try:
+        _check_layers(model, format_of(arrays))
+        found = from_arrays(arrays, {name: leaf.shape for name, leaf in params.items()})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return {name: array.astype(params[name].dtype) for name, array in found.items()}
+
+
+def _check_layers(model: VisionTransformer, names: str) -> None:
+    if names != "adder_flax" and any(isinstance(module, AdderLinear) for _, module in nnx.iter_modules(model)):
+        raise ValueError(
+            f"expected dense layers for weights in the names of {names}, got adder layers, whose weights mean "
+            "something else; choose qkv_linear, proj_linear and mlp_linear 'dense', or the names of adder_flax"
+        )
+
+
+def _parameters(model: VisionTransformer) -> dict[str, Any]:
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def _flat(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {tree_path(path).replace("/", "."): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+
+def _nested(flat: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    return jax.tree.unflatten(jax.tree.structure(like), [flat[name] for name in _flat(like)])

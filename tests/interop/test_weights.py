@@ -1,0 +1,237 @@
+"""Weights of timm and Hugging Face against a NumPy transformer, and against those libraries if installed."""
+
+import importlib.util
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from adder_flax import interop, models, training
+from experiments import common
+from tests.interop.reference import timm_forward
+from tests.training.tiny import TINY, TINY_FLAGS
+
+SIZES = dict(image_size=12, patch_size=3, channels=3, num_classes=5, width=16, depth=2, num_heads=4)
+ADDER = dict(score="adder", qkv_linear="adder", proj_linear="adder", mlp_linear="adder")
+
+
+def make(seed=0, **options):
+    """A transformer all of whose parameters are random, norms and biases too."""
+    model = models.VisionTransformer(**SIZES | options, rngs=nnx.Rngs(seed))
+    graphdef, params = nnx.split(model, nnx.Param)
+    rng = np.random.default_rng(seed)
+    params = jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape).astype(x.dtype), params)
+    return nnx.merge(graphdef, params)
+
+
+def images(side=12, channels=3):
+    return np.random.default_rng(1).normal(size=(2, side, side, channels)).astype(np.float32)
+
+
+def timm_arrays(seed=0):
+    """Random arrays with the shapes that timm's own state_dict has."""
+    rng, width = np.random.default_rng(seed), 16
+    shapes = {"cls_token": (1, 1, width), "pos_embed": (1, 17, width), "patch_embed.proj.weight": (width, 3, 3, 3)}
+    shapes |= {"patch_embed.proj.bias": (width,), "head.weight": (5, width), "head.bias": (5,)}
+    for i in range(2):
+        sizes = {"attn.qkv": (48, 16), "attn.proj": (16, 16), "mlp.fc1": (64, 16), "mlp.fc2": (16, 64)}
+        shapes |= {f"blocks.{i}.{name}.weight": size for name, size in sizes.items()}
+        shapes |= {f"blocks.{i}.{name}.bias": size[:1] for name, size in sizes.items()}
+        shapes |= {f"blocks.{i}.{norm}.{part}": (width,) for norm in ("norm1", "norm2") for part in ("weight", "bias")}
+    shapes |= {"norm.weight": (width,), "norm.bias": (width,)}
+    return {name: (0.3 * rng.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()}
+
+
+def close(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_of_timm_give_timms_logits(tmp_path):
+    arrays = timm_arrays()
+    save_file(arrays, tmp_path / "timm.safetensors")
+    model = make()
+    assert interop.load_weights(model, tmp_path / "timm.safetensors") == ()
+    close(model(images()), timm_forward(arrays, images(), patch_size=3, depth=2, num_heads=4))
+
+
+def test_what_is_written_for_timm_gives_the_models_logits(tmp_path):
+    model = make()
+    interop.save_weights(model, tmp_path / "timm.safetensors", names="timm")
+    arrays = load_file(tmp_path / "timm.safetensors")
+    assert {name: array.shape for name, array in arrays.items()} == {n: a.shape for n, a in timm_arrays().items()}
+    close(timm_forward(arrays, images(), patch_size=3, depth=2, num_heads=4), model(images()))
+
+
+@pytest.mark.parametrize("names", interop.FORMATS)
+def test_weights_that_were_written_come_back_the_same(names, tmp_path):
+    model, other = make(seed=0, channels=1), make(seed=1, channels=1)
+    interop.save_weights(model, tmp_path / "weights.safetensors", names=names)
+    assert interop.load_weights(other, tmp_path / "weights.safetensors") == ()
+    pairs = zip(*(jax.tree.leaves(nnx.state(m, nnx.Param)) for m in (model, other)), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)
+
+
+def test_adder_layers_and_scores_travel_under_their_own_names(tmp_path):
+    for options in (ADDER, dict(score="additive", temperature="learned")):
+        model, other = make(seed=0, **options), make(seed=1, **options)
+        interop.save_weights(model, tmp_path / "own.safetensors")
+        assert interop.load_weights(other, tmp_path / "own.safetensors") == ()
+        np.testing.assert_array_equal(other(images()), model(images()))
+
+
+def test_another_attention_on_dense_weights_keeps_what_its_score_learns(tmp_path):
+    save_file(timm_arrays(), tmp_path / "timm.safetensors")
+    assert interop.load_weights(make(score="adder"), tmp_path / "timm.safetensors") == ()
+    model = make(score="additive", temperature="learned")
+    before = np.asarray(model.blocks[0].attention.score["v"][...])
+    kept = interop.load_weights(model, tmp_path / "timm.safetensors")
+    learned = {name.removeprefix("blocks.1.attention.") for name in kept if name.startswith("blocks.1.")}
+    assert learned == {"score.bias", "score.key_kernel", "score.query_kernel", "score.v", "log_temperature"}
+    assert all(".attention." in name for name in kept)
+    np.testing.assert_array_equal(model.blocks[0].attention.score["v"][...], before)
+
+
+def test_a_head_for_other_classes_stays_and_positions_are_resized(tmp_path):
+    arrays = timm_arrays()
+    # Linear in both directions: bicubic interpolation gives linear functions again, away from the edges.
+    grid = np.arange(4)[:, None, None] + 10.0 * np.arange(4)[None, :, None] + np.zeros(16)
+    arrays["pos_embed"] = np.concatenate([7 * np.ones((1, 1, 16)), grid.reshape(1, 16, 16)], 1).astype(np.float32)
+    save_file(arrays, tmp_path / "timm.safetensors")
+    model = make(image_size=24, num_classes=9)
+    head = np.asarray(model.head.kernel[...])
+    assert interop.load_weights(model, tmp_path / "timm.safetensors") == ("head.bias", "head.kernel")
+    np.testing.assert_array_equal(model.head.kernel[...], head)
+    np.testing.assert_array_equal(model.pos_embed[0, 0], 7 * np.ones(16))
+    resized = np.asarray(model.pos_embed[0, 1:]).reshape(8, 8, 16)
+    inner = (np.arange(3, 5) + 0.5) / 2 - 0.5
+    np.testing.assert_allclose(resized[3:5, 3:5, 0], inner[:, None] + 10.0 * inner[None, :], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "message"),
+    [
+        (dict(width=32), {}, "to give a parameter of shape"),
+        (dict(depth=1), {}, r"of 1 blocks, got blocks\.1\."),
+        (dict(depth=3), {}, r"expected blocks\.2\..* among the weights, got none"),
+        (dict(image_size=(12, 18)), {}, "pos_embed to give a parameter of shape"),
+        (dict(pooling="mean"), {}, "got cls_token and 0 more that have no place"),
+        (ADDER, {}, "got adder layers"),
+        ({}, {"dist_token": np.zeros((1, 1, 16), np.float32)}, "got dist_token"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(options, change, message, tmp_path):
+    path = tmp_path / "timm.safetensors"
+    save_file(timm_arrays() | change, path)
+    with pytest.raises(ValueError, match=message):
+        interop.load_weights(make(**options), path)
+
+
+def test_files_that_are_no_weights_are_refused(tmp_path):
+    (tmp_path / "text").write_text("no weights")
+    with pytest.raises(ValueError, match="expected a safetensors file in .*text"):
+        interop.load_weights(make(), tmp_path / "text")
+    save_file({"layer.weight": np.zeros(3)}, tmp_path / "other")
+    with pytest.raises(ValueError, match="in the names of adder_flax, timm, hugging_face, got .*layer.weight"):
+        interop.load_weights(make(), tmp_path / "other")
+    with pytest.raises(FileNotFoundError):
+        interop.load_weights(make(), tmp_path / "none")
+
+
+def test_what_others_have_no_name_for_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match="got adder layers"):
+        interop.save_weights(make(**ADDER), tmp_path / "x", names="timm")
+    with pytest.raises(ValueError, match="a score without parameters"):
+        interop.save_weights(make(score="bilinear"), tmp_path / "x", names="hugging_face")
+    with pytest.raises(ValueError, match="expected names of adder_flax, timm, hugging_face, got 'keras'"):
+        interop.save_weights(make(), tmp_path / "x", names="keras")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_run_starts_from_weights_and_its_average_too(tmp_path):
+    config = common.deit("additive", "tiny")
+    config.update_from_flattened_dict(TINY | {"ema_decay": 0.9})
+    run = training.build_run(config)
+    donor = run.model(run.init()["params"])
+    donor.head.bias[...] = donor.head.bias[...] + 3.0
+    interop.save_weights(donor, tmp_path / "own.safetensors")
+    started, kept = interop.start_from(run, tmp_path / "own.safetensors")
+    state = started.init()
+    assert kept == ()
+    for name in ("params", "ema_params"):
+        np.testing.assert_array_equal(state[name]["head"]["bias"], 3.0 * np.ones(10))
+    assert jax.tree.map(lambda x: x.sharding, state["params"]) == jax.tree.map(
+        lambda x: x.sharding, run.abstract_state["params"]
+    )
+    assert int(state["step"]) == 0
+
+
+def test_export_and_start_from_it_on_the_command_line(run_main, tmp_path):
+    dense = [f"--config.model.{name}_linear=dense" for name in ("qkv", "proj", "mlp")]
+    flags = ["--config=experiments/adder_deit_tiny.py", *TINY_FLAGS, *dense]
+    first, second = (f"--workdir={tmp_path / name}" for name in ("first", "second"))
+    done = run_main(*flags, first)
+    assert done.returncode == 0, done.stderr
+    done = run_main(*flags, first, "--mode=export", "--names=timm")
+    assert done.returncode == 0, done.stderr
+    exported = tmp_path / "first" / "timm.safetensors"
+    assert str(exported) in done.stdout
+    done = run_main(*flags, second, f"--config.init_from={exported}", "--config.optimizer.learning_rate=1e-12")
+    assert done.returncode == 0, done.stderr
+    assert "at random: nothing" in done.stdout
+    accuracies = [
+        [record for record in map(json.loads, (tmp_path / name / "metrics.jsonl").open()) if "eval/loss" in record]
+        for name in ("first", "second")
+    ]
+    assert accuracies[1][0]["eval/loss"] == pytest.approx(accuracies[0][-1]["eval/loss"], rel=1e-4)
+    done = run_main(*flags, second + "_adder", f"--config.init_from={exported}", "--config.model.mlp_linear=adder")
+    assert done.returncode == 2
+    assert "got adder layers" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
+def test_timm_itself(tmp_path):
+    import safetensors.torch
+    import timm
+    import torch
+
+    sizes = dict(img_size=12, patch_size=3, num_classes=5, embed_dim=16, depth=2, num_heads=4)
+    theirs = timm.models.vision_transformer.VisionTransformer(**sizes).eval()
+    for parameter in theirs.parameters():
+        parameter.data.add_(0.2 * torch.randn(parameter.shape))
+    safetensors.torch.save_file(theirs.state_dict(), tmp_path / "timm.safetensors")
+    model = make()
+    assert interop.load_weights(model, tmp_path / "timm.safetensors") == ()
+    with torch.no_grad():
+        close(model(images()), theirs(torch.from_numpy(images().transpose(0, 3, 1, 2))).numpy())
+    interop.save_weights(make(seed=3), tmp_path / "ours.safetensors", names="timm")
+    theirs.load_state_dict(safetensors.torch.load_file(tmp_path / "ours.safetensors"))
+    with torch.no_grad():
+        close(make(seed=3)(images()), theirs(torch.from_numpy(images().transpose(0, 3, 1, 2))).numpy())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+def test_hugging_face_itself(tmp_path):
+    import torch
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        image_size=12, patch_size=3, num_labels=5, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=64, layer_norm_eps=1e-6,
+    )  # fmt: skip
+    theirs = ViTForImageClassification(config).eval()
+    for parameter in theirs.parameters():
+        parameter.data.add_(0.2 * torch.randn(parameter.shape))
+    theirs.save_pretrained(tmp_path)
+    model = make()
+    assert interop.load_weights(model, tmp_path / "model.safetensors") == ()
+    pixels = torch.from_numpy(images().transpose(0, 3, 1, 2))
+    with torch.no_grad():
+        close(model(images()), theirs(pixels).logits.numpy())
+    interop.save_weights(make(seed=3), tmp_path / "model.safetensors", names="hugging_face")
+    theirs = ViTForImageClassification.from_pretrained(tmp_path)
+    with torch.no_grad():
+        close(make(seed=3)(images()), theirs(pixels).logits.numpy())
