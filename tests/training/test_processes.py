@@ -17,11 +17,6 @@ from adder_flax.training.processes import HEARTBEAT_SECONDS, _about_peers
 from tests.processes import ROOT, simulated_devices
 from tests.training.tiny import TINY_FLAGS
 
-# Both processes of a run on CPUs were seen to wait forever in XLA's compilation of the training step.
-compiles_for_processes = pytest.mark.skipif(
-    jax.__version_info__ >= (0, 12), reason="jax 0.12.0 hangs while it compiles for two CPU processes"
-)
-
 FLAGS = ["--config=experiments/deit_tiny.py", *TINY_FLAGS, "--config.num_epochs=0.5"]
 
 
@@ -105,7 +100,6 @@ def read_until(process, text):
 
 
 @pytest.mark.slow
-@compiles_for_processes
 def test_two_processes_train_stop_and_resume_as_one_would(start_processes, tiny_config, tmp_path):
     config = tiny_config("multiplicative", num_epochs=0.5)
     whole = training.Trainer(training.build_run(config), training.open_workdir(tmp_path / "whole", config)).fit()
@@ -153,7 +147,6 @@ def test_a_failed_exchange_points_to_the_other_processes(error, hint):
     assert ("all of them again" in _about_peers(error)) == hint
 
 
-@compiles_for_processes
 @pytest.mark.slow
 def test_a_dead_process_ends_the_other(start_processes, tmp_path):
     first, second = start_processes(2, f"--workdir={tmp_path}", "--config.num_epochs=100.0")
