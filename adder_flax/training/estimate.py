@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,9 @@ from adder_flax.training.setup import Run
 from adder_flax.training.topology import GIB, memory_bytes
 
 _STATE_NAMES = {"params": "parameters", "opt_state": "optimizer state", "ema_params": "averaged parameters"}
-# How XLA:TPU complains: of temporary buffers alone, or of everything together.
-_TEMPORARIES = re.compile(r"temporaries \(([\d.]+)([KMGT])\)")
-_EVERYTHING = re.compile(r"Used ([\d.]+)([KMGT]) of")
+# How XLA:TPU complains. Either number is of everything together: what the first message calls temporaries includes
+# the arguments, as a program with 10 GiB of them and 8 GiB of temporaries shows, which is refused for 18 GiB.
+_REQUIRED = re.compile(r"(?:temporaries \(|Used )([\d.]+)([KMGT])")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -30,7 +31,8 @@ class Estimate:
     Attributes:
       device_kind, num_devices: of the topology.
       memory: bytes on one device by kind: each part of the train state, the batch, the compiled program, and
-        "activations, gradients": what the step needs beside them at its peak.
+        "activations, gradients": what the compiler laid out for the step beside them. That for TPUs packs only as
+        tightly as it must; where it laid out more than there is, and accepted it, this is the peak of what is alive.
       capacity: bytes that programs can use on one device; None where it is not known.
       collectives: by kind, from the compiled program; empty where it does not fit.
       compile_seconds: time that the compiler took.
@@ -79,7 +81,9 @@ def estimate(run: Run) -> Estimate:
             raise
         beside, traffic, found_room = {"activations, gradients": _excess(str(error), sum(state.values()))}, {}, False
     else:
-        beside, traffic = _working_memory(compiled, sum(state.values())), hlo.collectives(compiled.as_text())
+        checked = capacity if device.platform == "tpu" else None
+        beside = _working_memory(compiled.memory_analysis(), sum(state.values()), checked)
+        traffic = hlo.collectives(compiled.as_text())
         found_room = capacity is None or sum(state.values()) + sum(beside.values()) <= capacity
     seconds = time.perf_counter() - start
     memory = state | beside
@@ -103,23 +107,20 @@ def _bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
-def _working_memory(compiled: jax.stages.Compiled, resident: int) -> dict[str, int]:
-    analysis = compiled.memory_analysis()
+def _working_memory(analysis: Any, resident: int, checked: int | None) -> dict[str, int]:
+    """Returns what an accepted program needs beside its state; ``checked`` is the room that the compiler looked at."""
     # Donated buffers count as arguments and as results; state and batch are told apart above.
     beside = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes - resident
-    return {
-        "activations, gradients": analysis.temp_size_in_bytes + max(beside, 0),
-        "program": analysis.generated_code_size_in_bytes,
-    }
+    working, program = analysis.temp_size_in_bytes + max(beside, 0), analysis.generated_code_size_in_bytes
+    if checked is not None and resident + working + program > checked:
+        working = analysis.peak_memory_in_bytes - resident
+    return {"activations, gradients": working, "program": program}
 
 
 def _excess(message: str, resident: int) -> int:
     """Reads from XLA's complaint how much a program needs beside what it is given, 0 where it does not say."""
-    size = lambda found: round(float(found[1]) * _UNITS[found[2]])
-    if temporaries := _TEMPORARIES.search(message):
-        return size(temporaries)
-    everything = _EVERYTHING.search(message)
-    return max(size(everything) - resident, 0) if everything else 0
+    required = _REQUIRED.search(message)
+    return max(round(float(required[1]) * _UNITS[required[2]]) - resident, 0) if required else 0
 
 
 def advise(run: Run, estimated: Estimate) -> list[str]:

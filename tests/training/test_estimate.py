@@ -4,14 +4,18 @@ import concurrent.futures
 import dataclasses
 import importlib.util
 import re
+import subprocess
+import sys
+import types
 
 import jax
 import pytest
 
 from adder_flax import training
 from adder_flax.training import RunError, estimate, topology_devices
-from adder_flax.training.estimate import _excess
+from adder_flax.training.estimate import _excess, _working_memory
 from adder_flax.training.topology import GIB, memory_bytes
+from tests.processes import ROOT, simulated_devices
 from tests.training.tiny import TINY_FLAGS
 
 needs_libtpu = pytest.mark.skipif(
@@ -60,7 +64,7 @@ def test_what_to_change_comes_by_what_it_saves(estimated):
         (
             "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (372.53G) "
             "exceeds available HBM (15.75G).",
-            372.53,
+            371.53,
         ),
         ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.27G of 15.75G hbm.", 19.27),
         ("RESOURCE_EXHAUSTED: something else", 0),
@@ -68,6 +72,49 @@ def test_what_to_change_comes_by_what_it_saves(estimated):
 )
 def test_the_size_that_does_not_fit_is_read_from_the_compilers_complaint(message, size):
     assert _excess(message, resident=GIB) == pytest.approx(size * GIB, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("temporaries", "peak", "checked", "working"),
+    [(10, 9, 16, 10), (14, 12, 16, 10), (14, 12, None, 14)],  # GiB: fits as laid out; not, but accepted; not checked
+)
+def test_what_was_accepted_is_counted_as_laid_out_or_at_its_peak(temporaries, peak, checked, working):
+    sizes = dict(argument=2, output=2, alias=2, temp=temporaries, generated_code=1, peak_memory=peak)
+    names = {kind: f"{kind}_in_bytes" if kind == "peak_memory" else f"{kind}_size_in_bytes" for kind in sizes}
+    analysis = types.SimpleNamespace(**{names[kind]: size * GIB for kind, size in sizes.items()})
+    expected = {"activations, gradients": working * GIB, "program": GIB}
+    assert _working_memory(analysis, resident=2 * GIB, checked=checked and checked * GIB) == expected
+
+
+_ARGUMENTS_COUNT = """
+import jax, jax.numpy as jnp
+from adder_flax.training.estimate import _excess, _working_memory
+from adder_flax.training.topology import GIB, topology_devices
+
+on_chip = jax.sharding.SingleDeviceSharding(topology_devices("v5e:2x4")[0])
+like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=on_chip)
+rows = GIB // (4 * 4096)  # 1 GiB in 4,096 columns
+
+def program(held, column, row):
+    products = jnp.sort(column[:, None] * row, axis=0)  # a sort needs its operand and its result
+    return held + products[::1000].sum()
+
+for gib in (2, 4):
+    try:
+        jax.jit(program, donate_argnums=0).lower(like(10 * rows, 4096), like(gib * rows), like(4096)).compile()
+        print("accepted")
+    except jax.errors.JaxRuntimeError as error:
+        print(_excess(str(error), resident=10 * GIB) / GIB)
+"""
+
+
+@needs_libtpu
+def test_the_compilers_complaint_counts_arguments():
+    done = subprocess.run(
+        [sys.executable, "-c", _ARGUMENTS_COUNT], env=simulated_devices(1), cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["accepted", "8.0"]
 
 
 @pytest.mark.parametrize("name", ["v5e", "cpu:", "cpu:none", "cpu:0"])
