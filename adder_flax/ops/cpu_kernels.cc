@@ -559,10 +559,9 @@ inline void SumTile(const Term& term, int64_t row, const float* panel, int64_t d
 // ---------------------------------------------------------------------------------------------------------------------
 
 // sum |x - w| = 2 sum max(x, w) - sum x - sum w: two instructions a term in place of three, one for either pair of units
-// of an AMD core (see One). The subtraction cancels when
-// distances are small beside the norms, and knows nothing of infinities, so an element keeps this form only if its
-// distance is finite and at least kTrust of sum |x| + sum |w|; others are summed again as plain differences. For
-// independent normal x and w the ratio is 0.7, so that is rare.
+// of an AMD core (see One). The subtraction cancels when distances are small beside the norms, and knows nothing of
+// infinities, so an element keeps this form only if its distance is finite and at least kTrust of sum |x| + sum |w|;
+// others are summed again as plain differences. For independent normal x and w the ratio is 0.7, so that is rare.
 constexpr float kTrust = 0.125f;
 // With few terms the ratio often falls below kTrust by chance, and with few columns the norms cost more than is saved.
 constexpr int64_t kFewestTermsForMax = 16, kFewestColumnsForMax = 2 * kLanes;
