@@ -37,10 +37,12 @@ def train(config: Any, workdir: str | Path, *, start_time: float | None = None) 
         raise training.RunError(
             f"expected an empty config.topology to train, got {config.topology!r}, which is for --mode=compile"
         )
-    run, at_random = _build(config)
+    # A run that resumes has its weights in a checkpoint: the file that it began with may be gone.
+    begins = config.init_from and not any(kept.name.isdecimal() for kept in Path(workdir).glob("checkpoints/*"))
+    run, at_random = _build(config) if begins else (training.build_run(config), ())
     workdir = training.open_workdir(workdir, config)
     _say(_overview(run, workdir))
-    if config.init_from:
+    if begins:
         _say(f"start    {config.init_from}; at random: {', '.join(at_random) or 'nothing'}")
     result = training.Trainer(run, workdir, start_time=start_time).fit()
     for source in (run.train_source, run.eval_source):

@@ -181,6 +181,10 @@ def test_export_and_start_from_it_on_the_command_line(run_main, tmp_path):
     done = run_main(*flags, second, f"--config.init_from={exported}", "--config.optimizer.learning_rate=1e-12")
     assert done.returncode == 0, done.stderr
     assert "at random: nothing" in done.stdout
+    kept = exported.rename(tmp_path / "kept")
+    done = run_main(*flags, second, f"--config.init_from={exported}", "--config.optimizer.learning_rate=1e-12")
+    assert "already complete" in done.stdout, done.stderr  # the file is not needed to resume
+    kept.rename(exported)
     accuracies = [
         [record for record in map(json.loads, (tmp_path / name / "metrics.jsonl").open()) if "eval/loss" in record]
         for name in ("first", "second")
