@@ -1,0 +1,135 @@
+"""How things are found by name: one small class, one instance per kind of thing.
+
+Scores, models, tasks, data sources, optimizers, backends, … are each kept in a :class:`Registry` beside their contract,
+so that whoever adds one, inside this library or outside of it, does it with one file and one line.
+"""
+
+import contextlib
+import difflib
+import importlib
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+Entry = TypeVar("Entry")
+
+
+class Registry(Generic[Entry]):
+    """Entries of one kind by name, in the order of registration.
+
+    Args:
+      kind: what an entry is, in the words of a message: ``"score"``.
+      how_to_add: where one's own is registered, in the words of a message.
+
+    Example:
+      >>> functions = Registry("function", "my_project.register")
+      >>> functions.register("abs", abs)(-1)
+      1
+      >>> functions.get("asb")
+      Traceback (most recent call last):
+      ...
+      ValueError: expected a function among abs, got 'asb'; did you mean 'abs'? Add your own with my_project.register
+    """
+
+    def __init__(self, kind: str, how_to_add: str):
+        self.kind, self._how_to_add = kind, how_to_add
+        self._entries: dict[str, Entry | _Lazy] = {}
+        self._origins: dict[str, Any] = {}
+
+    def register(self, name: str, entry: Entry, *, origin: Any = None) -> Entry:
+        """Adds an entry and returns it.
+
+        The same thing again, as when a notebook cell or an experiment file runs twice, replaces what it registered.
+
+        Args:
+          name: the name to find it by.
+          entry: what is found.
+          origin: what tells the same thing from another one; by default the module and name of its definition.
+
+        Raises:
+          ValueError: something else has this name.
+        """
+        origin = _definition(entry) if origin is None else origin
+        if self._origins.get(name, origin) != origin:
+            raise ValueError(
+                f"expected a new name for the {self.kind}, got {name!r}, which is registered already; choose a name "
+                f"other than {', '.join(self)}"
+            )
+        self._entries[name], self._origins[name] = entry, origin
+        return entry
+
+    def register_lazily(self, name: str, place: str) -> None:
+        """Adds an entry that is imported when it is first asked for.
+
+        Args:
+          name: the name to find it by.
+          place: ``"package.module:attribute"``.
+
+        Raises:
+          ValueError: something else has this name.
+
+        Example:
+          >>> numbers = Registry("number", "my_project.register")
+          >>> numbers.register_lazily("pi", "math:pi")
+          >>> round(numbers.get("pi"), 2)
+          3.14
+        """
+        self.register(name, _Lazy(place), origin=place)
+
+    def get(self, name: str) -> Entry:
+        """Returns the entry of a name.
+
+        Raises:
+          ValueError: there is none; the message names those there are, and the nearest.
+        """
+        if name not in self._entries:
+            near = difflib.get_close_matches(str(name), self, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(
+                f"expected a {self.kind} among {', '.join(self) or 'none yet'}, got {name!r}; {hint}"
+                f"Add your own with {self._how_to_add}"
+            )
+        entry = self._entries[name]
+        if isinstance(entry, _Lazy):
+            self._entries[name] = entry = entry.load()
+        return entry
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @contextlib.contextmanager
+    def temporary(self) -> Iterator[None]:
+        """Forgets, at the end of a ``with`` block, what was registered inside of it.
+
+        Example:
+          >>> functions = Registry("function", "my_project.register")
+          >>> with functions.temporary():
+          ...     _ = functions.register("abs", abs)
+          >>> "abs" in functions
+          False
+        """
+        kept = dict(self._entries), dict(self._origins)
+        try:
+            yield
+        finally:
+            self._entries, self._origins = kept
+
+
+class _Lazy:
+    """Something to be imported."""
+
+    def __init__(self, place: str):
+        self._module, _, self._attribute = place.partition(":")
+
+    def load(self) -> Any:
+        return getattr(importlib.import_module(self._module), self._attribute)
+
+
+def _definition(entry: Any) -> Any:
+    named = entry if hasattr(entry, "__qualname__") else type(entry)
+    return named.__module__, named.__qualname__
