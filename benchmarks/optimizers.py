@@ -43,7 +43,6 @@ import kfac
 from adder_flax.analysis import count_operations
 from adder_flax.layers import LAYER_NORM_EPSILON, Linear, image_to_patches
 from adder_flax.models import VisionTransformer
-from adder_flax.training.curvature import register_layers
 from benchmarks.timing import measure
 from experiments import common
 
@@ -213,7 +212,6 @@ def soap(problem: Problem, learning_rate: float, precondition_frequency: int) ->
 
 def cg_fac(problem: Problem, damping: float, kl_clip: float) -> Runner:
     """CG-FAC, Monte Carlo Fisher matrix."""
-    register_layers()
     x, labels = (a[:BATCH_SIZE] for a in problem.data)
     layers = kfac.find_layers(problem.loss_fn, problem.init(0), x, labels)
     fixed = dict(fisher="mc", max_iterations=10, preconditioner_interval=2, factor_decay=0.9)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from adder_flax.attention._attend import attend, resolve_scale
 from adder_flax.attention._registry import get_score
 from adder_flax.attention.checks import check_heads, check_temperature
+from adder_flax.parameters import name_axis
 
 
 class MultiHeadAttention(nnx.Module):
@@ -101,6 +102,14 @@ class MultiHeadAttention(nnx.Module):
         self.key = qkv_linear(in_kv_features, kv_features, **shared)
         self.value = qkv_linear(in_kv_features, kv_features, **shared)
         self.out = out_linear(qkv_features, out_features, **shared)
+        # Heads stay whole on every device: half a head has no scores of its own.
+        for linear, axis, parts in (
+            (self.query, -1, num_heads),
+            (self.key, -1, self.num_kv_heads),
+            (self.value, -1, self.num_kv_heads),
+            (self.out, 0, num_heads),
+        ):
+            name_axis(getattr(linear, "kernel", None), axis, "heads", parts)
 
         specs = contract.learned_parameters(num_heads, self.head_dim, self.head_dim, score_options or {})
         self.score = nnx.Dict({n: nnx.Param(s.init(rngs.params(), s.shape, param_dtype)) for n, s in specs.items()})

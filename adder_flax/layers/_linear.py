@@ -5,10 +5,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.nnx as nnx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+import kfac
 from adder_flax import ops
+from adder_flax.parameters import state_facts
 
 # Where Flax's own default is 1e-6 too, it is named because published ViT weights were trained with it.
 LAYER_NORM_EPSILON = 1e-6
@@ -38,7 +41,7 @@ class AdderLinear(nnx.Module):
 
     The forward pass has no multiplication outside the normaliser. For unit-normal x and W the raw sums lie near
     -1.13 K ± 0.85 √K for K inputs, so they are accumulated in float32 and normalised before any cast to bfloat16,
-    and W starts at unit scale: near W = 0 every output would equal -‖x‖₁. Keep weight decay off `kernel`
+    and W starts at unit scale: near W = 0 every output would equal -‖x‖₁. Weight decay stays off `kernel`
     for the same reason. A padded zero is not neutral, |0 - W| ≠ 0: mask what is padded.
 
     Args:
@@ -82,7 +85,8 @@ class AdderLinear(nnx.Module):
         self.w_gradient = w_gradient
         self.hardtanh_slope = hardtanh_slope
         self.dtype = dtype
-        self.kernel = nnx.Param(kernel_init(rngs.params(), (in_features, out_features), param_dtype))
+        kernel = nnx.Param(kernel_init(rngs.params(), (in_features, out_features), param_dtype))
+        self.kernel = state_facts(kernel, role="prototype", decay=False)
         self.norm = nnx.data(None)
         self.bias = nnx.data(None)
         if norm is not None:
@@ -124,6 +128,32 @@ class AdderLinear(nnx.Module):
 
     def _dtype(self, inputs: Array) -> jnp.dtype:
         return jnp.result_type(inputs, self.kernel[...]) if self.dtype is None else self.dtype
+
+
+def _curvature(layer: AdderLinear) -> kfac.L1Dense | kfac.Generic:
+    """The distances alone are the layer with curvature; their LayerNorm is a layer of its own.
+
+    With the full-precision weight gradient (AdderNet's choice) the Jacobian is that of a dense layer behind a linear
+    map, so the layer has Kronecker factors; with the others its push-forward and pull-back serve it.
+    """
+    if layer.w_gradient == "full":
+        return kfac.L1Dense()
+    rules = dict(x_gradient=layer.x_gradient, w_gradient=layer.w_gradient, hardtanh_slope=layer.hardtanh_slope)
+    return kfac.Generic(_sums, tuple(rules.items()), _pushforward)
+
+
+def _sums(params: dict[str, Array], rows: Array, **rules: str | float) -> Array:
+    sums = ops.adder_matmul(rows, params["kernel"].astype(rows.dtype), **rules)
+    return sums + params["bias"] if "bias" in params else sums
+
+
+def _pushforward(params: dict[str, Array], rows: Array, v: dict[str, Array], **rules: str | float) -> Array:
+    kernel, change = (jax.lax.convert_element_type(p["kernel"], rows.dtype) for p in (params, v))
+    pushed = ops.adder_matmul_jvp(rows, kernel, None, change, **rules)
+    return pushed + v["bias"] if "bias" in v else pushed
+
+
+kfac.register_layer(AdderLinear, "sums", _curvature)
 
 
 def linear_class(kind: str, adder_options: Mapping[str, Any] | None = None) -> Callable[..., nnx.Module]:

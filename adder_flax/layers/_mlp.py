@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from adder_flax.layers._linear import Linear
+from adder_flax.parameters import name_axis
 
 
 def gelu(inputs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -52,6 +53,8 @@ class Mlp(nnx.Module):
         shared = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.fc1 = linear(in_features, hidden_features, **shared)
         self.fc2 = linear(hidden_features, in_features, **shared)
+        name_axis(getattr(self.fc1, "kernel", None), -1, "hidden")
+        name_axis(getattr(self.fc2, "kernel", None), 0, "hidden")
         self.dropout = nnx.Dropout(dropout_rate)
 
     def __call__(

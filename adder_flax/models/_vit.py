@@ -8,6 +8,7 @@ import flax.nnx as nnx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+import kfac
 from adder_flax.layers import LAYER_NORM_EPSILON, Block, Linear, PatchEmbed
 from adder_flax.models._stack import apply_blocks
 from adder_flax.models.settings import (
@@ -206,6 +207,10 @@ def embed_positions(
         cls_token = jnp.broadcast_to(cls_token, (len(tokens), 1, tokens.shape[-1]))
         tokens = jnp.concatenate([cls_token, tokens], axis=1)
     return tokens + params["pos_embed"].astype(tokens.dtype)
+
+
+# Class token and position embedding are one layer with curvature.
+kfac.register_layer(VisionTransformer, "embed_positions", lambda model: kfac.Generic(embed_positions))
 
 
 def deit_tiny(*, rngs: nnx.Rngs, **overrides: Any) -> VisionTransformer:

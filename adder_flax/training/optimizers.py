@@ -7,45 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 
 import kfac
-from adder_flax.layers import AdderLinear
+from adder_flax.parameters import Facts
 from adder_flax.training._errors import RunError
 from adder_flax.training.curvature import CurvatureOptimizer
 from adder_flax.training.sharding import tree_path
-
-Labels = Any  # a tree like the parameters with "adder", "matrix" or "other" at each leaf
-
-
-def label_parameters(model: nnx.Module) -> Labels:
-    """Labels each parameter by how optimizers treat it.
-
-    ``"adder"`` marks the weights of adder layers, ``"matrix"`` the other weights (``kernel`` of two or more axes)
-    and ``"other"`` all that weight decay leaves alone: norms, biases, class token, position embedding.
-
-    Args:
-      model: a module, or its abstract form from ``nnx.eval_shape``.
-
-    Example:
-      >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-      >>> label_parameters(model)
-      {'bias': 'other', 'kernel': 'matrix'}
-    """
-    adder = {
-        "/".join(map(str, (*path, "kernel")))
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, AdderLinear)
-    }
-
-    def label(path, leaf):
-        name = tree_path(path)
-        if name in adder:
-            return "adder"
-        return "matrix" if name.endswith("kernel") and leaf.ndim >= 2 else "other"
-
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    return jax.tree_util.tree_map_with_path(label, params)
 
 
 def scale_by_adder_rate(eta: float) -> optax.GradientTransformation:
@@ -78,18 +45,23 @@ class OptimizerSpec(NamedTuple):
     Attributes:
       config: ``config.optimizer`` of the run.
       learning_rate: the run's schedule.
-      labels: of the parameters, see :func:`label_parameters`.
+      facts: of the parameters, see :func:`adder_flax.parameters.parameter_facts`.
       find_layers: returns the layers that have curvature.
     """
 
     config: Any
     learning_rate: optax.Schedule
-    labels: Labels
+    facts: Any
     find_layers: Callable[[], kfac.Layers] | None
 
-    def mask(self, *chosen: str) -> Any:
-        """Returns the tree that is True where the label is one of those chosen."""
-        return jax.tree.map(lambda label: label in chosen, self.labels)
+    def mask(self, chosen: Callable[[Facts], bool]) -> Any:
+        """Returns the tree that is True where the facts of a parameter are as chosen."""
+        return jax.tree.map(chosen, self.facts)
+
+    @property
+    def decayed(self) -> Any:
+        """The tree that is True where weight decay shrinks a parameter."""
+        return self.mask(lambda facts: facts.decay)
 
 
 def _adamw(spec: OptimizerSpec) -> optax.GradientTransformation:
@@ -97,7 +69,7 @@ def _adamw(spec: OptimizerSpec) -> optax.GradientTransformation:
     # Nested, so that a checkpoint holds the optimizer's own state in one place, whatever stages come before it.
     optimizer = optax.chain(
         optax.scale_by_adam(b1=c.b1, b2=c.b2, eps=c.eps),
-        optax.add_decayed_weights(c.weight_decay, mask=spec.mask("matrix")),
+        optax.add_decayed_weights(c.weight_decay, mask=spec.decayed),
         optax.scale_by_learning_rate(spec.learning_rate),
     )
     return optax.chain(*_gradient_stages(spec), optimizer)
@@ -106,7 +78,7 @@ def _adamw(spec: OptimizerSpec) -> optax.GradientTransformation:
 def _sgd(spec: OptimizerSpec) -> optax.GradientTransformation:
     c = spec.config
     optimizer = optax.chain(
-        optax.add_decayed_weights(c.weight_decay, mask=spec.mask("matrix")),
+        optax.add_decayed_weights(c.weight_decay, mask=spec.decayed),
         optax.trace(decay=c.momentum),
         optax.scale_by_learning_rate(spec.learning_rate),
     )
@@ -118,7 +90,8 @@ def _gradient_stages(spec: OptimizerSpec) -> list[optax.GradientTransformation]:
     if c.clip_norm:
         stages.append(optax.clip_by_global_norm(c.clip_norm))
     if c.adder_rate:
-        stages.append(optax.masked(scale_by_adder_rate(c.adder_rate), spec.mask("adder")))
+        prototypes = spec.mask(lambda facts: facts.role == "prototype")
+        stages.append(optax.masked(scale_by_adder_rate(c.adder_rate), prototypes))
     return stages
 
 
@@ -148,15 +121,15 @@ def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
         )
     layers = spec.find_layers()
     if chosen == "matrices":
-        labels = {tree_path(path): label for path, label in jax.tree_util.tree_leaves_with_path(spec.labels)}
-        layers = layers.select(lambda block: any(labels[param.path] != "other" for param in block.params))
+        facts = {tree_path(path): fact for path, fact in jax.tree_util.tree_leaves_with_path(spec.facts)}
+        layers = layers.select(lambda block: any(facts[param.path].role != "other" for param in block.params))
     try:
         transformation = kfac.cg_fac(
             lambda count: rate * spec.learning_rate(count) / c.learning_rate,
             layers,
             **options | {"kl_clip": options["kl_clip"] or None},  # 0 is off: configuration fields keep their type
             weight_decay=c.weight_decay,
-            weight_decay_mask=spec.mask("matrix"),
+            weight_decay_mask=spec.decayed,
             fallback=_adamw(spec),
             fallback_learning_rate=spec.learning_rate,
         )
@@ -195,7 +168,7 @@ def learning_rate_schedule(config: Any, steps_per_epoch: int, num_steps: int) ->
 def make_optimizer(
     config: Any,
     learning_rate: optax.Schedule,
-    labels: Labels,
+    facts: Any,
     find_layers: Callable[[], kfac.Layers] | None = None,
 ) -> optax.GradientTransformation | CurvatureOptimizer:
     """Builds the optimizer that ``config.name`` names.
@@ -206,7 +179,7 @@ def make_optimizer(
     Args:
       config: ``config.optimizer`` of the run.
       learning_rate: the run's schedule.
-      labels: of the parameters, see :func:`label_parameters`.
+      facts: of the parameters, see :func:`adder_flax.parameters.parameter_facts`.
       find_layers: returns the layers that have curvature; called for second-order optimizers alone.
 
     Raises:
@@ -217,4 +190,4 @@ def make_optimizer(
             f"expected config.optimizer.name to be one of {sorted(OPTIMIZERS)}, got {config.name!r}; "
             "set --config.optimizer.name"
         )
-    return OPTIMIZERS[config.name](OptimizerSpec(config, learning_rate, labels, find_layers))
+    return OPTIMIZERS[config.name](OptimizerSpec(config, learning_rate, facts, find_layers))

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from adder_flax import data
 from adder_flax.models import VisionTransformer
+from adder_flax.parameters import parameter_facts
 from adder_flax.training import optimizers, sharding
 from adder_flax.training._errors import RunError
 from adder_flax.training.curvature import CurvatureOptimizer, find_layers
@@ -157,11 +158,11 @@ def build_run(config: Any, *, devices: Sequence[jax.Device] | None = None, data_
         image_shape=train_source.image_shape,
         num_classes=train_source.num_classes,
     )
-    labels = optimizers.label_parameters(abstract_model)
-    optimizer = optimizers.make_optimizer(config.optimizer, learning_rate, labels, layers)
+    facts = parameter_facts(abstract_model)
+    optimizer = optimizers.make_optimizer(config.optimizer, learning_rate, facts, layers)
     initial_state = functools.partial(init_state, optimizer=optimizer, ema=config.ema_decay > 0)
     shapes = jax.eval_shape(initial_state, abstract_params)
-    shardings = sharding.state_sharding(shapes, mesh, num_heads=config.model.num_heads)
+    shardings = sharding.state_sharding(shapes, mesh, facts)
 
     def init() -> State:
         # Eager: one jitted initialisation of all parameters compiles for longer than it saves.

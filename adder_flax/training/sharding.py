@@ -1,36 +1,29 @@
 """Device mesh and where each array of a run lives on it.
 
 The mesh has three axes: ``data`` (batch only), ``fsdp`` (batch and parameters) and ``tensor`` (heads and MLP
-columns). Parameters are placed by one table of rules over their names, so a new layer needs a row and no code.
+columns). Parameters are placed by the logical names that layers give to their axes, and one table of those names.
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
+from adder_flax.parameters import Facts
 from adder_flax.training._errors import RunError
 
 MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
-# Which dimension of a parameter is split over `tensor`, and into which whole parts ("heads", or None for single ones):
-# the first pattern found in its path decides. Columns of query/key/value/fc1 belong to a head or a hidden unit; rows of
-# out/fc2 consume them. Heads stay whole: half a head has no scores of its own, and JAX refuses kernels on axes that are
-# split unevenly (IndivisibleError).
-TENSOR_RULES: Sequence[tuple[str, int | None, str | None]] = (
-    (r"attention/(query|key|value)/kernel$", -1, "heads"),
-    (r"attention/out/kernel$", 0, "heads"),
-    (r"fc1/kernel$", -1, None),
-    (r"fc2/kernel$", 0, None),
-    (r".*", None, None),
-)
+# Columns of query, key, value and fc1 belong to a head or a hidden unit; rows of out and fc2 consume them.
+LOGICAL_AXES: Mapping[str, str] = {"heads": "tensor", "hidden": "tensor"}
+"""Which axis of the mesh splits an axis that a layer named, see :func:`adder_flax.parameters.name_axis`."""
 
 
 def make_mesh(axis_sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -63,18 +56,22 @@ def make_mesh(axis_sizes: Mapping[str, int], devices: Sequence[jax.Device] | Non
     return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
-def parameter_spec(path: str, shape: Sequence[int], mesh: Mesh, *, num_heads: int) -> P:
-    """Returns how one parameter is split: ``tensor`` by :data:`TENSOR_RULES`, ``fsdp`` along its longest free axis.
+def parameter_spec(shape: Sequence[int], mesh: Mesh, facts: Facts) -> P:
+    """Returns how one array is split: named axes by :data:`LOGICAL_AXES`, ``fsdp`` along the longest free axis.
 
-    Dimensions that an axis does not divide stay whole, those made of heads where it does not divide the heads, so every
-    shape is valid on every mesh.
+    Axes that the mesh does not divide into whole parts stay whole, so every shape is valid on every mesh.
+
+    Args:
+      shape: of the array.
+      mesh: the devices.
+      facts: of the parameter that it is, or is a moment of.
     """
     spec: list[str | None] = [None] * len(shape)
-    dim, unit = next(rule for pattern, *rule in TENSOR_RULES if re.search(pattern, path))
-    if dim is not None and len(shape) and mesh.shape["tensor"] > 1:
-        parts = num_heads if unit == "heads" else shape[dim]
-        if parts % mesh.shape["tensor"] == 0:
-            spec[dim] = "tensor"
+    for i, axis in enumerate(facts.axes):
+        on_mesh = LOGICAL_AXES.get(axis.name) if axis else None
+        # JAX refuses kernels on axes that are split unevenly (IndivisibleError).
+        if on_mesh and mesh.shape[on_mesh] > 1 and axis.parts % mesh.shape[on_mesh] == 0:
+            spec[i] = on_mesh
     free = [i for i in range(len(shape)) if spec[i] is None and shape[i] % mesh.shape["fsdp"] == 0]
     if free and mesh.shape["fsdp"] > 1:
         spec[max(free, key=lambda i: shape[i])] = "fsdp"
@@ -91,10 +88,26 @@ def tree_path(path: Sequence[Any]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def state_sharding(abstract_state: Any, mesh: Mesh, *, num_heads: int) -> Any:
-    """Returns the ``NamedSharding`` of every leaf of a train state; optimizer moments follow their parameter."""
-    place = lambda path, leaf: parameter_spec(tree_path(path), leaf.shape, mesh, num_heads=num_heads)
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: NamedSharding(mesh, place(path, leaf)), abstract_state)
+def state_sharding(abstract_state: Any, mesh: Mesh, facts: Any) -> Any:
+    """Returns the ``NamedSharding`` of every leaf of a train state; optimizer moments follow their parameter.
+
+    Args:
+      abstract_state: shapes of the state.
+      mesh: the devices.
+      facts: of the parameters, a tree like ``abstract_state["params"]``.
+    """
+    by_path = jax.tree_util.tree_leaves_with_path(facts)
+    shapes = jax.tree.map(jnp.shape, jax.tree.leaves(abstract_state["params"]))
+    known = {(tree_path(path), shape): fact for (path, fact), shape in zip(by_path, shapes, strict=True)}
+
+    def place(path: Sequence[Any], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        # A moment stands in the optimizer's state under the path of its parameter, and has its shape.
+        parts = tree_path(path).split("/")
+        ends = (("/".join(parts[i:]), leaf.shape) for i in range(len(parts)))
+        own = next((known[end] for end in ends if end in known), Facts())
+        return NamedSharding(mesh, parameter_spec(leaf.shape, mesh, own))
+
+    return jax.tree_util.tree_map_with_path(place, abstract_state)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -9,7 +9,6 @@ from flax import nnx
 import kfac
 from adder_flax.layers import AdderLinear
 from adder_flax.models import VisionTransformer
-from adder_flax.training.curvature import register_layers
 from kfac._systems import Form
 from tests.kfac.reference import (
     check_exact_blocks,
@@ -212,7 +211,6 @@ def test_weights_stacked_inside_the_loss_are_refused_not_mistaken():
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["full", "hardtanh"])
 def test_adder_vision_transformer(rule):
-    register_layers()
     model = VisionTransformer(
         image_size=4,
         patch_size=2,
@@ -299,7 +297,6 @@ def test_nothing_is_left_replaced():
 
 
 def test_adder_layer_without_a_normaliser_covers_its_offset():
-    register_layers()
     loss_fn, params = loss_of(AdderLinear(WIDTH, 3, norm=None, rngs=nnx.Rngs(0), param_dtype=jnp.float64))
     (block,) = check_exact_blocks(loss_fn, params, normal(0, 3, WIDTH), LABELS).blocks.values()
     assert sorted(p.path for p in block.params) == ["bias", "kernel"]

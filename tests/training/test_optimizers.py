@@ -8,8 +8,9 @@ import pytest
 from flax import nnx
 
 from adder_flax.layers import AdderLinear, Linear
+from adder_flax.parameters import Axis, Facts, parameter_facts
 from adder_flax.training import RunError, scale_by_adder_rate
-from adder_flax.training.optimizers import label_parameters, learning_rate_schedule, make_optimizer
+from adder_flax.training.optimizers import learning_rate_schedule, make_optimizer
 from adder_flax.training.setup import make_model
 
 
@@ -22,7 +23,7 @@ class _Pair(nnx.Module):
 @pytest.fixture
 def pair():
     model = _Pair(nnx.Rngs(0))
-    return nnx.to_pure_dict(nnx.state(model, nnx.Param)), label_parameters(model)
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param)), parameter_facts(model)
 
 
 @pytest.fixture
@@ -32,26 +33,30 @@ def settings(tiny_config):
     return config
 
 
-def test_labels_of_every_kind_of_parameter(tiny_config):
+def test_facts_of_every_kind_of_parameter(tiny_config):
     from adder_flax.data import load_source
 
     model = nnx.eval_shape(lambda: make_model(tiny_config(), load_source("digits", "train"), seed=0))
-    labels = label_parameters(model)
-    block = labels["blocks"][0]
-    assert labels["cls_token"] == labels["pos_embed"] == labels["norm"]["scale"] == labels["head"]["bias"] == "other"
-    assert labels["head"]["kernel"] == "matrix"
-    assert block["norm1"]["scale"] == "other"
-    for layer in (*(block["attention"][name] for name in ("query", "key", "value", "out")), block["mlp"]["fc1"]):
-        assert layer["kernel"] == "adder"
-        assert set(jax.tree.leaves(layer["norm"])) == {"other"}
+    facts = parameter_facts(nnx.merge(*nnx.split(model)))
+    plain, heads, hidden = Facts(), Axis("heads", 2), Axis("hidden", 32)
+    assert facts["cls_token"] == facts["pos_embed"] == facts["norm"]["scale"] == facts["head"]["bias"] == plain
+    assert facts["head"]["kernel"] == Facts("weight", decay=True)
+    block = facts["blocks"][0]
+    assert block["norm1"]["scale"] == plain
+    layers = block["attention"] | block["mlp"]
+    axes = dict.fromkeys(("query", "key", "value"), (None, heads)) | {"out": (heads, None)}
+    axes |= {"fc1": (None, hidden), "fc2": (hidden, None)}
+    for name, expected in axes.items():
+        assert layers[name]["kernel"] == Facts("prototype", decay=False, axes=expected)
+        assert set(jax.tree.leaves(layers[name]["norm"])) == {plain}
 
 
 def test_weight_decay_reaches_multiplicative_weights_alone(pair, settings):
-    params, labels = pair
+    params, facts = pair
     settings.weight_decay = 0.5
     for name in ("adamw", "sgd"):
         settings.name = name
-        optimizer = make_optimizer(settings, lambda _: 0.1, labels)
+        optimizer = make_optimizer(settings, lambda _: 0.1, facts)
         gradients = jax.tree.map(jnp.zeros_like, params)
         updates, _ = optimizer.update(gradients, optimizer.init(params), params)
         np.testing.assert_allclose(updates["dense"]["kernel"], -0.05 * params["dense"]["kernel"], rtol=1e-6)
@@ -60,9 +65,9 @@ def test_weight_decay_reaches_multiplicative_weights_alone(pair, settings):
 
 
 def test_adamw_against_numpy(pair, settings):
-    params, labels = pair
+    params, facts = pair
     settings.update(name="adamw", weight_decay=0.05)
-    optimizer = make_optimizer(settings, lambda step: 0.01 / (1 + step), labels)
+    optimizer = make_optimizer(settings, lambda step: 0.01 / (1 + step), facts)
     state, current = optimizer.init(params), params
     expected = np.asarray(params["dense"]["kernel"], np.float64)
     mean = variance = 0.0
@@ -78,9 +83,9 @@ def test_adamw_against_numpy(pair, settings):
 
 
 def test_adder_rate_gives_each_adder_weight_the_norm_eta_root_k(pair, settings):
-    params, labels = pair
+    params, facts = pair
     settings.update(name="sgd", adder_rate=0.2, weight_decay=0.0, momentum=0.0)
-    optimizer = make_optimizer(settings, lambda _: 1.0, labels)
+    optimizer = make_optimizer(settings, lambda _: 1.0, facts)
     gradients = jax.tree.map(lambda p: 100.0 * jnp.sin(p + 1), params)
     updates, _ = optimizer.update(gradients, optimizer.init(params), params)
     np.testing.assert_allclose(np.linalg.norm(updates["adder"]["kernel"]), 0.2 * np.sqrt(12), rtol=1e-6)
@@ -102,9 +107,9 @@ def test_schedule_warms_up_linearly_then_follows_a_cosine(settings):
 
 
 def test_clipping_bounds_the_global_norm(pair, settings):
-    params, labels = pair
+    params, facts = pair
     settings.update(name="sgd", clip_norm=0.5, weight_decay=0.0, momentum=0.0)
-    optimizer = make_optimizer(settings, lambda _: 1.0, labels)
+    optimizer = make_optimizer(settings, lambda _: 1.0, facts)
     updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)
     np.testing.assert_allclose(optax.global_norm(updates), 0.5, rtol=1e-5)
 

@@ -6,35 +6,48 @@ import sys
 
 import jax
 import numpy as np
+import optax
 import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
+from adder_flax.models import deit_tiny
+from adder_flax.parameters import parameter_facts
 from adder_flax.training import RunError
-from adder_flax.training.sharding import make_mesh, parameter_spec
+from adder_flax.training.sharding import make_mesh, state_sharding, tree_path
 from tests.processes import ROOT, simulated_devices
 
 
-class _Mesh:
-    def __init__(self, **shape):
-        self.shape = {"data": 1, "fsdp": 1, "tensor": 1} | shape
+def _mesh(**sizes):
+    sizes = {"data": 1, "fsdp": 1, "tensor": 1} | sizes
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
 @pytest.mark.parametrize(
-    ("path", "shape", "mesh", "spec"),
+    ("path", "mesh", "spec"),
     [
-        ("params/blocks/0/attention/query/kernel", (192, 192), _Mesh(data=8), P(None, None)),
-        ("params/blocks/0/attention/query/kernel", (192, 192), _Mesh(tensor=2, fsdp=2), P("fsdp", "tensor")),
-        ("opt_state/0/mu/blocks/3/mlp/fc2/kernel", (768, 192), _Mesh(tensor=2, fsdp=4), P("tensor", "fsdp")),
-        ("params/blocks/0/mlp/fc1/kernel", (192, 770), _Mesh(tensor=4), P(None, None)),
-        ("params/pos_embed", (1, 17, 192), _Mesh(fsdp=8), P(None, None, "fsdp")),
-        # 8 columns for each device, but no whole head.
-        ("params/blocks/0/attention/query/kernel", (192, 192), _Mesh(tensor=8, fsdp=1), P(None, None)),
-        ("params/blocks/0/attention/out/kernel", (192, 192), _Mesh(tensor=8, fsdp=2), P("fsdp", None)),
-        ("step", (), _Mesh(fsdp=8), P()),
+        ("params/blocks/0/attention/query/kernel", _mesh(data=8), P(None, None)),
+        ("params/blocks/0/attention/query/kernel", _mesh(tensor=2, fsdp=2), P("fsdp", "tensor")),
+        ("opt_state/0/mu/blocks/3/mlp/fc2/kernel", _mesh(tensor=2, fsdp=4), P("tensor", "fsdp")),
+        ("params/blocks/0/mlp/fc1/kernel", _mesh(tensor=5), P(None, None)),
+        ("params/pos_embed", _mesh(fsdp=8), P(None, None, "fsdp")),
+        # 24 columns for each device, but no whole head.
+        ("params/blocks/0/attention/query/kernel", _mesh(tensor=8, fsdp=1), P(None, None)),
+        ("params/blocks/0/attention/out/kernel", _mesh(tensor=8, fsdp=2), P("fsdp", None)),
+        ("params/blocks/0/attention/out/bias", _mesh(tensor=4, fsdp=1), P(None)),
+        ("params/head/kernel", _mesh(tensor=4, fsdp=1), P(None, None)),
+        ("step", _mesh(fsdp=8), P()),
     ],
 )
-def test_parameter_spec(path, shape, mesh, spec):
-    assert parameter_spec(path, shape, mesh, num_heads=4) == spec
+def test_placement_by_the_names_that_layers_give_to_their_axes(path, mesh, spec):
+    model = nnx.eval_shape(lambda: deit_tiny(num_heads=4, depth=4, rngs=nnx.Rngs(0)))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    state = {"step": jax.ShapeDtypeStruct((), "int32"), "params": params}
+    state["opt_state"] = jax.eval_shape(optax.adam(1.0).init, params)
+    placed = state_sharding(state, mesh, parameter_facts(model))
+    specs = {tree_path(key): leaf.spec for key, leaf in jax.tree_util.tree_leaves_with_path(placed)}
+    assert specs[path] == spec
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 1), (-1, -1, 1), (0, 1, 1), (-1, 2, 1)])

@@ -1,0 +1,110 @@
+"""What is true of a parameter beside its value, said where the parameter is made.
+
+Weight decay or not, whether inputs are multiplied with it or compared to it, and which of its axes may be split over
+devices are facts of a layer. They travel as metadata of the variable, through ``nnx.split``, ``nnx.merge`` and
+``nnx.eval_shape``; optimizers and meshes read them with :func:`parameter_facts` and know no class of layers.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+_FACTS = "facts"
+
+
+class Axis(NamedTuple):
+    """An axis that may be split over devices.
+
+    Attributes:
+      name: logical name, which a mesh maps to one of its own axes: ``"heads"`` or ``"hidden"``.
+      parts: number of whole parts it consists of, such as heads.
+    """
+
+    name: str
+    parts: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is true of one parameter.
+
+    Attributes:
+      role: ``"weight"``: inputs are multiplied with it; ``"prototype"``: their L1 distance to it is taken; ``"other"``:
+        biases, norms, embeddings, and all else.
+      decay: whether weight decay shrinks it.
+      axes: one entry for each axis that may be split, by position.
+    """
+
+    role: str = "other"
+    decay: bool = False
+    axes: tuple[Axis | None, ...] = ()
+
+
+def state_facts(parameter: nnx.Variable, *, role: str, decay: bool) -> nnx.Variable:
+    """Writes the role of a parameter to it, and whether weight decay shrinks it; returns the parameter.
+
+    Example:
+      >>> parameter = state_facts(nnx.Param(jax.numpy.ones((2, 3))), role="prototype", decay=False)
+      >>> parameter_facts(nnx.Dict(kernel=parameter))["kernel"].role
+      'prototype'
+    """
+    parameter.set_metadata(_FACTS, dataclasses.replace(_known(parameter) or Facts(), role=role, decay=decay))
+    return parameter
+
+
+def name_axis(parameter: nnx.Variable | None, axis: int, name: str, parts: int | None = None) -> None:
+    """Says that an axis of a parameter may be split over devices.
+
+    Args:
+      parameter: None, as of a layer without a kernel, is left alone.
+      axis: which, counted from the end where it is negative.
+      name: logical name of the axis.
+      parts: number of whole parts that it consists of; by default each position is one.
+
+    Example:
+      >>> linear = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
+      >>> name_axis(linear.kernel, -1, "heads", 3)
+      >>> parameter_facts(linear)["kernel"].axes
+      (None, Axis(name='heads', parts=3))
+    """
+    if parameter is None:
+        return
+    shape = parameter.shape
+    facts = _known(parameter) or _default("kernel", len(shape))
+    axes = list(facts.axes or [None] * len(shape))
+    axes[axis] = Axis(name, shape[axis] if parts is None else parts)
+    parameter.set_metadata(_FACTS, dataclasses.replace(facts, axes=tuple(axes)))
+
+
+def parameter_facts(model: nnx.Module) -> dict[str, Any]:
+    """Returns a tree like the model's parameters with the :class:`Facts` of each.
+
+    A parameter that states none is a decayed weight if it is called ``kernel`` and has two or more axes, as in Flax's
+    own layers, and else none of both.
+
+    Args:
+      model: a module, or its abstract form from ``nnx.eval_shape``.
+
+    Example:
+      >>> facts = parameter_facts(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+      >>> facts["kernel"].decay, facts["bias"].decay
+      (True, False)
+    """
+    state = nnx.state(model, nnx.Param)
+    stated = nnx.to_flat_state(state)
+    facts = {path: _known(parameter) or _default(path[-1], len(parameter.shape)) for path, parameter in stated}
+    # In the order of the parameters, so that both trees have one structure.
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: facts[tuple(key.key for key in path)], nnx.to_pure_dict(state)
+    )
+
+
+def _known(parameter: nnx.Variable) -> Facts | None:
+    return parameter.get_metadata(_FACTS, None)
+
+
+def _default(name: Any, num_axes: int) -> Facts:
+    is_weight = name == "kernel" and num_axes >= 2
+    return Facts("weight" if is_weight else "other", decay=is_weight)
