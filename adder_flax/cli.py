@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from adder_flax import analysis, interop, training
+from adder_flax import counting, interop, report, training
 from adder_flax.layers import AdderLinear
 
 _FIGURE_IMAGES = 6
@@ -81,7 +81,7 @@ def _overview(run: training.Run, workdir: Path) -> str:
     abstract_model = run.model(run.abstract_state["params"])
     train, test = run.train_source, run.eval_source
     lines = [
-        analysis.summary_text(abstract_model, train.image_shape),
+        report.summary_text(abstract_model, train.image_shape),
         f"devices  {_devices(run)}",
         f"data     {train.name}: {len(train)} {train.split} and {len(test)} {test.split} images, "
         f"{train.num_classes} classes",
@@ -119,7 +119,7 @@ def compile_step(config: Any) -> None:
 def _estimate_text(run: training.Run, estimated: training.Estimate) -> str:
     config = run.config
     params = sum(leaf.size for leaf in jax.tree.leaves(run.abstract_state["params"]))
-    counted = analysis.count_operations(run.train_step, run.abstract_state, training.abstract_batch(run))
+    counted = counting.count_operations(run.train_step, run.abstract_state, training.abstract_batch(run))
     capacity = "" if estimated.capacity is None else f" of {_gib(estimated.capacity)}"
     lines = [
         f"model        {params:,} parameters, {config.model.score} scores, {config.optimizer.name}",
@@ -151,7 +151,7 @@ def _gib(size: int) -> str:
 def _draw(run: training.Run, workdir: Path, params: Any) -> None:
     """Draws the training curves, and where the class token looks on the first test images."""
     name = _run_name(run.config)
-    analysis.save_figure(analysis.curves_figure(training.read_metrics(workdir), title=name), workdir / "curves.png")
+    report.save_figure(report.curves_figure(training.read_metrics(workdir), title=name), workdir / "curves.png")
     images, labels = _first_images(run, _FIGURE_IMAGES)
     forward = jax.jit(lambda params, images: run.model(params)(run.normalize(images), return_weights=True))
     logits, maps = forward(params, images)
@@ -160,10 +160,10 @@ def _draw(run: training.Run, workdir: Path, params: Any) -> None:
         f"{names[label]}, predicted {names[predicted]}"
         for label, predicted in zip(labels, np.argmax(logits, axis=-1), strict=True)
     ]
-    figure = analysis.attention_figure(
+    figure = report.attention_figure(
         images, maps, class_token=run.config.model.pooling == "cls", captions=captions, title=name
     )
-    analysis.save_figure(figure, workdir / "attention.png")
+    report.save_figure(figure, workdir / "attention.png")
 
 
 def evaluate(config: Any, workdir: str | Path, checkpoint: str) -> None:
@@ -217,7 +217,7 @@ def analyze(config: Any, workdir: str | Path, checkpoint: str, baseline: str | P
     start = run.init()
     smooth = not any(isinstance(module, AdderLinear) for _, module in nnx.iter_modules(model))
     images, labels = _first_images(run, _REPORT_IMAGES)
-    report = analysis.write_report(
+    written = report.write_report(
         model,
         np.asarray(run.normalize(images)),
         labels,
@@ -227,14 +227,14 @@ def analyze(config: Any, workdir: str | Path, checkpoint: str, baseline: str | P
         name=_run_name(config),
         untrained=run.model(start["params"]),
         second_order={
-            where: list(analysis.second_order_along(run, origin, num_steps=_STUDIED_STEPS, derivatives=smooth))
+            where: list(report.second_order_along(run, origin, num_steps=_STUDIED_STEPS, derivatives=smooth))
             for where, origin in {"from the start": start, "from the checkpoint": state}.items()
         },
         peak_learning_rate=config.optimizer.learning_rate,
         **other,
     )
-    print(*(f"{claim.name}: {claim.verdict}" for claim in report.claims), sep="\n")
-    print(f"report at {report.page}")
+    print(*(f"{claim.name}: {claim.verdict}" for claim in written.claims), sep="\n")
+    print(f"report at {written.page}")
 
 
 def _baseline(config: Any, workdir: str | Path) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def _restore_to_study(config: Any, workdir: str | Path, checkpoint: str) -> tupl
     """Returns the run, its state and the model that a report can be made of."""
     run, _ = _build(config)
     with training.user_errors():
-        analysis.require_probabilities(run.model(run.abstract_state["params"]))
+        report.require_probabilities(run.model(run.abstract_state["params"]))
     state = _restore(run, workdir, checkpoint)
     return run, state, run.model(training.evaluation_params(state))
 

@@ -11,7 +11,7 @@ the topology by libtpu without the hardware, as ``main.py --mode=compile`` does.
 import argparse
 from collections.abc import Sequence
 
-from adder_flax import analysis, training
+from adder_flax import counting, training
 from experiments import common
 
 
@@ -60,7 +60,7 @@ def row(mechanism: str, size: str, optimizer: str, topology: str, options: argpa
     )
     run = training.build_run(config, devices=training.topology_devices(topology), data_needed=False)
     step = training.estimate(run)
-    counted = analysis.count_operations(run.train_step, run.abstract_state, training.abstract_batch(run))
+    counted = counting.count_operations(run.train_step, run.abstract_state, training.abstract_batch(run))
     working = step.memory["activations, gradients"]
     traffic = "; ".join(f"{t.count} {kind}, {_gib(t.bytes)}" for kind, t in step.collectives.items())
     experiment = "deit" if mechanism == "multiplicative" else f"{mechanism}_deit"

@@ -40,7 +40,7 @@ import optax
 from flax import nnx
 
 import kfac
-from adder_flax.analysis import count_operations
+from adder_flax.counting import count_operations
 from adder_flax.layers import LAYER_NORM_EPSILON, Linear, image_to_patches
 from adder_flax.models import VisionTransformer
 from benchmarks.timing import measure

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from adder_flax import analysis, training
+from adder_flax import report, training
 from experiments import common
 
 FIELDS = {"model.width": 64, "model.num_heads": 2, "model.depth": 4, "model.mlp_ratio": 2.0}
 
 
-def measure(mechanism: str, *, epochs: float, optimizer: str, every: int) -> list[analysis.SecondOrderStep]:
+def measure(mechanism: str, *, epochs: float, optimizer: str, every: int) -> list[report.SecondOrderStep]:
     """Trains one network from its initialisation and expands the loss along every so manyth step.
 
     Without the Hessian for adder layers, which has nothing of their kinks and needs minutes to compile.
@@ -28,7 +28,7 @@ def measure(mechanism: str, *, epochs: float, optimizer: str, every: int) -> lis
     config = common.deit(mechanism, "tiny")
     config.update_from_flattened_dict(FIELDS | {"num_epochs": epochs, "optimizer.name": optimizer})
     run, smooth = training.build_run(config), config.model.mlp_linear != "adder"
-    steps = analysis.second_order_along(run, run.init(), num_steps=run.num_steps, every=every, derivatives=smooth)
+    steps = report.second_order_along(run, run.init(), num_steps=run.num_steps, every=every, derivatives=smooth)
     return list(steps)
 
 
@@ -55,8 +55,8 @@ def main() -> None:
                 flush=True,
             )
     if options.out:
-        figure = analysis.second_order_figure(studies)
-        print(*analysis.save_figure(figure, Path(options.out) / "second_order", ("png", "svg")), sep="\n")
+        figure = report.second_order_figure(studies)
+        print(*report.save_figure(figure, Path(options.out) / "second_order", ("png", "svg")), sep="\n")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adder_flax import analysis, attention, linen
+from adder_flax import attention, counting, linen, measures, report
 from adder_flax.data import load_source
 from adder_flax.models import VisionTransformer
 from adder_flax.training.setup import make_model
@@ -52,7 +52,7 @@ def test_a_sixth_score_works_in_functions_modules_models_and_capture(registered)
     assert [m.shape for m in maps] == [(1, 2, 5, 5)] * 2
 
 
-def test_a_sixth_score_works_in_experiments_linen_and_analysis(registered):
+def test_a_sixth_score_works_in_experiments_linen_and_reports(registered):
     registered(attention.Score("cosine", cosine_scores, cosine_parameters, scale=lambda _: 1.0))
     config = common.deit("multiplicative", "tiny")
     config.model.update(score="cosine,dot", depth=2, width=8, num_heads=2)
@@ -65,9 +65,9 @@ def test_a_sixth_score_works_in_experiments_linen_and_analysis(registered):
     params = linen.from_nnx(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     np.testing.assert_allclose(module.apply({"params": params}, images), model(images), rtol=1e-4, atol=1e-5)
 
-    captured = analysis.capture(model, images)
-    np.testing.assert_allclose(analysis.stochastic_part(captured.blocks[0].map).sum(-1), 1.0)
-    counted = analysis.count_operations(model, images).layers
+    captured = report.capture(model, images)
+    np.testing.assert_allclose(measures.stochastic_part(captured.blocks[0].map).sum(-1), 1.0)
+    counted = counting.count_operations(model, images).layers
     assert any(name.startswith("blocks.0.attention") for name in counted)
 
 
@@ -87,7 +87,7 @@ def test_a_score_may_bring_its_own_normaliser(registered, tmp_path):
         rngs=nnx.Rngs(0)
     )  # fmt: skip
     with pytest.raises(ValueError, match="rows of weights are probabilities, got 'sigmoid'"):
-        analysis.write_report(model, np.ones((2, *model.image_shape), np.float32), np.arange(2), tmp_path)
+        report.write_report(model, np.ones((2, *model.image_shape), np.float32), np.arange(2), tmp_path)
 
 
 def test_names_are_unique(registered):

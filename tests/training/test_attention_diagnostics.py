@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from adder_flax import analysis, training
+from adder_flax import measures, report, training
 from adder_flax.models import VisionTransformer
 from adder_flax.training import Trainer, build_run, read_metrics
 from adder_flax.training.attention_diagnostics import hardtanh_saturation, make_attention_diagnostics
@@ -42,18 +42,18 @@ def images_of(batch, step=5):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"score": "additive", "temperature": "learned"}, {"score": "adder", "scale": 0.3}])
-def test_map_numbers_are_those_of_the_analysis(options, batch):
+def test_map_numbers_are_those_of_the_measures(options, batch):
     model = VisionTransformer(rngs=nnx.Rngs(0), **SIZES, **options)
     numbers, _, _ = diagnose(model, batch, num_images=5)
-    [block] = analysis.capture(model, images_of(batch)[:5]).blocks
-    walk = analysis.stochastic_part(block.map)
-    assert numbers["attention_entropy/block_01"] == pytest.approx(analysis.entropy(walk).mean(), rel=1e-4)
-    rank = analysis.equivalent_rank(analysis.singular_values(walk)).mean()
+    [block] = report.capture(model, images_of(batch)[:5]).blocks
+    walk = measures.stochastic_part(block.map)
+    assert numbers["attention_entropy/block_01"] == pytest.approx(measures.entropy(walk).mean(), rel=1e-4)
+    rank = measures.equivalent_rank(measures.singular_values(walk)).mean()
     assert numbers["attention_rank/block_01"] == pytest.approx(rank, abs=0.2)  # 0.9 may fall on a boundary
     # The softmax knows logits up to a constant for each row; their spread is what it was made from.
     assert numbers["attention_logit_std/block_01"] == pytest.approx(np.log(walk).std(-1).mean(), rel=1e-3)
     if options["score"] == "adder":
-        logits = 0.3 * analysis.pair_scores(block.query, block.key, "adder")
+        logits = 0.3 * measures.pair_scores(block.query, block.key, "adder")
         assert numbers["attention_max_logit/block_01"] == pytest.approx(logits.max(), rel=1e-4)
 
 

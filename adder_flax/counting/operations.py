@@ -1,0 +1,218 @@
+"""Additions, multiplications, comparisons and exponentials of any JAX function, and the energy they model.
+
+The usual counters know one number, the FLOP or the multiply-accumulate, in which an addition weighs as much
+as a multiplication. Here the jaxpr of a function is walked and every kind is counted by itself, layer by
+layer and number type by number type. Nothing is computed: arguments are replaced by their shapes.
+"""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from adder_flax import ops
+from adder_flax.counting import _walk
+from adder_flax.models.instrument import instrument
+
+
+@dataclasses.dataclass(frozen=True)
+class Operations:
+    """What one call of a function computes and moves.
+
+    Conventions: a sum over K terms is K additions (the accumulator starts empty, as in published counts of
+    multiply-accumulates); a term |x − w| of an L1 distance is two additions, its difference and its
+    accumulation, and the absolute value is free, being one bit of the operand.
+    :meth:`with_one_addition_per_l1_element` gives the other convention in use. Sign changes, selections,
+    conversions and moves are not arithmetic. Taps of a convolution that fall on padding are not counted.
+
+    Attributes:
+      counts: {(kind, dtype): number}, e.g. {("additions", "float32"): 12}.
+      bytes_moved: bytes that all equations read and write if each one goes through memory, an upper bound:
+        views (reshapes, broadcasts, transposes) move nothing and an L1 distance is one equation.
+      bytes_at_boundary: bytes of the arguments, constants and results, each touched once: a lower bound,
+        reached only when everything between stays on the chip. None for a single layer, which has no
+        boundary of its own.
+      layers: {layer: Operations}, from NNX module paths ("blocks.0.attention") and ``jax.named_scope``; ""
+        is what lies outside all of them. The layers sum to the whole.
+      uncounted: {primitive or kernel: occurrences} of which the counter knows nothing.
+    """
+
+    counts: Mapping[tuple[str, str], int]
+    bytes_moved: int = 0
+    bytes_at_boundary: int | None = None
+    layers: Mapping[str, "Operations"] = dataclasses.field(default_factory=dict)
+    uncounted: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @staticmethod
+    def total(parts: Sequence["Operations"]) -> "Operations":
+        """Sum of the counts and of the bytes moved; the parts' layers and boundaries are gone."""
+        counts: Counter = Counter()
+        for part in parts:
+            counts.update(part.counts)
+        return Operations(counts=dict(counts), bytes_moved=sum(part.bytes_moved for part in parts))
+
+    def _sum(self, kind: str) -> int:
+        return sum(number for (this, _), number in self.counts.items() if this == kind)
+
+    @property
+    def additions(self) -> int:
+        """Additions and subtractions."""
+        return self._sum(_walk.ADD)
+
+    @property
+    def multiplications(self) -> int:
+        """Multiplications; those of matrix products and convolutions are their multiply-accumulates."""
+        return self._sum(_walk.MULTIPLY)
+
+    @property
+    def comparisons(self) -> int:
+        """Maxima, minima, orderings, signs and roundings; clipping to an interval is two."""
+        return self._sum(_walk.COMPARE)
+
+    @property
+    def exponentials(self) -> int:
+        """Exponentials and what is computed like them: logarithms, tanh, erf, sines, powers."""
+        return self._sum(_walk.EXPONENTIAL)
+
+    @property
+    def divisions(self) -> int:
+        """Divisions and remainders."""
+        return self._sum(_walk.DIVIDE)
+
+    @property
+    def roots(self) -> int:
+        """Square roots, reciprocal square roots and cube roots."""
+        return self._sum(_walk.ROOT)
+
+    @property
+    def l1_elements(self) -> int:
+        """Terms |x − w| summed into L1 distances, the adder's counterpart of multiply-accumulates."""
+        return self._sum(_walk.L1)
+
+    def with_one_addition_per_l1_element(self) -> "Operations":
+        """The same counts if |x − w| costs nothing and only its accumulation is an addition.
+
+        This is the convention under which published adder networks report one addition per element.
+        """
+        counts = Counter(self.counts)
+        for (kind, dtype), number in self.counts.items():
+            if kind == _walk.L1:
+                counts[_walk.ADD, dtype] -= number
+        layers = {name: layer.with_one_addition_per_l1_element() for name, layer in self.layers.items()}
+        return dataclasses.replace(self, counts=dict(counts), layers=layers)
+
+    def by_prefix(self, depth: int) -> dict[str, "Operations"]:
+        """Layers merged by the first ``depth`` parts of their names.
+
+        Args:
+          depth: 1 gives "patch_embed", "blocks", "head"; 2 tells one block from another.
+
+        Returns:
+          {prefix: Operations} in the order of the program.
+        """
+        groups: dict[str, list[Operations]] = {}
+        for name, layer in self.layers.items():
+            groups.setdefault(".".join(name.split(".")[:depth]), []).append(layer)
+        return {name: Operations.total(group) for name, group in groups.items()}
+
+
+def count_operations(fn: Callable, *args: Any) -> Operations:
+    """Counts the operations of ``fn(*args)`` by walking its jaxpr; nothing is computed.
+
+    The adder and additive operators are traced through their reference form, so an adder layer shows the
+    additions of its formula whatever kernel would run. Loops (``scan``, ``fori_loop`` with known bounds)
+    count as often as they run, a conditional as its dearest branch, a sharded map on all its devices. A
+    ``while`` loop counts once, and says so in ``uncounted``.
+
+    Args:
+      fn: any JAX function, or an NNX module. Bind keyword arguments with a lambda.
+      *args: arrays, ``jax.ShapeDtypeStruct``, pytrees of them, or NNX modules, which may be abstract
+        (``nnx.eval_shape``).
+
+    Returns:
+      The counts, whole and per layer.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> x, w = jax.ShapeDtypeStruct((2, 3), "float32"), jax.ShapeDtypeStruct((3, 5), "float32")
+      >>> counted = count_operations(jnp.matmul, x, w)
+      >>> counted.multiplications, counted.additions
+      (30, 30)
+      >>> from adder_flax.ops import adder_matmul
+      >>> counted = count_operations(adder_matmul, x, w)
+      >>> counted.multiplications, counted.additions, counted.with_one_addition_per_l1_element().additions
+      (0, 60, 30)
+    """
+    with ops.use_backend("reference"):
+        closed = _trace(fn, args)
+    tally = _walk.Tally()
+    _walk.walk(closed.jaxpr, tally, _layer_name)
+    layers = {
+        name: Operations(counts=dict(tally.counts.get(name, {})), bytes_moved=tally.bytes_moved[name])
+        for name in tally.bytes_moved
+    }
+    boundary = [*closed.jaxpr.invars, *closed.jaxpr.constvars, *closed.jaxpr.outvars]
+    return dataclasses.replace(
+        Operations.total(list(layers.values())),
+        bytes_at_boundary=sum(_walk.nbytes(v) for v in boundary),
+        layers=layers,
+        uncounted=dict(tally.uncounted),
+    )
+
+
+def declare_operations(kernel: str, count: Callable[[Any], Mapping[str, int]]) -> None:
+    """Declares what a custom kernel computes, for the cases in which it is met in a jaxpr.
+
+    Args:
+      kernel: the FFI target, the name of the Pallas kernel, or the name of the primitive.
+      count: from the jaxpr's equation to {kind: number}, kinds as in :attr:`Operations.counts`.
+
+    Example:
+      >>> declare_operations("my_kernel", lambda equation: {"additions": equation.outvars[0].aval.size})
+    """
+    _walk.declare(kernel, count)
+
+
+# An NNX module's path is put into the name stack between these, so that a layer is known by its path whether
+# or not its parents were called on the way to it.
+_PATH = re.compile(r"<([^<>]*)>")
+
+
+def _layer_name(stack: str) -> str:
+    """Innermost NNX path in a name stack, followed by the scopes opened inside of it."""
+    plain = re.sub(r"\w+\(|\)", "", stack)  # jvp(...), transpose(...): the backward pass belongs to its layer
+    *_, last = _PATH.finditer(plain) if _PATH.search(plain) else [None]
+    if last is None:
+        return plain.replace("/", ".")
+    scopes = [part for part in plain[last.end() :].split("/") if part]
+    return ".".join([part for part in (last.group(1), *scopes) if part])
+
+
+def _trace(fn: Callable, args: tuple) -> Any:
+    if isinstance(fn, nnx.Module):
+        return _trace(lambda model, *rest: model(*rest), (fn, *args))
+    # The graph definitions stay outside of the traced function, the arrays become its arguments.
+    parts = [nnx.split(arg) if isinstance(arg, nnx.Module) else (None, arg) for arg in args]
+
+    def pure(*states: Any) -> Any:
+        merged = [
+            state if graphdef is None else instrument(nnx.merge(graphdef, state), _in_scope)
+            for (graphdef, _), state in zip(parts, states, strict=True)
+        ]
+        out = fn(*merged)
+        return nnx.state(out) if isinstance(out, nnx.Module) else out
+
+    return jax.make_jaxpr(pure)(*(jax.tree.map(_shape_of, state) for _, state in parts))
+
+
+def _shape_of(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf
+
+
+def _in_scope(path: str, call: Callable, *args: Any, **kwargs: Any) -> Any:
+    with jax.named_scope(f"<{path}>"):
+        return call(*args, **kwargs)

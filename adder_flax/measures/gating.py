@@ -1,0 +1,86 @@
+"""Attention scores seen as gates: a vector that opens or closes the features of another one.
+
+Source: "Additive vs. multiplicative attention", section "Attention as gating".
+
+    multiplicative: s = Σ_c g_c k_c,  g = Wᵀ q                        linear, unbounded, made by the query alone
+    additive:       s = Σ_h g_h v_h,  g = tanh(W_q q + W_k k + b)     in (−1, 1), made by query and key together
+
+Both let features count against a key as well as for it, unlike the gates of an LSTM, which lie in (0, 1)."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Array, Float
+
+from adder_flax.measures.saturation import LAYER_NORM_EPSILON
+
+GATED_SCORES = ("dot", "bilinear", "additive")
+_SATURATED = 0.99
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """A score taken apart: raw scores are the sum over features of ``values`` times ``content``.
+
+    Attributes:
+      values: the gate; the key axis is 1 long where it is the same for all keys.
+      content: what it lets through, the key (multiplicative) or v (additive).
+    """
+
+    values: Float[np.ndarray, "*batch query #key feature"]
+    content: Float[np.ndarray, "*batch #query #key feature"]
+
+    @property
+    def scores(self) -> Float[np.ndarray, "*batch query key"]:
+        """Raw scores, before any scale."""
+        return np.sum(self.values * self.content, -1)
+
+    @property
+    def negative_share(self) -> float:
+        """Share of the gate's values that are below 0."""
+        return float(np.mean(self.values < 0))
+
+    @property
+    def saturated_share(self) -> float:
+        """Share of the gate's values beyond 0.99 in size, where tanh passes less than 2 % of a gradient."""
+        return float(np.mean(np.abs(self.values) > _SATURATED))
+
+
+def gate(
+    score: str,
+    query: Float[Array, "*batch query query_dim"],
+    key: Float[Array, "*batch key key_dim"],
+    parameters: Mapping[str, Array] | None = None,
+) -> Gate:
+    """The gate behind a score, in float64.
+
+    Args:
+      score: "dot", "bilinear" or "additive".
+      query, key: of one or more heads.
+      parameters: the score's learned arrays under the names of ``MultiHeadAttention.score``, with the heads as the
+        last of the batch axes.
+
+    Raises:
+      ValueError: the score is a distance, or unknown.
+
+    Example:
+      >>> found = gate("dot", np.array([[2.0, -1.0]]), np.array([[3.0, 4.0]]))
+      >>> found.values.tolist(), found.scores.tolist(), found.negative_share
+      ([[[2.0, -1.0]]], [[2.0]], 0.5)
+    """
+    wide = {name: np.asarray(value, np.float64) for name, value in (parameters or {}).items()}
+    query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
+    if score in ("dot", "bilinear"):
+        opened = query if score == "dot" else query @ wide["kernel"]
+        return Gate(opened[..., :, None, :], key[..., None, :, :])
+    if score != "additive":
+        raise ValueError(f"expected a score that gates, one of {GATED_SCORES}; got {score!r}, which compares instead.")
+    hidden = (query @ wide["query_kernel"])[..., :, None, :] + (key @ wide["key_kernel"])[..., None, :, :]
+    over_pairs = lambda x: x[..., None, None, :]
+    if "norm_scale" in wide:
+        hidden = hidden - hidden.mean(-1, keepdims=True)
+        hidden = over_pairs(wide["norm_scale"]) * hidden / np.sqrt(hidden.var(-1, keepdims=True) + LAYER_NORM_EPSILON)
+    if "bias" in wide:
+        hidden = hidden + over_pairs(wide["bias"])
+    return Gate(np.tanh(hidden), over_pairs(wide["v"]))

@@ -1,0 +1,179 @@
+"""Where gradients vanish: the tanh of additive scores, and the softmax over scores of large variance.
+
+Source: "Additive vs. multiplicative attention", section "Training dynamics and numerical stability". As inputs
+grow, the gradient of an additive score vanishes because tanh saturates, unless LayerNorm stands before it; that of
+a dot product grows, but the softmax behind it saturates unless the scores are scaled by 1/√d."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from adder_flax.measures.maps import entropy
+from adder_flax.measures.variance import ADDER_VARIANCE_PER_DIM
+
+LAYER_NORM_EPSILON = 1e-6
+
+
+def additive_gradient_norm(
+    preactivation: Float[np.ndarray, "*batch hidden"],
+    v: Float[np.ndarray, "*batch hidden"],
+    query_norm: Float[np.ndarray, "*batch"],
+    *,
+    layer_norm: bool = False,
+) -> Float[np.ndarray, "*batch"]:
+    """‖∂e/∂W_s‖_F of the additive score e = vᵀ tanh(z), z = W_sᵀ s + W_hᵀ h.
+
+    The gradient is the outer product of s and ∂e/∂z = v (1 − tanh² z), so its norm is the product of theirs. With
+    LayerNorm before tanh, e = vᵀ tanh(ẑ), ∂e/∂z = (u − mean(u) − ẑ mean(u ẑ)) / √(var z + ε), u = v (1 − tanh² ẑ).
+
+    Args:
+      preactivation: z.
+      v: output weights.
+      query_norm: ‖s‖.
+      layer_norm: whether LayerNorm stands before tanh.
+
+    Example:
+      >>> additive_gradient_norm(np.zeros(4), np.ones(4), np.array(3.0)).item()
+      6.0
+    """
+    scale = 1.0
+    if layer_norm:
+        scale = 1.0 / np.sqrt(preactivation.var(-1, keepdims=True) + LAYER_NORM_EPSILON)
+        preactivation = (preactivation - preactivation.mean(-1, keepdims=True)) * scale
+    gradient = v * (1.0 - np.tanh(preactivation) ** 2)
+    if layer_norm:
+        along = np.mean(gradient * preactivation, -1, keepdims=True)
+        gradient = (gradient - gradient.mean(-1, keepdims=True) - preactivation * along) * scale
+    return query_norm * np.linalg.norm(gradient, axis=-1)
+
+
+def dot_product_gradient(
+    query: Float[np.ndarray, "*batch dim"], keys: Float[np.ndarray, "*batch keys dim"], *, scale: float
+) -> tuple[Float[np.ndarray, "*batch dim"], Float[np.ndarray, "*batch keys"]]:
+    """∂L/∂q of L = −ln softmax(scale · q·k)₀, the first key being the right one, and the softmax itself.
+
+    The gradient is scale · Σ_j (p_j − δ_j0) k_j.
+
+    Example:
+      >>> gradient, weights = dot_product_gradient(np.zeros(1), np.array([[1.0], [3.0]]), scale=1.0)
+      >>> gradient.tolist(), weights.tolist()
+      ([1.0], [0.5, 0.5])
+    """
+    scores = np.einsum("...d,...kd->...k", query, keys) * scale
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    error = weights - (np.arange(weights.shape[-1]) == 0)
+    return scale * np.einsum("...k,...kd->...d", error, keys), weights
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientNorms:
+    """Medians over random draws of gradient norms, for inputs of growing norm.
+
+    Attributes:
+      input_norms: ‖s‖ = ‖h‖ in units of √d.
+      additive: ‖∂e/∂W_s‖ of the additive score.
+      additive_rms: its root mean square instead of its median. A unit's pre-activation lies near zero, unsaturated,
+        with probability ~ 1/‖s‖, and then contributes ‖s‖: the mean square grows like ‖s‖ while almost every single
+        draw vanishes.
+      additive_layer_norm: ‖∂e/∂W_s‖ with LayerNorm before tanh.
+      dot: ‖∂L/∂q‖ of L = −ln softmax(q·k)_j for one key j, without scaling.
+      dot_scaled: the same with softmax(q·k/√d).
+      active: share of weight that softmax(q·k) leaves to all but the largest key: what can still learn.
+      active_scaled: the same with scaling.
+    """
+
+    input_norms: Float[np.ndarray, " norms"]
+    additive: Float[np.ndarray, " norms"]
+    additive_rms: Float[np.ndarray, " norms"]
+    additive_layer_norm: Float[np.ndarray, " norms"]
+    dot: Float[np.ndarray, " norms"]
+    dot_scaled: Float[np.ndarray, " norms"]
+    active: Float[np.ndarray, " norms"]
+    active_scaled: Float[np.ndarray, " norms"]
+
+
+def gradient_norms(
+    input_norms: Sequence[float], *, dim: int = 64, hidden: int = 64, keys: int = 17, draws: int = 256, seed: int = 0
+) -> GradientNorms:
+    """Gradient norms of additive and dot-product scores against the norm of their inputs.
+
+    Weights are normal with variance 1/(2d), so that inputs of norm √d give pre-activations of variance 1; v is
+    normal with variance 1/hidden. Queries and keys are independent normal vectors scaled to the given norm.
+
+    Args:
+      input_norms: in units of √d.
+      dim: width of queries and keys.
+      hidden: hidden width of the additive score.
+      keys: number of keys that the softmax chooses from.
+      draws: random weights and inputs.
+      seed: of the draws.
+
+    Example:
+      >>> norms = gradient_norms([1.0, 1000.0])
+      >>> bool(norms.additive[1] < 1e-3 * norms.additive[0]), bool(norms.active[1] < 0.1 < norms.active_scaled[0])
+      (True, True)
+    """
+
+    rng = np.random.default_rng(seed)
+    normal = rng.standard_normal
+    # For normal weights W_sᵀ s + W_hᵀ h is normal with variance (‖s‖² + ‖h‖²)/(2d): they need not be drawn.
+    unit_preactivation, v = normal((draws, hidden)), normal((draws, hidden)) / np.sqrt(hidden)
+    query, others = (_unit(normal(shape)) for shape in ((draws, dim), (draws, keys, dim)))
+    columns = []
+    for norm in np.asarray(input_norms, float):
+        length = norm * np.sqrt(dim)
+        additive, normed = (
+            additive_gradient_norm(norm * unit_preactivation, v, length, layer_norm=on) for on in (False, True)
+        )
+        dots = [dot_product_gradient(length * query, length * others, scale=scale) for scale in (1.0, dim**-0.5)]
+        dot_norms = [np.median(np.linalg.norm(gradient, axis=-1)) for gradient, _ in dots]
+        active = [np.median(1.0 - weights.max(-1)) for _, weights in dots]
+        rms = np.sqrt(np.mean(additive**2))
+        columns.append((norm, np.median(additive), rms, np.median(normed), *dot_norms, *active))
+    return GradientNorms(*np.transpose(columns))
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+ENTROPY_SCORES = ("dot", "dot, unscaled", "adder", "adder, variance-matched", "adder, unscaled")
+
+
+def entropy_by_width(
+    head_dims: Sequence[int], *, keys: int = 197, queries: int = 64, seed: int = 0
+) -> dict[str, Float[np.ndarray, " dims"]]:
+    """Mean entropy of the softmax over scores between unit-normal queries and keys, by width.
+
+    Without scaling it falls with the width, with it it does not; the adder score at 1/√d has variance 0.727 instead
+    of 1, so its maps are a little flatter than the dot product's, and the variance-matched scale takes that back.
+
+    Args:
+      head_dims: widths d.
+      keys: how many keys each query sees.
+      queries: how many queries are averaged.
+      seed: of the vectors.
+
+    Returns:
+      {mechanism: entropies in nats}, for :data:`ENTROPY_SCORES`; the largest possible is ln(keys).
+
+    Example:
+      >>> by_width = entropy_by_width([4, 256])
+      >>> bool(by_width["dot, unscaled"][1] < 1.0 < by_width["dot"][1])
+      True
+    """
+    rng = np.random.default_rng(seed)
+    result: dict[str, list[float]] = {name: [] for name in ENTROPY_SCORES}
+    for dim in head_dims:
+        query, key = rng.standard_normal((queries, dim)), rng.standard_normal((keys, dim))
+        dot = query @ key.T
+        adder = -np.abs(query[:, None] - key[None]).sum(-1)
+        matched = np.sqrt(ADDER_VARIANCE_PER_DIM * dim)
+        scaled = (dot / np.sqrt(dim), dot, adder / np.sqrt(dim), adder / matched, adder)
+        for name, scores in zip(ENTROPY_SCORES, scaled, strict=True):
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            result[name].append(float(entropy(weights / weights.sum(-1, keepdims=True)).mean()))
+    return {name: np.array(values) for name, values in result.items()}

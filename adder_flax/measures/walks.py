@@ -1,0 +1,187 @@
+"""An attention map as the transition matrix of a Markov chain on tokens.
+
+Source: "The Brownian motion in the transformer model" (Chen, 2021), sections 2.2, 2.3 and 3.2: softmax makes A
+row-stochastic, A^k walks k steps, and its spectrum gives diffusion coordinates (Coifman and Lafon, 2006). A map
+with the identity, whose rows sum to 2, is the lazy walk (A + I)/2 twice over; all functions but :func:`rollout`
+take the identity off first. They take (…, N, N) and compute in float64."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from adder_flax.measures.maps import has_identity, stochastic_part
+
+
+def stationary_distribution(maps: Float[Array, "*batch n n"]) -> Float[np.ndarray, "*batch n"]:
+    """The distribution π with π A = π; unique, since softmax leaves no transition at zero.
+
+    Solves (I − Aᵀ + 𝟏𝟏ᵀ) π = 𝟏, which has the one solution with Σ π = 1.
+
+    Example:
+      >>> stationary_distribution(np.array([[0.9, 0.1], [0.3, 0.7]])).round(12).tolist()
+      [0.75, 0.25]
+    """
+    maps = stochastic_part(maps)
+    size = maps.shape[-1]
+    ones = np.ones((*maps.shape[:-1], 1))
+    return np.linalg.solve(np.eye(size) - np.swapaxes(maps, -1, -2) + 1.0, ones)[..., 0]
+
+
+def eigenvalues(maps: Float[Array, "*batch n n"]) -> Float[np.ndarray, "*batch n"]:
+    """Eigenvalues by falling modulus; the first is 1. Complex if the walk is not reversible.
+
+    Example:
+      >>> eigenvalues(np.array([[0.9, 0.1], [0.3, 0.7]])).real.round(12).tolist()
+      [1.0, 0.6]
+    """
+    values = np.linalg.eigvals(stochastic_part(maps))
+    return np.take_along_axis(values, np.argsort(-np.abs(values), -1, kind="stable"), -1)
+
+
+def spectral_gap(maps: Float[Array, "*batch n n"]) -> Float[np.ndarray, "*batch"]:
+    """1 − |λ₂|: how much of what tells starting points apart one step wipes out; 1 if all is gone after one step.
+
+    Example:
+      >>> spectral_gap(np.array([[0.9, 0.1], [0.3, 0.7]])).round(12).item()
+      0.4
+    """
+    values = np.abs(eigenvalues(maps))
+    return 1.0 - values[..., 1] if values.shape[-1] > 1 else np.ones(values.shape[:-1])
+
+
+def k_step(maps: Float[Array, "*batch n n"], steps: int) -> Float[np.ndarray, "*batch n n"]:
+    """A^k, the transition matrix of k steps.
+
+    Example:
+      >>> k_step(np.array([[0.0, 1.0], [1.0, 0.0]]), 2).tolist()
+      [[1.0, 0.0], [0.0, 1.0]]
+    """
+    return np.linalg.matrix_power(stochastic_part(maps), steps)
+
+
+def mixing_time(
+    maps: Float[Array, "*batch n n"], *, epsilon: float = 0.25, limit: int = 2**20
+) -> Int[np.ndarray, "*batch"]:
+    """Steps after which the walk has forgotten where it began.
+
+    t_mix(ε) = min {k : max_i ½ Σ_j |A^k_ij − π_j| ≤ ε} (Levin, Peres and Wilmer, section 4.5). The distance
+    never grows with k, so k is found by doubling and then bit by bit.
+
+    Args:
+      maps: with or without the identity, which is taken off.
+      epsilon: total variation distance that counts as mixed.
+      limit: −1 is returned for walks that have not mixed after so many steps, e.g. periodic ones.
+
+    Example:
+      >>> mixing_time(np.array([[0.9, 0.1], [0.3, 0.7]])).item()  # the distance after k steps is 0.75 · 0.6^k
+      3
+    """
+    maps = stochastic_part(maps)
+    flat = maps.reshape(-1, *maps.shape[-2:])
+    times = [_mixing_time(matrix, epsilon, limit) for matrix in flat]
+    return np.array(times).reshape(maps.shape[:-2])
+
+
+def _mixing_time(matrix: np.ndarray, epsilon: float, limit: int) -> int:
+    stationary = stationary_distribution(matrix)
+    mixed = lambda power: np.abs(power - stationary).sum(-1).max() / 2 <= epsilon
+    if mixed(np.eye(len(matrix))):
+        return 0
+    powers = [matrix]  # A^(2^i)
+    while not mixed(powers[-1]):
+        if 2 ** len(powers) > limit:
+            return -1
+        powers.append(powers[-1] @ powers[-1])
+    # The largest k that is not mixed, bit by bit; one more step mixes.
+    steps, reached = 0, np.eye(len(matrix))
+    for bit in range(len(powers) - 1, -1, -1):
+        further = reached @ powers[bit]
+        if not mixed(further):
+            steps, reached = steps + 2**bit, further
+    return steps + 1
+
+
+def irreversibility(maps: Float[Array, "*batch n n"]) -> Float[np.ndarray, "*batch"]:
+    """½ Σ_ij |π_i A_ij − π_j A_ji|: the probability flow that goes round in circles; 0 for a reversible walk, at
+    most 1.
+
+    Diffusion maps are made for reversible walks, so this says how far to trust them.
+
+    Example:
+      >>> irreversibility(np.eye(3)[[1, 2, 0]]).item()  # round and round
+      1.0
+    """
+    maps = stochastic_part(maps)
+    flow = stationary_distribution(maps)[..., None] * maps
+    return np.abs(flow - np.swapaxes(flow, -1, -2)).sum((-2, -1)) / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffusionMap:
+    """Diffusion coordinates after k steps: λ_j^k ψ_j, j = 1 …, without the constant ψ₀.
+
+    Attributes:
+      coordinates: (…, N, dims). Their Euclidean distance is the diffusion distance after k steps.
+      eigenvalues: (…, dims), of the walk made reversible, by falling modulus.
+    """
+
+    coordinates: Float[np.ndarray, "*batch n dims"]
+    eigenvalues: Float[np.ndarray, "*batch dims"]
+
+
+def diffusion_map(maps: Float[Array, "*batch n n"], *, steps: int = 1, dims: int = 2) -> DiffusionMap:
+    """Places tokens so that those between which the walk moves easily are close (Coifman and Lafon, 2006).
+
+    For a walk that is not reversible its additive reversibilisation ½(A + Π⁻¹ Aᵀ Π) is taken, Π = diag(π), which
+    has the same stationary distribution; for a reversible one that is A itself.
+
+    Args:
+      maps: with or without the identity, which is taken off.
+      steps: k ≥ 0; larger shows coarser structure.
+      dims: how many coordinates, at most N − 1.
+
+    Example:
+      >>> diffusion_map(np.array([[0.9, 0.1], [0.3, 0.7]]), dims=1).eigenvalues.round(12).tolist()
+      [0.6]
+    """
+    maps = stochastic_part(maps)
+    root = np.sqrt(stationary_distribution(maps))
+    similar = root[..., :, None] * maps / root[..., None, :]  # Π^½ A Π^−½; its symmetric part reverses the walk
+    values, vectors = np.linalg.eigh((similar + np.swapaxes(similar, -1, -2)) / 2)
+    order = np.argsort(-np.abs(values), -1, kind="stable")[..., 1 : dims + 1]
+    values = np.take_along_axis(values, order, -1)
+    vectors = np.take_along_axis(vectors, order[..., None, :], -1) / root[..., None]
+    return DiffusionMap(coordinates=vectors * values[..., None, :] ** steps, eigenvalues=values)
+
+
+def rollout(maps: Sequence[Float[Array, "*batch head n n"]]) -> Float[np.ndarray, "*batch n n"]:
+    """Attention rollout: how much of each input token is in each output token (Abnar and Zuidema, ACL 2020).
+
+    A block adds the attention branch to its input, x + A x, so with heads averaged the mixing matrix is
+    (A + I) / 2. With the identity map the branch is (A + I) x itself, the block x + (A + I) x, and the matrix
+    (A + 2I) / 3: the residual counts once, and rows are divided by what they sum to. Blocks multiply, the
+    last from the left.
+
+    Args:
+      maps: of every block, first to last, (…, heads, N, N), with or without the identity; any leading axes.
+
+    Returns:
+      Rows of tokens after the last block over tokens before the first; they sum to 1.
+
+    Example:
+      >>> rollout([np.full((1, 2, 2), 0.5)]).tolist()
+      [[0.75, 0.25], [0.25, 0.75]]
+      >>> rollout([np.full((1, 2, 2), 0.5) + np.eye(2)]).round(4).tolist()
+      [[0.8333, 0.1667], [0.1667, 0.8333]]
+    """
+    result = None
+    for block in maps:
+        shortcuts = 2.0 if has_identity(block) else 1.0
+        mean = stochastic_part(block).mean(-3)
+        mixing = (mean + shortcuts * np.eye(mean.shape[-1])) / (1.0 + shortcuts)
+        result = mixing if result is None else mixing @ result
+    if result is None:
+        raise ValueError("expected the maps of at least one block, got none. Pass one array per block.")
+    return result

@@ -1,0 +1,192 @@
+"""What the sections of a report are given, and what they give back."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from adder_flax.attention import get_score
+from adder_flax.measures.maps import has_identity, patch_grid, stochastic_part
+from adder_flax.measures.spectrum import IdentityEffect, identity_effect
+from adder_flax.models import VisionTransformer
+from adder_flax.report.captures import Capture, capture
+from adder_flax.report.second_order import SecondOrderStep
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HOLDS = "holds"
+DOES_NOT_HOLD = "does not hold"
+NOT_MEASURED = "not measured"
+
+
+def only_when(condition: str) -> str:
+    """The verdict on a claim that needs more than its source says."""
+    return f"holds only when {condition}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """One claim of a paper, and what the numbers say to it.
+
+    Attributes:
+      name: short identifier, e.g. "proposition-1-rank".
+      source: where the claim is made.
+      statement: the claim.
+      verdict: :data:`HOLDS`, :data:`DOES_NOT_HOLD`, :data:`NOT_MEASURED` or "holds only when …".
+      number: the one number that decides, for tables.
+      finding: the numbers behind the verdict, in a sentence.
+      figure: name of the figure that shows it, if there is one.
+    """
+
+    name: str
+    source: str
+    statement: str
+    verdict: str
+    number: str
+    finding: str
+    figure: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A figure with what it shows.
+
+    Attributes:
+      name: file name without suffix.
+      figure: to be saved.
+      caption: what to see in it.
+      alt: what it shows, for those who do not see it.
+      data: the numbers behind it: equally long columns become a CSV, anything else an NPZ.
+    """
+
+    name: str
+    figure: "Figure"
+    caption: str
+    alt: str
+    data: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A part of the report: claims first, then the figures behind them."""
+
+    title: str
+    introduction: str
+    claims: Sequence[Claim]
+    pictures: Sequence[Picture]
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model at work on the images of the report.
+
+    Attributes:
+      name: in legends.
+      model: the model.
+      captured: its forward pass.
+    """
+
+    name: str
+    model: VisionTransformer
+    captured: Capture
+
+    @property
+    def maps(self) -> list[Float[np.ndarray, "image head token token"]]:
+        """Attention maps by block, the identity included where the model adds it."""
+        return [block.map for block in self.captured.blocks]
+
+    @functools.cached_property
+    def walks(self) -> list[Float[np.ndarray, "image head token token"]]:
+        """Attention maps by block without the identity, rows summing to 1."""
+        return [stochastic_part(block) for block in self.maps]
+
+    @functools.cached_property
+    def effects(self) -> list[IdentityEffect]:
+        """Spectra by block, of A and A + I."""
+        return [identity_effect(block) for block in self.maps]
+
+    @functools.cached_property
+    def identities(self) -> list[bool]:
+        """By block, whether the model adds the identity map."""
+        return [has_identity(block) for block in self.maps]
+
+    @property
+    def scores(self) -> list[str]:
+        """Name of the score by block."""
+        return [block.attention.score_name for block in self.model.blocks]
+
+    @property
+    def class_token(self) -> bool:
+        """Whether token 0 is a class token."""
+        return self.model.pooling == "cls"
+
+    def blocks(self, *wanted: int) -> list[int]:
+        """Those of the wanted blocks, counted from 1 as in the papers, that exist; else first, middle, last."""
+        count = len(self.captured.blocks)
+        found = [number - 1 for number in wanted if number <= count]
+        return found if len(found) == len(wanted) else sorted({0, count // 2, count - 1})
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """All that a report is made from.
+
+    Attributes:
+      subject: the model that the report is about.
+      baseline: another model on the same images, e.g. the multiplicative one, or None.
+      untrained: the same model before training, or None.
+      pictures: the images as people see them, uint8 or floats in [0, 1].
+      captions: a line for each image.
+      labels: true classes.
+      second_order: expansions of the loss along training steps, by where in training they were taken; may be empty.
+      peak_learning_rate: of the subject's training; nan where nothing is known of it.
+    """
+
+    subject: Subject
+    baseline: Subject | None
+    untrained: Subject | None
+    pictures: np.ndarray
+    captions: Sequence[str]
+    labels: Int[np.ndarray, " image"]
+    second_order: Mapping[str, Sequence[SecondOrderStep]] = dataclasses.field(default_factory=dict)
+    peak_learning_rate: float = float("nan")
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches."""
+        tokens = self.subject.captured.tokens.shape[1] - int(self.subject.class_token)
+        return patch_grid(self.pictures.shape[1:], tokens)
+
+
+def observe(name: str, model: VisionTransformer, images: Float[Array, "image height width channels"]) -> Subject:
+    """Runs a model on the images of a report.
+
+    Raises:
+      ValueError: as :func:`require_probabilities`.
+    """
+    require_probabilities(model)
+    return Subject(name, model, capture(model, images))
+
+
+def require_probabilities(model: VisionTransformer) -> None:
+    """Checks that a report can be made of a model: entropy, rollout and walks are made of probabilities.
+
+    Raises:
+      ValueError: a score whose rows of weights are registered as anything else.
+    """
+    for block in model.blocks:
+        if not get_score(block.attention.score_name).rows_are_probability:
+            raise ValueError(
+                f"expected scores whose rows of weights are probabilities, got {block.attention.score_name!r}, "
+                "registered with rows_are_probability=False; look at its maps with capture_attention"
+            )
+
+
+def spread(values: Any) -> str:
+    """Median and range, for findings: "0.31 (0.12 to 0.58)"."""
+    values = np.asarray(values, float)
+    return f"{np.median(values):.3g} ({values.min():.3g} to {values.max():.3g})"

@@ -1,0 +1,108 @@
+"""How all figures look: one canvas without pyplot's global state, and lines that differ without colour."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Each line differs from the others in dash and marker as well; the colours (Okabe and Ito) differ in
+# lightness too.
+LINES: tuple[dict[str, Any], ...] = (
+    {"color": "#000000", "linestyle": "-", "marker": "o"},
+    {"color": "#D55E00", "linestyle": "--", "marker": "s"},
+    {"color": "#0072B2", "linestyle": "-.", "marker": "^"},
+    {"color": "#009E73", "linestyle": ":", "marker": "D"},
+    {"color": "#CC79A7", "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "v"},
+)
+GREY = "#8a8a8a"
+HEAT = "magma"  # its lightness rises with the value, so a greyscale print keeps the order
+
+_FONT = {"family": ["DejaVu Sans"], "size": 9}
+
+
+def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Any, Any]:
+    """A figure of ``width`` × ``height`` inches and its axes as an array (rows, columns)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, columns, squeeze=False, **grid)
+
+
+def dress(axes: "Axes", *, xlabel: str = "", ylabel: str = "", title: str = "") -> "Axes":
+    """Labels the axes, opens the frame at the top and right, and draws a faint grid."""
+    axes.set_xlabel(xlabel, fontsize=_FONT["size"])
+    axes.set_ylabel(ylabel, fontsize=_FONT["size"])
+    axes.set_title(title, fontsize=_FONT["size"] + 1, loc="left")
+    axes.tick_params(labelsize=_FONT["size"] - 1)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(True, color="#e4e4e4", linewidth=0.6)
+    axes.set_axisbelow(True)
+    return axes
+
+
+def whole_ticks(axes: "Axes") -> None:
+    """Ticks of the horizontal axis at whole numbers only, for blocks and ranks."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+
+
+def bare(axes: "Axes", *, title: str = "", note: str = "") -> "Axes":
+    """Axes for a picture: no ticks, a title above, a note below."""
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.set_title(title, fontsize=_FONT["size"])
+    axes.set_xlabel(note, fontsize=_FONT["size"] - 1.5, color="#333333")
+    return axes
+
+
+def legend(axes: "Axes", **options: Any) -> None:
+    """A legend without a frame, with handles long enough to tell dashes apart."""
+    axes.legend(**{"frameon": False, "fontsize": _FONT["size"] - 1, "handlelength": 3.2, **options})
+
+
+def save_figure(figure: "Figure", path: str | Path, formats: Iterable[str] = ("png",)) -> list[Path]:
+    """Writes a figure as ``path`` with each of the formats for a suffix.
+
+    Args:
+      figure: from one of the figure functions.
+      path: where to, without suffix or with one that is replaced; directories are made.
+      formats: "png" (150 dots per inch), "svg" and whatever else Matplotlib writes.
+
+    Returns:
+      The paths written.
+
+    Example:
+      >>> import tempfile
+      >>> from adder_flax.report import curves_figure
+      >>> figure = curves_figure([{"step": 1, "train/loss": 2.3}, {"step": 2, "train/loss": 1.9}])
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     [path.name for path in save_figure(figure, f"{directory}/curves", ("png", "svg"))]
+      ['curves.png', 'curves.svg']
+    """
+    from matplotlib import rc_context
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = [path.with_suffix(f".{suffix}") for suffix in formats]
+    engine, dots_per_inch = figure.get_layout_engine(), figure.get_dpi()
+    try:
+        figure.set_dpi(150)
+        # Laid out once: with an engine, "none" too, every format would be drawn twice to lay it out again.
+        if engine is not None:
+            engine.execute(figure)
+            figure.set_layout_engine(None)
+        # A fixed salt and no date: the same numbers give the same file.
+        with rc_context({"svg.hashsalt": "adder_flax", "svg.fonttype": "none"}):
+            for target in written:
+                metadata = {"Date": None} if target.suffix == ".svg" else None
+                figure.savefig(target, dpi=150, metadata=metadata)
+    finally:
+        figure.set_layout_engine(engine)
+        figure.set_dpi(dots_per_inch)
+    return written

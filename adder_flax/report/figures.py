@@ -1,0 +1,320 @@
+"""Figures of runs and studies: training curves, where networks look on images, XOR alignment, second-order terms.
+
+Figures are Matplotlib objects without pyplot's global state; :func:`save_figure` writes them. Matplotlib is
+imported when a figure is asked for, not before."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Array, Float
+
+from adder_flax.measures.expressivity import score_parameters, xor_bound
+from adder_flax.measures.maps import patch_attention, patch_grid
+from adder_flax.measures.walks import rollout
+from adder_flax.report import _style
+from adder_flax.report.second_order import SecondOrderStep
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Attention over uniform from which a region is worth an outline; below it the outline would trace noise.
+_PREFERENCE = 1.5
+
+
+def curves_figure(metrics: Sequence[Mapping[str, float]], *, title: str = "") -> "Figure":
+    """Loss and accuracy against the training step.
+
+    Args:
+      metrics: rows of ``metrics.jsonl``: "step" and any of "train/loss", "train/accuracy", "eval/loss",
+        "eval/accuracy" (accuracies as fractions). Values that are not finite leave a gap.
+      title: above the panels, e.g. the run's name.
+
+    Returns:
+      Two panels, or one if only the losses or only the accuracies are there.
+
+    Raises:
+      ValueError: if no row has any of these keys.
+
+    Example:
+      >>> rows = [{"step": 10, "train/loss": 2.1}, {"step": 20, "train/loss": 1.2, "eval/accuracy": 0.8}]
+      >>> len(curves_figure(rows, title="digits").axes)
+      2
+    """
+    panels = [
+        (name, label, scale)
+        for name, label, scale in (("loss", "cross-entropy (nats)", 1), ("accuracy", "accuracy (%)", 100))
+        if any(f"{split}/{name}" in row for row in metrics for split in ("train", "eval"))
+    ]
+    if not panels:
+        raise ValueError(
+            "expected rows with 'train/loss', 'train/accuracy', 'eval/loss' or 'eval/accuracy'; got "
+            f"{len(metrics)} rows with {sorted({key for row in metrics for key in row}) or 'no keys'}. "
+            "Pass the rows of a run's metrics.jsonl."
+        )
+    figure, axes = _style.new_figure(4.6 * len(panels), 3.4, 1, len(panels))
+    for axis, (name, label, scale) in zip(axes[0], panels, strict=True):
+        _draw_training(axis, *_series(metrics, f"train/{name}", scale))
+        _draw_evaluation(axis, *_series(metrics, f"eval/{name}", scale), accuracy=name == "accuracy")
+        _style.dress(axis, xlabel="training step", ylabel=label)
+        _style.legend(axis, loc="lower right" if name == "accuracy" else "upper right")
+    if title:
+        figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def _series(metrics: Sequence[Mapping[str, float]], key: str, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    rows = [(row["step"], row[key]) for row in metrics if row.get(key) is not None]
+    steps, values = np.array(rows, float).reshape(-1, 2).T
+    return steps, np.where(np.isfinite(values), values, np.nan) * scale
+
+
+def _draw_training(axis: "Axes", steps: np.ndarray, values: np.ndarray) -> None:
+    """Faint single values, and over them their running mean where there are enough to need one."""
+    if not len(steps):
+        return
+    line = {**_style.LINES[1], "marker": None}
+    window = max(1, len(values) // 40)
+    if window == 1:
+        axis.plot(steps, values, **line, linewidth=1.4, label="training")
+        return
+    axis.plot(steps, values, color="#c4c4c4", linewidth=0.7, label="training, single batches")
+    padded = np.pad(np.nan_to_num(values), window // 2, mode="edge")
+    mean = np.convolve(padded, np.ones(window) / window, "same")[window // 2 :][: len(values)]
+    axis.plot(steps, mean, **line, linewidth=1.6, label=f"training, mean of {window}")
+
+
+def _draw_evaluation(axis: "Axes", steps: np.ndarray, values: np.ndarray, *, accuracy: bool) -> None:
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return
+    last, best = finite[-1], finite.max() if accuracy else finite.min()
+    show = (lambda value: f"{value:.2f} %") if accuracy else (lambda value: f"{value:.4f}")
+    label = f"test, last {show(last)}" + ("" if last == best else f", best {show(best)}")
+    style = {**_style.LINES[0], "markersize": 3.5, "markevery": max(1, len(steps) // 15)}
+    axis.plot(steps, values, **style, linewidth=1.5, label=label)
+
+
+def attention_figure(
+    images: np.ndarray,
+    maps: Sequence[Float[Array, "image head token token"]],
+    *,
+    blocks: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    class_token: bool = True,
+    with_rollout: bool = False,
+    captions: Sequence[str] | None = None,
+    title: str = "",
+) -> "Figure":
+    """Where the class token looks, drawn over the images: one row per image, one column per block (and head).
+
+    Brightness is attention relative to uniform, on one scale for each panel, given below it; the line
+    encloses the patches that hold half of the attention. The identity map, if the maps have it, is left out:
+    it is the token's own share, not the image's.
+
+    Args:
+      images: (images, height, width, channels), uint8 or floats in [0, 1]; 1 or 3 channels.
+      maps: for every block of the model the maps of these images.
+      blocks: which to show; by default the first, a middle one and the last.
+      heads: which heads to show, a column each; by default their mean.
+      class_token: whether token 0 is a class token; without one, the mean over all queries is shown.
+      with_rollout: add a last column with the attention rollout through all blocks, see :func:`rollout`.
+      captions: a line for each image, e.g. "label 3, predicted 8".
+      title: above all.
+
+    Returns:
+      The figure.
+
+    Raises:
+      ValueError: if images and maps differ in number, or the patches do not tile the image.
+
+    Example:
+      >>> maps = [np.full((2, 3, 17, 17), 1 / 17) + np.eye(17)] * 4
+      >>> figure = attention_figure(np.zeros((2, 8, 8, 1), np.uint8), maps, captions=["a 3", "an 8"])
+      >>> len(figure.axes)
+      8
+    """
+    options = dict(blocks=blocks, heads=heads, class_token=class_token, with_rollout=with_rollout, captions=captions)
+    figure = comparison_figure(images, {"": maps}, **options)
+    if title:
+        figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def comparison_figure(
+    images: np.ndarray,
+    models: Mapping[str, Sequence[Float[Array, "image head token token"]]],
+    *,
+    blocks: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    class_token: bool = True,
+    with_rollout: bool = False,
+    captions: Sequence[str] | None = None,
+) -> "Figure":
+    """Where the class tokens of several models look, drawn over the images: for each image one row per model.
+
+    Args:
+      images: as for :func:`attention_figure`.
+      models: the maps of each model under its name, as for :func:`attention_figure`; equally many blocks.
+      blocks, heads, class_token, with_rollout, captions: see :func:`attention_figure`.
+
+    Returns:
+      The figure.
+
+    Raises:
+      ValueError: if images and maps differ in number, or the patches do not tile the image.
+
+    Example:
+      >>> models = {"dot": [np.full((2, 3, 17, 17), 1 / 17)], "adder": [np.full((2, 3, 17, 17), 1 / 17) + np.eye(17)]}
+      >>> figure = comparison_figure(np.zeros((2, 8, 8, 1), np.uint8), models, with_rollout=True)
+      >>> len(figure.axes)  # 2 images × 2 models × (image, block, rollout)
+      12
+    """
+    images, columns = np.asarray(images), {}
+    for name, maps in models.items():
+        if any(len(block) != len(images) for block in maps) or not len(images):
+            raise ValueError(
+                f"expected maps of each image, (images, heads, tokens, tokens), for {len(images)} images; got shapes "
+                f"{[tuple(block.shape) for block in maps]}. Pass the maps that the model gave for these images."
+            )
+        chosen = sorted({0, len(maps) // 2, len(maps) - 1}) if blocks is None else list(blocks)
+        columns[name] = _columns(maps, chosen, heads, with_rollout, class_token)
+    rows, count = len(images) * len(columns), len(next(iter(columns.values()))) + 1
+    figure, axes = _style.new_figure(1.7 * count, 1.95 * rows + 0.3, rows, count)
+    for row, (index, name) in enumerate(itertools.product(range(len(images)), columns)):
+        lines = [name, captions[index] if captions is not None else ""]
+        _style.bare(axes[row, 0], title="image" if row == 0 else "", note="\n".join(filter(None, lines)))
+        _show_image(axes[row, 0], images[index])
+        for axis, (title, weights) in zip(axes[row, 1:], columns[name].items(), strict=True):
+            _draw_attention(axis, images[index], weights[index], title=title if row == 0 else "")
+    figure.supxlabel("brighter: more attention; the line encloses half of it", fontsize=8, color="#333333")
+    return figure
+
+
+def xor_figure(accuracies: Mapping[str, Float[np.ndarray, " seeds"]]) -> "Figure":
+    """Accuracies on the XOR alignment task beside the bilinear limit, and parameters against the hidden width.
+
+    Args:
+      accuracies: of each score, from :func:`train_xor`.
+
+    Example:
+      >>> len(xor_figure({"bilinear": np.array([0.5, 0.75]), "additive": np.array([1.0, 1.0])}).axes)
+      2
+    """
+    figure, axes = _style.new_figure(8.2, 3.2, 1, 2)
+    axis = axes[0, 0]
+    for position, (line, values) in enumerate(zip(_style.LINES, accuracies.values(), strict=False)):
+        offsets = position + np.linspace(-0.2, 0.2, len(values))
+        axis.plot(offsets, 100 * values, **{**line, "linestyle": "none"}, markersize=6, fillstyle="none")
+    limit = 100 * float(xor_bound().accuracy)
+    axis.axhline(limit, color=_style.GREY, linestyle="--", linewidth=1)
+    axis.text(1.45, limit - 1, "largest possible, bilinear", ha="right", va="top", fontsize=8, color="#444444")
+    axis.set_xlim(-0.5, len(accuracies) - 0.5)
+    axis.set_xticks(range(len(accuracies)), list(accuracies))
+    axis.set_ylim(30, 104)
+    _style.dress(axis, ylabel="right pairs (%)", title="XOR task, one mark a start")
+    widths = np.arange(1, 81)
+    counts = np.array([score_parameters(64, 128, width) for width in widths])
+    for line, label, values in zip(_style.LINES, ("bilinear", "additive"), counts.T, strict=False):
+        axes[0, 1].plot(widths, values, **{**line, "marker": None}, linewidth=1.5, label=label)
+    axes[0, 1].axvline(8192 / 193, color=_style.GREY, linestyle=":", linewidth=1)
+    axes[0, 1].text(8192 / 193 + 1, 500, "42.4", fontsize=8, color="#444444")
+    _style.dress(axes[0, 1], xlabel="hidden width d_a", ylabel="parameters", title="widths 64 and 128")
+    _style.legend(axes[0, 1], loc="upper left")
+    return figure
+
+
+_TERMS = {"change": "change of the loss", "odd": "odd part", "even": "even part", "second": "½ δᵀHδ"}
+
+
+def second_order_figure(studies: Mapping[str, Sequence[SecondOrderStep]]) -> "Figure":
+    """Terms of the loss along training steps: one panel for each sequence of steps.
+
+    Args:
+      studies: steps from :func:`second_order_along` under the panel's title.
+
+    Example:
+      >>> step = dict(step=3, learning_rate=0.1, loss=2.0, first=-0.2, second=0.05, odd=-0.2, even=0.05, change=-0.15)
+      >>> len(second_order_figure({"adder": [SecondOrderStep(**step)]}).axes)
+      1
+    """
+    figure, axes = _style.new_figure(4.2 * len(studies), 3.2, 1, len(studies))
+    for axis, (title, steps) in zip(axes[0], studies.items(), strict=True):
+        number = [step.step + 1 for step in steps]
+        for line, (name, label) in zip(_style.LINES, _TERMS.items(), strict=False):
+            style = {**line, "markersize": 4, "markevery": max(1, len(steps) // 12), "linewidth": 1.3}
+            values = np.array([getattr(step, name) for step in steps])
+            if np.isfinite(values).any():
+                axis.plot(number, values, **style, label=label)
+        axis.axhline(0, color=_style.GREY, linewidth=0.8)
+        _style.whole_ticks(axis)
+        _style.dress(axis, xlabel="training step", ylabel="nats" if axis is axes[0, 0] else "", title=title)
+    _style.legend(axes[0, 0])
+    return figure
+
+
+def _columns(
+    maps: Sequence[np.ndarray],
+    blocks: Sequence[int],
+    heads: Sequence[int] | None,
+    with_rollout: bool,
+    class_token: bool,
+) -> dict[str, np.ndarray]:
+    """Title and patch weights (images, patches) of every column."""
+    columns = {}
+    for block in blocks:
+        weights = patch_attention(maps[block], class_token=class_token)
+        if heads is None:
+            columns[f"block {block + 1}, mean of heads"] = weights.mean(1)
+        for head in heads or ():
+            columns[f"block {block + 1}, head {head + 1}"] = weights[:, head]
+    if with_rollout:
+        columns["rollout, all blocks"] = patch_attention(rollout(maps), class_token=class_token)
+    return columns
+
+
+def _draw_attention(axis: "Axes", image: np.ndarray, weights: np.ndarray, title: str) -> None:
+    from PIL import Image
+
+    relative = weights.reshape(patch_grid(image.shape, weights.size)) * weights.size
+    shape = tuple(8 * side for side in relative.shape)
+    cubic = Image.fromarray(relative.astype(np.float32)).resize(shape[::-1], Image.Resampling.BICUBIC)
+    smooth = np.maximum(np.asarray(cubic), 0.0)
+    height, width = image.shape[:2]
+    extent = (-0.5, width - 0.5, height - 0.5, -0.5)
+    axis.imshow(_grey(image), cmap="gray", vmin=0, vmax=1, extent=extent)
+    # The scale reaches at least twice uniform, so that an indifferent map looks flat and not bright.
+    axis.imshow(smooth, cmap=_style.HEAT, alpha=0.72, extent=extent, vmin=0, vmax=max(2.0, smooth.max()))
+    if relative.max() > _PREFERENCE:
+        level = _half_mass_level(smooth)
+        place = [
+            (np.arange(count) + 0.5) * side / count - 0.5 for count, side in zip(shape, (height, width), strict=True)
+        ]
+        axis.contour(place[1], place[0], smooth, [level], colors="black", linewidths=2.2)
+        axis.contour(place[1], place[0], smooth, [level], colors="white", linewidths=1.0)
+    _style.bare(axis, title=title, note=f"{relative.min():.2f} to {relative.max():.2f} × uniform")
+
+
+def _half_mass_level(values: np.ndarray) -> float:
+    """The value such that what lies above it sums to half of everything."""
+    ordered = np.sort(values, axis=None)[::-1]
+    return float(ordered[np.searchsorted(np.cumsum(ordered), ordered.sum() / 2)])
+
+
+def _show_image(axis: "Axes", image: np.ndarray) -> None:
+    if image.shape[-1] == 3:
+        axis.imshow(_unit_range(image))
+    else:
+        axis.imshow(_grey(image), cmap="gray", vmin=0, vmax=1)
+
+
+def _unit_range(image: np.ndarray) -> np.ndarray:
+    return image / 255.0 if image.dtype == np.uint8 else np.clip(image, 0.0, 1.0)
+
+
+def _grey(image: np.ndarray) -> np.ndarray:
+    """Luminance in [0, 1] (ITU-R BT.601 weights)."""
+    image = _unit_range(image)
+    return image @ np.array([0.299, 0.587, 0.114]) if image.shape[-1] == 3 else image[..., 0]

@@ -1,0 +1,281 @@
+"""The claims of three papers, measured on a model: figures, data and one page to read from top to bottom."""
+
+import base64
+import csv
+import dataclasses
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from string import Template
+
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from adder_flax.models import VisionTransformer
+from adder_flax.report import _style
+from adder_flax.report._section_adder import adder_section
+from adder_flax.report._section_additive import additive_section
+from adder_flax.report._section_brownian import brownian_section
+from adder_flax.report._section_energy import energy_section
+from adder_flax.report._study import HOLDS, NOT_MEASURED, Claim, Picture, Section, Study, observe
+from adder_flax.report.second_order import SecondOrderStep
+
+_SECTIONS = (adder_section, additive_section, brownian_section, energy_section)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What :func:`write_report` leaves behind.
+
+    Attributes:
+      page: ``report.html``, self-contained.
+      claims: every claim with its verdict, as in ``claims.csv``.
+      files: all files written.
+    """
+
+    page: Path
+    claims: Sequence[Claim]
+    files: Sequence[Path]
+
+
+def write_report(
+    model: VisionTransformer,
+    images: Float[Array, "image height width channels"],
+    labels: Int[Array, " image"],
+    out_dir: str | Path,
+    *,
+    pictures: np.ndarray | None = None,
+    label_names: Sequence[str] | None = None,
+    name: str = "this model",
+    baseline: VisionTransformer | None = None,
+    baseline_name: str = "the baseline",
+    untrained: VisionTransformer | None = None,
+    second_order: Mapping[str, Sequence[SecondOrderStep]] | None = None,
+    peak_learning_rate: float = float("nan"),
+) -> Report:
+    """Measures the papers' claims on a model and writes the report.
+
+    ``out_dir`` gets ``report.html`` (figures inside, nothing from the network), ``figures/*.png`` and ``*.svg``,
+    ``data/*.csv`` or ``*.npz`` with the numbers behind each figure, and ``claims.csv``.
+
+    Args:
+      model: the model that the report is about.
+      images: test images as the model expects them, normalised; 32 or so are enough for the averages over them.
+      labels: their classes.
+      out_dir: where to; made if needed, files of an earlier report are overwritten.
+      pictures: the same images for people, uint8 or floats in [0, 1]; by default ``images`` stretched to [0, 1].
+      label_names: names of the classes, in captions.
+      name: of the model.
+      baseline: another model for the same images, for the claims that compare adder with multiplicative.
+      baseline_name: its name.
+      untrained: the same model before training, for the claims about what training changes.
+      second_order: steps from :func:`second_order_along`, under a name for where in training they are, for the claim
+        about the second-order term.
+      peak_learning_rate: of the training, to which these steps are scaled.
+
+    Returns:
+      Where the page is, and the claims.
+
+    Raises:
+      ValueError: if there are no images, or not as many labels, or scores whose rows of weights are no probabilities.
+
+    Example::
+
+      report = write_report(model, normalize(images), labels, "report", pictures=images, untrained=fresh_model)
+      print(*(f"{claim.name}: {claim.verdict}" for claim in report.claims), sep="\\n")
+    """
+    study = _study(model, images, labels, pictures, label_names, name, (baseline, baseline_name), untrained)
+    steps = {where: taken for where, taken in (second_order or {}).items() if taken}
+    study = dataclasses.replace(study, second_order=steps, peak_learning_rate=peak_learning_rate)
+    sections = [section(study) for section in _SECTIONS]
+    out_dir = Path(out_dir)
+    files = [path for section in sections for picture in section.pictures for path in _write_picture(picture, out_dir)]
+    claims = [claim for section in sections for claim in section.claims]
+    table = out_dir / "claims.csv"
+    _write_csv(table, {field: [getattr(claim, field) for claim in claims] for field in vars(claims[0])})
+    page = out_dir / "report.html"
+    page.write_text(_page(study, sections, out_dir), encoding="utf-8")
+    return Report(page, claims, [*files, table, page])
+
+
+def _study(
+    model: VisionTransformer,
+    images: np.ndarray,
+    labels: np.ndarray,
+    pictures: np.ndarray | None,
+    label_names: Sequence[str] | None,
+    name: str,
+    baseline: tuple[VisionTransformer | None, str],
+    untrained: VisionTransformer | None,
+) -> Study:
+    images, labels = np.asarray(images), np.asarray(labels)
+    if len(images) == 0 or len(images) != len(labels):
+        raise ValueError(
+            f"expected at least one image and one label for each; got {len(images)} images and {len(labels)} labels."
+        )
+    if pictures is None:
+        pictures = (images - images.min()) / max(float(np.ptp(images)), 1e-12)
+    subject = observe(name, model, images)
+    predicted = subject.captured.logits.argmax(-1)
+    title = lambda index: str(index) if label_names is None else label_names[index]
+    captions = [f"{title(true)}, seen as {title(seen)}" for true, seen in zip(labels, predicted, strict=True)]
+    return Study(
+        subject=subject,
+        baseline=None if baseline[0] is None else observe(baseline[1], baseline[0], images),
+        untrained=None if untrained is None else observe("untrained", untrained, images),
+        pictures=np.asarray(pictures),
+        captions=captions,
+        labels=labels,
+    )
+
+
+def _write_picture(picture: Picture, out_dir: Path) -> list[Path]:
+    files = _style.save_figure(picture.figure, out_dir / "figures" / picture.name, ("png", "svg"))
+    data = out_dir / "data" / picture.name
+    data.parent.mkdir(parents=True, exist_ok=True)
+    columns = {name: np.asarray(values) for name, values in picture.data.items()}
+    if len({column.shape for column in columns.values()}) == 1 and next(iter(columns.values())).ndim == 1:
+        target = data.with_suffix(".csv")
+        _write_csv(target, columns)
+    else:
+        target = data.with_suffix(".npz")
+        np.savez_compressed(target, **columns)
+    return [*files, target]
+
+
+def _write_csv(path: Path, columns: dict) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+
+
+def _page(study: Study, sections: Sequence[Section], out_dir: Path) -> str:
+    claims = [claim for section in sections for claim in section.claims]
+    kinds = [_kind(claim) for claim in claims]
+    tally = ", ".join(
+        f"{kinds.count(kind)} {words}"
+        for kind, words in (
+            ("yes", "hold"),
+            ("partly", "hold only under a condition"),
+            ("no", "do not hold"),
+            ("open", "not measured"),
+        )
+        if kinds.count(kind)
+    )
+    accuracy = np.mean(study.subject.captured.logits.argmax(-1) == study.labels)
+    return _PAGE.substitute(
+        name=html.escape(study.subject.name),
+        tally=tally,
+        about=html.escape(_about(study, accuracy)),
+        sections="\n".join(_section_html(section, out_dir) for section in sections),
+    )
+
+
+def _about(study: Study, accuracy: float) -> str:
+    blocks = study.subject.captured.blocks
+    scores = ", ".join(dict.fromkeys(study.subject.scores))
+    identity = "identity map added" if all(study.subject.identities) else "no identity map"
+    if any(study.subject.identities) and not all(study.subject.identities):
+        identity = "identity map added in some blocks"
+    others = [
+        f"compared with {study.baseline.name}" if study.baseline else "",
+        "and with its untrained self" if study.untrained else "",
+    ]
+    return ", ".join(
+        filter(
+            None,
+            [
+                f"{len(blocks)} blocks of {blocks[0].map.shape[1]} heads",
+                f"{scores} score",
+                identity,
+                f"{blocks[0].map.shape[-1]} tokens",
+                f"measured on {len(study.labels)} images ({accuracy:.1%} classified right)",
+                *others,
+            ],
+        )
+    )
+
+
+def _kind(claim: Claim) -> str:
+    if claim.verdict == HOLDS:
+        return "yes"
+    if claim.verdict == NOT_MEASURED:
+        return "open"
+    return "partly" if claim.verdict.startswith(HOLDS) else "no"
+
+
+_SIGNS = {"yes": "✓", "partly": "◐", "no": "✗", "open": "–"}
+
+
+def _section_html(section: Section, out_dir: Path) -> str:
+    claims = "\n".join(_claim_html(claim) for claim in section.claims)
+    pictures = "\n".join(_picture_html(picture, out_dir) for picture in section.pictures)
+    return (
+        f"<section><h2>{html.escape(section.title)}</h2><p>{html.escape(section.introduction)}</p>"
+        f'<ul class="claims">{claims}</ul>{pictures}</section>'
+    )
+
+
+def _claim_html(claim: Claim) -> str:
+    kind = _kind(claim)
+    number = f" · {html.escape(claim.number)}" if claim.number else ""
+    link = f' <a href="#{claim.figure}">figure</a>' if claim.figure else ""
+    return (
+        f'<li class="{kind}" id="claim-{claim.name}"><p class="statement">{html.escape(claim.statement)} '
+        f'<span class="source">{html.escape(claim.source)}</span></p>'
+        f'<p class="verdict"><span aria-hidden="true">{_SIGNS[kind]}</span> {html.escape(claim.verdict)}{number}</p>'
+        f'<p class="finding">{html.escape(claim.finding)}{link}</p></li>'
+    )
+
+
+def _picture_html(picture: Picture, out_dir: Path) -> str:
+    png = (out_dir / "figures" / picture.name).with_suffix(".png").read_bytes()
+    data = next((out_dir / "data").glob(f"{picture.name}.*"))
+    width = int(picture.figure.get_figwidth() * 100)  # narrower than 60 % of this it scrolls rather than shrinks
+    return (
+        f'<figure id="{picture.name}"><div class="scroll" tabindex="0">'
+        f'<img alt="{html.escape(picture.alt)}" style="max-width:{width}px;min-width:{6 * width // 10}px" '
+        f'src="data:image/png;base64,{base64.b64encode(png).decode()}"></div>'
+        f"<figcaption>{html.escape(picture.caption)} "
+        f'<a href="figures/{picture.name}.svg">SVG</a> <a href="data/{data.name}">data</a></figcaption></figure>'
+    )
+
+
+_PAGE = Template("""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>$name: claims and measurements</title>
+<style>
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 60rem; margin: 0 auto; padding: 1rem; }
+h1 { font-size: 1.6rem; line-height: 1.2; margin-bottom: .3rem; }
+h2 { font-size: 1.3rem; margin-top: 2.5rem; border-top: 2px solid #1a1a1a; padding-top: .6rem; }
+.tally { font-size: 1.1rem; font-weight: 600; }
+ul.claims { list-style: none; padding: 0; }
+ul.claims li { border-left: 5px solid; margin: 0 0 1rem; padding: .1rem 0 .1rem .8rem; }
+ul.claims p { margin: 0 0 .2rem; }
+ul.claims li.yes { border-color: #00694d; } ul.claims li.partly { border-color: #8a6d00; border-left-style: dashed; }
+ul.claims li.no { border-color: #b03a00; border-left-style: double; } ul.claims li.open { border-color: #888; }
+.statement { font-weight: 600; }
+.source { font-weight: 400; font-size: .85rem; color: #555; }
+.verdict { font-weight: 600; }
+.yes .verdict { color: #00694d; } .partly .verdict { color: #6b5500; } .no .verdict { color: #a13500; }
+.finding { font-size: .95rem; overflow-wrap: anywhere; }
+figure { margin: 1.8rem 0; }
+.scroll { overflow-x: auto; }
+img { width: 100%; height: auto; display: block; }
+figcaption { font-size: .9rem; color: #333; max-width: 45rem; }
+a { color: #00507a; }
+</style>
+</head>
+<body>
+<h1>$name: what the papers claim and what is measured</h1>
+<p class="tally">$tally.</p>
+<p>$about.</p>
+$sections
+</body>
+</html>
+""")

@@ -1,0 +1,210 @@
+"""The second-order term of the loss against the first, along the steps that an optimizer really takes.
+
+    L(θ + δ) − L(θ) = ∇L·δ + ½ δᵀ H δ + …
+
+Source: "The Brownian motion in the transformer model" (Chen, 2021), sections 2.4 and 3.3. It argues that tokens move
+as in Brownian motion, for which Itō's lemma keeps the second-order term, and that training should therefore use
+curvature. How large that term is for the steps of training can be measured."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from adder_flax import ops
+from adder_flax.attention import MultiHeadAttention
+from adder_flax.layers import AdderLinear
+
+if TYPE_CHECKING:
+    from adder_flax.training import Run
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SecondOrderTerms:
+    """What a loss does along an update δ, by differences and by derivatives; in nats for a cross-entropy.
+
+    Attributes:
+      loss: L(θ).
+      change: L(θ + δ) − L(θ) = odd + even.
+      odd: (L(θ + δ) − L(θ − δ)) / 2, the first-order term and all higher odd ones.
+      even: (L(θ + δ) + L(θ − δ)) / 2 − L(θ), the second-order term and all higher even ones. At a kink, as
+        those of |x − w|, the slope changes without a Hessian to show it: this term has that, ``second`` does not.
+      first: ∇L·δ, nan if derivatives were not asked for.
+      second: ½ δᵀ H δ with H the Hessian where the loss has one, nan likewise.
+    """
+
+    loss: Float[Array, ""]
+    change: Float[Array, ""]
+    odd: Float[Array, ""]
+    even: Float[Array, ""]
+    first: Float[Array, ""]
+    second: Float[Array, ""]
+
+
+def second_order_terms(
+    loss: Callable[[Any], Float[Array, ""]], params: Any, update: Any, *, derivatives: bool = True
+) -> SecondOrderTerms:
+    """Expands a loss along an update.
+
+    The Hessian-vector product is the derivative of the gradient along δ (``jax.jvp`` of ``jax.grad``; Pearlmutter,
+    1994): two to three gradients' work and no matrix.
+
+    Args:
+      loss: of the parameters alone. For ``first`` and ``second`` its ``jax.grad`` has to be its derivative, see
+        :func:`exact_gradients`.
+      params: θ, any pytree.
+      update: δ, like ``params``.
+      derivatives: whether to compute ``first`` and ``second``.
+
+    Example:
+      >>> terms = second_order_terms(lambda x: x**3, 1.0, 0.1)  # 1.331 = 1 + 0.3 + 0.03 + 0.001
+      >>> [round(float(term), 4) for term in (terms.first, terms.second, terms.odd, terms.even, terms.change)]
+      [0.3, 0.03, 0.301, 0.03, 0.331]
+    """
+    # One after the other, so that the loss is compiled once.
+    behind, here, ahead = jax.lax.map(
+        lambda side: loss(optax.tree.add_scale(params, side, update)), jnp.array([-1.0, 0.0, 1.0])
+    )
+    first = second = jnp.nan
+    if derivatives:
+        # The kernels of the other backends have no second derivative.
+        with ops.use_backend("xla"):
+            gradient, curvature = jax.jvp(jax.grad(loss), (params,), (update,))
+        first, second = optax.tree.vdot(gradient, update), optax.tree.vdot(curvature, update) / 2
+    return SecondOrderTerms(
+        loss=here,
+        change=ahead - here,
+        odd=(ahead - behind) / 2,
+        # In this order the large parts cancel before they are rounded.
+        even=((ahead - here) + (behind - here)) / 2,
+        first=first,
+        second=second,
+    )
+
+
+def exact_gradients(graphdef: nnx.GraphDef, params: Any) -> nnx.GraphDef:
+    """The same model with the derivative itself, the sign rule, in place of other gradient rules for L1 distances.
+
+    Training follows the rules that adder layers were given; the expansion of the loss needs its true derivative.
+
+    Args:
+      graphdef: a model without its parameters.
+      params: nested dict of parameters, or of their shapes.
+    """
+    model = nnx.merge(graphdef, params)
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, AdderLinear):
+            module.x_gradient = module.w_gradient = "sign"
+        if isinstance(module, MultiHeadAttention) and module.score_name == "adder":
+            module.score_options = (("gradient", "sign"),)
+    return nnx.split(model, nnx.Param)[0]
+
+
+def _looped(graphdef: nnx.GraphDef, params: Any) -> nnx.GraphDef:
+    """The same model as a loop over its blocks where they are alike: second derivatives of one block to compile."""
+    model = nnx.merge(graphdef, params)
+    kinds = {(block.attention.score_name, block.attention.score_options) for block in model.blocks}
+    model.scan_blocks = len(kinds) == 1
+    return nnx.split(model, nnx.Param)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class SecondOrderStep:
+    """The expansion of the loss of one batch along the training step taken on it.
+
+    Attributes:
+      step: number of steps before it.
+      learning_rate: of the step.
+      loss, change, odd, even, first, second: as in :class:`SecondOrderTerms`, of the step's batch with its augmentation
+        and dropout.
+    """
+
+    step: int
+    learning_rate: float
+    loss: float
+    change: float
+    odd: float
+    even: float
+    first: float
+    second: float
+
+    def ratio(self, learning_rate: float | None = None) -> float:
+        """|even| / |odd|: the second-order term against the first.
+
+        Args:
+          learning_rate: for the same direction at another learning rate, to which the ratio is proportional.
+        """
+        factor = 1.0 if learning_rate is None else learning_rate / self.learning_rate
+        return factor * abs(self.even / self.odd)
+
+
+def second_order_along(
+    run: "Run", state: dict[str, Any], *, num_steps: int, every: int = 1, derivatives: bool = True
+) -> Iterator[SecondOrderStep]:
+    """Trains on from a state and expands the loss along the steps taken; the optimizer is the run's own.
+
+    Args:
+      run: from :func:`adder_flax.training.build_run`.
+      state: of that run, e.g. from ``run.init()`` or a checkpoint; it stays as it is.
+      num_steps: how many steps to take.
+      every: steps whose number is a multiple of this are measured.
+      derivatives: whether to compute ``first`` and ``second``. With adder layers, which need plain XLA for it, that
+        takes minutes to compile and ten steps' time for each step; without, a step's time.
+
+    Yields:
+      One :class:`SecondOrderStep` for each measured step; steps whose learning rate is 0 are left out.
+    """
+    # Here because they load libraries of training (checkpoints, TensorBoard) that the rest of the report does without.
+    from adder_flax import data
+    from adder_flax.training.sharding import put_batch
+
+    config = run.config
+    exact = _looped(exact_gradients(run.graphdef, state["params"]), state["params"])
+    batches = data.TrainPipeline(run.train_source, config.batch_size, config.seed)
+    for _ in range(num_steps):
+        step = int(state["step"])
+        batch, learning_rate = put_batch(batches[step], run.mesh), float(run.learning_rate(step))
+        with jax.set_mesh(run.mesh):  # as the trainer does, so that its compiled step serves
+            new_state, _ = run.train_step(jax.tree.map(jnp.copy, state), batch)
+        if step % every == 0 and learning_rate > 0:
+            terms = _terms_along(
+                state["params"],
+                new_state["params"],
+                batch,
+                jnp.int32(step),
+                graphdef=exact,
+                augment=run.augment,
+                seed=config.seed,
+                derivatives=derivatives,
+            )
+            numbers = {field.name: float(getattr(terms, field.name)) for field in dataclasses.fields(terms)}
+            yield SecondOrderStep(step=step, learning_rate=learning_rate, **numbers)
+        state = new_state
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "augment", "seed", "derivatives"))
+def _terms_along(
+    params: Any,
+    new_params: Any,
+    batch: Mapping[str, Array],
+    step: Int[Array, ""],
+    *,
+    graphdef: nnx.GraphDef,
+    augment: Callable,
+    seed: int,
+    derivatives: bool,
+) -> SecondOrderTerms:
+    from adder_flax.training.step import make_loss_fn, step_keys
+
+    augment_key, key = step_keys(seed, step)
+    examples = augment(augment_key, batch["image"], batch["label"])
+    loss_fn = make_loss_fn(graphdef)
+    loss = lambda params: loss_fn(params, *examples, key)[0]
+    return second_order_terms(loss, params, optax.tree.sub(new_params, params), derivatives=derivatives)

@@ -1,0 +1,170 @@
+"""The table before training: where a model's parameters, operations and energy are."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from adder_flax import ops
+from adder_flax.counting.energy import HOROWITZ_45NM, EnergyTable, energy
+from adder_flax.counting.operations import Operations, count_operations
+
+
+@dataclasses.dataclass(frozen=True)
+class SummaryRow:
+    """One part of a model.
+
+    Attributes:
+      part: its name, "total" in the last row.
+      parameters: trained numbers in it.
+      operations: what one image takes in it.
+      joules: modelled energy of that arithmetic.
+    """
+
+    part: str
+    parameters: int
+    operations: Operations
+    joules: float
+
+
+def summary_rows(
+    model: nnx.Module, image_shape: tuple[int, int, int], *, table: EnergyTable = HOROWITZ_45NM
+) -> list[SummaryRow]:
+    """Parameters, operations for one image and modelled energy of each part of a vision transformer.
+
+    Nothing is computed: the model may be abstract (``nnx.eval_shape``).
+
+    Args:
+      model: any NNX module that takes (1, *image_shape) images; parts beyond those of ``VisionTransformer`` go
+        under their own top-level name.
+      image_shape: (height, width, channels).
+      table: energies of single operations.
+
+    Returns:
+      One row per part in the order of the forward pass, then the total.
+
+    Example:
+      >>> from adder_flax.models import VisionTransformer
+      >>> make = lambda: VisionTransformer(
+      ...     image_size=8, patch_size=2, channels=1, num_classes=10, width=16, depth=2, num_heads=2, rngs=nnx.Rngs(0)
+      ... )
+      >>> rows = summary_rows(nnx.eval_shape(make), (8, 8, 1))
+      >>> [(row.part, row.parameters) for row in rows if row.part in ("patch embedding", "head")]
+      [('patch embedding', 80), ('head', 170)]
+    """
+    # Every backend counts as the formula; this one has nothing to build first.
+    with ops.use_backend("reference"):
+        counted = count_operations(model, jax.ShapeDtypeStruct((1, *image_shape), jnp.float32))
+    parameters: dict[str, int] = {}
+    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        part = _part(path)
+        parameters[part] = parameters.get(part, 0) + int(np.prod(leaf.get_value().shape))
+    layers: dict[str, list[Operations]] = {}
+    for name, layer in counted.layers.items():
+        layers.setdefault(_part(tuple(name.split("."))), []).append(layer)
+    present = [part for part in _ORDER if part in parameters or part in layers]
+    present += [part for part in (*parameters, *layers) if part not in _ORDER]
+    rows = []
+    for part in dict.fromkeys(present):
+        operations = Operations.total(layers.get(part, []))
+        rows.append(SummaryRow(part, parameters.get(part, 0), operations, _joules(operations, table)))
+    return [*rows, SummaryRow("total", sum(parameters.values()), counted, _joules(counted, table))]
+
+
+def summary_text(model: nnx.Module, image_shape: tuple[int, int, int], *, table: EnergyTable = HOROWITZ_45NM) -> str:
+    """The rows of :func:`summary_rows` as an aligned table of plain text, with its conventions below.
+
+    Args:
+      model, image_shape, table: see :func:`summary_rows`.
+
+    Example:
+      >>> from adder_flax.models import VisionTransformer
+      >>> make = lambda: VisionTransformer(
+      ...     image_size=8, patch_size=2, channels=1, num_classes=10, width=16, depth=2, num_heads=2, rngs=nnx.Rngs(0)
+      ... )
+      >>> print(summary_text(nnx.eval_shape(make), (8, 8, 1)).splitlines()[0])
+      part                       parameters  multiplications  additions  exponentials    energy
+    """
+    rows = summary_rows(model, image_shape, table=table)
+    cells = [("part", "parameters", "multiplications", "additions", "exponentials", "energy")]
+    for row in rows:
+        counts = (row.operations.multiplications, row.operations.additions, row.operations.exponentials)
+        cells.append((row.part, f"{row.parameters:,}", *map(_si, counts), f"{_si(row.joules)}J"))
+    first, *others = (max(len(line[column]) for line in cells) for column in range(len(cells[0])))
+    lines = [
+        "  ".join([part.ljust(first), *(text.rjust(width) for text, width in zip(numbers, others, strict=True))])
+        for part, *numbers in cells
+    ]
+    lines.insert(-1, "-" * len(lines[0]))
+    return "\n".join([*lines, *_notes(rows[-1], table)])
+
+
+def _notes(total: SummaryRow, table: EnergyTable) -> list[str]:
+    notes = [f"for one image, forward; energy of the arithmetic alone, modelled: {table.name}"]
+    if elements := total.operations.l1_elements:
+        fewer = total.operations.with_one_addition_per_l1_element()
+        notes.append(
+            f"an adder element |x - w| is 2 additions ({_si(elements)} elements); "
+            f"at 1 addition: {_si(fewer.additions)} additions, {_si(_joules(fewer, table))}J"
+        )
+    least, most = energy(total.operations, table).memory_joules["DRAM"]
+    notes.append(
+        f"memory traffic, if all of it were DRAM: {_si(least)}J (weights, image) to {_si(most)}J (each operation)"
+    )
+    if total.operations.uncounted:
+        notes.append(f"not counted: {dict(total.operations.uncounted)}")
+    return notes
+
+
+_ORDER = (
+    "patch embedding",
+    "position, class token",
+    "blocks: query, key, value",
+    "blocks: attention map",
+    "blocks: projection",
+    "blocks: MLP",
+    "blocks: norms, residuals",
+    "final norm",
+    "head",
+)
+
+_TOP_LEVEL = {
+    "patch_embed": "patch embedding",
+    "pos_embed": "position, class token",
+    "cls_token": "position, class token",
+    "": "position, class token",
+    "norm": "final norm",
+    "head": "head",
+}
+
+
+def _part(path: tuple[Any, ...]) -> str:
+    """The part of a vision transformer that a parameter or layer at this path belongs to."""
+    first, *rest = map(str, path)
+    if first != "blocks":
+        return _TOP_LEVEL.get(first, first)
+    inside = rest[1:]
+    if inside[:1] == ["attention"]:
+        if inside[1:2] in (["query"], ["key"], ["value"]):
+            return "blocks: query, key, value"
+        return "blocks: projection" if inside[1:2] == ["out"] else "blocks: attention map"
+    return "blocks: MLP" if inside[:1] == ["mlp"] else "blocks: norms, residuals"
+
+
+def _joules(operations: Operations, table: EnergyTable) -> float:
+    return energy(operations, table).total_arithmetic_joules
+
+
+_PREFIXES: Mapping[int, str] = {-4: "p", -3: "n", -2: "µ", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P"}
+
+
+def _si(value: float) -> str:
+    """Four significant digits and a prefix: 1254000000 → "1.254 G"."""
+    if value == 0:
+        return "0 "
+    exponent = min(max(int(np.floor(np.log10(abs(value)) / 3)), min(_PREFIXES)), max(_PREFIXES))
+    return f"{value / 1000.0**exponent:.4g} {_PREFIXES[exponent]}"

@@ -1,0 +1,92 @@
+"""The sphere, the kernel and the motion, against exact identities and walks made to order."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from adder_flax.measures import (
+    brownian_test,
+    dot_product_map,
+    gaussian_kernel_map,
+    layer_norm,
+    relative_radius,
+    total_variation,
+)
+
+
+def test_layer_norm_is_flax_layer_norm_and_lies_on_the_sphere():
+    tokens = 3 + 2 * np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
+    flax = nnx.LayerNorm(64, use_bias=False, use_scale=False, rngs=nnx.Rngs(0))(tokens)
+    np.testing.assert_allclose(layer_norm(tokens), flax, atol=1e-5)
+    np.testing.assert_allclose(relative_radius(layer_norm(tokens)), 1, atol=1e-6)
+
+
+def test_tiny_tokens_stay_inside_the_sphere():
+    tokens = 1e-3 * np.random.default_rng(0).standard_normal((5, 64))
+    variance = tokens.var(-1)
+    np.testing.assert_allclose(relative_radius(layer_norm(tokens)), np.sqrt(variance / (variance + 1e-6)))
+
+
+@pytest.mark.parametrize("width", [2, 17, 64])
+def test_gaussian_kernel_is_the_dot_product_map_on_the_sphere(width):
+    tokens = layer_norm(np.random.default_rng(0).standard_normal((3, 9, width)), epsilon=0.0)
+    np.testing.assert_allclose(gaussian_kernel_map(tokens, tokens), dot_product_map(tokens, tokens), atol=1e-12)
+
+
+def test_keys_of_different_norms_break_the_identity_and_queries_do_not():
+    query, key = np.random.default_rng(0).standard_normal((2, 9, 16))
+    same_norm = key / np.linalg.norm(key, axis=-1, keepdims=True)
+    assert total_variation(gaussian_kernel_map(query, same_norm), dot_product_map(query, same_norm)).max() < 1e-12
+    assert total_variation(gaussian_kernel_map(query, key), dot_product_map(query, key)).min() > 0.01
+
+
+def test_maps_against_jax_softmax():
+    query, key = np.random.default_rng(0).standard_normal((2, 3, 9, 16))
+    expected = jax.nn.softmax(query @ np.swapaxes(key, -1, -2) / 4.0, axis=-1)
+    np.testing.assert_allclose(dot_product_map(query, key), expected, atol=1e-6)
+    distance = np.square(query[:, :, None] - key[:, None]).sum(-1)
+    np.testing.assert_allclose(gaussian_kernel_map(query, key), jax.nn.softmax(-distance / 8.0, axis=-1), atol=1e-6)
+
+
+def path_of(steps):
+    return np.concatenate([np.zeros_like(steps[:1]), np.cumsum(steps, 0)])
+
+
+def test_brownian_paths_pass():
+    steps = np.random.default_rng(0).standard_normal((12, 40, 25, 32))
+    result = brownian_test(path_of(steps))
+    assert result.growth_exponent == pytest.approx(1, abs=0.02)
+    np.testing.assert_allclose(result.displacement, np.arange(1, 13), rtol=0.03)
+    np.testing.assert_allclose(result.increment, 1, rtol=0.03)
+    assert abs(result.mean_correlation) < 0.01
+    assert result.shared_drift < 0.01
+    assert np.abs(result.excess_kurtosis).max() < 0.1
+
+
+def test_straight_paths_are_ballistic():
+    direction = np.random.default_rng(0).standard_normal((1, 500, 32))
+    result = brownian_test(path_of(np.repeat(direction, 6, 0)))
+    assert result.growth_exponent == pytest.approx(2)
+    assert result.mean_correlation == pytest.approx(1)
+    np.testing.assert_allclose(result.increment_correlation, 1)
+
+
+def test_a_drift_common_to_all_tokens_is_seen():
+    rng = np.random.default_rng(0)
+    drift = rng.standard_normal((6, 1, 32))
+    result = brownian_test(path_of(drift + np.zeros((6, 500, 32))))
+    assert result.shared_drift == pytest.approx(1)
+
+
+def test_heavy_tailed_steps_are_seen():
+    steps = np.random.default_rng(0).laplace(size=(3, 4000, 8))
+    np.testing.assert_allclose(brownian_test(path_of(steps)).excess_kurtosis, 3, atol=0.6)
+
+
+def test_one_block_has_no_exponent_and_no_block_is_refused():
+    result = brownian_test(path_of(np.ones((1, 4, 8))))
+    assert np.isnan(result.growth_exponent)
+    assert np.isnan(result.mean_correlation)
+    with pytest.raises(ValueError, match="at least 2 points, got 1"):
+        brownian_test(np.ones((1, 4, 8)))

@@ -1,0 +1,82 @@
+"""The XOR task: the enumeration against linear programming, the bound against search, the witnesses on all pairs."""
+
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import scipy.optimize
+
+from adder_flax.attention import additive_hidden_dim
+from adder_flax.measures import additive_xor_score, score_parameters, separable, train_xor, xor_bound, xor_pairs
+
+
+def test_targets_by_hand():
+    queries, keys, targets = xor_pairs()
+    assert len({tuple(pair) for pair in np.hstack([queries, keys])}) == 16
+    for query, key, target in zip(queries, keys, targets, strict=True):
+        assert target == ((query[0] == key[0]) != (query[1] == key[1]))
+
+
+def test_separability_against_linear_programming():
+    """y_i (c + w·x_i) ≥ 1 has a solution exactly for the labellings that `separable` accepts."""
+    corners = np.array([[1, 0, 0], [1, 0, 1], [1, 1, 0], [1, 1, 1]], float)
+    for labels in itertools.product((False, True), repeat=4):
+        sign = np.where(labels, 1.0, -1.0)
+        solved = scipy.optimize.linprog(np.zeros(3), -sign[:, None] * corners, -np.ones(4), bounds=(None, None))
+        assert solved.success == separable(labels)
+
+
+def _accuracy(weights):
+    queries, keys, targets = xor_pairs()
+    one = np.ones((16, 1))
+    left, right = np.hstack([one, queries]), np.hstack([one, keys])
+    return np.mean((np.einsum("ni,...ij,nj->...n", left, weights, right) > 0) == targets, axis=-1)
+
+
+def test_bound_is_attained_by_the_witness():
+    bound = xor_bound()
+    assert bound.accuracy == Fraction(12, 16)
+    assert bound.row_limits == (3, 3, 3, 3)
+    assert _accuracy(bound.witness) == 0.75
+
+
+def test_bound_against_mixed_integer_programming():
+    """An independent solver maximises the number of right pairs over all bounded W."""
+    queries, keys, targets = xor_pairs()
+    one = np.ones((16, 1))
+    features = np.einsum("ni,nj->nij", np.hstack([one, queries]), np.hstack([one, keys])).reshape(16, 9)
+    sign, big = np.where(targets > 0, 1.0, -1.0)[:, None], 1000.0
+    # sign · features · w ≥ 1 − big (1 − right)
+    constraint = scipy.optimize.LinearConstraint(np.hstack([sign * features, -big * np.eye(16)]), lb=1 - big)
+    best = scipy.optimize.milp(
+        np.r_[np.zeros(9), -np.ones(16)],
+        constraints=constraint,
+        integrality=np.r_[np.zeros(9), np.ones(16)],
+        bounds=scipy.optimize.Bounds(np.r_[np.full(9, -100.0), np.zeros(16)], np.r_[np.full(9, 100.0), np.ones(16)]),
+    )
+    assert round(-best.fun) == 12
+
+
+def test_no_random_bilinear_score_beats_the_bound():
+    weights = np.random.default_rng(0).standard_normal((20_000, 3, 3))
+    assert _accuracy(weights).max() <= 0.75
+
+
+def test_explicit_additive_score_solves_the_task():
+    queries, keys, targets = xor_pairs()
+    scores = additive_xor_score(queries, keys)
+    np.testing.assert_array_equal(scores > 0, targets > 0)
+    assert np.abs(scores).min() > 0.9
+
+
+def test_training_reaches_what_mathematics_allows():
+    assert np.all(train_xor("additive", seeds=4) == 1.0)
+    assert np.all(train_xor("bilinear", seeds=4) <= 0.75)
+
+
+@pytest.mark.parametrize(("query_dim", "key_dim"), [(64, 128), (16, 16), (5, 3)])
+def test_parameter_counts_cross_at_the_default_width(query_dim, key_dim):
+    hidden = additive_hidden_dim(query_dim, key_dim)
+    bilinear, additive = score_parameters(query_dim, key_dim, hidden)
+    assert abs(bilinear - additive) <= (query_dim + key_dim + 1) / 2

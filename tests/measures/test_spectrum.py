@@ -1,0 +1,101 @@
+"""Spectra against closed forms, and Proposition 1 where it holds, where it does not, and what is always true."""
+
+import numpy as np
+import pytest
+
+from adder_flax.measures import (
+    asymmetry,
+    cumulative,
+    effective_rank,
+    equivalent_rank,
+    identity_effect,
+    singular_values,
+    stable_rank,
+)
+
+
+def random_maps(*shape, seed=0, sharpness=1.0):
+    scores = sharpness * np.random.default_rng(seed).standard_normal(shape)
+    weights = np.exp(scores)
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def symmetric_positive_map(size, seed=0):
+    """A doubly stochastic, symmetric, positive semidefinite map: the square of a symmetric doubly stochastic one."""
+    rng = np.random.default_rng(seed)
+    matrix = np.zeros((size, size))
+    for weight in rng.dirichlet(np.ones(6)):
+        permutation = np.eye(size)[rng.permutation(size)]
+        matrix += weight * (permutation + permutation.T) / 2
+    return matrix @ matrix
+
+
+def test_singular_values_are_roots_of_gram_eigenvalues():
+    maps = random_maps(2, 3, 7, 7)
+    gram = np.linalg.eigvalsh(np.swapaxes(maps, -1, -2) @ maps)[..., ::-1]
+    np.testing.assert_allclose(singular_values(maps), np.sqrt(np.maximum(gram, 0)), atol=1e-9)
+
+
+def test_ranks_of_a_known_spectrum():
+    sigma = np.array([4.0, 3.0, 2.0, 1.0])
+    np.testing.assert_allclose(cumulative(sigma), [0.4, 0.7, 0.9, 1.0])
+    assert equivalent_rank(sigma) == 3
+    assert equivalent_rank(sigma, level=0.91) == 4
+    assert stable_rank(sigma) == pytest.approx(30 / 16)
+    share = sigma / 10
+    assert effective_rank(sigma) == pytest.approx(np.prod(share**-share))
+
+
+@pytest.mark.parametrize("size", [1, 2, 17, 65])
+def test_proposition_is_exact_for_symmetric_positive_semidefinite_maps(size):
+    effect = identity_effect(symmetric_positive_map(size))
+    assert effect.deviation < 1e-12
+    assert effect.asymmetry < 1e-12
+    assert effect.lowest_eigenvalue > -1e-12
+    assert np.all(effect.ratio >= 1 - 1e-12)
+    assert np.all(effect.difference_identity <= effect.difference + 1e-12)
+    assert effect.rank_identity >= effect.rank
+
+
+def test_proposition_fails_for_a_symmetric_map_with_negative_eigenvalues():
+    effect = identity_effect(np.array([[0.0, 1.0], [1.0, 0.0]]))  # eigenvalues 1, −1; with I: 2, 0
+    assert effect.asymmetry == 0
+    assert effect.lowest_eigenvalue == pytest.approx(-1)
+    assert effect.deviation == pytest.approx(2)
+    assert effect.rank_identity < effect.rank
+
+
+def test_proposition_fails_for_a_cycle():
+    effect = identity_effect(np.eye(5)[[1, 2, 3, 4, 0]])
+    eigenvalues = np.exp(2j * np.pi * np.arange(5) / 5)  # normal: singular values of A + I are |λ + 1|
+    assert effect.deviation == pytest.approx(np.max(2 - np.abs(eigenvalues + 1)))
+
+
+def test_singular_values_grow_by_at_most_one():
+    for sharpness in (0.1, 1.0, 5.0):
+        maps = random_maps(20, 17, 17, sharpness=sharpness)
+        growth = singular_values(maps + np.eye(17)) - singular_values(maps)
+        assert np.all(growth <= 1 + 1e-12)
+
+
+def test_identity_is_taken_off_first():
+    maps = random_maps(3, 9, 9)
+    first, second = identity_effect(maps), identity_effect(maps + np.eye(9))
+    np.testing.assert_allclose(first.f, second.f, atol=1e-12)
+    np.testing.assert_allclose(first.f_identity, second.f_identity, atol=1e-12)
+
+
+def test_ratio_and_differences_follow_from_the_curves():
+    effect = identity_effect(random_maps(2, 6, 6))
+    sigma = singular_values(random_maps(2, 6, 6))
+    shifted = singular_values(random_maps(2, 6, 6) + np.eye(6))
+    expected = (np.cumsum(sigma, -1) * shifted.sum(-1, keepdims=True)) / (
+        np.cumsum(shifted, -1) * sigma.sum(-1, keepdims=True)
+    )
+    np.testing.assert_allclose(effect.ratio, expected)
+    np.testing.assert_allclose(effect.difference, effect.f - np.arange(1, 7) / 6)
+
+
+def test_asymmetry_of_antisymmetric_part():
+    assert asymmetry(random_maps(4, 4) + random_maps(4, 4).T) == pytest.approx(0)
+    assert asymmetry(np.array([[0.0, 1.0], [-1.0, 0.0]])) == pytest.approx(2)

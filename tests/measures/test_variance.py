@@ -1,0 +1,66 @@
+"""Theorem 1 against its closed form, by sampling and by integration."""
+
+import numpy as np
+import pytest
+import scipy.integrate
+import scipy.stats
+
+from adder_flax import attention
+from adder_flax.measures import live_variance, monte_carlo_variance, pair_scores, predicted_variance
+
+SCORES = ["dot", "adder", "gaussian"]
+
+
+def component_variance(function):
+    """Variance of function(x − y) for unit-normal x, y, by quadrature over the normal difference."""
+    density = scipy.stats.norm(scale=np.sqrt(2)).pdf
+    moment = lambda power: scipy.integrate.quad(lambda t: function(t) ** power * density(t), -40, 40, limit=200)[0]
+    return moment(2) - moment(1) ** 2
+
+
+@pytest.mark.parametrize(("score", "function"), [("adder", np.abs), ("gaussian", lambda t: t**2 / 2)])
+def test_predicted_variance_by_quadrature(score, function):
+    assert predicted_variance(score, 10) == pytest.approx(10 * component_variance(function), rel=1e-6)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_sampled_variance_agrees_with_the_theorem(score):
+    for estimate in monte_carlo_variance(score, [1, 8, 64]):
+        predicted = predicted_variance(score, estimate.head_dim)
+        assert abs(estimate.variance - predicted) < 5 * estimate.standard_error
+        assert estimate.standard_error < 0.1 * predicted
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_scores_are_those_of_the_attention(score):
+    query, key = np.random.default_rng(0).standard_normal((2, 3, 5, 8)).astype(np.float32)
+    expected = attention.get_score(score).function(query, key)
+    np.testing.assert_allclose(pair_scores(query, key, score), expected, rtol=2e-5, atol=2e-5)
+    assert attention.get_score(score).variance(8) == pytest.approx(predicted_variance(score, 8))
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_live_variance_of_normal_vectors_of_other_size(score):
+    query, key = np.random.default_rng(1).standard_normal((2, 40, 60, 16))
+    live = live_variance(3 * query, 3 * key, score)
+    assert live.query_rms == pytest.approx(3, rel=0.02)
+    assert live.component_variance == pytest.approx(9, rel=0.05)
+    assert abs(live.component_correlation) < 0.02
+    assert abs(live.excess_kurtosis) < 0.2
+    assert live.rescaled == pytest.approx(live.measured, rel=0.1)
+    assert live.predicted == predicted_variance(score, 16)
+
+
+def test_live_variance_sees_equal_queries_and_keys():
+    query = np.random.default_rng(2).standard_normal((10, 60, 16))
+    assert live_variance(query, query, "dot").component_correlation == pytest.approx(1)
+
+
+def test_live_variance_sees_heavy_tails():
+    query, key = np.random.default_rng(3).laplace(size=(2, 50, 400, 4))
+    assert live_variance(query, key, "adder").excess_kurtosis == pytest.approx(3, abs=0.4)
+
+
+def test_scores_with_parameters_are_refused():
+    with pytest.raises(ValueError, match="one of .*'adder', 'dot', 'gaussian'.*; got 'additive'"):
+        predicted_variance("additive", 8)

@@ -1,0 +1,129 @@
+"""Markov chains whose answers are known."""
+
+import numpy as np
+import pytest
+
+from adder_flax.measures import (
+    diffusion_map,
+    eigenvalues,
+    irreversibility,
+    k_step,
+    mixing_time,
+    rollout,
+    spectral_gap,
+    stationary_distribution,
+)
+
+WEATHER = np.array([[0.9, 0.1], [0.3, 0.7]])  # π = (3/4, 1/4), λ₂ = 0.6, distance after k steps 0.75 · 0.6^k
+
+
+def random_maps(*shape, seed=0):
+    return np.random.default_rng(seed).dirichlet(np.ones(shape[-1]), shape[:-1])
+
+
+def lazy_cycle(size):
+    """Stay with probability ½, else one step left or right: eigenvalues (1 + cos(2πj/N)) / 2."""
+    eye = np.eye(size)
+    return eye / 2 + (np.roll(eye, 1, 0) + np.roll(eye, -1, 0)) / 4
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 17, 65])
+def test_stationary_distribution_is_a_left_eigenvector(tokens):
+    maps = random_maps(2, 3, tokens, tokens)
+    stationary = stationary_distribution(maps)
+    np.testing.assert_allclose(np.einsum("...i,...ij->...j", stationary, maps), stationary, atol=1e-12)
+    np.testing.assert_allclose(stationary.sum(-1), 1)
+    assert np.all(stationary > 0)
+
+
+def test_random_walk_on_a_graph_visits_by_degree():
+    adjacency = np.array([[0, 1, 1, 1], [1, 0, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]], float)
+    degree = adjacency.sum(-1)
+    np.testing.assert_allclose(stationary_distribution(adjacency / degree[:, None]), degree / degree.sum())
+    assert irreversibility(adjacency / degree[:, None]) == pytest.approx(0, abs=1e-12)
+
+
+def test_cycle_has_its_known_spectrum():
+    expected = np.sort((1 + np.cos(2 * np.pi * np.arange(9) / 9)) / 2)[::-1]
+    np.testing.assert_allclose(eigenvalues(lazy_cycle(9)), expected, atol=1e-12)
+    assert spectral_gap(lazy_cycle(9)) == pytest.approx(1 - expected[1])
+
+
+@pytest.mark.parametrize("epsilon", [0.25, 0.1, 1e-3, 1e-8])
+def test_mixing_time_of_two_states(epsilon):
+    steps = 0
+    while 0.75 * 0.6**steps > epsilon:
+        steps += 1
+    assert mixing_time(WEATHER, epsilon=epsilon) == steps
+
+
+def test_mixing_time_by_walking():
+    maps = lazy_cycle(12)
+    distance = lambda steps: np.abs(np.linalg.matrix_power(maps, steps) - 1 / 12).sum(-1).max() / 2
+    steps = next(k for k in range(1000) if distance(k) <= 0.25)
+    assert mixing_time(maps) == steps
+    np.testing.assert_array_equal(mixing_time(np.stack([maps, np.full((12, 12), 1 / 12)])), [steps, 1])
+
+
+def test_one_token_is_mixed_at_once_and_a_periodic_walk_never():
+    assert mixing_time(np.ones((1, 1))) == 0
+    assert mixing_time(np.array([[0.0, 1.0], [1.0, 0.0]])) == -1
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_k_steps_one_by_one(steps):
+    maps, expected = random_maps(2, 6, 6), np.eye(6)
+    for _ in range(steps):
+        expected = expected @ maps
+    np.testing.assert_allclose(k_step(maps + np.eye(6), steps), np.broadcast_to(expected, (2, 6, 6)), atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_diffusion_coordinates_give_the_diffusion_distance(steps):
+    rng = np.random.default_rng(0)
+    kernel = np.exp(-np.square(rng.standard_normal((8, 1, 3)) - rng.standard_normal((1, 8, 3))).sum(-1))
+    kernel = kernel + kernel.T  # a symmetric kernel gives a reversible walk
+    walk = kernel / kernel.sum(-1, keepdims=True)
+    stationary = stationary_distribution(walk)
+    power = np.linalg.matrix_power(walk, steps)
+    # Coifman and Lafon: D_k(i, j)² = Σ_l (A^k_il − A^k_jl)² / π_l
+    distance = np.sqrt((np.square(power[:, None] - power[None]) / stationary).sum(-1))
+    coordinates = diffusion_map(walk, steps=steps, dims=7).coordinates
+    np.testing.assert_allclose(np.linalg.norm(coordinates[:, None] - coordinates[None], axis=-1), distance, atol=1e-10)
+
+
+def test_diffusion_map_of_two_groups_separates_them():
+    walk = np.kron(np.array([[0.95, 0.05], [0.05, 0.95]]), np.full((4, 4), 0.25))
+    first = diffusion_map(walk, dims=1)
+    assert first.eigenvalues == pytest.approx(0.9)
+    assert len(set(np.sign(first.coordinates[:4, 0]))) == 1
+    np.testing.assert_allclose(first.coordinates[:4], -first.coordinates[4:], atol=1e-12)
+
+
+def test_diffusion_map_takes_batches():
+    maps = random_maps(2, 3, 5, 5)
+    batched = diffusion_map(maps, dims=3)
+    single = diffusion_map(maps[1, 2], dims=3)
+    assert batched.coordinates.shape == (2, 3, 5, 3)
+    np.testing.assert_allclose(np.abs(batched.coordinates[1, 2]), np.abs(single.coordinates), atol=1e-9)
+
+
+def test_rollout_by_pushing_tokens_through_linear_blocks():
+    """Blocks that only mix, x + A x, move one-hot tokens as rollout says, up to the growth of each block."""
+    plain, identity = random_maps(2, 3, 5, 5, seed=1), random_maps(2, 3, 5, 5, seed=2)
+    tokens = np.broadcast_to(np.eye(5), (2, 5, 5))
+    tokens = tokens + plain.mean(1) @ tokens
+    tokens = tokens + (identity.mean(1) + np.eye(5)) @ tokens
+    rolled = rollout([plain, identity + np.eye(5)])
+    np.testing.assert_allclose(rolled, tokens / (2 * 3), atol=1e-12)
+    np.testing.assert_allclose(rolled.sum(-1), 1)
+
+
+def test_rollout_treats_each_image_by_itself():
+    maps = [random_maps(4, 2, 6, 6, seed=seed) + np.eye(6) for seed in range(3)]
+    np.testing.assert_allclose(rollout(maps)[3], rollout([block[3] for block in maps]))
+
+
+def test_rollout_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="at least one block"):
+        rollout([])

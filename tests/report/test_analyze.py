@@ -1,0 +1,76 @@
+"""``--mode=analyze`` hands the report what it needs: the checkpoint, another run beside it, and steps of training."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from adder_flax import attention, cli, report, training
+from adder_flax.attention import _registry
+from adder_flax.training import RunError, Trainer, build_run
+from experiments import common
+from tests.training.tiny import TINY
+
+
+def train(mechanism, workdir, **fields):
+    config = common.deit(mechanism, "tiny")
+    config.update_from_flattened_dict(TINY | fields)
+    Trainer(build_run(config), training.open_workdir(workdir, config)).fit()
+    return config
+
+
+@pytest.fixture
+def reported(monkeypatch):
+    calls = []
+
+    def write_report(*args, **options):
+        calls.append((args, options))
+        return report.Report(args[3] / "report.html", [], [])
+
+    monkeypatch.setattr(report, "write_report", write_report)
+    return calls
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_analysed_beside_a_baseline(reported, tmp_path, capsys):
+    train("multiplicative", tmp_path / "dot")
+    config = train("adder", tmp_path / "adder")
+    cli.analyze(config, tmp_path / "adder", "last", tmp_path / "dot")
+    [((model, images, labels, out_dir), options)] = reported
+    assert f"report at {tmp_path / 'adder' / 'report' / 'report.html'}" in capsys.readouterr().out
+    assert out_dir == tmp_path / "adder" / "report"
+    assert images.shape == (32, 8, 8, 1)
+    assert len(labels) == 32
+    scores = [one.blocks[0].attention.score_name for one in (model, options["untrained"], options["baseline"])]
+    assert scores == ["adder", "adder", "dot"]
+    assert (options["name"], options["baseline_name"]) == ("digits, adder attention", "digits, dot attention")
+    assert not np.array_equal(model.pos_embed[...], options["untrained"].pos_embed[...])
+    start, checkpoint = options["second_order"].values()
+    assert [step.step for step in start] == [0, 1, 2]
+    assert [step.step for step in checkpoint] == [9, 10, 11]
+    assert all(np.isfinite(step.ratio()) and np.isnan(step.second) for step in start + checkpoint)
+
+
+def test_a_baseline_has_to_be_a_run_on_the_same_data(reported, tmp_path):
+    config = common.deit("adder", "tiny")
+    with pytest.raises(RunError, match="expected the directory of a run"):
+        cli.analyze(config, tmp_path, "last", tmp_path / "nothing")
+    training.open_workdir(tmp_path / "fake", common.deit("adder", "tiny", "fake"))
+    with pytest.raises(RunError, match="expected a baseline on digits at 8 pixels, got fake at 32"):
+        cli.analyze(config, tmp_path, "last", tmp_path / "fake")
+
+
+def test_scores_that_are_no_probabilities_are_refused_before_anything_is_computed(reported, monkeypatch, tmp_path):
+    monkeypatch.setattr(_registry, "_SCORES", dict(_registry._SCORES))
+    attention.register_score(dataclasses.replace(attention.get_score("dot"), name="gate", rows_are_probability=False))
+    config = common.deit("multiplicative", "tiny")
+    config.update_from_flattened_dict(TINY | {"model.score": "gate"})
+    with pytest.raises(RunError, match="rows of weights are probabilities, got 'gate'"):
+        cli.analyze(config, tmp_path, "last")
+    assert not reported
+
+
+def test_a_configuration_survives_its_file(tmp_path):
+    config = common.deit("adder", "tiny")
+    training.open_workdir(tmp_path, config)
+    assert training.read_config(tmp_path) == config

@@ -1,0 +1,49 @@
+"""Captured tensors against the model's own layers, called by hand."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from adder_flax.models import VisionTransformer
+from adder_flax.report import capture
+
+SIZES = {"image_size": 8, "patch_size": 2, "channels": 1, "num_classes": 10, "width": 16, "depth": 2, "num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"score": "adder", "qkv_linear": "adder"}, marks=pytest.mark.slow),
+        {"score": "adder", "remat": True, "scan_blocks": True},
+    ],
+)
+def test_captured_blocks_reproduce_the_forward_pass(options):
+    model = VisionTransformer(rngs=nnx.Rngs(0), **SIZES, **options)
+    images = np.random.default_rng(0).standard_normal((3, 8, 8, 1)).astype(np.float32)
+    captured = capture(model, images)
+    np.testing.assert_allclose(captured.logits, model(images), atol=1e-5)
+
+    block, seen = model.blocks[1], captured.blocks[1]
+    normalized = block.norm1(jnp.asarray(seen.tokens))
+    np.testing.assert_allclose(seen.normalized, normalized, atol=1e-5)
+    for name, heads in (("query", seen.query), ("key", seen.key)):
+        projected = getattr(block.attention, name)(normalized.reshape(-1, 16)).reshape(3, 17, 2, 8)
+        np.testing.assert_allclose(heads, np.swapaxes(projected, 1, 2), atol=1e-4)
+    after, weights = block(jnp.asarray(seen.tokens), return_weights=True)
+    np.testing.assert_allclose(seen.map, weights, atol=1e-5)
+    np.testing.assert_allclose(captured.path[2], after, atol=1e-4)
+    np.testing.assert_allclose(captured.path[1], seen.tokens)
+
+
+def test_capture_leaves_the_model_as_it_was():
+    model = VisionTransformer(rngs=nnx.Rngs(0), **SIZES, remat=True)
+    capture(model, np.zeros((1, 8, 8, 1), np.float32))
+    assert type(model) is VisionTransformer
+    assert model.remat
+
+
+def test_bfloat16_models_give_arrays_that_linear_algebra_takes():
+    model = VisionTransformer(rngs=nnx.Rngs(0), **SIZES, dtype=jnp.bfloat16)
+    captured = capture(model, np.zeros((1, 8, 8, 1), np.float32))
+    assert captured.blocks[0].query.dtype == captured.path.dtype == np.float32

@@ -1,0 +1,153 @@
+"""Figures: what is drawn is what was given, and nothing depends on pyplot's state."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from adder_flax.report import (
+    SecondOrderStep,
+    attention_figure,
+    comparison_figure,
+    curves_figure,
+    save_figure,
+    second_order_figure,
+    xor_figure,
+)
+
+
+def rows(count):
+    return [{"step": 10 * i, "train/loss": 2.0 / i, "train/accuracy": 1 - 1.0 / i} for i in range(1, count + 1)]
+
+
+def lines(axis):
+    return {line.get_label(): line.get_xydata() for line in axis.get_lines()}
+
+
+def test_curves_show_every_value_and_the_best():
+    metrics = rows(5) + [{"step": 30, "eval/accuracy": 0.9}, {"step": 50, "eval/accuracy": 0.8}]
+    loss, accuracy = curves_figure(metrics).axes
+    np.testing.assert_allclose(lines(loss)["training"], [(10 * i, 2.0 / i) for i in range(1, 6)])
+    np.testing.assert_allclose(lines(accuracy)["test, last 80.00 %, best 90.00 %"], [(30, 90), (50, 80)])
+    assert loss.get_ylabel() == "cross-entropy (nats)"
+    assert accuracy.get_ylabel() == "accuracy (%)"
+
+
+def test_long_training_is_smoothed_by_a_centred_mean():
+    loss = curves_figure(rows(200)).axes[0]
+    smooth = lines(loss)["training, mean of 5"]
+    raw = 2.0 / np.arange(1, 201)
+    assert len(smooth) == 200
+    np.testing.assert_allclose(smooth[2:-2, 1], np.convolve(raw, np.ones(5) / 5, "valid"))
+    np.testing.assert_allclose(smooth[0, 1], (3 * raw[0] + raw[1] + raw[2]) / 5)
+
+
+def test_non_finite_values_leave_a_gap():
+    metrics = [{"step": 1, "train/loss": 1.0}, {"step": 2, "train/loss": float("nan")}, {"step": 3, "train/loss": 2.0}]
+    drawn = lines(curves_figure(metrics).axes[0])["training"]
+    np.testing.assert_array_equal(np.isnan(drawn[:, 1]), [False, True, False])
+
+
+def test_one_panel_if_only_one_quantity_is_there():
+    assert len(curves_figure([{"step": 1, "eval/loss": 1.0}]).axes) == 1
+
+
+@pytest.mark.parametrize("metrics", [[], [{"step": 1, "train/grad_norm": 1.0}]])
+def test_rows_without_curves_are_refused(metrics):
+    with pytest.raises(ValueError, match="expected rows with 'train/loss'"):
+        curves_figure(metrics)
+
+
+def maps_of(*shape, seed=0):
+    return np.random.default_rng(seed).dirichlet(np.ones(shape[-1]), shape[:-1])
+
+
+def heat(figure, axis):
+    return np.asarray(figure.axes[axis].get_images()[1].get_array())
+
+
+def test_attention_is_the_same_with_and_without_the_identity_map():
+    images = np.zeros((2, 8, 8, 1), np.uint8)
+    maps = [maps_of(2, 3, 17, 17, seed=seed) for seed in range(4)]
+    plain = attention_figure(images, maps)
+    identity = attention_figure(images, [block + np.eye(17) for block in maps])
+    np.testing.assert_allclose(heat(plain, 1), heat(identity, 1), atol=1e-5)
+    assert [axis.get_title() for axis in plain.axes[:4]] == [
+        "image",
+        "block 1, mean of heads",
+        "block 3, mean of heads",
+        "block 4, mean of heads",
+    ]
+
+
+def test_attention_is_drawn_where_the_patch_is():
+    maps = np.full((1, 1, 5, 5), 0.01)
+    maps[..., 0, 2] = 0.96  # patch 1 of a 2×2 grid: top right
+    maps /= maps.sum(-1, keepdims=True)
+    figure = attention_figure(np.zeros((1, 4, 4, 3)), [maps], heads=[0])
+    drawn = heat(figure, 1)
+    rows, columns = drawn.shape
+    assert drawn[0, -1] == pytest.approx(drawn.max(), rel=0.1)
+    assert drawn[rows // 2 :].max() < drawn[: rows // 2, columns // 2 :].max()
+    assert drawn[:, : columns // 2].max() < drawn[: rows // 2, columns // 2 :].max()
+
+
+def test_heads_get_columns_of_their_own():
+    figure = attention_figure(np.zeros((1, 8, 8, 1)), [maps_of(1, 3, 16, 16)], heads=[0, 2], class_token=False)
+    assert [axis.get_title() for axis in figure.axes] == ["image", "block 1, head 1", "block 1, head 3"]
+
+
+def test_models_are_side_by_side_and_share_an_image():
+    images = np.stack([np.zeros((8, 8, 1)), np.ones((8, 8, 1))])
+    maps = {name: [maps_of(2, 3, 17, 17, seed=seed)] for seed, name in enumerate(("dot", "adder"))}
+    figure = comparison_figure(images, maps, captions=["a 0", "a 1"])
+    assert [axis.get_xlabel() for axis in figure.axes[::2]] == ["dot\na 0", "adder\na 0", "dot\na 1", "adder\na 1"]
+    alone = attention_figure(images, maps["adder"])
+    np.testing.assert_allclose(heat(figure, 7), heat(alone, 3))
+    assert np.asarray(figure.axes[6].get_images()[0].get_array()).max() == 1
+
+
+def test_every_start_on_the_xor_task_is_a_mark_under_the_proven_limit():
+    accuracies = {"bilinear": np.array([0.5, 0.75, 0.625]), "additive": np.array([1.0, 1.0, 0.9375])}
+    axis = xor_figure(accuracies).axes[0]
+    *marks, limit = axis.get_lines()
+    for line, values in zip(marks, accuracies.values(), strict=True):
+        np.testing.assert_allclose(line.get_ydata(), 100 * values)
+    assert set(limit.get_ydata()) == {75.0}
+
+
+def test_terms_that_were_not_computed_are_not_drawn():
+    terms = dict(learning_rate=0.1, loss=1.0, change=-0.15, odd=-0.2, even=0.05, first=-0.2)
+    smooth = [SecondOrderStep(step=step, second=0.04, **terms) for step in (4, 9)]
+    kinked = [SecondOrderStep(step=step, second=float("nan"), **terms) for step in (4, 9)]
+    first, second = second_order_figure({"dot": smooth, "adder": kinked}).axes
+    np.testing.assert_allclose(lines(first)["½ δᵀHδ"], [(5, 0.04), (10, 0.04)])
+    np.testing.assert_allclose(lines(second)["even part"], [(5, 0.05), (10, 0.05)])
+    assert "½ δᵀHδ" not in lines(second)
+
+
+def test_maps_of_other_images_are_refused():
+    with pytest.raises(ValueError, match="for 2 images; got shapes"):
+        attention_figure(np.zeros((2, 8, 8, 1)), [maps_of(3, 1, 17, 17)])
+
+
+def test_saved_files_are_reproducible(tmp_path):
+    first = save_figure(curves_figure(rows(3)), tmp_path / "new" / "a.png", ("png", "svg"))
+    second = save_figure(curves_figure(rows(3)), tmp_path / "b", ("png", "svg"))
+    assert [path.name for path in first] == ["a.png", "a.svg"]
+    assert first[0].read_bytes().startswith(b"\x89PNG")
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+def test_import_is_light_and_no_pyplot_is_used(tmp_path):
+    code = f"""
+import json, sys
+from adder_flax import report
+heavy = [name for name in ("matplotlib", "scipy", "sklearn", "orbax", "grain") if name in sys.modules]
+report.save_figure(report.curves_figure([{{"step": 1, "eval/loss": 1.0}}]), {str(tmp_path / "x")!r})
+print(json.dumps([heavy, "matplotlib.pyplot" in sys.modules]))
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert json.loads(out) == [[], False]

@@ -1,0 +1,201 @@
+"""The report: complete, self-contained, and its verdicts follow the numbers."""
+
+import csv
+import dataclasses
+import re
+from html.parser import HTMLParser
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from adder_flax.counting import count_operations
+from adder_flax.models import VisionTransformer
+from adder_flax.report import SecondOrderStep, write_report
+from adder_flax.report._section_adder import adder_section
+from adder_flax.report._section_brownian import _second_order_claim, brownian_section
+from adder_flax.report._section_energy import VARIANTS, deit_operations
+from adder_flax.report._study import Study, observe
+
+SIZES = {"image_size": 8, "patch_size": 2, "channels": 1, "num_classes": 10, "width": 16, "depth": 3, "num_heads": 2}
+IMAGES = np.random.default_rng(0).standard_normal((5, 8, 8, 1)).astype(np.float32)
+LABELS = np.arange(5)
+
+
+def step_of(ratio, learning_rate=1e-3):
+    """A training step whose second-order term is this share of the first."""
+    terms = dict(first=-0.1, second=0.1 * ratio, odd=-0.1, even=0.1 * ratio, change=-0.1 + 0.1 * ratio)
+    return SecondOrderStep(step=1, learning_rate=learning_rate, loss=2.0, **terms)
+
+
+def model_of(seed=0, **options):
+    return VisionTransformer(rngs=nnx.Rngs(seed), **SIZES, **options)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("report")
+    return write_report(
+        model_of(score="adder", qkv_linear="adder"),
+        IMAGES,
+        LABELS,
+        directory,
+        name="adder <small>",
+        baseline=model_of(seed=1),
+        untrained=model_of(seed=2, score="adder", qkv_linear="adder"),
+        second_order={"start": [step_of(0.3)], "end": [step_of(0.2, learning_rate=1e-5)], "nothing": []},
+        peak_learning_rate=1e-3,
+    )
+
+
+class Page(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.tags = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def all(self, tag):
+        return [attrs for name, attrs in self.tags if name == tag]
+
+
+def test_claims_are_many_distinct_and_decided(report):
+    names = [claim.name for claim in report.claims]
+    assert len(names) == len(set(names)) >= 20
+    for claim in report.claims:
+        assert re.fullmatch(r"holds|does not hold|not measured|holds only when .+", claim.verdict)
+        assert re.search(r"\d", claim.finding)
+    assert "not measured" not in {claim.verdict for claim in report.claims}  # baseline and untrained are given
+
+
+def test_claims_table_is_what_was_returned(report):
+    with (report.page.parent / "claims.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert rows == [dataclasses.asdict(claim) for claim in report.claims]
+
+
+def test_page_needs_no_network_and_its_links_lead_somewhere(report):
+    text = report.page.read_text(encoding="utf-8")
+    page = Page(text)
+    assert "http://" not in text
+    assert "https://" not in text
+    assert "<script" not in text
+    assert "adder &lt;small&gt;" in text
+    ids = {attrs["id"] for _, attrs in page.tags if "id" in attrs}
+    for link in page.all("a"):
+        target = link["href"]
+        assert target[1:] in ids if target.startswith("#") else (report.page.parent / target).is_file()
+    images = page.all("img")
+    assert len(images) >= 14
+    for image in images:
+        assert image["src"].startswith("data:image/png;base64,")
+        assert len(image["alt"]) > 20
+    assert any(meta.get("name") == "viewport" for meta in page.all("meta"))
+
+
+def test_every_figure_comes_as_png_svg_and_data(report):
+    figures = {path.stem for path in report.files if path.suffix == ".png"}
+    assert figures == {path.stem for path in report.files if path.suffix == ".svg"}
+    assert figures == {path.stem for path in report.files if path.parent.name == "data"}
+    assert {claim.figure for claim in report.claims if claim.figure} <= figures
+    assert all(path.is_file() for path in report.files)
+
+
+def test_data_are_the_numbers_behind_the_figure(report):
+    with (report.page.parent / "data" / "energy.csv").open() as file:
+        rows = {(row["size"], row["variant"]): row for row in csv.DictReader(file)}
+    multiplications = int(rows["DeiT-Ti", "multiplicative"]["multiplications"])
+    assert multiplications == deit_operations("DeiT-Ti", "multiplicative").multiplications
+
+
+def test_images_and_labels_have_to_match(tmp_path):
+    with pytest.raises(ValueError, match="got 5 images and 4 labels"):
+        write_report(model_of(), IMAGES, LABELS[:4], tmp_path)
+
+
+@pytest.mark.parametrize("variant", ["multiplicative", "adder"])
+def test_extrapolated_operations_are_those_of_the_whole_model(variant):
+    options = {"width": 192, "num_heads": 3, "depth": 5, **VARIANTS[variant]}
+    model = nnx.eval_shape(lambda: VisionTransformer(rngs=nnx.Rngs(0), **options))
+    counted = count_operations(model, jax.ShapeDtypeStruct((1, 224, 224, 3), "float32"))
+    extrapolated = deit_operations("DeiT-Ti", variant, depth=5)
+    assert extrapolated.counts == counted.counts
+    assert extrapolated.bytes_moved == counted.bytes_moved
+    assert extrapolated.bytes_at_boundary == counted.bytes_at_boundary
+
+
+def study_of(subject, untrained=None):
+    return Study(subject, None, untrained, (IMAGES - IMAGES.min()) / np.ptp(IMAGES), [""] * 5, LABELS)
+
+
+def with_blocks(subject, change):
+    blocks = tuple(change(index, block) for index, block in enumerate(subject.captured.blocks))
+    return dataclasses.replace(subject, captured=dataclasses.replace(subject.captured, blocks=blocks))
+
+
+def verdicts(section):
+    return {claim.name: claim.verdict for claim in section.claims}
+
+
+@pytest.mark.slow
+def test_proposition_holds_for_symmetric_positive_maps_and_not_for_cycles():
+    subject = observe("m", model_of(score="adder"), IMAGES)
+    size = subject.maps[0].shape[-1]
+    positive = np.broadcast_to(np.full((size, size), 0.5 / size) + 0.5 * np.eye(size), subject.maps[0].shape)
+    found = verdicts(adder_section(study_of(with_blocks(subject, lambda _, b: dataclasses.replace(b, map=positive)))))
+    assert found["maps-symmetric"] == found["proposition-1-shift"] == found["proposition-1-rank"] == "holds"
+    cycle = np.broadcast_to(np.roll(np.eye(size), 1, 1), subject.maps[0].shape)
+    found = verdicts(adder_section(study_of(with_blocks(subject, lambda _, b: dataclasses.replace(b, map=cycle)))))
+    assert found["maps-symmetric"] == found["proposition-1-shift"] == "does not hold"
+
+
+@pytest.mark.slow
+def test_theorem_on_live_vectors_follows_the_vectors():
+    subject = observe("m", model_of(score="adder"), IMAGES)
+    normal = np.random.default_rng(0).standard_normal((2, 3, 5, 2, 400, 8))
+
+    def verdict(factor):
+        change = lambda index, block: dataclasses.replace(
+            block, query=factor * normal[0, index], key=factor * normal[1, index]
+        )
+        return verdicts(adder_section(study_of(with_blocks(subject, change))))["theorem-1-live"]
+
+    assert verdict(1.0) == "holds"
+    assert verdict(3.0) == "holds only when the variance of the components is put in"
+
+
+@pytest.mark.parametrize(
+    ("step", "verdict"),
+    [
+        (step_of(0.3), "holds"),
+        (step_of(0.01), "does not hold"),
+        (step_of(0.01, learning_rate=1e-5), "holds only when the learning rate is near its peak"),
+    ],
+)
+def test_second_order_terms_are_judged_by_their_size(step, verdict):
+    study = study_of(None)
+    study = dataclasses.replace(study, second_order={"run": [step]}, peak_learning_rate=1e-3)
+    assert _second_order_claim(study).verdict == verdict
+
+
+def test_brownian_paths_are_called_brownian_and_straight_ones_not():
+    subject = observe("m", model_of(), IMAGES)
+    shape = subject.captured.tokens.shape
+    steps = np.random.default_rng(0).standard_normal((3, 100, *shape[1:]))
+
+    def walking(steps):
+        path = np.concatenate([np.zeros_like(steps[:1]), np.cumsum(steps, 0)])
+        moved = with_blocks(subject, lambda index, block: dataclasses.replace(block, tokens=path[index]))
+        return dataclasses.replace(moved, captured=dataclasses.replace(moved.captured, tokens=path[-1]))
+
+    brownian, straight = walking(steps), walking(np.repeat(steps[:1], 3, 0))
+    names = ["brownian", "brownian-growth", "brownian-independent", "brownian-normal", "brownian-centred"]
+    found = verdicts(brownian_section(study_of(brownian)))
+    assert [found[name] for name in names] == ["holds"] * 5
+    found = verdicts(brownian_section(study_of(straight)))
+    assert found["brownian"] == found["brownian-growth"] == found["brownian-independent"] == "does not hold"
+    found = verdicts(brownian_section(study_of(straight, untrained=brownian)))
+    assert found["brownian-growth"] == "holds only when the network is untrained"

@@ -1,0 +1,80 @@
+"""The table before training against published DeiT figures and a count by hand."""
+
+import jax
+import pytest
+from flax import nnx
+
+from adder_flax.counting import count_operations, energy
+from adder_flax.models import VisionTransformer
+from adder_flax.ops import _backend
+from adder_flax.report import summary_rows, summary_text
+
+ADDER = {"score": "adder", "qkv_linear": "adder", "proj_linear": "adder", "mlp_linear": "adder"}
+
+
+def abstract(**options):
+    return nnx.eval_shape(lambda: VisionTransformer(rngs=nnx.Rngs(0), **options))
+
+
+@pytest.mark.parametrize(
+    ("width", "heads", "parameters", "gmacs"), [(192, 3, 5.7e6, 1.26), (384, 6, 22.1e6, 4.6), (768, 12, 86.6e6, 17.6)]
+)
+def test_deit_against_published_numbers(width, heads, parameters, gmacs):
+    rows = {row.part: row for row in summary_rows(abstract(width=width, num_heads=heads), (224, 224, 3))}
+    total = rows["total"]
+    assert total.parameters == pytest.approx(parameters, rel=0.005)
+    # Elementwise products (LayerNorm, GELU) are the 0.3 % that published MACs leave out.
+    assert total.operations.multiplications == pytest.approx(gmacs * 1e9, rel=0.01)
+    assert rows["patch embedding"].operations.multiplications == 196 * 16 * 16 * 3 * width
+    assert rows["blocks: query, key, value"].operations.multiplications == 12 * 197 * width * 3 * width
+    assert rows["blocks: projection"].operations.multiplications == 12 * 197 * width * width
+    assert rows["head"].parameters == 1000 * width + 1000
+    assert not total.operations.uncounted
+
+
+SMALL = {"image_size": 8, "patch_size": 2, "channels": 1, "num_classes": 10, "width": 16, "depth": 2, "num_heads": 2}
+
+
+def test_parts_sum_to_the_whole():
+    model = abstract(**SMALL, **ADDER)
+    *parts, total = summary_rows(model, (8, 8, 1))
+    assert sum(row.parameters for row in parts) == total.parameters
+    assert total.parameters == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    for kind in ("additions", "multiplications", "comparisons", "exponentials", "l1_elements"):
+        assert sum(getattr(row.operations, kind) for row in parts) == getattr(total.operations, kind)
+    assert sum(row.joules for row in parts) == pytest.approx(total.joules)
+
+
+def test_adder_elements_by_hand():
+    rows = {row.part: row for row in summary_rows(abstract(**SMALL, **ADDER), (8, 8, 1))}
+    tokens, width, head_dim = 17, 16, 8
+    assert rows["blocks: query, key, value"].operations.l1_elements == 2 * 3 * tokens * width * width
+    assert rows["blocks: attention map"].operations.l1_elements == 2 * 2 * tokens * tokens * head_dim
+    assert rows["blocks: MLP"].operations.l1_elements == 2 * 2 * tokens * width * 4 * width
+    # Of the attention map only its product with the values and its scale multiply.
+    per_map = 2 * 2 * tokens * tokens
+    assert rows["blocks: attention map"].operations.multiplications == per_map * head_dim + per_map
+
+
+@pytest.mark.slow
+def test_full_adder_deit_tiny_is_two_to_three_times_cheaper():
+    image = jax.ShapeDtypeStruct((1, 224, 224, 3), "float32")
+    joules = [energy(count_operations(abstract(**options), image)).total_arithmetic_joules for options in ({}, ADDER)]
+    assert 2.0 < joules[0] / joules[1] < 3.0
+
+
+def test_text_is_aligned_and_says_its_conventions():
+    text = summary_text(abstract(**SMALL, **ADDER), (8, 8, 1)).splitlines()
+    rule = next(i for i, line in enumerate(text) if set(line) == {"-"})
+    assert len({len(line) for line in text[: rule + 2]}) == 1
+    assert text[rule + 1].startswith("total")
+    assert any("at 1 addition" in line for line in text)
+    assert not any("at 1 addition" in line for line in summary_text(abstract(**SMALL), (8, 8, 1)).splitlines())
+
+
+def test_summaries_wait_for_no_kernels(monkeypatch):
+    def answer(name):
+        assert name == "reference", f"asked whether {name} can run, which may build it"
+
+    monkeypatch.setattr(_backend, "_why_unavailable", answer)
+    assert summary_rows(abstract(**SMALL, **ADDER), (8, 8, 1))[-1].operations.l1_elements > 0
