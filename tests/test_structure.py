@@ -10,7 +10,19 @@ from tests.processes import ROOT
 
 # Each imports only from those before it.
 ORDER = (
-    *("registry", "settings", "host_memory", "ops", "attention", "layers", "models", "measures", "counting", "data"),
+    *(
+        "registry",
+        "settings",
+        "parameters",
+        "host_memory",
+        "ops",
+        "attention",
+        "layers",
+        "models",
+        "measures",
+        "counting",
+        "data",
+    ),
     *("tasks", "training", "interop", "compare", "report", "linen", "cli"),
 )
 
