@@ -1,5 +1,15 @@
 """Whole networks and their named sizes."""
 
+from adder_flax.models._registry import MODELS, Builder, Example
 from adder_flax.models._vit import VisionTransformer, deit_base, deit_small, deit_tiny, embed_positions
 
-__all__ = ["VisionTransformer", "deit_base", "deit_small", "deit_tiny", "embed_positions"]
+__all__ = [
+    "MODELS",
+    "Builder",
+    "Example",
+    "VisionTransformer",
+    "deit_base",
+    "deit_small",
+    "deit_tiny",
+    "embed_positions",
+]

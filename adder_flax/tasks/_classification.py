@@ -1,0 +1,78 @@
+"""Images and their classes."""
+
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from adder_flax import data
+from adder_flax.models import Example
+from adder_flax.tasks._task import Batch, Best, Outcome, Task
+
+
+class ImageFacts(NamedTuple):
+    """What classification has to know of a source; see ``adder_flax.data.Source`` for the fields."""
+
+    image_shape: tuple[int, int, int]
+    num_classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    crops_on_host: bool
+
+
+class Classification(Task):
+    """Softmax cross-entropy of images, augmented on the device.
+
+    A source gives ``"image"``, uint8 (batch, height, width, channels), and ``"label"``, int32 (batch,).
+    """
+
+    unit: ClassVar[str] = "images"
+    best: ClassVar[Best] = Best("accuracy", largest=True)
+
+    @classmethod
+    def facts(cls, source: data.Source) -> ImageFacts:
+        mean, std = data.channel_statistics(source.name, source.image_shape[2])
+        return ImageFacts(tuple(source.image_shape), source.num_classes, mean, std, source.crops_on_host)
+
+    def example(self) -> Example:
+        image = jax.ShapeDtypeStruct((1, *self.data_facts.image_shape), jnp.float32)
+        return Example((image,), {"classes": self.data_facts.num_classes})
+
+    @property
+    def augmentation(self) -> data.Augment:
+        """What is done to training images."""
+        facts, settings = self.data_facts, dict(vars(self.settings))
+        if facts.crops_on_host:
+            settings |= {"crop_padding": 0, "resized_crop_scale": None}
+        return data.Augment(num_classes=facts.num_classes, mean=facts.mean, std=facts.std, **settings)
+
+    def examples(self, key: Array, batch: Batch) -> tuple[Array, Array]:
+        """Returns float images and class probabilities."""
+        return data.augment(key, batch["image"], batch["label"], self.augmentation)
+
+    def loss(self, model: nnx.Module, examples: tuple[Array, Array], *, rngs: nnx.Rngs) -> Outcome:
+        images, targets = examples
+        logits = model(images, deterministic=False, rngs=rngs).astype(jnp.float32)
+        hits = logits.argmax(-1) == targets.argmax(-1)
+        return Outcome(optax.softmax_cross_entropy(logits, targets).mean(), logits, {"accuracy": hits.mean()})
+
+    def inputs(self, batch: Batch) -> tuple[Array]:
+        return (data.normalize(batch["image"], self.data_facts.mean, self.data_facts.std),)
+
+    def sums(self, model: nnx.Module, batch: Batch) -> dict[str, Float[Array, ""]]:
+        logits: Float[Array, "batch classes"] = model(*self.inputs(batch)).astype(jnp.float32)
+        labels = batch["label"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        # Rank of the true class among the logits. Ties and NaN count against the model.
+        own = jnp.take_along_axis(logits, labels[:, None], axis=1)
+        rank = (~(logits < own)).sum(-1) - 1
+        mask = batch["mask"].astype(jnp.float32)
+        return {
+            "loss": (losses * mask).sum(),
+            "accuracy": ((rank < 1) * mask).sum(),
+            "top5_accuracy": ((rank < 5) * mask).sum(),
+            "count": mask.sum(),
+        }

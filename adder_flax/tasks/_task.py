@@ -1,0 +1,120 @@
+"""What a task is."""
+
+import abc
+from collections.abc import Hashable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+from flax import nnx
+from jaxtyping import Array, Float, PRNGKeyArray
+
+import kfac
+from adder_flax.data import Source
+from adder_flax.models import Example
+
+Batch = Mapping[str, Array]
+
+
+class Outcome(NamedTuple):
+    """What a training step learns of a batch.
+
+    Attributes:
+      loss: mean over the batch, differentiated by the parameters.
+      outputs: of the model, (batch, *positions, classes) in float32: what ``Task.likelihood`` is a function of.
+      metrics: further means over the batch, logged as ``train/<name>``.
+    """
+
+    loss: Float[Array, ""]
+    outputs: Array
+    metrics: Mapping[str, Float[Array, ""]]
+
+
+class Best(NamedTuple):
+    """Which score of an evaluation says which checkpoint is the best.
+
+    Attributes:
+      name: of the score, one of those that ``Task.scores`` returns.
+      largest: whether more is better.
+    """
+
+    name: str
+    largest: bool
+
+
+class Task(abc.ABC):
+    """What is learned from a batch.
+
+    A task is made twice: once from plain settings, and inside of the compiled step from settings whose numbers that are
+    data are traced, so that runs that differ in them share a program. All methods but ``facts`` and ``scores`` are
+    traced.
+
+    Args:
+      settings: ``config.task``, read.
+      facts: what ``facts`` returned for the training source.
+    """
+
+    unit: ClassVar[str] = "examples"
+    """What examples are called: "images", "words"."""
+
+    best: ClassVar[Best]
+    """Which score chooses the best checkpoint."""
+
+    likelihood: ClassVar[str | kfac.Likelihood] = "categorical"
+    """Whose negative logarithm the loss averages, for second-order optimizers; see ``kfac.Likelihood``."""
+
+    def __init__(self, settings: Any, facts: Hashable):
+        self.settings = settings
+        self.data_facts = facts
+
+    @classmethod
+    @abc.abstractmethod
+    def facts(cls, source: Source) -> Hashable:
+        """Returns what the task has to know of its data: runs whose data differ in it do not share a program."""
+
+    @abc.abstractmethod
+    def example(self) -> Example:
+        """Returns what the model is built for."""
+
+    @abc.abstractmethod
+    def examples(self, key: PRNGKeyArray, batch: Batch) -> Any:
+        """Makes training examples of the source's arrays, augmentation included.
+
+        Args:
+          key: of this step; all that is random follows from it and from an example's place in the batch.
+          batch: arrays of the source by name, the batch axis first.
+
+        Returns:
+          A tree of arrays with the batch axis first.
+        """
+
+    @abc.abstractmethod
+    def loss(self, model: nnx.Module, examples: Any, *, rngs: nnx.Rngs) -> Outcome:
+        """Calls the model on training examples.
+
+        Args:
+          model: as in training: with dropout, where it has any.
+          examples: from ``examples``.
+          rngs: with the stream ``dropout``.
+        """
+
+    @abc.abstractmethod
+    def inputs(self, batch: Batch) -> tuple[Array, ...]:
+        """Returns what the model is called with to evaluate a batch: the same arrays without augmentation."""
+
+    @abc.abstractmethod
+    def sums(self, model: nnx.Module, batch: Batch) -> dict[str, Float[Array, ""]]:
+        """Scores a batch for evaluation.
+
+        Args:
+          model: without dropout.
+          batch: as of ``examples``, and ``"mask"``, True where a row is a record and no filling.
+
+        Returns:
+          Sums over the records, ``"count"`` among them: how many there are.
+        """
+
+    def scores(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Returns the scores of a split, logged as ``eval/<name>``, from the sums over all of it.
+
+        By default every sum over the number of records.
+        """
+        return {name: value / sums["count"] for name, value in sums.items() if name != "count"}
