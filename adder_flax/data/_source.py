@@ -11,6 +11,7 @@ from absl import logging
 from jaxtyping import Int, UInt8
 
 from adder_flax.data import _images
+from adder_flax.errors import RunError
 
 MapFunction = Callable[..., Iterable[Any]]
 
@@ -22,7 +23,7 @@ UNREADABLE = -1
 """Label that `Source.gather` gives to a record that cannot be read (only with ``on_unreadable="skip"``)."""
 
 
-class DataError(ValueError):
+class DataError(RunError, ValueError):
     """A data set, split or record that cannot be used; the message says which and what to do."""
 
 

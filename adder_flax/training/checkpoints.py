@@ -14,7 +14,7 @@ from absl import logging
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from adder_flax.training._errors import RunError, writing
+from adder_flax.errors import RunError, writing
 
 _ACCURACY = "eval/accuracy"
 

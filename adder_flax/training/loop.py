@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from adder_flax import data, ops
+from adder_flax.errors import NonFiniteLossError
 from adder_flax.training import sharding
-from adder_flax.training._errors import NonFiniteLossError
 from adder_flax.training.attention_diagnostics import make_attention_diagnostics
 from adder_flax.training.checkpoints import Checkpoints
 from adder_flax.training.diagnose import explain_non_finite
@@ -20,7 +20,7 @@ from adder_flax.training.interrupt import InterruptWatch
 from adder_flax.training.metrics import MetricWriter, Progress
 from adder_flax.training.processes import StopVote
 from adder_flax.training.profiler import Profiler
-from adder_flax.training.setup import Run, user_errors
+from adder_flax.training.setup import Run
 from adder_flax.training.start_up import StartUp
 from adder_flax.training.step import (
     State,
@@ -70,7 +70,7 @@ class Evaluator:
     def __call__(self, params: Any) -> dict[str, float]:
         """Returns ``{"eval/loss", "eval/accuracy", "eval/top5_accuracy"}``, means over the split."""
         sums = []
-        with user_errors((data.DataError,)), jax.set_mesh(self._run.mesh):
+        with jax.set_mesh(self._run.mesh):
             for batch in self._batches:
                 sums.append(self._step(params, sharding.put_batch(batch, self._run.mesh)))
                 # Two batches are on their way at most, however fast they are read.
@@ -151,7 +151,6 @@ class Trainer:
             self._evaluation = self._evaluate(evaluation_params(state))
             return state
         with (
-            user_errors((data.DataError,)),
             jax.set_mesh(run.mesh),
             self._profiler,
             contextlib.closing(self._batches.iterate(start)) as batches,

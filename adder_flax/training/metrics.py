@@ -11,7 +11,7 @@ import jax
 import tensorboardX
 from tqdm import tqdm
 
-from adder_flax.training._errors import writing
+from adder_flax.errors import writing
 
 
 class MetricWriter:

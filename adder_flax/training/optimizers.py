@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 
 import kfac
+from adder_flax.errors import RunError
 from adder_flax.parameters import Facts
-from adder_flax.training._errors import RunError
 from adder_flax.training.curvature import CurvatureOptimizer
 from adder_flax.training.sharding import tree_path
 

@@ -16,8 +16,8 @@ from absl import logging
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from adder_flax.errors import RunError
 from adder_flax.training import sharding
-from adder_flax.training._errors import RunError
 
 HEARTBEAT_SECONDS = 30
 """A process that has not been heard of for this long is dead, and the others end."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 
-from adder_flax.training._errors import RunError
+from adder_flax.errors import RunError
 
 
 class Profiler:
@@ -24,7 +24,7 @@ class Profiler:
       >>> Profiler((7, 3), "runs/a/profile")
       Traceback (most recent call last):
       ...
-      adder_flax.training._errors.RunError: expected config.profile_steps as (first, last) or (), got (7, 3)
+      adder_flax.errors.RunError: expected config.profile_steps as (first, last) or (), got (7, 3)
     """
 
     def __init__(self, window: Sequence[int], directory: str | Path):

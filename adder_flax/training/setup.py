@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,10 +13,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from adder_flax import data
+from adder_flax.errors import RunError, user_errors
 from adder_flax.models import VisionTransformer
 from adder_flax.parameters import parameter_facts
 from adder_flax.training import optimizers, sharding
-from adder_flax.training._errors import RunError
 from adder_flax.training.curvature import CurvatureOptimizer, find_layers
 from adder_flax.training.step import State, init_state, make_logits_loss_fn, make_train_step
 
@@ -61,26 +60,6 @@ class Run:
     def model(self, params: Any) -> nnx.Module:
         """Returns the model with these parameters."""
         return nnx.merge(self.graphdef, params)
-
-
-@contextmanager
-def user_errors(kinds: tuple[type[Exception], ...] = (ValueError, OSError, ImportError)) -> Iterator[None]:
-    """Turns the library's complaints about its arguments into errors of the run.
-
-    Args:
-      kinds: which exceptions.
-
-    Example:
-      >>> with user_errors():
-      ...     raise ValueError("expected width divisible by 3 heads, got 64")
-      Traceback (most recent call last):
-      ...
-      adder_flax.training._errors.RunError: expected width divisible by 3 heads, got 64
-    """
-    try:
-        yield
-    except kinds as error:
-        raise RunError(str(error)) from error
 
 
 def make_model(config: Any, source: data.Source, *, seed: int) -> VisionTransformer:

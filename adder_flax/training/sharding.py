@@ -15,8 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
+from adder_flax.errors import RunError
 from adder_flax.parameters import Facts
-from adder_flax.training._errors import RunError
 
 MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")

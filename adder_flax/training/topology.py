@@ -7,7 +7,7 @@ import os
 import jax
 from jax.experimental import topologies
 
-from adder_flax.training._errors import RunError
+from adder_flax.errors import RunError
 
 GIB = 2**30
 
@@ -40,7 +40,7 @@ def topology_devices(name: str) -> list[jax.Device]:
       >>> topology_devices("v5e")
       Traceback (most recent call last):
       ...
-      adder_flax.training._errors.RunError: expected config.topology as v5e:4x4, cpu:8 or empty, got 'v5e'
+      adder_flax.errors.RunError: expected config.topology as v5e:4x4, cpu:8 or empty, got 'v5e'
     """
     if not name:
         return jax.devices()

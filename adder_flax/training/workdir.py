@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from adder_flax.training._errors import RunError
+from adder_flax.errors import RunError
 
 # How a run is executed, not what it computes: these may change between two starts of the same run.
 OPERATIONAL_FIELDS = (

@@ -1,0 +1,83 @@
+"""What a person can mend is a :class:`RunError`; whatever else means the same is turned into one here."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class RunError(Exception):
+    """A problem in the configuration, data or checkpoints, told in one message: expected, got, how to fix.
+
+    ``main.py`` prints it without a traceback and exits with ``exit_code``.
+
+    Example:
+      >>> raise RunError("expected a batch size over 0, got 0; set --config.batch_size")
+      Traceback (most recent call last):
+      ...
+      adder_flax.errors.RunError: expected a batch size over 0, got 0; set --config.batch_size
+    """
+
+    exit_code = 2
+
+
+class NonFiniteLossError(RunError):
+    """The loss or a gradient became infinite or NaN."""
+
+    exit_code = 3
+
+
+@contextmanager
+def user_errors(kinds: tuple[type[Exception], ...] = (ValueError, OSError, ImportError)) -> Iterator[None]:
+    """Turns the library's complaints about its arguments into errors of the run.
+
+    Args:
+      kinds: which exceptions.
+
+    Example:
+      >>> with user_errors():
+      ...     raise ValueError("expected width divisible by 3 heads, got 64")
+      Traceback (most recent call last):
+      ...
+      adder_flax.errors.RunError: expected width divisible by 3 heads, got 64
+    """
+    try:
+        yield
+    except RunError:
+        raise
+    except kinds as error:
+        raise RunError(str(error)) from error
+
+
+@contextmanager
+def writing(what: str, directory: str | Path) -> Iterator[None]:
+    """Turns a failure to write, such as a full disk, into an error of the run.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as folder, writing("metrics", folder):  # doctest: +ELLIPSIS
+      ...     raise OSError("[Errno 28] No space left on device")
+      Traceback (most recent call last):
+      ...
+      adder_flax.errors.RunError: expected to write metrics under ..., got: [Errno 28] No space left on device; what ...
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        # TensorStore, which writes arrays for Orbax, reports the system's errors as values that it cannot use.
+        if isinstance(error, ValueError) and "os_error_code" not in str(error):
+            raise
+        raise RunError(
+            f"expected to write {what} under {directory}, got: {first_line(error)}; {_left(directory)}"
+        ) from (error)
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of what an error says, or its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__
+
+
+def _left(directory: str | Path) -> str:
+    if Path(directory).exists():
+        return "what was written before is whole, free some space and run the same command again to resume"
+    return "the directory is gone, and what was in it with it; run the same command again to begin anew"
