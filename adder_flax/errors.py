@@ -66,9 +66,8 @@ def writing(what: str, directory: str | Path) -> Iterator[None]:
         # TensorStore, which writes arrays for Orbax, reports the system's errors as values that it cannot use.
         if isinstance(error, ValueError) and "os_error_code" not in str(error):
             raise
-        raise RunError(
-            f"expected to write {what} under {directory}, got: {first_line(error)}; {_left(directory)}"
-        ) from (error)
+        reason = f"{first_line(error)}; {_left(directory)}"
+        raise RunError(f"expected to write {what} under {directory}, got: {reason}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -10,19 +10,8 @@ from tests.processes import ROOT
 
 # Each imports only from those before it.
 ORDER = (
-    *(
-        "registry",
-        "settings",
-        "parameters",
-        "host_memory",
-        "ops",
-        "attention",
-        "layers",
-        "models",
-        "measures",
-        "counting",
-        "data",
-    ),
+    *("errors", "experiment", "interrupt", "terminal", "registry", "settings", "parameters", "host_memory", "ops"),
+    *("attention", "layers", "models", "measures", "counting", "data"),
     *("tasks", "training", "interop", "compare", "report", "linen", "cli"),
 )
 

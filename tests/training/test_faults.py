@@ -79,7 +79,7 @@ def test_a_full_disk_stops_the_run_and_leaves_the_older_checkpoint(tmp_path):
         checkpoints.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, hard))
         try:
-            with pytest.raises(RunError, match="older checkpoints are intact, free some space"):  # noqa: PT012
+            with pytest.raises(RunError, match="what was written before is whole, free some space"):  # noqa: PT012
                 checkpoints.save(2, make_state(2) | {"params": {"kernel": incompressible}})
                 checkpoints.wait()
         finally:
@@ -93,7 +93,7 @@ def test_metrics_on_a_full_disk_stop_the_run(tmp_path):
     with MetricWriter(tmp_path) as writer:
         writer._file.close()
         writer._file = open("/dev/full", "a", buffering=1)  # noqa: SIM115
-        with pytest.raises(RunError, match="No space left on device; older checkpoints are intact"):
+        with pytest.raises(RunError, match="No space left on device; what was written before is whole"):
             writer.write(1, {"train/loss": 1.0})
 
 
