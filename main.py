@@ -9,6 +9,8 @@ import time
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from adder_flax import settings
+
 _START_TIME = time.time()
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment file, e.g. experiments/adder_deit_tiny.py[:data]")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; by default runs/<experiment>[,<overrides>]")
@@ -72,11 +74,12 @@ def _parse_flags(argv: list[str]) -> list[str]:
     try:
         rest = flags.FLAGS(argv)
         if _CONFIG.value is not None:
-            _CONFIG.value.to_dict()  # ml_collections keeps a file's failure to load until the first use
+            # ml_collections keeps a file's failure to load until the first use.
+            settings.read(settings.RunSettings, _CONFIG.value)
     except OSError as error:
         reason = str(error).strip().splitlines()[-1].strip()
         sys.exit(f"error: expected an experiment file, got: {reason}; set --config")
-    except (flags.Error, AttributeError, TypeError, ValueError, ImportError) as error:
+    except (settings.SettingsError, flags.Error, AttributeError, TypeError, ValueError, ImportError) as error:
         sys.exit(f"error: {error}")
     return rest
 

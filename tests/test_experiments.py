@@ -9,6 +9,7 @@ from flax import nnx
 
 from adder_flax.attention import resolve_scale
 from adder_flax.data import load_source
+from adder_flax.settings import RunSettings, SettingsError, read
 from adder_flax.training.setup import make_model
 from tests.processes import ROOT
 
@@ -19,7 +20,7 @@ SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
 def _build(name, data=None):
     config = importlib.import_module(f"experiments.{name}").get_config(data)
     source = load_source("fake", "train", image_size=config.data.image_size, num_classes=1000)
-    return config, nnx.eval_shape(lambda: make_model(config, source, seed=0))
+    return config, nnx.eval_shape(lambda: make_model(read(RunSettings, config).model, source, seed=0))
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -61,7 +62,7 @@ def test_a_key_block_reaches_every_block(setting, key_block):
     assert config.model.key_block == "auto"
     config.model.key_block = setting
     source = load_source("fake", "train", image_size=config.data.image_size, num_classes=10)
-    model = nnx.eval_shape(lambda: make_model(config, source, seed=0))
+    model = nnx.eval_shape(lambda: make_model(read(RunSettings, config).model, source, seed=0))
     assert {block.attention.key_block for block in model.blocks} == {key_block}
 
 
@@ -70,5 +71,5 @@ def test_a_key_block_that_is_none_is_refused(setting):
     config = importlib.import_module("experiments.deit_tiny").get_config()
     config.model.key_block = setting
     source = load_source("fake", "train", image_size=config.data.image_size, num_classes=10)
-    with pytest.raises(ValueError, match="expected config.model.key_block to be auto, off or a number"):
-        make_model(config, source, seed=0)
+    with pytest.raises(SettingsError, match="config.model.key_block: expected 'auto' or 'off', or an integer from 1"):
+        make_model(read(RunSettings, config).model, source, seed=0)

@@ -73,3 +73,10 @@ def test_importing_a_mechanism_loads_no_data_plotting_or_checkpoint_library(pack
     code = f"import sys, flax.nnx; old = set(sys.modules); import adder_flax.{package}; print(*set(sys.modules) - old)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not heavy & {name.split(".")[0] for name in done.stdout.split()}
+
+
+def test_settings_are_read_without_jax():
+    read = "from adder_flax import settings as s; s.read(s.RunSettings, s.defaults(s.RunSettings))"
+    code = f"import sys; {read}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"jax", "flax", "numpy"} & set(done.stdout.split())

@@ -11,6 +11,7 @@ import optax
 import kfac
 from adder_flax.errors import RunError
 from adder_flax.parameters import Facts
+from adder_flax.settings import OptimizerSettings
 from adder_flax.training.curvature import CurvatureOptimizer
 from adder_flax.training.sharding import tree_path
 
@@ -43,13 +44,13 @@ class OptimizerSpec(NamedTuple):
     """What an optimizer is built from.
 
     Attributes:
-      config: ``config.optimizer`` of the run.
+      settings: of the optimizer.
       learning_rate: the run's schedule.
       facts: of the parameters, see :func:`adder_flax.parameters.parameter_facts`.
       find_layers: returns the layers that have curvature.
     """
 
-    config: Any
+    settings: OptimizerSettings
     learning_rate: optax.Schedule
     facts: Any
     find_layers: Callable[[], kfac.Layers] | None
@@ -65,7 +66,7 @@ class OptimizerSpec(NamedTuple):
 
 
 def _adamw(spec: OptimizerSpec) -> optax.GradientTransformation:
-    c = spec.config
+    c = spec.settings
     # Nested, so that a checkpoint holds the optimizer's own state in one place, whatever stages come before it.
     optimizer = optax.chain(
         optax.scale_by_adam(b1=c.b1, b2=c.b2, eps=c.eps),
@@ -76,7 +77,7 @@ def _adamw(spec: OptimizerSpec) -> optax.GradientTransformation:
 
 
 def _sgd(spec: OptimizerSpec) -> optax.GradientTransformation:
-    c = spec.config
+    c = spec.settings
     optimizer = optax.chain(
         optax.add_decayed_weights(c.weight_decay, mask=spec.decayed),
         optax.trace(decay=c.momentum),
@@ -86,7 +87,7 @@ def _sgd(spec: OptimizerSpec) -> optax.GradientTransformation:
 
 
 def _gradient_stages(spec: OptimizerSpec) -> list[optax.GradientTransformation]:
-    c, stages = spec.config, []
+    c, stages = spec.settings, []
     if c.clip_norm:
         stages.append(optax.clip_by_global_norm(c.clip_norm))
     if c.adder_rate:
@@ -101,24 +102,9 @@ def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
     Its steps follow the run's schedule, relative to the peak, times ``cg_fac.learning_rate``. Clipping by norm is for
     AdamW's share alone: a solution of linear systems has a scale of its own, which ``cg_fac.kl_clip`` bounds.
     """
-    c, options = spec.config, spec.config.cg_fac.to_dict()
-    if c.adder_rate:
-        raise RunError(
-            f"expected config.optimizer.adder_rate of 0 with cg_fac, which scales every layer itself, got "
-            f"{c.adder_rate}; set --config.optimizer.adder_rate=0"
-        )
+    c, options = spec.settings, dict(vars(spec.settings.cg_fac))
     interval, rate = options.pop("curvature_interval"), options.pop("learning_rate")
-    if not c.learning_rate > 0:
-        raise RunError(
-            f"expected config.optimizer.learning_rate above 0, got {c.learning_rate}; it is AdamW's share of cg_fac "
-            "and sets its schedule"
-        )
     fisher, chosen = options["fisher"], options.pop("layers")
-    if chosen not in ("matrices", "all"):
-        raise RunError(
-            f"expected config.optimizer.cg_fac.layers to be matrices (all but norms and embeddings) or all, got "
-            f"{chosen!r}; set --config.optimizer.cg_fac.layers"
-        )
     layers = spec.find_layers()
     if chosen == "matrices":
         facts = {tree_path(path): fact for path, fact in jax.tree_util.tree_leaves_with_path(spec.facts)}
@@ -127,7 +113,7 @@ def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
         transformation = kfac.cg_fac(
             lambda count: rate * spec.learning_rate(count) / c.learning_rate,
             layers,
-            **options | {"kl_clip": options["kl_clip"] or None},  # 0 is off: configuration fields keep their type
+            **options,
             weight_decay=c.weight_decay,
             weight_decay_mask=spec.decayed,
             fallback=_adamw(spec),
@@ -135,13 +121,6 @@ def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
         )
     except (TypeError, ValueError) as error:
         raise RunError(f"config.optimizer.cg_fac: {error}") from error
-    every_step = options["curvature"] != "kron" or options["step"] == "quadratic"
-    if interval < 1 or (interval > 1 and every_step):
-        raise RunError(
-            "expected config.optimizer.cg_fac.curvature_interval of 1, or more with curvature='kron' and step='fixed', "
-            f"got {interval} with {options['curvature']!r} and {options['step']!r}; "
-            "set --config.optimizer.cg_fac.curvature_interval"
-        )
     return CurvatureOptimizer(*transformation, layers, fisher, interval)
 
 
@@ -153,31 +132,31 @@ OPTIMIZERS: Mapping[str, Callable[[OptimizerSpec], optax.GradientTransformation 
 }
 
 
-def learning_rate_schedule(config: Any, steps_per_epoch: int, num_steps: int) -> optax.Schedule:
+def learning_rate_schedule(settings: OptimizerSettings, steps_per_epoch: int, num_steps: int) -> optax.Schedule:
     """Returns linear warm-up from 0 followed by cosine decay to ``final_learning_rate`` at ``num_steps``."""
-    warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), num_steps - 1)
+    warmup_steps = min(round(settings.warmup_epochs * steps_per_epoch), num_steps - 1)
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
-        peak_value=config.learning_rate,
+        peak_value=settings.learning_rate,
         warmup_steps=warmup_steps,
         decay_steps=num_steps,
-        end_value=config.final_learning_rate,
+        end_value=settings.final_learning_rate,
     )
 
 
 def make_optimizer(
-    config: Any,
+    settings: OptimizerSettings,
     learning_rate: optax.Schedule,
     facts: Any,
     find_layers: Callable[[], kfac.Layers] | None = None,
 ) -> optax.GradientTransformation | CurvatureOptimizer:
-    """Builds the optimizer that ``config.name`` names.
+    """Builds the optimizer that ``settings.name`` names.
 
-    Order: global-norm clipping (``clip_norm``, 0 is off), AdderNet's rate on adder weights (``adder_rate``, 0 is
-    off), then the optimizer with decoupled weight decay on multiplicative weights alone.
+    Order: global-norm clipping (``clip_norm``), AdderNet's rate on adder weights (``adder_rate``), then the optimizer
+    with decoupled weight decay on multiplicative weights alone.
 
     Args:
-      config: ``config.optimizer`` of the run.
+      settings: of the optimizer.
       learning_rate: the run's schedule.
       facts: of the parameters, see :func:`adder_flax.parameters.parameter_facts`.
       find_layers: returns the layers that have curvature; called for second-order optimizers alone.
@@ -185,9 +164,9 @@ def make_optimizer(
     Raises:
       RunError: unknown name, or settings that do not fit the optimizer.
     """
-    if config.name not in OPTIMIZERS:
+    if settings.name not in OPTIMIZERS:
         raise RunError(
-            f"expected config.optimizer.name to be one of {sorted(OPTIMIZERS)}, got {config.name!r}; "
+            f"expected config.optimizer.name to be one of {sorted(OPTIMIZERS)}, got {settings.name!r}; "
             "set --config.optimizer.name"
         )
-    return OPTIMIZERS[config.name](OptimizerSpec(config, learning_rate, facts, find_layers))
+    return OPTIMIZERS[settings.name](OptimizerSpec(settings, learning_rate, facts, find_layers))

@@ -13,14 +13,16 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from adder_flax import data
+from adder_flax.attention import get_score
 from adder_flax.errors import RunError, user_errors
 from adder_flax.models import VisionTransformer
 from adder_flax.parameters import parameter_facts
+from adder_flax.settings import AttentionSettings, RunSettings, ScoreSettings, VitSettings, read
 from adder_flax.training import optimizers, sharding
 from adder_flax.training.curvature import CurvatureOptimizer, find_layers
 from adder_flax.training.step import State, init_state, make_logits_loss_fn, make_train_step
 
-_IDENTITY = {"auto": None, "on": True, "off": False}
+_MAX_STEPS = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Run:
 
     Attributes:
       config: the configuration.
+      settings: what it says, checked and typed.
       mesh: devices of the run.
       train_source, eval_source: the two splits of the data.
       graphdef: the model without its parameters.
@@ -43,6 +46,7 @@ class Run:
     """
 
     config: Any
+    settings: RunSettings
     mesh: Mesh
     train_source: data.Source
     eval_source: data.Source
@@ -62,29 +66,29 @@ class Run:
         return nnx.merge(self.graphdef, params)
 
 
-def make_model(config: Any, source: data.Source, *, seed: int) -> VisionTransformer:
-    """Builds the vision transformer of a configuration for the images and classes of a source.
+def make_model(settings: VitSettings, source: data.Source, *, seed: int) -> VisionTransformer:
+    """Builds a vision transformer for the images and classes of a source.
 
     Raises:
       ValueError: sizes that do not fit together, or an unknown name.
     """
-    options = config.model.to_dict()
-    if options["identity"] not in _IDENTITY:
-        raise ValueError(
-            f"expected config.model.identity to be one of {sorted(_IDENTITY)}, got {options['identity']!r}; "
-            "set --config.model.identity"
-        )
-    options["identity"] = _IDENTITY[options["identity"]]
-    if options["scale"] == "auto":
-        options["scale"] = None
-    options["key_block"] = _key_block(options["key_block"])
-    scores = options.pop("score").split(",")
-    if options["adder_options"]["norm"] == "none":
-        options["adder_options"]["norm"] = None
     height, width, channels = source.image_shape
+    options = dict(vars(settings))
+    del options["name"]
+    attention = options.pop("attention")
     return VisionTransformer(
-        **options | {"dtype": jnp.dtype(options["dtype"])},
-        score=scores if len(scores) > 1 else scores[0],
+        **options
+        | {
+            "dtype": jnp.dtype(settings.dtype),
+            "adder_options": vars(settings.adder_options),
+            "score": attention.score if len(attention.score) > 1 else attention.score[0],
+            "score_options": _score_options(attention),
+        },
+        identity=attention.identity,
+        scale=attention.scale,
+        temperature=attention.temperature,
+        key_block=attention.key_block,
+        attention_dropout_rate=attention.attention_dropout_rate,
         image_size=(height, width),
         channels=channels,
         num_classes=source.num_classes,
@@ -92,15 +96,19 @@ def make_model(config: Any, source: data.Source, *, seed: int) -> VisionTransfor
     )
 
 
-def _key_block(setting: str) -> int | str | None:
-    if setting.isdecimal() and int(setting) > 0:
-        return int(setting)
-    if setting not in ("auto", "off"):
+def _score_options(attention: AttentionSettings) -> Any:
+    """Returns the options that each score takes: one mapping, or one for each block."""
+    contracts = [get_score(name) for name in attention.score]
+    taken = [{*contract.function_options, *contract.parameter_options} for contract in contracts]
+    given = vars(attention.score_options)
+    unused = {name for name in given if given[name] != getattr(ScoreSettings(), name)}.difference(*taken)
+    if unused:
         raise ValueError(
-            f"expected config.model.key_block to be auto, off or a number of keys of at least 1, got {setting!r}; "
-            "set --config.model.key_block"
+            f"expected config.model.score_options.{min(unused)} at its default unless a score has it, got "
+            f"{given[min(unused)]!r} with {', '.join(attention.score)}; leave it, or set --config.model.score"
         )
-    return None if setting == "off" else setting
+    options = [{name: value for name, value in given.items() if name in names} for names in taken]
+    return options if len(options) > 1 else options[0]
 
 
 def build_run(config: Any, *, devices: Sequence[jax.Device] | None = None, data_needed: bool = True) -> Run:
@@ -114,32 +122,30 @@ def build_run(config: Any, *, devices: Sequence[jax.Device] | None = None, data_
     Raises:
       RunError: anything in the configuration or data that its user must mend.
     """
-    if config.non_finite not in ("stop", "skip"):
-        raise RunError(f"expected config.non_finite to be stop or skip, got {config.non_finite!r}")
-    mesh = sharding.make_mesh(config.mesh, devices)
-    _check_batches(config, mesh)
+    settings = read(RunSettings, config)
+    mesh = sharding.make_mesh(vars(settings.mesh), devices)
+    _check_batches(settings, mesh)
     with user_errors():
         load = data.load_source if data_needed else data.load_or_imitate
-        train_source, eval_source = (_load_source(load, config, split) for split in ("train", "eval"))
-        make = lambda: make_model(config, train_source, seed=config.seed)
+        train_source, eval_source = (_load_source(load, settings, split) for split in ("train", "eval"))
+        make = lambda: make_model(settings.model, train_source, seed=settings.seed)
         abstract_model = nnx.eval_shape(make)
-        settings = data.Augment.for_source(train_source, **_augmentation(config))
-    steps_per_epoch = _steps_per_epoch(config, train_source)
-    num_steps = math.ceil(config.num_epochs * steps_per_epoch)
-    learning_rate = optimizers.learning_rate_schedule(config.optimizer, steps_per_epoch, num_steps)
+        augmentation = data.Augment.for_source(train_source, **vars(settings.augment))
+    steps_per_epoch, num_steps = _count_steps(settings, train_source)
+    learning_rate = optimizers.learning_rate_schedule(settings.optimizer, steps_per_epoch, num_steps)
     graphdef, abstract_params = nnx.split(abstract_model, nnx.Param)
     abstract_params = nnx.to_pure_dict(abstract_params)
     layers = functools.partial(
         find_layers,
         make_logits_loss_fn(graphdef),
         abstract_params,
-        batch_size=config.batch_size // config.accumulation_steps,
+        batch_size=settings.batch_size // settings.accumulation_steps,
         image_shape=train_source.image_shape,
         num_classes=train_source.num_classes,
     )
     facts = parameter_facts(abstract_model)
-    optimizer = optimizers.make_optimizer(config.optimizer, learning_rate, facts, layers)
-    initial_state = functools.partial(init_state, optimizer=optimizer, ema=config.ema_decay > 0)
+    optimizer = optimizers.make_optimizer(settings.optimizer, learning_rate, facts, layers)
+    initial_state = functools.partial(init_state, optimizer=optimizer, ema=settings.ema_decay > 0)
     shapes = jax.eval_shape(initial_state, abstract_params)
     shardings = sharding.state_sharding(shapes, mesh, facts)
 
@@ -149,9 +155,10 @@ def build_run(config: Any, *, devices: Sequence[jax.Device] | None = None, data_
         params = jax.device_put(params, shardings["params"])
         return jax.jit(initial_state, out_shardings=shardings)(params)
 
-    augment = functools.partial(data.augment, settings=settings)
+    augment = functools.partial(data.augment, settings=augmentation)
     return Run(
         config=config,
+        settings=settings,
         mesh=mesh,
         train_source=train_source,
         eval_source=eval_source,
@@ -159,7 +166,7 @@ def build_run(config: Any, *, devices: Sequence[jax.Device] | None = None, data_
         abstract_state=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
         init=init,
         train_step=jax.jit(
-            _train_step(config, graphdef, optimizer, augment),
+            _train_step(settings, graphdef, optimizer, augment),
             donate_argnums=0,
             out_shardings=(shardings, sharding.replicated(mesh)),
         ),
@@ -168,56 +175,55 @@ def build_run(config: Any, *, devices: Sequence[jax.Device] | None = None, data_
         steps_per_epoch=steps_per_epoch,
         num_steps=num_steps,
         augment=augment,
-        normalize=functools.partial(data.normalize, mean=settings.mean, std=settings.std),
+        normalize=functools.partial(data.normalize, mean=augmentation.mean, std=augmentation.std),
     )
 
 
-def _steps_per_epoch(config: Any, source: data.Source) -> int:
-    if len(source) < config.batch_size:
+def _count_steps(settings: RunSettings, source: data.Source) -> tuple[int, int]:
+    """Returns the steps of an epoch and of the run."""
+    if len(source) < settings.batch_size:
         raise RunError(
-            f"expected config.batch_size of at most {len(source)} training images, got {config.batch_size}; "
+            f"expected config.batch_size of at most {len(source)} training images, got {settings.batch_size}; "
             "set --config.batch_size"
         )
-    return len(source) // config.batch_size
+    steps_per_epoch = len(source) // settings.batch_size
+    num_steps = math.ceil(settings.num_epochs * steps_per_epoch)
+    if num_steps > _MAX_STEPS:
+        raise RunError(
+            f"expected at most {_MAX_STEPS} steps, which 32 bits count, got {settings.num_epochs} epochs of "
+            f"{steps_per_epoch}; set --config.num_epochs"
+        )
+    return steps_per_epoch, num_steps
 
 
-def _train_step(config: Any, graphdef: nnx.GraphDef, optimizer: Any, augment: Callable) -> Callable:
+def _train_step(settings: RunSettings, graphdef: nnx.GraphDef, optimizer: Any, augment: Callable) -> Callable:
     return make_train_step(
         graphdef,
         optimizer,
         augment,
-        seed=config.seed,
-        accumulation_steps=config.accumulation_steps,
-        ema_decay=config.ema_decay,
-        skip_non_finite=config.non_finite == "skip",
+        seed=settings.seed,
+        accumulation_steps=settings.accumulation_steps,
+        ema_decay=settings.ema_decay,
+        skip_non_finite=settings.non_finite == "skip",
     )
 
 
-def _augmentation(config: Any) -> dict[str, Any]:
-    settings = config.augment.to_dict()
-    # In a configuration, whose fields keep their type, an empty range stands for None.
-    return settings | {"resized_crop_scale": settings["resized_crop_scale"] or None}
-
-
-def _load_source(load: Callable[..., data.Source], config: Any, split: str) -> data.Source:
+def _load_source(load: Callable[..., data.Source], settings: RunSettings, split: str) -> data.Source:
     return load(
-        config.data.name,
+        settings.data.name,
         split,
-        data_dir=config.data.data_dir or None,
-        image_size=config.data.image_size or None,
-        crop_scale=_augmentation(config)["resized_crop_scale"],
-        on_unreadable=config.data.on_unreadable,
+        data_dir=settings.data.data_dir or None,
+        image_size=settings.data.image_size,
+        crop_scale=settings.augment.resized_crop_scale,
+        on_unreadable=settings.data.on_unreadable,
     )
 
 
-def _check_batches(config: Any, mesh: Mesh) -> None:
+def _check_batches(settings: RunSettings, mesh: Mesh) -> None:
     shards = sharding.num_batch_shards(mesh)
-    for name in ("batch_size", "eval_batch_size", "accumulation_steps"):
-        if config[name] < 1:
-            raise RunError(f"expected config.{name} of at least 1, got {config[name]}; set --config.{name}")
-    parts = shards * config.accumulation_steps
-    if config.batch_size % parts:
+    parts = shards * settings.accumulation_steps
+    if settings.batch_size % parts:
         raise RunError(
-            f"expected config.batch_size divisible by {shards} batch shards × {config.accumulation_steps} "
-            f"accumulation steps = {parts}, got {config.batch_size}; set --config.batch_size"
+            f"expected config.batch_size divisible by {shards} batch shards × {settings.accumulation_steps} "
+            f"accumulation steps = {parts}, got {settings.batch_size}; set --config.batch_size"
         )

@@ -178,11 +178,23 @@ def test_export_and_start_from_it_on_the_command_line(run_main, tmp_path):
     assert done.returncode == 0, done.stderr
     exported = tmp_path / "first" / "timm.safetensors"
     assert str(exported) in done.stdout
-    done = run_main(*flags, second, f"--config.init_from={exported}", "--config.optimizer.learning_rate=1e-12")
+    done = run_main(
+        *flags,
+        second,
+        f"--config.init_from={exported}",
+        "--config.optimizer.learning_rate=1e-12",
+        "--config.optimizer.final_learning_rate=0.0",
+    )
     assert done.returncode == 0, done.stderr
     assert "at random: nothing" in done.stdout
     kept = exported.rename(tmp_path / "kept")
-    done = run_main(*flags, second, f"--config.init_from={exported}", "--config.optimizer.learning_rate=1e-12")
+    done = run_main(
+        *flags,
+        second,
+        f"--config.init_from={exported}",
+        "--config.optimizer.learning_rate=1e-12",
+        "--config.optimizer.final_learning_rate=0.0",
+    )
     assert "already complete" in done.stdout, done.stderr  # the file is not needed to resume
     kept.rename(exported)
     accuracies = [

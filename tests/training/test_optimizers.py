@@ -1,5 +1,8 @@
 """Optimizers: what is decayed, the schedule, AdderNet's rate, and AdamW against NumPy."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,7 @@ from flax import nnx
 
 from adder_flax.layers import AdderLinear, Linear
 from adder_flax.parameters import Axis, Facts, parameter_facts
+from adder_flax.settings import RunSettings, read
 from adder_flax.training import RunError, scale_by_adder_rate
 from adder_flax.training.optimizers import learning_rate_schedule, make_optimizer
 from adder_flax.training.setup import make_model
@@ -28,15 +32,14 @@ def pair():
 
 @pytest.fixture
 def settings(tiny_config):
-    config = tiny_config().optimizer
-    config.update(clip_norm=0.0, adder_rate=0.0)
-    return config
+    return functools.partial(dataclasses.replace, read(RunSettings, tiny_config()).optimizer, clip_norm=None)
 
 
 def test_facts_of_every_kind_of_parameter(tiny_config):
     from adder_flax.data import load_source
 
-    model = nnx.eval_shape(lambda: make_model(tiny_config(), load_source("digits", "train"), seed=0))
+    settings = read(RunSettings, tiny_config()).model
+    model = nnx.eval_shape(lambda: make_model(settings, load_source("digits", "train"), seed=0))
     facts = parameter_facts(nnx.merge(*nnx.split(model)))
     plain, heads, hidden = Facts(), Axis("heads", 2), Axis("hidden", 32)
     assert facts["cls_token"] == facts["pos_embed"] == facts["norm"]["scale"] == facts["head"]["bias"] == plain
@@ -53,10 +56,8 @@ def test_facts_of_every_kind_of_parameter(tiny_config):
 
 def test_weight_decay_reaches_multiplicative_weights_alone(pair, settings):
     params, facts = pair
-    settings.weight_decay = 0.5
     for name in ("adamw", "sgd"):
-        settings.name = name
-        optimizer = make_optimizer(settings, lambda _: 0.1, facts)
+        optimizer = make_optimizer(settings(name=name, weight_decay=0.5), lambda _: 0.1, facts)
         gradients = jax.tree.map(jnp.zeros_like, params)
         updates, _ = optimizer.update(gradients, optimizer.init(params), params)
         np.testing.assert_allclose(updates["dense"]["kernel"], -0.05 * params["dense"]["kernel"], rtol=1e-6)
@@ -66,8 +67,7 @@ def test_weight_decay_reaches_multiplicative_weights_alone(pair, settings):
 
 def test_adamw_against_numpy(pair, settings):
     params, facts = pair
-    settings.update(name="adamw", weight_decay=0.05)
-    optimizer = make_optimizer(settings, lambda step: 0.01 / (1 + step), facts)
+    optimizer = make_optimizer(settings(name="adamw", weight_decay=0.05), lambda step: 0.01 / (1 + step), facts)
     state, current = optimizer.init(params), params
     expected = np.asarray(params["dense"]["kernel"], np.float64)
     mean = variance = 0.0
@@ -84,7 +84,7 @@ def test_adamw_against_numpy(pair, settings):
 
 def test_adder_rate_gives_each_adder_weight_the_norm_eta_root_k(pair, settings):
     params, facts = pair
-    settings.update(name="sgd", adder_rate=0.2, weight_decay=0.0, momentum=0.0)
+    settings = settings(name="sgd", adder_rate=0.2, weight_decay=0.0, momentum=0.0)
     optimizer = make_optimizer(settings, lambda _: 1.0, facts)
     gradients = jax.tree.map(lambda p: 100.0 * jnp.sin(p + 1), params)
     updates, _ = optimizer.update(gradients, optimizer.init(params), params)
@@ -99,7 +99,7 @@ def test_adder_rate_of_a_zero_gradient_is_zero():
 
 
 def test_schedule_warms_up_linearly_then_follows_a_cosine(settings):
-    settings.update(learning_rate=0.1, final_learning_rate=0.01, warmup_epochs=2.0)
+    settings = settings(learning_rate=0.1, final_learning_rate=0.01, warmup_epochs=2.0)
     schedule = learning_rate_schedule(settings, steps_per_epoch=10, num_steps=100)
     np.testing.assert_allclose([schedule(0), schedule(10), schedule(20)], [0.0, 0.05, 0.1], atol=1e-7)
     cosine = 0.01 + 0.09 * 0.5 * (1 + np.cos(np.pi * 40 / 80))
@@ -108,13 +108,12 @@ def test_schedule_warms_up_linearly_then_follows_a_cosine(settings):
 
 def test_clipping_bounds_the_global_norm(pair, settings):
     params, facts = pair
-    settings.update(name="sgd", clip_norm=0.5, weight_decay=0.0, momentum=0.0)
+    settings = settings(name="sgd", clip_norm=0.5, weight_decay=0.0, momentum=0.0)
     optimizer = make_optimizer(settings, lambda _: 1.0, facts)
     updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)
     np.testing.assert_allclose(optax.global_norm(updates), 0.5, rtol=1e-5)
 
 
 def test_unknown_name_lists_the_known_ones(pair, settings):
-    settings.name = "adamv"
     with pytest.raises(RunError, match=r"one of \['adamw'.*got 'adamv'"):
-        make_optimizer(settings, lambda _: 1.0, pair[1])
+        make_optimizer(settings(name="adamv"), lambda _: 1.0, pair[1])

@@ -101,14 +101,17 @@ def test_accumulated_microbatches_and_rare_curvature(curvature, interval, tiny_c
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"cg_fac.curvature": "full"}, r"config.optimizer.cg_fac: expected curvature to be one of"),
-        ({"cg_fac.curvature": "exact", "cg_fac.curvature_interval": 2}, r"curvature_interval of 1.*got 2 with 'exact'"),
-        ({"cg_fac.layers": "dense"}, r"cg_fac.layers to be matrices .* or all, got 'dense'"),
-        ({"cg_fac.curvature_interval": 0}, r"curvature_interval of 1.*got 0"),
-        ({"cg_fac.step": "quadratic", "cg_fac.curvature_interval": 2}, r"curvature_interval of 1.*'quadratic'"),
-        ({"cg_fac.damping_interval": 5, "cg_fac.step": "fixed"}, r"expected step='quadratic', got 'fixed'"),
-        ({"adder_rate": 0.2}, r"adder_rate of 0 with cg_fac.*got 0.2"),
-        ({"learning_rate": 0.0}, r"optimizer.learning_rate above 0, got 0.0"),
+        ({"cg_fac.curvature": "full"}, r"config.optimizer.cg_fac.curvature: expected 'kron', .* got 'full'"),
+        (
+            {"cg_fac.curvature": "exact", "cg_fac.curvature_interval": 2},
+            r"curvature_interval: expected 1.*got 2 with 'exact'",
+        ),
+        ({"cg_fac.layers": "dense"}, r"cg_fac.layers: expected 'matrices' or 'all', got 'dense'"),
+        ({"cg_fac.curvature_interval": 0}, r"curvature_interval: expected an integer from 1.*got 0"),
+        ({"cg_fac.step": "quadratic", "cg_fac.curvature_interval": 2}, r"curvature_interval: expected 1.*'quadratic'"),
+        ({"cg_fac.damping_interval": 5, "cg_fac.step": "fixed"}, r"damping_interval: expected 0.*got 5 with 'fixed'"),
+        ({"adder_rate": 0.2}, r"adder_rate: expected 0 with cg_fac.*got 0.2"),
+        ({"learning_rate": 0.0}, r"optimizer.learning_rate: expected a number above 0 with cg_fac.*got 0.0"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_before_any_compute(fields, message, tiny_config):

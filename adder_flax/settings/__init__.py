@@ -1,0 +1,44 @@
+"""Every setting of a run, declared once: type, range, default, reason, and whether it shapes the compiled program.
+
+A configuration (the ``ConfigDict`` that an experiment file makes, or a ``config.json``) is read by `read` into frozen
+settings; all that is wrong with it is one message. Nothing here imports JAX, so a mistake is answered at once.
+"""
+
+from adder_flax.settings._data import AugmentSettings, DataSettings
+from adder_flax.settings._fields import Declared, SettingsError, declarations, defaults, read, section, setting
+from adder_flax.settings._model import MODEL_SETTINGS, AdderSettings, AttentionSettings, ScoreSettings, VitSettings
+from adder_flax.settings._optimizer import CgFacSettings, OptimizerSettings
+from adder_flax.settings._rules import Choice, Flag, Integer, Names, Number, Or, OrZero, Refused, Rule, Span, Text
+from adder_flax.settings._run import MeshSettings, RunSettings
+
+__all__ = [
+    "MODEL_SETTINGS",
+    "AdderSettings",
+    "AttentionSettings",
+    "AugmentSettings",
+    "CgFacSettings",
+    "Choice",
+    "DataSettings",
+    "Declared",
+    "Flag",
+    "Integer",
+    "MeshSettings",
+    "Names",
+    "Number",
+    "OptimizerSettings",
+    "Or",
+    "OrZero",
+    "Refused",
+    "Rule",
+    "RunSettings",
+    "ScoreSettings",
+    "SettingsError",
+    "Span",
+    "Text",
+    "VitSettings",
+    "declarations",
+    "defaults",
+    "read",
+    "section",
+    "setting",
+]

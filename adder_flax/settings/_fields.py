@@ -1,0 +1,204 @@
+"""How a setting is declared, once: its rule, its default, its reason, and whether it shapes the compiled program."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from ml_collections import ConfigDict
+
+from adder_flax.errors import RunError
+from adder_flax.registry import Registry
+from adder_flax.settings._rules import Refused, Rule
+
+Settings = TypeVar("Settings")
+
+_MOST_FAULTS = 20
+_LONGEST_VALUE = 80
+
+
+class SettingsError(RunError):
+    """A configuration has fields that are not what they should be; one message names them all."""
+
+
+class Declared(NamedTuple):
+    """What is said about a field where it is declared.
+
+    Attributes:
+      default: as a configuration writes it; what the settings hold is what its rule makes of that.
+      rule: what a value has to be.
+      reason: what the field is for, with its unit.
+      data: whether the number is data of the compiled step, so that runs that differ in it share one program; else it
+        shapes the program or belongs to what is around it.
+    """
+
+    default: Any
+    rule: Rule
+    reason: str
+    data: bool
+
+
+def setting(default: Any, rule: Rule, reason: str, *, data: bool = False) -> Any:
+    """Declares a field of a settings class; see `Declared` for the arguments.
+
+    >>> from adder_flax.settings import Integer, read
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Size:
+    ...     width: int = setting(8, Integer(1, 9), "of the tokens")
+    >>> read(Size, {"width": 4})
+    Size(width=4)
+    >>> read(Size, {"width": 0})
+    Traceback (most recent call last):
+    ...
+    adder_flax.settings._fields.SettingsError: config.width: expected an integer from 1 to 9, got 0; set --config.width
+    """
+    return dataclasses.field(default=rule.read(default), metadata={"declared": Declared(default, rule, reason, data)})
+
+
+def section(settings: type, *, inline: bool = False, among: Registry[type] | None = None) -> Any:
+    """Declares a field that is itself a settings class.
+
+    Args:
+      settings: the class.
+      inline: whether its fields stand among those of the class around it in a configuration.
+      among: classes by name; the one that the section's field ``name`` stands for reads it.
+    """
+    return dataclasses.field(default_factory=settings, metadata={"section": settings, "inline": inline, "among": among})
+
+
+def read(settings: type[Settings], fields: Any, where: str = "config") -> Settings:
+    """Returns settings from a configuration, all of whose fields are checked first.
+
+    Args:
+      settings: the class: a frozen dataclass whose fields are declared by `setting` and `section`. Its method
+        ``faults(where)``, if it has one, yields a message for each pair of fields that do not go together.
+      fields: a mapping, such as a ``ConfigDict`` or what was read from JSON.
+      where: what a message calls it.
+
+    Raises:
+      SettingsError: with one line for each field that is wrong, missing or unknown.
+    """
+    faults: list[str] = []
+    made = _read(settings, fields, where, faults)
+    if not faults:
+        faults += _disagreements(made, where)
+    if faults:
+        raise SettingsError(_message(faults))
+    return made
+
+
+def defaults(settings: type) -> dict[str, Any]:
+    """Returns the declared defaults as a configuration writes them, sections as dictionaries.
+
+    >>> from adder_flax.settings import MeshSettings
+    >>> defaults(MeshSettings)
+    {'data': -1, 'fsdp': 1, 'tensor': 1}
+    """
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        if (nested := field.metadata.get("section")) is None:
+            fields[field.name] = field.metadata["declared"].default
+        elif field.metadata["inline"]:
+            fields |= defaults(nested)
+        else:
+            fields[field.name] = defaults(nested)
+    return fields
+
+
+def declarations(settings: type, prefix: str = "") -> Iterator[tuple[str, Declared]]:
+    """Yields every field with its path in a configuration: ``("optimizer.b1", Declared(…))``."""
+    for field in dataclasses.fields(settings):
+        if (nested := field.metadata.get("section")) is None:
+            yield prefix + field.name, field.metadata["declared"]
+        else:
+            yield from declarations(nested, prefix if field.metadata["inline"] else f"{prefix}{field.name}.")
+
+
+def shown(value: Any) -> str:
+    """Returns a value as a message shows it: of one short line, without control characters.
+
+    >>> shown("x" * 100_000)[-5:]
+    'xxxx…'
+    """
+    text = repr(value)
+    text = "".join(c if c.isprintable() else " " for c in text)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
+
+
+def _read(settings: type[Settings], fields: Any, where: str, faults: list[str]) -> Settings | None:
+    """Returns settings, or None where a field is wrong: then messages were added to ``faults``."""
+    if not _is_mapping(fields):
+        faults.append(f"{where}: expected fields {', '.join(defaults(settings))}, got {shown(fields)}")
+        return None
+    before = len(faults)
+    given = dict(fields.items())
+    known = defaults(settings)
+    faults += [_unknown(where, name, known) for name in given if name not in known]
+    made = _take(settings, given, where, faults)
+    return made if len(faults) == before else None
+
+
+def _take(settings: type[Settings], given: Mapping[str, Any], where: str, faults: list[str]) -> Settings | None:
+    """`_read` without a look at fields that are not known."""
+    before, values = len(faults), {}
+    for field in dataclasses.fields(settings):
+        path, nested = f"{where}.{field.name}", field.metadata.get("section")
+        if nested is not None and field.metadata["inline"]:
+            values[field.name] = _take(nested, given, where, faults)
+        elif field.name not in given:
+            expected = "its fields" if nested else field.metadata["declared"].rule.expected
+            faults.append(f"{path}: expected {expected}, got nothing; the default is {shown(_default(field))}")
+        elif nested is not None:
+            values[field.name] = _read_section(field, given[field.name], path, faults)
+        else:
+            rule = field.metadata["declared"].rule
+            try:
+                values[field.name] = rule.read(given[field.name])
+            except Refused:
+                faults.append(f"{path}: expected {rule.expected}, got {shown(given[field.name])}")
+    return settings(**values) if len(faults) == before else None
+
+
+def _is_mapping(fields: Any) -> bool:
+    return isinstance(fields, Mapping | ConfigDict)
+
+
+def _read_section(field: dataclasses.Field, fields: Any, where: str, faults: list[str]) -> Any:
+    settings, among = field.metadata["section"], field.metadata["among"]
+    if among is not None and _is_mapping(fields) and "name" in fields:
+        try:
+            settings = among.get(fields["name"])
+        except ValueError as error:
+            faults.append(f"{where}.name: {error}")
+            return None
+    return _read(settings, fields, where, faults)
+
+
+def _default(field: dataclasses.Field) -> Any:
+    nested = field.metadata.get("section")
+    return field.metadata["declared"].default if nested is None else defaults(nested)
+
+
+def _unknown(where: str, name: Any, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name[:_LONGEST_VALUE], known, n=1) if isinstance(name, str) else []
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+    return f"{where}: expected no field {shown(name)}; {hint}"
+
+
+def _disagreements(made: Any, where: str) -> Iterator[str]:
+    """Yields what the settings and their sections say about fields that do not go together."""
+    for field in dataclasses.fields(made):
+        if "section" in field.metadata:
+            inner = where if field.metadata["inline"] else f"{where}.{field.name}"
+            yield from _disagreements(getattr(made, field.name), inner)
+    if hasattr(made, "faults"):
+        yield from made.faults(where)
+
+
+def _message(faults: list[str]) -> str:
+    if len(faults) == 1:
+        path = faults[0].partition(":")[0]
+        return faults[0] if "; " in faults[0] else f"{faults[0]}; set --{path}"
+    more = [f"and {len(faults) - _MOST_FAULTS} more"] * (len(faults) > _MOST_FAULTS)
+    lines = "\n  ".join([*faults[:_MOST_FAULTS], *more])
+    return f"expected a configuration without mistakes, got {len(faults)}; set --config.<field> of each:\n  {lines}"

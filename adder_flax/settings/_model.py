@@ -1,0 +1,99 @@
+"""Settings of the models."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from adder_flax.registry import Registry
+from adder_flax.settings._fields import section, setting
+from adder_flax.settings._rules import Choice, Flag, Integer, Names, Number, Or, OrZero, Text
+
+MAX_DEPTH = 1000
+_DROP_RATE = Number(0, 1, "[)")
+_GRADIENT = Choice("sign", "full", "hardtanh")
+_LINEAR = Choice("dense", "adder")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreSettings:
+    """Options of the scores; each is for those that it names."""
+
+    hidden_dim: int | None = setting(
+        0, OrZero(Integer(1, 65536)), "additive: its hidden width; 0 for as many parameters as bilinear"
+    )
+    layer_norm: bool = setting(False, Flag(), "additive: LayerNorm before tanh, against its saturation")
+    gradient: str = setting("sign", _GRADIENT, "adder: the rule of its derivative")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSettings:
+    """How queries look at keys."""
+
+    score: tuple[str, ...] = setting(
+        "dot",
+        Names("score", MAX_DEPTH),
+        'dot, bilinear, additive, adder, gaussian or a registered one; for each block: "adder,dot,adder,…"',
+    )
+    score_options: ScoreSettings = section(ScoreSettings)
+    identity: bool | None = setting(
+        "auto", Choice(auto=None, on=True, off=False), "add I to the map; auto: with adder scores only"
+    )
+    scale: str | float | None = setting(
+        "auto",
+        Or(Choice("sqrt_dim", "variance_matched", auto=None), Number(1e-6, 1e6)),
+        "of scores; auto: 1 for additive ones, sqrt_dim (1/√head width) for the others",
+    )
+    temperature: float = setting(1.0, Number(1e-3, 1e3), "divides the scores")
+    key_block: int | str | None = setting(
+        "auto",
+        Or(Choice("auto", off=None), Integer(1, 2**20)),
+        "attention in blocks of so many keys, in memory linear in the tokens; off builds the maps",
+    )
+    attention_dropout_rate: float = setting(0.0, _DROP_RATE, "of attention weights", data=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdderSettings:
+    """Options of all adder layers."""
+
+    x_gradient: str = setting("hardtanh", _GRADIENT, "rule of the derivative by the inputs")
+    w_gradient: str = setting("full", _GRADIENT, "rule of the derivative by the weights")
+    hardtanh_slope: float = setting(1.0, Number(1e-3, 1e3), "c of clip(c (w - x), -1, 1)")
+    norm: str | None = setting("layernorm", Choice("layernorm", none=None), "of their outputs")
+
+
+@dataclasses.dataclass(frozen=True)
+class VitSettings:
+    """The vision transformer."""
+
+    name: str = setting("vit", Text("the name of a model", longest=200), "the model, whose own fields follow")
+    width: int = setting(192, Integer(1, 65536), "of the tokens")
+    depth: int = setting(12, Integer(1, MAX_DEPTH), "number of blocks")
+    num_heads: int = setting(3, Integer(1, 65536), "attention heads of a block; divides the width")
+    mlp_ratio: float = setting(4.0, Number(0, 64, "(]"), "hidden width of the MLPs over the width")
+    patch_size: int = setting(16, Integer(1, 8192), "side of a patch, pixels; divides the images' sides")
+    attention: AttentionSettings = section(AttentionSettings, inline=True)
+    qkv_linear: str = setting("dense", _LINEAR, "layers that make queries, keys and values")
+    proj_linear: str = setting("dense", _LINEAR, "layers behind the attention")
+    mlp_linear: str = setting("dense", _LINEAR, "layers of the MLPs")
+    adder_options: AdderSettings = section(AdderSettings)
+    pooling: str = setting("cls", Choice("cls", "mean"), "the class token, or the mean of the patches")
+    dropout_rate: float = setting(0.0, _DROP_RATE, "of embeddings, after attention and in the MLPs", data=True)
+    drop_path_rate: float = setting(0.0, _DROP_RATE, "stochastic depth of the last block, rising from 0", data=True)
+    dtype: str = setting("float32", Choice("float32", "bfloat16", "float16"), "of the computation")
+    remat: bool = setting(False, Flag(), "compute activations again in the backward pass: less memory, more time")
+
+    def faults(self, where: str) -> Iterator[str]:
+        """Yields what does not go together."""
+        scores = self.attention.score
+        if self.width % self.num_heads:
+            yield (
+                f"{where}.num_heads: expected a number that divides {where}.width = {self.width}, got {self.num_heads}"
+            )
+        if int(self.width * self.mlp_ratio) < 1:
+            yield f"{where}.mlp_ratio: expected an MLP of at least 1 unit, got {self.mlp_ratio} × width {self.width}"
+        if len(scores) not in (1, self.depth):
+            yield f"{where}.score: expected one score or {where}.depth = {self.depth} of them, got {len(scores)}"
+
+
+MODEL_SETTINGS: Registry[type] = Registry("model", "adder_flax.settings.MODEL_SETTINGS.register")
+MODEL_SETTINGS.register("vit", VitSettings)

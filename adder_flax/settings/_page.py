@@ -1,0 +1,38 @@
+"""The page of all settings, made from where they are declared."""
+
+import collections
+from collections.abc import Iterator
+
+from adder_flax.settings._fields import declarations, shown
+from adder_flax.settings._run import RunSettings
+
+_HEAD = """# Settings
+
+Every field of a configuration; `python -m adder_flax.settings` makes this page from `adder_flax/settings/`, where they
+are declared. On the command line each is `--config.<field>=<value>`; an experiment file, and the data after its colon,
+have defaults of their own for some (`experiments/common.py`). A configuration is read as a whole before anything is
+computed or written: whatever is outside its range, missing, unknown or in contradiction is named in one message.
+
+*data*: the number is data of the compiled step, and runs that differ in it alone can share one program.
+"""
+
+
+def page() -> str:
+    """Returns the page as Markdown: a table for each section."""
+    return "\n".join([_HEAD, *_tables()]) + "\n"
+
+
+def _tables() -> Iterator[str]:
+    sections = collections.defaultdict(list)
+    for path, declared in declarations(RunSettings):
+        sections[path.rpartition(".")[0]].append((path, declared))
+    for name, fields in sections.items():
+        yield f"\n## {name or 'The run'}\n"
+        yield "| field | what it is | default | expected | |\n|---|---|---|---|---|"
+        for path, declared in fields:
+            default, kind = f"`{shown(declared.default)}`", "data" if declared.data else ""
+            yield _row(f"`{path}`", declared.reason, default, declared.rule.expected, kind)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|').replace('<', '&lt;') for cell in cells)} |"

@@ -1,0 +1,217 @@
+"""What a value has to be: its type, its range, and the words that say so in a message."""
+
+import dataclasses
+import math
+import numbers
+from typing import Any, Protocol
+
+
+class Refused(Exception):
+    """A value does not follow its rule."""
+
+
+class Rule(Protocol):
+    """What a value has to be, in words, and what stands for it in the program.
+
+    Attributes:
+      expected: the words of a message: "a number in [0, 1)".
+    """
+
+    expected: str
+
+    def read(self, value: Any) -> Any:
+        """Returns the value in the form that the program uses.
+
+        Raises:
+          Refused: it is not what was expected.
+        """
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise Refused
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A finite real number between two bounds; whole numbers that a float can hold are numbers too.
+
+    Args:
+      low, high: the bounds.
+      ends: which bounds belong to the range, as mathematics writes it: "[]", "[)", "(]" or "()".
+
+    >>> Number(0, 1, "[)").expected
+    'a number in [0, 1)'
+    """
+
+    low: float
+    high: float
+    ends: str = "[]"
+
+    @property
+    def expected(self) -> str:
+        return f"a number in {self.ends[0]}{self.low:g}, {self.high:g}{self.ends[1]}"
+
+    def read(self, value: Any) -> float:
+        _require(isinstance(value, numbers.Real) and not isinstance(value, bool))
+        try:
+            number = float(value)
+        except OverflowError:
+            raise Refused from None
+        _require(math.isfinite(number) and (not isinstance(value, numbers.Integral) or number == value))
+        above = number >= self.low if self.ends[0] == "[" else number > self.low
+        below = number <= self.high if self.ends[1] == "]" else number < self.high
+        _require(above and below)
+        return number
+
+
+@dataclasses.dataclass(frozen=True)
+class Integer:
+    """A whole number between two bounds, both included.
+
+    >>> Integer(1, 8).expected
+    'an integer from 1 to 8'
+    """
+
+    low: int
+    high: int
+
+    @property
+    def expected(self) -> str:
+        return f"an integer from {self.low} to {self.high}"
+
+    def read(self, value: Any) -> int:
+        _require(isinstance(value, numbers.Integral) and not isinstance(value, bool))
+        _require(self.low <= value <= self.high)
+        return int(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """True or False."""
+
+    expected: str = "True or False"
+
+    def read(self, value: Any) -> bool:
+        # NumPy's own, known by its names: NumPy is not imported for this.
+        _require(isinstance(value, bool) or (type(value).__module__, type(value).__name__[:4]) == ("numpy", "bool"))
+        return bool(value)
+
+
+class Choice:
+    """One of some words, each of which may stand for another value.
+
+    >>> Choice("cls", "mean").expected, Choice(auto=None, on=True, off=False).read("on")
+    ("'cls' or 'mean'", True)
+    """
+
+    def __init__(self, *words: str, **meanings: Any):
+        self.meanings = {**{word: word for word in words}, **meanings}
+        *rest, last = (repr(word) for word in self.meanings)
+        self.expected = f"{', '.join(rest)} or {last}" if rest else last
+
+    def read(self, value: Any) -> Any:
+        _require(isinstance(value, str) and value in self.meanings)
+        return self.meanings[str(value)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Readable characters in one line, for example a name or a path.
+
+    Args:
+      expected: what they are, in the words of a message.
+      empty: whether there may be none.
+      longest: number of characters.
+    """
+
+    expected: str
+    empty: bool = False
+    longest: int = 4096
+
+    def read(self, value: Any) -> str:
+        _require(isinstance(value, str) and (self.empty or bool(value)))
+        _require(len(value) <= self.longest and (value.isprintable()))
+        return str(value)
+
+
+class Or:
+    """Words, or what another rule says, which a command line may give as text where the default is a word.
+
+    >>> key_block = Or(Choice("auto", off=None), Integer(1, 1024))
+    >>> key_block.expected, key_block.read("off"), key_block.read("64"), key_block.read(64)
+    ("'auto' or 'off', or an integer from 1 to 1024", None, 64, 64)
+    """
+
+    def __init__(self, words: Choice, rule: Number | Integer):
+        self._words, self._rule = words, rule
+        self.expected = f"{words.expected}, or {rule.expected}"
+
+    def read(self, value: Any) -> Any:
+        if not isinstance(value, str):
+            return self._rule.read(value)
+        if value in self._words.meanings:
+            return self._words.read(value)
+        try:
+            number = (int if isinstance(self._rule, Integer) else float)(value)
+        except ValueError:
+            raise Refused from None
+        return self._rule.read(number)
+
+
+class OrZero:
+    """0, which stands for None, or what another rule says.
+
+    >>> OrZero(Integer(1, 8)).expected, OrZero(Integer(1, 8)).read(0)
+    ('0 or an integer from 1 to 8', None)
+    """
+
+    def __init__(self, rule: Number | Integer):
+        self._rule, self._zero = rule, type(rule)(0, 0)
+        self.expected = f"0 or {rule.expected}"
+
+    def read(self, value: Any) -> Any:
+        try:
+            self._zero.read(value)
+        except Refused:
+            return self._rule.read(value)
+        return None
+
+
+class Span:
+    """A pair (low, high), which may be equal, or () for none where that is allowed.
+
+    >>> Span(Number(0, 1)).read([0.5, 1])
+    (0.5, 1.0)
+    """
+
+    def __init__(self, ends: Number | Integer, *, optional: bool = False):
+        self._ends, self._optional = ends, optional
+        self.expected = f"(low, high), low ≤ high, each {ends.expected}" + (", or ()" if optional else "")
+
+    def read(self, value: Any) -> tuple[Any, Any] | None:
+        _require(isinstance(value, tuple | list))
+        if not value and self._optional:
+            return None
+        _require(len(value) == 2)
+        low, high = (self._ends.read(end) for end in value)
+        _require(low <= high)
+        return low, high
+
+
+class Names:
+    """A name, or several with commas between them, as a tuple.
+
+    >>> Names("score", 2).read("adder,dot")
+    ('adder', 'dot')
+    """
+
+    def __init__(self, what: str, most: int):
+        self._most = most
+        self.expected = f"the name of a {what}, or one for each block with commas between them"
+
+    def read(self, value: Any) -> tuple[str, ...]:
+        _require(isinstance(value, str) and value.isprintable())
+        names = tuple(name.strip() for name in value.split(","))
+        _require(all(names) and len(names) <= self._most)
+        return names
