@@ -273,8 +273,7 @@ def _restore(run: training.Run, workdir: str | Path, checkpoint: str) -> Any:
 
 
 def _first_images(run: training.Run, count: int) -> tuple[np.ndarray, np.ndarray]:
-    records = [run.eval_source[i] for i in range(min(count, len(run.eval_source)))]
-    return np.stack([record["image"] for record in records]), np.array([record["label"] for record in records])
+    return run.eval_source.first(count)
 
 
 def _run_name(config: Any) -> str:

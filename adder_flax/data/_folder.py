@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import stat
 from collections.abc import Sequence
 
+from adder_flax.data import _images
 from adder_flax.data._source import DataError
+from adder_flax.text import printable
 
 IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
@@ -13,58 +17,87 @@ IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".we
 class ImageFolder:
     """An image folder and its splits.
 
-    Labels number the sub-folders of the *train* split by name, so every split means the same by a label.
+    Labels number the sub-folders of the *train* split by name, so every split means the same by a label. Folders in a
+    class's folder belong to the class. Files and folders whose names begin with a dot are left alone.
 
     Args:
         root: the folder that holds the splits.
 
     Raises:
-        DataError: no such folder, or no split or class in it.
+        DataError: no such folder, or no split or fewer than two classes in it.
     """
 
     def __init__(self, root: str | pathlib.Path):
         self.root = pathlib.Path(root)
-        if not self.root.is_dir():
+        self._shown = printable(root)
+        if not _is_folder(self.root):
             raise DataError(f"Expected a folder of images as data_dir, got {str(root)!r}, which does not exist.")
         self.splits = tuple(_folders_in(self.root))
         if not self.splits:
             raise DataError(
-                f"Expected {root}/<split>/<class>/<image>, got no sub-folder. Put the images into train/ and val/."
+                f"Expected {self._shown}/<split>/<class>/<image>, got no sub-folder. Put the images into train/ and "
+                "val/."
             )
-        self.label_names = self._class_names("train" if "train" in self.splits else self.splits[0])
+        self._reference = "train" if "train" in self.splits else self.splits[0]
+        self._classes = self._class_names(self._reference)
+        if len(self._classes) < 2:
+            raise DataError(
+                f"Expected at least two classes in {self._shown}/{printable(self._reference)}, got one, "
+                f"{self._classes[0]!r}. Put the images of each class into a folder of its own."
+            )
+        self.label_names = [printable(name) for name in self._classes]
 
     def records(self, split: str) -> FolderRecords:
         """The images of a split, in the order of their paths.
 
         Raises:
-            DataError: no such split, a class that train lacks, or no image.
+            DataError: no such split, a class that train lacks or that train has no image of, an image outside the
+                classes' folders, or no image.
         """
         if split not in self.splits:
-            raise DataError(f"Expected a split out of {self.splits} in {self.root}, got {split!r}.")
+            raise DataError(f"Expected a split out of {self.splits} in {self._shown}, got {split!r}.")
+        shown = f"{self._shown}/{printable(split)}"
         names = self._class_names(split)
-        if unknown := sorted(set(names) - set(self.label_names)):
+        if unknown := sorted(set(names) - set(self._classes)):
             raise DataError(
-                f"Expected only classes of {self.root / 'train'} in {self.root / split}, got {unknown[:3]} "
-                f"({len(unknown)} unknown in all). Add these folders to train, or remove them."
+                f"Expected only classes of {self._shown}/{printable(self._reference)} in {shown}, got {unknown[:3]} "
+                f"({len(unknown)} unknown in all). Add these folders to {printable(self._reference)}, or remove them."
             )
-        labels = {name: label for label, name in enumerate(self.label_names)}
-        files = [(path, labels[name]) for name in names for path in _images_in(self.root / split / name)]
-        if not files:
-            known = " ".join(IMAGE_SUFFIXES)
-            raise DataError(f"Expected images in {self.root / split}/<class>/, got none. Known suffixes: {known}.")
-        return FolderRecords(files)
+        if stray := self._files_in_place_of_classes(split):
+            raise DataError(
+                f"Expected images in {shown}/<class>/, got the file {stray[0]!r} beside the classes' folders "
+                f"({len(stray)} such files in all). Move them into the folders of their classes."
+            )
+        files = {name: _images_in(self.root / split / name) for name in names}
+        known = " ".join(IMAGE_SUFFIXES)
+        if not any(files.values()):
+            raise DataError(f"Expected images in {shown}/<class>/, got none. Known suffixes: {known}.")
+        if split == self._reference and (empty := [name for name in names if not files[name]]):
+            raise DataError(
+                f"Expected images of each class in {shown}, got none of {empty[:3]} ({len(empty)} empty folders in "
+                f"all). Remove these folders, or fill them. Known suffixes: {known}."
+            )
+        labels = {name: label for label, name in enumerate(self._classes)}
+        return FolderRecords([(path, labels[name]) for name in names for path in files[name]])
 
     def _class_names(self, split: str) -> list[str]:
         names = _folders_in(self.root / split)
         if not names:
-            raise DataError(f"Expected one sub-folder per class in {self.root / split}, got none.")
+            raise DataError(
+                f"Expected one sub-folder per class in {self._shown}/{printable(split)}, got none. Put the images of "
+                "each class into a folder of its own."
+            )
         return names
+
+    def _files_in_place_of_classes(self, split: str) -> list[str]:
+        names = {entry.name for entry in _entries(self.root / split) if not _leads_to_folder(entry)}
+        return sorted(name for name in names if _is_image(name) or name in self._classes)
 
 
 class FolderRecords:
     """Image files and their labels."""
 
-    def __init__(self, files: Sequence[tuple[pathlib.Path, int]]):
+    def __init__(self, files: Sequence[tuple[str, int]]):
         self._files = files
 
     def __len__(self) -> int:
@@ -72,19 +105,72 @@ class FolderRecords:
 
     def __getitem__(self, index: int) -> tuple[bytes, int]:
         path, label = self._files[index]
-        return path.read_bytes(), label
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for, a device never ends
+            raise ValueError("no regular file")
+        if status.st_size > _images.MAX_BYTES:
+            raise ValueError(f"a file of {status.st_size:,} bytes, more than the {_images.MAX_BYTES:,} allowed")
+        with open(path, "rb") as file:
+            return file.read(), label
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[bytes, int]]:
         return [self[index] for index in indices]
 
-    def describe(self, index: int) -> str:
+    def path(self, index: int) -> pathlib.Path:
         """The image's path."""
-        return str(self._files[index][0])
+        return pathlib.Path(self._files[index][0])
+
+    def describe(self, index: int) -> str:
+        """The image's path, fit for a terminal."""
+        return printable(self._files[index][0], limit=1000)
+
+
+def _is_folder(path: pathlib.Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError) as error:  # not ours to read; a zero byte in the name
+        raise DataError(f"Expected a folder that can be read, got {str(path)!r}: {error}.") from error
+
+
+def _entries(folder: str | pathlib.Path) -> list[os.DirEntry]:
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if not _is_hidden(entry.name)]
+    except OSError as error:
+        raise DataError(f"Expected a folder that can be read, got {str(folder)!r}: {error.strerror}.") from error
+
+
+def _leads_to_folder(entry: os.DirEntry) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads to itself
+        return False
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") and bool(name.strip("."))
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(IMAGE_SUFFIXES)
 
 
 def _folders_in(folder: pathlib.Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return sorted(entry.name for entry in _entries(folder) if _leads_to_folder(entry))
 
 
-def _images_in(folder: pathlib.Path) -> list[pathlib.Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES and path.name[0] != ".")
+def _images_in(folder: pathlib.Path) -> list[str]:
+    """Paths of the images in a folder and the folders in it; links may lead round in a circle."""
+    found, waiting, seen = [], [str(folder)], set()
+    while waiting:
+        folder = waiting.pop()
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in seen:
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        for entry in _entries(folder):
+            if _leads_to_folder(entry):
+                waiting.append(entry.path)
+            elif _is_image(entry.name):
+                found.append(entry.path)
+    return sorted(found, key=lambda path: path.split(os.sep))

@@ -1,13 +1,21 @@
-"""Image decoding and cropping on the host, with Pillow, which releases the GIL."""
+"""Image decoding and cropping on the host, with Pillow, which releases the GIL.
+
+What becomes of a file: its first image, upright as its EXIF orientation says, eight bits a channel. Sixteen bits are
+scaled, v ↦ v / 257; kinds whose range no file states (32-bit integers, floating point) are refused. Transparency is
+dropped, as torchvision's `ImageFolder` does.
+"""
 
 from __future__ import annotations
 
 import io
 import math
+import struct
+import warnings
+import zlib
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image
+from PIL import ExifTags, Image
 
 EVAL_CROP_RATIO = 0.875
 """Side of the centre crop over the shorter side of the resized image (DeiT: 224 of 256)."""
@@ -15,11 +23,33 @@ EVAL_CROP_RATIO = 0.875
 ASPECT_RATIO_RANGE = (3 / 4, 4 / 3)
 """Range of width/height of a random resized crop before resizing (torchvision's default)."""
 
+MAX_PIXELS = 2**26
+"""The largest image that is decoded, 8,192 × 8,192: a small file may claim any size (a decompression bomb)."""
+
+MAX_BYTES = 8 * MAX_PIXELS
+"""The largest file that is read: `MAX_PIXELS` of four 16-bit channels."""
+
+# Only what photographs come in; among Pillow's other formats are some that start programs (EPS, Ghostscript).
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+# Pillow warns of images larger than 89 million pixels: here they are an error.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
 
 def decode_and_resize(encoded: bytes, image_shape: tuple[int, int, int]) -> UInt8[np.ndarray, "height width channel"]:
     """The whole image, resized (bicubic) only if its size is another."""
     height, width, channels = image_shape
-    image = _open(encoded, channels)
+    image = _convert(_open(encoded), channels)
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BICUBIC)
     return _to_array(image)
@@ -32,9 +62,14 @@ def decode_and_center_crop(encoded: bytes, size: int, channels: int) -> UInt8[np
     https://github.com/facebookresearch/deit (datasets.py), so published weights see the pixels that they were
     measured on.
     """
-    image = _open(encoded, channels)
+    image = _convert(_open(encoded), channels)
     shorter = int(size / EVAL_CROP_RATIO)
     resized = tuple(int(shorter * side / min(image.size)) for side in image.size)
+    if math.prod(resized) > MAX_PIXELS:
+        raise ValueError(
+            f"an image of {image.width} × {image.height} pixels, whose shorter side cannot become {shorter}: the "
+            f"longer one would be {max(resized)}"
+        )
     image = image.resize(resized, Image.Resampling.BICUBIC)
     left, top = round((resized[0] - size) / 2), round((resized[1] - size) / 2)
     return _to_array(image.crop((left, top, left + size, top + size)))
@@ -44,7 +79,7 @@ def decode_and_random_crop(
     encoded: bytes, size: int, channels: int, seed: tuple[int, ...], scale: tuple[float, float]
 ) -> UInt8[np.ndarray, "size size channel"]:
     """A random resized crop (bicubic) that is a function of the image and the seed alone."""
-    image = Image.open(io.BytesIO(encoded))
+    image = _open(encoded)
     left, top, width, height = random_crop_box(np.random.default_rng(seed), *image.size, scale)
     full_width, full_height = image.size
     reduction = min(width, height) / size
@@ -97,11 +132,73 @@ def random_crop_box(
     return (width - box_width) // 2, (height - box_height) // 2, box_width, box_height
 
 
-def _open(encoded: bytes, channels: int) -> Image.Image:
-    return _convert(Image.open(io.BytesIO(encoded)), channels)
+def _open(encoded: bytes) -> Image.Image:
+    """The first image of a file, upright and of eight bits a channel; of a JPEG no pixel is decoded yet, if possible.
+
+    Raises:
+        ValueError: too large, damaged, or of a kind whose range is not known.
+    """
+    if encoded.startswith(_PNG):
+        _check_png(encoded)
+    image = Image.open(io.BytesIO(encoded), formats=_FORMATS)
+    if math.prod(image.size) > MAX_PIXELS:
+        raise ValueError(f"an image of {image.width} × {image.height} pixels, more than the {MAX_PIXELS:,} allowed")
+    if image.format not in ("JPEG", "MPO"):
+        image.load()  # before its orientation is asked for: TIFF files are turned upright by that
+    orientation = _orientation(image)
+    if image.mode.startswith(("I", "F")):
+        image = _to_eight_bits(image)
+    return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
+
+
+def _to_eight_bits(image: Image.Image) -> Image.Image:
+    """round(255 v / maximum) of a grey image of more than eight bits."""
+    maximum = 2**16 - 1
+    if image.format == "TIFF":
+        kinds = {name: image.tag_v2.get(tag) for name, tag in (("bits", 258), ("white is zero", 262))}
+        maximum = 2 ** kinds["bits"][0] - 1
+        known = image.mode.startswith("I;16") and kinds["white is zero"] != 0
+    else:
+        known = image.mode.startswith("I") and image.format in ("PNG", "PPM")
+    values = np.asarray(image)
+    if not known or values.min() < 0 or values.max() > maximum:
+        kind = {"F": "floating-point", "I": "32-bit or signed"}.get(image.mode, "inverted 16-bit")
+        raise ValueError(f"an image of {kind} values, whose range is not known; save it with 8 or 16 bits a channel")
+    return Image.fromarray(((values.astype(np.uint32) * 255 + maximum // 2) // maximum).astype(np.uint8))
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:
+        # Pillow raises errors of many types for broken EXIF data, which say nothing about the pixels.
+        return 1
+
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def _check_png(encoded: bytes) -> None:
+    """Compares the check sums of a PNG: Pillow does not look at those of pixels.
+
+    Raises:
+        ValueError: a check sum differs, or the end is missing.
+    """
+    place = len(_PNG)
+    while place + 12 <= len(encoded):
+        size, kind = struct.unpack_from(">I4s", encoded, place)
+        end = place + 8 + size
+        if encoded[end : end + 4] != zlib.crc32(memoryview(encoded)[place + 4 : end]).to_bytes(4, "big"):
+            raise ValueError(f"a PNG that is cut short or damaged at byte {place}")
+        if kind == b"IEND":
+            return
+        place = end + 4
+    raise ValueError(f"a PNG that is cut short at byte {len(encoded)}")
 
 
 def _convert(image: Image.Image, channels: int) -> Image.Image:
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
     return image.convert({1: "L", 3: "RGB"}[channels])
 
 

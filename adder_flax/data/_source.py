@@ -12,6 +12,7 @@ from jaxtyping import Int, UInt8
 
 from adder_flax.data import _images
 from adder_flax.errors import RunError
+from adder_flax.text import printable
 
 MapFunction = Callable[..., Iterable[Any]]
 
@@ -85,6 +86,24 @@ class Source(abc.ABC):
         Returns:
             Images and labels; the label is `UNREADABLE` where a record was skipped.
         """
+
+    def first(self, count: int) -> tuple[UInt8[np.ndarray, "count height width channel"], Int[np.ndarray, " count"]]:
+        """Images and labels of the first `count` records that can be read, as evaluation sees them.
+
+        Raises:
+            DataError: no record can be read.
+        """
+        images, labels = self.gather(np.arange(min(count, len(self))))
+        readable = labels != UNREADABLE
+        for index in range(count, len(self)):
+            if readable.sum() == count:
+                break
+            image, label = self.gather(np.array([index]))
+            images, labels = np.concatenate([images, image]), np.concatenate([labels, label])
+            readable = labels != UNREADABLE
+        if not readable.any():
+            raise DataError(f"Expected a readable record in {self.name}/{self.split}, got none.")
+        return images[readable], labels[readable]
 
     def _checked(self, index: int) -> int:
         if not 0 <= index < len(self):
@@ -232,9 +251,10 @@ class EncodedSource(Source):
             image = self._decode(encoded, crop_seed)
         # Pillow's decoders raise errors of many types for a broken file, and all mean the same here.
         except Exception as error:
+            reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
             raise UnreadableRecordError(
                 f"Expected a readable image in record {index} of {self.name}/{self.split} "
-                f"({self._records.describe(index)}), got {type(error).__name__}: {error}. "
+                f"({self._records.describe(index)}), got {printable(reason)}. "
                 "Replace the record, or count and skip such records with on_unreadable='skip' "
                 "(--config.data.on_unreadable=skip)."
             ) from error

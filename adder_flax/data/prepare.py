@@ -31,6 +31,7 @@ from tensorflow_datasets.core.download.download_manager import NonMatchingChecks
 
 from adder_flax.data._folder import FolderRecords, ImageFolder
 from adder_flax.data._source import DataError
+from adder_flax.text import printable
 
 
 def prepare(
@@ -219,9 +220,12 @@ class FolderBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     def _generate_examples(self, records: FolderRecords) -> Iterator:
         for index in range(len(records)):
-            encoded, label = records[index]
-            file = pathlib.Path(records.describe(index)).relative_to(self._folder.root)
-            yield index, {"image": encoded, "label": label, "file_name": str(file)}
+            try:
+                encoded, label = records[index]
+            except (OSError, ValueError) as error:
+                raise DataError(f"Expected a file that can be read, got {records.describe(index)}: {error}.") from error
+            file = records.path(index).relative_to(self._folder.root)
+            yield index, {"image": encoded, "label": label, "file_name": printable(file, limit=4096)}
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

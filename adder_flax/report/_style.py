@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adder_flax.text import printable
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -21,6 +23,7 @@ GREY = "#8a8a8a"
 HEAT = "magma"  # its lightness rises with the value, so a greyscale print keeps the order
 
 _FONT = {"family": ["DejaVu Sans"], "size": 9}
+_PLAIN = {"parse_math": False}  # a dollar sign in the name of a class or run is no formula
 
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Any, Any]:
@@ -37,7 +40,7 @@ def dress(axes: "Axes", *, xlabel: str = "", ylabel: str = "", title: str = "") 
     """Labels the axes, opens the frame at the top and right, and draws a faint grid."""
     axes.set_xlabel(xlabel, fontsize=_FONT["size"])
     axes.set_ylabel(ylabel, fontsize=_FONT["size"])
-    axes.set_title(title, fontsize=_FONT["size"] + 1, loc="left")
+    axes.set_title(title, fontsize=_FONT["size"] + 1, loc="left", **_PLAIN)
     axes.tick_params(labelsize=_FONT["size"] - 1)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(True, color="#e4e4e4", linewidth=0.6)
@@ -56,14 +59,21 @@ def bare(axes: "Axes", *, title: str = "", note: str = "") -> "Axes":
     """Axes for a picture: no ticks, a title above, a note below."""
     axes.set_xticks([])
     axes.set_yticks([])
-    axes.set_title(title, fontsize=_FONT["size"])
-    axes.set_xlabel(note, fontsize=_FONT["size"] - 1.5, color="#333333")
+    axes.set_title(title, fontsize=_FONT["size"], **_PLAIN)
+    axes.set_xlabel(note, fontsize=_FONT["size"] - 1.5, color="#333333", **_PLAIN)
     return axes
 
 
 def legend(axes: "Axes", **options: Any) -> None:
     """A legend without a frame, with handles long enough to tell dashes apart."""
-    axes.legend(**{"frameon": False, "fontsize": _FONT["size"] - 1, "handlelength": 3.2, **options})
+    drawn = axes.legend(**{"frameon": False, "fontsize": _FONT["size"] - 1, "handlelength": 3.2, **options})
+    for text in drawn.get_texts():
+        text.set(**_PLAIN)
+
+
+def headline(figure: "Figure", title: str) -> None:
+    """A title above all axes."""
+    figure.suptitle(printable(title, limit=100), fontsize=11, **_PLAIN)
 
 
 def save_figure(figure: "Figure", path: str | Path, formats: Iterable[str] = ("png",)) -> list[Path]:

@@ -15,6 +15,7 @@ from adder_flax.measures.maps import patch_attention, patch_grid
 from adder_flax.measures.walks import rollout
 from adder_flax.report import _style
 from adder_flax.report.second_order import SecondOrderStep
+from adder_flax.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,7 +62,7 @@ def curves_figure(metrics: Sequence[Mapping[str, float]], *, title: str = "") ->
         _style.dress(axis, xlabel="training step", ylabel=label)
         _style.legend(axis, loc="lower right" if name == "accuracy" else "upper right")
     if title:
-        figure.suptitle(title, fontsize=11)
+        _style.headline(figure, title)
     return figure
 
 
@@ -139,7 +140,7 @@ def attention_figure(
     options = dict(blocks=blocks, heads=heads, class_token=class_token, with_rollout=with_rollout, captions=captions)
     figure = comparison_figure(images, {"": maps}, **options)
     if title:
-        figure.suptitle(title, fontsize=11)
+        _style.headline(figure, title)
     return figure
 
 
@@ -185,7 +186,11 @@ def comparison_figure(
     figure, axes = _style.new_figure(1.7 * count, 1.95 * rows + 0.3, rows, count)
     for row, (index, name) in enumerate(itertools.product(range(len(images)), columns)):
         lines = [name, captions[index] if captions is not None else ""]
-        _style.bare(axes[row, 0], title="image" if row == 0 else "", note="\n".join(filter(None, lines)))
+        _style.bare(
+            axes[row, 0],
+            title="image" if row == 0 else "",
+            note="\n".join(printable(line, limit=60) for line in lines if line),
+        )
         _show_image(axes[row, 0], images[index])
         for axis, (title, weights) in zip(axes[row, 1:], columns[name].items(), strict=True):
             _draw_attention(axis, images[index], weights[index], title=title if row == 0 else "")

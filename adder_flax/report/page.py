@@ -19,6 +19,7 @@ from adder_flax.report._section_brownian import brownian_section
 from adder_flax.report._section_energy import energy_section
 from adder_flax.report._study import HOLDS, NOT_MEASURED, Claim, Picture, Section, Study, observe
 from adder_flax.report.second_order import SecondOrderStep
+from adder_flax.text import printable
 
 _SECTIONS = (adder_section, additive_section, brownian_section, energy_section)
 
@@ -117,7 +118,7 @@ def _study(
         pictures = (images - images.min()) / max(float(np.ptp(images)), 1e-12)
     subject = observe(name, model, images)
     predicted = subject.captured.logits.argmax(-1)
-    title = lambda index: str(index) if label_names is None else label_names[index]
+    title = lambda index: str(index) if label_names is None else printable(label_names[index], limit=60)
     captions = [f"{title(true)}, seen as {title(seen)}" for true, seen in zip(labels, predicted, strict=True)]
     return Study(
         subject=subject,

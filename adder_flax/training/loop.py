@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from adder_flax import data, ops
-from adder_flax.errors import NonFiniteLossError
+from adder_flax.errors import NonFiniteLossError, RunError
 from adder_flax.training import sharding
 from adder_flax.training.attention_diagnostics import make_attention_diagnostics
 from adder_flax.training.checkpoints import Checkpoints
@@ -77,6 +77,12 @@ class Evaluator:
                 jax.block_until_ready(sums[-2:][0])
         total = jax.tree.map(lambda *values: math.fsum(map(float, values)), *sums)
         count = total.pop("count")
+        if not count:
+            source = self._run.eval_source
+            raise RunError(
+                f"expected a readable image in {source.name}/{source.split} to evaluate on, got none of {len(source)}; "
+                "the warnings name them: replace them, or set --config.data.data_dir"
+            )
         return {f"eval/{name}": value / count for name, value in total.items()}
 
 

@@ -1,0 +1,33 @@
+"""Text from outside, such as the names of files and classes, made fit for terminals, pictures and pages."""
+
+
+def printable(text: object, limit: int = 200) -> str:
+    r"""Returns a text that any terminal, font, encoding and line-based file takes.
+
+    Control characters, line ends, bytes that are not UTF-8 (which Python keeps as lone surrogates) and white space that
+    cannot be told from none become escapes. The middle of a long text is left out.
+
+    Example:
+      >>> print(printable("red\x1b[31m\n"), printable("caf\udce9"), printable(" "), printable("a" * 500, limit=9))
+      red\x1b[31m\n caf\udce9 \x20 aaaa…aaaa
+
+    Args:
+      text: or anything whose ``str`` is one.
+      limit: of characters in the result.
+    """
+    text = str(text)
+    inner = text.strip()
+    start = text.find(inner)
+    text = "".join(
+        character
+        if character.isprintable() and (character != " " or start <= place < start + len(inner))
+        else _escape(character)
+        for place, character in enumerate(text)
+    )
+    if len(text) <= limit:
+        return text
+    return text[: limit // 2] + "…" + text[-((limit - 1) // 2) :]
+
+
+def _escape(character: str) -> str:
+    return r"\x20" if character == " " else character.encode("unicode_escape").decode()
