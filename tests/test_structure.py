@@ -10,7 +10,18 @@ from tests.processes import ROOT
 
 # Each imports only from those before it.
 ORDER = (
-    *("errors", "experiment", "interrupt", "terminal", "registry", "settings", "parameters", "host_memory", "ops"),
+    *(
+        "text",
+        "errors",
+        "experiment",
+        "interrupt",
+        "terminal",
+        "registry",
+        "settings",
+        "parameters",
+        "host_memory",
+        "ops",
+    ),
     *("attention", "layers", "models", "measures", "counting", "data"),
     *("tasks", "training", "interop", "compare", "report", "linen", "cli"),
 )
