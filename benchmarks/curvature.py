@@ -26,8 +26,8 @@ from benchmarks.timing import Timings, measure
 from experiments import common
 from kfac import _solver as solver
 from kfac import _systems as systems
-from kfac._capture import path_name
 from kfac._systems import Form
+from kfac._trees import path_name
 
 FEW, MANY = 2, 10
 MAX_ROUNDS = 1000  # the time is up before

@@ -2,10 +2,9 @@
 
 from kfac._capture import scan as scan
 from kfac._capture import tap as tap
-from kfac._cg_fac import CGFacState as CGFacState
+from kfac._cg_fac import STATIC_ARGUMENTS as STATIC_ARGUMENTS
 from kfac._cg_fac import algorithm_1 as algorithm_1
 from kfac._cg_fac import cg_fac as cg_fac
-from kfac._cg_fac import telemetry as telemetry
 from kfac._costs import Plan as Plan
 from kfac._costs import plan as plan
 from kfac._curvature import Curvature as Curvature
@@ -18,7 +17,12 @@ from kfac._layers import Dense as Dense
 from kfac._layers import Generic as Generic
 from kfac._layers import L1Dense as L1Dense
 from kfac._layers import Scale as Scale
+from kfac._options import Options as Options
 from kfac._registry import register_layer as register_layer
 from kfac._solver import cg as cg
+from kfac._state import CGFacState as CGFacState
+from kfac._state import find_state as find_state
+from kfac._state import telemetry as telemetry
+from kfac._transform import scale_by_cg_fac as scale_by_cg_fac
 from kfac._verify import Report as Report
 from kfac._verify import verify as verify

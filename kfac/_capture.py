@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from kfac._layers import Dense, Generic
+from kfac._trees import flatten
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
@@ -73,9 +74,9 @@ class Capture:
     """State of one trace of the loss: without slots it records taps, with slots it feeds them."""
 
     def __init__(self, params: PyTree, taps: dict[str, Tap] | None = None, slots: dict[str, Any] | None = None):
-        leaves = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]]
-        self.shapes = {path: jnp.shape(leaf) for path, leaf in leaves}
-        self.paths = {id(leaf): path for path, leaf in leaves}
+        leaves = flatten(params)
+        self.shapes = {path: jnp.shape(leaf) for path, leaf in leaves.items()}
+        self.paths = {id(leaf): path for path, leaf in leaves.items()}
         self.alive = [params]  # an id stays unique only as long as its object lives
         self.taps = {} if taps is None else taps
         self.slots = slots
@@ -162,11 +163,6 @@ def current_capture() -> Capture | None:
     """The capture in progress on this thread, if layers are to report to it."""
     capture = _current.value
     return None if capture is None or capture.muted else capture
-
-
-def path_name(path: tuple) -> str:
-    """A tree path as text, ``"blocks/0/kernel"``."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def tap(layer: Layer, params: dict[str, Array], x: Array, *, path: str) -> Array:

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from kfac._blocks import Block, find_blocks
-from kfac._capture import Tap, path_name, record_taps, tapped
+from kfac._capture import Tap, record_taps, tapped
 from kfac._fisher import FISHERS, Likelihood, get_likelihood, output_cotangents
+from kfac._trees import flatten, is_inside, masked_paths, path_name
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Key, PyTree
@@ -57,6 +58,52 @@ class Layers:
         kept = {name: block for name, block in self.blocks.items() if predicate(block)}
         refused = dict.fromkeys(set(self.blocks) - set(kept), "left out")
         return Layers(list(kept.values()), self.skipped | refused, self.shapes)
+
+    def whole_blocks(self, tree: PyTree) -> dict[str, Block]:
+        """The blocks whose parameters a tree like the parameters holds, some of which may be masked.
+
+        Raises:
+          ValueError: a block of which only a part is there; or this is another tree.
+        """
+        present, masked = flatten(tree), masked_paths(tree)
+        whole, broken, foreign = {}, [], []
+        for name, block in self.blocks.items():
+            missing = [param.path for param in block.params if param.path not in present]
+            foreign += [path for path in missing if not any(is_inside(path, branch) for branch in masked)]
+            if not missing:
+                whole[name] = block
+            elif len(missing) < len(block.params):
+                broken.append(f"{name} (without {', '.join(missing)})")
+        if foreign:
+            raise ValueError(
+                f"expected the parameter tree that kfac.find_layers was given, got one without {', '.join(foreign[:4])}"
+                f"; it has {', '.join(list(present)[:4]) or 'no arrays'}; find the layers of the tree that is trained."
+            )
+        if broken:
+            raise ValueError(
+                f"expected all parameters of a layer or none, got a part of {'; '.join(broken)}: a layer's parameters "
+                "are one block of curvature; mask or label them alike, or leave the layer out by layers.select."
+            )
+        return whole
+
+    def labels(self, tree: PyTree) -> PyTree[str]:
+        """``"cg_fac"`` for each parameter that a block covers, ``"fallback"`` for the others: for ``optax.partition``.
+
+        Args:
+          tree: the parameters, or a tree like them; some may be masked.
+
+        Raises:
+          ValueError: a block of which only a part is there; or this is another tree.
+
+        >>> import jax.numpy as jnp, kfac
+        >>> params = {"fc": {"kernel": jnp.ones((3, 2))}, "free": jnp.ones(2)}
+        >>> loss_fn = lambda p, x: kfac.tap(kfac.Dense(), p["fc"], x, path="fc").mean()
+        >>> find_layers(loss_fn, params, jnp.ones((4, 3))).labels(params)
+        {'fc': {'kernel': 'cg_fac'}, 'free': 'fallback'}
+        """
+        covered = {param.path for block in self.whole_blocks(tree).values() for param in block.params}
+        label = lambda path, _: "cg_fac" if path_name(path) in covered else "fallback"
+        return jax.tree_util.tree_map_with_path(label, tree)
 
     def __str__(self) -> str:
         owner = self.block_of
@@ -242,8 +289,7 @@ def _pull_columns(pull: Callable, columns: Float[Array, "column ..."], fresh: Bo
 
 
 def _layers(taps: dict[str, Tap], params: PyTree, num_examples: int) -> Layers:
-    flat = jax.tree_util.tree_flatten_with_path(params)[0]
-    shapes = {path_name(path): jnp.shape(leaf) for path, leaf in flat}
+    shapes = {path: jnp.shape(leaf) for path, leaf in flatten(params).items()}
     blocks, skipped = find_blocks(taps, shapes, num_examples)
     return Layers(blocks, skipped, shapes)
 

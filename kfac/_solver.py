@@ -7,6 +7,7 @@ the products inside ``matvec``.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -81,7 +82,7 @@ def cg(
     damping: Float[Array, " lane"],
     *,
     max_iterations: int,
-    tolerance: float = 0.0,
+    tolerance: float | Float[Array, ""] = 0.0,
     x0: Vector | None = None,
     safeguard: bool = True,
     precondition: MatVec | None = None,
@@ -89,7 +90,7 @@ def cg(
     """Solves (F + γI) x = b by preconditioned conjugate gradients, lane by lane.
 
     A lane stops when ‖r‖ ≤ tolerance·‖b‖, when it meets non-positive curvature (pᵀ(F + γI)p ≤ 0) or a number that is
-    not finite; it then keeps its last good iterate. With ``tolerance=0`` the loop has a fixed length.
+    not finite; it then keeps its last good iterate. With the number 0 as tolerance the loop has a fixed length.
 
     A stale warm start can make truncated CG return an ascent direction. ``safeguard=True`` first rescales x₀ by
     max(0, x₀·b / x₀ᵀ(F + γI)x₀), the minimiser of q along x₀; then q(x₀) ≤ 0, and since CG only lowers q, bᵀx ≥ 0.
@@ -113,6 +114,7 @@ def cg(
     >>> solution.x.round(3).tolist(), solution.iterations.tolist()
     ([[0.20000000298023224, 0.6000000238418579]], [2])
     """
+    fixed_length = isinstance(tolerance, numbers.Real) and tolerance == 0
     if max_iterations < 1:
         raise ValueError(f"cg needs max_iterations >= 1, got {max_iterations}; use at least one step.")
     precondition = precondition or (lambda r: r)
@@ -121,6 +123,7 @@ def cg(
         return lane_axpy(damping, v, matvec(v))
 
     bb = lane_dot(b, b)
+    enough = jnp.square(jnp.asarray(tolerance, bb.dtype)) * bb
     if x0 is None:
         x, r = jax.tree.map(jnp.zeros_like, b), b
     else:
@@ -131,13 +134,13 @@ def cg(
         r = _select(scale != 0, lane_axpy(-scale, u, b), b)
     z = precondition(r)
     rr = lane_dot(r, r)
-    active = jnp.isfinite(rr) & (rr > tolerance**2 * bb) & (rr > 0)
+    active = jnp.isfinite(rr) & (rr > enough) & (rr > 0)
     start = _State(x, r, z, lane_dot(r, z), rr, active, jnp.zeros_like(bb, jnp.int32))
 
     def step(state: _State) -> _State:
-        return _cg_step(state, damped, precondition, tolerance**2 * bb)
+        return _cg_step(state, damped, precondition, enough)
 
-    if tolerance == 0:
+    if fixed_length:
         end = jax.lax.fori_loop(0, max_iterations, lambda _, state: step(state), start)
     else:
         counted = (jnp.zeros((), jnp.int32), start)

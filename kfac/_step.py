@@ -53,8 +53,8 @@ def fixed_step(
     velocity: Vectors,
     *,
     rate: Array,
-    momentum: float,
-    kl_clip: float | None,
+    momentum: float | Float[Array, ""],
+    kl_clip: float | Float[Array, ""] | None,
 ) -> Proposal:
     """Δ = μ·(last Δ) − η ν x with ν = min(1, √(κ / xᵀF x)), the KL clip of the new part (κ = ``kl_clip``).
 
@@ -81,7 +81,7 @@ def quadratic_step(
     groups: list[System],
     num_examples: int,
     rate: Array,
-    kl_clip: float | None,
+    kl_clip: float | Float[Array, ""] | None,
 ) -> Proposal:
     """Δ = η ν (α d + β v), d = −x the new direction, v the last step; (α, β) minimise a quadratic model of the loss.
 
@@ -128,20 +128,21 @@ def _derivatives(groups: list[System], *directions: Vectors) -> Float[Array, "di
     return total
 
 
-def _kl_scale(kl: Array, kl_clip: float | None) -> Array:
+def _kl_scale(kl: Array, kl_clip: float | Array | None) -> Array:
     if kl_clip is None:
         return jnp.ones_like(kl)
+    kl_clip = jnp.asarray(kl_clip, kl.dtype)
     return jnp.minimum(1, jnp.sqrt(kl_clip / jnp.maximum(kl, jnp.finfo(kl.dtype).tiny)))
 
 
 class Verdict(NamedTuple):
-    """Whether a step is taken, the damping of the next, and actual over predicted change of the loss.
+    """Whether a step is taken, by what the damping grows, and actual over predicted change of the loss.
 
     The ratio is NaN where the loss was not measured.
     """
 
     accept: Bool[Array, ""]
-    damping: Float[Array, ""]
+    growth: Float[Array, ""]
     ratio: Float[Array, ""]
 
 
@@ -154,7 +155,7 @@ def judge(
     change: Callable[[], Array] | None,
     interval: int,
     reject: bool,
-    min_damping: float,
+    min_damping: float | Float[Array, ""],
 ) -> Verdict:
     """Levenberg-Marquardt adaptation and step rejection.
 
@@ -183,7 +184,7 @@ def judge(
     ratio = difference / jnp.where(model < 0, model, -jnp.finfo(damping.dtype).tiny)
     accept = finite & ~(reject & ~(difference <= 0)) if reject else finite
     omega = 0.95**interval
-    lowered = jnp.maximum(damping * omega, jnp.minimum(min_damping, damping))
-    adapted = jnp.where(ratio > 0.75, lowered, jnp.where(ratio < 0.25, damping / omega, damping))
-    damping = jnp.where(accept, jnp.where(adapt, adapted, damping), damping * 4)
-    return Verdict(accept, damping, ratio)
+    floor = jnp.minimum(min_damping / jnp.maximum(damping, jnp.finfo(damping.dtype).tiny), 1)
+    adapted = jnp.where(ratio > 0.75, jnp.maximum(omega, floor), jnp.where(ratio < 0.25, 1 / omega, 1))
+    growth = jnp.where(accept, jnp.where(adapt, adapted, 1), 4).astype(damping.dtype)
+    return Verdict(accept, growth, ratio)

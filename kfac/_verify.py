@@ -13,9 +13,9 @@ import numpy as np
 from kfac import _solver as solver
 from kfac import _systems as systems
 from kfac._blocks import Block
-from kfac._capture import path_name
 from kfac._curvature import Curvature, Layers, value_grad_and_curvature
 from kfac._systems import Form
+from kfac._trees import flatten
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Key, PyTree
@@ -108,8 +108,7 @@ def verify(
     """
     function = value_grad_and_curvature(loss_fn, fisher="empirical", has_aux=has_aux, batch_size=batch_size)
     _, grads, curvature = jax.jit(function)(params, *args)
-    flat = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
-    flat_grads = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]}
+    flat, flat_grads = flatten(params), flatten(grads)
     key = jax.random.key(0) if key is None else key
     rows = []
     for i, block in enumerate(curvature.layers.blocks.values()):

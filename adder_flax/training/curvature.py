@@ -14,7 +14,7 @@ class CurvatureOptimizer(NamedTuple):
     """An optax transformation whose ``update`` also takes ``curvature=``, and what the training step must know.
 
     Attributes:
-      init, update: as in ``optax.GradientTransformationExtraArgs``; the state is a ``kfac.CGFacState``.
+      init, update: as in ``optax.GradientTransformationExtraArgs``; the state holds a ``kfac.CGFacState``.
       layers: the layers that have curvature; printing them shows which parameters they cover.
       fisher: which Fisher matrix, see ``kfac.value_grad_and_curvature``.
       interval: steps from one curvature batch to the next.
@@ -26,10 +26,10 @@ class CurvatureOptimizer(NamedTuple):
     fisher: str
     interval: int
 
-    def refresh(self, state: kfac.CGFacState) -> bool | Bool[Array, ""]:
+    def refresh(self, state: Any) -> bool | Bool[Array, ""]:
         """Whether the step that this state is about to take computes curvature."""
         # By the state's own count: a step that was thrown away with its state comes again.
-        return True if self.interval == 1 else state.count % self.interval == 0
+        return True if self.interval == 1 else kfac.find_state(state).count % self.interval == 0
 
 
 def find_layers(

@@ -7,8 +7,8 @@ import numpy as np
 import kfac
 from kfac import _solver as solver
 from kfac import _systems as systems
-from kfac._capture import path_name
 from kfac._systems import Form
+from kfac._trees import path_name
 
 
 def normal(seed, *shape):

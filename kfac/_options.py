@@ -1,0 +1,170 @@
+"""Settings of CG-FAC: what shapes the program is static, hyper-parameters may be traced."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from typing import TYPE_CHECKING, Any
+
+import jax
+import optax
+
+from kfac._blocks import CURVATURES, Block
+from kfac._costs import prefers_factors
+from kfac._fisher import FISHERS
+from kfac._step import STEPS
+from kfac._systems import Form
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+    Scalar = float | Float[Array, ""]
+
+SOLVERS = ("cg", "dense", "dual", "eigh", "auto")
+
+_CHOICES = {
+    "curvature": CURVATURES,
+    "fisher": (*FISHERS, None),
+    "token_sharing": ("expand", "reduce"),
+    "solver": SOLVERS,
+    "damping_scale": ("relative", "absolute"),
+    "step": STEPS,
+}
+
+# Name → (least value, whether the least itself is allowed, a bound from above that is not reached).
+_RANGES = {
+    "damping": (0, True, float("inf")),
+    "min_damping": (0, True, float("inf")),
+    "tolerance": (0, True, float("inf")),
+    "factor_decay": (0, True, 1),
+    "momentum": (0, True, float("inf")),
+    "kl_clip": (0, False, float("inf")),
+    "max_iterations": (1, True, float("inf")),
+    "preconditioner_interval": (0, True, float("inf")),
+    "damping_interval": (0, True, float("inf")),
+    "max_factor_size": (0, True, float("inf")),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What ``scale_by_cg_fac`` is told. Fields marked with * are hyper-parameters.
+
+    Hyper-parameters may be arrays, traced ones included: arguments of a compiled training step. The others shape the
+    program. A hyper-parameter that is off by the number 0 (or by None) must be the number itself for that.
+
+    Attributes:
+      learning_rate: * factor of the whole step, or a schedule. It is inside, since momentum is of steps as they were
+        taken, and the loss after a step is the loss after this very step. 1 for ``step="quadratic"``, which finds the
+        length itself.
+      curvature: ``"kron"``, ``"exact"`` or ``"token"`` (exact, without products of different tokens).
+      fisher: the name that ``value_grad_and_curvature`` must have been given; None accepts any.
+      token_sharing: ``"expand"`` or ``"reduce"``, for ``"kron"``.
+      solver: ``"cg"``; ``"eigh"`` (for ``"kron"``, by eigenvectors of the factors); ``"dual"`` (for ``"exact"``, by
+        Woodbury's identity in example space); ``"dense"``, for checks; ``"auto"``: for each exact block the cheaper of
+        ``"cg"`` and ``"dual"``.
+      max_iterations: products per layer and step.
+      tolerance: * relative residual at which a layer stops; 0 for a fixed number of iterations, which costs no test.
+      preconditioner_interval: steps between inversions of the damped Kronecker factors that precondition CG, for
+        ``"kron"`` and ``solver="cg"``; CG makes up for their age. 0 for none.
+      warm_start: start CG from the last solution.
+      safeguard: rescale the warm start so that it cannot cause an ascent direction.
+      damping: * λ.
+      damping_scale: ``"relative"``: γ = λ tr F / size of each layer, free of its scale; ``"absolute"``: γ = λ.
+      min_damping: * adaptation lowers λ no further.
+      damping_interval: steps between Levenberg-Marquardt adaptations of λ to the quadratic model; 0 for none. Needs
+        ``value`` and ``value_fn``, and one evaluation of the loss each time.
+      factor_decay: * of the running averages of Kronecker factors; 0 for this batch alone.
+      max_factor_size: layers with larger factors use their Jacobian, and diagonal right factors.
+      step: ``"quadratic"``: step length and momentum from a quadratic model in the new direction and the last step;
+        ``"fixed"``: momentum and learning rate as given.
+      momentum: * for ``step="fixed"``.
+      kl_clip: * κ; shortens steps with Δᵀ F Δ > κ, twice the change of the predictions in nats, before the learning
+        rate scales them. None for none, which is for batches much larger than the layers: the curvature of a small
+        one leaves directions in which it sees nothing, and the quadratic model then asks for steps of any length.
+      reject: refuse a step that raises the loss on its own batch, and raise λ fourfold. Needs ``value`` and
+        ``value_fn``, and one evaluation of the loss per step. Steps that are not finite are always refused.
+
+    Raises:
+      ValueError: unknown names, numbers out of range, choices that exclude each other, a traced value that shapes the
+        program.
+
+    >>> Options(curvature="exact", solver="dual").measures_loss
+    False
+    """
+
+    learning_rate: Scalar | optax.Schedule = 1.0
+    curvature: str = "kron"
+    fisher: str | None = None
+    token_sharing: str = "expand"
+    solver: str = "cg"
+    max_iterations: int = 5
+    tolerance: Scalar = 0.0
+    preconditioner_interval: int = 10
+    warm_start: bool = False
+    safeguard: bool = True
+    damping: Scalar = 1e-2
+    damping_scale: str = "relative"
+    min_damping: Scalar = 1e-8
+    damping_interval: int = 0
+    factor_decay: Scalar = 0.95
+    max_factor_size: int = 8192
+    step: str = "quadratic"
+    momentum: Scalar = 0.9
+    kl_clip: Scalar | None = 0.1
+    reject: bool = False
+
+    def __post_init__(self):
+        self._check_kinds()
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"expected {name} to be one of {allowed}, got {getattr(self, name)!r}.")
+        for name, (least, inclusive, bound) in _RANGES.items():
+            value = getattr(self, name)
+            if isinstance(value, numbers.Real) and not (least < value < bound or (inclusive and value == least)):
+                above = f"{'at least' if inclusive else 'above'} {least}"
+                below = f" and below {bound}" if bound < float("inf") else ""
+                raise ValueError(f"expected {name} to be {above}{below}, got {value}.")
+        if self.solver == "dual" and self.curvature != "exact":
+            raise ValueError(f"solver='dual' expects curvature='exact', got {self.curvature!r}; use solver='cg'.")
+        if self.damping_interval and self.step != "quadratic":
+            raise ValueError(
+                f"damping_interval={self.damping_interval} adapts the damping to the quadratic model: expected "
+                f"step='quadratic', got {self.step!r}; set damping_interval=0 or that step."
+            )
+
+    def _check_kinds(self) -> None:
+        """Raises ValueError for an array where the program's shape depends on the value."""
+        traced = [name for name in sorted(STATIC) if isinstance(getattr(self, name), jax.Array)]
+        if traced:
+            raise ValueError(
+                f"expected {', '.join(traced)} to be known when the step is compiled, got an array; under "
+                "optax.inject_hyperparams pass static_args=kfac.STATIC_ARGUMENTS."
+            )
+
+    @property
+    def measures_loss(self) -> bool:
+        """Whether the loss is evaluated again after a step."""
+        return self.reject or self.damping_interval > 0
+
+    def preconditions(self, block: Block) -> bool:
+        """Whether CG on this block is preconditioned."""
+        return self.solver == "cg" and self.preconditioner_interval > 0 and self.form(block).name == "factors"
+
+    def form(self, block: Block) -> Form:
+        """Which products serve a block."""
+        if self.curvature != "kron":
+            return Form(self.curvature)
+        factored = block.factored and max(block.lifted_shape(block.uses[0])) <= self.max_factor_size
+        if is_zero(self.factor_decay):  # nothing to average: no need to form what the Jacobian gives cheaper
+            factored = factored and prefers_factors(block, self.max_iterations)
+        return Form("factors" if factored else "kron", self.token_sharing == "reduce", self.max_factor_size)
+
+
+def is_zero(value: Any) -> bool:
+    """Whether a hyper-parameter is off: the number 0, not an array, which may hold another value at the next step."""
+    return isinstance(value, numbers.Real) and value == 0
+
+
+_HYPERPARAMETERS = {"learning_rate", "damping", "min_damping", "tolerance", "factor_decay", "momentum", "kl_clip"}
+STATIC = frozenset(field.name for field in dataclasses.fields(Options)) - _HYPERPARAMETERS

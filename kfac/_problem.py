@@ -1,0 +1,176 @@
+"""The linear systems (F + γI) x = b of one step: running averages, damping, preconditioner, solution."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kfac import _solver as solver
+from kfac import _systems as systems
+from kfac._blocks import Block
+from kfac._costs import prefers_dual
+from kfac._curvature import Curvature
+from kfac._options import Options
+from kfac._solver import Solution
+from kfac._state import Averages, CGFacState
+from kfac._systems import Form, System
+from kfac._trees import flatten
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, PyTree
+
+    from kfac._step import Vectors
+    from kfac._trees import Flat
+
+
+class Problem(NamedTuple):
+    """The linear systems of one step.
+
+    Attributes:
+      owned: the blocks by name.
+      b: their gradients.
+      groups: the systems, blocks of equal form together.
+      damping: λ.
+      gamma: γ of each block's lanes.
+      averages: of the curvature, this step's included.
+    """
+
+    owned: dict[str, Block]
+    b: Vectors
+    groups: list[System]
+    damping: Float[Array, ""]
+    gamma: dict[str, Array]
+    averages: Averages
+
+
+def to_vectors(owned: dict[str, Block], tree: PyTree[Array]) -> Vectors:
+    """The blocks' parts of a tree like the parameters."""
+    flat = flatten(tree)
+    return {name: systems.lanes_of(block, flat) for name, block in owned.items()}
+
+
+def from_vectors(owned: dict[str, Block], vectors: Vectors, like: Flat) -> Flat:
+    """The inverse of ``to_vectors``, with the shapes and dtypes of ``like``."""
+    flat: Flat = {}
+    for name, block in owned.items():
+        flat |= systems.to_flat(block, vectors[name], like)
+    return flat
+
+
+def pose(
+    owned: dict[str, Block],
+    grads: PyTree[Array],
+    state: CGFacState,
+    params: PyTree[Array],
+    curvature: Curvature,
+    options: Options,
+) -> Problem:
+    """The systems of this step."""
+    flat = flatten(params)
+    forms = {name: options.form(block) for name, block in owned.items()}
+    factors, weight = _average_factors(owned, forms, flat, state, curvature, options)
+    tiny = jnp.finfo(weight.dtype).tiny  # the weight is 0 until the first curvature is in
+    ready = {name: jax.tree.map(lambda f: f / jnp.maximum(weight, tiny), f) for name, f in factors.items()}
+    groups = systems.build(curvature, flat, forms, ready)
+    damping = jnp.asarray(options.damping, state.damping_factor.dtype) * state.damping_factor
+    traces, gamma = _damp(groups, damping, state, options)
+    inverses = _refresh_inverses(groups, gamma, state, options)
+    groups = [system.preconditioned(inverses) for system in groups]
+    averages = Averages(factors, traces, weight, inverses)
+    return Problem(owned, to_vectors(owned, grads), groups, damping, gamma, averages)
+
+
+def _average_factors(
+    owned: dict[str, Block],
+    forms: dict[str, Form],
+    params: Flat,
+    state: CGFacState,
+    curvature: Curvature,
+    options: Options,
+) -> tuple[dict[str, tuple[Array, ...]], Array]:
+    """Running sums of the Kronecker factors and their weight, with this batch's where its curvature is fresh."""
+    old = state.averages
+    decay = jnp.asarray(options.factor_decay, old.weight.dtype)
+
+    def update() -> tuple[dict, Array]:
+        factors = {}
+        for name, block in owned.items():
+            kept = old.factors[name]
+            new = systems.new_factors(block, curvature, systems.lanes_of(block, params), forms[name]) if kept else ()
+            factors[name] = jax.tree.map(lambda o, n: decay * o + (1 - decay) * n.astype(o.dtype), kept, new)
+        return factors, decay * old.weight + (1 - decay)
+
+    if curvature.fresh is None:
+        return update()
+    return jax.lax.cond(curvature.fresh, update, lambda: (old.factors, old.weight))
+
+
+def _damp(groups: list[System], damping: Array, state: CGFacState, options: Options) -> tuple[dict, dict[str, Array]]:
+    """Running traces, and γ of each block: λ, or λ tr F / (number of parameters)."""
+    if options.damping_scale == "absolute":
+        return {}, {b.name: jnp.broadcast_to(damping, (b.lanes,)) for s in groups for b in s.blocks}
+    decay, traces, gamma = options.factor_decay, {}, {}
+    decay = decay.astype(damping.dtype) if isinstance(decay, jax.Array) else decay
+    for i, system in enumerate(groups):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), i), state.count)
+        for block, trace in zip(system.blocks, system.split(system.trace(key)), strict=True):
+            if system.form.name == "factors":
+                average = traces[block.name] = trace  # of averaged factors
+            else:
+                traces[block.name] = decay * state.averages.traces[block.name] + (1 - decay) * trace
+                average = traces[block.name] / (1 - decay ** (state.count + 1))
+            gamma[block.name] = damping * average.astype(damping.dtype) / block.size
+    return traces, gamma
+
+
+def _refresh_inverses(
+    groups: list[System], gamma: dict[str, Array], state: CGFacState, options: Options
+) -> dict[str, tuple[Array, ...]]:
+    """Inverses of the damped factors: the old ones but for every ``preconditioner_interval``-th step."""
+    old = state.averages.inverses
+    if not old:
+        return old
+    preconditioned = [system for system in groups if system.blocks[0].name in old]
+    invert = lambda: {n: i for system in preconditioned for n, i in system.damped_inverses(gamma).items()}
+    return jax.lax.cond(state.count % options.preconditioner_interval == 0, invert, lambda: old)
+
+
+def solve(problem: Problem, warm: Vectors | None, options: Options) -> dict[str, Solution]:
+    """Solves all systems, from warm starts where there are any."""
+    solved: dict[str, Solution] = {}
+    for system in problem.groups:
+        names = [block.name for block in system.blocks]
+        stack = lambda vectors, names=names: jax.tree.map(lambda *a: jnp.concatenate(a), *(vectors[n] for n in names))
+        x0 = None if warm is None else stack(warm)
+        solution = _solve_system(system, stack(problem.b), stack(problem.gamma), x0, options)
+        solved |= dict(zip(names, system.split(solution), strict=True))
+    return solved
+
+
+def _solve_system(system: System, b: tuple, gamma: Array, x0: tuple | None, options: Options) -> Solution:
+    """Solves (F + γI) x = b of every lane of a system by the solver that the options name."""
+    packed, name = system.pack(b), options.solver
+    if name == "auto" and system.form.name == "exact":
+        block, num_columns = system.blocks[0], system.g[0].shape[1]
+        name = "dual" if prefers_dual(block, options.max_iterations, num_columns) else "cg"
+    if name == "dense":
+        solution = solver.solve_dense(system.matvec, packed, gamma)
+    elif name == "dual":
+        solution = solver.solve_dual(system.example_gradients(), packed, gamma, system.program[0].num_examples)
+    elif name == "eigh" and system.form.name == "factors" and system.program[0].layer.isometric:
+        x = system.solve_by_eigenvectors(packed, gamma)
+        solution = solver.direct_solution(system.matvec, packed, gamma, x)
+    else:
+        solution = solver.cg(
+            system.matvec,
+            packed,
+            gamma,
+            max_iterations=options.max_iterations,
+            tolerance=options.tolerance,
+            x0=None if x0 is None else system.pack(x0),
+            safeguard=options.safeguard,
+            precondition=system.precondition,
+        )
+    return solution._replace(x=system.unpack(solution.x))

@@ -1,0 +1,149 @@
+"""The optimizer's state: arrays only, so that any checkpoint library stores it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kfac import _blocks as blocks
+from kfac._blocks import Block
+from kfac._options import Options
+from kfac._systems import Form
+from kfac._trees import flatten
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int, PyTree
+
+
+class CGFacState(NamedTuple):
+    """State of ``scale_by_cg_fac``.
+
+    Attributes:
+      count: steps so far, refused ones included.
+      damping_factor: what adaptation and refused steps have made of λ, as a factor of ``Options.damping``.
+      averages: running averages of the curvature.
+      velocity: the last step.
+      solution: last solution of the linear systems, where it is the warm start.
+      stats: telemetry of the last step, see ``telemetry``.
+    """
+
+    count: Int[Array, ""]
+    damping_factor: Float[Array, ""]
+    averages: Averages
+    velocity: PyTree[Array]
+    solution: PyTree[Array]
+    stats: dict[str, Any]
+
+
+class Averages(NamedTuple):
+    """Exponential running sums; divided by ``weight`` they are averages.
+
+    Attributes:
+      factors: block → Kronecker factors.
+      traces: block → tr F of each lane, for relative damping.
+      weight: sum of the weights, 0 before the first step.
+      inverses: block → inverses of the damped factors that precondition CG (no sums), refreshed now and then.
+    """
+
+    factors: dict[str, tuple[Array, ...]]
+    traces: dict[str, Array]
+    weight: Float[Array, ""]
+    inverses: dict[str, tuple[Array, ...]]
+
+
+def init_state(params: PyTree[Array], owned: dict[str, Block], options: Options) -> CGFacState:
+    """The state before the first step.
+
+    Args:
+      params: the parameters, all of them covered.
+      owned: their blocks by name.
+      options: of the optimizer.
+    """
+    dtype = jnp.result_type(jnp.float32, *flatten(params).values())
+    scalar = jnp.zeros((), dtype)
+    lanes = {name: jnp.zeros((block.lanes,), dtype) for name, block in owned.items()}
+    factors = {name: _empty_factors(block, options.form(block), dtype) for name, block in owned.items()}
+    inverses = {n: _empty_inverses(block, factors[n]) for n, block in owned.items() if options.preconditions(block)}
+    traces = lanes if options.damping_scale == "relative" else {}
+    velocity = jax.tree.map(jnp.zeros_like, params)
+    per_block = {n: {"iterations": zero.astype(jnp.int32), "residual": zero} for n, zero in lanes.items()}
+    summary = dict.fromkeys(("damping", "step", "momentum", "kl_scale", "model", "rejected"), scalar)
+    return CGFacState(
+        count=jnp.zeros((), jnp.int32),
+        damping_factor=jnp.ones_like(scalar),
+        averages=Averages(factors, traces, scalar, inverses),
+        velocity=velocity,
+        solution=jax.tree.map(jnp.zeros_like, params) if options.warm_start else (),
+        stats={"blocks": per_block, **summary, "ratio": jnp.ones_like(scalar)},
+    )
+
+
+def _empty_factors(block: Block, form: Form, dtype: Any) -> tuple[Array, ...]:
+    sizes: tuple[int, ...] = ()
+    if form.name == "factors":
+        sizes = block.lifted_shape(block.uses[0])
+    elif form.name == "kron":
+        sizes = tuple(blocks.output_groups(block.program))
+    shape = lambda n: (n, n) if n <= form.max_size else (n,)
+    return tuple(jnp.zeros((block.lanes, *shape(n)), dtype) for n in sizes)
+
+
+def _empty_inverses(block: Block, factors: tuple[Array, ...]) -> tuple[Array, Array]:
+    use = block.uses[0]
+    own = use.own(tuple(jax.ShapeDtypeStruct(p.shape, factors[1].dtype) for p in block.params))
+    rows = jax.eval_shape(use.layer.matrix, own).shape[0]
+    return jnp.zeros((block.lanes, rows, rows), factors[1].dtype), jnp.zeros_like(factors[1])
+
+
+def find_state(opt_state: PyTree[Array]) -> CGFacState:
+    """The state of CG-FAC, wherever it stands in that of an optax chain or partition.
+
+    Raises:
+      ValueError: there is none, or more than one.
+
+    >>> import jax.numpy as jnp, kfac
+    >>> params = {"fc": {"kernel": jnp.ones((3, 2))}}
+    >>> loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p["fc"], x, path="fc") ** 2).mean()
+    >>> optimizer = kfac.cg_fac(1.0, kfac.find_layers(loss_fn, params, jnp.ones((4, 3))))
+    >>> int(kfac.find_state(optimizer.init(params)).count)
+    0
+    """
+    states = _find_states(opt_state)
+    if len(states) != 1:
+        raise ValueError(
+            f"expected the state of an optimizer with one cg_fac, got {len(states)}; pass what its init and update "
+            "return."
+        )
+    return states[0]
+
+
+def _find_states(opt_state: PyTree[Array]) -> list[CGFacState]:
+    is_state = lambda node: isinstance(node, CGFacState)
+    return list(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
+
+
+def telemetry(opt_state: PyTree[Array]) -> dict[str, Array]:
+    """Scalars of the last step of ``cg_fac``, wherever it stands in an optax chain, by name.
+
+    ``cg_fac/damping`` λ, ``step`` and ``momentum`` (α, β), ``kl_scale``, ``model`` (predicted change of the loss),
+    ``ratio`` (actual over predicted, when last measured), ``rejected``; and for each block ``iterations/<block>``
+    and ``residual/<block>`` (mean over its lanes). Empty for other optimizers.
+
+    >>> import jax.numpy as jnp, kfac
+    >>> params = {"fc": {"kernel": jnp.ones((3, 2))}}
+    >>> loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p["fc"], x, path="fc") ** 2).mean()
+    >>> optimizer = kfac.cg_fac(1.0, kfac.find_layers(loss_fn, params, jnp.ones((4, 3))))
+    >>> sorted(telemetry(optimizer.init(params)))[:3]
+    ['cg_fac/damping', 'cg_fac/iterations/fc', 'cg_fac/kl_scale']
+    """
+    scalars: dict[str, Array] = {}
+    for state in _find_states(opt_state):
+        for name, value in state.stats.items():
+            if name != "blocks":
+                scalars[f"cg_fac/{name}"] = value
+        for block, values in state.stats["blocks"].items():
+            for name, value in values.items():
+                scalars[f"cg_fac/{name}/{block}"] = value.mean()
+    return scalars

@@ -1,0 +1,201 @@
+"""CG-FAC as one optax transformation, for the parameters that layers cover."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from kfac import _systems as systems
+from kfac._blocks import Block
+from kfac._curvature import Curvature, Layers
+from kfac._options import Options
+from kfac._problem import Problem, from_vectors, pose, solve, to_vectors
+from kfac._solver import Solution
+from kfac._state import CGFacState, init_state
+from kfac._step import Proposal, Verdict, fixed_step, judge, quadratic_step
+from kfac._systems import Form
+from kfac._trees import add, flatten, unflatten
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, PyTree
+
+
+def scale_by_cg_fac(layers: Layers, options: Options | None = None) -> optax.GradientTransformationExtraArgs:
+    """Replaces the gradient ∇L of every layer by −Δ, the step of CG-FAC: x with (F̂ + γI) x = ∇L, and its length.
+
+    As optax's other ``scale_by_…``, it is to be followed by ``optax.scale(-1)`` or ``optax.scale_by_learning_rate``,
+    and takes covered parameters alone: ``layers.labels`` says to ``optax.partition`` which these are, and ``cg_fac`` is
+    that composition ready-made.
+
+    Args:
+      layers: from ``find_layers``, all or those that ``Layers.select`` keeps.
+      options: settings; ``Options()`` by default.
+
+    Returns:
+      A transformation whose ``update`` takes ``(grads, state, params, *, curvature, value=None, value_fn=None)``;
+      ``value_fn`` is called with parameters as ``update`` sees them.
+
+    Raises:
+      ValueError: in ``init``, parameters without a layer, or layers of which only a part is here; in ``update``,
+        missing or foreign curvature.
+
+    >>> import jax.numpy as jnp, kfac
+    >>> params = {"fc": {"kernel": jnp.ones((3, 2))}, "scale": jnp.ones(())}
+    >>> loss_fn = lambda p, x: (p["scale"] * kfac.tap(kfac.Dense(), p["fc"], x, path="fc")).mean()
+    >>> layers = kfac.find_layers(loss_fn, params, jnp.ones((4, 3)))
+    >>> layers.labels(params)
+    {'fc': {'kernel': 'cg_fac'}, 'scale': 'fallback'}
+    >>> second_order = optax.chain(
+    ...     kfac.scale_by_cg_fac(layers, kfac.Options(damping=0.1)), optax.scale_by_learning_rate(0.5))
+    >>> optimizer = optax.partition({"cg_fac": second_order, "fallback": optax.sgd(0.1)}, layers.labels)
+    >>> (_, grads, curvature) = kfac.value_grad_and_curvature(loss_fn, fisher="empirical")(params, jnp.ones((4, 3)))
+    >>> updates, _ = optimizer.update(grads, optimizer.init(params), params, curvature=curvature)
+    >>> bool((updates["fc"]["kernel"] < 0).all())
+    True
+    """
+    options = Options() if options is None else options
+
+    def init(params: PyTree[Array]) -> CGFacState:
+        return init_state(params, _owned(params, layers), options)
+
+    def update(
+        grads: PyTree[Array],
+        state: CGFacState,
+        params: PyTree[Array] | None = None,
+        *,
+        curvature: Curvature | None = None,
+        value: Array | None = None,
+        value_fn: Callable[[PyTree[Array]], Array] | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree[Array], CGFacState]:
+        del extra_args
+        names = _owned(grads, layers)
+        if not names:  # all of its parameters are masked
+            return grads, state._replace(count=state.count + 1)
+        _check_arguments(layers, options, params, curvature, value, value_fn)
+        owned = {name: curvature.layers.blocks[name] for name in names}
+        problem = pose(owned, grads, state, params, curvature, options)
+        warm = to_vectors(owned, state.solution) if options.warm_start else None
+        solved = solve(problem, warm, options)
+        proposal = _propose(problem, solved, state, params, curvature, options)
+        delta = from_vectors(owned, proposal.delta, flatten(grads))
+        finite = jnp.all(jnp.stack([jnp.isfinite(d).all() for d in delta.values()]))
+        verdict = judge(
+            finite,
+            proposal.model,
+            problem.damping,
+            state.count,
+            change=(lambda: value_fn(add(params, delta)) - value) if options.measures_loss else None,
+            interval=options.damping_interval,
+            reject=options.reject,
+            min_damping=options.min_damping,
+        )
+        delta = {path: jnp.where(verdict.accept, d, 0) for path, d in delta.items()}
+        solution = state.solution
+        if options.warm_start:
+            x = from_vectors(owned, {n: s.x for n, s in solved.items()}, flatten(grads))
+            solution = unflatten({path: jnp.where(finite, new, 0) for path, new in x.items()}, grads)
+        return unflatten({path: -d for path, d in delta.items()}, grads), CGFacState(
+            count=state.count + 1,
+            damping_factor=state.damping_factor * verdict.growth,
+            # One batch that is not finite would stay in the averages for ever.
+            averages=jax.tree.map(lambda new, old: jnp.where(finite, new, old), problem.averages, state.averages),
+            velocity=unflatten(delta, grads),
+            solution=solution,
+            stats=_stats(problem, solved, proposal, verdict, state),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _owned(tree: PyTree[Array], layers: Layers) -> dict[str, Block]:
+    """The blocks whose parameters a tree holds, which must be all that it holds."""
+    whole = layers.whole_blocks(tree)
+    covered = {param.path for block in whole.values() for param in block.params}
+    others = [path for path in flatten(tree) if path not in covered]
+    if others:
+        raise ValueError(
+            f"scale_by_cg_fac expects parameters that layers cover, got {', '.join(others[:4])} among them; give the "
+            "others to another optimizer by optax.partition(…, layers.labels), as kfac.cg_fac does."
+        )
+    return whole
+
+
+def _check_arguments(
+    layers: Layers, options: Options, params: Any, curvature: Curvature | None, value: Any, value_fn: Any
+) -> None:
+    """Raises ValueError unless ``update`` got what these options need."""
+    if curvature is None or params is None:
+        raise ValueError(
+            "cg_fac expects update(grads, state, params, curvature=…), got none; compute the gradient with "
+            "kfac.value_grad_and_curvature and pass its third result on."
+        )
+    if options.fisher is not None and curvature.fisher != options.fisher:
+        raise ValueError(
+            f"expected curvature of fisher={options.fisher!r}, got {curvature.fisher!r}; pass the same name to "
+            "cg_fac and value_grad_and_curvature."
+        )
+    missing = sorted(set(layers.blocks) - set(curvature.layers.blocks))
+    if missing:
+        raise ValueError(
+            f"expected curvature of the layers that cg_fac was made with, got none of {', '.join(missing[:4])}; "
+            "call kfac.find_layers with the loss function that is differentiated."
+        )
+    if curvature.fresh is not None and options.curvature != "kron":
+        raise ValueError(
+            f"curvature={options.curvature!r} is not averaged over steps: expected fresh curvature at "
+            "every step, got refresh=; use curvature='kron' or drop refresh."
+        )
+    if curvature.fresh is not None and options.step == "quadratic":
+        raise ValueError(
+            "step='quadratic' measures the curvature along each step: expected fresh curvature at every step, got "
+            "refresh=; use step='fixed' or drop refresh."
+        )
+    if options.measures_loss and (value is None or value_fn is None):
+        raise ValueError(
+            "reject and damping_interval compare losses: expected update(…, value=loss, value_fn=params → loss on "
+            "the same batch), got none; pass them, or set reject=False and damping_interval=0."
+        )
+
+
+def _propose(
+    problem: Problem,
+    solved: dict[str, Solution],
+    state: CGFacState,
+    params: PyTree[Array],
+    curvature: Curvature,
+    options: Options,
+) -> Proposal:
+    """The step that the options name."""
+    rate = options.learning_rate
+    rate = jnp.asarray(rate(state.count) if callable(rate) else rate, problem.damping.dtype)
+    shared = (solved, problem.b, problem.gamma, to_vectors(problem.owned, state.velocity))
+    if options.step == "fixed":
+        return fixed_step(*shared, rate=rate, momentum=options.momentum, kl_clip=options.kl_clip)
+    return quadratic_step(
+        *shared,
+        groups=systems.build(curvature, flatten(params), {name: Form("exact") for name in problem.owned}),
+        num_examples=curvature.num_examples,
+        rate=rate,
+        kl_clip=options.kl_clip,
+    )
+
+
+def _stats(
+    problem: Problem, solved: dict[str, Solution], proposal: Proposal, verdict: Verdict, state: CGFacState
+) -> dict[str, Any]:
+    scalar = lambda a: jnp.asarray(a, problem.damping.dtype)
+    return {
+        "blocks": {n: {"iterations": s.iterations, "residual": scalar(s.residual)} for n, s in solved.items()},
+        "damping": problem.damping,
+        "step": scalar(proposal.coefficients[0]),
+        "momentum": scalar(proposal.coefficients[1]),
+        "kl_scale": scalar(proposal.kl_scale),
+        "model": scalar(proposal.model),
+        "ratio": jnp.where(jnp.isnan(verdict.ratio), state.stats["ratio"], scalar(verdict.ratio)),
+        "rejected": scalar(~verdict.accept),
+    }

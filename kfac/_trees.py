@@ -1,0 +1,58 @@
+"""Parameter trees as flat dictionaries {path: array} and back; parts of a tree may be masked, as optax does it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import optax
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, PyTree
+
+    Flat = dict[str, Array]  # path → array
+
+
+def path_name(path: tuple) -> str:
+    """A tree path as text, ``"blocks/0/kernel"``."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def flatten(tree: PyTree[Array]) -> Flat:
+    """The arrays of a tree by path.
+
+    >>> flatten({"fc": {"kernel": 1.0, "bias": optax.MaskedNode()}})
+    {'fc/kernel': 1.0}
+    """
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def unflatten(flat: Flat, like: PyTree[Array]) -> PyTree[Array]:
+    """A tree like ``like`` with the arrays of ``flat``, and ``optax.MaskedNode`` where it has none."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: flat.get(path_name(path), optax.MaskedNode()), like)
+
+
+def masked_paths(tree: PyTree[Any]) -> list[str]:
+    """Where a tree has a ``optax.MaskedNode`` or None in place of an array, or of a whole branch.
+
+    >>> masked_paths({"fc": {"kernel": 1.0, "bias": optax.MaskedNode()}, "head": None})
+    ['fc/bias', 'head']
+    """
+    is_masked = lambda node: node is None or isinstance(node, optax.MaskedNode)
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_masked)[0]
+    return [path_name(path) for path, leaf in leaves if is_masked(leaf)]
+
+
+def is_inside(path: str, branch: str) -> bool:
+    """Whether a path lies in a branch, which may be the whole tree.
+
+    >>> is_inside("fc/kernel", "fc"), is_inside("fc2/kernel", "fc"), is_inside("fc/kernel", "")
+    (True, False, True)
+    """
+    return branch == "" or f"{path}/".startswith(f"{branch}/")
+
+
+def add(tree: PyTree[Array], flat: Flat) -> PyTree[Array]:
+    """The tree with the arrays of ``flat`` added to those at their paths."""
+    one = lambda path, p: p + flat[path_name(path)].astype(p.dtype) if path_name(path) in flat else p
+    return jax.tree_util.tree_map_with_path(one, tree)
