@@ -5,17 +5,21 @@ Nothing here stores an array of size (rows x columns x contracted axis), forward
 
 from adder_flax.ops._additive import additive_scores
 from adder_flax.ops._backend import (
+    Backend,
     available_backends,
     backend_report,
     build_in_background,
+    register_backend,
     set_backend,
     use_backend,
+    use_backend_for,
 )
 from adder_flax.ops._fused import fused_attention, preferred_key_block
 from adder_flax.ops._l1 import adder_matmul, adder_matmul_jvp, l1_scores
 from adder_flax.ops._rules import RuleName
 
 __all__ = [
+    "Backend",
     "RuleName",
     "adder_matmul",
     "adder_matmul_jvp",
@@ -26,6 +30,8 @@ __all__ = [
     "fused_attention",
     "l1_scores",
     "preferred_key_block",
+    "register_backend",
     "set_backend",
     "use_backend",
+    "use_backend_for",
 ]

@@ -2,7 +2,7 @@
 
 A backend computes seven functions on three-dimensional arrays; everything public in this package (shapes,
 gradient rules, autodiff) is built on these seven once, in `_l1.py` and `_additive.py`. A new backend is one
-file with a subclass of `Backend` and one line in `_BACKENDS` below.
+file with a subclass of `Backend` and one line, `register_backend("name", "module:class")`, from outside too.
 
 **Choice and `jax.jit`.** The choice is made when a function is traced. It is held in a JAX user context,
 which is part of the key of every `jax.jit` cache, so that one jitted function called under two backends is
@@ -11,9 +11,9 @@ traced twice and never answers with the other's code. The chosen backend is then
 forward pass.
 """
 
+import collections
 import contextlib
 import functools
-import importlib
 import logging
 import os
 import threading
@@ -23,19 +23,10 @@ import jax
 from jaxtyping import Array, Float
 
 from adder_flax.ops._rules import GradientRule
+from adder_flax.registry import Registry
 
 ENVIRONMENT_VARIABLE = "ADDER_FLAX_BACKEND"
 AUTO = "auto"
-
-# Where each backend lives, best first for its platform. Modules load when first asked for, so that importing
-# the package does not pay for compilers and kernel languages that it will not use.
-_BACKENDS = {
-    "cpu_native": "adder_flax.ops._cpu:CpuBackend",
-    "pallas_gpu": "adder_flax.ops._pallas_gpu:PallasGpuBackend",
-    "pallas_tpu": "adder_flax.ops._pallas_tpu:PallasTpuBackend",
-    "xla": "adder_flax.ops._xla:XlaBackend",
-    "reference": "adder_flax.ops._reference:ReferenceBackend",
-}
 
 # Order of the axes of the second operand: weights come as (K, N), keys as (N, K). A backend that needs the
 # other order transposes in its own cheapest way (the native one while it packs).
@@ -138,25 +129,71 @@ class Backend:
         raise NotImplementedError
 
 
+# The backends, best first for their platform. Modules load when first asked for, so that importing the package does not
+# pay for compilers and kernel languages that it will not use.
+_BACKENDS: Registry[type[Backend]] = Registry(
+    "ops backend", f"adder_flax.ops.register_backend, or choose {AUTO!r}, the best one that runs"
+)
+_BACKENDS.register_lazily("cpu_native", "adder_flax.ops._cpu:CpuBackend")
+_BACKENDS.register_lazily("pallas_gpu", "adder_flax.ops._pallas_gpu:PallasGpuBackend")
+_BACKENDS.register_lazily("pallas_tpu", "adder_flax.ops._pallas_tpu:PallasTpuBackend")
+_BACKENDS.register_lazily("xla", "adder_flax.ops._xla:XlaBackend")
+_BACKENDS.register_lazily("reference", "adder_flax.ops._reference:ReferenceBackend")
+
 # The name of the forced backend, or AUTO. A JAX user context rather than a plain global: see the module's
 # docstring.
-_choice = jax.make_user_context(default_value=os.environ.get(ENVIRONMENT_VARIABLE, AUTO))
+_choice = jax.make_user_context(default_value=os.environ.get(ENVIRONMENT_VARIABLE) or AUTO)
+
+
+def register_backend(name: str, backend: type[Backend] | str) -> None:
+    """Adds a backend, to be asked for by name.
+
+    On a platform of its `platforms` for which none of this project's own runs, it is also the best one.
+
+    Args:
+      name: for `use_backend` and the environment variable `ADDER_FLAX_BACKEND`; that of the class.
+      backend: a subclass of `Backend`, or where it is, as `"package.module:Class"`, to import it when it is asked for.
+
+    Raises:
+      ValueError: the name is taken.
+
+    Example:
+      >>> from adder_flax import ops
+      >>> class Shifted(ops.Backend):
+      ...     name = "shifted"
+      >>> ops.register_backend("shifted", Shifted)
+    """
+    if name == AUTO:
+        raise ValueError(f"expected the name of a backend, got {AUTO!r}, which means the best one; choose another name")
+    if isinstance(backend, str):
+        _BACKENDS.register_lazily(name, backend)
+    else:
+        _BACKENDS.register(name, backend)
+    _reasons.pop(name, None)
+    _automatic.cache_clear()
+
+
+def get_backend(name: str) -> Backend:
+    """Returns the backend of that name, whether or not it can run here.
+
+    Raises:
+      ValueError: there is none; the message names the nearest, and the environment variable if it says so.
+    """
+    try:
+        return _instance(_BACKENDS.get(name))
+    except ValueError as error:
+        if name == os.environ.get(ENVIRONMENT_VARIABLE):
+            raise ValueError(f"{ENVIRONMENT_VARIABLE} in the environment: {error}") from None
+        raise
 
 
 @functools.cache
-def get_backend(name: str) -> Backend:
-    """Returns the backend of that name, whether or not it can run here."""
-    if name not in _BACKENDS:
-        raise ValueError(
-            f"expected a backend among {', '.join([AUTO, *_BACKENDS])}; got {name!r}; "
-            f"correct the call or the environment variable {ENVIRONMENT_VARIABLE}"
-        )
-    module, cls = _BACKENDS[name].split(":")
-    return getattr(importlib.import_module(module), cls)()
+def _instance(backend: type[Backend]) -> Backend:
+    return backend()
 
 
 # Whoever asks for a backend while another thread builds it waits, and does not build it again.
-_asking = {name: threading.Lock() for name in _BACKENDS}
+_asking: dict[str, threading.Lock] = collections.defaultdict(threading.Lock)
 _reasons: dict[str, str | None] = {}
 
 
@@ -258,7 +295,7 @@ def resolve_backend(dtype: jax.typing.DTypeLike) -> Backend:
         return _automatic(_process_platforms(), dtype)
     backend = get_backend(_choice.value)
     if reason := _why_unavailable(backend.name):
-        raise RuntimeError(
+        raise ValueError(
             f"expected the ops backend {backend.name!r}, which was asked for by name; it cannot run here "
             f"({reason}); choose another, or {AUTO!r}"
         )
@@ -289,6 +326,26 @@ def use_backend(name: str) -> contextlib.AbstractContextManager:
     """
     _check_name(name)
     return _choice(name)
+
+
+def use_backend_for(platform: str) -> contextlib.AbstractContextManager:
+    """Selects, inside a `with` block, the kernels of a platform whose devices need not be here, to compile for them.
+
+    A backend that was asked for by name stays.
+
+    Args:
+      platform: as JAX's devices tell it: `"cpu"`, `"gpu"` or `"tpu"`.
+
+    Example:
+      >>> from adder_flax import ops
+      >>> with ops.use_backend_for("tpu"):
+      ...     print(ops.backend_report().splitlines()[0])
+      ops backend: pallas_tpu (asked for by name)
+    """
+    if _choice.value != AUTO or platform == jax.default_backend():
+        return contextlib.nullcontext()
+    made = (name for name in _BACKENDS if {"gpu": "cuda"}.get(platform, platform) in get_backend(name).platforms)
+    return _choice(next(made, "xla"))
 
 
 def set_backend(name: str) -> None:

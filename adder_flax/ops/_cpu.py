@@ -3,25 +3,32 @@
 The kernels are built for the processor at hand (`-march=native`), so they are compiled here rather than
 shipped. The library goes to `$XDG_CACHE_HOME/adder_flax` (by default `~/.cache/adder_flax`), under a name
 that changes with anything that could change its content, and is moved into place in one step, so processes
-that start together do not disturb each other. Where there is no compiler, the backend reports itself
-unavailable and the XLA backend takes over.
+that start together do not disturb each other. What is damaged there, or could be somebody else's, is not loaded
+but built anew. Where there is no compiler, the backend reports itself unavailable and the XLA backend takes over.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 
+from adder_flax import own_cache
 from adder_flax.ops._backend import Backend
 from adder_flax.ops._partition import result_type
 
@@ -36,7 +43,11 @@ _TARGETS = {
     "adder_flax_additive_forward": "AdderFlaxAdditiveForward",
     "adder_flax_additive_pullback": "AdderFlaxAdditivePullback",
 }
+_COMPILER_VARIABLES = ("CPATH", "CPLUS_INCLUDE_PATH", "COMPILER_PATH", "LIBRARY_PATH")
 _COMPILE_TIMEOUT_S = 300
+_PRINTED_BYTES, _PRINTED_CHARACTERS = 2**16, 500
+
+logger = logging.getLogger(__name__)
 
 
 class CpuBackend(Backend):
@@ -49,7 +60,7 @@ class CpuBackend(Backend):
     def why_unavailable(self):
         try:
             load_library()
-        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        except (OSError, RuntimeError) as error:
             return str(error)
         return None
 
@@ -114,17 +125,83 @@ def load_library() -> ctypes.CDLL:
     """Compiles the kernels if no cached library fits, loads them and registers them with XLA.
 
     Raises:
-      RuntimeError: if there is no compiler or it fails.
-      OSError: if the library cannot be written or loaded.
+      RuntimeError: there is no compiler, or it fails, or what it makes cannot be loaded.
+      OSError: its files cannot be written.
     """
-    compiler = _find_compiler()
-    path = _cache_directory() / f"cpu_kernels-{_fingerprint(compiler)}.so"
-    if not path.exists():
-        _compile(compiler, path)
-    library = ctypes.CDLL(str(path))
+    library = _cached_or_compiled(_find_compiler())
     for target, symbol in _TARGETS.items():
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
     return library
+
+
+def _cached_or_compiled(compiler: str) -> ctypes.CDLL:
+    """Returns the kernels from the first cache that has them whole, or else compiles and keeps them."""
+    fingerprint = _fingerprint(compiler)
+    name, complaints = f"cpu_kernels-{fingerprint}.so", {}
+    for folder in own_cache.folders():
+        content, complaint = own_cache.read(folder, name, key=fingerprint)
+        if content is not None:
+            try:
+                library = _load(content)
+            except OSError as error:
+                complaint = str(error)
+            else:
+                _warn(complaints, name)
+                return library
+        if complaint:
+            complaints[folder] = complaint
+    content = _compile(compiler)
+    for folder in own_cache.folders():
+        complaint = own_cache.write(folder, name, content, key=fingerprint)
+        if complaint is None:
+            break
+        complaints.setdefault(folder, complaint)
+    _warn(complaints, name)
+    return _load(content)
+
+
+def _warn(complaints: Mapping[Path, str], name: str) -> None:
+    if complaints:
+        logger.warning(
+            "ops backend 'cpu_native': expected kernels in a cache that no other user can write to, got %s; compiled "
+            "ones are used from elsewhere or built anew; mend or remove what is there, or set XDG_CACHE_HOME",
+            ", ".join(f"{folder / name}: {complaint}" for folder, complaint in complaints.items()),
+        )
+
+
+def _load(content: bytes) -> ctypes.CDLL:
+    """Loads a library from bytes, through a file that no other user can change: what is loaded is what was checked.
+
+    Raises:
+      OSError: it is no library, or not one of these kernels.
+    """
+    library = _load_from_memory(content)
+    if library is None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "cpu_kernels.so"
+            path.write_bytes(content)
+            library = ctypes.CDLL(str(path))
+    if missing := [symbol for symbol in _TARGETS.values() if not hasattr(library, symbol)]:
+        raise OSError(f"it has no {missing[0]}")
+    return library
+
+
+def _load_from_memory(content: bytes) -> ctypes.CDLL | None:
+    """Loads a library without the disk, which may be full; returns None where the system does not do that."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    with contextlib.ExitStack() as opened:
+        try:
+            file = os.memfd_create("cpu_kernels")
+            opened.callback(os.close, file)
+            with open(file, "wb", closefd=False) as stream:
+                stream.write(content)
+            library = ctypes.CDLL(f"/proc/self/fd/{file}")
+        except OSError:
+            return None
+        # The file stays open: the loader would take another library at the same path for the one that it has.
+        opened.pop_all()
+        return library
 
 
 def _find_compiler() -> str:
@@ -134,16 +211,16 @@ def _find_compiler() -> str:
     raise RuntimeError(f"found no C++ compiler ({', '.join(_COMPILERS)}) on PATH")
 
 
-def _cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adder_flax"
-
-
 def _fingerprint(compiler: str) -> str:
-    """Hashes everything that the library depends on: source, flags, compiler, processor, FFI headers."""
-    command = [compiler, "--version"]
-    version = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    parts = [_SOURCE.read_text(), *_FLAGS, compiler, version, _processor(), jaxlib.__version__]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    """Hashes everything that the library depends on: all that is compiled, flags, compiler and processor."""
+    version = _run([compiler, "--version"], timeout_s=60)
+    searched = [os.environ.get(variable, "") for variable in _COMPILER_VARIABLES]
+    hashed = hashlib.sha256("\0".join([*_FLAGS, compiler, version, *searched, _processor()]).encode())
+    headers = Path(jax.ffi.include_dir())
+    for path in [*sorted(_SOURCE.parent.glob("*.h")), _SOURCE, *sorted(headers.rglob("*.h"))]:
+        content = path.read_bytes()
+        hashed.update(f"\0{path.name}\0{len(content)}\0".encode() + content)
+    return hashed.hexdigest()[:32]
 
 
 def _processor() -> str:
@@ -155,12 +232,49 @@ def _processor() -> str:
     return "\n".join(line for line in lines if line.lower().startswith(("model name", "flags", "features", "cpu part")))
 
 
-def _compile(compiler: str, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        output = Path(directory) / path.name
-        command = [compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}", str(_SOURCE), "-o", str(output)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
-        if result.returncode != 0:
-            raise RuntimeError(f"{' '.join(command)} failed: {result.stderr.strip()[-2000:]}")
-        output.replace(path)
+def _compile(compiler: str) -> bytes:
+    """Returns the kernels as a library that was loaded once, in another process, since a broken one may end that."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cpu_kernels.so"
+        include = f"-I{jax.ffi.include_dir()}"
+        _run([compiler, *_FLAGS, include, str(_SOURCE), "-o", str(path)], timeout_s=_COMPILE_TIMEOUT_S)
+        if not path.is_file():
+            raise RuntimeError(f"expected a library from {compiler}, got none")
+        look = "import ctypes, sys; library = ctypes.CDLL(sys.argv[1]); [library[name] for name in sys.argv[2:]]"
+        _run([sys.executable, "-I", "-c", look, str(path), *_TARGETS.values()], timeout_s=60)
+        return path.read_bytes()
+
+
+def _run(command: Sequence[str], *, timeout_s: float) -> str:
+    """Returns the beginning of what a program prints.
+
+    Raises:
+      RuntimeError: it fails, or does not end in time; then it is ended, with all that it started.
+    """
+    printed = bytearray()
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    reader = threading.Thread(target=_keep_beginning, args=(process.stdout, printed), daemon=True)
+    reader.start()
+    try:
+        code = process.wait(timeout_s)
+        reader.join(1)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{command[0]} did not end within {timeout_s:g} s") from error
+    finally:
+        if process.poll() is None or reader.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    text = " ".join(printed.decode(errors="replace").split())
+    text = "".join(character if character.isprintable() else "?" for character in text)
+    if code != 0:
+        raise RuntimeError(f"{' '.join(command)} failed with exit code {code}: {text[-_PRINTED_CHARACTERS:]}")
+    return text
+
+
+def _keep_beginning(stream: IO[bytes], printed: bytearray) -> None:
+    with stream:
+        while chunk := stream.read1(2**16):
+            printed += chunk[: max(_PRINTED_BYTES - len(printed), 0)]

@@ -1,9 +1,7 @@
 """What a run will take, known before it starts: its very training step, compiled for a topology and not run."""
 
-import contextlib
 import dataclasses
 import math
-import os
 import re
 import time
 from collections.abc import Mapping
@@ -92,15 +90,8 @@ def estimate(run: Run) -> Estimate:
 
 def lower(run: Run) -> jax.stages.Lowered:
     """Returns the training step of a run, traced and lowered for its mesh."""
-    with _kernels_for(run.mesh.devices.flat[0].platform), jax.set_mesh(run.mesh):
+    with ops.use_backend_for(run.mesh.devices.flat[0].platform), jax.set_mesh(run.mesh):
         return run.train_step.lower(run.abstract_state, abstract_batch(run))
-
-
-def _kernels_for(platform: str) -> contextlib.AbstractContextManager:
-    # The choice of kernels looks at the devices of this process, which are not those of the topology.
-    if platform == jax.default_backend() or "ADDER_FLAX_BACKEND" in os.environ:
-        return contextlib.nullcontext()
-    return ops.use_backend(f"pallas_{platform}")
 
 
 def _bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:

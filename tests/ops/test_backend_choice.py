@@ -98,7 +98,7 @@ def test_asking_for_a_backend_that_cannot_run_here_says_why(monkeypatch):
 
     monkeypatch.setattr(_backend, "get_backend", lambda name: Absent())
     monkeypatch.setattr(_backend, "_why_unavailable", lambda name: "no such hardware")
-    with _backend.use_backend("xla"), pytest.raises(RuntimeError, match="no such hardware"):
+    with _backend.use_backend("xla"), pytest.raises(ValueError, match="no such hardware"):
         _backend.resolve_backend(jnp.float32)
 
 

@@ -3,13 +3,17 @@
 import os
 import subprocess
 import sys
+import tempfile
+import time
+import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adder_flax import ops
+from adder_flax import ops, own_cache
 from adder_flax.ops import _cpu
 from tests.processes import ROOT, simulated_devices
 
@@ -178,6 +182,139 @@ def test_a_compiler_that_fails_is_reported(tmp_path):
     done = _run(REPORT + PRODUCT, PATH=f"{tmp_path}:{os.environ['PATH']}", XDG_CACHE_HOME=str(tmp_path))
     assert "no such header" in done.stderr
     assert "[-3. -3.]" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return _cpu._compile(_cpu._find_compiler())
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch, kernels):
+    """A cache of its own with the kernels in it, and a compiler that is quick, since it has them already.
+
+    `cache.load()` gives the library and how many times the compiler was called.
+    """
+    library = tmp_path / "library.so"
+    library.write_bytes(kernels)
+    compiler = tmp_path / "bin" / "c++"
+    compiler.parent.mkdir()
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\necho >> {tmp_path}/calls\nfor last; do :; done\n'
+        f'cp {library} "$last"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{compiler.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def load():
+        loaded = _cpu._cached_or_compiled(str(compiler))
+        return loaded, len((tmp_path / "calls").read_text())
+
+    assert load()[1] == load()[1] == 1  # the second time from the cache
+    (file,) = (tmp_path / "cache" / "adder_flax").iterdir()
+    return types.SimpleNamespace(load=load, file=file, library=library)
+
+
+def _give_away(path):
+    os.chown(path, 12345, -1)
+
+
+DAMAGES = {
+    "truncated": lambda path: os.truncate(path, 4096),
+    "empty": lambda path: os.truncate(path, 0),
+    "garbage": lambda path: path.write_bytes(os.urandom(10_000)),
+    "a flipped bit": lambda path: path.write_bytes(path.read_bytes()[:-100] + b"?" + path.read_bytes()[-99:]),
+    "writable by all": lambda path: path.chmod(0o666),
+    "a fifo": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a link": lambda path: (path.rename(path.parent / "x"), path.symlink_to("x")),
+    "garbage that was digested": lambda path: own_cache.write(
+        path.parent, path.name, b"no library", key=path.stem.removeprefix("cpu_kernels-")
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "given away"])
+def test_a_cached_library_that_cannot_be_trusted_is_built_anew_at_once(cache, damage, caplog):
+    if damage == "given away" and os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    (DAMAGES | {"given away": _give_away})[damage](cache.file)
+    loaded, calls = cache.load()
+    assert hasattr(loaded, "AdderFlaxL1Forward")
+    assert calls == 2
+    assert len(caplog.records) == 1
+    assert str(cache.file) in caplog.text
+    assert cache.load()[1] == 2  # the new one is kept
+    assert len(caplog.records) == 1
+
+
+def test_in_a_folder_of_others_a_private_one_is_used(cache, tmp_path, caplog):
+    cache.file.parent.chmod(0o777)
+    assert cache.load()[1] == 2
+    assert cache.load()[1] == 2
+    assert (tmp_path / f"adder_flax-{os.geteuid()}" / cache.file.name).exists()
+    assert len(caplog.records) == 2
+    assert "others may write" in caplog.text
+
+
+def test_without_any_cache_the_kernels_are_there(cache, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(own_cache, "folders", lambda: [tmp_path / "file" / "a", tmp_path / "file" / "b"])
+    loaded, calls = cache.load()
+    assert hasattr(loaded, "AdderFlaxL1Forward")
+    assert calls == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", None])
+def test_a_compiler_that_makes_no_library_is_reported_and_nothing_is_kept(cache, content):
+    cache.file.unlink()
+    if content is None:  # the loader may end the process at a library that ends early
+        content = cache.library.read_bytes()[:9000]
+    cache.library.write_bytes(content)
+    with pytest.raises(RuntimeError, match="failed"):
+        cache.load()
+    assert list(cache.file.parent.iterdir()) == []
+
+
+def _compiler_that(tmp_path, does):
+    compiler = tmp_path / "c++"
+    compiler.write_text(f"#!/bin/sh\n{does}\n")
+    compiler.chmod(0o755)
+    return str(compiler)
+
+
+def test_a_compiler_that_hangs_is_ended_with_what_it_started(tmp_path):
+    compiler = _compiler_that(tmp_path, f"sleep 100 & echo $! > {tmp_path}/child\nwait")
+    with pytest.raises(RuntimeError, match="did not end within"):
+        _cpu._run([compiler], timeout_s=0.5)
+    child = int((tmp_path / "child").read_text())
+    for _ in range(100):
+        stat = Path(f"/proc/{child}/stat")
+        if not stat.exists() or " Z " in stat.read_text():
+            return
+        time.sleep(0.05)
+    pytest.fail("the child still runs")
+
+
+def test_what_a_compiler_prints_is_cut_and_made_fit_for_a_terminal(tmp_path):
+    compiler = _compiler_that(tmp_path, r"printf '\033[31m\377\n\n red'; head -c 1000000 /dev/zero; exit 3")
+    with pytest.raises(RuntimeError, match="exit code 3") as caught:
+        _cpu._run([compiler], timeout_s=60)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
+
+
+def test_the_fingerprint_follows_every_header(tmp_path, monkeypatch):
+    compiler = _cpu._find_compiler()
+    (tmp_path / "xla").mkdir()
+    header = tmp_path / "xla" / "ffi.h"
+    header.write_text("one")
+    monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
+    before = _cpu._fingerprint(compiler)
+    assert _cpu._fingerprint(compiler) == before
+    header.write_text("two")
+    assert _cpu._fingerprint(compiler) != before
 
 
 @pytest.mark.slow
