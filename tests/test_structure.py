@@ -20,6 +20,7 @@ ORDER = (
         "settings",
         "parameters",
         "host_memory",
+        "own_cache",
         "ops",
     ),
     *("attention", "layers", "models", "measures", "counting", "data"),

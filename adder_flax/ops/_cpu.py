@@ -31,6 +31,7 @@ import numpy as np
 from adder_flax import own_cache
 from adder_flax.ops._backend import Backend
 from adder_flax.ops._partition import result_type
+from adder_flax.text import printable
 
 _SOURCE = Path(__file__).with_name("cpu_kernels.cc")
 _COMPILERS = ("c++", "g++", "clang++")
@@ -45,7 +46,7 @@ _TARGETS = {
 }
 _COMPILER_VARIABLES = ("CPATH", "CPLUS_INCLUDE_PATH", "COMPILER_PATH", "LIBRARY_PATH")
 _COMPILE_TIMEOUT_S = 300
-_PRINTED_BYTES, _PRINTED_CHARACTERS = 2**16, 500
+_PRINTED_BYTES = 2**16
 
 logger = logging.getLogger(__name__)
 
@@ -268,9 +269,8 @@ def _run(command: Sequence[str], *, timeout_s: float) -> str:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     text = " ".join(printed.decode(errors="replace").split())
-    text = "".join(character if character.isprintable() else "?" for character in text)
     if code != 0:
-        raise RuntimeError(f"{' '.join(command)} failed with exit code {code}: {text[-_PRINTED_CHARACTERS:]}")
+        raise RuntimeError(f"{' '.join(command)} failed with exit code {code}: {printable(text, limit=500)}")
     return text
 
 

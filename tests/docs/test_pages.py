@@ -7,6 +7,7 @@ import pytest
 
 import kfac
 from adder_flax.attention import _registry
+from adder_flax.ops import _backend
 from tests.processes import ROOT
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -14,6 +15,7 @@ DOCS = ROOT / "docs"
 PAGES = [
     DOCS / "index.md",
     DOCS / "layers.md",
+    DOCS / "ops_backend.md",
     *sorted((DOCS / "borrow").glob("*.md")),
     *sorted((DOCS / "attention").glob("*.md")),
 ]
@@ -25,16 +27,18 @@ def code_blocks(page):
 
 
 @pytest.fixture
-def own_scores(monkeypatch):
+def own_names(monkeypatch):
     """What a page registers is forgotten afterwards."""
     monkeypatch.setattr(_registry, "_SCORES", dict(_registry._SCORES))
+    with _backend._BACKENDS.temporary():
+        yield
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES if code_blocks(page)]
 )
-def test_code_on_a_page_runs(page, own_scores):
+def test_code_on_a_page_runs(page, own_names):
     namespace = {"__name__": "page"}
     for block in code_blocks(page):
         exec(compile(block, page, "exec"), namespace)
