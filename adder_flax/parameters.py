@@ -81,8 +81,8 @@ def name_axis(parameter: nnx.Variable | None, axis: int, name: str, parts: int |
 def parameter_facts(model: nnx.Module) -> dict[str, Any]:
     """Returns a tree like the model's parameters with the :class:`Facts` of each.
 
-    A parameter that states none is a decayed weight if it is called ``kernel`` and has two or more axes, as in Flax's
-    own layers, and else none of both.
+    A parameter that states none is a decayed weight if its name ends in ``kernel``, as in Flax's own layers and in the
+    scores, and it has two or more axes, and else none of both.
 
     Args:
       model: a module, or its abstract form from ``nnx.eval_shape``.
@@ -106,5 +106,5 @@ def _known(parameter: nnx.Variable) -> Facts | None:
 
 
 def _default(name: Any, num_axes: int) -> Facts:
-    is_weight = name == "kernel" and num_axes >= 2
+    is_weight = str(name).endswith("kernel") and num_axes >= 2
     return Facts("weight" if is_weight else "other", decay=is_weight)
