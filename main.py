@@ -3,15 +3,22 @@
 See README.md for the experiments, overrides (``--config.field=value``) and modes.
 """
 
-import sys
+# ruff: noqa: E402, as signals and output are seen to before anything slow is imported
+
 import time
+
+from adder_flax import interrupt
+
+_START_TIME = time.time()
+if __name__ == "__main__":
+    interrupt.end_at_signals()
 
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from adder_flax import settings
+from adder_flax import environment, experiment, settings, terminal
+from adder_flax.errors import RunError
 
-_START_TIME = time.time()
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment file, e.g. experiments/adder_deit_tiny.py[:data]")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; by default runs/<experiment>[,<overrides>]")
 _MODE = flags.DEFINE_enum(
@@ -37,53 +44,65 @@ _NAMES = flags.DEFINE_enum(
 
 def main(argv: list[str]) -> None:
     """Runs one mode; a problem that the user can mend is one message and a non-zero exit code."""
+    if len(argv) > 1:
+        raise RunError(f"expected flags only, got {argv[1:]}; overrides read --config.field=value")
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # libraries report every small step at INFO
+    xla = environment.XlaTrial()
     # Imported here so that --help and mistyped flags answer at once.
     from adder_flax import host_memory
 
     host_memory.keep_freed_memory()
-    if _MODE.value == "train":  # the other modes find kernels in the cache, or compile for another machine
-        from adder_flax import ops
+    with environment.importing():
+        if _MODE.value == "train":  # the other modes find kernels in the cache, or compile for another machine
+            from adder_flax import ops
 
-        ops.build_in_background()
-    from adder_flax import cli, training
+            ops.build_in_background()
+        from adder_flax import cli, training
 
-    if len(argv) > 1:
-        sys.exit(f"error: expected flags only, got {argv[1:]}; overrides read --config.field=value")
-    if not flags.FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # libraries report every small step at INFO
     flag = flags.FLAGS["config"]
-    workdir = _WORKDIR.value or cli.default_workdir(
-        config_flags.get_config_filename(flag), config_flags.get_override_values(flag)
+    workdir = cli.check_workdir(
+        _WORKDIR.value
+        or cli.default_workdir(config_flags.get_config_filename(flag), config_flags.get_override_values(flag))
     )
+    xla.check()
     cli.enable_compilation_cache()
-    with training.user_messages():
-        training.connect(detect=_CLUSTER.value)
-        if _MODE.value == "train":
-            cli.train(_CONFIG.value, workdir, start_time=_START_TIME)
-        elif _MODE.value == "compile":
-            cli.compile_step(_CONFIG.value)
-        elif _MODE.value == "analyze":
-            cli.analyze(_CONFIG.value, workdir, _CHECKPOINT.value, _BASELINE.value)
-        elif _MODE.value == "export":
-            cli.export(_CONFIG.value, workdir, _CHECKPOINT.value, _NAMES.value)
-        else:
-            cli.evaluate(_CONFIG.value, workdir, _CHECKPOINT.value)
+    cli.check_backend(here=_MODE.value != "compile")
+    training.connect(detect=_CLUSTER.value)
+    if _MODE.value == "train":
+        cli.train(_CONFIG.value, workdir, start_time=_START_TIME)
+    elif _MODE.value == "compile":
+        cli.compile_step(_CONFIG.value)
+    elif _MODE.value == "analyze":
+        cli.analyze(_CONFIG.value, workdir, _CHECKPOINT.value, _BASELINE.value)
+    elif _MODE.value == "export":
+        cli.export(_CONFIG.value, workdir, _CHECKPOINT.value, _NAMES.value)
+    else:
+        cli.evaluate(_CONFIG.value, workdir, _CHECKPOINT.value)
+
+
+class _ExperimentParser(flags.ArgumentParser):
+    """Reads ``--config``."""
+
+    def parse(self, path: str):
+        config = experiment.load_experiment(path)
+        config.lock()
+        return config
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
+    flags.FLAGS["config"].parser = _ExperimentParser()
     try:
         rest = flags.FLAGS(argv)
         if _CONFIG.value is not None:
-            # ml_collections keeps a file's failure to load until the first use.
             settings.read(settings.RunSettings, _CONFIG.value)
-    except OSError as error:
-        reason = str(error).strip().splitlines()[-1].strip()
-        sys.exit(f"error: expected an experiment file, got: {reason}; set --config")
-    except (settings.SettingsError, flags.Error, AttributeError, TypeError, ValueError, ImportError) as error:
-        sys.exit(f"error: {error}")
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RunError(str(error)) from error
     return rest
 
 
 if __name__ == "__main__":
+    terminal.prepare()
     flags.mark_flag_as_required("config")
-    app.run(main, flags_parser=_parse_flags)
+    with terminal.messages():
+        app.run(main, flags_parser=_parse_flags)

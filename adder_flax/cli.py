@@ -3,15 +3,18 @@
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 from flax import nnx
 
-from adder_flax import counting, interop, report, training
+from adder_flax import counting, environment, interop, ops, report, training
+from adder_flax.errors import first_line
 from adder_flax.layers import AdderLinear
 
 _FIGURE_IMAGES = 6
@@ -20,10 +23,70 @@ _STUDIED_STEPS = 3
 
 
 def enable_compilation_cache() -> None:
-    """Keeps compiled programs in the user's cache folder, unless JAX was told where to: a second start is faster."""
-    if jax.config.jax_compilation_cache_dir is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(cache / "adder_flax" / "jax"))
+    """Keeps compiled programs in the user's cache folder, unless JAX was told where to: a second start is faster.
+
+    A folder that cannot be used is done without.
+    """
+    folder = jax.config.jax_compilation_cache_dir
+    if folder is None and (cache := environment.cache_folder()):
+        folder = str(cache / "adder_flax" / "jax")
+    try:
+        if folder and "://" not in folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+    except (OSError, ValueError) as error:
+        logging.warning("Compiled programs are not kept: %s", error)
+        folder = None
+    jax.config.update("jax_compilation_cache_dir", folder)
+
+
+def check_workdir(workdir: str) -> str:
+    """Returns the path of a run, one that files can have and every library can write.
+
+    Raises:
+      RunError: it is none.
+
+    Example:
+      >>> check_workdir("runs/" + "a" * 300)
+      Traceback (most recent call last):
+      ...
+      adder_flax.errors.RunError: expected a directory whose name has at most 255 bytes, got one of 300; set --workdir
+    """
+    try:
+        encoded = os.path.abspath(workdir).encode()
+        if b"\0" in encoded:
+            raise ValueError
+    except ValueError as error:
+        raise training.RunError(f"expected the name of a directory in UTF-8, got {workdir!r}; set --workdir") from error
+    longest = max(map(len, encoded.split(b"/")))
+    if longest > 255:
+        raise training.RunError(
+            f"expected a directory whose name has at most 255 bytes, got one of {longest}; set --workdir"
+        )
+    if len(encoded) > 3800:  # of 4096, with room for what checkpoints are called
+        raise training.RunError(f"expected a path of at most 3800 bytes, got {len(encoded)}; set --workdir")
+    return workdir
+
+
+def check_backend(*, here: bool) -> None:
+    """Checks the backend that the environment asks for.
+
+    Args:
+      here: whether it has to run on the devices of this process.
+
+    Raises:
+      RunError: there is no such backend, or it cannot run.
+    """
+    name = os.environ.get("ADDER_FLAX_BACKEND", "auto")
+    if name == "auto":
+        return
+    with training.user_errors():
+        ops.use_backend(name)
+    if here and name not in (available := ops.available_backends()):
+        raise training.RunError(
+            f"expected ADDER_FLAX_BACKEND out of auto, {', '.join(available)}, which run here, got {name!r}; set or "
+            "unset it"
+        )
 
 
 def train(config: Any, workdir: str | Path, *, start_time: float | None = None) -> None:
@@ -31,7 +94,7 @@ def train(config: Any, workdir: str | Path, *, start_time: float | None = None) 
 
     Raises:
       RunError: what its user must mend.
-      SystemExit: after SIGINT or SIGTERM, with exit code 128 + signal.
+      SystemExit: after SIGINT, SIGTERM or SIGHUP, with exit code 128 + signal.
     """
     if config.topology:
         raise training.RunError(
@@ -40,8 +103,9 @@ def train(config: Any, workdir: str | Path, *, start_time: float | None = None) 
     # A run that resumes has its weights in a checkpoint: the file that it began with may be gone.
     begins = config.init_from and not any(kept.name.isdecimal() for kept in Path(workdir).glob("checkpoints/*"))
     run, at_random = _build(config) if begins else (training.build_run(config), ())
+    _say(_overview(run, Path(workdir)))
+    training.trace(run)
     workdir = training.open_workdir(workdir, config)
-    _say(_overview(run, workdir))
     if begins:
         _say(f"start    {config.init_from}; at random: {', '.join(at_random) or 'nothing'}")
     result = training.Trainer(run, workdir, start_time=start_time).fit()
@@ -52,12 +116,11 @@ def train(config: Any, workdir: str | Path, *, start_time: float | None = None) 
         _say(f"{result.interrupted.name} at step {result.step} of {run.num_steps}; the same command resumes there")
         sys.exit(128 + result.interrupted)
     params = training.fetch(training.evaluation_params(result.state), run.mesh)
-    if jax.process_index() == 0:
-        _draw(run, workdir, params)
+    drawn = _draw(run, workdir, params) if jax.process_index() == 0 else []
     _say(
         f"test accuracy {result.evaluation['eval/accuracy']:.4f} after {result.step} steps, peak memory "
-        f"{_gib(training.peak_memory())}; in {workdir}: checkpoints/, metrics.jsonl, "
-        "tensorboard/, config.json, curves.png, attention.png"
+        f"{_gib(training.peak_memory())}; in {workdir}: "
+        + ", ".join(["checkpoints/, metrics.jsonl, tensorboard/, config.json", *drawn])
     )
 
 
@@ -148,10 +211,29 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.3f} GiB"
 
 
-def _draw(run: training.Run, workdir: Path, params: Any) -> None:
-    """Draws the training curves, and where the class token looks on the first test images."""
-    name = _run_name(run.config)
-    report.save_figure(report.curves_figure(training.read_metrics(workdir), title=name), workdir / "curves.png")
+def _draw(run: training.Run, workdir: Path, params: Any) -> list[str]:
+    """Draws the training curves, and where the class token looks on the first test images.
+
+    Returns:
+      The names of the files. Training is complete whatever becomes of them: what cannot be drawn is said.
+    """
+    drawn = []
+    figures = {"curves.png": lambda: _curves(run, workdir), "attention.png": lambda: _attention(run, params)}
+    for name, draw in figures.items():
+        try:
+            report.save_figure(draw(), workdir / name)
+            drawn.append(name)
+        except Exception as error:
+            _say(f"training is complete, but {name} could not be drawn: {type(error).__name__}: {first_line(error)}")
+            logging.debug("%s", name, exc_info=error)
+    return drawn
+
+
+def _curves(run: training.Run, workdir: Path) -> Any:
+    return report.curves_figure(training.read_metrics(workdir), title=_run_name(run.config))
+
+
+def _attention(run: training.Run, params: Any) -> Any:
     images, labels = _first_images(run, _FIGURE_IMAGES)
     forward = jax.jit(lambda params, images: run.model(params)(run.normalize(images), return_weights=True))
     logits, maps = forward(params, images)
@@ -160,10 +242,9 @@ def _draw(run: training.Run, workdir: Path, params: Any) -> None:
         f"{names[label]}, predicted {names[predicted]}"
         for label, predicted in zip(labels, np.argmax(logits, axis=-1), strict=True)
     ]
-    figure = report.attention_figure(
-        images, maps, class_token=run.config.model.pooling == "cls", captions=captions, title=name
+    return report.attention_figure(
+        images, maps, class_token=run.config.model.pooling == "cls", captions=captions, title=_run_name(run.config)
     )
-    report.save_figure(figure, workdir / "attention.png")
 
 
 def evaluate(config: Any, workdir: str | Path, checkpoint: str) -> None:

@@ -13,6 +13,7 @@ ORDER = (
     *(
         "text",
         "errors",
+        "environment",
         "experiment",
         "interrupt",
         "terminal",

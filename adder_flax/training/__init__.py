@@ -7,12 +7,12 @@ scores parameters on the whole evaluation split.
 from adder_flax.errors import NonFiniteLossError, RunError, user_errors
 from adder_flax.training.checkpoints import Checkpoints
 from adder_flax.training.curvature import CurvatureOptimizer
-from adder_flax.training.estimate import Estimate, abstract_batch, advise, estimate
+from adder_flax.training.estimate import Estimate, advise, estimate
 from adder_flax.training.loop import Evaluator, Result, Trainer
 from adder_flax.training.metrics import peak_memory, read_metrics
 from adder_flax.training.optimizers import OPTIMIZERS, scale_by_adder_rate
-from adder_flax.training.processes import connect, fetch, user_messages
-from adder_flax.training.setup import Run, build_run
+from adder_flax.training.processes import connect, fetch
+from adder_flax.training.setup import Run, abstract_batch, build_run, trace
 from adder_flax.training.step import evaluation_params, make_eval_step, make_train_step
 from adder_flax.training.topology import topology_devices
 from adder_flax.training.workdir import open_workdir, read_config
@@ -43,6 +43,6 @@ __all__ = [
     "read_metrics",
     "scale_by_adder_rate",
     "topology_devices",
+    "trace",
     "user_errors",
-    "user_messages",
 ]

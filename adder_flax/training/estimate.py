@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from adder_flax import ops
 from adder_flax.training import hlo, sharding
-from adder_flax.training.setup import Run
+from adder_flax.training.setup import Run, abstract_batch, trace
 from adder_flax.training.topology import GIB, memory_bytes
 
 _STATE_NAMES = {"params": "parameters", "opt_state": "optimizer state", "ema_params": "averaged parameters"}
@@ -51,13 +50,6 @@ class Estimate:
         return sum(self.memory.values())
 
 
-def abstract_batch(run: Run) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes and shardings of a training batch."""
-    size, placed = run.config.batch_size, sharding.batch_sharding(run.mesh)
-    image = jax.ShapeDtypeStruct((size, *run.train_source.image_shape), jnp.uint8, sharding=placed)
-    return {"image": image, "label": jax.ShapeDtypeStruct((size,), jnp.int32, sharding=placed)}
-
-
 def estimate(run: Run) -> Estimate:
     """Compiles the training step of a run for its mesh, whose devices need not be there.
 
@@ -91,7 +83,7 @@ def estimate(run: Run) -> Estimate:
 def lower(run: Run) -> jax.stages.Lowered:
     """Returns the training step of a run, traced and lowered for its mesh."""
     with ops.use_backend_for(run.mesh.devices.flat[0].platform), jax.set_mesh(run.mesh):
-        return run.train_step.lower(run.abstract_state, abstract_batch(run))
+        return trace(run).lower()
 
 
 def _bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:

@@ -12,11 +12,11 @@ import jax
 
 from adder_flax import data, ops
 from adder_flax.errors import NonFiniteLossError, RunError
+from adder_flax.interrupt import InterruptWatch
 from adder_flax.training import sharding
 from adder_flax.training.attention_diagnostics import make_attention_diagnostics
 from adder_flax.training.checkpoints import Checkpoints
 from adder_flax.training.diagnose import explain_non_finite
-from adder_flax.training.interrupt import InterruptWatch
 from adder_flax.training.metrics import MetricWriter, Progress
 from adder_flax.training.processes import StopVote
 from adder_flax.training.profiler import Profiler
@@ -122,7 +122,7 @@ class Trainer:
         self._interrupted: signal.Signals | None = None
 
     def fit(self) -> Result:
-        """Trains until the last step, or until SIGINT or SIGTERM asks to stop; both leave a checkpoint.
+        """Trains until the last step, or until SIGINT, SIGTERM or SIGHUP asks to stop; both leave a checkpoint.
 
         Raises:
           NonFiniteLossError: the loss or a gradient is infinite or NaN; the state before it is checkpointed.
@@ -173,6 +173,7 @@ class Trainer:
                 self._pending = (step + 1, metrics)
                 if step == start:
                     self._report_first_step(metrics)
+                    watch.hold_one()
                 self._progress.advance()
                 self._interrupted = self._stop_vote.cast(watch.signal)
                 self._after_step(state, step + 1, stopping=self._interrupted is not None)

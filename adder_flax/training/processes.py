@@ -1,21 +1,18 @@
 """One run in several processes: how they find each other, agree to stop, and end when one of them dies."""
 
-import contextlib
 import os
 import re
 import signal
-import sys
-import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from adder_flax import terminal
 from adder_flax.errors import RunError
 from adder_flax.training import sharding
 
@@ -46,12 +43,13 @@ def connect(environ: Mapping[str, str] | None = None, *, detect: bool = False) -
     plain = _plain_arguments(environ)
     if not (plain or detect or _in_slurm_step(environ) or _on_tpu_slice(environ)):
         return
+    terminal.explain_failures(_about_peers)
     try:
         jax.distributed.initialize(**plain, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
-    except (RuntimeError, ValueError) as error:
+    except Exception as error:  # what its detectors make of odd variables is of every kind
         raise RunError(
-            f"expected to join the other processes of this run, got: {error}; start every one of them, or set "
-            f"{', '.join(_PLAIN)}"
+            f"expected to join the other processes of this run, got: {str(error) or type(error).__name__}; start every "
+            f"one of them, or set {', '.join(_PLAIN)}"
         ) from error
 
 
@@ -63,7 +61,7 @@ def _plain_arguments(environ: Mapping[str, str]) -> dict[str, Any]:
     if len(given) < len(_PLAIN):
         raise RunError(f"expected all of {', '.join(_PLAIN)}, got {', '.join(given)}; set the others or none")
     address, count, index = (environ[name] for name in _PLAIN)
-    if not (count.isdecimal() and index.isdecimal() and int(index) < int(count)):
+    if not (f"{count}{index}".isascii() and count.isdecimal() and index.isdecimal() and int(index) < int(count)):
         raise RunError(
             f"expected JAX_PROCESS_ID from 0 to JAX_NUM_PROCESSES - 1, got {index} of {count}; "
             "give each process a number of its own"
@@ -73,41 +71,16 @@ def _plain_arguments(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:
     # sbatch and salloc set SLURM_NTASKS too, outside of any step.
-    return "SLURM_STEP_NODELIST" in environ and int(environ.get("SLURM_NTASKS", 1)) > 1
+    tasks = environ.get("SLURM_NTASKS", "1")
+    if "SLURM_STEP_NODELIST" not in environ:
+        return False
+    if not (tasks.isascii() and tasks.isdecimal()):
+        raise RunError(f"expected a number of tasks as SLURM_NTASKS, got {tasks!r}; start with srun, or unset SLURM_*")
+    return int(tasks) > 1
 
 
 def _on_tpu_slice(environ: Mapping[str, str]) -> bool:
     return "," in environ.get("TPU_WORKER_HOSTNAMES", "")
-
-
-@contextlib.contextmanager
-def user_messages() -> Iterator[None]:
-    """Ends the process at a :class:`RunError` with its message and exit code instead of a traceback.
-
-    One of several processes ends at any error without waiting for the others, which notice and end too: the orderly
-    way out, taken otherwise, would wait for peers that wait for this one.
-
-    Example:
-      >>> with user_messages():
-      ...     raise RunError("expected a batch size over 0, got 0; set --config.batch_size")
-      Traceback (most recent call last):
-      ...
-      SystemExit: 2
-    """
-    try:
-        yield
-        return
-    except RunError as error:
-        text, code = f"error: {error}", error.exit_code
-    except Exception as error:
-        if not jax.distributed.is_initialized():
-            raise
-        text, code = traceback.format_exc() + _about_peers(error), 1
-    logging.flush()
-    print(text, file=sys.stderr, flush=True)
-    if jax.distributed.is_initialized():
-        os._exit(code)
-    sys.exit(code)
 
 
 def _about_peers(error: Exception) -> str:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from adder_flax import data
 from adder_flax.attention import get_score
-from adder_flax.errors import RunError, user_errors
+from adder_flax.errors import RunError, first_line, user_errors
 from adder_flax.models import VisionTransformer
 from adder_flax.parameters import parameter_facts
 from adder_flax.settings import AttentionSettings, RunSettings, ScoreSettings, VitSettings, read
@@ -177,6 +177,36 @@ def build_run(config: Any, *, devices: Sequence[jax.Device] | None = None, data_
         augment=augment,
         normalize=functools.partial(data.normalize, mean=augmentation.mean, std=augmentation.std),
     )
+
+
+def abstract_batch(run: Run) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes and shardings of a training batch."""
+    size, placed = run.config.batch_size, sharding.batch_sharding(run.mesh)
+    image = jax.ShapeDtypeStruct((size, *run.train_source.image_shape), jnp.uint8, sharding=placed)
+    return {"image": image, "label": jax.ShapeDtypeStruct((size,), jnp.int32, sharding=placed)}
+
+
+def trace(run: Run) -> jax.stages.Traced:
+    """Traces the training step, as its first call would: what is wrong in model or optimizer comes up here.
+
+    That call finds what was traced, so that nothing is done twice.
+
+    Raises:
+      RunError: the step cannot be traced.
+    """
+    try:
+        with jax.set_mesh(run.mesh):
+            return run.train_step.trace(run.abstract_state, abstract_batch(run))
+    except RunError:
+        raise
+    except Exception as error:
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {first_line(error)}"
+        if not text.startswith("expected"):
+            text = (
+                f"expected a training step that can be traced, got {text}; correct --config.model.* and "
+                "--config.optimizer.*, or see the traceback with --verbosity=1"
+            )
+        raise RunError(text) from error
 
 
 def _count_steps(settings: RunSettings, source: data.Source) -> tuple[int, int]:

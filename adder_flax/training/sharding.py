@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
-from adder_flax.errors import RunError
+from adder_flax.errors import RunError, first_line
 from adder_flax.parameters import Facts
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -24,6 +24,22 @@ BATCH_AXES = ("data", "fsdp")
 # Columns of query, key, value and fc1 belong to a head or a hidden unit; rows of out and fc2 consume them.
 LOGICAL_AXES: Mapping[str, str] = {"heads": "tensor", "hidden": "tensor"}
 """Which axis of the mesh splits an axis that a layer named, see :func:`adder_flax.parameters.name_axis`."""
+
+
+def devices_at_hand() -> list[jax.Device]:
+    """Returns all devices of the run.
+
+    Raises:
+      RunError: there are none of the kind that the environment asks for.
+    """
+    try:
+        return jax.devices()
+    except Exception as error:  # of plugins, too
+        got = first_line(error) if str(error) else "none"
+        raise RunError(
+            f"expected devices of JAX_PLATFORMS={jax.config.jax_platforms or ''}, got: {got}; unset JAX_PLATFORMS, set "
+            "it to cpu, or install JAX for the accelerator"
+        ) from error
 
 
 def make_mesh(axis_sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -40,7 +56,7 @@ def make_mesh(axis_sizes: Mapping[str, int], devices: Sequence[jax.Device] | Non
       >>> make_mesh({"data": -1, "fsdp": 1, "tensor": 1}).axis_names
       ('data', 'fsdp', 'tensor')
     """
-    devices = list(devices if devices is not None else jax.devices())
+    devices = list(devices if devices is not None else devices_at_hand())
     sizes = [int(axis_sizes[name]) for name in MESH_AXES]
     given = dict(zip(MESH_AXES, sizes, strict=True))
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):

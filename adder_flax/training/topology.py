@@ -7,7 +7,8 @@ import os
 import jax
 from jax.experimental import topologies
 
-from adder_flax.errors import RunError
+from adder_flax.errors import RunError, first_line
+from adder_flax.training.sharding import devices_at_hand
 
 GIB = 2**30
 
@@ -43,7 +44,7 @@ def topology_devices(name: str) -> list[jax.Device]:
       adder_flax.errors.RunError: expected config.topology as v5e:4x4, cpu:8 or empty, got 'v5e'
     """
     if not name:
-        return jax.devices()
+        return devices_at_hand()
     platform, _, size = name.partition(":")
     if not size:
         raise RunError(f"expected config.topology as v5e:4x4, cpu:8 or empty, got {name!r}")
@@ -68,7 +69,10 @@ def _simulated(size: str) -> list[jax.Device]:
         raise RunError(f"expected config.topology as cpu:<number of devices>, got 'cpu:{size}'; set --config.topology")
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)
-    devices = jax.devices("cpu")
+    try:
+        devices = jax.devices("cpu")
+    except RuntimeError as error:
+        raise RunError(f"expected {count} simulated devices, got: {first_line(error)}; unset JAX_PLATFORMS") from error
     if len(devices) < count:
         raise RunError(f"expected {count} simulated devices, got the {len(devices)} that JAX was started with")
     return devices[:count]
@@ -85,8 +89,9 @@ def _tpu_slice(name: str) -> list[jax.Device]:
     try:
         devices = list(topologies.get_topology_desc(topology_name=name, platform="tpu").devices)
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise RunError(f"expected a TPU topology that libtpu knows, as v5e:4x4, got {name!r}: {reason}") from error
+        raise RunError(
+            f"expected a TPU topology that libtpu knows, as v5e:4x4, got {name!r}: {first_line(error)}"
+        ) from error
     if devices[0].device_kind not in TPU_MEMORY_GIB:
         raise RunError(f"expected a slice of {', '.join(TPU_MEMORY_GIB)}, got {name!r}: {devices[0].device_kind}")
     return devices

@@ -1,0 +1,76 @@
+"""What the environment of a process says, checked before a library takes it amiss."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from adder_flax.errors import RunError, first_line
+
+_START_XLA = "import jaxlib.xla_client as client; client.make_cpu_client()"
+
+
+def cache_folder() -> Path | None:
+    """Returns where this user's caches are kept: ``XDG_CACHE_HOME``, else ``~/.cache``; None where there is no home."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if given.is_absolute():
+        return given
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:
+        return None
+
+
+class XlaTrial:
+    """Starts XLA in another process where ``XLA_FLAGS`` is set: it ends a process whose flags it does not understand.
+
+    It runs beside the imports of this one.
+    """
+
+    def __init__(self):
+        self._process = None
+        if os.environ.get("XLA_FLAGS", "").strip():
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START_XLA],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            )
+
+    def check(self) -> None:
+        """Waits for the outcome.
+
+        Raises:
+          RunError: XLA does not start with these flags.
+        """
+        if self._process is None:
+            return
+        reason = self._process.communicate()[1].decode(errors="replace").strip()
+        if self._process.returncode:
+            lines = [line.partition("] ")[2] for line in reason.splitlines() if line[:1] in "EF" and "] " in line]
+            raise RunError(
+                f"expected XLA_FLAGS that XLA understands, got {os.environ['XLA_FLAGS']!r}: "
+                f"{lines[0] if lines else reason[-200:]}; correct or unset XLA_FLAGS"
+            )
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Turns whatever keeps a library from being imported into an error of the run.
+
+    Example:
+      >>> with importing():  # doctest: +ELLIPSIS
+      ...     import no_such_library
+      Traceback (most recent call last):
+      ...
+      adder_flax.errors.RunError: expected libraries that can be imported, got ModuleNotFoundError: No module named ...
+    """
+    try:
+        yield
+    except Exception as error:
+        raise RunError(
+            f"expected libraries that can be imported, got {type(error).__name__}: {first_line(error)}; install "
+            "requirements.txt, and check variables as JAX_*, XLA_* and OMP_* and limits of memory (ulimit)"
+        ) from error

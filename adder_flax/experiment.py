@@ -1,0 +1,94 @@
+"""Reads an experiment file: Python that makes a configuration."""
+
+import builtins
+import inspect
+import os
+import stat
+import traceback
+import types
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from adder_flax.errors import RunError
+
+_FIX = "see the files in experiments/ for what one looks like"
+
+
+def load_experiment(path: str) -> ConfigDict:
+    """Runs an experiment file and returns what its ``get_config`` makes.
+
+    Args:
+      path: of the file; what follows a colon is the argument of ``get_config``.
+
+    Raises:
+      RunError: whatever is wrong with it, with the line.
+
+    Example:
+      >>> load_experiment("x.py")
+      Traceback (most recent call last):
+      ...
+      adder_flax.errors.RunError: expected an experiment file, got x.py: No such file or directory; set --config
+    """
+    path, colon, argument = path.partition(":")
+    source = _read(path)
+    module = types.ModuleType("config_config")
+    module.__file__ = path
+    try:
+        exec(compile(source, path, "exec"), module.__dict__)
+        make = getattr(module, "get_config", None)
+        if not callable(make):
+            raise RunError(f"expected a function get_config in {path}, got {make!r}; {_FIX}")
+        _check_argument(make, path, argument if colon else None)
+        config = make(argument) if colon else make()
+    except (RunError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # SystemExit too: a file that leaves says nothing otherwise
+        raise RunError(
+            f"expected an experiment file that makes a configuration, got {_describe(error, path)}; mend it, or set "
+            "--config to another"
+        ) from error
+    if not isinstance(config, ConfigDict):
+        raise RunError(
+            f"expected get_config of {path} to return an ml_collections.ConfigDict, got {type(config).__name__}; {_FIX}"
+        )
+    return config
+
+
+def _read(path: str) -> bytes:
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise RunError(f"expected an experiment file, got {path!r}, which is no regular file; set --config")
+        with open(path, "rb") as file:
+            return file.read()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise RunError(f"expected an experiment file, got {path}: {reason}; set --config") from error
+
+
+def _check_argument(make: Any, path: str, argument: str | None) -> None:
+    try:
+        signature = inspect.signature(make)
+    except (TypeError, ValueError):  # built in
+        return
+    given = () if argument is None else (argument,)
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        asked = f"the argument {argument!r} after the colon" if given else "no argument after a colon"
+        raise RunError(
+            f"expected get_config{signature} of {path} to take what --config gives, got {asked}: {error}; "
+            f"write {'--config=' + path if given else '--config=' + path + ':<argument>'}"
+        ) from error
+
+
+def _describe(error: BaseException, path: str) -> str:
+    """Returns what went wrong and on which line of the file."""
+    if isinstance(error, SyntaxError) and error.filename == path:
+        return f"a syntax error in line {error.lineno} of {path}: {error.msg}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    where = f"line {lines[-1]} of {path}" if lines else path
+    words = " ".join(str(error).split())
+    kind = type(error).__name__
+    shown = kind if kind in dir(builtins) else f"{type(error).__module__}.{kind}"
+    return f"{shown} from {where}" + (f": {words[:500]}" if words else "")

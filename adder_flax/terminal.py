@@ -1,0 +1,150 @@
+"""The process of a command: its output on any terminal, and its end in one message."""
+
+import codecs
+import contextlib
+import io
+import os
+import sys
+import threading
+import traceback
+import unicodedata
+import warnings
+from collections.abc import Callable, Iterator
+
+from absl import logging
+
+from adder_flax.errors import RunError, first_line
+
+CLOSED_PIPE = 141
+"""Exit code of a Unix tool whose reader has gone: 128 + SIGPIPE."""
+
+_ASCII = {
+    "×": "x",
+    "→": "->",
+    "―": "-",
+    "–": "-",
+    "—": "-",
+    "…": "...",
+    "·": "*",
+    "≥": ">=",
+    "≤": "<=",
+    "−": "-",
+    "√": "sqrt",
+}
+_FAILURES: dict[str, Callable[[Exception], str]] = {}
+
+
+class _Output(io.TextIOWrapper):
+    """A text stream whose failures are errors of the run, and which writes every line at once."""
+
+    def write(self, text: str) -> int:
+        with _output_errors(self):
+            return super().write(text)
+
+    def flush(self) -> None:
+        with _output_errors(self):
+            super().flush()
+
+
+class _ReaderGoneError(Exception):
+    """The other end of a pipe was closed."""
+
+
+@contextlib.contextmanager
+def _output_errors(stream: io.TextIOWrapper) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        with contextlib.suppress(OSError):  # what is left in the buffer must not fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise _ReaderGoneError from error
+        raise RunError(
+            f"expected to write to the standard output, got: {error}; send it elsewhere, the same command goes on"
+        ) from error
+
+
+def plainer(error: UnicodeError) -> tuple[str, int]:
+    """Stands in for characters that a terminal does not have, as an error handler of codecs.
+
+    Example:
+      >>> codecs.register_error("plainer", plainer)
+      >>> "3 × 5 µs é".encode("ascii", "plainer")
+      b'3 x 5 us e'
+    """
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_plain(c) for c in error.object[error.start : error.end]), error.end
+
+
+def _plain(character: str) -> str:
+    text = _ASCII.get(character) or unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
+    return {"μ": "u", "µ": "u"}.get(character) or text or "?"
+
+
+def prepare() -> None:
+    """Makes the standard streams fit for any terminal: none of what they meet ends in a traceback."""
+    for descriptor in range(3):  # a closed one would be given to the next file that is opened
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    codecs.register_error("plainer", plainer)
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        encoding = "utf-8" if stream is None else stream.encoding
+        buffer = open(descriptor, "wb", closefd=False) if stream is None else stream.detach()  # noqa: SIM115
+        wrapper = _Output if name == "stdout" else io.TextIOWrapper
+        setattr(sys, name, wrapper(buffer, encoding, "plainer", line_buffering=True))
+    # Threads that write behind a run's back complain to whoever waits for them; warnings are for developers.
+    threading.excepthook = lambda args: logging.warning("%s: %s", args.thread and args.thread.name, args.exc_value)
+    sys.unraisablehook = lambda unraisable: logging.debug("ignored: %s", unraisable.exc_value)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+
+
+def explain_failures(explain: Callable[[Exception], str]) -> None:
+    """Lets the text of a function follow the traceback of a failure that nothing else explains."""
+    _FAILURES["explain"] = explain
+
+
+@contextlib.contextmanager
+def messages() -> Iterator[None]:
+    """Ends the process at an error: one message where its user can mend it, and nothing comes after it.
+
+    It does not wait for threads or for other processes, which notice and end too: the orderly way out would wait for
+    peers that wait for this one. With ``--verbosity=1`` the traceback comes before the message.
+    """
+    try:
+        yield
+    except _ReaderGoneError:
+        os._exit(CLOSED_PIPE)
+    except RunError as error:
+        end(str(error), error.exit_code, error)
+    except OSError as error:
+        end(f"expected files and devices that can be used, got: {error}; mend that and run the command again", 2, error)
+    except MemoryError as error:
+        end(f"expected enough memory, got none ({first_line(error)}); see what --mode=compile says", 2, error)
+    except KeyboardInterrupt:
+        end("expected to run to the end, got SIGINT; the same command goes on from what was saved", 130)
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" in str(error) or "std::bad_alloc" in str(error):
+            end(f"expected enough memory, got: {first_line(error)}; see what --mode=compile says", 2, error)
+        explain = _FAILURES.get("explain", lambda error: "")
+        _leave(traceback.format_exc() + explain(error), 1)
+
+
+def end(message: str, code: int, error: BaseException | None = None) -> None:
+    """Ends the process with a message."""
+    if error is not None and logging.get_verbosity() >= logging.DEBUG:
+        traceback.print_exception(error)
+    _leave("error: " + "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in message.strip()), code)
+
+
+def _leave(text: str, code: int) -> None:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    with contextlib.suppress(Exception):
+        logging.flush()
+        print(text, file=sys.stderr, flush=True)
+    os._exit(code)
