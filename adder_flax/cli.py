@@ -13,7 +13,7 @@ import numpy as np
 from absl import logging
 from flax import nnx
 
-from adder_flax import counting, environment, interop, ops, report, training
+from adder_flax import counting, interop, ops, own_cache, report, training
 from adder_flax.errors import first_line
 from adder_flax.layers import AdderLinear
 
@@ -27,17 +27,21 @@ def enable_compilation_cache() -> None:
 
     A folder that cannot be used is done without.
     """
-    folder = jax.config.jax_compilation_cache_dir
-    if folder is None and (cache := environment.cache_folder()):
-        folder = str(cache / "adder_flax" / "jax")
-    try:
-        if folder and "://" not in folder:
-            Path(folder).mkdir(parents=True, exist_ok=True)
+    given = jax.config.jax_compilation_cache_dir
+    if given and "://" in given:
+        return
+    for folder in [Path(given)] if given else [folder / "jax" for folder in own_cache.folders()]:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not given and folder.stat().st_uid != os.geteuid():
+                raise PermissionError(f"{folder} belongs to another user")
             tempfile.TemporaryFile(dir=folder).close()
-    except (OSError, ValueError) as error:
-        logging.warning("Compiled programs are not kept: %s", error)
-        folder = None
-    jax.config.update("jax_compilation_cache_dir", folder)
+        except (OSError, ValueError) as error:
+            logging.warning("Compiled programs are not kept: %s", error)
+        else:
+            jax.config.update("jax_compilation_cache_dir", str(folder))
+            return
+    jax.config.update("jax_compilation_cache_dir", None)
 
 
 def check_workdir(workdir: str) -> str:

@@ -5,22 +5,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from adder_flax.errors import RunError, first_line
 
 _START_XLA = "import jaxlib.xla_client as client; client.make_cpu_client()"
-
-
-def cache_folder() -> Path | None:
-    """Returns where this user's caches are kept: ``XDG_CACHE_HOME``, else ``~/.cache``; None where there is no home."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if given.is_absolute():
-        return given
-    try:
-        return Path.home() / ".cache"
-    except RuntimeError:
-        return None
 
 
 class XlaTrial:
