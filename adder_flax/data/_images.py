@@ -46,10 +46,18 @@ _UPRIGHT = {
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
-def decode_and_resize(encoded: bytes, image_shape: tuple[int, int, int]) -> UInt8[np.ndarray, "height width channel"]:
-    """The whole image, resized (bicubic) only if its size is another."""
+def decode_and_resize(
+    encoded: bytes, image_shape: tuple[int, int, int], stored_size: tuple[int, int] | None = None
+) -> UInt8[np.ndarray, "height width channel"]:
+    """The whole image, resized (bicubic) only if its size is another.
+
+    Raises:
+        ValueError: the image is not of the height and width that are given as `stored_size`.
+    """
     height, width, channels = image_shape
     image = _convert(_open(encoded), channels)
+    if stored_size not in (None, (image.height, image.width)):
+        raise ValueError(f"an image of {image.height} × {image.width} pixels in a set of {stored_size} ones")
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BICUBIC)
     return _to_array(image)

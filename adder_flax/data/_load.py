@@ -157,6 +157,7 @@ def _tfds(name: str, split: str, data_dir: str | None, *, image_size: int | None
         prepared.label_names,
         (size, size, channels),
         crops_on_host=not fixed,
+        stored_size=(height, width) if fixed else None,
         **options,
     )
     small = len(source) * math.prod(source.image_shape) <= CACHE_BYTES

@@ -176,6 +176,7 @@ class EncodedSource(Source):
         crops_on_host: True for images of any size: they are cropped to `image_shape` keeping their aspect
             ratio. False for a set whose images all have one size: they are resized if `image_shape` asks for
             another.
+        stored_size: that one size, height and width, which every image must have; None is not checked.
         crop_scale: range of the area that a random resized crop covers, as a fraction of the image's area; None
             is no such crop.
         on_unreadable: ``"raise"`` stops with the record's name; ``"skip"`` counts it in `unreadable`.
@@ -191,6 +192,7 @@ class EncodedSource(Source):
         image_shape: tuple[int, int, int],
         *,
         crops_on_host: bool,
+        stored_size: tuple[int, int] | None = None,
         crop_scale: tuple[float, float] | None = (0.08, 1.0),
         on_unreadable: str = "raise",
     ):
@@ -201,6 +203,7 @@ class EncodedSource(Source):
         self.name, self.split, self.splits = name, split, tuple(splits)
         self.label_names, self.image_shape = tuple(label_names), tuple(image_shape)
         self.crops_on_host, self.crop_scale = crops_on_host, crop_scale
+        self._stored_size = stored_size
         self.on_unreadable, self.unreadable = on_unreadable, {}
         self._records = records
 
@@ -268,7 +271,7 @@ class EncodedSource(Source):
     def _decode(self, encoded: bytes, crop_seed: tuple[int, ...] | None) -> UInt8[np.ndarray, "h w c"]:
         height, _, channels = self.image_shape
         if not self.crops_on_host:
-            return _images.decode_and_resize(encoded, self.image_shape)
+            return _images.decode_and_resize(encoded, self.image_shape, self._stored_size)
         if crop_seed is None or self.crop_scale is None:
             return _images.decode_and_center_crop(encoded, height, channels)
         return _images.decode_and_random_crop(encoded, height, channels, crop_seed, self.crop_scale)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Sequence
+import json
+import os
+import pathlib
+import re
+import stat
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from adder_flax.data._images import MAX_PIXELS
 from adder_flax.data._source import DataError
+from adder_flax.text import printable
+
+_READ_AT_ONCE = 1000
 
 
 class TfdsSet:
@@ -19,20 +29,23 @@ class TfdsSet:
         data_dir: folder that holds the prepared sets; None for TFDS's own default (~/tensorflow_datasets).
 
     Raises:
-        DataError: unknown, not prepared, prepared in another format, or not an image-classification set.
+        DataError: unknown, not prepared, damaged, prepared in another format, or not an image-classification set.
     """
 
     def __init__(self, name: str, data_dir: str | None):
         # Importing TFDS takes about half a second, which runs on other sources need not pay.
         import tensorflow_datasets as tfds
 
-        self._builder = _prepared_builder(tfds, name, data_dir)
-        self._image_key, self._label_key = _image_and_label(tfds, name, self._builder.info)
-        self._decoders = {self._image_key: tfds.decode.SkipDecoding()}
-        features = self._builder.info.features
-        self.splits = tuple(self._builder.info.splits)
-        self.image_shape: tuple[int | None, int | None, int] = features[self._image_key].shape
-        self.label_names = features[self._label_key].names
+        self._name, self._data_dir = name, data_dir
+        with _whole(name, data_dir):
+            self._builder = _prepared_builder(tfds, name, data_dir)
+            self._image_key, self._label_key = _image_and_label(tfds, name, self._builder.info)
+            self._decoders = {self._image_key: tfds.decode.SkipDecoding()}
+            features = self._builder.info.features
+            self.splits = tuple(self._builder.info.splits)
+            self.image_shape: tuple[int | None, int | None, int] = features[self._image_key].shape
+            self.label_names = [printable(label) for label in features[self._label_key].names]
+            _check_names(tfds, self._builder, self._label_key)
 
     def records(self, split: str) -> TfdsRecords:
         """Records of a split; sub-splits such as ``"train[:90%]"`` are splits too.
@@ -40,11 +53,16 @@ class TfdsSet:
         Raises:
             DataError: no such split.
         """
+        with _whole(self._name, self._data_dir):
+            for known in self.splits:
+                check_shards(self._builder.info.splits[known])
         try:
             source = self._builder.as_data_source(split, decoders=self._decoders)
-        except ValueError as error:
+        except (KeyError, ValueError) as error:
             name = self._builder.info.full_name
-            raise DataError(f"Expected a split out of {self.splits} of {name}, got {split!r}: {error}") from error
+            raise DataError(
+                f"Expected a split out of {self.splits} of {name}, got {split!r}: {printable(error)}"
+            ) from error
         return TfdsRecords(source, self._image_key, self._label_key, f"{self._builder.data_dir}, split {split}")
 
 
@@ -83,15 +101,119 @@ def tfds_shape(name: str, data_dir: str | None) -> tuple[tuple[int | None, int |
     """
     import tensorflow_datasets as tfds
 
-    info = _builder(tfds, name, data_dir).info
-    image_key, label_key = _image_and_label(tfds, name, info)
+    with _whole(name, data_dir):
+        info = _builder(tfds, name, data_dir).info
+        image_key, label_key = _image_and_label(tfds, name, info)
     return info.features[image_key].shape, info.features[label_key].num_classes
 
 
+@contextlib.contextmanager
+def _whole(name: str, data_dir: str | None) -> Iterator[None]:
+    """Tells in one message what is wrong with the files of a set: the libraries that read them raise many kinds."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"Expected the set {name!r} whole, as it was prepared in {_folder(name, data_dir)}, got "
+            f"{reason(error)}. Move that folder away and prepare the set again: "
+            f"{prepare_command(name, data_dir)}"
+        ) from error
+
+
+def reason(error: Exception) -> str:
+    """What a library's error says, and of what kind it is where that says more."""
+    text = printable(str(error).strip().rstrip("."), limit=400)
+    return text if type(error) is ValueError and text else f"{type(error).__name__}{text and ': '}{text}"
+
+
+def base_name(name: str) -> str:
+    """The name of a set without configuration and version.
+
+    >>> base_name("cifar10:3.*.*")
+    'cifar10'
+
+    Raises:
+        DataError: it is no name but, say, a path.
+    """
+    base = name.partition(":")[0].partition("/")[0]
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,199}", base):
+        raise DataError(
+            "Expected digits, fake, folder or the name of a TFDS set (letters, digits and _), got "
+            f"'{printable(name)}'. All TFDS names: https://www.tensorflow.org/datasets/catalog/overview."
+        )
+    return base
+
+
+def _folder(name: str, data_dir: str | None) -> pathlib.Path:
+    """The folder of all versions of a set."""
+    return pathlib.Path(data_dir or "~/tensorflow_datasets").expanduser() / base_name(name)
+
+
+def _check_files(folder: pathlib.Path) -> None:
+    """Raises ValueError if something in a set's folder is no file: reading a pipe would never end."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError("a file in place of the folder")
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(directory, name)
+            if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):
+                raise ValueError(f"{name}, which is no regular file")
+
+
+def _check_names(tfds: Any, builder: Any, label_key: str) -> None:
+    """Raises ValueError unless the labels' names are there, as many as the set has classes."""
+    folder = pathlib.Path(builder.data_dir)
+    names = builder.info.features[label_key].names
+    features = json.loads((folder / "features.json").read_text())
+    declared = features["featuresDict"]["features"][label_key]["classLabel"].get("numClasses")
+    if len(names) != int(declared or 0):
+        raise ValueError(f"{len(names)} names of labels where features.json declares {declared} classes")
+    if len(set(names)) != len(names):
+        raise ValueError("two classes of one name")
+    # TFDS puts numbers in place of names that it cannot read. Sets without names have no file of them.
+    file = folder / f"{label_key}.labels.txt"
+    read_only = tfds.core.read_only_builder.ReadOnlyBuilder
+    written = isinstance(builder, (read_only, tfds.image_classification.Cifar10))
+    if names == [str(label) for label in range(len(names))] and (file.exists() or written):
+        stored = file.read_text(encoding="utf-8").split()
+        if stored != names:
+            raise ValueError(f"names that are not those of {len(names)} classes in {file.name}")
+
+
+def check_shards(split: Any, *, read: bool = False) -> None:
+    """Raises an error unless every file of a split is there and holds as many records as the set's index says.
+
+    Args:
+        split: of TFDS.
+        read: also read all records, which verifies their check sums.
+    """
+    from array_record.python import array_record_module
+
+    for path, length in zip(split.filepaths, split.shard_lengths, strict=True):
+        reader = array_record_module.ArrayRecordReader(str(path))
+        try:
+            found = reader.num_records()
+            for start in range(0, found if read else 0, _READ_AT_ONCE):
+                reader.read(start, min(start + _READ_AT_ONCE, found))
+        finally:
+            reader.close()
+        if found != length:
+            raise ValueError(f"{found} records in {path.name} where dataset_info.json says {length}")
+
+
 def _builder(tfds: Any, name: str, data_dir: str | None) -> Any:
+    folder = _folder(name, data_dir)
+    _check_files(folder)
     try:
         return tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:
+        if folder.exists():
+            raise ValueError(
+                "no prepared version there: the folder of the newest version must hold dataset_info.json and "
+                "features.json, and its name be of the form 1.0.0"
+            ) from error
         known = ["digits", "fake", "folder", *tfds.list_builders(with_community_datasets=False)]
         close = difflib.get_close_matches(name, known, n=3)
         hint = f"Did you mean {' or '.join(close)}? " if close else ""
@@ -100,7 +222,11 @@ def _builder(tfds: Any, name: str, data_dir: str | None) -> Any:
             "All TFDS names: https://www.tensorflow.org/datasets/catalog/overview."
         ) from error
     except (ValueError, AssertionError) as error:
-        raise DataError(f"Expected a configuration and version that TFDS has, got {name!r}: {error}") from error
+        if folder.exists():
+            raise
+        raise DataError(
+            f"Expected a configuration and version that TFDS has, got {name!r}: {printable(error, limit=400)}"
+        ) from error
 
 
 def _prepared_builder(tfds: Any, name: str, data_dir: str | None) -> Any:
@@ -128,11 +254,17 @@ def _image_and_label(tfds: Any, name: str, info: Any) -> tuple[str, str]:
         and all(isinstance(key, str) and key in features for key in keys)
         and isinstance(features[keys[0]], tfds.features.Image)
         and features[keys[0]].np_dtype == np.uint8
+        and _is_sensible(features[keys[0]].shape)
         and isinstance(features[keys[1]], tfds.features.ClassLabel)
     )
     if not usable:
         raise DataError(
-            f"Expected a set of one uint8 image and one class label each, got {name} with "
-            f"supervised keys {info.supervised_keys} and features {sorted(features)}."
+            f"Expected a set of one uint8 image, grey or RGB, and one class label each, got {name} with "
+            f"supervised keys {info.supervised_keys} and features "
+            f"{printable({key: str(feature) for key, feature in features.items()}, limit=1000)}."
         )
     return keys
+
+
+def _is_sensible(shape: tuple[int | None, int | None, int]) -> bool:
+    return shape[-1] in (1, 3) and all(side is None or 0 < side <= MAX_PIXELS**0.5 for side in shape[:2])

@@ -160,7 +160,7 @@ class Numbers(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
 def test_a_set_without_images_is_refused(tmp_path):
     Numbers(data_dir=str(tmp_path), file_format="array_record").download_and_prepare()
-    with pytest.raises(DataError, match="one uint8 image and one class label each, got numbers with"):
+    with pytest.raises(DataError, match="one uint8 image, grey or RGB, and one class label each, got numbers with"):
         load_source("numbers", "train", data_dir=str(tmp_path))
 
 
