@@ -1,7 +1,5 @@
 """Second-order optimization for JAX."""
 
-from kfac._capture import scan as scan
-from kfac._capture import tap as tap
 from kfac._cg_fac import STATIC_ARGUMENTS as STATIC_ARGUMENTS
 from kfac._cg_fac import algorithm_1 as algorithm_1
 from kfac._cg_fac import cg_fac as cg_fac
@@ -18,6 +16,8 @@ from kfac._layers import Generic as Generic
 from kfac._layers import L1Dense as L1Dense
 from kfac._layers import Scale as Scale
 from kfac._options import Options as Options
+from kfac._plain import scan as scan
+from kfac._plain import tap as tap
 from kfac._registry import register_layer as register_layer
 from kfac._solver import cg as cg
 from kfac._state import CGFacState as CGFacState

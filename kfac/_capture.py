@@ -4,7 +4,7 @@ A *tap* on a layer's output y is the identity with a backward rule that hands (x
 argument of zeros, whose "gradient" is the pair. Slots are created outside the differentiated function and found inside
 it through a context that JAX's own caches respect, so layers keep their signatures. The rule changes no gradient.
 
-- under ``jax.lax.scan`` the slots of the body are scanned over like any other input (``scan`` below);
+- under ``jax.lax.scan`` the slots of the body are scanned over like any other input (``Capture.scan``);
 - under ``jax.vmap`` each example writes to its own row, found by a function whose batching rule counts rows;
 - ``jax.checkpoint``, ``jax.jit`` and ``jax.lax.cond`` need nothing.
 """
@@ -13,12 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import importlib
 import math
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -36,6 +32,22 @@ if TYPE_CHECKING:
 # Its value is the capture in progress. A user context is part of the key of every tracing cache of JAX, so that a
 # function traced without taps is not reused with them, nor one capture's slots by the next.
 _current = jax.make_user_context(None)
+
+
+original_scan = jax.lax.scan
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """How the layers of models written with one library are found.
+
+    Attributes:
+      replacements: () → what to replace in the library while any capture runs: (owner, name, original → replacement).
+      watch: (capture, parameters) → context in which the loss is traced, for what goes with this one capture.
+    """
+
+    replacements: Callable[[], Iterable[tuple[Any, str, Callable[[Any], Any]]]]
+    watch: Callable[[Capture, PyTree], contextlib.AbstractContextManager]
 
 
 @dataclasses.dataclass
@@ -98,7 +110,7 @@ class Capture:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Within it, taps and scans on this thread belong to this capture."""
-        with _patches, _current(self), _flax_adapters(self):
+        with _current(self):
             try:
                 yield
             finally:
@@ -150,7 +162,7 @@ class Capture:
             finally:
                 self.scan_path, self.scans, self.slots = state
 
-        return _original_scan(body, init, (xs, slots), length, *args, **kwargs)
+        return original_scan(body, init, (xs, slots), length, *args, **kwargs)
 
     def _inherit_paths(self, outer: PyTree, inner: PyTree) -> None:
         for o, i in zip(jax.tree.leaves(outer), jax.tree.leaves(inner), strict=True):
@@ -163,63 +175,6 @@ def current_capture() -> Capture | None:
     """The capture in progress on this thread, if layers are to report to it."""
     capture = _current.value
     return None if capture is None or capture.muted else capture
-
-
-def tap(layer: Layer, params: dict[str, Array], x: Array, *, path: str) -> Array:
-    """Applies a layer of a plain function so that its curvature is captured.
-
-    Outside of a capture it is ``layer(params, x)``.
-
-    Args:
-      layer: ``kfac.Dense()``, ``kfac.L1Dense()``, ``kfac.Scale(fn=…)`` or ``kfac.Generic(fn)``.
-      params: the layer's own parameters by role; for ``Dense`` these are ``kernel`` and optionally ``bias``.
-      x: its input.
-      path: where ``params`` stands in the parameter tree that is differentiated, ``"encoder/fc1"``; a parameter
-        stacked for ``jax.lax.scan`` or ``jax.vmap`` has the same path as the whole stack.
-
-    Returns:
-      The layer's output.
-
-    >>> import jax.numpy as jnp
-    >>> params = {"fc": {"kernel": jnp.ones((3, 2))}}
-    >>> tap(Dense(), params["fc"], jnp.ones((1, 3)), path="fc").tolist()
-    [[3.0, 3.0]]
-    """
-    y = layer(params, x)
-    capture = current_capture()
-    if capture is None:
-        return y
-    named = {role: (f"{path}/{role}" if path else role, jnp.shape(p), True) for role, p in params.items()}
-    for name, _, _ in named.values():
-        if name not in capture.shapes:
-            raise ValueError(
-                f"expected kfac.tap's path to name parameters of the differentiated tree, got {name!r}; "
-                f"it has {', '.join(sorted(capture.shapes)[:8])}, …"
-            )
-    return capture.tap(path or "model", layer, x, y, named)
-
-
-def record_taps(loss_fn: Callable, params: PyTree, args: tuple) -> dict[str, Tap]:
-    """Traces ``loss_fn(params, *args)`` abstractly and returns its tapped calls in order."""
-    taps: dict[str, Tap] = {}
-
-    def traced(params, args):
-        capture = Capture(params, taps)
-        with capture.active():
-            loss_fn(params, *args)
-
-    jax.eval_shape(traced, params, args)
-    return taps
-
-
-def tapped(loss_fn: Callable, taps: dict[str, Tap]) -> Callable:
-    """``(params, slots, *args) → loss_fn(params, *args)`` whose gradient in ``slots`` is what the taps captured."""
-
-    def with_slots(params, slots, *args):
-        with Capture(params, taps, slots).active():
-            return loss_fn(params, *args)
-
-    return with_slots
 
 
 @jax.custom_vjp
@@ -257,72 +212,3 @@ def _row_at_level(sizes: dict[int, int], level: int) -> Callable[[Array], Array]
         return outer * axis_size + jnp.arange(axis_size, dtype=jnp.int32), True
 
     return row
-
-
-def scan(f: Callable, init: Any, xs: Any = None, length: int | None = None, *args: Any, **kwargs: Any) -> Any:
-    """``jax.lax.scan``; tapped layers inside are captured once per iteration.
-
-    While a capture runs, ``jax.lax.scan`` itself is this function; call it by this name where code holds on to the
-    original (``from jax.lax import scan``).
-    """
-    capture = current_capture()
-    if capture is None:
-        return _original_scan(f, init, xs, length, *args, **kwargs)
-    return capture.scan(f, init, xs, length, args, kwargs)
-
-
-_original_scan = jax.lax.scan
-
-
-class _Patches:
-    """Functions of other libraries replaced while any capture runs, by ones that look for it (on their thread)."""
-
-    def __init__(self):
-        self.lock = threading.Lock()
-        self.count = 0
-        self.originals: list[tuple[Any, str, Any]] = []
-
-    def __enter__(self) -> None:
-        with self.lock:
-            self.count += 1
-            if self.count == 1:
-                self._replace(jax.lax, "scan", lambda original: scan)
-                for adapter in _loaded_adapters():
-                    for owner, name, make in adapter.replacements():
-                        self._replace(owner, name, make)
-
-    def __exit__(self, *exc_info: object) -> None:
-        with self.lock:
-            self.count -= 1
-            if self.count == 0:
-                while self.originals:
-                    setattr(*self.originals.pop())
-
-    def _replace(self, owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
-        original = owner.__dict__[name]
-        self.originals.append((owner, name, original))
-        replacement = make(original)
-        setattr(owner, name, functools.wraps(original)(replacement) if callable(original) else replacement)
-
-
-_patches = _Patches()
-
-
-def _loaded_adapters() -> list[Any]:
-    """The adapters of those of Flax's two interfaces that the program uses; imported no earlier."""
-    names = {"flax.linen": "kfac._linen", "flax.nnx": "kfac._nnx"}
-    return [importlib.import_module(adapter) for flax, adapter in names.items() if flax in sys.modules]
-
-
-@contextlib.contextmanager
-def _flax_adapters(capture: Capture) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        if "flax.linen" in sys.modules:
-            from kfac import _linen
-
-            stack.enter_context(_linen.interception())
-        if "flax.nnx" in sys.modules:
-            from kfac import _nnx
-
-            _nnx.name_variables(capture, capture.alive[0])
-        yield

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from kfac._blocks import Block, find_blocks
-from kfac._capture import Tap, record_taps, tapped
+from kfac._capture import Tap
 from kfac._fisher import FISHERS, Likelihood, get_likelihood, output_cotangents
+from kfac._tracing import record_taps, tapped
 from kfac._trees import flatten, is_inside, masked_paths, path_name
 
 if TYPE_CHECKING:

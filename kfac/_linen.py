@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flax import linen as nn
 from flax.core import axes_scan
 
-from kfac._capture import Capture, current_capture
+from kfac._capture import Adapter, Capture, current_capture
 from kfac._layers import Dense, Scale
 from kfac._registry import general_dense, is_array, register_layer, registrations, tap_registered
 
@@ -64,12 +64,7 @@ def _muted(function: Callable) -> Callable:
     return call
 
 
-def replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    """What to replace while a capture runs: (owner, name, original → replacement)."""
-    yield axes_scan, "pe", _PartialEvaluation
-
-
-def interception() -> contextlib.AbstractContextManager:
+def _interception() -> contextlib.AbstractContextManager:
     """Within it, calls of registered layers are tapped."""
     layers = {(r.cls, r.method): r for r in registrations(nn.Module)}
 
@@ -104,3 +99,9 @@ def _find_path(capture: Capture, keys: tuple[str, ...]) -> str | None:
     return (
         candidates[0] if len(candidates) == 1 else next((p for p in candidates if p in (name, f"params/{name}")), None)
     )
+
+
+ADAPTER = Adapter(
+    replacements=lambda: [(axes_scan, "pe", _PartialEvaluation)],
+    watch=lambda capture, params: _interception(),
+)

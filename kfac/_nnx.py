@@ -7,6 +7,7 @@ then travels as metadata of the variable, through ``nnx.scan``, ``nnx.vmap``, ``
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from flax import nnx
 
-from kfac._capture import Capture, current_capture
+from kfac._capture import Adapter, Capture, current_capture
 from kfac._layers import Dense, Generic, Scale
 from kfac._registry import Registration, general_dense, is_array, register_layer, registrations, tap_registered
 
@@ -51,14 +52,13 @@ class _Call:
         return getattr(nnx.merge(self.graphdef, nested), self.method)(x)
 
 
-def replacements() -> Iterator[tuple[Any, str, Callable[[Callable], Callable]]]:
-    """What to replace while a capture runs: (owner, name, original → replacement)."""
+def _replacements() -> Iterator[tuple[Any, str, Callable[[Callable], Callable]]]:
     for registration in registrations(nnx.Module):
         yield registration.cls, registration.method, lambda original, r=registration: _tapped_method(original, r)
     yield nnx, "merge", _naming_merge
 
 
-def name_variables(capture: Capture, tree: Any) -> None:
+def _name_variables(capture: Capture, tree: Any) -> None:
     """Writes to each variable in ``tree`` the path of its array among the differentiated parameters, if it is one."""
     is_variable = lambda node: isinstance(node, nnx.Variable)
     for variable in filter(is_variable, jax.tree.leaves(tree, is_leaf=is_variable)):
@@ -72,7 +72,7 @@ def _naming_merge(merge: Callable) -> Callable:
         node = merge(*args, **kwargs)
         capture = current_capture()
         if capture is not None:
-            name_variables(capture, node)
+            _name_variables(capture, node)
         return node
 
     return merge_and_name
@@ -135,3 +135,12 @@ def _common_parent(paths: list[str]) -> str:
             break
         parents.append(keys[0])
     return "/".join(parents) or "model"
+
+
+@contextlib.contextmanager
+def _watch(capture: Capture, params: Any) -> Iterator[None]:
+    _name_variables(capture, params)  # of losses that are differentiated in a state or a module
+    yield
+
+
+ADAPTER = Adapter(_replacements, _watch)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -63,18 +65,35 @@ def register_layer(
         feature of the last axis alone, as those of norms do; it then has Kronecker factors.
 
     Raises:
-      ValueError: the class has no such method.
+      ValueError: the class is none of Flax's modules, or has no such method.
 
-    >>> class Scale:
+    >>> from flax import nnx
+    >>> class Gain(nnx.Module):
     ...     def __call__(self, x): ...
-    >>> register_layer(Scale)
+    >>> register_layer(Gain)
     """
+    libraries = [sys.modules[name] for name in ("flax.nnx", "flax.linen") if name in sys.modules]
+    if not (isinstance(cls, type) and issubclass(cls, tuple(library.Module for library in libraries))):
+        raise ValueError(
+            f"expected a class of Flax modules (NNX or Linen), got {cls!r}; mark layers of other code with kfac.tap."
+        )
     owner = next((base for base in cls.__mro__ if method in base.__dict__), None)
     if owner is None or owner is object:
         raise ValueError(
             f"expected a method that {cls.__name__} defines, got {method!r}; name the one that is the layer."
         )
     _registrations[owner, method] = Registration(owner, method, describe, kind)
+
+
+@contextlib.contextmanager
+def temporary() -> Iterator[None]:
+    """Forgets, at its end, what was registered inside."""
+    kept = dict(_registrations)
+    try:
+        yield
+    finally:
+        _registrations.clear()
+        _registrations.update(kept)
 
 
 def registrations(base: type) -> list[Registration]:

@@ -8,6 +8,7 @@ import pytest
 import kfac
 from adder_flax.attention import _registry
 from adder_flax.ops import _backend
+from kfac import _registry as layer_registry
 from tests.processes import ROOT
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -18,6 +19,7 @@ PAGES = [
     DOCS / "ops_backend.md",
     *sorted((DOCS / "borrow").glob("*.md")),
     *sorted((DOCS / "attention").glob("*.md")),
+    *sorted((DOCS / "extend").glob("*.md")),
 ]
 
 
@@ -30,7 +32,7 @@ def code_blocks(page):
 def own_names(monkeypatch):
     """What a page registers is forgotten afterwards."""
     monkeypatch.setattr(_registry, "_SCORES", dict(_registry._SCORES))
-    with _backend._BACKENDS.temporary():
+    with _backend._BACKENDS.temporary(), layer_registry.temporary():
         yield
 
 

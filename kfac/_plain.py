@@ -1,0 +1,68 @@
+"""Plain JAX functions: layers are marked by hand with ``tap``, and ``jax.lax.scan`` repeats them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from kfac._capture import Adapter, current_capture, original_scan
+from kfac._layers import Dense, Generic
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+
+def tap(layer: Dense | Generic, params: dict[str, Array], x: Array, *, path: str) -> Array:
+    """Applies a layer of a plain function so that its curvature is captured.
+
+    Outside of a capture it is ``layer(params, x)``.
+
+    Args:
+      layer: ``kfac.Dense()``, ``kfac.L1Dense()``, ``kfac.Scale(fn=…)`` or ``kfac.Generic(fn)``.
+      params: the layer's own parameters by role; for ``Dense`` these are ``kernel`` and optionally ``bias``.
+      x: its input.
+      path: where ``params`` stands in the parameter tree that is differentiated, ``"encoder/fc1"``; a parameter
+        stacked for ``jax.lax.scan`` or ``jax.vmap`` has the same path as the whole stack.
+
+    Returns:
+      The layer's output.
+
+    >>> import jax.numpy as jnp
+    >>> params = {"fc": {"kernel": jnp.ones((3, 2))}}
+    >>> tap(Dense(), params["fc"], jnp.ones((1, 3)), path="fc").tolist()
+    [[3.0, 3.0]]
+    """
+    y = layer(params, x)
+    capture = current_capture()
+    if capture is None:
+        return y
+    named = {role: (f"{path}/{role}" if path else role, jnp.shape(p), True) for role, p in params.items()}
+    for name, _, _ in named.values():
+        if name not in capture.shapes:
+            raise ValueError(
+                f"expected kfac.tap's path to name parameters of the differentiated tree, got {name!r}; "
+                f"it has {', '.join(sorted(capture.shapes)[:8])}, …"
+            )
+    return capture.tap(path or "model", layer, x, y, named)
+
+
+def scan(f: Callable, init: Any, xs: Any = None, length: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    """``jax.lax.scan``; tapped layers inside are captured once per iteration.
+
+    While a capture runs, ``jax.lax.scan`` itself is this function; call it by this name where code holds on to the
+    original (``from jax.lax import scan``).
+    """
+    capture = current_capture()
+    if capture is None:
+        return original_scan(f, init, xs, length, *args, **kwargs)
+    return capture.scan(f, init, xs, length, args, kwargs)
+
+
+ADAPTER = Adapter(
+    replacements=lambda: [(jax.lax, "scan", lambda original: scan)],
+    watch=lambda capture, params: contextlib.nullcontext(),
+)

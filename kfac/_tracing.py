@@ -1,0 +1,97 @@
+"""Traces of a loss function in which layers report to a capture, whichever way the model is written."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from kfac._capture import Adapter, Capture, Tap
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+# Library → module with its ADAPTER, which is imported only in programs that use the library.
+ADAPTERS = {"jax": "kfac._plain", "flax.linen": "kfac._linen", "flax.nnx": "kfac._nnx"}
+
+
+def record_taps(loss_fn: Callable, params: PyTree, args: tuple) -> dict[str, Tap]:
+    """Traces ``loss_fn(params, *args)`` abstractly and returns its tapped calls in order."""
+    taps: dict[str, Tap] = {}
+
+    def traced(params, args):
+        with _watched(Capture(params, taps), params):
+            loss_fn(params, *args)
+
+    jax.eval_shape(traced, params, args)
+    return taps
+
+
+def tapped(loss_fn: Callable, taps: dict[str, Tap]) -> Callable:
+    """``(params, slots, *args) → loss_fn(params, *args)`` whose gradient in ``slots`` is what the taps captured."""
+
+    def with_slots(params, slots, *args):
+        with _watched(Capture(params, taps, slots), params):
+            return loss_fn(params, *args)
+
+    return with_slots
+
+
+@contextlib.contextmanager
+def _watched(capture: Capture, params: PyTree) -> Iterator[None]:
+    """Within it, layers and scans on this thread report to this capture."""
+    with _patches, capture.active(), contextlib.ExitStack() as stack:
+        for adapter in _adapters_in_use():
+            stack.enter_context(adapter.watch(capture, params))
+        yield
+
+
+def _adapters_in_use() -> list[Adapter]:
+    return [importlib.import_module(module).ADAPTER for library, module in ADAPTERS.items() if library in sys.modules]
+
+
+class _Patches:
+    """Functions of other libraries replaced while any capture runs, by ones that look for it (on their thread)."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.count = 0
+        self.undo = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.count == 0:
+                with contextlib.ExitStack() as stack:  # undoes what is done if an adapter fails halfway
+                    for adapter in _adapters_in_use():
+                        for owner, name, make in adapter.replacements():
+                            stack.callback(setattr, owner, name, _replace(owner, name, make))
+                    self.undo = stack.pop_all()
+            self.count += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self.lock:
+            self.count -= 1
+            if self.count == 0:
+                self.undo.close()
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
+    """Replaces an attribute and returns the original."""
+    if name not in vars(owner):
+        raise RuntimeError(
+            f"expected {owner.__name__} to define {name!r}, where kfac finds layers; install a version of this library "
+            "that kfac is tested with."
+        )
+    original = vars(owner)[name]
+    replacement = make(original)
+    setattr(owner, name, functools.wraps(original)(replacement) if callable(original) else replacement)
+    return original
+
+
+_patches = _Patches()
