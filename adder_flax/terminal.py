@@ -10,6 +10,7 @@ import traceback
 import unicodedata
 import warnings
 from collections.abc import Callable, Iterator
+from logging import LogRecord
 
 from absl import logging
 
@@ -90,17 +91,23 @@ def prepare() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)
     codecs.register_error("plainer", plainer)
-    for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        stream = getattr(sys, name)
-        encoding = "utf-8" if stream is None else stream.encoding
-        buffer = open(descriptor, "wb", closefd=False) if stream is None else stream.detach()  # noqa: SIM115
-        wrapper = _Output if name == "stdout" else io.TextIOWrapper
-        setattr(sys, name, wrapper(buffer, encoding, "plainer", line_buffering=True))
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    sys.stdout = _Output(sys.stdout.detach(), sys.stdout.encoding, "plainer", line_buffering=True)
+    sys.stderr.reconfigure(errors="plainer", line_buffering=True)
     # Threads that write behind a run's back complain to whoever waits for them; warnings are for developers.
     threading.excepthook = lambda args: logging.warning("%s: %s", args.thread and args.thread.name, args.exc_value)
     sys.unraisablehook = lambda unraisable: logging.debug("ignored: %s", unraisable.exc_value)
+    logging.get_absl_handler().addFilter(_is_for_users)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+
+
+def _is_for_users(record: LogRecord) -> bool:
+    """Leaves out what a library says of an exception that it raises as well."""
+    return not record.exc_info or logging.get_verbosity() >= logging.DEBUG
 
 
 def explain_failures(explain: Callable[[Exception], str]) -> None:
