@@ -5,6 +5,8 @@ See README.md for the experiments, overrides (``--config.field=value``) and mode
 
 # ruff: noqa: E402, as signals and output are seen to before anything slow is imported
 
+import difflib
+import re
 import time
 
 from adder_flax import interrupt
@@ -17,9 +19,14 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from adder_flax import environment, experiment, settings, terminal
-from adder_flax.errors import RunError
+from adder_flax.errors import RunError, user_errors
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment file, e.g. experiments/adder_deit_tiny.py[:data]")
+if __name__ == "__main__":
+    terminal.prepare()
+with terminal.messages(), user_errors((flags.Error,)):  # a --flagfile is read here
+    _CONFIG = config_flags.DEFINE_config_file(
+        "config", None, "Experiment file, e.g. experiments/adder_deit_tiny.py[:data]"
+    )
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; by default runs/<experiment>[,<overrides>]")
 _MODE = flags.DEFINE_enum(
     "mode",
@@ -97,12 +104,19 @@ def _parse_flags(argv: list[str]) -> list[str]:
         if _CONFIG.value is not None:
             settings.read(settings.RunSettings, _CONFIG.value)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RunError(str(error)) from error
+        unknown = re.match(r"\W*'(\w+)\\?'", str(error))  # all that ml_collections says of --config.<unknown field>
+        raise RunError(_unknown_field(unknown[1]) if unknown else str(error)) from error
     return rest
 
 
+def _unknown_field(name: str) -> str:
+    fields = {part for field, _ in settings.declarations(settings.RunSettings) for part in field.split(".")}
+    near = difflib.get_close_matches(name, sorted(fields), n=1)
+    fix = f"did you mean {near[0]!r}" if near else "see docs/settings.md for all of them"
+    return f"expected --config.<field> to name a field of the configuration, got {name!r}; {fix}"
+
+
 if __name__ == "__main__":
-    terminal.prepare()
     flags.mark_flag_as_required("config")
     with terminal.messages():
         app.run(main, flags_parser=_parse_flags)

@@ -23,7 +23,7 @@ def _slow(*case):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--config.optimizer.learing_rate=1"], 'Did you mean "learning_rate"'),
+        (["--config.optimizer.learing_rate=1"], "did you mean 'learning_rate'"),
         _slow(["--config.model.depth=twelve"], "depth"),
         (["--config.model.num_heads=5"], r"expected .*192.*5"),
         _slow(["--config.model.patch_size=3"], r"expected .*patch.* 8"),

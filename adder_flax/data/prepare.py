@@ -80,7 +80,9 @@ def prepare(
 def _existing_folder(source: str | None) -> pathlib.Path | None:
     path = None if source is None else pathlib.Path(source).expanduser()
     if path is not None and not path.is_dir():
-        raise DataError(f"Expected --source as a folder, got '{printable(source)}', which does not exist or is no folder.")
+        raise DataError(
+            f"Expected --source as a folder, got '{printable(source)}', which does not exist or is no folder."
+        )
     return path
 
 
