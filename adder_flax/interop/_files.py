@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 import numpy as np
-import safetensors
 import safetensors.numpy
 from flax import nnx
 
-from adder_flax.interop._names import FORMATS, format_of, from_arrays, to_arrays
+from adder_flax.interop._names import FORMATS, find, format_of, from_arrays, to_arrays
+from adder_flax.interop._safetensors import open_weights, write_whole
 from adder_flax.layers import AdderLinear
 from adder_flax.models import VisionTransformer
 from adder_flax.training import Run
@@ -23,11 +23,12 @@ def save_weights(model: VisionTransformer, path: str | Path, *, names: str = "ad
 
     Args:
       model: the model.
-      path: of the file; one that is there is replaced.
+      path: of the file; one that is there is replaced in one step, once the new one is whole.
       names: whose names and layouts: `"adder_flax"`, `"timm"`, or `"hugging_face"`'s `ViTForImageClassification`.
 
     Raises:
       ValueError: unknown names, or adder layers or a score with parameters in the names of others.
+      OSError: it cannot be written; what was there is still there.
 
     >>> import tempfile
     >>> model = VisionTransformer(image_size=8, patch_size=2, width=8, depth=1, num_heads=2, rngs=nnx.Rngs(0))
@@ -39,17 +40,19 @@ def save_weights(model: VisionTransformer, path: str | Path, *, names: str = "ad
     if names not in FORMATS:
         raise ValueError(f"expected names of {', '.join(FORMATS)}, got {names!r}; choose one of these")
     _check_layers(model, names)
-    arrays = to_arrays(_flat(_parameters(model)), names, channels=model.image_shape[-1])
+    arrays = to_arrays(_flat(_parameters(model)), names, channels=_channels(model))
     # Hugging Face's reader insists on the entry.
-    safetensors.numpy.save_file(arrays, str(path), metadata={"format": "pt"})
+    write_whole(path, safetensors.numpy.save(arrays, metadata={"format": "pt"}))
 
 
 def load_weights(model: VisionTransformer, path: str | Path) -> tuple[str, ...]:
     """Reads weights of timm, Hugging Face or `save_weights` into a model.
 
     Attention may be of another kind than that of the weights, as long as its projections are dense: what its score has
-    learned parameters for stays as it is. So does the head where the number of classes differs. The position embedding
-    is resized where the grid of patches differs.
+    learned parameters for stays as it is. So does the head where there is none, or one for another number of classes.
+    The position embedding is resized where the grid of patches differs.
+
+    Names and shapes are compared before any data are read. Numbers in 16, 32 or 64 bits are converted.
 
     Args:
       model: changed in place.
@@ -100,17 +103,26 @@ def start_from(run: Run, path: str | Path) -> tuple[Run, tuple[str, ...]]:
 
 def _read(model: VisionTransformer, path: str | Path) -> dict[str, np.ndarray]:
     """Returns the parameters of a model that a file has, by path."""
-    try:
-        arrays = safetensors.numpy.load_file(str(path))
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"expected a safetensors file in {path}, got one that cannot be read: {error}") from error
     params = _flat(_parameters(model))
-    try:
-        _check_layers(model, format_of(arrays))
-        found = from_arrays(arrays, {name: leaf.shape for name, leaf in params.items()})
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return {name: array.astype(params[name].dtype) for name, array in found.items()}
+    shapes = {name: leaf.shape for name, leaf in params.items()}
+    with open_weights(path) as file:
+        _check_layers(model, format_of(file.arrays))
+        places = find({name: stored.shape for name, stored in file.arrays.items()}, shapes, channels=_channels(model))
+        arrays = {name: file.read(name) for name in dict.fromkeys(place.name for place in places.values())}
+        found = from_arrays(arrays, places, shapes)
+        return {name: _as_type(array, params[name].dtype, places[name].name) for name, array in found.items()}
+
+
+def _as_type(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        converted = array.astype(dtype)
+    if not np.isfinite(converted).all():
+        largest = np.abs(array).max()
+        raise ValueError(
+            f"expected numbers in {name} that {np.dtype(dtype).name} holds, got {largest:.3g} in {array.dtype.name}; "
+            "save them within its range"
+        )
+    return converted
 
 
 def _check_layers(model: VisionTransformer, names: str) -> None:
@@ -119,6 +131,10 @@ def _check_layers(model: VisionTransformer, names: str) -> None:
             f"expected dense layers for weights in the names of {names}, got adder layers, whose weights mean "
             "something else; choose qkv_linear, proj_linear and mlp_linear 'dense', or the names of adder_flax"
         )
+
+
+def _channels(model: VisionTransformer) -> int:
+    return model.image_shape[-1]
 
 
 def _parameters(model: VisionTransformer) -> dict[str, Any]:

@@ -1,0 +1,124 @@
+"""Files of weights that nobody vouches for: refused by one message before their data are read, or read exactly."""
+
+import json
+import os
+import pickle
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from adder_flax import interop
+from benchmarks.hostile import _weights, fuzz, weights
+from tests.interop.test_weights import make, timm_arrays
+
+
+def load(tmp_path, **changes):
+    arrays = timm_arrays() | changes
+    save_file({name: array for name, array in arrays.items() if array is not None}, tmp_path / "w")
+    model = make()
+    return interop.load_weights(model, tmp_path / "w"), model
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_number_that_is_not_finite_is_refused_by_name(tmp_path, value):
+    bias = np.zeros(16, np.float32)
+    bias[3] = value
+    with pytest.raises(ValueError, match=r"finite numbers in 'norm\.bias', got 1 of 16"):
+        load(tmp_path, **{"norm.bias": bias})
+
+
+@pytest.mark.parametrize("dtype", [bool, np.int8, np.int64, ml_dtypes.float8_e4m3fn])
+def test_numbers_of_another_kind_are_refused_by_name(tmp_path, dtype):
+    with pytest.raises(ValueError, match=r"'norm\.bias' to hold one of F64, F32, F16, BF16, got"):
+        load(tmp_path, **{"norm.bias": np.ones(16, dtype)})
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64, ml_dtypes.bfloat16])
+def test_other_widths_are_converted_exactly(tmp_path, dtype):
+    bias = (np.arange(16) / 4).astype(dtype)
+    _, model = load(tmp_path, **{"norm.bias": bias})
+    np.testing.assert_array_equal(model.norm.bias[...], np.arange(16) / 4)
+
+
+def test_what_overflows_float32_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"norm\.bias that float32 holds, got 1e\+300"):
+        load(tmp_path, **{"norm.bias": np.full(16, 1e300)})
+
+
+def test_a_head_is_taken_whole_or_for_other_classes_or_not_there(tmp_path):
+    head = ("head.bias", "head.kernel")
+    assert load(tmp_path, **{"head.weight": None, "head.bias": None})[0] == head
+    assert load(tmp_path, **{"head.weight": np.ones((7, 16), "f"), "head.bias": np.ones(7, "f")})[0] == head
+    wrong = [
+        {"head.bias": None},
+        {"head.weight": None},
+        {"head.weight": np.ones((5, 32), "f")},
+        {"head.weight": np.ones((7, 16), "f")},
+        {"head.weight": np.ones((7, 32), "f"), "head.bias": np.ones(7, "f")},
+        {"head.weight": np.ones((0, 16), "f"), "head.bias": np.ones(0, "f")},
+    ]
+    for changes in wrong:
+        with pytest.raises(ValueError, match=r"expected head\."):
+            load(tmp_path, **changes)
+
+
+def test_a_fifo_does_not_wait_and_a_pickle_does_not_run(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(OSError, match="got: a FIFO"):
+        interop.load_weights(make(), tmp_path / "fifo")
+    (tmp_path / "model.bin").write_bytes(pickle.dumps(weights._Evil()))
+    with pytest.raises(ValueError, match="a pickle"):
+        interop.load_weights(make(), tmp_path / "model.bin")
+
+
+def test_shapes_are_compared_before_data_are_read(tmp_path):
+    """A header of 8 GiB in a sparse file."""
+    header = {"blocks.0.attn.qkv.weight": {"dtype": "F32", "shape": [2**31], "data_offsets": [0, 2**33]}}
+    text = json.dumps(header).encode()
+    with open(tmp_path / "w", "wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + 2**33)
+    with pytest.raises(ValueError, match="expected"):
+        interop.load_weights(make(), tmp_path / "w")
+
+
+def test_names_from_a_file_are_fit_for_a_terminal(tmp_path):
+    with pytest.raises(ValueError, match="no place") as caught:
+        load(tmp_path, **{"a\x1b[31m" * 10_000: np.ones(1, "f")})
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "w.safetensors"
+    interop.save_weights(make(seed=1), path)
+    before = path.read_bytes()
+
+    def full(file):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="got: No space left on device; what was there is still there"):
+        interop.save_weights(make(seed=2), path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == [path.name]
+    with pytest.raises(OSError, match="got: a directory"):
+        interop.save_weights(make(), tmp_path)
+    monkeypatch.undo()
+    interop.save_weights(make(seed=2), path)
+    assert load_file(path)
+    assert path.read_bytes() != before
+
+
+@pytest.mark.parametrize("group", [weights.GROUP, fuzz.GROUP], ids=lambda group: group.name)
+def test_a_share_of_the_hostile_files(group):
+    for case in group.cases(7, 32):
+        observed = case.run()
+        assert observed.verdict.sound, (case.fault.what, case.name, observed)
+
+
+def test_a_valid_file_is_right_by_the_harness_own_measure():
+    for names in interop.FORMATS:
+        assert _weights.judge_file(_weights.valid(names), names).verdict is _weights.Verdict.RIGHT
