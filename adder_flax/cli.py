@@ -345,16 +345,10 @@ def _restore_to_study(config: Any, workdir: str | Path, checkpoint: str) -> tupl
 
 def _restore(run: training.Run, workdir: str | Path, checkpoint: str) -> Any:
     """Returns the state of a run at a checkpoint."""
-    directory = Path(workdir) / "checkpoints"
-    if not directory.is_dir():
-        raise training.RunError(f"expected checkpoints in {directory}, found none; train first, or set --workdir")
-    training.open_workdir(workdir, run.config)
-    with training.Checkpoints(directory) as checkpoints:
-        named = {"last": None, "best": checkpoints.best_step}
-        if checkpoint not in named and not checkpoint.isdecimal():
-            raise training.RunError(f"expected --checkpoint to be last, best or a step, got {checkpoint!r}")
-        step = named[checkpoint] if checkpoint in named else int(checkpoint)
-        return checkpoints.restore(run.abstract_state, step)
+    if checkpoint not in ("last", "best") and not (checkpoint.isascii() and checkpoint.isdecimal()):
+        raise training.RunError(f"expected --checkpoint to be last, best or a step, got {checkpoint!r}")
+    checkpoints = training.SavedCheckpoints(training.open_workdir(workdir, run.config) / "checkpoints")
+    return checkpoints.restore(run.abstract_state, int(checkpoint) if checkpoint.isdecimal() else checkpoint)
 
 
 def _first_images(run: training.Run, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -88,14 +88,12 @@ def kill(workdir: Path, number: signal.Signals, seconds: float) -> None:
 def final_state(workdir: Path) -> Any:
     """Returns the newest checkpoint of a run."""
     run = training.build_run(make_config())
-    with training.Checkpoints(workdir / "checkpoints") as checkpoints:
-        return checkpoints.restore(run.abstract_state)
+    return training.SavedCheckpoints(workdir / "checkpoints").restore(run.abstract_state)
 
 
 def newest_checkpoint(workdir: Path) -> int:
     """Returns the step of the newest whole checkpoint, 0 where there is none."""
-    with training.Checkpoints(workdir / "checkpoints") as checkpoints:
-        return max(checkpoints.steps, default=0)
+    return max(training.SavedCheckpoints(workdir / "checkpoints").steps, default=0)
 
 
 def same_bits(a: Any, b: Any) -> bool:

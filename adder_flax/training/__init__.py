@@ -5,7 +5,7 @@ scores parameters on the whole evaluation split.
 """
 
 from adder_flax.errors import NonFiniteLossError, RunError, user_errors
-from adder_flax.training.checkpoints import Checkpoints
+from adder_flax.training.checkpoints import Checkpoints, SavedCheckpoints
 from adder_flax.training.curvature import CurvatureOptimizer
 from adder_flax.training.estimate import Estimate, advise, estimate
 from adder_flax.training.loop import Evaluator, Result, Trainer
@@ -15,7 +15,7 @@ from adder_flax.training.processes import connect, fetch
 from adder_flax.training.setup import Run, abstract_batch, build_run, trace
 from adder_flax.training.step import evaluation_params, make_eval_step, make_train_step
 from adder_flax.training.topology import topology_devices
-from adder_flax.training.workdir import open_workdir, read_config
+from adder_flax.training.workdir import open_workdir, read_config, write_config
 
 __all__ = [
     "OPTIMIZERS",
@@ -27,6 +27,7 @@ __all__ = [
     "Result",
     "Run",
     "RunError",
+    "SavedCheckpoints",
     "Trainer",
     "abstract_batch",
     "advise",
@@ -45,4 +46,5 @@ __all__ = [
     "topology_devices",
     "trace",
     "user_errors",
+    "write_config",
 ]

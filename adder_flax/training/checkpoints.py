@@ -1,10 +1,17 @@
 """Checkpoints of a run: the only module that calls Orbax.
 
 A checkpoint is the train state as plain nested dicts under ``<workdir>/checkpoints/<step>``. The newest ones and the
-one with the best evaluation accuracy are kept. Writing happens on a background thread.
+one with the best evaluation accuracy are kept. Writing happens on a background thread. Beside Orbax's own facts a
+checkpoint holds a record, committed with it: the digest of every array, by which a restored state is known to be the
+one that was saved, and the accuracy.
 """
 
+import itertools
+import json
+import os
 import shutil
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +21,162 @@ from absl import logging
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from adder_flax.errors import RunError, writing
+from adder_flax.errors import RunError, first_line, writing
+from adder_flax.text import printable
+from adder_flax.training.digests import take_digests
 
-_ACCURACY = "eval/accuracy"
+_GOING = ".deleted"
 
 
-class Checkpoints:
-    """The checkpoints in one directory.
+class SavedCheckpoints:
+    """The checkpoints in one directory, to be read: nothing is written, so a trainer may be at work there.
+
+    Args:
+      directory: need not exist.
+    """
+
+    def __init__(self, directory: str | Path):
+        self._directory = Path(directory).absolute()
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of which there are checkpoints, in order."""
+        try:
+            found = [path.name for path in self._directory.iterdir() if path.is_dir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise RunError(
+                f"expected a directory of checkpoints at {self._directory}, got: {error}; make it one that can be "
+                "read, or move it away"
+            ) from error
+        return sorted(int(name) for name in found if name.isascii() and name.isdecimal() and name == str(int(name)))
+
+    def accuracy(self, step: int) -> float | None:
+        """Evaluation accuracy saved with a checkpoint; None where it was not evaluated.
+
+        Raises:
+          ValueError: its record cannot be read.
+        """
+        record = self._record(step)
+        if record is None:
+            raise ValueError("it has no record: an older version saved it")
+        return record["accuracy"]
+
+    @property
+    def best_step(self) -> int | None:
+        """Step of the checkpoint with the highest evaluation accuracy; None where none was evaluated.
+
+        Raises:
+          RunError: one of them has no readable record, so that the best cannot be known.
+        """
+        scored = []
+        for step in self.steps:
+            try:
+                scored.append((self.accuracy(step), step))
+            except ValueError as error:
+                if step in self.steps:  # and not deleted by the trainer meanwhile
+                    raise RunError(
+                        f"expected the accuracy of every checkpoint in {self._directory}, got at step {step}: {error}; "
+                        f"name one of {self.steps} instead of the best"
+                    ) from error
+        return max(((accuracy, step) for accuracy, step in scored if accuracy is not None), default=(0, None))[1]
+
+    def restore(self, abstract_state: Any, which: int | str = "last") -> Any:
+        """Loads a checkpoint onto the shapes and shardings of ``abstract_state``, and verifies its digests.
+
+        Args:
+          abstract_state: the state's tree of ``jax.ShapeDtypeStruct`` with shardings.
+          which: a step, ``"best"``, or ``"last"`` for the newest one that can be read.
+
+        Raises:
+          RunError: there is no such checkpoint, or it cannot be read.
+        """
+        failures: dict[int, str] = {}
+        while (step := self._choose(which, failures)) is not None:
+            state, failure = self._try(step, abstract_state)
+            if failure is None:
+                self._set_aside({bad: why for bad, why in failures.items() if bad in self.steps})
+                return state
+            failures[step] = failure if step in self.steps else "a trainer deleted it"
+        raise self._nothing_restored(which, {step: why for step, why in failures.items() if step in self.steps})
+
+    def _nothing_restored(self, which: int | str, failures: dict[int, str]) -> RunError:
+        steps, place = self.steps, f"in {self._directory}"
+        if failures and which == "last":
+            shown = dict(list(failures.items())[:3])
+            return RunError(
+                f"expected a readable checkpoint {place}, got only unreadable ones: {shown}; restore one from a copy"
+            )
+        if failures:
+            step, reason = failures.popitem()
+            return RunError(
+                f"expected a readable checkpoint of step {step} {place}, got: {reason}; restore it from a copy, or "
+                f"choose another of {steps} with --checkpoint"
+            )
+        if not steps:
+            return RunError(f"expected a readable checkpoint {place}, got none; train first")
+        found = "best, but none of them was evaluated" if which == "best" else which
+        return RunError(
+            f"expected a checkpoint at one of the steps {steps} {place}, got {found}; choose one of these with "
+            "--checkpoint"
+        )
+
+    def _choose(self, which: int | str, failures: dict[int, str]) -> int | None:
+        """Returns the checkpoint to try next, the same in all processes."""
+        candidates = [step for step in self.steps if step not in failures]
+        if which == "best":
+            # A better one may have come while this one was read, and taken its place.
+            candidates = [best] if (best := self.best_step) in candidates else []
+        elif which != "last":
+            candidates = [step for step in candidates if step == which]
+        chosen = candidates[-1] if candidates else -1
+        if jax.process_count() > 1:
+            chosen = int(multihost_utils.broadcast_one_to_all(np.int64(chosen)))
+        return None if chosen < 0 else chosen
+
+    def _try(self, step: int, abstract_state: Any) -> tuple[Any, str | None]:
+        """Returns the state of a checkpoint, or None and why it cannot be read, the same in all processes."""
+        state = failure = None
+        try:
+            record = self._record(step)
+            state = ocp.load(self._directory / str(step), abstract_state, checkpointable_name="state")
+            if record is None:
+                logging.warning("Checkpoint %d has no digests: an older version saved it; not verified", step)
+            else:
+                _verify(state, record["digests"])
+        except Exception as error:
+            state, failure = None, printable(first_line(error))
+        if jax.process_count() > 1 and multihost_utils.process_allgather(np.int32(failure is not None)).any():
+            state, failure = None, failure or "another process could not read it"
+        return state, failure
+
+    def _record(self, step: int) -> dict[str, Any] | None:
+        """Returns what was saved about a checkpoint, None where an older version saved it.
+
+        Raises:
+          ValueError: it cannot be read.
+        """
+        try:
+            facts = json.loads((self._directory / str(step) / "_CHECKPOINT_METADATA").read_bytes())
+            if "checksum" not in facts["custom_metadata"]:
+                return None
+            checksum, record = facts["custom_metadata"]["checksum"], facts["custom_metadata"]["record"]
+            if checksum != _checksum(record):
+                raise ValueError("its checksum is another")
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(
+                f"the record in _CHECKPOINT_METADATA is damaged ({printable(first_line(error))})"
+            ) from error
+        return record
+
+    def _set_aside(self, failures: dict[int, str]) -> None:
+        for step, reason in failures.items():
+            logging.warning("Checkpoint %d cannot be read (%s); an older one is taken", step, reason)
+
+
+class Checkpoints(SavedCheckpoints):
+    """The checkpoints in one directory, to be read and written by the one trainer that holds the lock.
 
     Args:
       directory: created if it does not exist.
@@ -36,111 +192,102 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | Path, *, keep_last: int = 1):
-        self._directory = Path(directory).absolute()
-        policies = ocp.training.preservation_policies
-        best = policies.BestN(
-            get_metric_fn=lambda metrics: metrics[_ACCURACY], n=1, keep_checkpoints_without_metrics=False
-        )
-        self._checkpointer = ocp.training.Checkpointer(
-            self._directory,
-            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep_last), best]),
-            cleanup_tmp_directories=True,
-        )
+        super().__init__(directory)
+        self._keep_last = keep_last
+        self._newest: int | None = None  # that this process saved
+        self._accuracies: dict[int, float | None] = {}
+        self._unknown: set[int] = set()
+        for step in self.steps:
+            try:
+                self._accuracies[step] = self.accuracy(step)
+            except ValueError:
+                self._unknown.add(step)
+        with writing("a checkpoint", self._directory):
+            self._checkpointer = ocp.training.Checkpointer(
+                self._directory,
+                preservation_policy=ocp.training.preservation_policies.PreserveAll(),  # _remove_old chooses
+                cleanup_tmp_directories=True,
+                lightweight_initialize=True,  # it would read what may be damaged
+            )
+        if jax.process_index() == 0:
+            for going in self._directory.glob(f"*{_GOING}"):  # a killed run was about to remove it
+                shutil.rmtree(going, ignore_errors=True)
+        self._removing = ThreadPoolExecutor(max_workers=1)
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, *exc_info) -> None:
-        with writing("a checkpoint", self._directory):
+        with writing("a checkpoint", self._directory), self._removing:
             self._checkpointer.close()
+            self._remove_old()
 
-    @property
-    def steps(self) -> list[int]:
-        """Steps that can be loaded, in order."""
-        return sorted(checkpoint.step for checkpoint in self._checkpointer.checkpoints)
-
-    def accuracy(self, step: int) -> float | None:
-        """Evaluation accuracy saved with a checkpoint, or None where it was not evaluated."""
-        metrics = next(c.metrics for c in self._checkpointer.checkpoints if c.step == step)
-        return metrics[_ACCURACY] if metrics else None
-
-    @property
-    def best_step(self) -> int | None:
-        """Step of the checkpoint with the highest evaluation accuracy."""
-        scored = [(self.accuracy(step), step) for step in self.steps if self.accuracy(step) is not None]
-        return max(scored)[1] if scored else None
-
-    def save(self, step: int, state: Any, *, accuracy: float | None = None) -> None:
+    def save(
+        self, step: int, state: Any, *, accuracy: float | None = None, digests: dict[str, int] | None = None
+    ) -> None:
         """Starts writing a checkpoint; returns once the state may be donated again.
+
+        Args:
+          step: number of steps done.
+          state: what is saved.
+          accuracy: on the evaluation split, if it was evaluated.
+          digests: of ``state``, from :func:`take_digests`, where they are at hand.
 
         Raises:
           RunError: this or the previous checkpoint could not be written (a full disk, say).
         """
-        metrics = {_ACCURACY: accuracy} if accuracy is not None else None
+        record = {"accuracy": accuracy, "digests": take_digests(state)[0] if digests is None else digests}
+        self.wait()
         with writing("a checkpoint", self._directory):
-            self._checkpointer.save_async(step, state, force=True, overwrite=True, metrics=metrics)
+            self._checkpointer.save_async(
+                step,
+                state,
+                force=True,
+                overwrite=True,
+                custom_metadata={"record": record, "checksum": _checksum(record)},
+            )
+        self._newest, self._accuracies[step] = step, accuracy
 
     def wait(self) -> None:
-        """Blocks until every checkpoint is on disk."""
+        """Blocks until every checkpoint is on disk, and removes those that are not to be kept."""
         with writing("a checkpoint", self._directory):
             self._checkpointer.wait()
+            self._remove_old()
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> Any:
-        """Loads a checkpoint onto the shapes and shardings of ``abstract_state``.
-
-        Args:
-          abstract_state: the state's tree of ``jax.ShapeDtypeStruct`` with shardings.
-          step: which one; by default the newest readable one. Newer ones are set aside as ``<step>.unreadable``.
-
-        Raises:
-          RunError: there is no such checkpoint, or none can be read.
-        """
-        if step is not None:
-            if step not in self.steps:
-                raise RunError(
-                    f"expected a checkpoint at one of the steps {self.steps} in {self._directory}, got {step}; "
-                    "choose one of these with --checkpoint"
-                )
-            return self._load(step, abstract_state)
-        failures: dict[int, str] = {}
-        for candidate in reversed(self.steps):
-            state, failure = self._try(candidate, abstract_state)
-            if failure is None:
-                self._set_aside(failures)
-                return state
-            failures[candidate] = failure
-        raise RunError(
-            f"expected a readable checkpoint in {self._directory}, got "
-            + (f"only unreadable ones: {failures}; restore one from a copy" if failures else "none; train first")
-        )
-
-    def _load(self, step: int, abstract_state: Any) -> Any:
-        return self._checkpointer.load(step, abstract_state)
-
-    def _try(self, step: int, abstract_state: Any) -> tuple[Any, str | None]:
-        """Returns the state of a checkpoint, or None and why it cannot be read, the same in all processes."""
-        state = failure = None
-        try:
-            state = self._load(step, abstract_state)
-        except Exception as error:
-            failure = _first_line(error)
-        if jax.process_count() > 1 and multihost_utils.process_allgather(np.int32(failure is not None)).any():
-            failure = failure or "another process could not read it"
-        return state, failure
+    def _remove_old(self) -> None:
+        """Removes all but the newest checkpoints, the best one, and those that may be better."""
+        steps = self.steps
+        if jax.process_index() != 0 or self._newest not in steps:  # those that were found may be all damaged but one
+            return
+        scored = [(score, step) for step in steps if (score := self._accuracies.get(step)) is not None]
+        kept = {*steps[-self._keep_last :], *(step for _, step in sorted(scored)[-1:]), *self._unknown}
+        for step in set(steps) - kept:
+            # Whoever reads it meanwhile finds all of it or nothing.
+            going = (self._directory / str(step)).rename(self._directory / f"{step}{_GOING}")
+            self._removing.submit(shutil.rmtree, going, ignore_errors=True)
 
     def _set_aside(self, failures: dict[int, str]) -> None:
         """Renames checkpoints that cannot be read; only once an older one could, so that the fault is theirs."""
         for step, reason in failures.items():
-            aside = self._directory / f"{step}.unreadable"
+            aside = self._unused_name(step)
             logging.warning("Checkpoint %d cannot be read (%s); set aside as %s", step, reason, aside)
             if jax.process_index() == 0:
-                shutil.rmtree(aside, ignore_errors=True)
-                (self._directory / str(step)).rename(aside)
-        if failures:
-            if jax.process_count() > 1:
-                multihost_utils.sync_global_devices("unreadable checkpoints are set aside")
-            self._checkpointer.reload()
+                with writing(aside.name, self._directory):
+                    (self._directory / str(step)).rename(aside)
+        if failures and jax.process_count() > 1:
+            multihost_utils.sync_global_devices("unreadable checkpoints are set aside")
+
+    def _unused_name(self, step: int) -> Path:
+        names = itertools.chain([f"{step}.unreadable"], (f"{step}.unreadable.{n}" for n in itertools.count(2)))
+        return next(path for path in map(self._directory.joinpath, names) if not os.path.lexists(path))
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:200]
+def _verify(state: Any, expected: dict[str, int]) -> None:
+    found, _ = take_digests(state)
+    if bad := sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
+        shown = ", ".join(bad[:3]) + (", …" if len(bad) > 3 else "")
+        raise ValueError(f"{len(bad)} of its {len(expected)} arrays are not what was saved: {shown}")
+
+
+def _checksum(record: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())

@@ -17,6 +17,8 @@ from adder_flax.training import sharding
 from adder_flax.training.attention_diagnostics import make_attention_diagnostics
 from adder_flax.training.checkpoints import Checkpoints
 from adder_flax.training.diagnose import explain_non_finite
+from adder_flax.training.digests import take_digests
+from adder_flax.training.lock import lock_workdir
 from adder_flax.training.metrics import MetricWriter, Progress
 from adder_flax.training.processes import StopVote
 from adder_flax.training.profiler import Profiler
@@ -29,6 +31,7 @@ from adder_flax.training.step import (
     make_loss_fn,
     step_keys,
 )
+from adder_flax.training.workdir import open_workdir, write_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,12 +132,18 @@ class Trainer:
           RunError: a checkpoint cannot be read or written.
         """
         run, main_host = self._run, jax.process_index() == 0
-        with Checkpoints(self._workdir / "checkpoints") as self._checkpoints, InterruptWatch() as watch:
+        with (
+            lock_workdir(self._workdir),
+            Checkpoints(open_workdir(self._workdir, run.config) / "checkpoints") as self._checkpoints,
+            InterruptWatch() as watch,
+        ):
             state = self._checkpoints.restore(run.abstract_state) if self._checkpoints.steps else run.init()
             start = int(state["step"])
             self._start_up.parameters_ready()
             with (
-                MetricWriter(self._workdir, start_step=start, enabled=main_host) as self._writer,
+                MetricWriter(
+                    self._workdir, start_step=start, enabled=main_host and start < run.num_steps
+                ) as self._writer,
                 Progress(run.num_steps, start, enabled=main_host) as self._progress,
             ):
                 # After all that can do without kernels: they may have to be built.
@@ -189,12 +198,14 @@ class Trainer:
         if not (evaluate or stopping or every(run.config.checkpoint_every_steps)):
             return
         self._flush(state)
+        digests = self._checked_digests(state, step)
         if evaluate:
             self._evaluation = self._evaluate(evaluation_params(state))
+            self._check_evaluation(step)
             self._writer.write(step, self._evaluation)
             self._progress.line(_describe(step, run, self._evaluation))
         accuracy = self._evaluation["eval/accuracy"] if evaluate else None
-        self._checkpoints.save(step, state, accuracy=accuracy)
+        self._checkpoints.save(step, state, accuracy=accuracy, digests=digests)
         self._window = (step, time.time())
 
     def _flush(self, state: State) -> None:
@@ -237,16 +248,41 @@ class Trainer:
         loss = lambda *args: make_loss_fn(run.graphdef)(*args)[0]
         return explain_non_finite(loss, params, jax.jit(jax.grad(loss)), *examples, dropout_key)
 
+    def _checked_digests(self, state: State, step: int) -> dict[str, int]:
+        """Returns what a checkpoint of the state is verified by, unless the state is not worth one."""
+        digests, non_finite = take_digests(state)
+        if non_finite:
+            names = ", ".join(non_finite[:3]) + (", …" if len(non_finite) > 3 else "")
+            raise self._not_saved("a finite train state", step, f"an infinity or NaN in {names}")
+        return digests
+
+    def _check_evaluation(self, step: int) -> None:
+        loss = self._evaluation["eval/loss"]
+        if self._run.config.non_finite == "stop" and not math.isfinite(loss):
+            raise self._not_saved("a finite loss in the evaluation", step, str(loss))
+
+    def _not_saved(self, expected: str, step: int, got: str) -> NonFiniteLossError:
+        return NonFiniteLossError(
+            f"expected {expected} after step {step} of {self._run.num_steps}, got {got}; the state is not saved. "
+            f"Checkpoints kept: {self._kept()}. Lower --config.optimizer.learning_rate or "
+            "lengthen --config.optimizer.warmup_epochs"
+        )
+
+    def _kept(self) -> list[int] | str:
+        self._checkpoints.wait()
+        return self._checkpoints.steps or "none yet"
+
     def _stop_non_finite(self, params: Any, step: int) -> None:
         raise NonFiniteLossError(
             f"expected a finite loss and gradient, got a non-finite one at step {step} of {self._run.num_steps}: "
             f"{self._explain_non_finite(params, step - 1)}. "
-            f"Checkpoints kept: {self._checkpoints.steps or 'none yet'}. Lower --config.optimizer.learning_rate, "
+            f"Checkpoints kept: {self._kept()}. Lower --config.optimizer.learning_rate, "
             "lengthen --config.optimizer.warmup_epochs, or go on past such batches with --config.non_finite=skip"
         )
 
     def _report_first_step(self, metrics: Any) -> None:
         jax.block_until_ready(metrics)
+        write_config(self._workdir, self._run.config)
         self._progress.line(self._start_up.report())
         self._window = (self._pending[0], time.time())
 

@@ -2,27 +2,37 @@
 
 import contextlib
 import json
+import os
+import re
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
 import tensorboardX
+from absl import logging
 from tqdm import tqdm
 
 from adder_flax.errors import writing
+from adder_flax.training.workdir import read_regular
+
+_NAME = "metrics.jsonl"
 
 
 class MetricWriter:
     """Writes scalars by step to ``<workdir>/metrics.jsonl`` and TensorBoard events.
 
-    A resumed run repeats the steps after its checkpoint, so rows after ``start_step`` are dropped on opening.
+    A resumed run repeats the steps after its checkpoint. Their rows, and lines that are no rows, are moved to
+    ``metrics.jsonl.aside`` on opening: nothing that was written is lost.
 
     Args:
       workdir: directory of the run.
       start_step: the step that the run starts or resumes from.
       enabled: False on every host but the first.
+
+    Raises:
+      RunError: they cannot be written.
 
     Example:
       >>> import tempfile
@@ -37,16 +47,12 @@ class MetricWriter:
         self._file = self._events = None
         if not enabled:
             return
-        path = self._workdir / "metrics.jsonl"
-        kept = [row for row in read_metrics(workdir) if row["step"] <= start_step]
-        whole = path.with_suffix(".jsonl.part")
+        _set_rows_aside(self._workdir, start_step)
         with writing("metrics", workdir):
-            whole.write_text("".join(json.dumps(row) + "\n" for row in kept))
-            whole.replace(path)  # at once: a run killed here keeps its log
-            self._file = path.open("a", buffering=1)
-        self._events = tensorboardX.SummaryWriter(
-            str(self._workdir / "tensorboard"), purge_step=start_step + 1 if start_step else None
-        )
+            self._file = (self._workdir / _NAME).open("a", buffering=1)
+            self._events = tensorboardX.SummaryWriter(
+                str(self._workdir / "tensorboard"), purge_step=start_step + 1 if start_step else None
+            )
 
     def __enter__(self) -> "MetricWriter":
         return self
@@ -73,15 +79,59 @@ class MetricWriter:
 
 
 def read_metrics(workdir: str | Path) -> list[dict[str, float]]:
-    """Returns the rows of ``metrics.jsonl``; a last line cut short by a crash is left out."""
-    path = Path(workdir) / "metrics.jsonl"
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    """Returns the rows of ``metrics.jsonl``; lines that are none, such as one cut short by a crash, are left out.
+
+    Raises:
+      RunError: the file cannot be read.
+    """
+    return [row for line in _lines(Path(workdir)) if (row := _row(line)) is not None]
+
+
+def _lines(workdir: Path) -> list[bytes]:
+    """Returns the lines of ``metrics.jsonl``, each with its end."""
+    # Not splitlines: it would split at characters that JSON allows in a text.
+    return [line for line in re.split(rb"(?<=\n)", read_regular(workdir / _NAME) or b"") if line]
+
+
+def _row(line: bytes) -> dict[str, float] | None:
+    """Returns the numbers of one step, or None where a line holds something else."""
+    try:
+        row = json.loads(line)
+        numbers = isinstance(row, dict) and all(type(value) in (int, float) for value in row.values())
+        return row if numbers and type(row["step"]) is int else None
+    except (ValueError, KeyError, RecursionError):
+        return None
+
+
+def _set_rows_aside(workdir: Path, start_step: int) -> None:
+    """Moves the rows after a step, and what is no row, out of ``metrics.jsonl``; without any it is left alone."""
+    path, aside = workdir / _NAME, workdir / f"{_NAME}.aside"
+    kept, later, strange = [], [], []
+    for line in _lines(workdir):
+        row = _row(line)
+        (strange if row is None else kept if row["step"] <= start_step else later).append(line)
+    ends = not kept or kept[-1].endswith(b"\n")
+    if not later and not strange and ends:
+        return
+    with writing("metrics", workdir):
+        _append(aside, [line.rstrip(b"\n") + b"\n" for line in later + strange])
+        # At once: a run killed here keeps its rows.
+        whole = path.with_suffix(".jsonl.part")
+        whole.unlink(missing_ok=True)
+        _append(whole, [*kept, b"" if ends else b"\n"])
+        whole.replace(path)
+    if later or strange:
+        logging.warning(
+            "%s: %d rows after step %d, which are repeated, and %d lines that are no rows are now in %s",
+            *(path, len(later), start_step, len(strange), aside),
+        )
+
+
+def _append(path: Path, lines: Sequence[bytes]) -> None:
+    with path.open("ab") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 class Progress:

@@ -1,13 +1,18 @@
 """The directory of a run: its configuration on disk, and the refusal to mix two runs in one place."""
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
 import jax
+from absl import logging
 from ml_collections import ConfigDict
 
-from adder_flax.errors import RunError
+from adder_flax.errors import RunError, writing
+from adder_flax.text import printable
+from adder_flax.training.checkpoints import SavedCheckpoints
 
 # How a run is executed, not what it computes: these may change between two starts of the same run.
 OPERATIONAL_FIELDS = (
@@ -20,6 +25,7 @@ OPERATIONAL_FIELDS = (
     "data.data_dir",
     "data.num_threads",
 )
+_SHOWN_DIFFERENCES = 20
 
 
 def flatten_config(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -39,53 +45,108 @@ def flatten_config(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def open_workdir(workdir: str | Path, config: ConfigDict) -> Path:
-    """Makes the directory of a run, or checks that it belongs to a run of the same configuration.
+    """Returns the directory of a run as an absolute path, checked not to hold another one; writes nothing.
 
-    Writes ``config.json`` on the first start.
+    A run that has not saved a checkpoint does not bind the next one: a mistake can be mended in the same directory.
 
     Raises:
-      RunError: the directory holds a run of another configuration; the message lists the differences.
+      RunError: the directory holds checkpoints of another configuration; the message lists the differences.
     """
     workdir = Path(workdir).absolute()
-    path = workdir / "config.json"
-    if path.exists():
-        _refuse_another_run(workdir, json.loads(path.read_text()), json.loads(config.to_json()))
-    elif jax.process_index() == 0:
-        try:
-            workdir.mkdir(parents=True, exist_ok=True)
-            # Other processes, and whoever looks after a crash, see all of it or nothing.
-            whole = path.with_suffix(".json.part")
-            whole.write_text(json.dumps(json.loads(config.to_json()), indent=2) + "\n")
-            whole.replace(path)
-        except OSError as error:
-            raise RunError(f"expected a directory to write to, got {workdir}: {error}; set --workdir") from error
+    stored = _read_config(workdir)
+    if stored is not None and SavedCheckpoints(workdir / "checkpoints").steps:
+        _refuse_another_run(workdir, stored, json.loads(config.to_json()))
     return workdir
+
+
+def write_config(workdir: str | Path, config: ConfigDict) -> None:
+    """Writes ``config.json``, once the run is known to be good, unless it is there.
+
+    Raises:
+      RunError: the directory holds checkpoints of another configuration, or cannot be written to.
+    """
+    workdir = open_workdir(workdir, config)
+    given, path = json.loads(config.to_json()), workdir / "config.json"
+    if jax.process_index() or _read_config(workdir) == given:
+        return
+    if SavedCheckpoints(workdir / "checkpoints").steps:
+        if path.exists():
+            return  # it differs in how the run is executed; the first start stays on record
+        logging.warning("No config.json beside the checkpoints in %s: taking them to be of this run", workdir)
+    with writing("config.json", workdir):
+        workdir.mkdir(parents=True, exist_ok=True)
+        # Whoever looks after a crash sees all of it or nothing.
+        whole = path.with_suffix(".json.part")
+        whole.write_text(json.dumps(given, indent=2) + "\n")
+        whole.replace(path)
 
 
 def read_config(workdir: str | Path) -> ConfigDict:
     """Returns the configuration of the run in a directory.
 
     Raises:
-      RunError: there is no run.
+      RunError: there is no run, or its config.json cannot be understood.
     """
-    path = Path(workdir) / "config.json"
-    if not path.exists():
+    stored = _read_config(Path(workdir))
+    if stored is None:
         raise RunError(f"expected the directory of a run, with its config.json, got {workdir}; train there first")
-    # JSON knows no tuples; a configuration has no lists.
-    as_tuple = lambda fields: {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
-    return ConfigDict(json.loads(path.read_text(), object_hook=as_tuple))
+    return ConfigDict(_with_tuples(stored))
+
+
+def read_regular(path: Path) -> bytes | None:
+    """Returns what a file holds, or None where there is none.
+
+    Raises:
+      RunError: it cannot be read, or is no file; a pipe, say, would keep its reader waiting for ever.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise RunError(f"expected {path} to be a file, got something else; move it away")
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise RunError(f"expected to read {path}, got: {error}; make it readable, or move it away") from error
+
+
+def _read_config(workdir: Path) -> dict[str, Any] | None:
+    path = workdir / "config.json"
+    text = read_regular(path)
+    if text is None:
+        return None
+    try:
+        stored = json.loads(text)
+        if not isinstance(stored, dict):
+            raise ValueError(f"a JSON {type(stored).__name__}")
+        flatten_config(stored)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else printable(error)
+        raise RunError(
+            f"expected the configuration of a run in {path}, got: {reason}; put it back from a copy, or move it away: "
+            "the run is then taken to be of the configuration it is started with"
+        ) from error
+    return stored
+
+
+def _with_tuples(value: Any) -> Any:
+    """JSON knows no tuples; a configuration has no lists."""
+    if isinstance(value, dict):
+        return {name: _with_tuples(field) for name, field in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def _refuse_another_run(workdir: Path, stored: dict[str, Any], given: dict[str, Any]) -> None:
     stored, given = flatten_config(stored), flatten_config(given)
+    shown = lambda fields, name: printable(repr(fields[name]), 60) if name in fields else "absent"
     differences = [
-        f"  {name}: {stored.get(name, 'absent')!r} there, {given.get(name, 'absent')!r} now"
+        f"  {printable(name, 60)}: {shown(stored, name)} there, {shown(given, name)} now"
         for name in sorted(stored.keys() | given.keys())
         if stored.get(name) != given.get(name) and not name.startswith(OPERATIONAL_FIELDS)
     ]
     if differences:
+        more = len(differences) - _SHOWN_DIFFERENCES
         raise RunError(
             f"expected the configuration of the run in {workdir}, got another:\n"
-            + "\n".join(differences)
+            + "\n".join(differences[:_SHOWN_DIFFERENCES] + ([f"  and {more} more"] if more > 0 else []))
             + "\nchoose another --workdir for a new run, or the same values to go on with that one"
         )

@@ -55,7 +55,7 @@ def test_a_baseline_has_to_be_a_run_on_the_same_data(reported, tmp_path):
     config = common.deit("adder", "tiny")
     with pytest.raises(RunError, match="expected the directory of a run"):
         cli.analyze(config, tmp_path, "last", tmp_path / "nothing")
-    training.open_workdir(tmp_path / "fake", common.deit("adder", "tiny", "fake"))
+    training.write_config(tmp_path / "fake", common.deit("adder", "tiny", "fake"))
     with pytest.raises(RunError, match="expected a baseline on digits at 8 pixels, got fake at 32"):
         cli.analyze(config, tmp_path, "last", tmp_path / "fake")
 
@@ -72,5 +72,5 @@ def test_scores_that_are_no_probabilities_are_refused_before_anything_is_compute
 
 def test_a_configuration_survives_its_file(tmp_path):
     config = common.deit("adder", "tiny")
-    training.open_workdir(tmp_path, config)
+    training.write_config(tmp_path, config)
     assert training.read_config(tmp_path) == config

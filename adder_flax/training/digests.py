@@ -1,0 +1,90 @@
+"""Digests of arrays: 32 bits each, by which a checkpoint is known to hold what was saved.
+
+They are computed where the arrays are, in one pass over them that also looks for infinities and NaN, and do not depend
+on how an array is split over devices and processes.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from adder_flax.training.sharding import tree_path
+
+# Odd, with evenly spread bits: 2³² over the golden ratio, and the factors of MurmurHash3's finaliser.
+_SPREAD, _MIX_1, _MIX_2 = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
+
+
+def take_digests(tree: Any) -> tuple[dict[str, int], list[str]]:
+    """Returns the digest of each array of a tree, and the names of those that hold an infinity or NaN.
+
+    A digest is the sum over all elements, modulo 2³², of a bijective mix of the element's bits and its position: the
+    change of one element always changes it, other damage goes unseen with probability 2⁻³².
+
+    Args:
+      tree: of arrays in any sharding. Where several processes hold them, all must call it.
+
+    Example:
+      >>> digests, non_finite = take_digests({"a": jnp.arange(3), "b": [jnp.array([1.0, jnp.nan])]})
+      >>> list(digests), non_finite
+      (['a', 'b/0'], ['b/0'])
+      >>> take_digests({"a": jnp.array([0, 1, 3])})[0]["a"] == digests["a"]
+      False
+    """
+    leaves = {tree_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    outcomes = jax.device_get({name: _digest_on(_everywhere(leaf))(leaf) for name, leaf in leaves.items()})
+    digests = {name: int(digest) for name, (digest, _) in outcomes.items()}
+    return digests, [name for name, (_, finite) in outcomes.items() if not finite]
+
+
+def _everywhere(leaf: Array) -> NamedSharding | None:
+    """Returns the sharding in which every process holds what is computed from an array."""
+    split = getattr(leaf, "sharding", None)
+    return NamedSharding(split.mesh, P()) if isinstance(split, NamedSharding) else None
+
+
+@functools.cache
+def _digest_on(out: NamedSharding | None) -> Any:
+    return jax.jit(_digest, out_shardings=out)
+
+
+def _digest(x: Array) -> tuple[Array, Array]:
+    """Returns ``(digest, whether every element is finite)``, scalars."""
+    mixed = (_bits(x) + _positions(x.shape)) * _MIX_1
+    mixed = (mixed ^ (mixed >> 15)) * _MIX_2
+    mixed ^= mixed >> 16
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.sum(mixed, dtype=jnp.uint32), jnp.array(True)
+    # One reduction of both reads the array once.
+    return jax.lax.reduce(
+        (mixed, jnp.isfinite(x)),
+        (np.uint32(0), np.bool_(True)),
+        lambda one, other: (one[0] + other[0], one[1] & other[1]),
+        tuple(range(x.ndim)),
+    )
+
+
+def _bits(x: Array) -> Array:
+    """Returns the elements' bits as 32-bit numbers; of 64 bits, a mix."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    if x.dtype.itemsize == 8:
+        bits ^= (bits >> 32) * jnp.uint64(_SPREAD)
+    return bits.astype(jnp.uint32)
+
+
+def _positions(shape: Sequence[int]) -> Array:
+    """Returns each element's flat index times an odd number, modulo 2³²."""
+    positions = jnp.zeros(shape, jnp.uint32)
+    for axis in range(len(shape)):
+        stride = np.uint32(math.prod(shape[axis + 1 :]) * int(_SPREAD) % 2**32)
+        positions += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * stride
+    return positions

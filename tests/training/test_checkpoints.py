@@ -1,0 +1,154 @@
+"""What is saved is what is restored, or it is said; who only reads changes nothing."""
+
+import logging
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adder_flax.errors import RunError
+from adder_flax.training import Checkpoints, SavedCheckpoints
+
+
+def make_state(value):
+    key = jax.random.fold_in(jax.random.key(0), value)
+    return {"step": jnp.int32(value), "params": {"kernel": jax.random.normal(key, (30, 20)), "bias": jnp.ones(4)}}
+
+
+ABSTRACT = jax.eval_shape(lambda: make_state(0))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("saved") / "checkpoints"
+    with Checkpoints(directory, keep_last=2) as checkpoints:
+        for step, accuracy in ((1, 0.9), (2, 0.5)):
+            checkpoints.save(step, make_state(step), accuracy=accuracy)
+    return directory
+
+
+@pytest.fixture
+def directory(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "checkpoints")
+
+
+def snapshot(directory):
+    return {
+        str(path.relative_to(directory)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
+        for path in [directory, *directory.rglob("*")]
+    }
+
+
+def flip(path, position):
+    content = bytearray(path.read_bytes())
+    content[position // 8] ^= 1 << position % 8
+    path.write_bytes(content)
+
+
+def same(state, step):
+    return all(jax.tree.leaves(jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), state, make_state(step))))
+
+
+def test_a_flipped_bit_changes_nothing_or_is_noticed(directory, caplog):
+    draw = np.random.default_rng(0)
+    files = sorted(path for path in (directory / "2").rglob("*") if path.is_file())
+    fell_back = 0
+    for path in files:
+        whole = path.read_bytes()
+        for position in draw.integers(8 * len(whole), size=3):
+            flip(path, position)
+            caplog.clear()
+            with caplog.at_level(logging.WARNING):
+                state = SavedCheckpoints(directory).restore(ABSTRACT)
+            step = int(state["step"])
+            assert same(state, step), (path.name, position)
+            assert step == 2 or "Checkpoint 2 cannot be read" in caplog.text
+            fell_back += step == 1
+            path.write_bytes(whole)
+    assert fell_back > len(files) / 2
+
+
+def test_the_values_of_an_array_are_verified(directory):
+    (directory / "2" / "state").rename(directory / "other")
+    shutil.copytree(directory / "1" / "state", directory / "2" / "state")  # whole, but not what was saved
+    with pytest.raises(
+        RunError, match=r"step 2 .*2 of its 3 arrays are not what was saved: params/kernel, step;.*1, 2"
+    ):
+        SavedCheckpoints(directory).restore(ABSTRACT, 2)
+    assert same(SavedCheckpoints(directory).restore(ABSTRACT), 1)
+
+
+def test_reading_writes_nothing_and_needs_no_permission_to(directory):
+    (directory / "3.orbax-checkpoint-tmp").mkdir()
+    flip(next((directory / "2" / "state" / "ocdbt.process_0" / "d").iterdir()), 999)
+    before = snapshot(directory)
+    reader = SavedCheckpoints(directory)
+    assert same(reader.restore(ABSTRACT), 1)
+    assert same(reader.restore(ABSTRACT, "best"), 1)
+    with pytest.raises(RunError, match="step 2"):
+        reader.restore(ABSTRACT, 2)
+    assert snapshot(directory) == before
+
+
+def test_a_checkpoint_that_the_trainer_deletes_meanwhile_is_not_missed(directory, monkeypatch):
+    reader, load = SavedCheckpoints(directory), SavedCheckpoints._record
+
+    def delete_then_load(self, step):
+        if step == 2:
+            (directory / "2").rename(directory / "2.deleted")
+            (directory / "1").rename(directory / "3")  # the newer one for which it had to go
+        return load(self, step)
+
+    monkeypatch.setattr(SavedCheckpoints, "_record", delete_then_load)
+    assert same(reader.restore(ABSTRACT), 1)
+
+
+def test_what_is_set_aside_never_replaces_what_was(directory):
+    for attempt in range(3):
+        with Checkpoints(directory, keep_last=2) as checkpoints:
+            flip(next((directory / "2" / "state" / "ocdbt.process_0" / "d").iterdir()), 900 + attempt)
+            assert same(checkpoints.restore(ABSTRACT), 1)
+            checkpoints.save(2, make_state(2), accuracy=0.5)
+    aside = ["2.unreadable", "2.unreadable.2", "2.unreadable.3"]
+    assert sorted(os.listdir(directory)) == ["1", "2", *aside]
+    assert (
+        len({next((directory / name / "state" / "ocdbt.process_0" / "d").iterdir()).read_bytes() for name in aside}) > 1
+    )
+
+
+def test_the_best_is_not_guessed(directory):
+    (directory / "1" / "_CHECKPOINT_METADATA").write_text("{}")
+    with pytest.raises(RunError, match=r"accuracy of every checkpoint.* at step 1"):
+        SavedCheckpoints(directory).restore(ABSTRACT, "best")
+    with Checkpoints(directory) as checkpoints:
+        checkpoints.restore(ABSTRACT)
+        checkpoints.save(3, make_state(3), accuracy=0.6)
+    assert sorted(os.listdir(directory)) == ["1", "3"]  # 1 may be the best
+
+
+def test_a_checkpoint_of_an_older_version_is_read_with_a_warning(directory, caplog):
+    path = directory / "2" / "_CHECKPOINT_METADATA"
+    text = path.read_text()
+    path.write_text(text[: text.index('"custom_metadata"')] + '"custom_metadata": {}}')
+    with caplog.at_level(logging.WARNING):
+        assert same(SavedCheckpoints(directory).restore(ABSTRACT), 2)
+    assert "Checkpoint 2 has no digests" in caplog.text
+
+
+def test_what_a_killed_run_was_about_to_delete_is_deleted(directory):
+    (directory / "1").rename(directory / "1.deleted")
+    with Checkpoints(directory):
+        pass
+    assert os.listdir(directory) == ["2"]
+
+
+@pytest.mark.parametrize("which", ["last", "best", 7])
+def test_no_checkpoint_is_one_message(which, tmp_path):
+    with pytest.raises(RunError, match="expected a readable checkpoint in .* got none; train first"):
+        SavedCheckpoints(tmp_path / "nowhere").restore(ABSTRACT, which)
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="directory of checkpoints"):
+        SavedCheckpoints(tmp_path / "file").restore(ABSTRACT, which)

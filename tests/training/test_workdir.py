@@ -1,0 +1,132 @@
+"""One run in one directory: its configuration is written once it is good, and another one's is refused."""
+
+import dataclasses
+import json
+import os
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adder_flax import training
+from adder_flax.errors import NonFiniteLossError, RunError
+from adder_flax.training import Trainer, build_run, open_workdir, read_config, read_metrics, write_config
+from experiments import common
+
+
+def other(config):
+    changed = config.copy_and_resolve_references()
+    changed.optimizer.learning_rate = 0.123
+    return changed
+
+
+def checkpoint(workdir):
+    (workdir / "checkpoints" / "4").mkdir(parents=True)
+
+
+def test_another_configuration_is_refused_once_there_is_a_checkpoint(tmp_path):
+    config = common.deit("adder", "tiny")
+    write_config(tmp_path, config)
+    assert read_config(tmp_path) == config
+    write_config(tmp_path, other(config))  # a mistake, corrected
+    assert read_config(tmp_path) == other(config)
+    checkpoint(tmp_path)
+    for function in (open_workdir, write_config):
+        with pytest.raises(RunError, match=r"optimizer.learning_rate: 0.123 there"):
+            function(tmp_path, config)
+
+
+def test_opening_writes_nothing(tmp_path):
+    assert open_workdir(tmp_path / "new", common.deit("adder", "tiny")) == tmp_path / "new"
+    assert os.listdir(tmp_path) == []
+
+
+DAMAGED = [b"", b"{", b"[]", b"null", b"3", b'"text"', b"\xff\xfe\xfa", b"[" * 100_000, b'{"a":' * 100_000, b"\0" * 99]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_configuration_is_one_message_and_stays(content, tmp_path):
+    (tmp_path / "config.json").write_bytes(content)
+    config = common.deit("adder", "tiny")
+    for call in (lambda: open_workdir(tmp_path, config), lambda: write_config(tmp_path, config)):
+        with pytest.raises(RunError, match=r"configuration of a run in .*config.json, got: .*put it back") as error:
+            call()
+        assert len(str(error.value)) < 1000
+    with pytest.raises(RunError, match="config.json"):
+        read_config(tmp_path)
+    assert (tmp_path / "config.json").read_bytes() == content
+
+
+def test_a_configuration_that_lacks_fields_or_has_strange_ones_is_another(tmp_path):
+    config = common.deit("adder", "tiny")
+    fields = json.loads(config.to_json())
+    del fields["model"]
+    fields |= {f"x\x1b[2J{i}" * 50: "\x1b[31m" * 1000 for i in range(500)}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    checkpoint(tmp_path)
+    with pytest.raises(RunError, match=r"model.depth: absent there, 12 now(.|\n)*more") as error:
+        open_workdir(tmp_path, config)
+    assert len(str(error.value)) < 4000
+    assert str(error.value).isprintable() or "\x1b" not in str(error.value)
+
+
+@pytest.mark.parametrize("place", ["directory", "pipe"])
+def test_what_is_no_file_is_one_message(place, tmp_path):
+    path = tmp_path / "config.json"
+    path.mkdir() if place == "directory" else os.mkfifo(path)
+    with pytest.raises(RunError, match="to be a file, got something else"):
+        open_workdir(tmp_path, common.deit("adder", "tiny"))
+
+
+def test_a_mistake_can_be_corrected_in_the_same_directory_and_no_row_is_lost(tiny_config, tmp_path):
+    fields = {"optimizer.name": "sgd", "optimizer.clip_norm": 0.0, "optimizer.learning_rate": 1e6}
+    config = tiny_config("multiplicative", **fields)
+    with pytest.raises(NonFiniteLossError):
+        Trainer(build_run(config), open_workdir(tmp_path, config)).fit()
+    assert os.listdir(tmp_path / "checkpoints") == []
+    first = (tmp_path / "metrics.jsonl").read_text()
+    config.optimizer.learning_rate = 0.01
+    assert Trainer(build_run(config), open_workdir(tmp_path, config)).fit().step == 9
+    assert read_config(tmp_path) == config
+    assert first
+    assert (tmp_path / "metrics.jsonl.aside").read_text() == first
+    log = (tmp_path / "metrics.jsonl").read_bytes() + b"no row\n"
+    (tmp_path / "metrics.jsonl").write_bytes(log)
+    Trainer(build_run(config), open_workdir(tmp_path, config)).fit()  # complete: nothing is touched
+    assert (tmp_path / "metrics.jsonl").read_bytes() == log
+
+
+def one_step(config, harm):
+    """Returns a run of one step, which does harm to an array of the parameters."""
+    run = build_run(config)
+
+    def train_step(state, batch):
+        state, metrics = run.train_step(state, batch)
+        state["params"]["head"]["kernel"] = harm(state["params"]["head"]["kernel"])
+        return state, metrics
+
+    return dataclasses.replace(run, train_step=train_step)
+
+
+def test_a_state_that_is_not_finite_is_neither_saved_nor_scored(tiny_config, tmp_path):
+    config = tiny_config("multiplicative", num_epochs=0.02)
+    run = one_step(config, lambda kernel: kernel.at[3, 3].set(np.inf))
+    with pytest.raises(
+        NonFiniteLossError, match="step 1 of 1, got an infinity or NaN in params/head/kernel;.*none yet"
+    ):
+        Trainer(run, open_workdir(tmp_path, config)).fit()
+    assert training.SavedCheckpoints(tmp_path / "checkpoints").steps == []
+    assert not any("eval/loss" in row for row in read_metrics(tmp_path))
+
+
+@pytest.mark.parametrize("non_finite", ["stop", "skip"])
+def test_a_state_whose_score_is_not_finite_is_not_saved_unless_told_to_go_on(non_finite, tiny_config, tmp_path):
+    config = tiny_config("multiplicative", num_epochs=0.02, non_finite=non_finite)
+    run = one_step(config, lambda kernel: jnp.sign(kernel) * 3e38)  # finite, unlike the logits
+    trainer = Trainer(run, open_workdir(tmp_path, config))
+    if non_finite == "skip":
+        assert trainer.fit().step == 1
+        return
+    with pytest.raises(NonFiniteLossError, match="evaluation after step 1 of 1, got (nan|inf); .*none yet"):
+        trainer.fit()
+    assert training.SavedCheckpoints(tmp_path / "checkpoints").steps == []
