@@ -219,7 +219,9 @@ def random_resized_crop(
     """
     batch, height, width, _ = images.shape
     *boxes, found = random_boxes(jax.random.uniform(key, (_BOX_DRAWS, batch)), height, width, scale, ratio)
-    central_height, central_width = min(height, round(width / ratio[0])), min(width, round(height * ratio[1]))
+    # Of the ratio nearest to a square that is in range, and at least a pixel wide and high.
+    central_height = max(1, min(height, round(width / ratio[0])))
+    central_width = max(1, min(width, round(height * ratio[1])))
     central = (height - central_height) // 2, (width - central_width) // 2, central_height, central_width
     return resize_boxes(images, *(jnp.where(found, box, other) for box, other in zip(boxes, central, strict=True)))
 

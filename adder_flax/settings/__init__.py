@@ -5,10 +5,10 @@ settings; all that is wrong with it is one message. Nothing here imports JAX, so
 """
 
 from adder_flax.settings._data import AugmentSettings, DataSettings
-from adder_flax.settings._fields import Declared, SettingsError, declarations, defaults, read, section, setting
+from adder_flax.settings._fields import Declared, SettingsError, declarations, defaults, read, section, setting, shown
 from adder_flax.settings._model import MODEL_SETTINGS, AdderSettings, AttentionSettings, ScoreSettings, VitSettings
 from adder_flax.settings._optimizer import CgFacSettings, OptimizerSettings
-from adder_flax.settings._rules import Choice, Flag, Integer, Names, Number, Or, OrZero, Refused, Rule, Span, Text
+from adder_flax.settings._rules import Choice, Flag, Integer, Names, Number, Or, Refused, Rule, Span, Text
 from adder_flax.settings._run import MeshSettings, RunSettings
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "Number",
     "OptimizerSettings",
     "Or",
-    "OrZero",
     "Refused",
     "Rule",
     "RunSettings",
@@ -41,4 +40,5 @@ __all__ = [
     "read",
     "section",
     "setting",
+    "shown",
 ]

@@ -3,8 +3,9 @@
 import dataclasses
 
 from adder_flax.settings._fields import setting
-from adder_flax.settings._rules import Choice, Integer, Number, OrZero, Span, Text
+from adder_flax.settings._rules import Choice, Integer, Number, Or, Span, Text
 
+_PATH = Text("a folder, or nothing", longest=4096, empty=True)
 _PROBABILITY = Number(0, 1)
 # Far beyond use, and small enough that no factor overflows float32.
 _STRENGTH = Number(0, 100)
@@ -16,10 +17,12 @@ _ASPECT = Number(0.01, 100)
 class DataSettings:
     """Where the images come from."""
 
-    name: str = setting("digits", Text("the name of a data set", longest=200), "the data set")
-    data_dir: str = setting("", Text("a folder, or nothing", empty=True), "where it lies; empty for the usual place")
-    image_size: int | None = setting(224, OrZero(Integer(1, 8192)), "side of the images, pixels; 0 is the set's own")
-    num_threads: int | None = setting(0, OrZero(Integer(1, 1024)), "that read images; 0 chooses")
+    name: str = setting("digits", Text("the name of a data set"), "the data set")
+    data_dir: str = setting("", _PATH, "where it lies; empty for the usual place")
+    image_size: int | None = setting(
+        224, Or({0: None}, Integer(1, 8192)), "side of the images, pixels; 0 is the set's own"
+    )
+    num_threads: int | None = setting(0, Or({0: None}, Integer(1, 1024)), "that read images; 0 chooses")
     on_unreadable: str = setting("raise", Choice("raise", "skip"), "what to do with an image that cannot be decoded")
 
 

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from adder_flax.errors import RunError
 from adder_flax.registry import Registry
-from adder_flax.settings._rules import Refused, Rule
+from adder_flax.settings._rules import LONGEST_NAME, Refused, Rule
 
 Settings = TypeVar("Settings")
 
@@ -120,7 +120,10 @@ def shown(value: Any) -> str:
     >>> shown("x" * 100_000)[-5:]
     'xxxx…'
     """
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of more than 4,300 digits, lists in lists in lists
+        text = f"a {type(value).__name__} too large to show"
     text = "".join(c if c.isprintable() else " " for c in text)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
 
@@ -165,9 +168,11 @@ def _is_mapping(fields: Any) -> bool:
 
 def _read_section(field: dataclasses.Field, fields: Any, where: str, faults: list[str]) -> Any:
     settings, among = field.metadata["section"], field.metadata["among"]
-    if among is not None and _is_mapping(fields) and "name" in fields:
+    name = fields.get("name") if _is_mapping(fields) else None
+    # What could be no name at all is left to the rule of the field.
+    if among is not None and isinstance(name, str) and name.isprintable() and len(name) <= LONGEST_NAME:
         try:
-            settings = among.get(fields["name"])
+            settings = among.get(name)
         except ValueError as error:
             faults.append(f"{where}.name: {error}")
             return None

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from adder_flax.registry import Registry
 from adder_flax.settings._fields import section, setting
-from adder_flax.settings._rules import Choice, Flag, Integer, Names, Number, Or, OrZero, Text
+from adder_flax.settings._rules import Choice, Flag, Integer, Names, Number, Or, Text
 
 MAX_DEPTH = 1000
 _DROP_RATE = Number(0, 1, "[)")
@@ -18,7 +18,7 @@ class ScoreSettings:
     """Options of the scores; each is for those that it names."""
 
     hidden_dim: int | None = setting(
-        0, OrZero(Integer(1, 65536)), "additive: its hidden width; 0 for as many parameters as bilinear"
+        0, Or({0: None}, Integer(1, 65536)), "additive: its hidden width; 0 for as many parameters as bilinear"
     )
     layer_norm: bool = setting(False, Flag(), "additive: LayerNorm before tanh, against its saturation")
     gradient: str = setting("sign", _GRADIENT, "adder: the rule of its derivative")
@@ -39,13 +39,13 @@ class AttentionSettings:
     )
     scale: str | float | None = setting(
         "auto",
-        Or(Choice("sqrt_dim", "variance_matched", auto=None), Number(1e-6, 1e6)),
+        Or({"auto": None, "sqrt_dim": "sqrt_dim", "variance_matched": "variance_matched"}, Number(1e-6, 1e6)),
         "of scores; auto: 1 for additive ones, sqrt_dim (1/√head width) for the others",
     )
     temperature: float = setting(1.0, Number(1e-3, 1e3), "divides the scores")
     key_block: int | str | None = setting(
         "auto",
-        Or(Choice("auto", off=None), Integer(1, 2**20)),
+        Or({"auto": "auto", "off": None}, Integer(1, 2**20)),
         "attention in blocks of so many keys, in memory linear in the tokens; off builds the maps",
     )
     attention_dropout_rate: float = setting(0.0, _DROP_RATE, "of attention weights", data=True)
@@ -65,7 +65,7 @@ class AdderSettings:
 class VitSettings:
     """The vision transformer."""
 
-    name: str = setting("vit", Text("the name of a model", longest=200), "the model, whose own fields follow")
+    name: str = setting("vit", Text("the name of a model"), "the model, whose own fields follow")
     width: int = setting(192, Integer(1, 65536), "of the tokens")
     depth: int = setting(12, Integer(1, MAX_DEPTH), "number of blocks")
     num_heads: int = setting(3, Integer(1, 65536), "attention heads of a block; divides the width")

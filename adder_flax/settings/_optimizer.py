@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Iterator
 
 from adder_flax.settings._fields import section, setting
-from adder_flax.settings._rules import Choice, Flag, Integer, Number, OrZero, Text
+from adder_flax.settings._rules import Choice, Flag, Integer, Number, Or, Text
 
 # Far beyond use, and small enough that one step does not overflow float32.
 _RATE = Number(0, 1e6)
-_RATE_OR_OFF = OrZero(Number(0, 1e6, "(]"))
+_RATE_OR_OFF = Or({0: None}, Number(0, 1e6, "(]"))
 _DECAY = Number(0, 1, "[)")
 _STEPS = Integer(0, 2**31 - 1)
 
@@ -71,9 +71,7 @@ class CgFacSettings:
 class OptimizerSettings:
     """The optimizer, its schedule and its decay."""
 
-    name: str = setting(
-        "adamw", Text("the name of an optimizer", longest=200), "adamw, sgd, cg_fac or a registered one"
-    )
+    name: str = setting("adamw", Text("the name of an optimizer"), "adamw, sgd, cg_fac or a registered one")
     learning_rate: float = setting(1e-3, _RATE, "peak of the schedule", data=True)
     final_learning_rate: float = setting(1e-5, _RATE, "end of the schedule, at the last step", data=True)
     warmup_epochs: float = setting(5.0, Number(0, 1e6), "linear rise from 0 to the peak, epochs", data=True)

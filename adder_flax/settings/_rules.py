@@ -1,8 +1,10 @@
 """What a value has to be: its type, its range, and the words that say so in a message."""
 
+import contextlib
 import dataclasses
 import math
 import numbers
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 
@@ -115,67 +117,59 @@ class Choice:
         return self.meanings[str(value)]
 
 
+LONGEST_NAME = 200
+
+
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Readable characters in one line, for example a name or a path.
+    """Readable characters in one line: a name, or a path.
 
     Args:
       expected: what they are, in the words of a message.
-      empty: whether there may be none.
       longest: number of characters.
+      empty: whether there may be none.
     """
 
     expected: str
+    longest: int = LONGEST_NAME
     empty: bool = False
-    longest: int = 4096
 
     def read(self, value: Any) -> str:
-        _require(isinstance(value, str) and (self.empty or bool(value)))
-        _require(len(value) <= self.longest and (value.isprintable()))
+        _require(isinstance(value, str) and (self.empty or bool(value.strip())))
+        _require(len(value) <= self.longest and value.isprintable())
         return str(value)
 
 
 class Or:
-    """Words, or what another rule says, which a command line may give as text where the default is a word.
+    """Some values, each with a meaning of its own, or what another rule says.
 
-    >>> key_block = Or(Choice("auto", off=None), Integer(1, 1024))
+    Where words are among them, a number may be text too: that is how a command line gives it then.
+
+    >>> key_block = Or({"auto": "auto", "off": None}, Integer(1, 1024))
     >>> key_block.expected, key_block.read("off"), key_block.read("64"), key_block.read(64)
-    ("'auto' or 'off', or an integer from 1 to 1024", None, 64, 64)
+    ("'auto', 'off' or an integer from 1 to 1024", None, 64, 64)
     """
 
-    def __init__(self, words: Choice, rule: Number | Integer):
-        self._words, self._rule = words, rule
-        self.expected = f"{words.expected}, or {rule.expected}"
+    def __init__(self, meanings: Mapping[str | int, Any], rule: Number | Integer):
+        self.meanings, self.rule = dict(meanings), rule
+        self.expected = f"{', '.join(map(repr, meanings))} or {rule.expected}"
 
     def read(self, value: Any) -> Any:
-        if not isinstance(value, str):
-            return self._rule.read(value)
-        if value in self._words.meanings:
-            return self._words.read(value)
+        words = {key: meaning for key, meaning in self.meanings.items() if isinstance(key, str)}
+        if isinstance(value, str):
+            return words[value] if value in words else self.rule.read(self._parse(value, bool(words)))
+        for key in self.meanings.keys() - words.keys():
+            with contextlib.suppress(Refused):
+                type(self.rule)(key, key).read(value)
+                return self.meanings[key]
+        return self.rule.read(value)
+
+    def _parse(self, text: str, allowed: bool) -> float:
+        _require(allowed)
         try:
-            number = (int if isinstance(self._rule, Integer) else float)(value)
+            return (int if isinstance(self.rule, Integer) else float)(text)
         except ValueError:
             raise Refused from None
-        return self._rule.read(number)
-
-
-class OrZero:
-    """0, which stands for None, or what another rule says.
-
-    >>> OrZero(Integer(1, 8)).expected, OrZero(Integer(1, 8)).read(0)
-    ('0 or an integer from 1 to 8', None)
-    """
-
-    def __init__(self, rule: Number | Integer):
-        self._rule, self._zero = rule, type(rule)(0, 0)
-        self.expected = f"0 or {rule.expected}"
-
-    def read(self, value: Any) -> Any:
-        try:
-            self._zero.read(value)
-        except Refused:
-            return self._rule.read(value)
-        return None
 
 
 class Span:
@@ -186,15 +180,15 @@ class Span:
     """
 
     def __init__(self, ends: Number | Integer, *, optional: bool = False):
-        self._ends, self._optional = ends, optional
+        self.ends, self.optional = ends, optional
         self.expected = f"(low, high), low ≤ high, each {ends.expected}" + (", or ()" if optional else "")
 
     def read(self, value: Any) -> tuple[Any, Any] | None:
         _require(isinstance(value, tuple | list))
-        if not value and self._optional:
+        if not value and self.optional:
             return None
         _require(len(value) == 2)
-        low, high = (self._ends.read(end) for end in value)
+        low, high = (self.ends.read(end) for end in value)
         _require(low <= high)
         return low, high
 
@@ -213,5 +207,5 @@ class Names:
     def read(self, value: Any) -> tuple[str, ...]:
         _require(isinstance(value, str) and value.isprintable())
         names = tuple(name.strip() for name in value.split(","))
-        _require(all(names) and len(names) <= self._most)
+        _require(all(0 < len(name) <= LONGEST_NAME for name in names) and len(names) <= self._most)
         return names

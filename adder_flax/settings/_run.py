@@ -7,11 +7,11 @@ from adder_flax.settings._data import AugmentSettings, DataSettings
 from adder_flax.settings._fields import section, setting
 from adder_flax.settings._model import MODEL_SETTINGS, VitSettings
 from adder_flax.settings._optimizer import OptimizerSettings
-from adder_flax.settings._rules import Choice, Flag, Integer, Number, Span, Text
+from adder_flax.settings._rules import Choice, Flag, Integer, Number, Or, Span, Text
 
 _BATCH = Integer(1, 2**20)
 _INTERVAL = Integer(0, 2**31 - 1)
-_AXIS = Integer(-1, 2**20)
+_AXIS = Or({-1: -1}, Integer(1, 2**20))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +25,8 @@ class MeshSettings:
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""
         sizes = dataclasses.asdict(self)
-        if 0 in sizes.values() or list(sizes.values()).count(-1) > 1:
-            yield f"{where}: expected positive mesh sizes, at most one of them -1, got {sizes}"
+        if list(sizes.values()).count(-1) > 1:
+            yield f"{where}: expected at most one axis of -1 devices, got {sizes}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RunSettings:
     seed: int = setting(0, Integer(0, 2**32 - 1), "of initialisation, shuffling, augmentation, dropout", data=True)
     init_from: str = setting(
         "",
-        Text("a file, or nothing", empty=True),
+        Text("a file, or nothing", longest=4096, empty=True),
         "a safetensors file of weights to start from: timm's, Hugging Face's or those of --mode=export",
     )
     batch_size: int = setting(1024, _BATCH, "images of a step, of all devices together")
@@ -57,7 +57,9 @@ class RunSettings:
         (), Span(Integer(1, 2**31 - 1), optional=True), "steps whose timeline is recorded under <workdir>/profile"
     )
     topology: str = setting(
-        "", Text("v5e:4x4, cpu:8 or empty", empty=True, longest=200), "of --mode=compile; empty for the devices at hand"
+        "",
+        Text("v5e:4x4, cpu:8 or empty", empty=True),
+        "of --mode=compile; empty for the devices at hand",
     )
     attention_diagnostics: bool = setting(
         False, Flag(), "numbers of each block at logging steps, which then cost twice as much"

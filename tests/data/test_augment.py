@@ -150,6 +150,13 @@ def test_a_box_that_never_fits_becomes_central(shape, box):
     np.testing.assert_allclose(got, resize_boxes(images, *np.array([box, box]).T), atol=1e-6)
 
 
+@pytest.mark.parametrize("ratio", [(50.0, 100.0), (0.01, 0.02)])
+def test_a_central_box_is_at_least_a_pixel_wide_and_high(ratio):
+    """8 pixels over a ratio of 50 are less than half a pixel."""
+    images = np.full((2, 8, 8, 1), 0.25, np.float32)
+    np.testing.assert_allclose(random_resized_crop(KEY, images, (1.0, 1.0), ratio), images, atol=1e-6)
+
+
 def test_random_boxes_have_the_right_distribution():
     uniform = jax.random.uniform(KEY, (22, 4000))
     top, left, height, width, found = map(np.asarray, random_boxes(uniform, 300, 400, (0.2, 0.5), (3 / 4, 4 / 3)))
