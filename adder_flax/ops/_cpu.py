@@ -46,6 +46,14 @@ _TARGETS = {
 }
 _COMPILER_VARIABLES = ("CPATH", "CPLUS_INCLUDE_PATH", "COMPILER_PATH", "LIBRARY_PATH")
 _COMPILE_TIMEOUT_S = 300
+_TRY_TO_LOAD = """
+import ctypes, sys
+try:
+    library = ctypes.CDLL(sys.argv[1])
+    [library[name] for name in sys.argv[2:]]
+except (OSError, AttributeError) as error:
+    sys.exit(f"expected a library with the kernels from the compiler, got: {error}")
+"""
 _PRINTED_BYTES = 2**16
 
 logger = logging.getLogger(__name__)
@@ -241,8 +249,7 @@ def _compile(compiler: str) -> bytes:
         _run([compiler, *_FLAGS, include, str(_SOURCE), "-o", str(path)], timeout_s=_COMPILE_TIMEOUT_S)
         if not path.is_file():
             raise RuntimeError(f"expected a library from {compiler}, got none")
-        look = "import ctypes, sys; library = ctypes.CDLL(sys.argv[1]); [library[name] for name in sys.argv[2:]]"
-        _run([sys.executable, "-I", "-c", look, str(path), *_TARGETS.values()], timeout_s=60)
+        _run([sys.executable, "-I", "-c", _TRY_TO_LOAD, str(path), *_TARGETS.values()], timeout_s=60)
         return path.read_bytes()
 
 
