@@ -13,7 +13,7 @@ import numpy as np
 from absl import logging
 from flax import nnx
 
-from adder_flax import counting, interop, ops, own_cache, report, training
+from adder_flax import attention, counting, interop, ops, own_cache, recorder, report, training
 from adder_flax.errors import first_line
 from adder_flax.layers import AdderLinear
 
@@ -239,8 +239,9 @@ def _curves(run: training.Run, workdir: Path) -> Any:
 
 def _attention(run: training.Run, params: Any) -> Any:
     images, labels = _first_images(run, _FIGURE_IMAGES)
-    forward = jax.jit(lambda params, images: run.model(params)(run.normalize(images), return_weights=True))
-    logits, maps = forward(params, images)
+    wanted = {"attention": ["weights"]}
+    logits, records = recorder.record(wanted, run.model(params), run.normalize(images))
+    maps = [attention.attention_map(record) for record in records]
     names = run.eval_source.label_names
     captions = [
         f"{names[label]}, predicted {names[predicted]}"
@@ -338,7 +339,8 @@ def _restore_to_study(config: Any, workdir: str | Path, checkpoint: str) -> tupl
     """Returns the run, its state and the model that a report can be made of."""
     run, _ = _build(config)
     with training.user_errors():
-        report.require_probabilities(run.model(run.abstract_state["params"]))
+        images = jax.ShapeDtypeStruct((1, *run.eval_source.image_shape), np.float32)
+        report.require_probabilities(run.model(run.abstract_state["params"]), images)
     state = _restore(run, workdir, checkpoint)
     return run, state, run.model(training.evaluation_params(state))
 

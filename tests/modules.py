@@ -4,6 +4,8 @@ import flax.nnx as nnx
 import jax
 import numpy as np
 
+from adder_flax import attention, recorder
+
 
 def randomised(make, seed=1):
     """The module that `make` builds, every parameter with random values, so that none can be forgotten unseen."""
@@ -23,3 +25,11 @@ def run(module, *inputs, **options):
 def parameters(module):
     """The module's parameters as nested dicts of float64 arrays."""
     return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(module)))
+
+
+def run_with_map(call, *args, **kwargs):
+    """The output of a module or function that attends once, and what multiplies the values in it."""
+    if isinstance(call, nnx.Module):
+        call, args = (lambda module, *args: module(*args, **kwargs)), (call, *args)
+    output, [seen] = recorder.record({"attention": ["weights"]}, call, *args)
+    return output, attention.attention_map(seen)

@@ -18,6 +18,8 @@ ORDER = (
         "interrupt",
         "terminal",
         "registry",
+        "jaxprs",
+        "recorder",
         "settings",
         "parameters",
         "host_memory",

@@ -7,7 +7,7 @@ from adder_flax.attention._adder import adder_attention, adder_scores
 from adder_flax.attention._additive import additive_attention, additive_hidden_dim, additive_scores
 from adder_flax.attention._attend import attend, attention_function, resolve_scale
 from adder_flax.attention._bilinear import bilinear_attention, bilinear_scores
-from adder_flax.attention._capture import capture_attention
+from adder_flax.attention._capture import attention_map, capture_attention
 from adder_flax.attention._dot import dot_product_attention, dot_scores
 from adder_flax.attention._gaussian import gaussian_attention, gaussian_scores
 from adder_flax.attention._multi_head import MultiHeadAttention
@@ -34,6 +34,7 @@ __all__ = [
     "additive_scores",
     "attend",
     "attention_function",
+    "attention_map",
     "bilinear_attention",
     "bilinear_scores",
     "capture_attention",

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from adder_flax import ops
-from adder_flax.attention._recorder import record, recording
+from adder_flax import ops, recorder
 from adder_flax.attention._registry import Score, get_score, masked_softmax
 
 
@@ -102,7 +101,7 @@ def attend(
     factor = resolve_scale(contract, scale, key.shape[-1]) / _per_head(temperature)
     bias = _total_bias(bias, key_bias)
     mask = _visible(mask, bias)
-    map_is_wanted = return_weights or module is not None or recording()
+    map_is_wanted = return_weights or module is not None or recorder.listening("attention")
 
     if key_block == "auto":
         key_block = _automatic_block(contract, key.shape[-2], rate)
@@ -116,10 +115,11 @@ def attend(
             )  # fmt: skip
             return jnp.swapaxes(output, -2, -3)
         scores = raw_scores(query, key, arrays) * factor
-        scores = scores if bias is None else scores + bias
-        weights = contract.normalize(scores, _with_causal(mask, scores.shape) if is_causal else mask)
+        biased = scores if bias is None else scores + bias
+        weights = contract.normalize(biased, _with_causal(mask, biased.shape) if is_causal else mask)
+        arrays = {"query": query, "key": key, "scores": scores, "weights": weights}
+        recorder.report("attention", arrays, score=contract.name, identity=identity)
         shown = weights + jnp.eye(weights.shape[-1]) if identity and map_is_wanted else weights
-        record(shown)
         if module is not None:
             _sow(module, shown)
         if rate > 0.0:

@@ -131,8 +131,7 @@ class MultiHeadAttention(nnx.Module):
         is_causal: bool = False,
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
-        return_weights: bool = False,
-    ) -> Array | tuple[Array, Array]:
+    ) -> Float[Array, "*batch q_length out_features"]:
         """Attends from `inputs_q` to `inputs_k` (by default itself) and mixes `inputs_v` (by default `inputs_k`).
 
         Args:
@@ -140,14 +139,10 @@ class MultiHeadAttention(nnx.Module):
           mask, bias, is_causal: see `attend`.
           deterministic: no dropout.
           rngs: with a stream `dropout`, where there is dropout.
-          return_weights: also return the map (*batch, num_heads, q_length, k_length), identity map included.
-
-        Returns:
-          (*batch, q_length, out_features), and the map if `return_weights`.
         """
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
-        attended = attend(
+        values = attend(
             _project(self.query, inputs_q, self.num_heads),
             _project(self.key, inputs_k, self.num_kv_heads),
             _project(self.value, inputs_v, self.num_kv_heads),
@@ -166,12 +161,9 @@ class MultiHeadAttention(nnx.Module):
             broadcast_dropout=False,
             deterministic=deterministic,
             key_block=self.key_block,
-            return_weights=return_weights,
         )
-        values, weights = attended if return_weights else (attended, None)
         output = self.out(values.reshape(-1, values.shape[-2] * values.shape[-1]))
-        output = output.reshape(*values.shape[:-2], output.shape[-1])
-        return (output, weights) if return_weights else output
+        return output.reshape(*values.shape[:-2], output.shape[-1])
 
 
 def _project(linear: nnx.Module, inputs: Array, num_heads: int) -> Array:

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from adder_flax import jaxprs
+
 ADD = "additions"
 MULTIPLY = "multiplications"
 COMPARE = "comparisons"
@@ -109,11 +111,11 @@ def walk(jaxpr: Any, tally: Tally, layer_of: Callable[[str], str], outer: str = 
     l1 = _l1_distances(jaxpr)
     traffic = _Traffic(l1)
     for equation in jaxpr.eqns:
-        stack = "/".join(part for part in (outer, str(equation.source_info.name_stack)) if part)
+        stack = jaxprs.scope(outer, equation)
         layer = layer_of(stack)
         tally.bytes_moved[layer] += 0  # every layer that is met appears, in the order of the program
         declared = _REGISTRY.get(_kernel_name(equation))
-        if declared is None and (inner := _inner_jaxprs(equation)):
+        if declared is None and (inner := jaxprs.inner_programs(equation)):
             _walk_inner(equation, inner, tally, layer_of, stack)
             continue
         if declared is not None:
@@ -224,17 +226,6 @@ def _walk_inner(equation: Any, inner: list, tally: Tally, layer_of: Callable[[st
         tally.uncounted["while: trips beyond the first"] += 1
     for part in parts:
         tally.merge(part, times)
-
-
-def _inner_jaxprs(equation: Any) -> list:
-    """Open jaxprs held by an equation's parameters, whatever the parameter is called."""
-    found = []
-    for value in equation.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            item = getattr(item, "jaxpr", item)
-            if hasattr(item, "eqns"):
-                found.append(item)
-    return found
 
 
 def _kernel_name(equation: Any) -> str:

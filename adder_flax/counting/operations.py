@@ -6,17 +6,12 @@ layer and number type by number type. Nothing is computed: arguments are replace
 """
 
 import dataclasses
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-from flax import nnx
-
-from adder_flax import ops
+from adder_flax import ops, recorder
 from adder_flax.counting import _walk
-from adder_flax.models.instrument import instrument
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +143,7 @@ def count_operations(fn: Callable, *args: Any) -> Operations:
       (0, 60, 30)
     """
     with ops.use_backend("reference"):
-        closed = _trace(fn, args)
+        closed, _ = recorder.trace(fn, *args)
     tally = _walk.Tally()
     _walk.walk(closed.jaxpr, tally, _layer_name)
     layers = {
@@ -177,42 +172,6 @@ def declare_operations(kernel: str, count: Callable[[Any], Mapping[str, int]]) -
     _walk.declare(kernel, count)
 
 
-# An NNX module's path is put into the name stack between these, so that a layer is known by its path whether
-# or not its parents were called on the way to it.
-_PATH = re.compile(r"<([^<>]*)>")
-
-
-def _layer_name(stack: str) -> str:
-    """Innermost NNX path in a name stack, followed by the scopes opened inside of it."""
-    plain = re.sub(r"\w+\(|\)", "", stack)  # jvp(...), transpose(...): the backward pass belongs to its layer
-    *_, last = _PATH.finditer(plain) if _PATH.search(plain) else [None]
-    if last is None:
-        return plain.replace("/", ".")
-    scopes = [part for part in plain[last.end() :].split("/") if part]
-    return ".".join([part for part in (last.group(1), *scopes) if part])
-
-
-def _trace(fn: Callable, args: tuple) -> Any:
-    if isinstance(fn, nnx.Module):
-        return _trace(lambda model, *rest: model(*rest), (fn, *args))
-    # The graph definitions stay outside of the traced function, the arrays become its arguments.
-    parts = [nnx.split(arg) if isinstance(arg, nnx.Module) else (None, arg) for arg in args]
-
-    def pure(*states: Any) -> Any:
-        merged = [
-            state if graphdef is None else instrument(nnx.merge(graphdef, state), _in_scope)
-            for (graphdef, _), state in zip(parts, states, strict=True)
-        ]
-        out = fn(*merged)
-        return nnx.state(out) if isinstance(out, nnx.Module) else out
-
-    return jax.make_jaxpr(pure)(*(jax.tree.map(_shape_of, state) for _, state in parts))
-
-
-def _shape_of(leaf: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf
-
-
-def _in_scope(path: str, call: Callable, *args: Any, **kwargs: Any) -> Any:
-    with jax.named_scope(f"<{path}>"):
-        return call(*args, **kwargs)
+def _layer_name(scopes: str) -> str:
+    """Innermost module path among an equation's named scopes, followed by the scopes opened inside of it."""
+    return ".".join(part for part in recorder.module_path(scopes) if part)

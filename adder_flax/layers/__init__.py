@@ -1,8 +1,8 @@
 """What a transformer block is made of."""
 
-from adder_flax.layers._block import Block
+from adder_flax.layers._block import Block, report_block
 from adder_flax.layers._drop_path import DropPath, drop_path_factors
-from adder_flax.layers._linear import LAYER_NORM_EPSILON, AdderLinear, Linear, linear_class
+from adder_flax.layers._linear import LAYER_NORM_EPSILON, AdderLinear, Linear, linear_class, report_adder
 from adder_flax.layers._mlp import Mlp, gelu
 from adder_flax.layers._patch_embed import PatchEmbed, image_to_patches
 
@@ -18,4 +18,6 @@ __all__ = [
     "gelu",
     "image_to_patches",
     "linear_class",
+    "report_adder",
+    "report_block",
 ]

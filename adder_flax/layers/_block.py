@@ -7,6 +7,7 @@ import flax.nnx as nnx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from adder_flax import recorder
 from adder_flax.attention import MultiHeadAttention
 from adder_flax.layers._drop_path import DropPath
 from adder_flax.layers._linear import LAYER_NORM_EPSILON, linear_class
@@ -96,8 +97,7 @@ class Block(nnx.Module):
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
         drop_path_factors: Float[Array, "2 batch"] | None = None,
-        return_weights: bool = False,
-    ) -> Array | tuple[Array, Array]:
+    ) -> Float[Array, "batch length width"]:
         """Applies the block.
 
         Args:
@@ -107,13 +107,19 @@ class Block(nnx.Module):
           rngs: with a stream `dropout`, where there is any of them.
           drop_path_factors: stochastic depth of both branches where it was drawn before, see
             `adder_flax.layers.drop_path_factors`.
-          return_weights: also return the attention map (batch, num_heads, length, length), identity map included.
         """
         random = dict(deterministic=deterministic, rngs=rngs)
-        attended = self.attention(self.norm1(tokens), mask=mask, return_weights=return_weights, **random)
-        attended, weights = attended if return_weights else (attended, None)
         factors = (None, None) if drop_path_factors is None else drop_path_factors
-        tokens = tokens + self.drop_path(self.dropout(attended, **random), factors=factors[0], **random)
-        transformed = self.mlp(self.norm2(tokens), **random)
-        tokens = tokens + self.drop_path(transformed, factors=factors[1], **random)
-        return (tokens, weights) if return_weights else tokens
+        normalized = self.norm1(tokens)
+        attended = self.dropout(self.attention(normalized, mask=mask, **random), **random)
+        between = tokens + self.drop_path(attended, factors=factors[0], **random)
+        transformed = self.mlp(self.norm2(between), **random)
+        output = between + self.drop_path(transformed, factors=factors[1], **random)
+        report_block(tokens, normalized, output)
+        return output
+
+
+def report_block(tokens: Array, normalized: Array, output: Array) -> None:
+    """Tells the `adder_flax.recorder` what enters a block, its attention, and what leaves it."""
+    arrays = {"tokens": tokens, "normalized": normalized, "output": output}
+    recorder.report("block", arrays, branches=(("attention", ("norm1", "attention")), ("mlp", ("norm2", "mlp"))))

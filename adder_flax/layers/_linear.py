@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import kfac
-from adder_flax import ops
+from adder_flax import ops, recorder
 from adder_flax.parameters import state_facts
 
 # Where Flax's own default is 1e-6 too, it is named because published ViT weights were trained with it.
@@ -108,7 +108,9 @@ class AdderLinear(nnx.Module):
                 f"expected inputs with {self.in_features} features, got shape {inputs.shape}; "
                 "build the layer with in_features of that width."
             )
-        sums = self.sums(inputs.reshape(-1, inputs.shape[-1]))
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        sums = self.sums(rows)
+        report_adder(rows, self.kernel[...], sums, self.x_gradient, self.w_gradient, self.hardtanh_slope)
         if self.norm is not None:
             outputs = self.norm(sums).astype(self._dtype(inputs))
         else:
@@ -128,6 +130,14 @@ class AdderLinear(nnx.Module):
 
     def _dtype(self, inputs: Array) -> jnp.dtype:
         return jnp.result_type(inputs, self.kernel[...]) if self.dtype is None else self.dtype
+
+
+def report_adder(
+    rows: Array, kernel: Array, sums: Array, x_gradient: str, w_gradient: str, hardtanh_slope: float
+) -> None:
+    """Tells the `adder_flax.recorder` what an adder layer is given and what it sums up; its slope if it clips."""
+    slope = hardtanh_slope if "hardtanh" in (x_gradient, w_gradient) else None
+    recorder.report("adder", {"rows": rows, "kernel": kernel, "sums": sums}, hardtanh_slope=slope)
 
 
 def _curvature(layer: AdderLinear) -> kfac.L1Dense | kfac.Generic:

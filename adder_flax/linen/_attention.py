@@ -52,15 +52,14 @@ class MultiHeadAttention(nn.Module):
         bias: Array | None = None,
         is_causal: bool = False,
         deterministic: bool = True,
-        return_weights: bool = False,
-    ) -> Array | tuple[Array, Array]:
+    ) -> Float[Array, "*batch q_length out_features"]:
         """Attends from `inputs_q` to `inputs_k`; dropout draws from the `dropout` stream."""
         check_temperature(self.temperature)
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
         query, key, value = self._heads(inputs_q, inputs_k, inputs_v)
         dropout = self.dropout_rate > 0.0 and not deterministic
-        attended = attend(
+        values = attend(
             query,
             key,
             value,
@@ -79,13 +78,10 @@ class MultiHeadAttention(nn.Module):
             broadcast_dropout=False,
             deterministic=deterministic,
             key_block=self.key_block,
-            return_weights=return_weights,
         )
-        values, weights = attended if return_weights else (attended, None)
         out_features = inputs_q.shape[-1] if self.out_features is None else self.out_features
         values = values.reshape(*values.shape[:-2], values.shape[-2] * values.shape[-1])
-        output = self._linear(self.out_linear, values, out_features, "out")
-        return (output, weights) if return_weights else output
+        return self._linear(self.out_linear, values, out_features, "out")
 
     def _linear(self, linear: Callable[..., nn.Module], inputs: Array, features: int, name: str) -> Array:
         # On flattened rows: XLA's CPU backend trains a dense layer two to three times faster on them.

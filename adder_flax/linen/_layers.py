@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from adder_flax import ops
-from adder_flax.layers import LAYER_NORM_EPSILON, drop_path_factors, gelu, image_to_patches
+from adder_flax.layers import LAYER_NORM_EPSILON, drop_path_factors, gelu, image_to_patches, report_adder
 
 
 class Linear(nn.Dense):
@@ -55,13 +55,15 @@ class AdderLinear(nn.Module):
             raise ValueError(f"expected norm 'layernorm' or None, got {self.norm!r}; choose one of these.")
         kernel = self.param("kernel", self.kernel_init, (inputs.shape[-1], self.features), self.param_dtype)
         dtype = jnp.result_type(inputs, kernel) if self.dtype is None else self.dtype
+        rows = inputs.reshape(-1, inputs.shape[-1])
         outputs = ops.adder_matmul(
-            inputs.reshape(-1, inputs.shape[-1]).astype(dtype),
+            rows.astype(dtype),
             kernel.astype(dtype),
             x_gradient=self.x_gradient,
             w_gradient=self.w_gradient,
             hardtanh_slope=self.hardtanh_slope,
         )
+        report_adder(rows, kernel, outputs, self.x_gradient, self.w_gradient, self.hardtanh_slope)
         if self.norm is not None:
             norm = nn.LayerNorm(
                 epsilon=LAYER_NORM_EPSILON,

@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from adder_flax.layers import LAYER_NORM_EPSILON
+from adder_flax.layers import LAYER_NORM_EPSILON, report_block
 from adder_flax.linen._attention import MultiHeadAttention
 from adder_flax.linen._layers import DropPath, Linear, Mlp, PatchEmbed, linear_class
 from adder_flax.models import embed_positions
@@ -48,8 +48,7 @@ class Block(nn.Module):
         *,
         mask: Array | None = None,
         deterministic: bool = True,
-        return_weights: bool = False,
-    ) -> Array | tuple[Array, Array]:
+    ) -> Float[Array, "batch length width"]:
         """Applies the block; dropout and stochastic depth draw from the `dropout` stream."""
         shared = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         norm = lambda name: nn.LayerNorm(epsilon=LAYER_NORM_EPSILON, **shared, name=name)
@@ -75,14 +74,12 @@ class Block(nn.Module):
             **shared,
             name="mlp",
         )
-        attended = attention(
-            norm("norm1")(tokens), mask=mask, deterministic=deterministic, return_weights=return_weights
-        )
-        attended, weights = attended if return_weights else (attended, None)
-        attended = nn.Dropout(self.dropout_rate)(attended, deterministic=deterministic)
-        tokens = tokens + drop_path(attended)
-        tokens = tokens + drop_path(mlp(norm("norm2")(tokens), deterministic=deterministic))
-        return (tokens, weights) if return_weights else tokens
+        normalized = norm("norm1")(tokens)
+        attended = attention(normalized, mask=mask, deterministic=deterministic)
+        between = tokens + drop_path(nn.Dropout(self.dropout_rate)(attended, deterministic=deterministic))
+        output = between + drop_path(mlp(norm("norm2")(between), deterministic=deterministic))
+        report_block(tokens, normalized, output)
+        return output
 
 
 class Blocks(nn.Module):
@@ -91,13 +88,10 @@ class Blocks(nn.Module):
     settings: Sequence[Mapping[str, Any]]
 
     @nn.compact
-    def __call__(self, tokens: Array, *, deterministic: bool, return_weights: bool) -> tuple[Array, tuple[Array, ...]]:
-        maps = []
+    def __call__(self, tokens: Array, *, deterministic: bool) -> Array:
         for i, setting in enumerate(self.settings):
-            outputs = Block(**setting, name=str(i))(tokens, deterministic=deterministic, return_weights=return_weights)
-            tokens, weights = outputs if return_weights else (outputs, None)
-            maps.append(weights)
-        return tokens, tuple(maps)
+            tokens = Block(**setting, name=str(i))(tokens, deterministic=deterministic)
+        return tokens
 
 
 class VisionTransformer(nn.Module):
@@ -140,19 +134,16 @@ class VisionTransformer(nn.Module):
         images: Float[Array, "batch height width channels"],
         *,
         deterministic: bool = True,
-        return_weights: bool = False,
-    ) -> Array | tuple[Array, tuple[Array, ...]]:
-        """Classifies images; with `return_weights` also gives each block's attention map, identity map included."""
+    ) -> Float[Array, "batch classes"]:
+        """Classifies images."""
         check_pooling(self.pooling)
         shared = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         tokens = nn.Dropout(self.dropout_rate)(self._embed(images), deterministic=deterministic)
-        blocks = Blocks(self._block_settings(), name="blocks")
-        tokens, maps = blocks(tokens, deterministic=deterministic, return_weights=return_weights)
+        tokens = Blocks(self._block_settings(), name="blocks")(tokens, deterministic=deterministic)
         tokens = nn.LayerNorm(epsilon=LAYER_NORM_EPSILON, **shared, name="norm")(tokens)
         pooled = tokens[:, 0] if self.pooling == "cls" else tokens.mean(axis=1)
         logits = Linear(self.num_classes, **shared, name="head")(pooled)
-        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        return (logits, maps) if return_weights else logits
+        return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
     def _embed(self, images: Array) -> Array:
         embedding = nn.initializers.normal(0.02)

@@ -19,7 +19,16 @@ from adder_flax.measures.expressivity import (
     xor_pairs,
 )
 from adder_flax.measures.gating import Gate, gate
-from adder_flax.measures.maps import entropy, has_identity, mean_distance, patch_attention, patch_grid, stochastic_part
+from adder_flax.measures.live import adder_numbers, attention_numbers, hardtanh_saturation
+from adder_flax.measures.maps import (
+    entropy,
+    has_identity,
+    mean_distance,
+    patch_attention,
+    patch_grid,
+    row_entropy,
+    stochastic_part,
+)
 from adder_flax.measures.saturation import (
     GradientNorms,
     additive_gradient_norm,
@@ -66,9 +75,11 @@ __all__ = [
     "LiveVariance",
     "VarianceEstimate",
     "XorBound",
+    "adder_numbers",
     "additive_gradient_norm",
     "additive_xor_score",
     "asymmetry",
+    "attention_numbers",
     "brownian_test",
     "cumulative",
     "diffusion_map",
@@ -82,6 +93,7 @@ __all__ = [
     "gate",
     "gaussian_kernel_map",
     "gradient_norms",
+    "hardtanh_saturation",
     "has_identity",
     "identity_effect",
     "irreversibility",
@@ -97,6 +109,7 @@ __all__ = [
     "predicted_variance",
     "relative_radius",
     "rollout",
+    "row_entropy",
     "score_parameters",
     "separable",
     "singular_values",

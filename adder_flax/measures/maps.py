@@ -7,6 +7,8 @@ identity."""
 import numpy as np
 from jaxtyping import Array, Float
 
+from adder_flax.measures._arrays import library_of
+
 _ROW_SUM_TOLERANCE = 2e-2  # bfloat16 maps of a few hundred tokens stay within it
 
 
@@ -76,8 +78,13 @@ def entropy(maps: Float[Array, "*batch query key"]) -> Float[np.ndarray, "*batch
       >>> np.exp(entropy(np.full((3, 3), 1 / 3))).round(6).tolist()  # as spread as 3 equal weights
       [3.0, 3.0, 3.0]
     """
-    maps = stochastic_part(maps)
-    return -np.sum(maps * np.log(np.where(maps > 0, maps, 1.0)), axis=-1)
+    return row_entropy(stochastic_part(maps))
+
+
+def row_entropy(weights: Float[Array, "*batch query key"]) -> Float[np.ndarray, "*batch query"]:
+    """−Σ_j A_ij ln A_ij of every row of weights as they are given: `entropy`, also inside of a traced function."""
+    library, weights = library_of(weights)
+    return -library.sum(weights * library.log(library.where(weights > 0, weights, 1.0)), axis=-1)
 
 
 def mean_distance(

@@ -7,13 +7,15 @@ Source: appendix A.3 of the adder attention paper, Proposition 1. With singular 
 
 so that the rank at which f reaches 0.9 does not fall. The proof takes √λ(A²) for λ(A), which also needs A to be
 positive semidefinite. In general only σ̃_t ≤ σ_t + 1 holds (Weyl), with equality throughout exactly for symmetric
-positive semidefinite A. All functions take (…, N, N) and compute in float64."""
+positive semidefinite A. All functions take (…, N, N) and compute in float64, those of singular values in float32 where
+they are traced."""
 
 import dataclasses
 
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from adder_flax.measures._arrays import library_of
 from adder_flax.measures.maps import stochastic_part
 
 
@@ -24,7 +26,8 @@ def singular_values(maps: Float[Array, "*batch n n"]) -> Float[np.ndarray, "*bat
       >>> singular_values(np.diag([1.0, 3.0])).tolist()
       [3.0, 1.0]
     """
-    return np.linalg.svd(np.asarray(maps, np.float64), compute_uv=False)
+    library, maps = library_of(maps)
+    return library.linalg.svd(maps, compute_uv=False)
 
 
 def cumulative(sigma: Float[np.ndarray, "*batch n"]) -> Float[np.ndarray, "*batch n"]:
@@ -34,17 +37,20 @@ def cumulative(sigma: Float[np.ndarray, "*batch n"]) -> Float[np.ndarray, "*batc
       >>> cumulative(np.array([3.0, 1.0])).tolist()
       [0.75, 1.0]
     """
-    return np.cumsum(sigma, -1) / np.sum(sigma, -1, keepdims=True)
+    library, sigma = library_of(sigma)
+    return library.cumsum(sigma, -1) / library.sum(sigma, -1, keepdims=True)
 
 
 def equivalent_rank(sigma: Float[np.ndarray, "*batch n"], level: float = 0.9) -> Int[np.ndarray, "*batch"]:
-    """Smallest r with f(r) ≥ level.
+    """Smallest r with f(r) ≥ level, up to the rounding of a sum of N terms.
 
     Example:
       >>> equivalent_rank(np.ones(10)).item()
       9
     """
-    return 1 + np.argmax(cumulative(sigma) >= level * (1 - 1e-12), axis=-1)
+    library, share = library_of(cumulative(sigma))
+    rounding = 4 * share.shape[-1] * library.finfo(share.dtype).eps
+    return 1 + library.argmax(share >= level * (1 - rounding), axis=-1)
 
 
 def effective_rank(sigma: Float[np.ndarray, "*batch n"]) -> Float[np.ndarray, "*batch"]:

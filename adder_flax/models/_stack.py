@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from adder_flax import recorder
 from adder_flax.layers import Block, drop_path_factors
 
 
@@ -17,52 +18,42 @@ def apply_blocks(
     *,
     deterministic: bool,
     rngs: nnx.Rngs | None,
-    return_weights: bool,
     remat: bool,
     scan: bool,
-) -> tuple[Array, tuple[Array, ...]]:
+) -> Float[Array, "batch length width"]:
     """Applies the blocks in turn; the result, dropout included, depends neither on `remat` nor on `scan`.
 
     Args:
       blocks: the blocks; with `scan` they differ in parameters and drop path rate alone.
       tokens: their input.
       deterministic, rngs: see `Block`; each block gets a key of its own from one draw of the `dropout` stream.
-      return_weights: also return the attention maps.
       remat: recompute a block in the backward pass instead of storing its inner activations.
-      scan: one trace for all blocks, looped over their stacked parameters.
-
-    Returns:
-      The tokens, and each block's attention map (an empty tuple unless `return_weights`).
+      scan: one trace for all blocks, looped over their stacked parameters; not where someone tells them apart.
     """
     graphdefs, states = zip(*(nnx.split(block) for block in blocks), strict=True)
     states = [nnx.to_pure_dict(state) for state in states]
     keys, factors = _draw(blocks, len(tokens), None if deterministic else rngs)
 
     def apply(graphdef, tokens, state, key, factors):
-        outputs = nnx.merge(graphdef, state)(
+        return nnx.merge(graphdef, state)(
             tokens,
             deterministic=deterministic,
             rngs=None if key is None else nnx.Rngs(dropout=key),
             drop_path_factors=factors,
-            return_weights=return_weights,
         )
-        return outputs if return_weights else (outputs, None)
 
-    if scan:
+    if scan and not recorder.told_apart():
         body = functools.partial(apply, graphdefs[0])
         # Inside a loop nothing can merge the recomputation with the forward pass: no barrier is needed.
         body = jax.checkpoint(body, prevent_cse=False) if remat else body
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *zip(states, keys, factors, strict=True))
-        tokens, weights = jax.lax.scan(lambda carry, xs: body(carry, *xs), tokens, stacked)
-        return tokens, tuple(weights) if return_weights else ()
+        return jax.lax.scan(lambda carry, xs: (body(carry, *xs), None), tokens, stacked)[0]
 
-    weights = []
     for graphdef, state, key, factor in zip(graphdefs, states, keys, factors, strict=True):
         body = functools.partial(apply, graphdef)
         body = jax.checkpoint(body) if remat else body
-        tokens, block_weights = body(tokens, state, key, factor)
-        weights.append(block_weights)
-    return tokens, tuple(weights) if return_weights else ()
+        tokens = body(tokens, state, key, factor)
+    return tokens
 
 
 def _draw(blocks: Sequence[Block], batch: int, rngs: nnx.Rngs | None) -> tuple[list, list]:

@@ -146,19 +146,16 @@ class VisionTransformer(nnx.Module):
         *,
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
-        return_weights: bool = False,
-    ) -> Array | tuple[Array, tuple[Array, ...]]:
+    ) -> Float[Array, "batch classes"]:
         """Classifies images.
 
         Args:
           images: float NHWC, normalised as in training.
           deterministic: no dropout, no stochastic depth.
           rngs: with a stream `dropout`, where there is any of them: `nnx.Rngs(dropout=key)`.
-          return_weights: also return each block's attention map (batch, num_heads, tokens, tokens), identity map
-            included.
 
         Returns:
-          Logits (batch, num_classes) in float32 or wider, and a tuple of `depth` maps if `return_weights`.
+          Logits (batch, num_classes) in float32 or wider.
         """
         if images.shape[1:] != self.image_shape:
             raise ValueError(
@@ -167,20 +164,18 @@ class VisionTransformer(nnx.Module):
             )
         tokens = self.embed_positions(self.patch_embed(images))
         tokens = self.dropout(tokens, deterministic=deterministic, rngs=rngs)
-        tokens, weights = apply_blocks(
+        tokens = apply_blocks(
             list(self.blocks),
             tokens,
             deterministic=deterministic,
             rngs=rngs,
-            return_weights=return_weights,
             remat=self.remat,
             scan=self.scan_blocks,
         )
         tokens = self.norm(tokens)
         pooled = tokens[:, 0] if self.pooling == "cls" else tokens.mean(axis=1)
         logits = self.head(pooled)
-        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        return (logits, weights) if return_weights else logits
+        return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
     def embed_positions(self, patches: Float[Array, "batch patches width"]) -> Float[Array, "batch tokens width"]:
         """`embed_positions` with the model's own parameters."""

@@ -191,7 +191,7 @@ class _Moves:
 
 def _measure_moves(study: Study) -> _Moves:
     index = len(study.subject.captured.blocks) // 2
-    module, block = study.subject.model.blocks[index].attention, study.subject.captured.blocks[index]
+    module, block = study.subject.attention(index), study.subject.captured.blocks[index]
     keys = block.key.shape[-2]
     plain = _live_map(module, block)
     largest = lambda **change: float(total_variation(plain, _live_map(module, block, **change)).max())
@@ -323,9 +323,7 @@ def _find_gate(study: Study, scores: tuple[str, ...]) -> tuple[str, Gate]:
         for index, (score, block) in enumerate(zip(subject.scores, subject.captured.blocks, strict=True)):
             if score in scores:
                 tokens = [x[:_GATE_IMAGES, :, :_GATE_TOKENS] for x in (block.query, block.key)]
-                return f"{subject.name}, block {index + 1}", _module_gate(
-                    subject.model.blocks[index].attention, *tokens
-                )
+                return f"{subject.name}, block {index + 1}", _module_gate(subject.attention(index), *tokens)
     module = attention.MultiHeadAttention(1, 64, score=scores[0], rngs=nnx.Rngs(0))
     tokens = np.random.default_rng(0).standard_normal((2, _GATE_IMAGES, 1, _GATE_TOKENS, 64))
     return "a new head on unit-normal tokens", _module_gate(module, *tokens)

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from adder_flax import recorder
 from adder_flax.attention import get_score
 from adder_flax.measures.maps import has_identity, patch_grid, stochastic_part
 from adder_flax.measures.spectrum import IdentityEffect, identity_effect
-from adder_flax.models import VisionTransformer
 from adder_flax.report.captures import Capture, capture
 from adder_flax.report.second_order import SecondOrderStep
 
@@ -91,7 +92,7 @@ class Subject:
     """
 
     name: str
-    model: VisionTransformer
+    model: nnx.Module
     captured: Capture
 
     @property
@@ -117,7 +118,12 @@ class Subject:
     @property
     def scores(self) -> list[str]:
         """Name of the score by block."""
-        return [block.attention.score_name for block in self.model.blocks]
+        return [block.score for block in self.captured.blocks]
+
+    def attention(self, index: int) -> nnx.Module:
+        """The attention module of a block."""
+        modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(self.model)}
+        return modules[self.captured.blocks[index].path]
 
     @property
     def class_token(self) -> bool:
@@ -162,26 +168,30 @@ class Study:
         return patch_grid(self.pictures.shape[1:], tokens)
 
 
-def observe(name: str, model: VisionTransformer, images: Float[Array, "image height width channels"]) -> Subject:
+def observe(name: str, model: nnx.Module, images: Float[Array, "image height width channels"]) -> Subject:
     """Runs a model on the images of a report.
 
     Raises:
       ValueError: as :func:`require_probabilities`.
     """
-    require_probabilities(model)
+    require_probabilities(model, images)
     return Subject(name, model, capture(model, images))
 
 
-def require_probabilities(model: VisionTransformer) -> None:
+def require_probabilities(model: nnx.Module, images: Float[Array, "image height width channels"]) -> None:
     """Checks that a report can be made of a model: entropy, rollout and walks are made of probabilities.
+
+    Args:
+      model: may be abstract, as may be the images: nothing is computed.
+      images: as the model expects them.
 
     Raises:
       ValueError: a score whose rows of weights are registered as anything else.
     """
-    for block in model.blocks:
-        if not get_score(block.attention.score_name).rows_are_probability:
+    for record in recorder.describe({"attention": []}, model, images):
+        if not get_score(record.facts["score"]).rows_are_probability:
             raise ValueError(
-                f"expected scores whose rows of weights are probabilities, got {block.attention.score_name!r}, "
+                f"expected scores whose rows of weights are probabilities, got {record.facts['score']!r}, "
                 "registered with rows_are_probability=False; look at its maps with capture_attention"
             )
 

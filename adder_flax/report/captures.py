@@ -1,4 +1,4 @@
-"""What flows through a vision transformer for given images: tokens, queries, keys and attention maps of every block."""
+"""What flows through a model: queries, keys and maps of every attention layer, tokens of every block."""
 
 import dataclasses
 from typing import Any
@@ -6,28 +6,33 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
-from adder_flax.models import VisionTransformer
-from adder_flax.models.instrument import instrument
+from adder_flax import recorder
+from adder_flax.attention import attention_map
+from adder_flax.recorder import Record
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockCapture:
-    """One block at work; arrays are NumPy, float32 or wider.
+    """One attention layer at work, and the block around it; arrays are NumPy, float32 or wider.
 
     Attributes:
-      tokens: the block's input.
-      normalized: output of the LayerNorm before attention, affine part included.
-      query, key: projected, per head.
+      path: of the attention module.
+      score: name of its score.
+      query, key: projected, per head; one key for each query head.
       map: what multiplies the values; rows sum to 2 if the identity map is part of it.
+      tokens: the block's input; None outside of a block.
+      normalized: output of the LayerNorm before attention, affine part included; None outside of a block.
     """
 
-    tokens: Float[np.ndarray, "batch token width"]
-    normalized: Float[np.ndarray, "batch token width"]
+    path: str
+    score: str
     query: Float[np.ndarray, "batch head token head_dim"]
     key: Float[np.ndarray, "batch head token head_dim"]
     map: Float[np.ndarray, "batch head token token"]
+    tokens: Float[np.ndarray, "batch token width"] | None = None
+    normalized: Float[np.ndarray, "batch token width"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +40,13 @@ class Capture:
     """A forward pass.
 
     Attributes:
-      blocks: every block at work.
-      tokens: output of the last block.
+      blocks: every attention layer at work, in the order of the calls.
+      tokens: output of the last block; None for a model without blocks.
       logits: what the model answers.
     """
 
     blocks: tuple[BlockCapture, ...]
-    tokens: Float[np.ndarray, "batch token width"]
+    tokens: Float[np.ndarray, "batch token width"] | None
     logits: Float[np.ndarray, "batch classes"]
 
     @property
@@ -50,14 +55,15 @@ class Capture:
         return np.stack([*(block.tokens for block in self.blocks), self.tokens])
 
 
-def capture(model: VisionTransformer, images: Float[Array, "batch height width channels"]) -> Capture:
-    """Runs a model without dropout and keeps what its blocks see; the model itself is left as it is.
+def capture(model: nnx.Module, *inputs: Any) -> Capture:
+    """Runs a model without dropout and keeps what its layers report; the model itself is left as it is.
 
     Args:
-      model: as trained; its own backend computes it.
-      images: as the model expects them, normalised as in training.
+      model: as trained, with any attention of this library; its own backend computes it.
+      *inputs: as the model expects them: images normalised as in training.
 
     Example:
+      >>> from adder_flax.models import VisionTransformer
       >>> model = VisionTransformer(
       ...     image_size=8, patch_size=2, channels=1, num_classes=10, width=16, depth=2, num_heads=2, rngs=nnx.Rngs(0)
       ... )
@@ -65,48 +71,30 @@ def capture(model: VisionTransformer, images: Float[Array, "batch height width c
       >>> captured.blocks[0].query.shape, captured.blocks[0].map.shape, captured.path.shape
       ((3, 2, 17, 8), (3, 2, 17, 17), (3, 3, 17, 16))
     """
-    graphdef, state = nnx.split(model)
-
-    @jax.jit
-    def run(state: Any, images: Array) -> tuple[Array, tuple[Array, ...], dict[str, Any]]:
-        seen: dict[str, Any] = {}
-
-        def watch(path: str, call: Any, *args: Any, **kwargs: Any) -> Any:
-            out = call(*args, **kwargs)
-            name = path.split(".")
-            if name[0] == "blocks" and (len(name) == 2 or name[2:] in _WATCHED):
-                seen[path] = (args[0], out[0]) if len(name) == 2 else out
-            return out
-
-        logits, maps = instrument(nnx.merge(graphdef, state), watch)(images, return_weights=True)
-        return logits, maps, seen
-
-    logits, maps, seen = jax.tree.map(_wide, run(state, images))
-    blocks = tuple(_block(model, seen, index, block_map) for index, block_map in enumerate(maps))
-    return Capture(blocks=blocks, tokens=seen[f"blocks.{len(blocks) - 1}"][1], logits=logits)
+    logits, records = recorder.record(_WANTED, model, *inputs)
+    around = {record.path: jax.tree.map(_wide, record.arrays) for record in records if record.kind == "block"}
+    blocks = tuple(_block(record, around) for record in records if record.kind == "attention")
+    tokens = [arrays["output"] for arrays in around.values()]
+    return Capture(blocks=blocks, tokens=tokens[-1] if tokens else None, logits=_wide(logits))
 
 
-_WATCHED = (["norm1"], ["attention", "query"], ["attention", "key"])
+_WANTED = {"attention": ["query", "key", "weights"], "block": ["tokens", "normalized", "output"]}
 
 
-def _wide(array: Array) -> np.ndarray:
+def _wide(array: jax.Array) -> np.ndarray:
     """As NumPy; bfloat16, which NumPy's linear algebra does not know, as float32."""
     return np.asarray(array, np.promote_types(array.dtype, np.float32))
 
 
-def _block(model: VisionTransformer, seen: dict[str, Any], index: int, block_map: np.ndarray) -> BlockCapture:
-    tokens, _ = seen[f"blocks.{index}"]
-    attention = model.blocks[index].attention
-    project = lambda name: _heads(seen[f"blocks.{index}.attention.{name}"], tokens.shape, attention.head_dim)
+def _block(record: Record, around: dict[str, dict[str, np.ndarray]]) -> BlockCapture:
+    query, key = _wide(record.arrays["query"]), _wide(record.arrays["key"])
+    block = next((arrays for path, arrays in around.items() if record.path.startswith(f"{path}.")), {})
     return BlockCapture(
-        tokens=tokens,
-        normalized=seen[f"blocks.{index}.norm1"],
-        query=project("query"),
-        key=np.repeat(project("key"), attention.num_heads // attention.num_kv_heads, axis=1),
-        map=block_map,
+        path=record.path,
+        score=record.facts["score"],
+        query=query,
+        key=np.repeat(key, query.shape[-3] // key.shape[-3], axis=-3),
+        map=_wide(attention_map(record)),
+        tokens=block.get("tokens"),
+        normalized=block.get("normalized"),
     )
-
-
-def _heads(projected: np.ndarray, shape: tuple[int, ...], head_dim: int) -> np.ndarray:
-    """(batch · token, head · head_dim) → (batch, head, token, head_dim)."""
-    return projected.reshape(*shape[:2], -1, head_dim).swapaxes(1, 2)

@@ -9,9 +9,9 @@ from pathlib import Path
 from string import Template
 
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from adder_flax.models import VisionTransformer
 from adder_flax.report import _style
 from adder_flax.report._section_adder import adder_section
 from adder_flax.report._section_additive import additive_section
@@ -40,7 +40,7 @@ class Report:
 
 
 def write_report(
-    model: VisionTransformer,
+    model: nnx.Module,
     images: Float[Array, "image height width channels"],
     labels: Int[Array, " image"],
     out_dir: str | Path,
@@ -48,9 +48,9 @@ def write_report(
     pictures: np.ndarray | None = None,
     label_names: Sequence[str] | None = None,
     name: str = "this model",
-    baseline: VisionTransformer | None = None,
+    baseline: nnx.Module | None = None,
     baseline_name: str = "the baseline",
-    untrained: VisionTransformer | None = None,
+    untrained: nnx.Module | None = None,
     second_order: Mapping[str, Sequence[SecondOrderStep]] | None = None,
     peak_learning_rate: float = float("nan"),
 ) -> Report:
@@ -100,14 +100,14 @@ def write_report(
 
 
 def _study(
-    model: VisionTransformer,
+    model: nnx.Module,
     images: np.ndarray,
     labels: np.ndarray,
     pictures: np.ndarray | None,
     label_names: Sequence[str] | None,
     name: str,
-    baseline: tuple[VisionTransformer | None, str],
-    untrained: VisionTransformer | None,
+    baseline: tuple[nnx.Module | None, str],
+    untrained: nnx.Module | None,
 ) -> Study:
     images, labels = np.asarray(images), np.asarray(labels)
     if len(images) == 0 or len(images) != len(labels):

@@ -110,8 +110,9 @@ def exact_gradients(graphdef: nnx.GraphDef, params: Any) -> nnx.GraphDef:
 def _looped(graphdef: nnx.GraphDef, params: Any) -> nnx.GraphDef:
     """The same model as a loop over its blocks where they are alike: second derivatives of one block to compile."""
     model = nnx.merge(graphdef, params)
-    kinds = {(block.attention.score_name, block.attention.score_options) for block in model.blocks}
-    model.scan_blocks = len(kinds) == 1
+    modules = [module for _, module in nnx.iter_modules(model) if isinstance(module, MultiHeadAttention)]
+    if hasattr(model, "scan_blocks"):
+        model.scan_blocks = len({(module.score_name, module.score_options) for module in modules}) == 1
     return nnx.split(model, nnx.Param)[0]
 
 

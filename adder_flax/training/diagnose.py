@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from adder_flax import jaxprs
 from adder_flax.training.sharding import tree_path
 
 
@@ -59,7 +60,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], scope: str
     read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]
     for eqn in jaxpr.eqns:
         inputs = [read(atom) for atom in eqn.invars]
-        here = "/".join(part for part in (scope, str(eqn.source_info.name_stack)) if part)
+        here = jaxprs.scope(scope, eqn)
         outputs = _evaluate_equation(jaxpr, eqn, inputs, here)
         if all(map(_finite, inputs)) and not all(map(_finite, outputs)):
             raise _NonFinite(f"{here or 'top level'} ({eqn.primitive.name})")
@@ -70,13 +71,9 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], scope: str
 def _evaluate_equation(jaxpr: Any, eqn: Any, inputs: list[Any], scope: str) -> list[Any]:
     if eqn.primitive.name == "scan" and not eqn.params["reverse"]:
         return _evaluate_scan(eqn.params, inputs, scope)
-    inner = next((eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params), None)
-    if inner is not None and len(eqn.invars) == len(getattr(inner, "jaxpr", inner).invars):
-        return _evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs, scope)
-    variables = {atom: value for atom, value in zip(eqn.invars, inputs, strict=True) if isinstance(atom, core.Var)}
-    names = jaxpr.debug_info.with_unknown_names()
-    alone = jaxpr.replace(constvars=[], invars=list(variables), outvars=eqn.outvars, eqns=[eqn], debug_info=names)
-    return core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*variables.values())
+    if (inner := jaxprs.callee(eqn)) is not None:
+        return _evaluate(inner.jaxpr, inner.consts, inputs, scope)
+    return jaxprs.apply(jaxpr, eqn, inputs)
 
 
 def _evaluate_scan(params: Any, inputs: list[Any], scope: str) -> list[Any]:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from adder_flax import attention, linen
+from adder_flax import attention, linen, recorder
 from adder_flax.models import VisionTransformer
 from tests.attention import reference
 from tests.modules import randomised
@@ -33,8 +33,11 @@ def test_every_map_of_a_vision_transformer_and_the_model_is_left_alone(graph, op
         np.testing.assert_allclose(attention_map.sum(-1), total, rtol=1e-5)
     tokens = jax.jit(lambda x: model.embed_positions(model.patch_embed(x)))(images)
     block = model.blocks[0]
-    _, first = jax.jit(lambda x: block.attention(block.norm1(x), return_weights=True))(tokens)
-    np.testing.assert_allclose(maps[0], first, rtol=1e-5, atol=1e-6)
+    query, key = (getattr(block.attention, n)(block.norm1(tokens)).reshape(3, 5, 2, 4) for n in ("query", "key"))
+    score = options["score"] if isinstance(options["score"], str) else options["score"][0]
+    parameters = {name: p[...] for name, p in block.attention.score.items()}
+    expected = reference.attention(score, query, key, key, parameters)[1]
+    np.testing.assert_allclose(maps[0], expected, rtol=1e-4, atol=1e-6)
 
 
 class Borrower(nnx.Module):
@@ -65,38 +68,86 @@ def test_other_peoples_nnx_models():
 def test_other_peoples_linen_models(make):
     model = make(2, attention_fn=attention.gaussian_attention)
     variables = model.init(jax.random.key(0), TOKENS)
-    apply = lambda tokens: model.apply(variables, tokens)
-    if make is nn.MultiHeadDotProductAttention:
-        (weights,) = attention.capture_attention(apply, TOKENS)
-        _, sown = model.apply(variables, TOKENS, sow_weights=True, mutable=["intermediates"])
-        np.testing.assert_allclose(weights, sown["intermediates"]["attention_weights"][0], rtol=1e-6, atol=1e-7)
-    else:
-        with pytest.raises(ValueError, match=r"expected attention outside of jax.checkpoint.*got a map from inside"):
-            attention.capture_attention(apply, TOKENS)
+    (weights,) = attention.capture_attention(lambda tokens: model.apply(variables, tokens), TOKENS)
+    plain = nn.MultiHeadDotProductAttention(2, attention_fn=attention.gaussian_attention)
+    _, sown = plain.apply(variables, TOKENS, sow_weights=True, mutable=["intermediates"])
+    np.testing.assert_allclose(weights, sown["intermediates"]["attention_weights"][0], rtol=1e-6, atol=1e-7)
 
 
-def test_linen_vision_transformer_in_both_ways():
-    model = linen.VisionTransformer(patch_size=2, num_classes=3, width=8, depth=2, num_heads=2, score="adder")
+def test_linen_layers_stacked_in_a_scan():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, tokens, _):
+            return tokens + linen.MultiHeadAttention(2, score="adder", name="attend")(tokens), None
+
+    stacked = nn.scan(nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
+    variables = stacked.init(jax.random.key(0), TOKENS, None)
+    wanted = {"attention": ["weights"]}
+    (output, _), [record] = recorder.record(wanted, lambda x: stacked.apply(variables, x, None), TOKENS)
+    assert (record.path, record.loops) == ("attend", (3,))
+    np.testing.assert_allclose(output, stacked.apply(variables, TOKENS, None)[0], rtol=1e-5, atol=1e-6)
+    tokens = TOKENS
+    for index in range(3):
+        layer = {"params": jax.tree.map(lambda x, index=index: x[index], variables["params"])}
+        ((tokens, _), [alone]) = recorder.record(wanted, lambda x, layer=layer: Layer().apply(layer, x, None), tokens)
+        np.testing.assert_allclose(record.arrays["weights"][index], alone.arrays["weights"], rtol=1e-5, atol=1e-6)
+
+
+def test_linen_vision_transformer_as_its_nnx_twin():
+    sizes = dict(patch_size=2, num_classes=3, width=8, depth=2, num_heads=2, score="adder")
     images = np.random.default_rng(1).normal(size=(3, 4, 4, 1)).astype(np.float32)
-    variables = model.init(jax.random.key(0), images)
-    asked = model.apply(variables, images, return_weights=True)[1]
-    seen = attention.capture_attention(lambda images: model.apply(variables, images), images)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), seen, asked)
+    ours = randomised(lambda: VisionTransformer(image_size=4, channels=1, **sizes, rngs=nnx.Rngs(0)))
+    variables = {"params": linen.from_nnx(nnx.to_pure_dict(nnx.state(ours)))}
+    model = linen.VisionTransformer(**sizes)
+    wanted = {"attention": ["query", "key", "scores", "weights"], "block": ["tokens", "normalized", "output"]}
+    logits, seen = recorder.record(wanted, lambda images: model.apply(variables, images), images)
+    expected, records = recorder.record(wanted, ours, images)
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+    assert [(r.kind, r.path, r.facts) for r in seen] == [(r.kind, r.path, r.facts) for r in records]
+    assert [r.path for r in seen] == ["blocks.0.attention", "blocks.0", "blocks.1.attention", "blocks.1"]
+    for ours, theirs in zip(records, seen, strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours.arrays, theirs.arrays)
 
 
 def test_a_single_attention_module():
     module = randomised(lambda: attention.MultiHeadAttention(2, 8, score="gaussian", rngs=nnx.Rngs(0)))
     (weights,) = attention.capture_attention(module, TOKENS)
-    np.testing.assert_allclose(weights, module(TOKENS, return_weights=True)[1], rtol=1e-5, atol=1e-6)
+    query, key = (getattr(module, name)(TOKENS).reshape(3, 5, 2, 4) for name in ("query", "key"))
+    expected = reference.attention("gaussian", query, key, key, identity=False)[1]
+    np.testing.assert_allclose(weights, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
-def test_a_map_inside_a_transformation_is_an_error_even_if_it_was_traced_before(wrap):
-    model = Borrower(wrap)
-    model(TOKENS)  # fills the caches of the inner transformation
-    with pytest.raises(ValueError, match="expected attention outside of jax.checkpoint"):
-        attention.capture_attention(lambda tokens: model(tokens), TOKENS)
-    assert model(TOKENS).shape == (3, 8)  # and nothing of the failed attempt stays
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda call: jax.vmap(lambda x: call(x[None])[0])])
+def test_a_map_inside_a_transformation_even_if_it_was_traced_before(wrap):
+    expected = attention.capture_attention(randomised(Borrower), TOKENS)
+    model = randomised(lambda: Borrower(wrap))
+    before = model(TOKENS)  # fills the caches of the inner transformation
+    seen = attention.capture_attention(lambda tokens: model(tokens), TOKENS)
+    for ours, theirs in zip(expected, seen, strict=True):
+        np.testing.assert_allclose(ours, theirs.reshape(ours.shape), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(model(TOKENS), before)
+
+
+def test_steps_of_a_loop_are_the_first_axis():
+    decoder = attention.AdditiveAttention(8, 8, rngs=nnx.Rngs(0))
+    step = lambda state, _: (state + decoder(state, TOKENS), None)
+    decode = lambda state: jax.lax.scan(step, state, length=4, reverse=True)[0]
+    state = jax.numpy.ones((3, 1, 8))
+    (maps,) = attention.capture_attention(decode, state)
+    assert maps.shape == (4, 3, 1, 1, 5)
+    for index in reversed(range(4)):
+        state, alignment = (lambda c: (state + c[0], c[1]))(decoder(state, TOKENS, return_weights=True))
+        np.testing.assert_allclose(maps[index, :, 0], alignment, rtol=1e-5, atol=1e-6)
+
+
+def test_a_map_of_one_branch_or_of_a_loop_without_an_end_is_refused():
+    attend = lambda x: attention.adder_attention(x, x, x)
+    x = TOKENS[:, :, None]
+    branch = lambda x: jax.lax.cond(x.sum() > 0, attend, lambda x: x, x)
+    until = lambda x: jax.lax.while_loop(lambda x: x.sum() < 0, attend, x)
+    for call, name in ((branch, "cond"), (until, "while")):
+        with pytest.raises(ValueError, match=f"outside of conditionals, while loops and shard_map, got .*'{name}'"):
+            attention.capture_attention(call, x)
 
 
 def test_a_model_without_our_attention_is_refused():

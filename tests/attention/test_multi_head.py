@@ -12,7 +12,7 @@ from adder_flax import attention
 from adder_flax.layers import AdderLinear
 from tests.attention import reference
 from tests.attention.test_functions import NAMES
-from tests.modules import parameters, randomised, run
+from tests.modules import parameters, randomised, run, run_with_map
 
 WIDTH, HEADS = 8, 2
 
@@ -44,7 +44,7 @@ def test_equals_the_formula(name):
         )
     )
     mask = np.random.default_rng(2).random((3, 1, 5, 5)) < 0.7
-    out, weights = run(module, tokens(), mask=jnp.asarray(mask), return_weights=True)
+    out, weights = run_with_map(module, tokens(), mask=jnp.asarray(mask))
     expected_out, expected_weights = expected(module, name, tokens(), tokens(), mask=mask, identity=True)
     np.testing.assert_allclose(weights, expected_weights, rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(out, expected_out, rtol=2e-5, atol=5e-6)
@@ -58,7 +58,7 @@ def test_cross_attention_with_other_widths_and_grouped_heads():
         )
     )  # fmt: skip
     inputs_q, inputs_kv = tokens(4), tokens(7, width=6, seed=3)
-    out, weights = run(module, inputs_q, inputs_kv, return_weights=True)
+    out, weights = run_with_map(module, inputs_q, inputs_kv)
     expected_out, expected_weights = expected(module, "additive", inputs_q, inputs_kv)
     assert out.shape == (3, 4, 7)
     np.testing.assert_allclose(weights, expected_weights, rtol=5e-5, atol=5e-6)
@@ -101,7 +101,7 @@ def test_computation_in_half_precision_keeps_float32_parameters(dtype):
     module = randomised(
         lambda: attention.MultiHeadAttention(HEADS, WIDTH, score="adder", dtype=dtype, rngs=nnx.Rngs(0))
     )
-    out, weights = run(module, tokens(), return_weights=True)
+    out, weights = run_with_map(module, tokens())
     assert (out.dtype, weights.dtype) == (dtype, jnp.float32)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(nnx.state(module)))
     wide, _ = expected(module, "adder", tokens(), tokens(), identity=True)

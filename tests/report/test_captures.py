@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from adder_flax.attention import capture_attention
 from adder_flax.models import VisionTransformer
 from adder_flax.report import capture
 
@@ -30,7 +31,8 @@ def test_captured_blocks_reproduce_the_forward_pass(options):
     for name, heads in (("query", seen.query), ("key", seen.key)):
         projected = getattr(block.attention, name)(normalized.reshape(-1, 16)).reshape(3, 17, 2, 8)
         np.testing.assert_allclose(heads, np.swapaxes(projected, 1, 2), atol=1e-4)
-    after, weights = block(jnp.asarray(seen.tokens), return_weights=True)
+    after = block(jnp.asarray(seen.tokens))
+    (weights,) = capture_attention(block.attention, normalized)
     np.testing.assert_allclose(seen.map, weights, atol=1e-5)
     np.testing.assert_allclose(captured.path[2], after, atol=1e-4)
     np.testing.assert_allclose(captured.path[1], seen.tokens)

@@ -10,7 +10,7 @@ from flax import nnx
 from adder_flax import measures, report, training
 from adder_flax.models import VisionTransformer
 from adder_flax.training import Trainer, build_run, read_metrics
-from adder_flax.training.attention_diagnostics import hardtanh_saturation, make_attention_diagnostics
+from adder_flax.training.attention_diagnostics import make_attention_diagnostics
 from adder_flax.training.step import init_state, make_train_step
 
 SIZES = {"image_size": 8, "patch_size": 4, "channels": 1, "num_classes": 4, "width": 16, "depth": 1, "num_heads": 2}
@@ -81,12 +81,14 @@ def test_saturation_against_all_differences(slope):
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((17, 9)), 1.5 * rng.standard_normal((9, 33))
     expected = np.mean(np.abs(slope * (w[None] - x[:, :, None])) >= 1)
-    assert float(hardtanh_saturation(jnp.asarray(x), jnp.asarray(w), slope)) == pytest.approx(expected, abs=1e-6)
+    assert float(measures.hardtanh_saturation(jnp.asarray(x), jnp.asarray(w), slope)) == pytest.approx(
+        expected, abs=1e-6
+    )
 
 
 def test_differences_on_the_edge_are_saturated():
     x, w = jnp.zeros((1, 1)), jnp.array([[-1.0, -0.999, 0.999, 1.0]])
-    assert float(hardtanh_saturation(x, w)) == 0.5
+    assert float(measures.hardtanh_saturation(x, w)) == 0.5
 
 
 @pytest.mark.slow

@@ -1,0 +1,46 @@
+"""Reading and running traced programs equation by equation."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core
+
+
+def scope(outer: str, equation: core.JaxprEqn) -> str:
+    """Named scopes around an equation of a program that stands itself inside of the scopes `outer`."""
+    return "/".join(part for part in (outer, str(equation.source_info.name_stack)) if part)
+
+
+def inner_programs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
+    """The programs that an equation holds (bodies, branches, callees), whatever the parameters are called."""
+    values = equation.params.values()
+    items = [item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,))]
+    programs = [getattr(item, "jaxpr", item) for item in items]
+    return [program for program in programs if hasattr(program, "eqns")]
+
+
+def callee(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
+    """The program that an equation calls once: of ``jax.jit``, of ``jax.checkpoint``, of own derivatives."""
+    params = equation.params
+    program = next((params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in params), None)
+    if program is None or len(equation.invars) != len(getattr(program, "jaxpr", program).invars):
+        return None
+    return program if isinstance(program, core.ClosedJaxpr) else core.ClosedJaxpr(program, ())
+
+
+def apply(program: core.Jaxpr, equation: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """Runs one equation of a program.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> program = jax.make_jaxpr(jnp.exp)(0.0).jaxpr
+      >>> [one] = apply(program, program.eqns[0], [0.0])
+      >>> float(one)
+      1.0
+    """
+    variables = {atom: x for atom, x in zip(equation.invars, inputs, strict=True) if isinstance(atom, core.Var)}
+    names = program.debug_info.with_unknown_names()
+    alone = program.replace(
+        constvars=[], invars=list(variables), outvars=equation.outvars, eqns=[equation], debug_info=names
+    )
+    return core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*variables.values())
