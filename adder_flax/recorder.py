@@ -84,6 +84,8 @@ def report(kind: str, arrays: Mapping[str, Array], **facts: Hashable) -> None:
 def record(wanted: Mapping[str, Collection[str]], fn: Callable, *args: Any) -> tuple[Any, tuple[Record, ...]]:
     """Calls a model and keeps what its layers report; the model stays as it is.
 
+    Record the forward pass: the derivative of a function with ``jax.checkpoint`` inside drops its reports.
+
     Args:
       wanted: names of the arrays to keep, by the kind that reports them; without names, path and facts are kept.
       fn: an NNX module or any function, such as ``lambda x: model.apply(variables, x)`` of a Linen module.

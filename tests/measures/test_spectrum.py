@@ -1,5 +1,7 @@
 """Spectra against closed forms, and Proposition 1 where it holds, where it does not, and what is always true."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -99,3 +101,11 @@ def test_ratio_and_differences_follow_from_the_curves():
 def test_asymmetry_of_antisymmetric_part():
     assert asymmetry(random_maps(4, 4) + random_maps(4, 4).T) == pytest.approx(0)
     assert asymmetry(np.array([[0.0, 1.0], [-1.0, 0.0]])) == pytest.approx(2)
+
+
+@pytest.mark.parametrize("n", [10, 20, 50, 197, 200])
+def test_equal_singular_values_have_the_exact_rank_in_either_precision(n):
+    exact = -(-9 * n // 10)  # the smallest r with r / n ≥ 9 / 10
+    assert equivalent_rank(np.ones(n)) == exact
+    assert jax.jit(equivalent_rank)(jnp.full(n, 0.3)) == exact
+    assert equivalent_rank(np.r_[np.ones(n), 1e-3]) == exact + (9 * n % 10 == 0)

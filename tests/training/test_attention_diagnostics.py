@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from adder_flax import measures, report, training
+from adder_flax import attention, layers, measures, report, training
 from adder_flax.models import VisionTransformer
 from adder_flax.training import Trainer, build_run, read_metrics
 from adder_flax.training.attention_diagnostics import make_attention_diagnostics
@@ -55,6 +55,34 @@ def test_map_numbers_are_those_of_the_measures(options, batch):
     if options["score"] == "adder":
         logits = 0.3 * measures.pair_scores(block.query, block.key, "adder")
         assert numbers["attention_max_logit/block_01"] == pytest.approx(logits.max(), rel=1e-4)
+
+
+class Pixels(nnx.Module):
+    """A model with attention and adder layers, and without blocks."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.attend = nnx.MultiHeadAttention(2, 8, attention_fn=attention.adder_attention, decode=False, rngs=rngs)
+        self.read = layers.AdderLinear(64, 4, rngs=rngs)
+
+    def __call__(self, images, deterministic=True, rngs=None):
+        del deterministic, rngs
+        return self.read(self.attend(images[..., 0]).reshape(len(images), -1))
+
+
+def test_any_model_that_attends_is_diagnosed(batch):
+    model = Pixels()
+    numbers, _, params = diagnose(model, batch, num_images=5)
+    kinds = ("attention_entropy", "attention_logit_std", "attention_max_logit", "attention_rank")
+    adder = ("adder_output_mean", "adder_output_std", "hardtanh_saturation")
+    expected = {f"{kind}/attend" for kind in kinds} | {f"{kind}/read" for kind in adder}
+    assert set(numbers) == expected | {"gradient_norm/attend", "gradient_norm/read"}
+    (found,) = attention.capture_attention(model, images_of(batch)[:5])
+    assert numbers["attention_entropy/attend"] == pytest.approx(measures.entropy(found).mean(), rel=1e-4)
+    inputs = np.asarray(model.attend(images_of(batch)[:5, ..., 0])).reshape(5, -1)
+    sums = -np.abs(inputs[..., None] - np.asarray(params["read"]["kernel"])).sum(1)
+    assert numbers["adder_output_mean/read"] == pytest.approx(sums.mean() / 64, rel=1e-4)
+    assert numbers["adder_output_std/read"] == pytest.approx(sums.std(-1).mean() / 8, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -1,0 +1,146 @@
+"""What layers report, taken out of every transformation, against the same computed by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from adder_flax import attention, ops
+from adder_flax.layers import AdderLinear
+from adder_flax.models import VisionTransformer
+from adder_flax.recorder import describe, listening, record, report
+
+X = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+SIZES = dict(image_size=4, patch_size=2, channels=1, num_classes=3, width=8, depth=2, num_heads=2)
+
+
+def layer(x):
+    report("layer", {"input": x, "square": x * x}, name="sine")
+    return jnp.sin(x)
+
+
+@jax.custom_vjp
+def own_derivative(x):
+    return layer(x)
+
+
+own_derivative.defvjp(lambda x: (layer(x), x), lambda x, g: (g * jnp.cos(x),))
+WAYS = {
+    "plain": layer,
+    "jit": jax.jit(layer),
+    "checkpoint": jax.checkpoint(layer),
+    "checkpoint of jit": jax.checkpoint(jax.jit(layer)),
+    "own derivative": own_derivative,
+    "vmap": jax.vmap(layer),
+    "vmap of columns": jax.vmap(layer, in_axes=1, out_axes=1),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_transformation_lets_reports_out(way):
+    WAYS[way](X)  # fills the caches of inner transformations
+    output, [seen] = record({"layer": ["input"]}, WAYS[way], X)
+    np.testing.assert_allclose(output, np.sin(X), rtol=1e-6)
+    assert (seen.kind, seen.path, seen.facts) == ("layer", "", {"name": "sine"})
+    expected = X.T if way == "vmap of columns" else X
+    np.testing.assert_array_equal(seen.arrays["input"], expected)
+    assert list(seen.arrays) == ["input"]
+    assert seen.loops == ((len(expected),) if "vmap" in way else ())
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_loops_within_loops(reverse):
+    inner = lambda x, row: (jax.checkpoint(layer)(x + row), None)
+    outer = lambda x, rows: (jax.lax.scan(inner, x, rows, reverse=reverse)[0], x.sum())
+    rows = np.random.default_rng(1).standard_normal((2, 5, 4)).astype(np.float32)
+    (output, sums), [seen] = record({"layer": ["input"]}, lambda x: jax.lax.scan(outer, x, rows), X[0])
+    x, expected, totals = np.float64(X[0]), np.zeros((2, 5, 4)), []
+    for i in range(2):
+        totals.append(x.sum())
+        for j in reversed(range(5)) if reverse else range(5):
+            expected[i, j] = x + rows[i, j]
+            x = np.sin(expected[i, j])
+    np.testing.assert_allclose(output, x, rtol=1e-5)
+    np.testing.assert_allclose(sums, totals, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(seen.arrays["input"], expected, rtol=1e-5, atol=1e-6)
+    assert seen.loops == (2, 5)
+
+
+def test_what_is_recorded_beside_a_gradient_is_the_forward_pass():
+    loss = lambda x: layer(x).sum()
+    (value, gradient), [seen] = record({"layer": ["input"]}, jax.value_and_grad(loss), X)
+    np.testing.assert_allclose(gradient, np.cos(X), rtol=1e-5)
+    np.testing.assert_allclose(value, np.sin(X).sum(), rtol=1e-5)
+    np.testing.assert_array_equal(seen.arrays["input"], X)
+
+
+def test_nobody_listens_nobody_pays():
+    plain = str(jax.make_jaxpr(jnp.sin)(X))
+    seen = []
+
+    def curious(x):
+        seen.append((listening("layer"), listening("other")))
+        return jnp.sin(x)
+
+    record({"layer": []}, curious, X)
+    assert seen == [(True, False)]
+    without = lambda x: (report("layer", {"input": x}), jnp.sin(x))[1]
+    assert str(jax.make_jaxpr(without)(X)) == plain
+    record({"other": []}, without, X)
+    assert str(jax.make_jaxpr(without)(X)) == plain
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": True}, {"scan_blocks": True, "remat": True}])
+def test_a_vision_transformer_names_its_layers(options):
+    model = VisionTransformer(**SIZES, score="adder", mlp_linear="adder", **options, rngs=nnx.Rngs(0))
+    images = np.random.default_rng(0).standard_normal((3, 4, 4, 1)).astype(np.float32)
+    wanted = {"adder": ["rows", "kernel", "sums"], "attention": [], "block": ["output"]}
+    logits, records = record(wanted, model, images)
+    np.testing.assert_allclose(logits, model(images), rtol=1e-5, atol=1e-5)
+    paths = ["attention", "mlp.fc1", "mlp.fc2", ""]
+    assert [r.path for r in records] == [f"blocks.{i}.{path}".rstrip(".") for i in range(2) for path in paths]
+    for seen in (r for r in records if r.kind == "adder"):
+        with ops.use_backend("reference"):
+            expected = ops.adder_matmul(seen.arrays["rows"], seen.arrays["kernel"])
+        np.testing.assert_allclose(seen.arrays["sums"], expected, rtol=1e-5)
+        assert seen.facts == {"hardtanh_slope": 1.0}
+    described = describe(wanted, nnx.eval_shape(lambda: model), jax.ShapeDtypeStruct(images.shape, images.dtype))
+    shapes = lambda r: (r.kind, r.path, r.facts, {name: a.shape for name, a in r.arrays.items()})
+    assert [shapes(r) for r in described] == [shapes(r) for r in records]
+    assert type(model.blocks[0]).__call__ is type(model.blocks[1]).__call__
+
+
+class Translator(nnx.Module):
+    """Recurrent, with attention from each step to the source: nothing of a vision transformer."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.encode = nnx.RNN(nnx.GRUCell(4, 8, rngs=rngs))
+        self.cell = nnx.GRUCell(8, 8, rngs=rngs)
+        self.attend = attention.AdditiveAttention(8, 8, rngs=rngs)
+        self.read = AdderLinear(16, 5, x_gradient="sign", rngs=rngs)
+
+    def __call__(self, source, length):
+        states = self.encode(source)
+
+        @nnx.scan(in_axes=(None, nnx.Carry), out_axes=(nnx.Carry, 0), length=length)
+        def step(model, state):
+            context = model.attend(state[:, None], states)[:, 0]
+            state, _ = model.cell(state, context)
+            return state, model.read(jnp.concatenate([state, context], axis=-1))
+
+        return step(self, states[:, -1])[1]
+
+
+def test_a_recurrent_model_is_recorded_step_by_step():
+    model, source = Translator(), np.random.default_rng(2).standard_normal((2, 6, 4)).astype(np.float32)
+    wanted = {"attention": ["query", "weights"], "adder": ["sums"]}
+    output, records = record(wanted, lambda model, source: model(source, 3), model, source)
+    np.testing.assert_allclose(output, model(source, 3), rtol=1e-5, atol=1e-5)
+    assert [(r.kind, r.path, r.loops) for r in records] == [("attention", "attend", (3,)), ("adder", "read", (3,))]
+    states = model.encode(source)
+    _, first = model.attend(states[:, -1:], states, return_weights=True)
+    np.testing.assert_allclose(records[0].arrays["weights"][0, :, 0], first, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(records[0].arrays["query"][0, :, 0, 0], states[:, -1])
+    np.testing.assert_allclose(records[0].arrays["weights"].sum(-1), 1.0, rtol=1e-5)
