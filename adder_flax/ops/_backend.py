@@ -132,7 +132,7 @@ class Backend:
 # The backends, best first for their platform. Modules load when first asked for, so that importing the package does not
 # pay for compilers and kernel languages that it will not use.
 _BACKENDS: Registry[type[Backend]] = Registry(
-    "ops backend", f"adder_flax.ops.register_backend, or choose {AUTO!r}, the best one that runs"
+    "kernel backend", f"adder_flax.ops.register_backend, or choose {AUTO!r}, the best one that runs"
 )
 _BACKENDS.register_lazily("cpu_native", "adder_flax.ops._cpu:CpuBackend")
 _BACKENDS.register_lazily("pallas_gpu", "adder_flax.ops._pallas_gpu:PallasGpuBackend")
