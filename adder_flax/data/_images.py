@@ -148,7 +148,10 @@ def _open(encoded: bytes) -> Image.Image:
     """
     if encoded.startswith(_PNG):
         _check_png(encoded)
-    image = Image.open(io.BytesIO(encoded), formats=_FORMATS)
+    try:
+        image = Image.open(io.BytesIO(encoded), formats=_FORMATS)
+    except Image.UnidentifiedImageError as error:
+        raise ValueError(f"no image of a kind that is read ({', '.join(_FORMATS)})") from error
     if math.prod(image.size) > MAX_PIXELS:
         raise ValueError(f"an image of {image.width} × {image.height} pixels, more than the {MAX_PIXELS:,} allowed")
     if image.format not in ("JPEG", "MPO"):

@@ -78,12 +78,13 @@ def prepare(
 
 
 def _existing_folder(source: str | None) -> pathlib.Path | None:
-    path = None if source is None else pathlib.Path(source).expanduser()
-    if path is not None and not path.is_dir():
-        raise DataError(
-            f"Expected --source as a folder, got '{printable(source)}', which does not exist or is no folder."
-        )
-    return path
+    if source is None:
+        return None
+    with contextlib.suppress(OSError, RuntimeError):  # a name too long, no such user
+        path = pathlib.Path(source).expanduser()
+        if source and path.is_dir():
+            return path
+    raise DataError(f"Expected --source as a folder, got '{printable(source)}', which does not exist or is no folder.")
 
 
 def _writable_folder(data_dir: str | None) -> str | None:

@@ -147,9 +147,12 @@ REFUSED = {
     "32-bit TIFF": (save(Image.fromarray(np.full((4, 4), 70_000, np.int32)), "tiff"), "32-bit or signed values"),
     "too many pixels": (save(Image.new("1", (2**13, 2**13 + 1))), f"more than the {MAX_PIXELS:,} allowed"),
     "a long line": (save(Image.new("L", (1, 2**20))), "longer one would be"),
-    "no image": (b"these are words", "cannot identify image"),
-    "nothing": (b"", "cannot identify image"),
-    "a program for a printer": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot identify image"),
+    "no image": (b"these are words", "no image of a kind that is read"),
+    "nothing": (b"", "no image of a kind that is read"),
+    "a program for a printer": (
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+        "no image of a kind that is read",
+    ),
 }
 
 
