@@ -8,9 +8,16 @@ Sources: sizes and the ImageNet recipe, Touvron et al., "Training data-efficient
 the CIFAR recipe, Lee et al., "Vision Transformer for Small-Size Datasets", 2021.
 """
 
+import functools
+from collections.abc import Callable
+
 import ml_collections
 
 from adder_flax import settings
+from adder_flax.data import DataSet, describe
+
+# Pixels up to which images are small.
+_SMALL_SIDE = 64
 
 # Width, number of heads; all have 12 blocks, MLP ratio 4, heads of 64.
 SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
@@ -29,15 +36,16 @@ def deit(mechanism: str, size: str, data: str | None = None) -> ml_collections.C
     Args:
       mechanism: ``multiplicative``, ``additive`` or ``adder``.
       size: ``tiny``, ``small`` or ``base``.
-      data: ``digits`` (the default), ``cifar10``, ``cifar100``, ``folder``, ``fake`` or any TFDS
-        image-classification set; sets without a recipe of their own get ImageNet's.
+      data: ``digits`` (the default), ``folder``, ``fake``, any TFDS image-classification set, or one added with
+        ``adder_flax.data.register_source``. Images of up to 64 pixels get CIFAR's recipe with patches that divide them,
+        others ImageNet's.
     """
     data = data or "digits"
     width, num_heads = SIZES[size]
     config = ml_collections.ConfigDict(settings.defaults(settings.RunSettings))
     config.model.update(width=width, num_heads=num_heads, **MECHANISMS[mechanism])
     config.data.name = data
-    _RECIPES.get(data, _imagenet)(config)
+    _recipe(data)(config)
     return config
 
 
@@ -53,18 +61,28 @@ def _small_images(config: ml_collections.ConfigDict, crop_padding: int) -> None:
     )
 
 
-def _cifar(config: ml_collections.ConfigDict) -> None:
-    _small_images(config, crop_padding=4)
-    config.augment.mix_probability = 0.5
-    config.data.image_size = 32
-    config.model.patch_size = 4
+def _small(config: ml_collections.ConfigDict, known: DataSet) -> None:
+    """CIFAR's recipe for images of any small size; characters are neither mirrored nor mixed."""
+    side = known.image_shape[0]
+    if known.kind == "characters":
+        _only_shifts(config)
+    else:
+        _small_images(config, crop_padding=4)
+        config.augment.mix_probability = 0.5
+    config.data.image_size = side
+    config.model.patch_size = _patch_size(side)
     config.model.drop_path_rate = 0.1
     config.batch_size = 128
     config.num_epochs = 100.0
     config.optimizer.warmup_epochs = 10.0
 
 
-def _digits(config: ml_collections.ConfigDict) -> None:
+def _patch_size(side: int) -> int:
+    """Returns the divisor of the side that gives closest to 8 × 8 patches: 4 for 28 and 32 pixels, 8 for 64."""
+    return min((p for p in range(1, side + 1) if side % p == 0), key=lambda p: abs(side / p - 8))
+
+
+def _only_shifts(config: ml_collections.ConfigDict) -> None:
     """Slight zooms and shifts and nothing else: a mirrored or mixed digit is no digit."""
     _small_images(config, crop_padding=0)
     config.augment.update(
@@ -76,6 +94,10 @@ def _digits(config: ml_collections.ConfigDict) -> None:
         erase_probability=0.0,
         label_smoothing=0.0,
     )
+
+
+def _digits(config: ml_collections.ConfigDict) -> None:
+    _only_shifts(config)
     config.data.image_size = 8
     config.model.patch_size = 2
     config.batch_size = 64
@@ -95,4 +117,15 @@ def _fake(config: ml_collections.ConfigDict) -> None:
     config.optimizer.warmup_epochs = 0.0
 
 
-_RECIPES = {"digits": _digits, "cifar10": _cifar, "cifar100": _cifar, "fake": _fake}
+_RECIPES = {"digits": _digits, "fake": _fake}
+
+
+def _recipe(data: str) -> Callable[[ml_collections.ConfigDict], None]:
+    """Returns the recipe of a data set: its own, or what follows from the size and kind of its images."""
+    known = describe(data)
+    if known.name in _RECIPES:
+        return _RECIPES[known.name]
+    height, width = (known.image_shape or (None, None, 3))[:2]
+    if height is not None and height == width and height <= _SMALL_SIDE:
+        return functools.partial(_small, known=known)
+    return _imagenet

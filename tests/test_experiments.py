@@ -43,10 +43,19 @@ def test_parameters_of_the_multiplicative_224_pixel_models_are_deits(name, milli
     assert sum(sizes) == millions * 1e6
 
 
-@pytest.mark.parametrize(("data", "tokens"), [(None, 17), ("cifar10", 65), ("imagenet2012", 197)])
+@pytest.mark.parametrize(
+    ("data", "tokens"), [(None, 17), ("cifar10", 65), ("fashion_mnist", 50), ("mnist", 50), ("imagenet2012", 197)]
+)
 def test_patches_follow_the_data(data, tokens):
     _, model = _build("deit_tiny", data)
     assert model.pos_embed.shape[1] == tokens
+
+
+def test_mirrored_and_mixed_are_photographs_alone():
+    for data, probability in (("mnist", 0.0), ("digits", 0.0), ("fashion_mnist", 0.5), ("folder", 0.5)):
+        augment = importlib.import_module("experiments.deit_tiny").get_config(data).augment
+        assert augment.flip_probability == probability
+        assert (augment.mixup_alpha > 0) == (probability > 0)
 
 
 @pytest.mark.parametrize(("name", "scale"), [("deit_tiny", 64**-0.5), ("additive_deit_tiny", 1.0)])

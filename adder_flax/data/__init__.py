@@ -13,8 +13,9 @@ from adder_flax.data._augment import (
     resize_boxes,
     smooth_one_hot,
 )
-from adder_flax.data._load import load_or_imitate, load_source
+from adder_flax.data._load import describe, load_or_imitate, load_source
 from adder_flax.data._pipeline import EvalPipeline, TrainPipeline
+from adder_flax.data._registry import SETS, DataSet, register_source, resolve_split
 from adder_flax.data._source import ArraySource, CachedSource, DataError, EncodedSource, Source, UnreadableRecordError
 from adder_flax.data._statistics import channel_statistics
 
@@ -22,7 +23,9 @@ __all__ = [
     "ArraySource",
     "Augment",
     "CachedSource",
+    "SETS",
     "DataError",
+    "DataSet",
     "EncodedSource",
     "EvalPipeline",
     "Source",
@@ -31,6 +34,7 @@ __all__ = [
     "augment",
     "channel_statistics",
     "color_jitter",
+    "describe",
     "load_or_imitate",
     "load_source",
     "mix",
@@ -39,6 +43,8 @@ __all__ = [
     "random_erase",
     "random_flip",
     "random_resized_crop",
+    "register_source",
     "resize_boxes",
+    "resolve_split",
     "smooth_one_hot",
 ]

@@ -94,7 +94,7 @@ class Augment:
             source: what the batches come from.
             **settings: the other fields of this class.
         """
-        mean, std = channel_statistics(source.name, source.image_shape[2])
+        mean, std = channel_statistics(source)
         settings = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
         if source.crops_on_host:
             settings |= {"crop_padding": 0, "resized_crop_scale": None}

@@ -8,10 +8,12 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import pathlib
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt8
 
+from adder_flax.data._registry import DataSet, register_source
 from adder_flax.data._source import ArraySource, DataError
 
 SPLITS = ("train", "test")
@@ -19,7 +21,7 @@ TEST_FRACTION = 360 / 1797
 SPLIT_SEED = 0
 
 
-def load_digits(split: str) -> ArraySource:
+def load_digits(split: str, **_: Any) -> ArraySource:
     """Handwritten digits of 8x8 pixels, 1,437 to train on and 360 to test on.
 
     Stored values 0..16 become round(v * 255 / 16), which maps 0 to 0 and 16 to 255 and can be inverted
@@ -82,3 +84,8 @@ def _read_csv() -> tuple[UInt8[np.ndarray, "records 8 8 1"], Int[np.ndarray, " r
         table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
     images = np.rint(table[:, :64] * (255 / 16)).astype(np.uint8)
     return images.reshape(-1, 8, 8, 1), table[:, 64].astype(np.int32)
+
+
+register_source(
+    DataSet("digits", load_digits, SPLITS, (8, 8, 1), 10, statistics=((0.3053,), (0.3757,)), kind="characters")
+)

@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from adder_flax.data._registry import DataSet, register_source
 from adder_flax.data._source import DataError, Source
+
+SPLITS = ("train", "test")
 
 
 class FakeSource(Source):
@@ -27,7 +30,7 @@ class FakeSource(Source):
 
     def __init__(self, split: str, image_shape: tuple[int, int, int], num_classes: int, num_examples: int):
         self.name, self.split = "fake", split
-        self.splits = ("train", "test")
+        self.splits = SPLITS
         if split not in self.splits:
             raise DataError(f"Expected split 'train' or 'test' of fake, got {split!r}.")
         if num_examples < 1 or num_classes < 1:
@@ -51,3 +54,29 @@ class FakeSource(Source):
         records = list(map_function(self.__getitem__, indices))
         images = np.stack([record["image"] for record in records])
         return images, np.array([record["label"] for record in records], np.int32)
+
+
+def load_fake(
+    split: str,
+    *,
+    image_size: int | None = None,
+    num_classes: int = 1000,
+    num_examples: int = 50_000,
+    channels: int = 3,
+    **_: Any,
+) -> FakeSource:
+    """Random images by name; see `load_source`."""
+    size = image_size or 224
+    return FakeSource(split, (size, size, channels), num_classes, num_examples)
+
+
+# The standard deviation of whole numbers 0..255 that are equally likely.
+register_source(
+    DataSet(
+        "fake",
+        load_fake,
+        SPLITS,
+        statistics=((0.5,), (0.2898,)),
+        options=("num_classes", "num_examples", "channels"),
+    )
+)

@@ -6,9 +6,11 @@ import os
 import pathlib
 import stat
 from collections.abc import Sequence
+from typing import Any
 
 from adder_flax.data import _images
-from adder_flax.data._source import DataError
+from adder_flax.data._registry import DataSet, register_source, resolve_split
+from adder_flax.data._source import DataError, EncodedSource
 from adder_flax.text import printable
 
 IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -174,3 +176,20 @@ def _images_in(folder: pathlib.Path) -> list[str]:
             elif _is_image(entry.name):
                 found.append(entry.path)
     return sorted(found, key=lambda path: path.split(os.sep))
+
+
+def load_folder(
+    split: str, *, name: str, data_dir: str | None = None, image_size: int | None = None, **options: Any
+) -> EncodedSource:
+    """A split of an image folder; see `load_source`."""
+    if data_dir is None:
+        raise DataError("Expected data_dir=<root of the image folder> for data set 'folder', got none.")
+    if image_size is None:
+        raise DataError("Expected image_size for data set 'folder', whose images may vary in size, got none.")
+    folder = ImageFolder(data_dir)
+    split = resolve_split(split, folder.splits)
+    records, shape = folder.records(split), (image_size, image_size, 3)
+    return EncodedSource(name, split, folder.splits, records, folder.label_names, shape, crops_on_host=True, **options)
+
+
+register_source(DataSet("folder", load_folder))

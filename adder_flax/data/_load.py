@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import dataclasses
 
-from adder_flax.data._digits import load_digits
+from adder_flax.data import _digits, _folder  # noqa: F401  each registers its set
 from adder_flax.data._fake import FakeSource
-from adder_flax.data._folder import ImageFolder
-from adder_flax.data._source import ArraySource, CachedSource, DataError, EncodedSource, Source
-from adder_flax.data._tfds import TfdsSet, tfds_shape
-
-EVAL_SPLITS = ("validation", "val", "test")
-"""What split ``"eval"`` stands for, in order of preference: the test split of ImageNet has no labels."""
-
-CACHE_BYTES = 2**30
-"""Sets of a fixed image size stay in memory if the decoded split is no larger (CIFAR's train split: 154 MB)."""
+from adder_flax.data._registry import SETS, DataSet, resolve_split
+from adder_flax.data._source import DataError, NotPreparedError, Source
+from adder_flax.data._tfds import base_name, load_tfds, tfds_shape
 
 
 def load_source(
@@ -24,17 +17,17 @@ def load_source(
     *,
     data_dir: str | None = None,
     image_size: int | None = None,
-    num_classes: int | None = None,
-    num_examples: int | None = None,
-    channels: int | None = None,
     crop_scale: tuple[float, float] | None = (0.08, 1.0),
     on_unreadable: str = "raise",
+    **own_options,
 ) -> Source:
-    """Loads one split of an image-classification set by name.
+    """Loads one split of a data set by name.
 
     - ``"digits"``: scikit-learn's handwritten digits, 8x8x1, always there.
     - ``"folder"``: data_dir/<split>/<class>/<image>, decoded to RGB.
-    - ``"fake"``: random images, default 224x224x3, 1,000 classes, 50,000 examples.
+    - ``"fake"``: random images, default 224x224x3, 1,000 classes, 50,000 examples; its own options are
+      ``num_classes``, ``num_examples`` and ``channels``.
+    - what was added with `register_source`.
     - any other name: that TFDS set, read without TensorFlow where it is prepared as ArrayRecord; the error
       for one that is not prepared names the command that prepares it.
 
@@ -44,19 +37,17 @@ def load_source(
 
     Args:
         name: the set.
-        split: one of the set's splits, or ``"eval"`` for the first that exists of `EVAL_SPLITS`.
+        split: one of the set's splits, or ``"eval"`` for the first that exists of ``validation``, ``val``, ``test``.
         data_dir: root of the image folder, or where TFDS sets are prepared (None: TFDS's default).
         image_size: height and width of the returned images, pixels. None: the set's own size. Sets whose
             images vary in size need it: they are resized and cropped on the host (see
             `Source.crops_on_host`).
-        num_classes: of ``"fake"`` only.
-        num_examples: of ``"fake"`` only.
-        channels: of ``"fake"`` only.
         crop_scale: area range of the random resized crop on the host, as a fraction of the image's area; None trains on
             the centre crop.
         on_unreadable: ``"raise"`` stops at an image that cannot be decoded, naming it; ``"skip"`` counts it
             in `Source.unreadable`, takes the next record instead in training, and leaves it out in
             evaluation.
+        **own_options: those that the set has, see `DataSet`.
 
     Returns:
         The source.
@@ -64,23 +55,29 @@ def load_source(
     Raises:
         DataError: unknown set or split, set not prepared, or a setting that this set does not have.
     """
-    shape = {"num_classes": num_classes, "num_examples": num_examples, "channels": channels}
-    if name == "fake":
-        return _fake(split, image_size, **shape)
-    if given := [key for key, value in shape.items() if value is not None]:
-        raise DataError(f"Expected {', '.join(given)} only for 'fake', got data set {name!r}, which has its own.")
-    if name == "digits":
-        return _digits(split, image_size)
-    options = {"image_size": image_size, "crop_scale": crop_scale, "on_unreadable": on_unreadable}
-    if name == "folder":
-        return _folder(split, data_dir, **options)
-    return _tfds(name, split, data_dir, **options)
+    data_set = _find(name)
+    for option in own_options:
+        if option not in data_set.options:
+            having = [repr(other) for other in SETS if option in SETS.get(other).options] or ["no set"]
+            raise DataError(f"Expected {option} only for {', '.join(having)}, got it with data set {name!r}.")
+    if data_set.splits is not None:
+        split = resolve_split(split, data_set.splits)
+    options = {"data_dir": data_dir, "crop_scale": crop_scale, "on_unreadable": on_unreadable, **own_options}
+    source = data_set.load(split, name=name, image_size=image_size, **options)
+    side = getattr(source, "image_shape", (image_size,))[0]
+    if image_size not in (None, side):
+        raise DataError(
+            f"Expected image_size {side} for {name}, got {image_size}. Its images are kept in memory at that size."
+        )
+    if data_set.statistics is not None:
+        source.statistics = data_set.statistics
+    return source
 
 
 def load_or_imitate(
     name: str, split: str, *, data_dir: str | None = None, image_size: int | None = None, **options
 ) -> Source:
-    """Loads a source, or, for a TFDS set that is not prepared here, imitates one: random images in its shape.
+    """Loads a source, or imitates a set that is not prepared here: random images in its shape.
 
     It serves to compile a run on a machine that does not have the data. How many images the set has is not known then.
 
@@ -96,78 +93,37 @@ def load_or_imitate(
     """
     try:
         return load_source(name, split, data_dir=data_dir, image_size=image_size, **options)
-    except DataError:
-        if name in ("digits", "folder", "fake"):
+    except NotPreparedError:
+        known = describe(name)
+        if known.image_shape is None or known.num_classes is None:
             raise
-        (height, width, channels), num_classes = tfds_shape(name, data_dir)
+        height, width, channels = known.image_shape
         if image_size is None and (height is None or height != width):
             raise
         size = image_size or height
-        return FakeSource(_resolve(split, ("train", "test")), (size, size, channels), num_classes, 1_000_000)
+        split = resolve_split(split, ("train", "test"))
+        source = FakeSource(split, (size, size, channels), known.num_classes, 1_000_000)
+        source.statistics = known.statistics
+        return source
 
 
-def _fake(
-    split: str,
-    image_size: int | None,
-    num_classes: int | None,
-    num_examples: int | None,
-    channels: int | None,
-) -> FakeSource:
-    size = image_size or 224
-    shape = (size, size, channels or 3)
-    return FakeSource(_resolve(split, ("train", "test")), shape, num_classes or 1000, num_examples or 50_000)
+def describe(name: str) -> DataSet:
+    """What is known of a data set without reading it; of an unknown name, nothing but itself.
+
+    >>> describe("digits").image_shape, describe("cifar100").num_classes
+    ((8, 8, 1), 100)
+    """
+    try:
+        data_set = _find(name)
+        if data_set.name in SETS:
+            return data_set
+        image_shape, num_classes = tfds_shape(name, None)
+    except DataError:
+        return DataSet(name, load_tfds)
+    return dataclasses.replace(data_set, image_shape=image_shape, num_classes=num_classes)
 
 
-def _digits(split: str, image_size: int | None) -> ArraySource:
-    source = load_digits(_resolve(split, ("train", "test")))
-    if image_size not in (None, 8):
-        raise DataError(
-            f"Expected image_size 8 for digits, got {image_size}. Its images are 8x8; enlarging adds nothing."
-        )
-    return source
-
-
-def _folder(split: str, data_dir: str | None, *, image_size: int | None, **options) -> EncodedSource:
-    if data_dir is None:
-        raise DataError("Expected data_dir=<root of the image folder> for data set 'folder', got none.")
-    if image_size is None:
-        raise DataError("Expected image_size for data set 'folder', whose images may vary in size, got none.")
-    folder = ImageFolder(data_dir)
-    split = _resolve(split, folder.splits)
-    records = folder.records(split)
-    shape = (image_size, image_size, 3)
-    return EncodedSource(
-        "folder", split, folder.splits, records, folder.label_names, shape, crops_on_host=True, **options
-    )
-
-
-def _tfds(name: str, split: str, data_dir: str | None, *, image_size: int | None, **options) -> Source:
-    prepared = TfdsSet(name, data_dir)
-    height, width, channels = prepared.image_shape
-    fixed = height is not None and height == width
-    if not fixed and image_size is None:
-        raise DataError(f"Expected image_size for {name}, whose images are not all square and of one size, got none.")
-    size = image_size or height
-    split = _resolve(split, prepared.splits)
-    source = EncodedSource(
-        name,
-        split,
-        prepared.splits,
-        prepared.records(split),
-        prepared.label_names,
-        (size, size, channels),
-        crops_on_host=not fixed,
-        stored_size=(height, width) if fixed else None,
-        **options,
-    )
-    small = len(source) * math.prod(source.image_shape) <= CACHE_BYTES
-    return CachedSource(source) if fixed and small else source
-
-
-def _resolve(split: str, splits: Sequence[str]) -> str:
-    if split != "eval":
-        return split
-    for name in EVAL_SPLITS:
-        if name in splits:
-            return name
-    raise DataError(f"Expected one of the splits {EVAL_SPLITS} to evaluate on, got {tuple(splits)}. Name the split.")
+def _find(name: str) -> DataSet:
+    """A registered set, or the TFDS set of this name; TFDS's names may have a configuration and a version."""
+    base = name if name in SETS else base_name(name)
+    return SETS.get(base) if base in SETS else DataSet(base, load_tfds)

@@ -16,6 +16,9 @@ from adder_flax.text import printable
 
 MapFunction = Callable[..., Iterable[Any]]
 
+Statistics = tuple[tuple[float, ...], tuple[float, ...]]
+"""Mean and standard deviation of each channel of images in [0, 1]."""
+
 # Records that one thread reads at a time: enough that ArrayRecord reads them together (4 times faster than one by
 # one), few enough that every thread has work in a small batch of large images.
 _CHUNK = 16
@@ -26,6 +29,10 @@ UNREADABLE = -1
 
 class DataError(RunError, ValueError):
     """A data set, split or record that cannot be used; the message says which and what to do."""
+
+
+class NotPreparedError(DataError):
+    """A data set that is known but not here."""
 
 
 class UnreadableRecordError(DataError):
@@ -43,6 +50,8 @@ class Source(abc.ABC):
         image_shape: (height, width, channels) of every image that this source returns.
         crops_on_host: True if the stored images vary in size. Such a source returns the centre crop, and in
             training a random resized crop: both need the full-size image, which never reaches the device.
+        statistics: mean and standard deviation of each channel of the training split, of images in [0, 1]; None where
+            the set does not carry them, see `channel_statistics`.
         unreadable: records found unreadable so far, index to reason. Always empty with
             ``on_unreadable="raise"``.
     """
@@ -53,6 +62,7 @@ class Source(abc.ABC):
     label_names: tuple[str, ...]
     image_shape: tuple[int, int, int]
     crops_on_host: bool = False
+    statistics: Statistics | None = None
     unreadable: Mapping[int, str]
 
     @property

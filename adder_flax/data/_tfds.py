@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import math
 import os
 import pathlib
 import re
@@ -15,10 +16,17 @@ from typing import Any
 import numpy as np
 
 from adder_flax.data._images import MAX_PIXELS
-from adder_flax.data._source import DataError
+from adder_flax.data._registry import SETS, DataSet, register_source, resolve_split
+from adder_flax.data._source import CachedSource, DataError, EncodedSource, NotPreparedError, Source
 from adder_flax.text import printable
 
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
+"""Names of sets: they are names of folders too."""
+
 _READ_AT_ONCE = 1000
+
+CACHE_BYTES = 2**30
+"""Sets of a fixed image size stay in memory if the decoded split is no larger (CIFAR's train split: 154 MB)."""
 
 
 class TfdsSet:
@@ -138,9 +146,9 @@ def base_name(name: str) -> str:
         DataError: it is no name but, say, a path.
     """
     base = name.partition(":")[0].partition("/")[0]
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,199}", base):
+    if not NAME.fullmatch(base):
         raise DataError(
-            "Expected digits, fake, folder or the name of a TFDS set (letters, digits and _), got "
+            f"Expected {', '.join(SETS)} or the name of a TFDS set (letters, digits and _), got "
             f"'{printable(name)}'. All TFDS names: https://www.tensorflow.org/datasets/catalog/overview."
         )
     return base
@@ -214,12 +222,12 @@ def _builder(tfds: Any, name: str, data_dir: str | None) -> Any:
                 "no prepared version there: the folder of the newest version must hold dataset_info.json and "
                 "features.json, and its name be of the form 1.0.0"
             ) from error
-        known = ["digits", "fake", "folder", *tfds.list_builders(with_community_datasets=False)]
+        known = [*SETS, *tfds.list_builders(with_community_datasets=False)]
         close = difflib.get_close_matches(name, known, n=3)
         hint = f"Did you mean {' or '.join(close)}? " if close else ""
         raise DataError(
-            f"Expected digits, fake, folder or the name of a TFDS set, got {name!r}. {hint}"
-            "All TFDS names: https://www.tensorflow.org/datasets/catalog/overview."
+            f"Expected {', '.join(SETS)} or the name of a TFDS set, got {name!r}. {hint}"
+            "Add your own with adder_flax.data.register_source. All TFDS names: https://www.tensorflow.org/datasets/catalog/overview."
         ) from error
     except (ValueError, AssertionError) as error:
         if folder.exists():
@@ -232,7 +240,7 @@ def _builder(tfds: Any, name: str, data_dir: str | None) -> Any:
 def _prepared_builder(tfds: Any, name: str, data_dir: str | None) -> Any:
     builder = _builder(tfds, name, data_dir)
     if not builder.is_prepared():
-        raise DataError(
+        raise NotPreparedError(
             f"Expected {name} prepared as ArrayRecord in {builder.data_dir}, got nothing there. "
             f"Prepare it once: {prepare_command(name, data_dir)}"
         )
@@ -268,3 +276,61 @@ def _image_and_label(tfds: Any, name: str, info: Any) -> tuple[str, str]:
 
 def _is_sensible(shape: tuple[int | None, int | None, int]) -> bool:
     return shape[-1] in (1, 3) and all(side is None or 0 < side <= MAX_PIXELS**0.5 for side in shape[:2])
+
+
+def load_tfds(
+    split: str, *, name: str, data_dir: str | None = None, image_size: int | None = None, **options: Any
+) -> Source:
+    """A split of a prepared TFDS set; see `load_source`."""
+    prepared = TfdsSet(name, data_dir)
+    height, width, channels = prepared.image_shape
+    fixed = height is not None and height == width
+    if not fixed and image_size is None:
+        raise DataError(f"Expected image_size for {name}, whose images are not all square and of one size, got none.")
+    size = image_size or height
+    split = resolve_split(split, prepared.splits)
+    source = EncodedSource(
+        name,
+        split,
+        prepared.splits,
+        prepared.records(split),
+        prepared.label_names,
+        (size, size, channels),
+        crops_on_host=not fixed,
+        stored_size=(height, width) if fixed else None,
+        **options,
+    )
+    small = len(source) * math.prod(source.image_shape) <= CACHE_BYTES
+    return CachedSource(source) if fixed and small else source
+
+
+# Sets that are used often, so that their facts are known without TFDS. Statistics: over all pixels of the train split;
+# those of CIFAR and the two MNIST are the values in wide use.
+for _data_set in (
+    DataSet(
+        "cifar10",
+        load_tfds,
+        image_shape=(32, 32, 3),
+        num_classes=10,
+        statistics=((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    ),
+    DataSet(
+        "cifar100",
+        load_tfds,
+        image_shape=(32, 32, 3),
+        num_classes=100,
+        statistics=((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    ),
+    DataSet("fashion_mnist", load_tfds, image_shape=(28, 28, 1), num_classes=10, statistics=((0.2860,), (0.3530,))),
+    DataSet(
+        "mnist",
+        load_tfds,
+        image_shape=(28, 28, 1),
+        num_classes=10,
+        statistics=((0.1307,), (0.3081,)),
+        kind="characters",
+    ),
+    DataSet("kmnist", load_tfds, image_shape=(28, 28, 1), num_classes=10, kind="characters"),
+    DataSet("svhn_cropped", load_tfds, image_shape=(32, 32, 3), num_classes=10, kind="characters"),
+):
+    register_source(_data_set)

@@ -36,8 +36,9 @@ from PIL import Image
 from tensorflow_datasets.core.download.download_manager import NonMatchingChecksumError
 
 from adder_flax.data._folder import FolderRecords, ImageFolder
+from adder_flax.data._registry import SETS
 from adder_flax.data._source import DataError
-from adder_flax.data._tfds import base_name, check_shards, reason
+from adder_flax.data._tfds import NAME, base_name, check_shards, reason
 from adder_flax.text import printable
 
 
@@ -371,13 +372,9 @@ def _folder_builder(source: pathlib.Path | None, set_name: str | None, data_dir:
         raise DataError("Expected --source=<image folder> with 'folder', got none.")
     folder = ImageFolder(source)
     name = folder.root.resolve().name if set_name is None else set_name
-    if (
-        len(name) > 100
-        or not tfds.core.naming.is_valid_dataset_name(name)
-        or name in tfds.list_builders(with_community_datasets=False)
-    ):
+    if not NAME.fullmatch(name) or name in {*SETS, *tfds.list_builders(with_community_datasets=False)}:
         raise DataError(
-            f"Expected a set name of letters, digits and _ that is not TFDS's own, got '{printable(name)}'. "
+            f"Expected a set name of letters, digits and _ that no other set has, got '{printable(name)}'. "
             "Choose one: --set_name=…"
         )
     return FolderBuilder(folder, name, data_dir=data_dir, file_format="array_record")

@@ -34,7 +34,7 @@ class Classification(Task):
 
     @classmethod
     def facts(cls, source: data.Source) -> ImageFacts:
-        mean, std = data.channel_statistics(source.name, source.image_shape[2])
+        mean, std = data.channel_statistics(source)
         return ImageFacts(tuple(source.image_shape), source.num_classes, mean, std, source.crops_on_host)
 
     def example(self) -> Example:

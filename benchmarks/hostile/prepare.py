@@ -54,11 +54,14 @@ class _Place:
         self._before = self._state(self._root)
 
     def _state(self, root: Path) -> dict[str, str]:
-        return {
-            str(path): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder or other"
-            for path in root.rglob("*")
-            if self.sets not in (path, *path.parents)
-        }
+        return {str(path): _content(path) for path in root.rglob("*") if self.sets not in (path, *path.parents)}
+
+
+def _content(path: Path) -> str:
+    if not path.is_file():
+        return "folder or other"
+    size = path.stat().st_size
+    return hashlib.sha256(path.read_bytes()).hexdigest() if size < 2**24 else f"{size} bytes"
 
 
 def _command(*arguments: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from adder_flax.data import (
+    ArraySource,
     Augment,
     DataError,
     augment,
@@ -428,7 +429,7 @@ def test_sharded_over_devices_equals_unsharded():
 
 def test_statistics_of_digits():
     images = load_source("digits", "train").images / 255
-    mean, std = channel_statistics("digits", 1)
+    mean, std = channel_statistics(load_source("digits", "train"))
     np.testing.assert_allclose([mean, std], [[images.mean()], [images.std()]], atol=5e-5)
 
 
@@ -436,16 +437,26 @@ def test_statistics_of_cifar10(cifar10_dir):
     """On 4,000 of the 50,000 images, which here are JPEGs: smoother, so their deviation is up to 0.003 lower."""
     source = load_source("cifar10", "train[:8%]", data_dir=cifar10_dir)
     pixels = source.gather(np.arange(4000))[0].reshape(-1, 3) / 255
-    mean, std = channel_statistics("cifar10", 3)
+    mean, std = channel_statistics(source)
     np.testing.assert_allclose(pixels.mean(0), mean, atol=0.01)
     np.testing.assert_allclose(pixels.std(0), std, atol=0.01)
 
 
 def test_statistics_of_fake_images():
     images = load_source("fake", "train", image_size=64).gather(np.arange(8))[0].reshape(-1, 3) / 255
-    mean, std = channel_statistics("fake", 3)
+    mean, std = channel_statistics(load_source("fake", "train"))
     np.testing.assert_allclose(images.mean(0), mean, atol=0.005)
     np.testing.assert_allclose(images.std(0), std, atol=0.005)
+
+
+def test_statistics_of_a_set_without_any_are_those_of_its_images():
+    images = noise(700, 5, 4, 3) // np.array([1, 2, 3], np.uint8)
+    source = ArraySource("own", "train", ["train"], images, np.zeros(700, int), ["one", "two"])
+    got = channel_statistics(source)
+    pixels = images.reshape(-1, 3) / 255
+    np.testing.assert_allclose(got, [pixels.mean(0), pixels.std(0)], atol=5e-5)
+    constant = ArraySource("own", "train", ["train"], 0 * images, np.zeros(700, int), ["one", "two"])
+    assert channel_statistics(constant) == ((0.0,) * 3, (1.0,) * 3)
 
 
 def test_settings_for_a_source_that_crops_itself(image_folder):

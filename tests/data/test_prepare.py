@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import importlib.util
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 from adder_flax.data import DataError, load_source
-from adder_flax.data.prepare import main, prepare, read_cifar, read_idx
+from adder_flax.data.prepare import FashionMNIST, main, prepare, read_cifar, read_idx
 from tests.data.files import write_idx, write_tar
 
 
@@ -112,6 +114,26 @@ def test_mnist_from_idx_files(name, url, tmp_path, published):
     assert as_set(*ours.gather(np.arange(6))) == as_set(*truth["train"])
 
 
+def test_fashion_mnist_that_was_compressed_again_is_taken_by_its_content(tmp_path, monkeypatch):
+    """As in Debian's package; one pixel that differs is refused."""
+    rng = np.random.default_rng(1)
+    source, digests = tmp_path / "downloads", {}
+    source.mkdir()
+    for split, count in {"train": 6, "t10k": 3}.items():
+        images, labels = rng.integers(0, 256, (count, 28, 28), np.uint8), rng.integers(0, 10, count, np.uint8)
+        for array, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
+            file = source / f"{split}-{kind}-ubyte.gz"
+            write_idx(file, array)
+            digests[file.name] = hashlib.sha256(gzip.decompress(file.read_bytes())).hexdigest()
+    monkeypatch.setattr(FashionMNIST, "CONTENT_SHA256", digests)
+    prepare("fashion_mnist", str(tmp_path / "sets"), str(source))
+    assert len(read_back("fashion_mnist", tmp_path / "sets", "train")) == 6
+    file = source / "t10k-images-idx3-ubyte.gz"
+    write_idx(file, np.zeros((3, 28, 28), np.uint8))
+    with pytest.raises(DataError, match="published source files of fashion_mnist"):
+        prepare("fashion_mnist", str(tmp_path / "others"), str(source))
+
+
 def test_folder_is_copied_without_encoding_again(image_folder, tmp_path):
     path = prepare("folder", str(tmp_path / "sets"), str(image_folder), "my_images")
     assert path.parent.name == "my_images"
@@ -198,7 +220,7 @@ def test_a_set_that_needs_tensorflow_says_so(tmp_path, published, monkeypatch):
         (["no_such_set"], "name of a TFDS set"),
         (["folder"], "--source=<image folder>"),
         (["cifar10", "--source=/no/such/folder"], "does not exist"),
-        (["folder", "--source=.", "--set_name=cifar10"], "not TFDS's own"),
+        (["folder", "--source=.", "--set_name=cifar10"], "that no other set has"),
     ],
 )
 def test_errors_of_the_command(arguments, message, image_folder, monkeypatch):

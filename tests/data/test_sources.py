@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adder_flax.data import DataError, UnreadableRecordError, load_source
+from adder_flax.data import (
+    SETS,
+    ArraySource,
+    DataError,
+    DataSet,
+    UnreadableRecordError,
+    channel_statistics,
+    load_or_imitate,
+    load_source,
+    register_source,
+)
 from adder_flax.data._digits import stratified_test_mask
 from adder_flax.data._images import decode_and_center_crop, decode_and_random_crop, decode_and_resize, random_crop_box
 from tests.data.files import encode, smooth_image
@@ -223,8 +233,11 @@ assert "tensorflow" not in sys.modules
         (("digits", "train", {"image_size": 9}), "image_size 8 for digits, got 9"),
         (("digits", "train", {"num_classes": 9}), "num_classes only for 'fake'"),
         (("folder", "train"), "data_dir=<root of the image folder>"),
-        (("folder", "train", {"data_dir": "/no/such"}), "image_size for data set 'folder'"),
-        (("folder", "train", {"data_dir": "/no/such", "image_size": 8}), "got '/no/such', which does not exist"),
+        (("folder", "train", {"data_dir": "/nowhere/at/all"}), "image_size for data set 'folder'"),
+        (
+            ("folder", "train", {"data_dir": "/nowhere/at/all", "image_size": 8}),
+            "got '/nowhere/at/all', which does not exist",
+        ),
         (("cifar1", "train"), "got 'cifar1'. Did you mean cifar10"),
         (("cifar10:9.9.9", "train"), "configuration and version that TFDS has, got 'cifar10:9.9.9'"),
         (("imagenette/nope", "train"), "configuration and version that TFDS has, got 'imagenette/nope'"),
@@ -259,3 +272,30 @@ def test_a_set_that_is_not_prepared_names_the_command(tmp_path):
 def test_tfds_splits_are_checked(cifar10_dir):
     with pytest.raises(DataError, match=r"out of \('train', 'test'\) of cifar10/3.0.2, got 'validation'"):
         load_source("cifar10", "validation", data_dir=cifar10_dir)
+
+
+def test_a_set_of_ones_own_is_found_by_name():
+    def load(split, *, image_size, **_):
+        del image_size
+        return ArraySource("own", split, ["a", "test"], np.zeros((2, 6, 6, 3), np.uint8), [0, 1], ["x", "y"])
+
+    statistics = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    with SETS.temporary():
+        register_source(DataSet("own", load, ("a", "test"), (6, 6, 3), 2, statistics))
+        assert load_source("own", "eval", image_size=6).split == "test"
+        assert channel_statistics(load_source("own", "a")) == statistics
+        with pytest.raises(DataError, match="image_size 6 for own, got 7"):
+            load_source("own", "a", image_size=7)
+        with pytest.raises(DataError, match="or the name of a TFDS set, got 'owm'. Did you mean own"):
+            load_source("owm", "a")
+        with pytest.raises(ValueError, match="registered already"):
+            register_source(DataSet("own", load_source))
+    assert "own" not in SETS
+
+
+def test_a_set_that_is_not_here_is_imitated_with_its_own_statistics():
+    source = load_or_imitate("fashion_mnist", "train", data_dir="/nowhere/at/all")
+    assert (source.image_shape, source.num_classes) == ((28, 28, 1), 10)
+    assert channel_statistics(source) == ((0.2860,), (0.3530,))
+    with pytest.raises(DataError, match="which does not exist"):
+        load_or_imitate("folder", "train", data_dir="/nowhere/at/all", image_size=8)

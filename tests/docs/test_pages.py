@@ -7,6 +7,7 @@ import pytest
 
 import kfac
 from adder_flax.attention import _registry
+from adder_flax.data import SETS
 from adder_flax.ops import _backend
 from kfac import _registry as layer_registry
 from tests.processes import ROOT
@@ -15,6 +16,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 DOCS = ROOT / "docs"
 PAGES = [
     DOCS / "index.md",
+    DOCS / "data_set.md",
     DOCS / "layers.md",
     DOCS / "ops_backend.md",
     *sorted((DOCS / "borrow").glob("*.md")),
@@ -32,7 +34,7 @@ def code_blocks(page):
 def own_names(monkeypatch):
     """What a page registers is forgotten afterwards."""
     monkeypatch.setattr(_registry, "_SCORES", dict(_registry._SCORES))
-    with _backend._BACKENDS.temporary(), layer_registry.temporary():
+    with _backend._BACKENDS.temporary(), layer_registry.temporary(), SETS.temporary():
         yield
 
 
