@@ -155,8 +155,8 @@ def _overview(run: training.Run, workdir: Path) -> str:
         f"steps    {run.num_steps} of {run.config.batch_size} images, {run.steps_per_epoch} an epoch",
         f"workdir  {workdir}",
     ]
-    if isinstance(run.optimizer, training.CurvatureOptimizer):
-        lines.insert(1, f"curvature\n{run.optimizer.layers}")
+    if run.program.layers is not None:
+        lines.insert(1, f"curvature\n{run.program.layers}")
     return "\n".join(lines)
 
 
@@ -186,7 +186,9 @@ def compile_step(config: Any) -> None:
 def _estimate_text(run: training.Run, estimated: training.Estimate) -> str:
     config = run.config
     params = sum(leaf.size for leaf in jax.tree.leaves(run.abstract_state["params"]))
-    counted = counting.count_operations(run.train_step, run.abstract_state, training.abstract_batch(run))
+    counted = counting.count_operations(
+        run.train_step, run.abstract_state, training.abstract_batch(run), run.abstract_hyper
+    )
     capacity = "" if estimated.capacity is None else f" of {_gib(estimated.capacity)}"
     lines = [
         f"model        {params:,} parameters, {config.model.score} scores, {config.optimizer.name}",
@@ -240,7 +242,7 @@ def _curves(run: training.Run, workdir: Path) -> Any:
 def _attention(run: training.Run, params: Any) -> Any:
     images, labels = _first_images(run, _FIGURE_IMAGES)
     wanted = {"attention": ["weights"]}
-    logits, records = recorder.record(wanted, run.model(params), run.normalize(images))
+    logits, records = recorder.record(wanted, run.model(params), *run.task.inputs({"image": images}))
     maps = [attention.attention_map(record) for record in records]
     names = run.eval_source.label_names
     captions = [
@@ -305,7 +307,7 @@ def analyze(config: Any, workdir: str | Path, checkpoint: str, baseline: str | P
     images, labels = _first_images(run, _REPORT_IMAGES)
     written = report.write_report(
         model,
-        np.asarray(run.normalize(images)),
+        np.asarray(*run.task.inputs({"image": images})),
         labels,
         Path(workdir) / "report",
         pictures=images,

@@ -12,6 +12,24 @@ from typing import Any, Generic, TypeVar
 
 Entry = TypeVar("Entry")
 
+_changes = 0
+
+
+def count_changes() -> int:
+    """Returns how often a registry has changed: what a name stands for is the same as long as this is.
+
+    >>> before = count_changes()
+    >>> _ = Registry("function", "my_project.register").register("abs", abs)
+    >>> count_changes() - before
+    1
+    """
+    return _changes
+
+
+def _note_change() -> None:
+    global _changes
+    _changes += 1
+
 
 class Registry(Generic[Entry]):
     """Entries of one kind by name, in the order of registration.
@@ -54,6 +72,8 @@ class Registry(Generic[Entry]):
                 f"expected a new name for the {self.kind}, got {name!r}, which is registered already; choose a name "
                 f"other than {', '.join(self)}"
             )
+        if self._entries.get(name) is not entry:
+            _note_change()
         self._entries[name], self._origins[name] = entry, origin
         return entry
 
@@ -118,6 +138,7 @@ class Registry(Generic[Entry]):
             yield
         finally:
             self._entries, self._origins = kept
+            _note_change()
 
 
 class _Lazy:

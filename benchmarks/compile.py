@@ -60,7 +60,9 @@ def row(mechanism: str, size: str, optimizer: str, topology: str, options: argpa
     )
     run = training.build_run(config, devices=training.topology_devices(topology), data_needed=False)
     step = training.estimate(run)
-    counted = counting.count_operations(run.train_step, run.abstract_state, training.abstract_batch(run))
+    counted = counting.count_operations(
+        run.train_step, run.abstract_state, training.abstract_batch(run), run.abstract_hyper
+    )
     working = step.memory["activations, gradients"]
     traffic = "; ".join(f"{t.count} {kind}, {_gib(t.bytes)}" for kind, t in step.collectives.items())
     experiment = "deit" if mechanism == "multiplicative" else f"{mechanism}_deit"

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import kfac
 from adder_flax import data, ops, training
 from adder_flax.training.sharding import put_batch
-from adder_flax.training.step import make_logits_loss_fn
 from benchmarks.timing import Timings, measure
 from experiments import common
 from kfac import _solver as solver
@@ -64,8 +63,11 @@ def compile_parts(run: training.Run, batch_size: int) -> tuple[dict[str, Any], d
     """Compiled programs and calls of them by name, and the curvature of one batch."""
     params = run.init()["params"]
     batch = put_batch(data.TrainPipeline(run.train_source, batch_size, 0)[0], run.mesh)
-    examples = *run.augment(jax.random.key(0), batch["image"], batch["label"]), jax.random.key(1)
-    loss_fn = make_logits_loss_fn(run.graphdef)
+    examples = run.task.examples(jax.random.key(0), batch), jax.random.key(1)
+
+    def loss_fn(params, examples, key):
+        outcome = run.loss(params, examples, key)
+        return outcome.loss, outcome.outputs
 
     def with_curvature(params: Any, fisher: str) -> Any:
         function = kfac.value_grad_and_curvature(loss_fn, fisher=fisher, has_aux=True)

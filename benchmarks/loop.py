@@ -47,11 +47,11 @@ def bare_seconds(run: training.Run) -> float:
     batches = data.TrainPipeline(run.train_source, run.config.batch_size, run.config.seed)
     batch = sharding.put_batch(batches[0], run.mesh)
     with jax.set_mesh(run.mesh):
-        state, metrics = run.train_step(state, batch)
+        state, metrics = run.train_step(state, batch, run.hyper)
         jax.block_until_ready((state, metrics))
         start = time.perf_counter()
         for _ in range(run.num_steps - 1):
-            state, metrics = run.train_step(state, batch)
+            state, metrics = run.train_step(state, batch, run.hyper)
         jax.block_until_ready((state, metrics))
     return (time.perf_counter() - start) / (run.num_steps - 1)
 

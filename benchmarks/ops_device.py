@@ -124,11 +124,11 @@ def images_per_second(mechanism: str, batch_size: int, steps: int = 20) -> float
     image = {"image": jnp.zeros((batch_size, 224, 224, 3), jnp.uint8), "label": jnp.zeros(batch_size, jnp.int32)}
     with jax.set_mesh(run.mesh):
         batch = jax.device_put(image, sharding.batch_sharding(run.mesh))
-        state, _ = run.train_step(run.init(), batch)
+        state, _ = run.train_step(run.init(), batch, run.hyper)
         jax.block_until_ready(state)
         start = time.perf_counter()
         for _ in range(steps):
-            state, _ = run.train_step(state, batch)
+            state, _ = run.train_step(state, batch, run.hyper)
         jax.block_until_ready(state)
     return steps * batch_size / (time.perf_counter() - start)
 

@@ -36,7 +36,7 @@ def jax_step(config) -> Callable:
     def step():
         nonlocal state
         with jax.set_mesh(run.mesh):
-            state, metrics = run.train_step(state, batch)
+            state, metrics = run.train_step(state, batch, run.hyper)
         return metrics
 
     return step

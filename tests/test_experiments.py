@@ -10,8 +10,8 @@ from flax import nnx
 from adder_flax.attention import resolve_scale
 from adder_flax.data import load_source
 from adder_flax.settings import RunSettings, SettingsError, read
-from adder_flax.training.setup import make_model
 from tests.processes import ROOT
+from tests.training.pieces import vit
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "experiments").glob("*deit_*.py"))
 SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
@@ -20,7 +20,7 @@ SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
 def _build(name, data=None):
     config = importlib.import_module(f"experiments.{name}").get_config(data)
     source = load_source("fake", "train", image_size=config.data.image_size, num_classes=1000)
-    return config, nnx.eval_shape(lambda: make_model(read(RunSettings, config).model, source, seed=0))
+    return config, nnx.eval_shape(lambda: vit(read(RunSettings, config).model, source))
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -71,7 +71,7 @@ def test_a_key_block_reaches_every_block(setting, key_block):
     assert config.model.key_block == "auto"
     config.model.key_block = setting
     source = load_source("fake", "train", image_size=config.data.image_size, num_classes=10)
-    model = nnx.eval_shape(lambda: make_model(read(RunSettings, config).model, source, seed=0))
+    model = nnx.eval_shape(lambda: vit(read(RunSettings, config).model, source))
     assert {block.attention.key_block for block in model.blocks} == {key_block}
 
 
@@ -81,4 +81,4 @@ def test_a_key_block_that_is_none_is_refused(setting):
     config.model.key_block = setting
     source = load_source("fake", "train", image_size=config.data.image_size, num_classes=10)
     with pytest.raises(SettingsError, match="config.model.key_block: expected 'auto' or 'off', or an integer from 1"):
-        make_model(read(RunSettings, config).model, source, seed=0)
+        vit(read(RunSettings, config).model, source)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped, UInt8
 
 from adder_flax.data._source import DataError, Source
 from adder_flax.data._statistics import channel_statistics
+from adder_flax.settings import is_on
 
 Images = Float[Array, "batch height width channel"]
 
@@ -31,6 +32,8 @@ LUMA = (0.299, 0.587, 0.114)
 @dataclasses.dataclass(frozen=True)
 class Augment:
     """What to do to a training batch. By default nothing but normalisation; see `Augment.for_source`.
+
+    Probabilities, strengths and alphas may be traced; a Python 0 leaves its part out of the program.
 
     Attributes:
         num_classes: width of the targets.
@@ -128,15 +131,15 @@ def augment(
     crop_key, resize_key, flip_key, jitter_key, erase_key, mix_key = jax.random.split(key, 6)
     if settings.crop_padding:
         images = random_crop(crop_key, images, settings.crop_padding, settings.crop_padding_mode)
-    if settings.flip_probability:
+    if is_on(settings.flip_probability):
         images = random_flip(flip_key, images, settings.flip_probability)
     images = images.astype(jnp.float32) / 255
     if settings.resized_crop_scale is not None:
         images = random_resized_crop(resize_key, images, settings.resized_crop_scale, settings.resized_crop_ratio)
-    if settings.brightness or settings.contrast or settings.saturation:
+    if any(map(is_on, (settings.brightness, settings.contrast, settings.saturation))):
         images = color_jitter(jitter_key, images, settings.brightness, settings.contrast, settings.saturation)
     images = normalize(images, settings.mean, settings.std)
-    if settings.erase_probability:
+    if is_on(settings.erase_probability):
         images = random_erase(
             erase_key,
             images,
@@ -146,7 +149,7 @@ def augment(
             settings.erase_value,
         )
     targets = smooth_one_hot(labels, settings.num_classes, settings.label_smoothing)
-    if settings.mixup_alpha or settings.cutmix_alpha:
+    if is_on(settings.mixup_alpha) or is_on(settings.cutmix_alpha):
         images, targets = mix(mix_key, images, targets, settings)
     return images, targets
 
@@ -259,15 +262,15 @@ def color_jitter(
     uniform = jax.random.uniform(key, (3, images.shape[0], 1, 1, 1))
 
     def blend(images, base, strength, uniform):
-        low = max(0.0, 1 - strength)
+        low = jnp.maximum(0.0, 1 - strength)
         factor = low + (1 + strength - low) * uniform
         return jnp.clip(factor * images + (1 - factor) * base, 0, 1)
 
-    if brightness:
+    if is_on(brightness):
         images = blend(images, 0.0, brightness, uniform[0])
-    if contrast:
+    if is_on(contrast):
         images = blend(images, to_gray(images).mean((1, 2), keepdims=True), contrast, uniform[1])
-    if saturation:
+    if is_on(saturation):
         images = blend(images, to_gray(images), saturation, uniform[2])
     return images
 
@@ -314,13 +317,13 @@ def mix(
     batch, height, width, _ = images.shape
     uniform = jax.random.uniform(key, (8, batch if settings.mix_per == "element" else 1))
     share = jnp.ones_like(uniform[0])
-    if settings.mixup_alpha:
+    if is_on(settings.mixup_alpha):
         share = symmetric_beta(uniform[0], uniform[1], settings.mixup_alpha)
     weight = jnp.broadcast_to(share[:, None, None], (*share.shape, height, width))
-    if settings.cutmix_alpha:
+    if is_on(settings.cutmix_alpha):
         kept = symmetric_beta(uniform[2], uniform[3], settings.cutmix_alpha)
         cutmix_weight, cutmix_share = _cutmix(kept, uniform[4], uniform[5], height, width)
-        chosen = uniform[6] < (settings.cutmix_probability if settings.mixup_alpha else 1.0)
+        chosen = uniform[6] < (settings.cutmix_probability if is_on(settings.mixup_alpha) else 1.0)
         weight = jnp.where(chosen[:, None, None], cutmix_weight, weight)
         share = jnp.where(chosen, cutmix_share, share)
     mixed = uniform[7] < settings.mix_probability
@@ -442,10 +445,10 @@ def _check(settings: Augment) -> None:
         "label_smoothing",
     )
     for name in probabilities:
-        if not 0 <= getattr(settings, name) <= 1:
+        if not isinstance(getattr(settings, name), jax.Array) and not 0 <= getattr(settings, name) <= 1:
             raise DataError(f"Expected {name} in [0, 1], got {getattr(settings, name)}.")
     for name in ("crop_padding", "brightness", "contrast", "saturation", "mixup_alpha", "cutmix_alpha"):
-        if getattr(settings, name) < 0:
+        if not isinstance(getattr(settings, name), jax.Array) and getattr(settings, name) < 0:
             raise DataError(f"Expected {name} >= 0, got {getattr(settings, name)}.")
     for name in ("resized_crop_scale", "erase_scale"):
         scale = getattr(settings, name)

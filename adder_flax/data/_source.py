@@ -6,6 +6,7 @@ import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 from absl import logging
 from jaxtyping import Int, UInt8
@@ -69,6 +70,12 @@ class Source(abc.ABC):
     def num_classes(self) -> int:
         """Number of classes, len(label_names)."""
         return len(self.label_names)
+
+    @property
+    def record_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the arrays of one record, by name."""
+        label = jax.ShapeDtypeStruct((), np.int32)
+        return {"image": jax.ShapeDtypeStruct(self.image_shape, np.uint8), "label": label}
 
     @abc.abstractmethod
     def __len__(self) -> int:

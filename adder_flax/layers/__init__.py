@@ -1,7 +1,7 @@
 """What a transformer block is made of."""
 
 from adder_flax.layers._block import Block, report_block
-from adder_flax.layers._drop_path import DropPath, drop_path_factors
+from adder_flax.layers._dropout import Dropout, DropPath, drop_path_factors
 from adder_flax.layers._linear import LAYER_NORM_EPSILON, AdderLinear, Linear, linear_class, report_adder
 from adder_flax.layers._mlp import Mlp, gelu
 from adder_flax.layers._patch_embed import PatchEmbed, image_to_patches
@@ -11,6 +11,7 @@ __all__ = [
     "AdderLinear",
     "Block",
     "DropPath",
+    "Dropout",
     "Linear",
     "Mlp",
     "PatchEmbed",

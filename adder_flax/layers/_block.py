@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from adder_flax import recorder
 from adder_flax.attention import MultiHeadAttention
-from adder_flax.layers._drop_path import DropPath
+from adder_flax.layers._dropout import Dropout, DropPath
 from adder_flax.layers._linear import LAYER_NORM_EPSILON, linear_class
 from adder_flax.layers._mlp import Mlp
 
@@ -86,7 +86,7 @@ class Block(nnx.Module):
             dropout_rate=dropout_rate,
             **shared,
         )
-        self.dropout = nnx.Dropout(dropout_rate)
+        self.dropout = Dropout(dropout_rate)
         self.drop_path = DropPath(drop_path_rate)
 
     def __call__(

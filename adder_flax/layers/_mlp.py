@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from adder_flax.layers._dropout import Dropout
 from adder_flax.layers._linear import Linear
 from adder_flax.parameters import name_axis
 
@@ -55,7 +56,7 @@ class Mlp(nnx.Module):
         self.fc2 = linear(hidden_features, in_features, **shared)
         name_axis(getattr(self.fc1, "kernel", None), -1, "hidden")
         name_axis(getattr(self.fc2, "kernel", None), 0, "hidden")
-        self.dropout = nnx.Dropout(dropout_rate)
+        self.dropout = Dropout(dropout_rate)
 
     def __call__(
         self,

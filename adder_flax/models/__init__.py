@@ -1,5 +1,6 @@
 """Whole networks and their named sizes."""
 
+from adder_flax.models._build import build_vit
 from adder_flax.models._registry import MODELS, Builder, Example
 from adder_flax.models._vit import VisionTransformer, deit_base, deit_small, deit_tiny, embed_positions
 
@@ -8,6 +9,7 @@ __all__ = [
     "Builder",
     "Example",
     "VisionTransformer",
+    "build_vit",
     "deit_base",
     "deit_small",
     "deit_tiny",

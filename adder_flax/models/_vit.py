@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import kfac
-from adder_flax.layers import LAYER_NORM_EPSILON, Block, Linear, PatchEmbed
+from adder_flax.layers import LAYER_NORM_EPSILON, Block, Dropout, Linear, PatchEmbed
 from adder_flax.models._stack import apply_blocks
 from adder_flax.models.settings import (
     check_alike,
@@ -115,7 +115,7 @@ class VisionTransformer(nnx.Module):
         if pooling == "cls":
             self.cls_token = nnx.Param(embedding(rngs.params(), (1, 1, width), param_dtype))
         self.pos_embed = nnx.Param(embedding(rngs.params(), (1, num_tokens, width), param_dtype))
-        self.dropout = nnx.Dropout(dropout_rate)
+        self.dropout = Dropout(dropout_rate)
         make_block = functools.partial(
             Block,
             width,
@@ -176,6 +176,17 @@ class VisionTransformer(nnx.Module):
         pooled = tokens[:, 0] if self.pooling == "cls" else tokens.mean(axis=1)
         logits = self.head(pooled)
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+
+    def set_data(self, settings: Any) -> None:
+        """Takes the rates of dropout and of stochastic depth anew, where they are on.
+
+        Args:
+          settings: with `dropout_rate` and `drop_path_rate`, which may be traced.
+        """
+        for module in (self, *self.blocks, *(block.mlp for block in self.blocks)):
+            module.dropout.set_rate(settings.dropout_rate)
+        for block, rate in zip(self.blocks, drop_path_rates(settings.drop_path_rate, len(self.blocks)), strict=True):
+            block.drop_path.set_rate(rate)
 
     def embed_positions(self, patches: Float[Array, "batch patches width"]) -> Float[Array, "batch tokens width"]:
         """`embed_positions` with the model's own parameters."""

@@ -23,6 +23,7 @@ from adder_flax.layers import AdderLinear
 
 if TYPE_CHECKING:
     from adder_flax.training import Run
+    from adder_flax.training.program import Program
 
 
 @jax.tree_util.register_dataclass
@@ -171,18 +172,18 @@ def second_order_along(
     batches = data.TrainPipeline(run.train_source, config.batch_size, config.seed)
     for _ in range(num_steps):
         step = int(state["step"])
-        batch, learning_rate = put_batch(batches[step], run.mesh), float(run.learning_rate(step))
+        batch, learning_rate = put_batch(batches[step], run.mesh), run.learning_rate(step)
         with jax.set_mesh(run.mesh):  # as the trainer does, so that its compiled step serves
-            new_state, _ = run.train_step(jax.tree.map(jnp.copy, state), batch)
+            new_state, _ = run.train_step(jax.tree.map(jnp.copy, state), batch, run.hyper)
         if step % every == 0 and learning_rate > 0:
             terms = _terms_along(
                 state["params"],
                 new_state["params"],
                 batch,
                 jnp.int32(step),
+                run.hyper,
                 graphdef=exact,
-                augment=run.augment,
-                seed=config.seed,
+                program=run.program,
                 derivatives=derivatives,
             )
             numbers = {field.name: float(getattr(terms, field.name)) for field in dataclasses.fields(terms)}
@@ -190,22 +191,22 @@ def second_order_along(
         state = new_state
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "augment", "seed", "derivatives"))
+@functools.partial(jax.jit, static_argnames=("graphdef", "program", "derivatives"))
 def _terms_along(
     params: Any,
     new_params: Any,
     batch: Mapping[str, Array],
     step: Int[Array, ""],
+    hyper: Mapping[str, Any],
     *,
     graphdef: nnx.GraphDef,
-    augment: Callable,
-    seed: int,
+    program: "Program",
     derivatives: bool,
 ) -> SecondOrderTerms:
-    from adder_flax.training.step import make_loss_fn, step_keys
+    from adder_flax.training.step import step_keys
 
-    augment_key, key = step_keys(seed, step)
-    examples = augment(augment_key, batch["image"], batch["label"])
-    loss_fn = make_loss_fn(graphdef)
-    loss = lambda params: loss_fn(params, *examples, key)[0]
+    parts = program.parts(hyper, graphdef)
+    augment_key, key = step_keys(parts.seed, step)
+    examples = parts.examples(augment_key, batch)
+    loss = lambda params: parts.loss(params, examples, key).loss
     return second_order_terms(loss, params, optax.tree.sub(new_params, params), derivatives=derivatives)

@@ -7,6 +7,7 @@ settings; all that is wrong with it is one message. Nothing here imports JAX, so
 from adder_flax.settings._data import AugmentSettings, DataSettings
 from adder_flax.settings._fields import Declared, SettingsError, declarations, defaults, read, section, setting, shown
 from adder_flax.settings._model import MODEL_SETTINGS, AdderSettings, AttentionSettings, ScoreSettings, VitSettings
+from adder_flax.settings._numbers import is_on, put_numbers, take_numbers
 from adder_flax.settings._optimizer import CgFacSettings, OptimizerSettings
 from adder_flax.settings._rules import Choice, Flag, Integer, Names, Number, Or, Refused, Rule, Span, Text
 from adder_flax.settings._run import MeshSettings, RunSettings
@@ -37,8 +38,11 @@ __all__ = [
     "VitSettings",
     "declarations",
     "defaults",
+    "is_on",
+    "put_numbers",
     "read",
     "section",
     "setting",
     "shown",
+    "take_numbers",
 ]

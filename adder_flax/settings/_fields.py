@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from ml_collections import ConfigDict
 
@@ -29,16 +29,16 @@ class Declared(NamedTuple):
       rule: what a value has to be.
       reason: what the field is for, with its unit.
       data: whether the number is data of the compiled step, so that runs that differ in it share one program; else it
-        shapes the program or belongs to what is around it.
+        shapes the program or belongs to what is around it. "if on": 0, as None always does, leaves its part out.
     """
 
     default: Any
     rule: Rule
     reason: str
-    data: bool
+    data: bool | Literal["if on"]
 
 
-def setting(default: Any, rule: Rule, reason: str, *, data: bool = False) -> Any:
+def setting(default: Any, rule: Rule, reason: str, *, data: bool | Literal["if on"] = False) -> Any:
     """Declares a field of a settings class; see `Declared` for the arguments.
 
     >>> from adder_flax.settings import Integer, read

@@ -48,7 +48,7 @@ class AttentionSettings:
         Or({"auto": "auto", "off": None}, Integer(1, 2**20)),
         "attention in blocks of so many keys, in memory linear in the tokens; off builds the maps",
     )
-    attention_dropout_rate: float = setting(0.0, _DROP_RATE, "of attention weights", data=True)
+    attention_dropout_rate: float = setting(0.0, _DROP_RATE, "of attention weights")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +77,8 @@ class VitSettings:
     mlp_linear: str = setting("dense", _LINEAR, "layers of the MLPs")
     adder_options: AdderSettings = section(AdderSettings)
     pooling: str = setting("cls", Choice("cls", "mean"), "the class token, or the mean of the patches")
-    dropout_rate: float = setting(0.0, _DROP_RATE, "of embeddings, after attention and in the MLPs", data=True)
-    drop_path_rate: float = setting(0.0, _DROP_RATE, "stochastic depth of the last block, rising from 0", data=True)
+    dropout_rate: float = setting(0.0, _DROP_RATE, "of embeddings, after attention and in the MLPs", data="if on")
+    drop_path_rate: float = setting(0.0, _DROP_RATE, "stochastic depth of the last block, rising from 0", data="if on")
     dtype: str = setting("float32", Choice("float32", "bfloat16", "float16"), "of the computation")
     remat: bool = setting(False, Flag(), "compute activations again in the backward pass: less memory, more time")
 

@@ -44,7 +44,7 @@ class RunSettings:
     accumulation_steps: int = setting(1, _BATCH, "parts of a batch, one after the other: less memory, the same result")
     num_epochs: float = setting(300.0, Number(0, 1e6, "(]"), "length of the training", data=True)
     ema_decay: float = setting(
-        0.0, Number(0, 1, "[)"), "of the mean of the weights that is evaluated; 0 is off", data=True
+        0.0, Number(0, 1, "[)"), "of the mean of the weights that is evaluated; 0 is off", data="if on"
     )
     non_finite: str = setting(
         "stop", Choice("stop", "skip"), "what to do with a batch whose loss or gradient is not finite"

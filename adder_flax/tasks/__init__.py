@@ -1,7 +1,7 @@
 """What is learned from a batch: examples, loss and scores, found by name."""
 
 from adder_flax.registry import Registry
-from adder_flax.tasks._classification import Classification
+from adder_flax.tasks._classification import Classification, ImageFacts
 from adder_flax.tasks._task import Best, Outcome, Task
 
 TASKS: Registry[type[Task]] = Registry("task", "adder_flax.tasks.TASKS.register")
@@ -9,4 +9,4 @@ TASKS: Registry[type[Task]] = Registry("task", "adder_flax.tasks.TASKS.register"
 
 TASKS.register("classification", Classification)
 
-__all__ = ["TASKS", "Best", "Classification", "Outcome", "Task"]
+__all__ = ["TASKS", "Best", "Classification", "ImageFacts", "Outcome", "Task"]

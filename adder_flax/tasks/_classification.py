@@ -53,9 +53,12 @@ class Classification(Task):
         """Returns float images and class probabilities."""
         return data.augment(key, batch["image"], batch["label"], self.augmentation)
 
+    def arguments(self, examples: tuple[Array, Array]) -> tuple[Array]:
+        return examples[:1]
+
     def loss(self, model: nnx.Module, examples: tuple[Array, Array], *, rngs: nnx.Rngs) -> Outcome:
-        images, targets = examples
-        logits = model(images, deterministic=False, rngs=rngs).astype(jnp.float32)
+        _, targets = examples
+        logits = model(*self.arguments(examples), deterministic=False, rngs=rngs).astype(jnp.float32)
         hits = logits.argmax(-1) == targets.argmax(-1)
         return Outcome(optax.softmax_cross_entropy(logits, targets).mean(), logits, {"accuracy": hits.mean()})
 

@@ -87,6 +87,10 @@ class Task(abc.ABC):
         """
 
     @abc.abstractmethod
+    def arguments(self, examples: Any) -> tuple[Array, ...]:
+        """Returns what the model is called with on training examples."""
+
+    @abc.abstractmethod
     def loss(self, model: nnx.Module, examples: Any, *, rngs: nnx.Rngs) -> Outcome:
         """Calls the model on training examples.
 

@@ -16,20 +16,19 @@ from jaxtyping import Array
 from adder_flax import measures, recorder
 from adder_flax.recorder import Record
 from adder_flax.training.sharding import tree_path
-from adder_flax.training.step import Augmentation, Batch, Metrics, make_loss_fn, step_keys
+from adder_flax.training.step import Batch, Hyper, Metrics, Parts, step_keys
 
 _WANTED = {"attention": ["scores", "weights"], "adder": ["rows", "kernel", "sums"], "block": []}
 
 
 def make_attention_diagnostics(
     graphdef: nnx.GraphDef,
-    augment: Augmentation,
+    make_parts: Callable[[Hyper], Parts],
     *,
-    seed: int,
     accumulation_steps: int = 1,
-    num_images: int = 8,
-) -> Callable[[Any, Batch, int], Metrics]:
-    """Returns ``diagnostics(params, batch, step) → {name: scalar}`` for the step that is about to be taken.
+    num_examples: int = 8,
+) -> Callable[[Any, Batch, int, Hyper], Metrics]:
+    """Returns ``diagnostics(params, batch, step, hyper) → {name: scalar}`` for the step that is about to be taken.
 
     Names end in the block, ``block_01`` …, with the branch where there are two:
 
@@ -48,21 +47,20 @@ def make_attention_diagnostics(
 
     Args:
       graphdef: the model without its parameters.
-      augment: as of the training step.
-      seed: as of the training step.
-      accumulation_steps: as of the training step.
-      num_images: how many images the maps are taken from.
+      make_parts, accumulation_steps: as of the training step.
+      num_examples: how many examples the maps are taken from.
     """
-    loss_fn = make_loss_fn(graphdef)
 
-    def diagnostics(params: Any, batch: Batch, step: int) -> Metrics:
-        augment_key, key = step_keys(seed, step)
-        images, targets = augment(augment_key, batch["image"], batch["label"])
+    def diagnostics(params: Any, batch: Batch, step: int, hyper: Hyper) -> Metrics:
+        parts = make_parts(hyper)
+        augment_key, key = step_keys(parts.seed, step)
+        examples = parts.examples(augment_key, batch)
         if accumulation_steps > 1:
             key = jax.random.split(key, accumulation_steps)[0]
-        first = (images[::accumulation_steps], targets[::accumulation_steps])
-        gradient = jax.grad(lambda params: loss_fn(params, *first, key)[0])(params)
-        _, records = recorder.record(_WANTED, nnx.merge(graphdef, params), images[:num_images])
+        first = jax.tree.map(lambda x: x[::accumulation_steps], examples)
+        gradient = jax.grad(lambda params: parts.loss(params, first, key).loss)(params)
+        arguments = jax.tree.map(lambda x: x[:num_examples], parts.arguments(examples))
+        _, records = recorder.record(_WANTED, nnx.merge(graphdef, params), *arguments)
         places = _Places(records)
         return _gradient_norms(gradient, places) | _forward_numbers(records, places)
 

@@ -1,10 +1,9 @@
 """Second-order optimization of a run: which layers have curvature, and an optimizer that asks for it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 import kfac
@@ -32,16 +31,17 @@ class CurvatureOptimizer(NamedTuple):
         return True if self.interval == 1 else kfac.find_state(state).count % self.interval == 0
 
 
-def find_layers(
-    loss_fn: Callable, params: Any, *, batch_size: int, image_shape: Sequence[int], num_classes: int
-) -> kfac.Layers:
+def find_layers(loss: Callable, params: Any, examples: Any) -> kfac.Layers:
     """Returns the layers of a model that have curvature; nothing is computed.
 
     Args:
-      loss_fn: ``(params, images, targets, key) → (loss, logits)``.
+      loss: ``(params, examples, key) → Outcome``.
       params: nested dict of arrays or their shapes.
-      batch_size, image_shape, num_classes: of the batches it is given.
+      examples: shapes of what the loss is given.
     """
-    images = jax.ShapeDtypeStruct((batch_size, *image_shape), jnp.float32)
-    targets = jax.ShapeDtypeStruct((batch_size, num_classes), jnp.float32)
-    return kfac.find_layers(loss_fn, params, images, targets, jax.eval_shape(lambda: jax.random.key(0)))
+
+    def loss_and_outputs(params: Any, examples: Any, key: Any) -> tuple[Any, Any]:
+        outcome = loss(params, examples, key)
+        return outcome.loss, outcome.outputs
+
+    return kfac.find_layers(loss_and_outputs, params, examples, jax.eval_shape(lambda: jax.random.key(0)))

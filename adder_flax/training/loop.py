@@ -14,7 +14,6 @@ from adder_flax import data, ops
 from adder_flax.errors import NonFiniteLossError, RunError
 from adder_flax.interrupt import InterruptWatch
 from adder_flax.training import sharding
-from adder_flax.training.attention_diagnostics import make_attention_diagnostics
 from adder_flax.training.checkpoints import Checkpoints
 from adder_flax.training.diagnose import explain_non_finite
 from adder_flax.training.digests import take_digests
@@ -24,13 +23,7 @@ from adder_flax.training.processes import StopVote
 from adder_flax.training.profiler import Profiler
 from adder_flax.training.setup import Run
 from adder_flax.training.start_up import StartUp
-from adder_flax.training.step import (
-    State,
-    evaluation_params,
-    make_eval_step,
-    make_loss_fn,
-    step_keys,
-)
+from adder_flax.training.step import State, evaluation_params, step_keys
 from adder_flax.training.workdir import open_workdir, write_config
 
 
@@ -60,7 +53,6 @@ class Evaluator:
 
     def __init__(self, run: Run):
         self._run = run
-        self._step = jax.jit(make_eval_step(run.graphdef, run.normalize), out_shardings=sharding.replicated(run.mesh))
         shards = sharding.num_batch_shards(run.mesh)
         batch_size = math.ceil(min(run.config.eval_batch_size, len(run.eval_source)) / shards) * shards
         self._batches = data.EvalPipeline(
@@ -71,22 +63,22 @@ class Evaluator:
         )
 
     def __call__(self, params: Any) -> dict[str, float]:
-        """Returns ``{"eval/loss", "eval/accuracy", "eval/top5_accuracy"}``, means over the split."""
+        """Returns the task's scores of the split, ``{"eval/<name>": value}``."""
         sums = []
         with jax.set_mesh(self._run.mesh):
             for batch in self._batches:
-                sums.append(self._step(params, sharding.put_batch(batch, self._run.mesh)))
+                batch = sharding.put_batch(batch, self._run.mesh)
+                sums.append(self._run.program.eval_step(params, batch, self._run.hyper))
                 # Two batches are on their way at most, however fast they are read.
                 jax.block_until_ready(sums[-2:][0])
         total = jax.tree.map(lambda *values: math.fsum(map(float, values)), *sums)
-        count = total.pop("count")
-        if not count:
+        if not total["count"]:
             source = self._run.eval_source
             raise RunError(
                 f"expected a readable image in {source.name}/{source.split} to evaluate on, got none of {len(source)}; "
                 "the warnings name them: replace them, or set --config.data.data_dir"
             )
-        return {f"eval/{name}": value / count for name, value in total.items()}
+        return {f"eval/{name}": value for name, value in self._run.task.scores(total).items()}
 
 
 class Trainer:
@@ -102,13 +94,6 @@ class Trainer:
         self._run = run
         self._workdir = Path(workdir)
         self._start_up = StartUp(start_time or time.time())
-        self._diagnose = None
-        if run.config.attention_diagnostics:
-            options = dict(seed=run.config.seed, accumulation_steps=run.config.accumulation_steps)
-            self._diagnose = jax.jit(
-                make_attention_diagnostics(run.graphdef, run.augment, **options),
-                out_shardings=sharding.replicated(run.mesh),
-            )
         self._evaluate = Evaluator(run)
         self._batches = data.TrainPipeline(
             run.train_source,
@@ -174,9 +159,9 @@ class Trainer:
                 self._profiler.before_step(step)
                 batch = sharding.put_batch(next(batches), run.mesh)
                 # Before the step, which gives the memory of the old parameters away.
-                diagnose = self._diagnose is not None and self._is_logged(step + 1)
-                diagnostics = self._diagnose(state["params"], batch, step) if diagnose else {}
-                state, metrics = run.train_step(state, batch)
+                diagnose = run.settings.attention_diagnostics and self._is_logged(step + 1)
+                diagnostics = run.program.diagnose(state["params"], batch, step, run.hyper) if diagnose else {}
+                state, metrics = run.train_step(state, batch, run.hyper)
                 metrics["diagnostics"] = diagnostics
                 self._flush(state)
                 self._pending = (step + 1, metrics)
@@ -219,9 +204,9 @@ class Trainer:
             return
         scalars = {
             "train/loss": float(metrics["loss"]),
-            "train/accuracy": float(metrics["accuracy"]),
+            **{f"train/{name}": float(value) for name, value in metrics["task"].items()},
             "train/grad_norm": float(metrics["grad_norm"]),
-            "train/learning_rate": float(self._run.learning_rate(step - 1)),
+            "train/learning_rate": float(metrics["learning_rate"]),
             **{name: float(value) for name, value in (metrics["optimizer"] | metrics["diagnostics"]).items()},
         }
         loss, accuracy = scalars["train/loss"], scalars["train/accuracy"]
@@ -244,9 +229,9 @@ class Trainer:
             return "one process alone, resumed at the last checkpoint, names the layer"
         batch = sharding.put_batch(self._batches[index], run.mesh)
         augment_key, dropout_key = step_keys(run.config.seed, index)
-        examples = run.augment(augment_key, batch["image"], batch["label"])
-        loss = lambda *args: make_loss_fn(run.graphdef)(*args)[0]
-        return explain_non_finite(loss, params, jax.jit(jax.grad(loss)), *examples, dropout_key)
+        examples = run.task.examples(augment_key, batch)
+        loss = lambda *args: run.loss(*args).loss
+        return explain_non_finite(loss, params, jax.jit(jax.grad(loss)), examples, dropout_key)
 
     def _checked_digests(self, state: State, step: int) -> dict[str, int]:
         """Returns what a checkpoint of the state is verified by, unless the state is not worth one."""

@@ -1,17 +1,19 @@
 """Optimizers by name: AdamW, SGD and CG-FAC with warm-up, cosine decay, clipping, a weight-decay mask and AdderNet's
 rate."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float
 
 import kfac
 from adder_flax.errors import RunError
 from adder_flax.parameters import Facts
-from adder_flax.settings import OptimizerSettings
+from adder_flax.registry import Registry
+from adder_flax.settings import OptimizerSettings, is_on
 from adder_flax.training.curvature import CurvatureOptimizer
 from adder_flax.training.sharding import tree_path
 
@@ -88,9 +90,9 @@ def _sgd(spec: OptimizerSpec) -> optax.GradientTransformation:
 
 def _gradient_stages(spec: OptimizerSpec) -> list[optax.GradientTransformation]:
     c, stages = spec.settings, []
-    if c.clip_norm:
+    if is_on(c.clip_norm):
         stages.append(optax.clip_by_global_norm(c.clip_norm))
-    if c.adder_rate:
+    if is_on(c.adder_rate):
         prototypes = spec.mask(lambda facts: facts.role == "prototype")
         stages.append(optax.masked(scale_by_adder_rate(c.adder_rate), prototypes))
     return stages
@@ -124,49 +126,55 @@ def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
     return CurvatureOptimizer(*transformation, layers, fisher, interval)
 
 
-# A new optimizer is one function and one line here; --config.optimizer.name chooses among them.
-OPTIMIZERS: Mapping[str, Callable[[OptimizerSpec], optax.GradientTransformation | CurvatureOptimizer]] = {
-    "adamw": _adamw,
-    "cg_fac": _cg_fac,
-    "sgd": _sgd,
-}
+OPTIMIZERS: Registry[Callable[[OptimizerSpec], optax.GradientTransformation | CurvatureOptimizer]] = Registry(
+    "config.optimizer.name", "adder_flax.training.register_optimizer"
+)
 
 
-def learning_rate_schedule(settings: OptimizerSettings, steps_per_epoch: int, num_steps: int) -> optax.Schedule:
-    """Returns linear warm-up from 0 followed by cosine decay to ``final_learning_rate`` at ``num_steps``."""
-    warmup_steps = min(round(settings.warmup_epochs * steps_per_epoch), num_steps - 1)
-    return optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=settings.learning_rate,
-        warmup_steps=warmup_steps,
-        decay_steps=num_steps,
-        end_value=settings.final_learning_rate,
-    )
+def register_optimizer(name: str) -> Callable[[Callable], Callable]:
+    """Makes ``--config.optimizer.name=<name>`` stand for the optimizer that the decorated function builds.
 
-
-def make_optimizer(
-    settings: OptimizerSettings,
-    learning_rate: optax.Schedule,
-    facts: Any,
-    find_layers: Callable[[], kfac.Layers] | None = None,
-) -> optax.GradientTransformation | CurvatureOptimizer:
-    """Builds the optimizer that ``settings.name`` names.
-
-    Order: global-norm clipping (``clip_norm``), AdderNet's rate on adder weights (``adder_rate``), then the optimizer
-    with decoupled weight decay on multiplicative weights alone.
+    It is called inside of the compiled step, where the numbers of its settings are traced: what branches on them asks
+    ``adder_flax.settings.is_on``. What it returns may take ``value``, ``grad`` and ``value_fn`` (the loss of the batch
+    as a function of the parameters), as optax's line searches do.
 
     Args:
-      settings: of the optimizer.
-      learning_rate: the run's schedule.
-      facts: of the parameters, see :func:`adder_flax.parameters.parameter_facts`.
-      find_layers: returns the layers that have curvature; called for second-order optimizers alone.
+      name: the name to find it by.
 
-    Raises:
-      RunError: unknown name, or settings that do not fit the optimizer.
+    Example:
+      >>> with OPTIMIZERS.temporary():
+      ...     @register_optimizer("lion")
+      ...     def lion(spec: OptimizerSpec) -> optax.GradientTransformation:
+      ...         decay = spec.settings.weight_decay
+      ...         return optax.lion(spec.learning_rate, weight_decay=decay, mask=spec.decayed)
     """
-    if settings.name not in OPTIMIZERS:
-        raise RunError(
-            f"expected config.optimizer.name to be one of {sorted(OPTIMIZERS)}, got {settings.name!r}; "
-            "set --config.optimizer.name"
-        )
-    return OPTIMIZERS[settings.name](OptimizerSpec(settings, learning_rate, facts, find_layers))
+    return lambda build: OPTIMIZERS.register(name, build)
+
+
+register_optimizer("adamw")(_adamw)
+register_optimizer("cg_fac")(_cg_fac)
+register_optimizer("sgd")(_sgd)
+
+
+def learning_rate(
+    settings: OptimizerSettings, step: Array | int, *, warmup_steps: float | Array, num_steps: float | Array
+) -> Float[Array, ""]:
+    """Linear warm-up from 0, then cosine decay to ``final_learning_rate`` at ``num_steps``.
+
+    What ``optax.warmup_cosine_decay_schedule`` computes, whose lengths cannot be traced.
+
+    Args:
+      settings: ``learning_rate``, the peak, and ``final_learning_rate``.
+      step: number of steps done.
+      warmup_steps, num_steps: where the peak and the end are; there is a step between them.
+
+    Example:
+      >>> settings = OptimizerSettings(learning_rate=1.0, final_learning_rate=0.0)
+      >>> [float(learning_rate(settings, step, warmup_steps=2, num_steps=4)) for step in (0, 1, 2, 3)]
+      [0.0, 0.5, 1.0, 0.5]
+    """
+    peak, end = settings.learning_rate, settings.final_learning_rate
+    rising = peak * step / jnp.maximum(warmup_steps, 1)
+    progress = jnp.clip((step - warmup_steps) / (num_steps - warmup_steps), 0, 1)
+    falling = end + (peak - end) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
+    return jnp.where(step < warmup_steps, rising, falling)

@@ -7,20 +7,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from adder_flax import data
-from adder_flax.attention import get_score
 from adder_flax.errors import RunError, first_line, user_errors
-from adder_flax.models import VisionTransformer
-from adder_flax.parameters import parameter_facts
-from adder_flax.settings import AttentionSettings, RunSettings, ScoreSettings, VitSettings, read
-from adder_flax.training import optimizers, sharding
-from adder_flax.training.curvature import CurvatureOptimizer, find_layers
-from adder_flax.training.step import State, init_state, make_logits_loss_fn, make_train_step
+from adder_flax.settings import RunSettings, read
+from adder_flax.tasks import Outcome, Task
+from adder_flax.training import sharding
+from adder_flax.training.program import Program, program_of, shape_and_numbers
+from adder_flax.training.step import Hyper, State
 
 _MAX_STEPS = 2**31 - 1
 
@@ -32,83 +30,74 @@ class Run:
     Attributes:
       config: the configuration.
       settings: what it says, checked and typed.
-      mesh: devices of the run.
       train_source, eval_source: the two splits of the data.
-      graphdef: the model without its parameters.
-      abstract_state: shapes and shardings of the train state.
+      program: compiled functions, shared by all runs that differ in numbers alone.
+      numbers: in which this run differs from the others of its program, as the host knows them.
       init: makes the train state before the first step, on the mesh.
-      train_step: ``(state, batch) → (state, metrics)``, jitted for the mesh; it gives the memory of the old state away.
-      optimizer: the optax transformation, learning rate included.
-      learning_rate: the schedule, a function of the step.
+      train_step: ``(state, batch, hyper) → (state, metrics)``, that of the program; it gives the memory of the old
+        state away.
       steps_per_epoch, num_steps: of training.
-      augment: ``(key, images, labels) → (float images, class probabilities)``.
-      normalize: ``uint8 images → float images``.
     """
 
     config: Any
     settings: RunSettings
-    mesh: Mesh
     train_source: data.Source
     eval_source: data.Source
-    graphdef: nnx.GraphDef
-    abstract_state: State
+    program: Program
+    numbers: Hyper
     init: Callable[[], State]
-    train_step: jax.stages.Wrapped
-    optimizer: optax.GradientTransformation | CurvatureOptimizer
-    learning_rate: optax.Schedule
+    train_step: Callable
     steps_per_epoch: int
     num_steps: int
-    augment: Callable
-    normalize: Callable
+
+    @property
+    def mesh(self) -> Mesh:
+        """Devices of the run."""
+        return self.program.shape.mesh
+
+    @property
+    def graphdef(self) -> nnx.GraphDef:
+        """The model without its parameters."""
+        return self.program.graphdef
+
+    @property
+    def abstract_state(self) -> State:
+        """Shapes and shardings of the train state."""
+        return self.program.abstract_state
+
+    @functools.cached_property
+    def hyper(self) -> Hyper:
+        """The numbers of the run on its devices: the third argument of the training step."""
+        return jax.device_put(self.numbers, sharding.replicated(self.mesh))
+
+    @property
+    def abstract_hyper(self) -> Hyper:
+        """Shapes and shardings of ``hyper``, for devices that need not be there."""
+        placed = sharding.replicated(self.mesh)
+
+        def shape(number: float | np.uint32) -> jax.ShapeDtypeStruct:
+            aval = jax.typeof(number)
+            return jax.ShapeDtypeStruct((), aval.dtype, weak_type=aval.weak_type, sharding=placed)
+
+        return jax.tree.map(shape, self.numbers)
+
+    @functools.cached_property
+    def task(self) -> Task:
+        """What is learned, at the run's own numbers."""
+        return self.program.task(self.numbers)
+
+    @functools.cached_property
+    def loss(self) -> Callable[[Any, Any, Array], Outcome]:
+        """``(params, examples, key) → Outcome``, at the run's own numbers."""
+        return self.program.parts(self.numbers).loss
+
+    def learning_rate(self, step: int) -> float:
+        """Returns the learning rate of a step."""
+        return float(self.program.learning_rate(self.numbers)(step))
 
     def model(self, params: Any) -> nnx.Module:
         """Returns the model with these parameters."""
         return nnx.merge(self.graphdef, params)
-
-
-def make_model(settings: VitSettings, source: data.Source, *, seed: int) -> VisionTransformer:
-    """Builds a vision transformer for the images and classes of a source.
-
-    Raises:
-      ValueError: sizes that do not fit together, or an unknown name.
-    """
-    height, width, channels = source.image_shape
-    options = dict(vars(settings))
-    del options["name"]
-    attention = options.pop("attention")
-    return VisionTransformer(
-        **options
-        | {
-            "dtype": jnp.dtype(settings.dtype),
-            "adder_options": vars(settings.adder_options),
-            "score": attention.score if len(attention.score) > 1 else attention.score[0],
-            "score_options": _score_options(attention),
-        },
-        identity=attention.identity,
-        scale=attention.scale,
-        temperature=attention.temperature,
-        key_block=attention.key_block,
-        attention_dropout_rate=attention.attention_dropout_rate,
-        image_size=(height, width),
-        channels=channels,
-        num_classes=source.num_classes,
-        rngs=nnx.Rngs(seed),
-    )
-
-
-def _score_options(attention: AttentionSettings) -> Any:
-    """Returns the options that each score takes: one mapping, or one for each block."""
-    contracts = [get_score(name) for name in attention.score]
-    taken = [{*contract.function_options, *contract.parameter_options} for contract in contracts]
-    given = vars(attention.score_options)
-    unused = {name for name in given if given[name] != getattr(ScoreSettings(), name)}.difference(*taken)
-    if unused:
-        raise ValueError(
-            f"expected config.model.score_options.{min(unused)} at its default unless a score has it, got "
-            f"{given[min(unused)]!r} with {', '.join(attention.score)}; leave it, or set --config.model.score"
-        )
-    options = [{name: value for name, value in given.items() if name in names} for names in taken]
-    return options if len(options) > 1 else options[0]
 
 
 def build_run(config: Any, *, devices: Sequence[jax.Device] | None = None, data_needed: bool = True) -> Run:
@@ -128,62 +117,37 @@ def build_run(config: Any, *, devices: Sequence[jax.Device] | None = None, data_
     with user_errors():
         load = data.load_source if data_needed else data.load_or_imitate
         train_source, eval_source = (_load_source(load, settings, split) for split in ("train", "eval"))
-        make = lambda: make_model(settings.model, train_source, seed=settings.seed)
-        abstract_model = nnx.eval_shape(make)
-        augmentation = data.Augment.for_source(train_source, **vars(settings.augment))
     steps_per_epoch, num_steps = _count_steps(settings, train_source)
-    learning_rate = optimizers.learning_rate_schedule(settings.optimizer, steps_per_epoch, num_steps)
-    graphdef, abstract_params = nnx.split(abstract_model, nnx.Param)
-    abstract_params = nnx.to_pure_dict(abstract_params)
-    layers = functools.partial(
-        find_layers,
-        make_logits_loss_fn(graphdef),
-        abstract_params,
-        batch_size=settings.batch_size // settings.accumulation_steps,
-        image_shape=train_source.image_shape,
-        num_classes=train_source.num_classes,
-    )
-    facts = parameter_facts(abstract_model)
-    optimizer = optimizers.make_optimizer(settings.optimizer, learning_rate, facts, layers)
-    initial_state = functools.partial(init_state, optimizer=optimizer, ema=settings.ema_decay > 0)
-    shapes = jax.eval_shape(initial_state, abstract_params)
-    shardings = sharding.state_sharding(shapes, mesh, facts)
-
-    def init() -> State:
-        # Eager: one jitted initialisation of all parameters compiles for longer than it saves.
-        params = nnx.to_pure_dict(nnx.state(make(), nnx.Param))
-        params = jax.device_put(params, shardings["params"])
-        return jax.jit(initial_state, out_shardings=shardings)(params)
-
-    augment = functools.partial(data.augment, settings=augmentation)
-    return Run(
+    with user_errors():
+        shape, numbers = shape_and_numbers(settings, train_source, mesh, num_steps)
+        program = program_of(shape, numbers)
+    run = Run(
         config=config,
         settings=settings,
-        mesh=mesh,
         train_source=train_source,
         eval_source=eval_source,
-        graphdef=graphdef,
-        abstract_state=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
-        init=init,
-        train_step=jax.jit(
-            _train_step(settings, graphdef, optimizer, augment),
-            donate_argnums=0,
-            out_shardings=(shardings, sharding.replicated(mesh)),
-        ),
-        optimizer=optimizer,
-        learning_rate=learning_rate,
+        program=program,
+        numbers=numbers,
+        init=lambda: program.initial_state(random_params(program, numbers), run.hyper),
+        train_step=program.train_step,
         steps_per_epoch=steps_per_epoch,
         num_steps=num_steps,
-        augment=augment,
-        normalize=functools.partial(data.normalize, mean=augmentation.mean, std=augmentation.std),
     )
+    return run
+
+
+def random_params(program: Program, numbers: Hyper) -> Any:
+    """Returns the parameters that the seed of a run gives it, on its mesh."""
+    # Eager: one jitted initialisation of all parameters compiles for longer than it saves.
+    params = nnx.to_pure_dict(nnx.state(program.build_model(numbers), nnx.Param))
+    return jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state["params"]))
 
 
 def abstract_batch(run: Run) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes and shardings of a training batch."""
-    size, placed = run.config.batch_size, sharding.batch_sharding(run.mesh)
-    image = jax.ShapeDtypeStruct((size, *run.train_source.image_shape), jnp.uint8, sharding=placed)
-    return {"image": image, "label": jax.ShapeDtypeStruct((size,), jnp.int32, sharding=placed)}
+    placed = sharding.batch_sharding(run.mesh)
+    place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed)
+    return jax.tree.map(place, run.program.batch(run.settings.batch_size))
 
 
 def trace(run: Run) -> jax.stages.Traced:
@@ -196,7 +160,7 @@ def trace(run: Run) -> jax.stages.Traced:
     """
     try:
         with jax.set_mesh(run.mesh):
-            return run.train_step.trace(run.abstract_state, abstract_batch(run))
+            return run.train_step.trace(run.abstract_state, abstract_batch(run), run.abstract_hyper)
     except RunError:
         raise
     except Exception as error:
@@ -224,18 +188,6 @@ def _count_steps(settings: RunSettings, source: data.Source) -> tuple[int, int]:
             f"{steps_per_epoch}; set --config.num_epochs"
         )
     return steps_per_epoch, num_steps
-
-
-def _train_step(settings: RunSettings, graphdef: nnx.GraphDef, optimizer: Any, augment: Callable) -> Callable:
-    return make_train_step(
-        graphdef,
-        optimizer,
-        augment,
-        seed=settings.seed,
-        accumulation_steps=settings.accumulation_steps,
-        ema_decay=settings.ema_decay,
-        skip_non_finite=settings.non_finite == "skip",
-    )
 
 
 def _load_source(load: Callable[..., data.Source], settings: RunSettings, split: str) -> data.Source:

@@ -9,8 +9,8 @@ from adder_flax import attention, counting, linen, measures, report
 from adder_flax.data import load_source
 from adder_flax.models import VisionTransformer
 from adder_flax.settings import RunSettings, read
-from adder_flax.training.setup import make_model
 from experiments import common
+from tests.training.pieces import vit
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_sixth_score_works_in_experiments_linen_and_reports(registered):
     registered(attention.Score("cosine", cosine_scores, cosine_parameters, scale=lambda _: 1.0))
     config = common.deit("multiplicative", "tiny")
     config.model.update(score="cosine,dot", depth=2, width=8, num_heads=2)
-    model = make_model(read(RunSettings, config).model, load_source("digits", "eval"), seed=0)
+    model = vit(read(RunSettings, config).model, load_source("digits", "eval"))
     assert [block.attention.score_name for block in model.blocks] == ["cosine", "dot"]
 
     images = np.ones((2, *model.image_shape), np.float32)

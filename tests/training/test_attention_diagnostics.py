@@ -12,6 +12,7 @@ from adder_flax.models import VisionTransformer
 from adder_flax.training import Trainer, build_run, read_metrics
 from adder_flax.training.attention_diagnostics import make_attention_diagnostics
 from adder_flax.training.step import init_state, make_train_step
+from tests.training.pieces import make_parts
 
 SIZES = {"image_size": 8, "patch_size": 4, "channels": 1, "num_classes": 4, "width": 16, "depth": 1, "num_heads": 2}
 ADDER = {"score": "adder", "qkv_linear": "adder", "proj_linear": "adder", "mlp_linear": "adder", "mlp_ratio": 1.0}
@@ -32,8 +33,8 @@ def batch():
 def diagnose(model, batch, **options):
     graphdef, params = nnx.split(model, nnx.Param)
     params = nnx.to_pure_dict(params)
-    diagnostics = jax.jit(make_attention_diagnostics(graphdef, augment, seed=3, **options))
-    return {name: float(value) for name, value in diagnostics(params, batch, 5).items()}, graphdef, params
+    diagnostics = jax.jit(make_attention_diagnostics(graphdef, make_parts(graphdef, augment), **options))
+    return {name: float(value) for name, value in diagnostics(params, batch, 5, {}).items()}, graphdef, params
 
 
 def images_of(batch, step=5):
@@ -44,7 +45,7 @@ def images_of(batch, step=5):
 @pytest.mark.parametrize("options", [{"score": "additive", "temperature": "learned"}, {"score": "adder", "scale": 0.3}])
 def test_map_numbers_are_those_of_the_measures(options, batch):
     model = VisionTransformer(rngs=nnx.Rngs(0), **SIZES, **options)
-    numbers, _, _ = diagnose(model, batch, num_images=5)
+    numbers, _, _ = diagnose(model, batch, num_examples=5)
     [block] = report.capture(model, images_of(batch)[:5]).blocks
     walk = measures.stochastic_part(block.map)
     assert numbers["attention_entropy/block_01"] == pytest.approx(measures.entropy(walk).mean(), rel=1e-4)
@@ -72,7 +73,7 @@ class Pixels(nnx.Module):
 
 def test_any_model_that_attends_is_diagnosed(batch):
     model = Pixels()
-    numbers, _, params = diagnose(model, batch, num_images=5)
+    numbers, _, params = diagnose(model, batch, num_examples=5)
     kinds = ("attention_entropy", "attention_logit_std", "attention_max_logit", "attention_rank")
     adder = ("adder_output_mean", "adder_output_std", "hardtanh_saturation")
     expected = {f"{kind}/attend" for kind in kinds} | {f"{kind}/read" for kind in adder}
@@ -94,12 +95,13 @@ def test_gradient_norms_are_those_of_the_step(accumulation_steps, batch):
     assert {f"gradient_norm/block_01.{branch}" for branch in ("attention", "mlp")} <= set(numbers)
     if accumulation_steps == 1:
         state = init_state(params, optimizer=optax.sgd(0.1), ema=False) | {"step": jnp.int32(5)}
-        _, metrics = jax.jit(make_train_step(graphdef, optax.sgd(0.1), augment, seed=3))(state, batch)
+        step = make_train_step(make_parts(graphdef, augment, optax.sgd(0.1)))
+        _, metrics = jax.jit(step)(state, batch, {})
         expected = float(metrics["grad_norm"])
     else:
         key = jax.random.split(training.step.step_keys(3, 5)[1], 3)[0]
-        first = (images_of(batch)[::3], jax.nn.one_hot(batch["label"], 4)[::3], key)
-        loss = lambda params: training.step.make_loss_fn(graphdef)(params, *first)[0]
+        first = (images_of(batch)[::3], jax.nn.one_hot(batch["label"], 4)[::3])
+        loss = lambda params: make_parts(graphdef, augment)({}).loss(params, first, key).loss
         expected = float(optax.tree.norm(jax.jit(jax.grad(loss))(params)))
     assert np.sqrt(np.sum(norms**2)) == pytest.approx(expected, rel=1e-4)
 

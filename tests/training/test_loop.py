@@ -128,8 +128,8 @@ def test_the_host_waits_for_a_step_only_when_the_next_one_is_under_way(tiny_conf
         events.append(("put", sum(name == "put" for name, _ in events) + 1))
         return put(batch, mesh)
 
-    def train_step(state, batch):
-        state, metrics = run.train_step(state, batch)
+    def train_step(state, batch, hyper):
+        state, metrics = run.train_step(state, batch, hyper)
         step = sum(name == "dispatch" for name, _ in events) + 1
         events.append(("dispatch", step))
         metrics["finite"] = _Fetched(metrics["finite"], lambda: events.append(("fetch", step)))

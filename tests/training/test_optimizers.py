@@ -13,9 +13,8 @@ from flax import nnx
 from adder_flax.layers import AdderLinear, Linear
 from adder_flax.parameters import Axis, Facts, parameter_facts
 from adder_flax.settings import RunSettings, read
-from adder_flax.training import RunError, scale_by_adder_rate
-from adder_flax.training.optimizers import learning_rate_schedule, make_optimizer
-from adder_flax.training.setup import make_model
+from adder_flax.training import optimizers, scale_by_adder_rate
+from tests.training.pieces import optimizer_of, vit
 
 
 class _Pair(nnx.Module):
@@ -39,7 +38,7 @@ def test_facts_of_every_kind_of_parameter(tiny_config):
     from adder_flax.data import load_source
 
     settings = read(RunSettings, tiny_config()).model
-    model = nnx.eval_shape(lambda: make_model(settings, load_source("digits", "train"), seed=0))
+    model = nnx.eval_shape(lambda: vit(settings, load_source("digits", "train")))
     facts = parameter_facts(nnx.merge(*nnx.split(model)))
     plain, heads, hidden = Facts(), Axis("heads", 2), Axis("hidden", 32)
     assert facts["cls_token"] == facts["pos_embed"] == facts["norm"]["scale"] == facts["head"]["bias"] == plain
@@ -57,7 +56,7 @@ def test_facts_of_every_kind_of_parameter(tiny_config):
 def test_weight_decay_reaches_multiplicative_weights_alone(pair, settings):
     params, facts = pair
     for name in ("adamw", "sgd"):
-        optimizer = make_optimizer(settings(name=name, weight_decay=0.5), lambda _: 0.1, facts)
+        optimizer = optimizer_of(settings(name=name, weight_decay=0.5), lambda _: 0.1, facts)
         gradients = jax.tree.map(jnp.zeros_like, params)
         updates, _ = optimizer.update(gradients, optimizer.init(params), params)
         np.testing.assert_allclose(updates["dense"]["kernel"], -0.05 * params["dense"]["kernel"], rtol=1e-6)
@@ -67,7 +66,7 @@ def test_weight_decay_reaches_multiplicative_weights_alone(pair, settings):
 
 def test_adamw_against_numpy(pair, settings):
     params, facts = pair
-    optimizer = make_optimizer(settings(name="adamw", weight_decay=0.05), lambda step: 0.01 / (1 + step), facts)
+    optimizer = optimizer_of(settings(name="adamw", weight_decay=0.05), lambda step: 0.01 / (1 + step), facts)
     state, current = optimizer.init(params), params
     expected = np.asarray(params["dense"]["kernel"], np.float64)
     mean = variance = 0.0
@@ -85,7 +84,7 @@ def test_adamw_against_numpy(pair, settings):
 def test_adder_rate_gives_each_adder_weight_the_norm_eta_root_k(pair, settings):
     params, facts = pair
     settings = settings(name="sgd", adder_rate=0.2, weight_decay=0.0, momentum=0.0)
-    optimizer = make_optimizer(settings, lambda _: 1.0, facts)
+    optimizer = optimizer_of(settings, lambda _: 1.0, facts)
     gradients = jax.tree.map(lambda p: 100.0 * jnp.sin(p + 1), params)
     updates, _ = optimizer.update(gradients, optimizer.init(params), params)
     np.testing.assert_allclose(np.linalg.norm(updates["adder"]["kernel"]), 0.2 * np.sqrt(12), rtol=1e-6)
@@ -99,8 +98,8 @@ def test_adder_rate_of_a_zero_gradient_is_zero():
 
 
 def test_schedule_warms_up_linearly_then_follows_a_cosine(settings):
-    settings = settings(learning_rate=0.1, final_learning_rate=0.01, warmup_epochs=2.0)
-    schedule = learning_rate_schedule(settings, steps_per_epoch=10, num_steps=100)
+    settings = settings(learning_rate=0.1, final_learning_rate=0.01, warmup_epochs=0.0)
+    schedule = functools.partial(optimizers.learning_rate, settings, warmup_steps=20, num_steps=100)
     np.testing.assert_allclose([schedule(0), schedule(10), schedule(20)], [0.0, 0.05, 0.1], atol=1e-7)
     cosine = 0.01 + 0.09 * 0.5 * (1 + np.cos(np.pi * 40 / 80))
     np.testing.assert_allclose([schedule(60), schedule(100)], [cosine, 0.01], rtol=1e-5)
@@ -109,11 +108,11 @@ def test_schedule_warms_up_linearly_then_follows_a_cosine(settings):
 def test_clipping_bounds_the_global_norm(pair, settings):
     params, facts = pair
     settings = settings(name="sgd", clip_norm=0.5, weight_decay=0.0, momentum=0.0)
-    optimizer = make_optimizer(settings, lambda _: 1.0, facts)
+    optimizer = optimizer_of(settings, lambda _: 1.0, facts)
     updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)
     np.testing.assert_allclose(optax.global_norm(updates), 0.5, rtol=1e-5)
 
 
 def test_unknown_name_lists_the_known_ones(pair, settings):
-    with pytest.raises(RunError, match=r"one of \['adamw'.*got 'adamv'"):
-        make_optimizer(settings(name="adamv"), lambda _: 1.0, pair[1])
+    with pytest.raises(ValueError, match=r"config.optimizer.name among adamw.*got 'adamv'; did you mean 'adamw'"):
+        optimizer_of(settings(name="adamv"), lambda _: 1.0, pair[1])

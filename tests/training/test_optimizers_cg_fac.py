@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from adder_flax import data
-from adder_flax.training import Checkpoints, CurvatureOptimizer, RunError, build_run
+from adder_flax.training import Checkpoints, RunError, build_run
 from adder_flax.training.sharding import put_batch
 from tests.processes import ROOT, simulated_devices
 
@@ -30,7 +30,7 @@ def train(run, state, first, last):
     batches = data.TrainPipeline(run.train_source, run.config.batch_size, run.config.seed)
     rows = []
     for i in range(first, last):
-        state, metrics = run.train_step(state, put_batch(batches[i], run.mesh))
+        state, metrics = run.train_step(state, put_batch(batches[i], run.mesh), run.hyper)
         rows.append(jax.device_get(metrics))
     return state, rows
 
@@ -40,7 +40,7 @@ def train(run, state, first, last):
     [("all", set()), ("matrices", {"cls_token", "pos_embed", "norm/scale", "norm/bias"})],
 )
 def test_layers_choose_what_adamw_keeps(chosen, left, tiny_config):
-    layers = build_run(tiny_config("multiplicative", **FIELDS, **{"optimizer.cg_fac.layers": chosen})).optimizer.layers
+    layers = build_run(tiny_config("multiplicative", **FIELDS, **{"optimizer.cg_fac.layers": chosen})).program.layers
     assert {path for path in set(layers.shapes) - set(layers.block_of) if not path.startswith("blocks/")} == left
     in_blocks = {path.split("/")[2] for path in layers.shapes if path.startswith("blocks/") and path in layers.block_of}
     assert in_blocks == {"attention", "mlp"} | ({"norm1", "norm2"} if chosen == "all" else set())
@@ -58,10 +58,9 @@ def test_layers_choose_what_adamw_keeps(chosen, left, tiny_config):
 def test_every_mechanism_learns_and_resumes_with_the_same_bits(mechanism, fields, tiny_config, tmp_path):
     run = build_run(tiny_config(mechanism, **FIELDS | fields))
     half = run.num_steps // 2
-    assert isinstance(run.optimizer, CurvatureOptimizer)
-    kinds = {block.uses[0].layer.kind for block in run.optimizer.layers.blocks.values()}
+    kinds = {block.uses[0].layer.kind for block in run.program.layers.blocks.values()}
     assert ("adder" in kinds) == (mechanism == "adder")
-    assert run.optimizer.layers.coverage > 0.7
+    assert run.program.layers.coverage > 0.7
 
     middle, rows = train(run, run.init(), 0, half)
     with Checkpoints(tmp_path) as checkpoints:
@@ -122,7 +121,7 @@ def test_settings_that_do_not_fit_are_refused_before_any_compute(fields, message
 
 def test_the_table_of_parameters_has_one_row_for_what_all_blocks_share(tiny_config):
     run = build_run(tiny_config("multiplicative", **{"optimizer.name": "cg_fac", "model.depth": 2}))
-    assert "blocks/*/mlp/fc1/kernel (2×)" in str(run.optimizer.layers)
+    assert "blocks/*/mlp/fc1/kernel (2×)" in str(run.program.layers)
 
 
 _LOSSES = """

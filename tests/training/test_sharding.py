@@ -72,10 +72,10 @@ for mesh in [(1, 1, 1), *map(json.loads, meshes)]:
     run = training.build_run(config, devices=jax.devices()[:mesh[0] * mesh[1] * mesh[2]])
     batches = data.TrainPipeline(run.train_source, config.batch_size, 0)
     with jax.set_mesh(run.mesh):
-        compiled = run.train_step.lower(run.abstract_state, training.abstract_batch(run)).compile()
+        compiled = run.train_step.lower(run.abstract_state, training.abstract_batch(run), run.abstract_hyper).compile()
     state, numbers = run.init(), []
     for i in range(4):
-        state, metrics = compiled(state, sharding.put_batch(batches[i], run.mesh))
+        state, metrics = compiled(state, sharding.put_batch(batches[i], run.mesh), run.hyper)
         numbers += [float(metrics["loss"]), float(metrics["grad_norm"])]
     scores = training.Evaluator(run)(state["params"])
     numbers.append(scores["eval/loss"])

@@ -7,10 +7,10 @@ import optax
 import pytest
 from flax import nnx
 
+from adder_flax.tasks import Classification, ImageFacts
 from adder_flax.training import evaluation_params, make_eval_step, make_train_step
 from adder_flax.training.step import init_state
-
-SEED = 3
+from tests.training.pieces import make_parts
 
 
 class Classifier(nnx.Module):
@@ -41,8 +41,9 @@ def make(optimizer=None, *, model=None, **options):
     optimizer = optimizer or optax.adam(0.1)
     graphdef, params = nnx.split(model or Classifier(), nnx.Param)
     state = init_state(nnx.to_pure_dict(params), optimizer=optimizer, ema=options.get("ema_decay", 0) > 0)
-    step = make_train_step(graphdef, optimizer, options.pop("augment", augment), seed=SEED, **options)
-    return jax.jit(step), state
+    parts = make_parts(graphdef, options.pop("augment", augment), optimizer, options.pop("ema_decay", 0.0))
+    step = jax.jit(make_train_step(parts, **options))
+    return lambda state, batch: step(state, batch, {}), state
 
 
 def test_one_sgd_step_against_numpy(batch):
@@ -54,7 +55,7 @@ def test_one_sgd_step_against_numpy(batch):
     probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     targets = np.eye(4)[batch["label"]]
     np.testing.assert_allclose(metrics["loss"], -np.log((probabilities * targets).sum(-1)).mean(), rtol=1e-5)
-    assert metrics["accuracy"] == (logits.argmax(-1) == batch["label"]).mean()
+    assert metrics["task"]["accuracy"] == (logits.argmax(-1) == batch["label"]).mean()
     error = (probabilities - targets) / 8
     np.testing.assert_allclose(
         new["params"]["dense"]["kernel"], weights["kernel"] - 0.5 * x.T @ error, rtol=1e-5, atol=1e-7
@@ -119,7 +120,9 @@ def test_a_step_that_is_not_finite_changes_no_weight(batch, skip):
 def test_evaluation_counts_real_examples_only_and_ties_against_the_model():
     graphdef, params = nnx.split(Classifier(), nnx.Param)
     params = jax.tree.map(jnp.zeros_like, nnx.to_pure_dict(params))
-    step = jax.jit(make_eval_step(graphdef, lambda images: images.astype(jnp.float32)))
+    facts = ImageFacts((2, 3, 1), 4, mean=(0.0,), std=(1.0,), crops_on_host=False)
+    evaluate = jax.jit(make_eval_step(graphdef, lambda hyper: Classification(None, facts)))
+    step = lambda params, batch: evaluate(params, batch, {})
     batch = {
         "image": np.zeros((5, 2, 3, 1), np.uint8),
         "label": np.zeros(5, np.int32),

@@ -1,0 +1,212 @@
+"""What runs that differ in numbers alone share: a model without its parameters, shapes, and compiled functions."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+import kfac
+from adder_flax import data, registry
+from adder_flax.models import MODELS, Builder
+from adder_flax.parameters import parameter_facts
+from adder_flax.settings import OptimizerSettings, RunSettings, put_numbers, take_numbers
+from adder_flax.tasks import TASKS, Task
+from adder_flax.training import optimizers, sharding
+from adder_flax.training.attention_diagnostics import make_attention_diagnostics
+from adder_flax.training.curvature import CurvatureOptimizer, find_layers
+from adder_flax.training.step import Hyper, Parts, State, init_state, make_eval_step, make_loss_fn, make_train_step
+
+
+class Shape(NamedTuple):
+    """All that shapes the compiled functions of a run; two runs with the same share them.
+
+    Attributes:
+      task, task_facts: class of the task, and what it knows of its data.
+      build: makes the model.
+      make_optimizer: makes the optimizer of an ``OptimizerSpec``.
+      task_settings, model_settings, optimizer_settings: without their numbers.
+      batch_size, accumulation_steps: of a training step.
+      ema: whether a running average of the parameters is kept.
+      skip_non_finite: whether to go on after a step that is not finite.
+      mesh: devices.
+      records: names and shapes of what the source gives of each record.
+      changes: of what names stand for: a score, say, may have been registered anew.
+    """
+
+    task: type[Task]
+    task_facts: Any
+    build: Builder
+    make_optimizer: Callable
+    task_settings: Any
+    model_settings: Any
+    optimizer_settings: OptimizerSettings
+    batch_size: int
+    accumulation_steps: int
+    ema: bool
+    skip_non_finite: bool
+    mesh: Mesh
+    records: tuple[tuple[str, jax.ShapeDtypeStruct], ...]
+    changes: int
+
+
+def shape_and_numbers(settings: RunSettings, source: data.Source, mesh: Mesh, num_steps: int) -> tuple[Shape, Hyper]:
+    """Separates what shapes the program of a run from its numbers.
+
+    Args:
+      settings: of the run.
+      source: what it trains on.
+      mesh: its devices.
+      num_steps: its length.
+
+    Raises:
+      ValueError: an unknown name of a task, model or optimizer.
+    """
+    task = TASKS.get("classification")
+    warmup_steps = round(settings.optimizer.warmup_epochs * (len(source) // settings.batch_size))
+    numbers: dict[str, Any] = {
+        "seed": np.uint32(settings.seed),
+        "warmup_steps": float(min(warmup_steps, num_steps - 1)),
+        "num_steps": float(num_steps),
+    }
+    if settings.ema_decay:
+        numbers["ema_decay"] = settings.ema_decay
+    task_settings, numbers["task"] = take_numbers(settings.augment)
+    model_settings, numbers["model"] = take_numbers(settings.model)
+    optimizer_settings, numbers["optimizer"] = take_numbers(settings.optimizer)
+    shape = Shape(
+        task=task,
+        task_facts=task.facts(source),
+        build=MODELS.get(settings.model.name),
+        make_optimizer=optimizers.OPTIMIZERS.get(settings.optimizer.name),
+        task_settings=task_settings,
+        model_settings=model_settings,
+        optimizer_settings=optimizer_settings,
+        batch_size=settings.batch_size,
+        accumulation_steps=settings.accumulation_steps,
+        ema=settings.ema_decay > 0,
+        skip_non_finite=settings.non_finite == "skip",
+        mesh=mesh,
+        records=tuple(sorted(source.record_shapes.items())),
+        changes=registry.count_changes(),
+    )
+    return shape, numbers
+
+
+class Program:
+    """The model and the compiled functions of all runs of one shape; :func:`program_of` makes it.
+
+    Its methods take the numbers of a run, plain or traced.
+
+    Args:
+      shape: of the runs.
+      numbers: of one of them.
+
+    Attributes:
+      shape: as given.
+      graphdef: the model without its parameters; of its rates, those of the first run.
+      facts: of the parameters.
+      layers: those that have curvature, with a second-order optimizer; else None.
+      abstract_state: shapes and shardings of the train state.
+      initial_state: ``(params, hyper) → state`` before the first step.
+      train_step: ``(state, batch, hyper) → (state, metrics)``; it gives the memory of the old state away.
+      eval_step: ``(params, batch, hyper) → sums``.
+      diagnose: ``(params, batch, step, hyper) → {name: number}``, see :func:`make_attention_diagnostics`.
+
+    Raises:
+      ValueError: sizes that do not fit together, or an unknown name.
+      RunError: settings that do not fit the optimizer.
+    """
+
+    def __init__(self, shape: Shape, numbers: Hyper):
+        self.shape = shape
+        model = nnx.eval_shape(lambda: self.build_model(numbers))
+        self.facts = parameter_facts(model)
+        self.graphdef, params = nnx.split(model, nnx.Param)
+        params = nnx.to_pure_dict(params)
+        self._find_layers = functools.cache(lambda: self._layers(numbers, params))
+        optimizer = self.parts(numbers).optimizer  # at plain numbers: what does not fit is told before any trace
+        self.layers: kfac.Layers | None = optimizer.layers if isinstance(optimizer, CurvatureOptimizer) else None
+        shapes = jax.eval_shape(self._initial_state, params, numbers)
+        shardings = sharding.state_sharding(shapes, shape.mesh, self.facts)
+        self.abstract_state: State = jax.tree.map(
+            lambda leaf, placed: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), shapes, shardings
+        )
+        whole = sharding.replicated(shape.mesh)
+        train_step = make_train_step(
+            self.parts, accumulation_steps=shape.accumulation_steps, skip_non_finite=shape.skip_non_finite
+        )
+        diagnose = make_attention_diagnostics(self.graphdef, self.parts, accumulation_steps=shape.accumulation_steps)
+        self.initial_state = jax.jit(self._initial_state, out_shardings=shardings)
+        self.train_step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, whole))
+        self.eval_step = jax.jit(make_eval_step(self.graphdef, self.task), out_shardings=whole)
+        self.diagnose = jax.jit(diagnose, out_shardings=whole)
+
+    def task(self, numbers: Hyper) -> Task:
+        """Returns the task."""
+        return self.shape.task(put_numbers(self.shape.task_settings, numbers["task"]), self.shape.task_facts)
+
+    def build_model(self, numbers: Hyper) -> nnx.Module:
+        """Builds the model with the parameters that the seed, a plain number, gives it."""
+        settings = put_numbers(self.shape.model_settings, numbers["model"])
+        return self.shape.build(settings, self.task(numbers).example(), rngs=nnx.Rngs(int(numbers["seed"])))
+
+    def learning_rate(self, numbers: Hyper) -> optax.Schedule:
+        """Returns the schedule."""
+        settings = put_numbers(self.shape.optimizer_settings, numbers["optimizer"])
+        lengths = {name: numbers[name] for name in ("warmup_steps", "num_steps")}
+        return functools.partial(optimizers.learning_rate, settings, **lengths)
+
+    def parts(self, numbers: Hyper, graphdef: nnx.GraphDef | None = None) -> Parts:
+        """Returns what a training step is made of; with ``graphdef`` in place of the model's own."""
+        task, learning_rate = self.task(numbers), self.learning_rate(numbers)
+        settings = put_numbers(self.shape.optimizer_settings, numbers["optimizer"])
+        spec = optimizers.OptimizerSpec(settings, learning_rate, self.facts, self._find_layers)
+        return Parts(
+            seed=numbers["seed"],
+            examples=task.examples,
+            arguments=task.arguments,
+            loss=make_loss_fn(
+                graphdef or self.graphdef, task, put_numbers(self.shape.model_settings, numbers["model"])
+            ),
+            optimizer=self.shape.make_optimizer(spec),
+            learning_rate=learning_rate,
+            likelihood=task.likelihood,
+            ema_decay=numbers.get("ema_decay", 0.0),
+        )
+
+    def batch(self, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes of a batch of so many records."""
+        return {name: jax.ShapeDtypeStruct((size, *record.shape), record.dtype) for name, record in self.shape.records}
+
+    def _initial_state(self, params: Any, numbers: Hyper) -> State:
+        return init_state(params, optimizer=self.parts(numbers).optimizer, ema=self.shape.ema)
+
+    def _layers(self, numbers: Hyper, params: Any) -> kfac.Layers:
+        task = self.task(numbers)
+        batch = self.batch(self.shape.batch_size // self.shape.accumulation_steps)
+        examples = jax.eval_shape(task.examples, jax.eval_shape(lambda: jax.random.key(0)), batch)
+        loss = make_loss_fn(self.graphdef, task, put_numbers(self.shape.model_settings, numbers["model"]))
+        return find_layers(loss, params, examples)
+
+
+_PROGRAMS: dict[Shape, Program] = {}
+_MOST_PROGRAMS = 8  # their executables take memory
+
+
+def program_of(shape: Shape, numbers: Hyper) -> Program:
+    """Returns the program of a shape: the same one for every run that has it, as long as it is among the newest.
+
+    Args:
+      shape: of the run.
+      numbers: of the run.
+    """
+    program = _PROGRAMS.pop(shape, None) or Program(shape, numbers)
+    _PROGRAMS[shape] = program  # the newest is last
+    while len(_PROGRAMS) > _MOST_PROGRAMS:
+        del _PROGRAMS[next(iter(_PROGRAMS))]
+    return program

@@ -1,0 +1,34 @@
+"""A step's parts, put together by hand."""
+
+from flax import nnx
+
+from adder_flax.models import VisionTransformer, build_vit
+from adder_flax.tasks import Classification
+from adder_flax.training.optimizers import OPTIMIZERS, OptimizerSpec
+from adder_flax.training.step import Parts, make_loss_fn
+
+SEED = 3
+
+
+def vit(settings, source) -> VisionTransformer:
+    """The model of these settings for a source."""
+    return build_vit(settings, Classification(None, Classification.facts(source)).example(), rngs=nnx.Rngs(0))
+
+
+def optimizer_of(settings, learning_rate, facts):
+    """The optimizer of these settings."""
+    return OPTIMIZERS.get(settings.name)(OptimizerSpec(settings, learning_rate, facts, None))
+
+
+def make_parts(graphdef, augment, optimizer=None, ema_decay=0.0):
+    """``hyper → Parts`` of a classifier with an augmentation ``(key, images, labels) → examples``, at fixed numbers."""
+    parts = Parts(
+        seed=SEED,
+        examples=lambda key, batch: augment(key, batch["image"], batch["label"]),
+        arguments=lambda examples: examples[:1],
+        loss=make_loss_fn(graphdef, Classification(None, None)),
+        optimizer=optimizer,
+        learning_rate=lambda step: 0.0,
+        ema_decay=ema_decay,
+    )
+    return lambda hyper: parts
