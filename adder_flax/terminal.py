@@ -85,11 +85,6 @@ def _plain(character: str) -> str:
 
 def prepare() -> None:
     """Makes the standard streams fit for any terminal: none of what they meet ends in a traceback."""
-    for descriptor in range(3):  # a closed one would be given to the next file that is opened
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
     codecs.register_error("plainer", plainer)
     if sys.stdout is None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115

@@ -37,16 +37,7 @@ FIELDS = {
     "checkpoint_every_steps": 2,
     "log_every_steps": 1,
 }
-TRAIN = """
-import sys
-from adder_flax import cli, training
-from benchmarks import faults
-
-cli.enable_compilation_cache()
-config, workdir = faults.make_config(), sys.argv[1]
-result = training.Trainer(training.build_run(config), training.open_workdir(workdir, config)).fit()
-sys.exit(128 + result.interrupted if result.interrupted else 0)
-"""
+EXPERIMENT = "experiments/adder_deit_tiny.py"
 
 
 def make_config() -> Any:
@@ -56,9 +47,16 @@ def make_config() -> Any:
     return config
 
 
-def start(workdir: Path) -> subprocess.Popen:
-    """Starts the run in a directory, or resumes it."""
-    return subprocess.Popen([sys.executable, "-u", "-c", TRAIN, workdir], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+def start(workdir: Path, **options) -> subprocess.Popen:
+    """Starts the run in a directory, or resumes it.
+
+    Args:
+        workdir: of the run.
+        **options: of ``subprocess.Popen``.
+    """
+    fields = [f"--config.{field}={value}" for field, value in FIELDS.items()]
+    command = [sys.executable, "-u", "main.py", f"--config={EXPERIMENT}", *fields, f"--workdir={workdir}"]
+    return subprocess.Popen(command, cwd=ROOT, **{"stdout": subprocess.PIPE, "text": True} | options)
 
 
 def finish(workdir: Path) -> tuple[str, float]:
