@@ -24,7 +24,7 @@ from adder_flax.training.profiler import Profiler
 from adder_flax.training.setup import Run
 from adder_flax.training.start_up import StartUp
 from adder_flax.training.step import State, evaluation_params, step_keys
-from adder_flax.training.workdir import open_workdir, write_config
+from adder_flax.training.workdir import changed_data, open_workdir, write_config, write_data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +94,7 @@ class Trainer:
         self._run = run
         self._workdir = Path(workdir)
         self._start_up = StartUp(start_time or time.time())
+        self._num_images = {source.split: len(source) for source in (run.train_source, run.eval_source)}
         self._evaluate = Evaluator(run)
         self._batches = data.TrainPipeline(
             run.train_source,
@@ -124,6 +125,12 @@ class Trainer:
         ):
             state = self._checkpoints.restore(run.abstract_state) if self._checkpoints.steps else run.init()
             start = int(state["step"])
+            changed = changed_data(self._workdir, self._num_images)
+            if start > run.num_steps:
+                raise RunError(
+                    f"expected a run of at least the {start} steps that were done, got one of {run.num_steps}"
+                    f"{f': {changed}' if changed else ''}; put the data back as it was, or choose another --workdir"
+                )
             self._start_up.parameters_ready()
             with (
                 MetricWriter(
@@ -138,6 +145,8 @@ class Trainer:
                     self._progress.line(f"already complete at step {start}")
                 elif start:
                     self._progress.line(f"resuming at step {start} of {run.num_steps}")
+                if changed:
+                    self._progress.line(f"warning: {changed}")
                 self._window = (start, time.time())
                 state = self._steps(state, start, watch)
             self._checkpoints.wait()
@@ -268,6 +277,7 @@ class Trainer:
     def _report_first_step(self, metrics: Any) -> None:
         jax.block_until_ready(metrics)
         write_config(self._workdir, self._run.config)
+        write_data(self._workdir, self._num_images)
         self._progress.line(self._start_up.report())
         self._window = (self._pending[0], time.time())
 

@@ -127,6 +127,31 @@ def test_undecodable_images_can_be_left_out_and_are_counted(folder_config, tmp_p
     assert training.read_metrics(tmp_path / "run")[-1]["step"] == 3
 
 
+def test_images_that_were_removed_are_told(folder_config, tmp_path):
+    folder_config.data.on_unreadable = "skip"
+    run = training.build_run(folder_config)
+    training.Trainer(run, tmp_path / "run").fit()
+    for folder in (tmp_path / "data" / "train").iterdir():
+        for path in sorted(folder.iterdir())[4:]:
+            path.unlink()
+    smaller = training.build_run(folder_config)
+    with pytest.raises(RunError, match="at least the 3 steps .* one of 1: the data set .* train 24 images then, 8 now"):
+        training.Trainer(smaller, tmp_path / "run").fit()
+
+
+def test_figures_do_not_decide_whether_training_succeeded(tiny_config, tmp_path, capsys, monkeypatch):
+    def fail(*args, **options):
+        raise ZeroDivisionError("no ink")
+
+    monkeypatch.setattr(cli.report, "attention_figure", fail)
+    cli.train(tiny_config(num_epochs=0.1), tmp_path)
+    out = capsys.readouterr().out
+    assert "training is complete, but attention.png could not be drawn: ZeroDivisionError: no ink" in out
+    assert "curves.png" in out.splitlines()[-1]
+    assert "attention.png" not in out.splitlines()[-1]
+    assert (tmp_path / "curves.png").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["KILL", "TERM"])
 def test_killed_at_any_moment_a_run_ends_with_the_same_bits(name, capsys):
