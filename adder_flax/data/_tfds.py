@@ -62,8 +62,10 @@ class TfdsSet:
             DataError: no such split.
         """
         with _whole(self._name, self._data_dir):
-            for known in self.splits:
-                check_shards(self._builder.info.splits[known])
+            for part in split.split("+"):
+                known = part.partition("[")[0].strip()
+                if known in self.splits:
+                    check_shards(self._builder.info.splits[known])
         try:
             source = self._builder.as_data_source(split, decoders=self._decoders)
         except (KeyError, ValueError) as error:

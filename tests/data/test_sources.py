@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import shutil
 import subprocess
 import sys
 
@@ -299,3 +301,92 @@ def test_a_set_that_is_not_here_is_imitated_with_its_own_statistics():
     assert channel_statistics(source) == ((0.2860,), (0.3530,))
     with pytest.raises(DataError, match="which does not exist"):
         load_or_imitate("folder", "train", data_dir="/nowhere/at/all", image_size=8)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A small prepared set: its folder."""
+    prepare = pytest.importorskip("adder_flax.data.prepare").prepare
+    root = tmp_path_factory.mktemp("images")
+    for name in ("ant", "bird"):
+        folder = root / "train" / name
+        folder.mkdir(parents=True)
+        for number in range(3):
+            (folder / f"{number}.png").write_bytes(encode(smooth_image(9, 9, seed=number)))
+    return prepare("folder", str(tmp_path_factory.mktemp("sets")), str(root), "insects")
+
+
+def edit(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+RECORDS = "insects-train.array_record-00000-of-00001"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / "dataset_info.json").write_text('{"name": "ins'), "whole, as it was prepared in .*ParseError"),
+        (lambda d: (d / "dataset_info.json").unlink(), "whole, as it was prepared"),
+        (lambda d: (d / "features.json").unlink(), "no prepared version there"),
+        (lambda d: edit(d / "dataset_info.json", '"6"', '"5"'), "6 records in .* where dataset_info.json says 5"),
+        (
+            lambda d: edit(d / "features.json", '"numClasses": "2"', '"numClasses": "3"'),
+            "2 names .* declares 3 classes",
+        ),
+        (lambda d: edit(d / "features.json", '"3"', '"4"'), "one uint8 image, grey or RGB"),
+        (lambda d: (d / "label.labels.txt").unlink(), "label.labels.txt"),
+        (lambda d: (d / "label.labels.txt").write_text("ant\nant\n"), "one name"),
+        (lambda d: (d / RECORDS).unlink(), "No such file"),
+        (lambda d: (d / RECORDS).write_bytes((d / RECORDS).read_bytes()[:-100]), "whole, as it was prepared"),
+        (lambda d: ((d / RECORDS).unlink(), os.mkfifo(d / RECORDS)), "no regular file"),
+    ],
+)
+def test_damage_of_a_prepared_set_is_one_message(prepared, tmp_path, damage, message):
+    folder = tmp_path / "insects" / "1.0.0"
+    shutil.copytree(prepared, folder)
+    assert len(load_source("insects", "train", data_dir=str(tmp_path), image_size=8)) == 6
+    damage(folder)
+    with pytest.raises(DataError, match=message):
+        load_source("insects", "train", data_dir=str(tmp_path), image_size=8)
+
+
+def test_folders_of_another_layout_are_refused(image_folder):
+    load = lambda split="train": load_source("folder", split, data_dir=str(image_folder), image_size=8)
+    (image_folder / "train" / "loose.png").write_bytes(b"")
+    with pytest.raises(DataError, match="got the file 'loose.png' beside the classes' folders"):
+        load()
+    (image_folder / "train" / "loose.png").unlink()
+    (image_folder / "train" / "cat").mkdir()
+    with pytest.raises(DataError, match=r"images of each class in .*, got none of \['cat'\]"):
+        load()
+    inner = image_folder / "train" / "cat" / "deep" / "deeper"
+    inner.mkdir(parents=True)
+    (inner / "0.png").write_bytes(encode(smooth_image(9, 9)))
+    (inner / "up").symlink_to(image_folder / "train" / "cat")
+    assert load().gather(np.arange(9))[1].tolist() == [0] * 3 + [1] * 5 + [2]
+
+
+def test_names_of_classes_are_fit_to_show(tmp_path):
+    for name in (b"caf\xe9", b"a\nb", b"$x$", b" "):
+        folder = os.path.join(os.fsencode(tmp_path), b"train", name)
+        os.makedirs(folder)
+        with open(os.path.join(folder, b"0.png"), "wb") as file:
+            file.write(encode(smooth_image(9, 9)))
+    source = load_source("folder", "train", data_dir=str(tmp_path), image_size=8)
+    assert source.label_names == (r"\x20", "$x$", r"a\nb", r"caf\udce9")
+    assert source.gather(np.arange(4))[1].tolist() == [0, 1, 2, 3]
+
+
+def test_the_first_readable_records(image_folder):
+    (image_folder / "train" / "ant" / "0.png").write_bytes(b"no image")
+    load = lambda **options: load_source("folder", "train", data_dir=str(image_folder), image_size=8, **options)
+    images, labels = load(on_unreadable="skip").first(4)
+    assert (images == load().gather(np.arange(1, 5))[0]).all()
+    assert labels.tolist() == [0, 0, 1, 1]
+    for path in image_folder.glob("train/*/*.*g"):
+        path.write_bytes(b"no image")
+    with pytest.raises(DataError, match="a readable record in folder/train, got none"):
+        load(on_unreadable="skip").first(4)
