@@ -33,8 +33,8 @@ def enable_compilation_cache() -> None:
     for folder in [Path(given)] if given else [folder / "jax" for folder in own_cache.folders()]:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not given and folder.stat().st_uid != os.geteuid():
-                raise PermissionError(f"{folder} belongs to another user")
+            if not given and (reason := own_cache.distrust(folder.stat(), str(folder))):
+                raise PermissionError(reason)
             tempfile.TemporaryFile(dir=folder).close()
         except (OSError, ValueError) as error:
             logging.warning("Compiled programs are not kept: %s", error)

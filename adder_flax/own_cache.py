@@ -55,14 +55,14 @@ def read(folder: Path, name: str, *, key: str) -> tuple[bytes | None, str | None
         with contextlib.ExitStack() as opened:
             inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             opened.callback(os.close, inside)
-            if reason := _distrust(os.fstat(inside), "the folder"):
+            if reason := distrust(os.fstat(inside), "the folder"):
                 return None, reason
             file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=inside)
             opened.callback(os.close, file)
             found = os.fstat(file)
             if not stat.S_ISREG(found.st_mode):
                 return None, "it is no regular file"
-            if reason := _distrust(found, "it"):
+            if reason := distrust(found, "it"):
                 return None, reason
             if found.st_size > _MAX_BYTES:
                 return None, f"it has {found.st_size} bytes"
@@ -93,7 +93,7 @@ def write(folder: Path, name: str, content: bytes, *, key: str) -> str | None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        if reason := _distrust(folder.stat(), "the folder"):
+        if reason := distrust(folder.stat(), "the folder"):
             return reason
         file, temporary = tempfile.mkstemp(prefix=f"{name}.", dir=folder)
         try:
@@ -114,8 +114,13 @@ def _digest(content: bytes, key: str) -> bytes:
     return hashlib.sha256(hashlib.sha256(key.encode()).digest() + content).digest()
 
 
-def _distrust(found: os.stat_result, what: str) -> str | None:
-    """Returns why what was found cannot be trusted. In a sticky folder nobody can replace the files of others."""
+def distrust(found: os.stat_result, what: str) -> str | None:
+    """Returns why what was found cannot be trusted, or None. In a sticky folder nobody can replace the files of others.
+
+    Args:
+      found: of a folder or file.
+      what: it is called in the answer.
+    """
     sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
     if found.st_uid not in (0, os.geteuid()):
         return f"{what} belongs to another user (uid {found.st_uid})"

@@ -38,7 +38,7 @@ def run_group(group: Group, *, seed: int, share: float) -> list[tuple[Case, Obse
 def count_row(name: str, results: Iterable[tuple[Case, Observed]]) -> str:
     """Returns a line of the table."""
     counts = collections.Counter(observed.verdict for _, observed in results)
-    return " | ".join(["|", name, str(counts.total()), *(str(counts[verdict]) for verdict in Verdict), "|"]).strip()
+    return f"| {' | '.join([name, str(counts.total()), *(str(counts[verdict]) for verdict in Verdict)])} |"
 
 
 def fault_rows(results: Iterable[tuple[Case, Observed]]) -> list[dict[str, Any]]:
