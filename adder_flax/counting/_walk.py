@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from adder_flax import jaxprs
+from adder_flax.registry import Registry
 
 ADD = "additions"
 MULTIPLY = "multiplications"
@@ -57,7 +58,8 @@ _FREE = _VIEWS | frozenset(
     + ("device_put", "get", "swap", "program_id", "num_programs", "create_token")
 )
 
-_REGISTRY: dict[str, Callable[[Any], Mapping[str, int]]] = {}
+Count = Callable[[Any], Mapping[str, int]]
+KERNELS: Registry[Count] = Registry("operation count", "adder_flax.counting.declare_operations")
 
 
 class Tally:
@@ -114,7 +116,8 @@ def walk(jaxpr: Any, tally: Tally, layer_of: Callable[[str], str], outer: str = 
         stack = jaxprs.scope(outer, equation)
         layer = layer_of(stack)
         tally.bytes_moved[layer] += 0  # every layer that is met appears, in the order of the program
-        declared = _REGISTRY.get(_kernel_name(equation))
+        name = _kernel_name(equation)
+        declared = KERNELS.get(name) if name in KERNELS else None
         if declared is None and (inner := jaxprs.inner_programs(equation)):
             _walk_inner(equation, inner, tally, layer_of, stack)
             continue
@@ -280,8 +283,3 @@ class _Traffic:
 
 def _is_literal(variable: Any) -> bool:
     return hasattr(variable, "val")
-
-
-def declare(kernel: str, count: Callable[[Any], Mapping[str, int]]) -> None:
-    """Registers the counts of a kernel; see ``operations.declare_operations``."""
-    _REGISTRY[kernel] = count

@@ -166,10 +166,14 @@ def declare_operations(kernel: str, count: Callable[[Any], Mapping[str, int]]) -
       kernel: the FFI target, the name of the Pallas kernel, or the name of the primitive.
       count: from the jaxpr's equation to {kind: number}, kinds as in :attr:`Operations.counts`.
 
+    Raises:
+      ValueError: another function counts this kernel.
+
     Example:
-      >>> declare_operations("my_kernel", lambda equation: {"additions": equation.outvars[0].aval.size})
+      >>> with _walk.KERNELS.temporary():
+      ...     declare_operations("my_kernel", lambda equation: {"additions": equation.outvars[0].aval.size})
     """
-    _walk.declare(kernel, count)
+    _walk.KERNELS.register(kernel, count)
 
 
 def _layer_name(scopes: str) -> str:

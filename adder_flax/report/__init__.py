@@ -1,7 +1,18 @@
 """What one learns from a run: the papers' claims, judged and drawn, maps of a trained model, its table of parts."""
 
-from adder_flax.report._study import Claim, require_probabilities
-from adder_flax.report._style import save_figure
+from adder_flax.report._families import ADDER, ADDITIVE, BROWNIAN, CLAIMS, ENERGY, Section, register_claims
+from adder_flax.report._study import (
+    DOES_NOT_HOLD,
+    HOLDS,
+    NOT_MEASURED,
+    Claim,
+    Findings,
+    Picture,
+    Study,
+    only_when,
+    require_probabilities,
+)
+from adder_flax.report._style import new_figure, save_figure
 from adder_flax.report.captures import BlockCapture, Capture, capture
 from adder_flax.report.figures import (
     attention_figure,
@@ -21,18 +32,33 @@ from adder_flax.report.second_order import (
 from adder_flax.report.summary import SummaryRow, summary_rows, summary_text
 
 __all__ = [
+    "ADDER",
+    "ADDITIVE",
+    "BROWNIAN",
+    "CLAIMS",
+    "DOES_NOT_HOLD",
+    "ENERGY",
+    "HOLDS",
+    "NOT_MEASURED",
     "BlockCapture",
     "Capture",
     "Claim",
+    "Findings",
+    "Picture",
     "Report",
     "SecondOrderStep",
     "SecondOrderTerms",
+    "Section",
+    "Study",
     "SummaryRow",
     "attention_figure",
     "capture",
     "comparison_figure",
     "curves_figure",
     "exact_gradients",
+    "new_figure",
+    "only_when",
+    "register_claims",
     "require_probabilities",
     "save_figure",
     "second_order_along",

@@ -23,6 +23,9 @@ HOLDS = "holds"
 DOES_NOT_HOLD = "does not hold"
 NOT_MEASURED = "not measured"
 
+TOLERANCE = 0.1
+"""Below this share of its size a difference between two numbers of a model is not worth a "does not hold"."""
+
 
 def only_when(condition: str) -> str:
     """The verdict on a claim that needs more than its source says."""
@@ -72,11 +75,9 @@ class Picture:
 
 
 @dataclasses.dataclass(frozen=True)
-class Section:
-    """A part of the report: claims first, then the figures behind them."""
+class Findings:
+    """What a family of claims found, and the figures behind it."""
 
-    title: str
-    introduction: str
     claims: Sequence[Claim]
     pictures: Sequence[Picture]
 
@@ -166,6 +167,15 @@ class Study:
         """Rows and columns of patches."""
         tokens = self.subject.captured.tokens.shape[1] - int(self.subject.class_token)
         return patch_grid(self.pictures.shape[1:], tokens)
+
+    @property
+    def adder_and_dot(self) -> tuple[Subject, Subject] | None:
+        """(adder, multiplicative) among subject and baseline, or None."""
+        if self.baseline is None:
+            return None
+        kinds = {frozenset(subject.scores): subject for subject in (self.subject, self.baseline)}
+        adder, dot = kinds.get(frozenset({"adder"})), kinds.get(frozenset({"dot"}))
+        return None if adder is None or dot is None else (adder, dot)
 
 
 def observe(name: str, model: nnx.Module, images: Float[Array, "image height width channels"]) -> Subject:

@@ -1,8 +1,10 @@
 """How all figures look: one canvas without pyplot's global state, and lines that differ without colour."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from adder_flax.text import printable
 
@@ -53,6 +55,19 @@ def whole_ticks(axes: "Axes") -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+
+
+def by_block(axes: "Axes", groups: Mapping[str, Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
+    """Draws mean and standard deviation over images and heads, one line a group; returns them as columns."""
+    columns: dict[str, np.ndarray] = {}
+    for line, (label, values) in zip(LINES, groups.items(), strict=False):
+        flat = [np.ravel(value).astype(float) for value in values]
+        mean, deviation = (np.array([reduce(value) for value in flat]) for reduce in (np.mean, np.std))
+        blocks = np.arange(1, len(flat) + 1)
+        axes.errorbar(blocks, mean, yerr=deviation, **line, markersize=4, linewidth=1.3, capsize=2, label=label)
+        whole_ticks(axes)
+        columns = {**columns, "block": blocks, f"{label}, mean": mean, f"{label}, std": deviation}
+    return columns
 
 
 def bare(axes: "Axes", *, title: str = "", note: str = "") -> "Axes":

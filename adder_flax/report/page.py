@@ -4,7 +4,7 @@ import base64
 import csv
 import dataclasses
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Template
 
@@ -13,15 +13,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from adder_flax.report import _style
-from adder_flax.report._section_adder import adder_section
-from adder_flax.report._section_additive import additive_section
-from adder_flax.report._section_brownian import brownian_section
-from adder_flax.report._section_energy import energy_section
-from adder_flax.report._study import HOLDS, NOT_MEASURED, Claim, Picture, Section, Study, observe
+from adder_flax.report import families as _families  # noqa: F401 - they register themselves
+from adder_flax.report._families import CLAIMS, Section
+from adder_flax.report._study import HOLDS, NOT_MEASURED, Claim, Findings, Picture, Study, observe
 from adder_flax.report.second_order import SecondOrderStep
 from adder_flax.text import printable
-
-_SECTIONS = (adder_section, additive_section, brownian_section, energy_section)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +49,7 @@ def write_report(
     untrained: nnx.Module | None = None,
     second_order: Mapping[str, Sequence[SecondOrderStep]] | None = None,
     peak_learning_rate: float = float("nan"),
+    families: Sequence[str] | None = None,
 ) -> Report:
     """Measures the papers' claims on a model and writes the report.
 
@@ -73,12 +70,14 @@ def write_report(
       second_order: steps from :func:`second_order_along`, under a name for where in training they are, for the claim
         about the second-order term.
       peak_learning_rate: of the training, to which these steps are scaled.
+      families: names of the families of claims to judge, by default all that are registered.
 
     Returns:
       Where the page is, and the claims.
 
     Raises:
-      ValueError: if there are no images, or not as many labels, or scores whose rows of weights are no probabilities.
+      ValueError: if there are no images, or not as many labels, or scores whose rows of weights are no probabilities,
+        or a family of that name.
 
     Example::
 
@@ -88,10 +87,12 @@ def write_report(
     study = _study(model, images, labels, pictures, label_names, name, (baseline, baseline_name), untrained)
     steps = {where: taken for where, taken in (second_order or {}).items() if taken}
     study = dataclasses.replace(study, second_order=steps, peak_learning_rate=peak_learning_rate)
-    sections = [section(study) for section in _SECTIONS]
+    sections = _measure(study, CLAIMS if families is None else families)
     out_dir = Path(out_dir)
-    files = [path for section in sections for picture in section.pictures for path in _write_picture(picture, out_dir)]
-    claims = [claim for section in sections for claim in section.claims]
+    files = [
+        path for found in sections.values() for picture in found.pictures for path in _write_picture(picture, out_dir)
+    ]
+    claims = [claim for found in sections.values() for claim in found.claims]
     table = out_dir / "claims.csv"
     _write_csv(table, {field: [getattr(claim, field) for claim in claims] for field in vars(claims[0])})
     page = out_dir / "report.html"
@@ -130,6 +131,17 @@ def _study(
     )
 
 
+def _measure(study: Study, families: Iterable[str]) -> dict[Section, Findings]:
+    """What the families find, by section of the page."""
+    sections: dict[Section, list[Findings]] = {}
+    for family in [CLAIMS.get(name) for name in families]:
+        sections.setdefault(family.section, []).append(family.measure(study))
+    return {
+        section: Findings([c for f in found for c in f.claims], [p for f in found for p in f.pictures])
+        for section, found in sections.items()
+    }
+
+
 def _write_picture(picture: Picture, out_dir: Path) -> list[Path]:
     files = _style.save_figure(picture.figure, out_dir / "figures" / picture.name, ("png", "svg"))
     data = out_dir / "data" / picture.name
@@ -151,8 +163,8 @@ def _write_csv(path: Path, columns: dict) -> None:
         writer.writerows(zip(*columns.values(), strict=True))
 
 
-def _page(study: Study, sections: Sequence[Section], out_dir: Path) -> str:
-    claims = [claim for section in sections for claim in section.claims]
+def _page(study: Study, sections: Mapping[Section, Findings], out_dir: Path) -> str:
+    claims = [claim for found in sections.values() for claim in found.claims]
     kinds = [_kind(claim) for claim in claims]
     tally = ", ".join(
         f"{kinds.count(kind)} {words}"
@@ -169,7 +181,7 @@ def _page(study: Study, sections: Sequence[Section], out_dir: Path) -> str:
         name=html.escape(study.subject.name),
         tally=tally,
         about=html.escape(_about(study, accuracy)),
-        sections="\n".join(_section_html(section, out_dir) for section in sections),
+        sections="\n".join(_section_html(section, found, out_dir) for section, found in sections.items()),
     )
 
 
@@ -209,9 +221,9 @@ def _kind(claim: Claim) -> str:
 _SIGNS = {"yes": "✓", "partly": "◐", "no": "✗", "open": "–"}
 
 
-def _section_html(section: Section, out_dir: Path) -> str:
-    claims = "\n".join(_claim_html(claim) for claim in section.claims)
-    pictures = "\n".join(_picture_html(picture, out_dir) for picture in section.pictures)
+def _section_html(section: Section, found: Findings, out_dir: Path) -> str:
+    claims = "\n".join(_claim_html(claim) for claim in found.claims)
+    pictures = "\n".join(_picture_html(picture, out_dir) for picture in found.pictures)
     return (
         f"<section><h2>{html.escape(section.title)}</h2><p>{html.escape(section.introduction)}</p>"
         f'<ul class="claims">{claims}</ul>{pictures}</section>'

@@ -1,5 +1,6 @@
 """The code on the pages for borrowers runs, page by page, top to bottom."""
 
+import contextlib
 import re
 from types import ModuleType
 
@@ -7,8 +8,10 @@ import pytest
 
 import kfac
 from adder_flax.attention import _registry
+from adder_flax.counting._walk import KERNELS
 from adder_flax.data import SETS
 from adder_flax.ops import _backend
+from adder_flax.report import CLAIMS
 from kfac import _registry as layer_registry
 from tests.processes import ROOT
 
@@ -24,6 +27,14 @@ PAGES = [
     *sorted((DOCS / "extend").glob("*.md")),
 ]
 
+REGISTRIES = [
+    _backend._BACKENDS,
+    layer_registry,
+    SETS,
+    CLAIMS,
+    KERNELS,
+]
+
 
 def code_blocks(page):
     """The page's Python, but for included files, written ```{.python}, which examples/run_installed.sh runs."""
@@ -34,7 +45,9 @@ def code_blocks(page):
 def own_names(monkeypatch):
     """What a page registers is forgotten afterwards."""
     monkeypatch.setattr(_registry, "_SCORES", dict(_registry._SCORES))
-    with _backend._BACKENDS.temporary(), layer_registry.temporary(), SETS.temporary():
+    with contextlib.ExitStack() as stack:
+        for registry in REGISTRIES:
+            stack.enter_context(registry.temporary())
         yield
 
 

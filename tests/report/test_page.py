@@ -13,10 +13,9 @@ from flax import nnx
 from adder_flax.counting import count_operations
 from adder_flax.models import VisionTransformer
 from adder_flax.report import SecondOrderStep, write_report
-from adder_flax.report._section_adder import adder_section
-from adder_flax.report._section_brownian import _second_order_claim, brownian_section
-from adder_flax.report._section_energy import VARIANTS, deit_operations
 from adder_flax.report._study import Study, observe
+from adder_flax.report.families import motion, proposition_1, second_order, theorem_1
+from adder_flax.report.families.energy import VARIANTS, deit_operations
 
 SIZES = {"image_size": 8, "patch_size": 2, "channels": 1, "num_classes": 10, "width": 16, "depth": 3, "num_heads": 2}
 IMAGES = np.random.default_rng(0).standard_normal((5, 8, 8, 1)).astype(np.float32)
@@ -136,8 +135,8 @@ def with_blocks(subject, change):
     return dataclasses.replace(subject, captured=dataclasses.replace(subject.captured, blocks=blocks))
 
 
-def verdicts(section):
-    return {claim.name: claim.verdict for claim in section.claims}
+def verdicts(findings):
+    return {claim.name: claim.verdict for claim in findings.claims}
 
 
 @pytest.mark.slow
@@ -145,10 +144,14 @@ def test_proposition_holds_for_symmetric_positive_maps_and_not_for_cycles():
     subject = observe("m", model_of(score="adder"), IMAGES)
     size = subject.maps[0].shape[-1]
     positive = np.broadcast_to(np.full((size, size), 0.5 / size) + 0.5 * np.eye(size), subject.maps[0].shape)
-    found = verdicts(adder_section(study_of(with_blocks(subject, lambda _, b: dataclasses.replace(b, map=positive)))))
+    found = verdicts(
+        proposition_1.judge(study_of(with_blocks(subject, lambda _, b: dataclasses.replace(b, map=positive))))
+    )
     assert found["maps-symmetric"] == found["proposition-1-shift"] == found["proposition-1-rank"] == "holds"
     cycle = np.broadcast_to(np.roll(np.eye(size), 1, 1), subject.maps[0].shape)
-    found = verdicts(adder_section(study_of(with_blocks(subject, lambda _, b: dataclasses.replace(b, map=cycle)))))
+    found = verdicts(
+        proposition_1.judge(study_of(with_blocks(subject, lambda _, b: dataclasses.replace(b, map=cycle))))
+    )
     assert found["maps-symmetric"] == found["proposition-1-shift"] == "does not hold"
 
 
@@ -161,7 +164,7 @@ def test_theorem_on_live_vectors_follows_the_vectors():
         change = lambda index, block: dataclasses.replace(
             block, query=factor * normal[0, index], key=factor * normal[1, index]
         )
-        return verdicts(adder_section(study_of(with_blocks(subject, change))))["theorem-1-live"]
+        return verdicts(theorem_1.judge(study_of(with_blocks(subject, change))))["theorem-1-live"]
 
     assert verdict(1.0) == "holds"
     assert verdict(3.0) == "holds only when the variance of the components is put in"
@@ -178,7 +181,7 @@ def test_theorem_on_live_vectors_follows_the_vectors():
 def test_second_order_terms_are_judged_by_their_size(step, verdict):
     study = study_of(None)
     study = dataclasses.replace(study, second_order={"run": [step]}, peak_learning_rate=1e-3)
-    assert _second_order_claim(study).verdict == verdict
+    assert verdicts(second_order.judge(study)) == {"second-order": verdict}
 
 
 def test_brownian_paths_are_called_brownian_and_straight_ones_not():
@@ -193,9 +196,9 @@ def test_brownian_paths_are_called_brownian_and_straight_ones_not():
 
     brownian, straight = walking(steps), walking(np.repeat(steps[:1], 3, 0))
     names = ["brownian", "brownian-growth", "brownian-independent", "brownian-normal", "brownian-centred"]
-    found = verdicts(brownian_section(study_of(brownian)))
+    found = verdicts(motion.judge(study_of(brownian)))
     assert [found[name] for name in names] == ["holds"] * 5
-    found = verdicts(brownian_section(study_of(straight)))
+    found = verdicts(motion.judge(study_of(straight)))
     assert found["brownian"] == found["brownian-growth"] == found["brownian-independent"] == "does not hold"
-    found = verdicts(brownian_section(study_of(straight, untrained=brownian)))
+    found = verdicts(motion.judge(study_of(straight, untrained=brownian)))
     assert found["brownian-growth"] == "holds only when the network is untrained"

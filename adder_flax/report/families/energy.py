@@ -1,4 +1,4 @@
-"""Report, part 4: operations and modelled energy, of DeiT's sizes and of the subject."""
+"""Operations and energy of adder networks beside multiplicative ones."""
 
 import functools
 from collections import Counter
@@ -8,14 +8,23 @@ import jax
 import numpy as np
 from flax import nnx
 
-from adder_flax.counting.energy import HOROWITZ_45NM, energy
+from adder_flax.counting.energy import energy
 from adder_flax.counting.operations import Operations, count_operations
 from adder_flax.models import VisionTransformer
 from adder_flax.report import _style
-from adder_flax.report._study import DOES_NOT_HOLD, HOLDS, Claim, Picture, Section, Study, only_when
+from adder_flax.report._families import ENERGY, register_claims
+from adder_flax.report._study import (
+    DOES_NOT_HOLD,
+    HOLDS,
+    Claim,
+    Findings,
+    Picture,
+    Study,
+    only_when,
+)
 from adder_flax.report.summary import summary_rows
 
-_SOURCE = "Adder attention, main text"
+_SOURCE = ENERGY.source
 SIZES = {"DeiT-Ti": (192, 3), "DeiT-S": (384, 6), "DeiT-B": (768, 12)}
 _LINEARS = {"qkv_linear": "adder", "proj_linear": "adder", "mlp_linear": "adder"}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -23,6 +32,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "adder scores only": {"score": "adder"},
     "adder": {"score": "adder", **_LINEARS},
 }
+
+
+@register_claims("energy", ENERGY)
+def judge(study: Study) -> Findings:
+    """DeiT's sizes under both conventions, with and without memory; and the subject's own table."""
+    counted = {size: {variant: deit_operations(size, variant) for variant in VARIANTS} for size in SIZES}
+    ratios = {size: _ratios(variants) for size, variants in counted.items()}
+    return Findings(_claims(ratios), [_energy_picture(counted, ratios), _subject_picture(study)])
 
 
 @functools.cache
@@ -54,22 +71,6 @@ def deit_operations(size: str, variant: str, *, depth: int = 12) -> Operations:
         counts=dict(counts),
         bytes_moved=extrapolate(one.bytes_moved, two.bytes_moved),
         bytes_at_boundary=extrapolate(one.bytes_at_boundary, two.bytes_at_boundary),
-    )
-
-
-def energy_section(study: Study) -> Section:
-    """The energy claim at DeiT's sizes under both conventions, with and without memory; and the subject's own table."""
-    counted = {size: {variant: deit_operations(size, variant) for variant in VARIANTS} for size in SIZES}
-    ratios = {size: _ratios(variants) for size, variants in counted.items()}
-    return Section(
-        title="Operations and energy",
-        introduction=(
-            "Operations counted in the jaxpr of the forward pass for one image; energy modelled: "
-            f"{HOROWITZ_45NM.name}. This is an ASIC's arithmetic. On a GPU an addition and a "
-            "multiply-accumulate take the same issue slot."
-        ),
-        claims=_claims(ratios),
-        pictures=[_energy_picture(counted, ratios), _subject_picture(study)],
     )
 
 

@@ -1,0 +1,106 @@
+"""The claims that a report judges, by family: found by name, in the order of the page."""
+
+import dataclasses
+from collections.abc import Callable
+
+from adder_flax.counting.energy import HOROWITZ_45NM
+from adder_flax.registry import Registry
+from adder_flax.report._study import Findings, Study
+
+Measure = Callable[[Study], Findings]
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A part of the page.
+
+    Attributes:
+      title: its heading.
+      introduction: the paragraph below.
+      source: where its claims are made.
+    """
+
+    title: str
+    introduction: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Claims that are measured together.
+
+    Attributes:
+      section: where on the page they stand.
+      measure: computes, judges and draws them.
+    """
+
+    section: Section
+    measure: Measure
+
+
+CLAIMS: Registry[Family] = Registry("family of claims", "adder_flax.report.register_claims")
+
+
+def register_claims(name: str, section: Section) -> Callable[[Measure], Measure]:
+    """Puts a family of claims into every report that is written from now on.
+
+    Args:
+      name: of the family.
+      section: one of the library's (`ADDER`, `ADDITIVE`, `BROWNIAN`, `ENERGY`) or your own.
+
+    Returns:
+      A decorator of the function that computes, judges and draws: ``measure(study) → Findings``.
+
+    Raises:
+      ValueError: another family has this name.
+
+    Example:
+      >>> with CLAIMS.temporary():
+      ...     @register_claims("patience", Section("Waiting", "How long it took.", "proverb"))
+      ...     def patience(study):
+      ...         return Findings([], [])
+      ...     "patience" in CLAIMS
+      True
+    """
+
+    def register(measure: Measure) -> Measure:
+        CLAIMS.register(name, Family(section, measure), origin=(measure.__module__, measure.__qualname__))
+        return measure
+
+    return register
+
+
+ADDER = Section(
+    title="Adder attention",
+    introduction=(
+        "Theorem 1 (the variance of the scores), Proposition 1 (what adding the identity map does to the "
+        "singular values) and the maps themselves. The identity, where the model adds it, is taken off "
+        "before anything is measured and put back where a figure says A + I."
+    ),
+    source="Adder attention, appendix",
+)
+ADDITIVE = Section(
+    title="Additive against multiplicative scores",
+    introduction=(
+        "Expressive power on the XOR alignment task, where gradients vanish, and which parameters make no "
+        "difference. The last are checked on this model's own queries, keys and weights."
+    ),
+    source="Additive vs. multiplicative attention",
+)
+BROWNIAN = Section(
+    title="The Brownian view",
+    introduction=(
+        "LayerNorm puts tokens on a sphere, a row-normalised kernel walks between them, and blocks move "
+        "them. Each step of the argument is measured by itself."
+    ),
+    source="Brownian motion in the transformer",
+)
+ENERGY = Section(
+    title="Operations and energy",
+    introduction=(
+        "Operations counted in the jaxpr of the forward pass for one image; energy modelled: "
+        f"{HOROWITZ_45NM.name}. This is an ASIC's arithmetic. On a GPU an addition and a "
+        "multiply-accumulate take the same issue slot."
+    ),
+    source="Adder attention, main text",
+)

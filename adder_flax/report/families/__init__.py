@@ -1,0 +1,12 @@
+"""The families of claims of the papers, one file each: it computes, judges and draws."""
+
+import importlib
+
+# In the order of the page.
+for _name in (
+    *("theorem_1", "proposition_1", "maps"),
+    *("exclusive_or", "saturation", "identities", "gates"),
+    *("sphere", "kernel", "walk", "motion", "second_order"),
+    "energy",
+):
+    importlib.import_module(f"{__name__}.{_name}")
