@@ -13,11 +13,10 @@ import numpy as np
 from absl import logging
 from flax import nnx
 
-from adder_flax import attention, counting, interop, ops, own_cache, recorder, report, training
+from adder_flax import counting, interop, ops, own_cache, report, tasks, training
 from adder_flax.errors import first_line
 from adder_flax.layers import AdderLinear
 
-_FIGURE_IMAGES = 6
 _REPORT_IMAGES = 32
 _STUDIED_STEPS = 3
 
@@ -115,14 +114,16 @@ def train(config: Any, workdir: str | Path, *, start_time: float | None = None) 
     result = training.Trainer(run, workdir, start_time=start_time).fit()
     for source in (run.train_source, run.eval_source):
         if source.unreadable:
-            _say(f"{len(source.unreadable)} unreadable {source.split} images were left out; the warnings name them")
+            left_out = f"{len(source.unreadable)} unreadable {source.split} {run.task.unit} were left out"
+            _say(f"{left_out}; the warnings name them")
     if result.interrupted:
         _say(f"{result.interrupted.name} at step {result.step} of {run.num_steps}; the same command resumes there")
         sys.exit(128 + result.interrupted)
     params = training.fetch(training.evaluation_params(result.state), run.mesh)
     drawn = _draw(run, workdir, params) if jax.process_index() == 0 else []
     _say(
-        f"test accuracy {result.evaluation['eval/accuracy']:.4f} after {result.step} steps, peak memory "
+        f"test {run.task.best.name} {result.evaluation[f'eval/{run.task.best.name}']:.4f} after {result.step} steps, "
+        f"peak memory "
         f"{_gib(training.peak_memory())}; in {workdir}: "
         + ", ".join(["checkpoints/, metrics.jsonl, tensorboard/, config.json", *drawn])
     )
@@ -148,11 +149,11 @@ def _overview(run: training.Run, workdir: Path) -> str:
     abstract_model = run.model(run.abstract_state["params"])
     train, test = run.train_source, run.eval_source
     lines = [
-        report.summary_text(abstract_model, train.image_shape),
+        report.summary_text(abstract_model, *run.task.example().inputs),
         f"devices  {_devices(run)}",
-        f"data     {train.name}: {len(train)} {train.split} and {len(test)} {test.split} images, "
-        f"{train.num_classes} classes",
-        f"steps    {run.num_steps} of {run.config.batch_size} images, {run.steps_per_epoch} an epoch",
+        f"data     {train.name}: {len(train)} {train.split} and {len(test)} {test.split} {run.task.unit}"
+        + (f", {about}" if (about := run.task.about()) else ""),
+        f"steps    {run.num_steps} of {run.config.batch_size} {run.task.unit}, {run.steps_per_epoch} an epoch",
         f"workdir  {workdir}",
     ]
     if run.program.layers is not None:
@@ -191,9 +192,9 @@ def _estimate_text(run: training.Run, estimated: training.Estimate) -> str:
     )
     capacity = "" if estimated.capacity is None else f" of {_gib(estimated.capacity)}"
     lines = [
-        f"model        {params:,} parameters, {config.model.score} scores, {config.optimizer.name}",
+        f"model        {params:,} parameters, {_run_name(config)}, {config.optimizer.name}",
         f"devices      {_devices(run)}",
-        f"batch        {config.batch_size} images in {config.accumulation_steps} parts",
+        f"batch        {config.batch_size} {run.task.unit} in {config.accumulation_steps} parts",
         "memory of one device",
         *(f"  {kind:24}{_gib(size):>12}" for kind, size in estimated.memory.items()),
         f"  {'total':24}{_gib(estimated.total):>12}{capacity}: {'fits' if estimated.fits else 'does not fit'}",
@@ -218,13 +219,14 @@ def _gib(size: int) -> str:
 
 
 def _draw(run: training.Run, workdir: Path, params: Any) -> list[str]:
-    """Draws the training curves, and where the class token looks on the first test images.
+    """Draws the training curves, and the pictures of the task.
 
     Returns:
       The names of the files. Training is complete whatever becomes of them: what cannot be drawn is said.
     """
     drawn = []
-    figures = {"curves.png": lambda: _curves(run, workdir), "attention.png": lambda: _attention(run, params)}
+    figures = {"curves.png": lambda: _curves(run, workdir)}
+    figures |= run.task.pictures(run.model(params), run.eval_source, _run_name(run.config))
     for name, draw in figures.items():
         try:
             report.save_figure(draw(), workdir / name)
@@ -239,21 +241,6 @@ def _curves(run: training.Run, workdir: Path) -> Any:
     return report.curves_figure(training.read_metrics(workdir), title=_run_name(run.config))
 
 
-def _attention(run: training.Run, params: Any) -> Any:
-    images, labels = _first_images(run, _FIGURE_IMAGES)
-    wanted = {"attention": ["weights"]}
-    logits, records = recorder.record(wanted, run.model(params), *run.task.inputs({"image": images}))
-    maps = [attention.attention_map(record) for record in records]
-    names = run.eval_source.label_names
-    captions = [
-        f"{names[label]}, predicted {names[predicted]}"
-        for label, predicted in zip(labels, np.argmax(logits, axis=-1), strict=True)
-    ]
-    return report.attention_figure(
-        images, maps, class_token=run.config.model.pooling == "cls", captions=captions, title=_run_name(run.config)
-    )
-
-
 def evaluate(config: Any, workdir: str | Path, checkpoint: str) -> None:
     """Scores a checkpoint on the whole evaluation split.
 
@@ -266,7 +253,7 @@ def evaluate(config: Any, workdir: str | Path, checkpoint: str) -> None:
     state = _restore(run, workdir, checkpoint)
     metrics = training.Evaluator(run)(training.evaluation_params(state))
     shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
-    scored = f"{len(run.eval_source)} images of {config.data.name}/{run.eval_source.split}"
+    scored = f"{len(run.eval_source)} {run.task.unit} of {config.data.name}/{run.eval_source.split}"
     _say(f"step {int(state['step'])}  {scored}  {shown}")
 
 
@@ -304,13 +291,13 @@ def analyze(config: Any, workdir: str | Path, checkpoint: str, baseline: str | P
     run, state, model = _restore_to_study(config, workdir, checkpoint)
     start = run.init()
     smooth = not any(isinstance(module, AdderLinear) for _, module in nnx.iter_modules(model))
-    images, labels = _first_images(run, _REPORT_IMAGES)
+    batch = run.eval_source.first(_REPORT_IMAGES)
     written = report.write_report(
         model,
-        np.asarray(*run.task.inputs({"image": images})),
-        labels,
+        np.asarray(*run.task.inputs(batch)),
+        batch["label"],
         Path(workdir) / "report",
-        pictures=images,
+        pictures=batch["image"],
         label_names=run.eval_source.label_names,
         name=_run_name(config),
         untrained=run.model(start["params"]),
@@ -341,10 +328,18 @@ def _restore_to_study(config: Any, workdir: str | Path, checkpoint: str) -> tupl
     """Returns the run, its state and the model that a report can be made of."""
     run, _ = _build(config)
     with training.user_errors():
-        images = jax.ShapeDtypeStruct((1, *run.eval_source.image_shape), np.float32)
-        report.require_probabilities(run.model(run.abstract_state["params"]), images)
+        _check_images(run)
+        report.require_probabilities(run.model(run.abstract_state["params"]), *run.task.example().inputs)
     state = _restore(run, workdir, checkpoint)
     return run, state, run.model(training.evaluation_params(state))
+
+
+def _check_images(run: training.Run) -> None:
+    """Raises RunError unless the run classifies images, which the claims are about."""
+    if not isinstance(run.task, tasks.Classification):
+        raise training.RunError(
+            f"expected a run of config.task.name=classification to analyze, got {run.settings.task.name}; set --workdir"
+        )
 
 
 def _restore(run: training.Run, workdir: str | Path, checkpoint: str) -> Any:
@@ -355,12 +350,8 @@ def _restore(run: training.Run, workdir: str | Path, checkpoint: str) -> Any:
     return checkpoints.restore(run.abstract_state, int(checkpoint) if checkpoint.isdecimal() else checkpoint)
 
 
-def _first_images(run: training.Run, count: int) -> tuple[np.ndarray, np.ndarray]:
-    return run.eval_source.first(count)
-
-
 def _run_name(config: Any) -> str:
-    return f"{config.data.name}, {config.model.score} attention"
+    return ", ".join([config.data.name, *([f"{config.model.score} attention"] if "score" in config.model else [])])
 
 
 def default_workdir(experiment: str, overrides: Mapping[str, Any]) -> str:

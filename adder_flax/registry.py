@@ -110,7 +110,7 @@ class Registry(Generic[Entry]):
             )
         entry = self._entries[name]
         if isinstance(entry, _Lazy):
-            self._entries[name] = entry = entry.load()
+            self._entries[name] = entry = load(entry)
         return entry
 
     def __contains__(self, name: object) -> bool:
@@ -141,14 +141,21 @@ class Registry(Generic[Entry]):
             _note_change()
 
 
-class _Lazy:
-    """Something to be imported."""
+def load(place: str) -> Any:
+    """Imports something.
 
-    def __init__(self, place: str):
-        self._module, _, self._attribute = place.partition(":")
+    Args:
+      place: ``"package.module:attribute"``.
 
-    def load(self) -> Any:
-        return getattr(importlib.import_module(self._module), self._attribute)
+    >>> round(load("math:pi"), 2)
+    3.14
+    """
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+class _Lazy(str):
+    """The place of an entry that is yet to be imported."""
 
 
 def _definition(entry: Any) -> Any:

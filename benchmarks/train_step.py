@@ -46,7 +46,7 @@ def deit_tiny_of_65_tokens():
     """The multiplicative DeiT-Tiny on random images."""
     config = common.deit("multiplicative", "tiny", "fake")
     config.batch_size = IMAGES
-    config.augment.update(NO_AUGMENTATION)
+    config.task.update(NO_AUGMENTATION)
     return config
 
 

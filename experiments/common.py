@@ -56,9 +56,7 @@ def _imagenet(config: ml_collections.ConfigDict) -> None:
 
 def _small_images(config: ml_collections.ConfigDict, crop_padding: int) -> None:
     """Shifts in place of resized crops and colour jitter."""
-    config.augment.update(
-        resized_crop_scale=(), crop_padding=crop_padding, brightness=0.0, contrast=0.0, saturation=0.0
-    )
+    config.task.update(resized_crop_scale=(), crop_padding=crop_padding, brightness=0.0, contrast=0.0, saturation=0.0)
 
 
 def _small(config: ml_collections.ConfigDict, known: DataSet) -> None:
@@ -68,7 +66,7 @@ def _small(config: ml_collections.ConfigDict, known: DataSet) -> None:
         _only_shifts(config)
     else:
         _small_images(config, crop_padding=4)
-        config.augment.mix_probability = 0.5
+        config.task.mix_probability = 0.5
     config.data.image_size = side
     config.model.patch_size = _patch_size(side)
     config.model.drop_path_rate = 0.1
@@ -85,7 +83,7 @@ def _patch_size(side: int) -> int:
 def _only_shifts(config: ml_collections.ConfigDict) -> None:
     """Slight zooms and shifts and nothing else: a mirrored or mixed digit is no digit."""
     _small_images(config, crop_padding=0)
-    config.augment.update(
+    config.task.update(
         resized_crop_scale=(0.8, 1.0),
         resized_crop_ratio=(0.9, 1.1),
         flip_probability=0.0,

@@ -16,7 +16,15 @@ from adder_flax.data._augment import (
 from adder_flax.data._load import describe, load_or_imitate, load_source
 from adder_flax.data._pipeline import EvalPipeline, TrainPipeline
 from adder_flax.data._registry import SETS, DataSet, register_source, resolve_split
-from adder_flax.data._source import ArraySource, CachedSource, DataError, EncodedSource, Source, UnreadableRecordError
+from adder_flax.data._source import (
+    ArraySource,
+    CachedSource,
+    DataError,
+    EncodedSource,
+    ImageSource,
+    Source,
+    UnreadableRecordError,
+)
 from adder_flax.data._statistics import channel_statistics
 
 __all__ = [
@@ -28,6 +36,7 @@ __all__ = [
     "DataSet",
     "EncodedSource",
     "EvalPipeline",
+    "ImageSource",
     "Source",
     "TrainPipeline",
     "UnreadableRecordError",

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from adder_flax.data._registry import DataSet, register_source
-from adder_flax.data._source import DataError, Source
+from adder_flax.data._source import DataError, ImageSource
 
 SPLITS = ("train", "test")
 
 
-class FakeSource(Source):
+class FakeSource(ImageSource):
     """Uniform noise. Record i is a function of (split, i) alone and nothing is stored, so `num_examples` may
     be any number.
 

@@ -18,9 +18,7 @@ import grain
 import numpy as np
 from jaxtyping import Int
 
-from adder_flax.data._source import UNREADABLE, DataError, Source
-
-Batch = dict[str, np.ndarray]
+from adder_flax.data._source import Batch, DataError, Source
 
 
 class TrainPipeline:
@@ -84,7 +82,7 @@ class TrainPipeline:
         self._permutation: tuple[int, Int[np.ndarray, " records"]] = (-1, np.empty(0, int))
 
     def __getitem__(self, step: int) -> Batch:
-        """This host's rows of batch `step`: {"image": uint8 (B, H, W, C), "label": int32 (B,)}."""
+        """This host's rows of batch `step`: the source's arrays by name, such as "image" and "label"."""
         return self._read(step, map)
 
     def iterate(self, start_step: int = 0) -> Iterator[Batch]:
@@ -115,21 +113,21 @@ class TrainPipeline:
 
     def _read(self, step: int, map_function: Callable) -> Batch:
         indices = self.record_indices(step)[self._rows]
-        crop_seeds = [(self.seed, step * self.global_batch_size + int(row)) for row in self._rows]
-        images, labels = self.source.gather(indices, crop_seeds, map_function)
-        self._replace_unreadable(indices, crop_seeds, images, labels, map_function)
-        return {"image": images, "label": labels}
+        seeds = [(self.seed, step * self.global_batch_size + int(row)) for row in self._rows]
+        arrays, readable = self.source.read(indices, seeds, map_function)
+        self._replace_unreadable(indices, seeds, arrays, np.flatnonzero(~readable), map_function)
+        return arrays
 
-    def _replace_unreadable(self, indices, crop_seeds, images, labels, map_function) -> None:
-        """Puts the next readable record in the place of each one that was skipped."""
-        rows = np.flatnonzero(labels == UNREADABLE)
+    def _replace_unreadable(self, indices, seeds, arrays, rows, map_function) -> None:
+        """Puts the next readable record in the place of each one, at these rows, that was skipped."""
         while rows.size:
             if len(self.source.unreadable) == len(self.source):
                 raise DataError(f"Expected a readable record in {self.source.name}/{self.source.split}, got none.")
             indices[rows] = (indices[rows] + 1) % len(self.source)
-            seeds = [crop_seeds[row] for row in rows]
-            images[rows], labels[rows] = self.source.gather(indices[rows], seeds, map_function)
-            rows = rows[labels[rows] == UNREADABLE]
+            others, readable = self.source.read(indices[rows], [seeds[row] for row in rows], map_function)
+            for name, values in others.items():
+                arrays[name][rows] = values
+            rows = rows[~readable]
 
 
 class EvalPipeline:
@@ -170,7 +168,7 @@ class EvalPipeline:
         return math.ceil(len(self.source) / self.global_batch_size)
 
     def __getitem__(self, step: int) -> Batch:
-        """This host's rows: {"image": uint8 (B, H, W, C), "label": int32 (B,), "mask": bool (B,)}."""
+        """This host's rows: the source's arrays by name, and "mask", bool (B,)."""
         if not 0 <= step < len(self):
             raise IndexError(f"Expected a batch in [0, {len(self)}), got {step}.")
         return self._read(step, map)
@@ -181,12 +179,17 @@ class EvalPipeline:
     def _read(self, step: int, map_function: Callable) -> Batch:
         indices = step * self.global_batch_size + self._rows
         present = np.flatnonzero(indices < len(self.source))
-        images = np.zeros((len(indices), *self.source.image_shape), np.uint8)
-        labels = np.zeros(len(indices), np.int32)
+        arrays = {
+            name: np.zeros((len(indices), *record.shape), record.dtype)
+            for name, record in self.source.record_shapes.items()
+        }
+        mask = indices < len(self.source)
         if present.size:
-            images[present], labels[present] = self.source.gather(indices[present], None, map_function)
-        mask = (indices < len(self.source)) & (labels != UNREADABLE)
-        return {"image": images, "label": np.where(mask, labels, 0), "mask": mask}
+            values, readable = self.source.read(indices[present], None, map_function)
+            mask[present] = readable
+            for name, filled in arrays.items():
+                filled[present[readable]] = values[name][readable]
+        return arrays | {"mask": mask}
 
 
 def usable_cores() -> int:

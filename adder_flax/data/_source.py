@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 from absl import logging
-from jaxtyping import Int, UInt8
+from jaxtyping import Bool, Int, UInt8
 
 from adder_flax.data import _images
 from adder_flax.errors import RunError
 from adder_flax.text import printable
 
 MapFunction = Callable[..., Iterable[Any]]
+Batch = dict[str, np.ndarray]
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and standard deviation of each channel of images in [0, 1]."""
@@ -41,18 +43,12 @@ class UnreadableRecordError(DataError):
 
 
 class Source(abc.ABC):
-    """A split of an image-classification set with random access.
+    """A split of a data set with random access: records of arrays by name, each of one shape.
 
     Attributes:
         name: the name given to `load_source`, such as ``"digits"``.
         split: the split's own name, such as ``"train"``.
         splits: names of all splits of the set.
-        label_names: class names; their position is the label.
-        image_shape: (height, width, channels) of every image that this source returns.
-        crops_on_host: True if the stored images vary in size. Such a source returns the centre crop, and in
-            training a random resized crop: both need the full-size image, which never reaches the device.
-        statistics: mean and standard deviation of each channel of the training split, of images in [0, 1]; None where
-            the set does not carry them, see `channel_statistics`.
         unreadable: records found unreadable so far, index to reason. Always empty with
             ``on_unreadable="raise"``.
     """
@@ -60,11 +56,79 @@ class Source(abc.ABC):
     name: str
     split: str
     splits: tuple[str, ...]
+    unreadable: Mapping[int, str] = MappingProxyType({})
+
+    @property
+    @abc.abstractmethod
+    def record_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the arrays of one record, by name."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Number of records."""
+
+    @abc.abstractmethod
+    def read(
+        self,
+        indices: Int[np.ndarray, " batch"],
+        seeds: Sequence[tuple[int, ...]] | None = None,
+        map_function: MapFunction = map,
+    ) -> tuple[Batch, Bool[np.ndarray, " batch"]]:
+        """Reads a batch.
+
+        Args:
+            indices: records to read.
+            seeds: one per record for what is random on the host, as the crop of large images; None for evaluation.
+            map_function: how to run over the records, for example ``ThreadPoolExecutor.map``.
+
+        Returns:
+            The arrays of `record_shapes` with a batch axis in front, and which rows could be read.
+        """
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Record `index` as evaluation sees it."""
+        arrays, _ = self.read(np.array([self._checked(index)]))
+        return {name: values[0] for name, values in arrays.items()}
+
+    def first(self, count: int) -> Batch:
+        """The first `count` records that can be read, as evaluation sees them.
+
+        Raises:
+            DataError: no record can be read.
+        """
+        arrays, readable = self.read(np.arange(min(count, len(self))))
+        for index in range(count, len(self)):
+            if readable.sum() == count:
+                break
+            more, is_readable = self.read(np.array([index]))
+            arrays = {name: np.concatenate([arrays[name], more[name]]) for name in arrays}
+            readable = np.concatenate([readable, is_readable])
+        if not readable.any():
+            raise DataError(f"Expected a readable record in {self.name}/{self.split}, got none.")
+        return {name: values[readable] for name, values in arrays.items()}
+
+    def _checked(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(f"Expected a record of {self.name}/{self.split} in [0, {len(self)}), got {index}.")
+        return int(index)
+
+
+class ImageSource(Source):
+    """A split of an image-classification set: ``"image"``, uint8 (height, width, channels), and ``"label"``, int32.
+
+    Attributes:
+        label_names: class names; their position is the label.
+        image_shape: (height, width, channels) of every image that this source returns.
+        crops_on_host: True if the stored images vary in size. Such a source returns the centre crop, and in
+            training a random resized crop: both need the full-size image, which never reaches the device.
+        statistics: mean and standard deviation of each channel of the training split, of images in [0, 1]; None where
+            the set does not carry them, see `channel_statistics`.
+    """
+
     label_names: tuple[str, ...]
     image_shape: tuple[int, int, int]
     crops_on_host: bool = False
     statistics: Statistics | None = None
-    unreadable: Mapping[int, str]
 
     @property
     def num_classes(self) -> int:
@@ -73,17 +137,12 @@ class Source(abc.ABC):
 
     @property
     def record_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the arrays of one record, by name."""
         label = jax.ShapeDtypeStruct((), np.int32)
         return {"image": jax.ShapeDtypeStruct(self.image_shape, np.uint8), "label": label}
 
-    @abc.abstractmethod
-    def __len__(self) -> int:
-        """Number of records."""
-
-    @abc.abstractmethod
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Record `index` as {"image": uint8 (H, W, C), "label": int}, as evaluation sees it."""
+    def read(self, indices, seeds=None, map_function=map):
+        images, labels = self.gather(indices, seeds, map_function)
+        return {"image": images, "label": labels}, labels != UNREADABLE
 
     @abc.abstractmethod
     def gather(
@@ -104,31 +163,8 @@ class Source(abc.ABC):
             Images and labels; the label is `UNREADABLE` where a record was skipped.
         """
 
-    def first(self, count: int) -> tuple[UInt8[np.ndarray, "count height width channel"], Int[np.ndarray, " count"]]:
-        """Images and labels of the first `count` records that can be read, as evaluation sees them.
 
-        Raises:
-            DataError: no record can be read.
-        """
-        images, labels = self.gather(np.arange(min(count, len(self))))
-        readable = labels != UNREADABLE
-        for index in range(count, len(self)):
-            if readable.sum() == count:
-                break
-            image, label = self.gather(np.array([index]))
-            images, labels = np.concatenate([images, image]), np.concatenate([labels, label])
-            readable = labels != UNREADABLE
-        if not readable.any():
-            raise DataError(f"Expected a readable record in {self.name}/{self.split}, got none.")
-        return images[readable], labels[readable]
-
-    def _checked(self, index: int) -> int:
-        if not 0 <= index < len(self):
-            raise IndexError(f"Expected a record of {self.name}/{self.split} in [0, {len(self)}), got {index}.")
-        return int(index)
-
-
-class ArraySource(Source):
+class ArraySource(ImageSource):
     """A split that lies in memory as one array of images and one of labels.
 
     >>> stripes = np.eye(2, dtype=np.uint8)[..., None, None]
@@ -180,7 +216,7 @@ class Records(Protocol):
         """Names the record for a person, for example by its file."""
 
 
-class EncodedSource(Source):
+class EncodedSource(ImageSource):
     """A split of encoded images, decoded when they are read.
 
     Args:

@@ -1,7 +1,7 @@
 """Whole networks and their named sizes."""
 
 from adder_flax.models._build import build_vit
-from adder_flax.models._registry import MODELS, Builder, Example
+from adder_flax.models._registry import MODELS, Builder, Example, register_model
 from adder_flax.models._vit import VisionTransformer, deit_base, deit_small, deit_tiny, embed_positions
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "deit_small",
     "deit_tiny",
     "embed_positions",
+    "register_model",
 ]

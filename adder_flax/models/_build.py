@@ -6,19 +6,24 @@ import flax.nnx as nnx
 import jax.numpy as jnp
 
 from adder_flax.attention import get_score
-from adder_flax.models._registry import MODELS, Example
+from adder_flax.models._registry import Example, register_model
 from adder_flax.models._vit import VisionTransformer
 from adder_flax.settings import AttentionSettings, ScoreSettings, VitSettings
 
 
+@register_model("vit", VitSettings)
 def build_vit(settings: VitSettings, example: Example, *, rngs: nnx.Rngs) -> VisionTransformer:
     """Builds a vision transformer for images and ``classes``.
 
     Raises:
       ValueError: sizes that do not fit together, or an unknown name.
     """
-    (images,) = example.inputs
-    _, height, width, channels = images.shape
+    if len(example.inputs) != 1 or len(example.inputs[0].shape) != 4 or "classes" not in example.sizes:
+        raise ValueError(
+            f"expected images and a number of classes for config.model.name=vit, got {example}; "
+            "set --config.model.name or --config.task.name"
+        )
+    _, height, width, channels = example.inputs[0].shape
     options = dict(vars(settings))
     del options["name"]
     attention = options.pop("attention")
@@ -55,6 +60,3 @@ def _score_options(attention: AttentionSettings) -> Any:
         )
     options = [{name: value for name, value in given.items() if name in names} for names in taken]
     return options if len(options) > 1 else options[0]
-
-
-MODELS.register("vit", build_vit)

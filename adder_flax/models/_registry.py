@@ -1,12 +1,13 @@
 """Models by name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
 from flax import nnx
 
 from adder_flax.registry import Registry
+from adder_flax.settings import MODEL_SETTINGS
 
 
 class Example(NamedTuple):
@@ -39,5 +40,32 @@ class Builder(Protocol):
         """
 
 
-MODELS: Registry[Builder] = Registry("model", "adder_flax.models.MODELS.register")
+MODELS: Registry[Builder] = Registry("model", "adder_flax.models.register_model")
 """Builders of models by name: ``config.model.name`` is looked up here."""
+
+
+def register_model(name: str, settings: type) -> Callable[[Builder], Builder]:
+    """Makes ``config.model.name = <name>`` stand for the model that the decorated function builds.
+
+    Args:
+      name: the name to find it by.
+      settings: a frozen dataclass whose fields are declared with ``adder_flax.settings.setting``: those of
+        ``config.model``, ``name`` among them.
+
+    Example:
+      >>> import dataclasses
+      >>> from adder_flax.settings import Integer, Text, setting
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class LinearSettings:
+      ...     name: str = setting("linear", Text("the name of a model"), "the model")
+      >>> with MODELS.temporary(), MODEL_SETTINGS.temporary():
+      ...     @register_model("linear", LinearSettings)
+      ...     def build(settings: LinearSettings, example: Example, *, rngs: nnx.Rngs) -> nnx.Module:
+      ...         return nnx.Linear(example.inputs[0].shape[-1], example.sizes["classes"], rngs=rngs)
+    """
+
+    def register(build: Builder) -> Builder:
+        MODEL_SETTINGS.register(name, settings)
+        return MODELS.register(name, build)
+
+    return register

@@ -8,13 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float
 
+from adder_flax import recorder
+from adder_flax.attention import attention_map
+from adder_flax.data import ImageSource
 from adder_flax.measures.expressivity import score_parameters, xor_bound
 from adder_flax.measures.maps import patch_attention, patch_grid
 from adder_flax.measures.walks import rollout
 from adder_flax.report import _style
 from adder_flax.report.second_order import SecondOrderStep
+from adder_flax.tasks import Task
 from adder_flax.text import printable
 
 if TYPE_CHECKING:
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
 
 # Attention over uniform from which a region is worth an outline; below it the outline would trace noise.
 _PREFERENCE = 1.5
+_SHOWN_IMAGES = 6
 
 
 def curves_figure(metrics: Sequence[Mapping[str, float]], *, title: str = "") -> "Figure":
@@ -96,6 +102,25 @@ def _draw_evaluation(axis: "Axes", steps: np.ndarray, values: np.ndarray, *, acc
     label = f"test, last {show(last)}" + ("" if last == best else f", best {show(best)}")
     style = {**_style.LINES[0], "markersize": 3.5, "markevery": max(1, len(steps) // 15)}
     axis.plot(steps, values, **style, linewidth=1.5, label=label)
+
+
+def attention_of_images(task: Task, model: nnx.Module, source: ImageSource, title: str) -> "Figure":
+    """Where a classifier looks on the first images of a source, with what it takes them for.
+
+    Args:
+      task: says what the model is called with.
+      model: the classifier.
+      source: of the images.
+      title: above all.
+    """
+    batch, names = source.first(_SHOWN_IMAGES), source.label_names
+    logits, records = recorder.record({"attention": ["weights"]}, model, *task.inputs(batch))
+    captions = [
+        f"{names[label]}, predicted {names[predicted]}"
+        for label, predicted in zip(batch["label"], np.argmax(logits, axis=-1), strict=True)
+    ]
+    maps, class_token = [attention_map(record) for record in records], getattr(model, "pooling", None) == "cls"
+    return attention_figure(batch["image"], maps, class_token=class_token, captions=captions, title=title)
 
 
 def attention_figure(

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -21,7 +20,7 @@ class SummaryRow:
     Attributes:
       part: its name, "total" in the last row.
       parameters: trained numbers in it.
-      operations: what one image takes in it.
+      operations: what one example takes in it.
       joules: modelled energy of that arithmetic.
     """
 
@@ -32,16 +31,15 @@ class SummaryRow:
 
 
 def summary_rows(
-    model: nnx.Module, image_shape: tuple[int, int, int], *, table: EnergyTable = HOROWITZ_45NM
+    model: nnx.Module, *inputs: jax.ShapeDtypeStruct, table: EnergyTable = HOROWITZ_45NM
 ) -> list[SummaryRow]:
-    """Parameters, operations for one image and modelled energy of each part of a vision transformer.
+    """Parameters, operations for one example and modelled energy of each part of a model.
 
     Nothing is computed: the model may be abstract (``nnx.eval_shape``).
 
     Args:
-      model: any NNX module that takes (1, *image_shape) images; parts beyond those of ``VisionTransformer`` go
-        under their own top-level name.
-      image_shape: (height, width, channels).
+      model: any NNX module; parts beyond those of ``VisionTransformer`` go under their own top-level name.
+      *inputs: shapes of what it is called with, for a batch of one.
       table: energies of single operations.
 
     Returns:
@@ -52,13 +50,13 @@ def summary_rows(
       >>> make = lambda: VisionTransformer(
       ...     image_size=8, patch_size=2, channels=1, num_classes=10, width=16, depth=2, num_heads=2, rngs=nnx.Rngs(0)
       ... )
-      >>> rows = summary_rows(nnx.eval_shape(make), (8, 8, 1))
+      >>> rows = summary_rows(nnx.eval_shape(make), jax.ShapeDtypeStruct((1, 8, 8, 1), float))
       >>> [(row.part, row.parameters) for row in rows if row.part in ("patch embedding", "head")]
       [('patch embedding', 80), ('head', 170)]
     """
     # Every backend counts as the formula; this one has nothing to build first.
     with ops.use_backend("reference"):
-        counted = count_operations(model, jax.ShapeDtypeStruct((1, *image_shape), jnp.float32))
+        counted = count_operations(model, *inputs)
     parameters: dict[str, int] = {}
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         part = _part(path)
@@ -75,21 +73,21 @@ def summary_rows(
     return [*rows, SummaryRow("total", sum(parameters.values()), counted, _joules(counted, table))]
 
 
-def summary_text(model: nnx.Module, image_shape: tuple[int, int, int], *, table: EnergyTable = HOROWITZ_45NM) -> str:
+def summary_text(model: nnx.Module, *inputs: jax.ShapeDtypeStruct, table: EnergyTable = HOROWITZ_45NM) -> str:
     """The rows of :func:`summary_rows` as an aligned table of plain text, with its conventions below.
 
     Args:
-      model, image_shape, table: see :func:`summary_rows`.
+      model, inputs, table: see :func:`summary_rows`.
 
     Example:
       >>> from adder_flax.models import VisionTransformer
       >>> make = lambda: VisionTransformer(
       ...     image_size=8, patch_size=2, channels=1, num_classes=10, width=16, depth=2, num_heads=2, rngs=nnx.Rngs(0)
       ... )
-      >>> print(summary_text(nnx.eval_shape(make), (8, 8, 1)).splitlines()[0])
+      >>> print(summary_text(nnx.eval_shape(make), jax.ShapeDtypeStruct((1, 8, 8, 1), float)).splitlines()[0])
       part                       parameters  multiplications  additions  exponentials    energy
     """
-    rows = summary_rows(model, image_shape, table=table)
+    rows = summary_rows(model, *inputs, table=table)
     cells = [("part", "parameters", "multiplications", "additions", "exponentials", "energy")]
     for row in rows:
         counts = (row.operations.multiplications, row.operations.additions, row.operations.exponentials)
@@ -104,7 +102,7 @@ def summary_text(model: nnx.Module, image_shape: tuple[int, int, int], *, table:
 
 
 def _notes(total: SummaryRow, table: EnergyTable) -> list[str]:
-    notes = [f"for one image, forward; energy of the arithmetic alone, modelled: {table.name}"]
+    notes = [f"for one example, forward; energy of the arithmetic alone, modelled: {table.name}"]
     if elements := total.operations.l1_elements:
         fewer = total.operations.with_one_addition_per_l1_element()
         notes.append(
@@ -113,7 +111,7 @@ def _notes(total: SummaryRow, table: EnergyTable) -> list[str]:
         )
     least, most = energy(total.operations, table).memory_joules["DRAM"]
     notes.append(
-        f"memory traffic, if all of it were DRAM: {_si(least)}J (weights, image) to {_si(most)}J (each operation)"
+        f"memory traffic, if all of it were DRAM: {_si(least)}J (weights, example) to {_si(most)}J (each operation)"
     )
     if total.operations.uncounted:
         notes.append(f"not counted: {dict(total.operations.uncounted)}")

@@ -4,21 +4,23 @@ A configuration (the ``ConfigDict`` that an experiment file makes, or a ``config
 settings; all that is wrong with it is one message. Nothing here imports JAX, so a mistake is answered at once.
 """
 
-from adder_flax.settings._data import AugmentSettings, DataSettings
+from adder_flax.settings._data import DataSettings
 from adder_flax.settings._fields import Declared, SettingsError, declarations, defaults, read, section, setting, shown
 from adder_flax.settings._model import MODEL_SETTINGS, AdderSettings, AttentionSettings, ScoreSettings, VitSettings
 from adder_flax.settings._numbers import is_on, put_numbers, take_numbers
 from adder_flax.settings._optimizer import CgFacSettings, OptimizerSettings
 from adder_flax.settings._rules import Choice, Flag, Integer, Names, Number, Or, Refused, Rule, Span, Text
 from adder_flax.settings._run import MeshSettings, RunSettings
+from adder_flax.settings._task import TASK_SETTINGS, ClassificationSettings
 
 __all__ = [
     "MODEL_SETTINGS",
+    "TASK_SETTINGS",
     "AdderSettings",
     "AttentionSettings",
-    "AugmentSettings",
     "CgFacSettings",
     "Choice",
+    "ClassificationSettings",
     "DataSettings",
     "Declared",
     "Flag",

@@ -1,21 +1,16 @@
-"""Settings of the data and of what is done to training images."""
+"""Settings of the data."""
 
 import dataclasses
 
 from adder_flax.settings._fields import setting
-from adder_flax.settings._rules import Choice, Integer, Number, Or, Span, Text
+from adder_flax.settings._rules import Choice, Integer, Or, Text
 
 _PATH = Text("a folder, or nothing", longest=4096, empty=True)
-_PROBABILITY = Number(0, 1)
-# Far beyond use, and small enough that no factor overflows float32.
-_STRENGTH = Number(0, 100)
-_ALPHA = Number(0, 1000)
-_ASPECT = Number(0.01, 100)
 
 
 @dataclasses.dataclass(frozen=True)
 class DataSettings:
-    """Where the images come from."""
+    """Where the records come from."""
 
     name: str = setting("digits", Text("the name of a data set"), "the data set")
     data_dir: str = setting("", _PATH, "where it lies; empty for the usual place")
@@ -24,25 +19,3 @@ class DataSettings:
     )
     num_threads: int | None = setting(0, Or({0: None}, Integer(1, 1024)), "that read images; 0 chooses")
     on_unreadable: str = setting("raise", Choice("raise", "skip"), "what to do with an image that cannot be decoded")
-
-
-@dataclasses.dataclass(frozen=True)
-class AugmentSettings:
-    """What is done to training images, in the fields of `adder_flax.data.Augment`."""
-
-    crop_padding: int = setting(0, Integer(0, 8192), "of each side before a random crop, pixels; 0 is off")
-    resized_crop_scale: tuple[float, float] | None = setting(
-        (0.08, 1.0),
-        Span(Number(0, 1, "(]"), optional=True),
-        "area of a random resized crop, as a fraction; () is off",
-    )
-    resized_crop_ratio: tuple[float, float] = setting((3 / 4, 4 / 3), Span(_ASPECT), "its width over its height")
-    flip_probability: float = setting(0.5, _PROBABILITY, "of mirroring left and right", data="if on")
-    brightness: float = setting(0.3, _STRENGTH, "b gives a factor in [1 - b, 1 + b]; 0 is off", data="if on")
-    contrast: float = setting(0.3, _STRENGTH, "likewise, from the mean grey; 0 is off", data="if on")
-    saturation: float = setting(0.3, _STRENGTH, "likewise, from the grey image; 0 is off", data="if on")
-    mixup_alpha: float = setting(0.8, _ALPHA, "Mixup with weight Beta(alpha, alpha); 0 is off", data="if on")
-    cutmix_alpha: float = setting(1.0, _ALPHA, "CutMix with area Beta(alpha, alpha); 0 is off", data="if on")
-    mix_probability: float = setting(1.0, _PROBABILITY, "of mixing at all", data=True)
-    erase_probability: float = setting(0.25, _PROBABILITY, "of erasing a rectangle; 0 is off", data="if on")
-    label_smoothing: float = setting(0.1, Number(0, 1, "[)"), "share of the targets that all classes get", data=True)

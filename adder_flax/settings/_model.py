@@ -95,5 +95,5 @@ class VitSettings:
             yield f"{where}.score: expected one score or {where}.depth = {self.depth} of them, got {len(scores)}"
 
 
-MODEL_SETTINGS: Registry[type] = Registry("model", "adder_flax.settings.MODEL_SETTINGS.register")
+MODEL_SETTINGS: Registry[type] = Registry("model", "adder_flax.models.register_model")
 MODEL_SETTINGS.register("vit", VitSettings)

@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Iterator
 
-from adder_flax.settings._data import AugmentSettings, DataSettings
+from adder_flax.settings._data import DataSettings
 from adder_flax.settings._fields import section, setting
 from adder_flax.settings._model import MODEL_SETTINGS, VitSettings
 from adder_flax.settings._optimizer import OptimizerSettings
 from adder_flax.settings._rules import Choice, Flag, Integer, Number, Or, Span, Text
+from adder_flax.settings._task import TASK_SETTINGS, ClassificationSettings
 
 _BATCH = Integer(1, 2**20)
 _INTERVAL = Integer(0, 2**31 - 1)
@@ -68,7 +69,7 @@ class RunSettings:
     model: VitSettings = section(VitSettings, among=MODEL_SETTINGS)
     optimizer: OptimizerSettings = section(OptimizerSettings)
     data: DataSettings = section(DataSettings)
-    augment: AugmentSettings = section(AugmentSettings)
+    task: ClassificationSettings = section(ClassificationSettings, among=TASK_SETTINGS)
 
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""
@@ -82,9 +83,6 @@ class RunSettings:
                 f"{where}.optimizer.warmup_epochs: expected at most {where}.num_epochs = {self.num_epochs}, got "
                 f"{self.optimizer.warmup_epochs}"
             )
-        size = self.data.image_size
-        if size and self.augment.crop_padding > size:
-            yield (
-                f"{where}.augment.crop_padding: expected at most {where}.data.image_size = {size}, got "
-                f"{self.augment.crop_padding}"
-            )
+        size, padding = self.data.image_size, getattr(self.task, "crop_padding", 0)
+        if size and padding > size:
+            yield f"{where}.task.crop_padding: expected at most {where}.data.image_size = {size}, got {padding}"

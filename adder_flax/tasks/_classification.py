@@ -1,6 +1,7 @@
 """Images and their classes."""
 
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ from jaxtyping import Array, Float
 
 from adder_flax import data
 from adder_flax.models import Example
-from adder_flax.tasks._task import Batch, Best, Outcome, Task
+from adder_flax.registry import load
+from adder_flax.settings import ClassificationSettings
+from adder_flax.tasks._task import Batch, Best, Outcome, Task, register_task
 
 
 class ImageFacts(NamedTuple):
@@ -23,6 +26,7 @@ class ImageFacts(NamedTuple):
     crops_on_host: bool
 
 
+@register_task("classification", ClassificationSettings)
 class Classification(Task):
     """Softmax cross-entropy of images, augmented on the device.
 
@@ -34,8 +38,17 @@ class Classification(Task):
 
     @classmethod
     def facts(cls, source: data.Source) -> ImageFacts:
+        if not isinstance(source, data.ImageSource):
+            raise data.DataError(
+                f"Expected a data set of images with labels for config.task.name=classification, got {source.name}. "
+                "Set --config.data.name, or the task that is meant for it."
+            )
         mean, std = data.channel_statistics(source)
         return ImageFacts(tuple(source.image_shape), source.num_classes, mean, std, source.crops_on_host)
+
+    @classmethod
+    def source_options(cls, settings: ClassificationSettings) -> dict[str, Any]:
+        return {"crop_scale": settings.resized_crop_scale}
 
     def example(self) -> Example:
         image = jax.ShapeDtypeStruct((1, *self.data_facts.image_shape), jnp.float32)
@@ -45,6 +58,7 @@ class Classification(Task):
     def augmentation(self) -> data.Augment:
         """What is done to training images."""
         facts, settings = self.data_facts, dict(vars(self.settings))
+        del settings["name"]
         if facts.crops_on_host:
             settings |= {"crop_padding": 0, "resized_crop_scale": None}
         return data.Augment(num_classes=facts.num_classes, mean=facts.mean, std=facts.std, **settings)
@@ -79,3 +93,10 @@ class Classification(Task):
             "top5_accuracy": ((rank < 5) * mask).sum(),
             "count": mask.sum(),
         }
+
+    def about(self) -> str:
+        return f"{self.data_facts.num_classes} classes"
+
+    def pictures(self, model: nnx.Module, source: data.ImageSource, title: str) -> dict[str, Callable[[], Any]]:
+        draw = load("adder_flax.report.figures:attention_of_images")
+        return {"attention.png": lambda: draw(self, model, source, title)}

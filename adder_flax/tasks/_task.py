@@ -1,7 +1,7 @@
 """What a task is."""
 
 import abc
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from flax import nnx
@@ -10,6 +10,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 import kfac
 from adder_flax.data import Source
 from adder_flax.models import Example
+from adder_flax.registry import Registry
+from adder_flax.settings import TASK_SETTINGS
 
 Batch = Mapping[str, Array]
 
@@ -70,6 +72,11 @@ class Task(abc.ABC):
     def facts(cls, source: Source) -> Hashable:
         """Returns what the task has to know of its data: runs whose data differ in it do not share a program."""
 
+    @classmethod
+    def source_options(cls, settings: Any) -> dict[str, Any]:
+        """Returns what ``adder_flax.data.load_source`` is to be told because of the task's settings."""
+        return {}
+
     @abc.abstractmethod
     def example(self) -> Example:
         """Returns what the model is built for."""
@@ -113,12 +120,46 @@ class Task(abc.ABC):
           batch: as of ``examples``, and ``"mask"``, True where a row is a record and no filling.
 
         Returns:
-          Sums over the records, ``"count"`` among them: how many there are.
+          Sums over the records, among them ``"count"``, how many there are, and ``"loss"``.
         """
 
     def scores(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Returns the scores of a split, logged as ``eval/<name>``, from the sums over all of it.
+        """Returns the scores of a split from the sums over all of it, logged as ``eval/<name>``.
 
-        By default every sum over the number of records.
+        ``"loss"`` is among them. By default every sum over the number of records.
         """
         return {name: value / sums["count"] for name, value in sums.items() if name != "count"}
+
+    def about(self) -> str:
+        """Returns what a person wants to know of the data before the first step, such as "10 classes"."""
+        return ""
+
+    def pictures(self, model: nnx.Module, source: Source, title: str) -> dict[str, Callable[[], Any]]:
+        """Returns what is drawn when a run is complete: name of the file → what makes its Matplotlib figure.
+
+        Args:
+          model: as trained.
+          source: of the evaluation split.
+          title: name of the run.
+        """
+        return {}
+
+
+TASKS: Registry[type[Task]] = Registry("task", "adder_flax.tasks.register_task")
+"""Tasks by name: ``config.task.name`` is looked up here."""
+
+
+def register_task(name: str, settings: type) -> Callable[[type[Task]], type[Task]]:
+    """Makes ``config.task.name = <name>`` stand for the decorated task.
+
+    Args:
+      name: the name to find it by.
+      settings: a frozen dataclass whose fields are declared with ``adder_flax.settings.setting``: those of
+        ``config.task``, ``name`` among them.
+    """
+
+    def register(task: type[Task]) -> type[Task]:
+        TASK_SETTINGS.register(name, settings)
+        return TASKS.register(name, task)
+
+    return register

@@ -1,9 +1,9 @@
 """Checkpoints of a run: the only module that calls Orbax.
 
 A checkpoint is the train state as plain nested dicts under ``<workdir>/checkpoints/<step>``. The newest ones and the
-one with the best evaluation accuracy are kept. Writing happens on a background thread. Beside Orbax's own facts a
+one with the best score are kept. Writing happens on a background thread. Beside Orbax's own facts a
 checkpoint holds a record, committed with it: the digest of every array, by which a restored state is known to be the
-one that was saved, and the accuracy.
+one that was saved, and the score of the task, larger is better.
 """
 
 import itertools
@@ -52,8 +52,8 @@ class SavedCheckpoints:
             ) from error
         return sorted(int(name) for name in found if name.isascii() and name.isdecimal() and name == str(int(name)))
 
-    def accuracy(self, step: int) -> float | None:
-        """Evaluation accuracy saved with a checkpoint; None where it was not evaluated.
+    def score(self, step: int) -> float | None:
+        """Score of the evaluation saved with a checkpoint, larger is better; None where it was not evaluated.
 
         Raises:
           ValueError: its record cannot be read.
@@ -61,11 +61,11 @@ class SavedCheckpoints:
         record = self._record(step)
         if record is None:
             raise ValueError("it has no record: an older version saved it")
-        return record["accuracy"]
+        return record["score"]
 
     @property
     def best_step(self) -> int | None:
-        """Step of the checkpoint with the highest evaluation accuracy; None where none was evaluated.
+        """Step of the checkpoint with the highest score; None where none was evaluated.
 
         Raises:
           RunError: one of them has no readable record, so that the best cannot be known.
@@ -73,14 +73,14 @@ class SavedCheckpoints:
         scored = []
         for step in self.steps:
             try:
-                scored.append((self.accuracy(step), step))
+                scored.append((self.score(step), step))
             except ValueError as error:
                 if step in self.steps:  # and not deleted by the trainer meanwhile
                     raise RunError(
-                        f"expected the accuracy of every checkpoint in {self._directory}, got at step {step}: {error}; "
+                        f"expected the score of every checkpoint in {self._directory}, got at step {step}: {error}; "
                         f"name one of {self.steps} instead of the best"
                     ) from error
-        return max(((accuracy, step) for accuracy, step in scored if accuracy is not None), default=(0, None))[1]
+        return max(((score, step) for score, step in scored if score is not None), default=(0, None))[1]
 
     def restore(self, abstract_state: Any, which: int | str = "last") -> Any:
         """Loads a checkpoint onto the shapes and shardings of ``abstract_state``, and verifies its digests.
@@ -185,7 +185,7 @@ class Checkpoints(SavedCheckpoints):
     Example:
       >>> import tempfile
       >>> with tempfile.TemporaryDirectory() as directory, Checkpoints(directory) as checkpoints:
-      ...     checkpoints.save(7, {"step": jax.numpy.int32(7)}, accuracy=0.5)
+      ...     checkpoints.save(7, {"step": jax.numpy.int32(7)}, score=0.5)
       ...     checkpoints.wait()
       ...     checkpoints.steps
       [7]
@@ -195,11 +195,11 @@ class Checkpoints(SavedCheckpoints):
         super().__init__(directory)
         self._keep_last = keep_last
         self._newest: int | None = None  # that this process saved
-        self._accuracies: dict[int, float | None] = {}
+        self._scores: dict[int, float | None] = {}
         self._unknown: set[int] = set()
         for step in self.steps:
             try:
-                self._accuracies[step] = self.accuracy(step)
+                self._scores[step] = self.score(step)
             except ValueError:
                 self._unknown.add(step)
         with writing("a checkpoint", self._directory):
@@ -222,21 +222,19 @@ class Checkpoints(SavedCheckpoints):
             self._checkpointer.close()
             self._remove_old()
 
-    def save(
-        self, step: int, state: Any, *, accuracy: float | None = None, digests: dict[str, int] | None = None
-    ) -> None:
+    def save(self, step: int, state: Any, *, score: float | None = None, digests: dict[str, int] | None = None) -> None:
         """Starts writing a checkpoint; returns once the state may be donated again.
 
         Args:
           step: number of steps done.
           state: what is saved.
-          accuracy: on the evaluation split, if it was evaluated.
+          score: of its evaluation, if there was one; larger is better.
           digests: of ``state``, from :func:`take_digests`, where they are at hand.
 
         Raises:
           RunError: this or the previous checkpoint could not be written (a full disk, say).
         """
-        record = {"accuracy": accuracy, "digests": take_digests(state)[0] if digests is None else digests}
+        record = {"score": score, "digests": take_digests(state)[0] if digests is None else digests}
         self.wait()
         with writing("a checkpoint", self._directory):
             self._checkpointer.save_async(
@@ -246,7 +244,7 @@ class Checkpoints(SavedCheckpoints):
                 overwrite=True,
                 custom_metadata={"record": record, "checksum": _checksum(record)},
             )
-        self._newest, self._accuracies[step] = step, accuracy
+        self._newest, self._scores[step] = step, score
 
     def wait(self) -> None:
         """Blocks until every checkpoint is on disk, and removes those that are not to be kept."""
@@ -259,7 +257,7 @@ class Checkpoints(SavedCheckpoints):
         steps = self.steps
         if jax.process_index() != 0 or self._newest not in steps:  # those that were found may be all damaged but one
             return
-        scored = [(score, step) for step in steps if (score := self._accuracies.get(step)) is not None]
+        scored = [(score, step) for step in steps if (score := self._scores.get(step)) is not None]
         kept = {*steps[-self._keep_last :], *(step for _, step in sorted(scored)[-1:]), *self._unknown}
         for step in set(steps) - kept:
             # Whoever reads it meanwhile finds all of it or nothing.

@@ -124,17 +124,17 @@ def advise(run: Run, estimated: Estimate) -> list[str]:
             f"{estimated.num_devices} devices, {saved:.2f} GiB less"
         )
     per_device = config.batch_size // sharding.num_batch_shards(run.mesh) // config.accumulation_steps
-    if not config.model.remat:
+    if not getattr(run.settings.model, "remat", True):
         for_activations.append(
             "--config.model.remat=True: activations computed again in the backward pass, a third more time"
         )
     if per_device > 1:
         more = config.accumulation_steps * next(n for n in range(2, per_device + 1) if per_device % n == 0)
         for_activations.append(
-            f"--config.accumulation_steps={more}: {config.batch_size // more} images at a time instead of "
+            f"--config.accumulation_steps={more}: {config.batch_size // more} {run.task.unit} at a time instead of "
             f"{config.batch_size // config.accumulation_steps}, the same result"
         )
-    if config.model.dtype == "float32":
+    if getattr(run.settings.model, "dtype", "") == "float32":
         for_activations.append("--config.model.dtype=bfloat16: activations half as large")
     first = for_state if state > estimated.total / 2 else for_activations
     second = for_activations if first is for_state else for_state

@@ -75,8 +75,8 @@ class Evaluator:
         if not total["count"]:
             source = self._run.eval_source
             raise RunError(
-                f"expected a readable image in {source.name}/{source.split} to evaluate on, got none of {len(source)}; "
-                "the warnings name them: replace them, or set --config.data.data_dir"
+                f"expected a readable record in {source.name}/{source.split} to evaluate on, got none of "
+                f"{len(source)}; the warnings name them: replace them, or set --config.data.data_dir"
             )
         return {f"eval/{name}": value for name, value in self._run.task.scores(total).items()}
 
@@ -94,7 +94,7 @@ class Trainer:
         self._run = run
         self._workdir = Path(workdir)
         self._start_up = StartUp(start_time or time.time())
-        self._num_images = {source.split: len(source) for source in (run.train_source, run.eval_source)}
+        self._num_records = {source.split: len(source) for source in (run.train_source, run.eval_source)}
         self._evaluate = Evaluator(run)
         self._batches = data.TrainPipeline(
             run.train_source,
@@ -125,7 +125,7 @@ class Trainer:
         ):
             state = self._checkpoints.restore(run.abstract_state) if self._checkpoints.steps else run.init()
             start = int(state["step"])
-            changed = changed_data(self._workdir, self._num_images)
+            changed = changed_data(self._workdir, self._num_records)
             if start > run.num_steps:
                 raise RunError(
                     f"expected a run of at least the {start} steps that were done, got one of {run.num_steps}"
@@ -198,8 +198,9 @@ class Trainer:
             self._check_evaluation(step)
             self._writer.write(step, self._evaluation)
             self._progress.line(_describe(step, run, self._evaluation))
-        accuracy = self._evaluation["eval/accuracy"] if evaluate else None
-        self._checkpoints.save(step, state, accuracy=accuracy, digests=digests)
+        best = run.task.best
+        score = self._evaluation[f"eval/{best.name}"] * (1 if best.largest else -1) if evaluate else None
+        self._checkpoints.save(step, state, score=score, digests=digests)
         self._window = (step, time.time())
 
     def _flush(self, state: State) -> None:
@@ -218,14 +219,14 @@ class Trainer:
             "train/learning_rate": float(metrics["learning_rate"]),
             **{name: float(value) for name, value in (metrics["optimizer"] | metrics["diagnostics"]).items()},
         }
-        loss, accuracy = scalars["train/loss"], scalars["train/accuracy"]
-        shown = f"step {step}/{self._run.num_steps}  loss {loss:.4f}  accuracy {accuracy:.3f}"
+        shown = f"step {step}/{self._run.num_steps}  loss {scalars['train/loss']:.4f}"
+        shown += "".join(f"  {name} {float(value):.3f}" for name, value in metrics["task"].items())
         first_step, since = self._window
         if step > first_step:
             rate = (step - first_step) * self._run.config.batch_size / (time.time() - since)
-            scalars["train/images_per_second"] = rate
+            scalars[f"train/{self._run.task.unit}_per_second"] = rate
             remaining = (self._run.num_steps - step) * self._run.config.batch_size / rate
-            shown += f"  {rate:.0f} images/s  {_duration(remaining)} left"
+            shown += f"  {rate:.0f} {self._run.task.unit}/s  {_duration(remaining)} left"
         self._writer.write(step, scalars)
         self._progress.show(shown)
 
@@ -277,17 +278,16 @@ class Trainer:
     def _report_first_step(self, metrics: Any) -> None:
         jax.block_until_ready(metrics)
         write_config(self._workdir, self._run.config)
-        write_data(self._workdir, self._num_images)
+        write_data(self._workdir, self._num_records)
         self._progress.line(self._start_up.report())
         self._window = (self._pending[0], time.time())
 
 
 def _describe(step: int, run: Run, evaluation: dict[str, float]) -> str:
-    return (
-        f"step {step}/{run.num_steps}  epoch {step / run.steps_per_epoch:.1f}  "
-        f"test accuracy {evaluation['eval/accuracy']:.4f}  top-5 {evaluation['eval/top5_accuracy']:.4f}  "
-        f"loss {evaluation['eval/loss']:.4f}"
-    )
+    best = f"eval/{run.task.best.name}"
+    scores = {best: evaluation[best]} | evaluation
+    shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in scores.items())
+    return f"step {step}/{run.num_steps}  epoch {step / run.steps_per_epoch:.1f}  test {shown}"
 
 
 def _duration(seconds: float) -> str:

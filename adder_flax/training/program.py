@@ -66,7 +66,7 @@ def shape_and_numbers(settings: RunSettings, source: data.Source, mesh: Mesh, nu
     Raises:
       ValueError: an unknown name of a task, model or optimizer.
     """
-    task = TASKS.get("classification")
+    task = TASKS.get(settings.task.name)
     warmup_steps = round(settings.optimizer.warmup_epochs * (len(source) // settings.batch_size))
     numbers: dict[str, Any] = {
         "seed": np.uint32(settings.seed),
@@ -75,7 +75,7 @@ def shape_and_numbers(settings: RunSettings, source: data.Source, mesh: Mesh, nu
     }
     if settings.ema_decay:
         numbers["ema_decay"] = settings.ema_decay
-    task_settings, numbers["task"] = take_numbers(settings.augment)
+    task_settings, numbers["task"] = take_numbers(settings.task)
     model_settings, numbers["model"] = take_numbers(settings.model)
     optimizer_settings, numbers["optimizer"] = take_numbers(settings.optimizer)
     shape = Shape(

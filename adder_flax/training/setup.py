@@ -15,7 +15,7 @@ from jaxtyping import Array
 from adder_flax import data
 from adder_flax.errors import RunError, first_line, user_errors
 from adder_flax.settings import RunSettings, read
-from adder_flax.tasks import Outcome, Task
+from adder_flax.tasks import TASKS, Outcome, Task
 from adder_flax.training import sharding
 from adder_flax.training.program import Program, program_of, shape_and_numbers
 from adder_flax.training.step import Hyper, State
@@ -177,8 +177,8 @@ def _count_steps(settings: RunSettings, source: data.Source) -> tuple[int, int]:
     """Returns the steps of an epoch and of the run."""
     if len(source) < settings.batch_size:
         raise RunError(
-            f"expected config.batch_size of at most {len(source)} training images, got {settings.batch_size}; "
-            "set --config.batch_size"
+            f"expected config.batch_size of at most {len(source)} training {TASKS.get(settings.task.name).unit}, got "
+            f"{settings.batch_size}; set --config.batch_size"
         )
     steps_per_epoch = len(source) // settings.batch_size
     num_steps = math.ceil(settings.num_epochs * steps_per_epoch)
@@ -196,8 +196,8 @@ def _load_source(load: Callable[..., data.Source], settings: RunSettings, split:
         split,
         data_dir=settings.data.data_dir or None,
         image_size=settings.data.image_size,
-        crop_scale=settings.augment.resized_crop_scale,
         on_unreadable=settings.data.on_unreadable,
+        **TASKS.get(settings.task.name).source_options(settings.task),
     )
 
 

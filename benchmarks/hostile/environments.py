@@ -84,7 +84,7 @@ def _experiment_files(draw: random.Random) -> Iterator[tuple[Fault, str, Callabl
         "asserts": "assert 1 == 2",
     }
     good_lacking = "from experiments import common\ndef get_config():\n  c = common.deit('adder', 'tiny')\n"
-    field = draw.choice(["seed", "model", "optimizer", "data", "augment", "mesh", "batch_size", "num_epochs"])
+    field = draw.choice(["seed", "model", "optimizer", "data", "task", "mesh", "batch_size", "num_epochs"])
     sources["lacks fields"] = f"{good_lacking}  del c.{field}\n  return c\n"
     for name, source in sources.items():
         argument = ":digits" if "given one" in name else ""

@@ -127,8 +127,8 @@ NONSENSE: dict[str, tuple[Any, ...]] = {
     "data.num_threads": (-1, 1.5, 10**6, _INF),
     "data.on_unreadable": ("ignore", "", None),
     "data.data_dir": ("a\0b", 3, None),
-    "augment.crop_padding": (-1, 1.5, 10**6, _NAN),
-    "augment.resized_crop_scale": (
+    "task.crop_padding": (-1, 1.5, 10**6, _NAN),
+    "task.resized_crop_scale": (
         (1.0, 0.5),
         (0, 0.5),
         (-0.1, 1),
@@ -138,16 +138,16 @@ NONSENSE: dict[str, tuple[Any, ...]] = {
         (0.1, 0.2, 0.3),
         0.5,
     ),
-    "augment.resized_crop_ratio": ((), (2, 1), (0, 1), (-1, 1), (_NAN, _NAN), (1, _INF), (1e-30, 1), (1, 1e30), None),
-    "augment.flip_probability": _PROBABILITIES,
-    "augment.brightness": (-0.1, _NAN, _INF, 1e30),
-    "augment.contrast": (-1, _NAN, _INF, 1e30),
-    "augment.saturation": (-1, _NAN, _INF, 1e30),
-    "augment.mixup_alpha": (-1, _NAN, _INF, 1e30),
-    "augment.cutmix_alpha": (-1, _NAN, _INF, 1e30),
-    "augment.mix_probability": _PROBABILITIES,
-    "augment.erase_probability": _PROBABILITIES,
-    "augment.label_smoothing": (1, 1.5, -0.1, _NAN),
+    "task.resized_crop_ratio": ((), (2, 1), (0, 1), (-1, 1), (_NAN, _NAN), (1, _INF), (1e-30, 1), (1, 1e30), None),
+    "task.flip_probability": _PROBABILITIES,
+    "task.brightness": (-0.1, _NAN, _INF, 1e30),
+    "task.contrast": (-1, _NAN, _INF, 1e30),
+    "task.saturation": (-1, _NAN, _INF, 1e30),
+    "task.mixup_alpha": (-1, _NAN, _INF, 1e30),
+    "task.cutmix_alpha": (-1, _NAN, _INF, 1e30),
+    "task.mix_probability": _PROBABILITIES,
+    "task.erase_probability": _PROBABILITIES,
+    "task.label_smoothing": (1, 1.5, -0.1, _NAN),
 }
 
 CONTRADICTIONS: tuple[dict[str, Any], ...] = (
@@ -165,7 +165,7 @@ CONTRADICTIONS: tuple[dict[str, Any], ...] = (
     {"optimizer.cg_fac.step": "quadratic", "optimizer.cg_fac.curvature_interval": 2},
     {"optimizer.cg_fac.solver": "dual"},
     {"optimizer.cg_fac.damping_interval": 5},
-    {"augment.crop_padding": 9},
+    {"task.crop_padding": 9},
     # Those that are seen when the run is built, with the data and the devices at hand.
     {"model.patch_size": 3},
     {"batch_size": 2000},
@@ -199,10 +199,19 @@ _SMALL = {
     "optimizer.cg_fac.solver": st.just("cg"),
     "optimizer.cg_fac.curvature_interval": st.just(1),
     "optimizer.cg_fac.damping_interval": st.just(0),
-    "augment.crop_padding": st.integers(0, 8),
+    "task.crop_padding": st.integers(0, 8),
 }
 # Facts of the machine and of the data set, not of the run.
-_FIXED = ("model.name", "data.name", "data.data_dir", "data.image_size", "init_from", "topology", "profile_steps")
+_FIXED = (
+    "model.name",
+    "task.name",
+    "data.name",
+    "data.data_dir",
+    "data.image_size",
+    "init_from",
+    "topology",
+    "profile_steps",
+)
 
 
 def tiny() -> dict[str, Any]:
@@ -362,7 +371,7 @@ _COMMANDS = (
     *("log_every_steps=0", "profile_steps=(5,3)", "model.width=0", "model.num_heads=5", "model.mlp_ratio=0"),
     *("model.temperature=1e-30", "model.dtype=float", "model.attention_dropout_rate=1", "model.key_block=0"),
     *("optimizer.b1=1", "optimizer.learning_rate=nan", "optimizer.eps=0", "optimizer.cg_fac.max_iterations=0"),
-    *("augment.resized_crop_scale=(1.0,0.5)", "augment.flip_probability=2", "mesh.data=0", "model.name=vitt"),
+    *("task.resized_crop_scale=(1.0,0.5)", "task.flip_probability=2", "mesh.data=0", "model.name=vitt"),
 )
 
 

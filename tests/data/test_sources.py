@@ -383,7 +383,7 @@ def test_names_of_classes_are_fit_to_show(tmp_path):
 def test_the_first_readable_records(image_folder):
     (image_folder / "train" / "ant" / "0.png").write_bytes(b"no image")
     load = lambda **options: load_source("folder", "train", data_dir=str(image_folder), image_size=8, **options)
-    images, labels = load(on_unreadable="skip").first(4)
+    images, labels = load(on_unreadable="skip").first(4).values()
     assert (images == load().gather(np.arange(1, 5))[0]).all()
     assert labels.tolist() == [0, 0, 1, 1]
     for path in image_folder.glob("train/*/*.*g"):

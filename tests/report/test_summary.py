@@ -1,6 +1,7 @@
 """The table before training against published DeiT figures and a count by hand."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
@@ -9,6 +10,7 @@ from adder_flax.models import VisionTransformer
 from adder_flax.ops import _backend
 from adder_flax.report import summary_rows, summary_text
 
+IMAGENET, DIGIT = (jax.ShapeDtypeStruct((1, *shape), jnp.float32) for shape in ((224, 224, 3), (8, 8, 1)))
 ADDER = {"score": "adder", "qkv_linear": "adder", "proj_linear": "adder", "mlp_linear": "adder"}
 
 
@@ -20,7 +22,7 @@ def abstract(**options):
     ("width", "heads", "parameters", "gmacs"), [(192, 3, 5.7e6, 1.26), (384, 6, 22.1e6, 4.6), (768, 12, 86.6e6, 17.6)]
 )
 def test_deit_against_published_numbers(width, heads, parameters, gmacs):
-    rows = {row.part: row for row in summary_rows(abstract(width=width, num_heads=heads), (224, 224, 3))}
+    rows = {row.part: row for row in summary_rows(abstract(width=width, num_heads=heads), IMAGENET)}
     total = rows["total"]
     assert total.parameters == pytest.approx(parameters, rel=0.005)
     # Elementwise products (LayerNorm, GELU) are the 0.3 % that published MACs leave out.
@@ -37,7 +39,7 @@ SMALL = {"image_size": 8, "patch_size": 2, "channels": 1, "num_classes": 10, "wi
 
 def test_parts_sum_to_the_whole():
     model = abstract(**SMALL, **ADDER)
-    *parts, total = summary_rows(model, (8, 8, 1))
+    *parts, total = summary_rows(model, DIGIT)
     assert sum(row.parameters for row in parts) == total.parameters
     assert total.parameters == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     for kind in ("additions", "multiplications", "comparisons", "exponentials", "l1_elements"):
@@ -46,7 +48,7 @@ def test_parts_sum_to_the_whole():
 
 
 def test_adder_elements_by_hand():
-    rows = {row.part: row for row in summary_rows(abstract(**SMALL, **ADDER), (8, 8, 1))}
+    rows = {row.part: row for row in summary_rows(abstract(**SMALL, **ADDER), DIGIT)}
     tokens, width, head_dim = 17, 16, 8
     assert rows["blocks: query, key, value"].operations.l1_elements == 2 * 3 * tokens * width * width
     assert rows["blocks: attention map"].operations.l1_elements == 2 * 2 * tokens * tokens * head_dim
@@ -64,12 +66,12 @@ def test_full_adder_deit_tiny_is_two_to_three_times_cheaper():
 
 
 def test_text_is_aligned_and_says_its_conventions():
-    text = summary_text(abstract(**SMALL, **ADDER), (8, 8, 1)).splitlines()
+    text = summary_text(abstract(**SMALL, **ADDER), DIGIT).splitlines()
     rule = next(i for i, line in enumerate(text) if set(line) == {"-"})
     assert len({len(line) for line in text[: rule + 2]}) == 1
     assert text[rule + 1].startswith("total")
     assert any("at 1 addition" in line for line in text)
-    assert not any("at 1 addition" in line for line in summary_text(abstract(**SMALL), (8, 8, 1)).splitlines())
+    assert not any("at 1 addition" in line for line in summary_text(abstract(**SMALL), DIGIT).splitlines())
 
 
 def test_summaries_wait_for_no_kernels(monkeypatch):
@@ -77,4 +79,4 @@ def test_summaries_wait_for_no_kernels(monkeypatch):
         assert name == "reference", f"asked whether {name} can run, which may build it"
 
     monkeypatch.setattr(_backend, "_why_unavailable", answer)
-    assert summary_rows(abstract(**SMALL, **ADDER), (8, 8, 1))[-1].operations.l1_elements > 0
+    assert summary_rows(abstract(**SMALL, **ADDER), DIGIT)[-1].operations.l1_elements > 0

@@ -25,8 +25,8 @@ ABSTRACT = jax.eval_shape(lambda: make_state(0))
 def saved(tmp_path_factory):
     directory = tmp_path_factory.mktemp("saved") / "checkpoints"
     with Checkpoints(directory, keep_last=2) as checkpoints:
-        for step, accuracy in ((1, 0.9), (2, 0.5)):
-            checkpoints.save(step, make_state(step), accuracy=accuracy)
+        for step, score in ((1, 0.9), (2, 0.5)):
+            checkpoints.save(step, make_state(step), score=score)
     return directory
 
 
@@ -111,7 +111,7 @@ def test_what_is_set_aside_never_replaces_what_was(directory):
         with Checkpoints(directory, keep_last=2) as checkpoints:
             flip(next((directory / "2" / "state" / "ocdbt.process_0" / "d").iterdir()), 900 + attempt)
             assert same(checkpoints.restore(ABSTRACT), 1)
-            checkpoints.save(2, make_state(2), accuracy=0.5)
+            checkpoints.save(2, make_state(2), score=0.5)
     aside = ["2.unreadable", "2.unreadable.2", "2.unreadable.3"]
     assert sorted(os.listdir(directory)) == ["1", "2", *aside]
     assert (
@@ -121,11 +121,11 @@ def test_what_is_set_aside_never_replaces_what_was(directory):
 
 def test_the_best_is_not_guessed(directory):
     (directory / "1" / "_CHECKPOINT_METADATA").write_text("{}")
-    with pytest.raises(RunError, match=r"accuracy of every checkpoint.* at step 1"):
+    with pytest.raises(RunError, match=r"score of every checkpoint.* at step 1"):
         SavedCheckpoints(directory).restore(ABSTRACT, "best")
     with Checkpoints(directory) as checkpoints:
         checkpoints.restore(ABSTRACT)
-        checkpoints.save(3, make_state(3), accuracy=0.6)
+        checkpoints.save(3, make_state(3), score=0.6)
     assert sorted(os.listdir(directory)) == ["1", "3"]  # 1 may be the best
 
 

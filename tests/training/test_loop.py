@@ -80,8 +80,8 @@ def test_a_missing_checkpoint_names_those_there_are(tmp_path):
 
 def test_the_best_and_the_last_checkpoint_are_kept(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
-        for step, accuracy in enumerate([0.1, 0.9, 0.3, None]):
-            checkpoints.save(step, {"step": jax.numpy.int32(step)}, accuracy=accuracy)
+        for step, score in enumerate([0.1, 0.9, 0.3, None]):
+            checkpoints.save(step, {"step": jax.numpy.int32(step)}, score=score)
             checkpoints.wait()
         assert (checkpoints.steps, checkpoints.best_step) == ([1, 3], 1)
 

@@ -21,7 +21,7 @@ FIELDS = {
     "model.num_heads": 3,
     "batch_size": 64,
     "num_epochs": 3.0,
-    "augment.resized_crop_scale": (),
+    "task.resized_crop_scale": (),
 }
 
 

@@ -17,12 +17,12 @@ ON = {
     "model.drop_path_rate": 0.1,
     "model.depth": 2,
     "optimizer.warmup_epochs": 0.02,  # one step
-    "augment.flip_probability": 0.5,
-    "augment.mixup_alpha": 0.8,
-    "augment.cutmix_alpha": 1.0,
-    "augment.erase_probability": 0.25,
-    "augment.brightness": 0.1,
-    "augment.label_smoothing": 0.1,
+    "task.flip_probability": 0.5,
+    "task.mixup_alpha": 0.8,
+    "task.cutmix_alpha": 1.0,
+    "task.erase_probability": 0.25,
+    "task.brightness": 0.1,
+    "task.label_smoothing": 0.1,
 }
 OTHER = {
     "seed": 7,
@@ -38,13 +38,13 @@ OTHER = {
     "optimizer.b2": 0.9,
     "optimizer.eps": 1e-3,
     "optimizer.clip_norm": 0.5,
-    "augment.flip_probability": 0.1,
-    "augment.mixup_alpha": 0.3,
-    "augment.cutmix_alpha": 0.4,
-    "augment.mix_probability": 0.5,
-    "augment.erase_probability": 0.5,
-    "augment.brightness": 0.4,
-    "augment.label_smoothing": 0.3,
+    "task.flip_probability": 0.1,
+    "task.mixup_alpha": 0.3,
+    "task.cutmix_alpha": 0.4,
+    "task.mix_probability": 0.5,
+    "task.erase_probability": 0.5,
+    "task.brightness": 0.4,
+    "task.label_smoothing": 0.3,
 }
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -174,7 +175,9 @@ def _energy_picture(counted: dict[str, dict[str, Operations]], ratios: dict[str,
 
 
 def _subject_picture(study: Study) -> Picture:
-    *parts, _ = summary_rows(study.subject.model, study.subject.model.image_shape)
+    *parts, _ = summary_rows(
+        study.subject.model, jax.ShapeDtypeStruct((1, *study.subject.model.image_shape), jnp.float32)
+    )
     figure, axes = _style.new_figure(8.6, 0.3 * len(parts) + 1.0, 1, 3, sharey=True)
     heights = np.arange(len(parts))[::-1]
     units = {

@@ -1,0 +1,40 @@
+"""Settings of the tasks."""
+
+import dataclasses
+
+from adder_flax.registry import Registry
+from adder_flax.settings._fields import setting
+from adder_flax.settings._rules import Integer, Number, Span, Text
+
+_PROBABILITY = Number(0, 1)
+# Far beyond use, and small enough that no factor overflows float32.
+_STRENGTH = Number(0, 100)
+_ALPHA = Number(0, 1000)
+_ASPECT = Number(0.01, 100)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassificationSettings:
+    """Classification of images: what is done to those trained on, in the fields of `adder_flax.data.Augment`."""
+
+    name: str = setting("classification", Text("the name of a task"), "the task, whose own fields follow")
+    crop_padding: int = setting(0, Integer(0, 8192), "of each side before a random crop, pixels; 0 is off")
+    resized_crop_scale: tuple[float, float] | None = setting(
+        (0.08, 1.0),
+        Span(Number(0, 1, "(]"), optional=True),
+        "area of a random resized crop, as a fraction; () is off",
+    )
+    resized_crop_ratio: tuple[float, float] = setting((3 / 4, 4 / 3), Span(_ASPECT), "its width over its height")
+    flip_probability: float = setting(0.5, _PROBABILITY, "of mirroring left and right", data="if on")
+    brightness: float = setting(0.3, _STRENGTH, "b gives a factor in [1 - b, 1 + b]; 0 is off", data="if on")
+    contrast: float = setting(0.3, _STRENGTH, "likewise, from the mean grey; 0 is off", data="if on")
+    saturation: float = setting(0.3, _STRENGTH, "likewise, from the grey image; 0 is off", data="if on")
+    mixup_alpha: float = setting(0.8, _ALPHA, "Mixup with weight Beta(alpha, alpha); 0 is off", data="if on")
+    cutmix_alpha: float = setting(1.0, _ALPHA, "CutMix with area Beta(alpha, alpha); 0 is off", data="if on")
+    mix_probability: float = setting(1.0, _PROBABILITY, "of mixing at all", data=True)
+    erase_probability: float = setting(0.25, _PROBABILITY, "of erasing a rectangle; 0 is off", data="if on")
+    label_smoothing: float = setting(0.1, Number(0, 1, "[)"), "share of the targets that all classes get", data=True)
+
+
+TASK_SETTINGS: Registry[type] = Registry("task", "adder_flax.tasks.register_task")
+TASK_SETTINGS.register("classification", ClassificationSettings)
