@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     Lane = tuple[Array, ...]  # one array per parameter of a block, of one lane
 
 CURVATURES = ("kron", "exact", "token")
+EXAMPLES_AT_ONCE = 16  # at most, whose own gradients are held together where only their squares are summed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +135,14 @@ class Use:
     def rows(self, array: Array) -> Float[Array, "example token out"]:
         """An array shaped like y as (N, T, features)."""
         return jnp.moveaxis(array, self.example_axis, 0).reshape(self.num_examples, -1, array.shape[-1])
+
+    def split_examples(self, x: Any) -> Any:
+        """Inputs of one lane by example, on a leading axis; None where the inputs do not number them as y does."""
+        axis, size = self.example_axis, self.output.shape[self.example_axis]
+        if any(a.shape[axis : axis + 1] != (size,) for a in jax.tree.leaves(x)):
+            return None
+        split = lambda a: jnp.moveaxis(a.reshape(*a.shape[:axis], self.num_examples, -1, *a.shape[axis + 1 :]), axis, 0)
+        return jax.tree.map(split, x)
 
     def jvp(self, linearized: Any, v: Lane) -> Float[Array, "example token out"]:
         """J v, in float32 or better."""
@@ -382,17 +392,53 @@ def factor_product(use: Use, params: Lane, left: Array, right: Array, matrix: Ar
     return layer.matrix(layer.project(own, left @ lifted @ right))
 
 
-def example_gradients(program: tuple[Use, ...], linearized: tuple, g: tuple[Array, ...], like: Lane) -> Lane:
-    """Every example's own gradient, one row per column and example: U of F = UᵀU/N."""
+def example_gradients(
+    program: tuple[Use, ...], params: Lane, inputs: tuple, linearized: tuple, g: tuple[Array, ...]
+) -> Lane:
+    """Every example's own gradient, one row per example and column: U of F = UᵀU/N."""
+    rows = _map_examples(lambda gradient: gradient, program, params, inputs, linearized, g)
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), rows)
 
-    def one(column: Array, example: Array) -> Lane:
-        keep = jnp.arange(program[0].num_examples) == example
-        zs = tuple(jnp.where(keep[:, None, None], gs[column], 0) for gs in g)
-        return pullback(program, linearized, zs, like)
 
-    columns, examples = g[0].shape[:2]
-    grid = jnp.meshgrid(jnp.arange(columns), jnp.arange(examples), indexing="ij")
-    return jax.lax.map(lambda ce: one(*ce), tuple(i.ravel() for i in grid))
+def exact_trace(
+    program: tuple[Use, ...], params: Lane, inputs: tuple, linearized: tuple, g: tuple[Array, ...]
+) -> Float[Array, ""]:
+    """tr F = Σ_n ‖u_n‖² / N, at the cost of one pull-back; the u_n are not kept."""
+    norm = lambda gradient: sum(jnp.sum(jnp.square(p)) for p in gradient)
+    return _map_examples(norm, program, params, inputs, linearized, g).sum() / program[0].num_examples
+
+
+def _map_examples(
+    function: Callable[[Lane], Any],
+    program: tuple[Use, ...],
+    params: Lane,
+    inputs: tuple,
+    linearized: tuple,
+    g: tuple[Array, ...],
+) -> Any:
+    """``function`` of each example's own gradient, on axes that number chunks of examples, examples and columns."""
+    num_examples = program[0].num_examples
+    split = tuple(use.split_examples(x) for use, x in zip(program, inputs, strict=True))
+
+    def one(example: Array, xs: tuple, g: tuple) -> Any:
+        total = [jnp.zeros_like(p) for p in params]
+        for use, x, state, gs in zip(program, xs, linearized, g, strict=True):
+            if x is None:  # the whole batch, the other examples' cotangents being zeros
+                keep = jnp.arange(num_examples) == example
+                pulled = use.vjp(state, jnp.where(keep[:, None, None], gs, 0))
+            else:
+                own = use.with_examples(1)
+                pulled = own.vjp(own.layer.linearize(own.own(params), x), gs[None])
+            for role, i in use.roles:
+                total[i] += pulled[role].astype(total[i].dtype)
+        return function(tuple(total))
+
+    each = jax.vmap(jax.vmap(one, (None, None, 0)))  # example, column
+    together = math.gcd(num_examples, EXAMPLES_AT_ONCE)
+    # Strided, not contiguous: every device keeps its own examples when they are sharded.
+    chunked = lambda a: jnp.swapaxes(a.reshape(together, -1, *a.shape[1:]), 0, 1)
+    chunks = jax.tree.map(chunked, (jnp.arange(num_examples), split, tuple(jnp.moveaxis(gs, 1, 0) for gs in g)))
+    return jax.lax.map(lambda chunk: each(*chunk), chunks)
 
 
 def _accumulator(array: Array) -> Any:

@@ -49,6 +49,7 @@ class System:
       params: current parameters, with leading lane axis.
       state: what the products need: local Jacobians, factors.
       g: cotangents per use, or None where F does not depend on them.
+      inputs: captured inputs per use, of exact blocks.
       inverses: inverses of the damped factors that precondition CG, or ().
     """
 
@@ -58,6 +59,7 @@ class System:
     params: Lanes
     state: PyTree[Array]
     g: tuple[Array, ...] | None
+    inputs: tuple[Any, ...] = ()
     inverses: tuple[Array, ...] = ()
 
     @property
@@ -136,6 +138,9 @@ class System:
             use = self.program[0]
             one = lambda p, left, right: use.layer.left_traces(use.own(p), left) @ jnp.diagonal(right)
             return jax.vmap(one)(self.params, *self.state)
+        if self.form.name == "exact":
+            exact = functools.partial(blocks.exact_trace, self.program)
+            return jax.vmap(exact)(self.params, self.inputs, self.state, self.g)
         like, treedef = jax.tree.flatten(self.pack(self.params))
         keys = jax.random.split(key, len(like))
         signs = [jax.random.rademacher(k, p.shape, p.dtype) for k, p in zip(keys, like, strict=True)]
@@ -145,10 +150,8 @@ class System:
     def example_gradients(self) -> Float[Array, "lane row size"]:
         """Every example's own gradient of every lane: U of F = UᵀU/N; for systems that keep cotangents."""
 
-        def one(params: Lanes, state: Any, g: Any) -> Lanes:
-            return blocks.example_gradients(self.program, state, g, params)
-
-        rows = jax.vmap(one)(self.params, self.state, self.g)
+        one = functools.partial(blocks.example_gradients, self.program)
+        rows = jax.vmap(one)(self.params, self.inputs, self.state, self.g)
         packed = jax.vmap(self.pack, in_axes=1, out_axes=1)(rows)
         flat = [leaf.reshape(*leaf.shape[:2], -1) for leaf in jax.tree.leaves(packed)]
         return jnp.concatenate(flat, axis=2)
@@ -276,7 +279,7 @@ def _linearized(system: System) -> System:
     if system.form.name == "kron":
         inputs, right = system.state
         return dataclasses.replace(system, state=(linearize(system.params, inputs), right))
-    return dataclasses.replace(system, state=linearize(system.params, system.state))
+    return dataclasses.replace(system, state=linearize(system.params, system.state), inputs=system.state)
 
 
 def _float(array: Array) -> Any:

@@ -36,8 +36,12 @@ def scale_by_adder_rate(eta: float) -> optax.GradientTransformation:
     """
 
     def scale(gradient):
-        norm = jnp.linalg.norm(gradient.astype(jnp.float32).ravel())
-        return (gradient * (eta * gradient.size**0.5 / jnp.maximum(norm, 1e-12))).astype(gradient.dtype)
+        wide = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
+        # Elements of at most 1, by a power of two in two halves: no square, and no reciprocal, leaves the type's range.
+        exponent = jnp.frexp(jnp.abs(wide).max(initial=0))[1]
+        unit = jnp.ldexp(jnp.ldexp(wide, -(exponent // 2)), exponent // 2 - exponent)
+        norm = jnp.maximum(jnp.linalg.norm(unit.ravel()), 0.5)  # below 1/2 only where the gradient is zero
+        return (unit * (eta * gradient.size**0.5 / norm)).astype(gradient.dtype)
 
     return optax.stateless(lambda updates, params: jax.tree.map(scale, updates))
 

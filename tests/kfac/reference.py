@@ -80,12 +80,13 @@ def matrix_of(system):
     return solver.dense_matrix(system.product, system.params)
 
 
-def check_exact_blocks(loss_fn, params, x, y, *, rtol=1e-11, blocks=None):
+def check_exact_blocks(loss_fn, params, x, y, *, rtol=1e-11, blocks=None, traces=False):
     """Asserts that taps leave the gradient alone and that every block's exact product is the dense Fisher block.
 
     Args:
       loss_fn: ``(params, x, y) → (loss, aux)``, a mean over examples that act independently.
       blocks: name → lanes of the blocks that must have been found, or None.
+      traces: compare the traces too.
 
     Returns:
       The layers.
@@ -101,7 +102,8 @@ def check_exact_blocks(loss_fn, params, x, y, *, rtol=1e-11, blocks=None):
         pairs = {}
         for name, block in curvature.layers.blocks.items():
             (system,) = systems.build(curvature, flatten(params), {name: Form("exact")})
-            pairs[name] = (matrix_of(system), dense_fisher(block, gradients))
+            trace = system.trace(jax.random.key(0)) if traces else None
+            pairs[name] = (matrix_of(system), dense_fisher(block, gradients), trace)
         return loss, grads, pairs
 
     loss, grads, pairs = jax.jit(everything)(params, x, y)
@@ -112,8 +114,10 @@ def check_exact_blocks(loss_fn, params, x, y, *, rtol=1e-11, blocks=None):
     if blocks is not None:
         assert {name: block.lanes for name, block in layers.blocks.items()} == blocks
     assert pairs
-    for name, (product, dense) in pairs.items():
+    for name, (product, dense, trace) in pairs.items():
         scale = np.abs(dense).max()
         assert scale > 0, f"{name} has no curvature to compare"
         np.testing.assert_allclose(product, dense, rtol=0, atol=rtol * scale, err_msg=name)
+        if traces:
+            np.testing.assert_allclose(trace, np.trace(dense, axis1=1, axis2=2), rtol=10 * rtol, err_msg=name)
     return layers

@@ -96,7 +96,7 @@ def make(shapes):
 def test_every_kind_of_layer_has_the_exact_fisher_block():
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 6, (5, 6)))
     layers = check_exact_blocks(
-        every_layer, make(EVERY_PARAMS), tokens, jnp.arange(5), blocks=dict.fromkeys(EVERY_PARAMS, 1)
+        every_layer, make(EVERY_PARAMS), tokens, jnp.arange(5), blocks=dict.fromkeys(EVERY_PARAMS, 1), traces=True
     )
     assert layers.coverage == 1.0
     assert len(layers.blocks["tied"].uses) == 2
@@ -284,12 +284,12 @@ def test_traces_and_their_estimates(layer):
 
     def compute(params, x, labels):
         curvature = function(params, x, labels)[2]
-        exact, factors = (system_of("a", form, curvature, params) for form in (EXACT, FACTORS))
-        estimates = jax.lax.map(exact.trace, jax.random.split(jax.random.key(0), 2000))
-        return estimates, matrix_of(exact)[0], factors.trace(jax.random.key(0))[0], matrix_of(factors)[0]
+        token, factors = (system_of("a", form, curvature, params) for form in (TOKEN, FACTORS))
+        estimates = jax.lax.map(token.trace, jax.random.split(jax.random.key(0), 2000))
+        return estimates, matrix_of(token)[0], factors.trace(jax.random.key(0))[0], matrix_of(factors)[0]
 
-    estimates, exact, closed_form, factors = (np.asarray(a) for a in jax.jit(compute)(params, x, labels))
-    assert abs(estimates.mean() - np.trace(exact)) < 4 * estimates.std() / 2000**0.5
+    estimates, token, closed_form, factors = (np.asarray(a) for a in jax.jit(compute)(params, x, labels))
+    assert abs(estimates.mean() - np.trace(token)) < 4 * estimates.std() / 2000**0.5
     np.testing.assert_allclose(closed_form, np.trace(factors), rtol=1e-12)
 
 

@@ -79,7 +79,7 @@ def jitted_in_vmap(params, x, labels):
     ids=["scan", "remat in scan", "jit in scan", "scan in vmap", "vmap in vmap", "jit in vmap"],
 )
 def test_transformations(loss_fn):
-    layers = check_exact_blocks(loss_fn, STACK, X, LABELS, blocks={"stack": 2})
+    layers = check_exact_blocks(loss_fn, STACK, X, LABELS, blocks={"stack": 2}, traces=True)
     assert layers.coverage == 1.0
 
 

@@ -240,11 +240,12 @@ def test_a_step_that_is_not_finite_changes_nothing():
 
 
 def test_a_step_that_raises_the_loss_is_refused():
-    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    params = {**PARAMS, "free": jnp.ones(2)}  # the loss is measured with those parameters too that have no layer
+    layers = kfac.find_layers(with_free_parameter, params, X, LABELS)
     for rate, refused in ((1.0, False), (500.0, True)):
-        optimizer = kfac.cg_fac(rate, layers, damping=0.1, kl_clip=None, reject=True)
-        updates, state, loss = make_step(optimizer)(PARAMS, optimizer.init(PARAMS), X, LABELS)
-        after = network(optax.apply_updates(PARAMS, updates), X, LABELS)[0]
+        optimizer = kfac.cg_fac(rate, layers, damping=0.1, kl_clip=None, reject=True, fallback=optax.set_to_zero())
+        updates, state, loss = make_step(optimizer, with_free_parameter)(params, optimizer.init(params), X, LABELS)
+        after = with_free_parameter(optax.apply_updates(params, updates), X, LABELS)[0]
         assert bool(kfac.find_state(state).stats["rejected"]) == refused
         if refused:
             np.testing.assert_allclose(after, loss, rtol=1e-12)
@@ -413,6 +414,119 @@ def test_chain_schedule_partition_and_masks():
     grads = jax.grad(lambda p: network(p, X, LABELS)[0])(PARAMS)
     np.testing.assert_allclose(updates["a"]["kernel"], -0.1 * grads["a"]["kernel"], rtol=1e-10)
     np.testing.assert_allclose(updates["b"]["kernel"], expected["b"]["kernel"], rtol=1e-10)
+
+
+HYPERPARAMETERS = dict(
+    learning_rate=0.5,
+    damping=0.2,
+    min_damping=0.19,
+    tolerance=0.1,
+    factor_decay=0.8,
+    kl_clip=0.01,
+    weight_decay=0.3,
+    fallback_learning_rate=0.02,
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(step="fixed", momentum=0.7),
+        pytest.param(dict(damping_interval=1, min_damping=0.19), marks=pytest.mark.slow),
+        pytest.param(dict(curvature="exact", step="fixed", momentum=0.7), marks=pytest.mark.slow),
+    ],
+)
+def test_hyperparameters_are_data(options):
+    """One compiled step for other values of all of them, by optax's own wrapper."""
+    params = {**PARAMS, "free": normal(8, 2)}
+    layers = kfac.find_layers(with_free_parameter, params, X, LABELS)
+    values = {n: v for n, v in (HYPERPARAMETERS | options).items() if isinstance(v, float)}
+    static = {n: v for n, v in options.items() if n not in values}
+    expected = kfac.cg_fac(layers=layers, **values, **static)
+    inject = optax.inject_hyperparams(kfac.cg_fac, static_args=kfac.STATIC_ARGUMENTS)
+    optimizer = inject(layers=layers, **{n: 0.5 * v for n, v in values.items()}, **static)
+    step, reference = make_step(optimizer, with_free_parameter), make_step(expected, with_free_parameter)
+    step(params, optimizer.init(params), X, LABELS)
+    state, other = optimizer.init(params), expected.init(params)
+    state.hyperparams.update({n: jnp.asarray(v, jnp.float64) for n, v in values.items()})
+    for x in (X, X[::-1]):
+        updates, state, _ = step(params, state, x, LABELS)
+        wanted, other, _ = reference(params, other, x, LABELS)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-14), updates, wanted)
+    assert step._cache_size() == 1
+    np.testing.assert_allclose(kfac.telemetry(state)["cg_fac/damping"], kfac.telemetry(other)["cg_fac/damping"])
+
+
+def test_what_shapes_the_program_is_not_data():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    with pytest.raises(ValueError, match="max_iterations.*pass static_args=kfac.STATIC_ARGUMENTS"):
+        optax.inject_hyperparams(kfac.cg_fac)(1.0, layers).init(PARAMS)
+    with pytest.raises(TypeError, match="dampin"):
+        kfac.cg_fac(1.0, layers, dampin=0.1)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("damping", -1.0), ("factor_decay", 1.0), ("kl_clip", 0.0), ("max_iterations", 0), ("tolerance", float("nan"))],
+)
+def test_numbers_out_of_range_are_refused(option, value):
+    with pytest.raises(ValueError, match=f"expected {option} to be"):
+        kfac.Options(**{option: value})
+
+
+def test_masks_that_leave_no_block_and_masks_that_break_one():
+    params = {**PARAMS, "free": normal(8, 2)}
+    layers = kfac.find_layers(with_free_parameter, params, X, LABELS)
+    grads = jax.grad(lambda p: with_free_parameter(p, X, LABELS)[0])(params)
+    expected = optax.adamw(0.01, weight_decay=0.0)
+    expected, _ = expected.update(grads["free"], expected.init(params["free"]), params["free"])
+    optimizer = kfac.cg_fac(1.0, layers, fallback_learning_rate=0.01)
+    for mask in ({"a": False, "b": False, "free": True}, jax.tree.map(lambda p: p.shape == (2,), params)):
+        masked = optax.masked(optimizer, mask)
+        updates, state = masked.update(grads, masked.init(params), params)
+        np.testing.assert_allclose(updates["free"], expected, rtol=1e-12)
+        np.testing.assert_array_equal(updates["a"]["kernel"], grads["a"]["kernel"])  # optax leaves it to others
+        assert int(kfac.find_state(state).count) == 1
+    nothing = kfac.cg_fac(1.0, layers.select(lambda block: False), fallback=optax.sgd(0.1))
+    updates, _ = nothing.update(grads, nothing.init(params), params)
+    jax.tree.map(lambda u, g: np.testing.assert_allclose(u, -0.1 * g, rtol=1e-12), updates, grads)
+
+    without_bias = {"a": {"kernel": True, "bias": False}, "b": True, "free": True}
+    with pytest.raises(ValueError, match=r"got a part of a \(without a/bias\): .* layers.select"):
+        optax.masked(optimizer, without_bias).init(params)
+    labels = {"a": {"kernel": "first", "bias": "second"}, "b": "first", "free": "second"}
+    with pytest.raises(ValueError, match=r"got a part of a \(without a/bias\)"):
+        optax.partition({"first": optimizer, "second": optax.sgd(0.1)}, labels).init(params)
+
+
+def test_another_tree_is_refused_and_so_are_parameters_without_a_layer():
+    params = {**PARAMS, "free": normal(8, 2)}
+    layers = kfac.find_layers(with_free_parameter, params, X, LABELS)
+    with pytest.raises(ValueError, match="got one without a/bias, a/kernel.*it has params/a/bias"):
+        kfac.cg_fac(1.0, layers).init({"params": params})
+    with pytest.raises(ValueError, match="expects parameters that layers cover, got free"):
+        kfac.scale_by_cg_fac(layers).init(params)
+
+
+@pytest.mark.parametrize("where", ["free", "a"])
+def test_a_gradient_that_is_not_finite_anywhere_moves_no_share(where):
+    params = {**PARAMS, "free": normal(8, 2)}
+    layers = kfac.find_layers(with_free_parameter, params, X, LABELS)
+    optimizer = kfac.cg_fac(1.0, layers, damping=0.1, weight_decay=0.1)
+    function = kfac.value_grad_and_curvature(with_free_parameter, fisher="empirical", has_aux=True)
+
+    @jax.jit
+    def step(state, poison):
+        _, grads, curvature = function(params, X, LABELS)
+        grads = {**grads, where: jax.tree.map(lambda g: g + poison, grads[where])}
+        return optimizer.update(grads, state, params, curvature=curvature)
+
+    _, state = step(optimizer.init(params), 0.0)
+    refused, after = step(state, jnp.nan)
+    assert all(np.all(u == 0) for u in jax.tree.leaves(refused))
+    jax.tree.map(np.testing.assert_array_equal, after.inner_states["fallback"], state.inner_states["fallback"])
+    assert int(kfac.find_state(after).damping_factor) == 4
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(step(after, 0.0)))
 
 
 def test_multi_steps_applies_the_mean_gradient():

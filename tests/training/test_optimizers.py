@@ -91,6 +91,20 @@ def test_adder_rate_gives_each_adder_weight_the_norm_eta_root_k(pair, settings):
     np.testing.assert_allclose(updates["dense"]["kernel"], -gradients["dense"]["kernel"], rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30, "largest"])
+def test_adder_rate_does_not_depend_on_the_scale_of_the_gradient(dtype, scale):
+    with jax.enable_x64(True):
+        scale = float(jnp.finfo(dtype).max) if scale == "largest" else scale
+        gradient = (np.array([[1.0, -0.5], [0.25, 0.125]]) * scale).astype(dtype)
+        updates, _ = scale_by_adder_rate(0.2).update({"w": jnp.asarray(gradient)}, None)
+    exact = np.array([[1.0, -0.5], [0.25, 0.125]])
+    expected = 0.2 * 2 * exact / np.linalg.norm(exact)
+    assert updates["w"].dtype == dtype
+    rtol = 4 * max(float(jnp.finfo(dtype).eps), 1e-15)
+    np.testing.assert_allclose(np.asarray(updates["w"]).astype(np.float64), expected, rtol=rtol)
+
+
 def test_adder_rate_of_a_zero_gradient_is_zero():
     transform = scale_by_adder_rate(0.2)
     updates, _ = transform.update({"w": jnp.zeros((2, 2))}, transform.init(None))
