@@ -21,16 +21,16 @@ _FAULTS = {
 _MOST_SECONDS = 300
 
 
-_start = functools.partial(faults.start, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+start = functools.partial(faults.start, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
 @functools.cache
 def left_alone() -> tuple[float, Any]:
     """Returns how many seconds the run takes when nobody disturbs it, and its last state."""
     with tempfile.TemporaryDirectory(prefix="moments") as folder:
-        _start(Path(folder, "first")).communicate()  # compiles
+        start(Path(folder, "first")).communicate()  # compiles
         began = time.perf_counter()
-        _, errors = (process := _start(Path(folder, "whole"))).communicate()
+        _, errors = (process := start(Path(folder, "whole"))).communicate()
         if process.returncode:
             raise RuntimeError(f"expected the run to end, got: {errors}")
         return time.perf_counter() - began, faults.final_state(Path(folder, "whole"))
@@ -41,7 +41,7 @@ def interrupted(number: signal.Signals, share: float, again: float | None) -> Ob
     seconds, expected = left_alone()
     with tempfile.TemporaryDirectory(prefix="moments") as folder:
         workdir = Path(folder, "run")
-        process = _start(workdir)
+        process = start(workdir)
         time.sleep(share * seconds)
         process.send_signal(number)
         if again is not None:
@@ -62,7 +62,7 @@ def interrupted(number: signal.Signals, share: float, again: float | None) -> Ob
         seen = [line for line in last if line.startswith(number.name)]
         if process.returncode > 0 and len(seen) != 1:
             return Observed(Verdict.CRASH, f"exit code {process.returncode}, said: {last[-3:]}")
-        out, err = (resumed := _start(workdir)).communicate(timeout=_MOST_SECONDS)
+        out, err = (resumed := start(workdir)).communicate(timeout=_MOST_SECONDS)
         if resumed.returncode:
             return Observed(Verdict.LOST, f"resumed, it ended with {resumed.returncode}: {err[-1000:]}")
         if not faults.same_bits(faults.final_state(workdir), expected):
