@@ -1,4 +1,4 @@
-"""A disk that fills up: at random moments of a run, or has little room from the start. Needs root: it mounts a tmpfs."""
+"""A disk that fills up: at random moments of a run, or has little room from the start. Root alone can mount a tmpfs."""
 
 import contextlib
 import functools
@@ -75,7 +75,9 @@ def _cases(seed: int, count: int) -> Iterator[Case]:
     for index in range(count):
         free = 0 if index % 3 == 0 else int(2 ** draw.uniform(9, 20))
         share = draw.uniform(0.3, 1) if index % 4 else None
-        name = f"{free} bytes left " + ("from the start" if share is None else f"after {share:.3f} of the run")
+        name = f"disk {index + 1}: {free} bytes left " + (
+            "from the start" if share is None else f"after {share:.3f} of the run"
+        )
         yield Case(_SMALL if share is None else _FILLS, name, functools.partial(attack, free, share))
 
 
