@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -15,15 +15,17 @@ from adder_flax.errors import NonFiniteLossError, RunError
 from adder_flax.interrupt import InterruptWatch
 from adder_flax.training import sharding
 from adder_flax.training.checkpoints import Checkpoints
+from adder_flax.training.deferred import DeferredMetrics
 from adder_flax.training.diagnose import explain_non_finite
 from adder_flax.training.digests import take_digests
+from adder_flax.training.evaluator import Evaluator
 from adder_flax.training.lock import lock_workdir
 from adder_flax.training.metrics import MetricWriter, Progress
 from adder_flax.training.processes import StopVote
 from adder_flax.training.profiler import Profiler
 from adder_flax.training.setup import Run
 from adder_flax.training.start_up import StartUp
-from adder_flax.training.step import State, evaluation_params, step_keys
+from adder_flax.training.step import Batch, Metrics, State, evaluation_params, step_keys
 from adder_flax.training.workdir import changed_data, open_workdir, write_config, write_data
 
 
@@ -44,41 +46,13 @@ class Result:
     interrupted: signal.Signals | None = None
 
 
-class Evaluator:
-    """Scores parameters on the whole evaluation split: no example dropped, none counted twice.
+class _Outputs(NamedTuple):
+    """Where the numbers and states of a run go."""
 
-    Args:
-      run: from :func:`adder_flax.training.build_run`.
-    """
-
-    def __init__(self, run: Run):
-        self._run = run
-        shards = sharding.num_batch_shards(run.mesh)
-        batch_size = math.ceil(min(run.config.eval_batch_size, len(run.eval_source)) / shards) * shards
-        self._batches = data.EvalPipeline(
-            run.eval_source,
-            batch_size,
-            rows=sharding.local_rows(run.mesh, batch_size),
-            num_threads=run.config.data.num_threads or None,
-        )
-
-    def __call__(self, params: Any) -> dict[str, float]:
-        """Returns the task's scores of the split, ``{"eval/<name>": value}``."""
-        sums = []
-        with jax.set_mesh(self._run.mesh):
-            for batch in self._batches:
-                batch = sharding.put_batch(batch, self._run.mesh)
-                sums.append(self._run.program.eval_step(params, batch, self._run.hyper))
-                # Two batches are on their way at most, however fast they are read.
-                jax.block_until_ready(sums[-2:][0])
-        total = jax.tree.map(lambda *values: math.fsum(map(float, values)), *sums)
-        if not total["count"]:
-            source = self._run.eval_source
-            raise RunError(
-                f"expected a readable record in {source.name}/{source.split} to evaluate on, got none of "
-                f"{len(source)}; the warnings name them: replace them, or set --config.data.data_dir"
-            )
-        return {f"eval/{name}": value for name, value in self._run.task.scores(total).items()}
+    checkpoints: Checkpoints
+    writer: MetricWriter
+    progress: Progress
+    metrics: DeferredMetrics
 
 
 class Trainer:
@@ -103,12 +77,7 @@ class Trainer:
             rows=sharding.local_rows(run.mesh, run.config.batch_size),
             num_threads=run.config.data.num_threads or None,
         )
-        self._stop_vote = StopVote(run.mesh)
         self._profiler = Profiler(run.config.profile_steps, self._workdir / "profile")
-        self._pending: tuple[int, Any] | None = None
-        self._window = (0, time.time())
-        self._evaluation: dict[str, float] = {}
-        self._interrupted: signal.Signals | None = None
 
     def fit(self) -> Result:
         """Trains until the last step, or until SIGINT, SIGTERM or SIGHUP asks to stop; both leave a checkpoint.
@@ -117,48 +86,52 @@ class Trainer:
           NonFiniteLossError: the loss or a gradient is infinite or NaN; the state before it is checkpointed.
           RunError: a checkpoint cannot be read or written.
         """
-        run, main_host = self._run, jax.process_index() == 0
+        run, workdir, main_host = self._run, self._workdir, jax.process_index() == 0
         with (
-            lock_workdir(self._workdir),
-            Checkpoints(open_workdir(self._workdir, run.config) / "checkpoints") as self._checkpoints,
+            lock_workdir(workdir),
+            Checkpoints(open_workdir(workdir, run.config) / "checkpoints") as checkpoints,
             InterruptWatch() as watch,
         ):
-            state = self._checkpoints.restore(run.abstract_state) if self._checkpoints.steps else run.init()
+            state = checkpoints.restore(run.abstract_state) if checkpoints.steps else run.init()
             start = int(state["step"])
-            changed = changed_data(self._workdir, self._num_records)
-            if start > run.num_steps:
-                raise RunError(
-                    f"expected a run of at least the {start} steps that were done, got one of {run.num_steps}"
-                    f"{f': {changed}' if changed else ''}; put the data back as it was, or choose another --workdir"
-                )
+            changed = self._check_data(start)
             self._start_up.parameters_ready()
             with (
-                MetricWriter(
-                    self._workdir, start_step=start, enabled=main_host and start < run.num_steps
-                ) as self._writer,
-                Progress(run.num_steps, start, enabled=main_host) as self._progress,
+                MetricWriter(workdir, start_step=start, enabled=main_host and start < run.num_steps) as writer,
+                Progress(run.num_steps, start, enabled=main_host) as progress,
             ):
                 # After all that can do without kernels: they may have to be built.
-                self._progress.line(f"kernels  {ops.backend_report()}")
+                progress.line(f"kernels  {ops.backend_report()}")
                 self._start_up.kernels_ready()
+                _announce(progress, start, run.num_steps, changed)
                 if start == run.num_steps:
-                    self._progress.line(f"already complete at step {start}")
-                elif start:
-                    self._progress.line(f"resuming at step {start} of {run.num_steps}")
-                if changed:
-                    self._progress.line(f"warning: {changed}")
-                self._window = (start, time.time())
-                state = self._steps(state, start, watch)
-            self._checkpoints.wait()
+                    evaluation, stopped = self._evaluate(evaluation_params(state)), None
+                else:
+                    outputs = _Outputs(checkpoints, writer, progress, DeferredMetrics(run, writer, progress, start))
+                    state, evaluation, stopped = self._steps(state, start, outputs, watch)
+            checkpoints.wait()
         done = int(state["step"])
-        interrupted = self._interrupted if done < run.num_steps else None
-        return Result(state, done, self._evaluation, interrupted)
+        return Result(state, done, evaluation, stopped if done < run.num_steps else None)
 
-    def _steps(self, state: State, start: int, watch: InterruptWatch) -> State:
-        run = self._run
-        if start == run.num_steps:
-            self._evaluation = self._evaluate(evaluation_params(state))
-            return state
+    def _check_data(self, start: int) -> str | None:
+        """Returns in which way the data are others than when the run began, or None.
+
+        Raises:
+          RunError: so many steps were done that the run is past its end.
+        """
+        changed = changed_data(self._workdir, self._num_records)
+        if start > self._run.num_steps:
+            raise RunError(
+                f"expected a run of at least the {start} steps that were done, got one of {self._run.num_steps}"
+                f"{f': {changed}' if changed else ''}; put the data back as it was, or choose another --workdir"
+            )
+        return changed
+
+    def _steps(
+        self, state: State, start: int, outputs: _Outputs, watch: InterruptWatch
+    ) -> tuple[State, dict[str, float], signal.Signals | None]:
+        """Takes the steps that are left; returns the state, the last evaluation, and the signal that stopped them."""
+        run, evaluation, stop_vote, stopped = self._run, {}, StopVote(self._run.mesh), None
         with (
             jax.set_mesh(run.mesh),
             self._profiler,
@@ -168,70 +141,73 @@ class Trainer:
                 self._profiler.before_step(step)
                 batch = sharding.put_batch(next(batches), run.mesh)
                 # Before the step, which gives the memory of the old parameters away.
-                diagnose = run.settings.attention_diagnostics and self._is_logged(step + 1)
-                diagnostics = run.program.diagnose(state["params"], batch, step, run.hyper) if diagnose else {}
+                diagnostics = self._diagnose(state, batch, step) if outputs.metrics.is_logged(step + 1) else {}
                 state, metrics = run.train_step(state, batch, run.hyper)
-                metrics["diagnostics"] = diagnostics
-                self._flush(state)
-                self._pending = (step + 1, metrics)
+                self._flush(outputs, state)
+                outputs.metrics.put(step + 1, metrics | {"diagnostics": diagnostics})
                 if step == start:
-                    self._report_first_step(metrics)
+                    self._after_first_step(metrics, outputs)
+                    outputs.metrics.restart_clock(step + 1)
                     watch.hold_one()
-                self._progress.advance()
-                self._interrupted = self._stop_vote.cast(watch.signal)
-                self._after_step(state, step + 1, stopping=self._interrupted is not None)
-                if self._interrupted is not None:
+                outputs.progress.advance()
+                stopped = stop_vote.cast(watch.signal)
+                evaluates, saves = self._due(step + 1)
+                if evaluates or saves or stopped is not None:
+                    self._flush(outputs, state)
+                    evaluation = self._save(state, step + 1, outputs, evaluates) or evaluation
+                    outputs.metrics.restart_clock(step + 1)
+                if stopped is not None:
                     break
-        return state
+        return state, evaluation, stopped
 
-    def _after_step(self, state: State, step: int, *, stopping: bool) -> None:
-        """Evaluates and checkpoints where the configuration, the end or an interruption asks for it."""
+    def _diagnose(self, state: State, batch: Batch, step: int) -> Metrics:
+        if not self._run.settings.attention_diagnostics:
+            return {}
+        return self._run.program.diagnose(state["params"], batch, step, self._run.hyper)
+
+    def _due(self, step: int) -> tuple[bool, bool]:
+        """Returns whether the configuration asks for an evaluation after a step, and whether for a checkpoint."""
         run = self._run
         every = lambda steps: step % (steps or run.steps_per_epoch) == 0 or step == run.num_steps
-        evaluate = every(run.config.eval_every_steps)
-        if not (evaluate or stopping or every(run.config.checkpoint_every_steps)):
-            return
-        self._flush(state)
-        digests = self._checked_digests(state, step)
-        if evaluate:
-            self._evaluation = self._evaluate(evaluation_params(state))
-            self._check_evaluation(step)
-            self._writer.write(step, self._evaluation)
-            self._progress.line(_describe(step, run, self._evaluation))
-        best = run.task.best
-        score = self._evaluation[f"eval/{best.name}"] * (1 if best.largest else -1) if evaluate else None
-        self._checkpoints.save(step, state, score=score, digests=digests)
-        self._window = (step, time.time())
+        return every(run.config.eval_every_steps), every(run.config.checkpoint_every_steps)
 
-    def _flush(self, state: State) -> None:
-        """Fetches the metrics of the step before the newest one and writes them."""
-        if self._pending is None:
-            return
-        (step, metrics), self._pending = self._pending, None
-        if self._run.config.non_finite == "stop" and not metrics["finite"]:
-            self._stop_non_finite(state["params"], step)
-        if not self._is_logged(step):
-            return
-        scalars = {
-            "train/loss": float(metrics["loss"]),
-            **{f"train/{name}": float(value) for name, value in metrics["task"].items()},
-            "train/grad_norm": float(metrics["grad_norm"]),
-            "train/learning_rate": float(metrics["learning_rate"]),
-            **{name: float(value) for name, value in (metrics["optimizer"] | metrics["diagnostics"]).items()},
-        }
-        shown = f"step {step}/{self._run.num_steps}  loss {scalars['train/loss']:.4f}"
-        shown += "".join(f"  {name} {float(value):.3f}" for name, value in metrics["task"].items())
-        first_step, since = self._window
-        if step > first_step:
-            rate = (step - first_step) * self._run.config.batch_size / (time.time() - since)
-            scalars[f"train/{self._run.task.unit}_per_second"] = rate
-            remaining = (self._run.num_steps - step) * self._run.config.batch_size / rate
-            shown += f"  {rate:.0f} {self._run.task.unit}/s  {_duration(remaining)} left"
-        self._writer.write(step, scalars)
-        self._progress.show(shown)
+    def _save(self, state: State, step: int, outputs: _Outputs, evaluates: bool) -> dict[str, float]:
+        """Writes a checkpoint, with the scores of the state where it is evaluated, and returns these."""
+        run, evaluation, score = self._run, {}, None
+        digests, non_finite = take_digests(state)
+        if non_finite:
+            names = ", ".join(non_finite[:3]) + (", …" if len(non_finite) > 3 else "")
+            raise self._not_saved("a finite train state", step, f"an infinity or NaN in {names}", outputs.checkpoints)
+        if evaluates:
+            evaluation = self._evaluate(evaluation_params(state))
+            if run.config.non_finite == "stop" and not math.isfinite(loss := evaluation["eval/loss"]):
+                raise self._not_saved("a finite loss in the evaluation", step, str(loss), outputs.checkpoints)
+            outputs.writer.write(step, evaluation)
+            outputs.progress.line(_describe(step, run, evaluation))
+            score = evaluation[f"eval/{run.task.best.name}"] * (1 if run.task.best.largest else -1)
+        outputs.checkpoints.save(step, state, score=score, digests=digests)
+        return evaluation
 
-    def _is_logged(self, step: int) -> bool:
-        return step % self._run.config.log_every_steps == 0 or step == self._run.num_steps
+    def _after_first_step(self, metrics: Metrics, outputs: _Outputs) -> None:
+        jax.block_until_ready(metrics)
+        write_config(self._workdir, self._run.config)
+        write_data(self._workdir, self._num_records)
+        outputs.progress.line(self._start_up.report())
+
+    def _flush(self, outputs: _Outputs, state: State) -> None:
+        """Writes the metrics that were put last, unless they say that the run has to stop.
+
+        Raises:
+          NonFiniteLossError: their loss or gradient is not finite; no step since has changed the parameters.
+        """
+        step = outputs.metrics.flush()
+        if step is not None:
+            raise NonFiniteLossError(
+                f"expected a finite loss and gradient, got a non-finite one at step {step} of {self._run.num_steps}: "
+                f"{self._explain_non_finite(state['params'], step - 1)}. "
+                f"Checkpoints kept: {_kept(outputs.checkpoints)}. Lower --config.optimizer.learning_rate, "
+                "lengthen --config.optimizer.warmup_epochs, or go on past such batches with --config.non_finite=skip"
+            )
 
     def _explain_non_finite(self, params: Any, index: int) -> str:
         run = self._run
@@ -243,44 +219,26 @@ class Trainer:
         loss = lambda *args: run.loss(*args).loss
         return explain_non_finite(loss, params, jax.jit(jax.grad(loss)), examples, dropout_key)
 
-    def _checked_digests(self, state: State, step: int) -> dict[str, int]:
-        """Returns what a checkpoint of the state is verified by, unless the state is not worth one."""
-        digests, non_finite = take_digests(state)
-        if non_finite:
-            names = ", ".join(non_finite[:3]) + (", …" if len(non_finite) > 3 else "")
-            raise self._not_saved("a finite train state", step, f"an infinity or NaN in {names}")
-        return digests
-
-    def _check_evaluation(self, step: int) -> None:
-        loss = self._evaluation["eval/loss"]
-        if self._run.config.non_finite == "stop" and not math.isfinite(loss):
-            raise self._not_saved("a finite loss in the evaluation", step, str(loss))
-
-    def _not_saved(self, expected: str, step: int, got: str) -> NonFiniteLossError:
+    def _not_saved(self, expected: str, step: int, got: str, checkpoints: Checkpoints) -> NonFiniteLossError:
         return NonFiniteLossError(
             f"expected {expected} after step {step} of {self._run.num_steps}, got {got}; the state is not saved. "
-            f"Checkpoints kept: {self._kept()}. Lower --config.optimizer.learning_rate or "
+            f"Checkpoints kept: {_kept(checkpoints)}. Lower --config.optimizer.learning_rate or "
             "lengthen --config.optimizer.warmup_epochs"
         )
 
-    def _kept(self) -> list[int] | str:
-        self._checkpoints.wait()
-        return self._checkpoints.steps or "none yet"
 
-    def _stop_non_finite(self, params: Any, step: int) -> None:
-        raise NonFiniteLossError(
-            f"expected a finite loss and gradient, got a non-finite one at step {step} of {self._run.num_steps}: "
-            f"{self._explain_non_finite(params, step - 1)}. "
-            f"Checkpoints kept: {self._kept()}. Lower --config.optimizer.learning_rate, "
-            "lengthen --config.optimizer.warmup_epochs, or go on past such batches with --config.non_finite=skip"
-        )
+def _announce(progress: Progress, start: int, num_steps: int, changed: str | None) -> None:
+    if start == num_steps:
+        progress.line(f"already complete at step {start}")
+    elif start:
+        progress.line(f"resuming at step {start} of {num_steps}")
+    if changed:
+        progress.line(f"warning: {changed}")
 
-    def _report_first_step(self, metrics: Any) -> None:
-        jax.block_until_ready(metrics)
-        write_config(self._workdir, self._run.config)
-        write_data(self._workdir, self._num_records)
-        self._progress.line(self._start_up.report())
-        self._window = (self._pending[0], time.time())
+
+def _kept(checkpoints: Checkpoints) -> list[int] | str:
+    checkpoints.wait()
+    return checkpoints.steps or "none yet"
 
 
 def _describe(step: int, run: Run, evaluation: dict[str, float]) -> str:
@@ -288,9 +246,3 @@ def _describe(step: int, run: Run, evaluation: dict[str, float]) -> str:
     scores = {best: evaluation[best]} | evaluation
     shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in scores.items())
     return f"step {step}/{run.num_steps}  epoch {step / run.steps_per_epoch:.1f}  test {shown}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,9 +1,10 @@
 """One run in several processes: how they find each other, agree to stop, and end when one of them dies."""
 
+import functools
 import os
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -134,5 +135,9 @@ class StopVote:
 
 def fetch(tree: Any, mesh: Mesh) -> Any:
     """Returns global arrays as NumPy arrays. All processes must call it, since each of them holds a part."""
-    whole = jax.jit(lambda x: x, out_shardings=sharding.replicated(mesh))(tree)
-    return jax.tree.map(np.asarray, whole)
+    return jax.tree.map(np.asarray, _whole_on(mesh)(tree))
+
+
+@functools.lru_cache
+def _whole_on(mesh: Mesh) -> Callable[[Any], Any]:
+    return jax.jit(lambda x: x, out_shardings=sharding.replicated(mesh))
