@@ -13,7 +13,7 @@ import numpy as np
 from absl import logging
 from flax import nnx
 
-from adder_flax import counting, interop, ops, own_cache, report, tasks, training
+from adder_flax import counting, interop, ops, own_cache, report, settings, tasks, training
 from adder_flax.errors import first_line
 from adder_flax.layers import AdderLinear
 
@@ -315,6 +315,7 @@ def analyze(config: Any, workdir: str | Path, checkpoint: str, baseline: str | P
 def _baseline(config: Any, workdir: str | Path) -> dict[str, Any]:
     """Returns the model of another run and its name, as ``write_report`` takes them."""
     other = training.read_config(workdir)
+    settings.read(settings.RunSettings, other, where="baseline")
     if (other.data.name, other.data.image_size) != (config.data.name, config.data.image_size):
         raise training.RunError(
             f"expected a baseline on {config.data.name} at {config.data.image_size} pixels, got {other.data.name} at "

@@ -74,3 +74,11 @@ def test_a_configuration_survives_its_file(tmp_path):
     config = common.deit("adder", "tiny")
     training.write_config(tmp_path, config)
     assert training.read_config(tmp_path) == config
+
+
+@pytest.mark.parametrize("stored", ['{"seed": 0}', '{"data": 3, "model": []}', "{}"])
+def test_a_baseline_whose_configuration_lacks_fields_is_one_message(stored, tmp_path):
+    (tmp_path / "config.json").write_text(stored)
+    config = common.deit("adder", "tiny")
+    with pytest.raises(RunError, match=r"baseline\.model: expected"):
+        cli.analyze(config, tmp_path / "run", "last", tmp_path)

@@ -1,0 +1,49 @@
+"""An experiment file that makes no configuration is one message with the line; a good one is read as it is."""
+
+import os
+
+import pytest
+
+from adder_flax.errors import RunError
+from adder_flax.experiment import load_experiment
+
+_CONFIG = "from ml_collections import ConfigDict\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "argument", "message"),
+    [
+        ("x = 1\nraise KeyError('why')", "", "KeyError from line 2 of .*why"),
+        ("x = (\n", "", "syntax error in line 1"),
+        ("import sys; sys.exit(0)", "", "SystemExit from line 1"),
+        ("def get_config():\n    return get_config()", "", "RecursionError from line 2"),
+        ("import no_such_library", "", "ModuleNotFoundError from line 1"),
+        ("", "", "a function get_config in .*, got None"),
+        ("get_config = 3", "", "a function get_config in .*, got 3"),
+        ("def get_config(): pass", "", "to return an ml_collections.ConfigDict, got NoneType"),
+        ("def get_config(): return {}", "", "got dict"),
+        (_CONFIG + "def get_config(): return ConfigDict()", ":data", "got the argument 'data' after the colon"),
+        ("def get_config(data): return data", "", "got no argument after a colon"),
+        ("raise ValueError", "", "ValueError from line 1"),
+    ],
+)
+def test_a_bad_file_is_one_message(source, argument, message, tmp_path):
+    path = tmp_path / "experiment.py"
+    path.write_text(source)
+    with pytest.raises(RunError, match=message):
+        load_experiment(f"{path}{argument}")
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "binary").write_bytes(b"\0\xff")
+    for name, message in {"pipe": "no regular file", ".": "no regular file", "binary": "null byte"}.items():
+        with pytest.raises(RunError, match=message):
+            load_experiment(str(tmp_path / name))
+
+
+def test_a_good_file_gives_its_configuration(tmp_path):
+    path = tmp_path / "experiment.py"
+    path.write_text(_CONFIG + "def get_config(data='none'): return ConfigDict({'data': data})")
+    assert load_experiment(str(path)).data == "none"
+    assert load_experiment(f"{path}:cifar10").data == "cifar10"
