@@ -110,9 +110,10 @@ class SavedCheckpoints:
             )
         if failures:
             step, reason = failures.popitem()
+            others = [other for other in steps if other != step]
             return RunError(
-                f"expected a readable checkpoint of step {step} {place}, got: {reason}; restore it from a copy, or "
-                f"choose another of {steps} with --checkpoint"
+                f"expected a readable checkpoint of step {step} {place}, got: {reason}; restore it from a copy"
+                + (f", or choose one of {others} with --checkpoint" if others else "")
             )
         if not steps:
             return RunError(f"expected a readable checkpoint {place}, got none; train first")
@@ -146,7 +147,7 @@ class SavedCheckpoints:
             else:
                 _verify(state, record["digests"])
         except Exception as error:
-            state, failure = None, printable(first_line(error))
+            state, failure = None, _reason(error)
         if jax.process_count() > 1 and multihost_utils.process_allgather(np.int32(failure is not None)).any():
             state, failure = None, failure or "another process could not read it"
         return state, failure
@@ -165,9 +166,7 @@ class SavedCheckpoints:
             if checksum != _checksum(record):
                 raise ValueError("its checksum is another")
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ValueError(
-                f"the record in _CHECKPOINT_METADATA is damaged ({printable(first_line(error))})"
-            ) from error
+            raise ValueError(f"the record in _CHECKPOINT_METADATA is damaged ({_reason(error)})") from error
         return record
 
     def _set_aside(self, failures: dict[int, str]) -> None:
@@ -285,6 +284,12 @@ def _verify(state: Any, expected: dict[str, int]) -> None:
     if bad := sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
         shown = ", ".join(bad[:3]) + (", …" if len(bad) > 3 else "")
         raise ValueError(f"{len(bad)} of its {len(expected)} arrays are not what was saved: {shown}")
+
+
+def _reason(error: Exception) -> str:
+    """Returns what an error says, without what TensorStore adds for developers."""
+    kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+    return printable(kind + first_line(error).partition(" [tensorstore_spec")[0])
 
 
 def _checksum(record: dict[str, Any]) -> int:

@@ -39,8 +39,9 @@ def take_digests(tree: Any) -> tuple[dict[str, int], list[str]]:
       False
     """
     leaves = {tree_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-    outcomes = jax.device_get({name: _digest_on(_everywhere(leaf))(leaf) for name, leaf in leaves.items()})
-    digests = {name: int(digest) for name, (digest, _) in outcomes.items()}
+    outcomes = {name: _digest_on(_everywhere(leaf))(leaf) for name, leaf in leaves.items()}
+    outcomes = {name: np.asarray(outcome).tolist() for name, outcome in outcomes.items()}
+    digests = {name: digest for name, (digest, _) in outcomes.items()}
     return digests, [name for name, (_, finite) in outcomes.items() if not finite]
 
 
@@ -55,20 +56,21 @@ def _digest_on(out: NamedSharding | None) -> Any:
     return jax.jit(_digest, out_shardings=out)
 
 
-def _digest(x: Array) -> tuple[Array, Array]:
-    """Returns ``(digest, whether every element is finite)``, scalars."""
+def _digest(x: Array) -> Array:
+    """Returns ``[digest, whether every element is finite]``."""
     mixed = (_bits(x) + _positions(x.shape)) * _MIX_1
     mixed = (mixed ^ (mixed >> 15)) * _MIX_2
     mixed ^= mixed >> 16
     if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return jnp.sum(mixed, dtype=jnp.uint32), jnp.array(True)
+        return jnp.stack([jnp.sum(mixed, dtype=jnp.uint32), jnp.uint32(1)])
     # One reduction of both reads the array once.
-    return jax.lax.reduce(
+    digest, finite = jax.lax.reduce(
         (mixed, jnp.isfinite(x)),
         (np.uint32(0), np.bool_(True)),
         lambda one, other: (one[0] + other[0], one[1] & other[1]),
         tuple(range(x.ndim)),
     )
+    return jnp.stack([digest, finite.astype(jnp.uint32)])
 
 
 def _bits(x: Array) -> Array:

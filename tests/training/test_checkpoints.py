@@ -75,7 +75,7 @@ def test_the_values_of_an_array_are_verified(directory):
     (directory / "2" / "state").rename(directory / "other")
     shutil.copytree(directory / "1" / "state", directory / "2" / "state")  # whole, but not what was saved
     with pytest.raises(
-        RunError, match=r"step 2 .*2 of its 3 arrays are not what was saved: params/kernel, step;.*1, 2"
+        RunError, match=r"step 2 .*2 of its 3 arrays are not what was saved: params/kernel, step;.* one of \[1\]"
     ):
         SavedCheckpoints(directory).restore(ABSTRACT, 2)
     assert same(SavedCheckpoints(directory).restore(ABSTRACT), 1)
