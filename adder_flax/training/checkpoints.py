@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import shutil
+import stat
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -159,6 +160,7 @@ class SavedCheckpoints:
           ValueError: it cannot be read.
         """
         try:
+            _require_files(self._directory / str(step))
             facts = json.loads((self._directory / str(step) / "_CHECKPOINT_METADATA").read_bytes())
             if "checksum" not in facts["custom_metadata"]:
                 return None
@@ -166,7 +168,7 @@ class SavedCheckpoints:
             if checksum != _checksum(record):
                 raise ValueError("its checksum is another")
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ValueError(f"the record in _CHECKPOINT_METADATA is damaged ({_reason(error)})") from error
+            raise ValueError(f"its files or its record are damaged ({_reason(error)})") from error
         return record
 
     def _set_aside(self, failures: dict[int, str]) -> None:
@@ -277,6 +279,14 @@ class Checkpoints(SavedCheckpoints):
     def _unused_name(self, step: int) -> Path:
         names = itertools.chain([f"{step}.unreadable"], (f"{step}.unreadable.{n}" for n in itertools.count(2)))
         return next(path for path in map(self._directory.joinpath, names) if not os.path.lexists(path))
+
+
+def _require_files(folder: Path) -> None:
+    """Refuses what would never be read to its end: a pipe, a device."""
+    for place, _, names in os.walk(folder):
+        for path in (Path(place, name) for name in names):
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise ValueError(f"{path.relative_to(folder)} is no file")
 
 
 def _verify(state: Any, expected: dict[str, int]) -> None:

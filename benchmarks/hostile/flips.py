@@ -14,7 +14,7 @@ _FAULTS = {
     "state/d/*": Fault("a flipped bit in the index of arrays", _KEPT),
     "state/manifest.ocdbt": Fault("a flipped bit in the list of array files", _KEPT),
     "state/_METADATA": Fault("a flipped bit in the names of arrays", _KEPT),
-    "_CHECKPOINT_METADATA": Fault("a flipped bit in the digests and the accuracy of a checkpoint", _KEPT),
+    "_CHECKPOINT_METADATA": Fault("a flipped bit in the digests and the score of a checkpoint", _KEPT),
 }
 _UNREAD = Fault("a flipped bit in a file of a checkpoint that is not read", "everything")
 _WAYS = ("last", "4", "last", "best", "last", "4", "train")

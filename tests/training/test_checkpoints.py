@@ -152,3 +152,20 @@ def test_no_checkpoint_is_one_message(which, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="directory of checkpoints"):
         SavedCheckpoints(tmp_path / "file").restore(ABSTRACT, which)
+
+
+@pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "state/_METADATA", "state/manifest.ocdbt"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory", "dangling link"])
+def test_what_never_ends_is_not_read(kind, name, directory):
+    path = directory / "2" / name
+    path.unlink()
+    {
+        "pipe": lambda: os.mkfifo(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "directory": path.mkdir,
+        "dangling link": lambda: path.symlink_to("nowhere"),
+    }[kind]()
+    assert same(SavedCheckpoints(directory).restore(ABSTRACT), 1)
+    with Checkpoints(directory) as checkpoints:
+        assert same(checkpoints.restore(ABSTRACT), 1)
+    assert sorted(os.listdir(directory)) == ["1", "2.unreadable"]
