@@ -19,9 +19,6 @@ from adder_flax.data import DataSet, describe
 # Pixels up to which images are small.
 _SMALL_SIDE = 64
 
-# Width, number of heads; all have 12 blocks, MLP ratio 4, heads of 64.
-SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
-
 MECHANISMS = {
     "multiplicative": dict(score="dot", qkv_linear="dense", proj_linear="dense", mlp_linear="dense"),
     "additive": dict(score="additive", qkv_linear="dense", proj_linear="dense", mlp_linear="dense"),
@@ -41,7 +38,7 @@ def deit(mechanism: str, size: str, data: str | None = None) -> ml_collections.C
         others ImageNet's.
     """
     data = data or "digits"
-    width, num_heads = SIZES[size]
+    width, num_heads = settings.DEIT_SIZES[size]
     config = ml_collections.ConfigDict(settings.defaults(settings.RunSettings))
     config.model.update(width=width, num_heads=num_heads, **MECHANISMS[mechanism])
     config.data.name = data

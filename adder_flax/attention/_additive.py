@@ -10,6 +10,7 @@ from adder_flax.attention._dot import dot_scores
 from adder_flax.attention._registry import Score, ScoreParameter, register_score
 
 LAYER_NORM_EPSILON = 1e-6
+"""Of every LayerNorm here: published ViT weights were trained with it."""
 
 
 def additive_hidden_dim(query_dim: int, key_dim: int) -> int:

@@ -2,12 +2,11 @@
 
 from adder_flax.layers._block import Block, report_block
 from adder_flax.layers._dropout import Dropout, DropPath, drop_path_factors
-from adder_flax.layers._linear import LAYER_NORM_EPSILON, AdderLinear, Linear, linear_class, report_adder
+from adder_flax.layers._linear import AdderLinear, Linear, linear_class, report_adder
 from adder_flax.layers._mlp import Mlp, gelu
 from adder_flax.layers._patch_embed import PatchEmbed, image_to_patches
 
 __all__ = [
-    "LAYER_NORM_EPSILON",
     "AdderLinear",
     "Block",
     "DropPath",

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from adder_flax import recorder
-from adder_flax.attention import MultiHeadAttention
+from adder_flax.attention import LAYER_NORM_EPSILON, MultiHeadAttention
 from adder_flax.layers._dropout import Dropout, DropPath
-from adder_flax.layers._linear import LAYER_NORM_EPSILON, linear_class
+from adder_flax.layers._linear import linear_class
 from adder_flax.layers._mlp import Mlp
 
 

@@ -11,10 +11,9 @@ from jaxtyping import Array, Float
 
 import kfac
 from adder_flax import ops, recorder
+from adder_flax.attention import LAYER_NORM_EPSILON
 from adder_flax.parameters import state_facts
 
-# Where Flax's own default is 1e-6 too, it is named because published ViT weights were trained with it.
-LAYER_NORM_EPSILON = 1e-6
 UNIT_NORMAL = nnx.initializers.normal(1.0)
 
 

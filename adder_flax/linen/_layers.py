@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from adder_flax import ops
-from adder_flax.layers import LAYER_NORM_EPSILON, drop_path_factors, gelu, image_to_patches, report_adder
+from adder_flax.attention import LAYER_NORM_EPSILON
+from adder_flax.layers import drop_path_factors, gelu, image_to_patches, report_adder
 
 
 class Linear(nn.Dense):

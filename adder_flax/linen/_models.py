@@ -7,7 +7,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from adder_flax.layers import LAYER_NORM_EPSILON, report_block
+from adder_flax.attention import LAYER_NORM_EPSILON
+from adder_flax.layers import report_block
 from adder_flax.linen._attention import MultiHeadAttention
 from adder_flax.linen._layers import DropPath, Linear, Mlp, PatchEmbed, linear_class
 from adder_flax.models import embed_positions

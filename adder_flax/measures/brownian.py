@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Array, Float
 
-LAYER_NORM_EPSILON = 1e-6
+from adder_flax.attention import LAYER_NORM_EPSILON
 
 
 def layer_norm(

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 from jaxtyping import Array, Float
 
-from adder_flax.measures.saturation import LAYER_NORM_EPSILON
+from adder_flax.attention import LAYER_NORM_EPSILON
 
 GATED_SCORES = ("dot", "bilinear", "additive")
 _SATURATED = 0.99

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
+from adder_flax.attention import LAYER_NORM_EPSILON
 from adder_flax.measures.maps import entropy
 from adder_flax.measures.variance import ADDER_VARIANCE_PER_DIM
-
-LAYER_NORM_EPSILON = 1e-6
 
 
 def additive_gradient_norm(

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import kfac
-from adder_flax.layers import LAYER_NORM_EPSILON, Block, Dropout, Linear, PatchEmbed
+from adder_flax.attention import LAYER_NORM_EPSILON
+from adder_flax.layers import Block, Dropout, Linear, PatchEmbed
 from adder_flax.models._stack import apply_blocks
 from adder_flax.models.settings import (
     check_alike,
@@ -19,6 +20,7 @@ from adder_flax.models.settings import (
     image_sides,
     per_block,
 )
+from adder_flax.settings import DEIT_SIZES
 
 
 class VisionTransformer(nnx.Module):
@@ -226,14 +228,19 @@ def deit_tiny(*, rngs: nnx.Rngs, **overrides: Any) -> VisionTransformer:
       rngs: initialisation keys.
       **overrides: any argument of `VisionTransformer`.
     """
-    return VisionTransformer(**{"width": 192, "depth": 12, "num_heads": 3, **overrides}, rngs=rngs)
+    return _deit("tiny", overrides, rngs)
 
 
 def deit_small(*, rngs: nnx.Rngs, **overrides: Any) -> VisionTransformer:
     """DeiT-Small: width 384, 12 blocks, 6 heads. Arguments as for `deit_tiny`."""
-    return VisionTransformer(**{"width": 384, "depth": 12, "num_heads": 6, **overrides}, rngs=rngs)
+    return _deit("small", overrides, rngs)
 
 
 def deit_base(*, rngs: nnx.Rngs, **overrides: Any) -> VisionTransformer:
     """DeiT-Base: width 768, 12 blocks, 12 heads. Arguments as for `deit_tiny`."""
-    return VisionTransformer(**{"width": 768, "depth": 12, "num_heads": 12, **overrides}, rngs=rngs)
+    return _deit("base", overrides, rngs)
+
+
+def _deit(size: str, overrides: Mapping[str, Any], rngs: nnx.Rngs) -> VisionTransformer:
+    width, num_heads = DEIT_SIZES[size]
+    return VisionTransformer(**{"width": width, "depth": 12, "num_heads": num_heads, **overrides}, rngs=rngs)

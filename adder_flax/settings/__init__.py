@@ -6,7 +6,14 @@ settings; all that is wrong with it is one message. Nothing here imports JAX, so
 
 from adder_flax.settings._data import DataSettings
 from adder_flax.settings._fields import Declared, SettingsError, declarations, defaults, read, section, setting, shown
-from adder_flax.settings._model import MODEL_SETTINGS, AdderSettings, AttentionSettings, ScoreSettings, VitSettings
+from adder_flax.settings._model import (
+    DEIT_SIZES,
+    MODEL_SETTINGS,
+    AdderSettings,
+    AttentionSettings,
+    ScoreSettings,
+    VitSettings,
+)
 from adder_flax.settings._numbers import is_on, put_numbers, take_numbers
 from adder_flax.settings._optimizer import CgFacSettings, OptimizerSettings
 from adder_flax.settings._rules import Choice, Flag, Integer, Names, Number, Or, Refused, Rule, Span, Text
@@ -14,6 +21,7 @@ from adder_flax.settings._run import MeshSettings, RunSettings
 from adder_flax.settings._task import TASK_SETTINGS, ClassificationSettings
 
 __all__ = [
+    "DEIT_SIZES",
     "MODEL_SETTINGS",
     "TASK_SETTINGS",
     "AdderSettings",

@@ -8,6 +8,8 @@ from adder_flax.settings._fields import section, setting
 from adder_flax.settings._rules import Choice, Flag, Integer, Names, Number, Or, Text
 
 MAX_DEPTH = 1000
+DEIT_SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
+"""Width and number of heads; all have 12 blocks, MLP ratio 4, heads of 64 (Touvron et al., 2021, DeiT)."""
 _DROP_RATE = Number(0, 1, "[)")
 _GRADIENT = Choice("sign", "full", "hardtanh")
 _LINEAR = Choice("dense", "adder")

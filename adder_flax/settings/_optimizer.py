@@ -71,7 +71,7 @@ class CgFacSettings:
 class OptimizerSettings:
     """The optimizer, its schedule and its decay."""
 
-    name: str = setting("adamw", Text("the name of an optimizer"), "adamw, sgd, cg_fac or a registered one")
+    name: str = setting("adamw", Text("the name of an optimizer"), "adamw, sgd, lbfgs, cg_fac or a registered one")
     learning_rate: float = setting(1e-3, _RATE, "peak of the schedule", data=True)
     final_learning_rate: float = setting(1e-5, _RATE, "end of the schedule, at the last step", data=True)
     warmup_epochs: float = setting(5.0, Number(0, 1e6), "linear rise from 0 to the peak, epochs", data=True)

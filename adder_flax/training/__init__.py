@@ -11,7 +11,7 @@ from adder_flax.training.estimate import Estimate, advise, estimate
 from adder_flax.training.evaluator import Evaluator
 from adder_flax.training.loop import Result, Trainer
 from adder_flax.training.metrics import peak_memory, read_metrics
-from adder_flax.training.optimizers import OPTIMIZERS, scale_by_adder_rate
+from adder_flax.training.optimizers import OPTIMIZERS, OptimizerSpec, register_optimizer, scale_by_adder_rate
 from adder_flax.training.processes import connect, fetch
 from adder_flax.training.setup import Run, abstract_batch, build_run, trace
 from adder_flax.training.step import evaluation_params, make_eval_step, make_train_step
@@ -20,6 +20,7 @@ from adder_flax.training.workdir import open_workdir, read_config, write_config
 
 __all__ = [
     "OPTIMIZERS",
+    "OptimizerSpec",
     "Checkpoints",
     "CurvatureOptimizer",
     "Estimate",
@@ -43,6 +44,7 @@ __all__ = [
     "peak_memory",
     "read_config",
     "read_metrics",
+    "register_optimizer",
     "scale_by_adder_rate",
     "topology_devices",
     "trace",

@@ -1,5 +1,5 @@
-"""Optimizers by name: AdamW, SGD and CG-FAC with warm-up, cosine decay, clipping, a weight-decay mask and AdderNet's
-rate."""
+"""Optimizers by name: AdamW, SGD and CG-FAC with warm-up, cosine decay, clipping, decoupled weight decay and AdderNet's
+rate; L-BFGS; and what `register_optimizer` adds."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -85,11 +85,16 @@ def _adamw(spec: OptimizerSpec) -> optax.GradientTransformation:
 def _sgd(spec: OptimizerSpec) -> optax.GradientTransformation:
     c = spec.settings
     optimizer = optax.chain(
-        optax.add_decayed_weights(c.weight_decay, mask=spec.decayed),
         optax.trace(decay=c.momentum),
+        optax.add_decayed_weights(c.weight_decay, mask=spec.decayed),
         optax.scale_by_learning_rate(spec.learning_rate),
     )
     return optax.chain(*_gradient_stages(spec), optimizer)
+
+
+def _lbfgs(spec: OptimizerSpec) -> optax.GradientTransformation:
+    """L-BFGS, with a line search in place of schedule, clipping and decay; for batches large enough to trust."""
+    return optax.lbfgs()
 
 
 def _gradient_stages(spec: OptimizerSpec) -> list[optax.GradientTransformation]:
@@ -157,6 +162,7 @@ def register_optimizer(name: str) -> Callable[[Callable], Callable]:
 
 register_optimizer("adamw")(_adamw)
 register_optimizer("cg_fac")(_cg_fac)
+register_optimizer("lbfgs")(_lbfgs)
 register_optimizer("sgd")(_sgd)
 
 

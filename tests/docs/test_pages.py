@@ -10,8 +10,12 @@ import kfac
 from adder_flax.attention import _registry
 from adder_flax.counting._walk import KERNELS
 from adder_flax.data import SETS
+from adder_flax.models import MODELS
 from adder_flax.ops import _backend
 from adder_flax.report import CLAIMS
+from adder_flax.settings import MODEL_SETTINGS, TASK_SETTINGS
+from adder_flax.tasks import TASKS
+from adder_flax.training import OPTIMIZERS
 from kfac import _registry as layer_registry
 from tests.processes import ROOT
 
@@ -33,6 +37,11 @@ REGISTRIES = [
     SETS,
     CLAIMS,
     KERNELS,
+    MODELS,
+    TASKS,
+    OPTIMIZERS,
+    MODEL_SETTINGS,
+    TASK_SETTINGS,
 ]
 
 

@@ -13,7 +13,9 @@ from flax import nnx
 from adder_flax.layers import AdderLinear, Linear
 from adder_flax.parameters import Axis, Facts, parameter_facts
 from adder_flax.settings import RunSettings, read
+from adder_flax.tasks import Outcome
 from adder_flax.training import optimizers, scale_by_adder_rate
+from adder_flax.training.step import Parts, init_state, make_train_step
 from tests.training.pieces import optimizer_of, vit
 
 
@@ -79,6 +81,49 @@ def test_adamw_against_numpy(pair, settings):
         direction = (mean / (1 - 0.9 ** (step + 1))) / (np.sqrt(variance / (1 - 0.999 ** (step + 1))) + 1e-8)
         expected -= 0.01 / (1 + step) * (direction + 0.05 * expected)
     np.testing.assert_allclose(current["dense"]["kernel"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_sgd_against_numpy_with_decay_beside_momentum(pair, settings):
+    params, facts = pair
+    optimizer = optimizer_of(settings(name="sgd", weight_decay=0.3, momentum=0.8), lambda step: 0.1 / (1 + step), facts)
+    state, current = optimizer.init(params), params
+    expected, velocity = np.asarray(params["dense"]["kernel"], np.float64), 0.0
+    for step in range(4):
+        gradient = jax.tree.map(lambda p, step=step: jnp.cos(3.0 * p + step), params)
+        updates, state = optimizer.update(gradient, state, current)
+        current = optax.apply_updates(current, updates)
+        velocity = 0.8 * velocity + np.asarray(gradient["dense"]["kernel"], np.float64)
+        expected -= 0.1 / (1 + step) * (velocity + 0.3 * expected)
+    np.testing.assert_allclose(current["dense"]["kernel"], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_line_searches_see_the_loss_of_the_whole_batch(accumulation_steps):
+    """L-BFGS in the training step against optax's own loop on the same least squares."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(8, 3)).astype(np.float32), rng.normal(size=8).astype(np.float32)
+    squares = lambda params, x, y: ((x @ params["w"] - y) ** 2).mean()
+    parts = Parts(
+        seed=0,
+        examples=lambda key, batch: (batch["x"], batch["y"]),
+        arguments=lambda examples: examples[:1],
+        loss=lambda params, examples, key: Outcome(squares(params, *examples), jnp.zeros((8, 1)), {}),
+        optimizer=optimizers.OPTIMIZERS.get("lbfgs")(None),
+        learning_rate=lambda step: 0.0,
+    )
+    params = {"w": jnp.zeros(3)}
+    state = init_state(params, optimizer=parts.optimizer, ema=False)
+    step = jax.jit(make_train_step(lambda hyper: parts, accumulation_steps=accumulation_steps))
+    optimizer = optax.lbfgs()
+    expected, own = params, optimizer.init(params)
+    value_fn = lambda params: squares(params, x, y)
+    for _ in range(15):
+        value, grad = jax.value_and_grad(value_fn)(expected)
+        updates, own = optimizer.update(grad, own, expected, value=value, grad=grad, value_fn=value_fn)
+        expected = optax.apply_updates(expected, updates)
+        state, _ = step(state, {"x": x, "y": y}, {})
+    np.testing.assert_allclose(state["params"]["w"], expected["w"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(state["params"]["w"], np.linalg.lstsq(x, y)[0], rtol=1e-3, atol=1e-4)
 
 
 def test_adder_rate_gives_each_adder_weight_the_norm_eta_root_k(pair, settings):

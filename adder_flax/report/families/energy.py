@@ -24,9 +24,10 @@ from adder_flax.report._study import (
     only_when,
 )
 from adder_flax.report.summary import summary_rows
+from adder_flax.settings import DEIT_SIZES
 
 _SOURCE = ENERGY.source
-SIZES = {"DeiT-Ti": (192, 3), "DeiT-S": (384, 6), "DeiT-B": (768, 12)}
+SIZES = dict(zip(("DeiT-Ti", "DeiT-S", "DeiT-B"), DEIT_SIZES.values(), strict=True))
 _LINEARS = {"qkv_linear": "adder", "proj_linear": "adder", "mlp_linear": "adder"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "multiplicative": {},
