@@ -53,9 +53,9 @@ def test_patches_follow_the_data(data, tokens):
 
 def test_mirrored_and_mixed_are_photographs_alone():
     for data, probability in (("mnist", 0.0), ("digits", 0.0), ("fashion_mnist", 0.5), ("folder", 0.5)):
-        augment = importlib.import_module("experiments.deit_tiny").get_config(data).augment
-        assert augment.flip_probability == probability
-        assert (augment.mixup_alpha > 0) == (probability > 0)
+        task = importlib.import_module("experiments.deit_tiny").get_config(data).task
+        assert task.flip_probability == probability
+        assert (task.mixup_alpha > 0) == (probability > 0)
 
 
 @pytest.mark.parametrize(("name", "scale"), [("deit_tiny", 64**-0.5), ("additive_deit_tiny", 1.0)])

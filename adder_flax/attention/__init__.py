@@ -19,7 +19,7 @@ from adder_flax.attention._registry import (
     register_score,
     score_names,
 )
-from adder_flax.attention._seq2seq import AdditiveAttention, BilinearAttention
+from adder_flax.attention._seq2seq import AdditiveAttention, BilinearAttention, SequenceAttention
 
 __all__ = [
     "LAYER_NORM_EPSILON",
@@ -28,6 +28,7 @@ __all__ = [
     "MultiHeadAttention",
     "Score",
     "ScoreParameter",
+    "SequenceAttention",
     "adder_attention",
     "adder_scores",
     "additive_attention",

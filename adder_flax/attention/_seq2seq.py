@@ -1,5 +1,6 @@
 """Single-head attention of sequence-to-sequence models, from decoder states to encoder states."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import flax.nnx as nnx
@@ -11,25 +12,45 @@ from adder_flax.attention._registry import get_score
 from adder_flax.attention.checks import check_temperature
 
 
-class _SingleHeadAttention(nnx.Module):
-    """One head whose learned arrays, without a head axis, are the module's own parameters."""
+class SequenceAttention(nnx.Module):
+    """One head of any score, whose learned arrays, without a head axis, are the module's own parameters.
+
+    The identity map is never added: position i of one sequence is not position i of the other.
+
+    Args:
+      query_features: d_s, width of the decoder states s.
+      key_features: d_h, width of the encoder states h.
+      score: a registered name; "dot", "adder" and "gaussian" want equal widths.
+      options: of the score.
+      scale: factor on the scores, see `attend`.
+      temperature: a positive number, or "learned", exp(`log_temperature`), which starts at 1.
+      param_dtype: dtype of the parameters.
+      rngs: initialisation keys.
+
+    >>> attention = SequenceAttention(8, 8, score="adder", rngs=nnx.Rngs(0))
+    >>> attention(jnp.ones((2, 5, 8)), jnp.ones((2, 7, 8))).shape
+    (2, 5, 8)
+    """
 
     def __init__(
         self,
-        score: str,
         query_features: int,
         key_features: int,
-        options: dict[str, Any],
-        scale: str | float | None,
-        temperature: float | str,
-        param_dtype: jnp.dtype,
+        *,
+        score: str = "additive",
+        options: Mapping[str, Any] | None = None,
+        scale: str | float | None = None,
+        temperature: float | str = 1.0,
+        param_dtype: jnp.dtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        specs = get_score(score).learned_parameters(1, query_features, key_features, options)
+        specs = get_score(score).learned_parameters(1, query_features, key_features, options or {})
         for name, spec in specs.items():
             setattr(self, name, nnx.Param(spec.init(rngs.params(), spec.shape, param_dtype)[0]))
         check_temperature(temperature)
         self.score_name = score
+        # A tuple, because what a module knows besides its parameters has to be hashable.
+        self.score_options = tuple(sorted((options or {}).items()))
         self.parameter_names = tuple(specs)
         self.scale = scale
         self.temperature = temperature
@@ -60,21 +81,23 @@ class _SingleHeadAttention(nnx.Module):
         """
         value = key if value is None else value
         log_temperature = self.log_temperature
-        context, weights = attend(
+        attended = attend(
             *(x[..., None, :] for x in (query, key, value)),
             score=self.score_name,
+            score_options=dict(self.score_options),
+            identity=False,
             parameters={name: getattr(self, name)[...][None] for name in self.parameter_names},
             mask=None if mask is None else mask[..., None, :, :],
             bias=None if bias is None else bias[..., None, :, :],
             scale=self.scale,
             temperature=self.temperature if log_temperature is None else jnp.exp(log_temperature[...]),
-            return_weights=True,
+            return_weights=return_weights,
         )
-        context, weights = context[..., 0, :], weights[..., 0, :, :]
-        return (context, weights) if return_weights else context
+        context, weights = attended if return_weights else (attended, None)
+        return (context[..., 0, :], weights[..., 0, :, :]) if return_weights else context[..., 0, :]
 
 
-class AdditiveAttention(_SingleHeadAttention):
+class AdditiveAttention(SequenceAttention):
     """Additive attention: weights softmax(vᵀ tanh(W_s s + W_h h + b) / T) (Bahdanau et al., 2015).
 
     It has d_a (d_s + d_h + 1) parameters and d_a more for b, plus d_a for the LayerNorm's scale.
@@ -108,10 +131,19 @@ class AdditiveAttention(_SingleHeadAttention):
         rngs: nnx.Rngs,
     ):
         options = dict(hidden_dim=hidden_dim, layer_norm=layer_norm)
-        super().__init__("additive", query_features, key_features, options, scale, temperature, param_dtype, rngs)
+        super().__init__(
+            query_features,
+            key_features,
+            score="additive",
+            options=options,
+            scale=scale,
+            temperature=temperature,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
 
 
-class BilinearAttention(_SingleHeadAttention):
+class BilinearAttention(SequenceAttention):
     """Multiplicative attention: weights softmax(sᵀ W h · scale / T) (Luong et al., 2015, "general").
 
     Args:
@@ -137,4 +169,12 @@ class BilinearAttention(_SingleHeadAttention):
         param_dtype: jnp.dtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        super().__init__("bilinear", query_features, key_features, {}, scale, temperature, param_dtype, rngs)
+        super().__init__(
+            query_features,
+            key_features,
+            score="bilinear",
+            scale=scale,
+            temperature=temperature,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )

@@ -16,6 +16,7 @@ from adder_flax.data._augment import (
 from adder_flax.data._load import describe, load_or_imitate, load_source
 from adder_flax.data._pipeline import EvalPipeline, TrainPipeline
 from adder_flax.data._registry import SETS, DataSet, register_source, resolve_split
+from adder_flax.data._sequences import SequenceSource
 from adder_flax.data._source import (
     ArraySource,
     CachedSource,
@@ -37,6 +38,7 @@ __all__ = [
     "EncodedSource",
     "EvalPipeline",
     "ImageSource",
+    "SequenceSource",
     "Source",
     "TrainPipeline",
     "UnreadableRecordError",

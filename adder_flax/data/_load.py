@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from adder_flax.data import _digits, _folder  # noqa: F401  each registers its set
+from adder_flax.data import _digits, _folder, _pronunciations  # noqa: F401  each registers its set
 from adder_flax.data._fake import FakeSource
 from adder_flax.data._registry import SETS, DataSet, resolve_split
 from adder_flax.data._source import DataError, NotPreparedError, Source
@@ -27,6 +27,7 @@ def load_source(
     - ``"folder"``: data_dir/<split>/<class>/<image>, decoded to RGB.
     - ``"fake"``: random images, default 224x224x3, 1,000 classes, 50,000 examples; its own options are
       ``num_classes``, ``num_examples`` and ``channels``.
+    - ``"cmudict"``: words and their phonemes, from the CMU Pronouncing Dictionary.
     - what was added with `register_source`.
     - any other name: that TFDS set, read without TensorFlow where it is prepared as ArrayRecord; the error
       for one that is not prepared names the command that prepares it.

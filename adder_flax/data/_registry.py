@@ -27,7 +27,8 @@ class DataSet:
         num_classes: number of classes.
         statistics: mean and standard deviation of each channel of the training split, of images in [0, 1]. None: those
             of small sets are computed; sets of large photographs get ImageNet's.
-        kind: ``"photographs"`` may be mirrored and mixed, ``"characters"`` may not: the default recipe asks.
+        kind: ``"photographs"`` may be mirrored and mixed, ``"characters"`` may not, ``"words"`` are no images: the
+            default recipe asks.
         options: names of further keyword arguments that ``load`` takes from `load_source`.
     """
 
@@ -37,7 +38,7 @@ class DataSet:
     image_shape: tuple[int | None, int | None, int] | None = None
     num_classes: int | None = None
     statistics: Statistics | None = None
-    kind: Literal["photographs", "characters"] = "photographs"
+    kind: Literal["photographs", "characters", "words"] = "photographs"
     options: tuple[str, ...] = ()
 
 

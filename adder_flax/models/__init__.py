@@ -1,18 +1,26 @@
 """Whole networks and their named sizes."""
 
 from adder_flax.models._build import build_vit
+from adder_flax.models._decode import beam_search, greedy_decode
 from adder_flax.models._registry import MODELS, Builder, Example, register_model
+from adder_flax.models._seq2seq import Memory, Seq2Seq, Seq2SeqSettings, build_seq2seq
 from adder_flax.models._vit import VisionTransformer, deit_base, deit_small, deit_tiny, embed_positions
 
 __all__ = [
     "MODELS",
     "Builder",
     "Example",
+    "Memory",
+    "Seq2Seq",
+    "Seq2SeqSettings",
     "VisionTransformer",
+    "beam_search",
+    "build_seq2seq",
     "build_vit",
     "deit_base",
     "deit_small",
     "deit_tiny",
     "embed_positions",
+    "greedy_decode",
     "register_model",
 ]

@@ -33,7 +33,7 @@ def build_vit(settings: VitSettings, example: Example, *, rngs: nnx.Rngs) -> Vis
             "dtype": jnp.dtype(settings.dtype),
             "adder_options": vars(settings.adder_options),
             "score": attention.score if len(attention.score) > 1 else attention.score[0],
-            "score_options": _score_options(attention),
+            "score_options": score_options(attention),
         },
         identity=attention.identity,
         scale=attention.scale,
@@ -47,7 +47,7 @@ def build_vit(settings: VitSettings, example: Example, *, rngs: nnx.Rngs) -> Vis
     )
 
 
-def _score_options(attention: AttentionSettings) -> Any:
+def score_options(attention: AttentionSettings) -> Any:
     """Returns the options that each score takes: one mapping, or one for each block."""
     contracts = [get_score(name) for name in attention.score]
     taken = [{*contract.function_options, *contract.parameter_options} for contract in contracts]

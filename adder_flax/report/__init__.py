@@ -15,6 +15,7 @@ from adder_flax.report._study import (
 from adder_flax.report._style import new_figure, save_figure
 from adder_flax.report.captures import BlockCapture, Capture, capture
 from adder_flax.report.figures import (
+    alignment_figure,
     attention_figure,
     comparison_figure,
     curves_figure,
@@ -51,6 +52,7 @@ __all__ = [
     "Section",
     "Study",
     "SummaryRow",
+    "alignment_figure",
     "attention_figure",
     "capture",
     "comparison_figure",

@@ -123,6 +123,44 @@ def attention_of_images(task: Task, model: nnx.Module, source: ImageSource, titl
     return attention_figure(batch["image"], maps, class_token=class_token, captions=captions, title=title)
 
 
+def alignment_figure(
+    sources: Sequence[Sequence[str]],
+    targets: Sequence[Sequence[str]],
+    maps: Sequence[Float[Array, "target source"]],
+    *,
+    title: str = "",
+) -> "Figure":
+    """Where a sequence model looks while it writes: a panel for each pair of sequences, a row for each symbol written.
+
+    Args:
+      sources: symbols that were read.
+      targets: symbols that were written.
+      maps: how much of each source symbol each target symbol looks at.
+      title: above all.
+
+    Returns:
+      The figure.
+
+    Example:
+      >>> figure = alignment_figure(["cat", "it"], [("K", "AE", "T"), ("IH", "T")], [np.eye(3), np.eye(2)])
+      >>> len(figure.axes)
+      2
+    """
+    columns = min(len(maps), 3)
+    rows = -(-len(maps) // columns)
+    figure, grid = _style.new_figure(3.2 * columns, 3.0 * rows, rows, columns)
+    for axes in grid.ravel()[len(maps) :]:
+        axes.remove()
+    for axes, source, target, weights in zip(grid.ravel(), sources, targets, maps, strict=False):
+        axes.imshow(weights, cmap=_style.HEAT, vmin=0.0, vmax=1.0, aspect="auto")
+        axes.set_xticks(range(len(source)), source)
+        axes.set_yticks(range(len(target)), target)
+        axes.tick_params(labelsize=8, length=0)
+    if title:
+        _style.headline(figure, title)
+    return figure
+
+
 def attention_figure(
     images: np.ndarray,
     maps: Sequence[Float[Array, "image head token token"]],

@@ -1,6 +1,21 @@
 """What is learned from a batch: examples, loss and scores, found by name."""
 
 from adder_flax.tasks._classification import Classification, ImageFacts
+from adder_flax.tasks._edit_distance import edit_distance
 from adder_flax.tasks._task import TASKS, Best, Outcome, Task, register_task
+from adder_flax.tasks._transduction import SequenceFacts, Transduction, TransductionSettings, closest
 
-__all__ = ["TASKS", "Best", "Classification", "ImageFacts", "Outcome", "Task", "register_task"]
+__all__ = [
+    "TASKS",
+    "Best",
+    "Classification",
+    "ImageFacts",
+    "Outcome",
+    "SequenceFacts",
+    "Task",
+    "Transduction",
+    "TransductionSettings",
+    "closest",
+    "edit_distance",
+    "register_task",
+]

@@ -180,7 +180,7 @@ def learning_rate(
 
     Example:
       >>> settings = OptimizerSettings(learning_rate=1.0, final_learning_rate=0.0)
-      >>> [float(learning_rate(settings, step, warmup_steps=2, num_steps=4)) for step in (0, 1, 2, 3)]
+      >>> [round(float(learning_rate(settings, step, warmup_steps=2, num_steps=4)), 4) for step in (0, 1, 2, 3)]
       [0.0, 0.5, 1.0, 0.5]
     """
     peak, end = settings.learning_rate, settings.final_learning_rate

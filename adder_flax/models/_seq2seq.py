@@ -1,0 +1,217 @@
+"""Sequence to sequence with attention: a bidirectional GRU reads, a GRU with attention writes."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from adder_flax.attention import SequenceAttention
+from adder_flax.layers import Dropout, Linear
+from adder_flax.models._build import score_options
+from adder_flax.models._registry import Example, register_model
+from adder_flax.settings import AttentionSettings, Choice, Integer, Number, Text, section, setting
+
+
+@dataclasses.dataclass(frozen=True)
+class Seq2SeqSettings:
+    """Encoder and decoder with attention between them."""
+
+    name: str = setting("seq2seq", Text("the name of a model"), "the model, whose own fields follow")
+    width: int = setting(256, Integer(2, 65536), "of the states; even, as each direction reads with half of it")
+    embedding_features: int = setting(64, Integer(1, 65536), "of the symbols")
+    attention: AttentionSettings = section(AttentionSettings, inline=True)
+    dropout_rate: float = setting(0.2, Number(0, 1, "[)"), "of embeddings and of what gives the logits", data="if on")
+    dtype: str = setting("float32", Choice("float32", "bfloat16", "float16"), "of the computation")
+
+
+class Memory(NamedTuple):
+    """What the decoder knows of the source.
+
+    Attributes:
+      states: of the encoder at each symbol, which attention mixes.
+      mask: True at symbols, False where a row is filled up.
+      start: the decoder's first state.
+    """
+
+    states: Float[Array, "batch source width"]
+    mask: Bool[Array, "batch source"]
+    start: Float[Array, "batch width"]
+
+
+class Seq2Seq(nnx.Module):
+    """Encoder and decoder of GRUs with attention between them.
+
+    The decoder's state s_t is the query, the encoder's states h_i are keys and values; the context c_t and s_t give
+    the logits, softmax(W tanh(W_c [c_t; s_t])) (Luong et al., 2015, https://arxiv.org/abs/1508.04025, eq. 5-6, global
+    attention without input feeding: with the targets given, all steps attend at once). The encoder is bidirectional
+    (Bahdanau et al., 2015, https://arxiv.org/abs/1409.0473).
+
+    Symbols are numbers; 0 fills a row up and `end_symbol` ends a target and stands before its first symbol.
+
+    Args:
+      source_symbols, target_symbols: how many there are, filling and end included.
+      width: of the states; the encoder's halves have half of it each.
+      embedding_features: of the symbols.
+      score: attention score by name.
+      score_options, scale, temperature: of the score, see `adder_flax.attention.SequenceAttention`.
+      dropout_rate: of embeddings and of what gives the logits.
+      end_symbol: number of the end.
+      dtype: dtype of the computation; None for that of the parameters.
+      param_dtype: dtype of the parameters.
+      rngs: initialisation keys.
+
+    >>> model = Seq2Seq(source_symbols=5, target_symbols=7, width=8, embedding_features=4, rngs=nnx.Rngs(0))
+    >>> source, target = jnp.array([[1, 2, 3, 0]]), jnp.array([[4, 5, 1]])
+    >>> model(source, target).shape
+    (1, 3, 7)
+    """
+
+    def __init__(
+        self,
+        *,
+        source_symbols: int,
+        target_symbols: int,
+        width: int = 256,
+        embedding_features: int = 128,
+        score: str = "additive",
+        score_options: Mapping[str, Any] | None = None,
+        scale: str | float | None = None,
+        temperature: float | str = 1.0,
+        dropout_rate: float = 0.0,
+        end_symbol: int = 1,
+        dtype: jnp.dtype | None = None,
+        param_dtype: jnp.dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        if width < 2 or width % 2:
+            raise ValueError(f"expected an even width of at least 2, got {width}; each direction reads with half of it")
+        shared = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.end_symbol = end_symbol
+        self.source_embedding = nnx.Embed(source_symbols, embedding_features, **shared)
+        self.target_embedding = nnx.Embed(target_symbols, embedding_features, **shared)
+        self.forward = nnx.GRUCell(embedding_features, width // 2, **shared)
+        self.backward = nnx.GRUCell(embedding_features, width // 2, **shared)
+        self.bridge = Linear(width, width, **shared)
+        self.decoder = nnx.GRUCell(embedding_features, width, **shared)
+        self.attention = SequenceAttention(
+            width,
+            width,
+            score=score,
+            options=score_options,
+            scale=scale,
+            temperature=temperature,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        self.combine = Linear(2 * width, width, **shared)
+        self.head = Linear(width, target_symbols, **shared)
+        self.dropout = Dropout(dropout_rate)
+
+    def __call__(
+        self,
+        source: Int[Array, "batch source"],
+        target: Int[Array, "batch target"],
+        *,
+        deterministic: bool = True,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "batch target symbols"]:
+        """Logits of every target symbol, given the source and the target symbols before it (teacher forcing)."""
+        random = dict(deterministic=deterministic, rngs=rngs)
+        memory = self.encode(source, **random)
+        before = jnp.pad(target[:, :-1], ((0, 0), (1, 0)), constant_values=self.end_symbol)
+        embedded = self.dropout(self.target_embedding(before), **random)
+        states = _run(self.decoder, embedded, jnp.ones(before.shape, bool), memory.start)
+        return self.read_out(states, memory, **random)
+
+    def set_data(self, settings: Any) -> None:
+        """Takes the rate of dropout anew, where it is on; it may be traced."""
+        self.dropout.set_rate(settings.dropout_rate)
+
+    def encode(
+        self, source: Int[Array, "batch source"], *, deterministic: bool = True, rngs: nnx.Rngs | None = None
+    ) -> Memory:
+        """Reads the source."""
+        mask = source != 0
+        embedded = self.dropout(self.source_embedding(source), deterministic=deterministic, rngs=rngs)
+        zero = jnp.zeros((len(source), self.forward.hidden_features), embedded.dtype)
+        onward = _run(self.forward, embedded, mask, zero)
+        back = _run(self.backward, embedded[:, ::-1], mask[:, ::-1], zero)[:, ::-1]
+        ends = jnp.concatenate([onward[:, -1], back[:, 0]], axis=-1)
+        return Memory(jnp.concatenate([onward, back], axis=-1), mask, jnp.tanh(self.bridge(ends)))
+
+    def step(
+        self, memory: Memory, state: Float[Array, "batch width"], symbol: Int[Array, " batch"]
+    ) -> tuple[Float[Array, "batch width"], Float[Array, "batch symbols"]]:
+        """The decoder's next state and the logits that follow, behind one symbol."""
+        state, _ = self.decoder(state, self.target_embedding(symbol))
+        return state, self.read_out(state[:, None], memory)[:, 0]
+
+    def read_out(
+        self,
+        states: Float[Array, "batch target width"],
+        memory: Memory,
+        *,
+        deterministic: bool = True,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "batch target symbols"]:
+        """Logits of decoder states."""
+        context = self.attention(states, memory.states, mask=memory.mask[:, None, :])
+        combined = jnp.tanh(self.combine(jnp.concatenate([context, states], axis=-1)))
+        logits = self.head(self.dropout(combined, deterministic=deterministic, rngs=rngs))
+        return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+
+
+def _run(
+    cell: nnx.GRUCell,
+    inputs: Float[Array, "batch time features"],
+    mask: Bool[Array, "batch time"],
+    state: Float[Array, "batch width"],
+) -> Float[Array, "batch time width"]:
+    """States of a recurrent cell over time; where the mask is False the state stays as it is."""
+
+    def step(state, now):
+        x, present = now
+        new, _ = cell(state, x)
+        state = jnp.where(present[:, None], new, state)
+        return state, state
+
+    _, states = jax.lax.scan(step, state, (inputs.swapaxes(0, 1), mask.T))
+    return states.swapaxes(0, 1)
+
+
+@register_model("seq2seq", Seq2SeqSettings)
+def build_seq2seq(settings: Seq2SeqSettings, example: Example, *, rngs: nnx.Rngs) -> Seq2Seq:
+    """Builds a sequence model for ``source_symbols`` and ``target_symbols``.
+
+    Raises:
+      ValueError: data that are no pairs of sequences, or settings that attention from one to the other has no use for.
+    """
+    if "target_symbols" not in example.sizes:
+        raise ValueError(
+            f"expected pairs of sequences for config.model.name=seq2seq, got {example}; set --config.model.name or "
+            "--config.task.name"
+        )
+    attention = settings.attention
+    if len(attention.score) != 1 or attention.identity or attention.attention_dropout_rate:
+        raise ValueError(
+            "expected one score, no identity map (positions of two sequences are not the same) and no "
+            f"attention_dropout_rate for config.model.name=seq2seq, got {attention.score}, identity "
+            f"{attention.identity} and {attention.attention_dropout_rate}; set --config.model.*"
+        )
+    return Seq2Seq(
+        source_symbols=example.sizes["source_symbols"],
+        target_symbols=example.sizes["target_symbols"],
+        width=settings.width,
+        embedding_features=settings.embedding_features,
+        score=attention.score[0],
+        score_options=score_options(attention),
+        scale=attention.scale,
+        temperature=attention.temperature,
+        dropout_rate=settings.dropout_rate,
+        dtype=jnp.dtype(settings.dtype),
+        rngs=rngs,
+    )

@@ -1,0 +1,177 @@
+"""Sequences and what they are to be turned into: spelling to phonemes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from adder_flax import data, recorder
+from adder_flax.data._sequences import END, PAD
+from adder_flax.models import Example, beam_search
+from adder_flax.registry import load
+from adder_flax.settings import Integer, Number, Text, setting
+from adder_flax.tasks._edit_distance import edit_distance, length_to
+from adder_flax.tasks._task import Batch, Best, Outcome, Task, register_task
+
+_SHOWN = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class TransductionSettings:
+    """Turning sequences into others."""
+
+    name: str = setting("transduction", Text("the name of a task"), "the task, whose own fields follow")
+    label_smoothing: float = setting(0.0, Number(0, 1, "[)"), "share of the targets that all symbols get", data=True)
+    num_beams: int = setting(1, Integer(1, 1024), "kept while the model writes; 1 takes the likeliest symbol each time")
+
+
+class SequenceFacts(NamedTuple):
+    """What transduction has to know of a source.
+
+    Attributes:
+      source_symbols, target_symbols: how many there are, what fills up and what ends included.
+      source_length, target_length: of the rows to learn from.
+      longest: target that the data have, its end included: where decoding stops.
+    """
+
+    source_symbols: int
+    target_symbols: int
+    source_length: int
+    target_length: int
+    longest: int
+
+
+@register_task("transduction", TransductionSettings)
+class Transduction(Task):
+    """Mean cross-entropy of the target's symbols given those before them; errors of what the model writes by itself.
+
+    A source gives ``"source"``, int32 (batch, source), and to learn from ``"target"``, int32 (batch, target), ended by
+    `END` and filled up with `PAD`. To evaluate, ``"references"``, int32 (batch, references, target), holds every right
+    answer; rows of `PAD` alone are none. The model is called with (source, target) and writes with its ``encode`` and
+    ``step``, see `adder_flax.models.Seq2Seq`.
+
+    The error of a word is the least number of edits to one of its references; the symbol error rate is the sum of
+    edits over the sum of the lengths of those references, and the word error rate the share of words with any.
+    """
+
+    unit: ClassVar[str] = "words"
+    best: ClassVar[Best] = Best("phoneme_error_rate", largest=False)
+
+    @classmethod
+    def facts(cls, source: data.Source) -> SequenceFacts:
+        if not isinstance(source, data.SequenceSource):
+            raise data.DataError(
+                f"Expected a data set of pairs of sequences for config.task.name=transduction, got {source.name}. "
+                "Set --config.data.name, or the task that is meant for it."
+            )
+        symbols = (len(source.symbols[kind]) for kind in ("source", "target"))
+        lengths = (source.arrays[kind].shape[-1] for kind in ("source", "target"))
+        return SequenceFacts(*symbols, *lengths, source.longest)
+
+    def example(self) -> Example:
+        facts = self.data_facts
+        row = lambda length: jax.ShapeDtypeStruct((1, length), jnp.int32)
+        sizes = {"source_symbols": facts.source_symbols, "target_symbols": facts.target_symbols}
+        return Example((row(facts.source_length), row(facts.target_length)), sizes)
+
+    def examples(self, key: Array, batch: Batch) -> tuple[Array, Array]:
+        """Returns sources and targets as they are."""
+        del key
+        return batch["source"], batch["target"]
+
+    def arguments(self, examples: tuple[Array, Array]) -> tuple[Array, Array]:
+        return examples
+
+    def loss(self, model: nnx.Module, examples: tuple[Array, Array], *, rngs: nnx.Rngs) -> Outcome:
+        _, target = examples
+        real = target != PAD
+        logits = model(*self.arguments(examples), deterministic=False, rngs=rngs).astype(jnp.float32)
+        # Constant where nothing is to be said: such places have neither gradient nor curvature.
+        logits = jnp.where(real[..., None], logits, 0.0)
+        classes = jax.nn.one_hot(target, logits.shape[-1])
+        losses = optax.softmax_cross_entropy(logits, optax.smooth_labels(classes, self.settings.label_smoothing))
+        hits = logits.argmax(-1) == target
+        mean = lambda values: (values * real).sum() / real.sum()
+        return Outcome(mean(losses), logits, {"symbol_accuracy": mean(hits)})
+
+    def inputs(self, batch: Batch) -> tuple[Array, Array]:
+        return batch["source"], batch["references"][:, 0]
+
+    def write(self, model: nnx.Module, source: Int[Array, "batch source"]) -> Int[Array, "batch target"]:
+        """Returns what the model makes of the sources, ended and filled up with `END`."""
+        memory = model.encode(source)
+
+        def step(state, symbol):
+            memory, state = state
+            state, logits = model.step(memory, state, symbol)
+            return (memory, state), logits
+
+        options = dict(end_symbol=END, max_length=self.data_facts.longest, num_beams=self.settings.num_beams)
+        written, _ = beam_search(step, (memory, memory.start), len(source), **options)
+        return written[:, 0]
+
+    def sums(self, model: nnx.Module, batch: Batch) -> dict[str, Float[Array, ""]]:
+        references, mask = batch["references"], batch["mask"]
+        source, first = self.inputs(batch)
+        losses = optax.softmax_cross_entropy_with_integer_labels(model(source, first), first)
+        real = (first != PAD) & mask[:, None]
+        edits, lengths = closest(self.write(model, source), references)
+        return {
+            "symbol_loss": (losses * real).sum(),
+            "symbols": real.sum().astype(jnp.float32),
+            "edits": (edits * mask).sum().astype(jnp.float32),
+            "phonemes": (lengths * mask).sum().astype(jnp.float32),
+            "wrong": ((edits > 0) & mask).sum().astype(jnp.float32),
+            "count": mask.sum().astype(jnp.float32),
+        }
+
+    def scores(self, sums: dict[str, float]) -> dict[str, float]:
+        return {
+            "loss": sums["symbol_loss"] / sums["symbols"],
+            "phoneme_error_rate": sums["edits"] / sums["phonemes"],
+            "word_error_rate": sums["wrong"] / sums["count"],
+        }
+
+    def about(self) -> str:
+        return f"{self.data_facts.source_symbols} and {self.data_facts.target_symbols} symbols"
+
+    def pictures(self, model: nnx.Module, source: data.SequenceSource, title: str) -> dict[str, Callable[[], Any]]:
+        draw = load("adder_flax.report.figures:alignment_figure")
+        return {"attention.png": lambda: draw(*self._alignments(model, source), title=title)}
+
+    def _alignments(self, model: nnx.Module, source: data.SequenceSource) -> tuple[list, list, list]:
+        """Returns sources and what the model writes for them as tuples of symbols, and its alignments of the two."""
+        # The longest of the first words: there is more to see.
+        letters = source.first(100)["source"]
+        letters = letters[np.argsort(-(letters != PAD).sum(-1), kind="stable")[:_SHOWN]]
+        written = jax.jit(self.write)(model, letters)
+        _, records = recorder.record({"attention": ["weights"]}, model, letters, written)
+        weights = np.asarray(records[-1].arrays["weights"])[:, 0]
+        columns = [source.text("source", row) for row in letters]
+        rows = [source.text("target", row) for row in np.asarray(written)]
+        return columns, rows, [w[: len(r), : len(c)] for w, r, c in zip(weights, rows, columns, strict=True)]
+
+
+def closest(
+    written: Int[Array, "batch written"], references: Int[Array, "batch references target"]
+) -> tuple[Int[Array, " batch"], Int[Array, " batch"]]:
+    """Returns the least number of edits to a reference, and the length of that reference.
+
+    >>> written = jnp.array([[5, 6, END, END]])
+    >>> edits, lengths = closest(written, jnp.array([[[5, 7, 6, END], [5, END, PAD, PAD], [PAD, PAD, PAD, PAD]]]))
+    >>> edits.tolist(), lengths.tolist()
+    ([1], [3])
+    """
+    lengths = length_to(references, END)
+    guess = jnp.broadcast_to(written[:, None], (*references.shape[:2], written.shape[-1]))
+    edits = edit_distance(guess, references, length_to(guess, END), lengths)
+    present: Bool[Array, "batch references"] = references[..., 0] != PAD
+    best = jnp.where(present, edits, jnp.iinfo(edits.dtype).max).argmin(-1, keepdims=True)
+    take = lambda x: jnp.take_along_axis(x, best, axis=-1)[:, 0]
+    return take(edits), take(lengths)

@@ -1,0 +1,87 @@
+"""Greedy decoding and beam search against the enumeration of all sequences of a small model."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adder_flax.models._decode import beam_search, greedy_decode
+
+SYMBOLS, END, LENGTH = 4, 1, 4
+
+
+@pytest.fixture
+def tables():
+    """Log-probabilities of the next symbol behind the last two, per row of the batch: a model with a state."""
+    logits = 1.5 * np.random.default_rng(0).normal(size=(5, SYMBOLS, SYMBOLS, SYMBOLS))
+    return jax.nn.log_softmax(jnp.asarray(logits))
+
+
+def step_of(tables, rows):
+    """A model whose state is the symbol before the last."""
+
+    def step(state, last):
+        return (state[0], last), tables[state[0], state[1], last]
+
+    return step, (jnp.arange(rows), jnp.full(rows, END))
+
+
+def log_probability(table, sequence):
+    total, before, last = 0.0, END, END
+    for symbol in sequence:
+        total += float(table[before, last, symbol])
+        before, last = last, symbol
+        if symbol == END:
+            break
+    return total
+
+
+def all_sequences():
+    """Every sequence of up to LENGTH symbols that ends at END, or is cut."""
+    for sequence in itertools.product(range(SYMBOLS), repeat=LENGTH):
+        ended = sequence.index(END) if END in sequence else LENGTH
+        if all(symbol == END for symbol in sequence[ended:]):
+            yield sequence
+
+
+def test_a_beam_wide_enough_finds_the_likeliest_sequences(tables):
+    step, state = step_of(tables, len(tables))
+    sequences, log_probabilities = beam_search(
+        step, state, len(tables), end_symbol=END, max_length=LENGTH, num_beams=SYMBOLS**LENGTH
+    )
+    for table, found, values in zip(tables, sequences, log_probabilities, strict=True):
+        ranked = sorted(all_sequences(), key=lambda s: -log_probability(table, s))
+        assert found[:10].tolist() == [list(s) for s in ranked[:10]]
+        np.testing.assert_allclose(values[:10], [log_probability(table, s) for s in ranked[:10]], rtol=1e-5)
+
+
+def test_one_beam_is_greedy_decoding(tables):
+    step, state = step_of(tables, len(tables))
+    options = dict(end_symbol=END, max_length=LENGTH)
+    one, _ = beam_search(step, state, len(tables), num_beams=1, **options)
+    assert one[:, 0].tolist() == greedy_decode(step, state, len(tables), **options).tolist()
+
+
+def test_more_beams_never_find_a_less_likely_best(tables):
+    step, state = step_of(tables, len(tables))
+    best = [
+        beam_search(step, state, len(tables), end_symbol=END, max_length=LENGTH, num_beams=n)[1][:, 0]
+        for n in (1, SYMBOLS**LENGTH)
+    ]
+    assert (best[1] >= best[0] - 1e-6).all()
+    assert (best[1] > best[0] + 1e-3).any()
+
+
+def test_greedy_decoding_takes_the_largest_logit_until_the_end(tables):
+    step, state = step_of(tables, len(tables))
+    found = greedy_decode(step, state, len(tables), end_symbol=END, max_length=LENGTH)
+    for table, sequence in zip(np.asarray(tables), found.tolist(), strict=True):
+        before, last, expected = END, END, []
+        while len(expected) < LENGTH:
+            before, last = last, int(table[before, last].argmax())
+            expected.append(last)
+            if last == END:
+                expected += [END] * (LENGTH - len(expected))
+        assert sequence == expected

@@ -1,0 +1,129 @@
+"""Transduction: loss and scores against NumPy and the textbook recursion, padding, training that learns."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from adder_flax import data, tasks
+from adder_flax.data._sequences import pad
+from adder_flax.models import Seq2Seq
+from tests.tasks.test_edit_distance import by_recursion
+
+SYMBOLS = {"source": ("", "a", "b", "c"), "target": ("", "", "A", "B", "C")}
+
+
+@pytest.fixture
+def source():
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(1, 4, rng.integers(1, 6)).tolist() for _ in range(40)]
+    arrays = {"source": pad(rows, 5), "target": pad([[*(n + 1 for n in row), 1] for row in rows], 6)}
+    return data.SequenceSource("upper", "train", ["train"], arrays, SYMBOLS, longest=6)
+
+
+def make_task(source, **settings):
+    return tasks.Transduction(
+        dataclasses.replace(tasks.TransductionSettings(), **settings), tasks.Transduction.facts(source)
+    )
+
+
+def make_model(task):
+    sizes = task.example().sizes
+    return Seq2Seq(**sizes, width=16, embedding_features=8, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_is_the_mean_over_real_symbols(source, smoothing):
+    task = make_task(source, label_smoothing=smoothing)
+    model, batch = make_model(task), source.first(12)
+    examples = task.examples(jax.random.key(0), batch)
+    outcome = task.loss(model, examples, rngs=nnx.Rngs(0))
+    logits = np.asarray(model(*examples), np.float64)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    total, hits, count = 0.0, 0, 0
+    for row, target in zip(log_p, batch["target"], strict=True):
+        for place, symbol in enumerate(target):
+            if symbol:
+                wanted = np.full(5, smoothing / 5)
+                wanted[symbol] += 1 - smoothing
+                total -= (wanted * row[place]).sum()
+                hits += row[place].argmax() == symbol
+                count += 1
+    np.testing.assert_allclose(outcome.loss, total / count, rtol=1e-5)
+    np.testing.assert_allclose(outcome.metrics["symbol_accuracy"], hits / count, rtol=1e-6)
+
+
+def test_nothing_flows_from_where_nothing_is_to_be_said(source):
+    task, batch = make_task(source), source.first(6)
+    model = make_model(task)
+    loss = lambda bias: task.loss(_Shifted(model, bias), task.examples(jax.random.key(0), batch), rngs=nnx.Rngs(0)).loss
+    gradient = jax.grad(loss)(jnp.zeros((*batch["target"].shape, 5)))
+    assert (np.asarray(gradient)[batch["target"] == 0] == 0).all()
+    assert (np.abs(np.asarray(gradient)[batch["target"] != 0]).max(-1) > 0).all()
+
+
+class _Shifted:
+    """A model whose logits are shifted place by place."""
+
+    def __init__(self, model, bias):
+        self._model, self._bias = model, bias
+
+    def __call__(self, *inputs, **options):
+        return self._model(*inputs, **options) + self._bias
+
+
+def test_edits_go_to_the_closest_reference():
+    references = pad([[2, 3, 1], [4, 1]], 6)[None].repeat(3, 0)
+    references[2, 1] = 0  # the third word has one pronunciation
+    written = pad([[2, 3, 1], [4, 4, 1], [4, 1]], 6)
+    written[written == 0] = 1
+    edits, lengths = tasks.closest(jnp.asarray(written), jnp.asarray(references))
+    rows = [(2, 3), (4, 4), (4,)]
+    right = [[(2, 3), (4,)], [(2, 3), (4,)], [(2, 3)]]
+    expected = [
+        min((by_recursion(row, r), i) for i, r in enumerate(refs)) for row, refs in zip(rows, right, strict=True)
+    ]
+    assert edits.tolist() == [e for e, _ in expected]
+    assert lengths.tolist() == [len(refs[i]) for (_, i), refs in zip(expected, right, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_it_learns_to_copy_and_its_scores_are_those_of_the_recursion(source, num_beams):
+    task = make_task(source, num_beams=num_beams)
+    graphdef, params = nnx.split(make_model(task), nnx.Param)
+    optimizer = optax.adam(3e-2)
+    batch = source.first(40)
+
+    @jax.jit
+    def step(params, state, key):
+        def loss(params):
+            outcome = task.loss(nnx.merge(graphdef, params), task.examples(key, batch), rngs=nnx.Rngs(0))
+            return outcome.loss
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    state = optimizer.init(params)
+    for i in range(60):
+        params, state, value = step(params, state, jax.random.key(i))
+    assert value < 0.2
+    model = nnx.merge(graphdef, params)
+    held = {"source": batch["source"], "references": batch["target"][:, None], "mask": np.arange(40) < 33}
+    scores = task.scores({name: float(value) for name, value in task.sums(model, held).items()})
+    written = [source.text("target", row) for row in np.asarray(task.write(model, batch["source"]))]
+    right = [source.text("target", row) for row in batch["target"]]
+    edits = [by_recursion(w, r) for w, r in zip(written, right, strict=True)][:33]
+    np.testing.assert_allclose(scores["phoneme_error_rate"], sum(edits) / sum(map(len, right[:33])), rtol=1e-6)
+    np.testing.assert_allclose(scores["word_error_rate"], np.mean(np.array(edits) > 0), rtol=1e-6)
+    assert scores["phoneme_error_rate"] < 0.2
+
+
+def test_images_are_refused():
+    with pytest.raises(data.DataError, match="pairs of sequences"):
+        tasks.Transduction.facts(data.load_source("digits", "train"))
