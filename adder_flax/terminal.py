@@ -2,6 +2,7 @@
 
 import codecs
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -124,6 +125,8 @@ def messages() -> Iterator[None]:
     except RunError as error:
         end(str(error), error.exit_code, error)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            end(f"expected room on the disk, got: {error}; free some space, the same command goes on", 2, error)
         end(f"expected files and devices that can be used, got: {error}; mend that and run the command again", 2, error)
     except MemoryError as error:
         end(f"expected enough memory, got none ({first_line(error)}); see what --mode=compile says", 2, error)

@@ -56,7 +56,8 @@ def test_a_run_may_hold_one_signal_and_no_second():
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
-        ("OSError(28, 'No space left on device')", 2, "error: .*No space left"),
+        ("OSError(28, 'No space left on device')", 2, "error: expected room on the disk, .*No space left"),
+        ("OSError(5, 'Input/output error')", 2, "error: expected files .*Input/output"),
         ("MemoryError()", 2, "error: expected enough memory"),
         ("terminal.RunError('expected a, got b\\x1b[31m')", 2, r"error: expected a, got b\\x1b\[31m"),
         ("KeyboardInterrupt()", 130, "error: .*SIGINT"),
