@@ -62,7 +62,7 @@ def test_mirrored_and_mixed_are_photographs_alone():
 def test_scores_are_scaled_as_their_formulas_say(name, scale):
     _, model = _build(name)
     attention = model.blocks[0].attention
-    assert resolve_scale(attention.score_name, attention.scale, attention.head_dim) == scale
+    assert resolve_scale(attention.settings.score, attention.settings.scale, attention.head_dim) == scale
 
 
 @pytest.mark.parametrize(("setting", "key_block"), [("auto", "auto"), ("off", None), ("4", 4)])
@@ -72,7 +72,7 @@ def test_a_key_block_reaches_every_block(setting, key_block):
     config.model.key_block = setting
     source = load_source("fake", "train", image_size=config.data.image_size, num_classes=10)
     model = nnx.eval_shape(lambda: vit(read(RunSettings, config).model, source))
-    assert {block.attention.key_block for block in model.blocks} == {key_block}
+    assert {block.attention.settings.key_block for block in model.blocks} == {key_block}
 
 
 @pytest.mark.parametrize("setting", ["0", "-1", "many"])
@@ -80,5 +80,5 @@ def test_a_key_block_that_is_none_is_refused(setting):
     config = importlib.import_module("experiments.deit_tiny").get_config()
     config.model.key_block = setting
     source = load_source("fake", "train", image_size=config.data.image_size, num_classes=10)
-    with pytest.raises(SettingsError, match="config.model.key_block: expected 'auto' or 'off', or an integer from 1"):
+    with pytest.raises(SettingsError, match="config.model.key_block: expected 'auto', 'off' or an integer from 1"):
         vit(read(RunSettings, config).model, source)

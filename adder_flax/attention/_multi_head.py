@@ -1,7 +1,7 @@
 """Multi-head attention with any registered score, as an NNX module."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import dataclasses
+from collections.abc import Callable
 
 import flax.nnx as nnx
 import jax
@@ -12,6 +12,7 @@ from adder_flax.attention._attend import attend, resolve_scale
 from adder_flax.attention._registry import get_score
 from adder_flax.attention.checks import check_heads, check_temperature
 from adder_flax.parameters import name_axis
+from adder_flax.settings import AttentionSettings, keywords_of
 
 
 class MultiHeadAttention(nnx.Module):
@@ -23,19 +24,17 @@ class MultiHeadAttention(nnx.Module):
     Args:
       num_heads: number of heads; divides `qkv_features`.
       in_features: width of the queries' inputs.
-      score: a registered name: "dot", "bilinear", "additive", "adder", "gaussian" or your own.
-      score_options: options of the score, for example `{"hidden_dim": 32}` (additive), `{"gradient": "full"}` (adder).
+      settings: how queries look at keys; each of its fields can be given as a keyword instead:
+        score: a registered name: "dot", "bilinear", "additive", "adder", "gaussian" or your own.
+        score_options: options of the score, such as `{"hidden_dim": 32}` (additive), `{"gradient": "full"}` (adder).
+        temperature: a positive number, or "learned" for one per head, exp(`log_temperature`), which starts at 1.
+        scale, identity, key_block: see `attend`.
       qkv_features: width of all heads together; `in_features` by default.
       out_features: width of the output; `in_features` by default.
       in_kv_features: width of the keys' and values' inputs; `in_features` by default.
       num_kv_heads: number of key and value heads, a divisor of `num_heads`, by default equal (no grouping).
-      scale: see `attend`.
-      temperature: a positive number, or "learned" for one per head, exp(`log_temperature`), which starts at 1.
       key_bias_length: learn one bias per head and key position, for inputs of exactly this length; None for none.
-      identity: whether to add the identity map to the attention map; None for the score's own default.
       dropout_rate: dropout of attention weights, independent for each sample and head.
-      key_block: compute in blocks of so many keys, in memory linear in the length; None builds the map, "auto" chooses,
-        see `attend`.
       use_bias: whether the projections have a bias.
       qkv_linear, out_linear: what makes the projections:
         `qkv_linear(in_features, out_features, use_bias=…, dtype=…, param_dtype=…, rngs=…)`.
@@ -51,23 +50,19 @@ class MultiHeadAttention(nnx.Module):
     (2, 10, 32)
     """
 
+    @keywords_of(AttentionSettings)
     def __init__(
         self,
         num_heads: int,
         in_features: int,
         *,
-        score: str = "dot",
-        score_options: Mapping[str, Any] | None = None,
+        settings: AttentionSettings = AttentionSettings(),
         qkv_features: int | None = None,
         out_features: int | None = None,
         in_kv_features: int | None = None,
         num_kv_heads: int | None = None,
-        scale: str | float | None = None,
-        temperature: float | str = 1.0,
         key_bias_length: int | None = None,
-        identity: bool | None = None,
         dropout_rate: float = 0.0,
-        key_block: int | str | None = "auto",
         use_bias: bool = True,
         qkv_linear: Callable[..., nnx.Module] = nnx.Linear,
         out_linear: Callable[..., nnx.Module] = nnx.Linear,
@@ -82,19 +77,13 @@ class MultiHeadAttention(nnx.Module):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_heads(qkv_features, num_heads, self.num_kv_heads)
         self.head_dim = qkv_features // num_heads
-        self.score_name = score
-        # A tuple, because what a module knows besides its parameters has to be hashable.
-        self.score_options = tuple(sorted((score_options or {}).items()))
-        self.scale = scale
-        self.temperature = temperature
-        self.identity = identity
+        contract = get_score(settings.score)
+        options = contract.own_options(settings.score_options)
+        self.settings = dataclasses.replace(settings, score_options=options)
+        resolve_scale(contract, settings.scale, self.head_dim)
+        check_temperature(settings.temperature)
         self.dropout_rate = dropout_rate
-        self.key_block = key_block
         self.dtype = dtype
-
-        contract = get_score(score)
-        resolve_scale(contract, scale, self.head_dim)
-        check_temperature(temperature)
 
         shared = dict(use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         kv_features = self.num_kv_heads * self.head_dim
@@ -111,10 +100,10 @@ class MultiHeadAttention(nnx.Module):
         ):
             name_axis(getattr(linear, "kernel", None), axis, "heads", parts)
 
-        specs = contract.learned_parameters(num_heads, self.head_dim, self.head_dim, score_options or {})
+        specs = contract.learned_parameters(num_heads, self.head_dim, self.head_dim, options)
         self.score = nnx.Dict({n: nnx.Param(s.init(rngs.params(), s.shape, param_dtype)) for n, s in specs.items()})
         self.log_temperature = nnx.data(None)
-        if temperature == "learned":
+        if settings.temperature == "learned":
             self.log_temperature = nnx.Param(jnp.zeros((num_heads,), param_dtype))
         self.key_bias = nnx.data(None)
         if key_bias_length is not None:
@@ -146,24 +135,22 @@ class MultiHeadAttention(nnx.Module):
             _project(self.query, inputs_q, self.num_heads),
             _project(self.key, inputs_k, self.num_kv_heads),
             _project(self.value, inputs_v, self.num_kv_heads),
-            score=self.score_name,
+            **vars(self.settings) | {"temperature": self._temperature()},
             parameters={name: parameter[...] for name, parameter in self.score.items()},
-            score_options=dict(self.score_options),
             bias=bias,
             mask=mask,
             is_causal=is_causal,
             key_bias=None if self.key_bias is None else self.key_bias[...],
-            scale=self.scale,
-            temperature=self.temperature if self.log_temperature is None else jnp.exp(self.log_temperature[...]),
-            identity=self.identity,
             dropout_rate=self.dropout_rate,
             dropout_rng=_dropout_key(self.dropout_rate, deterministic, rngs),
             broadcast_dropout=False,
             deterministic=deterministic,
-            key_block=self.key_block,
         )
         output = self.out(values.reshape(-1, values.shape[-2] * values.shape[-1]))
         return output.reshape(*values.shape[:-2], output.shape[-1])
+
+    def _temperature(self) -> float | Array:
+        return self.settings.temperature if self.log_temperature is None else jnp.exp(self.log_temperature[...])
 
 
 def _project(linear: nnx.Module, inputs: Array, num_heads: int) -> Array:

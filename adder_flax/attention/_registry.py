@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from adder_flax.settings import Options, ScoreSettings
+
 
 def masked_softmax(
     scores: Float[Array, "*batch query key"], mask: Bool[Array, "..."] | None = None
@@ -94,6 +96,21 @@ class Score:
                     f"the {self.name} score expects options from {known}, got {name!r}; "
                     "remove it or choose another score."
                 )
+
+    def own_options(self, options: ScoreSettings | Mapping[str, Any] | None) -> Options:
+        """Those of all scores' settings that are this score's; of a mapping every one, which has to be.
+
+        >>> get_score("adder").own_options(ScoreSettings(gradient="full"))
+        Options({'gradient': 'full'})
+
+        Raises:
+          ValueError: an option that this score does not have.
+        """
+        if options is None or isinstance(options, Mapping):
+            self.check_options(options or {})
+            return Options(options or {})
+        known = (*self.function_options, *self.parameter_options)
+        return Options({name: value for name, value in vars(options).items() if name in known})
 
     def learned_parameters(
         self, num_heads: int, query_dim: int, key_dim: int, options: Mapping[str, Any]

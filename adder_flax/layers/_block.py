@@ -1,8 +1,5 @@
 """A pre-LayerNorm transformer block."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import flax.nnx as nnx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -12,6 +9,7 @@ from adder_flax.attention import LAYER_NORM_EPSILON, MultiHeadAttention
 from adder_flax.layers._dropout import Dropout, DropPath
 from adder_flax.layers._linear import linear_class
 from adder_flax.layers._mlp import Mlp
+from adder_flax.settings import BlockSettings, keywords_of
 
 
 class Block(nnx.Module):
@@ -20,16 +18,15 @@ class Block(nnx.Module):
     Args:
       width: width of the tokens.
       num_heads: number of attention heads; divides `width`.
-      mlp_ratio: hidden width of the MLP over `width`.
-      score, score_options, scale, temperature, identity: see `MultiHeadAttention`.
-      qkv_linear, proj_linear, mlp_linear: kind of the query/key/value projections, of the output projection and of
-        the MLP's layers, each "dense" or "adder".
-      adder_options: options of all adder layers, see `AdderLinear`.
-      dropout_rate: dropout after the attention and in the MLP.
-      attention_dropout_rate: dropout of attention weights.
-      drop_path_rate: stochastic depth of both branches.
-      key_block: attention in blocks of so many keys, in memory linear in the length; None builds the map, "auto"
-        chooses.
+      settings: of the block; each of its fields, and of those of its attention, can be given as a keyword instead:
+        mlp_ratio: hidden width of the MLP over `width`.
+        score, score_options, scale, temperature, identity, key_block: see `MultiHeadAttention`.
+        qkv_linear, proj_linear, mlp_linear: kind of the query/key/value projections, of the output projection and of
+          the MLP's layers, each "dense" or "adder".
+        adder_options: options of all adder layers, see `AdderLinear`.
+        dropout_rate: dropout after the attention and in the MLP.
+        attention_dropout_rate: dropout of attention weights.
+        drop_path_rate: stochastic depth of both branches.
       dtype: dtype of the computation; None for the inputs' and parameters' common one.
       param_dtype: dtype of the parameters.
       rngs: initialisation keys.
@@ -39,25 +36,13 @@ class Block(nnx.Module):
     (2, 10, 32)
     """
 
+    @keywords_of(BlockSettings)
     def __init__(
         self,
         width: int,
         num_heads: int,
         *,
-        mlp_ratio: float = 4.0,
-        score: str = "dot",
-        score_options: Mapping[str, Any] | None = None,
-        scale: str | float | None = None,
-        temperature: float | str = 1.0,
-        identity: bool | None = None,
-        qkv_linear: str = "dense",
-        proj_linear: str = "dense",
-        mlp_linear: str = "dense",
-        adder_options: Mapping[str, Any] | None = None,
-        dropout_rate: float = 0.0,
-        attention_dropout_rate: float = 0.0,
-        drop_path_rate: float = 0.0,
-        key_block: int | str | None = "auto",
+        settings: BlockSettings = BlockSettings(),
         dtype: jnp.dtype | None = None,
         param_dtype: jnp.dtype = jnp.float32,
         rngs: nnx.Rngs,
@@ -67,27 +52,22 @@ class Block(nnx.Module):
         self.attention = MultiHeadAttention(
             num_heads,
             width,
-            score=score,
-            score_options=score_options,
-            scale=scale,
-            temperature=temperature,
-            identity=identity,
-            dropout_rate=attention_dropout_rate,
-            key_block=key_block,
-            qkv_linear=linear_class(qkv_linear, adder_options),
-            out_linear=linear_class(proj_linear, adder_options),
+            settings=settings.attention,
+            dropout_rate=settings.attention_dropout_rate,
+            qkv_linear=linear_class(settings.qkv_linear, settings.adder_options),
+            out_linear=linear_class(settings.proj_linear, settings.adder_options),
             **shared,
         )
         self.norm2 = nnx.LayerNorm(width, epsilon=LAYER_NORM_EPSILON, **shared)
         self.mlp = Mlp(
             width,
-            int(width * mlp_ratio),
-            linear=linear_class(mlp_linear, adder_options),
-            dropout_rate=dropout_rate,
+            int(width * settings.mlp_ratio),
+            linear=linear_class(settings.mlp_linear, settings.adder_options),
+            dropout_rate=settings.dropout_rate,
             **shared,
         )
-        self.dropout = Dropout(dropout_rate)
-        self.drop_path = DropPath(drop_path_rate)
+        self.dropout = Dropout(settings.dropout_rate)
+        self.drop_path = DropPath(settings.drop_path_rate)
 
     def __call__(
         self,

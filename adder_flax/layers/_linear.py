@@ -13,6 +13,7 @@ import kfac
 from adder_flax import ops, recorder
 from adder_flax.attention import LAYER_NORM_EPSILON
 from adder_flax.parameters import state_facts
+from adder_flax.settings import AdderSettings
 
 UNIT_NORMAL = nnx.initializers.normal(1.0)
 
@@ -165,7 +166,9 @@ def _pushforward(params: dict[str, Array], rows: Array, v: dict[str, Array], **r
 kfac.register_layer(AdderLinear, "sums", _curvature)
 
 
-def linear_class(kind: str, adder_options: Mapping[str, Any] | None = None) -> Callable[..., nnx.Module]:
+def linear_class(
+    kind: str, adder_options: AdderSettings | Mapping[str, Any] | None = None
+) -> Callable[..., nnx.Module]:
     """What makes a linear layer of this kind, "dense" or "adder"; `adder_options` go to `AdderLinear`.
 
     >>> linear_class("adder", {"hardtanh_slope": 4.0})(8, 4, rngs=nnx.Rngs(0)).hardtanh_slope
@@ -174,5 +177,6 @@ def linear_class(kind: str, adder_options: Mapping[str, Any] | None = None) -> C
     if kind == "dense":
         return Linear
     if kind == "adder":
-        return functools.partial(AdderLinear, **(adder_options or {}))
+        options = vars(adder_options) if isinstance(adder_options, AdderSettings) else adder_options or {}
+        return functools.partial(AdderLinear, **options)
     raise ValueError(f"expected a linear layer 'dense' or 'adder', got {kind!r}; choose one of these.")

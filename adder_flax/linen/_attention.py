@@ -1,6 +1,7 @@
 """Linen: multi-head and classical attention, with the parameter names of `adder_flax.attention`."""
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -9,9 +10,11 @@ from jaxtyping import Array, Float
 
 from adder_flax.attention import attend, get_score
 from adder_flax.attention.checks import check_heads, check_temperature
+from adder_flax.linen._layers import TakesKeywords
+from adder_flax.settings import AttentionSettings
 
 
-class MultiHeadAttention(nn.Module):
+class MultiHeadAttention(TakesKeywords):
     """Linen form of `adder_flax.attention.MultiHeadAttention`; arguments and parameters as there.
 
     The widths of the inputs are seen at the first call, as usual in Linen. `qkv_linear` and `out_linear` are called as
@@ -24,17 +27,12 @@ class MultiHeadAttention(nn.Module):
     """
 
     num_heads: int
-    score: str = "dot"
-    score_options: Mapping[str, Any] | None = None
+    settings: AttentionSettings = AttentionSettings()
     qkv_features: int | None = None
     out_features: int | None = None
     num_kv_heads: int | None = None
-    scale: str | float | None = None
-    temperature: float | str = 1.0
     key_bias_length: int | None = None
-    identity: bool | None = None
     dropout_rate: float = 0.0
-    key_block: int | str | None = "auto"
     use_bias: bool = True
     qkv_linear: Callable[..., nn.Module] = nn.Dense
     out_linear: Callable[..., nn.Module] = nn.Dense
@@ -54,7 +52,8 @@ class MultiHeadAttention(nn.Module):
         deterministic: bool = True,
     ) -> Float[Array, "*batch q_length out_features"]:
         """Attends from `inputs_q` to `inputs_k`; dropout draws from the `dropout` stream."""
-        check_temperature(self.temperature)
+        settings = self._settings()
+        check_temperature(settings.temperature)
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
         query, key, value = self._heads(inputs_q, inputs_k, inputs_v)
@@ -63,21 +62,16 @@ class MultiHeadAttention(nn.Module):
             query,
             key,
             value,
-            score=self.score,
-            parameters=self._score_parameters(query.shape[-1], key.shape[-1]),
-            score_options=self.score_options,
+            **vars(settings) | {"temperature": _temperature(self, settings.temperature, (self.num_heads,))},
+            parameters=self._score_parameters(settings, query.shape[-1], key.shape[-1]),
             bias=bias,
             mask=mask,
             is_causal=is_causal,
             key_bias=self._key_bias(),
-            scale=self.scale,
-            temperature=_temperature(self, (self.num_heads,)),
-            identity=self.identity,
             dropout_rate=self.dropout_rate,
             dropout_rng=self.make_rng("dropout") if dropout else None,
             broadcast_dropout=False,
             deterministic=deterministic,
-            key_block=self.key_block,
         )
         out_features = inputs_q.shape[-1] if self.out_features is None else self.out_features
         values = values.reshape(*values.shape[:-2], values.shape[-2] * values.shape[-1])
@@ -99,9 +93,13 @@ class MultiHeadAttention(nn.Module):
             for name, x, heads in parts
         ]
 
-    def _score_parameters(self, query_dim: int, key_dim: int) -> dict[str, Array]:
-        options = self.score_options or {}
-        specs = get_score(self.score).learned_parameters(self.num_heads, query_dim, key_dim, options)
+    def _settings(self) -> AttentionSettings:
+        options = get_score(self.settings.score).own_options(self.settings.score_options)
+        return dataclasses.replace(self.settings, score_options=options)
+
+    def _score_parameters(self, settings: AttentionSettings, query_dim: int, key_dim: int) -> dict[str, Array]:
+        options = settings.score_options
+        specs = get_score(settings.score).learned_parameters(self.num_heads, query_dim, key_dim, options)
         if not specs:
             return {}
         # A scope of its own, as in the NNX module; a submodule could not be named like the field `score`.
@@ -115,9 +113,9 @@ class MultiHeadAttention(nn.Module):
         return self.param("key_bias", nn.initializers.zeros, shape, self.param_dtype)
 
 
-def _temperature(module: nn.Module, shape: tuple[int, ...]) -> float | Array:
-    if module.temperature != "learned":
-        return module.temperature
+def _temperature(module: nn.Module, temperature: float | str, shape: tuple[int, ...]) -> float | Array:
+    if temperature != "learned":
+        return temperature
     return jnp.exp(module.param("log_temperature", nn.initializers.zeros, shape, module.param_dtype))
 
 
@@ -154,7 +152,7 @@ class _SingleHeadAttention(nn.Module):
             mask=None if mask is None else mask[..., None, :, :],
             bias=None if bias is None else bias[..., None, :, :],
             scale=self.scale,
-            temperature=_temperature(self, ()),
+            temperature=_temperature(self, self.temperature, ()),
             return_weights=True,
         )
         context, weights = context[..., 0, :], weights[..., 0, :, :]

@@ -11,6 +11,18 @@ from jaxtyping import Array, Float
 from adder_flax import ops
 from adder_flax.attention import LAYER_NORM_EPSILON
 from adder_flax.layers import drop_path_factors, gelu, image_to_patches, report_adder
+from adder_flax.settings import AdderSettings, keywords_of
+
+
+class TakesKeywords(nn.Module):
+    """A module with a field ``settings``, whose own fields can be given as keywords instead.
+
+    Flax derives classes from a module, in `nn.remat` for example, and makes a constructor for each: all take them.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__init__ = keywords_of(type(cls.settings))(cls.__init__)
 
 
 class Linear(nn.Dense):
@@ -79,12 +91,13 @@ class AdderLinear(nn.Module):
         return outputs.reshape(*inputs.shape[:-1], self.features)
 
 
-def linear_class(kind: str, adder_options: Mapping[str, Any] | None = None) -> Callable[..., nn.Module]:
+def linear_class(kind: str, adder_options: AdderSettings | Mapping[str, Any] | None = None) -> Callable[..., nn.Module]:
     """Linen form of `adder_flax.layers.linear_class`: what makes a layer of kind "dense" or "adder"."""
     if kind == "dense":
         return Linear
     if kind == "adder":
-        return functools.partial(AdderLinear, **(adder_options or {}))
+        options = vars(adder_options) if isinstance(adder_options, AdderSettings) else adder_options or {}
+        return functools.partial(AdderLinear, **options)
     raise ValueError(f"expected a linear layer 'dense' or 'adder', got {kind!r}; choose one of these.")
 
 

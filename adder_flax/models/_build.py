@@ -1,7 +1,5 @@
 """The models that come with the library, from their settings."""
 
-from typing import Any
-
 import flax.nnx as nnx
 import jax.numpy as jnp
 
@@ -24,39 +22,25 @@ def build_vit(settings: VitSettings, example: Example, *, rngs: nnx.Rngs) -> Vis
             "set --config.model.name or --config.task.name"
         )
     _, height, width, channels = example.inputs[0].shape
-    options = dict(vars(settings))
-    del options["name"]
-    attention = options.pop("attention")
+    check_score_options(settings.attention)
     return VisionTransformer(
-        **options
-        | {
-            "dtype": jnp.dtype(settings.dtype),
-            "adder_options": vars(settings.adder_options),
-            "score": attention.score if len(attention.score) > 1 else attention.score[0],
-            "score_options": score_options(attention),
-        },
-        identity=attention.identity,
-        scale=attention.scale,
-        temperature=attention.temperature,
-        key_block=attention.key_block,
-        attention_dropout_rate=attention.attention_dropout_rate,
+        settings=settings,
         image_size=(height, width),
         channels=channels,
         num_classes=example.sizes["classes"],
+        dtype=jnp.dtype(settings.dtype),
         rngs=rngs,
     )
 
 
-def score_options(attention: AttentionSettings) -> Any:
-    """Returns the options that each score takes: one mapping, or one for each block."""
-    contracts = [get_score(name) for name in attention.score]
-    taken = [{*contract.function_options, *contract.parameter_options} for contract in contracts]
-    given = vars(attention.score_options)
-    unused = {name for name in given if given[name] != getattr(ScoreSettings(), name)}.difference(*taken)
+def check_score_options(settings: AttentionSettings) -> None:
+    """Raises ValueError for an option that is set and that none of the scores has."""
+    names = (settings.score,) if isinstance(settings.score, str) else settings.score
+    given = vars(settings.score_options)
+    taken = {name for score in names for name in get_score(score).own_options(settings.score_options)}
+    unused = {name for name in given if given[name] != getattr(ScoreSettings(), name)} - taken
     if unused:
         raise ValueError(
             f"expected config.model.score_options.{min(unused)} at its default unless a score has it, got "
-            f"{given[min(unused)]!r} with {', '.join(attention.score)}; leave it, or set --config.model.score"
+            f"{given[min(unused)]!r} with {', '.join(names)}; leave it, or set --config.model.score"
         )
-    options = [{name: value for name, value in given.items() if name in names} for names in taken]
-    return options if len(options) > 1 else options[0]

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from adder_flax.attention import SequenceAttention
+from adder_flax.attention import SequenceAttention, get_score
 from adder_flax.layers import Dropout, Linear
-from adder_flax.models._build import score_options
+from adder_flax.models._build import check_score_options
 from adder_flax.models._registry import Example, register_model
 from adder_flax.settings import AttentionSettings, Choice, Integer, Number, Text, section, setting
 
@@ -196,19 +196,19 @@ def build_seq2seq(settings: Seq2SeqSettings, example: Example, *, rngs: nnx.Rngs
             "--config.task.name"
         )
     attention = settings.attention
-    if len(attention.score) != 1 or attention.identity or attention.attention_dropout_rate:
+    if not isinstance(attention.score, str) or attention.identity:
         raise ValueError(
-            "expected one score, no identity map (positions of two sequences are not the same) and no "
-            f"attention_dropout_rate for config.model.name=seq2seq, got {attention.score}, identity "
-            f"{attention.identity} and {attention.attention_dropout_rate}; set --config.model.*"
+            "expected one score and no identity map (positions of two sequences are not the same) for "
+            f"config.model.name=seq2seq, got {attention.score} and identity {attention.identity}; set --config.model.*"
         )
+    check_score_options(attention)
     return Seq2Seq(
         source_symbols=example.sizes["source_symbols"],
         target_symbols=example.sizes["target_symbols"],
         width=settings.width,
         embedding_features=settings.embedding_features,
-        score=attention.score[0],
-        score_options=score_options(attention),
+        score=attention.score,
+        score_options=get_score(attention.score).own_options(attention.score_options),
         scale=attention.scale,
         temperature=attention.temperature,
         dropout_rate=settings.dropout_rate,

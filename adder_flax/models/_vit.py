@@ -1,7 +1,6 @@
 """The vision transformer, with any attention mechanism and either kind of linear layer."""
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import flax.nnx as nnx
@@ -13,14 +12,14 @@ from adder_flax.attention import LAYER_NORM_EPSILON
 from adder_flax.layers import Block, Dropout, Linear, PatchEmbed
 from adder_flax.models._stack import apply_blocks
 from adder_flax.models.settings import (
+    block_settings,
     check_alike,
     check_pooling,
     count_patches,
     drop_path_rates,
     image_sides,
-    per_block,
 )
-from adder_flax.settings import DEIT_SIZES
+from adder_flax.settings import DEIT_SIZES, VitSettings, keywords_of
 
 
 class VisionTransformer(nnx.Module):
@@ -32,29 +31,24 @@ class VisionTransformer(nnx.Module):
 
     Args:
       image_size: side of the square images, or (height, width), in pixels.
-      patch_size: side of a patch in pixels; divides the image's sides.
       channels: channels of the images.
       num_classes: number of logits.
-      width: width of the tokens.
-      depth: number of blocks.
-      num_heads: attention heads per block; divides `width`.
-      mlp_ratio: hidden width of the MLPs over `width`.
-      score: attention score by name, one for all blocks or a sequence with one per block.
-      score_options: options of the score, one mapping for all blocks or a sequence with one per block.
-      scale, temperature: see `adder_flax.attention.MultiHeadAttention`.
-      identity: whether to add the identity map to the attention map; None for each score's own default.
-      qkv_linear, proj_linear, mlp_linear: "dense" or "adder": kind of the query/key/value projections, of the
-        attention's output projection, and of the MLPs' layers.
-      adder_options: options of all adder layers (gradient rules, slope, norm), see `adder_flax.layers.AdderLinear`.
-      pooling: "cls" reads the class token; "mean" has none and averages the patches.
-      dropout_rate: dropout of the embeddings, after the attention and in the MLPs.
-      attention_dropout_rate: dropout of attention weights.
-      drop_path_rate: stochastic depth of the last block; it rises linearly from 0 in the first.
-      key_block: attention in blocks of so many keys, in memory linear in the number of tokens; None builds the maps,
-        "auto" takes what is faster, see `adder_flax.attention.attend`.
+      settings: of the transformer; each of its fields can be given as a keyword instead:
+        width: width of the tokens.
+        depth: number of blocks.
+        num_heads: attention heads per block; divides `width`.
+        patch_size: side of a patch in pixels; divides the image's sides.
+        score: attention score by name, one for all blocks or a sequence with one per block.
+        score_options: options of the score, one mapping for all blocks or a sequence with one per block.
+        scale, temperature, identity, key_block: see `adder_flax.attention.MultiHeadAttention`.
+        mlp_ratio, qkv_linear, proj_linear, mlp_linear, adder_options, attention_dropout_rate: see
+          `adder_flax.layers.Block`.
+        pooling: "cls" reads the class token; "mean" has none and averages the patches.
+        dropout_rate: dropout of the embeddings, after the attention and in the MLPs.
+        drop_path_rate: stochastic depth of the last block; it rises linearly from 0 in the first.
+        remat: recompute each block in the backward pass instead of storing its inner activations.
       dtype: dtype of the computation, for example `jnp.bfloat16`; parameters and logits stay `param_dtype`.
       param_dtype: dtype of the parameters.
-      remat: recompute each block in the backward pass instead of storing its inner activations.
       scan_blocks: compile one block and loop over the stacked parameters of all, which have to be alike. The results
         are the same. On a CPU a training step runs 10 to 20 % slower in the loop; compiling takes half the time where
         adder layers run on plain XLA, and is no shorter elsewhere.
@@ -69,76 +63,39 @@ class VisionTransformer(nnx.Module):
     (3, 10)
     """
 
+    @keywords_of(VitSettings, but=("name",))
     def __init__(
         self,
         *,
+        settings: VitSettings = VitSettings(),
         image_size: int | tuple[int, int] = 224,
-        patch_size: int = 16,
         channels: int = 3,
         num_classes: int = 1000,
-        width: int = 192,
-        depth: int = 12,
-        num_heads: int = 3,
-        mlp_ratio: float = 4.0,
-        score: str | Sequence[str] = "dot",
-        score_options: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
-        scale: str | float | None = None,
-        temperature: float | str = 1.0,
-        identity: bool | None = None,
-        qkv_linear: str = "dense",
-        proj_linear: str = "dense",
-        mlp_linear: str = "dense",
-        adder_options: Mapping[str, Any] | None = None,
-        pooling: str = "cls",
-        dropout_rate: float = 0.0,
-        attention_dropout_rate: float = 0.0,
-        drop_path_rate: float = 0.0,
-        key_block: int | str | None = "auto",
         dtype: jnp.dtype | None = None,
         param_dtype: jnp.dtype = jnp.float32,
-        remat: bool = False,
         scan_blocks: bool = False,
         rngs: nnx.Rngs,
     ):
+        width, pooling = settings.width, settings.pooling
         self.image_shape = (*image_sides(image_size), channels)
-        num_tokens = count_patches(self.image_shape, patch_size) + (pooling == "cls")
+        num_tokens = count_patches(self.image_shape, settings.patch_size) + (pooling == "cls")
         check_pooling(pooling)
-        scores, options = per_block(score, depth, "score"), per_block(score_options, depth, "score_options")
+        blocks = block_settings(settings)
         if scan_blocks:
-            check_alike(scores, options)
+            check_alike(blocks)
         self.pooling = pooling
-        self.remat = remat
+        self.remat = settings.remat
         self.scan_blocks = scan_blocks
         shared = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
-        self.patch_embed = PatchEmbed(patch_size, channels, width, **shared)
+        self.patch_embed = PatchEmbed(settings.patch_size, channels, width, **shared)
         embedding = nnx.initializers.normal(0.02)
         self.cls_token = nnx.data(None)
         if pooling == "cls":
             self.cls_token = nnx.Param(embedding(rngs.params(), (1, 1, width), param_dtype))
         self.pos_embed = nnx.Param(embedding(rngs.params(), (1, num_tokens, width), param_dtype))
-        self.dropout = Dropout(dropout_rate)
-        make_block = functools.partial(
-            Block,
-            width,
-            num_heads,
-            mlp_ratio=mlp_ratio,
-            scale=scale,
-            temperature=temperature,
-            identity=identity,
-            qkv_linear=qkv_linear,
-            proj_linear=proj_linear,
-            mlp_linear=mlp_linear,
-            adder_options=adder_options,
-            dropout_rate=dropout_rate,
-            attention_dropout_rate=attention_dropout_rate,
-            key_block=key_block,
-            **shared,
-        )
-        rates = drop_path_rates(drop_path_rate, depth)
-        self.blocks = nnx.List(
-            make_block(score=scores[i], score_options=options[i], drop_path_rate=rates[i]) for i in range(depth)
-        )
+        self.dropout = Dropout(settings.dropout_rate)
+        self.blocks = nnx.List(Block(width, settings.num_heads, settings=block, **shared) for block in blocks)
         self.norm = nnx.LayerNorm(width, epsilon=LAYER_NORM_EPSILON, **shared)
         self.head = Linear(width, num_classes, **shared)
 

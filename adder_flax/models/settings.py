@@ -1,7 +1,10 @@
 """What a vision transformer's arguments mean, checked before anything is computed."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from adder_flax.settings import BlockSettings, VitSettings
 
 
 def per_block(value: Any, depth: int, name: str) -> list[Any]:
@@ -20,6 +23,29 @@ def per_block(value: Any, depth: int, name: str) -> list[Any]:
             "give one entry per block."
         )
     return list(value)
+
+
+def block_settings(settings: VitSettings) -> list[BlockSettings]:
+    """Settings of each block: its own score, the options of that, and its own rate of stochastic depth.
+
+    >>> from adder_flax.settings import AttentionSettings
+    >>> [block.attention.score for block in block_settings(VitSettings(depth=2, attention=AttentionSettings("adder")))]
+    ['adder', 'adder']
+    """
+    attention, depth = settings.attention, settings.depth
+    scores = per_block(attention.score, depth, "score")
+    options = per_block(attention.score_options, depth, "score_options")
+    shared = {field.name: getattr(settings, field.name) for field in dataclasses.fields(BlockSettings)}
+    return [
+        BlockSettings(
+            **shared
+            | {
+                "attention": dataclasses.replace(attention, score=score, score_options=option),
+                "drop_path_rate": rate,
+            }
+        )
+        for score, option, rate in zip(scores, options, drop_path_rates(settings.drop_path_rate, depth), strict=True)
+    ]
 
 
 def drop_path_rates(last: float, depth: int) -> list[float]:
@@ -57,10 +83,11 @@ def check_pooling(pooling: str) -> None:
         raise ValueError(f"expected pooling 'cls' or 'mean', got {pooling!r}; choose one of these.")
 
 
-def check_alike(scores: Sequence[str], options: Sequence[Any]) -> None:
-    """Raises ValueError where blocks differ, which a loop over them cannot express."""
-    if any(setting != settings[0] for settings in (scores, options) for setting in settings):
+def check_alike(blocks: Sequence[BlockSettings]) -> None:
+    """Raises ValueError where attention differs between blocks, which a loop over them cannot express."""
+    if len({block.attention for block in blocks}) > 1:
+        given = [(block.attention.score, block.attention.score_options) for block in blocks]
         raise ValueError(
-            f"scan_blocks expects blocks that are alike, got scores {scores} with options {options}; "
+            f"scan_blocks expects blocks that are alike, got scores and options {given}; "
             "give all blocks one score or pass scan_blocks=False."
         )

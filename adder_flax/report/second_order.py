@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from adder_flax import ops
 from adder_flax.attention import MultiHeadAttention
 from adder_flax.layers import AdderLinear
+from adder_flax.settings import Options
 
 if TYPE_CHECKING:
     from adder_flax.training import Run
@@ -103,8 +104,8 @@ def exact_gradients(graphdef: nnx.GraphDef, params: Any) -> nnx.GraphDef:
     for _, module in nnx.iter_modules(model):
         if isinstance(module, AdderLinear):
             module.x_gradient = module.w_gradient = "sign"
-        if isinstance(module, MultiHeadAttention) and module.score_name == "adder":
-            module.score_options = (("gradient", "sign"),)
+        if isinstance(module, MultiHeadAttention) and module.settings.score == "adder":
+            module.settings = dataclasses.replace(module.settings, score_options=Options(gradient="sign"))
     return nnx.split(model, nnx.Param)[0]
 
 
@@ -113,7 +114,7 @@ def _looped(graphdef: nnx.GraphDef, params: Any) -> nnx.GraphDef:
     model = nnx.merge(graphdef, params)
     modules = [module for _, module in nnx.iter_modules(model) if isinstance(module, MultiHeadAttention)]
     if hasattr(model, "scan_blocks"):
-        model.scan_blocks = len({(module.score_name, module.score_options) for module in modules}) == 1
+        model.scan_blocks = len({module.settings for module in modules}) == 1
     return nnx.split(model, nnx.Param)[0]
 
 

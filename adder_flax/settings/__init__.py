@@ -6,11 +6,13 @@ settings; all that is wrong with it is one message. Nothing here imports JAX, so
 
 from adder_flax.settings._data import DataSettings
 from adder_flax.settings._fields import Declared, SettingsError, declarations, defaults, read, section, setting, shown
+from adder_flax.settings._keywords import Options, keywords_of
 from adder_flax.settings._model import (
     DEIT_SIZES,
     MODEL_SETTINGS,
     AdderSettings,
     AttentionSettings,
+    BlockSettings,
     ScoreSettings,
     VitSettings,
 )
@@ -26,6 +28,7 @@ __all__ = [
     "TASK_SETTINGS",
     "AdderSettings",
     "AttentionSettings",
+    "BlockSettings",
     "CgFacSettings",
     "Choice",
     "ClassificationSettings",
@@ -37,6 +40,7 @@ __all__ = [
     "Names",
     "Number",
     "OptimizerSettings",
+    "Options",
     "Or",
     "Refused",
     "Rule",
@@ -49,6 +53,7 @@ __all__ = [
     "declarations",
     "defaults",
     "is_on",
+    "keywords_of",
     "put_numbers",
     "read",
     "section",

@@ -1,7 +1,8 @@
 """Settings of the models."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from adder_flax.registry import Registry
 from adder_flax.settings._fields import section, setting
@@ -17,7 +18,7 @@ _LINEAR = Choice("dense", "adder")
 
 @dataclasses.dataclass(frozen=True)
 class ScoreSettings:
-    """Options of the scores; each is for those that it names."""
+    """Options of the scores that come with the library; each is for those that it names."""
 
     hidden_dim: int | None = setting(
         0, Or({0: None}, Integer(1, 65536)), "additive: its hidden width; 0 for as many parameters as bilinear"
@@ -28,14 +29,15 @@ class ScoreSettings:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSettings:
-    """How queries look at keys."""
+    """How queries look at keys: of a module of attention, and keywords of `adder_flax.attention.attend`."""
 
-    score: tuple[str, ...] = setting(
+    score: str | tuple[str, ...] = setting(
         "dot",
         Names("score", MAX_DEPTH),
         'dot, bilinear, additive, adder, gaussian or a registered one; for each block: "adder,dot,adder,…"',
     )
-    score_options: ScoreSettings = section(ScoreSettings)
+    # Modules also take a mapping, with the options of a score of one's own.
+    score_options: ScoreSettings | Mapping[str, Any] = section(ScoreSettings)
     identity: bool | None = setting(
         "auto", Choice(auto=None, on=True, off=False), "add I to the map; auto: with adder scores only"
     )
@@ -44,13 +46,12 @@ class AttentionSettings:
         Or({"auto": None, "sqrt_dim": "sqrt_dim", "variance_matched": "variance_matched"}, Number(1e-6, 1e6)),
         "of scores; auto: 1 for additive ones, sqrt_dim (1/√head width) for the others",
     )
-    temperature: float = setting(1.0, Number(1e-3, 1e3), "divides the scores")
+    temperature: float | str = setting(1.0, Number(1e-3, 1e3), "divides the scores")
     key_block: int | str | None = setting(
         "auto",
         Or({"auto": "auto", "off": None}, Integer(1, 2**20)),
         "attention in blocks of so many keys, in memory linear in the tokens; off builds the maps",
     )
-    attention_dropout_rate: float = setting(0.0, _DROP_RATE, "of attention weights")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,23 +65,30 @@ class AdderSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class VitSettings:
-    """The vision transformer."""
+class BlockSettings:
+    """A transformer block."""
+
+    mlp_ratio: float = setting(4.0, Number(0, 64, "(]"), "hidden width of the MLPs over the width")
+    attention: AttentionSettings = section(AttentionSettings, inline=True)
+    qkv_linear: str = setting("dense", _LINEAR, "layers that make queries, keys and values")
+    proj_linear: str = setting("dense", _LINEAR, "layers behind the attention")
+    mlp_linear: str = setting("dense", _LINEAR, "layers of the MLPs")
+    adder_options: AdderSettings | Mapping[str, Any] = section(AdderSettings)
+    dropout_rate: float = setting(0.0, _DROP_RATE, "of embeddings, after attention and in the MLPs", data="if on")
+    attention_dropout_rate: float = setting(0.0, _DROP_RATE, "of attention weights")
+    drop_path_rate: float = setting(0.0, _DROP_RATE, "stochastic depth of the last block, rising from 0", data="if on")
+
+
+@dataclasses.dataclass(frozen=True)
+class VitSettings(BlockSettings):
+    """The vision transformer: what its blocks share, and its own."""
 
     name: str = setting("vit", Text("the name of a model"), "the model, whose own fields follow")
     width: int = setting(192, Integer(1, 65536), "of the tokens")
     depth: int = setting(12, Integer(1, MAX_DEPTH), "number of blocks")
     num_heads: int = setting(3, Integer(1, 65536), "attention heads of a block; divides the width")
-    mlp_ratio: float = setting(4.0, Number(0, 64, "(]"), "hidden width of the MLPs over the width")
     patch_size: int = setting(16, Integer(1, 8192), "side of a patch, pixels; divides the images' sides")
-    attention: AttentionSettings = section(AttentionSettings, inline=True)
-    qkv_linear: str = setting("dense", _LINEAR, "layers that make queries, keys and values")
-    proj_linear: str = setting("dense", _LINEAR, "layers behind the attention")
-    mlp_linear: str = setting("dense", _LINEAR, "layers of the MLPs")
-    adder_options: AdderSettings = section(AdderSettings)
     pooling: str = setting("cls", Choice("cls", "mean"), "the class token, or the mean of the patches")
-    dropout_rate: float = setting(0.0, _DROP_RATE, "of embeddings, after attention and in the MLPs", data="if on")
-    drop_path_rate: float = setting(0.0, _DROP_RATE, "stochastic depth of the last block, rising from 0", data="if on")
     dtype: str = setting("float32", Choice("float32", "bfloat16", "float16"), "of the computation")
     remat: bool = setting(False, Flag(), "compute activations again in the backward pass: less memory, more time")
 
@@ -93,7 +101,7 @@ class VitSettings:
             )
         if int(self.width * self.mlp_ratio) < 1:
             yield f"{where}.mlp_ratio: expected an MLP of at least 1 unit, got {self.mlp_ratio} × width {self.width}"
-        if len(scores) not in (1, self.depth):
+        if isinstance(scores, tuple) and len(scores) != self.depth:
             yield f"{where}.score: expected one score or {where}.depth = {self.depth} of them, got {len(scores)}"
 
 

@@ -194,18 +194,18 @@ class Span:
 
 
 class Names:
-    """A name, or several with commas between them, as a tuple.
+    """A name, or several with commas between them, then as a tuple.
 
-    >>> Names("score", 2).read("adder,dot")
-    ('adder', 'dot')
+    >>> Names("score", 2).read("dot"), Names("score", 2).read("adder,dot")
+    ('dot', ('adder', 'dot'))
     """
 
     def __init__(self, what: str, most: int):
         self._most = most
         self.expected = f"the name of a {what}, or one for each block with commas between them"
 
-    def read(self, value: Any) -> tuple[str, ...]:
+    def read(self, value: Any) -> str | tuple[str, ...]:
         _require(isinstance(value, str) and value.isprintable())
         names = tuple(name.strip() for name in value.split(","))
         _require(all(0 < len(name) <= LONGEST_NAME for name in names) and len(names) <= self._most)
-        return names
+        return names if len(names) > 1 else names[0]

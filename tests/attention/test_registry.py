@@ -58,7 +58,7 @@ def test_a_sixth_score_works_in_experiments_linen_and_reports(registered):
     config = common.deit("multiplicative", "tiny")
     config.model.update(score="cosine,dot", depth=2, width=8, num_heads=2)
     model = vit(read(RunSettings, config).model, load_source("digits", "eval"))
-    assert [block.attention.score_name for block in model.blocks] == ["cosine", "dot"]
+    assert [block.attention.settings.score for block in model.blocks] == ["cosine", "dot"]
 
     images = np.ones((2, *model.image_shape), np.float32)
     size = dict(patch_size=2, num_classes=10, width=8, depth=2, num_heads=2)

@@ -157,9 +157,9 @@ def test_stochastic_depth_rises_linearly():
 def test_score_per_block_and_identity():
     options = [None, {"gradient": "full"}, {"hidden_dim": 3}]
     model = make(score=["dot", "adder", "additive"], score_options=options, identity=False)
-    assert [block.attention.score_name for block in model.blocks] == ["dot", "adder", "additive"]
+    assert [block.attention.settings.score for block in model.blocks] == ["dot", "adder", "additive"]
     assert model.blocks[2].attention.score["v"].shape == (2, 3)
-    assert [block.attention.identity for block in model.blocks] == [False] * 3
+    assert [block.attention.settings.identity for block in model.blocks] == [False] * 3
 
 
 @pytest.mark.parametrize(

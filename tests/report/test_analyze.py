@@ -41,7 +41,7 @@ def test_a_checkpoint_is_analysed_beside_a_baseline(reported, tmp_path, capsys):
     assert out_dir == tmp_path / "adder" / "report"
     assert images.shape == (32, 8, 8, 1)
     assert len(labels) == 32
-    scores = [one.blocks[0].attention.score_name for one in (model, options["untrained"], options["baseline"])]
+    scores = [one.blocks[0].attention.settings.score for one in (model, options["untrained"], options["baseline"])]
     assert scores == ["adder", "adder", "dot"]
     assert (options["name"], options["baseline_name"]) == ("digits, adder attention", "digits, dot attention")
     assert not np.array_equal(model.pos_embed[...], options["untrained"].pos_embed[...])

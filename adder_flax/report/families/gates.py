@@ -35,7 +35,7 @@ def _find_gate(study: Study, scores: tuple[str, ...]) -> tuple[str, Gate]:
 
 
 def _module_gate(module: attention.MultiHeadAttention, query: np.ndarray, key: np.ndarray) -> Gate:
-    return gate(module.score_name, query, key, {name: parameter[...] for name, parameter in module.score.items()})
+    return gate(module.settings.score, query, key, {name: parameter[...] for name, parameter in module.score.items()})
 
 
 def _gate_claims(gates: dict[str, tuple[str, Gate]]) -> list[Claim]:

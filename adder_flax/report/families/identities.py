@@ -40,22 +40,22 @@ def _live_map(
     """The block's map from its own queries and keys, weights scaled so that scores grow by ``alpha``."""
     query, key = (jnp.swapaxes(jnp.asarray(x), 1, 2) for x in (block.query, block.key))
     parameters = {name: parameter[...] for name, parameter in module.score.items()}
-    if module.score_name in ("additive", "bilinear"):
-        name = "v" if module.score_name == "additive" else "kernel"
+    if module.settings.score in ("additive", "bilinear"):
+        name = "v" if module.settings.score == "additive" else "kernel"
         parameters[name] = alpha * parameters[name]
-    elif module.score_name == "dot":
+    elif module.settings.score == "dot":
         query = alpha * query
     else:  # distances: the L1 one grows like its arguments, the squared one like their square
-        factor = alpha if module.score_name == "adder" else alpha**0.5
+        factor = alpha if module.settings.score == "adder" else alpha**0.5
         query, key = factor * query, factor * key
     _, weights = attention.attend(
         query,
         key,
         key,
-        score=module.score_name,
+        score=module.settings.score,
         parameters=parameters,
-        score_options=dict(module.score_options),
-        scale=module.scale,
+        score_options=module.settings.score_options,
+        scale=module.settings.scale,
         identity=False,
         return_weights=True,
         **options,
@@ -80,7 +80,7 @@ def _measure_moves(study: Study) -> _Moves:
     plain = _live_map(module, block)
     largest = lambda **change: float(total_variation(plain, _live_map(module, block, **change)).max())
     return _Moves(
-        where=f"block {index + 1} of this model ({module.score_name} score)",
+        where=f"block {index + 1} of this model ({module.settings.score} score)",
         scalar_bias=largest(key_bias=jnp.full((keys,), 3.0)),
         key_bias=largest(key_bias=3.0 * jax.random.normal(jax.random.key(0), (keys,))),
         rescaling=largest(alpha=7.0, temperature=7.0),
