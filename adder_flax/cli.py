@@ -15,7 +15,7 @@ from flax import nnx
 
 from adder_flax import counting, interop, ops, own_cache, report, settings, tasks, training
 from adder_flax.errors import first_line
-from adder_flax.layers import AdderLinear
+from adder_flax.parameters import has_prototypes
 
 _REPORT_IMAGES = 32
 _STUDIED_STEPS = 3
@@ -39,6 +39,9 @@ def enable_compilation_cache() -> None:
             logging.warning("Compiled programs are not kept: %s", error)
         else:
             jax.config.update("jax_compilation_cache_dir", str(folder))
+            if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+                # Parameters are drawn by dozens of programs that compile in a tenth of a second each.
+                jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
             return
     jax.config.update("jax_compilation_cache_dir", None)
 
@@ -290,7 +293,7 @@ def analyze(config: Any, workdir: str | Path, checkpoint: str, baseline: str | P
     other = {} if baseline is None else _baseline(config, baseline)
     run, state, model = _restore_to_study(config, workdir, checkpoint)
     start = run.init()
-    smooth = not any(isinstance(module, AdderLinear) for _, module in nnx.iter_modules(model))
+    smooth = not has_prototypes(model)
     batch = run.eval_source.first(_REPORT_IMAGES)
     written = report.write_report(
         model,

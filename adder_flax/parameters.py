@@ -101,6 +101,19 @@ def parameter_facts(model: nnx.Module) -> dict[str, Any]:
     )
 
 
+def has_prototypes(model: nnx.Module) -> bool:
+    """Whether some layer takes L1 distances to its parameters: its loss has kinks, and no other library its kind.
+
+    Args:
+      model: a module, or its abstract form from ``nnx.eval_shape``.
+
+    Example:
+      >>> has_prototypes(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+      False
+    """
+    return any(facts.role == "prototype" for facts in jax.tree.leaves(parameter_facts(model)))
+
+
 def _known(parameter: nnx.Variable) -> Facts | None:
     return parameter.get_metadata(_FACTS, None)
 

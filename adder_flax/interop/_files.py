@@ -12,8 +12,8 @@ from flax import nnx
 
 from adder_flax.interop._names import FORMATS, find, format_of, from_arrays, to_arrays
 from adder_flax.interop._safetensors import open_weights, write_whole
-from adder_flax.layers import AdderLinear
 from adder_flax.models import VisionTransformer
+from adder_flax.parameters import has_prototypes
 from adder_flax.training import Run
 from adder_flax.training.sharding import tree_path
 
@@ -126,7 +126,7 @@ def _as_type(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 def _check_layers(model: VisionTransformer, names: str) -> None:
-    if names != "adder_flax" and any(isinstance(module, AdderLinear) for _, module in nnx.iter_modules(model)):
+    if names != "adder_flax" and has_prototypes(model):
         raise ValueError(
             f"expected dense layers for weights in the names of {names}, got adder layers, whose weights mean "
             "something else; choose qkv_linear, proj_linear and mlp_linear 'dense', or the names of adder_flax"

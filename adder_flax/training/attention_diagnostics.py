@@ -42,7 +42,7 @@ def make_attention_diagnostics(
     - ``gradient_norm``: of the branch's parameters, its LayerNorm included; and of the parts outside the blocks.
 
     Attention and adder layers outside of blocks go by the path of their module. The first four leave the identity map
-    out. All but the gradient norms are of the first images of the batch, without dropout. The gradient is that of the
+    out. All but the gradient norms are of the first examples of the batch, without dropout. The gradient is that of the
     step itself, with accumulation that of its first microbatch.
 
     Args:

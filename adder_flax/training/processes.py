@@ -135,9 +135,14 @@ class StopVote:
 
 def fetch(tree: Any, mesh: Mesh) -> Any:
     """Returns global arrays as NumPy arrays. All processes must call it, since each of them holds a part."""
-    return jax.tree.map(np.asarray, _whole_on(mesh)(tree))
+    return jax.tree.map(np.asarray, replicate(tree, mesh))
+
+
+def replicate(tree: Any, mesh: Mesh) -> Any:
+    """Returns arrays that every device holds whole, of global ones or of numbers that all processes have alike."""
+    return _replicate_on(mesh)(tree)
 
 
 @functools.lru_cache
-def _whole_on(mesh: Mesh) -> Callable[[Any], Any]:
-    return jax.jit(lambda x: x, out_shardings=sharding.replicated(mesh))
+def _replicate_on(mesh: Mesh) -> Callable[[Any], Any]:
+    return jax.jit(lambda tree: tree, out_shardings=sharding.replicated(mesh))

@@ -17,6 +17,7 @@ from adder_flax.errors import RunError, first_line, user_errors
 from adder_flax.settings import RunSettings, read
 from adder_flax.tasks import TASKS, Outcome, Task
 from adder_flax.training import sharding
+from adder_flax.training.processes import replicate
 from adder_flax.training.program import Program, program_of, shape_and_numbers
 from adder_flax.training.step import Hyper, State
 
@@ -68,7 +69,7 @@ class Run:
     @functools.cached_property
     def hyper(self) -> Hyper:
         """The numbers of the run on its devices: the third argument of the training step."""
-        return jax.device_put(self.numbers, sharding.replicated(self.mesh))
+        return replicate(self.numbers, self.mesh)
 
     @property
     def abstract_hyper(self) -> Hyper:

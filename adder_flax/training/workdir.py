@@ -82,8 +82,8 @@ def write_config(workdir: str | Path, config: ConfigDict) -> None:
         whole.replace(path)
 
 
-def write_data(workdir: str | Path, images: Mapping[str, int]) -> None:
-    """Writes ``data.json``: how many images each split has, for a later start to compare with.
+def write_data(workdir: str | Path, records: Mapping[str, int]) -> None:
+    """Writes ``data.json``: how many records each split has, for a later start to compare with.
 
     Raises:
       RunError: the directory cannot be written to.
@@ -91,11 +91,11 @@ def write_data(workdir: str | Path, images: Mapping[str, int]) -> None:
     if jax.process_index() == 0:
         with writing("data.json", workdir):
             whole = Path(workdir) / "data.json.part"
-            whole.write_text(json.dumps(images) + "\n")
+            whole.write_text(json.dumps(records) + "\n")
             whole.replace(whole.with_suffix(""))
 
 
-def changed_data(workdir: str | Path, images: Mapping[str, int]) -> str | None:
+def changed_data(workdir: str | Path, records: Mapping[str, int]) -> str | None:
     """Returns in words what became of the data set since :func:`write_data`, or None where it is as it was.
 
     Example:
@@ -103,11 +103,13 @@ def changed_data(workdir: str | Path, images: Mapping[str, int]) -> str | None:
       >>> with tempfile.TemporaryDirectory() as workdir:
       ...     write_data(workdir, {"train": 60, "val": 20})
       ...     changed_data(workdir, {"train": 50, "val": 20})
-      'the data set has changed since this run was last started: train 60 images then, 50 now'
+      'the data set has changed since this run was last started: train 60 records then, 50 now'
     """
     try:
         before = json.loads((Path(workdir) / "data.json").read_text())
-        changes = [f"{split} {before[split]} images then, {n} now" for split, n in images.items() if before[split] != n]
+        changes = [
+            f"{split} {before[split]} records then, {n} now" for split, n in records.items() if before[split] != n
+        ]
     except (OSError, ValueError, TypeError, KeyError):  # not there, or damaged: nothing to compare with
         return None
     return f"the data set has changed since this run was last started: {', '.join(changes)}" if changes else None

@@ -135,7 +135,7 @@ def test_images_that_were_removed_are_told(folder_config, tmp_path):
         for path in sorted(folder.iterdir())[4:]:
             path.unlink()
     smaller = training.build_run(folder_config)
-    with pytest.raises(RunError, match="at least the 3 steps .* one of 1: the data set .* train 24 images then, 8 now"):
+    with pytest.raises(RunError, match="at least the 3 steps .* one of 1: .* train 24 records then, 8 now"):
         training.Trainer(smaller, tmp_path / "run").fit()
 
 
