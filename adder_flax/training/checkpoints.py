@@ -24,7 +24,7 @@ from orbax.checkpoint import v1 as ocp
 
 from adder_flax.errors import RunError, first_line, writing
 from adder_flax.text import printable
-from adder_flax.training.digests import take_digests
+from adder_flax.training.digests import compile_digests, take_digests
 
 _GOING = ".deleted"
 
@@ -142,7 +142,9 @@ class SavedCheckpoints:
         state = failure = None
         try:
             record = self._record(step)
-            state = ocp.load(self._directory / str(step), abstract_state, checkpointable_name="state")
+            with ThreadPoolExecutor(max_workers=1) as meanwhile:
+                meanwhile.submit(compile_digests, abstract_state)
+                state = ocp.load(self._directory / str(step), abstract_state, checkpointable_name="state")
             if record is None:
                 logging.warning("Checkpoint %d has no digests: an older version saved it; not verified", step)
             else:

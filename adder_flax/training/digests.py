@@ -45,6 +45,16 @@ def take_digests(tree: Any) -> tuple[dict[str, int], list[str]]:
     return digests, [name for name, (_, finite) in outcomes.items() if not finite]
 
 
+def compile_digests(abstract_tree: Any) -> None:
+    """Compiles what :func:`take_digests` needs, so that it can be done while the arrays are not there yet.
+
+    Args:
+      abstract_tree: of ``jax.ShapeDtypeStruct`` with the shardings that the arrays will have.
+    """
+    for leaf in {(x.shape, x.dtype, x.sharding): x for x in jax.tree.leaves(abstract_tree)}.values():
+        _digest_on(_everywhere(leaf)).lower(leaf).compile()
+
+
 def _everywhere(leaf: Array) -> NamedSharding | None:
     """Returns the sharding in which every process holds what is computed from an array."""
     split = getattr(leaf, "sharding", None)

@@ -124,7 +124,7 @@ def read_config(workdir: str | Path) -> ConfigDict:
     stored = _read_config(Path(workdir))
     if stored is None:
         raise RunError(f"expected the directory of a run, with its config.json, got {workdir}; train there first")
-    return ConfigDict(_with_tuples(stored))
+    return _as_config(stored)
 
 
 def read_regular(path: Path) -> bytes | None:
@@ -152,14 +152,18 @@ def _read_config(workdir: Path) -> dict[str, Any] | None:
         stored = json.loads(text)
         if not isinstance(stored, dict):
             raise ValueError(f"a JSON {type(stored).__name__}")
-        flatten_config(stored)
-    except (ValueError, RecursionError) as error:
+        _as_config(stored)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else printable(error)
         raise RunError(
             f"expected the configuration of a run in {path}, got: {reason}; put it back from a copy, or move it away: "
             "the run is then taken to be of the configuration it is started with"
         ) from error
     return stored
+
+
+def _as_config(stored: dict[str, Any]) -> ConfigDict:
+    return ConfigDict(_with_tuples(stored))
 
 
 def _with_tuples(value: Any) -> Any:

@@ -133,7 +133,7 @@ def judge(function: Callable[[], Any], is_right: Callable[[Any, str], Verdict | 
         signal.alarm(0)
         signal.signal(signal.SIGALRM, previous)
     if observed.verdict is Verdict.TRACEBACK and "HangError" in observed.seen:
-        return Observed(Verdict.HANG, f"no end after {_SECONDS} s")
+        return Observed(Verdict.HANG, f"no end after {_SECONDS} s: {observed.seen}")
     if observed.verdict is Verdict.RIGHT and said.getvalue():
         return Observed(observed.verdict, said.getvalue().strip())
     return observed
@@ -182,17 +182,24 @@ def contents(workdir: Path) -> Contents:
     }
 
 
-def lost(before: Contents, workdir: Path, *, trained: bool) -> str:
+def lost(before: Contents, workdir: Path, observed: Observed, *, trained: bool) -> str:
     """Returns what is no longer there, "" where nothing is lost.
 
     Args:
       before: what the directory held after it was damaged.
       workdir: what it holds now.
-      trained: whether a run has gone on to its end there: then older checkpoints have been replaced.
+      observed: what came of the case.
+      trained: whether a run has gone on to its end there. Then checkpoints have been replaced, but nothing may be gone
+        that was said to be set aside.
     """
     after = contents(workdir)
-    rows = before["rows"] - after["rows"]
-    files = before["files"] - after["files"]
+    rows, files = before["rows"] - after["rows"], before["files"] - after["files"]
     if rows:
         return f"rows of metrics: {list(rows)[:3]}"
-    return "" if trained or not files else f"files: {[content[:40] for content in files][:3]}"
+    if trained:
+        if "set aside as" not in observed.seen:
+            return ""
+        if not list(workdir.glob("checkpoints/*.unreadable*")):
+            return "a checkpoint that was said to be set aside"
+        files -= contents(template().workdir)["files"]
+    return f"files: {[content[:40] for content in files][:3]}" if files else ""

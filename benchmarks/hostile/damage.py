@@ -134,7 +134,7 @@ def _config_fields(change: Callable[[dict[str, Any], random.Random], Any]) -> Ha
 
 
 _FIELDS: dict[str, Callable[[dict[str, Any], random.Random], Any]] = {
-    "lacks a field": lambda fields, draw: fields.pop(draw.choice(sorted(fields))),
+    "lacks a field": lambda fields, draw: fields.pop(draw.choice(["seed", "model", "batch_size", "optimizer"])),
     "lacks all of the model": lambda fields, draw: fields["model"].clear(),
     "has one more": lambda fields, draw: fields.update({f"\x1b[31m{draw.random()}": "\x1b[0m" * 99}),
     "has thousands more": lambda fields, draw: fields.update({f"f{n}": n for n in range(5000)}),
@@ -255,7 +255,7 @@ def _attack(fault: Fault, harm: Harm, seed: int, how: str) -> Observed:
         trained = how == "train" and observed.verdict is Verdict.RIGHT
         if trained and fault is _CONFIG and json_differs(workdir):
             return Observed(Verdict.ACCEPTED, "trained on in the directory of another run")
-        what = _runs.lost(before, workdir, trained=trained)
+        what = _runs.lost(before, workdir, observed, trained=trained)
         return Observed(Verdict.LOST, what) if what else observed
 
 

@@ -35,7 +35,7 @@ def _attack(pattern: str, place: float, how: str) -> Observed:
             observed = _runs.judge(
                 functools.partial(_runs.restore, workdir, which), functools.partial(_runs.is_saved_state, which=which)
             )
-        what = _runs.lost(before, workdir, trained=how == "train")
+        what = _runs.lost(before, workdir, observed, trained=how == "train")
         return Observed(Verdict.LOST, what) if what else observed
 
 

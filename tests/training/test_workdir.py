@@ -42,6 +42,7 @@ def test_opening_writes_nothing(tmp_path):
 
 
 DAMAGED = [b"", b"{", b"[]", b"null", b"3", b'"text"', b"\xff\xfe\xfa", b"[" * 100_000, b'{"a":' * 100_000, b"\0" * 99]
+DAMAGED += [b'{"a.b": 1}', b'{"__class__": 2}']
 
 
 @pytest.mark.parametrize("content", DAMAGED)
@@ -100,8 +101,8 @@ def one_step(config, harm):
     """Returns a run of one step, which does harm to an array of the parameters."""
     run = build_run(config)
 
-    def train_step(state, batch):
-        state, metrics = run.train_step(state, batch)
+    def train_step(state, batch, hyper):
+        state, metrics = run.train_step(state, batch, hyper)
         state["params"]["head"]["kernel"] = harm(state["params"]["head"]["kernel"])
         return state, metrics
 
