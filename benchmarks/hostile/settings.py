@@ -409,6 +409,10 @@ def inside(rule: settings.Rule) -> st.SearchStrategy:
     raise TypeError(f"expected a rule that Hypothesis can draw from, got {rule}; add it here")
 
 
+# Hypothesis likes to draw again what it drew before, with small changes.
+_DRAWS_PER_CASE = 10
+
+
 def sound_settings(seed: int, count: int) -> list[dict[str, Any]]:
     """Returns changes of the tiny configuration that lie inside the declared ranges."""
     drawn: list[dict[str, Any]] = []
@@ -421,13 +425,15 @@ def sound_settings(seed: int, count: int) -> list[dict[str, Any]]:
     )
 
     @hypothesis.seed(seed)
-    @hypothesis.settings(max_examples=count, database=None, deadline=None, phases=[hypothesis.Phase.generate])
+    @hypothesis.settings(
+        max_examples=_DRAWS_PER_CASE * count, database=None, deadline=None, phases=[hypothesis.Phase.generate]
+    )
     @hypothesis.given(strategy)
     def draw(changes):
         drawn.append(changes)
 
     draw()
-    return drawn[:count]
+    return drawn[::_DRAWS_PER_CASE][:count]
 
 
 def _sound_cases(seed: int, count: int) -> Iterator[Case]:
@@ -443,7 +449,7 @@ def _takes_a_step(changes: dict[str, Any]) -> Observed:
     def step() -> dict[str, Any]:
         run = training.build_run(ConfigDict(changed(tiny(), changes)))
         batch = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), training.abstract_batch(run))
-        _, metrics = run.train_step(run.init(), batch)
+        _, metrics = run.train_step(run.init(), batch, run.hyper)
         return jax.device_get(metrics)
 
     return judge_call(step, lambda metrics: bool(np.isfinite(metrics["loss"])))
