@@ -5,8 +5,6 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from ml_collections import ConfigDict
-
 from adder_flax.errors import RunError
 from adder_flax.registry import Registry
 from adder_flax.settings._rules import LONGEST_NAME, Refused, Rule
@@ -163,7 +161,8 @@ def _take(settings: type[Settings], given: Mapping[str, Any], where: str, faults
 
 
 def _is_mapping(fields: Any) -> bool:
-    return isinstance(fields, Mapping | ConfigDict)
+    # A ConfigDict is no Mapping by its class; whoever borrows a layer need not have it installed.
+    return isinstance(fields, Mapping) or type(fields).__name__ in ("ConfigDict", "FrozenConfigDict")
 
 
 def _read_section(field: dataclasses.Field, fields: Any, where: str, faults: list[str]) -> Any:

@@ -7,7 +7,7 @@ from tests.processes import ROOT
 
 
 def test_the_library_imports_nothing_heavy():
-    """Beside Flax, which a borrower has already, the attention library loads jaxtyping alone."""
+    """Beside Flax, which a borrower has already, the attention library loads jaxtyping alone; layers say their curvature."""
     program = """
 import sys, flax.nnx
 before = {name.split(".")[0] for name in sys.modules}
@@ -15,4 +15,4 @@ import adder_flax.attention, adder_flax.layers, adder_flax.models, adder_flax.li
 print(*sorted({name.split(".")[0] for name in sys.modules} - before - sys.stdlib_module_names))
 """
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["adder_flax", "jaxtyping"]
+    assert run.stdout.split() == ["adder_flax", "jaxtyping", "kfac"]
