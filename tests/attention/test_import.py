@@ -7,7 +7,7 @@ from tests.processes import ROOT
 
 
 def test_the_library_imports_nothing_heavy():
-    """Beside Flax, which a borrower has already, the attention library loads jaxtyping alone; layers say their curvature."""
+    """Beside Flax, which a borrower has already, they load jaxtyping, and kfac, which layers tell their curvature."""
     program = """
 import sys, flax.nnx
 before = {name.split(".")[0] for name in sys.modules}
