@@ -13,18 +13,19 @@ from jaxtyping import Array, Float
 
 from adder_flax import recorder
 from adder_flax.attention import attention_map
-from adder_flax.data import ImageSource
 from adder_flax.measures.expressivity import score_parameters, xor_bound
 from adder_flax.measures.maps import patch_attention, patch_grid
 from adder_flax.measures.walks import rollout
 from adder_flax.report import _style
 from adder_flax.report.second_order import SecondOrderStep
-from adder_flax.tasks import Task
 from adder_flax.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from adder_flax.data import ImageSource
+    from adder_flax.tasks import Task
 
 # Attention over uniform from which a region is worth an outline; below it the outline would trace noise.
 _PREFERENCE = 1.5
@@ -104,7 +105,7 @@ def _draw_evaluation(axis: "Axes", steps: np.ndarray, values: np.ndarray, *, acc
     axis.plot(steps, values, **style, linewidth=1.5, label=label)
 
 
-def attention_of_images(task: Task, model: nnx.Module, source: ImageSource, title: str) -> "Figure":
+def attention_of_images(task: "Task", model: nnx.Module, source: "ImageSource", title: str) -> "Figure":
     """Where a classifier looks on the first images of a source, with what it takes them for.
 
     Args:

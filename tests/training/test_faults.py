@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from adder_flax import cli, training
+from adder_flax.report import figures
 from adder_flax.training import Checkpoints, RunError
 from adder_flax.training.metrics import MetricWriter
 from benchmarks import faults
@@ -143,7 +144,7 @@ def test_figures_do_not_decide_whether_training_succeeded(tiny_config, tmp_path,
     def fail(*args, **options):
         raise ZeroDivisionError("no ink")
 
-    monkeypatch.setattr(cli.report, "attention_figure", fail)
+    monkeypatch.setattr(figures, "attention_figure", fail)
     cli.train(tiny_config(num_epochs=0.1), tmp_path)
     out = capsys.readouterr().out
     assert "training is complete, but attention.png could not be drawn: ZeroDivisionError: no ink" in out
