@@ -87,13 +87,22 @@ def register_layer(
 
 @contextlib.contextmanager
 def temporary() -> Iterator[None]:
-    """Forgets, at its end, what was registered inside."""
+    """Forgets, at its end, what was registered inside, but for Flax's own layers: that happens once in a process, when
+    the first model is traced.
+
+    >>> from flax import nnx
+    >>> with temporary():
+    ...     import kfac._nnx
+    >>> (nnx.Linear, "__call__") in _registrations
+    True
+    """
     kept = dict(_registrations)
     try:
         yield
     finally:
+        flax = {key: r for key, r in _registrations.items() if key[0].__module__.partition(".")[0] == "flax"}
         _registrations.clear()
-        _registrations.update(kept)
+        _registrations.update(flax | kept)
 
 
 def registrations(base: type) -> list[Registration]:
