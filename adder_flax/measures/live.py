@@ -22,9 +22,9 @@ def attention_numbers(
       ``attention_logit_std``, of a row's scores, mean; ``attention_rank``, the equivalent rank, mean over maps.
 
     Example:
-      >>> numbers = jax.jit(attention_numbers)(jnp.zeros((10, 10)), jnp.eye(10))
-      >>> {name: float(number) for name, number in numbers.items()}
-      {'attention_entropy': 0.0, 'attention_logit_std': 0.0, 'attention_max_logit': 0.0, 'attention_rank': 9.0}
+      >>> numbers = jax.jit(attention_numbers)(jnp.zeros((2, 10, 10)), jnp.full((2, 10, 10), 0.1))
+      >>> {name: round(float(number), 4) for name, number in numbers.items()}
+      {'attention_entropy': 2.3026, 'attention_logit_std': 0.0, 'attention_max_logit': 0.0, 'attention_rank': 1.0}
     """
     return {
         "attention_entropy": row_entropy(weights).mean(),

@@ -8,7 +8,11 @@ from flax import nnx
 
 from adder_flax.models._seq2seq import Seq2Seq
 
-SCORES = ["additive", "bilinear", "dot", "adder", "gaussian"]
+SCORES = [
+    "additive",
+    "adder",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("bilinear", "dot", "gaussian")),
+]
 
 
 def make(score="additive", **options):
