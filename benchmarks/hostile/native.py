@@ -121,7 +121,7 @@ _COMPILERS = (
     "kill -9 $$",
     'mkdir "$last"',
     'mkfifo "$last"',
-    'echo "int f(){return 1;}" > x.c; printf "\\033[31mTraceback"; exit 7',
+    'printf "\\033[31mTraceback"; exit 7',
     'ln -s "$last" "$last"',
     'cp /bin/sh "$last"',
     "exec no-such-program",
