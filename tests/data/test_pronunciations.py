@@ -94,8 +94,9 @@ def test_a_file_that_is_no_dictionary_is_refused(tmp_path, content, message):
 
 
 def test_a_missing_file_and_an_unknown_split_are_refused(tmp_path, dictionary):
-    with pytest.raises(data.DataError, match="got no file"):
-        data.load_source("cmudict", "train", data_dir=str(tmp_path / "none"))
+    for place in (str(tmp_path / "none"), "~no_such_user_here/words", "x" * 5000, "a\0b"):
+        with pytest.raises(data.DataError, match="got no file"):
+            data.load_source("cmudict", "train", data_dir=place)
     with pytest.raises(data.DataError, match="split"):
         data.load_source("cmudict", "dev", data_dir=str(dictionary))
 
