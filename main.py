@@ -44,6 +44,9 @@ _CLUSTER = flags.DEFINE_boolean(
     "Let JAX look for the other processes itself, as TPU virtual machines need; see docs/operations.md",
 )
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "last", "With --mode=eval, analyze or export: last, best or a step")
+_SPLIT = flags.DEFINE_string(
+    "split", "eval", "With --mode=eval: the split to score, by its own name; eval is the one that training evaluates on"
+)
 _NAMES = flags.DEFINE_enum(
     "names", "adder_flax", ["adder_flax", "timm", "hugging_face"], "With --mode=export: whose names and layouts"
 )
@@ -85,7 +88,7 @@ def main(argv: list[str]) -> None:
     elif _MODE.value == "export":
         cli.export(_CONFIG.value, workdir, _CHECKPOINT.value, _NAMES.value)
     else:
-        cli.evaluate(_CONFIG.value, workdir, _CHECKPOINT.value)
+        cli.evaluate(_CONFIG.value, workdir, _CHECKPOINT.value, _SPLIT.value)
 
 
 class _ExperimentParser(flags.ArgumentParser):

@@ -124,10 +124,10 @@ def train(config: Any, workdir: str | Path, *, start_time: float | None = None) 
         sys.exit(128 + result.interrupted)
     params = training.fetch(training.evaluation_params(result.state), run.mesh)
     drawn = _draw(run, workdir, params) if jax.process_index() == 0 else []
+    best = run.task.best.name
     _say(
-        f"test {run.task.best.name} {result.evaluation[f'eval/{run.task.best.name}']:.4f} after {result.step} steps, "
-        f"peak memory "
-        f"{_gib(training.peak_memory())}; in {workdir}: "
+        f"{run.eval_source.split} {best} {result.evaluation[f'eval/{best}']:.4f} after {result.step} steps, "
+        f"peak memory {_gib(training.peak_memory())}; in {workdir}: "
         + ", ".join(["checkpoints/, metrics.jsonl, tensorboard/, config.json", *drawn])
     )
 
@@ -244,15 +244,16 @@ def _curves(run: training.Run, workdir: Path) -> Any:
     return report.curves_figure(training.read_metrics(workdir), title=_run_name(run.config))
 
 
-def evaluate(config: Any, workdir: str | Path, checkpoint: str) -> None:
-    """Scores a checkpoint on the whole evaluation split.
+def evaluate(config: Any, workdir: str | Path, checkpoint: str, split: str = "eval") -> None:
+    """Scores a checkpoint on a whole split of the data.
 
     Args:
       config: of the run.
       workdir: of the run.
       checkpoint: ``last``, ``best`` or a step.
+      split: name of the split, or ``eval`` for the one that training evaluates on.
     """
-    run = training.build_run(config)
+    run = training.build_run(config, eval_split=split)
     state = _restore(run, workdir, checkpoint)
     metrics = training.Evaluator(run)(training.evaluation_params(state))
     shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())

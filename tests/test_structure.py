@@ -95,3 +95,16 @@ def test_settings_are_read_without_jax():
     code = f"import sys; {read}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {"jax", "flax", "numpy"} & set(done.stdout.split())
+
+
+def test_an_experiment_is_read_and_refused_without_jax():
+    code = (
+        "import sys; from adder_flax import experiment, settings\n"
+        "config = experiment.load_experiment('experiments/adder_deit_tiny.py:cifar10'); config.batch_size = 0\n"
+        "try: settings.read(settings.RunSettings, config)\n"
+        "except Exception as error: print(error, *sys.modules, sep='\\n')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    refused, *modules = done.stdout.splitlines()
+    assert "batch_size" in refused
+    assert not {"jax", "flax", "grain"} & set(modules)

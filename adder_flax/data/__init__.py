@@ -1,20 +1,9 @@
 """Data sources, the host pipeline and on-device augmentation."""
 
-from adder_flax.data._augment import (
-    Augment,
-    augment,
-    color_jitter,
-    mix,
-    normalize,
-    random_crop,
-    random_erase,
-    random_flip,
-    random_resized_crop,
-    resize_boxes,
-    smooth_one_hot,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from adder_flax.data._load import describe, load_or_imitate, load_source
-from adder_flax.data._pipeline import EvalPipeline, TrainPipeline
 from adder_flax.data._registry import SETS, DataSet, register_source, resolve_split
 from adder_flax.data._sequences import SequenceSource
 from adder_flax.data._source import (
@@ -27,6 +16,44 @@ from adder_flax.data._source import (
     UnreadableRecordError,
 )
 from adder_flax.data._statistics import channel_statistics
+
+if TYPE_CHECKING:
+    from adder_flax.data._augment import (
+        Augment,
+        augment,
+        color_jitter,
+        mix,
+        normalize,
+        random_crop,
+        random_erase,
+        random_flip,
+        random_resized_crop,
+        resize_boxes,
+        smooth_one_hot,
+    )
+    from adder_flax.data._pipeline import EvalPipeline, TrainPipeline
+
+# Imported when asked for: an experiment file asks what is known of a data set, and a mistake in it is answered without
+# waiting for JAX and grain.
+_LATER = {
+    **dict.fromkeys(
+        (
+            "Augment",
+            "augment",
+            "color_jitter",
+            "mix",
+            "normalize",
+            "random_crop",
+            "random_erase",
+            "random_flip",
+            "random_resized_crop",
+            "resize_boxes",
+            "smooth_one_hot",
+        ),
+        "adder_flax.data._augment",
+    ),
+    **dict.fromkeys(("EvalPipeline", "TrainPipeline"), "adder_flax.data._pipeline"),
+}
 
 __all__ = [
     "ArraySource",
@@ -59,3 +86,14 @@ __all__ = [
     "resolve_split",
     "smooth_one_hot",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(importlib.import_module(_LATER[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
 from jaxtyping import Int
 
 from adder_flax.data._source import Source
+
+if TYPE_CHECKING:
+    import jax
 
 PAD, END = 0, 1
 """The number that fills a row up, and that which ends a target."""
@@ -49,6 +52,8 @@ class SequenceSource(Source):
 
     @property
     def record_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        import jax  # here, as the rest needs none of it
+
         return {name: jax.ShapeDtypeStruct(values.shape[1:], values.dtype) for name, values in self.arrays.items()}
 
     def __len__(self) -> int:

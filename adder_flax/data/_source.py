@@ -5,9 +5,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import jax
 import numpy as np
 from absl import logging
 from jaxtyping import Bool, Int, UInt8
@@ -15,6 +14,9 @@ from jaxtyping import Bool, Int, UInt8
 from adder_flax.data import _images
 from adder_flax.errors import RunError
 from adder_flax.text import printable
+
+if TYPE_CHECKING:
+    import jax
 
 MapFunction = Callable[..., Iterable[Any]]
 Batch = dict[str, np.ndarray]
@@ -137,6 +139,8 @@ class ImageSource(Source):
 
     @property
     def record_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        import jax  # here, as the rest needs none of it
+
         label = jax.ShapeDtypeStruct((), np.int32)
         return {"image": jax.ShapeDtypeStruct(self.image_shape, np.uint8), "label": label}
 

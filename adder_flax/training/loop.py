@@ -245,4 +245,4 @@ def _describe(step: int, run: Run, evaluation: dict[str, float]) -> str:
     best = f"eval/{run.task.best.name}"
     scores = {best: evaluation[best]} | evaluation
     shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in scores.items())
-    return f"step {step}/{run.num_steps}  epoch {step / run.steps_per_epoch:.1f}  test {shown}"
+    return f"step {step}/{run.num_steps}  epoch {step / run.steps_per_epoch:.1f}  {run.eval_source.split} {shown}"

@@ -101,12 +101,15 @@ class Run:
         return nnx.merge(self.graphdef, params)
 
 
-def build_run(config: Any, *, devices: Sequence[jax.Device] | None = None, data_needed: bool = True) -> Run:
+def build_run(
+    config: Any, *, devices: Sequence[jax.Device] | None = None, data_needed: bool = True, eval_split: str = "eval"
+) -> Run:
     """Checks a configuration and builds what the run needs.
 
     Args:
       config: as the experiment files make it.
       devices: of the mesh; all of JAX's unless given. Those of a topology serve for compilation alone.
+      eval_split: what is evaluated on: a split's own name, or ``eval`` for the one that `data.resolve_split` chooses.
       data_needed: False lets random images of the same shape stand in for a data set that is not here.
 
     Raises:
@@ -117,7 +120,7 @@ def build_run(config: Any, *, devices: Sequence[jax.Device] | None = None, data_
     _check_batches(settings, mesh)
     with user_errors():
         load = data.load_source if data_needed else data.load_or_imitate
-        train_source, eval_source = (_load_source(load, settings, split) for split in ("train", "eval"))
+        train_source, eval_source = (_load_source(load, settings, split) for split in ("train", eval_split))
     steps_per_epoch, num_steps = _count_steps(settings, train_source)
     with user_errors():
         shape, numbers = shape_and_numbers(settings, train_source, mesh, num_steps)

@@ -55,6 +55,18 @@ def test_evaluation_sees_each_example_once_whatever_the_batch(tiny_config):
     assert (scores[0]["eval/accuracy"] * 360) == pytest.approx(round(scores[0]["eval/accuracy"] * 360), abs=1e-9)
 
 
+def test_any_split_can_be_scored_by_its_name(tiny_config):
+    """The scores of the training split are those of the model's own answers on its arrays."""
+    run = build_run(tiny_config(), eval_split="train")
+    params = run.init()["params"]
+    batch = run.eval_source.first(len(run.eval_source))
+    right = np.argmax(np.asarray(run.model(params)(*run.task.inputs(batch))), -1) == batch["label"]
+    assert len(right) == 1437
+    assert Evaluator(run)(params)["eval/accuracy"] == pytest.approx(right.mean(), abs=1e-9)
+    with pytest.raises(RunError, match="split 'train' or 'test' of digits, got 'validation'"):
+        build_run(tiny_config(), eval_split="validation")
+
+
 def test_resume_of_a_complete_run_trains_no_further(tiny_config, tmp_path, capsys):
     _, first = fit(tiny_config(), tmp_path)
     _, second = fit(tiny_config(), tmp_path)
