@@ -12,17 +12,18 @@ from adder_flax.attention._dot import dot_product_attention, dot_scores
 from adder_flax.attention._gaussian import gaussian_attention, gaussian_scores
 from adder_flax.attention._multi_head import MultiHeadAttention
 from adder_flax.attention._registry import (
+    SCORES,
     Score,
     ScoreParameter,
     get_score,
     masked_softmax,
     register_score,
-    score_names,
 )
 from adder_flax.attention._seq2seq import AdditiveAttention, BilinearAttention, SequenceAttention
 
 __all__ = [
     "LAYER_NORM_EPSILON",
+    "SCORES",
     "AdditiveAttention",
     "BilinearAttention",
     "MultiHeadAttention",
@@ -48,5 +49,4 @@ __all__ = [
     "masked_softmax",
     "register_score",
     "resolve_scale",
-    "score_names",
 ]

@@ -8,6 +8,7 @@ from adder_flax import ops
 from adder_flax.attention._attend import attend, attention_function
 from adder_flax.attention._registry import Score, register_score
 from adder_flax.attention.checks import require_equal_widths
+from adder_flax.settings import AdderOptions
 
 
 def adder_scores(
@@ -22,7 +23,7 @@ register_score(
     Score(
         "adder",
         adder_scores,
-        function_options=("gradient",),
+        options=AdderOptions,
         # |q - k| of two unit-normal numbers is a half-normal variable of scale √2: its variance is 2(1 - 2/π).
         variance=lambda head_dim: 2.0 * head_dim * (1.0 - 2.0 / math.pi),
         identity=True,

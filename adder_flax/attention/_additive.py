@@ -8,6 +8,7 @@ from adder_flax import ops
 from adder_flax.attention._attend import attend, attention_function
 from adder_flax.attention._dot import dot_scores
 from adder_flax.attention._registry import Score, ScoreParameter, register_score
+from adder_flax.settings import AdditiveOptions
 
 LAYER_NORM_EPSILON = 1e-6
 """Of every LayerNorm here: published ViT weights were trained with it."""
@@ -100,7 +101,7 @@ register_score(
         "additive",
         additive_scores,
         additive_parameters,
-        parameter_options=("hidden_dim", "layer_norm"),
+        options=AdditiveOptions,
         scale=lambda head_dim: 1.0,
     )
 )

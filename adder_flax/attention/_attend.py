@@ -97,7 +97,7 @@ def attend(
     rate = 0.0 if deterministic else dropout_rate
     _check_dropout(rate, dropout_rng)
     arrays = {name: parameter for name, parameter in (parameters or {}).items() if parameter is not None}
-    raw_scores = functools.partial(contract.raw_scores, options=score_options or {})
+    raw_scores = functools.partial(contract.raw_scores, options=score_options)
     factor = resolve_scale(contract, scale, key.shape[-1]) / _per_head(temperature)
     bias = _total_bias(bias, key_bias)
     mask = _visible(mask, bias)

@@ -1,6 +1,9 @@
 """What a score function has to say about itself, and the table of those that are known by name."""
 
 import dataclasses
+import difflib
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from adder_flax.settings import Options, ScoreSettings
+from adder_flax.registry import Registry
+from adder_flax.settings import SCORE_OPTIONS, Options, join
 
 
 def masked_softmax(
@@ -66,7 +70,9 @@ class Score:
         and the key's group axis has length 1, so a function only relies on broadcasting.
       parameters: `parameters(num_heads, query_dim, key_dim, **options)` gives the learned arrays by name; each one's
         first axis is the heads.
-      function_options, parameter_options: names of the options that `function` and `parameters` take.
+      options: a frozen dataclass whose fields are declared with `adder_flax.settings.setting`: what users may set, as
+        `config.model.score_options.<field>` and as `score_options={"<field>": …}`. Each one is a keyword of `function`,
+        of `parameters` or of both, and shapes the program: none is declared with `data`.
       scale: the default factor on the raw scores as a function of the key's head_dim.
       variance: variance of a raw score between unit-normal query and key as a function of head_dim, for
         `scale="variance_matched"`; None where it depends on learned parameters.
@@ -79,53 +85,67 @@ class Score:
     name: str
     function: Callable[..., Array]
     parameters: Callable[..., Mapping[str, ScoreParameter]] = _no_parameters
-    function_options: tuple[str, ...] = ()
-    parameter_options: tuple[str, ...] = ()
+    options: type | None = None
     scale: Callable[[int], float] = _inverse_sqrt
     variance: Callable[[int], float] | None = None
     identity: bool = False
     normalize: Callable[[Array, Array | None], Array] = masked_softmax
     rows_are_probability: bool = True
 
-    def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raises ValueError for an option that this score does not have."""
-        known = (*self.function_options, *self.parameter_options)
-        for name in options:
-            if name not in known:
+    def __post_init__(self):
+        for name, field in self._options.items():
+            if name not in _keywords(self.function) | _keywords(self.parameters):
                 raise ValueError(
-                    f"the {self.name} score expects options from {known}, got {name!r}; "
-                    "remove it or choose another score."
+                    f"the {self.name} score expects each of its options to be a keyword of its function or of its "
+                    f"parameters, got {name!r}, which is of neither; add it there."
+                )
+            if field.metadata["declared"].data:
+                raise ValueError(
+                    f"the {self.name} score expects options that shape the program, got {name!r}, declared as data; "
+                    "leave data out, or make it a parameter."
                 )
 
-    def own_options(self, options: ScoreSettings | Mapping[str, Any] | None) -> Options:
-        """Those of all scores' settings that are this score's; of a mapping every one, which has to be.
+    @property
+    def _options(self) -> dict[str, dataclasses.Field]:
+        return {} if self.options is None else {field.name: field for field in dataclasses.fields(self.options)}
 
-        >>> get_score("adder").own_options(ScoreSettings(gradient="full"))
-        Options({'gradient': 'full'})
+    def own_options(self, options: Any) -> Options:
+        """All options of this score: of all scores' settings its own; of a mapping every one, which has to be.
+
+        What is not given has its default.
+
+        >>> get_score("additive").own_options({"layer_norm": True})
+        Options({'hidden_dim': None, 'layer_norm': True})
 
         Raises:
           ValueError: an option that this score does not have.
         """
+        known = {name: field.default for name, field in self._options.items()}
         if options is None or isinstance(options, Mapping):
-            self.check_options(options or {})
-            return Options(options or {})
-        known = (*self.function_options, *self.parameter_options)
-        return Options({name: value for name, value in vars(options).items() if name in known})
+            given = dict(options or {})
+            for name in given.keys() - known:
+                near = difflib.get_close_matches(name, known, n=1)
+                fix = f"did you mean {near[0]!r}?" if near else "remove it or choose another score."
+                raise ValueError(f"the {self.name} score expects options from {tuple(known)}, got {name!r}; {fix}")
+        else:
+            given = {name: value for name, value in vars(options).items() if name in known}
+        return Options(known | given)
 
     def learned_parameters(
-        self, num_heads: int, query_dim: int, key_dim: int, options: Mapping[str, Any]
+        self, num_heads: int, query_dim: int, key_dim: int, options: Mapping[str, Any] | None = None
     ) -> Mapping[str, ScoreParameter]:
         """The learned arrays for these widths and options, by name."""
-        self.check_options(options)
-        chosen = {name: options[name] for name in self.parameter_options if name in options}
-        return self.parameters(num_heads, query_dim, key_dim, **chosen)
+        return self.parameters(num_heads, query_dim, key_dim, **self._options_of(self.parameters, options))
 
     def raw_scores(
-        self, query: Array, key: Array, parameters: Mapping[str, Array | None], options: Mapping[str, Any]
+        self,
+        query: Array,
+        key: Array,
+        parameters: Mapping[str, Array | None],
+        options: Mapping[str, Any] | None = None,
     ) -> Float[Array, "*batch heads query key"]:
         """Scores of head-major arrays, grouped key heads included; parameters that are None are left out."""
-        self.check_options(options)
-        chosen = {name: options[name] for name in self.function_options if name in options}
+        chosen = self._options_of(self.function, options)
         parameters = {name: p for name, p in parameters.items() if p is not None}
         *batch, heads, q_length, width = query.shape
         kv_heads = key.shape[-3]
@@ -137,25 +157,35 @@ class Score:
         scores = self.function(query, key[..., None, :, :], **parameters, **chosen)
         return scores.reshape(*batch, heads, q_length, key.shape[-2])
 
+    def _options_of(self, function: Callable, options: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Options that a function of this score takes."""
+        return {name: value for name, value in self.own_options(options).items() if name in _keywords(function)}
 
-_SCORES: dict[str, Score] = {}
+
+@functools.cache
+def _keywords(function: Callable) -> frozenset[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return frozenset(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
+
+
+SCORES: Registry[Score] = Registry("score", "adder_flax.attention.register_score")
+"""Scores by name."""
 
 
 def register_score(score: Score) -> Score:
-    """Makes `score` available under its name everywhere; returns it.
+    """Makes `score` available under its name everywhere, and its options in configurations; returns it.
 
     The same function again, as when a notebook cell or an experiment file runs twice, replaces what it registered.
 
     Raises:
-      ValueError: another score already has this name.
+      ValueError: another score already has this name, or has an option of the same name that means something else.
     """
-    origin = lambda known: (known.function.__module__, known.function.__qualname__)
-    if origin(_SCORES.get(score.name, score)) != origin(score):
-        raise ValueError(
-            f"expected a new name for the score, got {score.name!r}, which is registered already; "
-            f"choose a name other than {score_names()}."
-        )
-    _SCORES[score.name] = score
+    if score.options is not None:
+        others = (SCORE_OPTIONS.get(name) for name in SCORE_OPTIONS if name != score.name)
+        join("score", *others, score.options)
+    SCORES.register(score.name, score, origin=(score.function.__module__, score.function.__qualname__))
+    if score.options is not None:
+        SCORE_OPTIONS.register(score.name, score.options)
     return score
 
 
@@ -165,16 +195,4 @@ def get_score(score: str | Score) -> Score:
     >>> get_score("adder").identity
     True
     """
-    if isinstance(score, Score):
-        return score
-    if score not in _SCORES:
-        raise ValueError(
-            f"expected a score from {score_names()}, got {score!r}; choose one of these or add yours with "
-            "adder_flax.attention.register_score."
-        )
-    return _SCORES[score]
-
-
-def score_names() -> tuple[str, ...]:
-    """Names of the registered scores, in the order of registration."""
-    return tuple(_SCORES)
+    return score if isinstance(score, Score) else SCORES.get(score)

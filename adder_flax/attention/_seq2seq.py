@@ -1,7 +1,6 @@
 """Single-head attention of sequence-to-sequence models, from decoder states to encoder states."""
 
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
 
 import flax.nnx as nnx
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ from jaxtyping import Array, Float
 from adder_flax.attention._attend import attend
 from adder_flax.attention._registry import get_score
 from adder_flax.attention.checks import check_temperature
+from adder_flax.settings import AttentionSettings, keywords_of
 
 
 class SequenceAttention(nnx.Module):
@@ -20,42 +20,47 @@ class SequenceAttention(nnx.Module):
     Args:
       query_features: d_s, width of the decoder states s.
       key_features: d_h, width of the encoder states h.
-      score: a registered name; "dot", "adder" and "gaussian" want equal widths.
-      options: of the score.
-      scale: factor on the scores, see `attend`.
-      temperature: a positive number, or "learned", exp(`log_temperature`), which starts at 1.
+      settings: how queries look at keys; each of its fields can be given as a keyword instead:
+        score: a registered name; "dot", "adder" and "gaussian" want equal widths.
+        score_options: options of the score.
+        temperature: a positive number, or "learned", exp(`log_temperature`), which starts at 1.
+        scale, key_block: see `attend`.
       param_dtype: dtype of the parameters.
       rngs: initialisation keys.
+
+    Raises:
+      ValueError: an unknown score or option, or the identity map.
 
     >>> attention = SequenceAttention(8, 8, score="adder", rngs=nnx.Rngs(0))
     >>> attention(jnp.ones((2, 5, 8)), jnp.ones((2, 7, 8))).shape
     (2, 5, 8)
     """
 
+    @keywords_of(AttentionSettings)
     def __init__(
         self,
         query_features: int,
         key_features: int,
         *,
-        score: str = "additive",
-        options: Mapping[str, Any] | None = None,
-        scale: str | float | None = None,
-        temperature: float | str = 1.0,
+        settings: AttentionSettings = AttentionSettings(),
         param_dtype: jnp.dtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        specs = get_score(score).learned_parameters(1, query_features, key_features, options or {})
+        check_temperature(settings.temperature)
+        if settings.identity:
+            raise ValueError(
+                "expected no identity map between two sequences, whose positions are not the same, got identity=True; "
+                "leave it out."
+            )
+        contract = get_score(settings.score)
+        options = contract.own_options(settings.score_options)
+        self.settings = dataclasses.replace(settings, score_options=options, identity=False)
+        specs = contract.learned_parameters(1, query_features, key_features, options)
         for name, spec in specs.items():
             setattr(self, name, nnx.Param(spec.init(rngs.params(), spec.shape, param_dtype)[0]))
-        check_temperature(temperature)
-        self.score_name = score
-        # A tuple, because what a module knows besides its parameters has to be hashable.
-        self.score_options = tuple(sorted((options or {}).items()))
         self.parameter_names = tuple(specs)
-        self.scale = scale
-        self.temperature = temperature
         self.log_temperature = nnx.data(None)
-        if temperature == "learned":
+        if settings.temperature == "learned":
             self.log_temperature = nnx.Param(jnp.zeros((), param_dtype))
 
     def __call__(
@@ -81,16 +86,13 @@ class SequenceAttention(nnx.Module):
         """
         value = key if value is None else value
         log_temperature = self.log_temperature
+        temperature = self.settings.temperature if log_temperature is None else jnp.exp(log_temperature[...])
         attended = attend(
             *(x[..., None, :] for x in (query, key, value)),
-            score=self.score_name,
-            score_options=dict(self.score_options),
-            identity=False,
+            **vars(self.settings) | {"temperature": temperature},
             parameters={name: getattr(self, name)[...][None] for name in self.parameter_names},
             mask=None if mask is None else mask[..., None, :, :],
             bias=None if bias is None else bias[..., None, :, :],
-            scale=self.scale,
-            temperature=self.temperature if log_temperature is None else jnp.exp(log_temperature[...]),
             return_weights=return_weights,
         )
         context, weights = attended if return_weights else (attended, None)
@@ -108,8 +110,8 @@ class AdditiveAttention(SequenceAttention):
       key_features: d_h, width of the encoder states h.
       hidden_dim: d_a; by default where the parameter count meets that of `BilinearAttention`.
       layer_norm: LayerNorm of the sum inside tanh, against saturation; b is then its shift.
-      scale: factor on the scores, see `attend`; 1 by default.
-      temperature: a positive number, or "learned", exp(`log_temperature`), which starts at 1.
+      settings: as of `SequenceAttention`, whose keywords but `score` and `score_options` are taken; `scale` is 1 by
+        default.
       param_dtype: dtype of the parameters.
       rngs: initialisation keys.
 
@@ -118,6 +120,7 @@ class AdditiveAttention(SequenceAttention):
     (2, 5, 8)
     """
 
+    @keywords_of(AttentionSettings, but=("score", "score_options"))
     def __init__(
         self,
         query_features: int,
@@ -125,19 +128,16 @@ class AdditiveAttention(SequenceAttention):
         *,
         hidden_dim: int | None = None,
         layer_norm: bool = False,
-        scale: str | float | None = None,
-        temperature: float | str = 1.0,
+        settings: AttentionSettings = AttentionSettings(),
         param_dtype: jnp.dtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        options = dict(hidden_dim=hidden_dim, layer_norm=layer_norm)
         super().__init__(
             query_features,
             key_features,
+            settings=settings,
             score="additive",
-            options=options,
-            scale=scale,
-            temperature=temperature,
+            score_options=dict(hidden_dim=hidden_dim, layer_norm=layer_norm),
             param_dtype=param_dtype,
             rngs=rngs,
         )
@@ -149,8 +149,8 @@ class BilinearAttention(SequenceAttention):
     Args:
       query_features: d_s, width of the decoder states s.
       key_features: d_h, width of the encoder states h.
-      scale: factor on the scores, see `attend`; 1/√d_h by default.
-      temperature: a positive number, or "learned", exp(`log_temperature`), which starts at 1.
+      settings: as of `SequenceAttention`, whose keywords but `score` and `score_options` are taken; `scale` is 1/√d_h
+        by default.
       param_dtype: dtype of the parameters.
       rngs: initialisation keys.
 
@@ -159,22 +159,22 @@ class BilinearAttention(SequenceAttention):
     (2, 5, 8)
     """
 
+    @keywords_of(AttentionSettings, but=("score", "score_options"))
     def __init__(
         self,
         query_features: int,
         key_features: int,
         *,
-        scale: str | float | None = None,
-        temperature: float | str = 1.0,
+        settings: AttentionSettings = AttentionSettings(),
         param_dtype: jnp.dtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
         super().__init__(
             query_features,
             key_features,
+            settings=settings,
             score="bilinear",
-            scale=scale,
-            temperature=temperature,
+            score_options=None,
             param_dtype=param_dtype,
             rngs=rngs,
         )

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from adder_flax.attention import get_score
 from adder_flax.models._registry import Example, register_model
 from adder_flax.models._vit import VisionTransformer
-from adder_flax.settings import AttentionSettings, ScoreSettings, VitSettings
+from adder_flax.settings import AttentionSettings, VitSettings
 
 
 @register_model("vit", VitSettings)
@@ -36,9 +36,9 @@ def build_vit(settings: VitSettings, example: Example, *, rngs: nnx.Rngs) -> Vis
 def check_score_options(settings: AttentionSettings) -> None:
     """Raises ValueError for an option that is set and that none of the scores has."""
     names = (settings.score,) if isinstance(settings.score, str) else settings.score
-    given = vars(settings.score_options)
+    given, defaults = vars(settings.score_options), type(settings.score_options)()
     taken = {name for score in names for name in get_score(score).own_options(settings.score_options)}
-    unused = {name for name in given if given[name] != getattr(ScoreSettings(), name)} - taken
+    unused = {name for name in given if given[name] != getattr(defaults, name)} - taken
     if unused:
         raise ValueError(
             f"expected config.model.score_options.{min(unused)} at its default unless a score has it, got "

@@ -1,7 +1,6 @@
 """Sequence to sequence with attention: a bidirectional GRU reads, a GRU with attention writes."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.nnx as nnx
@@ -9,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from adder_flax.attention import SequenceAttention, get_score
+from adder_flax.attention import SequenceAttention
 from adder_flax.layers import Dropout, Linear
 from adder_flax.models._build import check_score_options
 from adder_flax.models._registry import Example, register_model
-from adder_flax.settings import AttentionSettings, Choice, Integer, Number, Text, section, setting
+from adder_flax.settings import AttentionSettings, Choice, Integer, Number, Text, keywords_of, section, setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +53,11 @@ class Seq2Seq(nnx.Module):
 
     Args:
       source_symbols, target_symbols: how many there are, filling and end included.
-      width: of the states; the encoder's halves have half of it each.
-      embedding_features: of the symbols.
-      score: attention score by name.
-      score_options, scale, temperature: of the score, see `adder_flax.attention.SequenceAttention`.
-      dropout_rate: of embeddings and of what gives the logits.
+      settings: of the model; each of its fields can be given as a keyword instead:
+        width: of the states; the encoder's halves have half of it each.
+        embedding_features: of the symbols.
+        score, score_options, scale, temperature, key_block: see `adder_flax.attention.SequenceAttention`.
+        dropout_rate: of embeddings and of what gives the logits.
       end_symbol: number of the end.
       dtype: dtype of the computation; None for that of the parameters.
       param_dtype: dtype of the parameters.
@@ -70,23 +69,19 @@ class Seq2Seq(nnx.Module):
     (1, 3, 7)
     """
 
+    @keywords_of(Seq2SeqSettings, but=("name",))
     def __init__(
         self,
         *,
         source_symbols: int,
         target_symbols: int,
-        width: int = 256,
-        embedding_features: int = 128,
-        score: str = "additive",
-        score_options: Mapping[str, Any] | None = None,
-        scale: str | float | None = None,
-        temperature: float | str = 1.0,
-        dropout_rate: float = 0.0,
+        settings: Seq2SeqSettings = Seq2SeqSettings(),
         end_symbol: int = 1,
         dtype: jnp.dtype | None = None,
         param_dtype: jnp.dtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        width, embedding_features = settings.width, settings.embedding_features
         if width < 2 or width % 2:
             raise ValueError(f"expected an even width of at least 2, got {width}; each direction reads with half of it")
         shared = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -98,18 +93,11 @@ class Seq2Seq(nnx.Module):
         self.bridge = Linear(width, width, **shared)
         self.decoder = nnx.GRUCell(embedding_features, width, **shared)
         self.attention = SequenceAttention(
-            width,
-            width,
-            score=score,
-            options=score_options,
-            scale=scale,
-            temperature=temperature,
-            param_dtype=param_dtype,
-            rngs=rngs,
+            width, width, settings=settings.attention, param_dtype=param_dtype, rngs=rngs
         )
         self.combine = Linear(2 * width, width, **shared)
         self.head = Linear(width, target_symbols, **shared)
-        self.dropout = Dropout(dropout_rate)
+        self.dropout = Dropout(settings.dropout_rate)
 
     def __call__(
         self,
@@ -205,13 +193,7 @@ def build_seq2seq(settings: Seq2SeqSettings, example: Example, *, rngs: nnx.Rngs
     return Seq2Seq(
         source_symbols=example.sizes["source_symbols"],
         target_symbols=example.sizes["target_symbols"],
-        width=settings.width,
-        embedding_features=settings.embedding_features,
-        score=attention.score,
-        score_options=get_score(attention.score).own_options(attention.score_options),
-        scale=attention.scale,
-        temperature=attention.temperature,
-        dropout_rate=settings.dropout_rate,
+        settings=settings,
         dtype=jnp.dtype(settings.dtype),
         rngs=rngs,
     )

@@ -5,15 +5,27 @@ settings; all that is wrong with it is one message. Nothing here imports JAX, so
 """
 
 from adder_flax.settings._data import DataSettings
-from adder_flax.settings._fields import Declared, SettingsError, declarations, defaults, read, section, setting, shown
+from adder_flax.settings._fields import (
+    Declared,
+    SettingsError,
+    declarations,
+    defaults,
+    join,
+    read,
+    section,
+    setting,
+    shown,
+)
 from adder_flax.settings._keywords import Options, keywords_of
 from adder_flax.settings._model import (
     DEIT_SIZES,
     MODEL_SETTINGS,
+    SCORE_OPTIONS,
+    AdderOptions,
     AdderSettings,
+    AdditiveOptions,
     AttentionSettings,
     BlockSettings,
-    ScoreSettings,
     VitSettings,
 )
 from adder_flax.settings._numbers import is_on, put_numbers, take_numbers
@@ -25,8 +37,11 @@ from adder_flax.settings._task import TASK_SETTINGS, ClassificationSettings
 __all__ = [
     "DEIT_SIZES",
     "MODEL_SETTINGS",
+    "SCORE_OPTIONS",
     "TASK_SETTINGS",
+    "AdderOptions",
     "AdderSettings",
+    "AdditiveOptions",
     "AttentionSettings",
     "BlockSettings",
     "CgFacSettings",
@@ -45,7 +60,6 @@ __all__ = [
     "Refused",
     "Rule",
     "RunSettings",
-    "ScoreSettings",
     "SettingsError",
     "Span",
     "Text",
@@ -53,6 +67,7 @@ __all__ = [
     "declarations",
     "defaults",
     "is_on",
+    "join",
     "keywords_of",
     "put_numbers",
     "read",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -53,15 +54,63 @@ def setting(default: Any, rule: Rule, reason: str, *, data: bool | Literal["if o
     return dataclasses.field(default=rule.read(default), metadata={"declared": Declared(default, rule, reason, data)})
 
 
-def section(settings: type, *, inline: bool = False, among: Registry[type] | None = None) -> Any:
+def section(
+    settings: type | None = None,
+    *,
+    inline: bool = False,
+    among: Registry[type] | None = None,
+    joined: Registry[type] | None = None,
+) -> Any:
     """Declares a field that is itself a settings class.
 
     Args:
       settings: the class.
       inline: whether its fields stand among those of the class around it in a configuration.
       among: classes by name; the one that the section's field ``name`` stands for reads it.
+      joined: in place of one class, a table of them, whose fields the section has all together.
     """
-    return dataclasses.field(default_factory=settings, metadata={"section": settings, "inline": inline, "among": among})
+    find = (lambda: settings) if joined is None else (lambda: join(joined.kind, *map(joined.get, joined)))
+    return dataclasses.field(
+        default_factory=lambda: find()(), metadata={"section": find, "inline": inline, "among": among, "joined": joined}
+    )
+
+
+def class_of(field: dataclasses.Field) -> type | None:
+    """Returns the settings class of a field that is a section, else None."""
+    return field.metadata["section"]() if "section" in field.metadata else None
+
+
+@functools.cache
+def join(kind: str, *classes: type) -> type:
+    """Returns a settings class that has the fields of some others.
+
+    Args:
+      kind: what the classes belong to, in the words of a message.
+      *classes: settings; a field that several have must be declared alike.
+
+    >>> from adder_flax.settings import DataSettings, MeshSettings
+    >>> join("example", DataSettings, MeshSettings)().image_size, defaults(join("example", MeshSettings))["fsdp"]
+    (224, 1)
+
+    Raises:
+      ValueError: two of them declare one field in two ways.
+    """
+    fields: dict[str, dataclasses.Field] = {}
+    for field in (field for settings in classes for field in dataclasses.fields(settings)):
+        other = fields.setdefault(field.name, field)
+        if _ways(other) != _ways(field):
+            raise ValueError(
+                f"expected options of one name to be declared alike for every {kind}, got {field.name!r} as "
+                f"{' and as '.join(map(' by default '.join, (_ways(other), _ways(field))))}; choose another name"
+            )
+
+    def faults(made: Any, where: str) -> Iterator[str]:
+        for settings in classes:
+            if hasattr(settings, "faults"):
+                yield from settings.faults(made, where)
+
+    declared = [(f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata)) for f in fields.values()]
+    return dataclasses.make_dataclass(f"{kind.title()}Options", declared, namespace={"faults": faults}, frozen=True)
 
 
 def read(settings: type[Settings], fields: Any, where: str = "config") -> Settings:
@@ -94,7 +143,7 @@ def defaults(settings: type) -> dict[str, Any]:
     """
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
-        if (nested := field.metadata.get("section")) is None:
+        if (nested := class_of(field)) is None:
             fields[field.name] = field.metadata["declared"].default
         elif field.metadata["inline"]:
             fields |= defaults(nested)
@@ -106,7 +155,7 @@ def defaults(settings: type) -> dict[str, Any]:
 def declarations(settings: type, prefix: str = "") -> Iterator[tuple[str, Declared]]:
     """Yields every field with its path in a configuration: ``("optimizer.b1", Declared(…))``."""
     for field in dataclasses.fields(settings):
-        if (nested := field.metadata.get("section")) is None:
+        if (nested := class_of(field)) is None:
             yield prefix + field.name, field.metadata["declared"]
         else:
             yield from declarations(nested, prefix if field.metadata["inline"] else f"{prefix}{field.name}.")
@@ -143,7 +192,7 @@ def _take(settings: type[Settings], given: Mapping[str, Any], where: str, faults
     """`_read` without a look at fields that are not known."""
     before, values = len(faults), {}
     for field in dataclasses.fields(settings):
-        path, nested = f"{where}.{field.name}", field.metadata.get("section")
+        path, nested = f"{where}.{field.name}", class_of(field)
         if nested is not None and field.metadata["inline"]:
             values[field.name] = _take(nested, given, where, faults)
         elif field.name not in given:
@@ -166,7 +215,7 @@ def _is_mapping(fields: Any) -> bool:
 
 
 def _read_section(field: dataclasses.Field, fields: Any, where: str, faults: list[str]) -> Any:
-    settings, among = field.metadata["section"], field.metadata["among"]
+    settings, among = class_of(field), field.metadata["among"]
     name = fields.get("name") if _is_mapping(fields) else None
     # What could be no name at all is left to the rule of the field.
     if among is not None and isinstance(name, str) and name.isprintable() and len(name) <= LONGEST_NAME:
@@ -175,11 +224,19 @@ def _read_section(field: dataclasses.Field, fields: Any, where: str, faults: lis
         except ValueError as error:
             faults.append(f"{where}.name: {error}")
             return None
+    if field.metadata["joined"] is not None and _is_mapping(fields):
+        fields = defaults(settings) | dict(fields.items())  # some were declared after the configuration was made
     return _read(settings, fields, where, faults)
 
 
+def _ways(field: dataclasses.Field) -> tuple[str, str]:
+    """Returns what a field is declared to be, in words."""
+    declared = field.metadata["declared"]
+    return declared.rule.expected, shown(declared.default)
+
+
 def _default(field: dataclasses.Field) -> Any:
-    nested = field.metadata.get("section")
+    nested = class_of(field)
     return field.metadata["declared"].default if nested is None else defaults(nested)
 
 

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from adder_flax.settings._fields import class_of
+
 Function = TypeVar("Function", bound=Callable)
 
 
@@ -56,12 +58,13 @@ def keywords_of(settings: type, *, but: Sequence[str] = ()) -> Callable[[Functio
         signature = inspect.signature(function)
         fields = [field for field in _leaves(settings) if field.name not in (*signature.parameters, *but)]
         names = {field.name for field in fields}
+        default = signature.parameters["settings"].default
 
         @functools.wraps(function)
         def call(*args: Any, **keywords: Any) -> Any:
             given = {name: _frozen(keywords.pop(name)) for name in list(keywords) if name in names}
             if given:
-                keywords["settings"] = with_fields(keywords.get("settings") or settings(), given)
+                keywords["settings"] = with_fields(keywords.get("settings", default), given)
             return function(*args, **keywords)
 
         call.__signature__ = signature.replace(parameters=_merged(signature, fields))
@@ -79,7 +82,7 @@ def with_fields(settings: Any, fields: Mapping[str, Any]) -> Any:
     """
     changes = {name: value for name, value in fields.items() if name in {f.name for f in dataclasses.fields(settings)}}
     for field in _inline(settings):
-        own = {leaf.name for leaf in _leaves(field.metadata["section"])}
+        own = {leaf.name for leaf in _leaves(class_of(field))}
         if inner := {name: value for name, value in fields.items() if name in own}:
             changes[field.name] = with_fields(getattr(settings, field.name), inner)
     return dataclasses.replace(settings, **changes)
@@ -93,7 +96,7 @@ def _leaves(settings: type) -> Iterator[dataclasses.Field]:
     """Yields the fields of a class, those of its inline sections in their place."""
     for field in dataclasses.fields(settings):
         if field.metadata.get("inline"):
-            yield from _leaves(field.metadata["section"])
+            yield from _leaves(class_of(field))
         else:
             yield field
 

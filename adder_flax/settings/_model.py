@@ -17,14 +17,26 @@ _LINEAR = Choice("dense", "adder")
 
 
 @dataclasses.dataclass(frozen=True)
-class ScoreSettings:
-    """Options of the scores that come with the library; each is for those that it names."""
+class AdditiveOptions:
+    """Of additive scores."""
 
     hidden_dim: int | None = setting(
         0, Or({0: None}, Integer(1, 65536)), "additive: its hidden width; 0 for as many parameters as bilinear"
     )
     layer_norm: bool = setting(False, Flag(), "additive: LayerNorm before tanh, against its saturation")
+
+
+@dataclasses.dataclass(frozen=True)
+class AdderOptions:
+    """Of adder scores."""
+
     gradient: str = setting("sign", _GRADIENT, "adder: the rule of its derivative")
+
+
+SCORE_OPTIONS: Registry[type] = Registry("score", "adder_flax.attention.register_score")
+"""Options of the scores that have any, by the score's name; together they are the section ``score_options``."""
+SCORE_OPTIONS.register("additive", AdditiveOptions)
+SCORE_OPTIONS.register("adder", AdderOptions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +48,8 @@ class AttentionSettings:
         Names("score", MAX_DEPTH),
         'dot, bilinear, additive, adder, gaussian or a registered one; for each block: "adder,dot,adder,…"',
     )
-    # Modules also take a mapping, with the options of a score of one's own.
-    score_options: ScoreSettings | Mapping[str, Any] = section(ScoreSettings)
+    # Of all scores, since blocks may have different ones. Modules also take a mapping with those of one score.
+    score_options: Any = section(joined=SCORE_OPTIONS)
     identity: bool | None = setting(
         "auto", Choice(auto=None, on=True, off=False), "add I to the map; auto: with adder scores only"
     )

@@ -1,5 +1,8 @@
 """A score registered once is available everywhere."""
 
+import dataclasses
+import re
+
 import flax.nnx as nnx
 import jax.numpy as jnp
 import numpy as np
@@ -8,18 +11,21 @@ import pytest
 from adder_flax import attention, counting, linen, measures, report
 from adder_flax.data import load_source
 from adder_flax.models import VisionTransformer
-from adder_flax.settings import RunSettings, read
+from adder_flax.settings import SCORE_OPTIONS, Integer, Number, RunSettings, SettingsError, read, setting
 from experiments import common
 from tests.training.pieces import vit
 
 
 @pytest.fixture
-def registered(monkeypatch):
-    """The table of scores, put back afterwards."""
-    from adder_flax.attention import _registry
+def registered():
+    """Registers a score until the end of the test."""
+    with attention.SCORES.temporary(), SCORE_OPTIONS.temporary():
+        yield attention.register_score
 
-    monkeypatch.setattr(_registry, "_SCORES", dict(_registry._SCORES))
-    return attention.register_score
+
+@dataclasses.dataclass(frozen=True)
+class CosineOptions:
+    power: int = setting(1, Integer(1, 9), "cosine: of the cosines")
 
 
 def cosine_scores(query, key, *, gain, power=1):
@@ -32,10 +38,8 @@ def cosine_parameters(num_heads, query_dim, key_dim):
 
 
 def test_a_sixth_score_works_in_functions_modules_models_and_capture(registered):
-    registered(
-        attention.Score("cosine", cosine_scores, cosine_parameters, function_options=("power",), scale=lambda _: 1.0)
-    )
-    assert attention.score_names()[-1] == "cosine"
+    registered(attention.Score("cosine", cosine_scores, cosine_parameters, options=CosineOptions, scale=lambda _: 1.0))
+    assert [*attention.SCORES][-1] == "cosine"
     x = np.random.default_rng(0).normal(size=(2, 5, 3, 4)).astype(np.float32)
     _, weights = attention.attend(
         x, x, x, score="cosine", parameters={"gain": jnp.full(3, 10.0)}, score_options={"power": 2}, return_weights=True
@@ -70,6 +74,54 @@ def test_a_sixth_score_works_in_experiments_linen_and_reports(registered):
     np.testing.assert_allclose(measures.stochastic_part(captured.blocks[0].map).sum(-1), 1.0)
     counted = counting.count_operations(model, images).layers
     assert any(name.startswith("blocks.0.attention") for name in counted)
+
+
+def test_options_of_a_sixth_score_are_fields_of_a_configuration(registered):
+    before = common.deit("adder", "tiny")
+    registered(attention.Score("cosine", cosine_scores, cosine_parameters, options=CosineOptions))
+    config = common.deit("multiplicative", "tiny")
+    config.model.update(score="adder,cosine", depth=2, width=8, num_heads=2)
+    config.model.score_options.update(power=3, gradient="full")
+    model = vit(read(RunSettings, config).model, load_source("digits", "eval"))
+    options = [dict(block.attention.settings.score_options) for block in model.blocks]
+    assert options == [{"gradient": "full"}, {"power": 3}]
+    # A configuration from before, such as that of a baseline, is read as ever.
+    assert read(RunSettings, before).model.attention.score_options.power == 1
+
+    config.model.score_options.power = 0
+    with pytest.raises(SettingsError, match=r"score_options\.power: expected an integer from 1 to 9, got 0"):
+        read(RunSettings, config)
+    fields = config.to_dict()
+    fields["model"]["score_options"] = {"pwoer": 2}
+    with pytest.raises(SettingsError, match="score_options: expected no field 'pwoer'; did you mean 'power'"):
+        read(RunSettings, fields)
+    config.model.update(score="dot")
+    config.model.score_options.update(power=2, gradient="sign")
+    with pytest.raises(ValueError, match="score_options.power at its default unless a score has it, got 2 with dot"):
+        vit(read(RunSettings, config).model, load_source("digits", "eval"))
+
+
+def test_options_that_a_score_cannot_have_are_refused_when_it_is_registered(registered):
+    def options(**fields):
+        return dataclasses.make_dataclass(
+            "Options", [(name, float, field) for name, field in fields.items()], frozen=True
+        )
+
+    class Unlike:
+        gradient = setting(1.0, Number(0, 2), "another meaning")
+        power = setting(1.0, Number(0, 2), "of the cosines", data=True)
+
+    for wrong, message in (
+        (options(gradient=Unlike.gradient), "cosine score expects each of its options to be a keyword of its function"),
+        (options(power=Unlike.power), "cosine score expects options that shape the program, got 'power'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention.Score("cosine", cosine_scores, cosine_parameters, options=wrong)
+    adder = dataclasses.replace(attention.get_score("adder"), name="other", options=options(gradient=Unlike.gradient))
+    message = "declared alike for every score, got 'gradient' as 'sign', 'full' or 'hardtanh' by default 'sign' and as"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        registered(adder)
+    assert "other" not in attention.SCORES
 
 
 def test_a_score_may_bring_its_own_normaliser(registered, tmp_path):
@@ -111,7 +163,7 @@ def test_the_same_source_may_run_again(registered):
 
 
 def test_unknown_names_and_options():
-    with pytest.raises(ValueError, match=r"expected a score from \('adder'.*got 'addre'"):
+    with pytest.raises(ValueError, match=r"expected a score among adder, .*got 'addre'; did you mean 'adder'"):
         attention.get_score("addre")
     with pytest.raises(ValueError, match=r"the adder score expects options from \('gradient',\), got 'hidden_dim'"):
         attention.MultiHeadAttention(2, 8, score="adder", score_options={"hidden_dim": 4}, rngs=nnx.Rngs(0))

@@ -7,13 +7,13 @@ from types import ModuleType
 import pytest
 
 import kfac
-from adder_flax.attention import _registry
+from adder_flax.attention import SCORES
 from adder_flax.counting._walk import KERNELS
 from adder_flax.data import SETS
 from adder_flax.models import MODELS
 from adder_flax.ops import _backend
 from adder_flax.report import CLAIMS
-from adder_flax.settings import MODEL_SETTINGS, TASK_SETTINGS
+from adder_flax.settings import MODEL_SETTINGS, SCORE_OPTIONS, TASK_SETTINGS
 from adder_flax.tasks import TASKS
 from adder_flax.training import OPTIMIZERS
 from kfac import _registry as layer_registry
@@ -32,6 +32,8 @@ PAGES = [
 REGISTRIES = [
     _backend._BACKENDS,
     layer_registry,
+    SCORES,
+    SCORE_OPTIONS,
     SETS,
     CLAIMS,
     KERNELS,
@@ -49,9 +51,8 @@ def code_blocks(page):
 
 
 @pytest.fixture
-def own_names(monkeypatch):
+def own_names():
     """What a page registers is forgotten afterwards."""
-    monkeypatch.setattr(_registry, "_SCORES", dict(_registry._SCORES))
     with contextlib.ExitStack() as stack:
         for registry in REGISTRIES:
             stack.enter_context(registry.temporary())

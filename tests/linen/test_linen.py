@@ -84,7 +84,7 @@ def test_outputs_agree_for_one_parameter_tree(name):
     np.testing.assert_allclose(theirs, ours, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("score", attention.score_names())
+@pytest.mark.parametrize("score", attention.SCORES)
 def test_cross_attention_with_all_options_agrees(score):
     size = dict(score=score, qkv_features=12, out_features=6, num_kv_heads=1, identity=False, temperature=0.7)
     ours = randomised(lambda: attention.MultiHeadAttention(2, 8, in_kv_features=6, **size, rngs=nnx.Rngs(0)))

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from adder_flax import attention, cli, report, training
-from adder_flax.attention import _registry
 from adder_flax.training import RunError, Trainer, build_run
 from experiments import common
 from tests.training.tiny import TINY
@@ -60,13 +59,14 @@ def test_a_baseline_has_to_be_a_run_on_the_same_data(reported, tmp_path):
         cli.analyze(config, tmp_path, "last", tmp_path / "fake")
 
 
-def test_scores_that_are_no_probabilities_are_refused_before_anything_is_computed(reported, monkeypatch, tmp_path):
-    monkeypatch.setattr(_registry, "_SCORES", dict(_registry._SCORES))
-    attention.register_score(dataclasses.replace(attention.get_score("dot"), name="gate", rows_are_probability=False))
+def test_scores_that_are_no_probabilities_are_refused_before_anything_is_computed(reported, tmp_path):
+    gate = dataclasses.replace(attention.get_score("dot"), name="gate", rows_are_probability=False)
     config = common.deit("multiplicative", "tiny")
     config.update_from_flattened_dict(TINY | {"model.score": "gate"})
-    with pytest.raises(RunError, match="rows of weights are probabilities, got 'gate'"):
-        cli.analyze(config, tmp_path, "last")
+    with attention.SCORES.temporary():
+        attention.register_score(gate)
+        with pytest.raises(RunError, match="rows of weights are probabilities, got 'gate'"):
+            cli.analyze(config, tmp_path, "last")
     assert not reported
 
 

@@ -22,8 +22,10 @@ def test_every_option_of_attention_is_one_of_the_function():
     "module",
     [
         attention.MultiHeadAttention,
+        attention.SequenceAttention,
         layers.Block,
         models.VisionTransformer,
+        models.Seq2Seq,
         linen.MultiHeadAttention,
         linen.Block,
         linen.VisionTransformer,
@@ -31,6 +33,11 @@ def test_every_option_of_attention_is_one_of_the_function():
 )
 def test_every_option_of_attention_is_a_keyword_of_every_module(module):
     assert inspect.signature(module.__init__).parameters.keys() >= OPTIONS | {"settings"}
+
+
+@pytest.mark.parametrize("module", [attention.AdditiveAttention, attention.BilinearAttention])
+def test_modules_of_one_score_have_the_other_options(module):
+    assert inspect.signature(module.__init__).parameters.keys() >= OPTIONS - {"score", "score_options"}
 
 
 def test_fields_and_settings_make_the_same_model():
