@@ -113,7 +113,7 @@ def test_computation_in_half_precision_keeps_float32_parameters(dtype):
     [
         (dict(num_heads=3), "a width divisible by num_heads, got width 8 and 3 heads"),
         (dict(num_heads=4, num_kv_heads=3), "a multiple of num_kv_heads, got 4 and 3"),
-        (dict(num_heads=2, score="cosine"), "expected a score from .*, got 'cosine'"),
+        (dict(num_heads=2, score="cosine"), "expected a score among .*, got 'cosine'"),
         (dict(num_heads=2, temperature="learnt"), "expected a positive temperature or 'learned', got 'learnt'"),
         (dict(num_heads=2, score_options={"slope": 1}), "the dot score expects options from"),
     ],

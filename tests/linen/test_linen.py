@@ -224,7 +224,7 @@ def test_a_linen_transform():
 def test_errors_say_what_was_expected():
     for options, message in (
         (dict(num_heads=3), "width divisible by num_heads, got width 8 and 3"),
-        (dict(score="laplace"), "expected a score from"),
+        (dict(score="laplace"), "expected a score among"),
         (dict(qkv_linear="sparse"), "'dense' or 'adder', got 'sparse'"),
         (dict(pooling="max"), "'cls' or 'mean', got 'max'"),
     ):

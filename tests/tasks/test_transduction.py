@@ -33,7 +33,7 @@ def make_task(source, **settings):
 
 def make_model(task):
     sizes = task.example().sizes
-    return Seq2Seq(**sizes, width=16, embedding_features=8, rngs=nnx.Rngs(0))
+    return Seq2Seq(**sizes, width=16, embedding_features=8, dropout_rate=0.0, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
