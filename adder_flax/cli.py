@@ -13,7 +13,7 @@ import numpy as np
 from absl import logging
 from flax import nnx
 
-from adder_flax import counting, interop, ops, own_cache, report, settings, tasks, training
+from adder_flax import counting, data, interop, ops, own_cache, report, settings, tasks, training
 from adder_flax.errors import first_line
 from adder_flax.parameters import has_prototypes
 
@@ -180,7 +180,7 @@ def compile_step(config: Any) -> None:
       SystemExit: the step does not fit into memory; with exit code 4.
     """
     devices = training.topology_devices(config.topology)
-    run = training.build_run(config, devices=devices, data_needed=False)
+    run = training.build_run(config, devices=devices, load=data.load_or_imitate)
     estimated = training.estimate(run)
     print(_estimate_text(run, estimated))
     if not estimated.fits:

@@ -1,7 +1,8 @@
-"""Reads an experiment file: Python that makes a configuration."""
+"""Reads an experiment file: Python that makes a configuration, or the ``config.json`` that a run left."""
 
 import builtins
 import inspect
+import json
 import os
 import stat
 import traceback
@@ -16,10 +17,11 @@ _FIX = "see the files in experiments/ for what one looks like"
 
 
 def load_experiment(path: str) -> ConfigDict:
-    """Runs an experiment file and returns what its ``get_config`` makes.
+    """Runs an experiment file and returns what its ``get_config`` makes, or the configuration in a JSON file.
 
     Args:
-      path: of the file; what follows a colon is the argument of ``get_config``.
+      path: of the file; what follows a colon is the argument of ``get_config``. A ``.json`` file holds a configuration,
+        as the ``config.json`` of a run does, or one under the name ``config``, as the record of a comparison does.
 
     Raises:
       RunError: whatever is wrong with it, with the line.
@@ -32,6 +34,8 @@ def load_experiment(path: str) -> ConfigDict:
     """
     path, colon, argument = path.partition(":")
     source = _read(path)
+    if path.endswith(".json"):
+        return _from_json(source, path)
     module = types.ModuleType("config_config")
     module.__file__ = path
     try:
@@ -53,6 +57,34 @@ def load_experiment(path: str) -> ConfigDict:
             f"expected get_config of {path} to return an ml_collections.ConfigDict, got {type(config).__name__}; {_FIX}"
         )
     return config
+
+
+def as_config(fields: dict[str, Any]) -> ConfigDict:
+    """Returns what was read from JSON as a configuration, which has tuples in place of lists.
+
+    Example:
+      >>> as_config({"profile_steps": [3, 5]}).profile_steps
+      (3, 5)
+    """
+    return ConfigDict(_with_tuples(fields))
+
+
+def _with_tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_tuples(field) for name, field in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+
+
+def _from_json(text: bytes, path: str) -> ConfigDict:
+    try:
+        stored = json.loads(text)
+        fields = stored.get("config", stored)
+        if not isinstance(fields, dict):
+            raise ValueError(f"a JSON {type(fields).__name__} as its configuration")
+        return as_config(fields)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = "what is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise RunError(f"expected the configuration of a run in {path}, got {reason[:500]}; set --config") from error
 
 
 def _read(path: str) -> bytes:

@@ -11,7 +11,7 @@ the topology by libtpu without the hardware, as ``main.py --mode=compile`` does.
 import argparse
 from collections.abc import Sequence
 
-from adder_flax import counting, training
+from adder_flax import counting, data, training
 from experiments import common
 
 
@@ -58,7 +58,7 @@ def row(mechanism: str, size: str, optimizer: str, topology: str, options: argpa
             "mesh.fsdp": options.fsdp,
         }
     )
-    run = training.build_run(config, devices=training.topology_devices(topology), data_needed=False)
+    run = training.build_run(config, devices=training.topology_devices(topology), load=data.load_or_imitate)
     step = training.estimate(run)
     counted = counting.count_operations(
         run.train_step, run.abstract_state, training.abstract_batch(run), run.abstract_hyper

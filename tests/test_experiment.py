@@ -1,5 +1,6 @@
 """An experiment file that makes no configuration is one message with the line; a good one is read as it is."""
 
+import json
 import os
 
 import pytest
@@ -47,3 +48,19 @@ def test_a_good_file_gives_its_configuration(tmp_path):
     path.write_text(_CONFIG + "def get_config(data='none'): return ConfigDict({'data': data})")
     assert load_experiment(str(path)).data == "none"
     assert load_experiment(f"{path}:cifar10").data == "cifar10"
+
+
+@pytest.mark.parametrize("wrap", [lambda fields: fields, lambda fields: {"config": fields, "seconds": 1.0}])
+def test_a_configuration_in_json_is_read_with_its_tuples(wrap, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(wrap({"seed": 3, "task": {"resized_crop_scale": [0.8, 1.0]}})))
+    config = load_experiment(str(path))
+    assert (config.seed, config.task.resized_crop_scale) == (3, (0.8, 1.0))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"config": 3}', "[" * 100_000, '{"a.b": 1}'])
+def test_json_that_is_no_configuration_is_one_message(text, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(RunError, match=r"expected the configuration of a run in .*config\.json, got"):
+        load_experiment(str(path))

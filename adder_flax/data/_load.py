@@ -6,6 +6,7 @@ import dataclasses
 
 from adder_flax.data import _digits, _folder, _pronunciations  # noqa: F401  each registers its set
 from adder_flax.data._fake import FakeSource
+from adder_flax.data._parts import part_of, read_part
 from adder_flax.data._registry import SETS, DataSet, resolve_split
 from adder_flax.data._source import DataError, NotPreparedError, Source
 from adder_flax.data._tfds import base_name, load_tfds, tfds_shape
@@ -38,7 +39,8 @@ def load_source(
 
     Args:
         name: the set.
-        split: one of the set's splits, or ``"eval"`` for the first that exists of ``validation``, ``val``, ``test``.
+        split: one of the set's splits, or ``"eval"`` for the first that exists of ``validation``, ``val``, ``test``;
+            ``"train[:90%]"`` and ``"train[90%:]"`` are parts of one, whose records are dealt at random.
         data_dir: root of the image folder, or where TFDS sets are prepared (None: TFDS's default).
         image_size: height and width of the returned images, pixels. None: the set's own size. Sets whose
             images vary in size need it: they are resized and cropped on the host (see
@@ -61,6 +63,7 @@ def load_source(
         if option not in data_set.options:
             having = [repr(other) for other in SETS if option in SETS.get(other).options] or ["no set"]
             raise DataError(f"Expected {option} only for {', '.join(having)}, got it with data set {name!r}.")
+    split, percents = read_part(split)
     if data_set.splits is not None:
         split = resolve_split(split, data_set.splits)
     options = {"data_dir": data_dir, "crop_scale": crop_scale, "on_unreadable": on_unreadable, **own_options}
@@ -72,7 +75,7 @@ def load_source(
         )
     if data_set.statistics is not None:
         source.statistics = data_set.statistics
-    return source
+    return source if percents is None else part_of(source, percents)
 
 
 def load_or_imitate(
@@ -102,7 +105,7 @@ def load_or_imitate(
         if image_size is None and (height is None or height != width):
             raise
         size = image_size or height
-        split = resolve_split(split, ("train", "test"))
+        split = resolve_split(read_part(split)[0], ("train", "test"))
         source = FakeSource(split, (size, size, channels), known.num_classes, 1_000_000)
         source.statistics = known.statistics
         return source

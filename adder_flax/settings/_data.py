@@ -5,6 +5,7 @@ import dataclasses
 from adder_flax.settings._fields import setting
 from adder_flax.settings._rules import Choice, Integer, Or, Text
 
+_SPLIT = Text("the name of a split, or a part of one as train[:90%]")
 _PATH = Text("a folder, or nothing", longest=4096, empty=True)
 
 
@@ -14,6 +15,10 @@ class DataSettings:
 
     name: str = setting("digits", Text("the name of a data set"), "the data set")
     data_dir: str = setting("", _PATH, "where it lies; empty for the usual place")
+    train_split: str = setting("train", _SPLIT, "what is trained on; train[:90%] is a part of it")
+    eval_split: str = setting(
+        "eval", _SPLIT, "what is evaluated on; eval is the first that there is of validation, val and test"
+    )
     image_size: int | None = setting(
         224, Or({0: None}, Integer(1, 8192)), "side of the images, pixels; 0 is the set's own"
     )

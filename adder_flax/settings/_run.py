@@ -36,6 +36,12 @@ class RunSettings:
 
     # Keys of JAX keep 32 bits: a larger seed would silently be another one.
     seed: int = setting(0, Integer(0, 2**32 - 1), "of initialisation, shuffling, augmentation, dropout", data=True)
+    init: str = setting(
+        "sequence",
+        Choice("sequence", "path"),
+        "what the seed gives each parameter: the next random numbers, or those of its own path, so that models that "
+        "agree in part begin alike there",
+    )
     init_from: str = setting(
         "",
         Text("a file, or nothing", longest=4096, empty=True),

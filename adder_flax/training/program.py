@@ -150,10 +150,10 @@ class Program:
         """Returns the task."""
         return self.shape.task(put_numbers(self.shape.task_settings, numbers["task"]), self.shape.task_facts)
 
-    def build_model(self, numbers: Hyper) -> nnx.Module:
-        """Builds the model with the parameters that the seed, a plain number, gives it."""
+    def build_model(self, numbers: Hyper, rngs: nnx.Rngs | None = None) -> nnx.Module:
+        """Builds the model with parameters from ``rngs``, by default those that the seed, a plain number, gives."""
         settings = put_numbers(self.shape.model_settings, numbers["model"])
-        return self.shape.build(settings, self.task(numbers).example(), rngs=nnx.Rngs(int(numbers["seed"])))
+        return self.shape.build(settings, self.task(numbers).example(), rngs=rngs or nnx.Rngs(int(numbers["seed"])))
 
     def learning_rate(self, numbers: Hyper) -> optax.Schedule:
         """Returns the schedule."""

@@ -17,6 +17,7 @@ from adder_flax.errors import RunError, first_line, user_errors
 from adder_flax.settings import RunSettings, read
 from adder_flax.tasks import TASKS, Outcome, Task
 from adder_flax.training import sharding
+from adder_flax.training.initialization import params_by_path
 from adder_flax.training.processes import replicate
 from adder_flax.training.program import Program, program_of, shape_and_numbers
 from adder_flax.training.step import Hyper, State
@@ -102,15 +103,20 @@ class Run:
 
 
 def build_run(
-    config: Any, *, devices: Sequence[jax.Device] | None = None, data_needed: bool = True, eval_split: str = "eval"
+    config: Any,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    load: Callable[..., data.Source] = data.load_source,
+    eval_split: str = "eval",
 ) -> Run:
     """Checks a configuration and builds what the run needs.
 
     Args:
       config: as the experiment files make it.
       devices: of the mesh; all of JAX's unless given. Those of a topology serve for compilation alone.
-      eval_split: what is evaluated on: a split's own name, or ``eval`` for the one that `data.resolve_split` chooses.
-      data_needed: False lets random images of the same shape stand in for a data set that is not here.
+      load: of a split of the data; ``data.load_or_imitate`` lets random images of the same shape stand in for a set
+        that is not here.
+      eval_split: what is evaluated on: a split's own name, or ``eval`` for the one that the configuration says.
 
     Raises:
       RunError: anything in the configuration or data that its user must mend.
@@ -119,8 +125,8 @@ def build_run(
     mesh = sharding.make_mesh(vars(settings.mesh), devices)
     _check_batches(settings, mesh)
     with user_errors():
-        load = data.load_source if data_needed else data.load_or_imitate
-        train_source, eval_source = (_load_source(load, settings, split) for split in ("train", eval_split))
+        splits = settings.data.train_split, settings.data.eval_split if eval_split == "eval" else eval_split
+        train_source, eval_source = (_load_source(load, settings, split) for split in splits)
     steps_per_epoch, num_steps = _count_steps(settings, train_source)
     with user_errors():
         shape, numbers = shape_and_numbers(settings, train_source, mesh, num_steps)
@@ -132,7 +138,7 @@ def build_run(
         eval_source=eval_source,
         program=program,
         numbers=numbers,
-        init=lambda: program.initial_state(random_params(program, numbers), run.hyper),
+        init=lambda: program.initial_state(random_params(program, numbers, settings.init), run.hyper),
         train_step=program.train_step,
         steps_per_epoch=steps_per_epoch,
         num_steps=num_steps,
@@ -140,10 +146,12 @@ def build_run(
     return run
 
 
-def random_params(program: Program, numbers: Hyper) -> Any:
-    """Returns the parameters that the seed of a run gives it, on its mesh."""
-    # Eager: one jitted initialisation of all parameters compiles for longer than it saves.
-    params = nnx.to_pure_dict(nnx.state(program.build_model(numbers), nnx.Param))
+def random_params(program: Program, numbers: Hyper, init: str = "sequence") -> Any:
+    """Returns the parameters that the seed of a run gives it, on its mesh; ``init`` is that of ``RunSettings``."""
+    if init == "path":
+        params = params_by_path(lambda rngs: program.build_model(numbers, rngs), int(numbers["seed"]))
+    else:  # eager: one jitted initialisation of all parameters compiles for longer than it saves
+        params = nnx.to_pure_dict(nnx.state(program.build_model(numbers), nnx.Param))
     return jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state["params"]))
 
 

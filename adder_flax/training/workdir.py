@@ -12,6 +12,7 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from adder_flax.errors import RunError, writing
+from adder_flax.experiment import as_config
 from adder_flax.text import printable
 from adder_flax.training.checkpoints import SavedCheckpoints
 
@@ -124,7 +125,7 @@ def read_config(workdir: str | Path) -> ConfigDict:
     stored = _read_config(Path(workdir))
     if stored is None:
         raise RunError(f"expected the directory of a run, with its config.json, got {workdir}; train there first")
-    return _as_config(stored)
+    return as_config(stored)
 
 
 def read_regular(path: Path) -> bytes | None:
@@ -152,7 +153,7 @@ def _read_config(workdir: Path) -> dict[str, Any] | None:
         stored = json.loads(text)
         if not isinstance(stored, dict):
             raise ValueError(f"a JSON {type(stored).__name__}")
-        _as_config(stored)
+        as_config(stored)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else printable(error)
         raise RunError(
@@ -160,17 +161,6 @@ def _read_config(workdir: Path) -> dict[str, Any] | None:
             "the run is then taken to be of the configuration it is started with"
         ) from error
     return stored
-
-
-def _as_config(stored: dict[str, Any]) -> ConfigDict:
-    return ConfigDict(_with_tuples(stored))
-
-
-def _with_tuples(value: Any) -> Any:
-    """JSON knows no tuples; a configuration has no lists."""
-    if isinstance(value, dict):
-        return {name: _with_tuples(field) for name, field in value.items()}
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def _refuse_another_run(workdir: Path, stored: dict[str, Any], given: dict[str, Any]) -> None:

@@ -1,0 +1,78 @@
+"""Parts of a split: ``train[:90%]``."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import numpy as np
+from jaxtyping import Int
+
+from adder_flax.data._source import DataError, ImageSource, Source
+
+_PART = re.compile(r"([^\[\]]+)\[(?:(\d+)%)?:(?:(\d+)%)?\]")
+
+
+def read_part(split: str) -> tuple[str, tuple[int, int] | None]:
+    """The split that a name like ``train[:90%]`` is a part of, and from which percent to which; None is all of it.
+
+    >>> read_part("train[80%:]"), read_part("train")
+    (('train', (80, 100)), ('train', None))
+
+    Raises:
+        DataError: the percents are in no order, or beyond 100.
+    """
+    found = _PART.fullmatch(split)
+    if found is None:
+        return split, None
+    low, high = int(found[2] or 0), int(found[3] or 100)
+    if not 0 <= low < high <= 100:
+        raise DataError(f"Expected a part like {found[1]}[:90%], percents rising from 0 to 100, got {split!r}.")
+    return found[1], (low, high)
+
+
+def part_of(source: Source, percents: tuple[int, int]) -> Source:
+    """A part of the records of a source, as a source of its own that otherwise is what the whole is.
+
+    Records are dealt in a fixed random order, the same for every part and on every machine: what lies on a disk is
+    often sorted by class.
+
+    >>> from adder_flax.data import load_source
+    >>> len(load_source("digits", "train[:90%]")), len(load_source("digits", "train[90%:]"))
+    (1293, 144)
+
+    Args:
+        source: the whole.
+        percents: from where to where.
+
+    Raises:
+        DataError: there is no record in it.
+    """
+    low, high = (round(len(source) * percent / 100) for percent in percents)
+    rows = np.sort(np.argsort(np.random.Philox(0).random_raw(len(source)), kind="stable")[low:high])
+    if not rows.size:
+        raise DataError(
+            f"Expected a part of {source.name}/{source.split} with a record in it, got {percents[0]} to {percents[1]} "
+            f"percent of {len(source)}. Take a larger part."
+        )
+    part = copy.copy(source)
+    part.__class__ = _part_class(source, rows)
+    part.split = f"{source.split}[{percents[0]}%:{percents[1]}%]"
+    return part
+
+
+def _part_class(whole: Source, rows: Int[np.ndarray, " records"]) -> type[Source]:
+    """The class of a part: that of the whole, but for which records there are."""
+
+    class Part(type(whole)):
+        def __len__(self):
+            return len(rows)
+
+        def __getitem__(self, index):
+            return whole[rows[self._checked(index)]]
+
+    if isinstance(whole, ImageSource):
+        Part.gather = lambda self, indices, *options: whole.gather(rows[indices], *options)
+    else:
+        Part.read = lambda self, indices, *options: whole.read(rows[indices], *options)
+    return Part

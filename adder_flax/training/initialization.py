@@ -1,0 +1,75 @@
+"""The weights that a seed gives when each is drawn by its own path, so that models that differ in part are paired."""
+
+import itertools
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.extend import core
+from jaxtyping import PRNGKeyArray
+
+from adder_flax.training.sharding import tree_path
+
+
+def params_by_path(build: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Any:
+    """Returns the parameters of a model, the random numbers of each a function of the seed and its path alone.
+
+    Two models then begin alike wherever they have parameters of one path, shape and initial distribution, whatever else
+    they are made of. What is drawn for which parameter is read from the traced program.
+
+    Args:
+      build: makes the model from a stream of keys.
+      seed: of all of them.
+
+    Returns:
+      A nested dict of parameters.
+
+    Example:
+      >>> narrow, wide = (
+      ...     params_by_path(lambda rngs: nnx.Sequential(nnx.Linear(2, n, rngs=rngs), nnx.Linear(3, 2, rngs=rngs)), 0)
+      ...     for n in (3, 4)
+      ... )
+      >>> bool((narrow["layers"][1]["kernel"] == wide["layers"][1]["kernel"]).all())
+      True
+    """
+
+    def make(keys: Iterator[PRNGKeyArray]) -> Any:
+        rngs = nnx.Rngs(0)
+        rngs.default = _Given(keys)
+        return nnx.to_pure_dict(nnx.state(build(rngs), nnx.Param))
+
+    used = itertools.count()
+    key = jax.random.key(seed)
+    shapes = jax.eval_shape(lambda: make(key for _ in iter(lambda: next(used), None)))
+    keys = [key] * next(used)
+    closed = jax.make_jaxpr(lambda *keys: make(iter(keys)))(*keys)
+    paths = [tree_path(path) for path, _ in jax.tree.leaves_with_path(shapes)]
+    for path, drawn in zip(paths, _inputs_of_outputs(closed.jaxpr), strict=True):
+        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        for i, index in enumerate(sorted(drawn)):
+            keys[index] = jax.random.fold_in(own, i)
+    # Eager: one program of all parameters compiles for longer than it saves.
+    return jax.tree.unflatten(jax.tree.structure(shapes), core.jaxpr_as_fun(closed)(*keys))
+
+
+class _Given(nnx.RngStream):
+    """A stream of given keys."""
+
+    def __init__(self, keys: Iterator[PRNGKeyArray]):
+        super().__init__(0, tag="default")
+        self._take = keys.__next__
+
+    def __call__(self) -> PRNGKeyArray:
+        return self._take()
+
+
+def _inputs_of_outputs(program: core.Jaxpr) -> list[set[int]]:
+    """Returns for each result of a program the numbers of the arguments that it depends on."""
+    known = {variable: {i} for i, variable in enumerate(program.invars)}
+    of = lambda atom: set() if isinstance(atom, core.Literal) else known.get(atom, set())
+    for equation in program.eqns:
+        needed = set().union(*map(of, equation.invars))
+        known |= dict.fromkeys(equation.outvars, needed)
+    return [of(atom) for atom in program.outvars]

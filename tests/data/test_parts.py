@@ -1,0 +1,56 @@
+"""Parts of a split: together they are the whole, none holds a record of another."""
+
+import numpy as np
+import pytest
+
+from adder_flax.data import DataError, EvalPipeline, SequenceSource, TrainPipeline, load_source
+from adder_flax.data._parts import part_of, read_part
+
+
+def _images(source):
+    indices = np.arange(len(source))
+    return source.read(indices)[0]["image"].reshape(len(source), -1)
+
+
+def test_parts_share_no_record_and_leave_none_out():
+    whole = load_source("digits", "train")
+    parts = [load_source("digits", f"train[{part}]") for part in (":70%", "70%:85%", "85%:")]
+    assert [len(part) for part in parts] == [1006, 215, 216]
+    together = np.concatenate([_images(part) for part in parts])
+    order = lambda rows: rows[np.lexsort(rows.T)]
+    np.testing.assert_array_equal(order(together), order(_images(whole)))
+
+
+def test_a_part_of_records_sorted_by_class_has_all_classes():
+    arrays = {"source": np.repeat(np.arange(10), 50)[:, None], "target": np.zeros((500, 1))}
+    source = SequenceSource("sorted", "train", ["train"], arrays, {}, longest=1)
+    part = part_of(source, (90, 100))
+    assert len(np.unique(part.read(np.arange(len(part)))[0]["source"])) > 7
+    assert part[3]["source"] == part.read(np.array([3]))[0]["source"][0]
+
+
+def test_pipelines_read_a_part():
+    part = load_source("digits", "train[90%:]")
+    seen = np.concatenate([batch["label"][batch["mask"]] for batch in EvalPipeline(part, 64)])
+    batches = TrainPipeline(part, 36)
+    assert batches.steps_per_epoch == 4
+    trained = np.concatenate([batches[step]["label"] for step in range(4)])
+    assert sorted(trained) == sorted(seen)
+
+
+@pytest.mark.parametrize("split", ["train[90%:80%]", "train[:101%]", "train[50%:50%]"])
+def test_percents_that_are_none_are_refused(split):
+    with pytest.raises(DataError, match="rising from 0 to 100"):
+        load_source("digits", split)
+
+
+def test_what_is_no_part_is_left_to_the_set():
+    assert read_part("train[10:20]") == ("train[10:20]", None)
+    with pytest.raises(DataError, match="'train' or 'test'"):
+        load_source("digits", "train[10:20]")
+
+
+def test_an_empty_part_is_refused():
+    arrays = {"source": np.zeros((3, 1)), "target": np.zeros((3, 1))}
+    with pytest.raises(DataError, match="a record in it, got 0 to 1 percent of 3"):
+        part_of(SequenceSource("short", "train", ["train"], arrays, {}, longest=1), (0, 1))
