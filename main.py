@@ -11,7 +11,7 @@ import time
 
 from adder_flax import interrupt
 
-_START_TIME = time.time()
+_START_TIME = time.monotonic()
 if __name__ == "__main__":
     interrupt.end_at_signals()
 
@@ -19,14 +19,17 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from adder_flax import environment, experiment, settings, terminal
-from adder_flax.errors import RunError, user_errors
+from adder_flax.errors import RunError
 
 if __name__ == "__main__":
     terminal.prepare()
-with terminal.messages(), user_errors((flags.Error,)):  # a --flagfile is read here
-    _CONFIG = config_flags.DEFINE_config_file(
-        "config", None, "Experiment file, e.g. experiments/adder_deit_tiny.py[:data]"
-    )
+with terminal.messages():
+    try:
+        _CONFIG = config_flags.DEFINE_config_file(
+            "config", None, "Experiment file, e.g. experiments/adder_deit_tiny.py[:data]"
+        )
+    except (flags.Error, ValueError) as error:  # it looks for overrides in a --flagfile already
+        raise RunError(f"expected flags in UTF-8, one a line, as --flagfile, got: {error}; correct it") from error
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; by default runs/<experiment>[,<overrides>]")
 _MODE = flags.DEFINE_enum(
     "mode",
@@ -50,12 +53,21 @@ _SPLIT = flags.DEFINE_string(
 _NAMES = flags.DEFINE_enum(
     "names", "adder_flax", ["adder_flax", "timm", "hugging_face"], "With --mode=export: whose names and layouts"
 )
+_MODES_WITH = {
+    "checkpoint": ("eval", "analyze", "export"),
+    "baseline": ("analyze",),
+    "names": ("export",),
+    "split": ("eval",),
+}
 
 
 def main(argv: list[str]) -> None:
     """Runs one mode; a problem that the user can mend is one message and a non-zero exit code."""
     if len(argv) > 1:
         raise RunError(f"expected flags only, got {argv[1:]}; overrides read --config.field=value")
+    for name, modes in _MODES_WITH.items():
+        if flags.FLAGS[name].present and _MODE.value not in modes:
+            raise RunError(f"expected --{name} with --mode={' or '.join(modes)} only, got {_MODE.value}; leave it out")
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # libraries report every small step at INFO
     xla = environment.XlaTrial()

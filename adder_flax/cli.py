@@ -47,7 +47,7 @@ def enable_compilation_cache() -> None:
 
 
 def check_workdir(workdir: str) -> str:
-    """Returns the path of a run, one that files can have and every library can write.
+    """Returns the path of a run, one that files can have and every library can write; "~" stands for the home.
 
     Raises:
       RunError: it is none.
@@ -58,6 +58,9 @@ def check_workdir(workdir: str) -> str:
       ...
       adder_flax.errors.RunError: expected a directory whose name has at most 255 bytes, got one of 300; set --workdir
     """
+    if "://" in workdir:
+        raise training.RunError(f"expected a directory, got {workdir!r}; mount it, and set --workdir to its path there")
+    workdir = os.path.expanduser(workdir)  # shells do not, after a "="
     try:
         encoded = os.path.abspath(workdir).encode()
         if b"\0" in encoded:
@@ -71,6 +74,10 @@ def check_workdir(workdir: str) -> str:
         )
     if len(encoded) > 3800:  # of 4096, with room for what checkpoints are called
         raise training.RunError(f"expected a path of at most 3800 bytes, got {len(encoded)}; set --workdir")
+    place = Path(workdir).absolute()
+    existing = next(folder for folder in (place, *place.parents) if os.path.lexists(folder))
+    if not existing.is_dir():
+        raise training.RunError(f"expected a directory, got something else at {existing}; choose another --workdir")
     return workdir
 
 
@@ -107,7 +114,7 @@ def train(config: Any, workdir: str | Path, *, start_time: float | None = None) 
             f"expected an empty config.topology to train, got {config.topology!r}, which is for --mode=compile"
         )
     # A run that resumes has its weights in a checkpoint: the file that it began with may be gone.
-    begins = config.init_from and not any(kept.name.isdecimal() for kept in Path(workdir).glob("checkpoints/*"))
+    begins = config.init_from and not training.SavedCheckpoints(Path(workdir) / "checkpoints").steps
     run, at_random = _build(config) if begins else (training.build_run(config), ())
     _say(_overview(run, Path(workdir)))
     training.trace(run)
@@ -351,7 +358,8 @@ def _restore(run: training.Run, workdir: str | Path, checkpoint: str) -> Any:
     """Returns the state of a run at a checkpoint."""
     if checkpoint not in ("last", "best") and not (checkpoint.isascii() and checkpoint.isdecimal()):
         raise training.RunError(f"expected --checkpoint to be last, best or a step, got {checkpoint!r}")
-    checkpoints = training.SavedCheckpoints(training.open_workdir(workdir, run.config) / "checkpoints")
+    directory = training.open_workdir(workdir, run.config) / "checkpoints"
+    checkpoints = training.SavedCheckpoints(directory, of=training.identity(run.config))
     return checkpoints.restore(run.abstract_state, int(checkpoint) if checkpoint.isdecimal() else checkpoint)
 
 

@@ -3,8 +3,6 @@
 import builtins
 import inspect
 import json
-import os
-import stat
 import traceback
 import types
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from adder_flax.errors import RunError
+from adder_flax.files import open_regular
 
 _FIX = "see the files in experiments/ for what one looks like"
 
@@ -89,9 +88,7 @@ def _from_json(text: bytes, path: str) -> ConfigDict:
 
 def _read(path: str) -> bytes:
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise RunError(f"expected an experiment file, got {path!r}, which is no regular file; set --config")
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return file.read()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)

@@ -13,6 +13,7 @@ ORDER = (
     *(
         "text",
         "errors",
+        "files",
         "environment",
         "experiment",
         "interrupt",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import pathlib
-import stat
 from collections.abc import Sequence
 from typing import Any
 
 from adder_flax.data import _images
 from adder_flax.data._registry import DataSet, register_source, resolve_split
 from adder_flax.data._source import DataError, EncodedSource
+from adder_flax.files import open_regular
 from adder_flax.text import printable
 
 IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -107,12 +107,9 @@ class FolderRecords:
 
     def __getitem__(self, index: int) -> tuple[bytes, int]:
         path, label = self._files[index]
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for, a device never ends
-            raise ValueError("no regular file")
-        if status.st_size > _images.MAX_BYTES:
-            raise ValueError(f"a file of {status.st_size:,} bytes, more than the {_images.MAX_BYTES:,} allowed")
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) > _images.MAX_BYTES:
+                raise ValueError(f"a file of {size:,} bytes, more than the {_images.MAX_BYTES:,} allowed")
             return file.read(), label
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[bytes, int]]:

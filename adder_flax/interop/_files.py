@@ -10,10 +10,12 @@ import numpy as np
 import safetensors.numpy
 from flax import nnx
 
+from adder_flax.files import write_whole
 from adder_flax.interop._names import FORMATS, find, format_of, from_arrays, to_arrays
-from adder_flax.interop._safetensors import open_weights, write_whole
+from adder_flax.interop._safetensors import open_weights
 from adder_flax.models import VisionTransformer
 from adder_flax.parameters import has_prototypes
+from adder_flax.text import printable
 from adder_flax.training import Run
 from adder_flax.training.sharding import tree_path
 
@@ -41,8 +43,14 @@ def save_weights(model: VisionTransformer, path: str | Path, *, names: str = "ad
         raise ValueError(f"expected names of {', '.join(FORMATS)}, got {names!r}; choose one of these")
     _check_layers(model, names)
     arrays = to_arrays(_flat(_parameters(model)), names, channels=_channels(model))
-    # Hugging Face's reader insists on the entry.
-    write_whole(path, safetensors.numpy.save(arrays, metadata={"format": "pt"}))
+    content = safetensors.numpy.save(arrays, metadata={"format": "pt"})  # Hugging Face's reader insists on the entry
+    try:
+        write_whole(path, content)
+    except OSError as error:
+        raise type(error)(
+            f"expected to write {len(content)} bytes to {printable(path)}, got: {error.strerror or error}; what was "
+            "there is still there; make room, or choose another path"
+        ) from error
 
 
 def load_weights(model: VisionTransformer, path: str | Path) -> tuple[str, ...]:

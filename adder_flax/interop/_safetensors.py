@@ -7,12 +7,10 @@ ends the process at sizes that do not fit into memory, and does not tell bfloat1
 
 import collections
 import contextlib
-import errno
 import json
 import math
 import os
 import reprlib
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -20,19 +18,13 @@ from typing import IO, Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from adder_flax.files import open_regular
 from adder_flax.text import printable
 
 # The largest networks of timm need a hundredth of it.
 _MAX_HEADER_BYTES = 2**24
 _MAX_NUMBER, _MAX_AXES = 2**63, 32
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-_KINDS = {
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 # By how they begin.
 _OTHERS = {
     b"PK\x03\x04": "a zip archive, such as torch.save and numpy.savez write",
@@ -112,10 +104,7 @@ def open_weights(path: str | Path) -> Iterator[WeightsFile]:
     if "\0" in str(path):
         raise ValueError(f"expected the path of a safetensors file, got {shown}; correct the path")
     try:
-        _require_regular(os.stat(path))
-        # What is there may have changed since: a FIFO must not make us wait for its other end.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
-            _require_regular(os.fstat(stream.fileno()))
+        with open_regular(path) as stream:
             try:
                 yield WeightsFile(stream)
             except ValueError as error:
@@ -123,12 +112,6 @@ def open_weights(path: str | Path) -> Iterator[WeightsFile]:
     except OSError as error:
         reason = error.strerror or error
         raise type(error)(f"expected a safetensors file in {shown}, got: {reason}; correct the path") from error
-
-
-def _require_regular(found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
-        raise OSError(errno.EINVAL, f"{kind}, which is no regular file")
 
 
 def _read_header(stream: IO[bytes], size: int) -> tuple[dict[str, Stored], int]:
@@ -216,34 +199,3 @@ def _check_places(arrays: Mapping[str, Stored], size: int) -> None:
         end, last = stored.stop, _shown(name)
     if end != size:
         raise ValueError(f"expected {end} bytes of data, got {size}; {_AGAIN}")
-
-
-def write_whole(path: str | Path, content: bytes) -> None:
-    """Writes a file whole or not at all; one that is there stays until the new one is on the disk.
-
-    Args:
-      path: of a regular file, of a link to one, or of nothing.
-      content: of the file.
-
-    Raises:
-      OSError: it cannot be written.
-    """
-    target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name[:50]}.{os.urandom(8).hex()}")
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            _require_regular(target.stat())
-        try:
-            with open(temporary, "xb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise type(error)(
-            f"expected to write {len(content)} bytes to {printable(path)}, got: {error.strerror or error}; what was "
-            "there is still there; make room, or choose another path"
-        ) from error

@@ -16,7 +16,7 @@ from adder_flax.training.processes import connect, fetch
 from adder_flax.training.setup import Run, abstract_batch, build_run, trace
 from adder_flax.training.step import evaluation_params, make_eval_step, make_train_step
 from adder_flax.training.topology import topology_devices
-from adder_flax.training.workdir import open_workdir, read_config, write_config
+from adder_flax.training.workdir import identity, open_workdir, read_config, write_config
 
 __all__ = [
     "OPTIMIZERS",
@@ -38,6 +38,7 @@ __all__ = [
     "estimate",
     "evaluation_params",
     "fetch",
+    "identity",
     "make_eval_step",
     "make_train_step",
     "open_workdir",

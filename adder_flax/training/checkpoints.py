@@ -12,8 +12,10 @@ import os
 import shutil
 import stat
 import zlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -34,10 +36,12 @@ class SavedCheckpoints:
 
     Args:
       directory: need not exist.
+      of: facts that make a run this one, in JSON: checkpoints saved with others are refused. Empty, none is.
     """
 
-    def __init__(self, directory: str | Path):
+    def __init__(self, directory: str | Path, *, of: Mapping[str, Any] = MappingProxyType({})):
         self._directory = Path(directory).absolute()
+        self._of = dict(of)
 
     @property
     def steps(self) -> list[int]:
@@ -171,6 +175,10 @@ class SavedCheckpoints:
                 raise ValueError("its checksum is another")
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"its files or its record are damaged ({_reason(error)})") from error
+        if (saved := record.get("step", step)) != step:  # older versions did not say
+            raise ValueError(f"it was saved as that of step {saved}")
+        if self._of and (others := differences(record.get("of") or self._of, self._of)):
+            raise ValueError(f"another run saved it ({'; '.join(others[:3])}{'; …' * (len(others) > 3)})")
         return record
 
     def _set_aside(self, failures: dict[int, str]) -> None:
@@ -184,6 +192,7 @@ class Checkpoints(SavedCheckpoints):
     Args:
       directory: created if it does not exist.
       keep_last: how many of the newest are kept beside the best one.
+      of: facts that make a run this one, saved with every checkpoint.
 
     Example:
       >>> import tempfile
@@ -194,8 +203,8 @@ class Checkpoints(SavedCheckpoints):
       [7]
     """
 
-    def __init__(self, directory: str | Path, *, keep_last: int = 1):
-        super().__init__(directory)
+    def __init__(self, directory: str | Path, *, keep_last: int = 1, of: Mapping[str, Any] = MappingProxyType({})):
+        super().__init__(directory, of=of)
         self._keep_last = keep_last
         self._newest: int | None = None  # that this process saved
         self._scores: dict[int, float | None] = {}
@@ -237,7 +246,8 @@ class Checkpoints(SavedCheckpoints):
         Raises:
           RunError: this or the previous checkpoint could not be written (a full disk, say).
         """
-        record = {"score": score, "digests": take_digests(state)[0] if digests is None else digests}
+        digests = take_digests(state)[0] if digests is None else digests
+        record = {"step": step, "score": score, "of": self._of, "digests": digests}
         self.wait()
         with writing("a checkpoint", self._directory):
             self._checkpointer.save_async(
@@ -281,6 +291,21 @@ class Checkpoints(SavedCheckpoints):
     def _unused_name(self, step: int) -> Path:
         names = itertools.chain([f"{step}.unreadable"], (f"{step}.unreadable.{n}" for n in itertools.count(2)))
         return next(path for path in map(self._directory.joinpath, names) if not os.path.lexists(path))
+
+
+def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns in words which facts of two runs differ.
+
+    Example:
+      >>> differences({"seed": 0, "batch_size": 32}, {"seed": 1, "batch_size": 32, "ema_decay": 0.9})
+      ['ema_decay: absent there, 0.9 now', 'seed: 0 there, 1 now']
+    """
+    shown = lambda facts, name: printable(repr(facts[name]), 60) if name in facts else "absent"
+    return [
+        f"{printable(name, 60)}: {shown(there, name)} there, {shown(now, name)} now"
+        for name in sorted(there.keys() | now.keys())
+        if there.get(name) != now.get(name)
+    ]
 
 
 def _require_files(folder: Path) -> None:

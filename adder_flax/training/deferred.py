@@ -24,7 +24,7 @@ class DeferredMetrics:
 
     def restart_clock(self, step: int) -> None:
         """Measures speed from this step on; what else took time since the last one does not count."""
-        self._clock = (step, time.time())
+        self._clock = (step, time.monotonic())
 
     def is_logged(self, step: int) -> bool:
         """Whether the numbers of a step are written."""
@@ -62,7 +62,7 @@ class DeferredMetrics:
         shown += [f"{name} {scalars[f'train/{name}']:.3f}" for name in metrics["task"]]
         first, since = self._clock
         if step > first:
-            rate = (step - first) * run.config.batch_size / (time.time() - since)
+            rate = (step - first) * run.config.batch_size / (time.monotonic() - since)
             scalars[f"train/{run.task.unit}_per_second"] = rate
             remaining = _duration((run.num_steps - step) * run.config.batch_size / rate)
             shown += [f"{rate:.0f} {run.task.unit}/s", f"{remaining} left"]

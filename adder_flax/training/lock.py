@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 from jax.experimental import multihost_utils
 
 from adder_flax.errors import RunError
@@ -25,7 +26,7 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextlib.contextmanager
-def lock_workdir(workdir: str | Path) -> Iterator[None]:
+def lock_workdir(workdir: str | Path) -> Iterator["Lock | None"]:
     """Makes a run's directory this process's own for as long as the context is open.
 
     The file ``trainer.lock`` names its owner and is locked in the kernel, which lets go of it when the process ends in
@@ -33,6 +34,9 @@ def lock_workdir(workdir: str | Path) -> Iterator[None]:
     machine has ended cannot be known here: the message says which file to remove.
 
     Of several processes the first holds the lock for all of them.
+
+    Returns:
+      The lock, None in all processes but the first.
 
     Raises:
       RunError: another trainer holds it, or the directory cannot be written to.
@@ -45,10 +49,10 @@ def lock_workdir(workdir: str | Path) -> Iterator[None]:
       ...
       adder_flax.errors.RunError: expected ... without another trainer, got process ... since ...
     """
-    path, held, refused = Path(workdir).absolute() / _NAME, None, None
+    path, lock, refused = Path(workdir).absolute() / _NAME, None, None
     if jax.process_index() == 0:
         try:
-            held = _acquire(path)
+            lock = Lock(path)
         except RunError as error:
             refused = error
     if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(np.int32(refused is not None)):
@@ -56,13 +60,57 @@ def lock_workdir(workdir: str | Path) -> Iterator[None]:
     if refused is not None:
         raise refused
     try:
-        yield
+        yield lock
     finally:
-        if held is not None:
-            with contextlib.suppress(OSError):  # someone removed the directory
-                if _is_at(held, path):
-                    path.unlink()
-            os.close(held)
+        if lock is not None:
+            lock.release()
+
+
+class Lock:
+    """A lock that this process holds.
+
+    Args:
+      path: of its file.
+
+    Raises:
+      RunError: another trainer holds it, or the directory cannot be written to.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file = _acquire(path)
+        self._directory = os.stat(path.parent)
+
+    def check(self) -> None:
+        """Makes sure that the directory is still this process's own; to be called before something is saved there.
+
+        A file that was removed is put back, where nobody else has taken the directory meanwhile.
+
+        Raises:
+          RunError: somebody has, or it is no longer there.
+        """
+        try:
+            moved = not os.path.samestat(os.stat(self._path.parent), self._directory)
+        except OSError:
+            moved = True
+        if moved:
+            raise RunError(
+                f"expected the directory {self._path.parent} to stay where it is while a run trains, got none or "
+                "another one there; put it back and run the same command again to resume, or begin anew"
+            )
+        if _is_at(self._file, self._path):
+            return
+        file = _acquire(self._path)
+        os.close(self._file)
+        self._file = file
+        logging.warning("Somebody removed %s while this run trained; it is put back", self._path)
+
+    def release(self) -> None:
+        """Removes the file, if it is still there."""
+        with contextlib.suppress(OSError):  # someone removed the directory
+            if _is_at(self._file, self._path):
+                self._path.unlink()
+        os.close(self._file)
 
 
 def _acquire(path: Path) -> int:

@@ -19,14 +19,14 @@ from adder_flax.training.deferred import DeferredMetrics
 from adder_flax.training.diagnose import explain_non_finite
 from adder_flax.training.digests import take_digests
 from adder_flax.training.evaluator import Evaluator
-from adder_flax.training.lock import lock_workdir
+from adder_flax.training.lock import Lock, lock_workdir
 from adder_flax.training.metrics import MetricWriter, Progress
 from adder_flax.training.processes import StopVote
 from adder_flax.training.profiler import Profiler
 from adder_flax.training.setup import Run
 from adder_flax.training.start_up import StartUp
 from adder_flax.training.step import Batch, Metrics, State, evaluation_params, step_keys
-from adder_flax.training.workdir import changed_data, open_workdir, write_config, write_data
+from adder_flax.training.workdir import changed_data, identity, open_workdir, write_config, write_data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Result:
 class _Outputs(NamedTuple):
     """Where the numbers and states of a run go."""
 
+    lock: Lock | None
     checkpoints: Checkpoints
     writer: MetricWriter
     progress: Progress
@@ -61,13 +62,13 @@ class Trainer:
     Args:
       run: from :func:`adder_flax.training.build_run`.
       workdir: where metrics and checkpoints go.
-      start_time: ``time.time()`` when the process began, for the report of how long it took to the first step.
+      start_time: ``time.monotonic()`` when the process began, for the report of how long it took to the first step.
     """
 
     def __init__(self, run: Run, workdir: str | Path, *, start_time: float | None = None):
         self._run = run
         self._workdir = Path(workdir)
-        self._start_up = StartUp(start_time or time.time())
+        self._start_up = StartUp(start_time or time.monotonic())
         self._num_records = {source.split: len(source) for source in (run.train_source, run.eval_source)}
         self._evaluate = Evaluator(run)
         self._batches = data.TrainPipeline(
@@ -88,8 +89,8 @@ class Trainer:
         """
         run, workdir, main_host = self._run, self._workdir, jax.process_index() == 0
         with (
-            lock_workdir(workdir),
-            Checkpoints(open_workdir(workdir, run.config) / "checkpoints") as checkpoints,
+            lock_workdir(workdir) as lock,
+            Checkpoints(open_workdir(workdir, run.config) / "checkpoints", of=identity(run.config)) as checkpoints,
             InterruptWatch() as watch,
         ):
             state = checkpoints.restore(run.abstract_state) if checkpoints.steps else run.init()
@@ -107,7 +108,8 @@ class Trainer:
                 if start == run.num_steps:
                     evaluation, stopped = self._evaluate(evaluation_params(state)), None
                 else:
-                    outputs = _Outputs(checkpoints, writer, progress, DeferredMetrics(run, writer, progress, start))
+                    metrics = DeferredMetrics(run, writer, progress, start)
+                    outputs = _Outputs(lock, checkpoints, writer, progress, metrics)
                     state, evaluation, stopped = self._steps(state, start, outputs, watch)
             checkpoints.wait()
         done = int(state["step"])
@@ -174,6 +176,8 @@ class Trainer:
     def _save(self, state: State, step: int, outputs: _Outputs, evaluates: bool) -> dict[str, float]:
         """Writes a checkpoint, with the scores of the state where it is evaluated, and returns these."""
         run, evaluation, score = self._run, {}, None
+        if outputs.lock is not None:
+            outputs.lock.check()
         digests, non_finite = take_digests(state)
         if non_finite:
             names = ", ".join(non_finite[:3]) + (", …" if len(non_finite) > 3 else "")

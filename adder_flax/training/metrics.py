@@ -2,22 +2,27 @@
 
 import contextlib
 import json
-import os
 import re
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
-import tensorboardX
 from absl import logging
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
 from tqdm import tqdm
 
 from adder_flax.errors import writing
+from adder_flax.files import append, write_whole
 from adder_flax.training.workdir import read_regular
 
 _NAME = "metrics.jsonl"
+_FLUSH_SECONDS = 120  # as long may TensorBoard wait for an event
 
 
 class MetricWriter:
@@ -50,9 +55,7 @@ class MetricWriter:
         _set_rows_aside(self._workdir, start_step)
         with writing("metrics", workdir):
             self._file = (self._workdir / _NAME).open("a", buffering=1)
-            self._events = tensorboardX.SummaryWriter(
-                str(self._workdir / "tensorboard"), purge_step=start_step + 1 if start_step else None
-            )
+            self._events = _Events(self._workdir / "tensorboard", start_step)
 
     def __enter__(self) -> "MetricWriter":
         return self
@@ -62,7 +65,10 @@ class MetricWriter:
             # Every row was written at once: what cannot be written now was complained of then.
             with contextlib.suppress(OSError):
                 self._file.close()
-            self._events.close()
+            try:
+                self._events.close()
+            except OSError as error:
+                logging.warning("The last events for TensorBoard could not be written: %s", error)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Appends one row; values are plain floats.
@@ -74,8 +80,40 @@ class MetricWriter:
             return
         with writing("metrics", self._workdir):
             self._file.write(json.dumps({"step": step, **scalars}) + "\n")
-        for name, value in scalars.items():
-            self._events.add_scalar(name, value, step)
+            self._events.write(step, scalars)
+
+
+class _Events:
+    """A file of events for TensorBoard.
+
+    It is written in this thread: that of ``tensorboardX.SummaryWriter`` ends at the first failure without a word, and
+    whoever hands it the eleventh event after that waits for ever.
+
+    Args:
+      directory: made if it is not there.
+      start_step: TensorBoard forgets what earlier files say of the steps after it.
+    """
+
+    def __init__(self, directory: Path, start_step: int):
+        directory.mkdir(parents=True, exist_ok=True)
+        # Its own name has whole seconds: the second of two starts within one would empty the file of the first.
+        self._writer = EventsWriter(str(directory / "events"), f".{time.time_ns()}")
+        self._flushed = time.monotonic()
+        if start_step:
+            self._add(start_step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._add(step, summary=Summary(value=values))
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self._writer.flush()
+            self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, step: int, **what: Any) -> None:
+        self._writer.write_event(Event(wall_time=time.time(), step=step, **what))
 
 
 def read_metrics(workdir: str | Path) -> list[dict[str, float]]:
@@ -114,24 +152,15 @@ def _set_rows_aside(workdir: Path, start_step: int) -> None:
     if not later and not strange and ends:
         return
     with writing("metrics", workdir):
-        _append(aside, [line.rstrip(b"\n") + b"\n" for line in later + strange])
+        if later or strange:
+            append(aside, b"".join(line.rstrip(b"\n") + b"\n" for line in later + strange))
         # At once: a run killed here keeps its rows.
-        whole = path.with_suffix(".jsonl.part")
-        whole.unlink(missing_ok=True)
-        _append(whole, [*kept, b"" if ends else b"\n"])
-        whole.replace(path)
+        write_whole(path, b"".join([*kept, b"" if ends else b"\n"]))
     if later or strange:
         logging.warning(
             "%s: %d rows after step %d, which are repeated, and %d lines that are no rows are now in %s",
             *(path, len(later), start_step, len(strange), aside),
         )
-
-
-def _append(path: Path, lines: Sequence[bytes]) -> None:
-    with path.open("ab") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 class Progress:

@@ -11,10 +11,10 @@ class StartUp:
     """Times set-up, parameters, kernels and first step; to be made when the set-up is done.
 
     Args:
-      start_time: ``time.time()`` when the process began.
+      start_time: ``time.monotonic()`` when the process began.
 
     Example:
-      >>> start_up = StartUp(time.time())
+      >>> start_up = StartUp(time.monotonic())
       >>> start_up.parameters_ready()
       >>> start_up.kernels_ready()
       >>> print(start_up.report())  # doctest: +ELLIPSIS
@@ -22,23 +22,23 @@ class StartUp:
     """
 
     def __init__(self, start_time: float):
-        self._start, self._set_up = start_time, time.time()
+        self._start, self._set_up = start_time, time.monotonic()
         self._initialized = self._ready = self._set_up
         self._compiling = 0.0
 
     def parameters_ready(self) -> None:
         """Marks the end of the initialisation or restoration."""
-        self._initialized = self._ready = time.time()
+        self._initialized = self._ready = time.monotonic()
 
     def kernels_ready(self) -> None:
         """Marks the end of the wait for kernels that are compiled on this machine."""
-        self._ready = time.time()
+        self._ready = time.monotonic()
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def report(self) -> str:
         """Returns one line in seconds; to be called when the first step is done, once."""
         jax.monitoring.unregister_event_duration_listener(self._listen)
-        now = time.time()
+        now = time.monotonic()
         return (
             f"first step done {now - self._start:.1f} s after the start: {self._set_up - self._start:.1f} set-up, "
             f"{self._initialized - self._set_up:.1f} parameters, {self._ready - self._initialized:.1f} kernels, "

@@ -1,8 +1,6 @@
 """The directory of a run: its configuration on disk, and the refusal to mix two runs in one place."""
 
 import json
-import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,9 @@ from ml_collections import ConfigDict
 
 from adder_flax.errors import RunError, writing
 from adder_flax.experiment import as_config
+from adder_flax.files import open_regular, write_whole
 from adder_flax.text import printable
-from adder_flax.training.checkpoints import SavedCheckpoints
+from adder_flax.training.checkpoints import SavedCheckpoints, differences
 
 # How a run is executed, not what it computes: these may change between two starts of the same run.
 OPERATIONAL_FIELDS = (
@@ -77,10 +76,7 @@ def write_config(workdir: str | Path, config: ConfigDict) -> None:
         logging.warning("No config.json beside the checkpoints in %s: taking them to be of this run", workdir)
     with writing("config.json", workdir):
         workdir.mkdir(parents=True, exist_ok=True)
-        # Whoever looks after a crash sees all of it or nothing.
-        whole = path.with_suffix(".json.part")
-        whole.write_text(json.dumps(given, indent=2) + "\n")
-        whole.replace(path)
+        write_whole(path, (json.dumps(given, indent=2) + "\n").encode())
 
 
 def write_data(workdir: str | Path, records: Mapping[str, int]) -> None:
@@ -91,9 +87,7 @@ def write_data(workdir: str | Path, records: Mapping[str, int]) -> None:
     """
     if jax.process_index() == 0:
         with writing("data.json", workdir):
-            whole = Path(workdir) / "data.json.part"
-            whole.write_text(json.dumps(records) + "\n")
-            whole.replace(whole.with_suffix(""))
+            write_whole(Path(workdir) / "data.json", (json.dumps(records) + "\n").encode())
 
 
 def changed_data(workdir: str | Path, records: Mapping[str, int]) -> str | None:
@@ -107,12 +101,12 @@ def changed_data(workdir: str | Path, records: Mapping[str, int]) -> str | None:
       'the data set has changed since this run was last started: train 60 records then, 50 now'
     """
     try:
-        before = json.loads((Path(workdir) / "data.json").read_text())
+        before = json.loads(read_regular(Path(workdir) / "data.json") or "null")
         changes = [
             f"{split} {before[split]} records then, {n} now" for split, n in records.items() if before[split] != n
         ]
-    except (OSError, ValueError, TypeError, KeyError):  # not there, or damaged: nothing to compare with
-        return None
+    except (RunError, ValueError, TypeError, KeyError, RecursionError):
+        return None  # not there, or damaged: nothing to compare with
     return f"the data set has changed since this run was last started: {', '.join(changes)}" if changes else None
 
 
@@ -132,16 +126,16 @@ def read_regular(path: Path) -> bytes | None:
     """Returns what a file holds, or None where there is none.
 
     Raises:
-      RunError: it cannot be read, or is no file; a pipe, say, would keep its reader waiting for ever.
+      RunError: it cannot be read, or is no file.
     """
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise RunError(f"expected {path} to be a file, got something else; move it away")
-        return path.read_bytes()
+        with open_regular(path) as file:
+            return file.read()
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise RunError(f"expected to read {path}, got: {error}; make it readable, or move it away") from error
+        reason = getattr(error, "strerror", None) or error
+        raise RunError(f"expected to read {path}, got: {reason}; make it readable, or move it away") from error
 
 
 def _read_config(workdir: Path) -> dict[str, Any] | None:
@@ -163,18 +157,26 @@ def _read_config(workdir: Path) -> dict[str, Any] | None:
     return stored
 
 
+def identity(config: Any) -> dict[str, Any]:
+    """Returns the fields, flattened, that make a run this one: all but those that say how it is executed.
+
+    Example:
+      >>> identity(ConfigDict({"seed": 0, "mesh": {"data": 8}, "model": {"mean": (0.5,)}}))
+      {'model.mean': [0.5], 'seed': 0}
+    """
+    return _identity(json.loads(config.to_json()))
+
+
+def _identity(fields: Mapping[str, Any]) -> dict[str, Any]:
+    flat = flatten_config(fields)
+    return {name: flat[name] for name in sorted(flat) if not name.startswith(OPERATIONAL_FIELDS)}
+
+
 def _refuse_another_run(workdir: Path, stored: dict[str, Any], given: dict[str, Any]) -> None:
-    stored, given = flatten_config(stored), flatten_config(given)
-    shown = lambda fields, name: printable(repr(fields[name]), 60) if name in fields else "absent"
-    differences = [
-        f"  {printable(name, 60)}: {shown(stored, name)} there, {shown(given, name)} now"
-        for name in sorted(stored.keys() | given.keys())
-        if stored.get(name) != given.get(name) and not name.startswith(OPERATIONAL_FIELDS)
-    ]
-    if differences:
-        more = len(differences) - _SHOWN_DIFFERENCES
+    if found := differences(_identity(stored), _identity(given)):
+        more = len(found) - _SHOWN_DIFFERENCES
         raise RunError(
             f"expected the configuration of the run in {workdir}, got another:\n"
-            + "\n".join(differences[:_SHOWN_DIFFERENCES] + ([f"  and {more} more"] if more > 0 else []))
+            + "\n".join(f"  {line}" for line in found[:_SHOWN_DIFFERENCES] + ([f"and {more} more"] if more > 0 else []))
             + "\nchoose another --workdir for a new run, or the same values to go on with that one"
         )

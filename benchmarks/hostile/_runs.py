@@ -148,9 +148,8 @@ def train(workdir: Path) -> Any:
 def restore(workdir: Path, which: int | str = "last") -> Any:
     """Restores a checkpoint as the modes do that only read."""
     run = template().run
-    return training.SavedCheckpoints(training.open_workdir(workdir, run.config) / "checkpoints").restore(
-        run.abstract_state, which
-    )
+    directory = training.open_workdir(workdir, run.config) / "checkpoints"
+    return training.SavedCheckpoints(directory, of=training.identity(run.config)).restore(run.abstract_state, which)
 
 
 def is_saved_state(state: Any, said: str, which: int | str = "last") -> Verdict | bool:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from benchmarks.hostile import _runs
 from benchmarks.hostile.case import Case, Fault, Group, Observed, Verdict, judge_call
 
 _UNPRIVILEGED = 65534  # nobody
-_RUN_FILES = ("config.json", "metrics.jsonl", "tensorboard/events*") + tuple(
+_RUN_FILES = ("config.json", "data.json", "metrics.jsonl", "tensorboard/events*") + tuple(
     f"checkpoints/{step}/{name}" for step in (4, 2) for name in _runs.CHECKPOINT_FILES
 )
 _RUN_FOLDERS = ("tensorboard", "checkpoints") + tuple(
@@ -175,6 +176,15 @@ def _unended(workdir: Path, draw: random.Random) -> None:
     path.write_bytes(path.read_bytes().rstrip(b"\n"))
 
 
+def _save_as_another(directory: Path) -> None:
+    """Adds a newer checkpoint of the same shapes, saved by a run with another seed."""
+    with tempfile.TemporaryDirectory() as folder:
+        of = training.identity(_runs.template().run.config) | {"seed": 99}
+        with _runs.quietly(), training.Checkpoints(folder, of=of) as checkpoints:
+            checkpoints.save(5, _runs.template().saved[4])
+        shutil.copytree(Path(folder, "5"), directory / "5")
+
+
 _FOREIGNERS: dict[str, Callable[[Path], Any]] = {
     "an empty newer checkpoint": lambda workdir: (workdir / "checkpoints" / "5").mkdir(),
     "a file called as a checkpoint": lambda workdir: (workdir / "checkpoints" / "5").write_text("x"),
@@ -195,9 +205,11 @@ _FOREIGNERS: dict[str, Callable[[Path], Any]] = {
     "a folder as lock": lambda workdir: (workdir / "trainer.lock").mkdir(),
     "a pipe as lock": lambda workdir: os.mkfifo(workdir / "trainer.lock"),
     "a folder for rows set aside": lambda workdir: (workdir / "metrics.jsonl.aside").mkdir(),
-    "a folder for the next metrics": lambda workdir: (workdir / "metrics.jsonl.part").mkdir(),
     "a pipe for rows set aside": lambda workdir: os.mkfifo(workdir / "metrics.jsonl.aside"),
-    "a folder for the next configuration": lambda workdir: (workdir / "config.json.part").mkdir(),
+    "the newest checkpoint, copied to another step": lambda workdir: shutil.copytree(
+        workdir / "checkpoints" / "4", workdir / "checkpoints" / "40"
+    ),
+    "a checkpoint of another run": lambda workdir: _save_as_another(workdir / "checkpoints"),
 }
 
 

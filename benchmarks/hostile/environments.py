@@ -208,6 +208,7 @@ def _workdirs(draw: random.Random) -> Iterator[tuple[Fault, str, Callable[[], Ob
         "below a file": lambda folder: file(folder) / "run",
         "below a dangling link": lambda folder: dangling(folder) / "run",
         "a link to itself": loop,
+        "of a bucket": lambda folder: "gs://bucket/run",
         "on /proc": lambda folder: Path("/proc/no/run"),
         "a device": lambda folder: Path("/dev/null"),
     }
@@ -266,6 +267,11 @@ def _flags(draw: random.Random) -> Iterator[tuple[Fault, str, Callable[[], Obser
         "whole group": ["--config.model=3"],
         "verbosity": [f"--verbosity={word}"],
         "flagfile": [f"--flagfile=/no/{word}"],
+        "flagfile of bytes": ["--flagfile=/proc/self/exe"],
+        "flagfile a folder": ["--flagfile=."],
+        "checkpoint with train": ["--checkpoint=best"],
+        "names with eval": ["--mode=eval", "--names=timm"],
+        "baseline with export": ["--mode=export", f"--baseline=/no/{word}"],
     }
     for name, flags in cases.items():
 

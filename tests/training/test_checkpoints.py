@@ -93,17 +93,19 @@ def test_reading_writes_nothing_and_needs_no_permission_to(directory):
     assert snapshot(directory) == before
 
 
-def test_a_checkpoint_that_the_trainer_deletes_meanwhile_is_not_missed(directory, monkeypatch):
+def test_a_checkpoint_that_the_trainer_deletes_meanwhile_is_not_missed(directory, tmp_path, monkeypatch):
+    with Checkpoints(tmp_path / "newer") as checkpoints:
+        checkpoints.save(3, make_state(3))
     reader, load = SavedCheckpoints(directory), SavedCheckpoints._record
 
     def delete_then_load(self, step):
         if step == 2:
             (directory / "2").rename(directory / "2.deleted")
-            (directory / "1").rename(directory / "3")  # the newer one for which it had to go
+            (tmp_path / "newer" / "3").rename(directory / "3")  # for which it had to go
         return load(self, step)
 
     monkeypatch.setattr(SavedCheckpoints, "_record", delete_then_load)
-    assert same(reader.restore(ABSTRACT), 1)
+    assert same(reader.restore(ABSTRACT), 3)
 
 
 def test_what_is_set_aside_never_replaces_what_was(directory):
@@ -169,3 +171,25 @@ def test_what_never_ends_is_not_read(kind, name, directory):
     with Checkpoints(directory) as checkpoints:
         assert same(checkpoints.restore(ABSTRACT), 1)
     assert sorted(os.listdir(directory)) == ["1", "2.unreadable"]
+
+
+def test_a_checkpoint_under_another_step_is_not_taken_for_it(directory, caplog):
+    shutil.copytree(directory / "2", directory / "40")
+    with pytest.raises(RunError, match="got: it was saved as that of step 2"):
+        SavedCheckpoints(directory).restore(ABSTRACT, 40)
+    with Checkpoints(directory) as checkpoints:
+        assert same(checkpoints.restore(ABSTRACT), 2)
+        checkpoints.save(3, make_state(3))  # which the copy would outlive as the newest
+    assert sorted(os.listdir(directory)) == ["1", "3", "40.unreadable"]
+
+
+def test_a_checkpoint_of_another_run_is_not_taken_for_one_of_this(tmp_path):
+    for seed, step in ((0, 1), (1, 2)):
+        with Checkpoints(tmp_path / str(seed), of={"seed": seed, "width": 8}) as checkpoints:
+            checkpoints.save(step, make_state(step))
+    shutil.copytree(tmp_path / "1" / "2", tmp_path / "0" / "2")
+    with pytest.raises(RunError, match=r"got: another run saved it \(seed: 1 there, 0 now\); .* one of \[1\]"):
+        SavedCheckpoints(tmp_path / "0", of={"seed": 0, "width": 8}).restore(ABSTRACT, 2)
+    with Checkpoints(tmp_path / "0", of={"seed": 0, "width": 8}) as checkpoints:
+        assert same(checkpoints.restore(ABSTRACT), 1)
+    assert (tmp_path / "0" / "2.unreadable").is_dir()

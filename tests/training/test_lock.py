@@ -99,3 +99,32 @@ def test_what_is_no_file_is_refused_in_one_message(place, tmp_path):
     {"directory": path.mkdir, "pipe": lambda: os.mkfifo(path), "link": lambda: path.symlink_to("x")}[place]()
     with pytest.raises(RunError, match=r"trainer\.lock"):
         lock_workdir(tmp_path).__enter__()
+
+
+def test_a_lock_that_was_removed_is_put_back_unless_somebody_took_the_directory(tmp_path):
+    path = tmp_path / "trainer.lock"
+    with lock_workdir(tmp_path) as held:
+        held.check()
+        path.unlink()
+        held.check()
+        assert owner_of(tmp_path)["pid"] == os.getpid()
+        path.unlink()
+        second = hold(tmp_path, 60)
+        assert second.stdout.readline() == "held\n"
+        with pytest.raises(RunError, match=rf"without another trainer, got process {second.pid}"):
+            held.check()
+    assert owner_of(tmp_path)["pid"] == second.pid  # the end of the first leaves it alone
+    second.kill()
+    second.wait()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_directory_that_went_away_is_one_message(replaced, tmp_path):
+    workdir = tmp_path / "run"
+    with lock_workdir(workdir) as held:
+        workdir.rename(tmp_path / "moved")
+        if replaced:
+            workdir.mkdir()
+        with pytest.raises(RunError, match="run to stay where it is while a run trains, got none or another"):
+            held.check()
+    assert workdir.exists() == replaced  # nothing is made in its place

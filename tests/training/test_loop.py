@@ -2,7 +2,9 @@
 
 import dataclasses
 import gzip
+import itertools
 import json
+import time
 
 import jax
 import numpy as np
@@ -119,6 +121,45 @@ def test_batches_that_are_not_finite_can_be_skipped_and_counted(tiny_config, tmp
     _, result = fit(config, tmp_path)
     assert result.step == 9
     assert int(result.state["skipped"]) > 0
+
+
+def test_weights_are_read_unless_there_is_a_checkpoint(tiny_config, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "5").touch()  # which is none
+    with pytest.raises(RunError, match="expected a safetensors file in /no/weights"):
+        cli.train(tiny_config(init_from="/no/weights"), tmp_path)
+
+
+def test_a_run_whose_directory_goes_away_does_not_go_on_in_another(tiny_config, tmp_path):
+    config, workdir = tiny_config("multiplicative", checkpoint_every_steps=2), tmp_path / "run"
+    run, steps = build_run(config), itertools.count(1)
+
+    def train_step(state, batch, hyper):
+        if next(steps) == 3:
+            while not (workdir / "checkpoints" / "2").exists():
+                time.sleep(0.01)
+            workdir.rename(tmp_path / "moved")
+        return run.train_step(state, batch, hyper)
+
+    with pytest.raises(RunError, match="run to stay where it is while a run trains"):
+        Trainer(dataclasses.replace(run, train_step=train_step), training.open_workdir(workdir, config)).fit()
+    assert not workdir.exists()
+    assert Trainer(run, training.open_workdir(tmp_path / "moved", config)).fit().step == 9
+
+
+@pytest.mark.parametrize(
+    ("workdir", "message"),
+    [("gs://bucket/run", "mount it"), ("{}/file", "something else at {}/file"), ("{}/file/a/b", "choose another")],
+)
+def test_a_place_that_can_be_no_directory_is_refused(workdir, message, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=message.format(tmp_path)):
+        cli.check_workdir(workdir.format(tmp_path))
+
+
+def test_a_tilde_is_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli.check_workdir("~/run") == f"{tmp_path}/run"
 
 
 class _Fetched:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import struct
 
 import pytest
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from adder_flax.errors import RunError
 from adder_flax.training import read_metrics
@@ -75,3 +77,45 @@ def test_what_cannot_be_written_to_is_one_message(name, kind, tmp_path):
         return
     with pytest.raises(RunError, match=f"expected .*{name}"):
         MetricWriter(tmp_path)
+
+
+def test_rows_are_not_moved_to_where_nothing_is_kept(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("\n".join(ROWS) + "\n")
+    (tmp_path / "metrics.jsonl.aside").symlink_to("/dev/null")
+    with pytest.raises(RunError, match="expected to write metrics"):
+        MetricWriter(tmp_path, start_step=2)
+    assert lines(tmp_path / "metrics.jsonl") == ROWS
+
+
+def events(workdir):
+    """The records of TensorBoard's files, whose form is a length, its check sum, the data and theirs."""
+    for path in sorted((workdir / "tensorboard").iterdir()):
+        content = path.read_bytes()
+        while content:
+            (length,) = struct.unpack("<Q", content[:8])
+            yield Event.FromString(content[12 : 12 + length])
+            content = content[16 + length :]
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path):
+    for start_step in (0, 2):
+        with MetricWriter(tmp_path, start_step=start_step) as writer:
+            for step in range(start_step + 1, start_step + 4):
+                writer.write(step, {"train/loss": step / 2, "eval/accuracy": 0.25})
+    found = [event for event in events(tmp_path) if event.step]
+    assert [event.step for event in found] == [1, 2, 3, 3, 3, 4, 5]
+    assert found[3].session_log.status == SessionLog.START  # of the second start: what was said of 3 is forgotten
+    numbers = [{value.tag: value.simple_value for value in event.summary.value} for event in found]
+    assert numbers[1:4:2] + numbers[6:] == [
+        {"train/loss": 1.0, "eval/accuracy": 0.25},
+        {},
+        {"train/loss": 2.5, "eval/accuracy": 0.25},
+    ]
+
+
+def test_events_that_cannot_be_written_stop_the_run_and_nobody_waits_for_them(tmp_path):
+    with open("/dev/full", "wb", buffering=0) as full, MetricWriter(tmp_path) as writer:
+        writer._events._writer._py_recordio_writer._writer = full
+        with pytest.raises(RunError, match="No space left on device; what was written before is whole"):
+            writer.write(1, {"train/loss": 1.0})
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1]

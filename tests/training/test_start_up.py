@@ -8,12 +8,12 @@ from adder_flax.training.start_up import StartUp
 
 
 def test_compilations_between_parameters_and_first_step_are_counted():
-    start_up = StartUp(time.time())
+    start_up = StartUp(time.monotonic())
     start_up.parameters_ready()
     start_up.kernels_ready()
-    jax.jit(lambda x: x * 3.25 - 1.5)(jax.numpy.float32(time.time()))
+    jax.jit(lambda x: x * 3.25 - 1.5)(jax.numpy.float32(time.monotonic()))
     counted = start_up._compiling
     assert counted > 0
     assert start_up.report().startswith("first step done ")
-    jax.jit(lambda x: x * 4.25 - 2.5)(jax.numpy.float32(time.time()))
+    jax.jit(lambda x: x * 4.25 - 2.5)(jax.numpy.float32(time.monotonic()))
     assert start_up._compiling == counted

@@ -11,6 +11,7 @@ import pytest
 from adder_flax import training
 from adder_flax.errors import NonFiniteLossError, RunError
 from adder_flax.training import Trainer, build_run, open_workdir, read_config, read_metrics, write_config
+from adder_flax.training.workdir import changed_data, write_data
 from experiments import common
 
 
@@ -75,7 +76,7 @@ def test_a_configuration_that_lacks_fields_or_has_strange_ones_is_another(tmp_pa
 def test_what_is_no_file_is_one_message(place, tmp_path):
     path = tmp_path / "config.json"
     path.mkdir() if place == "directory" else os.mkfifo(path)
-    with pytest.raises(RunError, match="to be a file, got something else"):
+    with pytest.raises(RunError, match=r"to read .*config.json, got: a (directory|FIFO), .*move it away"):
         open_workdir(tmp_path, common.deit("adder", "tiny"))
 
 
@@ -131,3 +132,12 @@ def test_a_state_whose_score_is_not_finite_is_not_saved_unless_told_to_go_on(non
     with pytest.raises(NonFiniteLossError, match="evaluation after step 1 of 1, got (nan|inf); .*none yet"):
         trainer.fit()
     assert training.SavedCheckpoints(tmp_path / "checkpoints").steps == []
+
+
+@pytest.mark.parametrize("harm", [os.mkfifo, os.mkdir, lambda path: path.write_bytes(b"[" * 100_000)])
+def test_a_record_of_the_data_that_is_none_is_not_compared_with(harm, tmp_path):
+    write_data(tmp_path, {"train": 5})
+    assert "train 5 records then, 4 now" in changed_data(tmp_path, {"train": 4})
+    (tmp_path / "data.json").unlink()
+    harm(tmp_path / "data.json")
+    assert changed_data(tmp_path, {"train": 4}) is None
