@@ -9,16 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from absl import logging
-from flax import nnx
 
-from adder_flax import counting, data, interop, ops, own_cache, report, settings, tasks, training
+from adder_flax import counting, data, interop, ops, own_cache, report, settings, training
 from adder_flax.errors import first_line
-from adder_flax.parameters import has_prototypes
-
-_REPORT_IMAGES = 32
-_STUDIED_STEPS = 3
 
 
 def enable_compilation_cache() -> None:
@@ -298,33 +292,16 @@ def analyze(config: Any, workdir: str | Path, checkpoint: str, baseline: str | P
     """
     if jax.process_count() > 1:
         raise training.RunError(f"expected one process to analyze a checkpoint, got {jax.process_count()}; start one")
-    other = {} if baseline is None else _baseline(config, baseline)
-    run, state, model = _restore_to_study(config, workdir, checkpoint)
-    start = run.init()
-    smooth = not has_prototypes(model)
-    batch = run.eval_source.first(_REPORT_IMAGES)
-    written = report.write_report(
-        model,
-        np.asarray(*run.task.inputs(batch)),
-        batch["label"],
-        Path(workdir) / "report",
-        pictures=batch["image"],
-        label_names=run.eval_source.label_names,
-        name=_run_name(config),
-        untrained=run.model(start["params"]),
-        second_order={
-            where: list(report.second_order_along(run, origin, num_steps=_STUDIED_STEPS, derivatives=smooth))
-            for where, origin in {"from the start": start, "from the checkpoint": state}.items()
-        },
-        peak_learning_rate=config.optimizer.learning_rate,
-        **other,
-    )
+    other = None if baseline is None else _baseline(config, baseline)
+    trained = _restore_to_study(config, workdir, checkpoint)
+    study = report.STUDIES.get(trained.run.settings.task.name)(trained, other)
+    written = report.write_study(study, Path(workdir) / "report")
     print(*(f"{claim.name}: {claim.verdict}" for claim in written.claims), sep="\n")
     print(f"report at {written.page}")
 
 
-def _baseline(config: Any, workdir: str | Path) -> dict[str, Any]:
-    """Returns the model of another run and its name, as ``write_report`` takes them."""
+def _baseline(config: Any, workdir: str | Path) -> report.Trained:
+    """Returns another run, on the same data."""
     other = training.read_config(workdir)
     settings.read(settings.RunSettings, other, where="baseline")
     if (other.data.name, other.data.image_size) != (config.data.name, config.data.image_size):
@@ -332,26 +309,16 @@ def _baseline(config: Any, workdir: str | Path) -> dict[str, Any]:
             f"expected a baseline on {config.data.name} at {config.data.image_size} pixels, got {other.data.name} at "
             f"{other.data.image_size}; set --baseline to a run on the same data"
         )
-    _, _, model = _restore_to_study(other, workdir, "last")
-    return {"baseline": model, "baseline_name": _run_name(other)}
+    return _restore_to_study(other, workdir, "last")
 
 
-def _restore_to_study(config: Any, workdir: str | Path, checkpoint: str) -> tuple[training.Run, Any, nnx.Module]:
-    """Returns the run, its state and the model that a report can be made of."""
+def _restore_to_study(config: Any, workdir: str | Path, checkpoint: str) -> report.Trained:
+    """Returns a run that a report can be made of, at a checkpoint."""
     run, _ = _build(config)
     with training.user_errors():
-        _check_images(run)
+        report.STUDIES.get(run.settings.task.name)
         report.require_probabilities(run.model(run.abstract_state["params"]), *run.task.example().inputs)
-    state = _restore(run, workdir, checkpoint)
-    return run, state, run.model(training.evaluation_params(state))
-
-
-def _check_images(run: training.Run) -> None:
-    """Raises RunError unless the run classifies images, which the claims are about."""
-    if not isinstance(run.task, tasks.Classification):
-        raise training.RunError(
-            f"expected a run of config.task.name=classification to analyze, got {run.settings.task.name}; set --workdir"
-        )
+    return report.Trained(_run_name(config), run, _restore(run, workdir, checkpoint))
 
 
 def _restore(run: training.Run, workdir: str | Path, checkpoint: str) -> Any:

@@ -24,7 +24,7 @@ def transduction(score: str, data: str | None = None) -> ml_collections.ConfigDi
     config.data.update(name=data or "cmudict", image_size=0)
     config.batch_size = 256
     config.eval_batch_size = 512
-    config.num_epochs = 6.0
+    config.num_epochs = 4.0
     config.log_every_steps = 50
     config.optimizer.update(learning_rate=2e-3, warmup_epochs=0.5, weight_decay=0.01)
     return config

@@ -1,6 +1,7 @@
 """What one learns from a run: the papers' claims, judged and drawn, maps of a trained model, its table of parts."""
 
-from adder_flax.report._families import ADDER, ADDITIVE, BROWNIAN, CLAIMS, ENERGY, Section, register_claims
+from adder_flax.report._families import ADDER, ADDITIVE, ALIGNMENT, BROWNIAN, CLAIMS, ENERGY, Section, register_claims
+from adder_flax.report._sequences import SequenceStudy, SequenceSubject
 from adder_flax.report._study import (
     DOES_NOT_HOLD,
     HOLDS,
@@ -22,7 +23,7 @@ from adder_flax.report.figures import (
     second_order_figure,
     xor_figure,
 )
-from adder_flax.report.page import Report, write_report
+from adder_flax.report.page import Report, write_report, write_study
 from adder_flax.report.second_order import (
     SecondOrderStep,
     SecondOrderTerms,
@@ -30,17 +31,20 @@ from adder_flax.report.second_order import (
     second_order_along,
     second_order_terms,
 )
+from adder_flax.report.studies import STUDIES, Trained, register_study
 from adder_flax.report.summary import SummaryRow, summary_rows, summary_text
 
 __all__ = [
     "ADDER",
     "ADDITIVE",
+    "ALIGNMENT",
     "BROWNIAN",
     "CLAIMS",
     "DOES_NOT_HOLD",
     "ENERGY",
     "HOLDS",
     "NOT_MEASURED",
+    "STUDIES",
     "BlockCapture",
     "Capture",
     "Claim",
@@ -50,8 +54,11 @@ __all__ = [
     "SecondOrderStep",
     "SecondOrderTerms",
     "Section",
+    "SequenceStudy",
+    "SequenceSubject",
     "Study",
     "SummaryRow",
+    "Trained",
     "alignment_figure",
     "attention_figure",
     "capture",
@@ -61,6 +68,7 @@ __all__ = [
     "new_figure",
     "only_when",
     "register_claims",
+    "register_study",
     "require_probabilities",
     "save_figure",
     "second_order_along",
@@ -69,5 +77,6 @@ __all__ = [
     "summary_rows",
     "summary_text",
     "write_report",
+    "write_study",
     "xor_figure",
 ]

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from adder_flax.counting.energy import HOROWITZ_45NM
 from adder_flax.registry import Registry
 from adder_flax.report._study import Findings, Study
 
-Measure = Callable[[Study], Findings]
+Measure = Callable[[Any], Findings]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,21 +33,25 @@ class Family:
     Attributes:
       section: where on the page they stand.
       measure: computes, judges and draws them.
+      of: the kind of study that ``measure`` takes.
     """
 
     section: Section
     measure: Measure
+    of: type = Study
 
 
 CLAIMS: Registry[Family] = Registry("family of claims", "adder_flax.report.register_claims")
 
 
-def register_claims(name: str, section: Section) -> Callable[[Measure], Measure]:
+def register_claims(name: str, section: Section, *, of: type = Study) -> Callable[[Measure], Measure]:
     """Puts a family of claims into every report that is written from now on.
 
     Args:
       name: of the family.
       section: one of the library's (`ADDER`, `ADDITIVE`, `BROWNIAN`, `ENERGY`) or your own.
+      of: the kind of study that the function takes: `Study` of images, `SequenceStudy`, or ``object`` for claims that
+        are true or false whatever was looked at. Reports of other studies leave the family out.
 
     Returns:
       A decorator of the function that computes, judges and draws: ``measure(study) → Findings``.
@@ -64,7 +69,7 @@ def register_claims(name: str, section: Section) -> Callable[[Measure], Measure]
     """
 
     def register(measure: Measure) -> Measure:
-        CLAIMS.register(name, Family(section, measure), origin=(measure.__module__, measure.__qualname__))
+        CLAIMS.register(name, Family(section, measure, of), origin=(measure.__module__, measure.__qualname__))
         return measure
 
     return register
@@ -94,6 +99,14 @@ BROWNIAN = Section(
         "them. Each step of the argument is measured by itself."
     ),
     source="Brownian motion in the transformer",
+)
+ALIGNMENT = Section(
+    title="Alignments",
+    introduction=(
+        "Where a sequence model looks in its input for each symbol that it writes, the right symbols before it given; "
+        "and the errors of what it writes by itself."
+    ),
+    source="Neural machine translation by jointly learning to align and translate",
 )
 ENERGY = Section(
     title="Operations and energy",

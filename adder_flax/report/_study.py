@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from flax import nnx
@@ -15,6 +15,7 @@ from adder_flax.measures.maps import has_identity, patch_grid, stochastic_part
 from adder_flax.measures.spectrum import IdentityEffect, identity_effect
 from adder_flax.report.captures import Capture, capture
 from adder_flax.report.second_order import SecondOrderStep
+from adder_flax.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,6 +81,17 @@ class Findings:
 
     claims: Sequence[Claim]
     pictures: Sequence[Picture]
+
+
+class AnyStudy(Protocol):
+    """What a page needs of a study; what claims need of it, their families know."""
+
+    @property
+    def subject(self) -> Any:
+        """The model that the report is about; it has a ``name``."""
+
+    def about(self) -> str:
+        """Returns what was looked at, for the head of the page."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +174,22 @@ class Study:
     second_order: Mapping[str, Sequence[SecondOrderStep]] = dataclasses.field(default_factory=dict)
     peak_learning_rate: float = float("nan")
 
+    def about(self) -> str:
+        """Returns what was looked at, for the head of the page."""
+        blocks, identities = self.subject.captured.blocks, self.subject.identities
+        added = "added" if all(identities) else "added in some blocks"
+        accuracy = np.mean(self.subject.captured.logits.argmax(-1) == self.labels)
+        parts = [
+            f"{len(blocks)} blocks of {blocks[0].map.shape[1]} heads",
+            f"{', '.join(dict.fromkeys(self.subject.scores))} score",
+            f"identity map {added}" if any(identities) else "no identity map",
+            f"{blocks[0].map.shape[-1]} tokens",
+            f"measured on {len(self.labels)} images ({accuracy:.1%} classified right)",
+            f"compared with {self.baseline.name}" if self.baseline else "",
+            "and with its untrained self" if self.untrained else "",
+        ]
+        return ", ".join(filter(None, parts))
+
     @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of patches."""
@@ -182,23 +210,64 @@ def observe(name: str, model: nnx.Module, images: Float[Array, "image height wid
     """Runs a model on the images of a report.
 
     Raises:
-      ValueError: as :func:`require_probabilities`.
+      ValueError: if there are none, or as :func:`require_probabilities`.
     """
+    if len(images) == 0:
+        raise ValueError("expected at least one image, got none")
     require_probabilities(model, images)
     return Subject(name, model, capture(model, images))
 
 
-def require_probabilities(model: nnx.Module, images: Float[Array, "image height width channels"]) -> None:
+def study_images(
+    subject: Subject,
+    labels: Int[Array, " image"],
+    *,
+    baseline: Subject | None,
+    untrained: Subject | None,
+    pictures: np.ndarray,
+    label_names: Sequence[str] | None,
+    second_order: Mapping[str, Sequence[SecondOrderStep]],
+    peak_learning_rate: float,
+) -> Study:
+    """Puts together what a report on images is made from.
+
+    Args:
+      subject, baseline, untrained: models at work on the same images.
+      labels: classes of the images.
+      pictures: the images as people see them.
+      label_names: names of the classes.
+      second_order, peak_learning_rate: see `Study`.
+
+    Raises:
+      ValueError: if there are not as many labels as images.
+    """
+    labels, predicted = np.asarray(labels), subject.captured.logits.argmax(-1)
+    if len(labels) != len(predicted):
+        raise ValueError(f"expected one label for each of {len(predicted)} images, got {len(labels)}")
+    title = lambda index: str(index) if label_names is None else printable(label_names[index], limit=60)
+    return Study(
+        subject=subject,
+        baseline=baseline,
+        untrained=untrained,
+        pictures=np.asarray(pictures),
+        captions=[f"{title(true)}, seen as {title(seen)}" for true, seen in zip(labels, predicted, strict=True)],
+        labels=labels,
+        second_order={where: taken for where, taken in second_order.items() if taken},
+        peak_learning_rate=peak_learning_rate,
+    )
+
+
+def require_probabilities(model: nnx.Module, *inputs: Array) -> None:
     """Checks that a report can be made of a model: entropy, rollout and walks are made of probabilities.
 
     Args:
-      model: may be abstract, as may be the images: nothing is computed.
-      images: as the model expects them.
+      model: may be abstract, as may be the inputs: nothing is computed.
+      *inputs: what the model is called with.
 
     Raises:
       ValueError: a score whose rows of weights are registered as anything else.
     """
-    for record in recorder.describe({"attention": []}, model, images):
+    for record in recorder.describe({"attention": []}, model, *inputs):
         if not get_score(record.facts["score"]).rows_are_probability:
             raise ValueError(
                 f"expected scores whose rows of weights are probabilities, got {record.facts['score']!r}, "

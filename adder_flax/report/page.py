@@ -15,9 +15,8 @@ from jaxtyping import Array, Float, Int
 from adder_flax.report import _style
 from adder_flax.report import families as _families  # noqa: F401 - they register themselves
 from adder_flax.report._families import CLAIMS, Section
-from adder_flax.report._study import HOLDS, NOT_MEASURED, Claim, Findings, Picture, Study, observe
+from adder_flax.report._study import HOLDS, NOT_MEASURED, AnyStudy, Claim, Findings, Picture, observe, study_images
 from adder_flax.report.second_order import SecondOrderStep
-from adder_flax.text import printable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +83,33 @@ def write_report(
       report = write_report(model, normalize(images), labels, "report", pictures=images, untrained=fresh_model)
       print(*(f"{claim.name}: {claim.verdict}" for claim in report.claims), sep="\\n")
     """
-    study = _study(model, images, labels, pictures, label_names, name, (baseline, baseline_name), untrained)
-    steps = {where: taken for where, taken in (second_order or {}).items() if taken}
-    study = dataclasses.replace(study, second_order=steps, peak_learning_rate=peak_learning_rate)
-    sections = _measure(study, CLAIMS if families is None else families)
+    study = study_images(
+        observe(name, model, images),
+        labels,
+        baseline=None if baseline is None else observe(baseline_name, baseline, images),
+        untrained=None if untrained is None else observe("untrained", untrained, images),
+        pictures=(images - np.min(images)) / max(float(np.ptp(images)), 1e-12) if pictures is None else pictures,
+        label_names=label_names,
+        second_order=second_order or {},
+        peak_learning_rate=peak_learning_rate,
+    )
+    return write_study(study, out_dir, families=families)
+
+
+def write_study(study: AnyStudy, out_dir: str | Path, *, families: Sequence[str] | None = None) -> Report:
+    """Judges claims on what was observed, and writes the report as :func:`write_report` does.
+
+    Args:
+      study: of whatever kind.
+      out_dir: where to; made if needed, files of an earlier report are overwritten.
+      families: names of the families of claims to judge, by default all that are made for this kind of study.
+
+    Raises:
+      ValueError: if no family has such a name.
+    """
+    if families is None:
+        families = [name for name in CLAIMS if isinstance(study, CLAIMS.get(name).of)]
+    sections = _measure(study, families)
     out_dir = Path(out_dir)
     files = [
         path for found in sections.values() for picture in found.pictures for path in _write_picture(picture, out_dir)
@@ -100,38 +122,7 @@ def write_report(
     return Report(page, claims, [*files, table, page])
 
 
-def _study(
-    model: nnx.Module,
-    images: np.ndarray,
-    labels: np.ndarray,
-    pictures: np.ndarray | None,
-    label_names: Sequence[str] | None,
-    name: str,
-    baseline: tuple[nnx.Module | None, str],
-    untrained: nnx.Module | None,
-) -> Study:
-    images, labels = np.asarray(images), np.asarray(labels)
-    if len(images) == 0 or len(images) != len(labels):
-        raise ValueError(
-            f"expected at least one image and one label for each; got {len(images)} images and {len(labels)} labels."
-        )
-    if pictures is None:
-        pictures = (images - images.min()) / max(float(np.ptp(images)), 1e-12)
-    subject = observe(name, model, images)
-    predicted = subject.captured.logits.argmax(-1)
-    title = lambda index: str(index) if label_names is None else printable(label_names[index], limit=60)
-    captions = [f"{title(true)}, seen as {title(seen)}" for true, seen in zip(labels, predicted, strict=True)]
-    return Study(
-        subject=subject,
-        baseline=None if baseline[0] is None else observe(baseline[1], baseline[0], images),
-        untrained=None if untrained is None else observe("untrained", untrained, images),
-        pictures=np.asarray(pictures),
-        captions=captions,
-        labels=labels,
-    )
-
-
-def _measure(study: Study, families: Iterable[str]) -> dict[Section, Findings]:
+def _measure(study: AnyStudy, families: Iterable[str]) -> dict[Section, Findings]:
     """What the families find, by section of the page."""
     sections: dict[Section, list[Findings]] = {}
     for family in [CLAIMS.get(name) for name in families]:
@@ -163,7 +154,7 @@ def _write_csv(path: Path, columns: dict) -> None:
         writer.writerows(zip(*columns.values(), strict=True))
 
 
-def _page(study: Study, sections: Mapping[Section, Findings], out_dir: Path) -> str:
+def _page(study: AnyStudy, sections: Mapping[Section, Findings], out_dir: Path) -> str:
     claims = [claim for found in sections.values() for claim in found.claims]
     kinds = [_kind(claim) for claim in claims]
     tally = ", ".join(
@@ -176,37 +167,11 @@ def _page(study: Study, sections: Mapping[Section, Findings], out_dir: Path) -> 
         )
         if kinds.count(kind)
     )
-    accuracy = np.mean(study.subject.captured.logits.argmax(-1) == study.labels)
     return _PAGE.substitute(
         name=html.escape(study.subject.name),
         tally=tally,
-        about=html.escape(_about(study, accuracy)),
+        about=html.escape(study.about()),
         sections="\n".join(_section_html(section, found, out_dir) for section, found in sections.items()),
-    )
-
-
-def _about(study: Study, accuracy: float) -> str:
-    blocks = study.subject.captured.blocks
-    scores = ", ".join(dict.fromkeys(study.subject.scores))
-    identity = "identity map added" if all(study.subject.identities) else "no identity map"
-    if any(study.subject.identities) and not all(study.subject.identities):
-        identity = "identity map added in some blocks"
-    others = [
-        f"compared with {study.baseline.name}" if study.baseline else "",
-        "and with its untrained self" if study.untrained else "",
-    ]
-    return ", ".join(
-        filter(
-            None,
-            [
-                f"{len(blocks)} blocks of {blocks[0].map.shape[1]} heads",
-                f"{scores} score",
-                identity,
-                f"{blocks[0].map.shape[-1]} tokens",
-                f"measured on {len(study.labels)} images ({accuracy:.1%} classified right)",
-                *others,
-            ],
-        )
     )
 
 

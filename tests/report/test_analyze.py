@@ -22,11 +22,11 @@ def train(mechanism, workdir, **fields):
 def reported(monkeypatch):
     calls = []
 
-    def write_report(*args, **options):
-        calls.append((args, options))
-        return report.Report(args[3] / "report.html", [], [])
+    def write_study(study, out_dir):
+        calls.append((study, out_dir))
+        return report.Report(out_dir / "report.html", [], [])
 
-    monkeypatch.setattr(report, "write_report", write_report)
+    monkeypatch.setattr(report, "write_study", write_study)
     return calls
 
 
@@ -35,16 +35,16 @@ def test_a_checkpoint_is_analysed_beside_a_baseline(reported, tmp_path, capsys):
     train("multiplicative", tmp_path / "dot")
     config = train("adder", tmp_path / "adder")
     cli.analyze(config, tmp_path / "adder", "last", tmp_path / "dot")
-    [((model, images, labels, out_dir), options)] = reported
+    [(study, out_dir)] = reported
     assert f"report at {tmp_path / 'adder' / 'report' / 'report.html'}" in capsys.readouterr().out
     assert out_dir == tmp_path / "adder" / "report"
-    assert images.shape == (32, 8, 8, 1)
-    assert len(labels) == 32
-    scores = [one.blocks[0].attention.settings.score for one in (model, options["untrained"], options["baseline"])]
-    assert scores == ["adder", "adder", "dot"]
-    assert (options["name"], options["baseline_name"]) == ("digits, adder attention", "digits, dot attention")
-    assert not np.array_equal(model.pos_embed[...], options["untrained"].pos_embed[...])
-    start, checkpoint = options["second_order"].values()
+    assert study.pictures.shape == (32, 8, 8, 1)
+    assert len(study.labels) == 32
+    subjects = (study.subject, study.untrained, study.baseline)
+    assert [subject.scores[0] for subject in subjects] == ["adder", "adder", "dot"]
+    assert [subject.name for subject in subjects] == ["digits, adder attention", "untrained", "digits, dot attention"]
+    assert not np.array_equal(study.subject.model.pos_embed[...], study.untrained.model.pos_embed[...])
+    start, checkpoint = study.second_order.values()
     assert [step.step for step in start] == [0, 1, 2]
     assert [step.step for step in checkpoint] == [9, 10, 11]
     assert all(np.isfinite(step.ratio()) and np.isnan(step.second) for step in start + checkpoint)

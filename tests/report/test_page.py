@@ -111,7 +111,7 @@ def test_data_are_the_numbers_behind_the_figure(report):
 
 
 def test_images_and_labels_have_to_match(tmp_path):
-    with pytest.raises(ValueError, match="got 5 images and 4 labels"):
+    with pytest.raises(ValueError, match="one label for each of 5 images, got 4"):
         write_report(model_of(), IMAGES, LABELS[:4], tmp_path)
 
 

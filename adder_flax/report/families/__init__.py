@@ -8,5 +8,6 @@ for _name in (
     *("exclusive_or", "saturation", "identities", "gates"),
     *("sphere", "kernel", "walk", "motion", "second_order"),
     "energy",
+    "alignments",
 ):
     importlib.import_module(f"{__name__}.{_name}")

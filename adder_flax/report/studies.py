@@ -1,0 +1,98 @@
+"""How runs are studied: what ``--mode=analyze`` makes a report of, found by the name of the task."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from flax import nnx
+
+from adder_flax.parameters import has_prototypes
+from adder_flax.registry import Registry
+from adder_flax.report._sequences import SequenceStudy, observe_sequences
+from adder_flax.report._study import AnyStudy, Study, observe, study_images
+from adder_flax.report.second_order import second_order_along
+
+if TYPE_CHECKING:
+    from adder_flax.training import Run
+
+_IMAGES = 32
+_WORDS = 512
+_STUDIED_STEPS = 3
+
+
+class Trained(NamedTuple):
+    """A run at a checkpoint.
+
+    Attributes:
+      name: in captions.
+      run: as it was built.
+      state: that was restored.
+    """
+
+    name: str
+    run: "Run"
+    state: Any
+
+    @property
+    def model(self) -> nnx.Module:
+        """The model that is evaluated."""
+        from adder_flax.training import evaluation_params  # figures are drawn without what trains
+
+        return self.run.model(evaluation_params(self.state))
+
+
+MakeStudy = Callable[[Trained, Trained | None], AnyStudy]
+
+STUDIES: Registry[MakeStudy] = Registry("task whose runs can be analyzed", "adder_flax.report.register_study")
+"""By name of the task: what its runs are looked at for."""
+
+
+def register_study(task: str) -> Callable[[MakeStudy], MakeStudy]:
+    """Lets ``--mode=analyze`` report on the runs of a task.
+
+    Args:
+      task: its name.
+
+    Returns:
+      A decorator of ``make(trained, baseline) → study``, where ``baseline`` is another run on the same data, or None.
+      The report has the families of claims that are made for such a study, see `register_claims`.
+    """
+    return lambda make: STUDIES.register(task, make, origin=(make.__module__, make.__qualname__))
+
+
+@register_study("classification")
+def study_classification(trained: Trained, baseline: Trained | None) -> Study:
+    """Looks at a classifier on the first images of the evaluation split, and at steps of its training."""
+    run = trained.run
+    batch, start = run.eval_source.first(_IMAGES), run.init()
+    images = np.asarray(*run.task.inputs(batch))
+    smooth = not has_prototypes(trained.model)
+    return study_images(
+        observe(trained.name, trained.model, images),
+        batch["label"],
+        baseline=None if baseline is None else observe(baseline.name, baseline.model, images),
+        untrained=observe("untrained", run.model(start["params"]), images),
+        pictures=batch["image"],
+        label_names=run.eval_source.label_names,
+        second_order={
+            where: list(second_order_along(run, origin, num_steps=_STUDIED_STEPS, derivatives=smooth))
+            for where, origin in {"from the start": start, "from the checkpoint": trained.state}.items()
+        },
+        peak_learning_rate=run.config.optimizer.learning_rate,
+    )
+
+
+@register_study("transduction")
+def study_transduction(trained: Trained, baseline: Trained | None) -> SequenceStudy:
+    """Looks at a sequence model on words from all over the evaluation split: dictionaries are in order."""
+    task, source = trained.run.task, trained.run.eval_source
+    batch, _ = source.read(np.linspace(0, len(source) - 1, min(_WORDS, len(source))).round().astype(int))
+    letters, phonemes = map(np.asarray, task.inputs(batch))
+    look = lambda name, model: observe_sequences(name, model, task, batch)
+    return SequenceStudy(
+        subject=look(trained.name, trained.model),
+        baseline=None if baseline is None else look(baseline.name, baseline.model),
+        untrained=look("untrained", trained.run.model(trained.run.init()["params"])),
+        sources=[source.text("source", row) for row in letters],
+        targets=[source.text("target", row) for row in phonemes],
+    )
