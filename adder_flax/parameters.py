@@ -54,6 +54,17 @@ def state_facts(parameter: nnx.Variable, *, role: str, decay: bool) -> nnx.Varia
     return parameter
 
 
+def as_attribute(number: float | jax.Array) -> Any:
+    """Returns a number as a module keeps it: a plain one is part of the program, an array, traced perhaps, data of it.
+
+    Example:
+      >>> module = nnx.Dict(rate=as_attribute(jax.numpy.float32(0.5)))
+      >>> len(jax.tree.leaves(nnx.state(module)))
+      1
+    """
+    return nnx.data(number) if isinstance(number, jax.Array) else number
+
+
 def name_axis(parameter: nnx.Variable | None, axis: int, name: str, parts: int | None = None) -> None:
     """Says that an axis of a parameter may be split over devices.
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float
 
 from adder_flax import ops, recorder
 from adder_flax.attention._registry import Score, get_score, masked_softmax
+from adder_flax.settings import is_on
 
 
 def attend(
@@ -30,7 +31,7 @@ def attend(
     scale: str | float | Array | None = None,
     temperature: float | Array = 1.0,
     identity: bool | None = None,
-    dropout_rate: float = 0.0,
+    dropout_rate: float | Array = 0.0,
     dropout_rng: Array | None = None,
     broadcast_dropout: bool = True,
     deterministic: bool = False,
@@ -59,7 +60,8 @@ def attend(
         deviation of the score between unit-normal vectors, or a number.
       temperature: divides the scores; a number or one per head, positive.
       identity: whether to add the identity map; None for the score's own default.
-      dropout_rate, dropout_rng: dropout of the map's weights (not of the identity map), off where `deterministic`.
+      dropout_rate, dropout_rng: dropout of the map's weights (not of the identity map), off where `deterministic`; a
+        rate that is no plain 0 may be traced.
       broadcast_dropout: one dropout mask for all samples and heads, Flax's default.
       deterministic: no dropout.
       key_block: compute in blocks of so many keys and never build the map, see `adder_flax.ops.fused_attention`: memory
@@ -122,7 +124,7 @@ def attend(
         shown = weights + jnp.eye(weights.shape[-1]) if identity and map_is_wanted else weights
         if module is not None:
             _sow(module, shown)
-        if rate > 0.0:
+        if is_on(rate):
             weights = _dropout(weights, rate, dropout_rng, broadcast_dropout)
         output = _mix(weights.astype(dtype), value, identity)
     output = jnp.swapaxes(output, -2, -3)
@@ -198,9 +200,9 @@ def _mix(weights: Array, value: Array, identity: bool) -> Array:
     return output.reshape(*batch, heads, q_length, value.shape[-1])
 
 
-def _automatic_block(contract: Score, num_keys: int, dropout_rate: float) -> int | None:
+def _automatic_block(contract: Score, num_keys: int, dropout_rate: float | Array) -> int | None:
     # Blocks draw other dropout masks than the map: which of them is drawn should not hang on the length.
-    possible = contract.normalize is masked_softmax and dropout_rate == 0.0
+    possible = contract.normalize is masked_softmax and not is_on(dropout_rate)
     return ops.preferred_key_block(num_keys) if possible else None
 
 
@@ -239,16 +241,16 @@ def _with_causal(mask: Array | None, shape: tuple[int, ...]) -> Array:
     return causal if mask is None else jnp.logical_and(mask, causal)
 
 
-def _check_dropout(rate: float, rng: Array | None) -> None:
-    if not 0.0 <= rate < 1.0:
+def _check_dropout(rate: float | Array, rng: Array | None) -> None:
+    if isinstance(rate, int | float) and not 0.0 <= rate < 1.0:
         raise ValueError(f"expected dropout_rate in [0, 1), got {rate}; lower it.")
-    if rate > 0.0 and rng is None:
+    if is_on(rate) and rng is None:
         raise ValueError(
             f"dropout_rate = {rate} expects a dropout_rng, got None; pass a jax.random key or deterministic=True."
         )
 
 
-def _dropout(weights: Array, rate: float, rng: Array, broadcast: bool) -> Array:
+def _dropout(weights: Array, rate: float | Array, rng: Array, broadcast: bool) -> Array:
     shape = (1,) * (weights.ndim - 2) + weights.shape[-2:] if broadcast else weights.shape
     keep = jax.random.bernoulli(rng, 1.0 - rate, shape)
     return jnp.where(keep, weights / (1.0 - rate), 0.0)

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 from adder_flax.attention._attend import attend, resolve_scale
 from adder_flax.attention._registry import get_score
 from adder_flax.attention.checks import check_heads, check_temperature
-from adder_flax.parameters import name_axis
-from adder_flax.settings import AttentionSettings, keywords_of
+from adder_flax.parameters import as_attribute, name_axis
+from adder_flax.settings import AttentionSettings, is_on, keywords_of
 
 
 class MultiHeadAttention(nnx.Module):
@@ -82,7 +82,7 @@ class MultiHeadAttention(nnx.Module):
         self.settings = dataclasses.replace(settings, score_options=options)
         resolve_scale(contract, settings.scale, self.head_dim)
         check_temperature(settings.temperature)
-        self.dropout_rate = dropout_rate
+        self.set_dropout_rate(dropout_rate)
         self.dtype = dtype
 
         shared = dict(use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -149,6 +149,10 @@ class MultiHeadAttention(nnx.Module):
         output = self.out(values.reshape(-1, values.shape[-2] * values.shape[-1]))
         return output.reshape(*values.shape[:-2], output.shape[-1])
 
+    def set_dropout_rate(self, rate: float | Array) -> None:
+        """Takes another rate of dropout, which may be traced."""
+        self.dropout_rate = as_attribute(rate)
+
     def _temperature(self) -> float | Array:
         return self.settings.temperature if self.log_temperature is None else jnp.exp(self.log_temperature[...])
 
@@ -159,7 +163,7 @@ def _project(linear: nnx.Module, inputs: Array, num_heads: int) -> Array:
     return outputs.reshape(*inputs.shape[:-1], num_heads, outputs.shape[-1] // num_heads)
 
 
-def _dropout_key(rate: float, deterministic: bool, rngs: nnx.Rngs | None) -> jax.Array | None:
-    if deterministic or rate == 0.0 or rngs is None:
+def _dropout_key(rate: float | Array, deterministic: bool, rngs: nnx.Rngs | None) -> jax.Array | None:
+    if deterministic or not is_on(rate) or rngs is None:
         return None
     return rngs.dropout()

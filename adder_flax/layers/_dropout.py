@@ -1,12 +1,11 @@
 """Dropout of single numbers and of whole branches (stochastic depth), at rates that may be traced."""
 
-from typing import Any
-
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from adder_flax.parameters import as_attribute
 from adder_flax.settings import is_on
 
 Rate = float | Float[Array, ""]
@@ -29,7 +28,7 @@ class Dropout(nnx.Module):
 
     def set_rate(self, rate: Rate) -> None:
         """Takes another rate, which may be traced."""
-        self.rate = _as_attribute(rate)
+        self.rate = as_attribute(rate)
 
     def __call__(
         self, inputs: Float[Array, "*shape"], *, deterministic: bool = True, rngs: nnx.Rngs | None = None
@@ -77,7 +76,7 @@ class DropPath(nnx.Module):
 
     def set_rate(self, rate: Rate) -> None:
         """Takes another rate, which may be traced."""
-        self.rate = _as_attribute(rate)
+        self.rate = as_attribute(rate)
 
     def __call__(
         self,
@@ -100,11 +99,6 @@ def _checked(rate: float, what: str) -> float:
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"expected {what} in [0, 1), got {rate}; lower it.")
     return rate
-
-
-def _as_attribute(rate: Rate) -> Any:
-    # Plain numbers are part of the program; NNX has to be told that an array is not.
-    return nnx.data(rate) if isinstance(rate, jax.Array) else rate
 
 
 def _key(rngs: nnx.Rngs | None, what: str) -> Array:

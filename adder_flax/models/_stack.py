@@ -63,6 +63,6 @@ def _draw(blocks: Sequence[Block], batch: int, rngs: nnx.Rngs | None) -> tuple[l
     if rngs is not None and any(is_on(block.drop_path.rate) for block in blocks):
         rates = jnp.stack([jnp.asarray(block.drop_path.rate, jnp.float32) for block in blocks])
         factors = list(drop_path_factors(rngs.dropout(), rates[:, None, None], (len(blocks), 2, batch)))
-    if rngs is not None and any(is_on(block.dropout.rate) or block.attention.dropout_rate for block in blocks):
+    if rngs is not None and any(is_on(block.dropout.rate) or is_on(block.attention.dropout_rate) for block in blocks):
         keys = list(jax.random.split(rngs.dropout(), len(blocks)))
     return keys, factors

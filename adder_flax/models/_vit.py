@@ -140,8 +140,10 @@ class VisionTransformer(nnx.Module):
         """Takes the rates of dropout and of stochastic depth anew, where they are on.
 
         Args:
-          settings: with `dropout_rate` and `drop_path_rate`, which may be traced.
+          settings: with `dropout_rate`, `attention_dropout_rate` and `drop_path_rate`, which may be traced.
         """
+        for block in self.blocks:
+            block.attention.set_dropout_rate(settings.attention_dropout_rate)
         for module in (self, *self.blocks, *(block.mlp for block in self.blocks)):
             module.dropout.set_rate(settings.dropout_rate)
         for block, rate in zip(self.blocks, drop_path_rates(settings.drop_path_rate, len(self.blocks)), strict=True):

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 from adder_flax.ops._backend import expected_platform
 from adder_flax.ops._partition import vary_alike
 from adder_flax.ops._reference import accumulation_dtype, upcast
+from adder_flax.settings import is_on
 
 KEY_BLOCK = 256
 # From how many keys on blocks are the faster way: `benchmarks/ops.py` prints it for CPUs. Other platforms were not
@@ -26,11 +27,10 @@ class _Options(NamedTuple):
     num_keys: int
     key_block: int
     is_causal: bool
-    dropout_rate: float
 
 
 class _Operands(NamedTuple):
-    """The arrays; `bias`, `mask` and `dropout_key` may be None."""
+    """The arrays; `bias`, `mask` and those of dropout may be None."""
 
     query: Array
     key: Array
@@ -39,7 +39,8 @@ class _Operands(NamedTuple):
     scale: Array
     bias: Array | None
     mask: Array | None
-    dropout_key: Array | None
+    dropout_key: Array | None = None
+    dropout_rate: Array | None = None
 
 
 def fused_attention(
@@ -54,7 +55,7 @@ def fused_attention(
     mask: Bool[Array, "..."] | None = None,
     is_causal: bool = False,
     identity: bool = False,
-    dropout_rate: float = 0.0,
+    dropout_rate: float | Array = 0.0,
     dropout_key: Array | None = None,
     key_block: int = KEY_BLOCK,
 ) -> Float[Array, "*batch Nq dv"]:
@@ -106,20 +107,23 @@ def fused_attention(
             f"expected as many queries as keys for the identity map; got {num_queries} and {num_keys}; "
             "pass identity=False"
         )
-    if dropout_rate and dropout_key is None:
+    drops = is_on(dropout_rate)
+    if drops and dropout_key is None:
         raise ValueError(f"expected a dropout_key for dropout_rate = {dropout_rate}; got None; pass a jax.random key")
     if key_block < 1:
         raise ValueError(f"expected key_block of at least 1; got {key_block}; {KEY_BLOCK} suits most sizes")
     # Blocks of one size, with as little padding as their number allows.
     key_block = -(-num_keys // max(1, -(-num_keys // key_block))) or 1
-    options = _Options(score, num_keys, key_block, is_causal, dropout_rate)
+    options = _Options(score, num_keys, key_block, is_causal)
     batch = jax.eval_shape(score, query, key, *parameters).shape[:-2]
     batch = jnp.broadcast_shapes(batch, value.shape[:-2])
     values = jnp.broadcast_to(value, (*batch, *value.shape[-2:]))
     scale = jnp.asarray(scale, accumulation_dtype(jnp.result_type(query, value)))
     bias = None if bias is None else jnp.asarray(bias)
-    leaves, structure = jax.tree.flatten(_Operands(query, key, values, tuple(parameters), scale, bias, mask, None))
-    operands = jax.tree.unflatten(structure, vary_alike(*leaves))._replace(dropout_key=dropout_key)
+    leaves, structure = jax.tree.flatten(_Operands(query, key, values, tuple(parameters), scale, bias, mask))
+    operands = jax.tree.unflatten(structure, vary_alike(*leaves))
+    if drops:
+        operands = operands._replace(dropout_key=dropout_key, dropout_rate=jnp.asarray(dropout_rate, scale.dtype))
     output = _fused(options, operands)
     return output + value if identity else output
 
@@ -159,7 +163,7 @@ def _fused_fwd(options, operands):
         weights = weights if visible is None else jnp.where(visible, weights, 0.0)
         decay = jnp.exp(highest - new_highest)
         denominator = decay * denominator + weights.sum(-1)
-        kept = weights if block.dropout_key is None else weights * _keep(options, block, weights.shape)
+        kept = weights if block.dropout_key is None else weights * _keep(operands, block, weights.shape)
         total = decay[..., None] * total + kept @ upcast(block.value)[0]
         return (new_highest, denominator, total), None
 
@@ -194,7 +198,7 @@ def _fused_bwd(options, residuals, g):
         visible = _visible(options, block, num_queries)
         weights = jnp.exp(logits - log_denominator[..., None])
         weights = weights if visible is None else jnp.where(visible, weights, 0.0)
-        keep = 1.0 if block.dropout_key is None else _keep(options, block, weights.shape)
+        keep = 1.0 if block.dropout_key is None else _keep(operands, block, weights.shape)
         d_value = jnp.swapaxes(weights * keep, -1, -2) @ g
         d_weights = keep * (g @ jnp.swapaxes(upcast(block.value)[0], -1, -2))
         d_logits = weights * (d_weights - g_output[..., None])
@@ -208,7 +212,7 @@ def _fused_bwd(options, residuals, g):
     totals = jax.tree.map(lambda total, a: total.astype(a.dtype), totals, like)
     d_key, d_value = (_join(d, -2, options.num_keys) for d in split[:2])
     d_bias = _join(split[2], -1, options.num_keys) if bias_is_split else totals[3]
-    return (_Operands(totals[0], d_key, d_value, totals[1], totals[2], d_bias, None, None),)
+    return (_Operands(totals[0], d_key, d_value, totals[1], totals[2], d_bias, None),)
 
 
 _fused.defvjp(_fused_fwd, _fused_bwd)
@@ -248,7 +252,7 @@ def _blocks(options, operands) -> _Block:
         split(operands.bias, -1),
         split(operands.mask, -1),
         jnp.arange(count) * options.key_block,
-        jax.random.split(operands.dropout_key, count) if options.dropout_rate else None,
+        jax.random.split(operands.dropout_key, count) if operands.dropout_key is not None else None,
     )
 
 
@@ -280,10 +284,10 @@ def _visible(options, block, num_queries):
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 
-def _keep(options, block, shape):
+def _keep(operands, block, shape):
     """The factors of dropout: zero, or what keeps the mean."""
-    rate = options.dropout_rate
-    return jax.random.bernoulli(block.dropout_key, 1.0 - rate, shape) / (1.0 - rate)
+    keep = 1.0 - operands.dropout_rate
+    return jax.random.bernoulli(block.dropout_key, keep, shape) / keep
 
 
 def _sum_to(array, shape):

@@ -87,7 +87,7 @@ class BlockSettings:
     mlp_linear: str = setting("dense", _LINEAR, "layers of the MLPs")
     adder_options: AdderSettings | Mapping[str, Any] = section(AdderSettings)
     dropout_rate: float = setting(0.0, _DROP_RATE, "of embeddings, after attention and in the MLPs", data="if on")
-    attention_dropout_rate: float = setting(0.0, _DROP_RATE, "of attention weights")
+    attention_dropout_rate: float = setting(0.0, _DROP_RATE, "of attention weights", data="if on")
     drop_path_rate: float = setting(0.0, _DROP_RATE, "stochastic depth of the last block, rising from 0", data="if on")
 
 

@@ -14,6 +14,7 @@ from adder_flax.training.sharding import put_batch
 ON = {
     "ema_decay": 0.9,
     "model.dropout_rate": 0.1,
+    "model.attention_dropout_rate": 0.1,
     "model.drop_path_rate": 0.1,
     "model.depth": 2,
     "optimizer.warmup_epochs": 0.02,  # one step
@@ -29,6 +30,7 @@ OTHER = {
     "num_epochs": 0.3,
     "ema_decay": 0.05,  # the decay of a short history is at most 1/10
     "model.dropout_rate": 0.3,
+    "model.attention_dropout_rate": 0.4,
     "model.drop_path_rate": 0.2,
     "optimizer.learning_rate": 0.02,
     "optimizer.final_learning_rate": 1e-4,
@@ -129,7 +131,13 @@ def test_numbers_that_are_off_are_left_out_of_the_program(tiny_config):
     assert build_run(tiny_config(seed=3)).program is off.program
 
 
-@pytest.mark.parametrize("fields", [{"model.dropout_rate": 0.2}, {"model.drop_path_rate": 0.4, "model.depth": 2}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model.dropout_rate": 0.2, "model.attention_dropout_rate": 0.2, "model.key_block": "8"},
+        {"model.drop_path_rate": 0.4, "model.depth": 2},
+    ],
+)
 @pytest.mark.parametrize("remat", [False, True])
 def test_the_shared_program_gives_what_its_own_would(fields, remat, tiny_config, monkeypatch):
     """The second run of a program against the first of another one: numbers are nowhere kept from the first run."""
