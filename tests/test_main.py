@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
+from tests.data.files import write_dictionary
 from tests.processes import ROOT, simulated_devices
 from tests.training.tiny import TINY_FLAGS
 
@@ -75,12 +76,24 @@ def test_train_then_eval(run_main, tmp_path):
 
 def _final_state(workdir):
     with ocp.training.Checkpointer(workdir / "checkpoints") as checkpointer:
-        return checkpointer.load(44)
+        step = max(kept.step for kept in checkpointer.checkpoints)
+        return step, checkpointer.load(step)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_an_interrupted_and_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(number, run_main, tmp_path):
-    flags = [EXPERIMENT, *TINY_FLAGS, "--config.num_epochs=1.0", "--config.ema_decay=0.9"]
+_DIGITS = [EXPERIMENT, *TINY_FLAGS, "--config.num_epochs=1.0", "--config.ema_decay=0.9"]
+_WORDS = [
+    *("--config=experiments/additive_g2p.py", "--config.num_epochs=0.5", "--config.model.width=16"),
+    *("--config.batch_size=32", "--config.log_every_steps=1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("flags", "number"), [(_DIGITS, signal.SIGINT), _slow(_DIGITS, signal.SIGTERM), _slow(_WORDS, signal.SIGTERM)]
+)
+def test_an_interrupted_and_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(flags, number, run_main, tmp_path):
+    if flags is _WORDS:
+        write_dictionary(tmp_path / "dictionary")
+        flags = [*flags, f"--config.data.data_dir={tmp_path / 'dictionary'}"]
     assert run_main(*flags, f"--workdir={tmp_path / 'whole'}").returncode == 0
     process = subprocess.Popen(
         [sys.executable, ROOT / "main.py", *flags, f"--workdir={tmp_path / 'broken'}"],
@@ -100,11 +113,12 @@ def test_an_interrupted_and_resumed_run_ends_with_the_bits_of_an_uninterrupted_o
     resumed = run_main(*flags, f"--workdir={tmp_path / 'broken'}")
     assert resumed.returncode == 0, resumed.stderr
     assert "resuming at step" in resumed.stdout
-    whole, broken = _final_state(tmp_path / "whole"), _final_state(tmp_path / "broken")
+    (last, whole), (step, broken) = _final_state(tmp_path / "whole"), _final_state(tmp_path / "broken")
+    assert step == last > stop_after
     _assert_same_bits(whole, broken)
     steps = [json.loads(line)["step"] for line in (tmp_path / "broken" / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)
-    assert len([step for step in steps if step == 44]) == 2  # training and evaluation
+    assert len([step for step in steps if step == last]) == 2  # training and evaluation
 
 
 def _assert_same_bits(a, b):

@@ -14,6 +14,7 @@ from adder_flax.report._sequences import SequenceStudy, SequenceSubject, observe
 from adder_flax.report.families import alignments
 from adder_flax.training import Trainer, build_run
 from experiments import g2p
+from tests.data.files import write_dictionary
 from tests.tasks.test_edit_distance import by_recursion
 
 
@@ -81,9 +82,7 @@ def test_edits_are_those_of_what_the_model_writes():
 
 @pytest.mark.slow
 def test_a_run_is_analysed_beside_another(tmp_path, capsys):
-    words = {"".join(np.random.default_rng(n).choice(list("bdfgklmn"), 2 + n % 5)) for n in range(4000)}
-    lines = [f"{word} {' '.join(word.upper())}" for word in sorted(words)]
-    (tmp_path / "dictionary").write_text("\n".join(lines) + "\n")
+    write_dictionary(tmp_path / "dictionary")
     configs = {}
     for score in ("additive", "dot"):
         configs[score] = config = g2p.transduction(score)
