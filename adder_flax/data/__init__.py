@@ -19,7 +19,6 @@ from adder_flax.data._statistics import channel_statistics
 
 if TYPE_CHECKING:
     from adder_flax.data._augment import (
-        Augment,
         augment,
         color_jitter,
         mix,
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 _LATER = {
     **dict.fromkeys(
         (
-            "Augment",
             "augment",
             "color_jitter",
             "mix",
@@ -57,7 +55,6 @@ _LATER = {
 
 __all__ = [
     "ArraySource",
-    "Augment",
     "CachedSource",
     "SETS",
     "DataError",

@@ -11,17 +11,15 @@ DeiT's full recipe are slightly below the published ones.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped, UInt8
 
-from adder_flax.data._source import DataError, Source
-from adder_flax.data._statistics import channel_statistics
-from adder_flax.settings import is_on
+from adder_flax.data._source import DataError
+from adder_flax.settings import AugmentSettings, is_on
 
 Images = Float[Array, "batch height width channel"]
 
@@ -29,108 +27,42 @@ LUMA = (0.299, 0.587, 0.114)
 """Weights of red, green and blue in the grey value of ITU-R BT.601, as in Pillow and torchvision."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Augment:
-    """What to do to a training batch. By default nothing but normalisation; see `Augment.for_source`.
-
-    Probabilities, strengths and alphas may be traced; a Python 0 leaves its part out of the program.
-
-    Attributes:
-        num_classes: width of the targets.
-        mean: per-channel mean of images in [0, 1].
-        std: per-channel standard deviation of images in [0, 1].
-        crop_padding: pixels of padding on each side before a random crop back to the image's size; 0 is off.
-        crop_padding_mode: ``"zero"`` or ``"reflect"`` (without repeating the edge).
-        resized_crop_scale: area range of a random resized crop, as a fraction of the image's area; None is off.
-        resized_crop_ratio: range of its width/height; the logarithm is uniform.
-        flip_probability: probability of mirroring left and right.
-        brightness: b multiplies the image by a factor uniform in [1 - b, 1 + b].
-        contrast: likewise, interpolates from the image's mean grey.
-        saturation: likewise, interpolates from the image's grey version.
-        mixup_alpha: Mixup with weight Beta(alpha, alpha); 0 is off. DeiT: 0.8.
-        cutmix_alpha: CutMix with area Beta(alpha, alpha); 0 is off. DeiT: 1.0.
-        mix_probability: probability that a draw mixes at all.
-        cutmix_probability: probability of CutMix rather than Mixup where both are on.
-        mix_per: ``"batch"`` draws one weight, box and choice for the batch (DeiT), ``"element"`` one for each sample.
-        erase_probability: probability of erasing one rectangle. DeiT: 0.25.
-        erase_scale: area range of the rectangle, as a fraction of the image's area.
-        erase_ratio: range of its width/height; the logarithm is uniform.
-        erase_value: ``"noise"`` fills it with unit normal noise per pixel (DeiT), ``"zero"`` with the mean colour;
-            both are meant after normalisation.
-        label_smoothing: e makes targets (1 - e) one_hot + e / num_classes.
-    """
-
-    num_classes: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    crop_padding: int = 0
-    crop_padding_mode: Literal["zero", "reflect"] = "zero"
-    resized_crop_scale: tuple[float, float] | None = None
-    resized_crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    flip_probability: float = 0.0
-    brightness: float = 0.0
-    contrast: float = 0.0
-    saturation: float = 0.0
-    mixup_alpha: float = 0.0
-    cutmix_alpha: float = 0.0
-    mix_probability: float = 1.0
-    cutmix_probability: float = 0.5
-    mix_per: Literal["batch", "element"] = "batch"
-    erase_probability: float = 0.0
-    erase_scale: tuple[float, float] = (0.02, 1 / 3)
-    erase_ratio: tuple[float, float] = (0.3, 1 / 0.3)
-    erase_value: Literal["noise", "zero"] = "noise"
-    label_smoothing: float = 0.0
-
-    def __post_init__(self):
-        _check(self)
-
-    @classmethod
-    def for_source(cls, source: Source, **settings: Any) -> Augment:
-        """Settings for a source: its classes and channel statistics, and no second crop if it crops on the host.
-
-        >>> from adder_flax.data import load_source
-        >>> Augment.for_source(load_source("digits", "train"), label_smoothing=0.1).num_classes
-        10
-
-        Args:
-            source: what the batches come from.
-            **settings: the other fields of this class.
-        """
-        mean, std = channel_statistics(source)
-        settings = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
-        if source.crops_on_host:
-            settings |= {"crop_padding": 0, "resized_crop_scale": None}
-        return cls(num_classes=source.num_classes, mean=mean, std=std, **settings)
-
-
 def augment(
     key: PRNGKeyArray,
     images: UInt8[Array, "batch height width channel"],
     labels: Int[Array, " batch"],
-    settings: Augment,
+    settings: AugmentSettings,
+    *,
+    num_classes: int,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
 ) -> tuple[Images, Float[Array, "batch classes"]]:
     """Augments and normalises a training batch.
 
     Each kind of augmentation has a key of its own, so switching one on or off leaves the draws of the others alone.
 
-    >>> settings = Augment(num_classes=2, mean=(0.0,), std=(1.0,), label_smoothing=0.2)
-    >>> images, targets = augment(jax.random.key(0), jnp.full((1, 2, 2, 1), 255, jnp.uint8), jnp.array([1]), settings)
-    >>> images.dtype, float(images.min()), [f"{share:.1f}" for share in targets[0]]
-    (dtype('float32'), 1.0, ['0.1', '0.9'])
+    >>> settings = AugmentSettings(mixup_alpha=0.0, cutmix_alpha=0.0, label_smoothing=0.2)
+    >>> white, labels = jnp.full((1, 2, 2, 1), 255, jnp.uint8), jnp.array([1])
+    >>> images, targets = augment(jax.random.key(0), white, labels, settings, num_classes=2, mean=(0.0,), std=(1.0,))
+    >>> images.dtype, images.shape, [f"{share:.1f}" for share in targets[0]]
+    (dtype('float32'), (1, 2, 2, 1), ['0.1', '0.9'])
 
     Args:
         key: derived from (seed, step).
         images: values 0..255.
         labels: class numbers.
-        settings: what to do; a static argument under `jax.jit`.
+        settings: what to do. Probabilities, strengths and alphas may be traced; a Python 0 leaves its part out of the
+            program.
+        num_classes: width of the targets.
+        mean: per-channel mean of images in [0, 1].
+        std: per-channel standard deviation of images in [0, 1].
 
     Returns:
         Images, float32, normalised, and targets whose rows sum to one.
     """
     crop_key, resize_key, flip_key, jitter_key, erase_key, mix_key = jax.random.split(key, 6)
     if settings.crop_padding:
-        images = random_crop(crop_key, images, settings.crop_padding, settings.crop_padding_mode)
+        images = random_crop(crop_key, images, settings.crop_padding)
     if is_on(settings.flip_probability):
         images = random_flip(flip_key, images, settings.flip_probability)
     images = images.astype(jnp.float32) / 255
@@ -138,7 +70,7 @@ def augment(
         images = random_resized_crop(resize_key, images, settings.resized_crop_scale, settings.resized_crop_ratio)
     if any(map(is_on, (settings.brightness, settings.contrast, settings.saturation))):
         images = color_jitter(jitter_key, images, settings.brightness, settings.contrast, settings.saturation)
-    images = normalize(images, settings.mean, settings.std)
+    images = normalize(images, mean, std)
     if is_on(settings.erase_probability):
         images = random_erase(
             erase_key,
@@ -148,7 +80,7 @@ def augment(
             settings.erase_ratio,
             settings.erase_value,
         )
-    targets = smooth_one_hot(labels, settings.num_classes, settings.label_smoothing)
+    targets = smooth_one_hot(labels, num_classes, settings.label_smoothing)
     if is_on(settings.mixup_alpha) or is_on(settings.cutmix_alpha):
         images, targets = mix(mix_key, images, targets, settings)
     return images, targets
@@ -306,7 +238,7 @@ def random_erase(
 
 
 def mix(
-    key: PRNGKeyArray, images: Images, targets: Float[Array, "batch classes"], settings: Augment
+    key: PRNGKeyArray, images: Images, targets: Float[Array, "batch classes"], settings: AugmentSettings
 ) -> tuple[Images, Float[Array, "batch classes"]]:
     """Mixup or CutMix of the batch with its reverse (https://arxiv.org/abs/1710.09412 and 1905.04899).
 
@@ -434,33 +366,3 @@ def _bilinear_weights(
 def _reflect(index: Int[Array, " size"], size: int) -> Int[Array, " size"]:
     index = jnp.abs(index)
     return jnp.where(index >= size, 2 * (size - 1) - index, index)
-
-
-def _check(settings: Augment) -> None:
-    probabilities = (
-        "flip_probability",
-        "mix_probability",
-        "cutmix_probability",
-        "erase_probability",
-        "label_smoothing",
-    )
-    for name in probabilities:
-        if not isinstance(getattr(settings, name), jax.Array) and not 0 <= getattr(settings, name) <= 1:
-            raise DataError(f"Expected {name} in [0, 1], got {getattr(settings, name)}.")
-    for name in ("crop_padding", "brightness", "contrast", "saturation", "mixup_alpha", "cutmix_alpha"):
-        if not isinstance(getattr(settings, name), jax.Array) and getattr(settings, name) < 0:
-            raise DataError(f"Expected {name} >= 0, got {getattr(settings, name)}.")
-    for name in ("resized_crop_scale", "erase_scale"):
-        scale = getattr(settings, name)
-        if scale is not None and not 0 < scale[0] <= scale[1] <= 1:
-            raise DataError(f"Expected {name} as 0 < low <= high <= 1, got {scale}.")
-    choices = {
-        "crop_padding_mode": ("zero", "reflect"),
-        "mix_per": ("batch", "element"),
-        "erase_value": ("noise", "zero"),
-    }
-    for name, allowed in choices.items():
-        if getattr(settings, name) not in allowed:
-            raise DataError(f"Expected {name} out of {allowed}, got {getattr(settings, name)!r}.")
-    if len(settings.mean) != len(settings.std):
-        raise DataError(f"Expected one mean and std per channel, got {len(settings.mean)} and {len(settings.std)}.")

@@ -32,7 +32,7 @@ from adder_flax.settings._numbers import is_on, put_numbers, take_numbers
 from adder_flax.settings._optimizer import CgFacSettings, OptimizerSettings
 from adder_flax.settings._rules import Choice, Flag, Integer, Names, Number, Or, Refused, Rule, Span, Text
 from adder_flax.settings._run import MeshSettings, RunSettings
-from adder_flax.settings._task import TASK_SETTINGS, ClassificationSettings
+from adder_flax.settings._task import TASK_SETTINGS, AugmentSettings, ClassificationSettings
 
 __all__ = [
     "DEIT_SIZES",
@@ -43,6 +43,7 @@ __all__ = [
     "AdderSettings",
     "AdditiveOptions",
     "AttentionSettings",
+    "AugmentSettings",
     "BlockSettings",
     "CgFacSettings",
     "Choice",

@@ -4,9 +4,10 @@ import dataclasses
 
 from adder_flax.registry import Registry
 from adder_flax.settings._fields import setting
-from adder_flax.settings._rules import Integer, Number, Span, Text
+from adder_flax.settings._rules import Choice, Integer, Number, Span, Text
 
 _PROBABILITY = Number(0, 1)
+_FRACTION = Number(0, 1, "(]")
 # Far beyond use, and small enough that no factor overflows float32.
 _STRENGTH = Number(0, 100)
 _ALPHA = Number(0, 1000)
@@ -14,14 +15,13 @@ _ASPECT = Number(0.01, 100)
 
 
 @dataclasses.dataclass(frozen=True)
-class ClassificationSettings:
-    """Classification of images: what is done to those trained on, in the fields of `adder_flax.data.Augment`."""
+class AugmentSettings:
+    """What is done to images that are trained on, see `adder_flax.data.augment`; by default DeiT's recipe."""
 
-    name: str = setting("classification", Text("the name of a task"), "the task, whose own fields follow")
     crop_padding: int = setting(0, Integer(0, 8192), "of each side before a random crop, pixels; 0 is off")
     resized_crop_scale: tuple[float, float] | None = setting(
         (0.08, 1.0),
-        Span(Number(0, 1, "(]"), optional=True),
+        Span(_FRACTION, optional=True),
         "area of a random resized crop, as a fraction; () is off",
     )
     resized_crop_ratio: tuple[float, float] = setting((3 / 4, 4 / 3), Span(_ASPECT), "its width over its height")
@@ -32,8 +32,20 @@ class ClassificationSettings:
     mixup_alpha: float = setting(0.8, _ALPHA, "Mixup with weight Beta(alpha, alpha); 0 is off", data="if on")
     cutmix_alpha: float = setting(1.0, _ALPHA, "CutMix with area Beta(alpha, alpha); 0 is off", data="if on")
     mix_probability: float = setting(1.0, _PROBABILITY, "of mixing at all", data=True)
+    cutmix_probability: float = setting(0.5, _PROBABILITY, "of CutMix and not Mixup where both are on", data=True)
+    mix_per: str = setting("batch", Choice("batch", "element"), "for what a weight, a box and the choice are drawn")
     erase_probability: float = setting(0.25, _PROBABILITY, "of erasing a rectangle; 0 is off", data="if on")
+    erase_scale: tuple[float, float] = setting((0.02, 1 / 3), Span(_FRACTION), "its area, as a fraction")
+    erase_ratio: tuple[float, float] = setting((0.3, 1 / 0.3), Span(_ASPECT), "its width over its height")
+    erase_value: str = setting("noise", Choice("noise", "zero"), "what fills it: unit normal noise, or the mean colour")
     label_smoothing: float = setting(0.1, Number(0, 1, "[)"), "share of the targets that all classes get", data=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassificationSettings(AugmentSettings):
+    """Classification of images."""
+
+    name: str = setting("classification", Text("the name of a task"), "the task, whose own fields follow")
 
 
 TASK_SETTINGS: Registry[type] = Registry("task", "adder_flax.tasks.register_task")

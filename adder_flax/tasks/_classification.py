@@ -1,5 +1,6 @@
 """Images and their classes."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,7 +13,7 @@ from jaxtyping import Array, Float
 from adder_flax import data
 from adder_flax.models import Example
 from adder_flax.registry import load
-from adder_flax.settings import ClassificationSettings
+from adder_flax.settings import AugmentSettings, ClassificationSettings
 from adder_flax.tasks._task import Batch, Best, Outcome, Task, register_task
 
 
@@ -55,17 +56,18 @@ class Classification(Task):
         return Example((image,), {"classes": self.data_facts.num_classes})
 
     @property
-    def augmentation(self) -> data.Augment:
-        """What is done to training images."""
-        facts, settings = self.data_facts, dict(vars(self.settings))
-        del settings["name"]
-        if facts.crops_on_host:
-            settings |= {"crop_padding": 0, "resized_crop_scale": None}
-        return data.Augment(num_classes=facts.num_classes, mean=facts.mean, std=facts.std, **settings)
+    def augmentation(self) -> AugmentSettings:
+        """What is done to training images: the settings, without a second crop if the source crops."""
+        if not self.data_facts.crops_on_host:
+            return self.settings
+        return dataclasses.replace(self.settings, crop_padding=0, resized_crop_scale=None)
 
     def examples(self, key: Array, batch: Batch) -> tuple[Array, Array]:
         """Returns float images and class probabilities."""
-        return data.augment(key, batch["image"], batch["label"], self.augmentation)
+        facts = self.data_facts
+        images, labels = batch["image"], batch["label"]
+        statistics = dict(num_classes=facts.num_classes, mean=facts.mean, std=facts.std)
+        return data.augment(key, images, labels, self.augmentation, **statistics)
 
     def arguments(self, examples: tuple[Array, Array]) -> tuple[Array]:
         return examples[:1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import subprocess
 import sys
@@ -14,7 +15,6 @@ from PIL import Image
 
 from adder_flax.data import (
     ArraySource,
-    Augment,
     DataError,
     augment,
     channel_statistics,
@@ -30,11 +30,13 @@ from adder_flax.data import (
     smooth_one_hot,
 )
 from adder_flax.data._augment import random_boxes, symmetric_beta
+from adder_flax.settings import AugmentSettings, ClassificationSettings, SettingsError, defaults, read
+from adder_flax.tasks import Classification
 from tests.processes import ROOT, simulated_devices
 
 KEY = jax.random.key(0)
 # Compiled whole, since one by one their operations take longer to compile.
-augment = jax.jit(augment, static_argnums=3)
+augment = jax.jit(augment, static_argnums=3, static_argnames=("num_classes", "mean", "std"))
 color_jitter = jax.jit(color_jitter, static_argnames=("brightness", "contrast", "saturation"))
 mix = jax.jit(mix, static_argnums=3)
 random_boxes = jax.jit(random_boxes, static_argnums=(1, 2, 3, 4))
@@ -49,15 +51,28 @@ def noise(batch, height, width, channels, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (batch, height, width, channels), np.uint8)
 
 
+OFF = dict(
+    resized_crop_scale=None,
+    flip_probability=0.0,
+    brightness=0.0,
+    contrast=0.0,
+    saturation=0.0,
+    mixup_alpha=0.0,
+    cutmix_alpha=0.0,
+    erase_probability=0.0,
+    label_smoothing=0.0,
+)
+GRAY = dict(num_classes=4, mean=(0.0,), std=(1.0,))
+
+
 def plain(**settings):
-    return Augment(**{"num_classes": 4, "mean": (0.0,), "std": (1.0,)} | settings)
+    return AugmentSettings(**OFF | settings)
 
 
 @pytest.mark.parametrize("shape", [(6, 5, 3), (1, 1, 1), (8, 8, 1)])
 def test_nothing_switched_on_changes_nothing(shape):
     images, labels = noise(4, *shape), np.arange(4)
-    settings = plain(mean=(0.0,) * shape[-1], std=(1.0,) * shape[-1])
-    got, targets = augment(KEY, images, labels, settings)
+    got, targets = augment(KEY, images, labels, plain(), num_classes=4, mean=(0.0,) * shape[-1], std=(1.0,) * shape[-1])
     # Up to the last bit: XLA multiplies by 1/255.
     np.testing.assert_allclose(got, images.astype(np.float32) / 255, rtol=1.2e-7, atol=0)
     assert (np.asarray(targets) == np.eye(4)).all()
@@ -229,7 +244,7 @@ def two_images(pairs=1, height=9, width=7):
 
 def test_cutmix_weighs_labels_by_the_area_pasted():
     images, targets = two_images(200)
-    settings = plain(num_classes=2, cutmix_alpha=1.0, mix_per="element")
+    settings = plain(cutmix_alpha=1.0, mix_per="element")
     got, mixed = map(np.asarray, mix(KEY, images, targets, settings))
     assert set(np.unique(got)) == {0.0, 1.0}
     assert (got[..., 0] == got[..., 1]).all()
@@ -250,7 +265,7 @@ def test_cutmix_boxes_are_those_of_the_paper():
 
     For a side of s (of 1) and a uniform centre the clipped length has mean s - s²/4, and s² is uniform.
     """
-    settings = plain(num_classes=2, cutmix_alpha=1.0, mix_per="element")
+    settings = plain(cutmix_alpha=1.0, mix_per="element")
     images, targets = two_images(600, 128, 128)
     _, mixed = mix(KEY, images[..., :1], targets, settings)
     pasted = 1 - np.asarray(mixed)[:600, 0]
@@ -263,7 +278,7 @@ def test_cutmix_boxes_are_those_of_the_paper():
 @pytest.mark.parametrize("alpha", [0.2, 0.8])
 def test_mixup_is_convex_and_beta_distributed(alpha):
     images, targets = two_images(1500, 2, 2)
-    settings = plain(num_classes=2, mixup_alpha=alpha, mix_per="element")
+    settings = plain(mixup_alpha=alpha, mix_per="element")
     got, mixed = map(np.asarray, mix(KEY, images, targets, settings))
     np.testing.assert_allclose(got, np.broadcast_to(mixed[:, 1, None, None, None], got.shape), atol=1e-6)
     np.testing.assert_allclose(mixed.sum(1), 1, atol=1e-6)
@@ -287,7 +302,6 @@ def test_mixup_mixes_with_the_reversed_batch():
 def test_mixup_or_cutmix_with_the_given_probabilities():
     images, targets = two_images(1000, 4, 4)
     settings = plain(
-        num_classes=2,
         mixup_alpha=1.0,
         cutmix_alpha=1.0,
         mix_probability=0.8,
@@ -304,7 +318,7 @@ def test_mixup_or_cutmix_with_the_given_probabilities():
 
 def test_one_draw_for_the_batch():
     images, targets = two_images(50, 3, 3)
-    _, mixed = mix(KEY, images, targets, plain(num_classes=2, mixup_alpha=1.0))
+    _, mixed = mix(KEY, images, targets, plain(mixup_alpha=1.0))
     assert len(np.unique(np.asarray(mixed)[:50, 0])) == 1
 
 
@@ -341,7 +355,6 @@ def test_label_smoothing():
 
 FULL = dict(
     crop_padding=2,
-    crop_padding_mode="reflect",
     resized_crop_scale=(0.3, 1.0),
     flip_probability=0.5,
     brightness=0.3,
@@ -357,18 +370,18 @@ FULL = dict(
 
 def test_everything_at_once():
     source = load_source("digits", "train")
-    settings = Augment.for_source(source, **FULL)
+    settings, facts = AugmentSettings(**FULL), dict(num_classes=10, mean=(0.3,), std=(0.4,))
     images, labels = source.gather(np.arange(65))
     before = augment._cache_size()
-    got, targets = augment(KEY, images, labels, settings)
+    got, targets = augment(KEY, images, labels, settings, **facts)
     assert (got.shape, got.dtype, targets.shape) == ((65, 8, 8, 1), jnp.float32, (65, 10))
     assert bool(jnp.isfinite(got).all())
     np.testing.assert_allclose(targets.sum(1), 1, atol=1e-6)
-    again, other = (augment(jax.random.key(seed), images, labels, settings) for seed in (0, 1))
+    again, other = (augment(jax.random.key(seed), images, labels, settings, **facts) for seed in (0, 1))
     assert (again[0] == got).all()
     assert (other[0] != got).any()
     # The same settings made again are the same static argument.
-    augment(KEY, images, labels, Augment.for_source(source, **FULL))
+    augment(KEY, images, labels, AugmentSettings(**FULL), **facts)
     assert augment._cache_size() == before + 1
 
 
@@ -377,7 +390,7 @@ def test_switching_one_off_leaves_the_other_draws_alone():
     images = np.random.default_rng(0).integers(0, 100, (64, 6, 6, 1), np.uint8)
     images[:, 2, 0] = 150
     columns = [
-        np.argmax(np.asarray(augment(KEY, images, np.zeros(64, int), settings)[0])[:, 2, :, 0], 1)
+        np.argmax(np.asarray(augment(KEY, images, np.zeros(64, int), settings, **GRAY)[0])[:, 2, :, 0], 1)
         for settings in (plain(flip_probability=0.5), plain(flip_probability=0.5, brightness=0.5))
     ]
     assert set(columns[0]) == {0, 5}
@@ -397,14 +410,17 @@ def test_symmetric_beta_has_the_beta_distribution(alpha):
 SHARDED = """
 import jax, numpy as np, re
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from adder_flax.data import Augment, augment
+import functools
+from adder_flax.data import augment
+from adder_flax.settings import AugmentSettings
 from tests.data.test_augment import FULL
 assert jax.device_count() == 8
 mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 rows = NamedSharding(mesh, PartitionSpec("data"))
 images = np.random.default_rng(0).integers(0, 256, (32, 12, 12, 3), np.uint8)
 labels = np.arange(32, dtype=np.int32) % 10
-settings = Augment(num_classes=10, mean=(0.5,) * 3, std=(0.25,) * 3, **FULL)
+augment = functools.partial(augment, num_classes=10, mean=(0.5,) * 3, std=(0.25,) * 3)
+settings = AugmentSettings(**FULL)
 key = jax.random.key(3)
 whole = jax.jit(augment, static_argnums=3)(key, images, labels, settings)
 sharded = jax.jit(augment, static_argnums=3, in_shardings=(None, rows, rows), out_shardings=(rows, rows))
@@ -459,32 +475,32 @@ def test_statistics_of_a_set_without_any_are_those_of_its_images():
     assert channel_statistics(constant) == ((0.0,) * 3, (1.0,) * 3)
 
 
-def test_settings_for_a_source_that_crops_itself(image_folder):
+def test_a_source_that_crops_itself_is_not_cropped_again(image_folder):
     source = load_source("folder", "train", data_dir=str(image_folder), image_size=16)
-    settings = Augment.for_source(source, crop_padding=4, resized_crop_scale=[0.08, 1.0], flip_probability=0.5)
-    assert (settings.crop_padding, settings.resized_crop_scale) == (0, None)
-    assert settings.flip_probability == 0.5
-    assert (settings.num_classes, settings.mean[0]) == (2, 0.485)
+    settings = dataclasses.replace(ClassificationSettings(), crop_padding=4)
+    kept = Classification(settings, Classification.facts(source)).augmentation
+    assert (kept.crop_padding, kept.resized_crop_scale, kept.flip_probability) == (0, None, 0.5)
+    digits = Classification(settings, Classification.facts(load_source("digits", "train"))).augmentation
+    assert (digits.crop_padding, digits.resized_crop_scale) == (4, (0.08, 1.0))
 
 
 def test_settings_must_fit_the_images():
     images, labels = noise(2, 4, 4, 3), np.arange(2)
     with pytest.raises(DataError, match="smaller than the 4x4 image, got 4"):
-        augment(KEY, images, labels, plain(crop_padding=4, crop_padding_mode="reflect"))
+        random_crop(KEY, images, 4, "reflect")
     with pytest.raises(DataError, match="Expected 3 means and deviations, got 2 and 2"):
-        augment(KEY, images, labels, plain(mean=(0.0, 0.0), std=(1.0, 1.0)))
+        augment(KEY, images, labels, plain(), num_classes=2, mean=(0.0, 0.0), std=(1.0, 1.0))
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("field", "value", "message"),
     [
-        ({"flip_probability": 1.5}, r"flip_probability in \[0, 1\], got 1.5"),
-        ({"mixup_alpha": -1.0}, "mixup_alpha >= 0, got -1.0"),
-        ({"erase_scale": (0.5, 0.2)}, r"erase_scale as 0 < low <= high <= 1, got \(0.5, 0.2\)"),
-        ({"mix_per": "pixel"}, "mix_per out of .*got 'pixel'"),
-        ({"std": (1.0, 1.0)}, "one mean and std per channel, got 1 and 2"),
+        ("flip_probability", 1.5, r"a number in \[0, 1\], got 1.5"),
+        ("mixup_alpha", -1.0, r"a number in \[0, 1000\], got -1.0"),
+        ("erase_scale", (0.5, 0.2), r"\(low, high\), low ≤ high, each a number in \(0, 1\], got \(0.5, 0.2\)"),
+        ("mix_per", "pixel", "'batch' or 'element', got 'pixel'"),
     ],
 )
-def test_errors(settings, message):
-    with pytest.raises(DataError, match=message):
-        plain(**settings)
+def test_settings_that_make_no_sense_are_refused(field, value, message):
+    with pytest.raises(SettingsError, match=f"task.{field}: expected {message}"):
+        read(ClassificationSettings, defaults(ClassificationSettings) | {field: value}, "config.task")
