@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from adder_flax.attention._attend import attend
 from adder_flax.attention._registry import get_score
-from adder_flax.attention.checks import check_temperature
+from adder_flax.attention.checks import check_no_identity, check_temperature
 from adder_flax.settings import AttentionSettings, keywords_of
 
 
@@ -47,11 +47,7 @@ class SequenceAttention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_temperature(settings.temperature)
-        if settings.identity:
-            raise ValueError(
-                "expected no identity map between two sequences, whose positions are not the same, got identity=True; "
-                "leave it out."
-            )
+        check_no_identity(settings.identity)
         contract = get_score(settings.score)
         options = contract.own_options(settings.score_options)
         self.settings = dataclasses.replace(settings, score_options=options, identity=False)

@@ -26,6 +26,15 @@ def check_heads(qkv_features: int, num_heads: int, num_kv_heads: int) -> None:
         )
 
 
+def check_no_identity(identity: bool | None) -> None:
+    """Raises ValueError where the identity map is asked for between two sequences."""
+    if identity:
+        raise ValueError(
+            "expected no identity map between two sequences, whose positions are not the same, got identity=True; "
+            "leave it out."
+        )
+
+
 def check_temperature(temperature: float | str) -> None:
     """Raises ValueError unless the temperature is a positive number or "learned"."""
     if temperature != "learned" and (isinstance(temperature, str) or temperature <= 0):

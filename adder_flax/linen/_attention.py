@@ -2,14 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from adder_flax.attention import attend, get_score
-from adder_flax.attention.checks import check_heads, check_temperature
+from adder_flax.attention.checks import check_heads, check_no_identity, check_temperature
 from adder_flax.linen._layers import TakesKeywords
 from adder_flax.settings import AttentionSettings
 
@@ -119,8 +119,12 @@ def _temperature(module: nn.Module, temperature: float | str, shape: tuple[int, 
     return jnp.exp(module.param("log_temperature", nn.initializers.zeros, shape, module.param_dtype))
 
 
-class _SingleHeadAttention(nn.Module):
+class _SingleHeadAttention(TakesKeywords):
     """One head whose learned arrays, without a head axis, are the module's own parameters."""
+
+    fixed: ClassVar[tuple[str, ...]] = ("score", "score_options")
+    settings: AttentionSettings = AttentionSettings()
+    param_dtype: jnp.dtype = jnp.float32
 
     def score_and_options(self) -> tuple[str, dict[str, Any]]:
         raise NotImplementedError
@@ -137,9 +141,12 @@ class _SingleHeadAttention(nn.Module):
         return_weights: bool = False,
     ) -> Array | tuple[Array, Array]:
         """Mixes the values (by default the keys) for every query; arguments as in `adder_flax.attention`."""
-        check_temperature(self.temperature)
+        settings = self.settings
+        check_temperature(settings.temperature)
+        check_no_identity(settings.identity)
         value = key if value is None else value
         score, options = self.score_and_options()
+        own = dict(score=score, score_options=options, identity=False)
         specs = get_score(score).learned_parameters(1, query.shape[-1], key.shape[-1], options)
         parameters = {
             name: self.param(name, lambda rng, spec=spec: spec.init(rng, spec.shape, self.param_dtype)[0])[None]
@@ -147,12 +154,10 @@ class _SingleHeadAttention(nn.Module):
         }
         context, weights = attend(
             *(x[..., None, :] for x in (query, key, value)),
-            score=score,
+            **vars(settings) | own | {"temperature": _temperature(self, settings.temperature, ())},
             parameters=parameters,
             mask=None if mask is None else mask[..., None, :, :],
             bias=None if bias is None else bias[..., None, :, :],
-            scale=self.scale,
-            temperature=_temperature(self, self.temperature, ()),
             return_weights=True,
         )
         context, weights = context[..., 0, :], weights[..., 0, :, :]
@@ -170,9 +175,6 @@ class AdditiveAttention(_SingleHeadAttention):
 
     hidden_dim: int | None = None
     layer_norm: bool = False
-    scale: str | float | None = None
-    temperature: float | str = 1.0
-    param_dtype: jnp.dtype = jnp.float32
 
     def score_and_options(self) -> tuple[str, dict[str, Any]]:
         return "additive", dict(hidden_dim=self.hidden_dim, layer_norm=self.layer_norm)
@@ -186,10 +188,6 @@ class BilinearAttention(_SingleHeadAttention):
     >>> attention.init_with_output(jax.random.key(0), jnp.ones((2, 5, 6)), jnp.ones((2, 7, 8)))[0].shape
     (2, 5, 8)
     """
-
-    scale: str | float | None = None
-    temperature: float | str = 1.0
-    param_dtype: jnp.dtype = jnp.float32
 
     def score_and_options(self) -> tuple[str, dict[str, Any]]:
         return "bilinear", {}

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -18,11 +18,16 @@ class TakesKeywords(nn.Module):
     """A module with a field ``settings``, whose own fields can be given as keywords instead.
 
     Flax derives classes from a module, in `nn.remat` for example, and makes a constructor for each: all take them.
+
+    Attributes:
+      fixed: fields of the settings that are no keywords.
     """
+
+    fixed: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.__init__ = keywords_of(type(cls.settings))(cls.__init__)
+        cls.__init__ = keywords_of(type(cls.settings), but=cls.fixed)(cls.__init__)
 
 
 class Linear(nn.Dense):

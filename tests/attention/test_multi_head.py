@@ -163,3 +163,8 @@ def test_parameter_counts_of_the_classical_forms():
     assert default["v"] == 42
     # Per head in a DeiT: 64 · 64 against 32 · 129.
     assert attention.additive_hidden_dim(64, 64) == 32
+
+
+def test_two_sequences_have_no_identity_map():
+    with pytest.raises(ValueError, match="expected no identity map between two sequences"):
+        attention.AdditiveAttention(4, 4, identity=True, rngs=nnx.Rngs(0))

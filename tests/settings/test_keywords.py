@@ -35,7 +35,15 @@ def test_every_option_of_attention_is_a_keyword_of_every_module(module):
     assert inspect.signature(module.__init__).parameters.keys() >= OPTIONS | {"settings"}
 
 
-@pytest.mark.parametrize("module", [attention.AdditiveAttention, attention.BilinearAttention])
+@pytest.mark.parametrize(
+    "module",
+    [
+        attention.AdditiveAttention,
+        attention.BilinearAttention,
+        linen.AdditiveAttention,
+        linen.BilinearAttention,
+    ],
+)
 def test_modules_of_one_score_have_the_other_options(module):
     assert inspect.signature(module.__init__).parameters.keys() >= OPTIONS - {"score", "score_options"}
 
