@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from adder_flax import jaxprs
+from adder_flax import jaxprs, ops
 from adder_flax.registry import Registry
 
 ADD = "additions"
@@ -118,7 +118,7 @@ def walk(jaxpr: Any, tally: Tally, layer_of: Callable[[str], str], outer: str = 
         tally.bytes_moved[layer] += 0  # every layer that is met appears, in the order of the program
         name = _kernel_name(equation)
         declared = KERNELS.get(name) if name in KERNELS else None
-        if declared is None and (inner := jaxprs.inner_programs(equation)):
+        if declared is None and (inner := _inner_programs(equation)):
             _walk_inner(equation, inner, tally, layer_of, stack)
             continue
         if declared is not None:
@@ -129,6 +129,12 @@ def walk(jaxpr: Any, tally: Tally, layer_of: Callable[[str], str], outer: str = 
         if id(equation) in l1:
             tally.add(layer, L1, equation.outvars[0].aval.dtype, size(equation.invars[0]))
         tally.bytes_moved[layer] += traffic.of(equation)
+
+
+def _inner_programs(equation: Any) -> list[Any]:
+    """What an equation holds; for a sum over pairs, its formula, whatever kernel would run."""
+    formula = ops.formula(equation)
+    return [formula.jaxpr] if formula else jaxprs.inner_programs(equation)
 
 
 def _count(equation: Any, tally: Tally, layer: str) -> None:

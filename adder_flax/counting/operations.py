@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from adder_flax import ops, recorder
+from adder_flax import recorder
 from adder_flax.counting import _walk
 
 
@@ -118,7 +118,7 @@ class Operations:
 def count_operations(fn: Callable, *args: Any) -> Operations:
     """Counts the operations of ``fn(*args)`` by walking its jaxpr; nothing is computed.
 
-    The adder and additive operators are traced through their reference form, so an adder layer shows the
+    The adder and additive operators are counted in their reference form, so an adder layer shows the
     additions of its formula whatever kernel would run. Loops (``scan``, ``fori_loop`` with known bounds)
     count as often as they run, a conditional as its dearest branch, a sharded map on all its devices. A
     ``while`` loop counts once, and says so in ``uncounted``.
@@ -142,8 +142,7 @@ def count_operations(fn: Callable, *args: Any) -> Operations:
       >>> counted.multiplications, counted.additions, counted.with_one_addition_per_l1_element().additions
       (0, 60, 30)
     """
-    with ops.use_backend("reference"):
-        closed, _ = recorder.trace(fn, *args)
+    closed, _ = recorder.trace(fn, *args)
     tally = _walk.Tally()
     _walk.walk(closed.jaxpr, tally, _layer_name)
     layers = {

@@ -3,6 +3,7 @@
 Nothing here stores an array of size (rows x columns x contracted axis), forward or backward.
 """
 
+from adder_flax.ops import _cpu_exported
 from adder_flax.ops._additive import additive_scores
 from adder_flax.ops._backend import (
     Backend,
@@ -16,6 +17,7 @@ from adder_flax.ops._backend import (
 )
 from adder_flax.ops._fused import fused_attention, preferred_key_block
 from adder_flax.ops._l1 import adder_matmul, adder_matmul_jvp, l1_scores
+from adder_flax.ops._primitive import formula
 from adder_flax.ops._rules import RuleName
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "available_backends",
     "backend_report",
     "build_in_background",
+    "formula",
     "fused_attention",
     "l1_scores",
     "preferred_key_block",
@@ -35,3 +38,5 @@ __all__ = [
     "use_backend",
     "use_backend_for",
 ]
+
+_cpu_exported.register()

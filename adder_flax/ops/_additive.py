@@ -1,32 +1,12 @@
 """The scores of additive (Bahdanau) attention."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from adder_flax.ops._backend import Backend, resolve_backend
+from adder_flax.ops._backend import resolve_backend
 from adder_flax.ops._l1 import as_floating, broadcast_pairs, pair_axes, result_axes
-from adder_flax.ops._partition import call, keep_explicit_axes, vary_alike
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _additive(query, key, v, backend: Backend):
-    """sum_k v[..., k] tanh(query[..., m, k] + key[..., n, k]); the only residuals are the inputs."""
-    return call(backend, "additive", query, key, v)
-
-
-def _additive_fwd(query, key, v, backend):
-    return call(backend, "additive", query, key, v), (query, key, v)
-
-
-def _additive_bwd(backend, residuals, g):
-    gradients = call(backend, "additive_pullback", *residuals, g)
-    return tuple(d.astype(r.dtype) for d, r in zip(gradients, residuals, strict=True))
-
-
-_additive.defvjp(_additive_fwd, _additive_bwd)
+from adder_flax.ops._partition import keep_explicit_axes
+from adder_flax.ops._primitive import call
 
 
 def additive_scores(
@@ -80,4 +60,4 @@ def _scores(query, key, v):
         )
     dtype = jnp.promote_types(query.dtype, v.dtype)
     v = jnp.broadcast_to(v.astype(dtype), (*batch, v.shape[-1]))
-    return _additive(*vary_alike(query.astype(dtype), key.astype(dtype), v), resolve_backend(dtype))
+    return call(resolve_backend(dtype), "additive", query.astype(dtype), key.astype(dtype), v)

@@ -1,14 +1,14 @@
 """Which implementation runs: the interface of a backend, the registry, and the choice among them.
 
 A backend computes seven functions on three-dimensional arrays; everything public in this package (shapes,
-gradient rules, autodiff) is built on these seven once, in `_l1.py` and `_additive.py`. A new backend is one
-file with a subclass of `Backend` and one line, `register_backend("name", "module:class")`, from outside too.
+gradient rules, autodiff) is built on these seven once, in `_primitive.py`, `_l1.py` and `_additive.py`. A new backend
+is one file with a subclass of `Backend` and one line, `register_backend("name", "module:class")`, from outside too.
 
-**Choice and `jax.jit`.** The choice is made when a function is traced. It is held in a JAX user context,
-which is part of the key of every `jax.jit` cache, so that one jitted function called under two backends is
-traced twice and never answers with the other's code. The chosen backend is then a static argument of the
-`custom_vjp`, so that a backward pass traced later, outside the `with` block, runs on the same backend as its
-forward pass.
+**Choice and `jax.jit`.** What was asked for by name, or that nothing was, is read when a function is traced. It is held
+in a JAX user context, which is part of the key of every `jax.jit` cache, so that one jitted function called under two
+backends is traced twice and never answers with the other's code. It is then a parameter of the primitive, so that a
+backward pass traced later, outside the `with` block, runs on the same backend as its forward pass. Where nothing was
+asked for, the best backend is chosen when the program is lowered, for the platform that it is lowered for.
 """
 
 import collections
@@ -20,8 +20,10 @@ import threading
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from adder_flax.ops._arrays import to_nk, upcast
 from adder_flax.ops._rules import GradientRule
 from adder_flax.registry import Registry
 
@@ -33,6 +35,15 @@ AUTO = "auto"
 Axes = Literal["kn", "nk"]
 
 logger = logging.getLogger(__name__)
+
+# GEMM-form gradients are differences of two large sums, so they are computed in full float32 on every platform.
+_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+def _left_to_compiler(method):
+    """Marks a function that XLA splits over devices by itself, whatever `split_by` says of the others."""
+    method.left_to_compiler = True
+    return method
 
 
 class Backend:
@@ -50,11 +61,14 @@ class Backend:
       platforms: JAX platforms (`"cpu"`, `"cuda"`, `"rocm"`, `"tpu"`) on which it may run; empty means all.
       split_by: what splits its functions over devices: `"compiler"`, where XLA can look into them, or else, see
         `_partition.py`, `"rule"` or `"mesh"`.
+      portable: whether its programs call nothing but what JAX promises to run later too, so that `jax.export` may hold
+        them without being told which calls to allow.
     """
 
     name: str
     platforms: tuple[str, ...] = ()
     split_by: Literal["compiler", "rule", "mesh"] = "compiler"
+    portable: bool = False
 
     def why_unavailable(self) -> str | None:
         """Returns why this backend cannot run here, or None if it can. Called once; may build and load."""
@@ -63,6 +77,19 @@ class Backend:
     def supports(self, dtype: jax.typing.DTypeLike) -> bool:
         """Returns whether inputs of `dtype` are accepted; the XLA backend serves the others."""
         return True
+
+    def lowered_for(
+        self, platform: str, dtype: jax.typing.DTypeLike, *, for_export: bool, num_devices: int
+    ) -> "Backend":
+        """Returns what computes in a program: this backend itself, unless there is a choice or the program travels.
+
+        Args:
+          platform: for which the program is lowered, as JAX names it there.
+          dtype: of the inputs.
+          for_export: whether by `jax.export`.
+          num_devices: on how many devices it runs.
+        """
+        return self
 
     def l1(self, x: Float[Array, "B M K"], w: Float[Array, "B K N"], axes: Axes) -> Float[Array, "B M N"]:
         """Computes y[m, n] = -sum_k |x[m, k] - w[n, k]|."""
@@ -128,6 +155,76 @@ class Backend:
         """Computes the gradients of sum(g * additive(query, key, v)) with respect to query, key and v."""
         raise NotImplementedError
 
+    # What follows is made of the above, or of matrix products; a backend may have something better.
+
+    def l1_pushforward_w(
+        self,
+        x: Float[Array, "B M K"],
+        w: Float[Array, "B K N"],
+        dw: Float[Array, "B K N"],
+        rule: GradientRule,
+        axes: Axes,
+    ) -> Float[Array, "B M N"]:
+        """Computes dy[m, n] = sum_k dw[n, k] rule(x[m, k] - w[n, k]), the transpose of `l1_pullback_w`."""
+        return jnp.swapaxes(self.l1_pushforward(to_nk(w, axes), x, to_nk(dw, axes), rule, "nk"), 1, 2)
+
+    def l1_pushforward_both(
+        self,
+        x: Float[Array, "B M K"],
+        w: Float[Array, "B K N"],
+        dx: Float[Array, "B M K"],
+        dw: Float[Array, "B K N"],
+        rule: GradientRule,
+        axes: Axes,
+    ) -> Float[Array, "B M N"]:
+        """Computes the sum of both pushforwards, the transpose of `l1_pullback`."""
+        return self.l1_pushforward(x, w, dx, rule, axes) + self.l1_pushforward_w(x, w, dw, rule, axes)
+
+    @_left_to_compiler
+    def full_pushforward(
+        self, x: Float[Array, "B M K"], w: Float[Array, "B K N"], dx: Float[Array, "B M K"], axes: Axes
+    ) -> Float[Array, "B M N"]:
+        """Computes `l1_pushforward` under the rule `full`."""
+        x, w, dx = upcast(x, w, dx)
+        return _einsum(f"bmk,b{axes}->bmn", dx, w) - (x * dx).sum(-1)[..., None]
+
+    @_left_to_compiler
+    def full_pushforward_w(
+        self, x: Float[Array, "B M K"], w: Float[Array, "B K N"], dw: Float[Array, "B K N"], axes: Axes
+    ) -> Float[Array, "B M N"]:
+        """Computes `l1_pushforward_w` under the rule `full`."""
+        x, w, dw = upcast(x, w, dw)
+        return _einsum(f"bmk,b{axes}->bmn", x, dw) - jnp.expand_dims((w * dw).sum(1 + axes.index("k")), 1)
+
+    @_left_to_compiler
+    def full_pullback_x(
+        self, x: Float[Array, "B M K"], w: Float[Array, "B K N"], g: Float[Array, "B M N"], axes: Axes
+    ) -> Float[Array, "B M K"]:
+        """Computes `l1_pullback_x` under the rule `full`."""
+        x, w, g = upcast(x, w, g)
+        return _einsum(f"bmn,b{axes}->bmk", g, w) - x * g.sum(-1)[..., None]
+
+    @_left_to_compiler
+    def full_pullback_w(
+        self, x: Float[Array, "B M K"], w: Float[Array, "B K N"], g: Float[Array, "B M N"], axes: Axes
+    ) -> Float[Array, "B K N"]:
+        """Computes `l1_pullback_w` under the rule `full`."""
+        x, w, g = upcast(x, w, g)
+        return _einsum(f"bmk,bmn->b{axes}", x, g) - w * jnp.expand_dims(g.sum(1), 1 + axes.index("k"))
+
+    @_left_to_compiler
+    def additive_pushforward(
+        self,
+        query: Float[Array, "B M K"],
+        key: Float[Array, "B N K"],
+        v: Float[Array, "B K"],
+        d_query: Float[Array, "B M K"],
+        d_key: Float[Array, "B N K"],
+        d_v: Float[Array, "B K"],
+    ) -> Float[Array, "B M N"]:
+        """Computes the derivative of `additive` along these tangents, the transpose of `additive_pullback`."""
+        return get_backend("xla").additive_pushforward(query, key, v, d_query, d_key, d_v)
+
 
 # The backends, best first for their platform. Modules load when first asked for, so that importing the package does not
 # pay for compilers and kernel languages that it will not use.
@@ -170,7 +267,6 @@ def register_backend(name: str, backend: type[Backend] | str) -> None:
     else:
         _BACKENDS.register(name, backend)
     _reasons.pop(name, None)
-    _automatic.cache_clear()
 
 
 def get_backend(name: str) -> Backend:
@@ -244,55 +340,22 @@ def _best_for(platform: str, dtype: jax.typing.DTypeLike) -> Backend:
     return get_backend("xla")
 
 
-class _PerPlatform(Backend):
-    """Defers the choice to lowering, where the platform of a computation is known, by
-    `jax.lax.platform_dependent`."""
+class _Automatic(Backend):
+    """Chooses when a program is lowered, where its platform is known."""
 
-    def __init__(self, choices: tuple[tuple[str, Backend], ...]):
-        self.name = AUTO
-        self.split_by = max((backend.split_by for _, backend in choices), key=["compiler", "rule", "mesh"].index)
-        self._choices = choices
+    name = AUTO
 
-    def _dispatch(self, method: str, *args, **static):
-        branches = {
-            platform: functools.partial(getattr(backend, method), **static) for platform, backend in self._choices
-        }
-        return jax.lax.platform_dependent(*args, **branches)
-
-    def l1(self, x, w, axes):
-        return self._dispatch("l1", x, w, axes=axes)
-
-    def l1_pullback_x(self, x, w, g, rule, axes):
-        return self._dispatch("l1_pullback_x", x, w, g, rule=rule, axes=axes)
-
-    def l1_pullback_w(self, x, w, g, rule, axes):
-        return self._dispatch("l1_pullback_w", x, w, g, rule=rule, axes=axes)
-
-    def l1_pullback(self, x, w, g, rule, axes):
-        return self._dispatch("l1_pullback", x, w, g, rule=rule, axes=axes)
-
-    def l1_pushforward(self, x, w, dx, rule, axes):
-        return self._dispatch("l1_pushforward", x, w, dx, rule=rule, axes=axes)
-
-    def additive(self, query, key, v):
-        return self._dispatch("additive", query, key, v)
-
-    def additive_pullback(self, query, key, v, g):
-        return self._dispatch("additive_pullback", query, key, v, g)
-
-
-@functools.cache
-def _automatic(platforms: tuple[str, ...], dtype: jax.typing.DTypeLike) -> Backend:
-    choices = tuple((platform, _best_for(platform, dtype)) for platform in platforms)
-    if len({backend.name for _, backend in choices}) == 1:
-        return choices[0][1]
-    return _PerPlatform(choices)
+    def lowered_for(self, platform, dtype, *, for_export, num_devices):
+        best = _best_for(platform, dtype)
+        if for_export and not (best.portable and (num_devices == 1 or best.split_by != "rule")):
+            return get_backend("xla")
+        return best
 
 
 def resolve_backend(dtype: jax.typing.DTypeLike) -> Backend:
-    """Returns the backend that a function traced here and now runs on, for inputs of `dtype`."""
+    """Returns the backend of a function traced here and now, for inputs of `dtype`; see `Backend.lowered_for`."""
     if _choice.value == AUTO:
-        return _automatic(_process_platforms(), dtype)
+        return _instance(_Automatic)
     backend = get_backend(_choice.value)
     if reason := _why_unavailable(backend.name):
         raise ValueError(

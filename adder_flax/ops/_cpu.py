@@ -30,20 +30,13 @@ import numpy as np
 
 from adder_flax import own_cache
 from adder_flax.ops._backend import Backend
+from adder_flax.ops._cpu_exported import EXPORTED_PREFIX, KERNELS
 from adder_flax.ops._partition import result_type
 from adder_flax.text import printable
 
 _SOURCE = Path(__file__).with_name("cpu_kernels.cc")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-DNDEBUG", "-fPIC", "-shared")
-_TARGETS = {
-    "adder_flax_l1_forward": "AdderFlaxL1Forward",
-    "adder_flax_l1_pullback": "AdderFlaxL1Pullback",
-    "adder_flax_l1_joint_pullback": "AdderFlaxL1JointPullback",
-    "adder_flax_l1_pushforward": "AdderFlaxL1Pushforward",
-    "adder_flax_additive_forward": "AdderFlaxAdditiveForward",
-    "adder_flax_additive_pullback": "AdderFlaxAdditivePullback",
-}
 _COMPILER_VARIABLES = ("CPATH", "CPLUS_INCLUDE_PATH", "COMPILER_PATH", "LIBRARY_PATH")
 _COMPILE_TIMEOUT_S = 300
 _TRY_TO_LOAD = """
@@ -65,6 +58,7 @@ class CpuBackend(Backend):
     name = "cpu_native"
     platforms = ("cpu",)
     split_by = "rule"
+    _target_prefix = "adder_flax_"
 
     def why_unavailable(self):
         try:
@@ -76,18 +70,38 @@ class CpuBackend(Backend):
     def supports(self, dtype):
         return jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16, jnp.float16)
 
+    def lowered_for(self, platform, dtype, *, for_export, num_devices):
+        return _EXPORTED if for_export else self
+
+    def address(self, symbol: str) -> int:
+        """Returns where in memory a kernel is, built and loaded if it was not; raises what `load_library` does."""
+        return ctypes.cast(getattr(load_library(), symbol), ctypes.c_void_p).value
+
+    def _call(self, kernel, shapes, *operands, **attributes):
+        """Calls a kernel; `shapes` lists the shapes of its results. Returns them as a list."""
+        results = [result_type(shape, jnp.float32, *operands) for shape in shapes]
+        # Under vmap an operand that is not mapped gets a leading axis of length one, which the kernels broadcast.
+        call = jax.ffi.ffi_call(self._target_prefix + kernel, results, vmap_method="expand_dims")
+        return call(*operands, **attributes)
+
     def l1(self, x, w, axes):
-        (y,) = _call("l1_forward", [_output_shape(x, w, axes)], x, w, w_is_nk=axes == "nk")
+        (y,) = self._call("l1_forward", [_output_shape(x, w, axes)], x, w, w_is_nk=axes == "nk")
         return y
 
     def l1_pullback_x(self, x, w, g, rule, axes):
-        layout = {"own_transposed": False, "other_transposed": axes == "kn", "g_transposed": False}
-        (dx,) = _call("l1_pullback", [x.shape], x, w, g, **layout, slope=_slope(rule))
+        (dx,) = self._call("l1_pullback", [x.shape], x, w, g, **_layout_of_x(axes), slope=_slope(rule))
         return dx
 
     def l1_pullback_w(self, x, w, g, rule, axes):
-        layout = {"own_transposed": axes == "kn", "other_transposed": False, "g_transposed": True}
-        (dw,) = _call("l1_pullback", [w.shape], w, x, g, **layout, slope=_slope(rule))
+        (dw,) = self._call("l1_pullback", [w.shape], w, x, g, **_layout_of_w(axes), slope=_slope(rule))
+        return dw
+
+    def full_pullback_x(self, x, w, g, axes):
+        (dx,) = self._call("full_pullback", [x.shape], x, w, g, **_layout_of_x(axes))
+        return dx
+
+    def full_pullback_w(self, x, w, g, axes):
+        (dw,) = self._call("full_pullback", [w.shape], w, x, g, **_layout_of_w(axes))
         return dw
 
     def l1_pullback(self, x, w, g, rule, axes):
@@ -95,21 +109,40 @@ class CpuBackend(Backend):
             # The joint kernel works on a member of the batch with few threads.
             return super().l1_pullback(x, w, g, rule, axes)
         shapes = [x.shape, w.shape]
-        return tuple(_call("l1_joint_pullback", shapes, x, w, g, key_transposed=axes == "kn", slope=_slope(rule)))
+        return tuple(self._call("l1_joint_pullback", shapes, x, w, g, key_transposed=axes == "kn", slope=_slope(rule)))
 
     def l1_pushforward(self, x, w, dx, rule, axes):
         shapes = [_output_shape(x, w, axes)]
-        (dy,) = _call("l1_pushforward", shapes, x, w, dx, w_is_nk=axes == "nk", slope=_slope(rule))
+        (dy,) = self._call("l1_pushforward", shapes, x, w, dx, w_is_nk=axes == "nk", slope=_slope(rule))
         return dy
 
     def additive(self, query, key, v):
-        (scores,) = _call("additive_forward", [_output_shape(query, key, "nk")], query, key, v[:, None])
+        (scores,) = self._call("additive_forward", [_output_shape(query, key, "nk")], query, key, v[:, None])
         return scores
 
     def additive_pullback(self, query, key, v, g):
         v = v[:, None]
-        d_query, d_key, d_v = _call("additive_pullback", [query.shape, key.shape, v.shape], query, key, v, g)
+        d_query, d_key, d_v = self._call("additive_pullback", [query.shape, key.shape, v.shape], query, key, v, g)
         return d_query, d_key, d_v[:, 0]
+
+
+class _ExportedCpuBackend(CpuBackend):
+    """The same kernels under the names that `_cpu_exported.py` registers, by which a stored program finds them."""
+
+    _target_prefix = EXPORTED_PREFIX
+
+
+_EXPORTED = _ExportedCpuBackend()
+
+
+def _layout_of_x(axes):
+    """Returns which operands of a pullback to x, with x for `own` and w for `other`, are stored transposed."""
+    return {"own_transposed": False, "other_transposed": axes == "kn", "g_transposed": False}
+
+
+def _layout_of_w(axes):
+    """The same for a pullback to w."""
+    return {"own_transposed": axes == "kn", "other_transposed": False, "g_transposed": True}
 
 
 def _output_shape(x, w, axes):
@@ -121,14 +154,6 @@ def _slope(rule):
     return np.float32(rule.slope if rule.name == "hardtanh" else 0.0)
 
 
-def _call(target, shapes, *operands, **attributes):
-    """Calls a kernel; `shapes` lists the shapes of its results. Returns them as a list."""
-    results = [result_type(shape, jnp.float32, *operands) for shape in shapes]
-    # Under vmap an operand that is not mapped gets a leading axis of length one, which the kernels broadcast.
-    call = jax.ffi.ffi_call(f"adder_flax_{target}", results, vmap_method="expand_dims")
-    return call(*operands, **attributes)
-
-
 @functools.cache
 def load_library() -> ctypes.CDLL:
     """Compiles the kernels if no cached library fits, loads them and registers them with XLA.
@@ -138,7 +163,8 @@ def load_library() -> ctypes.CDLL:
       OSError: its files cannot be written.
     """
     library = _cached_or_compiled(_find_compiler())
-    for target, symbol in _TARGETS.items():
+    for kernel, symbol in KERNELS.items():
+        target = CpuBackend._target_prefix + kernel
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
     return library
 
@@ -190,7 +216,7 @@ def _load(content: bytes) -> ctypes.CDLL:
             path = Path(folder) / "cpu_kernels.so"
             path.write_bytes(content)
             library = ctypes.CDLL(str(path))
-    if missing := [symbol for symbol in _TARGETS.values() if not hasattr(library, symbol)]:
+    if missing := [symbol for symbol in KERNELS.values() if not hasattr(library, symbol)]:
         raise OSError(f"it has no {missing[0]}")
     return library
 
@@ -249,7 +275,7 @@ def _compile(compiler: str) -> bytes:
         _run([compiler, *_FLAGS, include, str(_SOURCE), "-o", str(path)], timeout_s=_COMPILE_TIMEOUT_S)
         if not path.is_file():
             raise RuntimeError(f"expected a library from {compiler}, got none")
-        _run([sys.executable, "-I", "-c", _TRY_TO_LOAD, str(path), *_TARGETS.values()], timeout_s=60)
+        _run([sys.executable, "-I", "-c", _TRY_TO_LOAD, str(path), *KERNELS.values()], timeout_s=60)
         return path.read_bytes()
 
 

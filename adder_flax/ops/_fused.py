@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from adder_flax.ops._arrays import accumulation_dtype, upcast
 from adder_flax.ops._backend import expected_platform
 from adder_flax.ops._partition import vary_alike
-from adder_flax.ops._reference import accumulation_dtype, upcast
 from adder_flax.settings import is_on
 
 KEY_BLOCK = 256

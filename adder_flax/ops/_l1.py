@@ -1,81 +1,27 @@
 """Sums of absolute differences: the adder layer's matrix product and the scores of adder attention."""
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from adder_flax.ops._backend import Axes, Backend, resolve_backend
-from adder_flax.ops._partition import call, keep_explicit_axes, vary_alike
-from adder_flax.ops._reference import to_nk, upcast
+from adder_flax.ops._arrays import accumulation_dtype
+from adder_flax.ops._backend import resolve_backend
+from adder_flax.ops._partition import keep_explicit_axes, vary_alike
+from adder_flax.ops._primitive import call
 from adder_flax.ops._rules import GradientRule, RuleName
 
-# GEMM-form gradients are differences of two large sums, so they are computed in full float32 on every
-# platform.
-_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
-def _l1(x, w, axes: Axes, x_rule: GradientRule, w_rule: GradientRule, backend: Backend):
-    """-sum_k |x[..., m, k] - w[..., n, k]|, differentiated by the two rules from the inputs alone."""
-    return call(backend, "l1", x, w, axes=axes)
-
-
-def _l1_fwd(x, w, axes, x_rule, w_rule, backend):
-    return call(backend, "l1", x, w, axes=axes), (x, w)
-
-
-def _l1_bwd(axes, x_rule, w_rule, backend, residuals, g):
-    x, w = residuals
-    if x_rule == w_rule and x_rule.name != "full":
-        dx, dw = call(backend, "l1_pullback", x, w, g, rule=x_rule, axes=axes)
-    else:
-        dx = _pullback_x(x, w, g, x_rule, axes, backend)
-        dw = _pullback_w(x, w, g, w_rule, axes, backend)
-    return dx.astype(x.dtype), dw.astype(w.dtype)
-
-
-_l1.defvjp(_l1_fwd, _l1_bwd)
-
-
-def _pullback_x(x, w, g, rule, axes, backend):
-    """dx[m, k] = sum_n g[m, n] rule(w[n, k] - x[m, k])."""
-    if rule.name != "full":
-        return call(backend, "l1_pullback_x", x, w, g, rule=rule, axes=axes)
-    x, w, g = upcast(x, w, g)
-    return _einsum(f"...mn,...{axes}->...mk", g, w) - x * g.sum(-1)[..., None]
-
-
-def _pullback_w(x, w, g, rule, axes, backend):
-    """dw[n, k] = sum_m g[m, n] rule(x[m, k] - w[n, k]), in the axes of w."""
-    if rule.name != "full":
-        return call(backend, "l1_pullback_w", x, w, g, rule=rule, axes=axes)
-    x, w, g = upcast(x, w, g)
-    column_sums = g.sum(-2)[..., None, :] if axes == "kn" else g.sum(-2)[..., None]
-    return _einsum(f"...mk,...mn->...{axes}", x, g) - w * column_sums
-
-
-def _pushforward_x(x, w, dx, rule, axes, backend):
-    """dy[m, n] = sum_k dx[m, k] rule(w[n, k] - x[m, k]), the transpose of `_pullback_x`."""
-    if rule.name != "full":
-        return call(backend, "l1_pushforward", x, w, dx, rule=rule, axes=axes)
-    x, w, dx = upcast(x, w, dx)
-    return _einsum(f"...mk,...{axes}->...mn", dx, w) - (x * dx).sum(-1)[..., None]
-
-
-def _pushforward_w(x, w, dw, rule, axes, backend):
-    """dy[m, n] = sum_k dw[n, k] rule(x[m, k] - w[n, k]): as above, with the operands exchanged."""
-    dy = _pushforward_x(to_nk(w, axes), x, to_nk(dw, axes), rule, "nk", backend)
-    return jnp.swapaxes(dy, -1, -2)
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def as_floating(name: str, array) -> jax.Array:
-    """Returns `array` as a JAX array; raises TypeError unless its dtype is floating-point."""
+    """Returns `array` as a JAX array; raises TypeError unless its dtype is a floating-point one that is computed in."""
     array = jnp.asarray(array)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"expected a floating-point `{name}`; got {array.dtype}; convert it with .astype(jnp.float32)")
+    if array.dtype not in _DTYPES:
+        raise TypeError(
+            f"expected `{name}` in {', '.join(_DTYPES)}; got {array.dtype}; convert it with .astype(jnp.float32)"
+        )
     return array
 
 
@@ -111,7 +57,7 @@ def adder_matmul(
 
     and r is the sign (the exact derivative, zero at zero), the difference itself (`"full"`, computed as a
     GEMM), or the difference times `hardtanh_slope` clipped to [-1, 1] (`"hardtanh"`). Only the inputs are
-    kept for the backward pass.
+    kept for the backward pass. Forward mode follows the same rules, and second derivatives those of the rules.
 
     For standard normal x and w, y is near -1.128 K with a standard deviation of 0.853 sqrt(K): subtract the
     mean before a cast to a narrow dtype.
@@ -140,7 +86,8 @@ def adder_matmul(
 
     def product(x, w):
         rows, columns = _adder_operands(x, w)
-        y = _l1(rows, columns, "kn", x_rule, w_rule, resolve_backend(rows.dtype))
+        backend = resolve_backend(rows.dtype)
+        y = call(backend, "l1", rows, columns, axes="kn", x_rule=x_rule, w_rule=w_rule)
         return y.reshape(*x.shape[:-1], w.shape[-1])
 
     x, w = as_floating("x", x), as_floating("w", w)
@@ -162,8 +109,8 @@ def adder_matmul_jvp(
 
     .. math:: dy_{mn} = \sum_k dx_{mk} r_x(w_{kn} - x_{mk}) + \sum_k dw_{kn} r_w(x_{mk} - w_{kn})
 
-    Second-order methods need the Jacobian-vector product of a layer under the layer's own gradient rules, and
-    forward mode (`jax.jvp`) does not reach through `jax.custom_vjp`. For every g, <g, adder_matmul_jvp(dx,
+    It is what `jax.jvp` of `adder_matmul` gives, without the product itself: second-order methods need the
+    Jacobian-vector product of a layer under the layer's own gradient rules. For every g, <g, adder_matmul_jvp(dx,
     dw)> = <dx', dx> + <dw', dw> with (dx', dw') the gradients that `adder_matmul` sends back for g.
 
     Args:
@@ -192,13 +139,13 @@ def adder_matmul_jvp(
     rows, columns = _adder_operands(x, w)
     x_rule, w_rule = GradientRule(x_gradient, hardtanh_slope), GradientRule(w_gradient, hardtanh_slope)
     backend = resolve_backend(rows.dtype)
-    dy = jnp.zeros((), upcast(rows)[0].dtype)
+    dy = jnp.zeros((), accumulation_dtype(rows.dtype))
     if dx is not None:
         dx = jnp.asarray(dx, rows.dtype).reshape(rows.shape)
-        dy += _pushforward_x(rows, columns, dx, x_rule, "kn", backend)
+        dy += call(backend, "l1_pushforward", rows, columns, dx, rule=x_rule, axes="kn")
     if dw is not None:
         dw = jnp.asarray(dw, columns.dtype).reshape(columns.shape)
-        dy += _pushforward_w(rows, columns, dw, w_rule, "kn", backend)
+        dy += call(backend, "l1_pushforward_w", rows, columns, dw, rule=w_rule, axes="kn")
     shape = (*jnp.shape(x)[:-1], columns.shape[-1])
     return jnp.broadcast_to(dy, (1, rows.shape[1], columns.shape[2])).reshape(shape)
 
@@ -242,7 +189,7 @@ def l1_scores(
 
     def scores(query, key):
         query, key = broadcast_pairs(query, key)
-        return _l1(*vary_alike(query, key), "nk", rule, rule, resolve_backend(query.dtype))
+        return call(resolve_backend(query.dtype), "l1", query, key, axes="nk", x_rule=rule, w_rule=rule)
 
     query, key = as_floating("query", query), as_floating("key", key)
     return keep_explicit_axes(

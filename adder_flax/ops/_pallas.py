@@ -16,8 +16,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from adder_flax.ops._arrays import to_nk, upcast
 from adder_flax.ops._backend import Backend
-from adder_flax.ops._reference import to_nk, upcast
 from adder_flax.ops._rules import GradientRule
 from adder_flax.ops._xla import XlaBackend
 

@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from adder_flax.ops._arrays import upcast
 from adder_flax.ops._pallas import SIGN_SLOPE, Operand, PallasBackend, Reduction
-from adder_flax.ops._reference import upcast
 
 try:
     from jax.experimental.pallas import triton as plgpu

@@ -22,8 +22,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from adder_flax.ops._arrays import upcast
 from adder_flax.ops._pallas import Operand, PallasBackend
-from adder_flax.ops._reference import upcast
 
 _LANES = 128
 _SUBLANES = 8
@@ -58,6 +58,7 @@ class PallasTpuBackend(PallasBackend):
     name = "pallas_tpu"
     platforms = ("tpu",)
     split_by = "mesh"
+    portable = True
 
     def __init__(self, interpret: bool = False, block: Block | None = None):
         super().__init__(interpret)

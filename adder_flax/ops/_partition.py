@@ -1,7 +1,7 @@
-"""Calls a backend's function on operands with any leading axes, split over devices as they come.
+"""Splits a backend's function over devices as its operands come.
 
 XLA splits over devices what it can look into. A kernel is a closed box: left alone, every device would gather all of
-its operands and compute all of its results. So each function states its axes here, once, and from them follows how it
+its operands and compute all of its results. So each function states its axes, once, and from them follows how it
 can be split, in one of two ways:
 
 - by a *rule* for the compiler (`custom_partitioning`): operands stay split as they come. An axis of every result costs
@@ -13,68 +13,19 @@ Inside the user's own `jax.shard_map` there is nothing left to split. On meshes 
 arrays are split, the result is split as the operands are and the functions run on automatic axes.
 """
 
-import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
-from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from adder_flax.ops._backend import Backend
-
-# The axes of operands and results after any leading ones: m rows, n columns or keys, k the width. `w` has the axes kn
-# or nk.
-FORMULAS = {
-    "l1": "mk,w->mn",
-    "l1_pullback_x": "mk,w,mn->mk",
-    "l1_pullback_w": "mk,w,mn->w",
-    "l1_pullback": "mk,w,mn->mk,w",
-    "l1_pushforward": "mk,w,mk->mn",
-    "additive": "mk,nk,k->mn",
-    "additive_pullback": "mk,nk,k,mn->mk,nk,k",
-}
-
-
-def call(backend: Backend, method: str, *operands: jax.Array, **options):
-    """Calls a function of a backend.
-
-    Args:
-      backend: what computes.
-      method: the name of the function.
-      *operands: its arrays, with the same leading axes, none to many, where the function expects one.
-      **options: its other arguments, hashable.
-
-    Returns:
-      What the function returns, with those leading axes.
-    """
-    return _callable(backend, method, operands[0].ndim - 2, tuple(options.items()))(*vary_alike(*operands))
-
-
-@functools.cache
-def _callable(backend: Backend, method: str, leading: int, options: tuple) -> Callable:
-    function = functools.partial(_on_one_leading_axis, functools.partial(getattr(backend, method), **dict(options)))
-    if backend.split_by == "compiler" or (backend.split_by == "rule" and jax.device_count() == 1):
-        return function
-    operands, results = (
-        [[f"b{axis}" for axis in range(leading)] + list(names) for names in side.split(",")]
-        for side in FORMULAS[method].replace("w", dict(options).get("axes", "")).split("->")
-    )
-    return (_split_by_rule if backend.split_by == "rule" else _split_over_mesh)(function, operands, results)
-
-
-def _on_one_leading_axis(function, *operands):
-    batch = operands[0].shape[:-2]
-    results = function(*[a.reshape(math.prod(batch), *a.shape[len(batch) :]) for a in operands])
-    return jax.tree.map(lambda a: a.reshape(*batch, *a.shape[1:]), results)
-
-
 Axes = Sequence[Sequence[str]]
 
 
-def _split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) -> Callable:
+def split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) -> Callable:
     """Returns `function` with a rule for the compiler: which parts of the operands give which parts of the results.
 
     Args:
@@ -96,7 +47,7 @@ def _split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) ->
 
         def on_each_device(*parts):
             # Parts live on one device: the user's mesh, at hand where this is called, says nothing about them.
-            with use_abstract_mesh(AbstractMesh((), ())):
+            with use_abstract_mesh(AbstractMesh((), (), abstract_device=mesh.abstract_mesh.abstract_device)):
                 partial = function(*parts)
                 return jax.lax.psum(partial, partial_over) if partial_over else partial
 
@@ -112,15 +63,7 @@ def _split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) ->
         need_replication_factors=tuple(name for name in names if name not in kept + summed),
     )
 
-    # A batching rule for what has none: under `jax.vmap` the function is left to the compiler.
-    batched = custom_vmap(split)
-
-    @batched.def_vmap
-    def _(axis_size, in_batched, *operands):
-        results = jax.vmap(function, [0 if mapped else None for mapped in in_batched], axis_size=axis_size)(*operands)
-        return results, jax.tree.map(lambda _: True, results)
-
-    return batched
+    return split
 
 
 def _assign_mesh_axes(mesh: Mesh, arrays, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
@@ -143,9 +86,9 @@ def _assign_mesh_axes(mesh: Mesh, arrays, names: Sequence[str]) -> Mapping[str, 
     return split
 
 
-def _split_over_mesh(function: Callable, operand_axes: Axes, result_axes: Axes) -> Callable:
-    """Returns `function` split over the automatic axes of the mesh at hand; arguments as in `_split_by_rule`."""
-    candidates = [name for name in operand_axes[0] if name not in "nk"]
+def split_over_mesh(function: Callable, operand_axes: Axes, result_axes: Axes) -> Callable:
+    """Returns `function` split over the automatic axes of the mesh at hand; arguments as in `split_by_rule`."""
+    candidates = [name for name in dict.fromkeys(name for axes in operand_axes for name in axes) if name not in "nk"]
 
     def on_mesh(*operands):
         mesh = jax.sharding.get_abstract_mesh()
@@ -154,7 +97,8 @@ def _split_over_mesh(function: Callable, operand_axes: Axes, result_axes: Axes) 
         automatic = [axis for axis, kind in kinds if kind == AxisType.Auto]
         if math.prod(mesh.shape[axis] for axis in automatic) == 1:
             return function(*operands)
-        lengths = dict(zip(operand_axes[0], operands[0].shape, strict=True))
+        shapes = [dict(zip(axes, a.shape, strict=True)) for axes, a in zip(operand_axes, operands, strict=True)]
+        lengths = dict(itertools.chain(*[shape.items() for shape in shapes]))
         split = {name: () for name in candidates}
         for axis in automatic:
             for name in candidates:

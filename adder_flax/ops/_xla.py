@@ -10,34 +10,46 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from adder_flax.ops._arrays import to_nk, upcast
 from adder_flax.ops._backend import Backend
 from adder_flax.ops._partition import vary_alike
-from adder_flax.ops._reference import to_nk, upcast
 
 BLOCK = 16
+LONGEST_RUN = 4096
 
 
 def _blocked_sum(term, operands, init):
-    """Returns init + sum over i of term(*[o[i] for o in operands]), summed in order, `BLOCK` terms at a time.
+    """Returns init + sum over i of term(*[o[i] for o in operands]), `BLOCK` terms at a time.
+
+    Terms are added in order, up to `LONGEST_RUN` of them, and longer sums are sums of such sums: in one run, every term
+    after some millions would be lost in the rounding of the total. Gradients compute the terms of a block again.
 
     Args:
       term: function from one slice of each operand to an array (or a tree of arrays) shaped like `init`.
       operands: arrays whose first axis is the contracted one.
-      init: what to add to.
+      init: zeros.
     """
     length = operands[0].shape[0]
-    blocks, remainder = divmod(length, BLOCK)
+    if length > LONGEST_RUN:
+        add_run = lambda total, run: jax.tree.map(jnp.add, total, _blocked_sum(term, run, init))
+        return _scan_parts(add_run, operands, init, LONGEST_RUN)
 
-    def add_terms(total, slices, count):
-        for i in range(count):
+    def add_terms(total, slices):
+        for i in range(slices[0].shape[0]):
             total = jax.tree.map(jnp.add, total, term(*[s[i] for s in slices]))
         return total
 
-    if blocks:
+    return _scan_parts(jax.checkpoint(add_terms), operands, init, BLOCK)
+
+
+def _scan_parts(add_part, operands, init, size):
+    """Returns what `add_part(total, parts)` makes of `init` with all parts of the operands of that size, in order."""
+    parts, remainder = divmod(operands[0].shape[0], size)
+    if parts:
         init, _ = vary_alike(init, operands[0])
-        blocked = [o[: blocks * BLOCK].reshape(blocks, BLOCK, *o.shape[1:]) for o in operands]
-        init, _ = lax.scan(lambda total, slices: (add_terms(total, slices, BLOCK), None), init, blocked)
-    return add_terms(init, [o[blocks * BLOCK :] for o in operands], remainder)
+        split = [o[: parts * size].reshape(parts, size, *o.shape[1:]) for o in operands]
+        init, _ = lax.scan(lambda total, slices: (add_part(total, slices), None), init, split)
+    return add_part(init, [o[parts * size :] for o in operands]) if remainder else init
 
 
 def _leading(array, axis):
@@ -87,9 +99,22 @@ class XlaBackend(Backend):
             init,
         )
 
+    def additive_pushforward(self, query, key, v, d_query, d_key, d_v):
+        query, key, v, d_query, d_key, d_v = upcast(query, key, v, d_query, d_key, d_v)
+
+        def term(q_k, k_k, v_k, dq_k, dk_k, dv_k):
+            hidden = jnp.tanh(q_k[:, :, None] + k_k[:, None])
+            slope = v_k[:, None, None] * (1 - hidden**2)
+            return dv_k[:, None, None] * hidden + slope * (dq_k[:, :, None] + dk_k[:, None])
+
+        operands = [_leading(a, 2) for a in (query, key)] + [_leading(v, 1)]
+        tangents = [_leading(a, 2) for a in (d_query, d_key)] + [_leading(d_v, 1)]
+        return _blocked_sum(term, operands + tangents, jnp.zeros((*query.shape[:2], key.shape[1]), query.dtype))
+
     def additive_pullback(self, query, key, v, g):
         query, key, v, g = upcast(query, key, v, g)
 
+        @jax.checkpoint
         def one_hidden_unit(operands):
             q_k, k_k, v_k = operands
             hidden = jnp.tanh(q_k[:, :, None] + k_k[:, None])

@@ -819,6 +819,49 @@ ffi::Error L1Pullback(ffi::ThreadPool pool, ffi::AnyBuffer own_buffer, ffi::AnyB
   return ffi::Error::Success();
 }
 
+struct MultiplyAddTerm {
+  void AddTo(Vec& total, int, int, const Vec* x, Vec w) const { total += x[0] * w; }
+};
+
+// d_own[r, j] = sum_d g[r, d] (other[d, j] - own[r, j]): the rule `full`, as a matrix product less own[r, j] times the sum of
+// a row of g. A product of XLA's would give other bits with another number of threads. Operands as for L1Pullback.
+ffi::Error FullPullback(ffi::ThreadPool pool, ffi::AnyBuffer own_buffer, ffi::AnyBuffer other_buffer,
+                        ffi::AnyBuffer g_buffer, ffi::Result<ffi::AnyBuffer> d_own_buffer, bool own_transposed,
+                        bool other_transposed, bool g_transposed) {
+  const Batch own(own_buffer, own_transposed), other(other_buffer, other_transposed), g(g_buffer, g_transposed);
+  const Batch d_own(*d_own_buffer, own_transposed);
+  const Grid grid{d_own.count(), d_own.rows(), d_own.cols(), g.cols(), kForwardVecs * kLanes};
+  ForEachBlock(pool, grid, kFewestRows, [&](const Block& block) {
+    Scratch scratch;
+    float* panel = scratch.TakePanel(grid);
+    float *row_buffer = scratch.TakeRows(grid, block), *row_sums = scratch.Take(block.rows + kForwardRows);
+    auto at = [&](const Batch& operand) { return operand.At(block.batch, d_own.axes()); };
+    const Matrix g_rows = at(g).From(block.row, 0), own_rows = at(own).From(block.row, 0);
+    const Matrix result = at(d_own).From(block.row, 0), columns = at(other);
+    ForEachPiece(grid.depth, [&](int64_t begin, int64_t depth) {
+      const RowOperand weights = PrepareRows<kForwardRows>(g_rows.From(0, begin), block.rows, depth, row_buffer);
+      for (int64_t row = 0; row < block.rows; row += kForwardRows) {
+        for (int r = 0; r < kForwardRows; ++r) {
+          row_sums[row + r] = RowNorms(weights.Row(row, r), weights.depth_stride, depth).sum;
+        }
+      }
+      ForEachPanel<kForwardVecs>(block, grid, columns, begin, depth, panel, [&](auto vecs, int64_t col, int64_t cols) {
+        constexpr int kVecs = decltype(vecs)::value;
+        for (int64_t row = 0; row < block.rows; row += kForwardRows) {
+          Tile<kForwardRows, kVecs> own_tile, total;
+          SumTile(MultiplyAddTerm(), row, panel, depth, total, weights);
+          LoadTile(own_rows.From(0, col), row, block.rows, cols, own_tile);
+          for (int r = 0; r < kForwardRows; ++r) {
+            for (int v = 0; v < kVecs; ++v) total[r][v] -= own_tile[r][v] * row_sums[row + r];
+          }
+          StoreTile(result.From(0, col), row, block.rows, cols, begin > 0, total);
+        }
+      });
+    });
+  });
+  return ffi::Error::Success();
+}
+
 // dy (M x N) = sum_k dx[m, k] rule(w[k, n] - x[m, k]); `w_is_nk` as in L1Forward.
 ffi::Error L1Pushforward(ffi::ThreadPool pool, ffi::AnyBuffer x_buffer, ffi::AnyBuffer w_buffer,
                          ffi::AnyBuffer dx_buffer, ffi::Result<ffi::AnyBuffer> dy_buffer, bool w_is_nk, float slope) {
@@ -1041,10 +1084,6 @@ ffi::Error AdditivePullback(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::Any
 // The bound that benchmarks compare with: the instructions of a term and nothing else
 // ---------------------------------------------------------------------------------------------------------------------
 
-struct MultiplyAddTerm {
-  void AddTo(Vec& total, int, int, const Vec* x, Vec w) const { total += x[0] * w; }
-};
-
 // Eight sums are as many as hide the latency of an addition.
 constexpr int kBoundRows = 2, kBoundVecs = 4;
 
@@ -1117,6 +1156,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxL1Pullback, L1Pullback,
                                   .Attr<bool>("other_transposed")
                                   .Attr<bool>("g_transposed")
                                   .Attr<float>("slope"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxFullPullback, FullPullback,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // own
+                                  .Arg<ffi::AnyBuffer>()  // other
+                                  .Arg<ffi::AnyBuffer>()  // g
+                                  .Ret<ffi::AnyBuffer>()  // d_own
+                                  .Attr<bool>("own_transposed")
+                                  .Attr<bool>("other_transposed")
+                                  .Attr<bool>("g_transposed"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxL1JointPullback, L1JointPullback,
                               ffi::Ffi::Bind()

@@ -91,6 +91,14 @@ def test_small_distances_beside_large_values_do_not_cancel(backend, offset):
     np.testing.assert_allclose(got[0], expected, rtol=1e-3)
 
 
+@pytest.mark.parametrize("backend", ["xla", "cpu_native"])
+def test_long_sums_are_not_lost_in_their_rounding(backend):
+    x, w = _arrays((1, 2_000_000), (2_000_000, 1))
+    with ops.use_backend(backend):
+        got = jax.jit(ops.adder_matmul)(x, w)
+    np.testing.assert_allclose(got[0, 0], -np.abs(x[0].astype(np.float64) - w[:, 0]).sum(), rtol=3e-6)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_nan_and_infinity_propagate(backend, bad):

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
-from adder_flax.ops import _backend
 from adder_flax.ops._pallas_gpu import PallasGpuBackend
 from adder_flax.ops._pallas_tpu import PallasTpuBackend
 from adder_flax.ops._rules import GradientRule
@@ -64,16 +63,6 @@ def test_narrow_inputs_lower_for_cuda(dtype):
 @pytest.mark.parametrize(("method", "shapes", "options"), CALLS)
 def test_every_function_lowers_to_mosaic_kernels_for_tpu(method, shapes, options):
     assert "tpu_custom_call" in _lowered(PallasTpuBackend(), "tpu", method, shapes, options)
-
-
-def test_one_program_carries_the_kernels_of_its_platform():
-    choices = (("cpu", _backend.get_backend("xla")), ("cuda", PallasGpuBackend()), ("tpu", PallasTpuBackend()))
-    backend = _backend._PerPlatform(choices)
-    assert backend.split_by == "mesh"
-    with use_abstract_mesh(_h200()):
-        assert "triton" in _lowered(backend, "cuda", *CALLS[0])
-    assert "tpu_custom_call" in _lowered(backend, "tpu", *CALLS[0])
-    assert "custom_call" not in _lowered(backend, "cpu", *CALLS[0])
 
 
 TPU = """

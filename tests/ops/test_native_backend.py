@@ -61,14 +61,14 @@ def _assert_as_reference(function, *arrays, atol):
 
 # One row or column more or less than a tile, a panel and a vector; and a contraction longer than one packed piece.
 @pytest.mark.parametrize("shape", [(13, 16, 64), (12, 15, 65), (11, 17, 63), (5, 3100, 33), (1600, 40, 18)])
-@pytest.mark.parametrize("rule", ["sign", "hardtanh"])
+@pytest.mark.parametrize("rule", ["sign", "hardtanh", "full"])
 def test_edges_of_tiles_panels_and_pieces(shape, rule):
     rows, depth, columns = shape
     x, w, g = _normal((rows, depth), (depth, columns), (rows, columns))
     _assert_as_reference(lambda *arrays: _gradients(*arrays, rule), x, w, g, atol=2e-6 * max(shape))
 
 
-@pytest.mark.parametrize("rule", ["sign", "hardtanh"])
+@pytest.mark.parametrize("rule", ["sign", "hardtanh", "full"])
 def test_nan_and_infinities_propagate_through_every_gradient(rule):
     x, w, g = _normal((9, 40), (40, 70), (9, 70))
     x[1, 2], x[3], x[5, 6] = np.nan, np.inf, -np.inf
@@ -124,6 +124,37 @@ def test_a_row_does_not_depend_on_its_batch():
         y_part, dx_part, _ = _gradients(x[500:507], w, g[500:507])
     np.testing.assert_array_equal(y[500:507], y_part)
     np.testing.assert_array_equal(dx[500:507], dx_part)
+
+
+BITS = """
+import os, sys
+os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: int(sys.argv[1])]))
+import hashlib
+import jax, numpy as np
+from adder_flax import ops
+rng = np.random.default_rng(0)
+for rows, depth, columns in ((3000, 200, 130), (197, 64, 197)):
+    x, w, g = (rng.normal(size=s).astype(np.float32) for s in ((rows, depth), (depth, columns), (rows, columns)))
+    for rule in ("full", "hardtanh"):
+        run = lambda x, w, g: jax.vjp(lambda x, w: ops.adder_matmul(x, w, x_gradient=rule, w_gradient=rule), x, w)[1](g)
+        print([hashlib.sha256(np.asarray(d).tobytes()).hexdigest() for d in (ops.adder_matmul(x, w), *run(x, w, g))])
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_one_processor_gives_the_bits_of_two():
+    one, two = (
+        subprocess.run(
+            [sys.executable, "-c", BITS, str(count)],
+            env=simulated_devices(1) | {"ADDER_FLAX_BACKEND": "cpu_native"},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for count in (1, 2)
+    )
+    assert one == two
 
 
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adder_flax.ops import _l1
 from adder_flax.ops._pallas_gpu import TILES, PallasGpuBackend, Tile
 from adder_flax.ops._pallas_tpu import Block, PallasTpuBackend
+from adder_flax.ops._primitive import call
 from adder_flax.ops._rules import GradientRule
 
 # Small blocks, so that small arrays have several: (16, 32) on the GPU, (16, 128) and 128 terms on the TPU.
@@ -145,7 +145,9 @@ def test_one_graph_under_jit_grad_and_vmap(backend):
     rule = GradientRule("hardtanh")
 
     def gradients(x, w, g):
-        y, vjp = jax.vjp(lambda x, w: _l1._l1(x[None], w[None], "kn", rule, rule, backend)[0], x, w)
+        y, vjp = jax.vjp(
+            lambda x, w: call(backend, "l1", x[None], w[None], axes="kn", x_rule=rule, w_rule=rule)[0], x, w
+        )
         return y, *vjp(g)
 
     got = jax.jit(jax.vmap(gradients))(x, w, g)
