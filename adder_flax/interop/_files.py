@@ -139,6 +139,11 @@ def _check_layers(model: VisionTransformer, names: str) -> None:
             f"expected dense layers for weights in the names of {names}, got adder layers, whose weights mean "
             "something else; choose qkv_linear, proj_linear and mlp_linear 'dense', or the names of adder_flax"
         )
+    if names != "adder_flax" and len(model.patch_embed.stem):
+        raise ValueError(
+            f"expected patches cut from the image for weights in the names of {names}, got convolutions in front of "
+            "them; leave out stem_channels, or choose the names of adder_flax"
+        )
 
 
 def _channels(model: VisionTransformer) -> int:

@@ -4,13 +4,15 @@ from adder_flax.layers._block import Block, report_block
 from adder_flax.layers._dropout import Dropout, DropPath, drop_path_factors
 from adder_flax.layers._linear import AdderLinear, Linear, linear_class, report_adder
 from adder_flax.layers._mlp import Mlp, gelu
-from adder_flax.layers._patch_embed import PatchEmbed, image_to_patches
+from adder_flax.layers._patch_embed import PatchEmbed, image_to_patches, side_behind_stem
+from adder_flax.layers._stem import Halving, neighbourhoods
 
 __all__ = [
     "AdderLinear",
     "Block",
     "DropPath",
     "Dropout",
+    "Halving",
     "Linear",
     "Mlp",
     "PatchEmbed",
@@ -18,6 +20,8 @@ __all__ = [
     "gelu",
     "image_to_patches",
     "linear_class",
+    "neighbourhoods",
     "report_adder",
     "report_block",
+    "side_behind_stem",
 ]

@@ -1,10 +1,13 @@
 """From an image to a row of tokens."""
 
+from collections.abc import Callable, Sequence
+
 import flax.nnx as nnx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from adder_flax.layers._linear import Linear
+from adder_flax.layers._stem import conv_stem
 
 
 def image_to_patches(
@@ -29,10 +32,24 @@ def image_to_patches(
 class PatchEmbed(nnx.Module):
     """A linear layer on every non-overlapping patch: a convolution whose stride is its size, as one matrix product.
 
-    `proj.kernel` is (patch_size · patch_size · channels, width) with features ordered (row, column, channel), so a
-    convolution kernel in Flax's layout (patch_size, patch_size, channels, width) is this one reshaped.
+    With `stem_channels`, convolutions that halve the image come first, and patches are cut from what they leave: a
+    token stands for `patch_size` pixels of the image's side all the same.
+
+    Args:
+      patch_size: side of a patch in pixels of the image; a multiple of 2 to the power of the number of convolutions.
+      channels: of the images.
+      width: of the tokens.
+      stem_channels: of the convolutions' outputs, see `Halving`.
+      stem_linear: what makes their layers, `Linear` or `AdderLinear` with its options bound.
+      dtype, param_dtype: see `Linear`.
+      rngs: initialisation keys.
+
+    Without a stem `proj.kernel` is (patch_size · patch_size · channels, width) with features ordered (row, column,
+    channel), so a convolution kernel in Flax's layout (patch_size, patch_size, channels, width) is this one reshaped.
 
     >>> PatchEmbed(4, 3, 16, rngs=nnx.Rngs(0))(jnp.ones((2, 8, 8, 3))).shape
+    (2, 4, 16)
+    >>> PatchEmbed(4, 3, 16, stem_channels=(8, 8), rngs=nnx.Rngs(0))(jnp.ones((2, 8, 8, 3))).shape
     (2, 4, 16)
     """
 
@@ -42,12 +59,33 @@ class PatchEmbed(nnx.Module):
         channels: int,
         width: int,
         *,
+        stem_channels: Sequence[int] = (),
+        stem_linear: Callable[..., nnx.Module] = Linear,
         dtype: jnp.dtype | None = None,
         param_dtype: jnp.dtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.patch_size = patch_size
-        self.proj = Linear(patch_size * patch_size * channels, width, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        shared = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.patch_size = side_behind_stem(patch_size, stem_channels)
+        self.stem = conv_stem(channels, stem_channels, linear=stem_linear, **shared)
+        self.proj = Linear(self.patch_size**2 * (channels, *stem_channels)[-1], width, **shared)
 
     def __call__(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch patches width"]:
+        for halving in self.stem:
+            images = halving(images)
         return self.proj(image_to_patches(images, self.patch_size))
+
+
+def side_behind_stem(patch_size: int, stem_channels: Sequence[int]) -> int:
+    """Side of a patch in what the convolutions of a stem leave of an image.
+
+    >>> side_behind_stem(4, (32, 64))
+    1
+    """
+    side, rest = divmod(patch_size, 2 ** len(stem_channels))
+    if rest:
+        raise ValueError(
+            f"expected a patch_size that {len(stem_channels)} convolutions can halve, got {patch_size}; change it or "
+            "stem_channels."
+        )
+    return side

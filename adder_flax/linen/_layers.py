@@ -1,7 +1,7 @@
 """Linen: linear layers, MLP, patches and stochastic depth, with the parameter names of `adder_flax.layers`."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -10,7 +10,14 @@ from jaxtyping import Array, Float
 
 from adder_flax import ops
 from adder_flax.attention import LAYER_NORM_EPSILON
-from adder_flax.layers import drop_path_factors, gelu, image_to_patches, report_adder
+from adder_flax.layers import (
+    drop_path_factors,
+    gelu,
+    image_to_patches,
+    neighbourhoods,
+    report_adder,
+    side_behind_stem,
+)
 from adder_flax.settings import AdderSettings, keywords_of
 
 
@@ -132,6 +139,46 @@ class Mlp(nn.Module):
         return dropout(fc2(dropout(hidden))).reshape(inputs.shape)
 
 
+class Halving(nn.Module):
+    """Linen form of `adder_flax.layers.Halving`: gelu(LayerNorm(conv(x))), 3 × 3 windows, stride 2.
+
+    >>> import jax
+    >>> Halving(16).init_with_output(jax.random.key(0), jnp.ones((2, 8, 8, 3)))[0].shape
+    (2, 4, 4, 16)
+    """
+
+    out_channels: int
+    linear: Callable[..., nn.Module] = Linear
+    dtype: jnp.dtype | None = None
+    param_dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, images: Array) -> Array:
+        shared = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+        linear = self.linear(self.out_channels, **shared, name="linear")
+        outputs = linear(neighbourhoods(images))
+        if getattr(linear, "norm", None) is None:
+            norm = nn.LayerNorm(epsilon=LAYER_NORM_EPSILON, use_fast_variance=False, **shared, name="norm")
+            outputs = norm(outputs)
+        return gelu(outputs)
+
+
+class ConvStem(nn.Module):
+    """Convolutions in turn, named by their number."""
+
+    channels: Sequence[int]
+    linear: Callable[..., nn.Module]
+    dtype: jnp.dtype | None
+    param_dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, images: Array) -> Array:
+        shared = dict(linear=self.linear, dtype=self.dtype, param_dtype=self.param_dtype)
+        for i, channels in enumerate(self.channels):
+            images = Halving(channels, **shared, name=str(i))(images)
+        return images
+
+
 class PatchEmbed(nn.Module):
     """Linen form of `adder_flax.layers.PatchEmbed`: a linear layer on every non-overlapping patch.
 
@@ -142,13 +189,17 @@ class PatchEmbed(nn.Module):
 
     patch_size: int
     width: int
+    stem_channels: Sequence[int] = ()
+    stem_linear: Callable[..., nn.Module] = Linear
     dtype: jnp.dtype | None = None
     param_dtype: jnp.dtype = jnp.float32
 
     @nn.compact
     def __call__(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch patches width"]:
-        proj = Linear(self.width, dtype=self.dtype, param_dtype=self.param_dtype, name="proj")
-        return proj(image_to_patches(images, self.patch_size))
+        shared = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+        images = ConvStem(self.stem_channels, self.stem_linear, **shared, name="stem")(images)
+        patches = image_to_patches(images, side_behind_stem(self.patch_size, self.stem_channels))
+        return Linear(self.width, **shared, name="proj")(patches)
 
 
 class DropPath(nn.Module):

@@ -122,7 +122,11 @@ class VisionTransformer(TakesKeywords):
         settings, embedding = self.settings, nn.initializers.normal(0.02)
         num_tokens = count_patches(images.shape[1:], settings.patch_size) + (settings.pooling == "cls")
         shared = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-        patches = PatchEmbed(settings.patch_size, settings.width, **shared, name="patch_embed")(images)
+        stem = dict(
+            stem_channels=settings.stem_channels,
+            stem_linear=linear_class(settings.stem_linear, settings.adder_options),
+        )
+        patches = PatchEmbed(settings.patch_size, settings.width, **stem, **shared, name="patch_embed")(images)
         params = {}
         if settings.pooling == "cls":
             params["cls_token"] = self.param("cls_token", embedding, (1, 1, settings.width), self.param_dtype)

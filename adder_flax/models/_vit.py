@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 import kfac
 from adder_flax.attention import LAYER_NORM_EPSILON
-from adder_flax.layers import Block, Dropout, Linear, PatchEmbed
+from adder_flax.layers import Block, Dropout, Linear, PatchEmbed, linear_class
 from adder_flax.models._stack import apply_blocks
 from adder_flax.models.settings import (
     block_settings,
@@ -27,7 +27,7 @@ class VisionTransformer(nnx.Module):
 
     Patch embedding, class token, learned position embedding, `depth` blocks, LayerNorm, linear head. With dense layers,
     dot-product scores, 224-pixel images and patches of 16 it is DeiT. The patch embedding, the product of map and
-    values and the head are multiplicative in every variant.
+    values and the head are multiplicative in every variant; convolutions in front of the patches may be of either kind.
 
     Args:
       image_size: side of the square images, or (height, width), in pixels.
@@ -38,6 +38,7 @@ class VisionTransformer(nnx.Module):
         depth: number of blocks.
         num_heads: attention heads per block; divides `width`.
         patch_size: side of a patch in pixels; divides the image's sides.
+        stem_channels, stem_linear: convolutions in front of the patches, see `adder_flax.layers.PatchEmbed`.
         score: attention score by name, one for all blocks or a sequence with one per block.
         score_options: options of the score, one mapping for all blocks or a sequence with one per block.
         scale, temperature, identity, key_block: see `adder_flax.attention.MultiHeadAttention`.
@@ -88,7 +89,11 @@ class VisionTransformer(nnx.Module):
         self.scan_blocks = scan_blocks
         shared = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
-        self.patch_embed = PatchEmbed(settings.patch_size, channels, width, **shared)
+        stem = dict(
+            stem_channels=settings.stem_channels,
+            stem_linear=linear_class(settings.stem_linear, settings.adder_options),
+        )
+        self.patch_embed = PatchEmbed(settings.patch_size, channels, width, **stem, **shared)
         embedding = nnx.initializers.normal(0.02)
         self.cls_token = nnx.data(None)
         if pooling == "cls":

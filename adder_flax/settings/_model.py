@@ -6,7 +6,7 @@ from typing import Any
 
 from adder_flax.registry import Registry
 from adder_flax.settings._fields import section, setting
-from adder_flax.settings._rules import Choice, Flag, Integer, Names, Number, Or, Text
+from adder_flax.settings._rules import Choice, Flag, Integer, Integers, Names, Number, Or, Text
 
 MAX_DEPTH = 1000
 DEIT_SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
@@ -100,6 +100,12 @@ class VitSettings(BlockSettings):
     depth: int = setting(12, Integer(1, MAX_DEPTH), "number of blocks")
     num_heads: int = setting(3, Integer(1, 65536), "attention heads of a block; divides the width")
     patch_size: int = setting(16, Integer(1, 8192), "side of a patch, pixels; divides the images' sides")
+    stem_channels: tuple[int, ...] = setting(
+        "",
+        Integers(Integer(1, 65536), 12),
+        'of 3 × 3 convolutions in front of the patches, each at half the resolution of the one before: "32,64"',
+    )
+    stem_linear: str = setting("dense", _LINEAR, "layers of these convolutions")
     pooling: str = setting("cls", Choice("cls", "mean"), "the class token, or the mean of the patches")
     dtype: str = setting("float32", Choice("float32", "bfloat16", "float16"), "of the computation")
     remat: bool = setting(False, Flag(), "compute activations again in the backward pass: less memory, more time")
@@ -113,6 +119,11 @@ class VitSettings(BlockSettings):
             )
         if int(self.width * self.mlp_ratio) < 1:
             yield f"{where}.mlp_ratio: expected an MLP of at least 1 unit, got {self.mlp_ratio} × width {self.width}"
+        if self.patch_size % 2 ** len(self.stem_channels):
+            yield (
+                f"{where}.patch_size: expected a multiple of {2 ** len(self.stem_channels)}, as each of "
+                f"{len(self.stem_channels)} convolutions of the stem halves the image, got {self.patch_size}"
+            )
         if isinstance(scores, tuple) and len(scores) != self.depth:
             yield f"{where}.score: expected one score or {where}.depth = {self.depth} of them, got {len(scores)}"
 

@@ -193,6 +193,24 @@ class Span:
         return low, high
 
 
+class Integers:
+    """Whole numbers with commas between them, as text; no text for none.
+
+    >>> Integers(Integer(1, 99), 2).read("32,64"), Integers(Integer(1, 99), 2).read("")
+    ((32, 64), ())
+    """
+
+    def __init__(self, each: Integer, most: int):
+        self.each, self.most = each, most
+        self.expected = f'up to {most} with commas between them ("32,64"), each {each.expected}'
+
+    def read(self, value: Any) -> tuple[int, ...]:
+        _require(isinstance(value, str) and value.isascii() and len(value) <= 16 * self.most)
+        texts = [text.strip() for text in value.split(",")] if value else []
+        _require(len(texts) <= self.most and all(text.isdecimal() for text in texts))
+        return tuple(self.each.read(int(text)) for text in texts)
+
+
 class Names:
     """A name, or several with commas between them, then as a tuple.
 

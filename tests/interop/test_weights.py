@@ -143,6 +143,8 @@ def test_files_that_are_no_weights_are_refused(tmp_path):
 def test_what_others_have_no_name_for_is_not_written(tmp_path):
     with pytest.raises(ValueError, match="got adder layers"):
         interop.save_weights(make(**ADDER), tmp_path / "x", names="timm")
+    with pytest.raises(ValueError, match="got convolutions in front"):
+        interop.save_weights(make(image_size=16, patch_size=4, stem_channels=(5,)), tmp_path / "x", names="timm")
     with pytest.raises(ValueError, match="a score without parameters"):
         interop.save_weights(make(score="bilinear"), tmp_path / "x", names="hugging_face")
     with pytest.raises(ValueError, match="expected names of adder_flax, timm, hugging_face, got 'keras'"):

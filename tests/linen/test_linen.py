@@ -33,6 +33,16 @@ PAIRS = dict(
     patch_embed=(
         lambda: layers.PatchEmbed(2, 1, 8, rngs=nnx.Rngs(0)), lambda: linen.PatchEmbed(2, 8), lambda: rows(3, 4, 4, 1)
     ),
+    conv_vit=(
+        lambda: models.VisionTransformer(**VIT, stem_channels=(3,), pooling="mean", rngs=nnx.Rngs(0)),
+        lambda: linen.VisionTransformer(**TINY, stem_channels=(3,), pooling="mean"),
+        lambda: rows(3, 4, 4, 1),
+    ),
+    adder_patch_embed=(
+        lambda: layers.PatchEmbed(4, 1, 8, stem_channels=(3, 5), stem_linear=layers.AdderLinear, rngs=nnx.Rngs(0)),
+        lambda: linen.PatchEmbed(4, 8, stem_channels=(3, 5), stem_linear=linen.AdderLinear),
+        lambda: rows(3, 8, 4, 1),
+    ),
     multi_head=(
         lambda: attention.MultiHeadAttention(
             2, 8, score="additive", score_options={"layer_norm": True}, temperature="learned", key_bias_length=5,
