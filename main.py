@@ -70,6 +70,7 @@ def main(argv: list[str]) -> None:
             raise RunError(f"expected --{name} with --mode={' or '.join(modes)} only, got {_MODE.value}; leave it out")
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # libraries report every small step at INFO
+    environment.check_system()
     xla = environment.XlaTrial()
     # Imported here so that --help and mistyped flags answer at once.
     from adder_flax import host_memory

@@ -44,6 +44,16 @@ class XlaTrial:
             )
 
 
+def check_system() -> None:
+    """Checks what XLA takes for granted.
+
+    Raises:
+      RunError: Linux without /proc, where XLA does not find the processors and fails at the first step.
+    """
+    if sys.platform == "linux" and not os.path.exists("/proc/self/stat"):
+        raise RunError("expected the system's /proc, got none; mount it (mount -t proc proc /proc)")
+
+
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
     """Turns whatever keeps a library from being imported into an error of the run.

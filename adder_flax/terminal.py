@@ -107,7 +107,7 @@ def _is_for_users(record: LogRecord) -> bool:
 
 
 def explain_failures(explain: Callable[[Exception], str]) -> None:
-    """Lets the text of a function follow the traceback of a failure that nothing else explains."""
+    """Lets a function make the message of a failure that nothing else explains, or "" where it cannot either."""
     _FAILURES["explain"] = explain
 
 
@@ -133,10 +133,20 @@ def messages() -> Iterator[None]:
     except KeyboardInterrupt:
         end("expected to run to the end, got SIGINT; the same command goes on from what was saved", 130)
     except Exception as error:
+        reason = first_line(error)[:1000]
         if "RESOURCE_EXHAUSTED" in str(error) or "std::bad_alloc" in str(error):
-            end(f"expected enough memory, got: {first_line(error)}; see what --mode=compile says", 2, error)
-        explain = _FAILURES.get("explain", lambda error: "")
-        _leave(traceback.format_exc() + explain(error), 1)
+            end(f"expected enough memory, got: {reason}; see what --mode=compile says", 2, error)
+        if "can't start new thread" in str(error):
+            end(
+                f"expected enough memory and threads, got: {reason}; raise limits (ulimit -v, -u) or leave more",
+                2,
+                error,
+            )
+        if explained := _FAILURES.get("explain", lambda error: "")(error):
+            end(explained, 1, error)
+        if type(error).__name__ == "JaxRuntimeError":  # of XLA and the devices; JAX need not have been imported
+            end(f"expected devices that compute, got: {reason}; see to them, the same command goes on", 1, error)
+        _leave(traceback.format_exc(), 1)
 
 
 def end(message: str, code: int, error: BaseException | None = None) -> None:

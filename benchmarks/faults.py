@@ -47,15 +47,16 @@ def make_config() -> Any:
     return config
 
 
-def start(workdir: Path, **options) -> subprocess.Popen:
+def start(workdir: Path, *flags: str, **options) -> subprocess.Popen:
     """Starts the run in a directory, or resumes it.
 
     Args:
         workdir: of the run.
+        *flags: further ones of ``main.py``.
         **options: of ``subprocess.Popen``.
     """
     fields = [f"--config.{field}={value}" for field, value in FIELDS.items()]
-    command = [sys.executable, "-u", "main.py", f"--config={EXPERIMENT}", *fields, f"--workdir={workdir}"]
+    command = [sys.executable, "-u", "main.py", f"--config={EXPERIMENT}", *fields, f"--workdir={workdir}", *flags]
     return subprocess.Popen(command, cwd=ROOT, **{"stdout": subprocess.PIPE, "text": True} | options)
 
 

@@ -8,7 +8,7 @@ from benchmarks.hostile.__main__ import GROUPS
 
 # Those of some groups start processes.
 _CASES = {"settings": 60}
-_SLOW_CASES = {"moments": 2, "disk": 2, "pairs": 3}  # whole runs
+_SLOW_CASES = {"moments": 2, "disk": 5, "pairs": 3, "removal": 3}  # whole runs
 
 
 @pytest.mark.parametrize(

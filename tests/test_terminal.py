@@ -61,6 +61,12 @@ def test_a_run_may_hold_one_signal_and_no_second():
         ("MemoryError()", 2, "error: expected enough memory"),
         ("terminal.RunError('expected a, got b\\x1b[31m')", 2, r"error: expected a, got b\\x1b\[31m"),
         ("KeyboardInterrupt()", 130, "error: .*SIGINT"),
+        ("RuntimeError('can\\'t start new thread')", 2, "error: expected enough memory and threads"),
+        (
+            "type('JaxRuntimeError', (RuntimeError,), {})('INTERNAL: lost\\nstack')",
+            1,
+            "error: expected devices .*lost;",
+        ),
     ],
 )
 def test_an_error_is_the_last_line(error, code, words):

@@ -133,7 +133,12 @@ def _as_type(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     return converted
 
 
-def _check_layers(model: VisionTransformer, names: str) -> None:
+def _check_layers(model: nnx.Module, names: str) -> None:
+    if not isinstance(model, VisionTransformer):
+        raise ValueError(
+            f"expected a vision transformer, whose weights have names that others know, got a {type(model).__name__}"
+            "; keep its checkpoints"
+        )
     if names != "adder_flax" and has_prototypes(model):
         raise ValueError(
             f"expected dense layers for weights in the names of {names}, got adder layers, whose weights mean "

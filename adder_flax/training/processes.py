@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from adder_flax import terminal
-from adder_flax.errors import RunError
+from adder_flax.errors import RunError, first_line
 from adder_flax.training import sharding
 
 HEARTBEAT_SECONDS = 30
@@ -89,8 +89,8 @@ def _about_peers(error: Exception) -> str:
     if not isinstance(error, jax.errors.JaxRuntimeError) and not re.match(r"[A-Z_]+: ", str(error)):
         return ""
     return (
-        f"error: expected {jax.process_count()} processes to go on together, got the failure above, which may be that "
-        "another one has ended; look at its output, then start all of them again: they resume at the last checkpoint"
+        f"expected {jax.process_count()} processes to go on together, got: {first_line(error)[:500]}; another one may "
+        "have ended: look at its output, then start all of them again, they resume at the last checkpoint"
     )
 
 

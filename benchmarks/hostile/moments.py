@@ -1,14 +1,16 @@
 """Signals at random moments from the start of the process to its last line, each then resumed to the end."""
 
+import atexit
 import functools
 import random
+import shutil
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import faults
 from benchmarks.hostile.case import Case, Fault, Group, Observed, Verdict
@@ -18,27 +20,63 @@ _FAULTS = {
     number: Fault(f"{number.name} at any moment", "everything: the resumed run ends with the bits of one left alone")
     for number in _SIGNALS
 }
-_MOST_SECONDS = 300
+_MOST_SECONDS = 600
 
 
 start = functools.partial(faults.start, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
+class Alone(NamedTuple):
+    """A run that nobody disturbed: how many seconds it took, its directory, never to be changed, its last state."""
+
+    seconds: float
+    workdir: Path
+    state: Any
+
+
 @functools.cache
-def left_alone() -> tuple[float, Any]:
-    """Returns how many seconds the run takes when nobody disturbs it, and its last state."""
-    with tempfile.TemporaryDirectory(prefix="moments") as folder:
-        start(Path(folder, "first")).communicate()  # compiles
-        began = time.perf_counter()
-        _, errors = (process := start(Path(folder, "whole"))).communicate()
-        if process.returncode:
-            raise RuntimeError(f"expected the run to end, got: {errors}")
-        return time.perf_counter() - began, faults.final_state(Path(folder, "whole"))
+def left_alone() -> Alone:
+    """Runs it; the folder stays until the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="moments"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    start(folder / "first").communicate()  # compiles
+    began = time.perf_counter()
+    _, errors = (process := start(folder / "whole")).communicate()
+    if process.returncode:
+        raise RuntimeError(f"expected the run to end, got: {errors}")
+    return Alone(time.perf_counter() - began, folder / "whole", faults.final_state(folder / "whole"))
+
+
+def judge_end(process: subprocess.Popen) -> Observed:
+    """Waits for a process that ends well or with one message, the last line of what it says."""
+    try:
+        out, err = process.communicate(timeout=_MOST_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return Observed(Verdict.HANG, f"no end after {_MOST_SECONDS} s")
+    if "Traceback" in out + err:
+        return Observed(Verdict.TRACEBACK, (out + err)[-2000:])
+    if not process.returncode:
+        return Observed(Verdict.RIGHT)
+    last = (err.strip().splitlines() or [""])[-1]
+    if process.returncode != 2 or not last.startswith("error: "):
+        return Observed(Verdict.TRACEBACK, f"exit code {process.returncode}, last line: {last[:500]}")
+    return Observed(Verdict.MESSAGE, last.removeprefix("error: "))
+
+
+def judge_resumed(workdir: Path, expected: Any) -> Observed | None:
+    """Starts a run again, and returns what is wrong unless it ends with the expected state."""
+    out, err = (resumed := start(workdir)).communicate(timeout=_MOST_SECONDS)
+    if resumed.returncode:
+        return Observed(Verdict.LOST, f"resumed, it ended with {resumed.returncode}: {err[-1000:]}")
+    if not faults.same_bits(faults.final_state(workdir), expected):
+        return Observed(Verdict.LOST, "the resumed run ended with other numbers")
+    return None
 
 
 def interrupted(number: signal.Signals, share: float, again: float | None) -> Observed:
     """Sends a signal at a share of the whole run's time, perhaps a second one, and resumes."""
-    seconds, expected = left_alone()
+    seconds, _, expected = left_alone()
     with tempfile.TemporaryDirectory(prefix="moments") as folder:
         workdir = Path(folder, "run")
         process = start(workdir)
@@ -62,12 +100,9 @@ def interrupted(number: signal.Signals, share: float, again: float | None) -> Ob
         seen = [line for line in last if line.startswith(number.name)]
         if process.returncode > 0 and len(seen) != 1:
             return Observed(Verdict.CRASH, f"exit code {process.returncode}, said: {last[-3:]}")
-        out, err = (resumed := start(workdir)).communicate(timeout=_MOST_SECONDS)
-        if resumed.returncode:
-            return Observed(Verdict.LOST, f"resumed, it ended with {resumed.returncode}: {err[-1000:]}")
-        if not faults.same_bits(faults.final_state(workdir), expected):
-            return Observed(Verdict.LOST, "the resumed run ended with other numbers")
-        return Observed(Verdict.MESSAGE if seen else Verdict.RIGHT, seen[0] if seen else "")
+        return judge_resumed(workdir, expected) or Observed(
+            Verdict.MESSAGE if seen else Verdict.RIGHT, seen[0] if seen else ""
+        )
 
 
 def _cases(seed: int, count: int) -> Iterator[Case]:

@@ -7,9 +7,11 @@ import pickle
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from adder_flax import interop
+from adder_flax.models import Seq2Seq
 from benchmarks.hostile import _weights, fuzz, weights
 from tests.interop.test_weights import make, timm_arrays
 
@@ -71,6 +73,17 @@ def test_a_fifo_does_not_wait_and_a_pickle_does_not_run(tmp_path):
     (tmp_path / "model.bin").write_bytes(pickle.dumps(weights._Evil()))
     with pytest.raises(ValueError, match="a pickle"):
         interop.load_weights(make(), tmp_path / "model.bin")
+
+
+def test_a_model_of_sequences_is_refused_by_name(tmp_path):
+    model = Seq2Seq(source_symbols=5, target_symbols=7, width=8, embedding_features=4, rngs=nnx.Rngs(0))
+    interop.save_weights(make(), tmp_path / "w")
+    for names in interop.FORMATS:
+        with pytest.raises(ValueError, match="expected a vision transformer, .* got a Seq2Seq"):
+            interop.save_weights(model, tmp_path / "new", names=names)
+    with pytest.raises(ValueError, match="got a Seq2Seq"):
+        interop.load_weights(model, tmp_path / "w")
+    assert os.listdir(tmp_path) == ["w"]
 
 
 def test_shapes_are_compared_before_data_are_read(tmp_path):
