@@ -5,14 +5,16 @@ import collections
 import importlib
 import json
 import platform
+import re
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import benchmarks.hostile
-from benchmarks.hostile.case import Case, Group, Observed, Verdict
+from benchmarks.hostile.case import ROOT, Case, Group, Observed, Verdict
 
 GROUPS = tuple(
     sorted(
@@ -73,15 +75,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--record", default="", help="JSON file that keeps the rows of the groups that ran")
     parser.add_argument("--page", default="", help="Markdown page to write from the record")
     options = parser.parse_args(arguments)
+    sys.unraisablehook = lambda unraisable: None  # as in the product, see adder_flax.terminal
     record = json.loads(Path(options.record).read_text()) if options.record and Path(options.record).exists() else {}
     unsound, table = 0, []
     for name in filter(None, options.groups.split(",")):
-        group: Group = importlib.import_module(f"benchmarks.hostile.{name}").GROUP
+        module = importlib.import_module(f"benchmarks.hostile.{name}")
+        group: Group = module.GROUP
         began = time.monotonic()
         results = run_group(group, seed=options.seed, share=options.share)
         unsound += sum(not observed.verdict.sound for _, observed in results)
         table.append(count_row(name, results))
         record[name] = {
+            "about": module.__doc__.splitlines()[0],
             "seed": options.seed,
             "tried": len(results),
             "seconds": round(time.monotonic() - began),
@@ -108,28 +113,37 @@ def page(record: dict[str, Any]) -> str:
     lines = [
         "# What can go wrong",
         "",
-        "Each of these was done to the product, as often as the table says, by `python -m benchmarks.hostile`, which",
-        "also wrote this page. What must come of it is one message (expected, got, how to fix) and an exit code other",
-        "than 0, or the right result, and nothing on disk is lost.",
+        "Faults made on purpose, what one sees of each, and what is kept. `python -m benchmarks.hostile` makes them as",
+        "often as the first table says, and writes this page. What must come of every one is one message (expected,",
+        "got, how to fix it) and an exit code other than 0, or the right result; and nothing on disk is lost.",
+        "[Operations](operations.md#when-something-breaks) says what to do in the cases that clusters bring.",
         "",
         table_head(),
-        *(group["row"] for group in record.values()),
+        *(group["row"] for _, group in sorted(record.items())),
+        "",
+        f"Processor: {', '.join(sorted({group['processor'] for group in record.values()}))}.",
         "",
     ]
-    for name, group in record.items():
-        lines += [f"## {name.capitalize()}", ""]
+    for name, group in sorted(record.items()):
+        lines += [f"## {name.capitalize()}", "", group["about"], ""]
         lines += ["| fault | tried | what one sees, for example | what is kept |", "|---|---|---|---|"]
         for row in group["faults"]:
-            seen = _cell(row["seen"]) if "seen" in row else "the right result"
+            seen = _cell(_anywhere(row["seen"])) if "seen" in row else "the right result"
             lines.append(f"| {_cell(row['fault'])} | {row['tried']} | {seen} | {_cell(row['kept'])} |")
         lines.append("")
     return "\n".join(lines)
 
 
+def _anywhere(text: str) -> str:
+    """Returns a message without what is of the machine and the moment that it was seen on."""
+    text = re.sub(rf"{tempfile.gettempdir()}/\w+", "…", text.replace(f"{ROOT}/", ""))
+    return re.sub(r"process \d+ on \S+ since \S+ [\d:+]+", "process 4711 on node7 since …", text)
+
+
 def _cell(text: str) -> str:
     """Returns a text as one table cell: one line, no bars, no markup, no more than a few lines long."""
-    line = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
-    return line if len(line) <= 400 else line[:397] + "…"
+    line = re.sub(r"([|*_$`])", r"\\\1", " ".join(text.split())).replace("<", "&lt;")
+    return line if len(line) <= 300 else line[:299] + "…"
 
 
 if __name__ == "__main__":
