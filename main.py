@@ -121,7 +121,8 @@ def _parse_flags(argv: list[str]) -> list[str]:
             settings.read(settings.RunSettings, _CONFIG.value)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
         unknown = re.match(r"\W*'(\w+)\\?'", str(error))  # all that ml_collections says of --config.<unknown field>
-        raise RunError(_unknown_field(unknown[1]) if unknown else str(error)) from error
+        words = str(error) if "expected" in str(error) else f"expected flags as --help lists them, got: {error}"
+        raise RunError(_unknown_field(unknown[1]) if unknown else words) from error
     return rest
 
 

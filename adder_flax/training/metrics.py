@@ -1,6 +1,5 @@
 """Where a run's numbers go: ``metrics.jsonl``, TensorBoard events, and the terminal."""
 
-import contextlib
 import json
 import re
 import resource
@@ -49,22 +48,19 @@ class MetricWriter:
 
     def __init__(self, workdir: str | Path, *, start_step: int = 0, enabled: bool = True):
         self._workdir = Path(workdir)
-        self._file = self._events = None
+        self._events: _Events | None = None
         if not enabled:
             return
         _set_rows_aside(self._workdir, start_step)
         with writing("metrics", workdir):
-            self._file = (self._workdir / _NAME).open("a", buffering=1)
+            self._add("")
             self._events = _Events(self._workdir / "tensorboard", start_step)
 
     def __enter__(self) -> "MetricWriter":
         return self
 
     def __exit__(self, *exc_info) -> None:
-        if self._file is not None:
-            # Every row was written at once: what cannot be written now was complained of then.
-            with contextlib.suppress(OSError):
-                self._file.close()
+        if self._events is not None:
             try:
                 self._events.close()
             except OSError as error:
@@ -76,11 +72,16 @@ class MetricWriter:
         Raises:
           RunError: it could not be written (a full disk, say).
         """
-        if self._file is None:
+        if self._events is None:
             return
         with writing("metrics", self._workdir):
-            self._file.write(json.dumps({"step": step, **scalars}) + "\n")
+            self._add(json.dumps({"step": step, **scalars}) + "\n")
             self._events.write(step, scalars)
+
+    def _add(self, text: str) -> None:
+        # Opened each time: rows in a file that somebody moved or removed since would be lost.
+        with (self._workdir / _NAME).open("a") as file:
+            file.write(text)
 
 
 class _Events:

@@ -159,10 +159,12 @@ def judge_process(
 
 
 def _message(text: str) -> tuple[Verdict, str]:
-    """Judges a message: readable, of one screen, without a traceback or control characters in it."""
+    """Judges a message: says what was expected, of one screen, without a traceback or control characters in it."""
     text = text.rstrip("\n")
     if not text.strip() or "Traceback" in text:
         return Verdict.TRACEBACK, text[-2000:]
+    if "expected" not in text.lower():
+        return Verdict.TRACEBACK, f"another library's words alone: {text}"
     if len(text) > 4000 or any(ord(c) < 32 and c not in "\n\t" for c in text):
         return Verdict.TRACEBACK, f"not fit for a terminal ({len(text)} characters): {text[:500]!r}"
     return Verdict.MESSAGE, text

@@ -119,3 +119,15 @@ def test_events_that_cannot_be_written_stop_the_run_and_nobody_waits_for_them(tm
         with pytest.raises(RunError, match="No space left on device; what was written before is whole"):
             writer.write(1, {"train/loss": 1.0})
     assert [row["step"] for row in read_metrics(tmp_path)] == [1]
+
+
+def test_rows_go_to_the_log_that_is_there(tmp_path):
+    with MetricWriter(tmp_path) as writer:
+        writer.write(1, {"train/loss": 0.5})
+        (tmp_path / "metrics.jsonl").rename(tmp_path / "rotated")
+        writer.write(2, {"train/loss": 1.0})
+        assert (lines(tmp_path / "rotated"), lines(tmp_path / "metrics.jsonl")) == (ROWS[:1], ROWS[1:2])
+        (tmp_path / "metrics.jsonl").unlink()
+        tmp_path.rename(f"{tmp_path}-moved")
+        with pytest.raises(RunError, match="the directory is gone"):
+            writer.write(3, {"train/loss": 1.5})
