@@ -34,9 +34,10 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; by defau
 _MODE = flags.DEFINE_enum(
     "mode",
     "train",
-    ["train", "eval", "analyze", "compile", "export"],
-    "train: train or resume; eval: score a checkpoint; analyze: report on it; compile: what training will take on the "
-    "devices of --config.topology; export: write the weights of a checkpoint to a safetensors file",
+    ["train", "eval", "analyze", "predict", "compile", "export"],
+    "train: train or resume; eval: score a checkpoint; analyze: report on it; predict: say what images show; compile: "
+    "what training will take on the devices of --config.topology; export: write the weights of a checkpoint to a "
+    "safetensors file",
 )
 _BASELINE = flags.DEFINE_string(
     "baseline", None, "With --mode=analyze: directory of another run on the same data, to compare with"
@@ -46,15 +47,23 @@ _CLUSTER = flags.DEFINE_boolean(
     False,
     "Let JAX look for the other processes itself, as TPU virtual machines need; see docs/operations.md",
 )
-_CHECKPOINT = flags.DEFINE_string("checkpoint", "last", "With --mode=eval, analyze or export: last, best or a step")
+_CHECKPOINT = flags.DEFINE_string(
+    "checkpoint", "last", "With --mode=eval, analyze, predict or export: last, best or a step"
+)
 _SPLIT = flags.DEFINE_string(
     "split", "eval", "With --mode=eval: the split to score, by its own name; eval is the one that training evaluates on"
 )
+_IMAGES = flags.DEFINE_string("images", None, "With --mode=predict: an image, or a folder of images")
+_PREDICTIONS = flags.DEFINE_string("predictions", None, "With --mode=predict: file that gets them as lines of JSON")
+_OVERLAY = flags.DEFINE_string("overlay", None, "With --mode=predict: folder that gets pictures of the attention")
 _NAMES = flags.DEFINE_enum(
     "names", "adder_flax", ["adder_flax", "timm", "hugging_face"], "With --mode=export: whose names and layouts"
 )
 _MODES_WITH = {
-    "checkpoint": ("eval", "analyze", "export"),
+    "checkpoint": ("eval", "analyze", "predict", "export"),
+    "images": ("predict",),
+    "predictions": ("predict",),
+    "overlay": ("predict",),
     "baseline": ("analyze",),
     "names": ("export",),
     "split": ("eval",),
@@ -98,6 +107,8 @@ def main(argv: list[str]) -> None:
         cli.compile_step(_CONFIG.value)
     elif _MODE.value == "analyze":
         cli.analyze(_CONFIG.value, workdir, _CHECKPOINT.value, _BASELINE.value)
+    elif _MODE.value == "predict":
+        cli.predict(_CONFIG.value, workdir, _CHECKPOINT.value, _IMAGES.value, _PREDICTIONS.value, _OVERLAY.value)
     elif _MODE.value == "export":
         cli.export(_CONFIG.value, workdir, _CHECKPOINT.value, _NAMES.value)
     else:

@@ -12,6 +12,7 @@ import jax
 from absl import logging
 
 from adder_flax import counting, data, interop, ops, own_cache, report, settings, training
+from adder_flax import predict as predicting
 from adder_flax.errors import first_line
 
 
@@ -260,6 +261,46 @@ def evaluate(config: Any, workdir: str | Path, checkpoint: str, split: str = "ev
     shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
     scored = f"{len(run.eval_source)} {run.task.unit} of {config.data.name}/{run.eval_source.split}"
     _say(f"step {int(state['step'])}  {scored}  {shown}")
+
+
+def predict(
+    config: Any, workdir: str | Path, checkpoint: str, images: str | None, output: str | None, overlay: str | None
+) -> None:
+    """Prints what images show, by a checkpoint of a run or, where it has none, by the weights of ``config.init_from``.
+
+    Args:
+      config: of the run.
+      workdir: of the run.
+      checkpoint: ``last``, ``best`` or a step.
+      images: a file or a folder.
+      output: file for lines of JSON.
+      overlay: folder for pictures of the attention.
+
+    Raises:
+      RunError: what the user must mend.
+      SystemExit: files that could not be read, with exit code 1; the others are done.
+    """
+    if images is None:
+        raise training.RunError("expected --images=FILE_OR_FOLDER with --mode=predict, got none; set it")
+    files = predicting.files_of(images)
+    run = training.build_run(config, load=data.load_or_imitate)
+    if config.init_from and not training.SavedCheckpoints(Path(workdir) / "checkpoints").steps:
+        with training.user_errors():
+            run, at_random = interop.start_from(run, config.init_from)
+        if at_random:
+            raise training.RunError(
+                f"expected weights for the whole model in {config.init_from}, got none for {', '.join(at_random[:3])} "
+                f"({len(at_random)} in all); train it first, or set --config.init_from to others"
+            )
+        state = run.init()
+    else:
+        state = _restore(run, workdir, checkpoint)
+    model = run.model(training.fetch(training.evaluation_params(state), run.mesh))
+    predictor = predicting.Predictor(run.task, model, run.eval_source)
+    unread = predicting.predict_files(predictor, files, *(place and Path(place) for place in (output, overlay)))
+    if unread:
+        print(f"{unread} of {len(files)} files could not be read", file=sys.stderr)
+        sys.exit(1)
 
 
 def export(config: Any, workdir: str | Path, checkpoint: str, names: str) -> None:

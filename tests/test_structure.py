@@ -28,7 +28,7 @@ ORDER = (
         "ops",
     ),
     *("attention", "layers", "models", "measures", "counting", "data"),
-    *("tasks", "training", "interop", "compare", "report", "linen", "cli"),
+    *("tasks", "training", "interop", "compare", "report", "predict", "linen", "cli"),
 )
 
 

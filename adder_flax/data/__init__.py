@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from adder_flax.data._images import EVAL_CROP_RATIO, read_image
 from adder_flax.data._load import describe, load_or_imitate, load_source
 from adder_flax.data._registry import SETS, DataSet, register_source, resolve_split
 from adder_flax.data._sequences import SequenceSource
@@ -59,6 +60,7 @@ __all__ = [
     "SETS",
     "DataError",
     "DataSet",
+    "EVAL_CROP_RATIO",
     "EncodedSource",
     "EvalPipeline",
     "ImageSource",
@@ -78,6 +80,7 @@ __all__ = [
     "random_erase",
     "random_flip",
     "random_resized_crop",
+    "read_image",
     "register_source",
     "resize_boxes",
     "resolve_split",

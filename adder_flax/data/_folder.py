@@ -10,7 +10,6 @@ from typing import Any
 from adder_flax.data import _images
 from adder_flax.data._registry import DataSet, register_source, resolve_split
 from adder_flax.data._source import DataError, EncodedSource
-from adder_flax.files import open_regular
 from adder_flax.text import printable
 
 IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -107,10 +106,7 @@ class FolderRecords:
 
     def __getitem__(self, index: int) -> tuple[bytes, int]:
         path, label = self._files[index]
-        with open_regular(path) as file:
-            if (size := os.fstat(file.fileno()).st_size) > _images.MAX_BYTES:
-                raise ValueError(f"a file of {size:,} bytes, more than the {_images.MAX_BYTES:,} allowed")
-            return file.read(), label
+        return _images.read_encoded(path), label
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[bytes, int]]:
         return [self[index] for index in indices]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import struct
 import warnings
 import zlib
@@ -16,6 +17,8 @@ import zlib
 import numpy as np
 from jaxtyping import UInt8
 from PIL import ExifTags, Image
+
+from adder_flax.files import open_regular
 
 EVAL_CROP_RATIO = 0.875
 """Side of the centre crop over the shorter side of the resized image (DeiT: 224 of 256)."""
@@ -63,7 +66,34 @@ def decode_and_resize(
     return _to_array(image)
 
 
-def decode_and_center_crop(encoded: bytes, size: int, channels: int) -> UInt8[np.ndarray, "size size channel"]:
+def read_image(
+    path: str | os.PathLike, size: int, channels: int, *, crop_ratio: float = EVAL_CROP_RATIO
+) -> UInt8[np.ndarray, "size size channel"]:
+    """The pixels of a file as an evaluation sees them, see `decode_and_center_crop`.
+
+    Raises:
+        OSError: the file cannot be read, or is no regular one.
+        ValueError: it is too large, or no image that is read. Decoders may raise errors of other types.
+    """
+    return decode_and_center_crop(read_encoded(path), size, channels, crop_ratio)
+
+
+def read_encoded(path: str | os.PathLike) -> bytes:
+    """The bytes of a file of at most `MAX_BYTES`.
+
+    Raises:
+        OSError: the file cannot be read, or is no regular one.
+        ValueError: it is too large.
+    """
+    with open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
+            raise ValueError(f"a file of {size:,} bytes, more than the {MAX_BYTES:,} allowed")
+        return file.read()
+
+
+def decode_and_center_crop(
+    encoded: bytes, size: int, channels: int, crop_ratio: float = EVAL_CROP_RATIO
+) -> UInt8[np.ndarray, "size size channel"]:
     """DeiT's evaluation view: shorter side to size / 0.875 (bicubic), then the central size x size.
 
     The rounding is torchvision's (`Resize`, `CenterCrop`), as in the evaluation transform of
@@ -71,7 +101,7 @@ def decode_and_center_crop(encoded: bytes, size: int, channels: int) -> UInt8[np
     measured on.
     """
     image = _convert(_open(encoded), channels)
-    shorter = int(size / EVAL_CROP_RATIO)
+    shorter = int(size / crop_ratio)
     resized = tuple(int(shorter * side / min(image.size)) for side in image.size)
     if math.prod(resized) > MAX_PIXELS:
         raise ValueError(

@@ -1,0 +1,113 @@
+"""Predictions from files: the same as on arrays, whatever else lies in the folder."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from adder_flax import cli, data, interop, training
+from adder_flax.predict import Prediction, Predictor, files_of
+from adder_flax.training import RunError, build_run
+
+
+@pytest.fixture(scope="module")
+def run():
+    from experiments import common
+    from tests.training.tiny import TINY
+
+    config = common.deit("multiplicative", "tiny")
+    config.update_from_flattened_dict(TINY)
+    return build_run(config)
+
+
+def write_digits(folder, images):
+    for number, image in enumerate(images):
+        Image.fromarray(image[..., 0]).save(folder / f"{number:03d}.png")
+
+
+def test_files_are_taken_for_what_their_pixels_are(run, tmp_path):
+    model, source = run.model(run.init()["params"]), run.eval_source
+    images = source.first(70)["image"]  # more than a batch
+    write_digits(tmp_path, images)
+    (tmp_path / "010b.png").write_bytes((tmp_path / "010.png").read_bytes()[:60])
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "071.txt").write_text("no image")
+    os.mkfifo(tmp_path / "sub" / "072.png")
+    (tmp_path / ".hidden").write_text("left alone")
+    files = files_of(tmp_path)
+    assert [str(path.relative_to(tmp_path)) for path in files[9:12]] == ["009.png", "010.png", "010b.png"]
+    found = list(Predictor(run.task, model, source)(files))
+    assert [p.path.name for p, _ in found if p.problem] == ["010b.png", "071.txt", "072.png"]
+    logits = np.asarray(model(*run.task.inputs({"image": images})), np.float64)
+    expected = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    read = [(p, pixels) for p, pixels in found if not p.problem]
+    assert len(read) == 70
+    for (prediction, pixels), image, row in zip(read, images, expected, strict=True):
+        np.testing.assert_array_equal(pixels, image)
+        order = np.argsort(-row)[:5]
+        assert [name for name, _ in prediction.classes] == [str(i) for i in order]
+        np.testing.assert_allclose([p for _, p in prediction.classes], row[order], rtol=1e-4)
+
+
+def test_an_image_of_another_shape_gives_its_middle(run, tmp_path):
+    """Twice as large, turned as its EXIF says, with margins left and right that are cropped away."""
+    image = run.eval_source.first(1)["image"][0, :, :, 0]
+    wide = np.zeros((16, 24), np.uint8)
+    wide[:, 4:20] = np.kron(image, np.ones((2, 2), np.uint8))
+    turned = Image.fromarray(wide).rotate(90, expand=True)
+    exif = turned.getexif()
+    exif[0x0112] = 6  # to be turned clockwise
+    turned.save(tmp_path / "turned.png", exif=exif)
+    seen = data.read_image(tmp_path / "turned.png", 8, 1, crop_ratio=1.0)[..., 0]
+    reduced = np.asarray(Image.fromarray(wide).resize((12, 8), Image.Resampling.BICUBIC))
+    np.testing.assert_array_equal(seen, reduced[:, 2:10])
+    assert np.corrcoef(seen.ravel(), image.ravel())[0, 1] > 0.95
+
+
+def test_lines_for_people_and_programs():
+    taken = Prediction(Path(os.fsdecode(b"caf\xe9\n.png")), (("cat\x1b[31m", 0.75), ("dog", 0.25)))
+    assert taken.as_text(20) == r"caf\udce9\n.png      cat\x1b[31m 75.0%  dog 25.0%"
+    assert Prediction(Path("a"), problem="no image").as_text(3) == "a    not read: no image"
+    assert json.loads(taken.as_json())["classes"][1] == {"name": "dog", "probability": 0.25}
+    assert json.loads(Prediction(Path("x"), problem="no image").as_json()) == {"file": "x", "problem": "no image"}
+
+
+def test_the_mode_writes_lines_and_pictures_and_counts_what_it_cannot_read(run, tmp_path, capsys):
+    interop.save_weights(run.model(run.init()["params"]), tmp_path / "weights.safetensors", names="timm")
+    config = run.config.copy_and_resolve_references()
+    config.init_from = str(tmp_path / "weights.safetensors")
+    (tmp_path / "images").mkdir()
+    write_digits(tmp_path / "images", run.eval_source.first(2)["image"])
+    (tmp_path / "images" / "note.txt").write_text("")
+    places = dict(output=str(tmp_path / "lines"), overlay=str(tmp_path / "overlay"))
+    with pytest.raises(SystemExit) as ended:
+        cli.predict(config, tmp_path / "run", "last", str(tmp_path / "images"), **places)
+    assert ended.value.code == 1
+    printed = capsys.readouterr()
+    assert "1 of 3 files could not be read" in printed.err
+    assert len(printed.out.splitlines()) == len((tmp_path / "lines").read_text().splitlines()) == 3
+    assert sorted(path.name for path in (tmp_path / "overlay").iterdir()) == ["00000-000.png", "00001-001.png"]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [(None, "expected --images"), ("nowhere", "nowhere: No such file"), ("empty", "got an empty folder")],
+)
+def test_nothing_to_look_at_is_one_message(images, message, run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunError, match=message):
+        cli.predict(run.config, tmp_path / "run", "last", images and str(tmp_path / images), None, None)
+
+
+def test_weights_for_a_part_of_the_model_are_refused(run, tmp_path):
+    config = run.config.copy_and_resolve_references()
+    config.model.score = "bilinear"
+    interop.save_weights(run.model(run.init()["params"]), tmp_path / "weights.safetensors", names="timm")
+    config.init_from = str(tmp_path / "weights.safetensors")
+    write_digits(tmp_path, run.eval_source.first(1)["image"])
+    with pytest.raises(training.RunError, match="weights for the whole model"):
+        cli.predict(config, tmp_path / "run", "last", str(tmp_path / "000.png"), None, None)
