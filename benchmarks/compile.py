@@ -2,10 +2,12 @@
 
     python -m benchmarks.compile
     python -m benchmarks.compile --sizes=base --mechanisms=adder --topologies=v5e:4x4 --dtype=bfloat16
+    python -m benchmarks.compile --topologies=h100:1,h100:8
 
 Each row is the training step of an ImageNet experiment (224 pixels, 1,000 classes, global batch 1,024), compiled for
-the topology by libtpu without the hardware, as ``main.py --mode=compile`` does. It needs Linux on x86-64 and
-``pip install "jax[tpu]"``, and takes some minutes for each row of the larger models.
+the topology without the hardware, as ``main.py --mode=compile`` does. It needs Linux on x86-64 and ``pip install
+"jax[tpu]"`` for TPUs, ``pip install "adder-flax[gpu-compile]"`` for GPUs, and takes some minutes for each row of the
+larger models.
 """
 
 import argparse

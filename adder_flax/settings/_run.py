@@ -65,7 +65,7 @@ class RunSettings:
     )
     topology: str = setting(
         "",
-        Text("v5e:4x4, cpu:8 or empty", empty=True),
+        Text("v5e:4x4, h100:8, cpu:8 or empty", empty=True),
         "of --mode=compile; empty for the devices at hand",
     )
     attention_diagnostics: bool = setting(

@@ -1,4 +1,4 @@
-"""Devices to compile for that need not be there: TPU slices by libtpu, and simulated CPU devices."""
+"""Devices to compile for that need not be there: TPU slices by libtpu, NVIDIA GPUs, and simulated CPU devices."""
 
 import contextlib
 import importlib.util
@@ -8,6 +8,7 @@ import jax
 from jax.experimental import topologies
 
 from adder_flax.errors import RunError, first_line
+from adder_flax.training import gpu_topology
 from adder_flax.training.sharding import devices_at_hand
 
 GIB = 2**30
@@ -31,32 +32,37 @@ def topology_devices(name: str) -> list[jax.Device]:
     """Returns the devices of a topology.
 
     Args:
-      name: ``"v5e:4x4"``, ``"v5p:2x2x2"`` or ``"v6e:4x4"`` and the like, a TPU slice; ``"cpu:8"``, so many simulated
-        devices; or ``""``, the devices at hand. The first two must be asked for before anything else uses JAX.
+      name: ``"v5e:4x4"``, ``"v5p:2x2x2"`` or ``"v6e:4x4"`` and the like, a TPU slice; ``"h100:8"``, or ``"h100:2x8"``
+        on two hosts, GPUs (of `gpu_topology.GPUS`); ``"cpu:8"``, so many simulated devices; or ``""``, the devices at
+        hand. All but the last must be asked for before anything else uses JAX.
 
     Raises:
-      RunError: there is no such topology, or no libtpu.
+      RunError: there is no such topology, or no compiler for it.
 
     Example:
       >>> topology_devices("v5e")
       Traceback (most recent call last):
       ...
-      adder_flax.errors.RunError: expected config.topology as v5e:4x4, cpu:8 or empty, got 'v5e'
+      adder_flax.errors.RunError: expected config.topology as v5e:4x4, h100:8, cpu:8 or empty, got 'v5e'
     """
     if not name:
         return devices_at_hand()
     platform, _, size = name.partition(":")
     if not size:
-        raise RunError(f"expected config.topology as v5e:4x4, cpu:8 or empty, got {name!r}")
+        raise RunError(f"expected config.topology as v5e:4x4, h100:8, cpu:8 or empty, got {name!r}")
     with contextlib.suppress(RuntimeError):  # where JAX is in use already, its devices stay what they are
         jax.config.update("jax_platforms", "cpu")
-    return _simulated(size) if platform == "cpu" else _tpu_slice(name)
+    if platform == "cpu":
+        return _simulated(size)
+    return gpu_topology.gpu_devices(name) if platform in gpu_topology.GPUS else _tpu_slice(name)
 
 
 def memory_bytes(device: jax.Device) -> int | None:
     """Returns the memory of a device that programs can use, or None where it is not known."""
     if device.device_kind in TPU_MEMORY_GIB:
         return int(TPU_MEMORY_GIB[device.device_kind] * GIB)
+    if (usable := gpu_topology.usable_bytes(device)) is not None:
+        return usable
     try:
         return (device.memory_stats() or {}).get("bytes_limit")
     except (RuntimeError, NotImplementedError):

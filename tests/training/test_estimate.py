@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from adder_flax import training
-from adder_flax.training import RunError, estimate, topology_devices
+from adder_flax.training import RunError, estimate, gpu_topology, topology_devices
 from adder_flax.training.estimate import _excess, _working_memory
 from adder_flax.training.topology import GIB, memory_bytes
 from tests.processes import ROOT, simulated_devices
@@ -20,6 +20,11 @@ from tests.training.tiny import TINY_FLAGS
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason='compiling for TPUs needs libtpu: pip install "jax[tpu]"'
+)
+
+
+needs_gpu_compiler = pytest.mark.skipif(
+    gpu_topology.compiler_folder() is None, reason='needs pip install "adder-flax[gpu-compile]"'
 )
 
 
@@ -117,7 +122,7 @@ def test_the_compilers_complaint_counts_arguments():
     assert done.stdout.split() == ["accepted", "8.0"]
 
 
-@pytest.mark.parametrize("name", ["v5e", "cpu:", "cpu:none", "cpu:0"])
+@pytest.mark.parametrize("name", ["v5e", "cpu:", "cpu:none", "cpu:0", "h100:", "h100:0", "h100:2x", "b200:2x2x2"])
 def test_topologies_that_cannot_be_are_refused(name):
     with pytest.raises(RunError, match="expected"):
         topology_devices(name)
@@ -127,6 +132,20 @@ def test_a_tpu_topology_without_libtpu_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RunError, match=r'libtpu.*got none; pip install "jax\[tpu\]=='):
         topology_devices("v5e:2x2")
+
+
+def test_a_gpu_topology_without_its_compiler_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RunError, match=r"compiler for NVIDIA GPUs.*got none; pip install .adder-flax\[gpu-compile\]"):
+        topology_devices("h100:8")
+
+
+@pytest.mark.parametrize(("share", "usable"), [(None, 63_707_234_304), ("0.9", 76_448_681_164)])
+def test_memory_of_a_gpu_is_what_programs_get_of_it(share, usable, monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    if share is not None:
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", share)
+    assert memory_bytes(types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")) == usable
 
 
 def test_memory_of_a_device_that_does_not_tell_is_unknown():
@@ -167,6 +186,23 @@ def test_two_tpu_slices_at_once_from_the_command_line(run_main):
             assert done.returncode == 0, done.stderr
             for part in parts:
                 assert part in done.stdout
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "parts"),
+    [
+        ("h100:2x2", ("4 × NVIDIA H100 80GB HBM3 on 2 hosts", "of 59.332 GiB: fits", "all-reduce")),
+        ("a100:1", ("1 × NVIDIA A100-SXM4-80GB", "of 59.442 GiB: fits", "additions a step")),
+    ],
+)
+def test_gpus_from_the_command_line(topology, parts, run_main):
+    done = run_main(*EXPERIMENT, f"--config.topology={topology}")
+    assert done.returncode == 0, done.stderr
+    for part in parts:
+        assert part in done.stdout
+    assert "all-gather" not in done.stdout  # no device sees the rows or the maps of others
 
 
 @needs_libtpu
