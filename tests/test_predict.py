@@ -69,7 +69,7 @@ def test_an_image_of_another_shape_gives_its_middle(run, tmp_path):
 
 def test_lines_for_people_and_programs():
     taken = Prediction(Path(os.fsdecode(b"caf\xe9\n.png")), (("cat\x1b[31m", 0.75), ("dog", 0.25)))
-    assert taken.as_text(20) == r"caf\udce9\n.png      cat\x1b[31m 75.0%  dog 25.0%"
+    assert taken.as_text(20) == r"caf\udce9\n.png       cat\x1b[31m 75.0%  dog 25.0%"
     assert Prediction(Path("a"), problem="no image").as_text(3) == "a    not read: no image"
     assert json.loads(taken.as_json())["classes"][1] == {"name": "dog", "probability": 0.25}
     assert json.loads(Prediction(Path("x"), problem="no image").as_json()) == {"file": "x", "problem": "no image"}
