@@ -243,7 +243,10 @@ def _draw(run: training.Run, workdir: Path, params: Any) -> list[str]:
 
 
 def _curves(run: training.Run, workdir: Path) -> Any:
-    return report.curves_figure(training.read_metrics(workdir), title=_run_name(run.config))
+    best = run.task.best
+    loss = "cross-entropy (nats)" if run.task.likelihood == "categorical" else "loss"
+    rows = training.read_metrics(workdir)
+    return report.curves_figure(rows, loss=loss, score=best.name, largest=best.largest, title=_run_name(run.config))
 
 
 def evaluate(config: Any, workdir: str | Path, checkpoint: str, split: str = "eval") -> None:

@@ -1,7 +1,7 @@
 """The vision transformer, with any attention mechanism and either kind of linear layer."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.nnx as nnx
 import jax.numpy as jnp
@@ -63,6 +63,23 @@ class VisionTransformer(nnx.Module):
     >>> model(jnp.ones((3, 8, 8, 1))).shape
     (3, 10)
     """
+
+    part_names: ClassVar[Mapping[str, str]] = {
+        "patch_embed": "patch embedding",
+        "pos_embed": "position, class token",
+        "cls_token": "position, class token",
+        "": "position, class token",
+        "blocks.*.attention.query": "blocks: query, key, value",
+        "blocks.*.attention.key": "blocks: query, key, value",
+        "blocks.*.attention.value": "blocks: query, key, value",
+        "blocks.*.attention.out": "blocks: projection",
+        "blocks.*.attention": "blocks: attention map",
+        "blocks.*.mlp": "blocks: MLP",
+        "blocks": "blocks: norms, residuals",
+        "norm": "final norm",
+        "head": "head",
+    }
+    """What a table calls its parts, see `adder_flax.report.summary_rows`."""
 
     @keywords_of(VitSettings, but=("name",))
     def __init__(
@@ -153,6 +170,10 @@ class VisionTransformer(nnx.Module):
             module.dropout.set_rate(settings.dropout_rate)
         for block, rate in zip(self.blocks, drop_path_rates(settings.drop_path_rate, len(self.blocks)), strict=True):
             block.drop_path.set_rate(rate)
+
+    def loop_over_blocks(self) -> None:
+        """Turns `scan_blocks` on where the blocks are alike, which is quicker to compile in second derivatives."""
+        self.scan_blocks = len({block.attention.settings for block in self.blocks}) == 1
 
     def embed_positions(self, patches: Float[Array, "batch patches width"]) -> Float[Array, "batch tokens width"]:
         """`embed_positions` with the model's own parameters."""

@@ -18,7 +18,7 @@ from adder_flax.ops._backend import (
 from adder_flax.ops._fused import fused_attention, preferred_key_block
 from adder_flax.ops._l1 import adder_matmul, adder_matmul_jvp, l1_scores
 from adder_flax.ops._primitive import formula
-from adder_flax.ops._rules import RuleName
+from adder_flax.ops._rules import RuleName, exact_gradients
 
 __all__ = [
     "Backend",
@@ -29,6 +29,7 @@ __all__ = [
     "available_backends",
     "backend_report",
     "build_in_background",
+    "exact_gradients",
     "formula",
     "fused_attention",
     "l1_scores",

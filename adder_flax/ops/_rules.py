@@ -5,6 +5,7 @@ function of the same difference takes its place (Chen et al., "AdderNet: Do We R
 Deep Learning?", CVPR 2020), so every rule here is a function of the difference alone.
 """
 
+import contextlib
 import dataclasses
 from typing import Literal
 
@@ -13,6 +14,26 @@ import jax.numpy as jnp
 
 RuleName = Literal["sign", "full", "hardtanh"]
 RULE_NAMES = ("sign", "full", "hardtanh")
+
+
+_exact = jax.make_user_context(default_value=False)
+
+
+def exact_gradients() -> contextlib.AbstractContextManager:
+    """Makes every rule the derivative itself, the sign, in what is traced inside of a `with` block in this thread.
+
+    Training follows the rules that layers were given; an expansion of the loss needs its true derivative.
+
+    Example:
+      >>> from adder_flax import ops
+      >>> slope = jax.grad(lambda w: ops.adder_matmul(jnp.ones((1, 1)), w).sum())
+      >>> with ops.exact_gradients():
+      ...     print(slope(jnp.full((1, 1), -2.0)))
+      [[1.]]
+      >>> print(slope(jnp.full((1, 1), -2.0)))  # AdderNet's rule: the difference
+      [[3.]]
+    """
+    return _exact(True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +57,8 @@ class GradientRule:
             )
         if not self.slope > 0:
             raise ValueError(f"expected a positive hardtanh slope; got {self.slope}; 1.0 is AdderNet's choice")
+        if _exact.value:
+            object.__setattr__(self, "name", "sign")
 
     def __call__(self, difference: jax.Array) -> jax.Array:
         """Applies the rule to an array of differences, elementwise."""

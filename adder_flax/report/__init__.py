@@ -8,6 +8,7 @@ from adder_flax.report._study import (
     NOT_MEASURED,
     Claim,
     Findings,
+    ImageStudy,
     Picture,
     Study,
     only_when,
@@ -27,7 +28,6 @@ from adder_flax.report.page import Report, write_report, write_study
 from adder_flax.report.second_order import (
     SecondOrderStep,
     SecondOrderTerms,
-    exact_gradients,
     second_order_along,
     second_order_terms,
 )
@@ -56,6 +56,7 @@ __all__ = [
     "Section",
     "SequenceStudy",
     "SequenceSubject",
+    "ImageStudy",
     "Study",
     "SummaryRow",
     "Trained",
@@ -64,7 +65,6 @@ __all__ = [
     "capture",
     "comparison_figure",
     "curves_figure",
-    "exact_gradients",
     "new_figure",
     "only_when",
     "register_claims",

@@ -50,8 +50,9 @@ def register_claims(name: str, section: Section, *, of: type = Study) -> Callabl
     Args:
       name: of the family.
       section: one of the library's (`ADDER`, `ADDITIVE`, `BROWNIAN`, `ENERGY`) or your own.
-      of: the kind of study that the function takes: `Study` of images, `SequenceStudy`, or ``object`` for claims that
-        are true or false whatever was looked at. Reports of other studies leave the family out.
+      of: the kind of study that the function takes: `Study` of images by blocks of attention, `ImageStudy` of images by
+        any model, `SequenceStudy`, or ``object`` for claims that are true or false whatever was looked at. Reports of
+        other studies leave the family out.
 
     Returns:
       A decorator of the function that computes, judges and draws: ``measure(study) → Findings``.

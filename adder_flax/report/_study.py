@@ -141,7 +141,13 @@ class Subject:
     @property
     def class_token(self) -> bool:
         """Whether token 0 is a class token."""
-        return self.model.pooling == "cls"
+        return getattr(self.model, "pooling", None) == "cls"
+
+    @property
+    def attends(self) -> bool:
+        """Whether the model consists of blocks of attention, so that there are maps, queries, keys and tokens."""
+        blocks = self.captured.blocks
+        return bool(blocks) and all(block.tokens is not None for block in blocks)
 
     def blocks(self, *wanted: int) -> list[int]:
         """Those of the wanted blocks, counted from 1 as in the papers, that exist; else first, middle, last."""
@@ -151,8 +157,8 @@ class Subject:
 
 
 @dataclasses.dataclass(frozen=True)
-class Study:
-    """All that a report is made from.
+class ImageStudy:
+    """What a report on a classifier of images is made from, whatever it consists of.
 
     Attributes:
       subject: the model that the report is about.
@@ -176,19 +182,31 @@ class Study:
 
     def about(self) -> str:
         """Returns what was looked at, for the head of the page."""
-        blocks, identities = self.subject.captured.blocks, self.subject.identities
-        added = "added" if all(identities) else "added in some blocks"
         accuracy = np.mean(self.subject.captured.logits.argmax(-1) == self.labels)
         parts = [
-            f"{len(blocks)} blocks of {blocks[0].map.shape[1]} heads",
-            f"{', '.join(dict.fromkeys(self.subject.scores))} score",
-            f"identity map {added}" if any(identities) else "no identity map",
-            f"{blocks[0].map.shape[-1]} tokens",
+            *self._anatomy(),
             f"measured on {len(self.labels)} images ({accuracy:.1%} classified right)",
             f"compared with {self.baseline.name}" if self.baseline else "",
             "and with its untrained self" if self.untrained else "",
         ]
         return ", ".join(filter(None, parts))
+
+    def _anatomy(self) -> list[str]:
+        return ["no blocks of attention: claims about maps are left out"]
+
+
+class Study(ImageStudy):
+    """An `ImageStudy` of models that consist of blocks of attention, which have maps, queries, keys and tokens."""
+
+    def _anatomy(self) -> list[str]:
+        blocks, identities = self.subject.captured.blocks, self.subject.identities
+        added = "added" if all(identities) else "added in some blocks"
+        return [
+            f"{len(blocks)} blocks of {blocks[0].map.shape[1]} heads",
+            f"{', '.join(dict.fromkeys(self.subject.scores))} score",
+            f"identity map {added}" if any(identities) else "no identity map",
+            f"{blocks[0].map.shape[-1]} tokens",
+        ]
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -228,15 +246,15 @@ def study_images(
     label_names: Sequence[str] | None,
     second_order: Mapping[str, Sequence[SecondOrderStep]],
     peak_learning_rate: float,
-) -> Study:
-    """Puts together what a report on images is made from.
+) -> ImageStudy:
+    """Puts together what a report on images is made from: a `Study` if all models consist of blocks of attention.
 
     Args:
       subject, baseline, untrained: models at work on the same images.
       labels: classes of the images.
       pictures: the images as people see them.
       label_names: names of the classes.
-      second_order, peak_learning_rate: see `Study`.
+      second_order, peak_learning_rate: see `ImageStudy`.
 
     Raises:
       ValueError: if there are not as many labels as images.
@@ -245,7 +263,8 @@ def study_images(
     if len(labels) != len(predicted):
         raise ValueError(f"expected one label for each of {len(predicted)} images, got {len(labels)}")
     title = lambda index: str(index) if label_names is None else printable(label_names[index], limit=60)
-    return Study(
+    attend = all(model.attends for model in (subject, baseline, untrained) if model is not None)
+    return (Study if attend else ImageStudy)(
         subject=subject,
         baseline=baseline,
         untrained=untrained,

@@ -30,44 +30,52 @@ if TYPE_CHECKING:
 # Attention over uniform from which a region is worth an outline; below it the outline would trace noise.
 _PREFERENCE = 1.5
 _SHOWN_IMAGES = 6
+_SPLITS = ("train", "eval")
 
 
-def curves_figure(metrics: Sequence[Mapping[str, float]], *, title: str = "") -> "Figure":
-    """Loss and accuracy against the training step.
+def curves_figure(
+    metrics: Sequence[Mapping[str, float]],
+    *,
+    loss: str = "cross-entropy (nats)",
+    score: str = "accuracy",
+    largest: bool = True,
+    title: str = "",
+) -> "Figure":
+    """Loss and score against the training step.
 
     Args:
-      metrics: rows of ``metrics.jsonl``: "step" and any of "train/loss", "train/accuracy", "eval/loss",
-        "eval/accuracy" (accuracies as fractions). Values that are not finite leave a gap.
+      metrics: rows of ``metrics.jsonl``: "step" and any of "train/loss", "train/<score>", "eval/loss",
+        "eval/<score>". Values that are not finite leave a gap.
+      loss: what the loss is.
+      score: name of the score, see ``adder_flax.tasks.Best``; a share, which is shown in per cent.
+      largest: whether more of it is better.
       title: above the panels, e.g. the run's name.
 
     Returns:
-      Two panels, or one if only the losses or only the accuracies are there.
+      Two panels, or one if only the losses or only the scores are there.
 
     Raises:
       ValueError: if no row has any of these keys.
 
     Example:
       >>> rows = [{"step": 10, "train/loss": 2.1}, {"step": 20, "train/loss": 1.2, "eval/accuracy": 0.8}]
-      >>> len(curves_figure(rows, title="digits").axes)
-      2
+      >>> [axis.get_ylabel() for axis in curves_figure(rows, title="digits").axes]
+      ['cross-entropy (nats)', 'accuracy (%)']
     """
-    panels = [
-        (name, label, scale)
-        for name, label, scale in (("loss", "cross-entropy (nats)", 1), ("accuracy", "accuracy (%)", 100))
-        if any(f"{split}/{name}" in row for row in metrics for split in ("train", "eval"))
-    ]
+    wanted = (("loss", loss, 1, False), (score, f"{score.replace('_', ' ')} (%)", 100, largest))
+    panels = [panel for panel in wanted if any(f"{split}/{panel[0]}" in row for row in metrics for split in _SPLITS)]
     if not panels:
         raise ValueError(
-            "expected rows with 'train/loss', 'train/accuracy', 'eval/loss' or 'eval/accuracy'; got "
+            f"expected rows with 'train/loss', 'train/{score}', 'eval/loss' or 'eval/{score}'; got "
             f"{len(metrics)} rows with {sorted({key for row in metrics for key in row}) or 'no keys'}. "
             "Pass the rows of a run's metrics.jsonl."
         )
     figure, axes = _style.new_figure(4.6 * len(panels), 3.4, 1, len(panels))
-    for axis, (name, label, scale) in zip(axes[0], panels, strict=True):
+    for axis, (name, label, scale, up) in zip(axes[0], panels, strict=True):
         _draw_training(axis, *_series(metrics, f"train/{name}", scale))
-        _draw_evaluation(axis, *_series(metrics, f"eval/{name}", scale), accuracy=name == "accuracy")
+        _draw_evaluation(axis, *_series(metrics, f"eval/{name}", scale), largest=up, unit=" %" if scale == 100 else "")
         _style.dress(axis, xlabel="training step", ylabel=label)
-        _style.legend(axis, loc="lower right" if name == "accuracy" else "upper right")
+        _style.legend(axis, loc="lower right" if up else "upper right")
     if title:
         _style.headline(figure, title)
     return figure
@@ -94,12 +102,12 @@ def _draw_training(axis: "Axes", steps: np.ndarray, values: np.ndarray) -> None:
     axis.plot(steps, mean, **line, linewidth=1.6, label=f"training, mean of {window}")
 
 
-def _draw_evaluation(axis: "Axes", steps: np.ndarray, values: np.ndarray, *, accuracy: bool) -> None:
+def _draw_evaluation(axis: "Axes", steps: np.ndarray, values: np.ndarray, *, largest: bool, unit: str) -> None:
     finite = values[np.isfinite(values)]
     if not len(finite):
         return
-    last, best = finite[-1], finite.max() if accuracy else finite.min()
-    show = (lambda value: f"{value:.2f} %") if accuracy else (lambda value: f"{value:.4f}")
+    last, best = finite[-1], finite.max() if largest else finite.min()
+    show = lambda value: f"{value:.{2 if unit else 4}f}{unit}"
     label = f"test, last {show(last)}" + ("" if last == best else f", best {show(best)}")
     style = {**_style.LINES[0], "markersize": 3.5, "markevery": max(1, len(steps) // 15)}
     axis.plot(steps, values, **style, linewidth=1.5, label=label)

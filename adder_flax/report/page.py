@@ -107,8 +107,13 @@ def write_study(study: AnyStudy, out_dir: str | Path, *, families: Sequence[str]
     Raises:
       ValueError: if no family has such a name.
     """
-    if families is None:
-        families = [name for name in CLAIMS if isinstance(study, CLAIMS.get(name).of)]
+    possible = [name for name in CLAIMS if isinstance(study, CLAIMS.get(name).of)]
+    families = possible if families is None else families
+    if others := [name for name in families if name in CLAIMS and name not in possible]:
+        raise ValueError(
+            f"expected families of claims that can be judged on {study.subject.name}, among {', '.join(possible)}; got "
+            f"{', '.join(others)}, which look at something else; leave them out"
+        )
     sections = _measure(study, families)
     out_dir = Path(out_dir)
     files = [

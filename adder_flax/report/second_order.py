@@ -18,9 +18,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from adder_flax import ops
-from adder_flax.attention import MultiHeadAttention
-from adder_flax.layers import AdderLinear
-from adder_flax.settings import Options
 
 if TYPE_CHECKING:
     from adder_flax.training import Run
@@ -60,7 +57,7 @@ def second_order_terms(
 
     Args:
       loss: of the parameters alone. For ``first`` and ``second`` its ``jax.grad`` has to be its derivative, see
-        :func:`exact_gradients`.
+        `adder_flax.ops.exact_gradients`.
       params: θ, any pytree.
       update: δ, like ``params``.
       derivatives: whether to compute ``first`` and ``second``.
@@ -91,30 +88,11 @@ def second_order_terms(
     )
 
 
-def exact_gradients(graphdef: nnx.GraphDef, params: Any) -> nnx.GraphDef:
-    """The same model with the derivative itself, the sign rule, in place of other gradient rules for L1 distances.
-
-    Training follows the rules that adder layers were given; the expansion of the loss needs its true derivative.
-
-    Args:
-      graphdef: a model without its parameters.
-      params: nested dict of parameters, or of their shapes.
-    """
-    model = nnx.merge(graphdef, params)
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, AdderLinear):
-            module.x_gradient = module.w_gradient = "sign"
-        if isinstance(module, MultiHeadAttention) and module.settings.score == "adder":
-            module.settings = dataclasses.replace(module.settings, score_options=Options(gradient="sign"))
-    return nnx.split(model, nnx.Param)[0]
-
-
 def _looped(graphdef: nnx.GraphDef, params: Any) -> nnx.GraphDef:
-    """The same model as a loop over its blocks where they are alike: second derivatives of one block to compile."""
+    """The same model as a loop over its blocks, where it has them alike: second derivatives of one block to compile."""
     model = nnx.merge(graphdef, params)
-    modules = [module for _, module in nnx.iter_modules(model) if isinstance(module, MultiHeadAttention)]
-    if hasattr(model, "scan_blocks"):
-        model.scan_blocks = len({module.settings for module in modules}) == 1
+    if hasattr(model, "loop_over_blocks"):
+        model.loop_over_blocks()
     return nnx.split(model, nnx.Param)[0]
 
 
@@ -169,7 +147,7 @@ def second_order_along(
     from adder_flax.training.sharding import put_batch
 
     config = run.config
-    exact = _looped(exact_gradients(run.graphdef, state["params"]), state["params"])
+    looped = _looped(run.graphdef, state["params"])
     batches = data.TrainPipeline(run.train_source, config.batch_size, config.seed)
     for _ in range(num_steps):
         step = int(state["step"])
@@ -183,7 +161,7 @@ def second_order_along(
                 batch,
                 jnp.int32(step),
                 run.hyper,
-                graphdef=exact,
+                graphdef=looped,
                 program=run.program,
                 derivatives=derivatives,
             )
@@ -210,4 +188,5 @@ def _terms_along(
     augment_key, key = step_keys(parts.seed, step)
     examples = parts.examples(augment_key, batch)
     loss = lambda params: parts.loss(params, examples, key).loss
-    return second_order_terms(loss, params, optax.tree.sub(new_params, params), derivatives=derivatives)
+    with ops.exact_gradients():
+        return second_order_terms(loss, params, optax.tree.sub(new_params, params), derivatives=derivatives)

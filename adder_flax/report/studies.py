@@ -9,7 +9,7 @@ from flax import nnx
 from adder_flax.parameters import has_prototypes
 from adder_flax.registry import Registry
 from adder_flax.report._sequences import SequenceStudy, observe_sequences
-from adder_flax.report._study import AnyStudy, Study, observe, study_images
+from adder_flax.report._study import AnyStudy, ImageStudy, observe, study_images
 from adder_flax.report.second_order import second_order_along
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def register_study(task: str) -> Callable[[MakeStudy], MakeStudy]:
 
 
 @register_study("classification")
-def study_classification(trained: Trained, baseline: Trained | None) -> Study:
+def study_classification(trained: Trained, baseline: Trained | None) -> ImageStudy:
     """Looks at a classifier on the first images of the evaluation split, and at steps of its training."""
     run = trained.run
     batch, start = run.eval_source.first(_IMAGES), run.init()

@@ -38,7 +38,9 @@ def summary_rows(
     Nothing is computed: the model may be abstract (``nnx.eval_shape``).
 
     Args:
-      model: any NNX module; parts beyond those of ``VisionTransformer`` go under their own top-level name.
+      model: any NNX module. Its ``part_names``, if it has them, say what the parts are called, by the beginning of a
+        path (``*`` stands for any word, the first that fits counts), in the order of the rows; what they leave
+        out goes under its top-level name.
       *inputs: shapes of what it is called with, for a batch of one.
       table: energies of single operations.
 
@@ -57,17 +59,17 @@ def summary_rows(
     # Every backend counts as the formula; this one has nothing to build first.
     with ops.use_backend("reference"):
         counted = count_operations(model, *inputs)
+    names: Mapping[str, str] = getattr(model, "part_names", {})
     parameters: dict[str, int] = {}
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        part = _part(path)
+        part = _part(path, names)
         parameters[part] = parameters.get(part, 0) + int(np.prod(leaf.get_value().shape))
     layers: dict[str, list[Operations]] = {}
     for name, layer in counted.layers.items():
-        layers.setdefault(_part(tuple(name.split("."))), []).append(layer)
-    present = [part for part in _ORDER if part in parameters or part in layers]
-    present += [part for part in (*parameters, *layers) if part not in _ORDER]
+        layers.setdefault(_part(tuple(name.split(".")), names), []).append(layer)
+    present = {*parameters, *layers}
     rows = []
-    for part in dict.fromkeys(present):
+    for part in filter(present.__contains__, dict.fromkeys((*names.values(), *parameters, *layers))):
         operations = Operations.total(layers.get(part, []))
         rows.append(SummaryRow(part, parameters.get(part, 0), operations, _joules(operations, table)))
     return [*rows, SummaryRow("total", sum(parameters.values()), counted, _joules(counted, table))]
@@ -118,39 +120,14 @@ def _notes(total: SummaryRow, table: EnergyTable) -> list[str]:
     return notes
 
 
-_ORDER = (
-    "patch embedding",
-    "position, class token",
-    "blocks: query, key, value",
-    "blocks: attention map",
-    "blocks: projection",
-    "blocks: MLP",
-    "blocks: norms, residuals",
-    "final norm",
-    "head",
-)
-
-_TOP_LEVEL = {
-    "patch_embed": "patch embedding",
-    "pos_embed": "position, class token",
-    "cls_token": "position, class token",
-    "": "position, class token",
-    "norm": "final norm",
-    "head": "head",
-}
-
-
-def _part(path: tuple[Any, ...]) -> str:
-    """The part of a vision transformer that a parameter or layer at this path belongs to."""
-    first, *rest = map(str, path)
-    if first != "blocks":
-        return _TOP_LEVEL.get(first, first)
-    inside = rest[1:]
-    if inside[:1] == ["attention"]:
-        if inside[1:2] in (["query"], ["key"], ["value"]):
-            return "blocks: query, key, value"
-        return "blocks: projection" if inside[1:2] == ["out"] else "blocks: attention map"
-    return "blocks: MLP" if inside[:1] == ["mlp"] else "blocks: norms, residuals"
+def _part(path: tuple[Any, ...], names: Mapping[str, str]) -> str:
+    """The part of a model that a parameter or layer at this path belongs to, as the model calls it."""
+    words = [str(word) for word in path]
+    for prefix, part in names.items():
+        wanted = prefix.split(".")
+        if len(wanted) <= len(words) and all(w in ("*", word) for w, word in zip(wanted, words, strict=False)):
+            return part
+    return words[0] or "elsewhere"
 
 
 def _joules(operations: Operations, table: EnergyTable) -> float:

@@ -211,7 +211,7 @@ def _take(settings: type[Settings], given: Mapping[str, Any], where: str, faults
 
 def _is_mapping(fields: Any) -> bool:
     # A ConfigDict is no Mapping by its class; whoever borrows a layer need not have it installed.
-    return isinstance(fields, Mapping) or type(fields).__name__ in ("ConfigDict", "FrozenConfigDict")
+    return isinstance(fields, Mapping) or all(hasattr(type(fields), name) for name in ("keys", "items", "__getitem__"))
 
 
 def _read_section(field: dataclasses.Field, fields: Any, where: str, faults: list[str]) -> Any:

@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from adder_flax import data
+from adder_flax import data, recorder
 from adder_flax.models import Example
 from adder_flax.registry import load
 from adder_flax.settings import AugmentSettings, ClassificationSettings
@@ -100,5 +100,7 @@ class Classification(Task):
         return f"{self.data_facts.num_classes} classes"
 
     def pictures(self, model: nnx.Module, source: data.ImageSource, title: str) -> dict[str, Callable[[], Any]]:
+        if not recorder.describe({"attention": []}, model, *self.inputs(source.first(1))):
+            return {}
         draw = load("adder_flax.report.figures:attention_of_images")
         return {"attention.png": lambda: draw(self, model, source, title)}

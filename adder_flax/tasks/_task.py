@@ -34,7 +34,7 @@ class Best(NamedTuple):
     """Which score of an evaluation says which checkpoint is the best.
 
     Attributes:
-      name: of the score, one of those that ``Task.scores`` returns.
+      name: of the score, one of those that ``Task.scores`` returns: a share, which figures show in per cent.
       largest: whether more is better.
     """
 

@@ -35,6 +35,13 @@ def test_curves_show_every_value_and_the_best():
     assert accuracy.get_ylabel() == "accuracy (%)"
 
 
+def test_curves_of_a_score_of_which_less_is_better():
+    metrics = [{"step": 30, "eval/error_rate": 0.1}, {"step": 50, "eval/error_rate": 0.2, "train/loss": 1.0}]
+    loss, errors = curves_figure(metrics, loss="loss", score="error_rate", largest=False).axes
+    assert (loss.get_ylabel(), errors.get_ylabel()) == ("loss", "error rate (%)")
+    np.testing.assert_allclose(lines(errors)["test, last 20.00 %, best 10.00 %"], [(30, 10), (50, 20)])
+
+
 def test_long_training_is_smoothed_by_a_centred_mean():
     loss = curves_figure(rows(200)).axes[0]
     smooth = lines(loss)["training, mean of 5"]

@@ -115,6 +115,22 @@ def test_images_and_labels_have_to_match(tmp_path):
         write_report(model_of(), IMAGES, LABELS[:4], tmp_path)
 
 
+def test_a_model_without_attention_has_a_report_without_claims_on_maps(tmp_path):
+    class Perceptron(nnx.Module):
+        def __init__(self, rngs):
+            self.head = nnx.Linear(IMAGES[0].size, 10, rngs=rngs)
+
+        def __call__(self, images):
+            return self.head(images.reshape(len(images), -1))
+
+    model = Perceptron(nnx.Rngs(0))
+    written = write_report(model, IMAGES, LABELS, tmp_path, families=["second-order"])
+    assert [claim.verdict for claim in written.claims] == ["not measured"]
+    assert "no blocks of attention" in written.page.read_text()
+    with pytest.raises(ValueError, match="among .*second-order, energy; got maps, which look at something else"):
+        write_report(model, IMAGES, LABELS, tmp_path, families=["maps"])
+
+
 @pytest.mark.parametrize("variant", ["multiplicative", "adder"])
 def test_extrapolated_operations_are_those_of_the_whole_model(variant):
     options = {"width": 192, "num_heads": 3, "depth": 5, **VARIANTS[variant]}

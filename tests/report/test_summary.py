@@ -80,3 +80,20 @@ def test_summaries_wait_for_no_kernels(monkeypatch):
 
     monkeypatch.setattr(_backend, "_why_unavailable", answer)
     assert summary_rows(abstract(**SMALL, **ADDER), DIGIT)[-1].operations.l1_elements > 0
+
+
+def test_parts_of_a_model_that_names_none():
+    """Its own top-level names, in the order of its parameters; what belongs to no layer is elsewhere."""
+
+    class Perceptron(nnx.Module):
+        def __init__(self, rngs):
+            self.hidden = nnx.Linear(64, 8, rngs=rngs)
+            self.head = nnx.Linear(8, 10, rngs=rngs)
+
+        def __call__(self, images):
+            return self.head(jnp.maximum(self.hidden(images.reshape(1, -1)), 0.0))
+
+    rows = {row.part: row for row in summary_rows(nnx.eval_shape(lambda: Perceptron(nnx.Rngs(0))), DIGIT)}
+    assert [*rows] == ["head", "hidden", "elsewhere", "total"]
+    assert rows["hidden"].operations.multiplications == 64 * 8
+    assert rows["elsewhere"].operations.comparisons == 8

@@ -19,8 +19,8 @@ from adder_flax.report._study import (
     HOLDS,
     Claim,
     Findings,
+    ImageStudy,
     Picture,
-    Study,
     only_when,
 )
 from adder_flax.report.summary import summary_rows
@@ -36,8 +36,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@register_claims("energy", ENERGY)
-def judge(study: Study) -> Findings:
+@register_claims("energy", ENERGY, of=ImageStudy)
+def judge(study: ImageStudy) -> Findings:
     """DeiT's sizes under both conventions, with and without memory; and the subject's own table."""
     counted = {size: {variant: deit_operations(size, variant) for variant in VARIANTS} for size in SIZES}
     ratios = {size: _ratios(variants) for size, variants in counted.items()}
@@ -175,10 +175,9 @@ def _energy_picture(counted: dict[str, dict[str, Operations]], ratios: dict[str,
     )
 
 
-def _subject_picture(study: Study) -> Picture:
-    *parts, _ = summary_rows(
-        study.subject.model, jax.ShapeDtypeStruct((1, *study.subject.model.image_shape), jnp.float32)
-    )
+def _subject_picture(study: ImageStudy) -> Picture:
+    image = jax.ShapeDtypeStruct((1, *study.pictures.shape[1:]), jnp.float32)
+    *parts, _ = summary_rows(study.subject.model, image)
     figure, axes = _style.new_figure(8.6, 0.3 * len(parts) + 1.0, 1, 3, sharey=True)
     heights = np.arange(len(parts))[::-1]
     units = {

@@ -9,8 +9,8 @@ from adder_flax.report._study import (
     NOT_MEASURED,
     Claim,
     Findings,
+    ImageStudy,
     Picture,
-    Study,
     only_when,
     spread,
 )
@@ -21,13 +21,13 @@ _SOURCE = BROWNIAN.source
 _NOTICEABLE = 0.1
 
 
-@register_claims("second-order", BROWNIAN)
-def judge(study: Study) -> Findings:
+@register_claims("second-order", BROWNIAN, of=ImageStudy)
+def judge(study: ImageStudy) -> Findings:
     """Its size beside the first-order one, where steps were expanded."""
     return Findings([_second_order_claim(study)], [_second_order_picture(study)] if study.second_order else [])
 
 
-def _second_order_claim(study: Study) -> Claim:
+def _second_order_claim(study: ImageStudy) -> Claim:
     name, source = "second-order", f"{_SOURCE}, section 3.3 (the argument for CG-FAC)"
     statement = "The second-order term of the loss along a training step is not negligible beside the first."
     if not study.second_order:
@@ -60,7 +60,7 @@ def _second_order_claim(study: Study) -> Claim:
     )
 
 
-def _second_order_picture(study: Study) -> Picture:
+def _second_order_picture(study: ImageStudy) -> Picture:
     rows = [(where, step) for where, taken in study.second_order.items() for step in taken]
     columns = {name: [getattr(step, name) for _, step in rows] for name in vars(rows[0][1])}
     return Picture(
