@@ -28,7 +28,7 @@ ORDER = (
         "ops",
     ),
     *("attention", "layers", "models", "measures", "counting", "data"),
-    *("tasks", "training", "interop", "compare", "report", "predict", "linen", "cli"),
+    *("tasks", "interop", "training", "compare", "report", "predict", "linen", "cli"),
 )
 
 

@@ -1,9 +1,10 @@
 """Reading and writing the weights of a model in safetensors files, which hold arrays and no code."""
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -16,8 +17,6 @@ from adder_flax.interop._safetensors import open_weights
 from adder_flax.models import VisionTransformer
 from adder_flax.parameters import has_prototypes
 from adder_flax.text import printable
-from adder_flax.training import Run
-from adder_flax.training.sharding import tree_path
 
 
 def save_weights(model: VisionTransformer, path: str | Path, *, names: str = "adder_flax") -> None:
@@ -78,6 +77,21 @@ def load_weights(model: VisionTransformer, path: str | Path) -> tuple[str, ...]:
     kept = tuple(name for name in params if name not in found)
     nnx.update(model, _nested({name: found.get(name, params[name]) for name in params}, like=_parameters(model)))
     return kept
+
+
+class Run(Protocol):
+    """What is to start from a file: a dataclass such as `adder_flax.training.Run`.
+
+    Attributes:
+      abstract_state: shapes and shardings of what ``init`` makes.
+      init: makes the state before the first step, with ``"params"`` and, perhaps, ``"ema_params"``.
+    """
+
+    abstract_state: Mapping[str, Any]
+    init: Callable[[], dict[str, Any]]
+
+    def model(self, params: Any) -> VisionTransformer:
+        """Returns the model with these parameters."""
 
 
 def start_from(run: Run, path: str | Path) -> tuple[Run, tuple[str, ...]]:
@@ -160,7 +174,8 @@ def _parameters(model: VisionTransformer) -> dict[str, Any]:
 
 
 def _flat(params: Mapping[str, Any]) -> dict[str, Any]:
-    return {tree_path(path).replace("/", "."): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    named = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+    return {named(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
 def _nested(flat: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
