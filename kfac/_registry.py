@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -87,22 +88,24 @@ def register_layer(
 
 @contextlib.contextmanager
 def temporary() -> Iterator[None]:
-    """Forgets, at its end, what was registered inside, but for Flax's own layers: that happens once in a process, when
-    the first model is traced.
+    """Forgets, at its end, what was registered inside.
 
     >>> from flax import nnx
+    >>> class Gain(nnx.Module):
+    ...     def __call__(self, x): ...
     >>> with temporary():
-    ...     import kfac._nnx
-    >>> (nnx.Linear, "__call__") in _registrations
-    True
+    ...     register_layer(Gain)
+    >>> [(cls, "__call__") in _registrations for cls in (Gain, nnx.Linear)]
+    [False, True]
     """
+    for adapter in ("kfac._nnx", "kfac._linen"):  # they register Flax's own layers, once in a process, when they load
+        importlib.import_module(adapter)
     kept = dict(_registrations)
     try:
         yield
     finally:
-        flax = {key: r for key, r in _registrations.items() if key[0].__module__.partition(".")[0] == "flax"}
         _registrations.clear()
-        _registrations.update(flax | kept)
+        _registrations.update(kept)
 
 
 def registrations(base: type) -> list[Registration]:
