@@ -124,8 +124,8 @@ class Dense:
 class L1Dense(Dense):
     """y = −Σ_k |x_k − W_k| + b under the full-precision weight gradient ∂y_o/∂W_o = x − W_o (AdderNet, CVPR 2020).
 
-    Its Jacobian is that of a dense layer with bias behind a linear map: J v = [x, 1] [V; v_b − Σ_k W_k∘V_k]. So adder
-    layers have the same Kronecker factors as dense ones. Another rule for W needs a ``Generic`` layer.
+    Its Jacobian is that of a dense layer with bias behind a linear map: ``J v = [x, 1] [V; v_b − Σ_k W_k∘V_k]``. So
+    adder layers have the same Kronecker factors as dense ones. Another rule for W needs a ``Generic`` layer.
 
     Attributes:
       distances: (x, W) → −Σ_k |x_k − W_k| under that rule; only needed where ``kfac.tap`` calls the layer.
@@ -173,8 +173,8 @@ class L1Dense(Dense):
 class Scale(Dense):
     """y = x̂∘s + b with x̂ a function of the input alone: the learned part of LayerNorm, RMSNorm and GroupNorm.
 
-    Its Jacobian is that of a dense layer with bias whose matrix is diagonal, J v = [x̂, 1] [diag v_s; v_b]. So it has
-    the same Kronecker factors, averaged over batches and cheap to multiply by, where ``Generic`` passes every token
+    Its Jacobian is that of a dense layer with bias whose matrix is diagonal, ``J v = [x̂, 1] [diag v_s; v_b]``. So it
+    has the same Kronecker factors, averaged over batches and cheap to multiply by, where ``Generic`` passes every token
     through the layer again.
 
     Attributes:
