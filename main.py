@@ -37,7 +37,7 @@ _MODE = flags.DEFINE_enum(
     ["train", "eval", "analyze", "predict", "compile", "export"],
     "train: train or resume; eval: score a checkpoint; analyze: report on it; predict: say what images show; compile: "
     "what training will take on the devices of --config.topology; export: write the weights of a checkpoint to a "
-    "safetensors file",
+    "safetensors file, or the model as a program",
 )
 _BASELINE = flags.DEFINE_string(
     "baseline", None, "With --mode=analyze: directory of another run on the same data, to compare with"
@@ -57,7 +57,10 @@ _IMAGES = flags.DEFINE_string("images", None, "With --mode=predict: an image, or
 _PREDICTIONS = flags.DEFINE_string("predictions", None, "With --mode=predict: file that gets them as lines of JSON")
 _OVERLAY = flags.DEFINE_string("overlay", None, "With --mode=predict: folder that gets pictures of the attention")
 _NAMES = flags.DEFINE_enum(
-    "names", "adder_flax", ["adder_flax", "timm", "hugging_face"], "With --mode=export: whose names and layouts"
+    "names",
+    "adder_flax",
+    ["adder_flax", "timm", "hugging_face", "stablehlo"],
+    "With --mode=export: whose names and layouts the weights get; stablehlo: the whole model, a program for JAX alone",
 )
 _MODES_WITH = {
     "checkpoint": ("eval", "analyze", "predict", "export"),

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from adder_flax import counting, data, interop, ops, own_cache, report, settings, training
+from adder_flax import counting, data, interop, ops, own_cache, report, settings, tasks, training
 from adder_flax import predict as predicting
 from adder_flax.errors import first_line
 
@@ -307,22 +307,45 @@ def predict(
 
 
 def export(config: Any, workdir: str | Path, checkpoint: str, names: str) -> None:
-    """Writes the weights of a checkpoint to ``<workdir>/<names>.safetensors``.
+    """Writes the weights of a checkpoint to ``<workdir>/<names>.safetensors``, or the model to ``<workdir>/stablehlo``.
 
     Args:
       config: of the run.
       workdir: of the run.
       checkpoint: ``last``, ``best`` or a step.
-      names: one of ``interop.FORMATS``.
+      names: one of ``interop.FORMATS``, or ``stablehlo``.
     """
     run = training.build_run(config)
+    if names == "stablehlo" and not isinstance(run.task, tasks.Classification):
+        raise training.RunError(
+            f"expected a run of config.task.name=classification for --names=stablehlo, got {run.settings.task.name}; "
+            "export its weights with --names=adder_flax"
+        )
     state = _restore(run, workdir, checkpoint)
-    params = training.fetch(training.evaluation_params(state), run.mesh)
-    path = Path(workdir) / f"{names}.safetensors"
+    model = run.model(training.fetch(training.evaluation_params(state), run.mesh))
+    path = Path(workdir) / ("stablehlo" if names == "stablehlo" else f"{names}.safetensors")
     if jax.process_index() == 0:
         with training.user_errors():
-            interop.save_weights(run.model(params), path, names=names)
-    _say(f"weights of step {int(state['step'])} at {path}")
+            if names == "stablehlo":
+                _save_program(run, model, path, int(state["step"]))
+            else:
+                interop.save_weights(model, path, names=names)
+    _say(f"{'model' if names == 'stablehlo' else 'weights'} of step {int(state['step'])} at {path}")
+
+
+def _save_program(run: training.Run, model: Any, path: Path, step: int) -> None:
+    source = run.eval_source
+    crop = f"the shorter side resized to {source.image_shape[0] / data.EVAL_CROP_RATIO:.0f} pixels, then the middle"
+    interop.save_program(
+        lambda images: model(*run.task.inputs({"image": images})),
+        path,
+        image_shape=source.image_shape,
+        label_names=source.label_names,
+        notes={
+            "images": crop if source.crops_on_host else "the whole image, resized",
+            "run": {"name": _run_name(run.config), "seed": run.config.seed, "step": step},
+        },
+    )
 
 
 def analyze(config: Any, workdir: str | Path, checkpoint: str, baseline: str | Path | None = None) -> None:

@@ -33,7 +33,7 @@ def apply_blocks(
     """
     graphdefs, states = zip(*(nnx.split(block) for block in blocks), strict=True)
     states = [nnx.to_pure_dict(state) for state in states]
-    keys, factors = _draw(blocks, len(tokens), None if deterministic else rngs)
+    keys, factors = _draw(blocks, tokens.shape[0], None if deterministic else rngs)
 
     def apply(graphdef, tokens, state, key, factors):
         return nnx.merge(graphdef, state)(

@@ -197,7 +197,7 @@ def embed_positions(
     tokens = patches
     if "cls_token" in params:
         cls_token = params["cls_token"].astype(tokens.dtype)
-        cls_token = jnp.broadcast_to(cls_token, (len(tokens), 1, tokens.shape[-1]))
+        cls_token = jnp.broadcast_to(cls_token, (tokens.shape[0], 1, tokens.shape[-1]))
         tokens = jnp.concatenate([cls_token, tokens], axis=1)
     return tokens + params["pos_embed"].astype(tokens.dtype)
 

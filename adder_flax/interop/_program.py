@@ -1,0 +1,82 @@
+"""A trained classifier as one program that needs JAX alone: StableHLO, by `jax.export`."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import export
+from jaxtyping import Array, Float, UInt8
+
+from adder_flax import ops
+from adder_flax.files import write_whole
+from adder_flax.text import printable
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+LOADER = """\
+from jax import export
+classify = export.deserialize(open("{name}", "rb").read()).call
+logits = classify(images)  # of uint8 images (batch, {height}, {width}, {channels})
+"""
+
+
+def save_program(
+    classify: Callable[[UInt8[Array, "batch height width channels"]], Float[Array, "batch classes"]],
+    path: str | Path,
+    *,
+    image_shape: tuple[int, int, int],
+    label_names: Sequence[str],
+    notes: Any = None,
+) -> None:
+    """Writes a function of images as a program, and what one has to know of it to ``<path>.json``.
+
+    The program holds its parameters, takes any number of images, and runs on CPUs, GPUs and TPUs. It is made of what
+    JAX promises to run for at least half a year, of no kernel of this library: whoever runs it needs ``jax`` and
+    ``flatbuffers``, which serialisation is made with, and nothing else.
+
+    Args:
+      classify: logits or probabilities of uint8 images, normalisation included.
+      path: of the program.
+      image_shape: height, width and channels.
+      label_names: of the classes.
+      notes: further entries of the JSON file.
+
+    Raises:
+      ValueError: ``flatbuffers`` is not installed.
+      OSError: it cannot be written; what was there is still there.
+
+    Example:
+      >>> import tempfile, numpy as np
+      >>> means = lambda images: images.astype(jnp.float32).mean((1, 2))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     save_program(means, f"{folder}/means", image_shape=(2, 2, 3), label_names="rgb")
+      ...     run = export.deserialize(Path(folder, "means").read_bytes()).call
+      ...     run(np.full((5, 2, 2, 3), 7, np.uint8)).shape
+      (5, 3)
+    """
+    path = Path(path)
+    (batch,) = export.symbolic_shape("batch")
+    with ops.use_backend("xla"):
+        exported = export.export(jax.jit(classify), platforms=PLATFORMS)(
+            jax.ShapeDtypeStruct((batch, *image_shape), jnp.uint8)
+        )
+    try:
+        content = exported.serialize()
+    except ImportError as error:
+        raise ValueError(
+            "expected the library flatbuffers, which JAX stores programs with, got none; pip install flatbuffers"
+        ) from error
+    height, width, channels = image_shape
+    about = {
+        "load": LOADER.format(name=printable(path.name), height=height, width=width, channels=channels).splitlines(),
+        "input": {"dtype": "uint8", "shape": ["batch", *image_shape]},
+        "classes": list(label_names),
+        "platforms": list(PLATFORMS),
+        "jax": jax.__version__,
+        **(notes or {}),
+    }
+    write_whole(path, content)
+    write_whole(path.with_name(path.name + ".json"), json.dumps(about, indent=1, ensure_ascii=False).encode())

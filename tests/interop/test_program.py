@@ -1,0 +1,66 @@
+"""Models as programs: the same logits for any number of images, in a process that knows JAX alone."""
+
+import json
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax import export
+
+from adder_flax import cli, interop, training
+from adder_flax.models import VisionTransformer
+from experiments import g2p
+from tests.data.files import write_dictionary
+
+SIZES = dict(image_size=8, patch_size=2, channels=3, num_classes=4, width=16, depth=2, num_heads=2)
+ADDER = dict(score="adder", qkv_linear="adder", proj_linear="adder", mlp_linear="adder")
+
+RUN = """
+import json, sys
+import numpy as np
+about = json.load(open(sys.argv[1] + ".json"))
+images = np.load(sys.argv[2])
+exec("\\n".join(about["load"]))
+found = [np.asarray(classify(images[:count])) for count in (1, 3, 64)]
+assert not [name for name in sys.modules if name.split(".")[0] in ("adder_flax", "flax", "kfac")]
+np.savez(sys.argv[3], *found)
+"""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ADDER | dict(stem_channels=(5,), stem_linear="adder"),
+        pytest.param(dict(score="additive"), marks=pytest.mark.slow),
+        pytest.param(dict(score="dot", pooling="mean"), marks=pytest.mark.slow),
+    ],
+)
+def test_jax_alone_gives_the_same_logits(options, tmp_path):
+    model = VisionTransformer(**SIZES, **options, rngs=nnx.Rngs(0))
+    classify = lambda images: model(images / 127.5 - 1.0)
+    shape, names = (8, 8, 3), ["a", "b", "ü", "d"]
+    interop.save_program(classify, tmp_path / "program", image_shape=shape, label_names=names, notes={"step": 7})
+    images = np.random.default_rng(0).integers(0, 256, (64, *shape), np.uint8)
+    np.save(tmp_path / "images.npy", images)
+    places = [tmp_path / name for name in ("program", "images.npy", "found.npz")]
+    subprocess.run([sys.executable, "-c", RUN, *places], check=True, cwd=tmp_path)
+    found, expected = np.load(places[-1]), np.asarray(jax.jit(classify)(images))
+    for logits, count in zip(found.values(), (1, 3, 64), strict=True):
+        np.testing.assert_allclose(logits, expected[:count], rtol=1e-4, atol=1e-5)
+    about = json.loads((tmp_path / "program.json").read_text())
+    assert (about["classes"], about["step"], about["input"]["shape"]) == (names, 7, ["batch", *shape])
+    exported = export.deserialize((tmp_path / "program").read_bytes())
+    assert exported.platforms == ("cpu", "cuda", "rocm", "tpu")
+    assert not re.findall(r"stablehlo.custom_call @(?!Sharding|shape_assertion)\w+", exported.mlir_module())
+
+
+def test_a_sequence_model_is_refused_in_one_message(tmp_path):
+    write_dictionary(tmp_path / "dictionary")
+    config = g2p.transduction("dot")
+    config.data.data_dir = str(tmp_path / "dictionary")
+    with pytest.raises(training.RunError, match="expected a run of config.task.name=classification for --names=stab"):
+        cli.export(config, tmp_path / "run", "last", "stablehlo")
