@@ -66,17 +66,27 @@ def writing(what: str, directory: str | Path) -> Iterator[None]:
         # TensorStore, which writes arrays for Orbax, reports the system's errors as values that it cannot use.
         if isinstance(error, ValueError) and "os_error_code" not in str(error):
             raise
-        reason = f"{first_line(error)}; {_left(directory)}"
-        raise RunError(f"expected to write {what} under {directory}, got: {reason}") from error
+        reason = first_line(error)
+        raise RunError(
+            f"expected to write {what} under {directory}, got: {reason}; {_fix(reason, directory)}"
+        ) from error
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of what an error says, or its kind where it says nothing."""
+    """Returns the first line of what an error says, or its kind where it says nothing.
+
+    Example:
+      >>> first_line(FileNotFoundError(2, "No such file or directory", "runs/a/config.json"))
+      'No such file or directory: runs/a/config.json'
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename is not None else "")
     lines = str(error).strip().splitlines()
     return lines[0].strip() if lines else type(error).__name__
 
 
-def _left(directory: str | Path) -> str:
-    if Path(directory).exists():
-        return "what was written before is whole, free some space and run the same command again to resume"
-    return "the directory is gone, and what was in it with it; run the same command again to begin anew"
+def _fix(reason: str, directory: str | Path) -> str:
+    if not Path(directory).exists():
+        return "the directory is gone: put it back and run the same command again to resume, or begin anew"
+    fix = "free some space" if "No space left" in reason or "quota" in reason else "mend that"
+    return f"what was written before is whole, {fix} and run the same command again to resume"

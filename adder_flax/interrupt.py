@@ -3,6 +3,7 @@
 A thread of its own ends the process, so that neither a compilation nor an import holds it up.
 """
 
+import atexit
 import contextlib
 import os
 import signal
@@ -63,6 +64,8 @@ def end_at_signals() -> None:
     os.set_blocking(reader, True)
     for number in SIGNALS:
         signal.signal(number, lambda *unused: None)  # the byte below is what counts
+    # To be run last. Python's own end takes the handlers away: a signal would then look like a crash of a complete run.
+    atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in SIGNALS])
     # Python's own handlers wait for the end of whatever runs in C; this byte is written at once.
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=_listener.listen, args=(reader,), name="signals", daemon=True).start()

@@ -83,6 +83,13 @@ def test_what_is_no_mistake_of_the_user_keeps_its_traceback():
     assert "IndexError" in done.stderr
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_python_ends_is_not_taken_for_a_crash(number):
+    late = f"import os\nclass Late:\n    def __del__(self, kill=os.kill, pid=os.getpid()): kill(pid, {int(number)})\n"
+    done = run(f"{late}kept = Late()\nprint('all is saved')")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "all is saved\n", "")
+
+
 def test_output_that_nobody_takes_is_one_message_or_none():
     code = "with terminal.messages():\n    for i in range(10**5): print('word' * 10)"
     with open("/dev/full", "w") as full:

@@ -52,8 +52,8 @@ class SavedCheckpoints:
             return []
         except OSError as error:
             raise RunError(
-                f"expected a directory of checkpoints at {self._directory}, got: {error}; make it one that can be "
-                "read, or move it away"
+                f"expected a directory of checkpoints at {self._directory}, got: {error.strerror}; make it one that "
+                "can be read, or move it away"
             ) from error
         return sorted(int(name) for name in found if name.isascii() and name.isdecimal() and name == str(int(name)))
 
@@ -174,7 +174,7 @@ class SavedCheckpoints:
             if checksum != _checksum(record):
                 raise ValueError("its checksum is another")
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ValueError(f"its files or its record are damaged ({_reason(error)})") from error
+            raise ValueError(f"its files or its record are damaged: {_reason(error)}") from error
         if (saved := record.get("step", step)) != step:  # older versions did not say
             raise ValueError(f"it was saved as that of step {saved}")
         if self._of and (others := differences(record.get("of") or self._of, self._of)):
@@ -324,9 +324,12 @@ def _verify(state: Any, expected: dict[str, int]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Returns what an error says, without what TensorStore adds for developers."""
+    """Returns what an error says, without what TensorStore and JSON add for developers."""
+    if isinstance(error, json.JSONDecodeError):
+        return "a file that should hold JSON does not"
     kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
-    return printable(kind + first_line(error).partition(" [tensorstore_spec")[0])
+    text = first_line(error).partition(" [tensorstore_spec")[0]
+    return printable(kind + text.rpartition(": Error ")[2])
 
 
 def _checksum(record: dict[str, Any]) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from adder_flax.errors import RunError
+from adder_flax.errors import RunError, first_line
 from adder_flax.text import printable
 
 _NAME = "trainer.lock"
@@ -129,7 +129,7 @@ def _acquire(path: Path) -> int:
             os.close(descriptor)  # its owner has just ended and removed it
     except OSError as error:
         raise RunError(
-            f"expected a directory to write to, got {path.parent}: {error}; make it writable, or choose "
+            f"expected a directory to write to, got {path.parent}: {first_line(error)}; make it writable, or choose "
             "another --workdir"
         ) from error
 

@@ -150,6 +150,7 @@ def _read_config(workdir: Path) -> dict[str, Any] | None:
         as_config(stored)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else printable(error)
+        reason = f"no JSON ({reason})" if isinstance(error, json.JSONDecodeError) else reason
         raise RunError(
             f"expected the configuration of a run in {path}, got: {reason}; put it back from a copy, or move it away: "
             "the run is then taken to be of the configuration it is started with"

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import benchmarks.hostile
@@ -23,6 +24,10 @@ GROUPS = tuple(
         if path.stem not in ("__init__", "__main__", "case") and not path.stem.startswith("_")
     )
 )
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"benchmarks.hostile.{name}")
 
 
 def run_group(group: Group, *, seed: int, share: float) -> list[tuple[Case, Observed]]:
@@ -79,14 +84,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = json.loads(Path(options.record).read_text()) if options.record and Path(options.record).exists() else {}
     unsound, table = 0, []
     for name in filter(None, options.groups.split(",")):
-        module = importlib.import_module(f"benchmarks.hostile.{name}")
-        group: Group = module.GROUP
+        group: Group = _module(name).GROUP
         began = time.monotonic()
         results = run_group(group, seed=options.seed, share=options.share)
         unsound += sum(not observed.verdict.sound for _, observed in results)
         table.append(count_row(name, results))
         record[name] = {
-            "about": module.__doc__.splitlines()[0],
             "seed": options.seed,
             "tried": len(results),
             "seconds": round(time.monotonic() - began),
@@ -125,7 +128,7 @@ def page(record: dict[str, Any]) -> str:
         "",
     ]
     for name, group in sorted(record.items()):
-        lines += [f"## {name.capitalize()}", "", group["about"], ""]
+        lines += [f"## {name.capitalize()}", "", _module(name).__doc__.splitlines()[0], ""]
         lines += ["| fault | tried | what one sees, for example | what is kept |", "|---|---|---|---|"]
         for row in group["faults"]:
             seen = _cell(_anywhere(row["seen"])) if "seen" in row else "the right result"

@@ -152,13 +152,19 @@ def restore(workdir: Path, which: int | str = "last") -> Any:
     return training.SavedCheckpoints(directory, of=training.identity(run.config)).restore(run.abstract_state, which)
 
 
+@functools.cache
+def best_step() -> int | None:
+    """Returns the step of the template's best checkpoint."""
+    return training.SavedCheckpoints(template().workdir / "checkpoints").best_step
+
+
 def is_saved_state(state: Any, said: str, which: int | str = "last") -> Verdict | bool:
     """Whether a state is the one that was asked for, or an older one with a word about it."""
     step = int(state["step"])
     if step not in template().saved or not faults.same_bits(state, template().saved[step]):
         return Verdict.WRONG
     if which == "best":
-        which = training.SavedCheckpoints(template().workdir / "checkpoints").best_step
+        which = best_step()
     return step == which or (which == "last" and (step == 4 or "Checkpoint 4 cannot be read" in said))
 
 

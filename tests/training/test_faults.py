@@ -80,7 +80,7 @@ def test_a_full_disk_stops_the_run_and_leaves_the_older_checkpoint(tmp_path):
         checkpoints.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, hard))
         try:
-            with pytest.raises(RunError, match="what was written before is whole, free some space"):  # noqa: PT012
+            with pytest.raises(RunError, match="what was written before is whole, mend that"):  # noqa: PT012
                 checkpoints.save(2, make_state(2) | {"params": {"kernel": incompressible}})
                 checkpoints.wait()
         finally:

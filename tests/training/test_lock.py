@@ -49,8 +49,11 @@ def test_another_process_is_refused_until_the_first_ends_or_is_killed(tmp_path):
 
 
 def test_of_several_that_start_at_once_exactly_one_wins(tmp_path):
-    processes = [hold(tmp_path, 3) for _ in range(4)]
-    outcomes = [process.communicate()[0] for process in processes]
+    processes = [hold(tmp_path, 600) for _ in range(4)]
+    outcomes = [process.stdout.readline() for process in processes]  # the winner holds it until all have tried
+    for process in processes:
+        process.kill()
+        process.wait()
     assert sum(outcome == "held\n" for outcome in outcomes) == 1
     assert sum("without another trainer" in outcome for outcome in outcomes) == 3
 

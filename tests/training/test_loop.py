@@ -131,7 +131,7 @@ def test_weights_are_read_unless_there_is_a_checkpoint(tiny_config, tmp_path):
 
 
 def test_a_run_whose_directory_goes_away_does_not_go_on_in_another(tiny_config, tmp_path):
-    config, workdir = tiny_config("multiplicative", checkpoint_every_steps=2), tmp_path / "run"
+    config, workdir = tiny_config("multiplicative", checkpoint_every_steps=2, log_every_steps=9), tmp_path / "run"
     run, steps = build_run(config), itertools.count(1)
 
     def train_step(state, batch, hyper):
