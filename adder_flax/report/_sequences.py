@@ -9,7 +9,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from adder_flax.attention import SequenceAttention, capture_attention
+from adder_flax.attention import capture_attention
+from adder_flax.settings import AttentionSettings
 
 if TYPE_CHECKING:
     from adder_flax.tasks import Transduction
@@ -23,7 +24,7 @@ class SequenceSubject:
       name: in legends.
       alignments: how much of each source symbol each target symbol looks at, the right target given; rows sum to 1.
       edits: of what the model writes by itself to the closest right answer.
-      uniform_edits: the same when every map is uniform over the source, None for a model without `SequenceAttention`.
+      uniform_edits: the same when every map is uniform over the source, None for a model without attention.
       phonemes: length of the closest right answer.
     """
 
@@ -103,6 +104,7 @@ def observe_sequences(
 def with_uniform_maps(model: nnx.Module) -> nnx.Module | None:
     """Returns a copy of a model whose attention gives every key the same weight; None if it has no such layer.
 
+    >>> from adder_flax.attention import SequenceAttention
     >>> model = SequenceAttention(4, 4, score="adder", rngs=nnx.Rngs(0))
     >>> query, key = np.ones((1, 2, 4)), np.arange(12.0).reshape(1, 3, 4)
     >>> bool(np.allclose(with_uniform_maps(model)(query, key), key.mean(-2)))
@@ -110,8 +112,8 @@ def with_uniform_maps(model: nnx.Module) -> nnx.Module | None:
     """
     model, found = nnx.clone(model), False
     for _, module in nnx.iter_modules(model):
-        if isinstance(module, SequenceAttention):
+        if isinstance(settings := getattr(module, "settings", None), AttentionSettings):
             # Scores of any size vanish beside each other, and no mask does.
-            module.temperature, module.log_temperature = 1e30, nnx.data(None)
+            module.settings, module.log_temperature = dataclasses.replace(settings, temperature=1e30), nnx.data(None)
             found = True
     return model if found else None
