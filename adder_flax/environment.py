@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
 
 from adder_flax.errors import RunError, first_line
 
+_LEAST_BYTES = 3 * 2**29  # 1.5 GiB: the smallest runs need a little less
 _START_XLA = "import jaxlib.xla_client as client; client.make_cpu_client()"
 
 
@@ -48,8 +50,15 @@ def check_system() -> None:
     """Checks what XLA takes for granted.
 
     Raises:
-      RunError: Linux without /proc, where XLA does not find the processors and fails at the first step.
+      RunError: Linux without /proc, where XLA does not find the processors and fails at the first step; or a limit of
+        memory that the libraries alone exceed: they end the process where they get none.
     """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < _LEAST_BYTES:
+        raise RunError(
+            f"expected a limit of at least {_LEAST_BYTES >> 20} MiB for the addresses of a process, got {limit >> 20}; "
+            "raise it (ulimit -v)"
+        )
     if sys.platform == "linux" and not os.path.exists("/proc/self/stat"):
         raise RunError("expected the system's /proc, got none; mount it (mount -t proc proc /proc)")
 

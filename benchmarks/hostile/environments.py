@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.hostile.case import Case, Fault, Group, Observed, judge_process
+from benchmarks.hostile.case import Case, Fault, Group, Observed, Verdict, judge_process
 
 EXPERIMENT = "--config=experiments/adder_deit_tiny.py"
 SMALL = (
@@ -289,6 +289,9 @@ def _limits(draw: random.Random) -> Iterator[tuple[Fault, str, Callable[[], Obse
         "16 open files": (resource.RLIMIT_NOFILE, 16),
         "files of 1 kB": (resource.RLIMIT_FSIZE, 1024),
         "files of 20 kB": (resource.RLIMIT_FSIZE, 20480),
+        "memory of 300 MB": (resource.RLIMIT_AS, 300 * 10**6),
+        "memory of 1 GB": (resource.RLIMIT_AS, 10**9),
+        "memory of 3 GB": (resource.RLIMIT_AS, 3 * 10**9),
     }
     for name, (kind, limit) in cases.items():
 
@@ -299,6 +302,16 @@ def _limits(draw: random.Random) -> Iterator[tuple[Fault, str, Callable[[], Obse
             return _main(EXPERIMENT, *SMALL, f"--workdir={folder / 'run'}", preexec_fn=lower, is_right=_trains)
 
         yield _LIMIT, name, _in_folder(attack)
+
+    def without_proc(folder: Path) -> Observed:
+        if os.geteuid():
+            return Observed(Verdict.RIGHT, "skipped: only root may hide /proc")
+        code = "import os, sys; os.execvp('unshare', ['unshare', '-m', 'bash', '-c', sys.argv[1]])"
+        flags = " ".join([EXPERIMENT, *SMALL, f"--workdir={folder / 'run'}"])
+        line = f"mount -t tmpfs tmpfs /proc && {sys.executable} main.py {flags}"
+        return judge_process(["-c", code, line], timeout=300)
+
+    yield _LIMIT, "no /proc", _in_folder(without_proc)
 
 
 def _cases(seed: int, count: int) -> Iterator[Case]:
