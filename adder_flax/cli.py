@@ -1,5 +1,6 @@
 """What the modes of ``main.py`` do: the pieces of the library put together for a person at a terminal."""
 
+import hashlib
 import os
 import re
 import sys
@@ -24,11 +25,13 @@ def enable_compilation_cache() -> None:
     given = jax.config.jax_compilation_cache_dir
     if given and "://" in given:
         return
-    for folder in [Path(given)] if given else [folder / "jax" for folder in own_cache.folders()]:
+    machine = hashlib.sha256(own_cache.processor().encode()).hexdigest()[:16]  # JAX does not tell processors apart
+    for folder in [Path(given)] if given else own_cache.folders():
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not given and (reason := own_cache.distrust(folder.stat(), str(folder))):
-                raise PermissionError(reason)
+            if given:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            else:
+                folder = own_cache.make(folder, "jax", machine)
             tempfile.TemporaryFile(dir=folder).close()
         except (OSError, ValueError) as error:
             logging.warning("Compiled programs are not kept: %s", error)

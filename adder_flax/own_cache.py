@@ -7,6 +7,7 @@ or may write to (root may), and nothing whose digest is not that of what was wri
 import contextlib
 import hashlib
 import os
+import platform
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -30,6 +31,40 @@ def folders() -> Iterator[Path]:
         yield (named if named.is_absolute() else Path.home() / ".cache") / "adder_flax"
     with contextlib.suppress(OSError):
         yield Path(tempfile.gettempdir()) / f"adder_flax-{os.geteuid()}"
+
+
+def processor() -> str:
+    """Returns the model and the features of the host's processor, as far as the system tells.
+
+    A home that machines share holds code for all of them, and an instruction that one does not have ends the process.
+
+    Example:
+      >>> processor() == processor() != ""
+      True
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return "\n".join(line for line in lines if line.lower().startswith(("model name", "flags", "features", "cpu part")))
+
+
+def make(folder: Path, *below: str) -> Path:
+    """Makes one of :func:`folders` and folders in it, whatever is not there, with access for this user alone.
+
+    Returns:
+      The innermost.
+
+    Raises:
+      OSError: it cannot be made, or others own one of them or may write to it.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for name in ("", *below):
+        folder = folder / name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if reason := distrust(folder.stat(), f"the folder {folder}"):
+            raise PermissionError(reason)
+    return folder
 
 
 def read(folder: Path, name: str, *, key: str) -> tuple[bytes | None, str | None]:
@@ -91,10 +126,7 @@ def write(folder: Path, name: str, content: bytes, *, key: str) -> str | None:
       None, or why it could not be written.
     """
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if reason := distrust(folder.stat(), "the folder"):
-            return reason
+        make(folder)
         file, temporary = tempfile.mkstemp(prefix=f"{name}.", dir=folder)
         try:
             with open(file, "wb") as stream:

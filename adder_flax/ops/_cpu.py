@@ -13,7 +13,6 @@ import functools
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -250,21 +249,12 @@ def _fingerprint(compiler: str) -> str:
     """Hashes everything that the library depends on: all that is compiled, flags, compiler and processor."""
     version = _run([compiler, "--version"], timeout_s=60)
     searched = [os.environ.get(variable, "") for variable in _COMPILER_VARIABLES]
-    hashed = hashlib.sha256("\0".join([*_FLAGS, compiler, version, *searched, _processor()]).encode())
+    hashed = hashlib.sha256("\0".join([*_FLAGS, compiler, version, *searched, own_cache.processor()]).encode())
     headers = Path(jax.ffi.include_dir())
     for path in [*sorted(_SOURCE.parent.glob("*.h")), _SOURCE, *sorted(headers.rglob("*.h"))]:
         content = path.read_bytes()
         hashed.update(f"\0{path.name}\0{len(content)}\0".encode() + content)
     return hashed.hexdigest()[:32]
-
-
-def _processor() -> str:
-    """Returns the model and the features of the host's processor, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    return "\n".join(line for line in lines if line.lower().startswith(("model name", "flags", "features", "cpu part")))
 
 
 def _compile(compiler: str) -> bytes:

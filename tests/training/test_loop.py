@@ -4,13 +4,15 @@ import dataclasses
 import gzip
 import itertools
 import json
+import os
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from adder_flax import cli, training
+from adder_flax import cli, own_cache, training
 from adder_flax.training import Checkpoints, Evaluator, RunError, Trainer, build_run, evaluation_params, read_metrics
 
 
@@ -216,11 +218,18 @@ def test_a_window_that_is_none_is_refused(window, tiny_config, tmp_path):
 
 def test_compiled_programs_are_kept_in_the_users_cache_unless_told_otherwise(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = jax.config.jax_compilation_cache_dir
+    before, mask = jax.config.jax_compilation_cache_dir, os.umask(0o002)
     try:
-        for chosen, expected in ((None, str(tmp_path / "adder_flax" / "jax")), ("elsewhere", "elsewhere")):
+        used = []
+        for chosen, machine in ((None, "one"), (None, "another"), (None, "one"), ("elsewhere", "one")):
+            monkeypatch.setattr(own_cache, "processor", lambda machine=machine: machine)
             jax.config.update("jax_compilation_cache_dir", chosen)
             cli.enable_compilation_cache()
-            assert jax.config.jax_compilation_cache_dir == expected
+            used.append(jax.config.jax_compilation_cache_dir)
+        assert {str(Path(folder).parent) for folder in used[:3]} == {str(tmp_path / "adder_flax" / "jax")}
+        assert used[0] == used[2] != used[1]  # processors that share a home do not share code
+        assert used[3] == "elsewhere"
+        assert own_cache.write(tmp_path / "adder_flax", "kernels", b"", key="") is None  # in the folder around them
     finally:
+        os.umask(mask)
         jax.config.update("jax_compilation_cache_dir", before)
