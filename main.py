@@ -34,10 +34,11 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; by defau
 _MODE = flags.DEFINE_enum(
     "mode",
     "train",
-    ["train", "eval", "analyze", "predict", "compile", "export"],
+    ["train", "eval", "analyze", "predict", "compile", "export", "compare"],
     "train: train or resume; eval: score a checkpoint; analyze: report on it; predict: say what images show; compile: "
     "what training will take on the devices of --config.topology; export: write the weights of a checkpoint to a "
-    "safetensors file, or the model as a program",
+    "safetensors file, or the model as a program; compare: run the grid of runs that the experiment file describes, and "
+    "write its tables",
 )
 _BASELINE = flags.DEFINE_string(
     "baseline", None, "With --mode=analyze: directory of another run on the same data, to compare with"
@@ -56,6 +57,14 @@ _SPLIT = flags.DEFINE_string(
 _IMAGES = flags.DEFINE_string("images", None, "With --mode=predict: an image, or a folder of images")
 _PREDICTIONS = flags.DEFINE_string("predictions", None, "With --mode=predict: file that gets them as lines of JSON")
 _OVERLAY = flags.DEFINE_string("overlay", None, "With --mode=predict: folder that gets pictures of the attention")
+_WORKERS = flags.DEFINE_integer(
+    "workers",
+    1,
+    "With --mode=compare: processes that share the runs, and the cores or GPUs, out among them; 0 writes the tables of "
+    "what is finished and runs nothing",
+    lower_bound=0,
+    upper_bound=1024,
+)
 _NAMES = flags.DEFINE_enum(
     "names",
     "adder_flax",
@@ -114,6 +123,8 @@ def main(argv: list[str]) -> None:
         cli.predict(_CONFIG.value, workdir, _CHECKPOINT.value, _IMAGES.value, _PREDICTIONS.value, _OVERLAY.value)
     elif _MODE.value == "export":
         cli.export(_CONFIG.value, workdir, _CHECKPOINT.value, _NAMES.value)
+    elif _MODE.value == "compare":
+        cli.compare(_CONFIG.value, workdir, _WORKERS.value)
     else:
         cli.evaluate(_CONFIG.value, workdir, _CHECKPOINT.value, _SPLIT.value)
 
@@ -132,7 +143,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
     try:
         rest = flags.FLAGS(argv)
         if _CONFIG.value is not None:
-            settings.read(settings.RunSettings, _CONFIG.value)
+            settings.read(_read_as(), _CONFIG.value)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
         unknown = re.match(r"\W*'(\w+)\\?'", str(error))  # all that ml_collections says of --config.<unknown field>
         words = str(error) if "expected" in str(error) else f"expected flags as --help lists them, got: {error}"
@@ -140,8 +151,19 @@ def _parse_flags(argv: list[str]) -> list[str]:
     return rest
 
 
+def _read_as() -> type:
+    """Returns what the configuration has to be for the mode."""
+    of_runs = "base" in _CONFIG.value
+    if of_runs != (_MODE.value == "compare"):
+        what, other = ("a grid of runs", "compare") if of_runs else ("a run", "train")
+        raise RunError(
+            f"expected --mode={other} for the configuration of {what}, got {_MODE.value}; set --mode, or --config"
+        )
+    return settings.CompareSettings if of_runs else settings.RunSettings
+
+
 def _unknown_field(name: str) -> str:
-    fields = {part for field, _ in settings.declarations(settings.RunSettings) for part in field.split(".")}
+    fields = {part for field, _ in settings.declarations(settings.CompareSettings) for part in field.split(".")}
     near = difflib.get_close_matches(name, sorted(fields), n=1)
     fix = f"did you mean {near[0]!r}" if near else "see docs/settings.md for all of them"
     return f"expected --config.<field> to name a field of the configuration, got {name!r}; {fix}"

@@ -1,4 +1,9 @@
-"""Text from outside, such as the names of files and classes, made fit for terminals, pictures and pages."""
+"""Names of files and classes from outside made fit for terminals, pictures and pages, and numbers for people."""
+
+import math
+from collections.abc import Mapping
+
+_PREFIXES: Mapping[int, str] = {-4: "p", -3: "n", -2: "µ", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P"}
 
 
 def printable(text: object, limit: int = 200) -> str:
@@ -31,3 +36,15 @@ def printable(text: object, limit: int = 200) -> str:
 
 def _escape(character: str) -> str:
     return r"\x20" if character == " " else character.encode("unicode_escape").decode()
+
+
+def si(value: float) -> str:
+    """Returns a number with four significant digits and a prefix, to stand before a unit.
+
+    >>> si(1254000000), si(0.0012) + "J"
+    ('1.254 G', '1.2 mJ')
+    """
+    if value == 0:
+        return "0 "
+    exponent = min(max(math.floor(math.log10(abs(value)) / 3), min(_PREFIXES)), max(_PREFIXES))
+    return f"{value / 1000.0**exponent:.4g} {_PREFIXES[exponent]}"

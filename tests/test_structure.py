@@ -28,7 +28,7 @@ ORDER = (
         "ops",
     ),
     *("attention", "layers", "models", "measures", "counting", "data"),
-    *("tasks", "interop", "training", "compare", "report", "predict", "linen", "cli"),
+    *("tasks", "interop", "training", "report", "predict", "compare", "linen", "cli"),
 )
 
 

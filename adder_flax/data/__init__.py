@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         resize_boxes,
         smooth_one_hot,
     )
-    from adder_flax.data._pipeline import EvalPipeline, TrainPipeline
+    from adder_flax.data._pipeline import EvalPipeline, TrainPipeline, usable_cores
 
 # Imported when asked for: an experiment file asks what is known of a data set, and a mistake in it is answered without
 # waiting for JAX and grain.
@@ -51,7 +51,7 @@ _LATER = {
         ),
         "adder_flax.data._augment",
     ),
-    **dict.fromkeys(("EvalPipeline", "TrainPipeline"), "adder_flax.data._pipeline"),
+    **dict.fromkeys(("EvalPipeline", "TrainPipeline", "usable_cores"), "adder_flax.data._pipeline"),
 }
 
 __all__ = [
@@ -85,6 +85,7 @@ __all__ = [
     "resize_boxes",
     "resolve_split",
     "smooth_one_hot",
+    "usable_cores",
 ]
 
 

@@ -14,7 +14,7 @@ from adder_flax.report._study import (
     only_when,
     require_probabilities,
 )
-from adder_flax.report._style import new_figure, save_figure
+from adder_flax.report._style import LINES, dress, legend, new_figure, save_figure
 from adder_flax.report.captures import BlockCapture, Capture, capture
 from adder_flax.report.figures import (
     alignment_figure,
@@ -43,6 +43,7 @@ __all__ = [
     "DOES_NOT_HOLD",
     "ENERGY",
     "HOLDS",
+    "LINES",
     "NOT_MEASURED",
     "STUDIES",
     "BlockCapture",
@@ -65,6 +66,8 @@ __all__ = [
     "capture",
     "comparison_figure",
     "curves_figure",
+    "dress",
+    "legend",
     "new_figure",
     "only_when",
     "register_claims",

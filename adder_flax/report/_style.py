@@ -20,6 +20,8 @@ LINES: tuple[dict[str, Any], ...] = (
     {"color": "#0072B2", "linestyle": "-.", "marker": "^"},
     {"color": "#009E73", "linestyle": ":", "marker": "D"},
     {"color": "#CC79A7", "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "v"},
+    {"color": "#56B4E9", "linestyle": (0, (8, 2)), "marker": "P"},
+    {"color": "#8C6D00", "linestyle": (0, (1, 2)), "marker": "X"},
 )
 GREY = "#8a8a8a"
 HEAT = "magma"  # its lightness rises with the value, so a greyscale print keeps the order

@@ -1,7 +1,5 @@
 """The claims of three papers, measured on a model: figures, data and one page to read from top to bottom."""
 
-import base64
-import csv
 import dataclasses
 import html
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,10 +10,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from adder_flax.report import _style
+from adder_flax.report import document
 from adder_flax.report import families as _families  # noqa: F401 - they register themselves
 from adder_flax.report._families import CLAIMS, Section
-from adder_flax.report._study import HOLDS, NOT_MEASURED, AnyStudy, Claim, Findings, Picture, observe, study_images
+from adder_flax.report._study import HOLDS, NOT_MEASURED, AnyStudy, Claim, Findings, observe, study_images
 from adder_flax.report.second_order import SecondOrderStep
 
 
@@ -117,11 +115,14 @@ def write_study(study: AnyStudy, out_dir: str | Path, *, families: Sequence[str]
     sections = _measure(study, families)
     out_dir = Path(out_dir)
     files = [
-        path for found in sections.values() for picture in found.pictures for path in _write_picture(picture, out_dir)
+        path
+        for found in sections.values()
+        for picture in found.pictures
+        for path in document.write_picture(picture, out_dir)
     ]
     claims = [claim for found in sections.values() for claim in found.claims]
     table = out_dir / "claims.csv"
-    _write_csv(table, {field: [getattr(claim, field) for claim in claims] for field in vars(claims[0])})
+    document.write_csv(table, {field: [getattr(claim, field) for claim in claims] for field in vars(claims[0])})
     page = out_dir / "report.html"
     page.write_text(_page(study, sections, out_dir), encoding="utf-8")
     return Report(page, claims, [*files, table, page])
@@ -138,27 +139,6 @@ def _measure(study: AnyStudy, families: Iterable[str]) -> dict[Section, Findings
     }
 
 
-def _write_picture(picture: Picture, out_dir: Path) -> list[Path]:
-    files = _style.save_figure(picture.figure, out_dir / "figures" / picture.name, ("png", "svg"))
-    data = out_dir / "data" / picture.name
-    data.parent.mkdir(parents=True, exist_ok=True)
-    columns = {name: np.asarray(values) for name, values in picture.data.items()}
-    if len({column.shape for column in columns.values()}) == 1 and next(iter(columns.values())).ndim == 1:
-        target = data.with_suffix(".csv")
-        _write_csv(target, columns)
-    else:
-        target = data.with_suffix(".npz")
-        np.savez_compressed(target, **columns)
-    return [*files, target]
-
-
-def _write_csv(path: Path, columns: dict) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(columns)
-        writer.writerows(zip(*columns.values(), strict=True))
-
-
 def _page(study: AnyStudy, sections: Mapping[Section, Findings], out_dir: Path) -> str:
     claims = [claim for found in sections.values() for claim in found.claims]
     kinds = [_kind(claim) for claim in claims]
@@ -172,12 +152,13 @@ def _page(study: AnyStudy, sections: Mapping[Section, Findings], out_dir: Path) 
         )
         if kinds.count(kind)
     )
-    return _PAGE.substitute(
+    body = _BODY.substitute(
         name=html.escape(study.subject.name),
         tally=tally,
         about=html.escape(study.about()),
         sections="\n".join(_section_html(section, found, out_dir) for section, found in sections.items()),
     )
+    return document.html_page(f"{study.subject.name}: claims and measurements", body, style=_STYLE)
 
 
 def _kind(claim: Claim) -> str:
@@ -193,7 +174,7 @@ _SIGNS = {"yes": "✓", "partly": "◐", "no": "✗", "open": "–"}
 
 def _section_html(section: Section, found: Findings, out_dir: Path) -> str:
     claims = "\n".join(_claim_html(claim) for claim in found.claims)
-    pictures = "\n".join(_picture_html(picture, out_dir) for picture in found.pictures)
+    pictures = "\n".join(document.picture_html(picture, out_dir) for picture in found.pictures)
     return (
         f"<section><h2>{html.escape(section.title)}</h2><p>{html.escape(section.introduction)}</p>"
         f'<ul class="claims">{claims}</ul>{pictures}</section>'
@@ -212,30 +193,7 @@ def _claim_html(claim: Claim) -> str:
     )
 
 
-def _picture_html(picture: Picture, out_dir: Path) -> str:
-    png = (out_dir / "figures" / picture.name).with_suffix(".png").read_bytes()
-    data = next((out_dir / "data").glob(f"{picture.name}.*"))
-    width = int(picture.figure.get_figwidth() * 100)  # narrower than 60 % of this it scrolls rather than shrinks
-    return (
-        f'<figure id="{picture.name}"><div class="scroll" tabindex="0">'
-        f'<img alt="{html.escape(picture.alt)}" style="max-width:{width}px;min-width:{6 * width // 10}px" '
-        f'src="data:image/png;base64,{base64.b64encode(png).decode()}"></div>'
-        f"<figcaption>{html.escape(picture.caption)} "
-        f'<a href="figures/{picture.name}.svg">SVG</a> <a href="data/{data.name}">data</a></figcaption></figure>'
-    )
-
-
-_PAGE = Template("""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>$name: claims and measurements</title>
-<style>
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 60rem; margin: 0 auto; padding: 1rem; }
-h1 { font-size: 1.6rem; line-height: 1.2; margin-bottom: .3rem; }
-h2 { font-size: 1.3rem; margin-top: 2.5rem; border-top: 2px solid #1a1a1a; padding-top: .6rem; }
+_STYLE = """
 .tally { font-size: 1.1rem; font-weight: 600; }
 ul.claims { list-style: none; padding: 0; }
 ul.claims li { border-left: 5px solid; margin: 0 0 1rem; padding: .1rem 0 .1rem .8rem; }
@@ -247,18 +205,10 @@ ul.claims li.no { border-color: #b03a00; border-left-style: double; } ul.claims 
 .verdict { font-weight: 600; }
 .yes .verdict { color: #00694d; } .partly .verdict { color: #6b5500; } .no .verdict { color: #a13500; }
 .finding { font-size: .95rem; overflow-wrap: anywhere; }
-figure { margin: 1.8rem 0; }
-.scroll { overflow-x: auto; }
-img { width: 100%; height: auto; display: block; }
-figcaption { font-size: .9rem; color: #333; max-width: 45rem; }
-a { color: #00507a; }
-</style>
-</head>
-<body>
-<h1>$name: what the papers claim and what is measured</h1>
+"""
+
+_BODY = Template("""<h1>$name: what the papers claim and what is measured</h1>
 <p class="tally">$tally.</p>
 <p>$about.</p>
 $sections
-</body>
-</html>
 """)

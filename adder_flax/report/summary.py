@@ -1,7 +1,6 @@
 """The table before training: where a model's parameters, operations and energy are."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ from flax import nnx
 from adder_flax import ops
 from adder_flax.counting.energy import HOROWITZ_45NM, EnergyTable, energy
 from adder_flax.counting.operations import Operations, count_operations
+from adder_flax.text import si
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ def summary_text(model: nnx.Module, *inputs: jax.ShapeDtypeStruct, table: Energy
     cells = [("part", "parameters", "multiplications", "additions", "exponentials", "energy")]
     for row in rows:
         counts = (row.operations.multiplications, row.operations.additions, row.operations.exponentials)
-        cells.append((row.part, f"{row.parameters:,}", *map(_si, counts), f"{_si(row.joules)}J"))
+        cells.append((row.part, f"{row.parameters:,}", *map(si, counts), f"{si(row.joules)}J"))
     first, *others = (max(len(line[column]) for line in cells) for column in range(len(cells[0])))
     lines = [
         "  ".join([part.ljust(first), *(text.rjust(width) for text, width in zip(numbers, others, strict=True))])
@@ -108,12 +108,12 @@ def _notes(total: SummaryRow, table: EnergyTable) -> list[str]:
     if elements := total.operations.l1_elements:
         fewer = total.operations.with_one_addition_per_l1_element()
         notes.append(
-            f"an adder element |x - w| is 2 additions ({_si(elements)} elements); "
-            f"at 1 addition: {_si(fewer.additions)} additions, {_si(_joules(fewer, table))}J"
+            f"an adder element |x - w| is 2 additions ({si(elements)} elements); "
+            f"at 1 addition: {si(fewer.additions)} additions, {si(_joules(fewer, table))}J"
         )
     least, most = energy(total.operations, table).memory_joules["DRAM"]
     notes.append(
-        f"memory traffic, if all of it were DRAM: {_si(least)}J (weights, example) to {_si(most)}J (each operation)"
+        f"memory traffic, if all of it were DRAM: {si(least)}J (weights, example) to {si(most)}J (each operation)"
     )
     if total.operations.uncounted:
         notes.append(f"not counted: {dict(total.operations.uncounted)}")
@@ -132,14 +132,3 @@ def _part(path: tuple[Any, ...], names: Mapping[str, str]) -> str:
 
 def _joules(operations: Operations, table: EnergyTable) -> float:
     return energy(operations, table).total_arithmetic_joules
-
-
-_PREFIXES: Mapping[int, str] = {-4: "p", -3: "n", -2: "µ", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P"}
-
-
-def _si(value: float) -> str:
-    """Four significant digits and a prefix: 1254000000 → "1.254 G"."""
-    if value == 0:
-        return "0 "
-    exponent = min(max(int(np.floor(np.log10(abs(value)) / 3)), min(_PREFIXES)), max(_PREFIXES))
-    return f"{value / 1000.0**exponent:.4g} {_PREFIXES[exponent]}"

@@ -4,6 +4,7 @@ A configuration (the ``ConfigDict`` that an experiment file makes, or a ``config
 settings; all that is wrong with it is one message. Nothing here imports JAX, so a mistake is answered at once.
 """
 
+from adder_flax.settings._compare import CompareSettings, LogUniform, OneOf
 from adder_flax.settings._data import DataSettings
 from adder_flax.settings._fields import (
     Declared,
@@ -48,15 +49,18 @@ __all__ = [
     "CgFacSettings",
     "Choice",
     "ClassificationSettings",
+    "CompareSettings",
     "DataSettings",
     "Declared",
     "Flag",
     "Integer",
+    "LogUniform",
     "MeshSettings",
     "Integers",
     "Names",
     "Number",
     "OptimizerSettings",
+    "OneOf",
     "Options",
     "Or",
     "Refused",

@@ -25,13 +25,17 @@ _NAME = "trainer.lock"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
+class HeldError(RunError):
+    """Another process holds a lock."""
+
+
 @contextlib.contextmanager
-def lock_workdir(workdir: str | Path) -> Iterator["Lock | None"]:
+def lock_workdir(workdir: str | Path, name: str = _NAME) -> Iterator["Lock | None"]:
     """Makes a run's directory this process's own for as long as the context is open.
 
-    The file ``trainer.lock`` names its owner and is locked in the kernel, which lets go of it when the process ends in
-    whatever way. What a killed one leaves is therefore known to be stale on the same machine. That a process on another
-    machine has ended cannot be known here: the message says which file to remove.
+    The file, ``trainer.lock`` unless named, names its owner and is locked in the kernel, which lets go of it when the
+    process ends in whatever way. What a killed one leaves is therefore known to be stale on the same machine. That a
+    process on another machine has ended cannot be known here: the message says which file to remove.
 
     Of several processes the first holds the lock for all of them.
 
@@ -39,7 +43,8 @@ def lock_workdir(workdir: str | Path) -> Iterator["Lock | None"]:
       The lock, None in all processes but the first.
 
     Raises:
-      RunError: another trainer holds it, or the directory cannot be written to.
+      HeldError: another process holds it.
+      RunError: the directory cannot be written to.
 
     Example:
       >>> import tempfile
@@ -47,9 +52,9 @@ def lock_workdir(workdir: str | Path) -> Iterator["Lock | None"]:
       ...     lock_workdir(workdir).__enter__()  # doctest: +ELLIPSIS
       Traceback (most recent call last):
       ...
-      adder_flax.errors.RunError: expected ... without another trainer, got process ... since ...
+      adder_flax.training.lock.HeldError: expected ... without another trainer, got process ... since ...
     """
-    path, lock, refused = Path(workdir).absolute() / _NAME, None, None
+    path, lock, refused = Path(workdir).absolute() / name, None, None
     if jax.process_index() == 0:
         try:
             lock = Lock(path)
@@ -158,10 +163,10 @@ def _claim(descriptor: int, path: Path) -> None:
             raise _held(path, _read(descriptor))
 
 
-def _held(path: Path, owner: dict[str, Any] | None) -> RunError:
+def _held(path: Path, owner: dict[str, Any] | None) -> HeldError:
     if owner is None:
-        return RunError(f"expected {path.parent} without another trainer, got one that just begins; wait for its end")
-    return RunError(
+        return HeldError(f"expected {path.parent} without another trainer, got one that just begins; wait for its end")
+    return HeldError(
         f"expected {path.parent} without another trainer, got process {owner['pid']} on {owner['host']} since "
         f"{owner['since']}; wait for its end, choose another --workdir, or, if that process is gone, remove {path}"
     )

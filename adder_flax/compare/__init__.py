@@ -1,0 +1,41 @@
+"""Grids of runs: what is compared, tuned by the same budget, on paired seeds, and what the differences are worth."""
+
+from adder_flax.compare.cells import StoppedError
+from adder_flax.compare.page import write_results
+from adder_flax.compare.plan import Arm, Cell, Plan
+from adder_flax.compare.records import Record, Records
+from adder_flax.compare.run import Comparison, describe, is_worker, overview, parent_lives, supervise, work
+from adder_flax.compare.search import Tuning, unfold
+from adder_flax.compare.statistics import (
+    LEAST_SEEDS,
+    Difference,
+    first_reaching,
+    interquartile_mean,
+    paired_difference,
+    performance_profiles,
+)
+
+__all__ = [
+    "LEAST_SEEDS",
+    "Arm",
+    "Cell",
+    "Comparison",
+    "Difference",
+    "Plan",
+    "Record",
+    "Records",
+    "StoppedError",
+    "Tuning",
+    "describe",
+    "first_reaching",
+    "interquartile_mean",
+    "is_worker",
+    "overview",
+    "paired_difference",
+    "parent_lives",
+    "performance_profiles",
+    "supervise",
+    "unfold",
+    "work",
+    "write_results",
+]

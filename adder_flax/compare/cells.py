@@ -1,0 +1,173 @@
+"""One cell: an ordinary run in a directory of its own, and the record that is made of it."""
+
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import math
+import platform
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from adder_flax import counting, data, training
+from adder_flax.compare.plan import FINAL, Cell
+from adder_flax.compare.records import Record
+from adder_flax.data import usable_cores
+
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy")
+
+
+class StoppedError(Exception):
+    """A signal stopped a cell; it goes on from its checkpoint.
+
+    Attributes:
+      exit_code: 128 and the signal.
+    """
+
+    def __init__(self, text: str, exit_code: int):
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+def run_cell(cell: Cell, workdir: Path, test_split: str, load: Callable[..., data.Source]) -> Record:
+    """Trains a cell, or goes on with it, and returns its record.
+
+    What the run prints goes to ``output.txt`` in its directory. A run that is no longer finite is a result. The test
+    split is read once, after the last step of a final run.
+
+    Args:
+      cell: of the comparison.
+      workdir: of the cell.
+      test_split: name of the split.
+      load: as in ``training.build_run``.
+
+    Raises:
+      StoppedError: a signal asked to stop.
+      RunError: what the user must mend.
+    """
+    began, diverged, scores, test = time.time(), None, {}, {}
+    workdir.mkdir(parents=True, exist_ok=True)
+    with _output_in(workdir / "output.txt"):
+        run = training.build_run(cell.config, load=load)
+        trainer = training.Trainer(run, training.open_workdir(workdir, cell.config), start_time=began)
+        steps = run.num_steps
+        try:
+            result = trainer.fit()
+        except training.NonFiniteLossError as error:
+            diverged, steps = _how(error), _last_step(workdir)
+        else:
+            if result.interrupted:
+                where = f"{cell.id} at step {result.step} of {run.num_steps}"
+                raise StoppedError(f"{result.interrupted.name} in {where}", 128 + result.interrupted)
+            scores = result.evaluation
+            if cell.phase == FINAL:
+                test = training.Evaluator(training.build_run(cell.config, load=load, eval_split=test_split))(
+                    training.evaluation_params(result.state)
+                )
+    rows = training.read_metrics(workdir)
+    return Record(
+        arm=cell.arm.name,
+        levels=dict(cell.arm.levels),
+        phase=cell.phase,
+        seed=cell.seed,
+        values=dict(cell.values),
+        config=json.loads(cell.config.to_json()),
+        steps=steps,
+        diverged=diverged,
+        validation=_plain(scores),
+        test=_plain(test),
+        curve=_curve(rows),
+        facts=facts(run),
+        seconds={"step": _step_seconds(rows, run), "run": round(time.time() - began, 3)},
+        machine=machine(),
+        versions=versions(),
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def forget_states(workdir: Path) -> None:
+    """Removes the checkpoints of a cell that is finished and of which no model is wanted."""
+    shutil.rmtree(workdir / "checkpoints", ignore_errors=True)
+
+
+_FACTS: dict[Any, dict[str, float]] = {}
+
+
+def facts(run: training.Run) -> dict[str, float]:
+    """Returns what all runs of a program have in common: see `Record`."""
+    if run.program not in _FACTS:
+        model = run.model(run.abstract_state["params"])
+        forward = counting.count_operations(model, *run.task.example().inputs)
+        step = counting.count_operations(
+            run.train_step, run.abstract_state, training.abstract_batch(run), run.abstract_hyper
+        )
+        _FACTS[run.program] = {
+            "parameters": sum(leaf.size for leaf in jax.tree.leaves(run.abstract_state["params"])),
+            "multiplications": forward.multiplications,
+            "additions": forward.additions,
+            "joules": counting.energy(forward).total_arithmetic_joules,
+            "step_operations": step.multiplications + step.additions,
+            "step_joules": counting.energy(step).total_arithmetic_joules,
+        }
+    return _FACTS[run.program]
+
+
+def machine() -> dict[str, Any]:
+    """Returns what a cell runs on."""
+    return {
+        "processor": _processor(),
+        "cores": usable_cores(),
+        "device": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the libraries that compute."""
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in _LIBRARIES}
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@contextlib.contextmanager
+def _output_in(path: Path) -> Iterator[None]:
+    with path.open("a", buffering=1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        yield
+
+
+def _plain(scores: dict[str, float]) -> dict[str, float]:
+    """Scores without the prefix that says on which split; what is not finite is left out, as JSON does not know it."""
+    return {name.removeprefix("eval/"): value for name, value in scores.items() if math.isfinite(value)}
+
+
+def _curve(rows: list[dict[str, float]]) -> dict[str, list[float]]:
+    evaluated = [row for row in rows if "eval/loss" in row]
+    names = [name for name in evaluated[0] if name.startswith("eval/")] if evaluated else []
+    curve = {name.removeprefix("eval/"): [round(row[name], 6) for row in evaluated] for name in names}
+    return {"step": [int(row["step"]) for row in evaluated], **curve}
+
+
+def _how(error: training.NonFiniteLossError) -> str:
+    """Returns what happened, without what became of the checkpoints and what to do."""
+    return str(error).partition(". Checkpoints kept")[0].partition("; the state is")[0]
+
+
+def _last_step(workdir: Path) -> int:
+    return max((int(row["step"]) for row in training.read_metrics(workdir)), default=0)
+
+
+def _step_seconds(rows: list[dict[str, float]], run: training.Run) -> float:
+    """Returns the median seconds of a step, 0 where no speed was measured."""
+    rates = [row[name] for row in rows for name in row if name.endswith("_per_second")]
+    return round(run.config.batch_size / statistics.median(rates), 6) if rates else 0.0

@@ -1,0 +1,130 @@
+"""The page of a comparison: its tables and figures, as Markdown and as one HTML file."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from adder_flax import report
+from adder_flax.compare import statistics
+from adder_flax.compare.blocks import as_html, as_markdown
+from adder_flax.compare.records import Record, write_whole
+from adder_flax.compare.run import Comparison
+from adder_flax.compare.table import Row, blocks_of, rows_of, runs_csv
+from adder_flax.report import Picture, document
+
+_LARGEST_FACTOR = 8.0
+_STYLE = """
+table { border-collapse: collapse; font-size: .85rem; }
+th, td { text-align: left; padding: .2rem .6rem; border-bottom: 1px solid #d0d0d0; vertical-align: top; }
+pre { overflow-x: auto; font-size: .8rem; background: #f4f4f4; padding: .6rem; }
+"""
+
+
+def write_results(comparison: Comparison) -> list[Path]:
+    """Writes what is known so far into the folder of results; nothing is run.
+
+    Args:
+      comparison: prepared.
+
+    Returns:
+      The files: ``results.md``, ``runs.csv``, ``results.html``, and the figures with their numbers.
+    """
+    rows, folder = rows_of(comparison), comparison.results
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = _pictures(comparison, [row for row in rows if row.records])
+    figures = [path for picture in pictures for path in document.write_picture(picture, folder)]
+    blocks = blocks_of(comparison, rows)
+    drawn = "".join(f"\n![{p.alt}](figures/{p.name}.png)\n\n{p.caption}\n" for p in pictures)
+    write_whole(folder / "results.md", as_markdown(blocks) + drawn.rstrip("\n"))
+    write_whole(folder / "runs.csv", runs_csv(comparison, rows).rstrip("\n"))
+    body = "\n".join([as_html(blocks), *(document.picture_html(picture, folder) for picture in pictures)])
+    write_whole(folder / "results.html", document.html_page(comparison.plan.settings.title, body, style=_STYLE))
+    return [folder / "results.md", folder / "runs.csv", folder / "results.html", *figures]
+
+
+def _pictures(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
+    if not rows:
+        return []
+    best = comparison.best.name
+    joules = lambda record: record.facts["joules"]
+    seconds = lambda record: record.steps * record.seconds["step"]
+    return [
+        _curves(best, rows),
+        _scatter("energy", f"test {best} against energy", "energy of one example forward, J", best, rows, joules),
+        _scatter("seconds", f"test {best} against seconds", "seconds of the training steps", best, rows, seconds),
+        *_profiles(comparison, rows),
+    ]
+
+
+def _curves(best: str, rows: Sequence[Row]) -> Picture:
+    figure, axes = report.new_figure(7.0, 4.2)
+    data: dict[str, np.ndarray] = {}
+    for row, line in zip(rows, _lines(rows), strict=True):
+        finished = [record for record in row.records if not record.diverged]
+        if not finished:
+            continue
+        steps = np.array(finished[0].curve["step"])
+        scores = np.array([record.curve[best] for record in finished])
+        axes[0, 0].plot(steps, scores.mean(0), **line, markersize=3, linewidth=1.3, label=row.arm.name)
+        axes[0, 0].fill_between(steps, scores.min(0), scores.max(0), color=line["color"], alpha=0.12, linewidth=0)
+        name = row.arm.name
+        data |= {f"{name}, step": steps, f"{name}, mean": scores.mean(0)}
+        data |= {f"{name}, lowest": scores.min(0), f"{name}, highest": scores.max(0)}
+    report.dress(axes[0, 0], xlabel="training step", ylabel=f"validation {best}")
+    report.legend(axes[0, 0])
+    caption = f"Validation {best} along training: the mean over the seeds, the band from the lowest to the highest."
+    return Picture("curves", figure, caption, f"Curves of validation {best} of {len(rows)} arms", data)
+
+
+def _scatter(
+    name: str, title: str, label: str, best: str, rows: Sequence[Row], cost: Callable[[Record], float]
+) -> Picture:
+    figure, axes = report.new_figure(5.6, 4.2)
+    columns: dict[str, list[Any]] = {"arm": [], label: [], f"test {best}": []}
+    for row, line in zip(rows, _lines(rows), strict=True):
+        costs = [cost(record) for record in row.records]
+        axes[0, 0].plot(costs, row.scores, **{**line, "linestyle": ""}, markersize=5, alpha=0.75, label=row.arm.name)
+        columns["arm"] += [row.arm.name] * len(costs)
+        columns[label] += costs
+        columns[f"test {best}"] += row.scores
+    axes[0, 0].set_xscale("log")
+    report.dress(axes[0, 0], xlabel=label, ylabel=f"test {best}")
+    report.legend(axes[0, 0])
+    caption = f"{title[0].upper()}{title[1:]}: a point for each seed."
+    return Picture(name, figure, caption, f"Points of {title} for {len(rows)} arms", columns)
+
+
+def _profiles(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
+    """The share of instances, which are seeds of a level of the other factors, that are solved within a factor."""
+    seeds = comparison.plan.settings.seeds
+    by_arm: dict[str, dict[tuple[str, int], float | None]] = {}
+    for row in rows:
+        compared = {row.arm.levels[factor] for factor in comparison.plan.settings.baseline} or {row.arm.name}
+        others = ", ".join(level for level in row.arm.levels.values() if level not in compared)
+        costs = by_arm.setdefault(", ".join(sorted(compared)), {})
+        for record, steps in zip(row.records, row.reached, strict=True):
+            costs[others, record.seed] = None if steps is None else steps * record.facts["step_operations"]
+    instances = sorted({instance for costs in by_arm.values() for instance in costs})
+    if len(by_arm) < 2 or not any(cost for costs in by_arm.values() for cost in costs.values()):
+        return []
+    factors = np.geomspace(1, _LARGEST_FACTOR, 200)
+    table = {name: [costs.get(instance) for instance in instances] for name, costs in by_arm.items()}
+    profiles = statistics.performance_profiles(table, factors)
+    figure, axes = report.new_figure(5.6, 4.2)
+    for (name, shares), line in zip(profiles.items(), _lines(list(profiles)), strict=True):
+        axes[0, 0].plot(factors, shares, **{**line, "marker": None}, linewidth=1.4, label=name)
+    axes[0, 0].set_xscale("log")
+    report.dress(axes[0, 0], xlabel="factor of the fewest operations", ylabel="share of runs at the target")
+    report.legend(axes[0, 0])
+    caption = (
+        f"Performance profile: the share of {len(instances)} instances (up to {seeds} seeds each) whose target is "
+        "reached within a factor of the fewest operations, over all arms, that reach it."
+    )
+    data = {"factor": factors, **profiles}
+    return [Picture("profile", figure, caption, f"Performance profiles of {len(profiles)} arms", data)]
+
+
+def _lines(of: Sequence[Any]) -> list[dict[str, Any]]:
+    return [report.LINES[i % len(report.LINES)] for i in range(len(of))]

@@ -1,0 +1,224 @@
+"""What a comparison consists of: arms, which are combinations of levels, and cells, each an ordinary run."""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from ml_collections import ConfigDict
+
+from adder_flax.errors import RunError
+from adder_flax.settings import (
+    MODEL_SETTINGS,
+    TASK_SETTINGS,
+    CompareSettings,
+    Options,
+    RunSettings,
+    SettingsError,
+    defaults,
+    read,
+)
+from adder_flax.training.workdir import OPERATIONAL_FIELDS, flatten_config
+
+TUNING = "tuning"
+FINAL = "final"
+Phase = Literal["tuning", "final"]
+
+_FIRST_TUNING_SEED = 1_000_000
+_MOST_ARMS = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One combination of levels.
+
+    Attributes:
+      name: the levels with commas between them.
+      levels: of each factor.
+      fields: what they set, by path; in arms that are matched, what matches them too.
+    """
+
+    name: str
+    levels: Mapping[str, str]
+    fields: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run.
+
+    Attributes:
+      arm: whose it is.
+      phase: ``tuning`` or ``final``; the test split is read after the final ones alone.
+      seed: of the run.
+      values: of the fields that are searched.
+      config: its whole configuration.
+    """
+
+    arm: Arm
+    phase: Phase
+    seed: int
+    values: Mapping[str, Any]
+    config: ConfigDict = dataclasses.field(compare=False)
+
+    @functools.cached_property
+    def id(self) -> str:
+        """Its name: of its directory, and of the file of its record. Other settings have another one."""
+        return f"{_slug(self.arm.name)}-{self.phase}-{self.seed}-{digest(self.config)}"
+
+
+class Plan:
+    """The arms and cells of a comparison.
+
+    Args:
+      config: as an experiment file makes it, see ``CompareSettings``.
+
+    Attributes:
+      settings: what it says.
+      arms: by name; a configuration keeps names sorted, but baselines come first.
+
+    Raises:
+      SettingsError: fields that are wrong, those of every arm included.
+
+    Example:
+      >>> from adder_flax.settings import defaults
+      >>> scores = {"dot": {}, "adder": {"model": {"score": "adder"}}}
+      >>> sizes = {"96": {"model": {"width": 96}}}
+      >>> fields = {"factors": {"score": scores, "width": sizes}, "baseline": {"score": "dot"}}
+      >>> plan = Plan(ConfigDict(defaults(CompareSettings) | fields))
+      >>> list(plan.arms), plan.baseline_of(plan.arms["adder, 96"]).name
+      (['dot, 96', 'adder, 96'], 'dot, 96')
+      >>> plan.cell(plan.arms["adder, 96"], "final", 3, {"optimizer.learning_rate": 0.01}).config.model.score
+      'adder'
+    """
+
+    def __init__(self, config: ConfigDict):
+        self.settings = read(CompareSettings, config)
+        self._base = config.base.to_dict()
+        self._cells: dict[tuple[Any, ...], Cell] = {}
+        self.arms = self._make_arms()
+        for arm in self.arms.values():
+            read(RunSettings, self._config(arm, {}), where=f"config of {arm.name}")
+        if self.settings.match == "steps":
+            self._check_steps()
+
+    def matched(self, fields: Mapping[str, Mapping[str, Any]]) -> "Plan":
+        """Returns the plan with further fields in its arms: those that match them to their baselines."""
+        plan = object.__new__(Plan)
+        plan.settings, plan._base, plan._cells = self.settings, self._base, {}
+        plan.arms = {
+            name: dataclasses.replace(arm, fields=Options({**arm.fields, **fields.get(name, {})}))
+            for name, arm in self.arms.items()
+        }
+        return plan
+
+    def baseline_of(self, arm: Arm) -> Arm | None:
+        """Returns the arm that one is compared with, None where it is a baseline or there is none."""
+        name = ", ".join({**arm.levels, **self.settings.baseline}.values())
+        return None if name == arm.name or not self.settings.baseline else self.arms[name]
+
+    @property
+    def tuning_seeds(self) -> range:
+        """Seeds of the runs that tune."""
+        return range(_FIRST_TUNING_SEED, _FIRST_TUNING_SEED + self.settings.tuning_seeds)
+
+    def cell(self, arm: Arm, phase: Phase, seed: int, values: Mapping[str, Any]) -> Cell:
+        """Returns the run of an arm with these values of what is searched."""
+        key = arm.name, phase, seed, Options(values)
+        if key not in self._cells:
+            config = ConfigDict(self._config(arm, values) | {"seed": seed})
+            self._cells[key] = Cell(arm, phase, seed, Options(values), config)
+        return self._cells[key]
+
+    def allows(self, arm: Arm, values: Mapping[str, Any]) -> bool:
+        """Whether the settings of a run take these values of what is searched."""
+        try:
+            read(RunSettings, self._config(arm, values))
+        except SettingsError:
+            return False
+        return True
+
+    def _make_arms(self) -> dict[str, Arm]:
+        baseline, factors = self.settings.baseline, {}
+        for factor, levels in self.settings.factors.items():
+            factors[factor] = dict(sorted(levels.items(), key=lambda level: level[0] != baseline.get(factor)))
+        arms = {}
+        for levels in itertools.islice(itertools.product(*factors.values()), _MOST_ARMS + 1):
+            fields: dict[str, Any] = {}
+            for factor, level in zip(factors, levels, strict=True):
+                fields |= factors[factor][level]
+            arm = Arm(", ".join(levels), dict(zip(factors, levels, strict=True)), Options(fields))
+            arms[arm.name] = arm
+        if len(arms) > _MOST_ARMS:
+            raise RunError(f"expected at most {_MOST_ARMS} combinations of levels, got more; take fewer levels")
+        if len({_slug(name) for name in arms}) < len(arms):
+            raise RunError(
+                f"expected names of levels that differ in letters and digits, got {', '.join(arms)}; rename them"
+            )
+        return arms
+
+    def _config(self, arm: Arm, values: Mapping[str, Any]) -> dict[str, Any]:
+        percent, whole = self.settings.validation_percent, self.settings.base.data.train_split
+        splits = {
+            "data.train_split": f"{whole}[:{100 - percent}%]" if percent else whole,
+            "data.eval_split": f"{whole}[{100 - percent}%:]" if percent else "validation",
+        }
+        config = _copied(self._base)
+        for path, value in {**arm.fields, **values, **splits, "init": "path"}.items():
+            *sections, field = path.split(".")
+            inside = config
+            for section in sections:
+                inside = inside.setdefault(section, {})
+            inside[field] = value
+        return config
+
+    def _check_steps(self) -> None:
+        for arm in self.arms.values():
+            other = self.baseline_of(arm)
+            if other is None:
+                continue
+            own, its = (flatten_config(self._config(a, {})) for a in (arm, other))
+            for field in ("num_epochs", "batch_size"):
+                if own[field] != its[field]:
+                    raise RunError(
+                        f"expected {field} of {arm.name!r} to be {its[field]}, that of {other.name!r}, as config.match "
+                        f"is 'steps', got {own[field]}; set config.match to another, or {field} alike"
+                    )
+
+
+def digest(config: ConfigDict) -> str:
+    """Returns what tells settings apart: fields of what a run computes, not of how, that are not at their defaults."""
+    return hashlib.sha256(json.dumps(own_fields(config), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def own_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a configuration, by path, in which what it computes differs from the defaults.
+
+    A field that a later version adds, at its default, changes nothing here.
+
+    Example:
+      >>> own_fields(defaults(RunSettings) | {"seed": 3, "log_every_steps": 1})
+      {'seed': 3}
+    """
+    fields, usual = flatten_config(config), defaults(RunSettings)
+    for section, among in (("model", MODEL_SETTINGS), ("task", TASK_SETTINGS)):
+        if (name := fields.get(f"{section}.name")) in among:
+            usual[section] = defaults(among.get(name))
+    usual = flatten_config(usual)
+    return {
+        path: value
+        for path, value in fields.items()
+        if not path.startswith(OPERATIONAL_FIELDS) and (path not in usual or usual[path] != value)
+    }
+
+
+def _copied(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: _copied(value) if isinstance(value, dict) else value for name, value in fields.items()}
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^\w=.+]+", "_", name).strip("_")

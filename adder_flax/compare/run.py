@@ -1,0 +1,301 @@
+"""Works through the cells of a comparison: alone, beside other processes, on several hosts of one shared directory."""
+
+import contextlib
+import functools
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from adder_flax import data
+from adder_flax.compare import cells, matching, search
+from adder_flax.compare.plan import FINAL, TUNING, Arm, Cell, Plan
+from adder_flax.compare.records import Record, Records
+from adder_flax.errors import RunError
+from adder_flax.interrupt import InterruptWatch
+from adder_flax.settings import Options
+from adder_flax.tasks import TASKS
+from adder_flax.training.lock import HeldError, lock_workdir
+
+_POLL_SECONDS = 1.0
+_WORKER = "ADDER_FLAX_COMPARE_WORKER"
+_CLAIM = "claim.lock"
+
+
+class Comparison:
+    """A plan, where it is carried out, and what is known so far.
+
+    Args:
+      config: as an experiment file makes it, see ``CompareSettings``.
+      workdir: of the runs.
+
+    Attributes:
+      plan: with arms that are matched, once :meth:`prepare` was called.
+      workdir: ``cells/<cell>/`` are ordinary runs.
+      results: folder of ``records/``, tables and figures.
+      records: of finished cells.
+
+    Raises:
+      RunError: what the user must mend.
+    """
+
+    def __init__(self, config: ConfigDict, workdir: str | Path):
+        self.plan = Plan(config)
+        self.workdir = Path(workdir).absolute()
+        self.results = Path(self.plan.settings.results or self.workdir / "results")
+        self.records = Records(self.results / "records")
+        self.best = TASKS.get(self.plan.settings.base.task.name).best
+
+    def prepare(self) -> None:
+        """Matches the arms, once for all processes."""
+        if self.plan.settings.match == "steps":
+            return
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                with lock_workdir(self.workdir, "matching.lock"):
+                    self.plan = matching.match(self.plan, self.results, load_once)
+                return
+            except HeldError:
+                time.sleep(_POLL_SECONDS)
+
+    def tuning(self, arm: Arm) -> search.Tuning:
+        """Returns how far the tuning of an arm is."""
+        settings = self.plan.settings
+        if not settings.search:
+            return search.Tuning(((nothing := _NOTHING),), (), nothing)
+        return search.unfold(
+            settings.search,
+            settings.trials,
+            settings.extensions,
+            functools.partial(self._score, arm),
+            functools.partial(self.plan.allows, arm),
+        )
+
+    def tuning_cells(self, arm: Arm, values: Mapping[str, Any]) -> list[Cell]:
+        """Returns the cells of one trial."""
+        return [self.plan.cell(arm, TUNING, seed, values) for seed in self.plan.tuning_seeds]
+
+    def final_cells(self, arm: Arm) -> list[Cell]:
+        """Returns the cells of an arm that the tables are made of, none before it is tuned."""
+        best = self.tuning(arm).best
+        return [] if best is None else [self.plan.cell(arm, FINAL, s, best) for s in range(self.plan.settings.seeds)]
+
+    def open_cells(self, arm: Arm) -> list[Cell]:
+        """Returns the cells of an arm that can be run now."""
+        tuning = self.tuning(arm)
+        wanted = [cell for values in tuning.missing for cell in self.tuning_cells(arm, values)]
+        return [cell for cell in wanted or self.final_cells(arm) if self.records.get(cell) is None]
+
+    def worst(self) -> float:
+        """Returns the score that a run which is no longer finite is given."""
+        return 0.0 if self.best.largest else float("inf")
+
+    def _score(self, arm: Arm, values: Mapping[str, Any]) -> search.Score | None:
+        found = [self.records.get(cell) for cell in self.tuning_cells(arm, values)]
+        if any(record is None for record in found):
+            return None
+        if any(record.diverged for record in found):
+            return (-float("inf"), statistics.mean(record.steps for record in found))
+        sign = 1 if self.best.largest else -1
+        scores = [sign * record.validation[self.best.name] for record in found]
+        return statistics.mean(scores), -statistics.mean(record.validation.get("loss", 0.0) for record in found)
+
+
+_NOTHING = Options()
+
+
+@functools.lru_cache(maxsize=6)
+def _load(name: str, split: str, options: tuple[tuple[str, Any], ...]) -> data.Source:
+    return data.load_source(name, split, **dict(options))
+
+
+def load_once(name: str, split: str, **options: Any) -> data.Source:
+    """``data.load_source`` for cells one after the other: what the last ones read is not read again."""
+    return _load(name, split, tuple(sorted(options.items())))
+
+
+def work(comparison: Comparison, first_arm: int = 0, alive: Callable[[], bool] = lambda: True) -> Iterator[Record]:
+    """Runs cells until none is left, and yields the record of each that this process ran.
+
+    A cell is claimed by a lock in its directory, which the kernel lets go of when its process ends in whatever way.
+    What others run is waited for, since what is to be run next may depend on it.
+
+    Args:
+      comparison: prepared.
+      first_arm: whose cells come first: workers that begin with different ones compile different programs.
+      alive: whether to begin another cell.
+
+    Raises:
+      StoppedError: a signal stopped a cell.
+      RunError: what the user must mend, with the name of the cell.
+    """
+    arms = list(comparison.plan.arms.values())
+    arms = arms[first_arm:] + arms[:first_arm]
+    while alive():
+        waiting = False
+        for arm in arms:
+            for cell in comparison.open_cells(arm):
+                record = _run_claimed(comparison, cell)
+                waiting |= record is None
+                if record is not None:
+                    yield record
+                    break
+            else:
+                continue
+            # What is known now may open other cells of the same arm, whose program is compiled.
+            arms = [arm, *(other for other in arms if other is not arm)]
+            break
+        else:
+            if not waiting:
+                return
+            time.sleep(_POLL_SECONDS)
+
+
+def _run_claimed(comparison: Comparison, cell: Cell) -> Record | None:
+    """Runs a cell unless another process does; None then, or where it was finished meanwhile."""
+    workdir = comparison.workdir / "cells" / cell.id
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock_workdir(workdir, _CLAIM))
+        except HeldError:
+            return None
+        if comparison.records.get(cell) is not None:
+            return None
+        try:
+            record = cells.run_cell(cell, workdir, comparison.plan.settings.base.data.eval_split, load_once)
+        except RunError as error:
+            raise RunError(f"{cell.id}: {error}") from error
+        comparison.records.put(cell, record)
+        if cell.phase == TUNING:
+            cells.forget_states(workdir)
+        return record
+
+
+def is_worker() -> tuple[int, int] | None:
+    """Returns the number of this worker and of all of them, where :func:`supervise` started this process."""
+    place = os.environ.get(_WORKER, "")
+    return None if not place else tuple(map(int, place.split("/")[:2]))
+
+
+def parent_lives() -> bool:
+    """Whether the process that started this worker is there: without it, a worker ends after its cell."""
+    return os.getppid() == int(os.environ[_WORKER].split("/")[2])
+
+
+def supervise(workers: int, workdir: Path, poll: Callable[[], None]) -> None:
+    """Starts this very command several times, with cores and GPUs dealt out, and waits for all.
+
+    Args:
+      workers: number of processes.
+      workdir: what they print goes to ``workers/<number>.txt`` in it.
+      poll: called every second.
+
+    Raises:
+      RunError: a worker ended with an error, or was killed.
+      SystemExit: after SIGINT, SIGTERM or SIGHUP, which the workers get too, with exit code 128 + signal.
+    """
+    folder = workdir / "workers"
+    folder.mkdir(parents=True, exist_ok=True)
+    children = [_start(number, workers, folder / f"{number}.txt") for number in range(workers)]
+    with InterruptWatch() as watch:
+        watch.hold_one()
+        while any(child.poll() is None for child in children):
+            time.sleep(_POLL_SECONDS)
+            poll()
+            if watch.signal is not None:
+                for child in children:
+                    child.send_signal(watch.signal)
+                for child in children:
+                    child.wait()
+                poll()
+                sys.exit(128 + watch.signal)
+    poll()
+    for number, child in enumerate(children):
+        if child.returncode:
+            raise RunError(_failure(number, child.returncode, folder / f"{number}.txt"))
+
+
+def _start(number: int, workers: int, output: Path) -> subprocess.Popen:
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    environ = os.environ | {_WORKER: f"{number}/{workers}/{os.getpid()}"}
+    if gpus := _gpus():
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[number::workers] or [gpus[number % len(gpus)]])
+    with output.open("a") as file:
+        child = subprocess.Popen(
+            [sys.executable, *sys.argv], env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+        )
+    if cores:  # before it has any other thread
+        os.sched_setaffinity(child.pid, cores[number::workers] or [cores[number % len(cores)]])
+    return child
+
+
+def _gpus() -> list[str]:
+    """Returns the names of NVIDIA's GPUs that this process may use, without starting CUDA."""
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in given.split(",") if name]
+    found = Path("/proc/driver/nvidia/gpus")
+    return [str(i) for i, _ in enumerate(found.iterdir())] if found.is_dir() else []
+
+
+def _failure(number: int, code: int, output: Path) -> str:
+    if code < 0:
+        ended = f"worker {number} killed by {signal.Signals(-code).name}"
+    else:
+        lines = output.read_text(errors="replace").strip().splitlines()
+        ended = f"worker {number}: " + (lines[-1].removeprefix("error: ") if lines else f"exit code {code}")
+    return f"expected all cells to be run, got {ended}; the same command goes on, {output} has more"
+
+
+def overview(comparison: Comparison, workers: int = 1) -> str:
+    """Returns a table of what is done, what runs and what is left, and about how long that takes."""
+    rows = [("arm", "tuned", "final runs", "running", "best so far")]
+    left, seconds = 0, []
+    for arm in comparison.plan.arms.values():
+        tuning = comparison.tuning(arm)
+        tried = [cell for values in tuning.points for cell in comparison.tuning_cells(arm, values)]
+        tried = tried if comparison.plan.settings.search else []
+        final, wanted = comparison.final_cells(arm), comparison.plan.settings.seeds
+        known = {cell.id: comparison.records.get(cell) for cell in [*tried, *final]}
+        done = [record for record in known.values() if record is not None]
+        tuned, runs = (sum(known[cell.id] is not None for cell in some) for some in (tried, final))
+        running = [cell.id for cell in [*tried, *final] if known[cell.id] is None and _is_claimed(comparison, cell)]
+        seconds += [record.seconds["run"] for record in done]
+        left += len(tried) - tuned + wanted - runs
+        rows.append(
+            (arm.name, f"{tuned}/{len(tried)}", f"{runs}/{wanted}", str(len(running) or ""), _best(comparison, done))
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    rest = f"about {_duration(left * statistics.mean(seconds) / workers)}" if left and seconds else ""
+    return "\n".join(
+        [*lines, f"{left} cells left{f', {rest}' if rest else ''}; more where a best value lies at an edge"]
+    )
+
+
+def describe(record: Record, best: str) -> str:
+    """Returns a line about a finished cell."""
+    values = "".join(f"  {path.rpartition('.')[2]} {value}" for path, value in record.values.items())
+    score = f"diverged at step {record.steps}" if record.diverged else f"{best} {record.validation[best]:.4f}"
+    return f"{record.arm}  {record.phase}  seed {record.seed}{values}  {score}  {record.seconds['run']:.0f} s"
+
+
+def _best(comparison: Comparison, done: list[Record]) -> str:
+    scores = [record.validation[comparison.best.name] for record in done if not record.diverged]
+    return f"{(max if comparison.best.largest else min)(scores):.4f}" if scores else ""
+
+
+def _is_claimed(comparison: Comparison, cell: Cell) -> bool:
+    return (comparison.workdir / "cells" / cell.id / _CLAIM).exists()
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"

@@ -1,0 +1,141 @@
+"""How an arm is tuned: quasirandom trials, and further ones beyond an edge on which the best of them lies."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from scipy.stats import qmc
+
+from adder_flax.settings import LogUniform, OneOf, Options
+
+Values = Mapping[str, Any]
+Score = tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How far the tuning of an arm is.
+
+    Attributes:
+      points: values that were tried or are to be.
+      missing: those of them whose score is not known yet.
+      best: of all; None as long as one is missing.
+      edges: fields of which the best value is the outermost that was tried.
+      extensions: how often points were added beyond an edge.
+    """
+
+    points: tuple[Values, ...]
+    missing: tuple[Values, ...]
+    best: Values | None
+    edges: tuple[str, ...] = ()
+    extensions: int = 0
+
+
+def unfold(
+    space: Mapping[str, LogUniform | OneOf],
+    trials: int,
+    extensions: int,
+    score: Callable[[Values], Score | None],
+    allowed: Callable[[Values], bool] = lambda values: True,
+) -> Tuning:
+    """Returns what has been tuned and what is to be tried next, from the scores at hand alone.
+
+    The first points are those of Halton's sequence, the same on every machine; more trials are more of them. Where the
+    best point has the smallest or largest value that was tried of a number that is spread over a range, the range grows
+    beyond it by half as many trials, as densely as before.
+
+    Args:
+      space: what is tried, by field.
+      trials: number of points at first.
+      extensions: how often it may grow.
+      score: larger is better; None where it is not known yet.
+      allowed: whether a point can be tried; where none beyond an edge can, that edge stays.
+
+    Example:
+      >>> space = {"rate": LogUniform(0.01, 1.0)}
+      >>> tuning = unfold(space, 3, 0, lambda values: (values["rate"],))
+      >>> [values["rate"] for values in tuning.points], tuning.best["rate"], tuning.edges
+      ([0.1, 0.03162, 0.3162], 0.3162, ('rate',))
+      >>> unfold(space, 3, 2, lambda values: (-abs(values["rate"] - 1),)).best["rate"]
+      0.6812
+    """
+    ranges = dict(space)
+    points = tuple(point for point in _first(ranges, trials) if allowed(point))
+    done = 0
+    while True:
+        scores = {point: score(point) for point in points}
+        missing = tuple(point for point, known in scores.items() if known is None)
+        if missing:
+            return Tuning(points, missing, None, (), done)
+        best = max(points, key=scores.__getitem__)
+        edges = {path: side for path in space if (side := _edge(path, ranges[path], best, points))}
+        added = () if done == extensions else _beyond(space, ranges, edges, best, trials, len(points))
+        added = tuple(point for point in added if point not in scores and allowed(point))
+        if not added:
+            return Tuning(points, (), best, tuple(edges), done)
+        points, done = points + added, done + 1
+
+
+def _first(space: Mapping[str, LogUniform | OneOf], trials: int) -> Sequence[Values]:
+    if not space:
+        return [Options()]
+    if all(isinstance(values, OneOf) for values in space.values()):
+        grid = [Options(zip(space, v, strict=True)) for v in itertools.product(*(r.values for r in space.values()))]
+        if len(grid) <= trials:
+            return grid
+    return _halton(space, trials, 0)
+
+
+def _halton(space: Mapping[str, LogUniform | OneOf], count: int, start: int) -> list[Values]:
+    """Points number ``start`` and following; its very first one, a corner, is left out."""
+    rows = qmc.Halton(len(space), scramble=False).random(start + 1 + count)[start + 1 :]
+    points = [Options({path: _at(r, u) for (path, r), u in zip(space.items(), row, strict=True)}) for row in rows]
+    return list(dict.fromkeys(points))
+
+
+def _at(values: LogUniform | OneOf, place: float) -> Any:
+    if isinstance(values, OneOf):
+        return values.values[int(place * len(values.values))]
+    # Four digits, so that a command which repeats a run can be read.
+    return float(f"{values.low * (values.high / values.low) ** place:.4g}")
+
+
+def _edge(path: str, values: LogUniform | OneOf, best: Values, points: Sequence[Values]) -> str | None:
+    """Returns on which side nothing was tried beyond the best value; values without an order have no sides."""
+    if isinstance(values, OneOf):
+        numbers = values.values
+        if len(numbers) < 3 or not all(type(number) in (int, float) for number in numbers):
+            return None
+        low, high = min(numbers), max(numbers)
+    else:
+        low, high = (end(point[path] for point in points) for end in (min, max))
+    return "high" if best[path] == high else "low" if best[path] == low else None
+
+
+def _beyond(
+    space: Mapping[str, LogUniform | OneOf],
+    ranges: dict[str, LogUniform | OneOf],
+    edges: Mapping[str, str],
+    best: Values,
+    trials: int,
+    start: int,
+) -> list[Values]:
+    """Returns points beyond the edges, and widens the ranges by them."""
+    added: list[Values] = []
+    count = math.ceil(trials / 2)
+    for path, side in edges.items():
+        if isinstance(ranges[path], OneOf):
+            continue
+        factor = (space[path].high / space[path].low) ** (count / trials)
+        slab = LogUniform(best[path], best[path] * factor)
+        if side == "low":
+            slab = LogUniform(best[path] / factor, best[path])
+        if not np.isfinite(slab.high) or slab.low < np.finfo(np.float32).tiny:
+            continue
+        # The beginning of the sequence again: a slab of one dimension is divided evenly.
+        added += _halton(ranges | {path: slab}, count, 0 if len(space) == 1 else start)
+        ranges[path] = LogUniform(min(ranges[path].low, slab.low), max(ranges[path].high, slab.high))
+    return list(dict.fromkeys(added))

@@ -1,0 +1,205 @@
+"""Comparisons in whole: what is run, what is not run again, and what the tables say of it."""
+
+import csv
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from adder_flax import data
+from adder_flax.compare import Comparison, Records, describe, overview, work, write_results
+from adder_flax.compare import cells as cells_module
+from adder_flax.compare.matching import match
+from adder_flax.compare.run import load_once
+from adder_flax.compare.table import rows_of
+from adder_flax.errors import RunError
+from adder_flax.training import build_run
+from tests.compare.tiny import make_config
+
+FACTORS = {
+    "arm": {
+        "dot": {},
+        "again": {},
+        "additive": {"model": {"score": "additive"}},
+        "hot": {"optimizer": {"learning_rate": 1e6}},
+    }
+}
+FIELDS = {
+    "factors": FACTORS,
+    "baseline": {"arm": "dot"},
+    "search": {"optimizer": {"weight_decay": ("log", 1e-3, 1e-1)}},
+    "trials": 1,
+    "extensions": 0,
+    "seeds": 2,
+    "title": "Tiny",
+}
+
+
+def run_all(comparison):
+    comparison.prepare()
+    return list(work(comparison))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A comparison and the records that were made by its first start."""
+    comparison = Comparison(make_config(**FIELDS), tmp_path_factory.mktemp("comparison"))
+    return comparison, run_all(comparison)
+
+
+def test_every_cell_runs_once(finished):
+    comparison, records = finished
+    assert len(records) == len({(r.arm, r.phase, r.seed, json.dumps(r.values)) for r in records})
+    for arm in comparison.plan.arms.values():
+        assert not comparison.open_cells(arm)
+        assert len(comparison.final_cells(arm)) == 2
+    assert run_all(comparison) == []
+
+
+def test_tuning_reads_no_test_images_and_final_runs_read_all_once(finished):
+    _, records = finished
+    for record in records:
+        assert bool(record.test) == (record.phase == "final" and not record.diverged)
+        if record.test:
+            assert round(record.test["accuracy"] * 360, 6) % 1 == 0
+            assert round(record.validation["accuracy"] * 144, 6) % 1 == 0
+
+
+def test_identical_arms_have_identical_scores_and_no_difference(finished):
+    comparison, _ = finished
+    rows = {row.arm.name: row for row in rows_of(comparison)}
+    assert rows["again"].scores == rows["dot"].scores
+    found = rows["again"].difference
+    assert (found.mean, found.low, found.high, found.p_value) == (0, 0, 0, 1)
+
+
+def test_a_run_that_diverges_is_a_result_with_the_worst_score(finished):
+    comparison, _ = finished
+    row = next(row for row in rows_of(comparison) if row.arm.name == "hot")
+    assert all(record.diverged for record in row.records)
+    assert row.scores == [0.0, 0.0]
+
+
+def test_cells_of_one_seed_are_paired(finished):
+    comparison, _ = finished
+    seeds = [{c.seed: c for c in comparison.final_cells(arm)} for arm in comparison.plan.arms.values()]
+    dot, _, additive, _ = (build_run(cells[1].config) for cells in sorted(seeds, key=lambda s: s[1].arm.name == "hot"))
+    batches = [
+        data.TrainPipeline(run.train_source, run.config.batch_size, run.config.seed)[5] for run in (dot, additive)
+    ]
+    for name in batches[0]:
+        np.testing.assert_array_equal(batches[0][name], batches[1][name])
+    augmented = [run.task.examples(jax.random.key(0), batches[0])[0] for run in (dot, additive)]
+    np.testing.assert_array_equal(*augmented)
+    own, other = (dict(jax.tree.leaves_with_path(run.init()["params"])) for run in (dot, additive))
+    shared = [path for path in own if path in other and own[path].shape == other[path].shape]
+    assert len(shared) == len(own)
+    for path in shared:
+        np.testing.assert_array_equal(own[path], other[path])
+
+
+def test_a_cell_is_an_ordinary_run(finished):
+    comparison, _ = finished
+    cell = comparison.final_cells(comparison.plan.arms["additive"])[0]
+    workdir = comparison.workdir / "cells" / cell.id
+    assert json.loads((workdir / "config.json").read_text())["model"]["score"] == "additive"
+    assert (workdir / "checkpoints").is_dir()
+    assert (workdir / "metrics.jsonl").is_file()
+
+
+def test_a_start_with_the_records_at_hand_runs_only_what_is_new(finished, tmp_path):
+    comparison, _ = finished
+    shutil.copytree(comparison.results / "records", tmp_path / "kept")
+    more = {"seeds": 3, "results": str(tmp_path)}
+    (tmp_path / "kept").rename(tmp_path / "records")
+    other = Comparison(make_config(**FIELDS | more), tmp_path / "elsewhere")
+    again = run_all(other)
+    assert {(record.phase, record.seed) for record in again} == {("final", 2)}
+    assert len(again) == 4
+
+
+def test_all_that_a_table_needs_is_in_the_records(finished, tmp_path):
+    comparison, _ = finished
+    files = write_results(comparison)
+    shutil.copytree(comparison.results / "records", tmp_path / "records")
+    other = Comparison(make_config(**FIELDS | {"results": str(tmp_path)}), tmp_path / "elsewhere")
+    write_results(other)
+    here, there = ((folder / "results.md").read_text() for folder in (comparison.results, tmp_path))
+    assert here.replace(str(comparison.results), "") == there.replace(str(tmp_path), "")
+    assert {path.name for path in files} >= {"results.md", "runs.csv", "results.html", "curves.png", "energy.svg"}
+    assert "no two-sided test at 5 % can be passed" in here
+    assert "hot diverged with seed 0, 1" in here
+    assert "Best at the edge" in here
+    lines = list(csv.DictReader((comparison.results / "runs.csv").open()))
+    assert len(lines) == 8
+    assert all("--config.data.eval_split=eval" in line["command"] for line in lines)
+    page = (comparison.results / "results.html").read_text()
+    assert "data:image/png;base64" in page
+    assert 'src="http' not in page
+
+
+def test_unfinished_arms_are_named(finished, tmp_path):
+    other = Comparison(make_config(**FIELDS), tmp_path)
+    write_results(other)
+    text = (tmp_path / "results" / "results.md").read_text()
+    assert "0 of 8 final runs" in text
+    assert "Not finished: final runs that are missing are, by arm, dot 2, additive 2, again 2, hot 2." in text
+    assert "0/2" in overview(other)
+
+
+def test_a_damaged_record_is_one_message(finished, tmp_path):
+    comparison, _ = finished
+    cell = comparison.final_cells(comparison.plan.arms["dot"])[0]
+    record = comparison.records.get(cell)
+    other = Records(tmp_path)
+    other.put(cell, dataclasses.replace(record, config=record.config | {"batch_size": 64}))
+    with pytest.raises(RunError, match=r"expected the record .* one with another batch_size; put it back"):
+        Records(tmp_path).get(cell)
+    other.path(cell).write_text('{"format": 1, "arm"')
+    with pytest.raises(RunError, match=r"expected the record of a finished cell in .*dot-final-0"):
+        Records(tmp_path).get(cell)
+    assert "accuracy" in describe(record, "accuracy")
+
+
+@pytest.mark.slow
+def test_cells_of_one_mechanism_share_a_compiled_program(tmp_path):
+    rates = {"optimizer": {"learning_rate": ("log", 1e-4, 1e-2)}}
+    config = make_config(
+        factors={"arm": {"only": {}}}, search=rates, trials=18, extensions=0, base={"num_epochs": 0.05}
+    )
+    comparison = Comparison(config, tmp_path)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        listen := lambda event, duration, **_: (
+            compiled.append(event) if event.endswith("backend_compile_duration") else 0
+        )
+    )
+    counts = []
+    try:
+        for _ in work(comparison):
+            counts.append(len(compiled))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(counts) == 24
+    # The first trains, the first final one evaluates on another split.
+    assert counts[17] == counts[0]
+    assert counts[23] == counts[18]
+
+
+def test_arms_are_matched_in_parameters_and_operations(tmp_path):
+    factors = {"arm": {"dot": {}, "additive": {"model": {"score": "additive"}}, "wide": {"model": {"width": 20}}}}
+    for what, tolerance in (("parameters", 0.02), ("operations", 0.03)):
+        comparison = Comparison(make_config(factors=factors, baseline={"arm": "dot"}, match=what), tmp_path)
+        plan = match(comparison.plan, tmp_path, load_once)
+        runs = {name: build_run(plan.cell(arm, "final", 0, {}).config) for name, arm in plan.arms.items()}
+        facts = {name: cells_module.facts(run) for name, run in runs.items()}
+        if what == "parameters":
+            spent = {name: found["parameters"] for name, found in facts.items()}
+        else:
+            spent = {name: found["step_operations"] * runs[name].num_steps for name, found in facts.items()}
+        for name in factors["arm"]:
+            assert spent[name] == pytest.approx(spent["dot"], rel=tolerance), (what, name)
+        assert match(comparison.plan, tmp_path, None).arms == plan.arms  # read, not made again

@@ -1,0 +1,75 @@
+"""Tuning: quasirandom, extended where the best lies at an edge, and known from the scores alone."""
+
+import math
+
+import pytest
+
+from adder_flax.compare import unfold
+from adder_flax.settings import LogUniform, OneOf
+
+RATE = {"rate": LogUniform(1e-3, 1e-1)}
+OPTIMUM = 0.02
+
+
+def valley(values):
+    """Best at OPTIMUM."""
+    return (-abs(math.log(values["rate"] / OPTIMUM)),)
+
+
+def test_a_range_that_holds_the_optimum_is_not_extended():
+    tuning = unfold(RATE, 8, 3, valley)
+    assert (tuning.edges, tuning.extensions, len(tuning.points)) == ((), 0, 8)
+    assert 0.5 < tuning.best["rate"] / OPTIMUM < 2
+
+
+@pytest.mark.parametrize("space", [LogUniform(1e-3, 5e-3), LogUniform(0.08, 1.0)])
+def test_a_range_grows_until_it_holds_the_optimum(space):
+    tuning = unfold({"rate": space}, 8, 5, valley)
+    assert not tuning.edges
+    assert tuning.extensions > 0
+    assert 0.5 < tuning.best["rate"] / OPTIMUM < 2
+    first = unfold({"rate": space}, 8, 0, valley)
+    assert set(first.points) < set(tuning.points)
+
+
+def test_a_range_that_may_not_grow_says_that_the_best_is_at_its_edge():
+    half = unfold({"rate": LogUniform(1e-3, 1e-2)}, 8, 0, valley)  # the better half of the range is missing
+    assert half.edges == ("rate",)
+
+
+def test_growth_stops_at_what_is_allowed():
+    tuning = unfold({"rate": LogUniform(1e-3, 1e-2)}, 4, 3, valley, allowed=lambda values: values["rate"] <= 0.01)
+    assert tuning.edges == ("rate",)
+    assert all(point["rate"] <= 0.01 for point in tuning.points)
+
+
+def test_nothing_is_best_before_everything_is_known_and_more_trials_keep_the_first():
+    known = {}
+    tuning = unfold(RATE, 4, 2, known.get)
+    assert tuning.best is None
+    assert tuning.missing == tuning.points == unfold(RATE, 6, 2, known.get).points[:4]
+    known |= {point: valley(point) for point in tuning.points[1:]}
+    assert unfold(RATE, 4, 2, known.get).missing == tuning.points[:1]
+
+
+def test_a_run_that_diverged_is_not_best_and_closes_the_range_on_its_side():
+    score = lambda values: (-math.inf, 3) if values["rate"] > 0.03 else (values["rate"], 0.0)
+    tuning = unfold(RATE, 8, 3, score)
+    assert tuning.best["rate"] <= 0.03
+    assert not tuning.edges
+
+
+def test_two_ranges_grow_on_their_own_sides():
+    space = {"rate": LogUniform(1e-3, 1e-1), "decay": LogUniform(1e-3, 1e-1)}
+    score = lambda values: (-0.1 * abs(math.log(values["rate"] / 0.01)) - abs(math.log(values["decay"] / 10)),)
+    tuning = unfold(space, 8, 6, score)
+    assert max(point["decay"] for point in tuning.points) > 1
+    assert "decay" not in tuning.edges
+
+
+def test_a_short_list_is_tried_whole_and_its_ends_are_edges_if_they_are_numbers():
+    rates = unfold({"rate": OneOf((0.1, 0.2, 0.4))}, 8, 3, lambda values: (values["rate"],))
+    assert [point["rate"] for point in rates.points] == [0.1, 0.2, 0.4]
+    assert rates.edges == ("rate",)
+    names = unfold({"name": OneOf(("adamw", "sgd"))}, 8, 3, lambda values: (values["name"] == "sgd",))
+    assert (names.best["name"], names.edges) == ("sgd", ())
