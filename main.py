@@ -16,7 +16,7 @@ if __name__ == "__main__":
     interrupt.end_at_signals()
 
 from absl import app, flags, logging
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from adder_flax import environment, experiment, settings, terminal
 from adder_flax.errors import RunError
@@ -134,8 +134,17 @@ class _ExperimentParser(flags.ArgumentParser):
 
     def parse(self, path: str):
         config = experiment.load_experiment(path)
+        if path.endswith(".json"):
+            config = _of_this_version(config)
         config.lock()
         return config
+
+
+def _of_this_version(config: ConfigDict) -> ConfigDict:
+    """Returns what a run or a comparison left, with the fields that have been added since at their defaults."""
+    with environment.importing():
+        from adder_flax import models, tasks  # noqa: F401 - they register the settings of theirs
+    return ConfigDict(settings.completed(settings.RunSettings, config.to_dict()))
 
 
 def _parse_flags(argv: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ from adder_flax.settings._data import DataSettings
 from adder_flax.settings._fields import (
     Declared,
     SettingsError,
+    completed,
     declarations,
     defaults,
     join,
@@ -70,6 +71,7 @@ __all__ = [
     "Span",
     "Text",
     "VitSettings",
+    "completed",
     "declarations",
     "defaults",
     "is_on",

@@ -152,6 +152,28 @@ def defaults(settings: type) -> dict[str, Any]:
     return fields
 
 
+def completed(settings: type, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration with the declared defaults of what it lacks, as one of an earlier version does.
+
+    >>> from adder_flax.settings import RunSettings
+    >>> completed(RunSettings, {"seed": 3, "mesh": {"fsdp": 2}})["mesh"]
+    {'data': -1, 'fsdp': 2, 'tensor': 1}
+    """
+    full: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        nested, own = class_of(field), fields.get(field.name, {})
+        if nested is None:
+            full[field.name] = fields.get(field.name, field.metadata["declared"].default)
+        elif field.metadata["inline"]:
+            full |= completed(nested, fields)
+        elif _is_mapping(own):
+            among = field.metadata["among"]
+            if among is not None and own.get("name") in among:
+                nested = among.get(own["name"])
+            full[field.name] = completed(nested, own)
+    return full | {name: value for name, value in fields.items() if name not in full}
+
+
 def declarations(settings: type, prefix: str = "") -> Iterator[tuple[str, Declared]]:
     """Yields every field with its path in a configuration: ``("optimizer.b1", Declared(…))``."""
     for field in dataclasses.fields(settings):
