@@ -37,8 +37,8 @@ _MODE = flags.DEFINE_enum(
     ["train", "eval", "analyze", "predict", "compile", "export", "compare"],
     "train: train or resume; eval: score a checkpoint; analyze: report on it; predict: say what images show; compile: "
     "what training will take on the devices of --config.topology; export: write the weights of a checkpoint to a "
-    "safetensors file, or the model as a program; compare: run the grid of runs that the experiment file describes, and "
-    "write its tables",
+    "safetensors file, or the model as a program; compare: run the grid of runs that the experiment file describes "
+    "and write its tables",
 )
 _BASELINE = flags.DEFINE_string(
     "baseline", None, "With --mode=analyze: directory of another run on the same data, to compare with"
@@ -79,6 +79,7 @@ _MODES_WITH = {
     "baseline": ("analyze",),
     "names": ("export",),
     "split": ("eval",),
+    "workers": ("compare",),
 }
 
 

@@ -98,9 +98,9 @@ def _lengths(
 ) -> dict[str, float]:
     """A length with which the steps of a run cost as much as those of the baseline."""
     own, other = (training.build_run(c, load=load) for c in (config, baseline))
-    steps = other.num_steps * cost(other) / cost(own)
-    epochs = round(steps / own.steps_per_epoch, 4)
-    warmup = round(config.optimizer.warmup_epochs * epochs / config.num_epochs, 4)
+    steps = max(1, round(other.num_steps * cost(other) / cost(own)))
+    epochs = (steps - 0.5) / own.steps_per_epoch  # half a step less, as the product is rounded up
+    warmup = config.optimizer.warmup_epochs * epochs / config.num_epochs
     return {"num_epochs": epochs, "optimizer.warmup_epochs": warmup}
 
 

@@ -1,6 +1,7 @@
 """The table before training: where a model's parameters, operations and energy are."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
