@@ -237,13 +237,7 @@ def value_grad_and_curvature(
     >>> grads["kernel"].shape, curvature.num_examples
     ((3, 2), 4)
     """
-    if fisher not in FISHERS:
-        raise ValueError(f"expected fisher to be one of {', '.join(FISHERS)}, got {fisher!r}.")
-    if fisher != "empirical" and not has_aux:
-        raise ValueError(
-            f"fisher={fisher!r} needs the network's outputs: expected has_aux=True and a loss_fn returning "
-            "(loss, outputs), got has_aux=False; return them, or use fisher='empirical'."
-        )
+    _check_fisher(fisher, has_aux)
     likelihood = get_likelihood(likelihood)
     select = outputs or (lambda aux: aux)
 
@@ -273,6 +267,17 @@ def value_grad_and_curvature(
         return ((loss, aux) if has_aux else loss), grads, curvature
 
     return function
+
+
+def _check_fisher(fisher: str, has_aux: bool) -> None:
+    """Raises ValueError unless there is such a Fisher matrix, and what it is made of."""
+    if fisher not in FISHERS:
+        raise ValueError(f"expected fisher to be one of {', '.join(FISHERS)}, got {fisher!r}.")
+    if fisher != "empirical" and not has_aux:
+        raise ValueError(
+            f"fisher={fisher!r} needs the network's outputs: expected has_aux=True and a loss_fn returning "
+            "(loss, outputs), got has_aux=False; return them, or use fisher='empirical'."
+        )
 
 
 def _pull_columns(pull: Callable, columns: Float[Array, "column ..."], fresh: Bool[Array, ""] | None) -> dict:

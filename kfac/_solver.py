@@ -124,14 +124,7 @@ def cg(
 
     bb = lane_dot(b, b)
     enough = jnp.square(jnp.asarray(tolerance, bb.dtype)) * bb
-    if x0 is None:
-        x, r = jax.tree.map(jnp.zeros_like, b), b
-    else:
-        u = damped(x0)
-        scale = jnp.maximum(_divide(lane_dot(x0, b), lane_dot(x0, u)), 0) if safeguard else jnp.ones_like(bb)
-        scale = jnp.where(jnp.isfinite(scale), scale, 0)
-        x = _select(scale != 0, lane_axpy(scale - 1, x0, x0), jax.tree.map(jnp.zeros_like, b))
-        r = _select(scale != 0, lane_axpy(-scale, u, b), b)
+    x, r = (jax.tree.map(jnp.zeros_like, b), b) if x0 is None else _warm_start(x0, b, damped, safeguard)
     z = precondition(r)
     rr = lane_dot(r, r)
     active = jnp.isfinite(rr) & (rr > enough) & (rr > 0)
@@ -148,6 +141,16 @@ def cg(
         end = jax.lax.while_loop(going, lambda carry: (carry[0] + 1, step(carry[1])), counted)[1]
     model = -0.5 * lane_dot(end.x, lane_axpy(jnp.ones_like(bb), b, end.r))
     return Solution(end.x, end.iterations, jnp.sqrt(_divide(end.rr, bb)), model)
+
+
+def _warm_start(x0: Vector, b: Vector, damped: MatVec, safeguard: bool) -> tuple[Vector, Vector]:
+    """The first iterate and its residual, from x₀ as ``cg`` rescales it; zero where the factor is 0 or not finite."""
+    u = damped(x0)
+    projection = lane_dot(x0, b)
+    scale = jnp.maximum(_divide(projection, lane_dot(x0, u)), 0) if safeguard else jnp.ones_like(projection)
+    scale = jnp.where(jnp.isfinite(scale), scale, 0)
+    x = _select(scale != 0, lane_axpy(scale - 1, x0, x0), jax.tree.map(jnp.zeros_like, b))
+    return x, _select(scale != 0, lane_axpy(-scale, u, b), b)
 
 
 def _cg_step(state: _State, damped: MatVec, precondition: MatVec, enough: Array) -> _State:

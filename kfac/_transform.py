@@ -21,7 +21,7 @@ from kfac._systems import Form
 from kfac._trees import add, flatten, unflatten
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree
+    from jaxtyping import Array, Bool, PyTree
 
 
 def scale_by_cg_fac(layers: Layers, options: Options | None = None) -> optax.GradientTransformationExtraArgs:
@@ -84,28 +84,16 @@ def scale_by_cg_fac(layers: Layers, options: Options | None = None) -> optax.Gra
         proposal = _propose(problem, solved, state, params, curvature, options)
         delta = from_vectors(owned, proposal.delta, flatten(grads))
         finite = jnp.all(jnp.stack([jnp.isfinite(d).all() for d in delta.values()]))
-        verdict = judge(
-            finite,
-            proposal.model,
-            problem.damping,
-            state.count,
-            change=(lambda: value_fn(add(params, delta)) - value) if options.measures_loss else None,
-            interval=options.damping_interval,
-            reject=options.reject,
-            min_damping=options.min_damping,
-        )
-        delta = {path: jnp.where(verdict.accept, d, 0) for path, d in delta.items()}
-        solution = state.solution
-        if options.warm_start:
-            x = from_vectors(owned, {n: s.x for n, s in solved.items()}, flatten(grads))
-            solution = unflatten({path: jnp.where(finite, new, 0) for path, new in x.items()}, grads)
-        return unflatten({path: -d for path, d in delta.items()}, grads), CGFacState(
+        change = (lambda: value_fn(add(params, delta)) - value) if options.measures_loss else None
+        verdict = _judge(finite, proposal, problem, state, change, options)
+        taken = {path: jnp.where(verdict.accept, d, 0) for path, d in delta.items()}
+        return unflatten({path: -d for path, d in taken.items()}, grads), CGFacState(
             count=state.count + 1,
             damping_factor=state.damping_factor * verdict.growth,
             # One batch that is not finite would stay in the averages for ever.
             averages=jax.tree.map(lambda new, old: jnp.where(finite, new, old), problem.averages, state.averages),
-            velocity=unflatten(delta, grads),
-            solution=solution,
+            velocity=unflatten(taken, grads),
+            solution=_solution(owned, solved, finite, grads) if options.warm_start else state.solution,
             stats=_stats(problem, solved, proposal, verdict, state),
         )
 
@@ -183,6 +171,35 @@ def _propose(
         rate=rate,
         kl_clip=options.kl_clip,
     )
+
+
+def _judge(
+    finite: Bool[Array, ""],
+    proposal: Proposal,
+    problem: Problem,
+    state: CGFacState,
+    change: Callable[[], Array] | None,
+    options: Options,
+) -> Verdict:
+    """Whether the step is taken, and what becomes of the damping."""
+    return judge(
+        finite,
+        proposal.model,
+        problem.damping,
+        state.count,
+        change=change,
+        interval=options.damping_interval,
+        reject=options.reject,
+        min_damping=options.min_damping,
+    )
+
+
+def _solution(
+    owned: dict[str, Block], solved: dict[str, Solution], finite: Bool[Array, ""], grads: PyTree[Array]
+) -> PyTree[Array]:
+    """Where the next solve starts: the solutions, like the gradient, and zero after a step that is not finite."""
+    x = from_vectors(owned, {name: solution.x for name, solution in solved.items()}, flatten(grads))
+    return unflatten({path: jnp.where(finite, new, 0) for path, new in x.items()}, grads)
 
 
 def _stats(
