@@ -29,7 +29,7 @@ SIGN_SLOPE = 2.0**126
 class Operand(NamedTuple):
     """An array (B, ...) and the names of its axes after the batch: `i`, `j`, or `c`, the axis summed over.
 
-    Operands with a `c` are read for each term of the sum, the others once before it.
+    Operands with a `c` are read for each term of the sum, the others once before it; one number for all has no axes.
     """
 
     array: jax.Array
@@ -45,12 +45,15 @@ class Reduction(NamedTuple):
       begin: `begin(zero, *fixed)` returns the first totals and what the steps hold; `fixed` are the operands without a
         `c`, and `zero` is a block of zeros of the shape of the output.
       finish: applied to each total after the last term.
+      careful: a condition, `careful[0](*held)`, one truth value, and a step that takes the place of `step` where it
+        holds; None if `step` always serves. A backend without use for it may ignore it, if its `step` always serves.
     """
 
     operands: Sequence[Operand]
     step: Callable
     begin: Callable = lambda zero, *fixed: ((zero,), fixed)
     finish: Callable = lambda total: total
+    careful: tuple[Callable, Callable] | None = None
 
     def sizes(self) -> dict[str, int]:
         """Returns the length of each axis: `b`, `i`, `j` and `c`."""
@@ -68,7 +71,7 @@ class Reduction(NamedTuple):
         return [total.update(shape=(size["b"], size["i"], size["j"]))] * len(totals)
 
 
-def _unless_empty(method):
+def unless_empty(method):
     """Leaves calls that give a kernel no work, because some axis has no elements, to the XLA backend."""
 
     @functools.wraps(method)
@@ -113,7 +116,7 @@ class PallasBackend(Backend):
         """Computes tanh(query + key) inside a kernel, from `hidden_operands`."""
         return jnp.tanh(query + key)
 
-    @_unless_empty
+    @unless_empty
     def l1(self, x, w, axes):
         def step(totals, _, x_c, w_c):
             return (totals[0] + jnp.abs(x_c - w_c),)
@@ -122,11 +125,11 @@ class PallasBackend(Backend):
         (y,) = self.run_kernel(Reduction(operands, step, finish=jnp.negative))
         return y
 
-    @_unless_empty
+    @unless_empty
     def l1_pullback_x(self, x, w, g, rule, axes):
         return self.reduce_rule(Operand(g, "ic"), Operand(w, "jc" if axes == "kn" else "cj"), Operand(x, "ij"), rule)
 
-    @_unless_empty
+    @unless_empty
     def l1_pullback_w(self, x, w, g, rule, axes):
         # The same sum with the roles of x and w exchanged.
         dw = self.reduce_rule(Operand(g, "ci"), Operand(x, "cj"), Operand(to_nk(w, axes), "ij"), rule)
@@ -145,7 +148,7 @@ class PallasBackend(Backend):
         slope = SIGN_SLOPE if rule.name == "sign" else rule.slope
         return self.clip(difference if slope == 1 else slope * difference)
 
-    @_unless_empty
+    @unless_empty
     def l1_pushforward(self, x, w, dx, rule, axes):
         def step(totals, _, x_c, w_c, dx_c):
             return (self.multiply_add(dx_c, self._apply(rule, w_c - x_c), totals[0]),)
@@ -154,7 +157,7 @@ class PallasBackend(Backend):
         (dy,) = self.run_kernel(Reduction(operands, step))
         return dy
 
-    @_unless_empty
+    @unless_empty
     def additive(self, query, key, v):
         def step(totals, _, query_c, key_c, v_c):
             return (self.multiply_add(v_c, self.hidden(query_c, key_c), totals[0]),)
@@ -164,7 +167,7 @@ class PallasBackend(Backend):
         (scores,) = self.run_kernel(Reduction(operands, step))
         return scores
 
-    @_unless_empty
+    @unless_empty
     def additive_pullback(self, query, key, v, g):
         def slope_step(totals, held, g_c, query_c):
             hidden = self.hidden(query_c, held[0])

@@ -9,17 +9,20 @@ a second at most.
 **Form.** Triton cannot take one column out of a tile that is spread over threads, so blocks are not indexed as
 matrices here: the last axis of every block is the thread, laid out in `Tile.row_threads` x `Tile.column_threads`, and
 the leading axes are registers of that thread. A step of the sum is then plain register arithmetic on an outer product
-of `Tile.rows` by `Tile.columns`. Operands are read straight through the L1 cache, which holds the few rows and columns
-that an SM works on, in 16-byte loads; there is no shared memory, no barrier and no atomic, and each output has one
-owner, so results are the same bits on every run. Edges are handled by reading the last valid element again and by not
-storing what it gives.
+of `Tile.rows` by `Tile.columns`. Indices are written so that the compiler knows their range, and puts all but one
+addition of them into the instructions that load. Operands are read straight through the L1 cache, which holds the few
+rows and columns that an SM works on, in 16-byte loads; there is no shared memory, no barrier and no atomic, and each
+output has one owner, so results are the same bits on every run. Edges are handled by reading the last valid element
+again and by not storing what it gives.
 
-**Block sizes** come from compiling for sm_90 and reading the machine code: see `TILES`.
+**Block sizes** come from compiling for sm_90 and reading the machine code: see `TILES`, and `benchmarks/sass.py`, which
+prints what each kernel costs on which GPU, and needs none.
 
 JAX declares its Triton lowering deprecated from 0.11 on, in favour of Mosaic GPU, whose interface changes between the
 releases this package supports; when it is gone, this backend reports itself unavailable and the XLA backend takes over.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -28,7 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from adder_flax.ops._arrays import upcast
-from adder_flax.ops._pallas import SIGN_SLOPE, Operand, PallasBackend, Reduction
+from adder_flax.ops._pallas import SIGN_SLOPE, Operand, PallasBackend, Reduction, unless_empty
 
 try:
     from jax.experimental.pallas import triton as plgpu
@@ -76,15 +79,17 @@ class Tile(NamedTuple):
 
 # The shares are counts from the machine code that XLA and ptxas emit for sm_90 (float32, aligned operands).
 TILES = (
-    Tile(8, 8, 8, 16, 0.90),
-    Tile(4, 8, 8, 16, 0.85),
-    Tile(4, 8, 4, 8, 0.86),
-    Tile(4, 4, 4, 8, 0.82),
+    Tile(8, 8, 8, 16, 0.94),
+    Tile(4, 8, 8, 16, 0.91),
+    Tile(4, 8, 4, 8, 0.92),
+    Tile(4, 4, 4, 8, 0.85),
 )
 # Totals and fixed operands that a thread can hold without spilling, with room for what the steps load.
 _HELD_PER_THREAD = 96
 # Two warps for each of the four schedulers of the 132 SMs of an H100 or H200.
 FULL_DEVICE_THREADS = 132 * 4 * 2 * 32
+# Fewest terms of a part of a sum: what begins and ends a part costs about as much as ten.
+_SHORTEST_PART = 512
 
 
 class PallasGpuBackend(PallasBackend):
@@ -114,7 +119,8 @@ class PallasGpuBackend(PallasBackend):
         size, out_types = reduction.sizes(), reduction.out_types()
         tile = self._tile or _choose_tile(reduction, len(out_types))
         rows, columns = tile.shape()
-        operands = [_columns_contiguous(operand) for operand in reduction.operands]
+        # Narrow operands are converted once here: in the loop that would cost half an instruction a term.
+        operands = [_columns_contiguous(Operand(*upcast(array), axes)) for array, axes in reduction.operands]
         axes = [operand.axes for operand in operands]
 
         def kernel(*refs):
@@ -152,6 +158,12 @@ class PallasGpuBackend(PallasBackend):
         """
         (x_array, w_array), (g_array,) = upcast(x.array, w.array), upcast(g.array)
         summed = "b" + w.axes
+        parts = _parts(Reduction([g, w, x], step=None).sizes())
+        if parts > 1:
+            # Few outputs, of long sums: parts of the sums are computed side by side, and added in order.
+            g, w = (_cut(Operand(*upcast(a.array), a.axes), parts) for a in (g, w))
+            x = Operand(jnp.repeat(x_array, parts, axis=0), x.axes)
+            return self.reduce_rule(g, w, x, rule).reshape(-1, parts, *x_array.shape[1:]).sum(1)
         high, low = (extreme(w_array, summed.index("c")) for extreme in (jnp.max, jnp.min))
         if rule.name == "sign":
             scale, centre, offset = 1.0, jnp.zeros_like(high), 0.0
@@ -184,6 +196,48 @@ class PallasGpuBackend(PallasBackend):
         ]
         (dx,) = self.run_kernel(Reduction(operands, step, begin, finish=lambda total: 2.0 * total))
         return dx
+
+    @unless_empty
+    def l1_pushforward(self, x, w, dx, rule, axes):
+        """Computes the sum as `reduce_rule` does; what is not finite is told apart by another loop, if there is any."""
+        (x, w, dx), width = upcast(x, w, dx), 1 + axes.index("k")
+        if rule.name == "sign":
+            scale, offset, centre = 1.0, 0.0, jnp.zeros((x.shape[0], 1, x.shape[2]), x.dtype)
+        else:
+            high, low = (extreme(w, 3 - width)[:, None] for extreme in (jnp.max, jnp.min))
+            scale, offset = rule.slope / 2, 0.5
+            centre = jnp.where(jnp.isfinite(high - low), high / 2 + low / 2, 0.0)
+        rows = offset - scale * (x - centre)
+        columns = scale * (w - (centre if axes == "nk" else jnp.swapaxes(centre, 1, 2)))
+        strange = ~(jnp.isfinite(rows).all((1, 2)) & jnp.isfinite(columns).all((1, 2)))
+
+        def position(row, column):
+            distance = column + row
+            return self.multiply_add(distance, SIGN_SLOPE / 2, 0.5) if rule.name == "sign" else distance
+
+        def step(totals, _, row, column, dx_c):
+            return (self.multiply_add(dx_c, self.saturate(position(row, column)), totals[0]),)
+
+        def careful_step(totals, _, row, column, dx_c):
+            at = position(row, column)
+            return (self.multiply_add(dx_c, jnp.where(at != at, at, self.saturate(at)), totals[0]),)
+
+        operands = [
+            Operand(rows, "ic"),
+            Operand(columns, "cj" if axes == "kn" else "jc"),
+            Operand(dx, "ic"),
+            Operand(dx.sum(2), "i"),
+            Operand(strange.astype(jnp.float32), ""),
+        ]
+        reduction = Reduction(
+            operands,
+            step,
+            begin=lambda zero, dx_sum, strange: ((zero - 0.5 * dx_sum,), (strange,)),
+            finish=lambda total: 2.0 * total,
+            careful=(lambda strange: strange > 0, careful_step),
+        )
+        (dy,) = self.run_kernel(reduction)
+        return dy
 
     def hidden_operands(self, query, key):
         """Returns e^2q and e^2k, whose product gives tanh(q + k) = 1 - 2 / (1 + e^2q e^2k) without an exponential.
@@ -221,6 +275,24 @@ def _choose_tile(reduction: Reduction, outputs: int) -> Tile:
     return min(fitting, key=lambda tile: tile.cost(reduction.sizes()))
 
 
+def _parts(size: dict[str, int]) -> int:
+    """Returns into how many parts to cut sums, so that few outputs of long sums still give the whole device work."""
+    threads = size["b"] * size["i"] * size["j"] // (_RUN * _RUN)
+    wanted = 1 << max(0, (2 * FULL_DEVICE_THREADS - 1).bit_length() - max(threads, 1).bit_length())
+    return max(1, min(wanted, size["c"] // _SHORTEST_PART))
+
+
+def _cut(operand: Operand, parts: int) -> Operand:
+    """Returns an operand with its sums cut into parts, which follow each other along the batch; zeros fill the last."""
+    axis, array = 1 + operand.axes.index("c"), operand.array
+    length = pl.cdiv(array.shape[axis], parts * _RUN) * _RUN
+    padding = [(0, 0)] * array.ndim
+    padding[axis] = (0, length * parts - array.shape[axis])
+    array = jnp.pad(array, padding)
+    array = jnp.moveaxis(array.reshape(*array.shape[:axis], parts, length, *array.shape[axis + 1 :]), axis, 1)
+    return Operand(array.reshape(-1, *array.shape[2:]), operand.axes)
+
+
 def _instruction(name, *args):
     """Applies one PTX instruction of float32 operands elementwise."""
     args = jnp.broadcast_arrays(*[jnp.asarray(a, jnp.float32) for a in args])
@@ -247,6 +319,7 @@ def _reduce_tile(reduction, tile, size, inputs, out_refs):
     """
     blocks = [pl.cdiv(size[axis], length) for axis, length in zip("ij", tile.shape(), strict=True)]
     batch, block = _divmod(pl.program_id(0), blocks[0] * blocks[1])
+    batch = _clip(batch, size["b"] - 1)
     block_i, block_j = _divmod(block, blocks[1])
     thread_i, thread_j = _divmod(lax.broadcasted_iota(jnp.int32, (1, 1, tile.threads()), 2), tile.column_threads)
     first = {
@@ -274,17 +347,25 @@ def _reduce_tile(reduction, tile, size, inputs, out_refs):
             values = [plgpu.load(ref.at[batch, *index(n)]).astype(jnp.float32) for n in range(count)]
         return [spread[kept](value) for value in values]
 
-    def add_terms(c, totals, count):
+    def add_terms(step, c, totals, count):
         values = [terms(ref, axes, c, count) for ref, axes in inputs if "c" in axes]
         for n in range(count):
-            totals = reduction.step(totals, held, *[value[n] for value in values])
+            totals = step(totals, held, *[value[n] for value in values])
         return totals
+
+    def add_all(step, totals):
+        runs, rest = divmod(size["c"], _RUN)
+        add_run = lambda n, totals: add_terms(step, _clip(n * _RUN, (runs - 1) * _RUN), totals, _RUN)
+        return add_terms(step, jnp.int32(runs * _RUN), lax.fori_loop(0, runs, add_run, totals), rest)
 
     zero = jnp.zeros((tile.rows // _RUN, _RUN, tile.columns // _RUN, _RUN, tile.threads()), jnp.float32)
     totals, held = reduction.begin(zero, *[fixed(ref, axes) for ref, axes in inputs if "c" not in axes])
-    runs, rest = divmod(size["c"], _RUN)
-    totals = lax.fori_loop(0, runs, lambda n, totals: add_terms(n * _RUN, totals, _RUN), totals)
-    totals = add_terms(jnp.int32(runs * _RUN), totals, rest)
+    if reduction.careful is None:
+        totals = add_all(reduction.step, totals)
+    else:
+        needed, careful_step = reduction.careful
+        add = [functools.partial(add_all, step) for step in (careful_step, reduction.step)]
+        totals = lax.cond(needed(*held), *add, totals)
     at = [spread[axis](first[axis] + _run_positions()) for axis in "ij"]
     for ref, total in zip(out_refs, totals, strict=True):
         mask = (at[0] < size["i"]) & (at[1] < size["j"])
@@ -293,6 +374,12 @@ def _reduce_tile(reduction, tile, size, inputs, out_refs):
 
 def _divmod(a, b):
     return lax.div(a, b), lax.rem(a, b)
+
+
+def _clip(index, last):
+    """Returns an index that is known to lie from 0 to `last`, as it does: sums of such indices are then known not to
+    overflow, and become parts of the instructions that load, where each would be an addition of 64 bits."""
+    return jnp.minimum(jnp.maximum(index, 0), last)
 
 
 def _first_of_runs(block, per_thread, threads, thread):
@@ -311,8 +398,8 @@ def _inside(first, length):
     Where the axis is made of whole runs, runs move as a whole, so that Triton sees that they are contiguous.
     """
     if length % _RUN == 0:
-        return jnp.minimum(first, length - _RUN) + _run_positions()
-    return jnp.minimum(first + _run_positions(), length - 1)
+        return _clip(first, length - _RUN) + _run_positions()
+    return _clip(first + _run_positions(), length - 1)
 
 
 def _unstack(values):

@@ -131,6 +131,16 @@ def test_empty_axes(backend, empty):
         check(backend, function, operands(shape), tolerance=0)
 
 
+@pytest.mark.parametrize("rule", [RULES[0], RULES[2]], ids=str)
+def test_few_outputs_of_long_sums_are_cut_into_parts(rule):
+    """1,100 rows make two parts of 552, the last of which is filled up."""
+    backend = PallasGpuBackend(interpret=True)
+    arrays = operands((1, 1100, 6, 5))
+    jaxpr = jax.make_jaxpr(lambda **a: run(backend, "l1_pullback_w", a, rule, "kn"))(**arrays)
+    assert "f32[2,552" in str(jaxpr)
+    check(backend, "l1_pullback_w", arrays, rule)
+
+
 def test_saturated_hidden_units(backend):
     """Preactivations far beyond where tanh is 1 in float32, from terms that cancel and terms that do not."""
     arrays = operands((1, 5, 9, 8))
