@@ -10,11 +10,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from adder_flax.errors import first_line
 from adder_flax.report import document
 from adder_flax.report import families as _families  # noqa: F401 - they register themselves
 from adder_flax.report._families import CLAIMS, Section
 from adder_flax.report._study import HOLDS, NOT_MEASURED, AnyStudy, Claim, Findings, observe, study_images
 from adder_flax.report.second_order import SecondOrderStep
+from adder_flax.text import printable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,12 +133,24 @@ def write_study(study: AnyStudy, out_dir: str | Path, *, families: Sequence[str]
 def _measure(study: AnyStudy, families: Iterable[str]) -> dict[Section, Findings]:
     """What the families find, by section of the page."""
     sections: dict[Section, list[Findings]] = {}
-    for family in [CLAIMS.get(name) for name in families]:
-        sections.setdefault(family.section, []).append(family.measure(study))
+    for name in families:
+        sections.setdefault(CLAIMS.get(name).section, []).append(_findings(name, study))
     return {
         section: Findings([c for f in found for c in f.claims], [p for f in found for p in f.pictures])
         for section, found in sections.items()
     }
+
+
+def _findings(name: str, study: AnyStudy) -> Findings:
+    """What a family finds: nothing, where its arithmetic has nothing to work on, as on maps of a single token."""
+    family = CLAIMS.get(name)
+    try:
+        return family.measure(study)
+    except (ArithmeticError, LookupError, ValueError) as error:
+        reason = printable(f"{type(error).__name__}: {first_line(error)}")
+        finding = f"On this model its numbers cannot be computed ({reason})."
+        statement = f"The claims of {name}."
+        return Findings([Claim(name, family.section.source, statement, NOT_MEASURED, "", finding)], [])
 
 
 def _page(study: AnyStudy, sections: Mapping[Section, Findings], out_dir: Path) -> str:

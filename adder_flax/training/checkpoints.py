@@ -327,9 +327,9 @@ def _reason(error: Exception) -> str:
     """Returns what an error says, without what TensorStore and JSON add for developers."""
     if isinstance(error, json.JSONDecodeError):
         return "a file that should hold JSON does not"
-    kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
-    text = first_line(error).partition(" [tensorstore_spec")[0]
-    return printable(kind + text.rpartition(": Error ")[2])
+    if not isinstance(error, (OSError, ValueError, RuntimeError)):
+        return f"its files do not fit together, {type(error).__name__}"
+    return printable(first_line(error).partition(" [tensorstore_spec")[0].rpartition(": Error ")[2])
 
 
 def _checksum(record: dict[str, Any]) -> int:

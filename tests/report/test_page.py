@@ -12,8 +12,9 @@ from flax import nnx
 
 from adder_flax.counting import count_operations
 from adder_flax.models import VisionTransformer
-from adder_flax.report import SecondOrderStep, write_report
-from adder_flax.report._study import Study, observe
+from adder_flax.report import NOT_MEASURED, SecondOrderStep, page, write_report
+from adder_flax.report._families import ADDER, CLAIMS, register_claims
+from adder_flax.report._study import Findings, Study, observe
 from adder_flax.report.families import motion, proposition_1, second_order, theorem_1
 from adder_flax.report.families.energy import VARIANTS, deit_operations
 
@@ -218,3 +219,20 @@ def test_brownian_paths_are_called_brownian_and_straight_ones_not():
     assert found["brownian"] == found["brownian-growth"] == found["brownian-independent"] == "does not hold"
     found = verdicts(motion.judge(study_of(straight, untrained=brownian)))
     assert found["brownian-growth"] == "holds only when the network is untrained"
+
+
+def test_a_family_that_cannot_be_computed_leaves_the_others_standing():
+    def measure(study):
+        raise study
+
+    with CLAIMS.temporary():
+        register_claims("broken", ADDER, of=object)(measure)
+        register_claims("sound", ADDER, of=object)(
+            lambda study: Findings([dataclasses.replace(found, name="sound")], [])
+        )
+        found = page._findings("broken", ZeroDivisionError("float division by zero")).claims[0]
+        claims = page._measure(IndexError("of no token"), ["broken", "sound"])[ADDER].claims
+        with pytest.raises(TypeError):  # a mistake in the code is not passed over
+            page._findings("broken", TypeError("a mistake"))
+    assert (found.verdict, "ZeroDivisionError: float division by zero" in found.finding) == (NOT_MEASURED, True)
+    assert [claim.name for claim in claims] == ["broken", "sound"]
