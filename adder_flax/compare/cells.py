@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from ml_collections import ConfigDict
 
 from adder_flax import counting, data, training
 from adder_flax.compare.plan import FINAL, Cell
@@ -67,9 +68,10 @@ def run_cell(cell: Cell, workdir: Path, test_split: str, load: Callable[..., dat
                 raise StoppedError(f"{result.interrupted.name} in {where}", 128 + result.interrupted)
             scores = result.evaluation
             if cell.phase == FINAL:
-                test = training.Evaluator(training.build_run(cell.config, load=load, eval_split=test_split))(
-                    training.evaluation_params(result.state)
-                )
+                config = ConfigDict(cell.config.to_dict())
+                config.data.eval_split = test_split
+                tested = training.build_run(config, load=load)
+                test = training.Evaluator(tested)(training.evaluation_params(result.state))
     rows = training.read_metrics(workdir)
     return Record(
         arm=cell.arm.name,

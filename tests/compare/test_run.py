@@ -16,7 +16,7 @@ from adder_flax.compare.matching import match
 from adder_flax.compare.run import load_once
 from adder_flax.compare.table import rows_of
 from adder_flax.errors import RunError
-from adder_flax.training import build_run
+from adder_flax.training import Evaluator, SavedCheckpoints, build_run
 from tests.compare.tiny import make_config
 
 FACTORS = {
@@ -59,13 +59,19 @@ def test_every_cell_runs_once(finished):
     assert run_all(comparison) == []
 
 
-def test_tuning_reads_no_test_images_and_final_runs_read_all_once(finished):
-    _, records = finished
+def test_final_runs_alone_are_scored_on_the_test_split(finished):
+    comparison, records = finished
     for record in records:
         assert bool(record.test) == (record.phase == "final" and not record.diverged)
-        if record.test:
-            assert round(record.test["accuracy"] * 360, 6) % 1 == 0
-            assert round(record.validation["accuracy"] * 144, 6) % 1 == 0
+    cell = comparison.final_cells(comparison.plan.arms["dot"])[0]
+    record = comparison.records.get(cell)
+    for split, size, scores in (("test", 360, record.test), ("train[90%:]", 144, record.validation)):
+        run = build_run(cell.config, eval_split=split)
+        assert len(run.eval_source) == size
+        state = SavedCheckpoints(comparison.workdir / "cells" / cell.id / "checkpoints").restore(run.abstract_state)
+        found = Evaluator(run)(state["params"])
+        assert {name.removeprefix("eval/"): value for name, value in found.items()} == scores
+    assert record.test["loss"] != record.validation["loss"]
 
 
 def test_identical_arms_have_identical_scores_and_no_difference(finished):
