@@ -48,7 +48,7 @@ class Case(NamedTuple):
       marker: pattern of an instruction of which each term has one, or one half.
       terms_per_marker: terms for each of those.
       arithmetic: instructions of a term that cannot be left out, by unit: ``"lanes"`` or ``"special"``.
-      most_instructions: the goal: instructions a term, of the innermost loop, on Hopper.
+      most_instructions: a term may cost, in the innermost loop, on any of the GPUs.
       dtype: of the operands other than the cotangent.
     """
 
