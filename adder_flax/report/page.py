@@ -142,11 +142,11 @@ def _measure(study: AnyStudy, families: Iterable[str]) -> dict[Section, Findings
 
 
 def _findings(name: str, study: AnyStudy) -> Findings:
-    """What a family finds: nothing, where its arithmetic has nothing to work on, as on maps of a single token."""
+    """What a family finds: nothing, where it has nothing to work on, as on maps of a single token. The page says so."""
     family = CLAIMS.get(name)
     try:
         return family.measure(study)
-    except (ArithmeticError, LookupError, ValueError) as error:
+    except Exception as error:  # as with the pictures of a run: the other families are worth having
         reason = printable(f"{type(error).__name__}: {first_line(error)}")
         finding = f"On this model its numbers cannot be computed ({reason})."
         statement = f"The claims of {name}."
