@@ -430,7 +430,7 @@ def compare(config: Any, workdir: str | Path, workers: int) -> None:
         known = set(comparison.records.all())
         comparisons.supervise(workers, comparison.workdir, lambda: _show_new(comparison, known))
     comparison.prepare()
-    print(comparisons.overview(comparison, workers), flush=True)
+    print(comparisons.overview(comparison, max(workers, 1)), flush=True)
     files = comparisons.write_results(comparison)
     print("results at " + ", ".join(str(path) for path in files[:3]))
 
