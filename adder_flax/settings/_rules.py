@@ -200,6 +200,8 @@ class Integers:
     ((32, 64), ())
     """
 
+    __match_args__ = ("each", "most")
+
     def __init__(self, each: Integer, most: int):
         self.each, self.most = each, most
         self.expected = f'up to {most} with commas between them ("32,64"), each {each.expected}'

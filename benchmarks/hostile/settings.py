@@ -188,7 +188,10 @@ _SMALL = {
     "model.depth": st.just(1),
     "model.mlp_ratio": st.floats(0.25, 2.0),
     "model.patch_size": st.sampled_from((2, 4, 8)),
+    "model.stem_channels": st.sampled_from(("", "3", " 4 ")),  # halved once, every such patch is whole
     "model.score": st.sampled_from(("dot", "bilinear", "additive", "adder", "gaussian")),
+    "data.train_split": st.sampled_from(("train", "train[:90%]", "train[50%:]")),
+    "data.eval_split": st.sampled_from(("eval", "test", "train[:10%]")),
     "batch_size": st.sampled_from((8, 16, 32)),
     "accumulation_steps": st.sampled_from((1, 2)),
     "eval_batch_size": st.integers(1, 64),
@@ -258,6 +261,8 @@ def wrong_types(rule: settings.Rule) -> tuple[Any, ...]:
         case settings.Span():
             # An empty list may be an empty range.
             return (*_NEVER, 1, "1,2", ("a", "b"), ((1,), (2,)), {1: 2})
+        case settings.Integers():
+            return (*_ANYTHING, 0, 1.5, True, (32,), "x", "3,,4", "3;4", "1.5", "-1", "1e3", "\u0663", "9" * 10_000)
         case settings.Text() | settings.Names():
             return (*_ANYTHING, 0, 1.5, True, ("dot",), "a\nb", "\0", "x" * 1_000_000, "\udc80")
         case _:
@@ -278,6 +283,9 @@ def outside(rule: settings.Rule) -> tuple[Any, ...]:
             return (-2, -1e-9, *far)
         case settings.Span():
             return ((2, 1), (-1, 1), (1,), (1, 2, 3), (_NAN, _NAN), (1, _INF), (-_INF, 1), (0, 0), (10**400, 10**400))
+        case settings.Integers(each, most):
+            too_many = ",".join([f"{each.low}"] * (most + 1))
+            return (f"{each.low - 1}", f"{each.high + 1}", f"{each.low},{10**30}", too_many)
         case _:
             return ()
 
