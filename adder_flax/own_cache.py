@@ -33,6 +33,20 @@ def folders() -> Iterator[Path]:
         yield Path(tempfile.gettempdir()) / f"adder_flax-{os.geteuid()}"
 
 
+def processor_name() -> str:
+    """Returns the model name of the host's processor, for records of what was measured.
+
+    Example:
+      >>> processor_name() != ""
+      True
+    """
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
 def processor() -> str:
     """Returns the model and the features of the host's processor, as far as the system tells.
 

@@ -15,7 +15,7 @@ from jaxtyping import UInt8
 
 from adder_flax import data, recorder
 from adder_flax.attention import attention_map
-from adder_flax.data._pipeline import usable_cores
+from adder_flax.data import usable_cores
 from adder_flax.errors import RunError, first_line
 from adder_flax.report import attention_figure, save_figure
 from adder_flax.tasks import Classification

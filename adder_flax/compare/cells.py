@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from adder_flax import counting, data, training
+from adder_flax import counting, data, own_cache, training
 from adder_flax.compare.plan import FINAL, Cell
 from adder_flax.compare.records import Record
 from adder_flax.data import usable_cores
@@ -123,7 +123,7 @@ def facts(run: training.Run) -> dict[str, float]:
 def machine() -> dict[str, Any]:
     """Returns what a cell runs on."""
     return {
-        "processor": _processor(),
+        "processor": own_cache.processor_name(),
         "cores": usable_cores(),
         "device": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
     }
@@ -132,14 +132,6 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of the libraries that compute."""
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in _LIBRARIES}
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from adder_flax import data, training
 from adder_flax.compare.cells import facts
 from adder_flax.compare.plan import FINAL, Arm, Plan, digest
-from adder_flax.compare.records import write_whole
+from adder_flax.compare.records import write_text
 from adder_flax.errors import RunError
 
 _TIMED_STEPS = 20
@@ -42,7 +42,7 @@ def match(plan: Plan, folder: Path, load: Callable[..., data.Source]) -> Plan:
         key = "-".join([plan.settings.match, *(digest(_config(plan, a)) for a in (arm, baseline))])
         if key not in known:
             known[key] = _MATCHES[plan.settings.match](_config(plan, arm), _config(plan, baseline), arm.name, load)
-            write_whole(folder / _NAME, json.dumps(known, indent=1))
+            write_text(folder / _NAME, json.dumps(known, indent=1))
         fields[arm.name] = known[key]
     return plan.matched(fields)
 

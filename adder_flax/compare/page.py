@@ -9,7 +9,7 @@ import numpy as np
 from adder_flax import report
 from adder_flax.compare import statistics
 from adder_flax.compare.blocks import as_html, as_markdown
-from adder_flax.compare.records import Record, write_whole
+from adder_flax.compare.records import Record, write_text
 from adder_flax.compare.run import Comparison
 from adder_flax.compare.table import Row, blocks_of, rows_of, runs_csv
 from adder_flax.report import Picture, document
@@ -37,10 +37,10 @@ def write_results(comparison: Comparison) -> list[Path]:
     figures = [path for picture in pictures for path in document.write_picture(picture, folder)]
     blocks = blocks_of(comparison, rows)
     drawn = "".join(f"\n![{p.alt}](figures/{p.name}.png)\n\n{p.caption}\n" for p in pictures)
-    write_whole(folder / "results.md", as_markdown(blocks) + drawn.rstrip("\n"))
-    write_whole(folder / "runs.csv", runs_csv(comparison, rows).rstrip("\n"))
+    write_text(folder / "results.md", as_markdown(blocks) + drawn.rstrip("\n"))
+    write_text(folder / "runs.csv", runs_csv(comparison, rows).rstrip("\n"))
     body = "\n".join([as_html(blocks), *(document.picture_html(picture, folder) for picture in pictures)])
-    write_whole(folder / "results.html", document.html_page(comparison.plan.settings.title, body, style=_STYLE))
+    write_text(folder / "results.html", document.html_page(comparison.plan.settings.title, body, style=_STYLE))
     return [folder / "results.md", folder / "runs.csv", folder / "results.html", *figures]
 
 

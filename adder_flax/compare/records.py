@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from adder_flax.compare.plan import Cell, own_fields
 from adder_flax.errors import RunError, writing
+from adder_flax.files import write_whole
 from adder_flax.training.workdir import flatten_config
 
 _FORMAT = 1
@@ -93,7 +93,7 @@ class Records:
 
     def put(self, cell: Cell, record: Record) -> None:
         """Writes the record of a cell."""
-        write_whole(
+        write_text(
             self.path(cell), json.dumps({"format": _FORMAT, **dataclasses.asdict(record)}, indent=1, allow_nan=False)
         )
         self._read[cell.id] = record
@@ -110,7 +110,7 @@ class Records:
         return self._read[path.stem]
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Writes a file that whoever looks sees whole or not at all.
 
     Raises:
@@ -118,12 +118,7 @@ def write_whole(path: Path, text: str) -> None:
     """
     with writing(path.name, path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        write_whole(path, f"{text}\n".encode())
 
 
 def _parse(text: str, path: Path) -> Record:

@@ -35,23 +35,10 @@ if TYPE_CHECKING:
 
 # Imported when asked for: an experiment file asks what is known of a data set, and a mistake in it is answered without
 # waiting for JAX and grain.
+_AUGMENT = "augment color_jitter mix normalize random_crop random_erase random_flip random_resized_crop resize_boxes"
 _LATER = {
-    **dict.fromkeys(
-        (
-            "augment",
-            "color_jitter",
-            "mix",
-            "normalize",
-            "random_crop",
-            "random_erase",
-            "random_flip",
-            "random_resized_crop",
-            "resize_boxes",
-            "smooth_one_hot",
-        ),
-        "adder_flax.data._augment",
-    ),
-    **dict.fromkeys(("EvalPipeline", "TrainPipeline", "usable_cores"), "adder_flax.data._pipeline"),
+    **dict.fromkeys([*_AUGMENT.split(), "smooth_one_hot"], "adder_flax.data._augment"),
+    **dict.fromkeys(["EvalPipeline", "TrainPipeline", "usable_cores"], "adder_flax.data._pipeline"),
 }
 
 __all__ = [

@@ -4,7 +4,6 @@ import argparse
 import collections
 import importlib
 import json
-import platform
 import re
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import benchmarks.hostile
+from adder_flax.own_cache import processor_name
 from benchmarks.hostile.case import ROOT, Case, Group, Observed, Verdict
 
 GROUPS = tuple(
@@ -60,15 +60,6 @@ def fault_rows(results: Iterable[tuple[Case, Observed]]) -> list[dict[str, Any]]
     return list(rows.values())
 
 
-def processor() -> str:
-    """Returns the model name of this machine's processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the groups; returns 1 if any case was not dealt with soundly."""
     parser = argparse.ArgumentParser(
@@ -93,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "seed": options.seed,
             "tried": len(results),
             "seconds": round(time.monotonic() - began),
-            "processor": processor(),
+            "processor": processor_name(),
             "row": table[-1],
             "faults": fault_rows(results),
         }
