@@ -66,7 +66,7 @@ def files_of(place: str | Path) -> list[Path]:
             return [place]
         found = [
             Path(folder, name)
-            for folder, _, names in os.walk(place)
+            for folder, _, names in os.walk(place, onerror=_refuse)
             for name in names
             if not any(part.startswith(".") for part in Path(folder, name).relative_to(place).parts)
         ]
@@ -78,6 +78,10 @@ def files_of(place: str | Path) -> list[Path]:
     if not found:
         raise RunError(f"expected images in {printable(place)}, got an empty folder; set --images")
     return sorted(found)
+
+
+def _refuse(error: OSError) -> None:
+    raise error
 
 
 class Predictor:

@@ -103,6 +103,21 @@ def test_nothing_to_look_at_is_one_message(images, message, run, tmp_path):
         cli.predict(run.config, tmp_path / "run", "last", images and str(tmp_path / images), None, None)
 
 
+def test_a_folder_that_cannot_be_read_is_not_passed_over(tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.png").write_bytes(b"")
+    scandir = os.scandir
+
+    def locked(place):
+        if str(place).endswith("sub"):
+            raise PermissionError(13, "Permission denied", str(place))
+        return scandir(place)
+
+    monkeypatch.setattr(os, "scandir", locked)
+    with pytest.raises(RunError, match="Permission denied"):
+        files_of(tmp_path)
+
+
 def test_weights_for_a_part_of_the_model_are_refused(run, tmp_path):
     config = run.config.copy_and_resolve_references()
     config.model.score = "bilinear"
