@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from adder_flax.errors import RunError, first_line
+from adder_flax.extras import MissingExtraError
 
 _LEAST_BYTES = 3 * 2**29  # 1.5 GiB: the smallest runs need a little less
 _START_XLA = "import jaxlib.xla_client as client; client.make_cpu_client()"
@@ -76,8 +77,12 @@ def importing() -> Iterator[None]:
     """
     try:
         yield
+    except RunError:
+        raise
+    except MissingExtraError as error:
+        raise RunError(str(error)) from error
     except Exception as error:
         raise RunError(
             f"expected libraries that can be imported, got {type(error).__name__}: {first_line(error)}; install "
-            "requirements.txt, and check variables as JAX_*, XLA_* and OMP_* and limits of memory (ulimit)"
+            "them again, and check variables as JAX_*, XLA_* and OMP_* and limits of memory (ulimit)"
         ) from error

@@ -1,16 +1,22 @@
 """Reads an experiment file: Python that makes a configuration, or the ``config.json`` that a run left."""
 
 import builtins
+import difflib
 import inspect
 import json
+import os
+import sys
 import traceback
 import types
 from typing import Any
 
-from ml_collections import ConfigDict
-
+from adder_flax import experiments
 from adder_flax.errors import RunError
+from adder_flax.extras import needs
 from adder_flax.files import open_regular
+
+with needs("train"):
+    from ml_collections import ConfigDict
 
 _FIX = "see the files in experiments/ for what one looks like"
 
@@ -19,24 +25,30 @@ def load_experiment(path: str) -> ConfigDict:
     """Runs an experiment file and returns what its ``get_config`` makes, or the configuration in a JSON file.
 
     Args:
-      path: of the file; what follows a colon is the argument of ``get_config``. A ``.json`` file holds a configuration,
-        as the ``config.json`` of a run does, or one under the name ``config``, as the record of a comparison does.
+      path: of the file, or the bare name of one that comes with the package; what follows a colon is the argument of
+        ``get_config``. A ``.json`` file holds a configuration, as the ``config.json`` of a run does, or one under the
+        name ``config``, as the record of a comparison does. A file may import from those beside it.
 
     Raises:
       RunError: whatever is wrong with it, with the line.
 
     Example:
+      >>> load_experiment("deit_small:cifar10").model.width
+      384
       >>> load_experiment("x.py")
       Traceback (most recent call last):
       ...
       adder_flax.errors.RunError: expected an experiment file, got x.py: No such file or directory; set --config
     """
     path, colon, argument = path.partition(":")
+    path = _file_of(path)
     source = _read(path)
     if path.endswith(".json"):
         return _from_json(source, path)
     module = types.ModuleType("config_config")
     module.__file__ = path
+    if (folder := os.path.dirname(os.path.abspath(path))) not in sys.path:
+        sys.path.append(folder)  # at the end, where it hides nothing
     try:
         exec(compile(source, path, "exec"), module.__dict__)
         make = getattr(module, "get_config", None)
@@ -56,6 +68,18 @@ def load_experiment(path: str) -> ConfigDict:
             f"expected get_config of {path} to return an ml_collections.ConfigDict, got {type(config).__name__}; {_FIX}"
         )
     return config
+
+
+def _file_of(path: str) -> str:
+    """Returns the path of a shipped experiment for its name, and other paths as they are."""
+    if not path.isidentifier() or os.path.isfile(path):
+        return path
+    names = [file.stem for file in experiments.FOLDER.glob("*.py")]
+    if path not in names:
+        near = difflib.get_close_matches(path, names, n=1)
+        hint = f"did you mean {near[0]!r}? A file of your own ends in .py" if near else "a file of your own ends in .py"
+        raise RunError(f"expected an experiment that comes with the package, got {path!r}; {hint}")
+    return str(experiments.FOLDER / f"{path}.py")
 
 
 def as_config(fields: dict[str, Any]) -> ConfigDict:

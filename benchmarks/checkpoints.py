@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from adder_flax import host_memory, training
+from adder_flax.experiments import common
 from adder_flax.training.digests import take_digests
-from experiments import common
 
 
 def random_state(run: training.Run) -> Any:

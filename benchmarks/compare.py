@@ -13,7 +13,7 @@ import ml_collections
 import numpy as np
 
 from adder_flax import compare, settings
-from experiments import common
+from adder_flax.experiments import common
 
 PAIRS = 6
 REPETITIONS = 2000

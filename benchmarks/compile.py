@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Sequence
 
 from adder_flax import counting, data, training
-from experiments import common
+from adder_flax.experiments import common
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 
 import kfac
 from adder_flax import data, ops, training
+from adder_flax.experiments import common
 from adder_flax.training.sharding import put_batch
 from benchmarks.timing import Timings, measure
-from experiments import common
 from kfac import _solver as solver
 from kfac import _systems as systems
 from kfac._systems import Form

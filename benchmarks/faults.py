@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from adder_flax import training
-from experiments import common
+from adder_flax.experiments import common
 
 ROOT = Path(__file__).parents[1]
 FIELDS = {

@@ -19,8 +19,8 @@ from typing import Any
 import jax
 
 from adder_flax import data, host_memory, training
+from adder_flax.experiments import common
 from adder_flax.training import sharding
-from experiments import common
 
 
 def make_config(options: argparse.Namespace) -> Any:

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from adder_flax import ops, training
+from adder_flax.experiments import common
 from adder_flax.training import sharding
 from benchmarks.ops import HEAD_DIM, LAYERS, WIDTHS, Table, compile_with
 from benchmarks.timing import measure
-from experiments import common
 
 SQUARE = ((4096, 64), (4096, 256), (8192, 64), (8192, 256))  # rows and columns, width
 IMAGES = 128  # of 197 tokens, in the layers

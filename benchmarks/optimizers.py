@@ -41,10 +41,10 @@ from flax import nnx
 
 import kfac
 from adder_flax.counting import count_operations
+from adder_flax.experiments import common
 from adder_flax.layers import LAYER_NORM_EPSILON, Linear, image_to_patches
 from adder_flax.models import VisionTransformer
 from benchmarks.timing import measure
-from experiments import common
 
 NUM_TRAIN = 1536
 BATCH_SIZE = 256

@@ -18,9 +18,9 @@ from collections.abc import Callable
 import jax
 
 from adder_flax import data, host_memory, ops, training
+from adder_flax.experiments import common
 from adder_flax.training import sharding
 from benchmarks.timing import Timings, measure, seconds_of
-from experiments import common
 
 IMAGES = 32
 NO_AUGMENTATION = dict(crop_padding=0, flip_probability=0.0, mixup_alpha=0.0, cutmix_alpha=0.0, erase_probability=0.0)

@@ -1,7 +1,7 @@
 """Adder attention in plain JAX: scikit-learn's digits, the eight rows of an image as eight tokens.
 
-    pip install .        # in the repository, once
-    python plain_jax.py  # anywhere
+    pip install . scikit-learn  # in the repository, once
+    python plain_jax.py         # anywhere
 
 It prints a test accuracy of about 0.96 after some seconds on a CPU.
 """

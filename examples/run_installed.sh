@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs the project into an empty environment and runs the three examples from a folder outside the repository.
+# What others install, in empty environments and from folders outside the repository: builds the wheel and the source
+# distribution, checks what is in them, runs the three examples with the core alone, and trains by the command.
 # Ten classes; logistic regression on the pixels gives 0.95.
 set -euo pipefail
 repository="$(cd "$(dirname "$0")/.." && pwd)"
@@ -7,8 +8,22 @@ outside="$(mktemp -d)"
 trap 'rm -rf "$outside"' EXIT
 cp "$repository"/examples/*.py "$outside"
 cd "$outside"
-python3 -m venv environment
-environment/bin/pip install --quiet "$repository"
-learns() { environment/bin/python -c "import sys, $1; sys.exit(f'$1 learned nothing') if $1.main() < 0.93 else None"; }
+
+python3 -m venv tools
+tools/bin/pip install --quiet build twine check-wheel-contents
+tools/bin/python -m build --quiet --outdir dist "$repository" >build.txt 2>&1 || { cat build.txt; exit 1; }
+tools/bin/twine check --strict dist/*
+tools/bin/check-wheel-contents --config "$repository/pyproject.toml" dist/*.whl
+wheel=$(echo dist/*.whl)
+
+python3 -m venv core
+core/bin/pip install --quiet "$wheel" scikit-learn  # whose digits the examples learn
+learns() { core/bin/python -c "import sys, $1; sys.exit(f'$1 learned nothing') if $1.main() < 0.93 else None"; }
 for example in *.py; do learns "${example%.py}"; done
 NNX_GRAPH_MODE=false NNX_GRAPH_UPDATES=false learns nnx_hook
+
+python3 -m venv whole
+whole/bin/pip install --quiet "$wheel[train,report,interop]"
+mkdir empty
+cd empty
+../whole/bin/adder-flax --config=adder_deit_tiny --config.num_epochs=1

@@ -10,6 +10,6 @@ Intel Xeon (AVX-512, 2.5 GHz), in 10 to 13 minutes each; on two cores of an AMD 
 
 import functools
 
-from experiments import common
+from adder_flax.experiments import common
 
 get_config = functools.partial(common.deit, "adder", "tiny")

@@ -9,6 +9,6 @@ in about five minutes each on two cores of an AMD EPYC with AVX-512.
 
 import functools
 
-from experiments import g2p
+from adder_flax.experiments import g2p
 
 get_config = functools.partial(g2p.transduction, "adder")

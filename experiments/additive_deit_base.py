@@ -8,6 +8,6 @@ images/s and 5.3 GiB at the peak on two threads of an Intel Xeon (AVX-512, 2.5 G
 
 import functools
 
-from experiments import common
+from adder_flax.experiments import common
 
 get_config = functools.partial(common.deit, "additive", "base")

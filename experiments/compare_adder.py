@@ -8,7 +8,7 @@ Command: python main.py --mode=compare --config=experiments/compare_adder.py [--
 
 import ml_collections
 
-from experiments import common, compare_mechanisms
+from adder_flax.experiments import common, compare_mechanisms
 
 _ABLATIONS = {
     "as published": {},

@@ -10,7 +10,7 @@ The argument after the colon is the data set, as of every experiment: experiment
 import ml_collections
 
 from adder_flax import settings
-from experiments import common
+from adder_flax.experiments import common
 
 _ADDER = common.MECHANISMS["adder"]
 _MECHANISMS = {

@@ -8,6 +8,6 @@ to 28 images/s on two threads of an Intel Xeon (AVX-512, 2.5 GHz).
 
 import functools
 
-from experiments import common
+from adder_flax.experiments import common
 
 get_config = functools.partial(common.deit, "multiplicative", "small")

@@ -8,6 +8,6 @@ Intel Xeon (AVX-512, 2.5 GHz) whose twin was busy, in 7 to 9 minutes each.
 
 import functools
 
-from experiments import common
+from adder_flax.experiments import common
 
 get_config = functools.partial(common.deit, "multiplicative", "tiny")

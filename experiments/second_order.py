@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from adder_flax import report, training
-from experiments import common
+from adder_flax.experiments import common
 
 FIELDS = {"model.width": 64, "model.num_heads": 2, "model.depth": 4, "model.mlp_ratio": 2.0}
 

@@ -2,11 +2,13 @@
 
 import json
 import os
+import sys
 
 import pytest
 
 from adder_flax.errors import RunError
 from adder_flax.experiment import load_experiment
+from tests.processes import ROOT
 
 _CONFIG = "from ml_collections import ConfigDict\n"
 
@@ -64,3 +66,21 @@ def test_json_that_is_no_configuration_is_one_message(text, tmp_path):
     path.write_text(text)
     with pytest.raises(RunError, match=r"expected the configuration of a run in .*config\.json, got"):
         load_experiment(str(path))
+
+
+def test_a_file_imports_from_those_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "beside_this_one.py").write_text("ANSWER = 42")
+    imports = _CONFIG + "import beside_this_one as b\n"
+    (tmp_path / "mine.py").write_text(imports + "def get_config(): return ConfigDict({'a': b.ANSWER})")
+    assert load_experiment(str(tmp_path / "mine.py")).a == 42
+
+
+def test_one_that_comes_with_the_package_is_found_by_its_name_from_anywhere(tmp_path, monkeypatch):
+    named = load_experiment(str(ROOT / "experiments" / "adder_deit_tiny.py") + ":cifar10")
+    monkeypatch.chdir(tmp_path)
+    assert load_experiment("adder_deit_tiny:cifar10").to_dict() == named.to_dict()
+    with pytest.raises(RunError, match="got 'adder_deit_tinny'; did you mean 'adder_deit_tiny'"):
+        load_experiment("adder_deit_tinny")
+    (tmp_path / "adder_deit_tiny").write_text(_CONFIG + "def get_config(): return ConfigDict({'mine': True})")
+    assert load_experiment("adder_deit_tiny").mine

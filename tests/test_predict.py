@@ -15,7 +15,7 @@ from adder_flax.training import RunError, build_run
 
 @pytest.fixture(scope="module")
 def run():
-    from experiments import common
+    from adder_flax.experiments import common
     from tests.training.tiny import TINY
 
     config = common.deit("multiplicative", "tiny")

@@ -13,8 +13,10 @@ ORDER = (
     *(
         "text",
         "errors",
+        "extras",
         "files",
         "environment",
+        "experiments",
         "experiment",
         "interrupt",
         "terminal",
@@ -28,7 +30,7 @@ ORDER = (
         "ops",
     ),
     *("attention", "layers", "models", "measures", "counting", "data"),
-    *("tasks", "interop", "training", "report", "predict", "compare", "linen", "cli"),
+    *("tasks", "interop", "training", "report", "predict", "compare", "linen", "cli", "command", "start"),
 )
 
 

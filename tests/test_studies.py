@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from experiments import second_order, xor_alignment
+from adder_flax.experiments import second_order, xor_alignment
 
 
 def run(module, monkeypatch, *flags):

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from adder_flax import counting, data, own_cache, training
 from adder_flax.compare.plan import FINAL, Cell
 from adder_flax.compare.records import Record
 from adder_flax.data import usable_cores
+from adder_flax.extras import needs
+
+with needs("train"):
+    from ml_collections import ConfigDict
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy")
 

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from adder_flax import data, training
 from adder_flax.compare.cells import facts
 from adder_flax.compare.plan import FINAL, Arm, Plan, digest
 from adder_flax.compare.records import write_text
 from adder_flax.errors import RunError
+from adder_flax.extras import needs
+
+with needs("train"):
+    from ml_collections import ConfigDict
 
 _TIMED_STEPS = 20
 _NAME = "matching.json"

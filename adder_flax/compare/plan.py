@@ -9,9 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ml_collections import ConfigDict
-
 from adder_flax.errors import RunError
+from adder_flax.extras import needs
 from adder_flax.settings import (
     MODEL_SETTINGS,
     TASK_SETTINGS,
@@ -23,6 +22,9 @@ from adder_flax.settings import (
     read,
 )
 from adder_flax.training.workdir import OPERATIONAL_FIELDS, flatten_config
+
+with needs("train"):
+    from ml_collections import ConfigDict
 
 TUNING = "tuning"
 FINAL = "final"

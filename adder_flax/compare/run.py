@@ -12,17 +12,19 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from adder_flax import data
 from adder_flax.compare import cells, matching, search
 from adder_flax.compare.plan import FINAL, TUNING, Arm, Cell, Plan
 from adder_flax.compare.records import Record, Records
 from adder_flax.errors import RunError
+from adder_flax.extras import needs
 from adder_flax.interrupt import InterruptWatch
 from adder_flax.settings import Options
 from adder_flax.tasks import TASKS
 from adder_flax.training.lock import HeldError, lock_workdir
+
+with needs("train"):
+    from ml_collections import ConfigDict
 
 _POLL_SECONDS = 1.0
 _WORKER = "ADDER_FLAX_COMPARE_WORKER"

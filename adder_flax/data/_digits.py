@@ -15,6 +15,7 @@ from jaxtyping import Bool, Int, UInt8
 
 from adder_flax.data._registry import DataSet, register_source
 from adder_flax.data._source import ArraySource, DataError
+from adder_flax.extras import missing
 
 SPLITS = ("train", "test")
 TEST_FRACTION = 360 / 1797
@@ -74,12 +75,11 @@ def _read_csv() -> tuple[UInt8[np.ndarray, "records 8 8 1"], Int[np.ndarray, " r
     # find_spec does not run scikit-learn's __init__, which takes longer than everything else in this module
     # (1 to 2 s).
     spec = importlib.util.find_spec("sklearn")
-    path = spec and pathlib.Path(spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
-    if not path or not path.is_file():
-        raise DataError(
-            f"Expected scikit-learn's digits.csv.gz, got {path or 'no scikit-learn'}. "
-            "Install it: pip install scikit-learn."
-        )
+    if spec is None or not spec.submodule_search_locations:
+        raise missing("scikit-learn, which has the digits", "data")
+    path = pathlib.Path(spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+    if not path.is_file():
+        raise DataError(f"Expected scikit-learn's digits, got no file {path}. Install scikit-learn again.")
     with gzip.open(path) as file:
         table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
     images = np.rint(table[:, :64] * (255 / 16)).astype(np.uint8)

@@ -16,9 +16,12 @@ import zlib
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import ExifTags, Image
 
+from adder_flax.extras import needs
 from adder_flax.files import open_regular
+
+with needs("data"):
+    from PIL import ExifTags, Image
 
 EVAL_CROP_RATIO = 0.875
 """Side of the centre crop over the shorter side of the resized image (DeiT: 224 of 256)."""

@@ -14,11 +14,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 
-import grain
 import numpy as np
 from jaxtyping import Int
 
 from adder_flax.data._source import Batch, DataError, Source
+from adder_flax.extras import needs
+
+with needs("data"):
+    import grain
 
 
 class TrainPipeline:

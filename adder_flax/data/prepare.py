@@ -29,17 +29,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import requests
-import tensorflow_datasets as tfds
 from jaxtyping import UInt8
-from PIL import Image
-from tensorflow_datasets.core.download.download_manager import NonMatchingChecksumError
 
 from adder_flax.data._folder import FolderRecords, ImageFolder
 from adder_flax.data._registry import SETS
 from adder_flax.data._source import DataError
 from adder_flax.data._tfds import NAME, base_name, check_shards, reason
+from adder_flax.extras import needs
 from adder_flax.text import printable
+
+with needs("data"):
+    import requests
+    import tensorflow_datasets as tfds
+    from PIL import Image
+    from tensorflow_datasets.core.download.download_manager import NonMatchingChecksumError
 
 
 def prepare(

@@ -8,15 +8,18 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-import safetensors.numpy
 from flax import nnx
 
+from adder_flax.extras import needs
 from adder_flax.files import write_whole
 from adder_flax.interop._names import FORMATS, find, format_of, from_arrays, to_arrays
 from adder_flax.interop._safetensors import open_weights
 from adder_flax.models import VisionTransformer
 from adder_flax.parameters import has_prototypes
 from adder_flax.text import printable
+
+with needs("interop"):
+    import safetensors.numpy
 
 
 def save_weights(model: VisionTransformer, path: str | Path, *, names: str = "adder_flax") -> None:

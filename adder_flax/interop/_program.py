@@ -11,6 +11,7 @@ from jax import export
 from jaxtyping import Array, Float, UInt8
 
 from adder_flax import ops
+from adder_flax.extras import needs
 from adder_flax.files import write_whole
 from adder_flax.text import printable
 
@@ -45,7 +46,7 @@ def save_program(
       notes: further entries of the JSON file.
 
     Raises:
-      ValueError: ``flatbuffers`` is not installed.
+      MissingExtraError: ``flatbuffers`` is not installed.
       OSError: it cannot be written; what was there is still there.
 
     Example:
@@ -63,12 +64,9 @@ def save_program(
         exported = export.export(jax.jit(classify), platforms=PLATFORMS)(
             jax.ShapeDtypeStruct((batch, *image_shape), jnp.uint8)
         )
-    try:
-        content = exported.serialize()
-    except ImportError as error:
-        raise ValueError(
-            "expected the library flatbuffers, which JAX stores programs with, got none; pip install flatbuffers"
-        ) from error
+    with needs("export"):
+        import flatbuffers  # noqa: F401 - jax.export writes with it
+    content = exported.serialize()
     height, width, channels = image_shape
     about = {
         "load": LOADER.format(name=printable(path.name), height=height, width=width, channels=channels).splitlines(),

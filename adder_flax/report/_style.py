@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from adder_flax.extras import needs
 from adder_flax.text import printable
 
 if TYPE_CHECKING:
@@ -32,8 +33,9 @@ _PLAIN = {"parse_math": False}  # a dollar sign in the name of a class or run is
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Any, Any]:
     """A figure of ``width`` × ``height`` inches and its axes as an array (rows, columns)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with needs("report"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -54,7 +56,8 @@ def dress(axes: "Axes", *, xlabel: str = "", ylabel: str = "", title: str = "") 
 
 def whole_ticks(axes: "Axes") -> None:
     """Ticks of the horizontal axis at whole numbers only, for blocks and ranks."""
-    from matplotlib.ticker import MaxNLocator
+    with needs("report"):
+        from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
 
@@ -112,7 +115,8 @@ def save_figure(figure: "Figure", path: str | Path, formats: Iterable[str] = ("p
       ...     [path.name for path in save_figure(figure, f"{directory}/curves", ("png", "svg"))]
       ['curves.png', 'curves.svg']
     """
-    from matplotlib import rc_context
+    with needs("report"):
+        from matplotlib import rc_context
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from adder_flax.extras import needs
 from adder_flax.report._study import NOT_MEASURED, Claim
 
 
@@ -169,7 +170,8 @@ def write_claims(workdirs: Sequence[str | Path], out: str | Path) -> Path:
 
 def _copy_small(source: Path, target: Path) -> None:
     """Copies a picture with a palette: a third of the bytes, no visible difference in figures of few colours."""
-    from PIL import Image
+    with needs("report"):
+        from PIL import Image
 
     with Image.open(source) as image:
         image.convert("RGB").quantize(256).save(target, optimize=True)

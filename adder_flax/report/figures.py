@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from adder_flax import recorder
 from adder_flax.attention import attention_map
+from adder_flax.extras import needs
 from adder_flax.measures.expressivity import score_parameters, xor_bound
 from adder_flax.measures.maps import patch_attention, patch_grid
 from adder_flax.measures.walks import rollout
@@ -353,7 +354,8 @@ def _columns(
 
 
 def _draw_attention(axis: "Axes", image: np.ndarray, weights: np.ndarray, title: str) -> None:
-    from PIL import Image
+    with needs("report"):
+        from PIL import Image
 
     relative = weights.reshape(patch_grid(image.shape, weights.size)) * weights.size
     shape = tuple(8 * side for side in relative.shape)

@@ -22,11 +22,14 @@ import jax
 import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
-from orbax.checkpoint import v1 as ocp
 
 from adder_flax.errors import RunError, first_line, writing
+from adder_flax.extras import needs
 from adder_flax.text import printable
 from adder_flax.training.digests import compile_digests, take_digests
+
+with needs("train"):
+    from orbax.checkpoint import v1 as ocp
 
 _GOING = ".deleted"
 

@@ -10,6 +10,7 @@ import jax
 from jax.experimental import topologies
 
 from adder_flax.errors import RunError, first_line
+from adder_flax.extras import missing
 
 
 class Gpu(NamedTuple):
@@ -146,9 +147,9 @@ def _require_compiler(name: str) -> None:
     plugins = [f"jax_cuda{version}_plugin" for version in (12, 13)]
     if folder is None or not any(map(importlib.util.find_spec, plugins)):
         version = ".".join(jax.__version__.split(".")[:3])
+        compiler = f"the compiler for NVIDIA GPUs, which needs no GPU, to compile for {name}"
         raise RunError(
-            f"expected the compiler for NVIDIA GPUs, which needs no GPU, to compile for {name}, got none; pip install "
-            f'"adder-flax[gpu-compile]", or jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version} '
+            f"{missing(compiler, 'gpu-compile')}, or jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version} "
             "nvidia-cuda-nvcc-cu12 (Linux), or set --config.topology=cpu:8"
         )
     # XLA takes the first assembler that it finds; another one may not know what it writes.

@@ -11,14 +11,17 @@ from typing import Any
 
 import jax
 from absl import logging
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
-from tqdm import tqdm
 
 from adder_flax.errors import writing
+from adder_flax.extras import needs
 from adder_flax.files import append, write_whole
 from adder_flax.training.workdir import read_regular
+
+with needs("train"):
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.proto.summary_pb2 import Summary
+    from tqdm import tqdm
 
 _NAME = "metrics.jsonl"
 _FLUSH_SECONDS = 120  # as long may TensorBoard wait for an event

@@ -7,13 +7,16 @@ from typing import Any
 
 import jax
 from absl import logging
-from ml_collections import ConfigDict
 
 from adder_flax.errors import RunError, writing
 from adder_flax.experiment import as_config
+from adder_flax.extras import needs
 from adder_flax.files import open_regular, write_whole
 from adder_flax.text import printable
 from adder_flax.training.checkpoints import SavedCheckpoints, differences
+
+with needs("train"):
+    from ml_collections import ConfigDict
 
 # How a run is executed, not what it computes: these may change between two starts of the same run.
 OPERATIONAL_FIELDS = (

@@ -52,7 +52,7 @@ def _in_folder(attack: Callable[[Path], Observed]) -> Callable[[], Observed]:
 def _experiment_files(draw: random.Random) -> Iterator[tuple[Fault, str, Callable[[], Observed]]]:
     """Draws files whose Python fails, and things that are no files of Python."""
     errors = [name for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, Exception)]
-    good = "from experiments import common\ndef get_config(): return common.deit('adder', 'tiny')\n"
+    good = "from adder_flax.experiments import common\ndef get_config(): return common.deit('adder', 'tiny')\n"
     sources = {
         f"raises {name}": f"raise {name}('on purpose')"
         for name in draw.sample([e for e in errors if not e.startswith(("Unicode", "ExceptionG"))], 8)
@@ -83,7 +83,7 @@ def _experiment_files(draw: random.Random) -> Iterator[tuple[Fault, str, Callabl
         "a message of a megabyte": "raise ValueError('x' * 2**20)",
         "asserts": "assert 1 == 2",
     }
-    good_lacking = "from experiments import common\ndef get_config():\n  c = common.deit('adder', 'tiny')\n"
+    good_lacking = "from adder_flax.experiments import common\ndef get_config():\n  c = common.deit('adder', 'tiny')\n"
     field = draw.choice(["seed", "model", "optimizer", "data", "task", "mesh", "batch_size", "num_epochs"])
     sources["lacks fields"] = f"{good_lacking}  del c.{field}\n  return c\n"
     for name, source in sources.items():

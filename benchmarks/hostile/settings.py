@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
 from adder_flax import settings
+from adder_flax.experiments import common
 from adder_flax.settings import RunSettings
 from benchmarks.hostile.case import Case, Fault, Group, Observed, Verdict, judge_call, judge_process
-from experiments import common
 
 _KEPT = "everything: nothing was written or computed yet"
 _TYPE = Fault("a setting of a wrong type", _KEPT)

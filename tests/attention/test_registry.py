@@ -10,9 +10,9 @@ import pytest
 
 from adder_flax import attention, counting, linen, measures, report
 from adder_flax.data import load_source
+from adder_flax.experiments import common
 from adder_flax.models import VisionTransformer
 from adder_flax.settings import SCORE_OPTIONS, Integer, Number, RunSettings, SettingsError, read, setting
-from experiments import common
 from tests.training.pieces import vit
 
 

@@ -3,7 +3,7 @@
 import ml_collections
 
 from adder_flax import settings
-from experiments import common
+from adder_flax.experiments import common
 from tests.training.tiny import TINY
 
 

@@ -12,8 +12,8 @@ from flax import nnx
 from jax import export
 
 from adder_flax import cli, interop, training
+from adder_flax.experiments import g2p
 from adder_flax.models import VisionTransformer
-from experiments import g2p
 from tests.data.files import write_dictionary
 
 SIZES = dict(image_size=8, patch_size=2, channels=3, num_classes=4, width=16, depth=2, num_heads=2)

@@ -10,7 +10,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from adder_flax import interop, models, training
-from experiments import common
+from adder_flax.experiments import common
 from tests.interop.reference import timm_forward
 from tests.training.tiny import TINY, TINY_FLAGS
 

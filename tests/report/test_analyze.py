@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from adder_flax import attention, cli, report, training
+from adder_flax.experiments import common
 from adder_flax.training import RunError, Trainer, build_run
-from experiments import common
 from tests.training.tiny import TINY
 
 

@@ -8,10 +8,10 @@ import pytest
 from flax import nnx
 
 from adder_flax import ops
+from adder_flax.experiments import common
 from adder_flax.layers import AdderLinear
 from adder_flax.report import second_order_along, second_order_terms
 from adder_flax.training import build_run
-from experiments import common
 from tests.training.tiny import TINY
 
 

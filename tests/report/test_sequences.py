@@ -9,11 +9,11 @@ from flax import nnx
 
 from adder_flax import attention, cli, data, report, tasks, training
 from adder_flax.data._sequences import pad
+from adder_flax.experiments import g2p
 from adder_flax.models import Seq2Seq
 from adder_flax.report._sequences import SequenceStudy, SequenceSubject, observe_sequences, with_uniform_maps
 from adder_flax.report.families import alignments
 from adder_flax.training import Trainer, build_run
-from experiments import g2p
 from tests.data.files import write_dictionary
 from tests.tasks.test_edit_distance import by_recursion
 

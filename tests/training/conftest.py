@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments import common
+from adder_flax.experiments import common
 from tests.training.tiny import TINY
 
 

@@ -31,7 +31,7 @@ needs_gpu_compiler = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def estimated():
     """A run with averaged parameters on one device, and its estimate."""
-    from experiments import common
+    from adder_flax.experiments import common
     from tests.training.tiny import TINY
 
     config = common.deit("multiplicative", "tiny")

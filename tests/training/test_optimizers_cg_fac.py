@@ -127,7 +127,7 @@ def test_the_table_of_parameters_has_one_row_for_what_all_blocks_share(tiny_conf
 _LOSSES = """
 import sys
 from adder_flax import training
-from experiments import common
+from adder_flax.experiments import common
 from tests.training.test_optimizers_cg_fac import FIELDS, train
 from tests.training.tiny import TINY
 

@@ -61,7 +61,7 @@ import json, sys
 import jax
 from adder_flax import data, training
 from adder_flax.training import hlo, sharding
-from experiments import common
+from adder_flax.experiments import common
 from tests.training.tiny import TINY
 
 mechanism, fields, *meshes = sys.argv[1:]

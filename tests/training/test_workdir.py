@@ -10,9 +10,9 @@ import pytest
 
 from adder_flax import training
 from adder_flax.errors import NonFiniteLossError, RunError
+from adder_flax.experiments import common
 from adder_flax.training import Trainer, build_run, open_workdir, read_config, read_metrics, write_config
 from adder_flax.training.workdir import changed_data, write_data
-from experiments import common
 
 
 def other(config):

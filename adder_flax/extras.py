@@ -1,0 +1,47 @@
+"""What the core of the package does without: each optional library is imported where its extra is named."""
+
+import contextlib
+from collections.abc import Iterator
+
+
+class MissingExtraError(ModuleNotFoundError):
+    """A library that an extra brings is not installed; the message names both."""
+
+
+@contextlib.contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Says how to install what the imports in a ``with`` block do not find.
+
+    Args:
+      extra: of ``pyproject.toml``, one that brings the libraries.
+
+    Raises:
+      MissingExtraError: one of them is not installed.
+
+    Example:
+      >>> with needs("report"):
+      ...     import no_such_library
+      Traceback (most recent call last):
+      ...
+      adder_flax.extras.MissingExtraError: expected no_such_library, got none; pip install "adder-flax[report]"
+    """
+    try:
+        yield
+    except MissingExtraError:
+        raise
+    except ModuleNotFoundError as error:
+        raise missing(error.name or str(error), extra) from error
+
+
+def missing(library: str, extra: str) -> MissingExtraError:
+    """Returns the error for a library that was looked for in another way than by importing it.
+
+    Args:
+      library: that is not installed, in the words of a message.
+      extra: that brings it.
+
+    Example:
+      >>> print(missing("the compiler for NVIDIA GPUs", "gpu-compile"))
+      expected the compiler for NVIDIA GPUs, got none; pip install "adder-flax[gpu-compile]"
+    """
+    return MissingExtraError(f'expected {library}, got none; pip install "adder-flax[{extra}]"', name=library)

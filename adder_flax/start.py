@@ -1,0 +1,18 @@
+"""The start of ``main.py`` and ``adder-flax``: signals and output are seen to before anything slow is imported."""
+
+import time
+
+from adder_flax import interrupt
+
+
+def main() -> None:
+    """Runs the command of this process, and ends the process where it fails."""
+    start_time = time.monotonic()
+    interrupt.end_at_signals()
+    from adder_flax import environment, terminal
+
+    terminal.prepare()
+    with terminal.messages():
+        with environment.importing():
+            from adder_flax import command
+        command.run(start_time)
