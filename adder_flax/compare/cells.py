@@ -55,7 +55,7 @@ def run_cell(cell: Cell, workdir: Path, test_split: str, load: Callable[..., dat
       StoppedError: a signal asked to stop.
       RunError: what the user must mend.
     """
-    began, diverged, scores, test = time.time(), None, {}, {}
+    began, diverged, scores, test = time.monotonic(), None, {}, {}
     workdir.mkdir(parents=True, exist_ok=True)
     with _output_in(workdir / "output.txt"):
         run = training.build_run(cell.config, load=load)
@@ -89,7 +89,7 @@ def run_cell(cell: Cell, workdir: Path, test_split: str, load: Callable[..., dat
         test=_plain(test),
         curve=_curve(rows),
         facts=facts(run),
-        seconds={"step": _step_seconds(rows, run), "run": round(time.time() - began, 3)},
+        seconds={"step": _step_seconds(rows, run), "run": round(time.monotonic() - began, 3)},
         machine=machine(),
         versions=versions(),
         date=datetime.date.today().isoformat(),
