@@ -143,8 +143,14 @@ def _build(config: Any) -> tuple[training.Run, tuple[str, ...]]:
     run = training.build_run(config)
     if not config.init_from:
         return run, ()
+    return _start_from(run)
+
+
+def _start_from(run: training.Run) -> tuple[training.Run, tuple[str, ...]]:
+    """Returns the run with the weights of ``config.init_from``, and the names of the parameters that it lacks."""
+    of = run.settings
     with training.user_errors():
-        return interop.start_from(run, config.init_from)
+        return interop.start_from(run, of.init_from, network=of.init_from_network, positions=of.init_from_positions)
 
 
 def _say(text: str) -> None:
@@ -292,8 +298,7 @@ def predict(
     files = predicting.files_of(images)
     run = training.build_run(config, load=data.load_or_imitate)
     if config.init_from and not training.SavedCheckpoints(Path(workdir) / "checkpoints").steps:
-        with training.user_errors():
-            run, at_random = interop.start_from(run, config.init_from)
+        run, at_random = _start_from(run)
         if at_random:
             raise training.RunError(
                 f"expected weights for the whole model in {config.init_from}, got none for {', '.join(at_random[:3])} "

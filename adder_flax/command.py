@@ -57,7 +57,7 @@ _WORKERS = flags.DEFINE_integer(
 _NAMES = flags.DEFINE_enum(
     "names",
     "adder_flax",
-    ["adder_flax", "timm", "hugging_face", "stablehlo"],
+    ["adder_flax", "timm", "hugging_face", "transformers_5", "stablehlo"],
     "With --mode=export: whose names and layouts the weights get; stablehlo: the whole model, a program for JAX alone",
 )
 _MODES_WITH = {

@@ -129,7 +129,7 @@ class Predictor:
         figure = attention_figure(
             pixels[None],
             [attention_map(record) for record in records],
-            class_token=getattr(self._model, "pooling", None) == "cls",
+            prefix_tokens=getattr(self._model, "prefix_tokens", 0),
             with_rollout=True,
             captions=["{} {:.1%}".format(*prediction.classes[0])],
         )

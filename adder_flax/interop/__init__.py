@@ -1,8 +1,8 @@
 """Weights from and to other projects, in safetensors files (timm's and Hugging Face's vision transformers), and whole
 models as programs."""
 
-from adder_flax.interop._files import load_weights, save_weights, start_from
+from adder_flax.interop._files import load_weights, read_model, save_weights, start_from
 from adder_flax.interop._names import FORMATS
 from adder_flax.interop._program import save_program
 
-__all__ = ["FORMATS", "load_weights", "save_program", "save_weights", "start_from"]
+__all__ = ["FORMATS", "load_weights", "read_model", "save_program", "save_weights", "start_from"]

@@ -12,7 +12,9 @@ from flax import nnx
 
 from adder_flax.extras import needs
 from adder_flax.files import write_whole
-from adder_flax.interop._names import FORMATS, find, format_of, from_arrays, to_arrays
+from adder_flax.interop._names import FORMATS, arrays_of, find, format_of, from_arrays, sizes_of, to_arrays
+from adder_flax.interop._network import as_metadata, check_network, image_statistics, read_network
+from adder_flax.interop._positions import POSITIONS
 from adder_flax.interop._safetensors import open_weights
 from adder_flax.models import VisionTransformer
 from adder_flax.parameters import has_prototypes
@@ -28,7 +30,8 @@ def save_weights(model: VisionTransformer, path: str | Path, *, names: str = "ad
     Args:
       model: the model.
       path: of the file; one that is there is replaced in one step, once the new one is whole.
-      names: whose names and layouts: `"adder_flax"`, `"timm"`, or `"hugging_face"`'s `ViTForImageClassification`.
+      names: whose names and layouts: `"adder_flax"`, `"timm"`, `"hugging_face"`, as the files of its
+        `ViTForImageClassification` have them, or `"transformers_5"`, as the model has them in memory from version 5 on.
 
     Raises:
       ValueError: unknown names, or adder layers or a score with parameters in the names of others.
@@ -45,7 +48,8 @@ def save_weights(model: VisionTransformer, path: str | Path, *, names: str = "ad
         raise ValueError(f"expected names of {', '.join(FORMATS)}, got {names!r}; choose one of these")
     _check_layers(model, names)
     arrays = to_arrays(_flat(_parameters(model)), names, channels=_channels(model))
-    content = safetensors.numpy.save(arrays, metadata={"format": "pt"})  # Hugging Face's reader insists on the entry
+    metadata = {"format": "pt"} | as_metadata(model)  # Hugging Face's reader insists on the first entry
+    content = safetensors.numpy.save(arrays, metadata=metadata)
     try:
         write_whole(path, content)
     except OSError as error:
@@ -55,18 +59,27 @@ def save_weights(model: VisionTransformer, path: str | Path, *, names: str = "ad
         ) from error
 
 
-def load_weights(model: VisionTransformer, path: str | Path) -> tuple[str, ...]:
+def load_weights(
+    model: VisionTransformer, path: str | Path, *, network: str = "read", positions: str = "auto"
+) -> tuple[str, ...]:
     """Reads weights of timm, Hugging Face or `save_weights` into a model.
 
     Attention may be of another kind than that of the weights, as long as its projections are dense: what its score has
     learned parameters for stays as it is. So does the head where there is none, or one for another number of classes.
-    The position embedding is resized where the grid of patches differs.
+    The position embedding is resized where the grid of patches differs; LayerScale (DeiT III) becomes part of the
+    layers that it scales.
 
-    Names and shapes are compared before any data are read. Numbers in 16, 32 or 64 bits are converted.
+    Names and shapes are compared before any data are read, and so is what they do not tell: the number of heads, the
+    activation, the norms and the pooling, which stand in the ``config.json`` beside files of timm and Hugging Face, and
+    in the header of those of `save_weights`. Numbers in 16, 32 or 64 bits are converted.
 
     Args:
       model: changed in place.
       path: of a safetensors file.
+      network: `"read"` refuses weights of which that is not known; with `"same"` the user states that it is as in the
+        model, where nothing else is said.
+      positions: whose way of resizing the position embedding: `"timm"`, `"torch"` (that of DeiT and Hugging Face), or
+        `"auto"`, that of the project whose names the file has, and timm's for this project's own.
 
     Returns:
       Paths of the parameters that stayed as they were.
@@ -75,11 +88,63 @@ def load_weights(model: VisionTransformer, path: str | Path) -> tuple[str, ...]:
       ValueError: the file is no safetensors file, or its weights do not fit the model.
       OSError: it cannot be read.
     """
-    found = _read(model, path)
+    found = _read(model, path, network, positions)
     params = _flat(_parameters(model))
     kept = tuple(name for name in params if name not in found)
     nnx.update(model, _nested({name: found.get(name, params[name]) for name in params}, like=_parameters(model)))
     return kept
+
+
+def read_model(
+    path: str | Path, *, image_shape: tuple[int, int, int], num_classes: int
+) -> tuple[VisionTransformer, tuple[tuple[float, ...], tuple[float, ...]] | None]:
+    """Builds the vision transformer that a file of timm or Hugging Face is of, and reads its weights.
+
+    Its sizes are those of the arrays, and what they do not show stands beside them, see `load_weights`.
+
+    Args:
+      path: of a safetensors file.
+      image_shape: height, width and channels of the images that it is to see.
+      num_classes: that its head must have.
+
+    Returns:
+      The model, and mean and standard deviation of each channel by which its images are normalised; None where nothing
+      beside the file says so.
+
+    Raises:
+      ValueError: the file is no safetensors file, or its network is not known, not one of ours, or for other classes.
+      OSError: it cannot be read.
+    """
+    with open_weights(path) as file:
+        names = format_of(file.arrays)
+        if names == "adder_flax":
+            raise ValueError(
+                f"expected weights of timm or Hugging Face to build their model from, got those of this project in "
+                f"{printable(path)}, which do not tell the attention; take the directory of the run that they are of"
+            )
+        stored = {name: array.shape for name, array in file.arrays.items()}
+        network = read_network(path, names, file.metadata)
+    sizes = sizes_of(stored, names)
+    build = functools.partial(
+        VisionTransformer,
+        image_size=image_shape[:2],
+        channels=image_shape[2],
+        num_classes=num_classes,
+        num_heads=network.num_heads,
+        norm_epsilon=network.epsilon,
+        pooling=network.pooling,
+        **sizes,
+    )
+    model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(model, nnx.Param)
+    found = _read(model, path, "read", "auto")
+    if missing := [name for name in _flat(nnx.to_pure_dict(params)) if name not in found]:
+        raise ValueError(
+            f"expected a head for {num_classes} classes in {printable(path)}, got none or one for others: "
+            f"{', '.join(missing)}; choose weights for the same classes"
+        )
+    like = nnx.to_pure_dict(params)
+    return nnx.merge(graphdef, _nested(found, like=like)), image_statistics(path)
 
 
 class Run(Protocol):
@@ -97,7 +162,9 @@ class Run(Protocol):
         """Returns the model with these parameters."""
 
 
-def start_from(run: Run, path: str | Path) -> tuple[Run, tuple[str, ...]]:
+def start_from(
+    run: Run, path: str | Path, *, network: str = "read", positions: str = "auto"
+) -> tuple[Run, tuple[str, ...]]:
     """Returns the run with weights of a file in place of random ones at its first step, see `load_weights`.
 
     The file is read and checked at once, before anything is computed.
@@ -105,6 +172,7 @@ def start_from(run: Run, path: str | Path) -> tuple[Run, tuple[str, ...]]:
     Args:
       run: from `adder_flax.training.build_run`.
       path: of a safetensors file.
+      network, positions: see `load_weights`.
 
     Returns:
       The run, and the paths of the parameters that still start at random.
@@ -113,7 +181,7 @@ def start_from(run: Run, path: str | Path) -> tuple[Run, tuple[str, ...]]:
       ValueError, OSError: as `load_weights`.
     """
     like = run.abstract_state["params"]
-    found = _read(run.model(like), path)
+    found = _read(run.model(like), path, network, positions)
     kept = tuple(name for name in _flat(like) if name not in found)
 
     def init() -> Any:
@@ -126,15 +194,25 @@ def start_from(run: Run, path: str | Path) -> tuple[Run, tuple[str, ...]]:
     return dataclasses.replace(run, init=init), kept
 
 
-def _read(model: VisionTransformer, path: str | Path) -> dict[str, np.ndarray]:
+# Whose way of resizing goes with whose names.
+_POSITIONS_OF = {"adder_flax": "timm", "timm": "timm", "hugging_face": "torch", "transformers_5": "torch"}
+
+
+def _read(model: VisionTransformer, path: str | Path, network: str, positions: str) -> dict[str, np.ndarray]:
     """Returns the parameters of a model that a file has, by path."""
+    for name, given, known in (("network", network, ("read", "same")), ("positions", positions, ("auto", *POSITIONS))):
+        if given not in known:
+            raise ValueError(f"expected {name} out of {', '.join(known)}, got {given!r}; choose one of these")
     params = _flat(_parameters(model))
     shapes = {name: leaf.shape for name, leaf in params.items()}
     with open_weights(path) as file:
-        _check_layers(model, format_of(file.arrays))
+        names = format_of(file.arrays)
+        _check_layers(model, names)
         places = find({name: stored.shape for name, stored in file.arrays.items()}, shapes, channels=_channels(model))
-        arrays = {name: file.read(name) for name in dict.fromkeys(place.name for place in places.values())}
-        found = from_arrays(arrays, places, shapes)
+        check_network(model, path, names, file.metadata, stated=network == "same")
+        arrays = {name: file.read(name) for name in arrays_of(places)}
+        like = _POSITIONS_OF[names] if positions == "auto" else positions
+        found = from_arrays(arrays, places, shapes, positions=like)
         return {name: _as_type(array, params[name].dtype, places[name].name) for name, array in found.items()}
 
 

@@ -1,20 +1,21 @@
-"""The names and layouts that three projects give to the same parameters of a vision transformer.
+"""The names and layouts that other projects give to the same parameters of a vision transformer.
 
 A *place* says where a parameter of ours is in a file: the name of its array there, which third of that array it is
-(timm keeps query, key and value in one), and how its axes lie. Reading and writing both follow from the places.
+(timm keeps query, key and value in one), how its axes lie, and what scales its outputs. Reading and writing both follow
+from the places.
 """
 
-import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
+from adder_flax.interop._positions import can_resize, resize_positions
 from adder_flax.text import printable
 
-FORMATS = ("adder_flax", "timm", "hugging_face")
+FORMATS = ("adder_flax", "timm", "hugging_face", "transformers_5")
+"""Names of this project, of timm, of Hugging Face's files, and of what transformers 5 calls the same in memory."""
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -29,20 +30,48 @@ _HUGGING_FACE = (
     (r"^patch_embed\.proj\.", "vit.embeddings.patch_embeddings.projection."),
     (r"^norm\.", "vit.layernorm."),
     (r"^head\.", "classifier."),
-    (r"^blocks\.(\d+)\.", r"vit.encoder.layer.\1."),
+    (r"^dist_token$", "vit.embeddings.distillation_token"),
+    (r"^head_dist\.", "distillation_classifier."),
     (r"\.norm1\.", ".layernorm_before."),
     (r"\.norm2\.", ".layernorm_after."),
+)
+_HUGGING_FACE_FILES = (
+    *_HUGGING_FACE,
+    (r"^blocks\.(\d+)\.", r"vit.encoder.layer.\1."),
     (r"\.attention\.out\.", ".attention.output.dense."),
     (r"\.attention\.(query|key|value)\.", r".attention.attention.\1."),
     (r"\.mlp\.fc1\.", ".intermediate.dense."),
     (r"\.mlp\.fc2\.", ".output.dense."),
 )
-# One array that no other format has.
+_TRANSFORMERS_5 = (
+    *_HUGGING_FACE,
+    (r"^blocks\.(\d+)\.", r"vit.layers.\1."),
+    (r"\.attention\.out\.", ".attention.o_proj."),
+    (r"\.attention\.(q|k|v)(uery|ey|alue)\.", r".attention.\1_proj."),
+)
+_PATTERNS = {"timm": _TIMM, "hugging_face": _HUGGING_FACE_FILES, "transformers_5": _TRANSFORMERS_5}
+# Hugging Face has a class of its own for two heads, DeiTForImageClassificationWithTeacher.
+_WITH_TEACHER = ((r"^vit\.", "deit."), (r"^classifier\.", "cls_classifier."))
+# How the name of one array ends that no other format has.
 _TELLING = {
     "adder_flax": "blocks.0.attention.query.kernel",
     "timm": "blocks.0.attn.qkv.weight",
-    "hugging_face": "vit.encoder.layer.0.attention.attention.query.weight",
+    "hugging_face": "t.encoder.layer.0.attention.attention.query.weight",
+    "transformers_5": "t.layers.0.attention.q_proj.weight",
 }
+# Parts of networks that the model does not have, by the names of their arrays in any project.
+_UNKNOWN_PARTS = (
+    (r"reg_tokens?$|register_tokens$", "register tokens"),
+    (r"\.mlp\.(w12|w3|fc1_g|fc1_x|gate_proj|up_proj|weights_in)\.", "a gated MLP (SwiGLU)"),
+    (r"\.[qk]_norm\.", "norms of queries and keys"),
+    (r"^norm_pre\.", "a norm in front of the blocks, as CLIP's"),
+    (r"^fc_norm\.", "an average over the tokens with the norm behind it (fc_norm)"),
+    (r"^attn_pool\.", "pooling by attention"),
+    (r"(^|\.)pooler\.", "a pooler"),
+    (r"mask_token$", "a token for masked patches"),
+)
+_DISTILLATION = r"(^|\.)dist(illation)?_token$|^head_dist\.|^distillation_classifier\."
+_HEADS = ("head.", "head_dist.")
 # Learned parts of scores: the rest of a transformer may come from one that attends in another way.
 _OF_A_SCORE = re.compile(r"\.attention\.(score\.|log_temperature$|key_bias$)")
 
@@ -54,18 +83,20 @@ class _Place(NamedTuple):
       name: of the array there.
       third: which third of its first axis the parameter is, or None for all of it.
       layout: "same"; "matrix", (out, in) there; or "patches", a convolution (out, channels, height, width) there.
+      factor: name of an array that the outputs of the layer are multiplied by (LayerScale), or None.
     """
 
     name: str
     third: int | None
     layout: str
+    factor: str | None = None
 
 
-def _place(path: str, names: str) -> _Place:
+def _place(path: str, names: str, *, with_teacher: bool) -> _Place:
     if names == "adder_flax":
         return _Place(path, None, "same")
     name = re.sub(r"\.(kernel|scale)$", ".weight", path)
-    for pattern, replacement in _TIMM if names == "timm" else _HUGGING_FACE:
+    for pattern, replacement in (*_PATTERNS[names], *(_WITH_TEACHER if with_teacher and names != "timm" else ())):
         name = re.sub(pattern, replacement, name)
     role = re.search(r"\.attention\.(query|key|value)\.", path)
     third = _THIRDS.index(role[1]) if role and names == "timm" else None
@@ -83,14 +114,47 @@ def format_of(names: Iterable[str]) -> str:
     'timm'
     """
     names = sorted(names)
-    for known, name in _TELLING.items():
-        if name in names:
+    for known, end in _TELLING.items():
+        if any(name.endswith(end) for name in names):
             return known
     shown = ", ".join(printable(name, limit=80) for name in names[:3]) or "none"
     raise ValueError(
         f"expected weights of a vision transformer in the names of {', '.join(FORMATS)}, got {shown} and "
         f"{max(len(names) - 3, 0)} more; convert them to timm's names"
     )
+
+
+def sizes_of(stored: Mapping[str, tuple[int, ...]], names: str) -> dict[str, Any]:
+    """Returns the sizes of a plain vision transformer that arrays show, as arguments of ours.
+
+    Args:
+      stored: shapes of the arrays, by their names.
+      names: that they have, one of `FORMATS` other than this project's.
+
+    Raises:
+      ValueError: arrays that show them are missing or of strange shapes.
+
+    >>> block = {"blocks.0.attn.qkv.weight": (24, 8), "blocks.0.mlp.fc1.weight": (16, 8)}
+    >>> sizes_of({"patch_embed.proj.weight": (8, 3, 2, 2), **block}, "timm")
+    {'width': 8, 'patch_size': 2, 'mlp_ratio': 2.0, 'depth': 1, 'distilled': False}
+    """
+    with_teacher = any(name.startswith("deit.") for name in stored)
+    name_of = lambda path: _place(path, names, with_teacher=with_teacher).name
+    first, patches = name_of("blocks.0.mlp.fc1.kernel"), name_of("patch_embed.proj.kernel")
+    hidden, kernel = stored.get(first, ()), stored.get(patches, ())
+    if len(hidden) != 2 or len(kernel) != 4 or 0 in (*hidden, *kernel):
+        raise ValueError(
+            f"expected {first} with 2 axes and {patches} with 4, got {printable(hidden)} and {printable(kernel)}; "
+            "take weights of a vision transformer"
+        )
+    numbered = re.compile(re.escape(first).replace("0", r"\d+", 1))
+    return {
+        "width": hidden[1],
+        "patch_size": kernel[2],
+        "mlp_ratio": hidden[0] / hidden[1],
+        "depth": sum(numbered.fullmatch(name) is not None for name in stored),
+        "distilled": name_of("dist_token") in stored,
+    }
 
 
 def to_arrays(params: Arrays, names: str, *, channels: int) -> dict[str, np.ndarray]:
@@ -118,7 +182,7 @@ def to_arrays(params: Arrays, names: str, *, channels: int) -> dict[str, np.ndar
         )
     arrays, thirds = {}, {}
     for path, array in params.items():
-        place = _place(path, names)
+        place = _place(path, names, with_teacher="dist_token" in params)
         array = _laid_out_there(np.asarray(array), place.layout, channels)
         if place.third is None:
             arrays[place.name] = array
@@ -152,14 +216,12 @@ def find(
     1
     """
     names = format_of(stored)
-    places = {path: _place(path, names) for path in shapes}
-    if homeless := sorted(set(stored) - {place.name for place in places.values()}):
-        raise ValueError(
-            f"expected the weights of a vision transformer of {_depth(shapes)} blocks, got "
-            f"{printable(homeless[0], limit=80)} and {len(homeless) - 1} more that have no place in it; choose a model "
-            "of their depth, layers and pooling"
-        )
-    optional = [path for path in shapes if path.startswith("head.") or _OF_A_SCORE.search(path)]
+    with_teacher = any(name.startswith("deit.") for name in stored)
+    places = {path: _scaled(path, _place(path, names, with_teacher=with_teacher), stored) for path in shapes}
+    taken = {name for place in places.values() for name in (place.name, place.factor)}
+    if homeless := sorted(set(stored) - taken):
+        raise ValueError(_why_homeless(homeless, _depth(shapes)))
+    optional = [path for path in shapes if path.startswith(_HEADS) or _OF_A_SCORE.search(path)]
     absent = {path for path in optional if places[path].name not in stored}
     for path in absent:
         part = _part(path)
@@ -172,58 +234,130 @@ def find(
     for place in found.values():
         if place.name not in stored:
             raise ValueError(f"expected {place.name} among the weights, got none; choose the model that they are of")
-    if _is_for_other_classes(stored, shapes, places):
-        found = {path: place for path, place in found.items() if not path.startswith("head.")}
+    if any(_is_for_other_classes(head, stored, shapes, places) for head in _HEADS):
+        found = {path: place for path, place in found.items() if not path.startswith(_HEADS)}
     for path, place in found.items():
         expected, got = _shape_there(shapes[path], place, channels), stored[place.name]
-        if got != expected and not (path == "pos_embed" and _can_resize(got, expected, int("cls_token" in shapes))):
+        if got != expected and not (path == "pos_embed" and can_resize(got, expected, _prefix_tokens(shapes))):
+            _refuse_gated(path, places, stored)
             raise ValueError(
                 f"expected {place.name} of shape {expected}, got {printable(got, limit=80)}; choose a model of their "
                 "width, patch size, number of channels and grid of patches"
             )
+        if place.factor is not None and stored[place.factor] != (shapes[path][-1],):
+            raise ValueError(
+                f"expected {place.factor} of shape {(shapes[path][-1],)}, got "
+                f"{printable(stored[place.factor], limit=80)}; take weights that are whole"
+            )
     return found
 
 
+def arrays_of(places: Mapping[str, _Place]) -> list[str]:
+    """Returns the names of the arrays that parameters are made from, each once.
+
+    >>> arrays_of({"norm.bias": _Place("norm.bias", None, "same", factor="gamma")})
+    ['norm.bias', 'gamma']
+    """
+    names = (name for place in places.values() for name in (place.name, place.factor))
+    return [name for name in dict.fromkeys(names) if name is not None]
+
+
 def from_arrays(
-    arrays: Arrays, places: Mapping[str, _Place], shapes: Mapping[str, tuple[int, ...]]
+    arrays: Arrays, places: Mapping[str, _Place], shapes: Mapping[str, tuple[int, ...]], *, positions: str
 ) -> dict[str, np.ndarray]:
     """Lays out arrays of a file as parameters of a transformer.
 
-    A position embedding for another square grid of patches is resized (bicubic, as DeiT does for another resolution).
+    A position embedding for another square grid of patches is resized, and gets zeros for tokens in front of the
+    patches that it has no entries for (timm's ``no_embed_class``). LayerScale becomes part of the layer in front of it.
 
     Args:
-      arrays: by their names there.
+      arrays: by their names there, those of `arrays_of`.
       places: of the parameters, from `find`.
       shapes: of the parameters, by our path.
+      positions: how they are resized, see `resize_positions`.
 
     Returns:
       The parameters, by our path.
 
     >>> place = {"blocks.0.attention.key.kernel": _Place("blocks.0.attn.qkv.weight", 1, "matrix")}
     >>> arrays = {"blocks.0.attn.qkv.weight": np.arange(3)[:, None] * np.ones((3, 2))}
-    >>> from_arrays(arrays, place, {"blocks.0.attention.key.kernel": (2, 1)})["blocks.0.attention.key.kernel"].ravel()
+    >>> from_arrays(arrays, place, {}, positions="timm")["blocks.0.attention.key.kernel"].ravel()
     array([1., 1.])
     """
-    found = {path: _laid_out_here(arrays[place.name], place) for path, place in places.items()}
+    found = {}
+    for path, place in places.items():
+        array = _laid_out_here(arrays[place.name], place)
+        found[path] = array if place.factor is None else array * arrays[place.factor]
     if "pos_embed" in found:
-        class_tokens = int("cls_token" in shapes)
-        found["pos_embed"] = _resize_positions(found["pos_embed"], shapes["pos_embed"], class_tokens)
+        found["pos_embed"] = resize_positions(
+            found["pos_embed"], shapes["pos_embed"][1], prefix_tokens=_prefix_tokens(shapes), like=positions
+        )
     return found
+
+
+def _scaled(path: str, place: _Place, stored: Mapping[str, tuple[int, ...]]) -> _Place:
+    """Returns a place with the LayerScale behind it, if the file has one (timm: ``ls1``, ``ls2``)."""
+    layer = re.match(r"(blocks\.\d+)\.(attention\.out|mlp\.fc2)\.", path)
+    if layer is None:
+        return place
+    factor = f"{layer[1]}.{'ls1' if layer[2] == 'attention.out' else 'ls2'}.gamma"
+    return place._replace(factor=factor) if factor in stored else place
+
+
+def _why_homeless(homeless: list[str], depth: int) -> str:
+    """Returns the message on arrays that have no place in the model."""
+    for name in homeless:
+        if re.search(_DISTILLATION, name):
+            return (
+                f"expected weights without a distillation token, as the model is, got {printable(name, limit=80)}; set "
+                "config.model.distilled (distilled=True), or choose weights without one"
+            )
+        for pattern, part in _UNKNOWN_PARTS:
+            if re.search(pattern, name):
+                return (
+                    f"expected weights of a network like the model, got {printable(name, limit=80)}, which is of one "
+                    f"with {part}, which the model does not have; choose weights without it"
+                )
+    return (
+        f"expected the weights of a vision transformer of {depth} blocks, got {printable(homeless[0], limit=80)} and "
+        f"{len(homeless) - 1} more that have no place in it; choose a model of their depth, layers and pooling"
+    )
+
+
+def _refuse_gated(path: str, places: Mapping[str, _Place], stored: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ValueError for an MLP whose first layer makes twice what its second takes, as timm packs SwiGLU."""
+    if (block := re.match(r"(blocks\.\d+\.mlp)\.", path)) is None:
+        return
+    first, second = (stored.get(places[f"{block[1]}.{layer}.kernel"].name, ()) for layer in ("fc1", "fc2"))
+    if len(first) == len(second) == 2 and first[0] == 2 * second[1]:
+        raise ValueError(
+            f"expected weights of a network like the model, got a gated MLP (SwiGLU) in {block[1]}, whose first layer "
+            f"has {first[0]} outputs where its second takes {second[1]}; choose weights without it"
+        )
+
+
+def _prefix_tokens(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Returns how many tokens stand in front of the patches."""
+    return sum(name in shapes for name in ("cls_token", "dist_token"))
 
 
 def _part(path: str) -> str:
     """Returns what a parameter belongs to of which all or nothing is taken."""
-    return "head" if path.startswith("head.") else re.sub(r"(\.attention\.score)\..*", r"\1", path)
+    return path.partition(".")[0] if path.startswith(_HEADS) else re.sub(r"(\.attention\.score)\..*", r"\1", path)
 
 
 def _is_for_other_classes(
-    stored: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], places: Mapping[str, _Place]
+    head: str,
+    stored: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    places: Mapping[str, _Place],
 ) -> bool:
     """Whether the file has a head that would fit, were it not for the number of its classes."""
-    if "head.kernel" not in shapes or places["head.kernel"].name not in stored:
+    parts = [f"{head}{part}" for part in ("kernel", "bias")]
+    if parts[0] not in shapes or places[parts[0]].name not in stored:
         return False
-    kernel, bias = (stored[places[f"head.{part}"].name] for part in ("kernel", "bias"))
-    (width, classes), transposed = shapes["head.kernel"], places["head.kernel"].layout == "matrix"
+    kernel, bias = (stored[places[part].name] for part in parts)
+    (width, classes), transposed = shapes[parts[0]], places[parts[0]].layout == "matrix"
     others = bias[0] if len(bias) == 1 else 0
     return others not in (0, classes) and kernel == ((others, width) if transposed else (width, others))
 
@@ -256,24 +390,3 @@ def _laid_out_here(array: np.ndarray, place: _Place) -> np.ndarray:
     if place.layout == "patches":
         return array.transpose(2, 3, 1, 0).reshape(-1, array.shape[0])
     return array
-
-
-def _can_resize(old: tuple[int, ...], new: tuple[int, ...], class_tokens: int) -> bool:
-    """Whether two position embeddings are of square grids of patches, and of one width."""
-    if len(old) != 3 or (old[0], old[2]) != (new[0], new[2]):
-        return False
-    return all(_side(shape, class_tokens) ** 2 + class_tokens == shape[1] > class_tokens for shape in (old, new))
-
-
-def _side(shape: tuple[int, ...], class_tokens: int) -> int:
-    return math.isqrt(max(shape[1] - class_tokens, 0))
-
-
-def _resize_positions(embedding: np.ndarray, shape: tuple[int, ...], class_tokens: int) -> np.ndarray:
-    """Returns the embedding of another grid of patches."""
-    if embedding.shape == shape:
-        return embedding
-    old, new = (_side(size, class_tokens) for size in (embedding.shape, shape))
-    grid = embedding[0, class_tokens:].reshape(old, old, -1)
-    resized = jax.image.resize(grid, (new, new, grid.shape[-1]), "cubic", antialias=False)
-    return np.concatenate([embedding[:, :class_tokens], np.asarray(resized).reshape(1, new * new, -1)], axis=1)

@@ -56,12 +56,13 @@ class WeightsFile:
 
     Attributes:
       arrays: what it says of each array, by name.
+      metadata: texts by name, which the format leaves to whoever writes it.
     """
 
     def __init__(self, stream: IO[bytes]):
         self._stream = stream
         size = os.fstat(stream.fileno()).st_size
-        self.arrays, self._data_start = _read_header(stream, size)
+        self.arrays, self.metadata, self._data_start = _read_header(stream, size)
 
     def read(self, name: str) -> np.ndarray:
         """Returns an array of floating-point numbers that are all finite.
@@ -114,8 +115,8 @@ def open_weights(path: str | Path) -> Iterator[WeightsFile]:
         raise type(error)(f"expected a safetensors file in {shown}, got: {reason}; correct the path") from error
 
 
-def _read_header(stream: IO[bytes], size: int) -> tuple[dict[str, Stored], int]:
-    """Returns what a file says of its arrays, by name, and where the data begin."""
+def _read_header(stream: IO[bytes], size: int) -> tuple[dict[str, Stored], dict[str, str], int]:
+    """Returns what a file says of its arrays, by name, its metadata, and where the data begin."""
     start = stream.read(32)
     for beginning, kind in _OTHERS.items():
         if start.startswith(beginning) and start[8:9] != b"{":
@@ -135,9 +136,10 @@ def _read_header(stream: IO[bytes], size: int) -> tuple[dict[str, Stored], int]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"expected a header in JSON, got one that is not: {printable(error)}; {_AGAIN}") from error
     arrays = {name: _stored(name, facts) for name, facts in header.items() if name != "__metadata__"}
-    _check_metadata(header.get("__metadata__", {}))
+    metadata = header.get("__metadata__", {})
+    _check_metadata(metadata)
     _check_places(arrays, size - 8 - length)
-    return arrays, 8 + length
+    return arrays, metadata, 8 + length
 
 
 def _shown(name: str) -> str:

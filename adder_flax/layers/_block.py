@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from adder_flax import recorder
-from adder_flax.attention import LAYER_NORM_EPSILON, MultiHeadAttention
+from adder_flax.attention import MultiHeadAttention
 from adder_flax.layers._dropout import Dropout, DropPath
 from adder_flax.layers._linear import linear_class
 from adder_flax.layers._mlp import Mlp
@@ -24,6 +24,7 @@ class Block(nnx.Module):
         qkv_linear, proj_linear, mlp_linear: kind of the query/key/value projections, of the output projection and of
           the MLP's layers, each "dense" or "adder".
         adder_options: options of all adder layers, see `AdderLinear`.
+        norm_epsilon: added to the variance in both LayerNorms.
         dropout_rate: dropout after the attention and in the MLP.
         attention_dropout_rate: dropout of attention weights.
         drop_path_rate: stochastic depth of both branches.
@@ -48,7 +49,7 @@ class Block(nnx.Module):
         rngs: nnx.Rngs,
     ):
         shared = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.norm1 = nnx.LayerNorm(width, epsilon=LAYER_NORM_EPSILON, **shared)
+        self.norm1 = nnx.LayerNorm(width, epsilon=settings.norm_epsilon, **shared)
         self.attention = MultiHeadAttention(
             num_heads,
             width,
@@ -58,7 +59,7 @@ class Block(nnx.Module):
             out_linear=linear_class(settings.proj_linear, settings.adder_options),
             **shared,
         )
-        self.norm2 = nnx.LayerNorm(width, epsilon=LAYER_NORM_EPSILON, **shared)
+        self.norm2 = nnx.LayerNorm(width, epsilon=settings.norm_epsilon, **shared)
         self.mlp = Mlp(
             width,
             int(width * settings.mlp_ratio),

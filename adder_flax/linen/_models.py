@@ -6,12 +6,11 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from adder_flax.attention import LAYER_NORM_EPSILON
 from adder_flax.layers import report_block
 from adder_flax.linen._attention import MultiHeadAttention
 from adder_flax.linen._layers import DropPath, Linear, Mlp, PatchEmbed, TakesKeywords, linear_class
 from adder_flax.models import embed_positions
-from adder_flax.models.settings import block_settings, check_pooling, count_patches
+from adder_flax.models.settings import block_settings, check_pooling, count_patches, prefix_tokens
 from adder_flax.settings import BlockSettings, VitSettings
 
 
@@ -39,8 +38,8 @@ class Block(TakesKeywords):
     ) -> Float[Array, "batch length width"]:
         """Applies the block; dropout and stochastic depth draw from the `dropout` stream."""
         shared = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-        norm = lambda name: nn.LayerNorm(epsilon=LAYER_NORM_EPSILON, **shared, name=name)
         settings = self.settings
+        norm = lambda name: nn.LayerNorm(epsilon=settings.norm_epsilon, **shared, name=name)
         drop_path = lambda x: DropPath(settings.drop_path_rate)(x, deterministic=deterministic)
         attention = MultiHeadAttention(
             self.num_heads,
@@ -108,19 +107,21 @@ class VisionTransformer(TakesKeywords):
     ) -> Float[Array, "batch classes"]:
         """Classifies images."""
         settings = self.settings
-        check_pooling(settings.pooling)
+        check_pooling(settings.pooling, settings.distilled)
         shared = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         tokens = nn.Dropout(settings.dropout_rate)(self._embed(images), deterministic=deterministic)
         blocks = Blocks(settings.num_heads, block_settings(settings), **shared, name="blocks")
         tokens = blocks(tokens, deterministic=deterministic)
-        tokens = nn.LayerNorm(epsilon=LAYER_NORM_EPSILON, **shared, name="norm")(tokens)
+        tokens = nn.LayerNorm(epsilon=settings.norm_epsilon, **shared, name="norm")(tokens)
         pooled = tokens[:, 0] if settings.pooling == "cls" else tokens.mean(axis=1)
         logits = Linear(self.num_classes, **shared, name="head")(pooled)
+        if settings.distilled:
+            logits = (logits + Linear(self.num_classes, **shared, name="head_dist")(tokens[:, 1])) / 2
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
     def _embed(self, images: Array) -> Array:
         settings, embedding = self.settings, nn.initializers.normal(0.02)
-        num_tokens = count_patches(images.shape[1:], settings.patch_size) + (settings.pooling == "cls")
+        num_tokens = count_patches(images.shape[1:], settings.patch_size) + prefix_tokens(settings)
         shared = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         stem = dict(
             stem_channels=settings.stem_channels,
@@ -128,7 +129,7 @@ class VisionTransformer(TakesKeywords):
         )
         patches = PatchEmbed(settings.patch_size, settings.width, **stem, **shared, name="patch_embed")(images)
         params = {}
-        if settings.pooling == "cls":
-            params["cls_token"] = self.param("cls_token", embedding, (1, 1, settings.width), self.param_dtype)
+        for name in ("cls_token", "dist_token")[: prefix_tokens(settings)]:
+            params[name] = self.param(name, embedding, (1, 1, settings.width), self.param_dtype)
         params["pos_embed"] = self.param("pos_embed", embedding, (1, num_tokens, settings.width), self.param_dtype)
         return embed_positions(params, patches)

@@ -46,17 +46,17 @@ def stochastic_part(maps: Float[Array, "*batch query key"]) -> Float[np.ndarray,
 
 
 def patch_attention(
-    maps: Float[Array, "*batch token token"], *, class_token: bool = True
+    maps: Float[Array, "*batch token token"], *, prefix_tokens: int = 1
 ) -> Float[np.ndarray, "*batch patch"]:
     """How a network that reads the class token distributes its attention over the patches.
 
-    The row of the class token without its own column, scaled to sum to 1. The identity map gives the class
-    token nothing but itself, so it takes no part. Without a class token (mean pooling) it is the mean over
-    all queries.
+    The row of the class token without its own column (and that of a distillation token), scaled to sum to 1. The
+    identity map gives the class token nothing but itself, so it takes no part. Without a class token (mean pooling)
+    it is the mean over all queries.
 
     Args:
       maps: with or without the identity.
-      class_token: whether token 0 is a class token.
+      prefix_tokens: how many tokens stand in front of the patches, the class token first; 0 for none.
 
     Returns:
       Weights over the patches that sum to 1; multiplied by their number, 1 is uniform attention.
@@ -66,7 +66,7 @@ def patch_attention(
       [0.75, 0.25]
     """
     maps = stochastic_part(maps)
-    weights = maps[..., 0, 1:] if class_token else maps.mean(-2)
+    weights = maps[..., 0, prefix_tokens:] if prefix_tokens else maps.mean(-2)
     return weights / weights.sum(-1, keepdims=True)
 
 
@@ -88,23 +88,23 @@ def row_entropy(weights: Float[Array, "*batch query key"]) -> Float[np.ndarray, 
 
 
 def mean_distance(
-    maps: Float[Array, "*batch token token"], grid: tuple[int, int], *, class_token: bool = True
+    maps: Float[Array, "*batch token token"], grid: tuple[int, int], *, prefix_tokens: int = 1
 ) -> Float[np.ndarray, "*batch"]:
     """Mean distance that attention reaches across the image, in patches (Dosovitskiy et al., 2021, figure 7).
 
     Args:
       maps: with or without the identity; only attention from patches to patches counts.
       grid: rows and columns of patches.
-      class_token: whether token 0 is a class token.
+      prefix_tokens: how many tokens stand in front of the patches.
 
     Returns:
       Σ_ij A_ij |x_i − x_j| over the weights that stay among patches, mean over the queries.
 
     Example:
-      >>> mean_distance(np.eye(4)[[1, 0, 3, 2]], (2, 2), class_token=False).item()  # everyone looks next door
+      >>> mean_distance(np.eye(4)[[1, 0, 3, 2]], (2, 2), prefix_tokens=0).item()  # everyone looks next door
       1.0
     """
-    maps = stochastic_part(maps)[..., int(class_token) :, int(class_token) :]
+    maps = stochastic_part(maps)[..., prefix_tokens:, prefix_tokens:]
     place = np.stack(np.meshgrid(*map(np.arange, grid), indexing="ij"), -1).reshape(-1, 2)
     distance = np.linalg.norm(place[:, None] - place[None], axis=-1)
     return np.mean(np.sum(maps * distance, -1) / maps.sum(-1), axis=-1)
@@ -126,6 +126,6 @@ def patch_grid(image_shape: tuple[int, ...], num_patches: int) -> tuple[int, int
     if grid[0] * grid[1] != num_patches:
         raise ValueError(
             f"expected a number of patches that square patches of a {height}×{width} image give; got {num_patches}. "
-            "Set class_token to whether the model has one."
+            "Set prefix_tokens to how many tokens the model has in front of them."
         )
     return grid

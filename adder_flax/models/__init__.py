@@ -1,6 +1,7 @@
 """Whole networks and their named sizes."""
 
 from adder_flax.models._build import build_vit
+from adder_flax.models._cnn import ConvNet, ConvNetSettings, build_conv_net
 from adder_flax.models._decode import beam_search, greedy_decode
 from adder_flax.models._registry import MODELS, Builder, Example, register_model
 from adder_flax.models._seq2seq import Memory, Seq2Seq, Seq2SeqSettings, build_seq2seq
@@ -9,12 +10,15 @@ from adder_flax.models._vit import VisionTransformer, deit_base, deit_small, dei
 __all__ = [
     "MODELS",
     "Builder",
+    "ConvNet",
+    "ConvNetSettings",
     "Example",
     "Memory",
     "Seq2Seq",
     "Seq2SeqSettings",
     "VisionTransformer",
     "beam_search",
+    "build_conv_net",
     "build_seq2seq",
     "build_vit",
     "deit_base",

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import kfac
-from adder_flax.attention import LAYER_NORM_EPSILON
 from adder_flax.layers import Block, Dropout, Linear, PatchEmbed, linear_class
 from adder_flax.models._stack import apply_blocks
 from adder_flax.models.settings import (
@@ -18,6 +17,7 @@ from adder_flax.models.settings import (
     count_patches,
     drop_path_rates,
     image_sides,
+    prefix_tokens,
 )
 from adder_flax.settings import DEIT_SIZES, VitSettings, keywords_of
 
@@ -42,9 +42,11 @@ class VisionTransformer(nnx.Module):
         score: attention score by name, one for all blocks or a sequence with one per block.
         score_options: options of the score, one mapping for all blocks or a sequence with one per block.
         scale, temperature, identity, key_block: see `adder_flax.attention.MultiHeadAttention`.
-        mlp_ratio, qkv_linear, proj_linear, mlp_linear, adder_options, attention_dropout_rate: see
+        mlp_ratio, qkv_linear, proj_linear, mlp_linear, adder_options, norm_epsilon, attention_dropout_rate: see
           `adder_flax.layers.Block`.
         pooling: "cls" reads the class token; "mean" has none and averages the patches.
+        distilled: put a distillation token behind the class token, with a head of its own (Touvron et al., 2021,
+          section 3); what the model says is the mean of both heads.
         dropout_rate: dropout of the embeddings, after the attention and in the MLPs.
         drop_path_rate: stochastic depth of the last block; it rises linearly from 0 in the first.
         remat: recompute each block in the backward pass instead of storing its inner activations.
@@ -68,6 +70,7 @@ class VisionTransformer(nnx.Module):
         "patch_embed": "patch embedding",
         "pos_embed": "position, class token",
         "cls_token": "position, class token",
+        "dist_token": "position, class token",
         "": "position, class token",
         "blocks.*.attention.query": "blocks: query, key, value",
         "blocks.*.attention.key": "blocks: query, key, value",
@@ -78,6 +81,7 @@ class VisionTransformer(nnx.Module):
         "blocks": "blocks: norms, residuals",
         "norm": "final norm",
         "head": "head",
+        "head_dist": "head",
     }
     """What a table calls its parts, see `adder_flax.report.summary_rows`."""
 
@@ -96,8 +100,9 @@ class VisionTransformer(nnx.Module):
     ):
         width, pooling = settings.width, settings.pooling
         self.image_shape = (*image_sides(image_size), channels)
-        num_tokens = count_patches(self.image_shape, settings.patch_size) + (pooling == "cls")
-        check_pooling(pooling)
+        check_pooling(pooling, settings.distilled)
+        self.prefix_tokens = prefix_tokens(settings)
+        num_tokens = count_patches(self.image_shape, settings.patch_size) + self.prefix_tokens
         blocks = block_settings(settings)
         if scan_blocks:
             check_alike(blocks)
@@ -115,11 +120,15 @@ class VisionTransformer(nnx.Module):
         self.cls_token = nnx.data(None)
         if pooling == "cls":
             self.cls_token = nnx.Param(embedding(rngs.params(), (1, 1, width), param_dtype))
+        self.dist_token = nnx.data(None)
+        if settings.distilled:
+            self.dist_token = nnx.Param(embedding(rngs.params(), (1, 1, width), param_dtype))
         self.pos_embed = nnx.Param(embedding(rngs.params(), (1, num_tokens, width), param_dtype))
         self.dropout = Dropout(settings.dropout_rate)
         self.blocks = nnx.List(Block(width, settings.num_heads, settings=block, **shared) for block in blocks)
-        self.norm = nnx.LayerNorm(width, epsilon=LAYER_NORM_EPSILON, **shared)
+        self.norm = nnx.LayerNorm(width, epsilon=settings.norm_epsilon, **shared)
         self.head = Linear(width, num_classes, **shared)
+        self.head_dist = Linear(width, num_classes, **shared) if settings.distilled else nnx.data(None)
 
     def __call__(
         self,
@@ -136,7 +145,22 @@ class VisionTransformer(nnx.Module):
           rngs: with a stream `dropout`, where there is any of them: `nnx.Rngs(dropout=key)`.
 
         Returns:
-          Logits (batch, num_classes) in float32 or wider.
+          Logits (batch, num_classes) in float32 or wider; with a distillation token the mean of both heads.
+        """
+        logits = self.heads(images, deterministic=deterministic, rngs=rngs)
+        return logits[:, 0] if self.head_dist is None else logits.mean(axis=1)
+
+    def heads(
+        self,
+        images: Float[Array, "batch height width channels"],
+        *,
+        deterministic: bool = True,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "batch heads classes"]:
+        """Logits of each head: of that of the class token (or the mean), and of that of the distillation token.
+
+        Args:
+          images, deterministic, rngs: as of a call.
         """
         if images.shape[1:] != self.image_shape:
             raise ValueError(
@@ -155,7 +179,9 @@ class VisionTransformer(nnx.Module):
         )
         tokens = self.norm(tokens)
         pooled = tokens[:, 0] if self.pooling == "cls" else tokens.mean(axis=1)
-        logits = self.head(pooled)
+        logits = self.head(pooled)[:, None]
+        if self.head_dist is not None:
+            logits = jnp.concatenate([logits, self.head_dist(tokens[:, 1])[:, None]], axis=1)
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
     def set_data(self, settings: Any) -> None:
@@ -177,28 +203,27 @@ class VisionTransformer(nnx.Module):
 
     def embed_positions(self, patches: Float[Array, "batch patches width"]) -> Float[Array, "batch tokens width"]:
         """`embed_positions` with the model's own parameters."""
-        parameters = {"cls_token": self.cls_token, "pos_embed": self.pos_embed}
+        parameters = {"cls_token": self.cls_token, "dist_token": self.dist_token, "pos_embed": self.pos_embed}
         return embed_positions({name: p[...] for name, p in parameters.items() if p is not None}, patches)
 
 
 def embed_positions(
     params: Mapping[str, Array], patches: Float[Array, "batch patches width"]
 ) -> Float[Array, "batch tokens width"]:
-    """The patches behind the class token, if there is one, plus the position embedding, in the patches' dtype.
+    """The patches behind class and distillation token, if there are any, plus the positions, in the patches' dtype.
 
     Args:
-      params: `pos_embed` (1, tokens, width), and `cls_token` (1, 1, width) for one token more than there are patches.
+      params: `pos_embed` (1, tokens, width), and `cls_token` and `dist_token` (1, 1, width) for one token each more
+        than there are patches.
       patches: embedded patches.
 
     >>> params = {"pos_embed": jnp.zeros((1, 5, 8)), "cls_token": jnp.ones((1, 1, 8))}
     >>> embed_positions(params, jnp.zeros((2, 4, 8)))[:, :, 0].tolist()
     [[1.0, 0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]]
     """
-    tokens = patches
-    if "cls_token" in params:
-        cls_token = params["cls_token"].astype(tokens.dtype)
-        cls_token = jnp.broadcast_to(cls_token, (tokens.shape[0], 1, tokens.shape[-1]))
-        tokens = jnp.concatenate([cls_token, tokens], axis=1)
+    front = [params[name].astype(patches.dtype) for name in ("cls_token", "dist_token") if name in params]
+    front = [jnp.broadcast_to(token, (patches.shape[0], 1, patches.shape[-1])) for token in front]
+    tokens = jnp.concatenate([*front, patches], axis=1) if front else patches
     return tokens + params["pos_embed"].astype(tokens.dtype)
 
 

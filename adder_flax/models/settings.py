@@ -77,10 +77,21 @@ def count_patches(image_shape: tuple[int, int, int], patch_size: int) -> int:
     return (height // patch_size) * (width // patch_size)
 
 
-def check_pooling(pooling: str) -> None:
-    """Raises ValueError for an unknown pooling."""
+def check_pooling(pooling: str, distilled: bool = False) -> None:
+    """Raises ValueError for an unknown pooling, or a distillation token without a class token."""
     if pooling not in ("cls", "mean"):
         raise ValueError(f"expected pooling 'cls' or 'mean', got {pooling!r}; choose one of these.")
+    if distilled and pooling != "cls":
+        raise ValueError(f"expected pooling 'cls' beside a distillation token, got {pooling!r}; leave out distilled.")
+
+
+def prefix_tokens(settings: VitSettings) -> int:
+    """Number of tokens in front of the patches: class and distillation token.
+
+    >>> prefix_tokens(VitSettings(pooling="mean")), prefix_tokens(VitSettings(distilled=True))
+    (0, 2)
+    """
+    return (settings.pooling == "cls") + settings.distilled
 
 
 def check_alike(blocks: Sequence[BlockSettings]) -> None:

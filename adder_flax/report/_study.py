@@ -139,9 +139,9 @@ class Subject:
         return modules[self.captured.blocks[index].path]
 
     @property
-    def class_token(self) -> bool:
-        """Whether token 0 is a class token."""
-        return getattr(self.model, "pooling", None) == "cls"
+    def prefix_tokens(self) -> int:
+        """How many tokens stand in front of the patches, the class token first."""
+        return getattr(self.model, "prefix_tokens", 0)
 
     @property
     def attends(self) -> bool:
@@ -211,7 +211,7 @@ class Study(ImageStudy):
     @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of patches."""
-        tokens = self.subject.captured.tokens.shape[1] - int(self.subject.class_token)
+        tokens = self.subject.captured.tokens.shape[1] - self.subject.prefix_tokens
         return patch_grid(self.pictures.shape[1:], tokens)
 
     @property

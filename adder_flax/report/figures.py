@@ -129,8 +129,8 @@ def attention_of_images(task: "Task", model: nnx.Module, source: "ImageSource", 
         f"{names[label]}, predicted {names[predicted]}"
         for label, predicted in zip(batch["label"], np.argmax(logits, axis=-1), strict=True)
     ]
-    maps, class_token = [attention_map(record) for record in records], getattr(model, "pooling", None) == "cls"
-    return attention_figure(batch["image"], maps, class_token=class_token, captions=captions, title=title)
+    maps, prefix_tokens = [attention_map(record) for record in records], getattr(model, "prefix_tokens", 0)
+    return attention_figure(batch["image"], maps, prefix_tokens=prefix_tokens, captions=captions, title=title)
 
 
 def alignment_figure(
@@ -177,7 +177,7 @@ def attention_figure(
     *,
     blocks: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
-    class_token: bool = True,
+    prefix_tokens: int = 1,
     with_rollout: bool = False,
     captions: Sequence[str] | None = None,
     title: str = "",
@@ -193,7 +193,8 @@ def attention_figure(
       maps: for every block of the model the maps of these images.
       blocks: which to show; by default the first, a middle one and the last.
       heads: which heads to show, a column each; by default their mean.
-      class_token: whether token 0 is a class token; without one, the mean over all queries is shown.
+      prefix_tokens: how many tokens stand in front of the patches, the class token first; with 0 the mean over all
+        queries is shown.
       with_rollout: add a last column with the attention rollout through all blocks, see :func:`rollout`.
       captions: a line for each image, e.g. "label 3, predicted 8".
       title: above all.
@@ -210,8 +211,8 @@ def attention_figure(
       >>> len(figure.axes)
       8
     """
-    options = dict(blocks=blocks, heads=heads, class_token=class_token, with_rollout=with_rollout, captions=captions)
-    figure = comparison_figure(images, {"": maps}, **options)
+    options = dict(blocks=blocks, heads=heads, prefix_tokens=prefix_tokens, with_rollout=with_rollout)
+    figure = comparison_figure(images, {"": maps}, captions=captions, **options)
     if title:
         _style.headline(figure, title)
     return figure
@@ -223,7 +224,7 @@ def comparison_figure(
     *,
     blocks: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
-    class_token: bool = True,
+    prefix_tokens: int = 1,
     with_rollout: bool = False,
     captions: Sequence[str] | None = None,
 ) -> "Figure":
@@ -232,7 +233,7 @@ def comparison_figure(
     Args:
       images: as for :func:`attention_figure`.
       models: the maps of each model under its name, as for :func:`attention_figure`; equally many blocks.
-      blocks, heads, class_token, with_rollout, captions: see :func:`attention_figure`.
+      blocks, heads, prefix_tokens, with_rollout, captions: see :func:`attention_figure`.
 
     Returns:
       The figure.
@@ -254,7 +255,7 @@ def comparison_figure(
                 f"{[tuple(block.shape) for block in maps]}. Pass the maps that the model gave for these images."
             )
         chosen = sorted({0, len(maps) // 2, len(maps) - 1}) if blocks is None else list(blocks)
-        columns[name] = _columns(maps, chosen, heads, with_rollout, class_token)
+        columns[name] = _columns(maps, chosen, heads, with_rollout, prefix_tokens)
     rows, count = len(images) * len(columns), len(next(iter(columns.values()))) + 1
     figure, axes = _style.new_figure(1.7 * count, 1.95 * rows + 0.3, rows, count)
     for row, (index, name) in enumerate(itertools.product(range(len(images)), columns)):
@@ -338,18 +339,18 @@ def _columns(
     blocks: Sequence[int],
     heads: Sequence[int] | None,
     with_rollout: bool,
-    class_token: bool,
+    prefix_tokens: int,
 ) -> dict[str, np.ndarray]:
     """Title and patch weights (images, patches) of every column."""
     columns = {}
     for block in blocks:
-        weights = patch_attention(maps[block], class_token=class_token)
+        weights = patch_attention(maps[block], prefix_tokens=prefix_tokens)
         if heads is None:
             columns[f"block {block + 1}, mean of heads"] = weights.mean(1)
         for head in heads or ():
             columns[f"block {block + 1}, head {head + 1}"] = weights[:, head]
     if with_rollout:
-        columns["rollout, all blocks"] = patch_attention(rollout(maps), class_token=class_token)
+        columns["rollout, all blocks"] = patch_attention(rollout(maps), prefix_tokens=prefix_tokens)
     return columns
 
 

@@ -86,6 +86,11 @@ class BlockSettings:
     proj_linear: str = setting("dense", _LINEAR, "layers behind the attention")
     mlp_linear: str = setting("dense", _LINEAR, "layers of the MLPs")
     adder_options: AdderSettings | Mapping[str, Any] = section(AdderSettings)
+    norm_epsilon: float = setting(
+        1e-6,
+        Number(0, 1e-2, "(]"),
+        "of the LayerNorms in front of attention, MLP and head; Hugging Face's have 1e-12",
+    )
     dropout_rate: float = setting(0.0, _DROP_RATE, "of embeddings, after attention and in the MLPs", data="if on")
     attention_dropout_rate: float = setting(0.0, _DROP_RATE, "of attention weights", data="if on")
     drop_path_rate: float = setting(0.0, _DROP_RATE, "stochastic depth of the last block, rising from 0", data="if on")
@@ -107,6 +112,9 @@ class VitSettings(BlockSettings):
     )
     stem_linear: str = setting("dense", _LINEAR, "layers of these convolutions")
     pooling: str = setting("cls", Choice("cls", "mean"), "the class token, or the mean of the patches")
+    distilled: bool = setting(
+        False, Flag(), "a second token, with a head of its own that learns from a teacher; needs the class token"
+    )
     dtype: str = setting("float32", Choice("float32", "bfloat16", "float16"), "of the computation")
     remat: bool = setting(False, Flag(), "compute activations again in the backward pass: less memory, more time")
 
@@ -119,6 +127,8 @@ class VitSettings(BlockSettings):
             )
         if int(self.width * self.mlp_ratio) < 1:
             yield f"{where}.mlp_ratio: expected an MLP of at least 1 unit, got {self.mlp_ratio} × width {self.width}"
+        if self.distilled and self.pooling != "cls":
+            yield f"{where}.distilled: expected False without a class token, got True with {where}.pooling = 'mean'"
         if self.patch_size % 2 ** len(self.stem_channels):
             yield (
                 f"{where}.patch_size: expected a multiple of {2 ** len(self.stem_channels)}, as each of "

@@ -47,6 +47,17 @@ class RunSettings:
         Text("a file, or nothing", longest=4096, empty=True),
         "a safetensors file of weights to start from: timm's, Hugging Face's or those of --mode=export",
     )
+    init_from_network: str = setting(
+        "read",
+        Choice("read", "same"),
+        "heads, activation, norms and pooling of the network that these weights are of, which arrays do not tell: read "
+        "from the config.json beside them, or stated to be the same as the model's where nothing says it",
+    )
+    init_from_positions: str = setting(
+        "auto",
+        Choice("auto", "timm", "torch"),
+        "whose way of resizing their position embedding, timm's or that of DeiT and Hugging Face; auto: by their names",
+    )
     batch_size: int = setting(1024, _BATCH, "images of a step, of all devices together")
     accumulation_steps: int = setting(1, _BATCH, "parts of a batch, one after the other: less memory, the same result")
     num_epochs: float = setting(300.0, Number(0, 1e6, "(]"), "length of the training", data=True)

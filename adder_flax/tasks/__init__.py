@@ -1,6 +1,7 @@
 """What is learned from a batch: examples, loss and scores, found by name."""
 
 from adder_flax.tasks._classification import Classification, ImageFacts
+from adder_flax.tasks._distillation import Distillation, DistillationSettings
 from adder_flax.tasks._edit_distance import edit_distance
 from adder_flax.tasks._task import TASKS, Best, Outcome, Task, register_task
 from adder_flax.tasks._transduction import SequenceFacts, Transduction, TransductionSettings, closest
@@ -9,6 +10,8 @@ __all__ = [
     "TASKS",
     "Best",
     "Classification",
+    "Distillation",
+    "DistillationSettings",
     "ImageFacts",
     "Outcome",
     "SequenceFacts",

@@ -52,6 +52,7 @@ class Task(abc.ABC):
     Args:
       settings: ``config.task``, read.
       facts: what ``facts`` returned for the training source.
+      teacher: what ``teacher_of`` asked for, called on what the model is called with; None where it asks for none.
     """
 
     unit: ClassVar[str] = "examples"
@@ -63,9 +64,10 @@ class Task(abc.ABC):
     likelihood: ClassVar[str | kfac.Likelihood] = "categorical"
     """Whose negative logarithm the loss averages, for second-order optimizers; see ``kfac.Likelihood``."""
 
-    def __init__(self, settings: Any, facts: Hashable):
+    def __init__(self, settings: Any, facts: Hashable, teacher: Callable[..., Array] | None = None):
         self.settings = settings
         self.data_facts = facts
+        self.teacher = teacher
 
     @classmethod
     @abc.abstractmethod
@@ -76,6 +78,14 @@ class Task(abc.ABC):
     def source_options(cls, settings: Any) -> dict[str, Any]:
         """Returns what ``adder_flax.data.load_source`` is to be told because of the task's settings."""
         return {}
+
+    @classmethod
+    def teacher_of(cls, settings: Any) -> str:
+        """Returns where the weights of a frozen model lie that examples are made with, "" for none.
+
+        They are no constants of the compiled step but arguments of it.
+        """
+        return ""
 
     @abc.abstractmethod
     def example(self) -> Example:

@@ -20,6 +20,7 @@ from adder_flax.training import optimizers, sharding
 from adder_flax.training.attention_diagnostics import make_attention_diagnostics
 from adder_flax.training.curvature import CurvatureOptimizer, find_layers
 from adder_flax.training.step import Hyper, Parts, State, init_state, make_eval_step, make_loss_fn, make_train_step
+from adder_flax.training.teacher import Teacher, frozen
 
 
 class Shape(NamedTuple):
@@ -27,6 +28,7 @@ class Shape(NamedTuple):
 
     Attributes:
       task, task_facts: class of the task, and what it knows of its data.
+      teacher: of the task, without its parameters, if it asks for one.
       build: makes the model.
       make_optimizer: makes the optimizer of an ``OptimizerSpec``.
       task_settings, model_settings, optimizer_settings: without their numbers.
@@ -40,6 +42,7 @@ class Shape(NamedTuple):
 
     task: type[Task]
     task_facts: Any
+    teacher: nnx.GraphDef | None
     build: Builder
     make_optimizer: Callable
     task_settings: Any
@@ -54,7 +57,9 @@ class Shape(NamedTuple):
     changes: int
 
 
-def shape_and_numbers(settings: RunSettings, source: data.Source, mesh: Mesh, num_steps: int) -> tuple[Shape, Hyper]:
+def shape_and_numbers(
+    settings: RunSettings, source: data.Source, mesh: Mesh, num_steps: int, teacher: Teacher | None = None
+) -> tuple[Shape, Hyper]:
     """Separates what shapes the program of a run from its numbers.
 
     Args:
@@ -62,6 +67,7 @@ def shape_and_numbers(settings: RunSettings, source: data.Source, mesh: Mesh, nu
       source: what it trains on.
       mesh: its devices.
       num_steps: its length.
+      teacher: of its task, whose parameters are among the numbers.
 
     Raises:
       ValueError: an unknown name of a task, model or optimizer.
@@ -75,12 +81,15 @@ def shape_and_numbers(settings: RunSettings, source: data.Source, mesh: Mesh, nu
     }
     if settings.ema_decay:
         numbers["ema_decay"] = settings.ema_decay
+    if teacher is not None:
+        numbers["teacher"] = teacher.params
     task_settings, numbers["task"] = take_numbers(settings.task)
     model_settings, numbers["model"] = take_numbers(settings.model)
     optimizer_settings, numbers["optimizer"] = take_numbers(settings.optimizer)
     shape = Shape(
         task=task,
         task_facts=task.facts(source),
+        teacher=None if teacher is None else teacher.graphdef,
         build=MODELS.get(settings.model.name),
         make_optimizer=optimizers.OPTIMIZERS.get(settings.optimizer.name),
         task_settings=task_settings,
@@ -148,7 +157,10 @@ class Program:
 
     def task(self, numbers: Hyper) -> Task:
         """Returns the task."""
-        return self.shape.task(put_numbers(self.shape.task_settings, numbers["task"]), self.shape.task_facts)
+        shape, settings = self.shape, put_numbers(self.shape.task_settings, numbers["task"])
+        if shape.teacher is None:
+            return shape.task(settings, shape.task_facts)
+        return shape.task(settings, shape.task_facts, frozen(shape.teacher, numbers["teacher"]))
 
     def build_model(self, numbers: Hyper, rngs: nnx.Rngs | None = None) -> nnx.Module:
         """Builds the model with parameters from ``rngs``, by default those that the seed, a plain number, gives."""

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,15 +13,19 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from adder_flax import data
+from adder_flax import data, interop
 from adder_flax.errors import RunError, first_line, user_errors
-from adder_flax.settings import RunSettings, read
+from adder_flax.experiment import as_config
+from adder_flax.settings import ClassificationSettings, RunSettings, completed, defaults, read
 from adder_flax.tasks import TASKS, Outcome, Task
 from adder_flax.training import sharding
+from adder_flax.training.checkpoints import SavedCheckpoints
 from adder_flax.training.initialization import params_by_path
-from adder_flax.training.processes import replicate
+from adder_flax.training.processes import fetch, replicate
 from adder_flax.training.program import Program, program_of, shape_and_numbers
-from adder_flax.training.step import Hyper, State
+from adder_flax.training.step import Hyper, State, evaluation_params
+from adder_flax.training.teacher import Renormalized, Teacher
+from adder_flax.training.workdir import identity, read_config
 
 _MAX_STEPS = 2**31 - 1
 
@@ -79,7 +84,7 @@ class Run:
 
         def shape(number: float | np.uint32) -> jax.ShapeDtypeStruct:
             aval = jax.typeof(number)
-            return jax.ShapeDtypeStruct((), aval.dtype, weak_type=aval.weak_type, sharding=placed)
+            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=placed)
 
         return jax.tree.map(shape, self.numbers)
 
@@ -129,7 +134,8 @@ def build_run(
         train_source, eval_source = (_load_source(load, settings, split) for split in splits)
     steps_per_epoch, num_steps = _count_steps(settings, train_source)
     with user_errors():
-        shape, numbers = shape_and_numbers(settings, train_source, mesh, num_steps)
+        teacher = _load_teacher(settings, train_source)
+        shape, numbers = shape_and_numbers(settings, train_source, mesh, num_steps, teacher)
         program = program_of(shape, numbers)
     run = Run(
         config=config,
@@ -144,6 +150,37 @@ def build_run(
         num_steps=num_steps,
     )
     return run
+
+
+def _load_teacher(settings: RunSettings, source: data.Source) -> Teacher | None:
+    """Returns the frozen model that the task asks for, with the classes and the size of the images of a source."""
+    place = TASKS.get(settings.task.name).teacher_of(settings.task)
+    if not place:
+        return None
+    if Path(place).is_dir():
+        return _teacher_of_run(settings, place, source)
+    model, statistics = interop.read_model(place, image_shape=source.image_shape, num_classes=source.num_classes)
+    own = data.channel_statistics(source)
+    same = statistics is None or np.allclose(statistics, own, atol=1e-3)
+    return Teacher.of(model if same else Renormalized(model, own, statistics))
+
+
+def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) -> Teacher:
+    """Returns the model of the last checkpoint of a run, which has seen images of the same size and classes."""
+    trained = read_config(workdir)
+    fields = completed(RunSettings, trained.to_dict())
+    if fields["data"]["image_size"] != settings.data.image_size:
+        raise RunError(
+            f"expected a teacher for images of {settings.data.image_size} pixels, got the run in {workdir}, which saw "
+            f"{fields['data']['image_size']}; set --config.task.teacher, or --config.data.image_size"
+        )
+    # Its state alone is wanted: what it learned from does not matter, nor how its batches lay on devices.
+    fields |= {"task": defaults(ClassificationSettings), "mesh": vars(settings.mesh), "accumulation_steps": 1}
+    fields["batch_size"] = settings.batch_size
+    run = build_run(as_config(fields), load=lambda *_, **__: source)
+    saved = SavedCheckpoints(Path(workdir) / "checkpoints", of=identity(trained))
+    params = fetch(evaluation_params(saved.restore(run.abstract_state)), run.mesh)
+    return Teacher(run.graphdef, params)
 
 
 def random_params(program: Program, numbers: Hyper, init: str = "sequence") -> Any:

@@ -20,7 +20,7 @@ def load(tmp_path, **changes):
     arrays = timm_arrays() | changes
     save_file({name: array for name, array in arrays.items() if array is not None}, tmp_path / "w")
     model = make()
-    return interop.load_weights(model, tmp_path / "w"), model
+    return interop.load_weights(model, tmp_path / "w", network="same"), model
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -1,6 +1,5 @@
 """Weights of timm and Hugging Face against a NumPy transformer, and against those libraries if installed."""
 
-import importlib.util
 import json
 
 import jax
@@ -45,6 +44,11 @@ def timm_arrays(seed=0):
     return {name: (0.3 * rng.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()}
 
 
+def load(model, path, **options):
+    """Loads weights whose network the test states to be the model's."""
+    return interop.load_weights(model, path, network="same", **options)
+
+
 def close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -53,7 +57,7 @@ def test_weights_of_timm_give_timms_logits(tmp_path):
     arrays = timm_arrays()
     save_file(arrays, tmp_path / "timm.safetensors")
     model = make()
-    assert interop.load_weights(model, tmp_path / "timm.safetensors") == ()
+    assert load(model, tmp_path / "timm.safetensors") == ()
     close(model(images()), timm_forward(arrays, images(), patch_size=3, depth=2, num_heads=4))
 
 
@@ -84,10 +88,10 @@ def test_adder_layers_and_scores_travel_under_their_own_names(tmp_path):
 
 def test_another_attention_on_dense_weights_keeps_what_its_score_learns(tmp_path):
     save_file(timm_arrays(), tmp_path / "timm.safetensors")
-    assert interop.load_weights(make(score="adder"), tmp_path / "timm.safetensors") == ()
+    assert load(make(score="adder"), tmp_path / "timm.safetensors") == ()
     model = make(score="additive", temperature="learned")
     before = np.asarray(model.blocks[0].attention.score["v"][...])
-    kept = interop.load_weights(model, tmp_path / "timm.safetensors")
+    kept = load(model, tmp_path / "timm.safetensors")
     learned = {name.removeprefix("blocks.1.attention.") for name in kept if name.startswith("blocks.1.")}
     assert learned == {"score.bias", "score.key_kernel", "score.query_kernel", "score.v", "log_temperature"}
     assert all(".attention." in name for name in kept)
@@ -102,7 +106,7 @@ def test_a_head_for_other_classes_stays_and_positions_are_resized(tmp_path):
     save_file(arrays, tmp_path / "timm.safetensors")
     model = make(image_size=24, num_classes=9)
     head = np.asarray(model.head.kernel[...])
-    assert interop.load_weights(model, tmp_path / "timm.safetensors") == ("head.bias", "head.kernel")
+    assert load(model, tmp_path / "timm.safetensors") == ("head.bias", "head.kernel")
     np.testing.assert_array_equal(model.head.kernel[...], head)
     np.testing.assert_array_equal(model.pos_embed[0, 0], 7 * np.ones(16))
     resized = np.asarray(model.pos_embed[0, 1:]).reshape(8, 8, 16)
@@ -119,14 +123,25 @@ def test_a_head_for_other_classes_stays_and_positions_are_resized(tmp_path):
         (dict(image_size=(12, 18)), {}, "expected pos_embed of shape"),
         (dict(pooling="mean"), {}, "got cls_token and 0 more that have no place"),
         (ADDER, {}, "got adder layers"),
-        ({}, {"dist_token": np.zeros((1, 1, 16), np.float32)}, "got dist_token"),
+        (
+            {},
+            {"dist_token": np.zeros((1, 1, 16), np.float32)},
+            "got dist_token; set config.model.distilled",
+        ),
+        ({}, {"reg_token": np.zeros((1, 4, 16), np.float32)}, "got reg_token, .* register tokens"),
+        ({}, {"blocks.1.mlp.w12.weight": np.zeros((128, 16), np.float32)}, r"a gated MLP \(SwiGLU\)"),
+        ({}, {"blocks.1.mlp.fc1.weight": np.zeros((128, 16), np.float32)}, r"a gated MLP \(SwiGLU\) in blocks\.1\.mlp"),
+        ({}, {"blocks.0.attn.q_norm.weight": np.zeros(4, np.float32)}, "norms of queries and keys"),
+        ({}, {"fc_norm.weight": np.zeros(16, np.float32)}, "an average over the tokens with the norm behind it"),
+        ({}, {"norm_pre.weight": np.zeros(16, np.float32)}, "a norm in front of the blocks"),
+        ({}, {"blocks.0.ls1.gamma": np.zeros(8, np.float32)}, r"blocks\.0\.ls1\.gamma of shape \(16,\), got \(8,\)"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(options, change, message, tmp_path):
     path = tmp_path / "timm.safetensors"
     save_file(timm_arrays() | change, path)
     with pytest.raises(ValueError, match=message):
-        interop.load_weights(make(**options), path)
+        load(make(**options), path)
 
 
 def test_files_that_are_no_weights_are_refused(tmp_path):
@@ -134,7 +149,7 @@ def test_files_that_are_no_weights_are_refused(tmp_path):
     with pytest.raises(ValueError, match="text: expected a safetensors file"):
         interop.load_weights(make(), tmp_path / "text")
     save_file({"layer.weight": np.zeros(3)}, tmp_path / "other")
-    with pytest.raises(ValueError, match="in the names of adder_flax, timm, hugging_face, got .*layer.weight"):
+    with pytest.raises(ValueError, match="in the names of adder_flax, timm, .*, got .*layer.weight"):
         interop.load_weights(make(), tmp_path / "other")
     with pytest.raises(FileNotFoundError):
         interop.load_weights(make(), tmp_path / "none")
@@ -147,7 +162,7 @@ def test_what_others_have_no_name_for_is_not_written(tmp_path):
         interop.save_weights(make(image_size=16, patch_size=4, stem_channels=(5,)), tmp_path / "x", names="timm")
     with pytest.raises(ValueError, match="a score without parameters"):
         interop.save_weights(make(score="bilinear"), tmp_path / "x", names="hugging_face")
-    with pytest.raises(ValueError, match="expected names of adder_flax, timm, hugging_face, got 'keras'"):
+    with pytest.raises(ValueError, match="expected names of adder_flax, timm, .*_5, got 'keras'"):
         interop.save_weights(make(), tmp_path / "x", names="keras")
     assert not (tmp_path / "x").exists()
 
@@ -210,46 +225,79 @@ def test_export_and_start_from_it_on_the_command_line(run_main, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
-def test_timm_itself(tmp_path):
-    import safetensors.torch
-    import timm
-    import torch
-
-    sizes = dict(img_size=12, patch_size=3, num_classes=5, embed_dim=16, depth=2, num_heads=4)
-    theirs = timm.models.vision_transformer.VisionTransformer(**sizes).eval()
-    for parameter in theirs.parameters():
-        parameter.data.add_(0.2 * torch.randn(parameter.shape))
-    safetensors.torch.save_file(theirs.state_dict(), tmp_path / "timm.safetensors")
+def test_layer_scale_and_positions_without_an_entry_for_the_class_token(tmp_path):
+    """DeiT III: every branch is multiplied by a vector, and the class token has no position."""
+    arrays = timm_arrays()
+    rng = np.random.default_rng(5)
+    gammas = {f"blocks.{i}.ls{n}.gamma": rng.normal(size=16).astype(np.float32) for i in (0, 1) for n in (1, 2)}
+    save_file(arrays | gammas | {"pos_embed": arrays["pos_embed"][:, 1:]}, tmp_path / "deit3.safetensors")
+    for i in (0, 1):
+        for n, layer in ((1, "attn.proj"), (2, "mlp.fc2")):
+            gamma = gammas[f"blocks.{i}.ls{n}.gamma"]
+            arrays[f"blocks.{i}.{layer}.weight"] *= gamma[:, None]
+            arrays[f"blocks.{i}.{layer}.bias"] *= gamma
+    arrays["pos_embed"][:, 0] = 0
     model = make()
-    assert interop.load_weights(model, tmp_path / "timm.safetensors") == ()
-    with torch.no_grad():
-        close(model(images()), theirs(torch.from_numpy(images().transpose(0, 3, 1, 2))).numpy())
-    interop.save_weights(make(seed=3), tmp_path / "ours.safetensors", names="timm")
-    theirs.load_state_dict(safetensors.torch.load_file(tmp_path / "ours.safetensors"))
-    with torch.no_grad():
-        close(make(seed=3)(images()), theirs(torch.from_numpy(images().transpose(0, 3, 1, 2))).numpy())
+    assert load(model, tmp_path / "deit3.safetensors") == ()
+    close(model(images()), timm_forward(arrays, images(), patch_size=3, depth=2, num_heads=4))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-def test_hugging_face_itself(tmp_path):
-    import torch
-    from transformers import ViTConfig, ViTForImageClassification
+TIMM_SIZES = {"img_size": 12, "patch_size": 3, "num_classes": 5, "embed_dim": 16, "depth": 2, "num_heads": 4}
+TIMM = {"architecture": "vit_tiny_patch16_224", "global_pool": "token", "model_args": TIMM_SIZES}
+HUGGING_FACE = {"model_type": "vit", "num_attention_heads": 4, "hidden_act": "gelu", "layer_norm_eps": 1e-6}
 
-    config = ViTConfig(
-        image_size=12, patch_size=3, num_labels=5, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
-        intermediate_size=64, layer_norm_eps=1e-6,
-    )  # fmt: skip
-    theirs = ViTForImageClassification(config).eval()
-    for parameter in theirs.parameters():
-        parameter.data.add_(0.2 * torch.randn(parameter.shape))
-    theirs.save_pretrained(tmp_path)
-    model = make()
-    assert interop.load_weights(model, tmp_path / "model.safetensors") == ()
-    pixels = torch.from_numpy(images().transpose(0, 3, 1, 2))
-    with torch.no_grad():
-        close(model(images()), theirs(pixels).logits.numpy())
-    interop.save_weights(make(seed=3), tmp_path / "model.safetensors", names="hugging_face")
-    theirs = ViTForImageClassification.from_pretrained(tmp_path)
-    with torch.no_grad():
-        close(make(seed=3)(images()), theirs(pixels).logits.numpy())
+
+@pytest.mark.parametrize(
+    ("names", "config", "message"),
+    [
+        ("timm", TIMM, None),
+        (
+            "timm",
+            TIMM | {"model_args": {}},
+            "heads is 4, as the model's, got 3 by what .*config.json says; set",
+        ),
+        ("timm", TIMM | {"model_args": TIMM_SIZES | {"act_layer": "relu"}}, "activation is gelu, .* got relu"),
+        ("timm", TIMM | {"model_args": TIMM_SIZES | {"act_layer": "gelu_tanh"}}, "got gelu_tanh"),
+        (
+            "timm",
+            TIMM | {"model_args": TIMM_SIZES | {"block_fn": "ResPostBlock"}},
+            "one with block_fn=ResPostBlock",
+        ),
+        ("timm", TIMM | {"model_args": TIMM_SIZES | {"norm_layer": "rmsnorm"}}, "LayerNorm, got norm_layer=rmsnorm"),
+        ("timm", TIMM | {"global_pool": "avg"}, "pooling is cls, .* got avg"),
+        ("timm", TIMM | {"architecture": "vit_base_patch16_rpn_224"}, "its activation, place of the norms, epsilon of"),
+        ("timm", {"labels": []}, "its number of heads, activation, place of the norms, epsilon of the norms, pooling"),
+        ("timm", None, "got no config.json beside them; put .* --config.init_from_network=same"),
+        ("timm", "{", "expected a configuration in JSON in .*config.json"),
+        ("timm", TIMM | {"model_args": 3}, "expected model_args by name"),
+        ("hugging_face", HUGGING_FACE, None),
+        ("transformers_5", HUGGING_FACE, None),
+        ("hugging_face", HUGGING_FACE | {"num_attention_heads": 2}, "number of heads is 4, .* got 2"),
+        ("hugging_face", HUGGING_FACE | {"hidden_act": "relu"}, "activation is gelu, .* got relu"),
+        ("hugging_face", HUGGING_FACE | {"layer_norm_eps": 1e-12}, "got 1e-12 .*; set config.model.norm_epsilon"),
+        ("hugging_face", {"model_type": "dinov2"}, "of Hugging Face's vit or deit, got .* of dinov2"),
+        ("hugging_face", HUGGING_FACE | {"layer_norm_eps": "x"}, "expected a number in config.json, got x"),
+        ("hugging_face", None, "got no config.json"),
+        ("adder_flax", None, "got no entry adder_flax.network in the file"),
+    ],
+)
+def test_what_arrays_do_not_tell_is_read_beside_them_or_refused_by_name(names, config, message, tmp_path):
+    interop.save_weights(make(), tmp_path / "own", names=names)
+    save_file(load_file(tmp_path / "own"), tmp_path / "w")  # without what this project writes into the header
+    if config is not None:
+        (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    if message is None:
+        assert interop.load_weights(make(seed=1), tmp_path / "w") == ()
+    else:
+        with pytest.raises(ValueError, match=message):
+            interop.load_weights(make(seed=1), tmp_path / "w")
+
+
+def test_what_is_said_counts_more_than_what_is_stated(tmp_path):
+    interop.save_weights(make(), tmp_path / "w", names="timm")
+    with pytest.raises(ValueError, match="number of heads is 2, .* got 4 by the entry adder_flax.network"):
+        load(make(num_heads=2), tmp_path / "w")
+    with pytest.raises(ValueError, match="epsilon of the norms is 1e-05, .* got 1e-06 .*; set config.model"):
+        load(make(norm_epsilon=1e-5), tmp_path / "w")
+    with pytest.raises(ValueError, match="expected network out of read, same, got 'guess'"):
+        interop.load_weights(make(), tmp_path / "w", network="guess")

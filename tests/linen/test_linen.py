@@ -69,6 +69,11 @@ PAIRS = dict(
         lambda: linen.VisionTransformer(**TINY, score=["dot", "bilinear"], pooling="mean"),
         lambda: rows(3, 4, 4, 1),
     ),
+    distilled_vit=(
+        lambda: models.VisionTransformer(**VIT, distilled=True, norm_epsilon=1e-3, rngs=nnx.Rngs(0)),
+        lambda: linen.VisionTransformer(**TINY, distilled=True, norm_epsilon=1e-3),
+        lambda: rows(3, 4, 4, 1),
+    ),
     adder_vit=(
         lambda: models.VisionTransformer(**VIT, score="adder", **ADDER, key_block=3, rngs=nnx.Rngs(0)),
         lambda: linen.VisionTransformer(**TINY, score="adder", **ADDER, key_block=3),

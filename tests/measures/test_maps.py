@@ -34,7 +34,7 @@ def test_patch_attention_is_the_class_row_without_the_class_token(identity):
 
 def test_patch_attention_without_class_token_is_the_mean_over_queries():
     maps = random_maps(2, 4, 4)
-    np.testing.assert_allclose(patch_attention(maps, class_token=False), maps.mean(-2))
+    np.testing.assert_allclose(patch_attention(maps, prefix_tokens=0), maps.mean(-2))
 
 
 @pytest.mark.parametrize("identity", [0.0, 1.0])
@@ -60,5 +60,5 @@ def test_mean_distance_by_loops():
 
 def test_patch_grid_of_what_does_not_tile():
     assert patch_grid((224, 224, 3), 196) == (14, 14)
-    with pytest.raises(ValueError, match="got 197. Set class_token"):
+    with pytest.raises(ValueError, match="got 197. Set prefix_tokens"):
         patch_grid((224, 224, 3), 197)

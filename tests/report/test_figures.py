@@ -102,7 +102,7 @@ def test_attention_is_drawn_where_the_patch_is():
 
 
 def test_heads_get_columns_of_their_own():
-    figure = attention_figure(np.zeros((1, 8, 8, 1)), [maps_of(1, 3, 16, 16)], heads=[0, 2], class_token=False)
+    figure = attention_figure(np.zeros((1, 8, 8, 1)), [maps_of(1, 3, 16, 16)], heads=[0, 2], prefix_tokens=0)
     assert [axis.get_title() for axis in figure.axes] == ["image", "block 1, head 1", "block 1, head 3"]
 
 

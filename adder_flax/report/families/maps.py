@@ -33,10 +33,10 @@ def _global_claim(study: Study) -> Claim:
     if pair is None:
         return Claim(name, source, statement, NOT_MEASURED, "", "Needs an adder model and a multiplicative baseline.")
     entropies = [np.mean([entropy(block).mean() for block in subject.maps]) for subject in pair]
-    reach = [
-        np.mean([mean_distance(block, study.grid, class_token=subject.class_token).mean() for block in subject.maps])
-        for subject in pair
+    distances = lambda subject: [
+        mean_distance(block, study.grid, prefix_tokens=subject.prefix_tokens).mean() for block in subject.maps
     ]
+    reach = [np.mean(distances(subject)) for subject in pair]
     wider = entropies[0] > entropies[1], reach[0] > reach[1]
     verdict = HOLDS if all(wider) else DOES_NOT_HOLD
     if any(wider) and not all(wider):
@@ -80,7 +80,7 @@ def _attention_pictures(study: Study) -> list[Picture]:
     models = {subject.name: subject for subject in filter(None, (study.baseline, study.subject))}
     shown = min(4 if len(models) == 1 else 3, len(study.pictures))
     blocks = study.subject.blocks(3, 6, 10)
-    options = dict(class_token=study.subject.class_token, captions=study.captions[:shown], with_rollout=True)
+    options = dict(prefix_tokens=study.subject.prefix_tokens, captions=study.captions[:shown], with_rollout=True)
     maps = {name: [block[:shown] for block in subject.maps] for name, subject in models.items()}
     if len(models) == 1:
         [(name, only)] = maps.items()
@@ -88,7 +88,7 @@ def _attention_pictures(study: Study) -> list[Picture]:
     else:
         figure = comparison_figure(study.pictures[:shown], maps, blocks=blocks, **options)
     data = {
-        f"{name}, block {index + 1}": patch_attention(subject.maps[index], class_token=subject.class_token)
+        f"{name}, block {index + 1}": patch_attention(subject.maps[index], prefix_tokens=subject.prefix_tokens)
         for name, subject in models.items()
         for index in subject.blocks(3, 6, 10)
     }

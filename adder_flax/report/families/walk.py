@@ -93,7 +93,7 @@ def _walk_picture(walk: dict[str, list[np.ndarray]]) -> Picture:
 
 def _steps_picture(study: Study) -> Picture:
     """The walk from the class token (or the first patch) after 1, 2, 4, 8 steps, and its stationary distribution."""
-    first = int(study.subject.class_token)
+    first = study.subject.prefix_tokens
     index = len(study.subject.walks) // 2
     walk = study.subject.walks[index][0].mean(0)
     rows = [(f"{steps} step" + "s" * (steps > 1), k_step(walk, steps)[0]) for steps in _STEPS]
@@ -114,7 +114,7 @@ def _steps_picture(study: Study) -> Picture:
 
 
 def _diffusion_picture(study: Study) -> Picture:
-    first = int(study.subject.class_token)
+    first = study.subject.prefix_tokens
     index = len(study.subject.walks) // 2
     walk = study.subject.walks[index][0].mean(0)
     rows, columns = study.grid

@@ -1,0 +1,57 @@
+"""A frozen model that a task asks for: its structure shapes the program, its parameters are arguments of the step."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+
+class Teacher(NamedTuple):
+    """A frozen model.
+
+    Attributes:
+      graphdef: without its parameters.
+      params: a nested dict of arrays.
+    """
+
+    graphdef: nnx.GraphDef
+    params: Any
+
+    @classmethod
+    def of(cls, model: nnx.Module) -> "Teacher":
+        """Returns a model as a teacher."""
+        graphdef, params = nnx.split(model, nnx.Param)
+        return cls(graphdef, nnx.to_pure_dict(params))
+
+
+class Renormalized(nnx.Module):
+    """A model whose images are normalised by other numbers than those it is called with.
+
+    Args:
+      model: a classifier of images.
+      given: mean and standard deviation of each channel by which images are normalised.
+      wanted: those by which the model wants them.
+
+    >>> from adder_flax.models import VisionTransformer
+    >>> model = VisionTransformer(image_size=4, patch_size=2, num_classes=3, width=8, depth=1, num_heads=2,
+    ...                           rngs=nnx.Rngs(0))
+    >>> same = Renormalized(model, ((0.5,) * 3, (0.25,) * 3), ((0.0,) * 3, (1.0,) * 3))
+    >>> bool(jnp.allclose(same(jnp.ones((1, 4, 4, 3))), model(jnp.full((1, 4, 4, 3), 0.75)), atol=1e-6))
+    True
+    """
+
+    def __init__(self, model: nnx.Module, given: Sequence[Sequence[float]], wanted: Sequence[Sequence[float]]):
+        self.model = model
+        self.given, self.wanted = (tuple(map(tuple, numbers)) for numbers in (given, wanted))
+
+    def __call__(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch classes"]:
+        (mean, std), (wanted_mean, wanted_std) = ((jnp.array(x) for x in pair) for pair in (self.given, self.wanted))
+        return self.model((images * std + mean - wanted_mean) / wanted_std)
+
+
+def frozen(graphdef: nnx.GraphDef, params: Any) -> nnx.Module:
+    """Returns the model, through which no derivative flows."""
+    return nnx.merge(graphdef, jax.tree.map(jax.lax.stop_gradient, params))

@@ -1,0 +1,196 @@
+"""Weights against timm and transformers themselves, where they are installed: no other test needs PyTorch."""
+
+import json
+
+import numpy as np
+import pytest
+
+from adder_flax import interop
+from adder_flax.interop import _network
+from adder_flax.interop._positions import resize_positions
+from tests.interop.test_weights import close, images, load, make
+
+torch = pytest.importorskip("torch")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+TIMM_SIZES = dict(img_size=12, patch_size=3, num_classes=5, embed_dim=16, depth=2, num_heads=4)
+
+
+def randomized(theirs, seed=0):
+    """Their model, all of whose parameters are random."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return theirs.eval()
+
+
+def logits_of(theirs, **options):
+    with torch.no_grad():
+        found = theirs(torch.from_numpy(images().transpose(0, 3, 1, 2)), **options)
+    return getattr(found, "logits", found).numpy()
+
+
+def save(theirs, path):
+    safetensors_torch.save_file(theirs.state_dict(), path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(init_values=0.5, no_embed_class=True), dict(global_pool="avg", class_token=False, fc_norm=False)],
+    ids=["plain", "DeiT III", "mean"],
+)
+def test_timm_both_ways(options, tmp_path):
+    timm = pytest.importorskip("timm")
+    make_theirs = lambda **o: timm.models.vision_transformer.VisionTransformer(**TIMM_SIZES, **o)
+    theirs = randomized(make_theirs(**options))
+    save(theirs, tmp_path / "timm.safetensors")
+    own = dict(pooling="mean") if "global_pool" in options else {}
+    model = make(**own)
+    assert load(model, tmp_path / "timm.safetensors") == ()
+    close(model(images()), logits_of(theirs))
+    interop.save_weights(make(seed=3, **own), tmp_path / "ours.safetensors", names="timm")
+    plain = make_theirs(**{n: v for n, v in options.items() if n in ("global_pool", "class_token", "fc_norm")})
+    plain.load_state_dict(safetensors_torch.load_file(tmp_path / "ours.safetensors"))
+    close(make(seed=3, **own)(images()), logits_of(plain.eval()))
+
+
+def test_every_plain_architecture_of_timm_is_what_its_name_is_taken_for():
+    timm = pytest.importorskip("timm")
+    plain = [name for name in timm.list_models() if _network._PLAIN.fullmatch(name)]
+    assert len(plain) > 25
+    for name in plain:
+        with torch.device("meta"):
+            theirs = timm.create_model(name)
+        block = theirs.blocks[-1]
+        found = _network._timm({"architecture": name})
+        assert found.num_heads == block.attn.num_heads, name
+        assert isinstance(block.mlp.act, torch.nn.GELU), name
+        assert block.mlp.act.approximate == "none", name
+        assert {norm.eps for norm in (block.norm1, block.norm2, theirs.norm)} == {found.epsilon}, name
+        assert type(block).__name__ == "Block", name
+        assert theirs.global_pool == "token", name
+
+
+def test_what_timm_saves_is_read_with_its_own_configuration(tmp_path):
+    timm = pytest.importorskip("timm")
+    theirs = randomized(timm.create_model("vit_tiny_patch16_224", **TIMM_SIZES))
+    timm.models.save_for_hf(theirs, tmp_path, safe_serialization=True)
+    assert "model_args" in json.loads((tmp_path / "config.json").read_text())
+    model = make()
+    assert interop.load_weights(model, tmp_path / "model.safetensors") == ()
+    close(model(images()), logits_of(theirs))
+    with pytest.raises(ValueError, match="number of heads is 2"):
+        interop.load_weights(make(num_heads=2), tmp_path / "model.safetensors")
+
+
+def vit(**options):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(image_size=12, patch_size=3, hidden_size=16, num_hidden_layers=2, num_attention_heads=4)
+    config = transformers.ViTConfig(**sizes | dict(intermediate_size=64, num_labels=5) | options)
+    return transformers.ViTForImageClassification(config)
+
+
+@pytest.mark.parametrize("epsilon", [1e-12, 1e-6])
+def test_hugging_face_both_ways(epsilon, tmp_path):
+    theirs = randomized(vit(layer_norm_eps=epsilon))
+    theirs.save_pretrained(tmp_path)
+    model = make(norm_epsilon=epsilon)
+    assert interop.load_weights(model, tmp_path / "model.safetensors") == ()
+    close(model(images()), logits_of(theirs))
+    interop.save_weights(make(seed=3, norm_epsilon=epsilon), tmp_path / "model.safetensors", names="hugging_face")
+    again, report = type(theirs).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    close(make(seed=3, norm_epsilon=epsilon)(images()), logits_of(again.eval()))
+
+
+def test_the_state_of_transformers_both_ways(tmp_path):
+    """What ``state_dict`` has, which from version 5 on are other names than those in files."""
+    theirs = randomized(vit(layer_norm_eps=1e-6))
+    save(theirs, tmp_path / "raw.safetensors")
+    (tmp_path / "config.json").write_text(theirs.config.to_json_string(use_diff=False))
+    model = make()
+    assert interop.load_weights(model, tmp_path / "raw.safetensors") == ()
+    close(model(images()), logits_of(theirs))
+    renamed = "vit.layers.0.attention.q_proj.weight" in theirs.state_dict()
+    names = "transformers_5" if renamed else "hugging_face"
+    interop.save_weights(make(seed=3), tmp_path / "ours.safetensors", names=names)
+    theirs.load_state_dict(safetensors_torch.load_file(tmp_path / "ours.safetensors"), strict=True)
+    close(make(seed=3)(images()), logits_of(theirs))
+
+
+def test_distilled_models_of_timm_both_ways(tmp_path):
+    timm = pytest.importorskip("timm")
+    theirs = randomized(timm.models.deit.VisionTransformerDistilled(**TIMM_SIZES))
+    save(theirs, tmp_path / "timm.safetensors")
+    model = make(distilled=True)
+    assert load(model, tmp_path / "timm.safetensors") == ()
+    close(model(images()), logits_of(theirs))
+    interop.save_weights(make(seed=3, distilled=True), tmp_path / "ours.safetensors", names="timm")
+    theirs.load_state_dict(safetensors_torch.load_file(tmp_path / "ours.safetensors"))
+    close(make(seed=3, distilled=True)(images()), logits_of(theirs))
+
+
+def test_distilled_models_of_hugging_face_both_ways(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = vit(layer_norm_eps=1e-6).config.to_dict()
+    config = transformers.DeiTConfig(**{name: config[name] for name in HUGGING_FACE_FIELDS})
+    theirs = randomized(transformers.DeiTForImageClassificationWithTeacher(config))
+    theirs.save_pretrained(tmp_path)
+    save(theirs, tmp_path / "raw.safetensors")
+    pixels = torch.from_numpy(images().transpose(0, 3, 1, 2))
+    with torch.no_grad():
+        both = theirs(pixels)
+    for name in ("model", "raw"):
+        model = make(distilled=True)
+        assert interop.load_weights(model, tmp_path / f"{name}.safetensors") == ()
+        close(model(images()), both.logits.numpy())
+        close(model.heads(images())[:, 0], both.cls_logits.numpy())
+        close(model.heads(images())[:, 1], both.distillation_logits.numpy())
+    interop.save_weights(make(seed=3, distilled=True), tmp_path / "model.safetensors", names="hugging_face")
+    again, report = type(theirs).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    close(make(seed=3, distilled=True)(images()), logits_of(again.eval()))
+
+
+HUGGING_FACE_FIELDS = (
+    "image_size", "patch_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+    "layer_norm_eps", "id2label", "label2id",
+)  # fmt: skip
+
+
+GRIDS = [(4, 8), (8, 4), (14, 24), (24, 14), (7, 5), (3, 16)]
+
+
+@pytest.mark.parametrize(("old", "new"), GRIDS)
+def test_positions_are_resized_as_timm_resizes_them(old, new):
+    from timm.layers import resample_abs_pos_embed
+
+    embedding = np.random.default_rng(0).normal(size=(1, 1 + old**2, 6)).astype(np.float32)
+    expected = resample_abs_pos_embed(torch.from_numpy(embedding), [new, new]).numpy()
+    np.testing.assert_allclose(
+        resize_positions(embedding, 1 + new**2, prefix_tokens=1, like="timm"), expected, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(("old", "new"), GRIDS)
+def test_positions_are_resized_as_torch_and_deit_resize_them(old, new):
+    embedding = np.random.default_rng(0).normal(size=(1, 1 + old**2, 6)).astype(np.float32)
+    grid = torch.from_numpy(embedding[:, 1:].reshape(1, old, old, 6)).permute(0, 3, 1, 2)
+    resized = torch.nn.functional.interpolate(grid, size=(new, new), mode="bicubic", align_corners=False)
+    expected = np.concatenate([embedding[:, :1], resized.permute(0, 2, 3, 1).reshape(1, -1, 6).numpy()], axis=1)
+    np.testing.assert_allclose(
+        resize_positions(embedding, 1 + new**2, prefix_tokens=1, like="torch"), expected, atol=1e-5
+    )
+
+
+def test_a_smaller_grid_gives_what_interpolate_pos_encoding_gives(tmp_path):
+    """A file of Hugging Face at 12 pixels, in a model for 6: their own logits of images of 6 pixels."""
+    theirs = randomized(vit(layer_norm_eps=1e-6))
+    theirs.save_pretrained(tmp_path)
+    model = make(image_size=6)
+    assert interop.load_weights(model, tmp_path / "model.safetensors") == ()
+    small = images(side=6)
+    with torch.no_grad():
+        pixels = torch.from_numpy(small.transpose(0, 3, 1, 2))
+        close(model(small), theirs(pixels, interpolate_pos_encoding=True).logits.numpy())

@@ -1,0 +1,139 @@
+"""Distillation: the loss against NumPy, teachers of every kind in one process, a student that follows its teacher."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from ml_collections import ConfigDict
+
+from adder_flax import data, interop, models, settings, tasks, training
+from experiments import common
+from tests.training.tiny import TINY
+
+FACTS = tasks.ImageFacts((8, 8, 1), 10, (0.5,), (0.25,), False)
+
+
+def log_softmax(x):
+    x = np.asarray(x, np.float64)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def make_model(**options):
+    sizes = dict(image_size=8, patch_size=4, channels=1, num_classes=10, width=16, depth=1, num_heads=2)
+    return models.VisionTransformer(**sizes | options, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("kind", ["hard", "soft"])
+@pytest.mark.parametrize("distilled", [True, False])
+def test_the_loss_is_that_of_the_paper(kind, distilled):
+    rng = np.random.default_rng(0)
+    images, taught = rng.normal(size=(6, 8, 8, 1)).astype("f"), rng.normal(size=(6, 10)).astype("f")
+    targets = rng.dirichlet(np.ones(10), 6).astype("f")
+    fields = dict(teacher="x", distillation=kind, distillation_share=0.3, distillation_temperature=2.0)
+    task = tasks.Distillation(dataclasses.replace(tasks.DistillationSettings(), **fields), FACTS)
+    model = make_model(distilled=distilled)
+    outcome = task.loss(model, (images, targets, taught), rngs=nnx.Rngs(0))
+    heads = np.asarray(model.heads(images), np.float64)
+    assert heads.shape == (6, 2 if distilled else 1, 10)
+    by_labels = -(targets * log_softmax(heads[:, 0])).sum(-1).mean()
+    if kind == "hard":
+        by_teacher = -log_softmax(heads[:, -1])[np.arange(6), taught.argmax(-1)].mean()
+    else:
+        expected, found = log_softmax(taught / 2), log_softmax(heads[:, -1] / 2)
+        by_teacher = 4 * (np.exp(expected) * (expected - found)).sum(-1).mean()
+    np.testing.assert_allclose(outcome.loss, 0.7 * by_labels + 0.3 * by_teacher, rtol=1e-5)
+    np.testing.assert_allclose(model(images), heads.mean(1), rtol=1e-5, atol=1e-6)
+
+
+def tiny(**fields):
+    config = common.deit("multiplicative", "tiny")
+    config.update_from_flattened_dict(TINY | fields)
+    return config
+
+
+def taught_by(teacher, **fields):
+    config = tiny(**fields)
+    task = settings.defaults(tasks.DistillationSettings) | config.task.to_dict()
+    config.task = ConfigDict(task | {"name": "distillation", "teacher": str(teacher)})
+    return config
+
+
+def train(config, workdir):
+    return training.Trainer(training.build_run(config), workdir).fit()
+
+
+@pytest.fixture(scope="module")
+def teacher_run(tmp_path_factory):
+    """A convolutional network, trained for a moment."""
+    workdir = tmp_path_factory.mktemp("teacher")
+    config = tiny(**{"num_epochs": 0.1})
+    config.model = ConfigDict(settings.defaults(models.ConvNetSettings) | {"channels": "4,8"})
+    return workdir, train(config, workdir)
+
+
+def test_a_run_teaches_and_its_files_are_read_again_to_resume(teacher_run, tmp_path):
+    """The student's examples have what the teacher says of the same augmented images."""
+    workdir, result = teacher_run
+    run = training.build_run(taught_by(workdir, **{"model.distilled": True, "num_epochs": 0.1}))
+    batch = run.train_source.first(4)
+    images, _, taught = run.task.examples(jax.random.key(0), batch)
+    teacher = models.ConvNet((4, 8), in_channels=1, num_classes=10, rngs=nnx.Rngs(1))
+    nnx.update(teacher, training.evaluation_params(result.state))
+    np.testing.assert_allclose(taught, teacher(images), rtol=1e-4, atol=1e-5)
+    first = training.Trainer(run, tmp_path / "student").fit()
+    assert first.step == run.num_steps
+    again = training.Trainer(training.build_run(run.config), tmp_path / "student").fit()
+    assert again.evaluation == first.evaluation
+    rows = [json.loads(line) for line in (tmp_path / "student" / "metrics.jsonl").open()]
+    assert {"train/teacher_loss", "train/teacher_agreement"} <= rows[0].keys()
+    assert not [leaf for leaf in jax.tree.leaves(first.state) if leaf.shape == (3, 3, 1, 4)]  # none of the teacher's
+
+
+def test_the_teachers_parameters_are_arguments_of_the_step(teacher_run):
+    run = training.build_run(taught_by(teacher_run[0]))
+    text = training.trace(run).lower().as_text()
+    kernel = np.asarray(teacher_run[1].state["params"]["stem"]["kernel"])
+    assert kernel.shape == (3, 3, 1, 4)
+    assert "tensor<3x3x1x4xf32>" in text.partition("func.func public @main")[2].partition("->")[0]
+
+
+def test_weights_of_timm_and_hugging_face_teach_by_path(tmp_path):
+    source = data.load_source("digits", "train", image_size=8)
+    facts = {"timm": {"architecture": "vit_tiny_patch16_224", "model_args": {"num_heads": 2}}}
+    facts["hugging_face"] = {"model_type": "vit", "num_attention_heads": 2, "layer_norm_eps": 1e-6}
+    mean, std = data.channel_statistics(source)
+    facts["timm"]["pretrained_cfg"] = {"mean": [0.5], "std": [0.5]}
+    model = make_model()
+    for names, config in facts.items():
+        folder = tmp_path / names
+        folder.mkdir()
+        interop.save_weights(model, folder / "model.safetensors", names=names)
+        (folder / "config.json").write_text(json.dumps(config))
+        run = training.build_run(taught_by(folder / "model.safetensors"))
+        images, _, taught = run.task.examples(jax.random.key(0), run.train_source.first(4))
+        seen = images if names == "hugging_face" else (images * np.array(std) + np.array(mean) - 0.5) / 0.5
+        np.testing.assert_allclose(taught, model(seen), rtol=1e-4, atol=1e-5)
+
+
+def test_a_teacher_that_cannot_teach_is_refused_in_one_message(teacher_run, tmp_path):
+    with pytest.raises(training.RunError, match="config.task.teacher: expected .* got nothing"):
+        training.build_run(taught_by(""))
+    with pytest.raises(training.RunError, match="expected the directory of a run"):
+        training.build_run(taught_by(tmp_path))
+    with pytest.raises(training.RunError, match="expected a safetensors file in .*none"):
+        training.build_run(taught_by(tmp_path / "none"))
+    with pytest.raises(training.RunError, match="teacher for images of 16 pixels, .* which saw 8"):
+        training.build_run(taught_by(teacher_run[0], **{"data.name": "fake", "data.image_size": 16}))
+    interop.save_weights(make_model(num_classes=7), tmp_path / "timm.safetensors", names="timm")
+    with pytest.raises(training.RunError, match="expected a head for 10 classes in .*: head.bias, head.kernel"):
+        training.build_run(taught_by(tmp_path / "timm.safetensors"))
+    interop.save_weights(make_model(), tmp_path / "own.safetensors")
+    with pytest.raises(training.RunError, match="take the directory of the run"):
+        training.build_run(taught_by(tmp_path / "own.safetensors"))
+    config = taught_by(teacher_run[0])
+    config.model.update(distilled=True, pooling="mean")
+    with pytest.raises(training.RunError, match="config.model.distilled: expected False without a class token"):
+        training.build_run(config)
