@@ -8,7 +8,7 @@ The argument after the colon is the data set, as of every experiment: experiment
 import ml_collections
 
 from adder_flax import models, settings
-from experiments import common
+from adder_flax.experiments import common
 
 
 def get_config(data: str | None = None) -> ml_collections.ConfigDict:

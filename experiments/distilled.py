@@ -10,7 +10,7 @@ its config.json beside it. Soft targets: --config.task.distillation=soft --confi
 import ml_collections
 
 from adder_flax import settings, tasks
-from experiments import common
+from adder_flax.experiments import common
 
 
 def get_config(data: str | None = None) -> ml_collections.ConfigDict:

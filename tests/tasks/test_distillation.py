@@ -10,7 +10,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from adder_flax import data, interop, models, settings, tasks, training
-from experiments import common
+from adder_flax.experiments import common
 from tests.training.tiny import TINY
 
 FACTS = tasks.ImageFacts((8, 8, 1), 10, (0.5,), (0.25,), False)
