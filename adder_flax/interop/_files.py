@@ -16,6 +16,7 @@ from adder_flax.interop._names import FORMATS, arrays_of, find, format_of, from_
 from adder_flax.interop._network import as_metadata, check_network, image_statistics, read_network
 from adder_flax.interop._positions import POSITIONS
 from adder_flax.interop._safetensors import open_weights
+from adder_flax.layers import Block, Identity
 from adder_flax.models import VisionTransformer
 from adder_flax.parameters import has_prototypes
 from adder_flax.text import printable
@@ -239,11 +240,22 @@ def _check_layers(model: nnx.Module, names: str) -> None:
             f"expected dense layers for weights in the names of {names}, got adder layers, whose weights mean "
             "something else; choose qkv_linear, proj_linear and mlp_linear 'dense', or the names of adder_flax"
         )
+    if names != "adder_flax" and not all(map(_is_published, model.blocks)):
+        raise ValueError(
+            f"expected projections, and LayerNorm in front of them, for weights in the names of {names}, got blocks "
+            "without; choose norm_position 'pre', qkv_linear and proj_linear 'dense', or the names of adder_flax"
+        )
     if names != "adder_flax" and len(model.patch_embed.stem):
         raise ValueError(
             f"expected patches cut from the image for weights in the names of {names}, got convolutions in front of "
             "them; leave out stem_channels, or choose the names of adder_flax"
         )
+
+
+def _is_published(block: Block) -> bool:
+    """Whether it is a block of ViT, whatever its score."""
+    linears = (block.attention.query, block.attention.out)
+    return block.norm_position == "pre" and not any(isinstance(linear, Identity) for linear in linears)
 
 
 def _channels(model: VisionTransformer) -> int:

@@ -54,7 +54,7 @@ _PATTERNS = {"timm": _TIMM, "hugging_face": _HUGGING_FACE_FILES, "transformers_5
 _WITH_TEACHER = ((r"^vit\.", "deit."), (r"^classifier\.", "cls_classifier."))
 # How the name of one array ends that no other format has.
 _TELLING = {
-    "adder_flax": "blocks.0.attention.query.kernel",
+    "adder_flax": "patch_embed.proj.kernel",
     "timm": "blocks.0.attn.qkv.weight",
     "hugging_face": "t.encoder.layer.0.attention.attention.query.weight",
     "transformers_5": "t.layers.0.attention.q_proj.weight",

@@ -1,8 +1,8 @@
 """What a transformer block is made of."""
 
-from adder_flax.layers._block import Block, report_block
+from adder_flax.layers._block import Block, check_norm_position, report_block
 from adder_flax.layers._dropout import Dropout, DropPath, drop_path_factors
-from adder_flax.layers._linear import AdderLinear, Linear, linear_class, report_adder
+from adder_flax.layers._linear import AdderLinear, Identity, Linear, check_identity, linear_class, report_adder
 from adder_flax.layers._mlp import Mlp, gelu
 from adder_flax.layers._patch_embed import PatchEmbed, image_to_patches, side_behind_stem
 from adder_flax.layers._stem import Halving, neighbourhoods
@@ -13,9 +13,12 @@ __all__ = [
     "DropPath",
     "Dropout",
     "Halving",
+    "Identity",
     "Linear",
     "Mlp",
     "PatchEmbed",
+    "check_identity",
+    "check_norm_position",
     "drop_path_factors",
     "gelu",
     "image_to_patches",

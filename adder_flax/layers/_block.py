@@ -1,4 +1,4 @@
-"""A pre-LayerNorm transformer block."""
+"""A transformer block."""
 
 import flax.nnx as nnx
 import jax.numpy as jnp
@@ -13,7 +13,10 @@ from adder_flax.settings import BlockSettings, keywords_of
 
 
 class Block(nnx.Module):
-    """x + attention(norm1(x)), then x + mlp(norm2(x)).
+    """x + attention(norm1(x)), then x + mlp(norm2(x)); or norm1(x + attention(x)), then norm2(x + mlp(x)).
+
+    The second, post-LayerNorm, is the block of Vaswani et al. (2017, https://arxiv.org/abs/1706.03762); the first,
+    pre-LayerNorm, trains without long warm-up (Xiong et al., 2020, https://arxiv.org/abs/2002.04745).
 
     Args:
       width: width of the tokens.
@@ -22,7 +25,8 @@ class Block(nnx.Module):
         mlp_ratio: hidden width of the MLP over `width`.
         score, score_options, scale, temperature, identity, key_block: see `MultiHeadAttention`.
         qkv_linear, proj_linear, mlp_linear: kind of the query/key/value projections, of the output projection and of
-          the MLP's layers, each "dense" or "adder".
+          the MLP's layers, each "dense" or "adder"; of the projections "identity" leaves out.
+        norm_position: "pre" or "post".
         adder_options: options of all adder layers, see `AdderLinear`.
         norm_epsilon: added to the variance in both LayerNorms.
         dropout_rate: dropout after the attention and in the MLP.
@@ -49,6 +53,8 @@ class Block(nnx.Module):
         rngs: nnx.Rngs,
     ):
         shared = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.norm_position = settings.norm_position
+        check_norm_position(settings.norm_position)
         self.norm1 = nnx.LayerNorm(width, epsilon=settings.norm_epsilon, **shared)
         self.attention = MultiHeadAttention(
             num_heads,
@@ -91,16 +97,25 @@ class Block(nnx.Module):
         """
         random = dict(deterministic=deterministic, rngs=rngs)
         factors = (None, None) if drop_path_factors is None else drop_path_factors
-        normalized = self.norm1(tokens)
-        attended = self.dropout(self.attention(normalized, mask=mask, **random), **random)
+        pre = self.norm_position == "pre"
+        looked_at = self.norm1(tokens) if pre else tokens
+        attended = self.dropout(self.attention(looked_at, mask=mask, **random), **random)
         between = tokens + self.drop_path(attended, factors=factors[0], **random)
-        transformed = self.mlp(self.norm2(between), **random)
+        between = between if pre else self.norm1(between)
+        transformed = self.mlp(self.norm2(between) if pre else between, **random)
         output = between + self.drop_path(transformed, factors=factors[1], **random)
-        report_block(tokens, normalized, output)
+        output = output if pre else self.norm2(output)
+        report_block(tokens, looked_at, output)
         return output
 
 
+def check_norm_position(position: str) -> None:
+    """Raises ValueError for an unknown place of LayerNorm."""
+    if position not in ("pre", "post"):
+        raise ValueError(f"expected norm_position 'pre' or 'post', got {position!r}; choose one of these.")
+
+
 def report_block(tokens: Array, normalized: Array, output: Array) -> None:
-    """Tells the `adder_flax.recorder` what enters a block, its attention, and what leaves it."""
+    """Tells the `adder_flax.recorder` what enters a block, what its attention looks at, and what leaves it."""
     arrays = {"tokens": tokens, "normalized": normalized, "output": output}
     recorder.report("block", arrays, branches=(("attention", ("norm1", "attention")), ("mlp", ("norm2", "mlp"))))

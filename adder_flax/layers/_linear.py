@@ -1,4 +1,4 @@
-"""The two kinds of linear layer: the multiplicative one and the adder (L1 distance) one."""
+"""The kinds of linear layer: the multiplicative one, the adder (L1 distance) one, and none at all."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -166,10 +166,51 @@ def _pushforward(params: dict[str, Array], rows: Array, v: dict[str, Array], **r
 kfac.register_layer(AdderLinear, "sums", _curvature)
 
 
+class Identity(nnx.Module):
+    """No layer, in the place of one: y = x. For queries, keys and values that are the tokens themselves.
+
+    Args:
+      in_features, out_features: equal.
+      use_bias, param_dtype, rngs: of a layer; not needed here.
+      dtype: of the result; None for that of the input.
+
+    Raises:
+      ValueError: another width behind than in front.
+
+    >>> Identity(8, 8)(jnp.ones((2, 5, 8))).shape
+    (2, 5, 8)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = False,
+        dtype: jnp.dtype | None = None,
+        param_dtype: jnp.dtype = jnp.float32,
+        rngs: nnx.Rngs | None = None,
+    ):
+        check_identity(in_features, out_features)
+        self.dtype = dtype
+
+    def __call__(self, inputs: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
+        return inputs if self.dtype is None else inputs.astype(self.dtype)
+
+
+def check_identity(in_features: int, out_features: int) -> None:
+    """Raises ValueError where the identity is to change a width."""
+    if in_features != out_features:
+        raise ValueError(
+            f"expected as many features behind the identity as in front of it, got {in_features} and {out_features}; "
+            "choose a layer 'dense' or 'adder' there."
+        )
+
+
 def linear_class(
     kind: str, adder_options: AdderSettings | Mapping[str, Any] | None = None
 ) -> Callable[..., nnx.Module]:
-    """What makes a linear layer of this kind, "dense" or "adder"; `adder_options` go to `AdderLinear`.
+    """What makes a linear layer of this kind, "dense", "adder" or "identity"; `adder_options` go to `AdderLinear`.
 
     >>> linear_class("adder", {"hardtanh_slope": 4.0})(8, 4, rngs=nnx.Rngs(0)).hardtanh_slope
     4.0
@@ -179,4 +220,6 @@ def linear_class(
     if kind == "adder":
         options = vars(adder_options) if isinstance(adder_options, AdderSettings) else adder_options or {}
         return functools.partial(AdderLinear, **options)
-    raise ValueError(f"expected a linear layer 'dense' or 'adder', got {kind!r}; choose one of these.")
+    if kind == "identity":
+        return Identity
+    raise ValueError(f"expected a linear layer 'dense', 'adder' or 'identity', got {kind!r}; choose one of these.")

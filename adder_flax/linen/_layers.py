@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from adder_flax import ops
 from adder_flax.attention import LAYER_NORM_EPSILON
 from adder_flax.layers import (
+    check_identity,
     drop_path_factors,
     gelu,
     image_to_patches,
@@ -103,14 +104,33 @@ class AdderLinear(nn.Module):
         return outputs.reshape(*inputs.shape[:-1], self.features)
 
 
+class Identity(nn.Module):
+    """Linen form of `adder_flax.layers.Identity`: no layer, in the place of one.
+
+    >>> Identity(8).apply({}, jnp.ones((2, 5, 8))).shape
+    (2, 5, 8)
+    """
+
+    features: int
+    use_bias: bool = False
+    dtype: jnp.dtype | None = None
+    param_dtype: jnp.dtype = jnp.float32
+
+    def __call__(self, inputs: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
+        check_identity(inputs.shape[-1], self.features)
+        return inputs if self.dtype is None else inputs.astype(self.dtype)
+
+
 def linear_class(kind: str, adder_options: AdderSettings | Mapping[str, Any] | None = None) -> Callable[..., nn.Module]:
-    """Linen form of `adder_flax.layers.linear_class`: what makes a layer of kind "dense" or "adder"."""
+    """Linen form of `adder_flax.layers.linear_class`: what makes a layer of a kind."""
     if kind == "dense":
         return Linear
     if kind == "adder":
         options = vars(adder_options) if isinstance(adder_options, AdderSettings) else adder_options or {}
         return functools.partial(AdderLinear, **options)
-    raise ValueError(f"expected a linear layer 'dense' or 'adder', got {kind!r}; choose one of these.")
+    if kind == "identity":
+        return Identity
+    raise ValueError(f"expected a linear layer 'dense', 'adder' or 'identity', got {kind!r}; choose one of these.")
 
 
 class Mlp(nn.Module):

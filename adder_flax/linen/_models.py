@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from adder_flax.layers import report_block
+from adder_flax.layers import check_norm_position, report_block
 from adder_flax.linen._attention import MultiHeadAttention
 from adder_flax.linen._layers import DropPath, Linear, Mlp, PatchEmbed, TakesKeywords, linear_class
 from adder_flax.models import embed_positions
@@ -57,11 +57,15 @@ class Block(TakesKeywords):
             **shared,
             name="mlp",
         )
-        normalized = norm("norm1")(tokens)
-        attended = attention(normalized, mask=mask, deterministic=deterministic)
+        check_norm_position(settings.norm_position)
+        pre, norm1, norm2 = settings.norm_position == "pre", norm("norm1"), norm("norm2")
+        looked_at = norm1(tokens) if pre else tokens
+        attended = attention(looked_at, mask=mask, deterministic=deterministic)
         between = tokens + drop_path(nn.Dropout(settings.dropout_rate)(attended, deterministic=deterministic))
-        output = between + drop_path(mlp(norm("norm2")(between), deterministic=deterministic))
-        report_block(tokens, normalized, output)
+        between = between if pre else norm1(between)
+        output = between + drop_path(mlp(norm2(between) if pre else between, deterministic=deterministic))
+        output = output if pre else norm2(output)
+        report_block(tokens, looked_at, output)
         return output
 
 

@@ -14,6 +14,7 @@ DEIT_SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
 _DROP_RATE = Number(0, 1, "[)")
 _GRADIENT = Choice("sign", "full", "hardtanh")
 _LINEAR = Choice("dense", "adder")
+_PROJECTION = Choice("dense", "adder", "identity")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +83,21 @@ class BlockSettings:
 
     mlp_ratio: float = setting(4.0, Number(0, 64, "(]"), "hidden width of the MLPs over the width")
     attention: AttentionSettings = section(AttentionSettings, inline=True)
-    qkv_linear: str = setting("dense", _LINEAR, "layers that make queries, keys and values")
-    proj_linear: str = setting("dense", _LINEAR, "layers behind the attention")
+    qkv_linear: str = setting(
+        "dense", _PROJECTION, "layers that make queries, keys and values; identity: all three are what comes in"
+    )
+    proj_linear: str = setting("dense", _PROJECTION, "layers behind the attention; identity: none")
     mlp_linear: str = setting("dense", _LINEAR, "layers of the MLPs")
     adder_options: AdderSettings | Mapping[str, Any] = section(AdderSettings)
     norm_epsilon: float = setting(
         1e-6,
         Number(0, 1e-2, "(]"),
         "of the LayerNorms in front of attention, MLP and head; Hugging Face's have 1e-12",
+    )
+    norm_position: str = setting(
+        "pre",
+        Choice("pre", "post"),
+        "LayerNorm in front of attention and MLP, or behind the sum of each with what goes in",
     )
     dropout_rate: float = setting(0.0, _DROP_RATE, "of embeddings, after attention and in the MLPs", data="if on")
     attention_dropout_rate: float = setting(0.0, _DROP_RATE, "of attention weights", data="if on")

@@ -59,12 +59,19 @@ def test_arms_are_all_combinations_and_have_their_baselines():
     read(RunSettings, config)
 
 
-@pytest.mark.parametrize("name", ["compare_mechanisms", "compare_adder"])
-@pytest.mark.parametrize("data", [None, "cifar10"])
-def test_the_comparisons_among_the_experiments_can_be_read(name, data):
+@pytest.mark.parametrize(
+    ("name", "data", "arms"),
+    [
+        *(("compare_mechanisms", data, 6) for data in (None, "fashion_mnist", "cifar10")),
+        *(("compare_adder", data, 12) for data in (None, "cifar10")),
+        ("compare_sphere", None, 4),
+        ("compare_g2p", None, 5),
+    ],
+)
+def test_the_comparisons_among_the_experiments_can_be_read(name, data, arms):
     plan = Plan(importlib.import_module(f"experiments.{name}").get_config(data))
     configs = {str(plan.cell(arm, FINAL, 0, {}).config) for arm in plan.arms.values()}
-    assert len(configs) == len(plan.arms) > 5
+    assert len(configs) == len(plan.arms) == arms
 
 
 def test_tuning_has_seeds_of_its_own():

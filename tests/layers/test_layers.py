@@ -170,6 +170,25 @@ def test_adder_block_equals_the_formula():
     np.testing.assert_allclose(run(block, rows(3, 5, 8)), block_formula(block, rows(3, 5, 8)), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("position", ["pre", "post"])
+def test_a_block_without_projections_equals_the_papers_formula(position):
+    """softmax(X Xᵀ/√d) X with X = LN(tokens), section 3.2 of the Brownian paper; or LayerNorm behind the sums."""
+    options = dict(qkv_linear="identity", proj_linear="identity", norm_position=position)
+    block = randomised(lambda: layers.Block(8, 1, mlp_ratio=2.0, **options, rngs=nnx.Rngs(0)))
+    p, tokens = parameters(block), rows(3, 5, 8).astype(np.float64)
+    norms = [lambda x, name=name: layer_norm(x, p[name]) for name in ("norm1", "norm2")]
+    same = lambda x: x
+    (before1, before2), (behind1, behind2) = (norms, (same, same)) if position == "pre" else ((same, same), norms)
+    x = before1(tokens)
+    weights = np.exp(x @ x.swapaxes(1, 2) / np.sqrt(8))
+    between = behind1(tokens + weights / weights.sum(-1, keepdims=True) @ x)
+    fc1, fc2 = p["mlp"]["fc1"], p["mlp"]["fc2"]
+    hidden = gelu(before2(between) @ fc1["kernel"] + fc1["bias"])
+    expected = behind2(between + hidden @ fc2["kernel"] + fc2["bias"])
+    np.testing.assert_allclose(run(block, rows(3, 5, 8)), expected, rtol=1e-4, atol=1e-4)
+    assert not nnx.to_pure_dict(nnx.state(block.attention, nnx.Param))
+
+
 @pytest.mark.slow
 def test_block_drops_its_branches():
     block = randomised(lambda: layers.Block(8, 2, drop_path_rate=0.5, dropout_rate=0.1, rngs=nnx.Rngs(0)))
@@ -201,7 +220,9 @@ def test_kinds_of_linear_layers_are_chosen_apart():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: layers.linear_class("sparse"), "expected a linear layer 'dense' or 'adder', got 'sparse'"),
+        (lambda: layers.linear_class("sparse"), "expected a linear layer 'dense', 'adder' or 'identity', got 'sparse'"),
+        (lambda: layers.Identity(2, 3), "as many features behind the identity as in front of it, got 2 and 3"),
+        (lambda: layers.Block(8, 2, norm_position="mid", rngs=nnx.Rngs(0)), "'pre' or 'post', got 'mid'"),
         (lambda: layers.AdderLinear(2, 3, norm="batch", rngs=nnx.Rngs(0)), "norm 'layernorm' or None, got 'batch'"),
         (lambda: layers.AdderLinear(2, 3, rngs=nnx.Rngs(0))(jnp.ones((1, 4))), r"with 2 features, got shape \(1, 4\)"),
         (lambda: layers.DropPath(1.0), r"drop path rate in \[0, 1\), got 1.0"),

@@ -64,6 +64,11 @@ PAIRS = dict(
         lambda: linen.Block(2, score="adder", **ADDER, adder_options={"norm": "layernorm"}),
         tokens,
     ),
+    post_norm_block=(
+        lambda: layers.Block(8, 1, qkv_linear="identity", norm_position="post", rngs=nnx.Rngs(0)),
+        lambda: linen.Block(1, qkv_linear="identity", norm_position="post"),
+        tokens,
+    ),
     vit=(
         lambda: models.VisionTransformer(**VIT, score=["dot", "bilinear"], pooling="mean", rngs=nnx.Rngs(0)),
         lambda: linen.VisionTransformer(**TINY, score=["dot", "bilinear"], pooling="mean"),
@@ -240,7 +245,9 @@ def test_errors_say_what_was_expected():
     for options, message in (
         (dict(num_heads=3), "width divisible by num_heads, got width 8 and 3"),
         (dict(score="laplace"), "expected a score among"),
-        (dict(qkv_linear="sparse"), "'dense' or 'adder', got 'sparse'"),
+        (dict(qkv_linear="sparse"), "'dense', 'adder' or 'identity', got 'sparse'"),
+        (dict(norm_position="mid"), "'pre' or 'post', got 'mid'"),
+        (dict(qkv_linear="identity", proj_linear="sparse"), "'identity', got 'sparse'"),
         (dict(pooling="max"), "'cls' or 'mean', got 'max'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -169,7 +169,7 @@ def test_score_per_block_and_identity():
         (dict(patch_size=3), "divisible by patch_size, got 4 x 4 pixels and patches of 3"),
         (dict(score="laplace"), "expected a score among .*gaussian, got 'laplace'"),
         (dict(score=["dot", "adder"]), "score to be one setting or a list of depth = 3, got a list of 2"),
-        (dict(mlp_linear="sparse"), "'dense' or 'adder', got 'sparse'"),
+        (dict(mlp_linear="sparse"), "'dense', 'adder' or 'identity', got 'sparse'"),
         (dict(pooling="max"), "pooling 'cls' or 'mean', got 'max'"),
         (dict(score=["dot", "dot", "adder"], scan_blocks=True), "scan_blocks expects blocks that are alike"),
         (dict(depth=0), "depth of at least 1, got 0"),
