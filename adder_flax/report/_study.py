@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 HOLDS = "holds"
 DOES_NOT_HOLD = "does not hold"
 NOT_MEASURED = "not measured"
+NOT_DECIDED = "not decided"
 
 TOLERANCE = 0.1
 """Below this share of its size a difference between two numbers of a model is not worth a "does not hold"."""
@@ -45,6 +46,8 @@ class Claim:
       number: the one number that decides, for tables.
       finding: the numbers behind the verdict, in a sentence.
       figure: name of the figure that shows it, if there is one.
+      margins: of a verdict on the difference of two trained models, the numbers that have to be positive for the claim
+        to hold; over several trainings their intervals decide. Empty for other verdicts.
     """
 
     name: str
@@ -54,6 +57,21 @@ class Claim:
     number: str
     finding: str
     figure: str = ""
+    margins: tuple[float, ...] = ()
+
+    def row(self) -> dict[str, str]:
+        """Returns the claim as a line of ``claims.csv``."""
+        return {**vars(self), "margins": " ".join(f"{margin:.6g}" for margin in self.margins)}
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, str]) -> "Claim":
+        """Returns the claim that a line of ``claims.csv`` has; those of earlier versions have no margins.
+
+        >>> claim = Claim("a", "paper", "It is so.", HOLDS, "1 > 0", "1 is larger than 0.", margins=(1.0, -0.5))
+        >>> Claim.from_row(claim.row()) == claim
+        True
+        """
+        return cls(**{**row, "margins": tuple(map(float, row.get("margins", "").split()))})
 
 
 @dataclasses.dataclass(frozen=True)

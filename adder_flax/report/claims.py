@@ -2,13 +2,15 @@
 
     python -m adder_flax.report.claims runs/adder_deit_tiny runs/deit_tiny runs/additive_deit_tiny
 
-Runs that differ only in their seed are counted together. Nothing is computed here: every number is in a report.
+Runs of one mechanism on one data set are counted together. Claims on the difference between two mechanisms are decided
+by the interval of that difference over the seeds; all else is in the reports.
 """
 
 import argparse
 import csv
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
@@ -17,8 +19,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from scipy import stats
+
 from adder_flax.extras import needs
-from adder_flax.report._study import NOT_MEASURED, Claim
+from adder_flax.report._study import DOES_NOT_HOLD, HOLDS, NOT_DECIDED, NOT_MEASURED, Claim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,18 +31,29 @@ class ModelReport:
     """The report of one run.
 
     Attributes:
-      mechanism: name of its attention score.
+      mechanism: name of its attention score, and that it goes without the identity map where others have it.
+      data: name of its data set.
+      size: number of blocks and their width.
       seed: of the run.
-      accuracy: of its last evaluation on the test split, nan if none is recorded.
+      split: on which it was evaluated along training.
+      accuracy: of its last evaluation there, nan if none is recorded.
       claims: by name.
       directory: of the report.
     """
 
     mechanism: str
+    data: str
+    size: tuple[int, int]
     seed: int
+    split: str
     accuracy: float
     claims: Mapping[str, Claim]
     directory: Path
+
+    @property
+    def workdir(self) -> Path:
+        """The directory of the run."""
+        return self.directory.parent
 
 
 def read_report(workdir: str | Path) -> ModelReport:
@@ -51,9 +67,24 @@ def read_report(workdir: str | Path) -> ModelReport:
     if not table.exists():
         raise FileNotFoundError(f"expected a report, {table}, found none; run main.py --mode=analyze on it first")
     with table.open(encoding="utf-8") as file:
-        claims = {row["name"]: Claim(**row) for row in csv.DictReader(file)}
+        claims = {row["name"]: Claim.from_row(row) for row in csv.DictReader(file)}
     config = json.loads((workdir / "config.json").read_text())
-    return ModelReport(config["model"]["score"], config["seed"], _accuracy(workdir), claims, table.parent)
+    model, of_data = config["model"], config["data"]
+    return ModelReport(
+        mechanism=_mechanism(model),
+        data=of_data["name"],
+        size=(model["depth"], model["width"]),
+        seed=config["seed"],
+        split="test" if of_data["eval_split"] == "eval" else of_data["eval_split"],
+        accuracy=_accuracy(workdir),
+        claims=claims,
+        directory=table.parent,
+    )
+
+
+def _mechanism(model: Mapping[str, Any]) -> str:
+    without = model["score"] == "adder" and model["identity"] == "off"
+    return model["score"] + (" without identity" if without else "")
 
 
 def _accuracy(workdir: Path) -> float:
@@ -66,7 +97,7 @@ def claims_table(reports: Sequence[ModelReport], figures: str = "images/claims")
     """The table as Markdown, one row a claim.
 
     Where models agree, a cell says so once; else it has a line for each mechanism. Over the seeds of a mechanism a
-    verdict is counted, and the number is that of the first.
+    verdict is counted, or decided by the interval of what decides it, and the number is that of the first.
 
     Args:
       reports: from :func:`read_report`; the first seed of each mechanism comes first.
@@ -77,14 +108,21 @@ def claims_table(reports: Sequence[ModelReport], figures: str = "images/claims")
     """
     if not reports:
         raise ValueError("expected at least one report, got none. Pass the directories of analysed runs.")
-    groups: dict[str, list[ModelReport]] = {}
-    for report in reports:
-        groups.setdefault(report.mechanism, []).append(report)
+    groups = _groups(reports)
     names = dict.fromkeys(name for report in reports for name in report.claims)
     lines = ["| claim | verdict | number | command | figure |", "|---|---|---|---|---|"]
     for name in names:
         lines.append(_row(name, groups, figures))
     return "\n".join(lines)
+
+
+def _groups(reports: Sequence[ModelReport]) -> dict[str, list[ModelReport]]:
+    """Reports by what the table calls their models: the mechanism, and the data set where there are several."""
+    several = len({report.data for report in reports}) > 1
+    groups: dict[str, list[ModelReport]] = {}
+    for report in reports:
+        groups.setdefault(report.mechanism + (f" on {report.data}" if several else ""), []).append(report)
+    return groups
 
 
 # Figures that no claim is decided by.
@@ -97,41 +135,78 @@ _GALLERY = {
 }
 
 
-def _gallery(report: ModelReport, figures: str = "images/claims") -> str:
+def _gallery(groups: Mapping[str, Sequence[ModelReport]], figures: str = "images/claims") -> str:
+    group, [report, *_] = next(iter(groups.items()))
     return "\n\n".join(
-        f"{text}, {report.mechanism}:\n\n![{text}]({figures}/{report.mechanism}-{name}.png)"
+        f"{text}, {group}:\n\n![{text}]({figures}/{_slug(group)}-{name}.png)"
         for name, text in _GALLERY.items()
         if (report.directory / "figures" / f"{name}.png").exists()
     )
 
 
+def _slug(group: str) -> str:
+    return re.sub(r"\W+", "_", group)
+
+
 def _row(name: str, groups: Mapping[str, Sequence[ModelReport]], figures: str) -> str:
-    found = {
-        mechanism: [report.claims[name] for report in group if report.claims[name].verdict != NOT_MEASURED]
-        for mechanism, group in groups.items()
-    }
-    found = {mechanism: claims for mechanism, claims in found.items() if claims}
-    claim = next(iter(found.values()))[0] if found else next(iter(groups.values()))[0].claims[name]
+    made = {group: [r.claims[name] for r in reports if name in r.claims] for group, reports in groups.items()}
+    found = {group: [claim for claim in claims if claim.verdict != NOT_MEASURED] for group, claims in made.items()}
+    found = {group: claims for group, claims in found.items() if claims}
+    claim = next(claims[0] for claims in (found or made).values() if claims)
     statement = f"**{claim.name}**: {claim.statement}<br>*{claim.source}*"
     figure = ""
     if claim.figure:
-        owner = next(mechanism for mechanism in found or groups)
-        figure = f"[{claim.figure}]({figures}/{owner}-{claim.figure}.png)"
+        owner = next(group for group in found or made)
+        figure = f"[{claim.figure}]({figures}/{_slug(owner)}-{claim.figure}.png)"
     cells = [
         statement,
-        _merged({mechanism: _verdict(claims) for mechanism, claims in found.items()}) or NOT_MEASURED,
-        _merged({mechanism: claims[0].number for mechanism, claims in found.items()}),
+        _merged({group: _counted(claims) for group, claims in found.items()}) or NOT_MEASURED,
+        _merged({group: claims[0].number for group, claims in found.items()}),
         ", ".join(found),
         figure,
     ]
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 
-def _verdict(claims: Sequence[Claim]) -> str:
-    counts = Counter(claim.verdict for claim in claims)
-    if len(counts) == 1:
-        return claims[0].verdict
-    return "; ".join(f"{verdict} ({count} of {len(claims)} seeds)" for verdict, count in counts.most_common())
+def _verdict(claims: Sequence[Claim]) -> str | None:
+    """The verdict on a claim over the seeds of a mechanism; None where they differ and no interval decides."""
+    intervals = _intervals(claims)
+    if any(low <= 0 <= high for low, high in intervals):
+        return NOT_DECIDED
+    if intervals and len({low > 0 for low, _ in intervals}) == 1:
+        return HOLDS if intervals[0][0] > 0 else DOES_NOT_HOLD
+    verdicts = {claim.verdict for claim in claims}
+    return verdicts.pop() if len(verdicts) == 1 else None
+
+
+def _counted(claims: Sequence[Claim]) -> str:
+    """The verdict, with the number of seeds that it rests on where these matter."""
+    verdict, seeds = _verdict(claims), len(claims)
+    if verdict is None:
+        counts = Counter(claim.verdict for claim in claims)
+        return "; ".join(f"{said} ({count} of {seeds} seeds)" for said, count in counts.most_common())
+    if seeds == 1:
+        return f"{verdict} (1 seed)" if verdict == NOT_DECIDED else verdict
+    if intervals := _intervals(claims):
+        return f"{verdict} ({seeds} seeds, margin {', '.join(f'{low:.3g} to {high:.3g}' for low, high in intervals)})"
+    return f"{verdict} ({seeds} of {seeds} seeds)"
+
+
+def _intervals(claims: Sequence[Claim]) -> list[tuple[float, float]]:
+    """Of each margin over the seeds; none where a report has none."""
+    return [_interval(margins) for margins in zip(*(claim.margins for claim in claims), strict=False)]
+
+
+def _interval(margins: Sequence[float], level: float = 0.95) -> tuple[float, float]:
+    """Student's interval of the mean of what seeds gave, the whole line for one seed.
+
+    >>> [round(end, 3) for end in _interval([1.0, 2.0, 3.0])]
+    [-0.484, 4.484]
+    """
+    if len(margins) < 2:
+        return -math.inf, math.inf
+    half = stats.t.ppf((1 + level) / 2, len(margins) - 1) * stats.sem(margins)
+    return float(np.mean(margins) - half), float(np.mean(margins) + half)
 
 
 def _merged(texts: Mapping[str, str]) -> str:
@@ -155,16 +230,17 @@ def write_claims(workdirs: Sequence[str | Path], out: str | Path) -> Path:
       ``out``.
     """
     reports, out = [read_report(workdir) for workdir in workdirs], Path(out)
-    parts = dict(models=_models(reports), commands=_commands(reports), tally=_tally(reports))
-    page = _PAGE.format(**parts, table=claims_table(reports), gallery=_gallery(reports[0]))
+    groups = _groups(reports)
+    parts = dict(models=_models(reports), commands=_commands(groups), tally=_tally(groups))
+    page = _PAGE.format(**parts, table=claims_table(reports), gallery=_gallery(groups))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
     images = out.parent / "images" / "claims"
     shutil.rmtree(images, ignore_errors=True)
     images.mkdir(parents=True)
-    for mechanism, figure in sorted(set(re.findall(r"\(images/claims/(\w+?)-([\w-]+)\.png\)", page))):
-        owner = next(report for report in reports if report.mechanism == mechanism)
-        _copy_small(owner.directory / "figures" / f"{figure}.png", images / f"{mechanism}-{figure}.png")
+    first = {_slug(group): of_group[0] for group, of_group in groups.items()}
+    for owner, figure in sorted(set(re.findall(r"\(images/claims/(\w+?)-([\w-]+)\.png\)", page))):
+        _copy_small(first[owner].directory / "figures" / f"{figure}.png", images / f"{owner}-{figure}.png")
     return out
 
 
@@ -178,34 +254,44 @@ def _copy_small(source: Path, target: Path) -> None:
 
 
 def _models(reports: Sequence[ModelReport]) -> str:
-    lines = ["| attention | seed | test accuracy |", "|---|---|---|"]
-    lines += [f"| {report.mechanism} | {report.seed} | {report.accuracy:.4f} |" for report in reports]
+    lines = ["| attention | data | blocks, width | seed | accuracy | of the split |", "|---|---|---|---|---|---|"]
+    for report in reports:
+        depth, width = report.size
+        lines.append(
+            f"| {report.mechanism} | {report.data} | {depth}, {width} | {report.seed} | {report.accuracy:.4f} | "
+            f"{report.split} |"
+        )
     return "\n".join(lines)
 
 
-def _tally(reports: Sequence[ModelReport]) -> str:
-    """How the claims stand, each by the first model that it was measured on."""
+def _tally(groups: Mapping[str, Sequence[ModelReport]]) -> str:
+    """How the claims stand, over all models that they were measured on."""
     kinds: Counter[str] = Counter()
-    for name in dict.fromkeys(name for report in reports for name in report.claims):
-        verdicts = [report.claims[name].verdict for report in reports if name in report.claims]
-        decided = set(verdicts) - {NOT_MEASURED}
-        kind = "not measured" if not decided else decided.pop() if len(decided) == 1 else "differ between models"
+    for name in dict.fromkeys(name for reports in groups.values() for report in reports for name in report.claims):
+        verdicts: set[str | None] = set()
+        for reports in groups.values():
+            claims = [report.claims[name] for report in reports if name in report.claims]
+            if measured := [claim for claim in claims if claim.verdict != NOT_MEASURED]:
+                verdicts.add(_verdict(measured))
+        [kind] = verdicts if len(verdicts) == 1 else [None if verdicts else NOT_MEASURED]
+        kind = "differ between models" if kind is None else kind
         kinds["hold under a condition" if kind.startswith("holds only") else kind] += 1
     return ", ".join(f"{count} {_PLURAL.get(kind, kind)}" for kind, count in kinds.most_common())
 
 
-_PLURAL = {"holds": "hold", "does not hold": "do not hold"}
-
-_EXPERIMENTS = {"adder": "adder_deit_tiny", "dot": "deit_tiny", "additive": "additive_deit_tiny"}
+_PLURAL = {HOLDS: "hold", DOES_NOT_HOLD: "do not hold", NOT_DECIDED: "are not decided"}
 
 
-def _commands(reports: Sequence[ModelReport]) -> str:
+def _commands(groups: Mapping[str, Sequence[ModelReport]]) -> str:
+    """How the first run of each mechanism was trained and analysed: differences are taken from the dot product's run
+    of the same data and seed."""
+    every = [report for reports in groups.values() for report in reports]
     lines = []
-    for mechanism in dict.fromkeys(report.mechanism for report in reports):
-        experiment = _EXPERIMENTS.get(mechanism, f"{mechanism}.py")
-        baseline = " --baseline=runs/deit_tiny" if mechanism == "adder" else ""
-        command = f"python main.py --mode=analyze --config=experiments/{experiment}.py{baseline}"
-        lines.append(f"- **{mechanism}**: `{command}`")
+    for group, [report, *_] in groups.items():
+        run = f"--config={report.workdir / 'config.json'} --workdir={report.workdir}"
+        dots = [r.workdir for r in every if (r.mechanism, r.data, r.seed) == ("dot", report.data, report.seed)]
+        baseline = f" --baseline={dots[0]}" if dots and report.mechanism.startswith("adder") else ""
+        lines.append(f"- **{group}**: `python main.py {run}`, then `python main.py --mode=analyze {run}{baseline}`")
     return "\n".join(lines)
 
 
@@ -215,12 +301,12 @@ Every row is a claim of one of three papers: *Adder Attention for Vision Transfo
 multiplicative attention*, *The Brownian motion in the transformer model*. Its verdict is computed from the numbers,
 which the report behind the command has in full. {tally}.
 
-Models: DeiT-Tiny (12 blocks, width 192) trained on scikit-learn's handwritten digits by the experiment of each
-mechanism (`python main.py --config=experiments/adder_deit_tiny.py`, then `--config.seed=1` and so on).
+The models; digits are scikit-learn's, of DeiT-Tiny's size (12 blocks, width 192) those of `experiments/*_deit_tiny.py`.
 
 {models}
 
-Commands, by the name that the table has for them:
+Commands for the first seed of each, by the name that the table has for them (`config.json` is what a run leaves of its
+configuration; an experiment file makes the same):
 
 {commands}
 
@@ -228,7 +314,9 @@ This page: `python -m adder_flax.report.claims` with the directories of these ru
 their own: `python -m experiments.xor_alignment` and `python -m experiments.second_order`.
 
 A number is "median (smallest to largest)" over blocks, images and heads unless it says what it is, and of the first
-seed; verdicts are counted over the seeds where these differ.
+seed. Verdicts are counted over the seeds. A claim on the difference between two mechanisms holds if the 95 % interval
+of its margin (Student's, over the seeds, each paired with the same seed of the other) is above zero, does not hold if
+it is below, and is not decided if it holds zero, as with one seed it always does.
 
 {table}
 

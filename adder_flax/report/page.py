@@ -124,7 +124,8 @@ def write_study(study: AnyStudy, out_dir: str | Path, *, families: Sequence[str]
     ]
     claims = [claim for found in sections.values() for claim in found.claims]
     table = out_dir / "claims.csv"
-    document.write_csv(table, {field: [getattr(claim, field) for claim in claims] for field in vars(claims[0])})
+    rows = [claim.row() for claim in claims]
+    document.write_csv(table, {field: [row[field] for row in rows] for field in rows[0]})
     page = out_dir / "report.html"
     page.write_text(_page(study, sections, out_dir), encoding="utf-8")
     return Report(page, claims, [*files, table, page])

@@ -14,7 +14,7 @@ from adder_flax.counting import count_operations
 from adder_flax.models import VisionTransformer
 from adder_flax.report import NOT_MEASURED, SecondOrderStep, page, write_report
 from adder_flax.report._families import ADDER, CLAIMS, register_claims
-from adder_flax.report._study import Findings, Study, observe
+from adder_flax.report._study import Claim, Findings, Study, observe
 from adder_flax.report.families import motion, proposition_1, second_order, theorem_1
 from adder_flax.report.families.energy import VARIANTS, deit_operations
 
@@ -74,7 +74,7 @@ def test_claims_are_many_distinct_and_decided(report):
 def test_claims_table_is_what_was_returned(report):
     with (report.page.parent / "claims.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert rows == [dataclasses.asdict(claim) for claim in report.claims]
+    assert [Claim.from_row(row) for row in rows] == report.claims
 
 
 def test_page_needs_no_network_and_its_links_lead_somewhere(report):

@@ -50,6 +50,7 @@ def _global_claim(study: Study) -> Claim:
         f"Mean entropy of the rows: adder {entropies[0]:.3f} nats, multiplicative {entropies[1]:.3f}; mean distance "
         f"that attention reaches: {reach[0]:.3f} and {reach[1]:.3f} patches.",
         "class-attention",
+        margins=(float(entropies[0] - entropies[1]), float(reach[0] - reach[1])),
     )
 
 

@@ -120,6 +120,7 @@ def _rank_claim(study: Study) -> Claim:
         f"Mean rank at f = 0.9 (identity taken off): adder {adder:.2f}, multiplicative {dot:.2f}; effective ranks "
         f"{effective[0]:.2f} and {effective[1]:.2f}, of {study.subject.maps[0].shape[-1]}.",
         "spectrum",
+        margins=(float((1 - TOLERANCE) * dot - adder),),
     )
 
 
