@@ -71,7 +71,9 @@ class CgFacSettings:
 class OptimizerSettings:
     """The optimizer, its schedule and its decay."""
 
-    name: str = setting("adamw", Text("the name of an optimizer"), "adamw, sgd, lbfgs, cg_fac or a registered one")
+    name: str = setting(
+        "adamw", Text("the name of an optimizer"), "adamw, muon, sgd, lbfgs, cg_fac or a registered one"
+    )
     learning_rate: float = setting(1e-3, _RATE, "peak of the schedule", data=True)
     final_learning_rate: float = setting(1e-5, _RATE, "end of the schedule, at the last step", data=True)
     warmup_epochs: float = setting(5.0, Number(0, 1e6), "linear rise from 0 to the peak, epochs", data=True)
@@ -79,7 +81,7 @@ class OptimizerSettings:
     b1: float = setting(0.9, _DECAY, "decay of Adam's mean of the gradients", data=True)
     b2: float = setting(0.999, _DECAY, "decay of Adam's mean of their squares", data=True)
     eps: float = setting(1e-8, Number(1e-30, 1), "added to Adam's denominator", data=True)
-    momentum: float = setting(0.9, _DECAY, "of sgd", data=True)
+    momentum: float = setting(0.9, _DECAY, "of sgd and muon", data=True)
     clip_norm: float | None = setting(1.0, _RATE_OR_OFF, "largest norm of all gradients together; 0 is off", data=True)
     adder_rate: float | None = setting(
         0.0, _RATE_OR_OFF, "AdderNet's η, the rate of adder weights; 0 is off", data=True

@@ -1,12 +1,14 @@
-"""Optimizers by name: AdamW, SGD and CG-FAC with warm-up, cosine decay, clipping, decoupled weight decay and AdderNet's
-rate; L-BFGS; and what `register_optimizer` adds."""
+"""Optimizers by name: AdamW, Muon, SGD and CG-FAC with warm-up, cosine decay, clipping, decoupled weight decay and
+AdderNet's rate; L-BFGS; and what `register_optimizer` adds."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jaxtyping import Array, Float
 
 import kfac
@@ -61,8 +63,8 @@ class OptimizerSpec(NamedTuple):
     facts: Any
     find_layers: Callable[[], kfac.Layers] | None
 
-    def mask(self, chosen: Callable[[Facts], bool]) -> Any:
-        """Returns the tree that is True where the facts of a parameter are as chosen."""
+    def mask(self, chosen: Callable[[Facts], Any]) -> Any:
+        """Returns the tree of what is chosen by the facts of each parameter."""
         return jax.tree.map(chosen, self.facts)
 
     @property
@@ -86,6 +88,33 @@ def _sgd(spec: OptimizerSpec) -> optax.GradientTransformation:
     c = spec.settings
     optimizer = optax.chain(
         optax.trace(decay=c.momentum),
+        optax.add_decayed_weights(c.weight_decay, mask=spec.decayed),
+        optax.scale_by_learning_rate(spec.learning_rate),
+    )
+    return optax.chain(*_gradient_stages(spec), optimizer)
+
+
+# Root mean square of Muon's steps per learning rate: about AdamW's, so that one learning rate serves both.
+_MUON_RMS = 0.2
+
+
+def _muon(spec: OptimizerSpec) -> optax.GradientTransformation:
+    """Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) for what inputs are multiplied with, its
+    steps scaled as by Liu et al. (2025, https://arxiv.org/abs/2502.16982, section 2.2); AdamW for all else, prototypes
+    of adder layers included, for whose distances an orthogonal step means nothing."""
+    c = spec.settings
+    # Of kernels with an axis of heads in front, as bilinear scores have, each head is a matrix.
+    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+    scale = lambda update: _MUON_RMS * max(update.shape[-2:]) ** 0.5 * update
+    muon = optax.chain(
+        optax.contrib.scale_by_muon(
+            beta=c.momentum, eps=c.eps, weight_dimension_numbers=functools.partial(jax.tree.map, lambda _: matrix)
+        ),
+        optax.stateless(lambda updates, params: jax.tree.map(scale, updates)),
+    )
+    adam = optax.scale_by_adam(b1=c.b1, b2=c.b2, eps=c.eps)
+    optimizer = optax.chain(
+        optax.partition({"weight": muon, "prototype": adam, "other": adam}, spec.mask(lambda facts: facts.role)),
         optax.add_decayed_weights(c.weight_decay, mask=spec.decayed),
         optax.scale_by_learning_rate(spec.learning_rate),
     )
@@ -163,6 +192,7 @@ def register_optimizer(name: str) -> Callable[[Callable], Callable]:
 register_optimizer("adamw")(_adamw)
 register_optimizer("cg_fac")(_cg_fac)
 register_optimizer("lbfgs")(_lbfgs)
+register_optimizer("muon")(_muon)
 register_optimizer("sgd")(_sgd)
 
 
