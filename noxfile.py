@@ -1,0 +1,52 @@
+"""Short commands for contributors: ``nox`` runs the quick checks, ``nox --list`` shows all of them."""
+
+import nox
+
+nox.options.sessions = ["lint", "types"]
+nox.options.reuse_existing_virtualenvs = True
+nox.options.default_venv_backend = "venv"
+
+SOURCES = ("adder_flax", "kfac", "experiments", "main.py")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Reads every file for mistakes and form."""
+    session.install("ruff>=0.8")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Checks the annotations of the public packages."""
+    session.install("-e", ".[all]", "pyright")
+    session.run("pyright")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Runs the tests named behind --, or all: nox -s tests -- tests/ops -x."""
+    session.install("-r", "requirements.txt", "-r", "requirements-test.txt")
+    session.run("python", "-m", "pytest", *(session.posargs or ["-n", "2"]))
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Builds the site into site/; with -- serve it is shown while it is written."""
+    session.install("-r", "docs/requirements.txt")
+    session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Builds the wheel and the source distribution and checks what is in them."""
+    session.install("build", "twine", "check-wheel-contents")
+    session.run("python", "-m", "build", "--outdir", "dist")
+    session.run("bash", "-c", "twine check --strict dist/* && check-wheel-contents dist/*.whl", external=True)
+
+
+@nox.session
+def ci(session: nox.Session) -> None:
+    """Runs what every change must pass."""
+    session.run(".ci/run", external=True)
