@@ -7,12 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from scipy.stats import qmc
 
-from adder_flax.extras import needs
 from adder_flax.settings import LogUniform, OneOf, Options
-
-with needs("train"):
-    from scipy.stats import qmc
 
 Values = Mapping[str, Any]
 Score = tuple[float, ...]

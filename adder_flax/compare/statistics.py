@@ -5,11 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float
-
-from adder_flax.extras import needs
-
-with needs("train"):
-    from scipy import stats
+from scipy import stats
 
 _RESAMPLES = 9999
 _CONFIDENCE = 0.95
