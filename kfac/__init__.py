@@ -19,8 +19,10 @@ from kfac._fisher import Likelihood as Likelihood
 from kfac._layers import Dense as Dense
 from kfac._layers import Generic as Generic
 from kfac._layers import L1Dense as L1Dense
+from kfac._layers import Readout as Readout
 from kfac._layers import Scale as Scale
 from kfac._options import Options as Options
+from kfac._plain import path_of as path_of
 from kfac._plain import scan as scan
 from kfac._plain import tap as tap
 from kfac._registry import register_layer as register_layer

@@ -126,7 +126,7 @@ class Layers:
 
     def _served_by(self, path: str, owner: dict[str, str]) -> str:
         if path not in owner:
-            name = next((n for n in self.skipped if path.startswith(n.split("#")[0] + "/")), None)
+            name = next((n for n in self.skipped if is_inside(path, n.split("#")[0])), None)
             return f"fallback ({self.skipped[name] if name else 'no layer met'})"
         block = self.blocks[owner[path]]
         kinds = dict.fromkeys(use.layer.kind for use in block.uses)

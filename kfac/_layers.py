@@ -259,6 +259,62 @@ class Scale(Dense):
 
 
 @dataclasses.dataclass(frozen=True)
+class Readout(Dense):
+    """y = φ(x)ᵀ W with features φ(x) that are too many to keep: vᵀ tanh(q + k) of every pair of a query and a key.
+
+    Products are exact, by ``fn`` and its pull-back. The Kronecker factor of the features, which needs only their second
+    moment, is that of a sample of them.
+
+    Attributes:
+      fn: (params, x) → y with one output on a last axis of its own, linear in the one parameter ``kernel``; hashable.
+      sample: x → features, shaped like y but for fewer of its positions and the features on the last axis; hashable.
+
+    >>> import jax.numpy as jnp
+    >>> pairs = lambda x: jnp.tanh(x[0][:, :, None] + x[1][:, None])
+    >>> layer = Readout(fn=lambda p, x: pairs(x) @ p["kernel"][:, None], sample=lambda x: pairs((x[0][:, :1], x[1])))
+    >>> x = jnp.ones((5, 4, 2)), jnp.ones((5, 3, 2))  # 4 · 3 pairs an example, and 1 · 3 in the sample
+    >>> params = {"kernel": jnp.ones(2)}
+    >>> layer(params, x).shape, layer.features(params, x).shape
+    ((5, 4, 3, 1), (5, 1, 3, 2))
+    """
+
+    fn: Callable[[Params, Any], Array] | None = None
+    sample: Callable[[Any], Array] | None = None
+
+    kind = "readout"
+
+    def __call__(self, params: Params, x: Any) -> Float[Array, "*batch outputs"]:
+        return self.fn(params, x)
+
+    def features(self, params: Params, x: Any) -> Float[Array, "*sample features"]:
+        """The sample, so large that its sum of squares is what that of all features is expected to be."""
+        sample = self.sample(x)
+        positions = jax.eval_shape(self.fn, params, x).size
+        return sample * (positions * sample.shape[-1] / sample.size) ** 0.5
+
+    def linearize(self, params: Params, x: Any) -> Any:
+        return x, params
+
+    def jvp(self, linearized: Any, v: Params, output: jax.ShapeDtypeStruct) -> Array:
+        x, _ = linearized
+        return self.fn(v, x)
+
+    def vjp(self, linearized: Any, z: Array) -> Params:
+        x, params = linearized
+        y, pullback = jax.vjp(lambda p: self.fn(p, x), params)
+        return pullback(z.astype(y.dtype))[0]
+
+    def framed(self, num_frames: int) -> Readout:
+        if num_frames == 0:
+            return self
+        sample = _Framed(self.sample, (0,), num_frames)
+        return dataclasses.replace(self, fn=_Framed(self.fn, (None, 0), num_frames), sample=sample)
+
+    def _rows(self, params: Params) -> int:
+        return params["kernel"].shape[0]
+
+
+@dataclasses.dataclass(frozen=True)
 class Generic:
     """Any layer y = f(params, x): the local Jacobian by automatic differentiation, under the layer's own rules.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,41 +13,71 @@ from kfac._capture import Adapter, current_capture, original_scan
 from kfac._layers import Dense, Generic
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from jaxtyping import Array, PyTree
 
 
-def tap(layer: Dense | Generic, params: dict[str, Array], x: Array, *, path: str) -> Array:
+def tap(
+    layer: Dense | Generic,
+    params: dict[str, Array],
+    x: PyTree[Array],
+    *,
+    path: str | Mapping[str, str],
+    y: Array | None = None,
+) -> Array:
     """Applies a layer of a plain function so that its curvature is captured.
 
     Outside of a capture it is ``layer(params, x)``.
 
     Args:
-      layer: ``kfac.Dense()``, ``kfac.L1Dense()``, ``kfac.Scale(fn=…)`` or ``kfac.Generic(fn)``.
+      layer: ``kfac.Dense()``, ``kfac.L1Dense()``, ``kfac.Scale(fn=…)``, ``kfac.Readout(fn=…)`` or ``kfac.Generic(fn)``.
       params: the layer's own parameters by role; for ``Dense`` these are ``kernel`` and optionally ``bias``.
       x: its input.
-      path: where ``params`` stands in the parameter tree that is differentiated, ``"encoder/fc1"``; a parameter
-        stacked for ``jax.lax.scan`` or ``jax.vmap`` has the same path as the whole stack.
+      path: where ``params`` stands in the parameter tree that is differentiated, ``"encoder/fc1"``, or the path of each
+        by role; a parameter stacked for ``jax.lax.scan`` or ``jax.vmap`` has the same path as the whole stack.
+      y: the layer's output, where it was computed in another way than by ``layer``.
 
     Returns:
       The layer's output.
+
+    Raises:
+      ValueError: a path that is not in the differentiated tree.
 
     >>> import jax.numpy as jnp
     >>> params = {"fc": {"kernel": jnp.ones((3, 2))}}
     >>> tap(Dense(), params["fc"], jnp.ones((1, 3)), path="fc").tolist()
     [[3.0, 3.0]]
     """
-    y = layer(params, x)
+    y = layer(params, x) if y is None else y
     capture = current_capture()
     if capture is None:
         return y
-    named = {role: (f"{path}/{role}" if path else role, jnp.shape(p), True) for role, p in params.items()}
-    for name, _, _ in named.values():
+    paths = path if isinstance(path, Mapping) else {role: f"{path}/{role}" if path else role for role in params}
+    for name in paths.values():
         if name not in capture.shapes:
             raise ValueError(
                 f"expected kfac.tap's path to name parameters of the differentiated tree, got {name!r}; "
                 f"it has {', '.join(sorted(capture.shapes)[:8])}, …"
             )
-    return capture.tap(path or "model", layer, x, y, named)
+    named = {role: (paths[role], jnp.shape(p), True) for role, p in params.items()}
+    return capture.tap(next(iter(paths.values())) if path is paths else path or "model", layer, x, y, named)
+
+
+def path_of(array: Array) -> str | None:
+    """Where an array stands in the tree that a capture in progress differentiates; None outside of one or for another.
+
+    It is known by its identity: what is computed from it, a cast or a slice, is another array.
+
+    >>> import jax.numpy as jnp, kfac
+    >>> params, found = {"fc": {"kernel": jnp.ones((3, 2))}}, []
+    >>> def loss_fn(params, x):
+    ...     found.append(path_of(params["fc"]["kernel"]))
+    ...     return (x @ params["fc"]["kernel"]).mean()
+    >>> layers = kfac.find_layers(loss_fn, params, jnp.ones((4, 3)))
+    >>> found, path_of(params["fc"]["kernel"])
+    (['fc/kernel'], None)
+    """
+    capture = current_capture()
+    return None if capture is None else capture.paths.get(id(array))
 
 
 def scan(f: Callable, init: Any, xs: Any = None, length: int | None = None, *args: Any, **kwargs: Any) -> Any:

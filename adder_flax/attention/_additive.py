@@ -4,14 +4,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+import kfac
 from adder_flax import ops
 from adder_flax.attention._attend import attend, attention_function
+from adder_flax.attention._curvature import project_heads, tap_heads
 from adder_flax.attention._dot import dot_scores
 from adder_flax.attention._registry import Score, ScoreParameter, register_score
 from adder_flax.settings import AdditiveOptions
 
 LAYER_NORM_EPSILON = 1e-6
 """Of every LayerNorm here: published ViT weights were trained with it."""
+
+# Pairs of an example from which the second moment of its hidden units is estimated: all of them up to 22 tokens.
+_MOST_PAIRS = 512
 
 
 def additive_hidden_dim(query_dim: int, key_dim: int) -> int:
@@ -40,14 +45,31 @@ def additive_scores(
     With `norm_scale` the sum W_q q + W_k k goes through LayerNorm first, whose scale is `norm_scale` and whose shift
     is b: it keeps tanh out of saturation however large the inputs are.
     """
-    dtype = query.dtype
-    query = jnp.matmul(query, query_kernel.astype(dtype))
-    key = jnp.matmul(key, key_kernel.astype(dtype))
     if norm_scale is not None:
-        return _normalized_scores(query, key, v, norm_scale, jnp.zeros_like(norm_scale) if bias is None else bias)
-    if bias is not None:
-        query = query + bias.astype(dtype)[..., None, :]
-    return ops.additive_scores(query, key, v)
+        shift = jnp.zeros_like(norm_scale) if bias is None else bias
+        query, key = project_heads(query, query_kernel), project_heads(key, key_kernel)
+        scores = _normalized_scores(query, key, v, norm_scale, shift)
+        own = {"v": v, "norm_scale": norm_scale} | ({} if bias is None else {"bias": bias})
+        return tap_heads(_NORMALIZED, own, (query, key), scores, per_head=v.ndim > 1)
+    query, key = project_heads(query, query_kernel, bias), project_heads(key, key_kernel)
+    scores = ops.additive_scores(query, key, v)
+    return tap_heads(_READOUT, {"kernel": v}, (query, key), scores, per_head=v.ndim > 1)
+
+
+def _pair_scores(parameters: dict[str, Array], pair: tuple[Array, Array]) -> Float[Array, "*batch query key 1"]:
+    return ops.additive_scores(*pair, parameters["kernel"])[..., None]
+
+
+def _sampled_units(pair: tuple[Array, Array]) -> Float[Array, "*batch sample key hidden"]:
+    """tanh(q + k) of every key with queries at equal distances, so many that a sample is large and yet cheap."""
+    query, key = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in pair)
+    step = -(-query.shape[-2] * key.shape[-2] // _MOST_PAIRS)
+    return jnp.tanh(query[..., ::step, None, :] + key[..., None, :, :])
+
+
+def _normalized_pair_scores(parameters: dict[str, Array], pair: tuple[Array, Array]) -> Array:
+    shift = parameters.get("bias", jnp.zeros_like(parameters["norm_scale"]))
+    return _normalized_scores(*pair, parameters["v"], parameters["norm_scale"], shift)[..., None]
 
 
 def _normalized_scores(query: Array, key: Array, v: Array, scale: Array, shift: Array) -> Array:
@@ -88,12 +110,15 @@ def additive_parameters(
         "query_kernel": ScoreParameter((num_heads, query_dim, hidden), projection),
         "key_kernel": ScoreParameter((num_heads, key_dim, hidden), projection),
         "bias": ScoreParameter((num_heads, hidden), jax.nn.initializers.zeros),
-        "v": ScoreParameter((num_heads, hidden), jax.nn.initializers.normal(hidden**-0.5)),
+        "v": ScoreParameter((num_heads, hidden), jax.nn.initializers.normal(hidden**-0.5), is_weight=True),
     }
     if layer_norm:
         parameters["norm_scale"] = ScoreParameter((num_heads, hidden), jax.nn.initializers.ones)
     return parameters
 
+
+_READOUT = kfac.Readout(fn=_pair_scores, sample=_sampled_units)
+_NORMALIZED = kfac.Generic(_normalized_pair_scores)
 
 # No scale: the score is bounded by ‖v‖₁ whatever the width, and v is learned.
 register_score(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from adder_flax import ops, recorder
+from adder_flax.attention._curvature import captures
 from adder_flax.attention._registry import Score, get_score, masked_softmax
 from adder_flax.settings import is_on
 
@@ -105,7 +106,9 @@ def attend(
     mask = _visible(mask, bias)
     map_is_wanted = return_weights or module is not None or recorder.listening("attention")
 
-    if key_block == "auto":
+    if captures(*arrays.values()):
+        key_block = None  # inside a block, nothing can be reported
+    elif key_block == "auto":
         key_block = _automatic_block(contract, key.shape[-2], rate)
 
     with _matmul_precision(precision):

@@ -1,10 +1,10 @@
 """Bilinear (general multiplicative) attention: s = qᵀ W k."""
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from adder_flax.attention._attend import attend, attention_function
+from adder_flax.attention._curvature import project_heads
 from adder_flax.attention._dot import dot_scores
 from adder_flax.attention._registry import Score, ScoreParameter, register_score
 
@@ -21,7 +21,7 @@ def bilinear_scores(
             f"bilinear scores expect a kernel of shape (query_dim, key_dim) = {(query.shape[-1], key.shape[-1])}, "
             f"got {kernel.shape[-2:]}; build it with the widths of this query and key."
         )
-    return dot_scores(jnp.matmul(query, kernel.astype(query.dtype)), key)
+    return dot_scores(project_heads(query, kernel), key)
 
 
 def bilinear_parameters(num_heads: int, query_dim: int, key_dim: int) -> dict[str, ScoreParameter]:
@@ -49,6 +49,7 @@ def bilinear_attention(
     Returns:
       (..., q_length, num_heads, value_dim), and the weights if `return_weights`.
 
+    >>> import jax.numpy as jnp
     >>> query, key = jnp.ones((2, 5, 3, 8)), jnp.ones((2, 7, 3, 4))
     >>> bilinear_attention(query, key, key, kernel=jnp.ones((3, 8, 4))).shape
     (2, 5, 3, 4)

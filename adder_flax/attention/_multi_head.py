@@ -101,7 +101,7 @@ class MultiHeadAttention(nnx.Module):
             name_axis(getattr(linear, "kernel", None), axis, "heads", parts)
 
         specs = contract.learned_parameters(num_heads, self.head_dim, self.head_dim, options)
-        self.score = nnx.Dict({n: nnx.Param(s.init(rngs.params(), s.shape, param_dtype)) for n, s in specs.items()})
+        self.score = nnx.Dict({n: s.as_param(s.init(rngs.params(), s.shape, param_dtype)) for n, s in specs.items()})
         self.log_temperature = nnx.data(None)
         if settings.temperature == "learned":
             self.log_temperature = nnx.Param(jnp.zeros((num_heads,), param_dtype))

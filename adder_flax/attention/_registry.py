@@ -7,10 +7,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from adder_flax.parameters import state_facts
 from adder_flax.registry import Registry
 from adder_flax.settings import SCORE_OPTIONS, Options, join
 
@@ -40,10 +42,23 @@ def masked_softmax(
 
 @dataclasses.dataclass(frozen=True)
 class ScoreParameter:
-    """A learned array of a score function: its shape, with the heads first, and its initialiser."""
+    """A learned array of a score function.
+
+    Attributes:
+      shape: with the heads first.
+      init: its initialiser.
+      is_weight: whether inputs are multiplied with it although its name does not end in ``kernel``: it is then no
+        less a weight to second-order optimizers, but is not decayed.
+    """
 
     shape: tuple[int, ...]
     init: Callable[..., Array]
+    is_weight: bool = False
+
+    def as_param(self, value: Array) -> nnx.Param:
+        """The parameter of an NNX module that has this value."""
+        parameter = nnx.Param(value)
+        return state_facts(parameter, role="weight", decay=False) if self.is_weight else parameter
 
 
 def _no_parameters(num_heads: int, query_dim: int, key_dim: int) -> dict[str, ScoreParameter]:

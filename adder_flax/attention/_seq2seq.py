@@ -53,7 +53,7 @@ class SequenceAttention(nnx.Module):
         self.settings = dataclasses.replace(settings, score_options=options, identity=False)
         specs = contract.learned_parameters(1, query_features, key_features, options)
         for name, spec in specs.items():
-            setattr(self, name, nnx.Param(spec.init(rngs.params(), spec.shape, param_dtype)[0]))
+            setattr(self, name, spec.as_param(spec.init(rngs.params(), spec.shape, param_dtype)[0]))
         self.parameter_names = tuple(specs)
         self.log_temperature = nnx.data(None)
         if settings.temperature == "learned":
@@ -86,7 +86,7 @@ class SequenceAttention(nnx.Module):
         attended = attend(
             *(x[..., None, :] for x in (query, key, value)),
             **vars(self.settings) | {"temperature": temperature},
-            parameters={name: getattr(self, name)[...][None] for name in self.parameter_names},
+            parameters={name: getattr(self, name)[...] for name in self.parameter_names},
             mask=None if mask is None else mask[..., None, :, :],
             bias=None if bias is None else bias[..., None, :, :],
             return_weights=return_weights,

@@ -1,0 +1,52 @@
+"""The learned arrays of scores as layers with curvature, for second-order optimizers: one lane for each head."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+import kfac
+
+
+def project_heads(
+    x: Float[Array, "*batch length in"],
+    kernel: Float[Array, "*#batch in out"],
+    bias: Float[Array, "*#batch out"] | None = None,
+) -> Float[Array, "*batch length out"]:
+    """x W + b with a matrix for each head where W has a leading axis; a dense layer to `kfac`."""
+    y = jnp.matmul(x, kernel.astype(x.dtype))
+    parameters = {"kernel": kernel}
+    if bias is not None:
+        y = y + bias.astype(x.dtype)[..., None, :]
+        parameters["bias"] = bias
+    return tap_heads(kfac.Dense(), parameters, x, y, per_head=kernel.ndim > 2)
+
+
+def tap_heads(
+    layer: kfac.Dense | kfac.Generic, parameters: dict[str, Array], x: Any, y: Array, *, per_head: bool
+) -> Array:
+    """Returns y, reported as what a layer makes of x, where `kfac` is looking for layers and knows the parameters.
+
+    Args:
+      layer: of one head; an output without features, such as scores, has one.
+      parameters: by role; heads first with `per_head`.
+      x: the layer's input, arrays (*batch, heads, length, width), without the heads unless `per_head`.
+      y: its output, likewise.
+      per_head: whether each head has parameters of its own.
+    """
+    paths = {role: kfac.path_of(parameter) for role, parameter in parameters.items()}
+    if None in paths.values():
+        return y
+
+    def report(parameters: dict[str, Array], x: Any, y: Array) -> Array:
+        if isinstance(layer, kfac.Dense) and not isinstance(layer, kfac.Readout):
+            return kfac.tap(layer, parameters, x, path=paths, y=y)
+        return kfac.tap(layer, parameters, x, path=paths, y=y[..., None])[..., 0]
+
+    return (jax.vmap(report, in_axes=(0, -3, -3), out_axes=-3) if per_head else report)(parameters, x, y)
+
+
+def captures(*parameters: Array) -> bool:
+    """Whether `kfac` is looking for layers and knows one of these arrays."""
+    return any(kfac.path_of(parameter) is not None for parameter in parameters)
