@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from adder_flax import ops, recorder
-from adder_flax.attention._curvature import captures
+from adder_flax.attention._curvature import KEY_BIASED, TEMPERED, captures, tap_heads
 from adder_flax.attention._registry import Score, get_score, masked_softmax
 from adder_flax.settings import is_on
 
@@ -31,6 +31,7 @@ def attend(
     key_bias: Float[Array, "..."] | None = None,
     scale: str | float | Array | None = None,
     temperature: float | Array = 1.0,
+    log_temperature: Float[Array, "..."] | None = None,
     identity: bool | None = None,
     dropout_rate: float | Array = 0.0,
     dropout_rng: Array | None = None,
@@ -60,6 +61,7 @@ def attend(
       scale: None for the score's own default, "sqrt_dim" for 1/√head_dim, "variance_matched" for one over the standard
         deviation of the score between unit-normal vectors, or a number.
       temperature: divides the scores; a number or one per head, positive.
+      log_temperature: logarithm of a learned temperature, a number or one per head, by which they are divided too.
       identity: whether to add the identity map; None for the score's own default.
       dropout_rate, dropout_rng: dropout of the map's weights (not of the identity map), off where `deterministic`; a
         rate that is no plain 0 may be traced.
@@ -102,11 +104,12 @@ def attend(
     arrays = {name: parameter for name, parameter in (parameters or {}).items() if parameter is not None}
     raw_scores = functools.partial(contract.raw_scores, options=score_options)
     factor = resolve_scale(contract, scale, key.shape[-1]) / _per_head(temperature)
+    cooling = 1.0 if log_temperature is None else _per_head(jnp.exp(-log_temperature))
     bias = _total_bias(bias, key_bias)
     mask = _visible(mask, bias)
     map_is_wanted = return_weights or module is not None or recorder.listening("attention")
 
-    if captures(*arrays.values()):
+    if captures(*arrays.values(), log_temperature, key_bias):
         key_block = None  # inside a block, nothing can be reported
     elif key_block == "auto":
         key_block = _automatic_block(contract, key.shape[-2], rate)
@@ -115,12 +118,17 @@ def attend(
         if key_block is not None and not map_is_wanted:
             output = _in_blocks(
                 contract, raw_scores, arrays, query, key, value,
-                scale=factor, bias=bias, mask=mask, is_causal=is_causal, identity=identity,
+                scale=factor * cooling, bias=bias, mask=mask, is_causal=is_causal, identity=identity,
                 dropout_rate=rate, dropout_key=dropout_rng, key_block=key_block,
             )  # fmt: skip
             return jnp.swapaxes(output, -2, -3)
         scores = raw_scores(query, key, arrays) * factor
+        if log_temperature is not None:
+            own, per_head = {"log_temperature": log_temperature}, log_temperature.ndim > 0
+            scores = tap_heads(TEMPERED, own, scores, scores * cooling, per_head=per_head)
         biased = scores if bias is None else scores + bias
+        if key_bias is not None:
+            biased = tap_heads(KEY_BIASED, {"key_bias": key_bias}, scores, biased, per_head=key_bias.ndim > 1)
         weights = contract.normalize(biased, _with_causal(mask, biased.shape) if is_causal else mask)
         arrays = {"query": query, "key": key, "scores": scores, "weights": weights}
         recorder.report("attention", arrays, score=contract.name, identity=identity)

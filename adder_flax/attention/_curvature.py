@@ -47,6 +47,21 @@ def tap_heads(
     return (jax.vmap(report, in_axes=(0, -3, -3), out_axes=-3) if per_head else report)(parameters, x, y)
 
 
-def captures(*parameters: Array) -> bool:
+def captures(*parameters: Array | None) -> bool:
     """Whether `kfac` is looking for layers and knows one of these arrays."""
     return any(kfac.path_of(parameter) is not None for parameter in parameters)
+
+
+def _tempered(parameters: dict[str, Array], scores: Float[Array, "*batch query key"]) -> Array:
+    return (scores * jnp.exp(-parameters["log_temperature"]))[..., None]
+
+
+def _key_biased(parameters: dict[str, Array], scores: Float[Array, "*batch query key"]) -> Array:
+    return (scores + parameters["key_bias"])[..., None]
+
+
+TEMPERED = kfac.Generic(_tempered)
+"""Scores of one head over a learned temperature."""
+
+KEY_BIASED = kfac.Generic(_key_biased)
+"""Scores of one head with a learned bias of each key."""

@@ -135,12 +135,12 @@ class MultiHeadAttention(nnx.Module):
             _project(self.query, inputs_q, self.num_heads),
             _project(self.key, inputs_k, self.num_kv_heads),
             _project(self.value, inputs_v, self.num_kv_heads),
-            **vars(self.settings) | {"temperature": self._temperature()},
+            **self.settings.options(value_of(self.log_temperature)),
             parameters={name: parameter[...] for name, parameter in self.score.items()},
             bias=bias,
             mask=mask,
             is_causal=is_causal,
-            key_bias=None if self.key_bias is None else self.key_bias[...],
+            key_bias=value_of(self.key_bias),
             dropout_rate=self.dropout_rate,
             dropout_rng=_dropout_key(self.dropout_rate, deterministic, rngs),
             broadcast_dropout=False,
@@ -153,8 +153,10 @@ class MultiHeadAttention(nnx.Module):
         """Takes another rate of dropout, which may be traced."""
         self.dropout_rate = as_attribute(rate)
 
-    def _temperature(self) -> float | Array:
-        return self.settings.temperature if self.log_temperature is None else jnp.exp(self.log_temperature[...])
+
+def value_of(parameter: nnx.Param | None) -> Array | None:
+    """Its array, by which `kfac` knows it, or None."""
+    return None if parameter is None else parameter[...]
 
 
 def _project(linear: nnx.Module, inputs: Array, num_heads: int) -> Array:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from adder_flax.attention._attend import attend
+from adder_flax.attention._multi_head import value_of
 from adder_flax.attention._registry import get_score
 from adder_flax.attention.checks import check_no_identity, check_temperature
 from adder_flax.settings import AttentionSettings, keywords_of
@@ -81,11 +82,9 @@ class SequenceAttention(nnx.Module):
           The context (*batch, q_length, value_features), and the alignment if `return_weights`.
         """
         value = key if value is None else value
-        log_temperature = self.log_temperature
-        temperature = self.settings.temperature if log_temperature is None else jnp.exp(log_temperature[...])
         attended = attend(
             *(x[..., None, :] for x in (query, key, value)),
-            **vars(self.settings) | {"temperature": temperature},
+            **self.settings.options(value_of(self.log_temperature)),
             parameters={name: getattr(self, name)[...] for name in self.parameter_names},
             mask=None if mask is None else mask[..., None, :, :],
             bias=None if bias is None else bias[..., None, :, :],

@@ -62,7 +62,7 @@ class MultiHeadAttention(TakesKeywords):
             query,
             key,
             value,
-            **vars(settings) | {"temperature": _temperature(self, settings.temperature, (self.num_heads,))},
+            **settings.options(_log_temperature(self, settings.temperature, (self.num_heads,))),
             parameters=self._score_parameters(settings, query.shape[-1], key.shape[-1]),
             bias=bias,
             mask=mask,
@@ -113,10 +113,10 @@ class MultiHeadAttention(TakesKeywords):
         return self.param("key_bias", nn.initializers.zeros, shape, self.param_dtype)
 
 
-def _temperature(module: nn.Module, temperature: float | str, shape: tuple[int, ...]) -> float | Array:
+def _log_temperature(module: nn.Module, temperature: float | str, shape: tuple[int, ...]) -> Array | None:
     if temperature != "learned":
-        return temperature
-    return jnp.exp(module.param("log_temperature", nn.initializers.zeros, shape, module.param_dtype))
+        return None
+    return module.param("log_temperature", nn.initializers.zeros, shape, module.param_dtype)
 
 
 class _SingleHeadAttention(TakesKeywords):
@@ -149,12 +149,12 @@ class _SingleHeadAttention(TakesKeywords):
         own = dict(score=score, score_options=options, identity=False)
         specs = get_score(score).learned_parameters(1, query.shape[-1], key.shape[-1], options)
         parameters = {
-            name: self.param(name, lambda rng, spec=spec: spec.init(rng, spec.shape, self.param_dtype)[0])[None]
+            name: self.param(name, lambda rng, spec=spec: spec.init(rng, spec.shape, self.param_dtype)[0])
             for name, spec in specs.items()
         }
         context, weights = attend(
             *(x[..., None, :] for x in (query, key, value)),
-            **vars(settings) | own | {"temperature": _temperature(self, settings.temperature, ())},
+            **settings.options(_log_temperature(self, settings.temperature, ())) | own,
             parameters=parameters,
             mask=None if mask is None else mask[..., None, :, :],
             bias=None if bias is None else bias[..., None, :, :],

@@ -66,6 +66,15 @@ class AttentionSettings:
         "attention in blocks of so many keys, in memory linear in the tokens; off builds the maps",
     )
 
+    def options(self, log_temperature: Any = None) -> dict[str, Any]:
+        """Options of `attend`, with the module's own parameter where the temperature is "learned".
+
+        >>> AttentionSettings(temperature="learned").options(0.5)["temperature"]
+        1.0
+        """
+        temperature = 1.0 if self.temperature == "learned" else self.temperature
+        return vars(self) | {"temperature": temperature, "log_temperature": log_temperature}
+
 
 @dataclasses.dataclass(frozen=True)
 class AdderSettings:

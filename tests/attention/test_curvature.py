@@ -27,12 +27,14 @@ def inputs(width=6):
 
 
 def multi_head(score, **options):
-    module = attention.MultiHeadAttention(2, 6, score=score, score_options=options, identity=False, rngs=nnx.Rngs(0))
+    own = dict(identity=False, temperature="learned", key_bias_length=KEYS)
+    module = attention.MultiHeadAttention(2, 6, score=score, score_options=options, **own, rngs=nnx.Rngs(0))
     return module, lambda m, q, k: m(q, k)
 
 
 def sequence(score, **options):
-    module = attention.SequenceAttention(6, 6, score=score, score_options=options, rngs=nnx.Rngs(0))
+    own = dict(temperature="learned", rngs=nnx.Rngs(0))
+    module = attention.SequenceAttention(6, 6, score=score, score_options=options, **own)
     return module, lambda m, q, k: m(q, k)
 
 
@@ -65,7 +67,7 @@ def test_products_and_coverage(make, score, options):
 
 
 def test_linen_parameters_are_known_by_identity_too():
-    module = linen.MultiHeadAttention(num_heads=2, score="additive", identity=False)
+    module = linen.MultiHeadAttention(num_heads=2, score="bilinear", identity=False, temperature="learned")
     query, key = inputs()
     params = jax.tree.map(lambda p: p.astype(jnp.float64), nn.unbox(module.init(jax.random.key(0), query, key)))
     report = kfac.verify(lambda p, q, k: (module.apply(p, q, k) ** 2).sum((1, 2)).mean(), params, query, key)
@@ -76,9 +78,12 @@ def test_linen_parameters_are_known_by_identity_too():
 def test_nothing_is_reported_from_blocks_of_keys():
     loss_fn, params = loss_of(*multi_head("additive"))
     blocked, _ = loss_of(
-        attention.MultiHeadAttention(2, 6, score="additive", key_block=2, identity=False, rngs=nnx.Rngs(0)),
+        attention.MultiHeadAttention(
+            2, 6, score="additive", key_block=2, identity=False, temperature="learned", key_bias_length=KEYS,
+            rngs=nnx.Rngs(0),
+        ),
         lambda m, q, k: m(q, k),
-    )
+    )  # fmt: skip
     assert kfac.find_layers(blocked, params, *inputs()).coverage == 1.0
     np.testing.assert_allclose(blocked(params, *inputs()), loss_fn(params, *inputs()), rtol=1e-12)
 
@@ -101,7 +106,8 @@ def test_factors_of_the_vector_that_reads_hidden_units():
 
     # The cotangent of scores by finite differences of each example's own loss.
     def loss_of_scores(scores):
-        weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+        cooled = np.exp(scores / np.exp(params["log_temperature"]))
+        weights = cooled / cooled.sum(-1, keepdims=True)
         return ((weights @ np.asarray(key)) ** 2).sum((1, 2))
 
     scores, gradients, step = (units @ np.asarray(params["v"])).reshape(BATCH, QUERIES, KEYS), 0.0, 1e-5
