@@ -82,3 +82,19 @@ def test_a_key_block_that_is_none_is_refused(setting):
     source = load_source("fake", "train", image_size=config.data.image_size, num_classes=10)
     with pytest.raises(SettingsError, match="config.model.key_block: expected 'auto', 'off' or an integer from 1"):
         vit(read(RunSettings, config).model, source)
+
+
+def test_the_fast_recipes_differ_in_their_layers_alone():
+    """Convolutions, then 8 × 8 tokens, in either kind of layer."""
+    own, twin = (importlib.import_module(f"experiments.{name}cifar10_fast").get_config() for name in ("", "adder_"))
+    kinds = {"score", "qkv_linear", "proj_linear", "mlp_linear", "stem_linear"}
+    flat = [config.to_dict() for config in (own, twin)]
+    differ = {name for name in flat[0]["model"] if flat[0]["model"][name] != flat[1]["model"][name]}
+    assert differ == kinds
+    assert {twin.model[name] for name in kinds} == {"adder"}
+    assert {name: section for name, section in flat[0].items() if name != "model"} == {
+        name: section for name, section in flat[1].items() if name != "model"
+    }
+    source = load_source("fake", "train", image_size=32, num_classes=10)
+    model = nnx.eval_shape(lambda: vit(read(RunSettings, twin).model, source))
+    assert model.pos_embed.shape == (1, 64, 128)

@@ -1,0 +1,98 @@
+"""Differences that are planted, and those that are not: what the page says of records whose scores are made up."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from adder_flax.compare import Comparison, Record, write_results
+from adder_flax.compare.table import rows_of
+from tests.compare.tiny import make_config
+
+RATE = "optimizer.learning_rate"
+ARMS = {"arm": {"dot": {}, "additive": {"model": {"score": "additive"}}}}
+
+
+def fill(comparison, score):
+    """Finishes every cell without running it: ``score(cell)`` is its accuracy."""
+    arms = comparison.plan.arms.values()
+    while cells := [cell for arm in arms for cell in comparison.open_cells(arm)]:
+        for cell in cells:
+            comparison.records.put(cell, _record(cell, score(cell)))
+
+
+def _record(cell, accuracy):
+    scores = {"accuracy": accuracy, "loss": 1 - accuracy}
+    facts = ("parameters", "multiplications", "additions", "joules", "step_operations", "step_joules")
+    return Record(
+        arm=cell.arm.name,
+        levels=dict(cell.arm.levels),
+        phase=cell.phase,
+        seed=cell.seed,
+        values=dict(cell.values),
+        config=json.loads(cell.config.to_json()),
+        steps=8,
+        diverged=None,
+        validation=scores,
+        test=scores if cell.phase == "final" else {},
+        curve={"step": [8], "accuracy": [accuracy]},
+        facts=dict.fromkeys(facts, 1.0),
+        seconds={"step": 0.1, "run": 1.0},
+        machine={"processor": "none", "cores": 1, "device": "1 × none"},
+        versions={"python": "3"},
+        date="2026-01-01",
+    )
+
+
+def valley(optima):
+    """Accuracies that are best at a learning rate of each arm."""
+
+    def score(cell):
+        distance = abs(math.log10(cell.values[RATE] / optima[cell.arm.name]))
+        return 0.9 - 0.1 * distance - 0.001 * (cell.seed % 7)
+
+    return score
+
+
+@pytest.mark.parametrize("extensions", [0, 3])
+def test_an_arm_that_lacks_the_better_half_of_the_grid_is_best_at_the_edge(extensions, tmp_path):
+    """With nothing beyond the range; where it may grow, it does until the best lies inside."""
+    search = {"optimizer": {"learning_rate": ("log", 1e-3, 1e-2)}}
+    fields = dict(factors=ARMS, baseline={"arm": "dot"}, search=search, trials=6, extensions=extensions, seeds=2)
+    comparison = Comparison(make_config(**fields), tmp_path)
+    fill(comparison, valley({"dot": 3e-3, "additive": 3e-2}))
+    write_results(comparison)
+    page = (tmp_path / "results" / "results.md").read_text()
+    said = f"Best at the edge: {RATE} of additive; what lies beyond was not tried."
+    assert (said in page) == (extensions == 0)
+    assert page.count("Best at the edge") == page.count(said)
+    if extensions:
+        additive = next(row for row in rows_of(comparison) if row.arm.name == "additive")
+        assert 1.5e-2 < additive.tuning.best[RATE] < 6e-2
+
+
+def test_of_identical_arms_every_interval_holds_zero(tmp_path):
+    """Twenty comparisons: the runner gives paired seeds the same numbers, whatever they are."""
+    same = {"arm": {"dot": {}, "again": {}}}
+    for repetition in range(20):
+        config = make_config(factors=same, baseline={"arm": "dot"}, seeds=6)
+        comparison = Comparison(config, tmp_path / str(repetition))
+        accuracies = np.random.default_rng(repetition).uniform(0.6, 0.9, 6)
+        fill(comparison, lambda cell, accuracies=accuracies: float(accuracies[cell.seed]))
+        [_, again] = rows_of(comparison)
+        assert again.pairs == 6
+        assert again.difference.low <= 0 <= again.difference.high
+        assert again.difference.p_value == 1
+
+
+def test_a_planted_difference_is_found_and_its_interval_holds_it(tmp_path):
+    """Of 0.02 in every one of six seeds that differ by far more among themselves: p = 2/64."""
+    comparison = Comparison(make_config(factors=ARMS, baseline={"arm": "dot"}, seeds=6), tmp_path)
+    rng = np.random.default_rng(0)
+    base, noise = rng.uniform(0.5, 0.9, 6), rng.normal(scale=0.002, size=6)
+    fill(comparison, lambda c: float(base[c.seed] + (0.02 + noise[c.seed]) * (c.arm.name == "additive")))
+    [_, additive] = rows_of(comparison)
+    assert additive.difference.low < 0.02 < additive.difference.high
+    assert additive.difference.high - additive.difference.low < 0.01
+    assert additive.difference.p_value == pytest.approx(2 / 64)
