@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from kfac._blocks import Block
 from kfac._costs import prefers_dual
 from kfac._curvature import Curvature
 from kfac._options import Options
+from kfac._sharing import over_devices
 from kfac._solver import Solution
 from kfac._state import Averages, CGFacState
 from kfac._systems import Form, System
@@ -144,9 +146,21 @@ def solve(problem: Problem, warm: Vectors | None, options: Options) -> dict[str,
         names = [block.name for block in system.blocks]
         stack = lambda vectors, names=names: jax.tree.map(lambda *a: jnp.concatenate(a), *(vectors[n] for n in names))
         x0 = None if warm is None else stack(warm)
-        solution = _solve_system(system, stack(problem.b), stack(problem.gamma), x0, options)
+        solution = _share(system, stack(problem.b), stack(problem.gamma), x0, options)
         solved |= dict(zip(names, system.split(solution), strict=True))
     return solved
+
+
+def _share(system: System, b: tuple, gamma: Array, x0: tuple | None, options: Options) -> Solution:
+    """Solves a system; of factors, which no batch divides among devices, each device solves for some lanes."""
+    if system.form.name != "factors":
+        return _solve_system(system, b, gamma, x0, options)
+
+    def solve_lanes(params: tuple, state: tuple, inverses: tuple, *vectors: Any) -> Solution:
+        part = dataclasses.replace(system, params=params, state=state, inverses=inverses)
+        return _solve_system(part, *vectors, options)
+
+    return over_devices(solve_lanes, system.params, system.state, system.inverses, b, gamma, x0)
 
 
 def _solve_system(system: System, b: tuple, gamma: Array, x0: tuple | None, options: Options) -> Solution:

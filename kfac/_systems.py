@@ -13,6 +13,7 @@ from kfac import _blocks as blocks
 from kfac import _solver as solver
 from kfac._blocks import Block
 from kfac._curvature import Curvature
+from kfac._sharing import over_devices
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
@@ -123,14 +124,17 @@ class System:
 
         Source: Martens & Grosse (2015), section 6.3.
         """
-        use, (left, right) = self.program[0], self.state
-        left = jax.vmap(lambda p, left: use.layer.mean_left(use.own(p), left))(self.params, left)
-        root = jnp.sqrt(jnp.concatenate([gamma[block.name] for block in self.blocks]))
-        mean = lambda m: jnp.trace(m, axis1=1, axis2=2) / m.shape[-1]
-        tiny = jnp.finfo(left.dtype).tiny
-        pi = jnp.sqrt(jnp.maximum(mean(left), tiny) / jnp.maximum(mean(right), tiny))
-        inverses = _damped_inverse(left, root * pi), _damped_inverse(right, root / pi)
+        gamma = jnp.concatenate([gamma[block.name] for block in self.blocks])
+        inverses = over_devices(self._damped_inverses, self.params, self.state, gamma)
         return {block.name: part for block, part in zip(self.blocks, self.split(inverses), strict=True)}
+
+    def _damped_inverses(self, params: Lanes, factors: tuple[Array, Array], gamma: Float[Array, " lane"]) -> tuple:
+        use, (left, right) = self.program[0], factors
+        left = jax.vmap(lambda p, left: use.layer.mean_left(use.own(p), left))(params, left)
+        root, tiny = jnp.sqrt(gamma), jnp.finfo(left.dtype).tiny
+        mean = lambda m: jnp.trace(m, axis1=1, axis2=2) / m.shape[-1]
+        pi = jnp.sqrt(jnp.maximum(mean(left), tiny) / jnp.maximum(mean(right), tiny))
+        return _damped_inverse(left, root * pi), _damped_inverse(right, root / pi)
 
     def trace(self, key: Array) -> Float[Array, " lane"]:
         """tr F of every lane; an unbiased estimate from random signs (Hutchinson) where there is no closed form."""

@@ -53,14 +53,70 @@ PROGRAM = textwrap.dedent(
 )
 
 
-@pytest.fixture(scope="module")
-def report():
+# Ten layers of one shape and one of another: lanes that eight devices do not share evenly. Under jax.set_mesh.
+SHARED = textwrap.dedent(
+    """
+    import re
+    import jax, jax.numpy as jnp, numpy as np, kfac
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+    jax.config.update("jax_enable_x64", True)
+    LAYERS, WIDTH = 10, 32
+    normal = lambda seed, *shape: jnp.asarray(np.random.default_rng(seed).normal(size=shape) / WIDTH**0.5)
+    params = {str(i): {"kernel": normal(i, WIDTH, WIDTH)} for i in range(LAYERS)}
+    params["out"] = {"kernel": normal(50, WIDTH, 8), "bias": normal(51, 8)}
+    x = WIDTH**0.5 * normal(99, 32, WIDTH)
+
+    def loss_fn(params, x):
+        for name, layer in params.items():
+            x = kfac.tap(kfac.Dense(), layer, jnp.tanh(x), path=name)
+        return (x ** 2).sum(-1).mean(), x
+
+    layers = kfac.find_layers(loss_fn, params, x)
+    function = kfac.value_grad_and_curvature(loss_fn, fisher="ggn", likelihood="gaussian", has_aux=True)
+    replicated = lambda mesh, tree: jax.device_put(tree, NamedSharding(mesh, P()))
+
+    for interval in (0, 10):
+        options = dict(preconditioner_interval=interval, max_iterations=3, step="fixed", damping=0.1)
+        optimizer = kfac.scale_by_cg_fac(layers, kfac.Options(**options))
+        results = {}
+        for count in (1, 8):
+            mesh = jax.make_mesh((count // 2 or 1, min(count, 2)), ("data", "tensor"),
+                                 axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:count])
+            with jax.set_mesh(mesh):
+                own, batch = replicated(mesh, params), jax.device_put(x, NamedSharding(mesh, P(("data", "tensor"))))
+                _, grads, curvature = jax.jit(function)(own, batch, key=replicated(mesh, jax.random.key(0)))
+                state, grads = replicated(mesh, optimizer.init(params)), replicated(mesh, grads)
+                compiled = jax.jit(optimizer.update).lower(grads, state, own, curvature=curvature).compile()
+                updates = compiled(grads, state, own, curvature=curvature)[0]
+            turns = max(map(int, re.findall(r'known_trip_count\\W+n\\W+(\\d+)', compiled.as_text())))
+            results[count] = jax.device_get(updates), compiled.cost_analysis()["flops"], turns
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-12), results[8][0], results[1][0])
+        print(interval, *results[1][1:], *results[8][1:])
+    """
+)
+
+
+def run(program):
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=simulated_devices(8), cwd=ROOT, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", program], env=simulated_devices(8), cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+def test_each_device_solves_for_its_own_layers():
+    without, preconditioned = (list(map(float, line.split())) for line in run(SHARED))
+    _, flops, _, flops_of_eight, _ = without
+    assert flops_of_eight < 0.3 * flops  # 2 lanes of 10, and the one of the other shape on each
+    _, _, turns, _, turns_of_eight = preconditioned
+    assert (turns, turns_of_eight) == (10, 3)  # inversions go lane by lane; CG has three iterations
+
+
+@pytest.fixture(scope="module")
+def report():
     counts = {}
-    for line in done.stdout.splitlines():
+    for line in run(PROGRAM):
         name, _, reduces, _, gathers = line.split()
         counts[name] = int(reduces), int(gathers)
     return counts

@@ -1,0 +1,49 @@
+"""Lanes dealt out over the devices of a mesh: each computes its share of the layers, and all get the results.
+
+Inverses and solutions of layers are the same on all devices of a mesh that splits batches. Computed by all, they
+cost each device what they cost one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+
+def over_devices(function: Callable[..., PyTree], *lanes: PyTree) -> Any:
+    """``function(*lanes)``, computed in parts where a mesh is set (``jax.set_mesh``): each device takes some lanes.
+
+    Args:
+      function: treats every lane by itself, and gives arrays with the lanes first.
+      *lanes: trees of arrays with the lanes first.
+
+    >>> import jax.numpy as jnp
+    >>> over_devices(lambda x: x.sum(1), jnp.ones((3, 2))).tolist()
+    [2.0, 2.0, 2.0]
+    """
+    axes, parts = _automatic_axes()
+    if parts == 1:
+        return function(*lanes)
+    count = jax.tree.leaves(lanes)[0].shape[0]
+    missing = -count % parts
+    # Copies, which are as regular as what they copy.
+    pad = lambda a: jnp.concatenate([a, *[a[:1]] * missing])
+    padded = jax.tree.map(pad, lanes) if missing else lanes
+    spec = PartitionSpec(axes)
+    result = jax.shard_map(function, in_specs=spec, out_specs=spec, axis_names=set(axes), check_vma=False)(*padded)
+    return jax.tree.map(lambda a: a[:count], result)
+
+
+def _automatic_axes() -> tuple[tuple[str, ...], int]:
+    """Axes of the mesh over which XLA, not the user, divides work, and the product of their sizes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto)
+    return axes, math.prod(mesh.shape[name] for name in axes)
