@@ -96,6 +96,7 @@ def prepare() -> None:
     # Threads that write behind a run's back complain to whoever waits for them; warnings are for developers.
     threading.excepthook = lambda args: logging.warning("%s: %s", args.thread and args.thread.name, args.exc_value)
     sys.unraisablehook = lambda unraisable: logging.debug("ignored: %s", unraisable.exc_value)
+    logging.use_absl_handler()
     logging.get_absl_handler().addFilter(_is_for_users)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")

@@ -90,6 +90,25 @@ def test_a_signal_while_python_ends_is_not_taken_for_a_crash(number):
     assert (done.returncode, done.stdout, done.stderr) == (0, "all is saved\n", "")
 
 
+def test_tasks_that_fail_beside_the_one_that_is_waited_for_say_nothing():
+    """Of many arrays that cannot be read, one is the error; asyncio logs the others with their tracebacks."""
+    code = """
+import asyncio
+async def fail():
+    raise ValueError("an array")
+async def read():
+    tasks = [asyncio.create_task(fail()) for _ in range(3)]
+    await asyncio.sleep(0)
+    await tasks[0]
+try:
+    asyncio.run(read())
+except ValueError as error:
+    print(error)
+"""
+    assert (done := run(code)).stdout == "an array\n"
+    assert done.stderr == ""
+
+
 def test_output_that_nobody_takes_is_one_message_or_none():
     code = "with terminal.messages():\n    for i in range(10**5): print('word' * 10)"
     with open("/dev/full", "w") as full:
