@@ -64,6 +64,7 @@ def test_arms_are_all_combinations_and_have_their_baselines():
     [
         *(("compare_mechanisms", data, 6) for data in (None, "fashion_mnist", "cifar10")),
         *(("compare_adder", data, 12) for data in (None, "cifar10")),
+        ("compare_deit_tiny", None, 4),
         ("compare_sphere", None, 4),
         ("compare_g2p", None, 5),
     ],
