@@ -406,13 +406,14 @@ def _restore(run: training.Run, workdir: str | Path, checkpoint: str) -> Any:
     return checkpoints.restore(run.abstract_state, int(checkpoint) if checkpoint.isdecimal() else checkpoint)
 
 
-def compare(config: Any, workdir: str | Path, workers: int) -> None:
+def compare(config: Any, workdir: str | Path, workers: int, slurm: str | None = None) -> None:
     """Runs what is left of a comparison and writes its tables.
 
     Args:
       config: see ``CompareSettings``.
       workdir: of the comparison.
       workers: processes; 0 runs nothing.
+      slurm: options of the jobs that the workers are; None runs them on this machine.
 
     Raises:
       RunError: what its user must mend.
@@ -429,11 +430,14 @@ def compare(config: Any, workdir: str | Path, workers: int) -> None:
         first = number * len(comparison.plan.arms) // count
         _work(comparison, first, comparisons.parent_lives)
         return
-    if workers == 1:
+    known = set(comparison.records.all())
+    show_new = lambda: _show_new(comparison, known)
+    if workers and slurm is not None:
+        comparisons.supervise_on_slurm(workers, comparison.workdir, comparisons.read_options(slurm), show_new)
+    elif workers == 1:
         _work(comparison, show=True)
     elif workers:
-        known = set(comparison.records.all())
-        comparisons.supervise(workers, comparison.workdir, lambda: _show_new(comparison, known))
+        comparisons.supervise(workers, comparison.workdir, show_new)
     comparison.prepare()
     print(comparisons.overview(comparison, max(workers, 1)), flush=True)
     files = comparisons.write_results(comparison)

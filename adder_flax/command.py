@@ -54,6 +54,12 @@ _WORKERS = flags.DEFINE_integer(
     lower_bound=0,
     upper_bound=1024,
 )
+_SLURM = flags.DEFINE_string(
+    "slurm",
+    None,
+    "With --mode=compare: the workers are jobs of SLURM, of these options: partition=gpu,gpus_per_node=1,time=720 "
+    "(minutes); --slurm= for the cluster's defaults",
+)
 _NAMES = flags.DEFINE_enum(
     "names",
     "adder_flax",
@@ -69,6 +75,7 @@ _MODES_WITH = {
     "names": ("export",),
     "split": ("eval",),
     "workers": ("compare",),
+    "slurm": ("compare",),
 }
 
 
@@ -131,7 +138,7 @@ def _run_mode(argv: list[str], start_time: float) -> None:
     elif _MODE.value == "export":
         cli.export(_CONFIG.value, workdir, _CHECKPOINT.value, _NAMES.value)
     elif _MODE.value == "compare":
-        cli.compare(_CONFIG.value, workdir, _WORKERS.value)
+        cli.compare(_CONFIG.value, workdir, _WORKERS.value, _SLURM.value)
     else:
         cli.evaluate(_CONFIG.value, workdir, _CHECKPOINT.value, _SPLIT.value)
 

@@ -6,6 +6,7 @@ from adder_flax.compare.plan import Arm, Cell, Plan
 from adder_flax.compare.records import Record, Records
 from adder_flax.compare.run import Comparison, describe, is_worker, overview, parent_lives, supervise, work
 from adder_flax.compare.search import Tuning, unfold
+from adder_flax.compare.slurm import read_options, supervise_on_slurm
 from adder_flax.compare.statistics import (
     LEAST_SEEDS,
     Difference,
@@ -34,7 +35,9 @@ __all__ = [
     "paired_difference",
     "parent_lives",
     "performance_profiles",
+    "read_options",
     "supervise",
+    "supervise_on_slurm",
     "unfold",
     "work",
     "write_results",

@@ -26,8 +26,10 @@ from adder_flax.training.lock import HeldError, lock_workdir
 with needs("train"):
     from ml_collections import ConfigDict
 
+WORKER = "ADDER_FLAX_COMPAREWORKER"
+"""Names in the environment of a worker its number, the number of all and, on the same machine, its parent's process."""
+
 _POLL_SECONDS = 1.0
-_WORKER = "ADDER_FLAX_COMPARE_WORKER"
 _CLAIM = "claim.lock"
 
 
@@ -182,14 +184,16 @@ def _run_claimed(comparison: Comparison, cell: Cell) -> Record | None:
 
 
 def is_worker() -> tuple[int, int] | None:
-    """Returns the number of this worker and of all of them, where :func:`supervise` started this process."""
-    place = os.environ.get(_WORKER, "")
+    """Returns the number of this worker and of all of them, where this process was started as one."""
+    place = os.environ.get(WORKER, "")
     return None if not place else tuple(map(int, place.split("/")[:2]))
 
 
 def parent_lives() -> bool:
-    """Whether the process that started this worker is there: without it, a worker ends after its cell."""
-    return os.getppid() == int(os.environ[_WORKER].split("/")[2])
+    """Whether the process that started this worker is there: without it, a worker ends after its cell. Jobs of SLURM
+    need none."""
+    _, _, *parent = os.environ[WORKER].split("/")
+    return not parent or os.getppid() == int(parent[0])
 
 
 def supervise(workers: int, workdir: Path, poll: Callable[[], None]) -> None:
@@ -227,7 +231,7 @@ def supervise(workers: int, workdir: Path, poll: Callable[[], None]) -> None:
 
 def _start(number: int, workers: int, output: Path) -> subprocess.Popen:
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    environ = os.environ | {_WORKER: f"{number}/{workers}/{os.getpid()}"}
+    environ = os.environ | {WORKER: f"{number}/{workers}/{os.getpid()}"}
     if gpus := _gpus():
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[number::workers] or [gpus[number % len(gpus)]])
     with output.open("a") as file:
