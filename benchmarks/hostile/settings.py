@@ -31,12 +31,16 @@ _TYPE = Fault("a setting of a wrong type", _KEPT)
 _RANGE = Fault("a setting outside its range, NaN, infinite or huge", _KEPT)
 _UNKNOWN = Fault("a setting that does not exist", _KEPT)
 _MISSING = Fault("a setting or a section that is missing or empty", _KEPT)
+_COMPLETED = Fault(
+    "options of scores that are missing", "they have their defaults: a score may be registered after a configuration"
+)
 _CONTRADICTION = Fault("settings that contradict each other", _KEPT)
 _NONSENSE = Fault("nonsense by common sense, from a list that does not know the declared ranges", _KEPT)
 _NAME = Fault("a score, optimizer, model or data set that nobody registered", _KEPT)
 _COMMAND = Fault("a setting out of range on the command line", "the working directory is not even made")
 _SOUND = Fault("unusual settings inside their ranges", "the run takes its first step")
 
+_OF_SCORES = "model.score_options"
 _NAN, _INF = math.nan, math.inf
 _RATES = (-1e-3, -1, _NAN, _INF, -_INF, 1e30, 1e300)
 _DECAYS = (1, 1.0, 1.5, 2, -0.1, -1, _NAN, _INF)
@@ -350,18 +354,32 @@ def _with_field(section: str, name: Any, value: Any = 1) -> dict[str, Any]:
 def _missing_cases() -> Iterator[Case]:
     sections = {path.rpartition(".")[0] for path in _declared()} - {""}
     for path in (*_declared(), *sections):
-        yield Case(_MISSING, f"without {path}", functools.partial(_refused_without, path))
+        if path.startswith(f"{_OF_SCORES}."):
+            yield Case(_COMPLETED, f"without {path}", lambda path=path: _completed(_without(path)))
+        else:
+            yield Case(_MISSING, f"without {path}", functools.partial(_refused_without, path))
+    yield Case(_COMPLETED, f"{_OF_SCORES}={{}}", lambda: _completed(changed(tiny(), {_OF_SCORES: {}})))
     for section, value in itertools.product(sorted(sections), ({}, None, 0, "", [], "adamw", dict)):
-        yield _case(_MISSING, {section: value})
+        if (section, value) != (_OF_SCORES, {}):
+            yield _case(_MISSING, {section: value})
     for whole in ({}, None, [], "config", 3, dict):
         yield Case(_MISSING, f"config={settings.shown(whole)}", functools.partial(_refused, whole, "config"))
 
 
-def _refused_without(path: str) -> Observed:
+def _without(path: str) -> dict[str, Any]:
     fields = tiny()
     *sections, name = path.split(".")
     del functools.reduce(dict.__getitem__, sections, fields)[name]
-    return _refused(fields, f"config.{path}")
+    return fields
+
+
+def _refused_without(path: str) -> Observed:
+    return _refused(_without(path), f"config.{path}")
+
+
+def _completed(fields: dict[str, Any]) -> Observed:
+    made, whole = (settings.read(RunSettings, each) for each in (fields, tiny()))
+    return Observed(Verdict.RIGHT if made == whole else Verdict.WRONG)
 
 
 def _nonsense_cases() -> Iterator[Case]:
