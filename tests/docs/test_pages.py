@@ -22,6 +22,7 @@ from tests.processes import ROOT
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 DOCS = ROOT / "docs"
 PAGES = [
+    ROOT / "README.md",
     DOCS / "index.md",
     DOCS / "layers.md",
     *sorted((DOCS / "borrow").glob("*.md")),
