@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from absl import logging
+from flax import nnx
 
 from adder_flax import compare as comparisons
 from adder_flax import counting, data, interop, ops, own_cache, report, settings, tasks, training
@@ -268,7 +269,7 @@ def evaluate(config: Any, workdir: str | Path, checkpoint: str, split: str = "ev
       checkpoint: ``last``, ``best`` or a step.
       split: name of the split, or ``eval`` for the one that training evaluates on.
     """
-    run = training.build_run(config, eval_split=split)
+    run = training.build_run(config, eval_split=split, teach=False)
     state = _restore(run, workdir, checkpoint)
     metrics = training.Evaluator(run)(training.evaluation_params(state))
     shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
@@ -296,7 +297,7 @@ def predict(
     if images is None:
         raise training.RunError("expected --images=FILE_OR_FOLDER with --mode=predict, got none; set it")
     files = predicting.files_of(images)
-    run = training.build_run(config, load=data.load_or_imitate)
+    run = training.build_run(config, load=data.load_or_imitate, teach=False)
     if config.init_from and not training.SavedCheckpoints(Path(workdir) / "checkpoints").steps:
         run, at_random = _start_from(run)
         if at_random:
@@ -316,30 +317,30 @@ def predict(
 
 
 def export(config: Any, workdir: str | Path, checkpoint: str, names: str) -> None:
-    """Writes the weights of a checkpoint to ``<workdir>/<names>.safetensors``, or the model to ``<workdir>/stablehlo``.
+    """Writes the weights of a checkpoint to ``<workdir>/<names>.safetensors``, or the model to ``<workdir>/<names>``.
 
     Args:
       config: of the run.
       workdir: of the run.
       checkpoint: ``last``, ``best`` or a step.
-      names: one of ``interop.FORMATS``, or ``stablehlo``.
+      names: one of ``interop.FORMATS``, ``stablehlo``, or ``hugging_face_folder``.
     """
-    run = training.build_run(config)
-    if names == "stablehlo" and not isinstance(run.task, tasks.Classification):
+    run = training.build_run(config, teach=False)
+    if names in _WHOLE and not isinstance(run.task, tasks.Classification):
         raise training.RunError(
-            f"expected a run of config.task.name=classification for --names=stablehlo, got {run.settings.task.name}; "
+            f"expected a run of config.task.name=classification for --names={names}, got {run.settings.task.name}; "
             "export its weights with --names=adder_flax"
         )
     state = _restore(run, workdir, checkpoint)
     model = run.model(training.fetch(training.evaluation_params(state), run.mesh))
-    path = Path(workdir) / ("stablehlo" if names == "stablehlo" else f"{names}.safetensors")
+    path = Path(workdir) / (names if names in _WHOLE else f"{names}.safetensors")
     if jax.process_index() == 0:
         with training.user_errors():
-            if names == "stablehlo":
-                _save_program(run, model, path, int(state["step"]))
+            if names in _WHOLE:
+                _WHOLE[names](run, model, path, int(state["step"]))
             else:
                 interop.save_weights(model, path, names=names)
-    _say(f"{'model' if names == 'stablehlo' else 'weights'} of step {int(state['step'])} at {path}")
+    _say(f"{'model' if names in _WHOLE else 'weights'} of step {int(state['step'])} at {path}")
 
 
 def _save_program(run: training.Run, model: Any, path: Path, step: int) -> None:
@@ -355,6 +356,46 @@ def _save_program(run: training.Run, model: Any, path: Path, step: int) -> None:
             "run": {"name": _run_name(run.config), "seed": run.config.seed, "step": step},
         },
     )
+
+
+_LOAD_FOLDER = """\
+from transformers import AutoModelForImageClassification
+model = AutoModelForImageClassification.from_pretrained("{folder}").eval()"""
+
+
+def _save_folder(run: training.Run, model: Any, path: Path, step: int) -> None:
+    """Writes a folder for Hugging Face, with the scores of the whole evaluation split in its model card."""
+    source, facts = run.eval_source, run.task.data_facts
+    measured = training.Evaluator(run)(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    operations = counting.count_operations(model, *run.task.example().inputs)
+    card = interop.model_card(
+        _run_name(run.config),
+        data=f"{source.name}/{source.split}, {len(source)} {run.task.unit}",
+        measured={name.removeprefix("eval/"): value for name, value in measured.items()},
+        facts={
+            "parameters": sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))),
+            "multiplications of an image": f"{operations.multiplications:.4g}",
+            "additions of an image": f"{operations.additions:.4g}",
+            "seed, step": f"{run.config.seed}, {step}",
+            "trained on": f"{run.train_source.name}/{run.train_source.split}, {len(run.train_source)} {run.task.unit}",
+            "task": run.settings.task.name,
+        },
+        usage=_LOAD_FOLDER.format(folder=path.name),
+        distilled=model.prefix_tokens == 2,
+    )
+    interop.save_folder(
+        model,
+        path,
+        label_names=source.label_names,
+        mean=facts.mean,
+        std=facts.std,
+        crop_ratio=data.EVAL_CROP_RATIO if source.crops_on_host else 1.0,
+        card=card,
+    )
+
+
+# What writes a whole model and not its weights alone.
+_WHOLE = {"stablehlo": _save_program, "hugging_face_folder": _save_folder}
 
 
 def analyze(config: Any, workdir: str | Path, checkpoint: str, baseline: str | Path | None = None) -> None:

@@ -2,7 +2,17 @@
 models as programs."""
 
 from adder_flax.interop._files import load_weights, read_model, save_weights, start_from
+from adder_flax.interop._folder import model_card, save_folder
 from adder_flax.interop._names import FORMATS
 from adder_flax.interop._program import save_program
 
-__all__ = ["FORMATS", "load_weights", "read_model", "save_program", "save_weights", "start_from"]
+__all__ = [
+    "FORMATS",
+    "load_weights",
+    "model_card",
+    "read_model",
+    "save_folder",
+    "save_program",
+    "save_weights",
+    "start_from",
+]

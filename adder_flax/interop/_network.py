@@ -29,7 +29,7 @@ class Network(NamedTuple):
     Attributes:
       num_heads: of each block.
       activation: of the MLPs: "gelu" is the exact one.
-      norms: where those of a block stand: "before" its attention and MLP.
+      norms: where those of a block stand: "before" its attention and MLP, or "after" the sums.
       epsilon: of the norms of blocks and output.
       pooling: "cls", or "mean" of all patches behind the last norm.
     """
@@ -58,7 +58,9 @@ def network_of(model: VisionTransformer) -> Network:
     >>> network_of(VisionTransformer(image_size=4, patch_size=2, width=8, depth=1, num_heads=2, rngs=nnx.Rngs(0)))
     Network(num_heads=2, activation='gelu', norms='before', epsilon=1e-06, pooling='cls')
     """
-    return Network(model.blocks[0].attention.num_heads, "gelu", "before", float(model.norm.epsilon), model.pooling)
+    block = model.blocks[0]
+    norms = "before" if block.norm_position == "pre" else "after"
+    return Network(block.attention.num_heads, "gelu", norms, float(model.norm.epsilon), model.pooling)
 
 
 def as_metadata(model: VisionTransformer) -> dict[str, str]:

@@ -2,7 +2,16 @@
 
 from adder_flax.layers._block import Block, check_norm_position, report_block
 from adder_flax.layers._dropout import Dropout, DropPath, drop_path_factors
-from adder_flax.layers._linear import AdderLinear, Identity, Linear, check_identity, linear_class, report_adder
+from adder_flax.layers._linear import (
+    AdderLinear,
+    Identity,
+    Linear,
+    adder_layers,
+    check_identity,
+    half_squared_distances,
+    linear_class,
+    report_adder,
+)
 from adder_flax.layers._mlp import Mlp, gelu
 from adder_flax.layers._patch_embed import PatchEmbed, image_to_patches, side_behind_stem
 from adder_flax.layers._stem import Halving, neighbourhoods
@@ -17,10 +26,12 @@ __all__ = [
     "Linear",
     "Mlp",
     "PatchEmbed",
+    "adder_layers",
     "check_identity",
     "check_norm_position",
     "drop_path_factors",
     "gelu",
+    "half_squared_distances",
     "image_to_patches",
     "linear_class",
     "neighbourhoods",

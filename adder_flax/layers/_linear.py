@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 import kfac
 from adder_flax import ops, recorder
 from adder_flax.attention import LAYER_NORM_EPSILON
-from adder_flax.parameters import state_facts
-from adder_flax.settings import AdderSettings
+from adder_flax.parameters import as_attribute, state_facts
+from adder_flax.settings import AdderSettings, is_on
 
 UNIT_NORMAL = nnx.initializers.normal(1.0)
 
@@ -32,7 +32,9 @@ class Linear(nnx.Linear):
         super().__init__(in_features, out_features, **{"kernel_init": nnx.initializers.normal(0.02), **options})
 
     def __call__(self, inputs: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
-        outputs = super().__call__(inputs.reshape(-1, inputs.shape[-1]))
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        outputs = super().__call__(rows)
+        recorder.report("linear", {"rows": rows, "outputs": outputs})
         return outputs.reshape(*inputs.shape[:-1], outputs.shape[-1])
 
 
@@ -84,6 +86,7 @@ class AdderLinear(nnx.Module):
         self.x_gradient = x_gradient
         self.w_gradient = w_gradient
         self.hardtanh_slope = hardtanh_slope
+        self.squared_share = 0.0
         self.dtype = dtype
         kernel = nnx.Param(kernel_init(rngs.params(), (in_features, out_features), param_dtype))
         self.kernel = state_facts(kernel, role="prototype", decay=False)
@@ -118,15 +121,30 @@ class AdderLinear(nnx.Module):
         return outputs.reshape(*inputs.shape[:-1], self.out_features)
 
     def sums(self, rows: Float[Array, "rows in_features"]) -> Float[Array, "rows out_features"]:
-        """-Σ_k |x[k] - W[k, o]|, before normaliser and bias, in float32 or wider."""
+        """-Σ_k |x[k] - W[k, o]|, before normaliser and bias, in float32 or wider; see `set_squared_share`."""
         dtype = self._dtype(rows)
-        return ops.adder_matmul(
-            rows.astype(dtype),
-            self.kernel[...].astype(dtype),
+        rows, kernel = rows.astype(dtype), self.kernel[...].astype(dtype)
+        sums = ops.adder_matmul(
+            rows,
+            kernel,
             x_gradient=self.x_gradient,
             w_gradient=self.w_gradient,
             hardtanh_slope=self.hardtanh_slope,
         )
+        if not is_on(self.squared_share):
+            return sums
+        return (1.0 - self.squared_share) * sums + self.squared_share * half_squared_distances(rows, kernel)
+
+    def set_squared_share(self, share: float | Array) -> None:
+        """Puts -Σ_k (x[k] - W[k, o])² / 2 in the place of a share of the sums: 1 is p = 2, 0 is p = 1.
+
+        The derivative of the squared distance by W, x - W, is what AdderNet's full-precision rule says of the L1
+        distance, so that what is learned with the one goes on with the other.
+
+        Args:
+          share: from 0 to 1, which may be traced.
+        """
+        self.squared_share = as_attribute(share)
 
     def _dtype(self, inputs: Array) -> jnp.dtype:
         return jnp.result_type(inputs, self.kernel[...]) if self.dtype is None else self.dtype
@@ -138,6 +156,28 @@ def report_adder(
     """Tells the `adder_flax.recorder` what an adder layer is given and what it sums up; its slope if it clips."""
     slope = hardtanh_slope if "hardtanh" in (x_gradient, w_gradient) else None
     recorder.report("adder", {"rows": rows, "kernel": kernel, "sums": sums}, hardtanh_slope=slope)
+
+
+def half_squared_distances(
+    rows: Float[Array, "rows in_features"], kernel: Float[Array, "in_features out_features"]
+) -> Float[Array, "rows out_features"]:
+    """-Σ_k (x[k] - w[k, o])² / 2 by one matrix product, in float32 or wider.
+
+    >>> half_squared_distances(jnp.array([[1.0, 2.0]]), jnp.array([[0.0, 1.0], [2.0, 5.0]])).tolist()
+    [[-0.5, -4.5]]
+    """
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    rows, kernel = rows.astype(wide), kernel.astype(wide)
+    return rows @ kernel - (rows**2).sum(-1, keepdims=True) / 2 - (kernel**2).sum(0) / 2
+
+
+def adder_layers(module: nnx.Module) -> list[AdderLinear]:
+    """Returns the adder layers in a module.
+
+    >>> [layer.out_features for layer in adder_layers(nnx.List([AdderLinear(8, 4, rngs=nnx.Rngs(0))]))]
+    [4]
+    """
+    return [layer for _, layer in nnx.iter_modules(module) if isinstance(layer, AdderLinear)]
 
 
 def _curvature(layer: AdderLinear) -> kfac.L1Dense | kfac.Generic:

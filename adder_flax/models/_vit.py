@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import kfac
-from adder_flax.layers import Block, Dropout, Linear, PatchEmbed, linear_class
+from adder_flax.layers import Block, Dropout, Linear, PatchEmbed, adder_layers, linear_class
 from adder_flax.models._stack import apply_blocks
 from adder_flax.models.settings import (
+    are_alike,
     block_settings,
     check_alike,
     check_pooling,
@@ -18,6 +19,7 @@ from adder_flax.models.settings import (
     drop_path_rates,
     image_sides,
     prefix_tokens,
+    squared_shares,
 )
 from adder_flax.settings import DEIT_SIZES, VitSettings, keywords_of
 
@@ -41,9 +43,11 @@ class VisionTransformer(nnx.Module):
         stem_channels, stem_linear: convolutions in front of the patches, see `adder_flax.layers.PatchEmbed`.
         score: attention score by name, one for all blocks or a sequence with one per block.
         score_options: options of the score, one mapping for all blocks or a sequence with one per block.
-        scale, temperature, identity, key_block: see `adder_flax.attention.MultiHeadAttention`.
-        mlp_ratio, qkv_linear, proj_linear, mlp_linear, adder_options, norm_epsilon, attention_dropout_rate: see
+        qkv_linear, proj_linear, mlp_linear: "dense" or "adder", for all blocks or a sequence with one per block, see
           `adder_flax.layers.Block`.
+        anneal_start, anneal_end, anneal_blocks: see `anneal`.
+        scale, temperature, identity, key_block: see `adder_flax.attention.MultiHeadAttention`.
+        mlp_ratio, adder_options, norm_epsilon, attention_dropout_rate: see `adder_flax.layers.Block`.
         pooling: "cls" reads the class token; "mean" has none and averages the patches.
         distilled: put a distillation token behind the class token, with a head of its own (Touvron et al., 2021,
           section 3); what the model says is the mean of both heads.
@@ -106,6 +110,8 @@ class VisionTransformer(nnx.Module):
         blocks = block_settings(settings)
         if scan_blocks:
             check_alike(blocks)
+        self.settings = settings
+        self.alike = are_alike(blocks)
         self.pooling = pooling
         self.remat = settings.remat
         self.scan_blocks = scan_blocks
@@ -197,9 +203,23 @@ class VisionTransformer(nnx.Module):
         for block, rate in zip(self.blocks, drop_path_rates(settings.drop_path_rate, len(self.blocks)), strict=True):
             block.drop_path.set_rate(rate)
 
+    def anneal(self, progress: float | Array) -> None:
+        """Gives adder layers that share of the squared distance that they have once so much of the training is done.
+
+        Where `anneal_end` is 0 they have L1 distances all along. Without a call they have, so evaluation always does.
+
+        Args:
+          progress: share of the steps that are done, which may be traced.
+        """
+        if not self.settings.anneal_end:
+            return
+        for block, share in zip(self.blocks, squared_shares(self.settings, progress), strict=True):
+            for layer in adder_layers(block):
+                layer.set_squared_share(share)
+
     def loop_over_blocks(self) -> None:
         """Turns `scan_blocks` on where the blocks are alike, which is quicker to compile in second derivatives."""
-        self.scan_blocks = len({block.attention.settings for block in self.blocks}) == 1
+        self.scan_blocks = self.alike
 
     def embed_positions(self, patches: Float[Array, "batch patches width"]) -> Float[Array, "batch tokens width"]:
         """`embed_positions` with the model's own parameters."""

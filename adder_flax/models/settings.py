@@ -4,7 +4,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from adder_flax.settings import BlockSettings, VitSettings
+
+_LINEARS = ("qkv_linear", "proj_linear", "mlp_linear")
 
 
 def per_block(value: Any, depth: int, name: str) -> list[Any]:
@@ -33,6 +37,7 @@ def block_settings(settings: VitSettings) -> list[BlockSettings]:
     ['adder', 'adder']
     """
     attention, depth = settings.attention, settings.depth
+    kinds = {name: per_block(getattr(settings, name), depth, name) for name in _LINEARS}
     scores = per_block(attention.score, depth, "score")
     options = per_block(attention.score_options, depth, "score_options")
     shared = {field.name: getattr(settings, field.name) for field in dataclasses.fields(BlockSettings)}
@@ -42,10 +47,41 @@ def block_settings(settings: VitSettings) -> list[BlockSettings]:
             | {
                 "attention": dataclasses.replace(attention, score=score, score_options=option),
                 "drop_path_rate": rate,
+                **{name: kinds[name][index] for name in _LINEARS},
             }
         )
-        for score, option, rate in zip(scores, options, drop_path_rates(settings.drop_path_rate, depth), strict=True)
+        for index, (score, option, rate) in enumerate(
+            zip(scores, options, drop_path_rates(settings.drop_path_rate, depth), strict=True)
+        )
     ]
+
+
+def are_alike(blocks: Sequence[BlockSettings]) -> bool:
+    """Whether blocks differ in nothing but their rates of stochastic depth.
+
+    >>> are_alike(block_settings(VitSettings(depth=2, mlp_linear=("dense", "adder"))))
+    False
+    """
+    return len({dataclasses.replace(block, drop_path_rate=0.0) for block in blocks}) == 1
+
+
+def squared_shares(settings: VitSettings, progress: Any) -> list[Any]:
+    """Share of the squared distance in the adder layers of each block, once so much of the training is done.
+
+    It falls from 1 to 0 between ``anneal_start`` and ``anneal_end``, in all blocks together or in one after the other.
+
+    Args:
+      settings: of the transformer.
+      progress: share of the steps that are done, which may be traced.
+
+    >>> settings = VitSettings(depth=2, anneal_start=0.5, anneal_end=1.0, anneal_blocks="in_turn")
+    >>> [[float(share) for share in squared_shares(settings, progress)] for progress in (0.0, 0.625, 0.75, 0.875)]
+    [[1.0, 1.0], [0.5, 1.0], [0.0, 1.0], [0.0, 0.5]]
+    """
+    window = settings.anneal_end - settings.anneal_start
+    turns = settings.depth if settings.anneal_blocks == "in_turn" else 1
+    ends = [settings.anneal_start + window * (min(block, turns - 1) + 1) / turns for block in range(settings.depth)]
+    return [jnp.clip((end - progress) * turns / window, 0.0, 1.0) for end in ends]
 
 
 def drop_path_rates(last: float, depth: int) -> list[float]:
@@ -95,10 +131,10 @@ def prefix_tokens(settings: VitSettings) -> int:
 
 
 def check_alike(blocks: Sequence[BlockSettings]) -> None:
-    """Raises ValueError where attention differs between blocks, which a loop over them cannot express."""
-    if len({block.attention for block in blocks}) > 1:
-        given = [(block.attention.score, block.attention.score_options) for block in blocks]
+    """Raises ValueError where blocks differ, which a loop over them cannot express."""
+    if not are_alike(blocks):
+        given = [(block.attention.score, block.attention.score_options, block.mlp_linear) for block in blocks]
         raise ValueError(
-            f"scan_blocks expects blocks that are alike, got scores and options {given}; "
-            "give all blocks one score or pass scan_blocks=False."
+            f"scan_blocks expects blocks that are alike, got scores, options and layers {given}; "
+            "give all blocks one score and one kind of layers, or pass scan_blocks=False."
         )

@@ -15,6 +15,7 @@ from adder_flax.report._study import (
     require_probabilities,
 )
 from adder_flax.report._style import LINES, dress, legend, new_figure, save_figure
+from adder_flax.report.bypass import Without, bypass, bypass_text, write_bypass
 from adder_flax.report.captures import BlockCapture, Capture, capture
 from adder_flax.report.figures import (
     alignment_figure,
@@ -61,8 +62,11 @@ __all__ = [
     "Study",
     "SummaryRow",
     "Trained",
+    "Without",
     "alignment_figure",
     "attention_figure",
+    "bypass",
+    "bypass_text",
     "capture",
     "comparison_figure",
     "curves_figure",
@@ -79,6 +83,7 @@ __all__ = [
     "second_order_terms",
     "summary_rows",
     "summary_text",
+    "write_bypass",
     "write_report",
     "write_study",
     "xor_figure",

@@ -62,6 +62,7 @@ def register_study(task: str) -> Callable[[MakeStudy], MakeStudy]:
 
 @register_study("classification")
 @register_study("distillation")
+@register_study("healing")
 def study_classification(trained: Trained, baseline: Trained | None) -> ImageStudy:
     """Looks at a classifier on the first images of the evaluation split, and at steps of its training."""
     run = trained.run

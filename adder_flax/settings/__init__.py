@@ -32,7 +32,20 @@ from adder_flax.settings._model import (
 )
 from adder_flax.settings._numbers import is_on, put_numbers, take_numbers
 from adder_flax.settings._optimizer import CgFacSettings, OptimizerSettings
-from adder_flax.settings._rules import Choice, Flag, Integer, Integers, Names, Number, Or, Refused, Rule, Span, Text
+from adder_flax.settings._rules import (
+    Choice,
+    EachBlock,
+    Flag,
+    Integer,
+    Integers,
+    Names,
+    Number,
+    Or,
+    Refused,
+    Rule,
+    Span,
+    Text,
+)
 from adder_flax.settings._run import MeshSettings, RunSettings
 from adder_flax.settings._task import TASK_SETTINGS, AugmentSettings, ClassificationSettings
 
@@ -53,6 +66,7 @@ __all__ = [
     "CompareSettings",
     "DataSettings",
     "Declared",
+    "EachBlock",
     "Flag",
     "Integer",
     "LogUniform",

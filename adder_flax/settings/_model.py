@@ -6,15 +6,15 @@ from typing import Any
 
 from adder_flax.registry import Registry
 from adder_flax.settings._fields import section, setting
-from adder_flax.settings._rules import Choice, Flag, Integer, Integers, Names, Number, Or, Text
+from adder_flax.settings._rules import Choice, EachBlock, Flag, Integer, Integers, Names, Number, Or, Text
 
 MAX_DEPTH = 1000
 DEIT_SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
 """Width and number of heads; all have 12 blocks, MLP ratio 4, heads of 64 (Touvron et al., 2021, DeiT)."""
 _DROP_RATE = Number(0, 1, "[)")
 _GRADIENT = Choice("sign", "full", "hardtanh")
-_LINEAR = Choice("dense", "adder")
-_PROJECTION = Choice("dense", "adder", "identity")
+_LINEAR = EachBlock(Choice("dense", "adder"), MAX_DEPTH)
+_PROJECTION = EachBlock(Choice("dense", "adder", "identity"), MAX_DEPTH)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +92,13 @@ class BlockSettings:
 
     mlp_ratio: float = setting(4.0, Number(0, 64, "(]"), "hidden width of the MLPs over the width")
     attention: AttentionSettings = section(AttentionSettings, inline=True)
-    qkv_linear: str = setting(
+    qkv_linear: str | tuple[str, ...] = setting(
         "dense", _PROJECTION, "layers that make queries, keys and values; identity: all three are what comes in"
     )
-    proj_linear: str = setting("dense", _PROJECTION, "layers behind the attention; identity: none")
-    mlp_linear: str = setting("dense", _LINEAR, "layers of the MLPs")
+    proj_linear: str | tuple[str, ...] = setting("dense", _PROJECTION, "layers behind the attention; identity: none")
+    mlp_linear: str | tuple[str, ...] = setting(
+        "dense", _LINEAR, 'layers of the MLPs; for each block: "adder,dense,adder,…", as the two above'
+    )
     adder_options: AdderSettings | Mapping[str, Any] = section(AdderSettings)
     norm_epsilon: float = setting(
         1e-6,
@@ -127,12 +129,19 @@ class VitSettings(BlockSettings):
         Integers(Integer(1, 65536), 12),
         'of 3 × 3 convolutions in front of the patches, each at half the resolution of the one before: "32,64"',
     )
-    stem_linear: str = setting("dense", _LINEAR, "layers of these convolutions")
+    stem_linear: str = setting("dense", Choice("dense", "adder"), "layers of these convolutions")
     pooling: str = setting("cls", Choice("cls", "mean"), "the class token, or the mean of the patches")
     distilled: bool = setting(
         False, Flag(), "a second token, with a head of its own that learns from a teacher; needs the class token"
     )
     dtype: str = setting("float32", Choice("float32", "bfloat16", "float16"), "of the computation")
+    anneal_start: float = setting(
+        0.0, Number(0, 1, "[)"), "share of the training after which adder layers begin to leave the squared distance"
+    )
+    anneal_end: float = setting(
+        0.0, Number(0, 1), "share of it after which all have the L1 distance; 0: they have it from the start"
+    )
+    anneal_blocks: str = setting("together", Choice("together", "in_turn"), "whether blocks do so at once or in turn")
     remat: bool = setting(False, Flag(), "compute activations again in the backward pass: less memory, more time")
 
     def faults(self, where: str) -> Iterator[str]:
@@ -153,6 +162,15 @@ class VitSettings(BlockSettings):
             )
         if isinstance(scores, tuple) and len(scores) != self.depth:
             yield f"{where}.score: expected one score or {where}.depth = {self.depth} of them, got {len(scores)}"
+        for name in ("qkv_linear", "proj_linear", "mlp_linear"):
+            kinds = getattr(self, name)
+            if isinstance(kinds, tuple) and len(kinds) != self.depth:
+                yield f"{where}.{name}: expected one kind or {where}.depth = {self.depth} of them, got {len(kinds)}"
+        if self.anneal_end and self.anneal_start >= self.anneal_end:
+            yield (
+                f"{where}.anneal_start: expected less than {where}.anneal_end = {self.anneal_end}, got "
+                f"{self.anneal_start}"
+            )
 
 
 MODEL_SETTINGS: Registry[type] = Registry("model", "adder_flax.models.register_model")

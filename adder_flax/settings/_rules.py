@@ -213,6 +213,24 @@ class Integers:
         return tuple(self.each.read(int(text)) for text in texts)
 
 
+class EachBlock:
+    """What another rule says, for all blocks, or with commas between them one for each, then as a tuple.
+
+    >>> EachBlock(Choice("dense", "adder"), 2).read("dense"), EachBlock(Choice("dense", "adder"), 2).read("adder,dense")
+    ('dense', ('adder', 'dense'))
+    """
+
+    def __init__(self, rule: Choice, most: int):
+        self.rule, self._most = rule, most
+        self.expected = f"{rule.expected}, or one for each block with commas between them"
+
+    def read(self, value: Any) -> Any:
+        _require(isinstance(value, str) and len(value) <= 32 * self._most)
+        read = tuple(self.rule.read(word.strip()) for word in value.split(","))
+        _require(len(read) <= self._most)
+        return read if len(read) > 1 else read[0]
+
+
 class Names:
     """A name, or several with commas between them, then as a tuple.
 

@@ -3,6 +3,8 @@
 from adder_flax.tasks._classification import Classification, ImageFacts
 from adder_flax.tasks._distillation import Distillation, DistillationSettings
 from adder_flax.tasks._edit_distance import edit_distance
+from adder_flax.tasks._healing import Healing, HealingSettings
+from adder_flax.tasks._swap import swap
 from adder_flax.tasks._task import TASKS, Best, Outcome, Task, register_task
 from adder_flax.tasks._transduction import SequenceFacts, Transduction, TransductionSettings, closest
 
@@ -12,6 +14,8 @@ __all__ = [
     "Classification",
     "Distillation",
     "DistillationSettings",
+    "Healing",
+    "HealingSettings",
     "ImageFacts",
     "Outcome",
     "SequenceFacts",
@@ -21,4 +25,5 @@ __all__ = [
     "closest",
     "edit_distance",
     "register_task",
+    "swap",
 ]

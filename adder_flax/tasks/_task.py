@@ -53,6 +53,7 @@ class Task(abc.ABC):
       settings: ``config.task``, read.
       facts: what ``facts`` returned for the training source.
       teacher: what ``teacher_of`` asked for, called on what the model is called with; None where it asks for none.
+      progress: share of the steps that are done.
     """
 
     unit: ClassVar[str] = "examples"
@@ -64,10 +65,18 @@ class Task(abc.ABC):
     likelihood: ClassVar[str | kfac.Likelihood] = "categorical"
     """Whose negative logarithm the loss averages, for second-order optimizers; see ``kfac.Likelihood``."""
 
-    def __init__(self, settings: Any, facts: Hashable, teacher: Callable[..., Array] | None = None):
+    def __init__(
+        self,
+        settings: Any,
+        facts: Hashable,
+        *,
+        teacher: Callable[..., Array] | None = None,
+        progress: float | Array = 1.0,
+    ):
         self.settings = settings
         self.data_facts = facts
         self.teacher = teacher
+        self.progress = progress
 
     @classmethod
     @abc.abstractmethod
@@ -86,6 +95,18 @@ class Task(abc.ABC):
         They are no constants of the compiled step but arguments of it.
         """
         return ""
+
+    def initial(self, model: nnx.Module, source: Source) -> nnx.Module:
+        """Returns the model as it is to begin: by default as it is, at random.
+
+        Args:
+          model: with random parameters.
+          source: of the training split.
+
+        Raises:
+          ValueError: the teacher, if it is asked, is none to begin from.
+        """
+        return model
 
     @abc.abstractmethod
     def example(self) -> Example:

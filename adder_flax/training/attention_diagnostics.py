@@ -52,7 +52,7 @@ def make_attention_diagnostics(
     """
 
     def diagnostics(params: Any, batch: Batch, step: int, hyper: Hyper) -> Metrics:
-        parts = make_parts(hyper)
+        parts = make_parts({**hyper, "step": step})
         augment_key, key = step_keys(parts.seed, step)
         examples = parts.examples(augment_key, batch)
         if accumulation_steps > 1:

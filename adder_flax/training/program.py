@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 import kfac
 from adder_flax import data, registry
@@ -158,9 +159,8 @@ class Program:
     def task(self, numbers: Hyper) -> Task:
         """Returns the task."""
         shape, settings = self.shape, put_numbers(self.shape.task_settings, numbers["task"])
-        if shape.teacher is None:
-            return shape.task(settings, shape.task_facts)
-        return shape.task(settings, shape.task_facts, frozen(shape.teacher, numbers["teacher"]))
+        teacher = None if shape.teacher is None else frozen(shape.teacher, numbers["teacher"])
+        return shape.task(settings, shape.task_facts, teacher=teacher, progress=_progress(numbers))
 
     def build_model(self, numbers: Hyper, rngs: nnx.Rngs | None = None) -> nnx.Module:
         """Builds the model with parameters from ``rngs``, by default those that the seed, a plain number, gives."""
@@ -183,7 +183,10 @@ class Program:
             examples=task.examples,
             arguments=task.arguments,
             loss=make_loss_fn(
-                graphdef or self.graphdef, task, put_numbers(self.shape.model_settings, numbers["model"])
+                graphdef or self.graphdef,
+                task,
+                put_numbers(self.shape.model_settings, numbers["model"]),
+                _progress(numbers),
             ),
             optimizer=self.shape.make_optimizer(spec),
             learning_rate=learning_rate,
@@ -204,6 +207,11 @@ class Program:
         examples = jax.eval_shape(task.examples, jax.eval_shape(lambda: jax.random.key(0)), batch)
         loss = make_loss_fn(self.graphdef, task, put_numbers(self.shape.model_settings, numbers["model"]))
         return find_layers(loss, params, examples)
+
+
+def _progress(numbers: Hyper) -> float | Array:
+    """Returns the share of the steps that are done, 1 where the step is not said."""
+    return numbers["step"] / numbers["num_steps"] if "step" in numbers else 1.0
 
 
 _PROGRAMS: dict[Shape, Program] = {}

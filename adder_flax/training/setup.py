@@ -113,6 +113,7 @@ def build_run(
     devices: Sequence[jax.Device] | None = None,
     load: Callable[..., data.Source] = data.load_source,
     eval_split: str = "eval",
+    teach: bool = True,
 ) -> Run:
     """Checks a configuration and builds what the run needs.
 
@@ -122,6 +123,7 @@ def build_run(
       load: of a split of the data; ``data.load_or_imitate`` lets random images of the same shape stand in for a set
         that is not here.
       eval_split: what is evaluated on: a split's own name, or ``eval`` for the one that the configuration says.
+      teach: whether a task that learns from a teacher is given it; nothing but training needs it.
 
     Raises:
       RunError: anything in the configuration or data that its user must mend.
@@ -134,7 +136,7 @@ def build_run(
         train_source, eval_source = (_load_source(load, settings, split) for split in splits)
     steps_per_epoch, num_steps = _count_steps(settings, train_source)
     with user_errors():
-        teacher = _load_teacher(settings, train_source)
+        teacher = _load_teacher(settings, train_source) if teach else None
         shape, numbers = shape_and_numbers(settings, train_source, mesh, num_steps, teacher)
         program = program_of(shape, numbers)
     run = Run(
@@ -144,7 +146,7 @@ def build_run(
         eval_source=eval_source,
         program=program,
         numbers=numbers,
-        init=lambda: program.initial_state(random_params(program, numbers, settings.init), run.hyper),
+        init=lambda: program.initial_state(_initial_params(run), run.hyper),
         train_step=program.train_step,
         steps_per_epoch=steps_per_epoch,
         num_steps=num_steps,
@@ -157,6 +159,12 @@ def _load_teacher(settings: RunSettings, source: data.Source) -> Teacher | None:
     place = TASKS.get(settings.task.name).teacher_of(settings.task)
     if not place:
         return None
+    place = place.replace("{seed}", str(settings.seed))
+    if not Path(place).exists():
+        raise RunError(
+            f"expected the directory of a run or a file of weights for config.task.teacher, got nothing at {place}; "
+            "train it first, or set --config.task.teacher"
+        )
     if Path(place).is_dir():
         return _teacher_of_run(settings, place, source)
     model, statistics = interop.read_model(place, image_shape=source.image_shape, num_classes=source.num_classes)
@@ -181,6 +189,17 @@ def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) ->
     saved = SavedCheckpoints(Path(workdir) / "checkpoints", of=identity(trained))
     params = fetch(evaluation_params(saved.restore(run.abstract_state)), run.mesh)
     return Teacher(run.graphdef, params)
+
+
+def _initial_params(run: Run) -> Any:
+    """Returns the parameters that a run begins with, on its mesh."""
+    params = random_params(run.program, run.numbers, run.settings.init)
+    if type(run.task).initial is Task.initial:
+        return params
+    with user_errors():
+        model = run.task.initial(run.model(fetch(params, run.mesh)), run.train_source)
+    begun = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return jax.device_put(begun, jax.tree.map(lambda leaf: leaf.sharding, run.abstract_state["params"]))
 
 
 def random_params(program: Program, numbers: Hyper, init: str = "sequence") -> Any:

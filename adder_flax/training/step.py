@@ -77,7 +77,7 @@ def step_keys(seed: int | Array, step: Array | int) -> tuple[Array, Array]:
 
 
 def make_loss_fn(
-    graphdef: nnx.GraphDef, task: Task, model_settings: Any = None
+    graphdef: nnx.GraphDef, task: Task, model_settings: Any = None, progress: float | Array = 1.0
 ) -> Callable[[Any, Any, Array], Outcome]:
     """Returns ``loss(params, examples, key) → Outcome`` of the model with dropout.
 
@@ -85,12 +85,15 @@ def make_loss_fn(
       graphdef: the model without its parameters.
       task: says what the loss is.
       model_settings: whose numbers, plain or traced, take the place of those that the model was built with, if given.
+      progress: share of the steps that are done, for a model that changes with it.
     """
 
     def loss(params: Any, examples: Any, key: Array) -> Outcome:
         model = nnx.merge(graphdef, params)
         if model_settings is not None and hasattr(model, "set_data"):
             model.set_data(model_settings)
+        if hasattr(model, "anneal"):
+            model.anneal(progress)
         return task.loss(model, examples, rngs=nnx.Rngs(dropout=key))
 
     return loss
@@ -203,7 +206,7 @@ def make_train_step(
     """
 
     def train_step(state: State, batch: Batch, hyper: Hyper) -> tuple[State, Metrics]:
-        parts = make_parts(hyper)
+        parts = make_parts({**hyper, "step": state["step"]})
         curved = isinstance(parts.optimizer, CurvatureOptimizer)
         differentiate = (_gradient_and_curvature if curved else _plain_gradient)(parts, accumulation_steps)
         augment_key, dropout_key = step_keys(parts.seed, state["step"])

@@ -194,3 +194,19 @@ def test_a_smaller_grid_gives_what_interpolate_pos_encoding_gives(tmp_path):
     with torch.no_grad():
         pixels = torch.from_numpy(small.transpose(0, 3, 1, 2))
         close(model(small), theirs(pixels, interpolate_pos_encoding=True).logits.numpy())
+
+
+@pytest.mark.parametrize("distilled", [False, True])
+def test_a_folder_is_what_auto_model_loads(distilled, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model = make(seed=3, distilled=distilled)
+    names = ["a", "b", "c", "ü", "e"]
+    interop.save_folder(model, tmp_path, label_names=names, mean=[0.5] * 3, std=[0.25] * 3, crop_ratio=0.875)
+    theirs, report = transformers.AutoModelForImageClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(theirs).__name__ == (
+        "DeiTForImageClassificationWithTeacher" if distilled else "ViTForImageClassification"
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert [theirs.config.id2label[index] for index in range(5)] == names
+    close(model(images()), logits_of(theirs.eval()))
+    assert interop.load_weights(make(distilled=distilled), tmp_path / "model.safetensors") == ()

@@ -306,3 +306,33 @@ def test_what_is_said_counts_more_than_what_is_stated(tmp_path):
         load(make(norm_epsilon=1e-5), tmp_path / "w")
     with pytest.raises(ValueError, match="expected network out of read, same, got 'guess'"):
         interop.load_weights(make(), tmp_path / "w", network="guess")
+
+
+def test_a_folder_says_what_its_files_do_not_and_a_card_what_was_measured(run_main, tmp_path):
+    """The folder's own configuration is enough to read it again, without what this project writes into headers."""
+    flags = ["--config=experiments/deit_tiny.py", *TINY_FLAGS, f"--workdir={tmp_path}"]
+    done = run_main(*flags)
+    assert done.returncode == 0, done.stderr
+    done = run_main(*flags, "--mode=export", "--names=hugging_face_folder")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "hugging_face_folder"
+    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")
+    model, statistics = interop.read_model(folder / "model.safetensors", image_shape=(8, 8, 1), num_classes=10)
+    assert model.blocks[0].attention.num_heads == 2
+    assert len(statistics[0]) == 1
+    card = (folder / "README.md").read_text()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    (accuracy,) = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row][-1:]
+    assert f"| accuracy | {accuracy:.4f} |" in card
+
+
+def test_what_hugging_face_has_no_class_for_is_no_folder(tmp_path):
+    options = dict(label_names=list("abcde"), mean=[0.5] * 3, std=[0.5] * 3)
+    for model, message in (
+        (make(score="adder"), "dot-product attention for Hugging Face's classes, got adder"),
+        (make(pooling="mean"), "got one that takes the mean"),
+        (models.ConvNet((4,), rngs=nnx.Rngs(0)), "got a ConvNet"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            interop.save_folder(model, tmp_path / "folder", **options)
+    assert not (tmp_path / "folder").exists()

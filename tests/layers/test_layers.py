@@ -238,3 +238,17 @@ def test_kinds_of_linear_layers_are_chosen_apart():
 def test_errors_say_what_was_expected(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_a_share_of_the_squared_distance(share):
+    """Sums and their derivatives by the weights in float64; those of the L1 part are AdderNet's, x − w."""
+    rng = np.random.default_rng(0)
+    rows, cotangent = rng.normal(size=(5, 7)).astype("f"), rng.normal(size=(5, 3)).astype("f")
+    layer = layers.AdderLinear(7, 3, norm=None, use_bias=False, rngs=nnx.Rngs(0))
+    layer.set_squared_share(share)
+    gaps = rows[:, :, None].astype(np.float64) - np.asarray(layer.kernel[...], np.float64)
+    expected = -(1 - share) * np.abs(gaps).sum(1) - share * (gaps**2).sum(1) / 2
+    np.testing.assert_allclose(layer(rows), expected, rtol=1e-5)
+    gradient = nnx.grad(lambda layer: (layer(rows) * cotangent).sum())(layer)
+    np.testing.assert_allclose(gradient["kernel"][...], (gaps * cotangent[:, None]).sum(0), rtol=1e-4, atol=1e-5)

@@ -123,7 +123,7 @@ def test_a_teacher_that_cannot_teach_is_refused_in_one_message(teacher_run, tmp_
         training.build_run(taught_by(""))
     with pytest.raises(training.RunError, match="expected the directory of a run"):
         training.build_run(taught_by(tmp_path))
-    with pytest.raises(training.RunError, match="expected a safetensors file in .*none"):
+    with pytest.raises(training.RunError, match="got nothing at .*none; train it first"):
         training.build_run(taught_by(tmp_path / "none"))
     with pytest.raises(training.RunError, match="teacher for images of 16 pixels, .* which saw 8"):
         training.build_run(taught_by(teacher_run[0], **{"data.name": "fake", "data.image_size": 16}))

@@ -1,0 +1,100 @@
+"""Does a network need its attention? Accuracy with maps made uniform, and with branches turned off.
+
+A network that was converted to another attention can learn to do without it, and keep its accuracy
+(https://arxiv.org/abs/2510.05901). What each part carries is what is lost without it.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from adder_flax.files import write_whole
+
+
+class Without(NamedTuple):
+    """A score of a network without a part of it.
+
+    Attributes:
+      part: "attention", "maps" (uniform ones in their place) or "MLP".
+      block: its number from 0, or None for all.
+      score: of the network without it.
+    """
+
+    part: str
+    block: int | None
+    score: float
+
+
+def bypass(params: Mapping[str, Any], score: Callable[[Any], float]) -> list[Without]:
+    """Scores a transformer without each of its parts: without all maps, all attention, and each branch of each block.
+
+    Maps are made uniform by keys that are the same for every token, branches are turned off by a last layer that gives
+    zeros; both are changes of parameters alone, so that one compiled function scores all.
+
+    Args:
+      params: of a `VisionTransformer`, a nested dict.
+      score: of parameters, such as the accuracy on a split.
+
+    Example:
+      >>> layer = lambda: {"kernel": np.ones((1, 1)), "bias": np.ones(1)}
+      >>> attention = {name: layer() for name in ("query", "key", "value", "out")}
+      >>> params = {"blocks": {0: {"attention": attention, "mlp": {"fc1": layer(), "fc2": layer()}}}}
+      >>> ones = lambda params: float(params["blocks"][0]["attention"]["out"]["kernel"].sum())
+      >>> [(without.part, without.score) for without in bypass(params, ones) if without.block is None]
+      [('maps', 1.0), ('attention', 0.0)]
+    """
+    blocks = list(params["blocks"])
+    rows = []
+    for part, block in [("maps", None), ("attention", None), *((p, b) for b in blocks for p in _PARTS)]:
+        changed = params
+        for index in blocks if block is None else [block]:
+            changed = _changed(changed, ("blocks", index, *_PARTS[part]), keep_bias=part == "maps")
+        rows.append(Without(part, block, score(changed)))
+    return rows
+
+
+# The layer that each part is turned off by.
+_PARTS = {"maps": ("attention", "key"), "attention": ("attention", "out"), "MLP": ("mlp", "fc2")}
+
+
+def _changed(params: Mapping[str, Any], path: tuple, *, keep_bias: bool) -> dict[str, Any]:
+    """Returns parameters in which a layer says the same of every token: its bias, or nothing."""
+    if path:
+        return {**params, path[0]: _changed(params[path[0]], path[1:], keep_bias=keep_bias)}
+    if "norm" in params:  # an adder layer: what it sums up goes through its norm
+        return {**params, "norm": _changed(params["norm"], (), keep_bias=keep_bias)}
+    silent = [name for name in params if name != "bias" or not keep_bias]
+    return {**params, **{name: np.zeros_like(params[name]) for name in silent}}
+
+
+def bypass_text(rows: list[Without], whole: float) -> str:
+    """Returns a table of what each part carries, for a person.
+
+    >>> print(bypass_text([Without("maps", None, 0.25), Without("MLP", 0, 0.5)], 0.75))
+    without                     score   carries
+    nothing                    0.7500
+    maps, all blocks           0.2500   +0.5000
+    MLP, block 1               0.5000   +0.2500
+    """
+    name = lambda row: f"{row.part}, {'all blocks' if row.block is None else f'block {row.block + 1}'}"
+    lines = [f"{'without':24}{'score':>9}{'carries':>10}", f"{'nothing':24}{whole:9.4f}"]
+    lines += [f"{name(row):24}{row.score:9.4f}{whole - row.score:+10.4f}" for row in rows]
+    return "\n".join(lines)
+
+
+def write_bypass(rows: list[Without], whole: float, path: str | Path) -> None:
+    """Writes the scores as JSON.
+
+    Args:
+      rows: from `bypass`.
+      whole: score of the whole network.
+      path: of the file.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    found = {"whole": whole, "without": [row._asdict() for row in rows]}
+    write_whole(path, json.dumps(found, indent=1).encode())

@@ -1,0 +1,66 @@
+"""What the experiments on swapping and healing share: a small multiplicative transformer, and what becomes of it.
+
+Six blocks of width 96 with three heads of 32 learn for 300 epochs, DeiT's length. Then their attention, or everything,
+is replaced by adder parts, fitted to them, and healed for a few epochs (``adder_flax.tasks.Healing``): each block's
+maps and outputs first, while the layers' distance goes from p = 2 to p = 1 block by block, and the logits to the end.
+The identity map stays off, since the teacher has none.
+
+    python main.py --config=experiments/heal_teacher.py --config.seed=0
+    python main.py --config=experiments/heal_attention.py --config.seed=0
+    python main.py --config=experiments/heal_all.py --config.seed=0
+    python -m adder_flax.experiments.healed runs/heal_attention,seed=0 runs/heal_all,seed=0
+"""
+
+import ml_collections
+
+from adder_flax import settings, tasks
+from adder_flax.experiments import common
+
+TEACHER_EPOCHS = 300.0
+HEALING_EPOCHS = {"attention": 9.0, "all": 6.0}
+"""At most 5 % of the teacher's training in operations, its teacher included; ``healed`` prints the share."""
+ATTENTION = {"score": "adder", "identity": "off"}
+ALL = ATTENTION | {"qkv_linear": "adder", "proj_linear": "adder", "mlp_linear": "adder"}
+DEPTH = 6
+
+
+def teacher(data: str | None = None) -> ml_collections.ConfigDict:
+    """Returns the configuration of the multiplicative transformer on a data set, ``digits`` unless given."""
+    config = common.deit("multiplicative", "tiny", data)
+    config.model.update(width=96, depth=DEPTH)
+    config.num_epochs = TEACHER_EPOCHS
+    config.data.update(train_split=f"train[:{100 - validation_percent(data)}%]", eval_split="test")
+    return config
+
+
+def validation_percent(data: str | None) -> int:
+    """Returns what is held out of the training split, so that comparisons have something to look at."""
+    return 10 if data else 20
+
+
+def healed(parts: str, data: str | None = None) -> ml_collections.ConfigDict:
+    """Returns the configuration of a swapped transformer that heals.
+
+    Args:
+      parts: ``attention`` or ``all``.
+      data: as of ``teacher``.
+    """
+    config = teacher(data)
+    config.model.update(ALL if parts == "all" else ATTENTION)
+    if parts == "all":
+        config.model.update(anneal_start=0.1, anneal_end=0.7, anneal_blocks="in_turn")
+    config.num_epochs = HEALING_EPOCHS[parts]
+    config.optimizer.update(learning_rate=1e-3, warmup_epochs=0.5, weight_decay=0.0)
+    config.task = ml_collections.ConfigDict(
+        settings.defaults(tasks.HealingSettings)
+        | config.task.to_dict()
+        | {
+            "name": "healing",
+            "teacher": f"runs/heal_teacher{f'-{data}' if data else ''},seed={{seed}}",
+            "distillation": "soft",
+            "distillation_share": 0.9,
+            "distillation_temperature": 2.0,
+            "layers_until": 0.8,
+        }
+    )
+    return config
