@@ -99,7 +99,8 @@ def _check(teacher: nnx.Module, student: nnx.Module) -> None:
     if sizes(teacher) != sizes(student):
         raise ValueError(
             "expected a teacher of the model's sizes (image, tokens and width, depth, heads, hidden units, classes, "
-            f"tokens in front, place of norms) to begin from, {sizes(student)}, got {sizes(teacher)}; set --config.model.* to them"
+            f"tokens in front, place of norms) to begin from, {sizes(student)}, got {sizes(teacher)}; set "
+            "--config.model.* to them"
         )
     if any(layer.norm is None for _, layer in nnx.iter_modules(student) if isinstance(layer, AdderLinear)):
         raise ValueError(
