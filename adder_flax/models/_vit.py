@@ -11,6 +11,7 @@ import kfac
 from adder_flax.layers import Block, Dropout, Linear, PatchEmbed, adder_layers, linear_class
 from adder_flax.models._stack import apply_blocks
 from adder_flax.models.settings import (
+    Annealing,
     are_alike,
     block_settings,
     check_alike,
@@ -19,7 +20,6 @@ from adder_flax.models.settings import (
     drop_path_rates,
     image_sides,
     prefix_tokens,
-    squared_shares,
 )
 from adder_flax.settings import DEIT_SIZES, VitSettings, keywords_of
 
@@ -110,7 +110,7 @@ class VisionTransformer(nnx.Module):
         blocks = block_settings(settings)
         if scan_blocks:
             check_alike(blocks)
-        self.settings = settings
+        self.annealing = Annealing(settings.depth, settings.anneal_start, settings.anneal_end, settings.anneal_blocks)
         self.alike = are_alike(blocks)
         self.pooling = pooling
         self.remat = settings.remat
@@ -211,9 +211,9 @@ class VisionTransformer(nnx.Module):
         Args:
           progress: share of the steps that are done, which may be traced.
         """
-        if not self.settings.anneal_end:
+        if not self.annealing.end:
             return
-        for block, share in zip(self.blocks, squared_shares(self.settings, progress), strict=True):
+        for block, share in zip(self.blocks, self.annealing.squared_shares(progress), strict=True):
             for layer in adder_layers(block):
                 layer.set_squared_share(share)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -62,26 +62,35 @@ def are_alike(blocks: Sequence[BlockSettings]) -> bool:
     >>> are_alike(block_settings(VitSettings(depth=2, mlp_linear=("dense", "adder"))))
     False
     """
-    return len({dataclasses.replace(block, drop_path_rate=0.0) for block in blocks}) == 1
+    first, *rest = (dataclasses.replace(block, drop_path_rate=0.0) for block in blocks)
+    return all(block == first for block in rest)
 
 
-def squared_shares(settings: VitSettings, progress: Any) -> list[Any]:
-    """Share of the squared distance in the adder layers of each block, once so much of the training is done.
+class Annealing(NamedTuple):
+    """When the adder layers of each block go from the squared distance to L1.
 
-    It falls from 1 to 0 between ``anneal_start`` and ``anneal_end``, in all blocks together or in one after the other.
-
-    Args:
-      settings: of the transformer.
-      progress: share of the steps that are done, which may be traced.
-
-    >>> settings = VitSettings(depth=2, anneal_start=0.5, anneal_end=1.0, anneal_blocks="in_turn")
-    >>> [[float(share) for share in squared_shares(settings, progress)] for progress in (0.0, 0.625, 0.75, 0.875)]
-    [[1.0, 1.0], [0.5, 1.0], [0.0, 1.0], [0.0, 0.5]]
+    Attributes:
+      depth: number of blocks.
+      start, end: shares of the training between which they do; with an end of 0 they have L1 distances all along.
+      blocks: "together", or "in_turn", one after the other.
     """
-    window = settings.anneal_end - settings.anneal_start
-    turns = settings.depth if settings.anneal_blocks == "in_turn" else 1
-    ends = [settings.anneal_start + window * (min(block, turns - 1) + 1) / turns for block in range(settings.depth)]
-    return [jnp.clip((end - progress) * turns / window, 0.0, 1.0) for end in ends]
+
+    depth: int
+    start: float
+    end: float
+    blocks: str
+
+    def squared_shares(self, progress: Any) -> list[Any]:
+        """Share of the squared distance in each block once so much of the training is done, which may be traced.
+
+        >>> annealing = Annealing(depth=2, start=0.5, end=1.0, blocks="in_turn")
+        >>> [[float(share) for share in annealing.squared_shares(progress)] for progress in (0.0, 0.625, 0.75, 0.875)]
+        [[1.0, 1.0], [0.5, 1.0], [0.0, 1.0], [0.0, 0.5]]
+        """
+        window = self.end - self.start
+        turns = self.depth if self.blocks == "in_turn" else 1
+        ends = [self.start + window * (min(block, turns - 1) + 1) / turns for block in range(self.depth)]
+        return [jnp.clip((end - progress) * turns / window, 0.0, 1.0) for end in ends]
 
 
 def drop_path_rates(last: float, depth: int) -> list[float]:

@@ -64,7 +64,7 @@ def swap(
     for index, block in enumerate(student.blocks):
         if block.attention.settings.score == "adder":
             outputs |= _fit_heads(index, block.attention, seen.attention[index])
-    squared = bool(student.settings.anneal_end)
+    squared = bool(student.annealing.end)
     for path, _ in nnx.iter_modules(student):
         if path in adder:
             rows, wanted = seen.linear[".".join(map(str, path))]
