@@ -1,5 +1,6 @@
 """What the modes of ``main.py`` do: the pieces of the library put together for a person at a terminal."""
 
+import functools
 import hashlib
 import os
 import re
@@ -334,19 +335,22 @@ def export(config: Any, workdir: str | Path, checkpoint: str, names: str) -> Non
     state = _restore(run, workdir, checkpoint)
     model = run.model(training.fetch(training.evaluation_params(state), run.mesh))
     path = Path(workdir) / (names if names in _WHOLE else f"{names}.safetensors")
+    if names in _WHOLE:
+        write = _WHOLE[names](run, model, path, int(state["step"]))
+    else:
+        write = functools.partial(interop.save_weights, model, path, names=names)
     if jax.process_index() == 0:
         with training.user_errors():
-            if names in _WHOLE:
-                _WHOLE[names](run, model, path, int(state["step"]))
-            else:
-                interop.save_weights(model, path, names=names)
+            write()
     _say(f"{'model' if names in _WHOLE else 'weights'} of step {int(state['step'])} at {path}")
 
 
-def _save_program(run: training.Run, model: Any, path: Path, step: int) -> None:
+def _program_writer(run: training.Run, model: Any, path: Path, step: int) -> Callable[[], None]:
+    """Returns what writes the model as a program."""
     source = run.eval_source
     crop = f"the shorter side resized to {source.image_shape[0] / data.EVAL_CROP_RATIO:.0f} pixels, then the middle"
-    interop.save_program(
+    return functools.partial(
+        interop.save_program,
         lambda images: model(*run.task.inputs({"image": images})),
         path,
         image_shape=source.image_shape,
@@ -363,8 +367,8 @@ from transformers import AutoModelForImageClassification
 model = AutoModelForImageClassification.from_pretrained("{folder}").eval()"""
 
 
-def _save_folder(run: training.Run, model: Any, path: Path, step: int) -> None:
-    """Writes a folder for Hugging Face, with the scores of the whole evaluation split in its model card."""
+def _folder_writer(run: training.Run, model: Any, path: Path, step: int) -> Callable[[], None]:
+    """Returns what writes a folder for Hugging Face, with scores of the whole evaluation split in its model card."""
     source, facts = run.eval_source, run.task.data_facts
     measured = training.Evaluator(run)(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     operations = counting.count_operations(model, *run.task.example().inputs)
@@ -381,9 +385,10 @@ def _save_folder(run: training.Run, model: Any, path: Path, step: int) -> None:
             "task": run.settings.task.name,
         },
         usage=_LOAD_FOLDER.format(folder=path.name),
-        distilled=model.prefix_tokens == 2,
+        distilled=getattr(model, "prefix_tokens", 0) == 2,
     )
-    interop.save_folder(
+    return functools.partial(
+        interop.save_folder,
         model,
         path,
         label_names=source.label_names,
@@ -395,7 +400,7 @@ def _save_folder(run: training.Run, model: Any, path: Path, step: int) -> None:
 
 
 # What writes a whole model and not its weights alone.
-_WHOLE = {"stablehlo": _save_program, "hugging_face_folder": _save_folder}
+_WHOLE = {"stablehlo": _program_writer, "hugging_face_folder": _folder_writer}
 
 
 def analyze(config: Any, workdir: str | Path, checkpoint: str, baseline: str | Path | None = None) -> None:

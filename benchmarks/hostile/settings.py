@@ -82,7 +82,8 @@ NONSENSE: dict[str, tuple[Any, ...]] = {
     "model.pooling": ("max", "", None, "CLS"),
     "model.qkv_linear": ("sparse", "", None),
     "model.proj_linear": ("Adder", "conv"),
-    "model.mlp_linear": ("none", 0),
+    "model.mlp_linear": ("none", 0, "dense,", "adder,sparse"),
+    "model.anneal_blocks": ("backwards", "", None),
     "model.dtype": (
         "",
         "float",
@@ -164,6 +165,9 @@ CONTRADICTIONS: tuple[dict[str, Any], ...] = (
     {"optimizer.final_learning_rate": 1.0},
     {"model.num_heads": 5},
     {"model.depth": 3, "model.score": "dot,adder"},
+    {"model.depth": 3, "model.mlp_linear": "dense,adder"},
+    {"model.distilled": True, "model.pooling": "mean"},
+    {"model.anneal_start": 0.5, "model.anneal_end": 0.5},
     {"model.width": 3, "model.num_heads": 1, "model.mlp_ratio": 0.1},
     {"batch_size": 64, "accumulation_steps": 3},
     {"batch_size": 64, "accumulation_steps": 128},
@@ -192,6 +196,8 @@ _SMALL = {
     "model.depth": st.just(1),
     "model.mlp_ratio": st.floats(0.25, 2.0),
     "model.patch_size": st.sampled_from((2, 4, 8)),
+    "model.distilled": st.just(False),  # goes with the class token alone
+    "model.anneal_start": st.just(0.0),
     "model.stem_channels": st.sampled_from(("", "3", " 4 ")),  # halved once, every such patch is whole
     "model.score": st.sampled_from(("dot", "bilinear", "additive", "adder", "gaussian")),
     "data.train_split": st.sampled_from(("train", "train[:90%]", "train[50%:]")),
@@ -436,6 +442,8 @@ def inside(rule: settings.Rule) -> st.SearchStrategy:
             return st.booleans()
         case settings.Choice():
             return st.sampled_from(tuple(rule.meanings))
+        case settings.EachBlock():
+            return inside(rule.rule)
         case settings.Span():
             pairs = st.tuples(inside(rule.ends), inside(rule.ends)).map(lambda pair: tuple(sorted(pair)))
             return st.one_of(st.just(()), pairs) if rule.optional else pairs
