@@ -176,7 +176,7 @@ def resolve_scale(score: str | Score, scale: str | float | Array | None, head_di
         return score.variance(head_dim) ** -0.5
     known = ["sqrt_dim"] + ["variance_matched"] * (score.variance is not None)
     raise ValueError(
-        f"the {score.name} score expects scale from {known} or a number, got {scale!r}; "
+        f"expected scale of the {score.name} score from {known} or a number, got {scale!r}; "
         "choose one of these, or None for the score's own default."
     )
 

@@ -102,7 +102,7 @@ class BlockSettings:
     adder_options: AdderSettings | Mapping[str, Any] = section(AdderSettings)
     norm_epsilon: float = setting(
         1e-6,
-        Number(0, 1e-2, "(]"),
+        Number(1e-12, 1e-2),
         "of the LayerNorms in front of attention, MLP and head; Hugging Face's have 1e-12",
     )
     norm_position: str = setting(

@@ -339,7 +339,7 @@ def test_matches_jax_and_its_causal_mask():
         (dict(key=np.ones((2, 4, 2, 6))), "key and value of one length and number of heads"),
         (dict(query=np.ones((2, 5, 3, 6))), "multiple of that of key heads"),
         (dict(query=np.ones((2, 4, 2, 6))), "pass identity=False"),
-        (dict(scale="variance"), r"expects scale from \['sqrt_dim', 'variance_matched'\] or a number, got 'variance'"),
+        (dict(scale="variance"), r"score from \['sqrt_dim', 'variance_matched'\] or a number, got 'variance'"),
         (dict(temperature=0.0), "expected a positive temperature, got 0.0"),
         (dict(dropout_rate=0.5), "expects a dropout_rng, got None"),
         (dict(dropout_rate=1.0, dropout_rng=1), r"dropout_rate in \[0, 1\), got 1.0"),

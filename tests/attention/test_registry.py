@@ -167,5 +167,5 @@ def test_unknown_names_and_options():
         attention.get_score("addre")
     with pytest.raises(ValueError, match=r"the adder score expects options from \('gradient',\), got 'hidden_dim'"):
         attention.MultiHeadAttention(2, 8, score="adder", score_options={"hidden_dim": 4}, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="the additive score expects scale from"):
+    with pytest.raises(ValueError, match="scale of the additive score from"):
         attention.MultiHeadAttention(2, 8, score="additive", scale="variance_matched", rngs=nnx.Rngs(0))
