@@ -18,8 +18,8 @@ from adder_flax.experiments import common
 
 TEACHER_EPOCHS = 300.0
 HEALING_EPOCHS = {"attention": 9.0, "all": 4.5}
-"""Meant to take less than 5 % of the operations of the teacher's training, with the teacher's part in every step and both
-distances while they are mixed; ``healed`` prints the share."""
+"""Meant to take less than 5 % of the operations of the teacher's training, with the teacher's part in every step and
+both distances while they are mixed; ``healed`` prints the share."""
 ATTENTION = {"score": "adder", "identity": "off"}
 ALL = ATTENTION | {"qkv_linear": "adder", "proj_linear": "adder", "mlp_linear": "adder"}
 DEPTH = 6
