@@ -1,12 +1,10 @@
-"""Short commands for contributors: ``nox`` runs the quick checks, ``nox --list`` shows all of them."""
+"""Short commands for contributors: ``nox`` runs the quick check, ``nox --list`` shows all of them."""
 
 import nox
 
-nox.options.sessions = ["lint", "types"]
+nox.options.sessions = ["lint"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.default_venv_backend = "venv"
-
-SOURCES = ("adder_flax", "kfac", "experiments", "main.py")
 
 
 @nox.session
@@ -15,13 +13,6 @@ def lint(session: nox.Session) -> None:
     session.install("ruff>=0.8")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-
-
-@nox.session
-def types(session: nox.Session) -> None:
-    """Checks the annotations of the public packages."""
-    session.install("-e", ".[all]", "pyright")
-    session.run("pyright")
 
 
 @nox.session

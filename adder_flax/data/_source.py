@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from absl import logging
@@ -204,6 +204,7 @@ class ArraySource(ImageSource):
         return self.images[indices], self.labels[indices]
 
 
+@runtime_checkable
 class Records(Protocol):
     """Encoded images with labels: what a set on disk must offer to `EncodedSource`."""
 

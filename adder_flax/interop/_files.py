@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -148,6 +148,7 @@ def read_model(
     return nnx.merge(graphdef, _nested(found, like=like)), image_statistics(path)
 
 
+@runtime_checkable
 class Run(Protocol):
     """What is to start from a file: a dataclass such as `adder_flax.training.Run`.
 

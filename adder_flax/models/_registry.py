@@ -1,7 +1,7 @@
 """Models by name."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
@@ -22,6 +22,7 @@ class Example(NamedTuple):
     sizes: Mapping[str, int]
 
 
+@runtime_checkable
 class Builder(Protocol):
     """Makes a model."""
 

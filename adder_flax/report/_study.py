@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from flax import nnx
@@ -101,6 +101,7 @@ class Findings:
     pictures: Sequence[Picture]
 
 
+@runtime_checkable
 class AnyStudy(Protocol):
     """What a page needs of a study; what claims need of it, their families know."""
 

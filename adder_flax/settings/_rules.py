@@ -5,13 +5,14 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 class Refused(Exception):
     """A value does not follow its rule."""
 
 
+@runtime_checkable
 class Rule(Protocol):
     """What a value has to be, in words, and what stands for it in the program.
 

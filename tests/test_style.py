@@ -1,0 +1,41 @@
+"""Numbers of style that the packages keep; ``python tests/style.py`` prints all of them."""
+
+import pytest
+
+from tests.processes import ROOT
+from tests.style import Style, measure
+
+PACKAGES = ["adder_flax", "kfac", "experiments"]
+
+
+def of(folder) -> Style:
+    return measure(sorted((ROOT / folder).rglob("*.py")))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_functions_fit_on_a_screen_and_take_few_arguments(package):
+    style = of(package)
+    assert style.function_lines <= 40
+    assert style.parameters <= 12
+
+
+def test_files_are_short():
+    """Half of them in a package as a whole; those of kfac, where one holds a whole mechanism, are a little longer."""
+    assert of("adder_flax").file_lines <= 150
+    assert of("kfac").file_lines <= 200
+
+
+def test_kernels_say_why():
+    assert of("adder_flax/ops").comments >= 3
+
+
+def test_the_measure_counts_what_it_says(tmp_path):
+    head = '"""Doc."""\n\n# Why.\nx = lambda a: a  # how\n\n\n'
+    function = 'def _f(a, b, *, c):\n    """Doc\n\n    more.\n    """\n    return a\n'
+    (tmp_path / "a.py").write_text(head + function)
+    style = measure([tmp_path / "a.py"])
+    # Three lines of code: x, def and return; two comments, the first behind the docstring of the file.
+    assert (style.files, style.lines, style.file_lines) == (1, 3, 12)
+    assert style.comments == pytest.approx(100 * 2 / 3)
+    assert style.lambdas == pytest.approx(1000 / 3)
+    assert (style.function_lines, style.parameters) == (2, 3)
