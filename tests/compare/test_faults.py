@@ -14,7 +14,7 @@ import pytest
 
 from tests.processes import ROOT, simulated_devices
 
-_EXPERIMENT = """
+EXPERIMENT = """
 from tests.compare.tiny import make_config
 
 def get_config():
@@ -31,13 +31,13 @@ def get_config():
 _COMPUTED = ("validation", "test", "curve", "steps", "values", "diverged")
 
 
-def _start(workdir, *flags):
+def _start(workdir, *flags, stdout=subprocess.PIPE):
     command = [sys.executable, "-u", ROOT / "main.py", "--mode=compare", f"--config={workdir.parent / 'x.py'}"]
     return subprocess.Popen(
         [*map(str, command), f"--workdir={workdir}", *flags],
         env=simulated_devices(1) | {"PYTHONPATH": str(ROOT)},
         cwd=ROOT,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
@@ -51,14 +51,12 @@ def _finish(workdir, *flags):
     return output
 
 
-def _numbers(workdir):
+def numbers(workdir):
     """All that records say but for what takes time."""
     kept = {}
     for path in (workdir / "results" / "records").glob("*.json"):
         record = json.loads(path.read_text())
-        kept[path.name] = {
-            name: record[name] for name in ("validation", "test", "curve", "steps", "values", "diverged")
-        }
+        kept[path.name] = {name: record[name] for name in _COMPUTED}
     return kept
 
 
@@ -71,7 +69,7 @@ def _tables(workdir):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    (folder / "x.py").write_text(_EXPERIMENT)
+    (folder / "x.py").write_text(EXPERIMENT)
     began = time.monotonic()
     _finish(folder / "run")
     return folder / "run", time.monotonic() - began
@@ -80,22 +78,32 @@ def alone(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_kills_at_random_moments_leave_the_tables_as_they_are(workers, alone, tmp_path):
-    whole, seconds = alone
-    (tmp_path / "x.py").write_text(_EXPERIMENT)
-    draw, kills = random.Random(workers), 0
-    for _ in range(10):
-        process = _start(tmp_path / "run", f"--workers={workers}")
-        try:
-            process.communicate(timeout=draw.uniform(0.1, 0.5) * seconds)
-        except subprocess.TimeoutExpired:
-            kills += 1
-            _kill(process, draw, workers)
-        else:
-            break
-    assert kills > 2
+    """Ten moments, spread over the steps of all cells, each a little after a step: inside of one, of a checkpoint, of
+    an evaluation, of what begins or ends a cell. One that has passed when the runner is up again is a moment of its
+    start."""
+    whole, _ = alone
+    (tmp_path / "x.py").write_text(EXPERIMENT)
+    draw, steps = random.Random(workers), steps_done(whole)
+    assert steps > 100
+    for moment in sorted(draw.uniform(0, 0.98) * steps for _ in range(10)):
+        process = _start(tmp_path / "run", f"--workers={workers}", stdout=subprocess.DEVNULL)
+        if steps_done(tmp_path / "run") >= moment:
+            time.sleep(draw.uniform(0, 10))
+        while steps_done(tmp_path / "run") < moment:
+            assert process.poll() is None
+            time.sleep(0.05)
+        time.sleep(draw.uniform(0, 0.5))
+        assert process.poll() is None
+        _kill(process, draw, workers)
     assert "0 cells left" in _finish(tmp_path / "run", f"--workers={workers}")
-    assert _numbers(tmp_path / "run") == _numbers(whole)
+    assert numbers(tmp_path / "run") == numbers(whole)
     assert _tables(tmp_path / "run") == _tables(whole)
+
+
+def steps_done(workdir):
+    """Of all cells together, as far as their metrics have been written."""
+    rows = (path.read_text().rpartition('"step": ')[2] for path in workdir.glob("cells/*/metrics.jsonl"))
+    return sum(int(re.match(r"\d+|", row)[0] or 0) for row in rows)
 
 
 def _kill(process, draw, workers):
@@ -110,14 +118,14 @@ def _kill(process, draw, workers):
 
 @pytest.mark.slow
 def test_an_interrupt_stops_workers_at_a_step_that_is_saved(alone, tmp_path):
-    (tmp_path / "x.py").write_text(_EXPERIMENT)
+    (tmp_path / "x.py").write_text(EXPERIMENT)
     process = _start(tmp_path / "run", "--workers=2")
     time.sleep(0.5 * alone[1])
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM
     _finish(tmp_path / "run", "--workers=2")
-    assert _numbers(tmp_path / "run") == _numbers(alone[0])
+    assert numbers(tmp_path / "run") == numbers(alone[0])
 
 
 @pytest.mark.slow
