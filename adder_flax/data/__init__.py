@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from adder_flax.data._augment import (
         augment,
         color_jitter,
+        hue_jitter,
         mix,
         normalize,
         random_crop,
@@ -30,15 +31,24 @@ if TYPE_CHECKING:
         random_resized_crop,
         resize_boxes,
         smooth_one_hot,
+        turn_hue,
     )
+    from adder_flax.data._operations import OPERATIONS, choose_operation, gaussian_blur, grayscale, image_operation
     from adder_flax.data._pipeline import EvalPipeline, TrainPipeline, usable_cores
+    from adder_flax.data._policies import operation_arguments, rand_augment, three_augment
 
 # Imported when asked for: an experiment file asks what is known of a data set, and a mistake in it is answered without
 # waiting for JAX and grain.
-_AUGMENT = "augment color_jitter mix normalize random_crop random_erase random_flip random_resized_crop resize_boxes"
 _LATER = {
-    **dict.fromkeys([*_AUGMENT.split(), "smooth_one_hot"], "adder_flax.data._augment"),
-    **dict.fromkeys(["EvalPipeline", "TrainPipeline", "usable_cores"], "adder_flax.data._pipeline"),
+    name: f"adder_flax.data.{module}"
+    for module, names in {
+        "_augment": "augment color_jitter hue_jitter mix normalize random_crop random_erase random_flip "
+        "random_resized_crop resize_boxes smooth_one_hot turn_hue",
+        "_operations": "OPERATIONS choose_operation gaussian_blur grayscale image_operation",
+        "_pipeline": "EvalPipeline TrainPipeline usable_cores",
+        "_policies": "operation_arguments rand_augment three_augment",
+    }.items()
+    for name in names.split()
 }
 
 __all__ = [
@@ -51,18 +61,26 @@ __all__ = [
     "EncodedSource",
     "EvalPipeline",
     "ImageSource",
+    "OPERATIONS",
     "SequenceSource",
     "Source",
     "TrainPipeline",
     "UnreadableRecordError",
     "augment",
     "channel_statistics",
+    "choose_operation",
     "color_jitter",
     "describe",
+    "gaussian_blur",
+    "grayscale",
+    "hue_jitter",
+    "image_operation",
     "load_or_imitate",
     "load_source",
     "mix",
     "normalize",
+    "operation_arguments",
+    "rand_augment",
     "random_crop",
     "random_erase",
     "random_flip",
@@ -72,6 +90,8 @@ __all__ = [
     "resize_boxes",
     "resolve_split",
     "smooth_one_hot",
+    "three_augment",
+    "turn_hue",
     "usable_cores",
 ]
 

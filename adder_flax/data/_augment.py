@@ -4,9 +4,7 @@ Everything random about sample b is a function of the key and of b, its position
 batch sharded over any mesh therefore gives what an unsharded one gives. Only Mixup and CutMix look at another sample.
 
 The order and the defaults of the ranges are those of DeiT (https://github.com/facebookresearch/deit, augmentation by
-timm): crop, flip, colour jitter, normalisation, random erasing, Mixup or CutMix. Not here: RandAugment and its
-relatives (fourteen image operations in random order, most of them not batchable) and hue jitter, so results with
-DeiT's full recipe are slightly below the published ones.
+timm): crop, flip, RandAugment or three-augment, colour jitter, normalisation, random erasing, Mixup or CutMix.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped, UInt8
 
+from adder_flax.data._policies import rand_augment, three_augment
 from adder_flax.data._source import DataError
 from adder_flax.settings import AugmentSettings, is_on
 
@@ -40,6 +39,7 @@ def augment(
     """Augments and normalises a training batch.
 
     Each kind of augmentation has a key of its own, so switching one on or off leaves the draws of the others alone.
+    RandAugment and three-augment work on whole levels, as Pillow does: what a crop made in between is rounded to them.
 
     >>> settings = AugmentSettings(mixup_alpha=0.0, cutmix_alpha=0.0, label_smoothing=0.2)
     >>> white, labels = jnp.full((1, 2, 2, 1), 255, jnp.uint8), jnp.array([1])
@@ -68,8 +68,12 @@ def augment(
     images = images.astype(jnp.float32) / 255
     if settings.resized_crop_scale is not None:
         images = random_resized_crop(resize_key, images, settings.resized_crop_scale, settings.resized_crop_ratio)
+    if is_on(settings.rand_augment_magnitude) or settings.three_augment:
+        images = _operate(key, images, settings, mean)
     if any(map(is_on, (settings.brightness, settings.contrast, settings.saturation))):
         images = color_jitter(jitter_key, images, settings.brightness, settings.contrast, settings.saturation)
+    if is_on(settings.hue):
+        images = hue_jitter(jax.random.fold_in(key, 8), images, settings.hue)
     images = normalize(images, mean, std)
     if is_on(settings.erase_probability):
         images = random_erase(
@@ -84,6 +88,17 @@ def augment(
     if is_on(settings.mixup_alpha) or is_on(settings.cutmix_alpha):
         images, targets = mix(mix_key, images, targets, settings)
     return images, targets
+
+
+def _operate(key: PRNGKeyArray, images: Images, settings: AugmentSettings, mean: tuple[float, ...]) -> Images:
+    """RandAugment and three-augment of images in [0, 1]; what moves in from outside has the mean colour."""
+    levels = jnp.round(255 * images).astype(jnp.uint8)
+    if is_on(settings.rand_augment_magnitude):
+        fill = tuple(min(255, round(255 * channel)) for channel in mean)
+        levels = rand_augment(jax.random.fold_in(key, 6), levels, settings, fill)
+    if settings.three_augment:
+        levels = three_augment(jax.random.fold_in(key, 7), levels)
+    return levels.astype(jnp.float32) / 255
 
 
 def normalize(
@@ -205,6 +220,42 @@ def color_jitter(
     if is_on(saturation):
         images = blend(images, to_gray(images), saturation, uniform[2])
     return images
+
+
+def hue_jitter(key: PRNGKeyArray, images: Images, strength: float) -> Images:
+    """Turns the hue of each image in [0, 1] by a part of the circle that is uniform in [-strength, strength].
+
+    Pillow's way, by images of hue in 256 steps, is coarser. torchvision shuffles this with the steps of `color_jitter`;
+    here it comes after them.
+    """
+    turn = strength * jax.random.uniform(key, images.shape[:1], minval=-1.0, maxval=1.0)
+    return turn_hue(images, turn)
+
+
+def turn_hue(images: Images, turn: Float[Array, " batch"]) -> Images:
+    """Turns the hue of images in [0, 1]; their greatest and least channels stay what they are.
+
+    With hue h in [0, 6), greatest channel v and its distance c to the least one, red, green and blue of that hue are
+    v - c max(0, min(1, k, 4 - k)) with k = (n + h) mod 6 and n = 5, 3, 1 (Smith, "Color gamut transform pairs",
+    SIGGRAPH 1978, in one formula). One channel has no hue.
+
+    >>> red = jnp.array([1.0, 0.25, 0.25]).reshape(1, 1, 1, 3)
+    >>> turn_hue(red, jnp.array([1 / 3])).ravel().round(4).tolist()
+    [0.25, 1.0, 0.25]
+
+    Args:
+        images: of three channels, or of one.
+        turn: parts of the circle: 1/3 makes red green.
+    """
+    if images.shape[-1] == 1:
+        return images
+    red, green, blue = jnp.moveaxis(images, -1, 0)
+    greatest = images.max(-1)
+    chroma = greatest - images.min(-1)
+    differences = jnp.stack([green - blue, blue - red, red - green]) / jnp.where(chroma > 0, chroma, 1)
+    hue = jnp.select([greatest == red, greatest == green], [differences[0], differences[1] + 2], differences[2] + 4)
+    k = (hue[..., None] + 6 * turn[:, None, None, None] + jnp.array([5.0, 3.0, 1.0])) % 6
+    return greatest[..., None] - chroma[..., None] * jnp.clip(jnp.minimum(k, 4 - k), 0, 1)
 
 
 def to_gray(images: Images) -> Float[Array, "batch height width 1"]:

@@ -32,6 +32,9 @@ class TrainPipeline:
     run across epochs would drop nothing, but could hold the same record twice and would blur what "epoch"
     means in schedules.)
 
+    With `repeats` copies of each record one after the other (repeated augmentation, Hoffer et al., 2020,
+    https://arxiv.org/abs/1901.09335, as in DeiT) an epoch has as many steps as without, and sees one record in so many.
+
     Permutations come from raw draws of the Philox generator, whose stream NumPy keeps from version to version, so a
     run resumes on the same batches after an upgrade. They are uniform, unlike those of `grain.MapDataset.shuffle`: the
     four-round cipher of grain 0.2.18 gives correlated epochs and evened-out batches on 50,000 records.
@@ -54,9 +57,11 @@ class TrainPipeline:
         rows: which rows of the global batch this host reads, ascending; None for all of them.
         num_threads: threads that decode; None for the number of usable cores.
         prefetch_batches: batches that are ready or in work ahead of the consumer.
+        repeats: rows in a row that are the same record, each cropped and augmented on its own.
 
     Raises:
-        DataError: the batch does not fit the source, a row lies outside of it, or the seed is negative.
+        DataError: the batch does not fit the source, a row lies outside of it, the seed is negative, or there are fewer
+            repeats than one.
     """
 
     def __init__(
@@ -68,7 +73,10 @@ class TrainPipeline:
         rows: Sequence[int] | None = None,
         num_threads: int | None = None,
         prefetch_batches: int = 2,
+        repeats: int = 1,
     ):
+        if repeats < 1:
+            raise DataError(f"Expected each record at least once in a row, got repeats={repeats}.")
         if not 1 <= global_batch_size <= len(source):
             raise DataError(
                 f"Expected a global batch of 1 to {len(source)} records (all of {source.name}/{source.split}), "
@@ -77,7 +85,7 @@ class TrainPipeline:
         if seed < 0:
             raise DataError(f"Expected a seed of 0 or more, got {seed}.")
         self.source, self.seed = source, seed
-        self.global_batch_size = global_batch_size
+        self.global_batch_size, self.repeats = global_batch_size, repeats
         self.steps_per_epoch = len(source) // global_batch_size
         self._rows = _checked_rows(global_batch_size, rows)
         self._num_threads = num_threads or usable_cores()
@@ -102,8 +110,8 @@ class TrainPipeline:
     def record_indices(self, step: int) -> Int[np.ndarray, " global_batch"]:
         """Which records make up the global batch of a step."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-        first = step_in_epoch * self.global_batch_size
-        return self._epoch_order(epoch)[first : first + self.global_batch_size]
+        places = step_in_epoch * self.global_batch_size + np.arange(self.global_batch_size)
+        return self._epoch_order(epoch)[places // self.repeats]
 
     def _epoch_order(self, epoch: int) -> Int[np.ndarray, " records"]:
         # Two threads may both see the old epoch at its end; each then computes the same permutation.

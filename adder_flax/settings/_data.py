@@ -19,6 +19,9 @@ class DataSettings:
     eval_split: str = setting(
         "eval", _SPLIT, "what is evaluated on; eval is the first that there is of validation, val and test"
     )
+    repeats: int = setting(
+        1, Integer(1, 1024), "rows of a batch with one record, each augmented on its own; an epoch keeps its length"
+    )
     image_size: int | None = setting(
         224, Or({0: None}, Integer(1, 8192)), "side of the images, pixels; 0 is the set's own"
     )

@@ -4,7 +4,7 @@ import dataclasses
 
 from adder_flax.registry import Registry
 from adder_flax.settings._fields import setting
-from adder_flax.settings._rules import Choice, Integer, Number, Span, Text
+from adder_flax.settings._rules import Choice, Flag, Integer, Number, Span, Text
 
 _PROBABILITY = Number(0, 1)
 _FRACTION = Number(0, 1, "(]")
@@ -16,7 +16,10 @@ _ASPECT = Number(0.01, 100)
 
 @dataclasses.dataclass(frozen=True)
 class AugmentSettings:
-    """What is done to images that are trained on, see `adder_flax.data.augment`; by default DeiT's recipe."""
+    """What is done to images that are trained on, see `adder_flax.data.augment`.
+
+    By default DeiT's recipe with its jitter of colours in place of RandAugment.
+    """
 
     crop_padding: int = setting(0, Integer(0, 8192), "of each side before a random crop, pixels; 0 is off")
     resized_crop_scale: tuple[float, float] | None = setting(
@@ -29,6 +32,24 @@ class AugmentSettings:
     brightness: float = setting(0.3, _STRENGTH, "b gives a factor in [1 - b, 1 + b]; 0 is off", data="if on")
     contrast: float = setting(0.3, _STRENGTH, "likewise, from the mean grey; 0 is off", data="if on")
     saturation: float = setting(0.3, _STRENGTH, "likewise, from the grey image; 0 is off", data="if on")
+    hue: float = setting(0.0, Number(0, 0.5), "turned by up to this part of the circle; 0 is off", data="if on")
+    rand_augment_magnitude: float = setting(
+        0.0,
+        Number(0, 10),
+        "RandAugment with timm's fifteen operations, each done with probability 1/2; 0 is off",
+        data="if on",
+    )
+    rand_augment_std: float = setting(
+        0.0, Number(0, 100), "of the magnitude, normal for each operation and image", data="if on"
+    )
+    rand_augment_layers: int = setting(2, Integer(1, 64), "operations drawn for an image")
+    rand_augment_increasing: bool = setting(
+        True, Flag(), "all operations change more at larger magnitudes; False: with the paper's ranges"
+    )
+    rand_augment_interpolation: str = setting(
+        "bicubic", Choice("bicubic", "random"), "of moved images: random draws bilinear or bicubic"
+    )
+    three_augment: bool = setting(False, Flag(), "grey, solarized or blurred, one of them for each image (DeiT III)")
     mixup_alpha: float = setting(0.8, _ALPHA, "Mixup with weight Beta(alpha, alpha); 0 is off", data="if on")
     cutmix_alpha: float = setting(1.0, _ALPHA, "CutMix with area Beta(alpha, alpha); 0 is off", data="if on")
     mix_probability: float = setting(1.0, _PROBABILITY, "of mixing at all", data=True)

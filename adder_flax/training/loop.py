@@ -77,6 +77,7 @@ class Trainer:
             run.config.seed,
             rows=sharding.local_rows(run.mesh, run.config.batch_size),
             num_threads=run.config.data.num_threads or None,
+            repeats=run.config.data.repeats,
         )
         self._profiler = Profiler(run.config.profile_steps, self._workdir / "profile")
 

@@ -83,6 +83,23 @@ def test_an_epoch_holds_no_record_twice(count, batch_size):
     assert frozenset.intersection(*left_out) == frozenset()
 
 
+@pytest.mark.parametrize(("batch_size", "repeats"), [(12, 3), (10, 3), (9, 2)])
+def test_repeated_records_stand_side_by_side(batch_size, repeats):
+    """As in DeiT's sampler: the permutation with each record in place so many times, cut into as many batches."""
+    once, repeated = (single(numbered_source(40), batch_size, seed=2, repeats=number) for number in (1, repeats))
+    steps = once.steps_per_epoch
+    assert repeated.steps_per_epoch == steps == 40 // batch_size
+    for epoch in range(2):
+        order = np.concatenate([once.record_indices(epoch * steps + step) for step in range(steps)])
+        rows = np.concatenate([repeated.record_indices(epoch * steps + step) for step in range(steps)])
+        assert (rows == np.repeat(order, repeats)[: len(rows)]).all()
+
+
+def test_repeated_records_are_cropped_each_on_its_own():
+    images = single(encoded_source(6), 6, repeats=3)[0]["image"].astype(int)
+    assert all((images[0] != other).any() for other in images[1:3])
+
+
 def test_images_and_labels_belong_together():
     batch = single(numbered_source(300), 50)[4]
     assert batch["image"].dtype == np.uint8
@@ -245,6 +262,7 @@ def test_reading_ahead_is_bounded():
         (lambda s: TrainPipeline(s, 11), r"1 to 10 records \(all of numbered/train\), got 11"),
         (lambda s: TrainPipeline(s, 0), "got 0"),
         (lambda s: TrainPipeline(s, 5, -1), "seed of 0 or more, got -1"),
+        (lambda s: TrainPipeline(s, 5, repeats=0), "at least once in a row, got repeats=0"),
         (lambda s: TrainPipeline(s, 9, rows=[8, 9]), r"ascending rows in \[0, 9\), got \[8, 9\]"),
         (lambda s: EvalPipeline(s, 0), "at least 1 record, got 0"),
         (lambda s: EvalPipeline(s, 4, rows=[2, 1]), r"\[0, 4\), got \[2, 1\]"),

@@ -1,0 +1,197 @@
+"""Operations on images against Pillow on photographs, hue against colorsys, and the draws against those of timm."""
+
+import colorsys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+from sklearn.datasets import load_sample_images
+
+from adder_flax.data import (
+    OPERATIONS,
+    DataError,
+    augment,
+    choose_operation,
+    gaussian_blur,
+    grayscale,
+    image_operation,
+    operation_arguments,
+    three_augment,
+    turn_hue,
+)
+from adder_flax.data._policies import draw_layer
+from adder_flax.settings import AugmentSettings
+from tests.data.test_augment import FIVE_SIGMA, OFF
+
+FILL = (124, 116, 104)
+choose_operation = jax.jit(choose_operation, static_argnames="fill")
+
+
+@pytest.fixture(scope="module")
+def photographs():
+    """Eight pieces of scikit-learn's photographs of a temple and a flower, 40 × 48 pixels."""
+    images = [Image.fromarray(image) for image in load_sample_images().images]
+    corners = (60, 80), (250, 200), (400, 100), (150, 250)
+    pieces = [image.crop((x, y, x + 144, y + 120)).resize((48, 40)) for image in images for x, y in corners]
+    return np.stack([np.asarray(piece) for piece in pieces])
+
+
+def _map(coefficients):
+    return lambda image, x, way: image.transform(
+        image.size, Image.AFFINE, coefficients(x, *image.size), resample=way, fillcolor=FILL
+    )
+
+
+PILLOW = {
+    "auto_contrast": lambda image, x, way: ImageOps.autocontrast(image),
+    "equalize": lambda image, x, way: ImageOps.equalize(image),
+    "invert": lambda image, x, way: ImageOps.invert(image),
+    # No bits are black; Pillow refuses to keep none.
+    "posterize": lambda image, x, way: ImageOps.posterize(image, x) if x else Image.new("RGB", image.size),
+    "solarize": lambda image, x, way: ImageOps.solarize(image, x),
+    "solarize_add": lambda image, x, way: image.point([min(255, v + x) if v < 128 else v for v in range(256)] * 3),
+    "color": lambda image, x, way: ImageEnhance.Color(image).enhance(x),
+    "contrast": lambda image, x, way: ImageEnhance.Contrast(image).enhance(x),
+    "brightness": lambda image, x, way: ImageEnhance.Brightness(image).enhance(x),
+    "sharpness": lambda image, x, way: ImageEnhance.Sharpness(image).enhance(x),
+    "rotate": lambda image, x, way: image.rotate(x, resample=way, fillcolor=FILL),
+    "shear_x": _map(lambda x, width, height: (1, x, 0, 0, 1, 0)),
+    "shear_y": _map(lambda x, width, height: (1, 0, 0, x, 1, 0)),
+    "translate_x": _map(lambda x, width, height: (1, 0, x * width, 0, 1, 0)),
+    "translate_y": _map(lambda x, width, height: (1, 0, 0, 0, 1, x * height)),
+}
+# One for each photograph, to both ends of the ranges.
+ARGUMENTS = {
+    "posterize": [0, 1, 2, 3, 4, 5, 7, 8],
+    "solarize": [0, 26, 64, 128, 150, 200, 230, 256],
+    "solarize_add": [0, 10, 30, 60, 90, 99, 100, 110],
+    **dict.fromkeys(["color", "contrast", "brightness", "sharpness"], [0.1, 0.19, 0.55, 0.9, 1.0, 1.3, 1.81, 1.9]),
+    "rotate": [-30, -27, -13.3, 0, 1.7, 8, 27, 30],
+    **dict.fromkeys(["shear_x", "shear_y"], [-0.3, -0.27, -0.1, 0, 0.05, 0.2, 0.27, 0.3]),
+    **dict.fromkeys(["translate_x", "translate_y"], [-0.45, -0.405, -0.1, 0, 0.05, 0.2, 0.41, 0.45]),
+}
+# Where a product in float64 and one in float32 may fall on two sides of a whole number.
+MAY_DIFFER_BY_ONE = {"auto_contrast", "rotate", "shear_x", "shear_y", "translate_x", "translate_y"}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_is_pillows(photographs, name):
+    """In one program for all operations and arguments, bicubic and bilinear in one batch."""
+    arguments, images = ARGUMENTS.get(name, [0] * 8), np.concatenate([photographs, photographs])
+    operation, bicubic = np.full(16, OPERATIONS.index(name)), np.repeat([True, False], 8)
+    values = np.array(arguments * 2, np.float32)
+    got = np.asarray(choose_operation(operation, images, values, fill=FILL, bicubic=bicubic)).astype(int)
+    for image, argument, cubic, result in zip(images, arguments * 2, bicubic, got, strict=True):
+        way = Image.BICUBIC if cubic else Image.BILINEAR
+        off = np.abs(result - np.asarray(PILLOW[name](Image.fromarray(image), argument, way)))
+        assert off.max() <= (name in MAY_DIFFER_BY_ONE)
+        assert (off > 0).mean() < 0.2  # a whole shift of levels would be nearly all
+    assert choose_operation._cache_size() == 1
+
+
+@pytest.mark.parametrize("name", ["equalize", "sharpness", "shear_y"])
+def test_one_operation_alone_is_the_one_that_is_chosen(photographs, name):
+    values = np.array(ARGUMENTS.get(name, [0] * 8), np.float32)
+    alone = jax.jit(lambda images, values: image_operation(name, images, values, fill=FILL))(photographs, values)
+    operation = np.full(16, OPERATIONS.index(name))
+    twice = np.concatenate([photographs, photographs]), np.concatenate([values, values])
+    chosen = choose_operation(operation, *twice, fill=FILL, bicubic=np.full(16, True))
+    assert (alone == chosen[:8]).all()
+
+
+def test_no_operation_changes_nothing(photographs):
+    images = np.concatenate([photographs, photographs])
+    got = choose_operation(np.full(16, -1), images, np.full(16, 0.3, np.float32), fill=FILL, bicubic=np.full(16, True))
+    assert (got == images).all()
+
+
+def test_an_unknown_operation_is_named():
+    with pytest.raises(DataError, match="Expected an operation of auto_contrast, .*, got 'blur'"):
+        image_operation("blur", jnp.zeros((1, 2, 2, 3), jnp.uint8))
+
+
+def test_blur_and_grey_are_pillows(photographs):
+    radii = np.linspace(0.1, 2, 8)
+    blurred = np.asarray(jax.jit(gaussian_blur)(photographs, radii.astype(np.float32)))
+    gray = np.asarray(jax.jit(grayscale)(photographs))
+    for image, radius, soft, grey in zip(photographs, radii, blurred, gray, strict=True):
+        image = Image.fromarray(image)
+        assert (soft == np.asarray(image.filter(ImageFilter.GaussianBlur(float(radius))))).all()
+        assert (grey == np.asarray(image.convert("L").convert("RGB"))).all()
+
+
+def test_hue_turns_as_in_colorsys(photographs):
+    images, turns = photographs[:, ::8, ::8] / np.float32(255), np.linspace(-0.5, 0.5, 8)
+    got = np.asarray(jax.jit(turn_hue)(images, turns.astype(np.float32)))
+    for image, turn, result in zip(images.astype(float), turns, got, strict=True):
+        hsv = [colorsys.rgb_to_hsv(*pixel) for pixel in image.reshape(-1, 3)]
+        expected = [colorsys.hsv_to_rgb((hue + turn) % 1, *rest) for hue, *rest in hsv]
+        np.testing.assert_allclose(result.reshape(-1, 3), expected, atol=2e-6)
+
+
+def test_magnitudes_mean_what_they_mean_in_timm():
+    """At 0, 5, 9 and 10, worked out by hand from the ranges of timm 1.0.31's ``auto_augment.py``."""
+    tables = {
+        (True, 1): {
+            "posterize": [4, 2, 1, 0],
+            "solarize": [256, 128, 26, 0],
+            "solarize_add": [0, 55, 99, 110],
+            "color": [1, 1.45, 1.81, 1.9],
+            "rotate": [0, 15, 27, 30],
+            "shear_y": [0, 0.15, 0.27, 0.3],
+            "translate_x": [0, 0.225, 0.405, 0.45],
+            "invert": [0, 0, 0, 0],
+        },
+        (True, -1): {"sharpness": [1, 0.55, 0.19, 0.1], "rotate": [0, -15, -27, -30], "posterize": [4, 2, 1, 0]},
+        (False, -1): {"posterize": [0, 2, 3, 4], "solarize": [0, 128, 230, 256], "contrast": [0.1, 1.0, 1.72, 1.9]},
+    }
+    for (increasing, sign), expected in tables.items():
+        got = operation_arguments(jnp.array([0.0, 5, 9, 10]), jnp.full(4, float(sign)), increasing=increasing)
+        for name, values in expected.items():
+            np.testing.assert_allclose(got[OPERATIONS.index(name)], values, atol=1e-6, err_msg=name)
+
+
+def test_what_is_drawn_has_timms_distribution():
+    """Fifteen operations alike, half of them done, magnitudes N(9, 1/2) cut at 10, either sign alike."""
+    settings = AugmentSettings(rand_augment_magnitude=9.0, rand_augment_std=0.5, rand_augment_interpolation="random")
+    count = 60_000
+    operation, argument, bicubic = map(np.asarray, draw_layer(jax.random.key(0), count, settings))
+    frequency = np.bincount(operation + 1, minlength=16) / count
+    expected = np.array([0.5, *[0.5 / 15] * 15])
+    assert (np.abs(frequency - expected) < FIVE_SIGMA * np.sqrt(expected * (1 - expected) / count)).all()
+    assert abs(bicubic.mean() - 0.5) < FIVE_SIGMA * 0.5 / np.sqrt(count)
+    magnitude = argument[operation == OPERATIONS.index("rotate")] / 3
+    assert abs((magnitude > 0).mean() - 0.5) < FIVE_SIGMA * 0.5 / np.sqrt(magnitude.size)
+    drawn = np.minimum(np.random.default_rng(0).normal(9, 0.5, 10**6), 10)
+    quantiles = np.linspace(0.05, 0.95, 7)
+    np.testing.assert_allclose(np.quantile(np.abs(magnitude), quantiles), np.quantile(drawn, quantiles), atol=0.08)
+    assert np.abs(magnitude).max() == pytest.approx(10, abs=1e-5)
+
+
+def test_rand_augment_of_a_batch(photographs):
+    """Two layers, each of nothing half of the time: a quarter stays, and more where an operation changes nothing."""
+    settings = AugmentSettings(**OFF | dict(rand_augment_magnitude=9.0, rand_augment_std=0.5))
+    images, labels = np.tile(photographs[:, ::4, ::4], (50, 1, 1, 1)), np.zeros(400, int)
+    facts = dict(num_classes=2, mean=(0.0,) * 3, std=(1.0,) * 3)
+    whole = jax.jit(lambda key: augment(key, images, labels, settings, **facts)[0] * 255)
+    got = np.asarray(whole(jax.random.key(1)))
+    np.testing.assert_allclose(got, np.round(got), atol=1e-4)
+    same = (np.abs(got - images) < 0.5).all((1, 2, 3)).mean()
+    assert abs(same - 0.25) < FIVE_SIGMA * np.sqrt(0.25 * 0.75 / 400) + 0.02
+    assert (np.asarray(whole(jax.random.key(1))) == got).all()
+
+
+def test_three_augment_does_one_of_three_to_each_image(photographs):
+    images = np.tile(photographs[:, ::4, ::4], (50, 1, 1, 1))
+    got = np.asarray(jax.jit(three_augment)(jax.random.key(0), images))
+    grey = (got == np.asarray(grayscale(images))).all((1, 2, 3))
+    solarized = (got == np.where(images < 128, images, 255 - images)).all((1, 2, 3))
+    assert not (grey & solarized).any()
+    blurred = ~(grey | solarized)
+    for share in (grey, solarized, blurred):
+        assert abs(share.mean() - 1 / 3) < FIVE_SIGMA * np.sqrt(2 / 9 / 400)
+    # A blur keeps the mean, but for rounding.
+    drift = got[blurred].mean((1, 2), dtype=float) - images[blurred].mean((1, 2), dtype=float)
+    assert np.abs(drift).max() < 12
