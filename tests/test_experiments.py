@@ -8,13 +8,14 @@ import pytest
 from flax import nnx
 
 from adder_flax.attention import resolve_scale
-from adder_flax.data import load_source
+from adder_flax.data import EVAL_CROP_RATIO, load_source
+from adder_flax.errors import RunError
 from adder_flax.settings import RunSettings, SettingsError, read
 from tests.processes import ROOT
 from tests.training.pieces import vit
 
-EXPERIMENTS = sorted(path.stem for path in (ROOT / "experiments").glob("*deit_*.py"))
 SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
+EXPERIMENTS = sorted(f"{prefix}deit_{size}" for prefix in ("", "adder_", "additive_") for size in SIZES)
 
 
 def _build(name, data=None):
@@ -98,3 +99,41 @@ def test_the_fast_recipes_differ_in_their_layers_alone():
     source = load_source("fake", "train", image_size=32, num_classes=10)
     model = nnx.eval_shape(lambda: vit(read(RunSettings, twin).model, source))
     assert model.pos_embed.shape == (1, 64, 128)
+
+
+def test_the_recipe_of_deit_is_its_defaults():
+    """Table 9 of the paper and the defaults of facebookresearch/deit's main.py, typed off."""
+    config = importlib.import_module("experiments.deit_recipe").get_config()
+    run = read(RunSettings, config)
+    task, optimizer = run.task, run.optimizer
+    assert (run.data.name, run.data.image_size, run.model.patch_size) == ("imagenet2012", 224, 16)
+    assert (run.num_epochs, run.batch_size, run.ema_decay, run.data.repeats) == (300, 1024, 0.99996, 3)
+    assert (optimizer.name, optimizer.learning_rate, optimizer.final_learning_rate) == (
+        "adamw",
+        5e-4 * 1024 / 512,
+        1e-5,
+    )
+    assert (optimizer.warmup_epochs, optimizer.weight_decay, optimizer.clip_norm) == (5, 0.05, None)
+    assert (optimizer.b1, optimizer.b2, optimizer.eps) == (0.9, 0.999, 1e-8)
+    assert (task.mixup_alpha, task.cutmix_alpha, task.mix_probability, task.cutmix_probability) == (0.8, 1, 1, 0.5)
+    assert (task.mix_per, task.label_smoothing, run.model.drop_path_rate, run.model.dropout_rate) == (
+        "batch",
+        0.1,
+        0.1,
+        0,
+    )
+    assert (task.erase_probability, task.erase_scale, task.erase_value) == (0.25, (0.02, 1 / 3), "noise")
+    assert (task.rand_augment_magnitude, task.rand_augment_std, task.rand_augment_layers) == (9, 0.5, 2)
+    assert (task.rand_augment_increasing, task.rand_augment_interpolation) == (True, "bicubic")
+    assert (task.brightness, task.contrast, task.saturation, task.hue, task.three_augment) == (0, 0, 0, 0, False)
+    assert (task.resized_crop_scale, task.resized_crop_ratio, task.flip_probability) == ((0.08, 1), (3 / 4, 4 / 3), 0.5)
+    assert EVAL_CROP_RATIO == 0.875
+
+
+def test_the_recipe_of_deit_takes_a_mechanism_a_size_and_data():
+    config = importlib.import_module("experiments.deit_recipe").get_config("adder,small,folder")
+    assert (config.model.score, config.model.mlp_linear, config.model.width) == ("adder", "adder", 384)
+    assert (config.data.name, config.task.rand_augment_magnitude) == ("folder", 9)
+    assert config.optimizer.clip_norm == 0
+    with pytest.raises(RunError, match="expected .*mechanism,size,data.*, got 'dot,tiny'"):
+        importlib.import_module("experiments.deit_recipe").get_config("dot,tiny")
