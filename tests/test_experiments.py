@@ -11,7 +11,6 @@ from adder_flax.attention import resolve_scale
 from adder_flax.data import EVAL_CROP_RATIO, load_source
 from adder_flax.errors import RunError
 from adder_flax.settings import RunSettings, SettingsError, read
-from tests.processes import ROOT
 from tests.training.pieces import vit
 
 SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image, ImageEnhance, ImageFilter, ImageOps
-from sklearn.datasets import load_sample_images
+from PIL import Image, ImageFilter
 
 from adder_flax.data import (
     OPERATIONS,
@@ -23,45 +22,18 @@ from adder_flax.data import (
 )
 from adder_flax.data._policies import draw_layer
 from adder_flax.settings import AugmentSettings
+from benchmarks import augment as augmenting
+from benchmarks.augment import FILL, PILLOW
 from tests.data.test_augment import FIVE_SIGMA, OFF
 
-FILL = (124, 116, 104)
 choose_operation = jax.jit(choose_operation, static_argnames="fill")
 
 
 @pytest.fixture(scope="module")
 def photographs():
-    """Eight pieces of scikit-learn's photographs of a temple and a flower, 40 × 48 pixels."""
-    images = [Image.fromarray(image) for image in load_sample_images().images]
-    corners = (60, 80), (250, 200), (400, 100), (150, 250)
-    pieces = [image.crop((x, y, x + 144, y + 120)).resize((48, 40)) for image in images for x, y in corners]
-    return np.stack([np.asarray(piece) for piece in pieces])
+    return augmenting.photographs()
 
 
-def _map(coefficients):
-    return lambda image, x, way: image.transform(
-        image.size, Image.AFFINE, coefficients(x, *image.size), resample=way, fillcolor=FILL
-    )
-
-
-PILLOW = {
-    "auto_contrast": lambda image, x, way: ImageOps.autocontrast(image),
-    "equalize": lambda image, x, way: ImageOps.equalize(image),
-    "invert": lambda image, x, way: ImageOps.invert(image),
-    # No bits are black; Pillow refuses to keep none.
-    "posterize": lambda image, x, way: ImageOps.posterize(image, x) if x else Image.new("RGB", image.size),
-    "solarize": lambda image, x, way: ImageOps.solarize(image, x),
-    "solarize_add": lambda image, x, way: image.point([min(255, v + x) if v < 128 else v for v in range(256)] * 3),
-    "color": lambda image, x, way: ImageEnhance.Color(image).enhance(x),
-    "contrast": lambda image, x, way: ImageEnhance.Contrast(image).enhance(x),
-    "brightness": lambda image, x, way: ImageEnhance.Brightness(image).enhance(x),
-    "sharpness": lambda image, x, way: ImageEnhance.Sharpness(image).enhance(x),
-    "rotate": lambda image, x, way: image.rotate(x, resample=way, fillcolor=FILL),
-    "shear_x": _map(lambda x, width, height: (1, x, 0, 0, 1, 0)),
-    "shear_y": _map(lambda x, width, height: (1, 0, 0, x, 1, 0)),
-    "translate_x": _map(lambda x, width, height: (1, 0, x * width, 0, 1, 0)),
-    "translate_y": _map(lambda x, width, height: (1, 0, 0, 0, 1, x * height)),
-}
 # One for each photograph, to both ends of the ranges.
 ARGUMENTS = {
     "posterize": [0, 1, 2, 3, 4, 5, 7, 8],
