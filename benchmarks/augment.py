@@ -146,7 +146,7 @@ def speeds(batch_size: int, size: int, rounds: int, seconds: float) -> dict[str,
         config = common.deit("multiplicative", "tiny", "imagenet2012")
         config.data.update(name="fake", image_size=size)
         config.model.patch_size = size // 14 if size % 14 == 0 else size // 8
-        config.update(batch_size=batch_size, num_epochs=1.0)
+        config.batch_size = batch_size
         config.task.update(brightness=0.0, contrast=0.0, saturation=0.0, **task)
         return training.build_run(config)
 
