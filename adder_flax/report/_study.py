@@ -61,7 +61,7 @@ class Claim:
 
     def row(self) -> dict[str, str]:
         """Returns the claim as a line of ``claims.csv``."""
-        return {**vars(self), "margins": " ".join(f"{margin:.6g}" for margin in self.margins)}
+        return {**vars(self), "margins": " ".join(repr(float(margin)) for margin in self.margins)}
 
     @classmethod
     def from_row(cls, row: Mapping[str, str]) -> "Claim":
