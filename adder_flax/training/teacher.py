@@ -35,9 +35,7 @@ class Renormalized(nnx.Module):
       given: mean and standard deviation of each channel by which images are normalised.
       wanted: those by which the model wants them.
 
-    >>> from adder_flax.models import VisionTransformer
-    >>> model = VisionTransformer(image_size=4, patch_size=2, num_classes=3, width=8, depth=1, num_heads=2,
-    ...                           rngs=nnx.Rngs(0))
+    >>> model = nnx.Conv(3, 2, (4, 4), rngs=nnx.Rngs(0))
     >>> same = Renormalized(model, ((0.5,) * 3, (0.25,) * 3), ((0.0,) * 3, (1.0,) * 3))
     >>> bool(jnp.allclose(same(jnp.ones((1, 4, 4, 3))), model(jnp.full((1, 4, 4, 3), 0.75)), atol=1e-6))
     True
