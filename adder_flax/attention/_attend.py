@@ -124,11 +124,8 @@ def attend(
             return jnp.swapaxes(output, -2, -3)
         scores = raw_scores(query, key, arrays) * factor
         if log_temperature is not None:
-            own, per_head = {"log_temperature": log_temperature}, log_temperature.ndim > 0
-            scores = tap_heads(TEMPERED, own, scores, scores * cooling, per_head=per_head)
-        biased = scores if bias is None else scores + bias
-        if key_bias is not None:
-            biased = tap_heads(KEY_BIASED, {"key_bias": key_bias}, scores, biased, per_head=key_bias.ndim > 1)
+            scores = _cooled(scores, log_temperature, cooling)
+        biased = scores if bias is None else _biased(scores, bias, key_bias)
         weights = contract.normalize(biased, _with_causal(mask, biased.shape) if is_causal else mask)
         arrays = {"query": query, "key": key, "scores": scores, "weights": weights}
         recorder.report("attention", arrays, score=contract.name, identity=identity)
@@ -230,6 +227,19 @@ def _in_blocks(
     score = lambda query, key, *values: raw_scores(query, key, dict(zip(arrays, values, strict=True)))
     value = jnp.repeat(value, query.shape[-3] // value.shape[-3], axis=-3)
     return ops.fused_attention(score, query, key, value, tuple(arrays.values()), **options)
+
+
+def _cooled(scores: Array, log_temperature: Array, cooling: Array) -> Array:
+    """Scores over the learned temperature, which has curvature."""
+    own, per_head = {"log_temperature": log_temperature}, log_temperature.ndim > 0
+    return tap_heads(TEMPERED, own, scores, scores * cooling, per_head=per_head)
+
+
+def _biased(scores: Array, bias: Array, key_bias: Array | None) -> Array:
+    """Scores with all biases, of which that of the keys has curvature."""
+    if key_bias is None:
+        return scores + bias
+    return tap_heads(KEY_BIASED, {"key_bias": key_bias}, scores, scores + bias, per_head=key_bias.ndim > 1)
 
 
 def _total_bias(bias: Array | None, key_bias: Array | None) -> Array | None:
