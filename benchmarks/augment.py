@@ -21,12 +21,12 @@ from jaxtyping import UInt8
 from PIL import Image, ImageEnhance, ImageOps
 from sklearn.datasets import load_sample_images
 
-from adder_flax import data, training
+from adder_flax import data
 from adder_flax.data._policies import draw_layer
 from adder_flax.experiments import common
 from adder_flax.settings import AugmentSettings, put_numbers, take_numbers
-from adder_flax.training import sharding
 from benchmarks.timing import measure
+from benchmarks.train_step import jax_step
 
 FILL = (124, 116, 104)
 RECIPE = dict(rand_augment_magnitude=9.0, rand_augment_std=0.5)
@@ -142,25 +142,13 @@ def recompilations(size: int, steps: int = 200) -> int:
 def speeds(batch_size: int, size: int, rounds: int, seconds: float) -> dict[str, float]:
     """Images per second of augmentation alone, of the step with it, and of the step with none of its policy."""
 
-    def run_of(**task):
+    def config_of(**task):
         config = common.deit("multiplicative", "tiny", "imagenet2012")
         config.data.update(name="fake", image_size=size)
         config.model.patch_size = size // 14 if size % 14 == 0 else size // 8
         config.batch_size = batch_size
         config.task.update(brightness=0.0, contrast=0.0, saturation=0.0, **task)
-        return training.build_run(config)
-
-    def stepping(run):
-        batch = sharding.put_batch(data.TrainPipeline(run.train_source, batch_size)[0], run.mesh)
-        state = run.init()
-
-        def step():
-            nonlocal state
-            with jax.set_mesh(run.mesh):
-                state, metrics = run.train_step(state, batch, run.hyper)
-            return metrics
-
-        return step
+        return config
 
     source = data.load_source("fake", "train", image_size=size)
     images, labels = source.gather(np.arange(batch_size))
@@ -170,8 +158,8 @@ def speeds(batch_size: int, size: int, rounds: int, seconds: float) -> dict[str,
     timings = measure(
         {
             "augmentation alone": lambda: alone(jax.random.key(0)),
-            "step with RandAugment": stepping(run_of(**RECIPE)),
-            "step without RandAugment": stepping(run_of()),
+            "step with RandAugment": jax_step(config_of(**RECIPE)),
+            "step without RandAugment": jax_step(config_of()),
         },
         rounds,
         seconds,
