@@ -12,16 +12,13 @@ from typing import Any, Literal
 from adder_flax.errors import RunError
 from adder_flax.extras import needs
 from adder_flax.settings import (
-    MODEL_SETTINGS,
-    TASK_SETTINGS,
     CompareSettings,
     Options,
     RunSettings,
     SettingsError,
-    defaults,
     read,
 )
-from adder_flax.training.workdir import OPERATIONAL_FIELDS, flatten_config
+from adder_flax.training.identity import OPERATIONAL_FIELDS, flatten_config, with_defaults
 
 with needs("train"):
     from ml_collections import ConfigDict
@@ -203,14 +200,12 @@ def own_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     A field that a later version adds, at its default, changes nothing here.
 
     Example:
+      >>> from adder_flax.settings import RunSettings, defaults
       >>> own_fields(defaults(RunSettings) | {"seed": 3, "log_every_steps": 1})
       {'seed': 3}
     """
-    fields, usual = flatten_config(config), defaults(RunSettings)
-    for section, among in (("model", MODEL_SETTINGS), ("task", TASK_SETTINGS)):
-        if (name := fields.get(f"{section}.name")) in among:
-            usual[section] = defaults(among.get(name))
-    usual = flatten_config(usual)
+    fields = flatten_config(config)
+    usual = with_defaults({path: fields[path] for path in ("model.name", "task.name") if path in fields})
     return {
         path: value
         for path, value in fields.items()

@@ -9,7 +9,7 @@ from typing import Any
 from adder_flax.compare.plan import Cell, own_fields
 from adder_flax.errors import RunError, writing
 from adder_flax.files import write_whole
-from adder_flax.training.workdir import flatten_config
+from adder_flax.training.identity import flatten_config
 
 _FORMAT = 1
 

@@ -9,6 +9,7 @@ from adder_flax.training.checkpoints import Checkpoints, SavedCheckpoints
 from adder_flax.training.curvature import CurvatureOptimizer
 from adder_flax.training.estimate import Estimate, advise, estimate
 from adder_flax.training.evaluator import Evaluator
+from adder_flax.training.identity import identity
 from adder_flax.training.loop import Result, Trainer
 from adder_flax.training.metrics import peak_memory, read_metrics
 from adder_flax.training.optimizers import OPTIMIZERS, OptimizerSpec, register_optimizer, scale_by_adder_rate
@@ -16,7 +17,7 @@ from adder_flax.training.processes import connect, fetch
 from adder_flax.training.setup import Run, abstract_batch, build_run, trace
 from adder_flax.training.step import evaluation_params, make_eval_step, make_train_step
 from adder_flax.training.topology import topology_devices
-from adder_flax.training.workdir import identity, open_workdir, read_config, write_config
+from adder_flax.training.workdir import open_workdir, read_config, write_config
 
 __all__ = [
     "OPTIMIZERS",

@@ -27,6 +27,7 @@ from adder_flax.errors import RunError, first_line, writing
 from adder_flax.extras import needs
 from adder_flax.text import printable
 from adder_flax.training.digests import compile_digests, take_digests
+from adder_flax.training.identity import differences
 
 with needs("train"):
     from orbax.checkpoint import v1 as ocp
@@ -294,21 +295,6 @@ class Checkpoints(SavedCheckpoints):
     def _unused_name(self, step: int) -> Path:
         names = itertools.chain([f"{step}.unreadable"], (f"{step}.unreadable.{n}" for n in itertools.count(2)))
         return next(path for path in map(self._directory.joinpath, names) if not os.path.lexists(path))
-
-
-def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns in words which facts of two runs differ.
-
-    Example:
-      >>> differences({"seed": 0, "batch_size": 32}, {"seed": 1, "batch_size": 32, "ema_decay": 0.9})
-      ['ema_decay: absent there, 0.9 now', 'seed: 0 there, 1 now']
-    """
-    shown = lambda facts, name: printable(repr(facts[name]), 60) if name in facts else "absent"
-    return [
-        f"{printable(name, 60)}: {shown(there, name)} there, {shown(now, name)} now"
-        for name in sorted(there.keys() | now.keys())
-        if there.get(name) != now.get(name)
-    ]
 
 
 def _require_files(folder: Path) -> None:

@@ -19,6 +19,7 @@ from adder_flax.training.deferred import DeferredMetrics
 from adder_flax.training.diagnose import explain_non_finite
 from adder_flax.training.digests import take_digests
 from adder_flax.training.evaluator import Evaluator
+from adder_flax.training.identity import identity
 from adder_flax.training.lock import Lock, lock_workdir
 from adder_flax.training.metrics import MetricWriter, Progress
 from adder_flax.training.processes import StopVote
@@ -26,7 +27,7 @@ from adder_flax.training.profiler import Profiler
 from adder_flax.training.setup import Run
 from adder_flax.training.start_up import StartUp
 from adder_flax.training.step import Batch, Metrics, State, evaluation_params, step_keys
-from adder_flax.training.workdir import changed_data, identity, open_workdir, write_config, write_data
+from adder_flax.training.workdir import changed_data, open_workdir, write_config, write_data
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,12 +20,13 @@ from adder_flax.settings import ClassificationSettings, RunSettings, completed, 
 from adder_flax.tasks import TASKS, Outcome, Task
 from adder_flax.training import sharding
 from adder_flax.training.checkpoints import SavedCheckpoints
+from adder_flax.training.identity import identity
 from adder_flax.training.initialization import params_by_path
 from adder_flax.training.processes import fetch, replicate
 from adder_flax.training.program import Program, program_of, shape_and_numbers
 from adder_flax.training.step import Hyper, State, evaluation_params
 from adder_flax.training.teacher import Renormalized, Teacher
-from adder_flax.training.workdir import identity, read_config
+from adder_flax.training.workdir import read_config
 
 _MAX_STEPS = 2**31 - 1
 

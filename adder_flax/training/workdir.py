@@ -13,39 +13,13 @@ from adder_flax.experiment import as_config
 from adder_flax.extras import needs
 from adder_flax.files import open_regular, write_whole
 from adder_flax.text import printable
-from adder_flax.training.checkpoints import SavedCheckpoints, differences
+from adder_flax.training.checkpoints import SavedCheckpoints
+from adder_flax.training.identity import differences, identity
 
 with needs("train"):
     from ml_collections import ConfigDict
 
-# How a run is executed, not what it computes: these may change between two starts of the same run.
-OPERATIONAL_FIELDS = (
-    "mesh",
-    "log_every_steps",
-    "attention_diagnostics",
-    "checkpoint_every_steps",
-    "profile_steps",
-    "topology",
-    "data.data_dir",
-    "data.num_threads",
-)
 _SHOWN_DIFFERENCES = 20
-
-
-def flatten_config(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns ``{"model.width": 192, …}``.
-
-    Example:
-      >>> flatten_config({"seed": 0, "model": {"width": 192}})
-      {'seed': 0, 'model.width': 192}
-    """
-    flat = {}
-    for name, value in config.items():
-        if hasattr(value, "items"):
-            flat.update(flatten_config(value, f"{prefix}{name}."))
-        else:
-            flat[prefix + name] = list(value) if isinstance(value, tuple) else value
-    return flat
 
 
 def open_workdir(workdir: str | Path, config: ConfigDict) -> Path:
@@ -59,7 +33,7 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Path:
     workdir = Path(workdir).absolute()
     stored = _read_config(workdir)
     if stored is not None and SavedCheckpoints(workdir / "checkpoints").steps:
-        _refuse_another_run(workdir, stored, json.loads(config.to_json()))
+        _refuse_another_run(workdir, stored, config)
     return workdir
 
 
@@ -161,23 +135,8 @@ def _read_config(workdir: Path) -> dict[str, Any] | None:
     return stored
 
 
-def identity(config: Any) -> dict[str, Any]:
-    """Returns the fields, flattened, that make a run this one: all but those that say how it is executed.
-
-    Example:
-      >>> identity(ConfigDict({"seed": 0, "mesh": {"data": 8}, "model": {"mean": (0.5,)}}))
-      {'model.mean': [0.5], 'seed': 0}
-    """
-    return _identity(json.loads(config.to_json()))
-
-
-def _identity(fields: Mapping[str, Any]) -> dict[str, Any]:
-    flat = flatten_config(fields)
-    return {name: flat[name] for name in sorted(flat) if not name.startswith(OPERATIONAL_FIELDS)}
-
-
-def _refuse_another_run(workdir: Path, stored: dict[str, Any], given: dict[str, Any]) -> None:
-    if found := differences(_identity(stored), _identity(given)):
+def _refuse_another_run(workdir: Path, stored: dict[str, Any], config: ConfigDict) -> None:
+    if found := differences(identity(ConfigDict(stored)), identity(config)):
         more = len(found) - _SHOWN_DIFFERENCES
         raise RunError(
             f"expected the configuration of the run in {workdir}, got another:\n"

@@ -193,3 +193,11 @@ def test_a_checkpoint_of_another_run_is_not_taken_for_one_of_this(tmp_path):
     with Checkpoints(tmp_path / "0", of={"seed": 0, "width": 8}) as checkpoints:
         assert same(checkpoints.restore(ABSTRACT), 1)
     assert (tmp_path / "0" / "2.unreadable").is_dir()
+
+
+def test_a_checkpoint_saved_before_a_setting_was_added_is_of_the_run_that_has_it_at_its_default(tmp_path):
+    with Checkpoints(tmp_path, of={"seed": 0}) as checkpoints:
+        checkpoints.save(1, make_state(1))
+    assert same(SavedCheckpoints(tmp_path, of={"seed": 0, "data.repeats": 1}).restore(ABSTRACT), 1)
+    with pytest.raises(RunError, match=r"data.repeats: 1 there, 2 now"):
+        SavedCheckpoints(tmp_path, of={"seed": 0, "data.repeats": 2}).restore(ABSTRACT)

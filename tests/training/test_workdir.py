@@ -37,6 +37,18 @@ def test_another_configuration_is_refused_once_there_is_a_checkpoint(tmp_path):
             function(tmp_path, config)
 
 
+def test_a_run_begun_before_a_setting_was_added_goes_on_with_its_default(tmp_path):
+    config = common.deit("adder", "tiny")
+    fields = json.loads(config.to_json())
+    del fields["data"]["repeats"], fields["model"]["mlp_ratio"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    checkpoint(tmp_path)
+    assert open_workdir(tmp_path, config) == tmp_path
+    config.data.repeats = 3
+    with pytest.raises(RunError, match=r"\n  data.repeats: 1 there, 3 now\n"):
+        open_workdir(tmp_path, config)
+
+
 def test_opening_writes_nothing(tmp_path):
     assert open_workdir(tmp_path / "new", common.deit("adder", "tiny")) == tmp_path / "new"
     assert os.listdir(tmp_path) == []
@@ -66,7 +78,7 @@ def test_a_configuration_that_lacks_fields_or_has_strange_ones_is_another(tmp_pa
     fields |= {f"x\x1b[2J{i}" * 50: "\x1b[31m" * 1000 for i in range(500)}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     checkpoint(tmp_path)
-    with pytest.raises(RunError, match=r"model.depth: absent there, 12 now(.|\n)*more") as error:
+    with pytest.raises(RunError, match=r"model.score: .dot. there, .adder. now(.|\n)*more") as error:
         open_workdir(tmp_path, config)
     assert len(str(error.value)) < 4000
     assert str(error.value).isprintable() or "\x1b" not in str(error.value)
