@@ -56,7 +56,7 @@ def fault_rows(results: Iterable[tuple[Case, Observed]]) -> list[dict[str, Any]]
         row["tried"] += 1
         row.setdefault("verdicts", collections.Counter())[observed.verdict.value] += 1
         if "seen" not in row and observed.seen:
-            row["case"], row["seen"] = case.name, observed.seen
+            row["case"], row["seen"] = case.name, _anywhere(observed.seen)
     return list(rows.values())
 
 
@@ -122,7 +122,7 @@ def page(record: dict[str, Any]) -> str:
         lines += [f"## {name.capitalize()}", "", _module(name).__doc__.splitlines()[0], ""]
         lines += ["| fault | tried | what one sees, for example | what is kept |", "|---|---|---|---|"]
         for row in group["faults"]:
-            seen = _cell(_anywhere(row["seen"])) if "seen" in row else "the right result"
+            seen = _cell(row["seen"]) if "seen" in row else "the right result"
             lines.append(f"| {_cell(row['fault'])} | {row['tried']} | {seen} | {_cell(row['kept'])} |")
         lines.append("")
     return "\n".join(lines)
