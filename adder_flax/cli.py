@@ -348,7 +348,7 @@ def export(config: Any, workdir: str | Path, checkpoint: str, names: str) -> Non
 def _program_writer(run: training.Run, model: Any, path: Path, step: int) -> Callable[[], None]:
     """Returns what writes the model as a program."""
     source = run.eval_source
-    crop = f"the shorter side resized to {source.image_shape[0] / data.EVAL_CROP_RATIO:.0f} pixels, then the middle"
+    crop = f"the shorter side resized to {source.image_shape[0] / source.eval_crop_ratio:.0f} pixels, then the middle"
     return functools.partial(
         interop.save_program,
         lambda images: model(*run.task.inputs({"image": images})),
@@ -394,7 +394,7 @@ def _folder_writer(run: training.Run, model: Any, path: Path, step: int) -> Call
         label_names=source.label_names,
         mean=facts.mean,
         std=facts.std,
-        crop_ratio=data.EVAL_CROP_RATIO if source.crops_on_host else 1.0,
+        crop_ratio=source.eval_crop_ratio,
         card=card,
     )
 

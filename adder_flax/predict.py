@@ -103,7 +103,6 @@ class Predictor:
         if not isinstance(task, Classification):
             raise RunError("expected a run of config.task.name=classification to predict with; set --workdir")
         self._task, self._model, self._source = task, model, source
-        self._ratio = data.EVAL_CROP_RATIO if source.crops_on_host else 1.0
         self._probabilities = jax.jit(lambda model, images: jax.nn.softmax(model(*self._inputs(images)), axis=-1))
 
     def __call__(self, files: Sequence[Path]) -> Iterator[tuple[Prediction, UInt8[np.ndarray, "h w c"] | None]]:
@@ -142,7 +141,7 @@ class Predictor:
         """Returns the pixels of a file, or why there are none."""
         size, _, channels = self._source.image_shape
         try:
-            return data.read_image(path, size, channels, crop_ratio=self._ratio)
+            return data.read_image(path, size, channels, crop_ratio=self._source.eval_crop_ratio)
         except Exception as error:  # Pillow's decoders raise errors of many types for a broken file
             reason = first_line(error) if type(error) is ValueError else f"{type(error).__name__}: {first_line(error)}"
             return printable(reason)

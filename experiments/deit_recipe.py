@@ -19,8 +19,8 @@ from adder_flax.errors import RunError
 from adder_flax.experiments import common
 
 
-def get_config(choice: str = "multiplicative,tiny,imagenet2012") -> ml_collections.ConfigDict:
-    """Returns the configuration of a mechanism, a size and a data set, with commas between them.
+def read_choice(choice: str, file: str) -> tuple[str, str, str]:
+    """Returns the mechanism, the size and the data set that stand behind the name of a file.
 
     Raises:
       RunError: they are not three, or there is no such mechanism or size.
@@ -29,8 +29,18 @@ def get_config(choice: str = "multiplicative,tiny,imagenet2012") -> ml_collectio
     if choice.count(",") != 2 or mechanism not in common.MECHANISMS or size not in settings.DEIT_SIZES or not data:
         raise RunError(
             f"expected mechanism,size,data with {', '.join(common.MECHANISMS)} and {', '.join(settings.DEIT_SIZES)}, "
-            f"got {choice!r}; write --config=experiments/deit_recipe.py:adder,tiny,imagenet2012"
+            f"got {choice!r}; write --config={file}:adder,tiny,imagenet2012"
         )
+    return mechanism, size, data
+
+
+def get_config(choice: str = "multiplicative,tiny,imagenet2012") -> ml_collections.ConfigDict:
+    """Returns the configuration of a mechanism, a size and a data set, with commas between them.
+
+    Raises:
+      RunError: they are not three, or there is no such mechanism or size.
+    """
+    mechanism, size, data = read_choice(choice, "experiments/deit_recipe.py")
     config = common.deit(mechanism, size, data)
     config.update(batch_size=1024, num_epochs=300.0, ema_decay=0.99996)
     config.optimizer.update(learning_rate=5e-4 * config.batch_size / 512, final_learning_rate=1e-5, warmup_epochs=5.0)

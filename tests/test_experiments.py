@@ -129,6 +129,22 @@ def test_the_recipe_of_deit_is_its_defaults():
     assert EVAL_CROP_RATIO == 0.875
 
 
+def test_the_recipe_of_deit_3_is_that_of_its_commands():
+    """The first two training commands of facebookresearch/deit's README_revenge.md, typed off."""
+    get_config = importlib.import_module("experiments.deit3_recipe").get_config
+    for size, rate, drop_path_rate, pixels in (("small", 4e-3, 0.05, 224), ("base", 3e-3, 0.2, 192)):
+        run = read(RunSettings, get_config(f"multiplicative,{size},imagenet2012"))
+        optimizer, task, data = run.optimizer, run.task, run.data
+        assert (run.batch_size, run.num_epochs, run.ema_decay, run.seed) == (8 * 256, 800, 0, 0)
+        assert (optimizer.name, optimizer.learning_rate, optimizer.warmup_epochs) == ("lamb", rate, 5)
+        assert (optimizer.weight_decay, optimizer.clip_norm, optimizer.b1, optimizer.b2) == (0.05, 1, 0.9, 0.999)
+        assert (data.image_size, data.eval_crop_ratio, data.repeats) == (pixels, 1, 3)
+        assert (task.loss, task.label_smoothing, task.erase_probability, task.three_augment) == ("sigmoid", 0, 0, True)
+        assert (task.brightness, task.contrast, task.saturation, task.hue) == (0.3, 0.3, 0.3, 0)
+        assert (task.rand_augment_magnitude, task.mixup_alpha, task.cutmix_alpha) == (0, 0.8, 1)
+        assert (run.model.layer_scale, run.model.drop_path_rate, run.model.dropout_rate) == (1e-4, drop_path_rate, 0)
+
+
 def test_the_recipe_of_deit_takes_a_mechanism_a_size_and_data():
     config = importlib.import_module("experiments.deit_recipe").get_config("adder,small,folder")
     assert (config.model.score, config.model.mlp_linear, config.model.width) == ("adder", "adder", 384)

@@ -6,6 +6,7 @@ import dataclasses
 
 from adder_flax.data import _digits, _folder, _pronunciations  # noqa: F401  each registers its set
 from adder_flax.data._fake import FakeSource
+from adder_flax.data._images import EVAL_CROP_RATIO
 from adder_flax.data._parts import part_of, read_part
 from adder_flax.data._registry import SETS, DataSet, resolve_split
 from adder_flax.data._source import DataError, NotPreparedError, Source
@@ -19,6 +20,7 @@ def load_source(
     data_dir: str | None = None,
     image_size: int | None = None,
     crop_scale: tuple[float, float] | None = (0.08, 1.0),
+    eval_crop_ratio: float = EVAL_CROP_RATIO,
     on_unreadable: str = "raise",
     **own_options,
 ) -> Source:
@@ -47,6 +49,7 @@ def load_source(
             `Source.crops_on_host`).
         crop_scale: area range of the random resized crop on the host, as a fraction of the image's area; None trains on
             the centre crop.
+        eval_crop_ratio: side of the centre crop of images that vary in size, over the image's shorter side.
         on_unreadable: ``"raise"`` stops at an image that cannot be decoded, naming it; ``"skip"`` counts it
             in `Source.unreadable`, takes the next record instead in training, and leaves it out in
             evaluation.
@@ -66,8 +69,9 @@ def load_source(
     split, percents = read_part(split)
     if data_set.splits is not None:
         split = resolve_split(split, data_set.splits)
-    options = {"data_dir": data_dir, "crop_scale": crop_scale, "on_unreadable": on_unreadable, **own_options}
-    source = data_set.load(split, name=name, image_size=image_size, **options)
+    crops = {"crop_scale": crop_scale, "eval_crop_ratio": eval_crop_ratio}
+    options = {"data_dir": data_dir, "image_size": image_size, "on_unreadable": on_unreadable, **crops, **own_options}
+    source = data_set.load(split, name=name, **options)
     side = getattr(source, "image_shape", (image_size,))[0]
     if image_size not in (None, side):
         raise DataError(

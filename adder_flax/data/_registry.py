@@ -19,8 +19,9 @@ class DataSet:
 
     Attributes:
         name: what ``config.data.name`` and `load_source` call it.
-        load: ``load(split, *, name, data_dir, image_size, crop_scale, on_unreadable) → Source`` loads one split; what a
-            set has no use for it takes as ``**_``. ``name`` is as the user gave it, TFDS's version included.
+        load: ``load(split, *, name, data_dir, image_size, crop_scale, eval_crop_ratio, on_unreadable) → Source`` loads
+            one split; what a set has no use for it takes as ``**_``. ``name`` is as the user gave it, TFDS's version
+            included.
         splits: names of the splits; None where they depend on what lies on the disk.
         image_shape: (height, width, channels) of the stored images, None where they vary; None for sets that are no
             images, or known only from the disk. The default recipe of ``experiments`` follows from it.

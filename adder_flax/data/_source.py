@@ -123,6 +123,7 @@ class ImageSource(Source):
         image_shape: (height, width, channels) of every image that this source returns.
         crops_on_host: True if the stored images vary in size. Such a source returns the centre crop, and in
             training a random resized crop: both need the full-size image, which never reaches the device.
+        eval_crop_ratio: side of that centre over the image's shorter side; 1 where images are seen whole.
         statistics: mean and standard deviation of each channel of the training split, of images in [0, 1]; None where
             the set does not carry them, see `channel_statistics`.
     """
@@ -130,6 +131,7 @@ class ImageSource(Source):
     label_names: tuple[str, ...]
     image_shape: tuple[int, int, int]
     crops_on_host: bool = False
+    eval_crop_ratio: float = 1.0
     statistics: Statistics | None = None
 
     @property
@@ -237,6 +239,7 @@ class EncodedSource(ImageSource):
         stored_size: that one size, height and width, which every image must have; None is not checked.
         crop_scale: range of the area that a random resized crop covers, as a fraction of the image's area; None
             is no such crop.
+        eval_crop_ratio: side of the centre crop over the image's shorter side, in (0, 1].
         on_unreadable: ``"raise"`` stops with the record's name; ``"skip"`` counts it in `unreadable`.
     """
 
@@ -252,15 +255,19 @@ class EncodedSource(ImageSource):
         crops_on_host: bool,
         stored_size: tuple[int, int] | None = None,
         crop_scale: tuple[float, float] | None = (0.08, 1.0),
+        eval_crop_ratio: float = _images.EVAL_CROP_RATIO,
         on_unreadable: str = "raise",
     ):
         if on_unreadable not in ("raise", "skip"):
             raise DataError(f"Expected on_unreadable to be 'raise' or 'skip', got {on_unreadable!r}.")
         if crop_scale is not None and not 0 < crop_scale[0] <= crop_scale[1] <= 1:
             raise DataError(f"Expected crop_scale as 0 < low <= high <= 1, got {crop_scale}.")
+        if not 0 < eval_crop_ratio <= 1:
+            raise DataError(f"Expected eval_crop_ratio in (0, 1], got {eval_crop_ratio}.")
         self.name, self.split, self.splits = name, split, tuple(splits)
         self.label_names, self.image_shape = tuple(label_names), tuple(image_shape)
         self.crops_on_host, self.crop_scale = crops_on_host, crop_scale
+        self.eval_crop_ratio = eval_crop_ratio if crops_on_host else 1.0
         self._stored_size = stored_size
         self.on_unreadable, self.unreadable = on_unreadable, {}
         self._records = records
@@ -331,7 +338,7 @@ class EncodedSource(ImageSource):
         if not self.crops_on_host:
             return _images.decode_and_resize(encoded, self.image_shape, self._stored_size)
         if crop_seed is None or self.crop_scale is None:
-            return _images.decode_and_center_crop(encoded, height, channels)
+            return _images.decode_and_center_crop(encoded, height, channels, self.eval_crop_ratio)
         return _images.decode_and_random_crop(encoded, height, channels, crop_seed, self.crop_scale)
 
 

@@ -23,6 +23,7 @@ _THIRDS = ("query", "key", "value")
 _TIMM = (
     (r"\.attention\.out\.", ".attn.proj."),
     (r"\.attention\.(query|key|value)\.", ".attn.qkv."),
+    (r"\.layer_scale([12])\.weight$", r".ls\1.gamma"),
 )
 _HUGGING_FACE = (
     (r"^cls_token$", "vit.embeddings.cls_token"),
@@ -74,6 +75,10 @@ _DISTILLATION = r"(^|\.)dist(illation)?_token$|^head_dist\.|^distillation_classi
 _HEADS = ("head.", "head_dist.")
 # Learned parts of scores: the rest of a transformer may come from one that attends in another way.
 _OF_A_SCORE = re.compile(r"\.attention\.(score\.|log_temperature$|key_bias$)")
+
+
+_LAYER_SCALE = re.compile(r"(.*)\.layer_scale([12])\.scale$")
+_WITHOUT_LAYER_SCALE = ("hugging_face", "transformers_5")
 
 
 class _Place(NamedTuple):
@@ -174,6 +179,7 @@ def to_arrays(params: Arrays, names: str, *, channels: int) -> dict[str, np.ndar
     >>> to_arrays({"head.kernel": np.ones((192, 10))}, "timm", channels=3)["head.weight"].shape
     (10, 192)
     """
+    params = _without_layer_scale(params) if names in _WITHOUT_LAYER_SCALE else params
     own = [path for path in params if _OF_A_SCORE.search(path)]
     if names != "adder_flax" and own:
         raise ValueError(
@@ -217,7 +223,9 @@ def find(
     """
     names = format_of(stored)
     with_teacher = any(name.startswith("deit.") for name in stored)
-    places = {path: _scaled(path, _place(path, names, with_teacher=with_teacher), stored) for path in shapes}
+    places = {path: _place(path, names, with_teacher=with_teacher) for path in shapes}
+    if not any(map(_LAYER_SCALE.search, shapes)):
+        places = {path: _scaled(path, place, stored) for path, place in places.items()}
     taken = {name for place in places.values() for name in (place.name, place.factor)}
     if homeless := sorted(set(stored) - taken):
         raise ValueError(_why_homeless(homeless, _depth(shapes)))
@@ -268,7 +276,8 @@ def from_arrays(
     """Lays out arrays of a file as parameters of a transformer.
 
     A position embedding for another square grid of patches is resized, and gets zeros for tokens in front of the
-    patches that it has no entries for (timm's ``no_embed_class``). LayerScale becomes part of the layer in front of it.
+    patches that it has no entries for (timm's ``no_embed_class``). LayerScale becomes part of the layer in front of it
+    where the model has none.
 
     Args:
       arrays: by their names there, those of `arrays_of`.
@@ -302,6 +311,16 @@ def _scaled(path: str, place: _Place, stored: Mapping[str, tuple[int, ...]]) -> 
         return place
     factor = f"{layer[1]}.{'ls1' if layer[2] == 'attention.out' else 'ls2'}.gamma"
     return place._replace(factor=factor) if factor in stored else place
+
+
+def _without_layer_scale(params: Arrays) -> Arrays:
+    """Returns parameters of the same function with LayerScale made part of the layers in front of it."""
+    folded = {path: array for path, array in params.items() if not _LAYER_SCALE.match(path)}
+    for path, scale in params.items():
+        if found := _LAYER_SCALE.match(path):
+            layer = f"{found[1]}.{'attention.out' if found[2] == '1' else 'mlp.fc2'}."
+            folded |= {own: array * scale for own, array in folded.items() if own.startswith(layer)}
+    return folded
 
 
 def _why_homeless(homeless: list[str], depth: int) -> str:

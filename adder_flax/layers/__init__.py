@@ -2,6 +2,7 @@
 
 from adder_flax.layers._block import Block, check_norm_position, report_block
 from adder_flax.layers._dropout import Dropout, DropPath, drop_path_factors
+from adder_flax.layers._layer_scale import LayerScale, scale_features
 from adder_flax.layers._linear import (
     AdderLinear,
     Identity,
@@ -23,6 +24,7 @@ __all__ = [
     "Dropout",
     "Halving",
     "Identity",
+    "LayerScale",
     "Linear",
     "Mlp",
     "PatchEmbed",
@@ -37,5 +39,6 @@ __all__ = [
     "neighbourhoods",
     "report_adder",
     "report_block",
+    "scale_features",
     "side_behind_stem",
 ]

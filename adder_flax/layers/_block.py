@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 from adder_flax import recorder
 from adder_flax.attention import MultiHeadAttention
 from adder_flax.layers._dropout import Dropout, DropPath
+from adder_flax.layers._layer_scale import LayerScale
 from adder_flax.layers._linear import linear_class
 from adder_flax.layers._mlp import Mlp
 from adder_flax.settings import BlockSettings, keywords_of
@@ -28,6 +29,7 @@ class Block(nnx.Module):
           the MLP's layers, each "dense" or "adder"; of the projections "identity" leaves out.
         norm_position: "pre" or "post".
         adder_options: options of all adder layers, see `AdderLinear`.
+        layer_scale: first value of a learned factor of what each branch adds, see `LayerScale`; None for no factor.
         norm_epsilon: added to the variance in both LayerNorms.
         dropout_rate: dropout after the attention and in the MLP.
         attention_dropout_rate: dropout of attention weights.
@@ -65,6 +67,7 @@ class Block(nnx.Module):
             out_linear=linear_class(settings.proj_linear, settings.adder_options),
             **shared,
         )
+        self.layer_scale1 = LayerScale(width, settings.layer_scale, dtype=dtype, param_dtype=param_dtype)
         self.norm2 = nnx.LayerNorm(width, epsilon=settings.norm_epsilon, **shared)
         self.mlp = Mlp(
             width,
@@ -73,6 +76,7 @@ class Block(nnx.Module):
             dropout_rate=settings.dropout_rate,
             **shared,
         )
+        self.layer_scale2 = LayerScale(width, settings.layer_scale, dtype=dtype, param_dtype=param_dtype)
         self.dropout = Dropout(settings.dropout_rate)
         self.drop_path = DropPath(settings.drop_path_rate)
 
@@ -100,10 +104,10 @@ class Block(nnx.Module):
         pre = self.norm_position == "pre"
         looked_at = self.norm1(tokens) if pre else tokens
         attended = self.dropout(self.attention(looked_at, mask=mask, **random), **random)
-        between = tokens + self.drop_path(attended, factors=factors[0], **random)
+        between = tokens + self.drop_path(self.layer_scale1(attended), factors=factors[0], **random)
         between = between if pre else self.norm1(between)
         transformed = self.mlp(self.norm2(between) if pre else between, **random)
-        output = between + self.drop_path(transformed, factors=factors[1], **random)
+        output = between + self.drop_path(self.layer_scale2(transformed), factors=factors[1], **random)
         output = output if pre else self.norm2(output)
         report_block(tokens, looked_at, output)
         return output
@@ -118,4 +122,5 @@ def check_norm_position(position: str) -> None:
 def report_block(tokens: Array, normalized: Array, output: Array) -> None:
     """Tells the `adder_flax.recorder` what enters a block, what its attention looks at, and what leaves it."""
     arrays = {"tokens": tokens, "normalized": normalized, "output": output}
-    recorder.report("block", arrays, branches=(("attention", ("norm1", "attention")), ("mlp", ("norm2", "mlp"))))
+    branches = ("attention", ("norm1", "attention", "layer_scale1")), ("mlp", ("norm2", "mlp", "layer_scale2"))
+    recorder.report("block", arrays, branches=branches)

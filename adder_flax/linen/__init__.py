@@ -14,7 +14,7 @@ and the sizes of images have to be known beforehand, where Linen sees them at th
 
 from adder_flax.linen._attention import AdditiveAttention, BilinearAttention, MultiHeadAttention
 from adder_flax.linen._convert import from_nnx, to_nnx
-from adder_flax.linen._layers import AdderLinear, DropPath, Linear, Mlp, PatchEmbed, linear_class
+from adder_flax.linen._layers import AdderLinear, DropPath, LayerScale, Linear, Mlp, PatchEmbed, linear_class
 from adder_flax.linen._models import Block, VisionTransformer
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "BilinearAttention",
     "Block",
     "DropPath",
+    "LayerScale",
     "Linear",
     "Mlp",
     "MultiHeadAttention",

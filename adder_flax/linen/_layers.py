@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+import kfac
 from adder_flax import ops
 from adder_flax.attention import LAYER_NORM_EPSILON
 from adder_flax.layers import (
@@ -17,6 +18,7 @@ from adder_flax.layers import (
     image_to_patches,
     neighbourhoods,
     report_adder,
+    scale_features,
     side_behind_stem,
 )
 from adder_flax.settings import AdderSettings, keywords_of
@@ -131,6 +133,29 @@ def linear_class(kind: str, adder_options: AdderSettings | Mapping[str, Any] | N
     if kind == "identity":
         return Identity
     raise ValueError(f"expected a linear layer 'dense', 'adder' or 'identity', got {kind!r}; choose one of these.")
+
+
+class LayerScale(nn.Module):
+    """Linen form of `adder_flax.layers.LayerScale`: y = x ∘ s, or x where there is no first value.
+
+    >>> import jax
+    >>> LayerScale(0.5).init_with_output(jax.random.key(0), jnp.ones((1, 2)))[0].tolist()
+    [[0.5, 0.5]]
+    """
+
+    initial: float | None = 1e-4
+    dtype: jnp.dtype | None = None
+    param_dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, inputs: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
+        if self.initial is None:
+            return inputs
+        initial = nn.initializers.constant(self.initial)
+        return scale_features(inputs, self.param("scale", initial, inputs.shape[-1:], self.param_dtype), self.dtype)
+
+
+kfac.register_layer(LayerScale, kind=kfac.Scale)
 
 
 class Mlp(nn.Module):

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from adder_flax.layers import check_norm_position, report_block
 from adder_flax.linen._attention import MultiHeadAttention
-from adder_flax.linen._layers import DropPath, Linear, Mlp, PatchEmbed, TakesKeywords, linear_class
+from adder_flax.linen._layers import DropPath, LayerScale, Linear, Mlp, PatchEmbed, TakesKeywords, linear_class
 from adder_flax.models import embed_positions
 from adder_flax.models.settings import block_settings, check_pooling, count_patches, prefix_tokens
 from adder_flax.settings import BlockSettings, VitSettings
@@ -41,6 +41,7 @@ class Block(TakesKeywords):
         settings = self.settings
         norm = lambda name: nn.LayerNorm(epsilon=settings.norm_epsilon, **shared, name=name)
         drop_path = lambda x: DropPath(settings.drop_path_rate)(x, deterministic=deterministic)
+        layer_scale = lambda name: LayerScale(settings.layer_scale, **shared, name=name)
         attention = MultiHeadAttention(
             self.num_heads,
             settings=settings.attention,
@@ -61,9 +62,11 @@ class Block(TakesKeywords):
         pre, norm1, norm2 = settings.norm_position == "pre", norm("norm1"), norm("norm2")
         looked_at = norm1(tokens) if pre else tokens
         attended = attention(looked_at, mask=mask, deterministic=deterministic)
-        between = tokens + drop_path(nn.Dropout(settings.dropout_rate)(attended, deterministic=deterministic))
+        attended = nn.Dropout(settings.dropout_rate)(attended, deterministic=deterministic)
+        between = tokens + drop_path(layer_scale("layer_scale1")(attended))
         between = between if pre else norm1(between)
-        output = between + drop_path(mlp(norm2(between) if pre else between, deterministic=deterministic))
+        transformed = mlp(norm2(between) if pre else between, deterministic=deterministic)
+        output = between + drop_path(layer_scale("layer_scale2")(transformed))
         output = output if pre else norm2(output)
         report_block(tokens, looked_at, output)
         return output

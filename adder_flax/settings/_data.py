@@ -3,7 +3,7 @@
 import dataclasses
 
 from adder_flax.settings._fields import setting
-from adder_flax.settings._rules import Choice, Integer, Or, Text
+from adder_flax.settings._rules import Choice, Integer, Number, Or, Text
 
 _SPLIT = Text("the name of a split, or a part of one as train[:90%]")
 _PATH = Text("a folder, or nothing", longest=4096, empty=True)
@@ -24,6 +24,11 @@ class DataSettings:
     )
     image_size: int | None = setting(
         224, Or({0: None}, Integer(1, 8192)), "side of the images, pixels; 0 is the set's own"
+    )
+    eval_crop_ratio: float = setting(
+        0.875,
+        Number(0.1, 1),
+        "side of the middle that evaluations see, over the shorter side of photographs that vary in size",
     )
     num_threads: int | None = setting(0, Or({0: None}, Integer(1, 1024)), "that read images; 0 chooses")
     on_unreadable: str = setting("raise", Choice("raise", "skip"), "what to do with an image that cannot be decoded")

@@ -100,6 +100,11 @@ class BlockSettings:
         "dense", _LINEAR, 'layers of the MLPs; for each block: "adder,dense,adder,…", as the two above'
     )
     adder_options: AdderSettings | Mapping[str, Any] = section(AdderSettings)
+    layer_scale: float | None = setting(
+        0.0,
+        Or({0: None}, Number(0, 100, "(]")),
+        "first value of a learned factor of each feature that attention and MLP add; 0 is off",
+    )
     norm_epsilon: float = setting(
         1e-6,
         Number(1e-12, 1e-2),

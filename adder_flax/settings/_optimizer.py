@@ -72,7 +72,7 @@ class OptimizerSettings:
     """The optimizer, its schedule and its decay."""
 
     name: str = setting(
-        "adamw", Text("the name of an optimizer"), "adamw, muon, sgd, lbfgs, cg_fac or a registered one"
+        "adamw", Text("the name of an optimizer"), "adamw, lamb, muon, sgd, lbfgs, cg_fac or a registered one"
     )
     learning_rate: float = setting(1e-3, _RATE, "peak of the schedule", data=True)
     final_learning_rate: float = setting(1e-5, _RATE, "end of the schedule, at the last step", data=True)

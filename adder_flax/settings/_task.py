@@ -1,6 +1,7 @@
 """Settings of the tasks."""
 
 import dataclasses
+from collections.abc import Iterator
 
 from adder_flax.registry import Registry
 from adder_flax.settings._fields import setting
@@ -67,6 +68,19 @@ class ClassificationSettings(AugmentSettings):
     """Classification of images."""
 
     name: str = setting("classification", Text("the name of a task"), "the task, whose own fields follow")
+    loss: str = setting(
+        "softmax",
+        Choice("softmax", "sigmoid"),
+        "cross-entropy of one class out of all; sigmoid: of each by itself, all that are mixed being there (DeiT III)",
+    )
+
+    def faults(self, where: str) -> Iterator[str]:
+        """Yields what does not go together."""
+        if self.loss == "sigmoid" and self.label_smoothing:
+            yield (
+                f"{where}.label_smoothing: expected 0 with {where}.loss='sigmoid', for which every class with a share "
+                f"of the target is there, got {self.label_smoothing}"
+            )
 
 
 TASK_SETTINGS: Registry[type] = Registry("task", "adder_flax.tasks.register_task")

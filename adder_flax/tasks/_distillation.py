@@ -37,6 +37,8 @@ class DistillationSettings(ClassificationSettings):
 
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""
+        if self.loss != "softmax":
+            yield f"{where}.loss: expected 'softmax', as a teacher gives probabilities of classes, got {self.loss!r}"
         if not self.teacher:
             yield f"{where}.teacher: expected {_EXPLAINED}, got nothing"
 

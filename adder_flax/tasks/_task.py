@@ -62,9 +62,6 @@ class Task(abc.ABC):
     best: ClassVar[Best]
     """Which score chooses the best checkpoint."""
 
-    likelihood: ClassVar[str | kfac.Likelihood] = "categorical"
-    """Whose negative logarithm the loss averages, for second-order optimizers; see ``kfac.Likelihood``."""
-
     def __init__(
         self,
         settings: Any,
@@ -77,6 +74,11 @@ class Task(abc.ABC):
         self.data_facts = facts
         self.teacher = teacher
         self.progress = progress
+
+    @property
+    def likelihood(self) -> str | kfac.Likelihood:
+        """Whose negative logarithm the loss averages, for second-order optimizers; see ``kfac.Likelihood``."""
+        return "categorical"
 
     @classmethod
     @abc.abstractmethod

@@ -1,5 +1,5 @@
-"""Optimizers by name: AdamW, Muon, SGD and CG-FAC with warm-up, cosine decay, clipping, decoupled weight decay and
-AdderNet's rate; L-BFGS; and what `register_optimizer` adds."""
+"""Optimizers by name: AdamW, LAMB, Muon, SGD and CG-FAC with warm-up, cosine decay, clipping, decoupled weight decay
+and AdderNet's rate; L-BFGS; and what `register_optimizer` adds."""
 
 import functools
 from collections.abc import Callable
@@ -89,6 +89,23 @@ def _sgd(spec: OptimizerSpec) -> optax.GradientTransformation:
     optimizer = optax.chain(
         optax.trace(decay=c.momentum),
         optax.add_decayed_weights(c.weight_decay, mask=spec.decayed),
+        optax.scale_by_learning_rate(spec.learning_rate),
+    )
+    return optax.chain(*_gradient_stages(spec), optimizer)
+
+
+def _lamb(spec: OptimizerSpec) -> optax.GradientTransformation:
+    """LAMB (You et al., 2020, https://arxiv.org/abs/1904.00962, algorithm 2): Adam's steps, decay included, each scaled
+    to the norm of its parameter.
+
+    As in NVIDIA's and timm's code, which trained DeiT III, what is not decayed takes the steps as they are: biases,
+    norms, embeddings; and prototypes of adder layers.
+    """
+    c = spec.settings
+    optimizer = optax.chain(
+        optax.scale_by_adam(b1=c.b1, b2=c.b2, eps=c.eps),
+        optax.add_decayed_weights(c.weight_decay, mask=spec.decayed),
+        optax.masked(optax.scale_by_trust_ratio(), spec.decayed),
         optax.scale_by_learning_rate(spec.learning_rate),
     )
     return optax.chain(*_gradient_stages(spec), optimizer)
@@ -191,6 +208,7 @@ def register_optimizer(name: str) -> Callable[[Callable], Callable]:
 
 register_optimizer("adamw")(_adamw)
 register_optimizer("cg_fac")(_cg_fac)
+register_optimizer("lamb")(_lamb)
 register_optimizer("lbfgs")(_lbfgs)
 register_optimizer("muon")(_muon)
 register_optimizer("sgd")(_sgd)

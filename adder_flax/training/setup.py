@@ -265,6 +265,7 @@ def _load_source(load: Callable[..., data.Source], settings: RunSettings, split:
         split,
         data_dir=settings.data.data_dir or None,
         image_size=settings.data.image_size,
+        eval_crop_ratio=settings.data.eval_crop_ratio,
         on_unreadable=settings.data.on_unreadable,
         **TASKS.get(settings.task.name).source_options(settings.task),
     )

@@ -96,6 +96,19 @@ def test_folder_reads_classes_by_name(image_folder):
         record = train[index]
         assert record["label"] == ["ant", "bird"].index(file.parent.name)
         assert (record["image"] == decode_and_center_crop(file.read_bytes(), 24, 3)).all()
+    whole = load_source("folder", "train", data_dir=str(image_folder), image_size=24, eval_crop_ratio=1.0)
+    with Image.open(files[0]) as image:
+        width, height = (int(24 * side / min(image.size)) for side in image.size)
+        resized = np.asarray(image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC))
+    top, left = round((height - 24) / 2), round((width - 24) / 2)
+    assert (whole[0]["image"] == resized[top : top + 24, left : left + 24]).all()
+    assert (train.eval_crop_ratio, whole.eval_crop_ratio, load_source("digits", "train").eval_crop_ratio) == (
+        0.875,
+        1,
+        1,
+    )
+    with pytest.raises(DataError, match=r"eval_crop_ratio in \(0, 1\], got 1.5"):
+        load_source("folder", "train", data_dir=str(image_folder), image_size=24, eval_crop_ratio=1.5)
 
 
 def test_labels_of_a_split_are_those_of_train(image_folder):

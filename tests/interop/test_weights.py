@@ -242,9 +242,18 @@ def test_layer_scale_and_positions_without_an_entry_for_the_class_token(tmp_path
             arrays[f"blocks.{i}.{layer}.weight"] *= gamma[:, None]
             arrays[f"blocks.{i}.{layer}.bias"] *= gamma
     arrays["pos_embed"][:, 0] = 0
-    model = make()
-    assert load(model, tmp_path / "deit3.safetensors") == ()
-    close(model(images()), timm_forward(arrays, images(), patch_size=3, depth=2, num_heads=4))
+    expected = timm_forward(arrays, images(), patch_size=3, depth=2, num_heads=4)
+    for options in ({}, {"layer_scale": 0.1}):
+        model = make(**options)
+        assert load(model, tmp_path / "deit3.safetensors") == ()
+        close(model(images()), expected)
+    np.testing.assert_array_equal(model.blocks[1].layer_scale2.scale[...], gammas["blocks.1.ls2.gamma"])
+    interop.save_weights(model, tmp_path / "again.safetensors", names="timm")
+    assert (load_file(tmp_path / "again.safetensors")["blocks.1.ls2.gamma"] == gammas["blocks.1.ls2.gamma"]).all()
+    interop.save_weights(model, tmp_path / "folded.safetensors", names="hugging_face")  # has no LayerScale
+    plain = make(seed=1)
+    assert load(plain, tmp_path / "folded.safetensors") == ()
+    close(plain(images()), expected)
 
 
 TIMM_SIZES = {"img_size": 12, "patch_size": 3, "num_classes": 5, "embed_dim": 16, "depth": 2, "num_heads": 4}

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kfac
 from adder_flax import layers
+from adder_flax.parameters import parameter_facts
 from tests.modules import parameters, randomised, run
 
 
@@ -172,8 +174,11 @@ def test_adder_block_equals_the_formula():
 
 @pytest.mark.parametrize("position", ["pre", "post"])
 def test_a_block_without_projections_equals_the_papers_formula(position):
-    """softmax(X Xᵀ/√d) X with X = LN(tokens), section 3.2 of the Brownian paper; or LayerNorm behind the sums."""
-    options = dict(qkv_linear="identity", proj_linear="identity", norm_position=position)
+    """softmax(X Xᵀ/√d) X with X = LN(tokens), section 3.2 of the Brownian paper; or LayerNorm behind the sums.
+
+    Each branch times its LayerScale.
+    """
+    options = dict(qkv_linear="identity", proj_linear="identity", norm_position=position, layer_scale=0.1)
     block = randomised(lambda: layers.Block(8, 1, mlp_ratio=2.0, **options, rngs=nnx.Rngs(0)))
     p, tokens = parameters(block), rows(3, 5, 8).astype(np.float64)
     norms = [lambda x, name=name: layer_norm(x, p[name]) for name in ("norm1", "norm2")]
@@ -181,12 +186,28 @@ def test_a_block_without_projections_equals_the_papers_formula(position):
     (before1, before2), (behind1, behind2) = (norms, (same, same)) if position == "pre" else ((same, same), norms)
     x = before1(tokens)
     weights = np.exp(x @ x.swapaxes(1, 2) / np.sqrt(8))
-    between = behind1(tokens + weights / weights.sum(-1, keepdims=True) @ x)
+    scale1, scale2 = (p[name]["scale"] for name in ("layer_scale1", "layer_scale2"))
+    between = behind1(tokens + weights / weights.sum(-1, keepdims=True) @ x * scale1)
     fc1, fc2 = p["mlp"]["fc1"], p["mlp"]["fc2"]
     hidden = gelu(before2(between) @ fc1["kernel"] + fc1["bias"])
-    expected = behind2(between + hidden @ fc2["kernel"] + fc2["bias"])
+    expected = behind2(between + (hidden @ fc2["kernel"] + fc2["bias"]) * scale2)
     np.testing.assert_allclose(run(block, rows(3, 5, 8)), expected, rtol=1e-4, atol=1e-4)
     assert not nnx.to_pure_dict(nnx.state(block.attention, nnx.Param))
+
+
+def test_layer_scale_begins_small_is_not_decayed_and_has_curvature():
+    block = layers.Block(8, 2, layer_scale=1e-4, rngs=nnx.Rngs(0))
+    for scale in (block.layer_scale1.scale, block.layer_scale2.scale):
+        np.testing.assert_allclose(scale[...], np.full(8, 1e-4, np.float32))
+    facts = parameter_facts(block)
+    assert [facts[name]["scale"].decay for name in ("layer_scale1", "layer_scale2")] == [False, False]
+    assert not jax.tree.leaves(nnx.state(layers.LayerScale(8, None)))
+    with jax.enable_x64(True):
+        graphdef, state = nnx.split(layers.LayerScale(8, 0.3, param_dtype=jnp.float64))
+        loss = lambda params, x: (nnx.merge(graphdef, params)(x) ** 2).sum((1, 2)).mean()
+        report = kfac.verify(loss, nnx.to_pure_dict(state), jnp.asarray(rows(3, 5, 8), jnp.float64))
+    assert report.layers.coverage == 1.0
+    assert max(max(row.capture_error, row.product_error) for row in report.rows) < 1e-10
 
 
 @pytest.mark.slow

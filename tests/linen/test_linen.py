@@ -65,8 +65,8 @@ PAIRS = dict(
         tokens,
     ),
     post_norm_block=(
-        lambda: layers.Block(8, 1, qkv_linear="identity", norm_position="post", rngs=nnx.Rngs(0)),
-        lambda: linen.Block(1, qkv_linear="identity", norm_position="post"),
+        lambda: layers.Block(8, 1, qkv_linear="identity", norm_position="post", layer_scale=0.1, rngs=nnx.Rngs(0)),
+        lambda: linen.Block(1, qkv_linear="identity", norm_position="post", layer_scale=0.1),
         tokens,
     ),
     vit=(

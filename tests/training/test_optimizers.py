@@ -99,6 +99,29 @@ def test_adamw_against_numpy(pair, settings):
     np.testing.assert_allclose(current["dense"]["kernel"], expected, rtol=1e-5, atol=1e-6)
 
 
+def test_lamb_against_numpy(pair, settings):
+    """Algorithm 2 of You et al. (2020): r = m̂/(√v̂ + ε) + λ x, x ← x − η ‖x‖ r/‖r‖; what is not decayed: x − η r."""
+    params, facts = pair
+    optimizer = optimizer_of(settings(name="lamb", weight_decay=0.05), lambda step: 0.01 / (1 + step), facts)
+    state, current = optimizer.init(params), params
+    leaves = {("dense", "kernel"): 0.05, ("dense", "bias"): 0.0, ("adder", "kernel"): 0.0}
+    expected = {path: np.asarray(params[path[0]][path[1]], np.float64) for path in leaves}
+    moments = {path: [0.0, 0.0] for path in leaves}
+    for step in range(4):
+        gradient = jax.tree.map(lambda p, step=step: jnp.cos(3.0 * p + step), params)
+        updates, state = optimizer.update(gradient, state, current)
+        current = optax.apply_updates(current, updates)
+        for path, decay in leaves.items():
+            g, x = np.asarray(gradient[path[0]][path[1]], np.float64), expected[path]
+            mean, variance = moments[path]
+            mean, variance = moments[path] = 0.9 * mean + 0.1 * g, 0.999 * variance + 0.001 * g**2
+            r = (mean / (1 - 0.9 ** (step + 1))) / (np.sqrt(variance / (1 - 0.999 ** (step + 1))) + 1e-8) + decay * x
+            trust = np.linalg.norm(x) / np.linalg.norm(r) if decay else 1.0
+            expected[path] = x - 0.01 / (1 + step) * trust * r
+    for (layer, name), value in expected.items():
+        np.testing.assert_allclose(current[layer][name], value, rtol=1e-5, atol=1e-6)
+
+
 def test_sgd_against_numpy_with_decay_beside_momentum(pair, settings):
     params, facts = pair
     optimizer = optimizer_of(settings(name="sgd", weight_decay=0.3, momentum=0.8), lambda step: 0.1 / (1 + step), facts)

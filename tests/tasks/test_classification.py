@@ -1,0 +1,93 @@
+"""Classification: both losses against their formulas, and what second-order optimizers take for their curvature."""
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from adder_flax import training
+from adder_flax.experiments import common
+from adder_flax.settings import ClassificationSettings, RunSettings, SettingsError, defaults, read
+from adder_flax.tasks import TASKS
+from adder_flax.tasks._distillation import DistillationSettings
+from kfac._fisher import get_likelihood, output_cotangents
+from tests.training.tiny import TINY
+
+LOGITS = np.random.default_rng(0).normal(0, 2, (3, 4))
+TARGETS = np.array([[0, 1, 0, 0], [0.3, 0, 0, 0.7], [0, 0, 1, 0]], np.float32)
+
+
+STILL = {f"task.{name}": 0.0 for name in ("mixup_alpha", "cutmix_alpha", "erase_probability", "flip_probability")}
+STILL |= {"task.resized_crop_scale": (), "num_epochs": 6.0, "model.layer_scale": 1.0, "model.width": 32}
+
+
+class Fixed(nnx.Module):
+    """A model that says the same of every batch."""
+
+    def __call__(self, images, **_):
+        return jnp.asarray(LOGITS, jnp.float32)
+
+
+def task(loss):
+    return TASKS.get("classification")(ClassificationSettings(loss=loss, label_smoothing=0.0), None)
+
+
+def outcome(loss):
+    return task(loss).loss(Fixed(), (None, jnp.asarray(TARGETS)), rngs=None)
+
+
+def by_formula(loss, logits=LOGITS):
+    if loss == "softmax":
+        return -(TARGETS * (logits - np.log(np.exp(logits).sum(-1, keepdims=True)))).sum(-1).mean()
+    probability = 1 / (1 + np.exp(-logits))
+    return -np.log(np.where(TARGETS > 0, probability, 1 - probability)).mean()
+
+
+def sigmoid_config(**fields):
+    config = common.deit("multiplicative", "tiny")
+    config.update_from_flattened_dict(
+        TINY | {"task.loss": "sigmoid", "task.label_smoothing": 0.0, "model.layer_scale": 0.1} | fields
+    )
+    return config
+
+
+@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+def test_the_loss_is_its_formula(loss):
+    np.testing.assert_allclose(outcome(loss).loss, by_formula(loss), rtol=1e-6)
+    assert outcome(loss).metrics["accuracy"] == np.mean(LOGITS.argmax(-1) == TARGETS.argmax(-1))
+
+
+def test_the_curvature_of_the_sigmoid_loss_is_its_hessian():
+    """Second differences of the mean over classes and examples, times the examples: a Hessian for each of them."""
+    likelihood = get_likelihood(task("sigmoid").likelihood)
+    columns = output_cotangents("ggn", likelihood, outcome("sigmoid").outputs, jax.random.key(0), 1)
+    second, step = np.zeros(LOGITS.shape), 1e-3
+    for place in np.ndindex(*LOGITS.shape):
+        moved = np.zeros(LOGITS.shape)
+        moved[place] = step
+        below, here, above = (by_formula("sigmoid", LOGITS + factor * moved) for factor in (-1, 0, 1))
+        second[place] = len(LOGITS) * (below - 2 * here + above) / step**2
+    np.testing.assert_allclose(np.square(columns[0, ..., 0]), second, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "cg_fac"])
+def test_a_batch_is_learned_by_heart(optimizer):
+    run = training.build_run(sigmoid_config(**STILL | {"optimizer.name": optimizer, "optimizer.learning_rate": 0.01}))
+    state, losses = run.init(), []
+    for _ in range(250):
+        state, metrics = run.train_step(state, run.train_source.first(32), run.hyper)
+        losses.append(float(metrics["loss"]))
+    assert losses[0] > 0.6  # ln 2 where nothing is known
+    assert losses[-1] < 0.25  # 0.325 where it is known that there are ten classes
+
+
+def test_smoothing_and_a_teacher_are_refused_with_it():
+    with pytest.raises(SettingsError, match=r"label_smoothing: expected 0 with .*loss='sigmoid'.*got 0.1"):
+        read(RunSettings, sigmoid_config(**{"task.label_smoothing": 0.1}))
+    config = sigmoid_config()
+    config.task = ConfigDict(defaults(DistillationSettings) | {"teacher": "somewhere", "loss": "sigmoid"})
+    config.task.label_smoothing = 0.0
+    with pytest.raises(SettingsError, match="loss: expected 'softmax'.*got 'sigmoid'"):
+        read(RunSettings, config)
