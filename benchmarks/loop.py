@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from adder_flax import data, host_memory, training
+from adder_flax import host_memory, training
 from adder_flax.experiments import common
 from adder_flax.training import sharding
 
@@ -44,7 +44,7 @@ def make_config(options: argparse.Namespace) -> Any:
 def bare_seconds(run: training.Run) -> float:
     """Seconds that the jitted step takes alone."""
     state = run.init()
-    batches = data.TrainPipeline(run.train_source, run.config.batch_size, run.config.seed)
+    batches = run.batches()
     batch = sharding.put_batch(batches[0], run.mesh)
     with jax.set_mesh(run.mesh):
         state, metrics = run.train_step(state, batch, run.hyper)

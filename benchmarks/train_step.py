@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import jax
 
-from adder_flax import data, host_memory, ops, training
+from adder_flax import host_memory, ops, training
 from adder_flax.experiments import common
 from adder_flax.training import sharding
 from benchmarks.timing import Timings, measure, seconds_of
@@ -29,7 +29,7 @@ NO_AUGMENTATION = dict(crop_padding=0, flip_probability=0.0, mixup_alpha=0.0, cu
 def jax_step(config) -> Callable:
     """Returns a function that does the next training step of an experiment and returns its metrics."""
     run = training.build_run(config)
-    pipeline = data.TrainPipeline(run.train_source, config.batch_size, config.seed)
+    pipeline = run.batches()
     batch = sharding.put_batch(pipeline[0], run.mesh)
     state = run.init()
 

@@ -109,7 +109,7 @@ def _lengths(
 
 def _time_step(run: training.Run) -> float:
     """Returns the median seconds of a training step."""
-    batch = data.TrainPipeline(run.train_source, run.config.batch_size, run.config.seed)[0]
+    batch = run.batches()[0]
     state, seconds = run.init(), []
     with jax.set_mesh(run.mesh):
         for _ in range(_TIMED_STEPS + 2):

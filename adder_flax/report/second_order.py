@@ -143,12 +143,10 @@ def second_order_along(
       One :class:`SecondOrderStep` for each measured step; steps whose learning rate is 0 are left out.
     """
     # Here because they load libraries of training (checkpoints, TensorBoard) that the rest of the report does without.
-    from adder_flax import data
     from adder_flax.training.sharding import put_batch
 
-    config = run.config
     looped = _looped(run.graphdef, state["params"])
-    batches = data.TrainPipeline(run.train_source, config.batch_size, config.seed)
+    batches = run.batches()
     for _ in range(num_steps):
         step = int(state["step"])
         batch, learning_rate = put_batch(batches[step], run.mesh), run.learning_rate(step)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from adder_flax import data, ops
+from adder_flax import ops
 from adder_flax.errors import NonFiniteLossError, RunError
 from adder_flax.interrupt import InterruptWatch
 from adder_flax.training import sharding
@@ -72,14 +72,7 @@ class Trainer:
         self._start_up = StartUp(start_time or time.monotonic())
         self._num_records = {source.split: len(source) for source in (run.train_source, run.eval_source)}
         self._evaluate = Evaluator(run)
-        self._batches = data.TrainPipeline(
-            run.train_source,
-            run.config.batch_size,
-            run.config.seed,
-            rows=sharding.local_rows(run.mesh, run.config.batch_size),
-            num_threads=run.config.data.num_threads or None,
-            repeats=run.config.data.repeats,
-        )
+        self._batches = run.batches(sharding.local_rows(run.mesh, run.config.batch_size))
         self._profiler = Profiler(run.config.profile_steps, self._workdir / "profile")
 
     def fit(self) -> Result:

@@ -103,6 +103,22 @@ class Run:
         """Returns the learning rate of a step."""
         return float(self.program.learning_rate(self.numbers)(step))
 
+    def batches(self, rows: Sequence[int] | None = None) -> data.TrainPipeline:
+        """Returns what the run trains on.
+
+        Args:
+          rows: those of a global batch that are read here; None for all of them.
+        """
+        settings = self.settings.data
+        return data.TrainPipeline(
+            self.train_source,
+            self.config.batch_size,
+            self.config.seed,
+            rows=rows,
+            num_threads=settings.num_threads,
+            repeats=settings.repeats,
+        )
+
     def model(self, params: Any) -> nnx.Module:
         """Returns the model with these parameters."""
         return nnx.merge(self.graphdef, params)

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from adder_flax import data
 from adder_flax.training import Checkpoints, RunError, build_run
 from adder_flax.training.sharding import put_batch
 from tests.processes import ROOT, simulated_devices
@@ -27,7 +26,7 @@ FIELDS = {
 
 def train(run, state, first, last):
     """Steps first … last - 1: the state after them, and their metrics."""
-    batches = data.TrainPipeline(run.train_source, run.config.batch_size, run.config.seed)
+    batches = run.batches()
     rows = []
     for i in range(first, last):
         state, metrics = run.train_step(state, put_batch(batches[i], run.mesh), run.hyper)

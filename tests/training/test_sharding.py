@@ -59,7 +59,7 @@ def test_sizes_that_do_not_fill_the_devices_are_refused(sizes):
 _TRAIN = """
 import json, sys
 import jax
-from adder_flax import data, training
+from adder_flax import training
 from adder_flax.training import hlo, sharding
 from adder_flax.experiments import common
 from tests.training.tiny import TINY
@@ -70,7 +70,7 @@ for mesh in [(1, 1, 1), *map(json.loads, meshes)]:
     config.update_from_flattened_dict(TINY | json.loads(fields))
     config.mesh.update(dict(zip(("data", "fsdp", "tensor"), mesh)))
     run = training.build_run(config, devices=jax.devices()[:mesh[0] * mesh[1] * mesh[2]])
-    batches = data.TrainPipeline(run.train_source, config.batch_size, 0)
+    batches = run.batches()
     with jax.set_mesh(run.mesh):
         compiled = run.train_step.lower(run.abstract_state, training.abstract_batch(run), run.abstract_hyper).compile()
     state, numbers = run.init(), []
