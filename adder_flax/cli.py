@@ -320,11 +320,13 @@ def predict(
 def export(config: Any, workdir: str | Path, checkpoint: str, names: str) -> None:
     """Writes the weights of a checkpoint to ``<workdir>/<names>.safetensors``, or the model to ``<workdir>/<names>``.
 
+    An ONNX model is ``<workdir>/model.onnx``.
+
     Args:
       config: of the run.
       workdir: of the run.
       checkpoint: ``last``, ``best`` or a step.
-      names: one of ``interop.FORMATS``, ``stablehlo``, or ``hugging_face_folder``.
+      names: one of ``interop.FORMATS``, ``stablehlo``, ``onnx``, or ``hugging_face_folder``.
     """
     run = training.build_run(config, teach=False)
     if names in _WHOLE and not isinstance(run.task, tasks.Classification):
@@ -334,7 +336,7 @@ def export(config: Any, workdir: str | Path, checkpoint: str, names: str) -> Non
         )
     state = _restore(run, workdir, checkpoint)
     model = run.model(training.fetch(training.evaluation_params(state), run.mesh))
-    path = Path(workdir) / (names if names in _WHOLE else f"{names}.safetensors")
+    path = Path(workdir) / {"onnx": "model.onnx"}.get(names, names if names in _WHOLE else f"{names}.safetensors")
     if names in _WHOLE:
         write = _WHOLE[names](run, model, path, int(state["step"]))
     else:
@@ -345,12 +347,14 @@ def export(config: Any, workdir: str | Path, checkpoint: str, names: str) -> Non
     _say(f"{'model' if names in _WHOLE else 'weights'} of step {int(state['step'])} at {path}")
 
 
-def _program_writer(run: training.Run, model: Any, path: Path, step: int) -> Callable[[], None]:
-    """Returns what writes the model as a program."""
+def _program_writer(
+    save: Callable[..., None], run: training.Run, model: Any, path: Path, step: int
+) -> Callable[[], None]:
+    """Returns what writes the model as a program, by a function of `interop`."""
     source = run.eval_source
     crop = f"the shorter side resized to {source.image_shape[0] / source.eval_crop_ratio:.0f} pixels, then the middle"
     return functools.partial(
-        interop.save_program,
+        save,
         lambda images: model(*run.task.inputs({"image": images})),
         path,
         image_shape=source.image_shape,
@@ -400,7 +404,11 @@ def _folder_writer(run: training.Run, model: Any, path: Path, step: int) -> Call
 
 
 # What writes a whole model and not its weights alone.
-_WHOLE = {"stablehlo": _program_writer, "hugging_face_folder": _folder_writer}
+_WHOLE = {
+    "stablehlo": functools.partial(_program_writer, interop.save_program),
+    "onnx": functools.partial(_program_writer, interop.save_onnx),
+    "hugging_face_folder": _folder_writer,
+}
 
 
 def analyze(config: Any, workdir: str | Path, checkpoint: str, baseline: str | Path | None = None) -> None:

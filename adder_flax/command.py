@@ -63,8 +63,9 @@ _SLURM = flags.DEFINE_string(
 _NAMES = flags.DEFINE_enum(
     "names",
     "adder_flax",
-    ["adder_flax", "timm", "hugging_face", "transformers_5", "stablehlo", "hugging_face_folder"],
+    ["adder_flax", "timm", "hugging_face", "transformers_5", "stablehlo", "onnx", "hugging_face_folder"],
     "With --mode=export: whose names and layouts the weights get; stablehlo: the whole model, a program for JAX alone; "
+    "onnx: the whole model for ONNX Runtime; "
     "hugging_face_folder: the whole model as AutoModelForImageClassification loads it, with a model card",
 )
 _MODES_WITH = {

@@ -4,6 +4,7 @@ models as programs."""
 from adder_flax.interop._files import load_weights, read_model, save_weights, start_from
 from adder_flax.interop._folder import model_card, save_folder
 from adder_flax.interop._names import FORMATS
+from adder_flax.interop._onnx import save_onnx
 from adder_flax.interop._program import save_program
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "model_card",
     "read_model",
     "save_folder",
+    "save_onnx",
     "save_program",
     "save_weights",
     "start_from",

@@ -25,7 +25,8 @@ def neighbourhoods(
     _, height, width, _ = images.shape
     if height % 2 or width % 2:
         raise ValueError(f"expected an image of even sides to halve, got {height} x {width}; resize the images.")
-    padded = jnp.pad(images, ((0, 0), (1, 0), (1, 0), (0, 0)), mode="edge")
+    padded = jnp.concatenate([images[:, :1], images], axis=1)
+    padded = jnp.concatenate([padded[:, :, :1], padded], axis=2)
     parts = [padded[:, row : row + height : 2, column : column + width : 2] for row in range(3) for column in range(3)]
     return jnp.concatenate(parts, axis=-1)
 

@@ -1,0 +1,127 @@
+"""A trained classifier as an ONNX model, by jax2onnx."""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import export
+from jax.extend import core
+from jaxtyping import Array, Float, UInt8
+
+from adder_flax import jaxprs, ops
+from adder_flax.errors import first_line
+from adder_flax.extras import missing
+from adder_flax.files import write_whole
+
+_LARGEST = 2**31 - 1  # bytes of a protocol buffer
+
+
+def save_onnx(
+    classify: Callable[[UInt8[Array, "batch height width channels"]], Float[Array, "batch classes"]],
+    path: str | Path,
+    *,
+    image_shape: tuple[int, int, int],
+    label_names: Sequence[str],
+    notes: Any = None,
+) -> None:
+    """Writes a function of images as an ONNX model for any number of images, in one file.
+
+    Its input is ``images``, uint8 (batch, height, width, channels). Metadata of the model hold ``classes``, a name on
+    each line, and the notes as JSON.
+
+    Args:
+      classify: logits or probabilities of uint8 images, normalisation included.
+      path: of the model.
+      image_shape: height, width and channels.
+      label_names: of the classes.
+      notes: further metadata.
+
+    Raises:
+      MissingExtraError: ``jax2onnx``, or a library that it needs, is not installed.
+      ValueError: jax2onnx cannot write it, as with attention in blocks of keys, or one file cannot hold it.
+      OSError: it cannot be written; what was there is still there.
+
+    Example:
+      >>> means = lambda images: images.astype(jnp.float32).mean((1, 2))
+      >>> save_onnx(means, "means.onnx", image_shape=(2, 2, 3), label_names="rgb")  # doctest: +SKIP
+    """
+    try:
+        from jax2onnx import to_onnx
+    except ModuleNotFoundError as error:
+        raise missing(f"{error.name} (and then: pip install --no-deps jax2onnx)", "onnx") from error
+    logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # it names shapes that it leaves out
+    (batch,) = export.symbolic_shape("batch")
+    images = jax.ShapeDtypeStruct((batch, *image_shape), jnp.uint8)
+    # Traced here, since jax2onnx traces with functions of its own in the place of many of jax.numpy's.
+    program = jax.make_jaxpr(as_formulas(classify))(images)
+    try:
+        model = to_onnx(core.jaxpr_as_fun(program), [images], input_names=["images"], output_names=["logits"])
+    except Exception as error:  # of any type, for whatever it does not know
+        raise ValueError(
+            f"expected a model of operations that jax2onnx knows, got {type(error).__name__}: {first_line(error)}; set "
+            "config.model.key_block=off if there are blocks of keys, or export a program (--names=stablehlo)"
+        ) from error
+    facts = {"classes": "\n".join(label_names)} | {name: json.dumps(note) for name, note in (notes or {}).items()}
+    for name, text in facts.items():
+        model.metadata_props.add(key=name, value=text)
+    if model.ByteSize() > _LARGEST:
+        raise ValueError(
+            f"expected a model of at most 2 GiB, which one ONNX file holds, got {model.ByteSize() / 2**30:.1f} GiB; "
+            "export it as a program (--names=stablehlo)"
+        )
+    write_whole(Path(path), model.SerializeToString())
+
+
+def as_formulas(function: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """Returns a function with the plain formula in the place of every kernel of this library, and no inner functions.
+
+    For those who read traced programs and know JAX's own operations alone.
+
+    Args:
+      function: of arrays.
+
+    Returns:
+      The function of the same arrays; it returns the leaves of what the other one does.
+
+    Example:
+      >>> scores = as_formulas(ops.l1_scores)
+      >>> text = str(jax.make_jaxpr(scores)(jnp.ones((2, 3)), jnp.ones((4, 3))))
+      >>> "adder_flax_pairs" in text, "abs" in text
+      (False, True)
+    """
+
+    def plain(*arrays: Any) -> list[Any]:
+        return _evaluate(jax.make_jaxpr(function)(*arrays), arrays)
+
+    return plain
+
+
+def _evaluate(program: core.ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
+    values = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+    values |= dict(zip(program.jaxpr.invars, arrays, strict=True))
+    read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]
+    for equation in program.jaxpr.eqns:
+        inputs = [read(atom) for atom in equation.invars]
+        inner = ops.formula(equation) or jaxprs.callee(equation)
+        # A loop holds a program too, but does not call it once: its body is replaced, and the loop stays.
+        outputs = _evaluate(inner, inputs) if inner else jaxprs.apply(program.jaxpr, _with_formulas(equation), inputs)
+        values |= dict(zip(equation.outvars, outputs, strict=True))
+    return [read(atom) for atom in program.jaxpr.outvars]
+
+
+def _with_formulas(equation: core.JaxprEqn) -> core.JaxprEqn:
+    """Returns an equation with formulas in the programs that it holds."""
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(replaced, value)) if any(isinstance(v, core.ClosedJaxpr) for v in value) else value
+        if not isinstance(value, core.ClosedJaxpr):
+            return value
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in value.in_avals]
+        return jax.make_jaxpr(lambda *arrays: _evaluate(value, arrays))(*shapes)
+
+    return equation.replace(params={name: replaced(value) for name, value in equation.params.items()})
