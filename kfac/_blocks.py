@@ -104,17 +104,32 @@ class Use:
 
     def with_examples(self, num_examples: int) -> Use:
         """The same use in a batch of another size."""
-        factor = lambda size: size // self.num_examples * num_examples
+
+        def resized(size: int) -> int:  # the axis may hold each example's tokens too
+            return size // self.num_examples * num_examples
+
         shape, frames, inner = list(self.output.shape), list(self.frames), self.captured_example_axis
-        shape[self.example_axis] = factor(shape[self.example_axis])
+        shape[self.example_axis] = resized(shape[self.example_axis])
         if inner < len(frames):
-            frames[inner] = (factor(frames[inner][0]), frames[inner][1])
+            frames[inner] = (resized(frames[inner][0]), frames[inner][1])
         output = jax.ShapeDtypeStruct(tuple(shape), self.output.dtype)
         return dataclasses.replace(self, output=output, frames=tuple(frames), num_examples=num_examples)
 
     def own(self, params: Lane) -> dict[str, Array]:
         """The parameters of this use by role."""
         return {role: params[i] for role, i in self.roles}
+
+    def as_matrix(self, v: Lane) -> Float[Array, "rows outputs"]:
+        """[V; v_b] of a factored layer."""
+        return self.layer.matrix(self.own(v))
+
+    def from_matrix(self, params: Lane, matrix: Float[Array, "rows outputs"]) -> dict[str, Array]:
+        """The inverse of ``as_matrix``, by role."""
+        return self.layer.unmatrix(self.own(params), matrix)
+
+    def mean_left(self, params: Lane, left: Float[Array, "lifted lifted"]) -> Float[Array, "rows rows"]:
+        """The left factor as it acts on ``as_matrix``, averaged over outputs."""
+        return self.layer.mean_left(self.own(params), left)
 
     def lanes_first(self, array: Array, num_column_axes: int = 0) -> Array:
         """A captured array with the frames that number lanes as one leading axis."""
@@ -141,7 +156,11 @@ class Use:
         axis, size = self.example_axis, self.output.shape[self.example_axis]
         if any(a.shape[axis : axis + 1] != (size,) for a in jax.tree.leaves(x)):
             return None
-        split = lambda a: jnp.moveaxis(a.reshape(*a.shape[:axis], self.num_examples, -1, *a.shape[axis + 1 :]), axis, 0)
+
+        def split(a: Array) -> Array:
+            a = a.reshape(*a.shape[:axis], self.num_examples, -1, *a.shape[axis + 1 :])
+            return jnp.moveaxis(a, axis, 0)
+
         return jax.tree.map(split, x)
 
     def jvp(self, linearized: Any, v: Lane) -> Float[Array, "example token out"]:
@@ -185,6 +204,7 @@ class Block:
     @property
     def program(self) -> tuple:
         """All that the products depend on besides arrays: blocks with equal programs can be solved together."""
+        # Frames are only where captured arrays keep their lanes, which lie on the first axis by then.
         return tuple(dataclasses.replace(use, name="", frames=()) for use in self.uses)
 
     @property
@@ -368,8 +388,10 @@ def right_factors(program: tuple[Use, ...], g: tuple[Array, ...], reduce: bool, 
         for use, gs in zip(program, g, strict=True):
             if use.num_outputs == outputs:
                 gs = gs.sum(2, keepdims=True) if reduce else gs
+                # float32 sums: with the 8 bits of bfloat16 a sum of equal terms stops growing after 256 of them.
                 product = "cnto,cntp->op" if outputs <= max_size else "cnto,cnto->o"
                 total += jnp.einsum(product, gs, gs, preferred_element_type=_accumulator(gs))
+        # N, where the left factor has N T: the cotangents of an example's tokens are parts of one loss, which add up.
         factors.append(total / program[0].num_examples)
     return tuple(factors)
 
@@ -385,6 +407,11 @@ def left_factor(program: tuple[Use, ...], params: Lane, inputs: tuple, reduce: b
     return total / (program[0].num_examples * tokens)
 
 
+def factored_trace(use: Use, params: Lane, left: Array, right: Array) -> Float[Array, ""]:
+    """tr Lᵀ(𝒜 ⊗ 𝒢)L from the diagonal of 𝒢 and one trace for each output, with L the lift of the layer."""
+    return use.layer.left_traces(use.own(params), left) @ jnp.diagonal(right)
+
+
 def factor_product(use: Use, params: Lane, left: Array, right: Array, matrix: Array) -> Array:
     """K v = Lᵀ(𝒜 L(v) 𝒢) for v as a matrix [V; v_b], with L the lift of the layer."""
     layer, own = use.layer, use.own(params)
@@ -396,7 +423,11 @@ def example_gradients(
     program: tuple[Use, ...], params: Lane, inputs: tuple, linearized: tuple, g: tuple[Array, ...]
 ) -> Lane:
     """Every example's own gradient, one row per example and column: U of F = UᵀU/N."""
-    rows = _map_examples(lambda gradient: gradient, program, params, inputs, linearized, g)
+
+    def whole(gradient: Lane) -> Lane:
+        return gradient
+
+    rows = _map_examples(whole, program, params, inputs, linearized, g)
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), rows)
 
 
@@ -404,8 +435,11 @@ def exact_trace(
     program: tuple[Use, ...], params: Lane, inputs: tuple, linearized: tuple, g: tuple[Array, ...]
 ) -> Float[Array, ""]:
     """tr F = Σ_n ‖u_n‖² / N, at the cost of one pull-back; the u_n are not kept."""
-    norm = lambda gradient: sum(jnp.sum(jnp.square(p)) for p in gradient)
-    return _map_examples(norm, program, params, inputs, linearized, g).sum() / program[0].num_examples
+
+    def squared_norm(gradient: Lane) -> Array:
+        return sum(jnp.sum(jnp.square(p)) for p in gradient)
+
+    return _map_examples(squared_norm, program, params, inputs, linearized, g).sum() / program[0].num_examples
 
 
 def _map_examples(
@@ -435,8 +469,11 @@ def _map_examples(
 
     each = jax.vmap(jax.vmap(one, (None, None, 0)))  # example, column
     together = math.gcd(num_examples, EXAMPLES_AT_ONCE)
-    # Strided, not contiguous: every device keeps its own examples when they are sharded.
-    chunked = lambda a: jnp.swapaxes(a.reshape(together, -1, *a.shape[1:]), 0, 1)
+
+    def chunked(a: Array) -> Array:
+        # Strided, not contiguous: every device keeps its own examples when they are sharded.
+        return jnp.swapaxes(a.reshape(together, -1, *a.shape[1:]), 0, 1)
+
     chunks = jax.tree.map(chunked, (jnp.arange(num_examples), split, tuple(jnp.moveaxis(gs, 1, 0) for gs in g)))
     return jax.lax.map(lambda chunk: each(*chunk), chunks)
 

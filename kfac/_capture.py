@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _current = jax.make_user_context(None)
 
 
-original_scan = jax.lax.scan
+original_scan = jax.lax.scan  # held here, since `jax.lax.scan` is `kfac.scan` while a capture runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,10 @@ class Tap:
 
     def slot(self) -> tuple[PyTree[Array], Array]:
         """Zeros that the pair (x, cotangent of y) of all frames fits in."""
-        zeros = lambda s: jnp.zeros((*self.frames, *s.shape), _float_dtype(s.dtype))
+
+        def zeros(s: jax.ShapeDtypeStruct) -> Array:
+            return jnp.zeros((*self.frames, *s.shape), _float_dtype(s.dtype))
+
         return jax.tree.map(zeros, self.x), zeros(self.y)
 
 
@@ -126,8 +129,8 @@ class Capture:
         """Taps a call: returns y."""
         name = self.name(base)
         if self.slots is None:
-            shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
-            self.taps[name] = Tap(layer, params, jax.tree.map(shape, x), shape(y), self.scan_path, self.scans)
+            shapes = jax.tree.map(_shape, x)
+            self.taps[name] = Tap(layer, params, shapes, _shape(y), self.scan_path, self.scans)
             return y + _row(self.taps[name].vmaps, x, y).astype(y.dtype) * 0
         if name not in self.taps or name not in self.slots:
             raise RuntimeError(
@@ -135,7 +138,7 @@ class Capture:
                 "make the loss function deterministic in what it calls."
             )
         tap, slot = self.taps[name], self.slots[name]
-        if tap.vmaps:
+        if tap.vmaps:  # a slot holds the rows of all examples; each writes to its own alone
             row, count = _row({}, x, y), math.prod(tap.vmaps.values())
             num_axes = len(tap.vmaps)
             slot = jax.tree.map(lambda s: s.reshape(count, *s.shape[num_axes:])[row], slot)
@@ -183,10 +186,22 @@ def _tap(y: Array, x: PyTree[Array], slot: tuple[PyTree[Array], Array]) -> Array
 
 
 def _tap_backward(x: PyTree[Array], dy: Array) -> tuple:
-    return dy, None, (jax.tree.map(lambda a: a.astype(_float_dtype(a.dtype)), x), dy)
+    return dy, None, (jax.tree.map(_as_float, x), dy)
 
 
-_tap.defvjp(lambda y, x, slot: (y, x), _tap_backward)
+def _tap_forward(y: Array, x: PyTree[Array], slot: tuple[PyTree[Array], Array]) -> tuple[Array, PyTree[Array]]:
+    return y, x
+
+
+_tap.defvjp(_tap_forward, _tap_backward)
+
+
+def _shape(array: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _as_float(array: Array) -> Array:
+    return array.astype(_float_dtype(array.dtype))
 
 
 def _float_dtype(dtype: Any) -> Any:
@@ -196,6 +211,7 @@ def _float_dtype(dtype: Any) -> Any:
 
 def _row(sizes: dict[int, int], x: PyTree[Array], y: Array) -> Array:
     """The number of this example among those of all vmaps around it; writes their sizes to ``sizes``."""
+    # Nothing of each array: enough to be batched where any of them is, and no value that a gradient could flow to.
     batched = [jax.lax.stop_gradient(a.reshape(-1)[:0].astype(jnp.float32)) for a in (*jax.tree.leaves(x), y)]
     return _row_at_level(sizes, 0)(jnp.concatenate(batched))
 
@@ -207,6 +223,7 @@ def _row_at_level(sizes: dict[int, int], level: int) -> Callable[[Array], Array]
 
     @row.def_vmap
     def count_rows(axis_size, in_batched, empty):
+        # The rule of one vmap calls a function with a rule of its own, which the next vmap outside of it meets.
         sizes[level] = axis_size
         outer = _row_at_level(sizes, level + 1)(empty[0] if in_batched[0] else empty)
         return outer * axis_size + jnp.arange(axis_size, dtype=jnp.int32), True

@@ -12,6 +12,7 @@ import optax
 from kfac._curvature import Layers
 from kfac._options import STATIC, Options, is_zero
 from kfac._transform import scale_by_cg_fac
+from kfac._trees import chosen
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
@@ -83,6 +84,7 @@ def cg_fac(
     rate = fallback_learning_rate
     stages = [scale_by_cg_fac(layers, Options(learning_rate=learning_rate, **options))]
     if not is_zero(weight_decay):
+        # Decoupled: shrunk at the pace of the schedule, not along the natural gradient.
         decay = (lambda count: rate(count) * weight_decay) if callable(rate) else rate * weight_decay
         stages.append(optax.add_decayed_weights(decay, weight_decay_mask))
     if fallback is None:
@@ -111,16 +113,15 @@ def _whole_steps(inner: optax.GradientTransformationExtraArgs) -> optax.Gradient
         grads: PyTree[Array], state: optax.OptState, params: PyTree[Array] | None = None, **extra_args: Any
     ) -> tuple[PyTree[Array], optax.OptState]:
         finite = jnp.all(jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]))
-        if_finite = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
         if extra_args.get("value_fn") is not None:
             value_fn = extra_args["value_fn"]
             extra_args["value_fn"] = lambda share: value_fn(_completed(share, params))
         # What is not finite for one share has to be so for the other.
         shared = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), grads)
         updates, new = inner.update(shared, state, params, **extra_args)
-        shares = new.inner_states | {
-            "fallback": if_finite(new.inner_states["fallback"], state.inner_states["fallback"])
-        }
+        # CG-FAC looks after its own state; other optimizers would keep NaN in their moments for ever.
+        fallback = chosen(finite, new.inner_states["fallback"], state.inner_states["fallback"])
+        shares = new.inner_states | {"fallback": fallback}
         # The cast: rates are float32, and must not widen the updates of narrower parameters.
         updates = jax.tree.map(lambda u, g: jnp.where(finite, u, 0).astype(g.dtype), updates, grads)
         return updates, new._replace(inner_states=shares)
@@ -130,7 +131,10 @@ def _whole_steps(inner: optax.GradientTransformationExtraArgs) -> optax.Gradient
 
 def _completed(share: PyTree[Array], params: PyTree[Array]) -> PyTree[Array]:
     """The share of a partition with the other parameters in their places."""
-    is_masked = lambda node: isinstance(node, optax.MaskedNode)
+
+    def is_masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
     return jax.tree.map(lambda own, p: p if is_masked(own) else own, share, params, is_leaf=is_masked)
 
 

@@ -16,7 +16,7 @@ from kfac._blocks import Block, find_blocks
 from kfac._capture import Tap
 from kfac._fisher import FISHERS, Likelihood, get_likelihood, output_cotangents
 from kfac._tracing import record_taps, tapped
-from kfac._trees import flatten, is_inside, masked_paths, path_name
+from kfac._trees import concatenated, flatten, is_inside, masked_paths, path_name
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Key, PyTree
@@ -103,7 +103,10 @@ class Layers:
         {'fc': {'kernel': 'cg_fac'}, 'free': 'fallback'}
         """
         covered = {param.path for block in self.whole_blocks(tree).values() for param in block.params}
-        label = lambda path, _: "cg_fac" if path_name(path) in covered else "fallback"
+
+        def label(path: tuple, _: Any) -> str:
+            return "cg_fac" if path_name(path) in covered else "fallback"
+
         return jax.tree_util.tree_map_with_path(label, tree)
 
     def __str__(self) -> str:
@@ -239,7 +242,6 @@ def value_grad_and_curvature(
     """
     _check_fisher(fisher, has_aux)
     likelihood = get_likelihood(likelihood)
-    select = outputs or (lambda aux: aux)
 
     def function(params: PyTree, *args: Any, key: Key | None = None, refresh: bool | Array = True) -> tuple:
         taps = record_taps(loss_fn, params, args)
@@ -249,18 +251,27 @@ def value_grad_and_curvature(
         def forward(params, slots):
             result = inner(params, slots, *args)
             loss, aux = result if has_aux else (result, None)
-            return (loss, select(aux) if fisher != "empirical" else ()), aux
+            z = () if fisher == "empirical" else aux if outputs is None else outputs(aux)
+            return (loss, z), aux
 
+        # One forward pass and several pull-backs of it: of the loss, and of the columns through the same outputs.
         (loss, z), pullback, aux = jax.vjp(forward, params, slots, has_aux=True)
         examples = _count_examples(args, batch_size)
         ones, fresh = jnp.ones_like(loss), None if refresh is True else jnp.asarray(refresh)
         if fisher == "empirical":
             grads, captured = pullback((ones, ()))
+            # The loss is a mean: its cotangents are those of single examples over N, and γ would be off by N².
             captured = {name: (x, g[None] * examples) for name, (x, g) in captured.items()}
         else:
             grads, captured = pullback((ones, jnp.zeros_like(z)))
+            # Labels that the model draws are data, for whoever differentiates through this call.
             columns = output_cotangents(fisher, likelihood, jax.lax.stop_gradient(z), key, num_samples).astype(z.dtype)
-            pull = lambda column: {n: g for n, (_, g) in pullback((jnp.zeros_like(loss), column))[1].items()}
+
+            def pull(column: Array) -> dict[str, Array]:
+                # The parameters' share of this pull-back is dropped, and XLA never computes it.
+                _, slots = pullback((jnp.zeros_like(loss), column))
+                return {name: g for name, (_, g) in slots.items()}
+
             cotangents = _pull_columns(pull, columns, fresh)
             captured = {name: (x, cotangents[name]) for name, (x, _) in captured.items()}
         curvature = Curvature(captured, fresh, _layers(taps, params, examples), examples, fisher)
@@ -284,7 +295,7 @@ def _pull_columns(pull: Callable, columns: Float[Array, "column ..."], fresh: Bo
     """``pull`` of every column, or zeros where ``fresh`` is False."""
 
     def compute() -> dict:
-        if len(columns) == 1:
+        if len(columns) == 1:  # without vmap, under which custom rules and kernels take their batched forms
             return jax.tree.map(lambda g: g[None], pull(columns[0]))
         return jax.vmap(pull)(columns)
 
@@ -338,8 +349,10 @@ def concatenate_curvature(parts: Sequence[Curvature]) -> Curvature:
             # Axis of the examples in captured arrays: their frames that number lanes come on top of the output's axes.
             axis = use.captured_example_axis
             pairs = [part.captured[use.name] for part in parts]
-            x = jax.tree.map(lambda *a, axis=axis: jnp.concatenate(a, axis), *(x for x, _ in pairs))
-            captured[use.name] = (x, jnp.concatenate([g for _, g in pairs], axis + 1))
+            captured[use.name] = (
+                concatenated((x for x, _ in pairs), axis),
+                jnp.concatenate([g for _, g in pairs], axis + 1),  # behind the axis of the columns
+            )
     total = sum(part.num_examples for part in parts)
     layers = Layers(
         [b.with_examples(total) for b in first.layers.blocks.values()], first.layers.skipped, first.layers.shapes

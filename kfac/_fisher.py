@@ -39,6 +39,7 @@ def _sample_categorical(key: Array, logits: Array) -> Array:
 
 
 def _root_categorical(logits: Array, noise: Array) -> Array:
+    # diag(p) − ppᵀ = B Bᵀ with B = diag(√p) − p √pᵀ, since √p has length 1: no factorisation, and no C × C matrix.
     probabilities = jax.nn.softmax(logits)
     scaled = jnp.sqrt(probabilities) * noise
     return scaled - probabilities * jnp.sum(scaled, axis=-1, keepdims=True)
@@ -54,10 +55,18 @@ def _root_bernoulli(logits: Array, noise: Array) -> Array:
     return jnp.sqrt(probabilities * (1 - probabilities)) * noise
 
 
+def _sample_gaussian(key: Array, mean: Array) -> Array:
+    return jax.random.normal(key, mean.shape, mean.dtype)  # z − y for y drawn at z, whatever z is
+
+
+def _root_gaussian(mean: Array, noise: Array) -> Array:
+    return noise
+
+
 LIKELIHOODS = {
     "categorical": Likelihood(_sample_categorical, _root_categorical),
     "bernoulli": Likelihood(_sample_bernoulli, _root_bernoulli),
-    "gaussian": Likelihood(lambda key, mean: jax.random.normal(key, mean.shape, mean.dtype), lambda mean, noise: noise),
+    "gaussian": Likelihood(_sample_gaussian, _root_gaussian),
 }
 
 
@@ -102,9 +111,13 @@ def output_cotangents(
         return jax.vmap(lambda unit: likelihood.root(outputs, jnp.broadcast_to(unit, outputs.shape)))(units)
     if key is None:
         raise ValueError(f"fisher={fisher!r} draws random numbers: expected key=, got None; pass a jax.random.key.")
-    if fisher == "mc":
-        draw = lambda key: likelihood.sample(key, outputs)
-    else:
-        draw = lambda key: likelihood.root(outputs, jax.random.rademacher(key, outputs.shape, outputs.dtype))
+
+    def draw(key: Key) -> Array:
+        if fisher == "mc":
+            return likelihood.sample(key, outputs)
+        # Signs, not normal numbers: of all noise with unit variance they have the least variance in c cᵀ.
+        return likelihood.root(outputs, jax.random.rademacher(key, outputs.shape, outputs.dtype))
+
+    # A loss that averages over positions has their mean for its Hessian, and c enters squared: hence the root.
     num_positions = outputs[0, ..., 0].size
     return jax.vmap(draw)(jax.random.split(key, num_samples)) / (num_samples * num_positions) ** 0.5

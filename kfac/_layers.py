@@ -7,6 +7,7 @@ transpose ``vjp``: z → Jᵀ z. ``Dense`` has them in closed form and is linear
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
@@ -107,10 +108,8 @@ class Dense:
 
     def lifted_shape(self, shapes: dict[str, tuple[int, ...]]) -> tuple[int, int]:
         """Shape of the lifted matrix for parameters of these shapes."""
-        matrix = jax.eval_shape(
-            lambda p: self.lift(p, p), {k: jax.ShapeDtypeStruct(s, "f4") for k, s in shapes.items()}
-        )
-        return matrix.shape
+        params = {role: jax.ShapeDtypeStruct(shape, jnp.float32) for role, shape in shapes.items()}
+        return jax.eval_shape(self.lift, params, params).shape
 
     def _matrix(self, kernel: Array) -> Array:
         matrix = kernel.reshape(math.prod(kernel.shape[: self.num_in_axes]), -1)
@@ -289,6 +288,7 @@ class Readout(Dense):
     def features(self, params: Params, x: Any) -> Float[Array, "*sample features"]:
         """The sample, so large that its sum of squares is what that of all features is expected to be."""
         sample = self.sample(x)
+        # A second moment of few features estimates that of all, once scaled by how many the others are.
         positions = jax.eval_shape(self.fn, params, x).size
         return sample * (positions * sample.shape[-1] / sample.size) ** 0.5
 
@@ -382,7 +382,7 @@ class _Framed:
     num_frames: int
 
     def __call__(self, *args: Any, **options: Any) -> Array:
-        mapped = lambda *args: self.fn(*args, **options)
+        mapped = functools.partial(self.fn, **options)
         for _ in range(self.num_frames):
             mapped = jax.vmap(mapped, self.in_axes)
         return mapped(*args)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from flax import linen as nn
 from flax.core import axes_scan
 
 from kfac._capture import Adapter, Capture, current_capture
-from kfac._layers import Dense, Scale
-from kfac._registry import general_dense, is_array, register_layer, registrations, tap_registered
+from kfac._layers import Scale
+from kfac._registry import general_dense, is_array, plain_dense, register_layer, registrations, tap_registered
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-register_layer(nn.Dense, describe=lambda module: Dense())
+register_layer(nn.Dense, describe=plain_dense)
 register_layer(nn.DenseGeneral, describe=general_dense)
 for _cls in (nn.Conv, nn.ConvTranspose, nn.Embed, nn.Einsum):
     register_layer(_cls)
@@ -83,6 +83,7 @@ def _interception() -> contextlib.AbstractContextManager:
             layer = registration.describe(module)
         else:
             layer = registration.layer(module, _Call(module.clone(parent=None, name=None), context.method_name))
+        # Collections besides the parameters are state, such as batch statistics: no function of W and x.
         flat = all(is_array(p) for p in own.values())
         if layer is None or not own or not flat or collections or not is_array(x):
             return y
@@ -101,7 +102,12 @@ def _find_path(capture: Capture, keys: tuple[str, ...]) -> str | None:
     )
 
 
-ADAPTER = Adapter(
-    replacements=lambda: [(axes_scan, "pe", _PartialEvaluation)],
-    watch=lambda capture, params: _interception(),
-)
+def _replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    yield axes_scan, "pe", _PartialEvaluation
+
+
+def _watch(capture: Capture, params: Any) -> contextlib.AbstractContextManager:
+    return _interception()
+
+
+ADAPTER = Adapter(_replacements, _watch)

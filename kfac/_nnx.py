@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,22 @@ from flax import nnx
 
 from kfac._capture import Adapter, Capture, current_capture
 from kfac._layers import Dense, Generic, Scale
-from kfac._registry import Registration, general_dense, is_array, register_layer, registrations, tap_registered
+from kfac._registry import (
+    Registration,
+    general_dense,
+    is_array,
+    plain_dense,
+    register_layer,
+    registrations,
+    tap_registered,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
 _PATH = "kfac_path"
 
-register_layer(nnx.Linear, describe=lambda module: Dense())
+register_layer(nnx.Linear, describe=plain_dense)
 register_layer(nnx.LinearGeneral, describe=general_dense)
 for _cls in (nnx.Conv, nnx.ConvTranspose, nnx.Embed, nnx.Einsum):
     register_layer(_cls)
@@ -54,17 +63,21 @@ class _Call:
 
 def _replacements() -> Iterator[tuple[Any, str, Callable[[Callable], Callable]]]:
     for registration in registrations(nnx.Module):
-        yield registration.cls, registration.method, lambda original, r=registration: _tapped_method(original, r)
+        tapped = functools.partial(_tapped_method, registration=registration)
+        yield registration.cls, registration.method, tapped
     yield nnx, "merge", _naming_merge
 
 
 def _name_variables(capture: Capture, tree: Any) -> None:
     """Writes to each variable in ``tree`` the path of its array among the differentiated parameters, if it is one."""
-    is_variable = lambda node: isinstance(node, nnx.Variable)
-    for variable in filter(is_variable, jax.tree.leaves(tree, is_leaf=is_variable)):
+    for variable in filter(_is_variable, jax.tree.leaves(tree, is_leaf=_is_variable)):
         path = capture.paths.get(id(variable.get_raw_value()))
         if path is not None:
             variable.set_metadata(_PATH, path)
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
 
 
 def _naming_merge(merge: Callable) -> Callable:
@@ -124,6 +137,7 @@ def _parameter(capture: Capture, variable: nnx.Variable) -> tuple[str | None, tu
     path = capture.paths.get(id(value))
     if path is not None:
         return path, value.shape, True
+    # Inside a scan or vmap of NNX the array is another one, a slice perhaps: the path is known, the identity is not.
     return variable.get_metadata(_PATH, None), value.shape, False
 
 

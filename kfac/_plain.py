@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from kfac._capture import Adapter, current_capture, original_scan
+from kfac._capture import Adapter, Capture, current_capture, original_scan
 from kfac._layers import Dense, Generic
 
 if TYPE_CHECKING:
@@ -92,7 +92,12 @@ def scan(f: Callable, init: Any, xs: Any = None, length: int | None = None, *arg
     return capture.scan(f, init, xs, length, args, kwargs)
 
 
-ADAPTER = Adapter(
-    replacements=lambda: [(jax.lax, "scan", lambda original: scan)],
-    watch=lambda capture, params: contextlib.nullcontext(),
-)
+def _replacements() -> Iterator[tuple[Any, str, Callable[[Callable], Callable]]]:
+    yield jax.lax, "scan", lambda original: scan
+
+
+def _watch(capture: Capture, params: Any) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext()  # layers are marked in the loss itself
+
+
+ADAPTER = Adapter(_replacements, _watch)

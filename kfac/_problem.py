@@ -18,7 +18,7 @@ from kfac._sharing import over_devices
 from kfac._solver import Solution
 from kfac._state import Averages, CGFacState
 from kfac._systems import Form, System
-from kfac._trees import flatten
+from kfac._trees import concatenated, flatten
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
@@ -73,8 +73,9 @@ def pose(
     flat = flatten(params)
     forms = {name: options.form(block) for name, block in owned.items()}
     factors, weight = _average_factors(owned, forms, flat, state, curvature, options)
-    tiny = jnp.finfo(weight.dtype).tiny  # the weight is 0 until the first curvature is in
-    ready = {name: jax.tree.map(lambda f: f / jnp.maximum(weight, tiny), f) for name, f in factors.items()}
+    # Sums begin at 0: divided by their weight they are averages from the first step on. It is 0 until curvature is in.
+    weight_or_tiny = jnp.maximum(weight, jnp.finfo(weight.dtype).tiny)
+    ready = jax.tree.map(lambda factor: factor / weight_or_tiny, factors)
     groups = systems.build(curvature, flat, forms, ready)
     damping = jnp.asarray(options.damping, state.damping_factor.dtype) * state.damping_factor
     traces, gamma = _damp(groups, damping, state, options)
@@ -96,16 +97,20 @@ def _average_factors(
     old = state.averages
     decay = jnp.asarray(options.factor_decay, old.weight.dtype)
 
+    def average(kept: Array, new: Array) -> Array:
+        return decay * kept + (1 - decay) * new.astype(kept.dtype)
+
     def update() -> tuple[dict, Array]:
         factors = {}
         for name, block in owned.items():
             kept = old.factors[name]
             new = systems.new_factors(block, curvature, systems.lanes_of(block, params), forms[name]) if kept else ()
-            factors[name] = jax.tree.map(lambda o, n: decay * o + (1 - decay) * n.astype(o.dtype), kept, new)
+            factors[name] = jax.tree.map(average, kept, new)
         return factors, decay * old.weight + (1 - decay)
 
     if curvature.fresh is None:
         return update()
+    # Not jnp.where: a step between two curvature batches is to save the products, too, and their cotangents are zeros.
     return jax.lax.cond(curvature.fresh, update, lambda: (old.factors, old.weight))
 
 
@@ -116,6 +121,7 @@ def _damp(groups: list[System], damping: Array, state: CGFacState, options: Opti
     decay, traces, gamma = options.factor_decay, {}, {}
     decay = decay.astype(damping.dtype) if isinstance(decay, jax.Array) else decay
     for i, system in enumerate(groups):
+        # Signs from the number of the step: a run that resumes draws the same, and no key has to be kept for it.
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), i), state.count)
         for block, trace in zip(system.blocks, system.split(system.trace(key)), strict=True):
             if system.form.name == "factors":
@@ -123,6 +129,8 @@ def _damp(groups: list[System], damping: Array, state: CGFacState, options: Opti
             else:
                 traces[block.name] = decay * state.averages.traces[block.name] + (1 - decay) * trace
                 average = traces[block.name] / (1 - decay ** (state.count + 1))
+            # A share of the mean eigenvalue: blocks differ by orders of magnitude, and one γ would be nothing to some
+            # and all that others see.
             gamma[block.name] = damping * average.astype(damping.dtype) / block.size
     return traces, gamma
 
@@ -135,7 +143,11 @@ def _refresh_inverses(
     if not old:
         return old
     preconditioned = [system for system in groups if system.blocks[0].name in old]
-    invert = lambda: {n: i for system in preconditioned for n, i in system.damped_inverses(gamma).items()}
+
+    def invert() -> dict[str, tuple[Array, ...]]:
+        return {name: pair for system in preconditioned for name, pair in system.damped_inverses(gamma).items()}
+
+    # An old inverse costs iterations, not the solution: CG solves today's system whatever it is preconditioned by.
     return jax.lax.cond(state.count % options.preconditioner_interval == 0, invert, lambda: old)
 
 
@@ -144,15 +156,16 @@ def solve(problem: Problem, warm: Vectors | None, options: Options) -> dict[str,
     solved: dict[str, Solution] = {}
     for system in problem.groups:
         names = [block.name for block in system.blocks]
-        stack = lambda vectors, names=names: jax.tree.map(lambda *a: jnp.concatenate(a), *(vectors[n] for n in names))
-        x0 = None if warm is None else stack(warm)
-        solution = _share(system, stack(problem.b), stack(problem.gamma), x0, options)
+        b, gamma = (concatenated(vectors[name] for name in names) for vectors in (problem.b, problem.gamma))
+        x0 = None if warm is None else concatenated(warm[name] for name in names)
+        solution = _share(system, b, gamma, x0, options)
         solved |= dict(zip(names, system.split(solution), strict=True))
     return solved
 
 
 def _share(system: System, b: tuple, gamma: Array, x0: tuple | None, options: Options) -> Solution:
     """Solves a system; of factors, which no batch divides among devices, each device solves for some lanes."""
+    # Products of captured arrays are divided by examples already, as the batch is, and XLA adds up their parts.
     if system.form.name != "factors":
         return _solve_system(system, b, gamma, x0, options)
 
@@ -167,6 +180,7 @@ def _solve_system(system: System, b: tuple, gamma: Array, x0: tuple | None, opti
     """Solves (F + γI) x = b of every lane of a system by the solver that the options name."""
     packed, name = system.pack(b), options.solver
     if name == "auto" and system.form.name == "exact":
+        # Blocks of one system have equal shapes, so that the first one's costs are those of all.
         block, num_columns = system.blocks[0], system.g[0].shape[1]
         name = "dual" if prefers_dual(block, options.max_iterations, num_columns) else "cg"
     if name == "dense":

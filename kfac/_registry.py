@@ -36,6 +36,7 @@ class Registration:
 
     def layer(self, module: Any, call: Callable) -> Generic | Scale:
         """The layer that this call of a module is, where nothing describes it."""
+        # A norm along other axes has scales that do not belong to features of the last one.
         last = getattr(module, "feature_axes", -1) in (-1, (-1,))
         return Scale(fn=call) if self.kind is Scale and last else Generic(call)
 
@@ -123,6 +124,11 @@ def tap_registered(capture: Any, name: str, layer: Dense | Generic, module: Any,
     matrix = jnp.transpose(x, (*others, *axes)).reshape(*(x.shape[a] for a in others), -1)
     flat = y.reshape(*y.shape[: len(others)], -1)
     return capture.tap(name, layer, matrix, flat, params).reshape(y.shape)
+
+
+def plain_dense(module: Any) -> Dense:
+    """The layer of a dense module that contracts the last axis."""
+    return Dense()
 
 
 def general_dense(module: Any) -> Dense | None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 if TYPE_CHECKING:
-    from jaxtyping import PyTree
+    from jaxtyping import Array, PyTree
 
 
 def over_devices(function: Callable[..., PyTree], *lanes: PyTree) -> Any:
@@ -34,11 +34,14 @@ def over_devices(function: Callable[..., PyTree], *lanes: PyTree) -> Any:
         return function(*lanes)
     count = jax.tree.leaves(lanes)[0].shape[0]
     missing = -count % parts
-    # Copies, which are as regular as what they copy.
-    pad = lambda a: jnp.concatenate([a, *[a[:1]] * missing])
-    padded = jax.tree.map(pad, lanes) if missing else lanes
+
+    def padded(a: Array) -> Array:  # with copies, which are as regular as what they copy
+        return jnp.concatenate([a, *[a[:1]] * missing])
+
+    if missing:
+        lanes = jax.tree.map(padded, lanes)
     spec = PartitionSpec(axes)
-    result = jax.shard_map(function, in_specs=spec, out_specs=spec, axis_names=set(axes), check_vma=False)(*padded)
+    result = jax.shard_map(function, in_specs=spec, out_specs=spec, axis_names=set(axes), check_vma=False)(*lanes)
     return jax.tree.map(lambda a: a[:count], result)
 
 

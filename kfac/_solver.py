@@ -54,11 +54,16 @@ def lane_dot(u: Vector, v: Vector) -> Float[Array, " lane"]:
 
 def lane_axpy(scale: Float[Array, " lane"], x: Vector, y: Vector) -> Vector:
     """y + scale·x with one scale per lane."""
-    return jax.tree.map(lambda u, v: v + scale.reshape((-1,) + (1,) * (u.ndim - 1)).astype(u.dtype) * u, x, y)
+    return jax.tree.map(lambda u, v: v + _beside(scale, u).astype(u.dtype) * u, x, y)
 
 
 def _select(keep: Bool[Array, " lane"], new: Vector, old: Vector) -> Vector:
-    return jax.tree.map(lambda n, o: jnp.where(keep.reshape((-1,) + (1,) * (n.ndim - 1)), n, o), new, old)
+    return jax.tree.map(lambda n, o: jnp.where(_beside(keep, n), n, o), new, old)
+
+
+def _beside(per_lane: Array, array: Float[Array, "lane ..."]) -> Array:
+    """One number per lane with the axes that broadcast it over an array's."""
+    return per_lane.reshape(-1, *(1,) * (array.ndim - 1))
 
 
 def _divide(numerator: Array, denominator: Array) -> Array:
@@ -117,12 +122,13 @@ def cg(
     fixed_length = isinstance(tolerance, numbers.Real) and tolerance == 0
     if max_iterations < 1:
         raise ValueError(f"cg needs max_iterations >= 1, got {max_iterations}; use at least one step.")
-    precondition = precondition or (lambda r: r)
+    precondition = precondition or _unchanged
 
     def damped(v: Vector) -> Vector:
         return lane_axpy(damping, v, matvec(v))
 
     bb = lane_dot(b, b)
+    # Squares are compared: a root in the loop would cost a pass over the lanes and decide nothing else.
     enough = jnp.square(jnp.asarray(tolerance, bb.dtype)) * bb
     x, r = (jax.tree.map(jnp.zeros_like, b), b) if x0 is None else _warm_start(x0, b, damped, safeguard)
     z = precondition(r)
@@ -133,14 +139,24 @@ def cg(
     def step(state: _State) -> _State:
         return _cg_step(state, damped, precondition, enough)
 
+    # A known number of steps is a loop without a condition: no reduction over the lanes, no wait for its answer, and
+    # XLA knows what the step costs. It pays where few steps are asked for, none of which a lane would leave out.
     if fixed_length:
         end = jax.lax.fori_loop(0, max_iterations, lambda _, state: step(state), start)
     else:
+
+        def going(carry: tuple[Array, _State]) -> Array:
+            return (carry[0] < max_iterations) & jnp.any(carry[1].active)
+
         counted = (jnp.zeros((), jnp.int32), start)
-        going = lambda carry: (carry[0] < max_iterations) & jnp.any(carry[1].active)
         end = jax.lax.while_loop(going, lambda carry: (carry[0] + 1, step(carry[1])), counted)[1]
+    # q(x) = −½ x·(b + r), since (F + γI) x = b − r: the model of the step for no further product.
     model = -0.5 * lane_dot(end.x, lane_axpy(jnp.ones_like(bb), b, end.r))
     return Solution(end.x, end.iterations, jnp.sqrt(_divide(end.rr, bb)), model)
+
+
+def _unchanged(r: Vector) -> Vector:
+    return r
 
 
 def _warm_start(x0: Vector, b: Vector, damped: MatVec, safeguard: bool) -> tuple[Vector, Vector]:
@@ -157,6 +173,8 @@ def _cg_step(state: _State, damped: MatVec, precondition: MatVec, enough: Array)
     u = damped(state.p)
     s = lane_dot(state.p, u)
     alpha = _divide(state.rz, s)
+    # Rounding can leave pᵀ(F + γI)p at or below 0 where F is singular and γ small; a step along p would then be of any
+    # length. A lane that stops takes steps of 0 from here on, while the others go on in the same loop.
     good = state.active & (s > 0) & jnp.isfinite(alpha)
     alpha = jnp.where(good, alpha, 0)
     u = _select(good, u, jax.tree.map(jnp.zeros_like, u))  # it may hold NaN, and 0·NaN is NaN
@@ -192,8 +210,12 @@ def dense_matrix(matvec: MatVec, like: Vector) -> Float[Array, "lane size size"]
     """
     flat, unflatten = lane_flatten(like)
     units = jnp.eye(flat.shape[1], dtype=flat.dtype)
-    product = lambda unit: lane_flatten(matvec(unflatten(jnp.broadcast_to(unit, flat.shape))))[0]
-    return jnp.moveaxis(jax.lax.map(product, units), 0, 2)
+
+    def column(unit: Float[Array, " size"]) -> Float[Array, "lane size"]:
+        return lane_flatten(matvec(unflatten(jnp.broadcast_to(unit, flat.shape))))[0]
+
+    # One after the other: all at once they would hold as many times the activations as there are parameters.
+    return jnp.moveaxis(jax.lax.map(column, units), 0, 2)
 
 
 def solve_dense(matvec: MatVec, b: Vector, damping: Float[Array, " lane"]) -> Solution:
@@ -249,6 +271,7 @@ def solve_dual(
     u = gradients.astype(flat.dtype)
     gamma = damping.astype(flat.dtype)[:, None]
     gram = jnp.einsum("lep,lfp->lef", u, u)
+    # Nγ, not γ: the rows of U are of single examples, and F is their mean.
     gram += (num_examples * gamma)[..., None] * jnp.eye(gram.shape[-1], dtype=gram.dtype)
     weights = jnp.linalg.solve(gram, jnp.einsum("lep,lp->le", u, flat)[..., None])[..., 0]
     x = (flat - jnp.einsum("lep,le->lp", u, weights)) / gamma
@@ -276,6 +299,8 @@ def solve_kronecker(
     a, qa = jnp.linalg.eigh(left)
     g, qg = jnp.linalg.eigh(right)
     rotated = jnp.einsum("lij,lio,lop->ljp", qa, b, qg)
+    # Factors have no negative eigenvalues, but float32 finds some just below 0, which times a large one of the other
+    # factor would cancel the damping.
     eigenvalues = jnp.maximum(a, 0)[:, :, None] * jnp.maximum(g, 0)[:, None, :]
     rotated /= eigenvalues + damping[:, None, None].astype(b.dtype)
     return jnp.einsum("lij,ljp,lop->lio", qa, rotated, qg)

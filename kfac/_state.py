@@ -61,6 +61,8 @@ def init_state(params: PyTree[Array], owned: dict[str, Block], options: Options)
       owned: their blocks by name.
       options: of the optimizer.
     """
+    # float32 for bfloat16 parameters too: an average that takes a twentieth of each batch moves by
+    # less than those resolve.
     dtype = jnp.result_type(jnp.float32, *flatten(params).values())
     scalar = jnp.zeros((), dtype)
     lanes = {name: jnp.zeros((block.lanes,), dtype) for name, block in owned.items()}
@@ -86,8 +88,8 @@ def _empty_factors(block: Block, form: Form, dtype: Any) -> tuple[Array, ...]:
         sizes = block.lifted_shape(block.uses[0])
     elif form.name == "kron":
         sizes = tuple(blocks.output_groups(block.program))
-    shape = lambda n: (n, n) if n <= form.max_size else (n,)
-    return tuple(jnp.zeros((block.lanes, *shape(n)), dtype) for n in sizes)
+    shapes = [(n, n) if n <= form.max_size else (n,) for n in sizes]  # else its diagonal alone
+    return tuple(jnp.zeros((block.lanes, *shape), dtype) for shape in shapes)
 
 
 def _empty_inverses(block: Block, factors: tuple[Array, ...]) -> tuple[Array, Array]:
@@ -120,7 +122,10 @@ def find_state(opt_state: PyTree[Array]) -> CGFacState:
 
 
 def _find_states(opt_state: PyTree[Array]) -> list[CGFacState]:
-    is_state = lambda node: isinstance(node, CGFacState)
+
+    def is_state(node: Any) -> bool:
+        return isinstance(node, CGFacState)
+
     return list(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
 
 

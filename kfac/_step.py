@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from kfac._solver import Solution, lane_dot
 from kfac._systems import System
+from kfac._trees import concatenated
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -62,6 +63,7 @@ def fixed_step(
     xᵀF x needs no further product: xᵀ(F + γI)x = 2 bᵀx + 2 q(x).
     """
     x = {name: s.x for name, s in solved.items()}
+    # Over all blocks together: κ bounds one step of the network, not a step of each layer.
     gradient_part = sum(lane_dot(b[n], x[n]).sum() for n in x)
     damped = 2 * gradient_part + 2 * sum(s.model.sum() for s in solved.values())
     kl = damped - sum((gamma[n] * lane_dot(x[n], x[n])).sum() for n in x)
@@ -93,9 +95,13 @@ def quadratic_step(
     slope = -jnp.stack([dot(b, d), dot(b, velocity)])
     along = _derivatives(groups, d, velocity)
     fisher = jnp.einsum("pcn,qcn->pq", along, along) / num_examples
-    damped = lambda u, v: sum((gamma[n] * lane_dot(u[n], v[n])).sum() for n in u)
-    matrix = fisher + jnp.array([[damped(u, v) for v in (d, velocity)] for u in (d, velocity)])
+
+    def damping(u: Vectors, v: Vectors) -> Array:
+        return sum((gamma[n] * lane_dot(u[n], v[n])).sum() for n in u)
+
+    matrix = fisher + jnp.array([[damping(u, v) for v in (d, velocity)] for u in (d, velocity)])
     coefficients = minimise_2x2(matrix, slope)
+    # Without γ: κ bounds what the step does to the predictions, which damping knows nothing of.
     scale = _kl_scale(coefficients @ fisher @ coefficients, kl_clip)
     taken = rate * scale * coefficients
     model = 0.5 * taken @ matrix @ taken - slope @ taken
@@ -112,6 +118,8 @@ def minimise_2x2(matrix: Float[Array, "2 2"], slope: Float[Array, " 2"]) -> Floa
     """
     (a, c), (_, e) = matrix
     determinant = a * e - c * c
+    # 1 − cos² of the angle between both directions: a thousandth of a radian apart they are one direction in float32,
+    # and their coefficients would be large numbers that cancel.
     regular = determinant > 1e-6 * a * e
     safe = jnp.where(regular, determinant, 1)
     both = jnp.stack([e * slope[0] - c * slope[1], a * slope[1] - c * slope[0]]) / safe
@@ -123,7 +131,7 @@ def _derivatives(groups: list[System], *directions: Vectors) -> Float[Array, "di
     total = 0
     for system in groups:
         lanes = [[vectors[block.name] for block in system.blocks] for vectors in directions]
-        lanes = [jax.tree.map(lambda *a: jnp.concatenate(a), *parts) for parts in lanes]
+        lanes = [concatenated(parts) for parts in lanes]
         total += jax.vmap(system.derivatives)(jax.tree.map(lambda *a: jnp.stack(a), *lanes))
     return total
 
@@ -175,15 +183,22 @@ def judge(
     """
     unknown = jnp.full_like(damping, jnp.nan)
     adapt = (count + 1) % interval == 0 if interval else jnp.zeros((), bool)
+
+    def measured() -> Array:
+        return change().astype(damping.dtype)
+
     if change is None:
         difference = unknown
     elif reject:
-        difference = change().astype(damping.dtype)
-    else:
-        difference = jax.lax.cond(adapt, lambda: change().astype(damping.dtype), lambda: unknown)
+        difference = measured()
+    else:  # a forward pass, which most steps are to do without
+        difference = jax.lax.cond(adapt, measured, lambda: unknown)
+    # Where the model promises nothing, any descent is more than it said and any ascent less.
     ratio = difference / jnp.where(model < 0, model, -jnp.finfo(damping.dtype).tiny)
-    accept = finite & ~(reject & ~(difference <= 0)) if reject else finite
+    # "At most 0", not "not more than 0": a loss that is not a number refuses the step too.
+    accept = finite & (difference <= 0) if reject else finite
     omega = 0.95**interval
+    # Applied to the factor and not to λ, so that the bound holds for the product of both.
     floor = jnp.minimum(min_damping / jnp.maximum(damping, jnp.finfo(damping.dtype).tiny), 1)
     adapted = jnp.where(ratio > 0.75, jnp.maximum(omega, floor), jnp.where(ratio < 0.25, 1 / omega, 1))
     growth = jnp.where(accept, jnp.where(adapt, adapted, 1), 4).astype(damping.dtype)

@@ -14,6 +14,7 @@ from kfac import _solver as solver
 from kfac._blocks import Block
 from kfac._curvature import Curvature
 from kfac._sharing import over_devices
+from kfac._trees import concatenated
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
@@ -75,15 +76,14 @@ class System:
 
     def pack(self, v: Lanes) -> PyTree[Array]:
         """A vector as the solver sees it: one matrix per lane for dense blocks, the parameters for others."""
-        use = self.program[0]
-        return jax.vmap(lambda v: use.layer.matrix(use.own(v)))(v) if self.packs else v
+        return jax.vmap(self.program[0].as_matrix)(v) if self.packs else v
 
     def unpack(self, packed: PyTree[Array]) -> Lanes:
         """The inverse of ``pack``."""
         if not self.packs:
             return packed
         use = self.program[0]
-        parts = jax.vmap(lambda p, m: use.layer.unmatrix(use.own(p), m))(self.params, packed)
+        parts = jax.vmap(use.from_matrix)(self.params, packed)
         roles = {i: role for role, i in use.roles}
         return tuple(parts[roles[i]] for i in range(len(roles)))
 
@@ -96,8 +96,7 @@ class System:
     def matvec(self, v: PyTree[Array]) -> PyTree[Array]:
         """F v of every lane, for packed v."""
         if self.form.name == "factors":
-            use = self.program[0]
-            return jax.vmap(lambda p, f, v: blocks.factor_product(use, p, *f, v))(self.params, self.state, v)
+            return jax.vmap(functools.partial(blocks.factor_product, self.program[0]))(self.params, *self.state, v)
         return self.pack(self.product(self.unpack(v)))
 
     def precondition(self, r: PyTree[Array]) -> PyTree[Array]:
@@ -117,7 +116,7 @@ class System:
         parts = [inverses[block.name] for block in self.blocks if block.name in inverses]
         if not parts:
             return self
-        return dataclasses.replace(self, inverses=jax.tree.map(lambda *a: jnp.concatenate(a), *parts))
+        return dataclasses.replace(self, inverses=concatenated(parts))
 
     def damped_inverses(self, gamma: dict[str, Array]) -> Factors:
         """By block, (𝒜 + π√γ I)⁻¹ and (𝒢 + √γ/π I)⁻¹ with π² = (tr 𝒜 / rows) / (tr 𝒢 / columns).
@@ -129,19 +128,19 @@ class System:
         return {block.name: part for block, part in zip(self.blocks, self.split(inverses), strict=True)}
 
     def _damped_inverses(self, params: Lanes, factors: tuple[Array, Array], gamma: Float[Array, " lane"]) -> tuple:
-        use, (left, right) = self.program[0], factors
-        left = jax.vmap(lambda p, left: use.layer.mean_left(use.own(p), left))(params, left)
+        left, right = factors
+        left = jax.vmap(self.program[0].mean_left)(params, left)
         root, tiny = jnp.sqrt(gamma), jnp.finfo(left.dtype).tiny
-        mean = lambda m: jnp.trace(m, axis1=1, axis2=2) / m.shape[-1]
-        pi = jnp.sqrt(jnp.maximum(mean(left), tiny) / jnp.maximum(mean(right), tiny))
+        # (𝒜 + π√γ I) ⊗ (𝒢 + √γ/π I) has γI and two terms too many, whose trace norm is least for
+        # this π. The factors may differ by many orders of magnitude: one √γ for both would drown the
+        # smaller and not reach the larger.
+        pi = jnp.sqrt(jnp.maximum(_mean_diagonal(left), tiny) / jnp.maximum(_mean_diagonal(right), tiny))
         return _damped_inverse(left, root * pi), _damped_inverse(right, root / pi)
 
     def trace(self, key: Array) -> Float[Array, " lane"]:
         """tr F of every lane; an unbiased estimate from random signs (Hutchinson) where there is no closed form."""
         if self.form.name == "factors":
-            use = self.program[0]
-            one = lambda p, left, right: use.layer.left_traces(use.own(p), left) @ jnp.diagonal(right)
-            return jax.vmap(one)(self.params, *self.state)
+            return jax.vmap(functools.partial(blocks.factored_trace, self.program[0]))(self.params, *self.state)
         if self.form.name == "exact":
             exact = functools.partial(blocks.exact_trace, self.program)
             return jax.vmap(exact)(self.params, self.inputs, self.state, self.g)
@@ -211,11 +210,16 @@ def captured_of(block: Block, curvature: Curvature) -> tuple[tuple, tuple[Array,
 def new_factors(block: Block, curvature: Curvature, params: Lanes, form: Form) -> tuple[Array, ...]:
     """This batch's Kronecker factors: (left, right) for ``"factors"``, right ones by output width for ``"kron"``."""
     inputs, g = captured_of(block, curvature)
-    right = jax.vmap(lambda g: blocks.right_factors(block.program, g, form.reduce, form.max_size))(g)
+    sharing = {"reduce": form.reduce}
+    right = jax.vmap(functools.partial(blocks.right_factors, block.program, max_size=form.max_size, **sharing))(g)
     if form.name == "kron":
         return right
-    left = jax.vmap(lambda p, x: blocks.left_factor(block.program, p, x, form.reduce))(params, inputs)
+    left = jax.vmap(functools.partial(blocks.left_factor, block.program, **sharing))(params, inputs)
     return left, right[0]
+
+
+def _mean_diagonal(matrix: Float[Array, "lane n n"]) -> Float[Array, " lane"]:
+    return jnp.trace(matrix, axis1=1, axis2=2) / matrix.shape[-1]
 
 
 def _damped_inverse(matrix: Float[Array, "lane n n"], damping: Float[Array, " lane"]) -> Float[Array, "lane n n"]:
@@ -223,6 +227,7 @@ def _damped_inverse(matrix: Float[Array, "lane n n"], damping: Float[Array, " la
 
     def invert(lane: tuple[Array, Array]) -> Array:
         matrix, damping = lane
+        # Half the work of an LU factorisation; and NaN where rounding left the matrix without its positive sign.
         root = jnp.linalg.cholesky(matrix + damping * eye)
         half = jax.lax.linalg.triangular_solve(root, eye, left_side=True, lower=True)
         inverse = half.T @ half  # symmetric to the last bit, as CG needs
@@ -251,6 +256,7 @@ def build(
     groups: dict[Any, list[System]] = {}
     for name, form in forms.items():
         system = _one(curvature.layers.blocks[name], curvature, params, form, (factors or {}).get(name, ()))
+        # Layers of one shape become one system: fewer and larger products, and one loop to compile for all of them.
         shapes = jax.tree.map(lambda a: (a.shape[1:], str(a.dtype)), system.arrays)
         key = (system.program, form, jax.tree.structure(shapes), str(shapes))
         groups.setdefault(key, []).append(system)
@@ -261,6 +267,7 @@ def _one(block: Block, curvature: Curvature, params: dict, form: Form, factors: 
     """One block's system, before linearisation: the captured inputs stand for the local Jacobians."""
     lanes = lanes_of(block, params)
     if form.name == "factors":
+        # Factors know nothing of the batch: what is the batch's in the program would keep layers of one shape apart.
         program = (dataclasses.replace(block.program[0], output=None, input_dtypes=(), num_examples=0, example_axis=0),)
         return System((block,), form, program, lanes, factors, None)
     inputs, g = captured_of(block, curvature)
@@ -272,14 +279,15 @@ def _stack(systems: list[System]) -> System:
     first = systems[0]
     if len(systems) == 1:
         return first
-    arrays = jax.tree.map(lambda *a: jnp.concatenate(a), *(s.arrays for s in systems))
+    arrays = concatenated(s.arrays for s in systems)
     return System(tuple(b for s in systems for b in s.blocks), first.form, first.program, *arrays)
 
 
 def _linearized(system: System) -> System:
     if system.form.name == "factors":
         return system
-    linearize = jax.vmap(lambda p, x: blocks.linearize(system.program, p, x))
+    # Once for all products of a solve: each of its iterations would pass through the layer again otherwise.
+    linearize = jax.vmap(functools.partial(blocks.linearize, system.program))
     if system.form.name == "kron":
         inputs, right = system.state
         return dataclasses.replace(system, state=(linearize(system.params, inputs), right))

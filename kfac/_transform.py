@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -18,7 +17,7 @@ from kfac._solver import Solution
 from kfac._state import CGFacState, init_state
 from kfac._step import Proposal, Verdict, fixed_step, judge, quadratic_step
 from kfac._systems import Form
-from kfac._trees import add, flatten, unflatten
+from kfac._trees import add, chosen, flatten, unflatten
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree
@@ -84,14 +83,17 @@ def scale_by_cg_fac(layers: Layers, options: Options | None = None) -> optax.Gra
         proposal = _propose(problem, solved, state, params, curvature, options)
         delta = from_vectors(owned, proposal.delta, flatten(grads))
         finite = jnp.all(jnp.stack([jnp.isfinite(d).all() for d in delta.values()]))
-        change = (lambda: value_fn(add(params, delta)) - value) if options.measures_loss else None
-        verdict = _judge(finite, proposal, problem, state, change, options)
+
+        def change() -> Array:
+            return value_fn(add(params, delta)) - value
+
+        verdict = _judge(finite, proposal, problem, state, change if options.measures_loss else None, options)
         taken = {path: jnp.where(verdict.accept, d, 0) for path, d in delta.items()}
         return unflatten({path: -d for path, d in taken.items()}, grads), CGFacState(
             count=state.count + 1,
             damping_factor=state.damping_factor * verdict.growth,
             # One batch that is not finite would stay in the averages for ever.
-            averages=jax.tree.map(lambda new, old: jnp.where(finite, new, old), problem.averages, state.averages),
+            averages=chosen(finite, problem.averages, state.averages),
             velocity=unflatten(taken, grads),
             solution=_solution(owned, solved, finite, grads) if options.warm_start else state.solution,
             stats=_stats(problem, solved, proposal, verdict, state),
@@ -166,6 +168,7 @@ def _propose(
         return fixed_step(*shared, rate=rate, momentum=options.momentum, kl_clip=options.kl_clip)
     return quadratic_step(
         *shared,
+        # Exact whatever the solve took: the model's matrix is that of all layers together, which no factors give.
         groups=systems.build(curvature, flatten(params), {name: Form("exact") for name in problem.owned}),
         num_examples=curvature.num_examples,
         rate=rate,
@@ -205,7 +208,10 @@ def _solution(
 def _stats(
     problem: Problem, solved: dict[str, Solution], proposal: Proposal, verdict: Verdict, state: CGFacState
 ) -> dict[str, Any]:
-    scalar = lambda a: jnp.asarray(a, problem.damping.dtype)
+
+    def scalar(a: Array) -> Array:  # a state whose dtypes change from step to step is compiled twice
+        return jnp.asarray(a, problem.damping.dtype)
+
     return {
         "blocks": {n: {"iterations": s.iterations, "residual": scalar(s.residual)} for n, s in solved.items()},
         "damping": problem.damping,

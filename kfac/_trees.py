@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree
+    from jaxtyping import Array, Bool, PyTree
 
     Flat = dict[str, Array]  # path → array
 
@@ -38,7 +40,10 @@ def masked_paths(tree: PyTree[Any]) -> list[str]:
     >>> masked_paths({"fc": {"kernel": 1.0, "bias": optax.MaskedNode()}, "head": None})
     ['fc/bias', 'head']
     """
-    is_masked = lambda node: node is None or isinstance(node, optax.MaskedNode)
+
+    def is_masked(node: Any) -> bool:
+        return node is None or isinstance(node, optax.MaskedNode)
+
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_masked)[0]
     return [path_name(path) for path, leaf in leaves if is_masked(leaf)]
 
@@ -54,5 +59,24 @@ def is_inside(path: str, branch: str) -> bool:
 
 def add(tree: PyTree[Array], flat: Flat) -> PyTree[Array]:
     """The tree with the arrays of ``flat`` added to those at their paths."""
-    one = lambda path, p: p + flat[path_name(path)].astype(p.dtype) if path_name(path) in flat else p
+
+    def one(path: tuple, p: Array) -> Array:
+        change = flat.get(path_name(path))
+        # The cast keeps a narrow parameter narrow: steps are float32 or wider.
+        return p if change is None else p + change.astype(p.dtype)
+
     return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def concatenated(trees: Iterable[PyTree[Array]], axis: int = 0) -> PyTree[Array]:
+    """Trees of one structure as one, their arrays joined along an axis.
+
+    >>> concatenated([(jnp.zeros(1), jnp.ones(2)), (jnp.ones(1), jnp.ones(2))])[0].tolist()
+    [0.0, 1.0]
+    """
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis), *trees)
+
+
+def chosen(condition: Bool[Array, ""], new: PyTree[Array], old: PyTree[Array]) -> PyTree[Array]:
+    """The new tree where the condition holds, else the old one: whatever the new one holds, NaN too, is gone then."""
+    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)

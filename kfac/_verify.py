@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -112,10 +113,9 @@ def verify(
     key = jax.random.key(0) if key is None else key
     rows = []
     for i, block in enumerate(curvature.layers.blocks.values()):
-        compute = jax.jit(lambda f, g, c, k, block=block: _check(block, f, g, c, damping, k))
-        numbers = {
-            k: np.asarray(v) for k, v in compute(flat, flat_grads, curvature, jax.random.fold_in(key, i)).items()
-        }
+        compute = jax.jit(functools.partial(_check, block))
+        found = compute(flat, flat_grads, curvature, damping, jax.random.fold_in(key, i))
+        numbers = {name: np.asarray(values) for name, values in found.items()}
         worst = {k: float(v.min() if k == "kron_cosine" else v.max()) for k, v in numbers.items()}
         form = "factors" if block.factored else "kron"
         rows.append(Row(block.name, form, block.size, **{**worst, "rank": int(worst["rank"])}))
@@ -129,14 +129,19 @@ def _check(
     b = exact.pack(systems.lanes_of(block, grads))
     flat = solver.lane_flatten(b)[0]
     u = exact.example_gradients()
-    norm = lambda a: jnp.linalg.norm(a, axis=-1)
-    relative = lambda a, truth: norm(a - truth) / jnp.maximum(norm(truth), jnp.finfo(flat.dtype).tiny)
+
+    def norm(a: Array) -> Array:
+        return jnp.linalg.norm(a, axis=-1)
+
+    def relative(a: Array, truth: Array) -> Array:
+        return norm(a - truth) / jnp.maximum(norm(truth), jnp.finfo(flat.dtype).tiny)
 
     v = jax.random.normal(key, flat.shape, flat.dtype)
     unflatten = solver.lane_flatten(b)[1]
     product = solver.lane_flatten(exact.matvec(unflatten(v)))[0]
     dense_product = jnp.einsum("lep,le->lp", u, jnp.einsum("lep,lp->le", u, v)) / curvature.num_examples
 
+    # UUᵀ has the eigenvalues of UᵀU that are not 0, and as many rows as there are examples, not parameters.
     eigenvalues = jnp.linalg.eigvalsh(jnp.einsum("lep,lfp->lef", u, u)) / curvature.num_examples
     gamma = damping * eigenvalues.sum(1) / block.size
     direct = solver.solve_dual(u, b, gamma, curvature.num_examples)
@@ -147,6 +152,7 @@ def _check(
     y = solver.lane_flatten(kron)[0]
     top = eigenvalues[:, -1]
     bottom = jnp.where(u.shape[1] < block.size, 0, jnp.maximum(eigenvalues[:, -rows], 0))
+    # Below it, rounding: the rule of NumPy's matrix_rank, for the squares of singular values.
     threshold = top * max(u.shape[1:]) * jnp.finfo(flat.dtype).eps
     return {
         "capture_error": relative(u.sum(1) / curvature.num_examples, flat),
