@@ -261,7 +261,7 @@ def _curves(run: training.Run, workdir: Path) -> Any:
     return report.curves_figure(rows, loss=loss, score=best.name, largest=best.largest, title=_run_name(run.config))
 
 
-def evaluate(config: Any, workdir: str | Path, checkpoint: str, split: str = "eval") -> None:
+def evaluate(config: Any, workdir: str | Path, checkpoint: str, split: str = "eval", other_data: str = "") -> None:
     """Scores a checkpoint on a whole split of the data.
 
     Args:
@@ -269,12 +269,13 @@ def evaluate(config: Any, workdir: str | Path, checkpoint: str, split: str = "ev
       workdir: of the run.
       checkpoint: ``last``, ``best`` or a step.
       split: name of the split, or ``eval`` for the one that training evaluates on.
+      other_data: name of another data set of the same classes, as ImageNet-V2 is of ImageNet's; "" for the run's own.
     """
-    run = training.build_run(config, eval_split=split, teach=False)
+    run = training.build_run(config, eval_split=split, eval_data=other_data, teach=False)
     state = _restore(run, workdir, checkpoint)
     metrics = training.Evaluator(run)(training.evaluation_params(state))
     shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
-    scored = f"{len(run.eval_source)} {run.task.unit} of {config.data.name}/{run.eval_source.split}"
+    scored = f"{len(run.eval_source)} {run.task.unit} of {run.eval_source.name}/{run.eval_source.split}"
     _say(f"step {int(state['step'])}  {scored}  {shown}")
 
 

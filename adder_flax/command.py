@@ -43,6 +43,9 @@ _CHECKPOINT = flags.DEFINE_string(
 _SPLIT = flags.DEFINE_string(
     "split", "eval", "With --mode=eval: the split to score, by its own name; eval is the one that training evaluates on"
 )
+_DATA = flags.DEFINE_string(
+    "data", "", "With --mode=eval: another data set of the same classes to score, as imagenet_v2 is of imagenet2012's"
+)
 _IMAGES = flags.DEFINE_string("images", None, "With --mode=predict: an image, or a folder of images")
 _PREDICTIONS = flags.DEFINE_string("predictions", None, "With --mode=predict: file that gets them as lines of JSON")
 _OVERLAY = flags.DEFINE_string("overlay", None, "With --mode=predict: folder that gets pictures of the attention")
@@ -76,6 +79,7 @@ _MODES_WITH = {
     "baseline": ("analyze",),
     "names": ("export",),
     "split": ("eval",),
+    "data": ("eval",),
     "workers": ("compare",),
     "slurm": ("compare",),
 }
@@ -142,7 +146,7 @@ def _run_mode(argv: list[str], start_time: float) -> None:
     elif _MODE.value == "compare":
         cli.compare(_CONFIG.value, workdir, _WORKERS.value, _SLURM.value)
     else:
-        cli.evaluate(_CONFIG.value, workdir, _CHECKPOINT.value, _SPLIT.value)
+        cli.evaluate(_CONFIG.value, workdir, _CHECKPOINT.value, _SPLIT.value, _DATA.value)
 
 
 class _ExperimentParser(flags.ArgumentParser):

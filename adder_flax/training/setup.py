@@ -130,6 +130,7 @@ def build_run(
     devices: Sequence[jax.Device] | None = None,
     load: Callable[..., data.Source] = data.load_source,
     eval_split: str = "eval",
+    eval_data: str = "",
     teach: bool = True,
 ) -> Run:
     """Checks a configuration and builds what the run needs.
@@ -140,6 +141,7 @@ def build_run(
       load: of a split of the data; ``data.load_or_imitate`` lets random images of the same shape stand in for a set
         that is not here.
       eval_split: what is evaluated on: a split's own name, or ``eval`` for the one that the configuration says.
+      eval_data: name of another data set to evaluate on, with the same classes; by default that of the configuration.
       teach: whether a task that learns from a teacher is given it; nothing but training needs it.
 
     Raises:
@@ -149,8 +151,11 @@ def build_run(
     mesh = sharding.make_mesh(vars(settings.mesh), devices)
     _check_batches(settings, mesh)
     with user_errors():
-        splits = settings.data.train_split, settings.data.eval_split if eval_split == "eval" else eval_split
-        train_source, eval_source = (_load_source(load, settings, split) for split in splits)
+        train_source = _load_source(load, settings, settings.data.name, settings.data.train_split)
+        chosen = settings.data.eval_split if eval_split == "eval" and not eval_data else eval_split
+        eval_source = _load_source(load, settings, eval_data or settings.data.name, chosen)
+        if eval_data:
+            _check_classes(train_source, eval_source)
     steps_per_epoch, num_steps = _count_steps(settings, train_source)
     with user_errors():
         teacher = _load_teacher(settings, train_source) if teach else None
@@ -275,9 +280,9 @@ def _count_steps(settings: RunSettings, source: data.Source) -> tuple[int, int]:
     return steps_per_epoch, num_steps
 
 
-def _load_source(load: Callable[..., data.Source], settings: RunSettings, split: str) -> data.Source:
+def _load_source(load: Callable[..., data.Source], settings: RunSettings, name: str, split: str) -> data.Source:
     return load(
-        settings.data.name,
+        name,
         split,
         data_dir=settings.data.data_dir or None,
         image_size=settings.data.image_size,
@@ -285,6 +290,16 @@ def _load_source(load: Callable[..., data.Source], settings: RunSettings, split:
         on_unreadable=settings.data.on_unreadable,
         **TASKS.get(settings.task.name).source_options(settings.task),
     )
+
+
+def _check_classes(trained: data.Source, other: data.Source) -> None:
+    """Refuses to score a model on images of other classes than it learned, or in another order."""
+    kind = lambda source: (source.image_shape, source.label_names) if isinstance(source, data.ImageSource) else None
+    if kind(trained) is None or kind(trained) != kind(other):
+        raise RunError(
+            f"expected images like those of {trained.name}, of the same size with the same classes in the same order, "
+            f"got {other.name}; set --data to another set"
+        )
 
 
 def _check_batches(settings: RunSettings, mesh: Mesh) -> None:

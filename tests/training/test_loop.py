@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from adder_flax import cli, own_cache, training
+from adder_flax import cli, data, own_cache, training
 from adder_flax.training import Checkpoints, Evaluator, RunError, Trainer, build_run, evaluation_params, read_metrics
 
 
@@ -69,6 +69,23 @@ def test_any_split_can_be_scored_by_its_name(tiny_config):
     assert Evaluator(run)(params)["eval/accuracy"] == pytest.approx(right.mean(), abs=1e-9)
     with pytest.raises(RunError, match="split 'train' or 'test' of digits, got 'validation'"):
         build_run(tiny_config(), eval_split="validation")
+
+
+def test_another_set_of_the_same_classes_can_be_scored(tiny_config):
+    """Images of the training split under another name get the scores of that split; other classes are refused."""
+
+    def load(split, **_):
+        digits = data.load_source("digits", "train")
+        return data.ArraySource("again", split, ["test"], *digits.gather(np.arange(len(digits))), digits.label_names)
+
+    with data.SETS.temporary():
+        data.register_source(data.DataSet("again", load, ("test",), (8, 8, 1), 10))
+        again = build_run(tiny_config(), eval_data="again")
+    params = again.init()["params"]
+    assert (again.eval_source.name, len(again.eval_source)) == ("again", 1437)
+    assert Evaluator(again)(params) == Evaluator(build_run(tiny_config(), eval_split="train"))(params)
+    with pytest.raises(RunError, match="expected images like those of digits, .* got fake; set --data"):
+        build_run(tiny_config(), eval_data="fake")
 
 
 def test_resume_of_a_complete_run_trains_no_further(tiny_config, tmp_path, capsys):
