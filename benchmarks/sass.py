@@ -36,6 +36,7 @@ TOKENS = 64 * 197
 X, FC1, PROJ = (1, TOKENS, 192), (1, 192, 768), (1, 192, 192)
 HIDDEN, FC2 = (1, TOKENS, 768), (1, 768, 192)
 HEADS, MAPS, WEIGHTS = (192, 197, 64), (192, 197, 197), (192, 64)
+LONG_HEADS = (192, 256, 64)
 
 
 class Case(NamedTuple):
@@ -80,7 +81,10 @@ CASES = {
     "dw hardtanh fc1": _rule("l1_pullback_w", (X, FC1, HIDDEN), HARDTANH, 2.4),
     "jvp hardtanh fc1": _rule("l1_pushforward", (X, FC1, X), HARDTANH, 2.2),
     "dq sign": _rule("l1_pullback_x", (HEADS, HEADS, MAPS), SIGN, 3.4, lanes=3, axes="nk"),
-    "additive": Case("additive", (HEADS, HEADS, WEIGHTS), {}, "MUFU", 1, {"lanes": 2, "special": 1}, 4.8),
+    "additive": Case("additive", (HEADS, HEADS, WEIGHTS), {}, "MUFU", 2, {"lanes": 3.5, "special": 0.5}, 4.6),
+    "additive 256": Case(
+        "additive", (LONG_HEADS, LONG_HEADS, WEIGHTS), {}, "MUFU", 2, {"lanes": 3.5, "special": 0.5}, 4.5
+    ),
     "additive pullback": Case(
         "additive_pullback", (HEADS, HEADS, WEIGHTS, MAPS), {}, "MUFU", 1, {"lanes": 3, "special": 1}, 7.8
     ),

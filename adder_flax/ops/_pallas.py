@@ -47,6 +47,7 @@ class Reduction(NamedTuple):
       finish: applied to each total after the last term.
       careful: a condition, `careful[0](*held)`, one truth value, and a step that takes the place of `step` where it
         holds; None if `step` always serves. A backend without use for it may ignore it, if its `step` always serves.
+      at_once: how many neighbouring terms a step adds: each of `values` is then a list of so many, 1 is one by itself.
     """
 
     operands: Sequence[Operand]
@@ -54,6 +55,7 @@ class Reduction(NamedTuple):
     begin: Callable = lambda zero, *fixed: ((zero,), fixed)
     finish: Callable = lambda total: total
     careful: tuple[Callable, Callable] | None = None
+    at_once: int = 1
 
     def sizes(self) -> dict[str, int]:
         """Returns the length of each axis: `b`, `i`, `j` and `c`."""

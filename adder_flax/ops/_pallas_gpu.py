@@ -3,8 +3,8 @@
 **Bound.** A term of `l1` is two instructions, FADD d = x, -w and FADD total = total, |d|: the absolute value is an
 operand modifier. A Hopper SM issues 128 float32 instructions a cycle, so an H200 (132 SMs, 1.98 GHz) reaches at most
 132 x 64 x 1.98e9 = 16.7e12 terms a second. The `hardtanh` pullback is two instructions as well, and `sign` is three:
-see `reduce_rule`. A term of the additive functions needs one reciprocal, of which an SM starts 16 a cycle: 4.2e12 terms
-a second at most.
+see `reduce_rule`. A term of the additive gradients needs one reciprocal, of which an SM starts 16 a cycle: 4.2e12 terms
+a second at most. Additive scores share one between two terms, and take four instructions a term: 8.4e12 at most.
 
 **Form.** Triton cannot take one column out of a tile that is spread over threads, so blocks are not indexed as
 matrices here: the last axis of every block is the thread, laid out in `Tile.row_threads` x `Tile.column_threads`, and
@@ -44,6 +44,10 @@ _RUN = 4
 
 # Exponents whose product with another one in range neither overflows nor vanishes before tanh has saturated.
 _LARGEST_EXPONENT = 87.0
+# With one reciprocal for two terms, denominators 1 + e^2x are kept in units of 2^62: the product of two lies above
+# 2^-124 then, whose reciprocal is a normal number, and one with exponents up to these lies below 2^125.
+_UNIT = 2.0**62
+_LARGEST_PAIRED_EXPONENT = 64.5
 
 
 class Tile(NamedTuple):
@@ -54,7 +58,7 @@ class Tile(NamedTuple):
       columns: columns that each thread owns.
       row_threads: threads along the rows.
       column_threads: threads along the columns.
-      arithmetic_share: share of the instructions of the inner loop of `l1` that are its arithmetic.
+      arithmetic_share: share of the instructions of the inner loop, of `l1` in `TILES`, that are its arithmetic.
     """
 
     rows: int
@@ -83,6 +87,12 @@ TILES = (
     Tile(4, 8, 8, 16, 0.91),
     Tile(4, 8, 4, 8, 0.92),
     Tile(4, 4, 4, 8, 0.85),
+)
+# For steps that add two terms at once; the arithmetic is that of `additive`.
+PAIRED_TILES = (
+    Tile(8, 4, 8, 4, 0.93),
+    Tile(8, 4, 4, 8, 0.93),
+    Tile(4, 4, 4, 8, 0.87),
 )
 # Totals and fixed operands that a thread can hold without spilling, with room for what the steps load.
 _HELD_PER_THREAD = 96
@@ -239,22 +249,54 @@ class PallasGpuBackend(PallasBackend):
         (dy,) = self.run_kernel(reduction)
         return dy
 
-    def hidden_operands(self, query, key):
+    @unless_empty
+    def additive(self, query, key, v):
+        """Computes the sum with one reciprocal for two hidden units, v/d + v'/d' = (v d' + v' d)/(d d'), d = 1 + e^2x.
+
+        An SM starts 16 reciprocals a cycle, an eighth of what it issues otherwise. As in `hidden_operands`, but exact
+        while q and k stay within 32.
+        """
+        (v,) = upcast(v)
+        scale = jnp.exp2(jnp.ceil(jnp.log2(jnp.abs(v).max(1, keepdims=True))))
+        scale = jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1.0)  # by a power of two: v in [-1, 1], to the bit
+        query, key = self.hidden_operands(query, key, largest=_LARGEST_PAIRED_EXPONENT)
+        # Half of the unit in each factor, so that neither becomes denormal.
+        query, key, v = (_even(a) for a in (query * _UNIT**-0.5, key * _UNIT**-0.5, v / scale))
+        both = jnp.repeat(_UNIT * v.reshape(*v.shape[:-1], -1, 2).sum(-1), 2, axis=-1)
+        operands = [Operand(query, "ic"), Operand(key, "jc"), Operand(-2.0 * v, "c"), Operand(both, "c")]
+
+        def step(totals, _, query, key, v, both):
+            d, other = (self.multiply_add(q, k, 1 / _UNIT) for q, k in zip(query, key, strict=True))
+            weighted = self.multiply_add(v[0], other, v[1] * d)
+            return (totals[0] + self.multiply_add(self.reciprocal(d * other), weighted, both[0]),)
+
+        (scores,) = self.run_kernel(Reduction(operands, step, at_once=2))
+        return scores * (scale / _UNIT)[:, :, None]
+
+    def hidden_operands(self, query, key, largest=_LARGEST_EXPONENT):
         """Returns e^2q and e^2k, whose product gives tanh(q + k) = 1 - 2 / (1 + e^2q e^2k) without an exponential.
 
-        Exact while each of q and k, after a shift that centres the keys of each hidden unit on zero, stays within 43;
-        beyond that they are taken as 43, which matters only where both are and their signs differ.
+        Exact while each of q and k, after a shift that centres the keys of each hidden unit on zero, stays within half
+        of the largest exponent, 43; beyond that they are taken as 43, which matters only where both are and their signs
+        differ.
         """
         query, key = upcast(query, key)
         high, low = key.max(1, keepdims=True), key.min(1, keepdims=True)
         centre = jnp.where(jnp.isfinite(high - low), high / 2 + low / 2, 0.0)
-        largest = _LARGEST_EXPONENT
         return tuple(jnp.exp(jnp.clip(2 * a, -largest, largest)) for a in (query + centre, key - centre))
 
     def hidden(self, query, key):
         decay = self.multiply_add(query, key, 1.0)
-        decay = 1.0 / decay if self.interpret else _instruction("rcp.approx.ftz.f32", decay)
-        return self.multiply_add(-2.0, decay, 1.0)
+        return self.multiply_add(-2.0, self.reciprocal(decay), 1.0)
+
+    def reciprocal(self, a: jax.Array) -> jax.Array:
+        """Computes 1/a inside a kernel, in one instruction; a denormal result is 0."""
+        return 1.0 / a if self.interpret else _instruction("rcp.approx.ftz.f32", a)
+
+
+def _even(array: jax.Array) -> jax.Array:
+    """Returns an array whose last axis a zero makes even."""
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, array.shape[-1] % 2)])
 
 
 def _columns_contiguous(operand: Operand) -> Operand:
@@ -271,7 +313,8 @@ def _columns_contiguous(operand: Operand) -> Operand:
 
 def _choose_tile(reduction: Reduction, outputs: int) -> Tile:
     held = outputs + sum(axes == "ij" for _, axes in reduction.operands)
-    fitting = [tile for tile in TILES if tile.rows * tile.columns * held <= _HELD_PER_THREAD]
+    tiles = TILES if reduction.at_once == 1 else PAIRED_TILES
+    fitting = [tile for tile in tiles if tile.rows * tile.columns * held <= _HELD_PER_THREAD]
     return min(fitting, key=lambda tile: tile.cost(reduction.sizes()))
 
 
@@ -328,6 +371,7 @@ def _reduce_tile(reduction, tile, size, inputs, out_refs):
     }
     # The axes of a block: runs of rows, rows of a run, runs of columns, columns of a run, threads.
     spread = {"i": lambda a: a[:, :, None, None], "j": lambda a: a[None, None]}
+    at_once = reduction.at_once
 
     def fixed(ref, axes):
         at = [spread[axis](_inside(first[axis], length)) for axis, length in zip(axes, ref.shape[1:], strict=True)]
@@ -336,6 +380,10 @@ def _reduce_tile(reduction, tile, size, inputs, out_refs):
     def terms(ref, axes, c, count):
         """Returns the values of an operand at c, c + 1, ..."""
         kept = axes.replace("c", "")
+        if not kept and ref.shape[1] % _RUN == 0:
+            # One load for the run, of the same place in every thread.
+            runs = c + lax.broadcasted_iota(jnp.int32, (_RUN, 1, 1, 1, 1, tile.threads()), 0)
+            return _unstack(plgpu.load(ref.at[batch, runs]).astype(jnp.float32))
         if not kept:
             return [plgpu.load(ref.at[batch, c + n]).astype(jnp.float32) for n in range(count)]
         at = _inside(first[kept], ref.shape[1 + axes.index(kept)])
@@ -349,8 +397,8 @@ def _reduce_tile(reduction, tile, size, inputs, out_refs):
 
     def add_terms(step, c, totals, count):
         values = [terms(ref, axes, c, count) for ref, axes in inputs if "c" in axes]
-        for n in range(count):
-            totals = step(totals, held, *[value[n] for value in values])
+        for n in range(0, count, at_once):
+            totals = step(totals, held, *[value[n] if at_once == 1 else value[n : n + at_once] for value in values])
         return totals
 
     def add_all(step, totals):

@@ -150,6 +150,20 @@ def test_saturated_hidden_units(backend):
     check(backend, "additive", arrays, tolerance=1e-4)
 
 
+@pytest.mark.parametrize("hidden_units", [1, 7, 12])
+def test_hidden_units_in_pairs(backend, hidden_units):
+    """Weights of all sizes; preactivations of which each is the difference of two that are large; an odd one out."""
+    arrays = operands((2, 5, 9, hidden_units))
+    arrays["v"] *= np.float32(10.0) ** np.random.default_rng(1).integers(-20, 20, arrays["v"].shape)
+    arrays["x"][:, ::2] += 28
+    arrays["x"][:, 1::2] -= 28
+    arrays["w"][:, :, ::2] -= 28
+    arrays["w"][:, :, 1::2] += 28
+    scale = np.abs(arrays["v"]).max()
+    got = run(backend, "additive", arrays, RULES[0], "kn")
+    np.testing.assert_allclose(got / scale, expected("additive", arrays, RULES[0], "kn") / scale, atol=2e-5)
+
+
 def test_one_graph_under_jit_grad_and_vmap(backend):
     x, w, g = (operands((3, 5, 9, 8))[name] for name in ("x", "w", "g"))
     rule = GradientRule("hardtanh")
