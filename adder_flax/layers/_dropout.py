@@ -37,6 +37,7 @@ class Dropout(nnx.Module):
             return inputs
         keep = 1.0 - self.rate
         kept = jax.random.bernoulli(_key(rngs, "dropout"), keep, inputs.shape)
+        # Chosen, not multiplied: 0 times what overflowed would be NaN.
         return jnp.where(kept, inputs / keep, 0).astype(inputs.dtype)
 
 
@@ -57,6 +58,7 @@ def drop_path_factors(
     >>> sorted(set(factors.tolist()))
     [0.0, 1.3333333730697632]
     """
+    # In float32 whatever the factors are: rounded to bfloat16, `keep` would shift the share that is dropped.
     keep = 1.0 - jnp.asarray(rates, jnp.float32)
     return jnp.where(jax.random.bernoulli(key, keep, shape), 1.0 / keep, 0.0).astype(dtype)
 

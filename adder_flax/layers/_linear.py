@@ -86,7 +86,7 @@ class AdderLinear(nnx.Module):
         self.x_gradient = x_gradient
         self.w_gradient = w_gradient
         self.hardtanh_slope = hardtanh_slope
-        self.squared_share = 0.0
+        self.squared_share = 0.0  # a number, not an array: off, it leaves no second product in the program
         self.dtype = dtype
         kernel = nnx.Param(kernel_init(rngs.params(), (in_features, out_features), param_dtype))
         self.kernel = state_facts(kernel, role="prototype", decay=False)
@@ -167,6 +167,7 @@ def half_squared_distances(
     [[-0.5, -4.5]]
     """
     wide = jnp.promote_types(rows.dtype, jnp.float32)
+    # Three large terms whose sum is small: narrower ones would cancel to their rounding.
     rows, kernel = rows.astype(wide), kernel.astype(wide)
     return rows @ kernel - (rows**2).sum(-1, keepdims=True) / 2 - (kernel**2).sum(0) / 2
 

@@ -54,6 +54,8 @@ class Mlp(nnx.Module):
         shared = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.fc1 = linear(in_features, hidden_features, **shared)
         self.fc2 = linear(hidden_features, in_features, **shared)
+        # Columns of the one and rows of the other belong to a hidden unit: where these are split over devices, GELU
+        # needs nothing from another device, and one sum behind fc2 puts the parts together.
         name_axis(getattr(self.fc1, "kernel", None), -1, "hidden")
         name_axis(getattr(self.fc2, "kernel", None), 0, "hidden")
         self.dropout = Dropout(dropout_rate)
