@@ -1,4 +1,5 @@
 """How code reads, in numbers: ``python tests/style.py [FOLDER…]`` prints a row for each; test_style.py holds some.
+``--beside optax,equinox`` adds rows for packages that are installed, and for folders, to compare with.
 
 They are a mirror, not a law. Files: lines of the median one. Functions: lines of the ninth decile, without the
 docstring. Width: characters of the ninth decile of lines that are not blank. Comments: per 100 lines of code, those
@@ -6,11 +7,12 @@ behind code too, docstrings not. Lambdas: per 1,000 lines of code. Parameters: m
 with an underscore.
 """
 
+import argparse
 import ast
 import dataclasses
+import importlib.util
 import io
 import statistics
-import sys
 import tokenize
 from collections.abc import Iterable
 from pathlib import Path
@@ -88,14 +90,40 @@ def _ninth(values: Iterable[int]) -> float:
     return statistics.quantiles(values, n=10, method="inclusive")[-1] if len(values) > 1 else float(sum(values))
 
 
-def main(folders: list[str]) -> None:
+def find(name: str) -> Path:
+    """Returns the folder of an installed package, which is not imported, or the folder of that name.
+
+    Raises:
+      SystemExit: there is neither.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit(f"expected a folder or an installed package, got {name!r}; pip install it, or give its path")
+    return Path(spec.submodule_search_locations[0])
+
+
+def sources(folder: Path) -> list[Path]:
+    """Returns the Python files of a folder but for tests, which some packages bring along and others do not."""
+    files = sorted(folder.rglob("*.py"))
+    return [file for file in files if not file.stem.endswith("_test") and not file.stem.startswith("test_")]
+
+
+def main(folders: list[str], beside: list[str]) -> None:
     """Prints the table."""
     widths = {"": 24, "files": 6, "lines": 8, "file": 8, "functions": 11, "width": 7, "comments": 10, "lambdas": 9}
     print("".join(f"{name:>{width}}" for name, width in (widths | {"parameters": 12}).items()))
     for folder in folders:
         print(measure(sorted(Path(folder).rglob("*.py"))).row(folder.removeprefix("./")[-24:]))
+    for name in beside:
+        print(measure(sources(find(name))).row(Path(name).name[-24:]))
 
 
 if __name__ == "__main__":
     packages = sorted(str(path.parent) for path in Path("adder_flax").glob("*/__init__.py"))
-    main(sys.argv[1:] or ["adder_flax", "kfac", "experiments", *packages])
+    parser = argparse.ArgumentParser(description="How code reads, in numbers.")
+    parser.add_argument("folders", nargs="*", default=["adder_flax", "kfac", "experiments", *packages])
+    parser.add_argument("--beside", default="", help="installed packages or folders, joined by commas")
+    given = parser.parse_args()
+    main(given.folders, list(filter(None, given.beside.split(","))))

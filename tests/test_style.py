@@ -3,7 +3,7 @@
 import pytest
 
 from tests.processes import ROOT
-from tests.style import Style, measure
+from tests.style import Style, find, measure, sources
 
 PACKAGES = ["adder_flax", "kfac", "experiments"]
 
@@ -39,3 +39,12 @@ def test_the_measure_counts_what_it_says(tmp_path):
     assert style.comments == pytest.approx(100 * 2 / 3)
     assert style.lambdas == pytest.approx(1000 / 3)
     assert (style.function_lines, style.parameters) == (2, 3)
+
+
+def test_what_stands_beside_is_found_without_its_tests():
+    """As a package that is installed, or as a folder."""
+    assert find("optax").name == "optax"
+    assert find(str(ROOT / "kfac")) == ROOT / "kfac"
+    assert not [file for file in sources(find("optax")) if file.stem.endswith("_test")]
+    with pytest.raises(SystemExit, match="no_such_package"):
+        find("no_such_package")
