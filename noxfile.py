@@ -25,7 +25,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Builds the site into site/; with -- serve it is shown while it is written."""
-    session.install("-r", "docs/requirements.txt")
+    session.install(".[data,report]", "-r", "docs/requirements.txt")  # the notebooks run
     session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
 
 

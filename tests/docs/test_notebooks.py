@@ -1,0 +1,60 @@
+"""The notebooks of the tutorial run from the first cell to the last, and lie in the repository without outputs."""
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat", reason="pip install -r docs/requirements.txt")
+for _library in ("mkdocs", "nbclient"):
+    pytest.importorskip(_library, reason="pip install -r docs/requirements.txt")
+
+from docs import notebooks  # noqa: E402 - it needs them
+
+PATHS = [pytest.param(path, id=path.stem) for path in notebooks.notebooks()]
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_there_are_notebooks():
+    assert [path.stem for path in notebooks.notebooks()] == ["borrow", "second_order", "swap", "train"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_notebook_is_kept_without_what_it_gave(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert all(not cell.outputs and cell.execution_count is None for cell in code_cells(notebook))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS)
+def test_a_notebook_runs(path):
+    notebook = notebooks.run(path)
+    given = [output for cell in code_cells(notebook) for output in cell.outputs]
+    assert given
+    drawn = [cell for cell in code_cells(notebook) if any("image/png" in o.get("data", {}) for o in cell.outputs)]
+    assert len(drawn) == len([cell for cell in code_cells(notebook) if "alt" in cell.metadata])
+    text, pictures = notebooks.as_page(notebook, path.stem)
+    assert len(pictures) == len(drawn) == text.count("![")
+
+
+@pytest.mark.slow
+def test_a_cell_that_raises_fails_the_notebook(tmp_path, monkeypatch):
+    monkeypatch.setattr(notebooks, "KEPT", tmp_path / "kept")
+    path = tmp_path / "broken.ipynb"
+    cells = [nbformat.v4.new_code_cell("1 / 0")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    with pytest.raises(Exception, match="ZeroDivisionError"):
+        notebooks.run(path)
+    assert not (tmp_path / "kept").exists()
+
+
+def test_outputs_are_kept_until_notebook_or_code_changes(tmp_path, monkeypatch):
+    path = tmp_path / "one.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(), path)
+    kept = notebooks._kept(path)
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("2")]), path)
+    assert notebooks._kept(path) != kept
+    kept = notebooks._kept(path)
+    monkeypatch.setattr(notebooks, "_code", lambda: b"other")
+    assert notebooks._kept(path) != kept
