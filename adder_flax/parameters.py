@@ -6,10 +6,12 @@ devices are facts of a layer. They travel as metadata of the variable, through `
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from flax import nnx
+
+Parameter = TypeVar("Parameter", bound=nnx.Variable)
 
 _FACTS = "facts"
 
@@ -42,7 +44,7 @@ class Facts:
     axes: tuple[Axis | None, ...] = ()
 
 
-def state_facts(parameter: nnx.Variable, *, role: str, decay: bool) -> nnx.Variable:
+def state_facts(parameter: Parameter, *, role: str, decay: bool) -> Parameter:
     """Writes the role of a parameter to it, and whether weight decay shrinks it; returns the parameter.
 
     Example:

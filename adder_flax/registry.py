@@ -50,7 +50,7 @@ class Registry(Generic[Entry]):
 
     def __init__(self, kind: str, how_to_add: str):
         self.kind, self._how_to_add = kind, how_to_add
-        self._entries: dict[str, Entry | _Lazy] = {}
+        self._entries: dict[str, Any] = {}  # of Entry or _Lazy
         self._origins: dict[str, Any] = {}
 
     def register(self, name: str, entry: Entry, *, origin: Any = None) -> Entry:

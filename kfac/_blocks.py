@@ -15,6 +15,7 @@ et al., 2023, arXiv:2311.00636).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -254,7 +255,8 @@ def find_blocks(
 
 def _resolve(tap: Tap, shapes: dict, num_examples: int) -> tuple[dict[str, Param], tuple[bool, ...], int] | str:
     """Parameters, lane frames and example axis of a tapped call, or why it can have no block."""
-    params, stacked = {}, None
+    params: dict[str, Param] = {}
+    stacked: tuple[bool, ...] = ()
     for role, (path, shape, certain) in tap.params.items():
         if path is None:
             return f"parameter {role!r} is not an array of the differentiated tree"
@@ -263,7 +265,7 @@ def _resolve(tap: Tap, shapes: dict, num_examples: int) -> tuple[dict[str, Param
             return f"{path} has shape {shapes[path]}, but {shape} inside the layer"
         if tap.scans and not any(match[0]) and not certain:
             return f"cannot tell whether the scan shares {path} or stacks it inside the loss"
-        if stacked is not None and match[0] != stacked:
+        if params and match[0] != stacked:
             return "some of its parameters are stacked and others shared"
         stacked, params[role] = match[0], Param(path, shape, match[1])
     axis = _example_axis(tap, stacked, num_examples)
@@ -341,7 +343,7 @@ def pullback(program: tuple[Use, ...], linearized: tuple, zs: tuple[Array, ...],
 
 def example_derivatives(g: tuple[Array, ...], pushed: tuple[Array, ...]) -> Float[Array, "column example"]:
     """θ_n = ⟨g_n, J_n v⟩: each example's derivative of its loss along v."""
-    return sum(jnp.einsum("cnto,nto->cn", gs, ys) for gs, ys in zip(g, pushed, strict=True))
+    return functools.reduce(jnp.add, (jnp.einsum("cnto,nto->cn", gs, ys) for gs, ys in zip(g, pushed, strict=True)))
 
 
 def exact_product(program: tuple[Use, ...], linearized: tuple, g: tuple[Array, ...], v: Lane) -> Lane:
@@ -399,12 +401,12 @@ def right_factors(program: tuple[Use, ...], g: tuple[Array, ...], reduce: bool, 
 def left_factor(program: tuple[Use, ...], params: Lane, inputs: tuple, reduce: bool) -> Float[Array, "lifted lifted"]:
     """𝒜 = Σ φ φᵀ / (N T), the second moment of the features of a factored block."""
     tokens = sum(use.num_tokens for use in program)
-    total = 0
+    moments = []
     for use, x in zip(program, inputs, strict=True):
         features = use.rows(use.layer.features(use.own(params), x))
         features = features.sum(1, keepdims=True) / tokens**0.5 if reduce else features
-        total += jnp.einsum("nti,ntj->ij", features, features, preferred_element_type=_accumulator(features))
-    return total / (program[0].num_examples * tokens)
+        moments.append(jnp.einsum("nti,ntj->ij", features, features, preferred_element_type=_accumulator(features)))
+    return functools.reduce(jnp.add, moments) / (program[0].num_examples * tokens)
 
 
 def factored_trace(use: Use, params: Lane, left: Array, right: Array) -> Float[Array, ""]:
@@ -437,7 +439,7 @@ def exact_trace(
     """tr F = Σ_n ‖u_n‖² / N, at the cost of one pull-back; the u_n are not kept."""
 
     def squared_norm(gradient: Lane) -> Array:
-        return sum(jnp.sum(jnp.square(p)) for p in gradient)
+        return functools.reduce(jnp.add, (jnp.sum(jnp.square(p)) for p in gradient))
 
     return _map_examples(squared_norm, program, params, inputs, linearized, g).sum() / program[0].num_examples
 

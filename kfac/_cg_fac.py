@@ -85,7 +85,7 @@ def cg_fac(
     stages = [scale_by_cg_fac(layers, Options(learning_rate=learning_rate, **options))]
     if not is_zero(weight_decay):
         # Decoupled: shrunk at the pace of the schedule, not along the natural gradient.
-        decay = (lambda count: rate(count) * weight_decay) if callable(rate) else rate * weight_decay
+        decay = (lambda count: rate(count) * weight_decay) if callable(rate) else rate * weight_decay  # pyright: ignore[reportOperatorIssue]
         stages.append(optax.add_decayed_weights(decay, weight_decay_mask))
     if fallback is None:
         fallback = optax.adamw(rate, weight_decay=weight_decay, mask=weight_decay_mask)

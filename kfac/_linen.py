@@ -37,7 +37,7 @@ class _Call:
     def __name__(self) -> str:
         return type(self.module).__name__
 
-    def __call__(self, params: dict[str, Array], x: Array) -> Array:
+    def __call__(self, params: dict[str, Array], x: Array) -> Any:
         return self.module.apply({"params": params}, x, method=self.method)
 
 

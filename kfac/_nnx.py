@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -110,7 +110,9 @@ def _tapped_method(original: Callable, registration: Registration) -> Callable:
     return method
 
 
-def _describe(module: nnx.Module, registration: Registration) -> tuple[Dense | Generic | None, dict[str, nnx.Variable]]:
+def _describe(
+    module: nnx.Module, registration: Registration
+) -> tuple[Dense | Generic | None, Mapping[str, nnx.Variable]]:
     if registration.describe is not None:
         own = {n: v for n, v in vars(module).items() if isinstance(v, nnx.Param) and v.get_raw_value() is not None}
         return registration.describe(module), own

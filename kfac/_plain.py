@@ -59,7 +59,7 @@ def tap(
                 f"it has {', '.join(sorted(capture.shapes)[:8])}, …"
             )
     named = {role: (paths[role], jnp.shape(p), True) for role, p in params.items()}
-    return capture.tap(next(iter(paths.values())) if path is paths else path or "model", layer, x, y, named)
+    return capture.tap(path or "model" if isinstance(path, str) else next(iter(paths.values())), layer, x, y, named)
 
 
 def path_of(array: Array) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -169,9 +169,9 @@ def _share(system: System, b: tuple, gamma: Array, x0: tuple | None, options: Op
     if system.form.name != "factors":
         return _solve_system(system, b, gamma, x0, options)
 
-    def solve_lanes(params: tuple, state: tuple, inverses: tuple, *vectors: Any) -> Solution:
+    def solve_lanes(params: tuple, state: tuple, inverses: tuple, b: tuple, gamma: Array, x0: tuple | None) -> Solution:
         part = dataclasses.replace(system, params=params, state=state, inverses=inverses)
-        return _solve_system(part, *vectors, options)
+        return _solve_system(part, b, gamma, x0, options)
 
     return over_devices(solve_lanes, system.params, system.state, system.inverses, b, gamma, x0)
 

@@ -49,7 +49,7 @@ def lane_dot(u: Vector, v: Vector) -> Float[Array, " lane"]:
         dtype = jnp.promote_types(jnp.result_type(x, y), jnp.float32)
         return jnp.sum((x.astype(dtype) * y.astype(dtype)).reshape(x.shape[0], -1), axis=1)
 
-    return sum(jax.tree.leaves(jax.tree.map(dot, u, v)))
+    return jax.tree.reduce(jnp.add, jax.tree.map(dot, u, v))
 
 
 def lane_axpy(scale: Float[Array, " lane"], x: Vector, y: Vector) -> Vector:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,7 +40,7 @@ class Proposal(NamedTuple):
 
 def dot(u: Vectors, v: Vectors) -> Float[Array, ""]:
     """Σ u·v over all blocks."""
-    return sum(lane_dot(u[name], v[name]).sum() for name in u)
+    return functools.reduce(jnp.add, (lane_dot(u[name], v[name]).sum() for name in u))
 
 
 def combine(a: Array, u: Vectors, b: Array, v: Vectors) -> Vectors:
@@ -97,7 +98,7 @@ def quadratic_step(
     fisher = jnp.einsum("pcn,qcn->pq", along, along) / num_examples
 
     def damping(u: Vectors, v: Vectors) -> Array:
-        return sum((gamma[n] * lane_dot(u[n], v[n])).sum() for n in u)
+        return functools.reduce(jnp.add, ((gamma[n] * lane_dot(u[n], v[n])).sum() for n in u))
 
     matrix = fisher + jnp.array([[damping(u, v) for v in (d, velocity)] for u in (d, velocity)])
     coefficients = minimise_2x2(matrix, slope)
@@ -128,12 +129,12 @@ def minimise_2x2(matrix: Float[Array, "2 2"], slope: Float[Array, " 2"]) -> Floa
 
 
 def _derivatives(groups: list[System], *directions: Vectors) -> Float[Array, "direction column example"]:
-    total = 0
+    parts = []
     for system in groups:
         lanes = [[vectors[block.name] for block in system.blocks] for vectors in directions]
-        lanes = [concatenated(parts) for parts in lanes]
-        total += jax.vmap(system.derivatives)(jax.tree.map(lambda *a: jnp.stack(a), *lanes))
-    return total
+        lanes = [concatenated(vectors) for vectors in lanes]
+        parts.append(jax.vmap(system.derivatives)(jax.tree.map(lambda *a: jnp.stack(a), *lanes)))
+    return functools.reduce(jnp.add, parts)
 
 
 def _kl_scale(kl: Array, kl_clip: float | Array | None) -> Array:

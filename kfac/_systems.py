@@ -96,7 +96,8 @@ class System:
     def matvec(self, v: PyTree[Array]) -> PyTree[Array]:
         """F v of every lane, for packed v."""
         if self.form.name == "factors":
-            return jax.vmap(functools.partial(blocks.factor_product, self.program[0]))(self.params, *self.state, v)
+            left, right = self.state
+            return jax.vmap(functools.partial(blocks.factor_product, self.program[0]))(self.params, left, right, v)
         return self.pack(self.product(self.unpack(v)))
 
     def precondition(self, r: PyTree[Array]) -> PyTree[Array]:
@@ -123,8 +124,8 @@ class System:
 
         Source: Martens & Grosse (2015), section 6.3.
         """
-        gamma = jnp.concatenate([gamma[block.name] for block in self.blocks])
-        inverses = over_devices(self._damped_inverses, self.params, self.state, gamma)
+        by_lane = jnp.concatenate([gamma[block.name] for block in self.blocks])
+        inverses = over_devices(self._damped_inverses, self.params, self.state, by_lane)
         return {block.name: part for block, part in zip(self.blocks, self.split(inverses), strict=True)}
 
     def _damped_inverses(self, params: Lanes, factors: tuple[Array, Array], gamma: Float[Array, " lane"]) -> tuple:
@@ -161,7 +162,8 @@ class System:
 
     def solve_by_eigenvectors(self, b: Array, gamma: Float[Array, " lane"]) -> Array:
         """The exact solution of (F + γI) x = b, packed, where F is given by factors and the lift keeps lengths."""
-        return solver.solve_kronecker(*self.state, b, gamma)
+        left, right = self.state
+        return solver.solve_kronecker(left, right, b, gamma)
 
     def split(self, lanes: PyTree[Array]) -> list[PyTree[Array]]:
         """Per block, its part of arrays with a leading lane axis."""
@@ -175,7 +177,8 @@ class System:
 
 def _product(program: tuple, form: Form, state: Any, g: Any, v: Any) -> Any:
     if form.name == "kron":
-        return blocks.kron_product(program, *state, v, form.reduce)
+        linearized, right = state
+        return blocks.kron_product(program, linearized, right, v, form.reduce)
     if form.name == "exact":
         return blocks.exact_product(program, state, g, v)
     return blocks.token_product(program, state, g, v)

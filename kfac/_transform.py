@@ -84,8 +84,8 @@ def scale_by_cg_fac(layers: Layers, options: Options | None = None) -> optax.Gra
         delta = from_vectors(owned, proposal.delta, flatten(grads))
         finite = jnp.all(jnp.stack([jnp.isfinite(d).all() for d in delta.values()]))
 
-        def change() -> Array:
-            return value_fn(add(params, delta)) - value
+        def change() -> Array:  # whose arguments `_check_arguments` looked for
+            return value_fn(add(params, delta)) - value  # pyright: ignore[reportOperatorIssue]
 
         verdict = _judge(finite, proposal, problem, state, change if options.measures_loss else None, options)
         taken = {path: jnp.where(verdict.accept, d, 0) for path, d in delta.items()}

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 import kfac
 from adder_flax import ops
-from adder_flax.attention._attend import attend, attention_function
+from adder_flax.attention._attend import Attended, attend, attention_function
 from adder_flax.attention._curvature import project_heads, tap_heads
 from adder_flax.attention._dot import dot_scores
 from adder_flax.attention._registry import Score, ScoreParameter, register_score
@@ -144,7 +144,7 @@ def additive_attention(
     hidden_bias: Float[Array, "heads hidden"] | None = None,
     norm_scale: Float[Array, "heads hidden"] | None = None,
     **options,
-) -> Array:
+) -> Attended:
     """Additive attention: softmax(vᵀ tanh(W_q q + W_k k + b)) v (Bahdanau et al., 2015, https://arxiv.org/abs/1409.0473).
 
     Args:

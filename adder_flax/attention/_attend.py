@@ -9,12 +9,16 @@ from typing import Any
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from adder_flax import ops, recorder
 from adder_flax.attention._curvature import KEY_BIASED, TEMPERED, captures, tap_heads
 from adder_flax.attention._registry import Score, get_score, masked_softmax
 from adder_flax.settings import is_on
+
+# A pair with `return_weights`; whoever asks for that knows.
+Attended = Array | Any
 
 
 def attend(
@@ -38,12 +42,12 @@ def attend(
     broadcast_dropout: bool = True,
     deterministic: bool = False,
     key_block: int | str | None = "auto",
-    dtype: jnp.dtype | None = None,
+    dtype: DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
     module: Any = None,
     return_weights: bool = False,
     **flax_options: Any,
-) -> Array | tuple[Array, Array]:
+) -> Attended:
     """Attention with any registered score: (softmax(scores · scale / temperature + bias) + I) value.
 
     The softmax runs in float32 or wider whatever the inputs' dtype. A query that may see no key gets zeros from the
@@ -139,7 +143,7 @@ def attend(
     return (output, shown) if return_weights else output
 
 
-def attention_function(function: Callable[..., Array]) -> Callable[..., Array]:
+def attention_function(function: Callable[..., Attended]) -> Callable[..., Attended]:
     """Writes the options of `attend` into the signature of a function that hands `**options` on to it.
 
     Flax Linen looks the names up in the signature and passes only what it finds there.
@@ -229,7 +233,7 @@ def _in_blocks(
     return ops.fused_attention(score, query, key, value, tuple(arrays.values()), **options)
 
 
-def _cooled(scores: Array, log_temperature: Array, cooling: Array) -> Array:
+def _cooled(scores: Array, log_temperature: Array, cooling: float | Array) -> Array:
     """Scores over the learned temperature, which has curvature."""
     own, per_head = {"log_temperature": log_temperature}, log_temperature.ndim > 0
     return tap_heads(TEMPERED, own, scores, scores * cooling, per_head=per_head)

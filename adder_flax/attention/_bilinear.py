@@ -3,7 +3,7 @@
 import jax
 from jaxtyping import Array, Float
 
-from adder_flax.attention._attend import attend, attention_function
+from adder_flax.attention._attend import Attended, attend, attention_function
 from adder_flax.attention._curvature import project_heads
 from adder_flax.attention._dot import dot_scores
 from adder_flax.attention._registry import Score, ScoreParameter, register_score
@@ -36,7 +36,7 @@ register_score(Score("bilinear", bilinear_scores, bilinear_parameters))
 @attention_function
 def bilinear_attention(
     query: Array, key: Array, value: Array, *, kernel: Float[Array, "heads query_dim key_dim"], **options
-) -> Array:
+) -> Attended:
     """Bilinear attention: softmax(qᵀ W k / √d) v (Luong et al., 2015, "general", https://arxiv.org/abs/1508.04025).
 
     Args:

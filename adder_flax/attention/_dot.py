@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from adder_flax.attention._attend import attend, attention_function
+from adder_flax.attention._attend import Attended, attend, attention_function
 from adder_flax.attention._registry import Score, register_score
 from adder_flax.attention.checks import require_equal_widths
 
@@ -22,7 +22,7 @@ register_score(Score("dot", dot_scores, variance=lambda head_dim: float(head_dim
 
 
 @attention_function
-def dot_product_attention(query: Array, key: Array, value: Array, **options) -> Array:
+def dot_product_attention(query: Array, key: Array, value: Array, **options) -> Attended:
     """Multiplicative attention: softmax(q·k / √d) v (Vaswani et al., 2017, https://arxiv.org/abs/1706.03762).
 
     Args:

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from adder_flax.attention._attend import attend, attention_function
+from adder_flax.attention._attend import Attended, attend, attention_function
 from adder_flax.attention._dot import dot_scores
 from adder_flax.attention._registry import Score, register_score
 from adder_flax.attention.checks import require_equal_widths
@@ -25,7 +25,7 @@ register_score(Score("gaussian", gaussian_scores, variance=lambda head_dim: 2.0 
 
 
 @attention_function
-def gaussian_attention(query: Array, key: Array, value: Array, **options) -> Array:
+def gaussian_attention(query: Array, key: Array, value: Array, **options) -> Attended:
     """Gaussian-kernel attention: softmax(-‖q - k‖² / (2√d)) v.
 
     Where all keys have one norm, as after LayerNorm without an affine part, the map is exactly that of scaled

@@ -2,10 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from adder_flax.attention._attend import attend, resolve_scale
@@ -66,8 +68,8 @@ class MultiHeadAttention(nnx.Module):
         use_bias: bool = True,
         qkv_linear: Callable[..., nnx.Module] = nnx.Linear,
         out_linear: Callable[..., nnx.Module] = nnx.Linear,
-        dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         qkv_features = in_features if qkv_features is None else qkv_features
@@ -85,7 +87,7 @@ class MultiHeadAttention(nnx.Module):
         self.set_dropout_rate(dropout_rate)
         self.dtype = dtype
 
-        shared = dict(use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        shared: dict[str, Any] = dict(use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         kv_features = self.num_kv_heads * self.head_dim
         self.query = qkv_linear(in_features, qkv_features, **shared)
         self.key = qkv_linear(in_kv_features, kv_features, **shared)

@@ -4,6 +4,7 @@ import dataclasses
 
 import flax.nnx as nnx
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from adder_flax.attention._attend import attend
@@ -44,7 +45,7 @@ class SequenceAttention(nnx.Module):
         key_features: int,
         *,
         settings: AttentionSettings = AttentionSettings(),
-        param_dtype: jnp.dtype = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         check_temperature(settings.temperature)
@@ -90,8 +91,10 @@ class SequenceAttention(nnx.Module):
             bias=None if bias is None else bias[..., None, :, :],
             return_weights=return_weights,
         )
-        context, weights = attended if return_weights else (attended, None)
-        return (context[..., 0, :], weights[..., 0, :, :]) if return_weights else context[..., 0, :]
+        if not return_weights:
+            return attended[..., 0, :]
+        context, weights = attended
+        return context[..., 0, :], weights[..., 0, :, :]
 
 
 class AdditiveAttention(SequenceAttention):
@@ -124,7 +127,7 @@ class AdditiveAttention(SequenceAttention):
         hidden_dim: int | None = None,
         layer_norm: bool = False,
         settings: AttentionSettings = AttentionSettings(),
-        param_dtype: jnp.dtype = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         super().__init__(
@@ -161,7 +164,7 @@ class BilinearAttention(SequenceAttention):
         key_features: int,
         *,
         settings: AttentionSettings = AttentionSettings(),
-        param_dtype: jnp.dtype = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         super().__init__(

@@ -89,7 +89,8 @@ class Records:
 
     def all(self) -> dict[str, Record]:
         """Returns every record in the folder, of this comparison or another, by the names of the files."""
-        return {path.stem: self._read_file(path) for path in sorted(self.folder.glob("[!.]*.json"))}
+        found = {path.stem: self._read_file(path) for path in sorted(self.folder.glob("[!.]*.json"))}
+        return {name: record for name, record in found.items() if record is not None}
 
     def put(self, cell: Cell, record: Record) -> None:
         """Writes the record of a cell."""

@@ -186,7 +186,10 @@ def _run_claimed(comparison: Comparison, cell: Cell) -> Record | None:
 def is_worker() -> tuple[int, int] | None:
     """Returns the number of this worker and of all of them, where this process was started as one."""
     place = os.environ.get(WORKER, "")
-    return None if not place else tuple(map(int, place.split("/")[:2]))
+    if not place:
+        return None
+    number, count = map(int, place.split("/")[:2])
+    return number, count
 
 
 def parent_lives() -> bool:

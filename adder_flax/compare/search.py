@@ -66,8 +66,8 @@ def unfold(
     points = tuple(point for point in _first(ranges, trials) if allowed(point))
     done = 0
     while True:
-        scores = {point: score(point) for point in points}
-        missing = tuple(point for point, known in scores.items() if known is None)
+        scores = {point: known for point in points if (known := score(point)) is not None}
+        missing = tuple(point for point in points if point not in scores)
         if missing:
             return Tuning(points, missing, None, (), done)
         best = max(points, key=scores.__getitem__)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -72,7 +73,7 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Dif
 def _interval(differences: Float[np.ndarray, " seed"]) -> tuple[float, float]:
     if np.ptp(differences) == 0:
         return float(differences[0]), float(differences[0])
-    options = dict(n_resamples=_RESAMPLES, confidence_level=_CONFIDENCE)
+    options: dict[str, Any] = dict(n_resamples=_RESAMPLES, confidence_level=_CONFIDENCE)
     for method in ("BCa", "percentile"):
         with np.errstate(all="ignore"):
             found = stats.bootstrap((differences,), np.mean, method=method, rng=np.random.default_rng(0), **options)

@@ -91,7 +91,7 @@ def _target(comparison: Comparison, baseline: Sequence[Record]) -> float | None:
     return plain.median(scores) if scores else None
 
 
-def _reached(comparison: Comparison, record: Record, target: float | None) -> int | None:
+def _reached(comparison: Comparison, record: Record, target: float | None) -> float | None:
     if target is None:
         return None
     name, largest = comparison.best

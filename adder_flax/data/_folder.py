@@ -158,12 +158,12 @@ def _images_in(folder: pathlib.Path) -> list[str]:
     """Paths of the images in a folder and the folders in it; links may lead round in a circle."""
     found, waiting, seen = [], [str(folder)], set()
     while waiting:
-        folder = waiting.pop()
-        status = os.stat(folder)
+        place = waiting.pop()
+        status = os.stat(place)
         if (status.st_dev, status.st_ino) in seen:
             continue
         seen.add((status.st_dev, status.st_ino))
-        for entry in _entries(folder):
+        for entry in _entries(place):
             if _leads_to_folder(entry):
                 waiting.append(entry.path)
             elif _is_image(entry.name):

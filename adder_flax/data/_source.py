@@ -212,15 +212,19 @@ class Records(Protocol):
 
     def __len__(self) -> int:
         """Number of records."""
+        ...
 
     def __getitem__(self, index: int) -> tuple[bytes, int]:
         """Encoded image (JPEG, PNG, …) and label of one record."""
+        ...
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[bytes, int]]:
         """The same for several records at once, which most file formats read faster."""
+        ...
 
     def describe(self, index: int) -> str:
         """Names the record for a person, for example by its file."""
+        ...
 
 
 class EncodedSource(ImageSource):
@@ -269,7 +273,8 @@ class EncodedSource(ImageSource):
         self.crops_on_host, self.crop_scale = crops_on_host, crop_scale
         self.eval_crop_ratio = eval_crop_ratio if crops_on_host else 1.0
         self._stored_size = stored_size
-        self.on_unreadable, self.unreadable = on_unreadable, {}
+        self.on_unreadable = on_unreadable
+        self.unreadable: dict[int, str] = {}
         self._records = records
 
     def __len__(self) -> int:
@@ -299,7 +304,7 @@ class EncodedSource(ImageSource):
             pass
         return images, labels
 
-    def _fetch(self, indices: list[int]) -> list[tuple[bytes, int] | None]:
+    def _fetch(self, indices: list[int]) -> Sequence[tuple[bytes, int] | None]:
         try:
             return self._records.__getitems__(indices)
         except Exception:

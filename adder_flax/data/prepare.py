@@ -11,6 +11,9 @@ features, the download, the published SHA-256 of every file, and the layout on d
 result.
 """
 
+# What a class of TFDS takes when it is derived from is nowhere declared.
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import argparse
@@ -64,18 +67,18 @@ def prepare(
         DataError: unknown set, TensorFlow needed, a file that cannot be downloaded or is not the published one, or
             nothing can be written.
     """
-    source, data_dir = _existing_folder(source), _writable_folder(data_dir)
+    folder, data_dir = _existing_folder(source), _writable_folder(data_dir)
     with _one_message(name, data_dir):
         if name == "folder":
-            builder, source = _folder_builder(source, set_name, data_dir), None
+            builder, folder = _folder_builder(folder, set_name, data_dir), None
         elif name in _BUILDERS:
             builder = _BUILDERS[name](data_dir=data_dir, file_format="array_record")
-            builder.source = source
+            builder.source = folder
         else:
             builder = _tfds_builder(name, data_dir)
-        _check_source(builder, source)
+        _check_source(builder, folder)
         kept = pathlib.Path(builder.data_dir).exists()
-        _download_and_prepare(builder, name, source)
+        _download_and_prepare(builder, name, folder)
         if not kept:
             _check_prepared(builder)
     return pathlib.Path(builder.data_dir)

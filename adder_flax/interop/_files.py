@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
@@ -162,11 +162,15 @@ class Run(Protocol):
 
     def model(self, params: Any) -> VisionTransformer:
         """Returns the model with these parameters."""
+        ...
+
+
+Started = TypeVar("Started", bound=Run)
 
 
 def start_from(
-    run: Run, path: str | Path, *, network: str = "read", positions: str = "auto"
-) -> tuple[Run, tuple[str, ...]]:
+    run: Started, path: str | Path, *, network: str = "read", positions: str = "auto"
+) -> tuple[Started, tuple[str, ...]]:
     """Returns the run with weights of a file in place of random ones at its first step, see `load_weights`.
 
     The file is read and checked at once, before anything is computed.

@@ -55,7 +55,7 @@ def save_folder(
             f"{'one that takes the mean' if isinstance(model, VisionTransformer) else f'a {type(model).__name__}'}; "
             "export a program (--names=stablehlo)"
         )
-    scores = {block.attention.settings.score for block in model.blocks}
+    scores = {str(block.attention.settings.score) for block in model.blocks}
     if scores != {"dot"}:
         raise ValueError(
             f"expected dot-product attention for Hugging Face's classes, got {', '.join(sorted(scores))}; export a "

@@ -42,7 +42,7 @@ def resize_positions(
       like: one of `POSITIONS`.
 
     Raises:
-      ValueError: another name.
+      ValueError: another name, or positions that are no square.
 
     >>> resize_positions(np.ones((1, 16, 2)), 5, prefix_tokens=1, like="timm")[0, :, 0].round(6).tolist()
     [0.0, 1.0, 1.0, 1.0, 1.0]
@@ -51,7 +51,12 @@ def resize_positions(
         raise ValueError(f"expected positions to be resized as {' or '.join(POSITIONS)} does, got {like!r}; choose one")
     if embedding.shape[1] == num_tokens:
         return embedding
-    first, old = _grid(embedding.shape[1], prefix_tokens)
+    place = _grid(embedding.shape[1], prefix_tokens)
+    if place is None:
+        raise ValueError(
+            f"expected positions of a square grid of patches, got {embedding.shape[1]}; only squares are resized"
+        )
+    first, old = place
     new, width = math.isqrt(num_tokens - prefix_tokens), embedding.shape[-1]
     grid = embedding[0, first:].reshape(old, old, width)
     if old != new:

@@ -1,7 +1,10 @@
 """A transformer block."""
 
+from typing import Any
+
 import flax.nnx as nnx
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from adder_flax import recorder
@@ -50,11 +53,11 @@ class Block(nnx.Module):
         num_heads: int,
         *,
         settings: BlockSettings = BlockSettings(),
-        dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        shared = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.norm_position = settings.norm_position
         check_norm_position(settings.norm_position)
         self.norm1 = nnx.LayerNorm(width, epsilon=settings.norm_epsilon, **shared)
@@ -99,7 +102,7 @@ class Block(nnx.Module):
           drop_path_factors: stochastic depth of both branches where it was drawn before, see
             `adder_flax.layers.drop_path_factors`.
         """
-        random = dict(deterministic=deterministic, rngs=rngs)
+        random: dict[str, Any] = dict(deterministic=deterministic, rngs=rngs)
         factors = (None, None) if drop_path_factors is None else drop_path_factors
         pre = self.norm_position == "pre"
         looked_at = self.norm1(tokens) if pre else tokens

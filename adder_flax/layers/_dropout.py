@@ -3,6 +3,7 @@
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from adder_flax.parameters import as_attribute
@@ -42,7 +43,7 @@ class Dropout(nnx.Module):
 
 
 def drop_path_factors(
-    key: Array, rates: float | Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32
+    key: Array, rates: float | Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "..."]:
     """Factors of residual branches: 0 with probability `rates` (dropped), else 1/(1 - rates).
 

@@ -7,6 +7,7 @@ from typing import Any
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 import kfac
@@ -69,13 +70,13 @@ class AdderLinear(nnx.Module):
         in_features: int,
         out_features: int,
         *,
-        x_gradient: str = "hardtanh",
-        w_gradient: str = "full",
+        x_gradient: ops.RuleName = "hardtanh",
+        w_gradient: ops.RuleName = "full",
         hardtanh_slope: float = 1.0,
         norm: str | None = "layernorm",
         use_bias: bool = True,
-        dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         kernel_init: Callable[..., Array] = UNIT_NORMAL,
         rngs: nnx.Rngs,
     ):
@@ -146,12 +147,12 @@ class AdderLinear(nnx.Module):
         """
         self.squared_share = as_attribute(share)
 
-    def _dtype(self, inputs: Array) -> jnp.dtype:
+    def _dtype(self, inputs: Array) -> DTypeLike:
         return jnp.result_type(inputs, self.kernel[...]) if self.dtype is None else self.dtype
 
 
 def report_adder(
-    rows: Array, kernel: Array, sums: Array, x_gradient: str, w_gradient: str, hardtanh_slope: float
+    rows: Array, kernel: Array, sums: Array, x_gradient: ops.RuleName, w_gradient: ops.RuleName, hardtanh_slope: float
 ) -> None:
     """Tells the `adder_flax.recorder` what an adder layer is given and what it sums up; its slope if it clips."""
     slope = hardtanh_slope if "hardtanh" in (x_gradient, w_gradient) else None
@@ -193,12 +194,12 @@ def _curvature(layer: AdderLinear) -> kfac.L1Dense | kfac.Generic:
     return kfac.Generic(_sums, tuple(rules.items()), _pushforward)
 
 
-def _sums(params: dict[str, Array], rows: Array, **rules: str | float) -> Array:
+def _sums(params: dict[str, Array], rows: Array, **rules: Any) -> Array:
     sums = ops.adder_matmul(rows, params["kernel"].astype(rows.dtype), **rules)
     return sums + params["bias"] if "bias" in params else sums
 
 
-def _pushforward(params: dict[str, Array], rows: Array, v: dict[str, Array], **rules: str | float) -> Array:
+def _pushforward(params: dict[str, Array], rows: Array, v: dict[str, Array], **rules: Any) -> Array:
     kernel, change = (jax.lax.convert_element_type(p["kernel"], rows.dtype) for p in (params, v))
     pushed = ops.adder_matmul_jvp(rows, kernel, None, change, **rules)
     return pushed + v["bias"] if "bias" in v else pushed
@@ -228,8 +229,8 @@ class Identity(nnx.Module):
         out_features: int,
         *,
         use_bias: bool = False,
-        dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs | None = None,
     ):
         check_identity(in_features, out_features)

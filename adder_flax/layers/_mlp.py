@@ -1,10 +1,12 @@
 """The feed-forward part of a transformer block."""
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from adder_flax.layers._dropout import Dropout
@@ -47,11 +49,11 @@ class Mlp(nnx.Module):
         *,
         linear: Callable[..., nnx.Module] = Linear,
         dropout_rate: float = 0.0,
-        dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        shared = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.fc1 = linear(in_features, hidden_features, **shared)
         self.fc2 = linear(hidden_features, in_features, **shared)
         # Columns of the one and rows of the other belong to a hidden unit: where these are split over devices, GELU

@@ -1,18 +1,20 @@
 """From an image to a row of tokens."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.nnx as nnx
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Shaped
 
 from adder_flax.layers._linear import Linear
 from adder_flax.layers._stem import conv_stem
 
 
 def image_to_patches(
-    images: Float[Array, "batch height width channels"], patch_size: int
-) -> Float[Array, "batch patches features"]:
+    images: Shaped[Array, "batch height width channels"], patch_size: int
+) -> Shaped[Array, "batch patches features"]:
     """Cuts images into squares, row by row; a patch's features are ordered (row, column, channel).
 
     >>> image_to_patches(jnp.ones((2, 8, 12, 3)), 4).shape
@@ -61,16 +63,16 @@ class PatchEmbed(nnx.Module):
         *,
         stem_channels: Sequence[int] = (),
         stem_linear: Callable[..., nnx.Module] = Linear,
-        dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        shared = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.patch_size = side_behind_stem(patch_size, stem_channels)
         self.stem = conv_stem(channels, stem_channels, linear=stem_linear, **shared)
         self.proj = Linear(self.patch_size**2 * (channels, *stem_channels)[-1], width, **shared)
 
-    def __call__(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch patches width"]:
+    def __call__(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch patches features"]:
         for halving in self.stem:
             images = halving(images)
         return self.proj(image_to_patches(images, self.patch_size))

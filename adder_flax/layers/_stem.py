@@ -1,9 +1,11 @@
 """Convolutions in front of the patch embedding."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.nnx as nnx
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from adder_flax.attention import LAYER_NORM_EPSILON
@@ -53,11 +55,11 @@ class Halving(nnx.Module):
         out_channels: int,
         *,
         linear: Callable[..., nnx.Module] = Linear,
-        dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        shared = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.linear = linear(9 * channels, out_channels, **shared)
         self.norm = nnx.data(None)
         if getattr(self.linear, "norm", None) is None:

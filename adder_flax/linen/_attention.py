@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from adder_flax.attention import attend, get_score
@@ -36,8 +37,8 @@ class MultiHeadAttention(TakesKeywords):
     use_bias: bool = True
     qkv_linear: Callable[..., nn.Module] = nn.Dense
     out_linear: Callable[..., nn.Module] = nn.Dense
-    dtype: jnp.dtype | None = None
-    param_dtype: jnp.dtype = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(
@@ -124,7 +125,7 @@ class _SingleHeadAttention(TakesKeywords):
 
     fixed: ClassVar[tuple[str, ...]] = ("score", "score_options")
     settings: AttentionSettings = AttentionSettings()
-    param_dtype: jnp.dtype = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
 
     def score_and_options(self) -> tuple[str, dict[str, Any]]:
         raise NotImplementedError

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 import kfac
@@ -68,13 +69,13 @@ class AdderLinear(nn.Module):
     """
 
     features: int
-    x_gradient: str = "hardtanh"
-    w_gradient: str = "full"
+    x_gradient: ops.RuleName = "hardtanh"
+    w_gradient: ops.RuleName = "full"
     hardtanh_slope: float = 1.0
     norm: str | None = "layernorm"
     use_bias: bool = True
-    dtype: jnp.dtype | None = None
-    param_dtype: jnp.dtype = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
     kernel_init: Callable[..., Array] = nn.initializers.normal(1.0)
 
     @nn.compact
@@ -115,8 +116,8 @@ class Identity(nn.Module):
 
     features: int
     use_bias: bool = False
-    dtype: jnp.dtype | None = None
-    param_dtype: jnp.dtype = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
 
     def __call__(self, inputs: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
         check_identity(inputs.shape[-1], self.features)
@@ -169,14 +170,14 @@ class Mlp(nn.Module):
     hidden_features: int
     linear: Callable[..., nn.Module] = Linear
     dropout_rate: float = 0.0
-    dtype: jnp.dtype | None = None
-    param_dtype: jnp.dtype = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(
         self, inputs: Float[Array, "*batch in_features"], *, deterministic: bool = True
     ) -> Float[Array, "*batch in_features"]:
-        shared = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+        shared: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         dropout = lambda x: nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
         fc1 = self.linear(self.hidden_features, **shared, name="fc1")
         fc2 = self.linear(inputs.shape[-1], **shared, name="fc2")
@@ -194,12 +195,12 @@ class Halving(nn.Module):
 
     out_channels: int
     linear: Callable[..., nn.Module] = Linear
-    dtype: jnp.dtype | None = None
-    param_dtype: jnp.dtype = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, images: Array) -> Array:
-        shared = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+        shared: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         linear = self.linear(self.out_channels, **shared, name="linear")
         outputs = linear(neighbourhoods(images))
         if getattr(linear, "norm", None) is None:
@@ -213,12 +214,12 @@ class ConvStem(nn.Module):
 
     channels: Sequence[int]
     linear: Callable[..., nn.Module]
-    dtype: jnp.dtype | None
-    param_dtype: jnp.dtype
+    dtype: DTypeLike | None
+    param_dtype: DTypeLike
 
     @nn.compact
     def __call__(self, images: Array) -> Array:
-        shared = dict(linear=self.linear, dtype=self.dtype, param_dtype=self.param_dtype)
+        shared: dict[str, Any] = dict(linear=self.linear, dtype=self.dtype, param_dtype=self.param_dtype)
         for i, channels in enumerate(self.channels):
             images = Halving(channels, **shared, name=str(i))(images)
         return images
@@ -236,12 +237,12 @@ class PatchEmbed(nn.Module):
     width: int
     stem_channels: Sequence[int] = ()
     stem_linear: Callable[..., nn.Module] = Linear
-    dtype: jnp.dtype | None = None
-    param_dtype: jnp.dtype = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
 
     @nn.compact
-    def __call__(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch patches width"]:
-        shared = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+    def __call__(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch patches features"]:
+        shared: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         images = ConvStem(self.stem_channels, self.stem_linear, **shared, name="stem")(images)
         patches = image_to_patches(images, side_behind_stem(self.patch_size, self.stem_channels))
         return Linear(self.width, **shared, name="proj")(patches)

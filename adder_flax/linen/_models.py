@@ -1,9 +1,11 @@
 """Linen: the transformer block and the vision transformer, with the parameter names of their NNX forms."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from adder_flax.layers import check_norm_position, report_block
@@ -25,8 +27,8 @@ class Block(TakesKeywords):
 
     num_heads: int
     settings: BlockSettings = BlockSettings()
-    dtype: jnp.dtype | None = None
-    param_dtype: jnp.dtype = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(
@@ -37,7 +39,7 @@ class Block(TakesKeywords):
         deterministic: bool = True,
     ) -> Float[Array, "batch length width"]:
         """Applies the block; dropout and stochastic depth draw from the `dropout` stream."""
-        shared = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+        shared: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         settings = self.settings
         norm = lambda name: nn.LayerNorm(epsilon=settings.norm_epsilon, **shared, name=name)
         drop_path = lambda x: DropPath(settings.drop_path_rate)(x, deterministic=deterministic)
@@ -77,12 +79,12 @@ class Blocks(nn.Module):
 
     num_heads: int
     settings: Sequence[BlockSettings]
-    dtype: jnp.dtype | None
-    param_dtype: jnp.dtype
+    dtype: DTypeLike | None
+    param_dtype: DTypeLike
 
     @nn.compact
     def __call__(self, tokens: Array, *, deterministic: bool) -> Array:
-        shared = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+        shared: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         for i, settings in enumerate(self.settings):
             block = Block(self.num_heads, settings=settings, **shared, name=str(i))
             tokens = block(tokens, deterministic=deterministic)
@@ -102,8 +104,8 @@ class VisionTransformer(TakesKeywords):
 
     settings: VitSettings = VitSettings()
     num_classes: int = 1000
-    dtype: jnp.dtype | None = None
-    param_dtype: jnp.dtype = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(
@@ -115,7 +117,7 @@ class VisionTransformer(TakesKeywords):
         """Classifies images."""
         settings = self.settings
         check_pooling(settings.pooling, settings.distilled)
-        shared = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+        shared: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         tokens = nn.Dropout(settings.dropout_rate)(self._embed(images), deterministic=deterministic)
         blocks = Blocks(settings.num_heads, block_settings(settings), **shared, name="blocks")
         tokens = blocks(tokens, deterministic=deterministic)
@@ -129,8 +131,8 @@ class VisionTransformer(TakesKeywords):
     def _embed(self, images: Array) -> Array:
         settings, embedding = self.settings, nn.initializers.normal(0.02)
         num_tokens = count_patches(images.shape[1:], settings.patch_size) + prefix_tokens(settings)
-        shared = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-        stem = dict(
+        shared: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+        stem: dict[str, Any] = dict(
             stem_channels=settings.stem_channels,
             stem_linear=linear_class(settings.stem_linear, settings.adder_options),
         )

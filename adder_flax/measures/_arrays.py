@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# What NumPy gives: an array, or where no axis is left a number.
+NumPy = np.ndarray | np.number
+
 
 def library_of(array: Any) -> tuple[ModuleType, Any]:
     """The library to compute with, and the array as it computes with it.

@@ -7,13 +7,14 @@ k‖²/(2√d)). The paper takes W_Q = W_K = I and no affine part; real models h
 import dataclasses
 
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import ArrayLike, Float
 
 from adder_flax.attention import LAYER_NORM_EPSILON
+from adder_flax.measures._arrays import NumPy
 
 
 def layer_norm(
-    tokens: Float[Array, "*batch width"], *, epsilon: float = LAYER_NORM_EPSILON
+    tokens: Float[ArrayLike, "*batch width"], *, epsilon: float = LAYER_NORM_EPSILON
 ) -> Float[np.ndarray, "*batch width"]:
     """LayerNorm without its affine part, (x − mean) / √(variance + ε), in float64.
 
@@ -25,7 +26,7 @@ def layer_norm(
     return (tokens - tokens.mean(-1, keepdims=True)) / np.sqrt(tokens.var(-1, keepdims=True) + epsilon)
 
 
-def relative_radius(tokens: Float[Array, "*batch width"]) -> Float[np.ndarray, "*batch"]:
+def relative_radius(tokens: Float[ArrayLike, "*batch width"]) -> Float[NumPy, "*batch"]:
     """‖x‖ / √d: 1 on the sphere that the paper speaks of.
 
     Example:
@@ -42,7 +43,7 @@ def _softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def dot_product_map(
-    query: Float[Array, "*batch query dim"], key: Float[Array, "*batch key dim"]
+    query: Float[ArrayLike, "*batch query dim"], key: Float[ArrayLike, "*batch key dim"]
 ) -> Float[np.ndarray, "*batch query key"]:
     """softmax(q·k / √d) over the keys, in float64.
 
@@ -55,7 +56,7 @@ def dot_product_map(
 
 
 def gaussian_kernel_map(
-    query: Float[Array, "*batch query dim"], key: Float[Array, "*batch key dim"]
+    query: Float[ArrayLike, "*batch query dim"], key: Float[ArrayLike, "*batch key dim"]
 ) -> Float[np.ndarray, "*batch query key"]:
     """softmax(−‖q − k‖² / (2√d)) over the keys, in float64: equation 15 of the paper.
 
@@ -72,7 +73,9 @@ def gaussian_kernel_map(
     return _softmax(-distance / (2 * np.sqrt(query.shape[-1])))
 
 
-def total_variation(first: Float[Array, "*batch n"], second: Float[Array, "*batch n"]) -> Float[np.ndarray, "*batch"]:
+def total_variation(
+    first: Float[ArrayLike, "*batch n"], second: Float[ArrayLike, "*batch n"]
+) -> Float[NumPy, "*batch"]:
     """½ Σ |p − q| between distributions: 0 for equal ones, 1 for ones that share nothing.
 
     Example:
@@ -108,7 +111,7 @@ class BrownianTest:
     excess_kurtosis: Float[np.ndarray, " blocks"]
 
 
-def brownian_test(path: Float[Array, "step *batch width"]) -> BrownianTest:
+def brownian_test(path: Float[ArrayLike, "step *batch width"]) -> BrownianTest:
     """Measures whether tokens move through the blocks as Brownian motion would.
 
     Args:

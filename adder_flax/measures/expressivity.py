@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
+
+from adder_flax.measures._arrays import NumPy
 
 
 def xor_pairs() -> tuple[Float[np.ndarray, "16 2"], Float[np.ndarray, "16 2"], Float[np.ndarray, " 16"]]:
@@ -78,14 +80,16 @@ def xor_bound() -> XorBound:
     queries, _, targets = xor_pairs()
     realisable = [labels for labels in itertools.product((False, True), repeat=4) if separable(labels)]
     limits = []
-    for row in targets.reshape(4, 4).astype(bool):
+    for row in targets.reshape(4, 4).astype(bool).tolist():
         limits.append(max(sum(a == b for a, b in zip(labels, row, strict=True)) for labels in realisable))
     # a = 2q − 1: (2q₁ − 1)(2k₁ − 1) − (2q₂ − 1)(2k₂ − 1) − ½, the constants cancelling.
     witness = np.array([[-0.5, -2.0, 2.0], [-2.0, 4.0, 0.0], [2.0, 0.0, -4.0]])
     return XorBound(Fraction(sum(limits), len(targets)), tuple(limits), witness)
 
 
-def additive_xor_score(query: Float[Array, "*batch 2"], key: Float[Array, "*batch 2"]) -> Float[Array, "*batch"]:
+def additive_xor_score(
+    query: Float[ArrayLike, "*batch 2"], key: Float[ArrayLike, "*batch 2"]
+) -> Float[NumPy, "*batch"]:
     """An additive score of hidden width 4 that solves the XOR task: positive exactly for the pairs that belong
     together.
 

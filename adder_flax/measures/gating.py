@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import ArrayLike, Float
 
 from adder_flax.attention import LAYER_NORM_EPSILON
 
@@ -29,7 +29,7 @@ class Gate:
     """
 
     values: Float[np.ndarray, "*batch query #key feature"]
-    content: Float[np.ndarray, "*batch #query #key feature"]
+    content: Float[np.ndarray, "*#batch #query #key feature"]
 
     @property
     def scores(self) -> Float[np.ndarray, "*batch query key"]:
@@ -49,9 +49,9 @@ class Gate:
 
 def gate(
     score: str,
-    query: Float[Array, "*batch query query_dim"],
-    key: Float[Array, "*batch key key_dim"],
-    parameters: Mapping[str, Array] | None = None,
+    query: Float[ArrayLike, "*batch query query_dim"],
+    key: Float[ArrayLike, "*batch key key_dim"],
+    parameters: Mapping[str, ArrayLike] | None = None,
 ) -> Gate:
     """The gate behind a score, in float64.
 

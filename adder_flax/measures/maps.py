@@ -5,14 +5,14 @@ to 2; every function here tells by the row sums which of the two it was given, a
 identity."""
 
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
 
-from adder_flax.measures._arrays import library_of
+from adder_flax.measures._arrays import NumPy, library_of
 
 _ROW_SUM_TOLERANCE = 2e-2  # bfloat16 maps of a few hundred tokens stay within it
 
 
-def has_identity(maps: Float[Array, "*batch query key"]) -> bool:
+def has_identity(maps: Float[ArrayLike, "*batch query key"]) -> bool:
     """Whether the identity map is part of the maps: rows sum to 2 rather than to 1.
 
     Raises:
@@ -32,7 +32,7 @@ def has_identity(maps: Float[Array, "*batch query key"]) -> bool:
     )
 
 
-def stochastic_part(maps: Float[Array, "*batch query key"]) -> Float[np.ndarray, "*batch query key"]:
+def stochastic_part(maps: Float[ArrayLike, "*batch query key"]) -> Float[np.ndarray, "*batch query key"]:
     """The maps without the identity, in float64 with rows that sum to 1 exactly: what softmax gave.
 
     Example:
@@ -46,7 +46,7 @@ def stochastic_part(maps: Float[Array, "*batch query key"]) -> Float[np.ndarray,
 
 
 def patch_attention(
-    maps: Float[Array, "*batch token token"], *, prefix_tokens: int = 1
+    maps: Float[ArrayLike, "*batch token token"], *, prefix_tokens: int = 1
 ) -> Float[np.ndarray, "*batch patch"]:
     """How a network that reads the class token distributes its attention over the patches.
 
@@ -70,7 +70,7 @@ def patch_attention(
     return weights / weights.sum(-1, keepdims=True)
 
 
-def entropy(maps: Float[Array, "*batch query key"]) -> Float[np.ndarray, "*batch query"]:
+def entropy(maps: Float[ArrayLike, "*batch query key"]) -> Float[np.ndarray, "*batch query"]:
     """Shannon entropy −Σ_j A_ij ln A_ij of every row, in nats; between 0 and ln(keys). The identity is left
     out.
 
@@ -78,18 +78,18 @@ def entropy(maps: Float[Array, "*batch query key"]) -> Float[np.ndarray, "*batch
       >>> np.exp(entropy(np.full((3, 3), 1 / 3))).round(6).tolist()  # as spread as 3 equal weights
       [3.0, 3.0, 3.0]
     """
-    return row_entropy(stochastic_part(maps))
+    return np.asarray(row_entropy(stochastic_part(maps)))
 
 
-def row_entropy(weights: Float[Array, "*batch query key"]) -> Float[np.ndarray, "*batch query"]:
+def row_entropy(weights: Float[ArrayLike, "*batch query key"]) -> Float[NumPy | Array, "*batch query"]:
     """−Σ_j A_ij ln A_ij of every row of weights as they are given: `entropy`, also inside of a traced function."""
-    library, weights = library_of(weights)
-    return -library.sum(weights * library.log(library.where(weights > 0, weights, 1.0)), axis=-1)
+    library, values = library_of(weights)
+    return -library.sum(values * library.log(library.where(values > 0, values, 1.0)), axis=-1)
 
 
 def mean_distance(
-    maps: Float[Array, "*batch token token"], grid: tuple[int, int], *, prefix_tokens: int = 1
-) -> Float[np.ndarray, "*batch"]:
+    maps: Float[ArrayLike, "*batch token token"], grid: tuple[int, int], *, prefix_tokens: int = 1
+) -> Float[NumPy, "*batch"]:
     """Mean distance that attention reaches across the image, in patches (Dosovitskiy et al., 2021, figure 7).
 
     Args:

@@ -8,9 +8,10 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import ArrayLike, Float
 
 from adder_flax.attention import LAYER_NORM_EPSILON
+from adder_flax.measures._arrays import NumPy
 from adder_flax.measures.maps import entropy
 from adder_flax.measures.variance import ADDER_VARIANCE_PER_DIM
 
@@ -18,10 +19,10 @@ from adder_flax.measures.variance import ADDER_VARIANCE_PER_DIM
 def additive_gradient_norm(
     preactivation: Float[np.ndarray, "*batch hidden"],
     v: Float[np.ndarray, "*batch hidden"],
-    query_norm: Float[np.ndarray, "*batch"],
+    query_norm: Float[ArrayLike, "*batch"],
     *,
     layer_norm: bool = False,
-) -> Float[np.ndarray, "*batch"]:
+) -> Float[NumPy, "*batch"]:
     """‖∂e/∂W_s‖_F of the additive score e = vᵀ tanh(z), z = W_sᵀ s + W_hᵀ h.
 
     The gradient is the outer product of s and ∂e/∂z = v (1 − tanh² z), so its norm is the product of theirs. With

@@ -13,13 +13,13 @@ they are traced."""
 import dataclasses
 
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, ArrayLike, Float, Int
 
-from adder_flax.measures._arrays import library_of
+from adder_flax.measures._arrays import NumPy, library_of
 from adder_flax.measures.maps import stochastic_part
 
 
-def singular_values(maps: Float[Array, "*batch n n"]) -> Float[np.ndarray, "*batch n"]:
+def singular_values(maps: Float[ArrayLike, "*batch n n"]) -> Float[np.ndarray | Array, "*batch n"]:
     """Singular values, largest first, of the maps as they are given.
 
     Example:
@@ -30,7 +30,7 @@ def singular_values(maps: Float[Array, "*batch n n"]) -> Float[np.ndarray, "*bat
     return library.linalg.svd(maps, compute_uv=False)
 
 
-def cumulative(sigma: Float[np.ndarray, "*batch n"]) -> Float[np.ndarray, "*batch n"]:
+def cumulative(sigma: Float[ArrayLike, "*batch n"]) -> Float[np.ndarray | Array, "*batch n"]:
     """f(r) = Σ_{t≤r} σ_t / Σ_t σ_t for r = 1 … N.
 
     Example:
@@ -41,7 +41,7 @@ def cumulative(sigma: Float[np.ndarray, "*batch n"]) -> Float[np.ndarray, "*batc
     return library.cumsum(sigma, -1) / library.sum(sigma, -1, keepdims=True)
 
 
-def equivalent_rank(sigma: Float[np.ndarray, "*batch n"], level: float = 0.9) -> Int[np.ndarray, "*batch"]:
+def equivalent_rank(sigma: Float[ArrayLike, "*batch n"], level: float = 0.9) -> Int[NumPy | Array, "*batch"]:
     """Smallest r with f(r) ≥ level, up to the rounding of a sum of N terms.
 
     Example:
@@ -53,7 +53,7 @@ def equivalent_rank(sigma: Float[np.ndarray, "*batch n"], level: float = 0.9) ->
     return 1 + library.argmax(share >= level * (1 - rounding), axis=-1)
 
 
-def effective_rank(sigma: Float[np.ndarray, "*batch n"]) -> Float[np.ndarray, "*batch"]:
+def effective_rank(sigma: Float[np.ndarray, "*batch n"]) -> Float[NumPy, "*batch"]:
     """exp of the entropy of σ / Σ σ (Roy and Vetterli, EUSIPCO 2007): N for equal values, 1 for a single one.
 
     Example:
@@ -64,7 +64,7 @@ def effective_rank(sigma: Float[np.ndarray, "*batch n"]) -> Float[np.ndarray, "*
     return np.exp(-np.sum(share * np.log(np.where(share > 0, share, 1.0)), -1))
 
 
-def stable_rank(sigma: Float[np.ndarray, "*batch n"]) -> Float[np.ndarray, "*batch"]:
+def stable_rank(sigma: Float[np.ndarray, "*batch n"]) -> Float[NumPy, "*batch"]:
     """Σ σ² / σ₁² = ‖A‖_F² / ‖A‖₂².
 
     Example:
@@ -74,7 +74,7 @@ def stable_rank(sigma: Float[np.ndarray, "*batch n"]) -> Float[np.ndarray, "*bat
     return np.sum(np.square(sigma), -1) / np.square(sigma[..., 0])
 
 
-def asymmetry(maps: Float[Array, "*batch n n"]) -> Float[np.ndarray, "*batch"]:
+def asymmetry(maps: Float[ArrayLike, "*batch n n"]) -> Float[NumPy, "*batch"]:
     """‖A − Aᵀ‖_F / ‖A‖_F: 0 for symmetric maps, at most √2 for maps without negative entries, 2 in general.
 
     Example:
@@ -104,14 +104,14 @@ class IdentityEffect:
     f: Float[np.ndarray, "*batch n"]
     f_identity: Float[np.ndarray, "*batch n"]
     g: Float[np.ndarray, " n"]
-    rank: Int[np.ndarray, "*batch"]
-    rank_identity: Int[np.ndarray, "*batch"]
-    effective_rank: Float[np.ndarray, "*batch"]
-    effective_rank_identity: Float[np.ndarray, "*batch"]
-    stable_rank: Float[np.ndarray, "*batch"]
-    deviation: Float[np.ndarray, "*batch"]
-    asymmetry: Float[np.ndarray, "*batch"]
-    lowest_eigenvalue: Float[np.ndarray, "*batch"]
+    rank: Int[NumPy, "*batch"]
+    rank_identity: Int[NumPy, "*batch"]
+    effective_rank: Float[NumPy, "*batch"]
+    effective_rank_identity: Float[NumPy, "*batch"]
+    stable_rank: Float[NumPy, "*batch"]
+    deviation: Float[NumPy, "*batch"]
+    asymmetry: Float[NumPy, "*batch"]
+    lowest_eigenvalue: Float[NumPy, "*batch"]
 
     @property
     def ratio(self) -> Float[np.ndarray, "*batch n"]:
@@ -129,7 +129,7 @@ class IdentityEffect:
         return self.f_identity - self.g
 
 
-def identity_effect(maps: Float[Array, "*batch n n"]) -> IdentityEffect:
+def identity_effect(maps: Float[ArrayLike, "*batch n n"]) -> IdentityEffect:
     """What adding the identity does to the spectrum of each map.
 
     Args:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import ArrayLike, Float
 
 ADDER_VARIANCE_PER_DIM = 2 * (1 - 2 / np.pi)
 
@@ -32,7 +32,7 @@ def predicted_variance(score: str, head_dim: int) -> float:
 
 
 def pair_scores(
-    query: Float[Array, "*batch query dim"], key: Float[Array, "*batch key dim"], score: str
+    query: Float[ArrayLike, "*batch query dim"], key: Float[ArrayLike, "*batch key dim"], score: str
 ) -> Float[np.ndarray, "*batch query key"]:
     """Raw scores of all pairs, in float64.
 
@@ -126,7 +126,7 @@ class LiveVariance:
 
 
 def live_variance(
-    query: Float[Array, "*batch token dim"], key: Float[Array, "*batch token dim"], score: str
+    query: Float[ArrayLike, "*batch token dim"], key: Float[ArrayLike, "*batch token dim"], score: str
 ) -> LiveVariance:
     """How far a model's queries and keys are from Theorem 1, in its assumption and in its result.
 

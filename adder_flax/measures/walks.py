@@ -9,12 +9,13 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import ArrayLike, Float, Inexact, Int
 
+from adder_flax.measures._arrays import NumPy
 from adder_flax.measures.maps import has_identity, stochastic_part
 
 
-def stationary_distribution(maps: Float[Array, "*batch n n"]) -> Float[np.ndarray, "*batch n"]:
+def stationary_distribution(maps: Float[ArrayLike, "*batch n n"]) -> Float[np.ndarray, "*batch n"]:
     """The distribution π with π A = π; unique, since softmax leaves no transition at zero.
 
     Solves (I − Aᵀ + 𝟏𝟏ᵀ) π = 𝟏, which has the one solution with Σ π = 1.
@@ -29,7 +30,7 @@ def stationary_distribution(maps: Float[Array, "*batch n n"]) -> Float[np.ndarra
     return np.linalg.solve(np.eye(size) - np.swapaxes(maps, -1, -2) + 1.0, ones)[..., 0]
 
 
-def eigenvalues(maps: Float[Array, "*batch n n"]) -> Float[np.ndarray, "*batch n"]:
+def eigenvalues(maps: Float[ArrayLike, "*batch n n"]) -> Inexact[np.ndarray, "*batch n"]:
     """Eigenvalues by falling modulus; the first is 1. Complex if the walk is not reversible.
 
     Example:
@@ -40,7 +41,7 @@ def eigenvalues(maps: Float[Array, "*batch n n"]) -> Float[np.ndarray, "*batch n
     return np.take_along_axis(values, np.argsort(-np.abs(values), -1, kind="stable"), -1)
 
 
-def spectral_gap(maps: Float[Array, "*batch n n"]) -> Float[np.ndarray, "*batch"]:
+def spectral_gap(maps: Float[ArrayLike, "*batch n n"]) -> Float[NumPy, "*batch"]:
     """1 − |λ₂|: how much of what tells starting points apart one step wipes out; 1 if all is gone after one step.
 
     Example:
@@ -51,7 +52,7 @@ def spectral_gap(maps: Float[Array, "*batch n n"]) -> Float[np.ndarray, "*batch"
     return 1.0 - values[..., 1] if values.shape[-1] > 1 else np.ones(values.shape[:-1])
 
 
-def k_step(maps: Float[Array, "*batch n n"], steps: int) -> Float[np.ndarray, "*batch n n"]:
+def k_step(maps: Float[ArrayLike, "*batch n n"], steps: int) -> Float[np.ndarray, "*batch n n"]:
     """A^k, the transition matrix of k steps.
 
     Example:
@@ -62,8 +63,8 @@ def k_step(maps: Float[Array, "*batch n n"], steps: int) -> Float[np.ndarray, "*
 
 
 def mixing_time(
-    maps: Float[Array, "*batch n n"], *, epsilon: float = 0.25, limit: int = 2**20
-) -> Int[np.ndarray, "*batch"]:
+    maps: Float[ArrayLike, "*batch n n"], *, epsilon: float = 0.25, limit: int = 2**20
+) -> Int[NumPy, "*batch"]:
     """Steps after which the walk has forgotten where it began.
 
     t_mix(ε) = min {k : max_i ½ Σ_j |A^k_ij − π_j| ≤ ε} (Levin, Peres and Wilmer, section 4.5). The distance
@@ -103,7 +104,7 @@ def _mixing_time(matrix: np.ndarray, epsilon: float, limit: int) -> int:
     return steps + 1
 
 
-def irreversibility(maps: Float[Array, "*batch n n"]) -> Float[np.ndarray, "*batch"]:
+def irreversibility(maps: Float[ArrayLike, "*batch n n"]) -> Float[NumPy, "*batch"]:
     """½ Σ_ij |π_i A_ij − π_j A_ji|: the probability flow that goes round in circles; 0 for a reversible walk, at
     most 1.
 
@@ -131,7 +132,7 @@ class DiffusionMap:
     eigenvalues: Float[np.ndarray, "*batch dims"]
 
 
-def diffusion_map(maps: Float[Array, "*batch n n"], *, steps: int = 1, dims: int = 2) -> DiffusionMap:
+def diffusion_map(maps: Float[ArrayLike, "*batch n n"], *, steps: int = 1, dims: int = 2) -> DiffusionMap:
     """Places tokens so that those between which the walk moves easily are close (Coifman and Lafon, 2006).
 
     For a walk that is not reversible its additive reversibilisation ½(A + Π⁻¹ Aᵀ Π) is taken, Π = diag(π), which
@@ -156,7 +157,7 @@ def diffusion_map(maps: Float[Array, "*batch n n"], *, steps: int = 1, dims: int
     return DiffusionMap(coordinates=vectors * values[..., None, :] ** steps, eigenvalues=values)
 
 
-def rollout(maps: Sequence[Float[Array, "*batch head n n"]]) -> Float[np.ndarray, "*batch n n"]:
+def rollout(maps: Sequence[Float[ArrayLike, "*batch head n n"]]) -> Float[np.ndarray, "*batch n n"]:
     """Attention rollout: how much of each input token is in each output token (Abnar and Zuidema, ACL 2020).
 
     A block adds the attention branch to its input, x + A x, so with heads averaged the mixing matrix is

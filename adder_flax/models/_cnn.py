@@ -2,10 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from adder_flax.models._registry import Example, register_model
@@ -51,11 +53,11 @@ class ConvNet(nnx.Module):
         *,
         in_channels: int = 3,
         num_classes: int = 1000,
-        dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        shared = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.stem = nnx.Conv(in_channels, channels[0], (3, 3), **shared)
         widths = [(channels[max(stage - 1, 0)], width) for stage, width in enumerate(channels)]
         pairs = [(before if block == 0 else width, width) for before, width in widths for block in range(blocks)]

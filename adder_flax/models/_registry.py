@@ -41,6 +41,7 @@ class Builder(Protocol):
           itself changes along the training, as with a distance that is annealed, it has a method ``anneal(progress)``,
           given the share of the steps that are done, traced.
         """
+        ...
 
 
 MODELS: Registry[Builder] = Registry("model", "adder_flax.models.register_model")

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from adder_flax.attention import SequenceAttention
@@ -77,14 +78,14 @@ class Seq2Seq(nnx.Module):
         target_symbols: int,
         settings: Seq2SeqSettings = Seq2SeqSettings(),
         end_symbol: int = 1,
-        dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         width, embedding_features = settings.width, settings.embedding_features
         if width < 2 or width % 2:
             raise ValueError(f"expected an even width of at least 2, got {width}; each direction reads with half of it")
-        shared = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.end_symbol = end_symbol
         self.source_embedding = nnx.Embed(source_symbols, embedding_features, **shared)
         self.target_embedding = nnx.Embed(target_symbols, embedding_features, **shared)
@@ -108,7 +109,7 @@ class Seq2Seq(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch target symbols"]:
         """Logits of every target symbol, given the source and the target symbols before it (teacher forcing)."""
-        random = dict(deterministic=deterministic, rngs=rngs)
+        random: dict[str, Any] = dict(deterministic=deterministic, rngs=rngs)
         memory = self.encode(source, **random)
         before = jnp.pad(target[:, :-1], ((0, 0), (1, 0)), constant_values=self.end_symbol)
         embedded = self.dropout(self.target_embedding(before), **random)

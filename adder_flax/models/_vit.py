@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import flax.nnx as nnx
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 import kfac
@@ -97,8 +98,8 @@ class VisionTransformer(nnx.Module):
         image_size: int | tuple[int, int] = 224,
         channels: int = 3,
         num_classes: int = 1000,
-        dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         scan_blocks: bool = False,
         rngs: nnx.Rngs,
     ):
@@ -115,9 +116,9 @@ class VisionTransformer(nnx.Module):
         self.pooling = pooling
         self.remat = settings.remat
         self.scan_blocks = scan_blocks
-        shared = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
-        stem = dict(
+        stem: dict[str, Any] = dict(
             stem_channels=settings.stem_channels,
             stem_linear=linear_class(settings.stem_linear, settings.adder_options),
         )

@@ -104,7 +104,8 @@ def drop_path_rates(last: float, depth: int) -> list[float]:
 
 def image_sides(image_size: int | tuple[int, int]) -> tuple[int, int]:
     """(height, width) in pixels of an image size."""
-    return (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+    return height, width
 
 
 def count_patches(image_shape: tuple[int, int, int], patch_size: int) -> int:

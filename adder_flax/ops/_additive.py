@@ -1,7 +1,7 @@
 """The scores of additive (Bahdanau) attention."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
 
 from adder_flax.ops._backend import resolve_backend
 from adder_flax.ops._l1 import as_floating, broadcast_pairs, pair_axes, result_axes
@@ -10,7 +10,7 @@ from adder_flax.ops._primitive import call
 
 
 def additive_scores(
-    query: Float[Array, "*batch Nq d"], key: Float[Array, "*batch Nk d"], v: Float[Array, "*batch d"]
+    query: Float[ArrayLike, "*#batch Nq d"], key: Float[ArrayLike, "*#batch Nk d"], v: Float[ArrayLike, "*#batch d"]
 ) -> Float[Array, "*batch Nq Nk"]:
     r"""The scores of additive attention, on projected queries and keys.
 

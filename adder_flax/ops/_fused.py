@@ -125,7 +125,8 @@ def fused_attention(
     if drops:
         operands = operands._replace(dropout_key=dropout_key, dropout_rate=jnp.asarray(dropout_rate, scale.dtype))
     output = _fused(options, operands)
-    return output + value if identity else output
+    # jax.custom_vjp loses the type when it is given options.
+    return output + value if identity else output  # pyright: ignore[reportOperatorIssue, reportReturnType]
 
 
 def preferred_key_block(num_keys: int) -> int | None:

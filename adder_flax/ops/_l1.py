@@ -4,7 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
 
 from adder_flax.ops._arrays import accumulation_dtype
 from adder_flax.ops._backend import resolve_backend
@@ -38,8 +38,8 @@ def _adder_operands(x, w):
 
 
 def adder_matmul(
-    x: Float[Array, "*batch K"],
-    w: Float[Array, "K N"],
+    x: Float[ArrayLike, "*batch K"],
+    w: Float[ArrayLike, "K N"],
     *,
     x_gradient: RuleName = "hardtanh",
     w_gradient: RuleName = "full",
@@ -96,10 +96,10 @@ def adder_matmul(
 
 
 def adder_matmul_jvp(
-    x: Float[Array, "*batch K"],
-    w: Float[Array, "K N"],
-    dx: Float[Array, "*batch K"] | None,
-    dw: Float[Array, "K N"] | None,
+    x: Float[ArrayLike, "*batch K"],
+    w: Float[ArrayLike, "K N"],
+    dx: Float[ArrayLike, "*batch K"] | None,
+    dw: Float[ArrayLike, "K N"] | None,
     *,
     x_gradient: RuleName = "hardtanh",
     w_gradient: RuleName = "full",
@@ -151,8 +151,8 @@ def adder_matmul_jvp(
 
 
 def l1_scores(
-    query: Float[Array, "*batch Nq d"],
-    key: Float[Array, "*batch Nk d"],
+    query: Float[ArrayLike, "*#batch Nq d"],
+    key: Float[ArrayLike, "*#batch Nk d"],
     *,
     gradient: RuleName = "sign",
     hardtanh_slope: float = 1.0,

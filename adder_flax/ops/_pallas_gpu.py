@@ -130,7 +130,7 @@ class PallasGpuBackend(PallasBackend):
         tile = self._tile or _choose_tile(reduction, len(out_types))
         rows, columns = tile.shape()
         # Narrow operands are converted once here: in the loop that would cost half an instruction a term.
-        operands = [_columns_contiguous(Operand(*upcast(array), axes)) for array, axes in reduction.operands]
+        operands = [_columns_contiguous(Operand(upcast(array)[0], axes)) for array, axes in reduction.operands]
         axes = [operand.axes for operand in operands]
 
         def kernel(*refs):
@@ -171,7 +171,7 @@ class PallasGpuBackend(PallasBackend):
         parts = _parts(Reduction([g, w, x], step=None).sizes())
         if parts > 1:
             # Few outputs, of long sums: parts of the sums are computed side by side, and added in order.
-            g, w = (_cut(Operand(*upcast(a.array), a.axes), parts) for a in (g, w))
+            g, w = (_cut(Operand(upcast(a.array)[0], a.axes), parts) for a in (g, w))
             x = Operand(jnp.repeat(x_array, parts, axis=0), x.axes)
             return self.reduce_rule(g, w, x, rule).reshape(-1, parts, *x_array.shape[1:]).sum(1)
         high, low = (extreme(w_array, summed.index("c")) for extreme in (jnp.max, jnp.min))

@@ -117,7 +117,7 @@ def split_over_mesh(function: Callable, operand_axes: Axes, result_axes: Axes) -
         return jax.shard_map(
             on_each_device,
             in_specs=places(operand_axes),
-            out_specs=out if len(out) > 1 else out[0],
+            out_specs=out[0] if len(out) == 1 else out,
             axis_names=set(automatic),
             check_vma=False,
         )(*operands)
@@ -126,8 +126,11 @@ def split_over_mesh(function: Callable, operand_axes: Axes, result_axes: Axes) -
 
 
 def keep_explicit_axes(
-    function: Callable, operands: Sequence[jax.Array], operand_axes: Axes, result_axes: Sequence[str]
-):
+    function: Callable[..., jax.Array],
+    operands: Sequence[jax.Array],
+    operand_axes: Axes,
+    result_axes: Sequence[str],
+) -> jax.Array:
     """Calls a function of arrays that may be split over explicit axes of a mesh, as if the axes were automatic.
 
     Args:
@@ -142,7 +145,8 @@ def keep_explicit_axes(
     types = zip(map(jax.typeof, operands), operand_axes, strict=True)
     split = _assign_mesh_axes(mesh, types, result_axes)
     place = P(*[split.get(name) for name in result_axes])
-    return jax.sharding.auto_axes(function, out_sharding=place)(*operands)
+    # Given a function, auto_axes returns one; its type is also that of what it returns without.
+    return jax.sharding.auto_axes(function, out_sharding=place)(*operands)  # pyright: ignore[reportReturnType]
 
 
 def vary_alike(*operands: jax.Array) -> list[jax.Array]:

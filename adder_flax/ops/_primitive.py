@@ -12,6 +12,7 @@ Operands have any number of leading axes, of which an operand's may have length 
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ _pairs = Primitive("adder_flax_pairs")
 _pairs.multiple_results = True
 
 
-def call(backend: Backend, method: str, *operands: jax.Array, **options):
+def call(backend: Backend, method: str, *operands: jax.Array, **options) -> Any:
     """Calls a function of a backend, as a primitive of JAX.
 
     Args:

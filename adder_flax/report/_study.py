@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, ArrayLike, Float, Int
 
 from adder_flax import recorder
 from adder_flax.attention import get_score
@@ -111,6 +111,7 @@ class AnyStudy(Protocol):
 
     def about(self) -> str:
         """Returns what was looked at, for the head of the page."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +258,7 @@ def observe(name: str, model: nnx.Module, images: Float[Array, "image height wid
 
 def study_images(
     subject: Subject,
-    labels: Int[Array, " image"],
+    labels: Int[ArrayLike, " image"],
     *,
     baseline: Subject | None,
     untrained: Subject | None,

@@ -52,7 +52,8 @@ class Capture:
     @property
     def path(self) -> Float[np.ndarray, "step batch token width"]:
         """Tokens before the first block, between blocks and after the last, (blocks + 1, …)."""
-        return np.stack([*(block.tokens for block in self.blocks), self.tokens])
+        # Models of blocks have tokens.
+        return np.stack([*(block.tokens for block in self.blocks), self.tokens])  # pyright: ignore[reportCallIssue]
 
 
 def capture(model: nnx.Module, *inputs: Any) -> Capture:

@@ -67,7 +67,7 @@ def study_classification(trained: Trained, baseline: Trained | None) -> ImageStu
     """Looks at a classifier on the first images of the evaluation split, and at steps of its training."""
     run = trained.run
     batch, start = run.eval_source.first(_IMAGES), run.init()
-    images = np.asarray(*run.task.inputs(batch))
+    (images,) = map(np.asarray, run.task.inputs(batch))
     smooth = not has_prototypes(trained.model)
     return study_images(
         observe(trained.name, trained.model, images),

@@ -127,9 +127,9 @@ def read(settings: type[Settings], fields: Any, where: str = "config") -> Settin
     """
     faults: list[str] = []
     made = _read(settings, fields, where, faults)
-    if not faults:
+    if made is not None:
         faults += _disagreements(made, where)
-    if faults:
+    if made is None or faults:
         raise SettingsError(_message(faults))
     return made
 

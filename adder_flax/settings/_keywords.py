@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from adder_flax.settings._fields import class_of
 
-Function = TypeVar("Function", bound=Callable)
+Returned = TypeVar("Returned")
 
 
 class Options(Mapping):
@@ -37,7 +37,9 @@ class Options(Mapping):
         return f"Options({self._fields})"
 
 
-def keywords_of(settings: type, *, but: Sequence[str] = ()) -> Callable[[Function], Function]:
+def keywords_of(
+    settings: type, *, but: Sequence[str] = ()
+) -> Callable[[Callable[..., Returned]], Callable[..., Returned]]:
     """Lets a function whose argument ``settings`` is of this class take the fields of the class as keywords too.
 
     They are written into its signature. Lists and mappings among the values are frozen.
@@ -54,14 +56,14 @@ def keywords_of(settings: type, *, but: Sequence[str] = ()) -> Callable[[Functio
     ((8, 'adder', 1.0), (8, 'dot', 2.0))
     """
 
-    def decorate(function: Function) -> Function:
+    def decorate(function: Callable[..., Returned]) -> Callable[..., Returned]:
         signature = inspect.signature(function)
         fields = [field for field in _leaves(settings) if field.name not in (*signature.parameters, *but)]
         names = {field.name for field in fields}
         default = signature.parameters["settings"].default
 
         @functools.wraps(function)
-        def call(*args: Any, **keywords: Any) -> Any:
+        def call(*args: Any, **keywords: Any) -> Returned:
             given = {name: _frozen(keywords.pop(name)) for name in list(keywords) if name in names}
             if given:
                 keywords["settings"] = with_fields(keywords.get("settings", default), given)
@@ -112,7 +114,7 @@ def _merged(signature: inspect.Signature, fields: Sequence[dataclasses.Field]) -
 
 
 def _default(field: dataclasses.Field) -> Any:
-    return field.default if field.default is not dataclasses.MISSING else field.default_factory()
+    return field.default_factory() if callable(field.default_factory) else field.default
 
 
 def _frozen(value: Any) -> Any:

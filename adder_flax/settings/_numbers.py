@@ -5,7 +5,7 @@ What is left shapes the program: runs whose settings are equal without their num
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 Settings = TypeVar("Settings")
 
@@ -64,7 +64,7 @@ def _take(settings: Any, prefix: str, taken: dict[str, float]) -> Any:
     return dataclasses.replace(settings, **changes)
 
 
-def _is_number(value: Any, data: bool | str) -> bool:
+def _is_number(value: Any, data: bool | Literal["if on"]) -> bool:
     return is_on(value) if data == "if on" else data and value is not None
 
 

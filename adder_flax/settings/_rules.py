@@ -20,7 +20,8 @@ class Rule(Protocol):
       expected: the words of a message: "a number in [0, 1)".
     """
 
-    expected: str
+    @property
+    def expected(self) -> str: ...
 
     def read(self, value: Any) -> Any:
         """Returns the value in the form that the program uses.
@@ -85,7 +86,7 @@ class Integer:
 
     def read(self, value: Any) -> int:
         _require(isinstance(value, numbers.Integral) and not isinstance(value, bool))
-        _require(self.low <= value <= self.high)
+        _require(self.low <= int(value) <= self.high)
         return int(value)
 
 
@@ -159,10 +160,11 @@ class Or:
         words = {key: meaning for key, meaning in self.meanings.items() if isinstance(key, str)}
         if isinstance(value, str):
             return words[value] if value in words else self.rule.read(self._parse(value, bool(words)))
-        for key in self.meanings.keys() - words.keys():
-            with contextlib.suppress(Refused):
-                type(self.rule)(key, key).read(value)
-                return self.meanings[key]
+        for key, meaning in self.meanings.items():
+            if isinstance(key, int):
+                with contextlib.suppress(Refused):
+                    type(self.rule)(key, key).read(value)
+                    return meaning
         return self.rule.read(value)
 
     def _parse(self, text: str, allowed: bool) -> float:
@@ -229,7 +231,7 @@ class EachBlock:
         _require(isinstance(value, str) and len(value) <= 32 * self._most)
         read = tuple(self.rule.read(word.strip()) for word in value.split(","))
         _require(len(read) <= self._most)
-        return read if len(read) > 1 else read[0]
+        return read[0] if len(read) == 1 else read
 
 
 class Names:
@@ -247,4 +249,4 @@ class Names:
         _require(isinstance(value, str) and value.isprintable())
         names = tuple(name.strip() for name in value.split(","))
         _require(all(0 < len(name) <= LONGEST_NAME for name in names) and len(names) <= self._most)
-        return names if len(names) > 1 else names[0]
+        return names[0] if len(names) == 1 else names

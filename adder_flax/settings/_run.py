@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from adder_flax.settings._data import DataSettings
 from adder_flax.settings._fields import section, setting
@@ -83,10 +84,10 @@ class RunSettings:
         False, Flag(), "numbers of each block at logging steps, which then cost twice as much"
     )
     mesh: MeshSettings = section(MeshSettings)
-    model: VitSettings = section(VitSettings, among=MODEL_SETTINGS)
+    model: Any = section(VitSettings, among=MODEL_SETTINGS)  # of the class that its name stands for, as the task's
     optimizer: OptimizerSettings = section(OptimizerSettings)
     data: DataSettings = section(DataSettings)
-    task: ClassificationSettings = section(ClassificationSettings, among=TASK_SETTINGS)
+    task: Any = section(ClassificationSettings, among=TASK_SETTINGS)
 
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""

@@ -70,9 +70,9 @@ class Transduction(Task):
                 f"Expected a data set of pairs of sequences for config.task.name=transduction, got {source.name}. "
                 "Set --config.data.name, or the task that is meant for it."
             )
-        symbols = (len(source.symbols[kind]) for kind in ("source", "target"))
-        lengths = (source.arrays[kind].shape[-1] for kind in ("source", "target"))
-        return SequenceFacts(*symbols, *lengths, source.longest)
+        source_symbols, target_symbols = (len(source.symbols[kind]) for kind in ("source", "target"))
+        source_length, target_length = (source.arrays[kind].shape[-1] for kind in ("source", "target"))
+        return SequenceFacts(source_symbols, target_symbols, source_length, target_length, source.longest)
 
     def example(self) -> Example:
         facts = self.data_facts

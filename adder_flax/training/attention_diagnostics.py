@@ -99,7 +99,9 @@ class _Places:
     """
 
     def __init__(self, records: Sequence[Record]):
-        blocks = dict.fromkeys((r.path, r.facts["branches"]) for r in records if r.kind == "block")
+        blocks: dict[tuple[str, Any], None] = dict.fromkeys(
+            (r.path, r.facts["branches"]) for r in records if r.kind == "block"
+        )
         self._blocks = {path: f"block_{index + 1:02}" for index, (path, _) in enumerate(blocks)}
         self.branches = {
             f"{self._blocks[path]}.{branch}": [f"{path}.{part}" for part in parts]

@@ -178,7 +178,7 @@ def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
         )
     except (TypeError, ValueError) as error:
         raise RunError(f"config.optimizer.cg_fac: {error}") from error
-    return CurvatureOptimizer(*transformation, layers, fisher, interval)
+    return CurvatureOptimizer(transformation.init, transformation.update, layers, fisher, interval)
 
 
 OPTIMIZERS: Registry[Callable[[OptimizerSpec], optax.GradientTransformation | CurvatureOptimizer]] = Registry(

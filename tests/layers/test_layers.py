@@ -109,7 +109,7 @@ def test_patches_equal_a_strided_convolution():
     np.testing.assert_allclose(
         run(module, images), convolved.reshape(2, 6, 5) + module.proj.bias[...], rtol=1e-5, atol=1e-5
     )
-    patches = layers.image_to_patches(np.arange(36).reshape(1, 6, 6, 1), 3)
+    patches = layers.image_to_patches(jnp.arange(36).reshape(1, 6, 6, 1), 3)
     np.testing.assert_array_equal(patches[0, 1], [3, 4, 5, 9, 10, 11, 15, 16, 17])
 
 
@@ -270,6 +270,6 @@ def test_a_share_of_the_squared_distance(share):
     layer.set_squared_share(share)
     gaps = rows[:, :, None].astype(np.float64) - np.asarray(layer.kernel[...], np.float64)
     expected = -(1 - share) * np.abs(gaps).sum(1) - share * (gaps**2).sum(1) / 2
-    np.testing.assert_allclose(layer(rows), expected, rtol=1e-5)
-    gradient = nnx.grad(lambda layer: (layer(rows) * cotangent).sum())(layer)
+    np.testing.assert_allclose(layer(jnp.asarray(rows)), expected, rtol=1e-5)
+    gradient = nnx.grad(lambda layer: (layer(jnp.asarray(rows)) * cotangent).sum())(layer)
     np.testing.assert_allclose(gradient["kernel"][...], (gaps * cotangent[:, None]).sum(0), rtol=1e-4, atol=1e-5)

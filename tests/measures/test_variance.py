@@ -1,5 +1,6 @@
 """Theorem 1 against its closed form, by sampling and by integration."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.integrate
@@ -34,7 +35,7 @@ def test_sampled_variance_agrees_with_the_theorem(score):
 @pytest.mark.parametrize("score", SCORES)
 def test_scores_are_those_of_the_attention(score):
     query, key = np.random.default_rng(0).standard_normal((2, 3, 5, 8)).astype(np.float32)
-    expected = attention.get_score(score).function(query, key)
+    expected = attention.get_score(score).function(jnp.asarray(query), jnp.asarray(key))
     np.testing.assert_allclose(pair_scores(query, key, score), expected, rtol=2e-5, atol=2e-5)
     assert attention.get_score(score).variance(8) == pytest.approx(predicted_variance(score, 8))
 
