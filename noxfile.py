@@ -16,6 +16,13 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
+def types(session: nox.Session) -> None:
+    """Reads the packages for annotations that contradict each other or the code."""
+    session.install("-r", "requirements.txt", "pyright[nodejs]>=1.1.410")
+    session.run("pyright")
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
     """Runs the tests named behind --, or all: nox -s tests -- tests/ops -x."""
     session.install("-r", "requirements.txt", "-r", "requirements-test.txt")
