@@ -6,6 +6,7 @@ import sys
 import tempfile
 
 import pytest
+from jaxtyping import install_import_hook
 
 from tests.processes import ROOT, simulated_devices
 
@@ -14,6 +15,11 @@ from tests.processes import ROOT, simulated_devices
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _COMPILED = tempfile.TemporaryDirectory(prefix="adder_flax_tests_")
     os.environ |= {"JAX_COMPILATION_CACHE_DIR": _COMPILED.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
+# Calls of what is in these folders are held against the annotations, shapes included; a float may be given as an int.
+_CHECKED = ("counting", "layers", "measures")
+_CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+install_import_hook([f"adder_flax.{folder}" for folder in _CHECKED], _CHECKER)
 
 
 @pytest.fixture
