@@ -2,6 +2,7 @@
 
 import flax.nnx as nnx
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 import kfac
@@ -28,8 +29,8 @@ class LayerScale(nnx.Module):
         width: int,
         initial: float | None = 1e-4,
         *,
-        dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
     ):
         self.scale = nnx.data(None if initial is None else nnx.Param(jnp.full(width, initial, param_dtype)))
         self.dtype = dtype
@@ -39,7 +40,7 @@ class LayerScale(nnx.Module):
 
 
 def scale_features(
-    inputs: Float[Array, "*batch width"], scale: Float[Array, " width"], dtype: jnp.dtype | None = None
+    inputs: Float[Array, "*batch width"], scale: Float[Array, " width"], dtype: DTypeLike | None = None
 ) -> Float[Array, "*batch width"]:
     """Multiplies features in a dtype, by default the common one of both.
 

@@ -145,8 +145,8 @@ class LayerScale(nn.Module):
     """
 
     initial: float | None = 1e-4
-    dtype: jnp.dtype | None = None
-    param_dtype: jnp.dtype = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, inputs: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:

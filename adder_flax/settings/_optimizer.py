@@ -72,16 +72,21 @@ class OptimizerSettings:
     """The optimizer, its schedule and its decay."""
 
     name: str = setting(
-        "adamw", Text("the name of an optimizer"), "adamw, lamb, muon, sgd, lbfgs, cg_fac or a registered one"
+        "adamw",
+        Text("the name of an optimizer"),
+        "adamw, nadamw, lamb, muon, soap, kl_shampoo, sgd, lbfgs, cg_fac or a registered one",
     )
     learning_rate: float = setting(1e-3, _RATE, "peak of the schedule", data=True)
     final_learning_rate: float = setting(1e-5, _RATE, "end of the schedule, at the last step", data=True)
     warmup_epochs: float = setting(5.0, Number(0, 1e6), "linear rise from 0 to the peak, epochs", data=True)
     weight_decay: float = setting(0.05, Number(0, 1000), "decoupled, of multiplicative weights alone", data=True)
     b1: float = setting(0.9, _DECAY, "decay of Adam's mean of the gradients", data=True)
-    b2: float = setting(0.999, _DECAY, "decay of Adam's mean of their squares", data=True)
+    b2: float = setting(
+        0.999, _DECAY, "decay of their squares' mean; the papers of soap and kl_shampoo take 0.95 and 0.98", data=True
+    )
     eps: float = setting(1e-8, Number(1e-30, 1), "added to Adam's denominator", data=True)
     momentum: float = setting(0.9, _DECAY, "of sgd and muon", data=True)
+    basis_interval: int = setting(10, Integer(1, 2**31 - 1), "steps between eigenbases of soap or kl_shampoo")
     clip_norm: float | None = setting(1.0, _RATE_OR_OFF, "largest norm of all gradients together; 0 is off", data=True)
     adder_rate: float | None = setting(
         0.0, _RATE_OR_OFF, "AdderNet's η, the rate of adder weights; 0 is off", data=True

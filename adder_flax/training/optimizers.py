@@ -1,5 +1,5 @@
-"""Optimizers by name: AdamW, LAMB, Muon, SGD and CG-FAC with warm-up, cosine decay, clipping, decoupled weight decay
-and AdderNet's rate; L-BFGS; and what `register_optimizer` adds."""
+"""Optimizers by name: AdamW, NAdamW, LAMB, Muon, SOAP, KL-Shampoo, SGD and CG-FAC with warm-up, cosine decay, clipping,
+decoupled weight decay and AdderNet's rate; L-BFGS; and what `register_optimizer` adds."""
 
 import functools
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from adder_flax.registry import Registry
 from adder_flax.settings import OptimizerSettings, is_on
 from adder_flax.training.curvature import CurvatureOptimizer
 from adder_flax.training.sharding import tree_path
+from adder_flax.training.whitening import scale_by_kl_shampoo, scale_by_soap
 
 
 def scale_by_adder_rate(eta: float) -> optax.GradientTransformation:
@@ -73,25 +74,52 @@ class OptimizerSpec(NamedTuple):
         return self.mask(lambda facts: facts.decay)
 
 
-def _adamw(spec: OptimizerSpec) -> optax.GradientTransformation:
+def _adam(spec: OptimizerSpec, *, nesterov: bool = False) -> optax.GradientTransformation:
     c = spec.settings
+    return optax.scale_by_adam(b1=c.b1, b2=c.b2, eps=c.eps, nesterov=nesterov)
+
+
+def _decoupled(spec: OptimizerSpec, *stages: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns an optimizer whose steps are what the stages give, and weight decay, times the learning rate."""
     # Nested, so that a checkpoint holds the optimizer's own state in one place, whatever stages come before it.
     optimizer = optax.chain(
-        optax.scale_by_adam(b1=c.b1, b2=c.b2, eps=c.eps),
-        optax.add_decayed_weights(c.weight_decay, mask=spec.decayed),
+        *stages,
+        optax.add_decayed_weights(spec.settings.weight_decay, mask=spec.decayed),
         optax.scale_by_learning_rate(spec.learning_rate),
     )
     return optax.chain(*_gradient_stages(spec), optimizer)
+
+
+def _for_matrices(spec: OptimizerSpec, stage: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns a stage for what inputs are multiplied with, Adam for all else.
+
+    Prototypes of adder layers are among the rest: for distances to them an orthogonal or whitened step means nothing.
+    """
+    adam = _adam(spec)
+    return optax.partition({"weight": stage, "prototype": adam, "other": adam}, spec.mask(lambda facts: facts.role))
+
+
+def _adamw(spec: OptimizerSpec) -> optax.GradientTransformation:
+    return _decoupled(spec, _adam(spec))
+
+
+def _nadamw(spec: OptimizerSpec) -> optax.GradientTransformation:
+    """AdamW with Nesterov's momentum (Dozat, 2016), the baseline of AlgoPerf."""
+    return _decoupled(spec, _adam(spec, nesterov=True))
+
+
+def _soap(spec: OptimizerSpec) -> optax.GradientTransformation:
+    c = spec.settings
+    return _decoupled(spec, _for_matrices(spec, scale_by_soap(c.b1, c.b2, c.eps, c.basis_interval)))
+
+
+def _kl_shampoo(spec: OptimizerSpec) -> optax.GradientTransformation:
+    c = spec.settings
+    return _decoupled(spec, _for_matrices(spec, scale_by_kl_shampoo(c.b1, c.b2, c.eps, c.basis_interval)))
 
 
 def _sgd(spec: OptimizerSpec) -> optax.GradientTransformation:
-    c = spec.settings
-    optimizer = optax.chain(
-        optax.trace(decay=c.momentum),
-        optax.add_decayed_weights(c.weight_decay, mask=spec.decayed),
-        optax.scale_by_learning_rate(spec.learning_rate),
-    )
-    return optax.chain(*_gradient_stages(spec), optimizer)
+    return _decoupled(spec, optax.trace(decay=spec.settings.momentum))
 
 
 def _lamb(spec: OptimizerSpec) -> optax.GradientTransformation:
@@ -102,12 +130,9 @@ def _lamb(spec: OptimizerSpec) -> optax.GradientTransformation:
     norms, embeddings; and prototypes of adder layers.
     """
     c = spec.settings
-    optimizer = optax.chain(
-        optax.scale_by_adam(b1=c.b1, b2=c.b2, eps=c.eps),
-        optax.add_decayed_weights(c.weight_decay, mask=spec.decayed),
-        optax.masked(optax.scale_by_trust_ratio(), spec.decayed),
-        optax.scale_by_learning_rate(spec.learning_rate),
-    )
+    decay = optax.add_decayed_weights(c.weight_decay, mask=spec.decayed)
+    trust = optax.masked(optax.scale_by_trust_ratio(), spec.decayed)
+    optimizer = optax.chain(_adam(spec), decay, trust, optax.scale_by_learning_rate(spec.learning_rate))
     return optax.chain(*_gradient_stages(spec), optimizer)
 
 
@@ -116,9 +141,8 @@ _MUON_RMS = 0.2
 
 
 def _muon(spec: OptimizerSpec) -> optax.GradientTransformation:
-    """Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) for what inputs are multiplied with, its
-    steps scaled as by Liu et al. (2025, https://arxiv.org/abs/2502.16982, section 2.2); AdamW for all else, prototypes
-    of adder layers included, for whose distances an orthogonal step means nothing."""
+    """Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/), its steps
+    scaled as by Liu et al. (2025, https://arxiv.org/abs/2502.16982, section 2.2)."""
     c = spec.settings
     # Of kernels with an axis of heads in front, as bilinear scores have, each head is a matrix.
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
@@ -129,13 +153,7 @@ def _muon(spec: OptimizerSpec) -> optax.GradientTransformation:
         ),
         optax.stateless(lambda updates, params: jax.tree.map(scale, updates)),
     )
-    adam = optax.scale_by_adam(b1=c.b1, b2=c.b2, eps=c.eps)
-    optimizer = optax.chain(
-        optax.partition({"weight": muon, "prototype": adam, "other": adam}, spec.mask(lambda facts: facts.role)),
-        optax.add_decayed_weights(c.weight_decay, mask=spec.decayed),
-        optax.scale_by_learning_rate(spec.learning_rate),
-    )
-    return optax.chain(*_gradient_stages(spec), optimizer)
+    return _decoupled(spec, _for_matrices(spec, muon))
 
 
 def _lbfgs(spec: OptimizerSpec) -> optax.GradientTransformation:
@@ -208,10 +226,13 @@ def register_optimizer(name: str) -> Callable[[Callable], Callable]:
 
 register_optimizer("adamw")(_adamw)
 register_optimizer("cg_fac")(_cg_fac)
+register_optimizer("kl_shampoo")(_kl_shampoo)
 register_optimizer("lamb")(_lamb)
 register_optimizer("lbfgs")(_lbfgs)
 register_optimizer("muon")(_muon)
+register_optimizer("nadamw")(_nadamw)
 register_optimizer("sgd")(_sgd)
+register_optimizer("soap")(_soap)
 
 
 def learning_rate(

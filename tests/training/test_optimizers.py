@@ -14,8 +14,9 @@ from adder_flax.layers import AdderLinear, Linear
 from adder_flax.parameters import Axis, Facts, parameter_facts
 from adder_flax.settings import RunSettings, read
 from adder_flax.tasks import Outcome
-from adder_flax.training import optimizers, scale_by_adder_rate
+from adder_flax.training import build_run, optimizers, scale_by_adder_rate
 from adder_flax.training.step import Parts, init_state, make_train_step
+from adder_flax.training.whitening import scale_by_kl_shampoo, scale_by_soap
 from tests.training.pieces import optimizer_of, vit
 
 
@@ -57,7 +58,7 @@ def test_facts_of_every_kind_of_parameter(tiny_config):
 
 def test_weight_decay_reaches_multiplicative_weights_alone(pair, settings):
     params, facts = pair
-    for name in ("adamw", "muon", "sgd"):
+    for name in ("adamw", "kl_shampoo", "muon", "nadamw", "sgd", "soap"):
         optimizer = optimizer_of(settings(name=name, weight_decay=0.5), lambda _: 0.1, facts)
         gradients = jax.tree.map(jnp.zeros_like, params)
         updates, _ = optimizer.update(gradients, optimizer.init(params), params)
@@ -214,3 +215,81 @@ def test_clipping_bounds_the_global_norm(pair, settings):
 def test_unknown_name_lists_the_known_ones(pair, settings):
     with pytest.raises(ValueError, match=r"config.optimizer.name among adamw.*got 'adamv'; did you mean 'adamw'"):
         optimizer_of(settings(name="adamv"), lambda _: 1.0, pair[1])
+
+
+def _orthogonal(factor, basis):
+    return np.linalg.qr(factor @ basis)[0]
+
+
+def _soap_in_numpy(gradients, interval, b1=0.9, b2=0.98, eps=1e-8):
+    """Vyas et al. (2024), algorithm 3, as the authors' code has it: the first step only begins the factors."""
+    first, mean, squares, updates = gradients[0], 0.0, 0.0, [np.zeros_like(gradients[0])]
+    factors = [(1 - b2) * first @ first.T, (1 - b2) * first.T @ first]
+    bases = [np.linalg.eigh(factor)[1][:, ::-1] for factor in factors]
+    for step, g in enumerate(gradients[1:], 1):
+        mean, squares = b1 * mean + (1 - b1) * g, b2 * squares + (1 - b2) * (bases[0].T @ g @ bases[1]) ** 2
+        direction = bases[0].T @ mean @ bases[1] / (1 - b1**step) / (np.sqrt(squares / (1 - b2**step)) + eps)
+        updates.append(bases[0] @ direction @ bases[1].T)
+        factors = [b2 * f + (1 - b2) * new for f, new in zip(factors, (g @ g.T, g.T @ g), strict=True)]
+        if step % interval == 0:
+            orders = [np.argsort(-np.diag(q.T @ f @ q)) for f, q in zip(factors, bases, strict=True)]
+            bases = [_orthogonal(f, q[:, o]) for f, q, o in zip(factors, bases, orders, strict=True)]
+            squares = squares[np.ix_(*orders)]
+    return updates
+
+
+def _kl_shampoo_in_numpy(gradients, interval, b1=0.9, b2=0.98, eps=1e-8):
+    """Lin et al. (2025) with dense inverses of the factors' estimates Q diag(λ) Qᵀ."""
+    first, mean, updates = gradients[0], 0.0, [np.zeros_like(gradients[0])]
+    m, n = first.shape
+    factors = [(1 - b2) * first @ first.T / n, (1 - b2) * first.T @ first / m]
+    bases, values = [np.linalg.eigh(f)[1][:, ::-1] for f in factors], [np.full(m, 0.1), np.full(n, 0.1)]
+    for step, g in enumerate(gradients[1:], 1):
+        mean = b1 * mean + (1 - b1) * g
+        scale = np.sqrt(np.outer(*values)) + eps
+        updates.append(bases[0] @ (bases[0].T @ mean @ bases[1] / scale) @ bases[1].T)
+        inverses = [q @ np.diag(1 / v) @ q.T for q, v in zip(bases, values, strict=True)]
+        found = g @ inverses[1] @ g.T / n, g.T @ inverses[0] @ g / m
+        values = [
+            np.maximum(b2 * v + (1 - b2) * np.diag(q.T @ new @ q), 1 / max(10, v.size) ** 2)
+            for v, q, new in zip(values, bases, found, strict=True)
+        ]
+        factors = [b2 * f + (1 - b2) * new for f, new in zip(factors, found, strict=True)]
+        if step % interval == 0:
+            bases = [_orthogonal(*pair) for pair in zip(factors, bases, strict=True)]
+    return updates
+
+
+@pytest.mark.parametrize(
+    ("stage", "in_numpy"), [(scale_by_soap, _soap_in_numpy), (scale_by_kl_shampoo, _kl_shampoo_in_numpy)]
+)
+def test_whitened_steps_against_numpy(stage, in_numpy):
+    """In float64, of a matrix and of a stack of two; bases are renewed at every second step."""
+    rng = np.random.default_rng(0)
+    spread = np.geomspace(1, 20, 4)[:, None] * np.geomspace(1, 9, 3)
+    gradients = rng.normal(size=(9, 2, 4, 3)) * spread
+    with jax.enable_x64(True):
+        transform = stage(0.9, 0.98, 1e-8, 2)
+        state = transform.init({"one": jnp.zeros((4, 3)), "two": jnp.zeros((2, 4, 3))})
+        update, found = jax.jit(transform.update), []
+        for gradient in gradients:
+            updates, state = update({"one": jnp.asarray(gradient[0]), "two": jnp.asarray(gradient)}, state)
+            found.append(updates)
+    for place in (0, 1):
+        expected = in_numpy(list(gradients[:, place]), 2)
+        for step, updates in enumerate(found):
+            np.testing.assert_allclose(updates["two"][place], expected[step], rtol=1e-7, atol=1e-9)
+            if place == 0:
+                np.testing.assert_allclose(updates["one"], expected[step], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["nadamw", "soap", "kl_shampoo"])
+def test_a_batch_is_learned_by_heart(name, tiny_config):
+    fields = {"optimizer.name": name, "optimizer.b2": 0.95, "num_epochs": 3.0, "task.mixup_alpha": 0.0}
+    fields |= {"optimizer.learning_rate": 0.01, "task.cutmix_alpha": 0.0}
+    run = build_run(tiny_config("multiplicative", **fields))
+    state, losses = run.init(), []
+    for _ in range(120):
+        state, metrics = run.train_step(state, run.train_source.first(32), run.hyper)
+        losses.append(float(metrics["loss"]))
+    assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:10])

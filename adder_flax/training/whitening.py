@@ -1,0 +1,216 @@
+"""Gradients of matrices in the eigenbases of their Kronecker factors: SOAP and KL-Shampoo, as stages for optax.
+
+Both keep a factor for the rows and one for the columns of each gradient G, find their eigenvectors Q_L and Q_R now and
+then, and scale Q_Lᵀ G Q_R elementwise. They differ in what the factors are and in what the scale is.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+# Of an eigenvalue of KL-Shampoo before anything is known of it, as in the authors' code.
+_FIRST_VALUE = 0.1
+# And its largest inverse root: that of the number of rows or columns, but no less and no more than these.
+_SMALLEST_CLAMP, _LARGEST_CLAMP = 10.0, 4000.0
+
+
+class Whitening(NamedTuple):
+    """What is kept of one matrix of m rows and n columns, or of a stack of them.
+
+    Attributes:
+      mean: running mean of the gradients.
+      factors: running means of the factors of rows (m, m) and columns (n, n).
+      bases: their eigenvectors, in columns.
+      scales: of SOAP the running mean of squares in the bases, (m, n); of KL-Shampoo eigenvalues, (m,) and (n,).
+    """
+
+    mean: Float[Array, "*stack m n"]
+    factors: tuple[Float[Array, "*stack m m"], Float[Array, "*stack n n"]]
+    bases: tuple[Float[Array, "*stack m m"], Float[Array, "*stack n n"]]
+    scales: Any
+
+
+class WhiteningState(NamedTuple):
+    """State of both: steps that were done, and a :class:`Whitening` for each parameter."""
+
+    count: Int[Array, ""]
+    matrices: Any
+
+
+def scale_by_soap(
+    b1: float | Array = 0.95, b2: float | Array = 0.95, eps: float | Array = 1e-8, interval: int = 10
+) -> optax.GradientTransformation:
+    """Adam in the eigenbases of Shampoo's factors (Vyas et al., 2024, https://arxiv.org/abs/2409.11321, algorithm 3).
+
+    The factors are running means of G Gᵀ and Gᵀ G. As in the authors' code the first step only begins the factors, and
+    new bases are one step of power iteration from the old, in the order of their eigenvalues.
+
+    Args:
+      b1: decay of the mean of gradients.
+      b2: decay of the mean of their squares and of the factors.
+      eps: added to the root of the squares.
+      interval: steps from one basis to the next.
+
+    Returns:
+      A stage for parameters with two axes or more, of which those in front make a stack.
+
+    Example:
+      >>> stage = scale_by_soap()
+      >>> state = stage.init({"w": jnp.zeros((2, 3))})
+      >>> updates, state = stage.update({"w": jnp.ones((2, 3))}, state)
+      >>> float(jnp.abs(updates["w"]).max()), state.matrices["w"].scales.shape
+      (0.0, (2, 3))
+    """
+
+    def later(count: Array, gradient: Array, kept: Whitening) -> tuple[Array, Whitening]:
+        left, right = kept.bases
+        mean = _mix(kept.mean, gradient, b1)
+        squares = _mix(kept.scales, (left.T @ gradient @ right) ** 2, b2)
+        corrected = (left.T @ mean @ right) / (1 - b1**count)
+        update = left @ (corrected / (jnp.sqrt(squares / (1 - b2**count)) + eps)) @ right.T
+        factors = _mix_all(kept.factors, (gradient @ gradient.T, gradient.T @ gradient), b2)
+
+        def renew() -> tuple[Any, Array]:
+            orders = [
+                jnp.argsort(-jnp.einsum("ji,jk,ki->i", q, f, q)) for q, f in zip(kept.bases, factors, strict=True)
+            ]
+            bases = tuple(_power_step(f, q[:, o]) for f, q, o in zip(factors, kept.bases, orders, strict=True))
+            return bases, squares[orders[0]][:, orders[1]]
+
+        bases, squares = jax.lax.cond(count % interval == 0, renew, lambda: (kept.bases, squares))
+        return update, Whitening(mean, factors, bases, squares)
+
+    def first(gradient: Array) -> Whitening:
+        factors = _mix_all(_no_factors(gradient), (gradient @ gradient.T, gradient.T @ gradient), b2)
+        return Whitening(jnp.zeros_like(gradient), factors, _eigenvectors(factors), jnp.zeros_like(gradient))
+
+    return _stage(first, later)
+
+
+def scale_by_kl_shampoo(
+    b1: float | Array = 0.9, b2: float | Array = 0.98, eps: float | Array = 1e-8, interval: int = 10
+) -> optax.GradientTransformation:
+    """KL-Shampoo (Lin et al., 2025, https://arxiv.org/abs/2509.03378; the authors' ``kl_opt.py``).
+
+    The factors are those of the normal distribution closest to the gradients: running means of G S_R⁻¹ Gᵀ / n and
+    Gᵀ S_L⁻¹ G / m. Eigenvalues follow every step, in bases that are renewed now and then by a step of power iteration;
+    the update is Q_L (Q_Lᵀ M Q_R / (√λ_L √λ_Rᵀ + ε)) Q_Rᵀ with M the running mean of the gradients. Nothing of the size
+    of Adam's second moments is kept.
+
+    Args:
+      b1: decay of the mean of gradients.
+      b2: decay of the factors.
+      eps: added to the roots of the eigenvalues' products.
+      interval: steps from one basis to the next.
+
+    Returns:
+      A stage for parameters with two axes or more, of which those in front make a stack.
+
+    Example:
+      >>> stage = scale_by_kl_shampoo()
+      >>> state = stage.init({"w": jnp.zeros((2, 3))})
+      >>> updates, state = stage.update({"w": jnp.ones((2, 3))}, state)
+      >>> [value.shape for value in state.matrices["w"].scales]
+      [(2,), (3,)]
+    """
+
+    def roots(values: tuple[Array, Array]) -> tuple[Array, Array]:
+        return tuple(jnp.sqrt(value) for value in values)
+
+    def later(count: Array, gradient: Array, kept: Whitening) -> tuple[Array, Whitening]:
+        (left, right), (rows, columns) = kept.bases, roots(kept.scales)
+        mean = _mix(kept.mean, gradient, b1)
+        update = left @ (left.T @ mean @ right / (jnp.outer(rows, columns) + eps)) @ right.T
+        whitened_rows, whitened_columns = (left.T @ gradient) / rows[:, None], (gradient @ right) / columns
+        m, n = gradient.shape
+        found = whitened_columns @ whitened_columns.T / n, whitened_rows.T @ whitened_rows / m
+        rotated = left.T @ gradient @ right
+        values = ((rotated / columns) ** 2).mean(1), ((rotated / rows[:, None]) ** 2).mean(0)
+        scales = tuple(
+            jnp.maximum(value, 1 / jnp.clip(value.size, _SMALLEST_CLAMP, _LARGEST_CLAMP) ** 2)
+            for value in _mix_all(kept.scales, values, b2)
+        )
+        factors = _mix_all(kept.factors, found, b2)
+        bases = jax.lax.cond(
+            count % interval == 0,
+            lambda: tuple(_power_step(f, q) for f, q in zip(factors, kept.bases, strict=True)),
+            lambda: kept.bases,
+        )
+        return update, Whitening(mean, factors, bases, scales)
+
+    def first(gradient: Array) -> Whitening:
+        m, n = gradient.shape
+        found = gradient @ gradient.T / n, gradient.T @ gradient / m
+        factors = _mix_all(_no_factors(gradient), found, b2)
+        scales = tuple(jnp.full(side, _FIRST_VALUE, gradient.dtype) for side in (m, n))
+        return Whitening(jnp.zeros_like(gradient), factors, _eigenvectors(factors), scales)
+
+    return _stage(first, later)
+
+
+def _stage(first: Callable[[Array], Whitening], later: Callable) -> optax.GradientTransformation:
+    """Makes a stage of what is done to one matrix, at the first step, which updates nothing, and at those after it."""
+
+    def init(params: Any) -> WhiteningState:
+        begin = lambda parameter: jax.tree.map(jnp.zeros_like, _stacked(first)(_wide(parameter)))
+        return WhiteningState(jnp.zeros((), jnp.int32), jax.tree.map(begin, params))
+
+    def update(updates: Any, state: WhiteningState, params: Any = None) -> tuple[Any, WhiteningState]:
+        def of_one(gradient: Array, kept: Whitening) -> tuple[Array, Whitening]:
+            wide = _wide(gradient)
+            result, new = jax.lax.cond(
+                state.count == 0,
+                lambda: (jnp.zeros_like(wide), _stacked(first)(wide)),
+                lambda: _stacked(lambda g, k: later(state.count, g, k))(wide, kept),
+            )
+            return result.astype(gradient.dtype), new
+
+        leaves, structure = jax.tree.flatten(updates)
+        kept = structure.flatten_up_to(state.matrices)
+        done = [of_one(*pair) for pair in zip(leaves, kept, strict=True)]
+        new = WhiteningState(optax.safe_increment(state.count), structure.unflatten([k for _, k in done]))
+        return structure.unflatten([result for result, _ in done]), new
+
+    return optax.GradientTransformation(init, update)
+
+
+def _stacked(function: Callable) -> Callable:
+    """Applies a function of matrices to stacks of them, one axis of a stack after the other."""
+
+    def apply(gradient: Array, *others: Any) -> Any:
+        mapped = function
+        for _ in range(gradient.ndim - 2):
+            mapped = jax.vmap(mapped)
+        return mapped(gradient, *others)
+
+    return apply
+
+
+def _wide(array: Array) -> Array:
+    # Eigenvectors of sums of squares mean nothing in half precision.
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+
+
+def _mix(mean: Array, new: Array, decay: float | Array) -> Array:
+    return decay * mean + (1 - decay) * new
+
+
+def _mix_all(means: tuple[Array, ...], new: tuple[Array, ...], decay: float | Array) -> tuple[Array, ...]:
+    return tuple(_mix(*pair, decay) for pair in zip(means, new, strict=True))
+
+
+def _no_factors(gradient: Array) -> tuple[Array, Array]:
+    return tuple(jnp.zeros((side, side), gradient.dtype) for side in gradient.shape)
+
+
+def _eigenvectors(factors: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Eigenvectors of both factors, those of the largest eigenvalues first."""
+    return tuple(jnp.linalg.eigh(factor)[1][:, ::-1] for factor in factors)
+
+
+def _power_step(factor: Array, basis: Array) -> Array:
+    return jnp.linalg.qr(factor @ basis)[0]
