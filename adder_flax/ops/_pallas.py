@@ -36,6 +36,18 @@ class Operand(NamedTuple):
     axes: str
 
 
+def _one_total(zero, *fixed):
+    return (zero,), fixed
+
+
+def _two_totals(zero, *fixed):
+    return (zero, zero), fixed
+
+
+def _unchanged(total):
+    return total
+
+
 class Reduction(NamedTuple):
     """One reduction over pairs, in functions of float32 blocks that broadcast to a block of the output.
 
@@ -52,8 +64,8 @@ class Reduction(NamedTuple):
 
     operands: Sequence[Operand]
     step: Callable
-    begin: Callable = lambda zero, *fixed: ((zero,), fixed)
-    finish: Callable = lambda total: total
+    begin: Callable = _one_total
+    finish: Callable = _unchanged
     careful: tuple[Callable, Callable] | None = None
     at_once: int = 1
 
@@ -182,12 +194,7 @@ class PallasBackend(Backend):
 
         query, key = self.hidden_operands(query, key)
         (dk,) = self.run_kernel(Reduction([Operand(g, "ci"), Operand(query, "cj"), Operand(key, "ij")], slope_step))
-        dq, dv = self.run_kernel(
-            Reduction(
-                [Operand(g, "ic"), Operand(key, "cj"), Operand(query, "ij")],
-                slope_and_value_step,
-                begin=lambda zero, *fixed: ((zero, zero), fixed),
-            )
-        )
+        operands = [Operand(g, "ic"), Operand(key, "cj"), Operand(query, "ij")]
+        dq, dv = self.run_kernel(Reduction(operands, slope_and_value_step, begin=_two_totals))
         (v,) = upcast(v)
         return dq * v[:, None], dk * v[:, None], dv.sum(1)

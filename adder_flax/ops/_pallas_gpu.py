@@ -204,7 +204,7 @@ class PallasGpuBackend(PallasBackend):
             *(Operand(a, "j") for a in (centre, high, low)),
             Operand(g_array.sum(1 + g.axes.index("c")), "i"),
         ]
-        (dx,) = self.run_kernel(Reduction(operands, step, begin, finish=lambda total: 2.0 * total))
+        (dx,) = self.run_kernel(Reduction(operands, step, begin, finish=_doubled))
         return dx
 
     @unless_empty
@@ -220,6 +220,12 @@ class PallasGpuBackend(PallasBackend):
         rows = offset - scale * (x - centre)
         columns = scale * (w - (centre if axes == "nk" else jnp.swapaxes(centre, 1, 2)))
         strange = ~(jnp.isfinite(rows).all((1, 2)) & jnp.isfinite(columns).all((1, 2)))
+
+        def begin(zero, dx_sum, strange):
+            return (zero - 0.5 * dx_sum,), (strange,)
+
+        def is_strange(strange):
+            return strange > 0
 
         def position(row, column):
             distance = column + row
@@ -239,14 +245,8 @@ class PallasGpuBackend(PallasBackend):
             Operand(dx.sum(2), "i"),
             Operand(strange.astype(jnp.float32), ""),
         ]
-        reduction = Reduction(
-            operands,
-            step,
-            begin=lambda zero, dx_sum, strange: ((zero - 0.5 * dx_sum,), (strange,)),
-            finish=lambda total: 2.0 * total,
-            careful=(lambda strange: strange > 0, careful_step),
-        )
-        (dy,) = self.run_kernel(reduction)
+        careful = (is_strange, careful_step)
+        (dy,) = self.run_kernel(Reduction(operands, step, begin, finish=_doubled, careful=careful))
         return dy
 
     @unless_empty
@@ -297,6 +297,11 @@ class PallasGpuBackend(PallasBackend):
 def _even(array: jax.Array) -> jax.Array:
     """Returns an array whose last axis a zero makes even."""
     return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, array.shape[-1] % 2)])
+
+
+def _doubled(total):
+    # The slope of a rule lies in [-1, 1] and the hardware saturates to [0, 1]: half of each term, and then twice all.
+    return 2.0 * total
 
 
 def _columns_contiguous(operand: Operand) -> Operand:
@@ -391,8 +396,8 @@ def _reduce_tile(reduction, tile, size, inputs, out_refs):
             runs = c + lax.broadcasted_iota(jnp.int32, (_RUN, 1, 1, 1), 0)
             values = _unstack(plgpu.load(ref.at[batch, at[None], runs]).astype(jnp.float32))
         else:
-            index = (lambda n: (at, c + n)) if axes == "ic" else (lambda n: (c + n, at))
-            values = [plgpu.load(ref.at[batch, *index(n)]).astype(jnp.float32) for n in range(count)]
+            indices = [(at, c + n) if axes == "ic" else (c + n, at) for n in range(count)]
+            values = [plgpu.load(ref.at[batch, *index]).astype(jnp.float32) for index in indices]
         return [spread[kept](value) for value in values]
 
     def add_terms(step, c, totals, count):
@@ -403,7 +408,10 @@ def _reduce_tile(reduction, tile, size, inputs, out_refs):
 
     def add_all(step, totals):
         runs, rest = divmod(size["c"], _RUN)
-        add_run = lambda n, totals: add_terms(step, _clip(n * _RUN, (runs - 1) * _RUN), totals, _RUN)
+
+        def add_run(n, totals):
+            return add_terms(step, _clip(n * _RUN, (runs - 1) * _RUN), totals, _RUN)
+
         return add_terms(step, jnp.int32(runs * _RUN), lax.fori_loop(0, runs, add_run, totals), rest)
 
     zero = jnp.zeros((tile.rows // _RUN, _RUN, tile.columns // _RUN, _RUN, tile.threads()), jnp.float32)

@@ -148,7 +148,10 @@ def _add_block(reduction, block, count, block_count, inputs, out_refs):
 
         def add_all(count):
             turns, rest = divmod(count, block.unroll)
-            turn = lambda n, totals: add_terms(n * block.unroll, totals, block.unroll)
+
+            def turn(n, totals):
+                return add_terms(n * block.unroll, totals, block.unroll)
+
             return add_terms(turns * block.unroll, lax.fori_loop(0, turns, turn, totals), rest)
 
         if last_count == block_count:

@@ -42,8 +42,10 @@ def split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) -> 
         # Of two arrays that want one mesh axis for different axes of theirs, the smaller one is moved.
         arrays.sort(key=lambda array_and_axes: -math.prod(array_and_axes[0].shape))
         split = _assign_mesh_axes(mesh, arrays, kept + summed)
-        place = lambda axes: NamedSharding(mesh, P(*[split.get(name) for name in axes]))
         partial_over = tuple(axis for name in summed for axis in split.get(name, ()))
+
+        def place(axes):
+            return NamedSharding(mesh, P(*[split.get(name) for name in axes]))
 
         def on_each_device(*parts):
             # Parts live on one device: the user's mesh, at hand where this is called, says nothing about them.
@@ -55,7 +57,10 @@ def split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) -> 
         return mesh, on_each_device, result_places, tuple(map(place, operand_axes))
 
     split = custom_partitioning(function)
-    join = lambda side: ", ".join(" ".join(axes) for axes in side)
+
+    def join(side):
+        return ", ".join(" ".join(axes) for axes in side)
+
     split.def_partition(
         partition,
         sharding_rule=f"{join(operand_axes)} -> {join(result_axes)}",
@@ -112,7 +117,9 @@ def split_over_mesh(function: Callable, operand_axes: Axes, result_axes: Axes) -
             results = [jax.lax.psum(r, axes) if axes else r for r, axes in zip(results, missing, strict=True)]
             return jax.tree.unflatten(structure, results)
 
-        places = lambda all_axes: tuple(P(*[split.get(name) or None for name in axes]) for axes in all_axes)
+        def places(all_axes):
+            return tuple(P(*[split.get(name) or None for name in axes]) for axes in all_axes)
+
         out = places(result_axes)
         return jax.shard_map(
             on_each_device,

@@ -187,7 +187,11 @@ def _split(backend: Backend, method: str, options: dict, operands: Sequence, how
         return function(*[jnp.expand_dims(a, without) for a, without in zip(parts, lacking, strict=True)])
 
     split = (_partition.split_by_rule if how == "rule" else _partition.split_over_mesh)(on_parts, named, results)
-    return lambda *arrays: split(*[jnp.squeeze(a, without) for a, without in zip(arrays, lacking, strict=True)])
+
+    def on_wholes(*arrays):
+        return split(*[jnp.squeeze(a, without) for a, without in zip(arrays, lacking, strict=True)])
+
+    return on_wholes
 
 
 def _lower(platform: str, context: mlir.LoweringRuleContext, *operands, backend, method, options, mesh):
@@ -286,7 +290,10 @@ def _l1_tangents(bind, operands, tangents, options):
     """The derivative of the L1 sum by the declared rules."""
     (x, w), (dx, dw), axes = operands, tangents, options["axes"]
     x_rule, w_rule = options["x_rule"], options["w_rule"]
-    bind_side = lambda method, d, rule: bind(x, w, *d, method=method, options=(("rule", rule), ("axes", axes)))
+
+    def bind_side(method, d, rule):
+        return bind(x, w, *d, method=method, options=(("rule", rule), ("axes", axes)))
+
     if not _is_zero(dx) and not _is_zero(dw) and x_rule == w_rule and x_rule.name != "full":
         return bind_side("l1_pushforward_both", (dx, dw), x_rule)
     parts = []

@@ -31,7 +31,10 @@ def _blocked_sum(term, operands, init):
     """
     length = operands[0].shape[0]
     if length > LONGEST_RUN:
-        add_run = lambda total, run: jax.tree.map(jnp.add, total, _blocked_sum(term, run, init))
+
+        def add_run(total, run):
+            return jax.tree.map(jnp.add, total, _blocked_sum(term, run, init))
+
         return _scan_parts(add_run, operands, init, LONGEST_RUN)
 
     def add_terms(total, slices):
@@ -63,18 +66,20 @@ class XlaBackend(Backend):
 
     def l1(self, x, w, axes):
         x, w = upcast(x, to_nk(w, axes))
+
+        def term(x_k, w_k):
+            return -jnp.abs(x_k[:, :, None] - w_k[:, None])
+
         init = jnp.zeros((*x.shape[:2], w.shape[1]), x.dtype)
-        return _blocked_sum(
-            lambda x_k, w_k: -jnp.abs(x_k[:, :, None] - w_k[:, None]), [_leading(x, 2), _leading(w, 2)], init
-        )
+        return _blocked_sum(term, [_leading(x, 2), _leading(w, 2)], init)
 
     def l1_pullback_x(self, x, w, g, rule, axes):
         x, w, g = upcast(x, to_nk(w, axes), g)
-        return _blocked_sum(
-            lambda w_n, g_n: g_n[..., None] * rule(w_n[:, None] - x),
-            [_leading(w, 1), _leading(g, 2)],
-            jnp.zeros_like(x),
-        )
+
+        def term(w_n, g_n):
+            return g_n[..., None] * rule(w_n[:, None] - x)
+
+        return _blocked_sum(term, [_leading(w, 1), _leading(g, 2)], jnp.zeros_like(x))
 
     def l1_pullback_w(self, x, w, g, rule, axes):
         # The same sum with the roles of x and w exchanged.
@@ -83,21 +88,21 @@ class XlaBackend(Backend):
 
     def l1_pushforward(self, x, w, dx, rule, axes):
         x, w, dx = upcast(x, to_nk(w, axes), dx)
+
+        def term(x_k, w_k, dx_k):
+            return dx_k[:, :, None] * rule(w_k[:, None] - x_k[:, :, None])
+
         init = jnp.zeros((*x.shape[:2], w.shape[1]), x.dtype)
-        return _blocked_sum(
-            lambda x_k, w_k, dx_k: dx_k[:, :, None] * rule(w_k[:, None] - x_k[:, :, None]),
-            [_leading(x, 2), _leading(w, 2), _leading(dx, 2)],
-            init,
-        )
+        return _blocked_sum(term, [_leading(x, 2), _leading(w, 2), _leading(dx, 2)], init)
 
     def additive(self, query, key, v):
         query, key, v = upcast(query, key, v)
+
+        def term(q_k, k_k, v_k):
+            return v_k[:, None, None] * jnp.tanh(q_k[:, :, None] + k_k[:, None])
+
         init = jnp.zeros((*query.shape[:2], key.shape[1]), query.dtype)
-        return _blocked_sum(
-            lambda q_k, k_k, v_k: v_k[:, None, None] * jnp.tanh(q_k[:, :, None] + k_k[:, None]),
-            [_leading(query, 2), _leading(key, 2), _leading(v, 1)],
-            init,
-        )
+        return _blocked_sum(term, [_leading(query, 2), _leading(key, 2), _leading(v, 1)], init)
 
     def additive_pushforward(self, query, key, v, d_query, d_key, d_v):
         query, key, v, d_query, d_key, d_v = upcast(query, key, v, d_query, d_key, d_v)
