@@ -69,8 +69,10 @@ def make_attention_diagnostics(
 
 def _gradient_norms(gradient: dict[str, Any], places: "_Places") -> Metrics:
     leaves = {tree_path(path).replace("/", "."): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(gradient)}
-    inside = lambda path: [name for name in leaves if f"{name}.".startswith(f"{path}.")]
-    groups = {place: [name for part in parts for name in inside(part)] for place, parts in places.branches.items()}
+    groups = {
+        place: [name for part in parts for name in leaves if _is_inside(name, part)]
+        for place, parts in places.branches.items()
+    }
     for name in leaves.keys() - {name for group in groups.values() for name in group}:
         groups.setdefault(name.split(".")[0], []).append(name)
     return {f"gradient_norm/{place}": optax.tree.norm([leaves[n] for n in group]) for place, group in groups.items()}
@@ -111,9 +113,14 @@ class _Places:
 
     def block(self, path: str) -> str:
         """The block that a module is inside of."""
-        return next((name for block, name in self._blocks.items() if path.startswith(f"{block}.")), path)
+        return next((name for block, name in self._blocks.items() if _is_inside(path, block)), path)
 
     def branch(self, path: str) -> str:
         """The branch that a module is inside of."""
-        inside = lambda parts: any(f"{path}.".startswith(f"{part}.") for part in parts)
-        return next((name for name, parts in self.branches.items() if inside(parts)), self.block(path))
+        found = (name for name, parts in self.branches.items() if any(_is_inside(path, part) for part in parts))
+        return next(found, self.block(path))
+
+
+def _is_inside(path: str, module: str) -> bool:
+    """Whether a path is a module's or of something in it."""
+    return f"{path}.".startswith(f"{module}.")

@@ -57,7 +57,10 @@ def _finite(x: Any) -> bool:
 
 def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], scope: str) -> list[Any]:
     values = dict(zip(jaxpr.constvars + jaxpr.invars, [*consts, *args], strict=True))
-    read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
     for eqn in jaxpr.eqns:
         inputs = [read(atom) for atom in eqn.invars]
         here = jaxprs.scope(scope, eqn)

@@ -73,7 +73,10 @@ def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
       ['ema_decay: 0.0 there, 0.9 now', 'seed: 0 there, 1 now']
     """
     there, now = with_defaults(there), with_defaults(now)
-    shown = lambda fields, name: printable(repr(fields[name]), 60) if name in fields else "absent"
+
+    def shown(fields: Mapping[str, Any], name: str) -> str:
+        return printable(repr(fields[name]), 60) if name in fields else "absent"
+
     return [
         f"{printable(name, 60)}: {shown(there, name)} there, {shown(now, name)} now"
         for name in sorted(there.keys() | now.keys())

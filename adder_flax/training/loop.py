@@ -165,7 +165,10 @@ class Trainer:
     def _due(self, step: int) -> tuple[bool, bool]:
         """Returns whether the configuration asks for an evaluation after a step, and whether for a checkpoint."""
         run = self._run
-        every = lambda steps: step % (steps or run.steps_per_epoch) == 0 or step == run.num_steps
+
+        def every(steps: int) -> bool:
+            return step % (steps or run.steps_per_epoch) == 0 or step == run.num_steps
+
         return every(run.config.eval_every_steps), every(run.config.checkpoint_every_steps)
 
     def _save(self, state: State, step: int, outputs: _Outputs, evaluates: bool) -> dict[str, float]:
@@ -215,7 +218,10 @@ class Trainer:
         batch = sharding.put_batch(self._batches[index], run.mesh)
         augment_key, dropout_key = step_keys(run.config.seed, index)
         examples = run.task.examples(augment_key, batch)
-        loss = lambda *args: run.loss(*args).loss
+
+        def loss(*args: Any) -> Any:
+            return run.loss(*args).loss
+
         return explain_non_finite(loss, params, jax.jit(jax.grad(loss)), examples, dropout_key)
 
     def _not_saved(self, expected: str, step: int, got: str, checkpoints: Checkpoints) -> NonFiniteLossError:

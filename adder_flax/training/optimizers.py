@@ -2,6 +2,7 @@
 decoupled weight decay and AdderNet's rate; L-BFGS; and what `register_optimizer` adds."""
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -46,6 +47,11 @@ def scale_by_adder_rate(eta: float) -> optax.GradientTransformation:
         norm = jnp.maximum(jnp.linalg.norm(unit.ravel()), 0.5)  # below 1/2 only where the gradient is zero
         return (unit * (eta * gradient.size**0.5 / norm)).astype(gradient.dtype)
 
+    return _for_each(scale)
+
+
+def _for_each(scale: Callable[[Array], Array]) -> optax.GradientTransformation:
+    """A transformation of every update by itself, without state."""
     return optax.stateless(lambda updates, params: jax.tree.map(scale, updates))
 
 
@@ -71,7 +77,7 @@ class OptimizerSpec(NamedTuple):
     @property
     def decayed(self) -> Any:
         """The tree that is True where weight decay shrinks a parameter."""
-        return self.mask(lambda facts: facts.decay)
+        return self.mask(operator.attrgetter("decay"))
 
 
 def _adam(spec: OptimizerSpec, *, nesterov: bool = False) -> optax.GradientTransformation:
@@ -96,7 +102,7 @@ def _for_matrices(spec: OptimizerSpec, stage: optax.GradientTransformation) -> o
     Prototypes of adder layers are among the rest: for distances to them an orthogonal or whitened step means nothing.
     """
     adam = _adam(spec)
-    return optax.partition({"weight": stage, "prototype": adam, "other": adam}, spec.mask(lambda facts: facts.role))
+    return optax.partition({"weight": stage, "prototype": adam, "other": adam}, spec.mask(operator.attrgetter("role")))
 
 
 def _adamw(spec: OptimizerSpec) -> optax.GradientTransformation:
@@ -146,12 +152,15 @@ def _muon(spec: OptimizerSpec) -> optax.GradientTransformation:
     c = spec.settings
     # Of kernels with an axis of heads in front, as bilinear scores have, each head is a matrix.
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
-    scale = lambda update: _MUON_RMS * max(update.shape[-2:]) ** 0.5 * update
+
+    def scale(update: Array) -> Array:  # an orthogonal step has a root mean square of 1/√(longer side)
+        return _MUON_RMS * max(update.shape[-2:]) ** 0.5 * update
+
     muon = optax.chain(
         optax.contrib.scale_by_muon(
             beta=c.momentum, eps=c.eps, weight_dimension_numbers=functools.partial(jax.tree.map, lambda _: matrix)
         ),
-        optax.stateless(lambda updates, params: jax.tree.map(scale, updates)),
+        _for_each(scale),
     )
     return _decoupled(spec, _for_matrices(spec, muon))
 

@@ -134,18 +134,17 @@ class Program:
 
     def __init__(self, shape: Shape, numbers: Hyper):
         self.shape = shape
-        model = nnx.eval_shape(lambda: self.build_model(numbers))
+        model = nnx.eval_shape(functools.partial(self.build_model, numbers))
         self.facts = parameter_facts(model)
         self.graphdef, params = nnx.split(model, nnx.Param)
         params = nnx.to_pure_dict(params)
-        self._find_layers = functools.cache(lambda: self._layers(numbers, params))
+        # Once, and only for those who ask: finding layers traces the loss.
+        self._find_layers = functools.cache(functools.partial(self._layers, numbers, params))
         optimizer = self.parts(numbers).optimizer  # at plain numbers: what does not fit is told before any trace
         self.layers: kfac.Layers | None = optimizer.layers if isinstance(optimizer, CurvatureOptimizer) else None
         shapes = jax.eval_shape(self._initial_state, params, numbers)
         shardings = sharding.state_sharding(shapes, shape.mesh, self.facts)
-        self.abstract_state: State = jax.tree.map(
-            lambda leaf, placed: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), shapes, shardings
-        )
+        self.abstract_state: State = jax.tree.map(sharding.placed_shape, shapes, shardings)
         whole = sharding.replicated(shape.mesh)
         train_step = make_train_step(
             self.parts, accumulation_steps=shape.accumulation_steps, skip_non_finite=shape.skip_non_finite

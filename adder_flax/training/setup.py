@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -221,7 +222,7 @@ def _initial_params(run: Run) -> Any:
     with user_errors():
         model = run.task.initial(run.model(fetch(params, run.mesh)), run.train_source)
     begun = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    return jax.device_put(begun, jax.tree.map(lambda leaf: leaf.sharding, run.abstract_state["params"]))
+    return _put_like(begun, run.abstract_state["params"])
 
 
 def random_params(program: Program, numbers: Hyper, init: str = "sequence") -> Any:
@@ -230,13 +231,17 @@ def random_params(program: Program, numbers: Hyper, init: str = "sequence") -> A
         params = params_by_path(lambda rngs: program.build_model(numbers, rngs), int(numbers["seed"]))
     else:  # eager: one jitted initialisation of all parameters compiles for longer than it saves
         params = nnx.to_pure_dict(nnx.state(program.build_model(numbers), nnx.Param))
-    return jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state["params"]))
+    return _put_like(params, program.abstract_state["params"])
+
+
+def _put_like(params: Any, abstract: Any) -> Any:
+    """Returns parameters on devices, each where its abstract counterpart says."""
+    return jax.device_put(params, jax.tree.map(operator.attrgetter("sharding"), abstract))
 
 
 def abstract_batch(run: Run) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes and shardings of a training batch."""
-    placed = sharding.batch_sharding(run.mesh)
-    place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed)
+    place = functools.partial(sharding.placed_shape, placed=sharding.batch_sharding(run.mesh))
     return jax.tree.map(place, run.program.batch(run.settings.batch_size))
 
 

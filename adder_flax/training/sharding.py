@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
 from adder_flax.errors import RunError, first_line
 from adder_flax.parameters import Facts
@@ -124,6 +124,11 @@ def state_sharding(abstract_state: Any, mesh: Mesh, facts: Any) -> Any:
         return NamedSharding(mesh, parameter_spec(leaf.shape, mesh, own))
 
     return jax.tree_util.tree_map_with_path(place, abstract_state)
+
+
+def placed_shape(leaf: jax.ShapeDtypeStruct | Array, placed: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an array that lies where it is said to."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

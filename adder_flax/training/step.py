@@ -6,6 +6,7 @@ the numbers in which runs of one program differ: seed, rates, lengths. A step is
 traced.
 """
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -117,8 +118,18 @@ def _mean(function: Callable, params: Any, examples: Any, key: Array, count: int
         return jax.tree.map(jnp.add, total, function(params, *microbatch_and_key)), None
 
     xs = (_microbatches(examples, count), jax.random.split(key, count))
-    shapes = jax.eval_shape(function, params, *jax.tree.map(lambda x: x[0], xs))
+    # Zeros to begin with, not the first microbatch: the scan then compiles one forward and backward
+    # pass, and not two.
+    shapes = jax.eval_shape(function, params, *_first(xs))
     total, _ = jax.lax.scan(body, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), xs)
+    return _divided(total, count)
+
+
+def _first(microbatches: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], microbatches)
+
+
+def _divided(total: Any, count: int) -> Any:
     return jax.tree.map(lambda x: x / count, total)
 
 
@@ -136,7 +147,10 @@ def _plain_gradient(parts: Parts, accumulation_steps: int) -> Differentiate:
 
     def differentiate(opt_state, params, examples, key):
         (loss, metrics), grads = _mean(value_and_grad, params, examples, key, accumulation_steps)
-        value_fn = lambda p: _mean(value_and_metrics, p, examples, key, accumulation_steps)[0]
+
+        def value_fn(params):
+            return _mean(value_and_metrics, params, examples, key, accumulation_steps)[0]
+
         return loss, metrics, grads, {"value": loss, "grad": grads, "value_fn": value_fn}
 
     return differentiate
@@ -155,19 +169,23 @@ def _gradient_and_curvature(parts: Parts, accumulation_steps: int) -> Differenti
         with_outputs,
         fisher=optimizer.fisher,
         likelihood=parts.likelihood,
-        outputs=lambda aux: aux[0],
+        outputs=operator.itemgetter(0),
         has_aux=True,
     )
 
     def differentiate(opt_state, params, examples, key):
         keys = jax.random.split(key, accumulation_steps) if accumulation_steps > 1 else key[None]
         batches = _microbatches(examples, accumulation_steps)
-        first = (jax.tree.map(lambda x: x[0], batches), keys[0])
+        first = (_first(batches), keys[0])
         sampling_key = jax.random.fold_in(keys[0], _SAMPLING)
         (loss, (_, metrics)), grads, curvature = with_curvature(
             params, *first, key=sampling_key, refresh=optimizer.refresh(opt_state)
         )
-        extra = {"curvature": curvature, "value": loss, "value_fn": lambda p: parts.loss(p, *first).loss}
+
+        def value_fn(params):  # of the microbatch that gave the curvature, as the model of the step is
+            return parts.loss(params, *first).loss
+
+        extra = {"curvature": curvature, "value": loss, "value_fn": value_fn}
         total = (loss, metrics), grads
 
         def add(total, microbatch):
@@ -176,7 +194,7 @@ def _gradient_and_curvature(parts: Parts, accumulation_steps: int) -> Differenti
         if accumulation_steps > 1:
             rest = jax.tree.map(lambda x: x[1:], (batches, keys))
             total, _ = jax.lax.scan(add, total, rest)
-            total = jax.tree.map(lambda x: x / accumulation_steps, total)
+            total = _divided(total, accumulation_steps)
         (loss, metrics), grads = total
         return loss, metrics, grads, extra
 
@@ -249,4 +267,8 @@ def make_eval_step(
       graphdef: the model without its parameters.
       make_task: hyper → what says what is summed.
     """
-    return lambda params, batch, hyper: make_task(hyper).sums(nnx.merge(graphdef, params), batch)
+
+    def eval_step(params: Any, batch: Batch, hyper: Hyper) -> Metrics:
+        return make_task(hyper).sums(nnx.merge(graphdef, params), batch)
+
+    return eval_step
