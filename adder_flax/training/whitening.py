@@ -118,11 +118,8 @@ def scale_by_kl_shampoo(
       [(2,), (3,)]
     """
 
-    def roots(values: tuple[Array, Array]) -> tuple[Array, Array]:
-        return tuple(jnp.sqrt(value) for value in values)
-
     def later(count: Array, gradient: Array, kept: Whitening) -> tuple[Array, Whitening]:
-        (left, right), (rows, columns) = kept.bases, roots(kept.scales)
+        (left, right), (rows, columns) = kept.bases, map(jnp.sqrt, kept.scales)
         mean = _mix(kept.mean, gradient, b1)
         update = left @ (left.T @ mean @ right / (jnp.outer(rows, columns) + eps)) @ right.T
         whitened_rows, whitened_columns = (left.T @ gradient) / rows[:, None], (gradient @ right) / columns
@@ -209,7 +206,8 @@ def _no_factors(gradient: Array) -> tuple[Array, Array]:
 
 def _eigenvectors(factors: tuple[Array, Array]) -> tuple[Array, Array]:
     """Eigenvectors of both factors, those of the largest eigenvalues first."""
-    return tuple(jnp.linalg.eigh(factor)[1][:, ::-1] for factor in factors)
+    rows, columns = (jnp.linalg.eigh(factor)[1][:, ::-1] for factor in factors)
+    return rows, columns
 
 
 def _power_step(factor: Array, basis: Array) -> Array:
