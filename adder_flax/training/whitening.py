@@ -201,7 +201,8 @@ def _mix_all(means: tuple[Array, ...], new: tuple[Array, ...], decay: float | Ar
 
 
 def _no_factors(gradient: Array) -> tuple[Array, Array]:
-    return tuple(jnp.zeros((side, side), gradient.dtype) for side in gradient.shape)
+    m, n = gradient.shape
+    return jnp.zeros((m, m), gradient.dtype), jnp.zeros((n, n), gradient.dtype)
 
 
 def _eigenvectors(factors: tuple[Array, Array]) -> tuple[Array, Array]:
