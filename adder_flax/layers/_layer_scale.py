@@ -2,6 +2,7 @@
 
 import flax.nnx as nnx
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -40,7 +41,9 @@ class LayerScale(nnx.Module):
 
 
 def scale_features(
-    inputs: Float[Array, "*batch width"], scale: Float[Array, " width"], dtype: DTypeLike | None = None
+    inputs: Float[Array, "*batch width"],
+    scale: Float[Array | np.ndarray, " width"],
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "*batch width"]:
     """Multiplies features in a dtype, by default the common one of both.
 

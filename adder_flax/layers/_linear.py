@@ -7,6 +7,7 @@ from typing import Any
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -32,7 +33,7 @@ class Linear(nnx.Linear):
     def __init__(self, in_features: int, out_features: int, **options: Any):
         super().__init__(in_features, out_features, **{"kernel_init": nnx.initializers.normal(0.02), **options})
 
-    def __call__(self, inputs: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
+    def __call__(self, inputs: Float[Array | np.ndarray, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
         rows = inputs.reshape(-1, inputs.shape[-1])
         outputs = super().__call__(rows)
         recorder.report("linear", {"rows": rows, "outputs": outputs})
@@ -106,7 +107,7 @@ class AdderLinear(nnx.Module):
         elif use_bias:
             self.bias = nnx.Param(jnp.zeros((out_features,), param_dtype))
 
-    def __call__(self, inputs: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
+    def __call__(self, inputs: Float[Array | np.ndarray, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
         if inputs.shape[-1] != self.in_features:
             raise ValueError(
                 f"expected inputs with {self.in_features} features, got shape {inputs.shape}; "
@@ -121,7 +122,7 @@ class AdderLinear(nnx.Module):
             outputs = sums if self.bias is None else sums + self.bias[...]
         return outputs.reshape(*inputs.shape[:-1], self.out_features)
 
-    def sums(self, rows: Float[Array, "rows in_features"]) -> Float[Array, "rows out_features"]:
+    def sums(self, rows: Float[Array | np.ndarray, "rows in_features"]) -> Float[Array, "rows out_features"]:
         """-Σ_k |x[k] - W[k, o]|, before normaliser and bias, in float32 or wider; see `set_squared_share`."""
         dtype = self._dtype(rows)
         rows, kernel = rows.astype(dtype), self.kernel[...].astype(dtype)
@@ -152,7 +153,12 @@ class AdderLinear(nnx.Module):
 
 
 def report_adder(
-    rows: Array, kernel: Array, sums: Array, x_gradient: ops.RuleName, w_gradient: ops.RuleName, hardtanh_slope: float
+    rows: Array | np.ndarray,
+    kernel: Array | np.ndarray,
+    sums: Array,
+    x_gradient: ops.RuleName,
+    w_gradient: ops.RuleName,
+    hardtanh_slope: float,
 ) -> None:
     """Tells the `adder_flax.recorder` what an adder layer is given and what it sums up; its slope if it clips."""
     slope = hardtanh_slope if "hardtanh" in (x_gradient, w_gradient) else None
@@ -160,7 +166,8 @@ def report_adder(
 
 
 def half_squared_distances(
-    rows: Float[Array, "rows in_features"], kernel: Float[Array, "in_features out_features"]
+    rows: Float[Array | np.ndarray, "rows in_features"],
+    kernel: Float[Array | np.ndarray, "in_features out_features"],
 ) -> Float[Array, "rows out_features"]:
     """-Σ_k (x[k] - w[k, o])² / 2 by one matrix product, in float32 or wider.
 
@@ -169,7 +176,7 @@ def half_squared_distances(
     """
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     # Three large terms whose sum is small: narrower ones would cancel to their rounding.
-    rows, kernel = rows.astype(wide), kernel.astype(wide)
+    rows, kernel = jnp.asarray(rows, wide), jnp.asarray(kernel, wide)
     return rows @ kernel - (rows**2).sum(-1, keepdims=True) / 2 - (kernel**2).sum(0) / 2
 
 

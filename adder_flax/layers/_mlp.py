@@ -6,6 +6,7 @@ from typing import Any
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -64,7 +65,7 @@ class Mlp(nnx.Module):
 
     def __call__(
         self,
-        inputs: Float[Array, "*batch in_features"],
+        inputs: Float[Array | np.ndarray, "*batch in_features"],
         *,
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,

@@ -5,6 +5,7 @@ from typing import Any
 
 import flax.nnx as nnx
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
@@ -13,7 +14,7 @@ from adder_flax.layers._stem import conv_stem
 
 
 def image_to_patches(
-    images: Shaped[Array, "batch height width channels"], patch_size: int
+    images: Shaped[Array | np.ndarray, "batch height width channels"], patch_size: int
 ) -> Shaped[Array, "batch patches features"]:
     """Cuts images into squares, row by row; a patch's features are ordered (row, column, channel).
 
@@ -72,7 +73,9 @@ class PatchEmbed(nnx.Module):
         self.stem = conv_stem(channels, stem_channels, linear=stem_linear, **shared)
         self.proj = Linear(self.patch_size**2 * (channels, *stem_channels)[-1], width, **shared)
 
-    def __call__(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch patches features"]:
+    def __call__(
+        self, images: Float[Array | np.ndarray, "batch height width channels"]
+    ) -> Float[Array, "batch patches features"]:
         for halving in self.stem:
             images = halving(images)
         return self.proj(image_to_patches(images, self.patch_size))

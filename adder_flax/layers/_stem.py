@@ -5,6 +5,7 @@ from typing import Any
 
 import flax.nnx as nnx
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -14,7 +15,7 @@ from adder_flax.layers._mlp import gelu
 
 
 def neighbourhoods(
-    images: Float[Array, "batch height width channels"],
+    images: Float[Array | np.ndarray, "batch height width channels"],
 ) -> Float[Array, "batch half_height half_width features"]:
     """The 3 × 3 surroundings of every second pixel in both directions, features ordered (row, column, channel).
 
@@ -66,7 +67,7 @@ class Halving(nnx.Module):
             self.norm = nnx.LayerNorm(out_channels, epsilon=LAYER_NORM_EPSILON, use_fast_variance=False, **shared)
 
     def __call__(
-        self, images: Float[Array, "batch height width channels"]
+        self, images: Float[Array | np.ndarray, "batch height width channels"]
     ) -> Float[Array, "batch half_height half_width out_channels"]:
         outputs = self.linear(neighbourhoods(images))
         return gelu(outputs if self.norm is None else self.norm(outputs))

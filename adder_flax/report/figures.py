@@ -295,7 +295,7 @@ def xor_figure(accuracies: Mapping[str, Float[np.ndarray, " seeds"]]) -> "Figure
     axis.set_ylim(30, 104)
     _style.dress(axis, ylabel="right pairs (%)", title="XOR task, one mark a start")
     widths = np.arange(1, 81)
-    counts = np.array([score_parameters(64, 128, width) for width in widths])
+    counts = np.array([score_parameters(64, 128, int(width)) for width in widths])
     for line, label, values in zip(_style.LINES, ("bilinear", "additive"), counts.T, strict=False):
         axes[0, 1].plot(widths, values, **{**line, "marker": None}, linewidth=1.5, label=label)
     axes[0, 1].axvline(8192 / 193, color=_style.GREY, linestyle=":", linewidth=1)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -239,6 +240,10 @@ assert "tensorflow" not in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+# A folder in which no set of TFDS is prepared, whatever there is at home.
+NO_SETS = {"data_dir": str(Path(__file__).parent)}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -254,8 +259,8 @@ assert "tensorflow" not in sys.modules
             "got '/nowhere/at/all', which does not exist",
         ),
         (("cifar1", "train"), "got 'cifar1'. Did you mean cifar10"),
-        (("cifar10:9.9.9", "train"), "configuration and version that TFDS has, got 'cifar10:9.9.9'"),
-        (("imagenette/nope", "train"), "configuration and version that TFDS has, got 'imagenette/nope'"),
+        (("cifar10:9.9.9", "train", NO_SETS), "configuration and version that TFDS has, got 'cifar10:9.9.9'"),
+        (("imagenette/nope", "train", NO_SETS), "configuration and version that TFDS has, got 'imagenette/nope'"),
     ],
 )
 def test_errors_say_what_to_do(arguments, message):

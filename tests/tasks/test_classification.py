@@ -74,7 +74,8 @@ def test_the_curvature_of_the_sigmoid_loss_is_its_hessian():
 
 @pytest.mark.parametrize("optimizer", ["lamb", "cg_fac"])
 def test_a_batch_is_learned_by_heart(optimizer):
-    run = training.build_run(sigmoid_config(**STILL | {"optimizer.name": optimizer, "optimizer.learning_rate": 0.01}))
+    rates = {"optimizer.learning_rate": 0.01, "optimizer.cg_fac.learning_rate": 0.3}
+    run = training.build_run(sigmoid_config(**STILL | rates | {"optimizer.name": optimizer}))
     state, losses = run.init(), []
     for _ in range(250):
         state, metrics = run.train_step(state, run.train_source.first(32), run.hyper)
