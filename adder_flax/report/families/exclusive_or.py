@@ -64,7 +64,7 @@ def _parameter_claim() -> Claim:
 
 def _xor_picture(accuracies: dict[str, np.ndarray]) -> Picture:
     widths = np.arange(1, 81)
-    counts = np.array([score_parameters(64, 128, width) for width in widths])
+    counts = np.array([score_parameters(64, 128, int(width)) for width in widths])
     data = {f"accuracy_{score}": values for score, values in accuracies.items()}
     return Picture(
         "xor",
