@@ -190,6 +190,7 @@ def test_a_run_starts_from_weights_and_its_average_too(tmp_path):
     assert int(state["step"]) == 0
 
 
+@pytest.mark.slow
 def test_export_and_start_from_it_on_the_command_line(run_main, tmp_path):
     dense = [f"--config.model.{name}_linear=dense" for name in ("qkv", "proj", "mlp")]
     flags = ["--config=experiments/adder_deit_tiny.py", *TINY_FLAGS, *dense]

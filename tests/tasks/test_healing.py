@@ -161,6 +161,7 @@ def test_a_bypass_makes_maps_uniform_and_turns_branches_off():
     np.testing.assert_allclose(rows["maps", None], uniform, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_begins_as_its_teacher_and_anneals_by_its_steps(tmp_path):
     config = common.deit("multiplicative", "tiny")
     config.update_from_flattened_dict(TINY | {"num_epochs": 0.1})

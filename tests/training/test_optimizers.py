@@ -283,7 +283,7 @@ def test_whitened_steps_against_numpy(stage, in_numpy):
                 np.testing.assert_allclose(updates["one"], expected[step], rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["nadamw", "soap", "kl_shampoo"])
+@pytest.mark.parametrize("name", ["soap", *(pytest.param(n, marks=pytest.mark.slow) for n in ("kl_shampoo", "nadamw"))])
 def test_a_batch_is_learned_by_heart(name, tiny_config):
     fields = {"optimizer.name": name, "optimizer.b2": 0.95, "num_epochs": 3.0, "task.mixup_alpha": 0.0}
     fields |= {"optimizer.learning_rate": 0.01, "task.cutmix_alpha": 0.0}

@@ -74,7 +74,7 @@ def fit(config, workdir):
     ("optimizer", "numbers"),
     [
         ("adamw", {}),
-        ("sgd", {"optimizer.momentum": 0.5}),
+        pytest.param("sgd", {"optimizer.momentum": 0.5}, marks=pytest.mark.slow),
         pytest.param(
             "cg_fac",
             {
@@ -138,7 +138,7 @@ def test_numbers_that_are_off_are_left_out_of_the_program(tiny_config):
         {"model.drop_path_rate": 0.4, "model.depth": 2},
     ],
 )
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_shared_program_gives_what_its_own_would(fields, remat, tiny_config, monkeypatch):
     """The second run of a program against the first of another one: numbers are nowhere kept from the first run."""
     other = {name: value / 2 for name, value in fields.items() if "rate" in name}
