@@ -96,7 +96,13 @@ class GradientNorms:
 
 
 def gradient_norms(
-    input_norms: Sequence[float], *, dim: int = 64, hidden: int = 64, keys: int = 17, draws: int = 256, seed: int = 0
+    input_norms: Sequence[float] | Float[np.ndarray, " norm"],
+    *,
+    dim: int = 64,
+    hidden: int = 64,
+    keys: int = 17,
+    draws: int = 256,
+    seed: int = 0,
 ) -> GradientNorms:
     """Gradient norms of additive and dot-product scores against the norm of their inputs.
 
