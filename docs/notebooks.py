@@ -7,6 +7,7 @@ A notebook that ran is kept in build/notebooks/ and runs again when it or the co
 """
 
 import base64
+import fcntl
 import functools
 import hashlib
 import os
@@ -56,7 +57,10 @@ def run(path: Path) -> nbformat.NotebookNode:
 def outputs_of(path: Path) -> nbformat.NotebookNode:
     """The notebook with its outputs: those that are kept where it and the code are still the same."""
     kept = _kept(path)
-    return nbformat.read(kept, as_version=4) if kept.is_file() else run(path)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with kept.with_suffix(".lock").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # who comes second, as a test beside a build of the site, finds it kept
+        return nbformat.read(kept, as_version=4) if kept.is_file() else run(path)
 
 
 def as_page(notebook: nbformat.NotebookNode, name: str) -> tuple[str, dict[str, bytes]]:

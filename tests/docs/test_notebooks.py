@@ -29,7 +29,7 @@ def test_a_notebook_is_kept_without_what_it_gave(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_a_notebook_runs(path):
-    notebook = notebooks.run(path)
+    notebook = notebooks.outputs_of(path)
     given = [output for cell in code_cells(notebook) for output in cell.outputs]
     assert given
     drawn = [cell for cell in code_cells(notebook) if any("image/png" in o.get("data", {}) for o in cell.outputs)]
