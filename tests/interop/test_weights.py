@@ -318,6 +318,7 @@ def test_what_is_said_counts_more_than_what_is_stated(tmp_path):
         interop.load_weights(make(), tmp_path / "w", network="guess")
 
 
+@pytest.mark.slow
 def test_a_folder_says_what_its_files_do_not_and_a_card_what_was_measured(run_main, tmp_path):
     """The folder's own configuration is enough to read it again, without what this project writes into headers."""
     flags = ["--config=experiments/deit_tiny.py", *TINY_FLAGS, f"--workdir={tmp_path}"]

@@ -74,6 +74,7 @@ def teacher_run(tmp_path_factory):
     return workdir, train(config, workdir)
 
 
+@pytest.mark.slow
 def test_a_run_teaches_and_its_files_are_read_again_to_resume(teacher_run, tmp_path):
     """The student's examples have what the teacher says of the same augmented images."""
     workdir, result = teacher_run
