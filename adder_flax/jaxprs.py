@@ -1,6 +1,6 @@
 """Reading and running traced programs equation by equation."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -42,6 +42,34 @@ def callee(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
     if program is None or len(equation.invars) != len(getattr(program, "jaxpr", program).invars):
         return None
     return program if isinstance(program, core.ClosedJaxpr) else core.ClosedJaxpr(program, ())
+
+
+def evaluate(
+    program: core.ClosedJaxpr,
+    inputs: Sequence[Any],
+    run_equation: Callable[[core.JaxprEqn, list[Any]], Sequence[Any]],
+) -> list[Any]:
+    """Runs a program, each of its equations by a function of the equation and its inputs.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> program = jax.make_jaxpr(lambda x: jnp.exp(x) + 1.0)(0.0)
+      >>> def said(equation, inputs):
+      ...     print(equation.primitive.name)
+      ...     return apply(program.jaxpr, equation, inputs)
+      >>> [two] = evaluate(program, [0.0], said)
+      exp
+      add
+      >>> float(two)
+      2.0
+    """
+    jaxpr = program.jaxpr
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *inputs], strict=True))
+    read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]
+    for equation in jaxpr.eqns:
+        outputs = run_equation(equation, [read(atom) for atom in equation.invars])
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 def apply(program: core.Jaxpr, equation: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:

@@ -206,20 +206,19 @@ batching.primitive_batchers[_report_p] = _batch
 
 def _run(closed: core.ClosedJaxpr, args: Sequence[Any], outer: str, records: list[Record]) -> list[Any]:
     """Runs a program and appends what it reports."""
-    program = closed.jaxpr
-    values = dict(zip([*program.constvars, *program.invars], [*closed.consts, *args], strict=True))
-    read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]
-    for equation in program.eqns:
-        inputs, here = [read(atom) for atom in equation.invars], jaxprs.scope(outer, equation)
-        if equation.primitive is _report_p:
-            params = equation.params
-            arrays = dict(zip(params["names"], inputs, strict=True))
-            records.append(Record(params["kind"], module_path(here)[0], arrays, params["items"], params["batches"]))
-        elif not _reports(equation):
-            values.update(zip(equation.outvars, jaxprs.apply(program, equation, inputs), strict=True))
-        else:
-            values.update(zip(equation.outvars, _run_inner(equation, inputs, here, records), strict=True))
-    return [read(atom) for atom in program.outvars]
+
+    def run_equation(equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+        if not _reports(equation):
+            return jaxprs.apply(closed.jaxpr, equation, inputs)
+        here = jaxprs.scope(outer, equation)
+        if equation.primitive is not _report_p:
+            return _run_inner(equation, inputs, here, records)
+        params = equation.params
+        arrays = dict(zip(params["names"], inputs, strict=True))
+        records.append(Record(params["kind"], module_path(here)[0], arrays, params["items"], params["batches"]))
+        return ()
+
+    return jaxprs.evaluate(closed, args, run_equation)
 
 
 def _reports(equation: core.JaxprEqn) -> bool:
@@ -230,7 +229,7 @@ def _reports(equation: core.JaxprEqn) -> bool:
 def _run_inner(equation: core.JaxprEqn, inputs: Sequence[Any], here: str, records: list[Record]) -> list[Any]:
     if equation.primitive.name == "scan":
         return _run_scan(equation.params, inputs, here, records)
-    if (called := jaxprs.callee(equation)) is not None and equation.primitive.name != "shard_map":
+    if (called := jaxprs.callee(equation)) is not None:
         return _run(called, inputs, here, records)
     raise ValueError(
         f"expected what is recorded outside of conditionals, while loops and shard_map, got a report inside of "

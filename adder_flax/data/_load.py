@@ -83,24 +83,32 @@ def load_source(
 
 
 def load_or_imitate(
-    name: str, split: str, *, data_dir: str | None = None, image_size: int | None = None, **options
+    name: str,
+    split: str,
+    *,
+    data_dir: str | None = None,
+    image_size: int | None = None,
+    eval_crop_ratio: float = EVAL_CROP_RATIO,
+    **options,
 ) -> Source:
     """Loads a source, or imitates a set that is not prepared here: random images in its shape.
 
-    It serves to compile a run on a machine that does not have the data. How many images the set has is not known then.
+    It serves to compile a run, and to look at other images with it, on a machine that does not have the data: images
+    are cropped where the set's are. How many images the set has is not known then.
 
     >>> source = load_or_imitate("imagenet2012", "train", data_dir="nowhere", image_size=224)
-    >>> source.image_shape, source.num_classes
-    ((224, 224, 3), 1000)
+    >>> source.image_shape, source.num_classes, source.crops_on_host
+    ((224, 224, 3), 1000, True)
 
     Args:
-        name, split, data_dir, image_size, **options: as in `load_source`.
+        name, split, data_dir, image_size, eval_crop_ratio, **options: as in `load_source`.
 
     Raises:
         DataError: as in `load_source`, but for sets that are not prepared.
     """
     try:
-        return load_source(name, split, data_dir=data_dir, image_size=image_size, **options)
+        sizes = {"image_size": image_size, "eval_crop_ratio": eval_crop_ratio}
+        return load_source(name, split, data_dir=data_dir, **sizes, **options)
     except NotPreparedError:
         known = describe(name)
         if known.image_shape is None or known.num_classes is None:
@@ -112,6 +120,8 @@ def load_or_imitate(
         split = resolve_split(read_part(split)[0], ("train", "test"))
         source = FakeSource(split, (size, size, channels), known.num_classes, 1_000_000)
         source.statistics = known.statistics
+        if height is None:
+            source.crops_on_host, source.eval_crop_ratio = True, eval_crop_ratio
         return source
 
 

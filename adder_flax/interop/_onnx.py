@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax import export
 from jax.extend import core
-from jaxtyping import Array, Float, UInt8
 
 from adder_flax import jaxprs, ops
 from adder_flax.errors import first_line
 from adder_flax.extras import missing
 from adder_flax.files import write_whole
+from adder_flax.interop._program import Classify
 
 _LARGEST = 2**31 - 1  # bytes of a protocol buffer
 
 
 def save_onnx(
-    classify: Callable[[UInt8[Array, "batch height width channels"]], Float[Array, "batch classes"]],
+    classify: Classify,
     path: str | Path,
     *,
     image_shape: tuple[int, int, int],
@@ -101,16 +101,13 @@ def as_formulas(function: Callable[..., Any]) -> Callable[..., list[Any]]:
 
 
 def _evaluate(program: core.ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
-    values = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-    values |= dict(zip(program.jaxpr.invars, arrays, strict=True))
-    read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]
-    for equation in program.jaxpr.eqns:
-        inputs = [read(atom) for atom in equation.invars]
-        inner = ops.formula(equation) or jaxprs.callee(equation)
+    def run_equation(equation: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
+        if inner := ops.formula(equation) or jaxprs.callee(equation):
+            return _evaluate(inner, inputs)
         # A loop holds a program too, but does not call it once: its body is replaced, and the loop stays.
-        outputs = _evaluate(inner, inputs) if inner else jaxprs.apply(program.jaxpr, _with_formulas(equation), inputs)
-        values |= dict(zip(equation.outvars, outputs, strict=True))
-    return [read(atom) for atom in program.jaxpr.outvars]
+        return jaxprs.apply(program.jaxpr, _with_formulas(equation), inputs)
+
+    return jaxprs.evaluate(program, arrays, run_equation)
 
 
 def _with_formulas(equation: core.JaxprEqn) -> core.JaxprEqn:

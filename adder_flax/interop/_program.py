@@ -15,6 +15,8 @@ from adder_flax.extras import needs
 from adder_flax.files import write_whole
 from adder_flax.text import printable
 
+Classify = Callable[[UInt8[Array, "batch height width channels"]], Float[Array, "batch classes"]]
+
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 LOADER = """\
@@ -25,7 +27,7 @@ logits = classify(images)  # of uint8 images (batch, {height}, {width}, {channel
 
 
 def save_program(
-    classify: Callable[[UInt8[Array, "batch height width channels"]], Float[Array, "batch classes"]],
+    classify: Classify,
     path: str | Path,
     *,
     image_shape: tuple[int, int, int],

@@ -87,10 +87,12 @@ class Annealing(NamedTuple):
         >>> [[float(share) for share in annealing.squared_shares(progress)] for progress in (0.0, 0.625, 0.75, 0.875)]
         [[1.0, 1.0], [0.5, 1.0], [0.0, 1.0], [0.0, 0.5]]
         """
-        window = self.end - self.start
         turns = self.depth if self.blocks == "in_turn" else 1
-        ends = [self.start + window * (min(block, turns - 1) + 1) / turns for block in range(self.depth)]
-        return [jnp.clip((end - progress) * turns / window, 0.0, 1.0) for end in ends]
+        turn = (self.end - self.start) / turns
+        ends = [self.start + turn * (min(block, turns - 1) + 1) for block in range(self.depth)]
+        # A turn shorter than any float32 would be divided by as 0.
+        shortest = float(jnp.finfo(jnp.float32).tiny)
+        return [jnp.clip((end - progress) / max(turn, shortest), 0.0, 1.0) for end in ends]
 
 
 def drop_path_rates(last: float, depth: int) -> list[float]:

@@ -74,7 +74,9 @@ class CpuBackend(Backend):
 
     def address(self, symbol: str) -> int:
         """Returns where in memory a kernel is, built and loaded if it was not; raises what `load_library` does."""
-        return ctypes.cast(getattr(load_library(), symbol), ctypes.c_void_p).value or 0
+        address = ctypes.cast(getattr(load_library(), symbol), ctypes.c_void_p).value
+        assert address is not None, f"a symbol that was found has an address, {symbol} has none"
+        return address
 
     def _call(self, kernel, shapes, *operands, **attributes):
         """Calls a kernel; `shapes` lists the shapes of its results. Returns them as a list."""

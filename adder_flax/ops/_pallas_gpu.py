@@ -257,8 +257,9 @@ class PallasGpuBackend(PallasBackend):
         while q and k stay within 32.
         """
         (v,) = upcast(v)
-        scale = jnp.exp2(jnp.ceil(jnp.log2(jnp.abs(v).max(1, keepdims=True))))
-        scale = jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1.0)  # by a power of two: v in [-1, 1], to the bit
+        # By a power of two, to the bit, since it and its reciprocal are normal numbers; v comes to lie in [-4, 4].
+        exponent = jnp.clip(jnp.frexp(jnp.abs(v).max(1, keepdims=True))[1], -126, 126)
+        scale = jnp.ldexp(jnp.float32(1.0), exponent)
         query, key = self.hidden_operands(query, key, largest=_LARGEST_PAIRED_EXPONENT)
         # Half of the unit in each factor, so that neither becomes denormal.
         query, key, v = (_even(a) for a in (query * _UNIT**-0.5, key * _UNIT**-0.5, v / scale))

@@ -41,7 +41,7 @@ def first_non_finite(fn: Callable, *args: Any) -> str | None:
     """
     closed = jax.make_jaxpr(fn)(*args)
     try:
-        _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), "")
+        _evaluate(closed, jax.tree.leaves(args), "")
     except _NonFinite as found:
         return str(found)
     return None
@@ -55,37 +55,32 @@ def _finite(x: Any) -> bool:
     return not jnp.issubdtype(jnp.result_type(x), jnp.inexact) or bool(jnp.isfinite(x).all())
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], scope: str) -> list[Any]:
-    values = dict(zip(jaxpr.constvars + jaxpr.invars, [*consts, *args], strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else values[atom]
-
-    for eqn in jaxpr.eqns:
-        inputs = [read(atom) for atom in eqn.invars]
-        here = jaxprs.scope(scope, eqn)
-        outputs = _evaluate_equation(jaxpr, eqn, inputs, here)
+def _evaluate(program: core.ClosedJaxpr, args: Sequence[Any], scope: str) -> list[Any]:
+    def run_equation(equation: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
+        here = jaxprs.scope(scope, equation)
+        outputs = _evaluate_equation(program.jaxpr, equation, inputs, here)
         if all(map(_finite, inputs)) and not all(map(_finite, outputs)):
-            raise _NonFinite(f"{here or 'top level'} ({eqn.primitive.name})")
-        values.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+            raise _NonFinite(f"{here or 'top level'} ({equation.primitive.name})")
+        return outputs
+
+    return jaxprs.evaluate(program, args, run_equation)
 
 
-def _evaluate_equation(jaxpr: Any, eqn: Any, inputs: list[Any], scope: str) -> list[Any]:
-    if eqn.primitive.name == "scan" and not eqn.params["reverse"]:
-        return _evaluate_scan(eqn.params, inputs, scope)
-    if (inner := jaxprs.callee(eqn)) is not None:
-        return _evaluate(inner.jaxpr, inner.consts, inputs, scope)
-    return jaxprs.apply(jaxpr, eqn, inputs)
+def _evaluate_equation(program: core.Jaxpr, equation: core.JaxprEqn, inputs: list[Any], scope: str) -> list[Any]:
+    if equation.primitive.name == "scan" and not equation.params["reverse"]:
+        return _evaluate_scan(equation.params, inputs, scope)
+    if (inner := jaxprs.callee(equation)) is not None:
+        return _evaluate(inner, inputs, scope)
+    return jaxprs.apply(program, equation, inputs)
 
 
 def _evaluate_scan(params: Any, inputs: list[Any], scope: str) -> list[Any]:
     num_consts, num_carry = params["num_consts"], params["num_carry"]
     consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
-    columns, closed = inputs[num_consts + num_carry :], params["jaxpr"]
+    columns = inputs[num_consts + num_carry :]
     rows = []
     for i in range(params["length"]):
-        outputs = _evaluate(closed.jaxpr, closed.consts, [*consts, *carry, *(x[i] for x in columns)], f"{scope}/{i}")
+        outputs = _evaluate(params["jaxpr"], [*consts, *carry, *(x[i] for x in columns)], f"{scope}/{i}")
         carry = outputs[:num_carry]
         rows.append(outputs[num_carry:])
     return [*carry, *(jnp.stack(column) for column in zip(*rows, strict=True))]

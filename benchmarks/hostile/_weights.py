@@ -64,7 +64,7 @@ def judge_file(content: bytes | None, names: str, make: Callable[[Path], None] |
 
         def load() -> tuple[str, ...]:
             with user_errors():
-                return interop.load_weights(loaded, path)
+                return interop.load_weights(loaded, path, network="same")
 
         def is_right(kept: tuple[str, ...]) -> Verdict | bool:
             theirs = _read_by_safetensors(path)

@@ -321,6 +321,13 @@ def test_a_set_that_is_not_here_is_imitated_with_its_own_statistics():
         load_or_imitate("folder", "train", data_dir="/nowhere/at/all", image_size=8)
 
 
+def test_photographs_that_are_not_here_are_cropped_as_they_would_be():
+    source = load_or_imitate("imagenet2012", "train", data_dir="/nowhere", image_size=32, eval_crop_ratio=0.9)
+    assert (source.image_shape, source.crops_on_host, source.eval_crop_ratio) == ((32, 32, 3), True, 0.9)
+    whole = load_or_imitate("cifar10", "train", data_dir="/nowhere", eval_crop_ratio=0.9)
+    assert (whole.crops_on_host, whole.eval_crop_ratio) == (False, 1.0)
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     """A small prepared set: its folder."""
