@@ -1,7 +1,8 @@
-"""Trains and studies vision transformers: ``python main.py --config=experiments/adder_deit_tiny.py``.
+"""Trains and studies vision transformers: ``python main.py
+--config=experiments/adder_deit_tiny.py``.
 
-See README.md for the experiments, overrides (``--config.field=value``) and modes. Where the package is installed, the
-command ``adder-flax`` is the same.
+See README.md for the experiments, overrides (``--config.field=value``) and modes. Where the package
+is installed, the command ``adder-flax`` is the same.
 """
 
 from adder_flax import start

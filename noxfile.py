@@ -1,4 +1,5 @@
-"""Short commands for contributors: ``nox`` runs the quick check, ``nox --list`` shows all of them."""
+"""Short commands for contributors: ``nox`` runs the quick check, ``nox --list`` shows all of
+them."""
 
 import nox
 
@@ -41,7 +42,12 @@ def package(session: nox.Session) -> None:
     """Builds the wheel and the source distribution and checks what is in them."""
     session.install("build", "twine", "check-wheel-contents")
     session.run("python", "-m", "build", "--outdir", "dist")
-    session.run("bash", "-c", "twine check --strict dist/* && check-wheel-contents dist/*.whl", external=True)
+    session.run(
+        "bash",
+        "-c",
+        "twine check --strict dist/* && check-wheel-contents dist/*.whl",
+        external=True,
+    )
 
 
 @nox.session

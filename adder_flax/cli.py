@@ -1,4 +1,5 @@
-"""What the modes of ``main.py`` do: the pieces of the library put together for a person at a terminal."""
+"""What the modes of ``main.py`` do: the pieces of the library put together for a person at a
+terminal."""
 
 import functools
 import hashlib
@@ -21,14 +22,17 @@ from adder_flax.errors import first_line
 
 
 def enable_compilation_cache() -> None:
-    """Keeps compiled programs in the user's cache folder, unless JAX was told where to: a second start is faster.
+    """Keeps compiled programs in the user's cache folder, unless JAX was told where to: a second
+    start is faster.
 
     A folder that cannot be used is done without.
     """
     given = jax.config.jax_compilation_cache_dir
     if given and "://" in given:
         return
-    machine = hashlib.sha256(own_cache.processor().encode()).hexdigest()[:16]  # JAX does not tell processors apart
+    machine = hashlib.sha256(own_cache.processor().encode()).hexdigest()[
+        :16
+    ]  # JAX does not tell processors apart
     for folder in [Path(given)] if given else own_cache.folders():
         try:
             if given:
@@ -41,14 +45,16 @@ def enable_compilation_cache() -> None:
         else:
             jax.config.update("jax_compilation_cache_dir", str(folder))
             if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-                # Parameters are drawn by dozens of programs that compile in a tenth of a second each.
+                # Parameters are drawn by dozens of programs that compile in a tenth of a second
+                # each.
                 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
             return
     jax.config.update("jax_compilation_cache_dir", None)
 
 
 def check_workdir(workdir: str) -> str:
-    """Returns the path of a run, one that files can have and every library can write; "~" stands for the home.
+    """Returns the path of a run, one that files can have and every library can write; "~" stands
+    for the home.
 
     Raises:
       RunError: it is none.
@@ -58,27 +64,36 @@ def check_workdir(workdir: str) -> str:
       Traceback (most recent call last):
       ...
       adder_flax.errors.RunError: expected a directory whose name has at most 255 bytes, got one of 300; set --workdir
-    """
+    """  # noqa: E501 - a message is one line
     if "://" in workdir:
-        raise training.RunError(f"expected a directory, got {workdir!r}; mount it, and set --workdir to its path there")
+        raise training.RunError(
+            f"expected a directory, got {workdir!r}; mount it, and set --workdir to its path there"
+        )
     workdir = os.path.expanduser(workdir)  # shells do not, after a "="
     try:
         encoded = os.path.abspath(workdir).encode()
         if b"\0" in encoded:
             raise ValueError
     except ValueError as error:
-        raise training.RunError(f"expected the name of a directory in UTF-8, got {workdir!r}; set --workdir") from error
+        raise training.RunError(
+            f"expected the name of a directory in UTF-8, got {workdir!r}; set --workdir"
+        ) from error
     longest = max(map(len, encoded.split(b"/")))
     if longest > 255:
         raise training.RunError(
-            f"expected a directory whose name has at most 255 bytes, got one of {longest}; set --workdir"
+            f"expected a directory whose name has at most 255 bytes, got one of {longest}; set "
+            "--workdir"
         )
     if len(encoded) > 3800:  # of 4096, with room for what checkpoints are called
-        raise training.RunError(f"expected a path of at most 3800 bytes, got {len(encoded)}; set --workdir")
+        raise training.RunError(
+            f"expected a path of at most 3800 bytes, got {len(encoded)}; set --workdir"
+        )
     place = Path(workdir).absolute()
     existing = next(folder for folder in (place, *place.parents) if os.path.lexists(folder))
     if not existing.is_dir():
-        raise training.RunError(f"expected a directory, got something else at {existing}; choose another --workdir")
+        raise training.RunError(
+            f"expected a directory, got something else at {existing}; choose another --workdir"
+        )
     return workdir
 
 
@@ -98,8 +113,8 @@ def check_backend(*, here: bool) -> None:
         ops.use_backend(name)
     if here and name not in (available := ops.available_backends()):
         raise training.RunError(
-            f"expected ADDER_FLAX_BACKEND out of auto, {', '.join(available)}, which run here, got {name!r}; set or "
-            "unset it"
+            f"expected ADDER_FLAX_BACKEND out of auto, {', '.join(available)}, which run here, got "
+            f"{name!r}; set or unset it"
         )
 
 
@@ -112,7 +127,8 @@ def train(config: Any, workdir: str | Path, *, start_time: float | None = None) 
     """
     if config.topology:
         raise training.RunError(
-            f"expected an empty config.topology to train, got {config.topology!r}, which is for --mode=compile"
+            f"expected an empty config.topology to train, got {config.topology!r}, which is for "
+            "--mode=compile"
         )
     # A run that resumes has its weights in a checkpoint: the file that it began with may be gone.
     begins = config.init_from and not training.SavedCheckpoints(Path(workdir) / "checkpoints").steps
@@ -125,23 +141,29 @@ def train(config: Any, workdir: str | Path, *, start_time: float | None = None) 
     result = training.Trainer(run, workdir, start_time=start_time).fit()
     for source in (run.train_source, run.eval_source):
         if source.unreadable:
-            left_out = f"{len(source.unreadable)} unreadable {source.split} {run.task.unit} were left out"
+            left_out = (
+                f"{len(source.unreadable)} unreadable {source.split} {run.task.unit} were left out"
+            )
             _say(f"{left_out}; the warnings name them")
     if result.interrupted:
-        _say(f"{result.interrupted.name} at step {result.step} of {run.num_steps}; the same command resumes there")
+        _say(
+            f"{result.interrupted.name} at step {result.step} of {run.num_steps}; the same command "
+            "resumes there"
+        )
         sys.exit(128 + result.interrupted)
     params = training.fetch(training.evaluation_params(result.state), run.mesh)
     drawn = _draw(run, workdir, params) if jax.process_index() == 0 else []
     best = run.task.best.name
     _say(
-        f"{run.eval_source.split} {best} {result.evaluation[f'eval/{best}']:.4f} after {result.step} steps, "
-        f"peak memory {_gib(training.peak_memory())}; in {workdir}: "
+        f"{run.eval_source.split} {best} {result.evaluation[f'eval/{best}']:.4f} after "
+        f"{result.step} steps, peak memory {_gib(training.peak_memory())}; in {workdir}: "
         + ", ".join(["checkpoints/, metrics.jsonl, tensorboard/, config.json", *drawn])
     )
 
 
 def _build(config: Any) -> tuple[training.Run, tuple[str, ...]]:
-    """Returns the run, and the names of the parameters that it does not find in ``config.init_from``."""
+    """Returns the run, and the names of the parameters that it does not find in
+    ``config.init_from``."""
     run = training.build_run(config)
     if not config.init_from:
         return run, ()
@@ -149,10 +171,13 @@ def _build(config: Any) -> tuple[training.Run, tuple[str, ...]]:
 
 
 def _start_from(run: training.Run) -> tuple[training.Run, tuple[str, ...]]:
-    """Returns the run with the weights of ``config.init_from``, and the names of the parameters that it lacks."""
+    """Returns the run with the weights of ``config.init_from``, and the names of the parameters
+    that it lacks."""
     of = run.settings
     with training.user_errors():
-        return interop.start_from(run, of.init_from, network=of.init_from_network, positions=of.init_from_positions)
+        return interop.start_from(
+            run, of.init_from, network=of.init_from_network, positions=of.init_from_positions
+        )
 
 
 def _say(text: str) -> None:
@@ -162,15 +187,17 @@ def _say(text: str) -> None:
 
 
 def _overview(run: training.Run, workdir: Path) -> str:
-    """Returns what a person wants to know before the first step: sizes, operations, devices, steps."""
+    """Returns what a person wants to know before the first step: sizes, operations, devices,
+    steps."""
     abstract_model = run.model(run.abstract_state["params"])
     train, test = run.train_source, run.eval_source
     lines = [
         report.summary_text(abstract_model, *run.task.example().inputs),
         f"devices  {_devices(run)}",
-        f"data     {train.name}: {len(train)} {train.split} and {len(test)} {test.split} {run.task.unit}"
-        + (f", {about}" if (about := run.task.about()) else ""),
-        f"steps    {run.num_steps} of {run.config.batch_size} {run.task.unit}, {run.steps_per_epoch} an epoch",
+        f"data     {train.name}: {len(train)} {train.split} and {len(test)} {test.split} "
+        f"{run.task.unit}" + (f", {about}" if (about := run.task.about()) else ""),
+        f"steps    {run.num_steps} of {run.config.batch_size} {run.task.unit}, "
+        f"{run.steps_per_epoch} an epoch",
         f"workdir  {workdir}",
     ]
     if run.program.layers is not None:
@@ -183,11 +210,15 @@ def _devices(run: training.Run) -> str:
     devices = run.mesh.devices.flatten()
     hosts = len({device.process_index for device in devices})
     mesh = " × ".join(f"{axis} {size}" for axis, size in run.mesh.shape.items())
-    return f"{len(devices)} × {devices[0].device_kind}{f' on {hosts} hosts' if hosts > 1 else ''}, mesh {mesh}"
+    return (
+        f"{len(devices)} × {devices[0].device_kind}{f' on {hosts} hosts' if hosts > 1 else ''}, "
+        f"mesh {mesh}"
+    )
 
 
 def compile_step(config: Any) -> None:
-    """Compiles the training step for ``config.topology`` and prints what it takes; nothing is computed.
+    """Compiles the training step for ``config.topology`` and prints what it takes; nothing is
+    computed.
 
     Raises:
       RunError: what its user must mend.
@@ -214,20 +245,29 @@ def _estimate_text(run: training.Run, estimated: training.Estimate) -> str:
         f"batch        {config.batch_size} {run.task.unit} in {config.accumulation_steps} parts",
         "memory of one device",
         *(f"  {kind:24}{_gib(size):>12}" for kind, size in estimated.memory.items()),
-        f"  {'total':24}{_gib(estimated.total):>12}{capacity}: {'fits' if estimated.fits else 'does not fit'}",
+        f"  {'total':24}{_gib(estimated.total):>12}{capacity}: "
+        f"{'fits' if estimated.fits else 'does not fit'}",
     ]
     if estimated.collectives:
         lines.append("collectives of one step, and what each device gets by them")
-        lines += [f"  {kind:24}{t.count:>8} {_gib(t.bytes):>12}" for kind, t in estimated.collectives.items()]
+        lines += [
+            f"  {kind:24}{t.count:>8} {_gib(t.bytes):>12}"
+            for kind, t in estimated.collectives.items()
+        ]
     lines.append(
-        f"operations   {counted.multiplications:.3e} multiplications, {counted.additions:.3e} additions a step, "
-        f"on all devices together"
+        f"operations   {counted.multiplications:.3e} multiplications, {counted.additions:.3e} "
+        "additions a step, on all devices together"
     )
-    if uncounted := {name: n for name, n in counted.uncounted.items() if not name.startswith("random_")}:
+    if uncounted := {
+        name: n for name, n in counted.uncounted.items() if not name.startswith("random_")
+    }:
         lines.append(f"             not counted: {uncounted}")
     lines.append(f"compiled     in {estimated.compile_seconds:.1f} s")
     if not estimated.fits:
-        lines += ["what makes it smaller, best first:", *(f"  {advice}" for advice in training.advise(run, estimated))]
+        lines += [
+            "what makes it smaller, best first:",
+            *(f"  {advice}" for advice in training.advise(run, estimated)),
+        ]
     return "\n".join(lines)
 
 
@@ -239,7 +279,8 @@ def _draw(run: training.Run, workdir: Path, params: Any) -> list[str]:
     """Draws the training curves, and the pictures of the task.
 
     Returns:
-      The names of the files. Training is complete whatever becomes of them: what cannot be drawn is said.
+      The names of the files. Training is complete whatever becomes of them: what cannot be drawn is
+      said.
     """
     drawn = []
     figures = {"curves.png": lambda: _curves(run, workdir)}
@@ -249,7 +290,10 @@ def _draw(run: training.Run, workdir: Path, params: Any) -> list[str]:
             report.save_figure(draw(), workdir / name)
             drawn.append(name)
         except Exception as error:
-            _say(f"training is complete, but {name} could not be drawn: {type(error).__name__}: {first_line(error)}")
+            _say(
+                f"training is complete, but {name} could not be drawn: {type(error).__name__}: "
+                f"{first_line(error)}"
+            )
             logging.debug("%s", name, exc_info=error)
     return drawn
 
@@ -258,10 +302,14 @@ def _curves(run: training.Run, workdir: Path) -> Any:
     best = run.task.best
     loss = "cross-entropy (nats)" if run.task.likelihood == "categorical" else "loss"
     rows = training.read_metrics(workdir)
-    return report.curves_figure(rows, loss=loss, score=best.name, largest=best.largest, title=_run_name(run.config))
+    return report.curves_figure(
+        rows, loss=loss, score=best.name, largest=best.largest, title=_run_name(run.config)
+    )
 
 
-def evaluate(config: Any, workdir: str | Path, checkpoint: str, split: str = "eval", other_data: str = "") -> None:
+def evaluate(
+    config: Any, workdir: str | Path, checkpoint: str, split: str = "eval", other_data: str = ""
+) -> None:
     """Scores a checkpoint on a whole split of the data.
 
     Args:
@@ -269,20 +317,31 @@ def evaluate(config: Any, workdir: str | Path, checkpoint: str, split: str = "ev
       workdir: of the run.
       checkpoint: ``last``, ``best`` or a step.
       split: name of the split, or ``eval`` for the one that training evaluates on.
-      other_data: name of another data set of the same classes, as ImageNet-V2 is of ImageNet's; "" for the run's own.
+      other_data: name of another data set of the same classes, as ImageNet-V2 is of ImageNet's; ""
+        for the run's own.
     """
     run = training.build_run(config, eval_split=split, eval_data=other_data, teach=False)
     state = _restore(run, workdir, checkpoint)
     metrics = training.Evaluator(run)(training.evaluation_params(state))
-    shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items())
-    scored = f"{len(run.eval_source)} {run.task.unit} of {run.eval_source.name}/{run.eval_source.split}"
+    shown = "  ".join(
+        f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items()
+    )
+    scored = (
+        f"{len(run.eval_source)} {run.task.unit} of {run.eval_source.name}/{run.eval_source.split}"
+    )
     _say(f"step {int(state['step'])}  {scored}  {shown}")
 
 
 def predict(
-    config: Any, workdir: str | Path, checkpoint: str, images: str | None, output: str | None, overlay: str | None
+    config: Any,
+    workdir: str | Path,
+    checkpoint: str,
+    images: str | None,
+    output: str | None,
+    overlay: str | None,
 ) -> None:
-    """Prints what images show, by a checkpoint of a run or, where it has none, by the weights of ``config.init_from``.
+    """Prints what images show, by a checkpoint of a run or, where it has none, by the weights of
+    ``config.init_from``.
 
     Args:
       config: of the run.
@@ -297,29 +356,35 @@ def predict(
       SystemExit: files that could not be read, with exit code 1; the others are done.
     """
     if images is None:
-        raise training.RunError("expected --images=FILE_OR_FOLDER with --mode=predict, got none; set it")
+        raise training.RunError(
+            "expected --images=FILE_OR_FOLDER with --mode=predict, got none; set it"
+        )
     files = predicting.files_of(images)
     run = training.build_run(config, load=data.load_or_imitate, teach=False)
     if config.init_from and not training.SavedCheckpoints(Path(workdir) / "checkpoints").steps:
         run, at_random = _start_from(run)
         if at_random:
             raise training.RunError(
-                f"expected weights for the whole model in {config.init_from}, got none for {', '.join(at_random[:3])} "
-                f"({len(at_random)} in all); train it first, or set --config.init_from to others"
+                f"expected weights for the whole model in {config.init_from}, got none for "
+                f"{', '.join(at_random[:3])} ({len(at_random)} in all); train it first, or set "
+                "--config.init_from to others"
             )
         state = run.init()
     else:
         state = _restore(run, workdir, checkpoint)
     model = run.model(training.fetch(training.evaluation_params(state), run.mesh))
     predictor = predicting.Predictor(run.task, model, run.eval_source)
-    unread = predicting.predict_files(predictor, files, *(place and Path(place) for place in (output, overlay)))
+    unread = predicting.predict_files(
+        predictor, files, *(place and Path(place) for place in (output, overlay))
+    )
     if unread:
         print(f"{unread} of {len(files)} files could not be read", file=sys.stderr)
         sys.exit(1)
 
 
 def export(config: Any, workdir: str | Path, checkpoint: str, names: str) -> None:
-    """Writes the weights of a checkpoint to ``<workdir>/<names>.safetensors``, or the model to ``<workdir>/<names>``.
+    """Writes the weights of a checkpoint to ``<workdir>/<names>.safetensors``, or the model to
+    ``<workdir>/<names>``.
 
     An ONNX model is ``<workdir>/model.onnx``.
 
@@ -332,12 +397,14 @@ def export(config: Any, workdir: str | Path, checkpoint: str, names: str) -> Non
     run = training.build_run(config, teach=False)
     if names in _WHOLE and not isinstance(run.task, tasks.Classification):
         raise training.RunError(
-            f"expected a run of config.task.name=classification for --names={names}, got {run.settings.task.name}; "
-            "export its weights with --names=adder_flax"
+            f"expected a run of config.task.name=classification for --names={names}, got "
+            f"{run.settings.task.name}; export its weights with --names=adder_flax"
         )
     state = _restore(run, workdir, checkpoint)
     model = run.model(training.fetch(training.evaluation_params(state), run.mesh))
-    path = Path(workdir) / {"onnx": "model.onnx"}.get(names, names if names in _WHOLE else f"{names}.safetensors")
+    path = Path(workdir) / {"onnx": "model.onnx"}.get(
+        names, names if names in _WHOLE else f"{names}.safetensors"
+    )
     if names in _WHOLE:
         write = _WHOLE[names](run, model, path, int(state["step"]))
     else:
@@ -353,7 +420,10 @@ def _program_writer(
 ) -> Callable[[], None]:
     """Returns what writes the model as a program, by a function of `interop`."""
     source = run.eval_source
-    crop = f"the shorter side resized to {source.image_shape[0] / source.eval_crop_ratio:.0f} pixels, then the middle"
+    crop = (
+        f"the shorter side resized to {source.image_shape[0] / source.eval_crop_ratio:.0f} pixels, "
+        "then the middle"
+    )
     return functools.partial(
         save,
         lambda images: model(*run.task.inputs({"image": images})),
@@ -373,7 +443,8 @@ model = AutoModelForImageClassification.from_pretrained("{folder}").eval()"""
 
 
 def _folder_writer(run: training.Run, model: Any, path: Path, step: int) -> Callable[[], None]:
-    """Returns what writes a folder for Hugging Face, with scores of the whole evaluation split in its model card."""
+    """Returns what writes a folder for Hugging Face, with scores of the whole evaluation split in
+    its model card."""
     source, facts = run.eval_source, run.task.data_facts
     measured = training.Evaluator(run)(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     operations = counting.count_operations(model, *run.task.example().inputs)
@@ -386,7 +457,8 @@ def _folder_writer(run: training.Run, model: Any, path: Path, step: int) -> Call
             "multiplications of an image": f"{operations.multiplications:.4g}",
             "additions of an image": f"{operations.additions:.4g}",
             "seed, step": f"{run.config.seed}, {step}",
-            "trained on": f"{run.train_source.name}/{run.train_source.split}, {len(run.train_source)} {run.task.unit}",
+            "trained on": f"{run.train_source.name}/{run.train_source.split}, "
+            f"{len(run.train_source)} {run.task.unit}",
             "task": run.settings.task.name,
         },
         usage=_LOAD_FOLDER.format(folder=path.name),
@@ -412,17 +484,22 @@ _WHOLE = {
 }
 
 
-def analyze(config: Any, workdir: str | Path, checkpoint: str, baseline: str | Path | None = None) -> None:
+def analyze(
+    config: Any, workdir: str | Path, checkpoint: str, baseline: str | Path | None = None
+) -> None:
     """Measures the papers' claims on a checkpoint and writes ``<workdir>/report/report.html``.
 
     Args:
       config: of the run.
       workdir: of the run.
       checkpoint: ``last``, ``best`` or a step.
-      baseline: directory of another run on the same data, whose last checkpoint stands beside this one.
+      baseline: directory of another run on the same data, whose last checkpoint stands beside this
+        one.
     """
     if jax.process_count() > 1:
-        raise training.RunError(f"expected one process to analyze a checkpoint, got {jax.process_count()}; start one")
+        raise training.RunError(
+            f"expected one process to analyze a checkpoint, got {jax.process_count()}; start one"
+        )
     other = None if baseline is None else _baseline(config, baseline)
     trained = _restore_to_study(config, workdir, checkpoint)
     study = report.STUDIES.get(trained.run.settings.task.name)(trained, other)
@@ -437,8 +514,9 @@ def _baseline(config: Any, workdir: str | Path) -> report.Trained:
     settings.read(settings.RunSettings, other, where="baseline")
     if (other.data.name, other.data.image_size) != (config.data.name, config.data.image_size):
         raise training.RunError(
-            f"expected a baseline on {config.data.name} at {config.data.image_size} pixels, got {other.data.name} at "
-            f"{other.data.image_size}; set --baseline to a run on the same data"
+            f"expected a baseline on {config.data.name} at {config.data.image_size} pixels, got "
+            f"{other.data.name} at {other.data.image_size}; set --baseline to a run on the same "
+            "data"
         )
     return _restore_to_study(other, workdir, "last")
 
@@ -448,17 +526,23 @@ def _restore_to_study(config: Any, workdir: str | Path, checkpoint: str) -> repo
     run, _ = _build(config)
     with training.user_errors():
         report.STUDIES.get(run.settings.task.name)
-        report.require_probabilities(run.model(run.abstract_state["params"]), *run.task.example().inputs)
+        report.require_probabilities(
+            run.model(run.abstract_state["params"]), *run.task.example().inputs
+        )
     return report.Trained(_run_name(config), run, _restore(run, workdir, checkpoint))
 
 
 def _restore(run: training.Run, workdir: str | Path, checkpoint: str) -> Any:
     """Returns the state of a run at a checkpoint."""
     if checkpoint not in ("last", "best") and not (checkpoint.isascii() and checkpoint.isdecimal()):
-        raise training.RunError(f"expected --checkpoint to be last, best or a step, got {checkpoint!r}")
+        raise training.RunError(
+            f"expected --checkpoint to be last, best or a step, got {checkpoint!r}"
+        )
     directory = training.open_workdir(workdir, run.config) / "checkpoints"
     checkpoints = training.SavedCheckpoints(directory, of=training.identity(run.config))
-    return checkpoints.restore(run.abstract_state, int(checkpoint) if checkpoint.isdecimal() else checkpoint)
+    return checkpoints.restore(
+        run.abstract_state, int(checkpoint) if checkpoint.isdecimal() else checkpoint
+    )
 
 
 def compare(config: Any, workdir: str | Path, workers: int, slurm: str | None = None) -> None:
@@ -476,8 +560,8 @@ def compare(config: Any, workdir: str | Path, workers: int, slurm: str | None = 
     """
     if jax.process_count() > 1:
         raise training.RunError(
-            f"expected a comparison in processes of their own, got {jax.process_count()} of one run; unset JAX_*, "
-            "start it on each host with the same --workdir"
+            f"expected a comparison in processes of their own, got {jax.process_count()} of one "
+            "run; unset JAX_*, start it on each host with the same --workdir"
         )
     comparison = comparisons.Comparison(config, workdir)
     if (place := comparisons.is_worker()) is not None:
@@ -488,7 +572,9 @@ def compare(config: Any, workdir: str | Path, workers: int, slurm: str | None = 
     known = set(comparison.records.all())
     show_new = lambda: _show_new(comparison, known)
     if workers and slurm is not None:
-        comparisons.supervise_on_slurm(workers, comparison.workdir, comparisons.read_options(slurm), show_new)
+        comparisons.supervise_on_slurm(
+            workers, comparison.workdir, comparisons.read_options(slurm), show_new
+        )
     elif workers == 1:
         _work(comparison, show=True)
     elif workers:
@@ -525,18 +611,26 @@ def _show_new(comparison: comparisons.Comparison, known: set[str]) -> None:
 
 
 def _run_name(config: Any) -> str:
-    return ", ".join([config.data.name, *([f"{config.model.score} attention"] if "score" in config.model else [])])
+    return ", ".join(
+        [
+            config.data.name,
+            *([f"{config.model.score} attention"] if "score" in config.model else []),
+        ]
+    )
 
 
 def default_workdir(experiment: str, overrides: Mapping[str, Any]) -> str:
-    """Returns ``runs/<experiment>[-<data>][,<field>=<value>…]``, so that different runs do not share a directory.
+    """Returns ``runs/<experiment>[-<data>][,<field>=<value>…]``, so that different runs do not
+    share a directory.
 
     Args:
       experiment: value of ``--config``.
       overrides: the fields that were set on the command line, and their values.
 
     Example:
-      >>> default_workdir("experiments/adder_deit_tiny.py:cifar10", {"optimizer.name": "sgd", "seed": 1})
+      >>> default_workdir(
+      ...     "experiments/adder_deit_tiny.py:cifar10", {"optimizer.name": "sgd", "seed": 1}
+      ... )
       'runs/adder_deit_tiny-cifar10,optimizer.name=sgd,seed=1'
     """
     path, _, data = experiment.partition(":")

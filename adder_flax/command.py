@@ -15,61 +15,90 @@ with needs("train"):
 
 try:
     _CONFIG = config_flags.DEFINE_config_file(
-        "config", None, "Experiment, e.g. adder_deit_tiny or experiments/adder_deit_tiny.py, and [:data]"
+        "config",
+        None,
+        "Experiment, e.g. adder_deit_tiny or experiments/adder_deit_tiny.py, and [:data]",
     )
 except (flags.Error, ValueError) as error:  # it looks for overrides in a --flagfile already
-    raise RunError(f"expected flags in UTF-8, one a line, as --flagfile, got: {error}; correct it") from error
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is kept; by default runs/<experiment>[,<overrides>]")
+    raise RunError(
+        f"expected flags in UTF-8, one a line, as --flagfile, got: {error}; correct it"
+    ) from error
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Where the run is kept; by default runs/<experiment>[,<overrides>]"
+)
 _MODE = flags.DEFINE_enum(
     "mode",
     "train",
     ["train", "eval", "analyze", "predict", "compile", "export", "compare"],
-    "train: train or resume; eval: score a checkpoint; analyze: report on it; predict: say what images show; compile: "
-    "what training will take on the devices of --config.topology; export: write the weights of a checkpoint to a "
-    "safetensors file, or the model as a program; compare: run the grid of runs that the experiment file describes "
-    "and write its tables",
+    "train: train or resume; eval: score a checkpoint; analyze: report on it; predict: say what "
+    "images show; compile: what training will take on the devices of --config.topology; export: "
+    "write the weights of a checkpoint to a safetensors file, or the model as a program; compare: "
+    "run the grid of runs that the experiment file describes and write its tables",
 )
 _BASELINE = flags.DEFINE_string(
-    "baseline", None, "With --mode=analyze: directory of another run on the same data, to compare with"
+    "baseline",
+    None,
+    "With --mode=analyze: directory of another run on the same data, to compare with",
 )
 _CLUSTER = flags.DEFINE_boolean(
     "cluster",
     False,
-    "Let JAX look for the other processes itself, as TPU virtual machines need; see docs/operations.md",
+    "Let JAX look for the other processes itself, as TPU virtual machines need; see "
+    "docs/operations.md",
 )
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", "last", "With --mode=eval, analyze, predict or export: last, best or a step"
 )
 _SPLIT = flags.DEFINE_string(
-    "split", "eval", "With --mode=eval: the split to score, by its own name; eval is the one that training evaluates on"
+    "split",
+    "eval",
+    "With --mode=eval: the split to score, by its own name; eval is the one that training "
+    "evaluates on",
 )
 _DATA = flags.DEFINE_string(
-    "data", "", "With --mode=eval: another data set of the same classes to score, as imagenet_v2 is of imagenet2012's"
+    "data",
+    "",
+    "With --mode=eval: another data set of the same classes to score, as imagenet_v2 is of "
+    "imagenet2012's",
 )
-_IMAGES = flags.DEFINE_string("images", None, "With --mode=predict: an image, or a folder of images")
-_PREDICTIONS = flags.DEFINE_string("predictions", None, "With --mode=predict: file that gets them as lines of JSON")
-_OVERLAY = flags.DEFINE_string("overlay", None, "With --mode=predict: folder that gets pictures of the attention")
+_IMAGES = flags.DEFINE_string(
+    "images", None, "With --mode=predict: an image, or a folder of images"
+)
+_PREDICTIONS = flags.DEFINE_string(
+    "predictions", None, "With --mode=predict: file that gets them as lines of JSON"
+)
+_OVERLAY = flags.DEFINE_string(
+    "overlay", None, "With --mode=predict: folder that gets pictures of the attention"
+)
 _WORKERS = flags.DEFINE_integer(
     "workers",
     1,
-    "With --mode=compare: processes that share the runs, and the cores or GPUs, out among them; 0 writes the tables of "
-    "what is finished and runs nothing",
+    "With --mode=compare: processes that share the runs, and the cores or GPUs, out among them; 0 "
+    "writes the tables of what is finished and runs nothing",
     lower_bound=0,
     upper_bound=1024,
 )
 _SLURM = flags.DEFINE_string(
     "slurm",
     None,
-    "With --mode=compare: the workers are jobs of SLURM, of these options: partition=gpu,gpus_per_node=1,time=720 "
-    "(minutes); --slurm= for the cluster's defaults",
+    "With --mode=compare: the workers are jobs of SLURM, of these options: "
+    "partition=gpu,gpus_per_node=1,time=720 (minutes); --slurm= for the cluster's defaults",
 )
 _NAMES = flags.DEFINE_enum(
     "names",
     "adder_flax",
-    ["adder_flax", "timm", "hugging_face", "transformers_5", "stablehlo", "onnx", "hugging_face_folder"],
-    "With --mode=export: whose names and layouts the weights get; stablehlo: the whole model, a program for JAX alone; "
-    "onnx: the whole model for ONNX Runtime; "
-    "hugging_face_folder: the whole model as AutoModelForImageClassification loads it, with a model card",
+    [
+        "adder_flax",
+        "timm",
+        "hugging_face",
+        "transformers_5",
+        "stablehlo",
+        "onnx",
+        "hugging_face_folder",
+    ],
+    "With --mode=export: whose names and layouts the weights get; stablehlo: the whole model, a "
+    "program for JAX alone; onnx: the whole model for ONNX Runtime; hugging_face_folder: the whole "
+    "model as AutoModelForImageClassification loads it, with a model card",
 )
 _MODES_WITH = {
     "checkpoint": ("eval", "analyze", "predict", "export"),
@@ -96,7 +125,9 @@ def run(start_time: float) -> None:
       SystemExit: at the end.
     """
     program = sys.modules["__main__"]
-    program.__doc__ = program.__doc__ or __doc__  # absl shows it as help, with the flags of the program's own file
+    program.__doc__ = (
+        program.__doc__ or __doc__
+    )  # absl shows it as help, with the flags of the program's own file
     for flag in flags.FLAGS.get_flags_for_module(__name__):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     flags.mark_flag_as_required("config")
@@ -108,7 +139,10 @@ def _run_mode(argv: list[str], start_time: float) -> None:
         raise RunError(f"expected flags only, got {argv[1:]}; overrides read --config.field=value")
     for name, modes in _MODES_WITH.items():
         if flags.FLAGS[name].present and _MODE.value not in modes:
-            raise RunError(f"expected --{name} with --mode={' or '.join(modes)} only, got {_MODE.value}; leave it out")
+            raise RunError(
+                f"expected --{name} with --mode={' or '.join(modes)} only, got {_MODE.value}; "
+                "leave it out"
+            )
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # libraries report every small step at INFO
     environment.check_system()
@@ -118,7 +152,9 @@ def _run_mode(argv: list[str], start_time: float) -> None:
 
     host_memory.keep_freed_memory()
     with environment.importing():
-        if _MODE.value == "train":  # the other modes find kernels in the cache, or compile for another machine
+        if (
+            _MODE.value == "train"
+        ):  # the other modes find kernels in the cache, or compile for another machine
             from adder_flax import ops
 
             ops.build_in_background()
@@ -127,7 +163,9 @@ def _run_mode(argv: list[str], start_time: float) -> None:
     flag = flags.FLAGS["config"]
     workdir = cli.check_workdir(
         _WORKDIR.value
-        or cli.default_workdir(config_flags.get_config_filename(flag), config_flags.get_override_values(flag))
+        or cli.default_workdir(
+            config_flags.get_config_filename(flag), config_flags.get_override_values(flag)
+        )
     )
     xla.check()
     cli.enable_compilation_cache()
@@ -140,7 +178,14 @@ def _run_mode(argv: list[str], start_time: float) -> None:
     elif _MODE.value == "analyze":
         cli.analyze(_CONFIG.value, workdir, _CHECKPOINT.value, _BASELINE.value)
     elif _MODE.value == "predict":
-        cli.predict(_CONFIG.value, workdir, _CHECKPOINT.value, _IMAGES.value, _PREDICTIONS.value, _OVERLAY.value)
+        cli.predict(
+            _CONFIG.value,
+            workdir,
+            _CHECKPOINT.value,
+            _IMAGES.value,
+            _PREDICTIONS.value,
+            _OVERLAY.value,
+        )
     elif _MODE.value == "export":
         cli.export(_CONFIG.value, workdir, _CHECKPOINT.value, _NAMES.value)
     elif _MODE.value == "compare":
@@ -161,7 +206,8 @@ class _ExperimentParser(flags.ArgumentParser):
 
 
 def _of_this_version(config: ConfigDict) -> ConfigDict:
-    """Returns what a run or a comparison left, with the fields that have been added since at their defaults."""
+    """Returns what a run or a comparison left, with the fields that have been added since at their
+    defaults."""
     with environment.importing():
         from adder_flax import models, tasks  # noqa: F401 - they register the settings of theirs
     return ConfigDict(settings.completed(settings.RunSettings, config.to_dict()))
@@ -174,8 +220,14 @@ def _parse_flags(argv: list[str]) -> list[str]:
         if _CONFIG.value is not None:
             settings.read(_read_as(), _CONFIG.value)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-        unknown = re.match(r"\W*'(\w+)\\?'", str(error))  # all that ml_collections says of --config.<unknown field>
-        words = str(error) if "expected" in str(error) else f"expected flags as --help lists them, got: {error}"
+        unknown = re.match(
+            r"\W*'(\w+)\\?'", str(error)
+        )  # all that ml_collections says of --config.<unknown field>
+        words = (
+            str(error)
+            if "expected" in str(error)
+            else f"expected flags as --help lists them, got: {error}"
+        )
         raise RunError(_unknown_field(unknown[1]) if unknown else words) from error
     return rest
 
@@ -186,13 +238,18 @@ def _read_as() -> type:
     if of_runs != (_MODE.value == "compare"):
         what, other = ("a grid of runs", "compare") if of_runs else ("a run", "train")
         raise RunError(
-            f"expected --mode={other} for the configuration of {what}, got {_MODE.value}; set --mode, or --config"
+            f"expected --mode={other} for the configuration of {what}, got {_MODE.value}; set "
+            "--mode, or --config"
         )
     return settings.CompareSettings if of_runs else settings.RunSettings
 
 
 def _unknown_field(name: str) -> str:
-    fields = {part for field, _ in settings.declarations(settings.CompareSettings) for part in field.split(".")}
+    fields = {
+        part
+        for field, _ in settings.declarations(settings.CompareSettings)
+        for part in field.split(".")
+    }
     near = difflib.get_close_matches(name, sorted(fields), n=1)
     fix = f"did you mean {near[0]!r}" if near else "see docs/settings.md for all of them"
     return f"expected --config.<field> to name a field of the configuration, got {name!r}; {fix}"

@@ -1,4 +1,5 @@
-"""What a person can mend is a :class:`RunError`; whatever else means the same is turned into one here."""
+"""What a person can mend is a :class:`RunError`; whatever else means the same is turned into one
+here."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +7,8 @@ from pathlib import Path
 
 
 class RunError(Exception):
-    """A problem in the configuration, data or checkpoints, told in one message: expected, got, how to fix.
+    """A problem in the configuration, data or checkpoints, told in one message: expected, got, how
+    to fix.
 
     ``main.py`` prints it without a traceback and exits with ``exit_code``.
 
@@ -27,7 +29,9 @@ class NonFiniteLossError(RunError):
 
 
 @contextmanager
-def user_errors(kinds: tuple[type[Exception], ...] = (ValueError, OSError, ImportError)) -> Iterator[None]:
+def user_errors(
+    kinds: tuple[type[Exception], ...] = (ValueError, OSError, ImportError),
+) -> Iterator[None]:
     """Turns the library's complaints about its arguments into errors of the run.
 
     Args:
@@ -54,16 +58,20 @@ def writing(what: str, directory: str | Path) -> Iterator[None]:
 
     Example:
       >>> import tempfile
-      >>> with tempfile.TemporaryDirectory() as folder, writing("metrics", folder):  # doctest: +ELLIPSIS
+      >>> with (
+      ...     tempfile.TemporaryDirectory() as folder,
+      ...     writing("metrics", folder),
+      ... ):  # doctest: +ELLIPSIS
       ...     raise OSError("[Errno 28] No space left on device")
       Traceback (most recent call last):
       ...
       adder_flax.errors.RunError: expected to write metrics under ..., got: [Errno 28] No space left on device; what ...
-    """
+    """  # noqa: E501 - a message is one line
     try:
         yield
     except (OSError, ValueError) as error:
-        # TensorStore, which writes arrays for Orbax, reports the system's errors as values that it cannot use.
+        # TensorStore, which writes arrays for Orbax, reports the system's errors as values that it
+        # cannot use.
         if isinstance(error, ValueError) and "os_error_code" not in str(error):
             raise
         reason = first_line(error)
@@ -87,6 +95,9 @@ def first_line(error: BaseException) -> str:
 
 def _fix(reason: str, directory: str | Path) -> str:
     if not Path(directory).exists():
-        return "the directory is gone: put it back and run the same command again to resume, or begin anew"
+        return (
+            "the directory is gone: put it back and run the same command again to resume, or begin "
+            "anew"
+        )
     fix = "free some space" if "No space left" in reason or "quota" in reason else "mend that"
     return f"what was written before is whole, {fix} and run the same command again to resume"

@@ -1,4 +1,5 @@
-"""Reads an experiment file: Python that makes a configuration, or the ``config.json`` that a run left."""
+"""Reads an experiment file: Python that makes a configuration, or the ``config.json`` that a run
+left."""
 
 import builtins
 import difflib
@@ -22,12 +23,14 @@ _FIX = "see the files in experiments/ for what one looks like"
 
 
 def load_experiment(path: str) -> ConfigDict:
-    """Runs an experiment file and returns what its ``get_config`` makes, or the configuration in a JSON file.
+    """Runs an experiment file and returns what its ``get_config`` makes, or the configuration in a
+    JSON file.
 
     Args:
-      path: of the file, or the bare name of one that comes with the package; what follows a colon is the argument of
-        ``get_config``. A ``.json`` file holds a configuration, as the ``config.json`` of a run does, or one under the
-        name ``config``, as the record of a comparison does. A file may import from those beside it.
+      path: of the file, or the bare name of one that comes with the package; what follows a colon
+        is the argument of ``get_config``. A ``.json`` file holds a configuration, as the
+        ``config.json`` of a run does, or one under the name ``config``, as the record of a
+        comparison does. A file may import from those beside it.
 
     Raises:
       RunError: whatever is wrong with it, with the line.
@@ -39,7 +42,7 @@ def load_experiment(path: str) -> ConfigDict:
       Traceback (most recent call last):
       ...
       adder_flax.errors.RunError: expected an experiment file, got x.py: No such file or directory; set --config
-    """
+    """  # noqa: E501 - a message is one line
     path, colon, argument = path.partition(":")
     path = _file_of(path)
     source = _read(path)
@@ -60,12 +63,13 @@ def load_experiment(path: str) -> ConfigDict:
         raise
     except BaseException as error:  # SystemExit too: a file that leaves says nothing otherwise
         raise RunError(
-            f"expected an experiment file that makes a configuration, got {_describe(error, path)}; mend it, or set "
-            "--config to another"
+            "expected an experiment file that makes a configuration, got "
+            f"{_describe(error, path)}; mend it, or set --config to another"
         ) from error
     if not isinstance(config, ConfigDict):
         raise RunError(
-            f"expected get_config of {path} to return an ml_collections.ConfigDict, got {type(config).__name__}; {_FIX}"
+            f"expected get_config of {path} to return an ml_collections.ConfigDict, got "
+            f"{type(config).__name__}; {_FIX}"
         )
     return config
 
@@ -77,7 +81,11 @@ def _file_of(path: str) -> str:
     names = [file.stem for file in experiments.FOLDER.glob("*.py")]
     if path not in names:
         near = difflib.get_close_matches(path, names, n=1)
-        hint = f"did you mean {near[0]!r}? A file of your own ends in .py" if near else "a file of your own ends in .py"
+        hint = (
+            f"did you mean {near[0]!r}? A file of your own ends in .py"
+            if near
+            else "a file of your own ends in .py"
+        )
         raise RunError(f"expected an experiment that comes with the package, got {path!r}; {hint}")
     return str(experiments.FOLDER / f"{path}.py")
 
@@ -106,8 +114,14 @@ def _from_json(text: bytes, path: str) -> ConfigDict:
             raise ValueError(f"a JSON {type(fields).__name__} as its configuration")
         return as_config(fields)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        reason = "what is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-        raise RunError(f"expected the configuration of a run in {path}, got {reason[:500]}; set --config") from error
+        reason = (
+            "what is nested too deeply"
+            if isinstance(error, RecursionError)
+            else " ".join(str(error).split())
+        )
+        raise RunError(
+            f"expected the configuration of a run in {path}, got {reason[:500]}; set --config"
+        ) from error
 
 
 def _read(path: str) -> bytes:
@@ -116,7 +130,9 @@ def _read(path: str) -> bytes:
             return file.read()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise RunError(f"expected an experiment file, got {path}: {reason}; set --config") from error
+        raise RunError(
+            f"expected an experiment file, got {path}: {reason}; set --config"
+        ) from error
 
 
 def _check_argument(make: Any, path: str, argument: str | None) -> None:
@@ -128,10 +144,12 @@ def _check_argument(make: Any, path: str, argument: str | None) -> None:
     try:
         signature.bind(*given)
     except TypeError as error:
-        asked = f"the argument {argument!r} after the colon" if given else "no argument after a colon"
+        asked = (
+            f"the argument {argument!r} after the colon" if given else "no argument after a colon"
+        )
         raise RunError(
-            f"expected get_config{signature} of {path} to take what --config gives, got {asked}: {error}; "
-            f"write {'--config=' + path if given else '--config=' + path + ':<argument>'}"
+            f"expected get_config{signature} of {path} to take what --config gives, got {asked}: "
+            f"{error}; write {'--config=' + path if given else '--config=' + path + ':<argument>'}"
         ) from error
 
 
@@ -139,7 +157,11 @@ def _describe(error: BaseException, path: str) -> str:
     """Returns what went wrong and on which line of the file."""
     if isinstance(error, SyntaxError) and error.filename == path:
         return f"a syntax error in line {error.lineno} of {path}: {error.msg}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == path
+    ]
     where = f"line {lines[-1]} of {path}" if lines else path
     words = " ".join(str(error).split())
     kind = type(error).__name__

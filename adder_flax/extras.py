@@ -1,4 +1,5 @@
-"""What the core of the package does without: each optional library is imported where its extra is named."""
+"""What the core of the package does without: each optional library is imported where its extra is
+named."""
 
 import contextlib
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ def needs(extra: str) -> Iterator[None]:
       Traceback (most recent call last):
       ...
       adder_flax.extras.MissingExtraError: expected no_such_library, got none; pip install "adder-flax[report]"
-    """
+    """  # noqa: E501 - a message is one line
     try:
         yield
     except MissingExtraError:
@@ -44,4 +45,6 @@ def missing(library: str, extra: str) -> MissingExtraError:
       >>> print(missing("the compiler for NVIDIA GPUs", "gpu-compile"))
       expected the compiler for NVIDIA GPUs, got none; pip install "adder-flax[gpu-compile]"
     """
-    return MissingExtraError(f'expected {library}, got none; pip install "adder-flax[{extra}]"', name=library)
+    return MissingExtraError(
+        f'expected {library}, got none; pip install "adder-flax[{extra}]"', name=library
+    )

@@ -1,4 +1,5 @@
-"""Files read and written whole: a pipe in their place is not waited for, and no reader meets half of one."""
+"""Files read and written whole: a pipe in their place is not waited for, and no reader meets half
+of one."""
 
 import contextlib
 import errno
@@ -22,7 +23,8 @@ def open_regular(path: str | Path) -> Iterator[IO[bytes]]:
     """Opens a regular file, or a link to one, for reading.
 
     Raises:
-      OSError: it cannot be read, or is of another kind: a pipe would keep its reader waiting, a device never ends.
+      OSError: it cannot be read, or is of another kind: a pipe would keep its reader waiting, a
+        device never ends.
 
     Example:
       >>> with open_regular("/dev/zero") as file:
@@ -76,7 +78,9 @@ def append(path: str | Path, content: bytes) -> None:
     Raises:
       OSError: it cannot be written.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(
+        path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
+    )
     with open(descriptor, "ab") as stream:
         _require_regular(os.fstat(descriptor))
         stream.write(content)

@@ -12,13 +12,15 @@ _ACCELERATORS = ("nvidia[0-9]*", "kfd", "accel[0-9]*", "vfio/[0-9]*")
 
 
 def keep_freed_memory() -> bool:
-    """Makes malloc keep what is freed for the next allocation, instead of giving it back to the system.
+    """Makes malloc keep what is freed for the next allocation, instead of giving it back to the
+    system.
 
-    XLA's CPU client takes the temporaries of every step from malloc, and the GNU C library maps blocks of more than
-    32 MB anew each time: the system then has to clear and map them page by page while the step runs, which for a
-    DeiT-Tiny of 32 images is 150,000 page faults and a tenth to a fifth of its time. In exchange the process holds on
-    to the most memory that it ever used, and to gaps between blocks: 3.0 GiB in place of 2.1 for the adder DeiT-Tiny on
-    digits, and its threads share one arena of small blocks. Hosts of accelerators, whose steps take no memory here and
+    XLA's CPU client takes the temporaries of every step from malloc, and the GNU C library maps
+    blocks of more than 32 MB anew each time: the system then has to clear and map them page by page
+    while the step runs, which for a DeiT-Tiny of 32 images is 150,000 page faults and a tenth to a
+    fifth of its time. In exchange the process holds on to the most memory that it ever used, and to
+    gaps between blocks: 3.0 GiB in place of 2.1 for the adder DeiT-Tiny on digits, and its threads
+    share one arena of small blocks. Hosts of accelerators, whose steps take no memory here and
     whose threads read images, are therefore left as they are.
 
     To be called before JAX computes anything: once its threads run, it has no effect.
@@ -33,8 +35,11 @@ def keep_freed_memory() -> bool:
       host_memory.keep_freed_memory()
       import jax
     """
-    if platform.libc_ver()[0] != "glibc" or any(True for name in _ACCELERATORS for _ in Path("/dev").glob(name)):
+    if platform.libc_ver()[0] != "glibc" or any(
+        True for name in _ACCELERATORS for _ in Path("/dev").glob(name)
+    ):
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    # Blocks of threads other than the first come from arenas that hold none so large, so there has to be one arena.
+    # Blocks of threads other than the first come from arenas that hold none so large, so there has
+    # to be one arena.
     return all([mallopt(_M_ARENA_MAX, 1), mallopt(_M_MMAP_MAX, 0), mallopt(_M_TRIM_THRESHOLD, -1)])

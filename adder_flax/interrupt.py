@@ -1,4 +1,5 @@
-"""Signals that ask a run to stop: finish the step, write a checkpoint, leave; before that and the second time, at once.
+"""Signals that ask a run to stop: finish the step, write a checkpoint, leave; before that and the
+second time, at once.
 
 A thread of its own ends the process, so that neither a compilation nor an import holds it up.
 """
@@ -15,10 +16,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class InterruptWatch:
-    """Notes the first of :data:`SIGNALS` while its context is open; a second SIGINT is a KeyboardInterrupt.
+    """Notes the first of :data:`SIGNALS` while its context is open; a second SIGINT is a
+    KeyboardInterrupt.
 
-    Where :func:`end_at_signals` was called, a second signal of any kind ends the process at once, and so does the first
-    one outside of such a context or before there is anything to save, see :meth:`hold_one`.
+    Where :func:`end_at_signals` was called, a second signal of any kind ends the process at once,
+    and so does the first one outside of such a context or before there is anything to save, see
+    :meth:`hold_one`.
 
     Example:
       >>> with InterruptWatch() as watch:
@@ -41,7 +44,8 @@ class InterruptWatch:
             signal.signal(number, handler)
 
     def hold_one(self) -> None:
-        """Lets the next signal wait for the end of a step, as there is something to save from now on."""
+        """Lets the next signal wait for the end of a step, as there is something to save from now
+        on."""
         _listener.expected = 1
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -51,11 +55,14 @@ class InterruptWatch:
 
 
 def end_at_signals() -> None:
-    """From now on, signals that nobody is to note end the process at once: one line, exit code 128 + signal.
+    """From now on, signals that nobody is to note end the process at once: one line, exit code 128
+    + signal.
 
     Nothing is torn by it: whatever a run saves appears whole or not at all.
     """
-    for descriptor in range(3):  # a standard stream that is closed would be given to the next file that is opened
+    for descriptor in range(
+        3
+    ):  # a standard stream that is closed would be given to the next file that is opened
         try:
             os.fstat(descriptor)
         except OSError:
@@ -64,7 +71,8 @@ def end_at_signals() -> None:
     os.set_blocking(reader, True)
     for number in SIGNALS:
         signal.signal(number, lambda *unused: None)  # the byte below is what counts
-    # To be run last. Python's own end takes the handlers away: a signal would then look like a crash of a complete run.
+    # To be run last. Python's own end takes the handlers away: a signal would then look like a
+    # crash of a complete run.
     atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in SIGNALS])
     # Python's own handlers wait for the end of whatever runs in C; this byte is written at once.
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -84,10 +92,9 @@ class _Listener:
                 self.expected -= 1
                 continue
             name = signal.Signals(received[0]).name
+            said = "ended at once; what was saved is whole, the same command goes on from it"
             with contextlib.suppress(OSError):
-                os.write(
-                    2, f"{name}: ended at once; what was saved is whole, the same command goes on from it\n".encode()
-                )
+                os.write(2, f"{name}: {said}\n".encode())
             os._exit(128 + received[0])
 
 

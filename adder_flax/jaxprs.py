@@ -7,25 +7,33 @@ from jax.extend import core
 
 
 def scope(outer: str, equation: core.JaxprEqn) -> str:
-    """Named scopes around an equation of a program that stands itself inside of the scopes `outer`."""
+    """Named scopes around an equation of a program that stands itself inside of the scopes
+    `outer`."""
     return "/".join(part for part in (outer, str(equation.source_info.name_stack)) if part)
 
 
 def inner_programs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
-    """The programs that an equation holds (bodies, branches, callees), whatever the parameters are called."""
+    """The programs that an equation holds (bodies, branches, callees), whatever the parameters are
+    called."""
     values = equation.params.values()
-    items = [item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,))]
+    items = [
+        item
+        for value in values
+        for item in (value if isinstance(value, (tuple, list)) else (value,))
+    ]
     programs = [getattr(item, "jaxpr", item) for item in items]
     return [program for program in programs if hasattr(program, "eqns")]
 
 
-# Loops, branches and shards hold programs too, but what they do with them is another thing than to call them.
+# Loops, branches and shards hold programs too, but what they do with them is another thing than to
+# call them.
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_lin")
 _CALLS += ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
 def callee(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
-    """The program that an equation calls once: of ``jax.jit``, of ``jax.checkpoint``, of own derivatives.
+    """The program that an equation calls once: of ``jax.jit``, of ``jax.checkpoint``, of own
+    derivatives.
 
     Example:
       >>> import jax
@@ -38,7 +46,9 @@ def callee(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
     if equation.primitive.name not in _CALLS:
         return None
     params = equation.params
-    program = next((params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in params), None)
+    program = next(
+        (params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in params), None
+    )
     if program is None or len(equation.invars) != len(getattr(program, "jaxpr", program).invars):
         return None
     return program if isinstance(program, core.ClosedJaxpr) else core.ClosedJaxpr(program, ())
@@ -82,9 +92,17 @@ def apply(program: core.Jaxpr, equation: core.JaxprEqn, inputs: Sequence[Any]) -
       >>> float(one)
       1.0
     """
-    variables = {atom: x for atom, x in zip(equation.invars, inputs, strict=True) if isinstance(atom, core.Var)}
+    variables = {
+        atom: x
+        for atom, x in zip(equation.invars, inputs, strict=True)
+        if isinstance(atom, core.Var)
+    }
     names = program.debug_info.with_unknown_names()
     alone = program.replace(
-        constvars=[], invars=list(variables), outvars=equation.outvars, eqns=[equation], debug_info=names
+        constvars=[],
+        invars=list(variables),
+        outvars=equation.outvars,
+        eqns=[equation],
+        debug_info=names,
     )
     return core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*variables.values())

@@ -1,7 +1,8 @@
 """Where this user's compiled code is kept, such that no other user can put theirs in its place.
 
-Code that a process loads runs with all its rights. So nothing is taken from a folder or a file that somebody else owns
-or may write to (root may), and nothing whose digest is not that of what was written.
+Code that a process loads runs with all its rights. So nothing is taken from a folder or a file that
+somebody else owns or may write to (root may), and nothing whose digest is not that of what was
+written.
 """
 
 import contextlib
@@ -18,8 +19,8 @@ _DIGEST_BYTES = 32
 
 
 def folders() -> Iterator[Path]:
-    """Yields where to keep things, best first: ``$XDG_CACHE_HOME/adder_flax``, and one below the system's folder for
-    temporary files. Neither need be there, or be this user's own.
+    """Yields where to keep things, best first: ``$XDG_CACHE_HOME/adder_flax``, and one below the
+    system's folder for temporary files. Neither need be there, or be this user's own.
 
     Example:
       >>> [folder.name.partition("-")[0] for folder in folders()]
@@ -50,7 +51,8 @@ def processor_name() -> str:
 def processor() -> str:
     """Returns the model and the features of the host's processor, as far as the system tells.
 
-    A home that machines share holds code for all of them, and an instruction that one does not have ends the process.
+    A home that machines share holds code for all of them, and an instruction that one does not have
+    ends the process.
 
     Example:
       >>> processor() == processor() != ""
@@ -60,11 +62,16 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    return "\n".join(line for line in lines if line.lower().startswith(("model name", "flags", "features", "cpu part")))
+    return "\n".join(
+        line
+        for line in lines
+        if line.lower().startswith(("model name", "flags", "features", "cpu part"))
+    )
 
 
 def make(folder: Path, *below: str) -> Path:
-    """Makes one of :func:`folders` and folders in it, whatever is not there, with access for this user alone.
+    """Makes one of :func:`folders` and folders in it, whatever is not there, with access for this
+    user alone.
 
     Returns:
       The innermost.
@@ -90,7 +97,8 @@ def read(folder: Path, name: str, *, key: str) -> tuple[bytes | None, str | None
       key: as it was written under.
 
     Returns:
-      The content and None; None twice where there is no such file; or None, and why the file is not used.
+      The content and None; None twice where there is no such file; or None, and why the file is not
+      used.
 
     Example:
       >>> with tempfile.TemporaryDirectory() as folder:
@@ -98,15 +106,18 @@ def read(folder: Path, name: str, *, key: str) -> tuple[bytes | None, str | None
       ...     read(Path(folder), "kernels", key="of this machine")
       (b'code', None)
     """
-    # Folder and file are looked at through what was opened, since a name may lead elsewhere a moment later; and what is
-    # read is what is checked. A FIFO must not make us wait for its other end.
+    # Folder and file are looked at through what was opened, since a name may lead elsewhere a
+    # moment later; and what is read is what is checked. A FIFO must not make us wait for its other
+    # end.
     try:
         with contextlib.ExitStack() as opened:
             inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             opened.callback(os.close, inside)
             if reason := distrust(os.fstat(inside), "the folder"):
                 return None, reason
-            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=inside)
+            file = os.open(
+                name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=inside
+            )
             opened.callback(os.close, file)
             found = os.fstat(file)
             if not stat.S_ISREG(found.st_mode):
@@ -132,8 +143,10 @@ def write(folder: Path, name: str, content: bytes, *, key: str) -> str | None:
 
     Args:
       folder: one of :func:`folders`; made with access for this user alone if it is not there.
-      name: of the file; one that is there is replaced, for everybody who opens it from this moment on.
-      content: of any kind; what ignores bytes at the end, as loaders of libraries do, can use the file as it is.
+      name: of the file; one that is there is replaced, for everybody who opens it from this moment
+        on.
+      content: of any kind; what ignores bytes at the end, as loaders of libraries do, can use the
+        file as it is.
       key: what the content depends on.
 
     Returns:
@@ -161,7 +174,9 @@ def _digest(content: bytes, key: str) -> bytes:
 
 
 def distrust(found: os.stat_result, what: str) -> str | None:
-    """Returns why what was found cannot be trusted, or None. In a sticky folder nobody can replace the files of others.
+    """Returns why what was found cannot be trusted, or None.
+
+    In a sticky folder nobody can replace the files of others.
 
     Args:
       found: of a folder or file.

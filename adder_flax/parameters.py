@@ -1,8 +1,9 @@
 """What is true of a parameter beside its value, said where the parameter is made.
 
-Weight decay or not, whether inputs are multiplied with it or compared to it, and which of its axes may be split over
-devices are facts of a layer. They travel as metadata of the variable, through ``nnx.split``, ``nnx.merge`` and
-``nnx.eval_shape``; optimizers and meshes read them with :func:`parameter_facts` and know no class of layers.
+Weight decay or not, whether inputs are multiplied with it or compared to it, and which of its axes
+may be split over devices are facts of a layer. They travel as metadata of the variable, through
+``nnx.split``, ``nnx.merge`` and ``nnx.eval_shape``; optimizers and meshes read them with
+:func:`parameter_facts` and know no class of layers.
 """
 
 import dataclasses
@@ -33,8 +34,8 @@ class Facts:
     """What is true of one parameter.
 
     Attributes:
-      role: ``"weight"``: inputs are multiplied with it; ``"prototype"``: their L1 distance to it is taken; ``"other"``:
-        biases, norms, embeddings, and all else.
+      role: ``"weight"``: inputs are multiplied with it; ``"prototype"``: their L1 distance to it is
+        taken; ``"other"``: biases, norms, embeddings, and all else.
       decay: whether weight decay shrinks it.
       axes: one entry for each axis that may be split, by position.
     """
@@ -45,19 +46,23 @@ class Facts:
 
 
 def state_facts(parameter: Parameter, *, role: str, decay: bool) -> Parameter:
-    """Writes the role of a parameter to it, and whether weight decay shrinks it; returns the parameter.
+    """Writes the role of a parameter to it, and whether weight decay shrinks it; returns the
+    parameter.
 
     Example:
       >>> parameter = state_facts(nnx.Param(jax.numpy.ones((2, 3))), role="prototype", decay=False)
       >>> parameter_facts(nnx.Dict(kernel=parameter))["kernel"].role
       'prototype'
     """
-    parameter.set_metadata(_FACTS, dataclasses.replace(_known(parameter) or Facts(), role=role, decay=decay))
+    parameter.set_metadata(
+        _FACTS, dataclasses.replace(_known(parameter) or Facts(), role=role, decay=decay)
+    )
     return parameter
 
 
 def as_attribute(number: float | jax.Array) -> Any:
-    """Returns a number as a module keeps it: a plain one is part of the program, an array, traced perhaps, data of it.
+    """Returns a number as a module keeps it: a plain one is part of the program, an array, traced
+    perhaps, data of it.
 
     Example:
       >>> module = nnx.Dict(rate=as_attribute(jax.numpy.float32(0.5)))
@@ -67,7 +72,9 @@ def as_attribute(number: float | jax.Array) -> Any:
     return nnx.data(number) if isinstance(number, jax.Array) else number
 
 
-def name_axis(parameter: nnx.Variable | None, axis: int, name: str, parts: int | None = None) -> None:
+def name_axis(
+    parameter: nnx.Variable | None, axis: int, name: str, parts: int | None = None
+) -> None:
     """Says that an axis of a parameter may be split over devices.
 
     Args:
@@ -94,8 +101,8 @@ def name_axis(parameter: nnx.Variable | None, axis: int, name: str, parts: int |
 def parameter_facts(model: nnx.Module) -> dict[str, Any]:
     """Returns a tree like the model's parameters with the :class:`Facts` of each.
 
-    A parameter that states none is a decayed weight if its name ends in ``kernel``, as in Flax's own layers and in the
-    scores, and it has two or more axes, and else none of both.
+    A parameter that states none is a decayed weight if its name ends in ``kernel``, as in Flax's
+    own layers and in the scores, and it has two or more axes, and else none of both.
 
     Args:
       model: a module, or its abstract form from ``nnx.eval_shape``.
@@ -107,7 +114,10 @@ def parameter_facts(model: nnx.Module) -> dict[str, Any]:
     """
     state = nnx.state(model, nnx.Param)
     stated = nnx.to_flat_state(state)
-    facts = {path: _known(parameter) or _default(path[-1], len(parameter.shape)) for path, parameter in stated}
+    facts = {
+        path: _known(parameter) or _default(path[-1], len(parameter.shape))
+        for path, parameter in stated
+    }
     # In the order of the parameters, so that both trees have one structure.
     return jax.tree_util.tree_map_with_path(
         lambda path, _: facts[tuple(key.key for key in path)], nnx.to_pure_dict(state)
@@ -115,7 +125,8 @@ def parameter_facts(model: nnx.Module) -> dict[str, Any]:
 
 
 def has_prototypes(model: nnx.Module) -> bool:
-    """Whether some layer takes L1 distances to its parameters: its loss has kinks, and no other library its kind.
+    """Whether some layer takes L1 distances to its parameters: its loss has kinks, and no other
+    library its kind.
 
     Args:
       model: a module, or its abstract form from ``nnx.eval_shape``.

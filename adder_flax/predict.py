@@ -42,17 +42,24 @@ class Prediction(NamedTuple):
         """One line of JSON: ``file``, and either ``classes`` or ``problem``."""
         found: dict[str, Any] = {"problem": self.problem}
         if not self.problem:
-            found = {"classes": [{"name": name, "probability": round(p, 6)} for name, p in self.classes]}
-        return json.dumps({"file": os.fsencode(self.path).decode(errors="backslashreplace")} | found)
+            found = {
+                "classes": [{"name": name, "probability": round(p, 6)} for name, p in self.classes]
+            }
+        return json.dumps(
+            {"file": os.fsencode(self.path).decode(errors="backslashreplace")} | found
+        )
 
     def as_text(self, width: int) -> str:
         """One line for a person, the file's name in a column of this width."""
         classes = "  ".join(f"{printable(name, limit=30)} {p:.1%}" for name, p in self.classes)
-        return f"{printable(self.path, limit=width):{width}}  {classes or f'not read: {self.problem}'}"
+        return (
+            f"{printable(self.path, limit=width):{width}}  {classes or f'not read: {self.problem}'}"
+        )
 
 
 def files_of(place: str | Path) -> list[Path]:
-    """Returns the file, or the files of a folder and of the folders in it, in the order of their names.
+    """Returns the file, or the files of a folder and of the folders in it, in the order of their
+    names.
 
     Hidden ones are left alone. Whether a file is an image is seen when it is read.
 
@@ -73,7 +80,8 @@ def files_of(place: str | Path) -> list[Path]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise RunError(
-            f"expected an image or a folder of images, got {printable(place)}: {reason}; set --images"
+            f"expected an image or a folder of images, got {printable(place)}: {reason}; set "
+            "--images"
         ) from error
     if not found:
         raise RunError(f"expected images in {printable(place)}, got an empty folder; set --images")
@@ -87,8 +95,8 @@ def _refuse(error: OSError) -> None:
 class Predictor:
     """A classifier with all that lies between a file and names of classes.
 
-    Images of any size are resized and cropped as those of the evaluation split: photographs to their centre, of sets
-    whose images are all of one size to the largest square in their middle.
+    Images of any size are resized and cropped as those of the evaluation split: photographs to
+    their centre, of sets whose images are all of one size to the largest square in their middle.
 
     Args:
       task: of the run.
@@ -101,19 +109,28 @@ class Predictor:
 
     def __init__(self, task: Any, model: nnx.Module, source: data.ImageSource):
         if not isinstance(task, Classification):
-            raise RunError("expected a run of config.task.name=classification to predict with; set --workdir")
+            raise RunError(
+                "expected a run of config.task.name=classification to predict with; set --workdir"
+            )
         self._task, self._model, self._source = task, model, source
-        self._probabilities = jax.jit(lambda model, images: jax.nn.softmax(model(*self._inputs(images)), axis=-1))
+        self._probabilities = jax.jit(
+            lambda model, images: jax.nn.softmax(model(*self._inputs(images)), axis=-1)
+        )
 
-    def __call__(self, files: Sequence[Path]) -> Iterator[tuple[Prediction, UInt8[np.ndarray, "h w c"] | None]]:
-        """Yields for every file in turn what it is taken for, and the pixels that the model saw, if any."""
+    def __call__(
+        self, files: Sequence[Path]
+    ) -> Iterator[tuple[Prediction, UInt8[np.ndarray, "h w c"] | None]]:
+        """Yields for every file in turn what it is taken for, and the pixels that the model saw, if
+        any."""
         size = min(_BATCH, len(files))
         with futures.ThreadPoolExecutor(usable_cores()) as pool:
             batches = [files[start : start + size] for start in range(0, len(files), size)]
             ahead = [pool.submit(self._read, path) for path in batches[0]]
             for batch, following in zip(batches, [*batches[1:], []], strict=True):
                 read = [future.result() for future in ahead]
-                ahead = [pool.submit(self._read, path) for path in following]  # while the model computes
+                ahead = [
+                    pool.submit(self._read, path) for path in following
+                ]  # while the model computes
                 yield from self._predict(batch, read, size)
 
     def draw(self, pixels: UInt8[np.ndarray, "h w c"], prediction: Prediction, path: Path) -> None:
@@ -124,7 +141,9 @@ class Predictor:
           prediction: of them.
           path: of the PNG.
         """
-        _, records = recorder.record({"attention": ["weights"]}, self._model, *self._inputs(pixels[None]))
+        _, records = recorder.record(
+            {"attention": ["weights"]}, self._model, *self._inputs(pixels[None])
+        )
         figure = attention_figure(
             pixels[None],
             [attention_map(record) for record in records],
@@ -143,34 +162,50 @@ class Predictor:
         try:
             return data.read_image(path, size, channels, crop_ratio=self._source.eval_crop_ratio)
         except Exception as error:  # Pillow's decoders raise errors of many types for a broken file
-            reason = first_line(error) if type(error) is ValueError else f"{type(error).__name__}: {first_line(error)}"
+            reason = (
+                first_line(error)
+                if type(error) is ValueError
+                else f"{type(error).__name__}: {first_line(error)}"
+            )
             return printable(reason)
 
     def _predict(
         self, files: Sequence[Path], read: Sequence[Any], size: int
     ) -> Iterator[tuple[Prediction, UInt8[np.ndarray, "h w c"] | None]]:
-        images = np.zeros((size, *self._source.image_shape), np.uint8)  # always as many: one program serves all
+        images = np.zeros(
+            (size, *self._source.image_shape), np.uint8
+        )  # always as many: one program serves all
         for row, pixels in zip(images, read, strict=False):
             if not isinstance(pixels, str):
                 row[:] = pixels
         readable = any(not isinstance(pixels, str) for pixels in read)
-        rows = np.asarray(self._probabilities(self._model, images)) if readable else np.zeros((size, 0))
+        rows = (
+            np.asarray(self._probabilities(self._model, images))
+            if readable
+            else np.zeros((size, 0))
+        )
         for path, pixels, row in zip(files, read, rows, strict=False):
             if isinstance(pixels, str):
                 yield Prediction(path, problem=pixels), None
                 continue
             best = np.argsort(-row, kind="stable")[:_TOP]
-            yield Prediction(path, tuple((self._source.label_names[i], float(row[i])) for i in best)), pixels
+            yield (
+                Prediction(path, tuple((self._source.label_names[i], float(row[i])) for i in best)),
+                pixels,
+            )
 
 
-def predict_files(predictor: Predictor, files: Sequence[Path], output: Path | None, overlay: Path | None) -> int:
+def predict_files(
+    predictor: Predictor, files: Sequence[Path], output: Path | None, overlay: Path | None
+) -> int:
     """Prints a line for every file.
 
     Args:
       predictor: of the run.
       files: to look at.
       output: JSON lines go there.
-      overlay: a picture of each image's attention goes into that folder, under the file's number and name.
+      overlay: a picture of each image's attention goes into that folder, under the file's number
+        and name.
 
     Returns:
       How many files could not be read.
@@ -181,7 +216,9 @@ def predict_files(predictor: Predictor, files: Sequence[Path], output: Path | No
     unread, width = 0, min(60, max(len(printable(path)) for path in files))
     with contextlib.ExitStack() as stack:
         try:
-            lines = None if output is None else stack.enter_context(output.open("w", encoding="utf-8"))
+            lines = (
+                None if output is None else stack.enter_context(output.open("w", encoding="utf-8"))
+            )
             if overlay is not None:
                 overlay.mkdir(parents=True, exist_ok=True)
             for number, (prediction, pixels) in enumerate(predictor(files)):
@@ -190,13 +227,13 @@ def predict_files(predictor: Predictor, files: Sequence[Path], output: Path | No
                 if lines is not None:
                     lines.write(prediction.as_json() + "\n")
                 if overlay is not None and pixels is not None:
-                    name = f"{number:05d}-{printable(prediction.path.stem, limit=100).replace('/', '_')}"
-                    predictor.draw(pixels, prediction, overlay / f"{name}.png")
+                    name = printable(prediction.path.stem, limit=100).replace("/", "_")
+                    predictor.draw(pixels, prediction, overlay / f"{number:05d}-{name}.png")
         except BrokenPipeError:
             raise
         except OSError as error:
             raise RunError(
-                f"expected to write to {printable(error.filename or output or overlay)}, got: {error.strerror}; set "
-                "--predictions or --overlay to another place"
+                f"expected to write to {printable(error.filename or output or overlay)}, got: "
+                f"{error.strerror}; set --predictions or --overlay to another place"
             ) from error
     return unread

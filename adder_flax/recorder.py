@@ -2,9 +2,10 @@
 
     output, records = record({"attention": ["weights"]}, model, images)
 
-A report is an equation of the traced program, put there only while someone listens. The listener runs the program and
-keeps what the equations carry: out of ``jax.jit``, ``jax.checkpoint``, ``jax.vmap`` and ``jax.lax.scan`` as well, in
-anybody's model, NNX or Linen. Nobody listens: nothing is traced, computed or kept.
+A report is an equation of the traced program, put there only while someone listens. The listener
+runs the program and keeps what the equations carry: out of ``jax.jit``, ``jax.checkpoint``,
+``jax.vmap`` and ``jax.lax.scan`` as well, in anybody's model, NNX or Linen. Nobody listens: nothing
+is traced, computed or kept.
 """
 
 import contextlib
@@ -26,7 +27,9 @@ from adder_flax import jaxprs
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["kind", "path", "items", "loops"]
+    jax.tree_util.register_dataclass,
+    data_fields=["arrays"],
+    meta_fields=["kind", "path", "items", "loops"],
 )
 @dataclasses.dataclass(frozen=True)
 class Record:
@@ -34,7 +37,8 @@ class Record:
 
     Attributes:
       kind: what reports: "attention", "adder", "block", ….
-      path: the module's, joined by dots: "blocks.0.attention"; "" where nothing with a name was called.
+      path: the module's, joined by dots: "blocks.0.attention"; "" where nothing with a name was
+        called.
       arrays: by name, with `loops` as leading axes.
       items: the facts as pairs.
       loops: lengths of the loops (and vmaps) that the call is inside of, outermost first.
@@ -52,19 +56,22 @@ class Record:
         return dict(self.items)
 
 
-# The (kind, array) that are listened to, and (kind, ""); None where modules are not told apart either. A user context
-# is part of the key of JAX's caches: an inner function that was traced before is traced anew for a listener.
+# The (kind, array) that are listened to, and (kind, ""); None where modules are not told apart
+# either. A user context is part of the key of JAX's caches: an inner function that was traced
+# before is traced anew for a listener.
 _LISTENED = jax.make_user_context(None)
 _Wanted = frozenset[tuple[str, str]]
 
 
 def listening(kind: str) -> bool:
-    """Whether someone wants reports of this kind: ask before computing what is only for a report."""
+    """Whether someone wants reports of this kind: ask before computing what is only for a
+    report."""
     return any(kind == wanted for wanted, _ in _LISTENED.value or ())
 
 
 def told_apart() -> bool:
-    """Whether someone looks at each module by its path: a loop over layers should then be written out."""
+    """Whether someone looks at each module by its path: a loop over layers should then be written
+    out."""
     return _LISTENED.value is not None
 
 
@@ -78,17 +85,24 @@ def report(kind: str, arrays: Mapping[str, Array], **facts: Hashable) -> None:
     """
     if listening(kind):
         arrays = {name: array for name, array in arrays.items() if (kind, name) in _LISTENED.value}
-        _report_p.bind(*arrays.values(), kind=kind, names=tuple(arrays), items=tuple(facts.items()), batches=())
+        _report_p.bind(
+            *arrays.values(), kind=kind, names=tuple(arrays), items=tuple(facts.items()), batches=()
+        )
 
 
-def record(wanted: Mapping[str, Collection[str]], fn: Callable, *args: Any) -> tuple[Any, tuple[Record, ...]]:
+def record(
+    wanted: Mapping[str, Collection[str]], fn: Callable, *args: Any
+) -> tuple[Any, tuple[Record, ...]]:
     """Calls a model and keeps what its layers report; the model stays as it is.
 
-    Record the forward pass: the derivative of a function with ``jax.checkpoint`` inside drops its reports.
+    Record the forward pass: the derivative of a function with ``jax.checkpoint`` inside drops its
+    reports.
 
     Args:
-      wanted: names of the arrays to keep, by the kind that reports them; without names, path and facts are kept.
-      fn: an NNX module or any function, such as ``lambda x: model.apply(variables, x)`` of a Linen module.
+      wanted: names of the arrays to keep, by the kind that reports them; without names, path and
+        facts are kept.
+      fn: an NNX module or any function, such as ``lambda x: model.apply(variables, x)`` of a Linen
+        module.
       *args: its arguments: arrays, trees of them, NNX modules.
 
     Returns:
@@ -113,15 +127,19 @@ def record(wanted: Mapping[str, Collection[str]], fn: Callable, *args: Any) -> t
 
 
 def describe(wanted: Mapping[str, Collection[str]], fn: Callable, *args: Any) -> tuple[Record, ...]:
-    """The records of a call with shapes for arrays; nothing is computed, and model and arguments may be abstract."""
+    """The records of a call with shapes for arrays; nothing is computed, and model and arguments
+    may be abstract."""
     if isinstance(fn, nnx.Module):
         graphdefs, states = _split((fn, *args))
-        return jax.eval_shape(functools.partial(_record_modules, _pairs(wanted), graphdefs), *states)[1]
+        return jax.eval_shape(
+            functools.partial(_record_modules, _pairs(wanted), graphdefs), *states
+        )[1]
     return jax.eval_shape(functools.partial(_record, _pairs(wanted), fn), *args)[1]
 
 
 def trace(fn: Callable, *args: Any, wanted: _Wanted = frozenset()) -> tuple[core.ClosedJaxpr, Any]:
-    """The program of a call, with the path of each module among its named scopes, and the shapes of the output.
+    """The program of a call, with the path of each module among its named scopes, and the shapes of
+    the output.
 
     Args:
       fn, *args: as for `record`; arrays may be ``jax.ShapeDtypeStruct``, modules abstract.
@@ -132,7 +150,12 @@ def trace(fn: Callable, *args: Any, wanted: _Wanted = frozenset()) -> tuple[core
     graphdefs, states = _split(args)
 
     def pure(*states: Any) -> Any:
-        out = fn(*(_in_scopes(nnx.merge(g, s)) if g is not None else s for g, s in zip(graphdefs, states, strict=True)))
+        out = fn(
+            *(
+                _in_scopes(nnx.merge(g, s)) if g is not None else s
+                for g, s in zip(graphdefs, states, strict=True)
+            )
+        )
         return nnx.state(out) if isinstance(out, nnx.Module) else out
 
     with _LISTENED(wanted), _linen_scopes():
@@ -140,20 +163,25 @@ def trace(fn: Callable, *args: Any, wanted: _Wanted = frozenset()) -> tuple[core
 
 
 def module_path(scopes: str) -> tuple[str, str]:
-    """The path of the innermost module in an equation's named scopes, and the scopes inside of that module.
+    """The path of the innermost module in an equation's named scopes, and the scopes inside of that
+    module.
 
     Example:
       >>> module_path("jvp(<blocks.0>/<blocks.0.attention>)/softmax")
       ('blocks.0.attention', 'softmax')
     """
-    plain = re.sub(r"\w+\(|\)", "", scopes)  # jvp(...), transpose(...): the backward pass belongs to its layer
+    plain = re.sub(
+        r"\w+\(|\)", "", scopes
+    )  # jvp(...), transpose(...): the backward pass belongs to its layer
     *_, last = _PATH.finditer(plain) if _PATH.search(plain) else [None]
     inside = plain if last is None else plain[last.end() :]
-    return "" if last is None else last.group(1), ".".join(part for part in inside.split("/") if part)
+    return "" if last is None else last.group(1), ".".join(
+        part for part in inside.split("/") if part
+    )
 
 
-# A module's path is put into the named scopes between these, so that a layer is known by its path whether or not its
-# parents were called on the way to it.
+# A module's path is put into the named scopes between these, so that a layer is known by its path
+# whether or not its parents were called on the way to it.
 _PATH = re.compile(r"<([^<>]*)>")
 
 
@@ -170,7 +198,9 @@ def _split(args: Sequence[Any]) -> tuple[tuple[nnx.GraphDef | None, ...], tuple[
 def _record_modules(
     wanted: _Wanted, graphdefs: tuple[nnx.GraphDef | None, ...], *states: Any
 ) -> tuple[Any, tuple[Record, ...]]:
-    model, *args = (s if g is None else nnx.merge(g, s) for g, s in zip(graphdefs, states, strict=True))
+    model, *args = (
+        s if g is None else nnx.merge(g, s) for g, s in zip(graphdefs, states, strict=True)
+    )
     return _record(wanted, model, *args)
 
 
@@ -188,7 +218,10 @@ _report_p.multiple_results = True
 _report_p.def_impl(lambda *arrays, **_: [])
 _report_p.def_abstract_eval(lambda *arrays, **_: [])
 mlir.register_lowering(_report_p, lambda context, *arrays, **_: [])
-ad.primitive_jvps[_report_p] = lambda primals, tangents, **params: (_report_p.bind(*primals, **params), [])
+ad.primitive_jvps[_report_p] = lambda primals, tangents, **params: (
+    _report_p.bind(*primals, **params),
+    [],
+)
 
 
 def _batch(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -> tuple[list, list]:
@@ -204,7 +237,9 @@ def _batch(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -
 batching.primitive_batchers[_report_p] = _batch
 
 
-def _run(closed: core.ClosedJaxpr, args: Sequence[Any], outer: str, records: list[Record]) -> list[Any]:
+def _run(
+    closed: core.ClosedJaxpr, args: Sequence[Any], outer: str, records: list[Record]
+) -> list[Any]:
     """Runs a program and appends what it reports."""
 
     def run_equation(equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
@@ -215,7 +250,9 @@ def _run(closed: core.ClosedJaxpr, args: Sequence[Any], outer: str, records: lis
             return _run_inner(equation, inputs, here, records)
         params = equation.params
         arrays = dict(zip(params["names"], inputs, strict=True))
-        records.append(Record(params["kind"], module_path(here)[0], arrays, params["items"], params["batches"]))
+        records.append(
+            Record(params["kind"], module_path(here)[0], arrays, params["items"], params["batches"])
+        )
         return ()
 
     return jaxprs.evaluate(closed, args, run_equation)
@@ -226,18 +263,22 @@ def _reports(equation: core.JaxprEqn) -> bool:
     return equation.primitive is _report_p or any(map(_reports, inner))
 
 
-def _run_inner(equation: core.JaxprEqn, inputs: Sequence[Any], here: str, records: list[Record]) -> list[Any]:
+def _run_inner(
+    equation: core.JaxprEqn, inputs: Sequence[Any], here: str, records: list[Record]
+) -> list[Any]:
     if equation.primitive.name == "scan":
         return _run_scan(equation.params, inputs, here, records)
     if (called := jaxprs.callee(equation)) is not None:
         return _run(called, inputs, here, records)
     raise ValueError(
-        f"expected what is recorded outside of conditionals, while loops and shard_map, got a report inside of "
-        f"{equation.primitive.name!r}; record the function that is called there."
+        "expected what is recorded outside of conditionals, while loops and shard_map, got a "
+        f"report inside of {equation.primitive.name!r}; record the function that is called there."
     )
 
 
-def _run_scan(params: Mapping[str, Any], inputs: Sequence[Any], here: str, records: list[Record]) -> list[Any]:
+def _run_scan(
+    params: Mapping[str, Any], inputs: Sequence[Any], here: str, records: list[Record]
+) -> list[Any]:
     num_consts, num_carry = params["num_consts"], params["num_carry"]
     consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
 
@@ -246,14 +287,18 @@ def _run_scan(params: Mapping[str, Any], inputs: Sequence[Any], here: str, recor
         outputs = _run(params["jaxpr"], [*consts, *carry, *row], here, inner)
         return outputs[:num_carry], (outputs[num_carry:], inner)
 
-    rows, options = inputs[num_consts + num_carry :], {name: params[name] for name in ("length", "reverse", "unroll")}
+    rows, options = (
+        inputs[num_consts + num_carry :],
+        {name: params[name] for name in ("length", "reverse", "unroll")},
+    )
     carry, (outputs, inner) = jax.lax.scan(body, list(carry), list(rows), **options)
     records += [dataclasses.replace(r, loops=(params["length"], *r.loops)) for r in inner]
     return [*carry, *outputs]
 
 
 def _in_scopes(model: nnx.Module) -> nnx.Module:
-    """Puts the path of each submodule around its calls; the model, a copy, changes the classes of its modules."""
+    """Puts the path of each submodule around its calls; the model, a copy, changes the classes of
+    its modules."""
     for path, module in nnx.iter_modules(model):
         module.__class__ = _scoped(type(module), ".".join(map(str, path)))
     return model

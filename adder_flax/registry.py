@@ -1,7 +1,8 @@
 """How things are found by name: one small class, one instance per kind of thing.
 
-Scores, models, tasks, data sources, optimizers, backends, … are each kept in a :class:`Registry` beside their contract,
-so that whoever adds one, inside this library or outside of it, does it with one file and one line.
+Scores, models, tasks, data sources, optimizers, backends, … are each kept in a :class:`Registry`
+beside their contract, so that whoever adds one, inside this library or outside of it, does it with
+one file and one line.
 """
 
 import contextlib
@@ -16,7 +17,8 @@ _changes = 0
 
 
 def count_changes() -> int:
-    """Returns how often a registry has changed: what a name stands for is the same as long as this is.
+    """Returns how often a registry has changed: what a name stands for is the same as long as this
+    is.
 
     >>> before = count_changes()
     >>> _ = Registry("function", "my_project.register").register("abs", abs)
@@ -46,7 +48,7 @@ class Registry(Generic[Entry]):
       Traceback (most recent call last):
       ...
       ValueError: expected a function among abs, got 'asb'; did you mean 'abs'? Add your own with my_project.register
-    """
+    """  # noqa: E501 - a message is one line
 
     def __init__(self, kind: str, how_to_add: str):
         self.kind, self._how_to_add = kind, how_to_add
@@ -56,12 +58,14 @@ class Registry(Generic[Entry]):
     def register(self, name: str, entry: Entry, *, origin: Any = None) -> Entry:
         """Adds an entry and returns it.
 
-        The same thing again, as when a notebook cell or an experiment file runs twice, replaces what it registered.
+        The same thing again, as when a notebook cell or an experiment file runs twice, replaces
+        what it registered.
 
         Args:
           name: the name to find it by.
           entry: what is found.
-          origin: what tells the same thing from another one; by default the module and name of its definition.
+          origin: what tells the same thing from another one; by default the module and name of its
+            definition.
 
         Raises:
           ValueError: something else has this name.
@@ -69,8 +73,8 @@ class Registry(Generic[Entry]):
         origin = _definition(entry) if origin is None else origin
         if self._origins.get(name, origin) != origin:
             raise ValueError(
-                f"expected a new name for the {self.kind}, got {name!r}, which is registered already; choose a name "
-                f"other than {', '.join(self)}"
+                f"expected a new name for the {self.kind}, got {name!r}, which is registered "
+                f"already; choose a name other than {', '.join(self)}"
             )
         if self._entries.get(name) is not entry:
             _note_change()
@@ -105,8 +109,8 @@ class Registry(Generic[Entry]):
             near = difflib.get_close_matches(str(name), self, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(
-                f"expected a {self.kind} among {', '.join(self) or 'none yet'}, got {name!r}; {hint}"
-                f"Add your own with {self._how_to_add}"
+                f"expected a {self.kind} among {', '.join(self) or 'none yet'}, got {name!r}; "
+                f"{hint}Add your own with {self._how_to_add}"
             )
         entry = self._entries[name]
         if isinstance(entry, _Lazy):

@@ -1,4 +1,5 @@
-"""The start of ``main.py`` and ``adder-flax``: signals and output are seen to before anything slow is imported."""
+"""The start of ``main.py`` and ``adder-flax``: signals and output are seen to before anything slow
+is imported."""
 
 import time
 

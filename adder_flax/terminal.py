@@ -62,7 +62,8 @@ def _output_errors(stream: io.TextIOWrapper) -> Iterator[None]:
         if isinstance(error, BrokenPipeError):
             raise _ReaderGoneError from error
         raise RunError(
-            f"expected to write to the standard output, got: {error}; send it elsewhere, the same command goes on"
+            f"expected to write to the standard output, got: {error}; send it elsewhere, the same "
+            "command goes on"
         ) from error
 
 
@@ -80,12 +81,16 @@ def plainer(error: UnicodeError) -> tuple[str, int]:
 
 
 def _plain(character: str) -> str:
-    text = _ASCII.get(character) or unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
+    text = (
+        _ASCII.get(character)
+        or unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
+    )
     return {"μ": "u", "µ": "u"}.get(character) or text or "?"
 
 
 def prepare() -> None:
-    """Makes the standard streams fit for any terminal: none of what they meet ends in a traceback."""
+    """Makes the standard streams fit for any terminal: none of what they meet ends in a
+    traceback."""
     codecs.register_error("plainer", plainer)
     if sys.stdout is None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
@@ -93,8 +98,11 @@ def prepare() -> None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     sys.stdout = _Output(sys.stdout.detach(), sys.stdout.encoding, "plainer", line_buffering=True)
     sys.stderr.reconfigure(errors="plainer", line_buffering=True)
-    # Threads that write behind a run's back complain to whoever waits for them; warnings are for developers.
-    threading.excepthook = lambda args: logging.warning("%s: %s", args.thread and args.thread.name, args.exc_value)
+    # Threads that write behind a run's back complain to whoever waits for them; warnings are for
+    # developers.
+    threading.excepthook = lambda args: logging.warning(
+        "%s: %s", args.thread and args.thread.name, args.exc_value
+    )
     sys.unraisablehook = lambda unraisable: logging.debug("ignored: %s", unraisable.exc_value)
     logging.use_absl_handler()
     logging.get_absl_handler().addFilter(_is_for_users)
@@ -108,16 +116,19 @@ def _is_for_users(record: LogRecord) -> bool:
 
 
 def explain_failures(explain: Callable[[Exception], str]) -> None:
-    """Lets a function make the message of a failure that nothing else explains, or "" where it cannot either."""
+    """Lets a function make the message of a failure that nothing else explains, or "" where it
+    cannot either."""
     _FAILURES["explain"] = explain
 
 
 @contextlib.contextmanager
 def messages() -> Iterator[None]:
-    """Ends the process at an error: one message where its user can mend it, and nothing comes after it.
+    """Ends the process at an error: one message where its user can mend it, and nothing comes after
+    it.
 
-    It does not wait for threads or for other processes, which notice and end too: the orderly way out would wait for
-    peers that wait for this one. With ``--verbosity=1`` the traceback comes before the message.
+    It does not wait for threads or for other processes, which notice and end too: the orderly way
+    out would wait for peers that wait for this one. With ``--verbosity=1`` the traceback comes
+    before the message.
     """
     try:
         yield
@@ -127,26 +138,51 @@ def messages() -> Iterator[None]:
         end(str(error), error.exit_code, error)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            end(f"expected room on the disk, got: {error}; free some space, the same command goes on", 2, error)
-        end(f"expected files and devices that can be used, got: {error}; mend that and run the command again", 2, error)
+            end(
+                f"expected room on the disk, got: {error}; free some space, the same command goes "
+                "on",
+                2,
+                error,
+            )
+        end(
+            f"expected files and devices that can be used, got: {error}; mend that and run the "
+            "command again",
+            2,
+            error,
+        )
     except MemoryError as error:
-        end(f"expected enough memory, got none ({first_line(error)}); see what --mode=compile says", 2, error)
+        end(
+            f"expected enough memory, got none ({first_line(error)}); see what --mode=compile says",
+            2,
+            error,
+        )
     except KeyboardInterrupt:
-        end("expected to run to the end, got SIGINT; the same command goes on from what was saved", 130)
+        end(
+            "expected to run to the end, got SIGINT; the same command goes on from what was saved",
+            130,
+        )
     except Exception as error:
         reason = first_line(error)[:1000]
         if "RESOURCE_EXHAUSTED" in str(error) or "std::bad_alloc" in str(error):
             end(f"expected enough memory, got: {reason}; see what --mode=compile says", 2, error)
         if "can't start new thread" in str(error):
             end(
-                f"expected enough memory and threads, got: {reason}; raise limits (ulimit -v, -u) or leave more",
+                f"expected enough memory and threads, got: {reason}; raise limits (ulimit -v, -u) "
+                "or leave more",
                 2,
                 error,
             )
         if explained := _FAILURES.get("explain", lambda error: "")(error):
             end(explained, 1, error)
-        if type(error).__name__ == "JaxRuntimeError":  # of XLA and the devices; JAX need not have been imported
-            end(f"expected devices that compute, got: {reason}; see to them, the same command goes on", 1, error)
+        if (
+            type(error).__name__ == "JaxRuntimeError"
+        ):  # of XLA and the devices; JAX need not have been imported
+            end(
+                f"expected devices that compute, got: {reason}; see to them, the same command goes "
+                "on",
+                1,
+                error,
+            )
         _leave(traceback.format_exc(), 1)
 
 
@@ -154,7 +190,11 @@ def end(message: str, code: int, error: BaseException | None = None) -> None:
     """Ends the process with a message."""
     if error is not None and logging.get_verbosity() >= logging.DEBUG:
         traceback.print_exception(error)
-    _leave("error: " + "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in message.strip()), code)
+    _leave(
+        "error: "
+        + "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in message.strip()),
+        code,
+    )
 
 
 def _leave(text: str, code: int) -> None:

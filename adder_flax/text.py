@@ -1,19 +1,37 @@
-"""Names of files and classes from outside made fit for terminals, pictures and pages, and numbers for people."""
+"""Names of files and classes from outside made fit for terminals, pictures and pages, and numbers
+for people."""
 
 import math
 from collections.abc import Mapping
 
-_PREFIXES: Mapping[int, str] = {-4: "p", -3: "n", -2: "µ", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P"}
+_PREFIXES: Mapping[int, str] = {
+    -4: "p",
+    -3: "n",
+    -2: "µ",
+    -1: "m",
+    0: "",
+    1: "k",
+    2: "M",
+    3: "G",
+    4: "T",
+    5: "P",
+}
 
 
 def printable(text: object, limit: int = 200) -> str:
     r"""Returns a text that any terminal, font, encoding and line-based file takes.
 
-    Control characters, line ends, bytes that are not UTF-8 (which Python keeps as lone surrogates) and white space that
-    cannot be told from none become escapes. The middle of a long text is left out.
+    Control characters, line ends, bytes that are not UTF-8 (which Python keeps as lone surrogates)
+    and white space that cannot be told from none become escapes. The middle of a long text is left
+    out.
 
     Example:
-      >>> print(printable("red\x1b[31m\n"), printable("caf\udce9"), printable(" "), printable("a" * 500, limit=9))
+      >>> print(
+      ...     printable("red\x1b[31m\n"),
+      ...     printable("caf\udce9"),
+      ...     printable(" "),
+      ...     printable("a" * 500, limit=9),
+      ... )
       red\x1b[31m\n caf\udce9 \x20 aaaa…aaaa
 
     Args:

@@ -1,13 +1,16 @@
-"""Augmentation on the device: its operations against Pillow's, its policy against timm's, and its speed.
+"""Augmentation on the device: its operations against Pillow's, its policy against timm's, and its
+speed.
 
     python -m benchmarks.augment
 
-1. Each operation on pieces of scikit-learn's two photographs, at magnitudes from 0 to 10, both signs, bicubic and
-   bilinear: the largest difference from Pillow's in levels, and the share of the values that differ.
-2. How often each operation is drawn and what arguments it gets, against timm's own draws (if timm is installed): the
-   largest distance between the two distributions of a kind (Kolmogorov and Smirnov).
-3. DeiT's whole recipe: programs compiled over 200 steps with all magnitudes, and images per second of augmentation
-   alone beside those of the training step that it is part of.
+1. Each operation on pieces of scikit-learn's two photographs, at magnitudes from 0 to 10, both
+   signs, bicubic and bilinear: the largest difference from Pillow's in levels, and the share of the
+   values that differ.
+2. How often each operation is drawn and what arguments it gets, against timm's own draws (if timm
+   is installed): the largest distance between the two distributions of a kind (Kolmogorov and
+   Smirnov).
+3. DeiT's whole recipe: programs compiled over 200 steps with all magnitudes, and images per second
+   of augmentation alone beside those of the training step that it is part of.
 """
 
 import argparse
@@ -44,9 +47,13 @@ PILLOW = {
     "equalize": lambda image, x, way: ImageOps.equalize(image),
     "invert": lambda image, x, way: ImageOps.invert(image),
     # No bits are black; Pillow refuses to keep none.
-    "posterize": lambda image, x, way: ImageOps.posterize(image, int(x)) if x else Image.new("RGB", image.size),
+    "posterize": lambda image, x, way: (
+        ImageOps.posterize(image, int(x)) if x else Image.new("RGB", image.size)
+    ),
     "solarize": lambda image, x, way: ImageOps.solarize(image, x),
-    "solarize_add": lambda image, x, way: image.point([min(255, v + int(x)) if v < 128 else v for v in range(256)] * 3),
+    "solarize_add": lambda image, x, way: image.point(
+        [min(255, v + int(x)) if v < 128 else v for v in range(256)] * 3
+    ),
     "color": lambda image, x, way: ImageEnhance.Color(image).enhance(x),
     "contrast": lambda image, x, way: ImageEnhance.Contrast(image).enhance(x),
     "brightness": lambda image, x, way: ImageEnhance.Brightness(image).enhance(x),
@@ -60,7 +67,14 @@ PILLOW = {
 """What each operation is in Pillow: a function of an image, an argument and a way to resample."""
 
 _TIMM = (
-    *("AutoContrast", "Equalize", "Invert", "PosterizeIncreasing", "SolarizeIncreasing", "SolarizeAdd"),
+    *(
+        "AutoContrast",
+        "Equalize",
+        "Invert",
+        "PosterizeIncreasing",
+        "SolarizeIncreasing",
+        "SolarizeAdd",
+    ),
     *("ColorIncreasing", "ContrastIncreasing", "BrightnessIncreasing", "SharpnessIncreasing"),
     *("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel"),
 )
@@ -72,12 +86,17 @@ def photographs() -> UInt8[np.ndarray, "8 40 48 3"]:
     """Eight pieces of scikit-learn's photographs of a temple and a flower, reduced to a third."""
     images = [Image.fromarray(image) for image in load_sample_images().images]
     corners = (60, 80), (250, 200), (400, 100), (150, 250)
-    pieces = [image.crop((x, y, x + 144, y + 120)).resize((48, 40)) for image in images for x, y in corners]
+    pieces = [
+        image.crop((x, y, x + 144, y + 120)).resize((48, 40))
+        for image in images
+        for x, y in corners
+    ]
     return np.stack([np.asarray(piece) for piece in pieces])
 
 
 def against_pillow(steps: int) -> dict[str, tuple[int, float]]:
-    """Largest difference in levels and share of the values that differ, of each operation over all magnitudes."""
+    """Largest difference in levels and share of the values that differ, of each operation over all
+    magnitudes."""
     images, choose = photographs(), jax.jit(data.choose_operation, static_argnames="fill")
     found = {}
     for number, name in enumerate(data.OPERATIONS):
@@ -86,20 +105,27 @@ def against_pillow(steps: int) -> dict[str, tuple[int, float]]:
             # Signs and ways to resample take turns over the eight photographs.
             signs, bicubic = np.resize([1.0, -1.0], 8), np.resize([True, True, False, False], 8)
             magnitudes = np.full(8, magnitude)
-            arguments = np.asarray(data.operation_arguments(magnitudes, signs, increasing=True))[number]
-            got = np.asarray(choose(np.full(8, number), images, arguments, fill=FILL, bicubic=bicubic))
+            arguments = np.asarray(data.operation_arguments(magnitudes, signs, increasing=True))[
+                number
+            ]
+            got = np.asarray(
+                choose(np.full(8, number), images, arguments, fill=FILL, bicubic=bicubic)
+            )
             for image, argument, cubic, result in zip(images, arguments, bicubic, got, strict=True):
                 way = Image.BICUBIC if cubic else Image.BILINEAR
-                # What float32 added to the decimals taken off: it can push a whole line over the border.
-                expected = np.asarray(PILLOW[name](Image.fromarray(image), round(float(argument), 6), way))
+                # What float32 added to the decimals taken off: it can push a whole line over the
+                # border.
+                expected = np.asarray(
+                    PILLOW[name](Image.fromarray(image), round(float(argument), 6), way)
+                )
                 differences.append(np.abs(result.astype(int) - expected))
         found[name] = int(np.max(differences)), float(np.mean(np.array(differences) > 0))
     return found
 
 
 def against_timm() -> dict[str, tuple[float, float]] | None:
-    """Of each operation how much more often it is drawn than by timm, and the distance of the arguments; None without
-    timm."""
+    """Of each operation how much more often it is drawn than by timm, and the distance of the
+    arguments; None without timm."""
     if importlib.util.find_spec("timm") is None:
         return None
     from scipy import stats
@@ -118,11 +144,16 @@ def against_timm() -> dict[str, tuple[float, float]] | None:
         operation.aug_fn = functools.partial(note, operation.name)
     for _ in range(DRAWS // policy.num_layers):
         policy(None)
-    operations, arguments, _ = map(np.asarray, draw_layer(jax.random.key(0), DRAWS, AugmentSettings(**RECIPE)))
+    operations, arguments, _ = map(
+        np.asarray, draw_layer(jax.random.key(0), DRAWS, AugmentSettings(**RECIPE))
+    )
     found = {}
     for number, name in enumerate(data.OPERATIONS):
         own, theirs = arguments[operations == number], np.array(drawn[TIMM[name]])
-        found[name] = (own.size - theirs.size) / DRAWS, stats.ks_2samp(own, theirs.astype(np.float32)).statistic
+        found[name] = (
+            (own.size - theirs.size) / DRAWS,
+            stats.ks_2samp(own, theirs.astype(np.float32)).statistic,
+        )
     return found
 
 
@@ -131,16 +162,24 @@ def recompilations(size: int, steps: int = 200) -> int:
     shape, numbers = take_numbers(AugmentSettings(**RECIPE))
     facts = dict(num_classes=10, mean=(0.5,) * 3, std=(0.25,) * 3)
     step = jax.jit(
-        lambda key, images, labels, numbers: data.augment(key, images, labels, put_numbers(shape, numbers), **facts)
+        lambda key, images, labels, numbers: data.augment(
+            key, images, labels, put_numbers(shape, numbers), **facts
+        )
     )
     images, labels = np.zeros((4, size, size, 3), np.uint8), np.zeros(4, np.int32)
     for number, magnitude in enumerate(np.linspace(0, 10, steps)):
-        step(jax.random.key(number), images, labels, numbers | {"rand_augment_magnitude": float(magnitude)})
+        step(
+            jax.random.key(number),
+            images,
+            labels,
+            numbers | {"rand_augment_magnitude": float(magnitude)},
+        )
     return step._cache_size() - 1
 
 
 def speeds(batch_size: int, size: int, rounds: int, seconds: float) -> dict[str, float]:
-    """Images per second of augmentation alone, of the step with it, and of the step with none of its policy."""
+    """Images per second of augmentation alone, of the step with it, and of the step with none of
+    its policy."""
 
     def config_of(**task):
         config = common.deit("multiplicative", "tiny", "imagenet2012")
@@ -173,15 +212,29 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: command line; None for that of the process.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--magnitudes", type=int, default=21, help="from 0 to 10, of the comparison with Pillow")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--magnitudes", type=int, default=21, help="from 0 to 10, of the comparison with Pillow"
+    )
     parser.add_argument("--batch_size", type=int, default=64)
-    parser.add_argument("--size", type=int, default=224, help="side of the images, pixels; a multiple of 8 or 14")
+    parser.add_argument(
+        "--size", type=int, default=224, help="side of the images, pixels; a multiple of 8 or 14"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=60.0, help="after which three rounds are enough")
-    parser.add_argument("--no_speed", action="store_true", help="leave the speed out, which other work would disturb")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="after which three rounds are enough"
+    )
+    parser.add_argument(
+        "--no_speed",
+        action="store_true",
+        help="leave the speed out, which other work would disturb",
+    )
     options = parser.parse_args(arguments)
-    print(f"{'operation':16}{'largest difference from Pillow, levels':>40}{'values that differ':>22}")
+    print(
+        f"{'operation':16}{'largest difference from Pillow, levels':>40}{'values that differ':>22}"
+    )
     for name, (largest, share) in against_pillow(options.magnitudes).items():
         print(f"{name:16}{largest:40}{share:22.3%}")
     if (distances := against_timm()) is None:
@@ -190,9 +243,14 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{'operation':16}{'drawn more often than by timm':>40}{'distance of arguments':>22}")
         for name, (more, distance) in distances.items():
             print(f"{name:16}{more:40.3%}{distance:22.4f}")
-    print(f"programs compiled again over 200 steps of all magnitudes: {recompilations(min(options.size, 32))}")
+    print(
+        "programs compiled again over 200 steps of all magnitudes: "
+        f"{recompilations(min(options.size, 32))}"
+    )
     if not options.no_speed:
-        for name, speed in speeds(options.batch_size, options.size, options.rounds, options.seconds).items():
+        for name, speed in speeds(
+            options.batch_size, options.size, options.rounds, options.seconds
+        ).items():
             print(f"{name:26}{speed:12,.0f} images/s")
 
 

@@ -3,10 +3,10 @@
     python -m benchmarks.checkpoints
     python -m benchmarks.checkpoints --mechanism=multiplicative --size=small --rounds=9
 
-The state is that of a whole run (parameters, moments of AdamW, running average) with random numbers in all of it,
-which compress as trained ones do. A checkpoint with digests and one without take turns; printed are medians of the time
-until it is on disk, and of the part of it for which a run waits. The first digests of a process compile: that is
-measured apart.
+The state is that of a whole run (parameters, moments of AdamW, running average) with random numbers
+in all of it, which compress as trained ones do. A checkpoint with digests and one without take
+turns; printed are medians of the time until it is on disk, and of the part of it for which a run
+waits. The first digests of a process compile: that is measured apart.
 """
 
 import argparse
@@ -28,11 +28,15 @@ def random_state(run: training.Run) -> Any:
     """Returns a train state of normally distributed numbers."""
     leaves, structure = jax.tree.flatten(run.init())
     keys = jax.random.split(jax.random.key(0), len(leaves))
-    fill = lambda leaf, key: jax.random.normal(key, leaf.shape, leaf.dtype) if leaf.dtype == jnp.float32 else leaf
+    fill = lambda leaf, key: (
+        jax.random.normal(key, leaf.shape, leaf.dtype) if leaf.dtype == jnp.float32 else leaf
+    )
     return jax.block_until_ready(structure.unflatten(map(fill, leaves, keys)))
 
 
-def save_seconds(checkpoints: training.Checkpoints, step: int, state: Any, *, digests: bool) -> tuple[float, float]:
+def save_seconds(
+    checkpoints: training.Checkpoints, step: int, state: Any, *, digests: bool
+) -> tuple[float, float]:
     """Returns the seconds until a checkpoint is on disk, and those for which a run waits."""
     start = time.perf_counter()
     checkpoints.save(step, state, digests=None if digests else {})
@@ -47,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: command line; None for that of the process.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mechanism", default="adder")
     parser.add_argument("--size", default="tiny")
     parser.add_argument("--rounds", type=int, default=15)
@@ -66,9 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rounds.append((digests, *save_seconds(checkpoints, step, state, digests=digests)))
     for number, what in ((1, "until it is on disk"), (2, "that a run waits")):
         with_, without = (
-            statistics.median(times[number] for times in rounds[2:] if times[0] == digests) for digests in (True, False)
+            statistics.median(times[number] for times in rounds[2:] if times[0] == digests)
+            for digests in (True, False)
         )
-        print(f"{what}: {with_:.3f} s with digests, {without:.3f} s without, {100 * (with_ / without - 1):+.1f} %")
+        print(
+            f"{what}: {with_:.3f} s with digests, {without:.3f} s without, "
+            f"{100 * (with_ / without - 1):+.1f} %"
+        )
 
 
 def _seconds(function: Any) -> float:

@@ -1,7 +1,7 @@
 """What the comparison runner costs, and how often its intervals hold the truth.
 
-python -m benchmarks.compare overhead    # seconds beside those of the runs themselves, 24 runs of one arm
-python -m benchmarks.compare coverage    # of six pairs that differ by chance alone
+python -m benchmarks.compare overhead    # seconds beside those of the runs themselves, 24 runs of
+one arm python -m benchmarks.compare coverage    # of six pairs that differ by chance alone
 """
 
 import argparse
@@ -40,7 +40,10 @@ def overhead() -> None:
         seconds = [record.seconds["run"] for record in compare.work(comparison)]
         total = time.perf_counter() - began
         runs = sum(seconds)
-        print(f"{len(seconds)} runs {runs:.1f} s, in all {total:.1f} s: {100 * (total - runs) / runs:.2f} % more")
+        print(
+            f"{len(seconds)} runs {runs:.1f} s, in all {total:.1f} s: "
+            f"{100 * (total - runs) / runs:.2f} % more"
+        )
         began = time.perf_counter()
         compare.write_results(comparison)
         print(f"tables and figures {time.perf_counter() - began:.1f} s")
@@ -53,7 +56,8 @@ def coverage() -> None:
     held = np.mean([difference.low <= 0 <= difference.high for difference in found])
     passed = np.mean([difference.p_value <= 0.05 for difference in found])
     print(
-        f"{REPETITIONS} comparisons of {PAIRS} pairs: {held:.1%} of the intervals hold zero, p ≤ 0.05 in {passed:.1%}"
+        f"{REPETITIONS} comparisons of {PAIRS} pairs: {held:.1%} of the intervals hold zero, p ≤ "
+        f"0.05 in {passed:.1%}"
     )
 
 
@@ -63,7 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: command line; None for that of the process.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["overhead", "coverage"])
     {"overhead": overhead, "coverage": coverage}[parser.parse_args(arguments).what]()
 

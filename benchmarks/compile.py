@@ -1,13 +1,13 @@
-"""Memory, traffic and operations of a training step by model, mechanism, optimizer and topology: a Markdown table.
+"""Memory, traffic and operations of a training step by model, mechanism, optimizer and topology: a
+Markdown table.
 
-    python -m benchmarks.compile
-    python -m benchmarks.compile --sizes=base --mechanisms=adder --topologies=v5e:4x4 --dtype=bfloat16
-    python -m benchmarks.compile --topologies=h100:1,h100:8
+    python -m benchmarks.compile python -m benchmarks.compile --sizes=base --mechanisms=adder
+    --topologies=v5e:4x4 --dtype=bfloat16 python -m benchmarks.compile --topologies=h100:1,h100:8
 
-Each row is the training step of an ImageNet experiment (224 pixels, 1,000 classes, global batch 1,024), compiled for
-the topology without the hardware, as ``main.py --mode=compile`` does. It needs Linux on x86-64 and ``pip install
-"jax[tpu]"`` for TPUs, ``pip install "adder-flax[gpu-compile]"`` for GPUs, and takes some minutes for each row of the
-larger models.
+Each row is the training step of an ImageNet experiment (224 pixels, 1,000 classes, global batch
+1,024), compiled for the topology without the hardware, as ``main.py --mode=compile`` does. It needs
+Linux on x86-64 and ``pip install "jax[tpu]"`` for TPUs, ``pip install "adder-flax[gpu-compile]"``
+for GPUs, and takes some minutes for each row of the larger models.
 """
 
 import argparse
@@ -23,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: command line; None for that of the process.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", default="tiny,small,base")
     parser.add_argument("--mechanisms", default="multiplicative,additive,adder")
     parser.add_argument("--optimizers", default="adamw,cg_fac")
@@ -31,12 +33,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch_size", type=int, default=1024)
     parser.add_argument("--accumulation_steps", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--fsdp", type=int, default=1, help="devices over which parameters are split; -1 for all")
+    parser.add_argument(
+        "--fsdp", type=int, default=1, help="devices over which parameters are split; -1 for all"
+    )
     options = parser.parse_args(arguments)
-    titles = ("`--config=`", "topology", "train state, batch, program", "activations, gradients", "one device")
+    titles = (
+        "`--config=`",
+        "topology",
+        "train state, batch, program",
+        "activations, gradients",
+        "one device",
+    )
     titles += ("collectives of a step", "multiplications, additions", "compiled in")
     print(
-        f"batch {options.batch_size} in {options.accumulation_steps} parts, {options.dtype}, fsdp {options.fsdp}\n\n"
+        f"batch {options.batch_size} in {options.accumulation_steps} parts, {options.dtype}, fsdp "
+        f"{options.fsdp}\n\n"
         f"{_line(titles)}\n{'|---' * len(titles)}|",
         flush=True,
     )
@@ -47,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     print(row(mechanism, size, optimizer, topology, options), flush=True)
 
 
-def row(mechanism: str, size: str, optimizer: str, topology: str, options: argparse.Namespace) -> str:
+def row(
+    mechanism: str, size: str, optimizer: str, topology: str, options: argparse.Namespace
+) -> str:
     """Returns one line of the table."""
     config = common.deit(mechanism, size, "imagenet2012")
     config.update_from_flattened_dict(
@@ -60,13 +73,17 @@ def row(mechanism: str, size: str, optimizer: str, topology: str, options: argpa
             "mesh.fsdp": options.fsdp,
         }
     )
-    run = training.build_run(config, devices=training.topology_devices(topology), load=data.load_or_imitate)
+    run = training.build_run(
+        config, devices=training.topology_devices(topology), load=data.load_or_imitate
+    )
     step = training.estimate(run)
     counted = counting.count_operations(
         run.train_step, run.abstract_state, training.abstract_batch(run), run.abstract_hyper
     )
     working = step.memory["activations, gradients"]
-    traffic = "; ".join(f"{t.count} {kind}, {_gib(t.bytes)}" for kind, t in step.collectives.items())
+    traffic = "; ".join(
+        f"{t.count} {kind}, {_gib(t.bytes)}" for kind, t in step.collectives.items()
+    )
     experiment = "deit" if mechanism == "multiplicative" else f"{mechanism}_deit"
     refused = not (step.fits or step.collectives)
     cells = (

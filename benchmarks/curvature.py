@@ -1,11 +1,14 @@
-"""What curvature costs: one product F v, and each part of a CG-FAC step, in units of one gradient; and memory.
+"""What curvature costs: one product F v, and each part of a CG-FAC step, in units of one gradient;
+and memory.
 
-    python -m benchmarks.curvature                                  # adder DeiT-Tiny of 4 blocks on digits, a minute
-    python -m benchmarks.curvature --mechanism=multiplicative --depth=12 --batch-size=64
+    python -m benchmarks.curvature                                  # adder DeiT-Tiny of 4 blocks on
+    digits, a minute python -m benchmarks.curvature --mechanism=multiplicative --depth=12
+    --batch-size=64
 
-A product's time is the slope of the solver's time over its iterations, so that it includes the solver's own
-arithmetic and leaves out what is done once. Times are medians of interleaved repetitions; the first column of numbers
-is the ratio to the gradient of the whole network, which does not depend on how busy the machine is.
+A product's time is the slope of the solver's time over its iterations, so that it includes the
+solver's own arithmetic and leaves out what is done once. Times are medians of interleaved
+repetitions; the first column of numbers is the ratio to the gradient of the whole network, which
+does not depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -44,12 +47,16 @@ def make_run(flags: argparse.Namespace) -> training.Run:
 def solve(curvature: kfac.Curvature, params: Any, grads: Any, form: str, iterations: int) -> Any:
     """CG of this many iterations on every block that has this form."""
     flat = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
-    flat_grads = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]}
+    flat_grads = {
+        path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]
+    }
     forms, factors = {}, {}
     for name, block in curvature.layers.blocks.items():
         forms[name] = Form(form if form == "exact" or block.factored else "kron")
         if form != "exact":
-            factors[name] = systems.new_factors(block, curvature, systems.lanes_of(block, flat), forms[name])
+            factors[name] = systems.new_factors(
+                block, curvature, systems.lanes_of(block, flat), forms[name]
+            )
     solutions = []
     for system in systems.build(curvature, flat, forms, factors):
         lanes = [systems.lanes_of(block, flat_grads) for block in system.blocks]
@@ -59,7 +66,9 @@ def solve(curvature: kfac.Curvature, params: Any, grads: Any, form: str, iterati
     return solutions
 
 
-def compile_parts(run: training.Run, batch_size: int) -> tuple[dict[str, Any], dict[str, Callable[[], Any]], Any]:
+def compile_parts(
+    run: training.Run, batch_size: int
+) -> tuple[dict[str, Any], dict[str, Callable[[], Any]], Any]:
     """Compiled programs and calls of them by name, and the curvature of one batch."""
     params = run.init()["params"]
     batch = put_batch(data.TrainPipeline(run.train_source, batch_size, 0)[0], run.mesh)
@@ -85,13 +94,22 @@ def compile_parts(run: training.Run, batch_size: int) -> tuple[dict[str, Any], d
     grads, curvature = add("gradient and curvature", lambda p: with_curvature(p, "mc"), params)
     for form in FORMS:
         for n in (FEW, MANY):
-            add(f"{form} {n}", lambda c, p, g, form=form, n=n: solve(c, p, g, form, n), curvature, params, grads)
+            add(
+                f"{form} {n}",
+                lambda c, p, g, form=form, n=n: solve(c, p, g, form, n),
+                curvature,
+                params,
+                grads,
+            )
     return programs, calls, curvature
 
 
 def time_table(timings: Timings) -> str:
     """Markdown: each part in gradients and milliseconds."""
-    rows = {name: timings.median(name) for name in ("gradient", "gradient and capture", "gradient and curvature")}
+    rows = {
+        name: timings.median(name)
+        for name in ("gradient", "gradient and capture", "gradient and curvature")
+    }
     for form, label in FORMS.items():
         few, many = (timings.median(f"{form} {n}") for n in (FEW, MANY))
         product = (many - few) / (MANY - FEW)
@@ -103,7 +121,9 @@ def time_table(timings: Timings) -> str:
 
 def memory_table(programs: dict[str, Any], curvature: kfac.Curvature, state: Any) -> str:
     """Markdown: what is held, and what each program needs beside its arguments and results."""
-    bytes_of = lambda tree: sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    bytes_of = lambda tree: sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+    )
     rows = {
         "parameters": bytes_of(state["params"]),
         "optimizer state": bytes_of(state["opt_state"]),
@@ -117,7 +137,9 @@ def memory_table(programs: dict[str, Any], curvature: kfac.Curvature, state: Any
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mechanism", default="adder", choices=common.MECHANISMS)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=64)
@@ -126,7 +148,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = make_run(flags)
     programs, calls, curvature = compile_parts(run, flags.batch_size)
     timings = measure(calls, MAX_ROUNDS, flags.seconds)
-    print(f"\n{flags.mechanism} DeiT-Tiny, {flags.depth} blocks, batch {flags.batch_size}, on {ops.backend_report()}")
+    print(
+        f"\n{flags.mechanism} DeiT-Tiny, {flags.depth} blocks, batch {flags.batch_size}, on "
+        f"{ops.backend_report()}"
+    )
     print(f"{100 * curvature.layers.coverage:.1f} % of the parameters covered\n")
     print(time_table(timings), memory_table(programs, curvature, run.abstract_state), sep="\n\n")
 

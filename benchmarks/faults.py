@@ -1,12 +1,14 @@
-"""Kills training runs at random moments, resumes them, and compares how they end with a run left alone.
+"""Kills training runs at random moments, resumes them, and compares how they end with a run left
+alone.
 
     python -m benchmarks.faults                             # 30 times SIGKILL
     python -m benchmarks.faults --signal=TERM --trials=10
 
-The run is a two-block adder transformer on the handwritten digits that writes a checkpoint after every second step,
-so that most kills come while one is written. A trial is a run of its own, killed once at a moment drawn uniformly from
-the time that the whole run took, and resumed. It prints the step of the newest checkpoint at the kill, the step at
-which the resumed run went on, and whether the last train state is bit for bit that of the run left alone.
+The run is a two-block adder transformer on the handwritten digits that writes a checkpoint after
+every second step, so that most kills come while one is written. A trial is a run of its own, killed
+once at a moment drawn uniformly from the time that the whole run took, and resumed. It prints the
+step of the newest checkpoint at the kill, the step at which the resumed run went on, and whether
+the last train state is bit for bit that of the run left alone.
 """
 
 import argparse
@@ -56,8 +58,18 @@ def start(workdir: Path, *flags: str, **options) -> subprocess.Popen:
         **options: of ``subprocess.Popen``.
     """
     fields = [f"--config.{field}={value}" for field, value in FIELDS.items()]
-    command = [sys.executable, "-u", "main.py", f"--config={EXPERIMENT}", *fields, f"--workdir={workdir}", *flags]
-    return subprocess.Popen(command, cwd=ROOT, **{"stdout": subprocess.PIPE, "text": True} | options)
+    command = [
+        sys.executable,
+        "-u",
+        "main.py",
+        f"--config={EXPERIMENT}",
+        *fields,
+        f"--workdir={workdir}",
+        *flags,
+    ]
+    return subprocess.Popen(
+        command, cwd=ROOT, **{"stdout": subprocess.PIPE, "text": True} | options
+    )
 
 
 def finish(workdir: Path) -> tuple[str, float]:
@@ -68,7 +80,9 @@ def finish(workdir: Path) -> tuple[str, float]:
             began = time.perf_counter()
         lines.append(line)
     if process.wait() != 0:
-        raise SystemExit(f"expected the run to end, got exit code {process.returncode}:\n{''.join(lines)}")
+        raise SystemExit(
+            f"expected the run to end, got exit code {process.returncode}:\n{''.join(lines)}"
+        )
     return "".join(lines), time.perf_counter() - began
 
 
@@ -107,7 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: command line; None for that of the process.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--signal", default="KILL", choices=["KILL", "TERM", "INT"])
     parser.add_argument("--trials", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
@@ -117,9 +133,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         whole = Path(folder, "whole")
         _, seconds = finish(whole)
         expected = final_state(whole)
-        print(f"{number.name}; the run left alone took {seconds:.2f} s from its first step on", flush=True)
         print(
-            "| trial | sent after | newest checkpoint | resumed at step | final state |\n|---|---|---|---|---|",
+            f"{number.name}; the run left alone took {seconds:.2f} s from its first step on",
+            flush=True,
+        )
+        print(
+            "| trial | sent after | newest checkpoint | resumed at step | final state "
+            "|\n|---|---|---|---|---|",
             flush=True,
         )
         for trial in range(1, options.trials + 1):
@@ -129,7 +149,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             output, _ = finish(workdir)
             resumed = re.search(r"(?:resuming|complete) at step (\d+)", output)
             verdict = "identical" if same_bits(final_state(workdir), expected) else "DIFFERENT"
-            print(f"| {trial} | {after:.2f} s | {newest} | {resumed[1] if resumed else 0} | {verdict} |", flush=True)
+            print(
+                f"| {trial} | {after:.2f} s | {newest} | {resumed[1] if resumed else 0} | "
+                f"{verdict} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

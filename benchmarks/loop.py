@@ -1,12 +1,14 @@
-"""What the training loop adds to its jitted step: the time of a step in the loop against that of the bare step.
+"""What the training loop adds to its jitted step: the time of a step in the loop against that of
+the bare step.
 
     python -m benchmarks.loop
     python -m benchmarks.loop --batch_size=512 --steps=60
 
-The bare step runs on the run's first batch, which lies on the device, back to back. The loop beside it is that of a
-run: it reads, shuffles and transfers batches, fetches the metrics of every step, writes those of every tenth, and looks
-for signals. Evaluation and checkpoints are not in the measured time. The two take turns, each first in every other
-round; printed are medians over the rounds.
+The bare step runs on the run's first batch, which lies on the device, back to back. The loop beside
+it is that of a run: it reads, shuffles and transfers batches, fetches the metrics of every step,
+writes those of every tenth, and looks for signals. Evaluation and checkpoints are not in the
+measured time. The two take turns, each first in every other round; printed are medians over the
+rounds.
 """
 
 import argparse
@@ -24,7 +26,8 @@ from adder_flax.training import sharding
 
 
 def make_config(options: argparse.Namespace) -> Any:
-    """Returns a run on the handwritten digits of as many steps as are measured, and one before them."""
+    """Returns a run on the handwritten digits of as many steps as are measured, and one before
+    them."""
     config = common.deit("multiplicative", "tiny")
     config.update_from_flattened_dict(
         {
@@ -72,7 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: command line; None for that of the process.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--steps", type=int, default=59)
@@ -88,7 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rounds.append({name: measures[name](run) for name in names})
     bare, loop = (1000 * statistics.median(times[name] for times in rounds) for name in measures)
     overhead = 100 * (statistics.median(times["loop"] / times["bare"] for times in rounds) - 1)
-    print(f"bare step {bare:.1f} ms, in the loop {loop:.1f} ms, overhead {overhead:+.1f} % ({options.rounds} rounds)")
+    print(
+        f"bare step {bare:.1f} ms, in the loop {loop:.1f} ms, overhead {overhead:+.1f} % "
+        f"({options.rounds} rounds)"
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Measures the adder and additive reductions against the machine's bound, XLA's GEMM and other libraries.
+"""Measures the adder and additive reductions against the machine's bound, XLA's GEMM and other
+libraries.
 
-    python -m benchmarks.ops           # DeiT-Tiny's layers on 8 images of 197 tokens: under three minutes
-    python -m benchmarks.ops --full    # three models, three batches, five lengths: half an hour
+    python -m benchmarks.ops           # DeiT-Tiny's layers on 8 images of 197 tokens: under three
+    minutes python -m benchmarks.ops --full    # three models, three batches, five lengths: half an
+    hour
 
-Every ratio is a median over rounds in which the sides take turns, so that other work on the machine falls on all.
-The bound is one of the sides: loops of nothing but the instructions of a term, on registers, on all cores.
-PyTorch, SciPy and scikit-learn are compared with where they are installed (`pip install torch scipy scikit-learn`); a
-missing one leaves its column empty.
+Every ratio is a median over rounds in which the sides take turns, so that other work on the machine
+falls on all. The bound is one of the sides: loops of nothing but the instructions of a term, on
+registers, on all cores. PyTorch, SciPy and scikit-learn are compared with where they are installed
+(`pip install torch scipy scikit-learn`); a missing one leaves its column empty.
 """
 
 import argparse
@@ -28,7 +30,11 @@ from benchmarks.timing import Timings, measure, seconds_of
 # Inner widths of the linear layers of a transformer block, as multiples of the model width.
 LAYERS = {"qkv": (1, 3), "proj": (1, 1), "fc1": (1, 4), "fc2": (4, 1)}
 WIDTHS = {"DeiT-Tiny": 192, "DeiT-Small": 384, "DeiT-Base": 768}
-TOKENS = ((8, 197), (32, 65), (64, 17))  # images x tokens: ImageNet with 16x16 patches, CIFAR with 4x4, digits
+TOKENS = (
+    (8, 197),
+    (32, 65),
+    (64, 17),
+)  # images x tokens: ImageNet with 16x16 patches, CIFAR with 4x4, digits
 ATTENTION = ((24, 197), (96, 65), (192, 17), (3, 1024), (1, 4096))  # heads of a batch x tokens
 # Of DeiT-Tiny, at about as many tokens in all; the last two tell how memory grows.
 FUSED = ((24, 197), (12, 384), (9, 512), (6, 768), (3, 1024), (3, 2048), (3, 4096))
@@ -58,7 +64,8 @@ class Bound(NamedTuple):
 
 
 def instruction_bounds() -> dict[str, Bound]:
-    """Returns the loops that the native library exports, long enough to outweigh the start of the threads."""
+    """Returns the loops that the native library exports, long enough to outweigh the start of the
+    threads."""
     from adder_flax.ops import _cpu
 
     if (reason := _cpu.CpuBackend().why_unavailable()) is not None:
@@ -78,7 +85,9 @@ def instruction_bounds() -> dict[str, Bound]:
         loop.argtypes, loop.restype = [ctypes.c_int64], ctypes.c_float
         trial = Bound(10_000 * terms * cores(), functools.partial(_on_all_cores, loop, 10_000))
         iterations = 10_000 * round(BOUND_SECONDS / min(seconds_of(trial.run) for _ in range(5)))
-        bounds[name] = Bound(iterations * terms * cores(), functools.partial(_on_all_cores, loop, iterations))
+        bounds[name] = Bound(
+            iterations * terms * cores(), functools.partial(_on_all_cores, loop, iterations)
+        )
     return bounds
 
 
@@ -104,7 +113,8 @@ def megabytes(compiled) -> float:
 
 
 def with_gradients(function: Callable, count: int) -> Callable:
-    """Returns a function that computes `function` and the gradients of its first `count` arguments for a cotangent."""
+    """Returns a function that computes `function` and the gradients of its first `count` arguments
+    for a cotangent."""
 
     def both(cotangent, *arrays):
         y, vjp = jax.vjp(function, *arrays)
@@ -126,7 +136,8 @@ def broadcast_additive(query, key, v):
 
 
 def peers(x: np.ndarray, w: np.ndarray) -> dict[str, Callable]:
-    """Returns the pairwise L1 distances of rows of x and columns of w by those libraries that are installed."""
+    """Returns the pairwise L1 distances of rows of x and columns of w by those libraries that are
+    installed."""
     found = {}
     columns = np.ascontiguousarray(w.T)
     try:
@@ -177,7 +188,10 @@ class Table:
 
     def _print(self, cells) -> None:
         widths = self._columns.values()
-        print("  ".join(_cell(cell).rjust(width) for cell, width in zip(cells, widths, strict=True)), flush=True)
+        print(
+            "  ".join(_cell(cell).rjust(width) for cell, width in zip(cells, widths, strict=True)),
+            flush=True,
+        )
 
 
 def _cell(value) -> str:
@@ -188,8 +202,11 @@ def _cell(value) -> str:
     return str(value)
 
 
-def share(timings: Timings, name: str, terms: int, bounds: dict[str, Bound], bound: str) -> float | None:
-    """Returns the part of a bound that the function of this name reaches, whose terms are so many."""
+def share(
+    timings: Timings, name: str, terms: int, bounds: dict[str, Bound], bound: str
+) -> float | None:
+    """Returns the part of a bound that the function of this name reaches, whose terms are so
+    many."""
     if bound not in bounds:
         return None
     return timings.ratio(f"bound {bound}", name) * terms / bounds[bound].terms
@@ -197,8 +214,22 @@ def share(timings: Timings, name: str, terms: int, bounds: dict[str, Bound], bou
 
 def matmul_table() -> Table:
     return Table(
-        *(("layer", 15), ("M x K x N", 13), ("backend", 10), ("fwd G/s", 7), ("bound", 5), ("/GEMM", 5)),
-        *(("torch", 5), ("scipy", 5), ("sklearn", 7), ("broadcast", 9), ("dx G/s", 6), ("dx bound", 8)),
+        *(
+            ("layer", 15),
+            ("M x K x N", 13),
+            ("backend", 10),
+            ("fwd G/s", 7),
+            ("bound", 5),
+            ("/GEMM", 5),
+        ),
+        *(
+            ("torch", 5),
+            ("scipy", 5),
+            ("sklearn", 7),
+            ("broadcast", 9),
+            ("dx G/s", 6),
+            ("dx bound", 8),
+        ),
         *(("train ms", 8), ("/broadcast", 10), ("MB", 5), ("broadcast MB", 12)),
     )
 
@@ -217,17 +248,26 @@ def bench_matmul(table: Table, layer: str, shape: tuple[int, int, int], backends
         return functools.partial(compile_with(backend, function, *operands), *operands)
 
     fast = {"gemm": prepared(None, jnp.matmul, "x", "w")}
-    fast |= {f"bound {bound}": bounds[bound].run for bound in ("forward", "gradient") if bound in bounds}
+    fast |= {
+        f"bound {bound}": bounds[bound].run for bound in ("forward", "gradient") if bound in bounds
+    }
     for name in backends:
         fast[f"forward {name}"] = prepared(name, ops.adder_matmul, "x", "w")
         fast[f"dx {name}"] = prepared(name, pull_x, "x", "w", "g")
         fast[f"train {name}"] = prepared(name, both, "g", "x", "w")
-    slow = {name: function for name, function in fast.items() if name.startswith(("forward", "train"))}
-    others = {name: function for name, function in fast.items() if name.startswith("forward")} | peers(x, w)
+    slow = {
+        name: function for name, function in fast.items() if name.startswith(("forward", "train"))
+    }
+    others = {
+        name: function for name, function in fast.items() if name.startswith("forward")
+    } | peers(x, w)
     if m * k * n * 4 <= BROADCAST_LIMIT_BYTES:
         slow["broadcast"] = prepared(None, broadcast_matmul, "x", "w")
         slow["broadcast train"] = prepared(None, with_gradients(broadcast_matmul, 2), "g", "x", "w")
-    quick, patient = measure(fast, ROUNDS, SECONDS_PER_CASE), measure(slow, SLOW_ROUNDS, SECONDS_PER_CASE)
+    quick, patient = (
+        measure(fast, ROUNDS, SECONDS_PER_CASE),
+        measure(slow, SLOW_ROUNDS, SECONDS_PER_CASE),
+    )
     beside = measure(others, ROUNDS, SECONDS_PER_CASE)
     terms = m * k * n
     for name in backends:
@@ -252,7 +292,14 @@ def bench_matmul(table: Table, layer: str, shape: tuple[int, int, int], backends
 
 def scores_table() -> Table:
     return Table(
-        *(("scores", 8), ("B x N x d", 10), ("backend", 10), ("fwd G/s", 7), ("bound", 5), ("/GEMM", 5)),
+        *(
+            ("scores", 8),
+            ("B x N x d", 10),
+            ("backend", 10),
+            ("fwd G/s", 7),
+            ("bound", 5),
+            ("/GEMM", 5),
+        ),
         *(("broadcast", 9), ("train ms", 8), ("/broadcast", 10), ("MB", 5), ("broadcast MB", 12)),
     )
 
@@ -261,7 +308,9 @@ def bench_scores(table: Table, name: str, shape: tuple[int, int], backends, boun
     """Adds one row for each backend: forward, and forward with all gradients."""
     heads, tokens = shape
     rng = np.random.default_rng(0)
-    query, key = (jnp.asarray(rng.normal(size=(heads, tokens, HEAD_DIM)), jnp.float32) for _ in range(2))
+    query, key = (
+        jnp.asarray(rng.normal(size=(heads, tokens, HEAD_DIM)), jnp.float32) for _ in range(2)
+    )
     g = jnp.asarray(rng.normal(size=(heads, tokens, tokens)), jnp.float32)
     if name == "l1":
         score, naive, operands, bound = ops.l1_scores, broadcast_scores, (query, key), "forward"
@@ -276,13 +325,20 @@ def bench_scores(table: Table, name: str, shape: tuple[int, int], backends, boun
     fast |= {f"bound {bound}": bounds[bound].run} if bound in bounds else {}
     for backend in backends:
         fast[f"forward {backend}"] = prepared(backend, score, *operands)
-        fast[f"train {backend}"] = prepared(backend, with_gradients(score, len(operands)), g, *operands)
-    slow = {name: function for name, function in fast.items() if name.startswith(("forward", "train"))}
+        fast[f"train {backend}"] = prepared(
+            backend, with_gradients(score, len(operands)), g, *operands
+        )
+    slow = {
+        name: function for name, function in fast.items() if name.startswith(("forward", "train"))
+    }
     terms = heads * tokens**2 * HEAD_DIM
     if terms * 4 <= BROADCAST_LIMIT_BYTES:
         slow["broadcast"] = prepared(None, naive, *operands)
         slow["broadcast train"] = prepared(None, with_gradients(naive, len(operands)), g, *operands)
-    quick, patient = measure(fast, ROUNDS, SECONDS_PER_CASE), measure(slow, SLOW_ROUNDS, SECONDS_PER_CASE)
+    quick, patient = (
+        measure(fast, ROUNDS, SECONDS_PER_CASE),
+        measure(slow, SLOW_ROUNDS, SECONDS_PER_CASE),
+    )
     for backend in backends:
         forward, train = f"forward {backend}", f"train {backend}"
         table.add(
@@ -302,22 +358,35 @@ def bench_scores(table: Table, name: str, shape: tuple[int, int], backends, boun
 
 def fused_table() -> Table:
     return Table(
-        *(("attention", 9), ("B x N x d", 10), ("whole ms", 8), ("fused ms", 8), ("whole/fused", 11)),
+        *(
+            ("attention", 9),
+            ("B x N x d", 10),
+            ("whole ms", 8),
+            ("fused ms", 8),
+            ("whole/fused", 11),
+        ),
         *(("whole MB", 8), ("fused MB", 8)),
     )
 
 
 def bench_fused(table: Table, score: str, shape: tuple[int, int]) -> None:
-    """Adds one row: attention with the gradients of queries, keys and values, by the whole map and block by block."""
+    """Adds one row: attention with the gradients of queries, keys and values, by the whole map and
+    block by block."""
     heads, tokens = shape
     rng = np.random.default_rng(0)
-    operands = [jnp.asarray(rng.normal(size=(1, tokens, heads, HEAD_DIM)), jnp.float32) for _ in range(4)]
+    operands = [
+        jnp.asarray(rng.normal(size=(1, tokens, heads, HEAD_DIM)), jnp.float32) for _ in range(4)
+    ]
     learned = attention.get_score(score).learned_parameters(heads, HEAD_DIM, HEAD_DIM, {})
     parameters = {name: p.init(jax.random.key(0), p.shape) for name, p in learned.items()}
 
     def compiled(key_block):
-        function = functools.partial(attention.attend, score=score, parameters=parameters, key_block=key_block)
-        return functools.partial(compile_with(None, with_gradients(function, 3), *operands), *operands)
+        function = functools.partial(
+            attention.attend, score=score, parameters=parameters, key_block=key_block
+        )
+        return functools.partial(
+            compile_with(None, with_gradients(function, 3), *operands), *operands
+        )
 
     functions = {"whole": compiled(None), "fused": compiled(ops.preferred_key_block(1 << 20))}
     timings = measure(functions, ROUNDS, SECONDS_PER_CASE)
@@ -331,7 +400,8 @@ def bench_fused(table: Table, score: str, shape: tuple[int, int]) -> None:
 
 
 def fused_from(table: Table, score: str) -> int | None:
-    """Returns from which of the measured numbers of tokens on blocks were faster at each; None if not at the last."""
+    """Returns from which of the measured numbers of tokens on blocks were faster at each; None if
+    not at the last."""
     rows = [row for row in table.rows if row["attention"] == score]
     slower = [n for n, row in enumerate(rows) if row["whole/fused"] < 1]
     faster = rows[slower[-1] + 1 :] if slower else rows
@@ -341,20 +411,38 @@ def fused_from(table: Table, score: str) -> int | None:
 def print_summary(matmul: Table, scores: Table, fused: Table) -> None:
     """Prints the median and the worst over all shapes of what this package is measured by."""
     best = matmul.rows[0]["backend"]
-    memory = [row["MB"] / row["broadcast MB"] for row in matmul.rows if row["backend"] == best and row["broadcast MB"]]
+    memory = [
+        row["MB"] / row["broadcast MB"]
+        for row in matmul.rows
+        if row["backend"] == best and row["broadcast MB"]
+    ]
     adder = {row["B x N x d"]: row["fused MB"] for row in fused.rows if row["attention"] == "adder"}
     long, short = (adder[f"3x{tokens}x{HEAD_DIM}"] for tokens in (4096, 1024))
     lines = [
-        ("adder_matmul forward, times faster than torch.cdist(p=1)", matmul.values("torch", backend=best), min),
+        (
+            "adder_matmul forward, times faster than torch.cdist(p=1)",
+            matmul.values("torch", backend=best),
+            min,
+        ),
         ("  the same on the XLA backend", matmul.values("torch", backend="xla"), min),
-        ("adder_matmul forward, as a multiple of XLA's GEMM of that shape", matmul.values("/GEMM", backend=best), max),
+        (
+            "adder_matmul forward, as a multiple of XLA's GEMM of that shape",
+            matmul.values("/GEMM", backend=best),
+            max,
+        ),
         ("  its share of the instruction bound", matmul.values("bound", backend=best), min),
         ("  share of the bound of the gradient of x", matmul.values("dx bound", backend=best), min),
-        ("forward and both gradients, times faster than the broadcast", matmul.values("/broadcast", backend=best), min),
+        (
+            "forward and both gradients, times faster than the broadcast",
+            matmul.values("/broadcast", backend=best),
+            min,
+        ),
         ("  temporary memory over the broadcast's", memory, max),
         (
             "l1_scores forward and gradients at N = 197, times faster than the broadcast",
-            scores.values("/broadcast", backend=best, scores="l1", **{"B x N x d": f"24x197x{HEAD_DIM}"}),
+            scores.values(
+                "/broadcast", backend=best, scores="l1", **{"B x N x d": f"24x197x{HEAD_DIM}"}
+            ),
             min,
         ),
         (
@@ -368,7 +456,9 @@ def print_summary(matmul: Table, scores: Table, fused: Table) -> None:
         if values:
             print(f"{text:77}{statistics.median(values):7.3g}  {worst(values):7.3g}")
     shortest = ", ".join(f"{score} {fused_from(fused, score)}" for score in FUSED_SCORES)
-    print(f"fused attention is faster from so many of the measured numbers of tokens on: {shortest}")
+    print(
+        f"fused attention is faster from so many of the measured numbers of tokens on: {shortest}"
+    )
 
 
 LEGEND = """
@@ -378,11 +468,13 @@ torch ...  how many times faster than torch.cdist(p=1), scipy cdist, sklearn man
 dx         gradient of x by the hardtanh rule
 train      forward with all gradients; /broadcast: how many times faster than jax.grad of the broadcast
 MB         temporary memory of `train`
-"""
+"""  # noqa: E501 - lines of another language
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--full", action="store_true", help="all models, batches and lengths")
     few = None if parser.parse_args().full else 1
     backends = [name for name in ops.available_backends() if name != "reference"]

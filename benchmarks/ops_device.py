@@ -1,11 +1,13 @@
-"""Measures the kernels on an accelerator: terms a second, their share of the bound, `torch.cdist`, and training.
+"""Measures the kernels on an accelerator: terms a second, their share of the bound, `torch.cdist`,
+and training.
 
-    python -m benchmarks.ops_device                   # on the default device
-    python -m benchmarks.ops_device --divide=64       # the same shapes with 64 times fewer rows, for a try elsewhere
+    python -m benchmarks.ops_device                   # on the default device python -m
+    benchmarks.ops_device --divide=64       # the same shapes with 64 times fewer rows, for a try
+    elsewhere
 
-Large square problems, as published for pairwise L1 distances on GPUs (NVIDIA cuVS), and layers of DeiT. The bound of
-an NVIDIA GPU of compute capability 9 is 64 terms a clock and multiprocessor: two instructions a term, 128 a clock. Its
-clock is taken from --clock_ghz, because JAX does not tell it.
+Large square problems, as published for pairwise L1 distances on GPUs (NVIDIA cuVS), and layers of
+DeiT. The bound of an NVIDIA GPU of compute capability 9 is 64 terms a clock and multiprocessor: two
+instructions a term, 128 a clock. Its clock is taken from --clock_ghz, because JAX does not tell it.
 """
 
 import argparse
@@ -29,7 +31,8 @@ TERMS_PER_CLOCK_AND_CORE = 64
 
 
 def bound(clock_ghz: float) -> float | None:
-    """Returns the terms a second that the default device can do at most, or None where it is not an NVIDIA GPU."""
+    """Returns the terms a second that the default device can do at most, or None where it is not an
+    NVIDIA GPU."""
     device = jax.devices()[0]
     if device.platform != "gpu":
         return None
@@ -37,7 +40,8 @@ def bound(clock_ghz: float) -> float | None:
 
 
 def repeated(backend: str | None, function: Callable, *operands) -> Callable:
-    """Returns a function that runs `function` several times without waiting in between, compiled."""
+    """Returns a function that runs `function` several times without waiting in between,
+    compiled."""
     compiled = compile_with(backend, function, *operands)
 
     def run():
@@ -81,16 +85,25 @@ def products_table() -> Table:
     )
 
 
-def bench_product(table: Table, name: str, shape: tuple[int, int, int], limit: float | None) -> None:
+def bench_product(
+    table: Table, name: str, shape: tuple[int, int, int], limit: float | None
+) -> None:
     """Adds one row for each backend that runs on this device."""
     m, k, n = shape
     keys = jax.random.split(jax.random.key(0), 3)
-    x, w, g = (jax.random.normal(key, size) for key, size in zip(keys, ((m, k), (k, n), (m, n)), strict=True))
+    x, w, g = (
+        jax.random.normal(key, size)
+        for key, size in zip(keys, ((m, k), (k, n), (m, n)), strict=True)
+    )
 
     def pullback(rule):
         return lambda x, w, g: jax.vjp(lambda x: ops.adder_matmul(x, w, x_gradient=rule), x)[1](g)
 
-    backends = [backend for backend in ops.available_backends() if backend not in ("reference", "cpu_native")]
+    backends = [
+        backend
+        for backend in ops.available_backends()
+        if backend not in ("reference", "cpu_native")
+    ]
     functions = {"gemm": repeated(None, functools.partial(jnp.matmul, precision="highest"), x, w)}
     for backend in backends:
         functions[f"forward {backend}"] = repeated(backend, ops.adder_matmul, x, w)
@@ -101,7 +114,9 @@ def bench_product(table: Table, name: str, shape: tuple[int, int, int], limit: f
     timings = measure(functions, ROUNDS, SECONDS_PER_CASE)
     terms = m * k * n
     for backend in backends:
-        forward, dx, sign = (timings.median(f"{kind} {backend}") / CALLS for kind in ("forward", "hardtanh", "sign"))
+        forward, dx, sign = (
+            timings.median(f"{kind} {backend}") / CALLS for kind in ("forward", "hardtanh", "sign")
+        )
         table.add(
             name,
             f"{m}x{k}x{n}",
@@ -121,7 +136,10 @@ def images_per_second(mechanism: str, batch_size: int, steps: int = 20) -> float
     config = common.deit(mechanism, "tiny", "fake")
     config.batch_size, config.data.image_size, config.model.patch_size = batch_size, 224, 16
     run = training.build_run(config)
-    image = {"image": jnp.zeros((batch_size, 224, 224, 3), jnp.uint8), "label": jnp.zeros(batch_size, jnp.int32)}
+    image = {
+        "image": jnp.zeros((batch_size, 224, 224, 3), jnp.uint8),
+        "label": jnp.zeros(batch_size, jnp.int32),
+    }
     with jax.set_mesh(run.mesh):
         batch = jax.device_put(image, sharding.batch_sharding(run.mesh))
         state, _ = run.train_step(run.init(), batch, run.hyper)
@@ -134,9 +152,18 @@ def images_per_second(mechanism: str, batch_size: int, steps: int = 20) -> float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clock_ghz", type=float, default=1.98, help="highest clock of the GPU; an H200's by default")
-    parser.add_argument("--divide", type=int, default=1, help="divide the number of rows, and of images, by this")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--clock_ghz",
+        type=float,
+        default=1.98,
+        help="highest clock of the GPU; an H200's by default",
+    )
+    parser.add_argument(
+        "--divide", type=int, default=1, help="divide the number of rows, and of images, by this"
+    )
     arguments = parser.parse_args()
     divide, limit = arguments.divide, bound(arguments.clock_ghz)
     print(ops.backend_report())
@@ -149,12 +176,19 @@ def main() -> None:
         bench_product(table, "square", (side // divide, width, side // divide), limit)
     for model, width in WIDTHS.items():
         for layer, (inputs, outputs) in LAYERS.items():
-            bench_product(table, f"{model} {layer}", (IMAGES * 197 // divide, inputs * width, outputs * width), limit)
+            bench_product(
+                table,
+                f"{model} {layer}",
+                (IMAGES * 197 // divide, inputs * width, outputs * width),
+                limit,
+            )
     bench_product(table, "scores of a head", (4096 // divide, HEAD_DIM, 4096 // divide), limit)
 
     print("\nDeiT-Tiny, training on 224x224 pixels, images/s")
     for mechanism in common.MECHANISMS:
-        print(f"{mechanism:15} {images_per_second(mechanism, max(256 // divide, 2)):8.1f}", flush=True)
+        print(
+            f"{mechanism:15} {images_per_second(mechanism, max(256 // divide, 2)):8.1f}", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
     python -m benchmarks.sass
     python -m benchmarks.sass --gpus=h100 --kernels="l1 fc1,jvp hardtanh fc1"
 
-Each kernel is compiled by XLA and NVIDIA's assembler for A100 (sm_80), H100 (sm_90a) and B200 (sm_100a) and
-disassembled, and its innermost loop is counted: instructions a term, by kind; registers, spills and shared memory; how
-many warps fit on a core, and how often the device is filled by them. These are facts of the code. The share of the
-bound follows from them on paper: it is the time of the arithmetic that a term needs over the time of the loop's dearest
-unit, where a scheduler issues one instruction a cycle.
+Each kernel is compiled by XLA and NVIDIA's assembler for A100 (sm_80), H100 (sm_90a) and B200
+(sm_100a) and disassembled, and its innermost loop is counted: instructions a term, by kind;
+registers, spills and shared memory; how many warps fit on a core, and how often the device is
+filled by them. These are facts of the code. The share of the bound follows from them on paper: it
+is the time of the arithmetic that a term needs over the time of the loop's dearest unit, where a
+scheduler issues one instruction a cycle.
 
 It needs Linux and ``pip install "adder-flax[gpu-compile]"``, and no driver.
 """
@@ -40,7 +41,8 @@ LONG_HEADS = (192, 256, 64)
 
 
 class Case(NamedTuple):
-    """A kernel on the shapes of DeiT-Tiny (64 images of 197 tokens), and what its code must not exceed.
+    """A kernel on the shapes of DeiT-Tiny (64 images of 197 tokens), and what its code must not
+    exceed.
 
     Attributes:
       method: of the backend.
@@ -48,7 +50,8 @@ class Case(NamedTuple):
       options: its other arguments.
       marker: pattern of an instruction of which each term has one, or one half.
       terms_per_marker: terms for each of those.
-      arithmetic: instructions of a term that cannot be left out, by unit: ``"lanes"`` or ``"special"``.
+      arithmetic: instructions of a term that cannot be left out, by unit: ``"lanes"`` or
+        ``"special"``.
       most_instructions: a term may cost, in the innermost loop, on any of the GPUs.
       dtype: of the operands other than the cotangent.
     """
@@ -68,7 +71,9 @@ def _l1(shapes, most, axes="kn", **fields):
 
 
 def _rule(method, shapes, rule, most, lanes=2, axes="kn"):
-    return Case(method, shapes, {"rule": rule, "axes": axes}, r"(FADD|FFMA)\.SAT", 1, {"lanes": lanes}, most)
+    return Case(
+        method, shapes, {"rule": rule, "axes": axes}, r"(FADD|FFMA)\.SAT", 1, {"lanes": lanes}, most
+    )
 
 
 CASES = {
@@ -81,12 +86,26 @@ CASES = {
     "dw hardtanh fc1": _rule("l1_pullback_w", (X, FC1, HIDDEN), HARDTANH, 2.4),
     "jvp hardtanh fc1": _rule("l1_pushforward", (X, FC1, X), HARDTANH, 2.2),
     "dq sign": _rule("l1_pullback_x", (HEADS, HEADS, MAPS), SIGN, 3.4, lanes=3, axes="nk"),
-    "additive": Case("additive", (HEADS, HEADS, WEIGHTS), {}, "MUFU", 2, {"lanes": 3.5, "special": 0.5}, 4.6),
+    "additive": Case(
+        "additive", (HEADS, HEADS, WEIGHTS), {}, "MUFU", 2, {"lanes": 3.5, "special": 0.5}, 4.6
+    ),
     "additive 256": Case(
-        "additive", (LONG_HEADS, LONG_HEADS, WEIGHTS), {}, "MUFU", 2, {"lanes": 3.5, "special": 0.5}, 4.5
+        "additive",
+        (LONG_HEADS, LONG_HEADS, WEIGHTS),
+        {},
+        "MUFU",
+        2,
+        {"lanes": 3.5, "special": 0.5},
+        4.5,
     ),
     "additive pullback": Case(
-        "additive_pullback", (HEADS, HEADS, WEIGHTS, MAPS), {}, "MUFU", 1, {"lanes": 3, "special": 1}, 7.8
+        "additive_pullback",
+        (HEADS, HEADS, WEIGHTS, MAPS),
+        {},
+        "MUFU",
+        1,
+        {"lanes": 3, "special": 1},
+        7.8,
     ),
 }
 
@@ -109,14 +128,36 @@ class Row(NamedTuple):
         return sum(self.by_kind.values())
 
     def cells(self) -> tuple[str, ...]:
-        kinds = ", ".join(f"{count:.2f} {kind}" for kind, count in self.by_kind.items() if count >= 0.005)
+        kinds = ", ".join(
+            f"{count:.2f} {kind}" for kind, count in self.by_kind.items() if count >= 0.005
+        )
         return (
-            *(self.kernel, self.gpu, f"{self.instructions:.3f}", kinds, str(self.registers), str(self.spilled_bytes)),
-            *(str(self.shared_bytes), str(self.warps_per_core), f"{self.waves:.2f}", f"{self.share_of_bound:.2f}"),
+            *(
+                self.kernel,
+                self.gpu,
+                f"{self.instructions:.3f}",
+                kinds,
+                str(self.registers),
+                str(self.spilled_bytes),
+            ),
+            *(
+                str(self.shared_bytes),
+                str(self.warps_per_core),
+                f"{self.waves:.2f}",
+                f"{self.share_of_bound:.2f}",
+            ),
         )
 
 
-TITLES = ("kernel", "GPU", "instructions a term", "by kind", "registers", "spilled bytes", "shared bytes")
+TITLES = (
+    "kernel",
+    "GPU",
+    "instructions a term",
+    "by kind",
+    "registers",
+    "spilled bytes",
+    "shared bytes",
+)
 TITLES += ("warps a core", "waves", "of the bound")
 
 
@@ -126,11 +167,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
       arguments: command line; None for that of the process.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gpus", default=",".join(GPU_NAMES))
     parser.add_argument("--kernels", default=",".join(CASES))
     options = parser.parse_args(arguments)
-    print(f"jax {jax.__version__}, M = {TOKENS}\n\n| {' | '.join(TITLES)} |\n{'|---' * len(TITLES)}|", flush=True)
+    print(
+        f"jax {jax.__version__}, M = {TOKENS}\n\n| {' | '.join(TITLES)} |\n{'|---' * len(TITLES)}|",
+        flush=True,
+    )
     for gpu in options.gpus.split(","):
         for name in options.kernels.split(","):
             for row in certify(name, gpu):
@@ -138,7 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def certify(name: str, gpu: str) -> list[Row]:
-    """Compiles a case for a GPU and reads its machine code; returns a row for each kernel that it consists of.
+    """Compiles a case for a GPU and reads its machine code; returns a row for each kernel that it
+    consists of.
 
     Args:
       name: of `CASES`.
@@ -150,9 +197,18 @@ def certify(name: str, gpu: str) -> list[Row]:
     case, target = CASES[name], gpu_topology.GPUS[gpu]
     with tempfile.TemporaryDirectory() as folder:
         grids = _compile(case, gpu, folder)
-        sources = [path for path in sorted(Path(folder).glob("*.ptx")) if ".entry kernel" in path.read_text()]
-        kernels = [_assemble(path, target.architecture(), grid) for path, grid in zip(sources, grids, strict=True)]
-    names = [name] if len(kernels) == 1 else [f"{name} {number + 1}" for number in range(len(kernels))]
+        sources = [
+            path
+            for path in sorted(Path(folder).glob("*.ptx"))
+            if ".entry kernel" in path.read_text()
+        ]
+        kernels = [
+            _assemble(path, target.architecture(), grid)
+            for path, grid in zip(sources, grids, strict=True)
+        ]
+    names = (
+        [name] if len(kernels) == 1 else [f"{name} {number + 1}" for number in range(len(kernels))]
+    )
     return [_row(label, gpu, case, kernel) for label, kernel in zip(names, kernels, strict=True)]
 
 
@@ -164,18 +220,25 @@ class _Kernel(NamedTuple):
 
 
 def _compile(case: Case, gpu: str, folder: str) -> list[int]:
-    """Compiles a case, leaves what XLA gives the assembler in a folder, and returns how many blocks kernels have."""
+    """Compiles a case, leaves what XLA gives the assembler in a folder, and returns how many blocks
+    kernels have."""
     devices = topology_devices(f"{gpu}:1")
-    mesh = jax.make_mesh((1,), ("device",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+    mesh = jax.make_mesh(
+        (1,), ("device",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices
+    )
     function = functools.partial(getattr(PallasGpuBackend(), case.method), **case.options)
     # The cotangent is float32 whatever the operands are.
     like = [
-        jax.ShapeDtypeStruct(shape, jnp.float32 if position == 2 and "pullback" in case.method else case.dtype)
+        jax.ShapeDtypeStruct(
+            shape, jnp.float32 if position == 2 and "pullback" in case.method else case.dtype
+        )
         for position, shape in enumerate(case.shapes)
     ]
     with jax.set_mesh(mesh):
         placed = jax.jit(function, out_shardings=jax.NamedSharding(mesh, jax.P()))
-        compiled = placed.lower(*like).compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"})
+        compiled = placed.lower(*like).compile(
+            compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"}
+        )
     return [int(blocks) for blocks in re.findall(r"grid_x = (\d+)", compiled.as_text())]
 
 
@@ -187,7 +250,9 @@ def _assemble(path: Path, architecture: str, programs: int) -> _Kernel:
         text=True,
         check=True,
     )
-    code = subprocess.run([_disassembler(), "-c", str(binary)], capture_output=True, text=True, check=True)
+    code = subprocess.run(
+        [_disassembler(), "-c", str(binary)], capture_output=True, text=True, check=True
+    )
     return _Kernel(programs, path.read_text(), said.stderr, code.stdout)
 
 
@@ -235,7 +300,11 @@ def hot_loop(machine_code: str, marker: str) -> list[tuple[str, str]]:
             target = re.search(r"`\((\.L\w+)\)", found[3])
             if found[2].startswith("BRA") and target and target[1] in labels:
                 loops.append((labels[target[1]], len(instructions)))
-    innermost = [(a, b) for a, b in loops if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in loops)]
+    innermost = [
+        (a, b)
+        for a, b in loops
+        if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in loops)
+    ]
     bodies = [instructions[a:b] for a, b in innermost]
     return max(bodies, key=lambda body: (_count(marker, body), -len(body)), default=[])
 
@@ -252,10 +321,15 @@ def _row(name: str, gpu: str, case: Case, kernel: _Kernel) -> Row:
     target, body = gpu_topology.GPUS[gpu], hot_loop(kernel.machine_code, case.marker)
     terms = case.terms_per_marker * _count(case.marker, body)
     if not terms:
-        raise ValueError(f"expected instructions like {case.marker} in the innermost loop of {name}, got {body}")
+        raise ValueError(
+            f"expected instructions like {case.marker} in the innermost loop of {name}, got {body}"
+        )
     kinds = Counter(_kind(op) for op, _ in body)
     said = lambda pattern: sum(map(int, re.findall(pattern, kernel.assembler_says)))
-    registers, threads = said(r"Used (\d+) registers"), int(re.search(r"\.reqntid (\d+)", kernel.ptx)[1])
+    registers, threads = (
+        said(r"Used (\d+) registers"),
+        int(re.search(r"\.reqntid (\d+)", kernel.ptx)[1]),
+    )
     blocks = _blocks_per_core(registers, threads)
     return Row(
         name,
@@ -271,13 +345,17 @@ def _row(name: str, gpu: str, case: Case, kernel: _Kernel) -> Row:
 
 
 def _blocks_per_core(registers: int, threads: int) -> int:
-    """Returns how many blocks fit on a core: registers are given to warps in units of 256, of 65,536; 64 warps fit."""
+    """Returns how many blocks fit on a core: registers are given to warps in units of 256, of
+    65,536; 64 warps fit."""
     warps = min(65536 // (-(-registers * 32 // 256) * 256), 64)
     return min(warps // (threads // 32), 32)
 
 
-def _share(case: Case, target: gpu_topology.Gpu, body: list[tuple[str, str]], terms: float) -> float:
-    """Returns what part of the loop's time its necessary arithmetic takes, for one of the four schedulers of a core."""
+def _share(
+    case: Case, target: gpu_topology.Gpu, body: list[tuple[str, str]], terms: float
+) -> float:
+    """Returns what part of the loop's time its necessary arithmetic takes, for one of the four
+    schedulers of a core."""
     lane_cycles = 32 * 4 / target.lanes_per_core  # of a warp's instruction on the float32 lanes
     special_cycles = 32 * 4 / 16
     on_lanes = sum(_kind(op) == "arithmetic" and op[:4] != "MUFU" for op, _ in body)

@@ -20,7 +20,8 @@ class Timings(NamedTuple):
         return statistics.median(self.seconds[name]) if name in self.seconds else None
 
     def ratio(self, slower: str, faster: str) -> float | None:
-        """Returns how many times longer `slower` takes than `faster`, or None if either was not measured."""
+        """Returns how many times longer `slower` takes than `faster`, or None if either was not
+        measured."""
         if slower not in self.seconds or faster not in self.seconds:
             return None
         pairs = zip(self.seconds[slower], self.seconds[faster], strict=False)
@@ -28,10 +29,12 @@ class Timings(NamedTuple):
 
 
 def measure(functions: dict[str, Callable], rounds: int, seconds: float) -> Timings:
-    """Calls the functions in turn, `rounds` times (if the time is up, three), after one call each to warm up.
+    """Calls the functions in turn, `rounds` times (if the time is up, three), after one call each
+    to warm up.
 
-    Quick ones are called once more before each timed call: the one before them may have thrown their operands out of
-    the caches and their memory back to the system, which is not what they meet in use.
+    Quick ones are called once more before each timed call: the one before them may have thrown
+    their operands out of the caches and their memory back to the system, which is not what they
+    meet in use.
     """
     timings = Timings({name: [] for name in functions})
     for function in functions.values():

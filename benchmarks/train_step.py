@@ -1,14 +1,16 @@
-"""Time of one training step of DeiT-Tiny: against PyTorch's own transformer, and of the mechanisms against each other.
+"""Time of one training step of DeiT-Tiny: against PyTorch's own transformer, and of the mechanisms
+against each other.
 
     python -m benchmarks.train_step
 
-1. Multiplicative DeiT-Tiny, 32 images of 65 tokens (32x32 pixels, patches of 4), forward, backward, clipping and
-   AdamW, against `torch.nn.TransformerEncoder` of the same sizes between the same patch embedding and head (if PyTorch
-   is installed: `pip install torch --index-url https://download.pytorch.org/whl/cpu`).
+1. Multiplicative DeiT-Tiny, 32 images of 65 tokens (32x32 pixels, patches of 4), forward, backward,
+   clipping and AdamW, against `torch.nn.TransformerEncoder` of the same sizes between the same
+   patch embedding and head (if PyTorch is installed: `pip install torch --index-url
+   https://download.pytorch.org/whl/cpu`).
 2. The three mechanisms on the digits, as the experiments train them: 64 images of 17 tokens.
 
-The contestants take turns, and every ratio is the median over turns, so that other work on the machine falls on all.
-The first steps, which compile, are timed apart.
+The contestants take turns, and every ratio is the median over turns, so that other work on the
+machine falls on all. The first steps, which compile, are timed apart.
 """
 
 import argparse
@@ -23,11 +25,14 @@ from adder_flax.training import sharding
 from benchmarks.timing import Timings, measure, seconds_of
 
 IMAGES = 32
-NO_AUGMENTATION = dict(crop_padding=0, flip_probability=0.0, mixup_alpha=0.0, cutmix_alpha=0.0, erase_probability=0.0)
+NO_AUGMENTATION = dict(
+    crop_padding=0, flip_probability=0.0, mixup_alpha=0.0, cutmix_alpha=0.0, erase_probability=0.0
+)
 
 
 def jax_step(config) -> Callable:
-    """Returns a function that does the next training step of an experiment and returns its metrics."""
+    """Returns a function that does the next training step of an experiment and returns its
+    metrics."""
     run = training.build_run(config)
     pipeline = run.batches()
     batch = sharding.put_batch(pipeline[0], run.mesh)
@@ -51,7 +56,8 @@ def deit_tiny_of_65_tokens():
 
 
 def torch_step() -> Callable | None:
-    """Returns a function that does the next step of the same network in PyTorch, or None where there is no PyTorch."""
+    """Returns a function that does the next step of the same network in PyTorch, or None where
+    there is no PyTorch."""
     try:
         import torch
     except ImportError:
@@ -60,11 +66,15 @@ def torch_step() -> Callable | None:
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(192, 3, 768, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+    layer = nn.TransformerEncoderLayer(
+        192, 3, 768, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+    )
     model = nn.ModuleDict(
         {
             "patches": nn.Linear(48, 192),
-            "encoder": nn.TransformerEncoder(layer, 12, norm=nn.LayerNorm(192), enable_nested_tensor=False),
+            "encoder": nn.TransformerEncoder(
+                layer, 12, norm=nn.LayerNorm(192), enable_nested_tensor=False
+            ),
             "head": nn.Linear(192, 10),
         }
     )
@@ -100,7 +110,9 @@ def compare(steps: dict[str, Callable], reference: str, rounds: int) -> Timings:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15, help="steps of each contestant")
     rounds = parser.parse_args().rounds
     host_memory.keep_freed_memory()  # as main.py does
@@ -115,7 +127,10 @@ def main() -> None:
     compare(steps, reference=list(steps)[-1], rounds=rounds)
 
     print("\nDeiT-Tiny on the digits, 64 images x 17 tokens, as the experiments train it")
-    steps = {mechanism: jax_step(common.deit(mechanism, "tiny", "digits")) for mechanism in common.MECHANISMS}
+    steps = {
+        mechanism: jax_step(common.deit(mechanism, "tiny", "digits"))
+        for mechanism in common.MECHANISMS
+    }
     compare(steps, reference="multiplicative", rounds=rounds)
 
 

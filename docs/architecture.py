@@ -1,7 +1,9 @@
-"""Draws who imports whom: ``python docs/architecture.py`` writes docs/images/architecture.svg from the sources alone.
+"""Draws who imports whom: ``python docs/architecture.py`` writes docs/images/architecture.svg from
+the sources alone.
 
-A box is a folder of ``adder_flax/``, the package ``kfac``, or the files of the command; an arrow points to what is
-imported. An import that others imply is left out: report imports ops, as does training, which report imports too.
+A box is a folder of ``adder_flax/``, the package ``kfac``, or the files of the command; an arrow
+points to what is imported. An import that others imply is left out: report imports ops, as does
+training, which report imports too.
 """
 
 import ast
@@ -13,22 +15,28 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "images" / "architecture.svg"
 
-_BOX, _GAP, _ROW = (118, 34), 16, 70  # pixels: width and height of a box, between boxes, from row to row
+_BOX, _GAP, _ROW = (
+    (118, 34),
+    16,
+    70,
+)  # pixels: width and height of a box, between boxes, from row to row
 _STYLE = """
 text { font: 13px system-ui, sans-serif; text-anchor: middle; dominant-baseline: central; fill: #1a1a1a }
 rect.paper { fill: #ffffff } rect.box { fill: #eef1fb; stroke: #4051b5; rx: 6 }
 path { fill: none; stroke: #7a86c8; stroke-width: 1.2; marker-end: url(#tip) }
 marker path { marker-end: none; fill: #7a86c8 }
-"""
+"""  # noqa: E501 - lines of another language
 
 
 def imports() -> dict[str, set[str]]:
     """Returns the boxes and what each imports.
 
-    Files that stand alone in ``adder_flax/`` are in the box ``command``, if any of these imports a folder, or in none:
-    what does not import any folder (errors, files, …) may be used everywhere.
+    Files that stand alone in ``adder_flax/`` are in the box ``command``, if any of these imports a
+    folder, or in none: what does not import any folder (errors, files, …) may be used everywhere.
     """
-    folders = {path.parent.name for path in (ROOT / "adder_flax").glob("*/__init__.py")} - {"experiments"}
+    folders = {path.parent.name for path in (ROOT / "adder_flax").glob("*/__init__.py")} - {
+        "experiments"
+    }
     taken: dict[str, set[str]] = {}
     for path in sorted([*(ROOT / "adder_flax").rglob("*.py"), *(ROOT / "kfac").rglob("*.py")]):
         parts = path.relative_to(ROOT).parts
@@ -68,7 +76,10 @@ def reduced(taken: Mapping[str, set[str]]) -> dict[str, set[str]]:
             reach[name] = set(taken[name]).union(*(reached(other) for other in taken[name]))
         return reach[name]
 
-    return {name: {o for o in taken[name] if not any(o in reached(p) for p in taken[name] - {o})} for name in taken}
+    return {
+        name: {o for o in taken[name] if not any(o in reached(p) for p in taken[name] - {o})}
+        for name in taken
+    }
 
 
 def draw(taken: Mapping[str, set[str]]) -> str:
@@ -89,20 +100,25 @@ def draw(taken: Mapping[str, set[str]]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {across} {down}" role="img">',
         "<title>Who imports whom</title>",
         f"<style>{_STYLE}</style>",
-        '<marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        '<path d="M0 0 L8 4 L0 8 z"/></marker>',
+        '<marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" '
+        'orient="auto"><path d="M0 0 L8 4 L0 8 z"/></marker>',
         '<rect class="paper" width="100%" height="100%"/>',
         *(f'<path d="{_curve([centre[place] for place in way])}"/>' for way in ways),
     ]
     for name in sorted(edges):
         x, y = centre[name]
-        corner = f'x="{x - width / 2:.0f}" y="{y - height / 2:.0f}" width="{width}" height="{height}"'
-        lines.append(f'<rect class="box" {corner}/><text x="{x:.0f}" y="{y:.0f}">{html.escape(name)}</text>')
+        corner = (
+            f'x="{x - width / 2:.0f}" y="{y - height / 2:.0f}" width="{width}" height="{height}"'
+        )
+        lines.append(
+            f'<rect class="box" {corner}/><text x="{x:.0f}" y="{y:.0f}">{html.escape(name)}</text>'
+        )
     return "\n".join([*lines, "</svg>", ""])
 
 
 def _rows(edges: Mapping[str, set[str]]) -> tuple[list[list[str]], list[list[str]]]:
-    """Returns the boxes by rows, each below all that import it, and the way of each arrow, one place a row.
+    """Returns the boxes by rows, each below all that import it, and the way of each arrow, one
+    place a row.
 
     An arrow has a place of its own in the rows that it passes, so that it runs beside their boxes.
     """
@@ -139,7 +155,9 @@ def _order(rows: list[list[str]], ways: list[list[str]]) -> None:
             joined.setdefault(other, set()).add(one)
     place: dict[str, float] = {}
     for row in rows:
-        before = {name: [place[other] for other in joined.get(name, ()) if other in place] for name in row}
+        before = {
+            name: [place[other] for other in joined.get(name, ()) if other in place] for name in row
+        }
         row.sort(key=lambda name: sum(before[name]) / len(before[name]) if before[name] else 0.5)
         place = {name: (i + 0.5) / len(row) for i, name in enumerate(row)}
 

@@ -1,4 +1,5 @@
-"""Prepares docstrings for Markdown: examples become code blocks, formulas and cross-references what Markdown knows."""
+"""Prepares docstrings for Markdown: examples become code blocks, formulas and cross-references what
+Markdown knows."""
 
 import re
 import textwrap
@@ -13,7 +14,8 @@ _SHAPE = re.compile(r"(?<=\()\*(?=[a-z])")
 
 
 def to_markdown(docstring: str) -> str:
-    """The same docstring with fenced doctests, TeX between dollars, and stars of shapes that are no emphasis."""
+    """The same docstring with fenced doctests, TeX between dollars, and stars of shapes that are no
+    emphasis."""
     parts, end = [], 0
     for example in _EXAMPLE.finditer(docstring):
         parts += [_prose(docstring[end : example.start()]), _fence(example)]

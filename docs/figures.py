@@ -1,6 +1,8 @@
-"""Draws the picture of each mechanism: PYTHONPATH=. python docs/figures.py writes docs/images/score_*.png.
+"""Draws the picture of each mechanism: PYTHONPATH=. python docs/figures.py writes
+docs/images/score_*.png.
 
-Left: the score of every key in the plane for one query. Right: the attention map of tokens along a spiral.
+Left: the score of every key in the plane for one query. Right: the attention map of tokens along a
+spiral.
 """
 
 from pathlib import Path
@@ -22,7 +24,12 @@ def parameters(name: str) -> dict[str, np.ndarray]:
     if name == "additive":
         rng = np.random.default_rng(5)
         make = lambda *shape: rng.normal(size=shape).astype(np.float32)
-        return {"query_kernel": make(1, 2, 6), "key_kernel": make(1, 2, 6), "bias": make(1, 6), "v": make(1, 6)}
+        return {
+            "query_kernel": make(1, 2, 6),
+            "key_kernel": make(1, 2, 6),
+            "bias": make(1, 6),
+            "v": make(1, 6),
+        }
     return {}
 
 
@@ -36,17 +43,32 @@ def draw(name: str) -> plt.Figure:
     figure, (plane, tokens) = plt.subplots(1, 2, figsize=(8.4, 3.7), layout="constrained")
     axis = np.linspace(-REACH, REACH, 161, dtype=np.float32)
     keys = np.stack(np.meshgrid(axis, axis), axis=-1).reshape(-1, 2)
-    field = plane.contourf(axis, axis, scores(name, QUERY[None], keys).reshape(161, 161), levels=15, cmap="viridis")
-    plane.annotate("", QUERY, (0, 0), arrowprops=dict(arrowstyle="->", color="white", linewidth=1.5))
+    field = plane.contourf(
+        axis, axis, scores(name, QUERY[None], keys).reshape(161, 161), levels=15, cmap="viridis"
+    )
+    plane.annotate(
+        "", QUERY, (0, 0), arrowprops=dict(arrowstyle="->", color="white", linewidth=1.5)
+    )
     plane.plot(*QUERY, "o", color="white", markeredgecolor="black", markersize=5)
     plane.annotate("query", QUERY, xytext=(6, 4), textcoords="offset points", color="white")
-    plane.set(xlabel="key, first coordinate", ylabel="key, second coordinate", title="score of a key", aspect="equal")
+    plane.set(
+        xlabel="key, first coordinate",
+        ylabel="key, second coordinate",
+        title="score of a key",
+        aspect="equal",
+    )
     figure.colorbar(field, ax=plane)
 
     turn = np.linspace(0.5, 3 * np.pi, TOKENS)
     spiral = (turn / 4 * np.stack([np.cos(turn), np.sin(turn)])).T.astype(np.float32)[None, :, None]
     _, weights = attention.attend(
-        spiral, spiral, spiral, score=name, parameters=parameters(name), scale=1.0, return_weights=True
+        spiral,
+        spiral,
+        spiral,
+        score=name,
+        parameters=parameters(name),
+        scale=1.0,
+        return_weights=True,
     )
     image = tokens.imshow(weights[0, 0], cmap="viridis", vmin=0)
     tokens.set(xlabel="key token", ylabel="query token", title="attention map along a spiral")

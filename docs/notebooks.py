@@ -1,5 +1,5 @@
-"""Makes pages of the notebooks in docs/tutorial/ when the site is built: what their cells give is computed, not kept in
-the repository.
+"""Makes pages of the notebooks in docs/tutorial/ when the site is built: what their cells give is
+computed, not kept in the repository.
 
     python docs/notebooks.py    # runs them all, without a site, and says where they lie
 
@@ -31,7 +31,8 @@ def notebooks() -> list[Path]:
 
 
 def run(path: Path) -> nbformat.NotebookNode:
-    """Runs a notebook from its first cell to its last, in a process of its own, and keeps what it gave.
+    """Runs a notebook from its first cell to its last, in a process of its own, and keeps what it
+    gave.
 
     Args:
       path: of the notebook.
@@ -55,11 +56,14 @@ def run(path: Path) -> nbformat.NotebookNode:
 
 
 def outputs_of(path: Path) -> nbformat.NotebookNode:
-    """The notebook with its outputs: those that are kept where it and the code are still the same."""
+    """The notebook with its outputs: those that are kept where it and the code are still the
+    same."""
     kept = _kept(path)
     kept.parent.mkdir(parents=True, exist_ok=True)
     with kept.with_suffix(".lock").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)  # who comes second, as a test beside a build of the site, finds it kept
+        fcntl.flock(
+            turn, fcntl.LOCK_EX
+        )  # who comes second, as a test beside a build of the site, finds it kept
         return nbformat.read(kept, as_version=4) if kept.is_file() else run(path)
 
 
@@ -71,13 +75,17 @@ def as_page(notebook: nbformat.NotebookNode, name: str) -> tuple[str, dict[str, 
       name: what its file names begin with.
 
     Example:
-      >>> cell = nbformat.v4.new_code_cell("print(1)", outputs=[nbformat.v4.new_output("stream", text="1\\n")])
+      >>> cell = nbformat.v4.new_code_cell(
+      ...     "print(1)", outputs=[nbformat.v4.new_output("stream", text="1\\n")]
+      ... )
       >>> as_page(nbformat.v4.new_notebook(cells=[cell]), "train")[0].split("```")
       ['', 'python\\nprint(1)\\n', '\\n\\n', 'text\\n1\\n', '']
     """
     parts, pictures = [], {}
     for cell in notebook.cells:
-        parts.append(cell.source if cell.cell_type == "markdown" else f"```python\n{cell.source}\n```")
+        parts.append(
+            cell.source if cell.cell_type == "markdown" else f"```python\n{cell.source}\n```"
+        )
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
             if "image/png" in data:
@@ -91,15 +99,23 @@ def as_page(notebook: nbformat.NotebookNode, name: str) -> tuple[str, dict[str, 
 
 
 def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
-    """Called by MkDocs with the files of the site: a page, its pictures and the notebook itself for each notebook."""
+    """Called by MkDocs with the files of the site: a page, its pictures and the notebook itself for
+    each notebook."""
     for path in map(Path, sorted(Path(config.docs_dir, TUTORIAL).glob("*.ipynb"))):
         notebook, uri = outputs_of(path), f"{TUTORIAL}/{path.name}"
         text, pictures = as_page(notebook, path.stem)
         files.remove(files.get_file_from_path(uri))
-        note = f"*This page is a notebook: [{path.name}](files/{path.name}), here with what its cells gave.*"
+        note = (
+            f"*This page is a notebook: [{path.name}](files/{path.name}), here with what its cells "
+            "gave.*"
+        )
         title, _, rest = text.partition("\n")
         files.append(_Page.generated(config, uri, content=f"{title}\n\n{note}\n{rest}"))
-        files.append(File.generated(config, f"{TUTORIAL}/files/{path.name}", content=nbformat.writes(notebook)))
+        files.append(
+            File.generated(
+                config, f"{TUTORIAL}/files/{path.name}", content=nbformat.writes(notebook)
+            )
+        )
         for file, content in pictures.items():
             files.append(File.generated(config, f"{TUTORIAL}/{file}", content=content))
     return files
@@ -120,7 +136,11 @@ def _kept(path: Path) -> Path:
 
 @functools.cache
 def _code() -> bytes:
-    sources = (file for package in ("adder_flax", "kfac") for file in sorted((ROOT / package).rglob("*.py")))
+    sources = (
+        file
+        for package in ("adder_flax", "kfac")
+        for file in sorted((ROOT / package).rglob("*.py"))
+    )
     return hashlib.sha256(b"".join(file.read_bytes() for file in sources)).digest()
 
 

@@ -1,6 +1,8 @@
-"""Draws formulas when the site is built: pages hold outlines in place of TeX, and need no script, font or other server.
+"""Draws formulas when the site is built: pages hold outlines in place of TeX, and need no script,
+font or other server.
 
-MathML would be smaller, but browsers without a mathematical font (Chromium on Linux, Android) set roots and sums badly.
+MathML would be smaller, but browsers without a mathematical font (Chromium on Linux, Android) set
+roots and sums badly.
 """
 
 import html
@@ -14,7 +16,8 @@ import ziamath
 _FORMULA = re.compile(r'<(?P<tag>span|div) class="arithmatex">(?P<tex>.*?)</(?P=tag)>', re.DOTALL)
 _SIZE = 16  # of the letters, in units of the outlines: what a page calls 1 em
 
-# Plain paths: symbols that are used by name would have to have different names in every formula of a page.
+# Plain paths: symbols that are used by name would have to have different names in every formula of
+# a page.
 ziamath.config.svg2 = ziafont.config.svg2 = False
 
 
@@ -36,11 +39,11 @@ def _draw(found: re.Match[str]) -> str:
     _, top, width, height = map(float, box.split())
     outlines = "".join(ElementTree.tostring(shape, encoding="unicode") for shape in drawn)
     picture = (
-        f'<svg class="formula" role="img" aria-label="{html.escape(tex)}" width="{width / _SIZE:.3f}em" '
-        f'height="{height / _SIZE:.3f}em" style="vertical-align: {-(top + height) / _SIZE:.3f}em" viewBox="{box}">'
+        f'<svg class="formula" role="img" aria-label="{html.escape(tex)}" '
+        f'width="{width / _SIZE:.3f}em" height="{height / _SIZE:.3f}em" style="vertical-align: '
+        f'{-(top + height) / _SIZE:.3f}em" '
+        f'viewBox="{box}">' + re.sub(r"(\.\d\d)\d+", r"\1", outlines) + "</svg>"
         # A hundredth of a unit is not seen.
-        + re.sub(r"(\.\d\d)\d+", r"\1", outlines)
-        + "</svg>"
     )
     return f'<div class="formula">{picture}</div>' if block else picture
 

@@ -1,10 +1,11 @@
-"""Adder attention inside `flax.linen.MultiHeadDotProductAttention`: scikit-learn's digits, rows of pixels as tokens.
+"""Adder attention inside `flax.linen.MultiHeadDotProductAttention`: scikit-learn's digits, rows of
+pixels as tokens.
 
     pip install . scikit-learn  # in the repository, once
     python linen_hook.py        # anywhere
 
-It prints a test accuracy of about 0.96 after some seconds on a CPU, and the shape of an attention map. To borrow any
-other mechanism without parameters, replace the one argument `attention_fn`.
+It prints a test accuracy of about 0.96 after some seconds on a CPU, and the shape of an attention
+map. To borrow any other mechanism without parameters, replace the one argument `attention_fn`.
 """
 
 import flax.linen as nn
@@ -54,7 +55,10 @@ def main(num_steps=200):
         variables, state = step(variables, state)
     accuracy = float((model.apply(variables, test_rows).argmax(-1) == test_labels).mean())
     (attention_map,) = capture_attention(lambda rows: model.apply(variables, rows), test_rows[:1])
-    print(f"Linen: test accuracy {accuracy:.3f} after {num_steps} steps; attention map {attention_map.shape}")
+    print(
+        f"Linen: test accuracy {accuracy:.3f} after {num_steps} steps; attention map "
+        f"{attention_map.shape}"
+    )
     return accuracy
 
 

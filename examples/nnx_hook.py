@@ -1,10 +1,11 @@
-"""Adder attention inside `flax.nnx.MultiHeadAttention`: scikit-learn's digits, eight rows of pixels as eight tokens.
+"""Adder attention inside `flax.nnx.MultiHeadAttention`: scikit-learn's digits, eight rows of pixels
+as eight tokens.
 
     pip install . scikit-learn  # in the repository, once
     python nnx_hook.py          # anywhere
 
-It prints a test accuracy of about 0.96 after some seconds on a CPU, and the shape of an attention map. To borrow any
-other mechanism without parameters, replace the one argument `attention_fn`.
+It prints a test accuracy of about 0.96 after some seconds on a CPU, and the shape of an attention
+map. To borrow any other mechanism without parameters, replace the one argument `attention_fn`.
 """
 
 import jax
@@ -23,7 +24,11 @@ class Classifier(nnx.Module):
         self.embed = nnx.Linear(8, WIDTH, rngs=rngs)
         self.position = nnx.Param(0.3 * jax.random.normal(rngs.params(), (8, WIDTH)))
         self.attention = nnx.MultiHeadAttention(
-            num_heads=NUM_HEADS, in_features=WIDTH, decode=False, attention_fn=adder_attention, rngs=rngs
+            num_heads=NUM_HEADS,
+            in_features=WIDTH,
+            decode=False,
+            attention_fn=adder_attention,
+            rngs=rngs,
         )
         self.head = nnx.Linear(WIDTH, NUM_CLASSES, rngs=rngs)
 
@@ -60,7 +65,10 @@ def main(num_steps=200):
     model = nnx.merge(graphdef, params)
     accuracy = float((model(test_rows).argmax(-1) == test_labels).mean())
     (attention_map,) = capture_attention(model, test_rows[:1])
-    print(f"NNX: test accuracy {accuracy:.3f} after {num_steps} steps; attention map {attention_map.shape}")
+    print(
+        f"NNX: test accuracy {accuracy:.3f} after {num_steps} steps; attention map "
+        f"{attention_map.shape}"
+    )
     return accuracy
 
 

@@ -33,7 +33,9 @@ def init(key):
         head=(WIDTH, NUM_CLASSES),
     )
     keys = jax.random.split(key, len(shapes))
-    return {name: 0.3 * jax.random.normal(k, shapes[name]) for name, k in zip(shapes, keys, strict=True)}
+    return {
+        name: 0.3 * jax.random.normal(k, shapes[name]) for name, k in zip(shapes, keys, strict=True)
+    }
 
 
 def classify(params, rows):

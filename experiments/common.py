@@ -1,11 +1,13 @@
 """What the experiments share: DeiT's sizes, the three mechanisms, and one recipe per kind of data.
 
-An experiment file is ``get_config = functools.partial(common.deit, mechanism, size)`` and a header that says what it
-gives. The argument after the colon names the data: ``--config=experiments/adder_deit_tiny.py:cifar10``. What is not
-set here has the default of ``adder_flax.settings``, with the ranges and reasons of all fields (docs/settings.md).
+An experiment file is ``get_config = functools.partial(common.deit, mechanism, size)`` and a header
+that says what it gives. The argument after the colon names the data:
+``--config=experiments/adder_deit_tiny.py:cifar10``. What is not set here has the default of
+``adder_flax.settings``, with the ranges and reasons of all fields (docs/settings.md).
 
-Sources: sizes and the ImageNet recipe, Touvron et al., "Training data-efficient image transformers", 2021 (DeiT);
-the CIFAR recipe, Lee et al., "Vision Transformer for Small-Size Datasets", 2021.
+Sources: sizes and the ImageNet recipe, Touvron et al., "Training data-efficient image
+transformers", 2021 (DeiT); the CIFAR recipe, Lee et al., "Vision Transformer for Small-Size
+Datasets", 2021.
 """
 
 import functools
@@ -20,7 +22,9 @@ from adder_flax.data import DataSet, describe
 _SMALL_SIDE = 64
 
 MECHANISMS = {
-    "multiplicative": dict(score="dot", qkv_linear="dense", proj_linear="dense", mlp_linear="dense"),
+    "multiplicative": dict(
+        score="dot", qkv_linear="dense", proj_linear="dense", mlp_linear="dense"
+    ),
     "additive": dict(score="additive", qkv_linear="dense", proj_linear="dense", mlp_linear="dense"),
     # Patch embedding, the product of map and values, and the head stay multiplicative.
     "adder": dict(score="adder", qkv_linear="adder", proj_linear="adder", mlp_linear="adder"),
@@ -33,9 +37,9 @@ def deit(mechanism: str, size: str, data: str | None = None) -> ml_collections.C
     Args:
       mechanism: ``multiplicative``, ``additive`` or ``adder``.
       size: ``tiny``, ``small`` or ``base``.
-      data: ``digits`` (the default), ``folder``, ``fake``, any TFDS image-classification set, or one added with
-        ``adder_flax.data.register_source``. Images of up to 64 pixels get CIFAR's recipe with patches that divide them,
-        others ImageNet's.
+      data: ``digits`` (the default), ``folder``, ``fake``, any TFDS image-classification set, or
+        one added with ``adder_flax.data.register_source``. Images of up to 64 pixels get CIFAR's
+        recipe with patches that divide them, others ImageNet's.
     """
     data = data or "digits"
     width, num_heads = settings.DEIT_SIZES[size]
@@ -47,13 +51,20 @@ def deit(mechanism: str, size: str, data: str | None = None) -> ml_collections.C
 
 
 def _imagenet(config: ml_collections.ConfigDict) -> None:
-    """DeiT's recipe less RandAugment and repeated augmentation, which experiments/deit_recipe.py has."""
+    """DeiT's recipe less RandAugment and repeated augmentation, which experiments/deit_recipe.py
+    has."""
     config.model.drop_path_rate = 0.1
 
 
 def _small_images(config: ml_collections.ConfigDict, crop_padding: int) -> None:
     """Shifts in place of resized crops and colour jitter."""
-    config.task.update(resized_crop_scale=(), crop_padding=crop_padding, brightness=0.0, contrast=0.0, saturation=0.0)
+    config.task.update(
+        resized_crop_scale=(),
+        crop_padding=crop_padding,
+        brightness=0.0,
+        contrast=0.0,
+        saturation=0.0,
+    )
 
 
 def _small(config: ml_collections.ConfigDict, known: DataSet) -> None:
@@ -73,7 +84,8 @@ def _small(config: ml_collections.ConfigDict, known: DataSet) -> None:
 
 
 def _patch_size(side: int) -> int:
-    """Returns the divisor of the side that gives closest to 8 × 8 patches: 4 for 28 and 32 pixels, 8 for 64."""
+    """Returns the divisor of the side that gives closest to 8 × 8 patches: 4 for 28 and 32 pixels,
+    8 for 64."""
     return min((p for p in range(1, side + 1) if side % p == 0), key=lambda p: abs(side / p - 8))
 
 
@@ -99,7 +111,8 @@ def _digits(config: ml_collections.ConfigDict) -> None:
     config.eval_batch_size = 360
     config.num_epochs = 20.0
     config.optimizer.warmup_epochs = 1.0
-    # Adder networks learn faster with larger rates (AdderNet, section 3.3); dense ones stall at 2e-3.
+    # Adder networks learn faster with larger rates (AdderNet, section 3.3); dense ones stall at
+    # 2e-3.
     config.optimizer.learning_rate = 2e-3 if config.model.score == "adder" else 5e-4
 
 
@@ -116,7 +129,8 @@ _RECIPES = {"digits": _digits, "fake": _fake}
 
 
 def _recipe(data: str) -> Callable[[ml_collections.ConfigDict], None]:
-    """Returns the recipe of a data set: its own, or what follows from the size and kind of its images."""
+    """Returns the recipe of a data set: its own, or what follows from the size and kind of its
+    images."""
     known = describe(data)
     if known.name in _RECIPES:
         return _RECIPES[known.name]

@@ -1,9 +1,11 @@
-"""What the adder transformer's appendix leaves open, one thing at a time, on a transformer of 6 blocks of width 96.
+"""What the adder transformer's appendix leaves open, one thing at a time, on a transformer of 6
+blocks of width 96.
 
-The baseline has adder attention with the identity map, scale 1/√d, adder layers everywhere but in the patch embedding
-and the head, LayerNorm behind them, and AdderNet's gradients (full for the weights, clipped for the inputs). Every arm
-changes one of these; each is tuned by the same budget and run on six paired seeds.
-Command: python main.py --mode=compare --config=experiments/compare_adder.py [--workers=2]
+The baseline has adder attention with the identity map, scale 1/√d, adder layers everywhere but in
+the patch embedding and the head, LayerNorm behind them, and AdderNet's gradients (full for the
+weights, clipped for the inputs). Every arm changes one of these; each is tuned by the same budget
+and run on six paired seeds. Command: python main.py --mode=compare
+--config=experiments/compare_adder.py [--workers=2]
 """
 
 import ml_collections
@@ -14,7 +16,9 @@ _ABLATIONS = {
     "as published": {},
     "no identity": {"model": {"identity": "off"}},
     "scale by variance": {"model": {"scale": "variance_matched"}},
-    "dense layers": {"model": {"qkv_linear": "dense", "proj_linear": "dense", "mlp_linear": "dense"}},
+    "dense layers": {
+        "model": {"qkv_linear": "dense", "proj_linear": "dense", "mlp_linear": "dense"}
+    },
     "dense MLP": {"model": {"mlp_linear": "dense"}},
     "dense attention layers": {"model": {"qkv_linear": "dense", "proj_linear": "dense"}},
     "no normaliser": {"model": {"adder_options": {"norm": "none"}}},

@@ -1,8 +1,10 @@
-"""Accuracy against energy while a transformer becomes an adder one block after the other: k of its blocks replaced.
+"""Accuracy against energy while a transformer becomes an adder one block after the other: k of its
+blocks replaced.
 
-The first k blocks have adder attention and adder layers, fitted to a trained multiplicative transformer and healed for
-equal steps (experiments/healing.py). Teachers first, one for each seed, as for experiments/compare_healing.py.
-Command: python main.py --mode=compare --config=experiments/compare_blocks.py [--workers=2]
+The first k blocks have adder attention and adder layers, fitted to a trained multiplicative
+transformer and healed for equal steps (experiments/healing.py). Teachers first, one for each seed,
+as for experiments/compare_healing.py. Command: python main.py --mode=compare
+--config=experiments/compare_blocks.py [--workers=2]
 """
 
 import ml_collections
@@ -18,7 +20,9 @@ def get_config(data: str | None = None) -> ml_collections.ConfigDict:
     fields = {
         "title": f"Adder blocks in the place of multiplicative ones, on {base.data.name}",
         "base": base,
-        "factors": {"replaced": {f"{k} of {healing.DEPTH}": _first(k) for k in range(healing.DEPTH + 1)}},
+        "factors": {
+            "replaced": {f"{k} of {healing.DEPTH}": _first(k) for k in range(healing.DEPTH + 1)}
+        },
         "baseline": {"replaced": f"0 of {healing.DEPTH}"},
         "search": {},
         "seeds": 6 if base.data.name in ("digits", "fashion_mnist") else 3,
@@ -31,5 +35,10 @@ def _first(k: int) -> dict:
     """Returns the fields of a transformer whose first k blocks are adder ones."""
     each = lambda adder, other: ",".join([adder] * k + [other] * (healing.DEPTH - k))
     linear = each("adder", "dense")
-    model = {"score": each("adder", "dot"), "qkv_linear": linear, "proj_linear": linear, "mlp_linear": linear}
+    model = {
+        "score": each("adder", "dot"),
+        "qkv_linear": linear,
+        "proj_linear": linear,
+        "mlp_linear": linear,
+    }
     return {"model": model if k else model | {"anneal_start": 0.0, "anneal_end": 0.0}}

@@ -1,8 +1,10 @@
-"""Healing beside training from scratch for as many steps, with attention or everything replaced, on paired seeds.
+"""Healing beside training from scratch for as many steps, with attention or everything replaced, on
+paired seeds.
 
-Each arm's learning rate is tuned by the same budget. The teachers come first, one for each seed and for the tuning:
-for s in 0 1 2 3 4 5 1000000; do python main.py --config=experiments/heal_teacher.py --config.seed=$s; done
-Command: python main.py --mode=compare --config=experiments/compare_healing.py [--workers=2]
+Each arm's learning rate is tuned by the same budget. The teachers come first, one for each seed and
+for the tuning: for s in 0 1 2 3 4 5 1000000; do python main.py --config=experiments/heal_teacher.py
+--config.seed=$s; done Command: python main.py --mode=compare
+--config=experiments/compare_healing.py [--workers=2]
 """
 
 import ml_collections
@@ -17,7 +19,12 @@ def get_config(data: str | None = None) -> ml_collections.ConfigDict:
     """Returns the comparison on a data set, ``digits`` unless given."""
     base = healing.healed("all", data)
     base.data.train_split = "train"
-    attention = {"qkv_linear": "dense", "proj_linear": "dense", "mlp_linear": "dense", "anneal_start": 0.0}
+    attention = {
+        "qkv_linear": "dense",
+        "proj_linear": "dense",
+        "mlp_linear": "dense",
+        "anneal_start": 0.0,
+    }
     attention |= {"anneal_end": 0.0}
     fields = {
         "title": f"Healing on {base.data.name}",

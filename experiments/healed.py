@@ -1,4 +1,5 @@
-"""What is left of the teacher in healed transformers: accuracy, share of its compute, and what each part carries.
+"""What is left of the teacher in healed transformers: accuracy, share of its compute, and what each
+part carries.
 
 Command: python -m adder_flax.experiments.healed runs/heal_attention,seed=0 runs/heal_all,seed=0
 """
@@ -22,7 +23,9 @@ def main() -> None:
 def describe(workdir: Path) -> str:
     """Returns the figures of one run."""
     run, params = _trained(workdir)
-    teacher, teacher_params = _trained(Path(run.settings.task.teacher.replace("{seed}", str(run.settings.seed))))
+    teacher, teacher_params = _trained(
+        Path(run.settings.task.teacher.replace("{seed}", str(run.settings.seed)))
+    )
     own, taught = _accuracy(run)(params), _accuracy(teacher)(teacher_params)
     compute = run.num_steps * facts(run)["step_operations"]
     compute /= teacher.num_steps * facts(teacher)["step_operations"]
@@ -43,7 +46,9 @@ def _trained(workdir: Path):
     config = training.read_config(workdir)
     run = training.build_run(config)
     saved = training.SavedCheckpoints(workdir / "checkpoints", of=training.identity(config))
-    return run, training.fetch(training.evaluation_params(saved.restore(run.abstract_state)), run.mesh)
+    return run, training.fetch(
+        training.evaluation_params(saved.restore(run.abstract_state)), run.mesh
+    )
 
 
 def _accuracy(run: training.Run):

@@ -1,9 +1,11 @@
-"""What the experiments on swapping and healing share: a small multiplicative transformer, and what becomes of it.
+"""What the experiments on swapping and healing share: a small multiplicative transformer, and what
+becomes of it.
 
-Six blocks of width 96 with three heads of 32 learn for 300 epochs, DeiT's length. Then their attention, or everything,
-is replaced by adder parts, fitted to them, and healed for a few epochs (``adder_flax.tasks.Healing``): each block's
-maps and outputs first, while the layers' distance goes from p = 2 to p = 1 block by block, and the logits to the end.
-The identity map stays off, since the teacher has none.
+Six blocks of width 96 with three heads of 32 learn for 300 epochs, DeiT's length. Then their
+attention, or everything, is replaced by adder parts, fitted to them, and healed for a few epochs
+(``adder_flax.tasks.Healing``): each block's maps and outputs first, while the layers' distance goes
+from p = 2 to p = 1 block by block, and the logits to the end. The identity map stays off, since the
+teacher has none.
 
     python main.py --config=experiments/heal_teacher.py --config.seed=0
     python main.py --config=experiments/heal_attention.py --config.seed=0
@@ -18,15 +20,16 @@ from adder_flax.experiments import common
 
 TEACHER_EPOCHS = 300.0
 HEALING_EPOCHS = {"attention": 9.0, "all": 4.5}
-"""Meant to take less than 5 % of the operations of the teacher's training, with the teacher's part in every step and
-both distances while they are mixed; ``healed`` prints the share."""
+"""Meant to take less than 5 % of the operations of the teacher's training, with the teacher's part
+in every step and both distances while they are mixed; ``healed`` prints the share."""
 ATTENTION = {"score": "adder", "identity": "off"}
 ALL = ATTENTION | {"qkv_linear": "adder", "proj_linear": "adder", "mlp_linear": "adder"}
 DEPTH = 6
 
 
 def teacher(data: str | None = None) -> ml_collections.ConfigDict:
-    """Returns the configuration of the multiplicative transformer on a data set, ``digits`` unless given."""
+    """Returns the configuration of the multiplicative transformer on a data set, ``digits`` unless
+    given."""
     config = common.deit("multiplicative", "tiny", data)
     config.model.update(width=96, depth=DEPTH)
     config.num_epochs = TEACHER_EPOCHS
@@ -35,7 +38,8 @@ def teacher(data: str | None = None) -> ml_collections.ConfigDict:
 
 
 def validation_percent(data: str | None) -> int:
-    """Returns what is held out of the training split, so that comparisons have something to look at."""
+    """Returns what is held out of the training split, so that comparisons have something to look
+    at."""
     return 10 if data else 20
 
 

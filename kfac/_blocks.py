@@ -1,15 +1,18 @@
 """Blocks: a layer's parameters, its captured pairs (a, g), and the products F v of its curvature.
 
-Every layer is seen through its local Jacobian J_n (input of example n, one row per token t) and its cotangents g_n, so
-one piece of code serves dense, normalisation, convolution, embedding and adder layers:
+Every layer is seen through its local Jacobian J_n (input of example n, one row per token t) and its
+cotangents g_n, so one piece of code serves dense, normalisation, convolution, embedding and adder
+layers:
 
-- exact:  F v = (1/N) Σ_n J_nᵀ (θ_n g_n) with θ_n = Σ_t ⟨g_nt, (J_n v)_t⟩; for a dense layer Aᵀ diag(A V Gᵀ) G / N;
+- exact:  F v = (1/N) Σ_n J_nᵀ (θ_n g_n) with θ_n = Σ_t ⟨g_nt, (J_n v)_t⟩; for a dense layer Aᵀ
+  diag(A V Gᵀ) G / N;
 - token:  the same with one θ per token, which drops products of different tokens;
-- kron:   K v = (1/NT) Σ_nt J_ntᵀ 𝒢 J_nt v with 𝒢 = Σ g gᵀ/N; for a dense layer (AᵀA/NT) V (GᵀG/N), which is K-FAC
-  (Martens & Grosse, 2015): the formula of ``exact`` with all pairs of inputs and cotangents in place of matching ones.
+- kron:   K v = (1/NT) Σ_nt J_ntᵀ 𝒢 J_nt v with 𝒢 = Σ g gᵀ/N; for a dense layer (AᵀA/NT) V (GᵀG/N),
+  which is K-FAC (Martens & Grosse, 2015): the formula of ``exact`` with all pairs of inputs and
+  cotangents in place of matching ones.
 
-Token sharing in ``kron`` is ``expand`` (tokens are examples) or ``reduce`` (mean input, summed cotangent; Eschenhagen
-et al., 2023, arXiv:2311.00636).
+Token sharing in ``kron`` is ``expand`` (tokens are examples) or ``reduce`` (mean input, summed
+cotangent; Eschenhagen et al., 2023, arXiv:2311.00636).
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ if TYPE_CHECKING:
     Lane = tuple[Array, ...]  # one array per parameter of a block, of one lane
 
 CURVATURES = ("kron", "exact", "token")
-EXAMPLES_AT_ONCE = 16  # at most, whose own gradients are held together where only their squares are summed
+EXAMPLES_AT_ONCE = (
+    16  # at most, whose own gradients are held together where only their squares are summed
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +102,8 @@ class Use:
 
     @property
     def captured_example_axis(self) -> int:
-        """The example axis among the axes of captured arrays, where frames that number lanes are still in place."""
+        """The example axis among the axes of captured arrays, where frames that number lanes are
+        still in place."""
         inner = [i for i, (_, is_lane) in enumerate(self.frames) if not is_lane]
         if self.example_axis < len(inner):
             return inner[self.example_axis]
@@ -109,12 +115,18 @@ class Use:
         def resized(size: int) -> int:  # the axis may hold each example's tokens too
             return size // self.num_examples * num_examples
 
-        shape, frames, inner = list(self.output.shape), list(self.frames), self.captured_example_axis
+        shape, frames, inner = (
+            list(self.output.shape),
+            list(self.frames),
+            self.captured_example_axis,
+        )
         shape[self.example_axis] = resized(shape[self.example_axis])
         if inner < len(frames):
             frames[inner] = (resized(frames[inner][0]), frames[inner][1])
         output = jax.ShapeDtypeStruct(tuple(shape), self.output.dtype)
-        return dataclasses.replace(self, output=output, frames=tuple(frames), num_examples=num_examples)
+        return dataclasses.replace(
+            self, output=output, frames=tuple(frames), num_examples=num_examples
+        )
 
     def own(self, params: Lane) -> dict[str, Array]:
         """The parameters of this use by role."""
@@ -128,7 +140,9 @@ class Use:
         """The inverse of ``as_matrix``, by role."""
         return self.layer.unmatrix(self.own(params), matrix)
 
-    def mean_left(self, params: Lane, left: Float[Array, "lifted lifted"]) -> Float[Array, "rows rows"]:
+    def mean_left(
+        self, params: Lane, left: Float[Array, "lifted lifted"]
+    ) -> Float[Array, "rows rows"]:
         """The left factor as it acts on ``as_matrix``, averaged over outputs."""
         return self.layer.mean_left(self.own(params), left)
 
@@ -141,19 +155,26 @@ class Use:
     def inputs(self, x: Any) -> Any:
         """Captured inputs of all lanes, with the dtypes they had."""
         leaves, treedef = jax.tree.flatten(x)
-        leaves = [self.lanes_first(a).astype(d) for a, d in zip(leaves, self.input_dtypes, strict=True)]
+        leaves = [
+            self.lanes_first(a).astype(d) for a, d in zip(leaves, self.input_dtypes, strict=True)
+        ]
         return jax.tree.unflatten(treedef, leaves)
 
-    def cotangents(self, g: Float[Array, "column ..."]) -> Float[Array, "lane column example token out"]:
+    def cotangents(
+        self, g: Float[Array, "column ..."]
+    ) -> Float[Array, "lane column example token out"]:
         """Captured cotangents of all lanes."""
         return jax.vmap(jax.vmap(self.rows))(self.lanes_first(g, num_column_axes=1))
 
     def rows(self, array: Array) -> Float[Array, "example token out"]:
         """An array shaped like y as (N, T, features)."""
-        return jnp.moveaxis(array, self.example_axis, 0).reshape(self.num_examples, -1, array.shape[-1])
+        return jnp.moveaxis(array, self.example_axis, 0).reshape(
+            self.num_examples, -1, array.shape[-1]
+        )
 
     def split_examples(self, x: Any) -> Any:
-        """Inputs of one lane by example, on a leading axis; None where the inputs do not number them as y does."""
+        """Inputs of one lane by example, on a leading axis; None where the inputs do not number
+        them as y does."""
         axis, size = self.example_axis, self.output.shape[self.example_axis]
         if any(a.shape[axis : axis + 1] != (size,) for a in jax.tree.leaves(x)):
             return None
@@ -195,7 +216,9 @@ class Block:
 
     def with_examples(self, num_examples: int) -> Block:
         """The same block in a batch of another size."""
-        return dataclasses.replace(self, uses=tuple(use.with_examples(num_examples) for use in self.uses))
+        return dataclasses.replace(
+            self, uses=tuple(use.with_examples(num_examples) for use in self.uses)
+        )
 
     @property
     def size(self) -> int:
@@ -204,13 +227,16 @@ class Block:
 
     @property
     def program(self) -> tuple:
-        """All that the products depend on besides arrays: blocks with equal programs can be solved together."""
-        # Frames are only where captured arrays keep their lanes, which lie on the first axis by then.
+        """All that the products depend on besides arrays: blocks with equal programs can be solved
+        together."""
+        # Frames are only where captured arrays keep their lanes, which lie on the first axis by
+        # then.
         return tuple(dataclasses.replace(use, name="", frames=()) for use in self.uses)
 
     @property
     def factored(self) -> bool:
-        """Whether all uses are dense of one lifted shape, so that two Kronecker factors describe the block."""
+        """Whether all uses are dense of one lifted shape, so that two Kronecker factors describe
+        the block."""
         if not all(u.layer.factored for u in self.uses):
             return False
         return len({(u.layer, self.lifted_shape(u)) for u in self.uses}) == 1
@@ -253,7 +279,9 @@ def find_blocks(
     return tuple(blocks), skipped
 
 
-def _resolve(tap: Tap, shapes: dict, num_examples: int) -> tuple[dict[str, Param], tuple[bool, ...], int] | str:
+def _resolve(
+    tap: Tap, shapes: dict, num_examples: int
+) -> tuple[dict[str, Param], tuple[bool, ...], int] | str:
     """Parameters, lane frames and example axis of a tapped call, or why it can have no block."""
     params: dict[str, Param] = {}
     stacked: tuple[bool, ...] = ()
@@ -288,8 +316,13 @@ def _stack_axes(
 
 
 def _example_axis(tap: Tap, stacked: tuple[bool, ...], num_examples: int) -> int | None:
-    """Examples are numbered by a vmap, else by the output's first axis (which may hold tokens too), else by a scan."""
-    inner = [(size, i >= len(tap.scans)) for i, (size, s) in enumerate(zip(tap.frames, stacked, strict=True)) if not s]
+    """Examples are numbered by a vmap, else by the output's first axis (which may hold tokens too),
+    else by a scan."""
+    inner = [
+        (size, i >= len(tap.scans))
+        for i, (size, s) in enumerate(zip(tap.frames, stacked, strict=True))
+        if not s
+    ]
     vmaps = [i for i, (size, is_vmap) in enumerate(inner) if is_vmap and size == num_examples]
     scans = [i for i, (size, is_vmap) in enumerate(inner) if not is_vmap and size == num_examples]
     first = [len(inner)] if len(tap.y.shape) > 1 and tap.y.shape[0] % num_examples == 0 else []
@@ -312,18 +345,32 @@ def _make_block(members: dict[str, tuple], num_examples: int) -> Block | str:
         frames = tuple(zip(tap.frames, stacked, strict=True))
         inner = tuple(size for size, is_lane in frames if not is_lane)
         output = jax.ShapeDtypeStruct((*inner, *tap.y.shape), tap.y.dtype)
-        uses.append(Use(name, tap.layer.framed(len(inner)), roles, frames, output, dtypes, axis, num_examples))
+        uses.append(
+            Use(
+                name,
+                tap.layer.framed(len(inner)),
+                roles,
+                frames,
+                output,
+                dtypes,
+                axis,
+                num_examples,
+            )
+        )
     if len(lanes) > 1:
         return "its uses are stacked differently"
     return Block(next(iter(members)), tuple(params.values()), tuple(uses), lanes.pop())
 
 
-# ---- Products of one lane. `program` is Block.program; `g` holds each use's cotangents (column, example, token, out).
+# ---- Products of one lane. `program` is Block.program; `g` holds each use's cotangents (column,
+# example, token, out).
 
 
 def linearize(program: tuple[Use, ...], params: Lane, inputs: tuple) -> tuple:
     """The local Jacobians of all uses at the captured inputs."""
-    return tuple(use.layer.linearize(use.own(params), x) for use, x in zip(program, inputs, strict=True))
+    return tuple(
+        use.layer.linearize(use.own(params), x) for use, x in zip(program, inputs, strict=True)
+    )
 
 
 def pushforward(program: tuple[Use, ...], linearized: tuple, v: Lane) -> tuple[Array, ...]:
@@ -331,7 +378,9 @@ def pushforward(program: tuple[Use, ...], linearized: tuple, v: Lane) -> tuple[A
     return tuple(use.jvp(state, v) for use, state in zip(program, linearized, strict=True))
 
 
-def pullback(program: tuple[Use, ...], linearized: tuple, zs: tuple[Array, ...], like: Lane) -> Lane:
+def pullback(
+    program: tuple[Use, ...], linearized: tuple, zs: tuple[Array, ...], like: Lane
+) -> Lane:
     """Σ_uses Jᵀ z."""
     total = [jnp.zeros_like(p) for p in like]
     for use, state, z in zip(program, linearized, zs, strict=True):
@@ -341,18 +390,28 @@ def pullback(program: tuple[Use, ...], linearized: tuple, zs: tuple[Array, ...],
     return tuple(total)
 
 
-def example_derivatives(g: tuple[Array, ...], pushed: tuple[Array, ...]) -> Float[Array, "column example"]:
+def example_derivatives(
+    g: tuple[Array, ...], pushed: tuple[Array, ...]
+) -> Float[Array, "column example"]:
     """θ_n = ⟨g_n, J_n v⟩: each example's derivative of its loss along v."""
-    return functools.reduce(jnp.add, (jnp.einsum("cnto,nto->cn", gs, ys) for gs, ys in zip(g, pushed, strict=True)))
+    return functools.reduce(
+        jnp.add, (jnp.einsum("cnto,nto->cn", gs, ys) for gs, ys in zip(g, pushed, strict=True))
+    )
 
 
-def exact_product(program: tuple[Use, ...], linearized: tuple, g: tuple[Array, ...], v: Lane) -> Lane:
+def exact_product(
+    program: tuple[Use, ...], linearized: tuple, g: tuple[Array, ...], v: Lane
+) -> Lane:
     """F v = (1/N) Σ_n Jᵀ(θ_n g_n)."""
     theta = example_derivatives(g, pushforward(program, linearized, v)) / program[0].num_examples
-    return pullback(program, linearized, tuple(jnp.einsum("cn,cnto->nto", theta, gs) for gs in g), v)
+    return pullback(
+        program, linearized, tuple(jnp.einsum("cn,cnto->nto", theta, gs) for gs in g), v
+    )
 
 
-def token_product(program: tuple[Use, ...], linearized: tuple, g: tuple[Array, ...], v: Lane) -> Lane:
+def token_product(
+    program: tuple[Use, ...], linearized: tuple, g: tuple[Array, ...], v: Lane
+) -> Lane:
     """F v with one θ per token."""
     zs = []
     for gs, ys in zip(g, pushforward(program, linearized, v), strict=True):
@@ -361,8 +420,11 @@ def token_product(program: tuple[Use, ...], linearized: tuple, g: tuple[Array, .
     return pullback(program, linearized, tuple(zs), v)
 
 
-def kron_product(program: tuple[Use, ...], linearized: tuple, right: tuple[Array, ...], v: Lane, reduce: bool) -> Lane:
-    """K v = (1/NT) Σ Jᵀ 𝒢 J v, with ``right`` 𝒢 (or its diagonal) by number of outputs, in order of first use."""
+def kron_product(
+    program: tuple[Use, ...], linearized: tuple, right: tuple[Array, ...], v: Lane, reduce: bool
+) -> Lane:
+    """K v = (1/NT) Σ Jᵀ 𝒢 J v, with ``right`` 𝒢 (or its diagonal) by number of outputs, in order of
+    first use."""
     groups = output_groups(program)
     zs = []
     for use, y in zip(program, pushforward(program, linearized, v), strict=True):
@@ -382,35 +444,47 @@ def output_groups(program: tuple[Use, ...]) -> dict[int, int]:
     return groups
 
 
-def right_factors(program: tuple[Use, ...], g: tuple[Array, ...], reduce: bool, max_size: int) -> tuple[Array, ...]:
-    """𝒢 = Σ g gᵀ / N over the uses with equally many outputs; its diagonal where it has more than ``max_size`` rows."""
+def right_factors(
+    program: tuple[Use, ...], g: tuple[Array, ...], reduce: bool, max_size: int
+) -> tuple[Array, ...]:
+    """𝒢 = Σ g gᵀ / N over the uses with equally many outputs; its diagonal where it has more than
+    ``max_size`` rows."""
     factors = []
     for outputs in output_groups(program):
         total = 0
         for use, gs in zip(program, g, strict=True):
             if use.num_outputs == outputs:
                 gs = gs.sum(2, keepdims=True) if reduce else gs
-                # float32 sums: with the 8 bits of bfloat16 a sum of equal terms stops growing after 256 of them.
+                # float32 sums: with the 8 bits of bfloat16 a sum of equal terms stops growing after
+                # 256 of them.
                 product = "cnto,cntp->op" if outputs <= max_size else "cnto,cnto->o"
                 total += jnp.einsum(product, gs, gs, preferred_element_type=_accumulator(gs))
-        # N, where the left factor has N T: the cotangents of an example's tokens are parts of one loss, which add up.
+        # N, where the left factor has N T: the cotangents of an example's tokens are parts of one
+        # loss, which add up.
         factors.append(total / program[0].num_examples)
     return tuple(factors)
 
 
-def left_factor(program: tuple[Use, ...], params: Lane, inputs: tuple, reduce: bool) -> Float[Array, "lifted lifted"]:
+def left_factor(
+    program: tuple[Use, ...], params: Lane, inputs: tuple, reduce: bool
+) -> Float[Array, "lifted lifted"]:
     """𝒜 = Σ φ φᵀ / (N T), the second moment of the features of a factored block."""
     tokens = sum(use.num_tokens for use in program)
     moments = []
     for use, x in zip(program, inputs, strict=True):
         features = use.rows(use.layer.features(use.own(params), x))
         features = features.sum(1, keepdims=True) / tokens**0.5 if reduce else features
-        moments.append(jnp.einsum("nti,ntj->ij", features, features, preferred_element_type=_accumulator(features)))
+        moments.append(
+            jnp.einsum(
+                "nti,ntj->ij", features, features, preferred_element_type=_accumulator(features)
+            )
+        )
     return functools.reduce(jnp.add, moments) / (program[0].num_examples * tokens)
 
 
 def factored_trace(use: Use, params: Lane, left: Array, right: Array) -> Float[Array, ""]:
-    """tr Lᵀ(𝒜 ⊗ 𝒢)L from the diagonal of 𝒢 and one trace for each output, with L the lift of the layer."""
+    """tr Lᵀ(𝒜 ⊗ 𝒢)L from the diagonal of 𝒢 and one trace for each output, with L the lift of the
+    layer."""
     return use.layer.left_traces(use.own(params), left) @ jnp.diagonal(right)
 
 
@@ -441,7 +515,10 @@ def exact_trace(
     def squared_norm(gradient: Lane) -> Array:
         return functools.reduce(jnp.add, (jnp.sum(jnp.square(p)) for p in gradient))
 
-    return _map_examples(squared_norm, program, params, inputs, linearized, g).sum() / program[0].num_examples
+    return (
+        _map_examples(squared_norm, program, params, inputs, linearized, g).sum()
+        / program[0].num_examples
+    )
 
 
 def _map_examples(
@@ -452,7 +529,8 @@ def _map_examples(
     linearized: tuple,
     g: tuple[Array, ...],
 ) -> Any:
-    """``function`` of each example's own gradient, on axes that number chunks of examples, examples and columns."""
+    """``function`` of each example's own gradient, on axes that number chunks of examples, examples
+    and columns."""
     num_examples = program[0].num_examples
     split = tuple(use.split_examples(x) for use, x in zip(program, inputs, strict=True))
 
@@ -476,7 +554,9 @@ def _map_examples(
         # Strided, not contiguous: every device keeps its own examples when they are sharded.
         return jnp.swapaxes(a.reshape(together, -1, *a.shape[1:]), 0, 1)
 
-    chunks = jax.tree.map(chunked, (jnp.arange(num_examples), split, tuple(jnp.moveaxis(gs, 1, 0) for gs in g)))
+    chunks = jax.tree.map(
+        chunked, (jnp.arange(num_examples), split, tuple(jnp.moveaxis(gs, 1, 0) for gs in g))
+    )
     return jax.lax.map(lambda chunk: each(*chunk), chunks)
 
 

@@ -1,11 +1,15 @@
-"""Capture of what enters each layer and of the cotangent of what leaves it, during one forward and backward pass.
+"""Capture of what enters each layer and of the cotangent of what leaves it, during one forward and
+backward pass.
 
-A *tap* on a layer's output y is the identity with a backward rule that hands (x, ∂L/∂y) to a *slot*: an extra
-argument of zeros, whose "gradient" is the pair. Slots are created outside the differentiated function and found inside
-it through a context that JAX's own caches respect, so layers keep their signatures. The rule changes no gradient.
+A *tap* on a layer's output y is the identity with a backward rule that hands (x, ∂L/∂y) to a
+*slot*: an extra argument of zeros, whose "gradient" is the pair. Slots are created outside the
+differentiated function and found inside it through a context that JAX's own caches respect, so
+layers keep their signatures. The rule changes no gradient.
 
-- under ``jax.lax.scan`` the slots of the body are scanned over like any other input (``Capture.scan``);
-- under ``jax.vmap`` each example writes to its own row, found by a function whose batching rule counts rows;
+- under ``jax.lax.scan`` the slots of the body are scanned over like any other input
+  (``Capture.scan``);
+- under ``jax.vmap`` each example writes to its own row, found by a function whose batching rule
+  counts rows;
 - ``jax.checkpoint``, ``jax.jit`` and ``jax.lax.cond`` need nothing.
 """
 
@@ -29,8 +33,9 @@ if TYPE_CHECKING:
 
     Layer = Dense | Generic
 
-# Its value is the capture in progress. A user context is part of the key of every tracing cache of JAX, so that a
-# function traced without taps is not reused with them, nor one capture's slots by the next.
+# Its value is the capture in progress. A user context is part of the key of every tracing cache of
+# JAX, so that a function traced without taps is not reused with them, nor one capture's slots by
+# the next.
 _current = jax.make_user_context(None)
 
 
@@ -42,8 +47,10 @@ class Adapter:
     """How the layers of models written with one library are found.
 
     Attributes:
-      replacements: () → what to replace in the library while any capture runs: (owner, name, original → replacement).
-      watch: (capture, parameters) → context in which the loss is traced, for what goes with this one capture.
+      replacements: () → what to replace in the library while any capture runs: (owner, name,
+        original → replacement).
+      watch: (capture, parameters) → context in which the loss is traced, for what goes with this
+        one capture.
     """
 
     replacements: Callable[[], Iterable[tuple[Any, str, Callable[[Any], Any]]]]
@@ -56,7 +63,8 @@ class Tap:
 
     Attributes:
       layer: how the output depends on the parameters.
-      params: role → (path in the parameter tree or None, shape inside the layer, whether its identity is certain).
+      params: role → (path in the parameter tree or None, shape inside the layer, whether its
+        identity is certain).
       x, y: shapes of the input (a tree) and of the output, without the axes of scans and vmaps.
       scan_path: which scans the call is inside of, outermost first, by order of appearance.
       scans: lengths of these scans.
@@ -73,7 +81,8 @@ class Tap:
 
     @property
     def frames(self) -> tuple[int, ...]:
-        """Sizes of the leading axes of what is captured: scans, then vmaps, each outermost first."""
+        """Sizes of the leading axes of what is captured: scans, then vmaps, each outermost
+        first."""
         return (*self.scans, *(self.vmaps[level] for level in sorted(self.vmaps, reverse=True)))
 
     def slot(self) -> tuple[PyTree[Array], Array]:
@@ -88,7 +97,12 @@ class Tap:
 class Capture:
     """State of one trace of the loss: without slots it records taps, with slots it feeds them."""
 
-    def __init__(self, params: PyTree, taps: dict[str, Tap] | None = None, slots: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        params: PyTree,
+        taps: dict[str, Tap] | None = None,
+        slots: dict[str, Any] | None = None,
+    ):
         leaves = flatten(params)
         self.shapes = {path: jnp.shape(leaf) for path, leaf in leaves.items()}
         self.paths = {id(leaf): path for path, leaf in leaves.items()}
@@ -103,7 +117,8 @@ class Capture:
 
     @contextlib.contextmanager
     def mute(self) -> Iterator[None]:
-        """Within it, layers do not report: what is called belongs to another layer, or never happens."""
+        """Within it, layers do not report: what is called belongs to another layer, or never
+        happens."""
         before, self.muted = self.muted, True
         try:
             yield
@@ -125,7 +140,9 @@ class Capture:
         count = self.calls[base] = self.calls.get(base, 0) + 1
         return base if count == 1 else f"{base}#{count}"
 
-    def tap(self, base: str, layer: Layer, x: PyTree[Array], y: Array, params: dict[str, Any]) -> Array:
+    def tap(
+        self, base: str, layer: Layer, x: PyTree[Array], y: Array, params: dict[str, Any]
+    ) -> Array:
         """Taps a call: returns y."""
         name = self.name(base)
         if self.slots is None:
@@ -134,8 +151,8 @@ class Capture:
             return y + _row(self.taps[name].vmaps, x, y).astype(y.dtype) * 0
         if name not in self.taps or name not in self.slots:
             raise RuntimeError(
-                f"expected the same layers in every trace of the loss, got {name!r}, which was not met in the first; "
-                "make the loss function deterministic in what it calls."
+                f"expected the same layers in every trace of the loss, got {name!r}, which was not "
+                "met in the first; make the loss function deterministic in what it calls."
             )
         tap, slot = self.taps[name], self.slots[name]
         if tap.vmaps:  # a slot holds the rows of all examples; each writes to its own alone
@@ -144,7 +161,9 @@ class Capture:
             slot = jax.tree.map(lambda s: s.reshape(count, *s.shape[num_axes:])[row], slot)
         return _tap(y, x, slot)
 
-    def scan(self, f: Callable, init: Any, xs: Any, length: int | None, args: tuple, kwargs: dict) -> Any:
+    def scan(
+        self, f: Callable, init: Any, xs: Any, length: int | None, args: tuple, kwargs: dict
+    ) -> Any:
         """``jax.lax.scan`` with the slots of the taps in its body as further inputs."""
         path = (*self.scan_path, self.num_scans)
         self.num_scans += 1
@@ -189,7 +208,9 @@ def _tap_backward(x: PyTree[Array], dy: Array) -> tuple:
     return dy, None, (jax.tree.map(_as_float, x), dy)
 
 
-def _tap_forward(y: Array, x: PyTree[Array], slot: tuple[PyTree[Array], Array]) -> tuple[Array, PyTree[Array]]:
+def _tap_forward(
+    y: Array, x: PyTree[Array], slot: tuple[PyTree[Array], Array]
+) -> tuple[Array, PyTree[Array]]:
     return y, x
 
 
@@ -210,9 +231,14 @@ def _float_dtype(dtype: Any) -> Any:
 
 
 def _row(sizes: dict[int, int], x: PyTree[Array], y: Array) -> Array:
-    """The number of this example among those of all vmaps around it; writes their sizes to ``sizes``."""
-    # Nothing of each array: enough to be batched where any of them is, and no value that a gradient could flow to.
-    batched = [jax.lax.stop_gradient(a.reshape(-1)[:0].astype(jnp.float32)) for a in (*jax.tree.leaves(x), y)]
+    """The number of this example among those of all vmaps around it; writes their sizes to
+    ``sizes``."""
+    # Nothing of each array: enough to be batched where any of them is, and no value that a gradient
+    # could flow to.
+    batched = [
+        jax.lax.stop_gradient(a.reshape(-1)[:0].astype(jnp.float32))
+        for a in (*jax.tree.leaves(x), y)
+    ]
     return _row_at_level(sizes, 0)(jnp.concatenate(batched))
 
 
@@ -223,7 +249,8 @@ def _row_at_level(sizes: dict[int, int], level: int) -> Callable[[Array], Array]
 
     @row.def_vmap
     def count_rows(axis_size, in_batched, empty):
-        # The rule of one vmap calls a function with a rule of its own, which the next vmap outside of it meets.
+        # The rule of one vmap calls a function with a rule of its own, which the next vmap outside
+        # of it meets.
         sizes[level] = axis_size
         outer = _row_at_level(sizes, level + 1)(empty[0] if in_batched[0] else empty)
         return outer * axis_size + jnp.arange(axis_size, dtype=jnp.int32), True

@@ -1,4 +1,5 @@
-"""CG-FAC ready-made: layers with curvature, another optimizer for the rest, weight decay for both."""
+"""CG-FAC ready-made: layers with curvature, another optimizer for the rest, weight decay for
+both."""
 
 from __future__ import annotations
 
@@ -30,37 +31,42 @@ def cg_fac(
     fallback_learning_rate: Scalar | optax.Schedule = 1e-3,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""CG-FAC: solves (F̂ + γI) x = ∇L for every layer by conjugate gradients, F̂ never formed; Δθ ∝ −x.
+    r"""CG-FAC: solves (F̂ + γI) x = ∇L for every layer by conjugate gradients, F̂ never formed; Δθ
+    ∝ −x.
 
-    Source: Algorithm 1 of Chen, "The Brownian motion in the transformer model" (2021), see ``algorithm_1`` for it to
-    the letter. The paper's product g (gᵀ v a) aᵀ has two readings for a batch of more than one example, and both are
-    here: ``curvature="exact"`` is the Fisher block of the layer; ``"kron"`` takes all pairs of inputs and cotangents
-    instead of matching ones, which is K-FAC's operator, and is the better optimizer of the two (Benzing, 2022,
-    arXiv:2201.12250).
+    Source: Algorithm 1 of Chen, "The Brownian motion in the transformer model" (2021), see
+    ``algorithm_1`` for it to the letter. The paper's product g (gᵀ v a) aᵀ has two readings for a
+    batch of more than one example, and both are here: ``curvature="exact"`` is the Fisher block of
+    the layer; ``"kron"`` takes all pairs of inputs and cotangents instead of matching ones, which
+    is K-FAC's operator, and is the better optimizer of the two (Benzing, 2022, arXiv:2201.12250).
 
-    It is ``scale_by_cg_fac`` for the parameters that layers cover, ``fallback`` for the others (``optax.partition`` by
-    ``layers.labels``), and decoupled weight decay. It goes under the caller's own ``jax.jit`` and sharding, and
-    composes with ``optax.chain``, ``optax.masked``, ``optax.partition``, ``optax.MultiSteps`` and
-    ``optax.inject_hyperparams`` (with ``static_args=kfac.STATIC_ARGUMENTS``). ``update`` takes, beside the gradient,
-    the curvature that ``value_grad_and_curvature`` returns; without it, it raises. A gradient that is not finite
+    It is ``scale_by_cg_fac`` for the parameters that layers cover, ``fallback`` for the others
+    (``optax.partition`` by ``layers.labels``), and decoupled weight decay. It goes under the
+    caller's own ``jax.jit`` and sharding, and composes with ``optax.chain``, ``optax.masked``,
+    ``optax.partition``, ``optax.MultiSteps`` and ``optax.inject_hyperparams`` (with
+    ``static_args=kfac.STATIC_ARGUMENTS``). ``update`` takes, beside the gradient, the curvature
+    that ``value_grad_and_curvature`` returns; without it, it raises. A gradient that is not finite
     anywhere changes nothing but λ, which it raises fourfold, and the momentum, which it ends.
 
     Args:
-      learning_rate: factor of the whole step, or a schedule. 1 for ``step="quadratic"``, which finds the length itself.
+      learning_rate: factor of the whole step, or a schedule. 1 for ``step="quadratic"``, which
+        finds the length itself.
       layers: from ``find_layers``, all or those that ``Layers.select`` keeps.
-      weight_decay: decoupled, at the rate of ``fallback_learning_rate``, so that it means what it does in AdamW.
+      weight_decay: decoupled, at the rate of ``fallback_learning_rate``, so that it means what it
+        does in AdamW.
       weight_decay_mask: tree of booleans or function of the parameters, as in ``optax.adamw``.
       fallback: optimizer of the parameters without a block; AdamW by default.
       fallback_learning_rate: its learning rate, and the rate of ``weight_decay``.
-      **options: fields of ``kfac.Options`` by name. These and the rates and the decay may be arrays where they are
-        hyper-parameters, traced ones included.
+      **options: fields of ``kfac.Options`` by name. These and the rates and the decay may be arrays
+        where they are hyper-parameters, traced ones included.
 
     Returns:
-      A transformation whose ``update`` takes ``(grads, state, params, *, curvature, value=None, value_fn=None)``.
+      A transformation whose ``update`` takes ``(grads, state, params, *, curvature, value=None,
+      value_fn=None)``.
 
     Raises:
-      ValueError: unknown names, or choices that exclude each other; in ``init``, layers of which only a part is
-        here; in ``update``, missing or foreign curvature.
+      ValueError: unknown names, or choices that exclude each other; in ``init``, layers of which
+        only a part is here; in ``update``, missing or foreign curvature.
 
     >>> import jax, jax.numpy as jnp, kfac
     >>> params = {"kernel": jnp.zeros((3, 2))}
@@ -69,7 +75,9 @@ def cg_fac(
     ...     y = kfac.tap(kfac.Dense(), params, x, path="")
     ...     return 0.5 * ((y - x[:, :2]) ** 2).sum(-1).mean(), y
     >>> optimizer = kfac.cg_fac(1.0, kfac.find_layers(loss_fn, params, x))
-    >>> function = kfac.value_grad_and_curvature(loss_fn, fisher="ggn", likelihood="gaussian", has_aux=True)
+    >>> function = kfac.value_grad_and_curvature(
+    ...     loss_fn, fisher="ggn", likelihood="gaussian", has_aux=True
+    ... )
     >>> @jax.jit
     ... def train_step(params, state, x, key):
     ...     (loss, _), grads, curvature = function(params, x, key=key)
@@ -85,7 +93,10 @@ def cg_fac(
     stages = [scale_by_cg_fac(layers, Options(learning_rate=learning_rate, **options))]
     if not is_zero(weight_decay):
         # Decoupled: shrunk at the pace of the schedule, not along the natural gradient.
-        decay = (lambda count: rate(count) * weight_decay) if callable(rate) else rate * weight_decay  # pyright: ignore[reportOperatorIssue]
+        if callable(rate):
+            decay = lambda count: rate(count) * weight_decay  # pyright: ignore[reportOperatorIssue]
+        else:
+            decay = rate * weight_decay
         stages.append(optax.add_decayed_weights(decay, weight_decay_mask))
     if fallback is None:
         fallback = optax.adamw(rate, weight_decay=weight_decay, mask=weight_decay_mask)
@@ -94,23 +105,33 @@ def cg_fac(
 
 
 def _show_options_in_signature() -> None:
-    """The options are written once, as ``Options``; ``help`` and ``optax.inject_hyperparams`` find them here too."""
+    """The options are written once, as ``Options``; ``help`` and ``optax.inject_hyperparams`` find
+    them here too."""
     own, fields = inspect.signature(cg_fac), inspect.signature(Options).parameters.values()
     kept = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    cg_fac.__signature__ = own.replace(parameters=[*kept, *(p for p in fields if p.name != "learning_rate")])
+    cg_fac.__signature__ = own.replace(
+        parameters=[*kept, *(p for p in fields if p.name != "learning_rate")]
+    )
 
 
 _show_options_in_signature()
 
 STATIC_ARGUMENTS = ("weight_decay_mask", *sorted(STATIC))
-"""Arguments of ``cg_fac`` that shape the program: ``static_args`` for ``optax.inject_hyperparams(kfac.cg_fac, …)``."""
+"""Arguments of ``cg_fac`` that shape the program: ``static_args`` for
+``optax.inject_hyperparams(kfac.cg_fac, …)``."""
 
 
-def _whole_steps(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """A partition whose shares take a step together or not at all, and whose ``value_fn`` sees all parameters."""
+def _whole_steps(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """A partition whose shares take a step together or not at all, and whose ``value_fn`` sees all
+    parameters."""
 
     def update(
-        grads: PyTree[Array], state: optax.OptState, params: PyTree[Array] | None = None, **extra_args: Any
+        grads: PyTree[Array],
+        state: optax.OptState,
+        params: PyTree[Array] | None = None,
+        **extra_args: Any,
     ) -> tuple[PyTree[Array], optax.OptState]:
         finite = jnp.all(jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]))
         if extra_args.get("value_fn") is not None:
@@ -119,7 +140,8 @@ def _whole_steps(inner: optax.GradientTransformationExtraArgs) -> optax.Gradient
         # What is not finite for one share has to be so for the other.
         shared = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), grads)
         updates, new = inner.update(shared, state, params, **extra_args)
-        # CG-FAC looks after its own state; other optimizers would keep NaN in their moments for ever.
+        # CG-FAC looks after its own state; other optimizers would keep NaN in their moments for
+        # ever.
         fallback = chosen(finite, new.inner_states["fallback"], state.inner_states["fallback"])
         shares = new.inner_states | {"fallback": fallback}
         # The cast: rates are float32, and must not widen the updates of narrower parameters.
@@ -135,7 +157,9 @@ def _completed(share: PyTree[Array], params: PyTree[Array]) -> PyTree[Array]:
     def is_masked(node: Any) -> bool:
         return isinstance(node, optax.MaskedNode)
 
-    return jax.tree.map(lambda own, p: p if is_masked(own) else own, share, params, is_leaf=is_masked)
+    return jax.tree.map(
+        lambda own, p: p if is_masked(own) else own, share, params, is_leaf=is_masked
+    )
 
 
 def algorithm_1(
@@ -147,12 +171,13 @@ def algorithm_1(
     tolerance: Scalar = 1e-2,
     fallback: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Algorithm 1 of the paper to the letter: empirical Fisher, exact block, warm start from the previous batch.
+    """Algorithm 1 of the paper to the letter: empirical Fisher, exact block, warm start from the
+    previous batch.
 
-    At most ``max_iterations`` plain CG steps on (F̂ + γI) x = ∇L from x₀, the previous batch's x, γ the same for all
-    layers, stopping when ‖r‖ ≤ ``tolerance``·‖∇L‖ ("sufficiently small" in the paper); then θ ← θ − η x. Where the
-    paper is silent: the product is averaged over the batch, W and b of a layer are one block, and parameters without a
-    block go to ``fallback``.
+    At most ``max_iterations`` plain CG steps on (F̂ + γI) x = ∇L from x₀, the previous batch's x, γ
+    the same for all layers, stopping when ‖r‖ ≤ ``tolerance``·‖∇L‖ ("sufficiently small" in the
+    paper); then θ ← θ − η x. Where the paper is silent: the product is averaged over the batch, W
+    and b of a layer are one block, and parameters without a block go to ``fallback``.
 
     Args:
       learning_rate: η.

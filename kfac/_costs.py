@@ -1,9 +1,11 @@
-"""What curvature costs, layer by layer, and how to stay within a budget of gradient-equivalents per step.
+"""What curvature costs, layer by layer, and how to stay within a budget of gradient-equivalents per
+step.
 
-Counts multiply-adds as two operations. For a dense layer with i inputs, o outputs and R = N T rows: the gradient takes
-6 R i o, one product F v through the Jacobian 4 R i o, one through formed factors 2 i o (i + o), forming them
-2 R (i² + o²). A norm, dense behind a diagonal, has one input an output where rows are multiplied. Other layers are
-cheap beside these and are left out, but not of the gradient's total.
+Counts multiply-adds as two operations. For a dense layer with i inputs, o outputs and R = N T rows:
+the gradient takes 6 R i o, one product F v through the Jacobian 4 R i o, one through formed factors
+2 i o (i + o), forming them 2 R (i² + o²). A norm, dense behind a diagonal, has one input an output
+where rows are multiplied. Other layers are cheap beside these and are left out, but not of the
+gradient's total.
 """
 
 from __future__ import annotations
@@ -67,14 +69,21 @@ def cost(block: Block) -> Cost:
 def prefers_factors(block: Block, max_iterations: int) -> bool:
     """Whether forming both factors of a batch is cheaper than products through the Jacobian."""
     c = cost(block)
-    return c.form_factors + max_iterations * c.factor_product < c.form_right + max_iterations * c.kron_product
+    return (
+        c.form_factors + max_iterations * c.factor_product
+        < c.form_right + max_iterations * c.kron_product
+    )
 
 
 def prefers_dual(block: Block, max_iterations: int, num_columns: int) -> bool:
-    """Whether the Woodbury solution of the exact block is cheaper than CG: few examples, or many iterations."""
+    """Whether the Woodbury solution of the exact block is cheaper than CG: few examples, or many
+    iterations."""
     rows = num_columns * block.uses[0].num_examples
     gram = 2 * rows**2 * block.size + rows**3 / 3 + 4 * rows * block.size
-    form = cost(block).product or 4 * block.size * block.uses[0].num_examples * block.uses[0].num_tokens
+    form = (
+        cost(block).product
+        or 4 * block.size * block.uses[0].num_examples * block.uses[0].num_tokens
+    )
     return block.lanes * gram + form < max_iterations * form
 
 
@@ -83,13 +92,15 @@ class Plan:
     """Settings that keep a step within a budget, see ``plan``.
 
     Attributes:
-      curvature_interval: steps from one curvature batch to the next: pass ``refresh=step % interval == 0`` if not 1.
+      curvature_interval: steps from one curvature batch to the next: pass ``refresh=step % interval
+        == 0`` if not 1.
       curvature_batch_size: examples that give the curvature. Fewer than the batch: call
-        ``value_grad_and_curvature``'s function on so many for the curvature, and ``jax.grad`` on all for the gradient.
+        ``value_grad_and_curvature``'s function on so many for the curvature, and ``jax.grad`` on
+        all for the gradient.
       max_iterations: for ``cg_fac``.
       overhead: predicted cost of a step in gradients, 1 being no curvature at all.
-      parts: predicted cost in gradients, for the whole batch, of the ``pullback``, the ``factors`` and the step's
-        ``model`` at each refresh, and of one ``iteration``.
+      parts: predicted cost in gradients, for the whole batch, of the ``pullback``, the ``factors``
+        and the step's ``model`` at each refresh, and of one ``iteration``.
     """
 
     curvature_interval: int
@@ -110,25 +121,29 @@ def plan(
     step: str = "fixed",
     batch_size: int | None = None,
 ) -> Plan:
-    """Chooses curvature interval, CG iterations and curvature batch, for ``curvature="kron"`` with averaged factors.
+    """Chooses curvature interval, CG iterations and curvature batch, for ``curvature="kron"`` with
+    averaged factors.
 
-    The gradient's cost is XLA's count for ``loss_fn``; nothing is run. The interval is the shortest that fits the
-    budget with ``max_iterations`` and the whole batch. Where none does, iterations are given up next, down to two; and
-    last examples, to a half, a quarter or an eighth of the batch, which loses most (the factors lose rank) and saves
-    little, since the part needs a forward and backward pass of its own.
+    The gradient's cost is XLA's count for ``loss_fn``; nothing is run. The interval is the shortest
+    that fits the budget with ``max_iterations`` and the whole batch. Where none does, iterations
+    are given up next, down to two; and last examples, to a half, a quarter or an eighth of the
+    batch, which loses most (the factors lose rank) and saves little, since the part needs a forward
+    and backward pass of its own.
 
     Args:
       loss_fn, params, *args: as for ``find_layers``; shapes are enough.
       overhead: budget of a step in gradient-equivalents, more than 1.
       max_iterations: the most that are wanted.
       has_aux, fisher, batch_size: as for ``value_grad_and_curvature``.
-      step: as for ``cg_fac``; ``"quadratic"`` needs fresh curvature at every step: its interval is 1.
+      step: as for ``cg_fac``; ``"quadratic"`` needs fresh curvature at every step: its interval is
+        1.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: a budget that leaves nothing for curvature; an unknown ``step``; a loss without layers.
+      ValueError: a budget that leaves nothing for curvature; an unknown ``step``; a loss without
+        layers.
 
     >>> import jax, jax.numpy as jnp, kfac
     >>> params = {"fc": {"kernel": jnp.ones((32, 32))}}
@@ -138,18 +153,24 @@ def plan(
     """
     if overhead <= 1:
         raise ValueError(
-            f"expected an overhead above 1, the gradient itself, got {overhead}; 1.5 adds half a gradient."
+            f"expected an overhead above 1, the gradient itself, got {overhead}; 1.5 adds half a "
+            "gradient."
         )
     if step not in STEPS:
         raise ValueError(f"expected step to be one of {', '.join(STEPS)}, got {step!r}.")
     layers = find_layers(loss_fn, params, *args, batch_size=batch_size)
     if not layers.blocks:
-        raise ValueError("expected a loss with layers to plan for, got none; see kfac.register_layer and kfac.tap.")
+        raise ValueError(
+            "expected a loss with layers to plan for, got none; see kfac.register_layer and "
+            "kfac.tap."
+        )
     parts = _parts(layers, _gradient_flops(loss_fn, params, args, has_aux), fisher, step)
     examples = max(block.uses[0].num_examples for block in layers.blocks.values())
     longest = 1 if step == "quadratic" else MAX_INTERVAL
     whole = parts["pullback"] + parts["factors"] + parts["model"]
-    refreshes = {examples: whole} | {examples // n: (whole + 1) / n for n in (2, 4, 8) if examples >= n}
+    refreshes = {examples: whole} | {
+        examples // n: (whole + 1) / n for n in (2, 4, 8) if examples >= n
+    }
     for size, refresh in refreshes.items():
         for iterations in range(max_iterations, 1, -1):
             room = overhead - 1 - iterations * parts["iteration"]
@@ -159,8 +180,8 @@ def plan(
                 return Plan(interval, size, iterations, predicted, parts)
     least = 1 + min(refreshes.values()) / longest + 2 * parts["iteration"]
     raise ValueError(
-        f"expected an overhead of at least {least:.2f} for this model, batch and step={step!r}, got {overhead}; allow "
-        "more, or use a larger batch or step='fixed'."
+        f"expected an overhead of at least {least:.2f} for this model, batch and step={step!r}, "
+        f"got {overhead}; allow more, or use a larger batch or step='fixed'."
     )
 
 
@@ -170,9 +191,11 @@ def _parts(layers: Layers, gradient: float, fisher: str, step: str) -> dict[str,
     def total(name: str) -> float:
         return sum(getattr(c, name) for c in costs)
 
-    # XLA counts nothing of a kernel that it did not write: of the layers it is at least the three products of each.
+    # XLA counts nothing of a kernel that it did not write: of the layers it is at least the three
+    # products of each.
     gradient = max(gradient, 3 * total("weight_gradient"), 1)
-    # A gradient is a forward pass, the same again backwards, and the weight gradients. The pull-back is the second.
+    # A gradient is a forward pass, the same again backwards, and the weight gradients. The
+    # pull-back is the second.
     pullback = 0 if fisher == "empirical" else (gradient - total("weight_gradient")) / 2
     return {
         "pullback": pullback / gradient,

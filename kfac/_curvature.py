@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class Layers:
-    """The layers of a model that have curvature, found by tracing its loss; printing it gives the coverage table.
+    """The layers of a model that have curvature, found by tracing its loss; printing it gives the
+    coverage table.
 
     Attributes:
       blocks: name → block, in the order of the calls.
@@ -31,7 +32,9 @@ class Layers:
       shapes: path → shape of every parameter.
     """
 
-    def __init__(self, blocks: Sequence[Block], skipped: dict[str, str], shapes: dict[str, tuple[int, ...]]):
+    def __init__(
+        self, blocks: Sequence[Block], skipped: dict[str, str], shapes: dict[str, tuple[int, ...]]
+    ):
         self.blocks = {block.name: block for block in blocks}
         self.skipped = dict(skipped)
         self.shapes = dict(shapes)
@@ -48,12 +51,15 @@ class Layers:
         return sum(sizes[path] for path in self.block_of) / max(sum(sizes.values()), 1)
 
     def select(self, predicate: Callable[[Block], bool]) -> Layers:
-        """These layers without the blocks that a predicate refuses; their parameters go to the fallback.
+        """These layers without the blocks that a predicate refuses; their parameters go to the
+        fallback.
 
         >>> import jax.numpy as jnp, kfac
         >>> params = {"fc": {"kernel": jnp.ones((3, 2))}}
         >>> loss_fn = lambda p, x: kfac.tap(kfac.Dense(), p["fc"], x, path="fc").mean()
-        >>> find_layers(loss_fn, params, jnp.ones((4, 3))).select(lambda block: not block.factored).coverage
+        >>> find_layers(loss_fn, params, jnp.ones((4, 3))).select(
+        ...     lambda block: not block.factored
+        ... ).coverage
         0.0
         """
         kept = {name: block for name, block in self.blocks.items() if predicate(block)}
@@ -61,7 +67,8 @@ class Layers:
         return Layers(list(kept.values()), self.skipped | refused, self.shapes)
 
     def whole_blocks(self, tree: PyTree) -> dict[str, Block]:
-        """The blocks whose parameters a tree like the parameters holds, some of which may be masked.
+        """The blocks whose parameters a tree like the parameters holds, some of which may be
+        masked.
 
         Raises:
           ValueError: a block of which only a part is there; or this is another tree.
@@ -70,25 +77,30 @@ class Layers:
         whole, broken, foreign = {}, [], []
         for name, block in self.blocks.items():
             missing = [param.path for param in block.params if param.path not in present]
-            foreign += [path for path in missing if not any(is_inside(path, branch) for branch in masked)]
+            foreign += [
+                path for path in missing if not any(is_inside(path, branch) for branch in masked)
+            ]
             if not missing:
                 whole[name] = block
             elif len(missing) < len(block.params):
                 broken.append(f"{name} (without {', '.join(missing)})")
         if foreign:
             raise ValueError(
-                f"expected the parameter tree that kfac.find_layers was given, got one without {', '.join(foreign[:4])}"
-                f"; it has {', '.join(list(present)[:4]) or 'no arrays'}; find the layers of the tree that is trained."
+                "expected the parameter tree that kfac.find_layers was given, got one without "
+                f"{', '.join(foreign[:4])}; it has {', '.join(list(present)[:4]) or 'no arrays'}; "
+                "find the layers of the tree that is trained."
             )
         if broken:
             raise ValueError(
-                f"expected all parameters of a layer or none, got a part of {'; '.join(broken)}: a layer's parameters "
-                "are one block of curvature; mask or label them alike, or leave the layer out by layers.select."
+                f"expected all parameters of a layer or none, got a part of {'; '.join(broken)}: a "
+                "layer's parameters are one block of curvature; mask or label them alike, or leave "
+                "the layer out by layers.select."
             )
         return whole
 
     def labels(self, tree: PyTree) -> PyTree[str]:
-        """``"cg_fac"`` for each parameter that a block covers, ``"fallback"`` for the others: for ``optax.partition``.
+        """``"cg_fac"`` for each parameter that a block covers, ``"fallback"`` for the others: for
+        ``optax.partition``.
 
         Args:
           tree: the parameters, or a tree like them; some may be masked.
@@ -102,7 +114,9 @@ class Layers:
         >>> find_layers(loss_fn, params, jnp.ones((4, 3))).labels(params)
         {'fc': {'kernel': 'cg_fac'}, 'free': 'fallback'}
         """
-        covered = {param.path for block in self.whole_blocks(tree).values() for param in block.params}
+        covered = {
+            param.path for block in self.whole_blocks(tree).values() for param in block.params
+        }
 
         def label(path: tuple, _: Any) -> str:
             return "cg_fac" if path_name(path) in covered else "fallback"
@@ -125,7 +139,12 @@ class Layers:
             rows.append((path, "×".join(map(str, shape)) or "scalar", text))
         widths = [max(len(row[i]) for row in rows) for i in range(2)]
         lines = [f"{path:<{widths[0]}}  {shape:>{widths[1]}}  {text}" for path, shape, text in rows]
-        return "\n".join([*lines, f"{len(self.blocks)} blocks cover {100 * self.coverage:.1f} % of the parameters"])
+        return "\n".join(
+            [
+                *lines,
+                f"{len(self.blocks)} blocks cover {100 * self.coverage:.1f} % of the parameters",
+            ]
+        )
 
     def _served_by(self, path: str, owner: dict[str, str]) -> str:
         if path not in owner:
@@ -133,7 +152,9 @@ class Layers:
             return f"fallback ({self.skipped[name] if name else 'no layer met'})"
         block = self.blocks[owner[path]]
         kinds = dict.fromkeys(use.layer.kind for use in block.uses)
-        return f"{' + '.join(kinds)}, {block.name}" + (f" × {block.lanes}" if block.lanes > 1 else "")
+        return f"{' + '.join(kinds)}, {block.name}" + (
+            f" × {block.lanes}" if block.lanes > 1 else ""
+        )
 
 
 def _starred(text: str) -> str:
@@ -151,10 +172,10 @@ class Curvature:
     """What the optimizer needs beside the gradient; made by ``value_grad_and_curvature``.
 
     Attributes:
-      captured: tap name → (layer inputs, cotangents of its output with a leading axis for the columns). Cotangents are
-        those of each example's own loss, not of the mean.
-      fresh: None where every step computes curvature, else whether this one did (see ``refresh``); if it did not, the
-        cotangents are zeros.
+      captured: tap name → (layer inputs, cotangents of its output with a leading axis for the
+        columns). Cotangents are those of each example's own loss, not of the mean.
+      fresh: None where every step computes curvature, else whether this one did (see ``refresh``);
+        if it did not, the cotangents are zeros.
       layers: the layers of this trace.
       num_examples: N.
       fisher: which Fisher matrix the cotangents stand for.
@@ -167,8 +188,11 @@ class Curvature:
     fisher: str
 
 
-def find_layers(loss_fn: Callable, params: PyTree, *args: Any, batch_size: int | None = None) -> Layers:
-    """Traces ``loss_fn(params, *args)`` without running it and returns the layers whose curvature can be captured.
+def find_layers(
+    loss_fn: Callable, params: PyTree, *args: Any, batch_size: int | None = None
+) -> Layers:
+    """Traces ``loss_fn(params, *args)`` without running it and returns the layers whose curvature
+    can be captured.
 
     Args:
       loss_fn: as for ``value_grad_and_curvature``.
@@ -177,7 +201,8 @@ def find_layers(loss_fn: Callable, params: PyTree, *args: Any, batch_size: int |
       batch_size: number of examples; by default the length of the first array in ``args``.
 
     Returns:
-      The layers; ``print`` shows for each parameter its block or its fallback, and the share covered.
+      The layers; ``print`` shows for each parameter its block or its fallback, and the share
+      covered.
 
     >>> import jax, jax.numpy as jnp, kfac
     >>> params = {"fc": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}, "scale": jnp.ones(())}
@@ -205,45 +230,54 @@ def value_grad_and_curvature(
 ) -> Callable:
     """Like ``jax.value_and_grad``, with the curvature of every layer beside the gradient.
 
-    The loss must be the mean over examples (and positions) of the negative log-likelihood, plus anything that does not
-    depend on the data. The gradient is that of ``jax.value_and_grad``; the curvature costs one more pull-back over the
-    same forward pass, without weight gradients (none for ``"empirical"``).
+    The loss must be the mean over examples (and positions) of the negative log-likelihood, plus
+    anything that does not depend on the data. The gradient is that of ``jax.value_and_grad``; the
+    curvature costs one more pull-back over the same forward pass, without weight gradients (none
+    for ``"empirical"``).
 
     Args:
       loss_fn: ``loss_fn(params, *args) → loss`` or ``(loss, aux)``.
-      fisher: ``"empirical"``: cotangents of the loss itself, the paper's choice; ``"mc"``: of the loss under labels
-        drawn from the model, an unbiased estimate of the Fisher matrix; ``"ggn"``: the generalised Gauss-Newton matrix
-        by random signs; ``"enumerate"``: the same exactly, one pull-back per class.
-      likelihood: what ``loss_fn`` averages the negative logarithm of: ``"categorical"``, ``"bernoulli"``,
-        ``"gaussian"`` or a ``kfac.Likelihood``. Not used by ``"empirical"``.
-      outputs: aux → the likelihood's outputs (logits) of shape (batch, *positions, classes), which ``loss_fn`` must
-        return in its aux for every Fisher matrix but ``"empirical"``; by default aux itself.
+      fisher: ``"empirical"``: cotangents of the loss itself, the paper's choice; ``"mc"``: of the
+        loss under labels drawn from the model, an unbiased estimate of the Fisher matrix;
+        ``"ggn"``: the generalised Gauss-Newton matrix by random signs; ``"enumerate"``: the same
+        exactly, one pull-back per class.
+      likelihood: what ``loss_fn`` averages the negative logarithm of: ``"categorical"``,
+        ``"bernoulli"``, ``"gaussian"`` or a ``kfac.Likelihood``. Not used by ``"empirical"``.
+      outputs: aux → the likelihood's outputs (logits) of shape (batch, *positions, classes), which
+        ``loss_fn`` must return in its aux for every Fisher matrix but ``"empirical"``; by default
+        aux itself.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
       num_samples: draws per example, for ``"mc"`` and ``"ggn"``.
       batch_size: number of examples; by default the length of the first array in ``args``.
 
     Returns:
-      ``(params, *args, key=None, refresh=True) → (value, grads, Curvature)`` where ``value`` is ``loss`` or
-      ``(loss, aux)``. ``key`` feeds the draws. With ``refresh`` (a bool, traced or not) False the extra pull-back is
-      left out and the curvature is marked as not fresh.
+      ``(params, *args, key=None, refresh=True) → (value, grads, Curvature)`` where ``value`` is
+      ``loss`` or ``(loss, aux)``. ``key`` feeds the draws. With ``refresh`` (a bool, traced or not)
+      False the extra pull-back is left out and the curvature is marked as not fresh.
 
     Raises:
-      ValueError: an unknown Fisher matrix or likelihood, or one that needs outputs without ``has_aux``.
+      ValueError: an unknown Fisher matrix or likelihood, or one that needs outputs without
+        ``has_aux``.
 
     >>> import jax, jax.numpy as jnp, kfac
     >>> params = {"kernel": jnp.ones((3, 2))}
     >>> def loss_fn(params, x, labels):
     ...     logits = kfac.tap(kfac.Dense(), params, x, path="")
-    ...     return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1).mean(), logits
+    ...     return -jnp.take_along_axis(
+    ...         jax.nn.log_softmax(logits), labels[:, None], axis=1
+    ...     ).mean(), logits
     >>> (loss, logits), grads, curvature = value_grad_and_curvature(loss_fn, has_aux=True)(
-    ...     params, jnp.ones((4, 3)), jnp.array([0, 1, 1, 1]), key=jax.random.key(0))
+    ...     params, jnp.ones((4, 3)), jnp.array([0, 1, 1, 1]), key=jax.random.key(0)
+    ... )
     >>> grads["kernel"].shape, curvature.num_examples
     ((3, 2), 4)
     """
     _check_fisher(fisher, has_aux)
     likelihood = get_likelihood(likelihood)
 
-    def function(params: PyTree, *args: Any, key: Key | None = None, refresh: bool | Array = True) -> tuple:
+    def function(
+        params: PyTree, *args: Any, key: Key | None = None, refresh: bool | Array = True
+    ) -> tuple:
         taps = record_taps(loss_fn, params, args)
         slots = {name: tap.slot() for name, tap in taps.items()}
         inner = tapped(loss_fn, taps)
@@ -254,18 +288,22 @@ def value_grad_and_curvature(
             z = () if fisher == "empirical" else aux if outputs is None else outputs(aux)
             return (loss, z), aux
 
-        # One forward pass and several pull-backs of it: of the loss, and of the columns through the same outputs.
+        # One forward pass and several pull-backs of it: of the loss, and of the columns through the
+        # same outputs.
         (loss, z), pullback, aux = jax.vjp(forward, params, slots, has_aux=True)
         examples = _count_examples(args, batch_size)
         ones, fresh = jnp.ones_like(loss), None if refresh is True else jnp.asarray(refresh)
         if fisher == "empirical":
             grads, captured = pullback((ones, ()))
-            # The loss is a mean: its cotangents are those of single examples over N, and γ would be off by N².
+            # The loss is a mean: its cotangents are those of single examples over N, and γ would be
+            # off by N².
             captured = {name: (x, g[None] * examples) for name, (x, g) in captured.items()}
         else:
             grads, captured = pullback((ones, jnp.zeros_like(z)))
             # Labels that the model draws are data, for whoever differentiates through this call.
-            columns = output_cotangents(fisher, likelihood, jax.lax.stop_gradient(z), key, num_samples).astype(z.dtype)
+            columns = output_cotangents(
+                fisher, likelihood, jax.lax.stop_gradient(z), key, num_samples
+            ).astype(z.dtype)
 
             def pull(column: Array) -> dict[str, Array]:
                 # The parameters' share of this pull-back is dropped, and XLA never computes it.
@@ -286,16 +324,20 @@ def _check_fisher(fisher: str, has_aux: bool) -> None:
         raise ValueError(f"expected fisher to be one of {', '.join(FISHERS)}, got {fisher!r}.")
     if fisher != "empirical" and not has_aux:
         raise ValueError(
-            f"fisher={fisher!r} needs the network's outputs: expected has_aux=True and a loss_fn returning "
-            "(loss, outputs), got has_aux=False; return them, or use fisher='empirical'."
+            f"fisher={fisher!r} needs the network's outputs: expected has_aux=True and a loss_fn "
+            "returning (loss, outputs), got has_aux=False; return them, or use fisher='empirical'."
         )
 
 
-def _pull_columns(pull: Callable, columns: Float[Array, "column ..."], fresh: Bool[Array, ""] | None) -> dict:
+def _pull_columns(
+    pull: Callable, columns: Float[Array, "column ..."], fresh: Bool[Array, ""] | None
+) -> dict:
     """``pull`` of every column, or zeros where ``fresh`` is False."""
 
     def compute() -> dict:
-        if len(columns) == 1:  # without vmap, under which custom rules and kernels take their batched forms
+        if (
+            len(columns) == 1
+        ):  # without vmap, under which custom rules and kernels take their batched forms
             return jax.tree.map(lambda g: g[None], pull(columns[0]))
         return jax.vmap(pull)(columns)
 
@@ -318,7 +360,8 @@ def _count_examples(args: tuple, batch_size: int | None) -> int:
         if len(getattr(leaf, "shape", ())) > 0:
             return leaf.shape[0]
     raise ValueError(
-        "expected an array with an example axis among the loss function's arguments, got none; pass batch_size=."
+        "expected an array with an example axis among the loss function's arguments, got none; "
+        "pass batch_size=."
     )
 
 
@@ -342,11 +385,15 @@ def concatenate_curvature(parts: Sequence[Curvature]) -> Curvature:
     first = parts[0]
     names = [list(part.layers.blocks) for part in parts]
     if any(n != names[0] for n in names) or len({part.fisher for part in parts}) > 1:
-        raise ValueError("expected curvature of the same layers and Fisher matrix in all parts; use one loss function.")
+        raise ValueError(
+            "expected curvature of the same layers and Fisher matrix in all parts; use one loss "
+            "function."
+        )
     captured = {}
     for block in first.layers.blocks.values():
         for use in block.uses:
-            # Axis of the examples in captured arrays: their frames that number lanes come on top of the output's axes.
+            # Axis of the examples in captured arrays: their frames that number lanes come on top of
+            # the output's axes.
             axis = use.captured_example_axis
             pairs = [part.captured[use.name] for part in parts]
             captured[use.name] = (
@@ -355,6 +402,8 @@ def concatenate_curvature(parts: Sequence[Curvature]) -> Curvature:
             )
     total = sum(part.num_examples for part in parts)
     layers = Layers(
-        [b.with_examples(total) for b in first.layers.blocks.values()], first.layers.skipped, first.layers.shapes
+        [b.with_examples(total) for b in first.layers.blocks.values()],
+        first.layers.skipped,
+        first.layers.shapes,
     )
     return Curvature(captured, first.fresh, layers, total, first.fisher)

@@ -1,4 +1,5 @@
-"""Refuses to be imported from a folder that PyPI's distribution ``kfac`` is installed into as well."""
+"""Refuses to be imported from a folder that PyPI's distribution ``kfac`` is installed into as
+well."""
 
 from pathlib import Path
 
@@ -14,8 +15,8 @@ def refuse_namesake(packages: Path) -> None:
     """
     if found := next(packages.glob("kfac-*.dist-info"), None):
         raise ImportError(
-            f"expected adder-flax alone to bring the package kfac, got {found.stem} in {packages} too; "
-            "pip uninstall kfac, then pip install --force-reinstall --no-deps adder-flax"
+            f"expected adder-flax alone to bring the package kfac, got {found.stem} in {packages} "
+            "too; pip uninstall kfac, then pip install --force-reinstall --no-deps adder-flax"
         )
 
 

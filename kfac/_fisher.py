@@ -1,8 +1,9 @@
 """Cotangents of the network's outputs whose outer products average to the curvature of the loss.
 
-For outputs z of one example and a negative log-likelihood ℓ(z, y), each sampler returns columns c with
-E[c cᵀ] = ∇²_z ℓ: pulled back through the network they give the Fisher matrix (Monte Carlo labels) or, what is the same
-matrix for these likelihoods, the generalised Gauss-Newton matrix (random signs, or every column in turn).
+For outputs z of one example and a negative log-likelihood ℓ(z, y), each sampler returns columns c
+with E[c cᵀ] = ∇²_z ℓ: pulled back through the network they give the Fisher matrix (Monte Carlo
+labels) or, what is the same matrix for these likelihoods, the generalised Gauss-Newton matrix
+(random signs, or every column in turn).
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def _sample_categorical(key: Array, logits: Array) -> Array:
 
 
 def _root_categorical(logits: Array, noise: Array) -> Array:
-    # diag(p) − ppᵀ = B Bᵀ with B = diag(√p) − p √pᵀ, since √p has length 1: no factorisation, and no C × C matrix.
+    # diag(p) − ppᵀ = B Bᵀ with B = diag(√p) − p √pᵀ, since √p has length 1: no factorisation, and
+    # no C × C matrix.
     probabilities = jax.nn.softmax(logits)
     scaled = jnp.sqrt(probabilities) * noise
     return scaled - probabilities * jnp.sum(scaled, axis=-1, keepdims=True)
@@ -71,8 +73,9 @@ LIKELIHOODS = {
 
 
 def get_likelihood(likelihood: str | Likelihood) -> Likelihood:
-    """The likelihood of this name: softmax cross-entropy is ``"categorical"``, sigmoid cross-entropy summed over the
-    last axis ``"bernoulli"``, ½‖z − y‖² summed over it ``"gaussian"``.
+    """The likelihood of this name: softmax cross-entropy is ``"categorical"``, sigmoid
+    cross-entropy summed over the last axis ``"bernoulli"``, ½‖z − y‖² summed over it
+    ``"gaussian"``.
 
     >>> get_likelihood("gaussian").root(jnp.zeros(2), jnp.ones(2)).tolist()
     [1.0, 1.0]
@@ -81,8 +84,8 @@ def get_likelihood(likelihood: str | Likelihood) -> Likelihood:
         return likelihood
     if likelihood not in LIKELIHOODS:
         raise ValueError(
-            f"expected a likelihood among {', '.join(LIKELIHOODS)} or a kfac.Likelihood, got {likelihood!r}; "
-            "name the one whose negative logarithm the loss averages."
+            f"expected a likelihood among {', '.join(LIKELIHOODS)} or a kfac.Likelihood, got "
+            f"{likelihood!r}; name the one whose negative logarithm the loss averages."
         )
     return LIKELIHOODS[likelihood]
 
@@ -96,7 +99,8 @@ def output_cotangents(
 ) -> Float[Array, "columns batch *positions classes"]:
     """Columns c of every example with Σ_columns E[c cᵀ] = the Hessian of its loss in its outputs.
 
-    Positions between the batch and the class axis are independent terms over which the loss averages.
+    Positions between the batch and the class axis are independent terms over which the loss
+    averages.
 
     Raises:
       ValueError: no key where one is needed, or enumeration over several positions.
@@ -104,20 +108,27 @@ def output_cotangents(
     if fisher == "enumerate":
         if outputs.ndim != 2:
             raise ValueError(
-                f"fisher='enumerate' expects outputs of shape (batch, classes), got {outputs.shape}; "
-                "use fisher='ggn' or 'mc' for outputs with positions."
+                "fisher='enumerate' expects outputs of shape (batch, classes), got "
+                f"{outputs.shape}; use fisher='ggn' or 'mc' for outputs with positions."
             )
         units = jnp.eye(outputs.shape[-1], dtype=outputs.dtype)
-        return jax.vmap(lambda unit: likelihood.root(outputs, jnp.broadcast_to(unit, outputs.shape)))(units)
+        return jax.vmap(
+            lambda unit: likelihood.root(outputs, jnp.broadcast_to(unit, outputs.shape))
+        )(units)
     if key is None:
-        raise ValueError(f"fisher={fisher!r} draws random numbers: expected key=, got None; pass a jax.random.key.")
+        raise ValueError(
+            f"fisher={fisher!r} draws random numbers: expected key=, got None; pass a "
+            "jax.random.key."
+        )
 
     def draw(key: Key) -> Array:
         if fisher == "mc":
             return likelihood.sample(key, outputs)
-        # Signs, not normal numbers: of all noise with unit variance they have the least variance in c cᵀ.
+        # Signs, not normal numbers: of all noise with unit variance they have the least variance in
+        # c cᵀ.
         return likelihood.root(outputs, jax.random.rademacher(key, outputs.shape, outputs.dtype))
 
-    # A loss that averages over positions has their mean for its Hessian, and c enters squared: hence the root.
+    # A loss that averages over positions has their mean for its Hessian, and c enters squared:
+    # hence the root.
     num_positions = outputs[0, ..., 0].size
     return jax.vmap(draw)(jax.random.split(key, num_samples)) / (num_samples * num_positions) ** 0.5

@@ -1,7 +1,8 @@
 """The kinds of layer: how the output of one layer moves with its own parameters.
 
-A layer is y = f(W, x). Everything the optimizer needs is its local Jacobian J = ∂f/∂W: ``jvp``: v → J v and its
-transpose ``vjp``: z → Jᵀ z. ``Dense`` has them in closed form and is linear in W; ``Generic`` derives them from f.
+A layer is y = f(W, x). Everything the optimizer needs is its local Jacobian J = ∂f/∂W: ``jvp``: v →
+J v and its transpose ``vjp``: z → Jᵀ z. ``Dense`` has them in closed form and is linear in W;
+``Generic`` derives them from f.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """y = x W + b, W of shape (*in_shape, *out_shape); the last axis of x has the size of all of ``in_shape``.
+    """y = x W + b, W of shape (*in_shape, *out_shape); the last axis of x has the size of all of
+    ``in_shape``.
 
-    The layer is a matrix product of *features* φ(x) = [x, 1] with a *lifted* parameter [W; b], so its curvature is one
-    of Kronecker structure. W and b are one block.
+    The layer is a matrix product of *features* φ(x) = [x, 1] with a *lifted* parameter [W; b], so
+    its curvature is one of Kronecker structure. W and b are one block.
 
     Attributes:
       num_in_axes: how many leading axes of the kernel are contracted with x.
@@ -44,10 +46,14 @@ class Dense:
     elementwise = False
     kind = "dense"
 
-    def __call__(self, params: Params, x: Float[Array, "*batch features"]) -> Float[Array, "*batch outputs"]:
+    def __call__(
+        self, params: Params, x: Float[Array, "*batch features"]
+    ) -> Float[Array, "*batch outputs"]:
         return self.features(params, x) @ self.lift(params, params)
 
-    def features(self, params: Params, x: Float[Array, "*batch features"]) -> Float[Array, "*batch lifted"]:
+    def features(
+        self, params: Params, x: Float[Array, "*batch features"]
+    ) -> Float[Array, "*batch lifted"]:
         """[x, 1], or x where there is no bias."""
         if self._rows(params) == x.shape[-1]:
             return x
@@ -72,14 +78,22 @@ class Dense:
         rows = self._matrix(kernel).shape[0]
         part = matrix[:rows].T if self.transpose else matrix[:rows]
         parts = {"kernel": part.reshape(kernel.shape)}
-        return parts | ({"bias": matrix[rows].reshape(params["bias"].shape)} if "bias" in params else {})
+        return parts | (
+            {"bias": matrix[rows].reshape(params["bias"].shape)} if "bias" in params else {}
+        )
 
-    def mean_left(self, params: Params, left: Float[Array, "lifted lifted"]) -> Float[Array, "rows rows"]:
-        """The left factor seen by ``matrix``, averaged over outputs: Σ_o L_oᵀ 𝒜 L_o / outputs, L_o the lift of o."""
+    def mean_left(
+        self, params: Params, left: Float[Array, "lifted lifted"]
+    ) -> Float[Array, "rows rows"]:
+        """The left factor seen by ``matrix``, averaged over outputs: Σ_o L_oᵀ 𝒜 L_o / outputs, L_o
+        the lift of o."""
         return left
 
-    def left_traces(self, params: Params, left: Float[Array, "lifted lifted"]) -> Float[Array, " outputs"]:
-        """tr L_oᵀ 𝒜 L_o of every output o; weighted by the diagonal of 𝒢 they sum to the trace of the block."""
+    def left_traces(
+        self, params: Params, left: Float[Array, "lifted lifted"]
+    ) -> Float[Array, " outputs"]:
+        """tr L_oᵀ 𝒜 L_o of every output o; weighted by the diagonal of 𝒢 they sum to the trace of
+        the block."""
         return jnp.full(self._matrix(params["kernel"]).shape[1], jnp.trace(left))
 
     def linearize(self, params: Params, x: Array) -> Any:
@@ -103,7 +117,8 @@ class Dense:
 
     @property
     def isometric(self) -> bool:
-        """Whether ``lift`` keeps lengths, so that eigenvectors of the factors are those of the block."""
+        """Whether ``lift`` keeps lengths, so that eigenvectors of the factors are those of the
+        block."""
         return True
 
     def lifted_shape(self, shapes: dict[str, tuple[int, ...]]) -> tuple[int, int]:
@@ -121,20 +136,25 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class L1Dense(Dense):
-    """y = −Σ_k |x_k − W_k| + b under the full-precision weight gradient ∂y_o/∂W_o = x − W_o (AdderNet, CVPR 2020).
+    """y = −Σ_k |x_k − W_k| + b under the full-precision weight gradient ∂y_o/∂W_o = x − W_o
+    (AdderNet, CVPR 2020).
 
-    Its Jacobian is that of a dense layer with bias behind a linear map: ``J v = [x, 1] [V; v_b − Σ_k W_k∘V_k]``. So
-    adder layers have the same Kronecker factors as dense ones. Another rule for W needs a ``Generic`` layer.
+    Its Jacobian is that of a dense layer with bias behind a linear map: ``J v = [x, 1] [V; v_b −
+    Σ_k W_k∘V_k]``. So adder layers have the same Kronecker factors as dense ones. Another rule for
+    W needs a ``Generic`` layer.
 
     Attributes:
-      distances: (x, W) → −Σ_k |x_k − W_k| under that rule; only needed where ``kfac.tap`` calls the layer.
+      distances: (x, W) → −Σ_k |x_k − W_k| under that rule; only needed where ``kfac.tap`` calls the
+        layer.
     """
 
     distances: Callable[[Array, Array], Array] | None = None
 
     kind = "adder"
 
-    def __call__(self, params: Params, x: Float[Array, "*batch features"]) -> Float[Array, "*batch outputs"]:
+    def __call__(
+        self, params: Params, x: Float[Array, "*batch features"]
+    ) -> Float[Array, "*batch outputs"]:
         y = self.distances(x, params["kernel"])
         return y + params["bias"] if "bias" in params else y
 
@@ -146,18 +166,26 @@ class L1Dense(Dense):
         projected = {"kernel": matrix[:-1] - params["kernel"] * matrix[-1]}
         return projected | ({"bias": matrix[-1]} if "bias" in params else {})
 
-    def mean_left(self, params: Params, left: Float[Array, "lifted lifted"]) -> Float[Array, "rows rows"]:
+    def mean_left(
+        self, params: Params, left: Float[Array, "lifted lifted"]
+    ) -> Float[Array, "rows rows"]:
         kernel = params["kernel"]
         cross = jnp.outer(left[:-1, -1], kernel.mean(1))
-        mean = left[:-1, :-1] - cross - cross.T + left[-1, -1] * (kernel @ kernel.T) / kernel.shape[1]
+        mean = (
+            left[:-1, :-1] - cross - cross.T + left[-1, -1] * (kernel @ kernel.T) / kernel.shape[1]
+        )
         if "bias" not in params:
             return mean
         column = left[:-1, -1] - left[-1, -1] * kernel.mean(1)
         return jnp.block([[mean, column[:, None]], [column[None], left[-1:, -1:]]])
 
-    def left_traces(self, params: Params, left: Float[Array, "lifted lifted"]) -> Float[Array, " outputs"]:
+    def left_traces(
+        self, params: Params, left: Float[Array, "lifted lifted"]
+    ) -> Float[Array, " outputs"]:
         kernel = params["kernel"]
-        offsets = left[-1, -1] * ((kernel**2).sum(0) + ("bias" in params)) - 2 * left[:-1, -1] @ kernel
+        offsets = (
+            left[-1, -1] * ((kernel**2).sum(0) + ("bias" in params)) - 2 * left[:-1, -1] @ kernel
+        )
         return jnp.trace(left[:-1, :-1]) + offsets
 
     @property
@@ -170,14 +198,16 @@ class L1Dense(Dense):
 
 @dataclasses.dataclass(frozen=True)
 class Scale(Dense):
-    """y = x̂∘s + b with x̂ a function of the input alone: the learned part of LayerNorm, RMSNorm and GroupNorm.
+    """y = x̂∘s + b with x̂ a function of the input alone: the learned part of LayerNorm, RMSNorm
+    and GroupNorm.
 
-    Its Jacobian is that of a dense layer with bias whose matrix is diagonal, ``J v = [x̂, 1] [diag v_s; v_b]``. So it
-    has the same Kronecker factors, averaged over batches and cheap to multiply by, where ``Generic`` passes every token
-    through the layer again.
+    Its Jacobian is that of a dense layer with bias whose matrix is diagonal, ``J v = [x̂, 1] [diag
+    v_s; v_b]``. So it has the same Kronecker factors, averaged over batches and cheap to multiply
+    by, where ``Generic`` passes every token through the layer again.
 
     Attributes:
-      fn: (params, x) → y, with parameters ``scale``, ``bias`` or both, along the last axis; hashable.
+      fn: (params, x) → y, with parameters ``scale``, ``bias`` or both, along the last axis;
+        hashable.
 
     >>> import jax.numpy as jnp
     >>> norm = Scale(fn=lambda p, x: x / jnp.abs(x).max(-1, keepdims=True) * p["scale"])
@@ -216,9 +246,13 @@ class Scale(Dense):
         return jnp.stack([v[role] for role in ("scale", "bias") if role in v])
 
     def unmatrix(self, params: Params, matrix: Float[Array, "rows outputs"]) -> Params:
-        return dict(zip([role for role in ("scale", "bias") if role in params], matrix, strict=True))
+        return dict(
+            zip([role for role in ("scale", "bias") if role in params], matrix, strict=True)
+        )
 
-    def mean_left(self, params: Params, left: Float[Array, "lifted lifted"]) -> Float[Array, "rows rows"]:
+    def mean_left(
+        self, params: Params, left: Float[Array, "lifted lifted"]
+    ) -> Float[Array, "rows rows"]:
         if "scale" not in params:
             return left
         outputs = params["scale"].shape[0]
@@ -228,7 +262,9 @@ class Scale(Dense):
         cross = left[:-1, -1].mean()
         return jnp.array([[scale, cross], [cross, left[-1, -1]]])
 
-    def left_traces(self, params: Params, left: Float[Array, "lifted lifted"]) -> Float[Array, " outputs"]:
+    def left_traces(
+        self, params: Params, left: Float[Array, "lifted lifted"]
+    ) -> Float[Array, " outputs"]:
         offset = left[-1, -1] if "bias" in params else 0
         if "scale" not in params:
             return jnp.broadcast_to(offset, params["bias"].shape)
@@ -259,19 +295,28 @@ class Scale(Dense):
 
 @dataclasses.dataclass(frozen=True)
 class Readout(Dense):
-    """y = φ(x)ᵀ W with features φ(x) that are too many to keep: vᵀ tanh(q + k) of every pair of a query and a key.
+    """y = φ(x)ᵀ W with features φ(x) that are too many to keep: vᵀ tanh(q + k) of every pair of a
+    query and a key.
 
-    Products are exact, by ``fn`` and its pull-back. The Kronecker factor of the features, which needs only their second
-    moment, is that of a sample of them.
+    Products are exact, by ``fn`` and its pull-back. The Kronecker factor of the features, which
+    needs only their second moment, is that of a sample of them.
 
     Attributes:
-      fn: (params, x) → y with one output on a last axis of its own, linear in the one parameter ``kernel``; hashable.
-      sample: x → features, shaped like y but for fewer of its positions and the features on the last axis; hashable.
+      fn: (params, x) → y with one output on a last axis of its own, linear in the one parameter
+        ``kernel``; hashable.
+      sample: x → features, shaped like y but for fewer of its positions and the features on the
+        last axis; hashable.
 
     >>> import jax.numpy as jnp
     >>> pairs = lambda x: jnp.tanh(x[0][:, :, None] + x[1][:, None])
-    >>> layer = Readout(fn=lambda p, x: pairs(x) @ p["kernel"][:, None], sample=lambda x: pairs((x[0][:, :1], x[1])))
-    >>> x = jnp.ones((5, 4, 2)), jnp.ones((5, 3, 2))  # 4 · 3 pairs an example, and 1 · 3 in the sample
+    >>> layer = Readout(
+    ...     fn=lambda p, x: pairs(x) @ p["kernel"][:, None],
+    ...     sample=lambda x: pairs((x[0][:, :1], x[1])),
+    ... )
+    >>> x = (
+    ...     jnp.ones((5, 4, 2)),
+    ...     jnp.ones((5, 3, 2)),
+    ... )  # 4 · 3 pairs an example, and 1 · 3 in the sample
     >>> params = {"kernel": jnp.ones(2)}
     >>> layer(params, x).shape, layer.features(params, x).shape
     ((5, 4, 3, 1), (5, 1, 3, 2))
@@ -286,9 +331,11 @@ class Readout(Dense):
         return self.fn(params, x)
 
     def features(self, params: Params, x: Any) -> Float[Array, "*sample features"]:
-        """The sample, so large that its sum of squares is what that of all features is expected to be."""
+        """The sample, so large that its sum of squares is what that of all features is expected to
+        be."""
         sample = self.sample(x)
-        # A second moment of few features estimates that of all, once scaled by how many the others are.
+        # A second moment of few features estimates that of all, once scaled by how many the others
+        # are.
         positions = jax.eval_shape(self.fn, params, x).size
         return sample * (positions * sample.shape[-1] / sample.size) ** 0.5
 
@@ -316,21 +363,26 @@ class Readout(Dense):
 
 @dataclasses.dataclass(frozen=True)
 class Generic:
-    """Any layer y = f(params, x): the local Jacobian by automatic differentiation, under the layer's own rules.
+    """Any layer y = f(params, x): the local Jacobian by automatic differentiation, under the
+    layer's own rules.
 
-    ``vjp`` is JAX's own pull-back, custom gradient rules included. ``jvp`` is its transpose, since the pull-back is
-    linear in the cotangent (forward mode does not pass through ``jax.custom_vjp``). A backward pass that cannot be
-    transposed, such as a call to a foreign kernel, needs ``pushforward``.
+    ``vjp`` is JAX's own pull-back, custom gradient rules included. ``jvp`` is its transpose, since
+    the pull-back is linear in the cotangent (forward mode does not pass through
+    ``jax.custom_vjp``). A backward pass that cannot be transposed, such as a call to a foreign
+    kernel, needs ``pushforward``.
 
     Attributes:
-      fn: f, a function of ``(params, x, **options)``; hashable, and the same object for layers solved together.
+      fn: f, a function of ``(params, x, **options)``; hashable, and the same object for layers
+        solved together.
       options: static keyword arguments, as a tuple of pairs.
       pushforward: optional ``(params, x, v, **options) → J v``; the transpose of f's pull-back.
 
     >>> import jax.numpy as jnp
     >>> scale = Generic(lambda params, x: x * params["scale"])
     >>> state = scale.linearize({"scale": jnp.ones(2)}, jnp.array([[1.0, 2.0]]))
-    >>> scale.jvp(state, {"scale": jnp.array([3.0, 4.0])}, jax.ShapeDtypeStruct((1, 2), jnp.float32)).tolist()
+    >>> scale.jvp(
+    ...     state, {"scale": jnp.array([3.0, 4.0])}, jax.ShapeDtypeStruct((1, 2), jnp.float32)
+    ... ).tolist()
     [[3.0, 8.0]]
     >>> scale.vjp(state, jnp.array([[1.0, 1.0]]))["scale"].tolist()
     [1.0, 2.0]
@@ -359,7 +411,9 @@ class Generic:
 
     def linearize(self, params: Params, x: Any) -> Any:
         """What ``jvp`` and ``vjp`` need; a tree of arrays."""
-        return jax.vjp(lambda p: self(p, x), params)[1], (None if self.pushforward is None else (params, x))
+        return jax.vjp(lambda p: self(p, x), params)[1], (
+            None if self.pushforward is None else (params, x)
+        )
 
     def jvp(self, linearized: Any, v: Params, output: jax.ShapeDtypeStruct) -> Array:
         """J v, with the shape of the layer's output."""

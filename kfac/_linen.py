@@ -1,4 +1,5 @@
-"""Flax Linen: finds the layers of a model by method interception; a module's path is that of its parameters."""
+"""Flax Linen: finds the layers of a model by method interception; a module's path is that of its
+parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from flax.core import axes_scan
 
 from kfac._capture import Adapter, Capture, current_capture
 from kfac._layers import Scale
-from kfac._registry import general_dense, is_array, plain_dense, register_layer, registrations, tap_registered
+from kfac._registry import (
+    general_dense,
+    is_array,
+    plain_dense,
+    register_layer,
+    registrations,
+    tap_registered,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -44,7 +52,8 @@ class _Call:
 class _PartialEvaluation:
     """JAX's partial evaluation as ``nn.scan`` sees it while a capture runs.
 
-    ``nn.scan`` traces its body once to find constants, and throws the trace away: layers must not report from there.
+    ``nn.scan`` traces its body once to find constants, and throws the trace away: layers must not
+    report from there.
     """
 
     def __init__(self, original: Any):
@@ -68,7 +77,9 @@ def _interception() -> contextlib.AbstractContextManager:
     """Within it, calls of registered layers are tapped."""
     layers = {(r.cls, r.method): r for r in registrations(nn.Module)}
 
-    def intercept(next_fun: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+    def intercept(
+        next_fun: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext
+    ) -> Any:
         capture, module = current_capture(), context.module
         owners = (layers.get((base, context.method_name)) for base in type(module).__mro__)
         registration = next((r for r in owners if r is not None), None)
@@ -82,23 +93,34 @@ def _interception() -> contextlib.AbstractContextManager:
         if registration.describe is not None:
             layer = registration.describe(module)
         else:
-            layer = registration.layer(module, _Call(module.clone(parent=None, name=None), context.method_name))
-        # Collections besides the parameters are state, such as batch statistics: no function of W and x.
+            layer = registration.layer(
+                module, _Call(module.clone(parent=None, name=None), context.method_name)
+            )
+        # Collections besides the parameters are state, such as batch statistics: no function of W
+        # and x.
         flat = all(is_array(p) for p in own.values())
         if layer is None or not own or not flat or collections or not is_array(x):
             return y
-        params = {role: (_find_path(capture, (*module.path, role)), p.shape, True) for role, p in own.items()}
-        return tap_registered(capture, "/".join(module.path) or "model", layer, module, x, y, params)
+        params = {
+            role: (_find_path(capture, (*module.path, role)), p.shape, True)
+            for role, p in own.items()
+        }
+        return tap_registered(
+            capture, "/".join(module.path) or "model", layer, module, x, y, params
+        )
 
     return nn.intercept_methods(intercept)
 
 
 def _find_path(capture: Capture, keys: tuple[str, ...]) -> str | None:
-    """Path of a parameter in the differentiated tree, which may be one collection or all, boxed or not."""
+    """Path of a parameter in the differentiated tree, which may be one collection or all, boxed or
+    not."""
     name = "/".join(keys)
     candidates = [p for p in capture.shapes if f"/{p}/".endswith((f"/{name}/", f"/{name}/value/"))]
     return (
-        candidates[0] if len(candidates) == 1 else next((p for p in candidates if p in (name, f"params/{name}")), None)
+        candidates[0]
+        if len(candidates) == 1
+        else next((p for p in candidates if p in (name, f"params/{name}")), None)
     )
 
 

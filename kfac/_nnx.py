@@ -1,8 +1,10 @@
-"""Flax NNX: finds the layers of a model and their parameters while the loss is traced, without touching the model.
+"""Flax NNX: finds the layers of a model and their parameters while the loss is traced, without
+touching the model.
 
-NNX has no interceptors, so the methods that are layers are replaced on their classes while a capture runs. A parameter
-is known by the identity of its array where ``nnx.merge`` makes a module of the differentiated parameters; its path
-then travels as metadata of the variable, through ``nnx.scan``, ``nnx.vmap``, ``nnx.remat`` and ``nnx.jit``.
+NNX has no interceptors, so the methods that are layers are replaced on their classes while a
+capture runs. A parameter is known by the identity of its array where ``nnx.merge`` makes a module
+of the differentiated parameters; its path then travels as metadata of the variable, through
+``nnx.scan``, ``nnx.vmap``, ``nnx.remat`` and ``nnx.jit``.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def _replacements() -> Iterator[tuple[Any, str, Callable[[Callable], Callable]]]
 
 
 def _name_variables(capture: Capture, tree: Any) -> None:
-    """Writes to each variable in ``tree`` the path of its array among the differentiated parameters, if it is one."""
+    """Writes to each variable in ``tree`` the path of its array among the differentiated
+    parameters, if it is one."""
     for variable in filter(_is_variable, jax.tree.leaves(tree, is_leaf=_is_variable)):
         path = capture.paths.get(id(variable.get_raw_value()))
         if path is not None:
@@ -114,7 +117,11 @@ def _describe(
     module: nnx.Module, registration: Registration
 ) -> tuple[Dense | Generic | None, Mapping[str, nnx.Variable]]:
     if registration.describe is not None:
-        own = {n: v for n, v in vars(module).items() if isinstance(v, nnx.Param) and v.get_raw_value() is not None}
+        own = {
+            n: v
+            for n, v in vars(module).items()
+            if isinstance(v, nnx.Param) and v.get_raw_value() is not None
+        }
         return registration.describe(module), own
     variables = {}
     for path, node in nnx.iter_graph(module):
@@ -122,7 +129,8 @@ def _describe(
             if not isinstance(node, nnx.Param):
                 return None, {}  # state besides parameters: not a function of them and the input
             variables["/".join(map(str, path))] = node
-    # Paths are metadata; without them, layers that differ in nothing else compare equal and are solved together.
+    # Paths are metadata; without them, layers that differ in nothing else compare equal and are
+    # solved together.
     paths = {role: v.get_metadata(_PATH, None) for role, v in variables.items()}
     for role, variable in variables.items():
         if paths[role] is not None:
@@ -131,15 +139,20 @@ def _describe(
     for role, variable in variables.items():
         if paths[role] is not None:
             variable.set_metadata(_PATH, paths[role])
-    return registration.layer(module, _Call(graphdef, registration.method, registration.cls.__name__)), variables
+    return registration.layer(
+        module, _Call(graphdef, registration.method, registration.cls.__name__)
+    ), variables
 
 
-def _parameter(capture: Capture, variable: nnx.Variable) -> tuple[str | None, tuple[int, ...], bool]:
+def _parameter(
+    capture: Capture, variable: nnx.Variable
+) -> tuple[str | None, tuple[int, ...], bool]:
     value = variable.get_raw_value()
     path = capture.paths.get(id(value))
     if path is not None:
         return path, value.shape, True
-    # Inside a scan or vmap of NNX the array is another one, a slice perhaps: the path is known, the identity is not.
+    # Inside a scan or vmap of NNX the array is another one, a slice perhaps: the path is known, the
+    # identity is not.
     return variable.get_metadata(_PATH, None), value.shape, False
 
 

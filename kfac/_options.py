@@ -50,44 +50,50 @@ _RANGES = {
 class Options:
     """What ``scale_by_cg_fac`` is told. Fields marked with * are hyper-parameters.
 
-    Hyper-parameters may be arrays, traced ones included: arguments of a compiled training step. The others shape the
-    program. A hyper-parameter that is off by the number 0 (or by None) must be the number itself for that.
+    Hyper-parameters may be arrays, traced ones included: arguments of a compiled training step. The
+    others shape the program. A hyper-parameter that is off by the number 0 (or by None) must be the
+    number itself for that.
 
     Attributes:
-      learning_rate: * factor of the whole step, or a schedule. It is inside, since momentum is of steps as they were
-        taken, and the loss after a step is the loss after this very step. 1 for ``step="quadratic"``, which finds the
-        length itself.
-      curvature: ``"kron"``, ``"exact"`` or ``"token"`` (exact, without products of different tokens).
+      learning_rate: * factor of the whole step, or a schedule. It is inside, since momentum is of
+        steps as they were taken, and the loss after a step is the loss after this very step. 1 for
+        ``step="quadratic"``, which finds the length itself.
+      curvature: ``"kron"``, ``"exact"`` or ``"token"`` (exact, without products of different
+        tokens).
       fisher: the name that ``value_grad_and_curvature`` must have been given; None accepts any.
       token_sharing: ``"expand"`` or ``"reduce"``, for ``"kron"``.
-      solver: ``"cg"``; ``"eigh"`` (for ``"kron"``, by eigenvectors of the factors); ``"dual"`` (for ``"exact"``, by
-        Woodbury's identity in example space); ``"dense"``, for checks; ``"auto"``: for each exact block the cheaper of
-        ``"cg"`` and ``"dual"``.
+      solver: ``"cg"``; ``"eigh"`` (for ``"kron"``, by eigenvectors of the factors); ``"dual"`` (for
+        ``"exact"``, by Woodbury's identity in example space); ``"dense"``, for checks; ``"auto"``:
+        for each exact block the cheaper of ``"cg"`` and ``"dual"``.
       max_iterations: products per layer and step.
-      tolerance: * relative residual at which a layer stops; 0 for a fixed number of iterations, which costs no test.
-      preconditioner_interval: steps between inversions of the damped Kronecker factors that precondition CG, for
-        ``"kron"`` and ``solver="cg"``; CG makes up for their age. 0 for none.
+      tolerance: * relative residual at which a layer stops; 0 for a fixed number of iterations,
+        which costs no test.
+      preconditioner_interval: steps between inversions of the damped Kronecker factors that
+        precondition CG, for ``"kron"`` and ``solver="cg"``; CG makes up for their age. 0 for none.
       warm_start: start CG from the last solution.
       safeguard: rescale the warm start so that it cannot cause an ascent direction.
       damping: * λ.
-      damping_scale: ``"relative"``: γ = λ tr F / size of each layer, free of its scale; ``"absolute"``: γ = λ.
+      damping_scale: ``"relative"``: γ = λ tr F / size of each layer, free of its scale;
+        ``"absolute"``: γ = λ.
       min_damping: * adaptation lowers λ no further.
-      damping_interval: steps between Levenberg-Marquardt adaptations of λ to the quadratic model; 0 for none. Needs
-        ``value`` and ``value_fn``, and one evaluation of the loss each time.
+      damping_interval: steps between Levenberg-Marquardt adaptations of λ to the quadratic model; 0
+        for none. Needs ``value`` and ``value_fn``, and one evaluation of the loss each time.
       factor_decay: * of the running averages of Kronecker factors; 0 for this batch alone.
       max_factor_size: layers with larger factors use their Jacobian, and diagonal right factors.
-      step: ``"quadratic"``: step length and momentum from a quadratic model in the new direction and the last step;
-        ``"fixed"``: momentum and learning rate as given.
+      step: ``"quadratic"``: step length and momentum from a quadratic model in the new direction
+        and the last step; ``"fixed"``: momentum and learning rate as given.
       momentum: * for ``step="fixed"``.
-      kl_clip: * κ; shortens steps with Δᵀ F Δ > κ, twice the change of the predictions in nats, before the learning
-        rate scales them. None for none, which is for batches much larger than the layers: the curvature of a small
-        one leaves directions in which it sees nothing, and the quadratic model then asks for steps of any length.
-      reject: refuse a step that raises the loss on its own batch, and raise λ fourfold. Needs ``value`` and
-        ``value_fn``, and one evaluation of the loss per step. Steps that are not finite are always refused.
+      kl_clip: * κ; shortens steps with Δᵀ F Δ > κ, twice the change of the predictions in nats,
+        before the learning rate scales them. None for none, which is for batches much larger than
+        the layers: the curvature of a small one leaves directions in which it sees nothing, and the
+        quadratic model then asks for steps of any length.
+      reject: refuse a step that raises the loss on its own batch, and raise λ fourfold. Needs
+        ``value`` and ``value_fn``, and one evaluation of the loss per step. Steps that are not
+        finite are always refused.
 
     Raises:
-      ValueError: unknown names, numbers out of range, choices that exclude each other, a traced value that shapes the
-        program.
+      ValueError: unknown names, numbers out of range, choices that exclude each other, a traced
+        value that shapes the program.
 
     >>> Options(curvature="exact", solver="dual").measures_loss
     False
@@ -118,19 +124,26 @@ class Options:
         self._check_kinds()
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"expected {name} to be one of {allowed}, got {getattr(self, name)!r}.")
+                raise ValueError(
+                    f"expected {name} to be one of {allowed}, got {getattr(self, name)!r}."
+                )
         for name, (least, inclusive, bound) in _RANGES.items():
             value = getattr(self, name)
-            if isinstance(value, numbers.Real) and not (least < value < bound or (inclusive and value == least)):
+            if isinstance(value, numbers.Real) and not (
+                least < value < bound or (inclusive and value == least)
+            ):
                 above = f"{'at least' if inclusive else 'above'} {least}"
                 below = f" and below {bound}" if bound < float("inf") else ""
                 raise ValueError(f"expected {name} to be {above}{below}, got {value}.")
         if self.solver == "dual" and self.curvature != "exact":
-            raise ValueError(f"solver='dual' expects curvature='exact', got {self.curvature!r}; use solver='cg'.")
+            raise ValueError(
+                f"solver='dual' expects curvature='exact', got {self.curvature!r}; use solver='cg'."
+            )
         if self.damping_interval and self.step != "quadratic":
             raise ValueError(
-                f"damping_interval={self.damping_interval} adapts the damping to the quadratic model: expected "
-                f"step='quadratic', got {self.step!r}; set damping_interval=0 or that step."
+                f"damping_interval={self.damping_interval} adapts the damping to the quadratic "
+                f"model: expected step='quadratic', got {self.step!r}; set damping_interval=0 or "
+                "that step."
             )
 
     def _check_kinds(self) -> None:
@@ -138,8 +151,8 @@ class Options:
         traced = [name for name in sorted(STATIC) if isinstance(getattr(self, name), jax.Array)]
         if traced:
             raise ValueError(
-                f"expected {', '.join(traced)} to be known when the step is compiled, got an array; under "
-                "optax.inject_hyperparams pass static_args=kfac.STATIC_ARGUMENTS."
+                f"expected {', '.join(traced)} to be known when the step is compiled, got an "
+                "array; under optax.inject_hyperparams pass static_args=kfac.STATIC_ARGUMENTS."
             )
 
     @property
@@ -149,22 +162,39 @@ class Options:
 
     def preconditions(self, block: Block) -> bool:
         """Whether CG on this block is preconditioned."""
-        return self.solver == "cg" and self.preconditioner_interval > 0 and self.form(block).name == "factors"
+        return (
+            self.solver == "cg"
+            and self.preconditioner_interval > 0
+            and self.form(block).name == "factors"
+        )
 
     def form(self, block: Block) -> Form:
         """Which products serve a block."""
         if self.curvature != "kron":
             return Form(self.curvature)
         factored = block.factored and max(block.lifted_shape(block.uses[0])) <= self.max_factor_size
-        if is_zero(self.factor_decay):  # nothing to average: no need to form what the Jacobian gives cheaper
+        if is_zero(
+            self.factor_decay
+        ):  # nothing to average: no need to form what the Jacobian gives cheaper
             factored = factored and prefers_factors(block, self.max_iterations)
-        return Form("factors" if factored else "kron", self.token_sharing == "reduce", self.max_factor_size)
+        return Form(
+            "factors" if factored else "kron", self.token_sharing == "reduce", self.max_factor_size
+        )
 
 
 def is_zero(value: Any) -> bool:
-    """Whether a hyper-parameter is off: the number 0, not an array, which may hold another value at the next step."""
+    """Whether a hyper-parameter is off: the number 0, not an array, which may hold another value at
+    the next step."""
     return isinstance(value, numbers.Real) and value == 0
 
 
-_HYPERPARAMETERS = {"learning_rate", "damping", "min_damping", "tolerance", "factor_decay", "momentum", "kl_clip"}
+_HYPERPARAMETERS = {
+    "learning_rate",
+    "damping",
+    "min_damping",
+    "tolerance",
+    "factor_decay",
+    "momentum",
+    "kl_clip",
+}
 STATIC = frozenset(field.name for field in dataclasses.fields(Options)) - _HYPERPARAMETERS

@@ -1,4 +1,5 @@
-"""Plain JAX functions: layers are marked by hand with ``tap``, and ``jax.lax.scan`` repeats them."""
+"""Plain JAX functions: layers are marked by hand with ``tap``, and ``jax.lax.scan`` repeats
+them."""
 
 from __future__ import annotations
 
@@ -29,11 +30,14 @@ def tap(
     Outside of a capture it is ``layer(params, x)``.
 
     Args:
-      layer: ``kfac.Dense()``, ``kfac.L1Dense()``, ``kfac.Scale(fn=…)``, ``kfac.Readout(fn=…)`` or ``kfac.Generic(fn)``.
-      params: the layer's own parameters by role; for ``Dense`` these are ``kernel`` and optionally ``bias``.
+      layer: ``kfac.Dense()``, ``kfac.L1Dense()``, ``kfac.Scale(fn=…)``, ``kfac.Readout(fn=…)`` or
+        ``kfac.Generic(fn)``.
+      params: the layer's own parameters by role; for ``Dense`` these are ``kernel`` and optionally
+        ``bias``.
       x: its input.
-      path: where ``params`` stands in the parameter tree that is differentiated, ``"encoder/fc1"``, or the path of each
-        by role; a parameter stacked for ``jax.lax.scan`` or ``jax.vmap`` has the same path as the whole stack.
+      path: where ``params`` stands in the parameter tree that is differentiated, ``"encoder/fc1"``,
+        or the path of each by role; a parameter stacked for ``jax.lax.scan`` or ``jax.vmap`` has
+        the same path as the whole stack.
       y: the layer's output, where it was computed in another way than by ``layer``.
 
     Returns:
@@ -51,19 +55,26 @@ def tap(
     capture = current_capture()
     if capture is None:
         return y
-    paths = path if isinstance(path, Mapping) else {role: f"{path}/{role}" if path else role for role in params}
+    paths = (
+        path
+        if isinstance(path, Mapping)
+        else {role: f"{path}/{role}" if path else role for role in params}
+    )
     for name in paths.values():
         if name not in capture.shapes:
             raise ValueError(
-                f"expected kfac.tap's path to name parameters of the differentiated tree, got {name!r}; "
-                f"it has {', '.join(sorted(capture.shapes)[:8])}, …"
+                "expected kfac.tap's path to name parameters of the differentiated tree, got "
+                f"{name!r}; it has {', '.join(sorted(capture.shapes)[:8])}, …"
             )
     named = {role: (paths[role], jnp.shape(p), True) for role, p in params.items()}
-    return capture.tap(path or "model" if isinstance(path, str) else next(iter(paths.values())), layer, x, y, named)
+    return capture.tap(
+        path or "model" if isinstance(path, str) else next(iter(paths.values())), layer, x, y, named
+    )
 
 
 def path_of(array: Array) -> str | None:
-    """Where an array stands in the tree that a capture in progress differentiates; None outside of one or for another.
+    """Where an array stands in the tree that a capture in progress differentiates; None outside of
+    one or for another.
 
     It is known by its identity: what is computed from it, a cast or a slice, is another array.
 
@@ -80,11 +91,13 @@ def path_of(array: Array) -> str | None:
     return None if capture is None else capture.paths.get(id(array))
 
 
-def scan(f: Callable, init: Any, xs: Any = None, length: int | None = None, *args: Any, **kwargs: Any) -> Any:
+def scan(
+    f: Callable, init: Any, xs: Any = None, length: int | None = None, *args: Any, **kwargs: Any
+) -> Any:
     """``jax.lax.scan``; tapped layers inside are captured once per iteration.
 
-    While a capture runs, ``jax.lax.scan`` itself is this function; call it by this name where code holds on to the
-    original (``from jax.lax import scan``).
+    While a capture runs, ``jax.lax.scan`` itself is this function; call it by this name where code
+    holds on to the original (``from jax.lax import scan``).
     """
     capture = current_capture()
     if capture is None:

@@ -1,4 +1,5 @@
-"""The linear systems (F + γI) x = b of one step: running averages, damping, preconditioner, solution."""
+"""The linear systems (F + γI) x = b of one step: running averages, damping, preconditioner,
+solution."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def pose(
     flat = flatten(params)
     forms = {name: options.form(block) for name, block in owned.items()}
     factors, weight = _average_factors(owned, forms, flat, state, curvature, options)
-    # Sums begin at 0: divided by their weight they are averages from the first step on. It is 0 until curvature is in.
+    # Sums begin at 0: divided by their weight they are averages from the first step on. It is 0
+    # until curvature is in.
     weight_or_tiny = jnp.maximum(weight, jnp.finfo(weight.dtype).tiny)
     ready = jax.tree.map(lambda factor: factor / weight_or_tiny, factors)
     groups = systems.build(curvature, flat, forms, ready)
@@ -93,7 +95,8 @@ def _average_factors(
     curvature: Curvature,
     options: Options,
 ) -> tuple[dict[str, tuple[Array, ...]], Array]:
-    """Running sums of the Kronecker factors and their weight, with this batch's where its curvature is fresh."""
+    """Running sums of the Kronecker factors and their weight, with this batch's where its curvature
+    is fresh."""
     old = state.averages
     decay = jnp.asarray(options.factor_decay, old.weight.dtype)
 
@@ -104,24 +107,32 @@ def _average_factors(
         factors = {}
         for name, block in owned.items():
             kept = old.factors[name]
-            new = systems.new_factors(block, curvature, systems.lanes_of(block, params), forms[name]) if kept else ()
+            new = (
+                systems.new_factors(block, curvature, systems.lanes_of(block, params), forms[name])
+                if kept
+                else ()
+            )
             factors[name] = jax.tree.map(average, kept, new)
         return factors, decay * old.weight + (1 - decay)
 
     if curvature.fresh is None:
         return update()
-    # Not jnp.where: a step between two curvature batches is to save the products, too, and their cotangents are zeros.
+    # Not jnp.where: a step between two curvature batches is to save the products, too, and their
+    # cotangents are zeros.
     return jax.lax.cond(curvature.fresh, update, lambda: (old.factors, old.weight))
 
 
-def _damp(groups: list[System], damping: Array, state: CGFacState, options: Options) -> tuple[dict, dict[str, Array]]:
+def _damp(
+    groups: list[System], damping: Array, state: CGFacState, options: Options
+) -> tuple[dict, dict[str, Array]]:
     """Running traces, and γ of each block: λ, or λ tr F / (number of parameters)."""
     if options.damping_scale == "absolute":
         return {}, {b.name: jnp.broadcast_to(damping, (b.lanes,)) for s in groups for b in s.blocks}
     decay, traces, gamma = options.factor_decay, {}, {}
     decay = decay.astype(damping.dtype) if isinstance(decay, jax.Array) else decay
     for i, system in enumerate(groups):
-        # Signs from the number of the step: a run that resumes draws the same, and no key has to be kept for it.
+        # Signs from the number of the step: a run that resumes draws the same, and no key has to be
+        # kept for it.
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), i), state.count)
         for block, trace in zip(system.blocks, system.split(system.trace(key)), strict=True):
             if system.form.name == "factors":
@@ -129,8 +140,8 @@ def _damp(groups: list[System], damping: Array, state: CGFacState, options: Opti
             else:
                 traces[block.name] = decay * state.averages.traces[block.name] + (1 - decay) * trace
                 average = traces[block.name] / (1 - decay ** (state.count + 1))
-            # A share of the mean eigenvalue: blocks differ by orders of magnitude, and one γ would be nothing to some
-            # and all that others see.
+            # A share of the mean eigenvalue: blocks differ by orders of magnitude, and one γ would
+            # be nothing to some and all that others see.
             gamma[block.name] = damping * average.astype(damping.dtype) / block.size
     return traces, gamma
 
@@ -138,16 +149,22 @@ def _damp(groups: list[System], damping: Array, state: CGFacState, options: Opti
 def _refresh_inverses(
     groups: list[System], gamma: dict[str, Array], state: CGFacState, options: Options
 ) -> dict[str, tuple[Array, ...]]:
-    """Inverses of the damped factors: the old ones but for every ``preconditioner_interval``-th step."""
+    """Inverses of the damped factors: the old ones but for every ``preconditioner_interval``-th
+    step."""
     old = state.averages.inverses
     if not old:
         return old
     preconditioned = [system for system in groups if system.blocks[0].name in old]
 
     def invert() -> dict[str, tuple[Array, ...]]:
-        return {name: pair for system in preconditioned for name, pair in system.damped_inverses(gamma).items()}
+        return {
+            name: pair
+            for system in preconditioned
+            for name, pair in system.damped_inverses(gamma).items()
+        }
 
-    # An old inverse costs iterations, not the solution: CG solves today's system whatever it is preconditioned by.
+    # An old inverse costs iterations, not the solution: CG solves today's system whatever it is
+    # preconditioned by.
     return jax.lax.cond(state.count % options.preconditioner_interval == 0, invert, lambda: old)
 
 
@@ -156,7 +173,9 @@ def solve(problem: Problem, warm: Vectors | None, options: Options) -> dict[str,
     solved: dict[str, Solution] = {}
     for system in problem.groups:
         names = [block.name for block in system.blocks]
-        b, gamma = (concatenated(vectors[name] for name in names) for vectors in (problem.b, problem.gamma))
+        b, gamma = (
+            concatenated(vectors[name] for name in names) for vectors in (problem.b, problem.gamma)
+        )
         x0 = None if warm is None else concatenated(warm[name] for name in names)
         solution = _share(system, b, gamma, x0, options)
         solved |= dict(zip(names, system.split(solution), strict=True))
@@ -164,19 +183,25 @@ def solve(problem: Problem, warm: Vectors | None, options: Options) -> dict[str,
 
 
 def _share(system: System, b: tuple, gamma: Array, x0: tuple | None, options: Options) -> Solution:
-    """Solves a system; of factors, which no batch divides among devices, each device solves for some lanes."""
-    # Products of captured arrays are divided by examples already, as the batch is, and XLA adds up their parts.
+    """Solves a system; of factors, which no batch divides among devices, each device solves for
+    some lanes."""
+    # Products of captured arrays are divided by examples already, as the batch is, and XLA adds up
+    # their parts.
     if system.form.name != "factors":
         return _solve_system(system, b, gamma, x0, options)
 
-    def solve_lanes(params: tuple, state: tuple, inverses: tuple, b: tuple, gamma: Array, x0: tuple | None) -> Solution:
+    def solve_lanes(
+        params: tuple, state: tuple, inverses: tuple, b: tuple, gamma: Array, x0: tuple | None
+    ) -> Solution:
         part = dataclasses.replace(system, params=params, state=state, inverses=inverses)
         return _solve_system(part, b, gamma, x0, options)
 
     return over_devices(solve_lanes, system.params, system.state, system.inverses, b, gamma, x0)
 
 
-def _solve_system(system: System, b: tuple, gamma: Array, x0: tuple | None, options: Options) -> Solution:
+def _solve_system(
+    system: System, b: tuple, gamma: Array, x0: tuple | None, options: Options
+) -> Solution:
     """Solves (F + γI) x = b of every lane of a system by the solver that the options name."""
     packed, name = system.pack(b), options.solver
     if name == "auto" and system.form.name == "exact":
@@ -186,7 +211,9 @@ def _solve_system(system: System, b: tuple, gamma: Array, x0: tuple | None, opti
     if name == "dense":
         solution = solver.solve_dense(system.matvec, packed, gamma)
     elif name == "dual":
-        solution = solver.solve_dual(system.example_gradients(), packed, gamma, system.program[0].num_examples)
+        solution = solver.solve_dual(
+            system.example_gradients(), packed, gamma, system.program[0].num_examples
+        )
     elif name == "eigh" and system.form.name == "factors" and system.program[0].layer.isometric:
         x = system.solve_by_eigenvectors(packed, gamma)
         solution = solver.direct_solution(system.matvec, packed, gamma, x)

@@ -1,4 +1,5 @@
-"""Which methods of which module classes are layers, and of what kind; shared by the NNX and the Linen adapter."""
+"""Which methods of which module classes are layers, and of what kind; shared by the NNX and the
+Linen adapter."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ class Registration:
     Attributes:
       cls: the module class that defines the method.
       method: its name.
-      describe: module → layer kind; None as result leaves the module alone. None instead of a function: the module
-        itself, as a function of its parameters and input, is the layer.
+      describe: module → layer kind; None as result leaves the module alone. None instead of a
+        function: the module itself, as a function of its parameters and input, is the layer.
       kind: of which kind, ``Generic`` or ``Scale``.
     """
 
@@ -53,18 +54,20 @@ def register_layer(
 ) -> None:
     """Makes a method of a Flax module class (NNX or Linen) a layer with curvature of its own.
 
-    The method's first argument is the layer's input, with the example axis first and the features last; its result is
-    an array. Modules called inside it are part of it. Flax's own dense, convolution, embedding, einsum and
-    normalisation layers are registered already.
+    The method's first argument is the layer's input, with the example axis first and the features
+    last; its result is an array. Modules called inside it are part of it. Flax's own dense,
+    convolution, embedding, einsum and normalisation layers are registered already.
 
     Args:
       cls: the class that defines the method.
       method: ``"__call__"``, or a method that is called on it.
-      describe: module → ``kfac.Dense()``, ``kfac.L1Dense()``, ``kfac.Generic(fn, …)`` or None (no layer). The layer's
-        parameters are those that the module owns directly, by attribute name. Without ``describe`` the method itself is
-        differentiated, and the parameters of submodules belong to the layer too.
-      kind: without ``describe``, ``kfac.Scale`` for a module whose parameters ``scale`` and ``bias`` act on each
-        feature of the last axis alone, as those of norms do; it then has Kronecker factors.
+      describe: module → ``kfac.Dense()``, ``kfac.L1Dense()``, ``kfac.Generic(fn, …)`` or None (no
+        layer). The layer's parameters are those that the module owns directly, by attribute name.
+        Without ``describe`` the method itself is differentiated, and the parameters of submodules
+        belong to the layer too.
+      kind: without ``describe``, ``kfac.Scale`` for a module whose parameters ``scale`` and
+        ``bias`` act on each feature of the last axis alone, as those of norms do; it then has
+        Kronecker factors.
 
     Raises:
       ValueError: the class is none of Flax's modules, or has no such method.
@@ -75,14 +78,18 @@ def register_layer(
     >>> register_layer(Gain)
     """
     libraries = [sys.modules[name] for name in ("flax.nnx", "flax.linen") if name in sys.modules]
-    if not (isinstance(cls, type) and issubclass(cls, tuple(library.Module for library in libraries))):
+    if not (
+        isinstance(cls, type) and issubclass(cls, tuple(library.Module for library in libraries))
+    ):
         raise ValueError(
-            f"expected a class of Flax modules (NNX or Linen), got {cls!r}; mark layers of other code with kfac.tap."
+            f"expected a class of Flax modules (NNX or Linen), got {cls!r}; mark layers of other "
+            "code with kfac.tap."
         )
     owner = next((base for base in cls.__mro__ if method in base.__dict__), None)
     if owner is None or owner is object:
         raise ValueError(
-            f"expected a method that {cls.__name__} defines, got {method!r}; name the one that is the layer."
+            f"expected a method that {cls.__name__} defines, got {method!r}; name the one that is "
+            "the layer."
         )
     _registrations[owner, method] = Registration(owner, method, describe, kind)
 
@@ -99,7 +106,10 @@ def temporary() -> Iterator[None]:
     >>> [(cls, "__call__") in _registrations for cls in (Gain, nnx.Linear)]
     [False, True]
     """
-    for adapter in ("kfac._nnx", "kfac._linen"):  # they register Flax's own layers, once in a process, when they load
+    for adapter in (
+        "kfac._nnx",
+        "kfac._linen",
+    ):  # they register Flax's own layers, once in a process, when they load
         importlib.import_module(adapter)
     kept = dict(_registrations)
     try:
@@ -114,8 +124,11 @@ def registrations(base: type) -> list[Registration]:
     return [r for r in _registrations.values() if issubclass(r.cls, base)]
 
 
-def tap_registered(capture: Any, name: str, layer: Dense | Generic, module: Any, x: Any, y: Any, params: Any) -> Any:
-    """Taps a call of a Flax layer; contracted axes and output axes of general dense layers become one axis each."""
+def tap_registered(
+    capture: Any, name: str, layer: Dense | Generic, module: Any, x: Any, y: Any, params: Any
+) -> Any:
+    """Taps a call of a Flax layer; contracted axes and output axes of general dense layers become
+    one axis each."""
     if not isinstance(layer, Dense):
         return capture.tap(name, layer, x, y, params)
     axes = getattr(module, "axis", -1)
@@ -132,7 +145,8 @@ def plain_dense(module: Any) -> Dense:
 
 
 def general_dense(module: Any) -> Dense | None:
-    """The layer of a dense module with several contracted axes; None if it has one kernel per batch row."""
+    """The layer of a dense module with several contracted axes; None if it has one kernel per batch
+    row."""
     batch_axes = getattr(module, "batch_axis", None) or getattr(module, "batch_dims", None)
     axes = getattr(module, "axis", -1)
     return None if batch_axes else Dense(num_in_axes=1 if isinstance(axes, int) else len(axes))

@@ -1,7 +1,8 @@
-"""Lanes dealt out over the devices of a mesh: each computes its share of the layers, and all get the results.
+"""Lanes dealt out over the devices of a mesh: each computes its share of the layers, and all get
+the results.
 
-Inverses and solutions of layers are the same on all devices of a mesh that splits batches. Computed by all, they
-cost each device what they cost one.
+Inverses and solutions of layers are the same on all devices of a mesh that splits batches. Computed
+by all, they cost each device what they cost one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def over_devices(function: Callable[..., PyTree], *lanes: PyTree) -> Any:
-    """``function(*lanes)``, computed in parts where a mesh is set (``jax.set_mesh``): each device takes some lanes.
+    """``function(*lanes)``, computed in parts where a mesh is set (``jax.set_mesh``): each device
+    takes some lanes.
 
     Args:
       function: treats every lane by itself, and gives arrays with the lanes first.
@@ -41,12 +43,17 @@ def over_devices(function: Callable[..., PyTree], *lanes: PyTree) -> Any:
     if missing:
         lanes = jax.tree.map(padded, lanes)
     spec = PartitionSpec(axes)
-    result = jax.shard_map(function, in_specs=spec, out_specs=spec, axis_names=set(axes), check_vma=False)(*lanes)
+    result = jax.shard_map(
+        function, in_specs=spec, out_specs=spec, axis_names=set(axes), check_vma=False
+    )(*lanes)
     return jax.tree.map(lambda a: a[:count], result)
 
 
 def _automatic_axes() -> tuple[tuple[str, ...], int]:
-    """Axes of the mesh over which XLA, not the user, divides work, and the product of their sizes."""
+    """Axes of the mesh over which XLA, not the user, divides work, and the product of their
+    sizes."""
     mesh = jax.sharding.get_abstract_mesh()
-    axes = tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto)
+    axes = tuple(
+        n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto
+    )
     return axes, math.prod(mesh.shape[name] for name in axes)

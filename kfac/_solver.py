@@ -1,8 +1,8 @@
 """Batched solvers for (F + γI) x = b, one independent system ("lane") per layer.
 
-Every leaf of ``b`` has the same leading axis: the lane. Layers of one shape are stacked along it and solved under one
-loop; each lane stops by itself. Sums run in float32 (float64 for float64 input), whatever the type of the operands of
-the products inside ``matvec``.
+Every leaf of ``b`` has the same leading axis: the lane. Layers of one shape are stacked along it
+and solved under one loop; each lane stops by itself. Sums run in float32 (float64 for float64
+input), whatever the type of the operands of the products inside ``matvec``.
 """
 
 from __future__ import annotations
@@ -94,11 +94,13 @@ def cg(
 ) -> Solution:
     """Solves (F + γI) x = b by preconditioned conjugate gradients, lane by lane.
 
-    A lane stops when ‖r‖ ≤ tolerance·‖b‖, when it meets non-positive curvature (pᵀ(F + γI)p ≤ 0) or a number that is
-    not finite; it then keeps its last good iterate. With the number 0 as tolerance the loop has a fixed length.
+    A lane stops when ‖r‖ ≤ tolerance·‖b‖, when it meets non-positive curvature (pᵀ(F + γI)p ≤ 0) or
+    a number that is not finite; it then keeps its last good iterate. With the number 0 as tolerance
+    the loop has a fixed length.
 
-    A stale warm start can make truncated CG return an ascent direction. ``safeguard=True`` first rescales x₀ by
-    max(0, x₀·b / x₀ᵀ(F + γI)x₀), the minimiser of q along x₀; then q(x₀) ≤ 0, and since CG only lowers q, bᵀx ≥ 0.
+    A stale warm start can make truncated CG return an ascent direction. ``safeguard=True`` first
+    rescales x₀ by max(0, x₀·b / x₀ᵀ(F + γI)x₀), the minimiser of q along x₀; then q(x₀) ≤ 0, and
+    since CG only lowers q, bᵀx ≥ 0.
 
     Args:
       matvec: v → F v, without the damping; symmetric positive semidefinite in every lane.
@@ -121,16 +123,23 @@ def cg(
     """
     fixed_length = isinstance(tolerance, numbers.Real) and tolerance == 0
     if max_iterations < 1:
-        raise ValueError(f"cg needs max_iterations >= 1, got {max_iterations}; use at least one step.")
+        raise ValueError(
+            f"cg needs max_iterations >= 1, got {max_iterations}; use at least one step."
+        )
     precondition = precondition or _unchanged
 
     def damped(v: Vector) -> Vector:
         return lane_axpy(damping, v, matvec(v))
 
     bb = lane_dot(b, b)
-    # Squares are compared: a root in the loop would cost a pass over the lanes and decide nothing else.
+    # Squares are compared: a root in the loop would cost a pass over the lanes and decide nothing
+    # else.
     enough = jnp.square(jnp.asarray(tolerance, bb.dtype)) * bb
-    x, r = (jax.tree.map(jnp.zeros_like, b), b) if x0 is None else _warm_start(x0, b, damped, safeguard)
+    x, r = (
+        (jax.tree.map(jnp.zeros_like, b), b)
+        if x0 is None
+        else _warm_start(x0, b, damped, safeguard)
+    )
     z = precondition(r)
     rr = lane_dot(r, r)
     active = jnp.isfinite(rr) & (rr > enough) & (rr > 0)
@@ -139,8 +148,9 @@ def cg(
     def step(state: _State) -> _State:
         return _cg_step(state, damped, precondition, enough)
 
-    # A known number of steps is a loop without a condition: no reduction over the lanes, no wait for its answer, and
-    # XLA knows what the step costs. It pays where few steps are asked for, none of which a lane would leave out.
+    # A known number of steps is a loop without a condition: no reduction over the lanes, no wait
+    # for its answer, and XLA knows what the step costs. It pays where few steps are asked for, none
+    # of which a lane would leave out.
     if fixed_length:
         end = jax.lax.fori_loop(0, max_iterations, lambda _, state: step(state), start)
     else:
@@ -160,10 +170,15 @@ def _unchanged(r: Vector) -> Vector:
 
 
 def _warm_start(x0: Vector, b: Vector, damped: MatVec, safeguard: bool) -> tuple[Vector, Vector]:
-    """The first iterate and its residual, from x₀ as ``cg`` rescales it; zero where the factor is 0 or not finite."""
+    """The first iterate and its residual, from x₀ as ``cg`` rescales it; zero where the factor is 0
+    or not finite."""
     u = damped(x0)
     projection = lane_dot(x0, b)
-    scale = jnp.maximum(_divide(projection, lane_dot(x0, u)), 0) if safeguard else jnp.ones_like(projection)
+    scale = (
+        jnp.maximum(_divide(projection, lane_dot(x0, u)), 0)
+        if safeguard
+        else jnp.ones_like(projection)
+    )
     scale = jnp.where(jnp.isfinite(scale), scale, 0)
     x = _select(scale != 0, lane_axpy(scale - 1, x0, x0), jax.tree.map(jnp.zeros_like, b))
     return x, _select(scale != 0, lane_axpy(-scale, u, b), b)
@@ -173,8 +188,9 @@ def _cg_step(state: _State, damped: MatVec, precondition: MatVec, enough: Array)
     u = damped(state.p)
     s = lane_dot(state.p, u)
     alpha = _divide(state.rz, s)
-    # Rounding can leave pᵀ(F + γI)p at or below 0 where F is singular and γ small; a step along p would then be of any
-    # length. A lane that stops takes steps of 0 from here on, while the others go on in the same loop.
+    # Rounding can leave pᵀ(F + γI)p at or below 0 where F is singular and γ small; a step along p
+    # would then be of any length. A lane that stops takes steps of 0 from here on, while the others
+    # go on in the same loop.
     good = state.active & (s > 0) & jnp.isfinite(alpha)
     alpha = jnp.where(good, alpha, 0)
     u = _select(good, u, jax.tree.map(jnp.zeros_like, u))  # it may hold NaN, and 0·NaN is NaN
@@ -192,7 +208,9 @@ def _cg_step(state: _State, damped: MatVec, precondition: MatVec, enough: Array)
     )
 
 
-def direct_solution(matvec: MatVec, b: Vector, damping: Float[Array, " lane"], x: Vector) -> Solution:
+def direct_solution(
+    matvec: MatVec, b: Vector, damping: Float[Array, " lane"], x: Vector
+) -> Solution:
     """A ``Solution`` for an ``x`` found without iterations; its residual costs one product."""
     r = jax.tree.map(jnp.subtract, b, lane_axpy(damping, x, matvec(x)))
     bb = lane_dot(b, b)
@@ -202,7 +220,8 @@ def direct_solution(matvec: MatVec, b: Vector, damping: Float[Array, " lane"], x
 
 
 def dense_matrix(matvec: MatVec, like: Vector) -> Float[Array, "lane size size"]:
-    """The matrix of ``matvec`` for every lane, from one product per unit vector: for small layers and for checks.
+    """The matrix of ``matvec`` for every lane, from one product per unit vector: for small layers
+    and for checks.
 
     >>> import jax.numpy as jnp
     >>> dense_matrix(lambda v: 2 * v, jnp.zeros((1, 2))).tolist()
@@ -214,12 +233,14 @@ def dense_matrix(matvec: MatVec, like: Vector) -> Float[Array, "lane size size"]
     def column(unit: Float[Array, " size"]) -> Float[Array, "lane size"]:
         return lane_flatten(matvec(unflatten(jnp.broadcast_to(unit, flat.shape))))[0]
 
-    # One after the other: all at once they would hold as many times the activations as there are parameters.
+    # One after the other: all at once they would hold as many times the activations as there are
+    # parameters.
     return jnp.moveaxis(jax.lax.map(column, units), 0, 2)
 
 
 def solve_dense(matvec: MatVec, b: Vector, damping: Float[Array, " lane"]) -> Solution:
-    """Solves (F + γI) x = b by forming F: O(size²) memory, for small layers and as the yardstick of the others.
+    """Solves (F + γI) x = b by forming F: O(size²) memory, for small layers and as the yardstick of
+    the others.
 
     >>> import jax.numpy as jnp
     >>> solve_dense(lambda v: 3 * v, jnp.ones((1, 2)), jnp.ones(1)).x.tolist()
@@ -227,7 +248,9 @@ def solve_dense(matvec: MatVec, b: Vector, damping: Float[Array, " lane"]) -> So
     """
     flat, unflatten = lane_flatten(b)
     matrix = dense_matrix(matvec, b)
-    matrix += damping[:, None, None].astype(matrix.dtype) * jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
+    matrix += damping[:, None, None].astype(matrix.dtype) * jnp.eye(
+        matrix.shape[-1], dtype=matrix.dtype
+    )
     x = jnp.linalg.solve(matrix, flat[..., None])[..., 0]
     return direct_solution(matvec, b, damping, unflatten(x))
 
@@ -241,21 +264,27 @@ def lane_flatten(tree: Vector) -> tuple[Float[Array, "lane size"], Callable[[Arr
 
     def unflatten(array: Array) -> Vector:
         parts = jnp.split(array, ends[:-1], axis=1)
-        return jax.tree.unflatten(treedef, [p.reshape(s) for p, s in zip(parts, shapes, strict=True)])
+        return jax.tree.unflatten(
+            treedef, [p.reshape(s) for p, s in zip(parts, shapes, strict=True)]
+        )
 
     return flat, unflatten
 
 
 def solve_dual(
-    gradients: Float[Array, "lane example size"], b: Vector, damping: Float[Array, " lane"], num_examples: int
+    gradients: Float[Array, "lane example size"],
+    b: Vector,
+    damping: Float[Array, " lane"],
+    num_examples: int,
 ) -> Solution:
     """Solves (UᵀU/N + γI) x = b in example space (Woodbury; TENGraD, arXiv:2106.03947).
 
-    x = (b − Uᵀ(UUᵀ + NγI)⁻¹ U b) / γ, where the rows of U are per-example gradients. Exact, and cheaper than CG when
-    there are few examples: O(E²·size) for E rows.
+    x = (b − Uᵀ(UUᵀ + NγI)⁻¹ U b) / γ, where the rows of U are per-example gradients. Exact, and
+    cheaper than CG when there are few examples: O(E²·size) for E rows.
 
     Args:
-      gradients: U of every lane; E rows, which may exceed N when several cotangents are drawn per example.
+      gradients: U of every lane; E rows, which may exceed N when several cotangents are drawn per
+        example.
       b: right-hand side.
       damping: γ > 0 of every lane.
       num_examples: N, the divisor in F = UᵀU/N.
@@ -289,7 +318,8 @@ def solve_kronecker(
     b: Float[Array, "lane rows columns"],
     damping: Float[Array, " lane"],
 ) -> Float[Array, "lane rows columns"]:
-    """Solves A X G + γX = B exactly by the eigenvectors of A and G: what K-FAC with unfactored damping computes.
+    """Solves A X G + γX = B exactly by the eigenvectors of A and G: what K-FAC with unfactored
+    damping computes.
 
     >>> import jax.numpy as jnp
     >>> eye = jnp.eye(2)[None]
@@ -299,8 +329,8 @@ def solve_kronecker(
     a, qa = jnp.linalg.eigh(left)
     g, qg = jnp.linalg.eigh(right)
     rotated = jnp.einsum("lij,lio,lop->ljp", qa, b, qg)
-    # Factors have no negative eigenvalues, but float32 finds some just below 0, which times a large one of the other
-    # factor would cancel the damping.
+    # Factors have no negative eigenvalues, but float32 finds some just below 0, which times a large
+    # one of the other factor would cancel the damping.
     eigenvalues = jnp.maximum(a, 0)[:, :, None] * jnp.maximum(g, 0)[:, None, :]
     rotated /= eigenvalues + damping[:, None, None].astype(b.dtype)
     return jnp.einsum("lij,ljp,lop->lio", qa, rotated, qg)

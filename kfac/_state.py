@@ -22,7 +22,8 @@ class CGFacState(NamedTuple):
 
     Attributes:
       count: steps so far, refused ones included.
-      damping_factor: what adaptation and refused steps have made of λ, as a factor of ``Options.damping``.
+      damping_factor: what adaptation and refused steps have made of λ, as a factor of
+        ``Options.damping``.
       averages: running averages of the curvature.
       velocity: the last step.
       solution: last solution of the linear systems, where it is the warm start.
@@ -44,7 +45,8 @@ class Averages(NamedTuple):
       factors: block → Kronecker factors.
       traces: block → tr F of each lane, for relative damping.
       weight: sum of the weights, 0 before the first step.
-      inverses: block → inverses of the damped factors that precondition CG (no sums), refreshed now and then.
+      inverses: block → inverses of the damped factors that precondition CG (no sums), refreshed now
+        and then.
     """
 
     factors: dict[str, tuple[Array, ...]]
@@ -66,12 +68,22 @@ def init_state(params: PyTree[Array], owned: dict[str, Block], options: Options)
     dtype = jnp.result_type(jnp.float32, *flatten(params).values())
     scalar = jnp.zeros((), dtype)
     lanes = {name: jnp.zeros((block.lanes,), dtype) for name, block in owned.items()}
-    factors = {name: _empty_factors(block, options.form(block), dtype) for name, block in owned.items()}
-    inverses = {n: _empty_inverses(block, factors[n]) for n, block in owned.items() if options.preconditions(block)}
+    factors = {
+        name: _empty_factors(block, options.form(block), dtype) for name, block in owned.items()
+    }
+    inverses = {
+        n: _empty_inverses(block, factors[n])
+        for n, block in owned.items()
+        if options.preconditions(block)
+    }
     traces = lanes if options.damping_scale == "relative" else {}
     velocity = jax.tree.map(jnp.zeros_like, params)
-    per_block = {n: {"iterations": zero.astype(jnp.int32), "residual": zero} for n, zero in lanes.items()}
-    summary = dict.fromkeys(("damping", "step", "momentum", "kl_scale", "model", "rejected"), scalar)
+    per_block = {
+        n: {"iterations": zero.astype(jnp.int32), "residual": zero} for n, zero in lanes.items()
+    }
+    summary = dict.fromkeys(
+        ("damping", "step", "momentum", "kl_scale", "model", "rejected"), scalar
+    )
     return CGFacState(
         count=jnp.zeros((), jnp.int32),
         damping_factor=jnp.ones_like(scalar),
@@ -115,8 +127,8 @@ def find_state(opt_state: PyTree[Array]) -> CGFacState:
     states = _find_states(opt_state)
     if len(states) != 1:
         raise ValueError(
-            f"expected the state of an optimizer with one cg_fac, got {len(states)}; pass what its init and update "
-            "return."
+            f"expected the state of an optimizer with one cg_fac, got {len(states)}; pass what its "
+            "init and update return."
         )
     return states[0]
 
@@ -132,9 +144,10 @@ def _find_states(opt_state: PyTree[Array]) -> list[CGFacState]:
 def telemetry(opt_state: PyTree[Array]) -> dict[str, Array]:
     """Scalars of the last step of ``cg_fac``, wherever it stands in an optax chain, by name.
 
-    ``cg_fac/damping`` λ, ``step`` and ``momentum`` (α, β), ``kl_scale``, ``model`` (predicted change of the loss),
-    ``ratio`` (actual over predicted, when last measured), ``rejected``; and for each block ``iterations/<block>``
-    and ``residual/<block>`` (mean over its lanes). Empty for other optimizers.
+    ``cg_fac/damping`` λ, ``step`` and ``momentum`` (α, β), ``kl_scale``, ``model`` (predicted
+    change of the loss), ``ratio`` (actual over predicted, when last measured), ``rejected``; and
+    for each block ``iterations/<block>`` and ``residual/<block>`` (mean over its lanes). Empty for
+    other optimizers.
 
     >>> import jax.numpy as jnp, kfac
     >>> params = {"fc": {"kernel": jnp.ones((3, 2))}}

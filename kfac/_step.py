@@ -1,4 +1,5 @@
-"""From solutions of the linear systems to a step: its length, its momentum, and whether to take it."""
+"""From solutions of the linear systems to a step: its length, its momentum, and whether to take
+it."""
 
 from __future__ import annotations
 
@@ -58,10 +59,11 @@ def fixed_step(
     momentum: float | Float[Array, ""],
     kl_clip: float | Float[Array, ""] | None,
 ) -> Proposal:
-    """Δ = μ·(last Δ) − η ν x with ν = min(1, √(κ / xᵀF x)), the KL clip of the new part (κ = ``kl_clip``).
+    """Δ = μ·(last Δ) − η ν x with ν = min(1, √(κ / xᵀF x)), the KL clip of the new part (κ =
+    ``kl_clip``).
 
-    The clip comes before the learning rate, else a step that is always clipped would undo every schedule of η.
-    xᵀF x needs no further product: xᵀ(F + γI)x = 2 bᵀx + 2 q(x).
+    The clip comes before the learning rate, else a step that is always clipped would undo every
+    schedule of η. xᵀF x needs no further product: xᵀ(F + γI)x = 2 bᵀx + 2 q(x).
     """
     x = {name: s.x for name, s in solved.items()}
     # Over all blocks together: κ bounds one step of the network, not a step of each layer.
@@ -86,11 +88,13 @@ def quadratic_step(
     rate: Array,
     kl_clip: float | Float[Array, ""] | None,
 ) -> Proposal:
-    """Δ = η ν (α d + β v), d = −x the new direction, v the last step; (α, β) minimise a quadratic model of the loss.
+    """Δ = η ν (α d + β v), d = −x the new direction, v the last step; (α, β) minimise a quadratic
+    model of the loss.
 
-    The model is q(Δ) = ∇L·Δ + ½ Δᵀ(F + Γ)Δ with the Fisher matrix of *all* covered parameters, layers together: the
-    derivative of example n's loss along d is the sum over layers of θ_n, so dᵀF d = Σ_n (Σ_layers θ_n)² / N costs half
-    a product per layer and no pass through the network. Γ holds each block's γ. (Martens & Grosse, 2015, section 7.)
+    The model is q(Δ) = ∇L·Δ + ½ Δᵀ(F + Γ)Δ with the Fisher matrix of *all* covered parameters,
+    layers together: the derivative of example n's loss along d is the sum over layers of θ_n, so
+    dᵀF d = Σ_n (Σ_layers θ_n)² / N costs half a product per layer and no pass through the network.
+    Γ holds each block's γ. (Martens & Grosse, 2015, section 7.)
     """
     d = {name: jax.tree.map(jnp.negative, s.x) for name, s in solved.items()}
     slope = -jnp.stack([dot(b, d), dot(b, velocity)])
@@ -110,7 +114,8 @@ def quadratic_step(
 
 
 def minimise_2x2(matrix: Float[Array, "2 2"], slope: Float[Array, " 2"]) -> Float[Array, " 2"]:
-    """The minimiser of ½ zᵀMz − slope·z; along the first axis alone where M is singular or the second is empty.
+    """The minimiser of ½ zᵀMz − slope·z; along the first axis alone where M is singular or the
+    second is empty.
 
     >>> minimise_2x2(jnp.array([[2.0, 0.0], [0.0, 4.0]]), jnp.array([2.0, 2.0])).tolist()
     [1.0, 0.5]
@@ -119,8 +124,8 @@ def minimise_2x2(matrix: Float[Array, "2 2"], slope: Float[Array, " 2"]) -> Floa
     """
     (a, c), (_, e) = matrix
     determinant = a * e - c * c
-    # 1 − cos² of the angle between both directions: a thousandth of a radian apart they are one direction in float32,
-    # and their coefficients would be large numbers that cancel.
+    # 1 − cos² of the angle between both directions: a thousandth of a radian apart they are one
+    # direction in float32, and their coefficients would be large numbers that cancel.
     regular = determinant > 1e-6 * a * e
     safe = jnp.where(regular, determinant, 1)
     both = jnp.stack([e * slope[0] - c * slope[1], a * slope[1] - c * slope[0]]) / safe
@@ -128,7 +133,9 @@ def minimise_2x2(matrix: Float[Array, "2 2"], slope: Float[Array, " 2"]) -> Floa
     return jnp.where(regular, both, jnp.where(a > 0, single, 0))
 
 
-def _derivatives(groups: list[System], *directions: Vectors) -> Float[Array, "direction column example"]:
+def _derivatives(
+    groups: list[System], *directions: Vectors
+) -> Float[Array, "direction column example"]:
     parts = []
     for system in groups:
         lanes = [[vectors[block.name] for block in system.blocks] for vectors in directions]
@@ -145,7 +152,8 @@ def _kl_scale(kl: Array, kl_clip: float | Array | None) -> Array:
 
 
 class Verdict(NamedTuple):
-    """Whether a step is taken, by what the damping grows, and actual over predicted change of the loss.
+    """Whether a step is taken, by what the damping grows, and actual over predicted change of the
+    loss.
 
     The ratio is NaN where the loss was not measured.
     """
@@ -168,9 +176,9 @@ def judge(
 ) -> Verdict:
     """Levenberg-Marquardt adaptation and step rejection.
 
-    Every ``interval`` steps ρ = (L(θ + Δ) − L(θ)) / q(Δ) is compared on this very batch: λ shrinks by 0.95^interval
-    where ρ > 3/4 and grows by its inverse where ρ < 1/4. A step that is not finite is never taken, with ``reject``
-    neither is one that raises the loss; λ is then multiplied by 4.
+    Every ``interval`` steps ρ = (L(θ + Δ) − L(θ)) / q(Δ) is compared on this very batch: λ shrinks
+    by 0.95^interval where ρ > 3/4 and grows by its inverse where ρ < 1/4. A step that is not finite
+    is never taken, with ``reject`` neither is one that raises the loss; λ is then multiplied by 4.
 
     Args:
       finite: whether the step is.
@@ -201,6 +209,8 @@ def judge(
     omega = 0.95**interval
     # Applied to the factor and not to λ, so that the bound holds for the product of both.
     floor = jnp.minimum(min_damping / jnp.maximum(damping, jnp.finfo(damping.dtype).tiny), 1)
-    adapted = jnp.where(ratio > 0.75, jnp.maximum(omega, floor), jnp.where(ratio < 0.25, 1 / omega, 1))
+    adapted = jnp.where(
+        ratio > 0.75, jnp.maximum(omega, floor), jnp.where(ratio < 0.25, 1 / omega, 1)
+    )
     growth = jnp.where(accept, jnp.where(adapt, adapted, 1), 4).astype(damping.dtype)
     return Verdict(accept, growth, ratio)

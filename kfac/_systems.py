@@ -30,7 +30,8 @@ class Form:
     """Which matrix a block's F is, and by which products.
 
     Attributes:
-      name: ``"exact"``, ``"token"``, ``"kron"`` (through the layer's Jacobian) or ``"factors"`` (both factors formed).
+      name: ``"exact"``, ``"token"``, ``"kron"`` (through the layer's Jacobian) or ``"factors"``
+        (both factors formed).
       reduce: token sharing of the last two: mean input and summed cotangent instead of all tokens.
       max_size: the right factor of ``"kron"`` is diagonal where it would have more rows.
     """
@@ -71,11 +72,16 @@ class System:
 
     @property
     def packs(self) -> bool:
-        """Whether vectors are single matrices [V; v_b]: fewer, larger operations in the solver's loop."""
-        return all(u.layer.factored for u in self.program) and len({(u.layer, u.roles) for u in self.program}) == 1
+        """Whether vectors are single matrices [V; v_b]: fewer, larger operations in the solver's
+        loop."""
+        return (
+            all(u.layer.factored for u in self.program)
+            and len({(u.layer, u.roles) for u in self.program}) == 1
+        )
 
     def pack(self, v: Lanes) -> PyTree[Array]:
-        """A vector as the solver sees it: one matrix per lane for dense blocks, the parameters for others."""
+        """A vector as the solver sees it: one matrix per lane for dense blocks, the parameters for
+        others."""
         return jax.vmap(self.program[0].as_matrix)(v) if self.packs else v
 
     def unpack(self, packed: PyTree[Array]) -> Lanes:
@@ -97,7 +103,9 @@ class System:
         """F v of every lane, for packed v."""
         if self.form.name == "factors":
             left, right = self.state
-            return jax.vmap(functools.partial(blocks.factor_product, self.program[0]))(self.params, left, right, v)
+            return jax.vmap(functools.partial(blocks.factor_product, self.program[0]))(
+                self.params, left, right, v
+            )
         return self.pack(self.product(self.unpack(v)))
 
     def precondition(self, r: PyTree[Array]) -> PyTree[Array]:
@@ -105,7 +113,8 @@ class System:
         return self.inverses[0] @ r @ self.inverses[1] if self.inverses else r
 
     def derivatives(self, v: Lanes) -> Float[Array, "column example"]:
-        """Each example's derivative of its loss along v, summed over the lanes; for systems that keep cotangents."""
+        """Each example's derivative of its loss along v, summed over the lanes; for systems that
+        keep cotangents."""
 
         def one(state: Any, g: Any, v: Lanes) -> Array:
             return blocks.example_derivatives(g, blocks.pushforward(self.program, state, v))
@@ -126,33 +135,45 @@ class System:
         """
         by_lane = jnp.concatenate([gamma[block.name] for block in self.blocks])
         inverses = over_devices(self._damped_inverses, self.params, self.state, by_lane)
-        return {block.name: part for block, part in zip(self.blocks, self.split(inverses), strict=True)}
+        return {
+            block.name: part for block, part in zip(self.blocks, self.split(inverses), strict=True)
+        }
 
-    def _damped_inverses(self, params: Lanes, factors: tuple[Array, Array], gamma: Float[Array, " lane"]) -> tuple:
+    def _damped_inverses(
+        self, params: Lanes, factors: tuple[Array, Array], gamma: Float[Array, " lane"]
+    ) -> tuple:
         left, right = factors
         left = jax.vmap(self.program[0].mean_left)(params, left)
         root, tiny = jnp.sqrt(gamma), jnp.finfo(left.dtype).tiny
         # (𝒜 + π√γ I) ⊗ (𝒢 + √γ/π I) has γI and two terms too many, whose trace norm is least for
-        # this π. The factors may differ by many orders of magnitude: one √γ for both would drown the
-        # smaller and not reach the larger.
-        pi = jnp.sqrt(jnp.maximum(_mean_diagonal(left), tiny) / jnp.maximum(_mean_diagonal(right), tiny))
+        # this π. The factors may differ by many orders of magnitude: one √γ for both would drown
+        # the smaller and not reach the larger.
+        pi = jnp.sqrt(
+            jnp.maximum(_mean_diagonal(left), tiny) / jnp.maximum(_mean_diagonal(right), tiny)
+        )
         return _damped_inverse(left, root * pi), _damped_inverse(right, root / pi)
 
     def trace(self, key: Array) -> Float[Array, " lane"]:
-        """tr F of every lane; an unbiased estimate from random signs (Hutchinson) where there is no closed form."""
+        """tr F of every lane; an unbiased estimate from random signs (Hutchinson) where there is no
+        closed form."""
         if self.form.name == "factors":
-            return jax.vmap(functools.partial(blocks.factored_trace, self.program[0]))(self.params, *self.state)
+            return jax.vmap(functools.partial(blocks.factored_trace, self.program[0]))(
+                self.params, *self.state
+            )
         if self.form.name == "exact":
             exact = functools.partial(blocks.exact_trace, self.program)
             return jax.vmap(exact)(self.params, self.inputs, self.state, self.g)
         like, treedef = jax.tree.flatten(self.pack(self.params))
         keys = jax.random.split(key, len(like))
-        signs = [jax.random.rademacher(k, p.shape, p.dtype) for k, p in zip(keys, like, strict=True)]
+        signs = [
+            jax.random.rademacher(k, p.shape, p.dtype) for k, p in zip(keys, like, strict=True)
+        ]
         signs = jax.tree.unflatten(treedef, signs)
         return solver.lane_dot(signs, self.matvec(signs))
 
     def example_gradients(self) -> Float[Array, "lane row size"]:
-        """Every example's own gradient of every lane: U of F = UᵀU/N; for systems that keep cotangents."""
+        """Every example's own gradient of every lane: U of F = UᵀU/N; for systems that keep
+        cotangents."""
 
         one = functools.partial(blocks.example_gradients, self.program)
         rows = jax.vmap(one)(self.params, self.inputs, self.state, self.g)
@@ -161,7 +182,8 @@ class System:
         return jnp.concatenate(flat, axis=2)
 
     def solve_by_eigenvectors(self, b: Array, gamma: Float[Array, " lane"]) -> Array:
-        """The exact solution of (F + γI) x = b, packed, where F is given by factors and the lift keeps lengths."""
+        """The exact solution of (F + γI) x = b, packed, where F is given by factors and the lift
+        keeps lengths."""
         left, right = self.state
         return solver.solve_kronecker(left, right, b, gamma)
 
@@ -185,7 +207,8 @@ def _product(program: tuple, form: Form, state: Any, g: Any, v: Any) -> Any:
 
 
 def lanes_of(block: Block, flat: dict[str, Array]) -> Lanes:
-    """A block's part of a flat tree {path: array}, with a leading lane axis, in float32 or better."""
+    """A block's part of a flat tree {path: array}, with a leading lane axis, in float32 or
+    better."""
     lanes = tuple(param.to_lanes(flat[param.path]) for param in block.params)
     return tuple(a.astype(_float(a)) for a in lanes)
 
@@ -211,10 +234,13 @@ def captured_of(block: Block, curvature: Curvature) -> tuple[tuple, tuple[Array,
 
 
 def new_factors(block: Block, curvature: Curvature, params: Lanes, form: Form) -> tuple[Array, ...]:
-    """This batch's Kronecker factors: (left, right) for ``"factors"``, right ones by output width for ``"kron"``."""
+    """This batch's Kronecker factors: (left, right) for ``"factors"``, right ones by output width
+    for ``"kron"``."""
     inputs, g = captured_of(block, curvature)
     sharing = {"reduce": form.reduce}
-    right = jax.vmap(functools.partial(blocks.right_factors, block.program, max_size=form.max_size, **sharing))(g)
+    right = jax.vmap(
+        functools.partial(blocks.right_factors, block.program, max_size=form.max_size, **sharing)
+    )(g)
     if form.name == "kron":
         return right
     left = jax.vmap(functools.partial(blocks.left_factor, block.program, **sharing))(params, inputs)
@@ -225,20 +251,23 @@ def _mean_diagonal(matrix: Float[Array, "lane n n"]) -> Float[Array, " lane"]:
     return jnp.trace(matrix, axis1=1, axis2=2) / matrix.shape[-1]
 
 
-def _damped_inverse(matrix: Float[Array, "lane n n"], damping: Float[Array, " lane"]) -> Float[Array, "lane n n"]:
+def _damped_inverse(
+    matrix: Float[Array, "lane n n"], damping: Float[Array, " lane"]
+) -> Float[Array, "lane n n"]:
     eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
 
     def invert(lane: tuple[Array, Array]) -> Array:
         matrix, damping = lane
-        # Half the work of an LU factorisation; and NaN where rounding left the matrix without its positive sign.
+        # Half the work of an LU factorisation; and NaN where rounding left the matrix without its
+        # positive sign.
         root = jnp.linalg.cholesky(matrix + damping * eye)
         half = jax.lax.linalg.triangular_solve(root, eye, left_side=True, lower=True)
         inverse = half.T @ half  # symmetric to the last bit, as CG needs
         # Where float32 cannot invert a factor, CG does without it.
         return jnp.where(jnp.isfinite(inverse).all(), inverse, eye)
 
-    # Lane by lane: on CPUs, jaxlib's batched factorizations wait for threads of the pool that they run on, and two of
-    # them at once wait for ever where the pool has two threads.
+    # Lane by lane: on CPUs, jaxlib's batched factorizations wait for threads of the pool that they
+    # run on, and two of them at once wait for ever where the pool has two threads.
     return jax.lax.map(invert, (matrix, damping))
 
 
@@ -258,8 +287,11 @@ def build(
     """
     groups: dict[Any, list[System]] = {}
     for name, form in forms.items():
-        system = _one(curvature.layers.blocks[name], curvature, params, form, (factors or {}).get(name, ()))
-        # Layers of one shape become one system: fewer and larger products, and one loop to compile for all of them.
+        system = _one(
+            curvature.layers.blocks[name], curvature, params, form, (factors or {}).get(name, ())
+        )
+        # Layers of one shape become one system: fewer and larger products, and one loop to compile
+        # for all of them.
         shapes = jax.tree.map(lambda a: (a.shape[1:], str(a.dtype)), system.arrays)
         key = (system.program, form, jax.tree.structure(shapes), str(shapes))
         groups.setdefault(key, []).append(system)
@@ -267,11 +299,17 @@ def build(
 
 
 def _one(block: Block, curvature: Curvature, params: dict, form: Form, factors: tuple) -> System:
-    """One block's system, before linearisation: the captured inputs stand for the local Jacobians."""
+    """One block's system, before linearisation: the captured inputs stand for the local
+    Jacobians."""
     lanes = lanes_of(block, params)
     if form.name == "factors":
-        # Factors know nothing of the batch: what is the batch's in the program would keep layers of one shape apart.
-        program = (dataclasses.replace(block.program[0], output=None, input_dtypes=(), num_examples=0, example_axis=0),)
+        # Factors know nothing of the batch: what is the batch's in the program would keep layers of
+        # one shape apart.
+        program = (
+            dataclasses.replace(
+                block.program[0], output=None, input_dtypes=(), num_examples=0, example_axis=0
+            ),
+        )
         return System((block,), form, program, lanes, factors, None)
     inputs, g = captured_of(block, curvature)
     state = (inputs, factors) if form.name == "kron" else inputs
@@ -289,12 +327,15 @@ def _stack(systems: list[System]) -> System:
 def _linearized(system: System) -> System:
     if system.form.name == "factors":
         return system
-    # Once for all products of a solve: each of its iterations would pass through the layer again otherwise.
+    # Once for all products of a solve: each of its iterations would pass through the layer again
+    # otherwise.
     linearize = jax.vmap(functools.partial(blocks.linearize, system.program))
     if system.form.name == "kron":
         inputs, right = system.state
         return dataclasses.replace(system, state=(linearize(system.params, inputs), right))
-    return dataclasses.replace(system, state=linearize(system.params, system.state), inputs=system.state)
+    return dataclasses.replace(
+        system, state=linearize(system.params, system.state), inputs=system.state
+    )
 
 
 def _float(array: Array) -> Any:

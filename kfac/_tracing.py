@@ -1,4 +1,5 @@
-"""Traces of a loss function in which layers report to a capture, whichever way the model is written."""
+"""Traces of a loss function in which layers report to a capture, whichever way the model is
+written."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def record_taps(loss_fn: Callable, params: PyTree, args: tuple) -> dict[str, Tap
 
 
 def tapped(loss_fn: Callable, taps: dict[str, Tap]) -> Callable:
-    """``(params, slots, *args) → loss_fn(params, *args)`` whose gradient in ``slots`` is what the taps captured."""
+    """``(params, slots, *args) → loss_fn(params, *args)`` whose gradient in ``slots`` is what the
+    taps captured."""
 
     def with_slots(params, slots, *args):
         with _watched(Capture(params, taps, slots), params):
@@ -53,11 +55,16 @@ def _watched(capture: Capture, params: PyTree) -> Iterator[None]:
 
 
 def _adapters_in_use() -> list[Adapter]:
-    return [importlib.import_module(module).ADAPTER for library, module in ADAPTERS.items() if library in sys.modules]
+    return [
+        importlib.import_module(module).ADAPTER
+        for library, module in ADAPTERS.items()
+        if library in sys.modules
+    ]
 
 
 class _Patches:
-    """Functions of other libraries replaced while any capture runs, by ones that look for it (on their thread)."""
+    """Functions of other libraries replaced while any capture runs, by ones that look for it (on
+    their thread)."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -67,7 +74,9 @@ class _Patches:
     def __enter__(self) -> None:
         with self.lock:
             if self.count == 0:
-                with contextlib.ExitStack() as stack:  # undoes what is done if an adapter fails halfway
+                with (
+                    contextlib.ExitStack() as stack
+                ):  # undoes what is done if an adapter fails halfway
                     for adapter in _adapters_in_use():
                         for owner, name, make in adapter.replacements():
                             stack.callback(setattr, owner, name, _replace(owner, name, make))
@@ -85,12 +94,14 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
     """Replaces an attribute and returns the original."""
     if name not in vars(owner):
         raise RuntimeError(
-            f"expected {owner.__name__} to define {name!r}, where kfac finds layers; install a version of this library "
-            "that kfac is tested with."
+            f"expected {owner.__name__} to define {name!r}, where kfac finds layers; install a "
+            "version of this library that kfac is tested with."
         )
     original = vars(owner)[name]
     replacement = make(original)
-    setattr(owner, name, functools.wraps(original)(replacement) if callable(original) else replacement)
+    setattr(
+        owner, name, functools.wraps(original)(replacement) if callable(original) else replacement
+    )
     return original
 
 

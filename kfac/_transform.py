@@ -23,24 +23,27 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree
 
 
-def scale_by_cg_fac(layers: Layers, options: Options | None = None) -> optax.GradientTransformationExtraArgs:
-    """Replaces the gradient ∇L of every layer by −Δ, the step of CG-FAC: x with (F̂ + γI) x = ∇L, and its length.
+def scale_by_cg_fac(
+    layers: Layers, options: Options | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Replaces the gradient ∇L of every layer by −Δ, the step of CG-FAC: x with (F̂ + γI) x = ∇L,
+    and its length.
 
-    As optax's other ``scale_by_…``, it is to be followed by ``optax.scale(-1)`` or ``optax.scale_by_learning_rate``,
-    and takes covered parameters alone: ``layers.labels`` says to ``optax.partition`` which these are, and ``cg_fac`` is
-    that composition ready-made.
+    As optax's other ``scale_by_…``, it is to be followed by ``optax.scale(-1)`` or
+    ``optax.scale_by_learning_rate``, and takes covered parameters alone: ``layers.labels`` says to
+    ``optax.partition`` which these are, and ``cg_fac`` is that composition ready-made.
 
     Args:
       layers: from ``find_layers``, all or those that ``Layers.select`` keeps.
       options: settings; ``Options()`` by default.
 
     Returns:
-      A transformation whose ``update`` takes ``(grads, state, params, *, curvature, value=None, value_fn=None)``;
-      ``value_fn`` is called with parameters as ``update`` sees them.
+      A transformation whose ``update`` takes ``(grads, state, params, *, curvature, value=None,
+      value_fn=None)``; ``value_fn`` is called with parameters as ``update`` sees them.
 
     Raises:
-      ValueError: in ``init``, parameters without a layer, or layers of which only a part is here; in ``update``,
-        missing or foreign curvature.
+      ValueError: in ``init``, parameters without a layer, or layers of which only a part is here;
+        in ``update``, missing or foreign curvature.
 
     >>> import jax.numpy as jnp, kfac
     >>> params = {"fc": {"kernel": jnp.ones((3, 2))}, "scale": jnp.ones(())}
@@ -49,9 +52,15 @@ def scale_by_cg_fac(layers: Layers, options: Options | None = None) -> optax.Gra
     >>> layers.labels(params)
     {'fc': {'kernel': 'cg_fac'}, 'scale': 'fallback'}
     >>> second_order = optax.chain(
-    ...     kfac.scale_by_cg_fac(layers, kfac.Options(damping=0.1)), optax.scale_by_learning_rate(0.5))
-    >>> optimizer = optax.partition({"cg_fac": second_order, "fallback": optax.sgd(0.1)}, layers.labels)
-    >>> (_, grads, curvature) = kfac.value_grad_and_curvature(loss_fn, fisher="empirical")(params, jnp.ones((4, 3)))
+    ...     kfac.scale_by_cg_fac(layers, kfac.Options(damping=0.1)),
+    ...     optax.scale_by_learning_rate(0.5),
+    ... )
+    >>> optimizer = optax.partition(
+    ...     {"cg_fac": second_order, "fallback": optax.sgd(0.1)}, layers.labels
+    ... )
+    >>> (_, grads, curvature) = kfac.value_grad_and_curvature(loss_fn, fisher="empirical")(
+    ...     params, jnp.ones((4, 3))
+    ... )
     >>> updates, _ = optimizer.update(grads, optimizer.init(params), params, curvature=curvature)
     >>> bool((updates["fc"]["kernel"] < 0).all())
     True
@@ -87,7 +96,9 @@ def scale_by_cg_fac(layers: Layers, options: Options | None = None) -> optax.Gra
         def change() -> Array:  # whose arguments `_check_arguments` looked for
             return value_fn(add(params, delta)) - value  # pyright: ignore[reportOperatorIssue]
 
-        verdict = _judge(finite, proposal, problem, state, change if options.measures_loss else None, options)
+        verdict = _judge(
+            finite, proposal, problem, state, change if options.measures_loss else None, options
+        )
         taken = {path: jnp.where(verdict.accept, d, 0) for path, d in delta.items()}
         return unflatten({path: -d for path, d in taken.items()}, grads), CGFacState(
             count=state.count + 1,
@@ -95,7 +106,9 @@ def scale_by_cg_fac(layers: Layers, options: Options | None = None) -> optax.Gra
             # One batch that is not finite would stay in the averages for ever.
             averages=chosen(finite, problem.averages, state.averages),
             velocity=unflatten(taken, grads),
-            solution=_solution(owned, solved, finite, grads) if options.warm_start else state.solution,
+            solution=_solution(owned, solved, finite, grads)
+            if options.warm_start
+            else state.solution,
             stats=_stats(problem, solved, proposal, verdict, state),
         )
 
@@ -109,46 +122,54 @@ def _owned(tree: PyTree[Array], layers: Layers) -> dict[str, Block]:
     others = [path for path in flatten(tree) if path not in covered]
     if others:
         raise ValueError(
-            f"scale_by_cg_fac expects parameters that layers cover, got {', '.join(others[:4])} among them; give the "
-            "others to another optimizer by optax.partition(…, layers.labels), as kfac.cg_fac does."
+            f"scale_by_cg_fac expects parameters that layers cover, got {', '.join(others[:4])} "
+            "among them; give the others to another optimizer by optax.partition(…, "
+            "layers.labels), as kfac.cg_fac does."
         )
     return whole
 
 
 def _check_arguments(
-    layers: Layers, options: Options, params: Any, curvature: Curvature | None, value: Any, value_fn: Any
+    layers: Layers,
+    options: Options,
+    params: Any,
+    curvature: Curvature | None,
+    value: Any,
+    value_fn: Any,
 ) -> None:
     """Raises ValueError unless ``update`` got what these options need."""
     if curvature is None or params is None:
         raise ValueError(
-            "cg_fac expects update(grads, state, params, curvature=…), got none; compute the gradient with "
-            "kfac.value_grad_and_curvature and pass its third result on."
+            "cg_fac expects update(grads, state, params, curvature=…), got none; compute the "
+            "gradient with kfac.value_grad_and_curvature and pass its third result on."
         )
     if options.fisher is not None and curvature.fisher != options.fisher:
         raise ValueError(
-            f"expected curvature of fisher={options.fisher!r}, got {curvature.fisher!r}; pass the same name to "
-            "cg_fac and value_grad_and_curvature."
+            f"expected curvature of fisher={options.fisher!r}, got {curvature.fisher!r}; pass the "
+            "same name to cg_fac and value_grad_and_curvature."
         )
     missing = sorted(set(layers.blocks) - set(curvature.layers.blocks))
     if missing:
         raise ValueError(
-            f"expected curvature of the layers that cg_fac was made with, got none of {', '.join(missing[:4])}; "
-            "call kfac.find_layers with the loss function that is differentiated."
+            "expected curvature of the layers that cg_fac was made with, got none of "
+            f"{', '.join(missing[:4])}; call kfac.find_layers with the loss function that is "
+            "differentiated."
         )
     if curvature.fresh is not None and options.curvature != "kron":
         raise ValueError(
-            f"curvature={options.curvature!r} is not averaged over steps: expected fresh curvature at "
-            "every step, got refresh=; use curvature='kron' or drop refresh."
+            f"curvature={options.curvature!r} is not averaged over steps: expected fresh curvature "
+            "at every step, got refresh=; use curvature='kron' or drop refresh."
         )
     if curvature.fresh is not None and options.step == "quadratic":
         raise ValueError(
-            "step='quadratic' measures the curvature along each step: expected fresh curvature at every step, got "
-            "refresh=; use step='fixed' or drop refresh."
+            "step='quadratic' measures the curvature along each step: expected fresh curvature at "
+            "every step, got refresh=; use step='fixed' or drop refresh."
         )
     if options.measures_loss and (value is None or value_fn is None):
         raise ValueError(
-            "reject and damping_interval compare losses: expected update(…, value=loss, value_fn=params → loss on "
-            "the same batch), got none; pass them, or set reject=False and damping_interval=0."
+            "reject and damping_interval compare losses: expected update(…, value=loss, "
+            "value_fn=params → loss on the same batch), got none; pass them, or set reject=False "
+            "and damping_interval=0."
         )
 
 
@@ -168,8 +189,11 @@ def _propose(
         return fixed_step(*shared, rate=rate, momentum=options.momentum, kl_clip=options.kl_clip)
     return quadratic_step(
         *shared,
-        # Exact whatever the solve took: the model's matrix is that of all layers together, which no factors give.
-        groups=systems.build(curvature, flatten(params), {name: Form("exact") for name in problem.owned}),
+        # Exact whatever the solve took: the model's matrix is that of all layers together, which no
+        # factors give.
+        groups=systems.build(
+            curvature, flatten(params), {name: Form("exact") for name in problem.owned}
+        ),
         num_examples=curvature.num_examples,
         rate=rate,
         kl_clip=options.kl_clip,
@@ -198,22 +222,35 @@ def _judge(
 
 
 def _solution(
-    owned: dict[str, Block], solved: dict[str, Solution], finite: Bool[Array, ""], grads: PyTree[Array]
+    owned: dict[str, Block],
+    solved: dict[str, Solution],
+    finite: Bool[Array, ""],
+    grads: PyTree[Array],
 ) -> PyTree[Array]:
-    """Where the next solve starts: the solutions, like the gradient, and zero after a step that is not finite."""
+    """Where the next solve starts: the solutions, like the gradient, and zero after a step that is
+    not finite."""
     x = from_vectors(owned, {name: solution.x for name, solution in solved.items()}, flatten(grads))
     return unflatten({path: jnp.where(finite, new, 0) for path, new in x.items()}, grads)
 
 
 def _stats(
-    problem: Problem, solved: dict[str, Solution], proposal: Proposal, verdict: Verdict, state: CGFacState
+    problem: Problem,
+    solved: dict[str, Solution],
+    proposal: Proposal,
+    verdict: Verdict,
+    state: CGFacState,
 ) -> dict[str, Any]:
 
-    def scalar(a: Array) -> Array:  # a state whose dtypes change from step to step is compiled twice
+    def scalar(
+        a: Array,
+    ) -> Array:  # a state whose dtypes change from step to step is compiled twice
         return jnp.asarray(a, problem.damping.dtype)
 
     return {
-        "blocks": {n: {"iterations": s.iterations, "residual": scalar(s.residual)} for n, s in solved.items()},
+        "blocks": {
+            n: {"iterations": s.iterations, "residual": scalar(s.residual)}
+            for n, s in solved.items()
+        },
         "damping": problem.damping,
         "step": scalar(proposal.coefficients[0]),
         "momentum": scalar(proposal.coefficients[1]),

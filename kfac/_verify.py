@@ -1,4 +1,5 @@
-"""Checks every product and every cheap path of a model's curvature against dense algebra, layer by layer."""
+"""Checks every product and every cheap path of a model's curvature against dense algebra, layer by
+layer."""
 
 from __future__ import annotations
 
@@ -30,9 +31,11 @@ class Row:
       name: of the block.
       form: how ``curvature="kron"`` computes its products: ``"factors"`` or ``"kron"``.
       size: parameters of one lane.
-      capture_error: ‖mean of per-example gradients − ∇L‖ / ‖∇L‖: whether every use of the parameters is captured.
+      capture_error: ‖mean of per-example gradients − ∇L‖ / ‖∇L‖: whether every use of the
+        parameters is captured.
       product_error: ‖F v − UᵀU v / N‖ / ‖UᵀU v / N‖ for a random v and per-example gradients U.
-      cg_error: ‖x − x*‖ / ‖x*‖ of CG run to the end against the direct solution, on the exact block.
+      cg_error: ‖x − x*‖ / ‖x*‖ of CG run to the end against the direct solution, on the exact
+        block.
       kron_cosine: cosine between the solutions with ``"kron"`` and with ``"exact"``.
       rank: numerical rank of F.
       condition: (λ_max + γ) / (λ_min + γ).
@@ -62,15 +65,36 @@ class Report:
     layers: Layers
 
     def __str__(self) -> str:
-        head = ("block", "form", "size", "capture", "product", "cg", "cos kron", "rank", "condition")
+        head = (
+            "block",
+            "form",
+            "size",
+            "capture",
+            "product",
+            "cg",
+            "cos kron",
+            "rank",
+            "condition",
+        )
         lines = [head]
         for r in self.rows:
             errors = [f"{e:.1e}" for e in (r.capture_error, r.product_error, r.cg_error)]
             lines.append(
-                (r.name, r.form, str(r.size), *errors, f"{r.kron_cosine:.3f}", str(r.rank), f"{r.condition:.1e}")
+                (
+                    r.name,
+                    r.form,
+                    str(r.size),
+                    *errors,
+                    f"{r.kron_cosine:.3f}",
+                    str(r.rank),
+                    f"{r.condition:.1e}",
+                )
             )
         widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-        table = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        table = [
+            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        ]
         return "\n".join([*table, f"{100 * self.layers.coverage:.1f} % of the parameters covered"])
 
 
@@ -83,10 +107,12 @@ def verify(
     batch_size: int | None = None,
     key: Key | None = None,
 ) -> Report:
-    """Compares the curvature of every layer, from the empirical Fisher matrix of one batch, with dense algebra.
+    """Compares the curvature of every layer, from the empirical Fisher matrix of one batch, with
+    dense algebra.
 
-    For a batch of N examples it holds every example's gradient of each layer in turn, N × size numbers: use a small
-    batch. A large ``capture_error`` means that a parameter is also used where no layer was met.
+    For a batch of N examples it holds every example's gradient of each layer in turn, N × size
+    numbers: use a small batch. A large ``capture_error`` means that a parameter is also used where
+    no layer was met.
 
     Args:
       loss_fn: ``loss_fn(params, *args) → loss`` or ``(loss, aux)``, the mean over examples.
@@ -107,7 +133,9 @@ def verify(
     >>> report.rows[0].capture_error < 1e-5, report.rows[0].product_error < 1e-5
     (True, True)
     """
-    function = value_grad_and_curvature(loss_fn, fisher="empirical", has_aux=has_aux, batch_size=batch_size)
+    function = value_grad_and_curvature(
+        loss_fn, fisher="empirical", has_aux=has_aux, batch_size=batch_size
+    )
     _, grads, curvature = jax.jit(function)(params, *args)
     flat, flat_grads = flatten(params), flatten(grads)
     key = jax.random.key(0) if key is None else key
@@ -139,9 +167,12 @@ def _check(
     v = jax.random.normal(key, flat.shape, flat.dtype)
     unflatten = solver.lane_flatten(b)[1]
     product = solver.lane_flatten(exact.matvec(unflatten(v)))[0]
-    dense_product = jnp.einsum("lep,le->lp", u, jnp.einsum("lep,lp->le", u, v)) / curvature.num_examples
+    dense_product = (
+        jnp.einsum("lep,le->lp", u, jnp.einsum("lep,lp->le", u, v)) / curvature.num_examples
+    )
 
-    # UUᵀ has the eigenvalues of UᵀU that are not 0, and as many rows as there are examples, not parameters.
+    # UUᵀ has the eigenvalues of UᵀU that are not 0, and as many rows as there are examples, not
+    # parameters.
     eigenvalues = jnp.linalg.eigvalsh(jnp.einsum("lep,lfp->lef", u, u)) / curvature.num_examples
     gamma = damping * eigenvalues.sum(1) / block.size
     direct = solver.solve_dual(u, b, gamma, curvature.num_examples)
@@ -164,7 +195,9 @@ def _check(
     }
 
 
-def _kron_solution(block: Block, curvature: Curvature, params: dict, b: PyTree, damping: float) -> PyTree:
+def _kron_solution(
+    block: Block, curvature: Curvature, params: dict, b: PyTree, damping: float
+) -> PyTree:
     form = Form("factors" if block.factored else "kron")
     factors = systems.new_factors(block, curvature, systems.lanes_of(block, params), form)
     (system,) = systems.build(curvature, params, {block.name: form}, {block.name: factors})

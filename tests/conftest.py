@@ -10,13 +10,18 @@ from jaxtyping import install_import_hook
 
 from tests.processes import ROOT, simulated_devices
 
-# A program that several tests, workers or processes need is compiled once in a run of the tests. The controller of
-# pytest-xdist is the first to come here, its workers find the folder in their environment.
+# A program that several tests, workers or processes need is compiled once in a run of the tests.
+# The controller of pytest-xdist is the first to come here, its workers find the folder in their
+# environment.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _COMPILED = tempfile.TemporaryDirectory(prefix="adder_flax_tests_")
-    os.environ |= {"JAX_COMPILATION_CACHE_DIR": _COMPILED.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    os.environ |= {
+        "JAX_COMPILATION_CACHE_DIR": _COMPILED.name,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
 
-# Calls of what is in these folders are held against the annotations, shapes included; a float may be given as an int.
+# Calls of what is in these folders are held against the annotations, shapes included; a float may
+# be given as an int.
 _CHECKED = ("counting", "layers", "measures")
 _CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 install_import_hook([f"adder_flax.{folder}" for folder in _CHECKED], _CHECKER)
@@ -24,7 +29,8 @@ install_import_hook([f"adder_flax.{folder}" for folder in _CHECKED], _CHECKER)
 
 @pytest.fixture
 def run_main():
-    """Runs ``main.py`` in a process of its own: ``run_main(*flags, devices=1) → CompletedProcess``."""
+    """Runs ``main.py`` in a process of its own: ``run_main(*flags, devices=1) →
+    CompletedProcess``."""
 
     def run(*flags: str, devices: int = 1) -> subprocess.CompletedProcess:
         return subprocess.run(

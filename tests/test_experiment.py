@@ -1,4 +1,5 @@
-"""An experiment file that makes no configuration is one message with the line; a good one is read as it is."""
+"""An experiment file that makes no configuration is one message with the line; a good one is read
+as it is."""
 
 import json
 import os
@@ -25,7 +26,11 @@ _CONFIG = "from ml_collections import ConfigDict\n"
         ("get_config = 3", "", "a function get_config in .*, got 3"),
         ("def get_config(): pass", "", "to return an ml_collections.ConfigDict, got NoneType"),
         ("def get_config(): return {}", "", "got dict"),
-        (_CONFIG + "def get_config(): return ConfigDict()", ":data", "got the argument 'data' after the colon"),
+        (
+            _CONFIG + "def get_config(): return ConfigDict()",
+            ":data",
+            "got the argument 'data' after the colon",
+        ),
         ("def get_config(data): return data", "", "got no argument after a colon"),
         ("raise ValueError", "", "ValueError from line 1"),
     ],
@@ -40,7 +45,11 @@ def test_a_bad_file_is_one_message(source, argument, message, tmp_path):
 def test_what_is_no_file_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "binary").write_bytes(b"\0\xff")
-    for name, message in {"pipe": "no regular file", ".": "no regular file", "binary": "null byte"}.items():
+    for name, message in {
+        "pipe": "no regular file",
+        ".": "no regular file",
+        "binary": "null byte",
+    }.items():
         with pytest.raises(RunError, match=message):
             load_experiment(str(tmp_path / name))
 
@@ -52,7 +61,9 @@ def test_a_good_file_gives_its_configuration(tmp_path):
     assert load_experiment(f"{path}:cifar10").data == "cifar10"
 
 
-@pytest.mark.parametrize("wrap", [lambda fields: fields, lambda fields: {"config": fields, "seconds": 1.0}])
+@pytest.mark.parametrize(
+    "wrap", [lambda fields: fields, lambda fields: {"config": fields, "seconds": 1.0}]
+)
 def test_a_configuration_in_json_is_read_with_its_tuples(wrap, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(wrap({"seed": 3, "task": {"resized_crop_scale": [0.8, 1.0]}})))
@@ -64,7 +75,9 @@ def test_a_configuration_in_json_is_read_with_its_tuples(wrap, tmp_path):
 def test_json_that_is_no_configuration_is_one_message(text, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(text)
-    with pytest.raises(RunError, match=r"expected the configuration of a run in .*config\.json, got"):
+    with pytest.raises(
+        RunError, match=r"expected the configuration of a run in .*config\.json, got"
+    ):
         load_experiment(str(path))
 
 
@@ -72,7 +85,9 @@ def test_a_file_imports_from_those_beside_it(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "beside_this_one.py").write_text("ANSWER = 42")
     imports = _CONFIG + "import beside_this_one as b\n"
-    (tmp_path / "mine.py").write_text(imports + "def get_config(): return ConfigDict({'a': b.ANSWER})")
+    (tmp_path / "mine.py").write_text(
+        imports + "def get_config(): return ConfigDict({'a': b.ANSWER})"
+    )
     assert load_experiment(str(tmp_path / "mine.py")).a == 42
 
 
@@ -82,5 +97,7 @@ def test_one_that_comes_with_the_package_is_found_by_its_name_from_anywhere(tmp_
     assert load_experiment("adder_deit_tiny:cifar10").to_dict() == named.to_dict()
     with pytest.raises(RunError, match="got 'adder_deit_tinny'; did you mean 'adder_deit_tiny'"):
         load_experiment("adder_deit_tinny")
-    (tmp_path / "adder_deit_tiny").write_text(_CONFIG + "def get_config(): return ConfigDict({'mine': True})")
+    (tmp_path / "adder_deit_tiny").write_text(
+        _CONFIG + "def get_config(): return ConfigDict({'mine': True})"
+    )
     assert load_experiment("adder_deit_tiny").mine

@@ -1,4 +1,5 @@
-"""Freed memory serves the next allocation, in a process of its own: the setting cannot be taken back."""
+"""Freed memory serves the next allocation, in a process of its own: the setting cannot be taken
+back."""
 
 import platform
 import subprocess
@@ -26,7 +27,11 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.parametrize("host", ["cpu", "accelerator"])
 def test_blocks_over_32_mb_are_mapped_once(host):
     done = subprocess.run(
-        [sys.executable, "-c", _SECOND_ALLOCATION, host], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", _SECOND_ALLOCATION, host],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     kept, faults = done.stdout.split()
     assert kept == str(host == "cpu")

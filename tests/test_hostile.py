@@ -12,13 +12,16 @@ _SLOW_CASES = {"moments": 2, "disk": 5, "pairs": 3, "removal": 3}  # whole runs
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in _CASES else pytest.mark.slow) for name in GROUPS]
+    "name",
+    [pytest.param(name, marks=() if name in _CASES else pytest.mark.slow) for name in GROUPS],
 )
 def test_hostile_cases_end_in_one_message_or_are_done_right(name):
     group = importlib.import_module(f"benchmarks.hostile.{name}").GROUP
     for case in group.cases(1, (_CASES | _SLOW_CASES).get(name, 20)):
         observed = case.run()
-        assert observed.verdict.sound, f"{case.fault.what}: {case.name}: {observed.verdict.value}: {observed.seen}"
+        assert observed.verdict.sound, (
+            f"{case.fault.what}: {case.name}: {observed.verdict.value}: {observed.seen}"
+        )
 
 
 @pytest.mark.parametrize("name", GROUPS)

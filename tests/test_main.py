@@ -1,4 +1,5 @@
-"""``main.py`` as a user meets it: modes, mistakes and interruptions, each in a process of its own."""
+"""``main.py`` as a user meets it: modes, mistakes and interruptions, each in a process of its
+own."""
 
 import json
 import re
@@ -33,7 +34,10 @@ def _slow(*case):
         _slow(["--config.batch_size=2000"], "1437 .*got 2000"),
         _slow(["--config.mesh.data=3"], "1 devices"),
         (["--mode=eval"], "expected a readable checkpoint in .*train first"),
-        (["--checkpoint=best"], "expected --checkpoint with --mode=eval or .*export only, got train"),
+        (
+            ["--checkpoint=best"],
+            "expected --checkpoint with --mode=eval or .*export only, got train",
+        ),
     ],
 )
 def test_a_mistake_is_one_message_and_a_non_zero_exit(flags, message, run_main, tmp_path):
@@ -64,9 +68,22 @@ def test_train_then_eval(run_main, tmp_path):
     flags = [EXPERIMENT, f"--workdir={tmp_path}", *TINY_FLAGS]
     trained = run_main(*flags)
     assert trained.returncode == 0, trained.stderr
-    for part in ("parameters", "multiplications", "mesh data 1", "first step done", "test accuracy"):
+    for part in (
+        "parameters",
+        "multiplications",
+        "mesh data 1",
+        "first step done",
+        "test accuracy",
+    ):
         assert part in trained.stdout
-    for name in ("config.json", "metrics.jsonl", "curves.png", "attention.png", "tensorboard", "checkpoints"):
+    for name in (
+        "config.json",
+        "metrics.jsonl",
+        "curves.png",
+        "attention.png",
+        "tensorboard",
+        "checkpoints",
+    ):
         assert (tmp_path / name).exists()
     accuracy = re.search(r"test accuracy (\S+) after 9 steps", trained.stdout).group(1)
     evaluated = run_main(*flags, "--mode=eval")
@@ -88,9 +105,12 @@ _WORDS = [
 
 
 @pytest.mark.parametrize(
-    ("flags", "number"), [(_DIGITS, signal.SIGINT), _slow(_DIGITS, signal.SIGTERM), _slow(_WORDS, signal.SIGTERM)]
+    ("flags", "number"),
+    [(_DIGITS, signal.SIGINT), _slow(_DIGITS, signal.SIGTERM), _slow(_WORDS, signal.SIGTERM)],
 )
-def test_an_interrupted_and_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(flags, number, run_main, tmp_path):
+def test_an_interrupted_and_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(
+    flags, number, run_main, tmp_path
+):
     if flags is _WORDS:
         write_dictionary(tmp_path / "dictionary")
         flags = [*flags, f"--config.data.data_dir={tmp_path / 'dictionary'}"]
@@ -113,10 +133,16 @@ def test_an_interrupted_and_resumed_run_ends_with_the_bits_of_an_uninterrupted_o
     resumed = run_main(*flags, f"--workdir={tmp_path / 'broken'}")
     assert resumed.returncode == 0, resumed.stderr
     assert "resuming at step" in resumed.stdout
-    (last, whole), (step, broken) = _final_state(tmp_path / "whole"), _final_state(tmp_path / "broken")
+    (last, whole), (step, broken) = (
+        _final_state(tmp_path / "whole"),
+        _final_state(tmp_path / "broken"),
+    )
     assert step == last > stop_after
     _assert_same_bits(whole, broken)
-    steps = [json.loads(line)["step"] for line in (tmp_path / "broken" / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "broken" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert steps == sorted(steps)
     assert len([step for step in steps if step == last]) == 2  # training and evaluation
 

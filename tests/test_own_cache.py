@@ -1,4 +1,5 @@
-"""The cache of compiled code: what was written comes back, and nothing that may be somebody else's does."""
+"""The cache of compiled code: what was written comes back, and nothing that may be somebody else's
+does."""
 
 import os
 import stat
@@ -28,7 +29,11 @@ def test_what_was_written_comes_back_and_is_for_its_owner_alone(folder):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert not (folder / "kernels").stat().st_mode & 0o077
     assert [path.name for path in folder.iterdir()] == ["kernels"]
-    assert own_cache.read(folder, "others", key="k") == own_cache.read(folder / "none", "x", key="k") == (None, None)
+    assert (
+        own_cache.read(folder, "others", key="k")
+        == own_cache.read(folder / "none", "x", key="k")
+        == (None, None)
+    )
 
 
 @pytest.mark.parametrize("position", [0, 2500, 4999, 5000, 5031])
@@ -50,7 +55,8 @@ def test_what_was_written_under_another_key_is_not_taken(folder):
 
 
 @pytest.mark.parametrize(
-    ("where", "mode", "word"), [("kernels", 0o620, "write"), ("kernels", 0o602, "write"), (".", 0o770, "write")]
+    ("where", "mode", "word"),
+    [("kernels", 0o620, "write"), ("kernels", 0o602, "write"), (".", 0o770, "write")],
 )
 def test_what_others_may_write_to_is_not_taken(folder, where, mode, word):
     (folder / where).chmod(mode)

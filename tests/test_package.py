@@ -1,4 +1,5 @@
-"""The distribution: what each extra brings, what is said where one is missing, and what stands beside it."""
+"""The distribution: what each extra brings, what is said where one is missing, and what stands
+beside it."""
 
 import ast
 import importlib.metadata
@@ -22,18 +23,24 @@ BY_ITSELF = {"jax2onnx"}
 
 def _names(requirements):
     """The distributions of requirements, as PyPI normalises their names."""
-    return {re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower() for requirement in requirements}
+    return {
+        re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
+        for requirement in requirements
+    }
 
 
 def _brought_by(extra):
     """The distributions that an extra names, itself or through other extras."""
     own = EXTRAS[extra]
-    of_others = [name for entry in own if entry.startswith("adder-flax[") for name in entry[11:-1].split(",")]
+    of_others = [
+        name for entry in own if entry.startswith("adder-flax[") for name in entry[11:-1].split(",")
+    ]
     return _names(own) | {name for other in of_others for name in _brought_by(other)}
 
 
 def _imports(tree, extra=None):
-    """(module, extra of the `with needs(...)` around it, line) of every import but those for type checkers."""
+    """(module, extra of the `with needs(...)` around it, line) of every import but those for type
+    checkers."""
     for node in ast.iter_child_nodes(tree):
         inside = extra
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -49,7 +56,10 @@ def _imports(tree, extra=None):
 
 @pytest.mark.parametrize("package", ["adder_flax", "kfac"])
 def test_an_import_beyond_the_core_names_an_extra_that_brings_it(package):
-    core, distributions = _names(PROJECT["dependencies"]), importlib.metadata.packages_distributions()
+    core, distributions = (
+        _names(PROJECT["dependencies"]),
+        importlib.metadata.packages_distributions(),
+    )
     known = sys.stdlib_module_names | {"adder_flax", "kfac", *OF_THE_CORE, *BY_ITSELF}
     for path in (ROOT / package).rglob("*.py"):
         for module, extra, line in _imports(ast.parse(path.read_text())):
@@ -57,14 +67,24 @@ def test_an_import_beyond_the_core_names_an_extra_that_brings_it(package):
             if name in known:
                 continue
             allowed = core | (_brought_by(extra) if extra else set())
-            assert _names(distributions.get(name, [name])) & allowed, f"{path}:{line}: {module}, extra {extra}"
+            assert _names(distributions.get(name, [name])) & allowed, (
+                f"{path}:{line}: {module}, extra {extra}"
+            )
 
 
 def test_the_requirements_of_main_are_the_core_and_four_extras():
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     listed = {line.partition("#")[0].strip() for line in lines} - {""}
-    needed = {*PROJECT["dependencies"], *EXTRAS["train"], *EXTRAS["data"], *EXTRAS["report"], *EXTRAS["interop"]}
-    assert listed == {requirement for requirement in needed if not requirement.startswith("adder-flax[")}
+    needed = {
+        *PROJECT["dependencies"],
+        *EXTRAS["train"],
+        *EXTRAS["data"],
+        *EXTRAS["report"],
+        *EXTRAS["interop"],
+    }
+    assert listed == {
+        requirement for requirement in needed if not requirement.startswith("adder-flax[")
+    }
 
 
 @pytest.mark.parametrize(
@@ -88,7 +108,9 @@ sys.meta_path.insert(0, Hidden())
 """
     if library == "sklearn":  # looked for, not imported
         hidden = "import importlib.util; importlib.util.find_spec = lambda name: None"
-    done = subprocess.run([sys.executable, "-c", f"{hidden}\n{code}"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", f"{hidden}\n{code}"], cwd=ROOT, capture_output=True, text=True
+    )
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("adder_flax.extras.MissingExtraError: expected ")
     assert last.endswith(f'pip install "adder-flax[{extra}]"')
@@ -96,13 +118,21 @@ sys.meta_path.insert(0, Hidden())
 
 @pytest.mark.parametrize("package", ["adder_flax", "kfac"])
 def test_it_is_not_imported_beside_the_other_kfac(package, tmp_path):
-    shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
+    )
     done = _import(package, tmp_path)
     assert done.returncode == 0, done.stderr
     (tmp_path / "kfac-0.2.4.dist-info").mkdir()
     done = _import(package, tmp_path)
-    assert done.stderr.strip().splitlines()[-1].startswith("ImportError: expected adder-flax alone to bring")
+    assert (
+        done.stderr.strip()
+        .splitlines()[-1]
+        .startswith("ImportError: expected adder-flax alone to bring")
+    )
 
 
 def _import(package, folder):
-    return subprocess.run([sys.executable, "-c", f"import {package}"], cwd=folder, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", f"import {package}"], cwd=folder, capture_output=True, text=True
+    )

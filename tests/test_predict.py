@@ -38,7 +38,11 @@ def test_files_are_taken_for_what_their_pixels_are(run, tmp_path):
     os.mkfifo(tmp_path / "sub" / "072.png")
     (tmp_path / ".hidden").write_text("left alone")
     files = files_of(tmp_path)
-    assert [str(path.relative_to(tmp_path)) for path in files[9:12]] == ["009.png", "010.png", "010b.png"]
+    assert [str(path.relative_to(tmp_path)) for path in files[9:12]] == [
+        "009.png",
+        "010.png",
+        "010b.png",
+    ]
     found = list(Predictor(run.task, model, source)(files))
     assert [p.path.name for p, _ in found if p.problem] == ["010b.png", "071.txt", "072.png"]
     logits = np.asarray(model(*run.task.inputs({"image": images})), np.float64)
@@ -53,7 +57,8 @@ def test_files_are_taken_for_what_their_pixels_are(run, tmp_path):
 
 
 def test_an_image_of_another_shape_gives_its_middle(run, tmp_path):
-    """Twice as large, turned as its EXIF says, with margins left and right that are cropped away."""
+    """Twice as large, turned as its EXIF says, with margins left and right that are cropped
+    away."""
     image = run.eval_source.first(1)["image"][0, :, :, 0]
     wide = np.zeros((16, 24), np.uint8)
     wide[:, 4:20] = np.kron(image, np.ones((2, 2), np.uint8))
@@ -72,11 +77,16 @@ def test_lines_for_people_and_programs():
     assert taken.as_text(20) == r"caf\udce9\n.png       cat\x1b[31m 75.0%  dog 25.0%"
     assert Prediction(Path("a"), problem="no image").as_text(3) == "a    not read: no image"
     assert json.loads(taken.as_json())["classes"][1] == {"name": "dog", "probability": 0.25}
-    assert json.loads(Prediction(Path("x"), problem="no image").as_json()) == {"file": "x", "problem": "no image"}
+    assert json.loads(Prediction(Path("x"), problem="no image").as_json()) == {
+        "file": "x",
+        "problem": "no image",
+    }
 
 
 def test_the_mode_writes_lines_and_pictures_and_counts_what_it_cannot_read(run, tmp_path, capsys):
-    interop.save_weights(run.model(run.init()["params"]), tmp_path / "weights.safetensors", names="timm")
+    interop.save_weights(
+        run.model(run.init()["params"]), tmp_path / "weights.safetensors", names="timm"
+    )
     config = run.config.copy_and_resolve_references()
     config.init_from = str(tmp_path / "weights.safetensors")
     (tmp_path / "images").mkdir()
@@ -89,18 +99,27 @@ def test_the_mode_writes_lines_and_pictures_and_counts_what_it_cannot_read(run, 
     printed = capsys.readouterr()
     assert "1 of 3 files could not be read" in printed.err
     assert len(printed.out.splitlines()) == len((tmp_path / "lines").read_text().splitlines()) == 3
-    assert sorted(path.name for path in (tmp_path / "overlay").iterdir()) == ["00000-000.png", "00001-001.png"]
+    assert sorted(path.name for path in (tmp_path / "overlay").iterdir()) == [
+        "00000-000.png",
+        "00001-001.png",
+    ]
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("images", "message"),
-    [(None, "expected --images"), ("nowhere", "nowhere: No such file"), ("empty", "got an empty folder")],
+    [
+        (None, "expected --images"),
+        ("nowhere", "nowhere: No such file"),
+        ("empty", "got an empty folder"),
+    ],
 )
 def test_nothing_to_look_at_is_one_message(images, message, run, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(RunError, match=message):
-        cli.predict(run.config, tmp_path / "run", "last", images and str(tmp_path / images), None, None)
+        cli.predict(
+            run.config, tmp_path / "run", "last", images and str(tmp_path / images), None, None
+        )
 
 
 def test_a_folder_that_cannot_be_read_is_not_passed_over(tmp_path, monkeypatch):
@@ -121,7 +140,9 @@ def test_a_folder_that_cannot_be_read_is_not_passed_over(tmp_path, monkeypatch):
 def test_weights_for_a_part_of_the_model_are_refused(run, tmp_path):
     config = run.config.copy_and_resolve_references()
     config.model.score = "bilinear"
-    interop.save_weights(run.model(run.init()["params"]), tmp_path / "weights.safetensors", names="timm")
+    interop.save_weights(
+        run.model(run.init()["params"]), tmp_path / "weights.safetensors", names="timm"
+    )
     config.init_from = str(tmp_path / "weights.safetensors")
     write_digits(tmp_path, run.eval_source.first(1)["image"])
     with pytest.raises(training.RunError, match="weights for the whole model"):

@@ -1,4 +1,5 @@
-"""The registry: names, the nearest name, the same definition again, another one under a name that is taken."""
+"""The registry: names, the nearest name, the same definition again, another one under a name that
+is taken."""
 
 import pytest
 
@@ -19,7 +20,10 @@ def test_entries_are_listed_in_the_order_of_registration(scores):
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_how_to_add(scores):
-    with pytest.raises(ValueError, match=r"expected a score among dot, adder, got 'ader'; did you mean 'adder'\?.*reg"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected a score among dot, adder, got 'ader'; did you mean 'adder'\?.*reg",
+    ):
         scores.get("ader")
 
 

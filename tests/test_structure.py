@@ -30,13 +30,27 @@ ORDER = (
         "ops",
     ),
     *("attention", "layers", "models", "measures", "counting", "data"),
-    *("tasks", "interop", "training", "report", "predict", "compare", "linen", "cli", "command", "start"),
+    *(
+        "tasks",
+        "interop",
+        "training",
+        "report",
+        "predict",
+        "compare",
+        "linen",
+        "cli",
+        "command",
+        "start",
+    ),
 )
 
 
 def _modules(package):
     """{dotted name: path} of a package's files, a folder under the name of its ``__init__``."""
-    parts = {path: path.relative_to(ROOT).with_suffix("").parts for path in (ROOT / package).rglob("*.py")}
+    parts = {
+        path: path.relative_to(ROOT).with_suffix("").parts
+        for path in (ROOT / package).rglob("*.py")
+    }
     return {".".join(p[:-1] if p[-1] == "__init__" else p): path for path, p in parts.items()}
 
 
@@ -46,7 +60,9 @@ def _imports(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            package = path.relative_to(ROOT).parent.parts[: 1 - node.level or None] if node.level else ()
+            package = (
+                path.relative_to(ROOT).parent.parts[: 1 - node.level or None] if node.level else ()
+            )
             base = ".".join([*package, *([node.module] if node.module else [])])
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
@@ -63,7 +79,9 @@ def test_a_place_imports_only_from_those_before_it(place):
         if module.split(".")[1:2] == [place]:
             for name in _imports(path):
                 parts = name.split(".")
-                assert parts[0] != "adder_flax" or ".".join(parts[:2]) in allowed, f"{path} imports {name}"
+                assert parts[0] != "adder_flax" or ".".join(parts[:2]) in allowed, (
+                    f"{path} imports {name}"
+                )
 
 
 @pytest.mark.parametrize("package", ["adder_flax", "kfac"])
@@ -85,29 +103,50 @@ def test_kfac_stands_alone():
             assert not name.startswith(("adder_flax", "experiments")), f"{path} imports {name}"
 
 
-@pytest.mark.parametrize("package", ["ops", "attention", "layers", "models", "measures", "counting"])
+@pytest.mark.parametrize(
+    "package", ["ops", "attention", "layers", "models", "measures", "counting"]
+)
 def test_importing_a_mechanism_loads_no_data_plotting_or_checkpoint_library(package):
-    heavy = {"matplotlib", "tensorflow", "tensorflow_datasets", "orbax", "grain", "sklearn", "PIL", "tensorboardX"}
-    code = f"import sys, flax.nnx; old = set(sys.modules); import adder_flax.{package}; print(*set(sys.modules) - old)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    heavy = {
+        "matplotlib",
+        "tensorflow",
+        "tensorflow_datasets",
+        "orbax",
+        "grain",
+        "sklearn",
+        "PIL",
+        "tensorboardX",
+    }
+    code = (
+        f"import sys, flax.nnx; old = set(sys.modules); import adder_flax.{package}; "
+        "print(*set(sys.modules) - old)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert not heavy & {name.split(".")[0] for name in done.stdout.split()}
 
 
 def test_settings_are_read_without_jax():
     read = "from adder_flax import settings as s; s.read(s.RunSettings, s.defaults(s.RunSettings))"
     code = f"import sys; {read}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert not {"jax", "flax", "numpy"} & set(done.stdout.split())
 
 
 def test_an_experiment_is_read_and_refused_without_jax():
     code = (
         "import sys; from adder_flax import experiment, settings\n"
-        "config = experiment.load_experiment('experiments/adder_deit_tiny.py:cifar10'); config.batch_size = 0\n"
+        "config = experiment.load_experiment('experiments/adder_deit_tiny.py:cifar10'); "
+        "config.batch_size = 0\n"
         "try: settings.read(settings.RunSettings, config)\n"
         "except Exception as error: print(error, *sys.modules, sep='\\n')"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     refused, *modules = done.stdout.splitlines()
     assert "batch_size" in refused
     assert not {"jax", "flax", "grain"} & set(modules)

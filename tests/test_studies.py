@@ -15,7 +15,9 @@ def run(module, monkeypatch, *flags):
 def test_xor_alignment_shows_what_each_score_reaches(monkeypatch, capsys, tmp_path):
     run(xor_alignment, monkeypatch, "--seeds=3", f"--out={tmp_path / 'xor'}")
     lines = capsys.readouterr().out.splitlines()
-    bilinear, additive = (next(line for line in lines if line.startswith(name)) for name in xor_alignment.SCORES)
+    bilinear, additive = (
+        next(line for line in lines if line.startswith(name)) for name in xor_alignment.SCORES
+    )
     assert bilinear.endswith("12")
     assert "0 of 3 seeds" in bilinear
     assert "3 of 3 seeds" in additive
@@ -24,8 +26,15 @@ def test_xor_alignment_shows_what_each_score_reaches(monkeypatch, capsys, tmp_pa
 
 @pytest.mark.slow
 def test_second_order_prints_three_phases_of_each_mechanism(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(second_order, "FIELDS", {"model.width": 16, "model.num_heads": 2, "model.depth": 1})
-    flags = ["--mechanisms=multiplicative,additive", "--epochs=0.3", "--every=1", f"--out={tmp_path}"]
+    monkeypatch.setattr(
+        second_order, "FIELDS", {"model.width": 16, "model.num_heads": 2, "model.depth": 1}
+    )
+    flags = [
+        "--mechanisms=multiplicative,additive",
+        "--epochs=0.3",
+        "--every=1",
+        f"--out={tmp_path}",
+    ]
     run(second_order, monkeypatch, *flags)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:7]] == ["multiplicative"] * 3 + ["additive"] * 3

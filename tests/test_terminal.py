@@ -1,4 +1,5 @@
-"""How a process ends: by a signal at any moment, an error, or output that nobody takes; in one line at most."""
+"""How a process ends: by a signal at any moment, an error, or output that nobody takes; in one line
+at most."""
 
 import re
 import signal
@@ -9,20 +10,29 @@ import pytest
 
 from tests.processes import ROOT
 
-_PREPARE = "from adder_flax import interrupt; interrupt.end_at_signals()\nfrom adder_flax import terminal\n"
+_PREPARE = (
+    "from adder_flax import interrupt; interrupt.end_at_signals()\nfrom adder_flax import "
+    "terminal\n"
+)
 _PREPARE += "terminal.prepare()\n"
 
 
 def run(code, **options):
     options = {"stdout": subprocess.PIPE} | options
     return subprocess.run(
-        [sys.executable, "-c", _PREPARE + code], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60, **options
+        [sys.executable, "-c", _PREPARE + code],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        **options,
     )
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    "busy", ["import time; time.sleep(60)", "import hashlib; hashlib.pbkdf2_hmac('md5', b'', b'', 10**9)"]
+    "busy",
+    ["import time; time.sleep(60)", "import hashlib; hashlib.pbkdf2_hmac('md5', b'', b'', 10**9)"],
 )
 def test_a_signal_that_nobody_expects_ends_at_once(number, busy):
     code = f"print('ready', flush=True)\nwith terminal.messages():\n    {busy}"
@@ -45,7 +55,9 @@ def test_a_signal_that_nobody_expects_ends_at_once(number, busy):
 
 
 def test_a_run_may_hold_one_signal_and_no_second():
-    hold = "import os, signal, time\nwith interrupt.InterruptWatch() as watch:\n    watch.hold_one()\n"
+    hold = (
+        "import os, signal, time\nwith interrupt.InterruptWatch() as watch:\n    watch.hold_one()\n"
+    )
     send = "    os.kill(os.getpid(), signal.SIGHUP); time.sleep(0.5)\n"
     once, twice = run(hold + send + "print(watch.signal.name)"), run(hold + send + send)
     assert (once.returncode, once.stdout) == (0, "SIGHUP\n")
@@ -56,12 +68,24 @@ def test_a_run_may_hold_one_signal_and_no_second():
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
-        ("OSError(28, 'No space left on device')", 2, "error: expected room on the disk, .*No space left"),
+        (
+            "OSError(28, 'No space left on device')",
+            2,
+            "error: expected room on the disk, .*No space left",
+        ),
         ("OSError(5, 'Input/output error')", 2, "error: expected files .*Input/output"),
         ("MemoryError()", 2, "error: expected enough memory"),
-        ("terminal.RunError('expected a, got b\\x1b[31m')", 2, r"error: expected a, got b\\x1b\[31m"),
+        (
+            "terminal.RunError('expected a, got b\\x1b[31m')",
+            2,
+            r"error: expected a, got b\\x1b\[31m",
+        ),
         ("KeyboardInterrupt()", 130, "error: .*SIGINT"),
-        ("RuntimeError('can\\'t start new thread')", 2, "error: expected enough memory and threads"),
+        (
+            "RuntimeError('can\\'t start new thread')",
+            2,
+            "error: expected enough memory and threads",
+        ),
         (
             "type('JaxRuntimeError', (RuntimeError,), {})('INTERNAL: lost\\nstack')",
             1,
@@ -70,7 +94,10 @@ def test_a_run_may_hold_one_signal_and_no_second():
     ],
 )
 def test_an_error_is_the_last_line(error, code, words):
-    done = run(f"import atexit; atexit.register(print, 'later')\nwith terminal.messages():\n    raise {error}")
+    done = run(
+        "import atexit; atexit.register(print, 'later')\nwith terminal.messages():\n    raise "
+        f"{error}"
+    )
     assert done.returncode == code
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
@@ -85,13 +112,17 @@ def test_what_is_no_mistake_of_the_user_keeps_its_traceback():
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_python_ends_is_not_taken_for_a_crash(number):
-    late = f"import os\nclass Late:\n    def __del__(self, kill=os.kill, pid=os.getpid()): kill(pid, {int(number)})\n"
+    late = (
+        "import os\nclass Late:\n    def __del__(self, kill=os.kill, pid=os.getpid()): kill(pid, "
+        f"{int(number)})\n"
+    )
     done = run(f"{late}kept = Late()\nprint('all is saved')")
     assert (done.returncode, done.stdout, done.stderr) == (0, "all is saved\n", "")
 
 
 def test_tasks_that_fail_beside_the_one_that_is_waited_for_say_nothing():
-    """Of many arrays that cannot be read, one is the error; asyncio logs the others with their tracebacks."""
+    """Of many arrays that cannot be read, one is the error; asyncio logs the others with their
+    tracebacks."""
     code = """
 import asyncio
 async def fail():
@@ -115,8 +146,8 @@ def test_output_that_nobody_takes_is_one_message_or_none():
         done = run(code, stdout=full)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "error: expected to write to the standard output, got: [Errno 28] No space left on device; send it elsewhere, "
-        "the same command goes on"
+        "error: expected to write to the standard output, got: [Errno 28] No space left on device; "
+        "send it elsewhere, the same command goes on"
     ]
     with subprocess.Popen(["true"], stdin=subprocess.PIPE) as reader:
         reader.wait()

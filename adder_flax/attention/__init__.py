@@ -4,7 +4,12 @@ Layout as in Flax: query, key and value are (..., length, num_heads, head_dim).
 """
 
 from adder_flax.attention._adder import adder_attention, adder_scores
-from adder_flax.attention._additive import LAYER_NORM_EPSILON, additive_attention, additive_hidden_dim, additive_scores
+from adder_flax.attention._additive import (
+    LAYER_NORM_EPSILON,
+    additive_attention,
+    additive_hidden_dim,
+    additive_scores,
+)
 from adder_flax.attention._attend import attend, attention_function, resolve_scale
 from adder_flax.attention._bilinear import bilinear_attention, bilinear_scores
 from adder_flax.attention._capture import attention_map, capture_attention

@@ -15,7 +15,8 @@ from adder_flax.settings import AdditiveOptions
 LAYER_NORM_EPSILON = 1e-6
 """Of every LayerNorm here: published ViT weights were trained with it."""
 
-# Pairs of an example from which the second moment of its hidden units is estimated: all of them up to 22 tokens.
+# Pairs of an example from which the second moment of its hidden units is estimated: all of them up
+# to 22 tokens.
 _MOST_PAIRS = 512
 
 
@@ -42,8 +43,8 @@ def additive_scores(
 ) -> Float[Array, "*batch query key"]:
     """vᵀ tanh(W_q q + W_k k + b) for every pair, in float32 or wider; |score| ≤ ‖v‖₁.
 
-    With `norm_scale` the sum W_q q + W_k k goes through LayerNorm first, whose scale is `norm_scale` and whose shift
-    is b: it keeps tanh out of saturation however large the inputs are.
+    With `norm_scale` the sum W_q q + W_k k goes through LayerNorm first, whose scale is
+    `norm_scale` and whose shift is b: it keeps tanh out of saturation however large the inputs are.
     """
     if norm_scale is not None:
         shift = jnp.zeros_like(norm_scale) if bias is None else bias
@@ -56,12 +57,15 @@ def additive_scores(
     return tap_heads(_READOUT, {"kernel": v}, (query, key), scores, per_head=v.ndim > 1)
 
 
-def _pair_scores(parameters: dict[str, Array], pair: tuple[Array, Array]) -> Float[Array, "*batch query key 1"]:
+def _pair_scores(
+    parameters: dict[str, Array], pair: tuple[Array, Array]
+) -> Float[Array, "*batch query key 1"]:
     return ops.additive_scores(*pair, parameters["kernel"])[..., None]
 
 
 def _sampled_units(pair: tuple[Array, Array]) -> Float[Array, "*batch sample key hidden"]:
-    """tanh(q + k) of every key with queries at equal distances, so many that a sample is large and yet cheap."""
+    """tanh(q + k) of every key with queries at equal distances, so many that a sample is large and
+    yet cheap."""
     query, key = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in pair)
     step = -(-query.shape[-2] * key.shape[-2] // _MOST_PAIRS)
     return jnp.tanh(query[..., ::step, None, :] + key[..., None, :, :])
@@ -73,10 +77,12 @@ def _normalized_pair_scores(parameters: dict[str, Array], pair: tuple[Array, Arr
 
 
 def _normalized_scores(query: Array, key: Array, v: Array, scale: Array, shift: Array) -> Array:
-    """vᵀ tanh(scale · LayerNorm(q + k) + shift), without an array of size q_length · k_length · hidden.
+    """vᵀ tanh(scale · LayerNorm(q + k) + shift), without an array of size q_length · k_length ·
+    hidden.
 
-    The mean of a sum is the sum of the means, and ‖q + k‖² of centred parts is ‖q‖² + ‖k‖² + 2 q·k, one matrix
-    product; then one hidden unit at a time adds to the scores, recomputed in the backward pass.
+    The mean of a sum is the sum of the means, and ‖q + k‖² of centred parts is ‖q‖² + ‖k‖² + 2 q·k,
+    one matrix product; then one hidden unit at a time adds to the scores, recomputed in the
+    backward pass.
     """
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     query, key = (x.astype(dtype) - x.astype(dtype).mean(-1, keepdims=True) for x in (query, key))
@@ -86,7 +92,9 @@ def _normalized_scores(query: Array, key: Array, v: Array, scale: Array, shift: 
 
     def add_unit(scores, unit):
         q, k, v, scale, shift = unit
-        return scores + v * jnp.tanh(scale * inverse_std * (q[..., :, None] + k[..., None, :]) + shift), None
+        return scores + v * jnp.tanh(
+            scale * inverse_std * (q[..., :, None] + k[..., None, :]) + shift
+        ), None
 
     tokens = [jnp.moveaxis(x, -1, 0) for x in (query, key)]
     weights = [jnp.moveaxis(x.astype(dtype), -1, 0)[..., None, None] for x in (v, scale, shift)]
@@ -95,7 +103,12 @@ def _normalized_scores(query: Array, key: Array, v: Array, scale: Array, shift: 
 
 
 def additive_parameters(
-    num_heads: int, query_dim: int, key_dim: int, *, hidden_dim: int | None = None, layer_norm: bool = False
+    num_heads: int,
+    query_dim: int,
+    key_dim: int,
+    *,
+    hidden_dim: int | None = None,
+    layer_norm: bool = False,
 ) -> dict[str, ScoreParameter]:
     """W_q, W_k, b and v for each head, and `norm_scale` with `layer_norm`.
 
@@ -103,14 +116,21 @@ def additive_parameters(
     """
     hidden = additive_hidden_dim(query_dim, key_dim) if hidden_dim is None else hidden_dim
     if hidden < 1:
-        raise ValueError(f"expected hidden_dim of at least 1, got {hidden}; leave it out for the default.")
-    # Each half contributes variance 1/2 to the pre-activation, so that tanh starts where it is not saturated.
-    projection = jax.nn.initializers.variance_scaling(0.5, "fan_in", "normal", in_axis=-2, out_axis=-1, batch_axis=0)
+        raise ValueError(
+            f"expected hidden_dim of at least 1, got {hidden}; leave it out for the default."
+        )
+    # Each half contributes variance 1/2 to the pre-activation, so that tanh starts where it is not
+    # saturated.
+    projection = jax.nn.initializers.variance_scaling(
+        0.5, "fan_in", "normal", in_axis=-2, out_axis=-1, batch_axis=0
+    )
     parameters = {
         "query_kernel": ScoreParameter((num_heads, query_dim, hidden), projection),
         "key_kernel": ScoreParameter((num_heads, key_dim, hidden), projection),
         "bias": ScoreParameter((num_heads, hidden), jax.nn.initializers.zeros),
-        "v": ScoreParameter((num_heads, hidden), jax.nn.initializers.normal(hidden**-0.5), is_weight=True),
+        "v": ScoreParameter(
+            (num_heads, hidden), jax.nn.initializers.normal(hidden**-0.5), is_weight=True
+        ),
     }
     if layer_norm:
         parameters["norm_scale"] = ScoreParameter((num_heads, hidden), jax.nn.initializers.ones)
@@ -145,7 +165,8 @@ def additive_attention(
     norm_scale: Float[Array, "heads hidden"] | None = None,
     **options,
 ) -> Attended:
-    """Additive attention: softmax(vᵀ tanh(W_q q + W_k k + b)) v (Bahdanau et al., 2015, https://arxiv.org/abs/1409.0473).
+    """Additive attention: softmax(vᵀ tanh(W_q q + W_k k + b)) v (Bahdanau et al., 2015,
+    https://arxiv.org/abs/1409.0473).
 
     Args:
       query: (..., q_length, num_heads, query_dim).
@@ -154,16 +175,25 @@ def additive_attention(
       query_kernel, key_kernel: W_q and W_k, one matrix per head.
       v: the vector that turns hidden units into a score, one per head.
       hidden_bias: b, inside tanh (`bias` is the attention bias, outside).
-      norm_scale: scale of a LayerNorm of W_q q + W_k k, whose shift is then b; None for no LayerNorm.
+      norm_scale: scale of a LayerNorm of W_q q + W_k k, whose shift is then b; None for no
+        LayerNorm.
       **options: those of `attend`.
 
     Returns:
       (..., q_length, num_heads, value_dim), and the weights if `return_weights`.
 
     >>> query, key, kernel = jnp.ones((2, 5, 3, 8)), jnp.ones((2, 7, 3, 4)), jnp.ones((3, 8, 6))
-    >>> out = additive_attention(query, key, key, query_kernel=kernel, key_kernel=kernel[:, :4], v=jnp.ones((3, 6)))
+    >>> out = additive_attention(
+    ...     query, key, key, query_kernel=kernel, key_kernel=kernel[:, :4], v=jnp.ones((3, 6))
+    ... )
     >>> out.shape
     (2, 5, 3, 4)
     """
-    parameters = dict(query_kernel=query_kernel, key_kernel=key_kernel, v=v, bias=hidden_bias, norm_scale=norm_scale)
+    parameters = dict(
+        query_kernel=query_kernel,
+        key_kernel=key_kernel,
+        v=v,
+        bias=hidden_bias,
+        norm_scale=norm_scale,
+    )
     return attend(query, key, value, score="additive", parameters=parameters, **options)

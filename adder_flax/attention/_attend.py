@@ -1,4 +1,5 @@
-"""The one path that all mechanisms share: scores, scale, mask, softmax, dropout, identity map, values."""
+"""The one path that all mechanisms share: scores, scale, mask, softmax, dropout, identity map,
+values."""
 
 import contextlib
 import functools
@@ -48,39 +49,48 @@ def attend(
     return_weights: bool = False,
     **flax_options: Any,
 ) -> Attended:
-    """Attention with any registered score: (softmax(scores · scale / temperature + bias) + I) value.
+    """Attention with any registered score: (softmax(scores · scale / temperature + bias) + I)
+    value.
 
-    The softmax runs in float32 or wider whatever the inputs' dtype. A query that may see no key gets zeros from the
-    map. The options after `score_options` are also those of `dot_product_attention`, `adder_attention` and the others.
+    The softmax runs in float32 or wider whatever the inputs' dtype. A query that may see no key
+    gets zeros from the map. The options after `score_options` are also those of
+    `dot_product_attention`, `adder_attention` and the others.
 
     Args:
-      query, key, value: arrays in Flax's layout; `heads` may be a multiple of `kv_heads` (grouped heads).
+      query, key, value: arrays in Flax's layout; `heads` may be a multiple of `kv_heads` (grouped
+        heads).
       score: a registered name or a `Score`.
       parameters: the score's learned arrays by name, heads first.
-      score_options: options of the score function, for example `{"gradient": "full"}` for the adder score.
-      bias: added to the scaled scores, broadcastable to (*batch, heads, q_length, k_length); -inf masks.
+      score_options: options of the score function, for example `{"gradient": "full"}` for the adder
+        score.
+      bias: added to the scaled scores, broadcastable to (*batch, heads, q_length, k_length); -inf
+        masks.
       mask: True where a query may see a key, broadcastable likewise.
       is_causal: query i sees keys 0 … i only.
       key_bias: one bias per key, broadcastable to (*batch, heads, k_length).
-      scale: None for the score's own default, "sqrt_dim" for 1/√head_dim, "variance_matched" for one over the standard
-        deviation of the score between unit-normal vectors, or a number.
+      scale: None for the score's own default, "sqrt_dim" for 1/√head_dim, "variance_matched" for
+        one over the standard deviation of the score between unit-normal vectors, or a number.
       temperature: divides the scores; a number or one per head, positive.
-      log_temperature: logarithm of a learned temperature, a number or one per head, by which they are divided too.
+      log_temperature: logarithm of a learned temperature, a number or one per head, by which they
+        are divided too.
       identity: whether to add the identity map; None for the score's own default.
-      dropout_rate, dropout_rng: dropout of the map's weights (not of the identity map), off where `deterministic`; a
-        rate that is no plain 0 may be traced.
+      dropout_rate, dropout_rng: dropout of the map's weights (not of the identity map), off where
+        `deterministic`; a rate that is no plain 0 may be traced.
       broadcast_dropout: one dropout mask for all samples and heads, Flax's default.
       deterministic: no dropout.
-      key_block: compute in blocks of so many keys and never build the map, see `adder_flax.ops.fused_attention`: memory
-        grows with the length instead of its square, for more computation in the backward pass. Where the map is asked
-        for, it is built all the same. Dropout is then independent for each sample and head. "auto" takes blocks where
-        they are faster (`adder_flax.ops.preferred_key_block`), softmax normalises and no weights are dropped. None
-        always builds the map, as forward-mode derivatives need it.
+      key_block: compute in blocks of so many keys and never build the map, see
+        `adder_flax.ops.fused_attention`: memory grows with the length instead of its square, for
+        more computation in the backward pass. Where the map is asked for, it is built all the same.
+        Dropout is then independent for each sample and head. "auto" takes blocks where they are
+        faster (`adder_flax.ops.preferred_key_block`), softmax normalises and no weights are
+        dropped. None always builds the map, as forward-mode derivatives need it.
       dtype: dtype of the computation outside softmax; None for the inputs' common one.
       precision: precision of matrix products, see `jax.lax.Precision`.
       module: a Flax module (NNX or Linen) that is to `sow` the weights as "attention_weights".
-      return_weights: also return the map that multiplies the values, before dropout, identity map included.
-      **flax_options: other options of Flax's own attention functions, accepted at their defaults only.
+      return_weights: also return the map that multiplies the values, before dropout, identity map
+        included.
+      **flax_options: other options of Flax's own attention functions, accepted at their defaults
+        only.
 
     Returns:
       (*batch, q_length, heads, value_dim); with `return_weights` a pair of it and the float32 map
@@ -105,7 +115,9 @@ def attend(
 
     rate = 0.0 if deterministic else dropout_rate
     _check_dropout(rate, dropout_rng)
-    arrays = {name: parameter for name, parameter in (parameters or {}).items() if parameter is not None}
+    arrays = {
+        name: parameter for name, parameter in (parameters or {}).items() if parameter is not None
+    }
     raw_scores = functools.partial(contract.raw_scores, options=score_options)
     factor = resolve_scale(contract, scale, key.shape[-1]) / _per_head(temperature)
     cooling = 1.0 if log_temperature is None else _per_head(jnp.exp(-log_temperature))
@@ -121,16 +133,29 @@ def attend(
     with _matmul_precision(precision):
         if key_block is not None and not map_is_wanted:
             output = _in_blocks(
-                contract, raw_scores, arrays, query, key, value,
-                scale=factor * cooling, bias=bias, mask=mask, is_causal=is_causal, identity=identity,
-                dropout_rate=rate, dropout_key=dropout_rng, key_block=key_block,
-            )  # fmt: skip
+                contract,
+                raw_scores,
+                arrays,
+                query,
+                key,
+                value,
+                scale=factor * cooling,
+                bias=bias,
+                mask=mask,
+                is_causal=is_causal,
+                identity=identity,
+                dropout_rate=rate,
+                dropout_key=dropout_rng,
+                key_block=key_block,
+            )
             return jnp.swapaxes(output, -2, -3)
         scores = raw_scores(query, key, arrays) * factor
         if log_temperature is not None:
             scores = _cooled(scores, log_temperature, cooling)
         biased = scores if bias is None else _biased(scores, bias, key_bias)
-        weights = contract.normalize(biased, _with_causal(mask, biased.shape) if is_causal else mask)
+        weights = contract.normalize(
+            biased, _with_causal(mask, biased.shape) if is_causal else mask
+        )
         arrays = {"query": query, "key": key, "scores": scores, "weights": weights}
         recorder.report("attention", arrays, score=contract.name, identity=identity)
         shown = weights + jnp.eye(weights.shape[-1]) if identity and map_is_wanted else weights
@@ -144,7 +169,8 @@ def attend(
 
 
 def attention_function(function: Callable[..., Attended]) -> Callable[..., Attended]:
-    """Writes the options of `attend` into the signature of a function that hands `**options` on to it.
+    """Writes the options of `attend` into the signature of a function that hands `**options` on to
+    it.
 
     Flax Linen looks the names up in the signature and passes only what it finds there.
     """
@@ -154,13 +180,16 @@ def attention_function(function: Callable[..., Attended]) -> Callable[..., Atten
     shared = [
         p
         for p in inspect.signature(attend).parameters.values()
-        if p.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD) and p.name not in fixed
+        if p.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+        and p.name not in fixed
     ]
     function.__signature__ = inspect.Signature([*own, *shared])
     return function
 
 
-def resolve_scale(score: str | Score, scale: str | float | Array | None, head_dim: int) -> float | Array:
+def resolve_scale(
+    score: str | Score, scale: str | float | Array | None, head_dim: int
+) -> float | Array:
     """The factor on raw scores that `scale` (see `attend`) stands for.
 
     >>> resolve_scale("dot", "variance_matched", 64)
@@ -185,22 +214,31 @@ def resolve_scale(score: str | Score, scale: str | float | Array | None, head_di
 def _check_shapes(query: Array, key: Array, value: Array, identity: bool) -> None:
     shapes = f"got query {query.shape}, key {key.shape}, value {value.shape}"
     layout = "(*batch, length, num_heads, head_dim)"
-    if not query.ndim == key.ndim == value.ndim >= 3 or not (query.shape[:-3] == key.shape[:-3] == value.shape[:-3]):
-        raise ValueError(f"expected {layout} with equal batch axes, {shapes}; reshape or broadcast them first.")
+    if not query.ndim == key.ndim == value.ndim >= 3 or not (
+        query.shape[:-3] == key.shape[:-3] == value.shape[:-3]
+    ):
+        raise ValueError(
+            f"expected {layout} with equal batch axes, {shapes}; reshape or broadcast them first."
+        )
     if key.shape[:-1] != value.shape[:-1]:
-        raise ValueError(f"expected key and value of one length and number of heads, {shapes}; check them.")
+        raise ValueError(
+            f"expected key and value of one length and number of heads, {shapes}; check them."
+        )
     if query.shape[-2] % key.shape[-2]:
         raise ValueError(
-            f"expected the number of query heads to be a multiple of that of key heads, {shapes}; change one."
+            f"expected the number of query heads to be a multiple of that of key heads, {shapes}; "
+            "change one."
         )
     if identity and query.shape[-3] != key.shape[-3]:
         raise ValueError(
-            f"the identity map expects self-attention, as many queries as keys, {shapes}; pass identity=False."
+            f"the identity map expects self-attention, as many queries as keys, {shapes}; pass "
+            "identity=False."
         )
 
 
 def _mix(weights: Array, value: Array, identity: bool) -> Array:
-    """weights · value, plus value for the identity map, head-major; each value head serves its group."""
+    """weights · value, plus value for the identity map, head-major; each value head serves its
+    group."""
     *batch, heads, q_length, k_length = weights.shape
     kv_heads = value.shape[-3]
     if heads != kv_heads:
@@ -213,22 +251,30 @@ def _mix(weights: Array, value: Array, identity: bool) -> Array:
 
 
 def _automatic_block(contract: Score, num_keys: int, dropout_rate: float | Array) -> int | None:
-    # Blocks draw other dropout masks than the map: which of them is drawn should not hang on the length.
+    # Blocks draw other dropout masks than the map: which of them is drawn should not hang on the
+    # length.
     possible = contract.normalize is masked_softmax and not is_on(dropout_rate)
     return ops.preferred_key_block(num_keys) if possible else None
 
 
 def _in_blocks(
-    contract: Score, raw_scores: Callable[..., Array], arrays: dict[str, Array], query: Array, key: Array, value: Array,
+    contract: Score,
+    raw_scores: Callable[..., Array],
+    arrays: dict[str, Array],
+    query: Array,
+    key: Array,
+    value: Array,
     **options: Any,
-) -> Array:  # fmt: skip
+) -> Array:
     """Head-major attention without the map."""
     if contract.normalize is not masked_softmax:
         raise ValueError(
-            f"key_block expects a score that softmax normalises, got {contract.name!r}, which brings its own; "
-            "leave key_block out."
+            f"key_block expects a score that softmax normalises, got {contract.name!r}, which "
+            "brings its own; leave key_block out."
         )
-    score = lambda query, key, *values: raw_scores(query, key, dict(zip(arrays, values, strict=True)))
+    score = lambda query, key, *values: raw_scores(
+        query, key, dict(zip(arrays, values, strict=True))
+    )
     value = jnp.repeat(value, query.shape[-3] // value.shape[-3], axis=-3)
     return ops.fused_attention(score, query, key, value, tuple(arrays.values()), **options)
 
@@ -243,7 +289,9 @@ def _biased(scores: Array, bias: Array, key_bias: Array | None) -> Array:
     """Scores with all biases, of which that of the keys has curvature."""
     if key_bias is None:
         return scores + bias
-    return tap_heads(KEY_BIASED, {"key_bias": key_bias}, scores, scores + bias, per_head=key_bias.ndim > 1)
+    return tap_heads(
+        KEY_BIASED, {"key_bias": key_bias}, scores, scores + bias, per_head=key_bias.ndim > 1
+    )
 
 
 def _total_bias(bias: Array | None, key_bias: Array | None) -> Array | None:
@@ -254,7 +302,8 @@ def _total_bias(bias: Array | None, key_bias: Array | None) -> Array | None:
 
 
 def _visible(mask: Array | None, bias: Array | None) -> Array | None:
-    """Which keys each query may see, from all that can forbid it but causality; None where nothing does."""
+    """Which keys each query may see, from all that can forbid it but causality; None where nothing
+    does."""
     mask = None if mask is None else jnp.asarray(mask).astype(bool)
     if bias is None:
         return mask
@@ -271,7 +320,8 @@ def _check_dropout(rate: float | Array, rng: Array | None) -> None:
         raise ValueError(f"expected dropout_rate in [0, 1), got {rate}; lower it.")
     if is_on(rate) and rng is None:
         raise ValueError(
-            f"dropout_rate = {rate} expects a dropout_rng, got None; pass a jax.random key or deterministic=True."
+            f"dropout_rate = {rate} expects a dropout_rng, got None; pass a jax.random key or "
+            "deterministic=True."
         )
 
 
@@ -284,7 +334,9 @@ def _dropout(weights: Array, rate: float | Array, rng: Array, broadcast: bool) -
 def _per_head(temperature: float | Array) -> float | Array:
     if isinstance(temperature, (int, float)):
         if temperature <= 0:
-            raise ValueError(f"expected a positive temperature, got {temperature}; 1.0 leaves the scores alone.")
+            raise ValueError(
+                f"expected a positive temperature, got {temperature}; 1.0 leaves the scores alone."
+            )
         return temperature
     return temperature[..., None, None] if temperature.ndim else temperature
 
@@ -312,9 +364,16 @@ def _flax_defaults() -> dict[str, Any]:
 def _refuse_unknown(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in _flax_defaults():
-            known = [n for n, p in inspect.signature(attend).parameters.items() if p.kind is p.KEYWORD_ONLY]
-            raise TypeError(f"attention expects options from {known}, got {name!r}; correct its name.")
+            known = [
+                n
+                for n, p in inspect.signature(attend).parameters.items()
+                if p.kind is p.KEYWORD_ONLY
+            ]
+            raise TypeError(
+                f"attention expects options from {known}, got {name!r}; correct its name."
+            )
         if value is not _flax_defaults()[name] and value != _flax_defaults()[name]:
             raise ValueError(
-                f"expected {name!r} at Flax's default, got {value!r}; leave it out: this attention has no such option."
+                f"expected {name!r} at Flax's default, got {value!r}; leave it out: this attention "
+                "has no such option."
             )

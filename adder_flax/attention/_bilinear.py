@@ -15,11 +15,13 @@ def bilinear_scores(
     *,
     kernel: Float[Array, "*#batch query_dim key_dim"],
 ) -> Float[Array, "*batch query key"]:
-    """qᵀ W k for every pair, in float32 or wider; W is (query_dim, key_dim), per head where it has leading axes."""
+    """qᵀ W k for every pair, in float32 or wider; W is (query_dim, key_dim), per head where it has
+    leading axes."""
     if kernel.shape[-2:] != (query.shape[-1], key.shape[-1]):
         raise ValueError(
-            f"bilinear scores expect a kernel of shape (query_dim, key_dim) = {(query.shape[-1], key.shape[-1])}, "
-            f"got {kernel.shape[-2:]}; build it with the widths of this query and key."
+            "bilinear scores expect a kernel of shape (query_dim, key_dim) = "
+            f"{(query.shape[-1], key.shape[-1])}, got {kernel.shape[-2:]}; build it with the "
+            "widths of this query and key."
         )
     return dot_scores(project_heads(query, kernel), key)
 
@@ -35,9 +37,15 @@ register_score(Score("bilinear", bilinear_scores, bilinear_parameters))
 
 @attention_function
 def bilinear_attention(
-    query: Array, key: Array, value: Array, *, kernel: Float[Array, "heads query_dim key_dim"], **options
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    kernel: Float[Array, "heads query_dim key_dim"],
+    **options,
 ) -> Attended:
-    """Bilinear attention: softmax(qᵀ W k / √d) v (Luong et al., 2015, "general", https://arxiv.org/abs/1508.04025).
+    """Bilinear attention: softmax(qᵀ W k / √d) v (Luong et al., 2015, "general",
+    https://arxiv.org/abs/1508.04025).
 
     Args:
       query: (..., q_length, num_heads, query_dim).

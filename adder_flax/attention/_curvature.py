@@ -1,4 +1,5 @@
-"""The learned arrays of scores as layers with curvature, for second-order optimizers: one lane for each head."""
+"""The learned arrays of scores as layers with curvature, for second-order optimizers: one lane for
+each head."""
 
 from typing import Any
 
@@ -24,14 +25,21 @@ def project_heads(
 
 
 def tap_heads(
-    layer: kfac.Dense | kfac.Generic, parameters: dict[str, Array], x: Any, y: Array, *, per_head: bool
+    layer: kfac.Dense | kfac.Generic,
+    parameters: dict[str, Array],
+    x: Any,
+    y: Array,
+    *,
+    per_head: bool,
 ) -> Array:
-    """Returns y, reported as what a layer makes of x, where `kfac` is looking for layers and knows the parameters.
+    """Returns y, reported as what a layer makes of x, where `kfac` is looking for layers and knows
+    the parameters.
 
     Args:
       layer: of one head; an output without features, such as scores, has one.
       parameters: by role; heads first with `per_head`.
-      x: the layer's input, arrays (*batch, heads, length, width), without the heads unless `per_head`.
+      x: the layer's input, arrays (*batch, heads, length, width), without the heads unless
+        `per_head`.
       y: its output, likewise.
       per_head: whether each head has parameters of its own.
     """
@@ -44,7 +52,9 @@ def tap_heads(
             return kfac.tap(layer, parameters, x, path=paths, y=y)
         return kfac.tap(layer, parameters, x, path=paths, y=y[..., None])[..., 0]
 
-    return (jax.vmap(report, in_axes=(0, -3, -3), out_axes=-3) if per_head else report)(parameters, x, y)
+    return (jax.vmap(report, in_axes=(0, -3, -3), out_axes=-3) if per_head else report)(
+        parameters, x, y
+    )
 
 
 def captures(*parameters: Array | None) -> bool:

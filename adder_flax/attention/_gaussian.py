@@ -12,7 +12,8 @@ from adder_flax.attention.checks import require_equal_widths
 def gaussian_scores(
     query: Float[Array, "*batch query dim"], key: Float[Array, "*batch key dim"]
 ) -> Float[Array, "*batch query key"]:
-    """-‖q - k‖²/2 for every pair, as q·k - ‖q‖²/2 - ‖k‖²/2: one matrix product and two sums of squares."""
+    """-‖q - k‖²/2 for every pair, as q·k - ‖q‖²/2 - ‖k‖²/2: one matrix product and two sums of
+    squares."""
     require_equal_widths("gaussian", query, key)
     scores = dot_scores(query, key)
     query_energy = jnp.sum(jnp.square(query.astype(scores.dtype)), axis=-1)
@@ -20,7 +21,8 @@ def gaussian_scores(
     return scores - 0.5 * (query_energy[..., :, None] + key_energy[..., None, :])
 
 
-# ‖q - k‖²/2 is a chi-squared variable with d degrees of freedom for unit-normal q and k: its variance is 2d.
+# ‖q - k‖²/2 is a chi-squared variable with d degrees of freedom for unit-normal q and k: its
+# variance is 2d.
 register_score(Score("gaussian", gaussian_scores, variance=lambda head_dim: 2.0 * head_dim))
 
 
@@ -28,9 +30,9 @@ register_score(Score("gaussian", gaussian_scores, variance=lambda head_dim: 2.0 
 def gaussian_attention(query: Array, key: Array, value: Array, **options) -> Attended:
     """Gaussian-kernel attention: softmax(-‖q - k‖² / (2√d)) v.
 
-    Where all keys have one norm, as after LayerNorm without an affine part, the map is exactly that of scaled
-    dot-product attention: the norms are constant in each row and cancel in the softmax. The row-normalised
-    kernel is the transition matrix of a diffusion on the tokens.
+    Where all keys have one norm, as after LayerNorm without an affine part, the map is exactly that
+    of scaled dot-product attention: the norms are constant in each row and cancel in the softmax.
+    The row-normalised kernel is the transition matrix of a diffusion on the tokens.
 
     Args:
       query, key, value: (..., length, num_heads, head_dim), as in Flax.

@@ -20,22 +20,24 @@ from adder_flax.settings import AttentionSettings, is_on, keywords_of
 class MultiHeadAttention(nnx.Module):
     """Multi-head attention: out(concat_h (softmax(s(q_h, k_h) · scale / T + bias) + I) v_h).
 
-    Four projections `query`, `key`, `value` and `out` with two-dimensional kernels (in_features, num_heads · head_dim),
-    and the learned arrays of the score, one per head, under `score`.
+    Four projections `query`, `key`, `value` and `out` with two-dimensional kernels (in_features,
+    num_heads · head_dim), and the learned arrays of the score, one per head, under `score`.
 
     Args:
       num_heads: number of heads; divides `qkv_features`.
       in_features: width of the queries' inputs.
       settings: how queries look at keys; each of its fields can be given as a keyword instead:
         score: a registered name: "dot", "bilinear", "additive", "adder", "gaussian" or your own.
-        score_options: options of the score, such as `{"hidden_dim": 32}` (additive), `{"gradient": "full"}` (adder).
-        temperature: a positive number, or "learned" for one per head, exp(`log_temperature`), which starts at 1.
-        scale, identity, key_block: see `attend`.
+        score_options: options of the score, such as `{"hidden_dim": 32}` (additive), `{"gradient":
+        "full"}` (adder). temperature: a positive number, or "learned" for one per head,
+        exp(`log_temperature`), which starts at 1. scale, identity, key_block: see `attend`.
       qkv_features: width of all heads together; `in_features` by default.
       out_features: width of the output; `in_features` by default.
       in_kv_features: width of the keys' and values' inputs; `in_features` by default.
-      num_kv_heads: number of key and value heads, a divisor of `num_heads`, by default equal (no grouping).
-      key_bias_length: learn one bias per head and key position, for inputs of exactly this length; None for none.
+      num_kv_heads: number of key and value heads, a divisor of `num_heads`, by default equal (no
+        grouping).
+      key_bias_length: learn one bias per head and key position, for inputs of exactly this length;
+        None for none.
       dropout_rate: dropout of attention weights, independent for each sample and head.
       use_bias: whether the projections have a bias.
       qkv_linear, out_linear: what makes the projections:
@@ -87,7 +89,9 @@ class MultiHeadAttention(nnx.Module):
         self.set_dropout_rate(dropout_rate)
         self.dtype = dtype
 
-        shared: dict[str, Any] = dict(use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        shared: dict[str, Any] = dict(
+            use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
         kv_features = self.num_kv_heads * self.head_dim
         self.query = qkv_linear(in_features, qkv_features, **shared)
         self.key = qkv_linear(in_kv_features, kv_features, **shared)
@@ -103,7 +107,9 @@ class MultiHeadAttention(nnx.Module):
             name_axis(getattr(linear, "kernel", None), axis, "heads", parts)
 
         specs = contract.learned_parameters(num_heads, self.head_dim, self.head_dim, options)
-        self.score = nnx.Dict({n: s.as_param(s.init(rngs.params(), s.shape, param_dtype)) for n, s in specs.items()})
+        self.score = nnx.Dict(
+            {n: s.as_param(s.init(rngs.params(), s.shape, param_dtype)) for n, s in specs.items()}
+        )
         self.log_temperature = nnx.data(None)
         if settings.temperature == "learned":
             self.log_temperature = nnx.Param(jnp.zeros((num_heads,), param_dtype))
@@ -123,7 +129,8 @@ class MultiHeadAttention(nnx.Module):
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "*batch q_length out_features"]:
-        """Attends from `inputs_q` to `inputs_k` (by default itself) and mixes `inputs_v` (by default `inputs_k`).
+        """Attends from `inputs_q` to `inputs_k` (by default itself) and mixes `inputs_v` (by
+        default `inputs_k`).
 
         Args:
           inputs_q, inputs_k, inputs_v: tokens.
@@ -167,7 +174,9 @@ def _project(linear: nnx.Module, inputs: Array, num_heads: int) -> Array:
     return outputs.reshape(*inputs.shape[:-1], num_heads, outputs.shape[-1] // num_heads)
 
 
-def _dropout_key(rate: float | Array, deterministic: bool, rngs: nnx.Rngs | None) -> jax.Array | None:
+def _dropout_key(
+    rate: float | Array, deterministic: bool, rngs: nnx.Rngs | None
+) -> jax.Array | None:
     if deterministic or not is_on(rate) or rngs is None:
         return None
     return rngs.dropout()

@@ -35,7 +35,8 @@ def masked_softmax(
     if mask is None:
         return jax.nn.softmax(scores, axis=-1)
     lowest = jnp.finfo(scores.dtype).min
-    # A finite stand-in instead of -inf: a fully masked row then has no 0/0 in it, forward or backward.
+    # A finite stand-in instead of -inf: a fully masked row then has no 0/0 in it, forward or
+    # backward.
     weights = jax.nn.softmax(jnp.where(mask, scores, lowest), axis=-1)
     return jnp.where(mask, weights, 0.0)
 
@@ -47,8 +48,8 @@ class ScoreParameter:
     Attributes:
       shape: with the heads first.
       init: its initialiser.
-      is_weight: whether inputs are multiplied with it although its name does not end in ``kernel``: it is then no
-        less a weight to second-order optimizers, but is not decayed.
+      is_weight: whether inputs are multiplied with it although its name does not end in ``kernel``:
+        it is then no less a weight to second-order optimizers, but is not decayed.
     """
 
     shape: tuple[int, ...]
@@ -74,27 +75,31 @@ def _inverse_sqrt(head_dim: int) -> float:
 class Score:
     """The contract of a score function.
 
-    Registered once (`register_score`), a score is available by name in `attend`, in the NNX and Linen modules,
-    in `VisionTransformer` and in `capture_attention`.
+    Registered once (`register_score`), a score is available by name in `attend`, in the NNX and
+    Linen modules, in `VisionTransformer` and in `capture_attention`.
 
     Attributes:
       name: what modules and experiments call it.
-      function: `function(query, key, **parameters, **options)`; query (..., num_heads, q_length, query_dim) and key
-        (..., num_heads, k_length, key_dim) give raw scores (..., num_heads, q_length, k_length), in float32 or wider,
-        larger for a better match. With grouped key heads the head axis comes as two, (num_kv_heads, group),
-        and the key's group axis has length 1, so a function only relies on broadcasting.
-      parameters: `parameters(num_heads, query_dim, key_dim, **options)` gives the learned arrays by name; each one's
-        first axis is the heads.
-      options: a frozen dataclass whose fields are declared with `adder_flax.settings.setting`: what users may set, as
-        `config.model.score_options.<field>` and as `score_options={"<field>": …}`. Each one is a keyword of `function`,
-        of `parameters` or of both, and shapes the program: none is declared with `data`.
+      function: `function(query, key, **parameters, **options)`; query (..., num_heads, q_length,
+        query_dim) and key (..., num_heads, k_length, key_dim) give raw scores (..., num_heads,
+        q_length, k_length), in float32 or wider, larger for a better match. With grouped key heads
+        the head axis comes as two, (num_kv_heads, group), and the key's group axis has length 1, so
+        a function only relies on broadcasting.
+      parameters: `parameters(num_heads, query_dim, key_dim, **options)` gives the learned arrays by
+        name; each one's first axis is the heads.
+      options: a frozen dataclass whose fields are declared with `adder_flax.settings.setting`: what
+        users may set, as `config.model.score_options.<field>` and as `score_options={"<field>":
+        …}`. Each one is a keyword of `function`, of `parameters` or of both, and shapes the
+        program: none is declared with `data`.
       scale: the default factor on the raw scores as a function of the key's head_dim.
-      variance: variance of a raw score between unit-normal query and key as a function of head_dim, for
-        `scale="variance_matched"`; None where it depends on learned parameters.
-      identity: whether the identity map is added to the attention map unless the user says otherwise.
+      variance: variance of a raw score between unit-normal query and key as a function of head_dim,
+        for `scale="variance_matched"`; None where it depends on learned parameters.
+      identity: whether the identity map is added to the attention map unless the user says
+        otherwise.
       normalize: `normalize(scores, mask)` turns scaled float32 scores into weights.
-      rows_are_probability: whether each row that `normalize` gives is a probability distribution over the keys,
-        which entropy, rollout and Markov-chain analysis rely on (before the identity map is added).
+      rows_are_probability: whether each row that `normalize` gives is a probability distribution
+        over the keys, which entropy, rollout and Markov-chain analysis rely on (before the identity
+        map is added).
     """
 
     name: str
@@ -111,21 +116,27 @@ class Score:
         for name, field in self._options.items():
             if name not in _keywords(self.function) | _keywords(self.parameters):
                 raise ValueError(
-                    f"the {self.name} score expects each of its options to be a keyword of its function or of its "
-                    f"parameters, got {name!r}, which is of neither; add it there."
+                    f"the {self.name} score expects each of its options to be a keyword of its "
+                    f"function or of its parameters, got {name!r}, which is of neither; add it "
+                    "there."
                 )
             if field.metadata["declared"].data:
                 raise ValueError(
-                    f"the {self.name} score expects options that shape the program, got {name!r}, declared as data; "
-                    "leave data out, or make it a parameter."
+                    f"the {self.name} score expects options that shape the program, got {name!r}, "
+                    "declared as data; leave data out, or make it a parameter."
                 )
 
     @property
     def _options(self) -> dict[str, dataclasses.Field]:
-        return {} if self.options is None else {field.name: field for field in dataclasses.fields(self.options)}
+        return (
+            {}
+            if self.options is None
+            else {field.name: field for field in dataclasses.fields(self.options)}
+        )
 
     def own_options(self, options: Any) -> Options:
-        """All options of this score: of all scores' settings its own; of a mapping every one, which has to be.
+        """All options of this score: of all scores' settings its own; of a mapping every one, which
+        has to be.
 
         What is not given has its default.
 
@@ -141,7 +152,10 @@ class Score:
             for name in given.keys() - known:
                 near = difflib.get_close_matches(name, known, n=1)
                 fix = f"did you mean {near[0]!r}?" if near else "remove it or choose another score."
-                raise ValueError(f"the {self.name} score expects options from {tuple(known)}, got {name!r}; {fix}")
+                raise ValueError(
+                    f"the {self.name} score expects options from {tuple(known)}, got {name!r}; "
+                    f"{fix}"
+                )
         else:
             given = {name: value for name, value in vars(options).items() if name in known}
         return Options(known | given)
@@ -150,7 +164,9 @@ class Score:
         self, num_heads: int, query_dim: int, key_dim: int, options: Mapping[str, Any] | None = None
     ) -> Mapping[str, ScoreParameter]:
         """The learned arrays for these widths and options, by name."""
-        return self.parameters(num_heads, query_dim, key_dim, **self._options_of(self.parameters, options))
+        return self.parameters(
+            num_heads, query_dim, key_dim, **self._options_of(self.parameters, options)
+        )
 
     def raw_scores(
         self,
@@ -159,7 +175,8 @@ class Score:
         parameters: Mapping[str, Array | None],
         options: Mapping[str, Any] | None = None,
     ) -> Float[Array, "*batch heads query key"]:
-        """Scores of head-major arrays, grouped key heads included; parameters that are None are left out."""
+        """Scores of head-major arrays, grouped key heads included; parameters that are None are
+        left out."""
         chosen = self._options_of(self.function, options)
         parameters = {name: p for name, p in parameters.items() if p is not None}
         *batch, heads, q_length, width = query.shape
@@ -168,19 +185,27 @@ class Score:
             return self.function(query, key, **parameters, **chosen)
         group = heads // kv_heads
         query = query.reshape(*batch, kv_heads, group, q_length, width)
-        parameters = {name: p.reshape(kv_heads, group, *p.shape[1:]) for name, p in parameters.items()}
+        parameters = {
+            name: p.reshape(kv_heads, group, *p.shape[1:]) for name, p in parameters.items()
+        }
         scores = self.function(query, key[..., None, :, :], **parameters, **chosen)
         return scores.reshape(*batch, heads, q_length, key.shape[-2])
 
     def _options_of(self, function: Callable, options: Mapping[str, Any] | None) -> dict[str, Any]:
         """Options that a function of this score takes."""
-        return {name: value for name, value in self.own_options(options).items() if name in _keywords(function)}
+        return {
+            name: value
+            for name, value in self.own_options(options).items()
+            if name in _keywords(function)
+        }
 
 
 @functools.cache
 def _keywords(function: Callable) -> frozenset[str]:
     parameters = inspect.signature(function).parameters.values()
-    return frozenset(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
+    return frozenset(
+        p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
+    )
 
 
 SCORES: Registry[Score] = Registry("score", "adder_flax.attention.register_score")
@@ -188,17 +213,22 @@ SCORES: Registry[Score] = Registry("score", "adder_flax.attention.register_score
 
 
 def register_score(score: Score) -> Score:
-    """Makes `score` available under its name everywhere, and its options in configurations; returns it.
+    """Makes `score` available under its name everywhere, and its options in configurations; returns
+    it.
 
-    The same function again, as when a notebook cell or an experiment file runs twice, replaces what it registered.
+    The same function again, as when a notebook cell or an experiment file runs twice, replaces what
+    it registered.
 
     Raises:
-      ValueError: another score already has this name, or has an option of the same name that means something else.
+      ValueError: another score already has this name, or has an option of the same name that means
+        something else.
     """
     if score.options is not None:
         others = (SCORE_OPTIONS.get(name) for name in SCORE_OPTIONS if name != score.name)
         join("score", *others, score.options)
-    SCORES.register(score.name, score, origin=(score.function.__module__, score.function.__qualname__))
+    SCORES.register(
+        score.name, score, origin=(score.function.__module__, score.function.__qualname__)
+    )
     if score.options is not None:
         SCORE_OPTIONS.register(score.name, score.options)
     return score

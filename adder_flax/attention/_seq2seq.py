@@ -15,7 +15,8 @@ from adder_flax.settings import AttentionSettings, keywords_of
 
 
 class SequenceAttention(nnx.Module):
-    """One head of any score, whose learned arrays, without a head axis, are the module's own parameters.
+    """One head of any score, whose learned arrays, without a head axis, are the module's own
+    parameters.
 
     The identity map is never added: position i of one sequence is not position i of the other.
 
@@ -76,7 +77,8 @@ class SequenceAttention(nnx.Module):
         Args:
           query, key, value: decoder states, encoder states, and what is mixed.
           mask: True where a query may see a key, broadcastable to (*batch, q_length, k_length).
-          bias: added to the scaled scores, broadcastable likewise; one value per key is a per-key bias.
+          bias: added to the scaled scores, broadcastable likewise; one value per key is a per-key
+            bias.
           return_weights: also return the alignment (*batch, q_length, k_length).
 
         Returns:
@@ -101,15 +103,16 @@ class AdditiveAttention(SequenceAttention):
     """Additive attention: weights softmax(vᵀ tanh(W_s s + W_h h + b) / T) (Bahdanau et al., 2015).
 
     It has d_a (d_s + d_h + 1) parameters and d_a more for b, plus d_a for the LayerNorm's scale.
-    Only v / T is identifiable: a learned temperature changes how v trains, not what the module can express.
+    Only v / T is identifiable: a learned temperature changes how v trains, not what the module can
+    express.
 
     Args:
       query_features: d_s, width of the decoder states s.
       key_features: d_h, width of the encoder states h.
       hidden_dim: d_a; by default where the parameter count meets that of `BilinearAttention`.
       layer_norm: LayerNorm of the sum inside tanh, against saturation; b is then its shift.
-      settings: as of `SequenceAttention`, whose keywords but `score` and `score_options` are taken; `scale` is 1 by
-        default.
+      settings: as of `SequenceAttention`, whose keywords but `score` and `score_options` are taken;
+        `scale` is 1 by default.
       param_dtype: dtype of the parameters.
       rngs: initialisation keys.
 
@@ -142,13 +145,14 @@ class AdditiveAttention(SequenceAttention):
 
 
 class BilinearAttention(SequenceAttention):
-    """Multiplicative attention: weights softmax(sᵀ W h · scale / T) (Luong et al., 2015, "general").
+    """Multiplicative attention: weights softmax(sᵀ W h · scale / T) (Luong et al., 2015,
+    "general").
 
     Args:
       query_features: d_s, width of the decoder states s.
       key_features: d_h, width of the encoder states h.
-      settings: as of `SequenceAttention`, whose keywords but `score` and `score_options` are taken; `scale` is 1/√d_h
-        by default.
+      settings: as of `SequenceAttention`, whose keywords but `score` and `score_options` are taken;
+        `scale` is 1/√d_h by default.
       param_dtype: dtype of the parameters.
       rngs: initialisation keys.
 

@@ -1,10 +1,19 @@
-"""Grids of runs: what is compared, tuned by the same budget, on paired seeds, and what the differences are worth."""
+"""Grids of runs: what is compared, tuned by the same budget, on paired seeds, and what the
+differences are worth."""
 
 from adder_flax.compare.cells import StoppedError
 from adder_flax.compare.page import write_results
 from adder_flax.compare.plan import Arm, Cell, Plan
 from adder_flax.compare.records import Record, Records
-from adder_flax.compare.run import Comparison, describe, is_worker, overview, parent_lives, supervise, work
+from adder_flax.compare.run import (
+    Comparison,
+    describe,
+    is_worker,
+    overview,
+    parent_lives,
+    supervise,
+    work,
+)
 from adder_flax.compare.search import Tuning, unfold
 from adder_flax.compare.slurm import read_options, supervise_on_slurm
 from adder_flax.compare.statistics import (

@@ -38,7 +38,10 @@ Block = Heading | Paragraph | Table | Code
 def as_markdown(blocks: Sequence[Block]) -> str:
     """Returns a Markdown file.
 
-    >>> print(as_markdown([Heading(2, "Scores"), Table(["arm", "score"], [["a|b", "1"], ["c"]])]), end="")
+    >>> print(
+    ...     as_markdown([Heading(2, "Scores"), Table(["arm", "score"], [["a|b", "1"], ["c"]])]),
+    ...     end="",
+    ... )
     ## Scores
     <BLANKLINE>
     | arm | score |
@@ -71,7 +74,9 @@ def _markdown(block: Block) -> str:
         case Code(text):
             return f"```bash\n{text}\n```"
     rows = [list(block.head), ["---"] * len(block.head), *_filled(block)]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
+    return "\n".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows
+    )
 
 
 def _html(block: Block) -> str:
@@ -79,9 +84,15 @@ def _html(block: Block) -> str:
         case Heading(level, text):
             return f"<h{level}>{html.escape(text)}</h{level}>"
         case Paragraph(text, strong):
-            return f"<p><strong>{html.escape(text)}</strong></p>" if strong else f"<p>{html.escape(text)}</p>"
+            return (
+                f"<p><strong>{html.escape(text)}</strong></p>"
+                if strong
+                else f"<p>{html.escape(text)}</p>"
+            )
         case Code(text):
             return f"<pre><code>{html.escape(text)}</code></pre>"
-    row = lambda cells, tag: f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+    row = lambda cells, tag: (
+        f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+    )
     rows = [row(block.head, "th"), *(row(line, "td") for line in _filled(block))]
     return f'<div class="scroll" tabindex="0"><table>{"".join(rows)}</table></div>'

@@ -39,11 +39,13 @@ class StoppedError(Exception):
         self.exit_code = exit_code
 
 
-def run_cell(cell: Cell, workdir: Path, test_split: str, load: Callable[..., data.Source]) -> Record:
+def run_cell(
+    cell: Cell, workdir: Path, test_split: str, load: Callable[..., data.Source]
+) -> Record:
     """Trains a cell, or goes on with it, and returns its record.
 
-    What the run prints goes to ``output.txt`` in its directory. A run that is no longer finite is a result. The test
-    split is read once, after the last step of a final run.
+    What the run prints goes to ``output.txt`` in its directory. A run that is no longer finite is a
+    result. The test split is read once, after the last step of a final run.
 
     Args:
       cell: of the comparison.
@@ -59,7 +61,9 @@ def run_cell(cell: Cell, workdir: Path, test_split: str, load: Callable[..., dat
     workdir.mkdir(parents=True, exist_ok=True)
     with _output_in(workdir / "output.txt"):
         run = training.build_run(cell.config, load=load)
-        trainer = training.Trainer(run, training.open_workdir(workdir, cell.config), start_time=began)
+        trainer = training.Trainer(
+            run, training.open_workdir(workdir, cell.config), start_time=began
+        )
         steps = run.num_steps
         try:
             result = trainer.fit()
@@ -68,7 +72,9 @@ def run_cell(cell: Cell, workdir: Path, test_split: str, load: Callable[..., dat
         else:
             if result.interrupted:
                 where = f"{cell.id} at step {result.step} of {run.num_steps}"
-                raise StoppedError(f"{result.interrupted.name} in {where}", 128 + result.interrupted)
+                raise StoppedError(
+                    f"{result.interrupted.name} in {where}", 128 + result.interrupted
+                )
             scores = result.evaluation
             if cell.phase == FINAL:
                 config = ConfigDict(cell.config.to_dict())
@@ -134,24 +140,35 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of the libraries that compute."""
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    return {"python": platform.python_version()} | {
+        name: importlib.metadata.version(name) for name in _LIBRARIES
+    }
 
 
 @contextlib.contextmanager
 def _output_in(path: Path) -> Iterator[None]:
-    with path.open("a", buffering=1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+    with (
+        path.open("a", buffering=1) as file,
+        contextlib.redirect_stdout(file),
+        contextlib.redirect_stderr(file),
+    ):
         yield
 
 
 def _plain(scores: dict[str, float]) -> dict[str, float]:
-    """Scores without the prefix that says on which split; what is not finite is left out, as JSON does not know it."""
-    return {name.removeprefix("eval/"): value for name, value in scores.items() if math.isfinite(value)}
+    """Scores without the prefix that says on which split; what is not finite is left out, as JSON
+    does not know it."""
+    return {
+        name.removeprefix("eval/"): value for name, value in scores.items() if math.isfinite(value)
+    }
 
 
 def _curve(rows: list[dict[str, float]]) -> dict[str, list[float]]:
     evaluated = [row for row in rows if "eval/loss" in row]
     names = [name for name in evaluated[0] if name.startswith("eval/")] if evaluated else []
-    curve = {name.removeprefix("eval/"): [round(row[name], 6) for row in evaluated] for name in names}
+    curve = {
+        name.removeprefix("eval/"): [round(row[name], 6) for row in evaluated] for name in names
+    }
     return {"step": [int(row["step"]) for row in evaluated], **curve}
 
 

@@ -24,7 +24,8 @@ _NAME = "matching.json"
 
 
 def match(plan: Plan, folder: Path, load: Callable[..., data.Source]) -> Plan:
-    """Returns the plan with arms that are matched as it says, from ``<folder>/matching.json`` where it was done before.
+    """Returns the plan with arms that are matched as it says, from ``<folder>/matching.json`` where
+    it was done before.
 
     Args:
       plan: of the comparison.
@@ -44,7 +45,9 @@ def match(plan: Plan, folder: Path, load: Callable[..., data.Source]) -> Plan:
             continue
         key = "-".join([plan.settings.match, *(digest(_config(plan, a)) for a in (arm, baseline))])
         if key not in known:
-            known[key] = _MATCHES[plan.settings.match](_config(plan, arm), _config(plan, baseline), arm.name, load)
+            known[key] = _MATCHES[plan.settings.match](
+                _config(plan, arm), _config(plan, baseline), arm.name, load
+            )
             write_text(folder / _NAME, json.dumps(known, indent=1))
         fields[arm.name] = known[key]
     return plan.matched(fields)
@@ -56,18 +59,23 @@ def _read(path: Path) -> dict[str, dict[str, float]]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise RunError(f"expected what arms are matched by in {path}, got: {error}; move it away") from error
+        raise RunError(
+            f"expected what arms are matched by in {path}, got: {error}; move it away"
+        ) from error
 
 
 def _config(plan: Plan, arm: Arm) -> ConfigDict:
     return plan.cell(arm, FINAL, 0, {}).config
 
 
-def _parameters(config: ConfigDict, baseline: ConfigDict, name: str, load: Callable) -> dict[str, float]:
+def _parameters(
+    config: ConfigDict, baseline: ConfigDict, name: str, load: Callable
+) -> dict[str, float]:
     """The width of the MLPs, in which the number of parameters is linear."""
     if "mlp_ratio" not in config.model:
         raise RunError(
-            f"expected a model with mlp_ratio to match parameters by, got {name!r} without; set config.match"
+            f"expected a model with mlp_ratio to match parameters by, got {name!r} without; set "
+            "config.match"
         )
 
     def count(ratio: float | None, config: ConfigDict = config) -> int:
@@ -82,17 +90,23 @@ def _parameters(config: ConfigDict, baseline: ConfigDict, name: str, load: Calla
     units = width + round((wanted - one) / (two - one) * width)
     if units < 1:
         raise RunError(
-            f"expected to match the {wanted} parameters of the baseline with an MLP of at least 1 unit, got {name!r}, "
-            f"which has more without any; make the baseline larger"
+            f"expected to match the {wanted} parameters of the baseline with an MLP of at least 1 "
+            f"unit, got {name!r}, which has more without any; make the baseline larger"
         )
-    return {"model.mlp_ratio": (units + 0.5) / width}  # half a unit more, as the product is rounded down
+    return {
+        "model.mlp_ratio": (units + 0.5) / width
+    }  # half a unit more, as the product is rounded down
 
 
-def _operations(config: ConfigDict, baseline: ConfigDict, name: str, load: Callable) -> dict[str, float]:
+def _operations(
+    config: ConfigDict, baseline: ConfigDict, name: str, load: Callable
+) -> dict[str, float]:
     return _lengths(config, baseline, load, lambda run: facts(run)["step_operations"])
 
 
-def _seconds(config: ConfigDict, baseline: ConfigDict, name: str, load: Callable) -> dict[str, float]:
+def _seconds(
+    config: ConfigDict, baseline: ConfigDict, name: str, load: Callable
+) -> dict[str, float]:
     return _lengths(config, baseline, load, _time_step)
 
 

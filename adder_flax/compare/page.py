@@ -19,7 +19,7 @@ _STYLE = """
 table { border-collapse: collapse; font-size: .85rem; }
 th, td { text-align: left; padding: .2rem .6rem; border-bottom: 1px solid #d0d0d0; vertical-align: top; }
 pre { overflow-x: auto; font-size: .8rem; background: #f4f4f4; padding: .6rem; }
-"""
+"""  # noqa: E501 - lines of another language
 
 
 def write_results(comparison: Comparison) -> list[Path]:
@@ -39,8 +39,13 @@ def write_results(comparison: Comparison) -> list[Path]:
     drawn = "".join(f"\n![{p.alt}](figures/{p.name}.png)\n\n{p.caption}\n" for p in pictures)
     write_text(folder / "results.md", as_markdown(blocks) + drawn.rstrip("\n"))
     write_text(folder / "runs.csv", runs_csv(comparison, rows).rstrip("\n"))
-    body = "\n".join([as_html(blocks), *(document.picture_html(picture, folder) for picture in pictures)])
-    write_text(folder / "results.html", document.html_page(comparison.plan.settings.title, body, style=_STYLE))
+    body = "\n".join(
+        [as_html(blocks), *(document.picture_html(picture, folder) for picture in pictures)]
+    )
+    write_text(
+        folder / "results.html",
+        document.html_page(comparison.plan.settings.title, body, style=_STYLE),
+    )
     return [folder / "results.md", folder / "runs.csv", folder / "results.html", *figures]
 
 
@@ -52,8 +57,22 @@ def _pictures(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
     seconds = lambda record: record.steps * record.seconds["step"]
     return [
         _curves(best, rows),
-        _scatter("energy", f"test {best} against energy", "energy of one example forward, J", best, rows, joules),
-        _scatter("seconds", f"test {best} against seconds", "seconds of the training steps", best, rows, seconds),
+        _scatter(
+            "energy",
+            f"test {best} against energy",
+            "energy of one example forward, J",
+            best,
+            rows,
+            joules,
+        ),
+        _scatter(
+            "seconds",
+            f"test {best} against seconds",
+            "seconds of the training steps",
+            best,
+            rows,
+            seconds,
+        ),
         *_profiles(comparison, rows),
     ]
 
@@ -67,25 +86,46 @@ def _curves(best: str, rows: Sequence[Row]) -> Picture:
             continue
         steps = np.array(finished[0].curve["step"])
         scores = np.array([record.curve[best] for record in finished])
-        axes[0, 0].plot(steps, scores.mean(0), **line, markersize=3, linewidth=1.3, label=row.arm.name)
-        axes[0, 0].fill_between(steps, scores.min(0), scores.max(0), color=line["color"], alpha=0.12, linewidth=0)
+        axes[0, 0].plot(
+            steps, scores.mean(0), **line, markersize=3, linewidth=1.3, label=row.arm.name
+        )
+        axes[0, 0].fill_between(
+            steps, scores.min(0), scores.max(0), color=line["color"], alpha=0.12, linewidth=0
+        )
         name = row.arm.name
         data |= {f"{name}, step": steps, f"{name}, mean": scores.mean(0)}
         data |= {f"{name}, lowest": scores.min(0), f"{name}, highest": scores.max(0)}
     report.dress(axes[0, 0], xlabel="training step", ylabel=f"validation {best}")
     report.legend(axes[0, 0])
-    caption = f"Validation {best} along training: the mean over the seeds, the band from the lowest to the highest."
-    return Picture("curves", figure, caption, f"Curves of validation {best} of {len(rows)} arms", data)
+    caption = (
+        f"Validation {best} along training: the mean over the seeds, the band from the lowest to "
+        "the highest."
+    )
+    return Picture(
+        "curves", figure, caption, f"Curves of validation {best} of {len(rows)} arms", data
+    )
 
 
 def _scatter(
-    name: str, title: str, label: str, best: str, rows: Sequence[Row], cost: Callable[[Record], float]
+    name: str,
+    title: str,
+    label: str,
+    best: str,
+    rows: Sequence[Row],
+    cost: Callable[[Record], float],
 ) -> Picture:
     figure, axes = report.new_figure(5.6, 4.2)
     columns: dict[str, list[Any]] = {"arm": [], label: [], f"test {best}": []}
     for row, line in zip(rows, _lines(rows), strict=True):
         costs = [cost(record) for record in row.records]
-        axes[0, 0].plot(costs, row.scores, **{**line, "linestyle": ""}, markersize=5, alpha=0.75, label=row.arm.name)
+        axes[0, 0].plot(
+            costs,
+            row.scores,
+            **{**line, "linestyle": ""},
+            markersize=5,
+            alpha=0.75,
+            label=row.arm.name,
+        )
         columns["arm"] += [row.arm.name] * len(costs)
         columns[label] += costs
         columns[f"test {best}"] += row.scores
@@ -97,33 +137,45 @@ def _scatter(
 
 
 def _profiles(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
-    """The share of instances, which are seeds of a level of the other factors, that are solved within a factor."""
+    """The share of instances, which are seeds of a level of the other factors, that are solved
+    within a factor."""
     seeds = comparison.plan.settings.seeds
     by_arm: dict[str, dict[tuple[str, int], float | None]] = {}
     for row in rows:
-        compared = {row.arm.levels[factor] for factor in comparison.plan.settings.baseline} or {row.arm.name}
+        compared = {row.arm.levels[factor] for factor in comparison.plan.settings.baseline} or {
+            row.arm.name
+        }
         others = ", ".join(level for level in row.arm.levels.values() if level not in compared)
         costs = by_arm.setdefault(", ".join(sorted(compared)), {})
         for record, steps in zip(row.records, row.reached, strict=True):
-            costs[others, record.seed] = None if steps is None else steps * record.facts["step_operations"]
+            costs[others, record.seed] = (
+                None if steps is None else steps * record.facts["step_operations"]
+            )
     instances = sorted({instance for costs in by_arm.values() for instance in costs})
     if len(by_arm) < 2 or not any(cost for costs in by_arm.values() for cost in costs.values()):
         return []
     factors = np.geomspace(1, _LARGEST_FACTOR, 200)
-    table = {name: [costs.get(instance) for instance in instances] for name, costs in by_arm.items()}
+    table = {
+        name: [costs.get(instance) for instance in instances] for name, costs in by_arm.items()
+    }
     profiles = statistics.performance_profiles(table, factors)
     figure, axes = report.new_figure(5.6, 4.2)
     for (name, shares), line in zip(profiles.items(), _lines(list(profiles)), strict=True):
         axes[0, 0].plot(factors, shares, **{**line, "marker": None}, linewidth=1.4, label=name)
     axes[0, 0].set_xscale("log")
-    report.dress(axes[0, 0], xlabel="factor of the fewest operations", ylabel="share of runs at the target")
+    report.dress(
+        axes[0, 0], xlabel="factor of the fewest operations", ylabel="share of runs at the target"
+    )
     report.legend(axes[0, 0])
     caption = (
-        f"Performance profile: the share of {len(instances)} instances (up to {seeds} seeds each) whose target is "
-        "reached within a factor of the fewest operations, over all arms, that reach it."
+        f"Performance profile: the share of {len(instances)} instances (up to {seeds} seeds each) "
+        "whose target is reached within a factor of the fewest operations, over all arms, that "
+        "reach it."
     )
     data = {"factor": factors, **profiles}
-    return [Picture("profile", figure, caption, f"Performance profiles of {len(profiles)} arms", data)]
+    return [
+        Picture("profile", figure, caption, f"Performance profiles of {len(profiles)} arms", data)
+    ]
 
 
 def _lines(of: Sequence[Any]) -> list[dict[str, Any]]:

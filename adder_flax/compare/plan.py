@@ -1,4 +1,5 @@
-"""What a comparison consists of: arms, which are combinations of levels, and cells, each an ordinary run."""
+"""What a comparison consists of: arms, which are combinations of levels, and cells, each an
+ordinary run."""
 
 import dataclasses
 import functools
@@ -66,7 +67,10 @@ class Cell:
 
     @functools.cached_property
     def id(self) -> str:
-        """Its name: of its directory, and of the file of its record. Other settings have another one."""
+        """Its name: of its directory, and of the file of its record.
+
+        Other settings have another one.
+        """
         return f"{_slug(self.arm.name)}-{self.phase}-{self.seed}-{digest(self.config)}"
 
 
@@ -91,7 +95,9 @@ class Plan:
       >>> plan = Plan(ConfigDict(defaults(CompareSettings) | fields))
       >>> list(plan.arms), plan.baseline_of(plan.arms["adder, 96"]).name
       (['dot, 96', 'adder, 96'], 'dot, 96')
-      >>> plan.cell(plan.arms["adder, 96"], "final", 3, {"optimizer.learning_rate": 0.01}).config.model.score
+      >>> plan.cell(
+      ...     plan.arms["adder, 96"], "final", 3, {"optimizer.learning_rate": 0.01}
+      ... ).config.model.score
       'adder'
     """
 
@@ -106,7 +112,8 @@ class Plan:
             self._check_steps()
 
     def matched(self, fields: Mapping[str, Mapping[str, Any]]) -> "Plan":
-        """Returns the plan with further fields in its arms: those that match them to their baselines."""
+        """Returns the plan with further fields in its arms: those that match them to their
+        baselines."""
         plan = object.__new__(Plan)
         plan.settings, plan._base, plan._cells = self.settings, self._base, {}
         plan.arms = {
@@ -116,7 +123,8 @@ class Plan:
         return plan
 
     def baseline_of(self, arm: Arm) -> Arm | None:
-        """Returns the arm that one is compared with, None where it is a baseline or there is none."""
+        """Returns the arm that one is compared with, None where it is a baseline or there is
+        none."""
         name = ", ".join({**arm.levels, **self.settings.baseline}.values())
         return None if name == arm.name or not self.settings.baseline else self.arms[name]
 
@@ -144,7 +152,9 @@ class Plan:
     def _make_arms(self) -> dict[str, Arm]:
         baseline, factors = self.settings.baseline, {}
         for factor, levels in self.settings.factors.items():
-            factors[factor] = dict(sorted(levels.items(), key=lambda level: level[0] != baseline.get(factor)))
+            factors[factor] = dict(
+                sorted(levels.items(), key=lambda level: level[0] != baseline.get(factor))
+            )
         arms = {}
         for levels in itertools.islice(itertools.product(*factors.values()), _MOST_ARMS + 1):
             fields: dict[str, Any] = {}
@@ -153,10 +163,13 @@ class Plan:
             arm = Arm(", ".join(levels), dict(zip(factors, levels, strict=True)), Options(fields))
             arms[arm.name] = arm
         if len(arms) > _MOST_ARMS:
-            raise RunError(f"expected at most {_MOST_ARMS} combinations of levels, got more; take fewer levels")
+            raise RunError(
+                f"expected at most {_MOST_ARMS} combinations of levels, got more; take fewer levels"
+            )
         if len({_slug(name) for name in arms}) < len(arms):
             raise RunError(
-                f"expected names of levels that differ in letters and digits, got {', '.join(arms)}; rename them"
+                "expected names of levels that differ in letters and digits, got "
+                f"{', '.join(arms)}; rename them"
             )
         return arms
 
@@ -184,18 +197,21 @@ class Plan:
             for field in ("num_epochs", "batch_size"):
                 if own[field] != its[field]:
                     raise RunError(
-                        f"expected {field} of {arm.name!r} to be {its[field]}, that of {other.name!r}, as config.match "
-                        f"is 'steps', got {own[field]}; set config.match to another, or {field} alike"
+                        f"expected {field} of {arm.name!r} to be {its[field]}, that of "
+                        f"{other.name!r}, as config.match is 'steps', got {own[field]}; set "
+                        f"config.match to another, or {field} alike"
                     )
 
 
 def digest(config: ConfigDict) -> str:
-    """Returns what tells settings apart: fields of what a run computes, not of how, that are not at their defaults."""
+    """Returns what tells settings apart: fields of what a run computes, not of how, that are not at
+    their defaults."""
     return hashlib.sha256(json.dumps(own_fields(config), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def own_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a configuration, by path, in which what it computes differs from the defaults.
+    """Returns the fields of a configuration, by path, in which what it computes differs from the
+    defaults.
 
     A field that a later version adds, at its default, changes nothing here.
 
@@ -205,7 +221,9 @@ def own_fields(config: Mapping[str, Any]) -> dict[str, Any]:
       {'seed': 3}
     """
     fields = flatten_config(config)
-    usual = with_defaults({path: fields[path] for path in ("model.name", "task.name") if path in fields})
+    usual = with_defaults(
+        {path: fields[path] for path in ("model.name", "task.name") if path in fields}
+    )
     return {
         path: value
         for path, value in fields.items()
@@ -214,7 +232,9 @@ def own_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copied(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: _copied(value) if isinstance(value, dict) else value for name, value in fields.items()}
+    return {
+        name: _copied(value) if isinstance(value, dict) else value for name, value in fields.items()
+    }
 
 
 def _slug(name: str) -> str:

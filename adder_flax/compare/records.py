@@ -29,11 +29,13 @@ class Record:
       diverged: how the run stopped being finite, else None.
       validation: scores on the validation split at the end.
       test: scores on the test split, of final runs.
-      curve: scores on the validation split along training, and the steps after which they were taken.
-      facts: of the model: ``parameters``; ``multiplications``, ``additions`` and ``joules`` (a model of the arithmetic
-        alone) of one example forward; ``step_operations`` (multiplications and additions) and ``step_joules`` of a
-        training step.
-      seconds: ``step``, the median of a training step, and ``run``, all of it since it was last started.
+      curve: scores on the validation split along training, and the steps after which they were
+        taken.
+      facts: of the model: ``parameters``; ``multiplications``, ``additions`` and ``joules`` (a
+        model of the arithmetic alone) of one example forward; ``step_operations`` (multiplications
+        and additions) and ``step_joules`` of a training step.
+      seconds: ``step``, the median of a training step, and ``run``, all of it since it was last
+        started.
       machine: ``processor``, ``cores`` and ``device``.
       versions: of the libraries.
       date: on which it was finished.
@@ -58,7 +60,9 @@ class Record:
 
 
 class Records:
-    """The records in a folder. Each appears whole or not at all, so several processes may add to it.
+    """The records in a folder.
+
+    Each appears whole or not at all, so several processes may add to it.
 
     Args:
       folder: made when the first is written.
@@ -82,20 +86,28 @@ class Records:
         record = self._read_file(self.path(cell))
         if record is not None and cell.id not in self._checked:
             stored, fields = flatten_config(record.config), flatten_config(cell.config)
-            if other := [path for path in own_fields(cell.config) if stored.get(path) != fields[path]]:
+            if other := [
+                path for path in own_fields(cell.config) if stored.get(path) != fields[path]
+            ]:
                 raise _damaged(self.path(cell), f"one with another {', '.join(sorted(other)[:5])}")
             self._checked.add(cell.id)
         return record
 
     def all(self) -> dict[str, Record]:
-        """Returns every record in the folder, of this comparison or another, by the names of the files."""
-        found = {path.stem: self._read_file(path) for path in sorted(self.folder.glob("[!.]*.json"))}
+        """Returns every record in the folder, of this comparison or another, by the names of the
+        files."""
+        found = {
+            path.stem: self._read_file(path) for path in sorted(self.folder.glob("[!.]*.json"))
+        }
         return {name: record for name, record in found.items() if record is not None}
 
     def put(self, cell: Cell, record: Record) -> None:
         """Writes the record of a cell."""
         write_text(
-            self.path(cell), json.dumps({"format": _FORMAT, **dataclasses.asdict(record)}, indent=1, allow_nan=False)
+            self.path(cell),
+            json.dumps(
+                {"format": _FORMAT, **dataclasses.asdict(record)}, indent=1, allow_nan=False
+            ),
         )
         self._read[cell.id] = record
 
@@ -134,6 +146,6 @@ def _parse(text: str, path: Path) -> Record:
 
 def _damaged(path: Path, reason: str) -> RunError:
     return RunError(
-        f"expected the record of a finished cell in {path}, got: {reason}; put it back from a copy, or move it away: "
-        "the cell is then run again"
+        f"expected the record of a finished cell in {path}, got: {reason}; put it back from a "
+        "copy, or move it away: the cell is then run again"
     )

@@ -1,4 +1,5 @@
-"""Works through the cells of a comparison: alone, beside other processes, on several hosts of one shared directory."""
+"""Works through the cells of a comparison: alone, beside other processes, on several hosts of one
+shared directory."""
 
 import contextlib
 import functools
@@ -27,7 +28,8 @@ with needs("train"):
     from ml_collections import ConfigDict
 
 WORKER = "ADDER_FLAX_COMPAREWORKER"
-"""Names in the environment of a worker its number, the number of all and, on the same machine, its parent's process."""
+"""Names in the environment of a worker its number, the number of all and, on the same machine, its
+parent's process."""
 
 _POLL_SECONDS = 1.0
 _CLAIM = "claim.lock"
@@ -90,7 +92,11 @@ class Comparison:
     def final_cells(self, arm: Arm) -> list[Cell]:
         """Returns the cells of an arm that the tables are made of, none before it is tuned."""
         best = self.tuning(arm).best
-        return [] if best is None else [self.plan.cell(arm, FINAL, s, best) for s in range(self.plan.settings.seeds)]
+        return (
+            []
+            if best is None
+            else [self.plan.cell(arm, FINAL, s, best) for s in range(self.plan.settings.seeds)]
+        )
 
     def open_cells(self, arm: Arm) -> list[Cell]:
         """Returns the cells of an arm that can be run now."""
@@ -110,7 +116,9 @@ class Comparison:
             return (-float("inf"), statistics.mean(record.steps for record in found))
         sign = 1 if self.best.largest else -1
         scores = [sign * record.validation[self.best.name] for record in found]
-        return statistics.mean(scores), -statistics.mean(record.validation.get("loss", 0.0) for record in found)
+        return statistics.mean(scores), -statistics.mean(
+            record.validation.get("loss", 0.0) for record in found
+        )
 
 
 _NOTHING = Options()
@@ -122,19 +130,23 @@ def _load(name: str, split: str, options: tuple[tuple[str, Any], ...]) -> data.S
 
 
 def load_once(name: str, split: str, **options: Any) -> data.Source:
-    """``data.load_source`` for cells one after the other: what the last ones read is not read again."""
+    """``data.load_source`` for cells one after the other: what the last ones read is not read
+    again."""
     return _load(name, split, tuple(sorted(options.items())))
 
 
-def work(comparison: Comparison, first_arm: int = 0, alive: Callable[[], bool] = lambda: True) -> Iterator[Record]:
+def work(
+    comparison: Comparison, first_arm: int = 0, alive: Callable[[], bool] = lambda: True
+) -> Iterator[Record]:
     """Runs cells until none is left, and yields the record of each that this process ran.
 
-    A cell is claimed by a lock in its directory, which the kernel lets go of when its process ends in whatever way.
-    What others run is waited for, since what is to be run next may depend on it.
+    A cell is claimed by a lock in its directory, which the kernel lets go of when its process ends
+    in whatever way. What others run is waited for, since what is to be run next may depend on it.
 
     Args:
       comparison: prepared.
-      first_arm: whose cells come first: workers that begin with different ones compile different programs.
+      first_arm: whose cells come first: workers that begin with different ones compile different
+        programs.
       alive: whether to begin another cell.
 
     Raises:
@@ -174,7 +186,9 @@ def _run_claimed(comparison: Comparison, cell: Cell) -> Record | None:
         if comparison.records.get(cell) is not None:
             return None
         try:
-            record = cells.run_cell(cell, workdir, comparison.plan.settings.base.data.eval_split, load_once)
+            record = cells.run_cell(
+                cell, workdir, comparison.plan.settings.base.data.eval_split, load_once
+            )
         except RunError as error:
             raise RunError(f"{cell.id}: {error}") from error
         comparison.records.put(cell, record)
@@ -184,7 +198,8 @@ def _run_claimed(comparison: Comparison, cell: Cell) -> Record | None:
 
 
 def is_worker() -> tuple[int, int] | None:
-    """Returns the number of this worker and of all of them, where this process was started as one."""
+    """Returns the number of this worker and of all of them, where this process was started as
+    one."""
     place = os.environ.get(WORKER, "")
     if not place:
         return None
@@ -193,8 +208,8 @@ def is_worker() -> tuple[int, int] | None:
 
 
 def parent_lives() -> bool:
-    """Whether the process that started this worker is there: without it, a worker ends after its cell. Jobs of SLURM
-    need none."""
+    """Whether the process that started this worker is there: without it, a worker ends after its
+    cell. Jobs of SLURM need none."""
     _, _, *parent = os.environ[WORKER].split("/")
     return not parent or os.getppid() == int(parent[0])
 
@@ -209,7 +224,8 @@ def supervise(workers: int, workdir: Path, poll: Callable[[], None]) -> None:
 
     Raises:
       RunError: a worker ended with an error, or was killed.
-      SystemExit: after SIGINT, SIGTERM or SIGHUP, which the workers get too, with exit code 128 + signal.
+      SystemExit: after SIGINT, SIGTERM or SIGHUP, which the workers get too, with exit code 128 +
+        signal.
     """
     folder = workdir / "workers"
     folder.mkdir(parents=True, exist_ok=True)
@@ -236,10 +252,16 @@ def _start(number: int, workers: int, output: Path) -> subprocess.Popen:
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     environ = os.environ | {WORKER: f"{number}/{workers}/{os.getpid()}"}
     if gpus := _gpus():
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[number::workers] or [gpus[number % len(gpus)]])
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(
+            gpus[number::workers] or [gpus[number % len(gpus)]]
+        )
     with output.open("a") as file:
         child = subprocess.Popen(
-            [sys.executable, *sys.argv], env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            [sys.executable, *sys.argv],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
         )
     if cores:  # before it has any other thread
         os.sched_setaffinity(child.pid, cores[number::workers] or [cores[number % len(cores)]])
@@ -259,12 +281,15 @@ def _failure(number: int, code: int, output: Path) -> str:
         ended = f"worker {number} killed by {signal.Signals(-code).name}"
     else:
         lines = output.read_text(errors="replace").strip().splitlines()
-        ended = f"worker {number}: " + (lines[-1].removeprefix("error: ") if lines else f"exit code {code}")
+        ended = f"worker {number}: " + (
+            lines[-1].removeprefix("error: ") if lines else f"exit code {code}"
+        )
     return f"expected all cells to be run, got {ended}; the same command goes on, {output} has more"
 
 
 def overview(comparison: Comparison, workers: int = 1) -> str:
-    """Returns a table of what is done, what runs and what is left, and about how long that takes."""
+    """Returns a table of what is done, what runs and what is left, and about how long that
+    takes."""
     rows = [("arm", "tuned", "final runs", "running", "best so far")]
     left, seconds = 0, []
     for arm in comparison.plan.arms.values():
@@ -275,25 +300,53 @@ def overview(comparison: Comparison, workers: int = 1) -> str:
         known = {cell.id: comparison.records.get(cell) for cell in [*tried, *final]}
         done = [record for record in known.values() if record is not None]
         tuned, runs = (sum(known[cell.id] is not None for cell in some) for some in (tried, final))
-        running = [cell.id for cell in [*tried, *final] if known[cell.id] is None and _is_claimed(comparison, cell)]
+        running = [
+            cell.id
+            for cell in [*tried, *final]
+            if known[cell.id] is None and _is_claimed(comparison, cell)
+        ]
         seconds += [record.seconds["run"] for record in done]
         left += len(tried) - tuned + wanted - runs
         rows.append(
-            (arm.name, f"{tuned}/{len(tried)}", f"{runs}/{wanted}", str(len(running) or ""), _best(comparison, done))
+            (
+                arm.name,
+                f"{tuned}/{len(tried)}",
+                f"{runs}/{wanted}",
+                str(len(running) or ""),
+                _best(comparison, done),
+            )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    rest = f"about {_duration(left * statistics.mean(seconds) / workers)}" if left and seconds else ""
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    rest = (
+        f"about {_duration(left * statistics.mean(seconds) / workers)}" if left and seconds else ""
+    )
     return "\n".join(
-        [*lines, f"{left} cells left{f', {rest}' if rest else ''}; more where a best value lies at an edge"]
+        [
+            *lines,
+            f"{left} cells left{f', {rest}' if rest else ''}; more where a best value lies at an "
+            "edge",
+        ]
     )
 
 
 def describe(record: Record, best: str) -> str:
     """Returns a line about a finished cell."""
-    values = "".join(f"  {path.rpartition('.')[2]} {value}" for path, value in record.values.items())
-    score = f"diverged at step {record.steps}" if record.diverged else f"{best} {record.validation[best]:.4f}"
-    return f"{record.arm}  {record.phase}  seed {record.seed}{values}  {score}  {record.seconds['run']:.0f} s"
+    values = "".join(
+        f"  {path.rpartition('.')[2]} {value}" for path, value in record.values.items()
+    )
+    score = (
+        f"diverged at step {record.steps}"
+        if record.diverged
+        else f"{best} {record.validation[best]:.4f}"
+    )
+    return (
+        f"{record.arm}  {record.phase}  seed {record.seed}{values}  {score}  "
+        f"{record.seconds['run']:.0f} s"
+    )
 
 
 def _best(comparison: Comparison, done: list[Record]) -> str:

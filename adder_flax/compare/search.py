@@ -1,4 +1,5 @@
-"""How an arm is tuned: quasirandom trials, and further ones beyond an edge on which the best of them lies."""
+"""How an arm is tuned: quasirandom trials, and further ones beyond an edge on which the best of
+them lies."""
 
 import dataclasses
 import itertools
@@ -43,9 +44,9 @@ def unfold(
 ) -> Tuning:
     """Returns what has been tuned and what is to be tried next, from the scores at hand alone.
 
-    The first points are those of Halton's sequence, the same on every machine; more trials are more of them. Where the
-    best point has the smallest or largest value that was tried of a number that is spread over a range, the range grows
-    beyond it by half as many trials, as densely as before.
+    The first points are those of Halton's sequence, the same on every machine; more trials are more
+    of them. Where the best point has the smallest or largest value that was tried of a number that
+    is spread over a range, the range grows beyond it by half as many trials, as densely as before.
 
     Args:
       space: what is tried, by field.
@@ -72,7 +73,9 @@ def unfold(
             return Tuning(points, missing, None, (), done)
         best = max(points, key=scores.__getitem__)
         edges = {path: side for path in space if (side := _edge(path, ranges[path], best, points))}
-        added = () if done == extensions else _beyond(space, ranges, edges, best, trials, len(points))
+        added = (
+            () if done == extensions else _beyond(space, ranges, edges, best, trials, len(points))
+        )
         added = tuple(point for point in added if point not in scores and allowed(point))
         if not added:
             return Tuning(points, (), best, tuple(edges), done)
@@ -83,7 +86,10 @@ def _first(space: Mapping[str, LogUniform | OneOf], trials: int) -> Sequence[Val
     if not space:
         return [Options()]
     if all(isinstance(values, OneOf) for values in space.values()):
-        grid = [Options(zip(space, v, strict=True)) for v in itertools.product(*(r.values for r in space.values()))]
+        grid = [
+            Options(zip(space, v, strict=True))
+            for v in itertools.product(*(r.values for r in space.values()))
+        ]
         if len(grid) <= trials:
             return grid
     return _halton(space, trials, 0)
@@ -92,7 +98,10 @@ def _first(space: Mapping[str, LogUniform | OneOf], trials: int) -> Sequence[Val
 def _halton(space: Mapping[str, LogUniform | OneOf], count: int, start: int) -> list[Values]:
     """Points number ``start`` and following; its very first one, a corner, is left out."""
     rows = qmc.Halton(len(space), scramble=False).random(start + 1 + count)[start + 1 :]
-    points = [Options({path: _at(r, u) for (path, r), u in zip(space.items(), row, strict=True)}) for row in rows]
+    points = [
+        Options({path: _at(r, u) for (path, r), u in zip(space.items(), row, strict=True)})
+        for row in rows
+    ]
     return list(dict.fromkeys(points))
 
 
@@ -103,8 +112,11 @@ def _at(values: LogUniform | OneOf, place: float) -> Any:
     return float(f"{values.low * (values.high / values.low) ** place:.4g}")
 
 
-def _edge(path: str, values: LogUniform | OneOf, best: Values, points: Sequence[Values]) -> str | None:
-    """Returns on which side nothing was tried beyond the best value; values without an order have no sides."""
+def _edge(
+    path: str, values: LogUniform | OneOf, best: Values, points: Sequence[Values]
+) -> str | None:
+    """Returns on which side nothing was tried beyond the best value; values without an order have
+    no sides."""
     if isinstance(values, OneOf):
         numbers = values.values
         if len(numbers) < 3 or not all(type(number) in (int, float) for number in numbers):
@@ -137,5 +149,7 @@ def _beyond(
             continue
         # The beginning of the sequence again: a slab of one dimension is divided evenly.
         added += _halton(ranges | {path: slab}, count, 0 if len(space) == 1 else start)
-        ranges[path] = LogUniform(min(ranges[path].low, slab.low), max(ranges[path].high, slab.high))
+        ranges[path] = LogUniform(
+            min(ranges[path].low, slab.low), max(ranges[path].high, slab.high)
+        )
     return list(dict.fromkeys(added))

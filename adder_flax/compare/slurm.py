@@ -24,7 +24,8 @@ _STOPPED = {128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SI
 
 
 class Worker:
-    """What a job runs: a command, which is stopped with a checkpoint and requeued where SLURM takes the node away.
+    """What a job runs: a command, which is stopped with a checkpoint and requeued where SLURM takes
+    the node away.
 
     Args:
       command: of the worker.
@@ -42,9 +43,12 @@ class Worker:
         Raises:
           RuntimeError: it ended with an error.
         """
-        # SLURM sends its warning to every process of the job; this one alone passes it on, as SIGTERM.
+        # SLURM sends its warning to every process of the job; this one alone passes it on, as
+        # SIGTERM.
         ignore = lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        self._child = subprocess.Popen(self._command, env=os.environ | self._environ, preexec_fn=ignore)
+        self._child = subprocess.Popen(
+            self._command, env=os.environ | self._environ, preexec_fn=ignore
+        )
         # In a thread, as the signal's handler waits too.
         self._end = threading.Thread(target=self._child.wait, daemon=True)
         self._end.start()
@@ -56,7 +60,8 @@ class Worker:
         return code
 
     def checkpoint(self) -> Any:
-        """Stops the command; returns what is submitted again. submitit calls it at SLURM's warning."""
+        """Stops the command; returns what is submitted again. submitit calls it at SLURM's
+        warning."""
         with needs("slurm"):
             from submitit.helpers import DelayedSubmission
 
@@ -71,7 +76,8 @@ def read_options(text: str) -> dict[str, str | int]:
     """Returns options of jobs from the command line.
 
     Args:
-      text: submitit's names of them, ``partition=gpu,gpus_per_node=1,time=720``; time is in minutes.
+      text: submitit's names of them, ``partition=gpu,gpus_per_node=1,time=720``; time is in
+        minutes.
 
     Raises:
       RunError: not of this form.
@@ -84,23 +90,29 @@ def read_options(text: str) -> dict[str, str | int]:
     for part in filter(None, text.split(",")):
         name, equals, value = (word.strip() for word in part.partition("="))
         if not (name.isidentifier() and equals and value):
-            raise RunError(f"expected --slurm as name=value, with commas between them, got {part!r}; mend it")
+            raise RunError(
+                f"expected --slurm as name=value, with commas between them, got {part!r}; mend it"
+            )
         options[name] = int(value) if value.isdecimal() else value
     return options
 
 
-def supervise_on_slurm(workers: int, workdir: Path, options: Mapping[str, Any], poll: Callable[[], None]) -> None:
+def supervise_on_slurm(
+    workers: int, workdir: Path, options: Mapping[str, Any], poll: Callable[[], None]
+) -> None:
     """Starts this very command as several jobs of SLURM, and waits for all.
 
     Args:
       workers: number of jobs, of one task each.
-      workdir: on a file system that all nodes share; scripts and output of the jobs go to ``slurm/`` in it.
+      workdir: on a file system that all nodes share; scripts and output of the jobs go to
+        ``slurm/`` in it.
       options: of the jobs, from :func:`read_options`.
       poll: called every second.
 
     Raises:
       RunError: no SLURM, options that it does not have, or a job that ended with an error.
-      SystemExit: after SIGINT, SIGTERM or SIGHUP, upon which the jobs are cancelled, with exit code 128 + signal.
+      SystemExit: after SIGINT, SIGTERM or SIGHUP, upon which the jobs are cancelled, with exit code
+        128 + signal.
     """
     jobs = _submit(workers, workdir / "slurm", options)
     with InterruptWatch() as watch:
@@ -115,19 +127,22 @@ def supervise_on_slurm(workers: int, workdir: Path, options: Mapping[str, Any], 
                 sys.exit(128 + watch.signal)
             if time.monotonic() > looked + _QUEUE_SECONDS:
                 looked, queued = time.monotonic(), _queued()
-                if not any(job.job_id in queued or job.paths.result_pickle.exists() for job in waited_for):
+                if not any(
+                    job.job_id in queued or job.paths.result_pickle.exists() for job in waited_for
+                ):
                     break
     poll()
     for job in jobs:
         if (failure := _failure(job)) is not None:
             raise RunError(
-                f"expected all cells to be run, got job {job.job_id}: {failure}; the same command goes on, "
-                f"{job.paths.stdout} and {job.paths.stderr} have more"
+                f"expected all cells to be run, got job {job.job_id}: {failure}; the same command "
+                f"goes on, {job.paths.stdout} and {job.paths.stderr} have more"
             )
 
 
 def _queued() -> set[str]:
-    """Returns the numbers of this user's jobs that wait or run: from squeue, as few clusters let sacct have them."""
+    """Returns the numbers of this user's jobs that wait or run: from squeue, as few clusters let
+    sacct have them."""
     command = ["squeue", "--noheader", "--format=%i", f"--user={getpass.getuser()}"]
     return set(subprocess.run(command, capture_output=True, text=True, check=False).stdout.split())
 
@@ -139,7 +154,11 @@ def _failure(job: Any) -> str | None:
     error = job.exception()
     if error is None:
         return None
-    said = job.paths.stderr.read_text(errors="replace").splitlines() if job.paths.stderr.exists() else []
+    said = (
+        job.paths.stderr.read_text(errors="replace").splitlines()
+        if job.paths.stderr.exists()
+        else []
+    )
     messages = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
     return messages[-1] if messages else str(error).strip().splitlines()[-1]
 
@@ -149,9 +168,19 @@ def _submit(workers: int, folder: Path, options: Mapping[str, Any]) -> list[Any]
         import submitit
     try:
         executor = submitit.SlurmExecutor(folder, max_num_timeout=_MOST_REQUEUES)
-        executor.update_parameters(**{"job_name": "compare", "signal_delay_s": _WARNING_SECONDS} | dict(options))
+        executor.update_parameters(
+            **{"job_name": "compare", "signal_delay_s": _WARNING_SECONDS} | dict(options)
+        )
         command = [sys.executable, *sys.argv]
         environs = [{WORKER: f"{number}/{workers}"} for number in range(workers)]
         return [executor.submit(Worker(command, environ)) for environ in environs]
-    except (RuntimeError, ValueError, TypeError, OSError, submitit.core.utils.FailedJobError) as error:
-        raise RunError(f"expected to submit jobs to SLURM, got {first_line(error)}; see --slurm") from error
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        OSError,
+        submitit.core.utils.FailedJobError,
+    ) as error:
+        raise RunError(
+            f"expected to submit jobs to SLURM, got {first_line(error)}; see --slurm"
+        ) from error

@@ -1,4 +1,5 @@
-"""What paired seeds say about a difference, and profiles of how soon a target is reached; all by SciPy."""
+"""What paired seeds say about a difference, and profiles of how soon a target is reached; all by
+SciPy."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,8 @@ from scipy import stats
 _RESAMPLES = 9999
 _CONFIDENCE = 0.95
 LEAST_SEEDS = 6
-"""With fewer pairs the smallest two-sided p-value, 2 / 2ⁿ, is above 0.05: no difference can be shown."""
+"""With fewer pairs the smallest two-sided p-value, 2 / 2ⁿ, is above 0.05: no difference can be
+shown."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +44,10 @@ def interquartile_mean(values: Sequence[float]) -> float:
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Difference:
     """Compares two arms on the same seeds.
 
-    The interval is the bias-corrected and accelerated bootstrap of the paired differences (Efron, 1987); where that is
-    not defined, as for differences that are all the same, the percentile bootstrap. Of six seeds it is too narrow, as
-    every bootstrap of so few is; docs/compare.md says by how much.
+    The interval is the bias-corrected and accelerated bootstrap of the paired differences (Efron,
+    1987); where that is not defined, as for differences that are all the same, the percentile
+    bootstrap. Of six seeds it is too narrow, as every bootstrap of so few is; docs/compare.md says
+    by how much.
 
     Args:
       values: one for each seed.
@@ -59,11 +62,16 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Dif
       (2.167, 0.031, True)
     """
     if len(values) != len(baseline) or not len(values):
-        raise ValueError(f"expected scores of the same seeds, got {len(values)} and {len(baseline)}")
+        raise ValueError(
+            f"expected scores of the same seeds, got {len(values)} and {len(baseline)}"
+        )
     differences = np.subtract(values, baseline)
     low, high = _interval(differences)
     tested = stats.permutation_test(
-        (differences,), np.mean, permutation_type="samples", n_resamples=np.inf if len(differences) <= 14 else 99_999
+        (differences,),
+        np.mean,
+        permutation_type="samples",
+        n_resamples=np.inf if len(differences) <= 14 else 99_999,
     )
     # SciPy flips the signs of one sample; the statistic of no difference at all is certain.
     p_value = 1.0 if not differences.any() else float(tested.pvalue)
@@ -76,33 +84,42 @@ def _interval(differences: Float[np.ndarray, " seed"]) -> tuple[float, float]:
     options: dict[str, Any] = dict(n_resamples=_RESAMPLES, confidence_level=_CONFIDENCE)
     for method in ("BCa", "percentile"):
         with np.errstate(all="ignore"):
-            found = stats.bootstrap((differences,), np.mean, method=method, rng=np.random.default_rng(0), **options)
+            found = stats.bootstrap(
+                (differences,), np.mean, method=method, rng=np.random.default_rng(0), **options
+            )
         ends = found.confidence_interval
         if np.isfinite([ends.low, ends.high]).all():
             break
     return float(ends.low), float(ends.high)
 
 
-def first_reaching(at: Sequence[float], scores: Sequence[float], target: float, *, largest: bool) -> float | None:
+def first_reaching(
+    at: Sequence[float], scores: Sequence[float], target: float, *, largest: bool
+) -> float | None:
     """Returns where along a curve a target is first reached, None where it never is.
 
     >>> first_reaching([10, 20, 30], [0.5, 0.8, 0.7], 0.7, largest=True)
     20
     """
     sign = 1 if largest else -1
-    return next((step for step, score in zip(at, scores, strict=True) if sign * score >= sign * target), None)
+    return next(
+        (step for step, score in zip(at, scores, strict=True) if sign * score >= sign * target),
+        None,
+    )
 
 
 def performance_profiles(
     costs: Mapping[str, Sequence[float | None]], factors: Sequence[float]
 ) -> dict[str, Float[np.ndarray, " factor"]]:
-    """Returns for each arm the share of instances that it solves within a factor of the cheapest arm's cost.
+    """Returns for each arm the share of instances that it solves within a factor of the cheapest
+    arm's cost.
 
-    Source: Dolan and Moré, "Benchmarking optimization software with performance profiles", 2002, as AlgoPerf scores
-    training algorithms (Dahl et al., 2023).
+    Source: Dolan and Moré, "Benchmarking optimization software with performance profiles", 2002, as
+    AlgoPerf scores training algorithms (Dahl et al., 2023).
 
     Args:
-      costs: of every instance (a seed, a data set) in the same order; None where the target was not reached.
+      costs: of every instance (a seed, a data set) in the same order; None where the target was not
+        reached.
       factors: ≥ 1.
 
     Example:
@@ -110,7 +127,14 @@ def performance_profiles(
       >>> profiles["a"].tolist(), profiles["b"].tolist()
       ([1.0, 1.0], [0.0, 0.5])
     """
-    table = np.array([[np.inf if cost is None else cost for cost in row] for row in costs.values()], float)
+    table = np.array(
+        [[np.inf if cost is None else cost for cost in row] for row in costs.values()], float
+    )
     cheapest = table.min(axis=0)
-    ratios = np.where(np.isfinite(table), table / np.where(np.isfinite(cheapest), cheapest, 1), np.inf)
-    return {name: (row[:, None] <= np.asarray(factors)).mean(0) for name, row in zip(costs, ratios, strict=True)}
+    ratios = np.where(
+        np.isfinite(table), table / np.where(np.isfinite(cheapest), cheapest, 1), np.inf
+    )
+    return {
+        name: (row[:, None] <= np.asarray(factors)).mean(0)
+        for name, row in zip(costs, ratios, strict=True)
+    }

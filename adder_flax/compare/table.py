@@ -26,7 +26,8 @@ class Row:
       tuning: how its values were found.
       records: of its final runs that are finished, by seed.
       scores: on the test split, in that order; that of a run which diverged is the worst.
-      difference: to the baseline, on the seeds that both have; None for a baseline and where there are none.
+      difference: to the baseline, on the seeds that both have; None for a baseline and where there
+        are none.
       pairs: number of these seeds.
       target: score on the validation split that time is measured to, None where it is not known.
       reached: steps after which each run first had it, None where it never did.
@@ -42,8 +43,12 @@ class Row:
     reached: Sequence[int | None]
 
     def cost_to_target(self, cost: Callable[[Record], float]) -> float | None:
-        """Returns the median over the runs of the steps to the target times the cost of one, None if not reached."""
-        costs = [float("inf") if n is None else n * cost(r) for n, r in zip(self.reached, self.records, strict=True)]
+        """Returns the median over the runs of the steps to the target times the cost of one, None
+        if not reached."""
+        costs = [
+            float("inf") if n is None else n * cost(r)
+            for n, r in zip(self.reached, self.records, strict=True)
+        ]
         median = plain.median(costs) if costs else float("inf")
         return None if median == float("inf") else median
 
@@ -66,10 +71,21 @@ def rows_of(comparison: Comparison) -> list[Row]:
             both = sorted(scores.keys() & others.keys())
             pairs = len(both)
             if both:
-                difference = statistics.paired_difference([scores[s] for s in both], [others[s] for s in both])
+                difference = statistics.paired_difference(
+                    [scores[s] for s in both], [others[s] for s in both]
+                )
         reached = [_reached(comparison, record, target) for record in records]
         rows.append(
-            Row(arm, comparison.tuning(arm), records, list(scores.values()), difference, pairs, target, reached)
+            Row(
+                arm,
+                comparison.tuning(arm),
+                records,
+                list(scores.values()),
+                difference,
+                pairs,
+                target,
+                reached,
+            )
         )
     return rows
 
@@ -95,13 +111,19 @@ def _reached(comparison: Comparison, record: Record, target: float | None) -> fl
     if target is None:
         return None
     name, largest = comparison.best
-    return statistics.first_reaching(record.curve["step"], record.curve.get(name, []), target, largest=largest)
+    return statistics.first_reaching(
+        record.curve["step"], record.curve.get(name, []), target, largest=largest
+    )
 
 
 def blocks_of(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
     """Returns the page of results: what was run, the tables, what is missing, and the commands."""
     blocks: list[Block] = [Heading(1, comparison.plan.settings.title), *_about(comparison, rows)]
-    blocks += [Heading(2, f"Test {comparison.best.name}"), _scores(comparison, rows), *_cautions(comparison, rows)]
+    blocks += [
+        Heading(2, f"Test {comparison.best.name}"),
+        _scores(comparison, rows),
+        *_cautions(comparison, rows),
+    ]
     blocks += [Heading(2, "What it costs"), *_costs(rows)]
     if comparison.plan.settings.search:
         blocks += [Heading(2, "What was tuned"), *_tuned(comparison, rows)]
@@ -111,21 +133,34 @@ def blocks_of(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
 def _about(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
     settings, records = comparison.plan.settings, [record for row in rows for record in row.records]
     percent, split = settings.validation_percent, settings.base.data.train_split
-    held = f"{percent} % of the split {split}, on which nothing was trained" if percent else "the split validation"
+    held = (
+        f"{percent} % of the split {split}, on which nothing was trained"
+        if percent
+        else "the split validation"
+    )
     missing = [(row.arm.name, settings.seeds - len(row.records)) for row in rows]
     blocks: list[Block] = [
         Paragraph(
-            f"{len(records)} of {len(rows) * settings.seeds} final runs, seeds 0 to {settings.seeds - 1}. Of one seed, "
-            "all arms see the same batches with the same augmentation and begin with the same weights wherever they "
-            f"have parameters of one path, shape and distribution. {_MATCHED[settings.match]} The test split was read "
+            f"{len(records)} of {len(rows) * settings.seeds} final runs, seeds 0 to "
+            f"{settings.seeds - 1}. Of one seed, all arms see the same batches with the same "
+            "augmentation and begin with the same weights wherever they have parameters of one "
+            f"path, shape and distribution. {_MATCHED[settings.match]} The test split was read "
             f"once, after the last step of each final run; tuning and curves are on {held}."
         )
     ]
     if any(number for _, number in missing):
         shown = ", ".join(f"{name} {number}" for name, number in missing if number)
-        blocks.append(Paragraph(f"Not finished: final runs that are missing are, by arm, {shown}.", strong=True))
+        blocks.append(
+            Paragraph(
+                f"Not finished: final runs that are missing are, by arm, {shown}.", strong=True
+            )
+        )
     for machine in dict.fromkeys(tuple(record.machine.items()) for record in records):
-        blocks.append(Paragraph(_machine(machine, [r for r in records if tuple(r.machine.items()) == machine])))
+        blocks.append(
+            Paragraph(
+                _machine(machine, [r for r in records if tuple(r.machine.items()) == machine])
+            )
+        )
     return blocks
 
 
@@ -134,29 +169,50 @@ def _machine(machine: tuple[tuple[str, Any], ...], records: Sequence[Record]) ->
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     versions = ", ".join(f"{name} {version}" for name, version in records[0].versions.items())
     cores = f"{facts['cores']} core{'s' if facts['cores'] > 1 else ''}"
-    return f"{len(records)} runs on {facts['processor']}, {cores} each ({facts['device']}), {when}: {versions}."
+    return (
+        f"{len(records)} runs on {facts['processor']}, {cores} each ({facts['device']}), {when}: "
+        f"{versions}."
+    )
 
 
 _MATCHED = {
     "steps": "All arms take the same steps.",
     "parameters": "All arms have as many parameters as their baseline, by the width of their MLPs.",
-    "operations": "All arms compute as many multiplications and additions in training as their baseline.",
+    "operations": "All arms compute as many multiplications and additions in training as their "
+    "baseline.",
     "seconds": "All arms train as long as their baseline, by a step timed beforehand.",
 }
 
 
 def _scores(comparison: Comparison, rows: Sequence[Row]) -> Block:
     names = [*comparison.plan.settings.factors]
-    head = [*names, "runs", "mean", "interquartile mean", "lowest, highest", "difference", "95 % interval", "p"]
+    head = [
+        *names,
+        "runs",
+        "mean",
+        "interquartile mean",
+        "lowest, highest",
+        "difference",
+        "95 % interval",
+        "p",
+    ]
     lines = []
     for row in rows:
         cells = [*row.arm.levels.values(), str(len(row.records))]
         if row.scores:
             mean, middle = plain.mean(row.scores), statistics.interquartile_mean(row.scores)
-            cells += [f"{mean:.4f}", f"{middle:.4f}", f"{min(row.scores):.4f}, {max(row.scores):.4f}"]
+            cells += [
+                f"{mean:.4f}",
+                f"{middle:.4f}",
+                f"{min(row.scores):.4f}, {max(row.scores):.4f}",
+            ]
         if row.difference is not None:
             found = row.difference
-            cells += [f"{found.mean:+.4f}", f"{found.low:+.4f} to {found.high:+.4f}", f"{found.p_value:.3f}"]
+            cells += [
+                f"{found.mean:+.4f}",
+                f"{found.low:+.4f} to {found.high:+.4f}",
+                f"{found.p_value:.3f}",
+            ]
         elif row.scores:
             cells += ["baseline" if comparison.plan.baseline_of(row.arm) is None else ""]
         lines.append(cells)
@@ -168,28 +224,45 @@ def _cautions(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
     blocks: list[Block] = []
     fewest = min((row.pairs for row in compared), default=comparison.plan.settings.seeds)
     if fewest < LEAST_SEEDS:
-        text = f"With {fewest} pairs of seeds no two-sided test at 5 % can be passed: the smallest p is "
-        blocks.append(Paragraph(f"{text}{min(1.0, 2 / 2**fewest):.3g}. It takes {LEAST_SEEDS}.", strong=True))
+        text = (
+            f"With {fewest} pairs of seeds no two-sided test at 5 % can be passed: the smallest p "
+            "is "
+        )
+        blocks.append(
+            Paragraph(f"{text}{min(1.0, 2 / 2**fewest):.3g}. It takes {LEAST_SEEDS}.", strong=True)
+        )
     if compared:
         many = f" of {len(compared)}" if len(compared) > 1 else ""
         blocks.append(
             Paragraph(
-                "Differences are means over pairs of one seed, their interval is a bootstrap (BCa), p that of the "
-                f"exact two-sided sign-flip test for each comparison{many} by itself. The bootstrap of few pairs is "
-                "too narrow (of six it holds the truth in 86 cases of 100, not 95): where the two disagree, p is right."
+                "Differences are means over pairs of one seed, their interval is a bootstrap "
+                f"(BCa), p that of the exact two-sided sign-flip test for each comparison{many} by "
+                "itself. The bootstrap of few pairs is too narrow (of six it holds the truth in 86 "
+                "cases of 100, not 95): where the two disagree, p is right."
             )
         )
     for row in rows:
         if broken := [record for record in row.records if record.diverged]:
             seeds = ", ".join(str(record.seed) for record in broken)
-            text = f"{row.arm.name} diverged with seed {seeds}, which counts as {comparison.worst():g}: "
+            text = (
+                f"{row.arm.name} diverged with seed {seeds}, which counts as "
+                f"{comparison.worst():g}: "
+            )
             blocks.append(Paragraph(f"{text}{broken[0].diverged}.", strong=True))
     return blocks
 
 
 def _costs(rows: Sequence[Row]) -> list[Block]:
     head = [
-        *("arm", "parameters", "multiplications", "additions", "energy an example", "steps", "seconds a run"),
+        *(
+            "arm",
+            "parameters",
+            "multiplications",
+            "additions",
+            "energy an example",
+            "steps",
+            "seconds a run",
+        ),
         *("validation target", "steps to it", "seconds", "operations", "energy"),
     ]
     lines = []
@@ -211,18 +284,25 @@ def _costs(rows: Sequence[Row]) -> list[Block]:
                     "not reached" if cost is None else show(cost)
                     for cost, show in (
                         (row.cost_to_target(lambda record: 1), lambda n: f"{n:.0f}"),
-                        (row.cost_to_target(lambda record: record.seconds["step"]), lambda n: f"{n:.1f}"),
+                        (
+                            row.cost_to_target(lambda record: record.seconds["step"]),
+                            lambda n: f"{n:.1f}",
+                        ),
                         (row.cost_to_target(lambda record: record.facts["step_operations"]), si),
-                        (row.cost_to_target(lambda record: record.facts["step_joules"]), lambda n: si(n) + "J"),
+                        (
+                            row.cost_to_target(lambda record: record.facts["step_joules"]),
+                            lambda n: si(n) + "J",
+                        ),
                     )
                 ),
             ]
         )
     notes = (
-        "Multiplications, additions and energy are those of one example forward; energy is modelled, of the arithmetic "
-        "alone (45 nm, Horowitz 2014). Seconds are those of the training steps, without compilation and evaluation; "
-        "compare them on one machine alone that nothing else used. What it takes to the target are medians over the "
-        "runs, all of training included."
+        "Multiplications, additions and energy are those of one example forward; energy is "
+        "modelled, of the arithmetic alone (45 nm, Horowitz 2014). Seconds are those of the "
+        "training steps, without compilation and evaluation; compare them on one machine alone "
+        "that nothing else used. What it takes to the target are medians over the runs, all of "
+        "training included."
     )
     return [Table(head, lines), Paragraph(notes)]
 
@@ -233,17 +313,26 @@ def _tuned(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
     lines, edges = [], []
     for row in rows:
         tuning = row.tuning
-        chosen = ["not tuned yet" if tuning.best is None else _shown(tuning.best[field]) for field in fields]
+        chosen = [
+            "not tuned yet" if tuning.best is None else _shown(tuning.best[field])
+            for field in fields
+        ]
         tried = str(len(tuning.points) - len(tuning.missing))
         edge = ", ".join(tuning.edges)
-        lines.append([row.arm.name, tried, *chosen, *(_span(tuning, field) for field in fields), edge])
+        lines.append(
+            [row.arm.name, tried, *chosen, *(_span(tuning, field) for field in fields), edge]
+        )
         if edge:
             edges.append(
-                Paragraph(f"Best at the edge: {edge} of {row.arm.name}; what lies beyond was not tried.", strong=True)
+                Paragraph(
+                    f"Best at the edge: {edge} of {row.arm.name}; what lies beyond was not tried.",
+                    strong=True,
+                )
             )
     what = (
-        f"{settings.trials} quasirandom trials of each arm with {seeds} seed{'s' if seeds > 1 else ''} each, and half "
-        f"as many again, up to {settings.extensions} times, beyond an edge of the range on which the best one lay."
+        f"{settings.trials} quasirandom trials of each arm with {seeds} "
+        f"seed{'s' if seeds > 1 else ''} each, and half as many again, up to {settings.extensions} "
+        "times, beyond an edge of the range on which the best one lay."
     )
     head = ["arm", "trials", *fields, *(f"{field} tried" for field in fields), "best at the edge"]
     return [Paragraph(what), Table(head, lines), *edges]
@@ -265,18 +354,27 @@ def _span(tuning: Tuning, field: str) -> str:
 
 def _commands(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
     text = (
-        "Each trains the first run of a row alone and ends with its score; runs.csv has the commands of all runs. On "
-        "the same kind of machine with the same versions the score is the same to the digit."
+        "Each trains the first run of a row alone and ends with its score; runs.csv has the "
+        "commands of all runs. On the same kind of machine with the same versions the score is the "
+        "same to the digit."
     )
-    return [Paragraph(text), Code("\n".join(command_of(comparison, row.records[0]) for row in rows if row.records))]
+    return [
+        Paragraph(text),
+        Code("\n".join(command_of(comparison, row.records[0]) for row in rows if row.records)),
+    ]
 
 
 def command_of(comparison: Comparison, record: Record) -> str:
     """Returns the command that trains a final run alone and scores it on the test split."""
-    cell = comparison.plan.cell(comparison.plan.arms[record.arm], record.phase, record.seed, record.values)
+    cell = comparison.plan.cell(
+        comparison.plan.arms[record.arm], record.phase, record.seed, record.values
+    )
     split = comparison.plan.settings.base.data.eval_split
     path = comparison.records.path(cell)
-    return f"python main.py --config={path} --config.data.eval_split={split} --workdir=runs/again/{cell.id}"
+    return (
+        f"python main.py --config={path} --config.data.eval_split={split} "
+        f"--workdir=runs/again/{cell.id}"
+    )
 
 
 def runs_csv(comparison: Comparison, rows: Sequence[Row]) -> str:
@@ -284,18 +382,45 @@ def runs_csv(comparison: Comparison, rows: Sequence[Row]) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     factors, fields = [*comparison.plan.settings.factors], [*comparison.plan.settings.search]
-    facts = ("parameters", "multiplications", "additions", "joules", "step_operations", "step_joules")
+    facts = (
+        "parameters",
+        "multiplications",
+        "additions",
+        "joules",
+        "step_operations",
+        "step_joules",
+    )
     writer.writerow(
-        [*factors, "seed", *fields, f"test_{comparison.best.name}", f"validation_{comparison.best.name}", "diverged"]
+        [
+            *factors,
+            "seed",
+            *fields,
+            f"test_{comparison.best.name}",
+            f"validation_{comparison.best.name}",
+            "diverged",
+        ]
         + ["steps", "seconds", "target", "steps_to_target", *facts, "processor", "cores", "command"]
     )
     for row in rows:
         for record, score, reached in zip(row.records, row.scores, row.reached, strict=True):
             writer.writerow(
-                [*record.levels.values(), record.seed, *(record.values[field] for field in fields), score]
-                + [record.validation.get(comparison.best.name, ""), bool(record.diverged), record.steps]
+                [
+                    *record.levels.values(),
+                    record.seed,
+                    *(record.values[field] for field in fields),
+                    score,
+                ]
+                + [
+                    record.validation.get(comparison.best.name, ""),
+                    bool(record.diverged),
+                    record.steps,
+                ]
                 + [round(record.steps * record.seconds["step"], 2), row.target, reached]
-                + [*(record.facts[name] for name in facts), record.machine["processor"], record.machine["cores"]]
+                + [
+                    *(record.facts[name] for name in facts),
+                    record.machine["processor"],
+                    record.machine["cores"],
+                ]
                 + [command_of(comparison, record)]
             )
     return file.getvalue()

@@ -1,4 +1,5 @@
-"""Walks a jaxpr and counts the arithmetic of its equations; ``operations.py`` is the public face."""
+"""Walks a jaxpr and counts the arithmetic of its equations; ``operations.py`` is the public
+face."""
 
 import math
 from collections import Counter
@@ -23,20 +24,26 @@ KINDS = (ADD, MULTIPLY, COMPARE, EXPONENTIAL, DIVIDE, ROOT)
 _ELEMENTWISE = {
     **dict.fromkeys(("add", "sub", "add_any"), ADD),
     **dict.fromkeys(("mul", "square"), MULTIPLY),
-    **dict.fromkeys(("max", "min", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "le_to", "lt_to"), COMPARE),
+    **dict.fromkeys(
+        ("max", "min", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "le_to", "lt_to"), COMPARE
+    ),
     **dict.fromkeys(("sign", "is_finite", "floor", "ceil", "round", "nextafter"), COMPARE),
     **dict.fromkeys(("exp", "exp2", "expm1", "log", "log1p", "logistic", "pow"), EXPONENTIAL),
-    **dict.fromkeys(("tanh", "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "erf_inv"), EXPONENTIAL),
+    **dict.fromkeys(
+        ("tanh", "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "erf_inv"), EXPONENTIAL
+    ),
     **dict.fromkeys(("sin", "cos", "tan", "asin", "acos", "atan", "atan2"), EXPONENTIAL),
     **dict.fromkeys(("lgamma", "digamma", "bessel_i0e", "bessel_i1e"), EXPONENTIAL),
     **dict.fromkeys(("div", "rem"), DIVIDE),
     **dict.fromkeys(("sqrt", "rsqrt", "cbrt"), ROOT),
 }
 
-# One operation of this kind per element of the first operand: a reduction fills an accumulator that starts
-# empty, so K terms are K additions, as published multiply-accumulate counts have it.
+# One operation of this kind per element of the first operand: a reduction fills an accumulator that
+# starts empty, so K terms are K additions, as published multiply-accumulate counts have it.
 _REDUCTIONS = {
-    **dict.fromkeys(("reduce_sum", "cumsum", "psum", "psum2", "psum_invariant", "reduce_scatter"), ADD),
+    **dict.fromkeys(
+        ("reduce_sum", "cumsum", "psum", "psum2", "psum_invariant", "reduce_scatter"), ADD
+    ),
     **dict.fromkeys(("reduce_prod", "cumprod"), MULTIPLY),
     **dict.fromkeys(("reduce_max", "reduce_min", "argmax", "argmin", "cummax", "cummin"), COMPARE),
     **dict.fromkeys(("pmax", "pmin"), COMPARE),
@@ -45,16 +52,61 @@ _REDUCTIONS = {
 # The result is the operand seen through other strides: nothing moves.
 _VIEWS = frozenset(
     ("reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "stop_gradient", "name")
-    + ("optimization_barrier", "copy_p", "pvary", "reduce_precision", "sharding_constraint", "mesh_cast")
+    + (
+        "optimization_barrier",
+        "copy_p",
+        "pvary",
+        "reduce_precision",
+        "sharding_constraint",
+        "mesh_cast",
+    )
 )
 
 # Sign bits, selections and data movement: no arithmetic.
 _FREE = _VIEWS | frozenset(
-    ("neg", "abs", "real", "imag", "conj", "complex", "copy", "convert_element_type", "bitcast_convert_type")
-    + ("select_n", "slice", "dynamic_slice", "dynamic_update_slice", "gather", "scatter", "concatenate")
-    + ("pad", "rev", "iota", "split", "and", "or", "not", "xor", "shift_left", "shift_right_logical", "empty")
+    (
+        "neg",
+        "abs",
+        "real",
+        "imag",
+        "conj",
+        "complex",
+        "copy",
+        "convert_element_type",
+        "bitcast_convert_type",
+    )
+    + (
+        "select_n",
+        "slice",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "gather",
+        "scatter",
+        "concatenate",
+    )
+    + (
+        "pad",
+        "rev",
+        "iota",
+        "split",
+        "and",
+        "or",
+        "not",
+        "xor",
+        "shift_left",
+        "shift_right_logical",
+        "empty",
+    )
     + ("shift_right_arithmetic", "population_count", "clz", "reduce_and", "reduce_or", "reduce_xor")
-    + ("all_gather", "all_gather_invariant", "all_to_all", "ppermute", "pbroadcast", "axis_index", "reshard")
+    + (
+        "all_gather",
+        "all_gather_invariant",
+        "all_to_all",
+        "ppermute",
+        "pbroadcast",
+        "axis_index",
+        "reshard",
+    )
     + ("device_put", "get", "swap", "program_id", "num_programs", "create_token")
 )
 
@@ -63,7 +115,8 @@ KERNELS: Registry[Count] = Registry("operation count", "adder_flax.counting.decl
 
 
 class Tally:
-    """Counts while walking: per layer, per (kind, dtype), with the bytes moved and what was not counted."""
+    """Counts while walking: per layer, per (kind, dtype), with the bytes moved and what was not
+    counted."""
 
     def __init__(self):
         self.counts: dict[str, Counter] = {}
@@ -79,13 +132,21 @@ class Tally:
             mine = self.counts.setdefault(layer, Counter())
             for key, amount in counts.items():
                 mine[key] += times * amount
-        for mine, theirs in ((self.bytes_moved, other.bytes_moved), (self.uncounted, other.uncounted)):
+        for mine, theirs in (
+            (self.bytes_moved, other.bytes_moved),
+            (self.uncounted, other.uncounted),
+        ):
             for key, amount in theirs.items():
                 mine[key] += times * amount
 
     def arithmetic(self) -> int:
         """All counted operations, to compare the branches of a conditional."""
-        return sum(amount for counts in self.counts.values() for (kind, _), amount in counts.items() if kind != L1)
+        return sum(
+            amount
+            for counts in self.counts.values()
+            for (kind, _), amount in counts.items()
+            if kind != L1
+        )
 
 
 def size(variable: Any) -> int:
@@ -115,7 +176,9 @@ def walk(jaxpr: Any, tally: Tally, layer_of: Callable[[str], str], outer: str = 
     for equation in jaxpr.eqns:
         stack = jaxprs.scope(outer, equation)
         layer = layer_of(stack)
-        tally.bytes_moved[layer] += 0  # every layer that is met appears, in the order of the program
+        tally.bytes_moved[layer] += (
+            0  # every layer that is met appears, in the order of the program
+        )
         name = _kernel_name(equation)
         declared = KERNELS.get(name) if name in KERNELS else None
         if declared is None and (inner := _inner_programs(equation)):
@@ -187,7 +250,8 @@ def _count_products(equation: Any, tally: Tally, layer: str, macs: int) -> None:
 
 
 def dot_general_macs(equation: Any) -> int:
-    """Multiply-accumulates of a ``dot_general``: elements of the result times the contracted extent."""
+    """Multiply-accumulates of a ``dot_general``: elements of the result times the contracted
+    extent."""
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
     return size(equation.outvars[0]) * math.prod(shape[axis] for axis in contracted)
@@ -212,8 +276,11 @@ def convolution_macs(equation: Any) -> int:
     return taps * out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * kernel[numbers.rhs_spec[1]]
 
 
-def _walk_inner(equation: Any, inner: list, tally: Tally, layer_of: Callable[[str], str], stack: str) -> None:
-    """Loops count as often as they run, a conditional as its dearest branch, a sharded map on all devices."""
+def _walk_inner(
+    equation: Any, inner: list, tally: Tally, layer_of: Callable[[str], str], stack: str
+) -> None:
+    """Loops count as often as they run, a conditional as its dearest branch, a sharded map on all
+    devices."""
     name, params = equation.primitive.name, equation.params
     parts = []
     for jaxpr in inner:
@@ -226,7 +293,10 @@ def _walk_inner(equation: Any, inner: list, tally: Tally, layer_of: Callable[[st
     if name == "scan":
         times = params["length"]
     elif name == "shard_map":
-        times = math.prod(params["mesh"].shape[axis] for axis in params.get("manual_axes", params["mesh"].axis_names))
+        times = math.prod(
+            params["mesh"].shape[axis]
+            for axis in params.get("manual_axes", params["mesh"].axis_names)
+        )
     elif name == "pallas_call":
         times = math.prod(params["grid_mapping"].grid)
     elif name == "reduce":
@@ -238,21 +308,28 @@ def _walk_inner(equation: Any, inner: list, tally: Tally, layer_of: Callable[[st
 
 
 def _kernel_name(equation: Any) -> str:
-    """Name under which a kernel is declared: the FFI target, the Pallas kernel's name, or the primitive's."""
+    """Name under which a kernel is declared: the FFI target, the Pallas kernel's name, or the
+    primitive's."""
     params = equation.params
     if "target_name" in params:
         return str(params["target_name"])
     if equation.primitive.name == "pallas_call":
-        return str(params.get("name") or getattr(params.get("name_and_src_info"), "name", "pallas_call"))
+        return str(
+            params.get("name") or getattr(params.get("name_and_src_info"), "name", "pallas_call")
+        )
     return equation.primitive.name
 
 
 def _l1_distances(jaxpr: Any) -> dict[int, tuple]:
-    """Sums of absolute differences, as {id of the sum's equation: (sum, absolute value, difference)}."""
+    """Sums of absolute differences, as {id of the sum's equation: (sum, absolute value,
+    difference)}."""
     producer = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
     found = {}
     for total in jaxpr.eqns:
-        if total.primitive.name != "reduce_sum" or (absolute := producer.get(total.invars[0])) is None:
+        if (
+            total.primitive.name != "reduce_sum"
+            or (absolute := producer.get(total.invars[0])) is None
+        ):
             continue
         if absolute.primitive.name != "abs" or _is_literal(absolute.invars[0]):
             continue
@@ -265,8 +342,9 @@ def _l1_distances(jaxpr: Any) -> dict[int, tuple]:
 class _Traffic:
     """Bytes that each equation of one jaxpr reads and writes.
 
-    Views move nothing, and whoever reads a view is charged for the array behind it. The difference, absolute
-    value and sum of an L1 distance are one equation: nothing that computes one in earnest stores the terms.
+    Views move nothing, and whoever reads a view is charged for the array behind it. The difference,
+    absolute value and sum of an L1 distance are one equation: nothing that computes one in earnest
+    stores the terms.
     """
 
     def __init__(self, l1: dict[int, tuple]):
@@ -284,7 +362,11 @@ class _Traffic:
         return read + sum(nbytes(v) for v in equation.outvars)
 
     def _read(self, variable: Any) -> int:
-        return nbytes(variable) if _is_literal(variable) else self._behind.get(variable, nbytes(variable))
+        return (
+            nbytes(variable)
+            if _is_literal(variable)
+            else self._behind.get(variable, nbytes(variable))
+        )
 
 
 def _is_literal(variable: Any) -> bool:

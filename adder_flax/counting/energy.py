@@ -1,7 +1,7 @@
 """Energy that counted operations would take on a 45 nm chip, arithmetic and memory apart.
 
-This models an ASIC with the arithmetic units that the function needs. It says nothing about a GPU, on which
-an addition and a multiply-accumulate take one issue slot each.
+This models an ASIC with the arithmetic units that the function needs. It says nothing about a GPU,
+on which an addition and a multiply-accumulate take one issue slot each.
 """
 
 import dataclasses
@@ -16,10 +16,11 @@ PICOJOULE = 1e-12
 class EnergyTable:
     """Energy of single operations.
 
-    Only additions and multiplications are in published tables; the rest is composed of them. A comparison is
-    a subtraction. A division is 7.1 multiplications, as measured on a Cortex-M4F (PMC8934428, Table 3), and a
-    root is given the same. An exponential (or logarithm, tanh, erf) is 10 multiplications and 10 additions,
-    which is what the Cephes ``expf`` does: range reduction and a polynomial of degree 5.
+    Only additions and multiplications are in published tables; the rest is composed of them. A
+    comparison is a subtraction. A division is 7.1 multiplications, as measured on a Cortex-M4F
+    (PMC8934428, Table 3), and a root is given the same. An exponential (or logarithm, tanh, erf) is
+    10 multiplications and 10 additions, which is what the Cephes ``expf`` does: range reduction and
+    a polynomial of degree 5.
 
     Attributes:
       name: what the table is, for headings.
@@ -43,8 +44,8 @@ class EnergyTable:
             return 0.0
         if dtype not in self.addition or dtype not in self.multiplication:
             raise KeyError(
-                f"expected a number type of the energy table {self.name!r}, one of {sorted(self.addition)}; "
-                f"got {dtype!r} ({kind}). Pass a table that has it: "
+                f"expected a number type of the energy table {self.name!r}, one of "
+                f"{sorted(self.addition)}; got {dtype!r} ({kind}). Pass a table that has it: "
                 "energy(…, table=dataclasses.replace(table, addition=…, multiplication=…))."
             )
         multiplications, additions = _COMPOSITION[kind]
@@ -84,9 +85,8 @@ HOROWITZ_45NM = EnergyTable(
     # Per 64-bit word: 10 pJ, 20 pJ, 100 pJ; for DRAM the lower end of 1.3 to 2.6 nJ.
     memory={"8 KB cache": 10 / 8, "32 KB cache": 20 / 8, "1 MB cache": 100 / 8, "DRAM": 1300 / 8},
 )
-"""M. Horowitz, "Computing's energy problem (and what we can do about it)", ISSCC 2014. The table has no
-bfloat16,
-which is given the figures of float16."""
+"""M. Horowitz, "Computing's energy problem (and what we can do about it)", ISSCC 2014. The table
+has no bfloat16, which is given the figures of float16."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +95,8 @@ class Energy:
 
     Attributes:
       arithmetic_joules: {kind: J}.
-      memory_joules: {level: (least, most)}: arguments and results moved once, and every equation through
-        memory.
+      memory_joules: {level: (least, most)}: arguments and results moved once, and every equation
+        through memory.
     """
 
     arithmetic_joules: Mapping[str, float]
@@ -132,7 +132,11 @@ def energy(operations: Operations, table: EnergyTable = HOROWITZ_45NM) -> Energy
     joules: dict[str, float] = {}
     for (kind, dtype), number in operations.counts.items():
         if kind in _COMPOSITION:
-            joules[kind] = joules.get(kind, 0.0) + number * table.picojoules(kind, dtype) * PICOJOULE
+            joules[kind] = (
+                joules.get(kind, 0.0) + number * table.picojoules(kind, dtype) * PICOJOULE
+            )
     least, most = operations.bytes_at_boundary or 0, operations.bytes_moved
-    memory = {level: (least * pj * PICOJOULE, most * pj * PICOJOULE) for level, pj in table.memory.items()}
+    memory = {
+        level: (least * pj * PICOJOULE, most * pj * PICOJOULE) for level, pj in table.memory.items()
+    }
     return Energy(arithmetic_joules=joules, memory_joules=memory)

@@ -1,8 +1,10 @@
-"""Additions, multiplications, comparisons and exponentials of any JAX function, and the energy they model.
+"""Additions, multiplications, comparisons and exponentials of any JAX function, and the energy they
+model.
 
-The usual counters know one number, the FLOP or the multiply-accumulate, in which an addition weighs as much
-as a multiplication. Here the jaxpr of a function is walked and every kind is counted by itself, layer by
-layer and number type by number type. Nothing is computed: arguments are replaced by their shapes.
+The usual counters know one number, the FLOP or the multiply-accumulate, in which an addition weighs
+as much as a multiplication. Here the jaxpr of a function is walked and every kind is counted by
+itself, layer by layer and number type by number type. Nothing is computed: arguments are replaced
+by their shapes.
 """
 
 import dataclasses
@@ -18,21 +20,23 @@ from adder_flax.counting import _walk
 class Operations:
     """What one call of a function computes and moves.
 
-    Conventions: a sum over K terms is K additions (the accumulator starts empty, as in published counts of
-    multiply-accumulates); a term |x − w| of an L1 distance is two additions, its difference and its
-    accumulation, and the absolute value is free, being one bit of the operand.
-    :meth:`with_one_addition_per_l1_element` gives the other convention in use. Sign changes, selections,
-    conversions and moves are not arithmetic. Taps of a convolution that fall on padding are not counted.
+    Conventions: a sum over K terms is K additions (the accumulator starts empty, as in published
+    counts of multiply-accumulates); a term |x − w| of an L1 distance is two additions, its
+    difference and its accumulation, and the absolute value is free, being one bit of the operand.
+    :meth:`with_one_addition_per_l1_element` gives the other convention in use. Sign changes,
+    selections, conversions and moves are not arithmetic. Taps of a convolution that fall on padding
+    are not counted.
 
     Attributes:
       counts: {(kind, dtype): number}, e.g. {("additions", "float32"): 12}.
-      bytes_moved: bytes that all equations read and write if each one goes through memory, an upper bound:
-        views (reshapes, broadcasts, transposes) move nothing and an L1 distance is one equation.
-      bytes_at_boundary: bytes of the arguments, constants and results, each touched once: a lower bound,
-        reached only when everything between stays on the chip. None for a single layer, which has no
-        boundary of its own.
-      layers: {layer: Operations}, from NNX module paths ("blocks.0.attention") and ``jax.named_scope``; ""
-        is what lies outside all of them. The layers sum to the whole.
+      bytes_moved: bytes that all equations read and write if each one goes through memory, an upper
+        bound: views (reshapes, broadcasts, transposes) move nothing and an L1 distance is one
+        equation.
+      bytes_at_boundary: bytes of the arguments, constants and results, each touched once: a lower
+        bound, reached only when everything between stays on the chip. None for a single layer,
+        which has no boundary of its own.
+      layers: {layer: Operations}, from NNX module paths ("blocks.0.attention") and
+        ``jax.named_scope``; "" is what lies outside all of them. The layers sum to the whole.
       uncounted: {primitive or kernel: occurrences} of which the counter knows nothing.
     """
 
@@ -60,7 +64,8 @@ class Operations:
 
     @property
     def multiplications(self) -> int:
-        """Multiplications; those of matrix products and convolutions are their multiply-accumulates."""
+        """Multiplications; those of matrix products and convolutions are their
+        multiply-accumulates."""
         return self._sum(_walk.MULTIPLY)
 
     @property
@@ -85,7 +90,8 @@ class Operations:
 
     @property
     def l1_elements(self) -> int:
-        """Terms |x − w| summed into L1 distances, the adder's counterpart of multiply-accumulates."""
+        """Terms |x − w| summed into L1 distances, the adder's counterpart of
+        multiply-accumulates."""
         return self._sum(_walk.L1)
 
     def with_one_addition_per_l1_element(self) -> "Operations":
@@ -97,7 +103,9 @@ class Operations:
         for (kind, dtype), number in self.counts.items():
             if kind == _walk.L1:
                 counts[_walk.ADD, dtype] -= number
-        layers = {name: layer.with_one_addition_per_l1_element() for name, layer in self.layers.items()}
+        layers = {
+            name: layer.with_one_addition_per_l1_element() for name, layer in self.layers.items()
+        }
         return dataclasses.replace(self, counts=dict(counts), layers=layers)
 
     def by_prefix(self, depth: int) -> dict[str, "Operations"]:
@@ -118,15 +126,15 @@ class Operations:
 def count_operations(fn: Callable, *args: Any) -> Operations:
     """Counts the operations of ``fn(*args)`` by walking its jaxpr; nothing is computed.
 
-    The adder and additive operators are counted in their reference form, so an adder layer shows the
-    additions of its formula whatever kernel would run. Loops (``scan``, ``fori_loop`` with known bounds)
-    count as often as they run, a conditional as its dearest branch, a sharded map on all its devices. A
-    ``while`` loop counts once, and says so in ``uncounted``.
+    The adder and additive operators are counted in their reference form, so an adder layer shows
+    the additions of its formula whatever kernel would run. Loops (``scan``, ``fori_loop`` with
+    known bounds) count as often as they run, a conditional as its dearest branch, a sharded map on
+    all its devices. A ``while`` loop counts once, and says so in ``uncounted``.
 
     Args:
       fn: any JAX function, or an NNX module. Bind keyword arguments with a lambda.
-      *args: arrays, ``jax.ShapeDtypeStruct``, pytrees of them, or NNX modules, which may be abstract
-        (``nnx.eval_shape``).
+      *args: arrays, ``jax.ShapeDtypeStruct``, pytrees of them, or NNX modules, which may be
+        abstract (``nnx.eval_shape``).
 
     Returns:
       The counts, whole and per layer.
@@ -139,14 +147,20 @@ def count_operations(fn: Callable, *args: Any) -> Operations:
       (30, 30)
       >>> from adder_flax.ops import adder_matmul
       >>> counted = count_operations(adder_matmul, x, w)
-      >>> counted.multiplications, counted.additions, counted.with_one_addition_per_l1_element().additions
+      >>> (
+      ...     counted.multiplications,
+      ...     counted.additions,
+      ...     counted.with_one_addition_per_l1_element().additions,
+      ... )
       (0, 60, 30)
     """
     closed, _ = recorder.trace(fn, *args)
     tally = _walk.Tally()
     _walk.walk(closed.jaxpr, tally, _layer_name)
     layers = {
-        name: Operations(counts=dict(tally.counts.get(name, {})), bytes_moved=tally.bytes_moved[name])
+        name: Operations(
+            counts=dict(tally.counts.get(name, {})), bytes_moved=tally.bytes_moved[name]
+        )
         for name in tally.bytes_moved
     }
     boundary = [*closed.jaxpr.invars, *closed.jaxpr.constvars, *closed.jaxpr.outvars]
@@ -170,11 +184,14 @@ def declare_operations(kernel: str, count: Callable[[Any], Mapping[str, int]]) -
 
     Example:
       >>> with _walk.KERNELS.temporary():
-      ...     declare_operations("my_kernel", lambda equation: {"additions": equation.outvars[0].aval.size})
+      ...     declare_operations(
+      ...         "my_kernel", lambda equation: {"additions": equation.outvars[0].aval.size}
+      ...     )
     """
     _walk.KERNELS.register(kernel, count)
 
 
 def _layer_name(scopes: str) -> str:
-    """Innermost module path among an equation's named scopes, followed by the scopes opened inside of it."""
+    """Innermost module path among an equation's named scopes, followed by the scopes opened inside
+    of it."""
     return ".".join(part for part in recorder.module_path(scopes) if part)

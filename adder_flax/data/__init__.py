@@ -33,17 +33,23 @@ if TYPE_CHECKING:
         smooth_one_hot,
         turn_hue,
     )
-    from adder_flax.data._operations import OPERATIONS, choose_operation, gaussian_blur, grayscale, image_operation
+    from adder_flax.data._operations import (
+        OPERATIONS,
+        choose_operation,
+        gaussian_blur,
+        grayscale,
+        image_operation,
+    )
     from adder_flax.data._pipeline import EvalPipeline, TrainPipeline, usable_cores
     from adder_flax.data._policies import operation_arguments, rand_augment, three_augment
 
-# Imported when asked for: an experiment file asks what is known of a data set, and a mistake in it is answered without
-# waiting for JAX and grain.
+# Imported when asked for: an experiment file asks what is known of a data set, and a mistake in it
+# is answered without waiting for JAX and grain.
 _LATER = {
     name: f"adder_flax.data.{module}"
     for module, names in {
-        "_augment": "augment color_jitter hue_jitter mix normalize random_crop random_erase random_flip "
-        "random_resized_crop resize_boxes smooth_one_hot turn_hue",
+        "_augment": "augment color_jitter hue_jitter mix normalize random_crop random_erase "
+        "random_flip random_resized_crop resize_boxes smooth_one_hot turn_hue",
         "_operations": "OPERATIONS choose_operation gaussian_blur grayscale image_operation",
         "_pipeline": "EvalPipeline TrainPipeline usable_cores",
         "_policies": "operation_arguments rand_augment three_augment",

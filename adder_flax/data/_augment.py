@@ -1,10 +1,12 @@
 """Augmentation on the device: pure functions of a key and a batch, inside the jitted training step.
 
-Everything random about sample b is a function of the key and of b, its position in the GLOBAL batch; under `jax.jit` a
-batch sharded over any mesh therefore gives what an unsharded one gives. Only Mixup and CutMix look at another sample.
+Everything random about sample b is a function of the key and of b, its position in the GLOBAL
+batch; under `jax.jit` a batch sharded over any mesh therefore gives what an unsharded one gives.
+Only Mixup and CutMix look at another sample.
 
-The order and the defaults of the ranges are those of DeiT (https://github.com/facebookresearch/deit, augmentation by
-timm): crop, flip, RandAugment or three-augment, colour jitter, normalisation, random erasing, Mixup or CutMix.
+The order and the defaults of the ranges are those of DeiT
+(https://github.com/facebookresearch/deit, augmentation by timm): crop, flip, RandAugment or
+three-augment, colour jitter, normalisation, random erasing, Mixup or CutMix.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from adder_flax.settings import AugmentSettings, is_on
 Images = Float[Array, "batch height width channel"]
 
 LUMA = (0.299, 0.587, 0.114)
-"""Weights of red, green and blue in the grey value of ITU-R BT.601, as in Pillow and torchvision."""
+"""Weights of red, green and blue in the grey value of ITU-R BT.601, as in Pillow and
+torchvision."""
 
 
 def augment(
@@ -38,12 +41,15 @@ def augment(
 ) -> tuple[Images, Float[Array, "batch classes"]]:
     """Augments and normalises a training batch.
 
-    Each kind of augmentation has a key of its own, so switching one on or off leaves the draws of the others alone.
-    RandAugment and three-augment work on whole levels, as Pillow does: what a crop made in between is rounded to them.
+    Each kind of augmentation has a key of its own, so switching one on or off leaves the draws of
+    the others alone. RandAugment and three-augment work on whole levels, as Pillow does: what a
+    crop made in between is rounded to them.
 
     >>> settings = AugmentSettings(mixup_alpha=0.0, cutmix_alpha=0.0, label_smoothing=0.2)
     >>> white, labels = jnp.full((1, 2, 2, 1), 255, jnp.uint8), jnp.array([1])
-    >>> images, targets = augment(jax.random.key(0), white, labels, settings, num_classes=2, mean=(0.0,), std=(1.0,))
+    >>> images, targets = augment(
+    ...     jax.random.key(0), white, labels, settings, num_classes=2, mean=(0.0,), std=(1.0,)
+    ... )
     >>> images.dtype, images.shape, [f"{share:.1f}" for share in targets[0]]
     (dtype('float32'), (1, 2, 2, 1), ['0.1', '0.9'])
 
@@ -51,8 +57,8 @@ def augment(
         key: derived from (seed, step).
         images: values 0..255.
         labels: class numbers.
-        settings: what to do. Probabilities, strengths and alphas may be traced; a Python 0 leaves its part out of the
-            program.
+        settings: what to do. Probabilities, strengths and alphas may be traced; a Python 0 leaves
+            its part out of the program.
         num_classes: width of the targets.
         mean: per-channel mean of images in [0, 1].
         std: per-channel standard deviation of images in [0, 1].
@@ -67,11 +73,15 @@ def augment(
         images = random_flip(flip_key, images, settings.flip_probability)
     images = images.astype(jnp.float32) / 255
     if settings.resized_crop_scale is not None:
-        images = random_resized_crop(resize_key, images, settings.resized_crop_scale, settings.resized_crop_ratio)
+        images = random_resized_crop(
+            resize_key, images, settings.resized_crop_scale, settings.resized_crop_ratio
+        )
     if is_on(settings.rand_augment_magnitude) or settings.three_augment:
         images = _operate(key, images, settings, mean)
     if any(map(is_on, (settings.brightness, settings.contrast, settings.saturation))):
-        images = color_jitter(jitter_key, images, settings.brightness, settings.contrast, settings.saturation)
+        images = color_jitter(
+            jitter_key, images, settings.brightness, settings.contrast, settings.saturation
+        )
     if is_on(settings.hue):
         images = hue_jitter(jax.random.fold_in(key, 8), images, settings.hue)
     images = normalize(images, mean, std)
@@ -90,8 +100,11 @@ def augment(
     return images, targets
 
 
-def _operate(key: PRNGKeyArray, images: Images, settings: AugmentSettings, mean: tuple[float, ...]) -> Images:
-    """RandAugment and three-augment of images in [0, 1]; what moves in from outside has the mean colour."""
+def _operate(
+    key: PRNGKeyArray, images: Images, settings: AugmentSettings, mean: tuple[float, ...]
+) -> Images:
+    """RandAugment and three-augment of images in [0, 1]; what moves in from outside has the mean
+    colour."""
     levels = jnp.round(255 * images).astype(jnp.uint8)
     if is_on(settings.rand_augment_magnitude):
         fill = tuple(min(255, round(255 * channel)) for channel in mean)
@@ -102,9 +115,13 @@ def _operate(key: PRNGKeyArray, images: Images, settings: AugmentSettings, mean:
 
 
 def normalize(
-    images: Shaped[Array, "*batch height width channel"], mean: tuple[float, ...], std: tuple[float, ...]
+    images: Shaped[Array, "*batch height width channel"],
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
 ) -> Float[Array, "*batch height width channel"]:
-    """(x - mean) / std per channel; integer images are divided by 255 first. What evaluation does to images.
+    """(x - mean) / std per channel; integer images are divided by 255 first.
+
+    What evaluation does to images.
 
     >>> normalize(jnp.full((1, 1, 1), 255, jnp.uint8), (0.5,), (0.25,)).tolist()
     [[[2.0]]]
@@ -113,7 +130,9 @@ def normalize(
         DataError: `mean` and `std` have neither one value nor one per channel.
     """
     if not len(mean) == len(std) in (1, images.shape[-1]):
-        raise DataError(f"Expected {images.shape[-1]} means and deviations, got {len(mean)} and {len(std)}.")
+        raise DataError(
+            f"Expected {images.shape[-1]} means and deviations, got {len(mean)} and {len(std)}."
+        )
     if jnp.issubdtype(images.dtype, jnp.integer):
         images = images.astype(jnp.float32) / 255
     return (images - jnp.asarray(mean, images.dtype)) / jnp.asarray(std, images.dtype)
@@ -122,8 +141,11 @@ def normalize(
 def smooth_one_hot(
     labels: Int[Array, " batch"], num_classes: int, label_smoothing: float
 ) -> Float[Array, "batch classes"]:
-    """Targets (1 - e) one_hot + e / num_classes (Szegedy et al. 2016, https://arxiv.org/abs/1512.00567)."""
-    return (1 - label_smoothing) * jax.nn.one_hot(labels, num_classes) + label_smoothing / num_classes
+    """Targets (1 - e) one_hot + e / num_classes (Szegedy et al. 2016,
+    https://arxiv.org/abs/1512.00567)."""
+    return (1 - label_smoothing) * jax.nn.one_hot(
+        labels, num_classes
+    ) + label_smoothing / num_classes
 
 
 def random_crop(
@@ -139,14 +161,18 @@ def random_crop(
     """
     batch, height, width, _ = images.shape
     if mode == "reflect" and padding >= min(height, width):
-        raise DataError(f"Expected reflected padding smaller than the {height}x{width} image, got {padding}.")
+        raise DataError(
+            f"Expected reflected padding smaller than the {height}x{width} image, got {padding}."
+        )
     offset = _below(jax.random.uniform(key, (2, batch)), 2 * padding + 1) - padding
 
     def crop(image, top, left):
         rows, columns = top + jnp.arange(height), left + jnp.arange(width)
         if mode == "reflect":
             return image[_reflect(rows, height)[:, None], _reflect(columns, width)]
-        return image.at[rows[:, None], columns].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        return image.at[rows[:, None], columns].get(
+            mode="fill", fill_value=0, wrap_negative_indices=False
+        )
 
     return jax.vmap(crop)(images, *offset)
 
@@ -160,20 +186,33 @@ def random_flip(
 
 
 def random_resized_crop(
-    key: PRNGKeyArray, images: Images, scale: tuple[float, float], ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    key: PRNGKeyArray,
+    images: Images,
+    scale: tuple[float, float],
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> Images:
     """Cuts a random box and resizes it (bilinear, antialiased) to the image's own size.
 
-    The box is torchvision's: up to ten draws of area and aspect ratio until one fits, then the largest central box
-    with a ratio in range. Resizing equals cropping first: no pixel outside the box contributes.
+    The box is torchvision's: up to ten draws of area and aspect ratio until one fits, then the
+    largest central box with a ratio in range. Resizing equals cropping first: no pixel outside the
+    box contributes.
     """
     batch, height, width, _ = images.shape
-    *boxes, found = random_boxes(jax.random.uniform(key, (_BOX_DRAWS, batch)), height, width, scale, ratio)
+    *boxes, found = random_boxes(
+        jax.random.uniform(key, (_BOX_DRAWS, batch)), height, width, scale, ratio
+    )
     # Of the ratio nearest to a square that is in range, and at least a pixel wide and high.
     central_height = max(1, min(height, round(width / ratio[0])))
     central_width = max(1, min(width, round(height * ratio[1])))
-    central = (height - central_height) // 2, (width - central_width) // 2, central_height, central_width
-    return resize_boxes(images, *(jnp.where(found, box, other) for box, other in zip(boxes, central, strict=True)))
+    central = (
+        (height - central_height) // 2,
+        (width - central_width) // 2,
+        central_height,
+        central_width,
+    )
+    return resize_boxes(
+        images, *(jnp.where(found, box, other) for box, other in zip(boxes, central, strict=True))
+    )
 
 
 def resize_boxes(
@@ -185,9 +224,9 @@ def resize_boxes(
 ) -> Images:
     """Resizes one box of each image to the image's size.
 
-    Separable, as two batched matrix products. Output pixel o of a box of n pixels starting at s, out of N, has weights
-    max(0, 1 - |i + 1/2 - c| / r) on the pixels i of the box, normalised, with c = s + (o + 1/2) n/N and r = max(n/N,
-    1).
+    Separable, as two batched matrix products. Output pixel o of a box of n pixels starting at s,
+    out of N, has weights max(0, 1 - |i + 1/2 - c| / r) on the pixels i of the box, normalised, with
+    c = s + (o + 1/2) n/N and r = max(n/N, 1).
     """
     rows = _bilinear_weights(top, box_height, images.shape[1])
     columns = _bilinear_weights(left, box_width, images.shape[2])
@@ -198,13 +237,18 @@ def resize_boxes(
 
 
 def color_jitter(
-    key: PRNGKeyArray, images: Images, brightness: float = 0.0, contrast: float = 0.0, saturation: float = 0.0
+    key: PRNGKeyArray,
+    images: Images,
+    brightness: float = 0.0,
+    contrast: float = 0.0,
+    saturation: float = 0.0,
 ) -> Images:
     """Jitters brightness, then contrast, then saturation of images in [0, 1].
 
-    Each step is clip(f x + (1 - f) base, 0, 1) with f uniform in [max(0, 1 - strength), 1 + strength] and base zero,
-    the mean of the image's grey version, or the grey version. For one channel saturation changes nothing. (torchvision
-    shuffles the three steps; here their order is fixed.)
+    Each step is clip(f x + (1 - f) base, 0, 1) with f uniform in [max(0, 1 - strength), 1 +
+    strength] and base zero, the mean of the image's grey version, or the grey version. For one
+    channel saturation changes nothing. (torchvision shuffles the three steps; here their order is
+    fixed.)
     """
     uniform = jax.random.uniform(key, (3, images.shape[0], 1, 1, 1))
 
@@ -223,10 +267,11 @@ def color_jitter(
 
 
 def hue_jitter(key: PRNGKeyArray, images: Images, strength: float) -> Images:
-    """Turns the hue of each image in [0, 1] by a part of the circle that is uniform in [-strength, strength].
+    """Turns the hue of each image in [0, 1] by a part of the circle that is uniform in [-strength,
+    strength].
 
-    Pillow's way, by images of hue in 256 steps, is coarser. torchvision shuffles this with the steps of `color_jitter`;
-    here it comes after them.
+    Pillow's way, by images of hue in 256 steps, is coarser. torchvision shuffles this with the
+    steps of `color_jitter`; here it comes after them.
     """
     turn = strength * jax.random.uniform(key, images.shape[:1], minval=-1.0, maxval=1.0)
     return turn_hue(images, turn)
@@ -235,9 +280,9 @@ def hue_jitter(key: PRNGKeyArray, images: Images, strength: float) -> Images:
 def turn_hue(images: Images, turn: Float[Array, " batch"]) -> Images:
     """Turns the hue of images in [0, 1]; their greatest and least channels stay what they are.
 
-    With hue h in [0, 6), greatest channel v and its distance c to the least one, red, green and blue of that hue are
-    v - c max(0, min(1, k, 4 - k)) with k = (n + h) mod 6 and n = 5, 3, 1 (Smith, "Color gamut transform pairs",
-    SIGGRAPH 1978, in one formula). One channel has no hue.
+    With hue h in [0, 6), greatest channel v and its distance c to the least one, red, green and
+    blue of that hue are v - c max(0, min(1, k, 4 - k)) with k = (n + h) mod 6 and n = 5, 3, 1
+    (Smith, "Color gamut transform pairs", SIGGRAPH 1978, in one formula). One channel has no hue.
 
     >>> red = jnp.array([1.0, 0.25, 0.25]).reshape(1, 1, 1, 3)
     >>> turn_hue(red, jnp.array([1 / 3])).ravel().round(4).tolist()
@@ -252,8 +297,14 @@ def turn_hue(images: Images, turn: Float[Array, " batch"]) -> Images:
     red, green, blue = jnp.moveaxis(images, -1, 0)
     greatest = images.max(-1)
     chroma = greatest - images.min(-1)
-    differences = jnp.stack([green - blue, blue - red, red - green]) / jnp.where(chroma > 0, chroma, 1)
-    hue = jnp.select([greatest == red, greatest == green], [differences[0], differences[1] + 2], differences[2] + 4)
+    differences = jnp.stack([green - blue, blue - red, red - green]) / jnp.where(
+        chroma > 0, chroma, 1
+    )
+    hue = jnp.select(
+        [greatest == red, greatest == green],
+        [differences[0], differences[1] + 2],
+        differences[2] + 4,
+    )
     k = (hue[..., None] + 6 * turn[:, None, None, None] + jnp.array([5.0, 3.0, 1.0])) % 6
     return greatest[..., None] - chroma[..., None] * jnp.clip(jnp.minimum(k, 4 - k), 0, 1)
 
@@ -289,13 +340,17 @@ def random_erase(
 
 
 def mix(
-    key: PRNGKeyArray, images: Images, targets: Float[Array, "batch classes"], settings: AugmentSettings
+    key: PRNGKeyArray,
+    images: Images,
+    targets: Float[Array, "batch classes"],
+    settings: AugmentSettings,
 ) -> tuple[Images, Float[Array, "batch classes"]]:
-    """Mixup or CutMix of the batch with its reverse (https://arxiv.org/abs/1710.09412 and 1905.04899).
+    """Mixup or CutMix of the batch with its reverse (https://arxiv.org/abs/1710.09412 and
+    1905.04899).
 
-    Both are x w + reverse(x) (1 - w) with a weight w per pixel: Mixup's is constant, CutMix's zero inside a box and
-    one outside. Targets are mixed with the mean of w, which for CutMix is the area really pasted, boxes being clipped
-    at the border.
+    Both are x w + reverse(x) (1 - w) with a weight w per pixel: Mixup's is constant, CutMix's zero
+    inside a box and one outside. Targets are mixed with the mean of w, which for CutMix is the area
+    really pasted, boxes being clipped at the border.
     """
     batch, height, width, _ = images.shape
     uniform = jax.random.uniform(key, (8, batch if settings.mix_per == "element" else 1))
@@ -312,7 +367,9 @@ def mix(
     mixed = uniform[7] < settings.mix_probability
     weight = jnp.where(mixed[:, None, None], weight, 1.0)[..., None].astype(images.dtype)
     share = jnp.where(mixed, share, 1.0)[:, None]
-    return weight * images + (1 - weight) * images[::-1], share * targets + (1 - share) * targets[::-1]
+    return weight * images + (1 - weight) * images[::-1], share * targets + (1 - share) * targets[
+        ::-1
+    ]
 
 
 def symmetric_beta(
@@ -320,11 +377,15 @@ def symmetric_beta(
 ) -> Float[Array, " draws"]:
     """Beta(alpha, alpha) draws, each from two uniform ones u and v.
 
-    With c = cos(2 pi v) and r = c² (u^(-1/alpha) - 1), (1 + sign(c) sqrt(r / (1 + r))) / 2 has this distribution for
-    every alpha > 0 (L. Devroye, "Random variate generation in one line of code", Winter Simulation Conference 1996).
-    Far less to compile than the rejection loops of `jax.random.beta`.
+    With c = cos(2 pi v) and r = c² (u^(-1/alpha) - 1), (1 + sign(c) sqrt(r / (1 + r))) / 2 has this
+    distribution for every alpha > 0 (L. Devroye, "Random variate generation in one line of code",
+    Winter Simulation Conference 1996). Far less to compile than the rejection loops of
+    `jax.random.beta`.
 
-    >>> [round(float(symmetric_beta(jnp.array(0.5), jnp.array(v), 1.0)), 4) for v in (0.0, 0.25, 0.5)]
+    >>> [
+    ...     round(float(symmetric_beta(jnp.array(0.5), jnp.array(v), 1.0)), 4)
+    ...     for v in (0.0, 0.25, 0.5)
+    ... ]
     [0.8536, 0.5, 0.1464]
 
     Args:
@@ -334,17 +395,23 @@ def symmetric_beta(
     """
     cosine = jnp.cos(2 * jnp.pi * second)
     r = cosine**2 * (first ** (-1 / alpha) - 1)
-    # The smaller of the draw and its mirror image, (1 - sqrt(r / (1 + r))) / 2 without the cancellation.
+    # The smaller of the draw and its mirror image, (1 - sqrt(r / (1 + r))) / 2 without the
+    # cancellation.
     smaller = 0.5 / ((1 + r) * (1 + jnp.sqrt(1 - 1 / (1 + r))))
     return jnp.where(cosine > 0, 1 - smaller, smaller)
 
 
 def _cutmix(
-    kept: Float[Array, " draws"], row: Float[Array, " draws"], column: Float[Array, " draws"], height: int, width: int
+    kept: Float[Array, " draws"],
+    row: Float[Array, " draws"],
+    column: Float[Array, " draws"],
+    height: int,
+    width: int,
 ) -> tuple[Float[Array, "draws height width"], Float[Array, " draws"]]:
     """Weights of zero in a box and one outside, and their mean.
 
-    The box has area 1 - kept and a uniform centre, as fractions of the image, and is clipped at the border.
+    The box has area 1 - kept and a uniform centre, as fractions of the image, and is clipped at the
+    border.
     """
     side = jnp.sqrt(1 - kept)
     half_height, half_width = (side * height).astype(int) // 2, (side * width).astype(int) // 2
@@ -387,16 +454,23 @@ def random_boxes(
     first = jnp.argmax(fits, axis=0)[None]
     box_height = jnp.take_along_axis(box_height, first, 0)[0]
     box_width = jnp.take_along_axis(box_width, first, 0)[0]
-    top, left = _below(uniform[20], height - box_height + 1), _below(uniform[21], width - box_width + 1)
+    top, left = (
+        _below(uniform[20], height - box_height + 1),
+        _below(uniform[21], width - box_width + 1),
+    )
     return top, left, box_height, box_width, fits.any(0)
 
 
-def _below(uniform: Float[Array, "*batch"], bound: int | Int[Array, "*batch"]) -> Int[Array, "*batch"]:
+def _below(
+    uniform: Float[Array, "*batch"], bound: int | Int[Array, "*batch"]
+) -> Int[Array, "*batch"]:
     """Whole numbers in [0, bound) from numbers in [0, 1]."""
     return jnp.minimum((uniform * bound).astype(int), bound - 1)
 
 
-def _box_mask(top, left, bottom, right, height: int, width: int) -> Bool[Array, "batch height width"]:
+def _box_mask(
+    top, left, bottom, right, height: int, width: int
+) -> Bool[Array, "batch height width"]:
     rows, columns = jnp.arange(height), jnp.arange(width)
     in_rows = (rows >= top[:, None]) & (rows < bottom[:, None])
     in_columns = (columns >= left[:, None]) & (columns < right[:, None])
@@ -410,7 +484,9 @@ def _bilinear_weights(
     center = start[:, None, None] + (jnp.arange(size)[:, None] + 0.5) * scale
     pixel = jnp.arange(size)
     inside = (pixel >= start[:, None, None]) & (pixel < (start + length)[:, None, None])
-    weights = jnp.where(inside, jnp.maximum(0, 1 - jnp.abs(pixel + 0.5 - center) / jnp.maximum(scale, 1)), 0)
+    weights = jnp.where(
+        inside, jnp.maximum(0, 1 - jnp.abs(pixel + 0.5 - center) / jnp.maximum(scale, 1)), 0
+    )
     return weights / weights.sum(-1, keepdims=True)
 
 

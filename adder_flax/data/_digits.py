@@ -1,6 +1,8 @@
-"""The embedded data set: scikit-learn's 1,797 handwritten digits, read without importing scikit-learn.
+"""The embedded data set: scikit-learn's 1,797 handwritten digits, read without importing
+scikit-learn.
 
-Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
+Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
+Repository, 1998.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ SPLIT_SEED = 0
 def load_digits(split: str, **_: Any) -> ArraySource:
     """Handwritten digits of 8x8 pixels, 1,437 to train on and 360 to test on.
 
-    Stored values 0..16 become round(v * 255 / 16), which maps 0 to 0 and 16 to 255 and can be inverted
-    exactly. The split is stratified and the same everywhere (see `stratified_test_mask`).
+    Stored values 0..16 become round(v * 255 / 16), which maps 0 to 0 and 16 to 255 and can be
+    inverted exactly. The split is stratified and the same everywhere (see `stratified_test_mask`).
 
     >>> source = load_digits("test")
     >>> len(source), source.image_shape, source.num_classes
@@ -43,7 +45,9 @@ def load_digits(split: str, **_: Any) -> ArraySource:
     images, labels = _read_csv()
     in_test = stratified_test_mask(labels, TEST_FRACTION, SPLIT_SEED)
     chosen = in_test if split == "test" else ~in_test
-    return ArraySource("digits", split, SPLITS, images[chosen], labels[chosen], [str(digit) for digit in range(10)])
+    return ArraySource(
+        "digits", split, SPLITS, images[chosen], labels[chosen], [str(digit) for digit in range(10)]
+    )
 
 
 def stratified_test_mask(
@@ -51,9 +55,10 @@ def stratified_test_mask(
 ) -> Bool[np.ndarray, " records"]:
     """Chooses `fraction` of the records for a test split, each class in proportion.
 
-    A class of n records gives floor(n * fraction), and those with the largest remainders one more, until the
-    total is round(records * fraction). Within a class the order is that of raw 64-bit draws of PCG64, whose
-    stream NumPy keeps from version to version, unlike those of `Generator.permutation`.
+    A class of n records gives floor(n * fraction), and those with the largest remainders one more,
+    until the total is round(records * fraction). Within a class the order is that of raw 64-bit
+    draws of PCG64, whose stream NumPy keeps from version to version, unlike those of
+    `Generator.permutation`.
 
     >>> stratified_test_mask(np.array([0, 0, 0, 0, 1, 1]), fraction=0.5, seed=0).sum()
     np.int64(3)
@@ -72,14 +77,16 @@ def stratified_test_mask(
 
 
 def _read_csv() -> tuple[UInt8[np.ndarray, "records 8 8 1"], Int[np.ndarray, " records"]]:
-    # find_spec does not run scikit-learn's __init__, which takes longer than everything else in this module
-    # (1 to 2 s).
+    # find_spec does not run scikit-learn's __init__, which takes longer than everything else in
+    # this module (1 to 2 s).
     spec = importlib.util.find_spec("sklearn")
     if spec is None or not spec.submodule_search_locations:
         raise missing("scikit-learn, which has the digits", "data")
     path = pathlib.Path(spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
     if not path.is_file():
-        raise DataError(f"Expected scikit-learn's digits, got no file {path}. Install scikit-learn again.")
+        raise DataError(
+            f"Expected scikit-learn's digits, got no file {path}. Install scikit-learn again."
+        )
     with gzip.open(path) as file:
         table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
     images = np.rint(table[:, :64] * (255 / 16)).astype(np.uint8)
@@ -87,5 +94,13 @@ def _read_csv() -> tuple[UInt8[np.ndarray, "records 8 8 1"], Int[np.ndarray, " r
 
 
 register_source(
-    DataSet("digits", load_digits, SPLITS, (8, 8, 1), 10, statistics=((0.3053,), (0.3757,)), kind="characters")
+    DataSet(
+        "digits",
+        load_digits,
+        SPLITS,
+        (8, 8, 1),
+        10,
+        statistics=((0.3053,), (0.3757,)),
+        kind="characters",
+    )
 )

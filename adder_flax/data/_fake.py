@@ -14,8 +14,10 @@ SPLITS = ("train", "test")
 
 
 class FakeSource(ImageSource):
-    """Uniform noise. Record i is a function of (split, i) alone and nothing is stored, so `num_examples` may
-    be any number.
+    """Uniform noise.
+
+    Record i is a function of (split, i) alone and nothing is stored, so `num_examples` may be any
+    number.
 
     >>> source = FakeSource("train", image_shape=(4, 4, 3), num_classes=10, num_examples=100)
     >>> source[7]["image"].shape, 0 <= source[7]["label"] < 10
@@ -25,16 +27,22 @@ class FakeSource(ImageSource):
         split: ``"train"`` or ``"test"``.
         image_shape: (height, width, channels).
         num_classes: number of classes; record i has label i mod num_classes.
-        num_examples: number of records of the train split; the test split has a quarter of it, at least one.
+        num_examples: number of records of the train split; the test split has a quarter of it, at
+            least one.
     """
 
-    def __init__(self, split: str, image_shape: tuple[int, int, int], num_classes: int, num_examples: int):
+    def __init__(
+        self, split: str, image_shape: tuple[int, int, int], num_classes: int, num_examples: int
+    ):
         self.name, self.split = "fake", split
         self.splits = SPLITS
         if split not in self.splits:
             raise DataError(f"Expected split 'train' or 'test' of fake, got {split!r}.")
         if num_examples < 1 or num_classes < 1:
-            raise DataError(f"Expected at least one example and class of fake, got {num_examples} and {num_classes}.")
+            raise DataError(
+                f"Expected at least one example and class of fake, got {num_examples} and "
+                f"{num_classes}."
+            )
         self._length = num_examples if split == "train" else max(num_examples // 4, 1)
         self.image_shape = tuple(image_shape)
         self.label_names = tuple(str(label) for label in range(num_classes))
@@ -46,7 +54,9 @@ class FakeSource(ImageSource):
     def __getitem__(self, index: int) -> dict[str, Any]:
         index = self._checked(index)
         rng = np.random.default_rng((self.splits.index(self.split), index))
-        image = np.frombuffer(rng.bytes(int(np.prod(self.image_shape))), np.uint8).reshape(self.image_shape)
+        image = np.frombuffer(rng.bytes(int(np.prod(self.image_shape))), np.uint8).reshape(
+            self.image_shape
+        )
         return {"image": image, "label": index % self.num_classes}
 
     def gather(self, indices: Sequence[int], crop_seeds=None, map_function=map):

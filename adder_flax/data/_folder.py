@@ -18,8 +18,9 @@ IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".we
 class ImageFolder:
     """An image folder and its splits.
 
-    Labels number the sub-folders of the *train* split by name, so every split means the same by a label. Folders in a
-    class's folder belong to the class. Files and folders whose names begin with a dot are left alone.
+    Labels number the sub-folders of the *train* split by name, so every split means the same by a
+    label. Folders in a class's folder belong to the class. Files and folders whose names begin with
+    a dot are left alone.
 
     Args:
         root: the folder that holds the splits.
@@ -32,19 +33,21 @@ class ImageFolder:
         self.root = pathlib.Path(root)
         self._shown = printable(root)
         if not _is_folder(self.root):
-            raise DataError(f"Expected a folder of images as data_dir, got {str(root)!r}, which does not exist.")
+            raise DataError(
+                f"Expected a folder of images as data_dir, got {str(root)!r}, which does not exist."
+            )
         self.splits = tuple(_folders_in(self.root))
         if not self.splits:
             raise DataError(
-                f"Expected {self._shown}/<split>/<class>/<image>, got no sub-folder. Put the images into train/ and "
-                "val/."
+                f"Expected {self._shown}/<split>/<class>/<image>, got no sub-folder. Put the "
+                "images into train/ and val/."
             )
         self._reference = "train" if "train" in self.splits else self.splits[0]
         self._classes = self._class_names(self._reference)
         if len(self._classes) < 2:
             raise DataError(
-                f"Expected at least two classes in {self._shown}/{printable(self._reference)}, got one, "
-                f"{self._classes[0]!r}. Put the images of each class into a folder of its own."
+                f"Expected at least two classes in {self._shown}/{printable(self._reference)}, got "
+                f"one, {self._classes[0]!r}. Put the images of each class into a folder of its own."
             )
         self.label_names = [printable(name) for name in self._classes]
 
@@ -52,31 +55,38 @@ class ImageFolder:
         """The images of a split, in the order of their paths.
 
         Raises:
-            DataError: no such split, a class that train lacks or that train has no image of, an image outside the
-                classes' folders, or no image.
+            DataError: no such split, a class that train lacks or that train has no image of, an
+                image outside the classes' folders, or no image.
         """
         if split not in self.splits:
-            raise DataError(f"Expected a split out of {self.splits} in {self._shown}, got {split!r}.")
+            raise DataError(
+                f"Expected a split out of {self.splits} in {self._shown}, got {split!r}."
+            )
         shown = f"{self._shown}/{printable(split)}"
         names = self._class_names(split)
         if unknown := sorted(set(names) - set(self._classes)):
             raise DataError(
-                f"Expected only classes of {self._shown}/{printable(self._reference)} in {shown}, got {unknown[:3]} "
-                f"({len(unknown)} unknown in all). Add these folders to {printable(self._reference)}, or remove them."
+                f"Expected only classes of {self._shown}/{printable(self._reference)} in {shown}, "
+                f"got {unknown[:3]} ({len(unknown)} unknown in all). Add these folders to "
+                f"{printable(self._reference)}, or remove them."
             )
         if stray := self._files_in_place_of_classes(split):
             raise DataError(
-                f"Expected images in {shown}/<class>/, got the file {stray[0]!r} beside the classes' folders "
-                f"({len(stray)} such files in all). Move them into the folders of their classes."
+                f"Expected images in {shown}/<class>/, got the file {stray[0]!r} beside the "
+                f"classes' folders ({len(stray)} such files in all). Move them into the folders of "
+                "their classes."
             )
         files = {name: _images_in(self.root / split / name) for name in names}
         known = " ".join(IMAGE_SUFFIXES)
         if not any(files.values()):
-            raise DataError(f"Expected images in {shown}/<class>/, got none. Known suffixes: {known}.")
+            raise DataError(
+                f"Expected images in {shown}/<class>/, got none. Known suffixes: {known}."
+            )
         if split == self._reference and (empty := [name for name in names if not files[name]]):
             raise DataError(
-                f"Expected images of each class in {shown}, got none of {empty[:3]} ({len(empty)} empty folders in "
-                f"all). Remove these folders, or fill them. Known suffixes: {known}."
+                f"Expected images of each class in {shown}, got none of {empty[:3]} ({len(empty)} "
+                "empty folders in all). Remove these folders, or fill them. Known suffixes: "
+                f"{known}."
             )
         labels = {name: label for label, name in enumerate(self._classes)}
         return FolderRecords([(path, labels[name]) for name in names for path in files[name]])
@@ -85,8 +95,8 @@ class ImageFolder:
         names = _folders_in(self.root / split)
         if not names:
             raise DataError(
-                f"Expected one sub-folder per class in {self._shown}/{printable(split)}, got none. Put the images of "
-                "each class into a folder of its own."
+                f"Expected one sub-folder per class in {self._shown}/{printable(split)}, got none. "
+                "Put the images of each class into a folder of its own."
             )
         return names
 
@@ -124,7 +134,9 @@ def _is_folder(path: pathlib.Path) -> bool:
     try:
         return path.is_dir()
     except (OSError, ValueError) as error:  # not ours to read; a zero byte in the name
-        raise DataError(f"Expected a folder that can be read, got {str(path)!r}: {error}.") from error
+        raise DataError(
+            f"Expected a folder that can be read, got {str(path)!r}: {error}."
+        ) from error
 
 
 def _entries(folder: str | pathlib.Path) -> list[os.DirEntry]:
@@ -132,7 +144,9 @@ def _entries(folder: str | pathlib.Path) -> list[os.DirEntry]:
         with os.scandir(folder) as entries:
             return [entry for entry in entries if not _is_hidden(entry.name)]
     except OSError as error:
-        raise DataError(f"Expected a folder that can be read, got {str(folder)!r}: {error.strerror}.") from error
+        raise DataError(
+            f"Expected a folder that can be read, got {str(folder)!r}: {error.strerror}."
+        ) from error
 
 
 def _leads_to_folder(entry: os.DirEntry) -> bool:
@@ -172,17 +186,35 @@ def _images_in(folder: pathlib.Path) -> list[str]:
 
 
 def load_folder(
-    split: str, *, name: str, data_dir: str | None = None, image_size: int | None = None, **options: Any
+    split: str,
+    *,
+    name: str,
+    data_dir: str | None = None,
+    image_size: int | None = None,
+    **options: Any,
 ) -> EncodedSource:
     """A split of an image folder; see `load_source`."""
     if data_dir is None:
-        raise DataError("Expected data_dir=<root of the image folder> for data set 'folder', got none.")
+        raise DataError(
+            "Expected data_dir=<root of the image folder> for data set 'folder', got none."
+        )
     if image_size is None:
-        raise DataError("Expected image_size for data set 'folder', whose images may vary in size, got none.")
+        raise DataError(
+            "Expected image_size for data set 'folder', whose images may vary in size, got none."
+        )
     folder = ImageFolder(data_dir)
     split = resolve_split(split, folder.splits)
     records, shape = folder.records(split), (image_size, image_size, 3)
-    return EncodedSource(name, split, folder.splits, records, folder.label_names, shape, crops_on_host=True, **options)
+    return EncodedSource(
+        name,
+        split,
+        folder.splits,
+        records,
+        folder.label_names,
+        shape,
+        crops_on_host=True,
+        **options,
+    )
 
 
 register_source(DataSet("folder", load_folder))

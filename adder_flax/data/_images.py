@@ -1,8 +1,8 @@
 """Image decoding and cropping on the host, with Pillow, which releases the GIL.
 
-What becomes of a file: its first image, upright as its EXIF orientation says, eight bits a channel. Sixteen bits are
-scaled, v ↦ v / 257; kinds whose range no file states (32-bit integers, floating point) are refused. Transparency is
-dropped, as torchvision's `ImageFolder` does.
+What becomes of a file: its first image, upright as its EXIF orientation says, eight bits a channel.
+Sixteen bits are scaled, v ↦ v / 257; kinds whose range no file states (32-bit integers, floating
+point) are refused. Transparency is dropped, as torchvision's `ImageFolder` does.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ ASPECT_RATIO_RANGE = (3 / 4, 4 / 3)
 """Range of width/height of a random resized crop before resizing (torchvision's default)."""
 
 MAX_PIXELS = 2**26
-"""The largest image that is decoded, 8,192 × 8,192: a small file may claim any size (a decompression bomb)."""
+"""The largest image that is decoded, 8,192 × 8,192: a small file may claim any size (a
+decompression bomb)."""
 
 MAX_BYTES = 8 * MAX_PIXELS
 """The largest file that is read: `MAX_PIXELS` of four 16-bit channels."""
 
-# Only what photographs come in; among Pillow's other formats are some that start programs (EPS, Ghostscript).
+# Only what photographs come in; among Pillow's other formats are some that start programs (EPS,
+# Ghostscript).
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 _UPRIGHT = {
@@ -63,7 +65,9 @@ def decode_and_resize(
     height, width, channels = image_shape
     image = _convert(_open(encoded), channels)
     if stored_size not in (None, (image.height, image.width)):
-        raise ValueError(f"an image of {image.height} × {image.width} pixels in a set of {stored_size} ones")
+        raise ValueError(
+            f"an image of {image.height} × {image.width} pixels in a set of {stored_size} ones"
+        )
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BICUBIC)
     return _to_array(image)
@@ -76,7 +80,8 @@ def read_image(
 
     Raises:
         OSError: the file cannot be read, or is no regular one.
-        ValueError: it is too large, or no image that is read. Decoders may raise errors of other types.
+        ValueError: it is too large, or no image that is read. Decoders may raise errors of other
+            types.
     """
     return decode_and_center_crop(read_encoded(path), size, channels, crop_ratio)
 
@@ -100,16 +105,16 @@ def decode_and_center_crop(
     """DeiT's evaluation view: shorter side to size / 0.875 (bicubic), then the central size x size.
 
     The rounding is torchvision's (`Resize`, `CenterCrop`), as in the evaluation transform of
-    https://github.com/facebookresearch/deit (datasets.py), so published weights see the pixels that they were
-    measured on.
+    https://github.com/facebookresearch/deit (datasets.py), so published weights see the pixels that
+    they were measured on.
     """
     image = _convert(_open(encoded), channels)
     shorter = int(size / crop_ratio)
     resized = tuple(int(shorter * side / min(image.size)) for side in image.size)
     if math.prod(resized) > MAX_PIXELS:
         raise ValueError(
-            f"an image of {image.width} × {image.height} pixels, whose shorter side cannot become {shorter}: the "
-            f"longer one would be {max(resized)}"
+            f"an image of {image.width} × {image.height} pixels, whose shorter side cannot become "
+            f"{shorter}: the longer one would be {max(resized)}"
         )
     image = image.resize(resized, Image.Resampling.BICUBIC)
     left, top = round((resized[0] - size) / 2), round((resized[1] - size) / 2)
@@ -125,8 +130,8 @@ def decode_and_random_crop(
     full_width, full_height = image.size
     reduction = min(width, height) / size
     if reduction >= 2:
-        # JPEG decodes at 1/2, 1/4 or 1/8 of its size for less work, here if the crop still has the pixels asked for.
-        # For other formats this does nothing.
+        # JPEG decodes at 1/2, 1/4 or 1/8 of its size for less work, here if the crop still has the
+        # pixels asked for. For other formats this does nothing.
         image.draft(None, (math.ceil(full_width / reduction), math.ceil(full_height / reduction)))
     image = _convert(image, channels)
     # Multiplied first: then the edges of the whole image stay exactly those of the reduced one.
@@ -141,10 +146,12 @@ def random_crop_box(
 ) -> tuple[int, int, int, int]:
     """Draws a box as torchvision's `RandomResizedCrop` does.
 
-    Area uniform in `scale` times the image's, log of the aspect ratio uniform; up to ten draws until the box
-    fits, then the largest central box with an aspect ratio in range.
+    Area uniform in `scale` times the image's, log of the aspect ratio uniform; up to ten draws
+    until the box fits, then the largest central box with an aspect ratio in range.
 
-    >>> random_crop_box(np.random.default_rng(0), 100, 10, (1.0, 1.0))  # never fits: central box of ratio 4/3
+    >>> random_crop_box(
+    ...     np.random.default_rng(0), 100, 10, (1.0, 1.0)
+    ... )  # never fits: central box of ratio 4/3
     (43, 0, 13, 10)
 
     Args:
@@ -174,7 +181,8 @@ def random_crop_box(
 
 
 def _open(encoded: bytes) -> Image.Image:
-    """The first image of a file, upright and of eight bits a channel; of a JPEG no pixel is decoded yet, if possible.
+    """The first image of a file, upright and of eight bits a channel; of a JPEG no pixel is decoded
+    yet, if possible.
 
     Raises:
         ValueError: too large, damaged, or of a kind whose range is not known.
@@ -186,7 +194,10 @@ def _open(encoded: bytes) -> Image.Image:
     except Image.UnidentifiedImageError as error:
         raise ValueError(f"no image of a kind that is read ({', '.join(_FORMATS)})") from error
     if math.prod(image.size) > MAX_PIXELS:
-        raise ValueError(f"an image of {image.width} × {image.height} pixels, more than the {MAX_PIXELS:,} allowed")
+        raise ValueError(
+            f"an image of {image.width} × {image.height} pixels, more than the {MAX_PIXELS:,} "
+            "allowed"
+        )
     if image.format not in ("JPEG", "MPO"):
         image.load()  # before its orientation is asked for: TIFF files are turned upright by that
     orientation = _orientation(image)
@@ -199,7 +210,9 @@ def _to_eight_bits(image: Image.Image) -> Image.Image:
     """round(255 v / maximum) of a grey image of more than eight bits."""
     maximum = 2**16 - 1
     if image.format == "TIFF":
-        kinds = {name: image.tag_v2.get(tag) for name, tag in (("bits", 258), ("white is zero", 262))}
+        kinds = {
+            name: image.tag_v2.get(tag) for name, tag in (("bits", 258), ("white is zero", 262))
+        }
         maximum = 2 ** kinds["bits"][0] - 1
         known = image.mode.startswith("I;16") and kinds["white is zero"] != 0
     else:
@@ -207,15 +220,21 @@ def _to_eight_bits(image: Image.Image) -> Image.Image:
     values = np.asarray(image)
     if not known or values.min() < 0 or values.max() > maximum:
         kind = {"F": "floating-point", "I": "32-bit or signed"}.get(image.mode, "inverted 16-bit")
-        raise ValueError(f"an image of {kind} values, whose range is not known; save it with 8 or 16 bits a channel")
-    return Image.fromarray(((values.astype(np.uint32) * 255 + maximum // 2) // maximum).astype(np.uint8))
+        raise ValueError(
+            f"an image of {kind} values, whose range is not known; save it with 8 or 16 bits a "
+            "channel"
+        )
+    return Image.fromarray(
+        ((values.astype(np.uint32) * 255 + maximum // 2) // maximum).astype(np.uint8)
+    )
 
 
 def _orientation(image: Image.Image) -> int:
     try:
         return image.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:
-        # Pillow raises errors of many types for broken EXIF data, which say nothing about the pixels.
+        # Pillow raises errors of many types for broken EXIF data, which say nothing about the
+        # pixels.
         return 1
 
 
@@ -232,7 +251,9 @@ def _check_png(encoded: bytes) -> None:
     while place + 12 <= len(encoded):
         size, kind = struct.unpack_from(">I4s", encoded, place)
         end = place + 8 + size
-        if encoded[end : end + 4] != zlib.crc32(memoryview(encoded)[place + 4 : end]).to_bytes(4, "big"):
+        if encoded[end : end + 4] != zlib.crc32(memoryview(encoded)[place + 4 : end]).to_bytes(
+            4, "big"
+        ):
             raise ValueError(f"a PNG that is cut short or damaged at byte {place}")
         if kind == b"IEND":
             return

@@ -28,12 +28,12 @@ def load_source(
 
     - ``"digits"``: scikit-learn's handwritten digits, 8x8x1, always there.
     - ``"folder"``: data_dir/<split>/<class>/<image>, decoded to RGB.
-    - ``"fake"``: random images, default 224x224x3, 1,000 classes, 50,000 examples; its own options are
-      ``num_classes``, ``num_examples`` and ``channels``.
+    - ``"fake"``: random images, default 224x224x3, 1,000 classes, 50,000 examples; its own options
+      are ``num_classes``, ``num_examples`` and ``channels``.
     - ``"cmudict"``: words and their phonemes, from the CMU Pronouncing Dictionary.
     - what was added with `register_source`.
-    - any other name: that TFDS set, read without TensorFlow where it is prepared as ArrayRecord; the error
-      for one that is not prepared names the command that prepares it.
+    - any other name: that TFDS set, read without TensorFlow where it is prepared as ArrayRecord;
+      the error for one that is not prepared names the command that prepares it.
 
     >>> source = load_source("digits", "train")
     >>> len(source), source[0]["image"].shape, source.splits
@@ -41,18 +41,20 @@ def load_source(
 
     Args:
         name: the set.
-        split: one of the set's splits, or ``"eval"`` for the first that exists of ``validation``, ``val``, ``test``;
-            ``"train[:90%]"`` and ``"train[90%:]"`` are parts of one, whose records are dealt at random.
+        split: one of the set's splits, or ``"eval"`` for the first that exists of ``validation``,
+            ``val``, ``test``; ``"train[:90%]"`` and ``"train[90%:]"`` are parts of one, whose
+            records are dealt at random.
         data_dir: root of the image folder, or where TFDS sets are prepared (None: TFDS's default).
-        image_size: height and width of the returned images, pixels. None: the set's own size. Sets whose
-            images vary in size need it: they are resized and cropped on the host (see
+        image_size: height and width of the returned images, pixels. None: the set's own size. Sets
+            whose images vary in size need it: they are resized and cropped on the host (see
             `Source.crops_on_host`).
-        crop_scale: area range of the random resized crop on the host, as a fraction of the image's area; None trains on
-            the centre crop.
-        eval_crop_ratio: side of the centre crop of images that vary in size, over the image's shorter side.
-        on_unreadable: ``"raise"`` stops at an image that cannot be decoded, naming it; ``"skip"`` counts it
-            in `Source.unreadable`, takes the next record instead in training, and leaves it out in
-            evaluation.
+        crop_scale: area range of the random resized crop on the host, as a fraction of the image's
+            area; None trains on the centre crop.
+        eval_crop_ratio: side of the centre crop of images that vary in size, over the image's
+            shorter side.
+        on_unreadable: ``"raise"`` stops at an image that cannot be decoded, naming it; ``"skip"``
+            counts it in `Source.unreadable`, takes the next record instead in training, and leaves
+            it out in evaluation.
         **own_options: those that the set has, see `DataSet`.
 
     Returns:
@@ -64,18 +66,29 @@ def load_source(
     data_set = _find(name)
     for option in own_options:
         if option not in data_set.options:
-            having = [repr(other) for other in SETS if option in SETS.get(other).options] or ["no set"]
-            raise DataError(f"Expected {option} only for {', '.join(having)}, got it with data set {name!r}.")
+            having = [repr(other) for other in SETS if option in SETS.get(other).options] or [
+                "no set"
+            ]
+            raise DataError(
+                f"Expected {option} only for {', '.join(having)}, got it with data set {name!r}."
+            )
     split, percents = read_part(split)
     if data_set.splits is not None:
         split = resolve_split(split, data_set.splits)
     crops = {"crop_scale": crop_scale, "eval_crop_ratio": eval_crop_ratio}
-    options = {"data_dir": data_dir, "image_size": image_size, "on_unreadable": on_unreadable, **crops, **own_options}
+    options = {
+        "data_dir": data_dir,
+        "image_size": image_size,
+        "on_unreadable": on_unreadable,
+        **crops,
+        **own_options,
+    }
     source = data_set.load(split, name=name, **options)
     side = getattr(source, "image_shape", (image_size,))[0]
     if image_size not in (None, side):
         raise DataError(
-            f"Expected image_size {side} for {name}, got {image_size}. Its images are kept in memory at that size."
+            f"Expected image_size {side} for {name}, got {image_size}. Its images are kept in "
+            "memory at that size."
         )
     if data_set.statistics is not None:
         source.statistics = data_set.statistics
@@ -93,8 +106,8 @@ def load_or_imitate(
 ) -> Source:
     """Loads a source, or imitates a set that is not prepared here: random images in its shape.
 
-    It serves to compile a run, and to look at other images with it, on a machine that does not have the data: images
-    are cropped where the set's are. How many images the set has is not known then.
+    It serves to compile a run, and to look at other images with it, on a machine that does not have
+    the data: images are cropped where the set's are. How many images the set has is not known then.
 
     >>> source = load_or_imitate("imagenet2012", "train", data_dir="nowhere", image_size=224)
     >>> source.image_shape, source.num_classes, source.crops_on_host
@@ -142,6 +155,7 @@ def describe(name: str) -> DataSet:
 
 
 def _find(name: str) -> DataSet:
-    """A registered set, or the TFDS set of this name; TFDS's names may have a configuration and a version."""
+    """A registered set, or the TFDS set of this name; TFDS's names may have a configuration and a
+    version."""
     base = name if name in SETS else base_name(name)
     return SETS.get(base) if base in SETS else DataSet(base, load_tfds)

@@ -1,13 +1,15 @@
-"""Pillow's operations on images, on the device: batched, with a magnitude of its own for each image.
+"""Pillow's operations on images, on the device: batched, with a magnitude of its own for each
+image.
 
-Of ``auto_contrast`` to ``translate_y``, those of timm's RandAugment, three families are each one computation, whatever
-each image of a batch asks for: tables of 256 levels that pixels are looked up in, blends of the image with another, and
-affine maps. All values are whole levels, rounded where Pillow rounds, so results are equal to Pillow's but where a
-float32 product falls on the other side of a whole number than a float64 one: one level there. Counts and sums are exact
-for images of up to 4,096 × 4,096 pixels.
+Of ``auto_contrast`` to ``translate_y``, those of timm's RandAugment, three families are each one
+computation, whatever each image of a batch asks for: tables of 256 levels that pixels are looked up
+in, blends of the image with another, and affine maps. All values are whole levels, rounded where
+Pillow rounds, so results are equal to Pillow's but where a float32 product falls on the other side
+of a whole number than a float64 one: one level there. Counts and sums are exact for images of up to
+4,096 × 4,096 pixels.
 
-Sources: Pillow's ``ImageOps``, ``ImageEnhance``, ``Image.transform`` and ``ImageFilter.GaussianBlur``
-(https://github.com/python-pillow/Pillow).
+Sources: Pillow's ``ImageOps``, ``ImageEnhance``, ``Image.transform`` and
+``ImageFilter.GaussianBlur`` (https://github.com/python-pillow/Pillow).
 """
 
 from __future__ import annotations
@@ -37,19 +39,25 @@ def image_operation(
     """One of `OPERATIONS`, done to every image of a batch with an argument of its own.
 
     >>> ramp = jnp.array([10, 60, 110], jnp.uint8).reshape(1, 1, 3, 1)
-    >>> [image_operation(name, ramp, 128.0).ravel().tolist() for name in ("invert", "auto_contrast", "solarize_add")]
+    >>> [
+    ...     image_operation(name, ramp, 128.0).ravel().tolist()
+    ...     for name in ("invert", "auto_contrast", "solarize_add")
+    ... ]
     [[245, 195, 145], [0, 127, 255], [138, 188, 238]]
-    >>> image_operation("translate_x", ramp, -1 / 3).ravel().tolist()  # a third of the width to the right
+    >>> image_operation(
+    ...     "translate_x", ramp, -1 / 3
+    ... ).ravel().tolist()  # a third of the width to the right
     [128, 10, 60]
 
     Args:
-        name: auto_contrast, equalize, invert, posterize, solarize, solarize_add, color, contrast, brightness,
-            sharpness, rotate, shear_x, shear_y, translate_x or translate_y.
+        name: auto_contrast, equalize, invert, posterize, solarize, solarize_add, color, contrast,
+            brightness, sharpness, rotate, shear_x, shear_y, translate_x or translate_y.
         images: values 0..255.
-        argument: one number, or one for each image. posterize: bits kept. solarize: first level that is inverted.
-            solarize_add: what levels below 128 gain. color, contrast, brightness, sharpness: the factor, 1 changes
-            nothing. rotate: degrees counter-clockwise. shear_x, shear_y: pixels by pixel. translate_x, translate_y: as
-            a fraction of the width or height, to the left or up. The others have none.
+        argument: one number, or one for each image. posterize: bits kept. solarize: first level
+            that is inverted. solarize_add: what levels below 128 gain. color, contrast, brightness,
+            sharpness: the factor, 1 changes nothing. rotate: degrees counter-clockwise. shear_x,
+            shear_y: pixels by pixel. translate_x, translate_y: as a fraction of the width or
+            height, to the left or up. The others have none.
         fill: what moves in from outside of the image, one level or one for each channel.
         bicubic: whether pixels in between are Pillow's bicubic or its bilinear ones.
 
@@ -74,12 +82,15 @@ def choose_operation(
     fill: tuple[int, ...] = (128,),
     bicubic: Bool[Array, " batch"] | bool = True,
 ) -> Levels:
-    """Does to each image the operation whose place in `OPERATIONS` is given, and nothing where there is no such place.
+    """Does to each image the operation whose place in `OPERATIONS` is given, and nothing where
+    there is no such place.
 
     The program holds each family once and computes all three for every image.
 
     >>> white = jnp.full((2, 1, 1, 1), 255, jnp.uint8)
-    >>> choose_operation(jnp.array([OPERATIONS.index("invert"), -1]), white, jnp.zeros(2)).ravel().tolist()
+    >>> choose_operation(
+    ...     jnp.array([OPERATIONS.index("invert"), -1]), white, jnp.zeros(2)
+    ... ).ravel().tolist()
     [0, 255]
 
     Args:
@@ -102,7 +113,9 @@ def choose_operation(
 
 def _chosen(operation: Int[Array, " batch"], choices: Mapping[str, Array]) -> Array:
     arrays = jnp.broadcast_arrays(*choices.values())
-    return jnp.select([_is_among(operation, [name], arrays[0].ndim) for name in choices], arrays, arrays[0])
+    return jnp.select(
+        [_is_among(operation, [name], arrays[0].ndim) for name in choices], arrays, arrays[0]
+    )
 
 
 def _is_among(operation: Int[Array, " batch"], names, ndim: int) -> Bool[Array, "batch ..."]:
@@ -113,11 +126,13 @@ def _is_among(operation: Int[Array, " batch"], names, ndim: int) -> Bool[Array, 
 def histogram(images: Levels) -> Int[Array, "batch channel 256"]:
     """How many pixels of each channel have each level.
 
-    A product of the one-hot upper and lower halves of the bytes: products are what accelerators do best, while counters
-    that pixels add to one by one are what they do worst.
+    A product of the one-hot upper and lower halves of the bytes: products are what accelerators do
+    best, while counters that pixels add to one by one are what they do worst.
     """
     pixels = images.reshape(images.shape[0], -1, images.shape[-1])
-    upper, lower = (jax.nn.one_hot(half, 16, dtype=jnp.bfloat16) for half in (pixels >> 4, pixels & 15))
+    upper, lower = (
+        jax.nn.one_hot(half, 16, dtype=jnp.bfloat16) for half in (pixels >> 4, pixels & 15)
+    )
     counts = jnp.einsum("bpci,bpcj->bcij", upper, lower, preferred_element_type=jnp.float32)
     return counts.reshape(*counts.shape[:2], 256).astype(int)
 
@@ -135,7 +150,10 @@ _LEVELS = np.arange(256)
 
 def _auto_contrast(counts: _Table, argument: Argument) -> _Table:
     present = counts > 0
-    low, high = present.argmax(-1, keepdims=True), 255 - present[..., ::-1].argmax(-1, keepdims=True)
+    low, high = (
+        present.argmax(-1, keepdims=True),
+        255 - present[..., ::-1].argmax(-1, keepdims=True),
+    )
     stretched = jnp.clip(255 * (_LEVELS - low) // jnp.maximum(high - low, 1), 0, 255)
     return jnp.where(high > low, stretched, _LEVELS)
 
@@ -144,7 +162,9 @@ def _equalize(counts: _Table, argument: Argument) -> _Table:
     last = 255 - (counts > 0)[..., ::-1].argmax(-1, keepdims=True)
     step = (counts.sum(-1, keepdims=True) - jnp.take_along_axis(counts, last, -1)) // 255
     below = jnp.cumsum(counts, -1) - counts
-    return jnp.where(step > 0, jnp.minimum((step // 2 + below) // jnp.maximum(step, 1), 255), _LEVELS)
+    return jnp.where(
+        step > 0, jnp.minimum((step // 2 + below) // jnp.maximum(step, 1), 255), _LEVELS
+    )
 
 
 def _of_levels(table: Callable[[Array], Array]) -> Callable[[_Table, Argument], _Table]:
@@ -160,13 +180,19 @@ _TABLES: dict[str, Callable[[_Table, Argument], _Table]] = {
     "auto_contrast": _auto_contrast,
     "equalize": _equalize,
     "invert": _of_levels(lambda argument: 255 - _LEVELS),
-    "posterize": _of_levels(lambda bits: _LEVELS >> (8 - jnp.clip(bits, 0, 8)) << (8 - jnp.clip(bits, 0, 8))),
+    "posterize": _of_levels(
+        lambda bits: _LEVELS >> (8 - jnp.clip(bits, 0, 8)) << (8 - jnp.clip(bits, 0, 8))
+    ),
     "solarize": _of_levels(lambda first: jnp.where(first > _LEVELS, _LEVELS, 255 - _LEVELS)),
-    "solarize_add": _of_levels(lambda gain: jnp.where(_LEVELS < 128, jnp.clip(_LEVELS + gain, 0, 255), _LEVELS)),
+    "solarize_add": _of_levels(
+        lambda gain: jnp.where(_LEVELS < 128, jnp.clip(_LEVELS + gain, 0, 255), _LEVELS)
+    ),
 }
 
 
-def blend(base: Int[Array, "batch height width channel"], images: Levels, factor: Argument) -> Levels:
+def blend(
+    base: Int[Array, "batch height width channel"], images: Levels, factor: Argument
+) -> Levels:
     """base + factor (images - base), cut to 0..255 and to whole levels: ``PIL.Image.blend``."""
     factor = factor[:, None, None, None]
     # As Pillow has it: with a factor of 1 or 0 the product would be exact in either form.
@@ -175,7 +201,8 @@ def blend(base: Int[Array, "batch height width channel"], images: Levels, factor
 
 
 def grayscale(images: Levels) -> Levels:
-    """The grey version, in all channels: ``convert("L")``, whose weights are 16-bit fractions of ITU-R BT.601."""
+    """The grey version, in all channels: ``convert("L")``, whose weights are 16-bit fractions of
+    ITU-R BT.601."""
     return jnp.broadcast_to(_gray(images), images.shape).astype(jnp.uint8)
 
 
@@ -193,7 +220,8 @@ def _mean_gray(images: Levels) -> Int[Array, "batch 1 1 1"]:
 
 
 def _smooth(images: Levels) -> Int[Array, "batch height width channel"]:
-    """``ImageFilter.SMOOTH``: the mean of nine pixels, the middle one five times; those at the border stay."""
+    """``ImageFilter.SMOOTH``: the mean of nine pixels, the middle one five times; those at the
+    border stay."""
     values = images.astype(int)
     rows = values[:, :-2] + values[:, 1:-1] + values[:, 2:]
     nine = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:]
@@ -216,8 +244,9 @@ def affine(
 ) -> Levels:
     """``Image.transform(size, AFFINE, (a, b, c, d, e, f))``, with coefficients for each image.
 
-    The pixel at column x and row y, counted from the middle of the first one at (1/2, 1/2), comes from
-    (a x + b y + c, d x + e y + f); bicubic pixels have Keys' kernel with a = -1, levels are cut, not rounded.
+    The pixel at column x and row y, counted from the middle of the first one at (1/2, 1/2), comes
+    from (a x + b y + c, d x + e y + f); bicubic pixels have Keys' kernel with a = -1, levels are
+    cut, not rounded.
 
     Args:
         images: values 0..255.
@@ -241,18 +270,24 @@ def affine(
         return found.reshape(images.shape).astype(jnp.float32)
 
     across, along = (column - 0.5 - left)[..., None], (row - 0.5 - top)[..., None]
-    lines = [_between([pixel(down, right) for right in range(-1, 3)], across, bicubic) for down in range(-1, 3)]
+    lines = [
+        _between([pixel(down, right) for right in range(-1, 3)], across, bicubic)
+        for down in range(-1, 3)
+    ]
     values = jnp.clip(_between(lines, along, bicubic), 0, 255).astype(jnp.uint8)
     return jnp.where(inside[..., None], values, jnp.array(fill, jnp.uint8))
 
 
 def _between(four: list[Array], share: Array, bicubic: Bool[Array, "batch 1 1 1"]) -> Array:
-    """Between the middle two of four values, in Pillow's form, which leaves equal values what they are."""
+    """Between the middle two of four values, in Pillow's form, which leaves equal values what they
+    are."""
     before, first, second, after = four
     linear = first + share * (second - first)
     cube = -before + first - second + after
     square = 2 * (before - first) + second - after
-    return jnp.where(bicubic, first + share * (second - before + share * (square + share * cube)), linear)
+    return jnp.where(
+        bicubic, first + share * (second - before + share * (square + share * cube)), linear
+    )
 
 
 def _rotation(degrees: Argument, height: int, width: int) -> Float[Array, "batch 6"]:
@@ -262,8 +297,11 @@ def _rotation(degrees: Argument, height: int, width: int) -> Float[Array, "batch
     return jnp.stack([*rows[0], *rows[1]], -1)
 
 
-def _moves(place: int, size: Callable[[int, int], int]) -> Callable[[Argument, int, int], Float[Array, "batch 6"]]:
-    """Maps that differ from the identity in one coefficient, the argument times a size of the image."""
+def _moves(
+    place: int, size: Callable[[int, int], int]
+) -> Callable[[Argument, int, int], Float[Array, "batch 6"]]:
+    """Maps that differ from the identity in one coefficient, the argument times a size of the
+    image."""
 
     def make(argument: Argument, height: int, width: int) -> Float[Array, "batch 6"]:
         identity = jnp.broadcast_to(jnp.array([1.0, 0, 0, 0, 1, 0]), (*argument.shape, 6))
@@ -281,15 +319,17 @@ _MAPS: dict[str, Callable[[Argument, int, int], Float[Array, "batch 6"]]] = {
 }
 
 OPERATIONS: tuple[str, ...] = (*_TABLES, *_BASES, *_MAPS)
-"""Names of the operations of `image_operation`; their places are the numbers of `choose_operation`."""
+"""Names of the operations of `image_operation`; their places are the numbers of
+`choose_operation`."""
 
 
 def gaussian_blur(images: Levels, radius: Argument | float) -> Levels:
     """``ImageFilter.GaussianBlur(radius)`` for radii, standard deviations in pixels, of up to 2.
 
-    Pillow's is no Gaussian but three box blurs along the rows and three along the columns, each rounded to whole
-    levels, of a width that need not be whole, with the same variance (Gwosdek et al., "Theoretical foundations of
-    Gaussian convolution by extended box filtering", 2011). Up to a radius of 2 a box has at most five pixels.
+    Pillow's is no Gaussian but three box blurs along the rows and three along the columns, each
+    rounded to whole levels, of a width that need not be whole, with the same variance (Gwosdek et
+    al., "Theoretical foundations of Gaussian convolution by extended box filtering", 2011). Up to a
+    radius of 2 a box has at most five pixels.
 
     >>> dot = jnp.zeros((1, 1, 5, 1), jnp.uint8).at[0, 0, 2, 0].set(255)
     >>> gaussian_blur(dot, 0.5).ravel().tolist()
@@ -302,22 +342,32 @@ def gaussian_blur(images: Levels, radius: Argument | float) -> Levels:
     radius = jnp.broadcast_to(jnp.asarray(radius, jnp.float32), images.shape[:1])
     variance = radius**2 / 3
     whole = jnp.floor((jnp.sqrt(12 * variance + 1) - 1) / 2)
-    part = (2 * whole + 1) * (whole * (whole + 1) - 3 * variance) / (6 * (variance - (whole + 1) ** 2))
+    part = (
+        (2 * whole + 1) * (whole * (whole + 1) - 3 * variance) / (6 * (variance - (whole + 1) ** 2))
+    )
     # In 24-bit fractions, as Pillow counts: pixels of the box, and the two that are partly in it.
     full = (2.0**24 / (2 * (whole + part) + 1)).astype(jnp.uint32)
     ends = (2**24 - (2 * whole.astype(jnp.uint32) + 1) * full) // 2
     offsets = abs(jnp.arange(-2, 3))
     inside, at_end = offsets <= whole[:, None], offsets == whole[:, None] + 1
-    weights = jnp.where(inside, full[:, None], jnp.where(at_end, ends[:, None], 0)).astype(jnp.uint32)
+    weights = jnp.where(inside, full[:, None], jnp.where(at_end, ends[:, None], 0)).astype(
+        jnp.uint32
+    )
     for axis in (2, 1):
-        images = jax.lax.fori_loop(0, 3, lambda _, blurred, axis=axis: _box(blurred, weights, axis), images)
+        images = jax.lax.fori_loop(
+            0, 3, lambda _, blurred, axis=axis: _box(blurred, weights, axis), images
+        )
     return images
 
 
 def _box(images: Levels, weights: Array, axis: int) -> Levels:
-    """Five pixels along an axis, weighted in 24-bit fractions; those at the border go on outside."""
+    """Five pixels along an axis, weighted in 24-bit fractions; those at the border go on
+    outside."""
     size = images.shape[axis]
     padding = [(0, 0)] * axis + [(2, 2)] + [(0, 0)] * (3 - axis)
     padded = jnp.pad(images, padding, mode="edge").astype(jnp.uint32)
-    parts = (jax.lax.slice_in_dim(padded, i, i + size, axis=axis) * weights[:, i, None, None, None] for i in range(5))
+    parts = (
+        jax.lax.slice_in_dim(padded, i, i + size, axis=axis) * weights[:, i, None, None, None]
+        for i in range(5)
+    )
     return ((sum(parts) + 2**23) >> 24).astype(jnp.uint8)

@@ -14,7 +14,8 @@ _PART = re.compile(r"([^\[\]]+)\[(?:(\d+)%)?:(?:(\d+)%)?\]")
 
 
 def read_part(split: str) -> tuple[str, tuple[int, int] | None]:
-    """The split that a name like ``train[:90%]`` is a part of, and from which percent to which; None is all of it.
+    """The split that a name like ``train[:90%]`` is a part of, and from which percent to which;
+    None is all of it.
 
     >>> read_part("train[80%:]"), read_part("train")
     (('train', (80, 100)), ('train', None))
@@ -27,15 +28,18 @@ def read_part(split: str) -> tuple[str, tuple[int, int] | None]:
         return split, None
     low, high = int(found[2] or 0), int(found[3] or 100)
     if not 0 <= low < high <= 100:
-        raise DataError(f"Expected a part like {found[1]}[:90%], percents rising from 0 to 100, got {split!r}.")
+        raise DataError(
+            f"Expected a part like {found[1]}[:90%], percents rising from 0 to 100, got {split!r}."
+        )
     return found[1], (low, high)
 
 
 def part_of(source: Source, percents: tuple[int, int]) -> Source:
-    """A part of the records of a source, as a source of its own that otherwise is what the whole is.
+    """A part of the records of a source, as a source of its own that otherwise is what the whole
+    is.
 
-    Records are dealt in a fixed random order, the same for every part and on every machine: what lies on a disk is
-    often sorted by class.
+    Records are dealt in a fixed random order, the same for every part and on every machine: what
+    lies on a disk is often sorted by class.
 
     >>> from adder_flax.data import load_source
     >>> len(load_source("digits", "train[:90%]")), len(load_source("digits", "train[90%:]"))
@@ -52,8 +56,8 @@ def part_of(source: Source, percents: tuple[int, int]) -> Source:
     rows = np.sort(np.argsort(np.random.Philox(0).random_raw(len(source)), kind="stable")[low:high])
     if not rows.size:
         raise DataError(
-            f"Expected a part of {source.name}/{source.split} with a record in it, got {percents[0]} to {percents[1]} "
-            f"percent of {len(source)}. Take a larger part."
+            f"Expected a part of {source.name}/{source.split} with a record in it, got "
+            f"{percents[0]} to {percents[1]} percent of {len(source)}. Take a larger part."
         )
     part = copy.copy(source)
     part.__class__ = _part_class(source, rows)

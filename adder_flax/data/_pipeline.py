@@ -1,9 +1,9 @@
-"""The host's part of the input: which records make up batch i, and reading them on threads ahead of the
-device.
+"""The host's part of the input: which records make up batch i, and reading them on threads ahead of
+the device.
 
-Batch i is a function of (seed, i) alone, so a run that resumes at step i needs no saved iterator, and neither
-the number of threads nor the number of hosts changes what the model sees: each host reads the rows of the same
-global batch that its devices hold.
+Batch i is a function of (seed, i) alone, so a run that resumes at step i needs no saved iterator,
+and neither the number of threads nor the number of hosts changes what the model sees: each host
+reads the rows of the same global batch that its devices hold.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ with needs("data"):
 class TrainPipeline:
     """Endless shuffled batches with random access.
 
-    An epoch is floor(len(source) / global_batch_size) steps over a fresh permutation of the records: no
-    record comes twice in an epoch, and the few records left over differ from epoch to epoch. (Batches that
-    run across epochs would drop nothing, but could hold the same record twice and would blur what "epoch"
-    means in schedules.)
+    An epoch is floor(len(source) / global_batch_size) steps over a fresh permutation of the
+    records: no record comes twice in an epoch, and the few records left over differ from epoch to
+    epoch. (Batches that run across epochs would drop nothing, but could hold the same record twice
+    and would blur what "epoch" means in schedules.)
 
-    With `repeats` copies of each record one after the other (repeated augmentation, Hoffer et al., 2020,
-    https://arxiv.org/abs/1901.09335, as in DeiT) an epoch has as many steps as without, and sees one record in so many.
+    With `repeats` copies of each record one after the other (repeated augmentation, Hoffer et al.,
+    2020, https://arxiv.org/abs/1901.09335, as in DeiT) an epoch has as many steps as without, and
+    sees one record in so many.
 
-    Permutations come from raw draws of the Philox generator, whose stream NumPy keeps from version to version, so a
-    run resumes on the same batches after an upgrade. They are uniform, unlike those of `grain.MapDataset.shuffle`: the
-    four-round cipher of grain 0.2.18 gives correlated epochs and evened-out batches on 50,000 records.
+    Permutations come from raw draws of the Philox generator, whose stream NumPy keeps from version
+    to version, so a run resumes on the same batches after an upgrade. They are uniform, unlike
+    those of `grain.MapDataset.shuffle`: the four-round cipher of grain 0.2.18 gives correlated
+    epochs and evened-out batches on 50,000 records.
 
     >>> from adder_flax.data import load_source
     >>> pipeline = TrainPipeline(load_source("digits", "train"), 64, seed=0)
@@ -53,15 +55,16 @@ class TrainPipeline:
     Args:
         source: what to read.
         global_batch_size: records per step over all hosts.
-        seed: chooses the permutations and the random resized crops of sources that crop on the host.
+        seed: chooses the permutations and the random resized crops of sources that crop on the
+            host.
         rows: which rows of the global batch this host reads, ascending; None for all of them.
         num_threads: threads that decode; None for the number of usable cores.
         prefetch_batches: batches that are ready or in work ahead of the consumer.
         repeats: rows in a row that are the same record, each cropped and augmented on its own.
 
     Raises:
-        DataError: the batch does not fit the source, a row lies outside of it, the seed is negative, or there are fewer
-            repeats than one.
+        DataError: the batch does not fit the source, a row lies outside of it, the seed is
+            negative, or there are fewer repeats than one.
     """
 
     def __init__(
@@ -79,8 +82,8 @@ class TrainPipeline:
             raise DataError(f"Expected each record at least once in a row, got repeats={repeats}.")
         if not 1 <= global_batch_size <= len(source):
             raise DataError(
-                f"Expected a global batch of 1 to {len(source)} records (all of {source.name}/{source.split}), "
-                f"got {global_batch_size}."
+                f"Expected a global batch of 1 to {len(source)} records (all of "
+                f"{source.name}/{source.split}), got {global_batch_size}."
             )
         if seed < 0:
             raise DataError(f"Expected a seed of 0 or more, got {seed}.")
@@ -93,11 +96,13 @@ class TrainPipeline:
         self._permutation: tuple[int, Int[np.ndarray, " records"]] = (-1, np.empty(0, int))
 
     def __getitem__(self, step: int) -> Batch:
-        """This host's rows of batch `step`: the source's arrays by name, such as "image" and "label"."""
+        """This host's rows of batch `step`: the source's arrays by name, such as "image" and
+        "label"."""
         return self._read(step, map)
 
     def iterate(self, start_step: int = 0) -> Iterator[Batch]:
-        """Batches from `start_step` on, read ahead on threads; ``close()`` of the iterator ends them.
+        """Batches from `start_step` on, read ahead on threads; ``close()`` of the iterator ends
+        them.
 
         >>> from adder_flax.data import load_source
         >>> pipeline = TrainPipeline(load_source("digits", "train"), 64)
@@ -105,7 +110,9 @@ class TrainPipeline:
         >>> bool((batch["image"] == pipeline[5]["image"]).all())
         True
         """
-        return _read_ahead(self._read, start_step, sys.maxsize, self._num_threads, self._prefetch_batches)
+        return _read_ahead(
+            self._read, start_step, sys.maxsize, self._num_threads, self._prefetch_batches
+        )
 
     def record_indices(self, step: int) -> Int[np.ndarray, " global_batch"]:
         """Which records make up the global batch of a step."""
@@ -114,10 +121,13 @@ class TrainPipeline:
         return self._epoch_order(epoch)[places // self.repeats]
 
     def _epoch_order(self, epoch: int) -> Int[np.ndarray, " records"]:
-        # Two threads may both see the old epoch at its end; each then computes the same permutation.
+        # Two threads may both see the old epoch at its end; each then computes the same
+        # permutation.
         cached_epoch, order = self._permutation
         if cached_epoch != epoch:
-            draws = np.random.Philox(np.random.SeedSequence((self.seed, epoch))).random_raw(len(self.source))
+            draws = np.random.Philox(np.random.SeedSequence((self.seed, epoch))).random_raw(
+                len(self.source)
+            )
             order = np.argsort(draws, kind="stable")
             self._permutation = (epoch, order)
         return order
@@ -130,12 +140,18 @@ class TrainPipeline:
         return arrays
 
     def _replace_unreadable(self, indices, seeds, arrays, rows, map_function) -> None:
-        """Puts the next readable record in the place of each one, at these rows, that was skipped."""
+        """Puts the next readable record in the place of each one, at these rows, that was
+        skipped."""
         while rows.size:
             if len(self.source.unreadable) == len(self.source):
-                raise DataError(f"Expected a readable record in {self.source.name}/{self.source.split}, got none.")
+                raise DataError(
+                    f"Expected a readable record in {self.source.name}/{self.source.split}, got "
+                    "none."
+                )
             indices[rows] = (indices[rows] + 1) % len(self.source)
-            others, readable = self.source.read(indices[rows], [seeds[row] for row in rows], map_function)
+            others, readable = self.source.read(
+                indices[rows], [seeds[row] for row in rows], map_function
+            )
             for name, values in others.items():
                 arrays[name][rows] = values
             rows = rows[~readable]
@@ -144,8 +160,8 @@ class TrainPipeline:
 class EvalPipeline:
     """A whole split in order, each record exactly once.
 
-    The last batch is filled up with blank rows, so every batch has one shape. ``"mask"`` is True where a row
-    is a record; sums over a split must be weighted by it.
+    The last batch is filled up with blank rows, so every batch has one shape. ``"mask"`` is True
+    where a row is a record; sums over a split must be weighted by it.
 
     >>> from adder_flax.data import load_source
     >>> batches = EvalPipeline(load_source("digits", "test"), 128)
@@ -212,23 +228,32 @@ def _checked_rows(global_batch_size: int, rows: Sequence[int] | None) -> Int[np.
     if global_batch_size < 1:
         raise DataError(f"Expected a global batch of at least 1 record, got {global_batch_size}.")
     checked = np.arange(global_batch_size) if rows is None else np.asarray(rows)
-    if checked.size and not (checked[0] >= 0 and checked[-1] < global_batch_size and (np.diff(checked) > 0).all()):
+    if checked.size and not (
+        checked[0] >= 0 and checked[-1] < global_batch_size and (np.diff(checked) > 0).all()
+    ):
         raise DataError(f"Expected ascending rows in [0, {global_batch_size}), got {rows}.")
     return checked
 
 
 def _read_ahead(
-    read: Callable[[int, Callable], Batch], start: int, stop: int, num_threads: int, prefetch_batches: int
+    read: Callable[[int, Callable], Batch],
+    start: int,
+    stop: int,
+    num_threads: int,
+    prefetch_batches: int,
 ) -> Iterator[Batch]:
-    """Runs `read` for the steps in [start, stop), several at a time, each spread over the same decoding threads.
+    """Runs `read` for the steps in [start, stop), several at a time, each spread over the same
+    decoding threads.
 
-    Threads, not processes: Pillow releases the GIL, and grain's processes need absl flags to be parsed first,
-    which a library cannot ask of the programs that import it.
+    Threads, not processes: Pillow releases the GIL, and grain's processes need absl flags to be
+    parsed first, which a library cannot ask of the programs that import it.
     """
     options = grain.ReadOptions(num_threads=prefetch_batches, prefetch_buffer_size=prefetch_batches)
     with futures.ThreadPoolExecutor(num_threads, thread_name_prefix="decode") as decoders:
         steps = grain.MapDataset.range(start, stop)
-        batches = iter(steps.map(lambda step: read(int(step), decoders.map)).to_iter_dataset(options))
+        batches = iter(
+            steps.map(lambda step: read(int(step), decoders.map)).to_iter_dataset(options)
+        )
         try:
             yield from batches
         finally:

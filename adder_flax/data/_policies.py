@@ -1,8 +1,10 @@
-"""Which operations are done to which images: RandAugment and three-augment, drawn for every image of a batch.
+"""Which operations are done to which images: RandAugment and three-augment, drawn for every image
+of a batch.
 
-Sources: RandAugment, Cubuk et al., 2020 (https://arxiv.org/abs/1909.13719), with the ranges of arguments of timm's
-``auto_augment.py`` (https://github.com/huggingface/pytorch-image-models), which DeiT is trained with as
-``rand-m9-mstd0.5-inc1``; three-augment, Touvron et al., 2022 (DeiT III, https://arxiv.org/abs/2204.07118).
+Sources: RandAugment, Cubuk et al., 2020 (https://arxiv.org/abs/1909.13719), with the ranges of
+arguments of timm's ``auto_augment.py`` (https://github.com/huggingface/pytorch-image-models), which
+DeiT is trained with as ``rand-m9-mstd0.5-inc1``; three-augment, Touvron et al., 2022 (DeiT III,
+https://arxiv.org/abs/2204.07118).
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class Layer(NamedTuple):
 def rand_augment(
     key: PRNGKeyArray, images: Levels, settings: AugmentSettings, fill: tuple[int, ...] = (128,)
 ) -> Levels:
-    """Does `AugmentSettings.rand_augment_layers` random operations to each image, one after the other.
+    """Does `AugmentSettings.rand_augment_layers` random operations to each image, one after the
+    other.
 
     >>> settings = AugmentSettings(rand_augment_magnitude=9.0, rand_augment_std=0.5)
     >>> photographs = jnp.arange(4 * 8 * 8 * 3).reshape(4, 8, 8, 3).astype(jnp.uint8)
@@ -79,17 +82,20 @@ def rand_augment(
 
 
 def draw_layer(key: PRNGKeyArray, batch: int, settings: AugmentSettings) -> Layer:
-    """Draws an operation for each image with equal chances, done with `LAYER_PROBABILITY`, and its argument.
+    """Draws an operation for each image with equal chances, done with `LAYER_PROBABILITY`, and its
+    argument.
 
-    The magnitude is normal around the one that is set, cut to 0..`MOST_MAGNITUDE`; arguments that have a sign have
-    either with equal chances.
+    The magnitude is normal around the one that is set, cut to 0..`MOST_MAGNITUDE`; arguments that
+    have a sign have either with equal chances.
     """
     operation_key, uniform_key, normal_key = jax.random.split(key, 3)
     operation = jax.random.randint(operation_key, (batch,), 0, len(OPERATIONS))
     done, negative, bicubic = jax.random.uniform(uniform_key, (3, batch)) < LAYER_PROBABILITY
     deviation = settings.rand_augment_std * jax.random.normal(normal_key, (batch,))
     magnitude = jnp.clip(settings.rand_augment_magnitude + deviation, 0, MOST_MAGNITUDE)
-    of_all = operation_arguments(magnitude, jnp.where(negative, -1.0, 1.0), increasing=settings.rand_augment_increasing)
+    of_all = operation_arguments(
+        magnitude, jnp.where(negative, -1.0, 1.0), increasing=settings.rand_augment_increasing
+    )
     argument = jnp.take_along_axis(of_all, operation[None], axis=0)[0]
     if settings.rand_augment_interpolation == "bicubic":
         bicubic = jnp.ones_like(bicubic)
@@ -102,15 +108,18 @@ def operation_arguments(
     """What a magnitude means to each of `OPERATIONS`.
 
     >>> at_nine = operation_arguments(jnp.array([9.0]), jnp.array([-1.0]), increasing=True)[:, 0]
-    >>> {name: round(float(at_nine[OPERATIONS.index(name)]), 3) for name in ("posterize", "color", "rotate")}
+    >>> {
+    ...     name: round(float(at_nine[OPERATIONS.index(name)]), 3)
+    ...     for name in ("posterize", "color", "rotate")
+    ... }
     {'posterize': 1.0, 'color': 0.19, 'rotate': -27.0}
 
     Args:
         magnitude: 0 to 10.
         sign: 1 or -1, of arguments that have one.
-        increasing: whether a larger magnitude changes an image more, whatever the operation: timm's ``inc1``. Else
-            posterize, solarize and the factors of color, contrast, brightness and sharpness have the ranges of Cubuk
-            et al.
+        increasing: whether a larger magnitude changes an image more, whatever the operation: timm's
+            ``inc1``. Else posterize, solarize and the factors of color, contrast, brightness and
+            sharpness have the ranges of Cubuk et al.
     """
     tenths = magnitude / MOST_MAGNITUDE
     # Multiplied first: then whole magnitudes give whole numbers, not the ones just below.
@@ -133,7 +142,8 @@ def operation_arguments(
 
 
 def three_augment(key: PRNGKeyArray, images: Levels) -> Levels:
-    """Makes each image grey, or inverts its levels from 128 on, or blurs it by 0.1 to 2 pixels, with equal chances.
+    """Makes each image grey, or inverts its levels from 128 on, or blurs it by 0.1 to 2 pixels,
+    with equal chances.
 
     Args:
         key: what is drawn for sample b is a function of the key and b.

@@ -10,7 +10,8 @@ from adder_flax.data._source import DataError, Source, Statistics
 from adder_flax.registry import Registry
 
 EVAL_SPLITS = ("validation", "val", "test")
-"""What split ``"eval"`` stands for, in order of preference: the test split of ImageNet has no labels."""
+"""What split ``"eval"`` stands for, in order of preference: the test split of ImageNet has no
+labels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,17 +20,19 @@ class DataSet:
 
     Attributes:
         name: what ``config.data.name`` and `load_source` call it.
-        load: ``load(split, *, name, data_dir, image_size, crop_scale, eval_crop_ratio, on_unreadable) → Source`` loads
-            one split; what a set has no use for it takes as ``**_``. ``name`` is as the user gave it, TFDS's version
-            included.
+        load: ``load(split, *, name, data_dir, image_size, crop_scale, eval_crop_ratio,
+            on_unreadable) → Source`` loads one split; what a set has no use for it takes as
+            ``**_``. ``name`` is as the user gave it, TFDS's version included.
         splits: names of the splits; None where they depend on what lies on the disk.
-        image_shape: (height, width, channels) of the stored images, None where they vary; None for sets that are no
-            images, or known only from the disk. The default recipe of ``experiments`` follows from it.
+        image_shape: (height, width, channels) of the stored images, None where they vary; None for
+            sets that are no images, or known only from the disk. The default recipe of
+            ``experiments`` follows from it.
         num_classes: number of classes.
-        statistics: mean and standard deviation of each channel of the training split, of images in [0, 1]. None: those
-            of small sets are computed; sets of large photographs get ImageNet's.
-        kind: ``"photographs"`` may be mirrored and mixed, ``"characters"`` may not, ``"words"`` are no images: the
-            default recipe asks.
+        statistics: mean and standard deviation of each channel of the training split, of images in
+            [0, 1]. None: those of small sets are computed; sets of large photographs get
+            ImageNet's.
+        kind: ``"photographs"`` may be mirrored and mixed, ``"characters"`` may not, ``"words"`` are
+            no images: the default recipe asks.
         options: names of further keyword arguments that ``load`` takes from `load_source`.
     """
 
@@ -56,16 +59,22 @@ def register_source(data_set: DataSet) -> DataSet:
     >>> def load_stripes(split, **_):
     ...     images = np.zeros((8, 4, 4, 1), np.uint8)
     ...     images[:4, ::2], images[4:, :, ::2] = 255, 255
-    ...     return data.ArraySource("stripes", split, ["train", "test"], images, np.arange(8) // 4, ["row", "column"])
+    ...     return data.ArraySource(
+    ...         "stripes", split, ["train", "test"], images, np.arange(8) // 4, ["row", "column"]
+    ...     )
     >>> with SETS.temporary():
-    ...     stripes = register_source(DataSet("stripes", load_stripes, ("train", "test"), (4, 4, 1), 2))
+    ...     stripes = register_source(
+    ...         DataSet("stripes", load_stripes, ("train", "test"), (4, 4, 1), 2)
+    ...     )
     ...     data.load_source("stripes", "eval").split
     'test'
 
     Raises:
         ValueError: another set has this name.
     """
-    return SETS.register(data_set.name, data_set, origin=(data_set.load.__module__, data_set.load.__qualname__))
+    return SETS.register(
+        data_set.name, data_set, origin=(data_set.load.__module__, data_set.load.__qualname__)
+    )
 
 
 def resolve_split(split: str, splits: Sequence[str]) -> str:
@@ -82,4 +91,7 @@ def resolve_split(split: str, splits: Sequence[str]) -> str:
     for name in EVAL_SPLITS:
         if name in splits:
             return name
-    raise DataError(f"Expected one of the splits {EVAL_SPLITS} to evaluate on, got {tuple(splits)}. Name the split.")
+    raise DataError(
+        f"Expected one of the splits {EVAL_SPLITS} to evaluate on, got {tuple(splits)}. Name the "
+        "split."
+    )

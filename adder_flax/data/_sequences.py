@@ -20,13 +20,14 @@ PAD, END = 0, 1
 class SequenceSource(Source):
     """A split of sequences and what they are to be turned into.
 
-    Records to learn from hold ``"source"`` (source,) and ``"target"`` (target,); those to evaluate ``"source"`` and
-    ``"references"`` (references, target), all right answers. All are int32, filled up with `PAD`, and targets end in
-    `END`; a reference of `PAD` alone is none.
+    Records to learn from hold ``"source"`` (source,) and ``"target"`` (target,); those to evaluate
+    ``"source"`` and ``"references"`` (references, target), all right answers. All are int32, filled
+    up with `PAD`, and targets end in `END`; a reference of `PAD` alone is none.
 
     Attributes:
         arrays: all records, the first axis along them.
-        symbols: what the numbers stand for, by ``"source"`` and ``"target"``; `PAD`, and `END` of targets, included.
+        symbols: what the numbers stand for, by ``"source"`` and ``"target"``; `PAD`, and `END` of
+            targets, included.
         longest: the longest target of the whole set, its end included.
 
     >>> arrays = {"source": pad([[1, 2], [2]], 2), "target": pad([[2, 1], [3, 2, 1]], 3)}
@@ -54,14 +55,19 @@ class SequenceSource(Source):
     def record_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         import jax  # here, as the rest needs none of it
 
-        return {name: jax.ShapeDtypeStruct(values.shape[1:], values.dtype) for name, values in self.arrays.items()}
+        return {
+            name: jax.ShapeDtypeStruct(values.shape[1:], values.dtype)
+            for name, values in self.arrays.items()
+        }
 
     def __len__(self) -> int:
         return len(self.arrays["source"])
 
     def read(self, indices, seeds=None, map_function=map):
         del seeds, map_function
-        return {name: values[indices] for name, values in self.arrays.items()}, np.ones(len(indices), bool)
+        return {name: values[indices] for name, values in self.arrays.items()}, np.ones(
+            len(indices), bool
+        )
 
     def text(self, kind: str, numbers: Iterable[int]) -> tuple[str, ...]:
         """The symbols of a row, up to its end.

@@ -1,4 +1,5 @@
-"""What every data source offers, and two ways to hold one: arrays in memory, or files decoded when read."""
+"""What every data source offers, and two ways to hold one: arrays in memory, or files decoded when
+read."""
 
 from __future__ import annotations
 
@@ -24,12 +25,13 @@ Batch = dict[str, np.ndarray]
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and standard deviation of each channel of images in [0, 1]."""
 
-# Records that one thread reads at a time: enough that ArrayRecord reads them together (4 times faster than one by
-# one), few enough that every thread has work in a small batch of large images.
+# Records that one thread reads at a time: enough that ArrayRecord reads them together (4 times
+# faster than one by one), few enough that every thread has work in a small batch of large images.
 _CHUNK = 16
 
 UNREADABLE = -1
-"""Label that `Source.gather` gives to a record that cannot be read (only with ``on_unreadable="skip"``)."""
+"""Label that `Source.gather` gives to a record that cannot be read (only with
+``on_unreadable="skip"``)."""
 
 
 class DataError(RunError, ValueError):
@@ -80,7 +82,8 @@ class Source(abc.ABC):
 
         Args:
             indices: records to read.
-            seeds: one per record for what is random on the host, as the crop of large images; None for evaluation.
+            seeds: one per record for what is random on the host, as the crop of large images; None
+                for evaluation.
             map_function: how to run over the records, for example ``ThreadPoolExecutor.map``.
 
         Returns:
@@ -111,21 +114,26 @@ class Source(abc.ABC):
 
     def _checked(self, index: int) -> int:
         if not 0 <= index < len(self):
-            raise IndexError(f"Expected a record of {self.name}/{self.split} in [0, {len(self)}), got {index}.")
+            raise IndexError(
+                f"Expected a record of {self.name}/{self.split} in [0, {len(self)}), got {index}."
+            )
         return int(index)
 
 
 class ImageSource(Source):
-    """A split of an image-classification set: ``"image"``, uint8 (height, width, channels), and ``"label"``, int32.
+    """A split of an image-classification set: ``"image"``, uint8 (height, width, channels), and
+    ``"label"``, int32.
 
     Attributes:
         label_names: class names; their position is the label.
         image_shape: (height, width, channels) of every image that this source returns.
-        crops_on_host: True if the stored images vary in size. Such a source returns the centre crop, and in
-            training a random resized crop: both need the full-size image, which never reaches the device.
-        eval_crop_ratio: side of that centre over the image's shorter side; 1 where images are seen whole.
-        statistics: mean and standard deviation of each channel of the training split, of images in [0, 1]; None where
-            the set does not carry them, see `channel_statistics`.
+        crops_on_host: True if the stored images vary in size. Such a source returns the centre
+            crop, and in training a random resized crop: both need the full-size image, which never
+            reaches the device.
+        eval_crop_ratio: side of that centre over the image's shorter side; 1 where images are seen
+            whole.
+        statistics: mean and standard deviation of each channel of the training split, of images in
+            [0, 1]; None where the set does not carry them, see `channel_statistics`.
     """
 
     label_names: tuple[str, ...]
@@ -161,8 +169,9 @@ class ImageSource(Source):
 
         Args:
             indices: records to read.
-            crop_seeds: one seed per record for the random resized crop; None for the evaluation view. Sources
-                of a fixed image size ignore it: all their augmentation happens on the device.
+            crop_seeds: one seed per record for the random resized crop; None for the evaluation
+                view. Sources of a fixed image size ignore it: all their augmentation happens on the
+                device.
             map_function: how to run over the records, for example ``ThreadPoolExecutor.map``.
 
         Returns:
@@ -237,14 +246,16 @@ class EncodedSource(ImageSource):
         records: encoded images and labels.
         label_names: class names.
         image_shape: shape of the images to return.
-        crops_on_host: True for images of any size: they are cropped to `image_shape` keeping their aspect
-            ratio. False for a set whose images all have one size: they are resized if `image_shape` asks for
-            another.
-        stored_size: that one size, height and width, which every image must have; None is not checked.
-        crop_scale: range of the area that a random resized crop covers, as a fraction of the image's area; None
-            is no such crop.
+        crops_on_host: True for images of any size: they are cropped to `image_shape` keeping their
+            aspect ratio. False for a set whose images all have one size: they are resized if
+            `image_shape` asks for another.
+        stored_size: that one size, height and width, which every image must have; None is not
+            checked.
+        crop_scale: range of the area that a random resized crop covers, as a fraction of the
+            image's area; None is no such crop.
         eval_crop_ratio: side of the centre crop over the image's shorter side, in (0, 1].
-        on_unreadable: ``"raise"`` stops with the record's name; ``"skip"`` counts it in `unreadable`.
+        on_unreadable: ``"raise"`` stops with the record's name; ``"skip"`` counts it in
+            `unreadable`.
     """
 
     def __init__(
@@ -263,7 +274,9 @@ class EncodedSource(ImageSource):
         on_unreadable: str = "raise",
     ):
         if on_unreadable not in ("raise", "skip"):
-            raise DataError(f"Expected on_unreadable to be 'raise' or 'skip', got {on_unreadable!r}.")
+            raise DataError(
+                f"Expected on_unreadable to be 'raise' or 'skip', got {on_unreadable!r}."
+            )
         if crop_scale is not None and not 0 < crop_scale[0] <= crop_scale[1] <= 1:
             raise DataError(f"Expected crop_scale as 0 < low <= high <= 1, got {crop_scale}.")
         if not 0 < eval_crop_ratio <= 1:
@@ -300,7 +313,9 @@ class EncodedSource(ImageSource):
                     self._note_unreadable(index, str(error))
 
         starts = range(0, len(indices), _CHUNK)
-        for _ in map_function(fill, [range(start, min(start + _CHUNK, len(indices))) for start in starts]):
+        for _ in map_function(
+            fill, [range(start, min(start + _CHUNK, len(indices))) for start in starts]
+        ):
             pass
         return images, labels
 
@@ -322,7 +337,8 @@ class EncodedSource(ImageSource):
         try:
             encoded, label = record or self._records[index]
             image = self._decode(encoded, crop_seed)
-        # Pillow's decoders raise errors of many types for a broken file, and all mean the same here.
+        # Pillow's decoders raise errors of many types for a broken file, and all mean the same
+        # here.
         except Exception as error:
             reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
             raise UnreadableRecordError(
@@ -333,12 +349,15 @@ class EncodedSource(ImageSource):
             ) from error
         if not 0 <= label < self.num_classes:
             raise DataError(
-                f"Expected a label in [0, {self.num_classes}) in record {index} of {self.name}/{self.split} "
-                f"({self._records.describe(index)}), got {label}. Choose a split that has labels."
+                f"Expected a label in [0, {self.num_classes}) in record {index} of "
+                f"{self.name}/{self.split} ({self._records.describe(index)}), got {label}. Choose "
+                "a split that has labels."
             )
         return image, label
 
-    def _decode(self, encoded: bytes, crop_seed: tuple[int, ...] | None) -> UInt8[np.ndarray, "h w c"]:
+    def _decode(
+        self, encoded: bytes, crop_seed: tuple[int, ...] | None
+    ) -> UInt8[np.ndarray, "h w c"]:
         height, _, channels = self.image_shape
         if not self.crops_on_host:
             return _images.decode_and_resize(encoded, self.image_shape, self._stored_size)
@@ -348,13 +367,16 @@ class EncodedSource(ImageSource):
 
 
 class CachedSource(ArraySource):
-    """Keeps the images of a small fixed-size source once decoded: from the second epoch on, reading is a copy."""
+    """Keeps the images of a small fixed-size source once decoded: from the second epoch on, reading
+    is a copy."""
 
     def __init__(self, source: EncodedSource):
         # Untouched pages of np.empty take no memory, so this costs what has been read so far.
         images = np.empty((len(source), *source.image_shape), np.uint8)
         labels = np.full(len(source), UNREADABLE, np.int32)
-        super().__init__(source.name, source.split, source.splits, images, labels, source.label_names)
+        super().__init__(
+            source.name, source.split, source.splits, images, labels, source.label_names
+        )
         self._source, self._read = source, np.zeros(len(source), bool)
         self.unreadable = source.unreadable
 
@@ -364,6 +386,8 @@ class CachedSource(ArraySource):
     def gather(self, indices, crop_seeds=None, map_function=map):
         missing = indices[~self._read[indices]]
         if missing.size:
-            self.images[missing], self.labels[missing] = self._source.gather(missing, None, map_function)
+            self.images[missing], self.labels[missing] = self._source.gather(
+                missing, None, map_function
+            )
             self._read[missing] = True
         return super().gather(indices)

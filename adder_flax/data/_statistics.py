@@ -16,10 +16,12 @@ _CHUNK = 500
 
 
 def channel_statistics(source: Source) -> Statistics:
-    """Mean and standard deviation of each channel: the set's own, or those of its images if they fit into memory.
+    """Mean and standard deviation of each channel: the set's own, or those of its images if they
+    fit into memory.
 
-    A set that carries no statistics and whose images lie in memory, or will, is measured once, on up to 10,000 records
-    that are evenly spaced. Sets of large photographs get ImageNet's values, or their average if they are grey.
+    A set that carries no statistics and whose images lie in memory, or will, is measured once, on
+    up to 10,000 records that are evenly spaced. Sets of large photographs get ImageNet's values, or
+    their average if they are grey.
 
     >>> from adder_flax.data import load_source
     >>> channel_statistics(load_source("digits", "train"))
@@ -45,8 +47,14 @@ def _measure(source: Source) -> Statistics:
         for start in range(0, len(chosen), _CHUNK):
             images, labels = source.gather(chosen[start : start + _CHUNK], None, threads.map)
             pixels = images[labels != UNREADABLE].reshape(-1, images.shape[-1]).astype(np.int64)
-            count, total, squares = count + len(pixels), total + pixels.sum(0), squares + (pixels**2).sum(0)
+            count, total, squares = (
+                count + len(pixels),
+                total + pixels.sum(0),
+                squares + (pixels**2).sum(0),
+            )
     mean = total / max(count, 1)
     std = np.sqrt(squares / max(count, 1) - mean**2)
     # A channel of one value has no scale.
-    return tuple((mean / 255).round(4).tolist()), tuple(np.where(std > 0, std / 255, 1.0).round(4).clip(1e-4).tolist())
+    return tuple((mean / 255).round(4).tolist()), tuple(
+        np.where(std > 0, std / 255, 1.0).round(4).clip(1e-4).tolist()
+    )

@@ -1,4 +1,5 @@
-"""TensorFlow Datasets without TensorFlow: sets prepared as ArrayRecord, their images decoded by Pillow."""
+"""TensorFlow Datasets without TensorFlow: sets prepared as ArrayRecord, their images decoded by
+Pillow."""
 
 from __future__ import annotations
 
@@ -27,18 +28,22 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 _READ_AT_ONCE = 1000
 
 CACHE_BYTES = 2**30
-"""Sets of a fixed image size stay in memory if the decoded split is no larger (CIFAR's train split: 154 MB)."""
+"""Sets of a fixed image size stay in memory if the decoded split is no larger (CIFAR's train split:
+154 MB)."""
 
 
 class TfdsSet:
     """A prepared TFDS set and its splits.
 
     Args:
-        name: TFDS name, optionally with configuration and version: ``"cifar10"``, ``"imagenet2012:5.1.0"``.
-        data_dir: folder that holds the prepared sets; None for TFDS's own default (~/tensorflow_datasets).
+        name: TFDS name, optionally with configuration and version: ``"cifar10"``,
+            ``"imagenet2012:5.1.0"``.
+        data_dir: folder that holds the prepared sets; None for TFDS's own default
+            (~/tensorflow_datasets).
 
     Raises:
-        DataError: unknown, not prepared, damaged, prepared in another format, or not an image-classification set.
+        DataError: unknown, not prepared, damaged, prepared in another format, or not an
+            image-classification set.
     """
 
     def __init__(self, name: str, data_dir: str | None):
@@ -73,9 +78,12 @@ class TfdsSet:
         except (KeyError, ValueError) as error:
             name = self._builder.info.full_name
             raise DataError(
-                f"Expected a split out of {self.splits} of {name}, got {split!r}: {printable(error)}"
+                f"Expected a split out of {self.splits} of {name}, got {split!r}: "
+                f"{printable(error)}"
             ) from error
-        return TfdsRecords(source, self._image_key, self._label_key, f"{self._builder.data_dir}, split {split}")
+        return TfdsRecords(
+            source, self._image_key, self._label_key, f"{self._builder.data_dir}, split {split}"
+        )
 
 
 class TfdsRecords:
@@ -93,7 +101,9 @@ class TfdsRecords:
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[bytes, int]]:
         records = self._source.__getitems__(indices)
-        return [(bytes(record[self._image_key]), int(record[self._label_key])) for record in records]
+        return [
+            (bytes(record[self._image_key]), int(record[self._label_key])) for record in records
+        ]
 
     def describe(self, index: int) -> str:
         """Folder and split: records of a TFDS set have no other name."""
@@ -102,7 +112,9 @@ class TfdsRecords:
 
 def prepare_command(name: str, data_dir: str | None) -> str:
     """The command that prepares a set."""
-    return f"python -m adder_flax.data.prepare {name}" + (f" --data_dir={data_dir}" if data_dir else "")
+    return f"python -m adder_flax.data.prepare {name}" + (
+        f" --data_dir={data_dir}" if data_dir else ""
+    )
 
 
 def tfds_shape(name: str, data_dir: str | None) -> tuple[tuple[int | None, int | None, int], int]:
@@ -122,15 +134,16 @@ def tfds_shape(name: str, data_dir: str | None) -> tuple[tuple[int | None, int |
 
 @contextlib.contextmanager
 def _whole(name: str, data_dir: str | None) -> Iterator[None]:
-    """Tells in one message what is wrong with the files of a set: the libraries that read them raise many kinds."""
+    """Tells in one message what is wrong with the files of a set: the libraries that read them
+    raise many kinds."""
     try:
         yield
     except DataError:
         raise
     except Exception as error:
         raise DataError(
-            f"Expected the set {name!r} whole, as it was prepared in {_folder(name, data_dir)}, got "
-            f"{reason(error)}. Move that folder away and prepare the set again: "
+            f"Expected the set {name!r} whole, as it was prepared in {_folder(name, data_dir)}, "
+            f"got {reason(error)}. Move that folder away and prepare the set again: "
             f"{prepare_command(name, data_dir)}"
         ) from error
 
@@ -138,7 +151,11 @@ def _whole(name: str, data_dir: str | None) -> Iterator[None]:
 def reason(error: Exception) -> str:
     """What a library's error says, and of what kind it is where that says more."""
     text = printable(str(error).strip().rstrip("."), limit=400)
-    return text if type(error) is ValueError and text else f"{type(error).__name__}{text and ': '}{text}"
+    return (
+        text
+        if type(error) is ValueError and text
+        else f"{type(error).__name__}{text and ': '}{text}"
+    )
 
 
 def base_name(name: str) -> str:
@@ -154,7 +171,8 @@ def base_name(name: str) -> str:
     if not NAME.fullmatch(base):
         raise DataError(
             f"Expected {', '.join(SETS)} or the name of a TFDS set (letters, digits and _), got "
-            f"'{printable(name)}'. All TFDS names: https://www.tensorflow.org/datasets/catalog/overview."
+            f"'{printable(name)}'. All TFDS names: "
+            "https://www.tensorflow.org/datasets/catalog/overview."
         )
     return base
 
@@ -165,7 +183,8 @@ def _folder(name: str, data_dir: str | None) -> pathlib.Path:
 
 
 def _check_files(folder: pathlib.Path) -> None:
-    """Raises ValueError if something in a set's folder is no file: reading a pipe would never end."""
+    """Raises ValueError if something in a set's folder is no file: reading a pipe would never
+    end."""
     if folder.exists() and not folder.is_dir():
         raise ValueError("a file in place of the folder")
     for directory, _, names in os.walk(folder):
@@ -182,10 +201,13 @@ def _check_names(tfds: Any, builder: Any, label_key: str) -> None:
     features = json.loads((folder / "features.json").read_text())
     declared = features["featuresDict"]["features"][label_key]["classLabel"].get("numClasses")
     if len(names) != int(declared or 0):
-        raise ValueError(f"{len(names)} names of labels where features.json declares {declared} classes")
+        raise ValueError(
+            f"{len(names)} names of labels where features.json declares {declared} classes"
+        )
     if len(set(names)) != len(names):
         raise ValueError("two classes of one name")
-    # TFDS puts numbers in place of names that it cannot read. Sets without names have no file of them.
+    # TFDS puts numbers in place of names that it cannot read. Sets without names have no file of
+    # them.
     file = folder / f"{label_key}.labels.txt"
     read_only = tfds.core.read_only_builder.ReadOnlyBuilder
     written = isinstance(builder, (read_only, tfds.image_classification.Cifar10))
@@ -196,7 +218,8 @@ def _check_names(tfds: Any, builder: Any, label_key: str) -> None:
 
 
 def check_shards(split: Any, *, read: bool = False) -> None:
-    """Raises an error unless every file of a split is there and holds as many records as the set's index says.
+    """Raises an error unless every file of a split is there and holds as many records as the set's
+    index says.
 
     Args:
         split: of TFDS.
@@ -214,7 +237,9 @@ def check_shards(split: Any, *, read: bool = False) -> None:
         finally:
             reader.close()
         if found != length:
-            raise ValueError(f"{found} records in {path.name} where dataset_info.json says {length}")
+            raise ValueError(
+                f"{found} records in {path.name} where dataset_info.json says {length}"
+            )
 
 
 def _builder(tfds: Any, name: str, data_dir: str | None) -> Any:
@@ -225,21 +250,23 @@ def _builder(tfds: Any, name: str, data_dir: str | None) -> Any:
     except tfds.core.DatasetNotFoundError as error:
         if folder.exists():
             raise ValueError(
-                "no prepared version there: the folder of the newest version must hold dataset_info.json and "
-                "features.json, and its name be of the form 1.0.0"
+                "no prepared version there: the folder of the newest version must hold "
+                "dataset_info.json and features.json, and its name be of the form 1.0.0"
             ) from error
         known = [*SETS, *tfds.list_builders(with_community_datasets=False)]
         close = difflib.get_close_matches(name, known, n=3)
         hint = f"Did you mean {' or '.join(close)}? " if close else ""
         raise DataError(
-            f"Expected {', '.join(SETS)} or the name of a TFDS set, got {name!r}. {hint}"
-            "Add your own with adder_flax.data.register_source. All TFDS names: https://www.tensorflow.org/datasets/catalog/overview."
+            f"Expected {', '.join(SETS)} or the name of a TFDS set, got {name!r}. {hint}Add your "
+            "own with adder_flax.data.register_source. All TFDS names: "
+            "https://www.tensorflow.org/datasets/catalog/overview."
         ) from error
     except (ValueError, AssertionError) as error:
         if folder.exists():
             raise
         raise DataError(
-            f"Expected a configuration and version that TFDS has, got {name!r}: {printable(error, limit=400)}"
+            f"Expected a configuration and version that TFDS has, got {name!r}: "
+            f"{printable(error, limit=400)}"
         ) from error
 
 
@@ -254,8 +281,9 @@ def _prepared_builder(tfds: Any, name: str, data_dir: str | None) -> Any:
     if file_format is None or file_format.value != "array_record":
         found = file_format.value if file_format else "an unknown format"
         raise DataError(
-            f"Expected {name} as array_record in {builder.data_dir}, got {found}, which has no random access. "
-            f"Prepare it in another folder: {prepare_command(name, '<other folder>')}"
+            f"Expected {name} as array_record in {builder.data_dir}, got {found}, which has no "
+            "random access. Prepare it in another folder: "
+            f"{prepare_command(name, '<other folder>')}"
         )
     return builder
 
@@ -273,26 +301,36 @@ def _image_and_label(tfds: Any, name: str, info: Any) -> tuple[str, str]:
     )
     if not usable:
         raise DataError(
-            f"Expected a set of one uint8 image, grey or RGB, and one class label each, got {name} with "
-            f"supervised keys {info.supervised_keys} and features "
+            f"Expected a set of one uint8 image, grey or RGB, and one class label each, got {name} "
+            f"with supervised keys {info.supervised_keys} and features "
             f"{printable({key: str(feature) for key, feature in features.items()}, limit=1000)}."
         )
     return keys
 
 
 def _is_sensible(shape: tuple[int | None, int | None, int]) -> bool:
-    return shape[-1] in (1, 3) and all(side is None or 0 < side <= MAX_PIXELS**0.5 for side in shape[:2])
+    return shape[-1] in (1, 3) and all(
+        side is None or 0 < side <= MAX_PIXELS**0.5 for side in shape[:2]
+    )
 
 
 def load_tfds(
-    split: str, *, name: str, data_dir: str | None = None, image_size: int | None = None, **options: Any
+    split: str,
+    *,
+    name: str,
+    data_dir: str | None = None,
+    image_size: int | None = None,
+    **options: Any,
 ) -> Source:
     """A split of a prepared TFDS set; see `load_source`."""
     prepared = TfdsSet(name, data_dir)
     height, width, channels = prepared.image_shape
     fixed = height is not None and height == width
     if not fixed and image_size is None:
-        raise DataError(f"Expected image_size for {name}, whose images are not all square and of one size, got none.")
+        raise DataError(
+            f"Expected image_size for {name}, whose images are not all square and of one size, got "
+            "none."
+        )
     size = image_size or height
     split = resolve_split(split, prepared.splits)
     source = EncodedSource(
@@ -310,8 +348,8 @@ def load_tfds(
     return CachedSource(source) if fixed and small else source
 
 
-# Sets that are used often, so that their facts are known without TFDS. Statistics: over all pixels of the train split;
-# those of CIFAR and the two MNIST are the values in wide use.
+# Sets that are used often, so that their facts are known without TFDS. Statistics: over all pixels
+# of the train split; those of CIFAR and the two MNIST are the values in wide use.
 for _data_set in (
     DataSet(
         "cifar10",
@@ -327,7 +365,13 @@ for _data_set in (
         num_classes=100,
         statistics=((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     ),
-    DataSet("fashion_mnist", load_tfds, image_shape=(28, 28, 1), num_classes=10, statistics=((0.2860,), (0.3530,))),
+    DataSet(
+        "fashion_mnist",
+        load_tfds,
+        image_shape=(28, 28, 1),
+        num_classes=10,
+        statistics=((0.2860,), (0.3530,)),
+    ),
     DataSet(
         "mnist",
         load_tfds,

@@ -1,14 +1,15 @@
 """Prepares a data set as ArrayRecord, which training reads without TensorFlow.
 
-    python -m adder_flax.data.prepare cifar10                       # also cifar100, mnist, fashion_mnist
-    python -m adder_flax.data.prepare cifar10 --source=DOWNLOADS    # from files that are already there
-    python -m adder_flax.data.prepare folder --source=IMAGENET --set_name=my_imagenet
-    python -m adder_flax.data.prepare imagenette                    # any other set: TFDS's own preparation
+    python -m adder_flax.data.prepare cifar10                       # also cifar100, mnist,
+    fashion_mnist python -m adder_flax.data.prepare cifar10 --source=DOWNLOADS    # from files that
+    are already there python -m adder_flax.data.prepare folder --source=IMAGENET
+    --set_name=my_imagenet python -m adder_flax.data.prepare imagenette                    # any
+    other set: TFDS's own preparation
 
-TFDS itself needs TensorFlow to prepare sets whose source files hold bare pixels. For the four named above the files are
-read here instead: the binary and idx editions, no pickles. Everything else is TFDS's: the builders' names, versions and
-features, the download, the published SHA-256 of every file, and the layout on disk, so any TFDS reader opens the
-result.
+TFDS itself needs TensorFlow to prepare sets whose source files hold bare pixels. For the four named
+above the files are read here instead: the binary and idx editions, no pickles. Everything else is
+TFDS's: the builders' names, versions and features, the download, the published SHA-256 of every
+file, and the layout on disk, so any TFDS reader opens the result.
 """
 
 # What a class of TFDS takes when it is derived from is nowhere declared.
@@ -54,18 +55,19 @@ def prepare(
     """Downloads and prepares a set unless it is already there.
 
     Args:
-        name: TFDS name, or ``"folder"`` for an image folder with one sub-folder per split and class.
+        name: TFDS name, or ``"folder"`` for an image folder with one sub-folder per split and
+            class.
         data_dir: where to put the set; None for TFDS's default (~/tensorflow_datasets).
-        source: folder with the source files under their published names; what is missing there is downloaded. For
-            ``"folder"``, the image folder.
+        source: folder with the source files under their published names; what is missing there is
+            downloaded. For ``"folder"``, the image folder.
         set_name: for ``"folder"``, the name to give the set; None for the image folder's own.
 
     Returns:
         The folder of the prepared set.
 
     Raises:
-        DataError: unknown set, TensorFlow needed, a file that cannot be downloaded or is not the published one, or
-            nothing can be written.
+        DataError: unknown set, TensorFlow needed, a file that cannot be downloaded or is not the
+            published one, or nothing can be written.
     """
     folder, data_dir = _existing_folder(source), _writable_folder(data_dir)
     with _one_message(name, data_dir):
@@ -91,7 +93,10 @@ def _existing_folder(source: str | None) -> pathlib.Path | None:
         path = pathlib.Path(source).expanduser()
         if source and path.is_dir():
             return path
-    raise DataError(f"Expected --source as a folder, got '{printable(source)}', which does not exist or is no folder.")
+    raise DataError(
+        f"Expected --source as a folder, got '{printable(source)}', which does not exist or is no "
+        "folder."
+    )
 
 
 def _writable_folder(data_dir: str | None) -> str | None:
@@ -99,13 +104,17 @@ def _writable_folder(data_dir: str | None) -> str | None:
         return None
     try:
         path = pathlib.Path(data_dir).expanduser()
-        there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+        there = next(
+            folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()
+        )
         if data_dir and there.is_dir() and os.access(there, os.W_OK | os.X_OK):
             return str(path)
         found = "no name" if not data_dir else "no folder that may be written to"
     except (OSError, RuntimeError) as error:  # a name too long, a circle of links, no such user
         found = printable(error)
-    raise DataError(f"Expected --data_dir as a folder to write to, got '{printable(data_dir)}': {found}.")
+    raise DataError(
+        f"Expected --data_dir as a folder to write to, got '{printable(data_dir)}': {found}."
+    )
 
 
 @contextlib.contextmanager
@@ -117,8 +126,9 @@ def _one_message(name: str, data_dir: str | None) -> Iterator[None]:
         raise
     except Exception as error:
         raise DataError(
-            f"Expected to prepare '{printable(name)}' in {printable(data_dir or '~/tensorflow_datasets')}, got "
-            f"{reason(error)}. Nothing half is taken for a set; mend this and run the command again."
+            f"Expected to prepare '{printable(name)}' in "
+            f"{printable(data_dir or '~/tensorflow_datasets')}, got {reason(error)}. Nothing half "
+            "is taken for a set; mend this and run the command again."
         ) from error
 
 
@@ -126,11 +136,15 @@ def _check_source(builder: tfds.core.DatasetBuilder, source: pathlib.Path | None
     for info in _published(builder).values():
         path = source and info.filename and source / info.filename
         if path and path.exists() and not path.is_file():
-            raise DataError(f"Expected the file {path}, got something else of this name, which could be read for ever.")
+            raise DataError(
+                f"Expected the file {path}, got something else of this name, which could be read "
+                "for ever."
+            )
 
 
 def _check_prepared(builder: tfds.core.DatasetBuilder) -> None:
-    """Reads the new set back, and removes it if that fails: a disk that was full is not noticed by every writer."""
+    """Reads the new set back, and removes it if that fails: a disk that was full is not noticed by
+    every writer."""
     try:
         for split in builder.info.splits.values():
             check_shards(split, read=True)
@@ -139,27 +153,39 @@ def _check_prepared(builder: tfds.core.DatasetBuilder) -> None:
         raise
 
 
-def _download_and_prepare(builder: tfds.core.DatasetBuilder, name: str, source: pathlib.Path | None) -> None:
+def _download_and_prepare(
+    builder: tfds.core.DatasetBuilder, name: str, source: pathlib.Path | None
+) -> None:
     try:
         config = tfds.download.DownloadConfig(manual_dir=source)
         builder.download_and_prepare(download_config=config, file_format="array_record")
-    except (requests.RequestException, tfds.download.DownloadError, NonMatchingChecksumError) as error:
+    except (
+        requests.RequestException,
+        tfds.download.DownloadError,
+        NonMatchingChecksumError,
+    ) as error:
         raise DataError(
             f"Expected the published source files of {name}, got {type(error).__name__}: {error}\n"
             f"Download them yourself and pass --source=<their folder>:\n{_source_files(builder)}"
         ) from error
     except Exception as error:
         # TFDS wraps the failed import in errors of its own, such as that of extracting an archive.
-        if not any(isinstance(e, ModuleNotFoundError) and e.name == "tensorflow" for e in _chain(error)):
+        if not any(
+            isinstance(e, ModuleNotFoundError) and e.name == "tensorflow" for e in _chain(error)
+        ):
             raise
         raise DataError(
-            f"Expected TensorFlow, which TFDS needs to prepare {name}, got none. Install it for this command alone "
-            "(pip install tensorflow-cpu, best in another environment); training does not need it."
+            f"Expected TensorFlow, which TFDS needs to prepare {name}, got none. Install it for "
+            "this command alone (pip install tensorflow-cpu, best in another environment); "
+            "training does not need it."
         ) from error
 
 
 class Cifar10(tfds.image_classification.Cifar10, skip_registration=True):
-    """TFDS's CIFAR-10, its binary edition read with NumPy. Source: https://www.cs.toronto.edu/~kriz/cifar.html."""
+    """TFDS's CIFAR-10, its binary edition read with NumPy.
+
+    Source: https://www.cs.toronto.edu/~kriz/cifar.html.
+    """
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
         published = self._cifar_info
@@ -169,7 +195,9 @@ class Cifar10(tfds.image_classification.Cifar10, skip_registration=True):
             self.info.features[key].names = names.decode().split()
         splits = {"train": published.train_files, "test": published.test_files}
         return {
-            split: self._generate_examples(f"{split}_", archive, [published.prefix + file for file in files])
+            split: self._generate_examples(
+                f"{split}_", archive, [published.prefix + file for file in files]
+            )
             for split, files in splits.items()
         }
 
@@ -198,7 +226,8 @@ class MNIST(tfds.image_classification.MNIST, skip_registration=True):
     """TFDS's MNIST, its idx files read with NumPy. Format: http://yann.lecun.com/exdb/mnist."""
 
     CONTENT_SHA256: Mapping[str, str] = {}
-    """Of the source files' content, by the names of the files: one that was compressed again is the same file."""
+    """Of the source files' content, by the names of the files: one that was compressed again is the
+    same file."""
 
     source: pathlib.Path | None = None
     """Where source files may lie that need no download."""
@@ -215,7 +244,12 @@ class MNIST(tfds.image_classification.MNIST, skip_registration=True):
 
     def _file(self, dl_manager: Any, name: str) -> pathlib.Path:
         path, content = self.source and self.source / name, self.CONTENT_SHA256.get(name)
-        if path and content and path.is_file() and hashlib.sha256(_gunzip(path)).hexdigest() == content:
+        if (
+            path
+            and content
+            and path.is_file()
+            and hashlib.sha256(_gunzip(path)).hexdigest() == content
+        ):
             return path
         return pathlib.Path(dl_manager.download(self.URL + name))
 
@@ -223,8 +257,9 @@ class MNIST(tfds.image_classification.MNIST, skip_registration=True):
         images, labels = read_idx(_gunzip(images_path)), read_idx(_gunzip(labels_path))
         if images.shape != (len(labels), 28, 28) or labels.ndim != 1:
             raise DataError(
-                f"Expected images of 28 × 28 pixels and a label each, got {images_path.name} of shape {images.shape} "
-                f"and {labels_path.name} of shape {labels.shape}. Download them again."
+                f"Expected images of 28 × 28 pixels and a label each, got {images_path.name} of "
+                f"shape {images.shape} and {labels_path.name} of shape {labels.shape}. Download "
+                "them again."
             )
         for index, (image, label) in enumerate(zip(images, labels, strict=True)):
             yield index, {"image": encode_png(image[..., None]), "label": label}
@@ -233,22 +268,26 @@ class MNIST(tfds.image_classification.MNIST, skip_registration=True):
 class FashionMNIST(MNIST, tfds.image_classification.FashionMNIST, skip_registration=True):
     """TFDS's Fashion-MNIST, its idx files read with NumPy."""
 
-    # Computed from Debian's package dataset-fashion-mnist 0.0~git20200523.55506a9-1, whose files under
-    # /usr/share/datasets/fashion-mnist are those of github.com/zalandoresearch/fashion-mnist, compressed again; all
-    # 70,000 images and labels were compared with those of the set that TFDS prepares.
+    # Computed from Debian's package dataset-fashion-mnist 0.0~git20200523.55506a9-1, whose files
+    # under /usr/share/datasets/fashion-mnist are those of github.com/zalandoresearch/fashion-mnist,
+    # compressed again; all 70,000 images and labels were compared with those of the set that TFDS
+    # prepares.
     CONTENT_SHA256: Mapping[str, str] = {
-        "train-images-idx3-ubyte.gz": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
-        "train-labels-idx1-ubyte.gz": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
-        "t10k-images-idx3-ubyte.gz": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
-        "t10k-labels-idx1-ubyte.gz": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+        "train-images-idx3-ubyte.gz": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",  # noqa: E501
+        "train-labels-idx1-ubyte.gz": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",  # noqa: E501
+        "t10k-images-idx3-ubyte.gz": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",  # noqa: E501
+        "t10k-labels-idx1-ubyte.gz": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",  # noqa: E501
     }
 
 
 _BUILDERS = {builder.name: builder for builder in (Cifar10, Cifar100, MNIST, FashionMNIST)}
 
 
-def read_cifar(data: bytes, num_labels: int) -> tuple[UInt8[np.ndarray, "n labels"], UInt8[np.ndarray, "n 32 32 3"]]:
-    """Reads a file of CIFAR's binary edition: per image its labels, then 1,024 red, green and blue bytes each.
+def read_cifar(
+    data: bytes, num_labels: int
+) -> tuple[UInt8[np.ndarray, "n labels"], UInt8[np.ndarray, "n 32 32 3"]]:
+    """Reads a file of CIFAR's binary edition: per image its labels, then 1,024 red, green and blue
+    bytes each.
 
     >>> labels, images = read_cifar(bytes([7]) + bytes(3072), num_labels=1)
     >>> labels.tolist(), images.shape
@@ -259,13 +298,17 @@ def read_cifar(data: bytes, num_labels: int) -> tuple[UInt8[np.ndarray, "n label
     """
     size = num_labels + 3 * 32 * 32
     if not data or len(data) % size:
-        raise DataError(f"Expected a CIFAR file of a multiple of {size} bytes, got {len(data)}. Download it again.")
+        raise DataError(
+            f"Expected a CIFAR file of a multiple of {size} bytes, got {len(data)}. Download it "
+            "again."
+        )
     table = np.frombuffer(data, np.uint8).reshape(-1, size)
     return table[:, :num_labels], table[:, num_labels:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
 
 
 def read_idx(data: bytes) -> UInt8[np.ndarray, ...]:
-    """Reads an idx file of unsigned bytes: two zeros, type 8, number of axes, big-endian sizes, data.
+    """Reads an idx file of unsigned bytes: two zeros, type 8, number of axes, big-endian sizes,
+    data.
 
     >>> read_idx(bytes([0, 0, 8, 1, 0, 0, 0, 2, 5, 6])).tolist()
     [5, 6]
@@ -273,12 +316,21 @@ def read_idx(data: bytes) -> UInt8[np.ndarray, ...]:
     Raises:
         DataError: another type of file, or one that is not complete.
     """
-    if data[:3] != b"\0\0\x08" or len(data) < 4 or not 1 <= data[3] <= 3 or len(data) < 4 + 4 * data[3]:
-        raise DataError(f"Expected an idx file of unsigned bytes, got one that begins with {data[:4]!r}.")
+    if (
+        data[:3] != b"\0\0\x08"
+        or len(data) < 4
+        or not 1 <= data[3] <= 3
+        or len(data) < 4 + 4 * data[3]
+    ):
+        raise DataError(
+            f"Expected an idx file of unsigned bytes, got one that begins with {data[:4]!r}."
+        )
     shape = tuple(int(size) for size in np.frombuffer(data, ">u4", count=data[3], offset=4))
     size = len(data) - 4 - 4 * data[3]
     if size != math.prod(shape):
-        raise DataError(f"Expected an idx file of shape {shape}, got {size} values. Download it again.")
+        raise DataError(
+            f"Expected an idx file of shape {shape}, got {size} values. Download it again."
+        )
     return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape)
 
 
@@ -297,7 +349,8 @@ def _read_archive(archive: Any, members: Sequence[str]) -> Iterator[bytes]:
                 yield tar.extractfile(info).read()
     except (tarfile.TarError, KeyError, OSError, EOFError, zlib.error) as error:
         raise DataError(
-            f"Expected {', '.join(members)} in the archive {archive}, got {printable(error)}. Download it again."
+            f"Expected {', '.join(members)} in the archive {archive}, got {printable(error)}. "
+            "Download it again."
         ) from error
 
 
@@ -306,9 +359,13 @@ def _gunzip(path: pathlib.Path) -> bytes:
         with gzip.open(path) as file:
             content = file.read(_MAX_CONTENT + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"Expected a whole gzip file, got {path}: {printable(error)}. Download it again.") from error
+        raise DataError(
+            f"Expected a whole gzip file, got {path}: {printable(error)}. Download it again."
+        ) from error
     if len(content) > _MAX_CONTENT:
-        raise DataError(f"Expected at most {_MAX_CONTENT:,} bytes in {path}, got more. Download it again.")
+        raise DataError(
+            f"Expected at most {_MAX_CONTENT:,} bytes in {path}, got more. Download it again."
+        )
     return content
 
 
@@ -345,16 +402,24 @@ class FolderBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
         del dl_manager
-        return {split: self._generate_examples(self._folder.records(split)) for split in self._folder.splits}
+        return {
+            split: self._generate_examples(self._folder.records(split))
+            for split in self._folder.splits
+        }
 
     def _generate_examples(self, records: FolderRecords) -> Iterator:
         for index in range(len(records)):
             try:
                 encoded, label = records[index]
             except (OSError, ValueError) as error:
-                raise DataError(f"Expected a file that can be read, got {records.describe(index)}: {error}.") from error
+                raise DataError(
+                    f"Expected a file that can be read, got {records.describe(index)}: {error}."
+                ) from error
             file = records.path(index).relative_to(self._folder.root)
-            yield index, {"image": encoded, "label": label, "file_name": printable(file, limit=4096)}
+            yield (
+                index,
+                {"image": encoded, "label": label, "file_name": printable(file, limit=4096)},
+            )
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -365,23 +430,32 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _published(builder: tfds.core.DatasetBuilder) -> Mapping[str, Any]:
     # TFDS knows its checksums by the module of its own builder.
-    return next((kind.url_infos for kind in type(builder).mro() if getattr(kind, "url_infos", None)), {})
+    return next(
+        (kind.url_infos for kind in type(builder).mro() if getattr(kind, "url_infos", None)), {}
+    )
 
 
 def _source_files(builder: tfds.core.DatasetBuilder) -> str:
     infos = _published(builder).items()
-    return "\n".join(f"  {url}\n    as {info.filename}, SHA-256 {info.checksum}" for url, info in infos)
+    return "\n".join(
+        f"  {url}\n    as {info.filename}, SHA-256 {info.checksum}" for url, info in infos
+    )
 
 
-def _folder_builder(source: pathlib.Path | None, set_name: str | None, data_dir: str | None) -> FolderBuilder:
+def _folder_builder(
+    source: pathlib.Path | None, set_name: str | None, data_dir: str | None
+) -> FolderBuilder:
     if source is None:
         raise DataError("Expected --source=<image folder> with 'folder', got none.")
     folder = ImageFolder(source)
     name = folder.root.resolve().name if set_name is None else set_name
-    if not NAME.fullmatch(name) or name in {*SETS, *tfds.list_builders(with_community_datasets=False)}:
+    if not NAME.fullmatch(name) or name in {
+        *SETS,
+        *tfds.list_builders(with_community_datasets=False),
+    }:
         raise DataError(
-            f"Expected a set name of letters, digits and _ that no other set has, got '{printable(name)}'. "
-            "Choose one: --set_name=…"
+            "Expected a set name of letters, digits and _ that no other set has, got "
+            f"'{printable(name)}'. Choose one: --set_name=…"
         )
     return FolderBuilder(folder, name, data_dir=data_dir, file_format="array_record")
 
@@ -403,8 +477,12 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("name", help="TFDS name, or folder")
     parser.add_argument("--data_dir", help="where to put the set (default: ~/tensorflow_datasets)")
-    parser.add_argument("--source", help="folder of downloaded source files; with 'folder': the image folder")
-    parser.add_argument("--set_name", help="with 'folder': name of the set (default: the folder's name)")
+    parser.add_argument(
+        "--source", help="folder of downloaded source files; with 'folder': the image folder"
+    )
+    parser.add_argument(
+        "--set_name", help="with 'folder': name of the set (default: the folder's name)"
+    )
     options = parser.parse_args(arguments)
     try:
         path = prepare(options.name, options.data_dir, options.source, options.set_name)

@@ -1,4 +1,5 @@
-"""Reading and writing the weights of a model in safetensors files, which hold arrays and no code."""
+"""Reading and writing the weights of a model in safetensors files, which hold arrays and no
+code."""
 
 import dataclasses
 import functools
@@ -12,7 +13,15 @@ from flax import nnx
 
 from adder_flax.extras import needs
 from adder_flax.files import write_whole
-from adder_flax.interop._names import FORMATS, arrays_of, find, format_of, from_arrays, sizes_of, to_arrays
+from adder_flax.interop._names import (
+    FORMATS,
+    arrays_of,
+    find,
+    format_of,
+    from_arrays,
+    sizes_of,
+    to_arrays,
+)
 from adder_flax.interop._network import as_metadata, check_network, image_statistics, read_network
 from adder_flax.interop._positions import POSITIONS
 from adder_flax.interop._safetensors import open_weights
@@ -31,32 +40,40 @@ def save_weights(model: VisionTransformer, path: str | Path, *, names: str = "ad
     Args:
       model: the model.
       path: of the file; one that is there is replaced in one step, once the new one is whole.
-      names: whose names and layouts: `"adder_flax"`, `"timm"`, `"hugging_face"`, as the files of its
-        `ViTForImageClassification` have them, or `"transformers_5"`, as the model has them in memory from version 5 on.
+      names: whose names and layouts: `"adder_flax"`, `"timm"`, `"hugging_face"`, as the files of
+        its `ViTForImageClassification` have them, or `"transformers_5"`, as the model has them in
+        memory from version 5 on.
 
     Raises:
       ValueError: unknown names, or adder layers or a score with parameters in the names of others.
       OSError: it cannot be written; what was there is still there.
 
     >>> import tempfile
-    >>> model = VisionTransformer(image_size=8, patch_size=2, width=8, depth=1, num_heads=2, rngs=nnx.Rngs(0))
+    >>> model = VisionTransformer(
+    ...     image_size=8, patch_size=2, width=8, depth=1, num_heads=2, rngs=nnx.Rngs(0)
+    ... )
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_weights(model, f"{folder}/model.safetensors", names="timm")
     ...     load_weights(model, f"{folder}/model.safetensors")
     ()
     """
     if names not in FORMATS:
-        raise ValueError(f"expected names of {', '.join(FORMATS)}, got {names!r}; choose one of these")
+        raise ValueError(
+            f"expected names of {', '.join(FORMATS)}, got {names!r}; choose one of these"
+        )
     _check_layers(model, names)
     arrays = to_arrays(_flat(_parameters(model)), names, channels=_channels(model))
-    metadata = {"format": "pt"} | as_metadata(model)  # Hugging Face's reader insists on the first entry
+    metadata = {"format": "pt"} | as_metadata(
+        model
+    )  # Hugging Face's reader insists on the first entry
     content = safetensors.numpy.save(arrays, metadata=metadata)
     try:
         write_whole(path, content)
     except OSError as error:
         raise type(error)(
-            f"expected to write {len(content)} bytes to {printable(path)}, got: {error.strerror or error}; what was "
-            "there is still there; make room, or choose another path"
+            f"expected to write {len(content)} bytes to {printable(path)}, got: "
+            f"{error.strerror or error}; what was there is still there; make room, or choose "
+            "another path"
         ) from error
 
 
@@ -65,22 +82,24 @@ def load_weights(
 ) -> tuple[str, ...]:
     """Reads weights of timm, Hugging Face or `save_weights` into a model.
 
-    Attention may be of another kind than that of the weights, as long as its projections are dense: what its score has
-    learned parameters for stays as it is. So does the head where there is none, or one for another number of classes.
-    The position embedding is resized where the grid of patches differs; LayerScale (DeiT III) becomes part of the
-    layers that it scales.
+    Attention may be of another kind than that of the weights, as long as its projections are dense:
+    what its score has learned parameters for stays as it is. So does the head where there is none,
+    or one for another number of classes. The position embedding is resized where the grid of
+    patches differs; LayerScale (DeiT III) becomes part of the layers that it scales.
 
-    Names and shapes are compared before any data are read, and so is what they do not tell: the number of heads, the
-    activation, the norms and the pooling, which stand in the ``config.json`` beside files of timm and Hugging Face, and
-    in the header of those of `save_weights`. Numbers in 16, 32 or 64 bits are converted.
+    Names and shapes are compared before any data are read, and so is what they do not tell: the
+    number of heads, the activation, the norms and the pooling, which stand in the ``config.json``
+    beside files of timm and Hugging Face, and in the header of those of `save_weights`. Numbers in
+    16, 32 or 64 bits are converted.
 
     Args:
       model: changed in place.
       path: of a safetensors file.
-      network: `"read"` refuses weights of which that is not known; with `"same"` the user states that it is as in the
-        model, where nothing else is said.
-      positions: whose way of resizing the position embedding: `"timm"`, `"torch"` (that of DeiT and Hugging Face), or
-        `"auto"`, that of the project whose names the file has, and timm's for this project's own.
+      network: `"read"` refuses weights of which that is not known; with `"same"` the user states
+        that it is as in the model, where nothing else is said.
+      positions: whose way of resizing the position embedding: `"timm"`, `"torch"` (that of DeiT and
+        Hugging Face), or `"auto"`, that of the project whose names the file has, and timm's for
+        this project's own.
 
     Returns:
       Paths of the parameters that stayed as they were.
@@ -92,16 +111,21 @@ def load_weights(
     found = _read(model, path, network, positions)
     params = _flat(_parameters(model))
     kept = tuple(name for name in params if name not in found)
-    nnx.update(model, _nested({name: found.get(name, params[name]) for name in params}, like=_parameters(model)))
+    nnx.update(
+        model,
+        _nested({name: found.get(name, params[name]) for name in params}, like=_parameters(model)),
+    )
     return kept
 
 
 def read_model(
     path: str | Path, *, image_shape: tuple[int, int, int], num_classes: int
 ) -> tuple[VisionTransformer, tuple[tuple[float, ...], tuple[float, ...]] | None]:
-    """Builds the vision transformer that a file of timm or Hugging Face is of, and reads its weights.
+    """Builds the vision transformer that a file of timm or Hugging Face is of, and reads its
+    weights.
 
-    Its sizes are those of the arrays, and what they do not show stands beside them, see `load_weights`.
+    Its sizes are those of the arrays, and what they do not show stands beside them, see
+    `load_weights`.
 
     Args:
       path: of a safetensors file.
@@ -109,19 +133,21 @@ def read_model(
       num_classes: that its head must have.
 
     Returns:
-      The model, and mean and standard deviation of each channel by which its images are normalised; None where nothing
-      beside the file says so.
+      The model, and mean and standard deviation of each channel by which its images are normalised;
+      None where nothing beside the file says so.
 
     Raises:
-      ValueError: the file is no safetensors file, or its network is not known, not one of ours, or for other classes.
+      ValueError: the file is no safetensors file, or its network is not known, not one of ours, or
+        for other classes.
       OSError: it cannot be read.
     """
     with open_weights(path) as file:
         names = format_of(file.arrays)
         if names == "adder_flax":
             raise ValueError(
-                f"expected weights of timm or Hugging Face to build their model from, got those of this project in "
-                f"{printable(path)}, which do not tell the attention; take the directory of the run that they are of"
+                "expected weights of timm or Hugging Face to build their model from, got those of "
+                f"this project in {printable(path)}, which do not tell the attention; take the "
+                "directory of the run that they are of"
             )
         stored = {name: array.shape for name, array in file.arrays.items()}
         network = read_network(path, names, file.metadata)
@@ -141,8 +167,8 @@ def read_model(
     found = _read(model, path, "read", "auto")
     if missing := [name for name in _flat(nnx.to_pure_dict(params)) if name not in found]:
         raise ValueError(
-            f"expected a head for {num_classes} classes in {printable(path)}, got none or one for others: "
-            f"{', '.join(missing)}; choose weights for the same classes"
+            f"expected a head for {num_classes} classes in {printable(path)}, got none or one for "
+            f"others: {', '.join(missing)}; choose weights for the same classes"
         )
     like = nnx.to_pure_dict(params)
     return nnx.merge(graphdef, _nested(found, like=like)), image_statistics(path)
@@ -171,7 +197,8 @@ Started = TypeVar("Started", bound=Run)
 def start_from(
     run: Started, path: str | Path, *, network: str = "read", positions: str = "auto"
 ) -> tuple[Started, tuple[str, ...]]:
-    """Returns the run with weights of a file in place of random ones at its first step, see `load_weights`.
+    """Returns the run with weights of a file in place of random ones at its first step, see
+    `load_weights`.
 
     The file is read and checked at once, before anything is computed.
 
@@ -192,34 +219,60 @@ def start_from(
 
     def init() -> Any:
         state = run.init()
-        params = _nested({name: found.get(name, leaf) for name, leaf in _flat(state["params"]).items()}, like=like)
+        params = _nested(
+            {name: found.get(name, leaf) for name, leaf in _flat(state["params"]).items()},
+            like=like,
+        )
         params = jax.tree.map(lambda x, leaf: jax.device_put(x, leaf.sharding), params, like)
-        copies = {"ema_params": jax.tree.map(lambda x: x.copy(), params)} if "ema_params" in state else {}
+        copies = (
+            {"ema_params": jax.tree.map(lambda x: x.copy(), params)}
+            if "ema_params" in state
+            else {}
+        )
         return state | {"params": params} | copies
 
     return dataclasses.replace(run, init=init), kept
 
 
 # Whose way of resizing goes with whose names.
-_POSITIONS_OF = {"adder_flax": "timm", "timm": "timm", "hugging_face": "torch", "transformers_5": "torch"}
+_POSITIONS_OF = {
+    "adder_flax": "timm",
+    "timm": "timm",
+    "hugging_face": "torch",
+    "transformers_5": "torch",
+}
 
 
-def _read(model: VisionTransformer, path: str | Path, network: str, positions: str) -> dict[str, np.ndarray]:
+def _read(
+    model: VisionTransformer, path: str | Path, network: str, positions: str
+) -> dict[str, np.ndarray]:
     """Returns the parameters of a model that a file has, by path."""
-    for name, given, known in (("network", network, ("read", "same")), ("positions", positions, ("auto", *POSITIONS))):
+    for name, given, known in (
+        ("network", network, ("read", "same")),
+        ("positions", positions, ("auto", *POSITIONS)),
+    ):
         if given not in known:
-            raise ValueError(f"expected {name} out of {', '.join(known)}, got {given!r}; choose one of these")
+            raise ValueError(
+                f"expected {name} out of {', '.join(known)}, got {given!r}; choose one of these"
+            )
     params = _flat(_parameters(model))
     shapes = {name: leaf.shape for name, leaf in params.items()}
     with open_weights(path) as file:
         names = format_of(file.arrays)
         _check_layers(model, names)
-        places = find({name: stored.shape for name, stored in file.arrays.items()}, shapes, channels=_channels(model))
+        places = find(
+            {name: stored.shape for name, stored in file.arrays.items()},
+            shapes,
+            channels=_channels(model),
+        )
         check_network(model, path, names, file.metadata, stated=network == "same")
         arrays = {name: file.read(name) for name in arrays_of(places)}
         like = _POSITIONS_OF[names] if positions == "auto" else positions
         found = from_arrays(arrays, places, shapes, positions=like)
-        return {name: _as_type(array, params[name].dtype, places[name].name) for name, array in found.items()}
+        return {
+            name: _as_type(array, params[name].dtype, places[name].name)
+            for name, array in found.items()
+        }
 
 
 def _as_type(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
@@ -228,8 +281,8 @@ def _as_type(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     if not np.isfinite(converted).all():
         largest = np.abs(array).max()
         raise ValueError(
-            f"expected numbers in {name} that {np.dtype(dtype).name} holds, got {largest:.3g} in {array.dtype.name}; "
-            "save them within its range"
+            f"expected numbers in {name} that {np.dtype(dtype).name} holds, got {largest:.3g} in "
+            f"{array.dtype.name}; save them within its range"
         )
     return converted
 
@@ -237,30 +290,35 @@ def _as_type(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
 def _check_layers(model: nnx.Module, names: str) -> None:
     if not isinstance(model, VisionTransformer):
         raise ValueError(
-            f"expected a vision transformer, whose weights have names that others know, got a {type(model).__name__}"
-            "; keep its checkpoints"
+            "expected a vision transformer, whose weights have names that others know, got a "
+            f"{type(model).__name__}; keep its checkpoints"
         )
     if names != "adder_flax" and has_prototypes(model):
         raise ValueError(
-            f"expected dense layers for weights in the names of {names}, got adder layers, whose weights mean "
-            "something else; choose qkv_linear, proj_linear and mlp_linear 'dense', or the names of adder_flax"
+            f"expected dense layers for weights in the names of {names}, got adder layers, whose "
+            "weights mean something else; choose qkv_linear, proj_linear and mlp_linear 'dense', "
+            "or the names of adder_flax"
         )
     if names != "adder_flax" and not all(map(_is_published, model.blocks)):
         raise ValueError(
-            f"expected projections, and LayerNorm in front of them, for weights in the names of {names}, got blocks "
-            "without; choose norm_position 'pre', qkv_linear and proj_linear 'dense', or the names of adder_flax"
+            "expected projections, and LayerNorm in front of them, for weights in the names of "
+            f"{names}, got blocks without; choose norm_position 'pre', qkv_linear and proj_linear "
+            "'dense', or the names of adder_flax"
         )
     if names != "adder_flax" and len(model.patch_embed.stem):
         raise ValueError(
-            f"expected patches cut from the image for weights in the names of {names}, got convolutions in front of "
-            "them; leave out stem_channels, or choose the names of adder_flax"
+            f"expected patches cut from the image for weights in the names of {names}, got "
+            "convolutions in front of them; leave out stem_channels, or choose the names of "
+            "adder_flax"
         )
 
 
 def _is_published(block: Block) -> bool:
     """Whether it is a block of ViT, whatever its score."""
     linears = (block.attention.query, block.attention.out)
-    return block.norm_position == "pre" and not any(isinstance(linear, Identity) for linear in linears)
+    return block.norm_position == "pre" and not any(
+        isinstance(linear, Identity) for linear in linears
+    )
 
 
 def _channels(model: VisionTransformer) -> int:

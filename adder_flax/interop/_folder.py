@@ -1,4 +1,5 @@
-"""A folder that Hugging Face's libraries load: weights, configuration, what is done to images, and a model card."""
+"""A folder that Hugging Face's libraries load: weights, configuration, what is done to images, and
+a model card."""
 
 import json
 import math
@@ -24,15 +25,17 @@ def save_folder(
     crop_ratio: float = 1.0,
     card: str = "",
 ) -> None:
-    """Writes a folder from which ``AutoModelForImageClassification.from_pretrained`` makes the same classifier.
+    """Writes a folder from which ``AutoModelForImageClassification.from_pretrained`` makes the same
+    classifier.
 
     Args:
-      model: a multiplicative transformer that reads its class token; with a distillation token it becomes a
-        ``DeiTForImageClassificationWithTeacher``, else a ``ViTForImageClassification``.
+      model: a multiplicative transformer that reads its class token; with a distillation token it
+        becomes a ``DeiTForImageClassificationWithTeacher``, else a ``ViTForImageClassification``.
       folder: made where it is not there; files of the same names are replaced.
       label_names: of the classes.
       mean, std: by which each channel of images in [0, 1] is normalised.
-      crop_ratio: side of the middle of a photograph that is taken, over its shorter side; 1 resizes the whole image.
+      crop_ratio: side of the middle of a photograph that is taken, over its shorter side; 1 resizes
+        the whole image.
       card: text of ``README.md``, see `model_card`; none is written where it is empty.
 
     Raises:
@@ -42,30 +45,42 @@ def save_folder(
     Example:
       >>> import tempfile
       >>> from flax import nnx
-      >>> model = VisionTransformer(image_size=8, patch_size=2, num_classes=2, width=8, depth=1, num_heads=2,
-      ...                           rngs=nnx.Rngs(0))
+      >>> model = VisionTransformer(
+      ...     image_size=8,
+      ...     patch_size=2,
+      ...     num_classes=2,
+      ...     width=8,
+      ...     depth=1,
+      ...     num_heads=2,
+      ...     rngs=nnx.Rngs(0),
+      ... )
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     save_folder(model, folder, label_names=["cat", "dog"], mean=[0.5] * 3, std=[0.25] * 3)
       ...     sorted(path.name for path in Path(folder).iterdir())
       ['config.json', 'model.safetensors', 'preprocessor_config.json']
     """
     if not isinstance(model, VisionTransformer) or model.pooling != "cls":
+        is_vit = isinstance(model, VisionTransformer)
+        got = "one that takes the mean" if is_vit else f"a {type(model).__name__}"
         raise ValueError(
-            "expected a vision transformer that reads its class token for Hugging Face's classes, got "
-            f"{'one that takes the mean' if isinstance(model, VisionTransformer) else f'a {type(model).__name__}'}; "
-            "export a program (--names=stablehlo)"
+            "expected a vision transformer that reads its class token for Hugging Face's classes, "
+            f"got {got}; export a program (--names=stablehlo)"
         )
     scores = {str(block.attention.settings.score) for block in model.blocks}
     if scores != {"dot"}:
         raise ValueError(
-            f"expected dot-product attention for Hugging Face's classes, got {', '.join(sorted(scores))}; export a "
-            "program (--names=stablehlo), or weights in the names of adder_flax"
+            "expected dot-product attention for Hugging Face's classes, got "
+            f"{', '.join(sorted(scores))}; export a program (--names=stablehlo), or weights in the "
+            "names of adder_flax"
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_weights(model, folder / "model.safetensors", names="hugging_face")
     _write_json(folder / "config.json", _config(model, label_names))
-    _write_json(folder / "preprocessor_config.json", _preprocessing(model.image_shape, mean, std, crop_ratio))
+    _write_json(
+        folder / "preprocessor_config.json",
+        _preprocessing(model.image_shape, mean, std, crop_ratio),
+    )
     if card:
         write_whole(folder / "README.md", card.encode())
 
@@ -75,7 +90,9 @@ def _config(model: VisionTransformer, label_names: Sequence[str]) -> dict[str, A
     distilled = model.head_dist is not None
     pixels = model.patch_embed.proj.in_features // channels
     return {
-        "architectures": ["DeiTForImageClassificationWithTeacher" if distilled else "ViTForImageClassification"],
+        "architectures": [
+            "DeiTForImageClassificationWithTeacher" if distilled else "ViTForImageClassification"
+        ],
         "model_type": "deit" if distilled else "vit",
         "image_size": height if height == width else [height, width],
         "patch_size": math.isqrt(pixels),
@@ -96,7 +113,10 @@ def _config(model: VisionTransformer, label_names: Sequence[str]) -> dict[str, A
 
 
 def _preprocessing(
-    image_shape: tuple[int, int, int], mean: Sequence[float], std: Sequence[float], crop_ratio: float
+    image_shape: tuple[int, int, int],
+    mean: Sequence[float],
+    std: Sequence[float],
+    crop_ratio: float,
 ) -> dict[str, Any]:
     height, width, _ = image_shape
     size = {"height": height, "width": width}
@@ -142,7 +162,15 @@ def model_card(
       usage: lines of Python that load the model.
       distilled: whether it has a distillation token.
 
-    >>> print(model_card("ViT, digits", data="digits/test", measured={"accuracy": 0.98}, facts={"seed": 0}, usage="x"))
+    >>> print(
+    ...     model_card(
+    ...         "ViT, digits",
+    ...         data="digits/test",
+    ...         measured={"accuracy": 0.98},
+    ...         facts={"seed": 0},
+    ...         usage="x",
+    ...     )
+    ... )
     ---
     library_name: transformers
     pipeline_tag: image-classification

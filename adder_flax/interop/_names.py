@@ -1,8 +1,8 @@
 """The names and layouts that other projects give to the same parameters of a vision transformer.
 
-A *place* says where a parameter of ours is in a file: the name of its array there, which third of that array it is
-(timm keeps query, key and value in one), how its axes lie, and what scales its outputs. Reading and writing both follow
-from the places.
+A *place* says where a parameter of ours is in a file: the name of its array there, which third of
+that array it is (timm keeps query, key and value in one), how its axes lie, and what scales its
+outputs. Reading and writing both follow from the places.
 """
 
 import re
@@ -15,7 +15,8 @@ from adder_flax.interop._positions import can_resize, resize_positions
 from adder_flax.text import printable
 
 FORMATS = ("adder_flax", "timm", "hugging_face", "transformers_5")
-"""Names of this project, of timm, of Hugging Face's files, and of what transformers 5 calls the same in memory."""
+"""Names of this project, of timm, of Hugging Face's files, and of what transformers 5 calls the
+same in memory."""
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -87,8 +88,10 @@ class _Place(NamedTuple):
     Attributes:
       name: of the array there.
       third: which third of its first axis the parameter is, or None for all of it.
-      layout: "same"; "matrix", (out, in) there; or "patches", a convolution (out, channels, height, width) there.
-      factor: name of an array that the outputs of the layer are multiplied by (LayerScale), or None.
+      layout: "same"; "matrix", (out, in) there; or "patches", a convolution (out, channels, height,
+        width) there.
+      factor: name of an array that the outputs of the layer are multiplied by (LayerScale), or
+        None.
     """
 
     name: str
@@ -101,11 +104,20 @@ def _place(path: str, names: str, *, with_teacher: bool) -> _Place:
     if names == "adder_flax":
         return _Place(path, None, "same")
     name = re.sub(r"\.(kernel|scale)$", ".weight", path)
-    for pattern, replacement in (*_PATTERNS[names], *(_WITH_TEACHER if with_teacher and names != "timm" else ())):
+    for pattern, replacement in (
+        *_PATTERNS[names],
+        *(_WITH_TEACHER if with_teacher and names != "timm" else ()),
+    ):
         name = re.sub(pattern, replacement, name)
     role = re.search(r"\.attention\.(query|key|value)\.", path)
     third = _THIRDS.index(role[1]) if role and names == "timm" else None
-    layout = "patches" if path == "patch_embed.proj.kernel" else "matrix" if path.endswith(".kernel") else "same"
+    layout = (
+        "patches"
+        if path == "patch_embed.proj.kernel"
+        else "matrix"
+        if path.endswith(".kernel")
+        else "same"
+    )
     return _Place(name, third, layout)
 
 
@@ -124,8 +136,8 @@ def format_of(names: Iterable[str]) -> str:
             return known
     shown = ", ".join(printable(name, limit=80) for name in names[:3]) or "none"
     raise ValueError(
-        f"expected weights of a vision transformer in the names of {', '.join(FORMATS)}, got {shown} and "
-        f"{max(len(names) - 3, 0)} more; convert them to timm's names"
+        f"expected weights of a vision transformer in the names of {', '.join(FORMATS)}, got "
+        f"{shown} and {max(len(names) - 3, 0)} more; convert them to timm's names"
     )
 
 
@@ -149,8 +161,8 @@ def sizes_of(stored: Mapping[str, tuple[int, ...]], names: str) -> dict[str, Any
     hidden, kernel = stored.get(first, ()), stored.get(patches, ())
     if len(hidden) != 2 or len(kernel) != 4 or 0 in (*hidden, *kernel):
         raise ValueError(
-            f"expected {first} with 2 axes and {patches} with 4, got {printable(hidden)} and {printable(kernel)}; "
-            "take weights of a vision transformer"
+            f"expected {first} with 2 axes and {patches} with 4, got {printable(hidden)} and "
+            f"{printable(kernel)}; take weights of a vision transformer"
         )
     numbered = re.compile(re.escape(first).replace("0", r"\d+", 1))
     return {
@@ -183,8 +195,8 @@ def to_arrays(params: Arrays, names: str, *, channels: int) -> dict[str, np.ndar
     own = [path for path in params if _OF_A_SCORE.search(path)]
     if names != "adder_flax" and own:
         raise ValueError(
-            f"expected a score without parameters to write in the names of {names}, got {own[0]} and {len(own) - 1} "
-            "more; write in those of adder_flax"
+            f"expected a score without parameters to write in the names of {names}, got {own[0]} "
+            f"and {len(own) - 1} more; write in those of adder_flax"
         )
     arrays, thirds = {}, {}
     for path, array in params.items():
@@ -194,16 +206,19 @@ def to_arrays(params: Arrays, names: str, *, channels: int) -> dict[str, np.ndar
             arrays[place.name] = array
         else:
             thirds.setdefault(place.name, {})[place.third] = array
-    return arrays | {name: np.concatenate([parts[n] for n in range(3)]) for name, parts in thirds.items()}
+    return arrays | {
+        name: np.concatenate([parts[n] for n in range(3)]) for name, parts in thirds.items()
+    }
 
 
 def find(
     stored: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], *, channels: int
 ) -> dict[str, _Place]:
-    """Finds the parameters of a transformer among arrays in any of `FORMATS`, by their names and shapes alone.
+    """Finds the parameters of a transformer among arrays in any of `FORMATS`, by their names and
+    shapes alone.
 
-    Not found are parameters of scores that the file does not have, and a head that is not there or for another number
-    of classes.
+    Not found are parameters of scores that the file does not have, and a head that is not there or
+    for another number of classes.
 
     Args:
       stored: shapes of the arrays, by their names.
@@ -214,10 +229,14 @@ def find(
       Where each parameter that was found is, by our path.
 
     Raises:
-      ValueError: names of no known format, an array that has no place here, a parameter that is missing or of another
-        shape, a head or score of which only a part is there.
+      ValueError: names of no known format, an array that has no place here, a parameter that is
+        missing or of another shape, a head or score of which only a part is there.
 
-    >>> found = find({"blocks.0.attn.qkv.weight": (24, 8)}, {"blocks.0.attention.key.kernel": (8, 8)}, channels=3)
+    >>> found = find(
+    ...     {"blocks.0.attn.qkv.weight": (24, 8)},
+    ...     {"blocks.0.attention.key.kernel": (8, 8)},
+    ...     channels=3,
+    ... )
     >>> found["blocks.0.attention.key.kernel"].third
     1
     """
@@ -233,24 +252,31 @@ def find(
     absent = {path for path in optional if places[path].name not in stored}
     for path in absent:
         part = _part(path)
-        if beside := [places[other].name for other in optional if _part(other) == part and other not in absent]:
+        if beside := [
+            places[other].name for other in optional if _part(other) == part and other not in absent
+        ]:
             raise ValueError(
-                f"expected {places[path].name} beside {beside[0]}, got only a part of what belongs together; take "
-                "weights that are whole"
+                f"expected {places[path].name} beside {beside[0]}, got only a part of what belongs "
+                "together; take weights that are whole"
             )
     found = {path: place for path, place in places.items() if path not in absent}
     for place in found.values():
         if place.name not in stored:
-            raise ValueError(f"expected {place.name} among the weights, got none; choose the model that they are of")
+            raise ValueError(
+                f"expected {place.name} among the weights, got none; choose the model that they "
+                "are of"
+            )
     if any(_is_for_other_classes(head, stored, shapes, places) for head in _HEADS):
         found = {path: place for path, place in found.items() if not path.startswith(_HEADS)}
     for path, place in found.items():
         expected, got = _shape_there(shapes[path], place, channels), stored[place.name]
-        if got != expected and not (path == "pos_embed" and can_resize(got, expected, _prefix_tokens(shapes))):
+        if got != expected and not (
+            path == "pos_embed" and can_resize(got, expected, _prefix_tokens(shapes))
+        ):
             _refuse_gated(path, places, stored)
             raise ValueError(
-                f"expected {place.name} of shape {expected}, got {printable(got, limit=80)}; choose a model of their "
-                "width, patch size, number of channels and grid of patches"
+                f"expected {place.name} of shape {expected}, got {printable(got, limit=80)}; "
+                "choose a model of their width, patch size, number of channels and grid of patches"
             )
         if place.factor is not None and stored[place.factor] != (shapes[path][-1],):
             raise ValueError(
@@ -271,13 +297,17 @@ def arrays_of(places: Mapping[str, _Place]) -> list[str]:
 
 
 def from_arrays(
-    arrays: Arrays, places: Mapping[str, _Place], shapes: Mapping[str, tuple[int, ...]], *, positions: str
+    arrays: Arrays,
+    places: Mapping[str, _Place],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    positions: str,
 ) -> dict[str, np.ndarray]:
     """Lays out arrays of a file as parameters of a transformer.
 
-    A position embedding for another square grid of patches is resized, and gets zeros for tokens in front of the
-    patches that it has no entries for (timm's ``no_embed_class``). LayerScale becomes part of the layer in front of it
-    where the model has none.
+    A position embedding for another square grid of patches is resized, and gets zeros for tokens in
+    front of the patches that it has no entries for (timm's ``no_embed_class``). LayerScale becomes
+    part of the layer in front of it where the model has none.
 
     Args:
       arrays: by their names there, those of `arrays_of`.
@@ -299,13 +329,17 @@ def from_arrays(
         found[path] = array if place.factor is None else array * arrays[place.factor]
     if "pos_embed" in found:
         found["pos_embed"] = resize_positions(
-            found["pos_embed"], shapes["pos_embed"][1], prefix_tokens=_prefix_tokens(shapes), like=positions
+            found["pos_embed"],
+            shapes["pos_embed"][1],
+            prefix_tokens=_prefix_tokens(shapes),
+            like=positions,
         )
     return found
 
 
 def _scaled(path: str, place: _Place, stored: Mapping[str, tuple[int, ...]]) -> _Place:
-    """Returns a place with the LayerScale behind it, if the file has one (timm: ``ls1``, ``ls2``)."""
+    """Returns a place with the LayerScale behind it, if the file has one (timm: ``ls1``,
+    ``ls2``)."""
     layer = re.match(r"(blocks\.\d+)\.(attention\.out|mlp\.fc2)\.", path)
     if layer is None:
         return place
@@ -314,7 +348,8 @@ def _scaled(path: str, place: _Place, stored: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _without_layer_scale(params: Arrays) -> Arrays:
-    """Returns parameters of the same function with LayerScale made part of the layers in front of it."""
+    """Returns parameters of the same function with LayerScale made part of the layers in front of
+    it."""
     folded = {path: array for path, array in params.items() if not _LAYER_SCALE.match(path)}
     for path, scale in params.items():
         if found := _LAYER_SCALE.match(path):
@@ -328,30 +363,39 @@ def _why_homeless(homeless: list[str], depth: int) -> str:
     for name in homeless:
         if re.search(_DISTILLATION, name):
             return (
-                f"expected weights without a distillation token, as the model is, got {printable(name, limit=80)}; set "
-                "config.model.distilled (distilled=True), or choose weights without one"
+                "expected weights without a distillation token, as the model is, got "
+                f"{printable(name, limit=80)}; set config.model.distilled (distilled=True), or "
+                "choose weights without one"
             )
         for pattern, part in _UNKNOWN_PARTS:
             if re.search(pattern, name):
                 return (
-                    f"expected weights of a network like the model, got {printable(name, limit=80)}, which is of one "
-                    f"with {part}, which the model does not have; choose weights without it"
+                    "expected weights of a network like the model, got "
+                    f"{printable(name, limit=80)}, which is of one with {part}, which the model "
+                    "does not have; choose weights without it"
                 )
     return (
-        f"expected the weights of a vision transformer of {depth} blocks, got {printable(homeless[0], limit=80)} and "
-        f"{len(homeless) - 1} more that have no place in it; choose a model of their depth, layers and pooling"
+        f"expected the weights of a vision transformer of {depth} blocks, got "
+        f"{printable(homeless[0], limit=80)} and {len(homeless) - 1} more that have no place in "
+        "it; choose a model of their depth, layers and pooling"
     )
 
 
-def _refuse_gated(path: str, places: Mapping[str, _Place], stored: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ValueError for an MLP whose first layer makes twice what its second takes, as timm packs SwiGLU."""
+def _refuse_gated(
+    path: str, places: Mapping[str, _Place], stored: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raises ValueError for an MLP whose first layer makes twice what its second takes, as timm
+    packs SwiGLU."""
     if (block := re.match(r"(blocks\.\d+\.mlp)\.", path)) is None:
         return
-    first, second = (stored.get(places[f"{block[1]}.{layer}.kernel"].name, ()) for layer in ("fc1", "fc2"))
+    first, second = (
+        stored.get(places[f"{block[1]}.{layer}.kernel"].name, ()) for layer in ("fc1", "fc2")
+    )
     if len(first) == len(second) == 2 and first[0] == 2 * second[1]:
         raise ValueError(
-            f"expected weights of a network like the model, got a gated MLP (SwiGLU) in {block[1]}, whose first layer "
-            f"has {first[0]} outputs where its second takes {second[1]}; choose weights without it"
+            "expected weights of a network like the model, got a gated MLP (SwiGLU) in "
+            f"{block[1]}, whose first layer has {first[0]} outputs where its second takes "
+            f"{second[1]}; choose weights without it"
         )
 
 
@@ -362,7 +406,11 @@ def _prefix_tokens(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 def _part(path: str) -> str:
     """Returns what a parameter belongs to of which all or nothing is taken."""
-    return path.partition(".")[0] if path.startswith(_HEADS) else re.sub(r"(\.attention\.score)\..*", r"\1", path)
+    return (
+        path.partition(".")[0]
+        if path.startswith(_HEADS)
+        else re.sub(r"(\.attention\.score)\..*", r"\1", path)
+    )
 
 
 def _is_for_other_classes(
@@ -378,7 +426,9 @@ def _is_for_other_classes(
     kernel, bias = (stored[places[part].name] for part in parts)
     (width, classes), transposed = shapes[parts[0]], places[parts[0]].layout == "matrix"
     others = bias[0] if len(bias) == 1 else 0
-    return others not in (0, classes) and kernel == ((others, width) if transposed else (width, others))
+    return others not in (0, classes) and kernel == (
+        (others, width) if transposed else (width, others)
+    )
 
 
 def _shape_there(shape: tuple[int, ...], place: _Place, channels: int) -> tuple[int, ...]:

@@ -1,8 +1,10 @@
-"""What names and shapes of weights do not tell of the network that they are of, and who says it instead.
+"""What names and shapes of weights do not tell of the network that they are of, and who says it
+instead.
 
-Two networks with arrays of the same names and shapes may differ in their heads, activation, epsilon, and in where norms
-and averages stand: the weights of one give wrong logits in the other without any sign of it. Hugging Face and timm keep
-a ``config.json`` beside their files; this project writes the same facts into the header of its own.
+Two networks with arrays of the same names and shapes may differ in their heads, activation,
+epsilon, and in where norms and averages stand: the weights of one give wrong logits in the other
+without any sign of it. Hugging Face and timm keep a ``config.json`` beside their files; this
+project writes the same facts into the header of its own.
 """
 
 import json
@@ -55,12 +57,18 @@ def network_of(model: VisionTransformer) -> Network:
     """Returns the facts of a model.
 
     >>> from flax import nnx
-    >>> network_of(VisionTransformer(image_size=4, patch_size=2, width=8, depth=1, num_heads=2, rngs=nnx.Rngs(0)))
+    >>> network_of(
+    ...     VisionTransformer(
+    ...         image_size=4, patch_size=2, width=8, depth=1, num_heads=2, rngs=nnx.Rngs(0)
+    ...     )
+    ... )
     Network(num_heads=2, activation='gelu', norms='before', epsilon=1e-06, pooling='cls')
     """
     block = model.blocks[0]
     norms = "before" if block.norm_position == "pre" else "after"
-    return Network(block.attention.num_heads, "gelu", norms, float(model.norm.epsilon), model.pooling)
+    return Network(
+        block.attention.num_heads, "gelu", norms, float(model.norm.epsilon), model.pooling
+    )
 
 
 def as_metadata(model: VisionTransformer) -> dict[str, str]:
@@ -69,7 +77,12 @@ def as_metadata(model: VisionTransformer) -> dict[str, str]:
 
 
 def check_network(
-    model: VisionTransformer, path: str | Path, names: str, metadata: Mapping[str, str], *, stated: bool
+    model: VisionTransformer,
+    path: str | Path,
+    names: str,
+    metadata: Mapping[str, str],
+    *,
+    stated: bool,
 ) -> None:
     """Checks that weights are of a network like the model.
 
@@ -89,14 +102,17 @@ def check_network(
         if got is not None and not _same(expected, got):
             fix = f"set config.model.{_SETTINGS[fact]}, or " if fact in _SETTINGS else ""
             raise ValueError(
-                f"expected weights of a network whose {word} is {expected}, as the model's, got {printable(got)} by "
-                f"{by}; {fix}choose other weights"
+                f"expected weights of a network whose {word} is {expected}, as the model's, got "
+                f"{printable(got)} by {by}; {fix}choose other weights"
             )
-    if (unknown := [word for fact, word in _WORDS.items() if getattr(said, fact) is None]) and not stated:
+    if (
+        unknown := [word for fact, word in _WORDS.items() if getattr(said, fact) is None]
+    ) and not stated:
         raise ValueError(
-            f"expected to know of the network of these weights what arrays do not tell, its {', '.join(unknown)}, got "
-            f"{by}; put the config.json that belongs to them beside them, or state that it is as in the model: "
-            "--config.init_from_network=same, network='same'"
+            "expected to know of the network of these weights what arrays do not tell, its "
+            f"{', '.join(unknown)}, got {by}; put the config.json that belongs to them beside "
+            "them, or state that it is as in the model: --config.init_from_network=same, "
+            "network='same'"
         )
 
 
@@ -112,16 +128,19 @@ def read_network(path: str | Path, names: str, metadata: Mapping[str, str]) -> N
     said, by = _read_network(path, names, metadata)
     if unknown := [word for fact, word in _WORDS.items() if getattr(said, fact) is None]:
         raise ValueError(
-            f"expected to know of the network of the weights in {printable(path)} what arrays do not tell, its "
-            f"{', '.join(unknown)}, got {by}; put the config.json that belongs to them beside them"
+            f"expected to know of the network of the weights in {printable(path)} what arrays do "
+            f"not tell, its {', '.join(unknown)}, got {by}; put the config.json that belongs to "
+            "them beside them"
         )
     return said
 
 
 def image_statistics(path: str | Path) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """Returns mean and deviation of each channel that the images of a file's network are normalised by, if known.
+    """Returns mean and deviation of each channel that the images of a file's network are normalised
+    by, if known.
 
-    timm keeps them in ``config.json``, Hugging Face in ``preprocessor_config.json``, both beside the weights.
+    timm keeps them in ``config.json``, Hugging Face in ``preprocessor_config.json``, both beside
+    the weights.
     """
     for name, section, keys in (
         (_BESIDE, "pretrained_cfg", ("mean", "std")),
@@ -136,7 +155,11 @@ def image_statistics(path: str | Path) -> tuple[tuple[float, ...], tuple[float, 
 
 
 def _same(expected: Any, got: Any) -> bool:
-    return math.isclose(expected, got, rel_tol=1e-6) if isinstance(expected, float) else expected == got
+    return (
+        math.isclose(expected, got, rel_tol=1e-6)
+        if isinstance(expected, float)
+        else expected == got
+    )
 
 
 def _read_network(path: str | Path, names: str, metadata: Mapping[str, str]) -> tuple[Network, str]:
@@ -168,8 +191,9 @@ def _read_json(beside: Path) -> dict[str, Any] | None:
             raise ValueError("no object of at most 4 MiB")
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"expected a configuration in JSON in {printable(beside)}, which lies beside the weights, got: "
-            f"{printable(error)}; put the one there that belongs to them, or take it away"
+            f"expected a configuration in JSON in {printable(beside)}, which lies beside the "
+            f"weights, got: {printable(error)}; put the one there that belongs to them, or take it "
+            "away"
         ) from error
     return fields
 
@@ -181,20 +205,21 @@ def _own(text: str) -> Network:
         return Network(**{fact: kind(fields[fact]) for fact, kind in kinds.items()})
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(
-            f"expected {', '.join(kinds)} in the entry {METADATA} of the file, got {printable(text, limit=80)}; get or "
-            "save the file again"
+            f"expected {', '.join(kinds)} in the entry {METADATA} of the file, got "
+            f"{printable(text, limit=80)}; get or save the file again"
         ) from error
 
 
 def _hugging_face(fields: Mapping[str, Any]) -> Network:
-    """Reads the configuration of a ViT or DeiT; what it leaves out has the defaults of ``ViTConfig``."""
+    """Reads the configuration of a ViT or DeiT; what it leaves out has the defaults of
+    ``ViTConfig``."""
     kind = fields.get("model_type")
     if kind is None:
         return Network()
     if kind not in ("vit", "deit"):
         raise ValueError(
-            f"expected weights of Hugging Face's vit or deit, got a config.json beside them that is of "
-            f"{printable(kind, limit=80)}; choose weights of one of these"
+            "expected weights of Hugging Face's vit or deit, got a config.json beside them that is "
+            f"of {printable(kind, limit=80)}; choose weights of one of these"
         )
     return Network(
         num_heads=_whole(fields.get("num_attention_heads", 12)),
@@ -205,11 +230,14 @@ def _hugging_face(fields: Mapping[str, Any]) -> Network:
     )
 
 
-# Architectures of timm that are plain vision transformers, with the heads of their sizes. All have exact GELUs, norms
-# in front with an epsilon of 1e-6, and read the class token.
-_PLAIN = re.compile(r"(?:vit|deit|deit3)_(tiny|small|medium|base|large|huge)(?:_distilled)?_patch\d+_\d+")
+# Architectures of timm that are plain vision transformers, with the heads of their sizes. All have
+# exact GELUs, norms in front with an epsilon of 1e-6, and read the class token.
+_PLAIN = re.compile(
+    r"(?:vit|deit|deit3)_(tiny|small|medium|base|large|huge)(?:_distilled)?_patch\d+_\d+"
+)
 _HEADS = {"tiny": 3, "small": 6, "medium": 8, "base": 12, "large": 16, "huge": 16}
-# Arguments of timm's class that change the network and not the names of its arrays, and the value that they may have.
+# Arguments of timm's class that change the network and not the names of its arrays, and the value
+# that they may have.
 _PLAIN_ARGUMENTS = {
     "block_fn": None,
     "attn_layer": None,
@@ -223,10 +251,13 @@ _PLAIN_ARGUMENTS = {
 
 
 def _timm(fields: Mapping[str, Any]) -> Network:
-    """Reads timm's configuration: the name of an architecture, and the arguments that it was changed by."""
+    """Reads timm's configuration: the name of an architecture, and the arguments that it was
+    changed by."""
     given = fields.get("model_args") or {}
     if not isinstance(given, Mapping):
-        raise ValueError(f"expected model_args by name in config.json, got {printable(given, limit=80)}; mend it")
+        raise ValueError(
+            f"expected model_args by name in config.json, got {printable(given, limit=80)}; mend it"
+        )
     for name, plain in _PLAIN_ARGUMENTS.items():
         if given.get(name, plain) != plain:
             raise ValueError(
@@ -237,7 +268,9 @@ def _timm(fields: Mapping[str, Any]) -> Network:
     activation, norm = given.get("act_layer"), given.get("norm_layer")
     pooling = given.get("global_pool", fields.get("global_pool"))
     return Network(
-        num_heads=_whole(given["num_heads"]) if "num_heads" in given else plain and _HEADS[plain[1]],
+        num_heads=_whole(given["num_heads"])
+        if "num_heads" in given
+        else plain and _HEADS[plain[1]],
         activation=_word(activation) if activation else plain and "gelu",
         norms=plain and "before",
         epsilon=_epsilon_of(norm) if norm else plain and 1e-6,
@@ -246,7 +279,8 @@ def _timm(fields: Mapping[str, Any]) -> Network:
 
 
 def _pooling(pooling: Any, given: Mapping[str, Any]) -> str:
-    """Returns ours for timm's: with ``avg`` and no norm behind it, and no class token, it is the mean."""
+    """Returns ours for timm's: with ``avg`` and no norm behind it, and no class token, it is the
+    mean."""
     if pooling == "token":
         return "cls"
     behind = pooling == "avg" and given.get("fc_norm") is False
@@ -256,8 +290,8 @@ def _pooling(pooling: Any, given: Mapping[str, Any]) -> str:
 def _epsilon_of(norm: Any) -> float:
     if norm != "layernorm":
         raise ValueError(
-            f"expected weights of a network with LayerNorm, got norm_layer={printable(norm, limit=80)} by config.json "
-            "beside them; choose others"
+            "expected weights of a network with LayerNorm, got "
+            f"norm_layer={printable(norm, limit=80)} by config.json beside them; choose others"
         )
     return 1e-6
 
@@ -268,11 +302,15 @@ def _whole(value: Any) -> int:
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"expected a number in config.json, got {printable(value, limit=80)}; mend it")
+        raise ValueError(
+            f"expected a number in config.json, got {printable(value, limit=80)}; mend it"
+        )
     return float(value)
 
 
 def _word(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"expected a name in config.json, got {printable(value, limit=80)}; mend it")
+        raise ValueError(
+            f"expected a name in config.json, got {printable(value, limit=80)}; mend it"
+        )
     return value

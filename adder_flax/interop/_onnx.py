@@ -30,8 +30,8 @@ def save_onnx(
 ) -> None:
     """Writes a function of images as an ONNX model for any number of images, in one file.
 
-    Its input is ``images``, uint8 (batch, height, width, channels). Metadata of the model hold ``classes``, a name on
-    each line, and the notes as JSON.
+    Its input is ``images``, uint8 (batch, height, width, channels). Metadata of the model hold
+    ``classes``, a name on each line, and the notes as JSON.
 
     Args:
       classify: logits or probabilities of uint8 images, normalisation included.
@@ -42,7 +42,8 @@ def save_onnx(
 
     Raises:
       MissingExtraError: ``jax2onnx``, or a library that it needs, is not installed.
-      ValueError: jax2onnx cannot write it, as with attention in blocks of keys, or one file cannot hold it.
+      ValueError: jax2onnx cannot write it, as with attention in blocks of keys, or one file cannot
+        hold it.
       OSError: it cannot be written; what was there is still there.
 
     Example:
@@ -56,28 +57,35 @@ def save_onnx(
     logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # it names shapes that it leaves out
     (batch,) = export.symbolic_shape("batch")
     images = jax.ShapeDtypeStruct((batch, *image_shape), jnp.uint8)
-    # Traced here, since jax2onnx traces with functions of its own in the place of many of jax.numpy's.
+    # Traced here, since jax2onnx traces with functions of its own in the place of many of
+    # jax.numpy's.
     program = jax.make_jaxpr(as_formulas(classify))(images)
     try:
-        model = to_onnx(core.jaxpr_as_fun(program), [images], input_names=["images"], output_names=["logits"])
+        model = to_onnx(
+            core.jaxpr_as_fun(program), [images], input_names=["images"], output_names=["logits"]
+        )
     except Exception as error:  # of any type, for whatever it does not know
         raise ValueError(
-            f"expected a model of operations that jax2onnx knows, got {type(error).__name__}: {first_line(error)}; set "
-            "config.model.key_block=off if there are blocks of keys, or export a program (--names=stablehlo)"
+            f"expected a model of operations that jax2onnx knows, got {type(error).__name__}: "
+            f"{first_line(error)}; set config.model.key_block=off if there are blocks of keys, or "
+            "export a program (--names=stablehlo)"
         ) from error
-    facts = {"classes": "\n".join(label_names)} | {name: json.dumps(note) for name, note in (notes or {}).items()}
+    facts = {"classes": "\n".join(label_names)} | {
+        name: json.dumps(note) for name, note in (notes or {}).items()
+    }
     for name, text in facts.items():
         model.metadata_props.add(key=name, value=text)
     if model.ByteSize() > _LARGEST:
         raise ValueError(
-            f"expected a model of at most 2 GiB, which one ONNX file holds, got {model.ByteSize() / 2**30:.1f} GiB; "
-            "export it as a program (--names=stablehlo)"
+            "expected a model of at most 2 GiB, which one ONNX file holds, got "
+            f"{model.ByteSize() / 2**30:.1f} GiB; export it as a program (--names=stablehlo)"
         )
     write_whole(Path(path), model.SerializeToString())
 
 
 def as_formulas(function: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """Returns a function with the plain formula in the place of every kernel of this library, and no inner functions.
+    """Returns a function with the plain formula in the place of every kernel of this library, and
+    no inner functions.
 
     For those who read traced programs and know JAX's own operations alone.
 
@@ -104,7 +112,8 @@ def _evaluate(program: core.ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
     def run_equation(equation: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
         if inner := ops.formula(equation) or jaxprs.callee(equation):
             return _evaluate(inner, inputs)
-        # A loop holds a program too, but does not call it once: its body is replaced, and the loop stays.
+        # A loop holds a program too, but does not call it once: its body is replaced, and the loop
+        # stays.
         return jaxprs.apply(program.jaxpr, _with_formulas(equation), inputs)
 
     return jaxprs.evaluate(program, arrays, run_equation)
@@ -115,10 +124,16 @@ def _with_formulas(equation: core.JaxprEqn) -> core.JaxprEqn:
 
     def replaced(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
-            return type(value)(map(replaced, value)) if any(isinstance(v, core.ClosedJaxpr) for v in value) else value
+            return (
+                type(value)(map(replaced, value))
+                if any(isinstance(v, core.ClosedJaxpr) for v in value)
+                else value
+            )
         if not isinstance(value, core.ClosedJaxpr):
             return value
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in value.in_avals]
         return jax.make_jaxpr(lambda *arrays: _evaluate(value, arrays))(*shapes)
 
-    return equation.replace(params={name: replaced(value) for name, value in equation.params.items()})
+    return equation.replace(
+        params={name: replaced(value) for name, value in equation.params.items()}
+    )

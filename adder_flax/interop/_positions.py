@@ -1,4 +1,5 @@
-"""Position embeddings of another grid of patches, as each of the projects that weights come from resizes its own."""
+"""Position embeddings of another grid of patches, as each of the projects that weights come from
+resizes its own."""
 
 import math
 
@@ -6,18 +7,24 @@ import numpy as np
 from jaxtyping import Float
 
 POSITIONS = ("timm", "torch")
-"""Whose way: that of `timm.layers.resample_abs_pos_embed`, or DeiT's and Hugging Face's `interpolate_pos_encoding`."""
+"""Whose way: that of `timm.layers.resample_abs_pos_embed`, or DeiT's and Hugging Face's
+`interpolate_pos_encoding`."""
 
 
 def can_resize(old: tuple[int, ...], new: tuple[int, ...], prefix_tokens: int) -> bool:
-    """Returns whether two shapes of position embeddings are of square grids of patches, and of one width.
+    """Returns whether two shapes of position embeddings are of square grids of patches, and of one
+    width.
 
     Args:
       old: of the file, with or without entries for the tokens in front of the patches.
       new: of the model, with entries for them.
       prefix_tokens: how many tokens stand in front of the patches.
 
-    >>> can_resize((1, 17, 8), (1, 5, 8), 1), can_resize((1, 16, 8), (1, 5, 8), 1), can_resize((1, 18, 8), (1, 5, 8), 1)
+    >>> (
+    ...     can_resize((1, 17, 8), (1, 5, 8), 1),
+    ...     can_resize((1, 16, 8), (1, 5, 8), 1),
+    ...     can_resize((1, 18, 8), (1, 5, 8), 1),
+    ... )
     (True, True, False)
     """
     if len(old) != 3 or (old[0], old[2]) != (new[0], new[2]):
@@ -30,13 +37,15 @@ def resize_positions(
 ) -> Float[np.ndarray, "1 num_tokens width"]:
     """Returns a position embedding for another number of patches.
 
-    Both ways are bicubic and separable, with pixels' centres at half integers. `"timm"` widens Keys' kernel (a = -1/2)
-    by the ratio of the sides where the grid gets smaller, as Pillow does for images, and leaves out what lies outside
-    of the grid. `"torch"` takes four neighbours whatever the ratio, with a = -3/4, and repeats the border (R. Keys,
-    "Cubic convolution interpolation for digital image processing", 1981, eq. 4 has a = -1/2).
+    Both ways are bicubic and separable, with pixels' centres at half integers. `"timm"` widens
+    Keys' kernel (a = -1/2) by the ratio of the sides where the grid gets smaller, as Pillow does
+    for images, and leaves out what lies outside of the grid. `"torch"` takes four neighbours
+    whatever the ratio, with a = -3/4, and repeats the border (R. Keys, "Cubic convolution
+    interpolation for digital image processing", 1981, eq. 4 has a = -1/2).
 
     Args:
-      embedding: with or without entries for the tokens in front of the patches; what it has none for gets zeros.
+      embedding: with or without entries for the tokens in front of the patches; what it has none
+        for gets zeros.
       num_tokens: of the result, those in front included.
       prefix_tokens: how many tokens stand in front of the patches.
       like: one of `POSITIONS`.
@@ -44,17 +53,23 @@ def resize_positions(
     Raises:
       ValueError: another name, or positions that are no square.
 
-    >>> resize_positions(np.ones((1, 16, 2)), 5, prefix_tokens=1, like="timm")[0, :, 0].round(6).tolist()
+    >>> resize_positions(np.ones((1, 16, 2)), 5, prefix_tokens=1, like="timm")[0, :, 0].round(
+    ...     6
+    ... ).tolist()
     [0.0, 1.0, 1.0, 1.0, 1.0]
     """
     if like not in POSITIONS:
-        raise ValueError(f"expected positions to be resized as {' or '.join(POSITIONS)} does, got {like!r}; choose one")
+        raise ValueError(
+            f"expected positions to be resized as {' or '.join(POSITIONS)} does, got {like!r}; "
+            "choose one"
+        )
     if embedding.shape[1] == num_tokens:
         return embedding
     place = _grid(embedding.shape[1], prefix_tokens)
     if place is None:
         raise ValueError(
-            f"expected positions of a square grid of patches, got {embedding.shape[1]}; only squares are resized"
+            f"expected positions of a square grid of patches, got {embedding.shape[1]}; only "
+            "squares are resized"
         )
     first, old = place
     new, width = math.isqrt(num_tokens - prefix_tokens), embedding.shape[-1]
@@ -67,7 +82,8 @@ def resize_positions(
 
 
 def _grid(num_tokens: int, prefix_tokens: int) -> tuple[int, int] | None:
-    """Returns how many entries stand in front of the patches and the side of their grid; None if it is no square."""
+    """Returns how many entries stand in front of the patches and the side of their grid; None if it
+    is no square."""
     for first in (prefix_tokens, 0):
         if _is_square(num_tokens - first):
             return first, math.isqrt(num_tokens - first)
@@ -90,7 +106,11 @@ def _four_neighbours(old: int, new: int) -> Float[np.ndarray, "new old"]:
     matrix = np.zeros((new, old))
     for offset in (-1, 0, 1, 2):
         neighbours = np.floor(centres).astype(int) + offset
-        np.add.at(matrix, (np.arange(new), neighbours.clip(0, old - 1)), _cubic(neighbours - centres, -0.75))
+        np.add.at(
+            matrix,
+            (np.arange(new), neighbours.clip(0, old - 1)),
+            _cubic(neighbours - centres, -0.75),
+        )
     return matrix
 
 

@@ -36,9 +36,10 @@ def save_program(
 ) -> None:
     """Writes a function of images as a program, and what one has to know of it to ``<path>.json``.
 
-    The program holds its parameters, takes any number of images, and runs on CPUs, GPUs and TPUs. It is made of what
-    JAX promises to run for at least half a year, of no kernel of this library: whoever runs it needs ``jax`` and
-    ``flatbuffers``, which serialisation is made with, and nothing else.
+    The program holds its parameters, takes any number of images, and runs on CPUs, GPUs and TPUs.
+    It is made of what JAX promises to run for at least half a year, of no kernel of this library:
+    whoever runs it needs ``jax`` and ``flatbuffers``, which serialisation is made with, and nothing
+    else.
 
     Args:
       classify: logits or probabilities of uint8 images, normalisation included.
@@ -71,7 +72,9 @@ def save_program(
     content = exported.serialize()
     height, width, channels = image_shape
     about = {
-        "load": LOADER.format(name=printable(path.name), height=height, width=width, channels=channels).splitlines(),
+        "load": LOADER.format(
+            name=printable(path.name), height=height, width=width, channels=channels
+        ).splitlines(),
         "input": {"dtype": "uint8", "shape": ["batch", *image_shape]},
         "classes": list(label_names),
         "platforms": list(PLATFORMS),
@@ -79,4 +82,7 @@ def save_program(
         **(notes or {}),
     }
     write_whole(path, content)
-    write_whole(path.with_name(path.name + ".json"), json.dumps(about, indent=1, ensure_ascii=False).encode())
+    write_whole(
+        path.with_name(path.name + ".json"),
+        json.dumps(about, indent=1, ensure_ascii=False).encode(),
+    )

@@ -1,8 +1,10 @@
-"""The safetensors format, read with nothing taken on trust: all that a file says is checked before its data are read.
+"""The safetensors format, read with nothing taken on trust: all that a file says is checked before
+its data are read.
 
-A file is the length of its header in 8 bytes, little-endian; the header, a JSON object of names and their types,
-shapes and places; and the data, without gaps (https://github.com/huggingface/safetensors). The package's own reader
-ends the process at sizes that do not fit into memory, and does not tell bfloat16 to NumPy.
+A file is the length of its header in 8 bytes, little-endian; the header, a JSON object of names and
+their types, shapes and places; and the data, without gaps
+(https://github.com/huggingface/safetensors). The package's own reader ends the process at sizes
+that do not fit into memory, and does not tell bfloat16 to NumPy.
 """
 
 import collections
@@ -43,7 +45,8 @@ _AGAIN = "get or save the file again"
 
 
 class Stored(NamedTuple):
-    """What a header says of an array: its type, as the format calls it, its shape, and where its data are."""
+    """What a header says of an array: its type, as the format calls it, its shape, and where its
+    data are."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -73,19 +76,24 @@ class WeightsFile:
         stored = self.arrays[name]
         if stored.dtype not in _DTYPES:
             raise ValueError(
-                f"expected {_shown(name)} to hold one of {', '.join(_DTYPES)}, got {printable(stored.dtype)}; "
-                "save it as F32"
+                f"expected {_shown(name)} to hold one of {', '.join(_DTYPES)}, got "
+                f"{printable(stored.dtype)}; save it as F32"
             )
         self._stream.seek(self._data_start + stored.start)
         data = self._stream.read(stored.stop - stored.start)
         if len(data) != stored.stop - stored.start:
-            raise ValueError(f"expected {stored.stop - stored.start} bytes of {_shown(name)}, got {len(data)}")
-        array = np.frombuffer(data, np.dtype(_DTYPES[stored.dtype]).newbyteorder("<")).reshape(stored.shape)
+            raise ValueError(
+                f"expected {stored.stop - stored.start} bytes of {_shown(name)}, got {len(data)}"
+            )
+        array = np.frombuffer(data, np.dtype(_DTYPES[stored.dtype]).newbyteorder("<")).reshape(
+            stored.shape
+        )
         finite = np.isfinite(array)
         if not finite.all():
             raise ValueError(
-                f"expected finite numbers in {_shown(name)}, got {finite.size - np.count_nonzero(finite)} of "
-                f"{finite.size} that are NaN or infinite; take weights of a training that did not diverge"
+                f"expected finite numbers in {_shown(name)}, got "
+                f"{finite.size - np.count_nonzero(finite)} of {finite.size} that are NaN or "
+                "infinite; take weights of a training that did not diverge"
             )
         return array
 
@@ -112,7 +120,9 @@ def open_weights(path: str | Path) -> Iterator[WeightsFile]:
                 raise ValueError(f"{shown}: {error}") from error
     except OSError as error:
         reason = error.strerror or error
-        raise type(error)(f"expected a safetensors file in {shown}, got: {reason}; correct the path") from error
+        raise type(error)(
+            f"expected a safetensors file in {shown}, got: {reason}; correct the path"
+        ) from error
 
 
 def _read_header(stream: IO[bytes], size: int) -> tuple[dict[str, Stored], dict[str, str], int]:
@@ -121,21 +131,31 @@ def _read_header(stream: IO[bytes], size: int) -> tuple[dict[str, Stored], dict[
     for beginning, kind in _OTHERS.items():
         if start.startswith(beginning) and start[8:9] != b"{":
             raise ValueError(
-                f"expected a safetensors file, got {kind}; it is not opened, since it may hold code; {_CONVERT}"
+                f"expected a safetensors file, got {kind}; it is not opened, since it may hold "
+                f"code; {_CONVERT}"
             )
     length = int.from_bytes(start[:8], "little")
     if size < 8 or start[8:9] != b"{" or length > size - 8:
         raise ValueError(
-            f"expected a safetensors file, got {size} bytes that do not begin like one or end too early; {_AGAIN}"
+            f"expected a safetensors file, got {size} bytes that do not begin like one or end too "
+            f"early; {_AGAIN}"
         )
     if length > _MAX_HEADER_BYTES:
-        raise ValueError(f"expected a header of at most {_MAX_HEADER_BYTES} bytes, got {length}; {_AGAIN}")
+        raise ValueError(
+            f"expected a header of at most {_MAX_HEADER_BYTES} bytes, got {length}; {_AGAIN}"
+        )
     stream.seek(8)
     try:
-        header = json.loads(stream.read(length).decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        header = json.loads(
+            stream.read(length).decode(), object_pairs_hook=_unique, parse_constant=_no_constant
+        )
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"expected a header in JSON, got one that is not: {printable(error)}; {_AGAIN}") from error
-    arrays = {name: _stored(name, facts) for name, facts in header.items() if name != "__metadata__"}
+        raise ValueError(
+            f"expected a header in JSON, got one that is not: {printable(error)}; {_AGAIN}"
+        ) from error
+    arrays = {
+        name: _stored(name, facts) for name, facts in header.items() if name != "__metadata__"
+    }
     metadata = header.get("__metadata__", {})
     _check_metadata(metadata)
     _check_places(arrays, size - 8 - length)
@@ -163,23 +183,38 @@ def _no_constant(text: str) -> None:
 
 
 def _check_metadata(metadata: Any) -> None:
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(f"expected texts by name in __metadata__, got {_brief(metadata)}; {_AGAIN}")
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
+        raise ValueError(
+            f"expected texts by name in __metadata__, got {_brief(metadata)}; {_AGAIN}"
+        )
 
 
 def _stored(name: str, facts: Any) -> Stored:
     """Checks what a header says of an array by itself."""
     if not isinstance(facts, dict) or set(facts) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"expected dtype, shape and data_offsets of {_shown(name)}, got {_brief(facts)}; {_AGAIN}")
+        raise ValueError(
+            f"expected dtype, shape and data_offsets of {_shown(name)}, got {_brief(facts)}; "
+            f"{_AGAIN}"
+        )
     dtype, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
-    if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise ValueError(f"expected a type, a shape and two offsets of {_shown(name)}, got {_brief(facts)}; {_AGAIN}")
+    if (
+        not isinstance(dtype, str)
+        or not _are_sizes(shape)
+        or not _are_sizes(offsets)
+        or len(offsets) != 2
+    ):
+        raise ValueError(
+            f"expected a type, a shape and two offsets of {_shown(name)}, got {_brief(facts)}; "
+            f"{_AGAIN}"
+        )
     stored = Stored(dtype, tuple(shape), *offsets)
     needed = math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize if dtype in _DTYPES else None
     if stored.stop < stored.start or needed not in (None, stored.stop - stored.start):
         raise ValueError(
-            f"expected {needed} bytes for {_shown(name)}, {_shown(dtype)} of shape {_brief(stored.shape)}, got "
-            f"{stored.start} to {stored.stop}; {_AGAIN}"
+            f"expected {needed} bytes for {_shown(name)}, {_shown(dtype)} of shape "
+            f"{_brief(stored.shape)}, got {stored.start} to {stored.stop}; {_AGAIN}"
         )
     return stored
 
@@ -196,7 +231,8 @@ def _check_places(arrays: Mapping[str, Stored], size: int) -> None:
     for name, stored in sorted(arrays.items(), key=lambda item: (item[1].start, item[1].stop)):
         if stored.start != end:
             raise ValueError(
-                f"expected the data of {_shown(name)} to begin at {end}, after {last}, got {stored.start}; {_AGAIN}"
+                f"expected the data of {_shown(name)} to begin at {end}, after {last}, got "
+                f"{stored.start}; {_AGAIN}"
             )
         end, last = stored.stop, _shown(name)
     if end != size:

@@ -17,31 +17,33 @@ from adder_flax.settings import BlockSettings, keywords_of
 
 
 class Block(nnx.Module):
-    """x + attention(norm1(x)), then x + mlp(norm2(x)); or norm1(x + attention(x)), then norm2(x + mlp(x)).
+    """x + attention(norm1(x)), then x + mlp(norm2(x)); or norm1(x + attention(x)), then norm2(x +
+    mlp(x)).
 
-    The second, post-LayerNorm, is the block of Vaswani et al. (2017, https://arxiv.org/abs/1706.03762); the first,
-    pre-LayerNorm, trains without long warm-up (Xiong et al., 2020, https://arxiv.org/abs/2002.04745).
+    The second, post-LayerNorm, is the block of Vaswani et al. (2017,
+    https://arxiv.org/abs/1706.03762); the first, pre-LayerNorm, trains without long warm-up (Xiong
+    et al., 2020, https://arxiv.org/abs/2002.04745).
 
     Args:
       width: width of the tokens.
       num_heads: number of attention heads; divides `width`.
-      settings: of the block; each of its fields, and of those of its attention, can be given as a keyword instead:
-        mlp_ratio: hidden width of the MLP over `width`.
-        score, score_options, scale, temperature, identity, key_block: see `MultiHeadAttention`.
-        qkv_linear, proj_linear, mlp_linear: kind of the query/key/value projections, of the output projection and of
-          the MLP's layers, each "dense" or "adder"; of the projections "identity" leaves out.
-        norm_position: "pre" or "post".
-        adder_options: options of all adder layers, see `AdderLinear`.
-        layer_scale: first value of a learned factor of what each branch adds, see `LayerScale`; None for no factor.
-        norm_epsilon: added to the variance in both LayerNorms.
-        dropout_rate: dropout after the attention and in the MLP.
-        attention_dropout_rate: dropout of attention weights.
-        drop_path_rate: stochastic depth of both branches.
+      settings: of the block; each of its fields, and of those of its attention, can be given as a
+        keyword instead: mlp_ratio: hidden width of the MLP over `width`. score, score_options,
+        scale, temperature, identity, key_block: see `MultiHeadAttention`. qkv_linear, proj_linear,
+        mlp_linear: kind of the query/key/value projections, of the output projection and of the
+        MLP's layers, each "dense" or "adder"; of the projections "identity" leaves out.
+        norm_position: "pre" or "post". adder_options: options of all adder layers, see
+        `AdderLinear`. layer_scale: first value of a learned factor of what each branch adds, see
+        `LayerScale`; None for no factor. norm_epsilon: added to the variance in both LayerNorms.
+        dropout_rate: dropout after the attention and in the MLP. attention_dropout_rate: dropout of
+        attention weights. drop_path_rate: stochastic depth of both branches.
       dtype: dtype of the computation; None for the inputs' and parameters' common one.
       param_dtype: dtype of the parameters.
       rngs: initialisation keys.
 
-    >>> block = Block(32, 4, score="adder", qkv_linear="adder", mlp_linear="adder", rngs=nnx.Rngs(0))
+    >>> block = Block(
+    ...     32, 4, score="adder", qkv_linear="adder", mlp_linear="adder", rngs=nnx.Rngs(0)
+    ... )
     >>> block(jnp.ones((2, 10, 32))).shape
     (2, 10, 32)
     """
@@ -70,7 +72,9 @@ class Block(nnx.Module):
             out_linear=linear_class(settings.proj_linear, settings.adder_options),
             **shared,
         )
-        self.layer_scale1 = LayerScale(width, settings.layer_scale, dtype=dtype, param_dtype=param_dtype)
+        self.layer_scale1 = LayerScale(
+            width, settings.layer_scale, dtype=dtype, param_dtype=param_dtype
+        )
         self.norm2 = nnx.LayerNorm(width, epsilon=settings.norm_epsilon, **shared)
         self.mlp = Mlp(
             width,
@@ -79,7 +83,9 @@ class Block(nnx.Module):
             dropout_rate=settings.dropout_rate,
             **shared,
         )
-        self.layer_scale2 = LayerScale(width, settings.layer_scale, dtype=dtype, param_dtype=param_dtype)
+        self.layer_scale2 = LayerScale(
+            width, settings.layer_scale, dtype=dtype, param_dtype=param_dtype
+        )
         self.dropout = Dropout(settings.dropout_rate)
         self.drop_path = DropPath(settings.drop_path_rate)
 
@@ -96,7 +102,8 @@ class Block(nnx.Module):
 
         Args:
           tokens: (batch, length, width).
-          mask: True where a query may see a key, broadcastable to (batch, num_heads, length, length).
+          mask: True where a query may see a key, broadcastable to (batch, num_heads, length,
+            length).
           deterministic: no dropout, no stochastic depth.
           rngs: with a stream `dropout`, where there is any of them.
           drop_path_factors: stochastic depth of both branches where it was drawn before, see
@@ -110,7 +117,9 @@ class Block(nnx.Module):
         between = tokens + self.drop_path(self.layer_scale1(attended), factors=factors[0], **random)
         between = between if pre else self.norm1(between)
         transformed = self.mlp(self.norm2(between) if pre else between, **random)
-        output = between + self.drop_path(self.layer_scale2(transformed), factors=factors[1], **random)
+        output = between + self.drop_path(
+            self.layer_scale2(transformed), factors=factors[1], **random
+        )
         output = output if pre else self.norm2(output)
         report_block(tokens, looked_at, output)
         return output
@@ -119,11 +128,17 @@ class Block(nnx.Module):
 def check_norm_position(position: str) -> None:
     """Raises ValueError for an unknown place of LayerNorm."""
     if position not in ("pre", "post"):
-        raise ValueError(f"expected norm_position 'pre' or 'post', got {position!r}; choose one of these.")
+        raise ValueError(
+            f"expected norm_position 'pre' or 'post', got {position!r}; choose one of these."
+        )
 
 
 def report_block(tokens: Array, normalized: Array, output: Array) -> None:
-    """Tells the `adder_flax.recorder` what enters a block, what its attention looks at, and what leaves it."""
+    """Tells the `adder_flax.recorder` what enters a block, what its attention looks at, and what
+    leaves it."""
     arrays = {"tokens": tokens, "normalized": normalized, "output": output}
-    branches = ("attention", ("norm1", "attention", "layer_scale1")), ("mlp", ("norm2", "mlp", "layer_scale2"))
+    branches = (
+        ("attention", ("norm1", "attention", "layer_scale1")),
+        ("mlp", ("norm2", "mlp", "layer_scale2")),
+    )
     recorder.report("block", arrays, branches=branches)

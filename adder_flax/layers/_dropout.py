@@ -1,4 +1,5 @@
-"""Dropout of single numbers and of whole branches (stochastic depth), at rates that may be traced."""
+"""Dropout of single numbers and of whole branches (stochastic depth), at rates that may be
+traced."""
 
 import flax.nnx as nnx
 import jax
@@ -13,7 +14,8 @@ Rate = float | Float[Array, ""]
 
 
 class Dropout(nnx.Module):
-    """Sets numbers to 0 at random and scales the others by 1/(1 - rate) (Srivastava et al., JMLR 2014).
+    """Sets numbers to 0 at random and scales the others by 1/(1 - rate) (Srivastava et al., JMLR
+    2014).
 
     Like ``flax.nnx.Dropout``, whose rate is a constant of the program.
 
@@ -32,7 +34,11 @@ class Dropout(nnx.Module):
         self.rate = as_attribute(rate)
 
     def __call__(
-        self, inputs: Float[Array, "*shape"], *, deterministic: bool = True, rngs: nnx.Rngs | None = None
+        self,
+        inputs: Float[Array, "*shape"],
+        *,
+        deterministic: bool = True,
+        rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "*shape"]:
         if deterministic or not is_on(self.rate):
             return inputs
@@ -59,13 +65,15 @@ def drop_path_factors(
     >>> sorted(set(factors.tolist()))
     [0.0, 1.3333333730697632]
     """
-    # In float32 whatever the factors are: rounded to bfloat16, `keep` would shift the share that is dropped.
+    # In float32 whatever the factors are: rounded to bfloat16, `keep` would shift the share that is
+    # dropped.
     keep = 1.0 - jnp.asarray(rates, jnp.float32)
     return jnp.where(jax.random.bernoulli(key, keep, shape), 1.0 / keep, 0.0).astype(dtype)
 
 
 class DropPath(nnx.Module):
-    """Stochastic depth on a residual branch, per sample (Huang et al., 2016, https://arxiv.org/abs/1603.09382).
+    """Stochastic depth on a residual branch, per sample (Huang et al., 2016,
+    https://arxiv.org/abs/1603.09382).
 
     Args:
       rate: probability of dropping the branch, in [0, 1).
@@ -89,7 +97,8 @@ class DropPath(nnx.Module):
         rngs: nnx.Rngs | None = None,
         factors: Float[Array, " batch"] | None = None,
     ) -> Float[Array, "batch ..."]:
-        """Drops samples of the branch at random, or by `factors` drawn before (see `drop_path_factors`)."""
+        """Drops samples of the branch at random, or by `factors` drawn before (see
+        `drop_path_factors`)."""
         if deterministic or (factors is None and not is_on(self.rate)):
             return inputs
         if factors is None:

@@ -10,10 +10,12 @@ import kfac
 
 
 class LayerScale(nnx.Module):
-    """y = x ∘ s with a learned s for each feature (Touvron et al., 2021, https://arxiv.org/abs/2103.17239, section 2).
+    """y = x ∘ s with a learned s for each feature (Touvron et al., 2021,
+    https://arxiv.org/abs/2103.17239, section 2).
 
-    Behind attention and MLP of each block, with s small at first, deep transformers train as if they were shallow; DeiT
-    III has it in all its sizes. Weight decay stays off s, as in DeiT III's code.
+    Behind attention and MLP of each block, with s small at first, deep transformers train as if
+    they were shallow; DeiT III has it in all its sizes. Weight decay stays off s, as in DeiT III's
+    code.
 
     Args:
       width: number of features.
@@ -33,7 +35,9 @@ class LayerScale(nnx.Module):
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
     ):
-        self.scale = nnx.data(None if initial is None else nnx.Param(jnp.full(width, initial, param_dtype)))
+        self.scale = nnx.data(
+            None if initial is None else nnx.Param(jnp.full(width, initial, param_dtype))
+        )
         self.dtype = dtype
 
     def __call__(self, inputs: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:

@@ -1,4 +1,5 @@
-"""The kinds of linear layer: the multiplicative one, the adder (L1 distance) one, and none at all."""
+"""The kinds of linear layer: the multiplicative one, the adder (L1 distance) one, and none at
+all."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -23,17 +24,22 @@ UNIT_NORMAL = nnx.initializers.normal(1.0)
 class Linear(nnx.Linear):
     """y = x W + b on the last axis, computed on flattened rows.
 
-    Flattening changes no value; XLA's CPU backend trains a dense layer two to three times faster on (rows, features)
-    than on (batch, length, features). Weights start as N(0, 0.02²), the choice of ViT and DeiT.
+    Flattening changes no value; XLA's CPU backend trains a dense layer two to three times faster on
+    (rows, features) than on (batch, length, features). Weights start as N(0, 0.02²), the choice of
+    ViT and DeiT.
 
     >>> Linear(8, 4, rngs=nnx.Rngs(0))(jnp.ones((2, 5, 8))).shape
     (2, 5, 4)
     """
 
     def __init__(self, in_features: int, out_features: int, **options: Any):
-        super().__init__(in_features, out_features, **{"kernel_init": nnx.initializers.normal(0.02), **options})
+        super().__init__(
+            in_features, out_features, **{"kernel_init": nnx.initializers.normal(0.02), **options}
+        )
 
-    def __call__(self, inputs: Float[Array | np.ndarray, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
+    def __call__(
+        self, inputs: Float[Array | np.ndarray, "*batch in_features"]
+    ) -> Float[Array, "*batch out_features"]:
         rows = inputs.reshape(-1, inputs.shape[-1])
         outputs = super().__call__(rows)
         recorder.report("linear", {"rows": rows, "outputs": outputs})
@@ -41,20 +47,24 @@ class Linear(nnx.Linear):
 
 
 class AdderLinear(nnx.Module):
-    """Adder layer: y[o] = -Σ_k |x[k] - W[k, o]|, then LayerNorm over o (Chen et al., "AdderNet", CVPR 2020).
+    """Adder layer: y[o] = -Σ_k |x[k] - W[k, o]|, then LayerNorm over o (Chen et al., "AdderNet",
+    CVPR 2020).
 
-    The forward pass has no multiplication outside the normaliser. For unit-normal x and W the raw sums lie near
-    -1.13 K ± 0.85 √K for K inputs, so they are accumulated in float32 and normalised before any cast to bfloat16,
-    and W starts at unit scale: near W = 0 every output would equal -‖x‖₁. Weight decay stays off `kernel`
-    for the same reason. A padded zero is not neutral, |0 - W| ≠ 0: mask what is padded.
+    The forward pass has no multiplication outside the normaliser. For unit-normal x and W the raw
+    sums lie near -1.13 K ± 0.85 √K for K inputs, so they are accumulated in float32 and normalised
+    before any cast to bfloat16, and W starts at unit scale: near W = 0 every output would equal
+    -‖x‖₁. Weight decay stays off `kernel` for the same reason. A padded zero is not neutral, |0 -
+    W| ≠ 0: mask what is padded.
 
     Args:
       in_features, out_features: K and the number of outputs.
-      x_gradient, w_gradient: gradient rules: "sign" (exact), "full" (full precision), "hardtanh" (clipped).
+      x_gradient, w_gradient: gradient rules: "sign" (exact), "full" (full precision), "hardtanh"
+        (clipped).
       hardtanh_slope: slope c of clip(c (W - x), -1, 1).
       norm: "layernorm", or None for the raw sums, which stay float32 whatever `dtype` says.
       use_bias: whether the output has a learned offset, LayerNorm's own if there is one.
-      dtype: dtype of x and W in the distance and of the normalised output; None for their common one.
+      dtype: dtype of x and W in the distance and of the normalised output; None for their common
+        one.
       param_dtype: dtype of the parameters.
       kernel_init: initialiser of W.
       rngs: initialisation keys.
@@ -82,20 +92,25 @@ class AdderLinear(nnx.Module):
         rngs: nnx.Rngs,
     ):
         if norm not in ("layernorm", None):
-            raise ValueError(f"expected norm 'layernorm' or None, got {norm!r}; choose one of these.")
+            raise ValueError(
+                f"expected norm 'layernorm' or None, got {norm!r}; choose one of these."
+            )
         self.in_features = in_features
         self.out_features = out_features
         self.x_gradient = x_gradient
         self.w_gradient = w_gradient
         self.hardtanh_slope = hardtanh_slope
-        self.squared_share = 0.0  # a number, not an array: off, it leaves no second product in the program
+        self.squared_share = (
+            0.0  # a number, not an array: off, it leaves no second product in the program
+        )
         self.dtype = dtype
         kernel = nnx.Param(kernel_init(rngs.params(), (in_features, out_features), param_dtype))
         self.kernel = state_facts(kernel, role="prototype", decay=False)
         self.norm = nnx.data(None)
         self.bias = nnx.data(None)
         if norm is not None:
-            # The sums' mean is far larger than their spread: E[y²] - E[y]², the fast variance, would cancel.
+            # The sums' mean is far larger than their spread: E[y²] - E[y]², the fast variance,
+            # would cancel.
             self.norm = nnx.LayerNorm(
                 out_features,
                 epsilon=LAYER_NORM_EPSILON,
@@ -107,7 +122,9 @@ class AdderLinear(nnx.Module):
         elif use_bias:
             self.bias = nnx.Param(jnp.zeros((out_features,), param_dtype))
 
-    def __call__(self, inputs: Float[Array | np.ndarray, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
+    def __call__(
+        self, inputs: Float[Array | np.ndarray, "*batch in_features"]
+    ) -> Float[Array, "*batch out_features"]:
         if inputs.shape[-1] != self.in_features:
             raise ValueError(
                 f"expected inputs with {self.in_features} features, got shape {inputs.shape}; "
@@ -115,15 +132,20 @@ class AdderLinear(nnx.Module):
             )
         rows = inputs.reshape(-1, inputs.shape[-1])
         sums = self.sums(rows)
-        report_adder(rows, self.kernel[...], sums, self.x_gradient, self.w_gradient, self.hardtanh_slope)
+        report_adder(
+            rows, self.kernel[...], sums, self.x_gradient, self.w_gradient, self.hardtanh_slope
+        )
         if self.norm is not None:
             outputs = self.norm(sums).astype(self._dtype(inputs))
         else:
             outputs = sums if self.bias is None else sums + self.bias[...]
         return outputs.reshape(*inputs.shape[:-1], self.out_features)
 
-    def sums(self, rows: Float[Array | np.ndarray, "rows in_features"]) -> Float[Array, "rows out_features"]:
-        """-Σ_k |x[k] - W[k, o]|, before normaliser and bias, in float32 or wider; see `set_squared_share`."""
+    def sums(
+        self, rows: Float[Array | np.ndarray, "rows in_features"]
+    ) -> Float[Array, "rows out_features"]:
+        """-Σ_k |x[k] - W[k, o]|, before normaliser and bias, in float32 or wider; see
+        `set_squared_share`."""
         dtype = self._dtype(rows)
         rows, kernel = rows.astype(dtype), self.kernel[...].astype(dtype)
         sums = ops.adder_matmul(
@@ -135,13 +157,16 @@ class AdderLinear(nnx.Module):
         )
         if not is_on(self.squared_share):
             return sums
-        return (1.0 - self.squared_share) * sums + self.squared_share * half_squared_distances(rows, kernel)
+        return (1.0 - self.squared_share) * sums + self.squared_share * half_squared_distances(
+            rows, kernel
+        )
 
     def set_squared_share(self, share: float | Array) -> None:
-        """Puts -Σ_k (x[k] - W[k, o])² / 2 in the place of a share of the sums: 1 is p = 2, 0 is p = 1.
+        """Puts -Σ_k (x[k] - W[k, o])² / 2 in the place of a share of the sums: 1 is p = 2, 0 is p =
+        1.
 
-        The derivative of the squared distance by W, x - W, is what AdderNet's full-precision rule says of the L1
-        distance, so that what is learned with the one goes on with the other.
+        The derivative of the squared distance by W, x - W, is what AdderNet's full-precision rule
+        says of the L1 distance, so that what is learned with the one goes on with the other.
 
         Args:
           share: from 0 to 1, which may be traced.
@@ -160,7 +185,8 @@ def report_adder(
     w_gradient: ops.RuleName,
     hardtanh_slope: float,
 ) -> None:
-    """Tells the `adder_flax.recorder` what an adder layer is given and what it sums up; its slope if it clips."""
+    """Tells the `adder_flax.recorder` what an adder layer is given and what it sums up; its slope
+    if it clips."""
     slope = hardtanh_slope if "hardtanh" in (x_gradient, w_gradient) else None
     recorder.report("adder", {"rows": rows, "kernel": kernel, "sums": sums}, hardtanh_slope=slope)
 
@@ -171,7 +197,9 @@ def half_squared_distances(
 ) -> Float[Array, "rows out_features"]:
     """-Σ_k (x[k] - w[k, o])² / 2 by one matrix product, in float32 or wider.
 
-    >>> half_squared_distances(jnp.array([[1.0, 2.0]]), jnp.array([[0.0, 1.0], [2.0, 5.0]])).tolist()
+    >>> half_squared_distances(
+    ...     jnp.array([[1.0, 2.0]]), jnp.array([[0.0, 1.0], [2.0, 5.0]])
+    ... ).tolist()
     [[-0.5, -4.5]]
     """
     wide = jnp.promote_types(rows.dtype, jnp.float32)
@@ -183,7 +211,10 @@ def half_squared_distances(
 def adder_layers(module: nnx.Module) -> list[AdderLinear]:
     """Returns the adder layers in a module.
 
-    >>> [layer.out_features for layer in adder_layers(nnx.List([AdderLinear(8, 4, rngs=nnx.Rngs(0))]))]
+    >>> [
+    ...     layer.out_features
+    ...     for layer in adder_layers(nnx.List([AdderLinear(8, 4, rngs=nnx.Rngs(0))]))
+    ... ]
     [4]
     """
     return [layer for _, layer in nnx.iter_modules(module) if isinstance(layer, AdderLinear)]
@@ -192,12 +223,17 @@ def adder_layers(module: nnx.Module) -> list[AdderLinear]:
 def _curvature(layer: AdderLinear) -> kfac.L1Dense | kfac.Generic:
     """The distances alone are the layer with curvature; their LayerNorm is a layer of its own.
 
-    With the full-precision weight gradient (AdderNet's choice) the Jacobian is that of a dense layer behind a linear
-    map, so the layer has Kronecker factors; with the others its push-forward and pull-back serve it.
+    With the full-precision weight gradient (AdderNet's choice) the Jacobian is that of a dense
+    layer behind a linear map, so the layer has Kronecker factors; with the others its push-forward
+    and pull-back serve it.
     """
     if layer.w_gradient == "full":
         return kfac.L1Dense()
-    rules = dict(x_gradient=layer.x_gradient, w_gradient=layer.w_gradient, hardtanh_slope=layer.hardtanh_slope)
+    rules = dict(
+        x_gradient=layer.x_gradient,
+        w_gradient=layer.w_gradient,
+        hardtanh_slope=layer.hardtanh_slope,
+    )
     return kfac.Generic(_sums, tuple(rules.items()), _pushforward)
 
 
@@ -216,7 +252,9 @@ kfac.register_layer(AdderLinear, "sums", _curvature)
 
 
 class Identity(nnx.Module):
-    """No layer, in the place of one: y = x. For queries, keys and values that are the tokens themselves.
+    """No layer, in the place of one: y = x.
+
+    For queries, keys and values that are the tokens themselves.
 
     Args:
       in_features, out_features: equal.
@@ -251,15 +289,16 @@ def check_identity(in_features: int, out_features: int) -> None:
     """Raises ValueError where the identity is to change a width."""
     if in_features != out_features:
         raise ValueError(
-            f"expected as many features behind the identity as in front of it, got {in_features} and {out_features}; "
-            "choose a layer 'dense' or 'adder' there."
+            f"expected as many features behind the identity as in front of it, got {in_features} "
+            f"and {out_features}; choose a layer 'dense' or 'adder' there."
         )
 
 
 def linear_class(
     kind: str, adder_options: AdderSettings | Mapping[str, Any] | None = None
 ) -> Callable[..., nnx.Module]:
-    """What makes a linear layer of this kind, "dense", "adder" or "identity"; `adder_options` go to `AdderLinear`.
+    """What makes a linear layer of this kind, "dense", "adder" or "identity"; `adder_options` go to
+    `AdderLinear`.
 
     >>> linear_class("adder", {"hardtanh_slope": 4.0})(8, 4, rngs=nnx.Rngs(0)).hardtanh_slope
     4.0
@@ -267,8 +306,13 @@ def linear_class(
     if kind == "dense":
         return Linear
     if kind == "adder":
-        options = vars(adder_options) if isinstance(adder_options, AdderSettings) else adder_options or {}
+        options = (
+            vars(adder_options) if isinstance(adder_options, AdderSettings) else adder_options or {}
+        )
         return functools.partial(AdderLinear, **options)
     if kind == "identity":
         return Identity
-    raise ValueError(f"expected a linear layer 'dense', 'adder' or 'identity', got {kind!r}; choose one of these.")
+    raise ValueError(
+        f"expected a linear layer 'dense', 'adder' or 'identity', got {kind!r}; choose one of "
+        "these."
+    )

@@ -18,8 +18,8 @@ from adder_flax.parameters import name_axis
 def gelu(inputs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """The exact GELU, x Φ(x) = x (1 + erf(x/√2)) / 2, computed in float32 or wider.
 
-    `jax.nn.gelu(approximate=False)` goes through erfc, which keeps relative precision far in the negative tail and
-    takes more than twice as long on a CPU.
+    `jax.nn.gelu(approximate=False)` goes through erfc, which keeps relative precision far in the
+    negative tail and takes more than twice as long on a CPU.
 
     >>> [f"{y:.4f}" for y in gelu(jnp.array([-1.0, 0.0, 1.0]))]
     ['-0.1587', '0.0000', '0.8413']
@@ -57,8 +57,9 @@ class Mlp(nnx.Module):
         shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.fc1 = linear(in_features, hidden_features, **shared)
         self.fc2 = linear(hidden_features, in_features, **shared)
-        # Columns of the one and rows of the other belong to a hidden unit: where these are split over devices, GELU
-        # needs nothing from another device, and one sum behind fc2 puts the parts together.
+        # Columns of the one and rows of the other belong to a hidden unit: where these are split
+        # over devices, GELU needs nothing from another device, and one sum behind fc2 puts the
+        # parts together.
         name_axis(getattr(self.fc1, "kernel", None), -1, "hidden")
         name_axis(getattr(self.fc2, "kernel", None), 0, "hidden")
         self.dropout = Dropout(dropout_rate)

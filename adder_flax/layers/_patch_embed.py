@@ -24,22 +24,26 @@ def image_to_patches(
     batch, height, width, channels = images.shape
     if height % patch_size or width % patch_size:
         raise ValueError(
-            f"expected an image whose sides are multiples of patch_size {patch_size}, got {height} x {width}; "
-            "resize the images or change patch_size."
+            f"expected an image whose sides are multiples of patch_size {patch_size}, got {height} "
+            f"x {width}; resize the images or change patch_size."
         )
     rows, columns = height // patch_size, width // patch_size
     images = images.reshape(batch, rows, patch_size, columns, patch_size, channels)
-    return jnp.swapaxes(images, 2, 3).reshape(batch, rows * columns, patch_size * patch_size * channels)
+    return jnp.swapaxes(images, 2, 3).reshape(
+        batch, rows * columns, patch_size * patch_size * channels
+    )
 
 
 class PatchEmbed(nnx.Module):
-    """A linear layer on every non-overlapping patch: a convolution whose stride is its size, as one matrix product.
+    """A linear layer on every non-overlapping patch: a convolution whose stride is its size, as one
+    matrix product.
 
-    With `stem_channels`, convolutions that halve the image come first, and patches are cut from what they leave: a
-    token stands for `patch_size` pixels of the image's side all the same.
+    With `stem_channels`, convolutions that halve the image come first, and patches are cut from
+    what they leave: a token stands for `patch_size` pixels of the image's side all the same.
 
     Args:
-      patch_size: side of a patch in pixels of the image; a multiple of 2 to the power of the number of convolutions.
+      patch_size: side of a patch in pixels of the image; a multiple of 2 to the power of the number
+        of convolutions.
       channels: of the images.
       width: of the tokens.
       stem_channels: of the convolutions' outputs, see `Halving`.
@@ -47,8 +51,9 @@ class PatchEmbed(nnx.Module):
       dtype, param_dtype: see `Linear`.
       rngs: initialisation keys.
 
-    Without a stem `proj.kernel` is (patch_size · patch_size · channels, width) with features ordered (row, column,
-    channel), so a convolution kernel in Flax's layout (patch_size, patch_size, channels, width) is this one reshaped.
+    Without a stem `proj.kernel` is (patch_size · patch_size · channels, width) with features
+    ordered (row, column, channel), so a convolution kernel in Flax's layout (patch_size,
+    patch_size, channels, width) is this one reshaped.
 
     >>> PatchEmbed(4, 3, 16, rngs=nnx.Rngs(0))(jnp.ones((2, 8, 8, 3))).shape
     (2, 4, 16)
@@ -90,7 +95,7 @@ def side_behind_stem(patch_size: int, stem_channels: Sequence[int]) -> int:
     side, rest = divmod(patch_size, 2 ** len(stem_channels))
     if rest:
         raise ValueError(
-            f"expected a patch_size that {len(stem_channels)} convolutions can halve, got {patch_size}; change it or "
-            "stem_channels."
+            f"expected a patch_size that {len(stem_channels)} convolutions can halve, got "
+            f"{patch_size}; change it or stem_channels."
         )
     return side

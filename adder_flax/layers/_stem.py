@@ -17,28 +17,36 @@ from adder_flax.layers._mlp import gelu
 def neighbourhoods(
     images: Float[Array | np.ndarray, "batch height width channels"],
 ) -> Float[Array, "batch half_height half_width features"]:
-    """The 3 × 3 surroundings of every second pixel in both directions, features ordered (row, column, channel).
+    """The 3 × 3 surroundings of every second pixel in both directions, features ordered (row,
+    column, channel).
 
-    Beyond its edges an image continues as it ends: for the L1 distance of an adder layer a padded zero would be a
-    pixel like any other.
+    Beyond its edges an image continues as it ends: for the L1 distance of an adder layer a padded
+    zero would be a pixel like any other.
 
     >>> neighbourhoods(jnp.arange(16.0).reshape(1, 4, 4, 1))[0, 0, 0].tolist()
     [0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 4.0, 4.0, 5.0]
     """
     _, height, width, _ = images.shape
     if height % 2 or width % 2:
-        raise ValueError(f"expected an image of even sides to halve, got {height} x {width}; resize the images.")
+        raise ValueError(
+            f"expected an image of even sides to halve, got {height} x {width}; resize the images."
+        )
     padded = jnp.concatenate([images[:, :1], images], axis=1)
     padded = jnp.concatenate([padded[:, :, :1], padded], axis=2)
-    parts = [padded[:, row : row + height : 2, column : column + width : 2] for row in range(3) for column in range(3)]
+    parts = [
+        padded[:, row : row + height : 2, column : column + width : 2]
+        for row in range(3)
+        for column in range(3)
+    ]
     return jnp.concatenate(parts, axis=-1)
 
 
 class Halving(nnx.Module):
-    """gelu(LayerNorm(conv(x))) with 3 × 3 windows and stride 2, one product with a matrix (9 · channels, out).
+    """gelu(LayerNorm(conv(x))) with 3 × 3 windows and stride 2, one product with a matrix (9 ·
+    channels, out).
 
-    `linear.kernel` reshaped to (3, 3, channels, out) is a convolution's kernel in Flax's layout. An adder layer, which
-    has a normaliser of its own, has no second one.
+    `linear.kernel` reshaped to (3, 3, channels, out) is a convolution's kernel in Flax's layout. An
+    adder layer, which has a normaliser of its own, has no second one.
 
     Args:
       channels, out_channels: of the image before and after.
@@ -64,7 +72,9 @@ class Halving(nnx.Module):
         self.linear = linear(9 * channels, out_channels, **shared)
         self.norm = nnx.data(None)
         if getattr(self.linear, "norm", None) is None:
-            self.norm = nnx.LayerNorm(out_channels, epsilon=LAYER_NORM_EPSILON, use_fast_variance=False, **shared)
+            self.norm = nnx.LayerNorm(
+                out_channels, epsilon=LAYER_NORM_EPSILON, use_fast_variance=False, **shared
+            )
 
     def __call__(
         self, images: Float[Array | np.ndarray, "batch height width channels"]
@@ -74,10 +84,15 @@ class Halving(nnx.Module):
 
 
 def conv_stem(
-    channels: int, stem_channels: Sequence[int], *, linear: Callable[..., nnx.Module] = Linear, **options
+    channels: int,
+    stem_channels: Sequence[int],
+    *,
+    linear: Callable[..., nnx.Module] = Linear,
+    **options,
 ) -> nnx.List:
     """Convolutions in front of a patch embedding, each at half the resolution (Xiao et al., 2021,
-    https://arxiv.org/abs/2106.14881, with LayerNorm in place of BatchNorm: an image is processed as it is alone).
+    https://arxiv.org/abs/2106.14881, with LayerNorm in place of BatchNorm: an image is processed as
+    it is alone).
 
     Args:
       channels: of the images.
@@ -86,4 +101,6 @@ def conv_stem(
       **options: `dtype`, `param_dtype` and `rngs`, see `Linear`.
     """
     before = (channels, *stem_channels)
-    return nnx.List(Halving(i, o, linear=linear, **options) for i, o in zip(before, stem_channels, strict=False))
+    return nnx.List(
+        Halving(i, o, linear=linear, **options) for i, o in zip(before, stem_channels, strict=False)
+    )

@@ -18,8 +18,8 @@ from adder_flax.settings import AttentionSettings
 class MultiHeadAttention(TakesKeywords):
     """Linen form of `adder_flax.attention.MultiHeadAttention`; arguments and parameters as there.
 
-    The widths of the inputs are seen at the first call, as usual in Linen. `qkv_linear` and `out_linear` are called as
-    `linear(features, use_bias=…, dtype=…, param_dtype=…, name=…)`.
+    The widths of the inputs are seen at the first call, as usual in Linen. `qkv_linear` and
+    `out_linear` are called as `linear(features, use_bias=…, dtype=…, param_dtype=…, name=…)`.
 
     >>> import jax
     >>> attention = MultiHeadAttention(4, score="adder")
@@ -78,9 +78,18 @@ class MultiHeadAttention(TakesKeywords):
         values = values.reshape(*values.shape[:-2], values.shape[-2] * values.shape[-1])
         return self._linear(self.out_linear, values, out_features, "out")
 
-    def _linear(self, linear: Callable[..., nn.Module], inputs: Array, features: int, name: str) -> Array:
-        # On flattened rows: XLA's CPU backend trains a dense layer two to three times faster on them.
-        layer = linear(features, use_bias=self.use_bias, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
+    def _linear(
+        self, linear: Callable[..., nn.Module], inputs: Array, features: int, name: str
+    ) -> Array:
+        # On flattened rows: XLA's CPU backend trains a dense layer two to three times faster on
+        # them.
+        layer = linear(
+            features,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            name=name,
+        )
         return layer(inputs.reshape(-1, inputs.shape[-1])).reshape(*inputs.shape[:-1], features)
 
     def _heads(self, inputs_q: Array, inputs_k: Array, inputs_v: Array) -> list[Array]:
@@ -88,9 +97,15 @@ class MultiHeadAttention(TakesKeywords):
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         check_heads(width, self.num_heads, kv_heads)
         head_dim = width // self.num_heads
-        parts = (("query", inputs_q, self.num_heads), ("key", inputs_k, kv_heads), ("value", inputs_v, kv_heads))
+        parts = (
+            ("query", inputs_q, self.num_heads),
+            ("key", inputs_k, kv_heads),
+            ("value", inputs_v, kv_heads),
+        )
         return [
-            self._linear(self.qkv_linear, x, heads * head_dim, name).reshape(*x.shape[:-1], heads, head_dim)
+            self._linear(self.qkv_linear, x, heads * head_dim, name).reshape(
+                *x.shape[:-1], heads, head_dim
+            )
             for name, x, heads in parts
         ]
 
@@ -98,14 +113,22 @@ class MultiHeadAttention(TakesKeywords):
         options = get_score(self.settings.score).own_options(self.settings.score_options)
         return dataclasses.replace(self.settings, score_options=options)
 
-    def _score_parameters(self, settings: AttentionSettings, query_dim: int, key_dim: int) -> dict[str, Array]:
+    def _score_parameters(
+        self, settings: AttentionSettings, query_dim: int, key_dim: int
+    ) -> dict[str, Array]:
         options = settings.score_options
-        specs = get_score(settings.score).learned_parameters(self.num_heads, query_dim, key_dim, options)
+        specs = get_score(settings.score).learned_parameters(
+            self.num_heads, query_dim, key_dim, options
+        )
         if not specs:
             return {}
-        # A scope of its own, as in the NNX module; a submodule could not be named like the field `score`.
+        # A scope of its own, as in the NNX module; a submodule could not be named like the field
+        # `score`.
         scope = self.scope.push("score")
-        return {name: scope.param(name, spec.init, spec.shape, self.param_dtype) for name, spec in specs.items()}
+        return {
+            name: scope.param(name, spec.init, spec.shape, self.param_dtype)
+            for name, spec in specs.items()
+        }
 
     def _key_bias(self) -> Array | None:
         if self.key_bias_length is None:
@@ -114,7 +137,9 @@ class MultiHeadAttention(TakesKeywords):
         return self.param("key_bias", nn.initializers.zeros, shape, self.param_dtype)
 
 
-def _log_temperature(module: nn.Module, temperature: float | str, shape: tuple[int, ...]) -> Array | None:
+def _log_temperature(
+    module: nn.Module, temperature: float | str, shape: tuple[int, ...]
+) -> Array | None:
     if temperature != "learned":
         return None
     return module.param("log_temperature", nn.initializers.zeros, shape, module.param_dtype)
@@ -141,7 +166,8 @@ class _SingleHeadAttention(TakesKeywords):
         bias: Array | None = None,
         return_weights: bool = False,
     ) -> Array | tuple[Array, Array]:
-        """Mixes the values (by default the keys) for every query; arguments as in `adder_flax.attention`."""
+        """Mixes the values (by default the keys) for every query; arguments as in
+        `adder_flax.attention`."""
         settings = self.settings
         check_temperature(settings.temperature)
         check_no_identity(settings.identity)
@@ -150,7 +176,9 @@ class _SingleHeadAttention(TakesKeywords):
         own = dict(score=score, score_options=options, identity=False)
         specs = get_score(score).learned_parameters(1, query.shape[-1], key.shape[-1], options)
         parameters = {
-            name: self.param(name, lambda rng, spec=spec: spec.init(rng, spec.shape, self.param_dtype)[0])
+            name: self.param(
+                name, lambda rng, spec=spec: spec.init(rng, spec.shape, self.param_dtype)[0]
+            )
             for name, spec in specs.items()
         }
         context, weights = attend(
@@ -170,7 +198,9 @@ class AdditiveAttention(_SingleHeadAttention):
 
     >>> import jax
     >>> attention = AdditiveAttention(hidden_dim=3)
-    >>> attention.init_with_output(jax.random.key(0), jnp.ones((2, 5, 6)), jnp.ones((2, 7, 8)))[0].shape
+    >>> attention.init_with_output(jax.random.key(0), jnp.ones((2, 5, 6)), jnp.ones((2, 7, 8)))[
+    ...     0
+    ... ].shape
     (2, 5, 8)
     """
 
@@ -186,7 +216,9 @@ class BilinearAttention(_SingleHeadAttention):
 
     >>> import jax
     >>> attention = BilinearAttention()
-    >>> attention.init_with_output(jax.random.key(0), jnp.ones((2, 5, 6)), jnp.ones((2, 7, 8)))[0].shape
+    >>> attention.init_with_output(jax.random.key(0), jnp.ones((2, 5, 6)), jnp.ones((2, 7, 8)))[
+    ...     0
+    ... ].shape
     (2, 5, 8)
     """
 

@@ -1,4 +1,5 @@
-"""Parameter trees of the two APIs: the same but for the keys of lists, which Linen writes as text."""
+"""Parameter trees of the two APIs: the same but for the keys of lists, which Linen writes as
+text."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,14 +11,21 @@ def from_nnx(params: Mapping[Any, Any]) -> dict[str, Any]:
     >>> from_nnx({"blocks": {0: {"kernel": 1.0}}})
     {'blocks': {'0': {'kernel': 1.0}}}
     """
-    return {str(key): from_nnx(value) if isinstance(value, Mapping) else value for key, value in params.items()}
+    return {
+        str(key): from_nnx(value) if isinstance(value, Mapping) else value
+        for key, value in params.items()
+    }
 
 
 def to_nnx(params: Mapping[str, Any]) -> dict[Any, Any]:
-    """The NNX form of a Linen parameter tree (`variables["params"]`), for `nnx.update` or `nnx.merge`.
+    """The NNX form of a Linen parameter tree (`variables["params"]`), for `nnx.update` or
+    `nnx.merge`.
 
     >>> to_nnx({"blocks": {"0": {"kernel": 1.0}}})
     {'blocks': {0: {'kernel': 1.0}}}
     """
     index = lambda key: int(key) if key.isdecimal() else key
-    return {index(key): to_nnx(value) if isinstance(value, Mapping) else value for key, value in params.items()}
+    return {
+        index(key): to_nnx(value) if isinstance(value, Mapping) else value
+        for key, value in params.items()
+    }

@@ -1,4 +1,5 @@
-"""Linen: linear layers, MLP, patches and stochastic depth, with the parameter names of `adder_flax.layers`."""
+"""Linen: linear layers, MLP, patches and stochastic depth, with the parameter names of
+`adder_flax.layers`."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,8 @@ from adder_flax.settings import AdderSettings, keywords_of
 class TakesKeywords(nn.Module):
     """A module with a field ``settings``, whose own fields can be given as keywords instead.
 
-    Flax derives classes from a module, in `nn.remat` for example, and makes a constructor for each: all take them.
+    Flax derives classes from a module, in `nn.remat` for example, and makes a constructor for each:
+    all take them.
 
     Attributes:
       fixed: fields of the settings that are no keywords.
@@ -51,17 +53,21 @@ class Linear(nn.Dense):
 
     kernel_init: Callable[..., Array] = nn.initializers.normal(0.02)
 
-    def __call__(self, inputs: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
+    def __call__(
+        self, inputs: Float[Array, "*batch in_features"]
+    ) -> Float[Array, "*batch out_features"]:
         outputs = super().__call__(inputs.reshape(-1, inputs.shape[-1]))
         return outputs.reshape(*inputs.shape[:-1], self.features)
 
 
 class AdderLinear(nn.Module):
-    """Linen form of `adder_flax.layers.AdderLinear`: y[o] = -Σ_k |x[k] - W[k, o]|, then LayerNorm over o.
+    """Linen form of `adder_flax.layers.AdderLinear`: y[o] = -Σ_k |x[k] - W[k, o]|, then LayerNorm
+    over o.
 
     Attributes:
       features: number of outputs.
-      x_gradient, w_gradient, hardtanh_slope, norm, use_bias, dtype, param_dtype, kernel_init: as there.
+      x_gradient, w_gradient, hardtanh_slope, norm, use_bias, dtype, param_dtype, kernel_init: as
+        there.
 
     >>> import jax
     >>> AdderLinear(4).init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
@@ -79,10 +85,16 @@ class AdderLinear(nn.Module):
     kernel_init: Callable[..., Array] = nn.initializers.normal(1.0)
 
     @nn.compact
-    def __call__(self, inputs: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
+    def __call__(
+        self, inputs: Float[Array, "*batch in_features"]
+    ) -> Float[Array, "*batch out_features"]:
         if self.norm not in ("layernorm", None):
-            raise ValueError(f"expected norm 'layernorm' or None, got {self.norm!r}; choose one of these.")
-        kernel = self.param("kernel", self.kernel_init, (inputs.shape[-1], self.features), self.param_dtype)
+            raise ValueError(
+                f"expected norm 'layernorm' or None, got {self.norm!r}; choose one of these."
+            )
+        kernel = self.param(
+            "kernel", self.kernel_init, (inputs.shape[-1], self.features), self.param_dtype
+        )
         dtype = jnp.result_type(inputs, kernel) if self.dtype is None else self.dtype
         rows = inputs.reshape(-1, inputs.shape[-1])
         outputs = ops.adder_matmul(
@@ -103,7 +115,9 @@ class AdderLinear(nn.Module):
             )
             outputs = norm(outputs).astype(dtype)
         elif self.use_bias:
-            outputs = outputs + self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
+            outputs = outputs + self.param(
+                "bias", nn.initializers.zeros, (self.features,), self.param_dtype
+            )
         return outputs.reshape(*inputs.shape[:-1], self.features)
 
 
@@ -124,16 +138,23 @@ class Identity(nn.Module):
         return inputs if self.dtype is None else inputs.astype(self.dtype)
 
 
-def linear_class(kind: str, adder_options: AdderSettings | Mapping[str, Any] | None = None) -> Callable[..., nn.Module]:
+def linear_class(
+    kind: str, adder_options: AdderSettings | Mapping[str, Any] | None = None
+) -> Callable[..., nn.Module]:
     """Linen form of `adder_flax.layers.linear_class`: what makes a layer of a kind."""
     if kind == "dense":
         return Linear
     if kind == "adder":
-        options = vars(adder_options) if isinstance(adder_options, AdderSettings) else adder_options or {}
+        options = (
+            vars(adder_options) if isinstance(adder_options, AdderSettings) else adder_options or {}
+        )
         return functools.partial(AdderLinear, **options)
     if kind == "identity":
         return Identity
-    raise ValueError(f"expected a linear layer 'dense', 'adder' or 'identity', got {kind!r}; choose one of these.")
+    raise ValueError(
+        f"expected a linear layer 'dense', 'adder' or 'identity', got {kind!r}; choose one of "
+        "these."
+    )
 
 
 class LayerScale(nn.Module):
@@ -153,7 +174,9 @@ class LayerScale(nn.Module):
         if self.initial is None:
             return inputs
         initial = nn.initializers.constant(self.initial)
-        return scale_features(inputs, self.param("scale", initial, inputs.shape[-1:], self.param_dtype), self.dtype)
+        return scale_features(
+            inputs, self.param("scale", initial, inputs.shape[-1:], self.param_dtype), self.dtype
+        )
 
 
 kfac.register_layer(LayerScale, kind=kfac.Scale)
@@ -204,7 +227,9 @@ class Halving(nn.Module):
         linear = self.linear(self.out_channels, **shared, name="linear")
         outputs = linear(neighbourhoods(images))
         if getattr(linear, "norm", None) is None:
-            norm = nn.LayerNorm(epsilon=LAYER_NORM_EPSILON, use_fast_variance=False, **shared, name="norm")
+            norm = nn.LayerNorm(
+                epsilon=LAYER_NORM_EPSILON, use_fast_variance=False, **shared, name="norm"
+            )
             outputs = norm(outputs)
         return gelu(outputs)
 
@@ -219,7 +244,9 @@ class ConvStem(nn.Module):
 
     @nn.compact
     def __call__(self, images: Array) -> Array:
-        shared: dict[str, Any] = dict(linear=self.linear, dtype=self.dtype, param_dtype=self.param_dtype)
+        shared: dict[str, Any] = dict(
+            linear=self.linear, dtype=self.dtype, param_dtype=self.param_dtype
+        )
         for i, channels in enumerate(self.channels):
             images = Halving(channels, **shared, name=str(i))(images)
         return images
@@ -241,7 +268,9 @@ class PatchEmbed(nn.Module):
     param_dtype: DTypeLike = jnp.float32
 
     @nn.compact
-    def __call__(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch patches features"]:
+    def __call__(
+        self, images: Float[Array, "batch height width channels"]
+    ) -> Float[Array, "batch patches features"]:
         shared: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         images = ConvStem(self.stem_channels, self.stem_linear, **shared, name="stem")(images)
         patches = image_to_patches(images, side_behind_stem(self.patch_size, self.stem_channels))
@@ -249,7 +278,8 @@ class PatchEmbed(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Linen form of `adder_flax.layers.DropPath`: stochastic depth, per sample, from the `dropout` stream.
+    """Linen form of `adder_flax.layers.DropPath`: stochastic depth, per sample, from the `dropout`
+    stream.
 
     >>> DropPath(0.1).apply({}, jnp.ones((2, 3))).tolist()  # deterministic by default
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
@@ -258,7 +288,9 @@ class DropPath(nn.Module):
     rate: float = 0.0
 
     @nn.compact
-    def __call__(self, inputs: Float[Array, "batch ..."], *, deterministic: bool = True) -> Float[Array, "batch ..."]:
+    def __call__(
+        self, inputs: Float[Array, "batch ..."], *, deterministic: bool = True
+    ) -> Float[Array, "batch ..."]:
         if deterministic or self.rate == 0.0:
             return inputs
         shape = (len(inputs),) + (1,) * (inputs.ndim - 1)

@@ -1,4 +1,5 @@
-"""Linen: the transformer block and the vision transformer, with the parameter names of their NNX forms."""
+"""Linen: the transformer block and the vision transformer, with the parameter names of their NNX
+forms."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,15 @@ from jaxtyping import Array, Float
 
 from adder_flax.layers import check_norm_position, report_block
 from adder_flax.linen._attention import MultiHeadAttention
-from adder_flax.linen._layers import DropPath, LayerScale, Linear, Mlp, PatchEmbed, TakesKeywords, linear_class
+from adder_flax.linen._layers import (
+    DropPath,
+    LayerScale,
+    Linear,
+    Mlp,
+    PatchEmbed,
+    TakesKeywords,
+    linear_class,
+)
 from adder_flax.models import embed_positions
 from adder_flax.models.settings import block_settings, check_pooling, count_patches, prefix_tokens
 from adder_flax.settings import BlockSettings, VitSettings
@@ -97,7 +106,9 @@ class VisionTransformer(TakesKeywords):
     The size and channels of the images are seen at the first call, as usual in Linen.
 
     >>> import jax
-    >>> model = VisionTransformer(patch_size=2, num_classes=10, width=16, depth=2, num_heads=2, score="adder")
+    >>> model = VisionTransformer(
+    ...     patch_size=2, num_classes=10, width=16, depth=2, num_heads=2, score="adder"
+    ... )
     >>> model.init_with_output(jax.random.key(0), jnp.ones((3, 8, 8, 1)))[0].shape
     (3, 10)
     """
@@ -125,7 +136,9 @@ class VisionTransformer(TakesKeywords):
         pooled = tokens[:, 0] if settings.pooling == "cls" else tokens.mean(axis=1)
         logits = Linear(self.num_classes, **shared, name="head")(pooled)
         if settings.distilled:
-            logits = (logits + Linear(self.num_classes, **shared, name="head_dist")(tokens[:, 1])) / 2
+            logits = (
+                logits + Linear(self.num_classes, **shared, name="head_dist")(tokens[:, 1])
+            ) / 2
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
     def _embed(self, images: Array) -> Array:
@@ -136,9 +149,13 @@ class VisionTransformer(TakesKeywords):
             stem_channels=settings.stem_channels,
             stem_linear=linear_class(settings.stem_linear, settings.adder_options),
         )
-        patches = PatchEmbed(settings.patch_size, settings.width, **stem, **shared, name="patch_embed")(images)
+        patches = PatchEmbed(
+            settings.patch_size, settings.width, **stem, **shared, name="patch_embed"
+        )(images)
         params = {}
         for name in ("cls_token", "dist_token")[: prefix_tokens(settings)]:
             params[name] = self.param(name, embedding, (1, 1, settings.width), self.param_dtype)
-        params["pos_embed"] = self.param("pos_embed", embedding, (1, num_tokens, settings.width), self.param_dtype)
+        params["pos_embed"] = self.param(
+            "pos_embed", embedding, (1, num_tokens, settings.width), self.param_dtype
+        )
         return embed_positions(params, patches)

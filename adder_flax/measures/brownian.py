@@ -1,8 +1,10 @@
-"""Tokens on a sphere, the Gaussian kernel behind dot-product attention, and whether token updates are Brownian.
+"""Tokens on a sphere, the Gaussian kernel behind dot-product attention, and whether token updates
+are Brownian.
 
-Source: "The Brownian motion in the transformer model" (Chen, 2021), section 3. LayerNorm puts tokens on the sphere
-of radius √d, on which q·k = d − ‖q − k‖²/2, so that softmax(q·k/√d) is the row-normalised Gaussian kernel exp(−‖q −
-k‖²/(2√d)). The paper takes W_Q = W_K = I and no affine part; real models have both."""
+Source: "The Brownian motion in the transformer model" (Chen, 2021), section 3. LayerNorm puts
+tokens on the sphere of radius √d, on which q·k = d − ‖q − k‖²/2, so that softmax(q·k/√d) is the
+row-normalised Gaussian kernel exp(−‖q − k‖²/(2√d)). The paper takes W_Q = W_K = I and no affine
+part; real models have both."""
 
 import dataclasses
 
@@ -23,7 +25,9 @@ def layer_norm(
       [-1.0, 1.0]
     """
     tokens = np.asarray(tokens, np.float64)
-    return (tokens - tokens.mean(-1, keepdims=True)) / np.sqrt(tokens.var(-1, keepdims=True) + epsilon)
+    return (tokens - tokens.mean(-1, keepdims=True)) / np.sqrt(
+        tokens.var(-1, keepdims=True) + epsilon
+    )
 
 
 def relative_radius(tokens: Float[ArrayLike, "*batch width"]) -> Float[NumPy, "*batch"]:
@@ -60,16 +64,22 @@ def gaussian_kernel_map(
 ) -> Float[np.ndarray, "*batch query key"]:
     """softmax(−‖q − k‖² / (2√d)) over the keys, in float64: equation 15 of the paper.
 
-    Equal to :func:`dot_product_map` exactly where all keys have one norm: ‖q‖² is constant in a row and cancels,
-    ‖k‖² does not.
+    Equal to :func:`dot_product_map` exactly where all keys have one norm: ‖q‖² is constant in a row
+    and cancels, ‖k‖² does not.
 
     Example:
-      >>> gaussian_kernel_map(np.zeros((1, 4)), np.stack([np.zeros(4), np.ones(4)])).round(4).tolist()
+      >>> gaussian_kernel_map(np.zeros((1, 4)), np.stack([np.zeros(4), np.ones(4)])).round(
+      ...     4
+      ... ).tolist()
       [[0.7311, 0.2689]]
     """
     query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
     square = lambda x: np.sum(np.square(x), -1)
-    distance = square(query)[..., :, None] + square(key)[..., None, :] - 2 * query @ np.swapaxes(key, -1, -2)
+    distance = (
+        square(query)[..., :, None]
+        + square(key)[..., None, :]
+        - 2 * query @ np.swapaxes(key, -1, -2)
+    )
     return _softmax(-distance / (2 * np.sqrt(query.shape[-1])))
 
 
@@ -92,14 +102,15 @@ class BrownianTest:
     Attributes:
       displacement: mean ‖X_l − X_0‖² / d for l = 1 … L.
       increment: mean ‖X_l − X_{l−1}‖² / d for l = 1 … L; constant for Brownian motion.
-      growth_exponent: slope of ln displacement against ln l: 1 for Brownian motion, 2 for steps in one direction.
-      increment_correlation: (L, L), mean cosine between a token's increments; 0 off the diagonal for Brownian
-        motion.
+      growth_exponent: slope of ln displacement against ln l: 1 for Brownian motion, 2 for steps in
+        one direction.
+      increment_correlation: (L, L), mean cosine between a token's increments; 0 off the diagonal
+        for Brownian motion.
       mean_correlation: mean of the cosines off the diagonal (nan for a single block).
-      shared_drift: share of the increments' energy that is one vector common to all tokens and images of a block; 0
-        for Brownian motion, which has mean 0.
-      excess_kurtosis: (L,) of a component's increment over tokens and images, mean over the components; 0 for
-        normal ones.
+      shared_drift: share of the increments' energy that is one vector common to all tokens and
+        images of a block; 0 for Brownian motion, which has mean 0.
+      excess_kurtosis: (L,) of a component's increment over tokens and images, mean over the
+        components; 0 for normal ones.
     """
 
     displacement: Float[np.ndarray, " blocks"]
@@ -124,13 +135,18 @@ def brownian_test(path: Float[ArrayLike, "step *batch width"]) -> BrownianTest:
       >>> steps = np.random.default_rng(0).standard_normal((12, 500, 64))
       >>> walk = np.concatenate([np.zeros((1, 500, 64)), np.cumsum(steps, 0)])
       >>> result = brownian_test(walk)
-      >>> round(result.growth_exponent, 1), abs(round(result.mean_correlation, 2)), round(result.shared_drift, 2)
+      >>> (
+      ...     round(result.growth_exponent, 1),
+      ...     abs(round(result.mean_correlation, 2)),
+      ...     round(result.shared_drift, 2),
+      ... )
       (1.0, 0.0, 0.0)
     """
     path = np.asarray(path, np.float64)
     if len(path) < 2:
         raise ValueError(
-            f"expected a path of at least 2 points, got {len(path)}. Pass tokens before and after a block."
+            f"expected a path of at least 2 points, got {len(path)}. Pass tokens before and after "
+            "a block."
         )
     path = path.reshape(len(path), -1, path.shape[-1])
     steps = np.diff(path, axis=0)
@@ -159,7 +175,9 @@ def _log_slope(displacement: np.ndarray) -> float:
 
 def _off_diagonal_mean(matrix: np.ndarray) -> float:
     size = len(matrix)
-    return float((matrix.sum() - np.trace(matrix)) / (size * (size - 1))) if size > 1 else float("nan")
+    return (
+        float((matrix.sum() - np.trace(matrix)) / (size * (size - 1))) if size > 1 else float("nan")
+    )
 
 
 def _excess_kurtosis(steps: np.ndarray) -> np.ndarray:

@@ -1,8 +1,8 @@
 """What additive and bilinear scores can tell apart: the XOR alignment task, exactly.
 
-Source: "Additive vs. multiplicative attention", section "The limits of bilinearity". Queries and keys are two bits
-each; a key belongs to a query if exactly one of their two coordinates is equal. The paper says that no bilinear
-score gets this right. How much it can get right is proved here."""
+Source: "Additive vs. multiplicative attention", section "The limits of bilinearity". Queries and
+keys are two bits each; a key belongs to a query if exactly one of their two coordinates is equal.
+The paper says that no bilinear score gets this right. How much it can get right is proved here."""
 
 import dataclasses
 import itertools
@@ -18,7 +18,9 @@ from jaxtyping import Array, ArrayLike, Float
 from adder_flax.measures._arrays import NumPy
 
 
-def xor_pairs() -> tuple[Float[np.ndarray, "16 2"], Float[np.ndarray, "16 2"], Float[np.ndarray, " 16"]]:
+def xor_pairs() -> tuple[
+    Float[np.ndarray, "16 2"], Float[np.ndarray, "16 2"], Float[np.ndarray, " 16"]
+]:
     """All queries, keys and targets: 1 where exactly one coordinate is equal, else 0.
 
     Example:
@@ -32,11 +34,12 @@ def xor_pairs() -> tuple[Float[np.ndarray, "16 2"], Float[np.ndarray, "16 2"], F
 
 
 def separable(labels: Sequence[bool]) -> bool:
-    """Whether an affine function of two bits can be positive exactly where labels, for (0,0), (0,1), (1,0), (1,1),
-    are true.
+    """Whether an affine function of two bits can be positive exactly where labels, for (0,0),
+    (0,1), (1,0), (1,1), are true.
 
-    Decided exactly: the four corners are affinely dependent in one way only, (0,0) + (1,1) = (0,1) + (1,0), so by
-    Radon's theorem the labels are inseparable if and only if they put these two diagonals on different sides.
+    Decided exactly: the four corners are affinely dependent in one way only, (0,0) + (1,1) = (0,1)
+    + (1,0), so by Radon's theorem the labels are inseparable if and only if they put these two
+    diagonals on different sides.
 
     Example:
       >>> separable([False, True, True, True]), separable([False, True, True, False])
@@ -53,7 +56,8 @@ class XorBound:
     Attributes:
       accuracy: largest share of the 16 pairs classified right.
       row_limits: for each of the four queries, how many of its four keys can be right at most.
-      witness: W of a score [1, q]ᵀ W [1, k] that reaches the bound; a pair is accepted where it is positive.
+      witness: W of a score [1, q]ᵀ W [1, k] that reaches the bound; a pair is accepted where it is
+        positive.
     """
 
     accuracy: Fraction
@@ -64,11 +68,12 @@ class XorBound:
 def xor_bound() -> XorBound:
     """Largest accuracy of a bilinear score with all biases on the XOR task: 12 of 16 pairs, 75 %.
 
-    Upper bound, by enumeration: for a fixed query the score qᵀ W k + qᵀ u + wᵀ k + c is an affine function of the
-    key. Of the 16 ways to label four keys an affine function realises 14; a query's own labelling is one of the
-    other two (its keys lie on a diagonal), so the nearest realisable one differs in at least one key. Four queries:
-    at least four errors. Attained: with bits a, b = ±1 for q and k, the score a₁b₁ − a₂b₂ − ½ makes exactly one
-    error a query. Without the biases the score is zero for q = 0 and does not do better.
+    Upper bound, by enumeration: for a fixed query the score qᵀ W k + qᵀ u + wᵀ k + c is an affine
+    function of the key. Of the 16 ways to label four keys an affine function realises 14; a query's
+    own labelling is one of the other two (its keys lie on a diagonal), so the nearest realisable
+    one differs in at least one key. Four queries: at least four errors. Attained: with bits a, b =
+    ±1 for q and k, the score a₁b₁ − a₂b₂ − ½ makes exactly one error a query. Without the biases
+    the score is zero for q = 0 and does not do better.
 
     Returns:
       The bound, its rows and a witness; a test evaluates the witness on all pairs.
@@ -78,10 +83,14 @@ def xor_bound() -> XorBound:
       Fraction(3, 4)
     """
     queries, _, targets = xor_pairs()
-    realisable = [labels for labels in itertools.product((False, True), repeat=4) if separable(labels)]
+    realisable = [
+        labels for labels in itertools.product((False, True), repeat=4) if separable(labels)
+    ]
     limits = []
     for row in targets.reshape(4, 4).astype(bool).tolist():
-        limits.append(max(sum(a == b for a, b in zip(labels, row, strict=True)) for labels in realisable))
+        limits.append(
+            max(sum(a == b for a, b in zip(labels, row, strict=True)) for labels in realisable)
+        )
     # a = 2q − 1: (2q₁ − 1)(2k₁ − 1) − (2q₂ − 1)(2k₂ − 1) − ½, the constants cancelling.
     witness = np.array([[-0.5, -2.0, 2.0], [-2.0, 4.0, 0.0], [2.0, 0.0, -4.0]])
     return XorBound(Fraction(sum(limits), len(targets)), tuple(limits), witness)
@@ -90,13 +99,12 @@ def xor_bound() -> XorBound:
 def additive_xor_score(
     query: Float[ArrayLike, "*batch 2"], key: Float[ArrayLike, "*batch 2"]
 ) -> Float[NumPy, "*batch"]:
-    """An additive score of hidden width 4 that solves the XOR task: positive exactly for the pairs that belong
-    together.
+    """An additive score of hidden width 4 that solves the XOR task: positive exactly for the pairs
+    that belong together.
 
-    A pair belongs together if and only if an odd number of its four bits is set, so with n = q₁ + q₂ + k₁ + k₂
-    steps of alternating sign
-    suffice: vᵀ tanh(8 (n − ½ − j)) for j = 0 … 3 and v = (1, −1, 1, −1), which is near 1 for odd n and near
-    −1 … 0 for even n; half is taken off.
+    A pair belongs together if and only if an odd number of its four bits is set, so with n = q₁ +
+    q₂ + k₁ + k₂ steps of alternating sign suffice: vᵀ tanh(8 (n − ½ − j)) for j = 0 … 3 and v = (1,
+    −1, 1, −1), which is near 1 for odd n and near −1 … 0 for even n; half is taken off.
 
     Example:
       >>> queries, keys, targets = xor_pairs()
@@ -111,7 +119,8 @@ def additive_xor_score(
 def train_xor(
     score: str, *, seeds: int = 8, hidden: int = 16, steps: int = 800, learning_rate: float = 0.05
 ) -> Float[np.ndarray, " seeds"]:
-    """Trains a score on all 16 pairs of the XOR task, by logistic loss with Adam, from several initialisations.
+    """Trains a score on all 16 pairs of the XOR task, by logistic loss with Adam, from several
+    initialisations.
 
     Args:
       score: "additive", vᵀ tanh(W_s q + W_h k + b) + c, or "bilinear", [1, q]ᵀ W [1, k].
@@ -130,8 +139,8 @@ def train_xor(
     queries, keys, targets = map(jnp.asarray, xor_pairs())
     shapes, apply = _XOR_MODELS[score]
     rng = np.random.default_rng(0)
-    # One axis for the initialisations; Adam treats every number by itself, so they train independently of each
-    # other.
+    # One axis for the initialisations; Adam treats every number by itself, so they train
+    # independently of each other.
     params = {name: rng.standard_normal((seeds, *shape(hidden))) for name, shape in shapes.items()}
     optimizer = optax.adam(learning_rate)
 
@@ -182,7 +191,8 @@ _XOR_MODELS = {
 
 
 def score_parameters(query_dim: int, key_dim: int, hidden: int) -> tuple[int, int]:
-    """Parameters of a bilinear score, d_q d_k, and of an additive one, d_a (d_q + d_k + 1), biases left out.
+    """Parameters of a bilinear score, d_q d_k, and of an additive one, d_a (d_q + d_k + 1), biases
+    left out.
 
     Example:
       >>> score_parameters(64, 128, 42)

@@ -2,10 +2,12 @@
 
 Source: "Additive vs. multiplicative attention", section "Attention as gating".
 
-    multiplicative: s = Σ_c g_c k_c,  g = Wᵀ q                        linear, unbounded, made by the query alone
-    additive:       s = Σ_h g_h v_h,  g = tanh(W_q q + W_k k + b)     in (−1, 1), made by query and key together
+    multiplicative: s = Σ_c g_c k_c,  g = Wᵀ q                        linear, unbounded, made by the
+    query alone additive:       s = Σ_h g_h v_h,  g = tanh(W_q q + W_k k + b)     in (−1, 1), made
+    by query and key together
 
-Both let features count against a key as well as for it, unlike the gates of an LSTM, which lie in (0, 1)."""
+Both let features count against a key as well as for it, unlike the gates of an LSTM, which lie in
+(0, 1)."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -43,7 +45,8 @@ class Gate:
 
     @property
     def saturated_share(self) -> float:
-        """Share of the gate's values beyond 0.99 in size, where tanh passes less than 2 % of a gradient."""
+        """Share of the gate's values beyond 0.99 in size, where tanh passes less than 2 % of a
+        gradient."""
         return float(np.mean(np.abs(self.values) > _SATURATED))
 
 
@@ -58,8 +61,8 @@ def gate(
     Args:
       score: "dot", "bilinear" or "additive".
       query, key: of one or more heads.
-      parameters: the score's learned arrays under the names of ``MultiHeadAttention.score``, with the heads as the
-        last of the batch axes.
+      parameters: the score's learned arrays under the names of ``MultiHeadAttention.score``, with
+        the heads as the last of the batch axes.
 
     Raises:
       ValueError: the score is a distance, or unknown.
@@ -75,12 +78,21 @@ def gate(
         opened = query if score == "dot" else query @ wide["kernel"]
         return Gate(opened[..., :, None, :], key[..., None, :, :])
     if score != "additive":
-        raise ValueError(f"expected a score that gates, one of {GATED_SCORES}; got {score!r}, which compares instead.")
-    hidden = (query @ wide["query_kernel"])[..., :, None, :] + (key @ wide["key_kernel"])[..., None, :, :]
+        raise ValueError(
+            f"expected a score that gates, one of {GATED_SCORES}; got {score!r}, which compares "
+            "instead."
+        )
+    hidden = (query @ wide["query_kernel"])[..., :, None, :] + (key @ wide["key_kernel"])[
+        ..., None, :, :
+    ]
     over_pairs = lambda x: x[..., None, None, :]
     if "norm_scale" in wide:
         hidden = hidden - hidden.mean(-1, keepdims=True)
-        hidden = over_pairs(wide["norm_scale"]) * hidden / np.sqrt(hidden.var(-1, keepdims=True) + LAYER_NORM_EPSILON)
+        hidden = (
+            over_pairs(wide["norm_scale"])
+            * hidden
+            / np.sqrt(hidden.var(-1, keepdims=True) + LAYER_NORM_EPSILON)
+        )
     if "bias" in wide:
         hidden = hidden + over_pairs(wide["bias"])
     return Gate(np.tanh(hidden), over_pairs(wide["v"]))

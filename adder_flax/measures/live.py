@@ -1,4 +1,5 @@
-"""Numbers of single layers that are cheap enough for a running training: a few scalars from what a layer computed."""
+"""Numbers of single layers that are cheap enough for a running training: a few scalars from what a
+layer computed."""
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,14 @@ def attention_numbers(
 
     Returns:
       ``attention_entropy``, mean over rows, in nats; ``attention_max_logit``, the largest score;
-      ``attention_logit_std``, of a row's scores, mean; ``attention_rank``, the equivalent rank, mean over maps.
+      ``attention_logit_std``, of a row's scores, mean; ``attention_rank``, the equivalent rank,
+      mean over maps.
 
     Example:
       >>> numbers = jax.jit(attention_numbers)(jnp.zeros((2, 10, 10)), jnp.full((2, 10, 10), 0.1))
       >>> {name: round(float(number), 4) for name, number in numbers.items()}
       {'attention_entropy': 2.3026, 'attention_logit_std': 0.0, 'attention_max_logit': 0.0, 'attention_rank': 1.0}
-    """
+    """  # noqa: E501 - a message is one line
     return {
         "attention_entropy": row_entropy(weights).mean(),
         "attention_max_logit": scores.max(),
@@ -47,8 +49,9 @@ def adder_numbers(
       hardtanh_slope: of its HardTanh rule; None where it has none.
 
     Returns:
-      ``adder_output_mean``, of the sums over the number K of inputs, −1.13 for unit-normal inputs and weights;
-      ``adder_output_std``, of a row's sums over √K, mean, 0.85 for the same; and `hardtanh_saturation`.
+      ``adder_output_mean``, of the sums over the number K of inputs, −1.13 for unit-normal inputs
+      and weights; ``adder_output_std``, of a row's sums over √K, mean, 0.85 for the same; and
+      `hardtanh_saturation`.
     """
     inputs, sums = kernel.shape[0], sums.astype(jnp.float32)
     numbers = {
@@ -65,8 +68,8 @@ def hardtanh_saturation(
 ) -> Float[Array, ""]:
     """Share of all differences w − x with |slope · (w − x)| ≥ 1, where the HardTanh rule is flat.
 
-    Each input's weights are sorted once, so that a row finds its neighbours by bisection: rows · inputs · log(outputs)
-    comparisons and no array of all differences.
+    Each input's weights are sorted once, so that a row finds its neighbours by bisection: rows ·
+    inputs · log(outputs) comparisons and no array of all differences.
 
     Args:
       x: inputs of an adder layer.
@@ -79,7 +82,9 @@ def hardtanh_saturation(
     """
 
     def inside(values: Array, weights: Array) -> Array:
-        low, high = (jnp.searchsorted(weights, values + side / slope, side=name) for side, name in _ENDS)
+        low, high = (
+            jnp.searchsorted(weights, values + side / slope, side=name) for side, name in _ENDS
+        )
         return high - low
 
     x, w = x.astype(jnp.float32), jnp.sort(w.astype(jnp.float32), axis=-1)
@@ -87,5 +92,6 @@ def hardtanh_saturation(
     return 1.0 - (count / w.shape[-1]).mean()
 
 
-# Weights in the open interval (x − 1/c, x + 1/c): after all that are ≤ its low end, before all that are ≥ its high one.
+# Weights in the open interval (x − 1/c, x + 1/c): after all that are ≤ its low end, before all that
+# are ≥ its high one.
 _ENDS = ((-1.0, "right"), (1.0, "left"))

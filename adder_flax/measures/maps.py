@@ -1,8 +1,9 @@
-"""Attention maps as arrays: with or without the identity, seen from the class token, their entropy and reach.
+"""Attention maps as arrays: with or without the identity, seen from the class token, their entropy
+and reach.
 
-Maps are float arrays (…, queries, keys). Where the mechanism adds the identity map, H̃ = A + I, the rows sum
-to 2; every function here tells by the row sums which of the two it was given, and says what it does with the
-identity."""
+Maps are float arrays (…, queries, keys). Where the mechanism adds the identity map, H̃ = A + I, the
+rows sum to 2; every function here tells by the row sums which of the two it was given, and says
+what it does with the identity."""
 
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
@@ -27,12 +28,15 @@ def has_identity(maps: Float[ArrayLike, "*batch query key"]) -> bool:
         if np.all(np.abs(sums - total) < _ROW_SUM_TOLERANCE):
             return answer
     raise ValueError(
-        "expected attention maps whose rows all sum to 1, or to 2 with the identity map; got sums from "
-        f"{sums.min():.4g} to {sums.max():.4g}. Pass the maps after softmax, without dropout or masked rows."
+        "expected attention maps whose rows all sum to 1, or to 2 with the identity map; got sums "
+        f"from {sums.min():.4g} to {sums.max():.4g}. Pass the maps after softmax, without dropout "
+        "or masked rows."
     )
 
 
-def stochastic_part(maps: Float[ArrayLike, "*batch query key"]) -> Float[np.ndarray, "*batch query key"]:
+def stochastic_part(
+    maps: Float[ArrayLike, "*batch query key"],
+) -> Float[np.ndarray, "*batch query key"]:
     """The maps without the identity, in float64 with rows that sum to 1 exactly: what softmax gave.
 
     Example:
@@ -50,13 +54,14 @@ def patch_attention(
 ) -> Float[np.ndarray, "*batch patch"]:
     """How a network that reads the class token distributes its attention over the patches.
 
-    The row of the class token without its own column (and that of a distillation token), scaled to sum to 1. The
-    identity map gives the class token nothing but itself, so it takes no part. Without a class token (mean pooling)
-    it is the mean over all queries.
+    The row of the class token without its own column (and that of a distillation token), scaled to
+    sum to 1. The identity map gives the class token nothing but itself, so it takes no part.
+    Without a class token (mean pooling) it is the mean over all queries.
 
     Args:
       maps: with or without the identity.
-      prefix_tokens: how many tokens stand in front of the patches, the class token first; 0 for none.
+      prefix_tokens: how many tokens stand in front of the patches, the class token first; 0 for
+        none.
 
     Returns:
       Weights over the patches that sum to 1; multiplied by their number, 1 is uniform attention.
@@ -71,8 +76,9 @@ def patch_attention(
 
 
 def entropy(maps: Float[ArrayLike, "*batch query key"]) -> Float[np.ndarray, "*batch query"]:
-    """Shannon entropy −Σ_j A_ij ln A_ij of every row, in nats; between 0 and ln(keys). The identity is left
-    out.
+    """Shannon entropy −Σ_j A_ij ln A_ij of every row, in nats; between 0 and ln(keys).
+
+    The identity is left out.
 
     Example:
       >>> np.exp(entropy(np.full((3, 3), 1 / 3))).round(6).tolist()  # as spread as 3 equal weights
@@ -81,8 +87,11 @@ def entropy(maps: Float[ArrayLike, "*batch query key"]) -> Float[np.ndarray, "*b
     return np.asarray(row_entropy(stochastic_part(maps)))
 
 
-def row_entropy(weights: Float[ArrayLike, "*batch query key"]) -> Float[NumPy | Array, "*batch query"]:
-    """−Σ_j A_ij ln A_ij of every row of weights as they are given: `entropy`, also inside of a traced function."""
+def row_entropy(
+    weights: Float[ArrayLike, "*batch query key"],
+) -> Float[NumPy | Array, "*batch query"]:
+    """−Σ_j A_ij ln A_ij of every row of weights as they are given: `entropy`, also inside of a
+    traced function."""
     library, values = library_of(weights)
     return -library.sum(values * library.log(library.where(values > 0, values, 1.0)), axis=-1)
 
@@ -90,7 +99,8 @@ def row_entropy(weights: Float[ArrayLike, "*batch query key"]) -> Float[NumPy | 
 def mean_distance(
     maps: Float[ArrayLike, "*batch token token"], grid: tuple[int, int], *, prefix_tokens: int = 1
 ) -> Float[NumPy, "*batch"]:
-    """Mean distance that attention reaches across the image, in patches (Dosovitskiy et al., 2021, figure 7).
+    """Mean distance that attention reaches across the image, in patches (Dosovitskiy et al., 2021,
+    figure 7).
 
     Args:
       maps: with or without the identity; only attention from patches to patches counts.
@@ -101,7 +111,9 @@ def mean_distance(
       Σ_ij A_ij |x_i − x_j| over the weights that stay among patches, mean over the queries.
 
     Example:
-      >>> mean_distance(np.eye(4)[[1, 0, 3, 2]], (2, 2), prefix_tokens=0).item()  # everyone looks next door
+      >>> mean_distance(
+      ...     np.eye(4)[[1, 0, 3, 2]], (2, 2), prefix_tokens=0
+      ... ).item()  # everyone looks next door
       1.0
     """
     maps = stochastic_part(maps)[..., prefix_tokens:, prefix_tokens:]
@@ -125,7 +137,8 @@ def patch_grid(image_shape: tuple[int, ...], num_patches: int) -> tuple[int, int
     grid = (height // max(side, 1), width // max(side, 1))
     if grid[0] * grid[1] != num_patches:
         raise ValueError(
-            f"expected a number of patches that square patches of a {height}×{width} image give; got {num_patches}. "
-            "Set prefix_tokens to how many tokens the model has in front of them."
+            f"expected a number of patches that square patches of a {height}×{width} image give; "
+            f"got {num_patches}. Set prefix_tokens to how many tokens the model has in front of "
+            "them."
         )
     return grid

@@ -1,8 +1,10 @@
-"""Where gradients vanish: the tanh of additive scores, and the softmax over scores of large variance.
+"""Where gradients vanish: the tanh of additive scores, and the softmax over scores of large
+variance.
 
-Source: "Additive vs. multiplicative attention", section "Training dynamics and numerical stability". As inputs
-grow, the gradient of an additive score vanishes because tanh saturates, unless LayerNorm stands before it; that of
-a dot product grows, but the softmax behind it saturates unless the scores are scaled by 1/√d."""
+Source: "Additive vs. multiplicative attention", section "Training dynamics and numerical
+stability". As inputs grow, the gradient of an additive score vanishes because tanh saturates,
+unless LayerNorm stands before it; that of a dot product grows, but the softmax behind it saturates
+unless the scores are scaled by 1/√d."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,8 +27,9 @@ def additive_gradient_norm(
 ) -> Float[NumPy, "*batch"]:
     """‖∂e/∂W_s‖_F of the additive score e = vᵀ tanh(z), z = W_sᵀ s + W_hᵀ h.
 
-    The gradient is the outer product of s and ∂e/∂z = v (1 − tanh² z), so its norm is the product of theirs. With
-    LayerNorm before tanh, e = vᵀ tanh(ẑ), ∂e/∂z = (u − mean(u) − ẑ mean(u ẑ)) / √(var z + ε), u = v (1 − tanh² ẑ).
+    The gradient is the outer product of s and ∂e/∂z = v (1 − tanh² z), so its norm is the product
+    of theirs. With LayerNorm before tanh, e = vᵀ tanh(ẑ), ∂e/∂z = (u − mean(u) − ẑ mean(u ẑ)) /
+    √(var z + ε), u = v (1 − tanh² ẑ).
 
     Args:
       preactivation: z.
@@ -50,9 +53,13 @@ def additive_gradient_norm(
 
 
 def dot_product_gradient(
-    query: Float[np.ndarray, "*batch dim"], keys: Float[np.ndarray, "*batch keys dim"], *, scale: float
+    query: Float[np.ndarray, "*batch dim"],
+    keys: Float[np.ndarray, "*batch keys dim"],
+    *,
+    scale: float,
 ) -> tuple[Float[np.ndarray, "*batch dim"], Float[np.ndarray, "*batch keys"]]:
-    """∂L/∂q of L = −ln softmax(scale · q·k)₀, the first key being the right one, and the softmax itself.
+    """∂L/∂q of L = −ln softmax(scale · q·k)₀, the first key being the right one, and the softmax
+    itself.
 
     The gradient is scale · Σ_j (p_j − δ_j0) k_j.
 
@@ -75,13 +82,14 @@ class GradientNorms:
     Attributes:
       input_norms: ‖s‖ = ‖h‖ in units of √d.
       additive: ‖∂e/∂W_s‖ of the additive score.
-      additive_rms: its root mean square instead of its median. A unit's pre-activation lies near zero, unsaturated,
-        with probability ~ 1/‖s‖, and then contributes ‖s‖: the mean square grows like ‖s‖ while almost every single
-        draw vanishes.
+      additive_rms: its root mean square instead of its median. A unit's pre-activation lies near
+        zero, unsaturated, with probability ~ 1/‖s‖, and then contributes ‖s‖: the mean square grows
+        like ‖s‖ while almost every single draw vanishes.
       additive_layer_norm: ‖∂e/∂W_s‖ with LayerNorm before tanh.
       dot: ‖∂L/∂q‖ of L = −ln softmax(q·k)_j for one key j, without scaling.
       dot_scaled: the same with softmax(q·k/√d).
-      active: share of weight that softmax(q·k) leaves to all but the largest key: what can still learn.
+      active: share of weight that softmax(q·k) leaves to all but the largest key: what can still
+        learn.
       active_scaled: the same with scaling.
     """
 
@@ -106,8 +114,9 @@ def gradient_norms(
 ) -> GradientNorms:
     """Gradient norms of additive and dot-product scores against the norm of their inputs.
 
-    Weights are normal with variance 1/(2d), so that inputs of norm √d give pre-activations of variance 1; v is
-    normal with variance 1/hidden. Queries and keys are independent normal vectors scaled to the given norm.
+    Weights are normal with variance 1/(2d), so that inputs of norm √d give pre-activations of
+    variance 1; v is normal with variance 1/hidden. Queries and keys are independent normal vectors
+    scaled to the given norm.
 
     Args:
       input_norms: in units of √d.
@@ -119,22 +128,30 @@ def gradient_norms(
 
     Example:
       >>> norms = gradient_norms([1.0, 1000.0])
-      >>> bool(norms.additive[1] < 1e-3 * norms.additive[0]), bool(norms.active[1] < 0.1 < norms.active_scaled[0])
+      >>> (
+      ...     bool(norms.additive[1] < 1e-3 * norms.additive[0]),
+      ...     bool(norms.active[1] < 0.1 < norms.active_scaled[0]),
+      ... )
       (True, True)
     """
 
     rng = np.random.default_rng(seed)
     normal = rng.standard_normal
-    # For normal weights W_sᵀ s + W_hᵀ h is normal with variance (‖s‖² + ‖h‖²)/(2d): they need not be drawn.
+    # For normal weights W_sᵀ s + W_hᵀ h is normal with variance (‖s‖² + ‖h‖²)/(2d): they need not
+    # be drawn.
     unit_preactivation, v = normal((draws, hidden)), normal((draws, hidden)) / np.sqrt(hidden)
     query, others = (_unit(normal(shape)) for shape in ((draws, dim), (draws, keys, dim)))
     columns = []
     for norm in np.asarray(input_norms, float):
         length = norm * np.sqrt(dim)
         additive, normed = (
-            additive_gradient_norm(norm * unit_preactivation, v, length, layer_norm=on) for on in (False, True)
+            additive_gradient_norm(norm * unit_preactivation, v, length, layer_norm=on)
+            for on in (False, True)
         )
-        dots = [dot_product_gradient(length * query, length * others, scale=scale) for scale in (1.0, dim**-0.5)]
+        dots = [
+            dot_product_gradient(length * query, length * others, scale=scale)
+            for scale in (1.0, dim**-0.5)
+        ]
         dot_norms = [np.median(np.linalg.norm(gradient, axis=-1)) for gradient, _ in dots]
         active = [np.median(1.0 - weights.max(-1)) for _, weights in dots]
         rms = np.sqrt(np.mean(additive**2))
@@ -154,8 +171,9 @@ def entropy_by_width(
 ) -> dict[str, Float[np.ndarray, " dims"]]:
     """Mean entropy of the softmax over scores between unit-normal queries and keys, by width.
 
-    Without scaling it falls with the width, with it it does not; the adder score at 1/√d has variance 0.727 instead
-    of 1, so its maps are a little flatter than the dot product's, and the variance-matched scale takes that back.
+    Without scaling it falls with the width, with it it does not; the adder score at 1/√d has
+    variance 0.727 instead of 1, so its maps are a little flatter than the dot product's, and the
+    variance-matched scale takes that back.
 
     Args:
       head_dims: widths d.

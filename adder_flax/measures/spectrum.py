@@ -1,14 +1,14 @@
 """Singular values of attention maps, and what adding the identity does to them.
 
-Source: appendix A.3 of the adder attention paper, Proposition 1. With singular values σ₁ ≥ … ≥ σ_N of a map A and
-σ̃ of A + I it argues, for symmetric A:
+Source: appendix A.3 of the adder attention paper, Proposition 1. With singular values σ₁ ≥ … ≥ σ_N
+of a map A and σ̃ of A + I it argues, for symmetric A:
 
     σ̃ = σ + 1,    f(r) = Σ_{t≤r} σ_t / Σ_t σ_t ≥ f̃(r) ≥ g(r) = r/N,
 
-so that the rank at which f reaches 0.9 does not fall. The proof takes √λ(A²) for λ(A), which also needs A to be
-positive semidefinite. In general only σ̃_t ≤ σ_t + 1 holds (Weyl), with equality throughout exactly for symmetric
-positive semidefinite A. All functions take (…, N, N) and compute in float64, those of singular values in float32 where
-they are traced."""
+so that the rank at which f reaches 0.9 does not fall. The proof takes √λ(A²) for λ(A), which also
+needs A to be positive semidefinite. In general only σ̃_t ≤ σ_t + 1 holds (Weyl), with equality
+throughout exactly for symmetric positive semidefinite A. All functions take (…, N, N) and compute
+in float64, those of singular values in float32 where they are traced."""
 
 import dataclasses
 
@@ -41,7 +41,9 @@ def cumulative(sigma: Float[ArrayLike, "*batch n"]) -> Float[np.ndarray | Array,
     return library.cumsum(sigma, -1) / library.sum(sigma, -1, keepdims=True)
 
 
-def equivalent_rank(sigma: Float[ArrayLike, "*batch n"], level: float = 0.9) -> Int[NumPy | Array, "*batch"]:
+def equivalent_rank(
+    sigma: Float[ArrayLike, "*batch n"], level: float = 0.9
+) -> Int[NumPy | Array, "*batch"]:
     """Smallest r with f(r) ≥ level, up to the rounding of a sum of N terms.
 
     Example:
@@ -54,7 +56,8 @@ def equivalent_rank(sigma: Float[ArrayLike, "*batch n"], level: float = 0.9) -> 
 
 
 def effective_rank(sigma: Float[np.ndarray, "*batch n"]) -> Float[NumPy, "*batch"]:
-    """exp of the entropy of σ / Σ σ (Roy and Vetterli, EUSIPCO 2007): N for equal values, 1 for a single one.
+    """exp of the entropy of σ / Σ σ (Roy and Vetterli, EUSIPCO 2007): N for equal values, 1 for a
+    single one.
 
     Example:
       >>> effective_rank(np.array([1.0, 1.0, 0.0])).round(6).item()
@@ -75,7 +78,8 @@ def stable_rank(sigma: Float[np.ndarray, "*batch n"]) -> Float[NumPy, "*batch"]:
 
 
 def asymmetry(maps: Float[ArrayLike, "*batch n n"]) -> Float[NumPy, "*batch"]:
-    """‖A − Aᵀ‖_F / ‖A‖_F: 0 for symmetric maps, at most √2 for maps without negative entries, 2 in general.
+    """‖A − Aᵀ‖_F / ‖A‖_F: 0 for symmetric maps, at most √2 for maps without negative entries, 2 in
+    general.
 
     Example:
       >>> asymmetry(np.array([[0.0, 1.0], [0.0, 0.0]])).round(4).item()
@@ -136,7 +140,9 @@ def identity_effect(maps: Float[ArrayLike, "*batch n n"]) -> IdentityEffect:
       maps: attention maps with or without the identity, which is taken off first if it is there.
 
     Example:
-      >>> effect = identity_effect(np.full((4, 4), 0.25))  # symmetric, positive semidefinite, rank 1
+      >>> effect = identity_effect(
+      ...     np.full((4, 4), 0.25)
+      ... )  # symmetric, positive semidefinite, rank 1
       >>> effect.rank.item(), effect.rank_identity.item(), effect.deviation.round(12).item()
       (1, 4, 0.0)
     """

@@ -1,10 +1,11 @@
-"""Theorem 1 of the adder attention paper: the variance of scores between independent unit-normal vectors.
+"""Theorem 1 of the adder attention paper: the variance of scores between independent unit-normal
+vectors.
 
     Var(q·k) = d        Var(−‖q − k‖₁) = 2 d (1 − 2/π) ≈ 0.727 d        Var(−‖q − k‖²/2) = 2 d
 
-(appendix A.2; the last for comparison: ‖q − k‖²/2 is χ² with d degrees of freedom). A score is then divided by its
-standard deviation before the softmax; the paper's 1/√d leaves the adder score at variance 0.727, the
-variance-matched scale 1/√(2d(1 − 2/π)) at 1."""
+(appendix A.2; the last for comparison: ‖q − k‖²/2 is χ² with d degrees of freedom). A score is then
+divided by its standard deviation before the softmax; the paper's 1/√d leaves the adder score at
+variance 0.727, the variance-matched scale 1/√(2d(1 − 2/π)) at 1."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -54,15 +55,16 @@ def pair_scores(
 def _known(score: str) -> str:
     if score not in _PER_DIM:
         raise ValueError(
-            f"expected a score without learned parameters, one of {sorted(_PER_DIM)}; got {score!r}. "
-            "The variance of the others depends on their weights."
+            f"expected a score without learned parameters, one of {sorted(_PER_DIM)}; got "
+            f"{score!r}. The variance of the others depends on their weights."
         )
     return score
 
 
 @dataclasses.dataclass(frozen=True)
 class VarianceEstimate:
-    """Sample variance of a score at one width, with its standard error over independent repetitions."""
+    """Sample variance of a score at one width, with its standard error over independent
+    repetitions."""
 
     head_dim: int
     variance: float
@@ -70,7 +72,12 @@ class VarianceEstimate:
 
 
 def monte_carlo_variance(
-    score: str, head_dims: Sequence[int], *, samples: int = 4000, repetitions: int = 8, seed: int = 0
+    score: str,
+    head_dims: Sequence[int],
+    *,
+    samples: int = 4000,
+    repetitions: int = 8,
+    seed: int = 0,
 ) -> list[VarianceEstimate]:
     """Variance of a score between independent unit-normal vectors, by sampling.
 
@@ -105,11 +112,13 @@ class LiveVariance:
 
     Attributes:
       head_dim: d.
-      measured: variance of the raw scores over all pairs of the same image and head, mean over images and heads.
+      measured: variance of the raw scores over all pairs of the same image and head, mean over
+        images and heads.
       predicted: what the theorem says for unit-normal vectors.
       rescaled: the same for normal vectors with the measured component variances.
       query_rms, key_rms: root mean square of the components; 1 in the theorem.
-      component_variance: of a component over the tokens of an image and head, mean of q and k; 1 in the theorem.
+      component_variance: of a component over the tokens of an image and head, mean of q and k; 1 in
+        the theorem.
       component_correlation: between a token's own query and key components; 0 in the theorem.
       excess_kurtosis: of the components over the tokens, mean of q and k; 0 for normal ones.
     """
@@ -126,7 +135,9 @@ class LiveVariance:
 
 
 def live_variance(
-    query: Float[ArrayLike, "*batch token dim"], key: Float[ArrayLike, "*batch token dim"], score: str
+    query: Float[ArrayLike, "*batch token dim"],
+    key: Float[ArrayLike, "*batch token dim"],
+    score: str,
 ) -> LiveVariance:
     """How far a model's queries and keys are from Theorem 1, in its assumption and in its result.
 
@@ -171,4 +182,6 @@ def _correlation(query: np.ndarray, key: np.ndarray) -> float:
 def _excess_kurtosis(x: np.ndarray) -> float:
     centred = x - x.mean(-2, keepdims=True)
     variance = np.mean(centred**2, -2)
-    return float(np.mean(np.mean(centred**4, -2) / np.where(variance > 0, variance, 1.0) ** 2) - 3.0)
+    return float(
+        np.mean(np.mean(centred**4, -2) / np.where(variance > 0, variance, 1.0) ** 2) - 3.0
+    )

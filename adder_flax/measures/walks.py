@@ -1,9 +1,10 @@
 """An attention map as the transition matrix of a Markov chain on tokens.
 
-Source: "The Brownian motion in the transformer model" (Chen, 2021), sections 2.2, 2.3 and 3.2: softmax makes A
-row-stochastic, A^k walks k steps, and its spectrum gives diffusion coordinates (Coifman and Lafon, 2006). A map
-with the identity, whose rows sum to 2, is the lazy walk (A + I)/2 twice over; all functions but :func:`rollout`
-take the identity off first. They take (…, N, N) and compute in float64."""
+Source: "The Brownian motion in the transformer model" (Chen, 2021), sections 2.2, 2.3 and 3.2:
+softmax makes A row-stochastic, A^k walks k steps, and its spectrum gives diffusion coordinates
+(Coifman and Lafon, 2006). A map with the identity, whose rows sum to 2, is the lazy walk (A + I)/2
+twice over; all functions but :func:`rollout` take the identity off first. They take (…, N, N) and
+compute in float64."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -42,7 +43,8 @@ def eigenvalues(maps: Float[ArrayLike, "*batch n n"]) -> Inexact[np.ndarray, "*b
 
 
 def spectral_gap(maps: Float[ArrayLike, "*batch n n"]) -> Float[NumPy, "*batch"]:
-    """1 − |λ₂|: how much of what tells starting points apart one step wipes out; 1 if all is gone after one step.
+    """1 − |λ₂|: how much of what tells starting points apart one step wipes out; 1 if all is gone
+    after one step.
 
     Example:
       >>> spectral_gap(np.array([[0.9, 0.1], [0.3, 0.7]])).round(12).item()
@@ -67,8 +69,8 @@ def mixing_time(
 ) -> Int[NumPy, "*batch"]:
     """Steps after which the walk has forgotten where it began.
 
-    t_mix(ε) = min {k : max_i ½ Σ_j |A^k_ij − π_j| ≤ ε} (Levin, Peres and Wilmer, section 4.5). The distance
-    never grows with k, so k is found by doubling and then bit by bit.
+    t_mix(ε) = min {k : max_i ½ Σ_j |A^k_ij − π_j| ≤ ε} (Levin, Peres and Wilmer, section 4.5). The
+    distance never grows with k, so k is found by doubling and then bit by bit.
 
     Args:
       maps: with or without the identity, which is taken off.
@@ -76,7 +78,9 @@ def mixing_time(
       limit: −1 is returned for walks that have not mixed after so many steps, e.g. periodic ones.
 
     Example:
-      >>> mixing_time(np.array([[0.9, 0.1], [0.3, 0.7]])).item()  # the distance after k steps is 0.75 · 0.6^k
+      >>> mixing_time(
+      ...     np.array([[0.9, 0.1], [0.3, 0.7]])
+      ... ).item()  # the distance after k steps is 0.75 · 0.6^k
       3
     """
     maps = stochastic_part(maps)
@@ -105,8 +109,8 @@ def _mixing_time(matrix: np.ndarray, epsilon: float, limit: int) -> int:
 
 
 def irreversibility(maps: Float[ArrayLike, "*batch n n"]) -> Float[NumPy, "*batch"]:
-    """½ Σ_ij |π_i A_ij − π_j A_ji|: the probability flow that goes round in circles; 0 for a reversible walk, at
-    most 1.
+    """½ Σ_ij |π_i A_ij − π_j A_ji|: the probability flow that goes round in circles; 0 for a
+    reversible walk, at most 1.
 
     Diffusion maps are made for reversible walks, so this says how far to trust them.
 
@@ -132,11 +136,14 @@ class DiffusionMap:
     eigenvalues: Float[np.ndarray, "*batch dims"]
 
 
-def diffusion_map(maps: Float[ArrayLike, "*batch n n"], *, steps: int = 1, dims: int = 2) -> DiffusionMap:
-    """Places tokens so that those between which the walk moves easily are close (Coifman and Lafon, 2006).
+def diffusion_map(
+    maps: Float[ArrayLike, "*batch n n"], *, steps: int = 1, dims: int = 2
+) -> DiffusionMap:
+    """Places tokens so that those between which the walk moves easily are close (Coifman and Lafon,
+    2006).
 
-    For a walk that is not reversible its additive reversibilisation ½(A + Π⁻¹ Aᵀ Π) is taken, Π = diag(π), which
-    has the same stationary distribution; for a reversible one that is A itself.
+    For a walk that is not reversible its additive reversibilisation ½(A + Π⁻¹ Aᵀ Π) is taken, Π =
+    diag(π), which has the same stationary distribution; for a reversible one that is A itself.
 
     Args:
       maps: with or without the identity, which is taken off.
@@ -149,7 +156,9 @@ def diffusion_map(maps: Float[ArrayLike, "*batch n n"], *, steps: int = 1, dims:
     """
     maps = stochastic_part(maps)
     root = np.sqrt(stationary_distribution(maps))
-    similar = root[..., :, None] * maps / root[..., None, :]  # Π^½ A Π^−½; its symmetric part reverses the walk
+    similar = (
+        root[..., :, None] * maps / root[..., None, :]
+    )  # Π^½ A Π^−½; its symmetric part reverses the walk
     values, vectors = np.linalg.eigh((similar + np.swapaxes(similar, -1, -2)) / 2)
     order = np.argsort(-np.abs(values), -1, kind="stable")[..., 1 : dims + 1]
     values = np.take_along_axis(values, order, -1)
@@ -158,15 +167,17 @@ def diffusion_map(maps: Float[ArrayLike, "*batch n n"], *, steps: int = 1, dims:
 
 
 def rollout(maps: Sequence[Float[ArrayLike, "*batch head n n"]]) -> Float[np.ndarray, "*batch n n"]:
-    """Attention rollout: how much of each input token is in each output token (Abnar and Zuidema, ACL 2020).
+    """Attention rollout: how much of each input token is in each output token (Abnar and Zuidema,
+    ACL 2020).
 
-    A block adds the attention branch to its input, x + A x, so with heads averaged the mixing matrix is
-    (A + I) / 2. With the identity map the branch is (A + I) x itself, the block x + (A + I) x, and the matrix
-    (A + 2I) / 3: the residual counts once, and rows are divided by what they sum to. Blocks multiply, the
-    last from the left.
+    A block adds the attention branch to its input, x + A x, so with heads averaged the mixing
+    matrix is (A + I) / 2. With the identity map the branch is (A + I) x itself, the block x + (A +
+    I) x, and the matrix (A + 2I) / 3: the residual counts once, and rows are divided by what they
+    sum to. Blocks multiply, the last from the left.
 
     Args:
-      maps: of every block, first to last, (…, heads, N, N), with or without the identity; any leading axes.
+      maps: of every block, first to last, (…, heads, N, N), with or without the identity; any
+        leading axes.
 
     Returns:
       Rows of tokens after the last block over tokens before the first; they sum to 1.
@@ -184,5 +195,7 @@ def rollout(maps: Sequence[Float[ArrayLike, "*batch head n n"]]) -> Float[np.nda
         mixing = (mean + shortcuts * np.eye(mean.shape[-1])) / (1.0 + shortcuts)
         result = mixing if result is None else mixing @ result
     if result is None:
-        raise ValueError("expected the maps of at least one block, got none. Pass one array per block.")
+        raise ValueError(
+            "expected the maps of at least one block, got none. Pass one array per block."
+        )
     return result

@@ -1,4 +1,5 @@
-"""A small residual convolutional network: a teacher that brings what transformers lack on few images."""
+"""A small residual convolutional network: a teacher that brings what transformers lack on few
+images."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,19 +19,25 @@ from adder_flax.settings import Choice, Integer, Integers, Text, setting
 class ConvNetSettings:
     """A residual convolutional network."""
 
-    name: str = setting("conv_net", Text("the name of a model"), "the model, whose own fields follow")
+    name: str = setting(
+        "conv_net", Text("the name of a model"), "the model, whose own fields follow"
+    )
     channels: tuple[int, ...] = setting(
-        "32,64,128", Integers(Integer(1, 8192), 8), "of each stage; every stage but the first halves the image"
+        "32,64,128",
+        Integers(Integer(1, 8192), 8),
+        "of each stage; every stage but the first halves the image",
     )
     blocks: int = setting(1, Integer(1, 100), "residual blocks of each stage")
     dtype: str = setting("float32", Choice("float32", "bfloat16", "float16"), "of the computation")
 
 
 class ConvNet(nnx.Module):
-    """Stages of residual blocks of two 3 × 3 convolutions, GroupNorm and ReLU, the mean over the image, a linear head.
+    """Stages of residual blocks of two 3 × 3 convolutions, GroupNorm and ReLU, the mean over the
+    image, a linear head.
 
-    He et al., "Identity mappings in deep residual networks", 2016 (norms in front), with GroupNorm (Wu and He, 2018) in
-    place of BatchNorm, so that nothing is kept between batches and an image's logits depend on it alone.
+    He et al., "Identity mappings in deep residual networks", 2016 (norms in front), with GroupNorm
+    (Wu and He, 2018) in place of BatchNorm, so that nothing is kept between batches and an image's
+    logits depend on it alone.
 
     Args:
       channels: of each stage; every stage but the first halves the image.
@@ -60,10 +67,19 @@ class ConvNet(nnx.Module):
         shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.stem = nnx.Conv(in_channels, channels[0], (3, 3), **shared)
         widths = [(channels[max(stage - 1, 0)], width) for stage, width in enumerate(channels)]
-        pairs = [(before if block == 0 else width, width) for before, width in widths for block in range(blocks)]
-        strides = [2 if stage and block == 0 else 1 for stage in range(len(channels)) for block in range(blocks)]
+        pairs = [
+            (before if block == 0 else width, width)
+            for before, width in widths
+            for block in range(blocks)
+        ]
+        strides = [
+            2 if stage and block == 0 else 1
+            for stage in range(len(channels))
+            for block in range(blocks)
+        ]
         self.blocks = nnx.List(
-            _Residual(before, width, stride, **shared) for (before, width), stride in zip(pairs, strides, strict=True)
+            _Residual(before, width, stride, **shared)
+            for (before, width), stride in zip(pairs, strides, strict=True)
         )
         self.norm = _norm(channels[-1], **shared)
         self.head = nnx.Linear(channels[-1], num_classes, **shared)
@@ -84,7 +100,8 @@ class ConvNet(nnx.Module):
 
 
 class _Residual(nnx.Module):
-    """x + conv(relu(norm(conv(relu(norm(x)))))), with a 1 × 1 convolution on x where the shapes differ."""
+    """x + conv(relu(norm(conv(relu(norm(x)))))), with a 1 × 1 convolution on x where the shapes
+    differ."""
 
     def __init__(self, before: int, width: int, stride: int, **shared):
         self.norm1 = _norm(before, **shared)
@@ -93,9 +110,13 @@ class _Residual(nnx.Module):
         self.conv2 = nnx.Conv(width, width, (3, 3), use_bias=False, **shared)
         self.shortcut = nnx.data(None)
         if stride > 1 or before != width:
-            self.shortcut = nnx.Conv(before, width, (1, 1), strides=stride, use_bias=False, **shared)
+            self.shortcut = nnx.Conv(
+                before, width, (1, 1), strides=stride, use_bias=False, **shared
+            )
 
-    def __call__(self, features: Float[Array, "batch height width before"]) -> Float[Array, "batch h w width"]:
+    def __call__(
+        self, features: Float[Array, "batch height width before"]
+    ) -> Float[Array, "batch h w width"]:
         active = jax.nn.relu(self.norm1(features))
         skipped = features if self.shortcut is None else self.shortcut(active)
         return skipped + self.conv2(jax.nn.relu(self.norm2(self.conv1(active))))
@@ -103,7 +124,9 @@ class _Residual(nnx.Module):
 
 def _norm(channels: int, **shared) -> nnx.GroupNorm:
     """GroupNorm with up to 8 groups."""
-    return nnx.GroupNorm(channels, num_groups=max(n for n in range(1, 9) if channels % n == 0), **shared)
+    return nnx.GroupNorm(
+        channels, num_groups=max(n for n in range(1, 9) if channels % n == 0), **shared
+    )
 
 
 @register_model("conv_net", ConvNetSettings)
@@ -113,10 +136,14 @@ def build_conv_net(settings: ConvNetSettings, example: Example, *, rngs: nnx.Rng
     Raises:
       ValueError: the examples are no images with classes.
     """
-    if len(example.inputs) != 1 or len(example.inputs[0].shape) != 4 or "classes" not in example.sizes:
+    if (
+        len(example.inputs) != 1
+        or len(example.inputs[0].shape) != 4
+        or "classes" not in example.sizes
+    ):
         raise ValueError(
-            f"expected images and a number of classes for config.model.name=conv_net, got {example}; "
-            "set --config.model.name or --config.task.name"
+            "expected images and a number of classes for config.model.name=conv_net, got "
+            f"{example}; set --config.model.name or --config.task.name"
         )
     return ConvNet(
         settings.channels or (32,),

@@ -1,4 +1,5 @@
-"""Writing a sequence symbol by symbol with any model that predicts the next one: greedily, or along several beams."""
+"""Writing a sequence symbol by symbol with any model that predicts the next one: greedily, or along
+several beams."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# (state, symbols before) → (next state, logits of the next symbol); every leaf of the state begins with the batch.
+# (state, symbols before) → (next state, logits of the next symbol); every leaf of the state begins
+# with the batch.
 Step = Callable[[Any, Int[Array, " batch"]], tuple[Any, Float[Array, "batch symbols"]]]
 
 
@@ -23,7 +25,9 @@ def greedy_decode(
       end_symbol: ends a sequence, and stands before its first symbol.
       max_length: where a sequence that does not end is cut.
 
-    >>> next_of = jnp.array([[0.0, 0.0, 9.0], [0.0, 9.0, 0.0], [0.0, 9.0, 0.0]])[jnp.array([1, 2, 0])]
+    >>> next_of = jnp.array([[0.0, 0.0, 9.0], [0.0, 9.0, 0.0], [0.0, 9.0, 0.0]])[
+    ...     jnp.array([1, 2, 0])
+    ... ]
     >>> greedy_decode(lambda s, y: (s, next_of[y]), None, 1, end_symbol=1, max_length=3).tolist()
     [[1, 1, 1]]
     """
@@ -49,15 +53,16 @@ class _Beams(NamedTuple):
 def beam_search(
     step: Step, state: Any, batch_size: int, *, end_symbol: int, max_length: int, num_beams: int
 ) -> tuple[Int[Array, "batch num_beams {max_length}"], Float[Array, "batch num_beams"]]:
-    """Keeps the `num_beams` likeliest beginnings at every step; a finished sequence keeps its probability.
+    """Keeps the `num_beams` likeliest beginnings at every step; a finished sequence keeps its
+    probability.
 
     Args:
       step, state, batch_size, end_symbol, max_length: as in `greedy_decode`.
       num_beams: how many are kept; with 1 it is `greedy_decode`.
 
     Returns:
-      The sequences, likeliest first, filled up with `end_symbol`, and their log-probabilities (of those that did not
-      end within `max_length`: of what is there).
+      The sequences, likeliest first, filled up with `end_symbol`, and their log-probabilities (of
+      those that did not end within `max_length`: of what is there).
     """
     rows = batch_size * num_beams
     flat = lambda x: x.reshape(rows, *x.shape[2:])
@@ -80,7 +85,9 @@ def beam_search(
         total = now.log_probability[..., None] + following
         best, place = jax.lax.top_k(total.reshape(batch_size, -1), num_beams)
         parent, symbol = jnp.divmod(place, following.shape[-1])
-        chosen = lambda x: jnp.take_along_axis(x, parent.reshape(*parent.shape, *[1] * (x.ndim - 2)), axis=1)
+        chosen = lambda x: jnp.take_along_axis(
+            x, parent.reshape(*parent.shape, *[1] * (x.ndim - 2)), axis=1
+        )
         symbols = chosen(now.symbols).at[:, :, index].set(symbol)
         state = jax.tree.map(lambda x: flat(chosen(beams(x))), state)
         return _Beams(state, symbols, best, chosen(now.done) | (symbol == end_symbol)), None

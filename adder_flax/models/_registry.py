@@ -35,11 +35,12 @@ class Builder(Protocol):
           rngs: initialisation keys.
 
         Returns:
-          A module that is called as ``model(*inputs)`` to evaluate, and as ``model(*inputs, deterministic=False,
-          rngs=rngs)`` to train. Where some numbers of the settings are data, such as rates of dropout, it has a method
-          ``set_data(settings)`` that takes them anew: they are traced inside of the training step. Where the model
-          itself changes along the training, as with a distance that is annealed, it has a method ``anneal(progress)``,
-          given the share of the steps that are done, traced.
+          A module that is called as ``model(*inputs)`` to evaluate, and as ``model(*inputs,
+          deterministic=False, rngs=rngs)`` to train. Where some numbers of the settings are data,
+          such as rates of dropout, it has a method ``set_data(settings)`` that takes them anew:
+          they are traced inside of the training step. Where the model itself changes along the
+          training, as with a distance that is annealed, it has a method ``anneal(progress)``, given
+          the share of the steps that are done, traced.
         """
         ...
 
@@ -53,8 +54,8 @@ def register_model(name: str, settings: type) -> Callable[[Builder], Builder]:
 
     Args:
       name: the name to find it by.
-      settings: a frozen dataclass whose fields are declared with ``adder_flax.settings.setting``: those of
-        ``config.model``, ``name`` among them.
+      settings: a frozen dataclass whose fields are declared with ``adder_flax.settings.setting``:
+        those of ``config.model``, ``name`` among them.
 
     Example:
       >>> import dataclasses
@@ -63,9 +64,14 @@ def register_model(name: str, settings: type) -> Callable[[Builder], Builder]:
       ... class LinearSettings:
       ...     name: str = setting("linear", Text("the name of a model"), "the model")
       >>> with MODELS.temporary(), MODEL_SETTINGS.temporary():
+      ...
       ...     @register_model("linear", LinearSettings)
-      ...     def build(settings: LinearSettings, example: Example, *, rngs: nnx.Rngs) -> nnx.Module:
-      ...         return nnx.Linear(example.inputs[0].shape[-1], example.sizes["classes"], rngs=rngs)
+      ...     def build(
+      ...         settings: LinearSettings, example: Example, *, rngs: nnx.Rngs
+      ...     ) -> nnx.Module:
+      ...         return nnx.Linear(
+      ...             example.inputs[0].shape[-1], example.sizes["classes"], rngs=rngs
+      ...         )
     """
 
     def register(build: Builder) -> Builder:

@@ -13,18 +13,33 @@ from adder_flax.attention import SequenceAttention
 from adder_flax.layers import Dropout, Linear
 from adder_flax.models._build import check_score_options
 from adder_flax.models._registry import Example, register_model
-from adder_flax.settings import AttentionSettings, Choice, Integer, Number, Text, keywords_of, section, setting
+from adder_flax.settings import (
+    AttentionSettings,
+    Choice,
+    Integer,
+    Number,
+    Text,
+    keywords_of,
+    section,
+    setting,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Seq2SeqSettings:
     """Encoder and decoder with attention between them."""
 
-    name: str = setting("seq2seq", Text("the name of a model"), "the model, whose own fields follow")
-    width: int = setting(256, Integer(2, 65536), "of the states; even, as each direction reads with half of it")
+    name: str = setting(
+        "seq2seq", Text("the name of a model"), "the model, whose own fields follow"
+    )
+    width: int = setting(
+        256, Integer(2, 65536), "of the states; even, as each direction reads with half of it"
+    )
     embedding_features: int = setting(64, Integer(1, 65536), "of the symbols")
     attention: AttentionSettings = section(AttentionSettings, inline=True)
-    dropout_rate: float = setting(0.2, Number(0, 1, "[)"), "of embeddings and of what gives the logits", data="if on")
+    dropout_rate: float = setting(
+        0.2, Number(0, 1, "[)"), "of embeddings and of what gives the logits", data="if on"
+    )
     dtype: str = setting("float32", Choice("float32", "bfloat16", "float16"), "of the computation")
 
 
@@ -45,26 +60,30 @@ class Memory(NamedTuple):
 class Seq2Seq(nnx.Module):
     """Encoder and decoder of GRUs with attention between them.
 
-    The decoder's state s_t is the query, the encoder's states h_i are keys and values; the context c_t and s_t give
-    the logits, softmax(W tanh(W_c [c_t; s_t])) (Luong et al., 2015, https://arxiv.org/abs/1508.04025, eq. 5-6, global
-    attention without input feeding: with the targets given, all steps attend at once). The encoder is bidirectional
-    (Bahdanau et al., 2015, https://arxiv.org/abs/1409.0473).
+    The decoder's state s_t is the query, the encoder's states h_i are keys and values; the context
+    c_t and s_t give the logits, softmax(W tanh(W_c [c_t; s_t])) (Luong et al., 2015,
+    https://arxiv.org/abs/1508.04025, eq. 5-6, global attention without input feeding: with the
+    targets given, all steps attend at once). The encoder is bidirectional (Bahdanau et al., 2015,
+    https://arxiv.org/abs/1409.0473).
 
-    Symbols are numbers; 0 fills a row up and `end_symbol` ends a target and stands before its first symbol.
+    Symbols are numbers; 0 fills a row up and `end_symbol` ends a target and stands before its first
+    symbol.
 
     Args:
       source_symbols, target_symbols: how many there are, filling and end included.
-      settings: of the model; each of its fields can be given as a keyword instead:
-        width: of the states; the encoder's halves have half of it each.
-        embedding_features: of the symbols.
-        score, score_options, scale, temperature, key_block: see `adder_flax.attention.SequenceAttention`.
-        dropout_rate: of embeddings and of what gives the logits.
+      settings: of the model; each of its fields can be given as a keyword instead: width: of the
+        states; the encoder's halves have half of it each. embedding_features: of the symbols.
+        score, score_options, scale, temperature, key_block: see
+        `adder_flax.attention.SequenceAttention`. dropout_rate: of embeddings and of what gives the
+        logits.
       end_symbol: number of the end.
       dtype: dtype of the computation; None for that of the parameters.
       param_dtype: dtype of the parameters.
       rngs: initialisation keys.
 
-    >>> model = Seq2Seq(source_symbols=5, target_symbols=7, width=8, embedding_features=4, rngs=nnx.Rngs(0))
+    >>> model = Seq2Seq(
+    ...     source_symbols=5, target_symbols=7, width=8, embedding_features=4, rngs=nnx.Rngs(0)
+    ... )
     >>> source, target = jnp.array([[1, 2, 3, 0]]), jnp.array([[4, 5, 1]])
     >>> model(source, target).shape
     (1, 3, 7)
@@ -84,7 +103,10 @@ class Seq2Seq(nnx.Module):
     ):
         width, embedding_features = settings.width, settings.embedding_features
         if width < 2 or width % 2:
-            raise ValueError(f"expected an even width of at least 2, got {width}; each direction reads with half of it")
+            raise ValueError(
+                f"expected an even width of at least 2, got {width}; each direction reads with "
+                "half of it"
+            )
         shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.end_symbol = end_symbol
         self.source_embedding = nnx.Embed(source_symbols, embedding_features, **shared)
@@ -108,7 +130,8 @@ class Seq2Seq(nnx.Module):
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch target symbols"]:
-        """Logits of every target symbol, given the source and the target symbols before it (teacher forcing)."""
+        """Logits of every target symbol, given the source and the target symbols before it (teacher
+        forcing)."""
         random: dict[str, Any] = dict(deterministic=deterministic, rngs=rngs)
         memory = self.encode(source, **random)
         before = jnp.pad(target[:, :-1], ((0, 0), (1, 0)), constant_values=self.end_symbol)
@@ -121,11 +144,17 @@ class Seq2Seq(nnx.Module):
         self.dropout.set_rate(settings.dropout_rate)
 
     def encode(
-        self, source: Int[Array, "batch source"], *, deterministic: bool = True, rngs: nnx.Rngs | None = None
+        self,
+        source: Int[Array, "batch source"],
+        *,
+        deterministic: bool = True,
+        rngs: nnx.Rngs | None = None,
     ) -> Memory:
         """Reads the source."""
         mask = source != 0
-        embedded = self.dropout(self.source_embedding(source), deterministic=deterministic, rngs=rngs)
+        embedded = self.dropout(
+            self.source_embedding(source), deterministic=deterministic, rngs=rngs
+        )
         zero = jnp.zeros((len(source), self.forward.hidden_features), embedded.dtype)
         onward = _run(self.forward, embedded, mask, zero)
         back = _run(self.backward, embedded[:, ::-1], mask[:, ::-1], zero)[:, ::-1]
@@ -177,18 +206,20 @@ def build_seq2seq(settings: Seq2SeqSettings, example: Example, *, rngs: nnx.Rngs
     """Builds a sequence model for ``source_symbols`` and ``target_symbols``.
 
     Raises:
-      ValueError: data that are no pairs of sequences, or settings that attention from one to the other has no use for.
+      ValueError: data that are no pairs of sequences, or settings that attention from one to the
+        other has no use for.
     """
     if "target_symbols" not in example.sizes:
         raise ValueError(
-            f"expected pairs of sequences for config.model.name=seq2seq, got {example}; set --config.model.name or "
-            "--config.task.name"
+            f"expected pairs of sequences for config.model.name=seq2seq, got {example}; set "
+            "--config.model.name or --config.task.name"
         )
     attention = settings.attention
     if not isinstance(attention.score, str) or attention.identity:
         raise ValueError(
-            "expected one score and no identity map (positions of two sequences are not the same) for "
-            f"config.model.name=seq2seq, got {attention.score} and identity {attention.identity}; set --config.model.*"
+            "expected one score and no identity map (positions of two sequences are not the same) "
+            f"for config.model.name=seq2seq, got {attention.score} and identity "
+            f"{attention.identity}; set --config.model.*"
         )
     check_score_options(attention)
     return Seq2Seq(

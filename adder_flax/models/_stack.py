@@ -1,4 +1,5 @@
-"""Running a stack of blocks: one after the other, rematerialised, or as a loop over stacked parameters."""
+"""Running a stack of blocks: one after the other, rematerialised, or as a loop over stacked
+parameters."""
 
 import functools
 from collections.abc import Sequence
@@ -22,14 +23,17 @@ def apply_blocks(
     remat: bool,
     scan: bool,
 ) -> Float[Array, "batch length width"]:
-    """Applies the blocks in turn; the result, dropout included, depends neither on `remat` nor on `scan`.
+    """Applies the blocks in turn; the result, dropout included, depends neither on `remat` nor on
+    `scan`.
 
     Args:
       blocks: the blocks; with `scan` they differ in parameters and drop path rate alone.
       tokens: their input.
-      deterministic, rngs: see `Block`; each block gets a key of its own from one draw of the `dropout` stream.
+      deterministic, rngs: see `Block`; each block gets a key of its own from one draw of the
+        `dropout` stream.
       remat: recompute a block in the backward pass instead of storing its inner activations.
-      scan: one trace for all blocks, looped over their stacked parameters; not where someone tells them apart.
+      scan: one trace for all blocks, looped over their stacked parameters; not where someone tells
+        them apart.
     """
     graphdefs, states = zip(*(nnx.split(block) for block in blocks), strict=True)
     states = [nnx.to_pure_dict(state) for state in states]
@@ -45,9 +49,12 @@ def apply_blocks(
 
     if scan and not recorder.told_apart():
         body = functools.partial(apply, graphdefs[0])
-        # Inside a loop nothing can merge the recomputation with the forward pass: no barrier is needed.
+        # Inside a loop nothing can merge the recomputation with the forward pass: no barrier is
+        # needed.
         body = jax.checkpoint(body, prevent_cse=False) if remat else body
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *zip(states, keys, factors, strict=True))
+        stacked = jax.tree.map(
+            lambda *leaves: jnp.stack(leaves), *zip(states, keys, factors, strict=True)
+        )
         return jax.lax.scan(lambda carry, xs: (body(carry, *xs), None), tokens, stacked)[0]
 
     for graphdef, state, key, factor in zip(graphdefs, states, keys, factors, strict=True):
@@ -58,11 +65,16 @@ def apply_blocks(
 
 
 def _draw(blocks: Sequence[Block], batch: int, rngs: nnx.Rngs | None) -> tuple[list, list]:
-    """A dropout key and the stochastic depth factors (2, batch) of each block; None where it needs none."""
+    """A dropout key and the stochastic depth factors (2, batch) of each block; None where it needs
+    none."""
     keys = factors = [None] * len(blocks)
     if rngs is not None and any(is_on(block.drop_path.rate) for block in blocks):
         rates = jnp.stack([jnp.asarray(block.drop_path.rate, jnp.float32) for block in blocks])
-        factors = list(drop_path_factors(rngs.dropout(), rates[:, None, None], (len(blocks), 2, batch)))
-    if rngs is not None and any(is_on(block.dropout.rate) or is_on(block.attention.dropout_rate) for block in blocks):
+        factors = list(
+            drop_path_factors(rngs.dropout(), rates[:, None, None], (len(blocks), 2, batch))
+        )
+    if rngs is not None and any(
+        is_on(block.dropout.rate) or is_on(block.attention.dropout_rate) for block in blocks
+    ):
         keys = list(jax.random.split(rngs.dropout(), len(blocks)))
     return keys, factors

@@ -28,45 +28,55 @@ from adder_flax.settings import DEIT_SIZES, VitSettings, keywords_of
 class VisionTransformer(nnx.Module):
     """ViT (Dosovitskiy et al., 2021, https://arxiv.org/abs/2010.11929) with pre-LayerNorm blocks.
 
-    Patch embedding, class token, learned position embedding, `depth` blocks, LayerNorm, linear head. With dense layers,
-    dot-product scores, 224-pixel images and patches of 16 it is DeiT. The patch embedding, the product of map and
-    values and the head are multiplicative in every variant; convolutions in front of the patches may be of either kind.
+    Patch embedding, class token, learned position embedding, `depth` blocks, LayerNorm, linear
+    head. With dense layers, dot-product scores, 224-pixel images and patches of 16 it is DeiT. The
+    patch embedding, the product of map and values and the head are multiplicative in every variant;
+    convolutions in front of the patches may be of either kind.
 
     Args:
       image_size: side of the square images, or (height, width), in pixels.
       channels: channels of the images.
       num_classes: number of logits.
-      settings: of the transformer; each of its fields can be given as a keyword instead:
-        width: width of the tokens.
-        depth: number of blocks.
-        num_heads: attention heads per block; divides `width`.
-        patch_size: side of a patch in pixels; divides the image's sides.
-        stem_channels, stem_linear: convolutions in front of the patches, see `adder_flax.layers.PatchEmbed`.
+      settings: of the transformer; each of its fields can be given as a keyword instead: width:
+        width of the tokens. depth: number of blocks. num_heads: attention heads per block; divides
+        `width`. patch_size: side of a patch in pixels; divides the image's sides. stem_channels,
+        stem_linear: convolutions in front of the patches, see `adder_flax.layers.PatchEmbed`.
         score: attention score by name, one for all blocks or a sequence with one per block.
-        score_options: options of the score, one mapping for all blocks or a sequence with one per block.
-        qkv_linear, proj_linear, mlp_linear: "dense" or "adder", for all blocks or a sequence with one per block, see
-          `adder_flax.layers.Block`.
-        anneal_start, anneal_end, anneal_blocks: see `anneal`.
-        scale, temperature, identity, key_block: see `adder_flax.attention.MultiHeadAttention`.
-        mlp_ratio, adder_options, norm_epsilon, attention_dropout_rate: see `adder_flax.layers.Block`.
-        pooling: "cls" reads the class token; "mean" has none and averages the patches.
-        distilled: put a distillation token behind the class token, with a head of its own (Touvron et al., 2021,
-          section 3); what the model says is the mean of both heads.
-        dropout_rate: dropout of the embeddings, after the attention and in the MLPs.
-        drop_path_rate: stochastic depth of the last block; it rises linearly from 0 in the first.
-        remat: recompute each block in the backward pass instead of storing its inner activations.
-      dtype: dtype of the computation, for example `jnp.bfloat16`; parameters and logits stay `param_dtype`.
+        score_options: options of the score, one mapping for all blocks or a sequence with one per
+        block. qkv_linear, proj_linear, mlp_linear: "dense" or "adder", for all blocks or a sequence
+        with one per block, see `adder_flax.layers.Block`. anneal_start, anneal_end, anneal_blocks:
+        see `anneal`. scale, temperature, identity, key_block: see
+        `adder_flax.attention.MultiHeadAttention`. mlp_ratio, adder_options, norm_epsilon,
+        attention_dropout_rate: see `adder_flax.layers.Block`. pooling: "cls" reads the class token;
+        "mean" has none and averages the patches. distilled: put a distillation token behind the
+        class token, with a head of its own (Touvron et al., 2021, section 3); what the model says
+        is the mean of both heads. dropout_rate: dropout of the embeddings, after the attention and
+        in the MLPs. drop_path_rate: stochastic depth of the last block; it rises linearly from 0 in
+        the first. remat: recompute each block in the backward pass instead of storing its inner
+        activations.
+      dtype: dtype of the computation, for example `jnp.bfloat16`; parameters and logits stay
+        `param_dtype`.
       param_dtype: dtype of the parameters.
-      scan_blocks: compile one block and loop over the stacked parameters of all, which have to be alike. The results
-        are the same. On a CPU a training step runs 10 to 20 % slower in the loop; compiling takes half the time where
-        adder layers run on plain XLA, and is no shorter elsewhere.
+      scan_blocks: compile one block and loop over the stacked parameters of all, which have to be
+        alike. The results are the same. On a CPU a training step runs 10 to 20 % slower in the
+        loop; compiling takes half the time where adder layers run on plain XLA, and is no shorter
+        elsewhere.
       rngs: initialisation keys.
 
     Raises:
       ValueError: sizes that do not divide, an unknown name, or a list whose length is not `depth`.
 
-    >>> model = VisionTransformer(image_size=8, patch_size=2, channels=1, num_classes=10, width=16, depth=2,
-    ...                           num_heads=2, score="adder", rngs=nnx.Rngs(0))
+    >>> model = VisionTransformer(
+    ...     image_size=8,
+    ...     patch_size=2,
+    ...     channels=1,
+    ...     num_classes=10,
+    ...     width=16,
+    ...     depth=2,
+    ...     num_heads=2,
+    ...     score="adder",
+    ...     rngs=nnx.Rngs(0),
+    ... )
     >>> model(jnp.ones((3, 8, 8, 1))).shape
     (3, 10)
     """
@@ -111,7 +121,9 @@ class VisionTransformer(nnx.Module):
         blocks = block_settings(settings)
         if scan_blocks:
             check_alike(blocks)
-        self.annealing = Annealing(settings.depth, settings.anneal_start, settings.anneal_end, settings.anneal_blocks)
+        self.annealing = Annealing(
+            settings.depth, settings.anneal_start, settings.anneal_end, settings.anneal_blocks
+        )
         self.alike = are_alike(blocks)
         self.pooling = pooling
         self.remat = settings.remat
@@ -132,10 +144,14 @@ class VisionTransformer(nnx.Module):
             self.dist_token = nnx.Param(embedding(rngs.params(), (1, 1, width), param_dtype))
         self.pos_embed = nnx.Param(embedding(rngs.params(), (1, num_tokens, width), param_dtype))
         self.dropout = Dropout(settings.dropout_rate)
-        self.blocks = nnx.List(Block(width, settings.num_heads, settings=block, **shared) for block in blocks)
+        self.blocks = nnx.List(
+            Block(width, settings.num_heads, settings=block, **shared) for block in blocks
+        )
         self.norm = nnx.LayerNorm(width, epsilon=settings.norm_epsilon, **shared)
         self.head = Linear(width, num_classes, **shared)
-        self.head_dist = Linear(width, num_classes, **shared) if settings.distilled else nnx.data(None)
+        self.head_dist = (
+            Linear(width, num_classes, **shared) if settings.distilled else nnx.data(None)
+        )
 
     def __call__(
         self,
@@ -152,7 +168,8 @@ class VisionTransformer(nnx.Module):
           rngs: with a stream `dropout`, where there is any of them: `nnx.Rngs(dropout=key)`.
 
         Returns:
-          Logits (batch, num_classes) in float32 or wider; with a distillation token the mean of both heads.
+          Logits (batch, num_classes) in float32 or wider; with a distillation token the mean of
+          both heads.
         """
         logits = self.heads(images, deterministic=deterministic, rngs=rngs)
         return logits[:, 0] if self.head_dist is None else logits.mean(axis=1)
@@ -164,15 +181,17 @@ class VisionTransformer(nnx.Module):
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch heads classes"]:
-        """Logits of each head: of that of the class token (or the mean), and of that of the distillation token.
+        """Logits of each head: of that of the class token (or the mean), and of that of the
+        distillation token.
 
         Args:
           images, deterministic, rngs: as of a call.
         """
         if images.shape[1:] != self.image_shape:
             raise ValueError(
-                f"expected images whose (height, width, channels) is {self.image_shape}, got {images.shape}; "
-                "resize them or build the model with their image_size and channels."
+                f"expected images whose (height, width, channels) is {self.image_shape}, got "
+                f"{images.shape}; resize them or build the model with their image_size and "
+                "channels."
             )
         tokens = self.embed_positions(self.patch_embed(images))
         tokens = self.dropout(tokens, deterministic=deterministic, rngs=rngs)
@@ -195,19 +214,24 @@ class VisionTransformer(nnx.Module):
         """Takes the rates of dropout and of stochastic depth anew, where they are on.
 
         Args:
-          settings: with `dropout_rate`, `attention_dropout_rate` and `drop_path_rate`, which may be traced.
+          settings: with `dropout_rate`, `attention_dropout_rate` and `drop_path_rate`, which may be
+            traced.
         """
         for block in self.blocks:
             block.attention.set_dropout_rate(settings.attention_dropout_rate)
         for module in (self, *self.blocks, *(block.mlp for block in self.blocks)):
             module.dropout.set_rate(settings.dropout_rate)
-        for block, rate in zip(self.blocks, drop_path_rates(settings.drop_path_rate, len(self.blocks)), strict=True):
+        for block, rate in zip(
+            self.blocks, drop_path_rates(settings.drop_path_rate, len(self.blocks)), strict=True
+        ):
             block.drop_path.set_rate(rate)
 
     def anneal(self, progress: float | Array) -> None:
-        """Gives adder layers that share of the squared distance that they have once so much of the training is done.
+        """Gives adder layers that share of the squared distance that they have once so much of the
+        training is done.
 
-        Where `anneal_end` is 0 they have L1 distances all along. Without a call they have, so evaluation always does.
+        Where `anneal_end` is 0 they have L1 distances all along. Without a call they have, so
+        evaluation always does.
 
         Args:
           progress: share of the steps that are done, which may be traced.
@@ -219,41 +243,56 @@ class VisionTransformer(nnx.Module):
                 layer.set_squared_share(share)
 
     def loop_over_blocks(self) -> None:
-        """Turns `scan_blocks` on where the blocks are alike, which is quicker to compile in second derivatives."""
+        """Turns `scan_blocks` on where the blocks are alike, which is quicker to compile in second
+        derivatives."""
         self.scan_blocks = self.alike
 
-    def embed_positions(self, patches: Float[Array, "batch patches width"]) -> Float[Array, "batch tokens width"]:
+    def embed_positions(
+        self, patches: Float[Array, "batch patches width"]
+    ) -> Float[Array, "batch tokens width"]:
         """`embed_positions` with the model's own parameters."""
-        parameters = {"cls_token": self.cls_token, "dist_token": self.dist_token, "pos_embed": self.pos_embed}
-        return embed_positions({name: p[...] for name, p in parameters.items() if p is not None}, patches)
+        parameters = {
+            "cls_token": self.cls_token,
+            "dist_token": self.dist_token,
+            "pos_embed": self.pos_embed,
+        }
+        return embed_positions(
+            {name: p[...] for name, p in parameters.items() if p is not None}, patches
+        )
 
 
 def embed_positions(
     params: Mapping[str, Array], patches: Float[Array, "batch patches width"]
 ) -> Float[Array, "batch tokens width"]:
-    """The patches behind class and distillation token, if there are any, plus the positions, in the patches' dtype.
+    """The patches behind class and distillation token, if there are any, plus the positions, in the
+    patches' dtype.
 
     Args:
-      params: `pos_embed` (1, tokens, width), and `cls_token` and `dist_token` (1, 1, width) for one token each more
-        than there are patches.
+      params: `pos_embed` (1, tokens, width), and `cls_token` and `dist_token` (1, 1, width) for one
+        token each more than there are patches.
       patches: embedded patches.
 
     >>> params = {"pos_embed": jnp.zeros((1, 5, 8)), "cls_token": jnp.ones((1, 1, 8))}
     >>> embed_positions(params, jnp.zeros((2, 4, 8)))[:, :, 0].tolist()
     [[1.0, 0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]]
     """
-    front = [params[name].astype(patches.dtype) for name in ("cls_token", "dist_token") if name in params]
+    front = [
+        params[name].astype(patches.dtype) for name in ("cls_token", "dist_token") if name in params
+    ]
     front = [jnp.broadcast_to(token, (patches.shape[0], 1, patches.shape[-1])) for token in front]
     tokens = jnp.concatenate([*front, patches], axis=1) if front else patches
     return tokens + params["pos_embed"].astype(tokens.dtype)
 
 
 # Class token and position embedding are one layer with curvature.
-kfac.register_layer(VisionTransformer, "embed_positions", lambda model: kfac.Generic(embed_positions))
+kfac.register_layer(
+    VisionTransformer, "embed_positions", lambda model: kfac.Generic(embed_positions)
+)
 
 
 def deit_tiny(*, rngs: nnx.Rngs, **overrides: Any) -> VisionTransformer:
-    """DeiT-Tiny: width 192, 12 blocks, 3 heads (Touvron et al., 2021, https://arxiv.org/abs/2012.12877).
+    """DeiT-Tiny: width 192, 12 blocks, 3 heads (Touvron et al., 2021,
+    https://arxiv.org/abs/2012.12877).
 
     Args:
       rngs: initialisation keys.
@@ -274,4 +313,6 @@ def deit_base(*, rngs: nnx.Rngs, **overrides: Any) -> VisionTransformer:
 
 def _deit(size: str, overrides: Mapping[str, Any], rngs: nnx.Rngs) -> VisionTransformer:
     width, num_heads = DEIT_SIZES[size]
-    return VisionTransformer(**{"width": width, "depth": 12, "num_heads": num_heads, **overrides}, rngs=rngs)
+    return VisionTransformer(
+        **{"width": width, "depth": 12, "num_heads": num_heads, **overrides}, rngs=rngs
+    )

@@ -12,7 +12,8 @@ _LINEARS = ("qkv_linear", "proj_linear", "mlp_linear")
 
 
 def per_block(value: Any, depth: int, name: str) -> list[Any]:
-    """`value` for each of `depth` blocks: repeated if it is one setting, as it is if it is a list of `depth`.
+    """`value` for each of `depth` blocks: repeated if it is one setting, as it is if it is a list
+    of `depth`.
 
     >>> per_block("adder", 2, "score")
     ['adder', 'adder']
@@ -23,24 +24,30 @@ def per_block(value: Any, depth: int, name: str) -> list[Any]:
         return [value] * depth
     if len(value) != depth:
         raise ValueError(
-            f"expected {name} to be one setting or a list of depth = {depth}, got a list of {len(value)}; "
-            "give one entry per block."
+            f"expected {name} to be one setting or a list of depth = {depth}, got a list of "
+            f"{len(value)}; give one entry per block."
         )
     return list(value)
 
 
 def block_settings(settings: VitSettings) -> list[BlockSettings]:
-    """Settings of each block: its own score, the options of that, and its own rate of stochastic depth.
+    """Settings of each block: its own score, the options of that, and its own rate of stochastic
+    depth.
 
     >>> from adder_flax.settings import AttentionSettings
-    >>> [block.attention.score for block in block_settings(VitSettings(depth=2, attention=AttentionSettings("adder")))]
+    >>> [
+    ...     block.attention.score
+    ...     for block in block_settings(VitSettings(depth=2, attention=AttentionSettings("adder")))
+    ... ]
     ['adder', 'adder']
     """
     attention, depth = settings.attention, settings.depth
     kinds = {name: per_block(getattr(settings, name), depth, name) for name in _LINEARS}
     scores = per_block(attention.score, depth, "score")
     options = per_block(attention.score_options, depth, "score_options")
-    shared = {field.name: getattr(settings, field.name) for field in dataclasses.fields(BlockSettings)}
+    shared = {
+        field.name: getattr(settings, field.name) for field in dataclasses.fields(BlockSettings)
+    }
     return [
         BlockSettings(
             **shared
@@ -71,7 +78,8 @@ class Annealing(NamedTuple):
 
     Attributes:
       depth: number of blocks.
-      start, end: shares of the training between which they do; with an end of 0 they have L1 distances all along.
+      start, end: shares of the training between which they do; with an end of 0 they have L1
+        distances all along.
       blocks: "together", or "in_turn", one after the other.
     """
 
@@ -81,10 +89,14 @@ class Annealing(NamedTuple):
     blocks: str
 
     def squared_shares(self, progress: Any) -> list[Any]:
-        """Share of the squared distance in each block once so much of the training is done, which may be traced.
+        """Share of the squared distance in each block once so much of the training is done, which
+        may be traced.
 
         >>> annealing = Annealing(depth=2, start=0.5, end=1.0, blocks="in_turn")
-        >>> [[float(share) for share in annealing.squared_shares(progress)] for progress in (0.0, 0.625, 0.75, 0.875)]
+        >>> [
+        ...     [float(share) for share in annealing.squared_shares(progress)]
+        ...     for progress in (0.0, 0.625, 0.75, 0.875)
+        ... ]
         [[1.0, 1.0], [0.5, 1.0], [0.0, 1.0], [0.0, 0.5]]
         """
         turns = self.depth if self.blocks == "in_turn" else 1
@@ -119,8 +131,8 @@ def count_patches(image_shape: tuple[int, int, int], patch_size: int) -> int:
     height, width, _ = image_shape
     if patch_size < 1 or height % patch_size or width % patch_size:
         raise ValueError(
-            f"expected image sides divisible by patch_size, got {height} x {width} pixels and patches of {patch_size}; "
-            "change image_size or patch_size."
+            f"expected image sides divisible by patch_size, got {height} x {width} pixels and "
+            f"patches of {patch_size}; change image_size or patch_size."
         )
     return (height // patch_size) * (width // patch_size)
 
@@ -130,7 +142,10 @@ def check_pooling(pooling: str, distilled: bool = False) -> None:
     if pooling not in ("cls", "mean"):
         raise ValueError(f"expected pooling 'cls' or 'mean', got {pooling!r}; choose one of these.")
     if distilled and pooling != "cls":
-        raise ValueError(f"expected pooling 'cls' beside a distillation token, got {pooling!r}; leave out distilled.")
+        raise ValueError(
+            f"expected pooling 'cls' beside a distillation token, got {pooling!r}; leave out "
+            "distilled."
+        )
 
 
 def prefix_tokens(settings: VitSettings) -> int:
@@ -145,7 +160,10 @@ def prefix_tokens(settings: VitSettings) -> int:
 def check_alike(blocks: Sequence[BlockSettings]) -> None:
     """Raises ValueError where blocks differ, which a loop over them cannot express."""
     if not are_alike(blocks):
-        given = [(block.attention.score, block.attention.score_options, block.mlp_linear) for block in blocks]
+        given = [
+            (block.attention.score, block.attention.score_options, block.mlp_linear)
+            for block in blocks
+        ]
         raise ValueError(
             f"scan_blocks expects blocks that are alike, got scores, options and layers {given}; "
             "give all blocks one score and one kind of layers, or pass scan_blocks=False."

@@ -10,21 +10,24 @@ from adder_flax.ops._primitive import call
 
 
 def additive_scores(
-    query: Float[ArrayLike, "*#batch Nq d"], key: Float[ArrayLike, "*#batch Nk d"], v: Float[ArrayLike, "*#batch d"]
+    query: Float[ArrayLike, "*#batch Nq d"],
+    key: Float[ArrayLike, "*#batch Nk d"],
+    v: Float[ArrayLike, "*#batch d"],
 ) -> Float[Array, "*batch Nq Nk"]:
     r"""The scores of additive attention, on projected queries and keys.
 
     .. math:: s_{ij} = \sum_c v_c \tanh(q_{ic} + k_{jc})
 
-    (Bahdanau et al., "Neural Machine Translation by Jointly Learning to Align and Translate", ICLR 2015, with
-    the projections and the bias already applied.) Every score lies within the L1 norm of `v`. The hidden
-    layer, of size Nq x Nk x d, is never stored: the backward pass computes it again.
+    (Bahdanau et al., "Neural Machine Translation by Jointly Learning to Align and Translate", ICLR
+    2015, with the projections and the bias already applied.) Every score lies within the L1 norm of
+    `v`. The hidden layer, of size Nq x Nk x d, is never stored: the backward pass computes it
+    again.
 
     Args:
       query: any leading axes, broadcast against those of `key`.
       key: any leading axes, broadcast against those of `query`.
-      v: the output weights of the hidden layer; its leading axes broadcast against the leading axes of the
-        scores, so that (heads, d) serves queries of shape (batch, heads, Nq, d).
+      v: the output weights of the hidden layer; its leading axes broadcast against the leading axes
+        of the scores, so that (heads, d) serves queries of shape (batch, heads, Nq, d).
 
     Returns:
       The scores, accumulated in float32 and returned as float32 (float64 for float64 inputs).
@@ -50,13 +53,16 @@ def _scores(query, key, v):
     query, key = broadcast_pairs(query, key)
     batch = query.shape[:-2]
     try:
-        fits = v.shape[-1:] == query.shape[-1:] and jnp.broadcast_shapes(v.shape[:-1], batch) == batch
+        fits = (
+            v.shape[-1:] == query.shape[-1:] and jnp.broadcast_shapes(v.shape[:-1], batch) == batch
+        )
     except ValueError:
         fits = False
     if not fits:
         raise ValueError(
-            f"expected v of shape (..., {query.shape[-1]}) whose leading axes broadcast against {batch}; got "
-            f"{v.shape}; give v one entry for each hidden unit, and leading axes only where queries have them"
+            f"expected v of shape (..., {query.shape[-1]}) whose leading axes broadcast against "
+            f"{batch}; got {v.shape}; give v one entry for each hidden unit, and leading axes only "
+            "where queries have them"
         )
     dtype = jnp.promote_types(query.dtype, v.dtype)
     v = jnp.broadcast_to(v.astype(dtype), (*batch, v.shape[-1]))

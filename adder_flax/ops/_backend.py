@@ -1,14 +1,16 @@
 """Which implementation runs: the interface of a backend, the registry, and the choice among them.
 
-A backend computes seven functions on three-dimensional arrays; everything public in this package (shapes,
-gradient rules, autodiff) is built on these seven once, in `_primitive.py`, `_l1.py` and `_additive.py`. A new backend
-is one file with a subclass of `Backend` and one line, `register_backend("name", "module:class")`, from outside too.
+A backend computes seven functions on three-dimensional arrays; everything public in this package
+(shapes, gradient rules, autodiff) is built on these seven once, in `_primitive.py`, `_l1.py` and
+`_additive.py`. A new backend is one file with a subclass of `Backend` and one line,
+`register_backend("name", "module:class")`, from outside too.
 
-**Choice and `jax.jit`.** What was asked for by name, or that nothing was, is read when a function is traced. It is held
-in a JAX user context, which is part of the key of every `jax.jit` cache, so that one jitted function called under two
-backends is traced twice and never answers with the other's code. It is then a parameter of the primitive, so that a
-backward pass traced later, outside the `with` block, runs on the same backend as its forward pass. Where nothing was
-asked for, the best backend is chosen when the program is lowered, for the platform that it is lowered for.
+**Choice and `jax.jit`.** What was asked for by name, or that nothing was, is read when a function
+is traced. It is held in a JAX user context, which is part of the key of every `jax.jit` cache, so
+that one jitted function called under two backends is traced twice and never answers with the
+other's code. It is then a parameter of the primitive, so that a backward pass traced later, outside
+the `with` block, runs on the same backend as its forward pass. Where nothing was asked for, the
+best backend is chosen when the program is lowered, for the platform that it is lowered for.
 """
 
 import collections
@@ -30,18 +32,20 @@ from adder_flax.registry import Registry
 ENVIRONMENT_VARIABLE = "ADDER_FLAX_BACKEND"
 AUTO = "auto"
 
-# Order of the axes of the second operand: weights come as (K, N), keys as (N, K). A backend that needs the
-# other order transposes in its own cheapest way (the native one while it packs).
+# Order of the axes of the second operand: weights come as (K, N), keys as (N, K). A backend that
+# needs the other order transposes in its own cheapest way (the native one while it packs).
 Axes = Literal["kn", "nk"]
 
 logger = logging.getLogger(__name__)
 
-# GEMM-form gradients are differences of two large sums, so they are computed in full float32 on every platform.
+# GEMM-form gradients are differences of two large sums, so they are computed in full float32 on
+# every platform.
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def _left_to_compiler(method):
-    """Marks a function that XLA splits over devices by itself, whatever `split_by` says of the others."""
+    """Marks a function that XLA splits over devices by itself, whatever `split_by` says of the
+    others."""
     method.left_to_compiler = True
     return method
 
@@ -49,20 +53,22 @@ def _left_to_compiler(method):
 class Backend:
     """What a backend computes, and where it can run.
 
-    Shapes: B batch, M rows of `x`, N rows (or columns) of `w`, K the contracted axis. `w` is (B, K, N) where
-    `axes` is `"kn"` and (B, N, K) where it is `"nk"`; below it is written w[n, k] for either. All inputs of
-    one call share one floating dtype; sums are accumulated, and results returned, in float32 (float64 for
-    float64 inputs). Any of B, M, N, K may be zero. NaN and infinities propagate as in the reference backend.
-    Every method must be traceable under `jax.jit`, `jax.vmap`, `jax.lax.scan` and `jax.shard_map`, and give
-    the same bits when run again.
+    Shapes: B batch, M rows of `x`, N rows (or columns) of `w`, K the contracted axis. `w` is (B, K,
+    N) where `axes` is `"kn"` and (B, N, K) where it is `"nk"`; below it is written w[n, k] for
+    either. All inputs of one call share one floating dtype; sums are accumulated, and results
+    returned, in float32 (float64 for float64 inputs). Any of B, M, N, K may be zero. NaN and
+    infinities propagate as in the reference backend. Every method must be traceable under
+    `jax.jit`, `jax.vmap`, `jax.lax.scan` and `jax.shard_map`, and give the same bits when run
+    again.
 
     Attributes:
       name: what users call it, in `use_backend` and in `ADDER_FLAX_BACKEND`.
-      platforms: JAX platforms (`"cpu"`, `"cuda"`, `"rocm"`, `"tpu"`) on which it may run; empty means all.
-      split_by: what splits its functions over devices: `"compiler"`, where XLA can look into them, or else, see
-        `_partition.py`, `"rule"` or `"mesh"`.
-      portable: whether its programs call nothing but what JAX promises to run later too, so that `jax.export` may hold
-        them without being told which calls to allow.
+      platforms: JAX platforms (`"cpu"`, `"cuda"`, `"rocm"`, `"tpu"`) on which it may run; empty
+        means all.
+      split_by: what splits its functions over devices: `"compiler"`, where XLA can look into them,
+        or else, see `_partition.py`, `"rule"` or `"mesh"`.
+      portable: whether its programs call nothing but what JAX promises to run later too, so that
+        `jax.export` may hold them without being told which calls to allow.
     """
 
     name: str
@@ -71,7 +77,10 @@ class Backend:
     portable: bool = False
 
     def why_unavailable(self) -> str | None:
-        """Returns why this backend cannot run here, or None if it can. Called once; may build and load."""
+        """Returns why this backend cannot run here, or None if it can.
+
+        Called once; may build and load.
+        """
         return None
 
     def supports(self, dtype: jax.typing.DTypeLike) -> bool:
@@ -81,7 +90,8 @@ class Backend:
     def lowered_for(
         self, platform: str, dtype: jax.typing.DTypeLike, *, for_export: bool, num_devices: int
     ) -> "Backend":
-        """Returns what computes in a program: this backend itself, unless there is a choice or the program travels.
+        """Returns what computes in a program: this backend itself, unless there is a choice or the
+        program travels.
 
         Args:
           platform: for which the program is lowered, as JAX names it there.
@@ -91,7 +101,9 @@ class Backend:
         """
         return self
 
-    def l1(self, x: Float[Array, "B M K"], w: Float[Array, "B K N"], axes: Axes) -> Float[Array, "B M N"]:
+    def l1(
+        self, x: Float[Array, "B M K"], w: Float[Array, "B K N"], axes: Axes
+    ) -> Float[Array, "B M N"]:
         """Computes y[m, n] = -sum_k |x[m, k] - w[n, k]|."""
         raise NotImplementedError
 
@@ -114,7 +126,8 @@ class Backend:
         rule: GradientRule,
         axes: Axes,
     ) -> Float[Array, "B K N"]:
-        """Computes dw[n, k] = sum_m g[m, n] rule(x[m, k] - w[n, k]), in the axes of `w`; `rule` as above."""
+        """Computes dw[n, k] = sum_m g[m, n] rule(x[m, k] - w[n, k]), in the axes of `w`; `rule` as
+        above."""
         raise NotImplementedError
 
     def l1_pullback(
@@ -125,7 +138,8 @@ class Backend:
         rule: GradientRule,
         axes: Axes,
     ) -> tuple[Float[Array, "B M K"], Float[Array, "B K N"]]:
-        """Computes both pullbacks under one rule; a backend that can share the rule between them does so here."""
+        """Computes both pullbacks under one rule; a backend that can share the rule between them
+        does so here."""
         return self.l1_pullback_x(x, w, g, rule, axes), self.l1_pullback_w(x, w, g, rule, axes)
 
     def l1_pushforward(
@@ -136,7 +150,8 @@ class Backend:
         rule: GradientRule,
         axes: Axes,
     ) -> Float[Array, "B M N"]:
-        """Computes dy[m, n] = sum_k dx[m, k] rule(w[n, k] - x[m, k]), the transpose of `l1_pullback_x`."""
+        """Computes dy[m, n] = sum_k dx[m, k] rule(w[n, k] - x[m, k]), the transpose of
+        `l1_pullback_x`."""
         raise NotImplementedError
 
     def additive(
@@ -152,7 +167,8 @@ class Backend:
         v: Float[Array, "B K"],
         g: Float[Array, "B M N"],
     ) -> tuple[Float[Array, "B M K"], Float[Array, "B N K"], Float[Array, "B K"]]:
-        """Computes the gradients of sum(g * additive(query, key, v)) with respect to query, key and v."""
+        """Computes the gradients of sum(g * additive(query, key, v)) with respect to query, key and
+        v."""
         raise NotImplementedError
 
     # What follows is made of the above, or of matrix products; a backend may have something better.
@@ -165,8 +181,11 @@ class Backend:
         rule: GradientRule,
         axes: Axes,
     ) -> Float[Array, "B M N"]:
-        """Computes dy[m, n] = sum_k dw[n, k] rule(x[m, k] - w[n, k]), the transpose of `l1_pullback_w`."""
-        return jnp.swapaxes(self.l1_pushforward(to_nk(w, axes), x, to_nk(dw, axes), rule, "nk"), 1, 2)
+        """Computes dy[m, n] = sum_k dw[n, k] rule(x[m, k] - w[n, k]), the transpose of
+        `l1_pullback_w`."""
+        return jnp.swapaxes(
+            self.l1_pushforward(to_nk(w, axes), x, to_nk(dw, axes), rule, "nk"), 1, 2
+        )
 
     def l1_pushforward_both(
         self,
@@ -178,11 +197,17 @@ class Backend:
         axes: Axes,
     ) -> Float[Array, "B M N"]:
         """Computes the sum of both pushforwards, the transpose of `l1_pullback`."""
-        return self.l1_pushforward(x, w, dx, rule, axes) + self.l1_pushforward_w(x, w, dw, rule, axes)
+        return self.l1_pushforward(x, w, dx, rule, axes) + self.l1_pushforward_w(
+            x, w, dw, rule, axes
+        )
 
     @_left_to_compiler
     def full_pushforward(
-        self, x: Float[Array, "B M K"], w: Float[Array, "B K N"], dx: Float[Array, "B M K"], axes: Axes
+        self,
+        x: Float[Array, "B M K"],
+        w: Float[Array, "B K N"],
+        dx: Float[Array, "B M K"],
+        axes: Axes,
     ) -> Float[Array, "B M N"]:
         """Computes `l1_pushforward` under the rule `full`."""
         x, w, dx = upcast(x, w, dx)
@@ -190,15 +215,25 @@ class Backend:
 
     @_left_to_compiler
     def full_pushforward_w(
-        self, x: Float[Array, "B M K"], w: Float[Array, "B K N"], dw: Float[Array, "B K N"], axes: Axes
+        self,
+        x: Float[Array, "B M K"],
+        w: Float[Array, "B K N"],
+        dw: Float[Array, "B K N"],
+        axes: Axes,
     ) -> Float[Array, "B M N"]:
         """Computes `l1_pushforward_w` under the rule `full`."""
         x, w, dw = upcast(x, w, dw)
-        return _einsum(f"bmk,b{axes}->bmn", x, dw) - jnp.expand_dims((w * dw).sum(1 + axes.index("k")), 1)
+        return _einsum(f"bmk,b{axes}->bmn", x, dw) - jnp.expand_dims(
+            (w * dw).sum(1 + axes.index("k")), 1
+        )
 
     @_left_to_compiler
     def full_pullback_x(
-        self, x: Float[Array, "B M K"], w: Float[Array, "B K N"], g: Float[Array, "B M N"], axes: Axes
+        self,
+        x: Float[Array, "B M K"],
+        w: Float[Array, "B K N"],
+        g: Float[Array, "B M N"],
+        axes: Axes,
     ) -> Float[Array, "B M K"]:
         """Computes `l1_pullback_x` under the rule `full`."""
         x, w, g = upcast(x, w, g)
@@ -206,11 +241,17 @@ class Backend:
 
     @_left_to_compiler
     def full_pullback_w(
-        self, x: Float[Array, "B M K"], w: Float[Array, "B K N"], g: Float[Array, "B M N"], axes: Axes
+        self,
+        x: Float[Array, "B M K"],
+        w: Float[Array, "B K N"],
+        g: Float[Array, "B M N"],
+        axes: Axes,
     ) -> Float[Array, "B K N"]:
         """Computes `l1_pullback_w` under the rule `full`."""
         x, w, g = upcast(x, w, g)
-        return _einsum(f"bmk,bmn->b{axes}", x, g) - w * jnp.expand_dims(g.sum(1), 1 + axes.index("k"))
+        return _einsum(f"bmk,bmn->b{axes}", x, g) - w * jnp.expand_dims(
+            g.sum(1), 1 + axes.index("k")
+        )
 
     @_left_to_compiler
     def additive_pushforward(
@@ -222,12 +263,13 @@ class Backend:
         d_key: Float[Array, "B N K"],
         d_v: Float[Array, "B K"],
     ) -> Float[Array, "B M N"]:
-        """Computes the derivative of `additive` along these tangents, the transpose of `additive_pullback`."""
+        """Computes the derivative of `additive` along these tangents, the transpose of
+        `additive_pullback`."""
         return get_backend("xla").additive_pushforward(query, key, v, d_query, d_key, d_v)
 
 
-# The backends, best first for their platform. Modules load when first asked for, so that importing the package does not
-# pay for compilers and kernel languages that it will not use.
+# The backends, best first for their platform. Modules load when first asked for, so that importing
+# the package does not pay for compilers and kernel languages that it will not use.
 _BACKENDS: Registry[type[Backend]] = Registry(
     "kernel backend", f"adder_flax.ops.register_backend, or choose {AUTO!r}, the best one that runs"
 )
@@ -237,19 +279,21 @@ _BACKENDS.register_lazily("pallas_tpu", "adder_flax.ops._pallas_tpu:PallasTpuBac
 _BACKENDS.register_lazily("xla", "adder_flax.ops._xla:XlaBackend")
 _BACKENDS.register_lazily("reference", "adder_flax.ops._reference:ReferenceBackend")
 
-# The name of the forced backend, or AUTO. A JAX user context rather than a plain global: see the module's
-# docstring.
+# The name of the forced backend, or AUTO. A JAX user context rather than a plain global: see the
+# module's docstring.
 _choice = jax.make_user_context(default_value=os.environ.get(ENVIRONMENT_VARIABLE) or AUTO)
 
 
 def register_backend(name: str, backend: type[Backend] | str) -> None:
     """Adds a backend, to be asked for by name.
 
-    On a platform of its `platforms` for which none of this project's own runs, it is also the best one.
+    On a platform of its `platforms` for which none of this project's own runs, it is also the best
+    one.
 
     Args:
       name: for `use_backend` and the environment variable `ADDER_FLAX_BACKEND`; that of the class.
-      backend: a subclass of `Backend`, or where it is, as `"package.module:Class"`, to import it when it is asked for.
+      backend: a subclass of `Backend`, or where it is, as `"package.module:Class"`, to import it
+        when it is asked for.
 
     Raises:
       ValueError: the name is taken.
@@ -261,7 +305,10 @@ def register_backend(name: str, backend: type[Backend] | str) -> None:
       >>> ops.register_backend("shifted", Shifted)
     """
     if name == AUTO:
-        raise ValueError(f"expected the name of a backend, got {AUTO!r}, which means the best one; choose another name")
+        raise ValueError(
+            f"expected the name of a backend, got {AUTO!r}, which means the best one; choose "
+            "another name"
+        )
     if isinstance(backend, str):
         _BACKENDS.register_lazily(name, backend)
     else:
@@ -273,7 +320,8 @@ def get_backend(name: str) -> Backend:
     """Returns the backend of that name, whether or not it can run here.
 
     Raises:
-      ValueError: there is none; the message names the nearest, and the environment variable if it says so.
+      ValueError: there is none; the message names the nearest, and the environment variable if it
+        says so.
     """
     try:
         return _instance(_BACKENDS.get(name))
@@ -299,15 +347,18 @@ def _why_unavailable(name: str) -> str | None:
         if name not in _reasons:
             _reasons[name] = reason = get_backend(name).why_unavailable()
             if reason is not None:
-                logger.warning("ops backend %r is not available (%s); using another one", name, reason)
+                logger.warning(
+                    "ops backend %r is not available (%s); using another one", name, reason
+                )
         return _reasons[name]
 
 
 def build_in_background() -> None:
-    """Starts to build the kernels that compile on the user's machine, beside whatever the caller does next.
+    """Starts to build the kernels that compile on the user's machine, beside whatever the caller
+    does next.
 
-    Optional: the first function that needs them builds them, or waits for what was started here. Later starts find
-    them in the cache.
+    Optional: the first function that needs them builds them, or waits for what was started here.
+    Later starts find them in the cache.
 
     Example:
       >>> from adder_flax import ops
@@ -326,8 +377,9 @@ def _process_platforms() -> tuple[str, ...]:
 
 
 def expected_platform() -> str:
-    """Returns the JAX platform that a function traced here and now is most likely to run on: that of the backend that
-    was asked for by name, if it is made for one, and else that of the default device."""
+    """Returns the JAX platform that a function traced here and now is most likely to run on: that
+    of the backend that was asked for by name, if it is made for one, and else that of the default
+    device."""
     platforms = () if _choice.value == AUTO else get_backend(_choice.value).platforms
     return platforms[0] if platforms else _process_platforms()[0]
 
@@ -335,7 +387,11 @@ def expected_platform() -> str:
 def _best_for(platform: str, dtype: jax.typing.DTypeLike) -> Backend:
     for name in _BACKENDS:
         backend = get_backend(name)
-        if platform in backend.platforms and backend.supports(dtype) and _why_unavailable(name) is None:
+        if (
+            platform in backend.platforms
+            and backend.supports(dtype)
+            and _why_unavailable(name) is None
+        ):
             return backend
     return get_backend("xla")
 
@@ -353,14 +409,15 @@ class _Automatic(Backend):
 
 
 def resolve_backend(dtype: jax.typing.DTypeLike) -> Backend:
-    """Returns the backend of a function traced here and now, for inputs of `dtype`; see `Backend.lowered_for`."""
+    """Returns the backend of a function traced here and now, for inputs of `dtype`; see
+    `Backend.lowered_for`."""
     if _choice.value == AUTO:
         return _instance(_Automatic)
     backend = get_backend(_choice.value)
     if reason := _why_unavailable(backend.name):
         raise ValueError(
-            f"expected the ops backend {backend.name!r}, which was asked for by name; it cannot run here "
-            f"({reason}); choose another, or {AUTO!r}"
+            f"expected the ops backend {backend.name!r}, which was asked for by name; it cannot "
+            f"run here ({reason}); choose another, or {AUTO!r}"
         )
     return backend if backend.supports(dtype) else get_backend("xla")
 
@@ -392,7 +449,8 @@ def use_backend(name: str) -> contextlib.AbstractContextManager:
 
 
 def use_backend_for(platform: str) -> contextlib.AbstractContextManager:
-    """Selects, inside a `with` block, the kernels of a platform whose devices need not be here, to compile for them.
+    """Selects, inside a `with` block, the kernels of a platform whose devices need not be here, to
+    compile for them.
 
     A backend that was asked for by name stays.
 
@@ -407,16 +465,21 @@ def use_backend_for(platform: str) -> contextlib.AbstractContextManager:
     """
     if _choice.value != AUTO or platform == jax.default_backend():
         return contextlib.nullcontext()
-    made = (name for name in _BACKENDS if {"gpu": "cuda"}.get(platform, platform) in get_backend(name).platforms)
+    made = (
+        name
+        for name in _BACKENDS
+        if {"gpu": "cuda"}.get(platform, platform) in get_backend(name).platforms
+    )
     return _choice(next(made, "xla"))
 
 
 def set_backend(name: str) -> None:
-    """Selects the backend for the whole process; `use_backend` still takes precedence inside its block.
+    """Selects the backend for the whole process; `use_backend` still takes precedence inside its
+    block.
 
     Args:
-      name: as in `use_backend`. The environment variable `ADDER_FLAX_BACKEND`, read at import, sets the
-        initial one.
+      name: as in `use_backend`. The environment variable `ADDER_FLAX_BACKEND`, read at import, sets
+        the initial one.
 
     Raises:
       ValueError: if there is no such backend.
@@ -458,7 +521,10 @@ def backend_report() -> str:
     if _choice.value != AUTO:
         lines = [f"ops backend: {_choice.value} (asked for by name)"]
     else:
-        chosen = [f"{_best_for(platform, 'float32').name} on {platform}" for platform in _process_platforms()]
+        chosen = [
+            f"{_best_for(platform, 'float32').name} on {platform}"
+            for platform in _process_platforms()
+        ]
         lines = [f"ops backend: {', '.join(chosen)} (the best available)"]
     for name in _BACKENDS:
         if not _runs_here(name):

@@ -1,10 +1,12 @@
-"""Native CPU backend: C++ kernels, compiled once on the machine they run on and called through the XLA FFI.
+"""Native CPU backend: C++ kernels, compiled once on the machine they run on and called through the
+XLA FFI.
 
-The kernels are built for the processor at hand (`-march=native`), so they are compiled here rather than
-shipped. The library goes to `$XDG_CACHE_HOME/adder_flax` (by default `~/.cache/adder_flax`), under a name
-that changes with anything that could change its content, and is moved into place in one step, so processes
-that start together do not disturb each other. What is damaged there, or could be somebody else's, is not loaded
-but built anew. Where there is no compiler, the backend reports itself unavailable and the XLA backend takes over.
+The kernels are built for the processor at hand (`-march=native`), so they are compiled here rather
+than shipped. The library goes to `$XDG_CACHE_HOME/adder_flax` (by default `~/.cache/adder_flax`),
+under a name that changes with anything that could change its content, and is moved into place in
+one step, so processes that start together do not disturb each other. What is damaged there, or
+could be somebody else's, is not loaded but built anew. Where there is no compiler, the backend
+reports itself unavailable and the XLA backend takes over.
 """
 
 import contextlib
@@ -73,7 +75,8 @@ class CpuBackend(Backend):
         return _EXPORTED if for_export else self
 
     def address(self, symbol: str) -> int:
-        """Returns where in memory a kernel is, built and loaded if it was not; raises what `load_library` does."""
+        """Returns where in memory a kernel is, built and loaded if it was not; raises what
+        `load_library` does."""
         address = ctypes.cast(getattr(load_library(), symbol), ctypes.c_void_p).value
         assert address is not None, f"a symbol that was found has an address, {symbol} has none"
         return address
@@ -81,7 +84,8 @@ class CpuBackend(Backend):
     def _call(self, kernel, shapes, *operands, **attributes):
         """Calls a kernel; `shapes` lists the shapes of its results. Returns them as a list."""
         results = [result_type(shape, jnp.float32, *operands) for shape in shapes]
-        # Under vmap an operand that is not mapped gets a leading axis of length one, which the kernels broadcast.
+        # Under vmap an operand that is not mapped gets a leading axis of length one, which the
+        # kernels broadcast.
         call = jax.ffi.ffi_call(self._target_prefix + kernel, results, vmap_method="expand_dims")
         return call(*operands, **attributes)
 
@@ -90,11 +94,15 @@ class CpuBackend(Backend):
         return y
 
     def l1_pullback_x(self, x, w, g, rule, axes):
-        (dx,) = self._call("l1_pullback", [x.shape], x, w, g, **_layout_of_x(axes), slope=_slope(rule))
+        (dx,) = self._call(
+            "l1_pullback", [x.shape], x, w, g, **_layout_of_x(axes), slope=_slope(rule)
+        )
         return dx
 
     def l1_pullback_w(self, x, w, g, rule, axes):
-        (dw,) = self._call("l1_pullback", [w.shape], w, x, g, **_layout_of_w(axes), slope=_slope(rule))
+        (dw,) = self._call(
+            "l1_pullback", [w.shape], w, x, g, **_layout_of_w(axes), slope=_slope(rule)
+        )
         return dw
 
     def full_pullback_x(self, x, w, g, axes):
@@ -110,25 +118,42 @@ class CpuBackend(Backend):
             # The joint kernel works on a member of the batch with few threads.
             return super().l1_pullback(x, w, g, rule, axes)
         shapes = [x.shape, w.shape]
-        return tuple(self._call("l1_joint_pullback", shapes, x, w, g, key_transposed=axes == "kn", slope=_slope(rule)))
+        return tuple(
+            self._call(
+                "l1_joint_pullback",
+                shapes,
+                x,
+                w,
+                g,
+                key_transposed=axes == "kn",
+                slope=_slope(rule),
+            )
+        )
 
     def l1_pushforward(self, x, w, dx, rule, axes):
         shapes = [_output_shape(x, w, axes)]
-        (dy,) = self._call("l1_pushforward", shapes, x, w, dx, w_is_nk=axes == "nk", slope=_slope(rule))
+        (dy,) = self._call(
+            "l1_pushforward", shapes, x, w, dx, w_is_nk=axes == "nk", slope=_slope(rule)
+        )
         return dy
 
     def additive(self, query, key, v):
-        (scores,) = self._call("additive_forward", [_output_shape(query, key, "nk")], query, key, v[:, None])
+        (scores,) = self._call(
+            "additive_forward", [_output_shape(query, key, "nk")], query, key, v[:, None]
+        )
         return scores
 
     def additive_pullback(self, query, key, v, g):
         v = v[:, None]
-        d_query, d_key, d_v = self._call("additive_pullback", [query.shape, key.shape, v.shape], query, key, v, g)
+        d_query, d_key, d_v = self._call(
+            "additive_pullback", [query.shape, key.shape, v.shape], query, key, v, g
+        )
         return d_query, d_key, d_v[:, 0]
 
 
 class _ExportedCpuBackend(CpuBackend):
-    """The same kernels under the names that `_cpu_exported.py` registers, by which a stored program finds them."""
+    """The same kernels under the names that `_cpu_exported.py` registers, by which a stored program
+    finds them."""
 
     _target_prefix = EXPORTED_PREFIX
 
@@ -137,7 +162,8 @@ _EXPORTED = _ExportedCpuBackend()
 
 
 def _layout_of_x(axes):
-    """Returns which operands of a pullback to x, with x for `own` and w for `other`, are stored transposed."""
+    """Returns which operands of a pullback to x, with x for `own` and w for `other`, are stored
+    transposed."""
     return {"own_transposed": False, "other_transposed": axes == "kn", "g_transposed": False}
 
 
@@ -166,12 +192,15 @@ def load_library() -> ctypes.CDLL:
     library = _cached_or_compiled(_find_compiler())
     for kernel, symbol in KERNELS.items():
         target = CpuBackend._target_prefix + kernel
-        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
+        jax.ffi.register_ffi_target(
+            target, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu"
+        )
     return library
 
 
 def _cached_or_compiled(compiler: str) -> ctypes.CDLL:
-    """Returns the kernels from the first cache that has them whole, or else compiles and keeps them."""
+    """Returns the kernels from the first cache that has them whole, or else compiles and keeps
+    them."""
     fingerprint = _fingerprint(compiler)
     name, complaints = f"cpu_kernels-{fingerprint}.so", {}
     for folder in own_cache.folders():
@@ -199,14 +228,16 @@ def _cached_or_compiled(compiler: str) -> ctypes.CDLL:
 def _warn(complaints: Mapping[Path, str], name: str) -> None:
     if complaints:
         logger.warning(
-            "ops backend 'cpu_native': expected kernels in a cache that no other user can write to, got %s; compiled "
-            "ones are used from elsewhere or built anew; mend or remove what is there, or set XDG_CACHE_HOME",
+            "ops backend 'cpu_native': expected kernels in a cache that no other user can write "
+            "to, got %s; compiled ones are used from elsewhere or built anew; mend or remove what "
+            "is there, or set XDG_CACHE_HOME",
             ", ".join(f"{folder / name}: {complaint}" for folder, complaint in complaints.items()),
         )
 
 
 def _load(content: bytes) -> ctypes.CDLL:
-    """Loads a library from bytes, through a file that no other user can change: what is loaded is what was checked.
+    """Loads a library from bytes, through a file that no other user can change: what is loaded is
+    what was checked.
 
     Raises:
       OSError: it is no library, or not one of these kernels.
@@ -223,7 +254,8 @@ def _load(content: bytes) -> ctypes.CDLL:
 
 
 def _load_from_memory(content: bytes) -> ctypes.CDLL | None:
-    """Loads a library without the disk, which may be full; returns None where the system does not do that."""
+    """Loads a library without the disk, which may be full; returns None where the system does not
+    do that."""
     if not hasattr(os, "memfd_create"):
         return None
     with contextlib.ExitStack() as opened:
@@ -235,7 +267,8 @@ def _load_from_memory(content: bytes) -> ctypes.CDLL | None:
             library = ctypes.CDLL(f"/proc/self/fd/{file}")
         except OSError:
             return None
-        # The file stays open: the loader would take another library at the same path for the one that it has.
+        # The file stays open: the loader would take another library at the same path for the one
+        # that it has.
         opened.pop_all()
         return library
 
@@ -248,10 +281,13 @@ def _find_compiler() -> str:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Hashes everything that the library depends on: all that is compiled, flags, compiler and processor."""
+    """Hashes everything that the library depends on: all that is compiled, flags, compiler and
+    processor."""
     version = _run([compiler, "--version"], timeout_s=60)
     searched = [os.environ.get(variable, "") for variable in _COMPILER_VARIABLES]
-    hashed = hashlib.sha256("\0".join([*_FLAGS, compiler, version, *searched, own_cache.processor()]).encode())
+    hashed = hashlib.sha256(
+        "\0".join([*_FLAGS, compiler, version, *searched, own_cache.processor()]).encode()
+    )
     headers = Path(jax.ffi.include_dir())
     for path in [*sorted(_SOURCE.parent.glob("*.h")), _SOURCE, *sorted(headers.rglob("*.h"))]:
         content = path.read_bytes()
@@ -260,11 +296,15 @@ def _fingerprint(compiler: str) -> str:
 
 
 def _compile(compiler: str) -> bytes:
-    """Returns the kernels as a library that was loaded once, in another process, since a broken one may end that."""
+    """Returns the kernels as a library that was loaded once, in another process, since a broken one
+    may end that."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cpu_kernels.so"
         include = f"-I{jax.ffi.include_dir()}"
-        _run([compiler, *_FLAGS, include, str(_SOURCE), "-o", str(path)], timeout_s=_COMPILE_TIMEOUT_S)
+        _run(
+            [compiler, *_FLAGS, include, str(_SOURCE), "-o", str(path)],
+            timeout_s=_COMPILE_TIMEOUT_S,
+        )
         if not path.is_file():
             raise RuntimeError(f"expected a library from {compiler}, got none")
         _run([sys.executable, "-I", "-c", _TRY_TO_LOAD, str(path), *KERNELS.values()], timeout_s=60)
@@ -279,7 +319,11 @@ def _run(command: Sequence[str], *, timeout_s: float) -> str:
     """
     printed = bytearray()
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     reader = threading.Thread(target=_keep_beginning, args=(process.stdout, printed), daemon=True)
     reader.start()
@@ -295,7 +339,9 @@ def _run(command: Sequence[str], *, timeout_s: float) -> str:
             process.wait()
     text = " ".join(printed.decode(errors="replace").split())
     if code != 0:
-        raise RuntimeError(f"{' '.join(command)} failed with exit code {code}: {printable(text, limit=500)}")
+        raise RuntimeError(
+            f"{' '.join(command)} failed with exit code {code}: {printable(text, limit=500)}"
+        )
     return text
 
 

@@ -1,9 +1,11 @@
-"""The native kernels under names that exported programs hold, registered with XLA whenever the package is imported.
+"""The native kernels under names that exported programs hold, registered with XLA whenever the
+package is imported.
 
-A program that `jax.export` stored with native kernels (asked for by name: `use_backend("cpu_native")`) is loaded and
-run without a trace of the functions that made it, so nobody has built the kernels by then. What is registered under
-these names is a function that loads them, or builds them, when it is first called, and then passes each call on. It
-goes through Python, some microseconds a call, so programs that are traced here have names of their own.
+A program that `jax.export` stored with native kernels (asked for by name:
+`use_backend("cpu_native")`) is loaded and run without a trace of the functions that made it, so
+nobody has built the kernels by then. What is registered under these names is a function that loads
+them, or builds them, when it is first called, and then passes each call on. It goes through Python,
+some microseconds a call, so programs that are traced here have names of their own.
 """
 
 import ctypes
@@ -15,7 +17,8 @@ import jax
 
 from adder_flax.ops._backend import get_backend
 
-# A program holds this name for good: a kernel that takes other operands or attributes gets another one.
+# A program holds this name for good: a kernel that takes other operands or attributes gets another
+# one.
 EXPORTED_PREFIX = "adder_flax_exported_v1_"
 
 # Names of the kernels, and of their symbols in the library.
@@ -33,7 +36,8 @@ _Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _kept_alive = []
 
 
-# The beginnings of XLA's structures, from xla/ffi/api/c_api.h; every one of them opens with its size and extensions.
+# The beginnings of XLA's structures, from xla/ffi/api/c_api.h; every one of them opens with its
+# size and extensions.
 
 
 class _ApiVersion(ctypes.Structure):
@@ -92,11 +96,16 @@ _FAILED_PRECONDITION = 9
 def register() -> None:
     """Registers the names with XLA; builds nothing."""
     header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
-    version = [int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", header)[1]) for part in ("MAJOR", "MINOR")]
+    version = [
+        int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", header)[1])
+        for part in ("MAJOR", "MINOR")
+    ]
     for kernel, symbol in KERNELS.items():
         handler = _Handler(functools.partial(_handle, symbol, version))
         _kept_alive.append(handler)
-        jax.ffi.register_ffi_target(EXPORTED_PREFIX + kernel, jax.ffi.pycapsule(handler), platform="cpu")
+        jax.ffi.register_ffi_target(
+            EXPORTED_PREFIX + kernel, jax.ffi.pycapsule(handler), platform="cpu"
+        )
 
 
 def _handle(symbol: str, version: list[int], frame_address: int) -> int | None:
@@ -113,8 +122,10 @@ def _handle(symbol: str, version: list[int], frame_address: int) -> int | None:
     try:
         return _kernel(symbol)(frame_address)
     except (OSError, RuntimeError) as error:
-        message = f"expected to build the kernels that this program was exported with, got: {error}".encode()
-        arguments = _ErrorArguments(ctypes.sizeof(_ErrorArguments), None, message, _FAILED_PRECONDITION)
+        message = f"expected to build the kernels that this program was exported with, got: {error}"
+        arguments = _ErrorArguments(
+            ctypes.sizeof(_ErrorArguments), None, message.encode(), _FAILED_PRECONDITION
+        )
         return frame.api.contents.create_error(arguments)
 
 

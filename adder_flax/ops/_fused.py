@@ -14,8 +14,8 @@ from adder_flax.ops._partition import vary_alike
 from adder_flax.settings import is_on
 
 KEY_BLOCK = 256
-# From how many keys on blocks are the faster way: `benchmarks/ops.py` prints it for CPUs. Other platforms were not
-# measured; there it is where the map of a single head takes 64 MiB.
+# From how many keys on blocks are the faster way: `benchmarks/ops.py` prints it for CPUs. Other
+# platforms were not measured; there it is where the map of a single head takes 64 MiB.
 _BLOCKS_FROM_KEYS = {"cpu": 512}
 _BLOCKS_FROM_KEYS_ELSEWHERE = 4096
 
@@ -63,26 +63,29 @@ def fused_attention(
 
     .. math:: o_i = \sum_j \mathrm{softmax}_j(c\, s(q_i, k_j) + b_{ij})\, v_j \; (+ \, v_i)
 
-    The softmax runs along blocks of keys with a running maximum (Milakov & Gimelshein, "Online normalizer calculation
-    for softmax", 2018), and the backward pass computes the scores of each block again from the logarithm of the
-    softmax's denominator (Dao, "FlashAttention-2", 2023). Any differentiable score will do. On CPUs it is also the
-    faster way where the map does not fit into the caches, see `preferred_key_block`. It has gradients, and gradients of
-    gradients where the score has them, but no forward-mode derivative.
+    The softmax runs along blocks of keys with a running maximum (Milakov & Gimelshein, "Online
+    normalizer calculation for softmax", 2018), and the backward pass computes the scores of each
+    block again from the logarithm of the softmax's denominator (Dao, "FlashAttention-2", 2023). Any
+    differentiable score will do. On CPUs it is also the faster way where the map does not fit into
+    the caches, see `preferred_key_block`. It has gradients, and gradients of gradients where the
+    score has them, but no forward-mode derivative.
 
     Args:
-      score: `score(query, key, *parameters)` gives (..., Nq, Nk), for example `l1_scores` or `additive_scores`, from
-        any number of keys.
+      score: `score(query, key, *parameters)` gives (..., Nq, Nk), for example `l1_scores` or
+        `additive_scores`, from any number of keys.
       query: leading axes as `score` takes them.
       key: likewise.
       value: leading axes that broadcast against those of the scores.
       parameters: learned arrays of the score, such as `v` of `additive_scores`.
       scale: multiplies the scores; a number or an array that broadcasts against them.
       bias: added to the scaled scores; broadcasts against them.
-      mask: True where a query may see a key; broadcasts against the scores. A query that sees none gets zeros.
+      mask: True where a query may see a key; broadcasts against the scores. A query that sees none
+        gets zeros.
       is_causal: query i sees keys 0 to i only.
-      identity: add the identity map to the attention map, so that each token gets its own value on top.
-      dropout_rate: share of the map's weights (not the identity map's) that are dropped; the others grow to keep the
-        mean.
+      identity: add the identity map to the attention map, so that each token gets its own value on
+        top.
+      dropout_rate: share of the map's weights (not the identity map's) that are dropped; the others
+        grow to keep the mean.
       dropout_key: key of the dropout; the weights it drops depend on `key_block` as well.
       key_block: keys in a block.
 
@@ -90,8 +93,8 @@ def fused_attention(
       In the dtype of `value`; sums are accumulated in float32 (float64 for float64 inputs).
 
     Raises:
-      ValueError: if `identity` is asked for with different numbers of queries and keys, dropout without a key, or an
-        empty block.
+      ValueError: if `identity` is asked for with different numbers of queries and keys, dropout
+        without a key, or an empty block.
 
     Example:
       >>> import jax.numpy as jnp
@@ -104,14 +107,19 @@ def fused_attention(
     num_queries, num_keys = query.shape[-2], key.shape[-2]
     if identity and num_queries != num_keys:
         raise ValueError(
-            f"expected as many queries as keys for the identity map; got {num_queries} and {num_keys}; "
-            "pass identity=False"
+            f"expected as many queries as keys for the identity map; got {num_queries} and "
+            f"{num_keys}; pass identity=False"
         )
     drops = is_on(dropout_rate)
     if drops and dropout_key is None:
-        raise ValueError(f"expected a dropout_key for dropout_rate = {dropout_rate}; got None; pass a jax.random key")
+        raise ValueError(
+            f"expected a dropout_key for dropout_rate = {dropout_rate}; got None; pass a "
+            "jax.random key"
+        )
     if key_block < 1:
-        raise ValueError(f"expected key_block of at least 1; got {key_block}; {KEY_BLOCK} suits most sizes")
+        raise ValueError(
+            f"expected key_block of at least 1; got {key_block}; {KEY_BLOCK} suits most sizes"
+        )
     # Blocks of one size, with as little padding as their number allows.
     key_block = -(-num_keys // max(1, -(-num_keys // key_block))) or 1
     options = _Options(score, num_keys, key_block, is_causal)
@@ -120,17 +128,22 @@ def fused_attention(
     values = jnp.broadcast_to(value, (*batch, *value.shape[-2:]))
     scale = jnp.asarray(scale, accumulation_dtype(jnp.result_type(query, value)))
     bias = None if bias is None else jnp.asarray(bias)
-    leaves, structure = jax.tree.flatten(_Operands(query, key, values, tuple(parameters), scale, bias, mask))
+    leaves, structure = jax.tree.flatten(
+        _Operands(query, key, values, tuple(parameters), scale, bias, mask)
+    )
     operands = jax.tree.unflatten(structure, vary_alike(*leaves))
     if drops:
-        operands = operands._replace(dropout_key=dropout_key, dropout_rate=jnp.asarray(dropout_rate, scale.dtype))
+        operands = operands._replace(
+            dropout_key=dropout_key, dropout_rate=jnp.asarray(dropout_rate, scale.dtype)
+        )
     output = _fused(options, operands)
     # jax.custom_vjp loses the type when it is given options.
     return output + value if identity else output  # pyright: ignore[reportOperatorIssue, reportReturnType]
 
 
 def preferred_key_block(num_keys: int) -> int | None:
-    """Returns the block that attention to so many keys is best computed in, or None where building its map is faster.
+    """Returns the block that attention to so many keys is best computed in, or None where building
+    its map is faster.
 
     Args:
       num_keys: number of keys.
@@ -156,7 +169,14 @@ def _fused_fwd(options, operands):
 
     def add_block(running, block):
         highest, denominator, total = running
-        logits = _logits(options.score, operands.query, block.key, operands.parameters, operands.scale, block.bias)
+        logits = _logits(
+            options.score,
+            operands.query,
+            block.key,
+            operands.parameters,
+            operands.scale,
+            block.bias,
+        )
         visible = _visible(options, block, num_queries)
         seen = logits if visible is None else jnp.where(visible, logits, lowest)
         new_highest = jnp.maximum(highest, seen.max(-1))
@@ -164,7 +184,11 @@ def _fused_fwd(options, operands):
         weights = weights if visible is None else jnp.where(visible, weights, 0.0)
         decay = jnp.exp(highest - new_highest)
         denominator = decay * denominator + weights.sum(-1)
-        kept = weights if block.dropout_key is None else weights * _keep(operands, block, weights.shape)
+        kept = (
+            weights
+            if block.dropout_key is None
+            else weights * _keep(operands, block, weights.shape)
+        )
         total = decay[..., None] * total + kept @ upcast(block.value)[0]
         return (new_highest, denominator, total), None
 
@@ -174,7 +198,9 @@ def _fused_fwd(options, operands):
         jnp.zeros((*rows, operands.value.shape[-1]), dtype),
         operands.query,
     )
-    (highest, denominator, total), _ = jax.lax.scan(add_block, tuple(start), _blocks(options, operands))
+    (highest, denominator, total), _ = jax.lax.scan(
+        add_block, tuple(start), _blocks(options, operands)
+    )
     denominator = jnp.where(denominator == 0, 1.0, denominator)  # of queries that see no key
     output = total / denominator[..., None]
     return output.astype(operands.value.dtype), (operands, output, highest + jnp.log(denominator))
@@ -189,10 +215,17 @@ def _fused_bwd(options, residuals, g):
     bias_is_split = operands.bias is not None and operands.bias.shape[-1:] > (1,)
 
     def add_block(totals, block):
-        shared = (operands.query, operands.parameters, operands.scale, None if bias_is_split else block.bias)
+        shared = (
+            operands.query,
+            operands.parameters,
+            operands.scale,
+            None if bias_is_split else block.bias,
+        )
 
         def logits_of(query, parameters, scale, bias, key, own_bias):
-            return _logits(options.score, query, key, parameters, scale, own_bias if bias_is_split else bias)
+            return _logits(
+                options.score, query, key, parameters, scale, own_bias if bias_is_split else bias
+            )
 
         own_bias = block.bias if bias_is_split else None
         logits, pull = jax.vjp(logits_of, *shared, block.key, own_bias)
@@ -204,11 +237,20 @@ def _fused_bwd(options, residuals, g):
         d_weights = keep * (g @ jnp.swapaxes(upcast(block.value)[0], -1, -2))
         d_logits = weights * (d_weights - g_output[..., None])
         *d_shared, d_key, d_own_bias = pull(_sum_to(d_logits, logits.shape).astype(logits.dtype))
-        totals = jax.tree.map(lambda total, d: total + d.astype(total.dtype), totals, tuple(d_shared))
+        totals = jax.tree.map(
+            lambda total, d: total + d.astype(total.dtype), totals, tuple(d_shared)
+        )
         return totals, (d_key, d_value.astype(block.value.dtype), d_own_bias)
 
-    like = (operands.query, operands.parameters, operands.scale, None if bias_is_split else operands.bias)
-    zeros = jax.tree.map(lambda a: vary_alike(jnp.zeros(a.shape, accumulation_dtype(a.dtype)), a)[0], like)
+    like = (
+        operands.query,
+        operands.parameters,
+        operands.scale,
+        None if bias_is_split else operands.bias,
+    )
+    zeros = jax.tree.map(
+        lambda a: vary_alike(jnp.zeros(a.shape, accumulation_dtype(a.dtype)), a)[0], like
+    )
     totals, split = jax.lax.scan(add_block, zeros, blocks)
     totals = jax.tree.map(lambda total, a: total.astype(a.dtype), totals, like)
     d_key, d_value = (_join(d, -2, options.num_keys) for d in split[:2])
@@ -220,7 +262,8 @@ _fused.defvjp(_fused_fwd, _fused_bwd)
 
 
 class _Block(NamedTuple):
-    """One block of keys: its part of the operands, the position of its first key, and the key of its dropout."""
+    """One block of keys: its part of the operands, the position of its first key, and the key of
+    its dropout."""
 
     key: Array
     value: Array
@@ -244,7 +287,9 @@ def _blocks(options, operands) -> _Block:
         axis = array.ndim + axis
         array = jnp.pad(array, padding)
         return jnp.moveaxis(
-            array.reshape(*array.shape[:axis], count, options.key_block, *array.shape[axis + 1 :]), axis, 0
+            array.reshape(*array.shape[:axis], count, options.key_block, *array.shape[axis + 1 :]),
+            axis,
+            0,
         )
 
     return _Block(
@@ -258,7 +303,8 @@ def _blocks(options, operands) -> _Block:
 
 
 def _join(blocks, axis, length):
-    """Undoes the split of `_blocks`: the leading axis goes back in front of `axis`, the padding is dropped."""
+    """Undoes the split of `_blocks`: the leading axis goes back in front of `axis`, the padding is
+    dropped."""
     axis = blocks.ndim + axis
     array = jnp.moveaxis(blocks, 0, axis - 1)
     array = array.reshape(*array.shape[: axis - 1], -1, *array.shape[axis + 1 :])
@@ -292,7 +338,10 @@ def _keep(operands, block, shape):
 
 
 def _sum_to(array, shape):
-    """Sums an array over the leading axes along which something of this shape was broadcast to it."""
+    """Sums an array over the leading axes along which something of this shape was broadcast to
+    it."""
     array = array.sum(tuple(range(array.ndim - len(shape))))
-    axes = tuple(axis for axis, length in enumerate(shape) if length == 1 and array.shape[axis] != 1)
+    axes = tuple(
+        axis for axis, length in enumerate(shape) if length == 1 and array.shape[axis] != 1
+    )
     return array.sum(axes, keepdims=True) if axes else array

@@ -1,4 +1,5 @@
-"""Sums of absolute differences: the adder layer's matrix product and the scores of adder attention."""
+"""Sums of absolute differences: the adder layer's matrix product and the scores of adder
+attention."""
 
 import math
 
@@ -16,25 +17,31 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def as_floating(name: str, array) -> jax.Array:
-    """Returns `array` as a JAX array; raises TypeError unless its dtype is a floating-point one that is computed in."""
+    """Returns `array` as a JAX array; raises TypeError unless its dtype is a floating-point one
+    that is computed in."""
     array = jnp.asarray(array)
     if array.dtype not in _DTYPES:
         raise TypeError(
-            f"expected `{name}` in {', '.join(_DTYPES)}; got {array.dtype}; convert it with .astype(jnp.float32)"
+            f"expected `{name}` in {', '.join(_DTYPES)}; got {array.dtype}; convert it with "
+            ".astype(jnp.float32)"
         )
     return array
 
 
 def _adder_operands(x, w):
-    """Checks the operands of an adder product and returns them as one (1, M, K) and one (1, K, N) array."""
+    """Checks the operands of an adder product and returns them as one (1, M, K) and one (1, K, N)
+    array."""
     x, w = as_floating("x", x), as_floating("w", w)
     if w.ndim != 2 or x.ndim == 0 or x.shape[-1] != w.shape[0]:
         raise ValueError(
-            f"expected x of shape (..., K) and w of shape (K, N) with the same K; got {x.shape} and {w.shape}; the "
-            "last axis of x is contracted with the first axis of w, so one of them may need a transpose"
+            f"expected x of shape (..., K) and w of shape (K, N) with the same K; got {x.shape} "
+            f"and {w.shape}; the last axis of x is contracted with the first axis of w, so one of "
+            "them may need a transpose"
         )
     dtype = jnp.promote_types(x.dtype, w.dtype)
-    return vary_alike(x.astype(dtype).reshape(1, math.prod(x.shape[:-1]), x.shape[-1]), w.astype(dtype)[None])
+    return vary_alike(
+        x.astype(dtype).reshape(1, math.prod(x.shape[:-1]), x.shape[-1]), w.astype(dtype)[None]
+    )
 
 
 def adder_matmul(
@@ -49,18 +56,19 @@ def adder_matmul(
 
     .. math:: y_{mn} = -\sum_k |x_{mk} - w_{kn}|
 
-    Backward passes use the chosen rule, a function of the difference, in place of the derivative (Chen et
-    al., "AdderNet", CVPR 2020, eqs. 5 to 7): with cotangent g,
+    Backward passes use the chosen rule, a function of the difference, in place of the derivative
+    (Chen et al., "AdderNet", CVPR 2020, eqs. 5 to 7): with cotangent g,
 
-    .. math:: dx_{mk} = \sum_n g_{mn} r_x(w_{kn} - x_{mk}), \qquad dw_{kn} = \sum_m g_{mn} r_w(x_{mk} -
-    w_{kn})
+    .. math:: dx_{mk} = \sum_n g_{mn} r_x(w_{kn} - x_{mk}), \qquad dw_{kn} = \sum_m g_{mn}
+    r_w(x_{mk} - w_{kn})
 
-    and r is the sign (the exact derivative, zero at zero), the difference itself (`"full"`, computed as a
-    GEMM), or the difference times `hardtanh_slope` clipped to [-1, 1] (`"hardtanh"`). Only the inputs are
-    kept for the backward pass. Forward mode follows the same rules, and second derivatives those of the rules.
+    and r is the sign (the exact derivative, zero at zero), the difference itself (`"full"`,
+    computed as a GEMM), or the difference times `hardtanh_slope` clipped to [-1, 1] (`"hardtanh"`).
+    Only the inputs are kept for the backward pass. Forward mode follows the same rules, and second
+    derivatives those of the rules.
 
-    For standard normal x and w, y is near -1.128 K with a standard deviation of 0.853 sqrt(K): subtract the
-    mean before a cast to a narrow dtype.
+    For standard normal x and w, y is near -1.128 K with a standard deviation of 0.853 sqrt(K):
+    subtract the mean before a cast to a narrow dtype.
 
     Args:
       x: any leading axes; the last one is contracted.
@@ -70,7 +78,8 @@ def adder_matmul(
       hardtanh_slope: slope of the `"hardtanh"` rules at zero, positive.
 
     Returns:
-      The distances, negated, accumulated in float32 and returned as float32 (float64 for float64 inputs).
+      The distances, negated, accumulated in float32 and returned as float32 (float64 for float64
+      inputs).
 
     Raises:
       ValueError: if the shapes do not fit or a rule is unknown.
@@ -82,7 +91,10 @@ def adder_matmul(
       >>> print(ops.adder_matmul(jnp.array([[1.0, 2.0]]), jnp.array([[0.0, 1.0], [0.0, 5.0]])))
       [[-3. -3.]]
     """
-    x_rule, w_rule = GradientRule(x_gradient, hardtanh_slope), GradientRule(w_gradient, hardtanh_slope)
+    x_rule, w_rule = (
+        GradientRule(x_gradient, hardtanh_slope),
+        GradientRule(w_gradient, hardtanh_slope),
+    )
 
     def product(x, w):
         rows, columns = _adder_operands(x, w)
@@ -109,9 +121,10 @@ def adder_matmul_jvp(
 
     .. math:: dy_{mn} = \sum_k dx_{mk} r_x(w_{kn} - x_{mk}) + \sum_k dw_{kn} r_w(x_{mk} - w_{kn})
 
-    It is what `jax.jvp` of `adder_matmul` gives, without the product itself: second-order methods need the
-    Jacobian-vector product of a layer under the layer's own gradient rules. For every g, <g, adder_matmul_jvp(dx,
-    dw)> = <dx', dx> + <dw', dw> with (dx', dw') the gradients that `adder_matmul` sends back for g.
+    It is what `jax.jvp` of `adder_matmul` gives, without the product itself: second-order methods
+    need the Jacobian-vector product of a layer under the layer's own gradient rules. For every g,
+    <g, adder_matmul_jvp(dx, dw)> = <dx', dx> + <dw', dw> with (dx', dw') the gradients that
+    `adder_matmul` sends back for g.
 
     Args:
       x: as in `adder_matmul`.
@@ -137,7 +150,10 @@ def adder_matmul_jvp(
       [[-2.]]
     """
     rows, columns = _adder_operands(x, w)
-    x_rule, w_rule = GradientRule(x_gradient, hardtanh_slope), GradientRule(w_gradient, hardtanh_slope)
+    x_rule, w_rule = (
+        GradientRule(x_gradient, hardtanh_slope),
+        GradientRule(w_gradient, hardtanh_slope),
+    )
     backend = resolve_backend(rows.dtype)
     dy = jnp.zeros((), accumulation_dtype(rows.dtype))
     if dx is not None:
@@ -161,14 +177,14 @@ def l1_scores(
 
     .. math:: s_{ij} = -\sum_c |q_{ic} - k_{jc}|
 
-    For standard normal queries and keys the variance of a score is 2 d (1 - 2/pi) and its mean -2 d /
-    sqrt(pi).
+    For standard normal queries and keys the variance of a score is 2 d (1 - 2/pi) and its mean -2 d
+    / sqrt(pi).
 
     Args:
       query: any leading axes, broadcast against those of `key`.
       key: any leading axes, broadcast against those of `query`.
-      gradient: rule for the gradients of both: `"sign"` (the exact derivative, zero at zero), `"full"` (the
-        difference, computed as a GEMM) or `"hardtanh"`; see `adder_matmul`.
+      gradient: rule for the gradients of both: `"sign"` (the exact derivative, zero at zero),
+        `"full"` (the difference, computed as a GEMM) or `"hardtanh"`; see `adder_matmul`.
       hardtanh_slope: slope of `"hardtanh"` at zero, positive.
 
     Returns:
@@ -189,11 +205,16 @@ def l1_scores(
 
     def scores(query, key):
         query, key = broadcast_pairs(query, key)
-        return call(resolve_backend(query.dtype), "l1", query, key, axes="nk", x_rule=rule, w_rule=rule)
+        return call(
+            resolve_backend(query.dtype), "l1", query, key, axes="nk", x_rule=rule, w_rule=rule
+        )
 
     query, key = as_floating("query", query), as_floating("key", key)
     return keep_explicit_axes(
-        scores, [query, key], [pair_axes(query, "mk"), pair_axes(key, "nk")], result_axes(query, key)
+        scores,
+        [query, key],
+        [pair_axes(query, "mk"), pair_axes(key, "nk")],
+        result_axes(query, key),
     )
 
 
@@ -224,9 +245,9 @@ def broadcast_pairs(query, key):
         batch = None
     if batch is None or min(query.ndim, key.ndim) < 2 or query.shape[-1] != key.shape[-1]:
         raise ValueError(
-            "expected query of shape (..., Nq, d) and key of shape (..., Nk, d) with the same d and leading axes "
-            f"that broadcast; got {query.shape} and {key.shape}; heads go before positions: (batch, heads, "
-            "positions, d)"
+            "expected query of shape (..., Nq, d) and key of shape (..., Nk, d) with the same d "
+            f"and leading axes that broadcast; got {query.shape} and {key.shape}; heads go before "
+            "positions: (batch, heads, positions, d)"
         )
     dtype = jnp.promote_types(query.dtype, key.dtype)
     return [jnp.broadcast_to(a.astype(dtype), (*batch, *a.shape[-2:])) for a in (query, key)]

@@ -4,9 +4,10 @@ All of them have the form
 
     out[b, i, j] = sum over c of term(operands at b, i, j, c)
 
-and differ in the term and in what supplies its operands: a row (axes i, c), a column (c, j), one number for each c, or
-something fixed during the sum (i j, i or j). `PallasBackend` states the terms; a subclass for one kind of hardware
-says how to walk over the pairs, in `run_kernel`, and may put a term in a form that suits its instructions.
+and differ in the term and in what supplies its operands: a row (axes i, c), a column (c, j), one
+number for each c, or something fixed during the sum (i j, i or j). `PallasBackend` states the
+terms; a subclass for one kind of hardware says how to walk over the pairs, in `run_kernel`, and may
+put a term in a form that suits its instructions.
 """
 
 import functools
@@ -21,15 +22,17 @@ from adder_flax.ops._backend import Backend
 from adder_flax.ops._rules import GradientRule
 from adder_flax.ops._xla import XlaBackend
 
-# Makes +-1 of any difference of two unequal floats when the product is clipped to [-1, 1]. Subnormal differences, below
-# the reciprocal, are the exception: they count as almost equal.
+# Makes +-1 of any difference of two unequal floats when the product is clipped to [-1, 1].
+# Subnormal differences, below the reciprocal, are the exception: they count as almost equal.
 SIGN_SLOPE = 2.0**126
 
 
 class Operand(NamedTuple):
-    """An array (B, ...) and the names of its axes after the batch: `i`, `j`, or `c`, the axis summed over.
+    """An array (B, ...) and the names of its axes after the batch: `i`, `j`, or `c`, the axis
+    summed over.
 
-    Operands with a `c` are read for each term of the sum, the others once before it; one number for all has no axes.
+    Operands with a `c` are read for each term of the sum, the others once before it; one number for
+    all has no axes.
     """
 
     array: jax.Array
@@ -49,17 +52,21 @@ def _unchanged(total):
 
 
 class Reduction(NamedTuple):
-    """One reduction over pairs, in functions of float32 blocks that broadcast to a block of the output.
+    """One reduction over pairs, in functions of float32 blocks that broadcast to a block of the
+    output.
 
     Attributes:
       operands: what is read, in the order in which the functions below take it.
-      step: `step(totals, held, *values)` returns the totals with one term added; `values` are the operands with a `c`.
-      begin: `begin(zero, *fixed)` returns the first totals and what the steps hold; `fixed` are the operands without a
-        `c`, and `zero` is a block of zeros of the shape of the output.
+      step: `step(totals, held, *values)` returns the totals with one term added; `values` are the
+        operands with a `c`.
+      begin: `begin(zero, *fixed)` returns the first totals and what the steps hold; `fixed` are the
+        operands without a `c`, and `zero` is a block of zeros of the shape of the output.
       finish: applied to each total after the last term.
-      careful: a condition, `careful[0](*held)`, one truth value, and a step that takes the place of `step` where it
-        holds; None if `step` always serves. A backend without use for it may ignore it, if its `step` always serves.
-      at_once: how many neighbouring terms a step adds: each of `values` is then a list of so many, 1 is one by itself.
+      careful: a condition, `careful[0](*held)`, one truth value, and a step that takes the place of
+        `step` where it holds; None if `step` always serves. A backend without use for it may ignore
+        it, if its `step` always serves.
+      at_once: how many neighbouring terms a step adds: each of `values` is then a list of so many,
+        1 is one by itself.
     """
 
     operands: Sequence[Operand]
@@ -72,13 +79,18 @@ class Reduction(NamedTuple):
     def sizes(self) -> dict[str, int]:
         """Returns the length of each axis: `b`, `i`, `j` and `c`."""
         return {
-            name: length for array, axes in self.operands for name, length in zip("b" + axes, array.shape, strict=True)
+            name: length
+            for array, axes in self.operands
+            for name, length in zip("b" + axes, array.shape, strict=True)
         }
 
     def out_types(self) -> list[jax.ShapeDtypeStruct]:
-        """Returns the type of each output; under `jax.shard_map` it varies over the mesh axes that any operand does."""
+        """Returns the type of each output; under `jax.shard_map` it varies over the mesh axes that
+        any operand does."""
         arrays = [array for array, _ in self.operands]
-        total = jax.eval_shape(lambda *arrays: sum(a.astype(jnp.float32).sum() for a in arrays), *arrays)
+        total = jax.eval_shape(
+            lambda *arrays: sum(a.astype(jnp.float32).sum() for a in arrays), *arrays
+        )
         fixed = [total] * sum("c" not in axes for _, axes in self.operands)
         totals, _ = jax.eval_shape(lambda *fixed: self.begin(jnp.zeros(()), *fixed), *fixed)
         size = self.sizes()
@@ -86,7 +98,8 @@ class Reduction(NamedTuple):
 
 
 def unless_empty(method):
-    """Leaves calls that give a kernel no work, because some axis has no elements, to the XLA backend."""
+    """Leaves calls that give a kernel no work, because some axis has no elements, to the XLA
+    backend."""
 
     @functools.wraps(method)
     def checked(self, *args, **options):
@@ -98,7 +111,8 @@ def unless_empty(method):
 
 
 class PallasBackend(Backend):
-    """A backend whose functions are reductions over pairs, for subclasses that implement `run_kernel`.
+    """A backend whose functions are reductions over pairs, for subclasses that implement
+    `run_kernel`.
 
     Args:
       interpret: run the kernels in Pallas's interpreter: anywhere, slowly, for tests.
@@ -141,12 +155,16 @@ class PallasBackend(Backend):
 
     @unless_empty
     def l1_pullback_x(self, x, w, g, rule, axes):
-        return self.reduce_rule(Operand(g, "ic"), Operand(w, "jc" if axes == "kn" else "cj"), Operand(x, "ij"), rule)
+        return self.reduce_rule(
+            Operand(g, "ic"), Operand(w, "jc" if axes == "kn" else "cj"), Operand(x, "ij"), rule
+        )
 
     @unless_empty
     def l1_pullback_w(self, x, w, g, rule, axes):
         # The same sum with the roles of x and w exchanged.
-        dw = self.reduce_rule(Operand(g, "ci"), Operand(x, "cj"), Operand(to_nk(w, axes), "ij"), rule)
+        dw = self.reduce_rule(
+            Operand(g, "ci"), Operand(x, "cj"), Operand(to_nk(w, axes), "ij"), rule
+        )
         return to_nk(dw, axes)
 
     def reduce_rule(self, g: Operand, w: Operand, x: Operand, rule: GradientRule) -> jax.Array:
@@ -190,10 +208,14 @@ class PallasBackend(Backend):
         def slope_and_value_step(totals, held, g_c, key_c):
             hidden = self.hidden(held[0], key_c)
             slope = self.multiply_add(-hidden, hidden, 1.0)
-            return self.multiply_add(g_c, slope, totals[0]), self.multiply_add(g_c, hidden, totals[1])
+            return self.multiply_add(g_c, slope, totals[0]), self.multiply_add(
+                g_c, hidden, totals[1]
+            )
 
         query, key = self.hidden_operands(query, key)
-        (dk,) = self.run_kernel(Reduction([Operand(g, "ci"), Operand(query, "cj"), Operand(key, "ij")], slope_step))
+        (dk,) = self.run_kernel(
+            Reduction([Operand(g, "ci"), Operand(query, "cj"), Operand(key, "ij")], slope_step)
+        )
         operands = [Operand(g, "ic"), Operand(key, "cj"), Operand(query, "ij")]
         dq, dv = self.run_kernel(Reduction(operands, slope_and_value_step, begin=_two_totals))
         (v,) = upcast(v)

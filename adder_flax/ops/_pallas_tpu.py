@@ -1,18 +1,21 @@
 """TPU backend: Pallas kernels on the vector unit.
 
-**Bound.** A vector register holds 8 x 128 float32 values, and a v5e core issues four vector operations a cycle. A term
-of `l1` is three of them (subtract, absolute value, add), a term of the `hardtanh` pullback four (subtract, clip,
-multiply, add), of `sign` five, and of the additive scores three and a tanh on the transcendental unit: at 1.5 GHz, 2.0,
-1.5, 1.2 and 1.5e12 terms a second and core at most.
+**Bound.** A vector register holds 8 x 128 float32 values, and a v5e core issues four vector
+operations a cycle. A term of `l1` is three of them (subtract, absolute value, add), a term of the
+`hardtanh` pullback four (subtract, clip, multiply, add), of `sign` five, and of the additive scores
+three and a tanh on the transcendental unit: at 1.5 GHz, 2.0, 1.5, 1.2 and 1.5e12 terms a second and
+core at most.
 
-**Form.** A program of the grid (B, I, J, C) adds the terms of one block of c to one block of the output, which stays in
-VMEM while c advances. In it, bands of `Block.band` rows are finished one after another, with totals in registers.
-Columns are read along lanes, one sublane a term. Rows come with c along lanes: a lane is copied to all lanes by a
-permutation, which is paid once for each eight rows and shared by all columns of the block; so blocks are wide. Results
-are the same bits on every run: nothing is shared between programs but the output that one of them owns.
+**Form.** A program of the grid (B, I, J, C) adds the terms of one block of c to one block of the
+output, which stays in VMEM while c advances. In it, bands of `Block.band` rows are finished one
+after another, with totals in registers. Columns are read along lanes, one sublane a term. Rows come
+with c along lanes: a lane is copied to all lanes by a permutation, which is paid once for each
+eight rows and shared by all columns of the block; so blocks are wide. Results are the same bits on
+every run: nothing is shared between programs but the output that one of them owns.
 
-**Block sizes** come from the instruction bundles that the TPU compiler emits for v5e: with the sizes of `Block`, its
-inner loops issue 78 % (`l1`), 84 % (`hardtanh`), 87 % (`sign`) and 81 % (additive) of those bounds.
+**Block sizes** come from the instruction bundles that the TPU compiler emits for v5e: with the
+sizes of `Block`, its inner loops issue 78 % (`l1`), 84 % (`hardtanh`), 87 % (`sign`) and 81 %
+(additive) of those bounds.
 """
 
 from typing import NamedTuple
@@ -93,20 +96,25 @@ class PallasTpuBackend(PallasBackend):
             grid=(size["b"], *steps.values()),
             in_specs=[spec(a) for a in axes],
             out_specs=[spec("ij")] * len(out_types),
-            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+            ),
             interpret=self.interpret,
         )(*[operand.array for operand in operands])
 
 
 def _block_length(length: int, largest: int, multiple: int) -> int:
-    """Returns the multiple, up to `largest`, that covers an axis with little overhang and few blocks."""
+    """Returns the multiple, up to `largest`, that covers an axis with little overhang and few
+    blocks."""
     return min(range(largest, 0, -multiple), key=lambda n: pl.cdiv(length, n) * (n + multiple / 4))
 
 
 def _laid_out(operand: Operand) -> Operand:
-    """Returns an operand in float32 with two axes: rows with c last, columns with c first, and 1 for a missing axis.
+    """Returns an operand in float32 with two axes: rows with c last, columns with c first, and 1
+    for a missing axis.
 
-    Converted here because single rows of a packed narrower dtype cannot be read at a variable position.
+    Converted here because single rows of a packed narrower dtype cannot be read at a variable
+    position.
     """
     (array,), axes = upcast(operand.array), operand.axes
     if axes in ("ci", "jc"):
@@ -136,12 +144,21 @@ def _add_block(reduction, block, count, block_count, inputs, out_refs):
     @pl.loop(0, rows // block.band)
     def _(n):
         band = pl.ds(n * block.band, block.band)
-        fixed = [ref[0, band if axes[0] == "i" else slice(None)] for ref, axes in inputs if "c" not in axes]
+        fixed = [
+            ref[0, band if axes[0] == "i" else slice(None)]
+            for ref, axes in inputs
+            if "c" not in axes
+        ]
         begun, held = reduction.begin(jnp.zeros((block.band, columns), jnp.float32), *fixed)
-        totals = tuple(jnp.where(step == 0, first, ref[0, band]) for first, ref in zip(begun, out_refs, strict=True))
+        totals = tuple(
+            jnp.where(step == 0, first, ref[0, band])
+            for first, ref in zip(begun, out_refs, strict=True)
+        )
 
         def add_terms(c, totals, count):
-            values = [_terms(ref, axes, band, c, count, columns) for ref, axes in inputs if "c" in axes]
+            values = [
+                _terms(ref, axes, band, c, count, columns) for ref, axes in inputs if "c" in axes
+            ]
             for n in range(count):
                 totals = reduction.step(totals, held, *[value[n] for value in values])
             return totals
@@ -157,7 +174,9 @@ def _add_block(reduction, block, count, block_count, inputs, out_refs):
         if last_count == block_count:
             totals = add_all(block_count)
         else:
-            totals = lax.cond(step == last_step, lambda: add_all(last_count), lambda: add_all(block_count))
+            totals = lax.cond(
+                step == last_step, lambda: add_all(last_count), lambda: add_all(block_count)
+            )
         for ref, total in zip(out_refs, totals, strict=True):
             ref[0, band] = jnp.where(step == last_step, reduction.finish(total), total)
 
@@ -165,9 +184,14 @@ def _add_block(reduction, block, count, block_count, inputs, out_refs):
 def _terms(ref, axes, band, c, count, columns):
     """Returns the values of an operand at c, c + 1, ..., where c is a multiple of 8."""
     if axes != "ic":
-        groups = [ref[0, pl.ds(pl.multiple_of(c + n, _SUBLANES), _SUBLANES)] for n in range(0, count, _SUBLANES)]
+        groups = [
+            ref[0, pl.ds(pl.multiple_of(c + n, _SUBLANES), _SUBLANES)]
+            for n in range(0, count, _SUBLANES)
+        ]
         return [groups[n // _SUBLANES][n % _SUBLANES : n % _SUBLANES + 1] for n in range(count)]
     lane = c % _LANES if isinstance(c, int) else lax.rem(c, _LANES)
     values = ref[0, band, pl.ds(pl.multiple_of(c - lane, _LANES), _LANES)]
-    copies = [jnp.take_along_axis(values, jnp.full(values.shape, lane + n), axis=1) for n in range(count)]
+    copies = [
+        jnp.take_along_axis(values, jnp.full(values.shape, lane + n), axis=1) for n in range(count)
+    ]
     return [jnp.concatenate([copy] * (columns // _LANES), axis=1) for copy in copies]

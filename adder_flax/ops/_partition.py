@@ -1,16 +1,19 @@
 """Splits a backend's function over devices as its operands come.
 
-XLA splits over devices what it can look into. A kernel is a closed box: left alone, every device would gather all of
-its operands and compute all of its results. So each function states its axes, once, and from them follows how it
-can be split, in one of two ways:
+XLA splits over devices what it can look into. A kernel is a closed box: left alone, every device
+would gather all of its operands and compute all of its results. So each function states its axes,
+once, and from them follows how it can be split, in one of two ways:
 
-- by a *rule* for the compiler (`custom_partitioning`): operands stay split as they come. An axis of every result costs
-  nothing, the axis that is summed over costs one sum over devices at the end, and the others are gathered.
-- over the *mesh* of `jax.set_mesh` (`jax.shard_map`): the batch, or else the rows, over all of its automatic axes. TPUs
-  need this one: their compiler does not call back into Python for rules when it compiles ahead of time.
+- by a *rule* for the compiler (`custom_partitioning`): operands stay split as they come. An axis of
+  every result costs nothing, the axis that is summed over costs one sum over devices at the end,
+  and the others are gathered.
+- over the *mesh* of `jax.set_mesh` (`jax.shard_map`): the batch, or else the rows, over all of its
+  automatic axes. TPUs need this one: their compiler does not call back into Python for rules when
+  it compiles ahead of time.
 
-Inside the user's own `jax.shard_map` there is nothing left to split. On meshes with explicit axes, whose types say how
-arrays are split, the result is split as the operands are and the functions run on automatic axes.
+Inside the user's own `jax.shard_map` there is nothing left to split. On meshes with explicit axes,
+whose types say how arrays are split, the result is split as the operands are and the functions run
+on automatic axes.
 """
 
 import itertools
@@ -26,7 +29,8 @@ Axes = Sequence[Sequence[str]]
 
 
 def split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) -> Callable:
-    """Returns `function` with a rule for the compiler: which parts of the operands give which parts of the results.
+    """Returns `function` with a rule for the compiler: which parts of the operands give which parts
+    of the results.
 
     Args:
       function: what computes whole results from whole operands, and parts from parts.
@@ -38,8 +42,12 @@ def split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) -> 
     summed = [name for name in names if not any(name in axes for axes in result_axes)]
 
     def partition(mesh, operands, results):
-        arrays = [*zip(jax.tree.leaves(results), result_axes, strict=True), *zip(operands, operand_axes, strict=True)]
-        # Of two arrays that want one mesh axis for different axes of theirs, the smaller one is moved.
+        arrays = [
+            *zip(jax.tree.leaves(results), result_axes, strict=True),
+            *zip(operands, operand_axes, strict=True),
+        ]
+        # Of two arrays that want one mesh axis for different axes of theirs, the smaller one is
+        # moved.
         arrays.sort(key=lambda array_and_axes: -math.prod(array_and_axes[0].shape))
         split = _assign_mesh_axes(mesh, arrays, kept + summed)
         partial_over = tuple(axis for name in summed for axis in split.get(name, ()))
@@ -48,8 +56,11 @@ def split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) -> 
             return NamedSharding(mesh, P(*[split.get(name) for name in axes]))
 
         def on_each_device(*parts):
-            # Parts live on one device: the user's mesh, at hand where this is called, says nothing about them.
-            with use_abstract_mesh(AbstractMesh((), (), abstract_device=mesh.abstract_mesh.abstract_device)):
+            # Parts live on one device: the user's mesh, at hand where this is called, says nothing
+            # about them.
+            with use_abstract_mesh(
+                AbstractMesh((), (), abstract_device=mesh.abstract_mesh.abstract_device)
+            ):
                 partial = function(*parts)
                 return jax.lax.psum(partial, partial_over) if partial_over else partial
 
@@ -72,11 +83,13 @@ def split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) -> 
 
 
 def _assign_mesh_axes(mesh: Mesh, arrays, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-    """Returns over which mesh axes to split each named axis: as the first array that splits it evenly does.
+    """Returns over which mesh axes to split each named axis: as the first array that splits it
+    evenly does.
 
     Args:
       mesh: the devices.
-      arrays: pairs of an array type with a sharding and the names of its axes, the most important first.
+      arrays: pairs of an array type with a sharding and the names of its axes, the most important
+        first.
       names: the axes that may be split.
     """
     split = {}
@@ -85,15 +98,23 @@ def _assign_mesh_axes(mesh: Mesh, arrays, names: Sequence[str]) -> Mapping[str, 
         for name, length, entry in zip(axes, array.shape, spec, strict=False):
             wanted = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
             taken = [axis for used in split.values() for axis in used]
-            fits = not set(wanted) & set(taken) and length % math.prod(mesh.shape[axis] for axis in wanted) == 0
+            fits = (
+                not set(wanted) & set(taken)
+                and length % math.prod(mesh.shape[axis] for axis in wanted) == 0
+            )
             if wanted and fits and name in names and name not in split:
                 split[name] = wanted
     return split
 
 
 def split_over_mesh(function: Callable, operand_axes: Axes, result_axes: Axes) -> Callable:
-    """Returns `function` split over the automatic axes of the mesh at hand; arguments as in `split_by_rule`."""
-    candidates = [name for name in dict.fromkeys(name for axes in operand_axes for name in axes) if name not in "nk"]
+    """Returns `function` split over the automatic axes of the mesh at hand; arguments as in
+    `split_by_rule`."""
+    candidates = [
+        name
+        for name in dict.fromkeys(name for axes in operand_axes for name in axes)
+        if name not in "nk"
+    ]
 
     def on_mesh(*operands):
         mesh = jax.sharding.get_abstract_mesh()
@@ -102,19 +123,31 @@ def split_over_mesh(function: Callable, operand_axes: Axes, result_axes: Axes) -
         automatic = [axis for axis, kind in kinds if kind == AxisType.Auto]
         if math.prod(mesh.shape[axis] for axis in automatic) == 1:
             return function(*operands)
-        shapes = [dict(zip(axes, a.shape, strict=True)) for axes, a in zip(operand_axes, operands, strict=True)]
+        shapes = [
+            dict(zip(axes, a.shape, strict=True))
+            for axes, a in zip(operand_axes, operands, strict=True)
+        ]
         lengths = dict(itertools.chain(*[shape.items() for shape in shapes]))
         split = {name: () for name in candidates}
         for axis in automatic:
             for name in candidates:
-                if lengths[name] % math.prod(mesh.shape[other] for other in (*split[name], axis)) == 0:
+                if (
+                    lengths[name] % math.prod(mesh.shape[other] for other in (*split[name], axis))
+                    == 0
+                ):
                     split[name] = (*split[name], axis)
                     break
 
         def on_each_device(*parts):
             results, structure = jax.tree.flatten(function(*parts))
-            missing = [tuple(a for name in candidates if name not in axes for a in split[name]) for axes in result_axes]
-            results = [jax.lax.psum(r, axes) if axes else r for r, axes in zip(results, missing, strict=True)]
+            missing = [
+                tuple(a for name in candidates if name not in axes for a in split[name])
+                for axes in result_axes
+            ]
+            results = [
+                jax.lax.psum(r, axes) if axes else r
+                for r, axes in zip(results, missing, strict=True)
+            ]
             return jax.tree.unflatten(structure, results)
 
         def places(all_axes):
@@ -138,13 +171,15 @@ def keep_explicit_axes(
     operand_axes: Axes,
     result_axes: Sequence[str],
 ) -> jax.Array:
-    """Calls a function of arrays that may be split over explicit axes of a mesh, as if the axes were automatic.
+    """Calls a function of arrays that may be split over explicit axes of a mesh, as if the axes
+    were automatic.
 
     Args:
       function: from the operands to one array.
       operands: its arguments.
       operand_axes: names of the axes of each operand.
-      result_axes: names of the axes of the result, which is split along them as the first operand is that has them.
+      result_axes: names of the axes of the result, which is split along them as the first operand
+        is that has them.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit not in mesh.axis_types:
@@ -157,17 +192,24 @@ def keep_explicit_axes(
 
 
 def vary_alike(*operands: jax.Array) -> list[jax.Array]:
-    """Returns the operands as varying over the same manual axes of the mesh, those over which any of them does.
+    """Returns the operands as varying over the same manual axes of the mesh, those over which any
+    of them does.
 
-    Under `jax.shard_map`, types tell over which axes a value varies, and rules of differentiation have to keep to
-    them. The transpose of what happens here sums the gradient of an operand that all devices share.
+    Under `jax.shard_map`, types tell over which axes a value varies, and rules of differentiation
+    have to keep to them. The transpose of what happens here sums the gradient of an operand that
+    all devices share.
     """
     varying = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in operands))
     missing = [tuple(varying - jax.typeof(a).manual_axis_type.varying) for a in operands]
-    return [jax.lax.pcast(a, axes, to="varying") if axes else a for a, axes in zip(operands, missing, strict=True)]
+    return [
+        jax.lax.pcast(a, axes, to="varying") if axes else a
+        for a, axes in zip(operands, missing, strict=True)
+    ]
 
 
-def result_type(shape: Sequence[int], dtype: jax.typing.DTypeLike, *operands: jax.Array) -> jax.ShapeDtypeStruct:
+def result_type(
+    shape: Sequence[int], dtype: jax.typing.DTypeLike, *operands: jax.Array
+) -> jax.ShapeDtypeStruct:
     """Returns the type of what a kernel computes from operands that vary alike."""
     scalar = jax.eval_shape(lambda a: a.sum(), operands[0])
     return scalar.update(shape=tuple(shape), dtype=dtype)

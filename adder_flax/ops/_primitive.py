@@ -1,12 +1,16 @@
-"""The functions of a backend as one JAX primitive: what runs is chosen when a program is lowered for its platform.
+"""The functions of a backend as one JAX primitive: what runs is chosen when a program is lowered
+for its platform.
 
-The primitive is closed under differentiation. Its functions are the two sums over pairs, `l1` and `additive`, and
-what their derivatives consist of: pushforwards, linear in the tangents, and pullbacks, linear in the cotangent. Either
-is the transpose of the other, so forward mode, reverse mode and any mixture of both follow the declared gradient rules,
-on every backend, from the inputs alone. Second derivatives differentiate the rules, almost everywhere (1 for `full`,
-the slope or 0 for `hardtanh`, 0 for `sign`), by the blocked formulas of the XLA backend, which run on all platforms.
+The primitive is closed under differentiation. Its functions are the two sums over pairs, `l1` and
+`additive`, and what their derivatives consist of: pushforwards, linear in the tangents, and
+pullbacks, linear in the cotangent. Either is the transpose of the other, so forward mode, reverse
+mode and any mixture of both follow the declared gradient rules, on every backend, from the inputs
+alone. Second derivatives differentiate the rules, almost everywhere (1 for `full`, the slope or 0
+for `hardtanh`, 0 for `sign`), by the blocked formulas of the XLA backend, which run on all
+platforms.
 
-Operands have any number of leading axes, of which an operand's may have length one where others' are longer.
+Operands have any number of leading axes, of which an operand's may have length one where others'
+are longer.
 """
 
 import functools
@@ -25,8 +29,8 @@ from adder_flax.ops import _partition
 from adder_flax.ops._arrays import accumulation_dtype
 from adder_flax.ops._backend import Backend, get_backend
 
-# The axes of operands and results after any leading ones: m rows, n columns or keys, k the width. `w` has the axes kn
-# or nk.
+# The axes of operands and results after any leading ones: m rows, n columns or keys, k the width.
+# `w` has the axes kn or nk.
 _FORMULAS = {
     "l1": "mk,w->mn",
     "l1_pushforward": "mk,w,mk->mn",
@@ -56,25 +60,34 @@ def call(backend: Backend, method: str, *operands: jax.Array, **options) -> Any:
 
     Args:
       backend: what computes.
-      method: the name of the function, or of one of those that are made of a backend's, see `_function`.
-      *operands: its arrays, with the same number of leading axes, none to many, where the function expects one.
-      **options: its other arguments, hashable; for `l1` itself, beside `axes`, the rules of both gradients.
+      method: the name of the function, or of one of those that are made of a backend's, see
+        `_function`.
+      *operands: its arrays, with the same number of leading axes, none to many, where the function
+        expects one.
+      **options: its other arguments, hashable; for `l1` itself, beside `axes`, the rules of both
+        gradients.
 
     Returns:
       What the function returns, with those leading axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     results = _pairs.bind(
-        *_partition.vary_alike(*operands), backend=backend, method=method, options=tuple(options.items()), mesh=mesh
+        *_partition.vary_alike(*operands),
+        backend=backend,
+        method=method,
+        options=tuple(options.items()),
+        mesh=mesh,
     )
     return results[0] if len(results) == 1 else tuple(results)
 
 
 def formula(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """Returns what an equation of a traced program computes, as the plain formula, for those who read programs.
+    """Returns what an equation of a traced program computes, as the plain formula, for those who
+    read programs.
 
     Args:
-      equation: of a jaxpr. The functions of this package are one primitive there, whatever kernel will run.
+      equation: of a jaxpr. The functions of this package are one primitive there, whatever kernel
+        will run.
 
     Returns:
       The program of the reference backend; None for equations that are not of this package.
@@ -83,20 +96,28 @@ def formula(equation: JaxprEqn) -> ClosedJaxpr | None:
       >>> import jax, jax.numpy as jnp
       >>> from adder_flax import ops
       >>> traced = jax.make_jaxpr(ops.l1_scores)(jnp.ones((2, 3)), jnp.ones((4, 3)))
-      >>> [str(equation.primitive) for equation in ops.formula(traced.eqns[-1]).eqns if "reduce" in str(equation)]
+      >>> [
+      ...     str(equation.primitive)
+      ...     for equation in ops.formula(traced.eqns[-1]).eqns
+      ...     if "reduce" in str(equation)
+      ... ]
       ['reduce_sum']
     """
     if equation.primitive is not _pairs:
         return None
     method, options = equation.params["method"], dict(equation.params["options"])
     avals = [variable.aval for variable in equation.invars]
-    function = _on_leading_axes(_function(get_backend("reference"), method, options), _own_axes(method, options)[0])
-    return jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals])
+    function = _on_leading_axes(
+        _function(get_backend("reference"), method, options), _own_axes(method, options)[0]
+    )
+    return jax.make_jaxpr(function)(
+        *[jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Shapes
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 def _own_axes(method: str, options: dict) -> list[list[str]]:
@@ -133,9 +154,9 @@ def _abstract_eval(*operands, backend, method, options, mesh):
 _pairs.def_abstract_eval(_abstract_eval)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # What runs
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 def _function(backend: Backend, method: str, options: dict) -> Callable:
@@ -144,7 +165,9 @@ def _function(backend: Backend, method: str, options: dict) -> Callable:
     if method == "l1":
         return functools.partial(backend.l1, axes=options["axes"])
     if "rule" in options and options["rule"].name == "full":
-        return functools.partial(getattr(backend, method.replace("l1", "full")), axes=options["axes"])
+        return functools.partial(
+            getattr(backend, method.replace("l1", "full")), axes=options["axes"]
+        )
     return functools.partial(getattr(backend, method), **options)
 
 
@@ -159,7 +182,9 @@ def _on_leading_axes(function: Callable, operand_axes: Sequence[str]) -> Callabl
             return jax.tree.map(lambda a: a.reshape(*batch, *a.shape[1:]), function(*joined))
         # Backends and their kernels know how not to repeat what is shared along a mapped axis.
         shared = [axes[0] == 1 for axes in leading]
-        operands = [jnp.squeeze(a, 0) if one else a for a, one in zip(operands, shared, strict=True)]
+        operands = [
+            jnp.squeeze(a, 0) if one else a for a, one in zip(operands, shared, strict=True)
+        ]
         if all(shared):
             return jax.tree.map(lambda a: a[None], apply(*operands))
         return jax.vmap(apply, [None if one else 0 for one in shared])(*operands)
@@ -168,7 +193,8 @@ def _on_leading_axes(function: Callable, operand_axes: Sequence[str]) -> Callabl
 
 
 def _split(backend: Backend, method: str, options: dict, operands: Sequence, how: str) -> Callable:
-    """Returns a function of a backend, on operands of these shapes, split over devices by a rule or over the mesh."""
+    """Returns a function of a backend, on operands of these shapes, split over devices by a rule or
+    over the mesh."""
     operand_axes, result_axes = _own_axes(method, options)
     function = _on_leading_axes(_function(backend, method, options), operand_axes)
     if how == "compiler":
@@ -176,7 +202,10 @@ def _split(backend: Backend, method: str, options: dict, operands: Sequence, how
     leading = _leading(operands, operand_axes)
     batch = _broadcast_leading(operands, operand_axes)
     # Leading axes of length one that others do not have are left away where the function is split.
-    lacking = [tuple(i for i, length in enumerate(axes) if length == 1 and batch[i] != 1) for axes in leading]
+    lacking = [
+        tuple(i for i, length in enumerate(axes) if length == 1 and batch[i] != 1)
+        for axes in leading
+    ]
     named = [
         [f"b{i}" for i in range(len(batch)) if i not in without] + list(own)
         for without, own in zip(lacking, operand_axes, strict=True)
@@ -184,9 +213,13 @@ def _split(backend: Backend, method: str, options: dict, operands: Sequence, how
     results = [[f"b{i}" for i in range(len(batch))] + list(own) for own in result_axes]
 
     def on_parts(*parts):
-        return function(*[jnp.expand_dims(a, without) for a, without in zip(parts, lacking, strict=True)])
+        return function(
+            *[jnp.expand_dims(a, without) for a, without in zip(parts, lacking, strict=True)]
+        )
 
-    split = (_partition.split_by_rule if how == "rule" else _partition.split_over_mesh)(on_parts, named, results)
+    split = (_partition.split_by_rule if how == "rule" else _partition.split_over_mesh)(
+        on_parts, named, results
+    )
 
     def on_wholes(*arrays):
         return split(*[jnp.squeeze(a, without) for a, without in zip(arrays, lacking, strict=True)])
@@ -194,7 +227,9 @@ def _split(backend: Backend, method: str, options: dict, operands: Sequence, how
     return on_wholes
 
 
-def _lower(platform: str, context: mlir.LoweringRuleContext, *operands, backend, method, options, mesh):
+def _lower(
+    platform: str, context: mlir.LoweringRuleContext, *operands, backend, method, options, mesh
+):
     module, options = context.module_context, dict(options)
     for_export = module.lowering_parameters.for_export
     num_devices, all_manual = _devices(module.axis_context)
@@ -215,7 +250,8 @@ def _lower(platform: str, context: mlir.LoweringRuleContext, *operands, backend,
 
 
 def _devices(axis_context) -> tuple[int, bool]:
-    """Returns on how many devices a program that is being lowered runs, and whether it is written for each of them."""
+    """Returns on how many devices a program that is being lowered runs, and whether it is written
+    for each of them."""
     if isinstance(axis_context, mlir.ShardingContext):
         return axis_context.num_devices, False
     mesh = axis_context.mesh
@@ -237,9 +273,9 @@ def _compiled(**static):
 _pairs.def_impl(lambda *operands, **static: _compiled(**static)(*operands))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Transformations
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 def _batch(operands, dims, **static):
@@ -279,7 +315,8 @@ ad.primitive_jvps[_pairs] = _jvp
 
 
 def _linear_operands(method: str) -> list[int]:
-    """Returns which operands a pushforward or pullback is linear in: the tangents, or the cotangent."""
+    """Returns which operands a pushforward or pullback is linear in: the tangents, or the
+    cotangent."""
     count = len(_FORMULAS[method].split("->")[0].split(","))
     if method.startswith("l1"):
         return list(range(2, count))
@@ -318,7 +355,8 @@ def _linear_tangents(bind, operands, tangents, method, options):
 
 
 def _second_order_tangents(operands, tangents, method, options):
-    """The derivative of a pushforward or pullback with respect to the other operands: that of its blocked formula."""
+    """The derivative of a pushforward or pullback with respect to the other operands: that of its
+    blocked formula."""
     linear, axes = _linear_operands(method), _own_axes(method, options)[0]
     function = _on_leading_axes(_function(get_backend("xla"), method, options), axes)
     others = [i for i in range(len(operands)) if i not in linear]
@@ -327,7 +365,10 @@ def _second_order_tangents(operands, tangents, method, options):
         at = dict(zip(others, moved, strict=True))
         return function(*[at.get(i, a) for i, a in enumerate(operands)])
 
-    primals, moves = [operands[i] for i in others], [ad.instantiate_zeros(tangents[i]) for i in others]
+    primals, moves = (
+        [operands[i] for i in others],
+        [ad.instantiate_zeros(tangents[i]) for i in others],
+    )
     return jax.tree.leaves(jax.jvp(of_others, primals, moves)[1])
 
 
@@ -338,13 +379,20 @@ def _transpose(cotangents, *operands, backend, method, options, mesh):
     if not given:
         return results
     transposed = _TRANSPOSES[method]
-    held = [a for a in operands if not ad.is_undefined_primal(a)][: 3 if method.startswith("additive") else 2]
+    held = [a for a in operands if not ad.is_undefined_primal(a)][
+        : 3 if method.startswith("additive") else 2
+    ]
     if method == "l1_pullback" and len(given) == 1:
-        transposed, cotangents = ("l1_pushforward", "l1_pushforward_w")[given[0]], [cotangents[given[0]]]
+        transposed, cotangents = (
+            ("l1_pushforward", "l1_pushforward_w")[given[0]],
+            [cotangents[given[0]]],
+        )
     if method == "l1_pushforward_both" and len(present) == 1:
         transposed = {2: "l1_pullback_x", 3: "l1_pullback_w"}[present[0]]
     cotangents = map(ad.instantiate_zeros, cotangents)
-    gradients = _pairs.bind(*held, *cotangents, backend=backend, method=transposed, options=options, mesh=mesh)
+    gradients = _pairs.bind(
+        *held, *cotangents, backend=backend, method=transposed, options=options, mesh=mesh
+    )
     if method == "additive_pushforward":
         gradients = [gradients[i - 3] for i in present]
     for i, gradient in zip(present, gradients, strict=True):
@@ -358,6 +406,8 @@ ad.primitive_transposes[_pairs] = _transpose
 def _sum_to(gradient, aval):
     """Sums over the axes along which an operand was repeated."""
     repeated = tuple(
-        i for i, (length, own) in enumerate(zip(gradient.shape, aval.shape, strict=True)) if own == 1 and length != 1
+        i
+        for i, (length, own) in enumerate(zip(gradient.shape, aval.shape, strict=True))
+        if own == 1 and length != 1
     )
     return (gradient.sum(repeated, keepdims=True) if repeated else gradient).astype(aval.dtype)

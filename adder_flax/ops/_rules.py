@@ -1,8 +1,9 @@
 """Gradient rules of the L1 distance: what stands in for the derivative of -|a - b|.
 
-The exact derivative of -|a - b| with respect to a is sign(b - a). Adder networks train better when a smoother
-function of the same difference takes its place (Chen et al., "AdderNet: Do We Really Need Multiplications in
-Deep Learning?", CVPR 2020), so every rule here is a function of the difference alone.
+The exact derivative of -|a - b| with respect to a is sign(b - a). Adder networks train better when
+a smoother function of the same difference takes its place (Chen et al., "AdderNet: Do We Really
+Need Multiplications in Deep Learning?", CVPR 2020), so every rule here is a function of the
+difference alone.
 """
 
 import contextlib
@@ -20,9 +21,11 @@ _exact = jax.make_user_context(default_value=False)
 
 
 def exact_gradients() -> contextlib.AbstractContextManager:
-    """Makes every rule the derivative itself, the sign, in what is traced inside of a `with` block in this thread.
+    """Makes every rule the derivative itself, the sign, in what is traced inside of a `with` block
+    in this thread.
 
-    Training follows the rules that layers were given; an expansion of the loss needs its true derivative.
+    Training follows the rules that layers were given; an expansion of the loss needs its true
+    derivative.
 
     Example:
       >>> from adder_flax import ops
@@ -41,8 +44,8 @@ class GradientRule:
     """The function that replaces the derivative of -|a - b| with respect to a, applied to b - a.
 
     Attributes:
-      name: `"sign"` (exact, with sign(0) = 0), `"full"` (the difference itself) or `"hardtanh"` (the
-        difference times `slope`, clipped to [-1, 1]).
+      name: `"sign"` (exact, with sign(0) = 0), `"full"` (the difference itself) or `"hardtanh"`
+        (the difference times `slope`, clipped to [-1, 1]).
       slope: slope of `"hardtanh"` at zero; the other rules ignore it.
     """
 
@@ -56,7 +59,9 @@ class GradientRule:
                 "pass one of these names as `gradient`, `x_gradient` or `w_gradient`"
             )
         if not self.slope > 0:
-            raise ValueError(f"expected a positive hardtanh slope; got {self.slope}; 1.0 is AdderNet's choice")
+            raise ValueError(
+                f"expected a positive hardtanh slope; got {self.slope}; 1.0 is AdderNet's choice"
+            )
         if _exact.value:
             object.__setattr__(self, "name", "sign")
 

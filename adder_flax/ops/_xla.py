@@ -1,9 +1,9 @@
 """Blocked pure-JAX backend: runs wherever XLA does, and never holds more than a few blocks.
 
-Every sum over a contracted axis is a `lax.scan` over blocks of `BLOCK` terms, each block written out as one
-expression that XLA fuses into a single loop over the output. The block length decides the speed on CPUs: with
-8 terms a block XLA emits code eight times slower than with 16, with 32 a fifth slower (compiling in
-proportion to the length).
+Every sum over a contracted axis is a `lax.scan` over blocks of `BLOCK` terms, each block written
+out as one expression that XLA fuses into a single loop over the output. The block length decides
+the speed on CPUs: with 8 terms a block XLA emits code eight times slower than with 16, with 32 a
+fifth slower (compiling in proportion to the length).
 """
 
 import jax
@@ -21,11 +21,13 @@ LONGEST_RUN = 4096
 def _blocked_sum(term, operands, init):
     """Returns init + sum over i of term(*[o[i] for o in operands]), `BLOCK` terms at a time.
 
-    Terms are added in order, up to `LONGEST_RUN` of them, and longer sums are sums of such sums: in one run, every term
-    after some millions would be lost in the rounding of the total. Gradients compute the terms of a block again.
+    Terms are added in order, up to `LONGEST_RUN` of them, and longer sums are sums of such sums: in
+    one run, every term after some millions would be lost in the rounding of the total. Gradients
+    compute the terms of a block again.
 
     Args:
-      term: function from one slice of each operand to an array (or a tree of arrays) shaped like `init`.
+      term: function from one slice of each operand to an array (or a tree of arrays) shaped like
+        `init`.
       operands: arrays whose first axis is the contracted one.
       init: zeros.
     """
@@ -46,7 +48,8 @@ def _blocked_sum(term, operands, init):
 
 
 def _scan_parts(add_part, operands, init, size):
-    """Returns what `add_part(total, parts)` makes of `init` with all parts of the operands of that size, in order."""
+    """Returns what `add_part(total, parts)` makes of `init` with all parts of the operands of that
+    size, in order."""
     parts, remainder = divmod(operands[0].shape[0], size)
     if parts:
         init, _ = vary_alike(init, operands[0])
@@ -114,7 +117,9 @@ class XlaBackend(Backend):
 
         operands = [_leading(a, 2) for a in (query, key)] + [_leading(v, 1)]
         tangents = [_leading(a, 2) for a in (d_query, d_key)] + [_leading(d_v, 1)]
-        return _blocked_sum(term, operands + tangents, jnp.zeros((*query.shape[:2], key.shape[1]), query.dtype))
+        return _blocked_sum(
+            term, operands + tangents, jnp.zeros((*query.shape[:2], key.shape[1]), query.dtype)
+        )
 
     def additive_pullback(self, query, key, v, g):
         query, key, v, g = upcast(query, key, v, g)
@@ -126,7 +131,9 @@ class XlaBackend(Backend):
             d_preactivation = g * v_k[:, None, None] * (1 - hidden**2)
             return d_preactivation.sum(2), d_preactivation.sum(1), (g * hidden).sum((1, 2))
 
-        # One hidden unit at a time: its three sums reduce over both axes of g, so there is no running total
-        # to block.
-        dq, dk, dv = lax.map(one_hidden_unit, (_leading(query, 2), _leading(key, 2), _leading(v, 1)))
+        # One hidden unit at a time: its three sums reduce over both axes of g, so there is no
+        # running total to block.
+        dq, dk, dv = lax.map(
+            one_hidden_unit, (_leading(query, 2), _leading(key, 2), _leading(v, 1))
+        )
         return jnp.moveaxis(dq, 0, 2), jnp.moveaxis(dk, 0, 2), jnp.moveaxis(dv, 0, 1)

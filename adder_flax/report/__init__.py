@@ -1,6 +1,16 @@
-"""What one learns from a run: the papers' claims, judged and drawn, maps of a trained model, its table of parts."""
+"""What one learns from a run: the papers' claims, judged and drawn, maps of a trained model, its
+table of parts."""
 
-from adder_flax.report._families import ADDER, ADDITIVE, ALIGNMENT, BROWNIAN, CLAIMS, ENERGY, Section, register_claims
+from adder_flax.report._families import (
+    ADDER,
+    ADDITIVE,
+    ALIGNMENT,
+    BROWNIAN,
+    CLAIMS,
+    ENERGY,
+    Section,
+    register_claims,
+)
 from adder_flax.report._sequences import SequenceStudy, SequenceSubject
 from adder_flax.report._study import (
     DOES_NOT_HOLD,

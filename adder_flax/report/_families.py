@@ -44,15 +44,17 @@ class Family:
 CLAIMS: Registry[Family] = Registry("family of claims", "adder_flax.report.register_claims")
 
 
-def register_claims(name: str, section: Section, *, of: type = Study) -> Callable[[Measure], Measure]:
+def register_claims(
+    name: str, section: Section, *, of: type = Study
+) -> Callable[[Measure], Measure]:
     """Puts a family of claims into every report that is written from now on.
 
     Args:
       name: of the family.
       section: one of the library's (`ADDER`, `ADDITIVE`, `BROWNIAN`, `ENERGY`) or your own.
-      of: the kind of study that the function takes: `Study` of images by blocks of attention, `ImageStudy` of images by
-        any model, `SequenceStudy`, or ``object`` for claims that are true or false whatever was looked at. Reports of
-        other studies leave the family out.
+      of: the kind of study that the function takes: `Study` of images by blocks of attention,
+        `ImageStudy` of images by any model, `SequenceStudy`, or ``object`` for claims that are true
+        or false whatever was looked at. Reports of other studies leave the family out.
 
     Returns:
       A decorator of the function that computes, judges and draws: ``measure(study) → Findings``.
@@ -62,15 +64,19 @@ def register_claims(name: str, section: Section, *, of: type = Study) -> Callabl
 
     Example:
       >>> with CLAIMS.temporary():
+      ...
       ...     @register_claims("patience", Section("Waiting", "How long it took.", "proverb"))
       ...     def patience(study):
       ...         return Findings([], [])
+      ...
       ...     "patience" in CLAIMS
       True
     """
 
     def register(measure: Measure) -> Measure:
-        CLAIMS.register(name, Family(section, measure, of), origin=(measure.__module__, measure.__qualname__))
+        CLAIMS.register(
+            name, Family(section, measure, of), origin=(measure.__module__, measure.__qualname__)
+        )
         return measure
 
     return register
@@ -79,33 +85,33 @@ def register_claims(name: str, section: Section, *, of: type = Study) -> Callabl
 ADDER = Section(
     title="Adder attention",
     introduction=(
-        "Theorem 1 (the variance of the scores), Proposition 1 (what adding the identity map does to the "
-        "singular values) and the maps themselves. The identity, where the model adds it, is taken off "
-        "before anything is measured and put back where a figure says A + I."
+        "Theorem 1 (the variance of the scores), Proposition 1 (what adding the identity map does "
+        "to the singular values) and the maps themselves. The identity, where the model adds it, "
+        "is taken off before anything is measured and put back where a figure says A + I."
     ),
     source="Adder attention, appendix",
 )
 ADDITIVE = Section(
     title="Additive against multiplicative scores",
     introduction=(
-        "Expressive power on the XOR alignment task, where gradients vanish, and which parameters make no "
-        "difference. The last are checked on this model's own queries, keys and weights."
+        "Expressive power on the XOR alignment task, where gradients vanish, and which parameters "
+        "make no difference. The last are checked on this model's own queries, keys and weights."
     ),
     source="Additive vs. multiplicative attention",
 )
 BROWNIAN = Section(
     title="The Brownian view",
     introduction=(
-        "LayerNorm puts tokens on a sphere, a row-normalised kernel walks between them, and blocks move "
-        "them. Each step of the argument is measured by itself."
+        "LayerNorm puts tokens on a sphere, a row-normalised kernel walks between them, and blocks "
+        "move them. Each step of the argument is measured by itself."
     ),
     source="Brownian motion in the transformer",
 )
 ALIGNMENT = Section(
     title="Alignments",
     introduction=(
-        "Where a sequence model looks in its input for each symbol that it writes, the right symbols before it given; "
-        "and the errors of what it writes by itself."
+        "Where a sequence model looks in its input for each symbol that it writes, the right "
+        "symbols before it given; and the errors of what it writes by itself."
     ),
     source="Neural machine translation by jointly learning to align and translate",
 )

@@ -22,9 +22,11 @@ class SequenceSubject:
 
     Attributes:
       name: in legends.
-      alignments: how much of each source symbol each target symbol looks at, the right target given; rows sum to 1.
+      alignments: how much of each source symbol each target symbol looks at, the right target
+        given; rows sum to 1.
       edits: of what the model writes by itself to the closest right answer.
-      uniform_edits: the same when every map is uniform over the source, None for a model without attention.
+      uniform_edits: the same when every map is uniform over the source, None for a model without
+        attention.
       phonemes: length of the closest right answer.
     """
 
@@ -48,7 +50,8 @@ class SequenceStudy:
       subject: the model that the report is about.
       baseline: another model on the same words, or None.
       untrained: the same model before training, or None.
-      sources, targets: the words, and their first right answers, as symbols without filling and end.
+      sources, targets: the words, and their first right answers, as symbols without filling and
+        end.
     """
 
     subject: SequenceSubject
@@ -60,8 +63,11 @@ class SequenceStudy:
     def about(self) -> str:
         """Returns what was looked at, for the head of the page."""
         parts = [
-            f"measured on {len(self.sources)} words (phoneme error rate {self.subject.error_rate:.1%})",
-            f"compared with {self.baseline.name} ({self.baseline.error_rate:.1%})" if self.baseline else "",
+            f"measured on {len(self.sources)} words (phoneme error rate "
+            f"{self.subject.error_rate:.1%})",
+            f"compared with {self.baseline.name} ({self.baseline.error_rate:.1%})"
+            if self.baseline
+            else "",
             "and with its untrained self" if self.untrained else "",
         ]
         return ", ".join(filter(None, parts))
@@ -89,20 +95,25 @@ def observe_sequences(
     from adder_flax.tasks import closest  # figures are drawn without what reads data
 
     source, first = task.inputs(batch)
-    score = jax.jit(lambda model, source, references: closest(task.write(model, source), references))
+    score = jax.jit(
+        lambda model, source, references: closest(task.write(model, source), references)
+    )
     edits, phonemes = map(np.asarray, score(model, source, batch["references"]))
     uniform = with_uniform_maps(model)
     return SequenceSubject(
         name=name,
         alignments=np.asarray(capture_attention(model, source, first)[-1][:, 0], np.float64),
         edits=edits,
-        uniform_edits=None if uniform is None else np.asarray(score(uniform, source, batch["references"])[0]),
+        uniform_edits=None
+        if uniform is None
+        else np.asarray(score(uniform, source, batch["references"])[0]),
         phonemes=phonemes,
     )
 
 
 def with_uniform_maps(model: nnx.Module) -> nnx.Module | None:
-    """Returns a copy of a model whose attention gives every key the same weight; None if it has no such layer.
+    """Returns a copy of a model whose attention gives every key the same weight; None if it has no
+    such layer.
 
     >>> from adder_flax.attention import SequenceAttention
     >>> model = SequenceAttention(4, 4, score="adder", rngs=nnx.Rngs(0))
@@ -114,6 +125,9 @@ def with_uniform_maps(model: nnx.Module) -> nnx.Module | None:
     for _, module in nnx.iter_modules(model):
         if isinstance(settings := getattr(module, "settings", None), AttentionSettings):
             # Scores of any size vanish beside each other, and no mask does.
-            module.settings, module.log_temperature = dataclasses.replace(settings, temperature=1e30), nnx.data(None)
+            module.settings, module.log_temperature = (
+                dataclasses.replace(settings, temperature=1e30),
+                nnx.data(None),
+            )
             found = True
     return model if found else None

@@ -26,7 +26,8 @@ NOT_MEASURED = "not measured"
 NOT_DECIDED = "not decided"
 
 TOLERANCE = 0.1
-"""Below this share of its size a difference between two numbers of a model is not worth a "does not hold"."""
+"""Below this share of its size a difference between two numbers of a model is not worth a "does not
+hold"."""
 
 
 def only_when(condition: str) -> str:
@@ -46,8 +47,9 @@ class Claim:
       number: the one number that decides, for tables.
       finding: the numbers behind the verdict, in a sentence.
       figure: name of the figure that shows it, if there is one.
-      margins: of a verdict on the difference of two trained models, the numbers that have to be positive for the claim
-        to hold; over several trainings their intervals decide. Empty for other verdicts.
+      margins: of a verdict on the difference of two trained models, the numbers that have to be
+        positive for the claim to hold; over several trainings their intervals decide. Empty for
+        other verdicts.
     """
 
     name: str
@@ -65,9 +67,18 @@ class Claim:
 
     @classmethod
     def from_row(cls, row: Mapping[str, str]) -> "Claim":
-        """Returns the claim that a line of ``claims.csv`` has; those of earlier versions have no margins.
+        """Returns the claim that a line of ``claims.csv`` has; those of earlier versions have no
+        margins.
 
-        >>> claim = Claim("a", "paper", "It is so.", HOLDS, "1 > 0", "1 is larger than 0.", margins=(1.0, -0.5))
+        >>> claim = Claim(
+        ...     "a",
+        ...     "paper",
+        ...     "It is so.",
+        ...     HOLDS,
+        ...     "1 > 0",
+        ...     "1 is larger than 0.",
+        ...     margins=(1.0, -0.5),
+        ... )
         >>> Claim.from_row(claim.row()) == claim
         True
         """
@@ -155,7 +166,9 @@ class Subject:
 
     def attention(self, index: int) -> nnx.Module:
         """The attention module of a block."""
-        modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(self.model)}
+        modules = {
+            ".".join(map(str, path)): module for path, module in nnx.iter_modules(self.model)
+        }
         return modules[self.captured.blocks[index].path]
 
     @property
@@ -165,12 +178,14 @@ class Subject:
 
     @property
     def attends(self) -> bool:
-        """Whether the model consists of blocks of attention, so that there are maps, queries, keys and tokens."""
+        """Whether the model consists of blocks of attention, so that there are maps, queries, keys
+        and tokens."""
         blocks = self.captured.blocks
         return bool(blocks) and all(block.tokens is not None for block in blocks)
 
     def blocks(self, *wanted: int) -> list[int]:
-        """Those of the wanted blocks, counted from 1 as in the papers, that exist; else first, middle, last."""
+        """Those of the wanted blocks, counted from 1 as in the papers, that exist; else first,
+        middle, last."""
         count = len(self.captured.blocks)
         found = [number - 1 for number in wanted if number <= count]
         return found if len(found) == len(wanted) else sorted({0, count // 2, count - 1})
@@ -187,7 +202,8 @@ class ImageStudy:
       pictures: the images as people see them, uint8 or floats in [0, 1].
       captions: a line for each image.
       labels: true classes.
-      second_order: expansions of the loss along training steps, by where in training they were taken; may be empty.
+      second_order: expansions of the loss along training steps, by where in training they were
+        taken; may be empty.
       peak_learning_rate: of the subject's training; nan where nothing is known of it.
     """
 
@@ -216,7 +232,8 @@ class ImageStudy:
 
 
 class Study(ImageStudy):
-    """An `ImageStudy` of models that consist of blocks of attention, which have maps, queries, keys and tokens."""
+    """An `ImageStudy` of models that consist of blocks of attention, which have maps, queries, keys
+    and tokens."""
 
     def _anatomy(self) -> list[str]:
         blocks, identities = self.subject.captured.blocks, self.subject.identities
@@ -244,7 +261,9 @@ class Study(ImageStudy):
         return None if adder is None or dot is None else (adder, dot)
 
 
-def observe(name: str, model: nnx.Module, images: Float[Array, "image height width channels"]) -> Subject:
+def observe(
+    name: str, model: nnx.Module, images: Float[Array, "image height width channels"]
+) -> Subject:
     """Runs a model on the images of a report.
 
     Raises:
@@ -267,7 +286,8 @@ def study_images(
     second_order: Mapping[str, Sequence[SecondOrderStep]],
     peak_learning_rate: float,
 ) -> ImageStudy:
-    """Puts together what a report on images is made from: a `Study` if all models consist of blocks of attention.
+    """Puts together what a report on images is made from: a `Study` if all models consist of blocks
+    of attention.
 
     Args:
       subject, baseline, untrained: models at work on the same images.
@@ -281,15 +301,22 @@ def study_images(
     """
     labels, predicted = np.asarray(labels), subject.captured.logits.argmax(-1)
     if len(labels) != len(predicted):
-        raise ValueError(f"expected one label for each of {len(predicted)} images, got {len(labels)}")
-    title = lambda index: str(index) if label_names is None else printable(label_names[index], limit=60)
+        raise ValueError(
+            f"expected one label for each of {len(predicted)} images, got {len(labels)}"
+        )
+    title = lambda index: (
+        str(index) if label_names is None else printable(label_names[index], limit=60)
+    )
     attend = all(model.attends for model in (subject, baseline, untrained) if model is not None)
     return (Study if attend else ImageStudy)(
         subject=subject,
         baseline=baseline,
         untrained=untrained,
         pictures=np.asarray(pictures),
-        captions=[f"{title(true)}, seen as {title(seen)}" for true, seen in zip(labels, predicted, strict=True)],
+        captions=[
+            f"{title(true)}, seen as {title(seen)}"
+            for true, seen in zip(labels, predicted, strict=True)
+        ],
         labels=labels,
         second_order={where: taken for where, taken in second_order.items() if taken},
         peak_learning_rate=peak_learning_rate,
@@ -297,7 +324,8 @@ def study_images(
 
 
 def require_probabilities(model: nnx.Module, *inputs: Array) -> None:
-    """Checks that a report can be made of a model: entropy, rollout and walks are made of probabilities.
+    """Checks that a report can be made of a model: entropy, rollout and walks are made of
+    probabilities.
 
     Args:
       model: may be abstract, as may be the inputs: nothing is computed.
@@ -309,8 +337,9 @@ def require_probabilities(model: nnx.Module, *inputs: Array) -> None:
     for record in recorder.describe({"attention": []}, model, *inputs):
         if not get_score(record.facts["score"]).rows_are_probability:
             raise ValueError(
-                f"expected scores whose rows of weights are probabilities, got {record.facts['score']!r}, "
-                "registered with rows_are_probability=False; look at its maps with capture_attention"
+                "expected scores whose rows of weights are probabilities, got "
+                f"{record.facts['score']!r}, registered with rows_are_probability=False; look at "
+                "its maps with capture_attention"
             )
 
 

@@ -1,4 +1,5 @@
-"""How all figures look: one canvas without pyplot's global state, and lines that differ without colour."""
+"""How all figures look: one canvas without pyplot's global state, and lines that differ without
+colour."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Each line differs from the others in dash and marker as well; the colours (Okabe and Ito) differ in
-# lightness too.
+# Each line differs from the others in dash and marker as well; the colours (Okabe and Ito) differ
+# in lightness too.
 LINES: tuple[dict[str, Any], ...] = (
     {"color": "#000000", "linestyle": "-", "marker": "o"},
     {"color": "#D55E00", "linestyle": "--", "marker": "s"},
@@ -31,7 +32,9 @@ _FONT = {"family": ["DejaVu Sans"], "size": 9}
 _PLAIN = {"parse_math": False}  # a dollar sign in the name of a class or run is no formula
 
 
-def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Any, Any]:
+def new_figure(
+    width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any
+) -> tuple[Any, Any]:
     """A figure of ``width`` × ``height`` inches and its axes as an array (rows, columns)."""
     with needs("report"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -63,13 +66,25 @@ def whole_ticks(axes: "Axes") -> None:
 
 
 def by_block(axes: "Axes", groups: Mapping[str, Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
-    """Draws mean and standard deviation over images and heads, one line a group; returns them as columns."""
+    """Draws mean and standard deviation over images and heads, one line a group; returns them as
+    columns."""
     columns: dict[str, np.ndarray] = {}
     for line, (label, values) in zip(LINES, groups.items(), strict=False):
         flat = [np.ravel(value).astype(float) for value in values]
-        mean, deviation = (np.array([reduce(value) for value in flat]) for reduce in (np.mean, np.std))
+        mean, deviation = (
+            np.array([reduce(value) for value in flat]) for reduce in (np.mean, np.std)
+        )
         blocks = np.arange(1, len(flat) + 1)
-        axes.errorbar(blocks, mean, yerr=deviation, **line, markersize=4, linewidth=1.3, capsize=2, label=label)
+        axes.errorbar(
+            blocks,
+            mean,
+            yerr=deviation,
+            **line,
+            markersize=4,
+            linewidth=1.3,
+            capsize=2,
+            label=label,
+        )
         whole_ticks(axes)
         columns = {**columns, "block": blocks, f"{label}, mean": mean, f"{label}, std": deviation}
     return columns
@@ -86,7 +101,9 @@ def bare(axes: "Axes", *, title: str = "", note: str = "") -> "Axes":
 
 def legend(axes: "Axes", **options: Any) -> None:
     """A legend without a frame, with handles long enough to tell dashes apart."""
-    drawn = axes.legend(**{"frameon": False, "fontsize": _FONT["size"] - 1, "handlelength": 3.2, **options})
+    drawn = axes.legend(
+        **{"frameon": False, "fontsize": _FONT["size"] - 1, "handlelength": 3.2, **options}
+    )
     for text in drawn.get_texts():
         text.set(**_PLAIN)
 
@@ -96,7 +113,9 @@ def headline(figure: "Figure", title: str) -> None:
     figure.suptitle(printable(title, limit=100), fontsize=11, **_PLAIN)
 
 
-def save_figure(figure: "Figure", path: str | Path, formats: Iterable[str] = ("png",)) -> list[Path]:
+def save_figure(
+    figure: "Figure", path: str | Path, formats: Iterable[str] = ("png",)
+) -> list[Path]:
     """Writes a figure as ``path`` with each of the formats for a suffix.
 
     Args:
@@ -124,7 +143,8 @@ def save_figure(figure: "Figure", path: str | Path, formats: Iterable[str] = ("p
     engine, dots_per_inch = figure.get_layout_engine(), figure.get_dpi()
     try:
         figure.set_dpi(150)
-        # Laid out once: with an engine, "none" too, every format would be drawn twice to lay it out again.
+        # Laid out once: with an engine, "none" too, every format would be drawn twice to lay it out
+        # again.
         if engine is not None:
             engine.execute(figure)
             figure.set_layout_engine(None)

@@ -29,10 +29,12 @@ class Without(NamedTuple):
 
 
 def bypass(params: Mapping[str, Any], score: Callable[[Any], float]) -> list[Without]:
-    """Scores a transformer without each of its parts: without all maps, all attention, and each branch of each block.
+    """Scores a transformer without each of its parts: without all maps, all attention, and each
+    branch of each block.
 
-    Maps are made uniform by keys that are the same for every token, branches are turned off by a last layer that gives
-    zeros; both are changes of parameters alone, so that one compiled function scores all.
+    Maps are made uniform by keys that are the same for every token, branches are turned off by a
+    last layer that gives zeros; both are changes of parameters alone, so that one compiled function
+    scores all.
 
     Args:
       params: of a `VisionTransformer`, a nested dict.
@@ -41,14 +43,24 @@ def bypass(params: Mapping[str, Any], score: Callable[[Any], float]) -> list[Wit
     Example:
       >>> layer = lambda: {"kernel": np.ones((1, 1)), "bias": np.ones(1)}
       >>> attention = {name: layer() for name in ("query", "key", "value", "out")}
-      >>> params = {"blocks": {0: {"attention": attention, "mlp": {"fc1": layer(), "fc2": layer()}}}}
+      >>> params = {
+      ...     "blocks": {0: {"attention": attention, "mlp": {"fc1": layer(), "fc2": layer()}}}
+      ... }
       >>> ones = lambda params: float(params["blocks"][0]["attention"]["out"]["kernel"].sum())
-      >>> [(without.part, without.score) for without in bypass(params, ones) if without.block is None]
+      >>> [
+      ...     (without.part, without.score)
+      ...     for without in bypass(params, ones)
+      ...     if without.block is None
+      ... ]
       [('maps', 1.0), ('attention', 0.0)]
     """
     blocks = list(params["blocks"])
     rows = []
-    for part, block in [("maps", None), ("attention", None), *((p, b) for b in blocks for p in _PARTS)]:
+    for part, block in [
+        ("maps", None),
+        ("attention", None),
+        *((p, b) for b in blocks for p in _PARTS),
+    ]:
         changed = params
         for index in blocks if block is None else [block]:
             changed = _changed(changed, ("blocks", index, *_PARTS[part]), keep_bias=part == "maps")
@@ -79,7 +91,9 @@ def bypass_text(rows: list[Without], whole: float) -> str:
     maps, all blocks           0.2500   +0.5000
     MLP, block 1               0.5000   +0.2500
     """
-    name = lambda row: f"{row.part}, {'all blocks' if row.block is None else f'block {row.block + 1}'}"
+    name = lambda row: (
+        f"{row.part}, {'all blocks' if row.block is None else f'block {row.block + 1}'}"
+    )
     lines = [f"{'without':24}{'score':>9}{'carries':>10}", f"{'nothing':24}{whole:9.4f}"]
     lines += [f"{name(row):24}{row.score:9.4f}{whole - row.score:+10.4f}" for row in rows]
     return "\n".join(lines)

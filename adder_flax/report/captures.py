@@ -1,4 +1,5 @@
-"""What flows through a model: queries, keys and maps of every attention layer, tokens of every block."""
+"""What flows through a model: queries, keys and maps of every attention layer, tokens of every
+block."""
 
 import dataclasses
 from typing import Any
@@ -23,7 +24,8 @@ class BlockCapture:
       query, key: projected, per head; one key for each query head.
       map: what multiplies the values; rows sum to 2 if the identity map is part of it.
       tokens: the block's input; None outside of a block.
-      normalized: output of the LayerNorm before attention, affine part included; None outside of a block.
+      normalized: output of the LayerNorm before attention, affine part included; None outside of a
+        block.
     """
 
     path: str
@@ -57,7 +59,8 @@ class Capture:
 
 
 def capture(model: nnx.Module, *inputs: Any) -> Capture:
-    """Runs a model without dropout and keeps what its layers report; the model itself is left as it is.
+    """Runs a model without dropout and keeps what its layers report; the model itself is left as it
+    is.
 
     Args:
       model: as trained, with any attention of this library; its own backend computes it.
@@ -66,14 +69,25 @@ def capture(model: nnx.Module, *inputs: Any) -> Capture:
     Example:
       >>> from adder_flax.models import VisionTransformer
       >>> model = VisionTransformer(
-      ...     image_size=8, patch_size=2, channels=1, num_classes=10, width=16, depth=2, num_heads=2, rngs=nnx.Rngs(0)
+      ...     image_size=8,
+      ...     patch_size=2,
+      ...     channels=1,
+      ...     num_classes=10,
+      ...     width=16,
+      ...     depth=2,
+      ...     num_heads=2,
+      ...     rngs=nnx.Rngs(0),
       ... )
       >>> captured = capture(model, np.zeros((3, 8, 8, 1), np.float32))
       >>> captured.blocks[0].query.shape, captured.blocks[0].map.shape, captured.path.shape
       ((3, 2, 17, 8), (3, 2, 17, 17), (3, 3, 17, 16))
     """
     logits, records = recorder.record(_WANTED, model, *inputs)
-    around = {record.path: jax.tree.map(_wide, record.arrays) for record in records if record.kind == "block"}
+    around = {
+        record.path: jax.tree.map(_wide, record.arrays)
+        for record in records
+        if record.kind == "block"
+    }
     blocks = tuple(_block(record, around) for record in records if record.kind == "attention")
     tokens = [arrays["output"] for arrays in around.values()]
     return Capture(blocks=blocks, tokens=tokens[-1] if tokens else None, logits=_wide(logits))
@@ -89,7 +103,9 @@ def _wide(array: jax.Array) -> np.ndarray:
 
 def _block(record: Record, around: dict[str, dict[str, np.ndarray]]) -> BlockCapture:
     query, key = _wide(record.arrays["query"]), _wide(record.arrays["key"])
-    block = next((arrays for path, arrays in around.items() if record.path.startswith(f"{path}.")), {})
+    block = next(
+        (arrays for path, arrays in around.items() if record.path.startswith(f"{path}.")), {}
+    )
     return BlockCapture(
         path=record.path,
         score=record.facts["score"],

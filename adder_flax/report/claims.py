@@ -1,9 +1,11 @@
-"""The table of all claims over several models, from the reports that ``--mode=analyze`` left in their directories.
+"""The table of all claims over several models, from the reports that ``--mode=analyze`` left in
+their directories.
 
     python -m adder_flax.report.claims runs/adder_deit_tiny runs/deit_tiny runs/additive_deit_tiny
 
-Runs of one mechanism on one data set are counted together. Claims on the difference between two mechanisms are decided
-by the interval of that difference over the seeds; all else is in the reports.
+Runs of one mechanism on one data set are counted together. Claims on the difference between two
+mechanisms are decided by the interval of that difference over the seeds; all else is in the
+reports.
 """
 
 import argparse
@@ -31,7 +33,8 @@ class ModelReport:
     """The report of one run.
 
     Attributes:
-      mechanism: name of its attention score, and that it goes without the identity map where others have it.
+      mechanism: name of its attention score, and that it goes without the identity map where others
+        have it.
       data: name of its data set.
       size: number of blocks and their width.
       seed: of the run.
@@ -65,7 +68,9 @@ def read_report(workdir: str | Path) -> ModelReport:
     workdir = Path(workdir)
     table = workdir / "report" / "claims.csv"
     if not table.exists():
-        raise FileNotFoundError(f"expected a report, {table}, found none; run main.py --mode=analyze on it first")
+        raise FileNotFoundError(
+            f"expected a report, {table}, found none; run main.py --mode=analyze on it first"
+        )
     with table.open(encoding="utf-8") as file:
         claims = {row["name"]: Claim.from_row(row) for row in csv.DictReader(file)}
     config = json.loads((workdir / "config.json").read_text())
@@ -89,15 +94,20 @@ def _mechanism(model: Mapping[str, Any]) -> str:
 
 def _accuracy(workdir: Path) -> float:
     metrics = workdir / "metrics.jsonl"
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    return next((row["eval/accuracy"] for row in reversed(rows) if "eval/accuracy" in row), float("nan"))
+    rows = (
+        [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    )
+    return next(
+        (row["eval/accuracy"] for row in reversed(rows) if "eval/accuracy" in row), float("nan")
+    )
 
 
 def claims_table(reports: Sequence[ModelReport], figures: str = "images/claims") -> str:
     """The table as Markdown, one row a claim.
 
-    Where models agree, a cell says so once; else it has a line for each mechanism. Over the seeds of a mechanism a
-    verdict is counted, or decided by the interval of what decides it, and the number is that of the first.
+    Where models agree, a cell says so once; else it has a line for each mechanism. Over the seeds
+    of a mechanism a verdict is counted, or decided by the interval of what decides it, and the
+    number is that of the first.
 
     Args:
       reports: from :func:`read_report`; the first seed of each mechanism comes first.
@@ -107,7 +117,9 @@ def claims_table(reports: Sequence[ModelReport], figures: str = "images/claims")
       ValueError: there are no reports.
     """
     if not reports:
-        raise ValueError("expected at least one report, got none. Pass the directories of analysed runs.")
+        raise ValueError(
+            "expected at least one report, got none. Pass the directories of analysed runs."
+        )
     groups = _groups(reports)
     names = dict.fromkeys(name for report in reports for name in report.claims)
     lines = ["| claim | verdict | number | command | figure |", "|---|---|---|---|---|"]
@@ -117,11 +129,14 @@ def claims_table(reports: Sequence[ModelReport], figures: str = "images/claims")
 
 
 def _groups(reports: Sequence[ModelReport]) -> dict[str, list[ModelReport]]:
-    """Reports by what the table calls their models: the mechanism, and the data set where there are several."""
+    """Reports by what the table calls their models: the mechanism, and the data set where there are
+    several."""
     several = len({report.data for report in reports}) > 1
     groups: dict[str, list[ModelReport]] = {}
     for report in reports:
-        groups.setdefault(report.mechanism + (f" on {report.data}" if several else ""), []).append(report)
+        groups.setdefault(report.mechanism + (f" on {report.data}" if several else ""), []).append(
+            report
+        )
     return groups
 
 
@@ -149,8 +164,14 @@ def _slug(group: str) -> str:
 
 
 def _row(name: str, groups: Mapping[str, Sequence[ModelReport]], figures: str) -> str:
-    made = {group: [r.claims[name] for r in reports if name in r.claims] for group, reports in groups.items()}
-    found = {group: [claim for claim in claims if claim.verdict != NOT_MEASURED] for group, claims in made.items()}
+    made = {
+        group: [r.claims[name] for r in reports if name in r.claims]
+        for group, reports in groups.items()
+    }
+    found = {
+        group: [claim for claim in claims if claim.verdict != NOT_MEASURED]
+        for group, claims in made.items()
+    }
     found = {group: claims for group, claims in found.items() if claims}
     claim = next(claims[0] for claims in (found or made).values() if claims)
     statement = f"**{claim.name}**: {claim.statement}<br>*{claim.source}*"
@@ -169,7 +190,8 @@ def _row(name: str, groups: Mapping[str, Sequence[ModelReport]], figures: str) -
 
 
 def _verdict(claims: Sequence[Claim]) -> str | None:
-    """The verdict on a claim over the seeds of a mechanism; None where they differ and no interval decides."""
+    """The verdict on a claim over the seeds of a mechanism; None where they differ and no interval
+    decides."""
     intervals = _intervals(claims)
     if any(low <= 0 <= high for low, high in intervals):
         return NOT_DECIDED
@@ -184,17 +206,24 @@ def _counted(claims: Sequence[Claim]) -> str:
     verdict, seeds = _verdict(claims), len(claims)
     if verdict is None:
         counts = Counter(claim.verdict for claim in claims)
-        return "; ".join(f"{said} ({count} of {seeds} seeds)" for said, count in counts.most_common())
+        return "; ".join(
+            f"{said} ({count} of {seeds} seeds)" for said, count in counts.most_common()
+        )
     if seeds == 1:
         return f"{verdict} (1 seed)" if verdict == NOT_DECIDED else verdict
     if intervals := _intervals(claims):
-        return f"{verdict} ({seeds} seeds, margin {', '.join(f'{low:.3g} to {high:.3g}' for low, high in intervals)})"
+        return (
+            f"{verdict} ({seeds} seeds, margin "
+            f"{', '.join(f'{low:.3g} to {high:.3g}' for low, high in intervals)})"
+        )
     return f"{verdict} ({seeds} of {seeds} seeds)"
 
 
 def _intervals(claims: Sequence[Claim]) -> list[tuple[float, float]]:
     """Of each margin over the seeds; none where a report has none."""
-    return [_interval(margins) for margins in zip(*(claim.margins for claim in claims), strict=False)]
+    return [
+        _interval(margins) for margins in zip(*(claim.margins for claim in claims), strict=False)
+    ]
 
 
 def _interval(margins: Sequence[float], level: float = 0.95) -> tuple[float, float]:
@@ -240,12 +269,15 @@ def write_claims(workdirs: Sequence[str | Path], out: str | Path) -> Path:
     images.mkdir(parents=True)
     first = {_slug(group): of_group[0] for group, of_group in groups.items()}
     for owner, figure in sorted(set(re.findall(r"\(images/claims/(\w+?)-([\w-]+)\.png\)", page))):
-        _copy_small(first[owner].directory / "figures" / f"{figure}.png", images / f"{owner}-{figure}.png")
+        _copy_small(
+            first[owner].directory / "figures" / f"{figure}.png", images / f"{owner}-{figure}.png"
+        )
     return out
 
 
 def _copy_small(source: Path, target: Path) -> None:
-    """Copies a picture with a palette: a third of the bytes, no visible difference in figures of few colours."""
+    """Copies a picture with a palette: a third of the bytes, no visible difference in figures of
+    few colours."""
     with needs("report"):
         from PIL import Image
 
@@ -254,12 +286,15 @@ def _copy_small(source: Path, target: Path) -> None:
 
 
 def _models(reports: Sequence[ModelReport]) -> str:
-    lines = ["| attention | data | blocks, width | seed | accuracy | of the split |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| attention | data | blocks, width | seed | accuracy | of the split |",
+        "|---|---|---|---|---|---|",
+    ]
     for report in reports:
         depth, width = report.size
         lines.append(
-            f"| {report.mechanism} | {report.data} | {depth}, {width} | {report.seed} | {report.accuracy:.4f} | "
-            f"{report.split} |"
+            f"| {report.mechanism} | {report.data} | {depth}, {width} | {report.seed} | "
+            f"{report.accuracy:.4f} | {report.split} |"
         )
     return "\n".join(lines)
 
@@ -267,7 +302,9 @@ def _models(reports: Sequence[ModelReport]) -> str:
 def _tally(groups: Mapping[str, Sequence[ModelReport]]) -> str:
     """How the claims stand, over all models that they were measured on."""
     kinds: Counter[str] = Counter()
-    for name in dict.fromkeys(name for reports in groups.values() for report in reports for name in report.claims):
+    for name in dict.fromkeys(
+        name for reports in groups.values() for report in reports for name in report.claims
+    ):
         verdicts: set[str | None] = set()
         for reports in groups.values():
             claims = [report.claims[name] for report in reports if name in report.claims]
@@ -283,15 +320,22 @@ _PLURAL = {HOLDS: "hold", DOES_NOT_HOLD: "do not hold", NOT_DECIDED: "are not de
 
 
 def _commands(groups: Mapping[str, Sequence[ModelReport]]) -> str:
-    """How the first run of each mechanism was trained and analysed: differences are taken from the dot product's run
-    of the same data and seed."""
+    """How the first run of each mechanism was trained and analysed: differences are taken from the
+    dot product's run of the same data and seed."""
     every = [report for reports in groups.values() for report in reports]
     lines = []
     for group, [report, *_] in groups.items():
         run = f"--config={report.workdir / 'config.json'} --workdir={report.workdir}"
-        dots = [r.workdir for r in every if (r.mechanism, r.data, r.seed) == ("dot", report.data, report.seed)]
+        dots = [
+            r.workdir
+            for r in every
+            if (r.mechanism, r.data, r.seed) == ("dot", report.data, report.seed)
+        ]
         baseline = f" --baseline={dots[0]}" if dots and report.mechanism.startswith("adder") else ""
-        lines.append(f"- **{group}**: `python main.py {run}`, then `python main.py --mode=analyze {run}{baseline}`")
+        lines.append(
+            f"- **{group}**: `python main.py {run}`, then `python main.py --mode=analyze "
+            f"{run}{baseline}`"
+        )
     return "\n".join(lines)
 
 
@@ -321,14 +365,20 @@ it is below, and is not decided if it holds zero, as with one seed it always doe
 {table}
 
 {gallery}
-"""
+"""  # noqa: E501 - lines of another language
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Writes the page for the directories on the command line."""
-    parser = argparse.ArgumentParser(prog="python -m adder_flax.report.claims", description="Writes docs/claims.md.")
-    parser.add_argument("workdirs", nargs="+", help="directories of analysed runs, first seeds first")
-    parser.add_argument("--out", default="docs/claims.md", help="the page; figures go to images/claims beside it")
+    parser = argparse.ArgumentParser(
+        prog="python -m adder_flax.report.claims", description="Writes docs/claims.md."
+    )
+    parser.add_argument(
+        "workdirs", nargs="+", help="directories of analysed runs, first seeds first"
+    )
+    parser.add_argument(
+        "--out", default="docs/claims.md", help="the page; figures go to images/claims beside it"
+    )
     options: Any = parser.parse_args(argv)
     print(os.fspath(write_claims(options.workdirs, options.out)))
 

@@ -1,4 +1,5 @@
-"""What a page to read consists of: one HTML file with its figures inside, and beside it the files they come from."""
+"""What a page to read consists of: one HTML file with its figures inside, and beside it the files
+they come from."""
 
 import base64
 import csv
@@ -26,12 +27,16 @@ def html_page(title: str, body: str, *, style: str = "") -> str:
 
 
 def write_picture(picture: Picture, out_dir: Path) -> list[Path]:
-    """Writes a figure as PNG and SVG into ``figures/``, the numbers behind it into ``data/``; returns the files."""
+    """Writes a figure as PNG and SVG into ``figures/``, the numbers behind it into ``data/``;
+    returns the files."""
     files = _style.save_figure(picture.figure, out_dir / "figures" / picture.name, ("png", "svg"))
     data = out_dir / "data" / picture.name
     data.parent.mkdir(parents=True, exist_ok=True)
     columns = {name: np.asarray(values) for name, values in picture.data.items()}
-    if len({column.shape for column in columns.values()}) == 1 and next(iter(columns.values())).ndim == 1:
+    if (
+        len({column.shape for column in columns.values()}) == 1
+        and next(iter(columns.values())).ndim == 1
+    ):
         target = data.with_suffix(".csv")
         write_csv(target, columns)
     else:
@@ -52,13 +57,17 @@ def picture_html(picture: Picture, out_dir: Path) -> str:
     """Returns a figure, which is written, as a part of a page."""
     png = (out_dir / "figures" / picture.name).with_suffix(".png").read_bytes()
     data = next((out_dir / "data").glob(f"{picture.name}.*"))
-    width = int(picture.figure.get_figwidth() * 100)  # narrower than 60 % of this it scrolls rather than shrinks
+    width = int(
+        picture.figure.get_figwidth() * 100
+    )  # narrower than 60 % of this it scrolls rather than shrinks
     return (
-        f'<figure id="{picture.name}"><div class="scroll" tabindex="0">'
-        f'<img alt="{html.escape(picture.alt)}" style="max-width:{width}px;min-width:{6 * width // 10}px" '
+        f'<figure id="{picture.name}"><div class="scroll" tabindex="0"><img '
+        f'alt="{html.escape(picture.alt)}" '
+        f'style="max-width:{width}px;min-width:{6 * width // 10}px" '
         f'src="data:image/png;base64,{base64.b64encode(png).decode()}"></div>'
         f"<figcaption>{html.escape(picture.caption)} "
-        f'<a href="figures/{picture.name}.svg">SVG</a> <a href="data/{data.name}">data</a></figcaption></figure>'
+        f'<a href="figures/{picture.name}.svg">SVG</a> <a '
+        f'href="data/{data.name}">data</a></figcaption></figure>'
     )
 
 
@@ -70,7 +79,8 @@ _PAGE = Template("""<!doctype html>
 <link rel="icon" href="data:,">
 <title>$title</title>
 <style>
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 60rem; margin: 0 auto; padding: 1rem; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 60rem; }
+body { margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin-bottom: .3rem; }
 h2 { font-size: 1.3rem; margin-top: 2.5rem; border-top: 2px solid #1a1a1a; padding-top: .6rem; }
 figure { margin: 1.8rem 0; }

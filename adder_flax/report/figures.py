@@ -1,7 +1,8 @@
-"""Figures of runs and studies: training curves, where networks look on images, XOR alignment, second-order terms.
+"""Figures of runs and studies: training curves, where networks look on images, XOR alignment,
+second-order terms.
 
-Figures are Matplotlib objects without pyplot's global state; :func:`save_figure` writes them. Matplotlib is
-imported when a figure is asked for, not before."""
+Figures are Matplotlib objects without pyplot's global state; :func:`save_figure` writes them.
+Matplotlib is imported when a figure is asked for, not before."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from adder_flax.data import ImageSource
     from adder_flax.tasks import Task
 
-# Attention over uniform from which a region is worth an outline; below it the outline would trace noise.
+# Attention over uniform from which a region is worth an outline; below it the outline would trace
+# noise.
 _PREFERENCE = 1.5
 _SHOWN_IMAGES = 6
 _SPLITS = ("train", "eval")
@@ -45,8 +47,8 @@ def curves_figure(
     """Loss and score against the training step.
 
     Args:
-      metrics: rows of ``metrics.jsonl``: "step" and any of "train/loss", "train/<score>", "eval/loss",
-        "eval/<score>". Values that are not finite leave a gap.
+      metrics: rows of ``metrics.jsonl``: "step" and any of "train/loss", "train/<score>",
+        "eval/loss", "eval/<score>". Values that are not finite leave a gap.
       loss: what the loss is.
       score: name of the score, see ``adder_flax.tasks.Best``; a share, which is shown in per cent.
       largest: whether more of it is better.
@@ -59,22 +61,35 @@ def curves_figure(
       ValueError: if no row has any of these keys.
 
     Example:
-      >>> rows = [{"step": 10, "train/loss": 2.1}, {"step": 20, "train/loss": 1.2, "eval/accuracy": 0.8}]
+      >>> rows = [
+      ...     {"step": 10, "train/loss": 2.1},
+      ...     {"step": 20, "train/loss": 1.2, "eval/accuracy": 0.8},
+      ... ]
       >>> [axis.get_ylabel() for axis in curves_figure(rows, title="digits").axes]
       ['cross-entropy (nats)', 'accuracy (%)']
     """
     wanted = (("loss", loss, 1, False), (score, f"{score.replace('_', ' ')} (%)", 100, largest))
-    panels = [panel for panel in wanted if any(f"{split}/{panel[0]}" in row for row in metrics for split in _SPLITS)]
+    panels = [
+        panel
+        for panel in wanted
+        if any(f"{split}/{panel[0]}" in row for row in metrics for split in _SPLITS)
+    ]
     if not panels:
         raise ValueError(
             f"expected rows with 'train/loss', 'train/{score}', 'eval/loss' or 'eval/{score}'; got "
-            f"{len(metrics)} rows with {sorted({key for row in metrics for key in row}) or 'no keys'}. "
-            "Pass the rows of a run's metrics.jsonl."
+            f"{len(metrics)} rows with "
+            f"{sorted({key for row in metrics for key in row}) or 'no keys'}. Pass the rows of a "
+            "run's metrics.jsonl."
         )
     figure, axes = _style.new_figure(4.6 * len(panels), 3.4, 1, len(panels))
     for axis, (name, label, scale, up) in zip(axes[0], panels, strict=True):
         _draw_training(axis, *_series(metrics, f"train/{name}", scale))
-        _draw_evaluation(axis, *_series(metrics, f"eval/{name}", scale), largest=up, unit=" %" if scale == 100 else "")
+        _draw_evaluation(
+            axis,
+            *_series(metrics, f"eval/{name}", scale),
+            largest=up,
+            unit=" %" if scale == 100 else "",
+        )
         _style.dress(axis, xlabel="training step", ylabel=label)
         _style.legend(axis, loc="lower right" if up else "upper right")
     if title:
@@ -82,7 +97,9 @@ def curves_figure(
     return figure
 
 
-def _series(metrics: Sequence[Mapping[str, float]], key: str, scale: float) -> tuple[np.ndarray, np.ndarray]:
+def _series(
+    metrics: Sequence[Mapping[str, float]], key: str, scale: float
+) -> tuple[np.ndarray, np.ndarray]:
     rows = [(row["step"], row[key]) for row in metrics if row.get(key) is not None]
     steps, values = np.array(rows, float).reshape(-1, 2).T
     return steps, np.where(np.isfinite(values), values, np.nan) * scale
@@ -103,7 +120,9 @@ def _draw_training(axis: "Axes", steps: np.ndarray, values: np.ndarray) -> None:
     axis.plot(steps, mean, **line, linewidth=1.6, label=f"training, mean of {window}")
 
 
-def _draw_evaluation(axis: "Axes", steps: np.ndarray, values: np.ndarray, *, largest: bool, unit: str) -> None:
+def _draw_evaluation(
+    axis: "Axes", steps: np.ndarray, values: np.ndarray, *, largest: bool, unit: str
+) -> None:
     finite = values[np.isfinite(values)]
     if not len(finite):
         return
@@ -114,7 +133,9 @@ def _draw_evaluation(axis: "Axes", steps: np.ndarray, values: np.ndarray, *, lar
     axis.plot(steps, values, **style, linewidth=1.5, label=label)
 
 
-def attention_of_images(task: "Task", model: nnx.Module, source: "ImageSource", title: str) -> "Figure":
+def attention_of_images(
+    task: "Task", model: nnx.Module, source: "ImageSource", title: str
+) -> "Figure":
     """Where a classifier looks on the first images of a source, with what it takes them for.
 
     Args:
@@ -129,8 +150,13 @@ def attention_of_images(task: "Task", model: nnx.Module, source: "ImageSource", 
         f"{names[label]}, predicted {names[predicted]}"
         for label, predicted in zip(batch["label"], np.argmax(logits, axis=-1), strict=True)
     ]
-    maps, prefix_tokens = [attention_map(record) for record in records], getattr(model, "prefix_tokens", 0)
-    return attention_figure(batch["image"], maps, prefix_tokens=prefix_tokens, captions=captions, title=title)
+    maps, prefix_tokens = (
+        [attention_map(record) for record in records],
+        getattr(model, "prefix_tokens", 0),
+    )
+    return attention_figure(
+        batch["image"], maps, prefix_tokens=prefix_tokens, captions=captions, title=title
+    )
 
 
 def alignment_figure(
@@ -140,7 +166,8 @@ def alignment_figure(
     *,
     title: str = "",
 ) -> "Figure":
-    """Where a sequence model looks while it writes: a panel for each pair of sequences, a row for each symbol written.
+    """Where a sequence model looks while it writes: a panel for each pair of sequences, a row for
+    each symbol written.
 
     Args:
       sources: symbols that were read.
@@ -152,7 +179,9 @@ def alignment_figure(
       The figure.
 
     Example:
-      >>> figure = alignment_figure(["cat", "it"], [("K", "AE", "T"), ("IH", "T")], [np.eye(3), np.eye(2)])
+      >>> figure = alignment_figure(
+      ...     ["cat", "it"], [("K", "AE", "T"), ("IH", "T")], [np.eye(3), np.eye(2)]
+      ... )
       >>> len(figure.axes)
       2
     """
@@ -182,20 +211,22 @@ def attention_figure(
     captions: Sequence[str] | None = None,
     title: str = "",
 ) -> "Figure":
-    """Where the class token looks, drawn over the images: one row per image, one column per block (and head).
+    """Where the class token looks, drawn over the images: one row per image, one column per block
+    (and head).
 
-    Brightness is attention relative to uniform, on one scale for each panel, given below it; the line
-    encloses the patches that hold half of the attention. The identity map, if the maps have it, is left out:
-    it is the token's own share, not the image's.
+    Brightness is attention relative to uniform, on one scale for each panel, given below it; the
+    line encloses the patches that hold half of the attention. The identity map, if the maps have
+    it, is left out: it is the token's own share, not the image's.
 
     Args:
       images: (images, height, width, channels), uint8 or floats in [0, 1]; 1 or 3 channels.
       maps: for every block of the model the maps of these images.
       blocks: which to show; by default the first, a middle one and the last.
       heads: which heads to show, a column each; by default their mean.
-      prefix_tokens: how many tokens stand in front of the patches, the class token first; with 0 the mean over all
-        queries is shown.
-      with_rollout: add a last column with the attention rollout through all blocks, see :func:`rollout`.
+      prefix_tokens: how many tokens stand in front of the patches, the class token first; with 0
+        the mean over all queries is shown.
+      with_rollout: add a last column with the attention rollout through all blocks, see
+        :func:`rollout`.
       captions: a line for each image, e.g. "label 3, predicted 8".
       title: above all.
 
@@ -207,11 +238,15 @@ def attention_figure(
 
     Example:
       >>> maps = [np.full((2, 3, 17, 17), 1 / 17) + np.eye(17)] * 4
-      >>> figure = attention_figure(np.zeros((2, 8, 8, 1), np.uint8), maps, captions=["a 3", "an 8"])
+      >>> figure = attention_figure(
+      ...     np.zeros((2, 8, 8, 1), np.uint8), maps, captions=["a 3", "an 8"]
+      ... )
       >>> len(figure.axes)
       8
     """
-    options = dict(blocks=blocks, heads=heads, prefix_tokens=prefix_tokens, with_rollout=with_rollout)
+    options = dict(
+        blocks=blocks, heads=heads, prefix_tokens=prefix_tokens, with_rollout=with_rollout
+    )
     figure = comparison_figure(images, {"": maps}, captions=captions, **options)
     if title:
         _style.headline(figure, title)
@@ -228,11 +263,13 @@ def comparison_figure(
     with_rollout: bool = False,
     captions: Sequence[str] | None = None,
 ) -> "Figure":
-    """Where the class tokens of several models look, drawn over the images: for each image one row per model.
+    """Where the class tokens of several models look, drawn over the images: for each image one row
+    per model.
 
     Args:
       images: as for :func:`attention_figure`.
-      models: the maps of each model under its name, as for :func:`attention_figure`; equally many blocks.
+      models: the maps of each model under its name, as for :func:`attention_figure`; equally many
+        blocks.
       blocks, heads, prefix_tokens, with_rollout, captions: see :func:`attention_figure`.
 
     Returns:
@@ -242,7 +279,10 @@ def comparison_figure(
       ValueError: if images and maps differ in number, or the patches do not tile the image.
 
     Example:
-      >>> models = {"dot": [np.full((2, 3, 17, 17), 1 / 17)], "adder": [np.full((2, 3, 17, 17), 1 / 17) + np.eye(17)]}
+      >>> models = {
+      ...     "dot": [np.full((2, 3, 17, 17), 1 / 17)],
+      ...     "adder": [np.full((2, 3, 17, 17), 1 / 17) + np.eye(17)],
+      ... }
       >>> figure = comparison_figure(np.zeros((2, 8, 8, 1), np.uint8), models, with_rollout=True)
       >>> len(figure.axes)  # 2 images × 2 models × (image, block, rollout)
       12
@@ -251,8 +291,9 @@ def comparison_figure(
     for name, maps in models.items():
         if any(len(block) != len(images) for block in maps) or not len(images):
             raise ValueError(
-                f"expected maps of each image, (images, heads, tokens, tokens), for {len(images)} images; got shapes "
-                f"{[tuple(block.shape) for block in maps]}. Pass the maps that the model gave for these images."
+                f"expected maps of each image, (images, heads, tokens, tokens), for {len(images)} "
+                f"images; got shapes {[tuple(block.shape) for block in maps]}. Pass the maps that "
+                "the model gave for these images."
             )
         chosen = sorted({0, len(maps) // 2, len(maps) - 1}) if blocks is None else list(blocks)
         columns[name] = _columns(maps, chosen, heads, with_rollout, prefix_tokens)
@@ -268,28 +309,43 @@ def comparison_figure(
         _show_image(axes[row, 0], images[index])
         for axis, (title, weights) in zip(axes[row, 1:], columns[name].items(), strict=True):
             _draw_attention(axis, images[index], weights[index], title=title if row == 0 else "")
-    figure.supxlabel("brighter: more attention; the line encloses half of it", fontsize=8, color="#333333")
+    figure.supxlabel(
+        "brighter: more attention; the line encloses half of it", fontsize=8, color="#333333"
+    )
     return figure
 
 
 def xor_figure(accuracies: Mapping[str, Float[np.ndarray, " seeds"]]) -> "Figure":
-    """Accuracies on the XOR alignment task beside the bilinear limit, and parameters against the hidden width.
+    """Accuracies on the XOR alignment task beside the bilinear limit, and parameters against the
+    hidden width.
 
     Args:
       accuracies: of each score, from :func:`train_xor`.
 
     Example:
-      >>> len(xor_figure({"bilinear": np.array([0.5, 0.75]), "additive": np.array([1.0, 1.0])}).axes)
+      >>> len(
+      ...     xor_figure({"bilinear": np.array([0.5, 0.75]), "additive": np.array([1.0, 1.0])}).axes
+      ... )
       2
     """
     figure, axes = _style.new_figure(8.2, 3.2, 1, 2)
     axis = axes[0, 0]
     for position, (line, values) in enumerate(zip(_style.LINES, accuracies.values(), strict=False)):
         offsets = position + np.linspace(-0.2, 0.2, len(values))
-        axis.plot(offsets, 100 * values, **{**line, "linestyle": "none"}, markersize=6, fillstyle="none")
+        axis.plot(
+            offsets, 100 * values, **{**line, "linestyle": "none"}, markersize=6, fillstyle="none"
+        )
     limit = 100 * float(xor_bound().accuracy)
     axis.axhline(limit, color=_style.GREY, linestyle="--", linewidth=1)
-    axis.text(1.45, limit - 1, "largest possible, bilinear", ha="right", va="top", fontsize=8, color="#444444")
+    axis.text(
+        1.45,
+        limit - 1,
+        "largest possible, bilinear",
+        ha="right",
+        va="top",
+        fontsize=8,
+        color="#444444",
+    )
     axis.set_xlim(-0.5, len(accuracies) - 0.5)
     axis.set_xticks(range(len(accuracies)), list(accuracies))
     axis.set_ylim(30, 104)
@@ -300,12 +356,19 @@ def xor_figure(accuracies: Mapping[str, Float[np.ndarray, " seeds"]]) -> "Figure
         axes[0, 1].plot(widths, values, **{**line, "marker": None}, linewidth=1.5, label=label)
     axes[0, 1].axvline(8192 / 193, color=_style.GREY, linestyle=":", linewidth=1)
     axes[0, 1].text(8192 / 193 + 1, 500, "42.4", fontsize=8, color="#444444")
-    _style.dress(axes[0, 1], xlabel="hidden width d_a", ylabel="parameters", title="widths 64 and 128")
+    _style.dress(
+        axes[0, 1], xlabel="hidden width d_a", ylabel="parameters", title="widths 64 and 128"
+    )
     _style.legend(axes[0, 1], loc="upper left")
     return figure
 
 
-_TERMS = {"change": "change of the loss", "odd": "odd part", "even": "even part", "second": "½ δᵀHδ"}
+_TERMS = {
+    "change": "change of the loss",
+    "odd": "odd part",
+    "even": "even part",
+    "second": "½ δᵀHδ",
+}
 
 
 def second_order_figure(studies: Mapping[str, Sequence[SecondOrderStep]]) -> "Figure":
@@ -315,7 +378,16 @@ def second_order_figure(studies: Mapping[str, Sequence[SecondOrderStep]]) -> "Fi
       studies: steps from :func:`second_order_along` under the panel's title.
 
     Example:
-      >>> step = dict(step=3, learning_rate=0.1, loss=2.0, first=-0.2, second=0.05, odd=-0.2, even=0.05, change=-0.15)
+      >>> step = dict(
+      ...     step=3,
+      ...     learning_rate=0.1,
+      ...     loss=2.0,
+      ...     first=-0.2,
+      ...     second=0.05,
+      ...     odd=-0.2,
+      ...     even=0.05,
+      ...     change=-0.15,
+      ... )
       >>> len(second_order_figure({"adder": [SecondOrderStep(**step)]}).axes)
       1
     """
@@ -323,13 +395,20 @@ def second_order_figure(studies: Mapping[str, Sequence[SecondOrderStep]]) -> "Fi
     for axis, (title, steps) in zip(axes[0], studies.items(), strict=True):
         number = [step.step + 1 for step in steps]
         for line, (name, label) in zip(_style.LINES, _TERMS.items(), strict=False):
-            style = {**line, "markersize": 4, "markevery": max(1, len(steps) // 12), "linewidth": 1.3}
+            style = {
+                **line,
+                "markersize": 4,
+                "markevery": max(1, len(steps) // 12),
+                "linewidth": 1.3,
+            }
             values = np.array([getattr(step, name) for step in steps])
             if np.isfinite(values).any():
                 axis.plot(number, values, **style, label=label)
         axis.axhline(0, color=_style.GREY, linewidth=0.8)
         _style.whole_ticks(axis)
-        _style.dress(axis, xlabel="training step", ylabel="nats" if axis is axes[0, 0] else "", title=title)
+        _style.dress(
+            axis, xlabel="training step", ylabel="nats" if axis is axes[0, 0] else "", title=title
+        )
     _style.legend(axes[0, 0])
     return figure
 
@@ -360,17 +439,23 @@ def _draw_attention(axis: "Axes", image: np.ndarray, weights: np.ndarray, title:
 
     relative = weights.reshape(patch_grid(image.shape, weights.size)) * weights.size
     shape = tuple(8 * side for side in relative.shape)
-    cubic = Image.fromarray(relative.astype(np.float32)).resize(shape[::-1], Image.Resampling.BICUBIC)
+    cubic = Image.fromarray(relative.astype(np.float32)).resize(
+        shape[::-1], Image.Resampling.BICUBIC
+    )
     smooth = np.maximum(np.asarray(cubic), 0.0)
     height, width = image.shape[:2]
     extent = (-0.5, width - 0.5, height - 0.5, -0.5)
     axis.imshow(_grey(image), cmap="gray", vmin=0, vmax=1, extent=extent)
-    # The scale reaches at least twice uniform, so that an indifferent map looks flat and not bright.
-    axis.imshow(smooth, cmap=_style.HEAT, alpha=0.72, extent=extent, vmin=0, vmax=max(2.0, smooth.max()))
+    # The scale reaches at least twice uniform, so that an indifferent map looks flat and not
+    # bright.
+    axis.imshow(
+        smooth, cmap=_style.HEAT, alpha=0.72, extent=extent, vmin=0, vmax=max(2.0, smooth.max())
+    )
     if relative.max() > _PREFERENCE:
         level = _half_mass_level(smooth)
         place = [
-            (np.arange(count) + 0.5) * side / count - 0.5 for count, side in zip(shape, (height, width), strict=True)
+            (np.arange(count) + 0.5) * side / count - 0.5
+            for count, side in zip(shape, (height, width), strict=True)
         ]
         axis.contour(place[1], place[0], smooth, [level], colors="black", linewidths=2.2)
         axis.contour(place[1], place[0], smooth, [level], colors="white", linewidths=1.0)

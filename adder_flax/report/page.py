@@ -1,4 +1,5 @@
-"""The claims of three papers, measured on a model: figures, data and one page to read from top to bottom."""
+"""The claims of three papers, measured on a model: figures, data and one page to read from top to
+bottom."""
 
 import dataclasses
 import html
@@ -14,7 +15,15 @@ from adder_flax.errors import first_line
 from adder_flax.report import document
 from adder_flax.report import families as _families  # noqa: F401 - they register themselves
 from adder_flax.report._families import CLAIMS, Section
-from adder_flax.report._study import HOLDS, NOT_MEASURED, AnyStudy, Claim, Findings, observe, study_images
+from adder_flax.report._study import (
+    HOLDS,
+    NOT_MEASURED,
+    AnyStudy,
+    Claim,
+    Findings,
+    observe,
+    study_images,
+)
 from adder_flax.report.second_order import SecondOrderStep
 from adder_flax.text import printable
 
@@ -52,22 +61,26 @@ def write_report(
 ) -> Report:
     """Measures the papers' claims on a model and writes the report.
 
-    ``out_dir`` gets ``report.html`` (figures inside, nothing from the network), ``figures/*.png`` and ``*.svg``,
-    ``data/*.csv`` or ``*.npz`` with the numbers behind each figure, and ``claims.csv``.
+    ``out_dir`` gets ``report.html`` (figures inside, nothing from the network), ``figures/*.png``
+    and ``*.svg``, ``data/*.csv`` or ``*.npz`` with the numbers behind each figure, and
+    ``claims.csv``.
 
     Args:
       model: the model that the report is about.
-      images: test images as the model expects them, normalised; 32 or so are enough for the averages over them.
+      images: test images as the model expects them, normalised; 32 or so are enough for the
+        averages over them.
       labels: their classes.
       out_dir: where to; made if needed, files of an earlier report are overwritten.
-      pictures: the same images for people, uint8 or floats in [0, 1]; by default ``images`` stretched to [0, 1].
+      pictures: the same images for people, uint8 or floats in [0, 1]; by default ``images``
+        stretched to [0, 1].
       label_names: names of the classes, in captions.
       name: of the model.
-      baseline: another model for the same images, for the claims that compare adder with multiplicative.
+      baseline: another model for the same images, for the claims that compare adder with
+        multiplicative.
       baseline_name: its name.
       untrained: the same model before training, for the claims about what training changes.
-      second_order: steps from :func:`second_order_along`, under a name for where in training they are, for the claim
-        about the second-order term.
+      second_order: steps from :func:`second_order_along`, under a name for where in training they
+        are, for the claim about the second-order term.
       peak_learning_rate: of the training, to which these steps are scaled.
       families: names of the families of claims to judge, by default all that are registered.
 
@@ -75,20 +88,23 @@ def write_report(
       Where the page is, and the claims.
 
     Raises:
-      ValueError: if there are no images, or not as many labels, or scores whose rows of weights are no probabilities,
-        or a family of that name.
+      ValueError: if there are no images, or not as many labels, or scores whose rows of weights are
+        no probabilities, or a family of that name.
 
     Example::
 
-      report = write_report(model, normalize(images), labels, "report", pictures=images, untrained=fresh_model)
-      print(*(f"{claim.name}: {claim.verdict}" for claim in report.claims), sep="\\n")
+      report = write_report(model, normalize(images), labels, "report", pictures=images,
+      untrained=fresh_model) print(*(f"{claim.name}: {claim.verdict}" for claim in report.claims),
+      sep="\\n")
     """
     study = study_images(
         observe(name, model, images),
         labels,
         baseline=None if baseline is None else observe(baseline_name, baseline, images),
         untrained=None if untrained is None else observe("untrained", untrained, images),
-        pictures=(images - np.min(images)) / max(float(np.ptp(images)), 1e-12) if pictures is None else pictures,
+        pictures=(images - np.min(images)) / max(float(np.ptp(images)), 1e-12)
+        if pictures is None
+        else pictures,
         label_names=label_names,
         second_order=second_order or {},
         peak_learning_rate=peak_learning_rate,
@@ -96,13 +112,16 @@ def write_report(
     return write_study(study, out_dir, families=families)
 
 
-def write_study(study: AnyStudy, out_dir: str | Path, *, families: Sequence[str] | None = None) -> Report:
+def write_study(
+    study: AnyStudy, out_dir: str | Path, *, families: Sequence[str] | None = None
+) -> Report:
     """Judges claims on what was observed, and writes the report as :func:`write_report` does.
 
     Args:
       study: of whatever kind.
       out_dir: where to; made if needed, files of an earlier report are overwritten.
-      families: names of the families of claims to judge, by default all that are made for this kind of study.
+      families: names of the families of claims to judge, by default all that are made for this kind
+        of study.
 
     Raises:
       ValueError: if no family has such a name.
@@ -111,8 +130,9 @@ def write_study(study: AnyStudy, out_dir: str | Path, *, families: Sequence[str]
     families = possible if families is None else families
     if others := [name for name in families if name in CLAIMS and name not in possible]:
         raise ValueError(
-            f"expected families of claims that can be judged on {study.subject.name}, among {', '.join(possible)}; got "
-            f"{', '.join(others)}, which look at something else; leave them out"
+            f"expected families of claims that can be judged on {study.subject.name}, among "
+            f"{', '.join(possible)}; got {', '.join(others)}, which look at something else; leave "
+            "them out"
         )
     sections = _measure(study, families)
     out_dir = Path(out_dir)
@@ -137,13 +157,18 @@ def _measure(study: AnyStudy, families: Iterable[str]) -> dict[Section, Findings
     for name in families:
         sections.setdefault(CLAIMS.get(name).section, []).append(_findings(name, study))
     return {
-        section: Findings([c for f in found for c in f.claims], [p for f in found for p in f.pictures])
+        section: Findings(
+            [c for f in found for c in f.claims], [p for f in found for p in f.pictures]
+        )
         for section, found in sections.items()
     }
 
 
 def _findings(name: str, study: AnyStudy) -> Findings:
-    """What a family finds: nothing, where it has nothing to work on, as on maps of a single token. The page says so."""
+    """What a family finds: nothing, where it has nothing to work on, as on maps of a single token.
+
+    The page says so.
+    """
     family = CLAIMS.get(name)
     try:
         return family.measure(study)
@@ -151,7 +176,9 @@ def _findings(name: str, study: AnyStudy) -> Findings:
         reason = printable(f"{type(error).__name__}: {first_line(error)}")
         finding = f"On this model its numbers cannot be computed ({reason})."
         statement = f"The claims of {name}."
-        return Findings([Claim(name, family.section.source, statement, NOT_MEASURED, "", finding)], [])
+        return Findings(
+            [Claim(name, family.section.source, statement, NOT_MEASURED, "", finding)], []
+        )
 
 
 def _page(study: AnyStudy, sections: Mapping[Section, Findings], out_dir: Path) -> str:
@@ -171,7 +198,9 @@ def _page(study: AnyStudy, sections: Mapping[Section, Findings], out_dir: Path) 
         name=html.escape(study.subject.name),
         tally=tally,
         about=html.escape(study.about()),
-        sections="\n".join(_section_html(section, found, out_dir) for section, found in sections.items()),
+        sections="\n".join(
+            _section_html(section, found, out_dir) for section, found in sections.items()
+        ),
     )
     return document.html_page(f"{study.subject.name}: claims and measurements", body, style=_STYLE)
 
@@ -201,9 +230,11 @@ def _claim_html(claim: Claim) -> str:
     number = f" · {html.escape(claim.number)}" if claim.number else ""
     link = f' <a href="#{claim.figure}">figure</a>' if claim.figure else ""
     return (
-        f'<li class="{kind}" id="claim-{claim.name}"><p class="statement">{html.escape(claim.statement)} '
-        f'<span class="source">{html.escape(claim.source)}</span></p>'
-        f'<p class="verdict"><span aria-hidden="true">{_SIGNS[kind]}</span> {html.escape(claim.verdict)}{number}</p>'
+        f'<li class="{kind}" id="claim-{claim.name}"><p '
+        f'class="statement">{html.escape(claim.statement)} <span '
+        f'class="source">{html.escape(claim.source)}</span></p><p class="verdict"><span '
+        f'aria-hidden="true">{_SIGNS[kind]}</span> '
+        f"{html.escape(claim.verdict)}{number}</p>"
         f'<p class="finding">{html.escape(claim.finding)}{link}</p></li>'
     )
 
@@ -220,7 +251,7 @@ ul.claims li.no { border-color: #b03a00; border-left-style: double; } ul.claims 
 .verdict { font-weight: 600; }
 .yes .verdict { color: #00694d; } .partly .verdict { color: #6b5500; } .no .verdict { color: #a13500; }
 .finding { font-size: .95rem; overflow-wrap: anywhere; }
-"""
+"""  # noqa: E501 - lines of another language
 
 _BODY = Template("""<h1>$name: what the papers claim and what is measured</h1>
 <p class="tally">$tally.</p>

@@ -1,10 +1,12 @@
-"""The second-order term of the loss against the first, along the steps that an optimizer really takes.
+"""The second-order term of the loss against the first, along the steps that an optimizer really
+takes.
 
     L(θ + δ) − L(θ) = ∇L·δ + ½ δᵀ H δ + …
 
-Source: "The Brownian motion in the transformer model" (Chen, 2021), sections 2.4 and 3.3. It argues that tokens move
-as in Brownian motion, for which Itō's lemma keeps the second-order term, and that training should therefore use
-curvature. How large that term is for the steps of training can be measured."""
+Source: "The Brownian motion in the transformer model" (Chen, 2021), sections 2.4 and 3.3. It argues
+that tokens move as in Brownian motion, for which Itō's lemma keeps the second-order term, and that
+training should therefore use curvature. How large that term is for the steps of training can be
+measured."""
 
 import dataclasses
 import functools
@@ -27,14 +29,16 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SecondOrderTerms:
-    """What a loss does along an update δ, by differences and by derivatives; in nats for a cross-entropy.
+    """What a loss does along an update δ, by differences and by derivatives; in nats for a
+    cross-entropy.
 
     Attributes:
       loss: L(θ).
       change: L(θ + δ) − L(θ) = odd + even.
       odd: (L(θ + δ) − L(θ − δ)) / 2, the first-order term and all higher odd ones.
-      even: (L(θ + δ) + L(θ − δ)) / 2 − L(θ), the second-order term and all higher even ones. At a kink, as
-        those of |x − w|, the slope changes without a Hessian to show it: this term has that, ``second`` does not.
+      even: (L(θ + δ) + L(θ − δ)) / 2 − L(θ), the second-order term and all higher even ones. At a
+        kink, as those of |x − w|, the slope changes without a Hessian to show it: this term has
+        that, ``second`` does not.
       first: ∇L·δ, nan if derivatives were not asked for.
       second: ½ δᵀ H δ with H the Hessian where the loss has one, nan likewise.
     """
@@ -52,19 +56,22 @@ def second_order_terms(
 ) -> SecondOrderTerms:
     """Expands a loss along an update.
 
-    The Hessian-vector product is the derivative of the gradient along δ (``jax.jvp`` of ``jax.grad``; Pearlmutter,
-    1994): two to three gradients' work and no matrix.
+    The Hessian-vector product is the derivative of the gradient along δ (``jax.jvp`` of
+    ``jax.grad``; Pearlmutter, 1994): two to three gradients' work and no matrix.
 
     Args:
-      loss: of the parameters alone. For ``first`` and ``second`` its ``jax.grad`` has to be its derivative, see
-        `adder_flax.ops.exact_gradients`.
+      loss: of the parameters alone. For ``first`` and ``second`` its ``jax.grad`` has to be its
+        derivative, see `adder_flax.ops.exact_gradients`.
       params: θ, any pytree.
       update: δ, like ``params``.
       derivatives: whether to compute ``first`` and ``second``.
 
     Example:
       >>> terms = second_order_terms(lambda x: x**3, 1.0, 0.1)  # 1.331 = 1 + 0.3 + 0.03 + 0.001
-      >>> [round(float(term), 4) for term in (terms.first, terms.second, terms.odd, terms.even, terms.change)]
+      >>> [
+      ...     round(float(term), 4)
+      ...     for term in (terms.first, terms.second, terms.odd, terms.even, terms.change)
+      ... ]
       [0.3, 0.03, 0.301, 0.03, 0.331]
     """
     # One after the other, so that the loss is compiled once.
@@ -89,7 +96,8 @@ def second_order_terms(
 
 
 def _looped(graphdef: nnx.GraphDef, params: Any) -> nnx.GraphDef:
-    """The same model as a loop over its blocks, where it has them alike: second derivatives of one block to compile."""
+    """The same model as a loop over its blocks, where it has them alike: second derivatives of one
+    block to compile."""
     model = nnx.merge(graphdef, params)
     if hasattr(model, "loop_over_blocks"):
         model.loop_over_blocks()
@@ -103,8 +111,8 @@ class SecondOrderStep:
     Attributes:
       step: number of steps before it.
       learning_rate: of the step.
-      loss, change, odd, even, first, second: as in :class:`SecondOrderTerms`, of the step's batch with its augmentation
-        and dropout.
+      loss, change, odd, even, first, second: as in :class:`SecondOrderTerms`, of the step's batch
+        with its augmentation and dropout.
     """
 
     step: int
@@ -120,7 +128,8 @@ class SecondOrderStep:
         """|even| / |odd|: the second-order term against the first.
 
         Args:
-          learning_rate: for the same direction at another learning rate, to which the ratio is proportional.
+          learning_rate: for the same direction at another learning rate, to which the ratio is
+            proportional.
         """
         factor = 1.0 if learning_rate is None else learning_rate / self.learning_rate
         return factor * abs(self.even / self.odd)
@@ -129,20 +138,24 @@ class SecondOrderStep:
 def second_order_along(
     run: "Run", state: dict[str, Any], *, num_steps: int, every: int = 1, derivatives: bool = True
 ) -> Iterator[SecondOrderStep]:
-    """Trains on from a state and expands the loss along the steps taken; the optimizer is the run's own.
+    """Trains on from a state and expands the loss along the steps taken; the optimizer is the run's
+    own.
 
     Args:
       run: from :func:`adder_flax.training.build_run`.
       state: of that run, e.g. from ``run.init()`` or a checkpoint; it stays as it is.
       num_steps: how many steps to take.
       every: steps whose number is a multiple of this are measured.
-      derivatives: whether to compute ``first`` and ``second``. With adder layers, which need plain XLA for it, that
-        takes minutes to compile and ten steps' time for each step; without, a step's time.
+      derivatives: whether to compute ``first`` and ``second``. With adder layers, which need plain
+        XLA for it, that takes minutes to compile and ten steps' time for each step; without, a
+        step's time.
 
     Yields:
-      One :class:`SecondOrderStep` for each measured step; steps whose learning rate is 0 are left out.
+      One :class:`SecondOrderStep` for each measured step; steps whose learning rate is 0 are left
+      out.
     """
-    # Here because they load libraries of training (checkpoints, TensorBoard) that the rest of the report does without.
+    # Here because they load libraries of training (checkpoints, TensorBoard) that the rest of the
+    # report does without.
     from adder_flax.training.sharding import put_batch
 
     looped = _looped(run.graphdef, state["params"])
@@ -163,7 +176,9 @@ def second_order_along(
                 program=run.program,
                 derivatives=derivatives,
             )
-            numbers = {field.name: float(getattr(terms, field.name)) for field in dataclasses.fields(terms)}
+            numbers = {
+                field.name: float(getattr(terms, field.name)) for field in dataclasses.fields(terms)
+            }
             yield SecondOrderStep(step=step, learning_rate=learning_rate, **numbers)
         state = new_state
 
@@ -187,4 +202,6 @@ def _terms_along(
     examples = parts.examples(augment_key, batch)
     loss = lambda params: parts.loss(params, examples, key).loss
     with ops.exact_gradients():
-        return second_order_terms(loss, params, optax.tree.sub(new_params, params), derivatives=derivatives)
+        return second_order_terms(
+            loss, params, optax.tree.sub(new_params, params), derivatives=derivatives
+        )

@@ -1,4 +1,5 @@
-"""How runs are studied: what ``--mode=analyze`` makes a report of, found by the name of the task."""
+"""How runs are studied: what ``--mode=analyze`` makes a report of, found by the name of the
+task."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,7 +44,9 @@ class Trained(NamedTuple):
 
 MakeStudy = Callable[[Trained, Trained | None], AnyStudy]
 
-STUDIES: Registry[MakeStudy] = Registry("task whose runs can be analyzed", "adder_flax.report.register_study")
+STUDIES: Registry[MakeStudy] = Registry(
+    "task whose runs can be analyzed", "adder_flax.report.register_study"
+)
 """By name of the task: what its runs are looked at for."""
 
 
@@ -54,8 +57,9 @@ def register_study(task: str) -> Callable[[MakeStudy], MakeStudy]:
       task: its name.
 
     Returns:
-      A decorator of ``make(trained, baseline) → study``, where ``baseline`` is another run on the same data, or None.
-      The report has the families of claims that are made for such a study, see `register_claims`.
+      A decorator of ``make(trained, baseline) → study``, where ``baseline`` is another run on the
+      same data, or None. The report has the families of claims that are made for such a study, see
+      `register_claims`.
     """
     return lambda make: STUDIES.register(task, make, origin=(make.__module__, make.__qualname__))
 
@@ -64,7 +68,8 @@ def register_study(task: str) -> Callable[[MakeStudy], MakeStudy]:
 @register_study("distillation")
 @register_study("healing")
 def study_classification(trained: Trained, baseline: Trained | None) -> ImageStudy:
-    """Looks at a classifier on the first images of the evaluation split, and at steps of its training."""
+    """Looks at a classifier on the first images of the evaluation split, and at steps of its
+    training."""
     run = trained.run
     batch, start = run.eval_source.first(_IMAGES), run.init()
     (images,) = map(np.asarray, run.task.inputs(batch))
@@ -77,8 +82,13 @@ def study_classification(trained: Trained, baseline: Trained | None) -> ImageStu
         pictures=batch["image"],
         label_names=run.eval_source.label_names,
         second_order={
-            where: list(second_order_along(run, origin, num_steps=_STUDIED_STEPS, derivatives=smooth))
-            for where, origin in {"from the start": start, "from the checkpoint": trained.state}.items()
+            where: list(
+                second_order_along(run, origin, num_steps=_STUDIED_STEPS, derivatives=smooth)
+            )
+            for where, origin in {
+                "from the start": start,
+                "from the checkpoint": trained.state,
+            }.items()
         },
         peak_learning_rate=run.config.optimizer.learning_rate,
     )
@@ -86,9 +96,12 @@ def study_classification(trained: Trained, baseline: Trained | None) -> ImageStu
 
 @register_study("transduction")
 def study_transduction(trained: Trained, baseline: Trained | None) -> SequenceStudy:
-    """Looks at a sequence model on words from all over the evaluation split: dictionaries are in order."""
+    """Looks at a sequence model on words from all over the evaluation split: dictionaries are in
+    order."""
     task, source = trained.run.task, trained.run.eval_source
-    batch, _ = source.read(np.linspace(0, len(source) - 1, min(_WORDS, len(source))).round().astype(int))
+    batch, _ = source.read(
+        np.linspace(0, len(source) - 1, min(_WORDS, len(source))).round().astype(int)
+    )
     letters, phonemes = map(np.asarray, task.inputs(batch))
     look = lambda name, model: observe_sequences(name, model, task, batch)
     return SequenceStudy(

@@ -39,9 +39,9 @@ def summary_rows(
     Nothing is computed: the model may be abstract (``nnx.eval_shape``).
 
     Args:
-      model: any NNX module. Its ``part_names``, if it has them, say what the parts are called, by the beginning of a
-        path (``*`` stands for any word, the first that fits counts), in the order of the rows; what they leave
-        out goes under its top-level name.
+      model: any NNX module. Its ``part_names``, if it has them, say what the parts are called, by
+        the beginning of a path (``*`` stands for any word, the first that fits counts), in the
+        order of the rows; what they leave out goes under its top-level name.
       *inputs: shapes of what it is called with, for a batch of one.
       table: energies of single operations.
 
@@ -51,7 +51,14 @@ def summary_rows(
     Example:
       >>> from adder_flax.models import VisionTransformer
       >>> make = lambda: VisionTransformer(
-      ...     image_size=8, patch_size=2, channels=1, num_classes=10, width=16, depth=2, num_heads=2, rngs=nnx.Rngs(0)
+      ...     image_size=8,
+      ...     patch_size=2,
+      ...     channels=1,
+      ...     num_classes=10,
+      ...     width=16,
+      ...     depth=2,
+      ...     num_heads=2,
+      ...     rngs=nnx.Rngs(0),
       ... )
       >>> rows = summary_rows(nnx.eval_shape(make), jax.ShapeDtypeStruct((1, 8, 8, 1), float))
       >>> [(row.part, row.parameters) for row in rows if row.part in ("patch embedding", "head")]
@@ -70,14 +77,21 @@ def summary_rows(
         layers.setdefault(_part(tuple(name.split(".")), names), []).append(layer)
     present = {*parameters, *layers}
     rows = []
-    for part in filter(present.__contains__, dict.fromkeys((*names.values(), *parameters, *layers))):
+    for part in filter(
+        present.__contains__, dict.fromkeys((*names.values(), *parameters, *layers))
+    ):
         operations = Operations.total(layers.get(part, []))
-        rows.append(SummaryRow(part, parameters.get(part, 0), operations, _joules(operations, table)))
+        rows.append(
+            SummaryRow(part, parameters.get(part, 0), operations, _joules(operations, table))
+        )
     return [*rows, SummaryRow("total", sum(parameters.values()), counted, _joules(counted, table))]
 
 
-def summary_text(model: nnx.Module, *inputs: jax.ShapeDtypeStruct, table: EnergyTable = HOROWITZ_45NM) -> str:
-    """The rows of :func:`summary_rows` as an aligned table of plain text, with its conventions below.
+def summary_text(
+    model: nnx.Module, *inputs: jax.ShapeDtypeStruct, table: EnergyTable = HOROWITZ_45NM
+) -> str:
+    """The rows of :func:`summary_rows` as an aligned table of plain text, with its conventions
+    below.
 
     Args:
       model, inputs, table: see :func:`summary_rows`.
@@ -85,19 +99,39 @@ def summary_text(model: nnx.Module, *inputs: jax.ShapeDtypeStruct, table: Energy
     Example:
       >>> from adder_flax.models import VisionTransformer
       >>> make = lambda: VisionTransformer(
-      ...     image_size=8, patch_size=2, channels=1, num_classes=10, width=16, depth=2, num_heads=2, rngs=nnx.Rngs(0)
+      ...     image_size=8,
+      ...     patch_size=2,
+      ...     channels=1,
+      ...     num_classes=10,
+      ...     width=16,
+      ...     depth=2,
+      ...     num_heads=2,
+      ...     rngs=nnx.Rngs(0),
       ... )
-      >>> print(summary_text(nnx.eval_shape(make), jax.ShapeDtypeStruct((1, 8, 8, 1), float)).splitlines()[0])
+      >>> print(
+      ...     summary_text(
+      ...         nnx.eval_shape(make), jax.ShapeDtypeStruct((1, 8, 8, 1), float)
+      ...     ).splitlines()[0]
+      ... )
       part                       parameters  multiplications  additions  exponentials    energy
     """
     rows = summary_rows(model, *inputs, table=table)
     cells = [("part", "parameters", "multiplications", "additions", "exponentials", "energy")]
     for row in rows:
-        counts = (row.operations.multiplications, row.operations.additions, row.operations.exponentials)
+        counts = (
+            row.operations.multiplications,
+            row.operations.additions,
+            row.operations.exponentials,
+        )
         cells.append((row.part, f"{row.parameters:,}", *map(si, counts), f"{si(row.joules)}J"))
     first, *others = (max(len(line[column]) for line in cells) for column in range(len(cells[0])))
     lines = [
-        "  ".join([part.ljust(first), *(text.rjust(width) for text, width in zip(numbers, others, strict=True))])
+        "  ".join(
+            [
+                part.ljust(first),
+                *(text.rjust(width) for text, width in zip(numbers, others, strict=True)),
+            ]
+        )
         for part, *numbers in cells
     ]
     lines.insert(-1, "-" * len(lines[0]))
@@ -114,7 +148,8 @@ def _notes(total: SummaryRow, table: EnergyTable) -> list[str]:
         )
     least, most = energy(total.operations, table).memory_joules["DRAM"]
     notes.append(
-        f"memory traffic, if all of it were DRAM: {si(least)}J (weights, example) to {si(most)}J (each operation)"
+        f"memory traffic, if all of it were DRAM: {si(least)}J (weights, example) to {si(most)}J "
+        "(each operation)"
     )
     if total.operations.uncounted:
         notes.append(f"not counted: {dict(total.operations.uncounted)}")
@@ -122,11 +157,14 @@ def _notes(total: SummaryRow, table: EnergyTable) -> list[str]:
 
 
 def _part(path: tuple[Any, ...], names: Mapping[str, str]) -> str:
-    """The part of a model that a parameter or layer at this path belongs to, as the model calls it."""
+    """The part of a model that a parameter or layer at this path belongs to, as the model calls
+    it."""
     words = [str(word) for word in path]
     for prefix, part in names.items():
         wanted = prefix.split(".")
-        if len(wanted) <= len(words) and all(w in ("*", word) for w, word in zip(wanted, words, strict=False)):
+        if len(wanted) <= len(words) and all(
+            w in ("*", word) for w, word in zip(wanted, words, strict=False)
+        ):
             return part
     return words[0] or "elsewhere"
 

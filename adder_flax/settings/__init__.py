@@ -1,7 +1,9 @@
-"""Every setting of a run, declared once: type, range, default, reason, and whether it shapes the compiled program.
+"""Every setting of a run, declared once: type, range, default, reason, and whether it shapes the
+compiled program.
 
-A configuration (the ``ConfigDict`` that an experiment file makes, or a ``config.json``) is read by `read` into frozen
-settings; all that is wrong with it is one message. Nothing here imports JAX, so a mistake is answered at once.
+A configuration (the ``ConfigDict`` that an experiment file makes, or a ``config.json``) is read by
+`read` into frozen settings; all that is wrong with it is one message. Nothing here imports JAX, so
+a mistake is answered at once.
 """
 
 from adder_flax.settings._compare import CompareSettings, LogUniform, OneOf

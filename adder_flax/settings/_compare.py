@@ -53,13 +53,19 @@ class OneOf:
 
 
 class Levels:
-    """By the name of a factor and the name of a level, the fields that the level sets; read, fields are by their path.
+    """By the name of a factor and the name of a level, the fields that the level sets; read, fields
+    are by their path.
 
-    >>> Levels().read({"mechanism": {"dot": {}, "adder": {"model": {"score": "adder"}}}})["mechanism"]["adder"]
+    >>> Levels().read({"mechanism": {"dot": {}, "adder": {"model": {"score": "adder"}}}})[
+    ...     "mechanism"
+    ... ]["adder"]
     {'model.score': 'adder'}
     """
 
-    expected = "by factor and by level, the fields that the level sets: {'mechanism': {'adder': {'model': {…}}, …}, …}"
+    expected = (
+        "by factor and by level, the fields that the level sets: {'mechanism': {'adder': {'model': "
+        "{…}}, …}, …}"
+    )
 
     def read(self, value: Any) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
         factors = {factor: _mapping(levels) for factor, levels in _mapping(value).items()}
@@ -86,16 +92,23 @@ class Names:
 
 
 class Space:
-    """By field, what is tried: ``("log", low, high)`` or ``("list", a, b, …)``; read, fields are by their path.
+    """By field, what is tried: ``("log", low, high)`` or ``("list", a, b, …)``; read, fields are by
+    their path.
 
-    >>> Space().read({"optimizer": {"learning_rate": ("log", 1e-4, 1e-2)}})["optimizer.learning_rate"]
+    >>> Space().read({"optimizer": {"learning_rate": ("log", 1e-4, 1e-2)}})[
+    ...     "optimizer.learning_rate"
+    ... ]
     LogUniform(low=0.0001, high=0.01)
     """
 
-    expected = "fields with ('log', low, high), 0 < low < high, or ('list', a, b, …), several values"
+    expected = (
+        "fields with ('log', low, high), 0 < low < high, or ('list', a, b, …), several values"
+    )
 
     def read(self, value: Any) -> Mapping[str, LogUniform | OneOf]:
-        return Options({path: self._range(values) for path, values in _by_path(_mapping(value)).items()})
+        return Options(
+            {path: self._range(values) for path, values in _by_path(_mapping(value)).items()}
+        )
 
     def _range(self, value: Any) -> LogUniform | OneOf:
         if not isinstance(value, tuple | list) or not value:
@@ -119,27 +132,39 @@ class CompareSettings:
     factors: Mapping[str, Any] = setting(
         {"mechanism": {"dot": {}}}, Levels(), "what differs; every combination of levels is an arm"
     )
-    baseline: Mapping[str, str] = setting({}, Names(), "the levels that the others of a factor are compared with")
+    baseline: Mapping[str, str] = setting(
+        {}, Names(), "the levels that the others of a factor are compared with"
+    )
     match: str = setting(
         "steps",
         Choice("steps", "parameters", "operations", "seconds"),
-        "what all arms have as much of as the baseline: steps by themselves; parameters by config.model.mlp_ratio; "
-        "additions and multiplications, or seconds, of training by num_epochs and warmup_epochs",
+        "what all arms have as much of as the baseline: steps by themselves; parameters by "
+        "config.model.mlp_ratio; additions and multiplications, or seconds, of training by "
+        "num_epochs and warmup_epochs",
     )
     search: Mapping[str, Any] = setting({}, Space(), "what is tuned for each arm; nothing is not")
-    trials: int = setting(8, Integer(1, 4096), "points of the search space that are tried for each arm")
-    extensions: int = setting(
-        3, Integer(0, 16), "how often half as many trials are added beyond an edge on which the best one lies"
+    trials: int = setting(
+        8, Integer(1, 4096), "points of the search space that are tried for each arm"
     )
-    tuning_seeds: int = setting(1, Integer(1, 1000), "runs of each trial, with seeds that the final runs do not have")
+    extensions: int = setting(
+        3,
+        Integer(0, 16),
+        "how often half as many trials are added beyond an edge on which the best one lies",
+    )
+    tuning_seeds: int = setting(
+        1, Integer(1, 1000), "runs of each trial, with seeds that the final runs do not have"
+    )
     seeds: int = setting(6, Integer(1, 10_000), "final runs of each arm, with seeds 0, 1, …")
     validation_percent: int = setting(
-        10, Integer(0, 90), "of the training split, for tuning and curves; 0 is the set's own split validation"
+        10,
+        Integer(0, 90),
+        "of the training split, for tuning and curves; 0 is the set's own split validation",
     )
     target: float | None = setting(
         "baseline",
         Or({"baseline": None}, Number(-1e9, 1e9)),
-        "score on the validation split that time-to-target is measured to; baseline: the median of its final runs",
+        "score on the validation split that time-to-target is measured to; baseline: the median of "
+        "its final runs",
     )
     results: str = setting(
         "",
@@ -151,23 +176,43 @@ class CompareSettings:
         """Yields what does not go together."""
         for factor, level in self.baseline.items():
             if factor not in self.factors:
-                yield f"{where}.baseline: expected factors among {', '.join(self.factors)}, got {factor!r}"
+                yield (
+                    f"{where}.baseline: expected factors among {', '.join(self.factors)}, got "
+                    f"{factor!r}"
+                )
             elif level not in self.factors[factor]:
-                yield f"{where}.baseline.{factor}: expected one of {', '.join(self.factors[factor])}, got {level!r}"
-        varied = {path for levels in self.factors.values() for fields in levels.values() for path in fields}
+                yield (
+                    f"{where}.baseline.{factor}: expected one of "
+                    f"{', '.join(self.factors[factor])}, got {level!r}"
+                )
+        varied = {
+            path
+            for levels in self.factors.values()
+            for fields in levels.values()
+            for path in fields
+        }
         for path in sorted(varied & self.search.keys()):
-            yield f"{where}.search.{path}: expected a field that no level sets, got one that a factor varies"
+            yield (
+                f"{where}.search.{path}: expected a field that no level sets, got one that a "
+                "factor varies"
+            )
         for path in sorted((varied | self.search.keys()) & _OWN):
-            yield f"{where}: expected {path} to be left to the comparison, got it among the factors or in the search"
+            yield (
+                f"{where}: expected {path} to be left to the comparison, got it among the factors "
+                "or in the search"
+            )
         if self.base.data.train_split.endswith("]"):
             yield (
-                f"{where}.base.data.train_split: expected a whole split, of which the comparison takes a part to tune "
-                f"on, got {self.base.data.train_split!r}"
+                f"{where}.base.data.train_split: expected a whole split, of which the comparison "
+                f"takes a part to tune on, got {self.base.data.train_split!r}"
             )
         if not self.validation_percent and self.base.data.eval_split == "eval":
             yield (
-                f"{where}.base.data.eval_split: expected the name of the split to test on where the set has a split "
-                "validation of its own, got 'eval', which is that one"
+                f"{where}.base.data.eval_split: expected the name of the split to test on where "
+                "the set has a split validation of its own, got 'eval', which is that one"
             )
         if self.match != "steps" and not self.baseline:
-            yield f"{where}.match: expected 'steps' where no baseline is named to match, got {self.match!r}"
+            yield (
+                f"{where}.match: expected 'steps' where no baseline is named to match, got "
+                f"{self.match!r}"
+            )

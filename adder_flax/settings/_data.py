@@ -17,10 +17,14 @@ class DataSettings:
     data_dir: str = setting("", _PATH, "where it lies; empty for the usual place")
     train_split: str = setting("train", _SPLIT, "what is trained on; train[:90%] is a part of it")
     eval_split: str = setting(
-        "eval", _SPLIT, "what is evaluated on; eval is the first that there is of validation, val and test"
+        "eval",
+        _SPLIT,
+        "what is evaluated on; eval is the first that there is of validation, val and test",
     )
     repeats: int = setting(
-        1, Integer(1, 1024), "rows of a batch with one record, each augmented on its own; an epoch keeps its length"
+        1,
+        Integer(1, 1024),
+        "rows of a batch with one record, each augmented on its own; an epoch keeps its length",
     )
     image_size: int | None = setting(
         224, Or({0: None}, Integer(1, 8192)), "side of the images, pixels; 0 is the set's own"
@@ -28,7 +32,12 @@ class DataSettings:
     eval_crop_ratio: float = setting(
         0.875,
         Number(0.1, 1),
-        "side of the middle that evaluations see, over the shorter side of photographs that vary in size",
+        "side of the middle that evaluations see, over the shorter side of photographs that vary "
+        "in size",
     )
-    num_threads: int | None = setting(0, Or({0: None}, Integer(1, 1024)), "that read images; 0 chooses")
-    on_unreadable: str = setting("raise", Choice("raise", "skip"), "what to do with an image that cannot be decoded")
+    num_threads: int | None = setting(
+        0, Or({0: None}, Integer(1, 1024)), "that read images; 0 chooses"
+    )
+    on_unreadable: str = setting(
+        "raise", Choice("raise", "skip"), "what to do with an image that cannot be decoded"
+    )

@@ -1,4 +1,5 @@
-"""How a setting is declared, once: its rule, its default, its reason, and whether it shapes the compiled program."""
+"""How a setting is declared, once: its rule, its default, its reason, and whether it shapes the
+compiled program."""
 
 import dataclasses
 import difflib
@@ -27,8 +28,9 @@ class Declared(NamedTuple):
       default: as a configuration writes it; what the settings hold is what its rule makes of that.
       rule: what a value has to be.
       reason: what the field is for, with its unit.
-      data: whether the number is data of the compiled step, so that runs that differ in it share one program; else it
-        shapes the program or belongs to what is around it. "if on": 0, as None always does, leaves its part out.
+      data: whether the number is data of the compiled step, so that runs that differ in it share
+        one program; else it shapes the program or belongs to what is around it. "if on": 0, as None
+        always does, leaves its part out.
     """
 
     default: Any
@@ -50,8 +52,10 @@ def setting(default: Any, rule: Rule, reason: str, *, data: bool | Literal["if o
     Traceback (most recent call last):
     ...
     adder_flax.settings._fields.SettingsError: config.width: expected an integer from 1 to 9, got 0; set --config.width
-    """
-    return dataclasses.field(default=rule.read(default), metadata={"declared": Declared(default, rule, reason, data)})
+    """  # noqa: E501 - a message is one line
+    return dataclasses.field(
+        default=rule.read(default), metadata={"declared": Declared(default, rule, reason, data)}
+    )
 
 
 def section(
@@ -69,9 +73,14 @@ def section(
       among: classes by name; the one that the section's field ``name`` stands for reads it.
       joined: in place of one class, a table of them, whose fields the section has all together.
     """
-    find = (lambda: settings) if joined is None else (lambda: join(joined.kind, *map(joined.get, joined)))
+    find = (
+        (lambda: settings)
+        if joined is None
+        else (lambda: join(joined.kind, *map(joined.get, joined)))
+    )
     return dataclasses.field(
-        default_factory=lambda: find()(), metadata={"section": find, "inline": inline, "among": among, "joined": joined}
+        default_factory=lambda: find()(),
+        metadata={"section": find, "inline": inline, "among": among, "joined": joined},
     )
 
 
@@ -89,7 +98,10 @@ def join(kind: str, *classes: type) -> type:
       *classes: settings; a field that several have must be declared alike.
 
     >>> from adder_flax.settings import DataSettings, MeshSettings
-    >>> join("example", DataSettings, MeshSettings)().image_size, defaults(join("example", MeshSettings))["fsdp"]
+    >>> (
+    ...     join("example", DataSettings, MeshSettings)().image_size,
+    ...     defaults(join("example", MeshSettings))["fsdp"],
+    ... )
     (224, 1)
 
     Raises:
@@ -100,8 +112,10 @@ def join(kind: str, *classes: type) -> type:
         other = fields.setdefault(field.name, field)
         if _ways(other) != _ways(field):
             raise ValueError(
-                f"expected options of one name to be declared alike for every {kind}, got {field.name!r} as "
-                f"{' and as '.join(map(' by default '.join, (_ways(other), _ways(field))))}; choose another name"
+                f"expected options of one name to be declared alike for every {kind}, got "
+                f"{field.name!r} as "
+                f"{' and as '.join(map(' by default '.join, (_ways(other), _ways(field))))}; "
+                "choose another name"
             )
 
     def faults(made: Any, where: str) -> Iterator[str]:
@@ -109,16 +123,22 @@ def join(kind: str, *classes: type) -> type:
             if hasattr(settings, "faults"):
                 yield from settings.faults(made, where)
 
-    declared = [(f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata)) for f in fields.values()]
-    return dataclasses.make_dataclass(f"{kind.title()}Options", declared, namespace={"faults": faults}, frozen=True)
+    declared = [
+        (f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata))
+        for f in fields.values()
+    ]
+    return dataclasses.make_dataclass(
+        f"{kind.title()}Options", declared, namespace={"faults": faults}, frozen=True
+    )
 
 
 def read(settings: type[Settings], fields: Any, where: str = "config") -> Settings:
     """Returns settings from a configuration, all of whose fields are checked first.
 
     Args:
-      settings: the class: a frozen dataclass whose fields are declared by `setting` and `section`. Its method
-        ``faults(where)``, if it has one, yields a message for each pair of fields that do not go together.
+      settings: the class: a frozen dataclass whose fields are declared by `setting` and `section`.
+        Its method ``faults(where)``, if it has one, yields a message for each pair of fields that
+        do not go together.
       fields: a mapping, such as a ``ConfigDict`` or what was read from JSON.
       where: what a message calls it.
 
@@ -153,7 +173,8 @@ def defaults(settings: type) -> dict[str, Any]:
 
 
 def completed(settings: type, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration with the declared defaults of what it lacks, as one of an earlier version does.
+    """Returns a configuration with the declared defaults of what it lacks, as one of an earlier
+    version does.
 
     >>> from adder_flax.settings import RunSettings
     >>> completed(RunSettings, {"seed": 3, "mesh": {"fsdp": 2}})["mesh"]
@@ -180,7 +201,9 @@ def declarations(settings: type, prefix: str = "") -> Iterator[tuple[str, Declar
         if (nested := class_of(field)) is None:
             yield prefix + field.name, field.metadata["declared"]
         else:
-            yield from declarations(nested, prefix if field.metadata["inline"] else f"{prefix}{field.name}.")
+            yield from declarations(
+                nested, prefix if field.metadata["inline"] else f"{prefix}{field.name}."
+            )
 
 
 def shown(value: Any) -> str:
@@ -191,7 +214,10 @@ def shown(value: Any) -> str:
     """
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # an integer of more than 4,300 digits, lists in lists in lists
+    except (
+        ValueError,
+        RecursionError,
+    ):  # an integer of more than 4,300 digits, lists in lists in lists
         text = f"a {type(value).__name__} too large to show"
     text = "".join(c if c.isprintable() else " " for c in text)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
@@ -200,7 +226,9 @@ def shown(value: Any) -> str:
 def _read(settings: type[Settings], fields: Any, where: str, faults: list[str]) -> Settings | None:
     """Returns settings, or None where a field is wrong: then messages were added to ``faults``."""
     if not _is_mapping(fields):
-        faults.append(f"{where}: expected fields {', '.join(defaults(settings))}, got {shown(fields)}")
+        faults.append(
+            f"{where}: expected fields {', '.join(defaults(settings))}, got {shown(fields)}"
+        )
         return None
     before = len(faults)
     given = dict(fields.items())
@@ -210,7 +238,9 @@ def _read(settings: type[Settings], fields: Any, where: str, faults: list[str]) 
     return made if len(faults) == before else None
 
 
-def _take(settings: type[Settings], given: Mapping[str, Any], where: str, faults: list[str]) -> Settings | None:
+def _take(
+    settings: type[Settings], given: Mapping[str, Any], where: str, faults: list[str]
+) -> Settings | None:
     """`_read` without a look at fields that are not known."""
     before, values = len(faults), {}
     for field in dataclasses.fields(settings):
@@ -219,7 +249,9 @@ def _take(settings: type[Settings], given: Mapping[str, Any], where: str, faults
             values[field.name] = _take(nested, given, where, faults)
         elif field.name not in given:
             expected = "its fields" if nested else field.metadata["declared"].rule.expected
-            faults.append(f"{path}: expected {expected}, got nothing; the default is {shown(_default(field))}")
+            faults.append(
+                f"{path}: expected {expected}, got nothing; the default is {shown(_default(field))}"
+            )
         elif nested is not None:
             values[field.name] = _read_section(field, given[field.name], path, faults)
         else:
@@ -233,21 +265,30 @@ def _take(settings: type[Settings], given: Mapping[str, Any], where: str, faults
 
 def _is_mapping(fields: Any) -> bool:
     # A ConfigDict is no Mapping by its class; whoever borrows a layer need not have it installed.
-    return isinstance(fields, Mapping) or all(hasattr(type(fields), name) for name in ("keys", "items", "__getitem__"))
+    return isinstance(fields, Mapping) or all(
+        hasattr(type(fields), name) for name in ("keys", "items", "__getitem__")
+    )
 
 
 def _read_section(field: dataclasses.Field, fields: Any, where: str, faults: list[str]) -> Any:
     settings, among = class_of(field), field.metadata["among"]
     name = fields.get("name") if _is_mapping(fields) else None
     # What could be no name at all is left to the rule of the field.
-    if among is not None and isinstance(name, str) and name.isprintable() and len(name) <= LONGEST_NAME:
+    if (
+        among is not None
+        and isinstance(name, str)
+        and name.isprintable()
+        and len(name) <= LONGEST_NAME
+    ):
         try:
             settings = among.get(name)
         except ValueError as error:
             faults.append(f"{where}.name: {error}")
             return None
     if field.metadata["joined"] is not None and _is_mapping(fields):
-        fields = defaults(settings) | dict(fields.items())  # some were declared after the configuration was made
+        fields = defaults(settings) | dict(
+            fields.items()
+        )  # some were declared after the configuration was made
     return _read(settings, fields, where, faults)
 
 
@@ -263,7 +304,11 @@ def _default(field: dataclasses.Field) -> Any:
 
 
 def _unknown(where: str, name: Any, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name[:_LONGEST_VALUE], known, n=1) if isinstance(name, str) else []
+    near = (
+        difflib.get_close_matches(name[:_LONGEST_VALUE], known, n=1)
+        if isinstance(name, str)
+        else []
+    )
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
     return f"{where}: expected no field {shown(name)}; {hint}"
 
@@ -284,4 +329,7 @@ def _message(faults: list[str]) -> str:
         return faults[0] if "; " in faults[0] else f"{faults[0]}; set --{path}"
     more = [f"and {len(faults) - _MOST_FAULTS} more"] * (len(faults) > _MOST_FAULTS)
     lines = "\n  ".join([*faults[:_MOST_FAULTS], *more])
-    return f"expected a configuration without mistakes, got {len(faults)}; set --config.<field> of each:\n  {lines}"
+    return (
+        f"expected a configuration without mistakes, got {len(faults)}; set --config.<field> of "
+        f"each:\n  {lines}"
+    )

@@ -1,4 +1,5 @@
-"""Settings as keywords: who calls writes ``score="adder"``, what is called gets its settings whole."""
+"""Settings as keywords: who calls writes ``score="adder"``, what is called gets its settings
+whole."""
 
 import dataclasses
 import functools
@@ -12,7 +13,8 @@ Returned = TypeVar("Returned")
 
 
 class Options(Mapping):
-    """A mapping that cannot be changed, so that it can be part of what identifies a compiled program.
+    """A mapping that cannot be changed, so that it can be part of what identifies a compiled
+    program.
 
     >>> Options({"gradient": "full"})["gradient"], hash(Options(a=1)) == hash(Options(a=1))
     ('full', True)
@@ -40,7 +42,8 @@ class Options(Mapping):
 def keywords_of(
     settings: type, *, but: Sequence[str] = ()
 ) -> Callable[[Callable[..., Returned]], Callable[..., Returned]]:
-    """Lets a function whose argument ``settings`` is of this class take the fields of the class as keywords too.
+    """Lets a function whose argument ``settings`` is of this class take the fields of the class as
+    keywords too.
 
     They are written into its signature. Lists and mappings among the values are frozen.
 
@@ -52,13 +55,18 @@ def keywords_of(
     >>> @keywords_of(AttentionSettings)
     ... def describe(width, *, settings=AttentionSettings()):
     ...     return width, settings.score, settings.temperature
-    >>> describe(8, score="adder"), describe(8, settings=AttentionSettings(score="dot"), temperature=2.0)
+    >>> (
+    ...     describe(8, score="adder"),
+    ...     describe(8, settings=AttentionSettings(score="dot"), temperature=2.0),
+    ... )
     ((8, 'adder', 1.0), (8, 'dot', 2.0))
     """
 
     def decorate(function: Callable[..., Returned]) -> Callable[..., Returned]:
         signature = inspect.signature(function)
-        fields = [field for field in _leaves(settings) if field.name not in (*signature.parameters, *but)]
+        fields = [
+            field for field in _leaves(settings) if field.name not in (*signature.parameters, *but)
+        ]
         names = {field.name for field in fields}
         default = signature.parameters["settings"].default
 
@@ -82,7 +90,11 @@ def with_fields(settings: Any, fields: Mapping[str, Any]) -> Any:
     >>> with_fields(BlockSettings(), {"score": "adder", "mlp_ratio": 2.0}).attention.score
     'adder'
     """
-    changes = {name: value for name, value in fields.items() if name in {f.name for f in dataclasses.fields(settings)}}
+    changes = {
+        name: value
+        for name, value in fields.items()
+        if name in {f.name for f in dataclasses.fields(settings)}
+    }
     for field in _inline(settings):
         own = {leaf.name for leaf in _leaves(class_of(field))}
         if inner := {name: value for name, value in fields.items() if name in own}:
@@ -103,11 +115,15 @@ def _leaves(settings: type) -> Iterator[dataclasses.Field]:
             yield field
 
 
-def _merged(signature: inspect.Signature, fields: Sequence[dataclasses.Field]) -> list[inspect.Parameter]:
+def _merged(
+    signature: inspect.Signature, fields: Sequence[dataclasses.Field]
+) -> list[inspect.Parameter]:
     """Returns the parameters of a function and, as keywords, the fields."""
     own = list(signature.parameters.values())
     keywords = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=_default(f), annotation=f.type)
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=_default(f), annotation=f.type
+        )
         for f in fields
     ]
     return sorted([*own, *keywords], key=lambda parameter: parameter.kind)

@@ -1,4 +1,5 @@
-"""The numbers of settings that are data of the compiled step: taken out of them, and put back traced.
+"""The numbers of settings that are data of the compiled step: taken out of them, and put back
+traced.
 
 What is left shapes the program: runs whose settings are equal without their numbers share one.
 """
@@ -21,7 +22,9 @@ NUMBER = _Number()
 
 
 def is_on(value: Any) -> bool:
-    """Whether a rate, strength or bound is in use: not None and not a plain 0. A traced number always is.
+    """Whether a rate, strength or bound is in use: not None and not a plain 0.
+
+    A traced number always is.
 
     >>> is_on(0.0), is_on(None), is_on(0.1)
     (False, False, True)

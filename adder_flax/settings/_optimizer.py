@@ -15,21 +15,39 @@ _STEPS = Integer(0, 2**31 - 1)
 
 @dataclasses.dataclass(frozen=True)
 class CgFacSettings:
-    """Of ``--config.optimizer.name=cg_fac``: arguments of `kfac.cg_fac`, and layers and curvature_interval."""
+    """Of ``--config.optimizer.name=cg_fac``: arguments of `kfac.cg_fac`, and layers and
+    curvature_interval."""
 
     learning_rate: float = setting(
-        1.0, Number(0, 1e6, "(]"), "factor of the steps, which follow the schedule relative to its peak", data=True
+        1.0,
+        Number(0, 1e6, "(]"),
+        "factor of the steps, which follow the schedule relative to its peak",
+        data=True,
     )
     layers: str = setting(
-        "matrices", Choice("matrices", "all"), "norms and embeddings are AdamW's then, or no layer is"
+        "matrices",
+        Choice("matrices", "all"),
+        "norms and embeddings are AdamW's then, or no layer is",
     )
-    curvature: str = setting("kron", Choice("kron", "exact", "token"), "which products stand for the Fisher matrix")
-    fisher: str = setting("mc", Choice("mc", "empirical", "ggn", "enumerate"), "whose gradients it is made of")
-    token_sharing: str = setting("expand", Choice("expand", "reduce"), "how the tokens of an image share a layer")
-    solver: str = setting("cg", Choice("cg", "dual"), "of the linear systems; dual with exact curvature only")
+    curvature: str = setting(
+        "kron", Choice("kron", "exact", "token"), "which products stand for the Fisher matrix"
+    )
+    fisher: str = setting(
+        "mc", Choice("mc", "empirical", "ggn", "enumerate"), "whose gradients it is made of"
+    )
+    token_sharing: str = setting(
+        "expand", Choice("expand", "reduce"), "how the tokens of an image share a layer"
+    )
+    solver: str = setting(
+        "cg", Choice("cg", "dual"), "of the linear systems; dual with exact curvature only"
+    )
     max_iterations: int = setting(2, Integer(1, 1000), "of CG in a step")
-    curvature_interval: int = setting(5, Integer(1, 2**31 - 1), "steps from one new curvature to the next")
-    preconditioner_interval: int = setting(10, _STEPS, "steps from one inverse to the next; 0 is off")
+    curvature_interval: int = setting(
+        5, Integer(1, 2**31 - 1), "steps from one new curvature to the next"
+    )
+    preconditioner_interval: int = setting(
+        10, _STEPS, "steps from one inverse to the next; 0 is off"
+    )
     damping: float = setting(
         10.0,
         Number(0, 1e12, "(]"),
@@ -37,9 +55,13 @@ class CgFacSettings:
         data=True,
     )
     damping_interval: int = setting(0, _STEPS, "steps between adaptations of the damping; 0 is off")
-    factor_decay: float = setting(0.95, _DECAY, "of the running means of the curvature, per new curvature", data=True)
+    factor_decay: float = setting(
+        0.95, _DECAY, "of the running means of the curvature, per new curvature", data=True
+    )
     step: str = setting(
-        "fixed", Choice("fixed", "quadratic"), "momentum and kl_clip as they are, or by the model, for large batches"
+        "fixed",
+        Choice("fixed", "quadratic"),
+        "momentum and kl_clip as they are, or by the model, for large batches",
     )
     momentum: float = setting(0.9, _DECAY, "of the steps", data=True)
     kl_clip: float | None = setting(
@@ -55,15 +77,19 @@ class CgFacSettings:
         every_step = self.curvature != "kron" or self.step == "quadratic"
         if self.curvature_interval > 1 and every_step:
             yield (
-                f"{where}.curvature_interval: expected 1, or more with curvature='kron' and step='fixed', got "
-                f"{self.curvature_interval} with {self.curvature!r} and {self.step!r}"
+                f"{where}.curvature_interval: expected 1, or more with curvature='kron' and "
+                f"step='fixed', got {self.curvature_interval} with {self.curvature!r} and "
+                f"{self.step!r}"
             )
         if self.solver == "dual" and self.curvature != "exact":
-            yield f"{where}.solver: expected 'cg', or 'dual' with curvature='exact', got 'dual' with {self.curvature!r}"
+            yield (
+                f"{where}.solver: expected 'cg', or 'dual' with curvature='exact', got 'dual' with "
+                f"{self.curvature!r}"
+            )
         if self.damping_interval and self.step != "quadratic":
             yield (
-                f"{where}.damping_interval: expected 0, or more with step='quadratic', got {self.damping_interval} "
-                f"with {self.step!r}"
+                f"{where}.damping_interval: expected 0, or more with step='quadratic', got "
+                f"{self.damping_interval} with {self.step!r}"
             )
 
 
@@ -77,17 +103,30 @@ class OptimizerSettings:
         "adamw, nadamw, lamb, muon, soap, kl_shampoo, sgd, lbfgs, cg_fac or a registered one",
     )
     learning_rate: float = setting(1e-3, _RATE, "peak of the schedule", data=True)
-    final_learning_rate: float = setting(1e-5, _RATE, "end of the schedule, at the last step", data=True)
-    warmup_epochs: float = setting(5.0, Number(0, 1e6), "linear rise from 0 to the peak, epochs", data=True)
-    weight_decay: float = setting(0.05, Number(0, 1000), "decoupled, of multiplicative weights alone", data=True)
+    final_learning_rate: float = setting(
+        1e-5, _RATE, "end of the schedule, at the last step", data=True
+    )
+    warmup_epochs: float = setting(
+        5.0, Number(0, 1e6), "linear rise from 0 to the peak, epochs", data=True
+    )
+    weight_decay: float = setting(
+        0.05, Number(0, 1000), "decoupled, of multiplicative weights alone", data=True
+    )
     b1: float = setting(0.9, _DECAY, "decay of Adam's mean of the gradients", data=True)
     b2: float = setting(
-        0.999, _DECAY, "decay of their squares' mean; the papers of soap and kl_shampoo take 0.95 and 0.98", data=True
+        0.999,
+        _DECAY,
+        "decay of their squares' mean; the papers of soap and kl_shampoo take 0.95 and 0.98",
+        data=True,
     )
     eps: float = setting(1e-8, Number(1e-30, 1), "added to Adam's denominator", data=True)
     momentum: float = setting(0.9, _DECAY, "of sgd and muon", data=True)
-    basis_interval: int = setting(10, Integer(1, 2**31 - 1), "steps between eigenbases of soap or kl_shampoo")
-    clip_norm: float | None = setting(1.0, _RATE_OR_OFF, "largest norm of all gradients together; 0 is off", data=True)
+    basis_interval: int = setting(
+        10, Integer(1, 2**31 - 1), "steps between eigenbases of soap or kl_shampoo"
+    )
+    clip_norm: float | None = setting(
+        1.0, _RATE_OR_OFF, "largest norm of all gradients together; 0 is off", data=True
+    )
     adder_rate: float | None = setting(
         0.0, _RATE_OR_OFF, "AdderNet's η, the rate of adder weights; 0 is off", data=True
     )
@@ -97,12 +136,16 @@ class OptimizerSettings:
         """Yields what does not go together."""
         if self.final_learning_rate > self.learning_rate:
             yield (
-                f"{where}.final_learning_rate: expected at most {where}.learning_rate, its peak, {self.learning_rate}, "
-                f"got {self.final_learning_rate}"
+                f"{where}.final_learning_rate: expected at most {where}.learning_rate, its peak, "
+                f"{self.learning_rate}, got {self.final_learning_rate}"
             )
         if self.name == "cg_fac" and self.adder_rate:
             yield (
-                f"{where}.adder_rate: expected 0 with cg_fac, which scales every layer itself, got {self.adder_rate}"
+                f"{where}.adder_rate: expected 0 with cg_fac, which scales every layer itself, got "
+                f"{self.adder_rate}"
             )
         if self.name == "cg_fac" and not self.learning_rate:
-            yield f"{where}.learning_rate: expected a number above 0 with cg_fac, whose schedule it sets, got 0.0"
+            yield (
+                f"{where}.learning_rate: expected a number above 0 with cg_fac, whose schedule it "
+                "sets, got 0.0"
+            )

@@ -14,7 +14,7 @@ have defaults of their own for some (`experiments/common.py`). A configuration i
 computed or written: whatever is outside its range, missing, unknown or in contradiction is named in one message.
 
 *data*: the number is data of the compiled step, and runs that differ in it alone can share one program.
-"""
+"""  # noqa: E501 - lines of another language
 
 
 def page() -> str:
@@ -35,4 +35,6 @@ def _tables() -> Iterator[str]:
 
 
 def _row(*cells: str) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|').replace('<', '&lt;') for cell in cells)} |"
+    return (
+        f"| {' | '.join(cell.replace('|', chr(92) + '|').replace('<', '&lt;') for cell in cells)} |"
+    )

@@ -62,7 +62,9 @@ class Number:
             number = float(value)
         except OverflowError:
             raise Refused from None
-        _require(math.isfinite(number) and (not isinstance(value, numbers.Integral) or number == value))
+        _require(
+            math.isfinite(number) and (not isinstance(value, numbers.Integral) or number == value)
+        )
         above = number >= self.low if self.ends[0] == "[" else number > self.low
         below = number <= self.high if self.ends[1] == "]" else number < self.high
         _require(above and below)
@@ -98,7 +100,10 @@ class Flag:
 
     def read(self, value: Any) -> bool:
         # NumPy's own, known by its names: NumPy is not imported for this.
-        _require(isinstance(value, bool) or (type(value).__module__, type(value).__name__[:4]) == ("numpy", "bool"))
+        _require(
+            isinstance(value, bool)
+            or (type(value).__module__, type(value).__name__[:4]) == ("numpy", "bool")
+        )
         return bool(value)
 
 
@@ -159,7 +164,9 @@ class Or:
     def read(self, value: Any) -> Any:
         words = {key: meaning for key, meaning in self.meanings.items() if isinstance(key, str)}
         if isinstance(value, str):
-            return words[value] if value in words else self.rule.read(self._parse(value, bool(words)))
+            return (
+                words[value] if value in words else self.rule.read(self._parse(value, bool(words)))
+            )
         for key, meaning in self.meanings.items():
             if isinstance(key, int):
                 with contextlib.suppress(Refused):
@@ -184,7 +191,9 @@ class Span:
 
     def __init__(self, ends: Number | Integer, *, optional: bool = False):
         self.ends, self.optional = ends, optional
-        self.expected = f"(low, high), low ≤ high, each {ends.expected}" + (", or ()" if optional else "")
+        self.expected = f"(low, high), low ≤ high, each {ends.expected}" + (
+            ", or ()" if optional else ""
+        )
 
     def read(self, value: Any) -> tuple[Any, Any] | None:
         _require(isinstance(value, tuple | list))
@@ -217,9 +226,13 @@ class Integers:
 
 
 class EachBlock:
-    """What another rule says, for all blocks, or with commas between them one for each, then as a tuple.
+    """What another rule says, for all blocks, or with commas between them one for each, then as a
+    tuple.
 
-    >>> EachBlock(Choice("dense", "adder"), 2).read("dense"), EachBlock(Choice("dense", "adder"), 2).read("adder,dense")
+    >>> (
+    ...     EachBlock(Choice("dense", "adder"), 2).read("dense"),
+    ...     EachBlock(Choice("dense", "adder"), 2).read("adder,dense"),
+    ... )
     ('dense', ('adder', 'dense'))
     """
 

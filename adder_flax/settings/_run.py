@@ -36,44 +36,60 @@ class RunSettings:
     """All that a run is made from."""
 
     # Keys of JAX keep 32 bits: a larger seed would silently be another one.
-    seed: int = setting(0, Integer(0, 2**32 - 1), "of initialisation, shuffling, augmentation, dropout", data=True)
+    seed: int = setting(
+        0, Integer(0, 2**32 - 1), "of initialisation, shuffling, augmentation, dropout", data=True
+    )
     init: str = setting(
         "sequence",
         Choice("sequence", "path"),
-        "what the seed gives each parameter: the next random numbers, or those of its own path, so that models that "
-        "agree in part begin alike there",
+        "what the seed gives each parameter: the next random numbers, or those of its own path, so "
+        "that models that agree in part begin alike there",
     )
     init_from: str = setting(
         "",
         Text("a file, or nothing", longest=4096, empty=True),
-        "a safetensors file of weights to start from: timm's, Hugging Face's or those of --mode=export",
+        "a safetensors file of weights to start from: timm's, Hugging Face's or those of "
+        "--mode=export",
     )
     init_from_network: str = setting(
         "read",
         Choice("read", "same"),
-        "heads, activation, norms and pooling of the network that these weights are of, which arrays do not tell: read "
-        "from the config.json beside them, or stated to be the same as the model's where nothing says it",
+        "heads, activation, norms and pooling of the network that these weights are of, which "
+        "arrays do not tell: read from the config.json beside them, or stated to be the same as "
+        "the model's where nothing says it",
     )
     init_from_positions: str = setting(
         "auto",
         Choice("auto", "timm", "torch"),
-        "whose way of resizing their position embedding, timm's or that of DeiT and Hugging Face; auto: by their names",
+        "whose way of resizing their position embedding, timm's or that of DeiT and Hugging Face; "
+        "auto: by their names",
     )
     batch_size: int = setting(1024, _BATCH, "images of a step, of all devices together")
-    accumulation_steps: int = setting(1, _BATCH, "parts of a batch, one after the other: less memory, the same result")
+    accumulation_steps: int = setting(
+        1, _BATCH, "parts of a batch, one after the other: less memory, the same result"
+    )
     num_epochs: float = setting(300.0, Number(0, 1e6, "(]"), "length of the training", data=True)
     ema_decay: float = setting(
-        0.0, Number(0, 1, "[)"), "of the mean of the weights that is evaluated; 0 is off", data="if on"
+        0.0,
+        Number(0, 1, "[)"),
+        "of the mean of the weights that is evaluated; 0 is off",
+        data="if on",
     )
     non_finite: str = setting(
-        "stop", Choice("stop", "skip"), "what to do with a batch whose loss or gradient is not finite"
+        "stop",
+        Choice("stop", "skip"),
+        "what to do with a batch whose loss or gradient is not finite",
     )
-    eval_batch_size: int = setting(512, _BATCH, "images evaluated at a time, of all devices together")
+    eval_batch_size: int = setting(
+        512, _BATCH, "images evaluated at a time, of all devices together"
+    )
     eval_every_steps: int = setting(0, _INTERVAL, "0 is once an epoch")
     checkpoint_every_steps: int = setting(0, _INTERVAL, "0 is once an epoch")
     log_every_steps: int = setting(10, Integer(1, 2**31 - 1), "of metrics")
     profile_steps: tuple[int, int] | None = setting(
-        (), Span(Integer(1, 2**31 - 1), optional=True), "steps whose timeline is recorded under <workdir>/profile"
+        (),
+        Span(Integer(1, 2**31 - 1), optional=True),
+        "steps whose timeline is recorded under <workdir>/profile",
     )
     topology: str = setting(
         "",
@@ -84,7 +100,9 @@ class RunSettings:
         False, Flag(), "numbers of each block at logging steps, which then cost twice as much"
     )
     mesh: MeshSettings = section(MeshSettings)
-    model: Any = section(VitSettings, among=MODEL_SETTINGS)  # of the class that its name stands for, as the task's
+    model: Any = section(
+        VitSettings, among=MODEL_SETTINGS
+    )  # of the class that its name stands for, as the task's
     optimizer: OptimizerSettings = section(OptimizerSettings)
     data: DataSettings = section(DataSettings)
     task: Any = section(ClassificationSettings, among=TASK_SETTINGS)
@@ -93,14 +111,17 @@ class RunSettings:
         """Yields what does not go together."""
         if self.batch_size % self.accumulation_steps:
             yield (
-                f"{where}.accumulation_steps: expected a number that divides {where}.batch_size = {self.batch_size}, "
-                f"got {self.accumulation_steps}"
+                f"{where}.accumulation_steps: expected a number that divides {where}.batch_size = "
+                f"{self.batch_size}, got {self.accumulation_steps}"
             )
         if self.optimizer.warmup_epochs > self.num_epochs:
             yield (
-                f"{where}.optimizer.warmup_epochs: expected at most {where}.num_epochs = {self.num_epochs}, got "
-                f"{self.optimizer.warmup_epochs}"
+                f"{where}.optimizer.warmup_epochs: expected at most {where}.num_epochs = "
+                f"{self.num_epochs}, got {self.optimizer.warmup_epochs}"
             )
         size, padding = self.data.image_size, getattr(self.task, "crop_padding", 0)
         if size and padding > size:
-            yield f"{where}.task.crop_padding: expected at most {where}.data.image_size = {size}, got {padding}"
+            yield (
+                f"{where}.task.crop_padding: expected at most {where}.data.image_size = {size}, "
+                f"got {padding}"
+            )

@@ -22,18 +22,32 @@ class AugmentSettings:
     By default DeiT's recipe with its jitter of colours in place of RandAugment.
     """
 
-    crop_padding: int = setting(0, Integer(0, 8192), "of each side before a random crop, pixels; 0 is off")
+    crop_padding: int = setting(
+        0, Integer(0, 8192), "of each side before a random crop, pixels; 0 is off"
+    )
     resized_crop_scale: tuple[float, float] | None = setting(
         (0.08, 1.0),
         Span(_FRACTION, optional=True),
         "area of a random resized crop, as a fraction; () is off",
     )
-    resized_crop_ratio: tuple[float, float] = setting((3 / 4, 4 / 3), Span(_ASPECT), "its width over its height")
-    flip_probability: float = setting(0.5, _PROBABILITY, "of mirroring left and right", data="if on")
-    brightness: float = setting(0.3, _STRENGTH, "b gives a factor in [1 - b, 1 + b]; 0 is off", data="if on")
-    contrast: float = setting(0.3, _STRENGTH, "likewise, from the mean grey; 0 is off", data="if on")
-    saturation: float = setting(0.3, _STRENGTH, "likewise, from the grey image; 0 is off", data="if on")
-    hue: float = setting(0.0, Number(0, 0.5), "turned by up to this part of the circle; 0 is off", data="if on")
+    resized_crop_ratio: tuple[float, float] = setting(
+        (3 / 4, 4 / 3), Span(_ASPECT), "its width over its height"
+    )
+    flip_probability: float = setting(
+        0.5, _PROBABILITY, "of mirroring left and right", data="if on"
+    )
+    brightness: float = setting(
+        0.3, _STRENGTH, "b gives a factor in [1 - b, 1 + b]; 0 is off", data="if on"
+    )
+    contrast: float = setting(
+        0.3, _STRENGTH, "likewise, from the mean grey; 0 is off", data="if on"
+    )
+    saturation: float = setting(
+        0.3, _STRENGTH, "likewise, from the grey image; 0 is off", data="if on"
+    )
+    hue: float = setting(
+        0.0, Number(0, 0.5), "turned by up to this part of the circle; 0 is off", data="if on"
+    )
     rand_augment_magnitude: float = setting(
         0.0,
         Number(0, 10),
@@ -45,41 +59,66 @@ class AugmentSettings:
     )
     rand_augment_layers: int = setting(2, Integer(1, 64), "operations drawn for an image")
     rand_augment_increasing: bool = setting(
-        True, Flag(), "all operations change more at larger magnitudes; False: with the paper's ranges"
+        True,
+        Flag(),
+        "all operations change more at larger magnitudes; False: with the paper's ranges",
     )
     rand_augment_interpolation: str = setting(
         "bicubic", Choice("bicubic", "random"), "of moved images: random draws bilinear or bicubic"
     )
-    three_augment: bool = setting(False, Flag(), "grey, solarized or blurred, one of them for each image (DeiT III)")
-    mixup_alpha: float = setting(0.8, _ALPHA, "Mixup with weight Beta(alpha, alpha); 0 is off", data="if on")
-    cutmix_alpha: float = setting(1.0, _ALPHA, "CutMix with area Beta(alpha, alpha); 0 is off", data="if on")
+    three_augment: bool = setting(
+        False, Flag(), "grey, solarized or blurred, one of them for each image (DeiT III)"
+    )
+    mixup_alpha: float = setting(
+        0.8, _ALPHA, "Mixup with weight Beta(alpha, alpha); 0 is off", data="if on"
+    )
+    cutmix_alpha: float = setting(
+        1.0, _ALPHA, "CutMix with area Beta(alpha, alpha); 0 is off", data="if on"
+    )
     mix_probability: float = setting(1.0, _PROBABILITY, "of mixing at all", data=True)
-    cutmix_probability: float = setting(0.5, _PROBABILITY, "of CutMix and not Mixup where both are on", data=True)
-    mix_per: str = setting("batch", Choice("batch", "element"), "for what a weight, a box and the choice are drawn")
-    erase_probability: float = setting(0.25, _PROBABILITY, "of erasing a rectangle; 0 is off", data="if on")
-    erase_scale: tuple[float, float] = setting((0.02, 1 / 3), Span(_FRACTION), "its area, as a fraction")
-    erase_ratio: tuple[float, float] = setting((0.3, 1 / 0.3), Span(_ASPECT), "its width over its height")
-    erase_value: str = setting("noise", Choice("noise", "zero"), "what fills it: unit normal noise, or the mean colour")
-    label_smoothing: float = setting(0.1, Number(0, 1, "[)"), "share of the targets that all classes get", data=True)
+    cutmix_probability: float = setting(
+        0.5, _PROBABILITY, "of CutMix and not Mixup where both are on", data=True
+    )
+    mix_per: str = setting(
+        "batch", Choice("batch", "element"), "for what a weight, a box and the choice are drawn"
+    )
+    erase_probability: float = setting(
+        0.25, _PROBABILITY, "of erasing a rectangle; 0 is off", data="if on"
+    )
+    erase_scale: tuple[float, float] = setting(
+        (0.02, 1 / 3), Span(_FRACTION), "its area, as a fraction"
+    )
+    erase_ratio: tuple[float, float] = setting(
+        (0.3, 1 / 0.3), Span(_ASPECT), "its width over its height"
+    )
+    erase_value: str = setting(
+        "noise", Choice("noise", "zero"), "what fills it: unit normal noise, or the mean colour"
+    )
+    label_smoothing: float = setting(
+        0.1, Number(0, 1, "[)"), "share of the targets that all classes get", data=True
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class ClassificationSettings(AugmentSettings):
     """Classification of images."""
 
-    name: str = setting("classification", Text("the name of a task"), "the task, whose own fields follow")
+    name: str = setting(
+        "classification", Text("the name of a task"), "the task, whose own fields follow"
+    )
     loss: str = setting(
         "softmax",
         Choice("softmax", "sigmoid"),
-        "cross-entropy of one class out of all; sigmoid: of each by itself, all that are mixed being there (DeiT III)",
+        "cross-entropy of one class out of all; sigmoid: of each by itself, all that are mixed "
+        "being there (DeiT III)",
     )
 
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""
         if self.loss == "sigmoid" and self.label_smoothing:
             yield (
-                f"{where}.label_smoothing: expected 0 with {where}.loss='sigmoid', for which every class with a share "
-                f"of the target is there, got {self.label_smoothing}"
+                f"{where}.label_smoothing: expected 0 with {where}.loss='sigmoid', for which every "
+                f"class with a share of the target is there, got {self.label_smoothing}"
             )
 
 

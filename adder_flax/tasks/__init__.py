@@ -6,7 +6,12 @@ from adder_flax.tasks._edit_distance import edit_distance
 from adder_flax.tasks._healing import Healing, HealingSettings
 from adder_flax.tasks._swap import swap
 from adder_flax.tasks._task import TASKS, Best, Outcome, Task, register_task
-from adder_flax.tasks._transduction import SequenceFacts, Transduction, TransductionSettings, closest
+from adder_flax.tasks._transduction import (
+    SequenceFacts,
+    Transduction,
+    TransductionSettings,
+    closest,
+)
 
 __all__ = [
     "TASKS",

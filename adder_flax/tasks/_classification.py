@@ -18,7 +18,8 @@ from adder_flax.tasks._task import Batch, Best, Outcome, Task, register_task
 
 
 class ImageFacts(NamedTuple):
-    """What classification has to know of a source; see ``adder_flax.data.Source`` for the fields."""
+    """What classification has to know of a source; see ``adder_flax.data.Source`` for the
+    fields."""
 
     image_shape: tuple[int, int, int]
     num_classes: int
@@ -29,12 +30,15 @@ class ImageFacts(NamedTuple):
 
 @register_task("classification", ClassificationSettings)
 class Classification(Task):
-    """Cross-entropy of images, augmented on the device: softmax, or the mean of every class's own (sigmoid).
+    """Cross-entropy of images, augmented on the device: softmax, or the mean of every class's own
+    (sigmoid).
 
-    The second is DeiT III's (Touvron et al., 2022, https://arxiv.org/abs/2204.07118, section 3), where a class is there
-    if it has any share of a mixed image. Evaluations report softmax cross-entropy after both.
+    The second is DeiT III's (Touvron et al., 2022, https://arxiv.org/abs/2204.07118, section 3),
+    where a class is there if it has any share of a mixed image. Evaluations report softmax
+    cross-entropy after both.
 
-    A source gives ``"image"``, uint8 (batch, height, width, channels), and ``"label"``, int32 (batch,).
+    A source gives ``"image"``, uint8 (batch, height, width, channels), and ``"label"``, int32
+    (batch,).
     """
 
     unit: ClassVar[str] = "images"
@@ -44,11 +48,13 @@ class Classification(Task):
     def facts(cls, source: data.Source) -> ImageFacts:
         if not isinstance(source, data.ImageSource):
             raise data.DataError(
-                f"Expected a data set of images with labels for config.task.name=classification, got {source.name}. "
-                "Set --config.data.name, or the task that is meant for it."
+                "Expected a data set of images with labels for config.task.name=classification, "
+                f"got {source.name}. Set --config.data.name, or the task that is meant for it."
             )
         mean, std = data.channel_statistics(source)
-        return ImageFacts(tuple(source.image_shape), source.num_classes, mean, std, source.crops_on_host)
+        return ImageFacts(
+            tuple(source.image_shape), source.num_classes, mean, std, source.crops_on_host
+        )
 
     @classmethod
     def source_options(cls, settings: ClassificationSettings) -> dict[str, Any]:
@@ -64,7 +70,8 @@ class Classification(Task):
 
     @property
     def augmentation(self) -> AugmentSettings:
-        """What is done to training images: the settings, without a second crop if the source crops."""
+        """What is done to training images: the settings, without a second crop if the source
+        crops."""
         if not self.data_facts.crops_on_host:
             return self.settings
         return dataclasses.replace(self.settings, crop_padding=0, resized_crop_scale=None)
@@ -81,12 +88,15 @@ class Classification(Task):
 
     def loss(self, model: nnx.Module, examples: tuple[Array, Array], *, rngs: nnx.Rngs) -> Outcome:
         _, targets = examples
-        logits = model(*self.arguments(examples), deterministic=False, rngs=rngs).astype(jnp.float32)
+        logits = model(*self.arguments(examples), deterministic=False, rngs=rngs).astype(
+            jnp.float32
+        )
         hits = {"accuracy": (logits.argmax(-1) == targets.argmax(-1)).mean()}
         if self.settings.loss == "softmax":
             return Outcome(optax.softmax_cross_entropy(logits, targets).mean(), logits, hits)
         losses = optax.sigmoid_binary_cross_entropy(logits, (targets > 0).astype(jnp.float32))
-        # A position of its own for each class, over which curvature takes the mean as the loss does.
+        # A position of its own for each class, over which curvature takes the mean as the loss
+        # does.
         return Outcome(losses.mean(), logits[..., None], hits)
 
     def inputs(self, batch: Batch) -> tuple[Array]:
@@ -110,7 +120,9 @@ class Classification(Task):
     def about(self) -> str:
         return f"{self.data_facts.num_classes} classes"
 
-    def pictures(self, model: nnx.Module, source: data.ImageSource, title: str) -> dict[str, Callable[[], Any]]:
+    def pictures(
+        self, model: nnx.Module, source: data.ImageSource, title: str
+    ) -> dict[str, Callable[[], Any]]:
         if not recorder.describe({"attention": []}, model, *self.inputs(source.first(1))):
             return {}
         draw = load("adder_flax.report.figures:attention_of_images")

@@ -15,7 +15,8 @@ from adder_flax.tasks._classification import Classification
 from adder_flax.tasks._task import Batch, Outcome, register_task
 
 _EXPLAINED = (
-    "a run directory of this project, or a safetensors file of timm or Hugging Face with its config.json beside it"
+    "a run directory of this project, or a safetensors file of timm or Hugging Face with its "
+    "config.json beside it"
 )
 
 
@@ -23,10 +24,16 @@ _EXPLAINED = (
 class DistillationSettings(ClassificationSettings):
     """Classification of images with a teacher."""
 
-    name: str = setting("distillation", Text("the name of a task"), "the task, whose own fields follow")
-    teacher: str = setting("", Text(_EXPLAINED, longest=4096, empty=True), "whose answers are learned")
+    name: str = setting(
+        "distillation", Text("the name of a task"), "the task, whose own fields follow"
+    )
+    teacher: str = setting(
+        "", Text(_EXPLAINED, longest=4096, empty=True), "whose answers are learned"
+    )
     distillation: str = setting(
-        "hard", Choice("hard", "soft"), "the teacher's likeliest class as a label, or its probabilities"
+        "hard",
+        Choice("hard", "soft"),
+        "the teacher's likeliest class as a label, or its probabilities",
     )
     distillation_share: float = setting(
         0.5, Number(0, 1), "of the teacher in the loss; labels have the rest", data=True
@@ -38,7 +45,10 @@ class DistillationSettings(ClassificationSettings):
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""
         if self.loss != "softmax":
-            yield f"{where}.loss: expected 'softmax', as a teacher gives probabilities of classes, got {self.loss!r}"
+            yield (
+                f"{where}.loss: expected 'softmax', as a teacher gives probabilities of classes, "
+                f"got {self.loss!r}"
+            )
         if not self.teacher:
             yield f"{where}.teacher: expected {_EXPLAINED}, got nothing"
 
@@ -47,10 +57,11 @@ class DistillationSettings(ClassificationSettings):
 class Distillation(Classification):
     """Learning from labels and from what a frozen teacher says of the same augmented images.
 
-    (1 − a) H(y, s) + a D, where s are the student's logits for the labels and D, of its logits s' for the teacher, is
-    H(argmax t, s') ("hard") or T² KL(softmax(t / T) ‖ softmax(s' / T)) ("soft"), with t the teacher's logits
-    (Touvron et al., 2021, https://arxiv.org/abs/2012.12877, eq. 2 and 3; Hinton et al., 2015). A model with a
-    distillation token (``config.model.distilled``) has a head for each; of any other, s' = s.
+    (1 − a) H(y, s) + a D, where s are the student's logits for the labels and D, of its logits s'
+    for the teacher, is H(argmax t, s') ("hard") or T² KL(softmax(t / T) ‖ softmax(s' / T))
+    ("soft"), with t the teacher's logits (Touvron et al., 2021, https://arxiv.org/abs/2012.12877,
+    eq. 2 and 3; Hinton et al., 2015). A model with a distillation token
+    (``config.model.distilled``) has a head for each; of any other, s' = s.
     """
 
     @classmethod
@@ -78,22 +89,33 @@ class Distillation(Classification):
         return Outcome((1 - share) * by_labels + share * by_teacher, heads, metrics)
 
 
-def logits_of_heads(model: nnx.Module, images: Array, **random: Any) -> Float[Array, "batch heads classes"]:
-    """Returns the logits of every head of a classifier in float32: of its ``heads``, or of the only one that it has."""
-    heads = model.heads(images, **random) if hasattr(model, "heads") else model(images, **random)[:, None]
+def logits_of_heads(
+    model: nnx.Module, images: Array, **random: Any
+) -> Float[Array, "batch heads classes"]:
+    """Returns the logits of every head of a classifier in float32: of its ``heads``, or of the only
+    one that it has."""
+    heads = (
+        model.heads(images, **random)
+        if hasattr(model, "heads")
+        else model(images, **random)[:, None]
+    )
     return heads.astype(jnp.float32)
 
 
 def distance_to_teacher(
-    logits: Float[Array, "batch classes"], taught: Float[Array, "batch classes"], kind: str, temperature: float | Array
+    logits: Float[Array, "batch classes"],
+    taught: Float[Array, "batch classes"],
+    kind: str,
+    temperature: float | Array,
 ) -> Float[Array, ""]:
     """Returns how far a student is from its teacher, mean over the batch.
 
     Args:
       logits: of the student.
       taught: logits of the teacher.
-      kind: ``"hard"``, the cross-entropy to the teacher's likeliest class, or ``"soft"``, the Kullback-Leibler
-        divergence of the student's probabilities from the teacher's, times the square of the temperature.
+      kind: ``"hard"``, the cross-entropy to the teacher's likeliest class, or ``"soft"``, the
+        Kullback-Leibler divergence of the student's probabilities from the teacher's, times the
+        square of the temperature.
       temperature: divides both logits, if soft.
 
     Example:

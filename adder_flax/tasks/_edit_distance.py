@@ -11,10 +11,12 @@ def edit_distance(
     guess_length: Int[Array, "*batch"],
     truth_length: Int[Array, "*batch"],
 ) -> Int[Array, "*batch"]:
-    """Least number of insertions, deletions and substitutions that turn one sequence into another (Levenshtein, 1966).
+    """Least number of insertions, deletions and substitutions that turn one sequence into another
+    (Levenshtein, 1966).
 
-    Row i of Wagner and Fischer's table, D[i, j] = min(D[i-1, j] + 1, D[i, j-1] + 1, D[i-1, j-1] + [g_i ≠ t_j]), in a
-    scan over i. Within a row, the chain of insertions D[i, j-1] + 1 is a running minimum of D - j.
+    Row i of Wagner and Fischer's table, D[i, j] = min(D[i-1, j] + 1, D[i, j-1] + 1, D[i-1, j-1] +
+    [g_i ≠ t_j]), in a scan over i. Within a row, the chain of insertions D[i, j-1] + 1 is a running
+    minimum of D - j.
 
     Args:
       guess, truth: symbols; what stands behind a sequence's length does not count.
@@ -31,7 +33,9 @@ def edit_distance(
         symbol, index = now
         substituted = above[..., :-1] + (symbol[..., None] != truth)
         other = jnp.minimum(above[..., 1:] + 1, substituted)
-        candidates = jnp.concatenate([jnp.broadcast_to(index + 1, (*above.shape[:-1], 1)), other], axis=-1)
+        candidates = jnp.concatenate(
+            [jnp.broadcast_to(index + 1, (*above.shape[:-1], 1)), other], axis=-1
+        )
         below = jax.lax.cummin(candidates - places, axis=candidates.ndim - 1) + places
         below = jnp.where(index < guess_length[..., None], below, above)
         return below, None

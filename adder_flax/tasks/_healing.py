@@ -27,18 +27,29 @@ _WANTED = {"attention": ["weights"], "block": ["output"]}
 
 @dataclasses.dataclass(frozen=True)
 class HealingSettings(DistillationSettings):
-    """What a swapped transformer learns from the one that it was; when its distances change is said by the model."""
+    """What a swapped transformer learns from the one that it was; when its distances change is said
+    by the model."""
 
     name: str = setting("healing", Text("the name of a task"), "the task, whose own fields follow")
     begin: str = setting(
-        "teacher", Choice("teacher", "random"), "from the teacher with its parts swapped, or at random, as a control"
+        "teacher",
+        Choice("teacher", "random"),
+        "from the teacher with its parts swapped, or at random, as a control",
     )
-    map_weight: float = setting(1.0, _WEIGHT, "of the divergence of each block's maps from the teacher's", data=True)
+    map_weight: float = setting(
+        1.0, _WEIGHT, "of the divergence of each block's maps from the teacher's", data=True
+    )
     output_weight: float = setting(
-        1.0, _WEIGHT, "of the square of what each block's output lacks, over the variance of the teacher's", data=True
+        1.0,
+        _WEIGHT,
+        "of the square of what each block's output lacks, over the variance of the teacher's",
+        data=True,
     )
     layers_until: float = setting(
-        0.5, Number(0, 1), "share of the training until which these two are learned; logits are to the end", data=True
+        0.5,
+        Number(0, 1),
+        "share of the training until which these two are learned; logits are to the end",
+        data=True,
     )
 
 
@@ -46,14 +57,16 @@ class HealingSettings(DistillationSettings):
 class Healing(Distillation):
     """From a multiplicative transformer to one with adder attention and adder layers in its place.
 
-    The model begins as the teacher with its parts swapped, see ``adder_flax.tasks.swap``. It learns the teacher's
-    logits (and the labels) as in ``distillation`` and, while ``progress < layers_until``, in every block
+    The model begins as the teacher with its parts swapped, see ``adder_flax.tasks.swap``. It learns
+    the teacher's logits (and the labels) as in ``distillation`` and, while ``progress <
+    layers_until``, in every block
 
         map_weight · KL(A_teacher ‖ A) + output_weight · |h − h_teacher|² / var(h_teacher),
 
-    means over batch, heads, tokens and blocks; A are the maps without the identity, h what a block gives. When the
-    layers leave the squared distance (p = 2) for the L1 distance (p = 1), block by block or together, is said by
-    ``config.model.anneal_start``, ``anneal_end`` and ``anneal_blocks``.
+    means over batch, heads, tokens and blocks; A are the maps without the identity, h what a block
+    gives. When the layers leave the squared distance (p = 2) for the L1 distance (p = 1), block by
+    block or together, is said by ``config.model.anneal_start``, ``anneal_end`` and
+    ``anneal_blocks``.
     """
 
     def initial(self, model: nnx.Module, source: data.Source) -> nnx.Module:
@@ -62,7 +75,8 @@ class Healing(Distillation):
         return swap(self.teacher, model, *self.inputs(source.first(min(_FITTED_ON, len(source)))))
 
     def examples(self, key: Array, batch: Batch) -> tuple[Any, ...]:
-        """Returns float images, class probabilities, and the teacher's logits, maps and outputs of blocks."""
+        """Returns float images, class probabilities, and the teacher's logits, maps and outputs of
+        blocks."""
         images, targets = super(Distillation, self).examples(key, batch)
         logits, records = recorder.record(_WANTED, self.teacher, images)
         return images, targets, logits.astype(jnp.float32), _maps(records), _outputs(records)
@@ -75,7 +89,9 @@ class Healing(Distillation):
         heads, records = recorder.record(_WANTED, call, model, images, rngs.dropout())
         settings = self.settings
         by_labels = optax.softmax_cross_entropy(heads[:, 0], targets).mean()
-        by_teacher = distance_to_teacher(heads[:, -1], taught, settings.distillation, settings.distillation_temperature)
+        by_teacher = distance_to_teacher(
+            heads[:, -1], taught, settings.distillation, settings.distillation_temperature
+        )
         by_maps = divergence(maps, jnp.log(jnp.maximum(_maps(records), 1e-9))).mean()
         lacking = jnp.square(_outputs(records) - outputs).mean((0, 2, 3)) / outputs.var((0, 2, 3))
         layers = settings.map_weight * by_maps + settings.output_weight * lacking.mean()
@@ -93,8 +109,12 @@ class Healing(Distillation):
 
 
 def _maps(records: tuple[Record, ...]) -> Float[Array, "batch block head query key"]:
-    return jnp.stack([r.arrays["weights"] for r in records if r.kind == "attention"], axis=1).astype(jnp.float32)
+    return jnp.stack(
+        [r.arrays["weights"] for r in records if r.kind == "attention"], axis=1
+    ).astype(jnp.float32)
 
 
 def _outputs(records: tuple[Record, ...]) -> Float[Array, "batch block token width"]:
-    return jnp.stack([r.arrays["output"] for r in records if r.kind == "block"], axis=1).astype(jnp.float32)
+    return jnp.stack([r.arrays["output"] for r in records if r.kind == "block"], axis=1).astype(
+        jnp.float32
+    )

@@ -1,14 +1,17 @@
-"""Parts of a trained transformer put in the place of others: adder attention and adder layers that begin close to it.
+"""Parts of a trained transformer put in the place of others: adder attention and adder layers that
+begin close to it.
 
-What both have alike is copied. The rest is fitted, layer by layer, to what the trained layers do with some images:
+What both have alike is copied. The rest is fitted, layer by layer, to what the trained layers do
+with some images:
 
-- a head of dot-product attention: with keys k − k̄ in place of k (the mean changes no map) times r, and both queries and
-  keys times c, the distances −‖c q − c r (k − k̄)‖₁ are searched for the (r, c) whose maps have the smallest divergence
-  from the head's own. For small r they are −c‖q‖₁ + c r sign(q)·(k − k̄), the product with the signs of the queries.
-  The factors go into the layers that make queries and keys.
-- a dense layer x W + b: prototypes μ + s σ W around the mean μ of the inputs, in units of their deviations σ, with the
-  s out of a few whose distances explain the layer's outputs best, and a scale and offset for each output behind the
-  LayerNorm, by least squares.
+- a head of dot-product attention: with keys k − k̄ in place of k (the mean changes no map) times r,
+  and both queries and keys times c, the distances −‖c q − c r (k − k̄)‖₁ are searched for the (r,
+  c) whose maps have the smallest divergence from the head's own. For small r they are −c‖q‖₁ + c r
+  sign(q)·(k − k̄), the product with the signs of the queries. The factors go into the layers that
+  make queries and keys.
+- a dense layer x W + b: prototypes μ + s σ W around the mean μ of the inputs, in units of their
+  deviations σ, with the s out of a few whose distances explain the layer's outputs best, and a
+  scale and offset for each output behind the LayerNorm, by least squares.
 """
 
 from collections.abc import Mapping
@@ -34,7 +37,9 @@ _MOST_PAIRS = 2**18  # of tokens, which the distances of queries and keys are ta
 
 
 def swap(
-    teacher: VisionTransformer, student: VisionTransformer, images: Float[Array, "batch height width channels"]
+    teacher: VisionTransformer,
+    student: VisionTransformer,
+    images: Float[Array, "batch height width channels"],
 ) -> VisionTransformer:
     """Returns the student with what the teacher knows.
 
@@ -44,11 +49,13 @@ def swap(
       images: some, normalised as in training, that the parts which differ are fitted on.
 
     Raises:
-      ValueError: the teacher has adder layers, other sizes, or another kind of network; or adder layers of the student
-        have no norm, which the fit is made with.
+      ValueError: the teacher has adder layers, other sizes, or another kind of network; or adder
+        layers of the student have no norm, which the fit is made with.
 
     Example:
-      >>> sizes = dict(image_size=4, patch_size=2, channels=1, num_classes=3, width=8, depth=1, num_heads=2)
+      >>> sizes = dict(
+      ...     image_size=4, patch_size=2, channels=1, num_classes=3, width=8, depth=1, num_heads=2
+      ... )
       >>> teacher = VisionTransformer(**sizes, rngs=nnx.Rngs(0))
       >>> images = jax.random.normal(jax.random.key(0), (2, 4, 4, 1))
       >>> same = swap(teacher, VisionTransformer(**sizes, rngs=nnx.Rngs(1)), images)
@@ -57,7 +64,9 @@ def swap(
     """
     _check(teacher, student)
     seen = _watch(teacher, images)
-    known, params = (dict(nnx.to_flat_state(nnx.state(model, nnx.Param))) for model in (teacher, student))
+    known, params = (
+        dict(nnx.to_flat_state(nnx.state(model, nnx.Param))) for model in (teacher, student)
+    )
     adder = {path for path, layer in nnx.iter_modules(student) if isinstance(layer, AdderLinear)}
     new = {path: known[path][...] for path in params if path in known and path[:-1] not in adder}
     outputs: dict[tuple, _Affine] = {}
@@ -82,27 +91,37 @@ def _check(teacher: nnx.Module, student: nnx.Module) -> None:
     for model, what in ((teacher, "a teacher"), (student, "a model")):
         if not isinstance(model, VisionTransformer):
             raise ValueError(
-                f"expected {what} that is a vision transformer and takes images normalised as the task does, got a "
-                f"{type(model).__name__}; choose another"
+                f"expected {what} that is a vision transformer and takes images normalised as the "
+                f"task does, got a {type(model).__name__}; choose another"
             )
     scores = {block.attention.settings.score for block in teacher.blocks}
     if has_prototypes(teacher) or scores != {"dot"}:
+        layers = " and adder layers" if has_prototypes(teacher) else ""
         raise ValueError(
-            f"expected a teacher with dot-product attention and dense layers to begin from, got scores "
-            f"{', '.join(sorted(scores))}{' and adder layers' if has_prototypes(teacher) else ''}; choose another"
+            "expected a teacher with dot-product attention and dense layers to begin from, got "
+            f"scores {', '.join(sorted(scores))}{layers}; choose another"
         )
     sizes = lambda model: (
-        model.image_shape, model.pos_embed.shape, len(model.blocks), model.blocks[0].attention.num_heads,
-        model.blocks[0].mlp.fc1.out_features, model.head.out_features, model.prefix_tokens,
+        model.image_shape,
+        model.pos_embed.shape,
+        len(model.blocks),
+        model.blocks[0].attention.num_heads,
+        model.blocks[0].mlp.fc1.out_features,
+        model.head.out_features,
+        model.prefix_tokens,
         model.blocks[0].norm_position,
-    )  # fmt: skip
+    )
     if sizes(teacher) != sizes(student):
         raise ValueError(
-            "expected a teacher of the model's sizes (image, tokens and width, depth, heads, hidden units, classes, "
-            f"tokens in front, place of norms) to begin from, {sizes(student)}, got {sizes(teacher)}; set "
-            "--config.model.* to them"
+            "expected a teacher of the model's sizes (image, tokens and width, depth, heads, "
+            "hidden units, classes, tokens in front, place of norms) to begin from, "
+            f"{sizes(student)}, got {sizes(teacher)}; set --config.model.* to them"
         )
-    if any(layer.norm is None for _, layer in nnx.iter_modules(student) if isinstance(layer, AdderLinear)):
+    if any(
+        layer.norm is None
+        for _, layer in nnx.iter_modules(student)
+        if isinstance(layer, AdderLinear)
+    ):
         raise ValueError(
             "expected adder layers with a norm to begin from dense ones, got some without; set "
             "--config.model.adder_options.norm=layernorm"
@@ -124,7 +143,9 @@ class _Seen(NamedTuple):
 def _watch(model: VisionTransformer, images: Array) -> _Seen:
     wanted = {"linear": ["rows", "outputs"], "attention": ["query", "key", "weights"]}
     _, records = recorder.record(wanted, model, images)
-    linear = {r.path: (r.arrays["rows"], r.arrays["outputs"]) for r in records if r.kind == "linear"}
+    linear = {
+        r.path: (r.arrays["rows"], r.arrays["outputs"]) for r in records if r.kind == "linear"
+    }
     return _Seen(linear, [r.arrays for r in records if r.kind == "attention"])
 
 
@@ -138,16 +159,23 @@ class _Affine(NamedTuple):
         return (outputs - self.shift) * self.factor
 
 
-def _fit_heads(index: int, attention: nnx.Module, seen: Mapping[str, Array]) -> dict[tuple, _Affine]:
-    """Returns what becomes of the queries and keys of a block, by the paths of the layers that make them."""
+def _fit_heads(
+    index: int, attention: nnx.Module, seen: Mapping[str, Array]
+) -> dict[tuple, _Affine]:
+    """Returns what becomes of the queries and keys of a block, by the paths of the layers that make
+    them."""
     tokens = seen["key"].shape[-2]
     most = max(1, _MOST_PAIRS // tokens**2)
-    query, key, weights = (seen[name][:most].astype(jnp.float32) for name in ("query", "key", "weights"))
+    query, key, weights = (
+        seen[name][:most].astype(jnp.float32) for name in ("query", "key", "weights")
+    )
     mean = seen["key"].mean((0, 2))  # (heads, head_dim)
     scale = resolve_scale(get_score("adder"), attention.settings.scale, query.shape[-1])
     temperature = attention.settings.temperature
     scale = scale if temperature == "learned" else scale / temperature  # a learned one begins at 1
-    divergences = jnp.stack([_divergences(query, ratio * (key - mean[:, None]), weights, scale) for ratio in _RATIOS])
+    divergences = jnp.stack(
+        [_divergences(query, ratio * (key - mean[:, None]), weights, scale) for ratio in _RATIOS]
+    )
     best = divergences.reshape(-1, query.shape[1]).argmin(0)
     ratio, factor = (jnp.array(values) for values in (_RATIOS, _FACTORS))
     ratio, factor = ratio[best // len(_FACTORS)], factor[best % len(_FACTORS)]
@@ -160,10 +188,15 @@ def _fit_heads(index: int, attention: nnx.Module, seen: Mapping[str, Array]) -> 
 
 
 @jax.jit
-def _divergences(query: Array, key: Array, weights: Array, scale: float) -> Float[Array, "factors heads"]:
-    """Returns KL(weights ‖ softmax(−c ‖q − k‖₁ · scale)), mean over queries, for every factor c and head."""
+def _divergences(
+    query: Array, key: Array, weights: Array, scale: float
+) -> Float[Array, "factors heads"]:
+    """Returns KL(weights ‖ softmax(−c ‖q − k‖₁ · scale)), mean over queries, for every factor c and
+    head."""
     distances = -jnp.abs(query[..., :, None, :] - key[..., None, :, :]).sum(-1) * scale
-    return jnp.stack([divergence(weights, jax.nn.log_softmax(c * distances)).mean((0, 2)) for c in _FACTORS])
+    return jnp.stack(
+        [divergence(weights, jax.nn.log_softmax(c * distances)).mean((0, 2)) for c in _FACTORS]
+    )
 
 
 def divergence(
@@ -184,15 +217,21 @@ def divergence(
 
 
 def _fit_distances(
-    rows: Float[Array, "rows in"], wanted: Float[Array, "rows out"], kernel: Float[Array, "in out"], *, squared: bool
+    rows: Float[Array, "rows in"],
+    wanted: Float[Array, "rows out"],
+    kernel: Float[Array, "in out"],
+    *,
+    squared: bool,
 ) -> dict[str, Array]:
     """Returns the parameters of an adder layer by name whose outputs are close to what is wanted.
 
     Args:
       rows: inputs.
       wanted: outputs for them.
-      kernel: of the dense layer that gave them, or others from which these differ by a factor and an offset each.
-      squared: whether the layer begins with the squared distance, for which the scale and offset are fitted then.
+      kernel: of the dense layer that gave them, or others from which these differ by a factor and
+        an offset each.
+      squared: whether the layer begins with the squared distance, for which the scale and offset
+        are fitted then.
     """
     step = max(1, len(rows) // _MOST_ROWS)
     rows, wanted = rows[::step].astype(jnp.float32), wanted[::step].astype(jnp.float32)
@@ -200,15 +239,20 @@ def _fit_distances(
     directions = deviation * kernel
     directions = directions * deviation.mean() / jnp.maximum(directions.std(), 1e-12)
     tried = [mean + spread * directions for spread in _SPREADS]
-    errors = [float(_explained(ops.adder_matmul(rows, prototypes), wanted)[2]) for prototypes in tried]
+    errors = [
+        float(_explained(ops.adder_matmul(rows, prototypes), wanted)[2]) for prototypes in tried
+    ]
     prototypes = tried[int(np.argmin(errors))]
-    sums = half_squared_distances(rows, prototypes) if squared else ops.adder_matmul(rows, prototypes)
+    sums = (
+        half_squared_distances(rows, prototypes) if squared else ops.adder_matmul(rows, prototypes)
+    )
     scale, bias, _ = _explained(sums, wanted)
     return {"kernel": prototypes, "norm.scale": scale, "norm.bias": bias}
 
 
 def _explained(sums: Array, wanted: Array) -> tuple[Array, Array, Array]:
-    """Returns scale and offset of each output behind the LayerNorm, and the mean square that they leave."""
+    """Returns scale and offset of each output behind the LayerNorm, and the mean square that they
+    leave."""
     centred = sums - sums.mean(-1, keepdims=True)
     normed = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + LAYER_NORM_EPSILON)
     scale = _slopes(normed, wanted)
@@ -216,7 +260,9 @@ def _explained(sums: Array, wanted: Array) -> tuple[Array, Array, Array]:
     return scale, bias, ((scale * normed + bias - wanted) ** 2).mean()
 
 
-def _slopes(inputs: Float[Array, "rows out"], outputs: Float[Array, "rows out"]) -> Float[Array, " out"]:
+def _slopes(
+    inputs: Float[Array, "rows out"], outputs: Float[Array, "rows out"]
+) -> Float[Array, " out"]:
     """Returns the slope of each column of the outputs over that of the inputs, by least squares."""
     centred = inputs - inputs.mean(0)
     return (centred * outputs).sum(0) / jnp.maximum((centred**2).sum(0), 1e-12)
@@ -224,7 +270,10 @@ def _slopes(inputs: Float[Array, "rows out"], outputs: Float[Array, "rows out"])
 
 def _with_params(model: VisionTransformer, new: Mapping[tuple, Any]) -> VisionTransformer:
     graphdef, state = nnx.split(model, nnx.Param)
-    flat = {path: np.asarray(new.get(path, leaf[...]), leaf.dtype) for path, leaf in nnx.to_flat_state(state)}
+    flat = {
+        path: np.asarray(new.get(path, leaf[...]), leaf.dtype)
+        for path, leaf in nnx.to_flat_state(state)
+    }
     nested: dict[Any, Any] = {}
     for path, value in flat.items():
         place = nested

@@ -21,7 +21,8 @@ class Outcome(NamedTuple):
 
     Attributes:
       loss: mean over the batch, differentiated by the parameters.
-      outputs: of the model, (batch, *positions, classes) in float32: what ``Task.likelihood`` is a function of.
+      outputs: of the model, (batch, *positions, classes) in float32: what ``Task.likelihood`` is a
+        function of.
       metrics: further means over the batch, logged as ``train/<name>``.
     """
 
@@ -34,7 +35,8 @@ class Best(NamedTuple):
     """Which score of an evaluation says which checkpoint is the best.
 
     Attributes:
-      name: of the score, one of those that ``Task.scores`` returns: a share, which figures show in per cent.
+      name: of the score, one of those that ``Task.scores`` returns: a share, which figures show in
+        per cent.
       largest: whether more is better.
     """
 
@@ -45,14 +47,15 @@ class Best(NamedTuple):
 class Task(abc.ABC):
     """What is learned from a batch.
 
-    A task is made twice: once from plain settings, and inside of the compiled step from settings whose numbers that are
-    data are traced, so that runs that differ in them share a program. All methods but ``facts`` and ``scores`` are
-    traced.
+    A task is made twice: once from plain settings, and inside of the compiled step from settings
+    whose numbers that are data are traced, so that runs that differ in them share a program. All
+    methods but ``facts`` and ``scores`` are traced.
 
     Args:
       settings: ``config.task``, read.
       facts: what ``facts`` returned for the training source.
-      teacher: what ``teacher_of`` asked for, called on what the model is called with; None where it asks for none.
+      teacher: what ``teacher_of`` asked for, called on what the model is called with; None where it
+        asks for none.
       progress: share of the steps that are done.
     """
 
@@ -77,17 +80,20 @@ class Task(abc.ABC):
 
     @property
     def likelihood(self) -> str | kfac.Likelihood:
-        """Whose negative logarithm the loss averages, for second-order optimizers; see ``kfac.Likelihood``."""
+        """Whose negative logarithm the loss averages, for second-order optimizers; see
+        ``kfac.Likelihood``."""
         return "categorical"
 
     @classmethod
     @abc.abstractmethod
     def facts(cls, source: Source) -> Hashable:
-        """Returns what the task has to know of its data: runs whose data differ in it do not share a program."""
+        """Returns what the task has to know of its data: runs whose data differ in it do not share
+        a program."""
 
     @classmethod
     def source_options(cls, settings: Any) -> dict[str, Any]:
-        """Returns what ``adder_flax.data.load_source`` is to be told because of the task's settings."""
+        """Returns what ``adder_flax.data.load_source`` is to be told because of the task's
+        settings."""
         return {}
 
     @classmethod
@@ -119,7 +125,8 @@ class Task(abc.ABC):
         """Makes training examples of the source's arrays, augmentation included.
 
         Args:
-          key: of this step; all that is random follows from it and from an example's place in the batch.
+          key: of this step; all that is random follows from it and from an example's place in the
+            batch.
           batch: arrays of the source by name, the batch axis first.
 
         Returns:
@@ -142,7 +149,8 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def inputs(self, batch: Batch) -> tuple[Array, ...]:
-        """Returns what the model is called with to evaluate a batch: the same arrays without augmentation."""
+        """Returns what the model is called with to evaluate a batch: the same arrays without
+        augmentation."""
 
     @abc.abstractmethod
     def sums(self, model: nnx.Module, batch: Batch) -> dict[str, Float[Array, ""]]:
@@ -164,11 +172,15 @@ class Task(abc.ABC):
         return {name: value / sums["count"] for name, value in sums.items() if name != "count"}
 
     def about(self) -> str:
-        """Returns what a person wants to know of the data before the first step, such as "10 classes"."""
+        """Returns what a person wants to know of the data before the first step, such as "10
+        classes"."""
         return ""
 
-    def pictures(self, model: nnx.Module, source: Source, title: str) -> dict[str, Callable[[], Any]]:
-        """Returns what is drawn when a run is complete: name of the file → what makes its Matplotlib figure.
+    def pictures(
+        self, model: nnx.Module, source: Source, title: str
+    ) -> dict[str, Callable[[], Any]]:
+        """Returns what is drawn when a run is complete: name of the file → what makes its
+        Matplotlib figure.
 
         Args:
           model: as trained.
@@ -187,8 +199,8 @@ def register_task(name: str, settings: type) -> Callable[[type[Task]], type[Task
 
     Args:
       name: the name to find it by.
-      settings: a frozen dataclass whose fields are declared with ``adder_flax.settings.setting``: those of
-        ``config.task``, ``name`` among them.
+      settings: a frozen dataclass whose fields are declared with ``adder_flax.settings.setting``:
+        those of ``config.task``, ``name`` among them.
     """
 
     def register(task: type[Task]) -> type[Task]:

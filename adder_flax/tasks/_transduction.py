@@ -26,9 +26,15 @@ _SHOWN = 6
 class TransductionSettings:
     """Turning sequences into others."""
 
-    name: str = setting("transduction", Text("the name of a task"), "the task, whose own fields follow")
-    label_smoothing: float = setting(0.0, Number(0, 1, "[)"), "share of the targets that all symbols get", data=True)
-    num_beams: int = setting(1, Integer(1, 1024), "kept while the model writes; 1 takes the likeliest symbol each time")
+    name: str = setting(
+        "transduction", Text("the name of a task"), "the task, whose own fields follow"
+    )
+    label_smoothing: float = setting(
+        0.0, Number(0, 1, "[)"), "share of the targets that all symbols get", data=True
+    )
+    num_beams: int = setting(
+        1, Integer(1, 1024), "kept while the model writes; 1 takes the likeliest symbol each time"
+    )
 
 
 class SequenceFacts(NamedTuple):
@@ -49,15 +55,18 @@ class SequenceFacts(NamedTuple):
 
 @register_task("transduction", TransductionSettings)
 class Transduction(Task):
-    """Mean cross-entropy of the target's symbols given those before them; errors of what the model writes by itself.
+    """Mean cross-entropy of the target's symbols given those before them; errors of what the model
+    writes by itself.
 
-    A source gives ``"source"``, int32 (batch, source), and to learn from ``"target"``, int32 (batch, target), ended by
-    `END` and filled up with `PAD`. To evaluate, ``"references"``, int32 (batch, references, target), holds every right
-    answer; rows of `PAD` alone are none. The model is called with (source, target) and writes with its ``encode`` and
-    ``step``, see `adder_flax.models.Seq2Seq`.
+    A source gives ``"source"``, int32 (batch, source), and to learn from ``"target"``, int32
+    (batch, target), ended by `END` and filled up with `PAD`. To evaluate, ``"references"``, int32
+    (batch, references, target), holds every right answer; rows of `PAD` alone are none. The model
+    is called with (source, target) and writes with its ``encode`` and ``step``, see
+    `adder_flax.models.Seq2Seq`.
 
-    The error of a word is the least number of edits to one of its references; the symbol error rate is the sum of
-    edits over the sum of the lengths of those references, and the word error rate the share of words with any.
+    The error of a word is the least number of edits to one of its references; the symbol error rate
+    is the sum of edits over the sum of the lengths of those references, and the word error rate the
+    share of words with any.
     """
 
     unit: ClassVar[str] = "words"
@@ -67,12 +76,18 @@ class Transduction(Task):
     def facts(cls, source: data.Source) -> SequenceFacts:
         if not isinstance(source, data.SequenceSource):
             raise data.DataError(
-                f"Expected a data set of pairs of sequences for config.task.name=transduction, got {source.name}. "
-                "Set --config.data.name, or the task that is meant for it."
+                "Expected a data set of pairs of sequences for config.task.name=transduction, got "
+                f"{source.name}. Set --config.data.name, or the task that is meant for it."
             )
-        source_symbols, target_symbols = (len(source.symbols[kind]) for kind in ("source", "target"))
-        source_length, target_length = (source.arrays[kind].shape[-1] for kind in ("source", "target"))
-        return SequenceFacts(source_symbols, target_symbols, source_length, target_length, source.longest)
+        source_symbols, target_symbols = (
+            len(source.symbols[kind]) for kind in ("source", "target")
+        )
+        source_length, target_length = (
+            source.arrays[kind].shape[-1] for kind in ("source", "target")
+        )
+        return SequenceFacts(
+            source_symbols, target_symbols, source_length, target_length, source.longest
+        )
 
     def example(self) -> Example:
         facts = self.data_facts
@@ -91,11 +106,15 @@ class Transduction(Task):
     def loss(self, model: nnx.Module, examples: tuple[Array, Array], *, rngs: nnx.Rngs) -> Outcome:
         _, target = examples
         real = target != PAD
-        logits = model(*self.arguments(examples), deterministic=False, rngs=rngs).astype(jnp.float32)
+        logits = model(*self.arguments(examples), deterministic=False, rngs=rngs).astype(
+            jnp.float32
+        )
         # Constant where nothing is to be said: such places have neither gradient nor curvature.
         logits = jnp.where(real[..., None], logits, 0.0)
         classes = jax.nn.one_hot(target, logits.shape[-1])
-        losses = optax.softmax_cross_entropy(logits, optax.smooth_labels(classes, self.settings.label_smoothing))
+        losses = optax.softmax_cross_entropy(
+            logits, optax.smooth_labels(classes, self.settings.label_smoothing)
+        )
         hits = logits.argmax(-1) == target
         mean = lambda values: (values * real).sum() / real.sum()
         return Outcome(mean(losses), logits, {"symbol_accuracy": mean(hits)})
@@ -103,7 +122,9 @@ class Transduction(Task):
     def inputs(self, batch: Batch) -> tuple[Array, Array]:
         return batch["source"], batch["references"][:, 0]
 
-    def write(self, model: nnx.Module, source: Int[Array, "batch source"]) -> Int[Array, "batch target"]:
+    def write(
+        self, model: nnx.Module, source: Int[Array, "batch source"]
+    ) -> Int[Array, "batch target"]:
         """Returns what the model makes of the sources, ended and filled up with `END`."""
         memory = model.encode(source)
 
@@ -112,7 +133,9 @@ class Transduction(Task):
             state, logits = model.step(memory, state, symbol)
             return (memory, state), logits
 
-        options = dict(end_symbol=END, max_length=self.data_facts.longest, num_beams=self.settings.num_beams)
+        options = dict(
+            end_symbol=END, max_length=self.data_facts.longest, num_beams=self.settings.num_beams
+        )
         written, _ = beam_search(step, (memory, memory.start), len(source), **options)
         return written[:, 0]
 
@@ -141,12 +164,17 @@ class Transduction(Task):
     def about(self) -> str:
         return f"{self.data_facts.source_symbols} and {self.data_facts.target_symbols} symbols"
 
-    def pictures(self, model: nnx.Module, source: data.SequenceSource, title: str) -> dict[str, Callable[[], Any]]:
+    def pictures(
+        self, model: nnx.Module, source: data.SequenceSource, title: str
+    ) -> dict[str, Callable[[], Any]]:
         draw = load("adder_flax.report.figures:alignment_figure")
         return {"attention.png": lambda: draw(*self._alignments(model, source), title=title)}
 
-    def _alignments(self, model: nnx.Module, source: data.SequenceSource) -> tuple[list, list, list]:
-        """Returns sources and what the model writes for them as tuples of symbols, and its alignments of the two."""
+    def _alignments(
+        self, model: nnx.Module, source: data.SequenceSource
+    ) -> tuple[list, list, list]:
+        """Returns sources and what the model writes for them as tuples of symbols, and its
+        alignments of the two."""
         # The longest of the first words: there is more to see.
         letters = source.first(100)["source"]
         letters = letters[np.argsort(-(letters != PAD).sum(-1), kind="stable")[:_SHOWN]]
@@ -155,7 +183,11 @@ class Transduction(Task):
         weights = np.asarray(records[-1].arrays["weights"])[:, 0]
         columns = [source.text("source", row) for row in letters]
         rows = [source.text("target", row) for row in np.asarray(written)]
-        return columns, rows, [w[: len(r), : len(c)] for w, r, c in zip(weights, rows, columns, strict=True)]
+        return (
+            columns,
+            rows,
+            [w[: len(r), : len(c)] for w, r, c in zip(weights, rows, columns, strict=True)],
+        )
 
 
 def closest(
@@ -164,7 +196,9 @@ def closest(
     """Returns the least number of edits to a reference, and the length of that reference.
 
     >>> written = jnp.array([[5, 6, END, END]])
-    >>> edits, lengths = closest(written, jnp.array([[[5, 7, 6, END], [5, END, PAD, PAD], [PAD, PAD, PAD, PAD]]]))
+    >>> edits, lengths = closest(
+    ...     written, jnp.array([[[5, 7, 6, END], [5, END, PAD, PAD], [PAD, PAD, PAD, PAD]]])
+    ... )
     >>> edits.tolist(), lengths.tolist()
     ([1], [3])
     """

@@ -1,7 +1,7 @@
 """Training: from a configuration to a run, its steps, checkpoints and numbers.
 
-``build_run(config)`` checks a configuration, ``Trainer(run, workdir).fit()`` trains or resumes, ``Evaluator(run)``
-scores parameters on the whole evaluation split.
+``build_run(config)`` checks a configuration, ``Trainer(run, workdir).fit()`` trains or resumes,
+``Evaluator(run)`` scores parameters on the whole evaluation split.
 """
 
 from adder_flax.errors import NonFiniteLossError, RunError, user_errors
@@ -12,7 +12,12 @@ from adder_flax.training.evaluator import Evaluator
 from adder_flax.training.identity import identity
 from adder_flax.training.loop import Result, Trainer
 from adder_flax.training.metrics import peak_memory, read_metrics
-from adder_flax.training.optimizers import OPTIMIZERS, OptimizerSpec, register_optimizer, scale_by_adder_rate
+from adder_flax.training.optimizers import (
+    OPTIMIZERS,
+    OptimizerSpec,
+    register_optimizer,
+    scale_by_adder_rate,
+)
 from adder_flax.training.processes import connect, fetch
 from adder_flax.training.setup import Run, abstract_batch, build_run, trace
 from adder_flax.training.step import evaluation_params, make_eval_step, make_train_step

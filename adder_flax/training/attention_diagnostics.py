@@ -1,7 +1,8 @@
-"""How attention and adder layers are doing during a run: a few numbers for each block, at logging steps only.
+"""How attention and adder layers are doing during a run: a few numbers for each block, at logging
+steps only.
 
-``--config.attention_diagnostics=True`` turns them on. A logging step then costs a second forward and backward pass;
-the other steps cost nothing, and what is trained stays the same.
+``--config.attention_diagnostics=True`` turns them on. A logging step then costs a second forward
+and backward pass; the other steps cost nothing, and what is trained stays the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +29,8 @@ def make_attention_diagnostics(
     accumulation_steps: int = 1,
     num_examples: int = 8,
 ) -> Callable[[Any, Batch, int, Hyper], Metrics]:
-    """Returns ``diagnostics(params, batch, step, hyper) → {name: scalar}`` for the step that is about to be taken.
+    """Returns ``diagnostics(params, batch, step, hyper) → {name: scalar}`` for the step that is
+    about to be taken.
 
     Names end in the block, ``block_01`` …, with the branch where there are two:
 
@@ -36,14 +38,19 @@ def make_attention_diagnostics(
     - ``attention_max_logit``: largest scaled score; distances are at most 0.
     - ``attention_logit_std``: standard deviation of a row's scaled scores, mean.
     - ``attention_rank``: fewest singular values that make up 0.9 of their sum, mean over maps.
-    - ``hardtanh_saturation``: share of the differences w − x that the HardTanh rule clips, |c (w − x)| ≥ 1.
-    - ``adder_output_mean``: mean of the raw sums over K, the number of inputs; −1.13 for unit-normal x and w.
-    - ``adder_output_std``: standard deviation of the raw sums of one row over √K, mean; 0.85 for the same.
-    - ``gradient_norm``: of the branch's parameters, its LayerNorm included; and of the parts outside the blocks.
+    - ``hardtanh_saturation``: share of the differences w − x that the HardTanh rule clips, |c (w −
+      x)| ≥ 1.
+    - ``adder_output_mean``: mean of the raw sums over K, the number of inputs; −1.13 for
+      unit-normal x and w.
+    - ``adder_output_std``: standard deviation of the raw sums of one row over √K, mean; 0.85 for
+      the same.
+    - ``gradient_norm``: of the branch's parameters, its LayerNorm included; and of the parts
+      outside the blocks.
 
-    Attention and adder layers outside of blocks go by the path of their module. The first four leave the identity map
-    out. All but the gradient norms are of the first examples of the batch, without dropout. The gradient is that of the
-    step itself, with accumulation that of its first microbatch.
+    Attention and adder layers outside of blocks go by the path of their module. The first four
+    leave the identity map out. All but the gradient norms are of the first examples of the batch,
+    without dropout. The gradient is that of the step itself, with accumulation that of its first
+    microbatch.
 
     Args:
       graphdef: the model without its parameters.
@@ -68,14 +75,20 @@ def make_attention_diagnostics(
 
 
 def _gradient_norms(gradient: dict[str, Any], places: "_Places") -> Metrics:
-    leaves = {tree_path(path).replace("/", "."): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(gradient)}
+    leaves = {
+        tree_path(path).replace("/", "."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(gradient)
+    }
     groups = {
         place: [name for part in parts for name in leaves if _is_inside(name, part)]
         for place, parts in places.branches.items()
     }
     for name in leaves.keys() - {name for group in groups.values() for name in group}:
         groups.setdefault(name.split(".")[0], []).append(name)
-    return {f"gradient_norm/{place}": optax.tree.norm([leaves[n] for n in group]) for place, group in groups.items()}
+    return {
+        f"gradient_norm/{place}": optax.tree.norm([leaves[n] for n in group])
+        for place, group in groups.items()
+    }
 
 
 def _forward_numbers(records: Sequence[Record], places: "_Places") -> Metrics:
@@ -85,7 +98,10 @@ def _forward_numbers(records: Sequence[Record], places: "_Places") -> Metrics:
         if record.kind == "attention":
             numbers, place = measures.attention_numbers(**record.arrays), places.block(record.path)
         elif record.kind == "adder":
-            numbers, place = measures.adder_numbers(**record.arrays, **record.facts), places.branch(record.path)
+            numbers, place = (
+                measures.adder_numbers(**record.arrays, **record.facts),
+                places.branch(record.path),
+            )
         else:
             continue
         for name, value in numbers.items():
@@ -94,10 +110,12 @@ def _forward_numbers(records: Sequence[Record], places: "_Places") -> Metrics:
 
 
 class _Places:
-    """What the parts of a model are called: by their block and branch, or by their path outside of blocks.
+    """What the parts of a model are called: by their block and branch, or by their path outside of
+    blocks.
 
     Attributes:
-      branches: paths of the modules that make up a branch, by the name of block and branch: ``block_01.mlp``.
+      branches: paths of the modules that make up a branch, by the name of block and branch:
+        ``block_01.mlp``.
     """
 
     def __init__(self, records: Sequence[Record]):
@@ -117,7 +135,11 @@ class _Places:
 
     def branch(self, path: str) -> str:
         """The branch that a module is inside of."""
-        found = (name for name, parts in self.branches.items() if any(_is_inside(path, part) for part in parts))
+        found = (
+            name
+            for name, parts in self.branches.items()
+            if any(_is_inside(path, part) for part in parts)
+        )
         return next(found, self.block(path))
 
 

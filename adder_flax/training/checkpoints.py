@@ -1,9 +1,10 @@
 """Checkpoints of a run: the only module that calls Orbax.
 
-A checkpoint is the train state as plain nested dicts under ``<workdir>/checkpoints/<step>``. The newest ones and the
-one with the best score are kept. Writing happens on a background thread. Beside Orbax's own facts a
-checkpoint holds a record, committed with it: the digest of every array, by which a restored state is known to be the
-one that was saved, and the score of the task, larger is better.
+A checkpoint is the train state as plain nested dicts under ``<workdir>/checkpoints/<step>``. The
+newest ones and the one with the best score are kept. Writing happens on a background thread. Beside
+Orbax's own facts a checkpoint holds a record, committed with it: the digest of every array, by
+which a restored state is known to be the one that was saved, and the score of the task, larger is
+better.
 """
 
 import itertools
@@ -36,11 +37,13 @@ _GOING = ".deleted"
 
 
 class SavedCheckpoints:
-    """The checkpoints in one directory, to be read: nothing is written, so a trainer may be at work there.
+    """The checkpoints in one directory, to be read: nothing is written, so a trainer may be at work
+    there.
 
     Args:
       directory: need not exist.
-      of: facts that make a run this one, in JSON: checkpoints saved with others are refused. Empty, none is.
+      of: facts that make a run this one, in JSON: checkpoints saved with others are refused. Empty,
+        none is.
     """
 
     def __init__(self, directory: str | Path, *, of: Mapping[str, Any] = MappingProxyType({})):
@@ -56,13 +59,18 @@ class SavedCheckpoints:
             return []
         except OSError as error:
             raise RunError(
-                f"expected a directory of checkpoints at {self._directory}, got: {error.strerror}; make it one that "
-                "can be read, or move it away"
+                f"expected a directory of checkpoints at {self._directory}, got: {error.strerror}; "
+                "make it one that can be read, or move it away"
             ) from error
-        return sorted(int(name) for name in found if name.isascii() and name.isdecimal() and name == str(int(name)))
+        return sorted(
+            int(name)
+            for name in found
+            if name.isascii() and name.isdecimal() and name == str(int(name))
+        )
 
     def score(self, step: int) -> float | None:
-        """Score of the evaluation saved with a checkpoint, larger is better; None where it was not evaluated.
+        """Score of the evaluation saved with a checkpoint, larger is better; None where it was not
+        evaluated.
 
         Raises:
           ValueError: its record cannot be read.
@@ -86,13 +94,16 @@ class SavedCheckpoints:
             except ValueError as error:
                 if step in self.steps:  # and not deleted by the trainer meanwhile
                     raise RunError(
-                        f"expected the score of every checkpoint in {self._directory}, got at step {step}: {error}; "
-                        f"name one of {self.steps} instead of the best"
+                        f"expected the score of every checkpoint in {self._directory}, got at step "
+                        f"{step}: {error}; name one of {self.steps} instead of the best"
                     ) from error
-        return max(((score, step) for score, step in scored if score is not None), default=(0, None))[1]
+        return max(
+            ((score, step) for score, step in scored if score is not None), default=(0, None)
+        )[1]
 
     def restore(self, abstract_state: Any, which: int | str = "last") -> Any:
-        """Loads a checkpoint onto the shapes and shardings of ``abstract_state``, and verifies its digests.
+        """Loads a checkpoint onto the shapes and shardings of ``abstract_state``, and verifies its
+        digests.
 
         Args:
           abstract_state: the state's tree of ``jax.ShapeDtypeStruct`` with shardings.
@@ -108,28 +119,31 @@ class SavedCheckpoints:
                 self._set_aside({bad: why for bad, why in failures.items() if bad in self.steps})
                 return state
             failures[step] = failure if step in self.steps else "a trainer deleted it"
-        raise self._nothing_restored(which, {step: why for step, why in failures.items() if step in self.steps})
+        raise self._nothing_restored(
+            which, {step: why for step, why in failures.items() if step in self.steps}
+        )
 
     def _nothing_restored(self, which: int | str, failures: dict[int, str]) -> RunError:
         steps, place = self.steps, f"in {self._directory}"
         if failures and which == "last":
             shown = dict(list(failures.items())[:3])
             return RunError(
-                f"expected a readable checkpoint {place}, got only unreadable ones: {shown}; restore one from a copy"
+                f"expected a readable checkpoint {place}, got only unreadable ones: {shown}; "
+                "restore one from a copy"
             )
         if failures:
             step, reason = failures.popitem()
             others = [other for other in steps if other != step]
             return RunError(
-                f"expected a readable checkpoint of step {step} {place}, got: {reason}; restore it from a copy"
-                + (f", or choose one of {others} with --checkpoint" if others else "")
+                f"expected a readable checkpoint of step {step} {place}, got: {reason}; restore it "
+                "from a copy" + (f", or choose one of {others} with --checkpoint" if others else "")
             )
         if not steps:
             return RunError(f"expected a readable checkpoint {place}, got none; train first")
         found = "best, but none of them was evaluated" if which == "best" else which
         return RunError(
-            f"expected a checkpoint at one of the steps {steps} {place}, got {found}; choose one of these with "
-            "--checkpoint"
+            f"expected a checkpoint at one of the steps {steps} {place}, got {found}; choose one "
+            "of these with --checkpoint"
         )
 
     def _choose(self, which: int | str, failures: dict[int, str]) -> int | None:
@@ -146,20 +160,28 @@ class SavedCheckpoints:
         return None if chosen < 0 else chosen
 
     def _try(self, step: int, abstract_state: Any) -> tuple[Any, str | None]:
-        """Returns the state of a checkpoint, or None and why it cannot be read, the same in all processes."""
+        """Returns the state of a checkpoint, or None and why it cannot be read, the same in all
+        processes."""
         state = failure = None
         try:
             record = self._record(step)
             with ThreadPoolExecutor(max_workers=1) as meanwhile:
                 meanwhile.submit(compile_digests, abstract_state)
-                state = ocp.load(self._directory / str(step), abstract_state, checkpointable_name="state")
+                state = ocp.load(
+                    self._directory / str(step), abstract_state, checkpointable_name="state"
+                )
             if record is None:
-                logging.warning("Checkpoint %d has no digests: an older version saved it; not verified", step)
+                logging.warning(
+                    "Checkpoint %d has no digests: an older version saved it; not verified", step
+                )
             else:
                 _verify(state, record["digests"])
         except Exception as error:
             state, failure = None, _reason(error)
-        if jax.process_count() > 1 and multihost_utils.process_allgather(np.int32(failure is not None)).any():
+        if (
+            jax.process_count() > 1
+            and multihost_utils.process_allgather(np.int32(failure is not None)).any()
+        ):
             state, failure = None, failure or "another process could not read it"
         return state, failure
 
@@ -174,7 +196,10 @@ class SavedCheckpoints:
             facts = json.loads((self._directory / str(step) / "_CHECKPOINT_METADATA").read_bytes())
             if "checksum" not in facts["custom_metadata"]:
                 return None
-            checksum, record = facts["custom_metadata"]["checksum"], facts["custom_metadata"]["record"]
+            checksum, record = (
+                facts["custom_metadata"]["checksum"],
+                facts["custom_metadata"]["record"],
+            )
             if checksum != _checksum(record):
                 raise ValueError("its checksum is another")
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -182,16 +207,21 @@ class SavedCheckpoints:
         if (saved := record.get("step", step)) != step:  # older versions did not say
             raise ValueError(f"it was saved as that of step {saved}")
         if self._of and (others := differences(record.get("of") or self._of, self._of)):
-            raise ValueError(f"another run saved it ({'; '.join(others[:3])}{'; …' * (len(others) > 3)})")
+            raise ValueError(
+                f"another run saved it ({'; '.join(others[:3])}{'; …' * (len(others) > 3)})"
+            )
         return record
 
     def _set_aside(self, failures: dict[int, str]) -> None:
         for step, reason in failures.items():
-            logging.warning("Checkpoint %d cannot be read (%s); an older one is taken", step, reason)
+            logging.warning(
+                "Checkpoint %d cannot be read (%s); an older one is taken", step, reason
+            )
 
 
 class Checkpoints(SavedCheckpoints):
-    """The checkpoints in one directory, to be read and written by the one trainer that holds the lock.
+    """The checkpoints in one directory, to be read and written by the one trainer that holds the
+    lock.
 
     Args:
       directory: created if it does not exist.
@@ -207,7 +237,13 @@ class Checkpoints(SavedCheckpoints):
       [7]
     """
 
-    def __init__(self, directory: str | Path, *, keep_last: int = 1, of: Mapping[str, Any] = MappingProxyType({})):
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep_last: int = 1,
+        of: Mapping[str, Any] = MappingProxyType({}),
+    ):
         super().__init__(directory, of=of)
         self._keep_last = keep_last
         self._newest: int | None = None  # that this process saved
@@ -221,7 +257,8 @@ class Checkpoints(SavedCheckpoints):
         with writing("a checkpoint", self._directory):
             self._checkpointer = ocp.training.Checkpointer(
                 self._directory,
-                preservation_policy=ocp.training.preservation_policies.PreserveAll(),  # _remove_old chooses
+                # _remove_old chooses
+                preservation_policy=ocp.training.preservation_policies.PreserveAll(),
                 cleanup_tmp_directories=True,
                 lightweight_initialize=True,  # it would read what may be damaged
             )
@@ -238,7 +275,14 @@ class Checkpoints(SavedCheckpoints):
             self._checkpointer.close()
             self._remove_old()
 
-    def save(self, step: int, state: Any, *, score: float | None = None, digests: dict[str, int] | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        score: float | None = None,
+        digests: dict[str, int] | None = None,
+    ) -> None:
         """Starts writing a checkpoint; returns once the state may be donated again.
 
         Args:
@@ -272,20 +316,29 @@ class Checkpoints(SavedCheckpoints):
     def _remove_old(self) -> None:
         """Removes all but the newest checkpoints, the best one, and those that may be better."""
         steps = self.steps
-        if jax.process_index() != 0 or self._newest not in steps:  # those that were found may be all damaged but one
+        if (
+            jax.process_index() != 0 or self._newest not in steps
+        ):  # those that were found may be all damaged but one
             return
         scored = [(score, step) for step in steps if (score := self._scores.get(step)) is not None]
-        kept = {*steps[-self._keep_last :], *(step for _, step in sorted(scored)[-1:]), *self._unknown}
+        kept = {
+            *steps[-self._keep_last :],
+            *(step for _, step in sorted(scored)[-1:]),
+            *self._unknown,
+        }
         for step in set(steps) - kept:
             # Whoever reads it meanwhile finds all of it or nothing.
             going = (self._directory / str(step)).rename(self._directory / f"{step}{_GOING}")
             self._removing.submit(shutil.rmtree, going, ignore_errors=True)
 
     def _set_aside(self, failures: dict[int, str]) -> None:
-        """Renames checkpoints that cannot be read; only once an older one could, so that the fault is theirs."""
+        """Renames checkpoints that cannot be read; only once an older one could, so that the fault
+        is theirs."""
         for step, reason in failures.items():
             aside = self._unused_name(step)
-            logging.warning("Checkpoint %d cannot be read (%s); set aside as %s", step, reason, aside)
+            logging.warning(
+                "Checkpoint %d cannot be read (%s); set aside as %s", step, reason, aside
+            )
             if jax.process_index() == 0:
                 with writing(aside.name, self._directory):
                     (self._directory / str(step)).rename(aside)
@@ -293,8 +346,12 @@ class Checkpoints(SavedCheckpoints):
             multihost_utils.sync_global_devices("unreadable checkpoints are set aside")
 
     def _unused_name(self, step: int) -> Path:
-        names = itertools.chain([f"{step}.unreadable"], (f"{step}.unreadable.{n}" for n in itertools.count(2)))
-        return next(path for path in map(self._directory.joinpath, names) if not os.path.lexists(path))
+        names = itertools.chain(
+            [f"{step}.unreadable"], (f"{step}.unreadable.{n}" for n in itertools.count(2))
+        )
+        return next(
+            path for path in map(self._directory.joinpath, names) if not os.path.lexists(path)
+        )
 
 
 def _require_files(folder: Path) -> None:
@@ -307,9 +364,13 @@ def _require_files(folder: Path) -> None:
 
 def _verify(state: Any, expected: dict[str, int]) -> None:
     found, _ = take_digests(state)
-    if bad := sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
+    if bad := sorted(
+        name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)
+    ):
         shown = ", ".join(bad[:3]) + (", …" if len(bad) > 3 else "")
-        raise ValueError(f"{len(bad)} of its {len(expected)} arrays are not what was saved: {shown}")
+        raise ValueError(
+            f"{len(bad)} of its {len(expected)} arrays are not what was saved: {shown}"
+        )
 
 
 def _reason(error: Exception) -> str:

@@ -1,4 +1,5 @@
-"""Second-order optimization of a run: which layers have curvature, and an optimizer that asks for it."""
+"""Second-order optimization of a run: which layers have curvature, and an optimizer that asks for
+it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,10 +11,12 @@ import kfac
 
 
 class CurvatureOptimizer(NamedTuple):
-    """An optax transformation whose ``update`` also takes ``curvature=``, and what the training step must know.
+    """An optax transformation whose ``update`` also takes ``curvature=``, and what the training
+    step must know.
 
     Attributes:
-      init, update: as in ``optax.GradientTransformationExtraArgs``; the state holds a ``kfac.CGFacState``.
+      init, update: as in ``optax.GradientTransformationExtraArgs``; the state holds a
+        ``kfac.CGFacState``.
       layers: the layers that have curvature; printing them shows which parameters they cover.
       fisher: which Fisher matrix, see ``kfac.value_grad_and_curvature``.
       interval: steps from one curvature batch to the next.
@@ -44,4 +47,6 @@ def find_layers(loss: Callable, params: Any, examples: Any) -> kfac.Layers:
         outcome = loss(params, examples, key)
         return outcome.loss, outcome.outputs
 
-    return kfac.find_layers(loss_and_outputs, params, examples, jax.eval_shape(lambda: jax.random.key(0)))
+    return kfac.find_layers(
+        loss_and_outputs, params, examples, jax.eval_shape(lambda: jax.random.key(0))
+    )

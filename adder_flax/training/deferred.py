@@ -8,7 +8,8 @@ from adder_flax.training.step import Metrics
 
 
 class DeferredMetrics:
-    """Holds the metrics of the newest step until the next one is under way: only then does the host wait for them.
+    """Holds the metrics of the newest step until the next one is under way: only then does the host
+    wait for them.
 
     Args:
       run: whose steps they are.
@@ -23,7 +24,8 @@ class DeferredMetrics:
         self.restart_clock(step)
 
     def restart_clock(self, step: int) -> None:
-        """Measures speed from this step on; what else took time since the last one does not count."""
+        """Measures speed from this step on; what else took time since the last one does not
+        count."""
         self._clock = (step, time.monotonic())
 
     def is_logged(self, step: int) -> bool:
@@ -56,7 +58,10 @@ class DeferredMetrics:
             **{f"train/{name}": float(value) for name, value in metrics["task"].items()},
             "train/grad_norm": float(metrics["grad_norm"]),
             "train/learning_rate": float(metrics["learning_rate"]),
-            **{name: float(value) for name, value in (metrics["optimizer"] | metrics["diagnostics"]).items()},
+            **{
+                name: float(value)
+                for name, value in (metrics["optimizer"] | metrics["diagnostics"]).items()
+            },
         }
         shown = [f"step {step}/{run.num_steps}", f"loss {scalars['train/loss']:.4f}"]
         shown += [f"{name} {scalars[f'train/{name}']:.3f}" for name in metrics["task"]]

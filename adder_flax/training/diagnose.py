@@ -23,7 +23,8 @@ def non_finite_leaves(tree: Any) -> list[str]:
 
 
 def first_non_finite(fn: Callable, *args: Any) -> str | None:
-    """Runs a function operation by operation and names the first that makes an infinity or NaN out of finite inputs.
+    """Runs a function operation by operation and names the first that makes an infinity or NaN out
+    of finite inputs.
 
     Args:
       fn: a function of arrays that JAX can trace.
@@ -66,7 +67,9 @@ def _evaluate(program: core.ClosedJaxpr, args: Sequence[Any], scope: str) -> lis
     return jaxprs.evaluate(program, args, run_equation)
 
 
-def _evaluate_equation(program: core.Jaxpr, equation: core.JaxprEqn, inputs: list[Any], scope: str) -> list[Any]:
+def _evaluate_equation(
+    program: core.Jaxpr, equation: core.JaxprEqn, inputs: list[Any], scope: str
+) -> list[Any]:
     if equation.primitive.name == "scan" and not equation.params["reverse"]:
         return _evaluate_scan(equation.params, inputs, scope)
     if (inner := jaxprs.callee(equation)) is not None:
@@ -80,7 +83,9 @@ def _evaluate_scan(params: Any, inputs: list[Any], scope: str) -> list[Any]:
     columns = inputs[num_consts + num_carry :]
     rows = []
     for i in range(params["length"]):
-        outputs = _evaluate(params["jaxpr"], [*consts, *carry, *(x[i] for x in columns)], f"{scope}/{i}")
+        outputs = _evaluate(
+            params["jaxpr"], [*consts, *carry, *(x[i] for x in columns)], f"{scope}/{i}"
+        )
         carry = outputs[:num_carry]
         rows.append(outputs[num_carry:])
     return [*carry, *(jnp.stack(column) for column in zip(*rows, strict=True))]

@@ -1,7 +1,7 @@
 """Digests of arrays: 32 bits each, by which a checkpoint is known to hold what was saved.
 
-They are computed where the arrays are, in one pass over them that also looks for infinities and NaN, and do not depend
-on how an array is split over devices and processes.
+They are computed where the arrays are, in one pass over them that also looks for infinities and
+NaN, and do not depend on how an array is split over devices and processes.
 """
 
 import functools
@@ -18,15 +18,18 @@ from jax.sharding import PartitionSpec as P
 
 from adder_flax.training.sharding import tree_path
 
-# Odd, with evenly spread bits: 2³² over the golden ratio, and the factors of MurmurHash3's finaliser.
+# Odd, with evenly spread bits: 2³² over the golden ratio, and the factors of MurmurHash3's
+# finaliser.
 _SPREAD, _MIX_1, _MIX_2 = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 
 
 def take_digests(tree: Any) -> tuple[dict[str, int], list[str]]:
-    """Returns the digest of each array of a tree, and the names of those that hold an infinity or NaN.
+    """Returns the digest of each array of a tree, and the names of those that hold an infinity or
+    NaN.
 
-    A digest is the sum over all elements, modulo 2³², of a bijective mix of the element's bits and its position: the
-    change of one element always changes it, other damage goes unseen with probability 2⁻³².
+    A digest is the sum over all elements, modulo 2³², of a bijective mix of the element's bits and
+    its position: the change of one element always changes it, other damage goes unseen with
+    probability 2⁻³².
 
     Args:
       tree: of arrays in any sharding. Where several processes hold them, all must call it.
@@ -46,12 +49,15 @@ def take_digests(tree: Any) -> tuple[dict[str, int], list[str]]:
 
 
 def compile_digests(abstract_tree: Any) -> None:
-    """Compiles what :func:`take_digests` needs, so that it can be done while the arrays are not there yet.
+    """Compiles what :func:`take_digests` needs, so that it can be done while the arrays are not
+    there yet.
 
     Args:
       abstract_tree: of ``jax.ShapeDtypeStruct`` with the shardings that the arrays will have.
     """
-    for leaf in {(x.shape, x.dtype, x.sharding): x for x in jax.tree.leaves(abstract_tree)}.values():
+    for leaf in {
+        (x.shape, x.dtype, x.sharding): x for x in jax.tree.leaves(abstract_tree)
+    }.values():
         _digest_on(_everywhere(leaf)).lower(leaf).compile()
 
 

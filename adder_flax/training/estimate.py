@@ -1,4 +1,5 @@
-"""What a run will take, known before it starts: its very training step, compiled for a topology and not run."""
+"""What a run will take, known before it starts: its very training step, compiled for a topology and
+not run."""
 
 import dataclasses
 import math
@@ -14,9 +15,14 @@ from adder_flax.training import hlo, sharding
 from adder_flax.training.setup import Run, abstract_batch, trace
 from adder_flax.training.topology import GIB, memory_bytes
 
-_STATE_NAMES = {"params": "parameters", "opt_state": "optimizer state", "ema_params": "averaged parameters"}
-# How XLA:TPU complains. Either number is of everything together: what the first message calls temporaries includes
-# the arguments, as a program with 10 GiB of them and 8 GiB of temporaries shows, which is refused for 18 GiB.
+_STATE_NAMES = {
+    "params": "parameters",
+    "opt_state": "optimizer state",
+    "ema_params": "averaged parameters",
+}
+# How XLA:TPU complains. Either number is of everything together: what the first message calls
+# temporaries includes the arguments, as a program with 10 GiB of them and 8 GiB of temporaries
+# shows, which is refused for 18 GiB.
 _REQUIRED = re.compile(r"(?:temporaries \(|Used )([\d.]+)([KMGT])")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -27,9 +33,10 @@ class Estimate:
 
     Attributes:
       device_kind, num_devices: of the topology.
-      memory: bytes on one device by kind: each part of the train state, the batch, the compiled program, and
-        "activations, gradients": what the compiler laid out for the step beside them. That for TPUs packs only as
-        tightly as it must; where it laid out more than there is, and accepted it, this is the peak of what is alive.
+      memory: bytes on one device by kind: each part of the train state, the batch, the compiled
+        program, and "activations, gradients": what the compiler laid out for the step beside them.
+        That for TPUs packs only as tightly as it must; where it laid out more than there is, and
+        accepted it, this is the peak of what is alive.
       capacity: bytes that programs can use on one device; None where it is not known.
       collectives: by kind, from the compiled program; empty where it does not fit.
       compile_seconds: time that the compiler took.
@@ -69,7 +76,11 @@ def estimate(run: Run) -> Estimate:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        beside, traffic, found_room = {"activations, gradients": _excess(str(error), sum(state.values()))}, {}, False
+        beside, traffic, found_room = (
+            {"activations, gradients": _excess(str(error), sum(state.values()))},
+            {},
+            False,
+        )
     else:
         checked = capacity if device.platform == "tpu" else None
         beside = _working_memory(compiled.memory_analysis(), sum(state.values()), checked)
@@ -77,7 +88,9 @@ def estimate(run: Run) -> Estimate:
         found_room = capacity is None or sum(state.values()) + sum(beside.values()) <= capacity
     seconds = time.perf_counter() - start
     memory = state | beside
-    return Estimate(device.device_kind, run.mesh.size, memory, capacity, traffic, seconds, found_room)
+    return Estimate(
+        device.device_kind, run.mesh.size, memory, capacity, traffic, seconds, found_room
+    )
 
 
 def lower(run: Run) -> jax.stages.Lowered:
@@ -91,17 +104,27 @@ def _bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 def _working_memory(analysis: Any, resident: int, checked: int | None) -> dict[str, int]:
-    """Returns what an accepted program needs beside its state; ``checked`` is the room that the compiler looked at."""
+    """Returns what an accepted program needs beside its state; ``checked`` is the room that the
+    compiler looked at."""
     # Donated buffers count as arguments and as results; state and batch are told apart above.
-    beside = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes - resident
-    working, program = analysis.temp_size_in_bytes + max(beside, 0), analysis.generated_code_size_in_bytes
+    beside = (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        - resident
+    )
+    working, program = (
+        analysis.temp_size_in_bytes + max(beside, 0),
+        analysis.generated_code_size_in_bytes,
+    )
     if checked is not None and resident + working + program > checked:
         working = analysis.peak_memory_in_bytes - resident
     return {"activations, gradients": working, "program": program}
 
 
 def _excess(message: str, resident: int) -> int:
-    """Reads from XLA's complaint how much a program needs beside what it is given, 0 where it does not say."""
+    """Reads from XLA's complaint how much a program needs beside what it is given, 0 where it does
+    not say."""
     required = _REQUIRED.search(message)
     return max(round(float(required[1]) * _UNITS[required[2]]) - resident, 0) if required else 0
 
@@ -118,21 +141,28 @@ def advise(run: Run, estimated: Estimate) -> list[str]:
     sharded = run.mesh.shape["fsdp"] * run.mesh.shape["tensor"]
     for_state, for_activations = [], []
     if sharded < estimated.num_devices:
-        saved = (state + memory[_STATE_NAMES["params"]]) * (1 - sharded / estimated.num_devices) / GIB
-        for_state.append(
-            f"--config.mesh.data=1 --config.mesh.fsdp=-1: parameters, gradients and optimizer state split over all "
-            f"{estimated.num_devices} devices, {saved:.2f} GiB less"
+        saved = (
+            (state + memory[_STATE_NAMES["params"]]) * (1 - sharded / estimated.num_devices) / GIB
         )
-    per_device = config.batch_size // sharding.num_batch_shards(run.mesh) // config.accumulation_steps
+        for_state.append(
+            "--config.mesh.data=1 --config.mesh.fsdp=-1: parameters, gradients and optimizer state "
+            f"split over all {estimated.num_devices} devices, {saved:.2f} GiB less"
+        )
+    per_device = (
+        config.batch_size // sharding.num_batch_shards(run.mesh) // config.accumulation_steps
+    )
     if not getattr(run.settings.model, "remat", True):
         for_activations.append(
-            "--config.model.remat=True: activations computed again in the backward pass, a third more time"
+            "--config.model.remat=True: activations computed again in the backward pass, a third "
+            "more time"
         )
     if per_device > 1:
-        more = config.accumulation_steps * next(n for n in range(2, per_device + 1) if per_device % n == 0)
+        more = config.accumulation_steps * next(
+            n for n in range(2, per_device + 1) if per_device % n == 0
+        )
         for_activations.append(
-            f"--config.accumulation_steps={more}: {config.batch_size // more} {run.task.unit} at a time instead of "
-            f"{config.batch_size // config.accumulation_steps}, the same result"
+            f"--config.accumulation_steps={more}: {config.batch_size // more} {run.task.unit} at a "
+            f"time instead of {config.batch_size // config.accumulation_steps}, the same result"
         )
     if getattr(run.settings.model, "dtype", "") == "float32":
         for_activations.append("--config.model.dtype=bfloat16: activations half as large")

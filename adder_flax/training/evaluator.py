@@ -21,7 +21,9 @@ class Evaluator:
     def __init__(self, run: Run):
         self._run = run
         shards = sharding.num_batch_shards(run.mesh)
-        batch_size = math.ceil(min(run.config.eval_batch_size, len(run.eval_source)) / shards) * shards
+        batch_size = (
+            math.ceil(min(run.config.eval_batch_size, len(run.eval_source)) / shards) * shards
+        )
         self._batches = data.EvalPipeline(
             run.eval_source,
             batch_size,
@@ -42,7 +44,8 @@ class Evaluator:
         if not total["count"]:
             source = self._run.eval_source
             raise RunError(
-                f"expected a readable record in {source.name}/{source.split} to evaluate on, got none of "
-                f"{len(source)}; the warnings name them: replace them, or set --config.data.data_dir"
+                f"expected a readable record in {source.name}/{source.split} to evaluate on, got "
+                f"none of {len(source)}; the warnings name them: replace them, or set "
+                "--config.data.data_dir"
             )
         return {f"eval/{name}": value for name, value in self._run.task.scores(total).items()}

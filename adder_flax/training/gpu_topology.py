@@ -1,4 +1,5 @@
-"""NVIDIA GPUs to compile for that are not there: XLA and NVIDIA's assembler need a description, and no driver."""
+"""NVIDIA GPUs to compile for that are not there: XLA and NVIDIA's assembler need a description, and
+no driver."""
 
 import importlib.util
 import os
@@ -23,7 +24,8 @@ class Gpu(NamedTuple):
       lanes_per_core: float32 units of one.
       clock_ghz: highest clock of the cores.
       memory_bytes, bandwidth_bytes, l2_bytes: of its memory; the second in a second.
-      shared_bytes, shared_bytes_per_block: shared memory of a core, and the most that one block gets.
+      shared_bytes, shared_bytes_per_block: shared memory of a core, and the most that one block
+        gets.
     """
 
     device_kind: str
@@ -38,7 +40,8 @@ class Gpu(NamedTuple):
     shared_bytes_per_block: int
 
     def architecture(self) -> str:
-        """Returns the name under which assemblers know it; ``a`` adds what later ones do not have."""
+        """Returns the name under which assemblers know it; ``a`` adds what later ones do not
+        have."""
         major, minor = self.capability
         return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
@@ -64,10 +67,11 @@ class Gpu(NamedTuple):
             dnn_version_info {{ major: 9 minor: 10 }}
             runtime_version {{ major: 12 minor: 8 }}
             device_description_str: "{self.device_kind}"
-        """
+        """  # noqa: E501 - lines of another language
 
 
-# From the specifications that XLA itself is tested with (openxla/xla, xla/backends/gpu/target_config/specs).
+# From the specifications that XLA itself is tested with (openxla/xla,
+# xla/backends/gpu/target_config/specs).
 GPUS = {
     "a100": Gpu(
         *("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41),
@@ -93,11 +97,15 @@ _SHARE_OF_PROGRAMS = 0.75
 
 
 def usable_bytes(device: jax.Device) -> int | None:
-    """Returns the memory that programs can use by default of a GPU that is not there; None for other devices."""
+    """Returns the memory that programs can use by default of a GPU that is not there; None for
+    other devices."""
     sizes = {gpu.device_kind: gpu.memory_bytes for gpu in GPUS.values()}
     if device.platform != "gpu" or device.device_kind not in sizes:
         return None
-    return int(sizes[device.device_kind] * float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _SHARE_OF_PROGRAMS)))
+    return int(
+        sizes[device.device_kind]
+        * float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _SHARE_OF_PROGRAMS))
+    )
 
 
 def gpu_devices(name: str) -> list[jax.Device]:
@@ -114,18 +122,24 @@ def gpu_devices(name: str) -> list[jax.Device]:
       Traceback (most recent call last):
       ...
       adder_flax.errors.RunError: expected config.topology as h100:8 or, on two hosts, h100:2x8, got 'h100:many'
-    """
+    """  # noqa: E501 - a message is one line
     kind, _, size = name.partition(":")
     counts = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)", size)
     if counts is None:
-        raise RunError(f"expected config.topology as {kind}:8 or, on two hosts, {kind}:2x8, got {name!r}")
+        raise RunError(
+            f"expected config.topology as {kind}:8 or, on two hosts, {kind}:2x8, got {name!r}"
+        )
     _require_compiler(name)
     try:
         topology = topologies.get_topology_desc(
-            platform="cuda", topology=f"1x{counts[1] or 1}x{counts[2]}", target_config=GPUS[kind].description()
+            platform="cuda",
+            topology=f"1x{counts[1] or 1}x{counts[2]}",
+            target_config=GPUS[kind].description(),
         )
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        raise RunError(f"expected to describe {name} to XLA's compiler, got: {first_line(error)}") from error
+        raise RunError(
+            f"expected to describe {name} to XLA's compiler, got: {first_line(error)}"
+        ) from error
     return list(topology.devices)
 
 
@@ -149,8 +163,9 @@ def _require_compiler(name: str) -> None:
         version = ".".join(jax.__version__.split(".")[:3])
         compiler = f"the compiler for NVIDIA GPUs, which needs no GPU, to compile for {name}"
         raise RunError(
-            f"{missing(compiler, 'gpu-compile')}, or jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version} "
-            "nvidia-cuda-nvcc-cu12 (Linux), or set --config.topology=cpu:8"
+            f"{missing(compiler, 'gpu-compile')}, or jax-cuda12-plugin=={version} "
+            f"jax-cuda12-pjrt=={version} nvidia-cuda-nvcc-cu12 (Linux), or set "
+            "--config.topology=cpu:8"
         )
     # XLA takes the first assembler that it finds; another one may not know what it writes.
     os.environ["PATH"] = os.pathsep.join([str(folder), os.environ.get("PATH", "")])

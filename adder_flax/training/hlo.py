@@ -9,7 +9,9 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.+?) ([a-z][\w\-]*)\(")
-_CALLED = re.compile(r"(calls|to_apply|body|condition|called_computations|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)")
+_CALLED = re.compile(
+    r"(calls|to_apply|body|condition|called_computations|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+)
 _TRIP_COUNT = re.compile(r"known_trip_count\W+n\W+(\d+)")
 _ARRAY = re.compile(r"\b([a-z]+\d+[a-z0-9]*|pred)\[([\d,]*)\]")
 
@@ -20,7 +22,8 @@ class Traffic:
 
     Attributes:
       count: how many there are, those of a loop once for each turn.
-      bytes: size of their results on one device; for a reduce-scatter, whose result is a part, of its operands.
+      bytes: size of their results on one device; for a reduce-scatter, whose result is a part, of
+        its operands.
     """
 
     count: int = 0
@@ -42,7 +45,9 @@ def collectives(hlo: str) -> dict[str, Traffic]:
       {'all-reduce': Traffic(count=1, bytes=64)}
     """
     found: dict[str, list[tuple[str, int]]] = defaultdict(list)  # by computation: kind and bytes
-    calls: dict[str, list[tuple[str, int]]] = defaultdict(list)  # by computation: callee and number of turns
+    calls: dict[str, list[tuple[str, int]]] = defaultdict(
+        list
+    )  # by computation: callee and number of turns
     shapes: dict[str, int] = {}
     entry = here = ""
     for line in hlo.splitlines():
@@ -87,9 +92,13 @@ def _callees(line: str) -> list[tuple[str, int]]:
 
 
 def _scattered(found: dict[str, list[tuple[str, int]]]) -> dict[str, list[tuple[str, int]]]:
-    """Calls an all-reduce that is fused with the choice of one part by its name: XLA:TPU's form of reduce-scatter."""
+    """Calls an all-reduce that is fused with the choice of one part by its name: XLA:TPU's form of
+    reduce-scatter."""
     return {
-        name: [("reduce-scatter" if "all-reduce-scatter" in name else kind, size) for kind, size in items]
+        name: [
+            ("reduce-scatter" if "all-reduce-scatter" in name else kind, size)
+            for kind, size in items
+        ]
         for name, items in found.items()
     }
 

@@ -37,7 +37,8 @@ def flatten_config(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def with_defaults(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns flattened fields with the declared defaults of what they lack, which a later version may have added.
+    """Returns flattened fields with the declared defaults of what they lack, which a later version
+    may have added.
 
     Example:
       >>> with_defaults({"seed": 3})["optimizer.name"]
@@ -54,7 +55,8 @@ def with_defaults(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def identity(config: Any) -> dict[str, Any]:
-    """Returns the fields, flattened, that make a run this one: all but those that say how it is executed.
+    """Returns the fields, flattened, that make a run this one: all but those that say how it is
+    executed.
 
     Example:
       >>> from ml_collections import ConfigDict
@@ -66,10 +68,13 @@ def identity(config: Any) -> dict[str, Any]:
 
 
 def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns in words which fields of two runs differ; one that is absent is at its declared default.
+    """Returns in words which fields of two runs differ; one that is absent is at its declared
+    default.
 
     Example:
-      >>> differences({"seed": 0, "batch_size": 32}, {"seed": 1, "batch_size": 32, "ema_decay": 0.9})
+      >>> differences(
+      ...     {"seed": 0, "batch_size": 32}, {"seed": 1, "batch_size": 32, "ema_decay": 0.9}
+      ... )
       ['ema_decay: 0.0 there, 0.9 now', 'seed: 0 there, 1 now']
     """
     there, now = with_defaults(there), with_defaults(now)

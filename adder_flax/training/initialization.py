@@ -1,4 +1,5 @@
-"""The weights that a seed gives when each is drawn by its own path, so that models that differ in part are paired."""
+"""The weights that a seed gives when each is drawn by its own path, so that models that differ in
+part are paired."""
 
 import itertools
 import zlib
@@ -14,10 +15,12 @@ from adder_flax.training.sharding import tree_path
 
 
 def params_by_path(build: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Any:
-    """Returns the parameters of a model, the random numbers of each a function of the seed and its path alone.
+    """Returns the parameters of a model, the random numbers of each a function of the seed and its
+    path alone.
 
-    Two models then begin alike wherever they have parameters of one path, shape and initial distribution, whatever else
-    they are made of. What is drawn for which parameter is read from the traced program.
+    Two models then begin alike wherever they have parameters of one path, shape and initial
+    distribution, whatever else they are made of. What is drawn for which parameter is read from the
+    traced program.
 
     Args:
       build: makes the model from a stream of keys.
@@ -28,7 +31,12 @@ def params_by_path(build: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Any:
 
     Example:
       >>> narrow, wide = (
-      ...     params_by_path(lambda rngs: nnx.Sequential(nnx.Linear(2, n, rngs=rngs), nnx.Linear(3, 2, rngs=rngs)), 0)
+      ...     params_by_path(
+      ...         lambda rngs: nnx.Sequential(
+      ...             nnx.Linear(2, n, rngs=rngs), nnx.Linear(3, 2, rngs=rngs)
+      ...         ),
+      ...         0,
+      ...     )
       ...     for n in (3, 4)
       ... )
       >>> bool((narrow["layers"][1]["kernel"] == wide["layers"][1]["kernel"]).all())

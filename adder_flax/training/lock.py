@@ -33,9 +33,10 @@ class HeldError(RunError):
 def lock_workdir(workdir: str | Path, name: str = _NAME) -> Iterator["Lock | None"]:
     """Makes a run's directory this process's own for as long as the context is open.
 
-    The file, ``trainer.lock`` unless named, names its owner and is locked in the kernel, which lets go of it when the
-    process ends in whatever way. What a killed one leaves is therefore known to be stale on the same machine. That a
-    process on another machine has ended cannot be known here: the message says which file to remove.
+    The file, ``trainer.lock`` unless named, names its owner and is locked in the kernel, which lets
+    go of it when the process ends in whatever way. What a killed one leaves is therefore known to
+    be stale on the same machine. That a process on another machine has ended cannot be known here:
+    the message says which file to remove.
 
     Of several processes the first holds the lock for all of them.
 
@@ -53,15 +54,19 @@ def lock_workdir(workdir: str | Path, name: str = _NAME) -> Iterator["Lock | Non
       Traceback (most recent call last):
       ...
       adder_flax.training.lock.HeldError: expected ... without another trainer, got process ... since ...
-    """
+    """  # noqa: E501 - a message is one line
     path, lock, refused = Path(workdir).absolute() / name, None, None
     if jax.process_index() == 0:
         try:
             lock = Lock(path)
         except RunError as error:
             refused = error
-    if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(np.int32(refused is not None)):
-        refused = refused or RunError(f"expected process 0 to lock {path.parent}, got a refusal; see its message")
+    if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(
+        np.int32(refused is not None)
+    ):
+        refused = refused or RunError(
+            f"expected process 0 to lock {path.parent}, got a refusal; see its message"
+        )
     if refused is not None:
         raise refused
     try:
@@ -87,7 +92,8 @@ class Lock:
         self._directory = os.stat(path.parent)
 
     def check(self) -> None:
-        """Makes sure that the directory is still this process's own; to be called before something is saved there.
+        """Makes sure that the directory is still this process's own; to be called before something
+        is saved there.
 
         A file that was removed is put back, where nobody else has taken the directory meanwhile.
 
@@ -100,8 +106,9 @@ class Lock:
             moved = True
         if moved:
             raise RunError(
-                f"expected the directory {self._path.parent} to stay where it is while a run trains, got none or "
-                "another one there; put it back and run the same command again to resume, or begin anew"
+                f"expected the directory {self._path.parent} to stay where it is while a run "
+                "trains, got none or another one there; put it back and run the same command again "
+                "to resume, or begin anew"
             )
         if _is_at(self._file, self._path):
             return
@@ -123,7 +130,9 @@ def _acquire(path: Path) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+            descriptor = os.open(
+                path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644
+            )
             try:
                 _claim(descriptor, path)
             except BaseException:
@@ -134,8 +143,8 @@ def _acquire(path: Path) -> int:
             os.close(descriptor)  # its owner has just ended and removed it
     except OSError as error:
         raise RunError(
-            f"expected a directory to write to, got {path.parent}: {first_line(error)}; make it writable, or choose "
-            "another --workdir"
+            f"expected a directory to write to, got {path.parent}: {first_line(error)}; make it "
+            "writable, or choose another --workdir"
         ) from error
 
 
@@ -165,10 +174,14 @@ def _claim(descriptor: int, path: Path) -> None:
 
 def _held(path: Path, owner: dict[str, Any] | None) -> HeldError:
     if owner is None:
-        return HeldError(f"expected {path.parent} without another trainer, got one that just begins; wait for its end")
+        return HeldError(
+            f"expected {path.parent} without another trainer, got one that just begins; wait for "
+            "its end"
+        )
     return HeldError(
-        f"expected {path.parent} without another trainer, got process {owner['pid']} on {owner['host']} since "
-        f"{owner['since']}; wait for its end, choose another --workdir, or, if that process is gone, remove {path}"
+        f"expected {path.parent} without another trainer, got process {owner['pid']} on "
+        f"{owner['host']} since {owner['since']}; wait for its end, choose another --workdir, or, "
+        f"if that process is gone, remove {path}"
     )
 
 
@@ -213,7 +226,8 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """Returns when a process began, in the kernel's clock ticks: a number is given again, but not at the same time."""
+    """Returns when a process began, in the kernel's clock ticks: a number is given again, but not
+    at the same time."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,5 @@
-"""The training loop: batches in, steps dispatched, metrics of step n-1 written after step n is on its way."""
+"""The training loop: batches in, steps dispatched, metrics of step n-1 written after step n is on
+its way."""
 
 import contextlib
 import dataclasses
@@ -63,29 +64,36 @@ class Trainer:
     Args:
       run: from :func:`adder_flax.training.build_run`.
       workdir: where metrics and checkpoints go.
-      start_time: ``time.monotonic()`` when the process began, for the report of how long it took to the first step.
+      start_time: ``time.monotonic()`` when the process began, for the report of how long it took to
+        the first step.
     """
 
     def __init__(self, run: Run, workdir: str | Path, *, start_time: float | None = None):
         self._run = run
         self._workdir = Path(workdir)
         self._start_up = StartUp(start_time or time.monotonic())
-        self._num_records = {source.split: len(source) for source in (run.train_source, run.eval_source)}
+        self._num_records = {
+            source.split: len(source) for source in (run.train_source, run.eval_source)
+        }
         self._evaluate = Evaluator(run)
         self._batches = run.batches(sharding.local_rows(run.mesh, run.config.batch_size))
         self._profiler = Profiler(run.config.profile_steps, self._workdir / "profile")
 
     def fit(self) -> Result:
-        """Trains until the last step, or until SIGINT, SIGTERM or SIGHUP asks to stop; both leave a checkpoint.
+        """Trains until the last step, or until SIGINT, SIGTERM or SIGHUP asks to stop; both leave a
+        checkpoint.
 
         Raises:
-          NonFiniteLossError: the loss or a gradient is infinite or NaN; the state before it is checkpointed.
+          NonFiniteLossError: the loss or a gradient is infinite or NaN; the state before it is
+            checkpointed.
           RunError: a checkpoint cannot be read or written.
         """
         run, workdir, main_host = self._run, self._workdir, jax.process_index() == 0
         with (
             lock_workdir(workdir) as lock,
-            Checkpoints(open_workdir(workdir, run.config) / "checkpoints", of=identity(run.config)) as checkpoints,
+            Checkpoints(
+                open_workdir(workdir, run.config) / "checkpoints", of=identity(run.config)
+            ) as checkpoints,
             InterruptWatch() as watch,
         ):
             state = checkpoints.restore(run.abstract_state) if checkpoints.steps else run.init()
@@ -93,7 +101,9 @@ class Trainer:
             changed = self._check_data(start)
             self._start_up.parameters_ready()
             with (
-                MetricWriter(workdir, start_step=start, enabled=main_host and start < run.num_steps) as writer,
+                MetricWriter(
+                    workdir, start_step=start, enabled=main_host and start < run.num_steps
+                ) as writer,
                 Progress(run.num_steps, start, enabled=main_host) as progress,
             ):
                 # After all that can do without kernels: they may have to be built.
@@ -119,15 +129,17 @@ class Trainer:
         changed = changed_data(self._workdir, self._num_records)
         if start > self._run.num_steps:
             raise RunError(
-                f"expected a run of at least the {start} steps that were done, got one of {self._run.num_steps}"
-                f"{f': {changed}' if changed else ''}; put the data back as it was, or choose another --workdir"
+                f"expected a run of at least the {start} steps that were done, got one of "
+                f"{self._run.num_steps}{f': {changed}' if changed else ''}; put the data back as "
+                "it was, or choose another --workdir"
             )
         return changed
 
     def _steps(
         self, state: State, start: int, outputs: _Outputs, watch: InterruptWatch
     ) -> tuple[State, dict[str, float], signal.Signals | None]:
-        """Takes the steps that are left; returns the state, the last evaluation, and the signal that stopped them."""
+        """Takes the steps that are left; returns the state, the last evaluation, and the signal
+        that stopped them."""
         run, evaluation, stop_vote, stopped = self._run, {}, StopVote(self._run.mesh), None
         with (
             jax.set_mesh(run.mesh),
@@ -138,7 +150,11 @@ class Trainer:
                 self._profiler.before_step(step)
                 batch = sharding.put_batch(next(batches), run.mesh)
                 # Before the step, which gives the memory of the old parameters away.
-                diagnostics = self._diagnose(state, batch, step) if outputs.metrics.is_logged(step + 1) else {}
+                diagnostics = (
+                    self._diagnose(state, batch, step)
+                    if outputs.metrics.is_logged(step + 1)
+                    else {}
+                )
                 state, metrics = run.train_step(state, batch, run.hyper)
                 self._flush(outputs, state)
                 outputs.metrics.put(step + 1, metrics | {"diagnostics": diagnostics})
@@ -163,7 +179,8 @@ class Trainer:
         return self._run.program.diagnose(state["params"], batch, step, self._run.hyper)
 
     def _due(self, step: int) -> tuple[bool, bool]:
-        """Returns whether the configuration asks for an evaluation after a step, and whether for a checkpoint."""
+        """Returns whether the configuration asks for an evaluation after a step, and whether for a
+        checkpoint."""
         run = self._run
 
         def every(steps: int) -> bool:
@@ -171,19 +188,28 @@ class Trainer:
 
         return every(run.config.eval_every_steps), every(run.config.checkpoint_every_steps)
 
-    def _save(self, state: State, step: int, outputs: _Outputs, evaluates: bool) -> dict[str, float]:
-        """Writes a checkpoint, with the scores of the state where it is evaluated, and returns these."""
+    def _save(
+        self, state: State, step: int, outputs: _Outputs, evaluates: bool
+    ) -> dict[str, float]:
+        """Writes a checkpoint, with the scores of the state where it is evaluated, and returns
+        these."""
         run, evaluation, score = self._run, {}, None
         if outputs.lock is not None:
             outputs.lock.check()
         digests, non_finite = take_digests(state)
         if non_finite:
             names = ", ".join(non_finite[:3]) + (", …" if len(non_finite) > 3 else "")
-            raise self._not_saved("a finite train state", step, f"an infinity or NaN in {names}", outputs.checkpoints)
+            raise self._not_saved(
+                "a finite train state", step, f"an infinity or NaN in {names}", outputs.checkpoints
+            )
         if evaluates:
             evaluation = self._evaluate(evaluation_params(state))
-            if run.config.non_finite == "stop" and not math.isfinite(loss := evaluation["eval/loss"]):
-                raise self._not_saved("a finite loss in the evaluation", step, str(loss), outputs.checkpoints)
+            if run.config.non_finite == "stop" and not math.isfinite(
+                loss := evaluation["eval/loss"]
+            ):
+                raise self._not_saved(
+                    "a finite loss in the evaluation", step, str(loss), outputs.checkpoints
+                )
             outputs.writer.write(step, evaluation)
             outputs.progress.line(_describe(step, run, evaluation))
             score = evaluation[f"eval/{run.task.best.name}"] * (1 if run.task.best.largest else -1)
@@ -200,15 +226,17 @@ class Trainer:
         """Writes the metrics that were put last, unless they say that the run has to stop.
 
         Raises:
-          NonFiniteLossError: their loss or gradient is not finite; no step since has changed the parameters.
+          NonFiniteLossError: their loss or gradient is not finite; no step since has changed the
+            parameters.
         """
         step = outputs.metrics.flush()
         if step is not None:
             raise NonFiniteLossError(
-                f"expected a finite loss and gradient, got a non-finite one at step {step} of {self._run.num_steps}: "
-                f"{self._explain_non_finite(state['params'], step - 1)}. "
-                f"Checkpoints kept: {_kept(outputs.checkpoints)}. Lower --config.optimizer.learning_rate, "
-                "lengthen --config.optimizer.warmup_epochs, or go on past such batches with --config.non_finite=skip"
+                f"expected a finite loss and gradient, got a non-finite one at step {step} of "
+                f"{self._run.num_steps}: {self._explain_non_finite(state['params'], step - 1)}. "
+                f"Checkpoints kept: {_kept(outputs.checkpoints)}. Lower "
+                "--config.optimizer.learning_rate, lengthen --config.optimizer.warmup_epochs, or "
+                "go on past such batches with --config.non_finite=skip"
             )
 
     def _explain_non_finite(self, params: Any, index: int) -> str:
@@ -224,11 +252,13 @@ class Trainer:
 
         return explain_non_finite(loss, params, jax.jit(jax.grad(loss)), examples, dropout_key)
 
-    def _not_saved(self, expected: str, step: int, got: str, checkpoints: Checkpoints) -> NonFiniteLossError:
+    def _not_saved(
+        self, expected: str, step: int, got: str, checkpoints: Checkpoints
+    ) -> NonFiniteLossError:
         return NonFiniteLossError(
-            f"expected {expected} after step {step} of {self._run.num_steps}, got {got}; the state is not saved. "
-            f"Checkpoints kept: {_kept(checkpoints)}. Lower --config.optimizer.learning_rate or "
-            "lengthen --config.optimizer.warmup_epochs"
+            f"expected {expected} after step {step} of {self._run.num_steps}, got {got}; the state "
+            f"is not saved. Checkpoints kept: {_kept(checkpoints)}. Lower "
+            "--config.optimizer.learning_rate or lengthen --config.optimizer.warmup_epochs"
         )
 
 
@@ -250,4 +280,7 @@ def _describe(step: int, run: Run, evaluation: dict[str, float]) -> str:
     best = f"eval/{run.task.best.name}"
     scores = {best: evaluation[best]} | evaluation
     shown = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in scores.items())
-    return f"step {step}/{run.num_steps}  epoch {step / run.steps_per_epoch:.1f}  {run.eval_source.split} {shown}"
+    return (
+        f"step {step}/{run.num_steps}  epoch {step / run.steps_per_epoch:.1f}  "
+        f"{run.eval_source.split} {shown}"
+    )

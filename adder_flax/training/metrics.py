@@ -30,8 +30,8 @@ _FLUSH_SECONDS = 120  # as long may TensorBoard wait for an event
 class MetricWriter:
     """Writes scalars by step to ``<workdir>/metrics.jsonl`` and TensorBoard events.
 
-    A resumed run repeats the steps after its checkpoint. Their rows, and lines that are no rows, are moved to
-    ``metrics.jsonl.aside`` on opening: nothing that was written is lost.
+    A resumed run repeats the steps after its checkpoint. Their rows, and lines that are no rows,
+    are moved to ``metrics.jsonl.aside`` on opening: nothing that was written is lost.
 
     Args:
       workdir: directory of the run.
@@ -90,8 +90,8 @@ class MetricWriter:
 class _Events:
     """A file of events for TensorBoard.
 
-    It is written in this thread: that of ``tensorboardX.SummaryWriter`` ends at the first failure without a word, and
-    whoever hands it the eleventh event after that waits for ever.
+    It is written in this thread: that of ``tensorboardX.SummaryWriter`` ends at the first failure
+    without a word, and whoever hands it the eleventh event after that waits for ever.
 
     Args:
       directory: made if it is not there.
@@ -100,7 +100,8 @@ class _Events:
 
     def __init__(self, directory: Path, start_step: int):
         directory.mkdir(parents=True, exist_ok=True)
-        # Its own name has whole seconds: the second of two starts within one would empty the file of the first.
+        # Its own name has whole seconds: the second of two starts within one would empty the file
+        # of the first.
         self._writer = EventsWriter(str(directory / "events"), f".{time.time_ns()}")
         self._flushed = time.monotonic()
         if start_step:
@@ -121,7 +122,8 @@ class _Events:
 
 
 def read_metrics(workdir: str | Path) -> list[dict[str, float]]:
-    """Returns the rows of ``metrics.jsonl``; lines that are none, such as one cut short by a crash, are left out.
+    """Returns the rows of ``metrics.jsonl``; lines that are none, such as one cut short by a crash,
+    are left out.
 
     Raises:
       RunError: the file cannot be read.
@@ -139,14 +141,17 @@ def _row(line: bytes) -> dict[str, float] | None:
     """Returns the numbers of one step, or None where a line holds something else."""
     try:
         row = json.loads(line)
-        numbers = isinstance(row, dict) and all(type(value) in (int, float) for value in row.values())
+        numbers = isinstance(row, dict) and all(
+            type(value) in (int, float) for value in row.values()
+        )
         return row if numbers and type(row["step"]) is int else None
     except (ValueError, KeyError, RecursionError):
         return None
 
 
 def _set_rows_aside(workdir: Path, start_step: int) -> None:
-    """Moves the rows after a step, and what is no row, out of ``metrics.jsonl``; without any it is left alone."""
+    """Moves the rows after a step, and what is no row, out of ``metrics.jsonl``; without any it is
+    left alone."""
     path, aside = workdir / _NAME, workdir / f"{_NAME}.aside"
     kept, later, strange = [], [], []
     for line in _lines(workdir):
@@ -162,7 +167,8 @@ def _set_rows_aside(workdir: Path, start_step: int) -> None:
         write_whole(path, b"".join([*kept, b"" if ends else b"\n"]))
     if later or strange:
         logging.warning(
-            "%s: %d rows after step %d, which are repeated, and %d lines that are no rows are now in %s",
+            "%s: %d rows after step %d, which are repeated, and %d lines that are no rows are now "
+            "in %s",
             *(path, len(later), start_step, len(strange), aside),
         )
 
@@ -180,7 +186,9 @@ class Progress:
         self._enabled = enabled
         self._bar = None
         if enabled and sys.stderr.isatty():
-            self._bar = tqdm(total=num_steps, initial=start_step, unit="step", dynamic_ncols=True, smoothing=0.1)
+            self._bar = tqdm(
+                total=num_steps, initial=start_step, unit="step", dynamic_ncols=True, smoothing=0.1
+            )
 
     def __enter__(self) -> "Progress":
         return self
@@ -208,7 +216,8 @@ class Progress:
 
 
 def peak_memory() -> int:
-    """Returns the most bytes that were in use at once so far: on the fullest device, or in this process on CPU.
+    """Returns the most bytes that were in use at once so far: on the fullest device, or in this
+    process on CPU.
 
     Example:
       >>> peak_memory() > 2**20

@@ -1,5 +1,6 @@
-"""Optimizers by name: AdamW, NAdamW, LAMB, Muon, SOAP, KL-Shampoo, SGD and CG-FAC with warm-up, cosine decay, clipping,
-decoupled weight decay and AdderNet's rate; L-BFGS; and what `register_optimizer` adds."""
+"""Optimizers by name: AdamW, NAdamW, LAMB, Muon, SOAP, KL-Shampoo, SGD and CG-FAC with warm-up,
+cosine decay, clipping, decoupled weight decay and AdderNet's rate; L-BFGS; and what
+`register_optimizer` adds."""
 
 import functools
 import operator
@@ -23,11 +24,13 @@ from adder_flax.training.whitening import scale_by_kl_shampoo, scale_by_soap
 
 
 def scale_by_adder_rate(eta: float) -> optax.GradientTransformation:
-    """AdderNet's adaptive rate: each weight's gradient g becomes η·√k·g/‖g‖₂, k its number of elements.
+    """AdderNet's adaptive rate: each weight's gradient g becomes η·√k·g/‖g‖₂, k its number of
+    elements.
 
-    Source: Chen et al., "AdderNet: Do We Really Need Multiplications in Deep Learning?", CVPR 2020, eq. 12-13 (η = 0.2
-    in the authors' code). It stands in the optimizer, not in the backward pass, so that sharding and gradient
-    accumulation do not change it. Adam divides by the gradient's own scale, so under AdamW it changes little.
+    Source: Chen et al., "AdderNet: Do We Really Need Multiplications in Deep Learning?", CVPR 2020,
+    eq. 12-13 (η = 0.2 in the authors' code). It stands in the optimizer, not in the backward pass,
+    so that sharding and gradient accumulation do not change it. Adam divides by the gradient's own
+    scale, so under AdamW it changes little.
 
     Args:
       eta: the hyper-parameter η > 0.
@@ -41,10 +44,13 @@ def scale_by_adder_rate(eta: float) -> optax.GradientTransformation:
 
     def scale(gradient):
         wide = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
-        # Elements of at most 1, by a power of two in two halves: no square, and no reciprocal, leaves the type's range.
+        # Elements of at most 1, by a power of two in two halves: no square, and no reciprocal,
+        # leaves the type's range.
         exponent = jnp.frexp(jnp.abs(wide).max(initial=0))[1]
         unit = jnp.ldexp(jnp.ldexp(wide, -(exponent // 2)), exponent // 2 - exponent)
-        norm = jnp.maximum(jnp.linalg.norm(unit.ravel()), 0.5)  # below 1/2 only where the gradient is zero
+        norm = jnp.maximum(
+            jnp.linalg.norm(unit.ravel()), 0.5
+        )  # below 1/2 only where the gradient is zero
         return (unit * (eta * gradient.size**0.5 / norm)).astype(gradient.dtype)
 
     return _for_each(scale)
@@ -85,9 +91,13 @@ def _adam(spec: OptimizerSpec, *, nesterov: bool = False) -> optax.GradientTrans
     return optax.scale_by_adam(b1=c.b1, b2=c.b2, eps=c.eps, nesterov=nesterov)
 
 
-def _decoupled(spec: OptimizerSpec, *stages: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns an optimizer whose steps are what the stages give, and weight decay, times the learning rate."""
-    # Nested, so that a checkpoint holds the optimizer's own state in one place, whatever stages come before it.
+def _decoupled(
+    spec: OptimizerSpec, *stages: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Returns an optimizer whose steps are what the stages give, and weight decay, times the
+    learning rate."""
+    # Nested, so that a checkpoint holds the optimizer's own state in one place, whatever stages
+    # come before it.
     optimizer = optax.chain(
         *stages,
         optax.add_decayed_weights(spec.settings.weight_decay, mask=spec.decayed),
@@ -96,13 +106,18 @@ def _decoupled(spec: OptimizerSpec, *stages: optax.GradientTransformation) -> op
     return optax.chain(*_gradient_stages(spec), optimizer)
 
 
-def _for_matrices(spec: OptimizerSpec, stage: optax.GradientTransformation) -> optax.GradientTransformation:
+def _for_matrices(
+    spec: OptimizerSpec, stage: optax.GradientTransformation
+) -> optax.GradientTransformation:
     """Returns a stage for what inputs are multiplied with, Adam for all else.
 
-    Prototypes of adder layers are among the rest: for distances to them an orthogonal or whitened step means nothing.
+    Prototypes of adder layers are among the rest: for distances to them an orthogonal or whitened
+    step means nothing.
     """
     adam = _adam(spec)
-    return optax.partition({"weight": stage, "prototype": adam, "other": adam}, spec.mask(operator.attrgetter("role")))
+    return optax.partition(
+        {"weight": stage, "prototype": adam, "other": adam}, spec.mask(operator.attrgetter("role"))
+    )
 
 
 def _adamw(spec: OptimizerSpec) -> optax.GradientTransformation:
@@ -121,7 +136,9 @@ def _soap(spec: OptimizerSpec) -> optax.GradientTransformation:
 
 def _kl_shampoo(spec: OptimizerSpec) -> optax.GradientTransformation:
     c = spec.settings
-    return _decoupled(spec, _for_matrices(spec, scale_by_kl_shampoo(c.b1, c.b2, c.eps, c.basis_interval)))
+    return _decoupled(
+        spec, _for_matrices(spec, scale_by_kl_shampoo(c.b1, c.b2, c.eps, c.basis_interval))
+    )
 
 
 def _sgd(spec: OptimizerSpec) -> optax.GradientTransformation:
@@ -129,20 +146,23 @@ def _sgd(spec: OptimizerSpec) -> optax.GradientTransformation:
 
 
 def _lamb(spec: OptimizerSpec) -> optax.GradientTransformation:
-    """LAMB (You et al., 2020, https://arxiv.org/abs/1904.00962, algorithm 2): Adam's steps, decay included, each scaled
-    to the norm of its parameter.
+    """LAMB (You et al., 2020, https://arxiv.org/abs/1904.00962, algorithm 2): Adam's steps, decay
+    included, each scaled to the norm of its parameter.
 
-    As in NVIDIA's and timm's code, which trained DeiT III, what is not decayed takes the steps as they are: biases,
-    norms, embeddings; and prototypes of adder layers.
+    As in NVIDIA's and timm's code, which trained DeiT III, what is not decayed takes the steps as
+    they are: biases, norms, embeddings; and prototypes of adder layers.
     """
     c = spec.settings
     decay = optax.add_decayed_weights(c.weight_decay, mask=spec.decayed)
     trust = optax.masked(optax.scale_by_trust_ratio(), spec.decayed)
-    optimizer = optax.chain(_adam(spec), decay, trust, optax.scale_by_learning_rate(spec.learning_rate))
+    optimizer = optax.chain(
+        _adam(spec), decay, trust, optax.scale_by_learning_rate(spec.learning_rate)
+    )
     return optax.chain(*_gradient_stages(spec), optimizer)
 
 
-# Root mean square of Muon's steps per learning rate: about AdamW's, so that one learning rate serves both.
+# Root mean square of Muon's steps per learning rate: about AdamW's, so that one learning rate
+# serves both.
 _MUON_RMS = 0.2
 
 
@@ -153,12 +173,16 @@ def _muon(spec: OptimizerSpec) -> optax.GradientTransformation:
     # Of kernels with an axis of heads in front, as bilinear scores have, each head is a matrix.
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
 
-    def scale(update: Array) -> Array:  # an orthogonal step has a root mean square of 1/√(longer side)
+    def scale(
+        update: Array,
+    ) -> Array:  # an orthogonal step has a root mean square of 1/√(longer side)
         return _MUON_RMS * max(update.shape[-2:]) ** 0.5 * update
 
     muon = optax.chain(
         optax.contrib.scale_by_muon(
-            beta=c.momentum, eps=c.eps, weight_dimension_numbers=functools.partial(jax.tree.map, lambda _: matrix)
+            beta=c.momentum,
+            eps=c.eps,
+            weight_dimension_numbers=functools.partial(jax.tree.map, lambda _: matrix),
         ),
         _for_each(scale),
     )
@@ -166,7 +190,8 @@ def _muon(spec: OptimizerSpec) -> optax.GradientTransformation:
 
 
 def _lbfgs(spec: OptimizerSpec) -> optax.GradientTransformation:
-    """L-BFGS, with a line search in place of schedule, clipping and decay; for batches large enough to trust."""
+    """L-BFGS, with a line search in place of schedule, clipping and decay; for batches large enough
+    to trust."""
     return optax.lbfgs()
 
 
@@ -181,18 +206,24 @@ def _gradient_stages(spec: OptimizerSpec) -> list[optax.GradientTransformation]:
 
 
 def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
-    """CG-FAC; what it does not cover is AdamW's: scores' own parameters, and by default norms and embeddings.
+    """CG-FAC; what it does not cover is AdamW's: scores' own parameters, and by default norms and
+    embeddings.
 
-    Its steps follow the run's schedule, relative to the peak, times ``cg_fac.learning_rate``. Clipping by norm is for
-    AdamW's share alone: a solution of linear systems has a scale of its own, which ``cg_fac.kl_clip`` bounds.
+    Its steps follow the run's schedule, relative to the peak, times ``cg_fac.learning_rate``.
+    Clipping by norm is for AdamW's share alone: a solution of linear systems has a scale of its
+    own, which ``cg_fac.kl_clip`` bounds.
     """
     c, options = spec.settings, dict(vars(spec.settings.cg_fac))
     interval, rate = options.pop("curvature_interval"), options.pop("learning_rate")
     fisher, chosen = options["fisher"], options.pop("layers")
     layers = spec.find_layers()
     if chosen == "matrices":
-        facts = {tree_path(path): fact for path, fact in jax.tree_util.tree_leaves_with_path(spec.facts)}
-        layers = layers.select(lambda block: any(facts[param.path].role != "other" for param in block.params))
+        facts = {
+            tree_path(path): fact for path, fact in jax.tree_util.tree_leaves_with_path(spec.facts)
+        }
+        layers = layers.select(
+            lambda block: any(facts[param.path].role != "other" for param in block.params)
+        )
     try:
         transformation = kfac.cg_fac(
             lambda count: rate * spec.learning_rate(count) / c.learning_rate,
@@ -208,23 +239,26 @@ def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
     return CurvatureOptimizer(transformation.init, transformation.update, layers, fisher, interval)
 
 
-OPTIMIZERS: Registry[Callable[[OptimizerSpec], optax.GradientTransformation | CurvatureOptimizer]] = Registry(
-    "config.optimizer.name", "adder_flax.training.register_optimizer"
-)
+OPTIMIZERS: Registry[
+    Callable[[OptimizerSpec], optax.GradientTransformation | CurvatureOptimizer]
+] = Registry("config.optimizer.name", "adder_flax.training.register_optimizer")
 
 
 def register_optimizer(name: str) -> Callable[[Callable], Callable]:
-    """Makes ``--config.optimizer.name=<name>`` stand for the optimizer that the decorated function builds.
+    """Makes ``--config.optimizer.name=<name>`` stand for the optimizer that the decorated function
+    builds.
 
-    It is called inside of the compiled step, where the numbers of its settings are traced: what branches on them asks
-    ``adder_flax.settings.is_on``. What it returns may take ``value``, ``grad`` and ``value_fn`` (the loss of the batch
-    as a function of the parameters), as optax's line searches do.
+    It is called inside of the compiled step, where the numbers of its settings are traced: what
+    branches on them asks ``adder_flax.settings.is_on``. What it returns may take ``value``,
+    ``grad`` and ``value_fn`` (the loss of the batch as a function of the parameters), as optax's
+    line searches do.
 
     Args:
       name: the name to find it by.
 
     Example:
       >>> with OPTIMIZERS.temporary():
+      ...
       ...     @register_optimizer("lion")
       ...     def lion(spec: OptimizerSpec) -> optax.GradientTransformation:
       ...         decay = spec.settings.weight_decay
@@ -245,7 +279,11 @@ register_optimizer("soap")(_soap)
 
 
 def learning_rate(
-    settings: OptimizerSettings, step: Array | int, *, warmup_steps: float | Array, num_steps: float | Array
+    settings: OptimizerSettings,
+    step: Array | int,
+    *,
+    warmup_steps: float | Array,
+    num_steps: float | Array,
 ) -> Float[Array, ""]:
     """Linear warm-up from 0, then cosine decay to ``final_learning_rate`` at ``num_steps``.
 
@@ -258,7 +296,10 @@ def learning_rate(
 
     Example:
       >>> settings = OptimizerSettings(learning_rate=1.0, final_learning_rate=0.0)
-      >>> [round(float(learning_rate(settings, step, warmup_steps=2, num_steps=4)), 4) for step in (0, 1, 2, 3)]
+      >>> [
+      ...     round(float(learning_rate(settings, step, warmup_steps=2, num_steps=4)), 4)
+      ...     for step in (0, 1, 2, 3)
+      ... ]
       [0.0, 0.5, 1.0, 0.5]
     """
     peak, end = settings.learning_rate, settings.final_learning_rate

@@ -1,4 +1,5 @@
-"""One run in several processes: how they find each other, agree to stop, and end when one of them dies."""
+"""One run in several processes: how they find each other, agree to stop, and end when one of them
+dies."""
 
 import functools
 import os
@@ -24,21 +25,25 @@ _PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 def connect(environ: Mapping[str, str] | None = None, *, detect: bool = False) -> None:
-    """Joins the processes of one run, where the environment says that there are several; else does nothing.
+    """Joins the processes of one run, where the environment says that there are several; else does
+    nothing.
 
     It must come before anything that asks JAX for devices. Understood are, in this order:
 
-    - ``JAX_COORDINATOR_ADDRESS`` (host:port of process 0), ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID``;
+    - ``JAX_COORDINATOR_ADDRESS`` (host:port of process 0), ``JAX_NUM_PROCESSES`` and
+      ``JAX_PROCESS_ID``;
     - a SLURM step (``srun``) of several tasks, one for each GPU;
     - a TPU slice of several hosts on GKE (``TPU_WORKER_HOSTNAMES``).
 
     Args:
       environ: environment variables; ``os.environ`` unless given.
-      detect: let JAX look for a cluster of any kind that it knows, and fail where there is none. TPU virtual machines
-        that were not started by GKE need it: they know their peers from a metadata server alone.
+      detect: let JAX look for a cluster of any kind that it knows, and fail where there is none.
+        TPU virtual machines that were not started by GKE need it: they know their peers from a
+        metadata server alone.
 
     Raises:
-      RunError: some of the variables are missing, or the others cannot be reached within five minutes.
+      RunError: some of the variables are missing, or the others cannot be reached within five
+        minutes.
     """
     environ = os.environ if environ is None else environ
     plain = _plain_arguments(environ)
@@ -49,8 +54,9 @@ def connect(environ: Mapping[str, str] | None = None, *, detect: bool = False) -
         jax.distributed.initialize(**plain, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     except Exception as error:  # what its detectors make of odd variables is of every kind
         raise RunError(
-            f"expected to join the other processes of this run, got: {str(error) or type(error).__name__}; start every "
-            f"one of them, or set {', '.join(_PLAIN)}"
+            "expected to join the other processes of this run, got: "
+            f"{str(error) or type(error).__name__}; start every one of them, or set "
+            f"{', '.join(_PLAIN)}"
         ) from error
 
 
@@ -60,9 +66,16 @@ def _plain_arguments(environ: Mapping[str, str]) -> dict[str, Any]:
     if "JAX_NUM_PROCESSES" not in given and "JAX_PROCESS_ID" not in given:
         return {}
     if len(given) < len(_PLAIN):
-        raise RunError(f"expected all of {', '.join(_PLAIN)}, got {', '.join(given)}; set the others or none")
+        raise RunError(
+            f"expected all of {', '.join(_PLAIN)}, got {', '.join(given)}; set the others or none"
+        )
     address, count, index = (environ[name] for name in _PLAIN)
-    if not (f"{count}{index}".isascii() and count.isdecimal() and index.isdecimal() and int(index) < int(count)):
+    if not (
+        f"{count}{index}".isascii()
+        and count.isdecimal()
+        and index.isdecimal()
+        and int(index) < int(count)
+    ):
         raise RunError(
             f"expected JAX_PROCESS_ID from 0 to JAX_NUM_PROCESSES - 1, got {index} of {count}; "
             "give each process a number of its own"
@@ -76,7 +89,10 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
     if "SLURM_STEP_NODELIST" not in environ:
         return False
     if not (tasks.isascii() and tasks.isdecimal()):
-        raise RunError(f"expected a number of tasks as SLURM_NTASKS, got {tasks!r}; start with srun, or unset SLURM_*")
+        raise RunError(
+            f"expected a number of tasks as SLURM_NTASKS, got {tasks!r}; start with srun, or unset "
+            "SLURM_*"
+        )
     return int(tasks) > 1
 
 
@@ -85,20 +101,23 @@ def _on_tpu_slice(environ: Mapping[str, str]) -> bool:
 
 
 def _about_peers(error: Exception) -> str:
-    # Those of XLA that come up while a step is handed over are ValueErrors with the status in front.
+    # Those of XLA that come up while a step is handed over are ValueErrors with the status in
+    # front.
     if not isinstance(error, jax.errors.JaxRuntimeError) and not re.match(r"[A-Z_]+: ", str(error)):
         return ""
     return (
-        f"expected {jax.process_count()} processes to go on together, got: {first_line(error)[:500]}; another one may "
-        "have ended: look at its output, then start all of them again, they resume at the last checkpoint"
+        f"expected {jax.process_count()} processes to go on together, got: "
+        f"{first_line(error)[:500]}; another one may have ended: look at its output, then start "
+        "all of them again, they resume at the last checkpoint"
     )
 
 
 class StopVote:
     """Lets every process stop at the same step, whichever of them was signalled.
 
-    Votes are summed up on the devices without waiting: the outcome of one step's votes is read after the next step is
-    under way, so that all processes read the same outcome at the same step. One process alone need not vote.
+    Votes are summed up on the devices without waiting: the outcome of one step's votes is read
+    after the next step is under way, so that all processes read the same outcome at the same step.
+    One process alone need not vote.
 
     Args:
       mesh: of the run.
@@ -134,12 +153,16 @@ class StopVote:
 
 
 def fetch(tree: Any, mesh: Mesh) -> Any:
-    """Returns global arrays as NumPy arrays. All processes must call it, since each of them holds a part."""
+    """Returns global arrays as NumPy arrays.
+
+    All processes must call it, since each of them holds a part.
+    """
     return jax.tree.map(np.asarray, replicate(tree, mesh))
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
-    """Returns arrays that every device holds whole, of global ones or of numbers that all processes have alike."""
+    """Returns arrays that every device holds whole, of global ones or of numbers that all processes
+    have alike."""
     return _replicate_on(mesh)(tree)
 
 

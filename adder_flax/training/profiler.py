@@ -9,9 +9,11 @@ from adder_flax.errors import RunError
 
 
 class Profiler:
-    """Records the steps from ``first`` to ``last``, both included, to ``<directory>/plugins/profile/<time>``.
+    """Records the steps from ``first`` to ``last``, both included, to
+    ``<directory>/plugins/profile/<time>``.
 
-    XProf (``pip install xprof``, ``xprof --logdir=<directory>``) and https://ui.perfetto.dev open what it leaves.
+    XProf (``pip install xprof``, ``xprof --logdir=<directory>``) and https://ui.perfetto.dev open
+    what it leaves.
 
     Args:
       window: (first, last), counted from 1 as in the log, or empty for none.
@@ -29,7 +31,9 @@ class Profiler:
 
     def __init__(self, window: Sequence[int], directory: str | Path):
         if window and not (len(window) == 2 and 1 <= window[0] <= window[1]):
-            raise RunError(f"expected config.profile_steps as (first, last) or (), got {tuple(window)}")
+            raise RunError(
+                f"expected config.profile_steps as (first, last) or (), got {tuple(window)}"
+            )
         self._window = tuple(window) or (0, 0)
         self._directory = str(directory)
         self._recording = False

@@ -1,4 +1,5 @@
-"""What runs that differ in numbers alone share: a model without its parameters, shapes, and compiled functions."""
+"""What runs that differ in numbers alone share: a model without its parameters, shapes, and
+compiled functions."""
 
 import functools
 from collections.abc import Callable
@@ -20,7 +21,15 @@ from adder_flax.tasks import TASKS, Task
 from adder_flax.training import optimizers, sharding
 from adder_flax.training.attention_diagnostics import make_attention_diagnostics
 from adder_flax.training.curvature import CurvatureOptimizer, find_layers
-from adder_flax.training.step import Hyper, Parts, State, init_state, make_eval_step, make_loss_fn, make_train_step
+from adder_flax.training.step import (
+    Hyper,
+    Parts,
+    State,
+    init_state,
+    make_eval_step,
+    make_loss_fn,
+    make_train_step,
+)
 from adder_flax.training.teacher import Teacher, frozen
 
 
@@ -59,7 +68,11 @@ class Shape(NamedTuple):
 
 
 def shape_and_numbers(
-    settings: RunSettings, source: data.Source, mesh: Mesh, num_steps: int, teacher: Teacher | None = None
+    settings: RunSettings,
+    source: data.Source,
+    mesh: Mesh,
+    num_steps: int,
+    teacher: Teacher | None = None,
 ) -> tuple[Shape, Hyper]:
     """Separates what shapes the program of a run from its numbers.
 
@@ -123,9 +136,11 @@ class Program:
       layers: those that have curvature, with a second-order optimizer; else None.
       abstract_state: shapes and shardings of the train state.
       initial_state: ``(params, hyper) → state`` before the first step.
-      train_step: ``(state, batch, hyper) → (state, metrics)``; it gives the memory of the old state away.
+      train_step: ``(state, batch, hyper) → (state, metrics)``; it gives the memory of the old state
+        away.
       eval_step: ``(params, batch, hyper) → sums``.
-      diagnose: ``(params, batch, step, hyper) → {name: number}``, see :func:`make_attention_diagnostics`.
+      diagnose: ``(params, batch, step, hyper) → {name: number}``, see
+        :func:`make_attention_diagnostics`.
 
     Raises:
       ValueError: sizes that do not fit together, or an unknown name.
@@ -140,16 +155,24 @@ class Program:
         params = nnx.to_pure_dict(params)
         # Once, and only for those who ask: finding layers traces the loss.
         self._find_layers = functools.cache(functools.partial(self._layers, numbers, params))
-        optimizer = self.parts(numbers).optimizer  # at plain numbers: what does not fit is told before any trace
-        self.layers: kfac.Layers | None = optimizer.layers if isinstance(optimizer, CurvatureOptimizer) else None
+        optimizer = self.parts(
+            numbers
+        ).optimizer  # at plain numbers: what does not fit is told before any trace
+        self.layers: kfac.Layers | None = (
+            optimizer.layers if isinstance(optimizer, CurvatureOptimizer) else None
+        )
         shapes = jax.eval_shape(self._initial_state, params, numbers)
         shardings = sharding.state_sharding(shapes, shape.mesh, self.facts)
         self.abstract_state: State = jax.tree.map(sharding.placed_shape, shapes, shardings)
         whole = sharding.replicated(shape.mesh)
         train_step = make_train_step(
-            self.parts, accumulation_steps=shape.accumulation_steps, skip_non_finite=shape.skip_non_finite
+            self.parts,
+            accumulation_steps=shape.accumulation_steps,
+            skip_non_finite=shape.skip_non_finite,
         )
-        diagnose = make_attention_diagnostics(self.graphdef, self.parts, accumulation_steps=shape.accumulation_steps)
+        diagnose = make_attention_diagnostics(
+            self.graphdef, self.parts, accumulation_steps=shape.accumulation_steps
+        )
         self.initial_state = jax.jit(self._initial_state, out_shardings=shardings)
         self.train_step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, whole))
         self.eval_step = jax.jit(make_eval_step(self.graphdef, self.task), out_shardings=whole)
@@ -162,9 +185,12 @@ class Program:
         return shape.task(settings, shape.task_facts, teacher=teacher, progress=_progress(numbers))
 
     def build_model(self, numbers: Hyper, rngs: nnx.Rngs | None = None) -> nnx.Module:
-        """Builds the model with parameters from ``rngs``, by default those that the seed, a plain number, gives."""
+        """Builds the model with parameters from ``rngs``, by default those that the seed, a plain
+        number, gives."""
         settings = put_numbers(self.shape.model_settings, numbers["model"])
-        return self.shape.build(settings, self.task(numbers).example(), rngs=rngs or nnx.Rngs(int(numbers["seed"])))
+        return self.shape.build(
+            settings, self.task(numbers).example(), rngs=rngs or nnx.Rngs(int(numbers["seed"]))
+        )
 
     def learning_rate(self, numbers: Hyper) -> optax.Schedule:
         """Returns the schedule."""
@@ -173,7 +199,8 @@ class Program:
         return functools.partial(optimizers.learning_rate, settings, **lengths)
 
     def parts(self, numbers: Hyper, graphdef: nnx.GraphDef | None = None) -> Parts:
-        """Returns what a training step is made of; with ``graphdef`` in place of the model's own."""
+        """Returns what a training step is made of; with ``graphdef`` in place of the model's
+        own."""
         task, learning_rate = self.task(numbers), self.learning_rate(numbers)
         settings = put_numbers(self.shape.optimizer_settings, numbers["optimizer"])
         spec = optimizers.OptimizerSpec(settings, learning_rate, self.facts, self._find_layers)
@@ -195,7 +222,10 @@ class Program:
 
     def batch(self, size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes of a batch of so many records."""
-        return {name: jax.ShapeDtypeStruct((size, *record.shape), record.dtype) for name, record in self.shape.records}
+        return {
+            name: jax.ShapeDtypeStruct((size, *record.shape), record.dtype)
+            for name, record in self.shape.records
+        }
 
     def _initial_state(self, params: Any, numbers: Hyper) -> State:
         return init_state(params, optimizer=self.parts(numbers).optimizer, ema=self.shape.ema)
@@ -204,7 +234,9 @@ class Program:
         task = self.task(numbers)
         batch = self.batch(self.shape.batch_size // self.shape.accumulation_steps)
         examples = jax.eval_shape(task.examples, jax.eval_shape(lambda: jax.random.key(0)), batch)
-        loss = make_loss_fn(self.graphdef, task, put_numbers(self.shape.model_settings, numbers["model"]))
+        loss = make_loss_fn(
+            self.graphdef, task, put_numbers(self.shape.model_settings, numbers["model"])
+        )
         return find_layers(loss, params, examples)
 
 
@@ -218,7 +250,8 @@ _MOST_PROGRAMS = 8  # their executables take memory
 
 
 def program_of(shape: Shape, numbers: Hyper) -> Program:
-    """Returns the program of a shape: the same one for every run that has it, as long as it is among the newest.
+    """Returns the program of a shape: the same one for every run that has it, as long as it is
+    among the newest.
 
     Args:
       shape: of the run.

@@ -1,4 +1,5 @@
-"""From a configuration to everything a run needs; all mistakes of its user are found here, before any compute."""
+"""From a configuration to everything a run needs; all mistakes of its user are found here, before
+any compute."""
 
 import dataclasses
 import functools
@@ -43,8 +44,8 @@ class Run:
       program: compiled functions, shared by all runs that differ in numbers alone.
       numbers: in which this run differs from the others of its program, as the host knows them.
       init: makes the train state before the first step, on the mesh.
-      train_step: ``(state, batch, hyper) → (state, metrics)``, that of the program; it gives the memory of the old
-        state away.
+      train_step: ``(state, batch, hyper) → (state, metrics)``, that of the program; it gives the
+        memory of the old state away.
       steps_per_epoch, num_steps: of training.
     """
 
@@ -86,7 +87,9 @@ class Run:
 
         def shape(number: float | np.uint32) -> jax.ShapeDtypeStruct:
             aval = jax.typeof(number)
-            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=placed)
+            return jax.ShapeDtypeStruct(
+                aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=placed
+            )
 
         return jax.tree.map(shape, self.numbers)
 
@@ -138,11 +141,14 @@ def build_run(
 
     Args:
       config: as the experiment files make it.
-      devices: of the mesh; all of JAX's unless given. Those of a topology serve for compilation alone.
-      load: of a split of the data; ``data.load_or_imitate`` lets random images of the same shape stand in for a set
-        that is not here.
-      eval_split: what is evaluated on: a split's own name, or ``eval`` for the one that the configuration says.
-      eval_data: name of another data set to evaluate on, with the same classes; by default that of the configuration.
+      devices: of the mesh; all of JAX's unless given. Those of a topology serve for compilation
+        alone.
+      load: of a split of the data; ``data.load_or_imitate`` lets random images of the same shape
+        stand in for a set that is not here.
+      eval_split: what is evaluated on: a split's own name, or ``eval`` for the one that the
+        configuration says.
+      eval_data: name of another data set to evaluate on, with the same classes; by default that of
+        the configuration.
       teach: whether a task that learns from a teacher is given it; nothing but training needs it.
 
     Raises:
@@ -178,35 +184,45 @@ def build_run(
 
 
 def _load_teacher(settings: RunSettings, source: data.Source) -> Teacher | None:
-    """Returns the frozen model that the task asks for, with the classes and the size of the images of a source."""
+    """Returns the frozen model that the task asks for, with the classes and the size of the images
+    of a source."""
     place = TASKS.get(settings.task.name).teacher_of(settings.task)
     if not place:
         return None
     place = place.replace("{seed}", str(settings.seed))
     if not Path(place).exists():
         raise RunError(
-            f"expected the directory of a run or a file of weights for config.task.teacher, got nothing at {place}; "
-            "train it first, or set --config.task.teacher"
+            "expected the directory of a run or a file of weights for config.task.teacher, got "
+            f"nothing at {place}; train it first, or set --config.task.teacher"
         )
     if Path(place).is_dir():
         return _teacher_of_run(settings, place, source)
-    model, statistics = interop.read_model(place, image_shape=source.image_shape, num_classes=source.num_classes)
+    model, statistics = interop.read_model(
+        place, image_shape=source.image_shape, num_classes=source.num_classes
+    )
     own = data.channel_statistics(source)
     same = statistics is None or np.allclose(statistics, own, atol=1e-3)
     return Teacher.of(model if same else Renormalized(model, own, statistics))
 
 
 def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) -> Teacher:
-    """Returns the model of the last checkpoint of a run, which has seen images of the same size and classes."""
+    """Returns the model of the last checkpoint of a run, which has seen images of the same size and
+    classes."""
     trained = read_config(workdir)
     fields = completed(RunSettings, trained.to_dict())
     if fields["data"]["image_size"] != settings.data.image_size:
         raise RunError(
-            f"expected a teacher for images of {settings.data.image_size} pixels, got the run in {workdir}, which saw "
-            f"{fields['data']['image_size']}; set --config.task.teacher, or --config.data.image_size"
+            f"expected a teacher for images of {settings.data.image_size} pixels, got the run in "
+            f"{workdir}, which saw {fields['data']['image_size']}; set --config.task.teacher, or "
+            "--config.data.image_size"
         )
-    # Its state alone is wanted: what it learned from does not matter, nor how its batches lay on devices.
-    fields |= {"task": defaults(ClassificationSettings), "mesh": vars(settings.mesh), "accumulation_steps": 1}
+    # Its state alone is wanted: what it learned from does not matter, nor how its batches lay on
+    # devices.
+    fields |= {
+        "task": defaults(ClassificationSettings),
+        "mesh": vars(settings.mesh),
+        "accumulation_steps": 1,
+    }
     fields["batch_size"] = settings.batch_size
     run = build_run(as_config(fields), load=lambda *_, **__: source)
     saved = SavedCheckpoints(Path(workdir) / "checkpoints", of=identity(trained))
@@ -226,9 +242,12 @@ def _initial_params(run: Run) -> Any:
 
 
 def random_params(program: Program, numbers: Hyper, init: str = "sequence") -> Any:
-    """Returns the parameters that the seed of a run gives it, on its mesh; ``init`` is that of ``RunSettings``."""
+    """Returns the parameters that the seed of a run gives it, on its mesh; ``init`` is that of
+    ``RunSettings``."""
     if init == "path":
-        params = params_by_path(lambda rngs: program.build_model(numbers, rngs), int(numbers["seed"]))
+        params = params_by_path(
+            lambda rngs: program.build_model(numbers, rngs), int(numbers["seed"])
+        )
     else:  # eager: one jitted initialisation of all parameters compiles for longer than it saves
         params = nnx.to_pure_dict(nnx.state(program.build_model(numbers), nnx.Param))
     return _put_like(params, program.abstract_state["params"])
@@ -246,7 +265,8 @@ def abstract_batch(run: Run) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def trace(run: Run) -> jax.stages.Traced:
-    """Traces the training step, as its first call would: what is wrong in model or optimizer comes up here.
+    """Traces the training step, as its first call would: what is wrong in model or optimizer comes
+    up here.
 
     That call finds what was traced, so that nothing is done twice.
 
@@ -259,11 +279,15 @@ def trace(run: Run) -> jax.stages.Traced:
     except RunError:
         raise
     except Exception as error:
-        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {first_line(error)}"
+        text = (
+            str(error)
+            if isinstance(error, ValueError)
+            else f"{type(error).__name__}: {first_line(error)}"
+        )
         if not text.startswith("expected"):
             text = (
-                f"expected a training step that can be traced, got {text}; correct --config.model.* and "
-                "--config.optimizer.*, or see the traceback with --verbosity=1"
+                f"expected a training step that can be traced, got {text}; correct "
+                "--config.model.* and --config.optimizer.*, or see the traceback with --verbosity=1"
             )
         raise RunError(text) from error
 
@@ -272,20 +296,23 @@ def _count_steps(settings: RunSettings, source: data.Source) -> tuple[int, int]:
     """Returns the steps of an epoch and of the run."""
     if len(source) < settings.batch_size:
         raise RunError(
-            f"expected config.batch_size of at most {len(source)} training {TASKS.get(settings.task.name).unit}, got "
-            f"{settings.batch_size}; set --config.batch_size"
+            f"expected config.batch_size of at most {len(source)} training "
+            f"{TASKS.get(settings.task.name).unit}, got {settings.batch_size}; set "
+            "--config.batch_size"
         )
     steps_per_epoch = len(source) // settings.batch_size
     num_steps = math.ceil(settings.num_epochs * steps_per_epoch)
     if num_steps > _MAX_STEPS:
         raise RunError(
-            f"expected at most {_MAX_STEPS} steps, which 32 bits count, got {settings.num_epochs} epochs of "
-            f"{steps_per_epoch}; set --config.num_epochs"
+            f"expected at most {_MAX_STEPS} steps, which 32 bits count, got {settings.num_epochs} "
+            f"epochs of {steps_per_epoch}; set --config.num_epochs"
         )
     return steps_per_epoch, num_steps
 
 
-def _load_source(load: Callable[..., data.Source], settings: RunSettings, name: str, split: str) -> data.Source:
+def _load_source(
+    load: Callable[..., data.Source], settings: RunSettings, name: str, split: str
+) -> data.Source:
     return load(
         name,
         split,
@@ -299,11 +326,13 @@ def _load_source(load: Callable[..., data.Source], settings: RunSettings, name: 
 
 def _check_classes(trained: data.Source, other: data.Source) -> None:
     """Refuses to score a model on images of other classes than it learned, or in another order."""
-    kind = lambda source: (source.image_shape, source.label_names) if isinstance(source, data.ImageSource) else None
+    kind = lambda source: (
+        (source.image_shape, source.label_names) if isinstance(source, data.ImageSource) else None
+    )
     if kind(trained) is None or kind(trained) != kind(other):
         raise RunError(
-            f"expected images like those of {trained.name}, of the same size with the same classes in the same order, "
-            f"got {other.name}; set --data to another set"
+            f"expected images like those of {trained.name}, of the same size with the same classes "
+            f"in the same order, got {other.name}; set --data to another set"
         )
 
 
@@ -312,6 +341,7 @@ def _check_batches(settings: RunSettings, mesh: Mesh) -> None:
     parts = shards * settings.accumulation_steps
     if settings.batch_size % parts:
         raise RunError(
-            f"expected config.batch_size divisible by {shards} batch shards × {settings.accumulation_steps} "
-            f"accumulation steps = {parts}, got {settings.batch_size}; set --config.batch_size"
+            f"expected config.batch_size divisible by {shards} batch shards × "
+            f"{settings.accumulation_steps} accumulation steps = {parts}, got "
+            f"{settings.batch_size}; set --config.batch_size"
         )

@@ -1,7 +1,8 @@
 """Device mesh and where each array of a run lives on it.
 
-The mesh has three axes: ``data`` (batch only), ``fsdp`` (batch and parameters) and ``tensor`` (heads and MLP
-columns). Parameters are placed by the logical names that layers give to their axes, and one table of those names.
+The mesh has three axes: ``data`` (batch only), ``fsdp`` (batch and parameters) and ``tensor``
+(heads and MLP columns). Parameters are placed by the logical names that layers give to their axes,
+and one table of those names.
 """
 
 import math
@@ -21,9 +22,11 @@ from adder_flax.parameters import Facts
 MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
-# Columns of query, key, value and fc1 belong to a head or a hidden unit; rows of out and fc2 consume them.
+# Columns of query, key, value and fc1 belong to a head or a hidden unit; rows of out and fc2
+# consume them.
 LOGICAL_AXES: Mapping[str, str] = {"heads": "tensor", "hidden": "tensor"}
-"""Which axis of the mesh splits an axis that a layer named, see :func:`adder_flax.parameters.name_axis`."""
+"""Which axis of the mesh splits an axis that a layer named, see
+:func:`adder_flax.parameters.name_axis`."""
 
 
 def devices_at_hand() -> list[jax.Device]:
@@ -37,8 +40,8 @@ def devices_at_hand() -> list[jax.Device]:
     except Exception as error:  # of plugins, too
         got = first_line(error) if str(error) else "none"
         raise RunError(
-            f"expected devices of JAX_PLATFORMS={jax.config.jax_platforms or ''}, got: {got}; unset JAX_PLATFORMS, set "
-            "it to cpu, or install JAX for the accelerator"
+            f"expected devices of JAX_PLATFORMS={jax.config.jax_platforms or ''}, got: {got}; "
+            "unset JAX_PLATFORMS, set it to cpu, or install JAX for the accelerator"
         ) from error
 
 
@@ -60,7 +63,10 @@ def make_mesh(axis_sizes: Mapping[str, int], devices: Sequence[jax.Device] | Non
     sizes = [int(axis_sizes[name]) for name in MESH_AXES]
     given = dict(zip(MESH_AXES, sizes, strict=True))
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise RunError(f"expected positive mesh sizes, at most one of them -1, got {given}; set --config.mesh.*")
+        raise RunError(
+            f"expected positive mesh sizes, at most one of them -1, got {given}; set "
+            "--config.mesh.*"
+        )
     if -1 in sizes:
         known = math.prod(size for size in sizes if size != -1)
         sizes[sizes.index(-1)] = max(len(devices) // known, 1)
@@ -73,9 +79,11 @@ def make_mesh(axis_sizes: Mapping[str, int], devices: Sequence[jax.Device] | Non
 
 
 def parameter_spec(shape: Sequence[int], mesh: Mesh, facts: Facts) -> P:
-    """Returns how one array is split: named axes by :data:`LOGICAL_AXES`, ``fsdp`` along the longest free axis.
+    """Returns how one array is split: named axes by :data:`LOGICAL_AXES`, ``fsdp`` along the
+    longest free axis.
 
-    Axes that the mesh does not divide into whole parts stay whole, so every shape is valid on every mesh.
+    Axes that the mesh does not divide into whole parts stay whole, so every shape is valid on every
+    mesh.
 
     Args:
       shape: of the array.
@@ -98,14 +106,17 @@ def tree_path(path: Sequence[Any]) -> str:
     """Returns a key path as ``blocks/0/attention/query/kernel``.
 
     Example:
-      >>> jax.tree_util.tree_map_with_path(lambda path, _: tree_path(path), {"a": [1.0, {"b": 2.0}]})
+      >>> jax.tree_util.tree_map_with_path(
+      ...     lambda path, _: tree_path(path), {"a": [1.0, {"b": 2.0}]}
+      ... )
       {'a': ['a/0', {'b': 'a/1/b'}]}
     """
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def state_sharding(abstract_state: Any, mesh: Mesh, facts: Any) -> Any:
-    """Returns the ``NamedSharding`` of every leaf of a train state; optimizer moments follow their parameter.
+    """Returns the ``NamedSharding`` of every leaf of a train state; optimizer moments follow their
+    parameter.
 
     Args:
       abstract_state: shapes of the state.
@@ -114,10 +125,13 @@ def state_sharding(abstract_state: Any, mesh: Mesh, facts: Any) -> Any:
     """
     by_path = jax.tree_util.tree_leaves_with_path(facts)
     shapes = jax.tree.map(jnp.shape, jax.tree.leaves(abstract_state["params"]))
-    known = {(tree_path(path), shape): fact for (path, fact), shape in zip(by_path, shapes, strict=True)}
+    known = {
+        (tree_path(path), shape): fact for (path, fact), shape in zip(by_path, shapes, strict=True)
+    }
 
     def place(path: Sequence[Any], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        # A moment stands in the optimizer's state under the path of its parameter, and has its shape.
+        # A moment stands in the optimizer's state under the path of its parameter, and has its
+        # shape.
         parts = tree_path(path).split("/")
         ends = (("/".join(parts[i:]), leaf.shape) for i in range(len(parts)))
         own = next((known[end] for end in ends if end in known), Facts())
@@ -132,7 +146,8 @@ def placed_shape(leaf: jax.ShapeDtypeStruct | Array, placed: NamedSharding) -> j
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of a batch: its first axis over ``data`` and ``fsdp``, whole along ``tensor``."""
+    """Returns the sharding of a batch: its first axis over ``data`` and ``fsdp``, whole along
+    ``tensor``."""
     return NamedSharding(mesh, P(BATCH_AXES))
 
 
@@ -144,7 +159,8 @@ def num_batch_shards(mesh: Mesh) -> int:
 def local_rows(mesh: Mesh, batch_size: int) -> Int[np.ndarray, " rows"]:
     """Returns which rows of a global batch lie on the devices of this process, in ascending order.
 
-    Together the processes hold every row, each row once unless ``tensor`` spans processes, whose devices then share it.
+    Together the processes hold every row, each row once unless ``tensor`` spans processes, whose
+    devices then share it.
     """
     slices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
     return np.unique(np.concatenate([np.arange(batch_size)[rows] for rows in slices]))
@@ -168,11 +184,14 @@ def put_batch(batch: Any, mesh: Mesh) -> Any:
             first = np.searchsorted(shards, (index[0].start or 0) // size) * size
             return rows[first : first + size]
 
-        return jax.make_array_from_callback((size * num_shards, *rows.shape[1:]), sharding, on_device)
+        return jax.make_array_from_callback(
+            (size * num_shards, *rows.shape[1:]), sharding, on_device
+        )
 
     return jax.tree.map(put, batch)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of an array that every device holds whole, so that every process can read it."""
+    """Returns the sharding of an array that every device holds whole, so that every process can
+    read it."""
     return NamedSharding(mesh, P())

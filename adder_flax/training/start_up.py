@@ -19,7 +19,7 @@ class StartUp:
       >>> start_up.kernels_ready()
       >>> print(start_up.report())  # doctest: +ELLIPSIS
       first step done ... after the start: ... parameters, ... kernels, ... compiling, ... tracing and computing
-    """
+    """  # noqa: E501 - a message is one line
 
     def __init__(self, start_time: float):
         self._start, self._set_up = start_time, time.monotonic()
@@ -40,10 +40,10 @@ class StartUp:
         jax.monitoring.unregister_event_duration_listener(self._listen)
         now = time.monotonic()
         return (
-            f"first step done {now - self._start:.1f} s after the start: {self._set_up - self._start:.1f} set-up, "
-            f"{self._initialized - self._set_up:.1f} parameters, {self._ready - self._initialized:.1f} kernels, "
-            f"{self._compiling:.1f} compiling, "
-            f"{now - self._ready - self._compiling:.1f} tracing and computing"
+            f"first step done {now - self._start:.1f} s after the start: "
+            f"{self._set_up - self._start:.1f} set-up, {self._initialized - self._set_up:.1f} "
+            f"parameters, {self._ready - self._initialized:.1f} kernels, {self._compiling:.1f} "
+            f"compiling, {now - self._ready - self._compiling:.1f} tracing and computing"
         )
 
     def _listen(self, event: str, duration: float, **unused) -> None:

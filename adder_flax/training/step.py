@@ -1,9 +1,9 @@
 """The training step and the evaluation step: pure functions of (state, batch, hyper).
 
-The state is a plain nested dict ``{"step", "skipped", "params", "opt_state", "ema_params"}``, so that checkpoints
-outlive library versions. All randomness of step i follows from (seed, i): nothing random is stored. ``hyper`` holds
-the numbers in which runs of one program differ: seed, rates, lengths. A step is made of its parts from them as it is
-traced.
+The state is a plain nested dict ``{"step", "skipped", "params", "opt_state", "ema_params"}``, so
+that checkpoints outlive library versions. All randomness of step i follows from (seed, i): nothing
+random is stored. ``hyper`` holds the numbers in which runs of one program differ: seed, rates,
+lengths. A step is made of its parts from them as it is traced.
 """
 
 import operator
@@ -35,9 +35,11 @@ class Parts(NamedTuple):
       examples: ``(key, batch) → examples``, a tree of arrays with the batch axis first.
       arguments: examples → what the model is called with.
       loss: ``(params, examples, key) → Outcome``, with dropout.
-      optimizer: an optax transformation that includes the learning rate; one that takes curvature is given it.
+      optimizer: an optax transformation that includes the learning rate; one that takes curvature
+        is given it.
       learning_rate: its schedule, a function of the step.
-      likelihood: what the loss averages the negative logarithm of, see ``kfac.value_grad_and_curvature``.
+      likelihood: what the loss averages the negative logarithm of, see
+        ``kfac.value_grad_and_curvature``.
       ema_decay: decay of the running average of the parameters; 0 keeps none.
     """
 
@@ -72,7 +74,8 @@ def evaluation_params(state: State) -> Any:
 
 
 def step_keys(seed: int | Array, step: Array | int) -> tuple[Array, Array]:
-    """Returns the keys of augmentation and of dropout at one step: functions of (seed, step) alone."""
+    """Returns the keys of augmentation and of dropout at one step: functions of (seed, step)
+    alone."""
     augment_key, dropout_key = jax.random.split(jax.random.fold_in(jax.random.key(seed), step))
     return augment_key, dropout_key
 
@@ -85,7 +88,8 @@ def make_loss_fn(
     Args:
       graphdef: the model without its parameters.
       task: says what the loss is.
-      model_settings: whose numbers, plain or traced, take the place of those that the model was built with, if given.
+      model_settings: whose numbers, plain or traced, take the place of those that the model was
+        built with, if given.
       progress: share of the steps that are done, for a model that changes with it.
     """
 
@@ -100,7 +104,8 @@ def make_loss_fn(
     return loss
 
 
-# (opt_state, params, examples, dropout_key) → (loss, metrics, gradient, what else the optimizer takes)
+# (opt_state, params, examples, dropout_key) → (loss, metrics, gradient, what else the optimizer
+# takes)
 Differentiate = Callable[[Any, Any, Any, Array], tuple[Array, Metrics, Any, dict[str, Any]]]
 
 
@@ -133,7 +138,9 @@ def _divided(total: Any, count: int) -> Any:
     return jax.tree.map(lambda x: x / count, total)
 
 
-def _value_and_metrics(loss: Callable[[Any, Any, Array], Outcome]) -> Callable[[Any, Any, Array], tuple]:
+def _value_and_metrics(
+    loss: Callable[[Any, Any, Array], Outcome],
+) -> Callable[[Any, Any, Array], tuple]:
     def value_and_metrics(params: Any, examples: Any, key: Array) -> tuple[Array, Metrics]:
         outcome = loss(params, examples, key)
         return outcome.loss, dict(outcome.metrics)
@@ -157,7 +164,8 @@ def _plain_gradient(parts: Parts, accumulation_steps: int) -> Differentiate:
 
 
 def _gradient_and_curvature(parts: Parts, accumulation_steps: int) -> Differentiate:
-    """Gradient and curvature; of several microbatches the first gives the curvature, which has to be held at once."""
+    """Gradient and curvature; of several microbatches the first gives the curvature, which has to
+    be held at once."""
     optimizer: CurvatureOptimizer = parts.optimizer
     plain = jax.value_and_grad(_value_and_metrics(parts.loss), has_aux=True)
 
@@ -182,7 +190,9 @@ def _gradient_and_curvature(parts: Parts, accumulation_steps: int) -> Differenti
             params, *first, key=sampling_key, refresh=optimizer.refresh(opt_state)
         )
 
-        def value_fn(params):  # of the microbatch that gave the curvature, as the model of the step is
+        def value_fn(
+            params,
+        ):  # of the microbatch that gave the curvature, as the model of the step is
             return parts.loss(params, *first).loss
 
         extra = {"curvature": curvature, "value": loss, "value_fn": value_fn}
@@ -205,13 +215,16 @@ _SAMPLING = 1 << 20  # dropout layers fold small numbers into the same key
 
 
 def make_train_step(
-    make_parts: Callable[[Hyper], Parts], *, accumulation_steps: int = 1, skip_non_finite: bool = False
+    make_parts: Callable[[Hyper], Parts],
+    *,
+    accumulation_steps: int = 1,
+    skip_non_finite: bool = False,
 ) -> Callable[[State, Batch, Hyper], tuple[State, Metrics]]:
     """Returns ``train_step(state, batch, hyper) → (state, metrics)``.
 
-    A step whose loss or gradient is not finite changes nothing but the counters ``step`` and ``skipped``. Unless such
-    steps are to be skipped, neither does any later one, so that the loop, which looks at metrics one step late, still
-    holds the state in which it happened.
+    A step whose loss or gradient is not finite changes nothing but the counters ``step`` and
+    ``skipped``. Unless such steps are to be skipped, neither does any later one, so that the loop,
+    which looks at metrics one step late, still holds the state in which it happened.
 
     Args:
       make_parts: hyper → what the step is made of.
@@ -219,30 +232,42 @@ def make_train_step(
       skip_non_finite: go on after a step that is not finite.
 
     Returns:
-      The step. Its metrics are ``loss``, ``grad_norm``, ``learning_rate``, ``finite``, the task's own under ``task``
-      and the optimizer's telemetry under ``optimizer``.
+      The step. Its metrics are ``loss``, ``grad_norm``, ``learning_rate``, ``finite``, the task's
+      own under ``task`` and the optimizer's telemetry under ``optimizer``.
     """
 
     def train_step(state: State, batch: Batch, hyper: Hyper) -> tuple[State, Metrics]:
         parts = make_parts({**hyper, "step": state["step"]})
         curved = isinstance(parts.optimizer, CurvatureOptimizer)
-        differentiate = (_gradient_and_curvature if curved else _plain_gradient)(parts, accumulation_steps)
+        differentiate = (_gradient_and_curvature if curved else _plain_gradient)(
+            parts, accumulation_steps
+        )
         augment_key, dropout_key = step_keys(parts.seed, state["step"])
         examples, params = parts.examples(augment_key, batch), state["params"]
-        loss, task_metrics, grads, extra = differentiate(state["opt_state"], params, examples, dropout_key)
+        loss, task_metrics, grads, extra = differentiate(
+            state["opt_state"], params, examples, dropout_key
+        )
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
-        update = parts.optimizer.update if curved else optax.with_extra_args_support(parts.optimizer).update
+        update = (
+            parts.optimizer.update
+            if curved
+            else optax.with_extra_args_support(parts.optimizer).update
+        )
         updates, opt_state = update(grads, state["opt_state"], params, **extra)
         new = {"params": optax.apply_updates(params, updates), "opt_state": opt_state}
         if is_on(parts.ema_decay):
-            # The average of a short history would be dominated by the initial weights: decay grows to its value.
+            # The average of a short history would be dominated by the initial weights: decay grows
+            # to its value.
             decay = jnp.minimum(parts.ema_decay, (1 + state["step"]) / (10 + state["step"]))
-            new["ema_params"] = optax.incremental_update(new["params"], state["ema_params"], 1 - decay)
+            new["ema_params"] = optax.incremental_update(
+                new["params"], state["ema_params"], 1 - decay
+            )
         sound = finite if skip_non_finite else finite & (state["skipped"] == 0)
         new = {
-            name: jax.tree.map(lambda n, o: jnp.where(sound, n, o), value, state[name]) for name, value in new.items()
+            name: jax.tree.map(lambda n, o: jnp.where(sound, n, o), value, state[name])
+            for name, value in new.items()
         }
         counters = {"step": state["step"] + 1, "skipped": state["skipped"] + ~finite}
         metrics = {
@@ -261,7 +286,8 @@ def make_train_step(
 def make_eval_step(
     graphdef: nnx.GraphDef, make_task: Callable[[Hyper], Task]
 ) -> Callable[[Any, Batch, Hyper], Metrics]:
-    """Returns ``eval_step(params, batch, hyper) → sums`` over the examples that ``batch["mask"]`` marks as real.
+    """Returns ``eval_step(params, batch, hyper) → sums`` over the examples that ``batch["mask"]``
+    marks as real.
 
     Args:
       graphdef: the model without its parameters.

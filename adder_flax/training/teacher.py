@@ -1,4 +1,5 @@
-"""A frozen model that a task asks for: its structure shapes the program, its parameters are arguments of the step."""
+"""A frozen model that a task asks for: its structure shapes the program, its parameters are
+arguments of the step."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -37,16 +38,26 @@ class Renormalized(nnx.Module):
 
     >>> model = nnx.Conv(3, 2, (4, 4), rngs=nnx.Rngs(0))
     >>> same = Renormalized(model, ((0.5,) * 3, (0.25,) * 3), ((0.0,) * 3, (1.0,) * 3))
-    >>> bool(jnp.allclose(same(jnp.ones((1, 4, 4, 3))), model(jnp.full((1, 4, 4, 3), 0.75)), atol=1e-6))
+    >>> bool(
+    ...     jnp.allclose(
+    ...         same(jnp.ones((1, 4, 4, 3))), model(jnp.full((1, 4, 4, 3), 0.75)), atol=1e-6
+    ...     )
+    ... )
     True
     """
 
-    def __init__(self, model: nnx.Module, given: Sequence[Sequence[float]], wanted: Sequence[Sequence[float]]):
+    def __init__(
+        self, model: nnx.Module, given: Sequence[Sequence[float]], wanted: Sequence[Sequence[float]]
+    ):
         self.model = model
         self.given, self.wanted = (tuple(map(tuple, numbers)) for numbers in (given, wanted))
 
-    def __call__(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch classes"]:
-        (mean, std), (wanted_mean, wanted_std) = ((jnp.array(x) for x in pair) for pair in (self.given, self.wanted))
+    def __call__(
+        self, images: Float[Array, "batch height width channels"]
+    ) -> Float[Array, "batch classes"]:
+        (mean, std), (wanted_mean, wanted_std) = (
+            (jnp.array(x) for x in pair) for pair in (self.given, self.wanted)
+        )
         return self.model((images * std + mean - wanted_mean) / wanted_std)
 
 

@@ -1,4 +1,5 @@
-"""Devices to compile for that need not be there: TPU slices by libtpu, NVIDIA GPUs, and simulated CPU devices."""
+"""Devices to compile for that need not be there: TPU slices by libtpu, NVIDIA GPUs, and simulated
+CPU devices."""
 
 import contextlib
 import importlib.util
@@ -14,11 +15,12 @@ from adder_flax.training.sharding import devices_at_hand
 GIB = 2**30
 
 TPU_MEMORY_GIB = {"TPU v5 lite": 15.75, "TPU v5": 95.74, "TPU v6 lite": 31.25}
-"""What programs can use of the HBM of one device, by its ``device_kind``, as libtpu says where one does not fit."""
+"""What programs can use of the HBM of one device, by its ``device_kind``, as libtpu says where one
+does not fit."""
 
 
-# Without these, libtpu asks a metadata server which chips it runs on, complains that it finds none, and lets no second
-# process load it meanwhile, though no chip is touched.
+# Without these, libtpu asks a metadata server which chips it runs on, complains that it finds none,
+# and lets no second process load it meanwhile, though no chip is touched.
 _NO_CHIPS = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -32,9 +34,10 @@ def topology_devices(name: str) -> list[jax.Device]:
     """Returns the devices of a topology.
 
     Args:
-      name: ``"v5e:4x4"``, ``"v5p:2x2x2"`` or ``"v6e:4x4"`` and the like, a TPU slice; ``"h100:8"``, or ``"h100:2x8"``
-        on two hosts, GPUs (of `gpu_topology.GPUS`); ``"cpu:8"``, so many simulated devices; or ``""``, the devices at
-        hand. All but the last must be asked for before anything else uses JAX.
+      name: ``"v5e:4x4"``, ``"v5p:2x2x2"`` or ``"v6e:4x4"`` and the like, a TPU slice; ``"h100:8"``,
+        or ``"h100:2x8"`` on two hosts, GPUs (of `gpu_topology.GPUS`); ``"cpu:8"``, so many
+        simulated devices; or ``""``, the devices at hand. All but the last must be asked for before
+        anything else uses JAX.
 
     Raises:
       RunError: there is no such topology, or no compiler for it.
@@ -44,13 +47,15 @@ def topology_devices(name: str) -> list[jax.Device]:
       Traceback (most recent call last):
       ...
       adder_flax.errors.RunError: expected config.topology as v5e:4x4, h100:8, cpu:8 or empty, got 'v5e'
-    """
+    """  # noqa: E501 - a message is one line
     if not name:
         return devices_at_hand()
     platform, _, size = name.partition(":")
     if not size:
         raise RunError(f"expected config.topology as v5e:4x4, h100:8, cpu:8 or empty, got {name!r}")
-    with contextlib.suppress(RuntimeError):  # where JAX is in use already, its devices stay what they are
+    with contextlib.suppress(
+        RuntimeError
+    ):  # where JAX is in use already, its devices stay what they are
         jax.config.update("jax_platforms", "cpu")
     if platform == "cpu":
         return _simulated(size)
@@ -72,15 +77,22 @@ def memory_bytes(device: jax.Device) -> int | None:
 def _simulated(size: str) -> list[jax.Device]:
     count = int(size) if size.isdecimal() else 0
     if count < 1:
-        raise RunError(f"expected config.topology as cpu:<number of devices>, got 'cpu:{size}'; set --config.topology")
+        raise RunError(
+            f"expected config.topology as cpu:<number of devices>, got 'cpu:{size}'; set "
+            "--config.topology"
+        )
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)
     try:
         devices = jax.devices("cpu")
     except RuntimeError as error:
-        raise RunError(f"expected {count} simulated devices, got: {first_line(error)}; unset JAX_PLATFORMS") from error
+        raise RunError(
+            f"expected {count} simulated devices, got: {first_line(error)}; unset JAX_PLATFORMS"
+        ) from error
     if len(devices) < count:
-        raise RunError(f"expected {count} simulated devices, got the {len(devices)} that JAX was started with")
+        raise RunError(
+            f"expected {count} simulated devices, got the {len(devices)} that JAX was started with"
+        )
     return devices[:count]
 
 
@@ -96,8 +108,12 @@ def _tpu_slice(name: str) -> list[jax.Device]:
         devices = list(topologies.get_topology_desc(topology_name=name, platform="tpu").devices)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         raise RunError(
-            f"expected a TPU topology that libtpu knows, as v5e:4x4, got {name!r}: {first_line(error)}"
+            f"expected a TPU topology that libtpu knows, as v5e:4x4, got {name!r}: "
+            f"{first_line(error)}"
         ) from error
     if devices[0].device_kind not in TPU_MEMORY_GIB:
-        raise RunError(f"expected a slice of {', '.join(TPU_MEMORY_GIB)}, got {name!r}: {devices[0].device_kind}")
+        raise RunError(
+            f"expected a slice of {', '.join(TPU_MEMORY_GIB)}, got {name!r}: "
+            f"{devices[0].device_kind}"
+        )
     return devices

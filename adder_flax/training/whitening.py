@@ -1,7 +1,9 @@
-"""Gradients of matrices in the eigenbases of their Kronecker factors: SOAP and KL-Shampoo, as stages for optax.
+"""Gradients of matrices in the eigenbases of their Kronecker factors: SOAP and KL-Shampoo, as
+stages for optax.
 
-Both keep a factor for the rows and one for the columns of each gradient G, find their eigenvectors Q_L and Q_R now and
-then, and scale Q_Lᵀ G Q_R elementwise. They differ in what the factors are and in what the scale is.
+Both keep a factor for the rows and one for the columns of each gradient G, find their eigenvectors
+Q_L and Q_R now and then, and scale Q_Lᵀ G Q_R elementwise. They differ in what the factors are and
+in what the scale is.
 """
 
 from collections.abc import Callable
@@ -14,7 +16,8 @@ from jaxtyping import Array, Float, Int
 
 # Of an eigenvalue of KL-Shampoo before anything is known of it, as in the authors' code.
 _FIRST_VALUE = 0.1
-# And its largest inverse root: that of the number of rows or columns, but no less and no more than these.
+# And its largest inverse root: that of the number of rows or columns, but no less and no more than
+# these.
 _SMALLEST_CLAMP, _LARGEST_CLAMP = 10.0, 4000.0
 
 
@@ -25,7 +28,8 @@ class Whitening(NamedTuple):
       mean: running mean of the gradients.
       factors: running means of the factors of rows (m, m) and columns (n, n).
       bases: their eigenvectors, in columns.
-      scales: of SOAP the running mean of squares in the bases, (m, n); of KL-Shampoo eigenvalues, (m,) and (n,).
+      scales: of SOAP the running mean of squares in the bases, (m, n); of KL-Shampoo eigenvalues,
+        (m,) and (n,).
     """
 
     mean: Float[Array, "*stack m n"]
@@ -42,12 +46,17 @@ class WhiteningState(NamedTuple):
 
 
 def scale_by_soap(
-    b1: float | Array = 0.95, b2: float | Array = 0.95, eps: float | Array = 1e-8, interval: int = 10
+    b1: float | Array = 0.95,
+    b2: float | Array = 0.95,
+    eps: float | Array = 1e-8,
+    interval: int = 10,
 ) -> optax.GradientTransformation:
-    """Adam in the eigenbases of Shampoo's factors (Vyas et al., 2024, https://arxiv.org/abs/2409.11321, algorithm 3).
+    """Adam in the eigenbases of Shampoo's factors (Vyas et al., 2024,
+    https://arxiv.org/abs/2409.11321, algorithm 3).
 
-    The factors are running means of G Gᵀ and Gᵀ G. As in the authors' code the first step only begins the factors, and
-    new bases are one step of power iteration from the old, in the order of their eigenvalues.
+    The factors are running means of G Gᵀ and Gᵀ G. As in the authors' code the first step only
+    begins the factors, and new bases are one step of power iteration from the old, in the order of
+    their eigenvalues.
 
     Args:
       b1: decay of the mean of gradients.
@@ -76,17 +85,24 @@ def scale_by_soap(
 
         def renew() -> tuple[Any, Array]:
             orders = [
-                jnp.argsort(-jnp.einsum("ji,jk,ki->i", q, f, q)) for q, f in zip(kept.bases, factors, strict=True)
+                jnp.argsort(-jnp.einsum("ji,jk,ki->i", q, f, q))
+                for q, f in zip(kept.bases, factors, strict=True)
             ]
-            bases = tuple(_power_step(f, q[:, o]) for f, q, o in zip(factors, kept.bases, orders, strict=True))
+            bases = tuple(
+                _power_step(f, q[:, o]) for f, q, o in zip(factors, kept.bases, orders, strict=True)
+            )
             return bases, squares[orders[0]][:, orders[1]]
 
         bases, squares = jax.lax.cond(count % interval == 0, renew, lambda: (kept.bases, squares))
         return update, Whitening(mean, factors, bases, squares)
 
     def first(gradient: Array) -> Whitening:
-        factors = _mix_all(_no_factors(gradient), (gradient @ gradient.T, gradient.T @ gradient), b2)
-        return Whitening(jnp.zeros_like(gradient), factors, _eigenvectors(factors), jnp.zeros_like(gradient))
+        factors = _mix_all(
+            _no_factors(gradient), (gradient @ gradient.T, gradient.T @ gradient), b2
+        )
+        return Whitening(
+            jnp.zeros_like(gradient), factors, _eigenvectors(factors), jnp.zeros_like(gradient)
+        )
 
     return _stage(first, later)
 
@@ -96,10 +112,10 @@ def scale_by_kl_shampoo(
 ) -> optax.GradientTransformation:
     """KL-Shampoo (Lin et al., 2025, https://arxiv.org/abs/2509.03378; the authors' ``kl_opt.py``).
 
-    The factors are those of the normal distribution closest to the gradients: running means of G S_R⁻¹ Gᵀ / n and
-    Gᵀ S_L⁻¹ G / m. Eigenvalues follow every step, in bases that are renewed now and then by a step of power iteration;
-    the update is Q_L (Q_Lᵀ M Q_R / (√λ_L √λ_Rᵀ + ε)) Q_Rᵀ with M the running mean of the gradients. Nothing of the size
-    of Adam's second moments is kept.
+    The factors are those of the normal distribution closest to the gradients: running means of G
+    S_R⁻¹ Gᵀ / n and Gᵀ S_L⁻¹ G / m. Eigenvalues follow every step, in bases that are renewed now
+    and then by a step of power iteration; the update is Q_L (Q_Lᵀ M Q_R / (√λ_L √λ_Rᵀ + ε)) Q_Rᵀ
+    with M the running mean of the gradients. Nothing of the size of Adam's second moments is kept.
 
     Args:
       b1: decay of the mean of gradients.
@@ -122,7 +138,10 @@ def scale_by_kl_shampoo(
         (left, right), (rows, columns) = kept.bases, map(jnp.sqrt, kept.scales)
         mean = _mix(kept.mean, gradient, b1)
         update = left @ (left.T @ mean @ right / (jnp.outer(rows, columns) + eps)) @ right.T
-        whitened_rows, whitened_columns = (left.T @ gradient) / rows[:, None], (gradient @ right) / columns
+        whitened_rows, whitened_columns = (
+            (left.T @ gradient) / rows[:, None],
+            (gradient @ right) / columns,
+        )
         m, n = gradient.shape
         found = whitened_columns @ whitened_columns.T / n, whitened_rows.T @ whitened_rows / m
         rotated = left.T @ gradient @ right
@@ -150,13 +169,16 @@ def scale_by_kl_shampoo(
 
 
 def _stage(first: Callable[[Array], Whitening], later: Callable) -> optax.GradientTransformation:
-    """Makes a stage of what is done to one matrix, at the first step, which updates nothing, and at those after it."""
+    """Makes a stage of what is done to one matrix, at the first step, which updates nothing, and at
+    those after it."""
 
     def init(params: Any) -> WhiteningState:
         begin = lambda parameter: jax.tree.map(jnp.zeros_like, _stacked(first)(_wide(parameter)))
         return WhiteningState(jnp.zeros((), jnp.int32), jax.tree.map(begin, params))
 
-    def update(updates: Any, state: WhiteningState, params: Any = None) -> tuple[Any, WhiteningState]:
+    def update(
+        updates: Any, state: WhiteningState, params: Any = None
+    ) -> tuple[Any, WhiteningState]:
         def of_one(gradient: Array, kept: Whitening) -> tuple[Array, Whitening]:
             wide = _wide(gradient)
             result, new = jax.lax.cond(
@@ -169,7 +191,9 @@ def _stage(first: Callable[[Array], Whitening], later: Callable) -> optax.Gradie
         leaves, structure = jax.tree.flatten(updates)
         kept = structure.flatten_up_to(state.matrices)
         done = [of_one(*pair) for pair in zip(leaves, kept, strict=True)]
-        new = WhiteningState(optax.safe_increment(state.count), structure.unflatten([k for _, k in done]))
+        new = WhiteningState(
+            optax.safe_increment(state.count), structure.unflatten([k for _, k in done])
+        )
         return structure.unflatten([result for result, _ in done]), new
 
     return optax.GradientTransformation(init, update)
@@ -196,7 +220,9 @@ def _mix(mean: Array, new: Array, decay: float | Array) -> Array:
     return decay * mean + (1 - decay) * new
 
 
-def _mix_all(means: tuple[Array, ...], new: tuple[Array, ...], decay: float | Array) -> tuple[Array, ...]:
+def _mix_all(
+    means: tuple[Array, ...], new: tuple[Array, ...], decay: float | Array
+) -> tuple[Array, ...]:
     return tuple(_mix(*pair, decay) for pair in zip(means, new, strict=True))
 
 

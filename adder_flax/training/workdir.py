@@ -1,4 +1,5 @@
-"""The directory of a run: its configuration on disk, and the refusal to mix two runs in one place."""
+"""The directory of a run: its configuration on disk, and the refusal to mix two runs in one
+place."""
 
 import json
 from collections.abc import Mapping
@@ -23,12 +24,15 @@ _SHOWN_DIFFERENCES = 20
 
 
 def open_workdir(workdir: str | Path, config: ConfigDict) -> Path:
-    """Returns the directory of a run as an absolute path, checked not to hold another one; writes nothing.
+    """Returns the directory of a run as an absolute path, checked not to hold another one; writes
+    nothing.
 
-    A run that has not saved a checkpoint does not bind the next one: a mistake can be mended in the same directory.
+    A run that has not saved a checkpoint does not bind the next one: a mistake can be mended in the
+    same directory.
 
     Raises:
-      RunError: the directory holds checkpoints of another configuration; the message lists the differences.
+      RunError: the directory holds checkpoints of another configuration; the message lists the
+        differences.
     """
     workdir = Path(workdir).absolute()
     stored = _read_config(workdir)
@@ -50,7 +54,9 @@ def write_config(workdir: str | Path, config: ConfigDict) -> None:
     if SavedCheckpoints(workdir / "checkpoints").steps:
         if path.exists():
             return  # it differs in how the run is executed; the first start stays on record
-        logging.warning("No config.json beside the checkpoints in %s: taking them to be of this run", workdir)
+        logging.warning(
+            "No config.json beside the checkpoints in %s: taking them to be of this run", workdir
+        )
     with writing("config.json", workdir):
         workdir.mkdir(parents=True, exist_ok=True)
         write_whole(path, (json.dumps(given, indent=2) + "\n").encode())
@@ -68,7 +74,8 @@ def write_data(workdir: str | Path, records: Mapping[str, int]) -> None:
 
 
 def changed_data(workdir: str | Path, records: Mapping[str, int]) -> str | None:
-    """Returns in words what became of the data set since :func:`write_data`, or None where it is as it was.
+    """Returns in words what became of the data set since :func:`write_data`, or None where it is as
+    it was.
 
     Example:
       >>> import tempfile
@@ -80,11 +87,17 @@ def changed_data(workdir: str | Path, records: Mapping[str, int]) -> str | None:
     try:
         before = json.loads(read_regular(Path(workdir) / "data.json") or "null")
         changes = [
-            f"{split} {before[split]} records then, {n} now" for split, n in records.items() if before[split] != n
+            f"{split} {before[split]} records then, {n} now"
+            for split, n in records.items()
+            if before[split] != n
         ]
     except (RunError, ValueError, TypeError, KeyError, RecursionError):
         return None  # not there, or damaged: nothing to compare with
-    return f"the data set has changed since this run was last started: {', '.join(changes)}" if changes else None
+    return (
+        f"the data set has changed since this run was last started: {', '.join(changes)}"
+        if changes
+        else None
+    )
 
 
 def read_config(workdir: str | Path) -> ConfigDict:
@@ -95,7 +108,10 @@ def read_config(workdir: str | Path) -> ConfigDict:
     """
     stored = _read_config(Path(workdir))
     if stored is None:
-        raise RunError(f"expected the directory of a run, with its config.json, got {workdir}; train there first")
+        raise RunError(
+            f"expected the directory of a run, with its config.json, got {workdir}; train there "
+            "first"
+        )
     return as_config(stored)
 
 
@@ -112,7 +128,9 @@ def read_regular(path: Path) -> bytes | None:
         return None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise RunError(f"expected to read {path}, got: {reason}; make it readable, or move it away") from error
+        raise RunError(
+            f"expected to read {path}, got: {reason}; make it readable, or move it away"
+        ) from error
 
 
 def _read_config(workdir: Path) -> dict[str, Any] | None:
@@ -129,8 +147,9 @@ def _read_config(workdir: Path) -> dict[str, Any] | None:
         reason = "nested too deeply" if isinstance(error, RecursionError) else printable(error)
         reason = f"no JSON ({reason})" if isinstance(error, json.JSONDecodeError) else reason
         raise RunError(
-            f"expected the configuration of a run in {path}, got: {reason}; put it back from a copy, or move it away: "
-            "the run is then taken to be of the configuration it is started with"
+            f"expected the configuration of a run in {path}, got: {reason}; put it back from a "
+            "copy, or move it away: the run is then taken to be of the configuration it is started "
+            "with"
         ) from error
     return stored
 
@@ -140,6 +159,9 @@ def _refuse_another_run(workdir: Path, stored: dict[str, Any], config: ConfigDic
         more = len(found) - _SHOWN_DIFFERENCES
         raise RunError(
             f"expected the configuration of the run in {workdir}, got another:\n"
-            + "\n".join(f"  {line}" for line in found[:_SHOWN_DIFFERENCES] + ([f"and {more} more"] if more > 0 else []))
+            + "\n".join(
+                f"  {line}"
+                for line in found[:_SHOWN_DIFFERENCES] + ([f"and {more} more"] if more > 0 else [])
+            )
             + "\nchoose another --workdir for a new run, or the same values to go on with that one"
         )

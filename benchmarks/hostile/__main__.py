@@ -36,7 +36,11 @@ def run_group(group: Group, *, seed: int, share: float) -> list[tuple[Case, Obse
     for case in group.cases(seed, max(1, round(group.count * share))):
         observed = case.run()
         if not observed.verdict.sound:
-            print(f"{group.name}: {observed.verdict.value}: {case.fault.what}: {case.name}", observed.seen, sep="\n")
+            print(
+                f"{group.name}: {observed.verdict.value}: {case.fault.what}: {case.name}",
+                observed.seen,
+                sep="\n",
+            )
             sys.stdout.flush()
         results.append((case, observed))
     return results
@@ -45,14 +49,18 @@ def run_group(group: Group, *, seed: int, share: float) -> list[tuple[Case, Obse
 def count_row(name: str, results: Iterable[tuple[Case, Observed]]) -> str:
     """Returns a line of the table."""
     counts = collections.Counter(observed.verdict for _, observed in results)
-    return f"| {' | '.join([name, str(counts.total()), *(str(counts[verdict]) for verdict in Verdict)])} |"
+    cells = [name, str(counts.total()), *(str(counts[verdict]) for verdict in Verdict)]
+    return f"| {' | '.join(cells)} |"
 
 
 def fault_rows(results: Iterable[tuple[Case, Observed]]) -> list[dict[str, Any]]:
-    """Returns one record per fault: what it is, how often it was tried, how it ended, an example of what one sees."""
+    """Returns one record per fault: what it is, how often it was tried, how it ended, an example of
+    what one sees."""
     rows: dict[str, dict[str, Any]] = {}
     for case, observed in results:
-        row = rows.setdefault(case.fault.what, {"fault": case.fault.what, "kept": case.fault.kept, "tried": 0})
+        row = rows.setdefault(
+            case.fault.what, {"fault": case.fault.what, "kept": case.fault.kept, "tried": 0}
+        )
         row["tried"] += 1
         row.setdefault("verdicts", collections.Counter())[observed.verdict.value] += 1
         if "seen" not in row and observed.seen:
@@ -68,11 +76,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--groups", default=",".join(GROUPS))
     parser.add_argument("--share", type=float, default=1.0, help="of the cases of each group")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", default="", help="JSON file that keeps the rows of the groups that ran")
+    parser.add_argument(
+        "--record", default="", help="JSON file that keeps the rows of the groups that ran"
+    )
     parser.add_argument("--page", default="", help="Markdown page to write from the record")
     options = parser.parse_args(arguments)
     sys.unraisablehook = lambda unraisable: None  # as in the product, see adder_flax.terminal
-    record = json.loads(Path(options.record).read_text()) if options.record and Path(options.record).exists() else {}
+    record = (
+        json.loads(Path(options.record).read_text())
+        if options.record and Path(options.record).exists()
+        else {}
+    )
     unsound, table = 0, []
     for name in filter(None, options.groups.split(",")):
         group: Group = _module(name).GROUP
@@ -103,14 +117,19 @@ def table_head() -> str:
 
 
 def page(record: dict[str, Any]) -> str:
-    """Returns the page "What can go wrong" as Markdown: per group, each fault, what one sees, what was kept."""
+    """Returns the page "What can go wrong" as Markdown: per group, each fault, what one sees, what
+    was kept."""
     lines = [
         "# What can go wrong",
         "",
-        "Faults made on purpose, what one sees of each, and what is kept. `python -m benchmarks.hostile` makes them as",
-        "often as the first table says, and writes this page. What must come of every one is one message (expected,",
-        "got, how to fix it) and an exit code other than 0, or the right result; and nothing on disk is lost.",
-        "[Operations](operations.md#when-something-breaks) says what to do in the cases that clusters bring.",
+        "Faults made on purpose, what one sees of each, and what is kept. `python -m "
+        "benchmarks.hostile` makes them as",
+        "often as the first table says, and writes this page. What must come of every one is one "
+        "message (expected,",
+        "got, how to fix it) and an exit code other than 0, or the right result; and nothing on "
+        "disk is lost.",
+        "[Operations](operations.md#when-something-breaks) says what to do in the cases that "
+        "clusters bring.",
         "",
         table_head(),
         *(group["row"] for _, group in sorted(record.items())),
@@ -120,10 +139,15 @@ def page(record: dict[str, Any]) -> str:
     ]
     for name, group in sorted(record.items()):
         lines += [f"## {name.capitalize()}", "", _module(name).__doc__.splitlines()[0], ""]
-        lines += ["| fault | tried | what one sees, for example | what is kept |", "|---|---|---|---|"]
+        lines += [
+            "| fault | tried | what one sees, for example | what is kept |",
+            "|---|---|---|---|",
+        ]
         for row in group["faults"]:
             seen = _cell(row["seen"]) if "seen" in row else "the right result"
-            lines.append(f"| {_cell(row['fault'])} | {row['tried']} | {seen} | {_cell(row['kept'])} |")
+            lines.append(
+                f"| {_cell(row['fault'])} | {row['tried']} | {seen} | {_cell(row['kept'])} |"
+            )
         lines.append("")
     return "\n".join(lines)
 
@@ -135,7 +159,8 @@ def _anywhere(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Returns a text as one table cell: one line, no bars, no markup, no more than a few lines long."""
+    """Returns a text as one table cell: one line, no bars, no markup, no more than a few lines
+    long."""
     line = re.sub(r"([|*_$`])", r"\\\1", " ".join(text.split())).replace("<", "&lt;")
     return line if len(line) <= 300 else line[:299] + "…"
 

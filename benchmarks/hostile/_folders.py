@@ -1,4 +1,5 @@
-"""Image folders for the cases: files of every kind beside what their pixels mean, and reading them as training does."""
+"""Image folders for the cases: files of every kind beside what their pixels mean, and reading them
+as training does."""
 
 import io
 import os
@@ -20,7 +21,8 @@ _PATIENCE = 120  # seconds
 
 
 def quadrants(rng: np.random.Generator, high: int = 256, channels: int = 3) -> np.ndarray:
-    """An image of four squares, (SIDE, SIDE, channels): which way up it lies shows, and a crop keeps its values."""
+    """An image of four squares, (SIDE, SIDE, channels): which way up it lies shows, and a crop
+    keeps its values."""
     return np.kron(rng.integers(0, high, (2, 2, channels)), np.ones((SIDE // 2, SIDE // 2, 1), int))
 
 
@@ -36,7 +38,9 @@ def save(image: Image.Image, image_format: str, **options) -> bytes:
     return buffer.getvalue()
 
 
-def make_folder(root: Path, rng: np.random.Generator, classes=("ant", "bird"), train: int = 4, val: int = 2) -> None:
+def make_folder(
+    root: Path, rng: np.random.Generator, classes=("ant", "bird"), train: int = 4, val: int = 2
+) -> None:
     """Writes root/{train,val}/<class>/<number>.png; names may be bytes."""
     for split, count in (("train", train), ("val", val)):
         for name in classes:
@@ -47,9 +51,14 @@ def make_folder(root: Path, rng: np.random.Generator, classes=("ant", "bird"), t
                     file.write(png(quadrants(rng)))
 
 
-def read_all(name: str, data_dir: Path, size: int = 28, **options) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Loads both splits as a run does, and reads each once through its pipeline: {split: (images, labels)}."""
-    train = data.load_source(name, "train", data_dir=str(data_dir), image_size=size, **{"crop_scale": None} | options)
+def read_all(
+    name: str, data_dir: Path, size: int = 28, **options
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Loads both splits as a run does, and reads each once through its pipeline: {split: (images,
+    labels)}."""
+    train = data.load_source(
+        name, "train", data_dir=str(data_dir), image_size=size, **{"crop_scale": None} | options
+    )
     evaluated = data.load_source(name, "eval", data_dir=str(data_dir), image_size=size, **options)
     pipeline = data.TrainPipeline(train, len(train), num_threads=2)
     batch = pipeline[0]
@@ -58,7 +67,9 @@ def read_all(name: str, data_dir: Path, size: int = 28, **options) -> dict[str, 
     masks = np.concatenate([part["mask"] for part in batches])
     return {
         "train": (batch["image"][order], batch["label"][order]),
-        "eval": tuple(np.concatenate([part[key] for part in batches])[masks] for key in ("image", "label")),
+        "eval": tuple(
+            np.concatenate([part[key] for part in batches])[masks] for key in ("image", "label")
+        ),
     }
 
 
@@ -69,16 +80,20 @@ def judge_folder(
     """Makes a folder, has it read, and judges how that ends; what takes too long hangs.
 
     Args:
-      spoil: fills the empty folder and returns what judges the result of reading it, if anything but a message is
-        right.
+      spoil: fills the empty folder and returns what judges the result of reading it, if anything
+        but a message is right.
       read: reads it.
     """
-    logging.set_verbosity(logging.ERROR)  # a warning of each image that is skipped would hide the verdicts
+    logging.set_verbosity(
+        logging.ERROR
+    )  # a warning of each image that is skipped would hide the verdicts
     root = Path(tempfile.mkdtemp(prefix="hostile-"))
     try:
         is_right = spoil(root)
         seen: list[Observed] = []
-        thread = threading.Thread(target=lambda: seen.append(judge_call(lambda: read(root), is_right)), daemon=True)
+        thread = threading.Thread(
+            target=lambda: seen.append(judge_call(lambda: read(root), is_right)), daemon=True
+        )
         thread.start()
         thread.join(_PATIENCE)
         return seen[0] if seen else Observed(Verdict.HANG, f"no end after {_PATIENCE} s")

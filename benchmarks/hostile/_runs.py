@@ -1,4 +1,5 @@
-"""A tiny run that was stopped half way, to be damaged, and what its directory must hold afterwards."""
+"""A tiny run that was stopped half way, to be damaged, and what its directory must hold
+afterwards."""
 
 import collections
 import contextlib
@@ -149,7 +150,9 @@ def restore(workdir: Path, which: int | str = "last") -> Any:
     """Restores a checkpoint as the modes do that only read."""
     run = template().run
     directory = training.open_workdir(workdir, run.config) / "checkpoints"
-    return training.SavedCheckpoints(directory, of=training.identity(run.config)).restore(run.abstract_state, which)
+    return training.SavedCheckpoints(directory, of=training.identity(run.config)).restore(
+        run.abstract_state, which
+    )
 
 
 @functools.cache
@@ -165,7 +168,9 @@ def is_saved_state(state: Any, said: str, which: int | str = "last") -> Verdict 
         return Verdict.WRONG
     if which == "best":
         which = best_step()
-    return step == which or (which == "last" and (step == 4 or "Checkpoint 4 cannot be read" in said))
+    return step == which or (
+        which == "last" and (step == 4 or "Checkpoint 4 cannot be read" in said)
+    )
 
 
 def is_final_state(state: Any, said: str) -> Verdict | bool:
@@ -177,13 +182,16 @@ Contents = dict[str, collections.Counter[bytes]]
 
 
 def contents(workdir: Path) -> Contents:
-    """Returns what a run directory holds: files of checkpoints by their content, and lines of metrics."""
+    """Returns what a run directory holds: files of checkpoints by their content, and lines of
+    metrics."""
     files = [path for path in workdir.rglob("*") if path.is_file() and not path.is_symlink()]
     log = [path for path in files if path.name.startswith("metrics.jsonl")]
     others = [path for path in files if path not in log and path.name != "trainer.lock"]
     return {
         "files": collections.Counter(path.read_bytes() for path in others),
-        "rows": collections.Counter(line for path in log for line in path.read_bytes().split(b"\n") if line),
+        "rows": collections.Counter(
+            line for path in log for line in path.read_bytes().split(b"\n") if line
+        ),
     }
 
 
@@ -194,8 +202,8 @@ def lost(before: Contents, workdir: Path, observed: Observed, *, trained: bool) 
       before: what the directory held after it was damaged.
       workdir: what it holds now.
       observed: what came of the case.
-      trained: whether a run has gone on to its end there. Then checkpoints have been replaced, but nothing may be gone
-        that was said to be set aside.
+      trained: whether a run has gone on to its end there. Then checkpoints have been replaced, but
+        nothing may be gone that was said to be set aside.
     """
     after = contents(workdir)
     rows, files = before["rows"] - after["rows"], before["files"] - after["files"]

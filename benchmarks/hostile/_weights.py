@@ -1,4 +1,5 @@
-"""What both groups of files of weights share: valid ones in three formats, and the judgement of what is loaded."""
+"""What both groups of files of weights share: valid ones in three formats, and the judgement of
+what is loaded."""
 
 import functools
 import tempfile
@@ -20,7 +21,13 @@ KEPT = "the file and the model"
 def model(seed: int = 0) -> models.VisionTransformer:
     """Returns a small transformer."""
     return models.VisionTransformer(
-        image_size=6, patch_size=3, num_classes=5, width=8, depth=1, num_heads=2, rngs=nnx.Rngs(seed)
+        image_size=6,
+        patch_size=3,
+        num_classes=5,
+        width=8,
+        depth=1,
+        num_heads=2,
+        rngs=nnx.Rngs(seed),
     )
 
 
@@ -43,11 +50,13 @@ def params(of: models.VisionTransformer) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.array(leaf) for path, leaf in leaves}
 
 
-def judge_file(content: bytes | None, names: str, make: Callable[[Path], None] | None = None) -> Observed:
+def judge_file(
+    content: bytes | None, names: str, make: Callable[[Path], None] | None = None
+) -> Observed:
     """Loads a file and judges what comes of it.
 
-    Right is what the own reader of safetensors says: a file that loads must, once its arrays are read
-    by that reader and written back by what this project writes, be the same.
+    Right is what the own reader of safetensors says: a file that loads must, once its arrays are
+    read by that reader and written back by what this project writes, be the same.
 
     Args:
       content: of the file, or None.
@@ -72,7 +81,11 @@ def judge_file(content: bytes | None, names: str, make: Callable[[Path], None] |
                 return Verdict.ACCEPTED
             interop.save_weights(loaded, f"{folder}/back", names=names)
             ours = _read_by_safetensors(Path(f"{folder}/back"))
-            at_random = {name for name in ours if name.startswith(("head.", "classifier."))} if kept else set()
+            at_random = (
+                {name for name in ours if name.startswith(("head.", "classifier."))}
+                if kept
+                else set()
+            )
             return set(theirs) >= set(ours) - at_random and all(
                 np.array_equal(theirs[name], ours[name]) for name in set(ours) - at_random
             )
@@ -80,7 +93,9 @@ def judge_file(content: bytes | None, names: str, make: Callable[[Path], None] |
         observed = judge_call(load, is_right)
         if observed.verdict is Verdict.MESSAGE and not _equal(before, params(loaded)):
             return Observed(Verdict.LOST, f"the model was changed: {observed.seen}")
-        if observed.verdict is Verdict.MESSAGE and ("expected" not in observed.seen or ";" not in observed.seen):
+        if observed.verdict is Verdict.MESSAGE and (
+            "expected" not in observed.seen or ";" not in observed.seen
+        ):
             return Observed(Verdict.TRACEBACK, f"no message of ours: {observed.seen}")
         return observed
 
@@ -90,17 +105,20 @@ def _equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
 
 
 def _read_by_safetensors(path: Path) -> dict[str, np.ndarray] | None:
-    """Returns arrays in float32 as the format's own package reads them, or None where it refuses or they overflow."""
+    """Returns arrays in float32 as the format's own package reads them, or None where it refuses or
+    they overflow."""
     try:
         with safetensors.safe_open(path, "flax") as file:
-            arrays = {name: np.asarray(file.get_tensor(name)).astype(np.float32) for name in file.keys()}  # noqa: SIM118
+            names = file.keys()
+            arrays = {name: np.asarray(file.get_tensor(name)).astype(np.float32) for name in names}
     except (safetensors.SafetensorError, TypeError, ValueError):
         return None
     return arrays if all(np.isfinite(array).all() for array in arrays.values()) else None
 
 
 def spread(kinds: list[tuple[Fault, Callable[[int], Observed]]], count: int) -> Iterator[Case]:
-    """Yields cases of all faults in turn; each function takes the number of the case among those of its fault."""
+    """Yields cases of all faults in turn; each function takes the number of the case among those of
+    its fault."""
     for index in range(count):
         fault, run = kinds[index % len(kinds)]
         yield Case(fault, f"{index}", functools.partial(run, index // len(kinds)))

@@ -16,7 +16,10 @@ ROOT = Path(__file__).parents[2]
 
 
 class Verdict(enum.Enum):
-    """What came of a case. The first two are what should come, all others are faults of the product."""
+    """What came of a case.
+
+    The first two are what should come, all others are faults of the product.
+    """
 
     MESSAGE = "one message"
     RIGHT = "done right"
@@ -84,12 +87,14 @@ class Group:
     cases: Callable[[int, int], Iterator[Case]]
 
 
-def judge_call(function: Callable[[], object], is_right: Callable[[object], Verdict | bool] | None = None) -> Observed:
+def judge_call(
+    function: Callable[[], object], is_right: Callable[[object], Verdict | bool] | None = None
+) -> Observed:
     """Calls what ``main.py`` would call, and judges how it ends.
 
     Args:
-      function: raises ``training.RunError`` for what its user must mend: ``main.py`` makes one message of that and of
-        nothing else.
+      function: raises ``training.RunError`` for what its user must mend: ``main.py`` makes one
+        message of that and of nothing else.
       is_right: judges what the function returns; without it nothing but a message is right.
     """
     try:
@@ -125,18 +130,26 @@ def judge_process(
       arguments: of ``python``.
       env: variables that are set beside those of this process; "" removes one.
       timeout: seconds after which it hangs.
-      is_right: judges the output of a process that ends with 0; without it nothing but a message is right.
-      exit_codes: further codes with which it may end without a message, such as 128 + a signal that was sent.
+      is_right: judges the output of a process that ends with 0; without it nothing but a message is
+        right.
+      exit_codes: further codes with which it may end without a message, such as 128 + a signal that
+        was sent.
       **options: of ``subprocess.run``.
     """
-    environment = {k: v for k, v in (os.environ | dict(env or {})).items() if v or k not in (env or {})}
+    environment = {
+        k: v for k, v in (os.environ | dict(env or {})).items() if v or k not in (env or {})
+    }
     options = {"cwd": ROOT, "stdin": subprocess.DEVNULL} | options
     if "stdout" not in options:
         options["stdout"] = subprocess.PIPE
     began = time.monotonic()
     try:
         done = subprocess.run(
-            [sys.executable, *map(str, arguments)], env=environment, stderr=subprocess.PIPE, timeout=timeout, **options
+            [sys.executable, *map(str, arguments)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            timeout=timeout,
+            **options,
         )
     except subprocess.TimeoutExpired:
         return Observed(Verdict.HANG, f"no end after {time.monotonic() - began:.0f} s")
@@ -149,17 +162,26 @@ def judge_process(
         if is_right is None:
             return Observed(Verdict.ACCEPTED, (out + err)[-500:])
         verdict = is_right(out)
-        return Observed(verdict if isinstance(verdict, Verdict) else [Verdict.WRONG, Verdict.RIGHT][bool(verdict)])
-    _, error, message = err.rpartition("\nerror: ") if "\nerror: " in err else err.rpartition("error: ")
+        return Observed(
+            verdict
+            if isinstance(verdict, Verdict)
+            else [Verdict.WRONG, Verdict.RIGHT][bool(verdict)]
+        )
+    _, error, message = (
+        err.rpartition("\nerror: ") if "\nerror: " in err else err.rpartition("error: ")
+    )
     if not error:
-        return Observed(Verdict.TRACEBACK, f"exit code {done.returncode} without a message: {err[-500:]}")
+        return Observed(
+            Verdict.TRACEBACK, f"exit code {done.returncode} without a message: {err[-500:]}"
+        )
     if err.startswith("error: ") + err.count("\nerror: ") > 1:
         return Observed(Verdict.TRACEBACK, f"several messages: {err[-1000:]}")
     return Observed(*_message(message))
 
 
 def _message(text: str) -> tuple[Verdict, str]:
-    """Judges a message: says what was expected, of one screen, without a traceback or control characters in it."""
+    """Judges a message: says what was expected, of one screen, without a traceback or control
+    characters in it."""
     text = text.rstrip("\n")
     if not text.strip() or "Traceback" in text:
         return Verdict.TRACEBACK, text[-2000:]

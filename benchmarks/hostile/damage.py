@@ -1,4 +1,5 @@
-"""Damaged run directories: every file and folder of a run, its configuration, its metrics, its checkpoints."""
+"""Damaged run directories: every file and folder of a run, its configuration, its metrics, its
+checkpoints."""
 
 import functools
 import itertools
@@ -33,9 +34,16 @@ _RUN_FOLDERS = ("tensorboard", "checkpoints") + tuple(
 )
 Harm = Callable[[Path, random.Random], None]
 
-_FILE = Fault("a file of a run that is cut, emptied, overwritten or gone", "the checkpoint before, all rows of metrics")
-_PLACE = Fault("a folder, link or pipe where a file of a run was", "the checkpoint before, all rows of metrics")
-_FOLDER = Fault("a folder of a run that is gone or is something else", "everything outside of that folder")
+_FILE = Fault(
+    "a file of a run that is cut, emptied, overwritten or gone",
+    "the checkpoint before, all rows of metrics",
+)
+_PLACE = Fault(
+    "a folder, link or pipe where a file of a run was", "the checkpoint before, all rows of metrics"
+)
+_FOLDER = Fault(
+    "a folder of a run that is gone or is something else", "everything outside of that folder"
+)
 _PERMISSION = Fault("a run that may not be read or written", "everything")
 _CONFIG = Fault("a config.json that is none, or of another run", "everything")
 _ROWS = Fault("lines in metrics.jsonl that are no rows", "every line, in metrics.jsonl.aside")
@@ -102,7 +110,9 @@ _FOLDERS: dict[str, Harm] = {
     "a link to itself": _replaced(lambda path: path.symlink_to(path)),
     "a pipe": _replaced(os.mkfifo),
 }
-_MODES: dict[str, Harm] = {f"mode {mode:o}": _permission(mode) for mode in (0o000, 0o444, 0o555, 0o111, 0o222)}
+_MODES: dict[str, Harm] = {
+    f"mode {mode:o}": _permission(mode) for mode in (0o000, 0o444, 0o555, 0o111, 0o222)
+}
 
 _TEXTS = [
     b"{",
@@ -117,7 +127,14 @@ _TEXTS = [
     b"[" * 10**5,
     b"\0" * 64,
 ]
-_TEXTS += [b'{"a":' * 10**5, b"{'seed': 0}", b'{"seed": 0}{"seed": 1}', b'{"model": null}', b"<html>", b"9" * 5000]
+_TEXTS += [
+    b'{"a":' * 10**5,
+    b"{'seed': 0}",
+    b'{"seed": 0}{"seed": 1}',
+    b'{"model": null}',
+    b"<html>",
+    b"9" * 5000,
+]
 
 
 def _config_text(text: bytes) -> Harm:
@@ -135,16 +152,33 @@ def _config_fields(change: Callable[[dict[str, Any], random.Random], Any]) -> Ha
 
 
 _FIELDS: dict[str, Callable[[dict[str, Any], random.Random], Any]] = {
-    "lacks a field": lambda fields, draw: fields.pop(draw.choice(["seed", "model", "batch_size", "optimizer"])),
+    "lacks a field": lambda fields, draw: fields.pop(
+        draw.choice(["seed", "model", "batch_size", "optimizer"])
+    ),
     "lacks all of the model": lambda fields, draw: fields["model"].clear(),
-    "has one more": lambda fields, draw: fields.update({f"\x1b[31m{draw.random()}": "\x1b[0m" * 99}),
+    "has one more": lambda fields, draw: fields.update(
+        {f"\x1b[31m{draw.random()}": "\x1b[0m" * 99}
+    ),
     "has thousands more": lambda fields, draw: fields.update({f"f{n}": n for n in range(5000)}),
-    "another type": lambda fields, draw: fields.update({draw.choice(["seed", "model", "batch_size"]): ["\u2028"]}),
+    "another type": lambda fields, draw: fields.update(
+        {draw.choice(["seed", "model", "batch_size"]): ["\u2028"]}
+    ),
     "another value": lambda fields, draw: fields.update(seed=draw.randrange(1, 99)),
     "not a number": lambda fields, draw: fields["optimizer"].update(learning_rate=float("nan")),
 }
 
-_LINES = [b"", b" ", b"garbage", b"[1, 2]", b"3", b"null", b'"x"', b"{}", b'{"step": null}', b'{"step": "4"}']
+_LINES = [
+    b"",
+    b" ",
+    b"garbage",
+    b"[1, 2]",
+    b"3",
+    b"null",
+    b'"x"',
+    b"{}",
+    b'{"step": null}',
+    b'{"step": "4"}',
+]
 _LINES += [
     b'{"step": 3, "train/loss": "\xe2\x80\xa8"}',
     b'{"step": 2.5}',
@@ -187,17 +221,25 @@ def _save_as_another(directory: Path) -> None:
 
 _FOREIGNERS: dict[str, Callable[[Path], Any]] = {
     "an empty newer checkpoint": lambda workdir: (workdir / "checkpoints" / "5").mkdir(),
-    "a file called as a checkpoint": lambda workdir: (workdir / "checkpoints" / "5").write_text("x"),
-    "a link called as a checkpoint": lambda workdir: (workdir / "checkpoints" / "5").symlink_to("5"),
+    "a file called as a checkpoint": lambda workdir: (workdir / "checkpoints" / "5").write_text(
+        "x"
+    ),
+    "a link called as a checkpoint": lambda workdir: (workdir / "checkpoints" / "5").symlink_to(
+        "5"
+    ),
     "a checkpoint 007": lambda workdir: (workdir / "checkpoints" / "007").mkdir(),
     "a checkpoint of 30 digits": lambda workdir: (workdir / "checkpoints" / ("9" * 30)).mkdir(),
     "a checkpoint in Arabic digits": lambda workdir: (workdir / "checkpoints" / "\u0665").mkdir(),
     "a folder that is no checkpoint": lambda workdir: (workdir / "checkpoints" / "notes").mkdir(),
-    "a half-written checkpoint": lambda workdir: (workdir / "checkpoints" / "6.orbax-checkpoint-tmp" / "x").mkdir(
-        parents=True
-    ),
-    "a half-deleted checkpoint": lambda workdir: (workdir / "checkpoints" / "1.deleted" / "x").mkdir(parents=True),
-    "something set aside before": lambda workdir: (workdir / "checkpoints" / "4.unreadable").write_text("x"),
+    "a half-written checkpoint": lambda workdir: (
+        workdir / "checkpoints" / "6.orbax-checkpoint-tmp" / "x"
+    ).mkdir(parents=True),
+    "a half-deleted checkpoint": lambda workdir: (
+        workdir / "checkpoints" / "1.deleted" / "x"
+    ).mkdir(parents=True),
+    "something set aside before": lambda workdir: (
+        workdir / "checkpoints" / "4.unreadable"
+    ).write_text("x"),
     "a stale lock": lambda workdir: (workdir / "trainer.lock").write_text(
         '{"pid": 1, "host": "\x1b[31m", "since": "then"}'
     ),
@@ -227,8 +269,12 @@ def _harms() -> dict[Fault, list[tuple[str, Harm]]]:
         _PERMISSION: every([".", *_RUN_FOLDERS, *_RUN_FILES], _MODES),
         _CONFIG: [(f"{text[:20]!r}", _config_text(text)) for text in _TEXTS]
         + [(name, _config_fields(change)) for name, change in _FIELDS.items()],
-        _ROWS: [(f"{text[:30]!r}", _line(text)) for text in _LINES] + [("no end of the last", _unended)],
-        _FOREIGN: [(name, lambda workdir, draw, make=make: make(workdir)) for name, make in _FOREIGNERS.items()],
+        _ROWS: [(f"{text[:30]!r}", _line(text)) for text in _LINES]
+        + [("no end of the last", _unended)],
+        _FOREIGN: [
+            (name, lambda workdir, draw, make=make: make(workdir))
+            for name, make in _FOREIGNERS.items()
+        ],
     }
 
 
@@ -265,7 +311,9 @@ def _attack(fault: Fault, harm: Harm, seed: int, how: str) -> Observed:
             how == "best" and (workdir / "checkpoints" / str(_runs.best_step())).is_dir()
         ):  # else there is another best
             is_right = functools.partial(_runs.is_saved_state, which="best")
-        observed = _runs.judge(functools.partial(_as_nobody, call) if fault is _PERMISSION else call, is_right)
+        observed = _runs.judge(
+            functools.partial(_as_nobody, call) if fault is _PERMISSION else call, is_right
+        )
         trained = how == "train" and observed.verdict is Verdict.RIGHT
         if trained and fault is _CONFIG and json_differs(workdir):
             return Observed(Verdict.ACCEPTED, "trained on in the directory of another run")
@@ -276,7 +324,10 @@ def _attack(fault: Fault, harm: Harm, seed: int, how: str) -> Observed:
 def json_differs(workdir: Path) -> bool:
     """Whether the configuration in a directory is not that of the template's run."""
     as_dict = lambda folder: training.read_config(folder).to_dict()
-    return judge_call(lambda: as_dict(workdir) == as_dict(_runs.template().workdir), bool).verdict is not Verdict.RIGHT
+    return (
+        judge_call(lambda: as_dict(workdir) == as_dict(_runs.template().workdir), bool).verdict
+        is not Verdict.RIGHT
+    )
 
 
 def _baseline(workdir: Path) -> Any:

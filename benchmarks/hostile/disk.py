@@ -1,4 +1,7 @@
-"""A disk that fills up: at random moments of a run, or has little room from the start. Root alone can mount a tmpfs."""
+"""A disk that fills up: at random moments of a run, or has little room from the start.
+
+Root alone can mount a tmpfs.
+"""
 
 import contextlib
 import functools
@@ -20,7 +23,10 @@ _FILLS = Fault("a disk that fills up while a run trains", _KEPT)
 _SMALL = Fault("a disk with little or no room left", _KEPT)
 _FILES = Fault("a disk with room for few files", _KEPT)
 _EVENTS = Fault("a full disk below tensorboard/ alone", "everything; resumed, the same bits")
-_STUDY = Fault("a full disk when a run is exported or analyzed", "everything; with room, the same command goes through")
+_STUDY = Fault(
+    "a full disk when a run is exported or analyzed",
+    "everything; with room, the same command goes through",
+)
 
 
 @contextlib.contextmanager
@@ -48,14 +54,19 @@ def _as_root(attack: Callable[..., Observed]) -> Callable[..., Observed]:
 
     @functools.wraps(attack)
     def run(*arguments) -> Observed:
-        return Observed(Verdict.RIGHT, "skipped: only root may mount a tmpfs") if os.geteuid() else attack(*arguments)
+        return (
+            Observed(Verdict.RIGHT, "skipped: only root may mount a tmpfs")
+            if os.geteuid()
+            else attack(*arguments)
+        )
 
     return run
 
 
 @_as_root
 def attack(free: int, share: float | None) -> Observed:
-    """Runs on a disk that is filled but for ``free`` bytes, at a share of the run's time or before; then makes room."""
+    """Runs on a disk that is filled but for ``free`` bytes, at a share of the run's time or before;
+    then makes room."""
     seconds, _, expected = moments.left_alone()
     with small_disk() as folder:
         if share is None:
@@ -112,20 +123,37 @@ def _study(free: int, *flags: str) -> Observed:
         if lost := [path.name for path, content in before.items() if path.read_bytes() != content]:
             return Observed(Verdict.LOST, f"changed: {lost}")
         again = moments.judge_end(moments.start(workdir, *flags))
-        return observed if again.verdict is Verdict.RIGHT else Observed(Verdict.LOST, f"with room: {again.seen}")
+        return (
+            observed
+            if again.verdict is Verdict.RIGHT
+            else Observed(Verdict.LOST, f"with room: {again.seen}")
+        )
 
 
 def _cases(seed: int, count: int) -> Iterator[Case]:
-    """Yields disks that fill up and disks that are full in turn, a third to the last byte; each fifth is another."""
+    """Yields disks that fill up and disks that are full in turn, a third to the last byte; each
+    fifth is another."""
     draw = random.Random(seed)
     for index in range(count):
         free = 0 if index % 3 == 0 else int(2 ** draw.uniform(9, 20))
         share = draw.uniform(0.3, 1) if index % 4 else None
-        files, size, mode = draw.randrange(4, 90), 4096 * draw.randrange(1, 3), draw.choice(["export", "analyze"])
+        files, size, mode = (
+            draw.randrange(4, 90),
+            4096 * draw.randrange(1, 3),
+            draw.choice(["export", "analyze"]),
+        )
         when = "from the start" if share is None else f"after {share:.3f} of the run"
-        usual = _SMALL if share is None else _FILLS, f"{free} bytes left {when}", functools.partial(attack, free, share)
+        usual = (
+            _SMALL if share is None else _FILLS,
+            f"{free} bytes left {when}",
+            functools.partial(attack, free, share),
+        )
         others = [
-            (_STUDY, f"{free} bytes left, then {mode}", functools.partial(_study, free, f"--mode={mode}")),
+            (
+                _STUDY,
+                f"{free} bytes left, then {mode}",
+                functools.partial(_study, free, f"--mode={mode}"),
+            ),
             (_EVENTS, f"{size} bytes", functools.partial(_full_events, size)),
             (_FILES, f"{files} files", functools.partial(_few_files, files)),
         ]

@@ -1,4 +1,5 @@
-"""Whole processes of ``main.py`` in environments that do not fit: files, variables, directories, terminals, limits."""
+"""Whole processes of ``main.py`` in environments that do not fit: files, variables, directories,
+terminals, limits."""
 
 import builtins
 import os
@@ -14,18 +15,27 @@ from benchmarks.hostile.case import Case, Fault, Group, Observed, Verdict, judge
 
 EXPERIMENT = "--config=experiments/adder_deit_tiny.py"
 SMALL = (
-    *("--config.model.width=16", "--config.model.depth=1", "--config.model.num_heads=2", "--config.batch_size=32"),
+    *(
+        "--config.model.width=16",
+        "--config.model.depth=1",
+        "--config.model.num_heads=2",
+        "--config.batch_size=32",
+    ),
     *("--config.num_epochs=0.04", "--config.optimizer.warmup_epochs=0.0"),  # 2 steps
 )
 NOTHING = "nothing is written before the message"
 
 _FILE = Fault("an experiment file that makes no configuration", NOTHING)
 _VARIABLE = Fault("an environment variable that a library does not understand", NOTHING)
-_HARMLESS = Fault("no home, no cache, no folder for temporary files, an odd terminal", "the run, without a cache")
+_HARMLESS = Fault(
+    "no home, no cache, no folder for temporary files, an odd terminal", "the run, without a cache"
+)
 _WORKDIR = Fault("a --workdir that can be none", NOTHING)
 _OUTPUT = Fault("output that nobody takes", "checkpoints and metrics so far")
 _FLAG = Fault("flags that mean nothing", NOTHING)
-_LIMIT = Fault("limits of memory, files or processes that are too small", "checkpoints and metrics so far")
+_LIMIT = Fault(
+    "limits of memory, files or processes that are too small", "checkpoints and metrics so far"
+)
 
 
 def _trains(output: str) -> bool:
@@ -44,18 +54,29 @@ def _in_folder(attack: Callable[[Path], Observed]) -> Callable[[], Observed]:
             try:
                 return attack(Path(folder))
             finally:
-                subprocess.run(["chmod", "-R", "u+rwx", folder], check=False, stderr=subprocess.DEVNULL)
+                subprocess.run(
+                    ["chmod", "-R", "u+rwx", folder], check=False, stderr=subprocess.DEVNULL
+                )
 
     return run
 
 
 def _experiment_files(draw: random.Random) -> Iterator[tuple[Fault, str, Callable[[], Observed]]]:
     """Draws files whose Python fails, and things that are no files of Python."""
-    errors = [name for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, Exception)]
-    good = "from adder_flax.experiments import common\ndef get_config(): return common.deit('adder', 'tiny')\n"
+    errors = [
+        name
+        for name, kind in vars(builtins).items()
+        if isinstance(kind, type) and issubclass(kind, Exception)
+    ]
+    good = (
+        "from adder_flax.experiments import common\ndef get_config(): return common.deit('adder', "
+        "'tiny')\n"
+    )
     sources = {
         f"raises {name}": f"raise {name}('on purpose')"
-        for name in draw.sample([e for e in errors if not e.startswith(("Unicode", "ExceptionG"))], 8)
+        for name in draw.sample(
+            [e for e in errors if not e.startswith(("Unicode", "ExceptionG"))], 8
+        )
     }
     cut = draw.randrange(20, len(good) - 12)
     sources |= {
@@ -83,8 +104,13 @@ def _experiment_files(draw: random.Random) -> Iterator[tuple[Fault, str, Callabl
         "a message of a megabyte": "raise ValueError('x' * 2**20)",
         "asserts": "assert 1 == 2",
     }
-    good_lacking = "from adder_flax.experiments import common\ndef get_config():\n  c = common.deit('adder', 'tiny')\n"
-    field = draw.choice(["seed", "model", "optimizer", "data", "task", "mesh", "batch_size", "num_epochs"])
+    good_lacking = (
+        "from adder_flax.experiments import common\ndef get_config():\n  c = common.deit('adder', "
+        "'tiny')\n"
+    )
+    field = draw.choice(
+        ["seed", "model", "optimizer", "data", "task", "mesh", "batch_size", "num_epochs"]
+    )
     sources["lacks fields"] = f"{good_lacking}  del c.{field}\n  return c\n"
     for name, source in sources.items():
         argument = ":digits" if "given one" in name else ""
@@ -122,7 +148,12 @@ def _experiment_files(draw: random.Random) -> Iterator[tuple[Fault, str, Callabl
 
 def _variables(draw: random.Random) -> Iterator[tuple[Fault, str, Callable[[], Observed]]]:
     word = "".join(draw.choices("abcdefghij", k=6))
-    step = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    step = {
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_JOB_ID": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+    }
     cases = {
         "JAX_PLATFORMS a word": {"JAX_PLATFORMS": word},
         "JAX_PLATFORMS cuda": {"JAX_PLATFORMS": "cuda"},
@@ -159,7 +190,11 @@ def _variables(draw: random.Random) -> Iterator[tuple[Fault, str, Callable[[], O
         yield (
             _VARIABLE,
             name,
-            _in_folder(lambda folder, env=env: _main(EXPERIMENT, *SMALL, f"--workdir={folder / 'run'}", env=env)),
+            _in_folder(
+                lambda folder, env=env: _main(
+                    EXPERIMENT, *SMALL, f"--workdir={folder / 'run'}", env=env
+                )
+            ),
         )
 
 
@@ -172,7 +207,12 @@ def _harmless(draw: random.Random) -> Iterator[tuple[Fault, str, Callable[[], Ob
         "TMPDIR not there": {"TMPDIR": "/no/such/folder"},
         "JAX_COMPILATION_CACHE_DIR a file": {"JAX_COMPILATION_CACHE_DIR": "/etc/passwd"},
         "JAX_COMPILATION_CACHE_DIR on /proc": {"JAX_COMPILATION_CACHE_DIR": "/proc/cache"},
-        "an ASCII terminal": {"LANG": "C", "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+        "an ASCII terminal": {
+            "LANG": "C",
+            "LC_ALL": "C",
+            "PYTHONIOENCODING": "ascii",
+            "PYTHONUTF8": "0",
+        },
         "a Latin-1 terminal": {"PYTHONIOENCODING": "latin-1"},
         "COLUMNS odd": {"COLUMNS": draw.choice(["0", "-3", "x", "1", "99999999"]), "LINES": "x"},
         "OMP_NUM_THREADS odd": {"OMP_NUM_THREADS": draw.choice(["-1", "x", "0"])},
@@ -182,7 +222,9 @@ def _harmless(draw: random.Random) -> Iterator[tuple[Fault, str, Callable[[], Ob
     for name, env in cases.items():
 
         def attack(folder: Path, env=env) -> Observed:
-            return _main(EXPERIMENT, *SMALL, f"--workdir={folder / 'run'}", env=env, is_right=_trains)
+            return _main(
+                EXPERIMENT, *SMALL, f"--workdir={folder / 'run'}", env=env, is_right=_trains
+            )
 
         yield _HARMLESS, name, _in_folder(attack)
 
@@ -232,7 +274,11 @@ def _shell(command: str, folder: Path, **options) -> Observed:
 def _outputs(draw: random.Random) -> Iterator[tuple[Fault, str, Callable[[], Observed]]]:
     lines = draw.randrange(1, 12)
     cases = {
-        f"| head -{lines}": (f"$MAIN | head -{lines}; exit ${{PIPESTATUS[0]}}", (141,), lambda out: True),
+        f"| head -{lines}": (
+            f"$MAIN | head -{lines}; exit ${{PIPESTATUS[0]}}",
+            (141,),
+            lambda out: True,
+        ),
         "| true": ("$MAIN | true; exit ${PIPESTATUS[0]}", (141,), lambda out: True),
         "> /dev/full": ("$MAIN > /dev/full", (), None),
         "> /dev/full, compile": ("$MAIN --mode=compile > /dev/full", (), None),
@@ -281,7 +327,11 @@ def _flags(draw: random.Random) -> Iterator[tuple[Fault, str, Callable[[], Obser
         yield _FLAG, name, _in_folder(attack)
     yield _FLAG, "none", lambda: _main()
     yield _FLAG, "an empty --config", lambda: _main("--config=")
-    yield _FLAG, "--config twice, the last missing", lambda: _main(EXPERIMENT, f"--config={word}.py")
+    yield (
+        _FLAG,
+        "--config twice, the last missing",
+        lambda: _main(EXPERIMENT, f"--config={word}.py"),
+    )
 
 
 def _limits(draw: random.Random) -> Iterator[tuple[Fault, str, Callable[[], Observed]]]:
@@ -299,7 +349,13 @@ def _limits(draw: random.Random) -> Iterator[tuple[Fault, str, Callable[[], Obse
             def lower() -> None:
                 resource.setrlimit(kind, (limit, resource.getrlimit(kind)[1]))
 
-            return _main(EXPERIMENT, *SMALL, f"--workdir={folder / 'run'}", preexec_fn=lower, is_right=_trains)
+            return _main(
+                EXPERIMENT,
+                *SMALL,
+                f"--workdir={folder / 'run'}",
+                preexec_fn=lower,
+                is_right=_trains,
+            )
 
         yield _LIMIT, name, _in_folder(attack)
 
@@ -315,7 +371,8 @@ def _limits(draw: random.Random) -> Iterator[tuple[Fault, str, Callable[[], Obse
 
 
 def _cases(seed: int, count: int) -> Iterator[Case]:
-    """Yields cases of all kinds in turn, drawn anew where there are more to be than kinds of cases."""
+    """Yields cases of all kinds in turn, drawn anew where there are more to be than kinds of
+    cases."""
     given = 0
     while given < count:
         draw = random.Random(seed + given)

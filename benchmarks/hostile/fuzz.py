@@ -11,8 +11,34 @@ from adder_flax import interop
 from benchmarks.hostile._weights import KEPT, judge_file, spread, valid
 from benchmarks.hostile.case import Case, Fault, Group, Observed
 
-_WORDS = (b"F32", b"F64", b"F16", b"BF16", b"BOOL", b"I8", b"F8_E4M3", b"F4", b"null", b"-1", b"1e9", b"[]", b"{}", b"")
-_WORDS += (b"18446744073709551616", b"NaN", b'"', b",", b"\x00", b"\xff", b"\\u001b[31m", b"0", b"true", b'"shape"')
+_WORDS = (
+    b"F32",
+    b"F64",
+    b"F16",
+    b"BF16",
+    b"BOOL",
+    b"I8",
+    b"F8_E4M3",
+    b"F4",
+    b"null",
+    b"-1",
+    b"1e9",
+    b"[]",
+    b"{}",
+    b"",
+)
+_WORDS += (
+    b"18446744073709551616",
+    b"NaN",
+    b'"',
+    b",",
+    b"\x00",
+    b"\xff",
+    b"\\u001b[31m",
+    b"0",
+    b"true",
+    b'"shape"',
+)
 
 
 def _flip_header(rng: np.random.Generator, content: bytearray, header: int) -> None:
@@ -51,7 +77,9 @@ def _change_number(rng: np.random.Generator, content: bytearray, header: int) ->
     text = bytes(content[8 : 8 + header])
     numbers = list(re.finditer(rb"\d+", text))
     number = numbers[rng.integers(len(numbers))]
-    other = (str(int(rng.integers(-5, 300))).encode(), str(int(rng.integers(2**62)) * 4).encode())[rng.integers(2)]
+    other = (str(int(rng.integers(-5, 300))).encode(), str(int(rng.integers(2**62)) * 4).encode())[
+        rng.integers(2)
+    ]
     _rewrite(rng, content, header, text[: number.start()] + other + text[number.end() :])
 
 
@@ -59,7 +87,12 @@ def _change_word(rng: np.random.Generator, content: bytearray, header: int) -> N
     text = bytes(content[8 : 8 + header])
     words = list(re.finditer(rb'"[^"]*"|\d+|[{}\[\],:]', text))
     word = words[rng.integers(len(words))]
-    _rewrite(rng, content, header, text[: word.start()] + _WORDS[rng.integers(len(_WORDS))] + text[word.end() :])
+    _rewrite(
+        rng,
+        content,
+        header,
+        text[: word.start()] + _WORDS[rng.integers(len(_WORDS))] + text[word.end() :],
+    )
 
 
 def _swap(rng: np.random.Generator, content: bytearray, header: int) -> None:

@@ -1,4 +1,5 @@
-"""Image folders and prepared sets: files of every kind, names of every kind, and files that are none.
+"""Image folders and prepared sets: files of every kind, names of every kind, and files that are
+none.
 
 Where an image can be read, its pixels are compared with a conversion in NumPy.
 """
@@ -18,14 +19,23 @@ import numpy as np
 from PIL import Image
 
 from adder_flax import data
-from benchmarks.hostile._folders import SIDE, judge_folder, make_folder, png, quadrants, read_all, save
+from benchmarks.hostile._folders import (
+    SIDE,
+    judge_folder,
+    make_folder,
+    png,
+    quadrants,
+    read_all,
+    save,
+)
 from benchmarks.hostile.case import Case, Fault, Group, Observed, judge_process
 
 Rng = np.random.Generator
 _NOTHING = "nothing was written"
 
 
-# --- What an image file means, in NumPy ------------------------------------------------------------------------------
+# --- What an image file means, in NumPy
+# ------------------------------------------------------------------------------
 
 
 def _grey(values: np.ndarray) -> np.ndarray:
@@ -34,10 +44,17 @@ def _grey(values: np.ndarray) -> np.ndarray:
 
 def _png_by_hand(pixels: np.ndarray, bits: int, colour_type: int) -> bytes:
     def chunk(kind, content):
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        return (
+            struct.pack(">I", len(content))
+            + kind
+            + content
+            + struct.pack(">I", zlib.crc32(kind + content))
+        )
 
     header = struct.pack(">IIBBBBB", SIDE, SIDE, bits, colour_type, 0, 0, 0)
-    rows = b"".join(b"\0" + row.astype(">u2" if bits == 16 else np.uint8).tobytes() for row in pixels)
+    rows = b"".join(
+        b"\0" + row.astype(">u2" if bits == 16 else np.uint8).tobytes() for row in pixels
+    )
     parts = chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
@@ -69,7 +86,9 @@ def _palette(rng: Rng) -> tuple[bytes, np.ndarray]:
 def _alpha(rng: Rng) -> tuple[bytes, np.ndarray]:
     if rng.integers(2):
         values = quadrants(rng, 256, 4)
-        return save(Image.fromarray(values.astype(np.uint8), "RGBA"), ["png", "tiff"][rng.integers(2)]), values[..., :3]
+        return save(
+            Image.fromarray(values.astype(np.uint8), "RGBA"), ["png", "tiff"][rng.integers(2)]
+        ), values[..., :3]
     values = quadrants(rng, 256, 2)
     return save(Image.fromarray(values.astype(np.uint8), "LA"), "png"), _grey(values[..., 0])
 
@@ -77,7 +96,9 @@ def _alpha(rng: Rng) -> tuple[bytes, np.ndarray]:
 def _cmyk(rng: Rng) -> tuple[bytes, np.ndarray]:
     values = quadrants(rng, 256, 4)
     ink = values / 255
-    return save(Image.fromarray(values.astype(np.uint8), "CMYK"), "tiff"), 255 * (1 - ink[..., :3]) * (1 - ink[..., 3:])
+    return save(Image.fromarray(values.astype(np.uint8), "CMYK"), "tiff"), 255 * (
+        1 - ink[..., :3]
+    ) * (1 - ink[..., 3:])
 
 
 def _one_bit(rng: Rng) -> tuple[bytes, np.ndarray]:
@@ -101,7 +122,9 @@ def _upright(rng: Rng) -> tuple[bytes, np.ndarray]:
     }[orientation]
     image_format = ["png", "tiff", "webp"][rng.integers(3)]
     options = {"lossless": True} if image_format == "webp" else {}
-    return save(Image.fromarray(stored.astype(np.uint8)), image_format, exif=exif, **options), turned
+    return save(
+        Image.fromarray(stored.astype(np.uint8)), image_format, exif=exif, **options
+    ), turned
 
 
 def _animated(rng: Rng) -> tuple[bytes, np.ndarray]:
@@ -113,11 +136,14 @@ def _animated(rng: Rng) -> tuple[bytes, np.ndarray]:
 
 def _other_name(rng: Rng) -> tuple[bytes, np.ndarray]:
     values = quadrants(rng, 256, 1)
-    return save(Image.fromarray(values[..., 0].astype(np.uint8)), ["gif", "bmp", "ppm"][rng.integers(3)]), _grey(values)
+    return save(
+        Image.fromarray(values[..., 0].astype(np.uint8)), ["gif", "bmp", "ppm"][rng.integers(3)]
+    ), _grey(values)
 
 
 def _kinds(make: Callable[[Rng], tuple[bytes, np.ndarray]]) -> Callable[[Rng], Observed]:
-    """A case: files of one kind in every place, whose pixels must be those of the formula, up to rounding."""
+    """A case: files of one kind in every place, whose pixels must be those of the formula, up to
+    rounding."""
 
     def run(rng: Rng) -> Observed:
         expected = {"train": [], "eval": []}
@@ -133,11 +159,15 @@ def _kinds(make: Callable[[Rng], tuple[bytes, np.ndarray]]) -> Callable[[Rng], O
 
         def is_right(got) -> bool:
             # The middle of each quadrant: SIDE pixels become 32, of which the central 28 are kept.
-            at, where = np.ix_([7, 20], [7, 20]), np.ix_([SIDE // 4, 3 * SIDE // 4], [SIDE // 4, 3 * SIDE // 4])
+            at, where = (
+                np.ix_([7, 20], [7, 20]),
+                np.ix_([SIDE // 4, 3 * SIDE // 4], [SIDE // 4, 3 * SIDE // 4]),
+            )
             return all(
                 len(got[split][0]) == len(meanings)
                 and all(
-                    np.abs(image[at] - m[where]).max() <= 1 for image, m in zip(got[split][0], meanings, strict=True)
+                    np.abs(image[at] - m[where]).max() <= 1
+                    for image, m in zip(got[split][0], meanings, strict=True)
                 )
                 for split, meanings in expected.items()
             )
@@ -147,7 +177,8 @@ def _kinds(make: Callable[[Rng], tuple[bytes, np.ndarray]]) -> Callable[[Rng], O
     return run
 
 
-# --- Files that are no image, and images that cannot be taken -------------------------------------------------------
+# --- Files that are no image, and images that cannot be taken
+# -------------------------------------------------------
 
 
 def _special(path: Path, rng: Rng) -> None:
@@ -181,7 +212,10 @@ def _too_large(path: Path, rng: Rng) -> None:
         header = struct.pack(">IIBBBBB", 2**31 - 1, 2**31 - 1, 8, 2, 0, 0, 0)
         content = b"IHDR" + header
         path.write_bytes(
-            b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + content + struct.pack(">I", zlib.crc32(content))
+            b"\x89PNG\r\n\x1a\n"
+            + struct.pack(">I", 13)
+            + content
+            + struct.pack(">I", zlib.crc32(content))
         )
     else:  # a file of holes
         with path.open("wb") as file:
@@ -207,7 +241,11 @@ def _no_image(path: Path, rng: Rng) -> None:
 def _unknown_range(path: Path, rng: Rng) -> None:
     kind = rng.integers(3)
     values = quadrants(rng, 70_000, 1)[..., 0]
-    image = [values.astype(np.int32), rng.random((SIDE, SIDE), np.float32), (values - 40_000).astype(np.int32)][kind]
+    image = [
+        values.astype(np.int32),
+        rng.random((SIDE, SIDE), np.float32),
+        (values - 40_000).astype(np.int32),
+    ][kind]
     path.write_bytes(save(Image.fromarray(image), "tiff"))
 
 
@@ -230,7 +268,8 @@ def _flipped_png(rng: Rng) -> Observed:
 
 
 def _refused(spoil_file: Callable[[Path, Rng], None]) -> Callable[[Rng], Observed]:
-    """A case: one such file in either split, and every image of one split in a third of the cases, under skip."""
+    """A case: one such file in either split, and every image of one split in a third of the cases,
+    under skip."""
 
     def run(rng: Rng) -> Observed:
         everywhere = rng.integers(3) == 0
@@ -248,7 +287,8 @@ def _refused(spoil_file: Callable[[Path, Rng], None]) -> Callable[[Rng], Observe
 
 
 def _skipped(rng: Rng) -> Observed:
-    """Some files that are none, under skip: what is left has its own pixels and labels, and no other is counted."""
+    """Some files that are none, under skip: what is left has its own pixels and labels, and no
+    other is counted."""
     bad = sorted({int(rng.integers(8)), int(rng.integers(8))})
 
     def spoil(root: Path):
@@ -261,18 +301,42 @@ def _skipped(rng: Rng) -> Observed:
         for index in bad:
             _no_image(sorted(root.glob("train/*/*.png"))[index], rng)
         kept = [index for index in range(4) if index not in gone]
-        return lambda got: (got["eval"][0] == whole[0][kept]).all() and (got["eval"][1] == whole[1][kept]).all()
+        return lambda got: (
+            (got["eval"][0] == whole[0][kept]).all() and (got["eval"][1] == whole[1][kept]).all()
+        )
 
     return judge_folder(spoil, lambda root: read_all("folder", root, on_unreadable="skip"))
 
 
-# --- Names and layouts ----------------------------------------------------------------------------------------------
+# --- Names and layouts
+# ----------------------------------------------------------------------------------------------
 
 _ODD_NAMES = (
-    "$x^2$", "$", r"\frac{1}{0}$", "%s{0}", "a b", " ", "  ", "...", "x" * 255, "tab\there", "line\nend",
-    "bell\x07\x1b[31m", b"caf\xe9", b"\xff\xfe", "猫", "a\u202eb", "e\u0301", "\u00e9", "Cat", "cat", "-rf",
-    "nul", "0", "é" * 120,
-)  # fmt: skip
+    "$x^2$",
+    "$",
+    r"\frac{1}{0}$",
+    "%s{0}",
+    "a b",
+    " ",
+    "  ",
+    "...",
+    "x" * 255,
+    "tab\there",
+    "line\nend",
+    "bell\x07\x1b[31m",
+    b"caf\xe9",
+    b"\xff\xfe",
+    "猫",
+    "a\u202eb",
+    "e\u0301",
+    "\u00e9",
+    "Cat",
+    "cat",
+    "-rf",
+    "nul",
+    "0",
+    "é" * 120,
+)
 
 
 def _names(rng: Rng) -> Observed:
@@ -393,7 +457,8 @@ def _vanishing(rng: Rng) -> Observed:
     return judge_folder(spoil, read)
 
 
-# --- Prepared sets ---------------------------------------------------------------------------------------------------
+# --- Prepared sets
+# -------------------------------------------------------------------------------------------------
 
 
 def _prepared(root: Path, rng: Rng) -> Path:
@@ -440,7 +505,9 @@ _FEATURE_EDITS: tuple[Callable[[dict], object], ...] = (
     lambda c: _features(c)["image"]["image"].update(dtype="uint16"),
     lambda c: _features(c)["image"]["image"]["shape"].update(dimensions=["-1", "-1", "4"]),
     lambda c: _features(c)["image"]["image"]["shape"].update(dimensions=["28", "28", "3"]),
-    lambda c: _features(c)["image"]["image"]["shape"].update(dimensions=["1000000", "1000000", "3"]),
+    lambda c: _features(c)["image"]["image"]["shape"].update(
+        dimensions=["1000000", "1000000", "3"]
+    ),
     lambda c: _features(c)["label"]["classLabel"].update(numClasses="3"),
     lambda c: _features(c)["label"]["classLabel"].update(numClasses="1"),
 )
@@ -467,7 +534,13 @@ def _damage_text(folder: Path, rng: Rng) -> None:
         path.unlink()
         os.mkfifo(path)
     else:
-        contents = [b"", whole[: int(rng.integers(2, len(whole) - 2))], rng.bytes(200), b"[1]", b"{}"]
+        contents = [
+            b"",
+            whole[: int(rng.integers(2, len(whole) - 2))],
+            rng.bytes(200),
+            b"[1]",
+            b"{}",
+        ]
         path.write_bytes(contents[rng.integers(len(contents))])
 
 
@@ -537,7 +610,8 @@ def _damage_version(folder: Path, rng: Rng) -> None:
         folder.parent.write_text("a file")
 
 
-# --- Whole runs ------------------------------------------------------------------------------------------------------
+# --- Whole runs
+# -------------------------------------------------------------------------------------------------
 
 _SMALL = {
     "model.width": 16,
@@ -563,7 +637,8 @@ def _main(root: Path, **overrides) -> list[str]:
 
 
 def _whole_run(rng: Rng) -> Observed:
-    """A run to its end, pictures included, on classes of odd names or with nothing to evaluate on."""
+    """A run to its end, pictures included, on classes of odd names or with nothing to evaluate
+    on."""
     kind = int(rng.integers(3))
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
         root = Path(folder)
@@ -573,7 +648,9 @@ def _whole_run(rng: Rng) -> Observed:
             for path in root.glob("images/val/*/*.png"):
                 path.write_bytes(b"no image")
             return judge_process(_main(root, **{"data.on_unreadable": "skip"}), timeout=600)
-        pictures = lambda _: (root / "run" / "attention.png").is_file() and (root / "run" / "curves.png").is_file()
+        pictures = lambda _: (
+            (root / "run" / "attention.png").is_file() and (root / "run" / "curves.png").is_file()
+        )
         return judge_process(_main(root), timeout=600, is_right=pictures)
 
 
@@ -595,44 +672,89 @@ def _vanishing_run(rng: Rng) -> Observed:
         remover = threading.Thread(target=remove, daemon=True)
         remover.start()
         # More epochs than fit into the time: it can only end by the folder's removal.
-        return judge_process(_main(root, num_epochs=1e6, log_every_steps=1, checkpoint_every_steps=10**6), timeout=600)
+        return judge_process(
+            _main(root, num_epochs=1e6, log_every_steps=1, checkpoint_every_steps=10**6),
+            timeout=600,
+        )
 
 
 _IN_PROCESS: tuple[tuple[Fault, Callable[[Rng], Observed]], ...] = (
     (Fault("A grey image of 16 bits", "its values, scaled to 8 bits"), _kinds(_deep_grey)),
     (Fault("A colour image of 16 bits", "its values, scaled to 8 bits"), _kinds(_deep_colour)),
-    (Fault("A grey image of 16 bits with transparency", "its values, scaled to 8 bits"), _kinds(_deep_alpha)),
-    (Fault("An image with a palette, and transparent colours in it", "its colours"), _kinds(_palette)),
+    (
+        Fault("A grey image of 16 bits with transparency", "its values, scaled to 8 bits"),
+        _kinds(_deep_alpha),
+    ),
+    (
+        Fault("An image with a palette, and transparent colours in it", "its colours"),
+        _kinds(_palette),
+    ),
     (Fault("An image with transparency", "its colours"), _kinds(_alpha)),
     (Fault("An image in CMYK", "its colours, converted"), _kinds(_cmyk)),
     (Fault("An image of 1 bit", "black is 0 and white 255"), _kinds(_one_bit)),
-    (Fault("A photograph that lies on its side, by EXIF", "it is turned upright"), _kinds(_upright)),
+    (
+        Fault("A photograph that lies on its side, by EXIF", "it is turned upright"),
+        _kinds(_upright),
+    ),
     (Fault("An animation or several pages", "the first image"), _kinds(_animated)),
     (Fault("A GIF, BMP or PPM named .png", "it is read as what it is"), _kinds(_other_name)),
     (Fault("A pipe, socket, device or circle of links named .png", _NOTHING), _refused(_special)),
-    (Fault("An image or file larger than the limit, or that claims to be", _NOTHING), _refused(_too_large)),
+    (
+        Fault("An image or file larger than the limit, or that claims to be", _NOTHING),
+        _refused(_too_large),
+    ),
     (Fault("A file named .png that is no image, or half of one", _NOTHING), _refused(_no_image)),
     (Fault("An image of floating-point or 32-bit values", _NOTHING), _refused(_unknown_range)),
     (Fault("One wrong bit in a PNG", "the true pixels, or nothing"), _flipped_png),
-    (Fault("Unreadable images, with on_unreadable=skip", "all others, each with its own label"), _skipped),
-    (Fault("Classes named $, \\n, \\x1b, bytes that are not UTF-8, spaces, dots, 255 letters", "each class"), _names),
+    (
+        Fault("Unreadable images, with on_unreadable=skip", "all others, each with its own label"),
+        _skipped,
+    ),
+    (
+        Fault(
+            "Classes named $, \\n, \\x1b, bytes that are not UTF-8, spaces, dots, 255 letters",
+            "each class",
+        ),
+        _names,
+    ),
     (Fault("A folder of another layout", _NOTHING), _layout),
     (Fault("Folders in folders, and links that lead round in a circle", "every image"), _nested),
     (Fault("Thousands of classes", "each class"), _thousands),
-    (Fault("Images that vanish while they are read", "under skip, what is left is trained on"), _vanishing),
-    (Fault("Descriptions of a prepared set missing, cut short or garbage", _NOTHING), _damaged_set(_damage_text)),
-    (Fault("Descriptions of a prepared set that say something else", _NOTHING), _damaged_set(_damage_meaning)),
-    (Fault("Names of labels missing, too few, too many, doubled or garbage", _NOTHING), _damaged_set(_damage_labels)),
-    (Fault("Records missing, empty, cut short, garbage or of another split", _NOTHING), _damaged_set(_damage_records)),
+    (
+        Fault("Images that vanish while they are read", "under skip, what is left is trained on"),
+        _vanishing,
+    ),
+    (
+        Fault("Descriptions of a prepared set missing, cut short or garbage", _NOTHING),
+        _damaged_set(_damage_text),
+    ),
+    (
+        Fault("Descriptions of a prepared set that say something else", _NOTHING),
+        _damaged_set(_damage_meaning),
+    ),
+    (
+        Fault("Names of labels missing, too few, too many, doubled or garbage", _NOTHING),
+        _damaged_set(_damage_labels),
+    ),
+    (
+        Fault("Records missing, empty, cut short, garbage or of another split", _NOTHING),
+        _damaged_set(_damage_records),
+    ),
     (Fault("One wrong bit in a file of records", "the true records, or nothing"), _flipped_records),
     (Fault("Versions of a prepared set that are none", _NOTHING), _damaged_set(_damage_version)),
 )
 _WHOLE: tuple[tuple[Fault, Callable[[Rng], Observed]], ...] = (
     (
-        Fault("Odd class names, or nothing to evaluate on, in a whole run", "pictures and all; or checkpoints"),
+        Fault(
+            "Odd class names, or nothing to evaluate on, in a whole run",
+            "pictures and all; or checkpoints",
+        ),
         _whole_run,
     ),
-    (Fault("The image folder is removed during a run", "the run, up to its last checkpoint"), _vanishing_run),
+    (
+        Fault("The image folder is removed during a run", "the run, up to its last checkpoint"),
+        _vanishing_run,
+    ),
 )
 _EVERY = 20  # cases in the process for each case that is a whole run
 
@@ -644,7 +766,11 @@ def cases(seed: int, count: int) -> Iterator[Case]:
         whole = place == _EVERY
         kinds, index = (_WHOLE, part) if whole else (_IN_PROCESS, part * _EVERY + place)
         fault, run = kinds[index % len(kinds)]
-        yield Case(fault, f"{seed}/{number}", lambda run=run, number=number: run(np.random.default_rng((seed, number))))
+        yield Case(
+            fault,
+            f"{seed}/{number}",
+            lambda run=run, number=number: run(np.random.default_rng((seed, number))),
+        )
 
 
 GROUP = Group("images", 168, cases)

@@ -1,4 +1,5 @@
-"""Signals at random moments from the start of the process to its last line, each then resumed to the end."""
+"""Signals at random moments from the start of the process to its last line, each then resumed to
+the end."""
 
 import atexit
 import functools
@@ -17,7 +18,10 @@ from benchmarks.hostile.case import Case, Fault, Group, Observed, Verdict
 
 _SIGNALS = (signal.SIGHUP, signal.SIGINT)
 _FAULTS = {
-    number: Fault(f"{number.name} at any moment", "everything: the resumed run ends with the bits of one left alone")
+    number: Fault(
+        f"{number.name} at any moment",
+        "everything: the resumed run ends with the bits of one left alone",
+    )
     for number in _SIGNALS
 }
 _MOST_SECONDS = 600
@@ -27,7 +31,8 @@ start = functools.partial(faults.start, stdin=subprocess.DEVNULL, stderr=subproc
 
 
 class Alone(NamedTuple):
-    """A run that nobody disturbed: how many seconds it took, its directory, never to be changed, its last state."""
+    """A run that nobody disturbed: how many seconds it took, its directory, never to be changed,
+    its last state."""
 
     seconds: float
     workdir: Path
@@ -44,7 +49,9 @@ def left_alone() -> Alone:
     _, errors = (process := start(folder / "whole")).communicate()
     if process.returncode:
         raise RuntimeError(f"expected the run to end, got: {errors}")
-    return Alone(time.perf_counter() - began, folder / "whole", faults.final_state(folder / "whole"))
+    return Alone(
+        time.perf_counter() - began, folder / "whole", faults.final_state(folder / "whole")
+    )
 
 
 def judge_end(process: subprocess.Popen) -> Observed:
@@ -60,7 +67,9 @@ def judge_end(process: subprocess.Popen) -> Observed:
         return Observed(Verdict.RIGHT)
     last = (err.strip().splitlines() or [""])[-1]
     if process.returncode != 2 or not last.startswith("error: "):
-        return Observed(Verdict.TRACEBACK, f"exit code {process.returncode}, last line: {last[:500]}")
+        return Observed(
+            Verdict.TRACEBACK, f"exit code {process.returncode}, last line: {last[:500]}"
+        )
     return Observed(Verdict.MESSAGE, last.removeprefix("error: "))
 
 
@@ -111,7 +120,9 @@ def _cases(seed: int, count: int) -> Iterator[Case]:
     for index in range(count):
         number, share = _SIGNALS[index % len(_SIGNALS)], draw.uniform(0, 1)
         again = draw.uniform(0, 0.5) if index % 6 >= 4 else None
-        name = f"after {share:.3f} of the run" + (f", and again {again:.2f} s later" if again is not None else "")
+        name = f"after {share:.3f} of the run" + (
+            f", and again {again:.2f} s later" if again is not None else ""
+        )
         yield Case(_FAULTS[number], name, functools.partial(interrupted, number, share, again))
 
 

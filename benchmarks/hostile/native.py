@@ -1,4 +1,5 @@
-"""Damage to the cache of native kernels and to the compiler that fills it; each case is a process of its own."""
+"""Damage to the cache of native kernels and to the compiler that fills it; each case is a process
+of its own."""
 
 import functools
 import os
@@ -17,7 +18,8 @@ from benchmarks.hostile.case import Case, Fault, Group, Observed, Verdict, judge
 
 _PRODUCT = (
     "import logging, jax.numpy as jnp; from adder_flax import ops; "
-    "print(ops.backend_report().splitlines()[0], ops.adder_matmul(jnp.ones((2, 3)), jnp.zeros((3, 1))).ravel())"
+    "print(ops.backend_report().splitlines()[0], ops.adder_matmul(jnp.ones((2, 3)), jnp.zeros((3, "
+    "1))).ravel())"
 )
 _STRANGER = 12345
 _KEPT = "nothing there is needed: the kernels are compiled anew, or XLA computes"
@@ -32,12 +34,15 @@ def _compiler(folder: Path, does: str) -> None:
     """Puts a compiler before all others."""
     path = folder / "bin" / "c++"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit 0\nfor last; do :; done\n{does}\n')
+    path.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit 0\nfor last; do :; done\n{does}\n'
+    )
     path.chmod(0o755)
 
 
 def _judge(folder: Path, backend: str) -> Observed:
-    """Runs the product with the cache and the compiler of a folder: right numbers from the backend that is expected."""
+    """Runs the product with the cache and the compiler of a folder: right numbers from the backend
+    that is expected."""
     environment = {
         "PATH": f"{folder}/bin:{os.environ['PATH']}",
         "XDG_CACHE_HOME": str(folder / "cache"),
@@ -52,7 +57,9 @@ def _judge(folder: Path, backend: str) -> Observed:
     return judge_process(["-c", _PRODUCT], env=environment, is_right=is_right, timeout=120)
 
 
-def _damaged(damage: Callable[[np.random.Generator, Path], None], seed: int, index: int) -> Observed:
+def _damaged(
+    damage: Callable[[np.random.Generator, Path], None], seed: int, index: int
+) -> Observed:
     rng = np.random.default_rng((seed, index))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -85,7 +92,9 @@ def _others(rng: np.random.Generator, path: Path) -> None:
     if os.geteuid() == 0 and rng.random() < 0.5:
         os.chown(where, _STRANGER, _STRANGER)
     else:
-        where.chmod(stat.S_IMODE(where.stat().st_mode) | (stat.S_IWGRP, stat.S_IWOTH)[rng.integers(2)])
+        where.chmod(
+            stat.S_IMODE(where.stat().st_mode) | (stat.S_IWGRP, stat.S_IWOTH)[rng.integers(2)]
+        )
 
 
 def _no_file(rng: np.random.Generator, path: Path) -> None:
@@ -110,7 +119,8 @@ _DAMAGES = {
     "flipped bits in a cached library": _bits,
     "garbage in place of a cached library": _garbage,
     "a cached library or its folder that others own or may write to": _others,
-    "a FIFO, folder, link, socket in place of a cached library, or a file in place of its folder": _no_file,
+    "a FIFO, folder, link, socket in place of a cached library, or a file in place of its "
+    "folder": _no_file,
 }
 _COMPILERS = (
     "exit 1",
@@ -132,7 +142,9 @@ def _faulty_compiler(seed: int, index: int) -> Observed:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "library").write_bytes(_kernels())
-        _compiler(folder, _COMPILERS[index % len(_COMPILERS)].replace("LIBRARY", f"{folder}/library"))
+        _compiler(
+            folder, _COMPILERS[index % len(_COMPILERS)].replace("LIBRARY", f"{folder}/library")
+        )
         return _judge(folder, "xla")
 
 

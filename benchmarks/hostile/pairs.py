@@ -34,7 +34,10 @@ with terminal.messages():
     else:
         getattr(cli, mode)(config, workdir, "last", *sys.argv[3:])
 """
-_LOOKS = {"evaluate": [["evaluate"]], "study": [["analyze"], ["export", "adder_flax"], ["export", "timm"]]}
+_LOOKS = {
+    "evaluate": [["evaluate"]],
+    "study": [["analyze"], ["export", "adder_flax"], ["export", "timm"]],
+}
 
 
 def make_config() -> Any:
@@ -45,7 +48,9 @@ def make_config() -> Any:
 
 
 def _run(workdir: Path, *arguments: str) -> Observed:
-    return judge_process(["-c", _PROGRAM, workdir, *arguments], timeout=600, is_right=lambda output: True)
+    return judge_process(
+        ["-c", _PROGRAM, workdir, *arguments], timeout=600, is_right=lambda output: True
+    )
 
 
 @functools.cache
@@ -75,7 +80,10 @@ def _compare(workdir: Path) -> Observed | None:
     """Returns what is wrong with a run that should have ended like one left alone."""
     state, rows = _alone()
     if _rows(workdir) != rows:
-        return Observed(Verdict.LOST, f"{len(rows)} rows of metrics in a run left alone, here {len(_rows(workdir))}")
+        return Observed(
+            Verdict.LOST,
+            f"{len(rows)} rows of metrics in a run left alone, here {len(_rows(workdir))}",
+        )
     if not faults.same_bits(_final_state(workdir), state):
         return Observed(Verdict.WRONG, "other bits than a run left alone")
     return None
@@ -85,7 +93,9 @@ def _trainers(delay: float) -> Observed:
     with tempfile.TemporaryDirectory(prefix="hostile") as folder:
         workdir, ends = Path(folder, "run"), {}
         threads = [
-            threading.Thread(target=lambda number=number: ends.update({number: _run(workdir, "train")}))
+            threading.Thread(
+                target=lambda number=number: ends.update({number: _run(workdir, "train")})
+            )
             for number in range(2)
         ]
         threads[0].start()
@@ -118,11 +128,15 @@ def _looked_at(looks: str, delay: float) -> Observed:
             time.sleep(_PAUSE)
         said = trainer.stderr.read().decode(errors="replace")
         if trainer.returncode != 0:
-            return Observed(Verdict.LOST, f"the trainer ended with {trainer.returncode}: {said[-500:]}")
+            return Observed(
+                Verdict.LOST, f"the trainer ended with {trainer.returncode}: {said[-500:]}"
+            )
         if unsound := [look for look in seen if not look.verdict.sound]:
             return unsound[0]
         right = sum(look.verdict is Verdict.RIGHT for look in seen)
-        return _compare(workdir) or Observed(Verdict.RIGHT, f"looked at {len(seen)} times, {right} with a checkpoint")
+        return _compare(workdir) or Observed(
+            Verdict.RIGHT, f"looked at {len(seen)} times, {right} with a checkpoint"
+        )
 
 
 def cases(seed: int, count: int) -> Iterator[Case]:
@@ -137,7 +151,9 @@ def cases(seed: int, count: int) -> Iterator[Case]:
         fault, run = kinds[number % len(kinds)]
         delay = 0.0 if number % (2 * len(kinds)) < len(kinds) else draw.uniform(0, 10)
         yield Case(
-            fault, f"round {number // len(kinds)}, the second begins {delay:.1f} s later", functools.partial(run, delay)
+            fault,
+            f"round {number // len(kinds)}, the second begins {delay:.1f} s later",
+            functools.partial(run, delay),
         )
 
 

@@ -1,6 +1,7 @@
 """``python -m adder_flax.data.prepare`` with odd names, folders, source files and disks.
 
-Whatever comes of it, nothing outside ``data_dir`` may change, and what loads afterwards must be whole.
+Whatever comes of it, nothing outside ``data_dir`` may change, and what loads afterwards must be
+whole.
 """
 
 import contextlib
@@ -36,7 +37,8 @@ _SETS = {
 
 
 class _Place:
-    """A temporary folder with a bystander that must stay as it is, a place for sets and one for source files."""
+    """A temporary folder with a bystander that must stay as it is, a place for sets and one for
+    source files."""
 
     def __init__(self, root: Path):
         self.bystander, self.sets, self.source = root / "bystander", root / "sets", root / "source"
@@ -54,7 +56,11 @@ class _Place:
         self._before = self._state(self._root)
 
     def _state(self, root: Path) -> dict[str, str]:
-        return {str(path): _content(path) for path in root.rglob("*") if self.sets not in (path, *path.parents)}
+        return {
+            str(path): _content(path)
+            for path in root.rglob("*")
+            if self.sets not in (path, *path.parents)
+        }
 
 
 def _content(path: Path) -> str:
@@ -77,7 +83,8 @@ def _judge(
     spoil: Callable[[_Place, Rng], list[str]],
     is_right: Callable[[_Place], bool] | None = None,
 ) -> Observed:
-    """Lets ``spoil`` make trouble and say the arguments; judges the end of the command and what else changed."""
+    """Lets ``spoil`` make trouble and say the arguments; judges the end of the command and what
+    else changed."""
     import tensorflow_datasets as tfds
 
     tfds.disable_progress_bar()
@@ -95,28 +102,67 @@ def _judge(
         thread.join(_PATIENCE)
         if not seen:
             return Observed(Verdict.HANG, f"no end after {_PATIENCE} s")
-        return seen[0] if place.untouched() else Observed(Verdict.LOST, f"changed something outside: {seen[0].seen}")
+        return (
+            seen[0]
+            if place.untouched()
+            else Observed(Verdict.LOST, f"changed something outside: {seen[0].seen}")
+        )
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
 
-# --- Arguments -------------------------------------------------------------------------------------------------------
+# --- Arguments
+# -------------------------------------------------------------------------------------------------
 
 
 def _odd_name(place: _Place, rng: Rng) -> list[str]:
     names = [
-        "../../etc", "/etc", "", " ", ".", "..", "a" * 5000, "no_such_set", "cifar10/nope", "cifar10:99.0.0",
-        "cifar10:", "cifar10//", "a\x1b[31m", "caf\udce9", "mnist;id", "fake", "digits", "mnist\n", "Ω",
-        "cifar10/a=b,c=d", "http://x/y",
-    ]  # fmt: skip
+        "../../etc",
+        "/etc",
+        "",
+        " ",
+        ".",
+        "..",
+        "a" * 5000,
+        "no_such_set",
+        "cifar10/nope",
+        "cifar10:99.0.0",
+        "cifar10:",
+        "cifar10//",
+        "a\x1b[31m",
+        "caf\udce9",
+        "mnist;id",
+        "fake",
+        "digits",
+        "mnist\n",
+        "Ω",
+        "cifar10/a=b,c=d",
+        "http://x/y",
+    ]
     return [names[rng.integers(len(names))], f"--data_dir={place.sets}"]
 
 
 def _odd_set_name(place: _Place, rng: Rng) -> list[str]:
     make_folder(place.source / "images", rng)
-    names = ["../../etc", "/etc/cron.d/x", "", "mnist", "a b", "a" * 3000, "a/b", "a:1.0.0", "$(id)", "\x07"]
+    names = [
+        "../../etc",
+        "/etc/cron.d/x",
+        "",
+        "mnist",
+        "a b",
+        "a" * 3000,
+        "a/b",
+        "a:1.0.0",
+        "$(id)",
+        "\x07",
+    ]
     name = names[rng.integers(len(names))]
-    return ["folder", f"--source={place.source / 'images'}", f"--set_name={name}", f"--data_dir={place.sets}"]
+    return [
+        "folder",
+        f"--source={place.source / 'images'}",
+        f"--set_name={name}",
+        f"--data_dir={place.sets}",
+    ]
 
 
 def _odd_data_dir(place: _Place, rng: Rng) -> list[str]:
@@ -135,7 +181,12 @@ def _odd_data_dir(place: _Place, rng: Rng) -> list[str]:
         "~nobody_at_all",
     ]
     chosen = places[rng.integers(len(places))]
-    return ["folder", f"--source={place.source / 'images'}", "--set_name=hostile", f"--data_dir={chosen}"]
+    return [
+        "folder",
+        f"--source={place.source / 'images'}",
+        "--set_name=hostile",
+        f"--data_dir={chosen}",
+    ]
 
 
 def _odd_source(place: _Place, rng: Rng) -> list[str]:
@@ -151,7 +202,8 @@ def _odd_source(place: _Place, rng: Rng) -> list[str]:
     return [name, f"--source={chosen}", f"--data_dir={place.sets}"]
 
 
-# --- Source files ----------------------------------------------------------------------------------------------------
+# --- Source files
+# -------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -160,7 +212,9 @@ def _published(urls: dict[str, Path]) -> Iterator[None]:
     from tensorflow_datasets.core.download import checksums
 
     infos = {
-        url: checksums.UrlInfo(path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest(), path.name)
+        url: checksums.UrlInfo(
+            path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest(), path.name
+        )
         for url, path in urls.items()
     }
     with mock.patch.object(checksums, "get_all_url_infos", return_value=infos):
@@ -203,7 +257,9 @@ def _idx_files(rng: Rng) -> Observed:
             files[f"{split}-labels-idx1-ubyte.gz"] = _idx(rng.integers(0, 10, count))
         bad = list(files)[rng.integers(4)]
         for file, content in files.items():
-            (place.source / file).write_bytes(_spoilt(content, rng) if file == bad else gzip.compress(content))
+            (place.source / file).write_bytes(
+                _spoilt(content, rng) if file == bad else gzip.compress(content)
+            )
         stack.enter_context(_published({_SETS[name] + file: place.source / file for file in files}))
         return [name, f"--source={place.source}", f"--data_dir={place.sets}"]
 
@@ -212,13 +268,18 @@ def _idx_files(rng: Rng) -> Observed:
 
 
 def _cifar_archive(place: _Place, rng: Rng) -> Path:
-    """An archive that is not CIFAR-10's: members missing, short, of other kinds, with paths that lead outside."""
+    """An archive that is not CIFAR-10's: members missing, short, of other kinds, with paths that
+    lead outside."""
     folder = "cifar-10-batches-bin/"
     rows = lambda: np.concatenate([rng.integers(0, 10, (3, 1)), rng.integers(0, 256, (3, 3072))], 1)
     names = [f"{folder}data_batch_{n}.bin" for n in range(1, 6)] + [folder + "test_batch.bin"]
     files = {name: rows().astype(np.uint8).tobytes() for name in names}
     files[folder + "batches.meta.txt"] = "\n".join(f"class{n}" for n in range(10)).encode()
-    path, bad, kind = place.source / "cifar-10-binary.tar.gz", names[rng.integers(6)], rng.integers(9)
+    path, bad, kind = (
+        place.source / "cifar-10-binary.tar.gz",
+        names[rng.integers(6)],
+        rng.integers(9),
+    )
     if kind == 0:
         path.write_bytes([b"", b"these are words", rng.bytes(300)][rng.integers(3)])
         return path
@@ -264,7 +325,11 @@ def _not_published(place: _Place, rng: Rng) -> list[str]:
     """Files under the published names that are not the published ones; some are none at all."""
     name = ["mnist", "fashion_mnist", "cifar10", "cifar100"][rng.integers(4)]
     names = ["cifar-10-binary.tar.gz", "cifar-100-binary.tar.gz"]
-    names += [f"{split}-{kind}-ubyte.gz" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+    names += [
+        f"{split}-{kind}-ubyte.gz"
+        for split in ("train", "t10k")
+        for kind in ("images-idx3", "labels-idx1")
+    ]
     for file in names:
         path = place.source / file
         kind = rng.integers(4)
@@ -273,7 +338,11 @@ def _not_published(place: _Place, rng: Rng) -> list[str]:
         elif kind == 1:
             path.mkdir()
         else:
-            path.write_bytes([b"", b"these are words", gzip.compress(_idx(np.zeros((2, 28, 28))))][rng.integers(3)])
+            path.write_bytes(
+                [b"", b"these are words", gzip.compress(_idx(np.zeros((2, 28, 28))))][
+                    rng.integers(3)
+                ]
+            )
     return [name, f"--source={place.source}", f"--data_dir={place.sets}"]
 
 
@@ -301,23 +370,32 @@ def _odd_images(place: _Place, rng: Rng) -> list[str]:
 
 
 def _odd_classes(rng: Rng) -> Observed:
-    """A folder whose classes have odd names becomes a set with as many classes, each with its own images."""
+    """A folder whose classes have odd names becomes a set with as many classes, each with its own
+    images."""
     odd = ["$x$", " ", "a ", "line\nend", b"caf\xe9", "猫", "\x1b[31m", "x" * 255, "...", "a\tb"]
     chosen = [odd[i] for i in rng.choice(len(odd), 3, replace=False)]
 
     def spoil(place: _Place, rng: Rng) -> list[str]:
         make_folder(place.source / "images", rng, chosen)
-        return ["folder", f"--source={place.source / 'images'}", "--set_name=hostile", f"--data_dir={place.sets}"]
+        return [
+            "folder",
+            f"--source={place.source / 'images'}",
+            "--set_name=hostile",
+            f"--data_dir={place.sets}",
+        ]
 
     def is_right(place: _Place) -> bool:
         got, there = read_all("hostile", place.sets), read_all("folder", place.source / "images")
-        key = lambda part: sorted((image.tobytes(), int(label)) for image, label in zip(*part, strict=True))
+        key = lambda part: sorted(
+            (image.tobytes(), int(label)) for image, label in zip(*part, strict=True)
+        )
         return all(key(got[split]) == key(there[split]) for split in there)
 
     return _judge(rng, spoil, is_right)
 
 
-# --- Disks and moments -----------------------------------------------------------------------------------------------
+# --- Disks and moments
+# -----------------------------------------------------------------------------------------------
 
 
 def _full_disk(rng: Rng) -> Observed:
@@ -326,7 +404,9 @@ def _full_disk(rng: Rng) -> Observed:
     disk = root / "disk"
     disk.mkdir()
     size = int(rng.integers(20, 260))
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", disk], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", disk], capture_output=True
+    ).returncode:
         shutil.rmtree(root)
         return Observed(Verdict.RIGHT, "not tried: this user may not mount a file system")
     try:
@@ -336,7 +416,9 @@ def _full_disk(rng: Rng) -> Observed:
                 *_folder_arguments(place, rng),
                 f"--data_dir={disk}",
             ],
-            lambda place: len(data.load_source("hostile", "train", data_dir=str(disk), image_size=8)) == 8,
+            lambda place: (
+                len(data.load_source("hostile", "train", data_dir=str(disk), image_size=8)) == 8
+            ),
         )
     finally:
         subprocess.run(["umount", disk], check=True)
@@ -349,16 +431,21 @@ def _folder_arguments(place: _Place, rng: Rng) -> list[str]:
 
 
 def _killed(rng: Rng) -> Observed:
-    """The command ends at a random moment by a signal; the same command afterwards makes the whole set."""
+    """The command ends at a random moment by a signal; the same command afterwards makes the whole
+    set."""
     kind = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT][rng.integers(3)]
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
         images, sets = Path(folder) / "images", Path(folder) / "sets"
         make_folder(images, rng, train=200, val=100)
         command = [sys.executable, "-m", "adder_flax.data.prepare", "folder", f"--source={images}"]
         command += ["--set_name=hostile", f"--data_dir={sets}"]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
         until = time.monotonic() + 100
-        while time.monotonic() < until and process.poll() is None and not list(sets.glob("hostile/*")):
+        while (
+            time.monotonic() < until and process.poll() is None and not list(sets.glob("hostile/*"))
+        ):
             time.sleep(0.01)
         time.sleep(rng.random() * 0.3)
         process.send_signal(kind)
@@ -369,12 +456,16 @@ def _killed(rng: Rng) -> Observed:
             try:
                 found = data.load_source("hostile", "train", data_dir=str(sets), image_size=8)
                 if len(found) != 400:
-                    return Observed(Verdict.WRONG, f"{len(found)} of 400 images taken for the whole set")
+                    return Observed(
+                        Verdict.WRONG, f"{len(found)} of 400 images taken for the whole set"
+                    )
             except data.DataError:
                 pass
         return judge_call(
             lambda: _command(*command[3:]),
-            lambda _: len(data.load_source("hostile", "train", data_dir=str(sets), image_size=8)) == 400,
+            lambda _: (
+                len(data.load_source("hostile", "train", data_dir=str(sets), image_size=8)) == 400
+            ),
         )
 
 
@@ -385,13 +476,28 @@ def _by(spoil: Callable[[_Place, Rng], list[str]]) -> Callable[[Rng], Observed]:
 _KEPT = "everything outside of --data_dir, and every set that was there"
 _FAULTS: tuple[tuple[Fault, Callable[[Rng], Observed]], ...] = (
     (Fault("prepare with a path, nothing or garbage for a name", _KEPT), _by(_odd_name)),
-    (Fault("prepare folder with a path, nothing or garbage for --set_name", _KEPT), _by(_odd_set_name)),
-    (Fault("prepare with a file, a circle of links or no place for --data_dir", _KEPT), _by(_odd_data_dir)),
-    (Fault("prepare with a file, a pipe, a circle of links or nothing for --source", _KEPT), _by(_odd_source)),
+    (
+        Fault("prepare folder with a path, nothing or garbage for --set_name", _KEPT),
+        _by(_odd_set_name),
+    ),
+    (
+        Fault("prepare with a file, a circle of links or no place for --data_dir", _KEPT),
+        _by(_odd_data_dir),
+    ),
+    (
+        Fault("prepare with a file, a pipe, a circle of links or nothing for --source", _KEPT),
+        _by(_odd_source),
+    ),
     (Fault("idx files that are short, long, garbage, bombs or of other sizes", _KEPT), _idx_files),
     (Fault("An archive without the right members, or with links and paths in it", _KEPT), _cifar),
-    (Fault("Files under the published names that are not the published ones", _KEPT), _by(_not_published)),
-    (Fault("prepare folder with pipes, devices, holes or empty classes in it", _KEPT), _by(_odd_images)),
+    (
+        Fault("Files under the published names that are not the published ones", _KEPT),
+        _by(_not_published),
+    ),
+    (
+        Fault("prepare folder with pipes, devices, holes or empty classes in it", _KEPT),
+        _by(_odd_images),
+    ),
     (Fault("prepare folder with odd class names", "each class and image"), _odd_classes),
     (Fault("prepare on a disk that is full", _KEPT), _full_disk),
     (Fault("prepare is killed", "the same command makes the whole set"), _killed),
@@ -402,7 +508,11 @@ def cases(seed: int, count: int) -> Iterator[Case]:
     """Cases of all faults in turn."""
     for number in range(count):
         fault, run = _FAULTS[number % len(_FAULTS)]
-        yield Case(fault, f"{seed}/{number}", lambda run=run, number=number: run(np.random.default_rng((seed, number))))
+        yield Case(
+            fault,
+            f"{seed}/{number}",
+            lambda run=run, number=number: run(np.random.default_rng((seed, number))),
+        )
 
 
 GROUP = Group("prepare", 110, cases)

@@ -1,4 +1,5 @@
-"""What is taken away from a run while it trains: its directory, or a part of it; each is then resumed to the end."""
+"""What is taken away from a run while it trains: its directory, or a part of it; each is then
+resumed to the end."""
 
 import functools
 import itertools
@@ -11,9 +12,12 @@ from pathlib import Path
 from benchmarks.hostile import moments
 from benchmarks.hostile.case import Case, Fault, Group, Observed
 
-_WHOLE = Fault("the directory of a run removed or moved while it trains", "what was moved, to go on from there")
+_WHOLE = Fault(
+    "the directory of a run removed or moved while it trains", "what was moved, to go on from there"
+)
 _PART = Fault(
-    "a part of a run's directory removed or replaced while it trains", "the rest: resumed, it ends with the same bits"
+    "a part of a run's directory removed or replaced while it trains",
+    "the rest: resumed, it ends with the same bits",
 )
 
 
@@ -40,7 +44,8 @@ _HARMS: dict[str, tuple[Fault, Callable[[Path], object]]] = {
 
 
 def _attack(harm: Callable[[Path], object], step: int) -> Observed:
-    """Does harm when a step is logged, and lets the run end; then mends what is in the way and starts it again."""
+    """Does harm when a step is logged, and lets the run end; then mends what is in the way and
+    starts it again."""
     expected = moments.left_alone().state
     with tempfile.TemporaryDirectory(prefix="removal", ignore_cleanup_errors=True) as folder:
         workdir = Path(folder, "run")
@@ -66,9 +71,13 @@ def _attack(harm: Callable[[Path], object], step: int) -> Observed:
 def cases(seed: int, count: int) -> Iterator[Case]:
     """Yields all kinds in turn, each at a step drawn anew."""
     draw = random.Random(seed)
-    for number, (name, (fault, harm)) in zip(range(count), itertools.cycle(_HARMS.items()), strict=False):
+    for number, (name, (fault, harm)) in zip(
+        range(count), itertools.cycle(_HARMS.items()), strict=False
+    ):
         step = draw.randrange(1, 21)
-        yield Case(fault, f"{number + 1}: {name} at step {step}", functools.partial(_attack, harm, step))
+        yield Case(
+            fault, f"{number + 1}: {name} at step {step}", functools.partial(_attack, harm, step)
+        )
 
 
 GROUP = Group("removal", 30, cases)

@@ -1,8 +1,9 @@
 """Configurations that no run should start from, and odd ones that every run should.
 
-What is wrong is made in two ways: from each field's declared rule (every wrong type, just outside each bound), and from
-a list that was written without a look at the declarations (``NONSENSE``), which would find a range that is declared too
-wide. What is right is drawn by Hypothesis from the declared ranges, at sizes small enough to take a step with.
+What is wrong is made in two ways: from each field's declared rule (every wrong type, just outside
+each bound), and from a list that was written without a look at the declarations (``NONSENSE``),
+which would find a range that is declared too wide. What is right is drawn by Hypothesis from the
+declared ranges, at sizes small enough to take a step with.
 """
 
 import copy
@@ -32,12 +33,17 @@ _RANGE = Fault("a setting outside its range, NaN, infinite or huge", _KEPT)
 _UNKNOWN = Fault("a setting that does not exist", _KEPT)
 _MISSING = Fault("a setting or a section that is missing or empty", _KEPT)
 _COMPLETED = Fault(
-    "options of scores that are missing", "they have their defaults: a score may be registered after a configuration"
+    "options of scores that are missing",
+    "they have their defaults: a score may be registered after a configuration",
 )
 _CONTRADICTION = Fault("settings that contradict each other", _KEPT)
-_NONSENSE = Fault("nonsense by common sense, from a list that does not know the declared ranges", _KEPT)
+_NONSENSE = Fault(
+    "nonsense by common sense, from a list that does not know the declared ranges", _KEPT
+)
 _NAME = Fault("a score, optimizer, model or data set that nobody registered", _KEPT)
-_COMMAND = Fault("a setting out of range on the command line", "the working directory is not even made")
+_COMMAND = Fault(
+    "a setting out of range on the command line", "the working directory is not even made"
+)
 _SOUND = Fault("unusual settings inside their ranges", "the run takes its first step")
 
 _OF_SCORES = "model.score_options"
@@ -60,7 +66,17 @@ NONSENSE: dict[str, tuple[Any, ...]] = {
     "eval_every_steps": _INTERVALS,
     "checkpoint_every_steps": _INTERVALS,
     "log_every_steps": (0, *_INTERVALS),
-    "profile_steps": ((5, 3), (0, 3), (-2, -1), (1.5, 2.5), (1,), (1, 2, 3), (_NAN, 3), "3,5", (1, _INF)),
+    "profile_steps": (
+        (5, 3),
+        (0, 3),
+        (-2, -1),
+        (1.5, 2.5),
+        (1,),
+        (1, 2, 3),
+        (_NAN, 3),
+        "3,5",
+        (1, _INF),
+    ),
     "topology": ("a\nb", "x" * 10_000, 8),
     "init_from": ("a\0b", "a\nb", 7),
     "mesh.data": (0, -2, 1.5, _NAN),
@@ -143,7 +159,17 @@ NONSENSE: dict[str, tuple[Any, ...]] = {
         (0.1, 0.2, 0.3),
         0.5,
     ),
-    "task.resized_crop_ratio": ((), (2, 1), (0, 1), (-1, 1), (_NAN, _NAN), (1, _INF), (1e-30, 1), (1, 1e30), None),
+    "task.resized_crop_ratio": (
+        (),
+        (2, 1),
+        (0, 1),
+        (-1, 1),
+        (_NAN, _NAN),
+        (1, _INF),
+        (1e-30, 1),
+        (1, 1e30),
+        None,
+    ),
     "task.flip_probability": _PROBABILITIES,
     "task.brightness": (-0.1, _NAN, _INF, 1e30),
     "task.contrast": (-1, _NAN, _INF, 1e30),
@@ -173,7 +199,11 @@ CONTRADICTIONS: tuple[dict[str, Any], ...] = (
     {"batch_size": 64, "accumulation_steps": 128},
     {"mesh.data": -1, "mesh.fsdp": -1},
     {"optimizer.name": "cg_fac", "optimizer.adder_rate": 0.2},
-    {"optimizer.name": "cg_fac", "optimizer.learning_rate": 0.0, "optimizer.final_learning_rate": 0.0},
+    {
+        "optimizer.name": "cg_fac",
+        "optimizer.learning_rate": 0.0,
+        "optimizer.final_learning_rate": 0.0,
+    },
     {"optimizer.cg_fac.curvature": "exact", "optimizer.cg_fac.curvature_interval": 5},
     {"optimizer.cg_fac.step": "quadratic", "optimizer.cg_fac.curvature_interval": 2},
     {"optimizer.cg_fac.solver": "dual"},
@@ -198,7 +228,9 @@ _SMALL = {
     "model.patch_size": st.sampled_from((2, 4, 8)),
     "model.distilled": st.just(False),  # goes with the class token alone
     "model.anneal_start": st.just(0.0),
-    "model.stem_channels": st.sampled_from(("", "3", " 4 ")),  # halved once, every such patch is whole
+    "model.stem_channels": st.sampled_from(
+        ("", "3", " 4 ")
+    ),  # halved once, every such patch is whole
     "model.score": st.sampled_from(("dot", "bilinear", "additive", "adder", "gaussian")),
     "data.train_split": st.sampled_from(("train", "train[:90%]", "train[50%:]")),
     "data.eval_split": st.sampled_from(("eval", "test", "train[:10%]")),
@@ -254,7 +286,21 @@ def _declared() -> dict[str, settings.Declared]:
     return dict(settings.declarations(RunSettings))
 
 
-_NEVER = (None, {}, {"a": 1}, 1j, b"1", object(), ["a", "b"], [[[]]], {1}, np.zeros(2), dict, lambda: 1, "\x1b[31m")
+_NEVER = (
+    None,
+    {},
+    {"a": 1},
+    1j,
+    b"1",
+    object(),
+    ["a", "b"],
+    [[[]]],
+    {1},
+    np.zeros(2),
+    dict,
+    lambda: 1,
+    "\x1b[31m",
+)
 _ANYTHING = (*_NEVER, [])
 
 
@@ -265,7 +311,12 @@ def wrong_types(rule: settings.Rule) -> tuple[Any, ...]:
             return (*_ANYTHING, True, "0.5", "", (0.5,), np.array([0.5]))
         case settings.Or():
             texts = ("auto", "3") if not any(isinstance(key, str) for key in rule.meanings) else ()
-            return (*(v for v in wrong_types(rule.rule) if not isinstance(v, str)), *texts, "", "many")
+            return (
+                *(v for v in wrong_types(rule.rule) if not isinstance(v, str)),
+                *texts,
+                "",
+                "many",
+            )
         case settings.Integer():
             return (*_ANYTHING, True, False, "3", "", (3,), np.array([3]), Fraction(1, 3))
         case settings.Flag():
@@ -274,7 +325,21 @@ def wrong_types(rule: settings.Rule) -> tuple[Any, ...]:
             # An empty list may be an empty range.
             return (*_NEVER, 1, "1,2", ("a", "b"), ((1,), (2,)), {1: 2})
         case settings.Integers():
-            return (*_ANYTHING, 0, 1.5, True, (32,), "x", "3,,4", "3;4", "1.5", "-1", "1e3", "\u0663", "9" * 10_000)
+            return (
+                *_ANYTHING,
+                0,
+                1.5,
+                True,
+                (32,),
+                "x",
+                "3,,4",
+                "3;4",
+                "1.5",
+                "-1",
+                "1e3",
+                "\u0663",
+                "9" * 10_000,
+            )
         case settings.Text() | settings.Names():
             return (*_ANYTHING, 0, 1.5, True, ("dot",), "a\nb", "\0", "x" * 1_000_000, "\udc80")
         case _:
@@ -283,7 +348,18 @@ def wrong_types(rule: settings.Rule) -> tuple[Any, ...]:
 
 def outside(rule: settings.Rule) -> tuple[Any, ...]:
     """Returns numbers just and far outside the bounds of a rule, where it has any."""
-    far = (_NAN, _INF, -_INF, 10**400, -(10**400), 10**5000, 1e308, -1e308, np.float64(_NAN), np.float32(_INF))
+    far = (
+        _NAN,
+        _INF,
+        -_INF,
+        10**400,
+        -(10**400),
+        10**5000,
+        1e308,
+        -1e308,
+        np.float64(_NAN),
+        np.float32(_INF),
+    )
     match rule:
         case settings.Number(low, high, ends):
             below = low if ends[0] == "(" else np.nextafter(low, -_INF)
@@ -294,7 +370,17 @@ def outside(rule: settings.Rule) -> tuple[Any, ...]:
         case settings.Or():
             return (-2, -1e-9, *far)
         case settings.Span():
-            return ((2, 1), (-1, 1), (1,), (1, 2, 3), (_NAN, _NAN), (1, _INF), (-_INF, 1), (0, 0), (10**400, 10**400))
+            return (
+                (2, 1),
+                (-1, 1),
+                (1,),
+                (1, 2, 3),
+                (_NAN, _NAN),
+                (1, _INF),
+                (-_INF, 1),
+                (0, 0),
+                (10**400, 10**400),
+            )
         case settings.Integers(each, most):
             too_many = ",".join([f"{each.low}"] * (most + 1))
             return (f"{each.low - 1}", f"{each.high + 1}", f"{each.low},{10**30}", too_many)
@@ -303,7 +389,8 @@ def outside(rule: settings.Rule) -> tuple[Any, ...]:
 
 
 def _refused(fields: Any, path: str, *, build: bool = False) -> Observed:
-    """Reads, or builds a run from, what is wrong at a path, and judges the message: it has to name the place."""
+    """Reads, or builds a run from, what is wrong at a path, and judges the message: it has to name
+    the place."""
     if build:
         from adder_flax import training
 
@@ -312,11 +399,15 @@ def _refused(fields: Any, path: str, *, build: bool = False) -> Observed:
         function = lambda: settings.read(RunSettings, fields)
     observed = judge_call(function)
     if observed.verdict is Verdict.MESSAGE and path not in observed.seen:
-        return Observed(Verdict.WRONG, f"expected a message that names {path}, got: {observed.seen}")
+        return Observed(
+            Verdict.WRONG, f"expected a message that names {path}, got: {observed.seen}"
+        )
     return observed
 
 
-def _case(fault: Fault, changes: dict[str, Any], *, path: str | None = None, build: bool = False) -> Case:
+def _case(
+    fault: Fault, changes: dict[str, Any], *, path: str | None = None, build: bool = False
+) -> Case:
     name = ", ".join(f"{field}={settings.shown(value)}" for field, value in changes.items())
     path = path if path is not None else f"config.{next(iter(changes))}"
     return Case(fault, name, lambda: _refused(changed(tiny(), changes), path, build=build))
@@ -337,8 +428,22 @@ def _unknown_cases(rng: random.Random) -> Iterator[Case]:
     for path in _declared():
         section, _, name = path.rpartition(".")
         at = rng.randrange(len(name))
-        typos = (name[:at] + name[at + 1 :], name[:at] + rng.choice(letters) + name[at:], name.upper(), f"{name} ")
-        far = ("".join(rng.choices(letters, k=12)), "x" * 100_000, "a\nb", "__class__", "items", "", 3, None)
+        typos = (
+            name[:at] + name[at + 1 :],
+            name[:at] + rng.choice(letters) + name[at:],
+            name.upper(),
+            f"{name} ",
+        )
+        far = (
+            "".join(rng.choices(letters, k=12)),
+            "x" * 100_000,
+            "a\nb",
+            "__class__",
+            "items",
+            "",
+            3,
+            None,
+        )
         for unknown in (*typos, rng.choice(far)):
             where = f"{section}." if section else ""
             if f"{where}{unknown}" in _declared() or f"{where}{unknown}" == path:
@@ -346,9 +451,15 @@ def _unknown_cases(rng: random.Random) -> Iterator[Case]:
             changes = functools.partial(_with_field, section, unknown)
             # The nearest name is due where there is one.
             expected = (
-                f"'{name}'" if unknown in typos[:2] and len(name) > 3 else f"config{'.' * bool(section)}{section}"
+                f"'{name}'"
+                if unknown in typos[:2] and len(name) > 3
+                else f"config{'.' * bool(section)}{section}"
             )
-            yield Case(_UNKNOWN, f"{where}{settings.shown(unknown)}", lambda c=changes, e=expected: _refused(c(), e))
+            yield Case(
+                _UNKNOWN,
+                f"{where}{settings.shown(unknown)}",
+                lambda c=changes, e=expected: _refused(c(), e),
+            )
 
 
 def _with_field(section: str, name: Any, value: Any = 1) -> dict[str, Any]:
@@ -364,12 +475,18 @@ def _missing_cases() -> Iterator[Case]:
             yield Case(_COMPLETED, f"without {path}", lambda path=path: _completed(_without(path)))
         else:
             yield Case(_MISSING, f"without {path}", functools.partial(_refused_without, path))
-    yield Case(_COMPLETED, f"{_OF_SCORES}={{}}", lambda: _completed(changed(tiny(), {_OF_SCORES: {}})))
+    yield Case(
+        _COMPLETED, f"{_OF_SCORES}={{}}", lambda: _completed(changed(tiny(), {_OF_SCORES: {}}))
+    )
     for section, value in itertools.product(sorted(sections), ({}, None, 0, "", [], "adamw", dict)):
         if (section, value) != (_OF_SCORES, {}):
             yield _case(_MISSING, {section: value})
     for whole in ({}, None, [], "config", 3, dict):
-        yield Case(_MISSING, f"config={settings.shown(whole)}", functools.partial(_refused, whole, "config"))
+        yield Case(
+            _MISSING,
+            f"config={settings.shown(whole)}",
+            functools.partial(_refused, whole, "config"),
+        )
 
 
 def _without(path: str) -> dict[str, Any]:
@@ -399,23 +516,73 @@ def _contradiction_cases() -> Iterator[Case]:
 
 
 def _name_cases() -> Iterator[Case]:
-    names = ("", " ", "dott", "ADDER", "nobody", "x" * 150, "../../etc", "dot ", "None", "ünïcode", "a b", "__main__")
-    for path, name in itertools.product(("model.score", "optimizer.name", "model.name", "data.name"), names):
-        if (path, name) != ("model.score", "dot "):  # names are taken without the blanks around them
+    names = (
+        "",
+        " ",
+        "dott",
+        "ADDER",
+        "nobody",
+        "x" * 150,
+        "../../etc",
+        "dot ",
+        "None",
+        "ünïcode",
+        "a b",
+        "__main__",
+    )
+    for path, name in itertools.product(
+        ("model.score", "optimizer.name", "model.name", "data.name"), names
+    ):
+        if (path, name) != (
+            "model.score",
+            "dot ",
+        ):  # names are taken without the blanks around them
             yield _case(_NAME, {path: name}, path="", build=True)
 
 
 _COMMANDS = (
-    *("seed=-1", "seed=4294967296", "num_epochs=nan", "num_epochs=inf", "num_epochs=0", "ema_decay=1", "batch_size=0"),
-    *("log_every_steps=0", "profile_steps=(5,3)", "model.width=0", "model.num_heads=5", "model.mlp_ratio=0"),
-    *("model.temperature=1e-30", "model.dtype=float", "model.attention_dropout_rate=1", "model.key_block=0"),
-    *("optimizer.b1=1", "optimizer.learning_rate=nan", "optimizer.eps=0", "optimizer.cg_fac.max_iterations=0"),
-    *("task.resized_crop_scale=(1.0,0.5)", "task.flip_probability=2", "mesh.data=0", "model.name=vitt"),
+    *(
+        "seed=-1",
+        "seed=4294967296",
+        "num_epochs=nan",
+        "num_epochs=inf",
+        "num_epochs=0",
+        "ema_decay=1",
+        "batch_size=0",
+    ),
+    *(
+        "log_every_steps=0",
+        "profile_steps=(5,3)",
+        "model.width=0",
+        "model.num_heads=5",
+        "model.mlp_ratio=0",
+    ),
+    *(
+        "model.temperature=1e-30",
+        "model.dtype=float",
+        "model.attention_dropout_rate=1",
+        "model.key_block=0",
+    ),
+    *(
+        "optimizer.b1=1",
+        "optimizer.learning_rate=nan",
+        "optimizer.eps=0",
+        "optimizer.cg_fac.max_iterations=0",
+    ),
+    *(
+        "task.resized_crop_scale=(1.0,0.5)",
+        "task.flip_probability=2",
+        "mesh.data=0",
+        "model.name=vitt",
+    ),
 )
 
 
 def _command_cases() -> Iterator[Case]:
-    yield from (Case(_COMMAND, setting, functools.partial(_refused_on_command_line, setting)) for setting in _COMMANDS)
+    yield from (
+        Case(_COMMAND, setting, functools.partial(_refused_on_command_line, setting))
+        for setting in _COMMANDS
+    )
 
 
 def _refused_on_command_line(setting: str) -> Observed:
@@ -437,7 +604,9 @@ def inside(rule: settings.Rule) -> st.SearchStrategy:
             return st.integers(low, high)
         case settings.Or():
             numbers, keys = inside(rule.rule), tuple(rule.meanings)
-            return st.one_of(st.sampled_from(keys), numbers.map(str) if isinstance(keys[0], str) else numbers)
+            return st.one_of(
+                st.sampled_from(keys), numbers.map(str) if isinstance(keys[0], str) else numbers
+            )
         case settings.Flag():
             return st.booleans()
         case settings.Choice():
@@ -445,7 +614,9 @@ def inside(rule: settings.Rule) -> st.SearchStrategy:
         case settings.EachBlock():
             return inside(rule.rule)
         case settings.Span():
-            pairs = st.tuples(inside(rule.ends), inside(rule.ends)).map(lambda pair: tuple(sorted(pair)))
+            pairs = st.tuples(inside(rule.ends), inside(rule.ends)).map(
+                lambda pair: tuple(sorted(pair))
+            )
             return st.one_of(st.just(()), pairs) if rule.optional else pairs
     raise TypeError(f"expected a rule that Hypothesis can draw from, got {rule}; add it here")
 
@@ -467,7 +638,10 @@ def sound_settings(seed: int, count: int) -> list[dict[str, Any]]:
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
-        max_examples=_DRAWS_PER_CASE * count, database=None, deadline=None, phases=[hypothesis.Phase.generate]
+        max_examples=_DRAWS_PER_CASE * count,
+        database=None,
+        deadline=None,
+        phases=[hypothesis.Phase.generate],
     )
     @hypothesis.given(strategy)
     def draw(changes):

@@ -1,4 +1,5 @@
-"""Files of weights that are wrong in one known way: their arrays, their headers, or what stands in their place."""
+"""Files of weights that are wrong in one known way: their arrays, their headers, or what stands in
+their place."""
 
 import functools
 import json
@@ -16,9 +17,28 @@ from adder_flax import interop
 from benchmarks.hostile._weights import KEPT, judge_file, spread, valid
 from benchmarks.hostile.case import Case, Fault, Group, Observed
 
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8}
+_ITEM_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "BOOL": 1,
+    "I8": 1,
+    "U8": 1,
+    "I16": 2,
+    "I32": 4,
+    "I64": 8,
+}
 _ITEM_BYTES |= {"U16": 2, "U32": 4, "U64": 8, "C64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
-_NAMES = ("a" * 100_000, "\x1b[2J\x1b[31mred", "x\r\nerror: all is well", "", "\u202egnp", "../../etc/passwd", "ключ")
+_NAMES = (
+    "a" * 100_000,
+    "\x1b[2J\x1b[31mred",
+    "x\r\nerror: all is well",
+    "",
+    "\u202egnp",
+    "../../etc/passwd",
+    "ключ",
+)
 
 
 def _parse(content: bytes) -> tuple[dict[str, Any], bytes]:
@@ -33,7 +53,9 @@ def _arrays(content: bytes) -> dict[str, tuple[str, list[int], bytes]]:
 
 
 def _join(header: dict[str, Any] | str, data: bytes) -> bytes:
-    text = (header if isinstance(header, str) else json.dumps(header)).encode(errors="surrogatepass")
+    text = (header if isinstance(header, str) else json.dumps(header)).encode(
+        errors="surrogatepass"
+    )
     return len(text).to_bytes(8, "little") + text + data
 
 
@@ -54,7 +76,9 @@ def _not_finite(rng: np.random.Generator, content: bytes) -> bytes:
     name = _pick(rng, arrays)
     dtype, shape, data = arrays[name]
     numbers = np.frombuffer(data, "<f4").copy()
-    numbers[rng.integers(numbers.size) if rng.random() < 0.5 else slice(None)] = rng.choice([np.nan, np.inf, -np.inf])
+    numbers[rng.integers(numbers.size) if rng.random() < 0.5 else slice(None)] = rng.choice(
+        [np.nan, np.inf, -np.inf]
+    )
     return _file(arrays | {name: (dtype, shape, numbers.tobytes())})
 
 
@@ -69,7 +93,13 @@ def _packed_type(rng: np.random.Generator, content: bytes) -> bytes:
     arrays = _arrays(content)
     name = _pick(rng, arrays)
     _, shape, data = arrays[name]
-    dtype, share = [("F4", 8), ("F6_E2M3", 16 / 3), ("F6_E3M2", 16 / 3), ("float32", 1), ("f32", 1)][rng.integers(5)]
+    dtype, share = [
+        ("F4", 8),
+        ("F6_E2M3", 16 / 3),
+        ("F6_E3M2", 16 / 3),
+        ("float32", 1),
+        ("f32", 1),
+    ][rng.integers(5)]
     return _file(arrays | {name: (dtype, shape, data[: int(len(data) / share)])})
 
 
@@ -89,7 +119,11 @@ def _narrower(rng: np.random.Generator, content: bytes) -> bytes:
         dtype = ("F64", "F32", "F16", "BF16")[rng.integers(4)]
         numbers = np.frombuffer(data, "<f4")
         bits = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
-        kept = numbers.astype(bits[dtype]).tobytes() if dtype in bits else numbers.view("<u2")[1::2].tobytes()
+        kept = (
+            numbers.astype(bits[dtype]).tobytes()
+            if dtype in bits
+            else numbers.view("<u2")[1::2].tobytes()
+        )
         arrays[name] = (dtype, shape, kept)
     return _file(arrays)
 
@@ -115,9 +149,14 @@ def _other_shape(rng: np.random.Generator, content: bytes) -> bytes:
 
 def _head(rng: np.random.Generator, content: bytes) -> bytes:
     arrays = _arrays(content)
-    weight, bias = sorted((n for n in arrays if n.startswith(("head.", "classifier."))), key=lambda n: "bias" in n)
+    weight, bias = sorted(
+        (n for n in arrays if n.startswith(("head.", "classifier."))), key=lambda n: "bias" in n
+    )
     classes, width = int(rng.integers(0, 9)), int(rng.choice([4, 8, 16]))
-    shapes = {weight: [classes, width] if rng.random() < 0.5 else [width, classes], bias: [int(rng.integers(0, 9))]}
+    shapes = {
+        weight: [classes, width] if rng.random() < 0.5 else [width, classes],
+        bias: [int(rng.integers(0, 9))],
+    }
     for name, shape in shapes.items():
         if rng.random() < 0.3:
             del arrays[name]
@@ -147,7 +186,19 @@ def _declared(rng: np.random.Generator, content: bytes) -> bytes:
     """An array that is said to be as large as a disk, or beyond what numbers of 64 bits count."""
     header, data = _parse(content)
     name = _pick(rng, header.keys() - {"__metadata__"})
-    shape = [[2**31, 2**20], [2**33], [2**62, 8], [2**64], [10**30], [-1, 8], [1.5], [True], ["8"], None, [2] * 5000]
+    shape = [
+        [2**31, 2**20],
+        [2**33],
+        [2**62, 8],
+        [2**64],
+        [10**30],
+        [-1, 8],
+        [1.5],
+        [True],
+        ["8"],
+        None,
+        [2] * 5000,
+    ]
     header[name]["shape"] = shape[rng.integers(len(shape))]
     if rng.random() < 0.5 and isinstance(header[name]["shape"], list) and rng.random() < 0.5:
         header[name]["data_offsets"] = [0, 2**33]
@@ -181,7 +232,9 @@ def _no_header(rng: np.random.Generator, content: bytes) -> bytes:
         text.replace("{", "[", 1),
         "{" * 100_000,
         '{"a":' * 20_000,
-        "{" + ", ".join([f'"{first}": {json.dumps(header[first])}'] * 2) + text[1:].join([", ", ""]),
+        "{"
+        + ", ".join([f'"{first}": {json.dumps(header[first])}'] * 2)
+        + text[1:].join([", ", ""]),
         text.replace('"dtype"', '"type"', 1),
         text.replace("]", ", NaN]", 1),
         text.replace('"shape": [', '"shape": [' + "9" * 5000, 1),
@@ -198,7 +251,9 @@ def _no_header(rng: np.random.Generator, content: bytes) -> bytes:
 
 
 def _big_header(rng: np.random.Generator, content: bytes) -> bytes:
-    return (2**24 + 1, 2**31, 2**40, 2**63, 2**64 - 1)[rng.integers(5)].to_bytes(8, "little") + content[8:]
+    return (2**24 + 1, 2**31, 2**40, 2**63, 2**64 - 1)[rng.integers(5)].to_bytes(
+        8, "little"
+    ) + content[8:]
 
 
 class _Evil:
@@ -238,7 +293,11 @@ def _no_file(rng: np.random.Generator, path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as bound:
             bound.bind(str(path))
     elif kind == 3:
-        path.symlink_to(rng.choice(["/dev/zero", "/dev/null", "/dev/full", "/dev/tty", "/proc/kmsg", "/proc/self/mem"]))
+        path.symlink_to(
+            rng.choice(
+                ["/dev/zero", "/dev/null", "/dev/full", "/dev/tty", "/proc/kmsg", "/proc/self/mem"]
+            )
+        )
     elif kind == 4:
         path.symlink_to(path)
     elif kind == 5:

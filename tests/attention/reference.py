@@ -4,7 +4,8 @@ import numpy as np
 
 
 def scores(name, query, key, parameters):
-    """Raw scores (..., heads, q_length, k_length) from Flax's layout, one pair of tokens at a time in every formula."""
+    """Raw scores (..., heads, q_length, k_length) from Flax's layout, one pair of tokens at a time
+    in every formula."""
     q = np.swapaxes(np.asarray(query, np.float64), -2, -3)[..., :, None, :]
     k = np.swapaxes(np.asarray(key, np.float64), -2, -3)[..., None, :, :]
     if q.shape[-4] != k.shape[-4]:
@@ -44,7 +45,17 @@ def softmax(logits, visible):
 
 
 def attention(
-    name, query, key, value, parameters=None, *, scale=None, temperature=1.0, bias=0.0, mask=True, identity=False
+    name,
+    query,
+    key,
+    value,
+    parameters=None,
+    *,
+    scale=None,
+    temperature=1.0,
+    bias=0.0,
+    mask=True,
+    identity=False,
 ):
     """Output in Flax's layout and the map that multiplies the values."""
     raw = scores(name, query, key, parameters or {})

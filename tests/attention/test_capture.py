@@ -20,8 +20,14 @@ TOKENS = np.random.default_rng(0).normal(size=(3, 5, 8)).astype(np.float32)
 )
 def test_every_map_of_a_vision_transformer_and_the_model_is_left_alone(graph, options):
     with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph):
-        size = dict(image_size=4, patch_size=2, channels=1, num_classes=3, width=8, depth=2, num_heads=2)
-        model = randomised(lambda: VisionTransformer(**size, attention_dropout_rate=0.5, **options, rngs=nnx.Rngs(0)))
+        size = dict(
+            image_size=4, patch_size=2, channels=1, num_classes=3, width=8, depth=2, num_heads=2
+        )
+        model = randomised(
+            lambda: VisionTransformer(
+                **size, attention_dropout_rate=0.5, **options, rngs=nnx.Rngs(0)
+            )
+        )
         images = np.random.default_rng(0).normal(size=(3, 4, 4, 1)).astype(np.float32)
         before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
         maps = attention.capture_attention(model, images)
@@ -33,7 +39,10 @@ def test_every_map_of_a_vision_transformer_and_the_model_is_left_alone(graph, op
         np.testing.assert_allclose(attention_map.sum(-1), total, rtol=1e-5)
     tokens = jax.jit(lambda x: model.embed_positions(model.patch_embed(x)))(images)
     block = model.blocks[0]
-    query, key = (getattr(block.attention, n)(block.norm1(tokens)).reshape(3, 5, 2, 4) for n in ("query", "key"))
+    query, key = (
+        getattr(block.attention, n)(block.norm1(tokens)).reshape(3, 5, 2, 4)
+        for n in ("query", "key")
+    )
     score = options["score"] if isinstance(options["score"], str) else options["score"][0]
     parameters = {name: p[...] for name, p in block.attention.score.items()}
     expected = reference.attention(score, query, key, key, parameters)[1]
@@ -41,7 +50,8 @@ def test_every_map_of_a_vision_transformer_and_the_model_is_left_alone(graph, op
 
 
 class Borrower(nnx.Module):
-    """A model that knows nothing of capturing: Flax's attention with a function from here, then a module from here."""
+    """A model that knows nothing of capturing: Flax's attention with a function from here, then a
+    module from here."""
 
     def __init__(self, wrap=lambda call: call):
         options = dict(decode=False, dropout_rate=0.0, keep_rngs=False, rngs=nnx.Rngs(0))
@@ -58,20 +68,26 @@ def test_other_peoples_nnx_models():
     first, second = attention.capture_attention(model, TOKENS)
     assert (first.shape, second.shape) == ((3, 2, 5, 5), (3, 4, 5, 5))
     p = jax.tree.map(np.float64, nnx.to_pure_dict(nnx.state(model.first)))
-    query, key = (np.einsum("bnd,dhe->bnhe", TOKENS, p[n]["kernel"]) + p[n]["bias"] for n in ("query", "key"))
+    query, key = (
+        np.einsum("bnd,dhe->bnhe", TOKENS, p[n]["kernel"]) + p[n]["bias"] for n in ("query", "key")
+    )
     expected = reference.attention("adder", query, key, key, identity=True)[1]
     np.testing.assert_allclose(first, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(second.sum(-1), 1.0, rtol=1e-5)
 
 
-@pytest.mark.parametrize("make", [nn.MultiHeadDotProductAttention, nn.remat(nn.MultiHeadDotProductAttention)])
+@pytest.mark.parametrize(
+    "make", [nn.MultiHeadDotProductAttention, nn.remat(nn.MultiHeadDotProductAttention)]
+)
 def test_other_peoples_linen_models(make):
     model = make(2, attention_fn=attention.gaussian_attention)
     variables = model.init(jax.random.key(0), TOKENS)
     (weights,) = attention.capture_attention(lambda tokens: model.apply(variables, tokens), TOKENS)
     plain = nn.MultiHeadDotProductAttention(2, attention_fn=attention.gaussian_attention)
     _, sown = plain.apply(variables, TOKENS, sow_weights=True, mutable=["intermediates"])
-    np.testing.assert_allclose(weights, sown["intermediates"]["attention_weights"][0], rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(
+        weights, sown["intermediates"]["attention_weights"][0], rtol=1e-6, atol=1e-7
+    )
 
 
 def test_linen_layers_stacked_in_a_scan():
@@ -80,44 +96,72 @@ def test_linen_layers_stacked_in_a_scan():
         def __call__(self, tokens, _):
             return tokens + linen.MultiHeadAttention(2, score="adder", name="attend")(tokens), None
 
-    stacked = nn.scan(nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
+    stacked = nn.scan(
+        nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+    )()
     variables = stacked.init(jax.random.key(0), TOKENS, None)
     wanted = {"attention": ["weights"]}
-    (output, _), [record] = recorder.record(wanted, lambda x: stacked.apply(variables, x, None), TOKENS)
+    (output, _), [record] = recorder.record(
+        wanted, lambda x: stacked.apply(variables, x, None), TOKENS
+    )
     assert (record.path, record.loops) == ("attend", (3,))
-    np.testing.assert_allclose(output, stacked.apply(variables, TOKENS, None)[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        output, stacked.apply(variables, TOKENS, None)[0], rtol=1e-5, atol=1e-6
+    )
     tokens = TOKENS
     for index in range(3):
         layer = {"params": jax.tree.map(lambda x, index=index: x[index], variables["params"])}
-        ((tokens, _), [alone]) = recorder.record(wanted, lambda x, layer=layer: Layer().apply(layer, x, None), tokens)
-        np.testing.assert_allclose(record.arrays["weights"][index], alone.arrays["weights"], rtol=1e-5, atol=1e-6)
+        ((tokens, _), [alone]) = recorder.record(
+            wanted, lambda x, layer=layer: Layer().apply(layer, x, None), tokens
+        )
+        np.testing.assert_allclose(
+            record.arrays["weights"][index], alone.arrays["weights"], rtol=1e-5, atol=1e-6
+        )
 
 
 def test_linen_vision_transformer_as_its_nnx_twin():
     sizes = dict(patch_size=2, num_classes=3, width=8, depth=2, num_heads=2, score="adder")
     images = np.random.default_rng(1).normal(size=(3, 4, 4, 1)).astype(np.float32)
-    ours = randomised(lambda: VisionTransformer(image_size=4, channels=1, **sizes, rngs=nnx.Rngs(0)))
+    ours = randomised(
+        lambda: VisionTransformer(image_size=4, channels=1, **sizes, rngs=nnx.Rngs(0))
+    )
     variables = {"params": linen.from_nnx(nnx.to_pure_dict(nnx.state(ours)))}
     model = linen.VisionTransformer(**sizes)
-    wanted = {"attention": ["query", "key", "scores", "weights"], "block": ["tokens", "normalized", "output"]}
+    wanted = {
+        "attention": ["query", "key", "scores", "weights"],
+        "block": ["tokens", "normalized", "output"],
+    }
     logits, seen = recorder.record(wanted, lambda images: model.apply(variables, images), images)
     expected, records = recorder.record(wanted, ours, images)
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
     assert [(r.kind, r.path, r.facts) for r in seen] == [(r.kind, r.path, r.facts) for r in records]
-    assert [r.path for r in seen] == ["blocks.0.attention", "blocks.0", "blocks.1.attention", "blocks.1"]
+    assert [r.path for r in seen] == [
+        "blocks.0.attention",
+        "blocks.0",
+        "blocks.1.attention",
+        "blocks.1",
+    ]
     for ours, theirs in zip(records, seen, strict=True):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours.arrays, theirs.arrays)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+            ours.arrays,
+            theirs.arrays,
+        )
 
 
 def test_a_single_attention_module():
-    module = randomised(lambda: attention.MultiHeadAttention(2, 8, score="gaussian", rngs=nnx.Rngs(0)))
+    module = randomised(
+        lambda: attention.MultiHeadAttention(2, 8, score="gaussian", rngs=nnx.Rngs(0))
+    )
     (weights,) = attention.capture_attention(module, TOKENS)
     query, key = (getattr(module, name)(TOKENS).reshape(3, 5, 2, 4) for name in ("query", "key"))
     expected = reference.attention("gaussian", query, key, key, identity=False)[1]
     np.testing.assert_allclose(weights, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda call: jax.vmap(lambda x: call(x[None])[0])])
+@pytest.mark.parametrize(
+    "wrap", [jax.jit, jax.checkpoint, lambda call: jax.vmap(lambda x: call(x[None])[0])]
+)
 def test_a_map_inside_a_transformation_even_if_it_was_traced_before(wrap):
     expected = attention.capture_attention(randomised(Borrower), TOKENS)
     model = randomised(lambda: Borrower(wrap))
@@ -136,7 +180,9 @@ def test_steps_of_a_loop_are_the_first_axis():
     (maps,) = attention.capture_attention(decode, state)
     assert maps.shape == (4, 3, 1, 1, 5)
     for index in reversed(range(4)):
-        state, alignment = (lambda c: (state + c[0], c[1]))(decoder(state, TOKENS, return_weights=True))
+        state, alignment = (lambda c: (state + c[0], c[1]))(
+            decoder(state, TOKENS, return_weights=True)
+        )
         np.testing.assert_allclose(maps[index, :, 0], alignment, rtol=1e-5, atol=1e-6)
 
 
@@ -146,12 +192,16 @@ def test_a_map_of_one_branch_or_of_a_loop_without_an_end_is_refused():
     branch = lambda x: jax.lax.cond(x.sum() > 0, attend, lambda x: x, x)
     until = lambda x: jax.lax.while_loop(lambda x: x.sum() < 0, attend, x)
     for call, name in ((branch, "cond"), (until, "while")):
-        with pytest.raises(ValueError, match=f"outside of conditionals, while loops and shard_map, got .*'{name}'"):
+        with pytest.raises(
+            ValueError, match=f"outside of conditionals, while loops and shard_map, got .*'{name}'"
+        ):
             attention.capture_attention(call, x)
 
 
 def test_a_model_without_our_attention_is_refused():
-    with pytest.raises(ValueError, match="expected a model that attends through adder_flax.attention, got one"):
+    with pytest.raises(
+        ValueError, match="expected a model that attends through adder_flax.attention, got one"
+    ):
         attention.capture_attention(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), TOKENS)
 
 

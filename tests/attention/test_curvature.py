@@ -1,4 +1,5 @@
-"""Every learned array of a score has curvature: products against per-example gradients, factors against NumPy."""
+"""Every learned array of a score has curvature: products against per-example gradients, factors
+against NumPy."""
 
 import flax.linen as nn
 import flax.nnx as nnx
@@ -22,13 +23,17 @@ def _x64():
 
 
 def inputs(width=6):
-    draw = lambda seed, length: jax.random.normal(jax.random.key(seed), (BATCH, length, width), jnp.float64)
+    draw = lambda seed, length: jax.random.normal(
+        jax.random.key(seed), (BATCH, length, width), jnp.float64
+    )
     return draw(1, QUERIES), draw(2, KEYS)
 
 
 def multi_head(score, **options):
     own = dict(identity=False, temperature="learned", key_bias_length=KEYS)
-    module = attention.MultiHeadAttention(2, 6, score=score, score_options=options, **own, rngs=nnx.Rngs(0))
+    module = attention.MultiHeadAttention(
+        2, 6, score=score, score_options=options, **own, rngs=nnx.Rngs(0)
+    )
     return module, lambda m, q, k: m(q, k)
 
 
@@ -67,10 +72,16 @@ def test_products_and_coverage(make, score, options):
 
 
 def test_linen_parameters_are_known_by_identity_too():
-    module = linen.MultiHeadAttention(num_heads=2, score="bilinear", identity=False, temperature="learned")
+    module = linen.MultiHeadAttention(
+        num_heads=2, score="bilinear", identity=False, temperature="learned"
+    )
     query, key = inputs()
-    params = jax.tree.map(lambda p: p.astype(jnp.float64), nn.unbox(module.init(jax.random.key(0), query, key)))
-    report = kfac.verify(lambda p, q, k: (module.apply(p, q, k) ** 2).sum((1, 2)).mean(), params, query, key)
+    params = jax.tree.map(
+        lambda p: p.astype(jnp.float64), nn.unbox(module.init(jax.random.key(0), query, key))
+    )
+    report = kfac.verify(
+        lambda p, q, k: (module.apply(p, q, k) ** 2).sum((1, 2)).mean(), params, query, key
+    )
     assert report.layers.coverage == 1.0
     assert max(max(row.capture_error, row.product_error) for row in report.rows) < 1e-10
 
@@ -79,11 +90,17 @@ def test_nothing_is_reported_from_blocks_of_keys():
     loss_fn, params = loss_of(*multi_head("additive"))
     blocked, _ = loss_of(
         attention.MultiHeadAttention(
-            2, 6, score="additive", key_block=2, identity=False, temperature="learned", key_bias_length=KEYS,
+            2,
+            6,
+            score="additive",
+            key_block=2,
+            identity=False,
+            temperature="learned",
+            key_bias_length=KEYS,
             rngs=nnx.Rngs(0),
         ),
         lambda m, q, k: m(q, k),
-    )  # fmt: skip
+    )
     assert kfac.find_layers(blocked, params, *inputs()).coverage == 1.0
     np.testing.assert_allclose(blocked(params, *inputs()), loss_fn(params, *inputs()), rtol=1e-12)
 
@@ -110,12 +127,18 @@ def test_factors_of_the_vector_that_reads_hidden_units():
         weights = cooled / cooled.sum(-1, keepdims=True)
         return ((weights @ np.asarray(key)) ** 2).sum((1, 2))
 
-    scores, gradients, step = (units @ np.asarray(params["v"])).reshape(BATCH, QUERIES, KEYS), 0.0, 1e-5
+    scores, gradients, step = (
+        (units @ np.asarray(params["v"])).reshape(BATCH, QUERIES, KEYS),
+        0.0,
+        1e-5,
+    )
     for i in range(QUERIES):
         for j in range(KEYS):
             shift = np.zeros_like(scores)
             shift[:, i, j] = step
-            gradients += ((loss_of_scores(scores + shift) - loss_of_scores(scores - shift)) / (2 * step)) ** 2
+            gradients += (
+                (loss_of_scores(scores + shift) - loss_of_scores(scores - shift)) / (2 * step)
+            ) ** 2
     np.testing.assert_allclose(right[0, 0, 0], gradients.mean(), rtol=1e-6)
 
 

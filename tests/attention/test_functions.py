@@ -22,10 +22,24 @@ FUNCTIONS = dict(
 )
 
 
-def make_inputs(q_length, k_length, batch=(2,), heads=HEADS, kv_heads=HEADS, q_dim=DIM, k_dim=DIM, v_dim=DIM, seed=0):
+def make_inputs(
+    q_length,
+    k_length,
+    batch=(2,),
+    heads=HEADS,
+    kv_heads=HEADS,
+    q_dim=DIM,
+    k_dim=DIM,
+    v_dim=DIM,
+    seed=0,
+):
     rng = np.random.default_rng(seed)
     make = lambda length, h, dim: rng.normal(size=(*batch, length, h, dim)).astype(np.float32)
-    return make(q_length, heads, q_dim), make(k_length, kv_heads, k_dim), make(k_length, kv_heads, v_dim)
+    return (
+        make(q_length, heads, q_dim),
+        make(k_length, kv_heads, k_dim),
+        make(k_length, kv_heads, v_dim),
+    )
 
 
 def make_parameters(name, heads=HEADS, q_dim=DIM, k_dim=DIM, layer_norm=False):
@@ -56,8 +70,12 @@ def compiled(name, **options):
 def test_equals_the_formula(name, q_length, k_length):
     inputs, parameters = make_inputs(q_length, k_length), make_parameters(name)
     identity = name == "adder" and q_length == k_length
-    out, weights = compiled(name, identity=None if q_length == k_length else False)(*inputs, parameters)
-    expected_out, expected_weights = reference.attention(name, *inputs, parameters, identity=identity)
+    out, weights = compiled(name, identity=None if q_length == k_length else False)(
+        *inputs, parameters
+    )
+    expected_out, expected_weights = reference.attention(
+        name, *inputs, parameters, identity=identity
+    )
     np.testing.assert_allclose(weights, expected_weights, rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(out, expected_out, rtol=2e-5, atol=5e-6)
 
@@ -71,7 +89,9 @@ def test_mask_bias_temperature_and_scale_together(name):
     bias = rng.normal(size=(HEADS, 7, 7)).astype(np.float32)
     key_bias = rng.normal(size=(HEADS, 7)).astype(np.float32)
     temperature = np.array([0.5, 3.0], np.float32)
-    run = jax.jit(functools.partial(call, name, scale=0.7, is_causal=True, identity=True, return_weights=True))
+    run = jax.jit(
+        functools.partial(call, name, scale=0.7, is_causal=True, identity=True, return_weights=True)
+    )
     arrays = dict(mask=mask, bias=bias, key_bias=key_bias, temperature=temperature)
     out, weights = run(*inputs, parameters, **arrays)
     expected_out, expected_weights = reference.attention(
@@ -149,7 +169,9 @@ def test_half_precision_inputs(name, dtype, tolerance):
     assert weights.dtype == jnp.float32
     wide = [np.asarray(x, np.float64) for x in inputs]
     expected, _ = reference.attention(name, *wide, parameters, identity=name == "adder")
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(
+        np.asarray(out, np.float64), expected, rtol=tolerance, atol=tolerance
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -178,35 +200,57 @@ def test_gradients_equal_finite_differences(name):
         arguments = (*inputs, parameters)
         tangent = jax.tree.map(lambda x: jnp.asarray(direction.normal(size=x.shape)), arguments)
         gradient = jax.jit(jax.grad(loss))(arguments)
-        slope = sum(jnp.vdot(g, t) for g, t in zip(jax.tree.leaves(gradient), jax.tree.leaves(tangent), strict=True))
+        slope = sum(
+            jnp.vdot(g, t)
+            for g, t in zip(jax.tree.leaves(gradient), jax.tree.leaves(tangent), strict=True)
+        )
         step = 1e-6
-        moved = lambda sign: loss(jax.tree.map(lambda x, t: x + sign * step * t, arguments, tangent))
+        moved = lambda sign: loss(
+            jax.tree.map(lambda x, t: x + sign * step * t, arguments, tangent)
+        )
         np.testing.assert_allclose(slope, (moved(1) - moved(-1)) / (2 * step), rtol=1e-6)
 
 
 def test_layer_norm_gradients_equal_those_of_the_broadcast_form():
     with jax.enable_x64(True):
         query, key, _ = (jnp.asarray(np.swapaxes(x, 1, 2), jnp.float64) for x in make_inputs(4, 5))
-        p = {n: jnp.asarray(x, jnp.float64) for n, x in make_parameters("additive", layer_norm=True).items()}
+        p = {
+            n: jnp.asarray(x, jnp.float64)
+            for n, x in make_parameters("additive", layer_norm=True).items()
+        }
 
         def broadcast(query, key, p):
-            hidden = (query @ p["query_kernel"])[..., :, None, :] + (key @ p["key_kernel"])[..., None, :, :]
+            hidden = (query @ p["query_kernel"])[..., :, None, :] + (key @ p["key_kernel"])[
+                ..., None, :, :
+            ]
             hidden = jax.nn.standardize(hidden, epsilon=1e-6) * p["norm_scale"][:, None, None]
             return jnp.sum(jnp.tanh(hidden + p["bias"][:, None, None]) * p["v"][:, None, None], -1)
 
         ours = lambda query, key, p: attention.additive_scores(query, key, **p)
-        loss = lambda f: jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a))), argnums=(0, 1, 2)))(query, key, p)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-8, atol=1e-10), loss(ours), loss(broadcast))
+        loss = lambda f: jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a))), argnums=(0, 1, 2)))(
+            query, key, p
+        )
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-8, atol=1e-10),
+            loss(ours),
+            loss(broadcast),
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_vmap_and_remat_change_nothing(name):
     inputs, parameters = make_inputs(5, 5), make_parameters(name)
     mask = jnp.asarray(np.random.default_rng(4).random((2, 1, 5, 5)) < 0.7)
-    loss = lambda query, key, value, mask: jnp.sum(jnp.sin(call(name, query, key, value, parameters, mask=mask)))
+    loss = lambda query, key, value, mask: jnp.sum(
+        jnp.sin(call(name, query, key, value, parameters, mask=mask))
+    )
     expected = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*inputs, mask)
-    rematerialised = jax.jit(jax.value_and_grad(jax.checkpoint(loss), argnums=(0, 1, 2)))(*inputs, mask)
-    values, gradients = jax.jit(jax.vmap(jax.value_and_grad(loss, argnums=(0, 1, 2))))(*inputs, mask)
+    rematerialised = jax.jit(jax.value_and_grad(jax.checkpoint(loss), argnums=(0, 1, 2)))(
+        *inputs, mask
+    )
+    values, gradients = jax.jit(jax.vmap(jax.value_and_grad(loss, argnums=(0, 1, 2))))(
+        *inputs, mask
+    )
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
     jax.tree.map(close, rematerialised, expected)
     jax.tree.map(close, (values.sum(), gradients), expected)
@@ -246,17 +290,23 @@ def test_empty_batches_and_sequences(name, batch, q_length, k_length):
 
 
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("dot", "bilinear")), *NAMES[2:]]
+    "name",
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("dot", "bilinear")), *NAMES[2:]],
 )
 def test_blocks_of_keys_change_nothing(name):
-    """All options at once, with grouped heads, blocks that do not divide the length, and a query that sees nothing."""
+    """All options at once, with grouped heads, blocks that do not divide the length, and a query
+    that sees nothing."""
     inputs, parameters = make_inputs(7, 7, heads=4, kv_heads=2), make_parameters(name, heads=4)
     rng = np.random.default_rng(2)
     mask = rng.random((2, 1, 7, 7)) < 0.6
     mask[0, 0, 3] = False
     key_bias = np.where(np.arange(7) == 5, -np.inf, rng.normal(size=(4, 7))).astype(np.float32)
-    options = dict(temperature=jnp.array([0.5, 3.0, 1.0, 2.0]), scale=0.7, is_causal=True, identity=True)
-    options |= dict(mask=jnp.asarray(mask), bias=rng.normal(size=(7, 7)).astype(np.float32), key_bias=key_bias)
+    options = dict(
+        temperature=jnp.array([0.5, 3.0, 1.0, 2.0]), scale=0.7, is_causal=True, identity=True
+    )
+    options |= dict(
+        mask=jnp.asarray(mask), bias=rng.normal(size=(7, 7)).astype(np.float32), key_bias=key_bias
+    )
 
     @functools.partial(jax.jit, static_argnums=0)
     def loss_and_gradients(key_block, inputs, parameters):
@@ -267,13 +317,17 @@ def test_blocks_of_keys_change_nothing(name):
 
     expected = loss_and_gradients(None, inputs, parameters)
     found = loss_and_gradients(3, inputs, parameters)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected
+    )
 
 
 def test_blocks_of_keys_build_no_map():
     query, key, value = make_inputs(64, 64, batch=(), heads=1, kv_heads=1)
     shapes = lambda **options: str(
-        jax.make_jaxpr(lambda *a: attention.adder_attention(*a, key_block=8, **options))(query, key, value)
+        jax.make_jaxpr(lambda *a: attention.adder_attention(*a, key_block=8, **options))(
+            query, key, value
+        )
     )
     assert "64,64]" not in shapes()
     assert "64,64]" in shapes(return_weights=True)  # asked for, it is built
@@ -293,14 +347,18 @@ def test_long_sequences_build_no_map_unless_it_is_needed():
     assert builds_map(600, key_block=None)
     assert builds_map(600, return_weights=True)
     assert builds_map(600, dropout_rate=0.1, dropout_rng=jax.random.key(0))
-    own = dataclasses.replace(attention.get_score("dot"), normalize=lambda scores, mask: jax.nn.sigmoid(scores))
+    own = dataclasses.replace(
+        attention.get_score("dot"), normalize=lambda scores, mask: jax.nn.sigmoid(scores)
+    )
     assert builds_map(600, own)
 
 
 def test_dropout_keeps_the_mean_and_spares_the_identity_map():
     query, key, _ = make_inputs(3, 3, batch=(1,), heads=1, kv_heads=1)
     values = jnp.eye(3)[None, :, None, :]  # the output is then the map itself
-    run = lambda rng: attention.adder_attention(query, key, values, dropout_rate=0.25, dropout_rng=rng)[0, :, 0]
+    run = lambda rng: attention.adder_attention(
+        query, key, values, dropout_rate=0.25, dropout_rng=rng
+    )[0, :, 0]
     maps = jax.jit(jax.vmap(run))(jax.random.split(jax.random.key(0), 20000))
     clean = attention.adder_attention(query, key, values)[0, :, 0]
     np.testing.assert_allclose(maps.mean(0), clean, atol=0.02)
@@ -313,7 +371,10 @@ def test_dropout_keeps_the_mean_and_spares_the_identity_map():
 
 def test_broadcast_dropout_is_one_mask_for_all_samples_and_heads():
     inputs = make_inputs(9, 9, batch=(3,))
-    inputs = (*inputs[:2], np.broadcast_to(np.eye(9, dtype=np.float32)[None, :, None], (3, 9, HEADS, 9)))
+    inputs = (
+        *inputs[:2],
+        np.broadcast_to(np.eye(9, dtype=np.float32)[None, :, None], (3, 9, HEADS, 9)),
+    )
 
     def dropped(**options):
         attend = functools.partial(attention.dot_product_attention, dropout_rate=0.5, **options)
@@ -328,18 +389,26 @@ def test_broadcast_dropout_is_one_mask_for_all_samples_and_heads():
 def test_matches_jax_and_its_causal_mask():
     inputs = make_inputs(5, 8)
     expected = jax.nn.dot_product_attention(*inputs, is_causal=True)
-    np.testing.assert_allclose(attention.dot_product_attention(*inputs, is_causal=True), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        attention.dot_product_attention(*inputs, is_causal=True), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(key=np.ones((2, 5, 2, 4))), "adder scores expect query and key of one head_dim, got 6 and 4"),
+        (
+            dict(key=np.ones((2, 5, 2, 4))),
+            "adder scores expect query and key of one head_dim, got 6 and 4",
+        ),
         (dict(key=np.ones((3, 5, 2, 6))), "equal batch axes, got query"),
         (dict(key=np.ones((2, 4, 2, 6))), "key and value of one length and number of heads"),
         (dict(query=np.ones((2, 5, 3, 6))), "multiple of that of key heads"),
         (dict(query=np.ones((2, 4, 2, 6))), "pass identity=False"),
-        (dict(scale="variance"), r"score from \['sqrt_dim', 'variance_matched'\] or a number, got 'variance'"),
+        (
+            dict(scale="variance"),
+            r"score from \['sqrt_dim', 'variance_matched'\] or a number, got 'variance'",
+        ),
         (dict(temperature=0.0), "expected a positive temperature, got 0.0"),
         (dict(dropout_rate=0.5), "expects a dropout_rng, got None"),
         (dict(dropout_rate=1.0, dropout_rng=1), r"dropout_rate in \[0, 1\), got 1.0"),

@@ -1,4 +1,5 @@
-"""The parameter-free mechanisms as `attention_fn` of Flax's own multi-head attention, NNX and Linen."""
+"""The parameter-free mechanisms as `attention_fn` of Flax's own multi-head attention, NNX and
+Linen."""
 
 import functools
 import inspect
@@ -16,7 +17,9 @@ from tests.attention import reference
 
 WIDTH, HEADS, LENGTH = 8, 2, 5
 FUNCTIONS = dict(
-    dot=attention.dot_product_attention, adder=attention.adder_attention, gaussian=attention.gaussian_attention
+    dot=attention.dot_product_attention,
+    adder=attention.adder_attention,
+    gaussian=attention.gaussian_attention,
 )
 
 
@@ -43,9 +46,19 @@ class Nnx:
 
     @staticmethod
     def apply(attention_fn, params, inputs, *, rng=None, sow=False, **options):
-        built = {name: options.pop(name) for name in ("dropout_rate", "dtype", "precision") if name in options}
+        built = {
+            name: options.pop(name)
+            for name in ("dropout_rate", "dtype", "precision")
+            if name in options
+        }
         module = nnx.MultiHeadAttention(
-            HEADS, WIDTH, attention_fn=attention_fn, decode=False, keep_rngs=False, rngs=nnx.Rngs(0), **built
+            HEADS,
+            WIDTH,
+            attention_fn=attention_fn,
+            decode=False,
+            keep_rngs=False,
+            rngs=nnx.Rngs(0),
+            **built,
         )
         nnx.update(module, params)
         options |= dict(rngs=None if rng is None else nnx.Rngs(dropout=rng), sow_weights=sow)
@@ -60,17 +73,28 @@ class Linen:
 
     @staticmethod
     def apply(attention_fn, params, inputs, *, rng=None, sow=False, **options):
-        built = {name: options.pop(name) for name in ("dropout_rate", "dtype", "precision") if name in options}
+        built = {
+            name: options.pop(name)
+            for name in ("dropout_rate", "dtype", "precision")
+            if name in options
+        }
         module = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn, **built)
         rngs = {} if rng is None else dict(dropout=rng)
         out, state = module.apply(
-            {"params": params}, inputs, sow_weights=sow, rngs=rngs, mutable=["intermediates"], **options
+            {"params": params},
+            inputs,
+            sow_weights=sow,
+            rngs=rngs,
+            mutable=["intermediates"],
+            **options,
         )
         return out, state["intermediates"]["attention_weights"][0] if sow else None
 
 
 def expected(name, params, inputs, mask):
-    project = lambda p: np.einsum("bnd,dhe->bnhe", inputs.astype(np.float64), p["kernel"]) + p["bias"]
+    project = lambda p: (
+        np.einsum("bnd,dhe->bnhe", inputs.astype(np.float64), p["kernel"]) + p["bias"]
+    )
     query, key, value = (project(params[n]) for n in ("query", "key", "value"))
     out, weights = reference.attention(name, query, key, value, mask=mask, identity=name == "adder")
     return np.einsum("bnhe,hed->bnd", out, params["out"]["kernel"]) + params["out"]["bias"], weights
@@ -87,7 +111,9 @@ def test_mask_and_sown_weights_arrive(api, name, params, inputs, mask):
 
 @pytest.mark.parametrize("api", [Nnx, Linen])
 def test_options_are_bound_with_partial(api, params, inputs):
-    attention_fn = functools.partial(attention.adder_attention, identity=False, scale="variance_matched")
+    attention_fn = functools.partial(
+        attention.adder_attention, identity=False, scale="variance_matched"
+    )
     with_identity, _ = api.apply(attention.adder_attention, params, inputs)
     _, weights = api.apply(attention_fn, params, inputs, sow=True)
     np.testing.assert_allclose(weights.sum(-1), 1.0, rtol=1e-5)
@@ -102,7 +128,9 @@ def test_dropout_arrives(api, params, inputs):
     kept, _ = run(deterministic=True)
     np.testing.assert_array_equal(dropped, same)
     assert not np.allclose(dropped, kept)
-    np.testing.assert_allclose(kept, api.apply(attention.adder_attention, params, inputs)[0], rtol=1e-6)
+    np.testing.assert_allclose(
+        kept, api.apply(attention.adder_attention, params, inputs)[0], rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("api", [Nnx, Linen])
@@ -127,14 +155,23 @@ def test_dot_product_equals_flax_own(params, inputs, mask):
 @pytest.mark.parametrize("function", FUNCTIONS.values())
 def test_signature_names_what_linen_looks_for(function):
     names = set(inspect.signature(function).parameters)
-    passed = {"mask", "dropout_rng", "dropout_rate", "broadcast_dropout", "deterministic", "dtype", "precision"}
+    passed = {
+        "mask",
+        "dropout_rng",
+        "dropout_rate",
+        "broadcast_dropout",
+        "deterministic",
+        "dtype",
+        "precision",
+    }
     assert passed | {"module", "bias", "is_causal"} <= names
     assert "score" not in names
 
 
 @pytest.mark.parametrize("graph", [True, False])
 def test_trains_inside_flax_nnx(graph):
-    """Each sequence holds one marked token whose label is to be found: attention has to look for it."""
+    """Each sequence holds one marked token whose label is to be found: attention has to look for
+    it."""
     rng = np.random.default_rng(0)
     labels, where = rng.integers(0, 4, 64), rng.integers(0, LENGTH, 64)
     tokens = 0.1 * rng.normal(size=(64, LENGTH, WIDTH)).astype(np.float32)

@@ -24,7 +24,9 @@ def tokens(length=5, width=WIDTH, seed=0):
 def expected(module, name, inputs_q, inputs_kv, **options):
     """The module's formula in float64 NumPy."""
     p = parameters(module)
-    project = lambda part, x, heads: (x @ p[part]["kernel"] + p[part]["bias"]).reshape(*x.shape[:-1], heads, -1)
+    project = lambda part, x, heads: (x @ p[part]["kernel"] + p[part]["bias"]).reshape(
+        *x.shape[:-1], heads, -1
+    )
     kv_heads = module.num_kv_heads
     query = project("query", inputs_q, HEADS)
     key, value = project("key", inputs_kv, kv_heads), project("value", inputs_kv, kv_heads)
@@ -40,12 +42,20 @@ def expected(module, name, inputs_q, inputs_kv, **options):
 def test_equals_the_formula(name):
     module = randomised(
         lambda: attention.MultiHeadAttention(
-            HEADS, WIDTH, score=name, temperature="learned", key_bias_length=5, identity=True, rngs=nnx.Rngs(0)
+            HEADS,
+            WIDTH,
+            score=name,
+            temperature="learned",
+            key_bias_length=5,
+            identity=True,
+            rngs=nnx.Rngs(0),
         )
     )
     mask = np.random.default_rng(2).random((3, 1, 5, 5)) < 0.7
     out, weights = run_with_map(module, tokens(), mask=jnp.asarray(mask))
-    expected_out, expected_weights = expected(module, name, tokens(), tokens(), mask=mask, identity=True)
+    expected_out, expected_weights = expected(
+        module, name, tokens(), tokens(), mask=mask, identity=True
+    )
     np.testing.assert_allclose(weights, expected_weights, rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(out, expected_out, rtol=2e-5, atol=5e-6)
 
@@ -53,10 +63,17 @@ def test_equals_the_formula(name):
 def test_cross_attention_with_other_widths_and_grouped_heads():
     module = randomised(
         lambda: attention.MultiHeadAttention(
-            HEADS, WIDTH, score="additive", score_options={"layer_norm": True, "hidden_dim": 3}, qkv_features=12,
-            out_features=7, in_kv_features=6, num_kv_heads=1, rngs=nnx.Rngs(0)
+            HEADS,
+            WIDTH,
+            score="additive",
+            score_options={"layer_norm": True, "hidden_dim": 3},
+            qkv_features=12,
+            out_features=7,
+            in_kv_features=6,
+            num_kv_heads=1,
+            rngs=nnx.Rngs(0),
         )
-    )  # fmt: skip
+    )
     inputs_q, inputs_kv = tokens(4), tokens(7, width=6, seed=3)
     out, weights = run_with_map(module, inputs_q, inputs_kv)
     expected_out, expected_weights = expected(module, "additive", inputs_q, inputs_kv)
@@ -67,9 +84,15 @@ def test_cross_attention_with_other_widths_and_grouped_heads():
 
 def test_parameter_names_and_two_dimensional_kernels_are_flax_own():
     ours = randomised(lambda: attention.MultiHeadAttention(HEADS, WIDTH, rngs=nnx.Rngs(0)))
-    flax = randomised(lambda: nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, keep_rngs=False, rngs=nnx.Rngs(0)))
+    flax = randomised(
+        lambda: nnx.MultiHeadAttention(
+            HEADS, WIDTH, decode=False, keep_rngs=False, rngs=nnx.Rngs(0)
+        )
+    )
     params = nnx.to_pure_dict(nnx.state(flax, nnx.Param))
-    flat = jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), params, nnx.to_pure_dict(nnx.state(ours)))
+    flat = jax.tree.map(
+        lambda leaf, like: leaf.reshape(like.shape), params, nnx.to_pure_dict(nnx.state(ours))
+    )
     nnx.update(ours, flat)
     np.testing.assert_allclose(run(ours, tokens()), run(flax, tokens()), rtol=1e-5, atol=1e-6)
 
@@ -77,7 +100,9 @@ def test_parameter_names_and_two_dimensional_kernels_are_flax_own():
 def test_injected_projections_are_used():
     sloped = functools.partial(AdderLinear, hardtanh_slope=4.0)
     module = randomised(
-        lambda: attention.MultiHeadAttention(HEADS, WIDTH, score="adder", qkv_linear=sloped, rngs=nnx.Rngs(0))
+        lambda: attention.MultiHeadAttention(
+            HEADS, WIDTH, score="adder", qkv_linear=sloped, rngs=nnx.Rngs(0)
+        )
     )
     assert isinstance(module.key, AdderLinear)
     assert module.key.hardtanh_slope == 4.0
@@ -86,7 +111,9 @@ def test_injected_projections_are_used():
 
 
 def test_dropout_takes_its_key_at_the_call():
-    module = randomised(lambda: attention.MultiHeadAttention(HEADS, WIDTH, dropout_rate=0.5, rngs=nnx.Rngs(0)))
+    module = randomised(
+        lambda: attention.MultiHeadAttention(HEADS, WIDTH, dropout_rate=0.5, rngs=nnx.Rngs(0))
+    )
     assert not jax.tree.leaves(nnx.state(module, nnx.RngState))
     call = jax.jit(lambda key: module(tokens(), deterministic=False, rngs=nnx.Rngs(dropout=key)))
     first, second = jax.random.split(jax.random.key(0))
@@ -99,7 +126,9 @@ def test_dropout_takes_its_key_at_the_call():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_computation_in_half_precision_keeps_float32_parameters(dtype):
     module = randomised(
-        lambda: attention.MultiHeadAttention(HEADS, WIDTH, score="adder", dtype=dtype, rngs=nnx.Rngs(0))
+        lambda: attention.MultiHeadAttention(
+            HEADS, WIDTH, score="adder", dtype=dtype, rngs=nnx.Rngs(0)
+        )
     )
     out, weights = run_with_map(module, tokens())
     assert (out.dtype, weights.dtype) == (dtype, jnp.float32)
@@ -114,7 +143,10 @@ def test_computation_in_half_precision_keeps_float32_parameters(dtype):
         (dict(num_heads=3), "a width divisible by num_heads, got width 8 and 3 heads"),
         (dict(num_heads=4, num_kv_heads=3), "a multiple of num_kv_heads, got 4 and 3"),
         (dict(num_heads=2, score="cosine"), "expected a score among .*, got 'cosine'"),
-        (dict(num_heads=2, temperature="learnt"), "expected a positive temperature or 'learned', got 'learnt'"),
+        (
+            dict(num_heads=2, temperature="learnt"),
+            "expected a positive temperature or 'learned', got 'learnt'",
+        ),
         (dict(num_heads=2, score_options={"slope": 1}), "the dot score expects options from"),
     ],
 )
@@ -131,17 +163,34 @@ def test_classical_additive_attention(layer_norm):
 
 
 def test_classical_bilinear_attention():
-    check_classical(randomised(lambda: attention.BilinearAttention(4, 6, rngs=nnx.Rngs(0))), "bilinear")
+    check_classical(
+        randomised(lambda: attention.BilinearAttention(4, 6, rngs=nnx.Rngs(0))), "bilinear"
+    )
 
 
 def check_classical(module, name, **options):
     query, key, value = tokens(3, width=4), tokens(7, width=6, seed=4), tokens(7, width=2, seed=5)
     mask = np.random.default_rng(6).random((3, 3, 7)) < 0.7
     bias = np.random.default_rng(7).normal(size=(1, 7)).astype(np.float32)
-    out, weights = run(module, query, key, value, mask=jnp.asarray(mask), bias=jnp.asarray(bias), return_weights=True)
-    parameters = {n: p[None] for n, p in nnx.to_pure_dict(nnx.state(module)).items() if n != "log_temperature"}
+    out, weights = run(
+        module,
+        query,
+        key,
+        value,
+        mask=jnp.asarray(mask),
+        bias=jnp.asarray(bias),
+        return_weights=True,
+    )
+    parameters = {
+        n: p[None] for n, p in nnx.to_pure_dict(nnx.state(module)).items() if n != "log_temperature"
+    }
     expected_out, expected_weights = reference.attention(
-        name, *(x[:, :, None] for x in (query, key, value)), parameters, mask=mask[:, None], bias=bias, **options
+        name,
+        *(x[:, :, None] for x in (query, key, value)),
+        parameters,
+        mask=mask[:, None],
+        bias=bias,
+        **options,
     )
     np.testing.assert_allclose(weights, expected_weights[:, 0], rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(out, expected_out[:, :, 0], rtol=2e-5, atol=5e-6)
@@ -150,11 +199,15 @@ def check_classical(module, name, **options):
 
 def test_parameter_counts_of_the_classical_forms():
     """d_s · d_h and d_a (d_s + d_h + 1), equal at d_a = 42.4 for 64 and 128; b is counted apart."""
-    count = lambda make: {n: p.size for n, p in nnx.to_pure_dict(nnx.state(nnx.eval_shape(make))).items()}
+    count = lambda make: {
+        n: p.size for n, p in nnx.to_pure_dict(nnx.state(nnx.eval_shape(make))).items()
+    }
     bilinear = count(lambda: attention.BilinearAttention(64, 128, rngs=nnx.Rngs(0)))
     assert bilinear == {"kernel": 64 * 128}
     for hidden in (16, 42, 43):
-        additive = count(lambda h=hidden: attention.AdditiveAttention(64, 128, hidden_dim=h, rngs=nnx.Rngs(0)))
+        additive = count(
+            lambda h=hidden: attention.AdditiveAttention(64, 128, hidden_dim=h, rngs=nnx.Rngs(0))
+        )
         assert additive.pop("bias") == hidden
         assert sum(additive.values()) == hidden * (64 + 128 + 1)
     assert round(64 * 128 / 193, 1) == 42.4

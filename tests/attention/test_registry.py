@@ -12,7 +12,15 @@ from adder_flax import attention, counting, linen, measures, report
 from adder_flax.data import load_source
 from adder_flax.experiments import common
 from adder_flax.models import VisionTransformer
-from adder_flax.settings import SCORE_OPTIONS, Integer, Number, RunSettings, SettingsError, read, setting
+from adder_flax.settings import (
+    SCORE_OPTIONS,
+    Integer,
+    Number,
+    RunSettings,
+    SettingsError,
+    read,
+    setting,
+)
 from tests.training.pieces import vit
 
 
@@ -30,7 +38,10 @@ class CosineOptions:
 
 def cosine_scores(query, key, *, gain, power=1):
     normalise = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-    return gain[..., None, None] * jnp.einsum("...qd,...kd->...qk", normalise(query), normalise(key)) ** power
+    return (
+        gain[..., None, None]
+        * jnp.einsum("...qd,...kd->...qk", normalise(query), normalise(key)) ** power
+    )
 
 
 def cosine_parameters(num_heads, query_dim, key_dim):
@@ -38,20 +49,40 @@ def cosine_parameters(num_heads, query_dim, key_dim):
 
 
 def test_a_sixth_score_works_in_functions_modules_models_and_capture(registered):
-    registered(attention.Score("cosine", cosine_scores, cosine_parameters, options=CosineOptions, scale=lambda _: 1.0))
+    registered(
+        attention.Score(
+            "cosine", cosine_scores, cosine_parameters, options=CosineOptions, scale=lambda _: 1.0
+        )
+    )
     assert [*attention.SCORES][-1] == "cosine"
     x = np.random.default_rng(0).normal(size=(2, 5, 3, 4)).astype(np.float32)
     _, weights = attention.attend(
-        x, x, x, score="cosine", parameters={"gain": jnp.full(3, 10.0)}, score_options={"power": 2}, return_weights=True
+        x,
+        x,
+        x,
+        score="cosine",
+        parameters={"gain": jnp.full(3, 10.0)},
+        score_options={"power": 2},
+        return_weights=True,
     )
     unit = x / np.linalg.norm(x, axis=-1, keepdims=True)
     exponentials = np.exp(10 * np.einsum("bqhd,bkhd->bhqk", unit, unit) ** 2)
-    np.testing.assert_allclose(weights, exponentials / exponentials.sum(-1, keepdims=True), rtol=1e-4)
+    np.testing.assert_allclose(
+        weights, exponentials / exponentials.sum(-1, keepdims=True), rtol=1e-4
+    )
 
     model = VisionTransformer(
-        image_size=4, patch_size=2, channels=1, num_classes=2, width=8, depth=2, num_heads=2, score="cosine",
-        score_options={"power": 2}, rngs=nnx.Rngs(0)
-    )  # fmt: skip
+        image_size=4,
+        patch_size=2,
+        channels=1,
+        num_classes=2,
+        width=8,
+        depth=2,
+        num_heads=2,
+        score="cosine",
+        score_options={"power": 2},
+        rngs=nnx.Rngs(0),
+    )
     assert model.blocks[1].attention.score["gain"].shape == (2,)
     maps = attention.capture_attention(model, jnp.ones((1, 4, 4, 1)))
     assert [m.shape for m in maps] == [(1, 2, 5, 5)] * 2
@@ -68,7 +99,9 @@ def test_a_sixth_score_works_in_experiments_linen_and_reports(registered):
     size = dict(patch_size=2, num_classes=10, width=8, depth=2, num_heads=2)
     module = linen.VisionTransformer(**size, score=["cosine", "dot"])
     params = linen.from_nnx(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    np.testing.assert_allclose(module.apply({"params": params}, images), model(images), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        module.apply({"params": params}, images), model(images), rtol=1e-4, atol=1e-5
+    )
 
     captured = report.capture(model, images)
     np.testing.assert_allclose(measures.stochastic_part(captured.blocks[0].map).sum(-1), 1.0)
@@ -89,15 +122,21 @@ def test_options_of_a_sixth_score_are_fields_of_a_configuration(registered):
     assert read(RunSettings, before).model.attention.score_options.power == 1
 
     config.model.score_options.power = 0
-    with pytest.raises(SettingsError, match=r"score_options\.power: expected an integer from 1 to 9, got 0"):
+    with pytest.raises(
+        SettingsError, match=r"score_options\.power: expected an integer from 1 to 9, got 0"
+    ):
         read(RunSettings, config)
     fields = config.to_dict()
     fields["model"]["score_options"] = {"pwoer": 2}
-    with pytest.raises(SettingsError, match="score_options: expected no field 'pwoer'; did you mean 'power'"):
+    with pytest.raises(
+        SettingsError, match="score_options: expected no field 'pwoer'; did you mean 'power'"
+    ):
         read(RunSettings, fields)
     config.model.update(score="dot")
     config.model.score_options.update(power=2, gradient="sign")
-    with pytest.raises(ValueError, match="score_options.power at its default unless a score has it, got 2 with dot"):
+    with pytest.raises(
+        ValueError, match="score_options.power at its default unless a score has it, got 2 with dot"
+    ):
         vit(read(RunSettings, config).model, load_source("digits", "eval"))
 
 
@@ -112,13 +151,24 @@ def test_options_that_a_score_cannot_have_are_refused_when_it_is_registered(regi
         power = setting(1.0, Number(0, 2), "of the cosines", data=True)
 
     for wrong, message in (
-        (options(gradient=Unlike.gradient), "cosine score expects each of its options to be a keyword of its function"),
-        (options(power=Unlike.power), "cosine score expects options that shape the program, got 'power'"),
+        (
+            options(gradient=Unlike.gradient),
+            "cosine score expects each of its options to be a keyword of its function",
+        ),
+        (
+            options(power=Unlike.power),
+            "cosine score expects options that shape the program, got 'power'",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             attention.Score("cosine", cosine_scores, cosine_parameters, options=wrong)
-    adder = dataclasses.replace(attention.get_score("adder"), name="other", options=options(gradient=Unlike.gradient))
-    message = "declared alike for every score, got 'gradient' as 'sign', 'full' or 'hardtanh' by default 'sign' and as"
+    adder = dataclasses.replace(
+        attention.get_score("adder"), name="other", options=options(gradient=Unlike.gradient)
+    )
+    message = (
+        "declared alike for every score, got 'gradient' as 'sign', 'full' or 'hardtanh' by default "
+        "'sign' and as"
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         registered(adder)
     assert "other" not in attention.SCORES
@@ -128,19 +178,32 @@ def test_a_score_may_bring_its_own_normaliser(registered, tmp_path):
     def sigmoid(scores, mask):
         return jnp.where(True if mask is None else mask, 1 / (1 + jnp.exp(-scores)), 0.0)
 
-    score = attention.Score("sigmoid", attention.dot_scores, normalize=sigmoid, rows_are_probability=False)
+    score = attention.Score(
+        "sigmoid", attention.dot_scores, normalize=sigmoid, rows_are_probability=False
+    )
     registered(score)
     query, key = jnp.zeros((1, 3, 1, 2)), jnp.ones((1, 3, 1, 2))
     out = attention.attend(query, key, key, score="sigmoid", is_causal=True)
     np.testing.assert_allclose(out[0, :, 0, 0], [0.5, 1.0, 1.5])
-    with pytest.raises(ValueError, match="key_block expects a score that softmax normalises, got 'sigmoid'"):
+    with pytest.raises(
+        ValueError, match="key_block expects a score that softmax normalises, got 'sigmoid'"
+    ):
         attention.attend(query, key, key, score="sigmoid", key_block=2)
     model = VisionTransformer(
-        image_size=4, patch_size=2, channels=1, num_classes=2, width=8, depth=2, num_heads=2, score=["dot", "sigmoid"],
-        rngs=nnx.Rngs(0)
-    )  # fmt: skip
+        image_size=4,
+        patch_size=2,
+        channels=1,
+        num_classes=2,
+        width=8,
+        depth=2,
+        num_heads=2,
+        score=["dot", "sigmoid"],
+        rngs=nnx.Rngs(0),
+    )
     with pytest.raises(ValueError, match="rows of weights are probabilities, got 'sigmoid'"):
-        report.write_report(model, np.ones((2, *model.image_shape), np.float32), np.arange(2), tmp_path)
+        report.write_report(
+            model, np.ones((2, *model.image_shape), np.float32), np.arange(2), tmp_path
+        )
 
 
 def test_names_are_unique(registered):
@@ -152,7 +215,8 @@ def test_names_are_unique(registered):
 def test_the_same_source_may_run_again(registered):
     """A notebook cell or an experiment file makes new functions each time it runs."""
     source = (
-        "from adder_flax import attention\ndef scores(query, key):\n    return {} * attention.dot_scores(query, key)"
+        "from adder_flax import attention\ndef scores(query, key):\n    return {} * "
+        "attention.dot_scores(query, key)"
     )
     for factor in (1.0, 2.0):
         cell = {"__name__": "cell"}
@@ -163,9 +227,17 @@ def test_the_same_source_may_run_again(registered):
 
 
 def test_unknown_names_and_options():
-    with pytest.raises(ValueError, match=r"expected a score among adder, .*got 'addre'; did you mean 'adder'"):
+    with pytest.raises(
+        ValueError, match=r"expected a score among adder, .*got 'addre'; did you mean 'adder'"
+    ):
         attention.get_score("addre")
-    with pytest.raises(ValueError, match=r"the adder score expects options from \('gradient',\), got 'hidden_dim'"):
-        attention.MultiHeadAttention(2, 8, score="adder", score_options={"hidden_dim": 4}, rngs=nnx.Rngs(0))
+    with pytest.raises(
+        ValueError, match=r"the adder score expects options from \('gradient',\), got 'hidden_dim'"
+    ):
+        attention.MultiHeadAttention(
+            2, 8, score="adder", score_options={"hidden_dim": 4}, rngs=nnx.Rngs(0)
+        )
     with pytest.raises(ValueError, match="scale of the additive score from"):
-        attention.MultiHeadAttention(2, 8, score="additive", scale="variance_matched", rngs=nnx.Rngs(0))
+        attention.MultiHeadAttention(
+            2, 8, score="additive", scale="variance_matched", rngs=nnx.Rngs(0)
+        )

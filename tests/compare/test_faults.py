@@ -17,12 +17,19 @@ from tests.processes import ROOT, simulated_devices
 EXPERIMENT = """
 from tests.compare.tiny import make_config
 
+
 def get_config():
     factors = {"arm": {"dot": {}, "additive": {"model": {"score": "additive"}}}}
     search = {"optimizer": {"learning_rate": ("log", 1e-3, 1e-2)}}
     base = {"num_epochs": 1.0, "checkpoint_every_steps": 5}
     return make_config(
-        factors=factors, baseline={"arm": "dot"}, search=search, trials=2, extensions=1, seeds=2, base=base
+        factors=factors,
+        baseline={"arm": "dot"},
+        search=search,
+        trials=2,
+        extensions=1,
+        seeds=2,
+        base=base,
     )
 """
 
@@ -32,7 +39,13 @@ _COMPUTED = ("validation", "test", "curve", "steps", "values", "diverged")
 
 
 def _start(workdir, *flags, stdout=subprocess.PIPE):
-    command = [sys.executable, "-u", ROOT / "main.py", "--mode=compare", f"--config={workdir.parent / 'x.py'}"]
+    command = [
+        sys.executable,
+        "-u",
+        ROOT / "main.py",
+        "--mode=compare",
+        f"--config={workdir.parent / 'x.py'}",
+    ]
     return subprocess.Popen(
         [*map(str, command), f"--workdir={workdir}", *flags],
         env=simulated_devices(1) | {"PYTHONPATH": str(ROOT)},
@@ -78,9 +91,9 @@ def alone(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_kills_at_random_moments_leave_the_tables_as_they_are(workers, alone, tmp_path):
-    """Ten moments, spread over the steps of all cells, each a little after a step: inside of one, of a checkpoint, of
-    an evaluation, of what begins or ends a cell. One that has passed when the runner is up again is a moment of its
-    start."""
+    """Ten moments, spread over the steps of all cells, each a little after a step: inside of one,
+    of a checkpoint, of an evaluation, of what begins or ends a cell. One that has passed when the
+    runner is up again is a moment of its start."""
     whole, _ = alone
     (tmp_path / "x.py").write_text(EXPERIMENT)
     draw, steps = random.Random(workers), steps_done(whole)
@@ -102,13 +115,17 @@ def test_kills_at_random_moments_leave_the_tables_as_they_are(workers, alone, tm
 
 def steps_done(workdir):
     """Of all cells together, as far as their metrics have been written."""
-    rows = (path.read_text().rpartition('"step": ')[2] for path in workdir.glob("cells/*/metrics.jsonl"))
+    rows = (
+        path.read_text().rpartition('"step": ')[2] for path in workdir.glob("cells/*/metrics.jsonl")
+    )
     return sum(int(re.match(r"\d+|", row)[0] or 0) for row in rows)
 
 
 def _kill(process, draw, workers):
     """Kills everything, or one worker alone."""
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    children = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
+    ).stdout.split()
     if workers > 1 and children and draw.random() < 0.5:
         os.kill(int(draw.choice(children)), signal.SIGKILL)
         time.sleep(1)
@@ -132,7 +149,9 @@ def test_an_interrupt_stops_workers_at_a_step_that_is_saved(alone, tmp_path):
 def test_the_command_beside_a_row_gives_its_number(alone, tmp_path):
     whole, _ = alone
     command = next(
-        line for line in (whole / "results" / "results.md").read_text().splitlines() if "additive-final" in line
+        line
+        for line in (whole / "results" / "results.md").read_text().splitlines()
+        if "additive-final" in line
     )
     record = json.loads(Path(re.search(r"--config=(\S+)", command)[1]).read_text())
     flags = [word for word in command.split()[2:] if not word.startswith("--workdir")]
@@ -143,4 +162,6 @@ def test_the_command_beside_a_row_gives_its_number(alone, tmp_path):
         capture_output=True,
         text=True,
     )
-    assert f"test accuracy {record['test']['accuracy']:.4f} after" in done.stdout, done.stdout + done.stderr
+    assert f"test accuracy {record['test']['accuracy']:.4f} after" in done.stdout, (
+        done.stdout + done.stderr
+    )

@@ -21,25 +21,50 @@ RATES = {"optimizer": {"learning_rate": ("log", 1e-3, 1e-2)}}
     [
         ({"factors": {}}, r"config\.factors: expected by factor and by level"),
         ({"factors": {"mechanism": "dot"}}, r"config\.factors: expected by factor and by level"),
-        ({"factors": MECHANISMS, "baseline": {"mechanism": "dott"}}, r"expected one of additive, dot, got 'dott'"),
-        ({"baseline": {"data": "digits"}}, r"config\.baseline: expected factors among mechanism, got 'data'"),
+        (
+            {"factors": MECHANISMS, "baseline": {"mechanism": "dott"}},
+            r"expected one of additive, dot, got 'dott'",
+        ),
+        (
+            {"baseline": {"data": "digits"}},
+            r"config\.baseline: expected factors among mechanism, got 'data'",
+        ),
         (
             {"search": {"optimizer": {"learning_rate": ("log", 1e-2, 1e-3)}}},
             r"config\.search: expected .*0 < low < high",
         ),
         ({"search": {"optimizer": {"learning_rate": 1e-2}}}, r"config\.search: expected"),
         ({"search": {"seed": ("list", 1, 2)}}, r"expected seed to be left to the comparison"),
-        ({"factors": MECHANISMS, "search": {"model": {"score": ("list", "a", "b")}}}, r"a field that no level sets"),
-        ({"factors": {"m": {"a": {"model": {"scor": "dot"}}}}}, r"config of a\.model: expected no field 'scor'"),
-        ({"factors": {"m": {"a": {"model": {"width": 17}}}}}, r"config of a\.model\.num_heads: expected .* 17"),
-        ({"factors": {"m": {"a b": {}, "a_b": {}}}}, r"names of levels that differ in letters and digits"),
+        (
+            {"factors": MECHANISMS, "search": {"model": {"score": ("list", "a", "b")}}},
+            r"a field that no level sets",
+        ),
+        (
+            {"factors": {"m": {"a": {"model": {"scor": "dot"}}}}},
+            r"config of a\.model: expected no field 'scor'",
+        ),
+        (
+            {"factors": {"m": {"a": {"model": {"width": 17}}}}},
+            r"config of a\.model\.num_heads: expected .* 17",
+        ),
+        (
+            {"factors": {"m": {"a b": {}, "a_b": {}}}},
+            r"names of levels that differ in letters and digits",
+        ),
         ({"match": "operations"}, r"config\.match: expected 'steps' where no baseline is named"),
         ({"seeds": 0}, r"config\.seeds: expected an integer from 1"),
-        ({"validation_percent": 0}, r"config\.base\.data\.eval_split: expected the name of the split to test on"),
-        ({"base": {"data.train_split": "train[:50%]"}}, r"config\.base\.data\.train_split: expected a whole split"),
+        (
+            {"validation_percent": 0},
+            r"config\.base\.data\.eval_split: expected the name of the split to test on",
+        ),
+        (
+            {"base": {"data.train_split": "train[:50%]"}},
+            r"config\.base\.data\.train_split: expected a whole split",
+        ),
         (
             {"factors": {"m": {"a": {}, "b": {"num_epochs": 3.0}}}, "baseline": {"m": "a"}},
-            r"expected num_epochs of 'b' to be 0\.2, that of 'a', as config\.match is 'steps', got 3\.0",
+            r"expected num_epochs of 'b' to be 0\.2, that of 'a', as config\.match is 'steps', "
+            r"got 3\.0",
         ),
     ],
 )
@@ -54,7 +79,12 @@ def test_arms_are_all_combinations_and_have_their_baselines():
     assert plan.baseline_of(plan.arms["additive, wide"]).name == "dot, wide"
     assert plan.baseline_of(plan.arms["dot, wide"]) is None
     config = plan.cell(plan.arms["additive, wide"], FINAL, 2, {}).config
-    assert (config.model.score, config.model.width, config.seed, config.init) == ("additive", 32, 2, "path")
+    assert (config.model.score, config.model.width, config.seed, config.init) == (
+        "additive",
+        32,
+        2,
+        "path",
+    )
     assert (config.data.train_split, config.data.eval_split) == ("train[:90%]", "train[90%:]")
     read(RunSettings, config)
 
@@ -77,7 +107,10 @@ def test_the_comparisons_among_the_experiments_can_be_read(name, data, arms):
 
 def test_tuning_has_seeds_of_its_own():
     plan = Plan(make_config(factors=MECHANISMS, search=RATES, tuning_seeds=2))
-    cells = [plan.cell(plan.arms["dot"], TUNING, seed, {"optimizer.learning_rate": 0.01}) for seed in plan.tuning_seeds]
+    cells = [
+        plan.cell(plan.arms["dot"], TUNING, seed, {"optimizer.learning_rate": 0.01})
+        for seed in plan.tuning_seeds
+    ]
     finals = range(plan.settings.seeds)
     assert not {cell.seed for cell in cells} & set(finals)
     assert {cell.config.optimizer.learning_rate for cell in cells} == {0.01}
@@ -89,7 +122,9 @@ def test_what_a_cell_is_called_follows_from_what_it_computes():
     same = Plan(make_config(factors=MECHANISMS, base={"log_every_steps": 7}, seeds=9)).cell(
         plan.arms["dot"], FINAL, 0, {}
     )
-    other = Plan(make_config(factors=MECHANISMS, base={"batch_size": 16})).cell(plan.arms["dot"], FINAL, 0, {})
+    other = Plan(make_config(factors=MECHANISMS, base={"batch_size": 16})).cell(
+        plan.arms["dot"], FINAL, 0, {}
+    )
     assert cell.id == same.id
     assert cell.id != other.id
 

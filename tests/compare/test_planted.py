@@ -1,4 +1,5 @@
-"""Differences that are planted, and those that are not: what the page says of records whose scores are made up."""
+"""Differences that are planted, and those that are not: what the page says of records whose scores
+are made up."""
 
 import json
 import math
@@ -24,7 +25,14 @@ def fill(comparison, score):
 
 def _record(cell, accuracy):
     scores = {"accuracy": accuracy, "loss": 1 - accuracy}
-    facts = ("parameters", "multiplications", "additions", "joules", "step_operations", "step_joules")
+    facts = (
+        "parameters",
+        "multiplications",
+        "additions",
+        "joules",
+        "step_operations",
+        "step_joules",
+    )
     return Record(
         arm=cell.arm.name,
         levels=dict(cell.arm.levels),
@@ -59,7 +67,14 @@ def valley(optima):
 def test_an_arm_that_lacks_the_better_half_of_the_grid_is_best_at_the_edge(extensions, tmp_path):
     """With nothing beyond the range; where it may grow, it does until the best lies inside."""
     search = {"optimizer": {"learning_rate": ("log", 1e-3, 1e-2)}}
-    fields = dict(factors=ARMS, baseline={"arm": "dot"}, search=search, trials=6, extensions=extensions, seeds=2)
+    fields = dict(
+        factors=ARMS,
+        baseline={"arm": "dot"},
+        search=search,
+        trials=6,
+        extensions=extensions,
+        seeds=2,
+    )
     comparison = Comparison(make_config(**fields), tmp_path)
     fill(comparison, valley({"dot": 3e-3, "additive": 3e-2}))
     write_results(comparison)
@@ -90,7 +105,10 @@ def test_a_planted_difference_is_found_and_its_interval_holds_it(tmp_path):
     comparison = Comparison(make_config(factors=ARMS, baseline={"arm": "dot"}, seeds=6), tmp_path)
     rng = np.random.default_rng(0)
     base, noise = rng.uniform(0.5, 0.9, 6), rng.normal(scale=0.002, size=6)
-    fill(comparison, lambda c: float(base[c.seed] + (0.02 + noise[c.seed]) * (c.arm.name == "additive")))
+    fill(
+        comparison,
+        lambda c: float(base[c.seed] + (0.02 + noise[c.seed]) * (c.arm.name == "additive")),
+    )
     [_, additive] = rows_of(comparison)
     assert additive.difference.low < 0.02 < additive.difference.high
     assert additive.difference.high - additive.difference.low < 0.01

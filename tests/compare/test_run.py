@@ -65,10 +65,15 @@ def test_final_runs_alone_are_scored_on_the_test_split(finished):
         assert bool(record.test) == (record.phase == "final" and not record.diverged)
     cell = comparison.final_cells(comparison.plan.arms["dot"])[0]
     record = comparison.records.get(cell)
-    for split, size, scores in (("test", 360, record.test), ("train[90%:]", 144, record.validation)):
+    for split, size, scores in (
+        ("test", 360, record.test),
+        ("train[90%:]", 144, record.validation),
+    ):
         run = build_run(cell.config, eval_split=split)
         assert len(run.eval_source) == size
-        state = SavedCheckpoints(comparison.workdir / "cells" / cell.id / "checkpoints").restore(run.abstract_state)
+        state = SavedCheckpoints(comparison.workdir / "cells" / cell.id / "checkpoints").restore(
+            run.abstract_state
+        )
         found = Evaluator(run)(state["params"])
         assert {name.removeprefix("eval/"): value for name, value in found.items()} == scores
     assert record.test["loss"] != record.validation["loss"]
@@ -91,10 +96,15 @@ def test_a_run_that_diverges_is_a_result_with_the_worst_score(finished):
 
 def test_cells_of_one_seed_are_paired(finished):
     comparison, _ = finished
-    seeds = [{c.seed: c for c in comparison.final_cells(arm)} for arm in comparison.plan.arms.values()]
-    dot, _, additive, _ = (build_run(cells[1].config) for cells in sorted(seeds, key=lambda s: s[1].arm.name == "hot"))
+    seeds = [
+        {c.seed: c for c in comparison.final_cells(arm)} for arm in comparison.plan.arms.values()
+    ]
+    dot, _, additive, _ = (
+        build_run(cells[1].config) for cells in sorted(seeds, key=lambda s: s[1].arm.name == "hot")
+    )
     batches = [
-        data.TrainPipeline(run.train_source, run.config.batch_size, run.config.seed)[5] for run in (dot, additive)
+        data.TrainPipeline(run.train_source, run.config.batch_size, run.config.seed)[5]
+        for run in (dot, additive)
     ]
     for name in batches[0]:
         np.testing.assert_array_equal(batches[0][name], batches[1][name])
@@ -135,7 +145,13 @@ def test_all_that_a_table_needs_is_in_the_records(finished, tmp_path):
     write_results(other)
     here, there = ((folder / "results.md").read_text() for folder in (comparison.results, tmp_path))
     assert here.replace(str(comparison.results), "") == there.replace(str(tmp_path), "")
-    assert {path.name for path in files} >= {"results.md", "runs.csv", "results.html", "curves.png", "energy.svg"}
+    assert {path.name for path in files} >= {
+        "results.md",
+        "runs.csv",
+        "results.html",
+        "curves.png",
+        "energy.svg",
+    }
     assert "no two-sided test at 5 % can be passed" in here
     assert "hot diverged with seed 0, 1" in here
     assert "Best at the edge" in here
@@ -152,7 +168,10 @@ def test_unfinished_arms_are_named(finished, tmp_path):
     write_results(other)
     text = (tmp_path / "results" / "results.md").read_text()
     assert "0 of 8 final runs" in text
-    assert "Not finished: final runs that are missing are, by arm, dot 2, additive 2, again 2, hot 2." in text
+    assert (
+        "Not finished: final runs that are missing are, by arm, dot 2, additive 2, again 2, hot 2."
+        in text
+    )
     assert "0/2" in overview(other)
 
 
@@ -162,7 +181,9 @@ def test_a_damaged_record_is_one_message(finished, tmp_path):
     record = comparison.records.get(cell)
     other = Records(tmp_path)
     other.put(cell, dataclasses.replace(record, config=record.config | {"batch_size": 64}))
-    with pytest.raises(RunError, match=r"expected the record .* one with another batch_size; put it back"):
+    with pytest.raises(
+        RunError, match=r"expected the record .* one with another batch_size; put it back"
+    ):
         Records(tmp_path).get(cell)
     other.path(cell).write_text('{"format": 1, "arm"')
     with pytest.raises(RunError, match=r"expected the record of a finished cell in .*dot-final-0"):
@@ -174,7 +195,11 @@ def test_a_damaged_record_is_one_message(finished, tmp_path):
 def test_cells_of_one_mechanism_share_a_compiled_program(tmp_path):
     rates = {"optimizer": {"learning_rate": ("log", 1e-4, 1e-2)}}
     config = make_config(
-        factors={"arm": {"only": {}}}, search=rates, trials=18, extensions=0, base={"num_epochs": 0.05}
+        factors={"arm": {"only": {}}},
+        search=rates,
+        trials=18,
+        extensions=0,
+        base={"num_epochs": 0.05},
     )
     comparison = Comparison(config, tmp_path)
     compiled = []
@@ -197,17 +222,30 @@ def test_cells_of_one_mechanism_share_a_compiled_program(tmp_path):
 
 def test_arms_are_matched_in_parameters_and_operations(tmp_path):
     """To half a unit of the MLPs, and to half a step."""
-    factors = {"arm": {"dot": {}, "additive": {"model": {"score": "additive"}}, "wide": {"model": {"width": 20}}}}
+    factors = {
+        "arm": {
+            "dot": {},
+            "additive": {"model": {"score": "additive"}},
+            "wide": {"model": {"width": 20}},
+        }
+    }
     for what in ("parameters", "operations"):
-        config = make_config(factors=factors, baseline={"arm": "dot"}, match=what, base={"num_epochs": 3.0})
+        config = make_config(
+            factors=factors, baseline={"arm": "dot"}, match=what, base={"num_epochs": 3.0}
+        )
         comparison = Comparison(config, tmp_path)
         plan = match(comparison.plan, tmp_path, load_once)
-        runs = {name: build_run(plan.cell(arm, "final", 0, {}).config) for name, arm in plan.arms.items()}
+        runs = {
+            name: build_run(plan.cell(arm, "final", 0, {}).config)
+            for name, arm in plan.arms.items()
+        }
         facts = {name: cells_module.facts(run) for name, run in runs.items()}
         for name, run in runs.items():
             if what == "parameters":
                 unit = 2 * run.config.model.width + 1
-                assert facts[name]["parameters"] == pytest.approx(facts["dot"]["parameters"], abs=unit / 2), name
+                assert facts[name]["parameters"] == pytest.approx(
+                    facts["dot"]["parameters"], abs=unit / 2
+                ), name
             else:
                 spent = facts["dot"]["step_operations"] * runs["dot"].num_steps
                 step = facts[name]["step_operations"]

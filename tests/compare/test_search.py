@@ -33,12 +33,20 @@ def test_a_range_grows_until_it_holds_the_optimum(space):
 
 
 def test_a_range_that_may_not_grow_says_that_the_best_is_at_its_edge():
-    half = unfold({"rate": LogUniform(1e-3, 1e-2)}, 8, 0, valley)  # the better half of the range is missing
+    half = unfold(
+        {"rate": LogUniform(1e-3, 1e-2)}, 8, 0, valley
+    )  # the better half of the range is missing
     assert half.edges == ("rate",)
 
 
 def test_growth_stops_at_what_is_allowed():
-    tuning = unfold({"rate": LogUniform(1e-3, 1e-2)}, 4, 3, valley, allowed=lambda values: values["rate"] <= 0.01)
+    tuning = unfold(
+        {"rate": LogUniform(1e-3, 1e-2)},
+        4,
+        3,
+        valley,
+        allowed=lambda values: values["rate"] <= 0.01,
+    )
     assert tuning.edges == ("rate",)
     assert all(point["rate"] <= 0.01 for point in tuning.points)
 
@@ -61,7 +69,9 @@ def test_a_run_that_diverged_is_not_best_and_closes_the_range_on_its_side():
 
 def test_two_ranges_grow_on_their_own_sides():
     space = {"rate": LogUniform(1e-3, 1e-1), "decay": LogUniform(1e-3, 1e-1)}
-    score = lambda values: (-0.1 * abs(math.log(values["rate"] / 0.01)) - abs(math.log(values["decay"] / 10)),)
+    score = lambda values: (
+        -0.1 * abs(math.log(values["rate"] / 0.01)) - abs(math.log(values["decay"] / 10)),
+    )
     tuning = unfold(space, 8, 6, score)
     assert max(point["decay"] for point in tuning.points) > 1
     assert "decay" not in tuning.edges
@@ -71,5 +81,7 @@ def test_a_short_list_is_tried_whole_and_its_ends_are_edges_if_they_are_numbers(
     rates = unfold({"rate": OneOf((0.1, 0.2, 0.4))}, 8, 3, lambda values: (values["rate"],))
     assert [point["rate"] for point in rates.points] == [0.1, 0.2, 0.4]
     assert rates.edges == ("rate",)
-    names = unfold({"name": OneOf(("adamw", "sgd"))}, 8, 3, lambda values: (values["name"] == "sgd",))
+    names = unfold(
+        {"name": OneOf(("adamw", "sgd"))}, 8, 3, lambda values: (values["name"] == "sgd",)
+    )
     assert (names.best["name"], names.edges) == ("sgd", ())

@@ -5,13 +5,20 @@ import itertools
 import numpy as np
 import pytest
 
-from adder_flax.compare import first_reaching, interquartile_mean, paired_difference, performance_profiles
+from adder_flax.compare import (
+    first_reaching,
+    interquartile_mean,
+    paired_difference,
+    performance_profiles,
+)
 
 
 def test_p_is_that_of_all_sign_flips():
     values, baseline = np.random.default_rng(0).normal(size=(2, 7)) + [[0.7], [0.0]]
     differences = values - baseline
-    flips = np.array([differences * signs for signs in itertools.product([1, -1], repeat=7)]).mean(1)
+    flips = np.array([differences * signs for signs in itertools.product([1, -1], repeat=7)]).mean(
+        1
+    )
     expected = np.mean(np.abs(flips) >= abs(differences.mean()) - 1e-12)
     assert paired_difference(values, baseline).p_value == pytest.approx(expected)
 

@@ -18,10 +18,14 @@ def spec(*shape, dtype="float32"):
 
 
 def test_batched_product_is_batch_times_free_times_contracted():
-    counted = count_operations(lambda q, k: jnp.einsum("bhqd,bhkd->bhqk", q, k), spec(2, 3, 5, 7), spec(2, 3, 11, 7))
+    counted = count_operations(
+        lambda q, k: jnp.einsum("bhqd,bhkd->bhqk", q, k), spec(2, 3, 5, 7), spec(2, 3, 11, 7)
+    )
     macs = 2 * 3 * 5 * 11 * 7
     assert (counted.multiplications, counted.additions) == (macs, macs)
-    assert counted.bytes_moved == counted.bytes_at_boundary == 4 * (2 * 3 * (5 * 7 + 11 * 7 + 5 * 11))
+    assert (
+        counted.bytes_moved == counted.bytes_at_boundary == 4 * (2 * 3 * (5 * 7 + 11 * 7 + 5 * 11))
+    )
 
 
 def test_softmax_by_hand():
@@ -45,7 +49,9 @@ def test_network_by_hand():
     assert not counted.uncounted
 
 
-@pytest.mark.parametrize(("power", "multiplications", "divisions"), [(1, 0, 0), (2, 1, 0), (7, 4, 0), (-2, 1, 1)])
+@pytest.mark.parametrize(
+    ("power", "multiplications", "divisions"), [(1, 0, 0), (2, 1, 0), (7, 4, 0), (-2, 1, 1)]
+)
 def test_integer_power_by_squaring(power, multiplications, divisions):
     counted = count_operations(lambda x: jax.lax.integer_pow(x, power), spec(3))
     assert (counted.multiplications, counted.divisions) == (3 * multiplications, 3 * divisions)
@@ -75,7 +81,9 @@ def test_fori_loop_with_known_bounds_counts_every_trip():
 
 
 def test_while_counts_once_and_says_so():
-    counted = count_operations(lambda x: jax.lax.while_loop(lambda y: y[0] < 9, lambda y: y * 2, x), spec(3))
+    counted = count_operations(
+        lambda x: jax.lax.while_loop(lambda y: y[0] < 9, lambda y: y * 2, x), spec(3)
+    )
     assert counted.multiplications == 3
     assert counted.comparisons == 1
     assert counted.uncounted == {"while: trips beyond the first": 1}
@@ -83,7 +91,9 @@ def test_while_counts_once_and_says_so():
 
 def test_conditional_counts_its_dearest_branch():
     branches = [lambda x: x, lambda x: x @ x, lambda x: x + x]
-    counted = count_operations(lambda i, x: jax.lax.switch(i, branches, x), spec(dtype="int32"), spec(4, 4))
+    counted = count_operations(
+        lambda i, x: jax.lax.switch(i, branches, x), spec(dtype="int32"), spec(4, 4)
+    )
     assert counted.multiplications == 4**3
     assert counted.additions == 4**3
 
@@ -103,7 +113,9 @@ def test_custom_derivatives_and_rematerialisation_are_entered():
 def test_sharded_map_counts_all_devices():
     mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
     rows = PartitionSpec("data")
-    mapped = jax.shard_map(lambda x, w: x @ w, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows)
+    mapped = jax.shard_map(
+        lambda x, w: x @ w, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows
+    )
     assert count_operations(mapped, spec(8, 3), spec(3, 5)).multiplications == 8 * 3 * 5
 
 
@@ -113,7 +125,12 @@ def test_pallas_kernel_counts_its_grid():
 
     block = pl.BlockSpec((8, 128), lambda i: (i, 0))
     double = pl.pallas_call(
-        kernel, out_shape=spec(32, 128), grid=(4,), in_specs=[block], out_specs=block, interpret=True
+        kernel,
+        out_shape=spec(32, 128),
+        grid=(4,),
+        in_specs=[block],
+        out_specs=block,
+        interpret=True,
     )
     counted = count_operations(double, spec(32, 128))
     assert (counted.multiplications, counted.additions) == (32 * 128, 32 * 128)
@@ -124,23 +141,34 @@ def test_unknown_kernel_is_reported_and_a_declared_one_counted():
     counted = count_operations(call, spec(6, 3))
     assert counted.uncounted == {"test_declared_kernel": 1}
     assert not counted.additions
-    declare_operations("test_declared_kernel", lambda equation: {"additions": 2 * equation.invars[0].aval.size})
+    declare_operations(
+        "test_declared_kernel", lambda equation: {"additions": 2 * equation.invars[0].aval.size}
+    )
     counted = count_operations(call, spec(6, 3))
     assert counted.additions == 36
     assert not counted.uncounted
 
 
 def _taps_by_brute_force(length, kernel, stride, pad, dilation, spread):
-    """(output, tap) pairs of one dimension that land on an element, not on padding or a dilation zero."""
+    """(output, tap) pairs of one dimension that land on an element, not on padding or a dilation
+    zero."""
     positions = {spread * i + pad[0] for i in range(length)}
     padded = pad[0] + spread * (length - 1) + 1 + pad[1]
     outputs = (padded - dilation * (kernel - 1) - 1) // stride + 1
-    return sum(o * stride + t * dilation in positions for o, t in itertools.product(range(outputs), range(kernel)))
+    return sum(
+        o * stride + t * dilation in positions
+        for o, t in itertools.product(range(outputs), range(kernel))
+    )
 
 
 @pytest.mark.parametrize(
     ("length", "kernel", "stride", "pad", "dilation", "spread"),
-    [(9, 3, 1, (1, 1), 1, 1), (17, 4, 4, (0, 0), 1, 1), (11, 3, 2, (2, 0), 2, 1), (5, 3, 1, (2, 2), 1, 3)],
+    [
+        (9, 3, 1, (1, 1), 1, 1),
+        (17, 4, 4, (0, 0), 1, 1),
+        (11, 3, 2, (2, 0), 2, 1),
+        (5, 3, 1, (2, 2), 1, 3),
+    ],
 )
 def test_convolution_taps_by_brute_force(length, kernel, stride, pad, dilation, spread):
     def convolve(x, w):
@@ -156,7 +184,9 @@ def test_convolution_taps_by_brute_force(length, kernel, stride, pad, dilation, 
 
 def test_patch_convolution_equals_the_matrix_product():
     def patchify(x, w):
-        return jax.lax.conv_general_dilated(x, w, (4, 4), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jax.lax.conv_general_dilated(
+            x, w, (4, 4), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
 
     x, w = spec(2, 16, 16, 3), spec(4, 4, 3, 7)
     macs = 2 * 16 * (4 * 4 * 3) * 7
@@ -182,13 +212,23 @@ def test_l1_and_additive_scores():
     query, key = spec(2, 3, 5, 7), spec(2, 3, 11, 7)
     pairs = 2 * 3 * 5 * 11 * 7
     counted = count_operations(ops.l1_scores, query, key)
-    assert (counted.additions, counted.multiplications, counted.l1_elements) == (2 * pairs, 0, pairs)
+    assert (counted.additions, counted.multiplications, counted.l1_elements) == (
+        2 * pairs,
+        0,
+        pairs,
+    )
     counted = count_operations(ops.additive_scores, query, key, spec(3, 7))
-    assert (counted.exponentials, counted.multiplications, counted.additions) == (pairs, pairs, 2 * pairs)
+    assert (counted.exponentials, counted.multiplications, counted.additions) == (
+        pairs,
+        pairs,
+        2 * pairs,
+    )
 
 
 def test_a_difference_without_absolute_value_is_no_l1_element():
-    counted = count_operations(lambda x, y: jnp.sum(jnp.square(x - y)) + jnp.sum(jnp.abs(x)), spec(5), spec(5))
+    counted = count_operations(
+        lambda x, y: jnp.sum(jnp.square(x - y)) + jnp.sum(jnp.abs(x)), spec(5), spec(5)
+    )
     assert counted.l1_elements == 0
 
 
@@ -218,7 +258,13 @@ def test_layers_of_an_nnx_module(abstract):
     make = lambda: Network(nnx.Rngs(0))
     counted = count_operations(nnx.eval_shape(make) if abstract else make(), spec(2, 3))
     layers = counted.layers
-    assert set(layers) == {"", "blocks.0.linear", "blocks.0.gate", "blocks.1.linear", "blocks.1.gate"}
+    assert set(layers) == {
+        "",
+        "blocks.0.linear",
+        "blocks.0.gate",
+        "blocks.1.linear",
+        "blocks.1.gate",
+    }
     assert layers["blocks.1.linear"].multiplications == 18
     assert layers["blocks.0.gate"].exponentials == 6
     assert layers[""].multiplications == 6
@@ -237,7 +283,13 @@ def test_counting_leaves_the_model_as_it_was():
 def test_backward_pass_is_booked_under_its_layer():
     model = nnx.eval_shape(lambda: Network(nnx.Rngs(0)))
     counted = count_operations(nnx.grad(lambda model, x: model(x).sum()), model, spec(2, 3))
-    assert set(counted.layers) == {"", "blocks.0.linear", "blocks.0.gate", "blocks.1.linear", "blocks.1.gate"}
+    assert set(counted.layers) == {
+        "",
+        "blocks.0.linear",
+        "blocks.0.gate",
+        "blocks.1.linear",
+        "blocks.1.gate",
+    }
     assert counted.layers["blocks.1.linear"].multiplications == 3 * 18  # forward, input, weight
     assert counted.layers["blocks.0.linear"].multiplications == 2 * 18  # forward, weight
 
@@ -250,9 +302,13 @@ def test_views_move_nothing():
 def test_energy_of_a_multiply_accumulate_and_of_an_adder_element():
     product = energy(count_operations(jnp.matmul, spec(1, 8), spec(8, 1)))
     assert product.total_arithmetic_joules == pytest.approx(8 * 4.6e-12)
-    adder = energy(count_operations(lambda x, w: -jnp.abs(x[:, :, None] - w).sum(1), spec(1, 8), spec(8, 1)))
+    adder = energy(
+        count_operations(lambda x, w: -jnp.abs(x[:, :, None] - w).sum(1), spec(1, 8), spec(8, 1))
+    )
     assert adder.total_arithmetic_joules == pytest.approx(8 * 1.8e-12)
-    half = energy(count_operations(jnp.matmul, spec(1, 8, dtype="float16"), spec(8, 1, dtype="float16")))
+    half = energy(
+        count_operations(jnp.matmul, spec(1, 8, dtype="float16"), spec(8, 1, dtype="float16"))
+    )
     assert half.total_arithmetic_joules == pytest.approx(8 * 1.5e-12)
 
 
@@ -263,8 +319,12 @@ def test_energy_of_memory_by_level():
 
 
 def test_energy_names_a_missing_number_type():
-    counted = count_operations(jnp.add, spec(2, dtype="float8_e4m3fn"), spec(2, dtype="float8_e4m3fn"))
-    with pytest.raises(KeyError, match="expected a number type of the energy table.*got 'float8_e4m3fn'"):
+    counted = count_operations(
+        jnp.add, spec(2, dtype="float8_e4m3fn"), spec(2, dtype="float8_e4m3fn")
+    )
+    with pytest.raises(
+        KeyError, match="expected a number type of the energy table.*got 'float8_e4m3fn'"
+    ):
         energy(counted)
 
 
@@ -275,7 +335,9 @@ def test_mixed_precision_is_counted_by_type():
 
 
 def test_random_bits_are_reported():
-    counted = count_operations(lambda key: jax.random.normal(key, (4,)), jax.eval_shape(lambda: jax.random.key(0)))
+    counted = count_operations(
+        lambda key: jax.random.normal(key, (4,)), jax.eval_shape(lambda: jax.random.key(0))
+    )
     assert "random_bits" in counted.uncounted
 
 

@@ -12,7 +12,9 @@ from tests.data.files import encode, smooth_image
 
 # A prepared CIFAR-10, if there is one, makes a few more tests run.
 CIFAR10_DIR = pathlib.Path(
-    os.environ.get("ADDER_FLAX_TEST_TFDS", pathlib.Path(__file__).parents[3] / "shared" / "data" / "tfds")
+    os.environ.get(
+        "ADDER_FLAX_TEST_TFDS", pathlib.Path(__file__).parents[3] / "shared" / "data" / "tfds"
+    )
 )
 
 
@@ -20,7 +22,9 @@ CIFAR10_DIR = pathlib.Path(
 def cifar10_dir() -> str:
     """The data_dir of a prepared CIFAR-10."""
     if not (CIFAR10_DIR / "cifar10").is_dir():
-        pytest.skip("no prepared CIFAR-10: point ADDER_FLAX_TEST_TFDS at a TFDS data_dir that has one")
+        pytest.skip(
+            "no prepared CIFAR-10: point ADDER_FLAX_TEST_TFDS at a TFDS data_dir that has one"
+        )
     return str(CIFAR10_DIR)
 
 
@@ -32,7 +36,9 @@ def published(monkeypatch):
     def publish(files: dict[str, pathlib.Path]) -> None:
         infos = {
             url: checksums.UrlInfo(
-                size=path.stat().st_size, checksum=hashlib.sha256(path.read_bytes()).hexdigest(), filename=path.name
+                size=path.stat().st_size,
+                checksum=hashlib.sha256(path.read_bytes()).hexdigest(),
+                filename=path.name,
             )
             for url, path in files.items()
         }
@@ -43,7 +49,8 @@ def published(monkeypatch):
 
 @pytest.fixture
 def image_folder(tmp_path) -> pathlib.Path:
-    """train/ with 5 + 3 images of classes "bird" and "ant", val/ with 2 + 1, of several sizes and formats."""
+    """train/ with 5 + 3 images of classes "bird" and "ant", val/ with 2 + 1, of several sizes and
+    formats."""
     for split, counts in {"train": {"bird": 5, "ant": 3}, "val": {"bird": 2, "ant": 1}}.items():
         for name, count in counts.items():
             folder = tmp_path / split / name

@@ -21,7 +21,8 @@ def write_tar(path: pathlib.Path, members: dict[str, bytes]) -> None:
 
 
 def write_dictionary(path: pathlib.Path, num_words: int = 4000) -> None:
-    """A pronouncing dictionary of up to that many words of two to six consonants that sound as they are written."""
+    """A pronouncing dictionary of up to that many words of two to six consonants that sound as they
+    are written."""
     letters = lambda n: np.random.default_rng(n).choice(list("bdfgklmn"), 2 + n % 5)
     words = {"".join(letters(n)) for n in range(num_words)}
     path.write_text("".join(f"{word} {' '.join(word.upper())}\n" for word in sorted(words)))
@@ -29,7 +30,9 @@ def write_dictionary(path: pathlib.Path, num_words: int = 4000) -> None:
 
 def write_idx(path: pathlib.Path, array: np.ndarray) -> None:
     """A gzipped idx file of unsigned bytes."""
-    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+    header = bytes([0, 0, 8, array.ndim]) + b"".join(
+        size.to_bytes(4, "big") for size in array.shape
+    )
     path.write_bytes(gzip.compress(header + array.tobytes()))
 
 

@@ -1,4 +1,5 @@
-"""Augmentation against NumPy and Pillow: exact where pixels move, by formula elsewhere, and distributions of draws."""
+"""Augmentation against NumPy and Pillow: exact where pixels move, by formula elsewhere, and
+distributions of draws."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ from adder_flax.data import (
     smooth_one_hot,
 )
 from adder_flax.data._augment import random_boxes, symmetric_beta
-from adder_flax.settings import AugmentSettings, ClassificationSettings, SettingsError, defaults, read
+from adder_flax.settings import (
+    AugmentSettings,
+    ClassificationSettings,
+    SettingsError,
+    defaults,
+    read,
+)
 from adder_flax.tasks import Classification
 from tests.processes import ROOT, simulated_devices
 
@@ -43,7 +50,8 @@ random_boxes = jax.jit(random_boxes, static_argnums=(1, 2, 3, 4))
 random_crop = jax.jit(random_crop, static_argnums=(2, 3))
 random_resized_crop = jax.jit(random_resized_crop, static_argnums=(2, 3))
 resize_boxes = jax.jit(resize_boxes)
-# Of a batch's mean of a quantity with unit variance: tests of distributions allow five standard errors.
+# Of a batch's mean of a quantity with unit variance: tests of distributions allow five standard
+# errors.
 FIVE_SIGMA = 5
 
 
@@ -72,7 +80,9 @@ def plain(**settings):
 @pytest.mark.parametrize("shape", [(6, 5, 3), (1, 1, 1), (8, 8, 1)])
 def test_nothing_switched_on_changes_nothing(shape):
     images, labels = noise(4, *shape), np.arange(4)
-    got, targets = augment(KEY, images, labels, plain(), num_classes=4, mean=(0.0,) * shape[-1], std=(1.0,) * shape[-1])
+    got, targets = augment(
+        KEY, images, labels, plain(), num_classes=4, mean=(0.0,) * shape[-1], std=(1.0,) * shape[-1]
+    )
     # Up to the last bit: XLA multiplies by 1/255.
     np.testing.assert_allclose(got, images.astype(np.float32) / 255, rtol=1.2e-7, atol=0)
     assert (np.asarray(targets) == np.eye(4)).all()
@@ -90,7 +100,8 @@ def test_normalize_is_that_of_each_channel():
 
 @pytest.mark.parametrize(("padding", "mode"), [(2, "zero"), (3, "zero"), (2, "reflect")])
 def test_random_crop_moves_pixels_exactly(padding, mode):
-    """Every output is the window of the padded image at some offset; every offset comes up, rows and columns apart."""
+    """Every output is the window of the padded image at some offset; every offset comes up, rows
+    and columns apart."""
     images = np.broadcast_to(np.arange(1, 43, dtype=np.uint8).reshape(1, 7, 6, 1), (900, 7, 6, 1))
     got = np.asarray(random_crop(KEY, images, padding, mode))
     assert got.dtype == np.uint8
@@ -121,7 +132,10 @@ def bilinear_reference(image, top, left, height, width):
     def weights(start, length, size, o):
         scale = length / size
         center = start + (o + 0.5) * scale
-        w = {i: max(0.0, 1 - abs(i + 0.5 - center) / max(scale, 1.0)) for i in range(start, start + length)}
+        w = {
+            i: max(0.0, 1 - abs(i + 0.5 - center) / max(scale, 1.0))
+            for i in range(start, start + length)
+        }
         total = sum(w.values())
         return {i: value / total for i, value in w.items() if value}
 
@@ -133,7 +147,9 @@ def bilinear_reference(image, top, left, height, width):
     return out
 
 
-BOXES = np.array([(0, 0, 9, 12), (2, 3, 4, 5), (8, 11, 1, 1), (0, 1, 9, 2), (5, 0, 3, 12)])  # top, left, height, width
+BOXES = np.array(
+    [(0, 0, 9, 12), (2, 3, 4, 5), (8, 11, 1, 1), (0, 1, 9, 2), (5, 0, 3, 12)]
+)  # top, left, height, width
 
 
 def test_resized_boxes_match_a_loop_over_pixels():
@@ -155,12 +171,17 @@ def test_resized_boxes_match_pillow():
 
 def test_whole_image_box_is_the_identity():
     images = np.random.default_rng(0).random((1, 8, 8, 1), np.float32)
-    np.testing.assert_allclose(random_resized_crop(KEY, images, (1.0, 1.0), (1.0, 1.0)), images, atol=1e-6)
+    np.testing.assert_allclose(
+        random_resized_crop(KEY, images, (1.0, 1.0), (1.0, 1.0)), images, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(("shape", "box"), [((8, 8), (0, 2, 8, 4)), ((12, 4), (2, 0, 8, 4))])
 def test_a_box_that_never_fits_becomes_central(shape, box):
-    """torchvision's fallback. A width of half the height and the whole area fits into none of these images."""
+    """torchvision's fallback.
+
+    A width of half the height and the whole area fits into none of these images.
+    """
     images = np.random.default_rng(0).random((2, *shape, 1), np.float32)
     got = random_resized_crop(KEY, images, (1.0, 1.0), (0.5, 0.5))
     np.testing.assert_allclose(got, resize_boxes(images, *np.array([box, box]).T), atol=1e-6)
@@ -170,12 +191,16 @@ def test_a_box_that_never_fits_becomes_central(shape, box):
 def test_a_central_box_is_at_least_a_pixel_wide_and_high(ratio):
     """8 pixels over a ratio of 50 are less than half a pixel."""
     images = np.full((2, 8, 8, 1), 0.25, np.float32)
-    np.testing.assert_allclose(random_resized_crop(KEY, images, (1.0, 1.0), ratio), images, atol=1e-6)
+    np.testing.assert_allclose(
+        random_resized_crop(KEY, images, (1.0, 1.0), ratio), images, atol=1e-6
+    )
 
 
 def test_random_boxes_have_the_right_distribution():
     uniform = jax.random.uniform(KEY, (22, 4000))
-    top, left, height, width, found = map(np.asarray, random_boxes(uniform, 300, 400, (0.2, 0.5), (3 / 4, 4 / 3)))
+    top, left, height, width, found = map(
+        np.asarray, random_boxes(uniform, 300, 400, (0.2, 0.5), (3 / 4, 4 / 3))
+    )
     assert found.all()
     assert (top >= 0).all()
     assert (left >= 0).all()
@@ -201,10 +226,13 @@ def blend_reference(images, base, factor):
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("kind", ["brightness", "contrast", "saturation"])
 def test_color_jitter_equals_its_formula(kind, channels):
-    """The factor, recovered from one pixel that is not clipped, explains every pixel, clipped ones included."""
+    """The factor, recovered from one pixel that is not clipped, explains every pixel, clipped ones
+    included."""
     images = np.random.default_rng(0).random((500, 5, 4, channels)).astype(np.float32)
     got = np.asarray(color_jitter(KEY, images, **{kind: 0.6}))
-    gray = images @ np.array([0.299, 0.587, 0.114], np.float32)[:, None] if channels == 3 else images
+    gray = (
+        images @ np.array([0.299, 0.587, 0.114], np.float32)[:, None] if channels == 3 else images
+    )
     base = {
         "brightness": np.zeros_like(images),
         "contrast": np.broadcast_to(gray.mean((1, 2), keepdims=True), images.shape),
@@ -236,7 +264,8 @@ def test_color_jitter_above_one_never_inverts():
 
 
 def two_images(pairs=1, height=9, width=7):
-    """`pairs` zeros, then `pairs` ones, with the classes 0 and 1: image b is mixed with its opposite."""
+    """`pairs` zeros, then `pairs` ones, with the classes 0 and 1: image b is mixed with its
+    opposite."""
     images = np.repeat(np.array([0, 1], np.float32), pairs)[:, None, None, None]
     images = np.broadcast_to(images, (2 * pairs, height, width, 2))
     return images, np.repeat(np.eye(2, dtype=np.float32), pairs, 0)
@@ -261,9 +290,11 @@ def test_cutmix_weighs_labels_by_the_area_pasted():
 
 
 def test_cutmix_boxes_are_those_of_the_paper():
-    """Sides of sqrt(1 - Beta) around a uniform centre, clipped: with alpha 1 on a large image, a known mean area.
+    """Sides of sqrt(1 - Beta) around a uniform centre, clipped: with alpha 1 on a large image, a
+    known mean area.
 
-    For a side of s (of 1) and a uniform centre the clipped length has mean s - s²/4, and s² is uniform.
+    For a side of s (of 1) and a uniform centre the clipped length has mean s - s²/4, and s² is
+    uniform.
     """
     settings = plain(cutmix_alpha=1.0, mix_per="element")
     images, targets = two_images(600, 128, 128)
@@ -280,7 +311,9 @@ def test_mixup_is_convex_and_beta_distributed(alpha):
     images, targets = two_images(1500, 2, 2)
     settings = plain(mixup_alpha=alpha, mix_per="element")
     got, mixed = map(np.asarray, mix(KEY, images, targets, settings))
-    np.testing.assert_allclose(got, np.broadcast_to(mixed[:, 1, None, None, None], got.shape), atol=1e-6)
+    np.testing.assert_allclose(
+        got, np.broadcast_to(mixed[:, 1, None, None, None], got.shape), atol=1e-6
+    )
     np.testing.assert_allclose(mixed.sum(1), 1, atol=1e-6)
     share = mixed[:1500, 0]
     assert share.min() >= 0
@@ -311,7 +344,8 @@ def test_mixup_or_cutmix_with_the_given_probabilities():
     got = np.asarray(mix(KEY, images, targets, settings)[0])[:1000, ..., 0].reshape(1000, -1)
     flat = got.std(1) < 1e-6
     mixup = flat & (got[:, 0] > 0) & (got[:, 0] < 1)
-    # What CutMix leaves flat (a box of no pixel, or of the whole image) looks like no mixing at all.
+    # What CutMix leaves flat (a box of no pixel, or of the whole image) looks like no mixing at
+    # all.
     assert abs(mixup.mean() - 0.8 * 0.75) < FIVE_SIGMA * np.sqrt(0.6 * 0.4 / 1000)
     assert 0.8 * 0.25 * 0.5 < (~flat).mean() < 0.8 * 0.25
 
@@ -326,7 +360,9 @@ def test_one_draw_for_the_batch():
 def test_random_erase_fills_one_rectangle(value):
     images = np.full((800, 20, 30, 2), 0.5, np.float32)
     scale, ratio = (0.1, 0.3), (0.5, 2.0)
-    erase = jax.jit(functools.partial(random_erase, probability=0.25, scale=scale, ratio=ratio, value=value))
+    erase = jax.jit(
+        functools.partial(random_erase, probability=0.25, scale=scale, ratio=ratio, value=value)
+    )
     got = np.asarray(erase(KEY, images))
     changed = (got != 0.5).all(-1)
     assert (changed == (got != 0.5).any(-1)).all()
@@ -350,7 +386,9 @@ def test_random_erase_fills_one_rectangle(value):
 
 def test_label_smoothing():
     got = np.asarray(smooth_one_hot(jnp.array([2, 0]), 4, 0.1))
-    np.testing.assert_allclose(got, [[0.025, 0.025, 0.925, 0.025], [0.925, 0.025, 0.025, 0.025]], atol=1e-7)
+    np.testing.assert_allclose(
+        got, [[0.025, 0.025, 0.925, 0.025], [0.925, 0.025, 0.025, 0.025]], atol=1e-7
+    )
 
 
 FULL = dict(
@@ -377,7 +415,9 @@ def test_everything_at_once():
     assert (got.shape, got.dtype, targets.shape) == ((65, 8, 8, 1), jnp.float32, (65, 10))
     assert bool(jnp.isfinite(got).all())
     np.testing.assert_allclose(targets.sum(1), 1, atol=1e-6)
-    again, other = (augment(jax.random.key(seed), images, labels, settings, **facts) for seed in (0, 1))
+    again, other = (
+        augment(jax.random.key(seed), images, labels, settings, **facts) for seed in (0, 1)
+    )
     assert (again[0] == got).all()
     assert (other[0] != got).any()
     # The same settings made again are the same static argument.
@@ -386,11 +426,14 @@ def test_everything_at_once():
 
 
 def test_switching_one_off_leaves_the_other_draws_alone():
-    """The brightest pixel stays the brightest under a change of brightness, and shows which images are mirrored."""
+    """The brightest pixel stays the brightest under a change of brightness, and shows which images
+    are mirrored."""
     images = np.random.default_rng(0).integers(0, 100, (64, 6, 6, 1), np.uint8)
     images[:, 2, 0] = 150
     columns = [
-        np.argmax(np.asarray(augment(KEY, images, np.zeros(64, int), settings, **GRAY)[0])[:, 2, :, 0], 1)
+        np.argmax(
+            np.asarray(augment(KEY, images, np.zeros(64, int), settings, **GRAY)[0])[:, 2, :, 0], 1
+        )
         for settings in (plain(flip_probability=0.5), plain(flip_probability=0.5, brightness=0.5))
     ]
     assert set(columns[0]) == {0, 5}
@@ -399,7 +442,8 @@ def test_switching_one_off_leaves_the_other_draws_alone():
 
 @pytest.mark.parametrize("alpha", [0.3, 0.8, 1.0, 6.0])
 def test_symmetric_beta_has_the_beta_distribution(alpha):
-    """Kolmogorov-Smirnov against SciPy's, in float64: in float32 too much of what lies near one is rounded to it."""
+    """Kolmogorov-Smirnov against SciPy's, in float64: in float32 too much of what lies near one is
+    rounded to it."""
     stats = pytest.importorskip("scipy.stats")
     uniform = np.random.default_rng(0).random((2, 20_000))
     with jax.enable_x64(True):
@@ -414,6 +458,7 @@ import functools
 from adder_flax.data import augment
 from adder_flax.settings import AugmentSettings
 from tests.data.test_augment import FULL
+
 assert jax.device_count() == 8
 mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 rows = NamedSharding(mesh, PartitionSpec("data"))
@@ -423,13 +468,15 @@ augment = functools.partial(augment, num_classes=10, mean=(0.5,) * 3, std=(0.25,
 settings = AugmentSettings(**FULL)
 key = jax.random.key(3)
 whole = jax.jit(augment, static_argnums=3)(key, images, labels, settings)
-sharded = jax.jit(augment, static_argnums=3, in_shardings=(None, rows, rows), out_shardings=(rows, rows))
+sharded = jax.jit(
+    augment, static_argnums=3, in_shardings=(None, rows, rows), out_shardings=(rows, rows)
+)
 program = sharded.lower(key, images, labels, settings).compile()
 for a, b in zip(whole, program(key, jax.device_put(images, rows), jax.device_put(labels, rows))):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 kinds = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast)[-a-z]*[(]"
 print(re.findall(kinds, program.as_text()))
-"""
+"""  # noqa: E501 - lines of another language
 
 
 @pytest.mark.slow
@@ -437,8 +484,12 @@ def test_sharded_over_devices_equals_unsharded():
     """And the only communication is what reverses images and targets for Mixup and CutMix."""
     environment = simulated_devices(8)
     # The programs are small: spend the time on running them, not on optimising them.
-    environment["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    result = subprocess.run([sys.executable, "-c", SHARDED], env=environment, cwd=ROOT, capture_output=True, text=True)
+    environment["XLA_FLAGS"] += (
+        " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", SHARDED], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "['collective-permute', 'collective-permute']"
 
@@ -450,7 +501,8 @@ def test_statistics_of_digits():
 
 
 def test_statistics_of_cifar10(cifar10_dir):
-    """On 4,000 of the 50,000 images, which here are JPEGs: smoother, so their deviation is up to 0.003 lower."""
+    """On 4,000 of the 50,000 images, which here are JPEGs: smoother, so their deviation is up to
+    0.003 lower."""
     source = load_source("cifar10", "train[:8%]", data_dir=cifar10_dir)
     pixels = source.gather(np.arange(4000))[0].reshape(-1, 3) / 255
     mean, std = channel_statistics(source)
@@ -459,7 +511,9 @@ def test_statistics_of_cifar10(cifar10_dir):
 
 
 def test_statistics_of_fake_images():
-    images = load_source("fake", "train", image_size=64).gather(np.arange(8))[0].reshape(-1, 3) / 255
+    images = (
+        load_source("fake", "train", image_size=64).gather(np.arange(8))[0].reshape(-1, 3) / 255
+    )
     mean, std = channel_statistics(load_source("fake", "train"))
     np.testing.assert_allclose(images.mean(0), mean, atol=0.005)
     np.testing.assert_allclose(images.std(0), std, atol=0.005)
@@ -471,7 +525,9 @@ def test_statistics_of_a_set_without_any_are_those_of_its_images():
     got = channel_statistics(source)
     pixels = images.reshape(-1, 3) / 255
     np.testing.assert_allclose(got, [pixels.mean(0), pixels.std(0)], atol=5e-5)
-    constant = ArraySource("own", "train", ["train"], 0 * images, np.zeros(700, int), ["one", "two"])
+    constant = ArraySource(
+        "own", "train", ["train"], 0 * images, np.zeros(700, int), ["one", "two"]
+    )
     assert channel_statistics(constant) == ((0.0,) * 3, (1.0,) * 3)
 
 
@@ -480,7 +536,9 @@ def test_a_source_that_crops_itself_is_not_cropped_again(image_folder):
     settings = dataclasses.replace(ClassificationSettings(), crop_padding=4)
     kept = Classification(settings, Classification.facts(source)).augmentation
     assert (kept.crop_padding, kept.resized_crop_scale, kept.flip_probability) == (0, None, 0.5)
-    digits = Classification(settings, Classification.facts(load_source("digits", "train"))).augmentation
+    digits = Classification(
+        settings, Classification.facts(load_source("digits", "train"))
+    ).augmentation
     assert (digits.crop_padding, digits.resized_crop_scale) == (4, (0.08, 1.0))
 
 
@@ -497,10 +555,16 @@ def test_settings_must_fit_the_images():
     [
         ("flip_probability", 1.5, r"a number in \[0, 1\], got 1.5"),
         ("mixup_alpha", -1.0, r"a number in \[0, 1000\], got -1.0"),
-        ("erase_scale", (0.5, 0.2), r"\(low, high\), low ≤ high, each a number in \(0, 1\], got \(0.5, 0.2\)"),
+        (
+            "erase_scale",
+            (0.5, 0.2),
+            r"\(low, high\), low ≤ high, each a number in \(0, 1\], got \(0.5, 0.2\)",
+        ),
         ("mix_per", "pixel", "'batch' or 'element', got 'pixel'"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(field, value, message):
     with pytest.raises(SettingsError, match=f"task.{field}: expected {message}"):
-        read(ClassificationSettings, defaults(ClassificationSettings) | {field: value}, "config.task")
+        read(
+            ClassificationSettings, defaults(ClassificationSettings) | {field: value}, "config.task"
+        )

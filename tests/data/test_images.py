@@ -1,4 +1,5 @@
-"""What becomes of an image file: every kind against its formula in NumPy, or refused with the reason."""
+"""What becomes of an image file: every kind against its formula in NumPy, or refused with the
+reason."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adder_flax.data._images import MAX_PIXELS, decode_and_center_crop, decode_and_random_crop, decode_and_resize
+from adder_flax.data._images import (
+    MAX_PIXELS,
+    decode_and_center_crop,
+    decode_and_random_crop,
+    decode_and_resize,
+)
 from tests.data.files import smooth_image
 
 RNG = np.random.default_rng(0)
@@ -31,11 +37,15 @@ def png(bit_depth, colour_type, rows):
     """A PNG written by hand: Pillow writes few kinds of more than eight bits."""
 
     def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = struct.pack(">IIBBBBB", WIDTH, HEIGHT, bit_depth, colour_type, 0, 0, 0)
     data = zlib.compress(b"".join(b"\0" + row for row in rows))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+    )
 
 
 def three(grey):
@@ -56,7 +66,11 @@ DEEP_COLOUR = RNG.integers(0, 2**16, (HEIGHT, WIDTH, 3)).astype(np.uint16)
 KINDS = {
     "8-bit grey": (save(Image.fromarray(GREY)), three(GREY), 0),
     "16-bit grey PNG": (save(Image.fromarray(DEEP)), three(np.rint(DEEP / 257)), 0),
-    "16-bit grey PNG of small values": (save(Image.fromarray(DEEP // 300)), three(np.rint(DEEP // 300 / 257)), 0),
+    "16-bit grey PNG of small values": (
+        save(Image.fromarray(DEEP // 300)),
+        three(np.rint(DEEP // 300 / 257)),
+        0,
+    ),
     "16-bit grey TIFF": (save(Image.fromarray(DEEP), "tiff"), three(np.rint(DEEP / 257)), 0),
     "16-bit grey TIFF, big-endian": (
         save(Image.fromarray(DEEP.astype(">u2")), "tiff", big_endian=True),
@@ -70,19 +84,39 @@ KINDS = {
         0.51,
     ),
     # Pillow keeps the upper byte of each channel, at most one level from v / 257.
-    "16-bit RGB PNG": (png(16, 2, [row.astype(">u2").tobytes() for row in DEEP_COLOUR]), DEEP_COLOUR / 257, 1),
+    "16-bit RGB PNG": (
+        png(16, 2, [row.astype(">u2").tobytes() for row in DEEP_COLOUR]),
+        DEEP_COLOUR / 257,
+        1,
+    ),
     "16-bit grey with alpha": (
         png(16, 4, [np.stack([row, row[::-1]], -1).astype(">u2").tobytes() for row in DEEP]),
         three(DEEP / 257),
         1,
     ),
-    "4-bit grey": (png(4, 0, [np.packbits(np.unpackbits(r)).tobytes() for r in GREY[:, : WIDTH // 2]]), None, 0),
+    "4-bit grey": (
+        png(4, 0, [np.packbits(np.unpackbits(r)).tobytes() for r in GREY[:, : WIDTH // 2]]),
+        None,
+        0,
+    ),
     "1-bit": (save(Image.fromarray(GREY > 127)), three(255 * (GREY > 127)), 0),
     "palette": (save(INDICES), PALETTE[GREY].astype(np.float64), 0),
-    "palette with a transparent colour": (save(INDICES, transparency=5), PALETTE[GREY].astype(np.float64), 0),
-    "palette with alphas": (save(INDICES, transparency=bytes(range(256))), PALETTE[GREY].astype(np.float64), 0),
+    "palette with a transparent colour": (
+        save(INDICES, transparency=5),
+        PALETTE[GREY].astype(np.float64),
+        0,
+    ),
+    "palette with alphas": (
+        save(INDICES, transparency=bytes(range(256))),
+        PALETTE[GREY].astype(np.float64),
+        0,
+    ),
     "grey with alpha": (save(Image.fromarray(np.stack([GREY, ALPHA], -1), "LA")), three(GREY), 0),
-    "RGBA": (save(Image.fromarray(np.dstack([COLOUR, ALPHA]), "RGBA")), COLOUR.astype(np.float64), 0),
+    "RGBA": (
+        save(Image.fromarray(np.dstack([COLOUR, ALPHA]), "RGBA")),
+        COLOUR.astype(np.float64),
+        0,
+    ),
     "CMYK TIFF": (save(Image.fromarray(CMYK, "CMYK"), "tiff"), cmyk_to_rgb(CMYK), 1),
     "animated GIF": (
         save(INDICES, "gif", save_all=True, append_images=[Image.fromarray(255 - GREY)]),
@@ -95,7 +129,9 @@ KINDS = {
         0,
     ),
 }
-NIBBLES = np.stack([GREY[:, : WIDTH // 2] >> 4, GREY[:, : WIDTH // 2] & 15], -1).reshape(HEIGHT, WIDTH)
+NIBBLES = np.stack([GREY[:, : WIDTH // 2] >> 4, GREY[:, : WIDTH // 2] & 15], -1).reshape(
+    HEIGHT, WIDTH
+)
 KINDS["4-bit grey"] = (KINDS["4-bit grey"][0], three(17 * NIBBLES), 0)
 
 
@@ -132,20 +168,33 @@ def test_images_are_upright(orientation, image_format):
     exif[0x0112] = orientation
     image = smooth_image(40, 64)
     encoded = save(Image.fromarray(image), image_format, exif=exif)
-    expected = TURNED.get(orientation, TURNED[1])(np.asarray(Image.open(io.BytesIO(save(Image.fromarray(image))))))
+    expected = TURNED.get(orientation, TURNED[1])(
+        np.asarray(Image.open(io.BytesIO(save(Image.fromarray(image)))))
+    )
     got = decode_and_resize(encoded, expected.shape).astype(int)
     assert np.abs(got - expected).mean() < 4
     if image_format != "jpeg":
         assert (got == expected).all()
     whole = decode_and_random_crop(encoded, 16, 3, (0,), (1.0, 1.0)).astype(int)
-    central = decode_and_random_crop(save(Image.fromarray(np.ascontiguousarray(expected))), 16, 3, (0,), (1.0, 1.0))
+    central = decode_and_random_crop(
+        save(Image.fromarray(np.ascontiguousarray(expected))), 16, 3, (0,), (1.0, 1.0)
+    )
     assert np.abs(whole - central).mean() < 8
 
 
 REFUSED = {
-    "float TIFF": (save(Image.fromarray(RNG.random((4, 4), np.float32)), "tiff"), "floating-point values"),
-    "32-bit TIFF": (save(Image.fromarray(np.full((4, 4), 70_000, np.int32)), "tiff"), "32-bit or signed values"),
-    "too many pixels": (save(Image.new("1", (2**13, 2**13 + 1))), f"more than the {MAX_PIXELS:,} allowed"),
+    "float TIFF": (
+        save(Image.fromarray(RNG.random((4, 4), np.float32)), "tiff"),
+        "floating-point values",
+    ),
+    "32-bit TIFF": (
+        save(Image.fromarray(np.full((4, 4), 70_000, np.int32)), "tiff"),
+        "32-bit or signed values",
+    ),
+    "too many pixels": (
+        save(Image.new("1", (2**13, 2**13 + 1))),
+        f"more than the {MAX_PIXELS:,} allowed",
+    ),
     "a long line": (save(Image.new("L", (1, 2**20))), "longer one would be"),
     "no image": (b"these are words", "no image of a kind that is read"),
     "nothing": (b"", "no image of a kind that is read"),
@@ -165,7 +214,9 @@ def test_what_cannot_be_read_says_why(kind):
 
 def test_a_png_with_one_wrong_bit_is_never_decoded_to_other_pixels():
     """Pillow alone decodes some of these to other values."""
-    encoded = save(Image.fromarray(np.linspace(0, 255, 30 * 40 * 3).reshape(30, 40, 3).astype(np.uint8)))
+    encoded = save(
+        Image.fromarray(np.linspace(0, 255, 30 * 40 * 3).reshape(30, 40, 3).astype(np.uint8))
+    )
     true = decode_and_resize(encoded, (30, 40, 3))
     for bit in range(0, 8 * len(encoded), 7):
         damaged = bytearray(encoded)
@@ -180,4 +231,7 @@ def test_a_png_with_one_wrong_bit_is_never_decoded_to_other_pixels():
 def test_broken_exif_data_does_not_make_an_image_unreadable():
     image = Image.fromarray(smooth_image(16, 16))
     encoded = save(image, "jpeg", exif=b"Exif\0\0" + b"MM\0*\0\0\0\x08\0\x05garbage")
-    assert (decode_and_resize(encoded, (16, 16, 3)) == decode_and_resize(save(image, "jpeg"), (16, 16, 3))).all()
+    assert (
+        decode_and_resize(encoded, (16, 16, 3))
+        == decode_and_resize(save(image, "jpeg"), (16, 16, 3))
+    ).all()

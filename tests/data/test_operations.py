@@ -1,4 +1,5 @@
-"""Operations on images against Pillow on photographs, hue against colorsys, and the draws against those of timm."""
+"""Operations on images against Pillow on photographs, hue against colorsys, and the draws against
+those of timm."""
 
 import colorsys
 
@@ -39,10 +40,15 @@ ARGUMENTS = {
     "posterize": [0, 1, 2, 3, 4, 5, 7, 8],
     "solarize": [0, 26, 64, 128, 150, 200, 230, 256],
     "solarize_add": [0, 10, 30, 60, 90, 99, 100, 110],
-    **dict.fromkeys(["color", "contrast", "brightness", "sharpness"], [0.1, 0.19, 0.55, 0.9, 1.0, 1.3, 1.81, 1.9]),
+    **dict.fromkeys(
+        ["color", "contrast", "brightness", "sharpness"],
+        [0.1, 0.19, 0.55, 0.9, 1.0, 1.3, 1.81, 1.9],
+    ),
     "rotate": [-30, -27, -13.3, 0, 1.7, 8, 27, 30],
     **dict.fromkeys(["shear_x", "shear_y"], [-0.3, -0.27, -0.1, 0, 0.05, 0.2, 0.27, 0.3]),
-    **dict.fromkeys(["translate_x", "translate_y"], [-0.45, -0.405, -0.1, 0, 0.05, 0.2, 0.41, 0.45]),
+    **dict.fromkeys(
+        ["translate_x", "translate_y"], [-0.45, -0.405, -0.1, 0, 0.05, 0.2, 0.41, 0.45]
+    ),
 }
 # Where a product in float64 and one in float32 may fall on two sides of a whole number.
 MAY_DIFFER_BY_ONE = {"auto_contrast", "rotate", "shear_x", "shear_y", "translate_x", "translate_y"}
@@ -54,7 +60,9 @@ def test_an_operation_is_pillows(photographs, name):
     arguments, images = ARGUMENTS.get(name, [0] * 8), np.concatenate([photographs, photographs])
     operation, bicubic = np.full(16, OPERATIONS.index(name)), np.repeat([True, False], 8)
     values = np.array(arguments * 2, np.float32)
-    got = np.asarray(choose_operation(operation, images, values, fill=FILL, bicubic=bicubic)).astype(int)
+    got = np.asarray(
+        choose_operation(operation, images, values, fill=FILL, bicubic=bicubic)
+    ).astype(int)
     for image, argument, cubic, result in zip(images, arguments * 2, bicubic, got, strict=True):
         way = Image.BICUBIC if cubic else Image.BILINEAR
         off = np.abs(result - np.asarray(PILLOW[name](Image.fromarray(image), argument, way)))
@@ -66,7 +74,9 @@ def test_an_operation_is_pillows(photographs, name):
 @pytest.mark.parametrize("name", ["equalize", "sharpness", "shear_y"])
 def test_one_operation_alone_is_the_one_that_is_chosen(photographs, name):
     values = np.array(ARGUMENTS.get(name, [0] * 8), np.float32)
-    alone = jax.jit(lambda images, values: image_operation(name, images, values, fill=FILL))(photographs, values)
+    alone = jax.jit(lambda images, values: image_operation(name, images, values, fill=FILL))(
+        photographs, values
+    )
     operation = np.full(16, OPERATIONS.index(name))
     twice = np.concatenate([photographs, photographs]), np.concatenate([values, values])
     chosen = choose_operation(operation, *twice, fill=FILL, bicubic=np.full(16, True))
@@ -75,7 +85,9 @@ def test_one_operation_alone_is_the_one_that_is_chosen(photographs, name):
 
 def test_no_operation_changes_nothing(photographs):
     images = np.concatenate([photographs, photographs])
-    got = choose_operation(np.full(16, -1), images, np.full(16, 0.3, np.float32), fill=FILL, bicubic=np.full(16, True))
+    got = choose_operation(
+        np.full(16, -1), images, np.full(16, 0.3, np.float32), fill=FILL, bicubic=np.full(16, True)
+    )
     assert (got == images).all()
 
 
@@ -104,7 +116,8 @@ def test_hue_turns_as_in_colorsys(photographs):
 
 
 def test_magnitudes_mean_what_they_mean_in_timm():
-    """At 0, 5, 9 and 10, worked out by hand from the ranges of timm 1.0.31's ``auto_augment.py``."""
+    """At 0, 5, 9 and 10, worked out by hand from the ranges of timm 1.0.31's
+    ``auto_augment.py``."""
     tables = {
         (True, 1): {
             "posterize": [4, 2, 1, 0],
@@ -116,34 +129,52 @@ def test_magnitudes_mean_what_they_mean_in_timm():
             "translate_x": [0, 0.225, 0.405, 0.45],
             "invert": [0, 0, 0, 0],
         },
-        (True, -1): {"sharpness": [1, 0.55, 0.19, 0.1], "rotate": [0, -15, -27, -30], "posterize": [4, 2, 1, 0]},
-        (False, -1): {"posterize": [0, 2, 3, 4], "solarize": [0, 128, 230, 256], "contrast": [0.1, 1.0, 1.72, 1.9]},
+        (True, -1): {
+            "sharpness": [1, 0.55, 0.19, 0.1],
+            "rotate": [0, -15, -27, -30],
+            "posterize": [4, 2, 1, 0],
+        },
+        (False, -1): {
+            "posterize": [0, 2, 3, 4],
+            "solarize": [0, 128, 230, 256],
+            "contrast": [0.1, 1.0, 1.72, 1.9],
+        },
     }
     for (increasing, sign), expected in tables.items():
-        got = operation_arguments(jnp.array([0.0, 5, 9, 10]), jnp.full(4, float(sign)), increasing=increasing)
+        got = operation_arguments(
+            jnp.array([0.0, 5, 9, 10]), jnp.full(4, float(sign)), increasing=increasing
+        )
         for name, values in expected.items():
             np.testing.assert_allclose(got[OPERATIONS.index(name)], values, atol=1e-6, err_msg=name)
 
 
 def test_what_is_drawn_has_timms_distribution():
-    """Fifteen operations alike, half of them done, magnitudes N(9, 1/2) cut at 10, either sign alike."""
-    settings = AugmentSettings(rand_augment_magnitude=9.0, rand_augment_std=0.5, rand_augment_interpolation="random")
+    """Fifteen operations alike, half of them done, magnitudes N(9, 1/2) cut at 10, either sign
+    alike."""
+    settings = AugmentSettings(
+        rand_augment_magnitude=9.0, rand_augment_std=0.5, rand_augment_interpolation="random"
+    )
     count = 60_000
     operation, argument, bicubic = map(np.asarray, draw_layer(jax.random.key(0), count, settings))
     frequency = np.bincount(operation + 1, minlength=16) / count
     expected = np.array([0.5, *[0.5 / 15] * 15])
-    assert (np.abs(frequency - expected) < FIVE_SIGMA * np.sqrt(expected * (1 - expected) / count)).all()
+    assert (
+        np.abs(frequency - expected) < FIVE_SIGMA * np.sqrt(expected * (1 - expected) / count)
+    ).all()
     assert abs(bicubic.mean() - 0.5) < FIVE_SIGMA * 0.5 / np.sqrt(count)
     magnitude = argument[operation == OPERATIONS.index("rotate")] / 3
     assert abs((magnitude > 0).mean() - 0.5) < FIVE_SIGMA * 0.5 / np.sqrt(magnitude.size)
     drawn = np.minimum(np.random.default_rng(0).normal(9, 0.5, 10**6), 10)
     quantiles = np.linspace(0.05, 0.95, 7)
-    np.testing.assert_allclose(np.quantile(np.abs(magnitude), quantiles), np.quantile(drawn, quantiles), atol=0.08)
+    np.testing.assert_allclose(
+        np.quantile(np.abs(magnitude), quantiles), np.quantile(drawn, quantiles), atol=0.08
+    )
     assert np.abs(magnitude).max() == pytest.approx(10, abs=1e-5)
 
 
 def test_rand_augment_of_a_batch(photographs):
-    """Two layers, each of nothing half of the time: a quarter stays, and more where an operation changes nothing."""
+    """Two layers, each of nothing half of the time: a quarter stays, and more where an operation
+    changes nothing."""
     settings = AugmentSettings(**OFF | dict(rand_augment_magnitude=9.0, rand_augment_std=0.5))
     images, labels = np.tile(photographs[:, ::4, ::4], (50, 1, 1, 1)), np.zeros(400, int)
     facts = dict(num_classes=2, mean=(0.0,) * 3, std=(1.0,) * 3)

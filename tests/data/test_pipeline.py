@@ -1,4 +1,5 @@
-"""The pipeline: which records a batch holds, whatever the threads, hosts and restarts; nothing lost, nothing twice."""
+"""The pipeline: which records a batch holds, whatever the threads, hosts and restarts; nothing
+lost, nothing twice."""
 
 from __future__ import annotations
 
@@ -24,8 +25,14 @@ from tests.data.files import encode, smooth_image
 
 def numbered_source(count):
     """A source whose record i is an image of the two bytes of i, with label i."""
-    images = np.stack([np.arange(count) // 256, np.arange(count) % 256], -1).astype(np.uint8).reshape(count, 1, 1, 2)
-    return ArraySource("numbered", "train", ["train"], images, np.arange(count), [str(i) for i in range(count)])
+    images = (
+        np.stack([np.arange(count) // 256, np.arange(count) % 256], -1)
+        .astype(np.uint8)
+        .reshape(count, 1, 1, 2)
+    )
+    return ArraySource(
+        "numbered", "train", ["train"], images, np.arange(count), [str(i) for i in range(count)]
+    )
 
 
 class PngRecords:
@@ -51,7 +58,16 @@ class PngRecords:
 def encoded_source(count, *, broken=(), size=None, **options):
     names = [str(i) for i in range(count)]
     records = PngRecords(count, broken, size)
-    return EncodedSource("pngs", "train", ["train"], records, names, (12, 12, 3), crops_on_host=size is None, **options)
+    return EncodedSource(
+        "pngs",
+        "train",
+        ["train"],
+        records,
+        names,
+        (12, 12, 3),
+        crops_on_host=size is None,
+        **options,
+    )
 
 
 def single(source, batch_size, seed=0, **options):
@@ -85,13 +101,18 @@ def test_an_epoch_holds_no_record_twice(count, batch_size):
 
 @pytest.mark.parametrize(("batch_size", "repeats"), [(12, 3), (10, 3), (9, 2)])
 def test_repeated_records_stand_side_by_side(batch_size, repeats):
-    """As in DeiT's sampler: the permutation with each record in place so many times, cut into as many batches."""
-    once, repeated = (single(numbered_source(40), batch_size, seed=2, repeats=number) for number in (1, repeats))
+    """As in DeiT's sampler: the permutation with each record in place so many times, cut into as
+    many batches."""
+    once, repeated = (
+        single(numbered_source(40), batch_size, seed=2, repeats=number) for number in (1, repeats)
+    )
     steps = once.steps_per_epoch
     assert repeated.steps_per_epoch == steps == 40 // batch_size
     for epoch in range(2):
         order = np.concatenate([once.record_indices(epoch * steps + step) for step in range(steps)])
-        rows = np.concatenate([repeated.record_indices(epoch * steps + step) for step in range(steps)])
+        rows = np.concatenate(
+            [repeated.record_indices(epoch * steps + step) for step in range(steps)]
+        )
         assert (rows == np.repeat(order, repeats)[: len(rows)]).all()
 
 
@@ -109,7 +130,8 @@ def test_images_and_labels_belong_together():
 
 
 def test_permutations_are_uniform_over_seeds_and_epochs():
-    """Each of the 24 orders of 4 records comes up equally often, and consecutive epochs and seeds are independent."""
+    """Each of the 24 orders of 4 records comes up equally often, and consecutive epochs and seeds
+    are independent."""
     orders, repeats = {}, 0
     for seed in range(60):
         pipeline = single(numbered_source(4), 4, seed)
@@ -118,20 +140,27 @@ def test_permutations_are_uniform_over_seeds_and_epochs():
         for order in drawn:
             orders[order] = orders.get(order, 0) + 1
     expected = 60 * 41 / 24
-    chi_squared = sum((orders.get(order, 0) - expected) ** 2 / expected for order in itertools.permutations(range(4)))
+    chi_squared = sum(
+        (orders.get(order, 0) - expected) ** 2 / expected
+        for order in itertools.permutations(range(4))
+    )
     assert chi_squared < 49.7  # 99.9 % quantile with 23 degrees of freedom
     assert 60 < repeats < 145  # 2,400 pairs, one in 24 alike: 100 with a standard deviation of 9.8
 
 
 def test_large_epochs_are_not_correlated():
-    orders = [single(numbered_source(50_000), 50_000, seed=3).record_indices(epoch) for epoch in range(4)]
+    orders = [
+        single(numbered_source(50_000), 50_000, seed=3).record_indices(epoch) for epoch in range(4)
+    ]
     for first, second in itertools.pairwise(orders):
         assert abs(np.corrcoef(first, second)[0, 1]) < 5 / np.sqrt(50_000)
         assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 5 / np.sqrt(50_000)
 
 
 @pytest.mark.parametrize("make_source", [lambda: numbered_source(40), lambda: encoded_source(8)])
-@pytest.mark.parametrize("hosts", [[range(4), range(4, 8)], [[0, 1, 6, 7], [2, 3, 4, 5]], [[1], [0, 2, 3, 7]]])
+@pytest.mark.parametrize(
+    "hosts", [[range(4), range(4, 8)], [[0, 1, 6, 7], [2, 3, 4, 5]], [[1], [0, 2, 3, 7]]]
+)
 def test_hosts_share_the_same_global_batch(make_source, hosts):
     source = make_source()
     whole = single(source, 8, seed=5)
@@ -184,11 +213,15 @@ def test_cached_source_decodes_once():
     assert cached.gather(np.arange(10))[1].tolist() == list(range(10))
 
 
-@pytest.mark.parametrize(("count", "batch_size", "hosts"), [(10, 4, 1), (10, 4, 2), (3, 8, 4), (8, 4, 2), (1, 1, 1)])
+@pytest.mark.parametrize(
+    ("count", "batch_size", "hosts"), [(10, 4, 1), (10, 4, 2), (3, 8, 4), (8, 4, 2), (1, 1, 1)]
+)
 def test_evaluation_counts_every_record_once(count, batch_size, hosts):
     source = numbered_source(count)
     size = batch_size // hosts
-    parts = [EvalPipeline(source, batch_size, rows=range(h * size, (h + 1) * size)) for h in range(hosts)]
+    parts = [
+        EvalPipeline(source, batch_size, rows=range(h * size, (h + 1) * size)) for h in range(hosts)
+    ]
     assert {len(part) for part in parts} == {-(-count // batch_size)}
     seen, shapes = [], set()
     for part in parts:
@@ -276,7 +309,9 @@ def test_errors(make, message):
 def test_labels_are_checked():
     source = encoded_source(3, on_unreadable="skip")
     source.label_names = ("only",)
-    with pytest.raises(DataError, match=r"label in \[0, 1\) in record 1 .*got 1. Choose a split that has labels"):
+    with pytest.raises(
+        DataError, match=r"label in \[0, 1\) in record 1 .*got 1. Choose a split that has labels"
+    ):
         source[1]
 
 

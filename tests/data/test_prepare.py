@@ -22,13 +22,15 @@ def read_back(name, data_dir, split):
 
 def as_set(images, labels):
     return sorted(
-        (image.tobytes(), tuple(np.atleast_1d(label).tolist())) for image, label in zip(images, labels, strict=True)
+        (image.tobytes(), tuple(np.atleast_1d(label).tolist()))
+        for image, label in zip(images, labels, strict=True)
     )
 
 
 @pytest.fixture
 def cifar_files(tmp_path, published):
-    """Builds a CIFAR archive with `per_file` random images in each file; returns the true pixels and labels."""
+    """Builds a CIFAR archive with `per_file` random images in each file; returns the true pixels
+    and labels."""
 
     def build(name, files, label_files, label_bounds, per_file=7):
         rng = np.random.default_rng(0)
@@ -36,7 +38,9 @@ def cifar_files(tmp_path, published):
         truth = {}
         for file in files:
             images = rng.integers(0, 256, (per_file, 32, 32, 3), np.uint8)
-            labels = np.stack([rng.integers(0, bound, per_file, np.uint8) for bound in label_bounds], 1)
+            labels = np.stack(
+                [rng.integers(0, bound, per_file, np.uint8) for bound in label_bounds], 1
+            )
             planes = images.transpose(0, 3, 1, 2).reshape(per_file, -1)
             members[file] = np.concatenate([labels, planes], 1).tobytes()
             truth[file.split("/")[-1]] = images, labels
@@ -54,20 +58,27 @@ def test_cifar10_from_binary_files(cifar_files, tmp_path):
     names = [f"class{label}" for label in range(10)]
     train_files = [f"{prefix}data_batch_{n}.bin" for n in range(1, 6)]
     source, truth = cifar_files(
-        "cifar-10-binary", [*train_files, prefix + "test_batch.bin"], {prefix + "batches.meta.txt": names}, [10]
+        "cifar-10-binary",
+        [*train_files, prefix + "test_batch.bin"],
+        {prefix + "batches.meta.txt": names},
+        [10],
     )
     path = prepare("cifar10", str(tmp_path / "sets"), str(source))
     assert path == tmp_path / "sets" / "cifar10" / "3.0.2"
     train = read_back("cifar10", tmp_path / "sets", "train")
     images = np.concatenate([truth[f"data_batch_{n}.bin"][0] for n in range(1, 6)])
     labels = np.concatenate([truth[f"data_batch_{n}.bin"][1] for n in range(1, 6)])
-    assert as_set([r["image"] for r in train], [r["label"] for r in train]) == as_set(images, labels)
+    assert as_set([r["image"] for r in train], [r["label"] for r in train]) == as_set(
+        images, labels
+    )
     assert {r["id"] for r in train} == {f"train_{n:05d}".encode() for n in range(35)}
     assert len(read_back("cifar10", tmp_path / "sets", "test")) == 7
     ours = load_source("cifar10", "eval", data_dir=str(tmp_path / "sets"))
     assert (ours.split, ours.label_names, ours.image_shape) == ("test", tuple(names), (32, 32, 3))
     got = [ours[i] for i in range(len(ours))]
-    assert as_set([r["image"] for r in got], [r["label"] for r in got]) == as_set(*truth["test_batch.bin"])
+    assert as_set([r["image"] for r in got], [r["label"] for r in got]) == as_set(
+        *truth["test_batch.bin"]
+    )
 
 
 def test_cifar100_keeps_both_labels(cifar_files, tmp_path):
@@ -83,7 +94,9 @@ def test_cifar100_keeps_both_labels(cifar_files, tmp_path):
     train = read_back("cifar100", tmp_path / "sets", "train")
     labels = [(r["coarse_label"], r["label"]) for r in train]
     assert as_set([r["image"] for r in train], labels) == as_set(*truth["train.bin"])
-    assert load_source("cifar100", "train", data_dir=str(tmp_path / "sets")).label_names == tuple(fine)
+    assert load_source("cifar100", "train", data_dir=str(tmp_path / "sets")).label_names == tuple(
+        fine
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +111,10 @@ def test_mnist_from_idx_files(name, url, tmp_path, published):
     source, urls, truth = tmp_path / "downloads", {}, {}
     source.mkdir()
     for split, count in {"train": 6, "t10k": 3}.items():
-        images, labels = rng.integers(0, 256, (count, 28, 28), np.uint8), rng.integers(0, 10, count, np.uint8)
+        images, labels = (
+            rng.integers(0, 256, (count, 28, 28), np.uint8),
+            rng.integers(0, 10, count, np.uint8),
+        )
         truth[split] = images, labels
         for array, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
             file = source / f"{split}-{kind}-ubyte.gz"
@@ -108,7 +124,9 @@ def test_mnist_from_idx_files(name, url, tmp_path, published):
     prepare(name, str(tmp_path / "sets"), str(source))
     for split, published_split in {"train": "train", "test": "t10k"}.items():
         records = read_back(name, tmp_path / "sets", split)
-        assert as_set([r["image"] for r in records], [r["label"] for r in records]) == as_set(*truth[published_split])
+        assert as_set([r["image"] for r in records], [r["label"] for r in records]) == as_set(
+            *truth[published_split]
+        )
     ours = load_source(name, "train", data_dir=str(tmp_path / "sets"))
     assert ours.image_shape == (28, 28, 1)
     assert as_set(*ours.gather(np.arange(6))) == as_set(*truth["train"])
@@ -120,7 +138,10 @@ def test_fashion_mnist_that_was_compressed_again_is_taken_by_its_content(tmp_pat
     source, digests = tmp_path / "downloads", {}
     source.mkdir()
     for split, count in {"train": 6, "t10k": 3}.items():
-        images, labels = rng.integers(0, 256, (count, 28, 28), np.uint8), rng.integers(0, 10, count, np.uint8)
+        images, labels = (
+            rng.integers(0, 256, (count, 28, 28), np.uint8),
+            rng.integers(0, 10, count, np.uint8),
+        )
         for array, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
             file = source / f"{split}-{kind}-ubyte.gz"
             write_idx(file, array)
@@ -142,8 +163,13 @@ def test_folder_is_copied_without_encoding_again(image_folder, tmp_path):
     assert (fast.label_names, fast.splits) == (("ant", "bird"), ("train", "val"))
     assert fast.crops_on_host
     assert as_set(*fast.gather(np.arange(8))) == as_set(*direct.gather(np.arange(8)))
-    assert load_source("my_images", "eval", data_dir=str(tmp_path / "sets"), image_size=16).split == "val"
-    with pytest.raises(DataError, match="image_size for my_images, whose images are not all square and of one size"):
+    assert (
+        load_source("my_images", "eval", data_dir=str(tmp_path / "sets"), image_size=16).split
+        == "val"
+    )
+    with pytest.raises(
+        DataError, match="image_size for my_images, whose images are not all square and of one size"
+    ):
         load_source("my_images", "train", data_dir=str(tmp_path / "sets"))
 
 
@@ -160,7 +186,9 @@ def test_another_format_has_no_random_access(image_folder, tmp_path):
     info.write_text(info.read_text().replace('"array_record"', '"tfrecord"'))
     for file in path.glob("*array_record*"):
         file.rename(file.with_name(file.name.replace("array_record", "tfrecord")))
-    with pytest.raises(DataError, match="my_images as array_record .*got tfrecord, which has no random access"):
+    with pytest.raises(
+        DataError, match="my_images as array_record .*got tfrecord, which has no random access"
+    ):
         load_source("my_images", "train", data_dir=str(tmp_path / "sets"), image_size=16)
 
 
@@ -182,22 +210,32 @@ class Numbers(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
 def test_a_set_without_images_is_refused(tmp_path):
     Numbers(data_dir=str(tmp_path), file_format="array_record").download_and_prepare()
-    with pytest.raises(DataError, match="one uint8 image, grey or RGB, and one class label each, got numbers with"):
+    with pytest.raises(
+        DataError, match="one uint8 image, grey or RGB, and one class label each, got numbers with"
+    ):
         load_source("numbers", "train", data_dir=str(tmp_path))
 
 
 def test_a_changed_source_file_is_refused(cifar_files, tmp_path):
     prefix = "cifar-10-batches-bin/"
     source, _ = cifar_files(
-        "cifar-10-binary", [prefix + "test_batch.bin"], {prefix + "batches.meta.txt": list("0123456789")}, [10]
+        "cifar-10-binary",
+        [prefix + "test_batch.bin"],
+        {prefix + "batches.meta.txt": list("0123456789")},
+        [10],
     )
     with open(source / "cifar-10-binary.tar.gz", "ab") as file:
         file.write(b"\0")
-    with pytest.raises(DataError, match=r"published source files of cifar10(.|\n)*checksum(.|\n)*SHA-256 c4a38c50a1bc"):
+    with pytest.raises(
+        DataError,
+        match=r"published source files of cifar10(.|\n)*checksum(.|\n)*SHA-256 c4a38c50a1bc",
+    ):
         prepare("cifar10", str(tmp_path / "sets"), str(source))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is not None, reason="TensorFlow is installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorflow") is not None, reason="TensorFlow is installed"
+)
 def test_a_set_that_needs_tensorflow_says_so(tmp_path, published, monkeypatch):
     """Preparing KMNIST is left to TFDS, which reads its files through TensorFlow."""
     monkeypatch.setattr(tfds.image_classification.KMNIST, "url_infos", None)
@@ -205,7 +243,10 @@ def test_a_set_that_needs_tensorflow_says_so(tmp_path, published, monkeypatch):
     source.mkdir()
     urls = {}
     for split in ("train", "t10k"):
-        for kind, array in (("images-idx3", np.zeros((1, 28, 28), np.uint8)), ("labels-idx1", np.zeros(1, np.uint8))):
+        for kind, array in (
+            ("images-idx3", np.zeros((1, 28, 28), np.uint8)),
+            ("labels-idx1", np.zeros(1, np.uint8)),
+        ):
             file = source / f"{split}-{kind}-ubyte.gz"
             write_idx(file, array)
             urls["http://codh.rois.ac.jp/kmnist/dataset/kmnist/" + file.name] = file

@@ -36,7 +36,9 @@ def test_stress_comments_and_what_differs_in_stress_alone_are_dropped():
     }
 
 
-@pytest.mark.parametrize("line", ["read", "read R EE1 D", "r3ad R EH1 D", "\x1b[31m R EH1 D", "é EY1"])
+@pytest.mark.parametrize(
+    "line", ["read", "read R EE1 D", "r3ad R EH1 D", "\x1b[31m R EH1 D", "é EY1"]
+)
 def test_a_line_that_is_no_entry_is_named(line):
     with pytest.raises(data.DataError, match=r"in line 2 of the dictionary") as error:
         parse_dictionary(["cat K AE1 T", line])
@@ -44,7 +46,9 @@ def test_a_line_that_is_no_entry_is_named(line):
 
 
 def test_every_word_is_in_one_split_with_all_its_pronunciations(dictionary):
-    sources = {split: data.load_source("cmudict", split, data_dir=str(dictionary)) for split in SPLITS}
+    sources = {
+        split: data.load_source("cmudict", split, data_dir=str(dictionary)) for split in SPLITS
+    }
     words = {
         split: {"".join(source.text("source", row)) for row in source.arrays["source"]}
         for split, source in sources.items()
@@ -103,6 +107,10 @@ def test_a_missing_file_and_an_unknown_split_are_refused(tmp_path, dictionary):
 
 def test_the_split_of_a_word_does_not_change():
     # The first four bytes of `printf WORD | sha256sum`, modulo 100: 43, 7 and 2.
-    assert [split_of(word) for word in ("attention", "cat", "house")] == ["train", "validation", "test"]
+    assert [split_of(word) for word in ("attention", "cat", "house")] == [
+        "train",
+        "validation",
+        "test",
+    ]
     counts = np.unique([split_of(f"word{i}") for i in range(4000)], return_counts=True)[1]
     assert (np.abs(np.sort(counts) / 4000 - [0.05, 0.05, 0.9]) < 0.015).all()

@@ -25,7 +25,12 @@ from adder_flax.data import (
     register_source,
 )
 from adder_flax.data._digits import stratified_test_mask
-from adder_flax.data._images import decode_and_center_crop, decode_and_random_crop, decode_and_resize, random_crop_box
+from adder_flax.data._images import (
+    decode_and_center_crop,
+    decode_and_random_crop,
+    decode_and_resize,
+    random_crop_box,
+)
 from tests.data.files import encode, smooth_image
 
 
@@ -55,11 +60,14 @@ def test_digits_split_is_stratified(sklearn_digits):
 
 
 def test_digits_split_never_changes(sklearn_digits):
-    """Accuracies are comparable only on one split, so the test split is pinned: the first three records, and a sum."""
+    """Accuracies are comparable only on one split, so the test split is pinned: the first three
+    records, and a sum."""
     chosen = np.flatnonzero(stratified_test_mask(sklearn_digits.target, 360 / 1797, seed=0))
     draws = np.random.PCG64(0).random_raw(1797)
     zeros = np.flatnonzero(sklearn_digits.target == 0)
-    expected = sorted(zeros, key=lambda index: draws[index])[: int((sklearn_digits.target[chosen] == 0).sum())]
+    expected = sorted(zeros, key=lambda index: draws[index])[
+        : int((sklearn_digits.target[chosen] == 0).sum())
+    ]
     assert sorted(expected) == [index for index in chosen if sklearn_digits.target[index] == 0]
     assert draws[:2].tolist() == [11749869230777074271, 4976686463289251617]
 
@@ -67,8 +75,11 @@ def test_digits_split_never_changes(sklearn_digits):
 def test_digits_do_not_import_scikit_learn():
     """It takes longer than everything else before the first step."""
     code = "import sys; from adder_flax.data import load_source; load_source('digits', 'train'); "
-    code += "print([m for m in ('sklearn', 'tensorflow_datasets', 'tensorflow', 'pandas') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code += "heavy = ('sklearn', 'tensorflow_datasets', 'tensorflow', 'pandas')\n"
+    code += "print([m for m in heavy if m in sys.modules])"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 
@@ -88,7 +99,8 @@ def test_fake_is_a_function_of_split_and_index():
 
 def test_folder_reads_classes_by_name(image_folder):
     train, val = (
-        load_source("folder", split, data_dir=str(image_folder), image_size=24) for split in ("train", "eval")
+        load_source("folder", split, data_dir=str(image_folder), image_size=24)
+        for split in ("train", "eval")
     )
     assert (train.label_names, train.splits, len(train)) == (("ant", "bird"), ("train", "val"), 8)
     assert (val.split, len(val)) == ("val", 3)
@@ -97,19 +109,27 @@ def test_folder_reads_classes_by_name(image_folder):
         record = train[index]
         assert record["label"] == ["ant", "bird"].index(file.parent.name)
         assert (record["image"] == decode_and_center_crop(file.read_bytes(), 24, 3)).all()
-    whole = load_source("folder", "train", data_dir=str(image_folder), image_size=24, eval_crop_ratio=1.0)
+    whole = load_source(
+        "folder", "train", data_dir=str(image_folder), image_size=24, eval_crop_ratio=1.0
+    )
     with Image.open(files[0]) as image:
         width, height = (int(24 * side / min(image.size)) for side in image.size)
         resized = np.asarray(image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC))
     top, left = round((height - 24) / 2), round((width - 24) / 2)
     assert (whole[0]["image"] == resized[top : top + 24, left : left + 24]).all()
-    assert (train.eval_crop_ratio, whole.eval_crop_ratio, load_source("digits", "train").eval_crop_ratio) == (
+    assert (
+        train.eval_crop_ratio,
+        whole.eval_crop_ratio,
+        load_source("digits", "train").eval_crop_ratio,
+    ) == (
         0.875,
         1,
         1,
     )
     with pytest.raises(DataError, match=r"eval_crop_ratio in \(0, 1\], got 1.5"):
-        load_source("folder", "train", data_dir=str(image_folder), image_size=24, eval_crop_ratio=1.5)
+        load_source(
+            "folder", "train", data_dir=str(image_folder), image_size=24, eval_crop_ratio=1.5
+        )
 
 
 def test_labels_of_a_split_are_those_of_train(image_folder):
@@ -129,7 +149,8 @@ def test_unreadable_image_is_named_or_counted(image_folder):
     broken.write_bytes(broken.read_bytes()[:200])
     options = {"data_dir": str(image_folder), "image_size": 8}
     with pytest.raises(
-        UnreadableRecordError, match=rf"record 3 of folder/train \({broken}\), got a PNG that is cut.*skip"
+        UnreadableRecordError,
+        match=rf"record 3 of folder/train \({broken}\), got a PNG that is cut.*skip",
     ):
         load_source("folder", "train", **options).gather(np.arange(8))
     source = load_source("folder", "train", on_unreadable="skip", **options)
@@ -143,7 +164,9 @@ def test_unreadable_image_is_named_or_counted(image_folder):
         source[3]
 
 
-@pytest.mark.parametrize(("width", "height"), [(500, 375), (375, 500), (256, 256), (300, 2000), (65, 17), (1, 1)])
+@pytest.mark.parametrize(
+    ("width", "height"), [(500, 375), (375, 500), (256, 256), (300, 2000), (65, 17), (1, 1)]
+)
 @pytest.mark.parametrize("channels", [1, 3])
 def test_center_crop_is_deits(width, height, channels):
     """Resize(int(size / 0.875)) then CenterCrop(size), written out as torchvision computes them."""
@@ -155,7 +178,9 @@ def test_center_crop_is_deits(width, height, channels):
         new_width, new_height = short, int(short * height / width)
     else:
         new_width, new_height = int(short * width / height), short
-    pixels = np.asarray(image.resize((new_width, new_height), Image.BICUBIC)).reshape(new_height, new_width, channels)
+    pixels = np.asarray(image.resize((new_width, new_height), Image.BICUBIC)).reshape(
+        new_height, new_width, channels
+    )
     top, left = int(round((new_height - size) / 2.0)), int(round((new_width - size) / 2.0))
     expected = pixels[top : top + size, left : left + size]
     assert (decode_and_center_crop(encoded, size, channels) == expected).all()
@@ -164,19 +189,25 @@ def test_center_crop_is_deits(width, height, channels):
 def test_random_crop_is_a_resized_box():
     image = smooth_image(120, 160)
     for seed in range(5):
-        left, top, width, height = random_crop_box(np.random.default_rng((7, seed)), 160, 120, (0.08, 1.0))
+        left, top, width, height = random_crop_box(
+            np.random.default_rng((7, seed)), 160, 120, (0.08, 1.0)
+        )
         box = Image.fromarray(image).crop((left, top, left + width, top + height))
-        # Resizing within the image may look one pixel past the box at its edges, where cropping first repeats pixels.
+        # Resizing within the image may look one pixel past the box at its edges, where cropping
+        # first repeats pixels.
         expected = np.asarray(box.resize((20, 20), Image.BICUBIC)).astype(int)
         got = decode_and_random_crop(encode(image), 20, 3, (7, seed), (0.08, 1.0)).astype(int)
         assert np.abs(got - expected)[1:-1, 1:-1].max() <= 2
         # JPEG decodes such a large image at a fraction of its size.
-        jpeg = decode_and_random_crop(encode(image, "jpeg"), 20, 3, (7, seed), (0.08, 1.0)).astype(int)
+        jpeg = decode_and_random_crop(encode(image, "jpeg"), 20, 3, (7, seed), (0.08, 1.0)).astype(
+            int
+        )
         assert np.abs(jpeg - expected).mean() < 4
 
 
 def test_random_crop_up_to_the_edges_of_a_reduced_jpeg():
-    """The whole width, at many sizes: rounding must not put the box outside the image decoded at a fraction."""
+    """The whole width, at many sizes: rounding must not put the box outside the image decoded at a
+    fraction."""
     for width in range(97, 131):
         encoded = encode(smooth_image(3 * width, width), "jpeg")
         assert decode_and_random_crop(encoded, 10, 3, (0,), (1.0, 1.0)).shape == (10, 10, 3)
@@ -227,7 +258,9 @@ def test_tfds_cifar10(cifar10_dir):
         assert (source[int(index)]["image"] == images[row]).all()
     assert (images == again).all()
     assert len(load_source("cifar10", "train[:10%]", data_dir=cifar10_dir)) == 5000
-    assert load_source("cifar10", "test", data_dir=cifar10_dir, image_size=40)[5]["image"].shape == (40, 40, 3)
+    assert load_source("cifar10", "test", data_dir=cifar10_dir, image_size=40)[5][
+        "image"
+    ].shape == (40, 40, 3)
 
 
 def test_tfds_does_not_import_tensorflow(cifar10_dir):
@@ -259,8 +292,14 @@ NO_SETS = {"data_dir": str(Path(__file__).parent)}
             "got '/nowhere/at/all', which does not exist",
         ),
         (("cifar1", "train"), "got 'cifar1'. Did you mean cifar10"),
-        (("cifar10:9.9.9", "train", NO_SETS), "configuration and version that TFDS has, got 'cifar10:9.9.9'"),
-        (("imagenette/nope", "train", NO_SETS), "configuration and version that TFDS has, got 'imagenette/nope'"),
+        (
+            ("cifar10:9.9.9", "train", NO_SETS),
+            "configuration and version that TFDS has, got 'cifar10:9.9.9'",
+        ),
+        (
+            ("imagenette/nope", "train", NO_SETS),
+            "configuration and version that TFDS has, got 'imagenette/nope'",
+        ),
     ],
 )
 def test_errors_say_what_to_do(arguments, message):
@@ -285,19 +324,25 @@ def test_errors_of_a_folder(image_folder):
 
 
 def test_a_set_that_is_not_prepared_names_the_command(tmp_path):
-    with pytest.raises(DataError, match=f"python -m adder_flax.data.prepare cifar100 --data_dir={tmp_path}"):
+    with pytest.raises(
+        DataError, match=f"python -m adder_flax.data.prepare cifar100 --data_dir={tmp_path}"
+    ):
         load_source("cifar100", "train", data_dir=str(tmp_path))
 
 
 def test_tfds_splits_are_checked(cifar10_dir):
-    with pytest.raises(DataError, match=r"out of \('train', 'test'\) of cifar10/3.0.2, got 'validation'"):
+    with pytest.raises(
+        DataError, match=r"out of \('train', 'test'\) of cifar10/3.0.2, got 'validation'"
+    ):
         load_source("cifar10", "validation", data_dir=cifar10_dir)
 
 
 def test_a_set_of_ones_own_is_found_by_name():
     def load(split, *, image_size, **_):
         del image_size
-        return ArraySource("own", split, ["a", "test"], np.zeros((2, 6, 6, 3), np.uint8), [0, 1], ["x", "y"])
+        return ArraySource(
+            "own", split, ["a", "test"], np.zeros((2, 6, 6, 3), np.uint8), [0, 1], ["x", "y"]
+        )
 
     statistics = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     with SETS.temporary():
@@ -306,7 +351,9 @@ def test_a_set_of_ones_own_is_found_by_name():
         assert channel_statistics(load_source("own", "a")) == statistics
         with pytest.raises(DataError, match="image_size 6 for own, got 7"):
             load_source("own", "a", image_size=7)
-        with pytest.raises(DataError, match="or the name of a TFDS set, got 'owm'. Did you mean own"):
+        with pytest.raises(
+            DataError, match="or the name of a TFDS set, got 'owm'. Did you mean own"
+        ):
             load_source("owm", "a")
         with pytest.raises(ValueError, match="registered already"):
             register_source(DataSet("own", load_source))
@@ -322,8 +369,14 @@ def test_a_set_that_is_not_here_is_imitated_with_its_own_statistics():
 
 
 def test_photographs_that_are_not_here_are_cropped_as_they_would_be():
-    source = load_or_imitate("imagenet2012", "train", data_dir="/nowhere", image_size=32, eval_crop_ratio=0.9)
-    assert (source.image_shape, source.crops_on_host, source.eval_crop_ratio) == ((32, 32, 3), True, 0.9)
+    source = load_or_imitate(
+        "imagenet2012", "train", data_dir="/nowhere", image_size=32, eval_crop_ratio=0.9
+    )
+    assert (source.image_shape, source.crops_on_host, source.eval_crop_ratio) == (
+        (32, 32, 3),
+        True,
+        0.9,
+    )
     whole = load_or_imitate("cifar10", "train", data_dir="/nowhere", eval_crop_ratio=0.9)
     assert (whole.crops_on_host, whole.eval_crop_ratio) == (False, 1.0)
 
@@ -353,10 +406,16 @@ RECORDS = "insects-train.array_record-00000-of-00001"
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda d: (d / "dataset_info.json").write_text('{"name": "ins'), "whole, as it was prepared in .*ParseError"),
+        (
+            lambda d: (d / "dataset_info.json").write_text('{"name": "ins'),
+            "whole, as it was prepared in .*ParseError",
+        ),
         (lambda d: (d / "dataset_info.json").unlink(), "whole, as it was prepared"),
         (lambda d: (d / "features.json").unlink(), "no prepared version there"),
-        (lambda d: edit(d / "dataset_info.json", '"6"', '"5"'), "6 records in .* where dataset_info.json says 5"),
+        (
+            lambda d: edit(d / "dataset_info.json", '"6"', '"5"'),
+            "6 records in .* where dataset_info.json says 5",
+        ),
         (
             lambda d: edit(d / "features.json", '"numClasses": "2"', '"numClasses": "3"'),
             "2 names .* declares 3 classes",
@@ -365,7 +424,10 @@ RECORDS = "insects-train.array_record-00000-of-00001"
         (lambda d: (d / "label.labels.txt").unlink(), "label.labels.txt"),
         (lambda d: (d / "label.labels.txt").write_text("ant\nant\n"), "one name"),
         (lambda d: (d / RECORDS).unlink(), "No such file"),
-        (lambda d: (d / RECORDS).write_bytes((d / RECORDS).read_bytes()[:-100]), "whole, as it was prepared"),
+        (
+            lambda d: (d / RECORDS).write_bytes((d / RECORDS).read_bytes()[:-100]),
+            "whole, as it was prepared",
+        ),
         (lambda d: ((d / RECORDS).unlink(), os.mkfifo(d / RECORDS)), "no regular file"),
     ],
 )
@@ -379,7 +441,9 @@ def test_damage_of_a_prepared_set_is_one_message(prepared, tmp_path, damage, mes
 
 
 def test_folders_of_another_layout_are_refused(image_folder):
-    load = lambda split="train": load_source("folder", split, data_dir=str(image_folder), image_size=8)
+    load = lambda split="train": load_source(
+        "folder", split, data_dir=str(image_folder), image_size=8
+    )
     (image_folder / "train" / "loose.png").write_bytes(b"")
     with pytest.raises(DataError, match="got the file 'loose.png' beside the classes' folders"):
         load()
@@ -407,7 +471,9 @@ def test_names_of_classes_are_fit_to_show(tmp_path):
 
 def test_the_first_readable_records(image_folder):
     (image_folder / "train" / "ant" / "0.png").write_bytes(b"no image")
-    load = lambda **options: load_source("folder", "train", data_dir=str(image_folder), image_size=8, **options)
+    load = lambda **options: load_source(
+        "folder", "train", data_dir=str(image_folder), image_size=8, **options
+    )
     images, labels = load(on_unreadable="skip").first(4).values()
     assert (images == load().gather(np.arange(1, 5))[0]).all()
     assert labels.tolist() == [0, 0, 1, 1]

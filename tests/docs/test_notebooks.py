@@ -1,4 +1,5 @@
-"""The notebooks of the tutorial run from the first cell to the last, and lie in the repository without outputs."""
+"""The notebooks of the tutorial run from the first cell to the last, and lie in the repository
+without outputs."""
 
 import pytest
 
@@ -16,7 +17,12 @@ def code_cells(notebook):
 
 
 def test_there_are_notebooks():
-    assert [path.stem for path in notebooks.notebooks()] == ["borrow", "second_order", "swap", "train"]
+    assert [path.stem for path in notebooks.notebooks()] == [
+        "borrow",
+        "second_order",
+        "swap",
+        "train",
+    ]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -32,7 +38,11 @@ def test_a_notebook_runs(path):
     notebook = notebooks.outputs_of(path)
     given = [output for cell in code_cells(notebook) for output in cell.outputs]
     assert given
-    drawn = [cell for cell in code_cells(notebook) if any("image/png" in o.get("data", {}) for o in cell.outputs)]
+    drawn = [
+        cell
+        for cell in code_cells(notebook)
+        if any("image/png" in o.get("data", {}) for o in cell.outputs)
+    ]
     assert len(drawn) == len([cell for cell in code_cells(notebook) if "alt" in cell.metadata])
     text, pictures = notebooks.as_page(notebook, path.stem)
     assert len(pictures) == len(drawn) == text.count("![")

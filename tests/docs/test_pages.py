@@ -47,7 +47,8 @@ REGISTRIES = [
 
 
 def code_blocks(page):
-    """The page's Python, but for included files, written ```{.python}, which examples/run_installed.sh runs."""
+    """The page's Python, but for included files, written ```{.python}, which
+    examples/run_installed.sh runs."""
     return BLOCK.findall(page.read_text())
 
 
@@ -62,7 +63,8 @@ def own_names():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES if code_blocks(page)]
+    "page",
+    [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES if code_blocks(page)],
 )
 def test_code_on_a_page_runs(page, own_names):
     namespace = {"__name__": "page"}
@@ -78,5 +80,11 @@ def test_a_sixth_mechanism_takes_fewer_than_25_lines():
 
 def test_the_reference_of_kfac_names_everything_public():
     """The other packages have `__all__`, from which their pages follow."""
-    named = set(re.findall(r"^::: kfac\.(\w+)$", (DOCS / "api" / "kfac.md").read_text(), re.MULTILINE))
-    assert named == {n for n in vars(kfac) if not n.startswith("_") and not isinstance(getattr(kfac, n), ModuleType)}
+    named = set(
+        re.findall(r"^::: kfac\.(\w+)$", (DOCS / "api" / "kfac.md").read_text(), re.MULTILINE)
+    )
+    assert named == {
+        n
+        for n in vars(kfac)
+        if not n.startswith("_") and not isinstance(getattr(kfac, n), ModuleType)
+    }

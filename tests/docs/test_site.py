@@ -26,11 +26,15 @@ def test_the_site_builds_with_warnings_as_errors(tmp_path):
         text = written.read_text()
         assert 'class="arithmatex"' not in text, written
         assert not re.findall(r'<(?:script|img|iframe)[^>]+src="(?:https?:)?//[^"]+', text), written
-        assert not re.findall(r'<link[^>]+rel="stylesheet"[^>]+href="(?:https?:)?//[^"]+', text), written
+        assert not re.findall(r'<link[^>]+rel="stylesheet"[^>]+href="(?:https?:)?//[^"]+', text), (
+            written
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["[link](nowhere.md)", "[link](#nowhere)", "![picture](nowhere.png)"])
+@pytest.mark.parametrize(
+    "text", ["[link](nowhere.md)", "[link](#nowhere)", "![picture](nowhere.png)"]
+)
 def test_a_broken_link_fails_the_build(text, tmp_path):
     """One page with the site's own settings."""
     pytest.importorskip("mkdocs", reason="pip install -r docs/requirements.txt")
@@ -47,4 +51,6 @@ def test_a_broken_link_fails_the_build(text, tmp_path):
 def test_the_drawing_of_the_architecture_is_that_of_the_imports():
     made = [sys.executable, "-c", "import architecture as a; print(a.draw(a.imports()), end='')"]
     done = subprocess.run(made, cwd=ROOT / "docs", capture_output=True, text=True, check=True)
-    assert done.stdout == (ROOT / "docs" / "images" / "architecture.svg").read_text(), "run python docs/architecture.py"
+    assert done.stdout == (ROOT / "docs" / "images" / "architecture.svg").read_text(), (
+        "run python docs/architecture.py"
+    )

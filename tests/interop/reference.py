@@ -1,4 +1,5 @@
-"""A vision transformer in float64 NumPy that reads timm's arrays, by timm's own order of operations."""
+"""A vision transformer in float64 NumPy that reads timm's arrays, by timm's own order of
+operations."""
 
 import math
 
@@ -8,7 +9,8 @@ _erf = np.vectorize(math.erf)
 
 
 def timm_forward(weights, images, *, patch_size, depth, num_heads):
-    """Returns logits of NHWC images from arrays in the names and layouts of timm's VisionTransformer."""
+    """Returns logits of NHWC images from arrays in the names and layouts of timm's
+    VisionTransformer."""
     w = {name: np.asarray(array, np.float64) for name, array in weights.items()}
     batch, height, width, _ = images.shape
     kernel, rows, columns = w["patch_embed.proj.weight"], height // patch_size, width // patch_size
@@ -26,7 +28,10 @@ def timm_forward(weights, images, *, patch_size, depth, num_heads):
 
     def norm(name, x):
         centred = x - x.mean(-1, keepdims=True)
-        return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * w[f"{name}.weight"] + w[f"{name}.bias"]
+        return (
+            centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * w[f"{name}.weight"]
+            + w[f"{name}.bias"]
+        )
 
     for block in (f"blocks.{i}" for i in range(depth)):
         qkv = linear(f"{block}.attn.qkv", norm(f"{block}.norm1", x))

@@ -1,4 +1,5 @@
-"""Weights against timm and transformers themselves, where they are installed: no other test needs PyTorch."""
+"""Weights against timm and transformers themselves, where they are installed: no other test needs
+PyTorch."""
 
 import json
 
@@ -37,7 +38,11 @@ def save(theirs, path):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, dict(init_values=0.5, no_embed_class=True), dict(global_pool="avg", class_token=False, fc_norm=False)],
+    [
+        {},
+        dict(init_values=0.5, no_embed_class=True),
+        dict(global_pool="avg", class_token=False, fc_norm=False),
+    ],
     ids=["plain", "DeiT III", "mean"],
 )
 def test_timm_both_ways(options, tmp_path):
@@ -50,7 +55,9 @@ def test_timm_both_ways(options, tmp_path):
     assert load(model, tmp_path / "timm.safetensors") == ()
     close(model(images()), logits_of(theirs))
     interop.save_weights(make(seed=3, **own), tmp_path / "ours.safetensors", names="timm")
-    plain = make_theirs(**{n: v for n, v in options.items() if n in ("global_pool", "class_token", "fc_norm")})
+    plain = make_theirs(
+        **{n: v for n, v in options.items() if n in ("global_pool", "class_token", "fc_norm")}
+    )
     plain.load_state_dict(safetensors_torch.load_file(tmp_path / "ours.safetensors"))
     close(make(seed=3, **own)(images()), logits_of(plain.eval()))
 
@@ -67,7 +74,9 @@ def test_every_plain_architecture_of_timm_is_what_its_name_is_taken_for():
         assert found.num_heads == block.attn.num_heads, name
         assert isinstance(block.mlp.act, torch.nn.GELU), name
         assert block.mlp.act.approximate == "none", name
-        assert {norm.eps for norm in (block.norm1, block.norm2, theirs.norm)} == {found.epsilon}, name
+        assert {norm.eps for norm in (block.norm1, block.norm2, theirs.norm)} == {found.epsilon}, (
+            name
+        )
         assert type(block).__name__ == "Block", name
         assert theirs.global_pool == "token", name
 
@@ -86,7 +95,9 @@ def test_what_timm_saves_is_read_with_its_own_configuration(tmp_path):
 
 def vit(**options):
     transformers = pytest.importorskip("transformers")
-    sizes = dict(image_size=12, patch_size=3, hidden_size=16, num_hidden_layers=2, num_attention_heads=4)
+    sizes = dict(
+        image_size=12, patch_size=3, hidden_size=16, num_hidden_layers=2, num_attention_heads=4
+    )
     config = transformers.ViTConfig(**sizes | dict(intermediate_size=64, num_labels=5) | options)
     return transformers.ViTForImageClassification(config)
 
@@ -98,7 +109,9 @@ def test_hugging_face_both_ways(epsilon, tmp_path):
     model = make(norm_epsilon=epsilon)
     assert interop.load_weights(model, tmp_path / "model.safetensors") == ()
     close(model(images()), logits_of(theirs))
-    interop.save_weights(make(seed=3, norm_epsilon=epsilon), tmp_path / "model.safetensors", names="hugging_face")
+    interop.save_weights(
+        make(seed=3, norm_epsilon=epsilon), tmp_path / "model.safetensors", names="hugging_face"
+    )
     again, report = type(theirs).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     close(make(seed=3, norm_epsilon=epsilon)(images()), logits_of(again.eval()))
@@ -147,16 +160,25 @@ def test_distilled_models_of_hugging_face_both_ways(tmp_path):
         close(model(images()), both.logits.numpy())
         close(model.heads(images())[:, 0], both.cls_logits.numpy())
         close(model.heads(images())[:, 1], both.distillation_logits.numpy())
-    interop.save_weights(make(seed=3, distilled=True), tmp_path / "model.safetensors", names="hugging_face")
+    interop.save_weights(
+        make(seed=3, distilled=True), tmp_path / "model.safetensors", names="hugging_face"
+    )
     again, report = type(theirs).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     close(make(seed=3, distilled=True)(images()), logits_of(again.eval()))
 
 
 HUGGING_FACE_FIELDS = (
-    "image_size", "patch_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-    "layer_norm_eps", "id2label", "label2id",
-)  # fmt: skip
+    "image_size",
+    "patch_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "layer_norm_eps",
+    "id2label",
+    "label2id",
+)
 
 
 GRIDS = [(4, 8), (8, 4), (14, 24), (24, 14), (7, 5), (3, 16)]
@@ -177,15 +199,20 @@ def test_positions_are_resized_as_timm_resizes_them(old, new):
 def test_positions_are_resized_as_torch_and_deit_resize_them(old, new):
     embedding = np.random.default_rng(0).normal(size=(1, 1 + old**2, 6)).astype(np.float32)
     grid = torch.from_numpy(embedding[:, 1:].reshape(1, old, old, 6)).permute(0, 3, 1, 2)
-    resized = torch.nn.functional.interpolate(grid, size=(new, new), mode="bicubic", align_corners=False)
-    expected = np.concatenate([embedding[:, :1], resized.permute(0, 2, 3, 1).reshape(1, -1, 6).numpy()], axis=1)
+    resized = torch.nn.functional.interpolate(
+        grid, size=(new, new), mode="bicubic", align_corners=False
+    )
+    expected = np.concatenate(
+        [embedding[:, :1], resized.permute(0, 2, 3, 1).reshape(1, -1, 6).numpy()], axis=1
+    )
     np.testing.assert_allclose(
         resize_positions(embedding, 1 + new**2, prefix_tokens=1, like="torch"), expected, atol=1e-5
     )
 
 
 def test_a_smaller_grid_gives_what_interpolate_pos_encoding_gives(tmp_path):
-    """A file of Hugging Face at 12 pixels, in a model for 6: their own logits of images of 6 pixels."""
+    """A file of Hugging Face at 12 pixels, in a model for 6: their own logits of images of 6
+    pixels."""
     theirs = randomized(vit(layer_norm_eps=1e-6))
     theirs.save_pretrained(tmp_path)
     model = make(image_size=6)
@@ -201,8 +228,12 @@ def test_a_folder_is_what_auto_model_loads(distilled, tmp_path):
     transformers = pytest.importorskip("transformers")
     model = make(seed=3, distilled=distilled)
     names = ["a", "b", "c", "ü", "e"]
-    interop.save_folder(model, tmp_path, label_names=names, mean=[0.5] * 3, std=[0.25] * 3, crop_ratio=0.875)
-    theirs, report = transformers.AutoModelForImageClassification.from_pretrained(tmp_path, output_loading_info=True)
+    interop.save_folder(
+        model, tmp_path, label_names=names, mean=[0.5] * 3, std=[0.25] * 3, crop_ratio=0.875
+    )
+    theirs, report = transformers.AutoModelForImageClassification.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
     assert type(theirs).__name__ == (
         "DeiTForImageClassificationWithTeacher" if distilled else "ViTForImageClassification"
     )

@@ -1,4 +1,5 @@
-"""Models as programs: the same logits for any number of images, in a process that knows JAX alone."""
+"""Models as programs: the same logits for any number of images, in a process that knows JAX
+alone."""
 
 import json
 import re
@@ -43,7 +44,9 @@ def test_jax_alone_gives_the_same_logits(options, tmp_path):
     model = VisionTransformer(**SIZES, **options, rngs=nnx.Rngs(0))
     classify = lambda images: model(images / 127.5 - 1.0)
     shape, names = (8, 8, 3), ["a", "b", "ü", "d"]
-    interop.save_program(classify, tmp_path / "program", image_shape=shape, label_names=names, notes={"step": 7})
+    interop.save_program(
+        classify, tmp_path / "program", image_shape=shape, label_names=names, notes={"step": 7}
+    )
     images = np.random.default_rng(0).integers(0, 256, (64, *shape), np.uint8)
     np.save(tmp_path / "images.npy", images)
     places = [tmp_path / name for name in ("program", "images.npy", "found.npz")]
@@ -52,15 +55,24 @@ def test_jax_alone_gives_the_same_logits(options, tmp_path):
     for logits, count in zip(found.values(), (1, 3, 64), strict=True):
         np.testing.assert_allclose(logits, expected[:count], rtol=1e-4, atol=1e-5)
     about = json.loads((tmp_path / "program.json").read_text())
-    assert (about["classes"], about["step"], about["input"]["shape"]) == (names, 7, ["batch", *shape])
+    assert (about["classes"], about["step"], about["input"]["shape"]) == (
+        names,
+        7,
+        ["batch", *shape],
+    )
     exported = export.deserialize((tmp_path / "program").read_bytes())
     assert exported.platforms == ("cpu", "cuda", "rocm", "tpu")
-    assert not re.findall(r"stablehlo.custom_call @(?!Sharding|shape_assertion)\w+", exported.mlir_module())
+    assert not re.findall(
+        r"stablehlo.custom_call @(?!Sharding|shape_assertion)\w+", exported.mlir_module()
+    )
 
 
 def test_a_sequence_model_is_refused_in_one_message(tmp_path):
     write_dictionary(tmp_path / "dictionary")
     config = g2p.transduction("dot")
     config.data.data_dir = str(tmp_path / "dictionary")
-    with pytest.raises(training.RunError, match="expected a run of config.task.name=classification for --names=stab"):
+    with pytest.raises(
+        training.RunError,
+        match="expected a run of config.task.name=classification for --names=stab",
+    ):
         cli.export(config, tmp_path / "run", "last", "stablehlo")

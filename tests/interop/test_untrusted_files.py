@@ -1,4 +1,5 @@
-"""Files of weights that nobody vouches for: refused by one message before their data are read, or read exactly."""
+"""Files of weights that nobody vouches for: refused by one message before their data are read, or
+read exactly."""
 
 import json
 import os
@@ -52,7 +53,10 @@ def test_what_overflows_float32_is_refused(tmp_path):
 def test_a_head_is_taken_whole_or_for_other_classes_or_not_there(tmp_path):
     head = ("head.bias", "head.kernel")
     assert load(tmp_path, **{"head.weight": None, "head.bias": None})[0] == head
-    assert load(tmp_path, **{"head.weight": np.ones((7, 16), "f"), "head.bias": np.ones(7, "f")})[0] == head
+    assert (
+        load(tmp_path, **{"head.weight": np.ones((7, 16), "f"), "head.bias": np.ones(7, "f")})[0]
+        == head
+    )
     wrong = [
         {"head.bias": None},
         {"head.weight": None},
@@ -76,7 +80,9 @@ def test_a_fifo_does_not_wait_and_a_pickle_does_not_run(tmp_path):
 
 
 def test_a_model_of_sequences_is_refused_by_name(tmp_path):
-    model = Seq2Seq(source_symbols=5, target_symbols=7, width=8, embedding_features=4, rngs=nnx.Rngs(0))
+    model = Seq2Seq(
+        source_symbols=5, target_symbols=7, width=8, embedding_features=4, rngs=nnx.Rngs(0)
+    )
     interop.save_weights(make(), tmp_path / "w")
     for names in interop.FORMATS:
         with pytest.raises(ValueError, match="expected a vision transformer, .* got a Seq2Seq"):
@@ -88,7 +94,9 @@ def test_a_model_of_sequences_is_refused_by_name(tmp_path):
 
 def test_shapes_are_compared_before_data_are_read(tmp_path):
     """A header of 8 GiB in a sparse file."""
-    header = {"blocks.0.attn.qkv.weight": {"dtype": "F32", "shape": [2**31], "data_offsets": [0, 2**33]}}
+    header = {
+        "blocks.0.attn.qkv.weight": {"dtype": "F32", "shape": [2**31], "data_offsets": [0, 2**33]}
+    }
     text = json.dumps(header).encode()
     with open(tmp_path / "w", "wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
@@ -113,7 +121,9 @@ def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="got: No space left on device; what was there is still there"):
+    with pytest.raises(
+        OSError, match="got: No space left on device; what was there is still there"
+    ):
         interop.save_weights(make(seed=2), path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == [path.name]

@@ -1,4 +1,5 @@
-"""Weights of timm and Hugging Face against a NumPy transformer, and against those libraries if installed."""
+"""Weights of timm and Hugging Face against a NumPy transformer, and against those libraries if
+installed."""
 
 import json
 
@@ -33,15 +34,30 @@ def images(side=12, channels=3):
 def timm_arrays(seed=0):
     """Random arrays with the shapes that timm's own state_dict has."""
     rng, width = np.random.default_rng(seed), 16
-    shapes = {"cls_token": (1, 1, width), "pos_embed": (1, 17, width), "patch_embed.proj.weight": (width, 3, 3, 3)}
+    shapes = {
+        "cls_token": (1, 1, width),
+        "pos_embed": (1, 17, width),
+        "patch_embed.proj.weight": (width, 3, 3, 3),
+    }
     shapes |= {"patch_embed.proj.bias": (width,), "head.weight": (5, width), "head.bias": (5,)}
     for i in range(2):
-        sizes = {"attn.qkv": (48, 16), "attn.proj": (16, 16), "mlp.fc1": (64, 16), "mlp.fc2": (16, 64)}
+        sizes = {
+            "attn.qkv": (48, 16),
+            "attn.proj": (16, 16),
+            "mlp.fc1": (64, 16),
+            "mlp.fc2": (16, 64),
+        }
         shapes |= {f"blocks.{i}.{name}.weight": size for name, size in sizes.items()}
         shapes |= {f"blocks.{i}.{name}.bias": size[:1] for name, size in sizes.items()}
-        shapes |= {f"blocks.{i}.{norm}.{part}": (width,) for norm in ("norm1", "norm2") for part in ("weight", "bias")}
+        shapes |= {
+            f"blocks.{i}.{norm}.{part}": (width,)
+            for norm in ("norm1", "norm2")
+            for part in ("weight", "bias")
+        }
     shapes |= {"norm.weight": (width,), "norm.bias": (width,)}
-    return {name: (0.3 * rng.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()}
+    return {
+        name: (0.3 * rng.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()
+    }
 
 
 def load(model, path, **options):
@@ -65,7 +81,9 @@ def test_what_is_written_for_timm_gives_the_models_logits(tmp_path):
     model = make()
     interop.save_weights(model, tmp_path / "timm.safetensors", names="timm")
     arrays = load_file(tmp_path / "timm.safetensors")
-    assert {name: array.shape for name, array in arrays.items()} == {n: a.shape for n, a in timm_arrays().items()}
+    assert {name: array.shape for name, array in arrays.items()} == {
+        n: a.shape for n, a in timm_arrays().items()
+    }
     close(timm_forward(arrays, images(), patch_size=3, depth=2, num_heads=4), model(images()))
 
 
@@ -92,17 +110,28 @@ def test_another_attention_on_dense_weights_keeps_what_its_score_learns(tmp_path
     model = make(score="additive", temperature="learned")
     before = np.asarray(model.blocks[0].attention.score["v"][...])
     kept = load(model, tmp_path / "timm.safetensors")
-    learned = {name.removeprefix("blocks.1.attention.") for name in kept if name.startswith("blocks.1.")}
-    assert learned == {"score.bias", "score.key_kernel", "score.query_kernel", "score.v", "log_temperature"}
+    learned = {
+        name.removeprefix("blocks.1.attention.") for name in kept if name.startswith("blocks.1.")
+    }
+    assert learned == {
+        "score.bias",
+        "score.key_kernel",
+        "score.query_kernel",
+        "score.v",
+        "log_temperature",
+    }
     assert all(".attention." in name for name in kept)
     np.testing.assert_array_equal(model.blocks[0].attention.score["v"][...], before)
 
 
 def test_a_head_for_other_classes_stays_and_positions_are_resized(tmp_path):
     arrays = timm_arrays()
-    # Linear in both directions: bicubic interpolation gives linear functions again, away from the edges.
+    # Linear in both directions: bicubic interpolation gives linear functions again, away from the
+    # edges.
     grid = np.arange(4)[:, None, None] + 10.0 * np.arange(4)[None, :, None] + np.zeros(16)
-    arrays["pos_embed"] = np.concatenate([7 * np.ones((1, 1, 16)), grid.reshape(1, 16, 16)], 1).astype(np.float32)
+    arrays["pos_embed"] = np.concatenate(
+        [7 * np.ones((1, 1, 16)), grid.reshape(1, 16, 16)], 1
+    ).astype(np.float32)
     save_file(arrays, tmp_path / "timm.safetensors")
     model = make(image_size=24, num_classes=9)
     head = np.asarray(model.head.kernel[...])
@@ -111,7 +140,9 @@ def test_a_head_for_other_classes_stays_and_positions_are_resized(tmp_path):
     np.testing.assert_array_equal(model.pos_embed[0, 0], 7 * np.ones(16))
     resized = np.asarray(model.pos_embed[0, 1:]).reshape(8, 8, 16)
     inner = (np.arange(3, 5) + 0.5) / 2 - 0.5
-    np.testing.assert_allclose(resized[3:5, 3:5, 0], inner[:, None] + 10.0 * inner[None, :], rtol=1e-5)
+    np.testing.assert_allclose(
+        resized[3:5, 3:5, 0], inner[:, None] + 10.0 * inner[None, :], rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,12 +160,28 @@ def test_a_head_for_other_classes_stays_and_positions_are_resized(tmp_path):
             "got dist_token; set config.model.distilled",
         ),
         ({}, {"reg_token": np.zeros((1, 4, 16), np.float32)}, "got reg_token, .* register tokens"),
-        ({}, {"blocks.1.mlp.w12.weight": np.zeros((128, 16), np.float32)}, r"a gated MLP \(SwiGLU\)"),
-        ({}, {"blocks.1.mlp.fc1.weight": np.zeros((128, 16), np.float32)}, r"a gated MLP \(SwiGLU\) in blocks\.1\.mlp"),
+        (
+            {},
+            {"blocks.1.mlp.w12.weight": np.zeros((128, 16), np.float32)},
+            r"a gated MLP \(SwiGLU\)",
+        ),
+        (
+            {},
+            {"blocks.1.mlp.fc1.weight": np.zeros((128, 16), np.float32)},
+            r"a gated MLP \(SwiGLU\) in blocks\.1\.mlp",
+        ),
         ({}, {"blocks.0.attn.q_norm.weight": np.zeros(4, np.float32)}, "norms of queries and keys"),
-        ({}, {"fc_norm.weight": np.zeros(16, np.float32)}, "an average over the tokens with the norm behind it"),
+        (
+            {},
+            {"fc_norm.weight": np.zeros(16, np.float32)},
+            "an average over the tokens with the norm behind it",
+        ),
         ({}, {"norm_pre.weight": np.zeros(16, np.float32)}, "a norm in front of the blocks"),
-        ({}, {"blocks.0.ls1.gamma": np.zeros(8, np.float32)}, r"blocks\.0\.ls1\.gamma of shape \(16,\), got \(8,\)"),
+        (
+            {},
+            {"blocks.0.ls1.gamma": np.zeros(8, np.float32)},
+            r"blocks\.0\.ls1\.gamma of shape \(16,\), got \(8,\)",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(options, change, message, tmp_path):
@@ -149,7 +196,9 @@ def test_files_that_are_no_weights_are_refused(tmp_path):
     with pytest.raises(ValueError, match="text: expected a safetensors file"):
         interop.load_weights(make(), tmp_path / "text")
     save_file({"layer.weight": np.zeros(3)}, tmp_path / "other")
-    with pytest.raises(ValueError, match="in the names of adder_flax, timm, .*, got .*layer.weight"):
+    with pytest.raises(
+        ValueError, match="in the names of adder_flax, timm, .*, got .*layer.weight"
+    ):
         interop.load_weights(make(), tmp_path / "other")
     with pytest.raises(FileNotFoundError):
         interop.load_weights(make(), tmp_path / "none")
@@ -159,7 +208,9 @@ def test_what_others_have_no_name_for_is_not_written(tmp_path):
     with pytest.raises(ValueError, match="got adder layers"):
         interop.save_weights(make(**ADDER), tmp_path / "x", names="timm")
     with pytest.raises(ValueError, match="got convolutions in front"):
-        interop.save_weights(make(image_size=16, patch_size=4, stem_channels=(5,)), tmp_path / "x", names="timm")
+        interop.save_weights(
+            make(image_size=16, patch_size=4, stem_channels=(5,)), tmp_path / "x", names="timm"
+        )
     for options in (dict(norm_position="post"), dict(num_heads=1, qkv_linear="identity")):
         with pytest.raises(ValueError, match="got blocks without"):
             interop.save_weights(make(**options), tmp_path / "x", names="timm")
@@ -221,11 +272,20 @@ def test_export_and_start_from_it_on_the_command_line(run_main, tmp_path):
     assert "already complete" in done.stdout, done.stderr  # the file is not needed to resume
     kept.rename(exported)
     accuracies = [
-        [record for record in map(json.loads, (tmp_path / name / "metrics.jsonl").open()) if "eval/loss" in record]
+        [
+            record
+            for record in map(json.loads, (tmp_path / name / "metrics.jsonl").open())
+            if "eval/loss" in record
+        ]
         for name in ("first", "second")
     ]
     assert accuracies[1][0]["eval/loss"] == pytest.approx(accuracies[0][-1]["eval/loss"], rel=1e-4)
-    done = run_main(*flags, second + "_adder", f"--config.init_from={exported}", "--config.model.mlp_linear=adder")
+    done = run_main(
+        *flags,
+        second + "_adder",
+        f"--config.init_from={exported}",
+        "--config.model.mlp_linear=adder",
+    )
     assert done.returncode == 2
     assert "got adder layers" in done.stderr
     assert "Traceback" not in done.stderr
@@ -235,8 +295,14 @@ def test_layer_scale_and_positions_without_an_entry_for_the_class_token(tmp_path
     """DeiT III: every branch is multiplied by a vector, and the class token has no position."""
     arrays = timm_arrays()
     rng = np.random.default_rng(5)
-    gammas = {f"blocks.{i}.ls{n}.gamma": rng.normal(size=16).astype(np.float32) for i in (0, 1) for n in (1, 2)}
-    save_file(arrays | gammas | {"pos_embed": arrays["pos_embed"][:, 1:]}, tmp_path / "deit3.safetensors")
+    gammas = {
+        f"blocks.{i}.ls{n}.gamma": rng.normal(size=16).astype(np.float32)
+        for i in (0, 1)
+        for n in (1, 2)
+    }
+    save_file(
+        arrays | gammas | {"pos_embed": arrays["pos_embed"][:, 1:]}, tmp_path / "deit3.safetensors"
+    )
     for i in (0, 1):
         for n, layer in ((1, "attn.proj"), (2, "mlp.fc2")):
             gamma = gammas[f"blocks.{i}.ls{n}.gamma"]
@@ -248,18 +314,37 @@ def test_layer_scale_and_positions_without_an_entry_for_the_class_token(tmp_path
         model = make(**options)
         assert load(model, tmp_path / "deit3.safetensors") == ()
         close(model(images()), expected)
-    np.testing.assert_array_equal(model.blocks[1].layer_scale2.scale[...], gammas["blocks.1.ls2.gamma"])
+    np.testing.assert_array_equal(
+        model.blocks[1].layer_scale2.scale[...], gammas["blocks.1.ls2.gamma"]
+    )
     interop.save_weights(model, tmp_path / "again.safetensors", names="timm")
-    assert (load_file(tmp_path / "again.safetensors")["blocks.1.ls2.gamma"] == gammas["blocks.1.ls2.gamma"]).all()
-    interop.save_weights(model, tmp_path / "folded.safetensors", names="hugging_face")  # has no LayerScale
+    assert (
+        load_file(tmp_path / "again.safetensors")["blocks.1.ls2.gamma"]
+        == gammas["blocks.1.ls2.gamma"]
+    ).all()
+    interop.save_weights(
+        model, tmp_path / "folded.safetensors", names="hugging_face"
+    )  # has no LayerScale
     plain = make(seed=1)
     assert load(plain, tmp_path / "folded.safetensors") == ()
     close(plain(images()), expected)
 
 
-TIMM_SIZES = {"img_size": 12, "patch_size": 3, "num_classes": 5, "embed_dim": 16, "depth": 2, "num_heads": 4}
+TIMM_SIZES = {
+    "img_size": 12,
+    "patch_size": 3,
+    "num_classes": 5,
+    "embed_dim": 16,
+    "depth": 2,
+    "num_heads": 4,
+}
 TIMM = {"architecture": "vit_tiny_patch16_224", "global_pool": "token", "model_args": TIMM_SIZES}
-HUGGING_FACE = {"model_type": "vit", "num_attention_heads": 4, "hidden_act": "gelu", "layer_norm_eps": 1e-6}
+HUGGING_FACE = {
+    "model_type": "vit",
+    "num_attention_heads": 4,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-6,
+}
 
 
 @pytest.mark.parametrize(
@@ -271,36 +356,74 @@ HUGGING_FACE = {"model_type": "vit", "num_attention_heads": 4, "hidden_act": "ge
             TIMM | {"model_args": {}},
             "heads is 4, as the model's, got 3 by what .*config.json says; set",
         ),
-        ("timm", TIMM | {"model_args": TIMM_SIZES | {"act_layer": "relu"}}, "activation is gelu, .* got relu"),
+        (
+            "timm",
+            TIMM | {"model_args": TIMM_SIZES | {"act_layer": "relu"}},
+            "activation is gelu, .* got relu",
+        ),
         ("timm", TIMM | {"model_args": TIMM_SIZES | {"act_layer": "gelu_tanh"}}, "got gelu_tanh"),
         (
             "timm",
             TIMM | {"model_args": TIMM_SIZES | {"block_fn": "ResPostBlock"}},
             "one with block_fn=ResPostBlock",
         ),
-        ("timm", TIMM | {"model_args": TIMM_SIZES | {"norm_layer": "rmsnorm"}}, "LayerNorm, got norm_layer=rmsnorm"),
+        (
+            "timm",
+            TIMM | {"model_args": TIMM_SIZES | {"norm_layer": "rmsnorm"}},
+            "LayerNorm, got norm_layer=rmsnorm",
+        ),
         ("timm", TIMM | {"global_pool": "avg"}, "pooling is cls, .* got avg"),
-        ("timm", TIMM | {"architecture": "vit_base_patch16_rpn_224"}, "its activation, place of the norms, epsilon of"),
-        ("timm", {"labels": []}, "its number of heads, activation, place of the norms, epsilon of the norms, pooling"),
+        (
+            "timm",
+            TIMM | {"architecture": "vit_base_patch16_rpn_224"},
+            "its activation, place of the norms, epsilon of",
+        ),
+        (
+            "timm",
+            {"labels": []},
+            "its number of heads, activation, place of the norms, epsilon of the norms, pooling",
+        ),
         ("timm", None, "got no config.json beside them; put .* --config.init_from_network=same"),
         ("timm", "{", "expected a configuration in JSON in .*config.json"),
         ("timm", TIMM | {"model_args": 3}, "expected model_args by name"),
         ("hugging_face", HUGGING_FACE, None),
         ("transformers_5", HUGGING_FACE, None),
-        ("hugging_face", HUGGING_FACE | {"num_attention_heads": 2}, "number of heads is 4, .* got 2"),
+        (
+            "hugging_face",
+            HUGGING_FACE | {"num_attention_heads": 2},
+            "number of heads is 4, .* got 2",
+        ),
         ("hugging_face", HUGGING_FACE | {"hidden_act": "relu"}, "activation is gelu, .* got relu"),
-        ("hugging_face", HUGGING_FACE | {"layer_norm_eps": 1e-12}, "got 1e-12 .*; set config.model.norm_epsilon"),
-        ("hugging_face", {"model_type": "dinov2"}, "of Hugging Face's vit or deit, got .* of dinov2"),
-        ("hugging_face", HUGGING_FACE | {"layer_norm_eps": "x"}, "expected a number in config.json, got x"),
+        (
+            "hugging_face",
+            HUGGING_FACE | {"layer_norm_eps": 1e-12},
+            "got 1e-12 .*; set config.model.norm_epsilon",
+        ),
+        (
+            "hugging_face",
+            {"model_type": "dinov2"},
+            "of Hugging Face's vit or deit, got .* of dinov2",
+        ),
+        (
+            "hugging_face",
+            HUGGING_FACE | {"layer_norm_eps": "x"},
+            "expected a number in config.json, got x",
+        ),
         ("hugging_face", None, "got no config.json"),
         ("adder_flax", None, "got no entry adder_flax.network in the file"),
     ],
 )
-def test_what_arrays_do_not_tell_is_read_beside_them_or_refused_by_name(names, config, message, tmp_path):
+def test_what_arrays_do_not_tell_is_read_beside_them_or_refused_by_name(
+    names, config, message, tmp_path
+):
     interop.save_weights(make(), tmp_path / "own", names=names)
-    save_file(load_file(tmp_path / "own"), tmp_path / "w")  # without what this project writes into the header
+    save_file(
+        load_file(tmp_path / "own"), tmp_path / "w"
+    )  # without what this project writes into the header
     if config is not None:
-        (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+        (tmp_path / "config.json").write_text(
+            config if isinstance(config, str) else json.dumps(config)
+        )
     if message is None:
         assert interop.load_weights(make(seed=1), tmp_path / "w") == ()
     else:
@@ -310,9 +433,13 @@ def test_what_arrays_do_not_tell_is_read_beside_them_or_refused_by_name(names, c
 
 def test_what_is_said_counts_more_than_what_is_stated(tmp_path):
     interop.save_weights(make(), tmp_path / "w", names="timm")
-    with pytest.raises(ValueError, match="number of heads is 2, .* got 4 by the entry adder_flax.network"):
+    with pytest.raises(
+        ValueError, match="number of heads is 2, .* got 4 by the entry adder_flax.network"
+    ):
         load(make(num_heads=2), tmp_path / "w")
-    with pytest.raises(ValueError, match="epsilon of the norms is 1e-05, .* got 1e-06 .*; set config.model"):
+    with pytest.raises(
+        ValueError, match="epsilon of the norms is 1e-05, .* got 1e-06 .*; set config.model"
+    ):
         load(make(norm_epsilon=1e-5), tmp_path / "w")
     with pytest.raises(ValueError, match="expected network out of read, same, got 'guess'"):
         interop.load_weights(make(), tmp_path / "w", network="guess")
@@ -320,7 +447,8 @@ def test_what_is_said_counts_more_than_what_is_stated(tmp_path):
 
 @pytest.mark.slow
 def test_a_folder_says_what_its_files_do_not_and_a_card_what_was_measured(run_main, tmp_path):
-    """The folder's own configuration is enough to read it again, without what this project writes into headers."""
+    """The folder's own configuration is enough to read it again, without what this project writes
+    into headers."""
     flags = ["--config=experiments/deit_tiny.py", *TINY_FLAGS, f"--workdir={tmp_path}"]
     done = run_main(*flags)
     assert done.returncode == 0, done.stderr
@@ -328,7 +456,9 @@ def test_a_folder_says_what_its_files_do_not_and_a_card_what_was_measured(run_ma
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "hugging_face_folder"
     save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")
-    model, statistics = interop.read_model(folder / "model.safetensors", image_shape=(8, 8, 1), num_classes=10)
+    model, statistics = interop.read_model(
+        folder / "model.safetensors", image_shape=(8, 8, 1), num_classes=10
+    )
     assert model.blocks[0].attention.num_heads == 2
     assert len(statistics[0]) == 1
     card = (folder / "README.md").read_text()

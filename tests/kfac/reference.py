@@ -35,7 +35,8 @@ def per_example_gradients(loss_fn, params, x, y):
 
 
 def dense_fisher(block, gradients):
-    """(lane, size, size): Σ_n u_n u_nᵀ / N of the block's own parameters, in the order of ``block.params``."""
+    """(lane, size, size): Σ_n u_n u_nᵀ / N of the block's own parameters, in the order of
+    ``block.params``."""
     rows = []
     for param in block.params:
         lanes = jax.vmap(param.to_lanes)(gradients[param.path])
@@ -49,7 +50,9 @@ def system_of(name, form, curvature, params):
     factors = {}
     if form.name in ("kron", "factors"):
         block = curvature.layers.blocks[name]
-        factors[name] = systems.new_factors(block, curvature, systems.lanes_of(block, flatten(params)), form)
+        factors[name] = systems.new_factors(
+            block, curvature, systems.lanes_of(block, flatten(params)), form
+        )
     (system,) = systems.build(curvature, flatten(params), {name: form}, factors)
     return system
 
@@ -60,16 +63,22 @@ def matrices(loss_fn, params, x, y, requests, *, key=None, **options):
     Args:
       loss_fn: ``(params, x, y) → (loss, aux)``.
       requests: pairs of block name and form.
-      key, **options: of ``value_grad_and_curvature``, which is given ``fisher="empirical"`` by default.
+      key, **options: of ``value_grad_and_curvature``, which is given ``fisher="empirical"`` by
+        default.
 
     Returns:
-      The matrices (lane, size, size) in the order of the requests, in the order of ``block.params``; and the curvature.
+      The matrices (lane, size, size) in the order of the requests, in the order of
+      ``block.params``; and the curvature.
     """
-    function = kfac.value_grad_and_curvature(loss_fn, has_aux=True, **{"fisher": "empirical", **options})
+    function = kfac.value_grad_and_curvature(
+        loss_fn, has_aux=True, **{"fisher": "empirical", **options}
+    )
 
     def compute(params, x, y):
         curvature = function(params, x, y, key=key)[2]
-        return [matrix_of(system_of(name, form, curvature, params)) for name, form in requests], curvature
+        return [
+            matrix_of(system_of(name, form, curvature, params)) for name, form in requests
+        ], curvature
 
     found, curvature = jax.jit(compute)(params, x, y)
     return [np.asarray(m) for m in found], curvature
@@ -81,7 +90,8 @@ def matrix_of(system):
 
 
 def check_exact_blocks(loss_fn, params, x, y, *, rtol=1e-11, blocks=None, traces=False):
-    """Asserts that taps leave the gradient alone and that every block's exact product is the dense Fisher block.
+    """Asserts that taps leave the gradient alone and that every block's exact product is the dense
+    Fisher block.
 
     Args:
       loss_fn: ``(params, x, y) → (loss, aux)``, a mean over examples that act independently.
@@ -94,9 +104,9 @@ def check_exact_blocks(loss_fn, params, x, y, *, rtol=1e-11, blocks=None, traces
     found = {}
 
     def everything(params, x, y):
-        (loss, _), grads, curvature = kfac.value_grad_and_curvature(loss_fn, fisher="empirical", has_aux=True)(
-            params, x, y
-        )
+        (loss, _), grads, curvature = kfac.value_grad_and_curvature(
+            loss_fn, fisher="empirical", has_aux=True
+        )(params, x, y)
         found["layers"] = curvature.layers
         gradients = per_example_gradients(loss_fn, params, x, y)
         pairs = {}
@@ -119,5 +129,7 @@ def check_exact_blocks(loss_fn, params, x, y, *, rtol=1e-11, blocks=None, traces
         assert scale > 0, f"{name} has no curvature to compare"
         np.testing.assert_allclose(product, dense, rtol=0, atol=rtol * scale, err_msg=name)
         if traces:
-            np.testing.assert_allclose(trace, np.trace(dense, axis1=1, axis2=2), rtol=10 * rtol, err_msg=name)
+            np.testing.assert_allclose(
+                trace, np.trace(dense, axis1=1, axis2=2), rtol=10 * rtol, err_msg=name
+            )
     return layers

@@ -1,4 +1,5 @@
-"""Products of every kind of layer against dense matrices made of per-example gradients or Kronecker products."""
+"""Products of every kind of layer against dense matrices made of per-example gradients or Kronecker
+products."""
 
 import dataclasses
 import functools
@@ -41,7 +42,9 @@ def rms_norm(params, x):
 
 
 def convolution(params, x):
-    return jax.lax.conv_general_dilated(x, params["kernel"], (2,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"))
+    return jax.lax.conv_general_dilated(
+        x, params["kernel"], (2,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")
+    )
 
 
 def l1(params, x, rule):
@@ -96,7 +99,12 @@ def make(shapes):
 def test_every_kind_of_layer_has_the_exact_fisher_block():
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 6, (5, 6)))
     layers = check_exact_blocks(
-        every_layer, make(EVERY_PARAMS), tokens, jnp.arange(5), blocks=dict.fromkeys(EVERY_PARAMS, 1), traces=True
+        every_layer,
+        make(EVERY_PARAMS),
+        tokens,
+        jnp.arange(5),
+        blocks=dict.fromkeys(EVERY_PARAMS, 1),
+        traces=True,
     )
     assert layers.coverage == 1.0
     assert len(layers.blocks["tied"].uses) == 2
@@ -104,7 +112,9 @@ def test_every_kind_of_layer_has_the_exact_fisher_block():
 
 @pytest.mark.parametrize("rule", ["sign", "full", "hardtanh"])
 def test_the_transpose_of_the_pullback_is_the_layers_own_pushforward(rule):
-    layer = kfac.Generic(l1, (("rule", rule),))  # no push-forward given: JAX transposes the backward pass
+    layer = kfac.Generic(
+        l1, (("rule", rule),)
+    )  # no push-forward given: JAX transposes the backward pass
     params, x, v = {"kernel": normal(0, 4, 3)}, normal(1, 5, 4), {"kernel": normal(2, 4, 3)}
     with ops.use_backend("reference"):
         pushed = layer.jvp(layer.linearize(params, x), v, jax.ShapeDtypeStruct((5, 3), jnp.float64))
@@ -128,7 +138,9 @@ EXACT, TOKEN, FACTORS, KRON = (Form(name) for name in ("exact", "token", "factor
 def test_kron_is_the_kronecker_product_of_second_moments(num_examples, num_tokens):
     params, x = make(DENSE_PARAMS), normal(3, num_examples, num_tokens, 3)
     forms = [EXACT, FACTORS, KRON, Form("factors", reduce=True), Form("kron", reduce=True)]
-    found, curvature = matrices(DENSE_LOSS, params, x, jnp.arange(num_examples) % 3, [("a", form) for form in forms])
+    found, curvature = matrices(
+        DENSE_LOSS, params, x, jnp.arange(num_examples) % 3, [("a", form) for form in forms]
+    )
     features, g = (np.asarray(a) for a in curvature.captured["a"])
     np.testing.assert_array_equal(features, x)
     features, g = np.concatenate([features, np.ones((*features.shape[:-1], 1))], axis=-1), g[0]
@@ -138,7 +150,10 @@ def test_kron_is_the_kronecker_product_of_second_moments(num_examples, num_token
     )
     means, sums = features.mean(1), g.sum(1)
     reduced = np.kron(means.T @ means / num_examples, sums.T @ sums / num_examples)
-    kernel, bias = np.arange(12), np.arange(12, 16)  # rows of [kernel; bias]; a block's parameters are in another order
+    kernel, bias = (
+        np.arange(12),
+        np.arange(12, 16),
+    )  # rows of [kernel; bias]; a block's parameters are in another order
     paths = [param.path for param in curvature.layers.blocks["a"].params]
     rows = np.concatenate([{"a/kernel": kernel, "a/bias": bias}[path] for path in paths])
     for matrix, expected in zip(found[1:], (expand, expand, reduced, reduced), strict=True):
@@ -153,7 +168,9 @@ def test_kron_is_the_kronecker_product_of_second_moments(num_examples, num_token
 def test_kron_of_an_adder_layer_pairs_all_inputs_with_all_cotangents():
     params, x = make(DENSE_PARAMS), normal(3, 5, 2, 3)
     loss_fn = functools.partial(dense_loss, L1_FULL)
-    found, curvature = matrices(loss_fn, params, x, jnp.arange(5) % 3, [("a", FACTORS), ("a", KRON)])
+    found, curvature = matrices(
+        loss_fn, params, x, jnp.arange(5) % 3, [("a", FACTORS), ("a", KRON)]
+    )
     assert [p.path for p in curvature.layers.blocks["a"].params] == ["a/bias", "a/kernel"]
     g = np.asarray(curvature.captured["a"][1])[0].reshape(-1, 4)
     rows, kernel = np.asarray(x).reshape(-1, 3), np.asarray(params["a"]["kernel"])
@@ -163,7 +180,9 @@ def test_kron_of_an_adder_layer_pairs_all_inputs_with_all_cotangents():
             gradients.append(np.concatenate([h, ((a[:, None] - kernel) * h).ravel()]))
     gradients = np.stack(gradients)
     for matrix in found:
-        np.testing.assert_allclose(matrix[0], gradients.T @ gradients / (len(rows) * 5), rtol=1e-10, atol=1e-14)
+        np.testing.assert_allclose(
+            matrix[0], gradients.T @ gradients / (len(rows) * 5), rtol=1e-10, atol=1e-14
+        )
 
 
 @pytest.mark.parametrize("roles", [("bias", "scale"), ("scale",), ("bias",)])
@@ -171,7 +190,9 @@ def test_kron_of_a_norm_pairs_all_inputs_with_all_cotangents(roles):
     params, x = make({"a": dict.fromkeys(roles, (3,)), "b": {"kernel": (3, 4)}}), normal(3, 5, 2, 3)
     loss_fn = functools.partial(dense_loss, kfac.Scale(fn=rms_norm))
     forms = [FACTORS, KRON, Form("factors", reduce=True), Form("kron", reduce=True), EXACT]
-    found, curvature = matrices(loss_fn, params, x, jnp.arange(5) % 3, [("a", form) for form in forms])
+    found, curvature = matrices(
+        loss_fn, params, x, jnp.arange(5) % 3, [("a", form) for form in forms]
+    )
     assert [p.path for p in curvature.layers.blocks["a"].params] == [f"a/{role}" for role in roles]
     g = np.asarray(curvature.captured["a"][1])[0]
     x_hat = np.asarray(rms_norm({}, x))
@@ -185,7 +206,9 @@ def test_kron_of_a_norm_pairs_all_inputs_with_all_cotangents(roles):
     reduced = paired(x_hat.mean(1), g.sum(1), 5 * 5)
     for matrix, expected in zip(found, (expand, expand, reduced, reduced), strict=False):
         np.testing.assert_allclose(matrix[0], expected, rtol=1e-10, atol=1e-14)
-    by_example = np.concatenate([{"bias": g, "scale": x_hat * g}[role].sum(1) for role in roles], axis=1)
+    by_example = np.concatenate(
+        [{"bias": g, "scale": x_hat * g}[role].sum(1) for role in roles], axis=1
+    )
     np.testing.assert_allclose(found[-1][0], by_example.T @ by_example / 5, rtol=1e-10, atol=1e-14)
 
 
@@ -203,18 +226,28 @@ def test_kron_of_a_norm_pairs_all_inputs_with_all_cotangents(roles):
 def test_left_factors_seen_through_the_lift(layer, params):
     params = make(params)
     lift = lambda matrix: layer.lift(params, layer.unmatrix(params, matrix))
-    jacobian = np.asarray(jax.jacobian(lift)(layer.matrix(params)))  # lifted row, output, row, output
+    jacobian = np.asarray(
+        jax.jacobian(lift)(layer.matrix(params))
+    )  # lifted row, output, row, output
     half = np.asarray(normal(9, len(jacobian), len(jacobian)))
     seen = [jacobian[:, o, :, o].T @ (half @ half.T) @ jacobian[:, o, :, o] for o in range(4)]
-    np.testing.assert_allclose(layer.mean_left(params, half @ half.T), np.mean(seen, axis=0), rtol=1e-12)
-    np.testing.assert_allclose(layer.left_traces(params, half @ half.T), [np.trace(m) for m in seen], rtol=1e-12)
+    np.testing.assert_allclose(
+        layer.mean_left(params, half @ half.T), np.mean(seen, axis=0), rtol=1e-12
+    )
+    np.testing.assert_allclose(
+        layer.left_traces(params, half @ half.T), [np.trace(m) for m in seen], rtol=1e-12
+    )
     pulled = layer.matrix(layer.project(params, lift(layer.matrix(params))))
-    np.testing.assert_allclose(pulled, np.einsum("ijkl,ij->kl", jacobian, lift(layer.matrix(params))), rtol=1e-12)
+    np.testing.assert_allclose(
+        pulled, np.einsum("ijkl,ij->kl", jacobian, lift(layer.matrix(params))), rtol=1e-12
+    )
 
 
 def test_token_products_and_diagonal_factors():
     params, x, labels = make(DENSE_PARAMS), normal(3, 4, 3, 3), jnp.arange(4) % 3
-    found, curvature = matrices(DENSE_LOSS, params, x, labels, [("b", TOKEN), ("b", Form("kron", max_size=2))])
+    found, curvature = matrices(
+        DENSE_LOSS, params, x, labels, [("b", TOKEN), ("b", Form("kron", max_size=2))]
+    )
     a, g = (np.asarray(v) for v in curvature.captured["b"])
     per_token = np.einsum("nti,nto->ntio", a, g[0]).reshape(12, -1)
     np.testing.assert_allclose(found[0][0], per_token.T @ per_token / 4, rtol=1e-11, atol=1e-15)
@@ -224,7 +257,8 @@ def test_token_products_and_diagonal_factors():
 
 
 def test_kron_is_the_gauss_newton_block_of_a_deep_linear_network():
-    # Squared error and no nonlinearity: the output's Jacobian is the same for all examples, so K-FAC is exact.
+    # Squared error and no nonlinearity: the output's Jacobian is the same for all examples, so
+    # K-FAC is exact.
     params = make({"a": {"kernel": (3, 4)}, "b": {"kernel": (4, 2)}})
 
     def loss_fn(params, x, y):
@@ -238,7 +272,9 @@ def test_kron_is_the_gauss_newton_block_of_a_deep_linear_network():
     # ∂(x A B)_c / ∂A_ij = x_i B_jc
     jacobian = np.einsum("ni,jc->ncij", x, params["b"]["kernel"]).reshape(6, 2, 12)
     for matrix in found:
-        np.testing.assert_allclose(matrix[0], np.einsum("ncp,ncq->pq", jacobian, jacobian) / 6, rtol=1e-10, atol=1e-13)
+        np.testing.assert_allclose(
+            matrix[0], np.einsum("ncp,ncq->pq", jacobian, jacobian) / 6, rtol=1e-10, atol=1e-13
+        )
 
 
 @pytest.mark.slow
@@ -247,15 +283,21 @@ def test_products_are_symmetric_and_positive():
     params = make(EVERY_PARAMS)
     names = kfac.find_layers(every_layer, params, tokens, jnp.arange(4)).blocks
     factored = {name for name, block in names.items() if block.factored}
-    requests = [(name, form) for name in names for form in (TOKEN, FACTORS if name in factored else KRON)]
+    requests = [
+        (name, form) for name in names for form in (TOKEN, FACTORS if name in factored else KRON)
+    ]
     assert factored == {"dense", "norm", "tied", "l1_full", "output"}
     for (name, form), matrix in zip(
         requests, matrices(every_layer, params, tokens, jnp.arange(4), requests)[0], strict=True
     ):
         scale = np.abs(matrix).max()
         assert scale > 0, name
-        np.testing.assert_allclose(matrix, np.swapaxes(matrix, 1, 2), rtol=0, atol=1e-12 * scale, err_msg=name)
-        assert np.linalg.eigvalsh(matrix).min() > -1e-12 * scale * len(matrix[0]), f"{name} {form.name}"
+        np.testing.assert_allclose(
+            matrix, np.swapaxes(matrix, 1, 2), rtol=0, atol=1e-12 * scale, err_msg=name
+        )
+        assert np.linalg.eigvalsh(matrix).min() > -1e-12 * scale * len(matrix[0]), (
+            f"{name} {form.name}"
+        )
 
 
 def test_blocks_of_equal_form_are_solved_together():
@@ -267,12 +309,16 @@ def test_blocks_of_equal_form_are_solved_together():
         return cross_entropy(x, labels)
 
     def compute(params, x, labels):
-        curvature = kfac.value_grad_and_curvature(loss_fn, fisher="empirical", has_aux=True)(params, x, labels)[2]
+        curvature = kfac.value_grad_and_curvature(loss_fn, fisher="empirical", has_aux=True)(
+            params, x, labels
+        )[2]
         (together,) = systems.build(curvature, flatten(params), dict.fromkeys(shapes, EXACT))
         gradients = per_example_gradients(loss_fn, params, x, labels)
         return matrix_of(together), [dense_fisher(block, gradients)[0] for block in together.blocks]
 
-    for matrix, expected in zip(*jax.jit(compute)(make(shapes), normal(5, 6, 4), jnp.arange(6) % 4), strict=True):
+    for matrix, expected in zip(
+        *jax.jit(compute)(make(shapes), normal(5, 6, 4), jnp.arange(6) % 4), strict=True
+    ):
         np.testing.assert_allclose(matrix, expected, rtol=1e-10, atol=1e-15)
 
 
@@ -286,9 +332,16 @@ def test_traces_and_their_estimates(layer):
         curvature = function(params, x, labels)[2]
         token, factors = (system_of("a", form, curvature, params) for form in (TOKEN, FACTORS))
         estimates = jax.lax.map(token.trace, jax.random.split(jax.random.key(0), 2000))
-        return estimates, matrix_of(token)[0], factors.trace(jax.random.key(0))[0], matrix_of(factors)[0]
+        return (
+            estimates,
+            matrix_of(token)[0],
+            factors.trace(jax.random.key(0))[0],
+            matrix_of(factors)[0],
+        )
 
-    estimates, token, closed_form, factors = (np.asarray(a) for a in jax.jit(compute)(params, x, labels))
+    estimates, token, closed_form, factors = (
+        np.asarray(a) for a in jax.jit(compute)(params, x, labels)
+    )
     assert abs(estimates.mean() - np.trace(token)) < 4 * estimates.std() / 2000**0.5
     np.testing.assert_allclose(closed_form, np.trace(factors), rtol=1e-12)
 

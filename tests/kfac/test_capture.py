@@ -19,7 +19,8 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 
 def test_what_is_replaced_comes_back_when_an_adapter_fails(monkeypatch):
-    """A version of Flax without what the Linen adapter replaces, which comes after ``jax.lax.scan``."""
+    """A version of Flax without what the Linen adapter replaces, which comes after
+    ``jax.lax.scan``."""
     scan, merge = jax.lax.scan, nnx.merge
     loss_fn = lambda p, x: kfac.tap(kfac.Dense(), p, x, path="").mean()
     with monkeypatch.context() as patch:
@@ -63,7 +64,9 @@ def vmapped_layers_in_vmapped_examples(params, x, labels):
 
 def jitted_in_vmap(params, x, labels):
     one = jax.jit(lambda p, x: layer(p, x, "stack"))
-    return pool(jax.vmap(lambda x: jax.vmap(lambda p: one(p, x))(params["stack"]).sum(0))(x), labels)
+    return pool(
+        jax.vmap(lambda x: jax.vmap(lambda p: one(p, x))(params["stack"]).sum(0))(x), labels
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,8 +97,12 @@ def test_scan_is_the_unrolled_loop():
     function = lambda f: jax.jit(kfac.value_grad_and_curvature(f, fisher="empirical", has_aux=True))
     stacked, listed = function(scanned)(STACK, X, LABELS)[2], function(loop)(unrolled, X, LABELS)[2]
     for i in range(2):
-        np.testing.assert_allclose(stacked.captured["stack"][0][i], listed.captured[f"l{i}"][0], rtol=1e-12)
-        np.testing.assert_allclose(stacked.captured["stack"][1][:, i], listed.captured[f"l{i}"][1], rtol=1e-12)
+        np.testing.assert_allclose(
+            stacked.captured["stack"][0][i], listed.captured[f"l{i}"][0], rtol=1e-12
+        )
+        np.testing.assert_allclose(
+            stacked.captured["stack"][1][:, i], listed.captured[f"l{i}"][1], rtol=1e-12
+        )
 
 
 @jax.checkpoint
@@ -108,16 +115,21 @@ def test_functions_that_jax_has_cached_are_traced_anew():
     loss_fn = lambda p, x, y: pool(rematerialised_globally(p["l"], x), y)
     jax.grad(lambda p: loss_fn(p, X, LABELS)[0])(params)  # in the cache without taps
     check_exact_blocks(loss_fn, params, X, LABELS, blocks={"l": 1})
-    check_exact_blocks(loss_fn, params, X, LABELS, blocks={"l": 1})  # and with the taps of another trace
+    check_exact_blocks(
+        loss_fn, params, X, LABELS, blocks={"l": 1}
+    )  # and with the taps of another trace
 
 
 def test_original_scan_needs_the_other_name():
     from jax.lax import scan as kept
 
-    with_kfac = lambda p, x, y: pool(kfac.scan(lambda x, q: (layer(q, x, "stack"), None), x, p["stack"])[0], y)
+    with_kfac = lambda p, x, y: pool(
+        kfac.scan(lambda x, q: (layer(q, x, "stack"), None), x, p["stack"])[0], y
+    )
     check_exact_blocks(with_kfac, STACK, X, LABELS, blocks={"stack": 2})
     np.testing.assert_array_equal(
-        kfac.scan(lambda c, x: (c + x, c), 0, jnp.arange(3))[1], kept(lambda c, x: (c + x, c), 0, jnp.arange(3))[1]
+        kfac.scan(lambda c, x: (c + x, c), 0, jnp.arange(3))[1],
+        kept(lambda c, x: (c + x, c), 0, jnp.arange(3))[1],
     )
 
 
@@ -171,7 +183,9 @@ def gauss_newton(loss_of_outputs, x=X[:, 0]):
     @jax.jit
     def factors(kernel):
         outputs = lambda kernel: x @ kernel
-        return jax.jacobian(outputs)(kernel), jax.vmap(jax.hessian(loss_of_outputs))(outputs(kernel))
+        return jax.jacobian(outputs)(kernel), jax.vmap(jax.hessian(loss_of_outputs))(
+            outputs(kernel)
+        )
 
     jacobian, hessians = factors(DENSE["l"]["kernel"])
     jacobian = np.reshape(jacobian, (len(x), 4, 12))
@@ -192,14 +206,20 @@ def test_enumeration_is_the_gauss_newton_matrix(likelihood):
 
 
 @pytest.mark.parametrize(
-    "likelihood", ["categorical", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bernoulli", "gaussian"))]
+    "likelihood",
+    [
+        "categorical",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bernoulli", "gaussian")),
+    ],
 )
 @pytest.mark.parametrize("fisher", ["mc", "ggn"])
 def test_draws_average_to_the_gauss_newton_matrix(fisher, likelihood):
     errors = []
     expected = gauss_newton(LOSSES[likelihood])
     for samples in (100, 10000):
-        _, block = fisher_block(fisher, jax.random.key(0), likelihood=likelihood, num_samples=samples)
+        _, block = fisher_block(
+            fisher, jax.random.key(0), likelihood=likelihood, num_samples=samples
+        )
         errors.append(np.linalg.norm(block - expected) / np.linalg.norm(expected))
     assert errors[1] < 0.05
     assert errors[1] < errors[0] / 3  # 1/√100 of it, on average
@@ -215,16 +235,22 @@ def test_extra_pullback_leaves_the_gradient_alone():
 
 def test_positions_are_terms_of_a_mean():
     # A mean over T positions: its Gauss-Newton matrix is that of N·T examples of one position.
-    positions = lambda params, x, labels: cross_entropy(kfac.tap(kfac.Dense(), params["l"], x, path="l"), labels)
+    positions = lambda params, x, labels: cross_entropy(
+        kfac.tap(kfac.Dense(), params["l"], x, path="l"), labels
+    )
     labels = jnp.tile(LABELS[:, None], (1, 2))
     expected = gauss_newton(LOSSES["categorical"], X.reshape(-1, 3))
-    _, block = fisher_block("mc", jax.random.key(0), loss_fn=positions, labels=labels, x=X, num_samples=20000)
+    _, block = fisher_block(
+        "mc", jax.random.key(0), loss_fn=positions, labels=labels, x=X, num_samples=20000
+    )
     assert np.linalg.norm(block - expected) < 0.05 * np.linalg.norm(expected)
 
 
 def test_refresh_switches_the_extra_pullback_off():
     function = kfac.value_grad_and_curvature(categorical, has_aux=True)
-    run = jax.jit(lambda refresh: function(DENSE, X[:, 0], LABELS, key=jax.random.key(0), refresh=refresh))
+    run = jax.jit(
+        lambda refresh: function(DENSE, X[:, 0], LABELS, key=jax.random.key(0), refresh=refresh)
+    )
     always = function(DENSE, X[:, 0], LABELS, key=jax.random.key(0))
     for refresh in (True, False):
         _, grads, curvature = run(refresh)
@@ -255,7 +281,9 @@ def test_errors_say_what_was_expected():
 
 
 def test_layers_without_an_example_axis_are_skipped():
-    loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p["l"], jnp.ones((5, 3)), path="l").sum() * x.sum()).mean()
+    loss_fn = lambda p, x: (
+        kfac.tap(kfac.Dense(), p["l"], jnp.ones((5, 3)), path="l").sum() * x.sum()
+    ).mean()
     layers = kfac.find_layers(loss_fn, DENSE, X)
     assert not layers.blocks
     assert "numbers the 4 examples" in layers.skipped["l"]

@@ -1,4 +1,5 @@
-"""The optimizer: Algorithm 1 against NumPy, exactness on problems with a known answer, safe steps, optax manners."""
+"""The optimizer: Algorithm 1 against NumPy, exactness on problems with a known answer, safe steps,
+optax manners."""
 
 import functools
 
@@ -31,20 +32,26 @@ def with_free_parameter(params, x, labels):
 
 
 def make_step(optimizer, loss_fn=network, **options):
-    function = kfac.value_grad_and_curvature(loss_fn, has_aux=True, **{"fisher": "empirical", **options})
+    function = kfac.value_grad_and_curvature(
+        loss_fn, has_aux=True, **{"fisher": "empirical", **options}
+    )
 
     @jax.jit
     def step(params, state, x, labels, key=None):
         (loss, _), grads, curvature = function(params, x, labels, key=key)
         value_fn = lambda p: loss_fn(p, x, labels)[0]
-        updates, state = optimizer.update(grads, state, params, curvature=curvature, value=loss, value_fn=value_fn)
+        updates, state = optimizer.update(
+            grads, state, params, curvature=curvature, value=loss, value_fn=value_fn
+        )
         return updates, state, loss
 
     return step
 
 
 def fixed(layers, **options):
-    return kfac.cg_fac(1.0, layers, **{"step": "fixed", "momentum": 0.0, "kl_clip": None, **options})
+    return kfac.cg_fac(
+        1.0, layers, **{"step": "fixed", "momentum": 0.0, "kl_clip": None, **options}
+    )
 
 
 # ---- Algorithm 1
@@ -62,7 +69,8 @@ def numpy_gradients(w, bias, u, x, labels):
 
 
 def numpy_algorithm_1(a, g, b, gamma, x0, m, tolerance):
-    """Lines 1-17 of the paper's Algorithm 1 with v as (in, out); the product is the mean over the batch."""
+    """Lines 1-17 of the paper's Algorithm 1 with v as (in, out); the product is the mean over the
+    batch."""
 
     def fv(v):
         out = np.zeros_like(v)
@@ -89,13 +97,20 @@ def numpy_algorithm_1(a, g, b, gamma, x0, m, tolerance):
 def test_algorithm_1_is_the_papers_to_the_letter(m, tolerance):
     rate, gamma = 0.3, 0.05
     optimizer = kfac.algorithm_1(
-        rate, kfac.find_layers(network, PARAMS, X, LABELS), damping=gamma, max_iterations=m, tolerance=tolerance
+        rate,
+        kfac.find_layers(network, PARAMS, X, LABELS),
+        damping=gamma,
+        max_iterations=m,
+        tolerance=tolerance,
     )
     step, params, state = make_step(optimizer), PARAMS, optimizer.init(PARAMS)
     starts = [np.zeros((4, 4)), np.zeros((4, 3))]
     for batch in range(4):  # batches differ: the warm start matters
         x, labels = normal(10 + batch, 8, 3), (np.arange(8) + batch) % 3
-        w, bias, u = (np.asarray(p) for p in (params["a"]["kernel"], params["a"]["bias"], params["b"]["kernel"]))
+        w, bias, u = (
+            np.asarray(p)
+            for p in (params["a"]["kernel"], params["a"]["bias"], params["b"]["kernel"])
+        )
         updates, state, _ = step(params, state, x, jnp.asarray(labels))
         params = optax.apply_updates(params, updates)
         pairs = numpy_gradients(w, bias, u, np.asarray(x), labels)
@@ -106,7 +121,9 @@ def test_algorithm_1_is_the_papers_to_the_letter(m, tolerance):
         got = np.vstack([updates["a"]["kernel"], updates["a"]["bias"]]), updates["b"]["kernel"]
         for update, solution in zip(got, starts, strict=True):
             # CG amplifies rounding, in all components alike.
-            np.testing.assert_allclose(update, -rate * solution, rtol=0, atol=1e-9 * rate * np.abs(solution).max())
+            np.testing.assert_allclose(
+                update, -rate * solution, rtol=0, atol=1e-9 * rate * np.abs(solution).max()
+            )
 
 
 # ---- Known answers
@@ -119,7 +136,11 @@ def regression(params, x, y):
 
 @pytest.mark.parametrize("curvature", ["exact", "kron"])
 def test_linear_regression_is_solved_in_one_step(curvature):
-    params, x, y = {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}, normal(0, 20, 3), normal(1, 20, 2)
+    params, x, y = (
+        {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)},
+        normal(0, 20, 3),
+        normal(1, 20, 2),
+    )
     optimizer = fixed(
         kfac.find_layers(regression, params, x, y),
         curvature=curvature,
@@ -135,7 +156,8 @@ def test_linear_regression_is_solved_in_one_step(curvature):
 
 
 def test_quadratic_step_is_the_minimum_along_its_direction():
-    # With the Gauss-Newton matrix of a quadratic loss the model is the loss: α minimises it along the direction.
+    # With the Gauss-Newton matrix of a quadratic loss the model is the loss: α minimises it along
+    # the direction.
     params, x, y = {"kernel": jnp.zeros((3, 2))}, normal(0, 20, 3), normal(1, 20, 2)
     layers = kfac.find_layers(regression, params, x, y)
     options = dict(max_iterations=1, preconditioner_interval=0, factor_decay=0.0, kl_clip=None)
@@ -144,13 +166,20 @@ def test_quadratic_step_is_the_minimum_along_its_direction():
     updates, state, _ = step(params, optimizer.init(params), x, y)
     loss = lambda t: regression(jax.tree.map(lambda p, u: p + t * u, params, updates), x, y)[0]
     np.testing.assert_allclose(jax.grad(loss)(1.0), 0, atol=1e-10)
-    np.testing.assert_allclose(kfac.find_state(state).stats["model"], loss(1.0) - loss(0.0), rtol=1e-8)
-    # The second step has a momentum: the best point of the plane of the new direction and the last step.
+    np.testing.assert_allclose(
+        kfac.find_state(state).stats["model"], loss(1.0) - loss(0.0), rtol=1e-8
+    )
+    # The second step has a momentum: the best point of the plane of the new direction and the last
+    # step.
     params = optax.apply_updates(params, updates)
     updates, state, _ = step(params, state, x, y)
     last = jax.grad(
         lambda t: regression(
-            jax.tree.map(lambda p, u, d: p + u + t * d, params, updates, kfac.find_state(state).velocity), x, y
+            jax.tree.map(
+                lambda p, u, d: p + u + t * d, params, updates, kfac.find_state(state).velocity
+            ),
+            x,
+            y,
         )[0]
     )
     np.testing.assert_allclose(last(0.0), 0, atol=1e-10)
@@ -158,14 +187,24 @@ def test_quadratic_step_is_the_minimum_along_its_direction():
 
 @pytest.mark.slow
 def test_update_does_not_depend_on_the_scale_of_a_layers_input():
-    # F and with it relative damping grow by c², the gradient by c: x shrinks by c, and c x·a stays as it is.
+    # F and with it relative damping grow by c², the gradient by c: x shrinks by c, and c x·a stays
+    # as it is.
     c, (x, labels) = 7.0, (normal(5, 60, 3), jnp.arange(60) % 3)
-    loss_fn = lambda params, x, labels: cross_entropy(kfac.tap(kfac.Dense(), params, x, path=""), labels)
+    loss_fn = lambda params, x, labels: cross_entropy(
+        kfac.tap(kfac.Dense(), params, x, path=""), labels
+    )
     moved = []
     for scale in (1.0, c):
         params = {"kernel": PARAMS["a"]["kernel"] / scale}
-        optimizer = fixed(kfac.find_layers(loss_fn, params, x, labels), curvature="exact", solver="dense", damping=0.1)
-        updates, _, _ = make_step(optimizer, loss_fn)(params, optimizer.init(params), x * scale, labels)
+        optimizer = fixed(
+            kfac.find_layers(loss_fn, params, x, labels),
+            curvature="exact",
+            solver="dense",
+            damping=0.1,
+        )
+        updates, _, _ = make_step(optimizer, loss_fn)(
+            params, optimizer.init(params), x * scale, labels
+        )
         moved.append((x * scale) @ updates["kernel"])
     np.testing.assert_allclose(moved[0], moved[1], rtol=1e-9, atol=1e-12)
 
@@ -187,7 +226,9 @@ def test_large_damping_gives_the_gradient():
     ],
 )
 def test_solvers_agree(curvature, others):
-    loss_fn = lambda params, x, labels: cross_entropy(kfac.tap(kfac.Dense(), params, x, path=""), labels)
+    loss_fn = lambda params, x, labels: cross_entropy(
+        kfac.tap(kfac.Dense(), params, x, path=""), labels
+    )
     layers = kfac.find_layers(loss_fn, PARAMS["a"], X, LABELS)
 
     def run(**options):
@@ -197,16 +238,27 @@ def test_solvers_agree(curvature, others):
     expected = run(max_iterations=60)
     for solver in others:
         got = run(solver=solver, max_iterations=60)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-11), got, expected)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-11), got, expected
+        )
 
 
 @pytest.mark.slow
 def test_order_of_the_examples_does_not_matter():
     layers = kfac.find_layers(network, PARAMS, X, LABELS)
     optimizer = fixed(layers, damping=0.1)
-    step, state, order = make_step(optimizer), optimizer.init(PARAMS), np.random.default_rng(0).permutation(8)
-    updates, shuffled = step(PARAMS, state, X, LABELS)[0], step(PARAMS, state, X[order], LABELS[order])[0]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-14), updates, shuffled)
+    step, state, order = (
+        make_step(optimizer),
+        optimizer.init(PARAMS),
+        np.random.default_rng(0).permutation(8),
+    )
+    updates, shuffled = (
+        step(PARAMS, state, X, LABELS)[0],
+        step(PARAMS, state, X[order], LABELS[order])[0],
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-14), updates, shuffled
+    )
 
 
 def test_factors_are_averaged_with_bias_correction():
@@ -240,11 +292,18 @@ def test_a_step_that_is_not_finite_changes_nothing():
 
 
 def test_a_step_that_raises_the_loss_is_refused():
-    params = {**PARAMS, "free": jnp.ones(2)}  # the loss is measured with those parameters too that have no layer
+    params = {
+        **PARAMS,
+        "free": jnp.ones(2),
+    }  # the loss is measured with those parameters too that have no layer
     layers = kfac.find_layers(with_free_parameter, params, X, LABELS)
     for rate, refused in ((1.0, False), (500.0, True)):
-        optimizer = kfac.cg_fac(rate, layers, damping=0.1, kl_clip=None, reject=True, fallback=optax.set_to_zero())
-        updates, state, loss = make_step(optimizer, with_free_parameter)(params, optimizer.init(params), X, LABELS)
+        optimizer = kfac.cg_fac(
+            rate, layers, damping=0.1, kl_clip=None, reject=True, fallback=optax.set_to_zero()
+        )
+        updates, state, loss = make_step(optimizer, with_free_parameter)(
+            params, optimizer.init(params), X, LABELS
+        )
         after = with_free_parameter(optax.apply_updates(params, updates), X, LABELS)[0]
         assert bool(kfac.find_state(state).stats["rejected"]) == refused
         if refused:
@@ -253,12 +312,16 @@ def test_a_step_that_raises_the_loss_is_refused():
             assert after < loss
 
 
-@pytest.mark.parametrize(("change", "expected"), [(-0.9, 0.1 * 0.95**5), (-0.5, 0.1), (-0.1, 0.1 / 0.95**5)])
+@pytest.mark.parametrize(
+    ("change", "expected"), [(-0.9, 0.1 * 0.95**5), (-0.5, 0.1), (-0.1, 0.1 / 0.95**5)]
+)
 def test_damping_follows_the_quality_of_the_model(change, expected):
     arguments = (jnp.array(True), jnp.array(-1.0), jnp.array(0.1))
     options = dict(change=lambda: jnp.array(change), interval=5, reject=False, min_damping=0.0)
     verdict = judge(*arguments, jnp.array(4), **options)
-    np.testing.assert_allclose([0.1 * verdict.growth, verdict.ratio], [expected, -change], rtol=1e-12)
+    np.testing.assert_allclose(
+        [0.1 * verdict.growth, verdict.ratio], [expected, -change], rtol=1e-12
+    )
     np.testing.assert_allclose(judge(*arguments, jnp.array(3), **options).growth, 1)  # not its turn
     floored = judge(*arguments, jnp.array(4), **{**options, "min_damping": 0.09}).growth
     np.testing.assert_allclose(0.1 * floored, max(expected, 0.09), rtol=1e-12)
@@ -268,9 +331,13 @@ def test_kl_clip_bounds_the_step_in_the_metric():
     layers = kfac.find_layers(network, PARAMS, X, LABELS)
 
     def kl(**options):
-        optimizer = kfac.cg_fac(1.0, layers, curvature="exact", damping=0.1, max_iterations=60, **options)
+        optimizer = kfac.cg_fac(
+            1.0, layers, curvature="exact", damping=0.1, max_iterations=60, **options
+        )
         updates, state, _ = make_step(optimizer)(PARAMS, optimizer.init(PARAMS), X, LABELS)
-        derivative = lambda x, y: jax.jvp(lambda p: network(p, x[None], y[None])[0], (PARAMS,), (updates,))[1]
+        derivative = lambda x, y: jax.jvp(
+            lambda p: network(p, x[None], y[None])[0], (PARAMS,), (updates,)
+        )[1]
         return float((jax.jit(jax.vmap(derivative))(X, LABELS) ** 2).mean()), float(
             kfac.find_state(state).stats["kl_scale"]
         )
@@ -300,7 +367,9 @@ def test_the_learning_rate_scales_a_clipped_step(step):
 
 def test_two_by_two_minimum_falls_back_to_one_direction():
     matrix, slope = np.array([[2.0, 1.0], [1.0, 3.0]]), np.array([1.0, -1.0])
-    np.testing.assert_allclose(minimise_2x2(jnp.asarray(matrix), jnp.asarray(slope)), np.linalg.solve(matrix, slope))
+    np.testing.assert_allclose(
+        minimise_2x2(jnp.asarray(matrix), jnp.asarray(slope)), np.linalg.solve(matrix, slope)
+    )
     parallel = jnp.array([[1.0, 2.0], [2.0, 4.0]])
     np.testing.assert_allclose(minimise_2x2(parallel, jnp.array([1.0, 2.0])), [1.0, 0.0])
     np.testing.assert_array_equal(minimise_2x2(jnp.zeros((2, 2)), jnp.ones(2)), 0)
@@ -320,10 +389,17 @@ def test_refresh_keeps_averages():
     updates, state = step(optimizer.init(PARAMS), True)
     stale_updates, stale = step(state, False)
     jax.tree.map(
-        np.testing.assert_array_equal, kfac.find_state(stale).averages.factors, kfac.find_state(state).averages.factors
+        np.testing.assert_array_equal,
+        kfac.find_state(stale).averages.factors,
+        kfac.find_state(state).averages.factors,
     )
-    # The same gradient, factors and inverses: the second step is the first and what momentum keeps of it.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, 1.9 * a, rtol=1e-5, atol=1e-9), updates, stale_updates)
+    # The same gradient, factors and inverses: the second step is the first and what momentum keeps
+    # of it.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(b, 1.9 * a, rtol=1e-5, atol=1e-9),
+        updates,
+        stale_updates,
+    )
 
 
 @pytest.mark.parametrize("options", [dict(curvature="exact", step="fixed"), dict(step="quadratic")])
@@ -331,7 +407,9 @@ def test_what_needs_fresh_curvature_refuses_old(options):
     layers = kfac.find_layers(network, PARAMS, X, LABELS)
     optimizer = kfac.cg_fac(1.0, layers, **options)
     function = kfac.value_grad_and_curvature(network, has_aux=True)
-    _, grads, curvature = function(PARAMS, X, LABELS, key=jax.random.key(0), refresh=jnp.array(True))
+    _, grads, curvature = function(
+        PARAMS, X, LABELS, key=jax.random.key(0), refresh=jnp.array(True)
+    )
     with pytest.raises(ValueError, match="expected fresh curvature at every step"):
         optimizer.update(grads, optimizer.init(PARAMS), PARAMS, curvature=curvature)
 
@@ -345,7 +423,9 @@ def test_it_raises_rather_than_fall_back_to_gradient_descent():
     state, zeros = optimizer.init(PARAMS), jax.tree.map(jnp.zeros_like, PARAMS)
     with pytest.raises(ValueError, match="kfac.value_grad_and_curvature"):
         optimizer.update(zeros, state, PARAMS)
-    curvature = kfac.value_grad_and_curvature(network, fisher="empirical", has_aux=True)(PARAMS, X, LABELS)[2]
+    curvature = kfac.value_grad_and_curvature(network, fisher="empirical", has_aux=True)(
+        PARAMS, X, LABELS
+    )[2]
     with pytest.raises(ValueError, match="expected curvature of fisher='mc', got 'empirical'"):
         kfac.cg_fac(1.0, layers, fisher="mc").update(zeros, state, PARAMS, curvature=curvature)
     with pytest.raises(ValueError, match="reject and damping_interval compare losses"):
@@ -355,7 +435,12 @@ def test_it_raises_rather_than_fall_back_to_gradient_descent():
     )(PARAMS, normal(0, 8, 4))[2]
     with pytest.raises(ValueError, match="got none of a"):
         optimizer.update(zeros, state, PARAMS, curvature=fewer)
-    for wrong in (dict(curvature="full"), dict(solver="lu"), dict(step="adam"), dict(damping_scale="trace")):
+    for wrong in (
+        dict(curvature="full"),
+        dict(solver="lu"),
+        dict(step="adam"),
+        dict(damping_scale="trace"),
+    ):
         with pytest.raises(ValueError, match="to be one of"):
             kfac.cg_fac(1.0, layers, **wrong)
     with pytest.raises(ValueError, match="solver='dual' expects"):
@@ -373,7 +458,8 @@ def test_uncovered_parameters_get_adamw_and_weight_decay_means_what_it_does_ther
     plain = kfac.cg_fac(1.0, layers, **options)
     decayed = kfac.cg_fac(1.0, layers, **options, weight_decay=0.5, weight_decay_mask=mask)
     updates, with_decay = (
-        make_step(o, with_free_parameter)(params, o.init(params), X, LABELS)[0] for o in (plain, decayed)
+        make_step(o, with_free_parameter)(params, o.init(params), X, LABELS)[0]
+        for o in (plain, decayed)
     )
     grads = jax.grad(lambda p: with_free_parameter(p, X, LABELS)[0])(params)
     adamw = optax.adamw(0.01, weight_decay=0.0)
@@ -392,9 +478,15 @@ def test_layers_left_out_go_to_the_fallback():
     for name, chosen in (("all", layers), ("some", some)):
         optimizer = fixed(chosen, damping=0.1, fallback=optax.sgd(0.1))
         updates[name] = make_step(optimizer)(PARAMS, optimizer.init(PARAMS), X, LABELS)[0]
-    np.testing.assert_allclose(updates["some"]["b"]["kernel"], updates["all"]["b"]["kernel"], rtol=1e-10)
+    np.testing.assert_allclose(
+        updates["some"]["b"]["kernel"], updates["all"]["b"]["kernel"], rtol=1e-10
+    )
     grads = jax.grad(lambda p: network(p, X, LABELS)[0])(PARAMS)
-    jax.tree.map(lambda u, g: np.testing.assert_allclose(u, -0.1 * g, rtol=1e-10), updates["some"]["a"], grads["a"])
+    jax.tree.map(
+        lambda u, g: np.testing.assert_allclose(u, -0.1 * g, rtol=1e-10),
+        updates["some"]["a"],
+        grads["a"],
+    )
 
 
 @pytest.mark.slow
@@ -409,7 +501,9 @@ def test_chain_schedule_partition_and_masks():
     jax.tree.map(lambda u, e: np.testing.assert_allclose(u, 2 * e, rtol=1e-10), updates, expected)
     assert "cg_fac/residual/a" in kfac.telemetry(state)
 
-    split = optax.partition({"second": reference, "first": optax.sgd(0.1)}, {"a": "first", "b": "second"})
+    split = optax.partition(
+        {"second": reference, "first": optax.sgd(0.1)}, {"a": "first", "b": "second"}
+    )
     updates, _, _ = make_step(split)(PARAMS, split.init(PARAMS), X, LABELS)
     grads = jax.grad(lambda p: network(p, X, LABELS)[0])(PARAMS)
     np.testing.assert_allclose(updates["a"]["kernel"], -0.1 * grads["a"]["kernel"], rtol=1e-10)
@@ -445,16 +539,23 @@ def test_hyperparameters_are_data(options):
     expected = kfac.cg_fac(layers=layers, **values, **static)
     inject = optax.inject_hyperparams(kfac.cg_fac, static_args=kfac.STATIC_ARGUMENTS)
     optimizer = inject(layers=layers, **{n: 0.5 * v for n, v in values.items()}, **static)
-    step, reference = make_step(optimizer, with_free_parameter), make_step(expected, with_free_parameter)
+    step, reference = (
+        make_step(optimizer, with_free_parameter),
+        make_step(expected, with_free_parameter),
+    )
     step(params, optimizer.init(params), X, LABELS)
     state, other = optimizer.init(params), expected.init(params)
     state.hyperparams.update({n: jnp.asarray(v, jnp.float64) for n, v in values.items()})
     for x in (X, X[::-1]):
         updates, state, _ = step(params, state, x, LABELS)
         wanted, other, _ = reference(params, other, x, LABELS)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-14), updates, wanted)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-14), updates, wanted
+        )
     assert step._cache_size() == 1
-    np.testing.assert_allclose(kfac.telemetry(state)["cg_fac/damping"], kfac.telemetry(other)["cg_fac/damping"])
+    np.testing.assert_allclose(
+        kfac.telemetry(state)["cg_fac/damping"], kfac.telemetry(other)["cg_fac/damping"]
+    )
 
 
 def test_what_shapes_the_program_is_not_data():
@@ -467,7 +568,13 @@ def test_what_shapes_the_program_is_not_data():
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("damping", -1.0), ("factor_decay", 1.0), ("kl_clip", 0.0), ("max_iterations", 0), ("tolerance", float("nan"))],
+    [
+        ("damping", -1.0),
+        ("factor_decay", 1.0),
+        ("kl_clip", 0.0),
+        ("max_iterations", 0),
+        ("tolerance", float("nan")),
+    ],
 )
 def test_numbers_out_of_range_are_refused(option, value):
     with pytest.raises(ValueError, match=f"expected {option} to be"):
@@ -481,11 +588,16 @@ def test_masks_that_leave_no_block_and_masks_that_break_one():
     expected = optax.adamw(0.01, weight_decay=0.0)
     expected, _ = expected.update(grads["free"], expected.init(params["free"]), params["free"])
     optimizer = kfac.cg_fac(1.0, layers, fallback_learning_rate=0.01)
-    for mask in ({"a": False, "b": False, "free": True}, jax.tree.map(lambda p: p.shape == (2,), params)):
+    for mask in (
+        {"a": False, "b": False, "free": True},
+        jax.tree.map(lambda p: p.shape == (2,), params),
+    ):
         masked = optax.masked(optimizer, mask)
         updates, state = masked.update(grads, masked.init(params), params)
         np.testing.assert_allclose(updates["free"], expected, rtol=1e-12)
-        np.testing.assert_array_equal(updates["a"]["kernel"], grads["a"]["kernel"])  # optax leaves it to others
+        np.testing.assert_array_equal(
+            updates["a"]["kernel"], grads["a"]["kernel"]
+        )  # optax leaves it to others
         assert int(kfac.find_state(state).count) == 1
     nothing = kfac.cg_fac(1.0, layers.select(lambda block: False), fallback=optax.sgd(0.1))
     updates, _ = nothing.update(grads, nothing.init(params), params)
@@ -524,7 +636,11 @@ def test_a_gradient_that_is_not_finite_anywhere_moves_no_share(where):
     _, state = step(optimizer.init(params), 0.0)
     refused, after = step(state, jnp.nan)
     assert all(np.all(u == 0) for u in jax.tree.leaves(refused))
-    jax.tree.map(np.testing.assert_array_equal, after.inner_states["fallback"], state.inner_states["fallback"])
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        after.inner_states["fallback"],
+        state.inner_states["fallback"],
+    )
     assert int(kfac.find_state(after).damping_factor) == 4
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(step(after, 0.0)))
 
@@ -544,7 +660,9 @@ def test_the_step_compiles_once_and_its_state_survives_a_checkpoint(tmp_path):
     from orbax.checkpoint import v1 as ocp
 
     with jax.enable_x64(False):  # Orbax reads on threads of its own, where a context does not reach
-        params, x = jax.tree.map(lambda p: p.astype(jnp.float32), ({**PARAMS, "free": normal(8, 2)}, X))
+        params, x = jax.tree.map(
+            lambda p: p.astype(jnp.float32), ({**PARAMS, "free": normal(8, 2)}, X)
+        )
         layers = kfac.find_layers(with_free_parameter, params, x, LABELS)
         optimizer = kfac.cg_fac(1.0, layers, damping=0.1, warm_start=True)
         step = make_step(optimizer, with_free_parameter)
@@ -565,7 +683,9 @@ def test_bfloat16_parameters_keep_their_dtype():
         optimizer = kfac.cg_fac(1.0, layers)
         updates, state, _ = make_step(optimizer)(params, optimizer.init(params), x, LABELS)
     assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
-    assert all(f.dtype == jnp.float32 for f in jax.tree.leaves(kfac.find_state(state).averages.factors))
+    assert all(
+        f.dtype == jnp.float32 for f in jax.tree.leaves(kfac.find_state(state).averages.factors)
+    )
     assert all(np.isfinite(np.asarray(u, np.float32)).all() for u in jax.tree.leaves(updates))
     assert any(np.any(np.asarray(u, np.float32) != 0) for u in jax.tree.leaves(updates))
 
@@ -574,7 +694,9 @@ def test_bfloat16_parameters_keep_their_dtype():
 def test_defaults_train_faster_than_tuned_adamw():
     with jax.enable_x64(False):
         sizes = (16, 12, 4, 12, 16)
-        x = np.random.default_rng(0).normal(size=(256, 3)) @ np.random.default_rng(1).normal(size=(3, 16))
+        x = np.random.default_rng(0).normal(size=(256, 3)) @ np.random.default_rng(1).normal(
+            size=(3, 16)
+        )
         x = jnp.asarray(np.tanh(x), jnp.float32)
         names = [f"l{i}" for i in range(len(sizes) - 1)]
         params = {
@@ -597,12 +719,16 @@ def test_defaults_train_faster_than_tuned_adamw():
                 params, state = carry
                 (loss, _), grads, curvature = function(params, x, key=jax.random.key(i))
                 extra = dict(curvature=curvature)
-                updates, state = optax.with_extra_args_support(optimizer).update(grads, state, params, **extra)
+                updates, state = optax.with_extra_args_support(optimizer).update(
+                    grads, state, params, **extra
+                )
                 return (optax.apply_updates(params, updates), state), loss
 
             return jax.lax.scan(body, (params, optimizer.init(params)), jnp.arange(100))[1]
 
         adamw = min(float(run(optax.adamw(rate), params)[-1]) for rate in (3e-3, 1e-2, 3e-2))
-        second_order = np.asarray(run(kfac.cg_fac(1.0, kfac.find_layers(loss_fn, params, x)), params))
+        second_order = np.asarray(
+            run(kfac.cg_fac(1.0, kfac.find_layers(loss_fn, params, x)), params)
+        )
     assert second_order[50] < adamw
     assert np.all(np.isfinite(second_order))

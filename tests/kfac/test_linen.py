@@ -24,7 +24,9 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x):
         y = nn.LayerNorm(**F64, name="norm")(x)
-        y = nn.MultiHeadDotProductAttention(2, attention_fn=attention_in_float64, **F64, name="attention")(y)
+        y = nn.MultiHeadDotProductAttention(
+            2, attention_fn=attention_in_float64, **F64, name="attention"
+        )(y)
         return x + jnp.tanh(nn.Dense(WIDTH, **F64, name="fc")(x + y))
 
 
@@ -51,7 +53,9 @@ class Scanned(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        scan = nn.scan(Step, variable_axes={"params": self.axis}, split_rngs={"params": True}, length=2)
+        scan = nn.scan(
+            Step, variable_axes={"params": self.axis}, split_rngs={"params": True}, length=2
+        )
         x, _ = scan(name="layers")(x, None)
         return nn.Dense(3, **F64, name="head")(x)
 
@@ -125,7 +129,9 @@ def test_partitioned_parameters_are_found():
 
     model, x = Boxed(), normal(0, 3, WIDTH)
     variables = model.init(jax.random.key(0), x)
-    layers = kfac.find_layers(lambda v, x, y: cross_entropy(model.apply(v, x), y), variables, x, LABELS)
+    layers = kfac.find_layers(
+        lambda v, x, y: cross_entropy(model.apply(v, x), y), variables, x, LABELS
+    )
     assert layers.coverage == 1.0
 
 

@@ -117,10 +117,16 @@ class Words(nnx.Module):
 
 def loss_of(model):
     graphdef, state = nnx.split(model, nnx.Param)
-    return lambda params, x, y: cross_entropy(nnx.merge(graphdef, params)(x), y), nnx.to_pure_dict(state)
+    return lambda params, x, y: cross_entropy(nnx.merge(graphdef, params)(x), y), nnx.to_pure_dict(
+        state
+    )
 
 
-BLOCK = ("blocks/0/norm", *(f"blocks/0/attention/{n}" for n in ("query", "key", "value", "out")), "blocks/0/fc")
+BLOCK = (
+    "blocks/0/norm",
+    *(f"blocks/0/attention/{n}" for n in ("query", "key", "value", "out")),
+    "blocks/0/fc",
+)
 IMAGE_BLOCKS = dict.fromkeys(("patches", *BLOCK, "head"), 1)
 LABELS = jnp.arange(3) % 3
 
@@ -140,7 +146,9 @@ def test_vmap_over_examples():
     def loss_fn(params, x, y):
         return cross_entropy(jax.vmap(lambda x: nnx.merge(graphdef, params)(x[None])[0])(x), y)
 
-    check_exact_blocks(loss_fn, nnx.to_pure_dict(state), normal(0, 3, 4, 4, 1), LABELS, blocks=IMAGE_BLOCKS)
+    check_exact_blocks(
+        loss_fn, nnx.to_pure_dict(state), normal(0, 3, 4, 4, 1), LABELS, blocks=IMAGE_BLOCKS
+    )
 
 
 @pytest.mark.parametrize("model", [Scanned, pytest.param(Experts, marks=pytest.mark.slow)])
@@ -153,7 +161,9 @@ def test_stacked_layers_are_lanes(model):
 def test_tied_weights_and_fused_projections():
     loss_fn, params = loss_of(Words(nnx.Rngs(0)))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 5, (3, 3)))
-    layers = check_exact_blocks(loss_fn, params, tokens, LABELS, blocks={"embed": 1, "qkv": 1, "fc": 1})
+    layers = check_exact_blocks(
+        loss_fn, params, tokens, LABELS, blocks={"embed": 1, "qkv": 1, "fc": 1}
+    )
     assert [use.name for use in layers.blocks["embed"].uses] == ["embed", "embed#2"]
     assert [use.name for use in layers.blocks["fc"].uses] == ["fc", "fc#2"]
 
@@ -188,7 +198,9 @@ def test_a_parameter_that_is_not_differentiated_has_no_block():
     loss_fn = lambda p, x, y: cross_entropy(nnx.merge(graphdef, p, frozen)(x), y)
     layers = kfac.find_layers(loss_fn, nnx.to_pure_dict(head), normal(0, 3, WIDTH), LABELS)
     assert list(layers.blocks) == ["head"]
-    assert any("not an array of the differentiated tree" in reason for reason in layers.skipped.values())
+    assert any(
+        "not an array of the differentiated tree" in reason for reason in layers.skipped.values()
+    )
 
 
 def test_weights_stacked_inside_the_loss_are_refused_not_mistaken():
@@ -199,9 +211,13 @@ def test_weights_stacked_inside_the_loss_are_refused_not_mistaken():
     }
 
     def loss_fn(params, x, y):
-        named, _ = nnx.split(nnx.merge(graphdef, params["a"]))  # says "a/kernel" of every layer merged from it
+        named, _ = nnx.split(
+            nnx.merge(graphdef, params["a"])
+        )  # says "a/kernel" of every layer merged from it
         stacked = jax.tree.map(lambda *p: jnp.stack(p), params["a"], params["b"])
-        return cross_entropy(jax.lax.scan(lambda x, p: (nnx.merge(named, p)(x), None), x, stacked)[0], y)
+        return cross_entropy(
+            jax.lax.scan(lambda x, p: (nnx.merge(named, p)(x), None), x, stacked)[0], y
+        )
 
     layers = kfac.find_layers(loss_fn, params, normal(0, 3, WIDTH), LABELS)
     assert not layers.blocks
@@ -278,7 +294,9 @@ def test_layers_of_equal_form_share_a_program():
     ],
 )
 def test_norms(make_norm, kind):
-    loss_fn, params = loss_of(nnx.Sequential(make_norm(nnx.Rngs(0)), jnp.tanh, lambda x: x.reshape(len(x), -1)))
+    loss_fn, params = loss_of(
+        nnx.Sequential(make_norm(nnx.Rngs(0)), jnp.tanh, lambda x: x.reshape(len(x), -1))
+    )
     x = normal(0, 3, WIDTH, WIDTH)
     (block,) = kfac.find_layers(loss_fn, params, x, LABELS).blocks.values()
     assert block.uses[0].layer.kind == kind
@@ -297,6 +315,8 @@ def test_nothing_is_left_replaced():
 
 
 def test_adder_layer_without_a_normaliser_covers_its_offset():
-    loss_fn, params = loss_of(AdderLinear(WIDTH, 3, norm=None, rngs=nnx.Rngs(0), param_dtype=jnp.float64))
+    loss_fn, params = loss_of(
+        AdderLinear(WIDTH, 3, norm=None, rngs=nnx.Rngs(0), param_dtype=jnp.float64)
+    )
     (block,) = check_exact_blocks(loss_fn, params, normal(0, 3, WIDTH), LABELS).blocks.values()
     assert sorted(p.path for p in block.params) == ["bias", "kernel"]

@@ -49,11 +49,12 @@ PROGRAM = textwrap.dedent(
             if placed == "replicated":
                 text = step.lower(*arguments).compile().as_text()
                 print(name, "all-reduce", text.count(" all-reduce("), "all-gather", text.count(" all-gather("))
-    """
+    """  # noqa: E501 - a program of its own
 )
 
 
-# Ten layers of one shape and one of another: lanes that eight devices do not share evenly. Under jax.set_mesh.
+# Ten layers of one shape and one of another: lanes that eight devices do not share evenly. Under
+# jax.set_mesh.
 SHARED = textwrap.dedent(
     """
     import re
@@ -93,13 +94,18 @@ SHARED = textwrap.dedent(
             results[count] = jax.device_get(updates), compiled.cost_analysis()["flops"], turns
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-12), results[8][0], results[1][0])
         print(interval, *results[1][1:], *results[8][1:])
-    """
+    """  # noqa: E501 - a program of its own
 )
 
 
 def run(program):
     done = subprocess.run(
-        [sys.executable, "-c", program], env=simulated_devices(8), cwd=ROOT, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", program],
+        env=simulated_devices(8),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
@@ -127,8 +133,8 @@ def test_eight_devices_agree_with_one(report):
 
 
 def test_factors_are_reduced_once_and_iterations_stay_on_the_device(report):
-    # Loss, gradients, factors and the quadratic model; no reduction per CG iteration (they would stand in its loop
-    # once, but nothing of the loop depends on the batch).
+    # Loss, gradients, factors and the quadratic model; no reduction per CG iteration (they would
+    # stand in its loop once, but nothing of the loop depends on the batch).
     reduces, gathers = report["kron"]
     assert 1 <= reduces <= 12
     assert gathers == 0

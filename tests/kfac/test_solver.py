@@ -15,10 +15,14 @@ def spd(size: int, rank: int, seed: int = 0) -> np.ndarray:
     return u.T @ u / rank
 
 
-MATRICES = np.stack([spd(7, rank, seed) for seed, rank in enumerate((7, 3, 1))])  # three lanes of unequal rank
+MATRICES = np.stack(
+    [spd(7, rank, seed) for seed, rank in enumerate((7, 3, 1))]
+)  # three lanes of unequal rank
 B = np.random.default_rng(9).normal(size=(3, 7))
 GAMMA = np.array([0.1, 0.5, 1.0])
-EXACT = np.stack([np.linalg.solve(m + g * np.eye(7), b) for m, g, b in zip(MATRICES, GAMMA, B, strict=True)])
+EXACT = np.stack(
+    [np.linalg.solve(m + g * np.eye(7), b) for m, g, b in zip(MATRICES, GAMMA, B, strict=True)]
+)
 
 
 def matvec(v):
@@ -31,20 +35,27 @@ def model(x):
 
 
 def test_cg_run_to_the_end_is_the_dense_solution():
-    solution = solver.cg(matvec, jnp.asarray(B), jnp.asarray(GAMMA), max_iterations=30, tolerance=1e-14)
+    solution = solver.cg(
+        matvec, jnp.asarray(B), jnp.asarray(GAMMA), max_iterations=30, tolerance=1e-14
+    )
     np.testing.assert_allclose(solution.x, EXACT, rtol=1e-10, atol=1e-12)
-    np.testing.assert_allclose(solver.solve_dense(matvec, jnp.asarray(B), jnp.asarray(GAMMA)).x, EXACT, rtol=1e-10)
+    np.testing.assert_allclose(
+        solver.solve_dense(matvec, jnp.asarray(B), jnp.asarray(GAMMA)).x, EXACT, rtol=1e-10
+    )
 
 
 def test_lanes_stop_by_themselves_after_rank_plus_one_iterations():
-    solution = solver.cg(matvec, jnp.asarray(B), jnp.asarray(GAMMA), max_iterations=30, tolerance=1e-10)
+    solution = solver.cg(
+        matvec, jnp.asarray(B), jnp.asarray(GAMMA), max_iterations=30, tolerance=1e-10
+    )
     assert np.asarray(solution.iterations).tolist() == [7, 4, 2]
     assert np.all(solution.residual <= 1e-10)
 
 
 def test_fixed_length_and_early_stopping_agree_where_nothing_converges():
     runs = [
-        solver.cg(matvec, jnp.asarray(B), jnp.asarray(GAMMA), max_iterations=2, tolerance=t).x for t in (0.0, 1e-30)
+        solver.cg(matvec, jnp.asarray(B), jnp.asarray(GAMMA), max_iterations=2, tolerance=t).x
+        for t in (0.0, 1e-30)
     ]
     np.testing.assert_array_equal(*runs)
 
@@ -74,7 +85,9 @@ def test_preconditioner_changes_the_path_and_not_the_solution():
     precondition = lambda r: jnp.einsum("lij,lj->li", inverse, r)
     solution = solver.cg(*arguments, max_iterations=40, tolerance=1e-13, precondition=precondition)
     np.testing.assert_allclose(solution.x, EXACT, rtol=1e-9, atol=1e-11)
-    plain, helped = (solver.cg(*arguments, max_iterations=1, precondition=p) for p in (None, precondition))
+    plain, helped = (
+        solver.cg(*arguments, max_iterations=1, precondition=p) for p in (None, precondition)
+    )
     assert np.all(np.asarray(helped.residual)[0] < np.asarray(plain.residual)[0])
 
 
@@ -83,7 +96,14 @@ def test_safeguarded_warm_start_never_ascends():
     ascents = {True: 0, False: 0}
     run = jax.jit(
         lambda x0, safeguard: (
-            solver.cg(matvec, jnp.asarray(B), jnp.asarray(GAMMA), max_iterations=1, x0=x0, safeguard=safeguard).x
+            solver.cg(
+                matvec,
+                jnp.asarray(B),
+                jnp.asarray(GAMMA),
+                max_iterations=1,
+                x0=x0,
+                safeguard=safeguard,
+            ).x
         ),
         static_argnums=1,
     )
@@ -136,7 +156,9 @@ def test_dual_is_the_dense_solution(examples):
     solution = solver.solve_dual(jnp.asarray(u), jnp.asarray(b), jnp.asarray(gamma), examples)
     for lane in range(2):
         dense = u[lane].T @ u[lane] / examples + gamma[lane] * np.eye(7)
-        np.testing.assert_allclose(solution.x[lane], np.linalg.solve(dense, b[lane]), rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(
+            solution.x[lane], np.linalg.solve(dense, b[lane]), rtol=1e-9, atol=1e-12
+        )
     np.testing.assert_allclose(solution.residual, 0, atol=1e-10)
 
 
@@ -146,7 +168,9 @@ def test_eigenvectors_solve_the_kronecker_system():
     x = np.asarray(solver.solve_kronecker(*(jnp.asarray(a) for a in (left, right, b, gamma))))
     for lane in range(2):
         dense = np.kron(left[lane], right[lane]) + gamma[lane] * np.eye(12)
-        np.testing.assert_allclose(x[lane].ravel(), np.linalg.solve(dense, b[lane].ravel()), rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(
+            x[lane].ravel(), np.linalg.solve(dense, b[lane].ravel()), rtol=1e-9, atol=1e-12
+        )
 
 
 def test_sums_are_float32_for_bfloat16_operands():

@@ -20,7 +20,10 @@ def rows(*shape, seed=0):
 
 def layer_norm(x, p):
     centred = x - x.mean(-1, keepdims=True)
-    return centred / np.sqrt(np.square(centred).mean(-1, keepdims=True) + 1e-6) * p["scale"] + p["bias"]
+    return (
+        centred / np.sqrt(np.square(centred).mean(-1, keepdims=True) + 1e-6) * p["scale"]
+        + p["bias"]
+    )
 
 
 def adder(x, kernel):
@@ -35,7 +38,9 @@ def gelu(x):
 def test_linear_equals_the_formula_on_any_leading_axes(shape):
     module = randomised(lambda: layers.Linear(7, 5, rngs=nnx.Rngs(0)))
     p = parameters(module)
-    np.testing.assert_allclose(run(module, rows(*shape)), rows(*shape) @ p["kernel"] + p["bias"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        run(module, rows(*shape)), rows(*shape) @ p["kernel"] + p["bias"], rtol=1e-5, atol=1e-6
+    )
 
 
 def test_linear_starts_as_deit_does():
@@ -47,7 +52,9 @@ def test_linear_starts_as_deit_does():
 @pytest.mark.parametrize("norm", ["layernorm", None])
 @pytest.mark.parametrize("use_bias", [True, False])
 def test_adder_linear_equals_the_formula(norm, use_bias):
-    module = randomised(lambda: layers.AdderLinear(65, 17, norm=norm, use_bias=use_bias, rngs=nnx.Rngs(0)))
+    module = randomised(
+        lambda: layers.AdderLinear(65, 17, norm=norm, use_bias=use_bias, rngs=nnx.Rngs(0))
+    )
     p = parameters(module)
     assert set(p) == {"kernel"} | ({"norm"} if norm else {"bias"} if use_bias else set())
     sums = adder(rows(2, 3, 65), p["kernel"])
@@ -56,40 +63,53 @@ def test_adder_linear_equals_the_formula(norm, use_bias):
 
 
 @pytest.mark.parametrize(
-    ("x_gradient", "w_gradient", "slope"), [("hardtanh", "full", 1.0), ("hardtanh", "full", 4.0), ("sign", "sign", 1.0)]
+    ("x_gradient", "w_gradient", "slope"),
+    [("hardtanh", "full", 1.0), ("hardtanh", "full", 4.0), ("sign", "sign", 1.0)],
 )
 def test_adder_linear_passes_its_gradient_rules_on(x_gradient, w_gradient, slope):
     options = dict(x_gradient=x_gradient, w_gradient=w_gradient, hardtanh_slope=slope)
-    module = randomised(lambda: layers.AdderLinear(6, 4, **options, norm=None, use_bias=False, rngs=nnx.Rngs(0)))
+    module = randomised(
+        lambda: layers.AdderLinear(6, 4, **options, norm=None, use_bias=False, rngs=nnx.Rngs(0))
+    )
     x, g = rows(3, 6), rows(3, 4, seed=1)
     graphdef, state = nnx.split(module)
     loss = lambda state, x: jnp.sum(nnx.merge(graphdef, state)(x) * g)
     dw, dx = jax.jit(jax.grad(loss, argnums=(0, 1)))(nnx.to_pure_dict(state), x)
     difference = np.asarray(module.kernel[...], np.float64) - x[:, :, None]  # (rows, in, out)
     rules = dict(sign=np.sign, full=lambda d: d, hardtanh=lambda d: np.clip(slope * d, -1, 1))
-    np.testing.assert_allclose(dx, np.einsum("mko,mo->mk", rules[x_gradient](difference), g), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        dx, np.einsum("mko,mo->mk", rules[x_gradient](difference), g), rtol=1e-5, atol=1e-5
+    )
     expected = -np.einsum("mko,mo->ko", rules[w_gradient](difference), g)
     np.testing.assert_allclose(dw["kernel"], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_adder_linear_normalises_before_it_rounds():
-    """At K = 768 the sums lie near -866, where bfloat16 has a spacing of 4: rounding them first loses the signal."""
-    make = lambda **options: randomised(lambda: layers.AdderLinear(768, 64, **options, rngs=nnx.Rngs(0)))
-    exact = lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32)  # so that only the layer's rounding is seen
+    """At K = 768 the sums lie near -866, where bfloat16 has a spacing of 4: rounding them first
+    loses the signal."""
+    make = lambda **options: randomised(
+        lambda: layers.AdderLinear(768, 64, **options, rngs=nnx.Rngs(0))
+    )
+    exact = lambda leaf: leaf.astype(jnp.bfloat16).astype(
+        jnp.float32
+    )  # so that only the layer's rounding is seen
     half, wide, raw = make(dtype=jnp.bfloat16), make(), make(norm=None, dtype=jnp.bfloat16)
     for module in (half, wide):
         nnx.update(module, jax.tree.map(exact, nnx.state(module)))
     x = jnp.asarray(rows(16, 768), jnp.bfloat16)
     out, truth = run(half, x), run(wide, x.astype(jnp.float32))
     assert out.dtype == jnp.bfloat16
-    # bfloat16 has 8 bits; were the sums rounded first, errors of 2 would meet a standard deviation of about 15.
+    # bfloat16 has 8 bits; were the sums rounded first, errors of 2 would meet a standard deviation
+    # of about 15.
     np.testing.assert_allclose(np.asarray(out, np.float32), truth, rtol=2**-8, atol=2**-8)
     assert run(raw, x).dtype == jnp.float32
 
 
 def test_mlp_equals_the_formula():
     for linear in (layers.Linear, layers.linear_class("adder", {"norm": "layernorm"})):
-        module = randomised(lambda linear=linear: layers.Mlp(6, 10, linear=linear, rngs=nnx.Rngs(0)))
+        module = randomised(
+            lambda linear=linear: layers.Mlp(6, 10, linear=linear, rngs=nnx.Rngs(0))
+        )
         p = parameters(module)
         if linear is layers.Linear:
             apply = lambda x, part: x @ part["kernel"] + part["bias"]
@@ -104,10 +124,18 @@ def test_patches_equal_a_strided_convolution():
     module = randomised(lambda: layers.PatchEmbed(3, 2, 5, rngs=nnx.Rngs(0)))
     kernel = module.proj.kernel[...].reshape(3, 3, 2, 5)
     convolved = jax.lax.conv_general_dilated(
-        images, kernel, (3, 3), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"), precision="highest"
+        images,
+        kernel,
+        (3, 3),
+        "VALID",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        precision="highest",
     )
     np.testing.assert_allclose(
-        run(module, images), convolved.reshape(2, 6, 5) + module.proj.bias[...], rtol=1e-5, atol=1e-5
+        run(module, images),
+        convolved.reshape(2, 6, 5) + module.proj.bias[...],
+        rtol=1e-5,
+        atol=1e-5,
     )
     patches = layers.image_to_patches(jnp.arange(36).reshape(1, 6, 6, 1), 3)
     np.testing.assert_array_equal(patches[0, 1], [3, 4, 5, 9, 10, 11, 15, 16, 17])
@@ -117,21 +145,33 @@ def test_patches_equal_a_strided_convolution():
 def test_a_stem_equals_strided_convolutions(kind):
     """Of the image continued at its edges: one product per window, or one distance."""
     linear = layers.linear_class(*(("adder", {"norm": None}) if kind == "bare adder" else (kind,)))
-    module = randomised(lambda: layers.PatchEmbed(8, 2, 5, stem_channels=(3, 4), stem_linear=linear, rngs=nnx.Rngs(0)))
+    module = randomised(
+        lambda: layers.PatchEmbed(
+            8, 2, 5, stem_channels=(3, 4), stem_linear=linear, rngs=nnx.Rngs(0)
+        )
+    )
     p, images = parameters(module), rows(2, 8, 16, 2)
     x = images.astype(np.float64)
     for stage in (p["stem"][i] for i in range(2)):
         kernel = stage["linear"]["kernel"].astype(np.float64)
         padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="edge")
         windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(1, 2))[:, ::2, ::2]
-        windows = np.moveaxis(windows, 3, -1).reshape(*windows.shape[:3], -1)  # row, column, channel
+        windows = np.moveaxis(windows, 3, -1).reshape(
+            *windows.shape[:3], -1
+        )  # row, column, channel
         if kind == "dense":
             sums = windows @ kernel + stage["linear"]["bias"]
-            options = dict(window_strides=(2, 2), padding="VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-            convolved = jax.lax.conv_general_dilated(
-                padded.astype(np.float32), kernel.reshape(3, 3, x.shape[-1], -1).astype(np.float32), **options
+            options = dict(
+                window_strides=(2, 2), padding="VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
             )
-            np.testing.assert_allclose(convolved, sums - stage["linear"]["bias"], rtol=1e-4, atol=1e-4)
+            convolved = jax.lax.conv_general_dilated(
+                padded.astype(np.float32),
+                kernel.reshape(3, 3, x.shape[-1], -1).astype(np.float32),
+                **options,
+            )
+            np.testing.assert_allclose(
+                convolved, sums - stage["linear"]["bias"], rtol=1e-4, atol=1e-4
+            )
         else:
             sums = adder(windows, kernel) + stage["linear"].get("bias", 0.0)
         x = gelu(layer_norm(sums, stage["linear"]["norm"] if kind == "adder" else stage["norm"]))
@@ -152,13 +192,18 @@ def test_drop_path_drops_whole_samples_and_keeps_the_mean():
 
 
 def block_formula(block, tokens):
-    """x + out(heads(softmax(-‖q - k‖₁/√d) + I) v), then x + mlp, pre-LayerNorm, adder layers throughout."""
+    """x + out(heads(softmax(-‖q - k‖₁/√d) + I) v), then x + mlp, pre-LayerNorm, adder layers
+    throughout."""
     p = parameters(block)
     linear = lambda x, part: layer_norm(adder(x, part["kernel"]), part["norm"])
     x = layer_norm(tokens.astype(np.float64), p["norm1"])
-    heads = lambda name: linear(x, p["attention"][name]).reshape(*x.shape[:-1], 2, -1).swapaxes(1, 2)
+    heads = lambda name: (
+        linear(x, p["attention"][name]).reshape(*x.shape[:-1], 2, -1).swapaxes(1, 2)
+    )
     query, key, value = heads("query"), heads("key"), heads("value")
-    logits = -np.abs(query[..., :, None, :] - key[..., None, :, :]).sum(-1) / np.sqrt(query.shape[-1])
+    logits = -np.abs(query[..., :, None, :] - key[..., None, :, :]).sum(-1) / np.sqrt(
+        query.shape[-1]
+    )
     weights = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True) + np.eye(x.shape[1])
     attended = (weights @ value).swapaxes(1, 2).reshape(x.shape)
     tokens = tokens + linear(attended, p["attention"]["out"])
@@ -167,23 +212,34 @@ def block_formula(block, tokens):
 
 
 def test_adder_block_equals_the_formula():
-    adder_everywhere = dict(score="adder", qkv_linear="adder", proj_linear="adder", mlp_linear="adder")
-    block = randomised(lambda: layers.Block(8, 2, mlp_ratio=2.0, **adder_everywhere, rngs=nnx.Rngs(0)))
-    np.testing.assert_allclose(run(block, rows(3, 5, 8)), block_formula(block, rows(3, 5, 8)), rtol=1e-4, atol=1e-4)
+    adder_everywhere = dict(
+        score="adder", qkv_linear="adder", proj_linear="adder", mlp_linear="adder"
+    )
+    block = randomised(
+        lambda: layers.Block(8, 2, mlp_ratio=2.0, **adder_everywhere, rngs=nnx.Rngs(0))
+    )
+    np.testing.assert_allclose(
+        run(block, rows(3, 5, 8)), block_formula(block, rows(3, 5, 8)), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("position", ["pre", "post"])
 def test_a_block_without_projections_equals_the_papers_formula(position):
-    """softmax(X Xᵀ/√d) X with X = LN(tokens), section 3.2 of the Brownian paper; or LayerNorm behind the sums.
+    """softmax(X Xᵀ/√d) X with X = LN(tokens), section 3.2 of the Brownian paper; or LayerNorm
+    behind the sums.
 
     Each branch times its LayerScale.
     """
-    options = dict(qkv_linear="identity", proj_linear="identity", norm_position=position, layer_scale=0.1)
+    options = dict(
+        qkv_linear="identity", proj_linear="identity", norm_position=position, layer_scale=0.1
+    )
     block = randomised(lambda: layers.Block(8, 1, mlp_ratio=2.0, **options, rngs=nnx.Rngs(0)))
     p, tokens = parameters(block), rows(3, 5, 8).astype(np.float64)
     norms = [lambda x, name=name: layer_norm(x, p[name]) for name in ("norm1", "norm2")]
     same = lambda x: x
-    (before1, before2), (behind1, behind2) = (norms, (same, same)) if position == "pre" else ((same, same), norms)
+    (before1, before2), (behind1, behind2) = (
+        (norms, (same, same)) if position == "pre" else ((same, same), norms)
+    )
     x = before1(tokens)
     weights = np.exp(x @ x.swapaxes(1, 2) / np.sqrt(8))
     scale1, scale2 = (p[name]["scale"] for name in ("layer_scale1", "layer_scale2"))
@@ -200,7 +256,10 @@ def test_layer_scale_begins_small_is_not_decayed_and_has_curvature():
     for scale in (block.layer_scale1.scale, block.layer_scale2.scale):
         np.testing.assert_allclose(scale[...], np.full(8, 1e-4, np.float32))
     facts = parameter_facts(block)
-    assert [facts[name]["scale"].decay for name in ("layer_scale1", "layer_scale2")] == [False, False]
+    assert [facts[name]["scale"].decay for name in ("layer_scale1", "layer_scale2")] == [
+        False,
+        False,
+    ]
     assert not jax.tree.leaves(nnx.state(layers.LayerScale(8, None)))
     with jax.enable_x64(True):
         graphdef, state = nnx.split(layers.LayerScale(8, 0.3, param_dtype=jnp.float64))
@@ -212,7 +271,9 @@ def test_layer_scale_begins_small_is_not_decayed_and_has_curvature():
 
 @pytest.mark.slow
 def test_block_drops_its_branches():
-    block = randomised(lambda: layers.Block(8, 2, drop_path_rate=0.5, dropout_rate=0.1, rngs=nnx.Rngs(0)))
+    block = randomised(
+        lambda: layers.Block(8, 2, drop_path_rate=0.5, dropout_rate=0.1, rngs=nnx.Rngs(0))
+    )
     graphdef, state = nnx.split(block)
 
     @jax.jit
@@ -230,7 +291,9 @@ def test_block_drops_its_branches():
 
 def test_kinds_of_linear_layers_are_chosen_apart():
     block = nnx.eval_shape(
-        lambda: layers.Block(8, 2, proj_linear="adder", adder_options={"norm": None}, rngs=nnx.Rngs(0))
+        lambda: layers.Block(
+            8, 2, proj_linear="adder", adder_options={"norm": None}, rngs=nnx.Rngs(0)
+        )
     )
     assert isinstance(block.attention.query, layers.Linear)
     assert isinstance(block.attention.out, layers.AdderLinear)
@@ -241,14 +304,35 @@ def test_kinds_of_linear_layers_are_chosen_apart():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: layers.linear_class("sparse"), "expected a linear layer 'dense', 'adder' or 'identity', got 'sparse'"),
-        (lambda: layers.Identity(2, 3), "as many features behind the identity as in front of it, got 2 and 3"),
-        (lambda: layers.Block(8, 2, norm_position="mid", rngs=nnx.Rngs(0)), "'pre' or 'post', got 'mid'"),
-        (lambda: layers.AdderLinear(2, 3, norm="batch", rngs=nnx.Rngs(0)), "norm 'layernorm' or None, got 'batch'"),
-        (lambda: layers.AdderLinear(2, 3, rngs=nnx.Rngs(0))(jnp.ones((1, 4))), r"with 2 features, got shape \(1, 4\)"),
+        (
+            lambda: layers.linear_class("sparse"),
+            "expected a linear layer 'dense', 'adder' or 'identity', got 'sparse'",
+        ),
+        (
+            lambda: layers.Identity(2, 3),
+            "as many features behind the identity as in front of it, got 2 and 3",
+        ),
+        (
+            lambda: layers.Block(8, 2, norm_position="mid", rngs=nnx.Rngs(0)),
+            "'pre' or 'post', got 'mid'",
+        ),
+        (
+            lambda: layers.AdderLinear(2, 3, norm="batch", rngs=nnx.Rngs(0)),
+            "norm 'layernorm' or None, got 'batch'",
+        ),
+        (
+            lambda: layers.AdderLinear(2, 3, rngs=nnx.Rngs(0))(jnp.ones((1, 4))),
+            r"with 2 features, got shape \(1, 4\)",
+        ),
         (lambda: layers.DropPath(1.0), r"drop path rate in \[0, 1\), got 1.0"),
-        (lambda: layers.DropPath(0.5)(jnp.ones(2), deterministic=False), "expects rngs with a 'dropout' stream"),
-        (lambda: layers.image_to_patches(jnp.ones((1, 8, 9, 1)), 4), "multiples of patch_size 4, got 8 x 9"),
+        (
+            lambda: layers.DropPath(0.5)(jnp.ones(2), deterministic=False),
+            "expects rngs with a 'dropout' stream",
+        ),
+        (
+            lambda: layers.image_to_patches(jnp.ones((1, 8, 9, 1)), 4),
+            "multiples of patch_size 4, got 8 x 9",
+        ),
         (lambda: layers.neighbourhoods(jnp.ones((1, 8, 9, 1))), "even sides to halve, got 8 x 9"),
         (
             lambda: layers.PatchEmbed(6, 3, 8, stem_channels=(4, 4), rngs=nnx.Rngs(0)),
@@ -263,7 +347,8 @@ def test_errors_say_what_was_expected(make, message):
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_a_share_of_the_squared_distance(share):
-    """Sums and their derivatives by the weights in float64; those of the L1 part are AdderNet's, x − w."""
+    """Sums and their derivatives by the weights in float64; those of the L1 part are AdderNet's, x
+    − w."""
     rng = np.random.default_rng(0)
     rows, cotangent = rng.normal(size=(5, 7)).astype("f"), rng.normal(size=(5, 3)).astype("f")
     layer = layers.AdderLinear(7, 3, norm=None, use_bias=False, rngs=nnx.Rngs(0))
@@ -272,4 +357,6 @@ def test_a_share_of_the_squared_distance(share):
     expected = -(1 - share) * np.abs(gaps).sum(1) - share * (gaps**2).sum(1) / 2
     np.testing.assert_allclose(layer(jnp.asarray(rows)), expected, rtol=1e-5)
     gradient = nnx.grad(lambda layer: (layer(jnp.asarray(rows)) * cotangent).sum())(layer)
-    np.testing.assert_allclose(gradient["kernel"][...], (gaps * cotangent[:, None]).sum(0), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        gradient["kernel"][...], (gaps * cotangent[:, None]).sum(0), rtol=1e-4, atol=1e-5
+    )

@@ -25,66 +25,102 @@ def tokens():
 
 PAIRS = dict(
     linear=(lambda: layers.Linear(8, 6, rngs=nnx.Rngs(0)), lambda: linen.Linear(6), tokens),
-    adder_linear=(lambda: layers.AdderLinear(8, 6, rngs=nnx.Rngs(0)), lambda: linen.AdderLinear(6), tokens),
+    adder_linear=(
+        lambda: layers.AdderLinear(8, 6, rngs=nnx.Rngs(0)),
+        lambda: linen.AdderLinear(6),
+        tokens,
+    ),
     bare_adder_linear=(
-        lambda: layers.AdderLinear(8, 6, norm=None, rngs=nnx.Rngs(0)), lambda: linen.AdderLinear(6, norm=None), tokens
+        lambda: layers.AdderLinear(8, 6, norm=None, rngs=nnx.Rngs(0)),
+        lambda: linen.AdderLinear(6, norm=None),
+        tokens,
     ),
     mlp=(lambda: layers.Mlp(8, 12, rngs=nnx.Rngs(0)), lambda: linen.Mlp(12), tokens),
     patch_embed=(
-        lambda: layers.PatchEmbed(2, 1, 8, rngs=nnx.Rngs(0)), lambda: linen.PatchEmbed(2, 8), lambda: rows(3, 4, 4, 1)
+        lambda: layers.PatchEmbed(2, 1, 8, rngs=nnx.Rngs(0)),
+        lambda: linen.PatchEmbed(2, 8),
+        lambda: rows(3, 4, 4, 1),
     ),
     conv_vit=(
-        lambda: models.VisionTransformer(**VIT, stem_channels=(3,), pooling="mean", rngs=nnx.Rngs(0)),
+        lambda: models.VisionTransformer(
+            **VIT, stem_channels=(3,), pooling="mean", rngs=nnx.Rngs(0)
+        ),
         lambda: linen.VisionTransformer(**TINY, stem_channels=(3,), pooling="mean"),
         lambda: rows(3, 4, 4, 1),
     ),
     adder_patch_embed=(
-        lambda: layers.PatchEmbed(4, 1, 8, stem_channels=(3, 5), stem_linear=layers.AdderLinear, rngs=nnx.Rngs(0)),
+        lambda: layers.PatchEmbed(
+            4, 1, 8, stem_channels=(3, 5), stem_linear=layers.AdderLinear, rngs=nnx.Rngs(0)
+        ),
         lambda: linen.PatchEmbed(4, 8, stem_channels=(3, 5), stem_linear=linen.AdderLinear),
         lambda: rows(3, 8, 4, 1),
     ),
     multi_head=(
         lambda: attention.MultiHeadAttention(
-            2, 8, score="additive", score_options={"layer_norm": True}, temperature="learned", key_bias_length=5,
-            num_kv_heads=1, out_features=6, rngs=nnx.Rngs(0),
+            2,
+            8,
+            score="additive",
+            score_options={"layer_norm": True},
+            temperature="learned",
+            key_bias_length=5,
+            num_kv_heads=1,
+            out_features=6,
+            rngs=nnx.Rngs(0),
         ),
         lambda: linen.MultiHeadAttention(
-            2, score="additive", score_options={"layer_norm": True}, temperature="learned", key_bias_length=5,
-            num_kv_heads=1, out_features=6,
+            2,
+            score="additive",
+            score_options={"layer_norm": True},
+            temperature="learned",
+            key_bias_length=5,
+            num_kv_heads=1,
+            out_features=6,
         ),
         tokens,
     ),
     adder_multi_head=(
-        lambda: attention.MultiHeadAttention(2, 8, score="adder", scale="variance_matched", rngs=nnx.Rngs(0)),
+        lambda: attention.MultiHeadAttention(
+            2, 8, score="adder", scale="variance_matched", rngs=nnx.Rngs(0)
+        ),
         lambda: linen.MultiHeadAttention(2, score="adder", scale="variance_matched"),
         tokens,
     ),
     block=(
-        lambda: layers.Block(8, 2, score="adder", **ADDER, adder_options={"norm": "layernorm"}, rngs=nnx.Rngs(0)),
+        lambda: layers.Block(
+            8, 2, score="adder", **ADDER, adder_options={"norm": "layernorm"}, rngs=nnx.Rngs(0)
+        ),
         lambda: linen.Block(2, score="adder", **ADDER, adder_options={"norm": "layernorm"}),
         tokens,
     ),
     post_norm_block=(
-        lambda: layers.Block(8, 1, qkv_linear="identity", norm_position="post", layer_scale=0.1, rngs=nnx.Rngs(0)),
+        lambda: layers.Block(
+            8, 1, qkv_linear="identity", norm_position="post", layer_scale=0.1, rngs=nnx.Rngs(0)
+        ),
         lambda: linen.Block(1, qkv_linear="identity", norm_position="post", layer_scale=0.1),
         tokens,
     ),
     vit=(
-        lambda: models.VisionTransformer(**VIT, score=["dot", "bilinear"], pooling="mean", rngs=nnx.Rngs(0)),
+        lambda: models.VisionTransformer(
+            **VIT, score=["dot", "bilinear"], pooling="mean", rngs=nnx.Rngs(0)
+        ),
         lambda: linen.VisionTransformer(**TINY, score=["dot", "bilinear"], pooling="mean"),
         lambda: rows(3, 4, 4, 1),
     ),
     distilled_vit=(
-        lambda: models.VisionTransformer(**VIT, distilled=True, norm_epsilon=1e-3, rngs=nnx.Rngs(0)),
+        lambda: models.VisionTransformer(
+            **VIT, distilled=True, norm_epsilon=1e-3, rngs=nnx.Rngs(0)
+        ),
         lambda: linen.VisionTransformer(**TINY, distilled=True, norm_epsilon=1e-3),
         lambda: rows(3, 4, 4, 1),
     ),
     adder_vit=(
-        lambda: models.VisionTransformer(**VIT, score="adder", **ADDER, key_block=3, rngs=nnx.Rngs(0)),
+        lambda: models.VisionTransformer(
+            **VIT, score="adder", **ADDER, key_block=3, rngs=nnx.Rngs(0)
+        ),
         lambda: linen.VisionTransformer(**TINY, score="adder", **ADDER, key_block=3),
         lambda: rows(3, 4, 4, 1),
     ),
-)  # fmt: skip
+)
 
 
 def shapes_of(tree):
@@ -99,15 +135,26 @@ def test_outputs_agree_for_one_parameter_tree(name):
     initial = jax.eval_shape(module.init, jax.random.key(0), inputs)["params"]
     assert shapes_of(initial) == shapes_of(linen.from_nnx(params))
     assert linen.to_nnx(linen.from_nnx(params)).keys() == params.keys()
-    ours = jax.jit(lambda p, x: nnx.merge(graphdef, linen.to_nnx(p))(x))(linen.from_nnx(params), inputs)
+    ours = jax.jit(lambda p, x: nnx.merge(graphdef, linen.to_nnx(p))(x))(
+        linen.from_nnx(params), inputs
+    )
     theirs = jax.jit(lambda p, x: module.apply({"params": p}, x))(linen.from_nnx(params), inputs)
     np.testing.assert_allclose(theirs, ours, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("score", attention.SCORES)
 def test_cross_attention_with_all_options_agrees(score):
-    size = dict(score=score, qkv_features=12, out_features=6, num_kv_heads=1, identity=False, temperature=0.7)
-    ours = randomised(lambda: attention.MultiHeadAttention(2, 8, in_kv_features=6, **size, rngs=nnx.Rngs(0)))
+    size = dict(
+        score=score,
+        qkv_features=12,
+        out_features=6,
+        num_kv_heads=1,
+        identity=False,
+        temperature=0.7,
+    )
+    ours = randomised(
+        lambda: attention.MultiHeadAttention(2, 8, in_kv_features=6, **size, rngs=nnx.Rngs(0))
+    )
     module, params = linen.MultiHeadAttention(2, **size), nnx.to_pure_dict(nnx.state(ours))
     inputs = rows(3, 4, 8), rows(3, 7, 6, seed=1), rows(3, 7, 6, seed=2)
     mask = np.random.default_rng(3).random((3, 1, 4, 7)) < 0.6
@@ -130,20 +177,26 @@ def test_gradients_agree():
     graphdef, state = nnx.split(randomised(lambda: layers.Block(8, 2, **options, rngs=nnx.Rngs(0))))
     module, params = linen.Block(2, **options), nnx.to_pure_dict(state)
     ours = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(nnx.merge(graphdef, p)(tokens())))))(params)
-    theirs = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(module.apply({"params": p}, tokens())))))(params)
+    theirs = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(module.apply({"params": p}, tokens())))))(
+        params
+    )
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
     jax.tree.map(close, theirs, ours)
 
 
 def _distance(tree, truth):
     """Norm of the difference over the norm of the truth, of all leaves together."""
-    leaves = [np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(t)]) for t in (tree, truth)]
+    leaves = [
+        np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(t)])
+        for t in (tree, truth)
+    ]
     return np.linalg.norm(leaves[0] - leaves[1]) / np.linalg.norm(leaves[1])
 
 
 @pytest.mark.slow
 def test_bfloat16_is_as_near_to_float32_in_both():
-    """Leaf by leaf they differ: the gradient of a key's bias under softmax, for one, is rounding and nothing else."""
+    """Leaf by leaf they differ: the gradient of a key's bias under softmax, for one, is rounding
+    and nothing else."""
     options = dict(score="adder", mlp_linear="adder")
     make = lambda **dtype: layers.Block(8, 2, **options, **dtype, rngs=nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(randomised(make)))
@@ -158,7 +211,9 @@ def test_bfloat16_is_as_near_to_float32_in_both():
     truth, ours = (outputs_and_gradients(lambda p, g=g: nnx.merge(g, p)(x)) for g in graphdefs)
     module = linen.Block(2, **options, dtype=jnp.bfloat16)
     theirs = outputs_and_gradients(lambda p: module.apply({"params": p}, x))
-    rounding = 2.0**-9  # of one bfloat16 operation; some ten follow one another in a block, twice as many backwards
+    rounding = (
+        2.0**-9
+    )  # of one bfloat16 operation; some ten follow one another in a block, twice as many backwards
     for outputs, gradients in (ours, theirs):
         assert 0 < _distance(outputs, truth[0]) < 10 * rounding
         assert 0 < _distance(gradients, truth[1]) < 20 * rounding
@@ -168,7 +223,9 @@ def test_bfloat16_is_as_near_to_float32_in_both():
     ("make_nnx", "module"),
     [
         (
-            lambda: attention.AdditiveAttention(4, 6, layer_norm=True, temperature="learned", rngs=nnx.Rngs(0)),
+            lambda: attention.AdditiveAttention(
+                4, 6, layer_norm=True, temperature="learned", rngs=nnx.Rngs(0)
+            ),
             linen.AdditiveAttention(layer_norm=True, temperature="learned"),
         ),
         (lambda: attention.BilinearAttention(4, 6, rngs=nnx.Rngs(0)), linen.BilinearAttention()),
@@ -182,18 +239,26 @@ def test_classical_forms_agree(make_nnx, module):
     )
     ours = randomised(make_nnx)
     params = nnx.to_pure_dict(nnx.state(ours))
-    assert shapes_of(jax.eval_shape(module.init, jax.random.key(0), query, key)["params"]) == shapes_of(params)
+    assert shapes_of(
+        jax.eval_shape(module.init, jax.random.key(0), query, key)["params"]
+    ) == shapes_of(params)
     expected = run(ours, query, key, mask=mask, return_weights=True)
-    apply = jax.jit(lambda params: module.apply({"params": params}, query, key, mask=mask, return_weights=True))
+    apply = jax.jit(
+        lambda params: module.apply({"params": params}, query, key, mask=mask, return_weights=True)
+    )
     found = apply(params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found, expected
+    )
 
 
 @pytest.mark.parametrize(
     ("make_nnx", "module", "inputs"),
     [
         pytest.param(
-            lambda: models.VisionTransformer(**VIT | dict(width=64), score="additive", rngs=nnx.Rngs(0)),
+            lambda: models.VisionTransformer(
+                **VIT | dict(width=64), score="additive", rngs=nnx.Rngs(0)
+            ),
             linen.VisionTransformer(**TINY | dict(width=64), score="additive"),
             rows(1, 4, 4, 1),
             marks=pytest.mark.slow,
@@ -210,7 +275,9 @@ def test_initial_values_have_the_same_spread(make_nnx, module, inputs):
     theirs = jax.jit(module.init)(jax.random.key(1), inputs)["params"]
     for (path, a), b in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
         tolerance = 5 / np.sqrt(a.size)
-        np.testing.assert_allclose(a.std(), b.std(), rtol=tolerance, atol=1e-6, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(
+            a.std(), b.std(), rtol=tolerance, atol=1e-6, err_msg=jax.tree_util.keystr(path)
+        )
         np.testing.assert_allclose(a.mean(), b.mean(), atol=tolerance * max(float(a.std()), 1e-6))
 
 
@@ -221,13 +288,17 @@ def test_randomness_comes_from_the_dropout_stream():
     )
     images = rows(3, 4, 4, 1)
     variables = model.init(jax.random.key(0), images)
-    run = jax.jit(lambda seed: model.apply(variables, images, deterministic=False, rngs={"dropout": seed}))
+    run = jax.jit(
+        lambda seed: model.apply(variables, images, deterministic=False, rngs={"dropout": seed})
+    )
     np.testing.assert_array_equal(run(jax.random.key(1)), run(jax.random.key(1)))
     assert not np.allclose(run(jax.random.key(1)), run(jax.random.key(2)))
 
 
 def test_drop_path_drops_whole_samples():
-    out = linen.DropPath(0.5).apply({}, jnp.ones((200, 3)), deterministic=False, rngs={"dropout": jax.random.key(0)})
+    out = linen.DropPath(0.5).apply(
+        {}, jnp.ones((200, 3)), deterministic=False, rngs={"dropout": jax.random.key(0)}
+    )
     assert np.all(out == out[:, :1])
     assert 0.3 < (out == 0).mean() < 0.7
 
@@ -251,4 +322,6 @@ def test_errors_say_what_was_expected():
         (dict(pooling="max"), "'cls' or 'mean', got 'max'"),
     ):
         with pytest.raises(ValueError, match=message):
-            jax.eval_shape(linen.VisionTransformer(**TINY | options).init, jax.random.key(0), rows(1, 4, 4, 1))
+            jax.eval_shape(
+                linen.VisionTransformer(**TINY | options).init, jax.random.key(0), rows(1, 4, 4, 1)
+            )

@@ -1,4 +1,5 @@
-"""The XOR task: the enumeration against linear programming, the bound against search, the witnesses on all pairs."""
+"""The XOR task: the enumeration against linear programming, the bound against search, the witnesses
+on all pairs."""
 
 import itertools
 from fractions import Fraction
@@ -8,7 +9,14 @@ import pytest
 import scipy.optimize
 
 from adder_flax.attention import additive_hidden_dim
-from adder_flax.measures import additive_xor_score, score_parameters, separable, train_xor, xor_bound, xor_pairs
+from adder_flax.measures import (
+    additive_xor_score,
+    score_parameters,
+    separable,
+    train_xor,
+    xor_bound,
+    xor_pairs,
+)
 
 
 def test_targets_by_hand():
@@ -23,7 +31,9 @@ def test_separability_against_linear_programming():
     corners = np.array([[1, 0, 0], [1, 0, 1], [1, 1, 0], [1, 1, 1]], float)
     for labels in itertools.product((False, True), repeat=4):
         sign = np.where(labels, 1.0, -1.0)
-        solved = scipy.optimize.linprog(np.zeros(3), -sign[:, None] * corners, -np.ones(4), bounds=(None, None))
+        solved = scipy.optimize.linprog(
+            np.zeros(3), -sign[:, None] * corners, -np.ones(4), bounds=(None, None)
+        )
         assert solved.success == separable(labels)
 
 
@@ -45,15 +55,21 @@ def test_bound_against_mixed_integer_programming():
     """An independent solver maximises the number of right pairs over all bounded W."""
     queries, keys, targets = xor_pairs()
     one = np.ones((16, 1))
-    features = np.einsum("ni,nj->nij", np.hstack([one, queries]), np.hstack([one, keys])).reshape(16, 9)
+    features = np.einsum("ni,nj->nij", np.hstack([one, queries]), np.hstack([one, keys])).reshape(
+        16, 9
+    )
     sign, big = np.where(targets > 0, 1.0, -1.0)[:, None], 1000.0
     # sign · features · w ≥ 1 − big (1 − right)
-    constraint = scipy.optimize.LinearConstraint(np.hstack([sign * features, -big * np.eye(16)]), lb=1 - big)
+    constraint = scipy.optimize.LinearConstraint(
+        np.hstack([sign * features, -big * np.eye(16)]), lb=1 - big
+    )
     best = scipy.optimize.milp(
         np.r_[np.zeros(9), -np.ones(16)],
         constraints=constraint,
         integrality=np.r_[np.zeros(9), np.ones(16)],
-        bounds=scipy.optimize.Bounds(np.r_[np.full(9, -100.0), np.zeros(16)], np.r_[np.full(9, 100.0), np.ones(16)]),
+        bounds=scipy.optimize.Bounds(
+            np.r_[np.full(9, -100.0), np.zeros(16)], np.r_[np.full(9, 100.0), np.ones(16)]
+        ),
     )
     assert round(-best.fun) == 12
 

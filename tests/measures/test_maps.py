@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from adder_flax.measures import entropy, has_identity, mean_distance, patch_attention, patch_grid, stochastic_part
+from adder_flax.measures import (
+    entropy,
+    has_identity,
+    mean_distance,
+    patch_attention,
+    patch_grid,
+    stochastic_part,
+)
 
 
 def random_maps(*shape, seed=0):
@@ -17,7 +24,9 @@ def test_identity_is_told_by_the_row_sums_and_taken_off(tokens):
     assert not has_identity(maps)
     assert has_identity(maps + np.eye(tokens))
     np.testing.assert_allclose(stochastic_part(maps + np.eye(tokens)), maps, atol=1e-12)
-    np.testing.assert_allclose(stochastic_part(maps.astype(np.float32)).sum(-1), 1.0, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(
+        stochastic_part(maps.astype(np.float32)).sum(-1), 1.0, rtol=0, atol=1e-12
+    )
 
 
 def test_rows_that_sum_to_neither_are_refused():
@@ -40,7 +49,9 @@ def test_patch_attention_without_class_token_is_the_mean_over_queries():
 @pytest.mark.parametrize("identity", [0.0, 1.0])
 def test_entropy_against_scipy(identity):
     maps = random_maps(2, 3, 7, 7)
-    np.testing.assert_allclose(entropy(maps + identity * np.eye(7)), scipy.stats.entropy(maps, axis=-1))
+    np.testing.assert_allclose(
+        entropy(maps + identity * np.eye(7)), scipy.stats.entropy(maps, axis=-1)
+    )
 
 
 def test_entropy_of_certainty_is_zero():

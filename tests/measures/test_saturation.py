@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adder_flax.measures import additive_gradient_norm, dot_product_gradient, entropy_by_width, gradient_norms
+from adder_flax.measures import (
+    additive_gradient_norm,
+    dot_product_gradient,
+    entropy_by_width,
+    gradient_norms,
+)
 
 
 def additive(w_s, w_h, v, query, key, layer_norm):
@@ -22,13 +27,18 @@ def test_additive_gradient_norm_against_jax(layer_norm, size):
     w_s, w_h, v = rng.standard_normal((5, 7)), rng.standard_normal((4, 7)), rng.standard_normal(7)
     query, key = size * rng.standard_normal(5), size * rng.standard_normal(4)
     gradient = jax.grad(additive)(*map(jnp.asarray, (w_s, w_h, v, query, key)), layer_norm)
-    ours = additive_gradient_norm(query @ w_s + key @ w_h, v, np.linalg.norm(query), layer_norm=layer_norm)
+    ours = additive_gradient_norm(
+        query @ w_s + key @ w_h, v, np.linalg.norm(query), layer_norm=layer_norm
+    )
     assert ours == pytest.approx(float(jnp.linalg.norm(gradient)), rel=1e-4)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_dot_product_gradient_against_jax(scale):
-    query, keys = np.random.default_rng(0).standard_normal(16), np.random.default_rng(1).standard_normal((9, 16))
+    query, keys = (
+        np.random.default_rng(0).standard_normal(16),
+        np.random.default_rng(1).standard_normal((9, 16)),
+    )
     loss = lambda query: -jax.nn.log_softmax(keys @ query * scale)[0]
     gradient, weights = dot_product_gradient(query, keys, scale=scale)
     np.testing.assert_allclose(gradient, jax.grad(loss)(jnp.asarray(query)), rtol=1e-4, atol=1e-6)
@@ -55,7 +65,8 @@ def test_entropy_falls_with_width_only_without_scaling():
         assert entropies[name][1] == pytest.approx(entropies[name][0], abs=0.1)
     for name in ("dot, unscaled", "adder, unscaled"):
         assert entropies[name][1] < 0.6 * entropies[name][0]
-    # Lower variance, flatter map; for normal logits of variance s² the entropy is near ln(n) − s²/2.
+    # Lower variance, flatter map; for normal logits of variance s² the entropy is near ln(n) −
+    # s²/2.
     assert entropies["adder"][1] > entropies["adder, variance-matched"][1]
     expected = np.log(100) - 0.5 * 2 * (1 - 2 / np.pi)
     assert entropies["adder"][1] == pytest.approx(expected, abs=0.1)

@@ -1,4 +1,5 @@
-"""Spectra against closed forms, and Proposition 1 where it holds, where it does not, and what is always true."""
+"""Spectra against closed forms, and Proposition 1 where it holds, where it does not, and what is
+always true."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,8 @@ def random_maps(*shape, seed=0, sharpness=1.0):
 
 
 def symmetric_positive_map(size, seed=0):
-    """A doubly stochastic, symmetric, positive semidefinite map: the square of a symmetric doubly stochastic one."""
+    """A doubly stochastic, symmetric, positive semidefinite map: the square of a symmetric doubly
+    stochastic one."""
     rng = np.random.default_rng(seed)
     matrix = np.zeros((size, size))
     for weight in rng.dirichlet(np.ones(6)):
@@ -69,7 +71,9 @@ def test_proposition_fails_for_a_symmetric_map_with_negative_eigenvalues():
 
 def test_proposition_fails_for_a_cycle():
     effect = identity_effect(np.eye(5)[[1, 2, 3, 4, 0]])
-    eigenvalues = np.exp(2j * np.pi * np.arange(5) / 5)  # normal: singular values of A + I are |λ + 1|
+    eigenvalues = np.exp(
+        2j * np.pi * np.arange(5) / 5
+    )  # normal: singular values of A + I are |λ + 1|
     assert effect.deviation == pytest.approx(np.max(2 - np.abs(eigenvalues + 1)))
 
 

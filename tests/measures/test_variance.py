@@ -13,15 +13,22 @@ SCORES = ["dot", "adder", "gaussian"]
 
 
 def component_variance(function):
-    """Variance of function(x − y) for unit-normal x, y, by quadrature over the normal difference."""
+    """Variance of function(x − y) for unit-normal x, y, by quadrature over the normal
+    difference."""
     density = scipy.stats.norm(scale=np.sqrt(2)).pdf
-    moment = lambda power: scipy.integrate.quad(lambda t: function(t) ** power * density(t), -40, 40, limit=200)[0]
+    moment = lambda power: scipy.integrate.quad(
+        lambda t: function(t) ** power * density(t), -40, 40, limit=200
+    )[0]
     return moment(2) - moment(1) ** 2
 
 
-@pytest.mark.parametrize(("score", "function"), [("adder", np.abs), ("gaussian", lambda t: t**2 / 2)])
+@pytest.mark.parametrize(
+    ("score", "function"), [("adder", np.abs), ("gaussian", lambda t: t**2 / 2)]
+)
 def test_predicted_variance_by_quadrature(score, function):
-    assert predicted_variance(score, 10) == pytest.approx(10 * component_variance(function), rel=1e-6)
+    assert predicted_variance(score, 10) == pytest.approx(
+        10 * component_variance(function), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("score", SCORES)

@@ -14,7 +14,9 @@ from adder_flax.measures import (
     stationary_distribution,
 )
 
-WEATHER = np.array([[0.9, 0.1], [0.3, 0.7]])  # π = (3/4, 1/4), λ₂ = 0.6, distance after k steps 0.75 · 0.6^k
+WEATHER = np.array(
+    [[0.9, 0.1], [0.3, 0.7]]
+)  # π = (3/4, 1/4), λ₂ = 0.6, distance after k steps 0.75 · 0.6^k
 
 
 def random_maps(*shape, seed=0):
@@ -31,7 +33,9 @@ def lazy_cycle(size):
 def test_stationary_distribution_is_a_left_eigenvector(tokens):
     maps = random_maps(2, 3, tokens, tokens)
     stationary = stationary_distribution(maps)
-    np.testing.assert_allclose(np.einsum("...i,...ij->...j", stationary, maps), stationary, atol=1e-12)
+    np.testing.assert_allclose(
+        np.einsum("...i,...ij->...j", stationary, maps), stationary, atol=1e-12
+    )
     np.testing.assert_allclose(stationary.sum(-1), 1)
     assert np.all(stationary > 0)
 
@@ -39,7 +43,9 @@ def test_stationary_distribution_is_a_left_eigenvector(tokens):
 def test_random_walk_on_a_graph_visits_by_degree():
     adjacency = np.array([[0, 1, 1, 1], [1, 0, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]], float)
     degree = adjacency.sum(-1)
-    np.testing.assert_allclose(stationary_distribution(adjacency / degree[:, None]), degree / degree.sum())
+    np.testing.assert_allclose(
+        stationary_distribution(adjacency / degree[:, None]), degree / degree.sum()
+    )
     assert irreversibility(adjacency / degree[:, None]) == pytest.approx(0, abs=1e-12)
 
 
@@ -62,7 +68,9 @@ def test_mixing_time_by_walking():
     distance = lambda steps: np.abs(np.linalg.matrix_power(maps, steps) - 1 / 12).sum(-1).max() / 2
     steps = next(k for k in range(1000) if distance(k) <= 0.25)
     assert mixing_time(maps) == steps
-    np.testing.assert_array_equal(mixing_time(np.stack([maps, np.full((12, 12), 1 / 12)])), [steps, 1])
+    np.testing.assert_array_equal(
+        mixing_time(np.stack([maps, np.full((12, 12), 1 / 12)])), [steps, 1]
+    )
 
 
 def test_one_token_is_mixed_at_once_and_a_periodic_walk_never():
@@ -75,13 +83,17 @@ def test_k_steps_one_by_one(steps):
     maps, expected = random_maps(2, 6, 6), np.eye(6)
     for _ in range(steps):
         expected = expected @ maps
-    np.testing.assert_allclose(k_step(maps + np.eye(6), steps), np.broadcast_to(expected, (2, 6, 6)), atol=1e-12)
+    np.testing.assert_allclose(
+        k_step(maps + np.eye(6), steps), np.broadcast_to(expected, (2, 6, 6)), atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_diffusion_coordinates_give_the_diffusion_distance(steps):
     rng = np.random.default_rng(0)
-    kernel = np.exp(-np.square(rng.standard_normal((8, 1, 3)) - rng.standard_normal((1, 8, 3))).sum(-1))
+    kernel = np.exp(
+        -np.square(rng.standard_normal((8, 1, 3)) - rng.standard_normal((1, 8, 3))).sum(-1)
+    )
     kernel = kernel + kernel.T  # a symmetric kernel gives a reversible walk
     walk = kernel / kernel.sum(-1, keepdims=True)
     stationary = stationary_distribution(walk)
@@ -89,7 +101,9 @@ def test_diffusion_coordinates_give_the_diffusion_distance(steps):
     # Coifman and Lafon: D_k(i, j)² = Σ_l (A^k_il − A^k_jl)² / π_l
     distance = np.sqrt((np.square(power[:, None] - power[None]) / stationary).sum(-1))
     coordinates = diffusion_map(walk, steps=steps, dims=7).coordinates
-    np.testing.assert_allclose(np.linalg.norm(coordinates[:, None] - coordinates[None], axis=-1), distance, atol=1e-10)
+    np.testing.assert_allclose(
+        np.linalg.norm(coordinates[:, None] - coordinates[None], axis=-1), distance, atol=1e-10
+    )
 
 
 def test_diffusion_map_of_two_groups_separates_them():
@@ -105,11 +119,14 @@ def test_diffusion_map_takes_batches():
     batched = diffusion_map(maps, dims=3)
     single = diffusion_map(maps[1, 2], dims=3)
     assert batched.coordinates.shape == (2, 3, 5, 3)
-    np.testing.assert_allclose(np.abs(batched.coordinates[1, 2]), np.abs(single.coordinates), atol=1e-9)
+    np.testing.assert_allclose(
+        np.abs(batched.coordinates[1, 2]), np.abs(single.coordinates), atol=1e-9
+    )
 
 
 def test_rollout_by_pushing_tokens_through_linear_blocks():
-    """Blocks that only mix, x + A x, move one-hot tokens as rollout says, up to the growth of each block."""
+    """Blocks that only mix, x + A x, move one-hot tokens as rollout says, up to the growth of each
+    block."""
     plain, identity = random_maps(2, 3, 5, 5, seed=1), random_maps(2, 3, 5, 5, seed=2)
     tokens = np.broadcast_to(np.eye(5), (2, 5, 5))
     tokens = tokens + plain.mean(1) @ tokens

@@ -14,7 +14,8 @@ SYMBOLS, END, LENGTH = 4, 1, 4
 
 @pytest.fixture
 def tables():
-    """Log-probabilities of the next symbol behind the last two, per row of the batch: a model with a state."""
+    """Log-probabilities of the next symbol behind the last two, per row of the batch: a model with
+    a state."""
     logits = 1.5 * np.random.default_rng(0).normal(size=(5, SYMBOLS, SYMBOLS, SYMBOLS))
     return jax.nn.log_softmax(jnp.asarray(logits))
 
@@ -54,7 +55,9 @@ def test_a_beam_wide_enough_finds_the_likeliest_sequences(tables):
     for table, found, values in zip(tables, sequences, log_probabilities, strict=True):
         ranked = sorted(all_sequences(), key=lambda s: -log_probability(table, s))
         assert found[:10].tolist() == [list(s) for s in ranked[:10]]
-        np.testing.assert_allclose(values[:10], [log_probability(table, s) for s in ranked[:10]], rtol=1e-5)
+        np.testing.assert_allclose(
+            values[:10], [log_probability(table, s) for s in ranked[:10]], rtol=1e-5
+        )
 
 
 def test_one_beam_is_greedy_decoding(tables):
@@ -67,7 +70,9 @@ def test_one_beam_is_greedy_decoding(tables):
 def test_more_beams_never_find_a_less_likely_best(tables):
     step, state = step_of(tables, len(tables))
     best = [
-        beam_search(step, state, len(tables), end_symbol=END, max_length=LENGTH, num_beams=n)[1][:, 0]
+        beam_search(step, state, len(tables), end_symbol=END, max_length=LENGTH, num_beams=n)[1][
+            :, 0
+        ]
         for n in (1, SYMBOLS**LENGTH)
     ]
     assert (best[1] >= best[0] - 1e-6).all()

@@ -17,7 +17,13 @@ SCORES = [
 
 def make(score="additive", **options):
     return Seq2Seq(
-        source_symbols=9, target_symbols=7, width=12, embedding_features=5, score=score, rngs=nnx.Rngs(0), **options
+        source_symbols=9,
+        target_symbols=7,
+        width=12,
+        embedding_features=5,
+        score=score,
+        rngs=nnx.Rngs(0),
+        **options,
     )
 
 
@@ -63,7 +69,9 @@ def test_states_are_those_of_flax_cells_run_by_hand(batch):
         state = jnp.zeros((1, 6))
         for place in range(length):
             state, _ = model.forward(state, model.source_embedding(source[row : row + 1, place]))
-        np.testing.assert_allclose(memory.states[row, length - 1, :6], state[0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            memory.states[row, length - 1, :6], state[0], rtol=1e-5, atol=1e-6
+        )
         state = jnp.zeros((1, 6))
         for place in reversed(range(length)):
             state, _ = model.backward(state, model.source_embedding(source[row : row + 1, place]))

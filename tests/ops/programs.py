@@ -4,7 +4,8 @@ import jax
 
 
 def value_and_gradients(function, g, *arrays):
-    """Returns the output of ``function`` and the gradients of all ``arrays`` for the cotangent ``g``."""
+    """Returns the output of ``function`` and the gradients of all ``arrays`` for the cotangent
+    ``g``."""
 
     @jax.jit
     def both(g, *arrays):

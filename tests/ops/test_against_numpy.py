@@ -1,4 +1,5 @@
-"""Every backend that runs here against float64 NumPy: values and all gradient rules, on awkward shapes."""
+"""Every backend that runs here against float64 NumPy: values and all gradient rules, on awkward
+shapes."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,9 @@ def test_adder_matmul_gradients_under_every_pair_of_rules(backend, x_rule, w_rul
     x[2, 5] = w[5, 3]  # a tie: the sign of zero is zero
     slope = 4.0
     with ops.use_backend(backend):
-        matmul = lambda x, w: ops.adder_matmul(x, w, x_gradient=x_rule, w_gradient=w_rule, hardtanh_slope=slope)
+        matmul = lambda x, w: ops.adder_matmul(
+            x, w, x_gradient=x_rule, w_gradient=w_rule, hardtanh_slope=slope
+        )
         dx, dw = jax.jit(lambda x, w, g: jax.vjp(matmul, x, w)[1](g))(x, w, g)
     difference = w[None].astype(np.float64) - x[:, :, None]
     expected_dx = (g[:, None, :] * _rule(difference, x_rule, slope)).sum(2)
@@ -61,8 +64,12 @@ def test_l1_scores_and_their_exact_gradient(backend, queries, keys, dim):
         scores, dq, dk = value_and_gradients(ops.l1_scores, g, q, k)
     difference = q[..., :, None, :].astype(np.float64) - k[..., None, :, :]
     np.testing.assert_allclose(scores, -np.abs(difference).sum(-1), rtol=1e-5, atol=1e-4)
-    np.testing.assert_allclose(dq, -(g[..., None] * np.sign(difference)).sum(-2), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(dk, (g[..., None] * np.sign(difference)).sum(-3), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        dq, -(g[..., None] * np.sign(difference)).sum(-2), rtol=1e-4, atol=1e-4
+    )
+    np.testing.assert_allclose(
+        dk, (g[..., None] * np.sign(difference)).sum(-3), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -96,7 +103,9 @@ def test_long_sums_are_not_lost_in_their_rounding(backend):
     x, w = _arrays((1, 2_000_000), (2_000_000, 1))
     with ops.use_backend(backend):
         got = jax.jit(ops.adder_matmul)(x, w)
-    np.testing.assert_allclose(got[0, 0], -np.abs(x[0].astype(np.float64) - w[:, 0]).sum(), rtol=3e-6)
+    np.testing.assert_allclose(
+        got[0, 0], -np.abs(x[0].astype(np.float64) - w[:, 0]).sum(), rtol=3e-6
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -124,11 +133,17 @@ def test_half_precision_accumulates_in_float32(backend, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_under_vmap_scan_and_leading_axes(backend):
     x, w = _arrays((4, 3, 17, 33), (33, 19))
-    flat = -np.abs(x.reshape(-1, 33)[:, :, None].astype(np.float64) - w[None]).sum(1).reshape(4, 3, 17, 19)
+    flat = (
+        -np.abs(x.reshape(-1, 33)[:, :, None].astype(np.float64) - w[None])
+        .sum(1)
+        .reshape(4, 3, 17, 19)
+    )
     with ops.use_backend(backend):
         direct = jax.jit(ops.adder_matmul)(x, w)
         mapped = jax.jit(jax.vmap(ops.adder_matmul, (0, None)))(x, w)
-        _, scanned = jax.jit(lambda x: jax.lax.scan(lambda carry, row: (carry, ops.adder_matmul(row, w)), 0, x))(x)
+        _, scanned = jax.jit(
+            lambda x: jax.lax.scan(lambda carry, row: (carry, ops.adder_matmul(row, w)), 0, x)
+        )(x)
     for got in (direct, mapped, scanned):
         np.testing.assert_allclose(got, flat, rtol=1e-5, atol=1e-4)
 
@@ -137,7 +152,9 @@ def test_under_vmap_scan_and_leading_axes(backend):
 def test_the_same_bits_again(backend):
     x, w, g = _arrays((197, 192), (192, 65), (197, 65))
     with ops.use_backend(backend):
-        run = jax.jit(lambda x, w, g: (ops.adder_matmul(x, w), jax.vjp(ops.adder_matmul, x, w)[1](g)))
+        run = jax.jit(
+            lambda x, w, g: (ops.adder_matmul(x, w), jax.vjp(ops.adder_matmul, x, w)[1](g))
+        )
         first, second = run(x, w, g), run(x, w, g)
     jax.tree.map(np.testing.assert_array_equal, first, second)
 

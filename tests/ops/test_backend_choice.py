@@ -35,7 +35,9 @@ def test_the_backward_pass_stays_on_the_backend_of_the_forward_pass():
     for name, loops in (("xla", True), ("reference", False)):
         with ops.use_backend(name):
             _, vjp = jax.vjp(ops.adder_matmul, x, w)
-        assert ("stablehlo.while" in jax.jit(vjp).lower(g).as_text()) == loops  # over blocks of the 40 columns
+        assert (
+            "stablehlo.while" in jax.jit(vjp).lower(g).as_text()
+        ) == loops  # over blocks of the 40 columns
 
 
 def test_use_backend_ends_with_its_block_even_after_an_error():
@@ -131,7 +133,12 @@ def test_every_backend_implements_every_function():
             for name, function in vars(_backend.Backend).items()
             if name.startswith(("l1", "additive")) and getattr(type(backend), name) is function
         }
-        made_of_others = {"l1_pullback", "l1_pushforward_w", "l1_pushforward_both", "additive_pushforward"}
+        made_of_others = {
+            "l1_pullback",
+            "l1_pushforward_w",
+            "l1_pushforward_both",
+            "additive_pushforward",
+        }
         assert missing <= made_of_others, f"{backend.name}: {missing - made_of_others}"
 
 
@@ -145,10 +152,15 @@ class _Negated(_backend.Backend):
 
 
 def test_the_platform_that_a_program_is_lowered_for_chooses(monkeypatch):
-    monkeypatch.setattr(_backend, "_best_for", lambda platform, dtype: _Negated() if platform == "cuda" else xla)
+    monkeypatch.setattr(
+        _backend, "_best_for", lambda platform, dtype: _Negated() if platform == "cuda" else xla
+    )
     xla = _backend.get_backend("xla")
     x, w = jnp.ones((1, 5)), jnp.ones((5, 3))
     traced = jax.jit(lambda x, w: ops.adder_matmul(x, w)).trace(x, w)
-    texts = {platform: traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "cuda", "tpu")}
+    texts = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cpu", "cuda", "tpu")
+    }
     assert texts["cpu"] == texts["tpu"].replace("tpu", "cpu") != texts["cuda"]
     assert "stablehlo.reduce" in texts["cuda"]

@@ -1,4 +1,5 @@
-"""The benchmarks of the kernels run, and their shares, ratios and verdicts follow from their times."""
+"""The benchmarks of the kernels run, and their shares, ratios and verdicts follow from their
+times."""
 
 import jax.numpy as jnp
 import pytest
@@ -24,10 +25,18 @@ def test_a_product_without_a_known_bound():
 
 def test_from_where_blocks_are_faster():
     table = ops.fused_table()
-    for score, ratios in {"adder": (0.9, 1.2, 0.8, 1.1, 2.0), "dot": (2.0, 1.0, 1.5), "additive": (2.0, 0.9)}.items():
+    for score, ratios in {
+        "adder": (0.9, 1.2, 0.8, 1.1, 2.0),
+        "dot": (2.0, 1.0, 1.5),
+        "additive": (2.0, 0.9),
+    }.items():
         for tokens, ratio in zip((17, 65, 197, 512, 1024), ratios, strict=False):
             table.add(score, f"3x{tokens}x64", 1.0, 1.0, ratio, 1.0, 1.0)
-    assert [ops.fused_from(table, score) for score in ("adder", "dot", "additive")] == [512, 17, None]
+    assert [ops.fused_from(table, score) for score in ("adder", "dot", "additive")] == [
+        512,
+        17,
+        None,
+    ]
 
 
 def test_attention_by_the_map_and_in_blocks():

@@ -1,4 +1,5 @@
-"""Derivatives of the reductions: true gradients, adjoints, memory, and what happens to shapes and dtypes."""
+"""Derivatives of the reductions: true gradients, adjoints, memory, and what happens to shapes and
+dtypes."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,9 @@ def test_the_jvp_is_the_adjoint_of_the_backward_pass(backend, x_gradient, w_grad
     @jax.jit
     def forward_and_backward(x, dx, w, dw, g):
         dy = ops.adder_matmul_jvp(x, w, dx, dw, **rules)
-        parts = ops.adder_matmul_jvp(x, w, dx, None, **rules) + ops.adder_matmul_jvp(x, w, None, dw, **rules)
+        parts = ops.adder_matmul_jvp(x, w, dx, None, **rules) + ops.adder_matmul_jvp(
+            x, w, None, dw, **rules
+        )
         return dy, parts, *jax.vjp(lambda x, w: ops.adder_matmul(x, w, **rules), x, w)[1](g)
 
     with ops.use_backend(backend):
@@ -47,10 +50,16 @@ def _rule_and_slope(name, difference):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("x_rule", "w_rule"), [("hardtanh", "full"), ("hardtanh", "hardtanh"), ("full", "sign")])
-def test_forward_mode_and_second_derivatives_are_those_of_the_declared_rules(backend, x_rule, w_rule):
+@pytest.mark.parametrize(
+    ("x_rule", "w_rule"), [("hardtanh", "full"), ("hardtanh", "hardtanh"), ("full", "sign")]
+)
+def test_forward_mode_and_second_derivatives_are_those_of_the_declared_rules(
+    backend, x_rule, w_rule
+):
     x, dx, w, dw, g, u = _normal((5, 23), (5, 23), (23, 9), (23, 9), (5, 9), (5, 23))
-    product = lambda x, w: ops.adder_matmul(x, w, x_gradient=x_rule, w_gradient=w_rule, hardtanh_slope=2.5)
+    product = lambda x, w: ops.adder_matmul(
+        x, w, x_gradient=x_rule, w_gradient=w_rule, hardtanh_slope=2.5
+    )
     gradients = lambda x, w: jax.vjp(product, x, w)[1](g)
 
     @jax.jit
@@ -64,7 +73,9 @@ def test_forward_mode_and_second_derivatives_are_those_of_the_declared_rules(bac
     with ops.use_backend(backend):
         forward, one_side, forward_over_reverse, reverse_over_reverse = derivatives(x, w)
     difference = w[None].astype(np.float64) - x[:, :, None]
-    (r_x, slope_x), (r_w, slope_w) = (_rule_and_slope(rule, difference) for rule in (x_rule, w_rule))
+    (r_x, slope_x), (r_w, slope_w) = (
+        _rule_and_slope(rule, difference) for rule in (x_rule, w_rule)
+    )
     moved = dw[None] - dx[:, :, None]
     by_x, by_w, g = dx[:, :, None] * r_x, -dw[None] * r_w, g[:, None]
     close = lambda got, truth: np.testing.assert_allclose(got, truth, rtol=1e-4, atol=1e-4)
@@ -84,9 +95,16 @@ def test_second_derivatives_of_additive_scores_are_true_ones(backend):
         def loss(query, key, v):
             return (jnp.arange(5.0) * score(query, key, v)).sum()
 
-        return jax.jit(lambda *arrays: (jax.hessian(loss, 1)(*arrays), jax.jacrev(jax.grad(loss, 0), 2)(*arrays)))
+        return jax.jit(
+            lambda *arrays: (
+                jax.hessian(loss, 1)(*arrays),
+                jax.jacrev(jax.grad(loss, 0), 2)(*arrays),
+            )
+        )
 
-    plain = lambda query, key, v: (v * jnp.tanh(query[..., :, None, :] + key[..., None, :, :])).sum(-1)
+    plain = lambda query, key, v: (v * jnp.tanh(query[..., :, None, :] + key[..., None, :, :])).sum(
+        -1
+    )
     with jax.enable_x64(True):
         expected = sums(plain)(*(a.astype(np.float64) for a in (query, key, v)))
     with ops.use_backend(backend):
@@ -111,7 +129,10 @@ def test_sign_rules_are_the_true_gradient(backend):
     """In float64, where the step is far from any kink."""
     x, w, v, g = (a.astype(np.float64) for a in _normal((7, 11), (11, 5), (5, 11), (7, 5), seed=3))
     losses = {
-        "adder_matmul": (lambda x, w: (g * ops.adder_matmul(x, w, x_gradient="sign", w_gradient="sign")).sum(), (x, w)),
+        "adder_matmul": (
+            lambda x, w: (g * ops.adder_matmul(x, w, x_gradient="sign", w_gradient="sign")).sum(),
+            (x, w),
+        ),
         "l1_scores": (lambda q, k: (g * ops.l1_scores(q, k)).sum(), (x, v)),
         "additive_scores": (lambda q, k, v: (g * ops.additive_scores(q, k, v)).sum(), (x, v, v[0])),
     }
@@ -122,7 +143,9 @@ def test_sign_rules_are_the_true_gradient(backend):
             for index, gradient in enumerate(gradients):
                 direction = np.random.default_rng(index).normal(size=arrays[index].shape)
                 slope = _finite_difference(loss, arrays, index, direction)
-                np.testing.assert_allclose(np.vdot(gradient, direction), slope, rtol=1e-6, err_msg=name)
+                np.testing.assert_allclose(
+                    np.vdot(gradient, direction), slope, rtol=1e-6, err_msg=name
+                )
 
 
 @pytest.mark.parametrize("backend", ["xla", "cpu_native"])
@@ -132,10 +155,18 @@ def test_nothing_of_the_size_of_the_broadcast_is_stored(backend):
     q = jnp.ones((2, 256, 64))
     losses = [
         (lambda x, w: ops.adder_matmul(x, w).sum(), (x, w), rows * depth * columns),
-        (lambda x, w: ops.adder_matmul(x, w, w_gradient="sign").sum(), (x, w), rows * depth * columns),
+        (
+            lambda x, w: ops.adder_matmul(x, w, w_gradient="sign").sum(),
+            (x, w),
+            rows * depth * columns,
+        ),
         (lambda q, k: ops.l1_scores(q, k).sum(), (q, q), q.size * 256),
         (lambda q, k: ops.additive_scores(q, k, jnp.ones(64)).sum(), (q, q), q.size * 256),
-        (lambda q, k: jax.grad(lambda q: ops.additive_scores(q, k, jnp.ones(64)).sum())(q).sum(), (q, q), q.size * 256),
+        (
+            lambda q, k: jax.grad(lambda q: ops.additive_scores(q, k, jnp.ones(64)).sum())(q).sum(),
+            (q, q),
+            q.size * 256,
+        ),
     ]
     for loss, arrays, broadcast in losses:
         with ops.use_backend(backend):
@@ -174,8 +205,13 @@ def test_scores_of_nothing(backend, sizes):
     queries, keys, dim = sizes
     query, key, v = jnp.ones((2, queries, dim)), jnp.ones((2, keys, dim)), jnp.ones(dim)
     with ops.use_backend(backend):
-        for score, arrays in ((ops.l1_scores, (query, key)), (ops.additive_scores, (query, key, v))):
-            s, *gradients = value_and_gradients(score, np.ones((2, queries, keys), np.float32), *arrays)
+        for score, arrays in (
+            (ops.l1_scores, (query, key)),
+            (ops.additive_scores, (query, key, v)),
+        ):
+            s, *gradients = value_and_gradients(
+                score, np.ones((2, queries, keys), np.float32), *arrays
+            )
             np.testing.assert_array_equal(s, np.zeros((2, queries, keys)))
             for gradient, array in zip(gradients, arrays, strict=True):
                 np.testing.assert_array_equal(gradient, np.zeros(array.shape))
@@ -200,14 +236,38 @@ def test_gradients_have_the_dtype_of_their_operand():
     ("call", "error", "words"),
     [
         (lambda: ops.adder_matmul(jnp.ones((2, 3)), jnp.ones((4, 5))), ValueError, "same K"),
-        (lambda: ops.adder_matmul(jnp.ones((2, 3)), jnp.ones((3, 4), int)), TypeError, "`w` in .*got int32"),
-        (lambda: ops.adder_matmul(jnp.ones((2, 3)), jnp.ones((3, 4)), x_gradient="relu"), ValueError, "hardtanh"),
-        (lambda: ops.adder_matmul(jnp.ones((2, 3), jnp.float8_e4m3fn), jnp.ones((3, 4))), TypeError, "float8_e4m3fn"),
-        (lambda: ops.l1_scores(jnp.ones((2, 3)), jnp.ones((2, 3), jnp.float8_e5m2)), TypeError, "`key` in bfloat16"),
-        (lambda: ops.adder_matmul(jnp.ones((2, 3)), jnp.ones((3, 4)), hardtanh_slope=0), ValueError, "positive"),
+        (
+            lambda: ops.adder_matmul(jnp.ones((2, 3)), jnp.ones((3, 4), int)),
+            TypeError,
+            "`w` in .*got int32",
+        ),
+        (
+            lambda: ops.adder_matmul(jnp.ones((2, 3)), jnp.ones((3, 4)), x_gradient="relu"),
+            ValueError,
+            "hardtanh",
+        ),
+        (
+            lambda: ops.adder_matmul(jnp.ones((2, 3), jnp.float8_e4m3fn), jnp.ones((3, 4))),
+            TypeError,
+            "float8_e4m3fn",
+        ),
+        (
+            lambda: ops.l1_scores(jnp.ones((2, 3)), jnp.ones((2, 3), jnp.float8_e5m2)),
+            TypeError,
+            "`key` in bfloat16",
+        ),
+        (
+            lambda: ops.adder_matmul(jnp.ones((2, 3)), jnp.ones((3, 4)), hardtanh_slope=0),
+            ValueError,
+            "positive",
+        ),
         (lambda: ops.l1_scores(jnp.ones((2, 3)), jnp.ones((2, 4))), ValueError, "same d"),
         (lambda: ops.l1_scores(jnp.ones((2, 5, 3)), jnp.ones((3, 5, 3))), ValueError, "broadcast"),
-        (lambda: ops.additive_scores(jnp.ones((2, 3)), jnp.ones((4, 3)), jnp.ones(4)), ValueError, "v of shape"),
+        (
+            lambda: ops.additive_scores(jnp.ones((2, 3)), jnp.ones((4, 3)), jnp.ones(4)),
+            ValueError,
+            "v of shape",
+        ),
     ],
 )
 def test_errors_say_what_was_expected(call, error, words):

@@ -1,4 +1,5 @@
-"""Programs that travel: what `jax.export` puts into them, and that they run where nothing else was traced."""
+"""Programs that travel: what `jax.export` puts into them, and that they run where nothing else was
+traced."""
 
 import re
 import subprocess
@@ -25,7 +26,8 @@ def _calls(exported):
 
 def test_the_default_export_has_the_kernels_of_its_platform_where_they_are_portable():
     calls = {
-        platform: _calls(export.export(GRADIENTS, platforms=[platform])(X, W)) for platform in ("cpu", "cuda", "tpu")
+        platform: _calls(export.export(GRADIENTS, platforms=[platform])(X, W))
+        for platform in ("cpu", "cuda", "tpu")
     }
     assert calls == {"cpu": set(), "cuda": set(), "tpu": {"tpu_custom_call"}}
 
@@ -39,7 +41,9 @@ def test_one_export_serves_several_platforms():
 
 def test_rows_may_be_left_open():
     (rows,) = export.symbolic_shape("rows")
-    exported = export.export(jax.jit(ops.adder_matmul))(jax.ShapeDtypeStruct((rows, 33), "float32"), W)
+    exported = export.export(jax.jit(ops.adder_matmul))(
+        jax.ShapeDtypeStruct((rows, 33), "float32"), W
+    )
     for count in (1, 6):
         expected = -np.abs(X[:count, :, None].astype(np.float64) - W).sum(1)
         np.testing.assert_allclose(exported.call(X[:count], W), expected, rtol=1e-5)
@@ -72,7 +76,9 @@ def stored(tmp_path_factory):
     with ops.use_backend("cpu_native"):
         with pytest.raises(ValueError, match="compatibility guarantees"):
             export.export(GRADIENTS)(X, W)
-        (folder / "program").write_bytes(export.export(GRADIENTS, disabled_checks=allowed)(X, W).serialize())
+        (folder / "program").write_bytes(
+            export.export(GRADIENTS, disabled_checks=allowed)(X, W).serialize()
+        )
         dx, dw = GRADIENTS(X, W)
     np.savez(folder / "arrays.npz", x=X, w=W, dx=dx, dw=dw)
     return str(folder / "program"), str(folder / "arrays.npz")
@@ -81,7 +87,12 @@ def stored(tmp_path_factory):
 def _run(stored, **environment):
     command = [sys.executable, "-c", RUN, *stored]
     return subprocess.run(
-        command, env=simulated_devices(1) | environment, cwd=ROOT, capture_output=True, text=True, timeout=300
+        command,
+        env=simulated_devices(1) | environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
@@ -93,5 +104,6 @@ def test_a_program_with_native_kernels_runs_after_an_import_alone(stored):
 def test_where_the_kernels_cannot_be_built_it_says_so(stored, tmp_path):
     done = _run(stored, PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
     assert (
-        "expected to build the kernels that this program was exported with, got: found no C++ compiler" in done.stderr
+        "expected to build the kernels that this program was exported with, got: found no C++ "
+        "compiler" in done.stderr
     )

@@ -1,4 +1,5 @@
-"""Fused attention against the whole map, in float64: values, gradients, what may be seen, memory."""
+"""Fused attention against the whole map, in float64: values, gradients, what may be seen,
+memory."""
 
 import functools
 
@@ -12,15 +13,19 @@ from tests.ops.programs import value_and_gradients
 
 SCORES = {
     "l1": lambda query, key: -jnp.abs(query[..., :, None, :] - key[..., None, :, :]).sum(-1),
-    "additive": lambda query, key, v: (v[:, None, None] * jnp.tanh(query[..., :, None, :] + key[..., None, :, :])).sum(
-        -1
+    "additive": lambda query, key, v: (
+        v[:, None, None] * jnp.tanh(query[..., :, None, :] + key[..., None, :, :])
+    ).sum(-1),
+    "gaussian": lambda query, key: (
+        -((query[..., :, None, :] - key[..., None, :, :]) ** 2).sum(-1) / 2
     ),
-    "gaussian": lambda query, key: -((query[..., :, None, :] - key[..., None, :, :]) ** 2).sum(-1) / 2,
 }
 OPS = {"l1": ops.l1_scores, "additive": ops.additive_scores, "gaussian": SCORES["gaussian"]}
 
 
-def whole_map(score, query, key, value, parameters=(), *, scale=1.0, bias=0.0, mask=True, identity=False):
+def whole_map(
+    score, query, key, value, parameters=(), *, scale=1.0, bias=0.0, mask=True, identity=False
+):
     """Attention as the formula says it."""
     logits = jnp.where(mask, score(query, key, *parameters) * scale + bias, -jnp.inf)
     weights = jnp.exp(logits - jnp.maximum(logits.max(-1, keepdims=True), -1e9))
@@ -44,16 +49,26 @@ def assert_close(got, expected):
 def test_every_score_with_every_operand_against_the_whole_map(name, tokens, key_block):
     heads, dim = 3, 5
     query, key, value, v, bias, g = normal(
-        (2, heads, tokens, dim), (2, heads, tokens, dim), (2, heads, tokens, 4), (heads, dim), (heads, tokens, tokens),
+        (2, heads, tokens, dim),
+        (2, heads, tokens, dim),
         (2, heads, tokens, 4),
-    )  # fmt: skip
+        (heads, dim),
+        (heads, tokens, tokens),
+        (2, heads, tokens, 4),
+    )
     parameters = (v,) if name == "additive" else ()
     scale = np.array([0.3, 0.5, 1.0])[:, None, None]
     mask = np.random.default_rng(1).random((2, 1, tokens, tokens)) < 0.7
     mask[0, 0, 0] = False  # a query that sees nothing
 
     def fused(query, key, value, parameters, scale, bias):
-        options = {"scale": scale, "bias": bias, "mask": mask, "identity": True, "key_block": key_block}
+        options = {
+            "scale": scale,
+            "bias": bias,
+            "mask": mask,
+            "identity": True,
+            "key_block": key_block,
+        }
         return ops.fused_attention(OPS[name], query, key, value, parameters, **options)
 
     def truth(query, key, value, parameters, scale, bias):
@@ -66,7 +81,8 @@ def test_every_score_with_every_operand_against_the_whole_map(name, tokens, key_
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys"), [(5, 13), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 7), (7, 1)))]
+    ("queries", "keys"),
+    [(5, 13), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 7), (7, 1)))],
 )
 def test_cross_attention_with_axes_that_broadcast(queries, keys):
     query, key, value, bias, g = normal(
@@ -84,7 +100,10 @@ def test_causal():
     with jax.enable_x64(True), ops.use_backend("reference"):
         fused = lambda *a: ops.fused_attention(ops.l1_scores, *a, is_causal=True, key_block=4)
         truth = lambda *a: whole_map(SCORES["l1"], *a, mask=np.tril(np.ones((13, 13), bool)))
-        assert_close(value_and_gradients(fused, g, query, key, value), value_and_gradients(truth, g, query, key, value))
+        assert_close(
+            value_and_gradients(fused, g, query, key, value),
+            value_and_gradients(truth, g, query, key, value),
+        )
 
 
 def test_dropout_keeps_the_mean_and_is_the_same_in_the_backward_pass():
@@ -93,15 +112,27 @@ def test_dropout_keeps_the_mean_and_is_the_same_in_the_backward_pass():
     @jax.jit
     def dropped(query, value, seed):
         return ops.fused_attention(
-            ops.l1_scores, query, key, value, scale=0.2, dropout_rate=0.4, dropout_key=jax.random.key(seed), key_block=4
+            ops.l1_scores,
+            query,
+            key,
+            value,
+            scale=0.2,
+            dropout_rate=0.4,
+            dropout_key=jax.random.key(seed),
+            key_block=4,
         )
 
     with jax.enable_x64(True), ops.use_backend("reference"):
-        mean = jax.jit(lambda: jax.vmap(lambda seed: dropped(query, value, seed))(jnp.arange(4000)).mean(0))()
+        mean = jax.jit(
+            lambda: jax.vmap(lambda seed: dropped(query, value, seed))(jnp.arange(4000)).mean(0)
+        )()
         truth = jax.jit(lambda: whole_map(SCORES["l1"], query, key, value, scale=0.2))()
         np.testing.assert_allclose(mean, truth, atol=0.05)
-        output, d_query, d_value = value_and_gradients(lambda q, v: dropped(q, v, 3), g, query, value)
-        # Linear in the values, so the gradient must reproduce the output with the same weights dropped.
+        output, d_query, d_value = value_and_gradients(
+            lambda q, v: dropped(q, v, 3), g, query, value
+        )
+        # Linear in the values, so the gradient must reproduce the output with the same weights
+        # dropped.
         np.testing.assert_allclose((d_value * value).sum(), (output * g).sum(), rtol=1e-12)
         step = 1e-6 * normal((6, 3), seed=1)[0]
         change = dropped(query + step, value, 3) - dropped(query - step, value, 3)
@@ -114,7 +145,10 @@ def test_bfloat16_is_summed_in_float32():
     assert output.dtype == jnp.bfloat16
     wide = [np.asarray(a, np.float64) for a in (query, key, value)]
     np.testing.assert_allclose(
-        output.astype(jnp.float32), whole_map(SCORES["l1"], *wide, scale=0.25), rtol=2**-8, atol=2**-9
+        output.astype(jnp.float32),
+        whole_map(SCORES["l1"], *wide, scale=0.25),
+        rtol=2**-8,
+        atol=2**-9,
     )
 
 
@@ -141,7 +175,9 @@ def test_blocks_are_preferred_for_long_sequences_alone():
 
 
 def test_no_keys_give_zeros():
-    output = ops.fused_attention(ops.l1_scores, jnp.ones((3, 4)), jnp.ones((0, 4)), jnp.ones((0, 2)))
+    output = ops.fused_attention(
+        ops.l1_scores, jnp.ones((3, 4)), jnp.ones((0, 4)), jnp.ones((0, 2))
+    )
     np.testing.assert_array_equal(output, np.zeros((3, 2)))
 
 
@@ -153,7 +189,10 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square(backend):
         return jax.jit(gradient).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes / 1e6
 
     with ops.use_backend(backend):
-        fused = [megabytes(lambda *a: ops.fused_attention(ops.l1_scores, *a, key_block=64), n) for n in (1024, 4096)]
+        fused = [
+            megabytes(lambda *a: ops.fused_attention(ops.l1_scores, *a, key_block=64), n)
+            for n in (1024, 4096)
+        ]
         whole = megabytes(lambda q, k, v: jax.nn.softmax(ops.l1_scores(q, k)) @ v, 4096)
     assert fused[1] < 4.5 * fused[0]
     assert fused[1] < whole / 8

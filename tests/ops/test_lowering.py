@@ -1,4 +1,5 @@
-"""The Pallas kernels through the compilers of hardware that is not here: lowered for CUDA, compiled for TPUs."""
+"""The Pallas kernels through the compilers of hardware that is not here: lowered for CUDA, compiled
+for TPUs."""
 
 import functools
 import importlib.util
@@ -20,7 +21,10 @@ from tests.processes import ROOT, simulated_devices
 BATCH, ROWS, COLUMNS, WIDTH = 2, 17, 37, 9
 X, W = (BATCH, ROWS, WIDTH), (BATCH, WIDTH, COLUMNS)
 KEY, G, V = (BATCH, COLUMNS, WIDTH), (BATCH, ROWS, COLUMNS), (BATCH, WIDTH)
-HARDTANH, SIGN = {"rule": GradientRule("hardtanh", 4.0), "axes": "kn"}, {"rule": GradientRule("sign"), "axes": "kn"}
+HARDTANH, SIGN = (
+    {"rule": GradientRule("hardtanh", 4.0), "axes": "kn"},
+    {"rule": GradientRule("sign"), "axes": "kn"},
+)
 CALLS = [
     ("l1", (X, W), {"axes": "kn"}),
     ("l1", (X, KEY), {"axes": "nk"}),
@@ -75,15 +79,21 @@ from adder_flax import ops
 devices = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices
 mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2, devices=devices)
 rows = ("data", "fsdp")
-like = lambda shape, *spec: jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, P(*spec)))
+like = lambda shape, *spec: jax.ShapeDtypeStruct(
+    shape, np.float32, sharding=NamedSharding(mesh, P(*spec))
+)
+
 
 def loss(w, v, x):
     tokens = ops.adder_matmul(x, w, w_gradient="sign").reshape(16, 65, 3, 64).swapaxes(1, 2)
     return (ops.l1_scores(tokens, tokens) + ops.additive_scores(tokens, tokens, v)).mean()
 
+
 with ops.use_backend("pallas_tpu"), jax.set_mesh(mesh):
     step = jax.jit(jax.value_and_grad(loss, (0, 1)))
-    compiled = step.lower(like((192, 192), "fsdp"), like((3, 64)), like((16 * 65, 192), rows)).compile()
+    compiled = step.lower(
+        like((192, 192), "fsdp"), like((3, 64)), like((16 * 65, 192), rows)
+    ).compile()
 text = compiled.as_text()
 assert text.count("tpu_custom_call") >= 6, text
 # 16 images on 4 devices: no device sees the tokens or the maps of all of them.
@@ -103,7 +113,12 @@ def test_compiled_ahead_of_time_for_tpus_each_device_has_its_own_rows(topology):
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     done = subprocess.run(
-        [sys.executable, "-c", TPU, topology], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", TPU, topology],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "temp_size_in_bytes" in done.stdout

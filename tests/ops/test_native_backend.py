@@ -1,4 +1,5 @@
-"""The native CPU backend: threads, layouts, awkward numbers, and the life of its compiled library."""
+"""The native CPU backend: threads, layouts, awkward numbers, and the life of its compiled
+library."""
 
 import os
 import subprocess
@@ -19,7 +20,8 @@ from benchmarks.hostile import native
 from tests.processes import ROOT, simulated_devices
 
 pytestmark = pytest.mark.skipif(
-    _cpu.CpuBackend().why_unavailable() is not None, reason="needs a C++ compiler for the native backend"
+    _cpu.CpuBackend().why_unavailable() is not None,
+    reason="needs a C++ compiler for the native backend",
 )
 
 REPORT = "from adder_flax import ops; import jax.numpy as jnp; print(ops.backend_report()); "
@@ -59,8 +61,11 @@ def _assert_as_reference(function, *arrays, atol):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol), *results)
 
 
-# One row or column more or less than a tile, a panel and a vector; and a contraction longer than one packed piece.
-@pytest.mark.parametrize("shape", [(13, 16, 64), (12, 15, 65), (11, 17, 63), (5, 3100, 33), (1600, 40, 18)])
+# One row or column more or less than a tile, a panel and a vector; and a contraction longer than
+# one packed piece.
+@pytest.mark.parametrize(
+    "shape", [(13, 16, 64), (12, 15, 65), (11, 17, 63), (5, 3100, 33), (1600, 40, 18)]
+)
 @pytest.mark.parametrize("rule", ["sign", "hardtanh", "full"])
 def test_edges_of_tiles_panels_and_pieces(shape, rule):
     rows, depth, columns = shape
@@ -105,15 +110,22 @@ def test_no_less_exact_than_plain_differences(offset):
     errors = {}
     for backend in ("reference", "cpu_native"):
         with ops.use_backend(backend):
-            errors[backend] = np.abs(np.asarray(ops.l1_scores(query, key), np.float64) - exact) / -exact
-    # The max form is kept where distances are at least an eighth of the norms, so it may lose a factor of eight.
+            errors[backend] = (
+                np.abs(np.asarray(ops.l1_scores(query, key), np.float64) - exact) / -exact
+            )
+    # The max form is kept where distances are at least an eighth of the norms, so it may lose a
+    # factor of eight.
     assert errors["cpu_native"].max() <= max(8 * errors["reference"].max(), 2e-6)
 
 
 def test_tanh_is_exact_to_float32_rounding():
-    x = np.concatenate([np.linspace(-12, 12, 4001), np.logspace(-30, 1, 999), [0.0, -0.0]]).astype(np.float32)
+    x = np.concatenate([np.linspace(-12, 12, 4001), np.logspace(-30, 1, 999), [0.0, -0.0]]).astype(
+        np.float32
+    )
     with ops.use_backend("cpu_native"):
-        got = ops.additive_scores(x[:, None], np.zeros((1, 1), np.float32), np.ones(1, np.float32))[:, 0]
+        got = ops.additive_scores(x[:, None], np.zeros((1, 1), np.float32), np.ones(1, np.float32))[
+            :, 0
+        ]
     np.testing.assert_allclose(got, np.tanh(x.astype(np.float64)), rtol=5e-7)
 
 
@@ -128,16 +140,28 @@ def test_a_row_does_not_depend_on_its_batch():
 
 BITS = """
 import os, sys
+
 os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: int(sys.argv[1])]))
 import hashlib
 import jax, numpy as np
 from adder_flax import ops
+
 rng = np.random.default_rng(0)
 for rows, depth, columns in ((3000, 200, 130), (197, 64, 197)):
-    x, w, g = (rng.normal(size=s).astype(np.float32) for s in ((rows, depth), (depth, columns), (rows, columns)))
+    x, w, g = (
+        rng.normal(size=s).astype(np.float32)
+        for s in ((rows, depth), (depth, columns), (rows, columns))
+    )
     for rule in ("full", "hardtanh"):
-        run = lambda x, w, g: jax.vjp(lambda x, w: ops.adder_matmul(x, w, x_gradient=rule, w_gradient=rule), x, w)[1](g)
-        print([hashlib.sha256(np.asarray(d).tobytes()).hexdigest() for d in (ops.adder_matmul(x, w), *run(x, w, g))])
+        run = lambda x, w, g: jax.vjp(
+            lambda x, w: ops.adder_matmul(x, w, x_gradient=rule, w_gradient=rule), x, w
+        )[1](g)
+        print(
+            [
+                hashlib.sha256(np.asarray(d).tobytes()).hexdigest()
+                for d in (ops.adder_matmul(x, w), *run(x, w, g))
+            ]
+        )
 """
 
 
@@ -177,7 +201,9 @@ def test_inside_loops_and_parallel_branches_nothing_waits_for_itself():
         # Independent calls, large enough to use threads, which XLA may run at the same time.
         return sum(ops.adder_matmul(carry + i, w) for i in range(3)) / 300 + 1, None
 
-    _assert_as_reference(lambda x: jax.lax.scan(jax.checkpoint(step), x, None, length=20)[0], x, atol=1e-3)
+    _assert_as_reference(
+        lambda x: jax.lax.scan(jax.checkpoint(step), x, None, length=20)[0], x, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -209,9 +235,13 @@ def test_without_a_compiler_one_line_and_the_xla_backend(tmp_path):
 
 def test_a_compiler_that_fails_is_reported(tmp_path):
     compiler = tmp_path / "c++"
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no such header >&2\nexit 1\n')
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no such header >&2\nexit 1\n'
+    )
     compiler.chmod(0o755)
-    done = _run(REPORT + PRODUCT, PATH=f"{tmp_path}:{os.environ['PATH']}", XDG_CACHE_HOME=str(tmp_path))
+    done = _run(
+        REPORT + PRODUCT, PATH=f"{tmp_path}:{os.environ['PATH']}", XDG_CACHE_HOME=str(tmp_path)
+    )
     assert "no such header" in done.stderr
     assert "[-3. -3.]" in done.stdout
 
@@ -223,7 +253,8 @@ def kernels():
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch, kernels):
-    """A cache of its own with the kernels in it, and a compiler that is quick, since it has them already.
+    """A cache of its own with the kernels in it, and a compiler that is quick, since it has them
+    already.
 
     `cache.load()` gives the library and how many times the compiler was called.
     """
@@ -232,7 +263,8 @@ def cache(tmp_path, monkeypatch, kernels):
     compiler = tmp_path / "bin" / "c++"
     compiler.parent.mkdir()
     compiler.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\necho >> {tmp_path}/calls\nfor last; do :; done\n'
+        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\necho >> {tmp_path}/calls\nfor last; do :; '
+        "done\n"
         f'cp {library} "$last"\n'
     )
     compiler.chmod(0o755)
@@ -257,7 +289,9 @@ DAMAGES = {
     "truncated": lambda path: os.truncate(path, 4096),
     "empty": lambda path: os.truncate(path, 0),
     "garbage": lambda path: path.write_bytes(os.urandom(10_000)),
-    "a flipped bit": lambda path: path.write_bytes(path.read_bytes()[:-100] + b"?" + path.read_bytes()[-99:]),
+    "a flipped bit": lambda path: path.write_bytes(
+        path.read_bytes()[:-100] + b"?" + path.read_bytes()[-99:]
+    ),
     "writable by all": lambda path: path.chmod(0o666),
     "a fifo": lambda path: (path.unlink(), os.mkfifo(path)),
     "a link": lambda path: (path.rename(path.parent / "x"), path.symlink_to("x")),
@@ -292,7 +326,9 @@ def test_in_a_folder_of_others_a_private_one_is_used(cache, tmp_path, caplog):
 
 def test_without_any_cache_the_kernels_are_there(cache, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(own_cache, "folders", lambda: [tmp_path / "file" / "a", tmp_path / "file" / "b"])
+    monkeypatch.setattr(
+        own_cache, "folders", lambda: [tmp_path / "file" / "a", tmp_path / "file" / "b"]
+    )
     loaded, calls = cache.load()
     assert hasattr(loaded, "AdderFlaxL1Forward")
     assert calls == 2
@@ -331,7 +367,9 @@ def test_a_compiler_that_hangs_is_ended_with_what_it_started(tmp_path):
 
 
 def test_what_a_compiler_prints_is_cut_and_made_fit_for_a_terminal(tmp_path):
-    compiler = _compiler_that(tmp_path, r"printf '\033[31m\377\n\n red'; head -c 1000000 /dev/zero; exit 3")
+    compiler = _compiler_that(
+        tmp_path, r"printf '\033[31m\377\n\n red'; head -c 1000000 /dev/zero; exit 3"
+    )
     with pytest.raises(RuntimeError, match="exit code 3") as caught:
         _cpu._run([compiler], timeout_s=60)
     assert str(caught.value).isprintable()
@@ -355,7 +393,8 @@ def test_processes_that_start_together_share_one_cache(tmp_path):
     environment = simulated_devices(1) | {"XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-c", REPORT + PRODUCT]
     processes = [
-        subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
+        subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
     ]
     for process in processes:
         output, _ = process.communicate(timeout=600)

@@ -1,4 +1,5 @@
-"""The Pallas kernels in Pallas's interpreter against float64 NumPy, on shapes that leave edges in every direction."""
+"""The Pallas kernels in Pallas's interpreter against float64 NumPy, on shapes that leave edges in
+every direction."""
 
 import functools
 
@@ -12,14 +13,25 @@ from adder_flax.ops._pallas_tpu import Block, PallasTpuBackend
 from adder_flax.ops._primitive import call
 from adder_flax.ops._rules import GradientRule
 
-# Small blocks, so that small arrays have several: (16, 32) on the GPU, (16, 128) and 128 terms on the TPU.
+# Small blocks, so that small arrays have several: (16, 32) on the GPU, (16, 128) and 128 terms on
+# the TPU.
 BACKENDS = {
     "gpu": PallasGpuBackend(interpret=True, tile=Tile(4, 4, 4, 8, 1.0)),
-    "tpu": PallasTpuBackend(interpret=True, block=Block(rows=16, columns=128, terms=128, band=8, unroll=8)),
+    "tpu": PallasTpuBackend(
+        interpret=True, block=Block(rows=16, columns=128, terms=128, band=8, unroll=8)
+    ),
 }
 RULES = (GradientRule("sign"), GradientRule("hardtanh"), GradientRule("hardtanh", 4.0))
-FUNCTIONS = ("l1", "l1_pullback_x", "l1_pullback_w", "l1_pushforward", "additive", "additive_pullback")
-# (B, M, N, K): K is not a multiple of the GPU's runs; then all are, and the TPU needs several blocks of each axis.
+FUNCTIONS = (
+    "l1",
+    "l1_pullback_x",
+    "l1_pullback_w",
+    "l1_pushforward",
+    "additive",
+    "additive_pullback",
+)
+# (B, M, N, K): K is not a multiple of the GPU's runs; then all are, and the TPU needs several
+# blocks of each axis.
 SHAPES = [(2, 17, 37, 6), (1, 20, 132, 140)]
 
 
@@ -67,7 +79,11 @@ def expected(function, arrays, rule, axes):
         "l1_pullback_w": lambda: dw if axes == "nk" else dw.swapaxes(1, 2),
         "l1_pushforward": lambda: (dx[:, :, None] * factor).sum(3),
         "additive": lambda: (v[:, None, None] * hidden).sum(3),
-        "additive_pullback": lambda: (inner.sum(2), inner.sum(1), (g[..., None] * hidden).sum((1, 2))),
+        "additive_pullback": lambda: (
+            inner.sum(2),
+            inner.sum(1),
+            (g[..., None] * hidden).sum((1, 2)),
+        ),
     }[function]()
 
 
@@ -79,7 +95,9 @@ def check(backend, function, arrays, rule=RULES[2], axes="kn", tolerance=2e-5):
         strict=True,
     ):
         assert got.dtype == jnp.float32
-        np.testing.assert_allclose(got, truth, rtol=tolerance, atol=tolerance * np.sqrt(max(arrays["g"].shape)))
+        np.testing.assert_allclose(
+            got, truth, rtol=tolerance, atol=tolerance * np.sqrt(max(arrays["g"].shape))
+        )
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -142,7 +160,8 @@ def test_few_outputs_of_long_sums_are_cut_into_parts(rule):
 
 
 def test_saturated_hidden_units(backend):
-    """Preactivations far beyond where tanh is 1 in float32, from terms that cancel and terms that do not."""
+    """Preactivations far beyond where tanh is 1 in float32, from terms that cancel and terms that
+    do not."""
     arrays = operands((1, 5, 9, 8))
     arrays["x"] *= 10
     arrays["w"] = 10 * arrays["w"] - 500
@@ -152,7 +171,8 @@ def test_saturated_hidden_units(backend):
 
 @pytest.mark.parametrize("hidden_units", [1, 7, 12])
 def test_hidden_units_in_pairs(backend, hidden_units):
-    """Weights of all sizes; preactivations of which each is the difference of two that are large; an odd one out."""
+    """Weights of all sizes; preactivations of which each is the difference of two that are large;
+    an odd one out."""
     arrays = operands((2, 5, 9, hidden_units))
     arrays["v"] *= np.float32(10.0) ** np.random.default_rng(1).integers(-20, 20, arrays["v"].shape)
     arrays["x"][:, ::2] += 28
@@ -161,7 +181,9 @@ def test_hidden_units_in_pairs(backend, hidden_units):
     arrays["w"][:, :, 1::2] += 28
     scale = np.abs(arrays["v"]).max()
     got = run(backend, "additive", arrays, RULES[0], "kn")
-    np.testing.assert_allclose(got / scale, expected("additive", arrays, RULES[0], "kn") / scale, atol=2e-5)
+    np.testing.assert_allclose(
+        got / scale, expected("additive", arrays, RULES[0], "kn") / scale, atol=2e-5
+    )
 
 
 def test_one_graph_under_jit_grad_and_vmap(backend):
@@ -170,14 +192,20 @@ def test_one_graph_under_jit_grad_and_vmap(backend):
 
     def gradients(x, w, g):
         y, vjp = jax.vjp(
-            lambda x, w: call(backend, "l1", x[None], w[None], axes="kn", x_rule=rule, w_rule=rule)[0], x, w
+            lambda x, w: call(backend, "l1", x[None], w[None], axes="kn", x_rule=rule, w_rule=rule)[
+                0
+            ],
+            x,
+            w,
         )
         return y, *vjp(g)
 
     got = jax.jit(jax.vmap(gradients))(x, w, g)
     arrays = {"x": x, "w": w, "g": g, "dx": x, "v": x[:, 0]}
     for value, function in zip(got, ("l1", "l1_pullback_x", "l1_pullback_w"), strict=True):
-        np.testing.assert_allclose(value, expected(function, arrays, rule, "kn"), rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(
+            value, expected(function, arrays, rule, "kn"), rtol=1e-5, atol=1e-4
+        )
 
 
 def test_other_dtypes_are_left_to_xla(backend):
@@ -187,7 +215,9 @@ def test_other_dtypes_are_left_to_xla(backend):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", ["kn", "nk"])
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 2, 1, 3), (3, 1, 65, 2), (1, 65, 17, 197), (1, 197, 197, 64)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1), (2, 2, 1, 3), (3, 1, 65, 2), (1, 65, 17, 197), (1, 197, 197, 64)]
+)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_sweep(backend, function, shape, axes, rule):

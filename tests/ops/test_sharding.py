@@ -1,4 +1,5 @@
-"""The reductions on eight simulated devices, in processes of their own: numbers, places, and what moves."""
+"""The reductions on eight simulated devices, in processes of their own: numbers, places, and what
+moves."""
 
 import subprocess
 import sys
@@ -18,14 +19,20 @@ assert jax.device_count() == 8
 rng = np.random.default_rng(0)
 normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
 
+
 def make_mesh(**axes):
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
+
 def place(mesh, *arrays_and_specs):
-    return [jax.device_put(array, NamedSharding(mesh, P(*spec))) for array, spec in arrays_and_specs]
+    return [
+        jax.device_put(array, NamedSharding(mesh, P(*spec))) for array, spec in arrays_and_specs
+    ]
+
 
 def close(got, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-4), got, expected)
+
 
 def compiled(function, *arrays):
     return jax.jit(function).lower(*arrays).compile()
@@ -35,37 +42,53 @@ UNDER_SHARD_MAP = """
 x, w, q, k, v = normal(64, 48), normal(48, 80), normal(16, 17, 8), normal(16, 17, 8), normal(8)
 mesh = make_mesh(data=8)
 
+
 def loss(x, w, q, k, v):
-    y, s = ops.adder_matmul(x, w, w_gradient=rule), ops.l1_scores(q, k) + ops.additive_scores(q, k, v)
+    y, s = (
+        ops.adder_matmul(x, w, w_gradient=rule),
+        ops.l1_scores(q, k) + ops.additive_scores(q, k, v),
+    )
     attended = ops.fused_attention(ops.additive_scores, q, k, k, (v,), key_block=5)
     return 1e-3 * ((y**2).sum() + (s**2).sum()) + attended.sum()
+
 
 for rule in ("full", "sign"):
     for check in (True, False):
         # Checked types know that w and v are shared, and sum their gradients; unchecked ones leave that to the caller.
         specs = (P("data"), P(), P("data"), P("data"), P())
-        total = lambda *a: jax.grad(lambda *a: jax.lax.psum(loss(*a), "data") if check else loss(*a), range(5))(*a)
+        total = lambda *a: jax.grad(
+            lambda *a: jax.lax.psum(loss(*a), "data") if check else loss(*a), range(5)
+        )(*a)
         shared = (lambda d: d) if check else lambda d: jax.lax.psum(d, "data")
         gradients = lambda *a: [d if s else shared(d) for d, s in zip(total(*a), specs)]
-        run = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=list(specs), check_vma=check)
+        run = jax.shard_map(
+            gradients, mesh=mesh, in_specs=specs, out_specs=list(specs), check_vma=check
+        )
         close(jax.jit(run)(x, w, q, k, v), list(jax.grad(loss, range(5))(x, w, q, k, v)))
-"""
+"""  # noqa: E501 - a program of its own
 
 LOOPS_UNDER_SHARD_MAP = """
 x, w = normal(16, 20), normal(20, 5)
 mesh, specs = make_mesh(data=8), (P("data"), P())
 loss = lambda x, w: 1e-3 * (ops.adder_matmul(x, w) ** 2).sum()
 total = jax.grad(lambda x, w: jax.lax.psum(loss(x, w), "data"), (0, 1))
-close(jax.jit(jax.shard_map(total, mesh=mesh, in_specs=specs, out_specs=specs))(x, w), jax.grad(loss, (0, 1))(x, w))
+close(
+    jax.jit(jax.shard_map(total, mesh=mesh, in_specs=specs, out_specs=specs))(x, w),
+    jax.grad(loss, (0, 1))(x, w),
+)
 """
 
 BATCH_SPLIT = """
 mesh = make_mesh(data=8)
-x, w, g = place(mesh, (normal(64, 48), ("data",)), (normal(48, 80), ()), (normal(64, 80), ("data",)))
+x, w, g = place(
+    mesh, (normal(64, 48), ("data",)), (normal(48, 80), ()), (normal(64, 80), ("data",))
+)
+
 
 def step(x, w, g):
     y, vjp = jax.vjp(lambda x, w: ops.adder_matmul(x, w, w_gradient="sign"), x, w)
     return y, *vjp(g)
+
 
 run = compiled(step, x, w, g)
 text = run.as_text()
@@ -101,14 +124,19 @@ close([d / 1e4 for d in jax.jit(jax.grad(loss, (0, 1, 2)))(x, w1, w2)],
 HEADS_SPLIT = """
 mesh = make_mesh(data=2, fsdp=2, tensor=2)
 heads = (("data", "fsdp"), "tensor")
-q, k, v = place(mesh, (normal(4, 6, 17, 8), heads), (normal(4, 6, 17, 8), heads), (normal(6, 8), ("tensor",)))
+q, k, v = place(
+    mesh, (normal(4, 6, 17, 8), heads), (normal(4, 6, 17, 8), heads), (normal(6, 8), ("tensor",))
+)
+
 
 def scores(q, k, v):
     return ops.l1_scores(q, k) + ops.additive_scores(q, k, v)
 
+
 def step(q, k, v):
     s, vjp = jax.vjp(scores, q, k, v)
     return s, *vjp(jnp.sin(s))
+
 
 run = compiled(step, q, k, v)
 text = run.as_text()
@@ -126,7 +154,9 @@ close(jax.jit(jax.vmap(ops.adder_matmul, (0, None)))(x, w), expected)
 close(jax.jit(jax.vmap(jax.vmap(ops.adder_matmul, (0, None)), (0, None)))(x, w), expected)
 columns = NamedSharding(mesh, P(None, None, "data"))
 constrained = lambda x, w: jax.lax.with_sharding_constraint(ops.adder_matmul(x, w), columns)
-close(jax.jit(lambda x, w: constrained(x, w)[..., :80])(x, w), expected[..., :80])  # 83 columns over 8 devices
+close(
+    jax.jit(lambda x, w: constrained(x, w)[..., :80])(x, w), expected[..., :80]
+)  # 83 columns over 8 devices
 close(ops.adder_matmul(x, w), expected)  # not jitted
 """
 
@@ -134,11 +164,21 @@ close(ops.adder_matmul(x, w), expected)  # not jitted
 EXPLICIT_AXES = """
 mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
 x, w = place(mesh, (normal(16, 5, 48), ("data",)), (normal(48, 80), (None, "tensor")))
-q, k, v = place(mesh, (normal(4, 6, 17, 8), ("data", "tensor")), (normal(6, 17, 8), ("tensor",)), (normal(8), ()))
+q, k, v = place(
+    mesh,
+    (normal(4, 6, 17, 8), ("data", "tensor")),
+    (normal(6, 17, 8), ("tensor",)),
+    (normal(8), ()),
+)
+
 
 def loss(x, w, q, k, v):
-    y, s = ops.adder_matmul(x, w, w_gradient="sign"), ops.l1_scores(q, k) + ops.additive_scores(q, k, v)
+    y, s = (
+        ops.adder_matmul(x, w, w_gradient="sign"),
+        ops.l1_scores(q, k) + ops.additive_scores(q, k, v),
+    )
     return 1e-3 * ((y**2).sum() + (s**2).sum())
+
 
 arrays = (x, w, q, k, v)
 with jax.set_mesh(mesh):

@@ -1,4 +1,5 @@
-"""``--mode=analyze`` hands the report what it needs: the checkpoint, another run beside it, and steps of training."""
+"""``--mode=analyze`` hands the report what it needs: the checkpoint, another run beside it, and
+steps of training."""
 
 import dataclasses
 
@@ -42,8 +43,14 @@ def test_a_checkpoint_is_analysed_beside_a_baseline(reported, tmp_path, capsys):
     assert len(study.labels) == 32
     subjects = (study.subject, study.untrained, study.baseline)
     assert [subject.scores[0] for subject in subjects] == ["adder", "adder", "dot"]
-    assert [subject.name for subject in subjects] == ["digits, adder attention", "untrained", "digits, dot attention"]
-    assert not np.array_equal(study.subject.model.pos_embed[...], study.untrained.model.pos_embed[...])
+    assert [subject.name for subject in subjects] == [
+        "digits, adder attention",
+        "untrained",
+        "digits, dot attention",
+    ]
+    assert not np.array_equal(
+        study.subject.model.pos_embed[...], study.untrained.model.pos_embed[...]
+    )
     start, checkpoint = study.second_order.values()
     assert [step.step for step in start] == [0, 1, 2]
     assert [step.step for step in checkpoint] == [9, 10, 11]
@@ -59,7 +66,9 @@ def test_a_baseline_has_to_be_a_run_on_the_same_data(reported, tmp_path):
         cli.analyze(config, tmp_path, "last", tmp_path / "fake")
 
 
-def test_scores_that_are_no_probabilities_are_refused_before_anything_is_computed(reported, tmp_path):
+def test_scores_that_are_no_probabilities_are_refused_before_anything_is_computed(
+    reported, tmp_path
+):
     gate = dataclasses.replace(attention.get_score("dot"), name="gate", rows_are_probability=False)
     config = common.deit("multiplicative", "tiny")
     config.update_from_flattened_dict(TINY | {"model.score": "gate"})

@@ -9,7 +9,15 @@ from adder_flax.attention import capture_attention
 from adder_flax.models import VisionTransformer
 from adder_flax.report import capture
 
-SIZES = {"image_size": 8, "patch_size": 2, "channels": 1, "num_classes": 10, "width": 16, "depth": 2, "num_heads": 2}
+SIZES = {
+    "image_size": 8,
+    "patch_size": 2,
+    "channels": 1,
+    "num_classes": 10,
+    "width": 16,
+    "depth": 2,
+    "num_heads": 2,
+}
 
 
 @pytest.mark.parametrize(

@@ -68,16 +68,24 @@ def test_rows_count_seeds_and_tell_mechanisms_apart(make_run):
     table = claims_table([read_report(run) for run in runs])
     statement, verdict, number, command, figure = cells(table, "a")
     assert statement == "**a**: ‖q&#124;k‖ of a is so.<br>*paper, part 1*"
-    assert (verdict, number) == ("adder: holds (2 of 2 seeds)<br>dot: does not hold", "adder: adder 0<br>dot: dot 0")
+    assert (verdict, number) == (
+        "adder: holds (2 of 2 seeds)<br>dot: does not hold",
+        "adder: adder 0<br>dot: dot 0",
+    )
     assert (command, figure) == ("adder, dot", "[curve](images/claims/adder-curve.png)")
-    assert cells(table, "b")[1:4] == ["does not hold (1 of 2 seeds); holds (1 of 2 seeds)", "adder 0", "adder"]
+    assert cells(table, "b")[1:4] == [
+        "does not hold (1 of 2 seeds); holds (1 of 2 seeds)",
+        "adder 0",
+        "adder",
+    ]
     assert cells(table, "c")[1] == "adder: holds (2 of 2 seeds)<br>dot: holds"
 
 
 @pytest.mark.parametrize(
     ("margins", "verdict"),
     [
-        # Student's interval of n numbers by hand: mean ± t s/√n, t = 4.3027 of 2 degrees of freedom.
+        # Student's interval of n numbers by hand: mean ± t s/√n, t = 4.3027 of 2 degrees of
+        # freedom.
         ([1.0, 1.1, 1.2], "holds (3 seeds, margin 0.852 to 1.35)"),
         ([-1.0, -1.1, -1.2], "does not hold (3 seeds, margin -1.35 to -0.852)"),
         ([1.0, 1.1, -0.5], "not decided (3 seeds, margin -1.69 to 2.76)"),
@@ -85,14 +93,26 @@ def test_rows_count_seeds_and_tell_mechanisms_apart(make_run):
     ],
 )
 def test_a_difference_is_decided_by_its_interval_over_the_seeds(make_run, margins, verdict):
-    runs = [make_run("adder", seed, {"a": "holds"}, margins=(margin,)) for seed, margin in enumerate(margins)]
+    runs = [
+        make_run("adder", seed, {"a": "holds"}, margins=(margin,))
+        for seed, margin in enumerate(margins)
+    ]
     assert cells(claims_table([read_report(run) for run in runs]), "a")[1] == verdict
 
 
 def test_a_difference_of_two_margins_needs_both(make_run):
-    runs = [make_run("dot", seed, {"a": "holds"}, margins=(1.0 + seed / 9, 2.0 + seed / 9)) for seed in range(3)]
-    runs += [make_run("additive", seed, {"a": "holds"}, margins=(1.0 + seed / 9, -2.0)) for seed in range(3)]
-    runs += [make_run("bilinear", seed, {"a": "holds"}, margins=(1.0 + seed / 9, seed - 0.9)) for seed in range(3)]
+    runs = [
+        make_run("dot", seed, {"a": "holds"}, margins=(1.0 + seed / 9, 2.0 + seed / 9))
+        for seed in range(3)
+    ]
+    runs += [
+        make_run("additive", seed, {"a": "holds"}, margins=(1.0 + seed / 9, -2.0))
+        for seed in range(3)
+    ]
+    runs += [
+        make_run("bilinear", seed, {"a": "holds"}, margins=(1.0 + seed / 9, seed - 0.9))
+        for seed in range(3)
+    ]
     verdicts = cells(claims_table([read_report(run) for run in runs]), "a")[1].split("<br>")
     assert [verdict.partition(" (")[0] for verdict in verdicts] == [
         "dot: holds",
@@ -108,7 +128,10 @@ def test_data_sets_and_mechanisms_without_the_identity_are_told_apart(make_run, 
         make_run("dot", 0, {"a": "does not hold"}, data="fashion_mnist"),
     ]
     page = write_claims(runs, tmp_path / "docs" / "claims.md").read_text()
-    assert cells(page, "a")[3] == "adder on digits, adder without identity on fashion_mnist, dot on fashion_mnist"
+    assert (
+        cells(page, "a")[3]
+        == "adder on digits, adder without identity on fashion_mnist, dot on fashion_mnist"
+    )
     assert "| adder without identity | fashion_mnist | 12, 192 | 0 | 0.9000 | test |" in page
     assert f"--workdir={runs[1]} --baseline={runs[2]}`" in page
     assert (tmp_path / "docs" / "images" / "claims" / "adder_on_digits-curve.png").is_file()
@@ -130,7 +153,10 @@ def test_page_has_its_figures_models_and_tally(make_run, tmp_path, capsys):
     assert images == {"adder-curve.png", "dot-curve.png", "adder-maps.png"}
     write_claims(runs[:1], out)
     assert "not measured" in cells(out.read_text(), "b")[1]
-    assert {path.name for path in (out.parent / "images" / "claims").iterdir()} == {"adder-curve.png", "adder-maps.png"}
+    assert {path.name for path in (out.parent / "images" / "claims").iterdir()} == {
+        "adder-curve.png",
+        "adder-maps.png",
+    }
 
 
 def test_a_run_without_a_report_is_named(tmp_path):

@@ -19,7 +19,10 @@ from adder_flax.report import (
 
 
 def rows(count):
-    return [{"step": 10 * i, "train/loss": 2.0 / i, "train/accuracy": 1 - 1.0 / i} for i in range(1, count + 1)]
+    return [
+        {"step": 10 * i, "train/loss": 2.0 / i, "train/accuracy": 1 - 1.0 / i}
+        for i in range(1, count + 1)
+    ]
 
 
 def lines(axis):
@@ -30,16 +33,23 @@ def test_curves_show_every_value_and_the_best():
     metrics = rows(5) + [{"step": 30, "eval/accuracy": 0.9}, {"step": 50, "eval/accuracy": 0.8}]
     loss, accuracy = curves_figure(metrics).axes
     np.testing.assert_allclose(lines(loss)["training"], [(10 * i, 2.0 / i) for i in range(1, 6)])
-    np.testing.assert_allclose(lines(accuracy)["test, last 80.00 %, best 90.00 %"], [(30, 90), (50, 80)])
+    np.testing.assert_allclose(
+        lines(accuracy)["test, last 80.00 %, best 90.00 %"], [(30, 90), (50, 80)]
+    )
     assert loss.get_ylabel() == "cross-entropy (nats)"
     assert accuracy.get_ylabel() == "accuracy (%)"
 
 
 def test_curves_of_a_score_of_which_less_is_better():
-    metrics = [{"step": 30, "eval/error_rate": 0.1}, {"step": 50, "eval/error_rate": 0.2, "train/loss": 1.0}]
+    metrics = [
+        {"step": 30, "eval/error_rate": 0.1},
+        {"step": 50, "eval/error_rate": 0.2, "train/loss": 1.0},
+    ]
     loss, errors = curves_figure(metrics, loss="loss", score="error_rate", largest=False).axes
     assert (loss.get_ylabel(), errors.get_ylabel()) == ("loss", "error rate (%)")
-    np.testing.assert_allclose(lines(errors)["test, last 20.00 %, best 10.00 %"], [(30, 10), (50, 20)])
+    np.testing.assert_allclose(
+        lines(errors)["test, last 20.00 %, best 10.00 %"], [(30, 10), (50, 20)]
+    )
 
 
 def test_long_training_is_smoothed_by_a_centred_mean():
@@ -52,7 +62,11 @@ def test_long_training_is_smoothed_by_a_centred_mean():
 
 
 def test_non_finite_values_leave_a_gap():
-    metrics = [{"step": 1, "train/loss": 1.0}, {"step": 2, "train/loss": float("nan")}, {"step": 3, "train/loss": 2.0}]
+    metrics = [
+        {"step": 1, "train/loss": 1.0},
+        {"step": 2, "train/loss": float("nan")},
+        {"step": 3, "train/loss": 2.0},
+    ]
     drawn = lines(curves_figure(metrics).axes[0])["training"]
     np.testing.assert_array_equal(np.isnan(drawn[:, 1]), [False, True, False])
 
@@ -102,22 +116,36 @@ def test_attention_is_drawn_where_the_patch_is():
 
 
 def test_heads_get_columns_of_their_own():
-    figure = attention_figure(np.zeros((1, 8, 8, 1)), [maps_of(1, 3, 16, 16)], heads=[0, 2], prefix_tokens=0)
-    assert [axis.get_title() for axis in figure.axes] == ["image", "block 1, head 1", "block 1, head 3"]
+    figure = attention_figure(
+        np.zeros((1, 8, 8, 1)), [maps_of(1, 3, 16, 16)], heads=[0, 2], prefix_tokens=0
+    )
+    assert [axis.get_title() for axis in figure.axes] == [
+        "image",
+        "block 1, head 1",
+        "block 1, head 3",
+    ]
 
 
 def test_models_are_side_by_side_and_share_an_image():
     images = np.stack([np.zeros((8, 8, 1)), np.ones((8, 8, 1))])
     maps = {name: [maps_of(2, 3, 17, 17, seed=seed)] for seed, name in enumerate(("dot", "adder"))}
     figure = comparison_figure(images, maps, captions=["a 0", "a 1"])
-    assert [axis.get_xlabel() for axis in figure.axes[::2]] == ["dot\na 0", "adder\na 0", "dot\na 1", "adder\na 1"]
+    assert [axis.get_xlabel() for axis in figure.axes[::2]] == [
+        "dot\na 0",
+        "adder\na 0",
+        "dot\na 1",
+        "adder\na 1",
+    ]
     alone = attention_figure(images, maps["adder"])
     np.testing.assert_allclose(heat(figure, 7), heat(alone, 3))
     assert np.asarray(figure.axes[6].get_images()[0].get_array()).max() == 1
 
 
 def test_every_start_on_the_xor_task_is_a_mark_under_the_proven_limit():
-    accuracies = {"bilinear": np.array([0.5, 0.75, 0.625]), "additive": np.array([1.0, 1.0, 0.9375])}
+    accuracies = {
+        "bilinear": np.array([0.5, 0.75, 0.625]),
+        "additive": np.array([1.0, 1.0, 0.9375]),
+    }
     axis = xor_figure(accuracies).axes[0]
     *marks, limit = axis.get_lines()
     for line, values in zip(marks, accuracies.values(), strict=True):
@@ -155,6 +183,8 @@ from adder_flax import report
 heavy = [name for name in ("matplotlib", "scipy", "sklearn", "orbax", "grain") if name in sys.modules]
 report.save_figure(report.curves_figure([{{"step": 1, "eval/loss": 1.0}}]), {str(tmp_path / "x")!r})
 print(json.dumps([heavy, "matplotlib.pyplot" in sys.modules]))
-"""
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+"""  # noqa: E501 - lines of another language
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert json.loads(out) == [[], False]

@@ -18,14 +18,24 @@ from adder_flax.report._study import Claim, Findings, Study, observe
 from adder_flax.report.families import motion, proposition_1, second_order, theorem_1
 from adder_flax.report.families.energy import VARIANTS, deit_operations
 
-SIZES = {"image_size": 8, "patch_size": 2, "channels": 1, "num_classes": 10, "width": 16, "depth": 3, "num_heads": 2}
+SIZES = {
+    "image_size": 8,
+    "patch_size": 2,
+    "channels": 1,
+    "num_classes": 10,
+    "width": 16,
+    "depth": 3,
+    "num_heads": 2,
+}
 IMAGES = np.random.default_rng(0).standard_normal((5, 8, 8, 1)).astype(np.float32)
 LABELS = np.arange(5)
 
 
 def step_of(ratio, learning_rate=1e-3):
     """A training step whose second-order term is this share of the first."""
-    terms = dict(first=-0.1, second=0.1 * ratio, odd=-0.1, even=0.1 * ratio, change=-0.1 + 0.1 * ratio)
+    terms = dict(
+        first=-0.1, second=0.1 * ratio, odd=-0.1, even=0.1 * ratio, change=-0.1 + 0.1 * ratio
+    )
     return SecondOrderStep(step=1, learning_rate=learning_rate, loss=2.0, **terms)
 
 
@@ -44,7 +54,11 @@ def report(tmp_path_factory):
         name="adder <small>",
         baseline=model_of(seed=1),
         untrained=model_of(seed=2, score="adder", qkv_linear="adder"),
-        second_order={"start": [step_of(0.3)], "end": [step_of(0.2, learning_rate=1e-5)], "nothing": []},
+        second_order={
+            "start": [step_of(0.3)],
+            "end": [step_of(0.2, learning_rate=1e-5)],
+            "nothing": [],
+        },
         peak_learning_rate=1e-3,
     )
 
@@ -68,7 +82,9 @@ def test_claims_are_many_distinct_and_decided(report):
     for claim in report.claims:
         assert re.fullmatch(r"holds|does not hold|not measured|holds only when .+", claim.verdict)
         assert re.search(r"\d", claim.finding)
-    assert "not measured" not in {claim.verdict for claim in report.claims}  # baseline and untrained are given
+    assert "not measured" not in {
+        claim.verdict for claim in report.claims
+    }  # baseline and untrained are given
 
 
 def test_claims_table_is_what_was_returned(report):
@@ -87,7 +103,9 @@ def test_page_needs_no_network_and_its_links_lead_somewhere(report):
     ids = {attrs["id"] for _, attrs in page.tags if "id" in attrs}
     for link in page.all("a"):
         target = link["href"]
-        assert target[1:] in ids if target.startswith("#") else (report.page.parent / target).is_file()
+        assert (
+            target[1:] in ids if target.startswith("#") else (report.page.parent / target).is_file()
+        )
     images = page.all("img")
     assert len(images) >= 14
     for image in images:
@@ -128,7 +146,9 @@ def test_a_model_without_attention_has_a_report_without_claims_on_maps(tmp_path)
     written = write_report(model, IMAGES, LABELS, tmp_path, families=["second-order"])
     assert [claim.verdict for claim in written.claims] == ["not measured"]
     assert "no blocks of attention" in written.page.read_text()
-    with pytest.raises(ValueError, match="among .*second-order, energy; got maps, which look at something else"):
+    with pytest.raises(
+        ValueError, match="among .*second-order, energy; got maps, which look at something else"
+    ):
         write_report(model, IMAGES, LABELS, tmp_path, families=["maps"])
 
 
@@ -144,12 +164,16 @@ def test_extrapolated_operations_are_those_of_the_whole_model(variant):
 
 
 def study_of(subject, untrained=None):
-    return Study(subject, None, untrained, (IMAGES - IMAGES.min()) / np.ptp(IMAGES), [""] * 5, LABELS)
+    return Study(
+        subject, None, untrained, (IMAGES - IMAGES.min()) / np.ptp(IMAGES), [""] * 5, LABELS
+    )
 
 
 def with_blocks(subject, change):
     blocks = tuple(change(index, block) for index, block in enumerate(subject.captured.blocks))
-    return dataclasses.replace(subject, captured=dataclasses.replace(subject.captured, blocks=blocks))
+    return dataclasses.replace(
+        subject, captured=dataclasses.replace(subject.captured, blocks=blocks)
+    )
 
 
 def verdicts(findings):
@@ -160,14 +184,25 @@ def verdicts(findings):
 def test_proposition_holds_for_symmetric_positive_maps_and_not_for_cycles():
     subject = observe("m", model_of(score="adder"), IMAGES)
     size = subject.maps[0].shape[-1]
-    positive = np.broadcast_to(np.full((size, size), 0.5 / size) + 0.5 * np.eye(size), subject.maps[0].shape)
-    found = verdicts(
-        proposition_1.judge(study_of(with_blocks(subject, lambda _, b: dataclasses.replace(b, map=positive))))
+    positive = np.broadcast_to(
+        np.full((size, size), 0.5 / size) + 0.5 * np.eye(size), subject.maps[0].shape
     )
-    assert found["maps-symmetric"] == found["proposition-1-shift"] == found["proposition-1-rank"] == "holds"
+    found = verdicts(
+        proposition_1.judge(
+            study_of(with_blocks(subject, lambda _, b: dataclasses.replace(b, map=positive)))
+        )
+    )
+    assert (
+        found["maps-symmetric"]
+        == found["proposition-1-shift"]
+        == found["proposition-1-rank"]
+        == "holds"
+    )
     cycle = np.broadcast_to(np.roll(np.eye(size), 1, 1), subject.maps[0].shape)
     found = verdicts(
-        proposition_1.judge(study_of(with_blocks(subject, lambda _, b: dataclasses.replace(b, map=cycle))))
+        proposition_1.judge(
+            study_of(with_blocks(subject, lambda _, b: dataclasses.replace(b, map=cycle)))
+        )
     )
     assert found["maps-symmetric"] == found["proposition-1-shift"] == "does not hold"
 
@@ -208,15 +243,30 @@ def test_brownian_paths_are_called_brownian_and_straight_ones_not():
 
     def walking(steps):
         path = np.concatenate([np.zeros_like(steps[:1]), np.cumsum(steps, 0)])
-        moved = with_blocks(subject, lambda index, block: dataclasses.replace(block, tokens=path[index]))
-        return dataclasses.replace(moved, captured=dataclasses.replace(moved.captured, tokens=path[-1]))
+        moved = with_blocks(
+            subject, lambda index, block: dataclasses.replace(block, tokens=path[index])
+        )
+        return dataclasses.replace(
+            moved, captured=dataclasses.replace(moved.captured, tokens=path[-1])
+        )
 
     brownian, straight = walking(steps), walking(np.repeat(steps[:1], 3, 0))
-    names = ["brownian", "brownian-growth", "brownian-independent", "brownian-normal", "brownian-centred"]
+    names = [
+        "brownian",
+        "brownian-growth",
+        "brownian-independent",
+        "brownian-normal",
+        "brownian-centred",
+    ]
     found = verdicts(motion.judge(study_of(brownian)))
     assert [found[name] for name in names] == ["holds"] * 5
     found = verdicts(motion.judge(study_of(straight)))
-    assert found["brownian"] == found["brownian-growth"] == found["brownian-independent"] == "does not hold"
+    assert (
+        found["brownian"]
+        == found["brownian-growth"]
+        == found["brownian-independent"]
+        == "does not hold"
+    )
     found = verdicts(motion.judge(study_of(straight, untrained=brownian)))
     assert found["brownian-growth"] == "holds only when the network is untrained"
 
@@ -232,5 +282,8 @@ def test_a_family_that_cannot_be_computed_leaves_the_others_standing():
         )
         found = page._findings("broken", ZeroDivisionError("float division by zero")).claims[0]
         claims = page._measure(IndexError("of no token"), ["broken", "sound"])[ADDER].claims
-    assert (found.verdict, "ZeroDivisionError: float division by zero" in found.finding) == (NOT_MEASURED, True)
+    assert (found.verdict, "ZeroDivisionError: float division by zero" in found.finding) == (
+        NOT_MEASURED,
+        True,
+    )
     assert [claim.name for claim in claims] == ["broken", "sound"]

@@ -10,7 +10,9 @@ from adder_flax.models import VisionTransformer
 from adder_flax.ops import _backend
 from adder_flax.report import summary_rows, summary_text
 
-IMAGENET, DIGIT = (jax.ShapeDtypeStruct((1, *shape), jnp.float32) for shape in ((224, 224, 3), (8, 8, 1)))
+IMAGENET, DIGIT = (
+    jax.ShapeDtypeStruct((1, *shape), jnp.float32) for shape in ((224, 224, 3), (8, 8, 1))
+)
 ADDER = {"score": "adder", "qkv_linear": "adder", "proj_linear": "adder", "mlp_linear": "adder"}
 
 
@@ -19,7 +21,8 @@ def abstract(**options):
 
 
 @pytest.mark.parametrize(
-    ("width", "heads", "parameters", "gmacs"), [(192, 3, 5.7e6, 1.26), (384, 6, 22.1e6, 4.6), (768, 12, 86.6e6, 17.6)]
+    ("width", "heads", "parameters", "gmacs"),
+    [(192, 3, 5.7e6, 1.26), (384, 6, 22.1e6, 4.6), (768, 12, 86.6e6, 17.6)],
 )
 def test_deit_against_published_numbers(width, heads, parameters, gmacs):
     rows = {row.part: row for row in summary_rows(abstract(width=width, num_heads=heads), IMAGENET)}
@@ -28,30 +31,48 @@ def test_deit_against_published_numbers(width, heads, parameters, gmacs):
     # Elementwise products (LayerNorm, GELU) are the 0.3 % that published MACs leave out.
     assert total.operations.multiplications == pytest.approx(gmacs * 1e9, rel=0.01)
     assert rows["patch embedding"].operations.multiplications == 196 * 16 * 16 * 3 * width
-    assert rows["blocks: query, key, value"].operations.multiplications == 12 * 197 * width * 3 * width
+    assert (
+        rows["blocks: query, key, value"].operations.multiplications == 12 * 197 * width * 3 * width
+    )
     assert rows["blocks: projection"].operations.multiplications == 12 * 197 * width * width
     assert rows["head"].parameters == 1000 * width + 1000
     assert not total.operations.uncounted
 
 
-SMALL = {"image_size": 8, "patch_size": 2, "channels": 1, "num_classes": 10, "width": 16, "depth": 2, "num_heads": 2}
+SMALL = {
+    "image_size": 8,
+    "patch_size": 2,
+    "channels": 1,
+    "num_classes": 10,
+    "width": 16,
+    "depth": 2,
+    "num_heads": 2,
+}
 
 
 def test_parts_sum_to_the_whole():
     model = abstract(**SMALL, **ADDER)
     *parts, total = summary_rows(model, DIGIT)
     assert sum(row.parameters for row in parts) == total.parameters
-    assert total.parameters == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert total.parameters == sum(
+        leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))
+    )
     for kind in ("additions", "multiplications", "comparisons", "exponentials", "l1_elements"):
-        assert sum(getattr(row.operations, kind) for row in parts) == getattr(total.operations, kind)
+        assert sum(getattr(row.operations, kind) for row in parts) == getattr(
+            total.operations, kind
+        )
     assert sum(row.joules for row in parts) == pytest.approx(total.joules)
 
 
 def test_adder_elements_by_hand():
     rows = {row.part: row for row in summary_rows(abstract(**SMALL, **ADDER), DIGIT)}
     tokens, width, head_dim = 17, 16, 8
-    assert rows["blocks: query, key, value"].operations.l1_elements == 2 * 3 * tokens * width * width
-    assert rows["blocks: attention map"].operations.l1_elements == 2 * 2 * tokens * tokens * head_dim
+    assert (
+        rows["blocks: query, key, value"].operations.l1_elements == 2 * 3 * tokens * width * width
+    )
+    assert (
+        rows["blocks: attention map"].operations.l1_elements == 2 * 2 * tokens * tokens * head_dim
+    )
     assert rows["blocks: MLP"].operations.l1_elements == 2 * 2 * tokens * width * 4 * width
     # Of the attention map only its product with the values and its scale multiply.
     per_map = 2 * 2 * tokens * tokens
@@ -61,7 +82,10 @@ def test_adder_elements_by_hand():
 @pytest.mark.slow
 def test_full_adder_deit_tiny_is_two_to_three_times_cheaper():
     image = jax.ShapeDtypeStruct((1, 224, 224, 3), "float32")
-    joules = [energy(count_operations(abstract(**options), image)).total_arithmetic_joules for options in ({}, ADDER)]
+    joules = [
+        energy(count_operations(abstract(**options), image)).total_arithmetic_joules
+        for options in ({}, ADDER)
+    ]
     assert 2.0 < joules[0] / joules[1] < 3.0
 
 
@@ -71,7 +95,9 @@ def test_text_is_aligned_and_says_its_conventions():
     assert len({len(line) for line in text[: rule + 2]}) == 1
     assert text[rule + 1].startswith("total")
     assert any("at 1 addition" in line for line in text)
-    assert not any("at 1 addition" in line for line in summary_text(abstract(**SMALL), DIGIT).splitlines())
+    assert not any(
+        "at 1 addition" in line for line in summary_text(abstract(**SMALL), DIGIT).splitlines()
+    )
 
 
 def test_summaries_wait_for_no_kernels(monkeypatch):
@@ -83,7 +109,8 @@ def test_summaries_wait_for_no_kernels(monkeypatch):
 
 
 def test_parts_of_a_model_that_names_none():
-    """Its own top-level names, in the order of its parameters; what belongs to no layer is elsewhere."""
+    """Its own top-level names, in the order of its parameters; what belongs to no layer is
+    elsewhere."""
 
     class Perceptron(nnx.Module):
         def __init__(self, rngs):
@@ -93,7 +120,10 @@ def test_parts_of_a_model_that_names_none():
         def __call__(self, images):
             return self.head(jnp.maximum(self.hidden(images.reshape(1, -1)), 0.0))
 
-    rows = {row.part: row for row in summary_rows(nnx.eval_shape(lambda: Perceptron(nnx.Rngs(0))), DIGIT)}
+    rows = {
+        row.part: row
+        for row in summary_rows(nnx.eval_shape(lambda: Perceptron(nnx.Rngs(0))), DIGIT)
+    }
     assert [*rows] == ["head", "hidden", "elsewhere", "total"]
     assert rows["hidden"].operations.multiplications == 64 * 8
     assert rows["elsewhere"].operations.comparisons == 8

@@ -12,7 +12,9 @@ def test_what_is_complete_stays_as_it_is():
     assert completed(RunSettings, full) == full
 
 
-@pytest.mark.parametrize("path", ["init", "data.train_split", "model.stem_channels", "optimizer.cg_fac.momentum"])
+@pytest.mark.parametrize(
+    "path", ["init", "data.train_split", "model.stem_channels", "optimizer.cg_fac.momentum"]
+)
 def test_a_field_that_is_lacking_gets_its_default(path):
     full, lacking = defaults(RunSettings), defaults(RunSettings)
     *sections, field = path.split(".")

@@ -14,7 +14,8 @@ OPTIONS = {field.name for field in dataclasses.fields(AttentionSettings)}
 
 
 def test_every_option_of_attention_is_one_of_the_function():
-    """`MultiHeadAttention` hands all of them on: an option takes its declaration and its place in `attend`."""
+    """`MultiHeadAttention` hands all of them on: an option takes its declaration and its place in
+    `attend`."""
     assert inspect.signature(attention.attend).parameters.keys() >= OPTIONS
 
 
@@ -45,15 +46,22 @@ def test_every_option_of_attention_is_a_keyword_of_every_module(module):
     ],
 )
 def test_modules_of_one_score_have_the_other_options(module):
-    assert inspect.signature(module.__init__).parameters.keys() >= OPTIONS - {"score", "score_options"}
+    assert inspect.signature(module.__init__).parameters.keys() >= OPTIONS - {
+        "score",
+        "score_options",
+    }
 
 
 def test_fields_and_settings_make_the_same_model():
     size = dict(image_size=4, channels=1, num_classes=2)
     given = AttentionSettings(score="adder", temperature=2.0)
-    settings = VitSettings(width=8, depth=2, num_heads=2, patch_size=2, attention=given, adder_options={"norm": None})
+    settings = VitSettings(
+        width=8, depth=2, num_heads=2, patch_size=2, attention=given, adder_options={"norm": None}
+    )
     whole = models.VisionTransformer(settings=settings, **size, rngs=nnx.Rngs(0))
-    fields = dict(width=8, depth=2, num_heads=2, patch_size=2, score="adder", adder_options={"norm": None})
+    fields = dict(
+        width=8, depth=2, num_heads=2, patch_size=2, score="adder", adder_options={"norm": None}
+    )
     by_field = models.VisionTransformer(**fields, temperature=2.0, **size, rngs=nnx.Rngs(0))
     images = jnp.ones((1, 4, 4, 1))
     assert (whole(images) == by_field(images)).all()
@@ -61,7 +69,9 @@ def test_fields_and_settings_make_the_same_model():
 
 
 def test_a_keyword_changes_one_field_of_settings_that_are_given_too():
-    block = layers.Block(8, 2, settings=BlockSettings(mlp_ratio=2.0), score="gaussian", rngs=nnx.Rngs(0))
+    block = layers.Block(
+        8, 2, settings=BlockSettings(mlp_ratio=2.0), score="gaussian", rngs=nnx.Rngs(0)
+    )
     assert (block.mlp.fc1.out_features, block.attention.settings.score) == (16, "gaussian")
 
 

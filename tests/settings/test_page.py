@@ -6,7 +6,9 @@ from tests.processes import ROOT
 
 
 def test_the_page_is_what_the_declarations_make():
-    assert (ROOT / "docs" / "settings.md").read_text() == page(), "python -m adder_flax.settings > docs/settings.md"
+    assert (ROOT / "docs" / "settings.md").read_text() == page(), (
+        "python -m adder_flax.settings > docs/settings.md"
+    )
 
 
 def test_every_field_has_a_row():

@@ -18,8 +18,12 @@ class _Toy:
     rate: float = settings.setting(0.1, Number(0, 1, "[)"), "a rate")
     count: int = settings.setting(3, Integer(1, 8), "a number of things")
     block: int | None = settings.setting("off", Or({"off": None}, Integer(1, 8)), "a block")
-    limit: float | None = settings.setting(0.0, Or({0: None}, Number(0, 9, "(]")), "a limit; 0 is off")
-    span: tuple[float, float] | None = settings.setting((), Span(Number(0, 1), optional=True), "a range; () is off")
+    limit: float | None = settings.setting(
+        0.0, Or({0: None}, Number(0, 9, "(]")), "a limit; 0 is off"
+    )
+    span: tuple[float, float] | None = settings.setting(
+        (), Span(Number(0, 1), optional=True), "a range; () is off"
+    )
     kind: bool | None = settings.setting("auto", Choice(auto=None, on=True, off=False), "of things")
 
 
@@ -27,7 +31,14 @@ GOOD = settings.defaults(_Toy)
 
 
 def test_defaults_are_what_the_declarations_say_and_their_meanings_are_converted_once():
-    assert GOOD == {"rate": 0.1, "count": 3, "block": "off", "limit": 0.0, "span": (), "kind": "auto"}
+    assert GOOD == {
+        "rate": 0.1,
+        "count": 3,
+        "block": "off",
+        "limit": 0.0,
+        "span": (),
+        "kind": "auto",
+    }
     assert read(_Toy, GOOD) == _Toy(rate=0.1, count=3, block=None, limit=None, span=None, kind=None)
 
 
@@ -96,7 +107,9 @@ def test_one_message_names_all_that_is_wrong_missing_and_unknown():
     assert "got 3;" in message.splitlines()[0]
     assert "config.rate: expected a number in [0, 1), got 2.0" in message
     assert "did you mean 'count'?" in message
-    assert "config.kind: expected 'auto', 'on' or 'off', got nothing; the default is 'auto'" in message
+    assert (
+        "config.kind: expected 'auto', 'on' or 'off', got nothing; the default is 'auto'" in message
+    )
 
 
 def test_a_message_stays_short_whatever_the_value():
@@ -112,7 +125,9 @@ def test_a_model_of_another_name_is_read_by_its_own_class():
         settings.MODEL_SETTINGS.register("toy", _Named)
         fields = tiny() | {"model": {"name": "toy", "size": 2}}
         assert read(RunSettings, fields).model == _Named("toy", 2)
-        with pytest.raises(RunError, match=r"config.model.size: expected an integer from 1 to 3, got 4"):
+        with pytest.raises(
+            RunError, match=r"config.model.size: expected an integer from 1 to 3, got 4"
+        ):
             read(RunSettings, tiny() | {"model": {"name": "toy", "size": 4}})
 
 

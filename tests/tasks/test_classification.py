@@ -1,4 +1,5 @@
-"""Classification: both losses against their formulas, and what second-order optimizers take for their curvature."""
+"""Classification: both losses against their formulas, and what second-order optimizers take for
+their curvature."""
 
 import flax.nnx as nnx
 import jax
@@ -19,8 +20,16 @@ LOGITS = np.random.default_rng(0).normal(0, 2, (3, 4))
 TARGETS = np.array([[0, 1, 0, 0], [0.3, 0, 0, 0.7], [0, 0, 1, 0]], np.float32)
 
 
-STILL = {f"task.{name}": 0.0 for name in ("mixup_alpha", "cutmix_alpha", "erase_probability", "flip_probability")}
-STILL |= {"task.resized_crop_scale": (), "num_epochs": 6.0, "model.layer_scale": 1.0, "model.width": 32}
+STILL = {
+    f"task.{name}": 0.0
+    for name in ("mixup_alpha", "cutmix_alpha", "erase_probability", "flip_probability")
+}
+STILL |= {
+    "task.resized_crop_scale": (),
+    "num_epochs": 6.0,
+    "model.layer_scale": 1.0,
+    "model.width": 32,
+}
 
 
 class Fixed(nnx.Module):
@@ -48,7 +57,9 @@ def by_formula(loss, logits=LOGITS):
 def sigmoid_config(**fields):
     config = common.deit("multiplicative", "tiny")
     config.update_from_flattened_dict(
-        TINY | {"task.loss": "sigmoid", "task.label_smoothing": 0.0, "model.layer_scale": 0.1} | fields
+        TINY
+        | {"task.loss": "sigmoid", "task.label_smoothing": 0.0, "model.layer_scale": 0.1}
+        | fields
     )
     return config
 
@@ -60,14 +71,17 @@ def test_the_loss_is_its_formula(loss):
 
 
 def test_the_curvature_of_the_sigmoid_loss_is_its_hessian():
-    """Second differences of the mean over classes and examples, times the examples: a Hessian for each of them."""
+    """Second differences of the mean over classes and examples, times the examples: a Hessian for
+    each of them."""
     likelihood = get_likelihood(task("sigmoid").likelihood)
     columns = output_cotangents("ggn", likelihood, outcome("sigmoid").outputs, jax.random.key(0), 1)
     second, step = np.zeros(LOGITS.shape), 1e-3
     for place in np.ndindex(*LOGITS.shape):
         moved = np.zeros(LOGITS.shape)
         moved[place] = step
-        below, here, above = (by_formula("sigmoid", LOGITS + factor * moved) for factor in (-1, 0, 1))
+        below, here, above = (
+            by_formula("sigmoid", LOGITS + factor * moved) for factor in (-1, 0, 1)
+        )
         second[place] = len(LOGITS) * (below - 2 * here + above) / step**2
     np.testing.assert_allclose(np.square(columns[0, ..., 0]), second, rtol=1e-4, atol=1e-8)
 
@@ -85,10 +99,14 @@ def test_a_batch_is_learned_by_heart(optimizer):
 
 
 def test_smoothing_and_a_teacher_are_refused_with_it():
-    with pytest.raises(SettingsError, match=r"label_smoothing: expected 0 with .*loss='sigmoid'.*got 0.1"):
+    with pytest.raises(
+        SettingsError, match=r"label_smoothing: expected 0 with .*loss='sigmoid'.*got 0.1"
+    ):
         read(RunSettings, sigmoid_config(**{"task.label_smoothing": 0.1}))
     config = sigmoid_config()
-    config.task = ConfigDict(defaults(DistillationSettings) | {"teacher": "somewhere", "loss": "sigmoid"})
+    config.task = ConfigDict(
+        defaults(DistillationSettings) | {"teacher": "somewhere", "loss": "sigmoid"}
+    )
     config.task.label_smoothing = 0.0
     with pytest.raises(SettingsError, match="loss: expected 'softmax'.*got 'sigmoid'"):
         read(RunSettings, config)

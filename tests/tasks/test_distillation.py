@@ -1,4 +1,5 @@
-"""Distillation: the loss against NumPy, teachers of every kind in one process, a student that follows its teacher."""
+"""Distillation: the loss against NumPy, teachers of every kind in one process, a student that
+follows its teacher."""
 
 import dataclasses
 import json
@@ -22,7 +23,9 @@ def log_softmax(x):
 
 
 def make_model(**options):
-    sizes = dict(image_size=8, patch_size=4, channels=1, num_classes=10, width=16, depth=1, num_heads=2)
+    sizes = dict(
+        image_size=8, patch_size=4, channels=1, num_classes=10, width=16, depth=1, num_heads=2
+    )
     return models.VisionTransformer(**sizes | options, rngs=nnx.Rngs(0))
 
 
@@ -32,7 +35,9 @@ def test_the_loss_is_that_of_the_paper(kind, distilled):
     rng = np.random.default_rng(0)
     images, taught = rng.normal(size=(6, 8, 8, 1)).astype("f"), rng.normal(size=(6, 10)).astype("f")
     targets = rng.dirichlet(np.ones(10), 6).astype("f")
-    fields = dict(teacher="x", distillation=kind, distillation_share=0.3, distillation_temperature=2.0)
+    fields = dict(
+        teacher="x", distillation=kind, distillation_share=0.3, distillation_temperature=2.0
+    )
     task = tasks.Distillation(dataclasses.replace(tasks.DistillationSettings(), **fields), FACTS)
     model = make_model(distilled=distilled)
     outcome = task.loss(model, (images, targets, taught), rngs=nnx.Rngs(0))
@@ -90,7 +95,9 @@ def test_a_run_teaches_and_its_files_are_read_again_to_resume(teacher_run, tmp_p
     assert again.evaluation == first.evaluation
     rows = [json.loads(line) for line in (tmp_path / "student" / "metrics.jsonl").open()]
     assert {"train/teacher_loss", "train/teacher_agreement"} <= rows[0].keys()
-    assert not [leaf for leaf in jax.tree.leaves(first.state) if leaf.shape == (3, 3, 1, 4)]  # none of the teacher's
+    assert not [
+        leaf for leaf in jax.tree.leaves(first.state) if leaf.shape == (3, 3, 1, 4)
+    ]  # none of the teacher's
 
 
 def test_the_teachers_parameters_are_arguments_of_the_step(teacher_run):
@@ -115,7 +122,11 @@ def test_weights_of_timm_and_hugging_face_teach_by_path(tmp_path):
         (folder / "config.json").write_text(json.dumps(config))
         run = training.build_run(taught_by(folder / "model.safetensors"))
         images, _, taught = run.task.examples(jax.random.key(0), run.train_source.first(4))
-        seen = images if names == "hugging_face" else (images * np.array(std) + np.array(mean) - 0.5) / 0.5
+        seen = (
+            images
+            if names == "hugging_face"
+            else (images * np.array(std) + np.array(mean) - 0.5) / 0.5
+        )
         np.testing.assert_allclose(taught, model(seen), rtol=1e-4, atol=1e-5)
 
 
@@ -127,14 +138,20 @@ def test_a_teacher_that_cannot_teach_is_refused_in_one_message(teacher_run, tmp_
     with pytest.raises(training.RunError, match="got nothing at .*none; train it first"):
         training.build_run(taught_by(tmp_path / "none"))
     with pytest.raises(training.RunError, match="teacher for images of 16 pixels, .* which saw 8"):
-        training.build_run(taught_by(teacher_run[0], **{"data.name": "fake", "data.image_size": 16}))
+        training.build_run(
+            taught_by(teacher_run[0], **{"data.name": "fake", "data.image_size": 16})
+        )
     interop.save_weights(make_model(num_classes=7), tmp_path / "timm.safetensors", names="timm")
-    with pytest.raises(training.RunError, match="expected a head for 10 classes in .*: head.bias, head.kernel"):
+    with pytest.raises(
+        training.RunError, match="expected a head for 10 classes in .*: head.bias, head.kernel"
+    ):
         training.build_run(taught_by(tmp_path / "timm.safetensors"))
     interop.save_weights(make_model(), tmp_path / "own.safetensors")
     with pytest.raises(training.RunError, match="take the directory of the run"):
         training.build_run(taught_by(tmp_path / "own.safetensors"))
     config = taught_by(teacher_run[0])
     config.model.update(distilled=True, pooling="mean")
-    with pytest.raises(training.RunError, match="config.model.distilled: expected False without a class token"):
+    with pytest.raises(
+        training.RunError, match="config.model.distilled: expected False without a class token"
+    ):
         training.build_run(config)

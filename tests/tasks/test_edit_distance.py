@@ -14,7 +14,11 @@ def by_recursion(a, b):
     def distance(i, j):
         if i == 0 or j == 0:
             return i + j
-        return min(distance(i - 1, j) + 1, distance(i, j - 1) + 1, distance(i - 1, j - 1) + (a[i - 1] != b[j - 1]))
+        return min(
+            distance(i - 1, j) + 1,
+            distance(i, j - 1) + 1,
+            distance(i - 1, j - 1) + (a[i - 1] != b[j - 1]),
+        )
 
     return distance(len(a), len(b))
 
@@ -24,7 +28,10 @@ def test_it_equals_the_recursion_on_sequences_of_all_lengths():
     guess, truth = rng.integers(0, 4, (200, 9)), rng.integers(0, 4, (200, 7))
     lengths = rng.integers(0, 10, 200), rng.integers(0, 8, 200)
     got = jax.jit(edit_distance)(*map(jnp.asarray, (guess, truth, *lengths)))
-    expected = [by_recursion(tuple(g[:n]), tuple(t[:m])) for g, t, n, m in zip(guess, truth, *lengths, strict=True)]
+    expected = [
+        by_recursion(tuple(g[:n]), tuple(t[:m]))
+        for g, t, n, m in zip(guess, truth, *lengths, strict=True)
+    ]
     assert got.tolist() == expected
     assert len(set(expected)) > 5
 

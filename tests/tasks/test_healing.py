@@ -1,4 +1,5 @@
-"""Swapping and healing: fits and losses against NumPy in float64, a run that begins as its teacher."""
+"""Swapping and healing: fits and losses against NumPy in float64, a run that begins as its
+teacher."""
 
 import dataclasses
 
@@ -15,7 +16,9 @@ from adder_flax.tasks import _swap
 from tests.training.tiny import TINY
 
 SIZES = dict(image_size=8, patch_size=4, channels=1, num_classes=10, width=8, depth=2, num_heads=2)
-ADDER = dict(score="adder", identity=False, qkv_linear="adder", proj_linear="adder", mlp_linear="adder")
+ADDER = dict(
+    score="adder", identity=False, qkv_linear="adder", proj_linear="adder", mlp_linear="adder"
+)
 
 
 def make(seed=0, **options):
@@ -23,7 +26,9 @@ def make(seed=0, **options):
     model = models.VisionTransformer(**SIZES | options, rngs=nnx.Rngs(seed))
     graphdef, params = nnx.split(model, nnx.Param)
     rng = np.random.default_rng(seed)
-    return nnx.merge(graphdef, jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape).astype(x.dtype), params))
+    return nnx.merge(
+        graphdef, jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape).astype(x.dtype), params)
+    )
 
 
 def images(count=6):
@@ -43,10 +48,13 @@ def watch(model, seen=None):
 
 
 def test_a_swapped_head_has_the_closest_maps_of_all_that_were_tried():
-    """Every factor and ratio again in NumPy, from the teacher's queries and keys; the best one is the student's map."""
+    """Every factor and ratio again in NumPy, from the teacher's queries and keys; the best one is
+    the student's map."""
     teacher = make()
     student = tasks.swap(teacher, make(seed=1, score="adder", identity=False), images())
-    before, after = (watch(model)[0][0] for model in (teacher, student))  # the first block sees the same in both
+    before, after = (
+        watch(model)[0][0] for model in (teacher, student)
+    )  # the first block sees the same in both
     query, key, maps = before["query"], before["key"], before["weights"]
     key = key - key.mean((0, 2), keepdims=True)
     best = np.full(2, np.inf)
@@ -62,10 +70,18 @@ def test_a_swapped_head_has_the_closest_maps_of_all_that_were_tried():
 
 def test_what_both_have_alike_is_copied():
     teacher = make()
-    student = tasks.swap(teacher, make(seed=1, score=["dot", "adder"], mlp_linear=["dense", "adder"]), images())
-    old, new = (dict(nnx.to_flat_state(nnx.state(model, nnx.Param))) for model in (teacher, student))
+    student = tasks.swap(
+        teacher, make(seed=1, score=["dot", "adder"], mlp_linear=["dense", "adder"]), images()
+    )
+    old, new = (
+        dict(nnx.to_flat_state(nnx.state(model, nnx.Param))) for model in (teacher, student)
+    )
     shared = [path for path in old if path in new]
-    changed = {".".join(map(str, path)) for path in shared if not np.array_equal(old[path][...], new[path][...])}
+    changed = {
+        ".".join(map(str, path))
+        for path in shared
+        if not np.array_equal(old[path][...], new[path][...])
+    }
     both = ("kernel", "bias")
     expected = {f"blocks.1.attention.{name}.{part}" for name in ("query", "key") for part in both}
     assert changed == expected | {f"blocks.1.mlp.{name}.kernel" for name in ("fc1", "fc2")}
@@ -73,13 +89,15 @@ def test_what_both_have_alike_is_copied():
 
 @pytest.mark.parametrize("squared", [True, False])
 def test_a_fitted_adder_layer_leaves_what_no_scale_and_offset_explain(squared):
-    """The residual of least squares: no mean, and no part along what the layer sums up; most is explained."""
+    """The residual of least squares: no mean, and no part along what the layer sums up; most is
+    explained."""
     rng = np.random.default_rng(0)
     rows = rng.normal(1.0, 0.5, (200, 24)).astype("f")
     kernel, bias = 0.2 * rng.normal(size=(24, 12)).astype("f"), rng.normal(size=12)
     wanted = rows @ kernel + bias
     fitted = {
-        n: np.asarray(v, np.float64) for n, v in _swap._fit_distances(rows, wanted, kernel, squared=squared).items()
+        n: np.asarray(v, np.float64)
+        for n, v in _swap._fit_distances(rows, wanted, kernel, squared=squared).items()
     }
     gaps = rows[:, :, None].astype(np.float64) - fitted["kernel"]
     sums = -(gaps**2).sum(1) / 2 if squared else -np.abs(gaps).sum(1)
@@ -92,12 +110,19 @@ def test_a_fitted_adder_layer_leaves_what_no_scale_and_offset_explain(squared):
 
 def examples_and_task(**fields):
     teacher, student = make(), tasks.swap(make(), make(seed=1, **ADDER, anneal_end=0.5), images())
-    chosen = dict(teacher="x", distillation="soft", distillation_share=0.3, distillation_temperature=2.0)
-    chosen |= dict(map_weight=0.7, output_weight=0.4, layers_until=0.5, label_smoothing=0.0, mixup_alpha=0.0)
+    chosen = dict(
+        teacher="x", distillation="soft", distillation_share=0.3, distillation_temperature=2.0
+    )
+    chosen |= dict(
+        map_weight=0.7, output_weight=0.4, layers_until=0.5, label_smoothing=0.0, mixup_alpha=0.0
+    )
     chosen |= dict(cutmix_alpha=0.0) | fields
     facts = tasks.ImageFacts((8, 8, 1), 10, (0.5,), (0.25,), False)
     made = lambda progress: tasks.Healing(
-        dataclasses.replace(tasks.HealingSettings(), **chosen), facts, teacher=teacher, progress=progress
+        dataclasses.replace(tasks.HealingSettings(), **chosen),
+        facts,
+        teacher=teacher,
+        progress=progress,
     )
     return made, student
 
@@ -105,7 +130,10 @@ def examples_and_task(**fields):
 def test_the_loss_is_that_of_its_formula():
     made, student = examples_and_task()
     task = made(0.2)
-    batch = {"image": np.random.default_rng(3).integers(0, 256, (6, 8, 8, 1), np.uint8), "label": np.arange(6)}
+    batch = {
+        "image": np.random.default_rng(3).integers(0, 256, (6, 8, 8, 1), np.uint8),
+        "label": np.arange(6),
+    }
     examples = task.examples(jax.random.key(0), batch)
     seen, targets, taught = (np.asarray(x) for x in examples[:3])
     close = dict(rtol=1e-4, atol=1e-5)
@@ -122,17 +150,31 @@ def test_the_loss_is_that_of_its_formula():
     by_teacher = 4 * (np.exp(log(taught / 2)) * (log(taught / 2) - log(logits / 2))).sum(-1).mean()
     by_labels = -(targets * log(logits)).sum(-1).mean()
     logits_alone = 0.7 * by_labels + 0.3 * by_teacher
-    np.testing.assert_allclose(outcome.loss, logits_alone + 0.7 * by_maps + 0.4 * by_outputs, rtol=1e-4)
+    np.testing.assert_allclose(
+        outcome.loss, logits_alone + 0.7 * by_maps + 0.4 * by_outputs, rtol=1e-4
+    )
     late = made(0.6).loss(student, examples, rngs=nnx.Rngs(0))
     np.testing.assert_allclose(late.loss, logits_alone, rtol=1e-4)
 
 
 def test_what_is_no_teacher_to_begin_from_is_refused():
     for teacher, student, message in (
-        (make(score="adder"), make(), "a teacher with dot-product attention and dense layers to begin from, got"),
+        (
+            make(score="adder"),
+            make(),
+            "a teacher with dot-product attention and dense layers to begin from, got",
+        ),
         (make(), make(depth=1, **ADDER), "of the model's sizes"),
-        (make(), make(mlp_linear="adder", adder_options={"norm": None}), "adder layers with a norm"),
-        (models.ConvNet((4,), in_channels=1, rngs=nnx.Rngs(0)), make(), "vision transformer .*, got a ConvNet"),
+        (
+            make(),
+            make(mlp_linear="adder", adder_options={"norm": None}),
+            "adder layers with a norm",
+        ),
+        (
+            models.ConvNet((4,), in_channels=1, rngs=nnx.Rngs(0)),
+            make(),
+            "vision transformer .*, got a ConvNet",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             tasks.swap(teacher, student, images())
@@ -156,7 +198,9 @@ def test_a_bypass_makes_maps_uniform_and_turns_branches_off():
     adder = make(**ADDER)
     graphdef, params = nnx.split(adder, nnx.Param)
     score = lambda changed: float(np.asarray(nnx.merge(graphdef, changed)(images())).sum())
-    rows = {(row.part, row.block): row.score for row in report.bypass(nnx.to_pure_dict(params), score)}
+    rows = {
+        (row.part, row.block): row.score for row in report.bypass(nnx.to_pure_dict(params), score)
+    }
     uniform = np.asarray(with_uniform_maps(adder)(images())).sum()
     np.testing.assert_allclose(rows["maps", None], uniform, rtol=1e-4)
 
@@ -167,28 +211,41 @@ def test_a_run_begins_as_its_teacher_and_anneals_by_its_steps(tmp_path):
     config.update_from_flattened_dict(TINY | {"num_epochs": 0.1})
     training.Trainer(training.build_run(config), tmp_path / "teacher").fit()
     fields = settings.defaults(tasks.HealingSettings) | config.task.to_dict()
-    config.task = ConfigDict(fields | {"name": "healing", "teacher": str(tmp_path / "teacher"), "distillation": "soft"})
-    config.model.update(score="adder", identity="off", mlp_linear="adder", anneal_start=0.25, anneal_end=0.75)
+    config.task = ConfigDict(
+        fields | {"name": "healing", "teacher": str(tmp_path / "teacher"), "distillation": "soft"}
+    )
+    config.model.update(
+        score="adder", identity="off", mlp_linear="adder", anneal_start=0.25, anneal_end=0.75
+    )
     run = training.build_run(config)
     params = run.init()["params"]
     teacher = run.task.teacher
     np.testing.assert_array_equal(params["head"]["kernel"], teacher.head.kernel[...])
     np.testing.assert_array_equal(
-        params["blocks"][0]["attention"]["value"]["kernel"], teacher.blocks[0].attention.value.kernel[...]
+        params["blocks"][0]["attention"]["value"]["kernel"],
+        teacher.blocks[0].attention.value.kernel[...],
     )
     numbers = lambda step: {**run.numbers, "step": step}
     examples = run.task.examples(jax.random.key(0), run.train_source.first(8))
     losses = {}
     for step, share in ((0, 1.0), (run.num_steps / 2, 0.5), (run.num_steps, 0.0)):
-        loss = run.program.parts(numbers(step)).loss(params, examples, jax.random.key(1)).metrics["teacher_loss"]
+        loss = (
+            run.program.parts(numbers(step))
+            .loss(params, examples, jax.random.key(1))
+            .metrics["teacher_loss"]
+        )
         model = run.model(params)
         for layer in (model.blocks[0].mlp.fc1, model.blocks[0].mlp.fc2):
             layer.set_squared_share(share)
-        expected = run.task.loss(model, examples, rngs=nnx.Rngs(dropout=jax.random.key(1))).metrics["teacher_loss"]
+        expected = run.task.loss(model, examples, rngs=nnx.Rngs(dropout=jax.random.key(1))).metrics[
+            "teacher_loss"
+        ]
         np.testing.assert_allclose(loss, expected, rtol=1e-5)
         losses[share] = float(loss)
     assert len(set(losses.values())) == 3
     result = training.Trainer(run, tmp_path / "healed").fit()
     assert result.step == run.num_steps
     config.task.begin = "random"
-    assert not np.array_equal(training.build_run(config).init()["params"]["head"]["kernel"], params["head"]["kernel"])
+    assert not np.array_equal(
+        training.build_run(config).init()["params"]["head"]["kernel"], params["head"]["kernel"]
+    )

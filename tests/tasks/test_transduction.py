@@ -1,4 +1,5 @@
-"""Transduction: loss and scores against NumPy and the textbook recursion, padding, training that learns."""
+"""Transduction: loss and scores against NumPy and the textbook recursion, padding, training that
+learns."""
 
 import dataclasses
 
@@ -21,13 +22,17 @@ SYMBOLS = {"source": ("", "a", "b", "c"), "target": ("", "", "A", "B", "C")}
 def source():
     rng = np.random.default_rng(0)
     rows = [rng.integers(1, 4, rng.integers(1, 6)).tolist() for _ in range(40)]
-    arrays = {"source": pad(rows, 5), "target": pad([[*(n + 1 for n in row), 1] for row in rows], 6)}
+    arrays = {
+        "source": pad(rows, 5),
+        "target": pad([[*(n + 1 for n in row), 1] for row in rows], 6),
+    }
     return data.SequenceSource("upper", "train", ["train"], arrays, SYMBOLS, longest=6)
 
 
 def make_task(source, **settings):
     return tasks.Transduction(
-        dataclasses.replace(tasks.TransductionSettings(), **settings), tasks.Transduction.facts(source)
+        dataclasses.replace(tasks.TransductionSettings(), **settings),
+        tasks.Transduction.facts(source),
     )
 
 
@@ -60,7 +65,11 @@ def test_the_loss_is_the_mean_over_real_symbols(source, smoothing):
 def test_nothing_flows_from_where_nothing_is_to_be_said(source):
     task, batch = make_task(source), source.first(6)
     model = make_model(task)
-    loss = lambda bias: task.loss(_Shifted(model, bias), task.examples(jax.random.key(0), batch), rngs=nnx.Rngs(0)).loss
+    loss = lambda bias: (
+        task.loss(
+            _Shifted(model, bias), task.examples(jax.random.key(0), batch), rngs=nnx.Rngs(0)
+        ).loss
+    )
     gradient = jax.grad(loss)(jnp.zeros((*batch["target"].shape, 5)))
     assert (np.asarray(gradient)[batch["target"] == 0] == 0).all()
     assert (np.abs(np.asarray(gradient)[batch["target"] != 0]).max(-1) > 0).all()
@@ -85,7 +94,8 @@ def test_edits_go_to_the_closest_reference():
     rows = [(2, 3), (4, 4), (4,)]
     right = [[(2, 3), (4,)], [(2, 3), (4,)], [(2, 3)]]
     expected = [
-        min((by_recursion(row, r), i) for i, r in enumerate(refs)) for row, refs in zip(rows, right, strict=True)
+        min((by_recursion(row, r), i) for i, r in enumerate(refs))
+        for row, refs in zip(rows, right, strict=True)
     ]
     assert edits.tolist() == [e for e, _ in expected]
     assert lengths.tolist() == [len(refs[i]) for (_, i), refs in zip(expected, right, strict=True)]
@@ -102,7 +112,9 @@ def test_it_learns_to_copy_and_its_scores_are_those_of_the_recursion(source, num
     @jax.jit
     def step(params, state, key):
         def loss(params):
-            outcome = task.loss(nnx.merge(graphdef, params), task.examples(key, batch), rngs=nnx.Rngs(0))
+            outcome = task.loss(
+                nnx.merge(graphdef, params), task.examples(key, batch), rngs=nnx.Rngs(0)
+            )
             return outcome.loss
 
         value, gradient = jax.value_and_grad(loss)(params)
@@ -114,12 +126,18 @@ def test_it_learns_to_copy_and_its_scores_are_those_of_the_recursion(source, num
         params, state, value = step(params, state, jax.random.key(i))
     assert value < 0.2
     model = nnx.merge(graphdef, params)
-    held = {"source": batch["source"], "references": batch["target"][:, None], "mask": np.arange(40) < 33}
+    held = {
+        "source": batch["source"],
+        "references": batch["target"][:, None],
+        "mask": np.arange(40) < 33,
+    }
     scores = task.scores({name: float(value) for name, value in task.sums(model, held).items()})
     written = [source.text("target", row) for row in np.asarray(task.write(model, batch["source"]))]
     right = [source.text("target", row) for row in batch["target"]]
     edits = [by_recursion(w, r) for w, r in zip(written, right, strict=True)][:33]
-    np.testing.assert_allclose(scores["phoneme_error_rate"], sum(edits) / sum(map(len, right[:33])), rtol=1e-6)
+    np.testing.assert_allclose(
+        scores["phoneme_error_rate"], sum(edits) / sum(map(len, right[:33])), rtol=1e-6
+    )
     np.testing.assert_allclose(scores["word_error_rate"], np.mean(np.array(edits) > 0), rtol=1e-6)
     assert scores["phoneme_error_rate"] < 0.2
 

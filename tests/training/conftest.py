@@ -8,7 +8,8 @@ from tests.training.tiny import TINY
 
 @pytest.fixture
 def tiny_config():
-    """Returns ``make(mechanism="adder", **fields)``: one block of width 16 on the handwritten digits."""
+    """Returns ``make(mechanism="adder", **fields)``: one block of width 16 on the handwritten
+    digits."""
 
     def make(mechanism="adder", **fields):
         config = common.deit(mechanism, "tiny")

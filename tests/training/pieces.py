@@ -13,7 +13,9 @@ SEED = 3
 
 def vit(settings, source) -> VisionTransformer:
     """The model of these settings for a source."""
-    return build_vit(settings, Classification(None, Classification.facts(source)).example(), rngs=nnx.Rngs(0))
+    return build_vit(
+        settings, Classification(None, Classification.facts(source)).example(), rngs=nnx.Rngs(0)
+    )
 
 
 def optimizer_of(settings, learning_rate, facts):
@@ -22,7 +24,8 @@ def optimizer_of(settings, learning_rate, facts):
 
 
 def make_parts(graphdef, augment, optimizer=None, ema_decay=0.0):
-    """``hyper → Parts`` of a classifier with an augmentation ``(key, images, labels) → examples``, at fixed numbers."""
+    """``hyper → Parts`` of a classifier with an augmentation ``(key, images, labels) → examples``,
+    at fixed numbers."""
     parts = Parts(
         seed=SEED,
         examples=lambda key, batch: augment(key, batch["image"], batch["label"]),

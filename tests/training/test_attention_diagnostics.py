@@ -14,8 +14,22 @@ from adder_flax.training.attention_diagnostics import make_attention_diagnostics
 from adder_flax.training.step import init_state, make_train_step
 from tests.training.pieces import make_parts
 
-SIZES = {"image_size": 8, "patch_size": 4, "channels": 1, "num_classes": 4, "width": 16, "depth": 1, "num_heads": 2}
-ADDER = {"score": "adder", "qkv_linear": "adder", "proj_linear": "adder", "mlp_linear": "adder", "mlp_ratio": 1.0}
+SIZES = {
+    "image_size": 8,
+    "patch_size": 4,
+    "channels": 1,
+    "num_classes": 4,
+    "width": 16,
+    "depth": 1,
+    "num_heads": 2,
+}
+ADDER = {
+    "score": "adder",
+    "qkv_linear": "adder",
+    "proj_linear": "adder",
+    "mlp_linear": "adder",
+    "mlp_ratio": 1.0,
+}
 
 
 def augment(key, images, labels):
@@ -33,8 +47,14 @@ def batch():
 def diagnose(model, batch, **options):
     graphdef, params = nnx.split(model, nnx.Param)
     params = nnx.to_pure_dict(params)
-    diagnostics = jax.jit(make_attention_diagnostics(graphdef, make_parts(graphdef, augment), **options))
-    return {name: float(value) for name, value in diagnostics(params, batch, 5, {}).items()}, graphdef, params
+    diagnostics = jax.jit(
+        make_attention_diagnostics(graphdef, make_parts(graphdef, augment), **options)
+    )
+    return (
+        {name: float(value) for name, value in diagnostics(params, batch, 5, {}).items()},
+        graphdef,
+        params,
+    )
 
 
 def images_of(batch, step=5):
@@ -42,17 +62,25 @@ def images_of(batch, step=5):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"score": "additive", "temperature": "learned"}, {"score": "adder", "scale": 0.3}])
+@pytest.mark.parametrize(
+    "options", [{"score": "additive", "temperature": "learned"}, {"score": "adder", "scale": 0.3}]
+)
 def test_map_numbers_are_those_of_the_measures(options, batch):
     model = VisionTransformer(rngs=nnx.Rngs(0), **SIZES, **options)
     numbers, _, _ = diagnose(model, batch, num_examples=5)
     [block] = report.capture(model, images_of(batch)[:5]).blocks
     walk = measures.stochastic_part(block.map)
-    assert numbers["attention_entropy/block_01"] == pytest.approx(measures.entropy(walk).mean(), rel=1e-4)
+    assert numbers["attention_entropy/block_01"] == pytest.approx(
+        measures.entropy(walk).mean(), rel=1e-4
+    )
     rank = measures.equivalent_rank(measures.singular_values(walk)).mean()
-    assert numbers["attention_rank/block_01"] == pytest.approx(rank, abs=0.2)  # 0.9 may fall on a boundary
+    assert numbers["attention_rank/block_01"] == pytest.approx(
+        rank, abs=0.2
+    )  # 0.9 may fall on a boundary
     # The softmax knows logits up to a constant for each row; their spread is what it was made from.
-    assert numbers["attention_logit_std/block_01"] == pytest.approx(np.log(walk).std(-1).mean(), rel=1e-3)
+    assert numbers["attention_logit_std/block_01"] == pytest.approx(
+        np.log(walk).std(-1).mean(), rel=1e-3
+    )
     if options["score"] == "adder":
         logits = 0.3 * measures.pair_scores(block.query, block.key, "adder")
         assert numbers["attention_max_logit/block_01"] == pytest.approx(logits.max(), rel=1e-4)
@@ -63,7 +91,9 @@ class Pixels(nnx.Module):
 
     def __init__(self):
         rngs = nnx.Rngs(0)
-        self.attend = nnx.MultiHeadAttention(2, 8, attention_fn=attention.adder_attention, decode=False, rngs=rngs)
+        self.attend = nnx.MultiHeadAttention(
+            2, 8, attention_fn=attention.adder_attention, decode=False, rngs=rngs
+        )
         self.read = layers.AdderLinear(64, 4, rngs=rngs)
 
     def __call__(self, images, deterministic=True, rngs=None):
@@ -79,7 +109,9 @@ def test_any_model_that_attends_is_diagnosed(batch):
     expected = {f"{kind}/attend" for kind in kinds} | {f"{kind}/read" for kind in adder}
     assert set(numbers) == expected | {"gradient_norm/attend", "gradient_norm/read"}
     (found,) = attention.capture_attention(model, images_of(batch)[:5])
-    assert numbers["attention_entropy/attend"] == pytest.approx(measures.entropy(found).mean(), rel=1e-4)
+    assert numbers["attention_entropy/attend"] == pytest.approx(
+        measures.entropy(found).mean(), rel=1e-4
+    )
     inputs = np.asarray(model.attend(images_of(batch)[:5, ..., 0])).reshape(5, -1)
     sums = -np.abs(inputs[..., None] - np.asarray(params["read"]["kernel"])).sum(1)
     assert numbers["adder_output_mean/read"] == pytest.approx(sums.mean() / 64, rel=1e-4)
@@ -91,7 +123,9 @@ def test_any_model_that_attends_is_diagnosed(batch):
 def test_gradient_norms_are_those_of_the_step(accumulation_steps, batch):
     model = VisionTransformer(rngs=nnx.Rngs(0), **SIZES, dropout_rate=0.2)
     numbers, graphdef, params = diagnose(model, batch, accumulation_steps=accumulation_steps)
-    norms = np.array([value for name, value in numbers.items() if name.startswith("gradient_norm/")])
+    norms = np.array(
+        [value for name, value in numbers.items() if name.startswith("gradient_norm/")]
+    )
     assert {f"gradient_norm/block_01.{branch}" for branch in ("attention", "mlp")} <= set(numbers)
     if accumulation_steps == 1:
         state = init_state(params, optimizer=optax.sgd(0.1), ema=False) | {"step": jnp.int32(5)}
@@ -111,9 +145,9 @@ def test_saturation_against_all_differences(slope):
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((17, 9)), 1.5 * rng.standard_normal((9, 33))
     expected = np.mean(np.abs(slope * (w[None] - x[:, :, None])) >= 1)
-    assert float(measures.hardtanh_saturation(jnp.asarray(x), jnp.asarray(w), slope)) == pytest.approx(
-        expected, abs=1e-6
-    )
+    assert float(
+        measures.hardtanh_saturation(jnp.asarray(x), jnp.asarray(w), slope)
+    ) == pytest.approx(expected, abs=1e-6)
 
 
 def test_differences_on_the_edge_are_saturated():
@@ -123,10 +157,17 @@ def test_differences_on_the_edge_are_saturated():
 
 @pytest.mark.slow
 def test_adder_outputs_of_unit_normal_inputs_are_where_theory_has_them(batch):
-    numbers, _, _ = diagnose(VisionTransformer(rngs=nnx.Rngs(0), **SIZES | {"width": 256}, **ADDER), batch)
-    # The inputs of query, key and value are unit-normal after LayerNorm: E|x − w| = 2/√π, Var|x − w| = 2 − 4/π.
-    assert numbers["adder_output_mean/block_01.attention"] == pytest.approx(-2 / np.sqrt(np.pi), rel=0.1)
-    assert numbers["adder_output_std/block_01.attention"] == pytest.approx(np.sqrt(2 - 4 / np.pi), rel=0.25)
+    numbers, _, _ = diagnose(
+        VisionTransformer(rngs=nnx.Rngs(0), **SIZES | {"width": 256}, **ADDER), batch
+    )
+    # The inputs of query, key and value are unit-normal after LayerNorm: E|x − w| = 2/√π, Var|x −
+    # w| = 2 − 4/π.
+    assert numbers["adder_output_mean/block_01.attention"] == pytest.approx(
+        -2 / np.sqrt(np.pi), rel=0.1
+    )
+    assert numbers["adder_output_std/block_01.attention"] == pytest.approx(
+        np.sqrt(2 - 4 / np.pi), rel=0.25
+    )
     assert 0 < numbers["hardtanh_saturation/block_01.mlp"] < 1
 
 
@@ -143,7 +184,9 @@ def test_a_run_writes_them_at_logging_steps_and_trains_the_same(tiny_config, tmp
         assert 0 < row["attention_entropy/block_01"] <= np.log(17) + 1e-4
         assert row["gradient_norm/block_01.mlp"] > 0
         assert not any(name.startswith(("adder_", "hardtanh_")) for name in row)
-    assert not any(name.startswith("attention_") for row in read_metrics(tmp_path / "False") for name in row)
+    assert not any(
+        name.startswith("attention_") for row in read_metrics(tmp_path / "False") for name in row
+    )
 
 
 @pytest.mark.slow

@@ -15,7 +15,10 @@ from adder_flax.training import Checkpoints, SavedCheckpoints
 
 def make_state(value):
     key = jax.random.fold_in(jax.random.key(0), value)
-    return {"step": jnp.int32(value), "params": {"kernel": jax.random.normal(key, (30, 20)), "bias": jnp.ones(4)}}
+    return {
+        "step": jnp.int32(value),
+        "params": {"kernel": jax.random.normal(key, (30, 20)), "bias": jnp.ones(4)},
+    }
 
 
 ABSTRACT = jax.eval_shape(lambda: make_state(0))
@@ -37,7 +40,10 @@ def directory(saved, tmp_path):
 
 def snapshot(directory):
     return {
-        str(path.relative_to(directory)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
+        str(path.relative_to(directory)): (
+            path.stat().st_mtime_ns,
+            path.read_bytes() if path.is_file() else None,
+        )
         for path in [directory, *directory.rglob("*")]
     }
 
@@ -49,7 +55,11 @@ def flip(path, position):
 
 
 def same(state, step):
-    return all(jax.tree.leaves(jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), state, make_state(step))))
+    return all(
+        jax.tree.leaves(
+            jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), state, make_state(step))
+        )
+    )
 
 
 def test_a_flipped_bit_changes_nothing_or_is_noticed(directory, caplog):
@@ -73,9 +83,13 @@ def test_a_flipped_bit_changes_nothing_or_is_noticed(directory, caplog):
 
 def test_the_values_of_an_array_are_verified(directory):
     (directory / "2" / "state").rename(directory / "other")
-    shutil.copytree(directory / "1" / "state", directory / "2" / "state")  # whole, but not what was saved
+    shutil.copytree(
+        directory / "1" / "state", directory / "2" / "state"
+    )  # whole, but not what was saved
     with pytest.raises(
-        RunError, match=r"step 2 .*2 of its 3 arrays are not what was saved: params/kernel, step;.* one of \[1\]"
+        RunError,
+        match=r"step 2 .*2 of its 3 arrays are not what was saved: params/kernel, step;.* one of "
+        r"\[1\]",
     ):
         SavedCheckpoints(directory).restore(ABSTRACT, 2)
     assert same(SavedCheckpoints(directory).restore(ABSTRACT), 1)
@@ -93,7 +107,9 @@ def test_reading_writes_nothing_and_needs_no_permission_to(directory):
     assert snapshot(directory) == before
 
 
-def test_a_checkpoint_that_the_trainer_deletes_meanwhile_is_not_missed(directory, tmp_path, monkeypatch):
+def test_a_checkpoint_that_the_trainer_deletes_meanwhile_is_not_missed(
+    directory, tmp_path, monkeypatch
+):
     with Checkpoints(tmp_path / "newer") as checkpoints:
         checkpoints.save(3, make_state(3))
     reader, load = SavedCheckpoints(directory), SavedCheckpoints._record
@@ -111,13 +127,21 @@ def test_a_checkpoint_that_the_trainer_deletes_meanwhile_is_not_missed(directory
 def test_what_is_set_aside_never_replaces_what_was(directory):
     for attempt in range(3):
         with Checkpoints(directory, keep_last=2) as checkpoints:
-            flip(next((directory / "2" / "state" / "ocdbt.process_0" / "d").iterdir()), 900 + attempt)
+            flip(
+                next((directory / "2" / "state" / "ocdbt.process_0" / "d").iterdir()), 900 + attempt
+            )
             assert same(checkpoints.restore(ABSTRACT), 1)
             checkpoints.save(2, make_state(2), score=0.5)
     aside = ["2.unreadable", "2.unreadable.2", "2.unreadable.3"]
     assert sorted(os.listdir(directory)) == ["1", "2", *aside]
     assert (
-        len({next((directory / name / "state" / "ocdbt.process_0" / "d").iterdir()).read_bytes() for name in aside}) > 1
+        len(
+            {
+                next((directory / name / "state" / "ocdbt.process_0" / "d").iterdir()).read_bytes()
+                for name in aside
+            }
+        )
+        > 1
     )
 
 
@@ -149,14 +173,18 @@ def test_what_a_killed_run_was_about_to_delete_is_deleted(directory):
 
 @pytest.mark.parametrize("which", ["last", "best", 7])
 def test_no_checkpoint_is_one_message(which, tmp_path):
-    with pytest.raises(RunError, match="expected a readable checkpoint in .* got none; train first"):
+    with pytest.raises(
+        RunError, match="expected a readable checkpoint in .* got none; train first"
+    ):
         SavedCheckpoints(tmp_path / "nowhere").restore(ABSTRACT, which)
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="directory of checkpoints"):
         SavedCheckpoints(tmp_path / "file").restore(ABSTRACT, which)
 
 
-@pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "state/_METADATA", "state/manifest.ocdbt"])
+@pytest.mark.parametrize(
+    "name", ["_CHECKPOINT_METADATA", "state/_METADATA", "state/manifest.ocdbt"]
+)
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory", "dangling link"])
 def test_what_never_ends_is_not_read(kind, name, directory):
     path = directory / "2" / name
@@ -188,14 +216,18 @@ def test_a_checkpoint_of_another_run_is_not_taken_for_one_of_this(tmp_path):
         with Checkpoints(tmp_path / str(seed), of={"seed": seed, "width": 8}) as checkpoints:
             checkpoints.save(step, make_state(step))
     shutil.copytree(tmp_path / "1" / "2", tmp_path / "0" / "2")
-    with pytest.raises(RunError, match=r"got: another run saved it \(seed: 1 there, 0 now\); .* one of \[1\]"):
+    with pytest.raises(
+        RunError, match=r"got: another run saved it \(seed: 1 there, 0 now\); .* one of \[1\]"
+    ):
         SavedCheckpoints(tmp_path / "0", of={"seed": 0, "width": 8}).restore(ABSTRACT, 2)
     with Checkpoints(tmp_path / "0", of={"seed": 0, "width": 8}) as checkpoints:
         assert same(checkpoints.restore(ABSTRACT), 1)
     assert (tmp_path / "0" / "2.unreadable").is_dir()
 
 
-def test_a_checkpoint_saved_before_a_setting_was_added_is_of_the_run_that_has_it_at_its_default(tmp_path):
+def test_a_checkpoint_saved_before_a_setting_was_added_is_of_the_run_that_has_it_at_its_default(
+    tmp_path,
+):
     with Checkpoints(tmp_path, of={"seed": 0}) as checkpoints:
         checkpoints.save(1, make_state(1))
     assert same(SavedCheckpoints(tmp_path, of={"seed": 0, "data.repeats": 1}).restore(ABSTRACT), 1)

@@ -51,7 +51,10 @@ def test_any_one_bit_and_any_exchange_of_elements_is_noticed():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_the_arrays_that_are_not_finite_are_named(value):
-    tree = {"step": jnp.int32(3), "params": {"a": jnp.ones(5), "b": jnp.full((2, 3), 1.0).at[1, 2].set(value)}}
+    tree = {
+        "step": jnp.int32(3),
+        "params": {"a": jnp.ones(5), "b": jnp.full((2, 3), 1.0).at[1, 2].set(value)},
+    }
     assert take_digests(tree)[1] == ["params/b"]
 
 
@@ -70,7 +73,12 @@ print(json.dumps([*out, take_digests({"x": x})]))
 
 def test_however_an_array_is_split_over_devices_its_digest_is_the_same():
     done = subprocess.run(
-        [sys.executable, "-c", _SPLIT], env=simulated_devices(8), cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", _SPLIT],
+        env=simulated_devices(8),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     outcomes = json.loads(done.stdout)
     assert len(outcomes) == 6

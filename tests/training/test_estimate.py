@@ -19,7 +19,8 @@ from tests.processes import ROOT, simulated_devices
 from tests.training.tiny import TINY_FLAGS
 
 needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason='compiling for TPUs needs libtpu: pip install "jax[tpu]"'
+    importlib.util.find_spec("libtpu") is None,
+    reason='compiling for TPUs needs libtpu: pip install "jax[tpu]"',
 )
 
 
@@ -44,7 +45,9 @@ def test_memory_by_kind_against_the_arrays_of_the_run(estimated):
     run, result = estimated
     state = run.init()
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
-    assert result.memory["parameters"] == size(state["params"]) == result.memory["averaged parameters"]
+    assert (
+        result.memory["parameters"] == size(state["params"]) == result.memory["averaged parameters"]
+    )
     assert result.memory["optimizer state"] == size(state["opt_state"])
     assert result.memory["batch"] == 32 * (8 * 8 + 4)
     assert result.memory["activations, gradients"] > result.memory["parameters"]
@@ -59,7 +62,9 @@ def test_what_to_change_comes_by_what_it_saves(estimated):
     activations = ["model.remat", "accumulation_steps", "model.dtype"]
     assert fields(training.advise(run, result)) == activations
     assert fields(training.advise(run, on_eight)) == [*activations, "mesh.data"]
-    heavy = dataclasses.replace(on_eight, memory=result.memory | {"optimizer state": 10 * result.total})
+    heavy = dataclasses.replace(
+        on_eight, memory=result.memory | {"optimizer state": 10 * result.total}
+    )
     assert fields(training.advise(run, heavy)) == ["mesh.data", *activations]
 
 
@@ -67,11 +72,14 @@ def test_what_to_change_comes_by_what_it_saves(estimated):
     ("message", "size"),
     [
         (
-            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (372.53G) "
-            "exceeds available HBM (15.75G).",
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+            "temporaries (372.53G) exceeds available HBM (15.75G).",
             371.53,
         ),
-        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.27G of 15.75G hbm.", 19.27),
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.27G of 15.75G hbm.",
+            19.27,
+        ),
         ("RESOURCE_EXHAUSTED: something else", 0),
     ],
 )
@@ -81,14 +89,27 @@ def test_the_size_that_does_not_fit_is_read_from_the_compilers_complaint(message
 
 @pytest.mark.parametrize(
     ("temporaries", "peak", "checked", "working"),
-    [(10, 9, 16, 10), (14, 12, 16, 10), (14, 12, None, 14)],  # GiB: fits as laid out; not, but accepted; not checked
+    [
+        (10, 9, 16, 10),
+        (14, 12, 16, 10),
+        (14, 12, None, 14),
+    ],  # GiB: fits as laid out; not, but accepted; not checked
 )
-def test_what_was_accepted_is_counted_as_laid_out_or_at_its_peak(temporaries, peak, checked, working):
-    sizes = dict(argument=2, output=2, alias=2, temp=temporaries, generated_code=1, peak_memory=peak)
-    names = {kind: f"{kind}_in_bytes" if kind == "peak_memory" else f"{kind}_size_in_bytes" for kind in sizes}
+def test_what_was_accepted_is_counted_as_laid_out_or_at_its_peak(
+    temporaries, peak, checked, working
+):
+    sizes = dict(
+        argument=2, output=2, alias=2, temp=temporaries, generated_code=1, peak_memory=peak
+    )
+    names = {
+        kind: f"{kind}_in_bytes" if kind == "peak_memory" else f"{kind}_size_in_bytes"
+        for kind in sizes
+    }
     analysis = types.SimpleNamespace(**{names[kind]: size * GIB for kind, size in sizes.items()})
     expected = {"activations, gradients": working * GIB, "program": GIB}
-    assert _working_memory(analysis, resident=2 * GIB, checked=checked and checked * GIB) == expected
+    assert (
+        _working_memory(analysis, resident=2 * GIB, checked=checked and checked * GIB) == expected
+    )
 
 
 _ARGUMENTS_COUNT = """
@@ -100,13 +121,17 @@ on_chip = jax.sharding.SingleDeviceSharding(topology_devices("v5e:2x4")[0])
 like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=on_chip)
 rows = GIB // (4 * 4096)  # 1 GiB in 4,096 columns
 
+
 def program(held, column, row):
     products = jnp.sort(column[:, None] * row, axis=0)  # a sort needs its operand and its result
     return held + products[::1000].sum()
 
+
 for gib in (2, 4):
     try:
-        jax.jit(program, donate_argnums=0).lower(like(10 * rows, 4096), like(gib * rows), like(4096)).compile()
+        jax.jit(program, donate_argnums=0).lower(
+            like(10 * rows, 4096), like(gib * rows), like(4096)
+        ).compile()
         print("accepted")
     except jax.errors.JaxRuntimeError as error:
         print(_excess(str(error), resident=10 * GIB) / GIB)
@@ -116,13 +141,19 @@ for gib in (2, 4):
 @needs_libtpu
 def test_the_compilers_complaint_counts_arguments():
     done = subprocess.run(
-        [sys.executable, "-c", _ARGUMENTS_COUNT], env=simulated_devices(1), cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", _ARGUMENTS_COUNT],
+        env=simulated_devices(1),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["accepted", "8.0"]
 
 
-@pytest.mark.parametrize("name", ["v5e", "cpu:", "cpu:none", "cpu:0", "h100:", "h100:0", "h100:2x", "b200:2x2x2"])
+@pytest.mark.parametrize(
+    "name", ["v5e", "cpu:", "cpu:none", "cpu:0", "h100:", "h100:0", "h100:2x", "b200:2x2x2"]
+)
 def test_topologies_that_cannot_be_are_refused(name):
     with pytest.raises(RunError, match="expected"):
         topology_devices(name)
@@ -136,7 +167,10 @@ def test_a_tpu_topology_without_libtpu_says_what_to_install(monkeypatch):
 
 def test_a_gpu_topology_without_its_compiler_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RunError, match=r"compiler for NVIDIA GPUs.*got none; pip install .adder-flax\[gpu-compile\]"):
+    with pytest.raises(
+        RunError,
+        match=r"compiler for NVIDIA GPUs.*got none; pip install .adder-flax\[gpu-compile\]",
+    ):
         topology_devices("h100:8")
 
 
@@ -145,7 +179,10 @@ def test_memory_of_a_gpu_is_what_programs_get_of_it(share, usable, monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     if share is not None:
         monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", share)
-    assert memory_bytes(types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")) == usable
+    assert (
+        memory_bytes(types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3"))
+        == usable
+    )
 
 
 def test_memory_of_a_device_that_does_not_tell_is_unknown():
@@ -156,7 +193,9 @@ EXPERIMENT = ["--mode=compile", "--config=experiments/adder_deit_tiny.py", *TINY
 
 
 def test_simulated_devices_from_the_command_line(run_main):
-    done = run_main(*EXPERIMENT, "--config.topology=cpu:8", "--config.mesh.data=2", "--config.mesh.fsdp=4")
+    done = run_main(
+        *EXPERIMENT, "--config.topology=cpu:8", "--config.mesh.data=2", "--config.mesh.fsdp=4"
+    )
     assert done.returncode == 0, done.stderr
     for part in (
         "8 × cpu, mesh data 2 × fsdp 4 × tensor 1",
@@ -169,7 +208,11 @@ def test_simulated_devices_from_the_command_line(run_main):
 
 
 def test_training_on_a_topology_is_refused(run_main, tmp_path):
-    done = run_main("--config=experiments/adder_deit_tiny.py", f"--workdir={tmp_path}", "--config.topology=v5e:2x4")
+    done = run_main(
+        "--config=experiments/adder_deit_tiny.py",
+        f"--workdir={tmp_path}",
+        "--config.topology=v5e:2x4",
+    )
     assert done.returncode == 2
     assert "which is for --mode=compile" in done.stderr
 
@@ -208,8 +251,14 @@ def test_gpus_from_the_command_line(topology, parts, run_main):
 @needs_libtpu
 @pytest.mark.slow
 def test_a_step_that_does_not_fit_says_so_and_what_to_change(run_main):
-    wide = ["--config=experiments/deit_tiny.py:fake", "--config.model.depth=1", "--config.model.mlp_ratio=64.0"]
-    done = run_main("--mode=compile", *wide, "--config.batch_size=40000", "--config.topology=v5e:2x4")
+    wide = [
+        "--config=experiments/deit_tiny.py:fake",
+        "--config.model.depth=1",
+        "--config.model.mlp_ratio=64.0",
+    ]
+    done = run_main(
+        "--mode=compile", *wide, "--config.batch_size=40000", "--config.topology=v5e:2x4"
+    )
     assert done.returncode == 4, done.stdout + done.stderr
     assert "of 15.750 GiB: does not fit" in done.stdout
     assert "--config.model.remat=True" in done.stdout

@@ -1,4 +1,5 @@
-"""What clusters do to a run: damaged checkpoints, full disks, broken images, and processes killed at any moment."""
+"""What clusters do to a run: damaged checkpoints, full disks, broken images, and processes killed
+at any moment."""
 
 import logging
 import resource
@@ -17,7 +18,10 @@ from tests.data.files import encode, smooth_image
 
 
 def make_state(value, size=1000):
-    return {"step": jnp.int32(value), "params": {"kernel": jnp.full((size, 10), value, jnp.float32)}}
+    return {
+        "step": jnp.int32(value),
+        "params": {"kernel": jnp.full((size, 10), value, jnp.float32)},
+    }
 
 
 def save_two(directory):
@@ -66,7 +70,10 @@ def test_where_no_checkpoint_can_be_read_none_is_moved(tmp_path):
     directory = save_two(tmp_path / "checkpoints")
     for path in directory.rglob("d/*"):
         truncate(path)
-    with Checkpoints(directory) as checkpoints, pytest.raises(RunError, match="only unreadable ones: {2: .* 1: "):
+    with (
+        Checkpoints(directory) as checkpoints,
+        pytest.raises(RunError, match="only unreadable ones: {2: .* 1: "),
+    ):
         checkpoints.restore(jax.eval_shape(lambda: make_state(0)))
     assert sorted(path.name for path in directory.iterdir() if path.is_dir()) == ["1", "2"]
 
@@ -94,7 +101,9 @@ def test_metrics_on_a_full_disk_stop_the_run(tmp_path):
     with MetricWriter(tmp_path) as writer:
         (tmp_path / "metrics.jsonl").unlink()
         (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-        with pytest.raises(RunError, match="No space left on device; what was written before is whole"):
+        with pytest.raises(
+            RunError, match="No space left on device; what was written before is whole"
+        ):
             writer.write(1, {"train/loss": 1.0})
 
 
@@ -117,7 +126,10 @@ def folder_config(tiny_config, tmp_path):
 
 
 def test_an_undecodable_image_stops_the_run_with_its_name(folder_config, tmp_path):
-    with pytest.raises(RunError, match=r"readable image in record 21 .*bird/7.png.*--config.data.on_unreadable=skip"):
+    with pytest.raises(
+        RunError,
+        match=r"readable image in record 21 .*bird/7.png.*--config.data.on_unreadable=skip",
+    ):
         cli.train(folder_config, tmp_path / "run")
 
 
@@ -136,18 +148,25 @@ def test_images_that_were_removed_are_told(folder_config, tmp_path):
         for path in sorted(folder.iterdir())[4:]:
             path.unlink()
     smaller = training.build_run(folder_config)
-    with pytest.raises(RunError, match="at least the 3 steps .* one of 1: .* train 24 records then, 8 now"):
+    with pytest.raises(
+        RunError, match="at least the 3 steps .* one of 1: .* train 24 records then, 8 now"
+    ):
         training.Trainer(smaller, tmp_path / "run").fit()
 
 
-def test_figures_do_not_decide_whether_training_succeeded(tiny_config, tmp_path, capsys, monkeypatch):
+def test_figures_do_not_decide_whether_training_succeeded(
+    tiny_config, tmp_path, capsys, monkeypatch
+):
     def fail(*args, **options):
         raise ZeroDivisionError("no ink")
 
     monkeypatch.setattr(figures, "attention_figure", fail)
     cli.train(tiny_config(num_epochs=0.1), tmp_path)
     out = capsys.readouterr().out
-    assert "training is complete, but attention.png could not be drawn: ZeroDivisionError: no ink" in out
+    assert (
+        "training is complete, but attention.png could not be drawn: ZeroDivisionError: no ink"
+        in out
+    )
     assert "curves.png" in out.splitlines()[-1]
     assert "attention.png" not in out.splitlines()[-1]
     assert (tmp_path / "curves.png").exists()

@@ -1,4 +1,5 @@
-"""Collectives read from HLO text: loops, asynchronous pairs, fused forms, and programs that JAX compiles."""
+"""Collectives read from HLO text: loops, asynchronous pairs, fused forms, and programs that JAX
+compiles."""
 
 import subprocess
 import sys
@@ -37,7 +38,7 @@ ENTRY %main (p: f32[4,8]) -> f32[4,8] {
   %loop = (s32[], f32[4,8]{1,0}) while(%s), condition=%less, body=%body, backend_config={"known_trip_count":{"n":"5"}}
   ROOT %out = f32[4,8]{1,0} get-tuple-element(%loop), index=1
 }
-"""
+"""  # noqa: E501 - lines of another language
 
 
 def test_each_kind_is_counted_with_its_bytes_and_turns():

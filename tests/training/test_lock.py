@@ -28,7 +28,9 @@ except Exception as error:
 
 def hold(workdir, seconds):
     arguments = [sys.executable, "-c", _HOLD, str(workdir), str(seconds)]
-    return subprocess.Popen(arguments, env=simulated_devices(1), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        arguments, env=simulated_devices(1), cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
 
 
 def owner_of(workdir):
@@ -50,7 +52,9 @@ def test_another_process_is_refused_until_the_first_ends_or_is_killed(tmp_path):
 
 def test_of_several_that_start_at_once_exactly_one_wins(tmp_path):
     processes = [hold(tmp_path, 600) for _ in range(4)]
-    outcomes = [process.stdout.readline() for process in processes]  # the winner holds it until all have tried
+    outcomes = [
+        process.stdout.readline() for process in processes
+    ]  # the winner holds it until all have tried
     for process in processes:
         process.kill()
         process.wait()
@@ -71,7 +75,9 @@ def test_a_lock_of_another_machine_is_kept_and_one_from_before_a_restart_is_not(
         pass
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"pid": "x"}', "\x00\xff" * 10, "[" * 100_000])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "null", '{"pid": "x"}', "\x00\xff" * 10, "[" * 100_000]
+)
 def test_what_is_no_lock_does_not_stop_a_run(content, tmp_path):
     (tmp_path / "trainer.lock").write_text(content)
     with lock_workdir(tmp_path):
@@ -90,7 +96,9 @@ def test_where_the_kernel_locks_nothing_the_owner_decides(tmp_path, monkeypatch)
         lock_workdir(tmp_path).__enter__()
     first.kill()
     first.wait()
-    again = owner_of(tmp_path) | {"pid": os.getpid()}  # the number was given to another process since
+    again = owner_of(tmp_path) | {
+        "pid": os.getpid()
+    }  # the number was given to another process since
     (tmp_path / "trainer.lock").write_text(json.dumps(again))
     with lock_workdir(tmp_path):
         assert owner_of(tmp_path)["started"] != again["started"]
@@ -99,7 +107,11 @@ def test_where_the_kernel_locks_nothing_the_owner_decides(tmp_path, monkeypatch)
 @pytest.mark.parametrize("place", ["directory", "pipe", "link"])
 def test_what_is_no_file_is_refused_in_one_message(place, tmp_path):
     path = tmp_path / "trainer.lock"
-    {"directory": path.mkdir, "pipe": lambda: os.mkfifo(path), "link": lambda: path.symlink_to("x")}[place]()
+    {
+        "directory": path.mkdir,
+        "pipe": lambda: os.mkfifo(path),
+        "link": lambda: path.symlink_to("x"),
+    }[place]()
     with pytest.raises(RunError, match=r"trainer\.lock"):
         lock_workdir(tmp_path).__enter__()
 
@@ -128,6 +140,8 @@ def test_a_directory_that_went_away_is_one_message(replaced, tmp_path):
         workdir.rename(tmp_path / "moved")
         if replaced:
             workdir.mkdir()
-        with pytest.raises(RunError, match="run to stay where it is while a run trains, got none or another"):
+        with pytest.raises(
+            RunError, match="run to stay where it is while a run trains, got none or another"
+        ):
             held.check()
     assert workdir.exists() == replaced  # nothing is made in its place

@@ -1,4 +1,5 @@
-"""Whole small runs: what is on disk after them, resuming, what stops them, and what waits for what."""
+"""Whole small runs: what is on disk after them, resuming, what stops them, and what waits for
+what."""
 
 import dataclasses
 import gzip
@@ -13,7 +14,15 @@ import numpy as np
 import pytest
 
 from adder_flax import cli, data, own_cache, training
-from adder_flax.training import Checkpoints, Evaluator, RunError, Trainer, build_run, evaluation_params, read_metrics
+from adder_flax.training import (
+    Checkpoints,
+    Evaluator,
+    RunError,
+    Trainer,
+    build_run,
+    evaluation_params,
+    read_metrics,
+)
 
 
 def fit(config, workdir):
@@ -26,7 +35,11 @@ def assert_same_bits(a, b):
 
 
 @pytest.mark.parametrize(
-    "mechanism", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("multiplicative", "additive")), "adder"]
+    "mechanism",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("multiplicative", "additive")),
+        "adder",
+    ],
 )
 def test_a_run_learns_and_leaves_its_numbers(mechanism, tiny_config, tmp_path):
     fields = {"num_epochs": 4.0, "optimizer.learning_rate": 5e-3, "model.width": 32}
@@ -40,7 +53,9 @@ def test_a_run_learns_and_leaves_its_numbers(mechanism, tiny_config, tmp_path):
     evaluations = [row for row in rows if "eval/accuracy" in row]
     assert [row["step"] for row in evaluations] == [44, 88, 132, 176]
     assert evaluations[-1]["eval/accuracy"] == result.evaluation["eval/accuracy"]
-    assert json.loads((tmp_path / "config.json").read_text())["model"]["score"] == config.model.score
+    assert (
+        json.loads((tmp_path / "config.json").read_text())["model"]["score"] == config.model.score
+    )
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         restored = checkpoints.restore(run.abstract_state)
         assert checkpoints.best_step in checkpoints.steps
@@ -56,7 +71,9 @@ def test_evaluation_sees_each_example_once_whatever_the_batch(tiny_config):
     for score in scores[1:]:
         assert score["eval/accuracy"] == scores[0]["eval/accuracy"]
         assert score["eval/loss"] == pytest.approx(scores[0]["eval/loss"], rel=1e-5)
-    assert (scores[0]["eval/accuracy"] * 360) == pytest.approx(round(scores[0]["eval/accuracy"] * 360), abs=1e-9)
+    assert (scores[0]["eval/accuracy"] * 360) == pytest.approx(
+        round(scores[0]["eval/accuracy"] * 360), abs=1e-9
+    )
 
 
 def test_any_split_can_be_scored_by_its_name(tiny_config):
@@ -72,19 +89,26 @@ def test_any_split_can_be_scored_by_its_name(tiny_config):
 
 
 def test_another_set_of_the_same_classes_can_be_scored(tiny_config):
-    """Images of the training split under another name get the scores of that split; other classes are refused."""
+    """Images of the training split under another name get the scores of that split; other classes
+    are refused."""
 
     def load(split, **_):
         digits = data.load_source("digits", "train")
-        return data.ArraySource("again", split, ["test"], *digits.gather(np.arange(len(digits))), digits.label_names)
+        return data.ArraySource(
+            "again", split, ["test"], *digits.gather(np.arange(len(digits))), digits.label_names
+        )
 
     with data.SETS.temporary():
         data.register_source(data.DataSet("again", load, ("test",), (8, 8, 1), 10))
         again = build_run(tiny_config(), eval_data="again")
     params = again.init()["params"]
     assert (again.eval_source.name, len(again.eval_source)) == ("again", 1437)
-    assert Evaluator(again)(params) == Evaluator(build_run(tiny_config(), eval_split="train"))(params)
-    with pytest.raises(RunError, match="expected images like those of digits, .* got fake; set --data"):
+    assert Evaluator(again)(params) == Evaluator(build_run(tiny_config(), eval_split="train"))(
+        params
+    )
+    with pytest.raises(
+        RunError, match="expected images like those of digits, .* got fake; set --data"
+    ):
         build_run(tiny_config(), eval_data="fake")
 
 
@@ -124,7 +148,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_layer(tiny_config
     config.checkpoint_every_steps = 1
     config.optimizer.learning_rate = 1e6
     with pytest.raises(
-        training.NonFiniteLossError, match=r"at step \d of 9: first in the forward pass, at .*Checkpoints kept: \["
+        training.NonFiniteLossError,
+        match=r"at step \d of 9: first in the forward pass, at .*Checkpoints kept: \[",
     ) as error:
         fit(config, tmp_path)
     run = build_run(config)
@@ -135,7 +160,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_layer(tiny_config
 
 
 def test_batches_that_are_not_finite_can_be_skipped_and_counted(tiny_config, tmp_path):
-    config = tiny_config("multiplicative", non_finite="skip", **{"optimizer.name": "sgd", "optimizer.clip_norm": 0.0})
+    config = tiny_config(
+        "multiplicative", non_finite="skip", **{"optimizer.name": "sgd", "optimizer.clip_norm": 0.0}
+    )
     config.optimizer.learning_rate = 1e6
     _, result = fit(config, tmp_path)
     assert result.step == 9
@@ -150,7 +177,10 @@ def test_weights_are_read_unless_there_is_a_checkpoint(tiny_config, tmp_path):
 
 
 def test_a_run_whose_directory_goes_away_does_not_go_on_in_another(tiny_config, tmp_path):
-    config, workdir = tiny_config("multiplicative", checkpoint_every_steps=2, log_every_steps=9), tmp_path / "run"
+    config, workdir = (
+        tiny_config("multiplicative", checkpoint_every_steps=2, log_every_steps=9),
+        tmp_path / "run",
+    )
     run, steps = build_run(config), itertools.count(1)
 
     def train_step(state, batch, hyper):
@@ -161,14 +191,20 @@ def test_a_run_whose_directory_goes_away_does_not_go_on_in_another(tiny_config, 
         return run.train_step(state, batch, hyper)
 
     with pytest.raises(RunError, match="run to stay where it is while a run trains"):
-        Trainer(dataclasses.replace(run, train_step=train_step), training.open_workdir(workdir, config)).fit()
+        Trainer(
+            dataclasses.replace(run, train_step=train_step), training.open_workdir(workdir, config)
+        ).fit()
     assert not workdir.exists()
     assert Trainer(run, training.open_workdir(tmp_path / "moved", config)).fit().step == 9
 
 
 @pytest.mark.parametrize(
     ("workdir", "message"),
-    [("gs://bucket/run", "mount it"), ("{}/file", "something else at {}/file"), ("{}/file/a/b", "choose another")],
+    [
+        ("gs://bucket/run", "mount it"),
+        ("{}/file", "something else at {}/file"),
+        ("{}/file/a/b", "choose another"),
+    ],
 )
 def test_a_place_that_can_be_no_directory_is_refused(workdir, message, tmp_path):
     (tmp_path / "file").touch()
@@ -192,7 +228,9 @@ class _Fetched:
         return bool(self._value)
 
 
-def test_the_host_waits_for_a_step_only_when_the_next_one_is_under_way(tiny_config, tmp_path, monkeypatch):
+def test_the_host_waits_for_a_step_only_when_the_next_one_is_under_way(
+    tiny_config, tmp_path, monkeypatch
+):
     config = tiny_config("multiplicative")
     run, events = build_run(config), []
 
@@ -209,9 +247,15 @@ def test_the_host_waits_for_a_step_only_when_the_next_one_is_under_way(tiny_conf
 
     put = training.sharding.put_batch
     monkeypatch.setattr(training.sharding, "put_batch", put_batch)
-    Trainer(dataclasses.replace(run, train_step=train_step), training.open_workdir(tmp_path, config)).fit()
+    Trainer(
+        dataclasses.replace(run, train_step=train_step), training.open_workdir(tmp_path, config)
+    ).fit()
     for step in range(1, run.num_steps):
-        assert events.index(("put", step + 1)) < events.index(("dispatch", step + 1)) < events.index(("fetch", step))
+        assert (
+            events.index(("put", step + 1))
+            < events.index(("dispatch", step + 1))
+            < events.index(("fetch", step))
+        )
 
 
 def test_a_window_of_steps_is_profiled(tiny_config, tmp_path):
@@ -238,15 +282,24 @@ def test_compiled_programs_are_kept_in_the_users_cache_unless_told_otherwise(mon
     before, mask = jax.config.jax_compilation_cache_dir, os.umask(0o002)
     try:
         used = []
-        for chosen, machine in ((None, "one"), (None, "another"), (None, "one"), ("elsewhere", "one")):
+        for chosen, machine in (
+            (None, "one"),
+            (None, "another"),
+            (None, "one"),
+            ("elsewhere", "one"),
+        ):
             monkeypatch.setattr(own_cache, "processor", lambda machine=machine: machine)
             jax.config.update("jax_compilation_cache_dir", chosen)
             cli.enable_compilation_cache()
             used.append(jax.config.jax_compilation_cache_dir)
-        assert {str(Path(folder).parent) for folder in used[:3]} == {str(tmp_path / "adder_flax" / "jax")}
+        assert {str(Path(folder).parent) for folder in used[:3]} == {
+            str(tmp_path / "adder_flax" / "jax")
+        }
         assert used[0] == used[2] != used[1]  # processors that share a home do not share code
         assert used[3] == "elsewhere"
-        assert own_cache.write(tmp_path / "adder_flax", "kernels", b"", key="") is None  # in the folder around them
+        assert (
+            own_cache.write(tmp_path / "adder_flax", "kernels", b"", key="") is None
+        )  # in the folder around them
     finally:
         os.umask(mask)
         jax.config.update("jax_compilation_cache_dir", before)

@@ -88,7 +88,8 @@ def test_rows_are_not_moved_to_where_nothing_is_kept(tmp_path):
 
 
 def events(workdir):
-    """The records of TensorBoard's files, whose form is a length, its check sum, the data and theirs."""
+    """The records of TensorBoard's files, whose form is a length, its check sum, the data and
+    theirs."""
     for path in sorted((workdir / "tensorboard").iterdir()):
         content = path.read_bytes()
         while content:
@@ -104,7 +105,9 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
                 writer.write(step, {"train/loss": step / 2, "eval/accuracy": 0.25})
     found = [event for event in events(tmp_path) if event.step]
     assert [event.step for event in found] == [1, 2, 3, 3, 3, 4, 5]
-    assert found[3].session_log.status == SessionLog.START  # of the second start: what was said of 3 is forgotten
+    assert (
+        found[3].session_log.status == SessionLog.START
+    )  # of the second start: what was said of 3 is forgotten
     numbers = [{value.tag: value.simple_value for value in event.summary.value} for event in found]
     assert numbers[1:4:2] + numbers[6:] == [
         {"train/loss": 1.0, "eval/accuracy": 0.25},
@@ -116,7 +119,9 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
 def test_events_that_cannot_be_written_stop_the_run_and_nobody_waits_for_them(tmp_path):
     with open("/dev/full", "wb", buffering=0) as full, MetricWriter(tmp_path) as writer:
         writer._events._writer._py_recordio_writer._writer = full
-        with pytest.raises(RunError, match="No space left on device; what was written before is whole"):
+        with pytest.raises(
+            RunError, match="No space left on device; what was written before is whole"
+        ):
             writer.write(1, {"train/loss": 1.0})
     assert [row["step"] for row in read_metrics(tmp_path)] == [1]
 
@@ -126,7 +131,10 @@ def test_rows_go_to_the_log_that_is_there(tmp_path):
         writer.write(1, {"train/loss": 0.5})
         (tmp_path / "metrics.jsonl").rename(tmp_path / "rotated")
         writer.write(2, {"train/loss": 1.0})
-        assert (lines(tmp_path / "rotated"), lines(tmp_path / "metrics.jsonl")) == (ROWS[:1], ROWS[1:2])
+        assert (lines(tmp_path / "rotated"), lines(tmp_path / "metrics.jsonl")) == (
+            ROWS[:1],
+            ROWS[1:2],
+        )
         (tmp_path / "metrics.jsonl").unlink()
         tmp_path.rename(f"{tmp_path}-moved")
         with pytest.raises(RunError, match="the directory is gone"):

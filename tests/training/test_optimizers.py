@@ -34,7 +34,9 @@ def pair():
 
 @pytest.fixture
 def settings(tiny_config):
-    return functools.partial(dataclasses.replace, read(RunSettings, tiny_config()).optimizer, clip_norm=None)
+    return functools.partial(
+        dataclasses.replace, read(RunSettings, tiny_config()).optimizer, clip_norm=None
+    )
 
 
 def test_facts_of_every_kind_of_parameter(tiny_config):
@@ -44,7 +46,13 @@ def test_facts_of_every_kind_of_parameter(tiny_config):
     model = nnx.eval_shape(lambda: vit(settings, load_source("digits", "train")))
     facts = parameter_facts(nnx.merge(*nnx.split(model)))
     plain, heads, hidden = Facts(), Axis("heads", 2), Axis("hidden", 32)
-    assert facts["cls_token"] == facts["pos_embed"] == facts["norm"]["scale"] == facts["head"]["bias"] == plain
+    assert (
+        facts["cls_token"]
+        == facts["pos_embed"]
+        == facts["norm"]["scale"]
+        == facts["head"]["bias"]
+        == plain
+    )
     assert facts["head"]["kernel"] == Facts("weight", decay=True)
     block = facts["blocks"][0]
     assert block["norm1"]["scale"] == plain
@@ -62,14 +70,16 @@ def test_weight_decay_reaches_multiplicative_weights_alone(pair, settings):
         optimizer = optimizer_of(settings(name=name, weight_decay=0.5), lambda _: 0.1, facts)
         gradients = jax.tree.map(jnp.zeros_like, params)
         updates, _ = optimizer.update(gradients, optimizer.init(params), params)
-        np.testing.assert_allclose(updates["dense"]["kernel"], -0.05 * params["dense"]["kernel"], rtol=1e-6)
+        np.testing.assert_allclose(
+            updates["dense"]["kernel"], -0.05 * params["dense"]["kernel"], rtol=1e-6
+        )
         rest = [updates["adder"], updates["dense"]["bias"]]
         assert all(not leaf.any() for leaf in jax.tree.leaves(rest)), name
 
 
 def test_muon_turns_matrices_and_leaves_the_rest_to_adamw(pair, settings):
-    """The step of a matrix is U Vᵀ of its gradient, as Newton-Schulz finds it (singular values 0.5 to 1.5, Jordan
-    says), as large as AdamW's: a root mean square of 0.2 times the rate."""
+    """The step of a matrix is U Vᵀ of its gradient, as Newton-Schulz finds it (singular values 0.5
+    to 1.5, Jordan says), as large as AdamW's: a root mean square of 0.2 times the rate."""
     params, facts = pair
     chosen = settings(name="muon", weight_decay=0.0, b2=0.999)
     optimizer = optimizer_of(chosen, lambda _: 0.1, facts)
@@ -80,12 +90,16 @@ def test_muon_turns_matrices_and_leaves_the_rest_to_adamw(pair, settings):
     assert np.all((np.diag(turned) > 0.5) & (np.diag(turned) < 1.5))
     np.testing.assert_allclose(turned, np.diag(np.diag(turned)), atol=1e-4)
     signs = jax.tree.map(lambda g: -0.1 * np.sign(g), gradients["adder"])  # of Adam the first step
-    jax.tree.map(lambda u, sign: np.testing.assert_allclose(u, sign, rtol=1e-3), updates["adder"], signs)
+    jax.tree.map(
+        lambda u, sign: np.testing.assert_allclose(u, sign, rtol=1e-3), updates["adder"], signs
+    )
 
 
 def test_adamw_against_numpy(pair, settings):
     params, facts = pair
-    optimizer = optimizer_of(settings(name="adamw", weight_decay=0.05), lambda step: 0.01 / (1 + step), facts)
+    optimizer = optimizer_of(
+        settings(name="adamw", weight_decay=0.05), lambda step: 0.01 / (1 + step), facts
+    )
     state, current = optimizer.init(params), params
     expected = np.asarray(params["dense"]["kernel"], np.float64)
     mean = variance = 0.0
@@ -95,15 +109,20 @@ def test_adamw_against_numpy(pair, settings):
         current = optax.apply_updates(current, updates)
         g = np.asarray(gradient["dense"]["kernel"], np.float64)
         mean, variance = 0.9 * mean + 0.1 * g, 0.999 * variance + 0.001 * g**2
-        direction = (mean / (1 - 0.9 ** (step + 1))) / (np.sqrt(variance / (1 - 0.999 ** (step + 1))) + 1e-8)
+        direction = (mean / (1 - 0.9 ** (step + 1))) / (
+            np.sqrt(variance / (1 - 0.999 ** (step + 1))) + 1e-8
+        )
         expected -= 0.01 / (1 + step) * (direction + 0.05 * expected)
     np.testing.assert_allclose(current["dense"]["kernel"], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_lamb_against_numpy(pair, settings):
-    """Algorithm 2 of You et al. (2020): r = m̂/(√v̂ + ε) + λ x, x ← x − η ‖x‖ r/‖r‖; what is not decayed: x − η r."""
+    """Algorithm 2 of You et al. (2020): r = m̂/(√v̂ + ε) + λ x, x ← x − η ‖x‖ r/‖r‖; what is not
+    decayed: x − η r."""
     params, facts = pair
-    optimizer = optimizer_of(settings(name="lamb", weight_decay=0.05), lambda step: 0.01 / (1 + step), facts)
+    optimizer = optimizer_of(
+        settings(name="lamb", weight_decay=0.05), lambda step: 0.01 / (1 + step), facts
+    )
     state, current = optimizer.init(params), params
     leaves = {("dense", "kernel"): 0.05, ("dense", "bias"): 0.0, ("adder", "kernel"): 0.0}
     expected = {path: np.asarray(params[path[0]][path[1]], np.float64) for path in leaves}
@@ -116,7 +135,9 @@ def test_lamb_against_numpy(pair, settings):
             g, x = np.asarray(gradient[path[0]][path[1]], np.float64), expected[path]
             mean, variance = moments[path]
             mean, variance = moments[path] = 0.9 * mean + 0.1 * g, 0.999 * variance + 0.001 * g**2
-            r = (mean / (1 - 0.9 ** (step + 1))) / (np.sqrt(variance / (1 - 0.999 ** (step + 1))) + 1e-8) + decay * x
+            r = (mean / (1 - 0.9 ** (step + 1))) / (
+                np.sqrt(variance / (1 - 0.999 ** (step + 1))) + 1e-8
+            ) + decay * x
             trust = np.linalg.norm(x) / np.linalg.norm(r) if decay else 1.0
             expected[path] = x - 0.01 / (1 + step) * trust * r
     for (layer, name), value in expected.items():
@@ -125,7 +146,9 @@ def test_lamb_against_numpy(pair, settings):
 
 def test_sgd_against_numpy_with_decay_beside_momentum(pair, settings):
     params, facts = pair
-    optimizer = optimizer_of(settings(name="sgd", weight_decay=0.3, momentum=0.8), lambda step: 0.1 / (1 + step), facts)
+    optimizer = optimizer_of(
+        settings(name="sgd", weight_decay=0.3, momentum=0.8), lambda step: 0.1 / (1 + step), facts
+    )
     state, current = optimizer.init(params), params
     expected, velocity = np.asarray(params["dense"]["kernel"], np.float64), 0.0
     for step in range(4):
@@ -147,7 +170,9 @@ def test_line_searches_see_the_loss_of_the_whole_batch(accumulation_steps):
         seed=0,
         examples=lambda key, batch: (batch["x"], batch["y"]),
         arguments=lambda examples: examples[:1],
-        loss=lambda params, examples, key: Outcome(squares(params, *examples), jnp.zeros((8, 1)), {}),
+        loss=lambda params, examples, key: Outcome(
+            squares(params, *examples), jnp.zeros((8, 1)), {}
+        ),
         optimizer=optimizers.OPTIMIZERS.get("lbfgs")(None),
         learning_rate=lambda step: 0.0,
     )
@@ -159,7 +184,9 @@ def test_line_searches_see_the_loss_of_the_whole_batch(accumulation_steps):
     value_fn = lambda params: squares(params, x, y)
     for _ in range(15):
         value, grad = jax.value_and_grad(value_fn)(expected)
-        updates, own = optimizer.update(grad, own, expected, value=value, grad=grad, value_fn=value_fn)
+        updates, own = optimizer.update(
+            grad, own, expected, value=value, grad=grad, value_fn=value_fn
+        )
         expected = optax.apply_updates(expected, updates)
         state, _ = step(state, {"x": x, "y": y}, {})
     np.testing.assert_allclose(state["params"]["w"], expected["w"], rtol=1e-4, atol=1e-5)
@@ -172,7 +199,9 @@ def test_adder_rate_gives_each_adder_weight_the_norm_eta_root_k(pair, settings):
     optimizer = optimizer_of(settings, lambda _: 1.0, facts)
     gradients = jax.tree.map(lambda p: 100.0 * jnp.sin(p + 1), params)
     updates, _ = optimizer.update(gradients, optimizer.init(params), params)
-    np.testing.assert_allclose(np.linalg.norm(updates["adder"]["kernel"]), 0.2 * np.sqrt(12), rtol=1e-6)
+    np.testing.assert_allclose(
+        np.linalg.norm(updates["adder"]["kernel"]), 0.2 * np.sqrt(12), rtol=1e-6
+    )
     np.testing.assert_allclose(updates["dense"]["kernel"], -gradients["dense"]["kernel"], rtol=1e-6)
 
 
@@ -199,7 +228,9 @@ def test_adder_rate_of_a_zero_gradient_is_zero():
 def test_schedule_warms_up_linearly_then_follows_a_cosine(settings):
     settings = settings(learning_rate=0.1, final_learning_rate=0.01, warmup_epochs=0.0)
     schedule = functools.partial(optimizers.learning_rate, settings, warmup_steps=20, num_steps=100)
-    np.testing.assert_allclose([schedule(0), schedule(10), schedule(20)], [0.0, 0.05, 0.1], atol=1e-7)
+    np.testing.assert_allclose(
+        [schedule(0), schedule(10), schedule(20)], [0.0, 0.05, 0.1], atol=1e-7
+    )
     cosine = 0.01 + 0.09 * 0.5 * (1 + np.cos(np.pi * 40 / 80))
     np.testing.assert_allclose([schedule(60), schedule(100)], [cosine, 0.01], rtol=1e-5)
 
@@ -208,12 +239,16 @@ def test_clipping_bounds_the_global_norm(pair, settings):
     params, facts = pair
     settings = settings(name="sgd", clip_norm=0.5, weight_decay=0.0, momentum=0.0)
     optimizer = optimizer_of(settings, lambda _: 1.0, facts)
-    updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)
+    updates, _ = optimizer.update(
+        jax.tree.map(jnp.ones_like, params), optimizer.init(params), params
+    )
     np.testing.assert_allclose(optax.global_norm(updates), 0.5, rtol=1e-5)
 
 
 def test_unknown_name_lists_the_known_ones(pair, settings):
-    with pytest.raises(ValueError, match=r"config.optimizer.name among adamw.*got 'adamv'; did you mean 'adamw'"):
+    with pytest.raises(
+        ValueError, match=r"config.optimizer.name among adamw.*got 'adamv'; did you mean 'adamw'"
+    ):
         optimizer_of(settings(name="adamv"), lambda _: 1.0, pair[1])
 
 
@@ -222,18 +257,34 @@ def _orthogonal(factor, basis):
 
 
 def _soap_in_numpy(gradients, interval, b1=0.9, b2=0.98, eps=1e-8):
-    """Vyas et al. (2024), algorithm 3, as the authors' code has it: the first step only begins the factors."""
+    """Vyas et al. (2024), algorithm 3, as the authors' code has it: the first step only begins the
+    factors."""
     first, mean, squares, updates = gradients[0], 0.0, 0.0, [np.zeros_like(gradients[0])]
     factors = [(1 - b2) * first @ first.T, (1 - b2) * first.T @ first]
     bases = [np.linalg.eigh(factor)[1][:, ::-1] for factor in factors]
     for step, g in enumerate(gradients[1:], 1):
-        mean, squares = b1 * mean + (1 - b1) * g, b2 * squares + (1 - b2) * (bases[0].T @ g @ bases[1]) ** 2
-        direction = bases[0].T @ mean @ bases[1] / (1 - b1**step) / (np.sqrt(squares / (1 - b2**step)) + eps)
+        mean, squares = (
+            b1 * mean + (1 - b1) * g,
+            b2 * squares + (1 - b2) * (bases[0].T @ g @ bases[1]) ** 2,
+        )
+        direction = (
+            bases[0].T
+            @ mean
+            @ bases[1]
+            / (1 - b1**step)
+            / (np.sqrt(squares / (1 - b2**step)) + eps)
+        )
         updates.append(bases[0] @ direction @ bases[1].T)
-        factors = [b2 * f + (1 - b2) * new for f, new in zip(factors, (g @ g.T, g.T @ g), strict=True)]
+        factors = [
+            b2 * f + (1 - b2) * new for f, new in zip(factors, (g @ g.T, g.T @ g), strict=True)
+        ]
         if step % interval == 0:
-            orders = [np.argsort(-np.diag(q.T @ f @ q)) for f, q in zip(factors, bases, strict=True)]
-            bases = [_orthogonal(f, q[:, o]) for f, q, o in zip(factors, bases, orders, strict=True)]
+            orders = [
+                np.argsort(-np.diag(q.T @ f @ q)) for f, q in zip(factors, bases, strict=True)
+            ]
+            bases = [
+                _orthogonal(f, q[:, o]) for f, q, o in zip(factors, bases, orders, strict=True)
+            ]
             squares = squares[np.ix_(*orders)]
     return updates
 
@@ -243,7 +294,10 @@ def _kl_shampoo_in_numpy(gradients, interval, b1=0.9, b2=0.98, eps=1e-8):
     first, mean, updates = gradients[0], 0.0, [np.zeros_like(gradients[0])]
     m, n = first.shape
     factors = [(1 - b2) * first @ first.T / n, (1 - b2) * first.T @ first / m]
-    bases, values = [np.linalg.eigh(f)[1][:, ::-1] for f in factors], [np.full(m, 0.1), np.full(n, 0.1)]
+    bases, values = (
+        [np.linalg.eigh(f)[1][:, ::-1] for f in factors],
+        [np.full(m, 0.1), np.full(n, 0.1)],
+    )
     for step, g in enumerate(gradients[1:], 1):
         mean = b1 * mean + (1 - b1) * g
         scale = np.sqrt(np.outer(*values)) + eps
@@ -261,7 +315,8 @@ def _kl_shampoo_in_numpy(gradients, interval, b1=0.9, b2=0.98, eps=1e-8):
 
 
 @pytest.mark.parametrize(
-    ("stage", "in_numpy"), [(scale_by_soap, _soap_in_numpy), (scale_by_kl_shampoo, _kl_shampoo_in_numpy)]
+    ("stage", "in_numpy"),
+    [(scale_by_soap, _soap_in_numpy), (scale_by_kl_shampoo, _kl_shampoo_in_numpy)],
 )
 def test_whitened_steps_against_numpy(stage, in_numpy):
     """In float64, of a matrix and of a stack of two; bases are renewed at every second step."""
@@ -273,7 +328,9 @@ def test_whitened_steps_against_numpy(stage, in_numpy):
         state = transform.init({"one": jnp.zeros((4, 3)), "two": jnp.zeros((2, 4, 3))})
         update, found = jax.jit(transform.update), []
         for gradient in gradients:
-            updates, state = update({"one": jnp.asarray(gradient[0]), "two": jnp.asarray(gradient)}, state)
+            updates, state = update(
+                {"one": jnp.asarray(gradient[0]), "two": jnp.asarray(gradient)}, state
+            )
             found.append(updates)
     for place in (0, 1):
         expected = in_numpy(list(gradients[:, place]), 2)
@@ -283,9 +340,16 @@ def test_whitened_steps_against_numpy(stage, in_numpy):
                 np.testing.assert_allclose(updates["one"], expected[step], rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["soap", *(pytest.param(n, marks=pytest.mark.slow) for n in ("kl_shampoo", "nadamw"))])
+@pytest.mark.parametrize(
+    "name", ["soap", *(pytest.param(n, marks=pytest.mark.slow) for n in ("kl_shampoo", "nadamw"))]
+)
 def test_a_batch_is_learned_by_heart(name, tiny_config):
-    fields = {"optimizer.name": name, "optimizer.b2": 0.95, "num_epochs": 3.0, "task.mixup_alpha": 0.0}
+    fields = {
+        "optimizer.name": name,
+        "optimizer.b2": 0.95,
+        "num_epochs": 3.0,
+        "task.mixup_alpha": 0.0,
+    }
     fields |= {"optimizer.learning_rate": 0.01, "task.cutmix_alpha": 0.0}
     run = build_run(tiny_config("multiplicative", **fields))
     state, losses = run.init(), []

@@ -1,4 +1,5 @@
-"""CG-FAC in the trainer: every mechanism, resuming, accumulation, several devices, and what is refused."""
+"""CG-FAC in the trainer: every mechanism, resuming, accumulation, several devices, and what is
+refused."""
 
 import subprocess
 import sys
@@ -39,9 +40,17 @@ def train(run, state, first, last):
     [("all", set()), ("matrices", {"cls_token", "pos_embed", "norm/scale", "norm/bias"})],
 )
 def test_layers_choose_what_adamw_keeps(chosen, left, tiny_config):
-    layers = build_run(tiny_config("multiplicative", **FIELDS, **{"optimizer.cg_fac.layers": chosen})).program.layers
-    assert {path for path in set(layers.shapes) - set(layers.block_of) if not path.startswith("blocks/")} == left
-    in_blocks = {path.split("/")[2] for path in layers.shapes if path.startswith("blocks/") and path in layers.block_of}
+    layers = build_run(
+        tiny_config("multiplicative", **FIELDS, **{"optimizer.cg_fac.layers": chosen})
+    ).program.layers
+    assert {
+        path for path in set(layers.shapes) - set(layers.block_of) if not path.startswith("blocks/")
+    } == left
+    in_blocks = {
+        path.split("/")[2]
+        for path in layers.shapes
+        if path.startswith("blocks/") and path in layers.block_of
+    }
     assert in_blocks == {"attention", "mlp"} | ({"norm1", "norm2"} if chosen == "all" else set())
 
 
@@ -51,10 +60,16 @@ def test_layers_choose_what_adamw_keeps(chosen, left, tiny_config):
         ("adder", {}),
         pytest.param("multiplicative", {}, marks=pytest.mark.slow),
         # Starts on a longer plateau, with AdamW as well, and wants a smaller clip to leave it.
-        pytest.param("additive", {"num_epochs": 6.0, "optimizer.cg_fac.kl_clip": 3e-5}, marks=pytest.mark.slow),
+        pytest.param(
+            "additive",
+            {"num_epochs": 6.0, "optimizer.cg_fac.kl_clip": 3e-5},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_every_mechanism_learns_and_resumes_with_the_same_bits(mechanism, fields, tiny_config, tmp_path):
+def test_every_mechanism_learns_and_resumes_with_the_same_bits(
+    mechanism, fields, tiny_config, tmp_path
+):
     run = build_run(tiny_config(mechanism, **FIELDS | fields))
     half = run.num_steps // 2
     kinds = {block.uses[0].layer.kind for block in run.program.layers.blocks.values()}
@@ -73,7 +88,9 @@ def test_every_mechanism_learns_and_resumes_with_the_same_bits(mechanism, fields
     losses = [row["loss"] for row in (*rows, *more)]
     assert np.mean(losses[-5:]) < 0.9 * np.log(10)  # clearly better than not knowing the digit
     telemetry = more[-1]["optimizer"]
-    assert {"cg_fac/damping", "cg_fac/residual/head", "cg_fac/iterations/blocks/0/mlp/fc2"} <= set(telemetry)
+    assert {"cg_fac/damping", "cg_fac/residual/head", "cg_fac/iterations/blocks/0/mlp/fc2"} <= set(
+        telemetry
+    )
     assert telemetry["cg_fac/iterations/head"] == 2
 
 
@@ -99,17 +116,32 @@ def test_accumulated_microbatches_and_rare_curvature(curvature, interval, tiny_c
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"cg_fac.curvature": "full"}, r"config.optimizer.cg_fac.curvature: expected 'kron', .* got 'full'"),
+        (
+            {"cg_fac.curvature": "full"},
+            r"config.optimizer.cg_fac.curvature: expected 'kron', .* got 'full'",
+        ),
         (
             {"cg_fac.curvature": "exact", "cg_fac.curvature_interval": 2},
             r"curvature_interval: expected 1.*got 2 with 'exact'",
         ),
         ({"cg_fac.layers": "dense"}, r"cg_fac.layers: expected 'matrices' or 'all', got 'dense'"),
-        ({"cg_fac.curvature_interval": 0}, r"curvature_interval: expected an integer from 1.*got 0"),
-        ({"cg_fac.step": "quadratic", "cg_fac.curvature_interval": 2}, r"curvature_interval: expected 1.*'quadratic'"),
-        ({"cg_fac.damping_interval": 5, "cg_fac.step": "fixed"}, r"damping_interval: expected 0.*got 5 with 'fixed'"),
+        (
+            {"cg_fac.curvature_interval": 0},
+            r"curvature_interval: expected an integer from 1.*got 0",
+        ),
+        (
+            {"cg_fac.step": "quadratic", "cg_fac.curvature_interval": 2},
+            r"curvature_interval: expected 1.*'quadratic'",
+        ),
+        (
+            {"cg_fac.damping_interval": 5, "cg_fac.step": "fixed"},
+            r"damping_interval: expected 0.*got 5 with 'fixed'",
+        ),
         ({"adder_rate": 0.2}, r"adder_rate: expected 0 with cg_fac.*got 0.2"),
-        ({"learning_rate": 0.0}, r"optimizer.learning_rate: expected a number above 0 with cg_fac.*got 0.0"),
+        (
+            {"learning_rate": 0.0},
+            r"optimizer.learning_rate: expected a number above 0 with cg_fac.*got 0.0",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_before_any_compute(fields, message, tiny_config):
@@ -152,6 +184,8 @@ def _losses(mechanism, *mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mechanism", "mesh"), [("adder", (8, 1, 1)), ("adder", (2, 2, 2)), ("additive", (1, 8, 1))])
+@pytest.mark.parametrize(
+    ("mechanism", "mesh"), [("adder", (8, 1, 1)), ("adder", (2, 2, 2)), ("additive", (1, 8, 1))]
+)
 def test_eight_devices_give_the_numbers_of_one(mechanism, mesh):
     np.testing.assert_allclose(_losses(mechanism, *mesh), _losses(mechanism, 1, 1, 1), rtol=1e-3)

@@ -1,4 +1,5 @@
-"""Several processes of one run: finding each other, the same batches, one log, stopping and resuming together."""
+"""Several processes of one run: finding each other, the same batches, one log, stopping and
+resuming together."""
 
 import shutil
 import signal
@@ -37,7 +38,12 @@ def test_half_an_environment_is_refused(variables, message):
 
 @pytest.mark.parametrize(
     "variables",
-    [{}, {"SLURM_NTASKS": "8"}, {"SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "a"}, {"TPU_WORKER_HOSTNAMES": "a"}],
+    [
+        {},
+        {"SLURM_NTASKS": "8"},
+        {"SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "a"},
+        {"TPU_WORKER_HOSTNAMES": "a"},
+    ],
 )
 def test_one_process_connects_to_nobody(variables):
     connect(variables)
@@ -56,13 +62,18 @@ def test_environments_of_several_processes_connect(variables, monkeypatch):
     calls = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda **options: calls.append(options))
     connect(variables)
-    plain = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1} if "JAX_PROCESS_ID" in variables else {}
+    plain = (
+        {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
+        if "JAX_PROCESS_ID" in variables
+        else {}
+    )
     assert calls == [{**plain, "heartbeat_timeout_seconds": HEARTBEAT_SECONDS}]
 
 
 @pytest.fixture
 def start_processes():
-    """Starts ``main.py`` once for each process of a run, one device each: ``start_processes(count, *flags)``."""
+    """Starts ``main.py`` once for each process of a run, one device each: ``start_processes(count,
+    *flags)``."""
     started = []
     watchdog = threading.Timer(240, lambda: [process.kill() for process in started])
     watchdog.start()
@@ -80,7 +91,9 @@ def _start(count, *flags):
     return [
         subprocess.Popen(
             [sys.executable, ROOT / "main.py", *FLAGS, *flags],
-            env=simulated_devices(1) | variables | {"JAX_PROCESS_ID": str(index), "PYTHONUNBUFFERED": "1"},
+            env=simulated_devices(1)
+            | variables
+            | {"JAX_PROCESS_ID": str(index), "PYTHONUNBUFFERED": "1"},
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -102,7 +115,9 @@ def read_until(process, text):
 @pytest.mark.slow
 def test_two_processes_train_stop_and_resume_as_one_would(start_processes, tiny_config, tmp_path):
     config = tiny_config("multiplicative", num_epochs=0.5)
-    whole = training.Trainer(training.build_run(config), training.open_workdir(tmp_path / "whole", config)).fit()
+    whole = training.Trainer(
+        training.build_run(config), training.open_workdir(tmp_path / "whole", config)
+    ).fit()
 
     first, second = start_processes(2, f"--workdir={tmp_path / 'two'}")
     read_until(first, "step 7/22")
@@ -117,7 +132,9 @@ def test_two_processes_train_stop_and_resume_as_one_would(start_processes, tiny_
     outputs = [process.communicate(timeout=240)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert "resuming at step" in outputs[0]
-    alone = training.Trainer(training.build_run(config), training.open_workdir(tmp_path / "one", config)).fit()
+    alone = training.Trainer(
+        training.build_run(config), training.open_workdir(tmp_path / "one", config)
+    ).fit()
 
     expected = read_metrics(tmp_path / "whole")
     for name in ("two", "one"):
@@ -131,15 +148,23 @@ def test_two_processes_train_stop_and_resume_as_one_would(start_processes, tiny_
         restored = checkpoints.restore(two.abstract_state)
     for state in (restored, alone.state):
         jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), state["params"], whole.state["params"]
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4),
+            state["params"],
+            whole.state["params"],
         )
 
 
 @pytest.mark.parametrize(
     ("error", "hint"),
     [
-        (jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer"), True),
-        (ValueError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer"), True),  # as it is when dispatched
+        (
+            jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer"),
+            True,
+        ),
+        (
+            ValueError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer"),
+            True,
+        ),  # as it is when dispatched
         (ValueError("expected a batch"), False),
     ],
 )
@@ -154,4 +179,6 @@ def test_a_dead_process_ends_the_other(start_processes, tmp_path):
     second.kill()
     output, _ = first.communicate(timeout=3 * HEARTBEAT_SECONDS)
     assert first.returncode != 0
-    assert "all of them again" in output or "JAX distributed service detected fatal errors" in output, output[-3000:]
+    assert (
+        "all of them again" in output or "JAX distributed service detected fatal errors" in output
+    ), output[-3000:]

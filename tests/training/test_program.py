@@ -1,4 +1,5 @@
-"""Runs that differ in numbers alone share one program: nothing is compiled for the second, and its numbers count."""
+"""Runs that differ in numbers alone share one program: nothing is compiled for the second, and its
+numbers count."""
 
 import contextlib
 
@@ -56,7 +57,10 @@ def compilations():
     events = []
 
     def listen(event, duration, **unused):
-        if event in ("/jax/core/compile/backend_compile_duration", "/jax/core/compile/jaxpr_to_mlir_module_duration"):
+        if event in (
+            "/jax/core/compile/backend_compile_duration",
+            "/jax/core/compile/jaxpr_to_mlir_module_duration",
+        ):
             events.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
@@ -98,12 +102,16 @@ def test_another_seed_and_other_rates_compile_nothing(optimizer, numbers, tiny_c
         with compilations() as events:
             fit(config, tmp_path / str(i))
         assert not events, fields
-    losses = [[row["train/loss"] for row in read_metrics(path) if "train/loss" in row] for path in tmp_path.iterdir()]
+    losses = [
+        [row["train/loss"] for row in read_metrics(path) if "train/loss" in row]
+        for path in tmp_path.iterdir()
+    ]
     assert len({tuple(values[:9]) for values in losses}) == 4
 
 
 def test_every_number_counts(tiny_config):
-    """A number that is data reaches the step: each changes what three steps give, from what the shared program gave."""
+    """A number that is data reaches the step: each changes what three steps give, from what the
+    shared program gave."""
     base = tiny_config("multiplicative", **ON)
 
     def after_three_steps(**fields):
@@ -140,7 +148,8 @@ def test_numbers_that_are_off_are_left_out_of_the_program(tiny_config):
 )
 @pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_shared_program_gives_what_its_own_would(fields, remat, tiny_config, monkeypatch):
-    """The second run of a program against the first of another one: numbers are nowhere kept from the first run."""
+    """The second run of a program against the first of another one: numbers are nowhere kept from
+    the first run."""
     other = {name: value / 2 for name, value in fields.items() if "rate" in name}
 
     def loss(run):

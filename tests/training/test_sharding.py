@@ -69,27 +69,42 @@ for mesh in [(1, 1, 1), *map(json.loads, meshes)]:
     config = common.deit(mechanism, "tiny")
     config.update_from_flattened_dict(TINY | json.loads(fields))
     config.mesh.update(dict(zip(("data", "fsdp", "tensor"), mesh)))
-    run = training.build_run(config, devices=jax.devices()[:mesh[0] * mesh[1] * mesh[2]])
+    run = training.build_run(config, devices=jax.devices()[: mesh[0] * mesh[1] * mesh[2]])
     batches = run.batches()
     with jax.set_mesh(run.mesh):
-        compiled = run.train_step.lower(run.abstract_state, training.abstract_batch(run), run.abstract_hyper).compile()
+        compiled = run.train_step.lower(
+            run.abstract_state, training.abstract_batch(run), run.abstract_hyper
+        ).compile()
     state, numbers = run.init(), []
     for i in range(4):
         state, metrics = compiled(state, sharding.put_batch(batches[i], run.mesh), run.hyper)
         numbers += [float(metrics["loss"]), float(metrics["grad_norm"])]
     scores = training.Evaluator(run)(state["params"])
     numbers.append(scores["eval/loss"])
-    on_first = lambda x: next(s.data.nbytes for s in x.addressable_shards if s.device == jax.devices()[0])
-    print(json.dumps({
-        "numbers": numbers,
-        "correct": [round(len(run.eval_source) * scores[f"eval/{name}"]) for name in ("accuracy", "top5_accuracy")],
-        "collectives": {kind: [t.count, t.bytes] for kind, t in hlo.collectives(compiled.as_text()).items()},
-        "parameter_bytes": sum(x.nbytes for x in jax.tree.leaves(state["params"])),
-        "state_bytes": sum(x.nbytes for x in jax.tree.leaves(state)),
-        "state_bytes_on_first": sum(map(on_first, jax.tree.leaves(state))),
-        "argument_bytes": compiled.memory_analysis().argument_size_in_bytes,
-        "donated_bytes": compiled.memory_analysis().alias_size_in_bytes,
-    }), flush=True)
+    on_first = lambda x: next(
+        s.data.nbytes for s in x.addressable_shards if s.device == jax.devices()[0]
+    )
+    print(
+        json.dumps(
+            {
+                "numbers": numbers,
+                "correct": [
+                    round(len(run.eval_source) * scores[f"eval/{name}"])
+                    for name in ("accuracy", "top5_accuracy")
+                ],
+                "collectives": {
+                    kind: [t.count, t.bytes]
+                    for kind, t in hlo.collectives(compiled.as_text()).items()
+                },
+                "parameter_bytes": sum(x.nbytes for x in jax.tree.leaves(state["params"])),
+                "state_bytes": sum(x.nbytes for x in jax.tree.leaves(state)),
+                "state_bytes_on_first": sum(map(on_first, jax.tree.leaves(state))),
+                "argument_bytes": compiled.memory_analysis().argument_size_in_bytes,
+                "donated_bytes": compiled.memory_analysis().alias_size_in_bytes,
+            }
+        ),
+        flush=True,
+    )
 """
 
 
@@ -110,9 +125,10 @@ def _train(mechanism, *meshes, **fields):
 MECHANISMS = ("multiplicative", "additive", "adder")
 MESHES = ((8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8))
 
-# Sums over devices round differently, each by about 1e-7. Four steps of AdamW, which divides by gradients that may be
-# small, may raise that a hundred times. CG-FAC, whose steps are as long in directions of hardly any gradient as in
-# others, has a bound of its own; after four of them, logits are so alike that it decides which is the largest.
+# Sums over devices round differently, each by about 1e-7. Four steps of AdamW, which divides by
+# gradients that may be small, may raise that a hundred times. CG-FAC, whose steps are as long in
+# directions of hardly any gradient as in others, has a bound of its own; after four of them, logits
+# are so alike that it decides which is the largest.
 BOUND = {"adamw": 1e-5, "cg_fac": 1e-2}
 FLIPS = {"adamw": 0, "cg_fac": 10}  # of 360 images
 
@@ -141,7 +157,8 @@ def test_accumulation_and_rematerialisation_change_nothing_on_a_mesh(mechanism):
 
 @pytest.fixture(scope="module")
 def multiplicative():
-    """Results of a multiplicative transformer by mesh: of one device, data parallel, fully sharded, tensor parallel."""
+    """Results of a multiplicative transformer by mesh: of one device, data parallel, fully sharded,
+    tensor parallel."""
     meshes = ((8, 1, 1), (1, 8, 1), (1, 1, 2))
     results = _train("multiplicative", *meshes)
     return dict(zip([(1, 1, 1), *meshes], results, strict=True))
@@ -163,7 +180,8 @@ def test_one_device_and_data_parallel_steps_hold_the_collectives_they_must(multi
 def test_fully_sharded_steps_gather_parameters_and_hold_an_eighth(multiplicative):
     sharded = multiplicative[1, 8, 1]
     gathered, reduced = (sharded["collectives"][kind][1] for kind in ("all-gather", "all-reduce"))
-    # At least once for the forward pass, at most once more for the backward pass; then every gradient is reduced.
+    # At least once for the forward pass, at most once more for the backward pass; then every
+    # gradient is reduced.
     assert sharded["parameter_bytes"] * 0.9 <= gathered <= sharded["parameter_bytes"] * 2.1
     assert reduced >= sharded["parameter_bytes"] * 0.9
     # Whole on every device: counters, and what 8 does not divide.
@@ -180,4 +198,7 @@ def test_the_state_is_donated_on_every_mesh(multiplicative):
 
 def test_tensor_parallel_steps_reduce_activations(multiplicative):
     assert multiplicative[1, 1, 2]["collectives"]["all-reduce"][1] > 0
-    assert multiplicative[1, 1, 2]["state_bytes_on_first"] < 0.7 * multiplicative[1, 1, 2]["state_bytes"]
+    assert (
+        multiplicative[1, 1, 2]["state_bytes_on_first"]
+        < 0.7 * multiplicative[1, 1, 2]["state_bytes"]
+    )

@@ -1,4 +1,5 @@
-"""The name of JAX's event for a compilation is not part of its public interface: a new version may change it."""
+"""The name of JAX's event for a compilation is not part of its public interface: a new version may
+change it."""
 
 import time
 

@@ -21,7 +21,9 @@ class Classifier(nnx.Module):
         self.dropout = nnx.Dropout(dropout_rate)
 
     def __call__(self, images, *, deterministic=True, rngs=None):
-        return self.dense(self.dropout(images.reshape(len(images), -1), deterministic=deterministic, rngs=rngs))
+        return self.dense(
+            self.dropout(images.reshape(len(images), -1), deterministic=deterministic, rngs=rngs)
+        )
 
 
 def augment(key, images, labels):
@@ -40,8 +42,12 @@ def batch():
 def make(optimizer=None, *, model=None, **options):
     optimizer = optimizer or optax.adam(0.1)
     graphdef, params = nnx.split(model or Classifier(), nnx.Param)
-    state = init_state(nnx.to_pure_dict(params), optimizer=optimizer, ema=options.get("ema_decay", 0) > 0)
-    parts = make_parts(graphdef, options.pop("augment", augment), optimizer, options.pop("ema_decay", 0.0))
+    state = init_state(
+        nnx.to_pure_dict(params), optimizer=optimizer, ema=options.get("ema_decay", 0) > 0
+    )
+    parts = make_parts(
+        graphdef, options.pop("augment", augment), optimizer, options.pop("ema_decay", 0.0)
+    )
     step = jax.jit(make_train_step(parts, **options))
     return lambda state, batch: step(state, batch, {}), state
 
@@ -54,11 +60,16 @@ def test_one_sgd_step_against_numpy(batch):
     logits = x @ weights["kernel"] + weights["bias"]
     probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     targets = np.eye(4)[batch["label"]]
-    np.testing.assert_allclose(metrics["loss"], -np.log((probabilities * targets).sum(-1)).mean(), rtol=1e-5)
+    np.testing.assert_allclose(
+        metrics["loss"], -np.log((probabilities * targets).sum(-1)).mean(), rtol=1e-5
+    )
     assert metrics["task"]["accuracy"] == (logits.argmax(-1) == batch["label"]).mean()
     error = (probabilities - targets) / 8
     np.testing.assert_allclose(
-        new["params"]["dense"]["kernel"], weights["kernel"] - 0.5 * x.T @ error, rtol=1e-5, atol=1e-7
+        new["params"]["dense"]["kernel"],
+        weights["kernel"] - 0.5 * x.T @ error,
+        rtol=1e-5,
+        atol=1e-7,
     )
     norm = np.sqrt((x.T @ error).__pow__(2).sum() + (error.sum(0) ** 2).sum())
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
@@ -129,7 +140,11 @@ def test_evaluation_counts_real_examples_only_and_ties_against_the_model():
         "mask": np.array([True, True, True, False, False]),
     }
     sums = step(params, batch)
-    assert (float(sums["count"]), float(sums["accuracy"]), float(sums["top5_accuracy"])) == (3.0, 0.0, 3.0)
+    assert (float(sums["count"]), float(sums["accuracy"]), float(sums["top5_accuracy"])) == (
+        3.0,
+        0.0,
+        3.0,
+    )
     np.testing.assert_allclose(sums["loss"], 3 * np.log(4), rtol=1e-6)
     params["dense"]["bias"] = jnp.array([1.0, 0.0, 0.0, 0.0])
     assert float(step(params, batch)["accuracy"]) == 3.0

@@ -39,5 +39,7 @@ def test_whatever_fails_in_the_optimizer_is_one_message(error, tiny_config):
     with optimizers.OPTIMIZERS.temporary():
         optimizers.register_optimizer("broken")(lambda spec: broken)
         run = training.build_run(tiny_config(**{"optimizer.name": "broken"}))
-    with pytest.raises(RunError, match="expected a training step that can be traced, got .*odd.*config.optimizer"):
+    with pytest.raises(
+        RunError, match="expected a training step that can be traced, got .*odd.*config.optimizer"
+    ):
         training.trace(run)

@@ -1,4 +1,5 @@
-"""One run in one directory: its configuration is written once it is good, and another one's is refused."""
+"""One run in one directory: its configuration is written once it is good, and another one's is
+refused."""
 
 import dataclasses
 import json
@@ -11,7 +12,14 @@ import pytest
 from adder_flax import training
 from adder_flax.errors import NonFiniteLossError, RunError
 from adder_flax.experiments import common
-from adder_flax.training import Trainer, build_run, open_workdir, read_config, read_metrics, write_config
+from adder_flax.training import (
+    Trainer,
+    build_run,
+    open_workdir,
+    read_config,
+    read_metrics,
+    write_config,
+)
 from adder_flax.training.workdir import changed_data, write_data
 
 
@@ -54,7 +62,18 @@ def test_opening_writes_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-DAMAGED = [b"", b"{", b"[]", b"null", b"3", b'"text"', b"\xff\xfe\xfa", b"[" * 100_000, b'{"a":' * 100_000, b"\0" * 99]
+DAMAGED = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b"3",
+    b'"text"',
+    b"\xff\xfe\xfa",
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    b"\0" * 99,
+]
 DAMAGED += [b'{"a.b": 1}', b'{"__class__": 2}']
 
 
@@ -63,7 +82,9 @@ def test_a_damaged_configuration_is_one_message_and_stays(content, tmp_path):
     (tmp_path / "config.json").write_bytes(content)
     config = common.deit("adder", "tiny")
     for call in (lambda: open_workdir(tmp_path, config), lambda: write_config(tmp_path, config)):
-        with pytest.raises(RunError, match=r"configuration of a run in .*config.json, got: .*put it back") as error:
+        with pytest.raises(
+            RunError, match=r"configuration of a run in .*config.json, got: .*put it back"
+        ) as error:
             call()
         assert len(str(error.value)) < 1000
     with pytest.raises(RunError, match="config.json"):
@@ -78,7 +99,9 @@ def test_a_configuration_that_lacks_fields_or_has_strange_ones_is_another(tmp_pa
     fields |= {f"x\x1b[2J{i}" * 50: "\x1b[31m" * 1000 for i in range(500)}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     checkpoint(tmp_path)
-    with pytest.raises(RunError, match=r"model.score: .dot. there, .adder. now(.|\n)*more") as error:
+    with pytest.raises(
+        RunError, match=r"model.score: .dot. there, .adder. now(.|\n)*more"
+    ) as error:
         open_workdir(tmp_path, config)
     assert len(str(error.value)) < 4000
     assert str(error.value).isprintable() or "\x1b" not in str(error.value)
@@ -88,7 +111,9 @@ def test_a_configuration_that_lacks_fields_or_has_strange_ones_is_another(tmp_pa
 def test_what_is_no_file_is_one_message(place, tmp_path):
     path = tmp_path / "config.json"
     path.mkdir() if place == "directory" else os.mkfifo(path)
-    with pytest.raises(RunError, match=r"to read .*config.json, got: a (directory|FIFO), .*move it away"):
+    with pytest.raises(
+        RunError, match=r"to read .*config.json, got: a (directory|FIFO), .*move it away"
+    ):
         open_workdir(tmp_path, common.deit("adder", "tiny"))
 
 
@@ -126,7 +151,8 @@ def test_a_state_that_is_not_finite_is_neither_saved_nor_scored(tiny_config, tmp
     config = tiny_config("multiplicative", num_epochs=0.02)
     run = one_step(config, lambda kernel: kernel.at[3, 3].set(np.inf))
     with pytest.raises(
-        NonFiniteLossError, match="step 1 of 1, got an infinity or NaN in params/head/kernel;.*none yet"
+        NonFiniteLossError,
+        match="step 1 of 1, got an infinity or NaN in params/head/kernel;.*none yet",
     ):
         Trainer(run, open_workdir(tmp_path, config)).fit()
     assert training.SavedCheckpoints(tmp_path / "checkpoints").steps == []
@@ -134,19 +160,25 @@ def test_a_state_that_is_not_finite_is_neither_saved_nor_scored(tiny_config, tmp
 
 
 @pytest.mark.parametrize("non_finite", ["stop", "skip"])
-def test_a_state_whose_score_is_not_finite_is_not_saved_unless_told_to_go_on(non_finite, tiny_config, tmp_path):
+def test_a_state_whose_score_is_not_finite_is_not_saved_unless_told_to_go_on(
+    non_finite, tiny_config, tmp_path
+):
     config = tiny_config("multiplicative", num_epochs=0.02, non_finite=non_finite)
     run = one_step(config, lambda kernel: jnp.sign(kernel) * 3e38)  # finite, unlike the logits
     trainer = Trainer(run, open_workdir(tmp_path, config))
     if non_finite == "skip":
         assert trainer.fit().step == 1
         return
-    with pytest.raises(NonFiniteLossError, match="evaluation after step 1 of 1, got (nan|inf); .*none yet"):
+    with pytest.raises(
+        NonFiniteLossError, match="evaluation after step 1 of 1, got (nan|inf); .*none yet"
+    ):
         trainer.fit()
     assert training.SavedCheckpoints(tmp_path / "checkpoints").steps == []
 
 
-@pytest.mark.parametrize("harm", [os.mkfifo, os.mkdir, lambda path: path.write_bytes(b"[" * 100_000)])
+@pytest.mark.parametrize(
+    "harm", [os.mkfifo, os.mkdir, lambda path: path.write_bytes(b"[" * 100_000)]
+)
 def test_a_record_of_the_data_that_is_none_is_not_compared_with(harm, tmp_path):
     write_data(tmp_path, {"train": 5})
     assert "train 5 records then, 4 now" in changed_data(tmp_path, {"train": 4})

@@ -1,4 +1,5 @@
-"""Alignments of sequences: whether they move on, focus, are needed, and carry over to long inputs."""
+"""Alignments of sequences: whether they move on, focus, are needed, and carry over to long
+inputs."""
 
 import numpy as np
 
@@ -6,7 +7,15 @@ from adder_flax.measures.maps import row_entropy
 from adder_flax.report import _style
 from adder_flax.report._families import ALIGNMENT, register_claims
 from adder_flax.report._sequences import SequenceStudy, SequenceSubject
-from adder_flax.report._study import DOES_NOT_HOLD, HOLDS, NOT_MEASURED, TOLERANCE, Claim, Findings, Picture
+from adder_flax.report._study import (
+    DOES_NOT_HOLD,
+    HOLDS,
+    NOT_MEASURED,
+    TOLERANCE,
+    Claim,
+    Findings,
+    Picture,
+)
 from adder_flax.report.figures import alignment_figure
 
 _SOURCE = ALIGNMENT.source
@@ -17,21 +26,33 @@ _FEW = 1 / 3  # of the symbols that are read
 
 @register_claims("alignments", ALIGNMENT, of=SequenceStudy)
 def judge(study: SequenceStudy) -> Findings:
-    """Direction and width of the alignments, errors with uniform ones, errors over the length of the input."""
-    claims = [_monotonic_claim(study), _focus_claim(study), _needed_claim(study), _length_claim(study)]
+    """Direction and width of the alignments, errors with uniform ones, errors over the length of
+    the input."""
+    claims = [
+        _monotonic_claim(study),
+        _focus_claim(study),
+        _needed_claim(study),
+        _length_claim(study),
+    ]
     subjects = [study.subject, *([study.baseline] if study.baseline else [])]
-    return Findings(claims, [*(_alignment_picture(study, one) for one in subjects), _error_picture(study)])
+    return Findings(
+        claims, [*(_alignment_picture(study, one) for one in subjects), _error_picture(study)]
+    )
 
 
 def moves_on(study: SequenceStudy, subject: SequenceSubject) -> float:
-    """Returns the share of steps from one target symbol to the next at which the expected source position rises."""
+    """Returns the share of steps from one target symbol to the next at which the expected source
+    position rises."""
     centres = [weights @ np.arange(weights.shape[1]) for weights in study.alignments(subject)]
     return float(np.mean(np.concatenate([np.diff(centre) > 0 for centre in centres])))
 
 
 def width(study: SequenceStudy, subject: SequenceSubject) -> float:
-    """Returns the median share of the source that a target symbol looks at: exp(entropy of its row) / length."""
-    shares = [np.exp(row_entropy(weights)) / weights.shape[1] for weights in study.alignments(subject)]
+    """Returns the median share of the source that a target symbol looks at: exp(entropy of its row)
+    / length."""
+    shares = [
+        np.exp(row_entropy(weights)) / weights.shape[1] for weights in study.alignments(subject)
+    ]
     return float(np.median(np.concatenate(shares)))
 
 
@@ -49,8 +70,8 @@ def _monotonic_claim(study: SequenceStudy) -> Claim:
         "Alignments are largely monotonic.",
         HOLDS if share >= _MONOTONIC else DOES_NOT_HOLD,
         f"{share:.1%} of the steps",
-        f"The expected position in the source rises at {share:.1%} of the steps from one symbol to the next "
-        f"(largely: at least {_MONOTONIC:.0%}){_others(study, moves_on, '.1%')}.",
+        f"The expected position in the source rises at {share:.1%} of the steps from one symbol to "
+        f"the next (largely: at least {_MONOTONIC:.0%}){_others(study, moves_on, '.1%')}.",
         "alignments",
     )
 
@@ -63,18 +84,22 @@ def _focus_claim(study: SequenceStudy) -> Claim:
         "Each symbol that is written looks at a few of those that are read.",
         HOLDS if share <= _FEW else DOES_NOT_HOLD,
         f"{share:.1%} of the source",
-        f"The median of exp(entropy of a row) is {share:.1%} of the length of the source (a few: at most {_FEW:.0%}; "
-        f"one symbol of ten: 10 %){_others(study, width, '.1%')}.",
+        f"The median of exp(entropy of a row) is {share:.1%} of the length of the source (a few: "
+        f"at most {_FEW:.0%}; one symbol of ten: 10 %){_others(study, width, '.1%')}.",
         "alignments",
     )
 
 
 def _needed_claim(study: SequenceStudy) -> Claim:
     name, source = "alignment-needed", f"{_SOURCE}, section 3.1"
-    statement = "The decoder depends on its alignments: with uniform ones its errors at least double."
+    statement = (
+        "The decoder depends on its alignments: with uniform ones its errors at least double."
+    )
     subject = study.subject
     if subject.uniform_edits is None:
-        return Claim(name, source, statement, NOT_MEASURED, "", "0 layers whose maps could be replaced.")
+        return Claim(
+            name, source, statement, NOT_MEASURED, "", "0 layers whose maps could be replaced."
+        )
     uniform = subject.uniform_edits.sum() / subject.phonemes.sum()
     return Claim(
         name,
@@ -82,7 +107,8 @@ def _needed_claim(study: SequenceStudy) -> Claim:
         statement,
         HOLDS if uniform >= 2 * subject.error_rate else DOES_NOT_HOLD,
         f"{subject.error_rate:.1%} to {uniform:.1%}",
-        f"Phoneme error rate {subject.error_rate:.1%} with its own maps, {uniform:.1%} when every map is uniform.",
+        f"Phoneme error rate {subject.error_rate:.1%} with its own maps, {uniform:.1%} when every "
+        "map is uniform.",
         "errors-by-length",
     )
 
@@ -98,20 +124,25 @@ def _length_claim(study: SequenceStudy) -> Claim:
         "Long inputs are not turned into outputs with more errors than short ones.",
         HOLDS if of_long <= (1 + TOLERANCE) * of_short else DOES_NOT_HOLD,
         f"{of_short:.1%} to {of_long:.1%}",
-        f"Phoneme error rate {of_short:.1%} for words of up to {short:.0f} letters, {of_long:.1%} from {long:.0f} on.",
+        f"Phoneme error rate {of_short:.1%} for words of up to {short:.0f} letters, {of_long:.1%} "
+        f"from {long:.0f} on.",
         "errors-by-length",
     )
 
 
 def _alignment_picture(study: SequenceStudy, subject: SequenceSubject) -> Picture:
-    chosen = sorted(range(min(100, len(study.sources))), key=lambda i: -len(study.sources[i]))[:_SHOWN]
+    chosen = sorted(range(min(100, len(study.sources))), key=lambda i: -len(study.sources[i]))[
+        :_SHOWN
+    ]
     maps = study.alignments(subject)
-    sources, targets, weights = ([values[i] for i in chosen] for values in (study.sources, study.targets, maps))
+    sources, targets, weights = (
+        [values[i] for i in chosen] for values in (study.sources, study.targets, maps)
+    )
     return Picture(
         "alignments" if subject is study.subject else "alignments-baseline",
         alignment_figure(sources, targets, weights, title=subject.name),
-        f"Where {subject.name} looks (columns) while it is given the right symbols one by one (rows): the longest of "
-        "a hundred words.",
+        f"Where {subject.name} looks (columns) while it is given the right symbols one by one "
+        "(rows): the longest of a hundred words.",
         "Heat maps of alignments, one for each of six words.",
         {f"{i} {''.join(study.sources[i])}": maps[i] for i in chosen},
     )
@@ -128,7 +159,9 @@ def _error_picture(study: SequenceStudy) -> Picture:
     data = {"letters": present, "words": np.array([(lengths == n).sum() for n in present])}
     figure, axes = _style.new_figure(5.4, 3.3)
     for style, (label, (edits, phonemes)) in zip(_style.LINES, lines.items(), strict=False):
-        rates = np.array([edits[lengths == n].sum() / phonemes[lengths == n].sum() for n in present])
+        rates = np.array(
+            [edits[lengths == n].sum() / phonemes[lengths == n].sum() for n in present]
+        )
         axes[0, 0].plot(present, 100 * rates, **style, markersize=4, linewidth=1.3, label=label)
         data[label] = rates
     _style.whole_ticks(axes[0, 0])
@@ -137,7 +170,8 @@ def _error_picture(study: SequenceStudy) -> Picture:
     return Picture(
         "errors-by-length",
         figure,
-        "Errors over the length of the word, with the model's own alignments and with uniform ones.",
+        "Errors over the length of the word, with the model's own alignments and with uniform "
+        "ones.",
         "Lines of the phoneme error rate over the number of letters.",
         data,
     )

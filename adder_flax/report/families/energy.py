@@ -39,7 +39,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @register_claims("energy", ENERGY, of=ImageStudy)
 def judge(study: ImageStudy) -> Findings:
     """DeiT's sizes under both conventions, with and without memory; and the subject's own table."""
-    counted = {size: {variant: deit_operations(size, variant) for variant in VARIANTS} for size in SIZES}
+    counted = {
+        size: {variant: deit_operations(size, variant) for variant in VARIANTS} for size in SIZES
+    }
     ratios = {size: _ratios(variants) for size, variants in counted.items()}
     return Findings(_claims(ratios), [_energy_picture(counted, ratios), _subject_picture(study)])
 
@@ -48,7 +50,8 @@ def judge(study: ImageStudy) -> Findings:
 def deit_operations(size: str, variant: str, *, depth: int = 12) -> Operations:
     """Operations of a DeiT at 224 pixels, patches of 16, for one image.
 
-    Every block does the same, so two traces, of one and of two blocks, give any depth exactly; layers are left out.
+    Every block does the same, so two traces, of one and of two blocks, give any depth exactly;
+    layers are left out.
 
     Args:
       size: of :data:`SIZES`.
@@ -56,7 +59,9 @@ def deit_operations(size: str, variant: str, *, depth: int = 12) -> Operations:
       depth: number of blocks.
 
     Example:
-      >>> round(deit_operations("DeiT-Ti", "multiplicative").multiplications / 1e9, 2)  # published: 1.26 GMACs
+      >>> round(
+      ...     deit_operations("DeiT-Ti", "multiplicative").multiplications / 1e9, 2
+      ... )  # published: 1.26 GMACs
       1.26
     """
     width, heads = SIZES[size]
@@ -68,7 +73,9 @@ def deit_operations(size: str, variant: str, *, depth: int = 12) -> Operations:
 
     one, two = count(1), count(2)
     extrapolate = lambda first, second: first + (depth - 1) * (second - first)
-    counts = Counter({key: extrapolate(one.counts.get(key, 0), number) for key, number in two.counts.items()})
+    counts = Counter(
+        {key: extrapolate(one.counts.get(key, 0), number) for key, number in two.counts.items()}
+    )
     return Operations(
         counts=dict(counts),
         bytes_moved=extrapolate(one.bytes_moved, two.bytes_moved),
@@ -77,13 +84,16 @@ def deit_operations(size: str, variant: str, *, depth: int = 12) -> Operations:
 
 
 def _ratios(variants: dict[str, Operations]) -> dict[str, float]:
-    """How many times less energy than the multiplicative network, by what is adder and what is counted."""
+    """How many times less energy than the multiplicative network, by what is adder and what is
+    counted."""
     base = energy(variants["multiplicative"])
     adder = energy(variants["adder"])
     scores = energy(variants["adder scores only"])
     one = energy(variants["adder"].with_one_addition_per_l1_element())
     ratio = lambda other: base.total_arithmetic_joules / other.total_arithmetic_joules
-    with_memory = lambda total, bound: total.total_arithmetic_joules + total.memory_joules["DRAM"][bound]
+    with_memory = lambda total, bound: (
+        total.total_arithmetic_joules + total.memory_joules["DRAM"][bound]
+    )
     return {
         "2 additions an element": ratio(adder),
         "1 addition an element": ratio(one),
@@ -94,7 +104,9 @@ def _ratios(variants: dict[str, Operations]) -> dict[str, float]:
 
 
 def _claims(ratios: dict[str, dict[str, float]]) -> list[Claim]:
-    by_size = lambda name: ", ".join(f"{size} {values[name]:.2f}" for size, values in ratios.items())
+    by_size = lambda name: ", ".join(
+        f"{size} {values[name]:.2f}" for size, values in ratios.items()
+    )
     column = lambda name: [values[name] for values in ratios.values()]
     in_range = all(2.0 <= value <= 3.0 for value in column("2 additions an element"))
     little = all(1.0 <= value <= 1.05 for value in column("adder scores only"))
@@ -127,24 +139,38 @@ def _claims(ratios: dict[str, dict[str, float]]) -> list[Claim]:
             "The saving of 2 to 3 times remains when memory is counted.",
             memory_verdict if in_range else DOES_NOT_HOLD,
             f"{by_size('with weights and image from DRAM')} times",
-            f"With weights and image read once from DRAM: {by_size('with weights and image from DRAM')} times less; "
-            f"with every operation through DRAM: {by_size('with every operation through DRAM')}.",
+            "With weights and image read once from DRAM: "
+            f"{by_size('with weights and image from DRAM')} times less; with every operation "
+            f"through DRAM: {by_size('with every operation through DRAM')}.",
             "energy",
         ),
     ]
 
 
-def _energy_picture(counted: dict[str, dict[str, Operations]], ratios: dict[str, dict[str, float]]) -> Picture:
+def _energy_picture(
+    counted: dict[str, dict[str, Operations]], ratios: dict[str, dict[str, float]]
+) -> Picture:
     figure, axes = _style.new_figure(8.6, 3.4, 1, 2)
     hatches = {"multiplicative": "", "adder scores only": "///", "adder": "..."}
-    columns: dict[str, list] = {"size": [], "variant": [], "multiplications": [], "additions": [], "joules": []}
+    columns: dict[str, list] = {
+        "size": [],
+        "variant": [],
+        "multiplications": [],
+        "additions": [],
+        "joules": [],
+    }
     for place, (size, variants) in enumerate(counted.items()):
         whole = energy(variants["multiplicative"]).total_arithmetic_joules
         for offset, (variant, hatch) in enumerate(hatches.items()):
             operations = variants[variant]
             joules = energy(operations).total_arithmetic_joules
             x = place + 0.27 * (offset - 1)
-            style = {"width": 0.25, "color": "white" if hatch else "#555555", "edgecolor": "black", "hatch": hatch}
+            style = {
+                "width": 0.25,
+                "color": "white" if hatch else "#555555",
+                "edgecolor": "black",
+                "hatch": hatch,
+            }
             axes[0, 0].bar(x, 100 * joules / whole, **style, label=variant if place == 0 else None)
             label = {"ha": "center", "va": "bottom", "rotation": 90, "fontsize": 7}
             axes[0, 0].text(x, 100 * joules / whole + 2, f"{1e3 * joules:.3g} mJ", **label)
@@ -155,22 +181,36 @@ def _energy_picture(counted: dict[str, dict[str, Operations]], ratios: dict[str,
     axes[0, 0].set_ylim(0, 145)
     axes[0, 0].set_yticks(range(0, 101, 25))
     _style.dress(axes[0, 0], ylabel="energy (%)", title="arithmetic, one image")
-    _style.legend(axes[0, 0], loc="upper center", ncols=3, handlelength=1.4, columnspacing=0.8, fontsize=7)
+    _style.legend(
+        axes[0, 0], loc="upper center", ncols=3, handlelength=1.4, columnspacing=0.8, fontsize=7
+    )
     names = list(next(iter(ratios.values())))
     for line, (size, values) in zip(_style.LINES, ratios.items(), strict=False):
         heights = np.arange(len(names))[::-1]
-        axes[0, 1].plot(list(values.values()), heights, **{**line, "linestyle": "none"}, markersize=6, label=size)
+        axes[0, 1].plot(
+            list(values.values()),
+            heights,
+            **{**line, "linestyle": "none"},
+            markersize=6,
+            label=size,
+        )
     axes[0, 1].axvspan(2, 3, color="#eeeeee", zorder=0)
     axes[0, 1].axvline(1, color=_style.GREY, linewidth=0.8)
     axes[0, 1].set_yticks(np.arange(len(names))[::-1], names)
-    _style.dress(axes[0, 1], xlabel="times less than multiplicative", title="the claim (grey) and what is counted")
+    _style.dress(
+        axes[0, 1],
+        xlabel="times less than multiplicative",
+        title="the claim (grey) and what is counted",
+    )
     _style.legend(axes[0, 1], loc="lower right", handlelength=1.0)
     return Picture(
         "energy",
         figure,
-        "Left: modelled energy of the arithmetic for one 224-pixel image, by what is adder. Right: how many "
-        "times less than the multiplicative network, by what is counted; the grey band is the claim of 2 to 3.",
-        "Bars of energy for three DeiT sizes and three variants; ratios under five ways of counting.",
+        "Left: modelled energy of the arithmetic for one 224-pixel image, by what is adder. Right: "
+        "how many times less than the multiplicative network, by what is counted; the grey band is "
+        "the claim of 2 to 3.",
+        "Bars of energy for three DeiT sizes and three variants; ratios under five ways of "
+        "counting.",
         columns,
     )
 
@@ -195,13 +235,22 @@ def _subject_picture(study: ImageStudy) -> Picture:
         "part": [part.part for part in parts],
         "parameters": [part.parameters for part in parts],
     }
-    for kind in ("multiplications", "additions", "comparisons", "exponentials", "divisions", "roots", "l1_elements"):
+    for kind in (
+        "multiplications",
+        "additions",
+        "comparisons",
+        "exponentials",
+        "divisions",
+        "roots",
+        "l1_elements",
+    ):
         columns[kind] = [getattr(part.operations, kind) for part in parts]
     columns["joules"] = [part.joules for part in parts]
     return Picture(
         "operations",
         figure,
-        f"Multiplications, additions and modelled energy of the parts of {study.subject.name}, for one image.",
+        f"Multiplications, additions and modelled energy of the parts of {study.subject.name}, for "
+        "one image.",
         "Horizontal bars of operations and energy for each part of the model.",
         columns,
     )

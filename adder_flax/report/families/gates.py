@@ -23,19 +23,29 @@ def judge(study: Study) -> Findings:
 
 
 def _find_gate(study: Study, scores: tuple[str, ...]) -> tuple[str, Gate]:
-    """Whose gate it is, and the gate: of a block of one of the models, else of a new head on unit-normal tokens."""
+    """Whose gate it is, and the gate: of a block of one of the models, else of a new head on
+    unit-normal tokens."""
     for subject in filter(None, (study.subject, study.baseline)):
-        for index, (score, block) in enumerate(zip(subject.scores, subject.captured.blocks, strict=True)):
+        for index, (score, block) in enumerate(
+            zip(subject.scores, subject.captured.blocks, strict=True)
+        ):
             if score in scores:
                 tokens = [x[:_GATE_IMAGES, :, :_GATE_TOKENS] for x in (block.query, block.key)]
-                return f"{subject.name}, block {index + 1}", _module_gate(subject.attention(index), *tokens)
+                return f"{subject.name}, block {index + 1}", _module_gate(
+                    subject.attention(index), *tokens
+                )
     module = attention.MultiHeadAttention(1, 64, score=scores[0], rngs=nnx.Rngs(0))
     tokens = np.random.default_rng(0).standard_normal((2, _GATE_IMAGES, 1, _GATE_TOKENS, 64))
     return "a new head on unit-normal tokens", _module_gate(module, *tokens)
 
 
 def _module_gate(module: attention.MultiHeadAttention, query: np.ndarray, key: np.ndarray) -> Gate:
-    return gate(module.settings.score, query, key, {name: parameter[...] for name, parameter in module.score.items()})
+    return gate(
+        module.settings.score,
+        query,
+        key,
+        {name: parameter[...] for name, parameter in module.score.items()},
+    )
 
 
 def _gate_claims(gates: dict[str, tuple[str, Gate]]) -> list[Claim]:
@@ -52,18 +62,19 @@ def _gate_claims(gates: dict[str, tuple[str, Gate]]) -> list[Claim]:
             "A multiplicative score is a linear gate on the key, of both signs and not bounded.",
             HOLDS if both_signs[0] and outside > 0 else DOES_NOT_HOLD,
             f"{span(linear)}; {linear.negative_share:.0%} negative",
-            f"Gate g = Wᵀq of {linear_of}: {span(linear)}, {linear.negative_share:.1%} of it negative, {outside:.1%} "
-            "outside [−1, 1].",
+            f"Gate g = Wᵀq of {linear_of}: {span(linear)}, {linear.negative_share:.1%} of it "
+            f"negative, {outside:.1%} outside [−1, 1].",
             "gates",
         ),
         Claim(
             "gate-additive",
             source,
-            "An additive score is a gate in (−1, 1) of both signs on latent features, unlike an LSTM's in (0, 1).",
+            "An additive score is a gate in (−1, 1) of both signs on latent features, unlike an "
+            "LSTM's in (0, 1).",
             HOLDS if both_signs[1] and bounded else DOES_NOT_HOLD,
             f"{span(tanh)}; {tanh.negative_share:.0%} negative",
-            f"Gate g = tanh(…) of {tanh_of}: {span(tanh)}, {tanh.negative_share:.1%} of it negative; "
-            f"{tanh.saturated_share:.1%} is saturated, beyond ±0.99.",
+            f"Gate g = tanh(…) of {tanh_of}: {span(tanh)}, {tanh.negative_share:.1%} of it "
+            f"negative; {tanh.saturated_share:.1%} is saturated, beyond ±0.99.",
             "gates",
         ),
     ]
@@ -79,12 +90,16 @@ def _gate_picture(gates: dict[str, tuple[str, Gate]]) -> Picture:
         axis.axvline(0, color="black", linewidth=0.8)
         _style.dress(axis, xlabel="value of the gate", ylabel="share (%)", title=f"{kind}: {owner}")
         axis.title.set_fontsize(8.5)
-        columns |= {f"{kind}, from": edges[:-1], f"{kind}, to": edges[1:], f"{kind}, share (%)": share}
+        columns |= {
+            f"{kind}, from": edges[:-1],
+            f"{kind}, to": edges[1:],
+            f"{kind}, share (%)": share,
+        }
     return Picture(
         "gates",
         figure,
-        "Scores as gates: how often a gate has which value. Left Wᵀq, which multiplies the key; right tanh(W_q q + "
-        "W_k k + b), which multiplies v.",
+        "Scores as gates: how often a gate has which value. Left Wᵀq, which multiplies the key; "
+        "right tanh(W_q q + W_k k + b), which multiplies v.",
         "Histograms of the values of a multiplicative and of an additive gate.",
         columns,
     )

@@ -31,13 +31,17 @@ _BIAS_SIZES = (0.0, 1.0, 3.0, 10.0, 30.0)
 def judge(study: Study) -> Findings:
     """How far maps move when biases and factors change."""
     moves, biases = _measure_moves(study), _inner_biases()
-    return Findings([*_identity_claims(moves), *_additive_bias_claims(*biases)], [_identity_picture(moves, biases[0])])
+    return Findings(
+        [*_identity_claims(moves), *_additive_bias_claims(*biases)],
+        [_identity_picture(moves, biases[0])],
+    )
 
 
 def _live_map(
     module: attention.MultiHeadAttention, block: BlockCapture, alpha: float = 1.0, **options: Any
 ) -> np.ndarray:
-    """The block's map from its own queries and keys, weights scaled so that scores grow by ``alpha``."""
+    """The block's map from its own queries and keys, weights scaled so that scores grow by
+    ``alpha``."""
     query, key = (jnp.swapaxes(jnp.asarray(x), 1, 2) for x in (block.query, block.key))
     parameters = {name: parameter[...] for name, parameter in module.score.items()}
     if module.settings.score in ("additive", "bilinear"):
@@ -65,7 +69,8 @@ def _live_map(
 
 @dataclasses.dataclass(frozen=True)
 class _Moves:
-    """What changes of parameters move in a block's map: the largest total variation of a row before and after."""
+    """What changes of parameters move in a block's map: the largest total variation of a row before
+    and after."""
 
     where: str
     scalar_bias: float
@@ -78,7 +83,9 @@ def _measure_moves(study: Study) -> _Moves:
     module, block = study.subject.attention(index), study.subject.captured.blocks[index]
     keys = block.key.shape[-2]
     plain = _live_map(module, block)
-    largest = lambda **change: float(total_variation(plain, _live_map(module, block, **change)).max())
+    largest = lambda **change: float(
+        total_variation(plain, _live_map(module, block, **change)).max()
+    )
     return _Moves(
         where=f"block {index + 1} of this model ({module.settings.score} score)",
         scalar_bias=largest(key_bias=jnp.full((keys,), 3.0)),
@@ -97,7 +104,8 @@ def _identity_claims(moves: _Moves) -> list[Claim]:
             "A scalar bias on all scores has no effect on the attention weights.",
             HOLDS if moves.scalar_bias < rounding else DOES_NOT_HOLD,
             f"moves {moves.scalar_bias:.0e} of a row",
-            f"On {moves.where} a bias of 3 moves at most {moves.scalar_bias:.1e} of a row's weight.",
+            f"On {moves.where} a bias of 3 moves at most {moves.scalar_bias:.1e} of a row's "
+            "weight.",
             "identities",
         ),
         Claim(
@@ -106,14 +114,15 @@ def _identity_claims(moves: _Moves) -> list[Claim]:
             "A bias per key makes static preferences possible.",
             HOLDS if moves.key_bias > 0.05 else DOES_NOT_HOLD,
             f"moves {moves.key_bias:.2f} of a row",
-            f"On {moves.where} normal biases of size 3 move up to {moves.key_bias:.2f} of a row's weight.",
+            f"On {moves.where} normal biases of size 3 move up to {moves.key_bias:.2f} of a row's "
+            "weight.",
             "identities",
         ),
         Claim(
             "temperature",
             f"{_SOURCE}, Parameter identifiability and temperature",
-            "Only the ratio of the score's scale and the temperature is identifiable: (αv, αT) gives the "
-            "weights of (v, T).",
+            "Only the ratio of the score's scale and the temperature is identifiable: (αv, αT) "
+            "gives the weights of (v, T).",
             HOLDS if moves.rescaling < rounding else DOES_NOT_HOLD,
             f"moves {moves.rescaling:.0e} of a row",
             f"On {moves.where} α = 7 moves at most {moves.rescaling:.1e} of a row's weight.",
@@ -123,9 +132,14 @@ def _identity_claims(moves: _Moves) -> list[Claim]:
 
 
 def _inner_biases() -> tuple[list[float], float]:
-    """Entropy of additive attention between normal queries and keys by the size of b, and the largest |score|/‖v‖₁."""
+    """Entropy of additive attention between normal queries and keys by the size of b, and the
+    largest |score|/‖v‖₁."""
     rng = np.random.default_rng(0)
-    queries, keys, v = rng.standard_normal((64, 1, 64)), rng.standard_normal((1, _KEYS, 64)), rng.standard_normal(64)
+    queries, keys, v = (
+        rng.standard_normal((64, 1, 64)),
+        rng.standard_normal((1, _KEYS, 64)),
+        rng.standard_normal(64),
+    )
     sign = rng.choice([-1.0, 1.0], 64)
     entropies, most = [], 0.0
     for size in _BIAS_SIZES:
@@ -138,7 +152,9 @@ def _inner_biases() -> tuple[list[float], float]:
 
 def _additive_bias_claims(entropies: list[float], most: float) -> list[Claim]:
     flat = np.all(np.diff(entropies) > -1e-6) and entropies[-1] > 0.99 * np.log(_KEYS)
-    sizes, by_size = (", ".join(f"{value:.3g}" for value in values) for values in (_BIAS_SIZES, entropies))
+    sizes, by_size = (
+        ", ".join(f"{value:.3g}" for value in values) for values in (_BIAS_SIZES, entropies)
+    )
     return [
         Claim(
             "bias-inside",
@@ -146,7 +162,8 @@ def _additive_bias_claims(entropies: list[float], most: float) -> list[Claim]:
             "A large bias inside tanh saturates it and flattens the attention weights.",
             HOLDS if flat else DOES_NOT_HOLD,
             f"entropy {entropies[0]:.2f} → {entropies[-1]:.2f} of {np.log(_KEYS):.2f} nats",
-            f"Biases of size {sizes}: entropy over {_KEYS} keys {by_size} nats; uniform is {np.log(_KEYS):.2f}.",
+            f"Biases of size {sizes}: entropy over {_KEYS} keys {by_size} nats; uniform is "
+            f"{np.log(_KEYS):.2f}.",
             "identities",
         ),
         Claim(
@@ -169,21 +186,32 @@ def _identity_picture(moves: _Moves, entropies: list[float]) -> Picture:
         "a bias per key": moves.key_bias,
     }
     smallest = 1e-9  # stands for 0 on the logarithmic axis
-    axes[0, 0].barh(range(len(changes)), [max(value, smallest) for value in changes.values()], color="#777777")
+    axes[0, 0].barh(
+        range(len(changes)), [max(value, smallest) for value in changes.values()], color="#777777"
+    )
     axes[0, 0].set_xscale("log")
     axes[0, 0].set_xlim(smallest, 1)
     axes[0, 0].set_yticks(range(len(changes)), list(changes))
-    _style.dress(axes[0, 0], xlabel="largest share of a row that moves", title="what changes the map")
+    _style.dress(
+        axes[0, 0], xlabel="largest share of a row that moves", title="what changes the map"
+    )
     axes[0, 1].plot(_BIAS_SIZES, entropies, **_style.LINES[0], markersize=5, linewidth=1.3)
     axes[0, 1].axhline(np.log(_KEYS), color=_style.GREY, linewidth=0.8, linestyle=":")
     axes[0, 1].set_ylim(0)
-    _style.dress(axes[0, 1], xlabel="size of the bias inside tanh", ylabel="entropy (nats)", title=f"{_KEYS} keys")
+    _style.dress(
+        axes[0, 1],
+        xlabel="size of the bias inside tanh",
+        ylabel="entropy (nats)",
+        title=f"{_KEYS} keys",
+    )
     return Picture(
         "identities",
         figure,
-        f"Left: how much of a row's weight moves on {moves.where} when parameters change; two of the three changes are "
-        "none but for rounding. Right: a bias inside tanh flattens additive attention; the dotted line is uniform.",
-        "Bars of moved attention weight for three changes, and entropy against the size of the inner bias.",
+        f"Left: how much of a row's weight moves on {moves.where} when parameters change; two of "
+        "the three changes are none but for rounding. Right: a bias inside tanh flattens additive "
+        "attention; the dotted line is uniform.",
+        "Bars of moved attention weight for three changes, and entropy against the size of the "
+        "inner bias.",
         {
             "change": list(changes),
             "largest_total_variation": list(changes.values()),

@@ -33,18 +33,27 @@ def judge(study: Study) -> Findings:
 
 
 def _kernel_distances(subject: Subject) -> dict[str, list[np.ndarray]]:
-    """Total variation between Gaussian-kernel map and dot-product map, by block and from ever less ideal tokens."""
-    result: dict[str, list[np.ndarray]] = {"LayerNorm alone": [], "with its affine part": [], "the model's q and k": []}
+    """Total variation between Gaussian-kernel map and dot-product map, by block and from ever less
+    ideal tokens."""
+    result: dict[str, list[np.ndarray]] = {
+        "LayerNorm alone": [],
+        "with its affine part": [],
+        "the model's q and k": [],
+    }
     for block in subject.captured.blocks:
         bare = layer_norm(block.tokens)
         pairs = ((bare, bare), (block.normalized, block.normalized), (block.query, block.key))
         for distances, (query, key) in zip(result.values(), pairs, strict=True):
-            distances.append(total_variation(gaussian_kernel_map(query, key), dot_product_map(query, key)))
+            distances.append(
+                total_variation(gaussian_kernel_map(query, key), dot_product_map(query, key))
+            )
     return result
 
 
 def _kernel_claims(subject: Subject, kernel: dict[str, list[np.ndarray]]) -> list[Claim]:
-    ideal, _, live = (np.concatenate([np.ravel(values) for values in blocks]) for blocks in kernel.values())
+    ideal, _, live = (
+        np.concatenate([np.ravel(values) for values in blocks]) for blocks in kernel.values()
+    )
     verdict = HOLDS if ideal.max() < 1e-3 else DOES_NOT_HOLD
     norms = [np.linalg.norm(block.key, axis=-1) for block in subject.captured.blocks]
     varied = [float(np.mean(norm.std(-1) / norm.mean(-1))) for norm in norms]
@@ -55,8 +64,8 @@ def _kernel_claims(subject: Subject, kernel: dict[str, list[np.ndarray]]) -> lis
             "On the sphere, scaled dot-product attention is the row-normalised Gaussian kernel.",
             verdict,
             f"maps differ by {ideal.max():.0e}",
-            f"With q = k = LN(x) without affine part the two maps differ by at most {ideal.max():.1e} of a "
-            "row's weight.",
+            "With q = k = LN(x) without affine part the two maps differ by at most "
+            f"{ideal.max():.1e} of a row's weight.",
             "kernel",
         ),
         Claim(
@@ -65,8 +74,8 @@ def _kernel_claims(subject: Subject, kernel: dict[str, list[np.ndarray]]) -> lis
             "The Gaussian form still describes attention between projected queries and keys.",
             HOLDS if live.max() < 0.01 else only_when("all keys have one norm"),
             f"maps differ by {spread(live)}",
-            f"From this model's q and k the two maps differ by {spread(live)} of a row's weight; key norms vary by "
-            f"{spread(varied)} of their mean.",
+            f"From this model's q and k the two maps differ by {spread(live)} of a row's weight; "
+            f"key norms vary by {spread(varied)} of their mean.",
             "kernel",
         ),
     ]
@@ -81,8 +90,8 @@ def _kernel_picture(kernel: dict[str, list[np.ndarray]]) -> Picture:
     return Picture(
         "kernel",
         figure,
-        "Total variation between the Gaussian-kernel map and the dot-product map, from LayerNorm without "
-        "affine part (exact), with it, and from the model's projected queries and keys.",
+        "Total variation between the Gaussian-kernel map and the dot-product map, from LayerNorm "
+        "without affine part (exact), with it, and from the model's projected queries and keys.",
         "Difference of the two maps by block, for three kinds of tokens.",
         data,
     )

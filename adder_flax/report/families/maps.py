@@ -31,10 +31,18 @@ def _global_claim(study: Study) -> Claim:
     statement = "Adder maps focus more on the global information than multiplicative ones."
     pair = study.adder_and_dot
     if pair is None:
-        return Claim(name, source, statement, NOT_MEASURED, "", "Needs an adder model and a multiplicative baseline.")
+        return Claim(
+            name,
+            source,
+            statement,
+            NOT_MEASURED,
+            "",
+            "Needs an adder model and a multiplicative baseline.",
+        )
     entropies = [np.mean([entropy(block).mean() for block in subject.maps]) for subject in pair]
     distances = lambda subject: [
-        mean_distance(block, study.grid, prefix_tokens=subject.prefix_tokens).mean() for block in subject.maps
+        mean_distance(block, study.grid, prefix_tokens=subject.prefix_tokens).mean()
+        for block in subject.maps
     ]
     reach = [np.mean(distances(subject)) for subject in pair]
     wider = entropies[0] > entropies[1], reach[0] > reach[1]
@@ -46,9 +54,11 @@ def _global_claim(study: Study) -> Claim:
         source,
         statement,
         verdict,
-        f"{entropies[0]:.2f} against {entropies[1]:.2f} nats; {reach[0]:.2f} against {reach[1]:.2f} patches",
-        f"Mean entropy of the rows: adder {entropies[0]:.3f} nats, multiplicative {entropies[1]:.3f}; mean distance "
-        f"that attention reaches: {reach[0]:.3f} and {reach[1]:.3f} patches.",
+        f"{entropies[0]:.2f} against {entropies[1]:.2f} nats; {reach[0]:.2f} against "
+        f"{reach[1]:.2f} patches",
+        f"Mean entropy of the rows: adder {entropies[0]:.3f} nats, multiplicative "
+        f"{entropies[1]:.3f}; mean distance that attention reaches: {reach[0]:.3f} and "
+        f"{reach[1]:.3f} patches.",
         "class-attention",
         margins=(float(entropies[0] - entropies[1]), float(reach[0] - reach[1])),
     )
@@ -68,35 +78,49 @@ def _map_picture(study: Study) -> Picture:
     return Picture(
         "maps",
         figure,
-        "Whole attention maps of the first image (the paper's figure 2), identity taken off; brighter is more "
-        "weight, each map with its own scale. A symmetric map would equal its mirror image in the falling "
-        "diagonal.",
+        "Whole attention maps of the first image (the paper's figure 2), identity taken off; "
+        "brighter is more weight, each map with its own scale. A symmetric map would equal its "
+        "mirror image in the falling diagonal.",
         "Attention maps as matrices for three blocks.",
         data,
     )
 
 
 def _attention_pictures(study: Study) -> list[Picture]:
-    """The paper's figure 3: of both models where there are two, else of the one with rollout beside it."""
+    """The paper's figure 3: of both models where there are two, else of the one with rollout beside
+    it."""
     models = {subject.name: subject for subject in filter(None, (study.baseline, study.subject))}
     shown = min(4 if len(models) == 1 else 3, len(study.pictures))
     blocks = study.subject.blocks(3, 6, 10)
-    options = dict(prefix_tokens=study.subject.prefix_tokens, captions=study.captions[:shown], with_rollout=True)
+    options = dict(
+        prefix_tokens=study.subject.prefix_tokens,
+        captions=study.captions[:shown],
+        with_rollout=True,
+    )
     maps = {name: [block[:shown] for block in subject.maps] for name, subject in models.items()}
     if len(models) == 1:
         [(name, only)] = maps.items()
-        figure = attention_figure(study.pictures[:shown], only, blocks=blocks, title=name, **options)
+        figure = attention_figure(
+            study.pictures[:shown], only, blocks=blocks, title=name, **options
+        )
     else:
         figure = comparison_figure(study.pictures[:shown], maps, blocks=blocks, **options)
     data = {
-        f"{name}, block {index + 1}": patch_attention(subject.maps[index], prefix_tokens=subject.prefix_tokens)
+        f"{name}, block {index + 1}": patch_attention(
+            subject.maps[index], prefix_tokens=subject.prefix_tokens
+        )
         for name, subject in models.items()
         for index in subject.blocks(3, 6, 10)
     }
+    who = f"{' (upper rows) and '.join(models)}"
+    who += " (lower rows) look" if len(models) > 1 else " looks"
     caption = (
-        f"Where {' (upper rows) and '.join(models)}{' (lower rows) look' if len(models) > 1 else ' looks'} from the "
-        "class token (the paper's figure 3), mean of the heads, and the rollout through all blocks, in which the "
-        "residual counts once and the identity map as the shortcut it is."
+        f"Where {who} from the class token (the paper's figure 3), mean of the heads, and the "
+        "rollout through all blocks, in which the residual counts once and the identity map as the "
+        "shortcut it is."
     )
-    alt = "Test images with attention drawn over them for three blocks, and rollout, one row for each model."
+    alt = (
+        "Test images with attention drawn over them for three blocks, and rollout, one row for "
+        "each model."
+    )
     return [Picture("class-attention", figure, caption, alt, data)]

@@ -33,7 +33,9 @@ def judge(study: Study) -> Findings:
 
 def _merge(effects: list[IdentityEffect]) -> IdentityEffect:
     """The effects of all blocks as one batch."""
-    fields = {name: np.stack([getattr(effect, name) for effect in effects]) for name in vars(effects[0])}
+    fields = {
+        name: np.stack([getattr(effect, name) for effect in effects]) for name in vars(effects[0])
+    }
     return IdentityEffect(**{**fields, "g": effects[0].g})
 
 
@@ -47,7 +49,9 @@ def _proposition_claims(effect: IdentityEffect) -> list[Claim]:
     closer = (effect.difference - effect.difference_identity).min(-1) >= -1e-9
     ranks = effect.rank_identity >= effect.rank
     share = lambda condition: (
-        f"all {condition.size} maps" if condition.all() else f"{condition.mean():.1%} of {condition.size} maps"
+        f"all {condition.size} maps"
+        if condition.all()
+        else f"{condition.mean():.1%} of {condition.size} maps"
     )
     every = lambda condition: HOLDS if condition.all() else DOES_NOT_HOLD
     return [
@@ -66,14 +70,16 @@ def _proposition_claims(effect: IdentityEffect) -> list[Claim]:
             "Adding the identity raises every singular value by 1.",
             shift,
             f"max |σ̃ − σ − 1| = {spread(effect.deviation)}",
-            f"max |σ̃ − σ − 1| is {spread(effect.deviation)}; below 0.01 in {share(exact)}. The lowest eigenvalue of "
-            f"the symmetric part is {spread(effect.lowest_eigenvalue)}; the proof needs it to be at least 0.",
+            f"max |σ̃ − σ − 1| is {spread(effect.deviation)}; below 0.01 in {share(exact)}. The "
+            f"lowest eigenvalue of the symmetric part is {spread(effect.lowest_eigenvalue)}; the "
+            "proof needs it to be at least 0.",
             "ranks",
         ),
         Claim(
             "proposition-1-ratio",
             f"{source}, equation 11",
-            "The cumulative curve rises more slowly with the identity: R(r) = f(r) / f̃(r) ≥ 1 at every r.",
+            "The cumulative curve rises more slowly with the identity: R(r) = f(r) / f̃(r) ≥ 1 at "
+            "every r.",
             every(slower),
             f"R ≥ {effect.ratio.min():.3f}; R ≥ 1 in {slower.mean():.1%} of maps",
             f"True of {share(slower)}; the smallest R is {effect.ratio.min():.4f}.",
@@ -85,8 +91,8 @@ def _proposition_claims(effect: IdentityEffect) -> list[Claim]:
             "The curve is closer to the straight line g(r) = r/N with the identity: D̃(r) ≤ D(r).",
             every(closer),
             f"{closer.mean():.1%} of maps",
-            f"True of {share(closer)}; the largest D falls from {spread(effect.difference.max(-1))} to "
-            f"{spread(effect.difference_identity.max(-1))}.",
+            f"True of {share(closer)}; the largest D falls from "
+            f"{spread(effect.difference.max(-1))} to {spread(effect.difference_identity.max(-1))}.",
             "ratio",
         ),
         Claim(
@@ -95,8 +101,8 @@ def _proposition_claims(effect: IdentityEffect) -> list[Claim]:
             "The equivalent rank (f = 0.9) does not fall when the identity is added.",
             every(ranks),
             f"rank {np.median(effect.rank):.3g} → {np.median(effect.rank_identity):.3g}",
-            f"True of {share(ranks)}; the rank goes from {spread(effect.rank)} to {spread(effect.rank_identity)} of "
-            f"{effect.f.shape[-1]}.",
+            f"True of {share(ranks)}; the rank goes from {spread(effect.rank)} to "
+            f"{spread(effect.rank_identity)} of {effect.f.shape[-1]}.",
             "ranks",
         ),
     ]
@@ -107,7 +113,14 @@ def _rank_claim(study: Study) -> Claim:
     statement = "Adder maps have a much lower rank than multiplicative ones."
     pair = study.adder_and_dot
     if pair is None:
-        return Claim(name, source, statement, NOT_MEASURED, "", "Needs an adder model and a multiplicative baseline.")
+        return Claim(
+            name,
+            source,
+            statement,
+            NOT_MEASURED,
+            "",
+            "Needs an adder model and a multiplicative baseline.",
+        )
     adder, dot = (np.mean([effect.rank for effect in subject.effects]) for subject in pair)
     effective = [np.mean([effect.effective_rank for effect in subject.effects]) for subject in pair]
     lower = adder < (1 - TOLERANCE) * dot
@@ -117,18 +130,23 @@ def _rank_claim(study: Study) -> Claim:
         statement,
         HOLDS if lower else DOES_NOT_HOLD,
         f"rank {adder:.2f} against {dot:.2f}",
-        f"Mean rank at f = 0.9 (identity taken off): adder {adder:.2f}, multiplicative {dot:.2f}; effective ranks "
-        f"{effective[0]:.2f} and {effective[1]:.2f}, of {study.subject.maps[0].shape[-1]}.",
+        f"Mean rank at f = 0.9 (identity taken off): adder {adder:.2f}, multiplicative {dot:.2f}; "
+        f"effective ranks {effective[0]:.2f} and {effective[1]:.2f}, of "
+        f"{study.subject.maps[0].shape[-1]}.",
         "spectrum",
         margins=(float((1 - TOLERANCE) * dot - adder),),
     )
 
 
-def _curve(axis, ranks: np.ndarray, curves: np.ndarray, line: dict, label: str, fill: bool = True) -> None:
+def _curve(
+    axis, ranks: np.ndarray, curves: np.ndarray, line: dict, label: str, fill: bool = True
+) -> None:
     mean, deviation = curves.mean(0), curves.std(0)
     axis.plot(ranks, mean, **{**line, "marker": None}, linewidth=1.6, label=label)
     if fill:
-        axis.fill_between(ranks, mean - deviation, mean + deviation, color=line["color"], alpha=0.15, linewidth=0)
+        axis.fill_between(
+            ranks, mean - deviation, mean + deviation, color=line["color"], alpha=0.15, linewidth=0
+        )
 
 
 def _spectrum_picture(study: Study) -> Picture:
@@ -150,15 +168,21 @@ def _spectrum_picture(study: Study) -> Picture:
         axis.axhline(0.9, color=_style.GREY, linewidth=0.6)
         axis.set_ylim(0, 1.02)
         _style.whole_ticks(axis)
-        _style.dress(axis, xlabel="r", ylabel="share of Σσ" if axis is axes[0, 0] else "", title=f"block {index + 1}")
+        _style.dress(
+            axis,
+            xlabel="r",
+            ylabel="share of Σσ" if axis is axes[0, 0] else "",
+            title=f"block {index + 1}",
+        )
     _style.legend(axes[0, 0], loc="lower right")
     return Picture(
         "spectrum",
         figure,
-        "Normalised cumulative singular values of the maps without (A) and with (A + I) the identity, mean "
-        "over images and heads with one standard deviation shaded; the straight line is g(r) = r/N, the thin "
-        "line the level 0.9.",
-        "Cumulative singular-value curves per block; the curve of A + I lies between that of A and the diagonal.",
+        "Normalised cumulative singular values of the maps without (A) and with (A + I) the "
+        "identity, mean over images and heads with one standard deviation shaded; the straight "
+        "line is g(r) = r/N, the thin line the level 0.9.",
+        "Cumulative singular-value curves per block; the curve of A + I lies between that of A and "
+        "the diagonal.",
         data,
     )
 
@@ -177,14 +201,23 @@ def _ratio_picture(study: Study) -> Picture:
         panels["f(r), f̃(r)"][study.baseline.name] = other.f
         panels["R(r) = f / f̃"][study.baseline.name] = other.ratio
         panels["D(r) = f − r/N"][study.baseline.name] = other.difference
-    lines = dict(zip(dict.fromkeys(label for panel in panels.values() for label in panel), _style.LINES, strict=False))
+    lines = dict(
+        zip(
+            dict.fromkeys(label for panel in panels.values() for label in panel),
+            _style.LINES,
+            strict=False,
+        )
+    )
     ranks = np.arange(1, merged.f.shape[-1] + 1)
     figure, axes = _style.new_figure(9.6, 3.2, 1, 3)
     data: dict[str, np.ndarray] = {"r": ranks}
     for axis, (title, curves) in zip(axes[0], panels.items(), strict=True):
         for label, values in curves.items():
             _curve(axis, np.arange(1, values.shape[-1] + 1), flat(values), lines[label], label)
-            data |= {f"{title}, {label}, mean": flat(values).mean(0), f"{title}, {label}, std": flat(values).std(0)}
+            data |= {
+                f"{title}, {label}, mean": flat(values).mean(0),
+                f"{title}, {label}, std": flat(values).std(0),
+            }
         _style.whole_ticks(axis)
         _style.dress(axis, xlabel="r", title=title)
     axes[0, 0].plot(ranks, merged.g, color=_style.GREY, linewidth=1, linestyle=":", label="g = r/N")
@@ -193,10 +226,12 @@ def _ratio_picture(study: Study) -> Picture:
     return Picture(
         "ratio",
         figure,
-        "The curves of Proposition 1 over all blocks, images and heads, one standard deviation shaded: cumulative "
-        "singular values, their ratio without and with the identity (the proposition has it at 1 or above), and their "
-        "distance from the straight line (smaller with the identity).",
-        "Mean cumulative singular-value curves, the ratio R and the differences D against the rank.",
+        "The curves of Proposition 1 over all blocks, images and heads, one standard deviation "
+        "shaded: cumulative singular values, their ratio without and with the identity (the "
+        "proposition has it at 1 or above), and their distance from the straight line (smaller "
+        "with the identity).",
+        "Mean cumulative singular-value curves, the ratio R and the differences D against the "
+        "rank.",
         data,
     )
 
@@ -220,19 +255,30 @@ def _rank_picture(effects: list[IdentityEffect]) -> Picture:
         for line, (label, values) in zip(_style.LINES, group.items(), strict=False):
             flat = np.stack([np.ravel(value) for value in values])
             axis.errorbar(
-                blocks, flat.mean(1), yerr=flat.std(1), **line, markersize=4, linewidth=1.3, capsize=2, label=label
+                blocks,
+                flat.mean(1),
+                yerr=flat.std(1),
+                **line,
+                markersize=4,
+                linewidth=1.3,
+                capsize=2,
+                label=label,
             )
             data[f"{label}, mean"], data[f"{label}, std"] = flat.mean(1), flat.std(1)
         axis.set_ylim(min(0.0, axis.get_ylim()[0]), 1.4 * axis.get_ylim()[1])  # room for the legend
         _style.whole_ticks(axis)
         _style.legend(axis, loc="upper left")
     _style.dress(axes[0, 0], xlabel="block", ylabel="rank", title="ranks")
-    _style.dress(axes[0, 1], xlabel="block", ylabel="size", title="what the proof assumes, and its error")
+    _style.dress(
+        axes[0, 1], xlabel="block", ylabel="size", title="what the proof assumes, and its error"
+    )
     return Picture(
         "ranks",
         figure,
-        "Left: ranks with and without the identity. Right: how far the maps are from symmetric, and how far the "
-        "singular values of A + I are from σ + 1; bars are one standard deviation over images and heads.",
-        "Ranks by block, with and without identity; asymmetry and deviation from the proposition by block.",
+        "Left: ranks with and without the identity. Right: how far the maps are from symmetric, "
+        "and how far the singular values of A + I are from σ + 1; bars are one standard deviation "
+        "over images and heads.",
+        "Ranks by block, with and without identity; asymmetry and deviation from the proposition "
+        "by block.",
         data,
     )

@@ -19,7 +19,10 @@ def judge(study: object) -> Findings:
     del study  # a statement on scores, whatever the model
     norms = gradient_norms(_INPUT_NORMS)
     entropies = entropy_by_width(_HEAD_DIMS, keys=_KEYS)
-    return Findings([*_saturation_claims(norms), _scaling_claim(entropies)], [_saturation_picture(norms, entropies)])
+    return Findings(
+        [*_saturation_claims(norms), _scaling_claim(entropies)],
+        [_saturation_picture(norms, entropies)],
+    )
 
 
 def _saturation_claims(norms: GradientNorms) -> list[Claim]:
@@ -27,19 +30,25 @@ def _saturation_claims(norms: GradientNorms) -> list[Claim]:
     peak = int(norms.additive.argmax())
     vanishes = norms.additive[-1] < 1e-2 * norms.additive[peak]
     mean_grows = norms.additive_rms[-1] > norms.additive_rms[0]
-    verdict = only_when("a single draw is looked at, not the mean square over draws") if mean_grows else HOLDS
+    verdict = (
+        only_when("a single draw is looked at, not the mean square over draws")
+        if mean_grows
+        else HOLDS
+    )
     steady = np.ptp(norms.additive_layer_norm) / norms.additive_layer_norm.mean()
     return [
         Claim(
             "additive-saturation",
             source,
-            "As inputs grow, the gradient of the additive score with respect to W_s approaches zero.",
+            "As inputs grow, the gradient of the additive score with respect to W_s approaches "
+            "zero.",
             verdict if vanishes else DOES_NOT_HOLD,
             f"median falls to {norms.additive[-1] / norms.additive[peak]:.0e} of its peak",
-            f"The median over draws rises up to inputs of norm {norms.input_norms[peak]:g}√d and has fallen to "
-            f"{norms.additive[-1] / norms.additive[peak]:.1e} of its peak at {norms.input_norms[-1]:g}√d. The "
-            f"root mean square keeps growing ({norms.additive_rms[0]:.2g} to {norms.additive_rms[-1]:.3g}): a "
-            "unit is unsaturated with probability ~ 1/norm, and then its gradient is ~ norm.",
+            f"The median over draws rises up to inputs of norm {norms.input_norms[peak]:g}√d and "
+            f"has fallen to {norms.additive[-1] / norms.additive[peak]:.1e} of its peak at "
+            f"{norms.input_norms[-1]:g}√d. The root mean square keeps growing "
+            f"({norms.additive_rms[0]:.2g} to {norms.additive_rms[-1]:.3g}): a unit is unsaturated "
+            "with probability ~ 1/norm, and then its gradient is ~ norm.",
             "saturation",
         ),
         Claim(
@@ -48,8 +57,8 @@ def _saturation_claims(norms: GradientNorms) -> list[Claim]:
             "LayerNorm before tanh keeps the gradient of the additive score from vanishing.",
             HOLDS if steady < 0.05 else DOES_NOT_HOLD,
             f"constant within {steady:.2%}",
-            f"Its norm stays at {norms.additive_layer_norm.mean():.3g} within {steady:.2%} over inputs of norm "
-            f"{norms.input_norms[0]:g}√d to {norms.input_norms[-1]:g}√d.",
+            f"Its norm stays at {norms.additive_layer_norm.mean():.3g} within {steady:.2%} over "
+            f"inputs of norm {norms.input_norms[0]:g}√d to {norms.input_norms[-1]:g}√d.",
             "saturation",
         ),
     ]
@@ -63,11 +72,13 @@ def _scaling_claim(entropies: dict[str, np.ndarray]) -> Claim:
         f"{_SOURCE}, The challenge of large dot products",
         "Without 1/√d the softmax over dot products saturates as d grows; with it, it does not.",
         HOLDS if holds else DOES_NOT_HOLD,
-        f"entropy {entropies['dot, unscaled'][-1]:.2f} against {entropies['dot'][-1]:.2f} nats at d = {_HEAD_DIMS[-1]}",
+        f"entropy {entropies['dot, unscaled'][-1]:.2f} against {entropies['dot'][-1]:.2f} nats at "
+        f"d = {_HEAD_DIMS[-1]}",
         f"Entropy over {_KEYS} keys from d = {_HEAD_DIMS[0]} to {_HEAD_DIMS[-1]}: unscaled "
         f"{entropies['dot, unscaled'][0]:.2f} to {entropies['dot, unscaled'][-1]:.2f} nats, scaled "
-        f"{entropies['dot'][0]:.2f} to {entropies['dot'][-1]:.2f}; adder at 1/√d {entropies['adder'][-1]:.2f}, "
-        f"variance-matched {entropies['adder, variance-matched'][-1]:.2f}; uniform is {np.log(_KEYS):.2f}.",
+        f"{entropies['dot'][0]:.2f} to {entropies['dot'][-1]:.2f}; adder at 1/√d "
+        f"{entropies['adder'][-1]:.2f}, variance-matched "
+        f"{entropies['adder, variance-matched'][-1]:.2f}; uniform is {np.log(_KEYS):.2f}.",
         "saturation",
     )
 
@@ -86,7 +97,9 @@ def _saturation_picture(norms: GradientNorms, entropies: dict[str, np.ndarray]) 
     axes[0, 0].set_xscale("log", base=2)
     axes[0, 0].set_yscale("log")
     axes[0, 0].set_ylim(1e-4, 3e3)
-    _style.dress(axes[0, 0], xlabel="norm of query and key (√d)", ylabel="gradient norm", title="gradients")
+    _style.dress(
+        axes[0, 0], xlabel="norm of query and key (√d)", ylabel="gradient norm", title="gradients"
+    )
     _style.legend(axes[0, 0], loc="lower left")
     for line, (label, values) in zip(_style.LINES, entropies.items(), strict=False):
         axes[0, 1].plot(_HEAD_DIMS, values, **line, markersize=4, linewidth=1.3, label=label)
@@ -94,15 +107,24 @@ def _saturation_picture(norms: GradientNorms, entropies: dict[str, np.ndarray]) 
     axes[0, 1].set_xscale("log", base=2)
     axes[0, 1].set_xticks(_HEAD_DIMS, [str(dim) for dim in _HEAD_DIMS])
     axes[0, 1].set_ylim(0)
-    _style.dress(axes[0, 1], xlabel="head width d", ylabel="entropy (nats)", title=f"softmax over {_KEYS} keys")
+    _style.dress(
+        axes[0, 1],
+        xlabel="head width d",
+        ylabel="entropy (nats)",
+        title=f"softmax over {_KEYS} keys",
+    )
     _style.legend(axes[0, 1], loc="lower left")
-    data = {**{name: getattr(norms, name) for name in vars(norms)}, "head_dim": np.array(_HEAD_DIMS)}
+    data = {
+        **{name: getattr(norms, name) for name in vars(norms)},
+        "head_dim": np.array(_HEAD_DIMS),
+    }
     data |= {f"entropy {name}": values for name, values in entropies.items()}
     return Picture(
         "saturation",
         figure,
-        "Left: gradient with respect to W_s of the additive score, and to the query of a softmax over dot products. "
-        "Right: entropy of the softmax between unit-normal queries and keys; the dotted line is uniform.",
+        "Left: gradient with respect to W_s of the additive score, and to the query of a softmax "
+        "over dot products. Right: entropy of the softmax between unit-normal queries and keys; "
+        "the dotted line is uniform.",
         "Gradient norm against input norm, and softmax entropy against head width.",
         data,
     )

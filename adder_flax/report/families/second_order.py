@@ -24,16 +24,23 @@ _NOTICEABLE = 0.1
 @register_claims("second-order", BROWNIAN, of=ImageStudy)
 def judge(study: ImageStudy) -> Findings:
     """Its size beside the first-order one, where steps were expanded."""
-    return Findings([_second_order_claim(study)], [_second_order_picture(study)] if study.second_order else [])
+    return Findings(
+        [_second_order_claim(study)], [_second_order_picture(study)] if study.second_order else []
+    )
 
 
 def _second_order_claim(study: ImageStudy) -> Claim:
     name, source = "second-order", f"{_SOURCE}, section 3.3 (the argument for CG-FAC)"
-    statement = "The second-order term of the loss along a training step is not negligible beside the first."
+    statement = (
+        "The second-order term of the loss along a training step is not negligible beside the "
+        "first."
+    )
     if not study.second_order:
         finding = "Needs steps of a run, 0 were given (second_order_along)."
         return Claim(name, source, statement, NOT_MEASURED, "", finding)
-    own = np.concatenate([[step.ratio() for step in taken] for taken in study.second_order.values()])
+    own = np.concatenate(
+        [[step.ratio() for step in taken] for taken in study.second_order.values()]
+    )
     verdict = HOLDS if np.median(own) >= _NOTICEABLE else DOES_NOT_HOLD
     parts, at_peak = [], []
     for where, taken in study.second_order.items():
@@ -42,9 +49,9 @@ def _second_order_claim(study: ImageStudy) -> Claim:
         smooth = np.abs([step.second / step.first for step in taken])
         by_hessian = f" (from H alone {spread(smooth)})" if np.isfinite(smooth).all() else ""
         parts.append(
-            f"{where}, learning rate {min(rates):.2g} to {max(rates):.2g}: {spread([s.ratio() for s in taken])}"
-            f"{by_hessian}; in the same direction at the peak rate of {study.peak_learning_rate:.2g} "
-            f"{np.median(at_peak[-len(taken) :]):.2g}"
+            f"{where}, learning rate {min(rates):.2g} to {max(rates):.2g}: "
+            f"{spread([s.ratio() for s in taken])}{by_hessian}; in the same direction at the peak "
+            f"rate of {study.peak_learning_rate:.2g} {np.median(at_peak[-len(taken) :]):.2g}"
         )
     if verdict == DOES_NOT_HOLD and np.median(at_peak) >= _NOTICEABLE:
         verdict = only_when("the learning rate is near its peak")
@@ -54,8 +61,8 @@ def _second_order_claim(study: ImageStudy) -> Claim:
         statement,
         verdict,
         f"{np.median(own):.2g} of the first",
-        f"|second-order| / |first-order| over {len(own)} steps. {'. '.join(parts)}. They are the even and the odd "
-        "part of what the batch's loss does along the step, kinks included.",
+        f"|second-order| / |first-order| over {len(own)} steps. {'. '.join(parts)}. They are the "
+        "even and the odd part of what the batch's loss does along the step, kinks included.",
         "second-order",
     )
 
@@ -66,9 +73,9 @@ def _second_order_picture(study: ImageStudy) -> Picture:
     return Picture(
         "second-order",
         second_order_figure(study.second_order),
-        "The loss of a batch along the training step taken on it: its change, the odd part of it (the first-order "
-        "term), the even part (the second-order term, kinks included) and, where it was computed, ½ δᵀHδ from the "
-        "Hessian.",
+        "The loss of a batch along the training step taken on it: its change, the odd part of it "
+        "(the first-order term), the even part (the second-order term, kinks included) and, where "
+        "it was computed, ½ δᵀHδ from the Hessian.",
         "First- and second-order terms of the loss for single training steps.",
         {"where": [where for where, _ in rows], **columns},
     )

@@ -61,8 +61,19 @@ def _sphere_picture(subject: Subject) -> Picture:
         bins = np.linspace(every.min() - 0.02, every.max() + 0.02, 50)
         for line, (label, radius) in zip(_style.LINES, radii.items(), strict=False):
             data[f"block_{index + 1}_{label.replace(' ', '_')}"] = radius
-            style = {"color": line["color"], "linestyle": line["linestyle"], "linewidth": 1.5, "histtype": "step"}
-            axis.hist(radius, bins=bins, weights=np.full(radius.size, 100 / radius.size), label=label, **style)
+            style = {
+                "color": line["color"],
+                "linestyle": line["linestyle"],
+                "linewidth": 1.5,
+                "histtype": "step",
+            }
+            axis.hist(
+                radius,
+                bins=bins,
+                weights=np.full(radius.size, 100 / radius.size),
+                label=label,
+                **style,
+            )
         axis.set_ylim(0, 135)
         _style.dress(axis, xlabel="‖LN(x)‖ / √d", title=f"block {index + 1}")
     axes[0, 0].set_ylabel("tokens (%)", fontsize=9)
@@ -70,8 +81,8 @@ def _sphere_picture(subject: Subject) -> Picture:
     return Picture(
         "sphere",
         figure,
-        "Radius of the tokens after the LayerNorm before attention, with and without its affine part; 1 is "
-        "the sphere of radius √d.",
+        "Radius of the tokens after the LayerNorm before attention, with and without its affine "
+        "part; 1 is the sphere of radius √d.",
         "Histograms of token norms for three blocks.",
         data,
     )

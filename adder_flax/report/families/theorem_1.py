@@ -27,7 +27,8 @@ from adder_flax.report._study import (
 
 _SOURCE = ADDER.source
 _HEAD_DIMS = (4, 8, 16, 32, 64, 128)
-# Sampled variances may be this many standard errors off: 3 would fail one of a dozen estimates too often.
+# Sampled variances may be this many standard errors off: 3 would fail one of a dozen estimates too
+# often.
 _STANDARD_ERRORS = 4.0
 
 
@@ -57,7 +58,8 @@ def _theorem_claims(estimates: dict[str, list[VarianceEstimate]]) -> list[Claim]
     claims = []
     for score, (symbol, formula) in names.items():
         errors = [
-            abs(estimate.variance - predicted_variance(score, estimate.head_dim)) / estimate.standard_error
+            abs(estimate.variance - predicted_variance(score, estimate.head_dim))
+            / estimate.standard_error
             for estimate in estimates[score]
         ]
         largest = estimates[score][-1]
@@ -68,8 +70,8 @@ def _theorem_claims(estimates: dict[str, list[VarianceEstimate]]) -> list[Claim]
                 f"For unit-normal q and k the variance of {symbol} is {formula}.",
                 HOLDS if max(errors) < _STANDARD_ERRORS else DOES_NOT_HOLD,
                 f"{largest.variance / largest.head_dim:.3f} d",
-                f"Sampled at d = {_HEAD_DIMS[0]} … {_HEAD_DIMS[-1]}: within {max(errors):.1f} standard errors; at "
-                f"d = {largest.head_dim} {largest.variance:.1f} against "
+                f"Sampled at d = {_HEAD_DIMS[0]} … {_HEAD_DIMS[-1]}: within {max(errors):.1f} "
+                f"standard errors; at d = {largest.head_dim} {largest.variance:.1f} against "
                 f"{predicted_variance(score, largest.head_dim):.1f}.",
                 "theorem-1",
             )
@@ -82,8 +84,8 @@ def _theorem_claims(estimates: dict[str, list[VarianceEstimate]]) -> list[Claim]
             "Scaling by 1/√d counteracts the growth of the adder score's variance.",
             HOLDS if max(left) - min(left) < TOLERANCE * ADDER_VARIANCE_PER_DIM else DOES_NOT_HOLD,
             f"scaled variance {min(left):.3f} to {max(left):.3f}",
-            f"The scaled variance is {min(left):.3f} to {max(left):.3f} at every d: constant, but not 1; the "
-            "dot product's is 1. The variance-matched scale 1/√(0.727 d) gives "
+            f"The scaled variance is {min(left):.3f} to {max(left):.3f} at every d: constant, but "
+            "not 1; the dot product's is 1. The variance-matched scale 1/√(0.727 d) gives "
             f"{np.mean(left) / ADDER_VARIANCE_PER_DIM:.3f}.",
             "theorem-1",
         )
@@ -92,7 +94,10 @@ def _theorem_claims(estimates: dict[str, list[VarianceEstimate]]) -> list[Claim]
 
 
 def _live_claim(study: Study, live: dict[int, LiveVariance]) -> Claim:
-    statement = "The model's own queries and keys are unit-normal enough for Theorem 1 to give their score variance."
+    statement = (
+        "The model's own queries and keys are unit-normal enough for Theorem 1 to give their score "
+        "variance."
+    )
     source = f"{_SOURCE}, A.2 (assumption)"
     if not live:
         scores = ", ".join(sorted(set(study.subject.scores)))
@@ -116,26 +121,44 @@ def _live_claim(study: Study, live: dict[int, LiveVariance]) -> Claim:
         statement,
         verdict,
         f"{spread(ratios)} × predicted",
-        f"Measured over predicted variance by block: {spread(ratios)}; with the measured component variances put in "
-        f"{spread(rescaled)}. Root mean square of q: {spread([entry.query_rms for entry in live.values()])}, "
-        f"correlation of a token's q with its k: {spread([entry.component_correlation for entry in live.values()])}, "
-        f"excess kurtosis: {spread([entry.excess_kurtosis for entry in live.values()])}.",
+        f"Measured over predicted variance by block: {spread(ratios)}; with the measured component "
+        f"variances put in {spread(rescaled)}. Root mean square of q: "
+        f"{spread([entry.query_rms for entry in live.values()])}, correlation of a token's q with "
+        f"its k: {spread([entry.component_correlation for entry in live.values()])}, excess "
+        f"kurtosis: {spread([entry.excess_kurtosis for entry in live.values()])}.",
         "theorem-1",
     )
 
 
-def _theorem_picture(estimates: dict[str, list[VarianceEstimate]], live: dict[int, LiveVariance]) -> Picture:
+def _theorem_picture(
+    estimates: dict[str, list[VarianceEstimate]], live: dict[int, LiveVariance]
+) -> Picture:
     figure, axes = _style.new_figure(9.0, 3.9, 1, 2)
     axis = axes[0, 0]
-    for line, (score, symbol) in zip(_style.LINES, {"dot": "q·k", "adder": "−‖q − k‖₁"}.items(), strict=False):
+    for line, (score, symbol) in zip(
+        _style.LINES, {"dot": "q·k", "adder": "−‖q − k‖₁"}.items(), strict=False
+    ):
         predicted = [predicted_variance(score, dim) for dim in _HEAD_DIMS]
-        sampled, errors = zip(*((e.variance, 3 * e.standard_error) for e in estimates[score]), strict=True)
+        sampled, errors = zip(
+            *((e.variance, 3 * e.standard_error) for e in estimates[score]), strict=True
+        )
         axis.plot(_HEAD_DIMS, predicted, **{**line, "marker": None}, label=f"{symbol}, Theorem 1")
         marks = {**line, "linestyle": "none", "fillstyle": "none", "markersize": 5, "capsize": 3}
-        axis.errorbar(_HEAD_DIMS, sampled, yerr=errors, **marks, label=f"{symbol}, sampled (3 s.e.)")
+        axis.errorbar(
+            _HEAD_DIMS, sampled, yerr=errors, **marks, label=f"{symbol}, sampled (3 s.e.)"
+        )
     if live:
-        dims, measured = zip(*((entry.head_dim, entry.measured) for entry in live.values()), strict=True)
-        axis.plot(dims, measured, color="#0072B2", marker="x", linestyle="none", label="this model, one × a block")
+        dims, measured = zip(
+            *((entry.head_dim, entry.measured) for entry in live.values()), strict=True
+        )
+        axis.plot(
+            dims,
+            measured,
+            color="#0072B2",
+            marker="x",
+            linestyle="none",
+            label="this model, one × a block",
+        )
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(_HEAD_DIMS, [str(dim) for dim in _HEAD_DIMS])
@@ -145,23 +168,28 @@ def _theorem_picture(estimates: dict[str, list[VarianceEstimate]], live: dict[in
     return Picture(
         "theorem-1",
         figure,
-        "Variance of scores between unit-normal vectors against the head width. Left, raw scores: Theorem 1 as lines, "
-        "samples as open marks, the model's own queries and keys as crosses. Right, after scaling: constant at every "
-        "width, and 1 for the adder score only with the variance-matched scale.",
+        "Variance of scores between unit-normal vectors against the head width. Left, raw scores: "
+        "Theorem 1 as lines, samples as open marks, the model's own queries and keys as crosses. "
+        "Right, after scaling: constant at every width, and 1 for the adder score only with the "
+        "variance-matched scale.",
         "Variance of raw and of scaled scores against head width for dot product and L1 distance.",
         _theorem_data(estimates, live),
     )
 
 
 def _draw_scaled_variance(axis, estimates: dict[str, list[VarianceEstimate]]) -> None:
-    per_dim = {score: [e.variance / e.head_dim for e in sampled] for score, sampled in estimates.items()}
+    per_dim = {
+        score: [e.variance / e.head_dim for e in sampled] for score, sampled in estimates.items()
+    }
     series = {
         "q·k, 1/√d": per_dim["dot"],
         "−‖q − k‖₁, 1/√d": per_dim["adder"],
         "−‖q − k‖₁, variance-matched": np.array(per_dim["adder"]) / ADDER_VARIANCE_PER_DIM,
     }
     for line, (label, values) in zip(_style.LINES, series.items(), strict=False):
-        axis.plot(_HEAD_DIMS, values, **line, markersize=5, linewidth=1.3, fillstyle="none", label=label)
+        axis.plot(
+            _HEAD_DIMS, values, **line, markersize=5, linewidth=1.3, fillstyle="none", label=label
+        )
     for level in (1.0, ADDER_VARIANCE_PER_DIM):
         axis.axhline(level, color=_style.GREY, linewidth=0.8, linestyle=":")
     axis.set_xscale("log", base=2)
@@ -171,9 +199,18 @@ def _draw_scaled_variance(axis, estimates: dict[str, list[VarianceEstimate]]) ->
     _style.legend(axis)
 
 
-def _theorem_data(estimates: dict[str, list[VarianceEstimate]], live: dict[int, LiveVariance]) -> dict[str, list]:
+def _theorem_data(
+    estimates: dict[str, list[VarianceEstimate]], live: dict[int, LiveVariance]
+) -> dict[str, list]:
     rows = [
-        (score, "sampled", e.head_dim, e.variance, e.standard_error, predicted_variance(score, e.head_dim))
+        (
+            score,
+            "sampled",
+            e.head_dim,
+            e.variance,
+            e.standard_error,
+            predicted_variance(score, e.head_dim),
+        )
         for score, sampled in estimates.items()
         for e in sampled
     ]

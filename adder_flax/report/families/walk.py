@@ -33,20 +33,29 @@ def judge(study: Study) -> Findings:
     """Gaps, mixing times and reversibility of the subject's maps."""
     walk = _walk_numbers(study.subject)
     return Findings(
-        _walk_claims(study.subject, walk), [_walk_picture(walk), _steps_picture(study), _diffusion_picture(study)]
+        _walk_claims(study.subject, walk),
+        [_walk_picture(walk), _steps_picture(study), _diffusion_picture(study)],
     )
 
 
 def _walk_numbers(subject: Subject) -> dict[str, list[np.ndarray]]:
     """By block, for every image and head."""
-    functions = {"spectral gap": spectral_gap, "mixing time": mixing_time, "irreversibility": irreversibility}
-    return {name: [function(walk) for walk in subject.walks] for name, function in functions.items()}
+    functions = {
+        "spectral gap": spectral_gap,
+        "mixing time": mixing_time,
+        "irreversibility": irreversibility,
+    }
+    return {
+        name: [function(walk) for walk in subject.walks] for name, function in functions.items()
+    }
 
 
 def _walk_claims(subject: Subject, walk: dict[str, list[np.ndarray]]) -> list[Claim]:
     sums = np.concatenate([np.ravel(block.sum(-1)) for block in subject.maps])
     stochastic = np.abs(sums - 1).max() < 1e-2
-    identities = f"{sum(subject.identities)} of {len(subject.identities)} blocks add the identity map"
+    identities = (
+        f"{sum(subject.identities)} of {len(subject.identities)} blocks add the identity map"
+    )
     flow = np.concatenate([np.ravel(values) for values in walk["irreversibility"]])
     time = np.concatenate([np.ravel(values) for values in walk["mixing time"]])
     return [
@@ -56,8 +65,8 @@ def _walk_claims(subject: Subject, walk: dict[str, list[np.ndarray]]) -> list[Cl
             "The attention map is the transition matrix of a Markov chain on the tokens.",
             HOLDS if stochastic else only_when("the identity map is taken off"),
             f"rows sum to {np.median(sums):.3g}; mixes in {np.median(time):.3g} steps",
-            f"Rows of what multiplies the values sum to {spread(sums)}; {identities}. The walk without it mixes "
-            f"(ε = ¼) within {spread(time)} steps.",
+            f"Rows of what multiplies the values sum to {spread(sums)}; {identities}. The walk "
+            f"without it mixes (ε = ¼) within {spread(time)} steps.",
             "walk",
         ),
         Claim(
@@ -74,7 +83,11 @@ def _walk_claims(subject: Subject, walk: dict[str, list[np.ndarray]]) -> list[Cl
 
 def _walk_picture(walk: dict[str, list[np.ndarray]]) -> Picture:
     figure, axes = _style.new_figure(8.8, 3.0, 1, 3)
-    units = {"spectral gap": "1 − |λ₂|", "mixing time": "steps, ε = ¼", "irreversibility": "share of flow"}
+    units = {
+        "spectral gap": "1 − |λ₂|",
+        "mixing time": "steps, ε = ¼",
+        "irreversibility": "share of flow",
+    }
     data: dict[str, np.ndarray] = {}
     for axis, (name, values) in zip(axes[0], walk.items(), strict=True):
         data |= _style.by_block(axis, {name: values})
@@ -83,16 +96,17 @@ def _walk_picture(walk: dict[str, list[np.ndarray]]) -> Picture:
     return Picture(
         "walk",
         figure,
-        "Every map as a Markov chain, identity taken off: how fast it forgets, in how many steps it mixes, "
-        "and how much of its flow goes round in circles. Bars are one standard deviation over images and "
-        "heads.",
+        "Every map as a Markov chain, identity taken off: how fast it forgets, in how many steps "
+        "it mixes, and how much of its flow goes round in circles. Bars are one standard deviation "
+        "over images and heads.",
         "Spectral gap, mixing time and irreversibility by block.",
         data,
     )
 
 
 def _steps_picture(study: Study) -> Picture:
-    """The walk from the class token (or the first patch) after 1, 2, 4, 8 steps, and its stationary distribution."""
+    """The walk from the class token (or the first patch) after 1, 2, 4, 8 steps, and its stationary
+    distribution."""
     first = study.subject.prefix_tokens
     index = len(study.subject.walks) // 2
     walk = study.subject.walks[index][0].mean(0)
@@ -106,8 +120,8 @@ def _steps_picture(study: Study) -> Picture:
     return Picture(
         "k-steps",
         figure,
-        f"Where a walk that starts on the class token is after k steps of block {index + 1} (mean of the "
-        "heads, first image), on one scale; at the end the stationary distribution.",
+        f"Where a walk that starts on the class token is after k steps of block {index + 1} (mean "
+        "of the heads, first image), on one scale; at the end the stationary distribution.",
         "Distributions over patches after 1, 2, 4, 8 steps and in the limit.",
         {"k": np.array(_STEPS), "rows": np.stack([row for _, row in rows])},
     )
@@ -119,7 +133,11 @@ def _diffusion_picture(study: Study) -> Picture:
     walk = study.subject.walks[index][0].mean(0)
     rows, columns = study.grid
     figure, axes = _style.new_figure(
-        1.9 * (len(_STEPS) + 1) + 0.6, 2.5, 1, len(_STEPS) + 1, width_ratios=[1.5] + [1] * len(_STEPS)
+        1.9 * (len(_STEPS) + 1) + 0.6,
+        2.5,
+        1,
+        len(_STEPS) + 1,
+        width_ratios=[1.5] + [1] * len(_STEPS),
     )
     plane = diffusion_map(walk, steps=1, dims=2).coordinates[first:]
     place = np.arange(rows * columns)
@@ -136,14 +154,16 @@ def _diffusion_picture(study: Study) -> Picture:
         distance = np.linalg.norm(coordinates - coordinates[reference], axis=-1)
         distances.append(distance)
         axis.imshow(distance.reshape(study.grid), cmap=_style.HEAT, vmin=0)
-        axis.plot(reference % columns, reference // columns, marker="+", color="white", markersize=9)
+        axis.plot(
+            reference % columns, reference // columns, marker="+", color="white", markersize=9
+        )
         _style.bare(axis, title=f"distance, k = {steps}", note=f"up to {distance.max():.2g}")
     return Picture(
         "diffusion",
         figure,
-        f"Diffusion coordinates of the first image's patches in block {index + 1} (mean of the heads), "
-        "numbered row by row; and the diffusion distance of every patch from the one marked +, after k steps, "
-        "each on its own scale (brighter is farther).",
+        f"Diffusion coordinates of the first image's patches in block {index + 1} (mean of the "
+        "heads), numbered row by row; and the diffusion distance of every patch from the one "
+        "marked +, after k steps, each on its own scale (brighter is farther).",
         "Scatter of patches in diffusion coordinates, and distance maps for k = 1, 2, 4, 8.",
         {"k": np.array(_STEPS), "coordinates": plane, "distances": np.stack(distances)},
     )
