@@ -19,8 +19,10 @@ _DIGEST_BYTES = 32
 
 
 def folders() -> Iterator[Path]:
-    """Yields where to keep things, best first: ``$XDG_CACHE_HOME/adder_flax``, and one below the
-    system's folder for temporary files. Neither need be there, or be this user's own.
+    """Yields where to keep things, best first.
+
+    These are ``$XDG_CACHE_HOME/adder_flax``, and one below the system's folder for
+    temporary files. Neither need be there, or be this user's own.
 
     Example:
       >>> [folder.name.partition("-")[0] for folder in folders()]
@@ -70,8 +72,9 @@ def processor() -> str:
 
 
 def make(folder: Path, *below: str) -> Path:
-    """Makes one of :func:`folders` and folders in it, whatever is not there, with access for this
-    user alone.
+    """Makes one of :func:`folders` and folders in it, whatever is not there.
+
+    They are made with access for this user alone.
 
     Returns:
       The innermost.

@@ -46,8 +46,7 @@ class Facts:
 
 
 def state_facts(parameter: Parameter, *, role: str, decay: bool) -> Parameter:
-    """Writes the role of a parameter to it, and whether weight decay shrinks it; returns the
-    parameter.
+    """Writes to a parameter its role and whether weight decay shrinks it; returns the parameter.
 
     Example:
       >>> parameter = state_facts(nnx.Param(jax.numpy.ones((2, 3))), role="prototype", decay=False)
@@ -61,8 +60,9 @@ def state_facts(parameter: Parameter, *, role: str, decay: bool) -> Parameter:
 
 
 def as_attribute(number: float | jax.Array) -> Any:
-    """Returns a number as a module keeps it: a plain one is part of the program, an array, traced
-    perhaps, data of it.
+    """Returns a number as a module keeps it.
+
+    A plain one is part of the program, an array, traced perhaps, data of it.
 
     Example:
       >>> module = nnx.Dict(rate=as_attribute(jax.numpy.float32(0.5)))
@@ -125,8 +125,9 @@ def parameter_facts(model: nnx.Module) -> dict[str, Any]:
 
 
 def has_prototypes(model: nnx.Module) -> bool:
-    """Whether some layer takes L1 distances to its parameters: its loss has kinks, and no other
-    library its kind.
+    """Whether some layer takes L1 distances to its parameters.
+
+    Its loss has kinks then, and no other library its kind.
 
     Args:
       model: a module, or its abstract form from ``nnx.eval_shape``.

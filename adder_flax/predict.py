@@ -58,8 +58,7 @@ class Prediction(NamedTuple):
 
 
 def files_of(place: str | Path) -> list[Path]:
-    """Returns the file, or the files of a folder and of the folders in it, in the order of their
-    names.
+    """Returns the file, or the files of a folder and of the folders in it, ordered by name.
 
     Hidden ones are left alone. Whether a file is an image is seen when it is read.
 
@@ -120,8 +119,7 @@ class Predictor:
     def __call__(
         self, files: Sequence[Path]
     ) -> Iterator[tuple[Prediction, UInt8[np.ndarray, "h w c"] | None]]:
-        """Yields for every file in turn what it is taken for, and the pixels that the model saw, if
-        any."""
+        """Yields per file, in turn, what it is taken for and the pixels the model saw, if any."""
         size = min(_BATCH, len(files))
         with futures.ThreadPoolExecutor(usable_cores()) as pool:
             batches = [files[start : start + size] for start in range(0, len(files), size)]

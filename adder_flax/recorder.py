@@ -64,14 +64,18 @@ _Wanted = frozenset[tuple[str, str]]
 
 
 def listening(kind: str) -> bool:
-    """Whether someone wants reports of this kind: ask before computing what is only for a
-    report."""
+    """Whether someone wants reports of this kind.
+
+    Ask before computing what is only for a report.
+    """
     return any(kind == wanted for wanted, _ in _LISTENED.value or ())
 
 
 def told_apart() -> bool:
-    """Whether someone looks at each module by its path: a loop over layers should then be written
-    out."""
+    """Whether someone looks at each module by its path.
+
+    A loop over layers should then be written out.
+    """
     return _LISTENED.value is not None
 
 
@@ -127,8 +131,10 @@ def record(
 
 
 def describe(wanted: Mapping[str, Collection[str]], fn: Callable, *args: Any) -> tuple[Record, ...]:
-    """The records of a call with shapes for arrays; nothing is computed, and model and arguments
-    may be abstract."""
+    """The records of a call with shapes for arrays.
+
+    Nothing is computed, and model and arguments may be abstract.
+    """
     if isinstance(fn, nnx.Module):
         graphdefs, states = _split((fn, *args))
         return jax.eval_shape(
@@ -138,8 +144,7 @@ def describe(wanted: Mapping[str, Collection[str]], fn: Callable, *args: Any) ->
 
 
 def trace(fn: Callable, *args: Any, wanted: _Wanted = frozenset()) -> tuple[core.ClosedJaxpr, Any]:
-    """The program of a call, with the path of each module among its named scopes, and the shapes of
-    the output.
+    """The program of a call, with each module's path among its named scopes, and output shapes.
 
     Args:
       fn, *args: as for `record`; arrays may be ``jax.ShapeDtypeStruct``, modules abstract.
@@ -163,8 +168,7 @@ def trace(fn: Callable, *args: Any, wanted: _Wanted = frozenset()) -> tuple[core
 
 
 def module_path(scopes: str) -> tuple[str, str]:
-    """The path of the innermost module in an equation's named scopes, and the scopes inside of that
-    module.
+    """The path of the innermost module in an equation's named scopes, and the scopes inside it.
 
     Example:
       >>> module_path("jvp(<blocks.0>/<blocks.0.attention>)/softmax")
@@ -297,8 +301,10 @@ def _run_scan(
 
 
 def _in_scopes(model: nnx.Module) -> nnx.Module:
-    """Puts the path of each submodule around its calls; the model, a copy, changes the classes of
-    its modules."""
+    """Puts the path of each submodule around its calls.
+
+    The model, a copy, changes the classes of its modules.
+    """
     for path, module in nnx.iter_modules(model):
         module.__class__ = _scoped(type(module), ".".join(map(str, path)))
     return model

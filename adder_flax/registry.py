@@ -17,8 +17,9 @@ _changes = 0
 
 
 def count_changes() -> int:
-    """Returns how often a registry has changed: what a name stands for is the same as long as this
-    is.
+    """Returns how often a registry has changed.
+
+    What a name stands for is the same as long as this is.
 
     >>> before = count_changes()
     >>> _ = Registry("function", "my_project.register").register("abs", abs)

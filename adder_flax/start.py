@@ -1,5 +1,7 @@
-"""The start of ``main.py`` and ``adder-flax``: signals and output are seen to before anything slow
-is imported."""
+"""The start of ``main.py`` and ``adder-flax``.
+
+Signals and output are seen to before anything slow is imported.
+"""
 
 import time
 

@@ -89,8 +89,10 @@ def _plain(character: str) -> str:
 
 
 def prepare() -> None:
-    """Makes the standard streams fit for any terminal: none of what they meet ends in a
-    traceback."""
+    """Makes the standard streams fit for any terminal.
+
+    None of what they meet ends in a traceback.
+    """
     codecs.register_error("plainer", plainer)
     if sys.stdout is None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
@@ -116,15 +118,18 @@ def _is_for_users(record: LogRecord) -> bool:
 
 
 def explain_failures(explain: Callable[[Exception], str]) -> None:
-    """Lets a function make the message of a failure that nothing else explains, or "" where it
-    cannot either."""
+    """Lets a function make the message of a failure that nothing else explains.
+
+    It makes "" where it cannot either.
+    """
     _FAILURES["explain"] = explain
 
 
 @contextlib.contextmanager
 def messages() -> Iterator[None]:
-    """Ends the process at an error: one message where its user can mend it, and nothing comes after
-    it.
+    """Ends the process at an error.
+
+    It gives one message where the user can mend the error, and nothing comes after that.
 
     It does not wait for threads or for other processes, which notice and end too: the orderly way
     out would wait for peers that wait for this one. With ``--verbosity=1`` the traceback comes

@@ -1,5 +1,7 @@
-"""Names of files and classes from outside made fit for terminals, pictures and pages, and numbers
-for people."""
+"""Names of files and classes from outside made fit for terminals, pictures and pages.
+
+Numbers are made fit for people.
+"""
 
 import math
 from collections.abc import Mapping

@@ -15,6 +15,7 @@ from kfac._costs import plan as plan
 from kfac._curvature import Curvature as Curvature
 from kfac._curvature import Layers as Layers
 from kfac._curvature import concatenate_curvature as concatenate_curvature
+from kfac._curvature import curvature as curvature
 from kfac._curvature import find_layers as find_layers
 from kfac._curvature import value_grad_and_curvature as value_grad_and_curvature
 from kfac._fisher import Likelihood as Likelihood

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from kfac._blocks import Block, find_blocks
 from kfac._capture import Tap
@@ -314,6 +315,49 @@ def value_grad_and_curvature(
             captured = {name: (x, cotangents[name]) for name, (x, _) in captured.items()}
         curvature = Curvature(captured, fresh, _layers(taps, params, examples), examples, fisher)
         return ((loss, aux) if has_aux else loss), grads, curvature
+
+    return function
+
+
+def curvature(loss_fn: Callable, **options: Any) -> Callable:
+    """The curvature alone, of examples of its own: a sample of the batch is enough for factors
+    that are averaged over steps.
+
+    What it costs is a forward and a backward pass over the sample, without weight gradients, and
+    nothing of it is held while the gradient of the whole batch is computed.
+
+    Args:
+      loss_fn, **options: as for ``value_grad_and_curvature``.
+
+    Returns:
+      ``(params, *args, key=None, refresh=True) → Curvature``. With ``refresh`` False nothing is
+      computed and the curvature is marked as not fresh.
+
+    Raises:
+      ValueError: as ``value_grad_and_curvature`` does.
+
+    >>> import jax, jax.numpy as jnp, kfac
+    >>> params = {"kernel": jnp.ones((3, 2))}
+    >>> loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p, x, path="") ** 2).mean()
+    >>> examples = jnp.ones((8, 3))
+    >>> kfac.curvature(loss_fn, fisher="empirical")(params, examples[::4]).num_examples
+    2
+    """
+    with_gradient = value_grad_and_curvature(loss_fn, **options)
+
+    def function(
+        params: PyTree, *args: Any, key: Key | None = None, refresh: bool | Array = True
+    ) -> Curvature:
+        def compute() -> Curvature:
+            return with_gradient(params, *args, key=key)[2]
+
+        if refresh is True:
+            return compute()
+        like, fresh = jax.eval_shape(compute), jnp.asarray(refresh)
+        captured = jax.lax.cond(
+            fresh, lambda: compute().captured, lambda: optax.tree.zeros_like(like.captured)
+        )
+        return dataclasses.replace(like, captured=captured, fresh=fresh)
 
     return function
 

@@ -1,5 +1,6 @@
-"""Theorem 1 of the adder attention paper: the variance of scores between independent unit-normal
-vectors.
+"""Theorem 1 of the adder attention paper, on the variance of scores.
+
+The scores are between independent unit-normal vectors.
 
     Var(q·k) = d        Var(−‖q − k‖₁) = 2 d (1 − 2/π) ≈ 0.727 d        Var(−‖q − k‖²/2) = 2 d
 
@@ -63,8 +64,7 @@ def _known(score: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class VarianceEstimate:
-    """Sample variance of a score at one width, with its standard error over independent
-    repetitions."""
+    """Sample variance of a score at one width, with standard error over independent repetitions."""
 
     head_dim: int
     variance: float

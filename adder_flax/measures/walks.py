@@ -43,8 +43,9 @@ def eigenvalues(maps: Float[ArrayLike, "*batch n n"]) -> Inexact[np.ndarray, "*b
 
 
 def spectral_gap(maps: Float[ArrayLike, "*batch n n"]) -> Float[NumPy, "*batch"]:
-    """1 − |λ₂|: how much of what tells starting points apart one step wipes out; 1 if all is gone
-    after one step.
+    """1 − |λ₂|: how much of what tells starting points apart one step wipes out.
+
+    It is 1 if all is gone after one step.
 
     Example:
       >>> spectral_gap(np.array([[0.9, 0.1], [0.3, 0.7]])).round(12).item()
@@ -109,8 +110,9 @@ def _mixing_time(matrix: np.ndarray, epsilon: float, limit: int) -> int:
 
 
 def irreversibility(maps: Float[ArrayLike, "*batch n n"]) -> Float[NumPy, "*batch"]:
-    """½ Σ_ij |π_i A_ij − π_j A_ji|: the probability flow that goes round in circles; 0 for a
-    reversible walk, at most 1.
+    """½ Σ_ij |π_i A_ij − π_j A_ji|: the probability flow that goes round in circles.
+
+    It is 0 for a reversible walk, at most 1.
 
     Diffusion maps are made for reversible walks, so this says how far to trust them.
 
@@ -139,8 +141,9 @@ class DiffusionMap:
 def diffusion_map(
     maps: Float[ArrayLike, "*batch n n"], *, steps: int = 1, dims: int = 2
 ) -> DiffusionMap:
-    """Places tokens so that those between which the walk moves easily are close (Coifman and Lafon,
-    2006).
+    """Places tokens so that those between which the walk moves easily are close.
+
+    Source: Coifman and Lafon, 2006.
 
     For a walk that is not reversible its additive reversibilisation ½(A + Π⁻¹ Aᵀ Π) is taken, Π =
     diag(π), which has the same stationary distribution; for a reversible one that is A itself.
@@ -167,8 +170,9 @@ def diffusion_map(
 
 
 def rollout(maps: Sequence[Float[ArrayLike, "*batch head n n"]]) -> Float[np.ndarray, "*batch n n"]:
-    """Attention rollout: how much of each input token is in each output token (Abnar and Zuidema,
-    ACL 2020).
+    """Attention rollout: how much of each input token is in each output token.
+
+    Source: Abnar and Zuidema, ACL 2020.
 
     A block adds the attention branch to its input, x + A x, so with heads averaged the mixing
     matrix is (A + I) / 2. With the identity map the branch is (A + I) x itself, the block x + (A +

@@ -1,5 +1,7 @@
-"""A small residual convolutional network: a teacher that brings what transformers lack on few
-images."""
+"""A small residual convolutional network.
+
+As a teacher it brings what transformers lack on few images.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -32,8 +34,9 @@ class ConvNetSettings:
 
 
 class ConvNet(nnx.Module):
-    """Stages of residual blocks of two 3 × 3 convolutions, GroupNorm and ReLU, the mean over the
-    image, a linear head.
+    """Stages of residual blocks, the mean over the image, a linear head.
+
+    Each block has two 3 × 3 convolutions, GroupNorm and ReLU.
 
     He et al., "Identity mappings in deep residual networks", 2016 (norms in front), with GroupNorm
     (Wu and He, 2018) in place of BatchNorm, so that nothing is kept between batches and an image's
@@ -100,8 +103,10 @@ class ConvNet(nnx.Module):
 
 
 class _Residual(nnx.Module):
-    """x + conv(relu(norm(conv(relu(norm(x)))))), with a 1 × 1 convolution on x where the shapes
-    differ."""
+    """x + conv(relu(norm(conv(relu(norm(x)))))).
+
+    Where the shapes differ, there is a 1 × 1 convolution on x.
+    """
 
     def __init__(self, before: int, width: int, stride: int, **shared):
         self.norm1 = _norm(before, **shared)

@@ -130,8 +130,10 @@ class Seq2Seq(nnx.Module):
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch target symbols"]:
-        """Logits of every target symbol, given the source and the target symbols before it (teacher
-        forcing)."""
+        """Logits of every target symbol, given the source and the target symbols before it.
+
+        This is teacher forcing.
+        """
         random: dict[str, Any] = dict(deterministic=deterministic, rngs=rngs)
         memory = self.encode(source, **random)
         before = jnp.pad(target[:, :-1], ((0, 0), (1, 0)), constant_values=self.end_symbol)

@@ -1,5 +1,4 @@
-"""Running a stack of blocks: one after the other, rematerialised, or as a loop over stacked
-parameters."""
+"""Running a stack of blocks: in turn, rematerialised, or as a loop over stacked parameters."""
 
 import functools
 from collections.abc import Sequence
@@ -23,8 +22,9 @@ def apply_blocks(
     remat: bool,
     scan: bool,
 ) -> Float[Array, "batch length width"]:
-    """Applies the blocks in turn; the result, dropout included, depends neither on `remat` nor on
-    `scan`.
+    """Applies the blocks in turn.
+
+    The result, dropout included, depends neither on `remat` nor on `scan`.
 
     Args:
       blocks: the blocks; with `scan` they differ in parameters and drop path rate alone.
@@ -65,8 +65,10 @@ def apply_blocks(
 
 
 def _draw(blocks: Sequence[Block], batch: int, rngs: nnx.Rngs | None) -> tuple[list, list]:
-    """A dropout key and the stochastic depth factors (2, batch) of each block; None where it needs
-    none."""
+    """A dropout key and the stochastic depth factors (2, batch) of each block.
+
+    A block has None where it needs none.
+    """
     keys = factors = [None] * len(blocks)
     if rngs is not None and any(is_on(block.drop_path.rate) for block in blocks):
         rates = jnp.stack([jnp.asarray(block.drop_path.rate, jnp.float32) for block in blocks])

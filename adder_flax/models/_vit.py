@@ -181,8 +181,7 @@ class VisionTransformer(nnx.Module):
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch heads classes"]:
-        """Logits of each head: of that of the class token (or the mean), and of that of the
-        distillation token.
+        """Logits of each head: of the class token (or the mean), and of the distillation token.
 
         Args:
           images, deterministic, rngs: as of a call.
@@ -227,8 +226,7 @@ class VisionTransformer(nnx.Module):
             block.drop_path.set_rate(rate)
 
     def anneal(self, progress: float | Array) -> None:
-        """Gives adder layers that share of the squared distance that they have once so much of the
-        training is done.
+        """Gives adder layers the share of the squared distance due at this point of the training.
 
         Where `anneal_end` is 0 they have L1 distances all along. Without a call they have, so
         evaluation always does.
@@ -243,8 +241,10 @@ class VisionTransformer(nnx.Module):
                 layer.set_squared_share(share)
 
     def loop_over_blocks(self) -> None:
-        """Turns `scan_blocks` on where the blocks are alike, which is quicker to compile in second
-        derivatives."""
+        """Turns `scan_blocks` on where the blocks are alike.
+
+        This is quicker to compile in second derivatives.
+        """
         self.scan_blocks = self.alike
 
     def embed_positions(
@@ -264,8 +264,9 @@ class VisionTransformer(nnx.Module):
 def embed_positions(
     params: Mapping[str, Array], patches: Float[Array, "batch patches width"]
 ) -> Float[Array, "batch tokens width"]:
-    """The patches behind class and distillation token, if there are any, plus the positions, in the
-    patches' dtype.
+    """The patches behind class and distillation token, if there are any, plus the positions.
+
+    The result has the patches' dtype.
 
     Args:
       params: `pos_embed` (1, tokens, width), and `cls_token` and `dist_token` (1, 1, width) for one
@@ -291,8 +292,9 @@ kfac.register_layer(
 
 
 def deit_tiny(*, rngs: nnx.Rngs, **overrides: Any) -> VisionTransformer:
-    """DeiT-Tiny: width 192, 12 blocks, 3 heads (Touvron et al., 2021,
-    https://arxiv.org/abs/2012.12877).
+    """DeiT-Tiny: width 192, 12 blocks, 3 heads.
+
+    Source: Touvron et al., 2021, https://arxiv.org/abs/2012.12877.
 
     Args:
       rngs: initialisation keys.

@@ -12,8 +12,7 @@ _LINEARS = ("qkv_linear", "proj_linear", "mlp_linear")
 
 
 def per_block(value: Any, depth: int, name: str) -> list[Any]:
-    """`value` for each of `depth` blocks: repeated if it is one setting, as it is if it is a list
-    of `depth`.
+    """`value` for each of `depth` blocks: one setting repeated, a list of `depth` as it is.
 
     >>> per_block("adder", 2, "score")
     ['adder', 'adder']
@@ -31,8 +30,9 @@ def per_block(value: Any, depth: int, name: str) -> list[Any]:
 
 
 def block_settings(settings: VitSettings) -> list[BlockSettings]:
-    """Settings of each block: its own score, the options of that, and its own rate of stochastic
-    depth.
+    """Settings of each block: its own score, its options, its own rate of stochastic depth.
+
+    The options are those of the score.
 
     >>> from adder_flax.settings import AttentionSettings
     >>> [
@@ -89,8 +89,9 @@ class Annealing(NamedTuple):
     blocks: str
 
     def squared_shares(self, progress: Any) -> list[Any]:
-        """Share of the squared distance in each block once so much of the training is done, which
-        may be traced.
+        """Share of the squared distance in each block once so much of the training is done.
+
+        How much is done, `progress`, may be traced.
 
         >>> annealing = Annealing(depth=2, start=0.5, end=1.0, blocks="in_turn")
         >>> [

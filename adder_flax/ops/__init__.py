@@ -1,5 +1,6 @@
-"""Arrays only: pairwise reductions of adder and additive layers, their gradients, one file per
-backend.
+"""Arrays only: pairwise reductions of adder and additive layers, and their gradients.
+
+There is one file per backend.
 
 Nothing here stores an array of size (rows x columns x contracted axis), forward or backward.
 """

@@ -44,8 +44,10 @@ _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def _left_to_compiler(method):
-    """Marks a function that XLA splits over devices by itself, whatever `split_by` says of the
-    others."""
+    """Marks a function that XLA splits over devices by itself.
+
+    It does so whatever `split_by` says of the others.
+    """
     method.left_to_compiler = True
     return method
 
@@ -90,8 +92,9 @@ class Backend:
     def lowered_for(
         self, platform: str, dtype: jax.typing.DTypeLike, *, for_export: bool, num_devices: int
     ) -> "Backend":
-        """Returns what computes in a program: this backend itself, unless there is a choice or the
-        program travels.
+        """Returns what computes in a program.
+
+        That is this backend itself, unless there is a choice or the program travels.
 
         Args:
           platform: for which the program is lowered, as JAX names it there.
@@ -126,8 +129,10 @@ class Backend:
         rule: GradientRule,
         axes: Axes,
     ) -> Float[Array, "B K N"]:
-        """Computes dw[n, k] = sum_m g[m, n] rule(x[m, k] - w[n, k]), in the axes of `w`; `rule` as
-        above."""
+        """Computes dw[n, k] = sum_m g[m, n] rule(x[m, k] - w[n, k]).
+
+        The result is in the axes of `w`, and `rule` is as above.
+        """
         raise NotImplementedError
 
     def l1_pullback(
@@ -138,8 +143,10 @@ class Backend:
         rule: GradientRule,
         axes: Axes,
     ) -> tuple[Float[Array, "B M K"], Float[Array, "B K N"]]:
-        """Computes both pullbacks under one rule; a backend that can share the rule between them
-        does so here."""
+        """Computes both pullbacks under one rule.
+
+        A backend that can share the rule between them does so here.
+        """
         return self.l1_pullback_x(x, w, g, rule, axes), self.l1_pullback_w(x, w, g, rule, axes)
 
     def l1_pushforward(
@@ -150,8 +157,10 @@ class Backend:
         rule: GradientRule,
         axes: Axes,
     ) -> Float[Array, "B M N"]:
-        """Computes dy[m, n] = sum_k dx[m, k] rule(w[n, k] - x[m, k]), the transpose of
-        `l1_pullback_x`."""
+        """Computes dy[m, n] = sum_k dx[m, k] rule(w[n, k] - x[m, k]).
+
+        It is the transpose of `l1_pullback_x`.
+        """
         raise NotImplementedError
 
     def additive(
@@ -167,8 +176,10 @@ class Backend:
         v: Float[Array, "B K"],
         g: Float[Array, "B M N"],
     ) -> tuple[Float[Array, "B M K"], Float[Array, "B N K"], Float[Array, "B K"]]:
-        """Computes the gradients of sum(g * additive(query, key, v)) with respect to query, key and
-        v."""
+        """Computes the gradients of sum(g * additive(query, key, v)).
+
+        They are those with respect to query, key and v.
+        """
         raise NotImplementedError
 
     # What follows is made of the above, or of matrix products; a backend may have something better.
@@ -181,8 +192,10 @@ class Backend:
         rule: GradientRule,
         axes: Axes,
     ) -> Float[Array, "B M N"]:
-        """Computes dy[m, n] = sum_k dw[n, k] rule(x[m, k] - w[n, k]), the transpose of
-        `l1_pullback_w`."""
+        """Computes dy[m, n] = sum_k dw[n, k] rule(x[m, k] - w[n, k]).
+
+        It is the transpose of `l1_pullback_w`.
+        """
         return jnp.swapaxes(
             self.l1_pushforward(to_nk(w, axes), x, to_nk(dw, axes), rule, "nk"), 1, 2
         )
@@ -263,8 +276,10 @@ class Backend:
         d_key: Float[Array, "B N K"],
         d_v: Float[Array, "B K"],
     ) -> Float[Array, "B M N"]:
-        """Computes the derivative of `additive` along these tangents, the transpose of
-        `additive_pullback`."""
+        """Computes the derivative of `additive` along these tangents.
+
+        It is the transpose of `additive_pullback`.
+        """
         return get_backend("xla").additive_pushforward(query, key, v, d_query, d_key, d_v)
 
 
@@ -354,8 +369,7 @@ def _why_unavailable(name: str) -> str | None:
 
 
 def build_in_background() -> None:
-    """Starts to build the kernels that compile on the user's machine, beside whatever the caller
-    does next.
+    """Starts to build the kernels that compile on the user's machine, in the background.
 
     Optional: the first function that needs them builds them, or waits for what was started here.
     Later starts find them in the cache.
@@ -377,9 +391,11 @@ def _process_platforms() -> tuple[str, ...]:
 
 
 def expected_platform() -> str:
-    """Returns the JAX platform that a function traced here and now is most likely to run on: that
-    of the backend that was asked for by name, if it is made for one, and else that of the default
-    device."""
+    """Returns the JAX platform that a function traced here and now is most likely to run on.
+
+    It is that of the backend that was asked for by name, if this is made for one, and else
+    that of the default device.
+    """
     platforms = () if _choice.value == AUTO else get_backend(_choice.value).platforms
     return platforms[0] if platforms else _process_platforms()[0]
 
@@ -409,8 +425,10 @@ class _Automatic(Backend):
 
 
 def resolve_backend(dtype: jax.typing.DTypeLike) -> Backend:
-    """Returns the backend of a function traced here and now, for inputs of `dtype`; see
-    `Backend.lowered_for`."""
+    """Returns the backend of a function traced here and now, for inputs of `dtype`.
+
+    See `Backend.lowered_for`.
+    """
     if _choice.value == AUTO:
         return _instance(_Automatic)
     backend = get_backend(_choice.value)
@@ -449,8 +467,9 @@ def use_backend(name: str) -> contextlib.AbstractContextManager:
 
 
 def use_backend_for(platform: str) -> contextlib.AbstractContextManager:
-    """Selects, inside a `with` block, the kernels of a platform whose devices need not be here, to
-    compile for them.
+    """Selects, inside a `with` block, the kernels of a platform, to compile for its devices.
+
+    These need not be here.
 
     A backend that was asked for by name stays.
 
@@ -474,8 +493,9 @@ def use_backend_for(platform: str) -> contextlib.AbstractContextManager:
 
 
 def set_backend(name: str) -> None:
-    """Selects the backend for the whole process; `use_backend` still takes precedence inside its
-    block.
+    """Selects the backend for the whole process.
+
+    `use_backend` still takes precedence inside its block.
 
     Args:
       name: as in `use_backend`. The environment variable `ADDER_FLAX_BACKEND`, read at import, sets

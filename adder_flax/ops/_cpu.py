@@ -1,5 +1,6 @@
-"""Native CPU backend: C++ kernels, compiled once on the machine they run on and called through the
-XLA FFI.
+"""Native CPU backend: C++ kernels, called through the XLA FFI.
+
+They are compiled once, on the machine they run on.
 
 The kernels are built for the processor at hand (`-march=native`), so they are compiled here rather
 than shipped. The library goes to `$XDG_CACHE_HOME/adder_flax` (by default `~/.cache/adder_flax`),
@@ -75,8 +76,10 @@ class CpuBackend(Backend):
         return _EXPORTED if for_export else self
 
     def address(self, symbol: str) -> int:
-        """Returns where in memory a kernel is, built and loaded if it was not; raises what
-        `load_library` does."""
+        """Returns where in memory a kernel is, built and loaded if it was not.
+
+        Raises what `load_library` does.
+        """
         address = ctypes.cast(getattr(load_library(), symbol), ctypes.c_void_p).value
         assert address is not None, f"a symbol that was found has an address, {symbol} has none"
         return address
@@ -152,8 +155,10 @@ class CpuBackend(Backend):
 
 
 class _ExportedCpuBackend(CpuBackend):
-    """The same kernels under the names that `_cpu_exported.py` registers, by which a stored program
-    finds them."""
+    """The same kernels under the names that `_cpu_exported.py` registers.
+
+    A stored program finds them by these names.
+    """
 
     _target_prefix = EXPORTED_PREFIX
 
@@ -162,8 +167,10 @@ _EXPORTED = _ExportedCpuBackend()
 
 
 def _layout_of_x(axes):
-    """Returns which operands of a pullback to x, with x for `own` and w for `other`, are stored
-    transposed."""
+    """Returns which operands of a pullback to x are stored transposed.
+
+    There x stands for `own` and w for `other`.
+    """
     return {"own_transposed": False, "other_transposed": axes == "kn", "g_transposed": False}
 
 
@@ -199,8 +206,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def _cached_or_compiled(compiler: str) -> ctypes.CDLL:
-    """Returns the kernels from the first cache that has them whole, or else compiles and keeps
-    them."""
+    """Returns the kernels from the first cache that has them whole, or compiles and keeps them."""
     fingerprint = _fingerprint(compiler)
     name, complaints = f"cpu_kernels-{fingerprint}.so", {}
     for folder in own_cache.folders():
@@ -236,8 +242,9 @@ def _warn(complaints: Mapping[Path, str], name: str) -> None:
 
 
 def _load(content: bytes) -> ctypes.CDLL:
-    """Loads a library from bytes, through a file that no other user can change: what is loaded is
-    what was checked.
+    """Loads a library from bytes, through a file that no other user can change.
+
+    What is loaded is then what was checked.
 
     Raises:
       OSError: it is no library, or not one of these kernels.
@@ -254,8 +261,10 @@ def _load(content: bytes) -> ctypes.CDLL:
 
 
 def _load_from_memory(content: bytes) -> ctypes.CDLL | None:
-    """Loads a library without the disk, which may be full; returns None where the system does not
-    do that."""
+    """Loads a library without the disk, which may be full.
+
+    Returns None where the system does not do that.
+    """
     if not hasattr(os, "memfd_create"):
         return None
     with contextlib.ExitStack() as opened:
@@ -281,8 +290,7 @@ def _find_compiler() -> str:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Hashes everything that the library depends on: all that is compiled, flags, compiler and
-    processor."""
+    """Hashes all that the library depends on: all that is compiled, flags, compiler, processor."""
     version = _run([compiler, "--version"], timeout_s=60)
     searched = [os.environ.get(variable, "") for variable in _COMPILER_VARIABLES]
     hashed = hashlib.sha256(
@@ -296,8 +304,10 @@ def _fingerprint(compiler: str) -> str:
 
 
 def _compile(compiler: str) -> bytes:
-    """Returns the kernels as a library that was loaded once, in another process, since a broken one
-    may end that."""
+    """Returns the kernels as a library that was loaded once, in another process.
+
+    A broken one may end the process that loads it.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cpu_kernels.so"
         include = f"-I{jax.ffi.include_dir()}"

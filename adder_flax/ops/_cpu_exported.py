@@ -1,5 +1,6 @@
-"""The native kernels under names that exported programs hold, registered with XLA whenever the
-package is imported.
+"""The native kernels under names that exported programs hold.
+
+These are registered with XLA whenever the package is imported.
 
 A program that `jax.export` stored with native kernels (asked for by name:
 `use_backend("cpu_native")`) is loaded and run without a trace of the functions that made it, so

@@ -142,8 +142,9 @@ def fused_attention(
 
 
 def preferred_key_block(num_keys: int) -> int | None:
-    """Returns the block that attention to so many keys is best computed in, or None where building
-    its map is faster.
+    """Returns the block that attention to so many keys is best computed in.
+
+    Returns None where building its map is faster.
 
     Args:
       num_keys: number of keys.
@@ -262,8 +263,7 @@ _fused.defvjp(_fused_fwd, _fused_bwd)
 
 
 class _Block(NamedTuple):
-    """One block of keys: its part of the operands, the position of its first key, and the key of
-    its dropout."""
+    """One block of keys: its part of the operands, its first key's position, its dropout key."""
 
     key: Array
     value: Array
@@ -303,8 +303,10 @@ def _blocks(options, operands) -> _Block:
 
 
 def _join(blocks, axis, length):
-    """Undoes the split of `_blocks`: the leading axis goes back in front of `axis`, the padding is
-    dropped."""
+    """Undoes the split of `_blocks`.
+
+    The leading axis goes back in front of `axis`, and the padding is dropped.
+    """
     axis = blocks.ndim + axis
     array = jnp.moveaxis(blocks, 0, axis - 1)
     array = array.reshape(*array.shape[: axis - 1], -1, *array.shape[axis + 1 :])
@@ -338,8 +340,7 @@ def _keep(operands, block, shape):
 
 
 def _sum_to(array, shape):
-    """Sums an array over the leading axes along which something of this shape was broadcast to
-    it."""
+    """Sums an array over leading axes along which something of this shape was broadcast to it."""
     array = array.sum(tuple(range(array.ndim - len(shape))))
     axes = tuple(
         axis for axis, length in enumerate(shape) if length == 1 and array.shape[axis] != 1

@@ -1,5 +1,4 @@
-"""Sums of absolute differences: the adder layer's matrix product and the scores of adder
-attention."""
+"""Sums of absolute differences: adder layers' matrix product, the scores of adder attention."""
 
 import math
 
@@ -17,8 +16,10 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def as_floating(name: str, array) -> jax.Array:
-    """Returns `array` as a JAX array; raises TypeError unless its dtype is a floating-point one
-    that is computed in."""
+    """Returns `array` as a JAX array.
+
+    Raises TypeError unless its dtype is a floating-point one that is computed in.
+    """
     array = jnp.asarray(array)
     if array.dtype not in _DTYPES:
         raise TypeError(
@@ -29,8 +30,7 @@ def as_floating(name: str, array) -> jax.Array:
 
 
 def _adder_operands(x, w):
-    """Checks the operands of an adder product and returns them as one (1, M, K) and one (1, K, N)
-    array."""
+    """Checks the operands of an adder product; returns them as (1, M, K) and (1, K, N) arrays."""
     x, w = as_floating("x", x), as_floating("w", w)
     if w.ndim != 2 or x.ndim == 0 or x.shape[-1] != w.shape[0]:
         raise ValueError(

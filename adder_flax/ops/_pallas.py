@@ -28,8 +28,9 @@ SIGN_SLOPE = 2.0**126
 
 
 class Operand(NamedTuple):
-    """An array (B, ...) and the names of its axes after the batch: `i`, `j`, or `c`, the axis
-    summed over.
+    """An array (B, ...) and the names of its axes after the batch.
+
+    These are `i`, `j`, or `c`, the axis summed over.
 
     Operands with a `c` are read for each term of the sum, the others once before it; one number for
     all has no axes.
@@ -52,8 +53,9 @@ def _unchanged(total):
 
 
 class Reduction(NamedTuple):
-    """One reduction over pairs, in functions of float32 blocks that broadcast to a block of the
-    output.
+    """One reduction over pairs, in functions of float32 blocks.
+
+    These broadcast to a block of the output.
 
     Attributes:
       operands: what is read, in the order in which the functions below take it.
@@ -85,8 +87,10 @@ class Reduction(NamedTuple):
         }
 
     def out_types(self) -> list[jax.ShapeDtypeStruct]:
-        """Returns the type of each output; under `jax.shard_map` it varies over the mesh axes that
-        any operand does."""
+        """Returns the type of each output.
+
+        Under `jax.shard_map` it varies over the mesh axes that any operand does.
+        """
         arrays = [array for array, _ in self.operands]
         total = jax.eval_shape(
             lambda *arrays: sum(a.astype(jnp.float32).sum() for a in arrays), *arrays
@@ -98,8 +102,7 @@ class Reduction(NamedTuple):
 
 
 def unless_empty(method):
-    """Leaves calls that give a kernel no work, because some axis has no elements, to the XLA
-    backend."""
+    """Leaves calls where an axis has no elements, so a kernel no work, to the XLA backend."""
 
     @functools.wraps(method)
     def checked(self, *args, **options):
@@ -111,8 +114,7 @@ def unless_empty(method):
 
 
 class PallasBackend(Backend):
-    """A backend whose functions are reductions over pairs, for subclasses that implement
-    `run_kernel`.
+    """A backend of reductions over pairs, for subclasses that implement `run_kernel`.
 
     Args:
       interpret: run the kernels in Pallas's interpreter: anywhere, slowly, for tests.

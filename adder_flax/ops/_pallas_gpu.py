@@ -56,8 +56,9 @@ _LARGEST_PAIRED_EXPONENT = 64.5
 
 
 class Tile(NamedTuple):
-    """The part of the output that one program computes: all sizes are powers of two, `rows` and
-    `columns` at least 4.
+    """The part of the output that one program computes.
+
+    All sizes are powers of two, `rows` and `columns` at least 4.
 
     Attributes:
       rows: rows that each thread owns.
@@ -81,8 +82,10 @@ class Tile(NamedTuple):
         return self.row_threads * self.column_threads
 
     def cost(self, size: dict[str, int]) -> float:
-        """Returns the relative time for a problem: its work, padded to whole tiles, in issue slots
-        of a full device."""
+        """Returns the relative time for a problem.
+
+        It is its work, padded to whole tiles, in issue slots of a full device.
+        """
         rows, columns = self.shape()
         programs = size["b"] * pl.cdiv(size["i"], rows) * pl.cdiv(size["j"], columns)
         idle = max(1.0, FULL_DEVICE_THREADS / (programs * self.threads()))
@@ -176,8 +179,9 @@ class PallasGpuBackend(PallasBackend):
         return jnp.where(a != a, a, jnp.clip(a, -1.0, 1.0))
 
     def reduce_rule(self, g, w, x, rule):
-        """Computes the sum through clip(d) = 2 sat(d/2 + 1/2) - 1, where sat, clipping to [0, 1],
-        costs nothing.
+        """Computes the sum through clip(d) = 2 sat(d/2 + 1/2) - 1.
+
+        Here sat, clipping to [0, 1], costs nothing.
 
         With `hardtanh`, scaled operands make one saturating FADD of the rule and its difference,
         and one FFMA adds the product; `sign` takes the difference first, to see the smallest ones.
@@ -228,8 +232,10 @@ class PallasGpuBackend(PallasBackend):
 
     @unless_empty
     def l1_pushforward(self, x, w, dx, rule, axes):
-        """Computes the sum as `reduce_rule` does; what is not finite is told apart by another loop,
-        if there is any."""
+        """Computes the sum as `reduce_rule` does.
+
+        What is not finite is told apart by another loop, if there is any.
+        """
         (x, w, dx), width = upcast(x, w, dx), 1 + axes.index("k")
         if rule.name == "sign":
             scale, offset, centre = 1.0, 0.0, jnp.zeros((x.shape[0], 1, x.shape[2]), x.dtype)
@@ -275,8 +281,9 @@ class PallasGpuBackend(PallasBackend):
 
     @unless_empty
     def additive(self, query, key, v):
-        """Computes the sum with one reciprocal for two hidden units, v/d + v'/d' = (v d' + v' d)/(d
-        d'), d = 1 + e^2x.
+        """Computes the sum with one reciprocal for two hidden units.
+
+        With d = 1 + e^2x, v/d + v'/d' = (v d' + v' d)/(d d').
 
         An SM starts 16 reciprocals a cycle, an eighth of what it issues otherwise. As in
         `hidden_operands`, but exact while q and k stay within 32.
@@ -306,8 +313,9 @@ class PallasGpuBackend(PallasBackend):
         return scores * (scale / _UNIT)[:, :, None]
 
     def hidden_operands(self, query, key, largest=_LARGEST_EXPONENT):
-        """Returns e^2q and e^2k, whose product gives tanh(q + k) = 1 - 2 / (1 + e^2q e^2k) without
-        an exponential.
+        """Returns e^2q and e^2k.
+
+        Their product gives tanh(q + k) = 1 - 2 / (1 + e^2q e^2k) without an exponential.
 
         Exact while each of q and k, after a shift that centres the keys of each hidden unit on
         zero, stays within half of the largest exponent, 43; beyond that they are taken as 43, which
@@ -360,16 +368,20 @@ def _choose_tile(reduction: Reduction, outputs: int) -> Tile:
 
 
 def _parts(size: dict[str, int]) -> int:
-    """Returns into how many parts to cut sums, so that few outputs of long sums still give the
-    whole device work."""
+    """Returns into how many parts to cut sums.
+
+    Few outputs of long sums then still give the whole device work.
+    """
     threads = size["b"] * size["i"] * size["j"] // (_RUN * _RUN)
     wanted = 1 << max(0, (2 * FULL_DEVICE_THREADS - 1).bit_length() - max(threads, 1).bit_length())
     return max(1, min(wanted, size["c"] // _SHORTEST_PART))
 
 
 def _cut(operand: Operand, parts: int) -> Operand:
-    """Returns an operand with its sums cut into parts, which follow each other along the batch;
-    zeros fill the last."""
+    """Returns an operand with its sums cut into parts, which follow each other along the batch.
+
+    Zeros fill the last.
+    """
     axis, array = 1 + operand.axes.index("c"), operand.array
     length = pl.cdiv(array.shape[axis], parts * _RUN) * _RUN
     padding = [(0, 0)] * array.ndim
@@ -488,9 +500,11 @@ def _divmod(a, b):
 
 
 def _clip(index, last):
-    """Returns an index that is known to lie from 0 to `last`, as it does: sums of such indices are
-    then known not to overflow, and become parts of the instructions that load, where each would be
-    an addition of 64 bits."""
+    """Returns an index that is known to lie from 0 to `last`, as it does.
+
+    Sums of such indices are then known not to overflow, and become parts of the
+    instructions that load, where each would be an addition of 64 bits.
+    """
     return jnp.minimum(jnp.maximum(index, 0), last)
 
 
@@ -505,8 +519,9 @@ def _run_positions():
 
 
 def _inside(first, length):
-    """Returns the positions of runs, with those beyond the end of an axis moved onto its last
-    elements.
+    """Returns the positions of runs.
+
+    Those beyond the end of an axis are moved onto its last elements.
 
     Where the axis is made of whole runs, runs move as a whole, so that Triton sees that they are
     contiguous.

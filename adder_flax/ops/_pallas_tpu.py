@@ -104,14 +104,14 @@ class PallasTpuBackend(PallasBackend):
 
 
 def _block_length(length: int, largest: int, multiple: int) -> int:
-    """Returns the multiple, up to `largest`, that covers an axis with little overhang and few
-    blocks."""
+    """Returns the multiple up to `largest` covering an axis with little overhang and few blocks."""
     return min(range(largest, 0, -multiple), key=lambda n: pl.cdiv(length, n) * (n + multiple / 4))
 
 
 def _laid_out(operand: Operand) -> Operand:
-    """Returns an operand in float32 with two axes: rows with c last, columns with c first, and 1
-    for a missing axis.
+    """Returns an operand in float32 with two axes.
+
+    Rows have c last, columns have c first, and 1 stands for a missing axis.
 
     Converted here because single rows of a packed narrower dtype cannot be read at a variable
     position.

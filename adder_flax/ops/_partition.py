@@ -29,8 +29,9 @@ Axes = Sequence[Sequence[str]]
 
 
 def split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) -> Callable:
-    """Returns `function` with a rule for the compiler: which parts of the operands give which parts
-    of the results.
+    """Returns `function` with a rule for the compiler.
+
+    The rule says which parts of the operands give which parts of the results.
 
     Args:
       function: what computes whole results from whole operands, and parts from parts.
@@ -83,8 +84,9 @@ def split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) -> 
 
 
 def _assign_mesh_axes(mesh: Mesh, arrays, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-    """Returns over which mesh axes to split each named axis: as the first array that splits it
-    evenly does.
+    """Returns over which mesh axes to split each named axis.
+
+    It is split as the first array that splits it evenly does.
 
     Args:
       mesh: the devices.
@@ -108,8 +110,10 @@ def _assign_mesh_axes(mesh: Mesh, arrays, names: Sequence[str]) -> Mapping[str, 
 
 
 def split_over_mesh(function: Callable, operand_axes: Axes, result_axes: Axes) -> Callable:
-    """Returns `function` split over the automatic axes of the mesh at hand; arguments as in
-    `split_by_rule`."""
+    """Returns `function` split over the automatic axes of the mesh at hand.
+
+    The arguments are as in `split_by_rule`.
+    """
     candidates = [
         name
         for name in dict.fromkeys(name for axes in operand_axes for name in axes)
@@ -171,8 +175,9 @@ def keep_explicit_axes(
     operand_axes: Axes,
     result_axes: Sequence[str],
 ) -> jax.Array:
-    """Calls a function of arrays that may be split over explicit axes of a mesh, as if the axes
-    were automatic.
+    """Calls a function of arrays as if explicit axes of a mesh were automatic.
+
+    The arrays may be split over these axes.
 
     Args:
       function: from the operands to one array.
@@ -192,8 +197,9 @@ def keep_explicit_axes(
 
 
 def vary_alike(*operands: jax.Array) -> list[jax.Array]:
-    """Returns the operands as varying over the same manual axes of the mesh, those over which any
-    of them does.
+    """Returns the operands as varying over the same manual axes of the mesh.
+
+    These are the axes over which any of the operands varies.
 
     Under `jax.shard_map`, types tell over which axes a value varies, and rules of differentiation
     have to keep to them. The transpose of what happens here sums the gradient of an operand that

@@ -1,5 +1,6 @@
-"""The functions of a backend as one JAX primitive: what runs is chosen when a program is lowered
-for its platform.
+"""The functions of a backend as one JAX primitive.
+
+What runs is chosen when a program is lowered for its platform.
 
 The primitive is closed under differentiation. Its functions are the two sums over pairs, `l1` and
 `additive`, and what their derivatives consist of: pushforwards, linear in the tangents, and
@@ -82,8 +83,9 @@ def call(backend: Backend, method: str, *operands: jax.Array, **options) -> Any:
 
 
 def formula(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """Returns what an equation of a traced program computes, as the plain formula, for those who
-    read programs.
+    """Returns what an equation of a traced program computes, as the plain formula.
+
+    This is for those who read programs.
 
     Args:
       equation: of a jaxpr. The functions of this package are one primitive there, whatever kernel
@@ -193,8 +195,10 @@ def _on_leading_axes(function: Callable, operand_axes: Sequence[str]) -> Callabl
 
 
 def _split(backend: Backend, method: str, options: dict, operands: Sequence, how: str) -> Callable:
-    """Returns a function of a backend, on operands of these shapes, split over devices by a rule or
-    over the mesh."""
+    """Returns a function of a backend, on operands of these shapes, split over devices.
+
+    It is split by a rule or over the mesh.
+    """
     operand_axes, result_axes = _own_axes(method, options)
     function = _on_leading_axes(_function(backend, method, options), operand_axes)
     if how == "compiler":
@@ -250,8 +254,7 @@ def _lower(
 
 
 def _devices(axis_context) -> tuple[int, bool]:
-    """Returns on how many devices a program that is being lowered runs, and whether it is written
-    for each of them."""
+    """Returns on how many devices a program being lowered runs, and if it is written for each."""
     if isinstance(axis_context, mlir.ShardingContext):
         return axis_context.num_devices, False
     mesh = axis_context.mesh
@@ -315,8 +318,7 @@ ad.primitive_jvps[_pairs] = _jvp
 
 
 def _linear_operands(method: str) -> list[int]:
-    """Returns which operands a pushforward or pullback is linear in: the tangents, or the
-    cotangent."""
+    """Returns which operands a pushforward or pullback is linear in: tangents, or the cotangent."""
     count = len(_FORMULAS[method].split("->")[0].split(","))
     if method.startswith("l1"):
         return list(range(2, count))
@@ -355,8 +357,10 @@ def _linear_tangents(bind, operands, tangents, method, options):
 
 
 def _second_order_tangents(operands, tangents, method, options):
-    """The derivative of a pushforward or pullback with respect to the other operands: that of its
-    blocked formula."""
+    """The derivative of a pushforward or pullback with respect to the other operands.
+
+    It is that of its blocked formula.
+    """
     linear, axes = _linear_operands(method), _own_axes(method, options)[0]
     function = _on_leading_axes(_function(get_backend("xla"), method, options), axes)
     others = [i for i in range(len(operands)) if i not in linear]

@@ -1,5 +1,7 @@
-"""The formulas themselves, by broadcasting: slow and memory hungry, the truth that other backends
-are compared with."""
+"""The formulas themselves, by broadcasting: slow and memory hungry.
+
+They are the truth that other backends are compared with.
+"""
 
 import jax.numpy as jnp
 

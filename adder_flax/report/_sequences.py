@@ -112,8 +112,9 @@ def observe_sequences(
 
 
 def with_uniform_maps(model: nnx.Module) -> nnx.Module | None:
-    """Returns a copy of a model whose attention gives every key the same weight; None if it has no
-    such layer.
+    """Returns a copy of a model whose attention gives every key the same weight.
+
+    Returns None if the model has no such layer.
 
     >>> from adder_flax.attention import SequenceAttention
     >>> model = SequenceAttention(4, 4, score="adder", rngs=nnx.Rngs(0))

@@ -67,8 +67,9 @@ class Claim:
 
     @classmethod
     def from_row(cls, row: Mapping[str, str]) -> "Claim":
-        """Returns the claim that a line of ``claims.csv`` has; those of earlier versions have no
-        margins.
+        """Returns the claim that a line of ``claims.csv`` has.
+
+        Claims of earlier versions have no margins.
 
         >>> claim = Claim(
         ...     "a",
@@ -178,14 +179,18 @@ class Subject:
 
     @property
     def attends(self) -> bool:
-        """Whether the model consists of blocks of attention, so that there are maps, queries, keys
-        and tokens."""
+        """Whether the model consists of blocks of attention.
+
+        There are then maps, queries, keys and tokens.
+        """
         blocks = self.captured.blocks
         return bool(blocks) and all(block.tokens is not None for block in blocks)
 
     def blocks(self, *wanted: int) -> list[int]:
-        """Those of the wanted blocks, counted from 1 as in the papers, that exist; else first,
-        middle, last."""
+        """The wanted blocks, if they exist; else first, middle, last.
+
+        Wanted blocks are counted from 1 as in the papers.
+        """
         count = len(self.captured.blocks)
         found = [number - 1 for number in wanted if number <= count]
         return found if len(found) == len(wanted) else sorted({0, count // 2, count - 1})
@@ -232,8 +237,10 @@ class ImageStudy:
 
 
 class Study(ImageStudy):
-    """An `ImageStudy` of models that consist of blocks of attention, which have maps, queries, keys
-    and tokens."""
+    """An `ImageStudy` of models that consist of blocks of attention.
+
+    These have maps, queries, keys and tokens.
+    """
 
     def _anatomy(self) -> list[str]:
         blocks, identities = self.subject.captured.blocks, self.subject.identities
@@ -286,8 +293,9 @@ def study_images(
     second_order: Mapping[str, Sequence[SecondOrderStep]],
     peak_learning_rate: float,
 ) -> ImageStudy:
-    """Puts together what a report on images is made from: a `Study` if all models consist of blocks
-    of attention.
+    """Puts together what a report on images is made from.
+
+    That is a `Study` if all models consist of blocks of attention.
 
     Args:
       subject, baseline, untrained: models at work on the same images.
@@ -324,8 +332,9 @@ def study_images(
 
 
 def require_probabilities(model: nnx.Module, *inputs: Array) -> None:
-    """Checks that a report can be made of a model: entropy, rollout and walks are made of
-    probabilities.
+    """Checks that a report can be made of a model.
+
+    Entropy, rollout and walks are made of probabilities.
 
     Args:
       model: may be abstract, as may be the inputs: nothing is computed.

@@ -1,5 +1,7 @@
-"""How all figures look: one canvas without pyplot's global state, and lines that differ without
-colour."""
+"""How all figures look.
+
+They have one canvas without pyplot's global state, and lines that differ without colour.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -66,8 +68,10 @@ def whole_ticks(axes: "Axes") -> None:
 
 
 def by_block(axes: "Axes", groups: Mapping[str, Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
-    """Draws mean and standard deviation over images and heads, one line a group; returns them as
-    columns."""
+    """Draws mean and standard deviation over images and heads, one line a group.
+
+    Returns them as columns.
+    """
     columns: dict[str, np.ndarray] = {}
     for line, (label, values) in zip(LINES, groups.items(), strict=False):
         flat = [np.ravel(value).astype(float) for value in values]

@@ -29,8 +29,9 @@ class Without(NamedTuple):
 
 
 def bypass(params: Mapping[str, Any], score: Callable[[Any], float]) -> list[Without]:
-    """Scores a transformer without each of its parts: without all maps, all attention, and each
-    branch of each block.
+    """Scores a transformer without each of its parts.
+
+    These are all maps, all attention, and each branch of each block.
 
     Maps are made uniform by keys that are the same for every token, branches are turned off by a
     last layer that gives zeros; both are changes of parameters alone, so that one compiled function

@@ -1,5 +1,7 @@
-"""What flows through a model: queries, keys and maps of every attention layer, tokens of every
-block."""
+"""What flows through a model.
+
+That is queries, keys and maps of every attention layer, and tokens of every block.
+"""
 
 import dataclasses
 from typing import Any
@@ -59,8 +61,9 @@ class Capture:
 
 
 def capture(model: nnx.Module, *inputs: Any) -> Capture:
-    """Runs a model without dropout and keeps what its layers report; the model itself is left as it
-    is.
+    """Runs a model without dropout and keeps what its layers report.
+
+    The model itself is left as it is.
 
     Args:
       model: as trained, with any attention of this library; its own backend computes it.

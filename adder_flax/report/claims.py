@@ -1,5 +1,6 @@
-"""The table of all claims over several models, from the reports that ``--mode=analyze`` left in
-their directories.
+"""The table of all claims over several models.
+
+It is made from the reports that ``--mode=analyze`` left in their directories.
 
     python -m adder_flax.report.claims runs/adder_deit_tiny runs/deit_tiny runs/additive_deit_tiny
 
@@ -129,8 +130,10 @@ def claims_table(reports: Sequence[ModelReport], figures: str = "images/claims")
 
 
 def _groups(reports: Sequence[ModelReport]) -> dict[str, list[ModelReport]]:
-    """Reports by what the table calls their models: the mechanism, and the data set where there are
-    several."""
+    """Reports by what the table calls their models.
+
+    That is the mechanism, and the data set where there are several.
+    """
     several = len({report.data for report in reports}) > 1
     groups: dict[str, list[ModelReport]] = {}
     for report in reports:
@@ -190,8 +193,10 @@ def _row(name: str, groups: Mapping[str, Sequence[ModelReport]], figures: str) -
 
 
 def _verdict(claims: Sequence[Claim]) -> str | None:
-    """The verdict on a claim over the seeds of a mechanism; None where they differ and no interval
-    decides."""
+    """The verdict on a claim over the seeds of a mechanism.
+
+    It is None where the seeds differ and no interval decides.
+    """
     intervals = _intervals(claims)
     if any(low <= 0 <= high for low, high in intervals):
         return NOT_DECIDED
@@ -276,8 +281,10 @@ def write_claims(workdirs: Sequence[str | Path], out: str | Path) -> Path:
 
 
 def _copy_small(source: Path, target: Path) -> None:
-    """Copies a picture with a palette: a third of the bytes, no visible difference in figures of
-    few colours."""
+    """Copies a picture with a palette.
+
+    That is a third of the bytes, with no visible difference in figures of few colours.
+    """
     with needs("report"):
         from PIL import Image
 
@@ -320,8 +327,10 @@ _PLURAL = {HOLDS: "hold", DOES_NOT_HOLD: "do not hold", NOT_DECIDED: "are not de
 
 
 def _commands(groups: Mapping[str, Sequence[ModelReport]]) -> str:
-    """How the first run of each mechanism was trained and analysed: differences are taken from the
-    dot product's run of the same data and seed."""
+    """How the first run of each mechanism was trained and analysed.
+
+    Differences are taken from the dot product's run of the same data and seed.
+    """
     every = [report for reports in groups.values() for report in reports]
     lines = []
     for group, [report, *_] in groups.items():

@@ -1,5 +1,7 @@
-"""What a page to read consists of: one HTML file with its figures inside, and beside it the files
-they come from."""
+"""What a page to read consists of.
+
+It is one HTML file with its figures inside, and beside it the files they come from.
+"""
 
 import base64
 import csv
@@ -27,8 +29,10 @@ def html_page(title: str, body: str, *, style: str = "") -> str:
 
 
 def write_picture(picture: Picture, out_dir: Path) -> list[Path]:
-    """Writes a figure as PNG and SVG into ``figures/``, the numbers behind it into ``data/``;
-    returns the files."""
+    """Writes a figure as PNG and SVG into ``figures/``, the numbers behind it into ``data/``.
+
+    Returns the files.
+    """
     files = _style.save_figure(picture.figure, out_dir / "figures" / picture.name, ("png", "svg"))
     data = out_dir / "data" / picture.name
     data.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
-"""Figures of runs and studies: training curves, where networks look on images, XOR alignment,
-second-order terms.
+"""Figures of runs and studies.
+
+They are training curves, where networks look on images, XOR alignment, second-order terms.
 
 Figures are Matplotlib objects without pyplot's global state; :func:`save_figure` writes them.
 Matplotlib is imported when a figure is asked for, not before."""
@@ -166,8 +167,9 @@ def alignment_figure(
     *,
     title: str = "",
 ) -> "Figure":
-    """Where a sequence model looks while it writes: a panel for each pair of sequences, a row for
-    each symbol written.
+    """Where a sequence model looks while it writes.
+
+    There is a panel for each pair of sequences, a row for each symbol written.
 
     Args:
       sources: symbols that were read.
@@ -211,8 +213,9 @@ def attention_figure(
     captions: Sequence[str] | None = None,
     title: str = "",
 ) -> "Figure":
-    """Where the class token looks, drawn over the images: one row per image, one column per block
-    (and head).
+    """Where the class token looks, drawn over the images.
+
+    There is one row per image, one column per block (and head).
 
     Brightness is attention relative to uniform, on one scale for each panel, given below it; the
     line encloses the patches that hold half of the attention. The identity map, if the maps have
@@ -263,8 +266,9 @@ def comparison_figure(
     with_rollout: bool = False,
     captions: Sequence[str] | None = None,
 ) -> "Figure":
-    """Where the class tokens of several models look, drawn over the images: for each image one row
-    per model.
+    """Where the class tokens of several models look, drawn over the images.
+
+    For each image there is one row per model.
 
     Args:
       images: as for :func:`attention_figure`.
@@ -316,8 +320,9 @@ def comparison_figure(
 
 
 def xor_figure(accuracies: Mapping[str, Float[np.ndarray, " seeds"]]) -> "Figure":
-    """Accuracies on the XOR alignment task beside the bilinear limit, and parameters against the
-    hidden width.
+    """Accuracies on the XOR alignment task, and parameters against the hidden width.
+
+    The bilinear limit is beside the accuracies.
 
     Args:
       accuracies: of each score, from :func:`train_xor`.

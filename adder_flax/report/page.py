@@ -1,5 +1,7 @@
-"""The claims of three papers, measured on a model: figures, data and one page to read from top to
-bottom."""
+"""The claims of three papers, measured on a model.
+
+There are figures, data and one page to read from top to bottom.
+"""
 
 import dataclasses
 import html

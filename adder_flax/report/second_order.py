@@ -1,5 +1,4 @@
-"""The second-order term of the loss against the first, along the steps that an optimizer really
-takes.
+"""The second-order term of the loss against the first, along an optimizer's real steps.
 
     L(θ + δ) − L(θ) = ∇L·δ + ½ δᵀ H δ + …
 
@@ -29,8 +28,9 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SecondOrderTerms:
-    """What a loss does along an update δ, by differences and by derivatives; in nats for a
-    cross-entropy.
+    """What a loss does along an update δ, by differences and by derivatives.
+
+    It is in nats for a cross-entropy.
 
     Attributes:
       loss: L(θ).
@@ -96,8 +96,10 @@ def second_order_terms(
 
 
 def _looped(graphdef: nnx.GraphDef, params: Any) -> nnx.GraphDef:
-    """The same model as a loop over its blocks, where it has them alike: second derivatives of one
-    block to compile."""
+    """The same model as a loop over its blocks, where it has them alike.
+
+    There are then second derivatives of one block to compile.
+    """
     model = nnx.merge(graphdef, params)
     if hasattr(model, "loop_over_blocks"):
         model.loop_over_blocks()
@@ -138,8 +140,9 @@ class SecondOrderStep:
 def second_order_along(
     run: "Run", state: dict[str, Any], *, num_steps: int, every: int = 1, derivatives: bool = True
 ) -> Iterator[SecondOrderStep]:
-    """Trains on from a state and expands the loss along the steps taken; the optimizer is the run's
-    own.
+    """Trains on from a state and expands the loss along the steps taken.
+
+    The optimizer is the run's own.
 
     Args:
       run: from :func:`adder_flax.training.build_run`.

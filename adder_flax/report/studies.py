@@ -1,5 +1,4 @@
-"""How runs are studied: what ``--mode=analyze`` makes a report of, found by the name of the
-task."""
+"""Studies of runs: what ``--mode=analyze`` reports on, found by the name of the task."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -68,8 +67,10 @@ def register_study(task: str) -> Callable[[MakeStudy], MakeStudy]:
 @register_study("distillation")
 @register_study("healing")
 def study_classification(trained: Trained, baseline: Trained | None) -> ImageStudy:
-    """Looks at a classifier on the first images of the evaluation split, and at steps of its
-    training."""
+    """Looks at a classifier on the first images of the evaluation split.
+
+    Looks at steps of its training too.
+    """
     run = trained.run
     batch, start = run.eval_source.first(_IMAGES), run.init()
     (images,) = map(np.asarray, run.task.inputs(batch))
@@ -96,8 +97,10 @@ def study_classification(trained: Trained, baseline: Trained | None) -> ImageStu
 
 @register_study("transduction")
 def study_transduction(trained: Trained, baseline: Trained | None) -> SequenceStudy:
-    """Looks at a sequence model on words from all over the evaluation split: dictionaries are in
-    order."""
+    """Looks at a sequence model on words from all over the evaluation split.
+
+    Dictionaries are in order.
+    """
     task, source = trained.run.task, trained.run.eval_source
     batch, _ = source.read(
         np.linspace(0, len(source) - 1, min(_WORDS, len(source))).round().astype(int)

@@ -90,8 +90,9 @@ def summary_rows(
 def summary_text(
     model: nnx.Module, *inputs: jax.ShapeDtypeStruct, table: EnergyTable = HOROWITZ_45NM
 ) -> str:
-    """The rows of :func:`summary_rows` as an aligned table of plain text, with its conventions
-    below.
+    """The rows of :func:`summary_rows` as an aligned table of plain text.
+
+    The table has its conventions below.
 
     Args:
       model, inputs, table: see :func:`summary_rows`.
@@ -157,8 +158,7 @@ def _notes(total: SummaryRow, table: EnergyTable) -> list[str]:
 
 
 def _part(path: tuple[Any, ...], names: Mapping[str, str]) -> str:
-    """The part of a model that a parameter or layer at this path belongs to, as the model calls
-    it."""
+    """The part of a model, as it calls it, that a parameter or layer at this path belongs to."""
     words = [str(word) for word in path]
     for prefix, part in names.items():
         wanted = prefix.split(".")

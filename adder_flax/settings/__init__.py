@@ -1,5 +1,6 @@
-"""Every setting of a run, declared once: type, range, default, reason, and whether it shapes the
-compiled program.
+"""Every setting of a run, declared once.
+
+Declared are type, range, default, reason, and whether it shapes the compiled program.
 
 A configuration (the ``ConfigDict`` that an experiment file makes, or a ``config.json``) is read by
 `read` into frozen settings; all that is wrong with it is one message. Nothing here imports JAX, so

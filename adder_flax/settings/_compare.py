@@ -53,8 +53,9 @@ class OneOf:
 
 
 class Levels:
-    """By the name of a factor and the name of a level, the fields that the level sets; read, fields
-    are by their path.
+    """By the name of a factor and the name of a level, the fields that the level sets.
+
+    Once read, fields are by their path.
 
     >>> Levels().read({"mechanism": {"dot": {}, "adder": {"model": {"score": "adder"}}}})[
     ...     "mechanism"
@@ -92,8 +93,9 @@ class Names:
 
 
 class Space:
-    """By field, what is tried: ``("log", low, high)`` or ``("list", a, b, …)``; read, fields are by
-    their path.
+    """By field, what is tried: ``("log", low, high)`` or ``("list", a, b, …)``.
+
+    Once read, fields are by their path.
 
     >>> Space().read({"optimizer": {"learning_rate": ("log", 1e-4, 1e-2)}})[
     ...     "optimizer.learning_rate"

@@ -1,5 +1,7 @@
-"""How a setting is declared, once: its rule, its default, its reason, and whether it shapes the
-compiled program."""
+"""How a setting is declared, once.
+
+Declared are its rule, its default, its reason, and whether it shapes the compiled program.
+"""
 
 import dataclasses
 import difflib
@@ -173,8 +175,9 @@ def defaults(settings: type) -> dict[str, Any]:
 
 
 def completed(settings: type, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration with the declared defaults of what it lacks, as one of an earlier
-    version does.
+    """Returns a configuration with the declared defaults of what it lacks.
+
+    One of an earlier version lacks settings.
 
     >>> from adder_flax.settings import RunSettings
     >>> completed(RunSettings, {"seed": 3, "mesh": {"fsdp": 2}})["mesh"]

@@ -1,5 +1,7 @@
-"""Settings as keywords: who calls writes ``score="adder"``, what is called gets its settings
-whole."""
+"""Settings as keywords.
+
+Who calls writes ``score="adder"``, what is called gets its settings whole.
+"""
 
 import dataclasses
 import functools
@@ -13,8 +15,7 @@ Returned = TypeVar("Returned")
 
 
 class Options(Mapping):
-    """A mapping that cannot be changed, so that it can be part of what identifies a compiled
-    program.
+    """A mapping that cannot be changed, so it can be part of what identifies a compiled program.
 
     >>> Options({"gradient": "full"})["gradient"], hash(Options(a=1)) == hash(Options(a=1))
     ('full', True)
@@ -42,8 +43,7 @@ class Options(Mapping):
 def keywords_of(
     settings: type, *, but: Sequence[str] = ()
 ) -> Callable[[Callable[..., Returned]], Callable[..., Returned]]:
-    """Lets a function whose argument ``settings`` is of this class take the fields of the class as
-    keywords too.
+    """Lets a function take the fields of the class of its argument ``settings`` as keywords too.
 
     They are written into its signature. Lists and mappings among the values are frozen.
 

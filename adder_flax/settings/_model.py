@@ -58,8 +58,11 @@ SCORE_OPTIONS.register("adder", AdderOptions)
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSettings:
-    """How queries look at keys: of a module of attention, and keywords of
-    `adder_flax.attention.attend`."""
+    """How queries look at keys.
+
+    These are settings of a module of attention, and keywords of
+    `adder_flax.attention.attend`.
+    """
 
     score: str | tuple[str, ...] = setting(
         "dot",

@@ -1,5 +1,6 @@
-"""The numbers of settings that are data of the compiled step: taken out of them, and put back
-traced.
+"""The numbers of settings that are data of the compiled step.
+
+They are taken out of the settings, and put back traced.
 
 What is left shapes the program: runs whose settings are equal without their numbers share one.
 """

@@ -15,8 +15,10 @@ _STEPS = Integer(0, 2**31 - 1)
 
 @dataclasses.dataclass(frozen=True)
 class CgFacSettings:
-    """Of ``--config.optimizer.name=cg_fac``: arguments of `kfac.cg_fac`, and layers and
-    curvature_interval."""
+    """Arguments of `kfac.cg_fac`, and layers and curvature_interval.
+
+    They are those of ``--config.optimizer.name=cg_fac``.
+    """
 
     learning_rate: float = setting(
         1.0,
@@ -44,6 +46,11 @@ class CgFacSettings:
     max_iterations: int = setting(2, Integer(1, 1000), "of CG in a step")
     curvature_interval: int = setting(
         5, Integer(1, 2**31 - 1), "steps from one new curvature to the next"
+    )
+    curvature_stride: int = setting(
+        1,
+        Integer(1, 65536),
+        "one of so many examples gives curvature, in a pass of its own; 1: all, in the gradient's",
     )
     preconditioner_interval: int = setting(
         10, _STEPS, "steps from one inverse to the next; 0 is off"

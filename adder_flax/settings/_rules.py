@@ -226,8 +226,9 @@ class Integers:
 
 
 class EachBlock:
-    """What another rule says, for all blocks, or with commas between them one for each, then as a
-    tuple.
+    """What another rule says, for all blocks, or with commas between them one for each.
+
+    In the latter case it is a tuple.
 
     >>> (
     ...     EachBlock(Choice("dense", "adder"), 2).read("dense"),

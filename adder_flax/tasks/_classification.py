@@ -18,8 +18,7 @@ from adder_flax.tasks._task import Batch, Best, Outcome, Task, register_task
 
 
 class ImageFacts(NamedTuple):
-    """What classification has to know of a source; see ``adder_flax.data.Source`` for the
-    fields."""
+    """What classification must know of a source; see ``adder_flax.data.Source`` for the fields."""
 
     image_shape: tuple[int, int, int]
     num_classes: int
@@ -30,8 +29,9 @@ class ImageFacts(NamedTuple):
 
 @register_task("classification", ClassificationSettings)
 class Classification(Task):
-    """Cross-entropy of images, augmented on the device: softmax, or the mean of every class's own
-    (sigmoid).
+    """Cross-entropy of images, augmented on the device.
+
+    It is softmax, or the mean of every class's own (sigmoid).
 
     The second is DeiT III's (Touvron et al., 2022, https://arxiv.org/abs/2204.07118, section 3),
     where a class is there if it has any share of a mixed image. Evaluations report softmax
@@ -70,8 +70,7 @@ class Classification(Task):
 
     @property
     def augmentation(self) -> AugmentSettings:
-        """What is done to training images: the settings, without a second crop if the source
-        crops."""
+        """What is done to training images: settings, without a second crop if the source crops."""
         if not self.data_facts.crops_on_host:
             return self.settings
         return dataclasses.replace(self.settings, crop_padding=0, resized_crop_scale=None)

@@ -92,8 +92,10 @@ class Distillation(Classification):
 def logits_of_heads(
     model: nnx.Module, images: Array, **random: Any
 ) -> Float[Array, "batch heads classes"]:
-    """Returns the logits of every head of a classifier in float32: of its ``heads``, or of the only
-    one that it has."""
+    """Returns the logits of every head of a classifier in float32.
+
+    They are those of its ``heads``, or of the only one that it has.
+    """
     heads = (
         model.heads(images, **random)
         if hasattr(model, "heads")

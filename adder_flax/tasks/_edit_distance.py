@@ -11,8 +11,9 @@ def edit_distance(
     guess_length: Int[Array, "*batch"],
     truth_length: Int[Array, "*batch"],
 ) -> Int[Array, "*batch"]:
-    """Least number of insertions, deletions and substitutions that turn one sequence into another
-    (Levenshtein, 1966).
+    """Least number of insertions, deletions and substitutions between two sequences.
+
+    These turn one sequence into the other (Levenshtein, 1966).
 
     Row i of Wagner and Fischer's table, D[i, j] = min(D[i-1, j] + 1, D[i, j-1] + 1, D[i-1, j-1] +
     [g_i ≠ t_j]), in a scan over i. Within a row, the chain of insertions D[i, j-1] + 1 is a running

@@ -27,8 +27,10 @@ _WANTED = {"attention": ["weights"], "block": ["output"]}
 
 @dataclasses.dataclass(frozen=True)
 class HealingSettings(DistillationSettings):
-    """What a swapped transformer learns from the one that it was; when its distances change is said
-    by the model."""
+    """What a swapped transformer learns from the one that it was.
+
+    When its distances change is said by the model.
+    """
 
     name: str = setting("healing", Text("the name of a task"), "the task, whose own fields follow")
     begin: str = setting(
@@ -75,8 +77,10 @@ class Healing(Distillation):
         return swap(self.teacher, model, *self.inputs(source.first(min(_FITTED_ON, len(source)))))
 
     def examples(self, key: Array, batch: Batch) -> tuple[Any, ...]:
-        """Returns float images, class probabilities, and the teacher's logits, maps and outputs of
-        blocks."""
+        """Returns float images, class probabilities, and the teacher's logits, maps and outputs.
+
+        The outputs are those of blocks.
+        """
         images, targets = super(Distillation, self).examples(key, batch)
         logits, records = recorder.record(_WANTED, self.teacher, images)
         return images, targets, logits.astype(jnp.float32), _maps(records), _outputs(records)

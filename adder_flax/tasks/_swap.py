@@ -1,5 +1,6 @@
-"""Parts of a trained transformer put in the place of others: adder attention and adder layers that
-begin close to it.
+"""Parts of a trained transformer put in the place of others.
+
+Adder attention and adder layers begin close to what they replace.
 
 What both have alike is copied. The rest is fitted, layer by layer, to what the trained layers do
 with some images:
@@ -162,8 +163,10 @@ class _Affine(NamedTuple):
 def _fit_heads(
     index: int, attention: nnx.Module, seen: Mapping[str, Array]
 ) -> dict[tuple, _Affine]:
-    """Returns what becomes of the queries and keys of a block, by the paths of the layers that make
-    them."""
+    """Returns what becomes of the queries and keys of a block.
+
+    It is by the paths of the layers that make them.
+    """
     tokens = seen["key"].shape[-2]
     most = max(1, _MOST_PAIRS // tokens**2)
     query, key, weights = (
@@ -191,8 +194,10 @@ def _fit_heads(
 def _divergences(
     query: Array, key: Array, weights: Array, scale: float
 ) -> Float[Array, "factors heads"]:
-    """Returns KL(weights ‖ softmax(−c ‖q − k‖₁ · scale)), mean over queries, for every factor c and
-    head."""
+    """Returns KL(weights ‖ softmax(−c ‖q − k‖₁ · scale)), mean over queries.
+
+    There is one for every factor c and head.
+    """
     distances = -jnp.abs(query[..., :, None, :] - key[..., None, :, :]).sum(-1) * scale
     return jnp.stack(
         [divergence(weights, jax.nn.log_softmax(c * distances)).mean((0, 2)) for c in _FACTORS]
@@ -251,8 +256,7 @@ def _fit_distances(
 
 
 def _explained(sums: Array, wanted: Array) -> tuple[Array, Array, Array]:
-    """Returns scale and offset of each output behind the LayerNorm, and the mean square that they
-    leave."""
+    """Returns each output's scale and offset behind LayerNorm, and the mean square they leave."""
     centred = sums - sums.mean(-1, keepdims=True)
     normed = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + LAYER_NORM_EPSILON)
     scale = _slopes(normed, wanted)

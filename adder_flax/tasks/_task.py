@@ -80,20 +80,23 @@ class Task(abc.ABC):
 
     @property
     def likelihood(self) -> str | kfac.Likelihood:
-        """Whose negative logarithm the loss averages, for second-order optimizers; see
-        ``kfac.Likelihood``."""
+        """Whose negative logarithm the loss averages, for second-order optimizers.
+
+        See ``kfac.Likelihood``.
+        """
         return "categorical"
 
     @classmethod
     @abc.abstractmethod
     def facts(cls, source: Source) -> Hashable:
-        """Returns what the task has to know of its data: runs whose data differ in it do not share
-        a program."""
+        """Returns what the task has to know of its data.
+
+        Runs whose data differ in it do not share a program.
+        """
 
     @classmethod
     def source_options(cls, settings: Any) -> dict[str, Any]:
-        """Returns what ``adder_flax.data.load_source`` is to be told because of the task's
-        settings."""
+        """Returns what ``adder_flax.data.load_source`` is told because of the task's settings."""
         return {}
 
     @classmethod
@@ -149,8 +152,10 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def inputs(self, batch: Batch) -> tuple[Array, ...]:
-        """Returns what the model is called with to evaluate a batch: the same arrays without
-        augmentation."""
+        """Returns what the model is called with to evaluate a batch.
+
+        These are the same arrays without augmentation.
+        """
 
     @abc.abstractmethod
     def sums(self, model: nnx.Module, batch: Batch) -> dict[str, Float[Array, ""]]:
@@ -172,15 +177,15 @@ class Task(abc.ABC):
         return {name: value / sums["count"] for name, value in sums.items() if name != "count"}
 
     def about(self) -> str:
-        """Returns what a person wants to know of the data before the first step, such as "10
-        classes"."""
+        """Returns what one wants to know of the data before the first step, like "10 classes"."""
         return ""
 
     def pictures(
         self, model: nnx.Module, source: Source, title: str
     ) -> dict[str, Callable[[], Any]]:
-        """Returns what is drawn when a run is complete: name of the file → what makes its
-        Matplotlib figure.
+        """Returns what is drawn when a run is complete.
+
+        It is name of the file → what makes its Matplotlib figure.
 
         Args:
           model: as trained.

@@ -55,8 +55,9 @@ class SequenceFacts(NamedTuple):
 
 @register_task("transduction", TransductionSettings)
 class Transduction(Task):
-    """Mean cross-entropy of the target's symbols given those before them; errors of what the model
-    writes by itself.
+    """Mean cross-entropy of the target's symbols given those before them.
+
+    Errors are those of what the model writes by itself.
 
     A source gives ``"source"``, int32 (batch, source), and to learn from ``"target"``, int32
     (batch, target), ended by `END` and filled up with `PAD`. To evaluate, ``"references"``, int32
@@ -173,8 +174,10 @@ class Transduction(Task):
     def _alignments(
         self, model: nnx.Module, source: data.SequenceSource
     ) -> tuple[list, list, list]:
-        """Returns sources and what the model writes for them as tuples of symbols, and its
-        alignments of the two."""
+        """Returns sources and what the model writes for them, and its alignments of the two.
+
+        Sources and what is written are tuples of symbols.
+        """
         # The longest of the first words: there is more to see.
         letters = source.first(100)["source"]
         letters = letters[np.argsort(-(letters != PAD).sum(-1), kind="stable")[:_SHOWN]]

@@ -1,5 +1,6 @@
-"""How attention and adder layers are doing during a run: a few numbers for each block, at logging
-steps only.
+"""How attention and adder layers are doing during a run.
+
+There are a few numbers for each block, at logging steps only.
 
 ``--config.attention_diagnostics=True`` turns them on. A logging step then costs a second forward
 and backward pass; the other steps cost nothing, and what is trained stays the same.
@@ -29,8 +30,9 @@ def make_attention_diagnostics(
     accumulation_steps: int = 1,
     num_examples: int = 8,
 ) -> Callable[[Any, Batch, int, Hyper], Metrics]:
-    """Returns ``diagnostics(params, batch, step, hyper) → {name: scalar}`` for the step that is
-    about to be taken.
+    """Returns ``diagnostics(params, batch, step, hyper) → {name: scalar}``.
+
+    It is for the step that is about to be taken.
 
     Names end in the block, ``block_01`` …, with the branch where there are two:
 
@@ -110,8 +112,7 @@ def _forward_numbers(records: Sequence[Record], places: "_Places") -> Metrics:
 
 
 class _Places:
-    """What the parts of a model are called: by their block and branch, or by their path outside of
-    blocks.
+    """What the parts of a model are called: by block and branch, or by path outside of blocks.
 
     Attributes:
       branches: paths of the modules that make up a branch, by the name of block and branch:

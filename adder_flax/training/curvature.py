@@ -20,6 +20,7 @@ class CurvatureOptimizer(NamedTuple):
       layers: the layers that have curvature; printing them shows which parameters they cover.
       fisher: which Fisher matrix, see ``kfac.value_grad_and_curvature``.
       interval: steps from one curvature batch to the next.
+      stride: one of so many examples gives curvature; 1: all, in the pass of the gradient.
     """
 
     init: Callable
@@ -27,6 +28,7 @@ class CurvatureOptimizer(NamedTuple):
     layers: kfac.Layers
     fisher: str
     interval: int
+    stride: int
 
     def refresh(self, state: Any) -> bool | Bool[Array, ""]:
         """Whether the step that this state is about to take computes curvature."""

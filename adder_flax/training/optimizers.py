@@ -68,13 +68,13 @@ class OptimizerSpec(NamedTuple):
       settings: of the optimizer.
       learning_rate: the run's schedule.
       facts: of the parameters, see :func:`adder_flax.parameters.parameter_facts`.
-      find_layers: returns the layers that have curvature.
+      find_layers: of how many examples one gives curvature → the layers that have curvature.
     """
 
     settings: OptimizerSettings
     learning_rate: optax.Schedule
     facts: Any
-    find_layers: Callable[[], kfac.Layers] | None
+    find_layers: Callable[[int], kfac.Layers] | None
 
     def mask(self, chosen: Callable[[Facts], Any]) -> Any:
         """Returns the tree of what is chosen by the facts of each parameter."""
@@ -214,9 +214,9 @@ def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
     own, which ``cg_fac.kl_clip`` bounds.
     """
     c, options = spec.settings, dict(vars(spec.settings.cg_fac))
-    interval, rate = options.pop("curvature_interval"), options.pop("learning_rate")
-    fisher, chosen = options["fisher"], options.pop("layers")
-    layers = spec.find_layers()
+    rate, chosen = options.pop("learning_rate"), options.pop("layers")
+    interval, stride = options.pop("curvature_interval"), options.pop("curvature_stride")
+    layers = spec.find_layers(stride)
     if chosen == "matrices":
         facts = {
             tree_path(path): fact for path, fact in jax.tree_util.tree_leaves_with_path(spec.facts)
@@ -236,7 +236,9 @@ def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
         )
     except (TypeError, ValueError) as error:
         raise RunError(f"config.optimizer.cg_fac: {error}") from error
-    return CurvatureOptimizer(transformation.init, transformation.update, layers, fisher, interval)
+    return CurvatureOptimizer(
+        transformation.init, transformation.update, layers, options["fisher"], interval, stride
+    )
 
 
 OPTIMIZERS: Registry[

@@ -230,9 +230,9 @@ class Program:
     def _initial_state(self, params: Any, numbers: Hyper) -> State:
         return init_state(params, optimizer=self.parts(numbers).optimizer, ema=self.shape.ema)
 
-    def _layers(self, numbers: Hyper, params: Any) -> kfac.Layers:
+    def _layers(self, numbers: Hyper, params: Any, stride: int) -> kfac.Layers:
         task = self.task(numbers)
-        batch = self.batch(self.shape.batch_size // self.shape.accumulation_steps)
+        batch = self.batch(self.shape.batch_size // (self.shape.accumulation_steps * stride))
         examples = jax.eval_shape(task.examples, jax.eval_shape(lambda: jax.random.key(0)), batch)
         loss = make_loss_fn(
             self.graphdef, task, put_numbers(self.shape.model_settings, numbers["model"])

@@ -345,3 +345,10 @@ def _check_batches(settings: RunSettings, mesh: Mesh) -> None:
             f"{settings.accumulation_steps} accumulation steps = {parts}, got "
             f"{settings.batch_size}; set --config.batch_size"
         )
+    stride = settings.optimizer.cg_fac.curvature_stride
+    if settings.optimizer.name == "cg_fac" and settings.batch_size % (parts * stride):
+        raise RunError(
+            f"expected config.batch_size = {settings.batch_size} divisible by {parts} parts × "
+            f"config.optimizer.cg_fac.curvature_stride, got {stride}; set "
+            "--config.optimizer.cg_fac.curvature_stride"
+        )

@@ -168,18 +168,7 @@ def _gradient_and_curvature(parts: Parts, accumulation_steps: int) -> Differenti
     be held at once."""
     optimizer: CurvatureOptimizer = parts.optimizer
     plain = jax.value_and_grad(_value_and_metrics(parts.loss), has_aux=True)
-
-    def with_outputs(params, examples, key):
-        outcome = parts.loss(params, examples, key)
-        return outcome.loss, (outcome.outputs, dict(outcome.metrics))
-
-    with_curvature = kfac.value_grad_and_curvature(
-        with_outputs,
-        fisher=optimizer.fisher,
-        likelihood=parts.likelihood,
-        outputs=operator.itemgetter(0),
-        has_aux=True,
-    )
+    with_curvature = kfac.value_grad_and_curvature(_with_outputs(parts.loss), **_fisher(parts))
 
     def differentiate(opt_state, params, examples, key):
         keys = jax.random.split(key, accumulation_steps) if accumulation_steps > 1 else key[None]
@@ -211,7 +200,46 @@ def _gradient_and_curvature(parts: Parts, accumulation_steps: int) -> Differenti
     return differentiate
 
 
+def _gradient_beside_curvature(parts: Parts, accumulation_steps: int) -> Differentiate:
+    """Gradient of the whole batch, and curvature of a sample of it in a pass of its own."""
+    optimizer: CurvatureOptimizer = parts.optimizer
+    gradient = _plain_gradient(parts, accumulation_steps)
+    curvature = kfac.curvature(_with_outputs(parts.loss), **_fisher(parts))
+
+    def differentiate(opt_state, params, examples, key):
+        loss, metrics, grads, extra = gradient(opt_state, params, examples, key)
+        sample = _first(_microbatches(examples, accumulation_steps * optimizer.stride))
+        sampling_key, dropout_key = jax.random.split(jax.random.fold_in(key, _SAMPLING))
+        of_sample = curvature(
+            params, sample, dropout_key, key=sampling_key, refresh=optimizer.refresh(opt_state)
+        )
+        whole = {name: extra[name] for name in ("value", "value_fn")}
+        return loss, metrics, grads, whole | {"curvature": of_sample}
+
+    return differentiate
+
+
+def _with_outputs(loss: Callable[[Any, Any, Array], Outcome]) -> Callable[..., tuple]:
+    def with_outputs(params: Any, examples: Any, key: Array) -> tuple[Array, tuple]:
+        outcome = loss(params, examples, key)
+        return outcome.loss, (outcome.outputs, dict(outcome.metrics))
+
+    return with_outputs
+
+
+def _fisher(parts: Parts) -> dict[str, Any]:
+    """Returns the options of the functions that give curvature, of losses `_with_outputs`."""
+    options = dict(fisher=parts.optimizer.fisher, likelihood=parts.likelihood)
+    return options | dict(outputs=operator.itemgetter(0), has_aux=True)
+
+
 _SAMPLING = 1 << 20  # dropout layers fold small numbers into the same key
+
+
+def _differentiate(parts: Parts) -> Callable[[Parts, int], Differentiate]:
+    if not isinstance(parts.optimizer, CurvatureOptimizer):
+        return _plain_gradient
+    return _gradient_and_curvature if parts.optimizer.stride == 1 else _gradient_beside_curvature
 
 
 def make_train_step(
@@ -239,9 +267,7 @@ def make_train_step(
     def train_step(state: State, batch: Batch, hyper: Hyper) -> tuple[State, Metrics]:
         parts = make_parts({**hyper, "step": state["step"]})
         curved = isinstance(parts.optimizer, CurvatureOptimizer)
-        differentiate = (_gradient_and_curvature if curved else _plain_gradient)(
-            parts, accumulation_steps
-        )
+        differentiate = _differentiate(parts)(parts, accumulation_steps)
         augment_key, dropout_key = step_keys(parts.seed, state["step"])
         examples, params = parts.examples(augment_key, batch), state["params"]
         loss, task_metrics, grads, extra = differentiate(

@@ -3,6 +3,7 @@
 import argparse
 import collections
 import importlib
+import inspect
 import json
 import re
 import sys
@@ -138,7 +139,8 @@ def page(record: dict[str, Any]) -> str:
         "",
     ]
     for name, group in sorted(record.items()):
-        lines += [f"## {name.capitalize()}", "", _module(name).__doc__.splitlines()[0], ""]
+        summary = " ".join(inspect.getdoc(_module(name)).split("\n\n")[0].splitlines())
+        lines += [f"## {name.capitalize()}", "", summary, ""]
         lines += [
             "| fault | tried | what one sees, for example | what is kept |",
             "|---|---|---|---|",

@@ -8,8 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+import kfac
 from adder_flax.training import Checkpoints, RunError, build_run
 from adder_flax.training.sharding import put_batch
+from adder_flax.training.step import step_keys
 from tests.processes import ROOT, simulated_devices
 
 FIELDS = {
@@ -113,6 +115,45 @@ def test_accumulated_microbatches_and_rare_curvature(curvature, interval, tiny_c
         np.testing.assert_allclose(parts[name], whole[name], rtol=1e-4)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_sample_gives_the_curvature_and_the_batch_the_gradient(accumulation, tiny_config):
+    stride, fields = 4, FIELDS | {"model.depth": 1, "accumulation_steps": accumulation}
+    rows, states = [], []
+    for name in (1, stride):
+        chosen = {"optimizer.cg_fac.curvature_stride": name}
+        run = build_run(tiny_config("multiplicative", **fields, **chosen))
+        state, metrics = train(run, run.init(), 0, 1)
+        rows.append(metrics[0])
+        states.append(kfac.find_state(state["opt_state"]))
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(rows[1][name], rows[0][name], rtol=1e-5)
+
+    augment_key, _ = step_keys(run.config.seed, 0)
+    images, _ = run.task.examples(augment_key, run.batches()[0])
+    sample = np.asarray(images, np.float64)[:: stride * accumulation]
+    size = run.settings.model.patch_size
+    n, height, width, _ = sample.shape
+    patches = sample.reshape(n, height // size, size, width // size, size).transpose(0, 1, 3, 2, 4)
+    inputs = np.concatenate(
+        [patches.reshape(-1, size * size), np.ones((patches[..., 0, 0].size, 1))], 1
+    )
+    moment = np.asarray(states[1].averages.factors["patch_embed/proj"][0], np.float64).squeeze()
+    # Of the constant input it is the weight of the average.
+    np.testing.assert_allclose(moment / moment[-1, -1], inputs.T @ inputs / len(inputs), atol=1e-5)
+
+
+def test_the_sample_is_taken_anew_now_and_then(tiny_config):
+    fields = FIELDS | {"model.depth": 1, "optimizer.cg_fac.curvature_interval": 3}
+    run = build_run(tiny_config("adder", **fields, **{"optimizer.cg_fac.curvature_stride": 8}))
+    weights, state = [], run.init()
+    for step in range(4):
+        state, _ = train(run, state, step, step + 1)
+        weights.append(float(kfac.find_state(state["opt_state"]).averages.weight))
+    decay = run.settings.optimizer.cg_fac.factor_decay
+    first = 1 - decay
+    np.testing.assert_allclose(weights, [first] * 3 + [decay * first + first], rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -136,6 +177,10 @@ def test_accumulated_microbatches_and_rare_curvature(curvature, interval, tiny_c
         (
             {"cg_fac.damping_interval": 5, "cg_fac.step": "fixed"},
             r"damping_interval: expected 0.*got 5 with 'fixed'",
+        ),
+        (
+            {"cg_fac.curvature_stride": 5},
+            r"batch_size = 32 divisible by 1 parts × config.optimizer.cg_fac.curvature_stride.*5",
         ),
         ({"adder_rate": 0.2}, r"adder_rate: expected 0 with cg_fac.*got 0.2"),
         (

@@ -1,5 +1,4 @@
-"""Alignments of sequences: whether they move on, focus, are needed, and carry over to long
-inputs."""
+"""Alignments of sequences: if they move on, focus, are needed, carry over to long inputs."""
 
 import numpy as np
 
@@ -26,8 +25,7 @@ _FEW = 1 / 3  # of the symbols that are read
 
 @register_claims("alignments", ALIGNMENT, of=SequenceStudy)
 def judge(study: SequenceStudy) -> Findings:
-    """Direction and width of the alignments, errors with uniform ones, errors over the length of
-    the input."""
+    """Direction and width of alignments, errors with uniform ones, errors over the input length."""
     claims = [
         _monotonic_claim(study),
         _focus_claim(study),
@@ -41,15 +39,19 @@ def judge(study: SequenceStudy) -> Findings:
 
 
 def moves_on(study: SequenceStudy, subject: SequenceSubject) -> float:
-    """Returns the share of steps from one target symbol to the next at which the expected source
-    position rises."""
+    """Returns the share of steps at which the expected source position rises.
+
+    A step is from one target symbol to the next.
+    """
     centres = [weights @ np.arange(weights.shape[1]) for weights in study.alignments(subject)]
     return float(np.mean(np.concatenate([np.diff(centre) > 0 for centre in centres])))
 
 
 def width(study: SequenceStudy, subject: SequenceSubject) -> float:
-    """Returns the median share of the source that a target symbol looks at: exp(entropy of its row)
-    / length."""
+    """Returns the median share of the source that a target symbol looks at.
+
+    The share is exp(entropy of its row) / length.
+    """
     shares = [
         np.exp(row_entropy(weights)) / weights.shape[1] for weights in study.alignments(subject)
     ]

@@ -84,8 +84,10 @@ def deit_operations(size: str, variant: str, *, depth: int = 12) -> Operations:
 
 
 def _ratios(variants: dict[str, Operations]) -> dict[str, float]:
-    """How many times less energy than the multiplicative network, by what is adder and what is
-    counted."""
+    """How many times less energy than the multiplicative network.
+
+    It is given by what is adder and what is counted.
+    """
     base = energy(variants["multiplicative"])
     adder = energy(variants["adder"])
     scores = energy(variants["adder scores only"])

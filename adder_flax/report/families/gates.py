@@ -23,8 +23,10 @@ def judge(study: Study) -> Findings:
 
 
 def _find_gate(study: Study, scores: tuple[str, ...]) -> tuple[str, Gate]:
-    """Whose gate it is, and the gate: of a block of one of the models, else of a new head on
-    unit-normal tokens."""
+    """Whose gate it is, and the gate.
+
+    It is that of a block of one of the models, else of a new head on unit-normal tokens.
+    """
     for subject in filter(None, (study.subject, study.baseline)):
         for index, (score, block) in enumerate(
             zip(subject.scores, subject.captured.blocks, strict=True)

@@ -40,8 +40,10 @@ def judge(study: Study) -> Findings:
 def _live_map(
     module: attention.MultiHeadAttention, block: BlockCapture, alpha: float = 1.0, **options: Any
 ) -> np.ndarray:
-    """The block's map from its own queries and keys, weights scaled so that scores grow by
-    ``alpha``."""
+    """The block's map from its own queries and keys.
+
+    Weights are scaled so that scores grow by ``alpha``.
+    """
     query, key = (jnp.swapaxes(jnp.asarray(x), 1, 2) for x in (block.query, block.key))
     parameters = {name: parameter[...] for name, parameter in module.score.items()}
     if module.settings.score in ("additive", "bilinear"):
@@ -69,8 +71,10 @@ def _live_map(
 
 @dataclasses.dataclass(frozen=True)
 class _Moves:
-    """What changes of parameters move in a block's map: the largest total variation of a row before
-    and after."""
+    """What changes of parameters move in a block's map.
+
+    This is the largest total variation of a row before and after.
+    """
 
     where: str
     scalar_bias: float
@@ -132,8 +136,10 @@ def _identity_claims(moves: _Moves) -> list[Claim]:
 
 
 def _inner_biases() -> tuple[list[float], float]:
-    """Entropy of additive attention between normal queries and keys by the size of b, and the
-    largest |score|/‖v‖₁."""
+    """Entropy of additive attention by the size of b, and the largest |score|/‖v‖₁.
+
+    Queries and keys are normal.
+    """
     rng = np.random.default_rng(0)
     queries, keys, v = (
         rng.standard_normal((64, 1, 64)),

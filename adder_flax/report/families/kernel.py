@@ -33,8 +33,10 @@ def judge(study: Study) -> Findings:
 
 
 def _kernel_distances(subject: Subject) -> dict[str, list[np.ndarray]]:
-    """Total variation between Gaussian-kernel map and dot-product map, by block and from ever less
-    ideal tokens."""
+    """Total variation between Gaussian-kernel map and dot-product map.
+
+    It is given by block and from ever less ideal tokens.
+    """
     result: dict[str, list[np.ndarray]] = {
         "LayerNorm alone": [],
         "with its affine part": [],

@@ -87,8 +87,10 @@ def _map_picture(study: Study) -> Picture:
 
 
 def _attention_pictures(study: Study) -> list[Picture]:
-    """The paper's figure 3: of both models where there are two, else of the one with rollout beside
-    it."""
+    """The paper's figure 3, of both models where there are two.
+
+    Else it is of the one, with rollout beside it.
+    """
     models = {subject.name: subject for subject in filter(None, (study.baseline, study.subject))}
     shown = min(4 if len(models) == 1 else 3, len(study.pictures))
     blocks = study.subject.blocks(3, 6, 10)

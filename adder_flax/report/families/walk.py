@@ -105,8 +105,10 @@ def _walk_picture(walk: dict[str, list[np.ndarray]]) -> Picture:
 
 
 def _steps_picture(study: Study) -> Picture:
-    """The walk from the class token (or the first patch) after 1, 2, 4, 8 steps, and its stationary
-    distribution."""
+    """The walk from the class token after 1, 2, 4, 8 steps, and its stationary distribution.
+
+    It starts from the first patch where there is no class token.
+    """
     first = study.subject.prefix_tokens
     index = len(study.subject.walks) // 2
     walk = study.subject.walks[index][0].mean(0)
