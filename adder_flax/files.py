@@ -40,7 +40,7 @@ def open_regular(path: str | Path) -> Iterator[IO[bytes]]:
         yield stream
 
 
-def write_whole(path: str | Path, content: bytes) -> None:
+def write_whole(path: str | Path, content: bytes | bytearray) -> None:
     """Writes a file whole or not at all; one that is there stays until the new one is on the disk.
 
     Args:

@@ -24,6 +24,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
 from adder_flax import jaxprs
+from adder_flax.arrays import AnyArray
 
 
 @functools.partial(
@@ -79,7 +80,7 @@ def told_apart() -> bool:
     return _LISTENED.value is not None
 
 
-def report(kind: str, arrays: Mapping[str, Array], **facts: Hashable) -> None:
+def report(kind: str, arrays: Mapping[str, AnyArray], **facts: Hashable) -> None:
     """Hands arrays to whoever listens to this kind; nothing happens where nobody does.
 
     Args:

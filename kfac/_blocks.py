@@ -85,7 +85,7 @@ class Use:
     layer: Dense | Generic
     roles: tuple[tuple[str, int], ...]
     frames: tuple[tuple[int, bool], ...]
-    output: jax.ShapeDtypeStruct
+    output: jax.ShapeDtypeStruct | None
     input_dtypes: tuple[Any, ...]
     example_axis: int
     num_examples: int

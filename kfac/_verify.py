@@ -151,7 +151,12 @@ def verify(
 
 
 def _check(
-    block: Block, params: dict, grads: dict, curvature: Curvature, damping: float, key: Array
+    block: Block,
+    params: dict,
+    grads: dict,
+    curvature: Curvature,
+    damping: float | Array,
+    key: Array,
 ) -> dict[str, Array]:
     (exact,) = systems.build(curvature, params, {block.name: Form("exact")})
     b = exact.pack(systems.lanes_of(block, grads))

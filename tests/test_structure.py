@@ -11,6 +11,7 @@ from tests.processes import ROOT
 # Each imports only from those before it.
 ORDER = (
     *(
+        "arrays",
         "text",
         "errors",
         "extras",

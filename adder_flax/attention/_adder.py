@@ -5,6 +5,7 @@ import math
 from jaxtyping import Array, Float
 
 from adder_flax import ops
+from adder_flax.arrays import AnyArray
 from adder_flax.attention._attend import Attended, attend, attention_function
 from adder_flax.attention._registry import Score, register_score
 from adder_flax.attention.checks import require_equal_widths
@@ -12,11 +13,11 @@ from adder_flax.settings import AdderOptions
 
 
 def adder_scores(
-    query: Float[Array, "*batch query dim"],
-    key: Float[Array, "*batch key dim"],
+    query: Float[AnyArray, "*#batch query dim"],
+    key: Float[AnyArray, "*#batch key dim"],
     *,
     gradient: ops.RuleName = "sign",
-) -> Float[Array, "*batch query key"]:
+) -> Float[Array, "*#batch query key"]:
     """-‖q - k‖₁ for every pair, in float32 or wider; `gradient` as in
     `adder_flax.ops.l1_scores`."""
     require_equal_widths("adder", query, key)
@@ -38,7 +39,12 @@ register_score(
 
 @attention_function
 def adder_attention(
-    query: Array, key: Array, value: Array, *, gradient: ops.RuleName = "sign", **options
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    *,
+    gradient: ops.RuleName = "sign",
+    **options,
 ) -> Attended:
     """Adder attention: (softmax(-‖q - k‖₁ / √d) + I) v, whose scores need no multiplication.
 

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float
 
 import kfac
 from adder_flax import ops
+from adder_flax.arrays import AnyArray
 from adder_flax.attention._attend import Attended, attend, attention_function
 from adder_flax.attention._curvature import project_heads, tap_heads
 from adder_flax.attention._dot import dot_scores
@@ -32,15 +33,15 @@ def additive_hidden_dim(query_dim: int, key_dim: int) -> int:
 
 
 def additive_scores(
-    query: Float[Array, "*batch query query_dim"],
-    key: Float[Array, "*batch key key_dim"],
+    query: Float[AnyArray, "*#batch query query_dim"],
+    key: Float[AnyArray, "*#batch key key_dim"],
     *,
-    query_kernel: Float[Array, "*#batch query_dim hidden"],
-    key_kernel: Float[Array, "*#batch key_dim hidden"],
-    v: Float[Array, "*#batch hidden"],
-    bias: Float[Array, "*#batch hidden"] | None = None,
-    norm_scale: Float[Array, "*#batch hidden"] | None = None,
-) -> Float[Array, "*batch query key"]:
+    query_kernel: Float[AnyArray, "*#batch query_dim hidden"],
+    key_kernel: Float[AnyArray, "*#batch key_dim hidden"],
+    v: Float[AnyArray, "*#batch hidden"],
+    bias: Float[AnyArray, "*#batch hidden"] | None = None,
+    norm_scale: Float[AnyArray, "*#batch hidden"] | None = None,
+) -> Float[Array, "*#batch query key"]:
     """vᵀ tanh(W_q q + W_k k + b) for every pair, in float32 or wider; |score| ≤ ‖v‖₁.
 
     With `norm_scale` the sum W_q q + W_k k goes through LayerNorm first, whose scale is
@@ -59,7 +60,7 @@ def additive_scores(
 
 def _pair_scores(
     parameters: dict[str, Array], pair: tuple[Array, Array]
-) -> Float[Array, "*batch query key 1"]:
+) -> Float[Array, "*#batch query key 1"]:
     return ops.additive_scores(*pair, parameters["kernel"])[..., None]
 
 
@@ -154,15 +155,15 @@ register_score(
 
 @attention_function
 def additive_attention(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
     *,
-    query_kernel: Float[Array, "heads query_dim hidden"],
-    key_kernel: Float[Array, "heads key_dim hidden"],
-    v: Float[Array, "heads hidden"],
-    hidden_bias: Float[Array, "heads hidden"] | None = None,
-    norm_scale: Float[Array, "heads hidden"] | None = None,
+    query_kernel: Float[AnyArray, "heads query_dim hidden"],
+    key_kernel: Float[AnyArray, "heads key_dim hidden"],
+    v: Float[AnyArray, "heads hidden"],
+    hidden_bias: Float[AnyArray, "heads hidden"] | None = None,
+    norm_scale: Float[AnyArray, "heads hidden"] | None = None,
     **options,
 ) -> Attended:
     """Additive attention: softmax(vᵀ tanh(W_q q + W_k k + b)) v (Bahdanau et al., 2015,

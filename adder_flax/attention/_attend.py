@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from adder_flax import ops, recorder
+from adder_flax.arrays import AnyArray
 from adder_flax.attention._curvature import KEY_BIASED, TEMPERED, captures, tap_heads
 from adder_flax.attention._registry import Score, get_score, masked_softmax
 from adder_flax.settings import is_on
@@ -23,20 +24,20 @@ Attended = Array | Any
 
 
 def attend(
-    query: Float[Array, "*batch q_length heads query_dim"],
-    key: Float[Array, "*batch k_length kv_heads key_dim"],
-    value: Float[Array, "*batch k_length kv_heads value_dim"],
+    query: Float[AnyArray, "*#batch q_length heads query_dim"],
+    key: Float[AnyArray, "*#batch k_length kv_heads key_dim"],
+    value: Float[AnyArray, "*#batch k_length kv_heads value_dim"],
     *,
     score: str | Score = "dot",
-    parameters: Mapping[str, Array | None] | None = None,
+    parameters: Mapping[str, AnyArray | None] | None = None,
     score_options: Mapping[str, Any] | None = None,
-    bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | None = None,
+    bias: Float[AnyArray, "..."] | None = None,
+    mask: Bool[AnyArray, "..."] | None = None,
     is_causal: bool = False,
-    key_bias: Float[Array, "..."] | None = None,
+    key_bias: Float[AnyArray, "..."] | None = None,
     scale: str | float | Array | None = None,
     temperature: float | Array = 1.0,
-    log_temperature: Float[Array, "..."] | None = None,
+    log_temperature: Float[AnyArray, "..."] | None = None,
     identity: bool | None = None,
     dropout_rate: float | Array = 0.0,
     dropout_rng: Array | None = None,

@@ -3,6 +3,7 @@
 import jax
 from jaxtyping import Array, Float
 
+from adder_flax.arrays import AnyArray
 from adder_flax.attention._attend import Attended, attend, attention_function
 from adder_flax.attention._curvature import project_heads
 from adder_flax.attention._dot import dot_scores
@@ -10,11 +11,11 @@ from adder_flax.attention._registry import Score, ScoreParameter, register_score
 
 
 def bilinear_scores(
-    query: Float[Array, "*batch query query_dim"],
-    key: Float[Array, "*batch key key_dim"],
+    query: Float[AnyArray, "*#batch query query_dim"],
+    key: Float[AnyArray, "*#batch key key_dim"],
     *,
-    kernel: Float[Array, "*#batch query_dim key_dim"],
-) -> Float[Array, "*batch query key"]:
+    kernel: Float[AnyArray, "*#batch query_dim key_dim"],
+) -> Float[Array, "*#batch query key"]:
     """qᵀ W k for every pair, in float32 or wider; W is (query_dim, key_dim), per head where it has
     leading axes."""
     if kernel.shape[-2:] != (query.shape[-1], key.shape[-1]):
@@ -37,11 +38,11 @@ register_score(Score("bilinear", bilinear_scores, bilinear_parameters))
 
 @attention_function
 def bilinear_attention(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
     *,
-    kernel: Float[Array, "heads query_dim key_dim"],
+    kernel: Float[AnyArray, "heads query_dim key_dim"],
     **options,
 ) -> Attended:
     """Bilinear attention: softmax(qᵀ W k / √d) v (Luong et al., 2015, "general",

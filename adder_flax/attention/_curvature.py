@@ -12,9 +12,9 @@ import kfac
 
 def project_heads(
     x: Float[Array, "*batch length in"],
-    kernel: Float[Array, "*#batch in out"],
-    bias: Float[Array, "*#batch out"] | None = None,
-) -> Float[Array, "*batch length out"]:
+    kernel: Float[Array, "*#lanes in out"],
+    bias: Float[Array, "*#lanes out"] | None = None,
+) -> Float[Array, "*_ length out"]:
     """x W + b with a matrix for each head where W has a leading axis; a dense layer to `kfac`."""
     y = jnp.matmul(x, kernel.astype(x.dtype))
     parameters = {"kernel": kernel}

@@ -3,14 +3,15 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from adder_flax.arrays import AnyArray
 from adder_flax.attention._attend import Attended, attend, attention_function
 from adder_flax.attention._registry import Score, register_score
 from adder_flax.attention.checks import require_equal_widths
 
 
 def dot_scores(
-    query: Float[Array, "*batch query dim"], key: Float[Array, "*batch key dim"]
-) -> Float[Array, "*batch query key"]:
+    query: Float[AnyArray, "*#batch query dim"], key: Float[AnyArray, "*#batch key dim"]
+) -> Float[Array, "*#batch query key"]:
     """q·k for every pair, accumulated and returned in float32 or wider."""
     require_equal_widths("dot", query, key)
     dtype = jnp.promote_types(query.dtype, jnp.float32)
@@ -22,7 +23,7 @@ register_score(Score("dot", dot_scores, variance=lambda head_dim: float(head_dim
 
 
 @attention_function
-def dot_product_attention(query: Array, key: Array, value: Array, **options) -> Attended:
+def dot_product_attention(query: AnyArray, key: AnyArray, value: AnyArray, **options) -> Attended:
     """Multiplicative attention: softmax(q·k / √d) v (Vaswani et al., 2017,
     https://arxiv.org/abs/1706.03762).
 

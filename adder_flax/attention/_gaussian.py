@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from adder_flax.arrays import AnyArray
 from adder_flax.attention._attend import Attended, attend, attention_function
 from adder_flax.attention._dot import dot_scores
 from adder_flax.attention._registry import Score, register_score
@@ -10,8 +11,8 @@ from adder_flax.attention.checks import require_equal_widths
 
 
 def gaussian_scores(
-    query: Float[Array, "*batch query dim"], key: Float[Array, "*batch key dim"]
-) -> Float[Array, "*batch query key"]:
+    query: Float[AnyArray, "*#batch query dim"], key: Float[AnyArray, "*#batch key dim"]
+) -> Float[Array, "*#batch query key"]:
     """-‖q - k‖²/2 for every pair, as q·k - ‖q‖²/2 - ‖k‖²/2: one matrix product and two sums of
     squares."""
     require_equal_widths("gaussian", query, key)
@@ -27,7 +28,7 @@ register_score(Score("gaussian", gaussian_scores, variance=lambda head_dim: 2.0 
 
 
 @attention_function
-def gaussian_attention(query: Array, key: Array, value: Array, **options) -> Attended:
+def gaussian_attention(query: AnyArray, key: AnyArray, value: AnyArray, **options) -> Attended:
     """Gaussian-kernel attention: softmax(-‖q - k‖² / (2√d)) v.
 
     Where all keys have one norm, as after LayerNorm without an affine part, the map is exactly that

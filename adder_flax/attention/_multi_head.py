@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from adder_flax.arrays import AnyArray
 from adder_flax.attention._attend import attend, resolve_scale
 from adder_flax.attention._registry import get_score
 from adder_flax.attention.checks import check_heads, check_temperature
@@ -119,12 +120,12 @@ class MultiHeadAttention(nnx.Module):
 
     def __call__(
         self,
-        inputs_q: Float[Array, "*batch q_length in_features"],
-        inputs_k: Float[Array, "*batch k_length in_kv_features"] | None = None,
-        inputs_v: Float[Array, "*batch k_length in_kv_features"] | None = None,
+        inputs_q: Float[AnyArray, "*batch q_length in_features"],
+        inputs_k: Float[AnyArray, "*batch k_length in_kv_features"] | None = None,
+        inputs_v: Float[AnyArray, "*batch k_length in_kv_features"] | None = None,
         *,
-        mask: Array | None = None,
-        bias: Array | None = None,
+        mask: AnyArray | None = None,
+        bias: AnyArray | None = None,
         is_causal: bool = False,
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,

@@ -12,14 +12,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from adder_flax.arrays import AnyArray
 from adder_flax.parameters import state_facts
 from adder_flax.registry import Registry
 from adder_flax.settings import SCORE_OPTIONS, Options, join
 
 
 def masked_softmax(
-    scores: Float[Array, "*batch query key"], mask: Bool[Array, "..."] | None = None
-) -> Float[Array, "*batch query key"]:
+    scores: Float[AnyArray, "*batch key"], mask: Bool[AnyArray, "..."] | None = None
+) -> Float[Array, "*batch key"]:
     """Softmax over the keys, in the precision of `scores`; a query that may see no key gets zeros.
 
     Args:
@@ -56,7 +57,7 @@ class ScoreParameter:
     init: Callable[..., Array]
     is_weight: bool = False
 
-    def as_param(self, value: Array) -> nnx.Param:
+    def as_param(self, value: AnyArray) -> nnx.Param:
         """The parameter of an NNX module that has this value."""
         parameter = nnx.Param(value)
         return state_facts(parameter, role="weight", decay=False) if self.is_weight else parameter
@@ -170,9 +171,9 @@ class Score:
 
     def raw_scores(
         self,
-        query: Array,
-        key: Array,
-        parameters: Mapping[str, Array | None],
+        query: AnyArray,
+        key: AnyArray,
+        parameters: Mapping[str, AnyArray | None],
         options: Mapping[str, Any] | None = None,
     ) -> Float[Array, "*batch heads query key"]:
         """Scores of head-major arrays, grouped key heads included; parameters that are None are

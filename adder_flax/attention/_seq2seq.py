@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from adder_flax.arrays import AnyArray
 from adder_flax.attention._attend import attend
 from adder_flax.attention._multi_head import value_of
 from adder_flax.attention._registry import get_score
@@ -64,12 +65,12 @@ class SequenceAttention(nnx.Module):
 
     def __call__(
         self,
-        query: Float[Array, "*batch q_length query_features"],
-        key: Float[Array, "*batch k_length key_features"],
-        value: Float[Array, "*batch k_length value_features"] | None = None,
+        query: Float[AnyArray, "*batch q_length query_features"],
+        key: Float[AnyArray, "*batch k_length key_features"],
+        value: Float[AnyArray, "*batch k_length value_features"] | None = None,
         *,
-        mask: Array | None = None,
-        bias: Array | None = None,
+        mask: AnyArray | None = None,
+        bias: AnyArray | None = None,
         return_weights: bool = False,
     ) -> Array | tuple[Array, Array]:
         """Mixes the values (by default the keys) for every query.

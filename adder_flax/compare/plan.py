@@ -209,7 +209,7 @@ def digest(config: ConfigDict) -> str:
     return hashlib.sha256(json.dumps(own_fields(config), sort_keys=True).encode()).hexdigest()[:12]
 
 
-def own_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def own_fields(config: Mapping[str, Any] | ConfigDict) -> dict[str, Any]:
     """Returns the fields of a configuration, by path, in which what it computes differs from the
     defaults.
 

@@ -32,7 +32,7 @@ class Difference:
     p_value: float
 
 
-def interquartile_mean(values: Sequence[float]) -> float:
+def interquartile_mean(values: Sequence[float] | np.ndarray) -> float:
     """Returns the mean of the middle half of the values.
 
     >>> interquartile_mean([0.0, 1.0, 2.0, 99.0])
@@ -41,7 +41,9 @@ def interquartile_mean(values: Sequence[float]) -> float:
     return float(stats.trim_mean(values, 0.25))
 
 
-def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Difference:
+def paired_difference(
+    values: Sequence[float] | np.ndarray, baseline: Sequence[float] | np.ndarray
+) -> Difference:
     """Compares two arms on the same seeds.
 
     The interval is the bias-corrected and accelerated bootstrap of the paired differences (Efron,

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped, UInt8
 
+from adder_flax.arrays import AnyArray
 from adder_flax.data._policies import rand_augment, three_augment
 from adder_flax.data._source import DataError
 from adder_flax.settings import AugmentSettings, is_on
@@ -31,8 +32,8 @@ torchvision."""
 
 def augment(
     key: PRNGKeyArray,
-    images: UInt8[Array, "batch height width channel"],
-    labels: Int[Array, " batch"],
+    images: UInt8[AnyArray, "batch height width channel"],
+    labels: Int[AnyArray, " batch"],
     settings: AugmentSettings,
     *,
     num_classes: int,
@@ -115,7 +116,7 @@ def _operate(
 
 
 def normalize(
-    images: Shaped[Array, "*batch height width channel"],
+    images: Shaped[AnyArray, "*batch height width channel"],
     mean: tuple[float, ...],
     std: tuple[float, ...],
 ) -> Float[Array, "*batch height width channel"]:
@@ -133,13 +134,14 @@ def normalize(
         raise DataError(
             f"Expected {images.shape[-1]} means and deviations, got {len(mean)} and {len(std)}."
         )
+    images = jnp.asarray(images)
     if jnp.issubdtype(images.dtype, jnp.integer):
         images = images.astype(jnp.float32) / 255
     return (images - jnp.asarray(mean, images.dtype)) / jnp.asarray(std, images.dtype)
 
 
 def smooth_one_hot(
-    labels: Int[Array, " batch"], num_classes: int, label_smoothing: float
+    labels: Int[AnyArray, " batch"], num_classes: int, label_smoothing: float
 ) -> Float[Array, "batch classes"]:
     """Targets (1 - e) one_hot + e / num_classes (Szegedy et al. 2016,
     https://arxiv.org/abs/1512.00567)."""
@@ -150,7 +152,7 @@ def smooth_one_hot(
 
 def random_crop(
     key: PRNGKeyArray,
-    images: Shaped[Array, "batch height width channel"],
+    images: Shaped[AnyArray, "batch height width channel"],
     padding: int,
     mode: Literal["zero", "reflect"] = "zero",
 ) -> Shaped[Array, "batch height width channel"]:
@@ -178,7 +180,9 @@ def random_crop(
 
 
 def random_flip(
-    key: PRNGKeyArray, images: Shaped[Array, "batch height width channel"], probability: float = 0.5
+    key: PRNGKeyArray,
+    images: Shaped[AnyArray, "batch height width channel"],
+    probability: float = 0.5,
 ) -> Shaped[Array, "batch height width channel"]:
     """Mirrors each image left and right with the given probability."""
     flipped = jax.random.bernoulli(key, probability, images.shape[:1])
@@ -277,7 +281,7 @@ def hue_jitter(key: PRNGKeyArray, images: Images, strength: float) -> Images:
     return turn_hue(images, turn)
 
 
-def turn_hue(images: Images, turn: Float[Array, " batch"]) -> Images:
+def turn_hue(images: Images, turn: Float[AnyArray, " batch"]) -> Images:
     """Turns the hue of images in [0, 1]; their greatest and least channels stay what they are.
 
     With hue h in [0, 6), greatest channel v and its distance c to the least one, red, green and
@@ -373,8 +377,8 @@ def mix(
 
 
 def symmetric_beta(
-    first: Float[Array, " draws"], second: Float[Array, " draws"], alpha: float
-) -> Float[Array, " draws"]:
+    first: Float[Array, "*draws"], second: Float[Array, "*draws"], alpha: float
+) -> Float[Array, "*draws"]:
     """Beta(alpha, alpha) draws, each from two uniform ones u and v.
 
     With c = cos(2 pi v) and r = c² (u^(-1/alpha) - 1), (1 + sign(c) sqrt(r / (1 + r))) / 2 has this

@@ -59,7 +59,7 @@ class FakeSource(ImageSource):
         )
         return {"image": image, "label": index % self.num_classes}
 
-    def gather(self, indices: Sequence[int], crop_seeds=None, map_function=map):
+    def gather(self, indices: Sequence[int] | np.ndarray, crop_seeds=None, map_function=map):
         del crop_seeds
         records = list(map_function(self.__getitem__, indices))
         images = np.stack([record["image"] for record in records])

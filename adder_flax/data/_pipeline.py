@@ -73,7 +73,7 @@ class TrainPipeline:
         global_batch_size: int,
         seed: int = 0,
         *,
-        rows: Sequence[int] | None = None,
+        rows: Sequence[int] | np.ndarray | None = None,
         num_threads: int | None = None,
         prefetch_batches: int = 2,
         repeats: int = 1,
@@ -181,7 +181,7 @@ class EvalPipeline:
         source: Source,
         global_batch_size: int,
         *,
-        rows: Sequence[int] | None = None,
+        rows: Sequence[int] | np.ndarray | None = None,
         num_threads: int | None = None,
         prefetch_batches: int = 2,
     ):
@@ -224,7 +224,9 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _checked_rows(global_batch_size: int, rows: Sequence[int] | None) -> Int[np.ndarray, " rows"]:
+def _checked_rows(
+    global_batch_size: int, rows: Sequence[int] | np.ndarray | None
+) -> Int[np.ndarray, " rows"]:
     if global_batch_size < 1:
         raise DataError(f"Expected a global batch of at least 1 record, got {global_batch_size}.")
     checked = np.arange(global_batch_size) if rows is None else np.asarray(rows)

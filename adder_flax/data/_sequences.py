@@ -69,7 +69,7 @@ class SequenceSource(Source):
             len(indices), bool
         )
 
-    def text(self, kind: str, numbers: Iterable[int]) -> tuple[str, ...]:
+    def text(self, kind: str, numbers: Iterable[int] | np.ndarray) -> tuple[str, ...]:
         """The symbols of a row, up to its end.
 
         Args:

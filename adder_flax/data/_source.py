@@ -194,7 +194,7 @@ class ArraySource(ImageSource):
         split: str,
         splits: Sequence[str],
         images: UInt8[np.ndarray, "records height width channel"],
-        labels: Int[np.ndarray, " records"],
+        labels: Int[np.ndarray, " records"] | Sequence[int],
         label_names: Sequence[str],
     ):
         self.name, self.split, self.splits = name, split, tuple(splits)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from adder_flax.arrays import AnyArray
 from adder_flax.interop._positions import can_resize, resize_positions
 from adder_flax.text import printable
 
@@ -174,7 +175,9 @@ def sizes_of(stored: Mapping[str, tuple[int, ...]], names: str) -> dict[str, Any
     }
 
 
-def to_arrays(params: Arrays, names: str, *, channels: int) -> dict[str, np.ndarray]:
+def to_arrays(
+    params: Mapping[str, AnyArray], names: str, *, channels: int
+) -> dict[str, np.ndarray]:
     """Renames and lays out the parameters of a transformer as another project does.
 
     Args:
@@ -347,7 +350,7 @@ def _scaled(path: str, place: _Place, stored: Mapping[str, tuple[int, ...]]) -> 
     return place._replace(factor=factor) if factor in stored else place
 
 
-def _without_layer_scale(params: Arrays) -> Arrays:
+def _without_layer_scale(params: Mapping[str, AnyArray]) -> Mapping[str, AnyArray]:
     """Returns parameters of the same function with LayerScale made part of the layers in front of
     it."""
     folded = {path: array for path, array in params.items() if not _LAYER_SCALE.match(path)}

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from adder_flax.arrays import AnyArray
 from adder_flax.models._registry import Example, register_model
 from adder_flax.settings import Choice, Integer, Integers, Text, setting
 
@@ -89,7 +90,7 @@ class ConvNet(nnx.Module):
 
     def __call__(
         self,
-        images: Float[Array, "batch height width channels"],
+        images: Float[AnyArray, "batch height width channels"],
         *,
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
@@ -121,7 +122,7 @@ class _Residual(nnx.Module):
 
     def __call__(
         self, features: Float[Array, "batch height width before"]
-    ) -> Float[Array, "batch h w width"]:
+    ) -> Float[Array, "batch new_height new_width width"]:
         active = jax.nn.relu(self.norm1(features))
         skipped = features if self.shortcut is None else self.shortcut(active)
         return skipped + self.conv2(jax.nn.relu(self.norm2(self.conv1(active))))

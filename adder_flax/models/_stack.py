@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import flax.nnx as nnx
 import jax
@@ -64,7 +65,7 @@ def apply_blocks(
     return tokens
 
 
-def _draw(blocks: Sequence[Block], batch: int, rngs: nnx.Rngs | None) -> tuple[list, list]:
+def _draw(blocks: Sequence[Block], batch: Any, rngs: nnx.Rngs | None) -> tuple[list, list]:
     """A dropout key and the stochastic depth factors (2, batch) of each block.
 
     A block has None where it needs none.

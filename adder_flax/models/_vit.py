@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 import kfac
+from adder_flax.arrays import AnyArray
 from adder_flax.layers import Block, Dropout, Linear, PatchEmbed, adder_layers, linear_class
 from adder_flax.models._stack import apply_blocks
 from adder_flax.models.settings import (
@@ -155,7 +156,7 @@ class VisionTransformer(nnx.Module):
 
     def __call__(
         self,
-        images: Float[Array, "batch height width channels"],
+        images: Float[AnyArray, "batch height width channels"],
         *,
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
@@ -176,7 +177,7 @@ class VisionTransformer(nnx.Module):
 
     def heads(
         self,
-        images: Float[Array, "batch height width channels"],
+        images: Float[AnyArray, "batch height width channels"],
         *,
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
@@ -262,7 +263,7 @@ class VisionTransformer(nnx.Module):
 
 
 def embed_positions(
-    params: Mapping[str, Array], patches: Float[Array, "batch patches width"]
+    params: Mapping[str, AnyArray], patches: Float[AnyArray, "batch patches width"]
 ) -> Float[Array, "batch tokens width"]:
     """The patches behind class and distillation token, if there are any, plus the positions.
 
@@ -282,7 +283,7 @@ def embed_positions(
     ]
     front = [jnp.broadcast_to(token, (patches.shape[0], 1, patches.shape[-1])) for token in front]
     tokens = jnp.concatenate([*front, patches], axis=1) if front else patches
-    return tokens + params["pos_embed"].astype(tokens.dtype)
+    return jnp.add(tokens, params["pos_embed"].astype(tokens.dtype))
 
 
 # Class token and position embedding are one layer with curvature.

@@ -138,11 +138,11 @@ class Backend:
     def l1_pullback(
         self,
         x: Float[Array, "B M K"],
-        w: Float[Array, "B K N"],
+        w: Float[Array, "B ..."],
         g: Float[Array, "B M N"],
         rule: GradientRule,
         axes: Axes,
-    ) -> tuple[Float[Array, "B M K"], Float[Array, "B K N"]]:
+    ) -> tuple[Float[Array, "B M K"], Float[Array, "B ..."]]:
         """Computes both pullbacks under one rule.
 
         A backend that can share the rule between them does so here.

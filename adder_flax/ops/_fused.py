@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from adder_flax.arrays import AnyArray
 from adder_flax.ops._arrays import accumulation_dtype, upcast
 from adder_flax.ops._backend import expected_platform
 from adder_flax.ops._partition import vary_alike
@@ -45,14 +46,14 @@ class _Operands(NamedTuple):
 
 def fused_attention(
     score: Callable[..., Array],
-    query: Float[Array, "*batch Nq d"],
-    key: Float[Array, "*batch Nk d"],
-    value: Float[Array, "*batch Nk dv"],
-    parameters: tuple[Array, ...] = (),
+    query: Float[AnyArray, "... Nq d"],
+    key: Float[AnyArray, "... Nk d_key"],
+    value: Float[AnyArray, "... Nk dv"],
+    parameters: tuple[AnyArray, ...] = (),
     *,
     scale: float | Array = 1.0,
-    bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | None = None,
+    bias: Float[AnyArray, "..."] | None = None,
+    mask: Bool[AnyArray, "..."] | None = None,
     is_causal: bool = False,
     identity: bool = False,
     dropout_rate: float | Array = 0.0,
@@ -160,7 +161,7 @@ def preferred_key_block(num_keys: int) -> int | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused(options: _Options, operands: _Operands) -> Array:
-    return _fused_fwd(options, operands)[0]
+    return _fused_fwd(options, operands)[0]  # pyright: ignore[reportReturnType]
 
 
 def _fused_fwd(options, operands):

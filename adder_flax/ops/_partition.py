@@ -25,6 +25,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
+from adder_flax.arrays import AnyArray
+
 Axes = Sequence[Sequence[str]]
 
 
@@ -196,7 +198,7 @@ def keep_explicit_axes(
     return jax.sharding.auto_axes(function, out_sharding=place)(*operands)  # pyright: ignore[reportReturnType]
 
 
-def vary_alike(*operands: jax.Array) -> list[jax.Array]:
+def vary_alike(*operands: AnyArray) -> list[AnyArray]:
     """Returns the operands as varying over the same manual axes of the mesh.
 
     These are the axes over which any of the operands varies.

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
+from adder_flax.arrays import AnyArray
 from adder_flax.attention import capture_attention
 from adder_flax.settings import AttentionSettings
 
@@ -79,7 +80,7 @@ class SequenceStudy:
 
 
 def observe_sequences(
-    name: str, model: nnx.Module, task: "Transduction", batch: Mapping[str, Array]
+    name: str, model: nnx.Module, task: "Transduction", batch: Mapping[str, AnyArray]
 ) -> SequenceSubject:
     """Runs a sequence model on the words of a report.
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, ArrayLike, Float, Int
+from jaxtyping import Array, Float, Int
 
 from adder_flax import recorder
+from adder_flax.arrays import AnyArray
 from adder_flax.attention import get_score
 from adder_flax.measures.maps import has_identity, patch_grid, stochastic_part
 from adder_flax.measures.spectrum import IdentityEffect, identity_effect
@@ -269,7 +270,7 @@ class Study(ImageStudy):
 
 
 def observe(
-    name: str, model: nnx.Module, images: Float[Array, "image height width channels"]
+    name: str, model: nnx.Module, images: Float[AnyArray, "image height width channels"]
 ) -> Subject:
     """Runs a model on the images of a report.
 
@@ -284,7 +285,7 @@ def observe(
 
 def study_images(
     subject: Subject,
-    labels: Int[ArrayLike, " image"],
+    labels: Int[AnyArray, " image"],
     *,
     baseline: Subject | None,
     untrained: Subject | None,

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from adder_flax import recorder
+from adder_flax.arrays import AnyArray
 from adder_flax.attention import attention_map
 from adder_flax.extras import needs
 from adder_flax.measures.expressivity import score_parameters, xor_bound
@@ -163,7 +164,7 @@ def attention_of_images(
 def alignment_figure(
     sources: Sequence[Sequence[str]],
     targets: Sequence[Sequence[str]],
-    maps: Sequence[Float[Array, "target source"]],
+    maps: Sequence[Float[AnyArray, "target source"]],
     *,
     title: str = "",
 ) -> "Figure":
@@ -204,7 +205,7 @@ def alignment_figure(
 
 def attention_figure(
     images: np.ndarray,
-    maps: Sequence[Float[Array, "image head token token"]],
+    maps: Sequence[Float[AnyArray, "image head token token"]],
     *,
     blocks: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
@@ -258,7 +259,7 @@ def attention_figure(
 
 def comparison_figure(
     images: np.ndarray,
-    models: Mapping[str, Sequence[Float[Array, "image head token token"]]],
+    models: Mapping[str, Sequence[Float[AnyArray, "image head token token"]]],
     *,
     blocks: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,

@@ -11,8 +11,9 @@ from string import Template
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
+from adder_flax.arrays import AnyArray
 from adder_flax.errors import first_line
 from adder_flax.report import document
 from adder_flax.report import families as _families  # noqa: F401 - they register themselves
@@ -47,8 +48,8 @@ class Report:
 
 def write_report(
     model: nnx.Module,
-    images: Float[Array, "image height width channels"],
-    labels: Int[Array, " image"],
+    images: Float[AnyArray, "image height width channels"],
+    labels: Int[AnyArray, " image"],
     out_dir: str | Path,
     *,
     pictures: np.ndarray | None = None,

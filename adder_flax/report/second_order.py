@@ -47,8 +47,8 @@ class SecondOrderTerms:
     change: Float[Array, ""]
     odd: Float[Array, ""]
     even: Float[Array, ""]
-    first: Float[Array, ""]
-    second: Float[Array, ""]
+    first: Float[Array, ""] | float
+    second: Float[Array, ""] | float
 
 
 def second_order_terms(

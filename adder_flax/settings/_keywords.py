@@ -6,7 +6,7 @@ Who calls writes ``score="adder"``, what is called gets its settings whole.
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from adder_flax.settings._fields import class_of
@@ -21,7 +21,7 @@ class Options(Mapping):
     ('full', True)
     """
 
-    def __init__(self, *fields: Mapping[str, Any], **more: Any):
+    def __init__(self, *fields: Mapping[str, Any] | Iterable[tuple[str, Any]], **more: Any):
         self._fields = dict(*fields, **more)
 
     def __getitem__(self, name: str) -> Any:

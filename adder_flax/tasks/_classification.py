@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from adder_flax import data, recorder
+from adder_flax.arrays import AnyArray
 from adder_flax.models import Example
 from adder_flax.registry import load
 from adder_flax.settings import AugmentSettings, ClassificationSettings
@@ -85,7 +86,9 @@ class Classification(Task):
     def arguments(self, examples: tuple[Array, Array]) -> tuple[Array]:
         return examples[:1]
 
-    def loss(self, model: nnx.Module, examples: tuple[Array, Array], *, rngs: nnx.Rngs) -> Outcome:
+    def loss(
+        self, model: nnx.Module, examples: tuple[AnyArray, AnyArray], *, rngs: nnx.Rngs
+    ) -> Outcome:
         _, targets = examples
         logits = model(*self.arguments(examples), deterministic=False, rngs=rngs).astype(
             jnp.float32

@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from adder_flax.arrays import AnyArray
 from adder_flax.settings import Choice, ClassificationSettings, Number, Text, setting
 from adder_flax.tasks._classification import Classification
 from adder_flax.tasks._task import Batch, Outcome, register_task
@@ -73,7 +74,7 @@ class Distillation(Classification):
         images, targets = super().examples(key, batch)
         return images, targets, self.teacher(images).astype(jnp.float32)
 
-    def loss(self, model: nnx.Module, examples: tuple[Array, ...], *, rngs: nnx.Rngs) -> Outcome:
+    def loss(self, model: nnx.Module, examples: tuple[AnyArray, ...], *, rngs: nnx.Rngs) -> Outcome:
         images, targets, taught = examples
         heads = logits_of_heads(model, images, deterministic=False, rngs=rngs)
         by_labels = optax.softmax_cross_entropy(heads[:, 0], targets).mean()

@@ -25,6 +25,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from adder_flax import ops, recorder
+from adder_flax.arrays import AnyArray
 from adder_flax.attention import LAYER_NORM_EPSILON, get_score, resolve_scale
 from adder_flax.layers import AdderLinear, half_squared_distances
 from adder_flax.models import VisionTransformer
@@ -40,7 +41,7 @@ _MOST_PAIRS = 2**18  # of tokens, which the distances of queries and keys are ta
 def swap(
     teacher: VisionTransformer,
     student: VisionTransformer,
-    images: Float[Array, "batch height width channels"],
+    images: Float[AnyArray, "batch height width channels"],
 ) -> VisionTransformer:
     """Returns the student with what the teacher knows.
 
@@ -222,8 +223,8 @@ def divergence(
 
 
 def _fit_distances(
-    rows: Float[Array, "rows in"],
-    wanted: Float[Array, "rows out"],
+    rows: Float[AnyArray, "rows in"],
+    wanted: Float[AnyArray, "rows out"],
     kernel: Float[Array, "in out"],
     *,
     squared: bool,

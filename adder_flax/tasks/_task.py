@@ -8,12 +8,13 @@ from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import kfac
+from adder_flax.arrays import AnyArray
 from adder_flax.data import Source
 from adder_flax.models import Example
 from adder_flax.registry import Registry
 from adder_flax.settings import TASK_SETTINGS
 
-Batch = Mapping[str, Array]
+Batch = Mapping[str, AnyArray]
 
 
 class Outcome(NamedTuple):

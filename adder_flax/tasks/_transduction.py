@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from adder_flax import data, recorder
+from adder_flax.arrays import AnyArray
 from adder_flax.data._sequences import END, PAD
 from adder_flax.models import Example, beam_search
 from adder_flax.registry import load
@@ -96,15 +97,17 @@ class Transduction(Task):
         sizes = {"source_symbols": facts.source_symbols, "target_symbols": facts.target_symbols}
         return Example((row(facts.source_length), row(facts.target_length)), sizes)
 
-    def examples(self, key: Array, batch: Batch) -> tuple[Array, Array]:
+    def examples(self, key: Array, batch: Batch) -> tuple[AnyArray, AnyArray]:
         """Returns sources and targets as they are."""
         del key
         return batch["source"], batch["target"]
 
-    def arguments(self, examples: tuple[Array, Array]) -> tuple[Array, Array]:
+    def arguments(self, examples: tuple[AnyArray, AnyArray]) -> tuple[AnyArray, AnyArray]:
         return examples
 
-    def loss(self, model: nnx.Module, examples: tuple[Array, Array], *, rngs: nnx.Rngs) -> Outcome:
+    def loss(
+        self, model: nnx.Module, examples: tuple[AnyArray, AnyArray], *, rngs: nnx.Rngs
+    ) -> Outcome:
         _, target = examples
         real = target != PAD
         logits = model(*self.arguments(examples), deterministic=False, rngs=rngs).astype(
@@ -120,7 +123,7 @@ class Transduction(Task):
         mean = lambda values: (values * real).sum() / real.sum()
         return Outcome(mean(losses), logits, {"symbol_accuracy": mean(hits)})
 
-    def inputs(self, batch: Batch) -> tuple[Array, Array]:
+    def inputs(self, batch: Batch) -> tuple[AnyArray, AnyArray]:
         return batch["source"], batch["references"][:, 0]
 
     def write(

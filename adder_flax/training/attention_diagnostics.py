@@ -60,7 +60,7 @@ def make_attention_diagnostics(
       num_examples: how many examples the maps are taken from.
     """
 
-    def diagnostics(params: Any, batch: Batch, step: int, hyper: Hyper) -> Metrics:
+    def diagnostics(params: Any, batch: Batch, step: int | Array, hyper: Hyper) -> Metrics:
         parts = make_parts({**hyper, "step": step})
         augment_key, key = step_keys(parts.seed, step)
         examples = parts.examples(augment_key, batch)

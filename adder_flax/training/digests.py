@@ -16,6 +16,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from adder_flax.arrays import AnyArray
 from adder_flax.training.sharding import tree_path
 
 # Odd, with evenly spread bits: 2³² over the golden ratio, and the factors of MurmurHash3's
@@ -61,7 +62,7 @@ def compile_digests(abstract_tree: Any) -> None:
         _digest_on(_everywhere(leaf)).lower(leaf).compile()
 
 
-def _everywhere(leaf: Array) -> NamedSharding | None:
+def _everywhere(leaf: AnyArray) -> NamedSharding | None:
     """Returns the sharding in which every process holds what is computed from an array."""
     split = getattr(leaf, "sharding", None)
     return NamedSharding(split.mesh, P()) if isinstance(split, NamedSharding) else None

@@ -107,7 +107,7 @@ class Run:
         """Returns the learning rate of a step."""
         return float(self.program.learning_rate(self.numbers)(step))
 
-    def batches(self, rows: Sequence[int] | None = None) -> data.TrainPipeline:
+    def batches(self, rows: Sequence[int] | np.ndarray | None = None) -> data.TrainPipeline:
         """Returns what the run trains on.
 
         Args:

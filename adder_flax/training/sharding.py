@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
@@ -114,7 +114,7 @@ def tree_path(path: Sequence[Any]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def state_sharding(abstract_state: Any, mesh: Mesh, facts: Any) -> Any:
+def state_sharding(abstract_state: Any, mesh: Mesh | AbstractMesh, facts: Any) -> Any:
     """Returns the ``NamedSharding`` of every leaf of a train state; optimizer moments follow their
     parameter.
 

@@ -17,12 +17,13 @@ from flax import nnx
 from jaxtyping import Array
 
 import kfac
+from adder_flax.arrays import AnyArray
 from adder_flax.settings import is_on
 from adder_flax.tasks import Outcome, Task
 from adder_flax.training.curvature import CurvatureOptimizer
 
 State = dict[str, Any]
-Batch = Mapping[str, Array]
+Batch = Mapping[str, AnyArray]
 Metrics = dict[str, Any]
 Hyper = Mapping[str, Any]
 
@@ -53,7 +54,9 @@ class Parts(NamedTuple):
     ema_decay: float | Array = 0.0
 
 
-def init_state(params: Any, *, optimizer: optax.GradientTransformation, ema: bool) -> State:
+def init_state(
+    params: Any, *, optimizer: optax.GradientTransformation | CurvatureOptimizer, ema: bool
+) -> State:
     """Returns the state before the first step.
 
     Args:

@@ -394,6 +394,7 @@ def test_matches_jax_and_its_causal_mask():
     )
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -32,6 +32,7 @@ np.savez(sys.argv[3], *found)
 """
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize(
     "options",
     [

@@ -232,6 +232,7 @@ def test_gradients_have_the_dtype_of_their_operand():
     assert [y.dtype, *(d.dtype for d in vjp(y))] == [jnp.float32, jnp.bfloat16, jnp.float32]
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [

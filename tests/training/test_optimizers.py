@@ -160,6 +160,7 @@ def test_sgd_against_numpy_with_decay_beside_momentum(pair, settings):
     np.testing.assert_allclose(current["dense"]["kernel"], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_line_searches_see_the_loss_of_the_whole_batch(accumulation_steps):
     """L-BFGS in the training step against optax's own loop on the same least squares."""
