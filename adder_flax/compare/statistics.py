@@ -111,7 +111,8 @@ def first_reaching(
 
 
 def performance_profiles(
-    costs: Mapping[str, Sequence[float | None]], factors: Sequence[float]
+    costs: Mapping[str, Sequence[float | None]],
+    factors: Sequence[float] | Float[np.ndarray, " factor"],
 ) -> dict[str, Float[np.ndarray, " factor"]]:
     """Returns for each arm the share of instances that it solves within a factor of the cheapest
     arm's cost.

@@ -121,8 +121,8 @@ class _Residual(nnx.Module):
             )
 
     def __call__(
-        self, features: Float[Array, "batch height width before"]
-    ) -> Float[Array, "batch new_height new_width width"]:
+        self, features: Float[Array, "batch height width channels"]
+    ) -> Float[Array, "batch new_height new_width new_channels"]:
         active = jax.nn.relu(self.norm1(features))
         skipped = features if self.shortcut is None else self.shortcut(active)
         return skipped + self.conv2(jax.nn.relu(self.norm2(self.conv1(active))))

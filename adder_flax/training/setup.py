@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from adder_flax import data, interop
@@ -85,7 +86,7 @@ class Run:
         """Shapes and shardings of ``hyper``, for devices that need not be there."""
         placed = sharding.replicated(self.mesh)
 
-        def shape(number: float | np.uint32) -> jax.ShapeDtypeStruct:
+        def shape(number: ArrayLike) -> jax.ShapeDtypeStruct:
             aval = jax.typeof(number)
             return jax.ShapeDtypeStruct(
                 aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=placed

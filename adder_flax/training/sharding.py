@@ -78,7 +78,7 @@ def make_mesh(axis_sizes: Mapping[str, int], devices: Sequence[jax.Device] | Non
     return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
-def parameter_spec(shape: Sequence[int], mesh: Mesh, facts: Facts) -> P:
+def parameter_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh, facts: Facts) -> P:
     """Returns how one array is split: named axes by :data:`LOGICAL_AXES`, ``fsdp`` along the
     longest free axis.
 

@@ -36,7 +36,8 @@ class Renormalized(nnx.Module):
       given: mean and standard deviation of each channel by which images are normalised.
       wanted: those by which the model wants them.
 
-    >>> model = nnx.Conv(3, 2, (4, 4), rngs=nnx.Rngs(0))
+    >>> from adder_flax.models import ConvNet
+    >>> model = ConvNet((4, 8), num_classes=2, rngs=nnx.Rngs(0))
     >>> same = Renormalized(model, ((0.5,) * 3, (0.25,) * 3), ((0.0,) * 3, (1.0,) * 3))
     >>> bool(
     ...     jnp.allclose(

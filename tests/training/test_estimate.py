@@ -174,6 +174,7 @@ def test_a_gpu_topology_without_its_compiler_says_what_to_install(monkeypatch):
         topology_devices("h100:8")
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize(("share", "usable"), [(None, 63_707_234_304), ("0.9", 76_448_681_164)])
 def test_memory_of_a_gpu_is_what_programs_get_of_it(share, usable, monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
