@@ -1,5 +1,6 @@
-"""Trains and studies vision transformers: ``python main.py
---config=experiments/adder_deit_tiny.py``.
+"""Trains and studies vision transformers.
+
+``python main.py --config=experiments/adder_deit_tiny.py``.
 
 See README.md for the experiments, overrides (``--config.field=value``) and modes. Where the package
 is installed, the command ``adder-flax`` is the same.

@@ -1,5 +1,7 @@
-"""Short commands for contributors: ``nox`` runs the quick check, ``nox --list`` shows all of
-them."""
+"""Short commands for contributors.
+
+``nox`` runs the quick check, ``nox --list`` shows all of them.
+"""
 
 import nox
 

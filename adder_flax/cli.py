@@ -1,5 +1,4 @@
-"""What the modes of ``main.py`` do: the pieces of the library put together for a person at a
-terminal."""
+"""What the modes of ``main.py`` do: the library put together for a person at a terminal."""
 
 import functools
 import hashlib
@@ -22,8 +21,9 @@ from adder_flax.errors import first_line
 
 
 def enable_compilation_cache() -> None:
-    """Keeps compiled programs in the user's cache folder, unless JAX was told where to: a second
-    start is faster.
+    """Keeps compiled programs in the user's cache folder: a second start is faster.
+
+    Unless JAX was told another place.
 
     A folder that cannot be used is done without.
     """
@@ -53,8 +53,9 @@ def enable_compilation_cache() -> None:
 
 
 def check_workdir(workdir: str) -> str:
-    """Returns the path of a run, one that files can have and every library can write; "~" stands
-    for the home.
+    """Returns the path of a run, one that files can have and every library can write.
+
+    "~" stands for the home.
 
     Raises:
       RunError: it is none.
@@ -162,8 +163,7 @@ def train(config: Any, workdir: str | Path, *, start_time: float | None = None) 
 
 
 def _build(config: Any) -> tuple[training.Run, tuple[str, ...]]:
-    """Returns the run, and the names of the parameters that it does not find in
-    ``config.init_from``."""
+    """Returns the run, and the parameters that ``config.init_from`` lacks, by name."""
     run = training.build_run(config)
     if not config.init_from:
         return run, ()
@@ -171,8 +171,7 @@ def _build(config: Any) -> tuple[training.Run, tuple[str, ...]]:
 
 
 def _start_from(run: training.Run) -> tuple[training.Run, tuple[str, ...]]:
-    """Returns the run with the weights of ``config.init_from``, and the names of the parameters
-    that it lacks."""
+    """Returns the run with the weights of ``config.init_from``, and what these lack, by name."""
     of = run.settings
     with training.user_errors():
         return interop.start_from(
@@ -187,8 +186,10 @@ def _say(text: str) -> None:
 
 
 def _overview(run: training.Run, workdir: Path) -> str:
-    """Returns what a person wants to know before the first step: sizes, operations, devices,
-    steps."""
+    """Returns what a person wants to know before the first step.
+
+    Sizes, operations, devices, steps.
+    """
     abstract_model = run.model(run.abstract_state["params"])
     train, test = run.train_source, run.eval_source
     lines = [
@@ -217,8 +218,9 @@ def _devices(run: training.Run) -> str:
 
 
 def compile_step(config: Any) -> None:
-    """Compiles the training step for ``config.topology`` and prints what it takes; nothing is
-    computed.
+    """Compiles the training step for ``config.topology`` and prints what it takes.
+
+    Nothing is computed.
 
     Raises:
       RunError: what its user must mend.
@@ -340,8 +342,9 @@ def predict(
     output: str | None,
     overlay: str | None,
 ) -> None:
-    """Prints what images show, by a checkpoint of a run or, where it has none, by the weights of
-    ``config.init_from``.
+    """Prints what images show, by a checkpoint of a run or by ``config.init_from``.
+
+    The latter where the run has no checkpoint.
 
     Args:
       config: of the run.
@@ -383,8 +386,9 @@ def predict(
 
 
 def export(config: Any, workdir: str | Path, checkpoint: str, names: str) -> None:
-    """Writes the weights of a checkpoint to ``<workdir>/<names>.safetensors``, or the model to
-    ``<workdir>/<names>``.
+    """Writes the weights of a checkpoint, or its model, to files.
+
+    Weights go to ``<workdir>/<names>.safetensors``, the model to ``<workdir>/<names>``.
 
     An ONNX model is ``<workdir>/model.onnx``.
 
@@ -443,8 +447,10 @@ model = AutoModelForImageClassification.from_pretrained("{folder}").eval()"""
 
 
 def _folder_writer(run: training.Run, model: Any, path: Path, step: int) -> Callable[[], None]:
-    """Returns what writes a folder for Hugging Face, with scores of the whole evaluation split in
-    its model card."""
+    """Returns what writes a folder for Hugging Face.
+
+    Its model card has scores of the whole evaluation split.
+    """
     source, facts = run.eval_source, run.task.data_facts
     measured = training.Evaluator(run)(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     operations = counting.count_operations(model, *run.task.example().inputs)
@@ -620,8 +626,9 @@ def _run_name(config: Any) -> str:
 
 
 def default_workdir(experiment: str, overrides: Mapping[str, Any]) -> str:
-    """Returns ``runs/<experiment>[-<data>][,<field>=<value>…]``, so that different runs do not
-    share a directory.
+    """Returns a directory's name that tells different runs apart.
+
+    It is ``runs/<experiment>[-<data>][,<field>=<value>…]``.
 
     Args:
       experiment: value of ``--config``.

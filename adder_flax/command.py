@@ -206,8 +206,10 @@ class _ExperimentParser(flags.ArgumentParser):
 
 
 def _of_this_version(config: ConfigDict) -> ConfigDict:
-    """Returns what a run or a comparison left, with the fields that have been added since at their
-    defaults."""
+    """Returns what a run or a comparison left, as configuration.
+
+    Fields that have been added since are at their defaults.
+    """
     with environment.importing():
         from adder_flax import models, tasks  # noqa: F401 - they register the settings of theirs
     return ConfigDict(settings.completed(settings.RunSettings, config.to_dict()))

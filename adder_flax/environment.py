@@ -15,8 +15,9 @@ _START_XLA = "import jaxlib.xla_client as client; client.make_cpu_client()"
 
 
 class XlaTrial:
-    """Starts XLA in another process where ``XLA_FLAGS`` is set: it ends a process whose flags it
-    does not understand.
+    """Starts XLA in another process where ``XLA_FLAGS`` is set.
+
+    XLA ends a process whose flags it does not understand.
 
     It runs beside the imports of this one.
     """

@@ -1,5 +1,7 @@
-"""What a person can mend is a :class:`RunError`; whatever else means the same is turned into one
-here."""
+"""What a person can mend is a :class:`RunError`.
+
+Whatever else means the same is turned into one here.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,8 +9,9 @@ from pathlib import Path
 
 
 class RunError(Exception):
-    """A problem in the configuration, data or checkpoints, told in one message: expected, got, how
-    to fix.
+    """A problem that a person can mend, told in one message: expected, got, how to fix.
+
+    It is in the configuration, data or checkpoints.
 
     ``main.py`` prints it without a traceback and exits with ``exit_code``.
 

@@ -1,5 +1,7 @@
-"""Reads an experiment file: Python that makes a configuration, or the ``config.json`` that a run
-left."""
+"""Reads an experiment file.
+
+Python that makes a configuration, or the ``config.json`` that a run left.
+"""
 
 import builtins
 import difflib
@@ -23,8 +25,9 @@ _FIX = "see the files in experiments/ for what one looks like"
 
 
 def load_experiment(path: str) -> ConfigDict:
-    """Runs an experiment file and returns what its ``get_config`` makes, or the configuration in a
-    JSON file.
+    """Returns what the ``get_config`` of an experiment file makes.
+
+    Of a JSON file it is the configuration in it.
 
     Args:
       path: of the file, or the bare name of one that comes with the package; what follows a colon

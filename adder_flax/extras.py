@@ -1,5 +1,7 @@
-"""What the core of the package does without: each optional library is imported where its extra is
-named."""
+"""What the core of the package does without.
+
+Each optional library is imported where its extra is named.
+"""
 
 import contextlib
 from collections.abc import Iterator

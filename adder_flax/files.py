@@ -1,5 +1,7 @@
-"""Files read and written whole: a pipe in their place is not waited for, and no reader meets half
-of one."""
+"""Files read and written whole.
+
+A pipe in their place is not waited for, and no reader meets half of one.
+"""
 
 import contextlib
 import errno

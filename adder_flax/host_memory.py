@@ -12,8 +12,9 @@ _ACCELERATORS = ("nvidia[0-9]*", "kfd", "accel[0-9]*", "vfio/[0-9]*")
 
 
 def keep_freed_memory() -> bool:
-    """Makes malloc keep what is freed for the next allocation, instead of giving it back to the
-    system.
+    """Makes malloc keep what is freed for the next allocation.
+
+    Otherwise it is given back to the system, and page by page taken again.
 
     XLA's CPU client takes the temporaries of every step from malloc, and the GNU C library maps
     blocks of more than 32 MB anew each time: the system then has to clear and map them page by page

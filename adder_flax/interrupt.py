@@ -1,5 +1,6 @@
-"""Signals that ask a run to stop: finish the step, write a checkpoint, leave; before that and the
-second time, at once.
+"""Signals that ask a run to stop: finish the step, write a checkpoint, leave.
+
+Before there is anything to save, and the second time, at once.
 
 A thread of its own ends the process, so that neither a compilation nor an import holds it up.
 """
@@ -16,8 +17,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class InterruptWatch:
-    """Notes the first of :data:`SIGNALS` while its context is open; a second SIGINT is a
-    KeyboardInterrupt.
+    """Notes the first of :data:`SIGNALS` while its context is open.
+
+    A second SIGINT is a KeyboardInterrupt.
 
     Where :func:`end_at_signals` was called, a second signal of any kind ends the process at once,
     and so does the first one outside of such a context or before there is anything to save, see
@@ -44,8 +46,10 @@ class InterruptWatch:
             signal.signal(number, handler)
 
     def hold_one(self) -> None:
-        """Lets the next signal wait for the end of a step, as there is something to save from now
-        on."""
+        """Lets the next signal wait for the end of a step.
+
+        There is something to save from now on.
+        """
         _listener.expected = 1
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -55,8 +59,9 @@ class InterruptWatch:
 
 
 def end_at_signals() -> None:
-    """From now on, signals that nobody is to note end the process at once: one line, exit code 128
-    + signal.
+    """Lets signals that nobody is to note end the process at once, from now on.
+
+    With one line, and exit code 128 + signal.
 
     Nothing is torn by it: whatever a run saves appears whole or not at all.
     """

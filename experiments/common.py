@@ -51,8 +51,10 @@ def deit(mechanism: str, size: str, data: str | None = None) -> ml_collections.C
 
 
 def _imagenet(config: ml_collections.ConfigDict) -> None:
-    """DeiT's recipe less RandAugment and repeated augmentation, which experiments/deit_recipe.py
-    has."""
+    """DeiT's recipe less RandAugment and repeated augmentation.
+
+    experiments/deit_recipe.py has them.
+    """
     config.model.drop_path_rate = 0.1
 
 
@@ -84,8 +86,10 @@ def _small(config: ml_collections.ConfigDict, known: DataSet) -> None:
 
 
 def _patch_size(side: int) -> int:
-    """Returns the divisor of the side that gives closest to 8 × 8 patches: 4 for 28 and 32 pixels,
-    8 for 64."""
+    """Returns the divisor of the side that gives closest to 8 × 8 patches.
+
+    4 for 28 and 32 pixels, 8 for 64.
+    """
     return min((p for p in range(1, side + 1) if side % p == 0), key=lambda p: abs(side / p - 8))
 
 
@@ -129,8 +133,10 @@ _RECIPES = {"digits": _digits, "fake": _fake}
 
 
 def _recipe(data: str) -> Callable[[ml_collections.ConfigDict], None]:
-    """Returns the recipe of a data set: its own, or what follows from the size and kind of its
-    images."""
+    """Returns the recipe of a data set.
+
+    Its own, or what follows from the size and kind of its images.
+    """
     known = describe(data)
     if known.name in _RECIPES:
         return _RECIPES[known.name]

@@ -1,5 +1,6 @@
-"""What the adder transformer's appendix leaves open, one thing at a time, on a transformer of 6
-blocks of width 96.
+"""What the adder transformer's appendix leaves open, one thing at a time.
+
+On a transformer of 6 blocks of width 96.
 
 The baseline has adder attention with the identity map, scale 1/√d, adder layers everywhere but in
 the patch embedding and the head, LayerNorm behind them, and AdderNet's gradients (full for the

@@ -1,5 +1,6 @@
-"""Accuracy against energy while a transformer becomes an adder one block after the other: k of its
-blocks replaced.
+"""Accuracy against energy while a transformer becomes an adder one, block by block.
+
+k of its blocks are replaced.
 
 The first k blocks have adder attention and adder layers, fitted to a trained multiplicative
 transformer and healed for equal steps (experiments/healing.py). Teachers first, one for each seed,

@@ -1,5 +1,6 @@
-"""Attention mechanisms side by side as DeiT-Tiny on CIFAR-10, for a GPU: 12 blocks of width 192, 65
-tokens, 100 epochs.
+"""Attention mechanisms side by side as DeiT-Tiny on CIFAR-10, for a GPU.
+
+12 blocks of width 192, 65 tokens, 100 epochs.
 
 Dot product, additive, and adder attention with and without the identity map, with the whole recipe
 of experiments/common.py; each tuned by the same budget, three paired seeds. What

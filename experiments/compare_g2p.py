@@ -1,5 +1,6 @@
-"""Attention mechanisms side by side on spelling to phonemes: a GRU reads letters, a GRU writes
-phonemes and looks back.
+"""Attention mechanisms side by side on spelling to phonemes.
+
+A GRU reads letters, a GRU writes phonemes and looks back.
 
 Dot product, bilinear, Gaussian, additive and adder scores, the last without the identity map, as
 the sequences differ. Each is tuned by the same budget, the learning rate on the dictionary's
@@ -19,8 +20,10 @@ _SCORES = ("dot", "bilinear", "gaussian", "additive", "adder")
 
 
 def get_config(data: str | None = None) -> ml_collections.ConfigDict:
-    """Returns the comparison on a set of sequences, ``cmudict`` unless given, with a split
-    ``validation``."""
+    """Returns the comparison on a set of sequences with a split ``validation``.
+
+    The set is ``cmudict`` unless given.
+    """
     base = g2p.transduction("dot", data)
     base.update(num_epochs=2.0, checkpoint_every_steps=200, eval_every_steps=237)
     base.optimizer.warmup_epochs = 0.25

@@ -1,5 +1,6 @@
-"""Healing beside training from scratch for as many steps, with attention or everything replaced, on
-paired seeds.
+"""Healing beside training from scratch for as many steps, on paired seeds.
+
+With attention or everything replaced.
 
 Each arm's learning rate is tuned by the same budget. The teachers come first, one for each seed and
 for the tuning: for s in 0 1 2 3 4 5 1000000; do python main.py --config=experiments/heal_teacher.py

@@ -1,5 +1,6 @@
-"""Attention mechanisms side by side on the same small transformer: 6 blocks of width 96, three
-heads of 32, 17 tokens.
+"""Attention mechanisms side by side on the same small transformer.
+
+6 blocks of width 96, three heads of 32, 17 tokens.
 
 Dot product, bilinear, Gaussian and additive attention between dense layers; adder attention, with
 and without the identity map, between adder layers. Each is tuned by the same budget, the learning

@@ -1,5 +1,6 @@
-"""The Brownian paper's own setting: one head whose queries, keys and values are the tokens
-themselves, no projections.
+"""The Brownian paper's own setting: one head, no projections.
+
+Its queries, keys and values are the tokens themselves.
 
 There, section 3.2, LayerNorm puts tokens on the sphere of radius √d, on which the dot product over
 √d and the Gaussian -‖q - k‖²/(2√d) differ by the same number for all pairs and give one map. What

@@ -1,5 +1,6 @@
-"""DeiT III: the recipe for plain vision transformers on ImageNet-1k, all augmentation on the
-device.
+"""DeiT III: the recipe for plain vision transformers on ImageNet-1k.
+
+All augmentation is on the device.
 
 Source: Touvron et al., "DeiT III: Revenge of the ViT", 2022, table 1, and the commands of
 https://github.com/facebookresearch/deit (README_revenge.md), for ImageNet-1k alone. Published:

@@ -1,5 +1,6 @@
-"""DeiT with its whole recipe, all augmentation on the device; by default DeiT-Tiny on ImageNet-1k
-at 224 pixels.
+"""DeiT with its whole recipe, all augmentation on the device.
+
+By default DeiT-Tiny on ImageNet-1k at 224 pixels.
 
 Source: Touvron et al., "Training data-efficient image transformers", 2021 (DeiT), table 9, and the
 defaults of https://github.com/facebookresearch/deit (main.py). Published: ImageNet top-1 without

@@ -1,5 +1,6 @@
-"""DeiT-Tiny with a distillation token, taught by the convolutional network of
-experiments/conv_net.py.
+"""DeiT-Tiny with a distillation token.
+
+Taught by the convolutional network of experiments/conv_net.py.
 
 Source: Touvron et al., "Training data-efficient image transformers", 2021 (DeiT), section 3: hard
 labels of a convolutional teacher, which sees the same augmented images, have half of the loss.

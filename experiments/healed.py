@@ -1,5 +1,6 @@
-"""What is left of the teacher in healed transformers: accuracy, share of its compute, and what each
-part carries.
+"""What is left of the teacher in healed transformers.
+
+Accuracy, share of its compute, and what each part carries.
 
 Command: python -m adder_flax.experiments.healed runs/heal_attention,seed=0 runs/heal_all,seed=0
 """

@@ -1,5 +1,6 @@
-"""What the experiments on swapping and healing share: a small multiplicative transformer, and what
-becomes of it.
+"""What the experiments on swapping and healing share.
+
+A small multiplicative transformer, and what becomes of it.
 
 Six blocks of width 96 with three heads of 32 learn for 300 epochs, DeiT's length. Then their
 attention, or everything, is replaced by adder parts, fitted to them, and healed for a few epochs
@@ -28,8 +29,10 @@ DEPTH = 6
 
 
 def teacher(data: str | None = None) -> ml_collections.ConfigDict:
-    """Returns the configuration of the multiplicative transformer on a data set, ``digits`` unless
-    given."""
+    """Returns the configuration of the multiplicative transformer on a data set.
+
+    It is ``digits`` unless given.
+    """
     config = common.deit("multiplicative", "tiny", data)
     config.model.update(width=96, depth=DEPTH)
     config.num_epochs = TEACHER_EPOCHS
@@ -38,8 +41,10 @@ def teacher(data: str | None = None) -> ml_collections.ConfigDict:
 
 
 def validation_percent(data: str | None) -> int:
-    """Returns what is held out of the training split, so that comparisons have something to look
-    at."""
+    """Returns what is held out of the training split.
+
+    So that comparisons have something to look at.
+    """
     return 10 if data else 20
 
 

@@ -1,5 +1,6 @@
-"""The second-order term of the loss against the first along training, for the three mechanisms on
-digits.
+"""The second-order term of the loss against the first along training.
+
+For the three mechanisms on digits.
 
 Source: "The Brownian motion in the transformer model", section 3.3, whose case for second-order
 optimizers is that this term should not be ignored. Networks of 4 blocks of width 64, AdamW, the

@@ -1,5 +1,6 @@
-"""XOR alignment: two-bit queries and keys belong together if exactly one of their coordinates is
-equal.
+"""XOR alignment of two-bit queries and keys.
+
+They belong together if exactly one of their coordinates is equal.
 
 Source: "Additive vs. multiplicative attention", The limits of bilinearity. Bilinear scores with all
 biases can get at most 12 of the 16 pairs right (proved by enumeration,

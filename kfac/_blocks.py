@@ -102,8 +102,10 @@ class Use:
 
     @property
     def captured_example_axis(self) -> int:
-        """The example axis among the axes of captured arrays, where frames that number lanes are
-        still in place."""
+        """The example axis among the axes of captured arrays.
+
+        Frames that number lanes are still in place there.
+        """
         inner = [i for i, (_, is_lane) in enumerate(self.frames) if not is_lane]
         if self.example_axis < len(inner):
             return inner[self.example_axis]
@@ -173,8 +175,10 @@ class Use:
         )
 
     def split_examples(self, x: Any) -> Any:
-        """Inputs of one lane by example, on a leading axis; None where the inputs do not number
-        them as y does."""
+        """Inputs of one lane by example, on a leading axis.
+
+        None where the inputs do not number them as y does.
+        """
         axis, size = self.example_axis, self.output.shape[self.example_axis]
         if any(a.shape[axis : axis + 1] != (size,) for a in jax.tree.leaves(x)):
             return None
@@ -227,16 +231,20 @@ class Block:
 
     @property
     def program(self) -> tuple:
-        """All that the products depend on besides arrays: blocks with equal programs can be solved
-        together."""
+        """All that the products depend on besides arrays.
+
+        Blocks with equal programs can be solved together.
+        """
         # Frames are only where captured arrays keep their lanes, which lie on the first axis by
         # then.
         return tuple(dataclasses.replace(use, name="", frames=()) for use in self.uses)
 
     @property
     def factored(self) -> bool:
-        """Whether all uses are dense of one lifted shape, so that two Kronecker factors describe
-        the block."""
+        """Whether all uses are dense of one lifted shape.
+
+        Then two Kronecker factors describe the block.
+        """
         if not all(u.layer.factored for u in self.uses):
             return False
         return len({(u.layer, self.lifted_shape(u)) for u in self.uses}) == 1
@@ -316,8 +324,11 @@ def _stack_axes(
 
 
 def _example_axis(tap: Tap, stacked: tuple[bool, ...], num_examples: int) -> int | None:
-    """Examples are numbered by a vmap, else by the output's first axis (which may hold tokens too),
-    else by a scan."""
+    """How the examples are numbered.
+
+    By a vmap, else by the output's first axis (which may hold tokens too), else by a
+    scan.
+    """
     inner = [
         (size, i >= len(tap.scans))
         for i, (size, s) in enumerate(zip(tap.frames, stacked, strict=True))
@@ -423,8 +434,10 @@ def token_product(
 def kron_product(
     program: tuple[Use, ...], linearized: tuple, right: tuple[Array, ...], v: Lane, reduce: bool
 ) -> Lane:
-    """K v = (1/NT) Σ Jᵀ 𝒢 J v, with ``right`` 𝒢 (or its diagonal) by number of outputs, in order of
-    first use."""
+    """K v = (1/NT) Σ Jᵀ 𝒢 J v.
+
+    ``right`` is 𝒢 (or its diagonal) by number of outputs, in order of first use.
+    """
     groups = output_groups(program)
     zs = []
     for use, y in zip(program, pushforward(program, linearized, v), strict=True):
@@ -447,8 +460,10 @@ def output_groups(program: tuple[Use, ...]) -> dict[int, int]:
 def right_factors(
     program: tuple[Use, ...], g: tuple[Array, ...], reduce: bool, max_size: int
 ) -> tuple[Array, ...]:
-    """𝒢 = Σ g gᵀ / N over the uses with equally many outputs; its diagonal where it has more than
-    ``max_size`` rows."""
+    """𝒢 = Σ g gᵀ / N over the uses with equally many outputs.
+
+    Its diagonal where it has more than ``max_size`` rows.
+    """
     factors = []
     for outputs in output_groups(program):
         total = 0
@@ -483,8 +498,10 @@ def left_factor(
 
 
 def factored_trace(use: Use, params: Lane, left: Array, right: Array) -> Float[Array, ""]:
-    """tr Lᵀ(𝒜 ⊗ 𝒢)L from the diagonal of 𝒢 and one trace for each output, with L the lift of the
-    layer."""
+    """Tr Lᵀ(𝒜 ⊗ 𝒢)L, with L the lift of the layer.
+
+    From the diagonal of 𝒢 and one trace for each output.
+    """
     return use.layer.left_traces(use.own(params), left) @ jnp.diagonal(right)
 
 
@@ -510,7 +527,7 @@ def example_gradients(
 def exact_trace(
     program: tuple[Use, ...], params: Lane, inputs: tuple, linearized: tuple, g: tuple[Array, ...]
 ) -> Float[Array, ""]:
-    """tr F = Σ_n ‖u_n‖² / N, at the cost of one pull-back; the u_n are not kept."""
+    """Tr F = Σ_n ‖u_n‖² / N, at the cost of one pull-back; the u_n are not kept."""
 
     def squared_norm(gradient: Lane) -> Array:
         return functools.reduce(jnp.add, (jnp.sum(jnp.square(p)) for p in gradient))
@@ -529,8 +546,10 @@ def _map_examples(
     linearized: tuple,
     g: tuple[Array, ...],
 ) -> Any:
-    """``function`` of each example's own gradient, on axes that number chunks of examples, examples
-    and columns."""
+    """``function`` of each example's own gradient.
+
+    On axes that number chunks of examples, examples and columns.
+    """
     num_examples = program[0].num_examples
     split = tuple(use.split_examples(x) for use, x in zip(program, inputs, strict=True))
 

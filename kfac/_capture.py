@@ -1,5 +1,6 @@
-"""Capture of what enters each layer and of the cotangent of what leaves it, during one forward and
-backward pass.
+"""Capture of what enters each layer and of the cotangent of what leaves it.
+
+During one forward and backward pass.
 
 A *tap* on a layer's output y is the identity with a backward rule that hands (x, ∂L/∂y) to a
 *slot*: an extra argument of zeros, whose "gradient" is the pair. Slots are created outside the
@@ -81,8 +82,10 @@ class Tap:
 
     @property
     def frames(self) -> tuple[int, ...]:
-        """Sizes of the leading axes of what is captured: scans, then vmaps, each outermost
-        first."""
+        """Sizes of the leading axes of what is captured.
+
+        Scans, then vmaps, each outermost first.
+        """
         return (*self.scans, *(self.vmaps[level] for level in sorted(self.vmaps, reverse=True)))
 
     def slot(self) -> tuple[PyTree[Array], Array]:
@@ -117,8 +120,10 @@ class Capture:
 
     @contextlib.contextmanager
     def mute(self) -> Iterator[None]:
-        """Within it, layers do not report: what is called belongs to another layer, or never
-        happens."""
+        """Lets layers within it not report.
+
+        What is called belongs to another layer, or never happens.
+        """
         before, self.muted = self.muted, True
         try:
             yield
@@ -231,8 +236,10 @@ def _float_dtype(dtype: Any) -> Any:
 
 
 def _row(sizes: dict[int, int], x: PyTree[Array], y: Array) -> Array:
-    """The number of this example among those of all vmaps around it; writes their sizes to
-    ``sizes``."""
+    """The number of this example among those of all vmaps around it.
+
+    Writes their sizes to ``sizes``.
+    """
     # Nothing of each array: enough to be batched where any of them is, and no value that a gradient
     # could flow to.
     batched = [

@@ -1,5 +1,7 @@
-"""CG-FAC ready-made: layers with curvature, another optimizer for the rest, weight decay for
-both."""
+"""CG-FAC ready-made.
+
+Layers with curvature, another optimizer for the rest, weight decay for both.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,9 @@ def cg_fac(
     fallback_learning_rate: Scalar | optax.Schedule = 1e-3,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""CG-FAC: solves (F̂ + γI) x = ∇L for every layer by conjugate gradients, F̂ never formed; Δθ
-    ∝ −x.
+    r"""CG-FAC: solves (F̂ + γI) x = ∇L for every layer, Δθ ∝ −x.
+
+    By conjugate gradients, F̂ never formed.
 
     Source: Algorithm 1 of Chen, "The Brownian motion in the transformer model" (2021), see
     ``algorithm_1`` for it to the letter. The paper's product g (gᵀ v a) aᵀ has two readings for a
@@ -105,8 +108,10 @@ def cg_fac(
 
 
 def _show_options_in_signature() -> None:
-    """The options are written once, as ``Options``; ``help`` and ``optax.inject_hyperparams`` find
-    them here too."""
+    """Hands the options on as ``Options``, where they are written once.
+
+    ``help`` and ``optax.inject_hyperparams`` find them here too.
+    """
     own, fields = inspect.signature(cg_fac), inspect.signature(Options).parameters.values()
     kept = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     cg_fac.__signature__ = own.replace(
@@ -124,8 +129,10 @@ STATIC_ARGUMENTS = ("weight_decay_mask", *sorted(STATIC))
 def _whole_steps(
     inner: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """A partition whose shares take a step together or not at all, and whose ``value_fn`` sees all
-    parameters."""
+    """A partition whose shares take a step together or not at all.
+
+    Its ``value_fn`` sees all parameters.
+    """
 
     def update(
         grads: PyTree[Array],
@@ -171,8 +178,9 @@ def algorithm_1(
     tolerance: Scalar = 1e-2,
     fallback: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Algorithm 1 of the paper to the letter: empirical Fisher, exact block, warm start from the
-    previous batch.
+    """Algorithm 1 of the paper to the letter.
+
+    Empirical Fisher, exact block, warm start from the previous batch.
 
     At most ``max_iterations`` plain CG steps on (F̂ + γI) x = ∇L from x₀, the previous batch's x, γ
     the same for all layers, stopping when ‖r‖ ≤ ``tolerance``·‖∇L‖ ("sufficiently small" in the

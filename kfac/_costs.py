@@ -1,5 +1,6 @@
-"""What curvature costs, layer by layer, and how to stay within a budget of gradient-equivalents per
-step.
+"""What curvature costs, layer by layer, and how to stay within a budget.
+
+Budgets are in gradient-equivalents per step.
 
 Counts multiply-adds as two operations. For a dense layer with i inputs, o outputs and R = N T rows:
 the gradient takes 6 R i o, one product F v through the Jacobian 4 R i o, one through formed factors
@@ -76,8 +77,10 @@ def prefers_factors(block: Block, max_iterations: int) -> bool:
 
 
 def prefers_dual(block: Block, max_iterations: int, num_columns: int) -> bool:
-    """Whether the Woodbury solution of the exact block is cheaper than CG: few examples, or many
-    iterations."""
+    """Whether the Woodbury solution of the exact block is cheaper than CG.
+
+    It is for few examples, or many iterations.
+    """
     rows = num_columns * block.uses[0].num_examples
     gram = 2 * rows**2 * block.size + rows**3 / 3 + 4 * rows * block.size
     form = (
@@ -121,8 +124,9 @@ def plan(
     step: str = "fixed",
     batch_size: int | None = None,
 ) -> Plan:
-    """Chooses curvature interval, CG iterations and curvature batch, for ``curvature="kron"`` with
-    averaged factors.
+    """Chooses curvature interval, CG iterations and curvature batch.
+
+    For ``curvature="kron"`` with averaged factors.
 
     The gradient's cost is XLA's count for ``loss_fn``; nothing is run. The interval is the shortest
     that fits the budget with ``max_iterations`` and the whole batch. Where none does, iterations

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 
 class Layers:
-    """The layers of a model that have curvature, found by tracing its loss; printing it gives the
-    coverage table.
+    """The layers of a model that have curvature; printing it gives the coverage table.
+
+    They are found by tracing the model's loss.
 
     Attributes:
       blocks: name → block, in the order of the calls.
@@ -52,8 +53,9 @@ class Layers:
         return sum(sizes[path] for path in self.block_of) / max(sum(sizes.values()), 1)
 
     def select(self, predicate: Callable[[Block], bool]) -> Layers:
-        """These layers without the blocks that a predicate refuses; their parameters go to the
-        fallback.
+        """These layers without the blocks that a predicate refuses.
+
+        Their parameters go to the fallback.
 
         >>> import jax.numpy as jnp, kfac
         >>> params = {"fc": {"kernel": jnp.ones((3, 2))}}
@@ -68,8 +70,9 @@ class Layers:
         return Layers(list(kept.values()), self.skipped | refused, self.shapes)
 
     def whole_blocks(self, tree: PyTree) -> dict[str, Block]:
-        """The blocks whose parameters a tree like the parameters holds, some of which may be
-        masked.
+        """The blocks whose parameters a tree like the parameters holds.
+
+        Some of these may be masked.
 
         Raises:
           ValueError: a block of which only a part is there; or this is another tree.
@@ -100,8 +103,9 @@ class Layers:
         return whole
 
     def labels(self, tree: PyTree) -> PyTree[str]:
-        """``"cg_fac"`` for each parameter that a block covers, ``"fallback"`` for the others: for
-        ``optax.partition``.
+        """``"cg_fac"`` for each covered parameter, ``"fallback"`` for the others.
+
+        It is for ``optax.partition``.
 
         Args:
           tree: the parameters, or a tree like them; some may be masked.
@@ -192,8 +196,9 @@ class Curvature:
 def find_layers(
     loss_fn: Callable, params: PyTree, *args: Any, batch_size: int | None = None
 ) -> Layers:
-    """Traces ``loss_fn(params, *args)`` without running it and returns the layers whose curvature
-    can be captured.
+    """Traces ``loss_fn(params, *args)`` and returns the layers that can be captured.
+
+    It is not run. Captured is what curvature is made of.
 
     Args:
       loss_fn: as for ``value_grad_and_curvature``.
@@ -320,8 +325,9 @@ def value_grad_and_curvature(
 
 
 def curvature(loss_fn: Callable, **options: Any) -> Callable:
-    """The curvature alone, of examples of its own: a sample of the batch is enough for factors
-    that are averaged over steps.
+    """The curvature alone, of examples of its own.
+
+    A sample of the batch is enough for factors that are averaged over steps.
 
     What it costs is a forward and a backward pass over the sample, without weight gradients, and
     nothing of it is held while the gradient of the whole batch is computed.

@@ -1,5 +1,7 @@
-"""Refuses to be imported from a folder that PyPI's distribution ``kfac`` is installed into as
-well."""
+"""Refuses to be imported from the folder of PyPI's distribution ``kfac``.
+
+Both would have been installed into it.
+"""
 
 from pathlib import Path
 

@@ -73,9 +73,10 @@ LIKELIHOODS = {
 
 
 def get_likelihood(likelihood: str | Likelihood) -> Likelihood:
-    """The likelihood of this name: softmax cross-entropy is ``"categorical"``, sigmoid
-    cross-entropy summed over the last axis ``"bernoulli"``, ½‖z − y‖² summed over it
-    ``"gaussian"``.
+    """The likelihood of this name.
+
+    Softmax cross-entropy is ``"categorical"``, sigmoid cross-entropy summed over the last
+    axis ``"bernoulli"``, ½‖z − y‖² summed over it ``"gaussian"``.
 
     >>> get_likelihood("gaussian").root(jnp.zeros(2), jnp.ones(2)).tolist()
     [1.0, 1.0]

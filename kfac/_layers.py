@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """y = x W + b, W of shape (*in_shape, *out_shape); the last axis of x has the size of all of
-    ``in_shape``.
+    """y = x W + b, W of shape (*in_shape, *out_shape).
+
+    The last axis of x has the size of all of ``in_shape``.
 
     The layer is a matrix product of *features* φ(x) = [x, 1] with a *lifted* parameter [W; b], so
     its curvature is one of Kronecker structure. W and b are one block.
@@ -85,15 +86,19 @@ class Dense:
     def mean_left(
         self, params: Params, left: Float[Array, "lifted lifted"]
     ) -> Float[Array, "rows rows"]:
-        """The left factor seen by ``matrix``, averaged over outputs: Σ_o L_oᵀ 𝒜 L_o / outputs, L_o
-        the lift of o."""
+        """The left factor seen by ``matrix``, averaged over outputs.
+
+        Σ_o L_oᵀ 𝒜 L_o / outputs, L_o the lift of o.
+        """
         return left
 
     def left_traces(
         self, params: Params, left: Float[Array, "lifted lifted"]
     ) -> Float[Array, " outputs"]:
-        """tr L_oᵀ 𝒜 L_o of every output o; weighted by the diagonal of 𝒢 they sum to the trace of
-        the block."""
+        """Tr L_oᵀ 𝒜 L_o of every output o.
+
+        Weighted by the diagonal of 𝒢 they sum to the trace of the block.
+        """
         return jnp.full(self._matrix(params["kernel"]).shape[1], jnp.trace(left))
 
     def linearize(self, params: Params, x: Array) -> Any:
@@ -117,8 +122,10 @@ class Dense:
 
     @property
     def isometric(self) -> bool:
-        """Whether ``lift`` keeps lengths, so that eigenvectors of the factors are those of the
-        block."""
+        """Whether ``lift`` keeps lengths.
+
+        Then eigenvectors of the factors are those of the block.
+        """
         return True
 
     def lifted_shape(self, shapes: dict[str, tuple[int, ...]]) -> tuple[int, int]:
@@ -136,8 +143,9 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class L1Dense(Dense):
-    """y = −Σ_k |x_k − W_k| + b under the full-precision weight gradient ∂y_o/∂W_o = x − W_o
-    (AdderNet, CVPR 2020).
+    """y = −Σ_k |x_k − W_k| + b under the full-precision weight gradient.
+
+    ∂y_o/∂W_o = x − W_o (AdderNet, CVPR 2020).
 
     Its Jacobian is that of a dense layer with bias behind a linear map: ``J v = [x, 1] [V; v_b −
     Σ_k W_k∘V_k]``. So adder layers have the same Kronecker factors as dense ones. Another rule for
@@ -198,8 +206,9 @@ class L1Dense(Dense):
 
 @dataclasses.dataclass(frozen=True)
 class Scale(Dense):
-    """y = x̂∘s + b with x̂ a function of the input alone: the learned part of LayerNorm, RMSNorm
-    and GroupNorm.
+    """y = x̂∘s + b with x̂ a function of the input alone.
+
+    The learned part of LayerNorm, RMSNorm and GroupNorm.
 
     Its Jacobian is that of a dense layer with bias whose matrix is diagonal, ``J v = [x̂, 1] [diag
     v_s; v_b]``. So it has the same Kronecker factors, averaged over batches and cheap to multiply
@@ -295,8 +304,9 @@ class Scale(Dense):
 
 @dataclasses.dataclass(frozen=True)
 class Readout(Dense):
-    """y = φ(x)ᵀ W with features φ(x) that are too many to keep: vᵀ tanh(q + k) of every pair of a
-    query and a key.
+    """y = φ(x)ᵀ W with features φ(x) that are too many to keep.
+
+    vᵀ tanh(q + k) of every pair of a query and a key.
 
     Products are exact, by ``fn`` and its pull-back. The Kronecker factor of the features, which
     needs only their second moment, is that of a sample of them.
@@ -331,8 +341,10 @@ class Readout(Dense):
         return self.fn(params, x)
 
     def features(self, params: Params, x: Any) -> Float[Array, "*sample features"]:
-        """The sample, so large that its sum of squares is what that of all features is expected to
-        be."""
+        """The sample, scaled to stand for all features.
+
+        So large that its sum of squares is what that of all is expected to be.
+        """
         sample = self.sample(x)
         # A second moment of few features estimates that of all, once scaled by how many the others
         # are.
@@ -363,8 +375,9 @@ class Readout(Dense):
 
 @dataclasses.dataclass(frozen=True)
 class Generic:
-    """Any layer y = f(params, x): the local Jacobian by automatic differentiation, under the
-    layer's own rules.
+    """Any layer y = f(params, x): the local Jacobian by automatic differentiation.
+
+    Under the layer's own rules.
 
     ``vjp`` is JAX's own pull-back, custom gradient rules included. ``jvp`` is its transpose, since
     the pull-back is linear in the cotangent (forward mode does not pass through

@@ -1,5 +1,7 @@
-"""Flax Linen: finds the layers of a model by method interception; a module's path is that of its
-parameters."""
+"""Flax Linen: finds the layers of a model by method interception.
+
+A module's path is that of its parameters.
+"""
 
 from __future__ import annotations
 
@@ -113,8 +115,10 @@ def _interception() -> contextlib.AbstractContextManager:
 
 
 def _find_path(capture: Capture, keys: tuple[str, ...]) -> str | None:
-    """Path of a parameter in the differentiated tree, which may be one collection or all, boxed or
-    not."""
+    """Path of a parameter in the differentiated tree.
+
+    This may be one collection or all, boxed or not.
+    """
     name = "/".join(keys)
     candidates = [p for p in capture.shapes if f"/{p}/".endswith((f"/{name}/", f"/{name}/value/"))]
     return (

@@ -1,5 +1,6 @@
-"""Flax NNX: finds the layers of a model and their parameters while the loss is traced, without
-touching the model.
+"""Flax NNX: finds the layers of a model and their parameters.
+
+While the loss is traced, without touching the model.
 
 NNX has no interceptors, so the methods that are layers are replaced on their classes while a
 capture runs. A parameter is known by the identity of its array where ``nnx.merge`` makes a module
@@ -71,8 +72,10 @@ def _replacements() -> Iterator[tuple[Any, str, Callable[[Callable], Callable]]]
 
 
 def _name_variables(capture: Capture, tree: Any) -> None:
-    """Writes to each variable in ``tree`` the path of its array among the differentiated
-    parameters, if it is one."""
+    """Writes to each variable in ``tree`` the path of its array among the parameters.
+
+    That is, the differentiated ones, if it is one.
+    """
     for variable in filter(_is_variable, jax.tree.leaves(tree, is_leaf=_is_variable)):
         path = capture.paths.get(id(variable.get_raw_value()))
         if path is not None:

@@ -183,8 +183,10 @@ class Options:
 
 
 def is_zero(value: Any) -> bool:
-    """Whether a hyper-parameter is off: the number 0, not an array, which may hold another value at
-    the next step."""
+    """Whether a hyper-parameter is off: the number 0.
+
+    Not an array, which may hold another value at the next step.
+    """
     return isinstance(value, numbers.Real) and value == 0
 
 

@@ -1,5 +1,7 @@
-"""Plain JAX functions: layers are marked by hand with ``tap``, and ``jax.lax.scan`` repeats
-them."""
+"""Plain JAX functions.
+
+Layers are marked by hand with ``tap``, and ``jax.lax.scan`` repeats them.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +75,9 @@ def tap(
 
 
 def path_of(array: Array) -> str | None:
-    """Where an array stands in the tree that a capture in progress differentiates; None outside of
-    one or for another.
+    """Where an array stands in the tree that a capture in progress differentiates.
+
+    None outside of one or for another.
 
     It is known by its identity: what is computed from it, a cast or a slice, is another array.
 

@@ -1,5 +1,7 @@
-"""The linear systems (F + γI) x = b of one step: running averages, damping, preconditioner,
-solution."""
+"""The linear systems (F + γI) x = b of one step.
+
+Running averages, damping, preconditioner, solution.
+"""
 
 from __future__ import annotations
 
@@ -95,8 +97,10 @@ def _average_factors(
     curvature: Curvature,
     options: Options,
 ) -> tuple[dict[str, tuple[Array, ...]], Array]:
-    """Running sums of the Kronecker factors and their weight, with this batch's where its curvature
-    is fresh."""
+    """Running sums of the Kronecker factors and their weight.
+
+    With this batch's where its curvature is fresh.
+    """
     old = state.averages
     decay = jnp.asarray(options.factor_decay, old.weight.dtype)
 
@@ -149,8 +153,10 @@ def _damp(
 def _refresh_inverses(
     groups: list[System], gamma: dict[str, Array], state: CGFacState, options: Options
 ) -> dict[str, tuple[Array, ...]]:
-    """Inverses of the damped factors: the old ones but for every ``preconditioner_interval``-th
-    step."""
+    """Inverses of the damped factors.
+
+    The old ones but for every ``preconditioner_interval``-th step.
+    """
     old = state.averages.inverses
     if not old:
         return old
@@ -183,8 +189,10 @@ def solve(problem: Problem, warm: Vectors | None, options: Options) -> dict[str,
 
 
 def _share(system: System, b: tuple, gamma: Array, x0: tuple | None, options: Options) -> Solution:
-    """Solves a system; of factors, which no batch divides among devices, each device solves for
-    some lanes."""
+    """Solves a system.
+
+    Of factors, which no batch divides among devices, each device solves for some lanes.
+    """
     # Products of captured arrays are divided by examples already, as the batch is, and XLA adds up
     # their parts.
     if system.form.name != "factors":

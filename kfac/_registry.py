@@ -1,5 +1,7 @@
-"""Which methods of which module classes are layers, and of what kind; shared by the NNX and the
-Linen adapter."""
+"""Which methods of which module classes are layers, and of what kind.
+
+Shared by the NNX and the Linen adapter.
+"""
 
 from __future__ import annotations
 
@@ -127,8 +129,10 @@ def registrations(base: type) -> list[Registration]:
 def tap_registered(
     capture: Any, name: str, layer: Dense | Generic, module: Any, x: Any, y: Any, params: Any
 ) -> Any:
-    """Taps a call of a Flax layer; contracted axes and output axes of general dense layers become
-    one axis each."""
+    """Taps a call of a Flax layer.
+
+    Contracted axes and output axes of general dense layers become one axis each.
+    """
     if not isinstance(layer, Dense):
         return capture.tap(name, layer, x, y, params)
     axes = getattr(module, "axis", -1)
@@ -145,8 +149,10 @@ def plain_dense(module: Any) -> Dense:
 
 
 def general_dense(module: Any) -> Dense | None:
-    """The layer of a dense module with several contracted axes; None if it has one kernel per batch
-    row."""
+    """The layer of a dense module with several contracted axes.
+
+    None if it has one kernel per batch row.
+    """
     batch_axes = getattr(module, "batch_axis", None) or getattr(module, "batch_dims", None)
     axes = getattr(module, "axis", -1)
     return None if batch_axes else Dense(num_in_axes=1 if isinstance(axes, int) else len(axes))

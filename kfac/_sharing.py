@@ -1,5 +1,6 @@
-"""Lanes dealt out over the devices of a mesh: each computes its share of the layers, and all get
-the results.
+"""Lanes dealt out over the devices of a mesh.
+
+Each computes its share of the layers, and all get the results.
 
 Inverses and solutions of layers are the same on all devices of a mesh that splits batches. Computed
 by all, they cost each device what they cost one.
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
 
 def over_devices(function: Callable[..., PyTree], *lanes: PyTree) -> Any:
-    """``function(*lanes)``, computed in parts where a mesh is set (``jax.set_mesh``): each device
-    takes some lanes.
+    """``function(*lanes)``, computed in parts where a mesh is set (``jax.set_mesh``).
+
+    Each device takes some lanes.
 
     Args:
       function: treats every lane by itself, and gives arrays with the lanes first.
@@ -50,8 +52,10 @@ def over_devices(function: Callable[..., PyTree], *lanes: PyTree) -> Any:
 
 
 def _automatic_axes() -> tuple[tuple[str, ...], int]:
-    """Axes of the mesh over which XLA, not the user, divides work, and the product of their
-    sizes."""
+    """Axes of the mesh over which XLA divides work, and the product of their sizes.
+
+    XLA, not the user.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     axes = tuple(
         n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto

@@ -53,7 +53,7 @@ def lane_dot(u: Vector, v: Vector) -> Float[Array, " lane"]:
 
 
 def lane_axpy(scale: Float[Array, " lane"], x: Vector, y: Vector) -> Vector:
-    """y + scale·x with one scale per lane."""
+    """Y + scale·x with one scale per lane."""
     return jax.tree.map(lambda u, v: v + _beside(scale, u).astype(u.dtype) * u, x, y)
 
 
@@ -67,7 +67,7 @@ def _beside(per_lane: Array, array: Float[Array, "lane ..."]) -> Array:
 
 
 def _divide(numerator: Array, denominator: Array) -> Array:
-    """numerator / denominator, and 0 where the denominator is 0."""
+    """Numerator / denominator, and 0 where the denominator is 0."""
     return jnp.where(denominator == 0, 0, numerator / jnp.where(denominator == 0, 1, denominator))
 
 
@@ -170,8 +170,10 @@ def _unchanged(r: Vector) -> Vector:
 
 
 def _warm_start(x0: Vector, b: Vector, damped: MatVec, safeguard: bool) -> tuple[Vector, Vector]:
-    """The first iterate and its residual, from x₀ as ``cg`` rescales it; zero where the factor is 0
-    or not finite."""
+    """The first iterate and its residual, from x₀ as ``cg`` rescales it.
+
+    Zero where the factor is 0 or not finite.
+    """
     u = damped(x0)
     projection = lane_dot(x0, b)
     scale = (
@@ -220,8 +222,9 @@ def direct_solution(
 
 
 def dense_matrix(matvec: MatVec, like: Vector) -> Float[Array, "lane size size"]:
-    """The matrix of ``matvec`` for every lane, from one product per unit vector: for small layers
-    and for checks.
+    """The matrix of ``matvec`` for every lane, from one product per unit vector.
+
+    For small layers and for checks.
 
     >>> import jax.numpy as jnp
     >>> dense_matrix(lambda v: 2 * v, jnp.zeros((1, 2))).tolist()
@@ -239,8 +242,9 @@ def dense_matrix(matvec: MatVec, like: Vector) -> Float[Array, "lane size size"]
 
 
 def solve_dense(matvec: MatVec, b: Vector, damping: Float[Array, " lane"]) -> Solution:
-    """Solves (F + γI) x = b by forming F: O(size²) memory, for small layers and as the yardstick of
-    the others.
+    """Solves (F + γI) x = b by forming F.
+
+    It takes O(size²) memory: for small layers and as the yardstick of the others.
 
     >>> import jax.numpy as jnp
     >>> solve_dense(lambda v: 3 * v, jnp.ones((1, 2)), jnp.ones(1)).x.tolist()
@@ -318,8 +322,9 @@ def solve_kronecker(
     b: Float[Array, "lane rows columns"],
     damping: Float[Array, " lane"],
 ) -> Float[Array, "lane rows columns"]:
-    """Solves A X G + γX = B exactly by the eigenvectors of A and G: what K-FAC with unfactored
-    damping computes.
+    """Solves A X G + γX = B exactly by the eigenvectors of A and G.
+
+    It is what K-FAC with unfactored damping computes.
 
     >>> import jax.numpy as jnp
     >>> eye = jnp.eye(2)[None]

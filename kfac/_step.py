@@ -1,5 +1,7 @@
-"""From solutions of the linear systems to a step: its length, its momentum, and whether to take
-it."""
+"""From solutions of the linear systems to a step.
+
+Its length, its momentum, and whether to take it.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +61,9 @@ def fixed_step(
     momentum: float | Float[Array, ""],
     kl_clip: float | Float[Array, ""] | None,
 ) -> Proposal:
-    """Δ = μ·(last Δ) − η ν x with ν = min(1, √(κ / xᵀF x)), the KL clip of the new part (κ =
-    ``kl_clip``).
+    """Δ = μ·(last Δ) − η ν x with ν = min(1, √(κ / xᵀF x)).
+
+    That is the KL clip of the new part (κ = ``kl_clip``).
 
     The clip comes before the learning rate, else a step that is always clipped would undo every
     schedule of η. xᵀF x needs no further product: xᵀ(F + γI)x = 2 bᵀx + 2 q(x).
@@ -88,8 +91,9 @@ def quadratic_step(
     rate: Array,
     kl_clip: float | Float[Array, ""] | None,
 ) -> Proposal:
-    """Δ = η ν (α d + β v), d = −x the new direction, v the last step; (α, β) minimise a quadratic
-    model of the loss.
+    """Δ = η ν (α d + β v), d = −x the new direction, v the last step.
+
+    (α, β) minimise a quadratic model of the loss.
 
     The model is q(Δ) = ∇L·Δ + ½ Δᵀ(F + Γ)Δ with the Fisher matrix of *all* covered parameters,
     layers together: the derivative of example n's loss along d is the sum over layers of θ_n, so
@@ -114,8 +118,9 @@ def quadratic_step(
 
 
 def minimise_2x2(matrix: Float[Array, "2 2"], slope: Float[Array, " 2"]) -> Float[Array, " 2"]:
-    """The minimiser of ½ zᵀMz − slope·z; along the first axis alone where M is singular or the
-    second is empty.
+    """The minimiser of ½ zᵀMz − slope·z.
+
+    Along the first axis alone where M is singular or the second is empty.
 
     >>> minimise_2x2(jnp.array([[2.0, 0.0], [0.0, 4.0]]), jnp.array([2.0, 2.0])).tolist()
     [1.0, 0.5]
@@ -152,8 +157,9 @@ def _kl_scale(kl: Array, kl_clip: float | Array | None) -> Array:
 
 
 class Verdict(NamedTuple):
-    """Whether a step is taken, by what the damping grows, and actual over predicted change of the
-    loss.
+    """Whether a step is taken, and what damping grows by.
+
+    With actual over predicted change of the loss.
 
     The ratio is NaN where the loss was not measured.
     """

@@ -72,16 +72,20 @@ class System:
 
     @property
     def packs(self) -> bool:
-        """Whether vectors are single matrices [V; v_b]: fewer, larger operations in the solver's
-        loop."""
+        """Whether vectors are single matrices [V; v_b].
+
+        Then the solver's loop has fewer, larger operations.
+        """
         return (
             all(u.layer.factored for u in self.program)
             and len({(u.layer, u.roles) for u in self.program}) == 1
         )
 
     def pack(self, v: Lanes) -> PyTree[Array]:
-        """A vector as the solver sees it: one matrix per lane for dense blocks, the parameters for
-        others."""
+        """A vector as the solver sees it.
+
+        One matrix per lane for dense blocks, the parameters for others.
+        """
         return jax.vmap(self.program[0].as_matrix)(v) if self.packs else v
 
     def unpack(self, packed: PyTree[Array]) -> Lanes:
@@ -113,8 +117,10 @@ class System:
         return self.inverses[0] @ r @ self.inverses[1] if self.inverses else r
 
     def derivatives(self, v: Lanes) -> Float[Array, "column example"]:
-        """Each example's derivative of its loss along v, summed over the lanes; for systems that
-        keep cotangents."""
+        """Each example's derivative of its loss along v, summed over the lanes.
+
+        For systems that keep cotangents.
+        """
 
         def one(state: Any, g: Any, v: Lanes) -> Array:
             return blocks.example_derivatives(g, blocks.pushforward(self.program, state, v))
@@ -154,8 +160,10 @@ class System:
         return _damped_inverse(left, root * pi), _damped_inverse(right, root / pi)
 
     def trace(self, key: Array) -> Float[Array, " lane"]:
-        """tr F of every lane; an unbiased estimate from random signs (Hutchinson) where there is no
-        closed form."""
+        """Tr F of every lane.
+
+        An unbiased estimate from random signs (Hutchinson) where there is no closed form.
+        """
         if self.form.name == "factors":
             return jax.vmap(functools.partial(blocks.factored_trace, self.program[0]))(
                 self.params, *self.state
@@ -172,9 +180,10 @@ class System:
         return solver.lane_dot(signs, self.matvec(signs))
 
     def example_gradients(self) -> Float[Array, "lane row size"]:
-        """Every example's own gradient of every lane: U of F = UᵀU/N; for systems that keep
-        cotangents."""
+        """Every example's own gradient of every lane: U of F = UᵀU/N.
 
+        For systems that keep cotangents.
+        """
         one = functools.partial(blocks.example_gradients, self.program)
         rows = jax.vmap(one)(self.params, self.inputs, self.state, self.g)
         packed = jax.vmap(self.pack, in_axes=1, out_axes=1)(rows)
@@ -182,8 +191,10 @@ class System:
         return jnp.concatenate(flat, axis=2)
 
     def solve_by_eigenvectors(self, b: Array, gamma: Float[Array, " lane"]) -> Array:
-        """The exact solution of (F + γI) x = b, packed, where F is given by factors and the lift
-        keeps lengths."""
+        """The exact solution of (F + γI) x = b, packed.
+
+        Where F is given by factors and the lift keeps lengths.
+        """
         left, right = self.state
         return solver.solve_kronecker(left, right, b, gamma)
 
@@ -207,8 +218,10 @@ def _product(program: tuple, form: Form, state: Any, g: Any, v: Any) -> Any:
 
 
 def lanes_of(block: Block, flat: dict[str, Array]) -> Lanes:
-    """A block's part of a flat tree {path: array}, with a leading lane axis, in float32 or
-    better."""
+    """A block's part of a flat tree {path: array}, with a leading lane axis.
+
+    In float32 or better.
+    """
     lanes = tuple(param.to_lanes(flat[param.path]) for param in block.params)
     return tuple(a.astype(_float(a)) for a in lanes)
 
@@ -234,8 +247,10 @@ def captured_of(block: Block, curvature: Curvature) -> tuple[tuple, tuple[Array,
 
 
 def new_factors(block: Block, curvature: Curvature, params: Lanes, form: Form) -> tuple[Array, ...]:
-    """This batch's Kronecker factors: (left, right) for ``"factors"``, right ones by output width
-    for ``"kron"``."""
+    """This batch's Kronecker factors: (left, right).
+
+    For ``"factors"``; for ``"kron"`` the right ones are by output width.
+    """
     inputs, g = captured_of(block, curvature)
     sharing = {"reduce": form.reduce}
     right = jax.vmap(
@@ -299,8 +314,10 @@ def build(
 
 
 def _one(block: Block, curvature: Curvature, params: dict, form: Form, factors: tuple) -> System:
-    """One block's system, before linearisation: the captured inputs stand for the local
-    Jacobians."""
+    """One block's system, before linearisation.
+
+    The captured inputs stand for the local Jacobians.
+    """
     lanes = lanes_of(block, params)
     if form.name == "factors":
         # Factors know nothing of the batch: what is the batch's in the program would keep layers of

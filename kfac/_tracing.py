@@ -1,5 +1,7 @@
-"""Traces of a loss function in which layers report to a capture, whichever way the model is
-written."""
+"""Traces of a loss function in which layers report to a capture.
+
+Whichever way the model is written.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,11 @@ def record_taps(loss_fn: Callable, params: PyTree, args: tuple) -> dict[str, Tap
 
 
 def tapped(loss_fn: Callable, taps: dict[str, Tap]) -> Callable:
-    """``(params, slots, *args) → loss_fn(params, *args)`` whose gradient in ``slots`` is what the
-    taps captured."""
+    """``loss_fn`` with ``slots`` behind its parameters.
+
+    ``(params, slots, *args) → loss_fn(params, *args)`` has as gradient in ``slots`` what
+    the taps captured.
+    """
 
     def with_slots(params, slots, *args):
         with _watched(Capture(params, taps, slots), params):
@@ -63,8 +68,10 @@ def _adapters_in_use() -> list[Adapter]:
 
 
 class _Patches:
-    """Functions of other libraries replaced while any capture runs, by ones that look for it (on
-    their thread)."""
+    """Replaces functions of other libraries while any capture runs.
+
+    By ones that look for it (on their thread).
+    """
 
     def __init__(self):
         self.lock = threading.Lock()

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 def scale_by_cg_fac(
     layers: Layers, options: Options | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Replaces the gradient ∇L of every layer by −Δ, the step of CG-FAC: x with (F̂ + γI) x = ∇L,
-    and its length.
+    """Replaces the gradient ∇L of every layer by −Δ, the step of CG-FAC.
+
+    x with (F̂ + γI) x = ∇L, and its length.
 
     As optax's other ``scale_by_…``, it is to be followed by ``optax.scale(-1)`` or
     ``optax.scale_by_learning_rate``, and takes covered parameters alone: ``layers.labels`` says to
@@ -227,8 +228,10 @@ def _solution(
     finite: Bool[Array, ""],
     grads: PyTree[Array],
 ) -> PyTree[Array]:
-    """Where the next solve starts: the solutions, like the gradient, and zero after a step that is
-    not finite."""
+    """Where the next solve starts: the solutions, like the gradient.
+
+    Zero after a step that is not finite.
+    """
     x = from_vectors(owned, {name: solution.x for name, solution in solved.items()}, flatten(grads))
     return unflatten({path: jnp.where(finite, new, 0) for path, new in x.items()}, grads)
 

@@ -1,5 +1,7 @@
-"""Parameter trees as flat dictionaries {path: array} and back; parts of a tree may be masked, as
-optax does it."""
+"""Parameter trees as flat dictionaries {path: array} and back.
+
+Parts of a tree may be masked, as optax does it.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ def flatten(tree: PyTree[Array]) -> Flat:
 
 
 def unflatten(flat: Flat, like: PyTree[Array]) -> PyTree[Array]:
-    """A tree like ``like`` with the arrays of ``flat``, and ``optax.MaskedNode`` where it has
-    none."""
+    """A tree like ``like`` with the arrays of ``flat``.
+
+    It has ``optax.MaskedNode`` where that has none.
+    """
     return jax.tree_util.tree_map_with_path(
         lambda path, _: flat.get(path_name(path), optax.MaskedNode()), like
     )
@@ -82,6 +86,8 @@ def concatenated(trees: Iterable[PyTree[Array]], axis: int = 0) -> PyTree[Array]
 
 
 def chosen(condition: Bool[Array, ""], new: PyTree[Array], old: PyTree[Array]) -> PyTree[Array]:
-    """The new tree where the condition holds, else the old one: whatever the new one holds, NaN
-    too, is gone then."""
+    """The new tree where the condition holds, else the old one.
+
+    Whatever the new one holds, NaN too, is gone then.
+    """
     return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)

@@ -1,5 +1,7 @@
-"""Checks every product and every cheap path of a model's curvature against dense algebra, layer by
-layer."""
+"""Checks every product and every cheap path of a model's curvature.
+
+Against dense algebra, layer by layer.
+"""
 
 from __future__ import annotations
 
@@ -107,8 +109,9 @@ def verify(
     batch_size: int | None = None,
     key: Key | None = None,
 ) -> Report:
-    """Compares the curvature of every layer, from the empirical Fisher matrix of one batch, with
-    dense algebra.
+    """Compares the curvature of every layer with dense algebra.
+
+    It is of the empirical Fisher matrix of one batch.
 
     For a batch of N examples it holds every example's gradient of each layer in turn, N × size
     numbers: use a small batch. A large ``capture_error`` means that a parameter is also used where

@@ -19,7 +19,7 @@ from tests.processes import ROOT
 
 _UNCHECKED = ("linen", "settings", "interop", "report", "tasks", "recorder")
 _NUMBERS = {float: float | int | np.number | jax.Array | _Number, int: int | np.integer | jax.Array}
-_CONF = beartype.BeartypeConf(hint_overrides=beartype.BeartypeHintOverrides(_NUMBERS))
+_CONF = beartype.BeartypeConf(hint_overrides=beartype.FrozenDict(_NUMBERS))
 checked = beartype.beartype(conf=_CONF)
 
 

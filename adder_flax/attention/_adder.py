@@ -18,8 +18,10 @@ def adder_scores(
     *,
     gradient: ops.RuleName = "sign",
 ) -> Float[Array, "*#batch query key"]:
-    """-‖q - k‖₁ for every pair, in float32 or wider; `gradient` as in
-    `adder_flax.ops.l1_scores`."""
+    """-‖q - k‖₁ for every pair, in float32 or wider.
+
+    `gradient` is as in `adder_flax.ops.l1_scores`.
+    """
     require_equal_widths("adder", query, key)
     return ops.l1_scores(query, key, gradient=gradient)
 

@@ -65,8 +65,10 @@ def _pair_scores(
 
 
 def _sampled_units(pair: tuple[Array, Array]) -> Float[Array, "*batch sample key hidden"]:
-    """tanh(q + k) of every key with queries at equal distances, so many that a sample is large and
-    yet cheap."""
+    """tanh(q + k) of every key with a sample of the queries, at equal distances.
+
+    So many that the sample is large and yet cheap.
+    """
     query, key = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in pair)
     step = -(-query.shape[-2] * key.shape[-2] // _MOST_PAIRS)
     return jnp.tanh(query[..., ::step, None, :] + key[..., None, :, :])
@@ -78,8 +80,9 @@ def _normalized_pair_scores(parameters: dict[str, Array], pair: tuple[Array, Arr
 
 
 def _normalized_scores(query: Array, key: Array, v: Array, scale: Array, shift: Array) -> Array:
-    """vᵀ tanh(scale · LayerNorm(q + k) + shift), without an array of size q_length · k_length ·
-    hidden.
+    """vᵀ tanh(scale · LayerNorm(q + k) + shift), summed as it is made.
+
+    No array of size q_length · k_length · hidden is held.
 
     The mean of a sum is the sum of the means, and ‖q + k‖² of centred parts is ‖q‖² + ‖k‖² + 2 q·k,
     one matrix product; then one hidden unit at a time adds to the scores, recomputed in the
@@ -166,8 +169,9 @@ def additive_attention(
     norm_scale: Float[AnyArray, "heads hidden"] | None = None,
     **options,
 ) -> Attended:
-    """Additive attention: softmax(vᵀ tanh(W_q q + W_k k + b)) v (Bahdanau et al., 2015,
-    https://arxiv.org/abs/1409.0473).
+    """Additive attention: softmax(vᵀ tanh(W_q q + W_k k + b)) v.
+
+    Source: Bahdanau et al., 2015, https://arxiv.org/abs/1409.0473.
 
     Args:
       query: (..., q_length, num_heads, query_dim).

@@ -1,5 +1,4 @@
-"""The one path that all mechanisms share: scores, scale, mask, softmax, dropout, identity map,
-values."""
+"""The one path of all mechanisms: scores, scale, mask, softmax, dropout, identity, values."""
 
 import contextlib
 import functools
@@ -50,8 +49,9 @@ def attend(
     return_weights: bool = False,
     **flax_options: Any,
 ) -> Attended:
-    """Attention with any registered score: (softmax(scores · scale / temperature + bias) + I)
-    value.
+    """Attention with any registered score.
+
+    Computes (softmax(scores · scale / temperature + bias) + I) value.
 
     The softmax runs in float32 or wider whatever the inputs' dtype. A query that may see no key
     gets zeros from the map. The options after `score_options` are also those of
@@ -170,8 +170,9 @@ def attend(
 
 
 def attention_function(function: Callable[..., Attended]) -> Callable[..., Attended]:
-    """Writes the options of `attend` into the signature of a function that hands `**options` on to
-    it.
+    """Writes the options of `attend` into the signature of a function.
+
+    For functions that hand `**options` on to it.
 
     Flax Linen looks the names up in the signature and passes only what it finds there.
     """
@@ -238,8 +239,10 @@ def _check_shapes(query: Array, key: Array, value: Array, identity: bool) -> Non
 
 
 def _mix(weights: Array, value: Array, identity: bool) -> Array:
-    """weights · value, plus value for the identity map, head-major; each value head serves its
-    group."""
+    """Weights · value, plus value for the identity map, head-major.
+
+    Each value head serves its group of query heads.
+    """
     *batch, heads, q_length, k_length = weights.shape
     kv_heads = value.shape[-3]
     if heads != kv_heads:
@@ -303,8 +306,10 @@ def _total_bias(bias: Array | None, key_bias: Array | None) -> Array | None:
 
 
 def _visible(mask: Array | None, bias: Array | None) -> Array | None:
-    """Which keys each query may see, from all that can forbid it but causality; None where nothing
-    does."""
+    """Which keys each query may see, causality left out; None where all.
+
+    From all that can forbid a key but causality.
+    """
     mask = None if mask is None else jnp.asarray(mask).astype(bool)
     if bias is None:
         return mask

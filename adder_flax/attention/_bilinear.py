@@ -16,8 +16,10 @@ def bilinear_scores(
     *,
     kernel: Float[AnyArray, "*#batch query_dim key_dim"],
 ) -> Float[Array, "*#batch query key"]:
-    """qᵀ W k for every pair, in float32 or wider; W is (query_dim, key_dim), per head where it has
-    leading axes."""
+    """qᵀ W k for every pair, in float32 or wider.
+
+    W is (query_dim, key_dim), per head where it has leading axes.
+    """
     if kernel.shape[-2:] != (query.shape[-1], key.shape[-1]):
         raise ValueError(
             "bilinear scores expect a kernel of shape (query_dim, key_dim) = "
@@ -45,8 +47,9 @@ def bilinear_attention(
     kernel: Float[AnyArray, "heads query_dim key_dim"],
     **options,
 ) -> Attended:
-    """Bilinear attention: softmax(qᵀ W k / √d) v (Luong et al., 2015, "general",
-    https://arxiv.org/abs/1508.04025).
+    """Bilinear attention: softmax(qᵀ W k / √d) v.
+
+    Source: Luong et al., 2015, "general", https://arxiv.org/abs/1508.04025.
 
     Args:
       query: (..., q_length, num_heads, query_dim).

@@ -13,8 +13,9 @@ from adder_flax import recorder
 def capture_attention(
     model: nnx.Module | Callable[..., Any], *inputs: Any
 ) -> tuple[Float[Array, "*batch heads query key"], ...]:
-    """Every attention map that a model computes for these inputs; the model, and how it trains,
-    stay as they are.
+    """Every attention map that a model computes for these inputs.
+
+    The model, and how it trains, stay as they are.
 
     It works for every model that attends through this library: `VisionTransformer`, your own
     modules with `MultiHeadAttention`, and Flax's multi-head attention with a function from here as
@@ -63,7 +64,9 @@ def capture_attention(
 
 
 def attention_map(record: recorder.Record) -> Float[Array, "*batch heads query key"]:
-    """What multiplies the values, from an "attention" record: its weights, plus the identity map
-    where it is added."""
+    """What multiplies the values, from an "attention" record.
+
+    Its weights, plus the identity map where it is added.
+    """
     weights = record.arrays["weights"]
     return weights + jnp.eye(weights.shape[-1]) if record.facts["identity"] else weights

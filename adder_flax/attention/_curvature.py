@@ -1,5 +1,7 @@
-"""The learned arrays of scores as layers with curvature, for second-order optimizers: one lane for
-each head."""
+"""The learned arrays of scores as layers with curvature, for second-order optimizers.
+
+Each head is one lane.
+"""
 
 from typing import Any
 
@@ -15,7 +17,7 @@ def project_heads(
     kernel: Float[Array, "*#lanes in out"],
     bias: Float[Array, "*#lanes out"] | None = None,
 ) -> Float[Array, "*_ length out"]:
-    """x W + b with a matrix for each head where W has a leading axis; a dense layer to `kfac`."""
+    """X W + b with a matrix for each head where W has a leading axis; a dense layer to `kfac`."""
     y = jnp.matmul(x, kernel.astype(x.dtype))
     parameters = {"kernel": kernel}
     if bias is not None:
@@ -32,8 +34,9 @@ def tap_heads(
     *,
     per_head: bool,
 ) -> Array:
-    """Returns y, reported as what a layer makes of x, where `kfac` is looking for layers and knows
-    the parameters.
+    """Returns y, reported as what a layer makes of x.
+
+    Only where `kfac` is looking for layers and knows the parameters.
 
     Args:
       layer: of one head; an output without features, such as scores, has one.

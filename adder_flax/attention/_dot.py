@@ -24,8 +24,9 @@ register_score(Score("dot", dot_scores, variance=lambda head_dim: float(head_dim
 
 @attention_function
 def dot_product_attention(query: AnyArray, key: AnyArray, value: AnyArray, **options) -> Attended:
-    """Multiplicative attention: softmax(q·k / √d) v (Vaswani et al., 2017,
-    https://arxiv.org/abs/1706.03762).
+    """Multiplicative attention: softmax(q·k / √d) v.
+
+    Source: Vaswani et al., 2017, https://arxiv.org/abs/1706.03762.
 
     Args:
       query, key, value: (..., length, num_heads, head_dim), as in Flax.

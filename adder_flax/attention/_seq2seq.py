@@ -16,8 +16,9 @@ from adder_flax.settings import AttentionSettings, keywords_of
 
 
 class SequenceAttention(nnx.Module):
-    """One head of any score, whose learned arrays, without a head axis, are the module's own
-    parameters.
+    """One head of any score.
+
+    Its learned arrays, without a head axis, are the module's own parameters.
 
     The identity map is never added: position i of one sequence is not position i of the other.
 
@@ -146,8 +147,9 @@ class AdditiveAttention(SequenceAttention):
 
 
 class BilinearAttention(SequenceAttention):
-    """Multiplicative attention: weights softmax(sᵀ W h · scale / T) (Luong et al., 2015,
-    "general").
+    """Multiplicative attention: weights softmax(sᵀ W h · scale / T).
+
+    Source: Luong et al., 2015, "general".
 
     Args:
       query_features: d_s, width of the decoder states s.

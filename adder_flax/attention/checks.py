@@ -4,8 +4,10 @@ from jaxtyping import Array
 
 
 def require_equal_widths(name: str, query: Array, key: Array) -> None:
-    """Raises ValueError where a score that compares coordinates gets vectors of different
-    widths."""
+    """Checks that vectors are of one width, for a score that compares coordinates.
+
+    Raises ValueError where they are not.
+    """
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(
             f"{name} scores expect query and key of one head_dim, got {query.shape[-1]} and "

@@ -1,5 +1,4 @@
-"""Grids of runs: what is compared, tuned by the same budget, on paired seeds, and what the
-differences are worth."""
+"""Grids of runs: tuned by the same budget, on paired seeds, with what differences are worth."""
 
 from adder_flax.compare.cells import StoppedError
 from adder_flax.compare.page import write_results

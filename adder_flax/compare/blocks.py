@@ -36,7 +36,7 @@ Block = Heading | Paragraph | Table | Code
 
 
 def as_markdown(blocks: Sequence[Block]) -> str:
-    """Returns a Markdown file.
+    r"""Returns a Markdown file.
 
     >>> print(
     ...     as_markdown([Heading(2, "Scores"), Table(["arm", "score"], [["a|b", "1"], ["c"]])]),
@@ -46,7 +46,7 @@ def as_markdown(blocks: Sequence[Block]) -> str:
     <BLANKLINE>
     | arm | score |
     | --- | --- |
-    | a\\|b | 1 |
+    | a\|b | 1 |
     | c |  |
     """
     return "\n\n".join(map(_markdown, blocks)) + "\n"

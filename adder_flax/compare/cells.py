@@ -156,8 +156,10 @@ def _output_in(path: Path) -> Iterator[None]:
 
 
 def _plain(scores: dict[str, float]) -> dict[str, float]:
-    """Scores without the prefix that says on which split; what is not finite is left out, as JSON
-    does not know it."""
+    """Scores without the prefix that says on which split.
+
+    What is not finite is left out, as JSON does not know it.
+    """
     return {
         name.removeprefix("eval/"): value for name, value in scores.items() if math.isfinite(value)
     }

@@ -24,8 +24,9 @@ _NAME = "matching.json"
 
 
 def match(plan: Plan, folder: Path, load: Callable[..., data.Source]) -> Plan:
-    """Returns the plan with arms that are matched as it says, from ``<folder>/matching.json`` where
-    it was done before.
+    """Returns the plan with arms that are matched as it says.
+
+    Those matched before are read from ``<folder>/matching.json``.
 
     Args:
       plan: of the comparison.

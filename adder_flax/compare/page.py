@@ -137,8 +137,10 @@ def _scatter(
 
 
 def _profiles(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
-    """The share of instances, which are seeds of a level of the other factors, that are solved
-    within a factor."""
+    """The share of instances that are solved within a factor of the best arm's cost.
+
+    Instances are seeds of a level of the other factors.
+    """
     seeds = comparison.plan.settings.seeds
     by_arm: dict[str, dict[tuple[str, int], float | None]] = {}
     for row in rows:

@@ -1,5 +1,7 @@
-"""What a comparison consists of: arms, which are combinations of levels, and cells, each an
-ordinary run."""
+"""What a comparison consists of: arms, and cells, each an ordinary run.
+
+Arms are combinations of levels.
+"""
 
 import dataclasses
 import functools
@@ -112,8 +114,10 @@ class Plan:
             self._check_steps()
 
     def matched(self, fields: Mapping[str, Mapping[str, Any]]) -> "Plan":
-        """Returns the plan with further fields in its arms: those that match them to their
-        baselines."""
+        """Returns the plan with further fields in its arms.
+
+        They match the arms to their baselines.
+        """
         plan = object.__new__(Plan)
         plan.settings, plan._base, plan._cells = self.settings, self._base, {}
         plan.arms = {
@@ -123,8 +127,10 @@ class Plan:
         return plan
 
     def baseline_of(self, arm: Arm) -> Arm | None:
-        """Returns the arm that one is compared with, None where it is a baseline or there is
-        none."""
+        """Returns the arm that one is compared with.
+
+        None where it is a baseline or there is none.
+        """
         name = ", ".join({**arm.levels, **self.settings.baseline}.values())
         return None if name == arm.name or not self.settings.baseline else self.arms[name]
 
@@ -204,14 +210,15 @@ class Plan:
 
 
 def digest(config: ConfigDict) -> str:
-    """Returns what tells settings apart: fields of what a run computes, not of how, that are not at
-    their defaults."""
+    """Returns what tells settings apart: fields of what a run computes.
+
+    Not fields of how, nor those at their defaults.
+    """
     return hashlib.sha256(json.dumps(own_fields(config), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def own_fields(config: Mapping[str, Any] | ConfigDict) -> dict[str, Any]:
-    """Returns the fields of a configuration, by path, in which what it computes differs from the
-    defaults.
+    """Returns the fields, by path, in which what a configuration computes is not the default.
 
     A field that a later version adds, at its default, changes nothing here.
 

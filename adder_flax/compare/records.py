@@ -94,8 +94,7 @@ class Records:
         return record
 
     def all(self) -> dict[str, Record]:
-        """Returns every record in the folder, of this comparison or another, by the names of the
-        files."""
+        """Returns every record in the folder by its file's name, of this comparison or another."""
         found = {
             path.stem: self._read_file(path) for path in sorted(self.folder.glob("[!.]*.json"))
         }

@@ -1,5 +1,7 @@
-"""Works through the cells of a comparison: alone, beside other processes, on several hosts of one
-shared directory."""
+"""Works through the cells of a comparison.
+
+Alone, beside other processes, or on several hosts of one shared directory.
+"""
 
 import contextlib
 import functools
@@ -130,8 +132,7 @@ def _load(name: str, split: str, options: tuple[tuple[str, Any], ...]) -> data.S
 
 
 def load_once(name: str, split: str, **options: Any) -> data.Source:
-    """``data.load_source`` for cells one after the other: what the last ones read is not read
-    again."""
+    """``data.load_source`` for cells in turn: what the last ones read is not read again."""
     return _load(name, split, tuple(sorted(options.items())))
 
 
@@ -198,8 +199,10 @@ def _run_claimed(comparison: Comparison, cell: Cell) -> Record | None:
 
 
 def is_worker() -> tuple[int, int] | None:
-    """Returns the number of this worker and of all of them, where this process was started as
-    one."""
+    """Returns the number of this worker and of all of them.
+
+    None where this process was not started as one.
+    """
     place = os.environ.get(WORKER, "")
     if not place:
         return None
@@ -208,8 +211,10 @@ def is_worker() -> tuple[int, int] | None:
 
 
 def parent_lives() -> bool:
-    """Whether the process that started this worker is there: without it, a worker ends after its
-    cell. Jobs of SLURM need none."""
+    """Whether the process that started this worker is there.
+
+    Without it, a worker ends after its cell. Jobs of SLURM need none.
+    """
     _, _, *parent = os.environ[WORKER].split("/")
     return not parent or os.getppid() == int(parent[0])
 
@@ -288,8 +293,7 @@ def _failure(number: int, code: int, output: Path) -> str:
 
 
 def overview(comparison: Comparison, workers: int = 1) -> str:
-    """Returns a table of what is done, what runs and what is left, and about how long that
-    takes."""
+    """Returns a table of what is done, runs and is left, and about how long that takes."""
     rows = [("arm", "tuned", "final runs", "running", "best so far")]
     left, seconds = 0, []
     for arm in comparison.plan.arms.values():

@@ -1,5 +1,4 @@
-"""How an arm is tuned: quasirandom trials, and further ones beyond an edge on which the best of
-them lies."""
+"""How an arm is tuned: quasirandom trials, more of them beyond an edge that is best."""
 
 import dataclasses
 import itertools
@@ -115,8 +114,10 @@ def _at(values: LogUniform | OneOf, place: float) -> Any:
 def _edge(
     path: str, values: LogUniform | OneOf, best: Values, points: Sequence[Values]
 ) -> str | None:
-    """Returns on which side nothing was tried beyond the best value; values without an order have
-    no sides."""
+    """Returns on which side nothing was tried beyond the best value.
+
+    Values without an order have no sides.
+    """
     if isinstance(values, OneOf):
         numbers = values.values
         if len(numbers) < 3 or not all(type(number) in (int, float) for number in numbers):

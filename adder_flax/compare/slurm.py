@@ -24,8 +24,9 @@ _STOPPED = {128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SI
 
 
 class Worker:
-    """What a job runs: a command, which is stopped with a checkpoint and requeued where SLURM takes
-    the node away.
+    """What a job runs: a command.
+
+    Where SLURM takes the node away, it is stopped with a checkpoint and requeued.
 
     Args:
       command: of the worker.
@@ -60,8 +61,10 @@ class Worker:
         return code
 
     def checkpoint(self) -> Any:
-        """Stops the command; returns what is submitted again. submitit calls it at SLURM's
-        warning."""
+        """Stops the command; returns what is submitted again.
+
+        submitit calls it at SLURM's warning.
+        """
         with needs("slurm"):
             from submitit.helpers import DelayedSubmission
 
@@ -141,8 +144,10 @@ def supervise_on_slurm(
 
 
 def _queued() -> set[str]:
-    """Returns the numbers of this user's jobs that wait or run: from squeue, as few clusters let
-    sacct have them."""
+    """Returns the numbers of this user's jobs that wait or run.
+
+    From squeue, as few clusters let sacct have them.
+    """
     command = ["squeue", "--noheader", "--format=%i", f"--user={getpass.getuser()}"]
     return set(subprocess.run(command, capture_output=True, text=True, check=False).stdout.split())
 

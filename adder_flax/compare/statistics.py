@@ -1,5 +1,7 @@
-"""What paired seeds say about a difference, and profiles of how soon a target is reached; all by
-SciPy."""
+"""What paired seeds say about a difference, and profiles of how soon a target is reached.
+
+All by SciPy.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -114,8 +116,7 @@ def performance_profiles(
     costs: Mapping[str, Sequence[float | None]],
     factors: Sequence[float] | Float[np.ndarray, " factor"],
 ) -> dict[str, Float[np.ndarray, " factor"]]:
-    """Returns for each arm the share of instances that it solves within a factor of the cheapest
-    arm's cost.
+    """Returns each arm's share of instances solved within a factor of the cheapest arm's cost.
 
     Source: Dolan and Moré, "Benchmarking optimization software with performance profiles", 2002, as
     AlgoPerf scores training algorithms (Dahl et al., 2023).

@@ -43,8 +43,10 @@ class Row:
     reached: Sequence[int | None]
 
     def cost_to_target(self, cost: Callable[[Record], float]) -> float | None:
-        """Returns the median over the runs of the steps to the target times the cost of one, None
-        if not reached."""
+        """Returns what the target costs in the median run; None if not reached.
+
+        The median of steps, times the cost of one.
+        """
         costs = [
             float("inf") if n is None else n * cost(r)
             for n, r in zip(self.reached, self.records, strict=True)

@@ -1,5 +1,7 @@
-"""Walks a jaxpr and counts the arithmetic of its equations; ``operations.py`` is the public
-face."""
+"""Walks a jaxpr and counts the arithmetic of its equations.
+
+``operations.py`` is the public face.
+"""
 
 import math
 from collections import Counter
@@ -115,8 +117,10 @@ KERNELS: Registry[Count] = Registry("operation count", "adder_flax.counting.decl
 
 
 class Tally:
-    """Counts while walking: per layer, per (kind, dtype), with the bytes moved and what was not
-    counted."""
+    """Counts while walking, per layer and (kind, dtype).
+
+    With the bytes moved and what was not counted.
+    """
 
     def __init__(self):
         self.counts: dict[str, Counter] = {}
@@ -250,8 +254,10 @@ def _count_products(equation: Any, tally: Tally, layer: str, macs: int) -> None:
 
 
 def dot_general_macs(equation: Any) -> int:
-    """Multiply-accumulates of a ``dot_general``: elements of the result times the contracted
-    extent."""
+    """Multiply-accumulates of a ``dot_general``.
+
+    Elements of the result times the contracted extent.
+    """
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
     return size(equation.outvars[0]) * math.prod(shape[axis] for axis in contracted)
@@ -279,8 +285,10 @@ def convolution_macs(equation: Any) -> int:
 def _walk_inner(
     equation: Any, inner: list, tally: Tally, layer_of: Callable[[str], str], stack: str
 ) -> None:
-    """Loops count as often as they run, a conditional as its dearest branch, a sharded map on all
-    devices."""
+    """Loops count as often as they run, a sharded map on all devices.
+
+    A conditional counts as its dearest branch.
+    """
     name, params = equation.primitive.name, equation.params
     parts = []
     for jaxpr in inner:
@@ -308,8 +316,10 @@ def _walk_inner(
 
 
 def _kernel_name(equation: Any) -> str:
-    """Name under which a kernel is declared: the FFI target, the Pallas kernel's name, or the
-    primitive's."""
+    """Name under which a kernel is declared.
+
+    The FFI target, the Pallas kernel's name, or the primitive's.
+    """
     params = equation.params
     if "target_name" in params:
         return str(params["target_name"])
@@ -321,8 +331,10 @@ def _kernel_name(equation: Any) -> str:
 
 
 def _l1_distances(jaxpr: Any) -> dict[int, tuple]:
-    """Sums of absolute differences, as {id of the sum's equation: (sum, absolute value,
-    difference)}."""
+    """Sums of absolute differences, by the id of the sum's equation.
+
+    Values are (sum, absolute value, difference).
+    """
     producer = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
     found = {}
     for total in jaxpr.eqns:

@@ -1,5 +1,6 @@
-"""Additions, multiplications, comparisons and exponentials of any JAX function, and the energy they
-model.
+"""Additions, multiplications, comparisons and exponentials of JAX functions.
+
+And the energy that they model.
 
 The usual counters know one number, the FLOP or the multiply-accumulate, in which an addition weighs
 as much as a multiplication. Here the jaxpr of a function is walked and every kind is counted by
@@ -64,8 +65,10 @@ class Operations:
 
     @property
     def multiplications(self) -> int:
-        """Multiplications; those of matrix products and convolutions are their
-        multiply-accumulates."""
+        """Multiplications.
+
+        Those of matrix products and convolutions are their multiply-accumulates.
+        """
         return self._sum(_walk.MULTIPLY)
 
     @property
@@ -90,8 +93,10 @@ class Operations:
 
     @property
     def l1_elements(self) -> int:
-        """Terms |x − w| summed into L1 distances, the adder's counterpart of
-        multiply-accumulates."""
+        """Terms |x − w| summed into L1 distances.
+
+        The adder's counterpart of multiply-accumulates.
+        """
         return self._sum(_walk.L1)
 
     def with_one_addition_per_l1_element(self) -> "Operations":
@@ -192,6 +197,8 @@ def declare_operations(kernel: str, count: Callable[[Any], Mapping[str, int]]) -
 
 
 def _layer_name(scopes: str) -> str:
-    """Innermost module path among an equation's named scopes, followed by the scopes opened inside
-    of it."""
+    """Innermost module path among an equation's named scopes.
+
+    Followed by the scopes opened inside of it.
+    """
     return ".".join(part for part in recorder.module_path(scopes) if part)

@@ -104,8 +104,10 @@ def augment(
 def _operate(
     key: PRNGKeyArray, images: Images, settings: AugmentSettings, mean: tuple[float, ...]
 ) -> Images:
-    """RandAugment and three-augment of images in [0, 1]; what moves in from outside has the mean
-    colour."""
+    """RandAugment and three-augment of images in [0, 1].
+
+    What moves in from outside has the mean colour.
+    """
     levels = jnp.round(255 * images).astype(jnp.uint8)
     if is_on(settings.rand_augment_magnitude):
         fill = tuple(min(255, round(255 * channel)) for channel in mean)
@@ -143,8 +145,10 @@ def normalize(
 def smooth_one_hot(
     labels: Int[AnyArray, " batch"], num_classes: int, label_smoothing: float
 ) -> Float[Array, "batch classes"]:
-    """Targets (1 - e) one_hot + e / num_classes (Szegedy et al. 2016,
-    https://arxiv.org/abs/1512.00567)."""
+    """Targets (1 - e) one_hot + e / num_classes.
+
+    Source: Szegedy et al. 2016, https://arxiv.org/abs/1512.00567.
+    """
     return (1 - label_smoothing) * jax.nn.one_hot(
         labels, num_classes
     ) + label_smoothing / num_classes
@@ -271,8 +275,9 @@ def color_jitter(
 
 
 def hue_jitter(key: PRNGKeyArray, images: Images, strength: float) -> Images:
-    """Turns the hue of each image in [0, 1] by a part of the circle that is uniform in [-strength,
-    strength].
+    """Turns the hue of each image in [0, 1].
+
+    By a part of the circle that is uniform in [-strength, strength].
 
     Pillow's way, by images of hue in 256 steps, is coarser. torchvision shuffles this with the
     steps of `color_jitter`; here it comes after them.
@@ -328,8 +333,9 @@ def random_erase(
     ratio: tuple[float, float] = (0.3, 1 / 0.3),
     value: Literal["noise", "zero"] = "noise",
 ) -> Images:
-    """Erases one random rectangle of each image with the given probability (Zhong et al.,
-    https://arxiv.org/abs/1708.04896).
+    """Erases one random rectangle of each image with the given probability.
+
+    Source: Zhong et al., https://arxiv.org/abs/1708.04896.
 
     Images whose ten draws of a rectangle all overlap the border stay as they are.
     """
@@ -349,8 +355,9 @@ def mix(
     targets: Float[Array, "batch classes"],
     settings: AugmentSettings,
 ) -> tuple[Images, Float[Array, "batch classes"]]:
-    """Mixup or CutMix of the batch with its reverse (https://arxiv.org/abs/1710.09412 and
-    1905.04899).
+    """Mixup or CutMix of the batch with its reverse.
+
+    Sources: https://arxiv.org/abs/1710.09412 and 1905.04899.
 
     Both are x w + reverse(x) (1 - w) with a weight w per pixel: Mixup's is constant, CutMix's zero
     inside a box and one outside. Targets are mixed with the mean of w, which for CutMix is the area

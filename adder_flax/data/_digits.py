@@ -1,5 +1,6 @@
-"""The embedded data set: scikit-learn's 1,797 handwritten digits, read without importing
-scikit-learn.
+"""The embedded data set: scikit-learn's 1,797 handwritten digits.
+
+They are read without importing scikit-learn.
 
 Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
 Repository, 1998.

@@ -181,8 +181,9 @@ def random_crop_box(
 
 
 def _open(encoded: bytes) -> Image.Image:
-    """The first image of a file, upright and of eight bits a channel; of a JPEG no pixel is decoded
-    yet, if possible.
+    """The first image of a file, upright and of eight bits a channel.
+
+    Of a JPEG no pixel is decoded yet, if possible.
 
     Raises:
         ValueError: too large, damaged, or of a kind whose range is not known.

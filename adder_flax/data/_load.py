@@ -155,7 +155,9 @@ def describe(name: str) -> DataSet:
 
 
 def _find(name: str) -> DataSet:
-    """A registered set, or the TFDS set of this name; TFDS's names may have a configuration and a
-    version."""
+    """A registered set, or the TFDS set of this name.
+
+    TFDS's names may have a configuration and a version.
+    """
     base = name if name in SETS else base_name(name)
     return SETS.get(base) if base in SETS else DataSet(base, load_tfds)

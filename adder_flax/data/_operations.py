@@ -1,5 +1,6 @@
-"""Pillow's operations on images, on the device: batched, with a magnitude of its own for each
-image.
+"""Pillow's operations on images, on the device.
+
+Batched, with a magnitude of its own for each image.
 
 Of ``auto_contrast`` to ``translate_y``, those of timm's RandAugment, three families are each one
 computation, whatever each image of a batch asks for: tables of 256 levels that pixels are looked up
@@ -82,8 +83,9 @@ def choose_operation(
     fill: tuple[int, ...] = (128,),
     bicubic: Bool[Array, " batch"] | bool = True,
 ) -> Levels:
-    """Does to each image the operation whose place in `OPERATIONS` is given, and nothing where
-    there is no such place.
+    """Does to each image the operation whose place in `OPERATIONS` is given.
+
+    Nothing where there is no such place.
 
     The program holds each family once and computes all three for every image.
 
@@ -193,7 +195,7 @@ _TABLES: dict[str, Callable[[_Table, Argument], _Table]] = {
 def blend(
     base: Int[Array, "batch height width channel"], images: Levels, factor: Argument
 ) -> Levels:
-    """base + factor (images - base), cut to 0..255 and to whole levels: ``PIL.Image.blend``."""
+    """Base + factor (images - base), cut to 0..255 and to whole levels: ``PIL.Image.blend``."""
     factor = factor[:, None, None, None]
     # As Pillow has it: with a factor of 1 or 0 the product would be exact in either form.
     mixed = base + factor * (images.astype(int) - base)
@@ -201,8 +203,10 @@ def blend(
 
 
 def grayscale(images: Levels) -> Levels:
-    """The grey version, in all channels: ``convert("L")``, whose weights are 16-bit fractions of
-    ITU-R BT.601."""
+    """The grey version, in all channels: ``convert("L")``.
+
+    Its weights are 16-bit fractions of ITU-R BT.601.
+    """
     return jnp.broadcast_to(_gray(images), images.shape).astype(jnp.uint8)
 
 
@@ -220,8 +224,10 @@ def _mean_gray(images: Levels) -> Int[Array, "batch 1 1 1"]:
 
 
 def _smooth(images: Levels) -> Int[Array, "batch height width channel"]:
-    """``ImageFilter.SMOOTH``: the mean of nine pixels, the middle one five times; those at the
-    border stay."""
+    """``ImageFilter.SMOOTH``: the mean of nine pixels, the middle one five times.
+
+    Those at the border stay.
+    """
     values = images.astype(int)
     rows = values[:, :-2] + values[:, 1:-1] + values[:, 2:]
     nine = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:]
@@ -279,8 +285,10 @@ def affine(
 
 
 def _between(four: list[Array], share: Array, bicubic: Bool[Array, "batch 1 1 1"]) -> Array:
-    """Between the middle two of four values, in Pillow's form, which leaves equal values what they
-    are."""
+    """Between the middle two of four values.
+
+    In Pillow's form, which leaves equal values what they are.
+    """
     before, first, second, after = four
     linear = first + share * (second - first)
     cube = -before + first - second + after
@@ -300,8 +308,10 @@ def _rotation(degrees: Argument, height: int, width: int) -> Float[Array, "batch
 def _moves(
     place: int, size: Callable[[int, int], int]
 ) -> Callable[[Argument, int, int], Float[Array, "batch 6"]]:
-    """Maps that differ from the identity in one coefficient, the argument times a size of the
-    image."""
+    """Maps that differ from the identity in one coefficient.
+
+    It is the argument times a size of the image.
+    """
 
     def make(argument: Argument, height: int, width: int) -> Float[Array, "batch 6"]:
         identity = jnp.broadcast_to(jnp.array([1.0, 0, 0, 0, 1, 0]), (*argument.shape, 6))
@@ -361,8 +371,10 @@ def gaussian_blur(images: Levels, radius: Argument | float) -> Levels:
 
 
 def _box(images: Levels, weights: Array, axis: int) -> Levels:
-    """Five pixels along an axis, weighted in 24-bit fractions; those at the border go on
-    outside."""
+    """Five pixels along an axis, weighted in 24-bit fractions.
+
+    Those at the border go on outside.
+    """
     size = images.shape[axis]
     padding = [(0, 0)] * axis + [(2, 2)] + [(0, 0)] * (3 - axis)
     padded = jnp.pad(images, padding, mode="edge").astype(jnp.uint32)

@@ -14,7 +14,8 @@ _PART = re.compile(r"([^\[\]]+)\[(?:(\d+)%)?:(?:(\d+)%)?\]")
 
 
 def read_part(split: str) -> tuple[str, tuple[int, int] | None]:
-    """The split that a name like ``train[:90%]`` is a part of, and from which percent to which;
+    """The split that a name like ``train[:90%]`` is a part of, and which percent.
+
     None is all of it.
 
     >>> read_part("train[80%:]"), read_part("train")
@@ -35,8 +36,9 @@ def read_part(split: str) -> tuple[str, tuple[int, int] | None]:
 
 
 def part_of(source: Source, percents: tuple[int, int]) -> Source:
-    """A part of the records of a source, as a source of its own that otherwise is what the whole
-    is.
+    """A part of the records of a source, as a source of its own.
+
+    It is otherwise what the whole is.
 
     Records are dealt in a fixed random order, the same for every part and on every machine: what
     lies on a disk is often sorted by class.

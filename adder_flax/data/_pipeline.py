@@ -1,5 +1,6 @@
-"""The host's part of the input: which records make up batch i, and reading them on threads ahead of
-the device.
+"""The host's part of the input: which records make up batch i, and reading them.
+
+Threads read ahead of the device.
 
 Batch i is a function of (seed, i) alone, so a run that resumes at step i needs no saved iterator,
 and neither the number of threads nor the number of hosts changes what the model sees: each host
@@ -96,13 +97,16 @@ class TrainPipeline:
         self._permutation: tuple[int, Int[np.ndarray, " records"]] = (-1, np.empty(0, int))
 
     def __getitem__(self, step: int) -> Batch:
-        """This host's rows of batch `step`: the source's arrays by name, such as "image" and
-        "label"."""
+        """This host's rows of batch `step`.
+
+        The source's arrays by name, such as "image" and "label".
+        """
         return self._read(step, map)
 
     def iterate(self, start_step: int = 0) -> Iterator[Batch]:
-        """Batches from `start_step` on, read ahead on threads; ``close()`` of the iterator ends
-        them.
+        """Batches from `start_step` on, read ahead on threads.
+
+        ``close()`` of the iterator ends them.
 
         >>> from adder_flax.data import load_source
         >>> pipeline = TrainPipeline(load_source("digits", "train"), 64)
@@ -140,8 +144,7 @@ class TrainPipeline:
         return arrays
 
     def _replace_unreadable(self, indices, seeds, arrays, rows, map_function) -> None:
-        """Puts the next readable record in the place of each one, at these rows, that was
-        skipped."""
+        """Puts the next readable record in the place of each one that was skipped, by row."""
         while rows.size:
             if len(self.source.unreadable) == len(self.source):
                 raise DataError(
@@ -244,8 +247,9 @@ def _read_ahead(
     num_threads: int,
     prefetch_batches: int,
 ) -> Iterator[Batch]:
-    """Runs `read` for the steps in [start, stop), several at a time, each spread over the same
-    decoding threads.
+    """Runs `read` for the steps in [start, stop), several at a time.
+
+    Each is spread over the same decoding threads.
 
     Threads, not processes: Pillow releases the GIL, and grain's processes need absl flags to be
     parsed first, which a library cannot ask of the programs that import it.

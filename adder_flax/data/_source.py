@@ -1,5 +1,7 @@
-"""What every data source offers, and two ways to hold one: arrays in memory, or files decoded when
-read."""
+"""What every data source offers, and two ways to hold one.
+
+Arrays in memory, or files decoded when read.
+"""
 
 from __future__ import annotations
 
@@ -121,8 +123,9 @@ class Source(abc.ABC):
 
 
 class ImageSource(Source):
-    """A split of an image-classification set: ``"image"``, uint8 (height, width, channels), and
-    ``"label"``, int32.
+    """A split of an image-classification set.
+
+    Records have ``"image"``, uint8 (height, width, channels), and ``"label"``, int32.
 
     Attributes:
         label_names: class names; their position is the label.
@@ -367,8 +370,10 @@ class EncodedSource(ImageSource):
 
 
 class CachedSource(ArraySource):
-    """Keeps the images of a small fixed-size source once decoded: from the second epoch on, reading
-    is a copy."""
+    """Keeps the images of a small fixed-size source once decoded.
+
+    From the second epoch on, reading is a copy.
+    """
 
     def __init__(self, source: EncodedSource):
         # Untouched pages of np.empty take no memory, so this costs what has been read so far.

@@ -16,8 +16,9 @@ _CHUNK = 500
 
 
 def channel_statistics(source: Source) -> Statistics:
-    """Mean and standard deviation of each channel: the set's own, or those of its images if they
-    fit into memory.
+    """Mean and standard deviation of each channel.
+
+    The set's own, or those of its images if they fit into memory.
 
     A set that carries no statistics and whose images lie in memory, or will, is measured once, on
     up to 10,000 records that are evenly spaced. Sets of large photographs get ImageNet's values, or

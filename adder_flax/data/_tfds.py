@@ -1,5 +1,7 @@
-"""TensorFlow Datasets without TensorFlow: sets prepared as ArrayRecord, their images decoded by
-Pillow."""
+"""TensorFlow Datasets without TensorFlow.
+
+Sets are prepared as ArrayRecord, their images decoded by Pillow.
+"""
 
 from __future__ import annotations
 
@@ -134,8 +136,10 @@ def tfds_shape(name: str, data_dir: str | None) -> tuple[tuple[int | None, int |
 
 @contextlib.contextmanager
 def _whole(name: str, data_dir: str | None) -> Iterator[None]:
-    """Tells in one message what is wrong with the files of a set: the libraries that read them
-    raise many kinds."""
+    """Tells in one message what is wrong with the files of a set.
+
+    The libraries that read them raise many kinds of errors.
+    """
     try:
         yield
     except DataError:
@@ -183,8 +187,10 @@ def _folder(name: str, data_dir: str | None) -> pathlib.Path:
 
 
 def _check_files(folder: pathlib.Path) -> None:
-    """Raises ValueError if something in a set's folder is no file: reading a pipe would never
-    end."""
+    """Raises ValueError if something in a set's folder is no file.
+
+    Reading a pipe would never end.
+    """
     if folder.exists() and not folder.is_dir():
         raise ValueError("a file in place of the folder")
     for directory, _, names in os.walk(folder):
@@ -218,8 +224,9 @@ def _check_names(tfds: Any, builder: Any, label_key: str) -> None:
 
 
 def check_shards(split: Any, *, read: bool = False) -> None:
-    """Raises an error unless every file of a split is there and holds as many records as the set's
-    index says.
+    """Checks that every file of a split is there and holds what the set's index says.
+
+    It raises an error where one does not.
 
     Args:
         split: of TFDS.

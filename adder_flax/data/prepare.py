@@ -143,8 +143,10 @@ def _check_source(builder: tfds.core.DatasetBuilder, source: pathlib.Path | None
 
 
 def _check_prepared(builder: tfds.core.DatasetBuilder) -> None:
-    """Reads the new set back, and removes it if that fails: a disk that was full is not noticed by
-    every writer."""
+    """Reads the new set back, and removes it if that fails.
+
+    A disk that was full is not noticed by every writer.
+    """
     try:
         for split in builder.info.splits.values():
             check_shards(split, read=True)
@@ -286,8 +288,9 @@ _BUILDERS = {builder.name: builder for builder in (Cifar10, Cifar100, MNIST, Fas
 def read_cifar(
     data: bytes, num_labels: int
 ) -> tuple[UInt8[np.ndarray, "n labels"], UInt8[np.ndarray, "n 32 32 3"]]:
-    """Reads a file of CIFAR's binary edition: per image its labels, then 1,024 red, green and blue
-    bytes each.
+    """Reads a file of CIFAR's binary edition.
+
+    It has for each image its labels, then 1,024 red, green and blue bytes each.
 
     >>> labels, images = read_cifar(bytes([7]) + bytes(3072), num_labels=1)
     >>> labels.tolist(), images.shape
@@ -307,8 +310,9 @@ def read_cifar(
 
 
 def read_idx(data: bytes) -> UInt8[np.ndarray, ...]:
-    """Reads an idx file of unsigned bytes: two zeros, type 8, number of axes, big-endian sizes,
-    data.
+    """Reads an idx file of unsigned bytes.
+
+    It has two zeros, type 8, number of axes, big-endian sizes, data.
 
     >>> read_idx(bytes([0, 0, 8, 1, 0, 0, 0, 2, 5, 6])).tolist()
     [5, 6]

@@ -1,5 +1,7 @@
-"""Weights from and to other projects, in safetensors files (timm's and Hugging Face's vision
-transformers), and whole models as programs."""
+"""Weights from and to other projects, and whole models as programs.
+
+Weights are in safetensors files, as of timm's and Hugging Face's vision transformers.
+"""
 
 from adder_flax.interop._files import load_weights, read_model, save_weights, start_from
 from adder_flax.interop._folder import model_card, save_folder

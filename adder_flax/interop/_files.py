@@ -1,5 +1,7 @@
-"""Reading and writing the weights of a model in safetensors files, which hold arrays and no
-code."""
+"""Reads and writes the weights of a model in safetensors files.
+
+They hold arrays and no code.
+"""
 
 import dataclasses
 import functools
@@ -121,8 +123,9 @@ def load_weights(
 def read_model(
     path: str | Path, *, image_shape: tuple[int, int, int], num_classes: int
 ) -> tuple[VisionTransformer, tuple[tuple[float, ...], tuple[float, ...]] | None]:
-    """Builds the vision transformer that a file of timm or Hugging Face is of, and reads its
-    weights.
+    """Builds the vision transformer that a file of timm or Hugging Face is of.
+
+    Its weights are read as well.
 
     Its sizes are those of the arrays, and what they do not show stands beside them, see
     `load_weights`.
@@ -197,8 +200,9 @@ Started = TypeVar("Started", bound=Run)
 def start_from(
     run: Started, path: str | Path, *, network: str = "read", positions: str = "auto"
 ) -> tuple[Started, tuple[str, ...]]:
-    """Returns the run with weights of a file in place of random ones at its first step, see
-    `load_weights`.
+    """Returns the run with weights of a file at its first step.
+
+    They stand in place of random ones, see `load_weights`.
 
     The file is read and checked at once, before anything is computed.
 

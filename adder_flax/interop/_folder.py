@@ -1,5 +1,7 @@
-"""A folder that Hugging Face's libraries load: weights, configuration, what is done to images, and
-a model card."""
+"""A folder that Hugging Face's libraries load.
+
+Weights, configuration, what is done to images, and a model card.
+"""
 
 import json
 import math
@@ -25,8 +27,9 @@ def save_folder(
     crop_ratio: float = 1.0,
     card: str = "",
 ) -> None:
-    """Writes a folder from which ``AutoModelForImageClassification.from_pretrained`` makes the same
-    classifier.
+    """Writes a folder that Hugging Face's ``AutoModelForImageClassification`` loads.
+
+    ``from_pretrained`` makes the same classifier of it.
 
     Args:
       model: a multiplicative transformer that reads its class token; with a distillation token it

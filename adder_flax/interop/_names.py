@@ -217,8 +217,9 @@ def to_arrays(
 def find(
     stored: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], *, channels: int
 ) -> dict[str, _Place]:
-    """Finds the parameters of a transformer among arrays in any of `FORMATS`, by their names and
-    shapes alone.
+    """Finds the parameters of a transformer among arrays in any of `FORMATS`.
+
+    By their names and shapes alone.
 
     Not found are parameters of scores that the file does not have, and a head that is not there or
     for another number of classes.
@@ -341,8 +342,10 @@ def from_arrays(
 
 
 def _scaled(path: str, place: _Place, stored: Mapping[str, tuple[int, ...]]) -> _Place:
-    """Returns a place with the LayerScale behind it, if the file has one (timm: ``ls1``,
-    ``ls2``)."""
+    """Returns a place with the LayerScale behind it, if the file has one.
+
+    In timm these are ``ls1`` and ``ls2``.
+    """
     layer = re.match(r"(blocks\.\d+)\.(attention\.out|mlp\.fc2)\.", path)
     if layer is None:
         return place
@@ -351,8 +354,7 @@ def _scaled(path: str, place: _Place, stored: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _without_layer_scale(params: Mapping[str, AnyArray]) -> Mapping[str, AnyArray]:
-    """Returns parameters of the same function with LayerScale made part of the layers in front of
-    it."""
+    """Returns parameters of the same function, LayerScale made part of the layers before it."""
     folded = {path: array for path, array in params.items() if not _LAYER_SCALE.match(path)}
     for path, scale in params.items():
         if found := _LAYER_SCALE.match(path):
@@ -387,8 +389,10 @@ def _why_homeless(homeless: list[str], depth: int) -> str:
 def _refuse_gated(
     path: str, places: Mapping[str, _Place], stored: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raises ValueError for an MLP whose first layer makes twice what its second takes, as timm
-    packs SwiGLU."""
+    """Refuses an MLP whose first layer makes twice what its second takes.
+
+    So timm packs SwiGLU. Raises ValueError.
+    """
     if (block := re.match(r"(blocks\.\d+\.mlp)\.", path)) is None:
         return
     first, second = (

@@ -1,5 +1,6 @@
-"""What names and shapes of weights do not tell of the network that they are of, and who says it
-instead.
+"""What weights do not tell of their network, and who says it instead.
+
+Names and shapes of arrays leave it open.
 
 Two networks with arrays of the same names and shapes may differ in their heads, activation,
 epsilon, and in where norms and averages stand: the weights of one give wrong logits in the other
@@ -136,8 +137,9 @@ def read_network(path: str | Path, names: str, metadata: Mapping[str, str]) -> N
 
 
 def image_statistics(path: str | Path) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """Returns mean and deviation of each channel that the images of a file's network are normalised
-    by, if known.
+    """Returns mean and deviation of each channel that a file's network wants.
+
+    Its images are normalised by them. None where it is not known.
 
     timm keeps them in ``config.json``, Hugging Face in ``preprocessor_config.json``, both beside
     the weights.
@@ -211,8 +213,10 @@ def _own(text: str) -> Network:
 
 
 def _hugging_face(fields: Mapping[str, Any]) -> Network:
-    """Reads the configuration of a ViT or DeiT; what it leaves out has the defaults of
-    ``ViTConfig``."""
+    """Reads the configuration of a ViT or DeiT.
+
+    What it leaves out has the defaults of ``ViTConfig``.
+    """
     kind = fields.get("model_type")
     if kind is None:
         return Network()
@@ -251,8 +255,10 @@ _PLAIN_ARGUMENTS = {
 
 
 def _timm(fields: Mapping[str, Any]) -> Network:
-    """Reads timm's configuration: the name of an architecture, and the arguments that it was
-    changed by."""
+    """Reads timm's configuration.
+
+    The name of an architecture, and the arguments that it was changed by.
+    """
     given = fields.get("model_args") or {}
     if not isinstance(given, Mapping):
         raise ValueError(
@@ -279,8 +285,10 @@ def _timm(fields: Mapping[str, Any]) -> Network:
 
 
 def _pooling(pooling: Any, given: Mapping[str, Any]) -> str:
-    """Returns ours for timm's: with ``avg`` and no norm behind it, and no class token, it is the
-    mean."""
+    """Returns our pooling for timm's.
+
+    With ``avg`` and no norm behind it, and no class token, it is the mean.
+    """
     if pooling == "token":
         return "cls"
     behind = pooling == "avg" and given.get("fc_norm") is False

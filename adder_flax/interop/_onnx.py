@@ -84,8 +84,9 @@ def save_onnx(
 
 
 def as_formulas(function: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """Returns a function with the plain formula in the place of every kernel of this library, and
-    no inner functions.
+    """Returns a function with the plain formula in the place of every kernel.
+
+    There are no inner functions in it either.
 
     For those who read traced programs and know JAX's own operations alone.
 

@@ -1,5 +1,7 @@
-"""Position embeddings of another grid of patches, as each of the projects that weights come from
-resizes its own."""
+"""Position embeddings of another grid of patches.
+
+Each is resized as the project does that its weights come from.
+"""
 
 import math
 
@@ -12,8 +14,9 @@ POSITIONS = ("timm", "torch")
 
 
 def can_resize(old: tuple[int, ...], new: tuple[int, ...], prefix_tokens: int) -> bool:
-    """Returns whether two shapes of position embeddings are of square grids of patches, and of one
-    width.
+    """Returns whether two shapes are of position embeddings that can be resized.
+
+    Of square grids of patches, and of one width.
 
     Args:
       old: of the file, with or without entries for the tokens in front of the patches.
@@ -82,8 +85,10 @@ def resize_positions(
 
 
 def _grid(num_tokens: int, prefix_tokens: int) -> tuple[int, int] | None:
-    """Returns how many entries stand in front of the patches and the side of their grid; None if it
-    is no square."""
+    """Returns how many entries stand before the patches, and the side of their grid.
+
+    None if it is no square.
+    """
     for first in (prefix_tokens, 0):
         if _is_square(num_tokens - first):
             return first, math.isqrt(num_tokens - first)

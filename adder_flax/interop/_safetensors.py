@@ -1,5 +1,6 @@
-"""The safetensors format, read with nothing taken on trust: all that a file says is checked before
-its data are read.
+"""The safetensors format, read with nothing taken on trust.
+
+All that a file says is checked before its data are read.
 
 A file is the length of its header in 8 bytes, little-endian; the header, a JSON object of names and
 their types, shapes and places; and the data, without gaps
@@ -45,8 +46,10 @@ _AGAIN = "get or save the file again"
 
 
 class Stored(NamedTuple):
-    """What a header says of an array: its type, as the format calls it, its shape, and where its
-    data are."""
+    """What a header says of an array: type, shape, and where its data are.
+
+    The type is called as the format calls it.
+    """
 
     dtype: str
     shape: tuple[int, ...]

@@ -17,8 +17,9 @@ from adder_flax.settings import BlockSettings, keywords_of
 
 
 class Block(nnx.Module):
-    """x + attention(norm1(x)), then x + mlp(norm2(x)); or norm1(x + attention(x)), then norm2(x +
-    mlp(x)).
+    """x + attention(norm1(x)), then x + mlp(norm2(x)).
+
+    With the norm behind: norm1(x + attention(x)), then norm2(x + mlp(x)).
 
     The second, post-LayerNorm, is the block of Vaswani et al. (2017,
     https://arxiv.org/abs/1706.03762); the first, pre-LayerNorm, trains without long warm-up (Xiong
@@ -134,8 +135,10 @@ def check_norm_position(position: str) -> None:
 
 
 def report_block(tokens: Array, normalized: Array, output: Array) -> None:
-    """Tells the `adder_flax.recorder` what enters a block, what its attention looks at, and what
-    leaves it."""
+    """Tells the `adder_flax.recorder` what happens in a block.
+
+    What enters it, what its attention looks at, and what leaves it.
+    """
     arrays = {"tokens": tokens, "normalized": normalized, "output": output}
     branches = (
         ("attention", ("norm1", "attention", "layer_scale1")),

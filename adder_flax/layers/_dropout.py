@@ -1,5 +1,7 @@
-"""Dropout of single numbers and of whole branches (stochastic depth), at rates that may be
-traced."""
+"""Dropout of single numbers and of whole branches, at rates that may be traced.
+
+The latter is stochastic depth.
+"""
 
 import flax.nnx as nnx
 import jax
@@ -14,8 +16,9 @@ Rate = float | Float[Array, ""]
 
 
 class Dropout(nnx.Module):
-    """Sets numbers to 0 at random and scales the others by 1/(1 - rate) (Srivastava et al., JMLR
-    2014).
+    """Sets numbers to 0 at random and scales the others by 1/(1 - rate).
+
+    Source: Srivastava et al., JMLR 2014.
 
     Like ``flax.nnx.Dropout``, whose rate is a constant of the program.
 
@@ -72,8 +75,9 @@ def drop_path_factors(
 
 
 class DropPath(nnx.Module):
-    """Stochastic depth on a residual branch, per sample (Huang et al., 2016,
-    https://arxiv.org/abs/1603.09382).
+    """Stochastic depth on a residual branch, per sample.
+
+    Source: Huang et al., 2016, https://arxiv.org/abs/1603.09382.
 
     Args:
       rate: probability of dropping the branch, in [0, 1).
@@ -97,8 +101,10 @@ class DropPath(nnx.Module):
         rngs: nnx.Rngs | None = None,
         factors: Float[Array, " batch"] | None = None,
     ) -> Float[Array, "batch ..."]:
-        """Drops samples of the branch at random, or by `factors` drawn before (see
-        `drop_path_factors`)."""
+        """Drops samples of the branch at random.
+
+        Or by `factors` drawn before, see `drop_path_factors`.
+        """
         if deterministic or (factors is None and not is_on(self.rate)):
             return inputs
         if factors is None:

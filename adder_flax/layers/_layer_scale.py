@@ -10,8 +10,9 @@ import kfac
 
 
 class LayerScale(nnx.Module):
-    """y = x ∘ s with a learned s for each feature (Touvron et al., 2021,
-    https://arxiv.org/abs/2103.17239, section 2).
+    """y = x ∘ s with a learned s for each feature.
+
+    Source: Touvron et al., 2021, https://arxiv.org/abs/2103.17239, section 2.
 
     Behind attention and MLP of each block, with s small at first, deep transformers train as if
     they were shallow; DeiT III has it in all its sizes. Weight decay stays off s, as in DeiT III's

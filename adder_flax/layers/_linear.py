@@ -1,5 +1,4 @@
-"""The kinds of linear layer: the multiplicative one, the adder (L1 distance) one, and none at
-all."""
+"""The kinds of linear layer: multiplicative, adder (L1 distance), and none at all."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -47,8 +46,9 @@ class Linear(nnx.Linear):
 
 
 class AdderLinear(nnx.Module):
-    """Adder layer: y[o] = -Σ_k |x[k] - W[k, o]|, then LayerNorm over o (Chen et al., "AdderNet",
-    CVPR 2020).
+    """Adder layer: y[o] = -Σ_k |x[k] - W[k, o]|, then LayerNorm over o.
+
+    Source: Chen et al., "AdderNet", CVPR 2020.
 
     The forward pass has no multiplication outside the normaliser. For unit-normal x and W the raw
     sums lie near -1.13 K ± 0.85 √K for K inputs, so they are accumulated in float32 and normalised
@@ -144,8 +144,10 @@ class AdderLinear(nnx.Module):
     def sums(
         self, rows: Float[Array | np.ndarray, "rows in_features"]
     ) -> Float[Array, "rows out_features"]:
-        """-Σ_k |x[k] - W[k, o]|, before normaliser and bias, in float32 or wider; see
-        `set_squared_share`."""
+        """-Σ_k |x[k] - W[k, o]|, before normaliser and bias, in float32 or wider.
+
+        See `set_squared_share` for the squares that may stand in its place.
+        """
         dtype = self._dtype(rows)
         rows, kernel = rows.astype(dtype), self.kernel[...].astype(dtype)
         sums = ops.adder_matmul(
@@ -162,8 +164,9 @@ class AdderLinear(nnx.Module):
         )
 
     def set_squared_share(self, share: float | Array) -> None:
-        """Puts -Σ_k (x[k] - W[k, o])² / 2 in the place of a share of the sums: 1 is p = 2, 0 is p =
-        1.
+        """Puts -Σ_k (x[k] - W[k, o])² / 2 in the place of a share of the sums.
+
+        1 is p = 2, 0 is p = 1.
 
         The derivative of the squared distance by W, x - W, is what AdderNet's full-precision rule
         says of the L1 distance, so that what is learned with the one goes on with the other.
@@ -185,8 +188,10 @@ def report_adder(
     w_gradient: ops.RuleName,
     hardtanh_slope: float,
 ) -> None:
-    """Tells the `adder_flax.recorder` what an adder layer is given and what it sums up; its slope
-    if it clips."""
+    """Tells the `adder_flax.recorder` what an adder layer is given and sums up.
+
+    Its slope too, if it clips.
+    """
     slope = hardtanh_slope if "hardtanh" in (x_gradient, w_gradient) else None
     recorder.report("adder", {"rows": rows, "kernel": kernel, "sums": sums}, hardtanh_slope=slope)
 
@@ -297,8 +302,9 @@ def check_identity(in_features: int, out_features: int) -> None:
 def linear_class(
     kind: str, adder_options: AdderSettings | Mapping[str, Any] | None = None
 ) -> Callable[..., nnx.Module]:
-    """What makes a linear layer of this kind, "dense", "adder" or "identity"; `adder_options` go to
-    `AdderLinear`.
+    """What makes a linear layer of this kind: "dense", "adder" or "identity".
+
+    `adder_options` go to `AdderLinear`.
 
     >>> linear_class("adder", {"hardtanh_slope": 4.0})(8, 4, rngs=nnx.Rngs(0)).hardtanh_slope
     4.0

@@ -17,8 +17,9 @@ from adder_flax.layers._mlp import gelu
 def neighbourhoods(
     images: Float[Array | np.ndarray, "batch height width channels"],
 ) -> Float[Array, "batch half_height half_width features"]:
-    """The 3 × 3 surroundings of every second pixel in both directions, features ordered (row,
-    column, channel).
+    """The 3 × 3 surroundings of every second pixel in both directions.
+
+    Features are ordered (row, column, channel).
 
     Beyond its edges an image continues as it ends: for the L1 distance of an adder layer a padded
     zero would be a pixel like any other.
@@ -42,8 +43,9 @@ def neighbourhoods(
 
 
 class Halving(nnx.Module):
-    """gelu(LayerNorm(conv(x))) with 3 × 3 windows and stride 2, one product with a matrix (9 ·
-    channels, out).
+    """gelu(LayerNorm(conv(x))) with 3 × 3 windows and stride 2.
+
+    One product with a matrix (9 · channels, out).
 
     `linear.kernel` reshaped to (3, 3, channels, out) is a convolution's kernel in Flax's layout. An
     adder layer, which has a normaliser of its own, has no second one.
@@ -90,9 +92,10 @@ def conv_stem(
     linear: Callable[..., nnx.Module] = Linear,
     **options,
 ) -> nnx.List:
-    """Convolutions in front of a patch embedding, each at half the resolution (Xiao et al., 2021,
-    https://arxiv.org/abs/2106.14881, with LayerNorm in place of BatchNorm: an image is processed as
-    it is alone).
+    """Convolutions in front of a patch embedding, each at half the resolution.
+
+    Source: Xiao et al., 2021, https://arxiv.org/abs/2106.14881, with LayerNorm in place
+    of BatchNorm: an image is processed as it is alone.
 
     Args:
       channels: of the images.

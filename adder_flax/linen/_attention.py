@@ -166,8 +166,10 @@ class _SingleHeadAttention(TakesKeywords):
         bias: Array | None = None,
         return_weights: bool = False,
     ) -> Array | tuple[Array, Array]:
-        """Mixes the values (by default the keys) for every query; arguments as in
-        `adder_flax.attention`."""
+        """Mixes the values (by default the keys) for every query.
+
+        Arguments are as in `adder_flax.attention`.
+        """
         settings = self.settings
         check_temperature(settings.temperature)
         check_no_identity(settings.identity)

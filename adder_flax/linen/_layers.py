@@ -1,5 +1,7 @@
-"""Linen: linear layers, MLP, patches and stochastic depth, with the parameter names of
-`adder_flax.layers`."""
+"""Linen: linear layers, MLP, patches and stochastic depth.
+
+Parameters have the names of `adder_flax.layers`.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -61,8 +63,9 @@ class Linear(nn.Dense):
 
 
 class AdderLinear(nn.Module):
-    """Linen form of `adder_flax.layers.AdderLinear`: y[o] = -Σ_k |x[k] - W[k, o]|, then LayerNorm
-    over o.
+    """Linen form of `adder_flax.layers.AdderLinear`.
+
+    y[o] = -Σ_k |x[k] - W[k, o]|, then LayerNorm over o.
 
     Attributes:
       features: number of outputs.
@@ -278,8 +281,9 @@ class PatchEmbed(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Linen form of `adder_flax.layers.DropPath`: stochastic depth, per sample, from the `dropout`
-    stream.
+    """Linen form of `adder_flax.layers.DropPath`: stochastic depth, per sample.
+
+    It draws from the `dropout` stream.
 
     >>> DropPath(0.1).apply({}, jnp.ones((2, 3))).tolist()  # deterministic by default
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]

@@ -1,5 +1,7 @@
-"""Linen: the transformer block and the vision transformer, with the parameter names of their NNX
-forms."""
+"""Linen: the transformer block and the vision transformer.
+
+Parameters have the names of their NNX forms.
+"""
 
 from collections.abc import Sequence
 from typing import Any

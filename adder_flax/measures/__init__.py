@@ -1,5 +1,7 @@
-"""Pure numbers on attention: entropy, rank, spectra and walks of maps; variance, gates and
-gradients of scores."""
+"""Pure numbers on attention.
+
+Entropy, rank, spectra and walks of maps; variance, gates and gradients of scores.
+"""
 
 from adder_flax.measures.brownian import (
     BrownianTest,

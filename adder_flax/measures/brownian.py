@@ -1,10 +1,12 @@
-"""Tokens on a sphere, the Gaussian kernel behind dot-product attention, and whether token updates
-are Brownian.
+"""Tokens on a sphere, the Gaussian kernel behind dot-product attention, Brownian motion.
+
+That is, whether token updates are Brownian.
 
 Source: "The Brownian motion in the transformer model" (Chen, 2021), section 3. LayerNorm puts
 tokens on the sphere of radius √d, on which q·k = d − ‖q − k‖²/2, so that softmax(q·k/√d) is the
 row-normalised Gaussian kernel exp(−‖q − k‖²/(2√d)). The paper takes W_Q = W_K = I and no affine
-part; real models have both."""
+part; real models have both.
+"""
 
 import dataclasses
 

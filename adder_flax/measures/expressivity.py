@@ -2,7 +2,8 @@
 
 Source: "Additive vs. multiplicative attention", section "The limits of bilinearity". Queries and
 keys are two bits each; a key belongs to a query if exactly one of their two coordinates is equal.
-The paper says that no bilinear score gets this right. How much it can get right is proved here."""
+The paper says that no bilinear score gets this right. How much it can get right is proved here.
+"""
 
 import dataclasses
 import itertools
@@ -34,8 +35,9 @@ def xor_pairs() -> tuple[
 
 
 def separable(labels: Sequence[bool]) -> bool:
-    """Whether an affine function of two bits can be positive exactly where labels, for (0,0),
-    (0,1), (1,0), (1,1), are true.
+    """Whether an affine function of two bits can tell labels.
+
+    It is positive exactly where those for (0,0), (0,1), (1,0), (1,1) are true.
 
     Decided exactly: the four corners are affinely dependent in one way only, (0,0) + (1,1) = (0,1)
     + (1,0), so by Radon's theorem the labels are inseparable if and only if they put these two
@@ -99,8 +101,9 @@ def xor_bound() -> XorBound:
 def additive_xor_score(
     query: Float[ArrayLike, "*batch 2"], key: Float[ArrayLike, "*batch 2"]
 ) -> Float[NumPy, "*batch"]:
-    """An additive score of hidden width 4 that solves the XOR task: positive exactly for the pairs
-    that belong together.
+    """An additive score of hidden width 4 that solves the XOR task.
+
+    It is positive exactly for the pairs that belong together.
 
     A pair belongs together if and only if an odd number of its four bits is set, so with n = q₁ +
     q₂ + k₁ + k₂ steps of alternating sign suffice: vᵀ tanh(8 (n − ½ − j)) for j = 0 … 3 and v = (1,
@@ -119,8 +122,9 @@ def additive_xor_score(
 def train_xor(
     score: str, *, seeds: int = 8, hidden: int = 16, steps: int = 800, learning_rate: float = 0.05
 ) -> Float[np.ndarray, " seeds"]:
-    """Trains a score on all 16 pairs of the XOR task, by logistic loss with Adam, from several
-    initialisations.
+    """Trains a score on all 16 pairs of the XOR task, from several initialisations.
+
+    By logistic loss with Adam.
 
     Args:
       score: "additive", vᵀ tanh(W_s q + W_h k + b) + c, or "bilinear", [1, q]ᵀ W [1, k].
@@ -191,8 +195,9 @@ _XOR_MODELS = {
 
 
 def score_parameters(query_dim: int, key_dim: int, hidden: int) -> tuple[int, int]:
-    """Parameters of a bilinear score, d_q d_k, and of an additive one, d_a (d_q + d_k + 1), biases
-    left out.
+    """Parameters of a bilinear score, d_q d_k, and of an additive one.
+
+    The latter has d_a (d_q + d_k + 1), biases left out.
 
     Example:
       >>> score_parameters(64, 128, 42)

@@ -7,7 +7,8 @@ Source: "Additive vs. multiplicative attention", section "Attention as gating".
     by query and key together
 
 Both let features count against a key as well as for it, unlike the gates of an LSTM, which lie in
-(0, 1)."""
+(0, 1).
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -45,8 +46,10 @@ class Gate:
 
     @property
     def saturated_share(self) -> float:
-        """Share of the gate's values beyond 0.99 in size, where tanh passes less than 2 % of a
-        gradient."""
+        """Share of the gate's values beyond 0.99 in size.
+
+        There tanh passes less than 2 % of a gradient.
+        """
         return float(np.mean(np.abs(self.values) > _SATURATED))
 
 

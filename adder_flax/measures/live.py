@@ -1,5 +1,7 @@
-"""Numbers of single layers that are cheap enough for a running training: a few scalars from what a
-layer computed."""
+"""Numbers of single layers that are cheap enough for a running training.
+
+A few scalars from what a layer computed.
+"""
 
 import jax
 import jax.numpy as jnp

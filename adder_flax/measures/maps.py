@@ -1,9 +1,11 @@
-"""Attention maps as arrays: with or without the identity, seen from the class token, their entropy
-and reach.
+"""Attention maps as arrays.
+
+With or without the identity, seen from the class token, their entropy and reach.
 
 Maps are float arrays (…, queries, keys). Where the mechanism adds the identity map, H̃ = A + I, the
 rows sum to 2; every function here tells by the row sums which of the two it was given, and says
-what it does with the identity."""
+what it does with the identity.
+"""
 
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
@@ -90,8 +92,10 @@ def entropy(maps: Float[ArrayLike, "*batch query key"]) -> Float[np.ndarray, "*b
 def row_entropy(
     weights: Float[ArrayLike, "*batch query key"],
 ) -> Float[NumPy | Array, "*batch query"]:
-    """−Σ_j A_ij ln A_ij of every row of weights as they are given: `entropy`, also inside of a
-    traced function."""
+    """−Σ_j A_ij ln A_ij of every row of weights as they are given.
+
+    `entropy`, also inside of a traced function.
+    """
     library, values = library_of(weights)
     return -library.sum(values * library.log(library.where(values > 0, values, 1.0)), axis=-1)
 
@@ -99,8 +103,9 @@ def row_entropy(
 def mean_distance(
     maps: Float[ArrayLike, "*batch token token"], grid: tuple[int, int], *, prefix_tokens: int = 1
 ) -> Float[NumPy, "*batch"]:
-    """Mean distance that attention reaches across the image, in patches (Dosovitskiy et al., 2021,
-    figure 7).
+    """Mean distance that attention reaches across the image, in patches.
+
+    Source: Dosovitskiy et al., 2021, figure 7.
 
     Args:
       maps: with or without the identity; only attention from patches to patches counts.

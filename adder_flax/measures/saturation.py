@@ -1,10 +1,12 @@
-"""Where gradients vanish: the tanh of additive scores, and the softmax over scores of large
-variance.
+"""Where gradients vanish.
+
+The tanh of additive scores, and the softmax over scores of large variance.
 
 Source: "Additive vs. multiplicative attention", section "Training dynamics and numerical
 stability". As inputs grow, the gradient of an additive score vanishes because tanh saturates,
 unless LayerNorm stands before it; that of a dot product grows, but the softmax behind it saturates
-unless the scores are scaled by 1/√d."""
+unless the scores are scaled by 1/√d.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -58,8 +60,9 @@ def dot_product_gradient(
     *,
     scale: float,
 ) -> tuple[Float[np.ndarray, "*batch dim"], Float[np.ndarray, "*batch keys"]]:
-    """∂L/∂q of L = −ln softmax(scale · q·k)₀, the first key being the right one, and the softmax
-    itself.
+    """∂L/∂q of L = −ln softmax(scale · q·k)₀, and the softmax itself.
+
+    The first key is the right one.
 
     The gradient is scale · Σ_j (p_j − δ_j0) k_j.
 
@@ -134,7 +137,6 @@ def gradient_norms(
       ... )
       (True, True)
     """
-
     rng = np.random.default_rng(seed)
     normal = rng.standard_normal
     # For normal weights W_sᵀ s + W_hᵀ h is normal with variance (‖s‖² + ‖h‖²)/(2d): they need not

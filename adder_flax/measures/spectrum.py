@@ -8,7 +8,8 @@ of a map A and σ̃ of A + I it argues, for symmetric A:
 so that the rank at which f reaches 0.9 does not fall. The proof takes √λ(A²) for λ(A), which also
 needs A to be positive semidefinite. In general only σ̃_t ≤ σ_t + 1 holds (Weyl), with equality
 throughout exactly for symmetric positive semidefinite A. All functions take (…, N, N) and compute
-in float64, those of singular values in float32 where they are traced."""
+in float64, those of singular values in float32 where they are traced.
+"""
 
 import dataclasses
 
@@ -56,8 +57,9 @@ def equivalent_rank(
 
 
 def effective_rank(sigma: Float[np.ndarray, "*batch n"]) -> Float[NumPy, "*batch"]:
-    """exp of the entropy of σ / Σ σ (Roy and Vetterli, EUSIPCO 2007): N for equal values, 1 for a
-    single one.
+    """Exp of the entropy of σ / Σ σ: N for equal values, 1 for a single one.
+
+    Source: Roy and Vetterli, EUSIPCO 2007.
 
     Example:
       >>> effective_rank(np.array([1.0, 1.0, 0.0])).round(6).item()
@@ -78,8 +80,9 @@ def stable_rank(sigma: Float[np.ndarray, "*batch n"]) -> Float[NumPy, "*batch"]:
 
 
 def asymmetry(maps: Float[ArrayLike, "*batch n n"]) -> Float[NumPy, "*batch"]:
-    """‖A − Aᵀ‖_F / ‖A‖_F: 0 for symmetric maps, at most √2 for maps without negative entries, 2 in
-    general.
+    """‖A − Aᵀ‖_F / ‖A‖_F: 0 for symmetric maps.
+
+    At most √2 for maps without negative entries, 2 in general.
 
     Example:
       >>> asymmetry(np.array([[0.0, 1.0], [0.0, 0.0]])).round(4).item()

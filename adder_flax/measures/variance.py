@@ -6,7 +6,8 @@ The scores are between independent unit-normal vectors.
 
 (appendix A.2; the last for comparison: ‖q − k‖²/2 is χ² with d degrees of freedom). A score is then
 divided by its standard deviation before the softmax; the paper's 1/√d leaves the adder score at
-variance 0.727, the variance-matched scale 1/√(2d(1 − 2/π)) at 1."""
+variance 0.727, the variance-matched scale 1/√(2d(1 − 2/π)) at 1.
+"""
 
 import dataclasses
 from collections.abc import Sequence

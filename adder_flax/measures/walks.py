@@ -4,7 +4,8 @@ Source: "The Brownian motion in the transformer model" (Chen, 2021), sections 2.
 softmax makes A row-stochastic, A^k walks k steps, and its spectrum gives diffusion coordinates
 (Coifman and Lafon, 2006). A map with the identity, whose rows sum to 2, is the lazy walk (A + I)/2
 twice over; all functions but :func:`rollout` take the identity off first. They take (…, N, N) and
-compute in float64."""
+compute in float64.
+"""
 
 import dataclasses
 from collections.abc import Sequence

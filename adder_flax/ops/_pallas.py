@@ -130,9 +130,7 @@ class PallasBackend(Backend):
         """Computes the reduction; returns one float32 array (B, I, J) for each of its totals."""
         raise NotImplementedError
 
-    def multiply_add(
-        self, a: jax.Array | float, b: jax.Array | float, c: jax.Array | float
-    ) -> jax.Array:
+    def multiply_add(self, a: jax.Array, b: jax.Array | float, c: jax.Array | float) -> jax.Array:
         """Computes a b + c inside a kernel."""
         return a * b + c
 

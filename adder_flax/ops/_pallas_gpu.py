@@ -330,7 +330,7 @@ class PallasGpuBackend(PallasBackend):
 
     def hidden(self, query, key):
         decay = self.multiply_add(query, key, 1.0)
-        return self.multiply_add(-2.0, self.reciprocal(decay), 1.0)
+        return self.multiply_add(self.reciprocal(decay), -2.0, 1.0)
 
     def reciprocal(self, a: jax.Array) -> jax.Array:
         """Computes 1/a inside a kernel, in one instruction; a denormal result is 0."""

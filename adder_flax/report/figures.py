@@ -3,7 +3,8 @@
 They are training curves, where networks look on images, XOR alignment, second-order terms.
 
 Figures are Matplotlib objects without pyplot's global state; :func:`save_figure` writes them.
-Matplotlib is imported when a figure is asked for, not before."""
+Matplotlib is imported when a figure is asked for, not before.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence

@@ -62,7 +62,7 @@ def write_report(
     peak_learning_rate: float = float("nan"),
     families: Sequence[str] | None = None,
 ) -> Report:
-    """Measures the papers' claims on a model and writes the report.
+    r"""Measures the papers' claims on a model and writes the report.
 
     ``out_dir`` gets ``report.html`` (figures inside, nothing from the network), ``figures/*.png``
     and ``*.svg``, ``data/*.csv`` or ``*.npz`` with the numbers behind each figure, and
@@ -96,9 +96,10 @@ def write_report(
 
     Example::
 
-      report = write_report(model, normalize(images), labels, "report", pictures=images,
-      untrained=fresh_model) print(*(f"{claim.name}: {claim.verdict}" for claim in report.claims),
-      sep="\\n")
+      report = write_report(
+          model, normalize(images), labels, "report", pictures=images, untrained=fresh_model
+      )
+      print(*(f"{claim.name}: {claim.verdict}" for claim in report.claims), sep="\n")
     """
     study = study_images(
         observe(name, model, images),

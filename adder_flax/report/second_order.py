@@ -5,7 +5,8 @@
 Source: "The Brownian motion in the transformer model" (Chen, 2021), sections 2.4 and 3.3. It argues
 that tokens move as in Brownian motion, for which Itō's lemma keeps the second-order term, and that
 training should therefore use curvature. How large that term is for the steps of training can be
-measured."""
+measured.
+"""
 
 import dataclasses
 import functools

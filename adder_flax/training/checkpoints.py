@@ -37,8 +37,9 @@ _GOING = ".deleted"
 
 
 class SavedCheckpoints:
-    """The checkpoints in one directory, to be read: nothing is written, so a trainer may be at work
-    there.
+    """The checkpoints in one directory, to be read.
+
+    Nothing is written, so a trainer may be at work there.
 
     Args:
       directory: need not exist.
@@ -69,8 +70,9 @@ class SavedCheckpoints:
         )
 
     def score(self, step: int) -> float | None:
-        """Score of the evaluation saved with a checkpoint, larger is better; None where it was not
-        evaluated.
+        """Score of the evaluation saved with a checkpoint, larger is better.
+
+        None where it was not evaluated.
 
         Raises:
           ValueError: its record cannot be read.
@@ -102,8 +104,9 @@ class SavedCheckpoints:
         )[1]
 
     def restore(self, abstract_state: Any, which: int | str = "last") -> Any:
-        """Loads a checkpoint onto the shapes and shardings of ``abstract_state``, and verifies its
-        digests.
+        """Loads a checkpoint onto the shapes and shardings of ``abstract_state``.
+
+        Its digests are verified.
 
         Args:
           abstract_state: the state's tree of ``jax.ShapeDtypeStruct`` with shardings.
@@ -160,8 +163,10 @@ class SavedCheckpoints:
         return None if chosen < 0 else chosen
 
     def _try(self, step: int, abstract_state: Any) -> tuple[Any, str | None]:
-        """Returns the state of a checkpoint, or None and why it cannot be read, the same in all
-        processes."""
+        """Returns the state of a checkpoint, or None and why it cannot be read.
+
+        It is the same in all processes.
+        """
         state = failure = None
         try:
             record = self._record(step)
@@ -220,8 +225,9 @@ class SavedCheckpoints:
 
 
 class Checkpoints(SavedCheckpoints):
-    """The checkpoints in one directory, to be read and written by the one trainer that holds the
-    lock.
+    """The checkpoints in one directory, to be read and written.
+
+    By the one trainer that holds the lock.
 
     Args:
       directory: created if it does not exist.
@@ -332,8 +338,10 @@ class Checkpoints(SavedCheckpoints):
             self._removing.submit(shutil.rmtree, going, ignore_errors=True)
 
     def _set_aside(self, failures: dict[int, str]) -> None:
-        """Renames checkpoints that cannot be read; only once an older one could, so that the fault
-        is theirs."""
+        """Renames checkpoints that cannot be read.
+
+        Only once an older one could, so that the fault is theirs.
+        """
         for step, reason in failures.items():
             aside = self._unused_name(step)
             logging.warning(

@@ -1,5 +1,7 @@
-"""Second-order optimization of a run: which layers have curvature, and an optimizer that asks for
-it."""
+"""Second-order optimization of a run.
+
+Which layers have curvature, and an optimizer that asks for it.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,8 +13,9 @@ import kfac
 
 
 class CurvatureOptimizer(NamedTuple):
-    """An optax transformation whose ``update`` also takes ``curvature=``, and what the training
-    step must know.
+    """An optax transformation whose ``update`` also takes ``curvature=``.
+
+    With what the training step must know.
 
     Attributes:
       init, update: as in ``optax.GradientTransformationExtraArgs``; the state holds a

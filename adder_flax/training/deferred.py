@@ -8,8 +8,9 @@ from adder_flax.training.step import Metrics
 
 
 class DeferredMetrics:
-    """Holds the metrics of the newest step until the next one is under way: only then does the host
-    wait for them.
+    """Holds the metrics of the newest step until the next one is under way.
+
+    Only then does the host wait for them.
 
     Args:
       run: whose steps they are.
@@ -24,8 +25,10 @@ class DeferredMetrics:
         self.restart_clock(step)
 
     def restart_clock(self, step: int) -> None:
-        """Measures speed from this step on; what else took time since the last one does not
-        count."""
+        """Measures speed from this step on.
+
+        What else took time since the last one does not count.
+        """
         self._clock = (step, time.monotonic())
 
     def is_logged(self, step: int) -> bool:

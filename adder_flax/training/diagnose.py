@@ -23,8 +23,9 @@ def non_finite_leaves(tree: Any) -> list[str]:
 
 
 def first_non_finite(fn: Callable, *args: Any) -> str | None:
-    """Runs a function operation by operation and names the first that makes an infinity or NaN out
-    of finite inputs.
+    """Runs a function operation by operation to find where it stops to be finite.
+
+    Names the first that makes an infinity or NaN out of finite inputs.
 
     Args:
       fn: a function of arrays that JAX can trace.

@@ -25,8 +25,9 @@ _SPREAD, _MIX_1, _MIX_2 = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B), np.uint3
 
 
 def take_digests(tree: Any) -> tuple[dict[str, int], list[str]]:
-    """Returns the digest of each array of a tree, and the names of those that hold an infinity or
-    NaN.
+    """Returns the digest of each array of a tree, and names of those not finite.
+
+    These hold an infinity or NaN.
 
     A digest is the sum over all elements, modulo 2³², of a bijective mix of the element's bits and
     its position: the change of one element always changes it, other damage goes unseen with
@@ -50,8 +51,9 @@ def take_digests(tree: Any) -> tuple[dict[str, int], list[str]]:
 
 
 def compile_digests(abstract_tree: Any) -> None:
-    """Compiles what :func:`take_digests` needs, so that it can be done while the arrays are not
-    there yet.
+    """Compiles what :func:`take_digests` needs.
+
+    So that it can be done while the arrays are not there yet.
 
     Args:
       abstract_tree: of ``jax.ShapeDtypeStruct`` with the shardings that the arrays will have.

@@ -1,5 +1,7 @@
-"""What a run will take, known before it starts: its very training step, compiled for a topology and
-not run."""
+"""What a run will take, known before it starts.
+
+Its very training step is compiled for a topology and not run.
+"""
 
 import dataclasses
 import math
@@ -104,8 +106,10 @@ def _bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 def _working_memory(analysis: Any, resident: int, checked: int | None) -> dict[str, int]:
-    """Returns what an accepted program needs beside its state; ``checked`` is the room that the
-    compiler looked at."""
+    """Returns what an accepted program needs beside its state.
+
+    ``checked`` is the room that the compiler looked at.
+    """
     # Donated buffers count as arguments and as results; state and batch are told apart above.
     beside = (
         analysis.argument_size_in_bytes
@@ -123,8 +127,10 @@ def _working_memory(analysis: Any, resident: int, checked: int | None) -> dict[s
 
 
 def _excess(message: str, resident: int) -> int:
-    """Reads from XLA's complaint how much a program needs beside what it is given, 0 where it does
-    not say."""
+    """Reads from XLA's complaint how much a program needs beside what it is given.
+
+    0 where it does not say.
+    """
     required = _REQUIRED.search(message)
     return max(round(float(required[1]) * _UNITS[required[2]]) - resident, 0) if required else 0
 

@@ -1,5 +1,7 @@
-"""NVIDIA GPUs to compile for that are not there: XLA and NVIDIA's assembler need a description, and
-no driver."""
+"""NVIDIA GPUs to compile for that are not there.
+
+XLA and NVIDIA's assembler need a description, and no driver.
+"""
 
 import importlib.util
 import os
@@ -40,8 +42,10 @@ class Gpu(NamedTuple):
     shared_bytes_per_block: int
 
     def architecture(self) -> str:
-        """Returns the name under which assemblers know it; ``a`` adds what later ones do not
-        have."""
+        """Returns the name under which assemblers know it.
+
+        ``a`` adds what later ones do not have.
+        """
         major, minor = self.capability
         return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
@@ -97,8 +101,10 @@ _SHARE_OF_PROGRAMS = 0.75
 
 
 def usable_bytes(device: jax.Device) -> int | None:
-    """Returns the memory that programs can use by default of a GPU that is not there; None for
-    other devices."""
+    """Returns the memory that programs can use by default of a GPU that is not there.
+
+    None for other devices.
+    """
     sizes = {gpu.device_kind: gpu.memory_bytes for gpu in GPUS.values()}
     if device.platform != "gpu" or device.device_kind not in sizes:
         return None

@@ -92,8 +92,10 @@ def _callees(line: str) -> list[tuple[str, int]]:
 
 
 def _scattered(found: dict[str, list[tuple[str, int]]]) -> dict[str, list[tuple[str, int]]]:
-    """Calls an all-reduce that is fused with the choice of one part by its name: XLA:TPU's form of
-    reduce-scatter."""
+    """Calls an all-reduce that is fused with the choice of one part by its name.
+
+    It is XLA:TPU's form of reduce-scatter.
+    """
     return {
         name: [
             ("reduce-scatter" if "all-reduce-scatter" in name else kind, size)

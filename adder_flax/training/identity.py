@@ -37,8 +37,9 @@ def flatten_config(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def with_defaults(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns flattened fields with the declared defaults of what they lack, which a later version
-    may have added.
+    """Returns flattened fields with the declared defaults of what they lack.
+
+    A later version may have added it.
 
     Example:
       >>> with_defaults({"seed": 3})["optimizer.name"]
@@ -55,8 +56,9 @@ def with_defaults(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def identity(config: Any) -> dict[str, Any]:
-    """Returns the fields, flattened, that make a run this one: all but those that say how it is
-    executed.
+    """Returns the fields, flattened, that make a run this one.
+
+    All but those that say how it is executed.
 
     Example:
       >>> from ml_collections import ConfigDict
@@ -68,8 +70,9 @@ def identity(config: Any) -> dict[str, Any]:
 
 
 def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns in words which fields of two runs differ; one that is absent is at its declared
-    default.
+    """Returns in words which fields of two runs differ.
+
+    One that is absent is at its declared default.
 
     Example:
       >>> differences(

@@ -1,5 +1,7 @@
-"""The weights that a seed gives when each is drawn by its own path, so that models that differ in
-part are paired."""
+"""The weights that a seed gives when each is drawn by its own path.
+
+So models that differ in part are paired.
+"""
 
 import itertools
 import zlib
@@ -15,8 +17,9 @@ from adder_flax.training.sharding import tree_path
 
 
 def params_by_path(build: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Any:
-    """Returns the parameters of a model, the random numbers of each a function of the seed and its
-    path alone.
+    """Returns the parameters of a model, drawn by path.
+
+    The random numbers of each are a function of the seed and its path alone.
 
     Two models then begin alike wherever they have parameters of one path, shape and initial
     distribution, whatever else they are made of. What is drawn for which parameter is read from the

@@ -92,8 +92,9 @@ class Lock:
         self._directory = os.stat(path.parent)
 
     def check(self) -> None:
-        """Makes sure that the directory is still this process's own; to be called before something
-        is saved there.
+        """Makes sure that the directory is still this process's own.
+
+        To be called before something is saved there.
 
         A file that was removed is put back, where nobody else has taken the directory meanwhile.
 
@@ -226,8 +227,10 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """Returns when a process began, in the kernel's clock ticks: a number is given again, but not
-    at the same time."""
+    """Returns when a process began, in the kernel's clock ticks.
+
+    A number is given again, but not at the same time.
+    """
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

@@ -1,5 +1,7 @@
-"""The training loop: batches in, steps dispatched, metrics of step n-1 written after step n is on
-its way."""
+"""The training loop: batches in, steps dispatched, metrics out.
+
+Those of step n-1 are written after step n is on its way.
+"""
 
 import contextlib
 import dataclasses
@@ -80,8 +82,9 @@ class Trainer:
         self._profiler = Profiler(run.config.profile_steps, self._workdir / "profile")
 
     def fit(self) -> Result:
-        """Trains until the last step, or until SIGINT, SIGTERM or SIGHUP asks to stop; both leave a
-        checkpoint.
+        """Trains until the last step, or until a signal asks to stop.
+
+        SIGINT, SIGTERM or SIGHUP; both ends leave a checkpoint.
 
         Raises:
           NonFiniteLossError: the loss or a gradient is infinite or NaN; the state before it is
@@ -138,8 +141,10 @@ class Trainer:
     def _steps(
         self, state: State, start: int, outputs: _Outputs, watch: InterruptWatch
     ) -> tuple[State, dict[str, float], signal.Signals | None]:
-        """Takes the steps that are left; returns the state, the last evaluation, and the signal
-        that stopped them."""
+        """Takes the steps that are left.
+
+        Returns the state, the last evaluation, and the signal that stopped them.
+        """
         run, evaluation, stop_vote, stopped = self._run, {}, StopVote(self._run.mesh), None
         with (
             jax.set_mesh(run.mesh),
@@ -179,8 +184,10 @@ class Trainer:
         return self._run.program.diagnose(state["params"], batch, step, self._run.hyper)
 
     def _due(self, step: int) -> tuple[bool, bool]:
-        """Returns whether the configuration asks for an evaluation after a step, and whether for a
-        checkpoint."""
+        """Returns whether to evaluate after a step, and whether to save.
+
+        Both as the configuration asks.
+        """
         run = self._run
 
         def every(steps: int) -> bool:
@@ -191,8 +198,10 @@ class Trainer:
     def _save(
         self, state: State, step: int, outputs: _Outputs, evaluates: bool
     ) -> dict[str, float]:
-        """Writes a checkpoint, with the scores of the state where it is evaluated, and returns
-        these."""
+        """Writes a checkpoint; returns its scores.
+
+        They are of the state where it is evaluated.
+        """
         run, evaluation, score = self._run, {}, None
         if outputs.lock is not None:
             outputs.lock.check()

@@ -122,8 +122,9 @@ class _Events:
 
 
 def read_metrics(workdir: str | Path) -> list[dict[str, float]]:
-    """Returns the rows of ``metrics.jsonl``; lines that are none, such as one cut short by a crash,
-    are left out.
+    """Returns the rows of ``metrics.jsonl``.
+
+    Lines that are none, such as one cut short by a crash, are left out.
 
     Raises:
       RunError: the file cannot be read.
@@ -150,8 +151,10 @@ def _row(line: bytes) -> dict[str, float] | None:
 
 
 def _set_rows_aside(workdir: Path, start_step: int) -> None:
-    """Moves the rows after a step, and what is no row, out of ``metrics.jsonl``; without any it is
-    left alone."""
+    """Moves the rows after a step, and what is no row, out of ``metrics.jsonl``.
+
+    Without any it is left alone.
+    """
     path, aside = workdir / _NAME, workdir / f"{_NAME}.aside"
     kept, later, strange = [], [], []
     for line in _lines(workdir):
@@ -216,8 +219,9 @@ class Progress:
 
 
 def peak_memory() -> int:
-    """Returns the most bytes that were in use at once so far: on the fullest device, or in this
-    process on CPU.
+    """Returns the most bytes that were in use at once so far.
+
+    On the fullest device, or in this process on CPU.
 
     Example:
       >>> peak_memory() > 2**20

@@ -1,6 +1,9 @@
-"""Optimizers by name: AdamW, NAdamW, LAMB, Muon, SOAP, KL-Shampoo, SGD and CG-FAC with warm-up,
-cosine decay, clipping, decoupled weight decay and AdderNet's rate; L-BFGS; and what
-`register_optimizer` adds."""
+"""Optimizers by name.
+
+AdamW, NAdamW, LAMB, Muon, SOAP, KL-Shampoo, SGD and CG-FAC with warm-up, cosine decay,
+clipping, decoupled weight decay and AdderNet's rate; L-BFGS; and what
+`register_optimizer` adds.
+"""
 
 import functools
 import operator
@@ -24,8 +27,9 @@ from adder_flax.training.whitening import scale_by_kl_shampoo, scale_by_soap
 
 
 def scale_by_adder_rate(eta: float) -> optax.GradientTransformation:
-    """AdderNet's adaptive rate: each weight's gradient g becomes η·√k·g/‖g‖₂, k its number of
-    elements.
+    """AdderNet's adaptive rate: each weight's gradient g becomes η·√k·g/‖g‖₂.
+
+    k is its number of elements.
 
     Source: Chen et al., "AdderNet: Do We Really Need Multiplications in Deep Learning?", CVPR 2020,
     eq. 12-13 (η = 0.2 in the authors' code). It stands in the optimizer, not in the backward pass,
@@ -94,8 +98,10 @@ def _adam(spec: OptimizerSpec, *, nesterov: bool = False) -> optax.GradientTrans
 def _decoupled(
     spec: OptimizerSpec, *stages: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """Returns an optimizer whose steps are what the stages give, and weight decay, times the
-    learning rate."""
+    """Returns an optimizer whose steps are what the stages give, times the rate.
+
+    Weight decay, too, is times the learning rate.
+    """
     # Nested, so that a checkpoint holds the optimizer's own state in one place, whatever stages
     # come before it.
     optimizer = optax.chain(
@@ -146,8 +152,9 @@ def _sgd(spec: OptimizerSpec) -> optax.GradientTransformation:
 
 
 def _lamb(spec: OptimizerSpec) -> optax.GradientTransformation:
-    """LAMB (You et al., 2020, https://arxiv.org/abs/1904.00962, algorithm 2): Adam's steps, decay
-    included, each scaled to the norm of its parameter.
+    """LAMB: Adam's steps, decay included, each scaled to the norm of its parameter.
+
+    Source: You et al., 2020, https://arxiv.org/abs/1904.00962, algorithm 2.
 
     As in NVIDIA's and timm's code, which trained DeiT III, what is not decayed takes the steps as
     they are: biases, norms, embeddings; and prototypes of adder layers.
@@ -167,8 +174,11 @@ _MUON_RMS = 0.2
 
 
 def _muon(spec: OptimizerSpec) -> optax.GradientTransformation:
-    """Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/), its steps
-    scaled as by Liu et al. (2025, https://arxiv.org/abs/2502.16982, section 2.2)."""
+    """Muon, its steps scaled to the size of Adam's.
+
+    Sources: Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/; for the
+    scale Liu et al., 2025, https://arxiv.org/abs/2502.16982, section 2.2.
+    """
     c = spec.settings
     # Of kernels with an axis of heads in front, as bilinear scores have, each head is a matrix.
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
@@ -190,8 +200,10 @@ def _muon(spec: OptimizerSpec) -> optax.GradientTransformation:
 
 
 def _lbfgs(spec: OptimizerSpec) -> optax.GradientTransformation:
-    """L-BFGS, with a line search in place of schedule, clipping and decay; for batches large enough
-    to trust."""
+    """L-BFGS, with a line search in place of schedule, clipping and decay.
+
+    For batches large enough to trust.
+    """
     return optax.lbfgs()
 
 
@@ -206,8 +218,9 @@ def _gradient_stages(spec: OptimizerSpec) -> list[optax.GradientTransformation]:
 
 
 def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
-    """CG-FAC; what it does not cover is AdamW's: scores' own parameters, and by default norms and
-    embeddings.
+    """CG-FAC; what it does not cover is AdamW's.
+
+    Scores' own parameters, and by default norms and embeddings.
 
     Its steps follow the run's schedule, relative to the peak, times ``cg_fac.learning_rate``.
     Clipping by norm is for AdamW's share alone: a solution of linear systems has a scale of its
@@ -247,8 +260,9 @@ OPTIMIZERS: Registry[
 
 
 def register_optimizer(name: str) -> Callable[[Callable], Callable]:
-    """Makes ``--config.optimizer.name=<name>`` stand for the optimizer that the decorated function
-    builds.
+    """Makes ``--config.optimizer.name=<name>`` stand for what the function builds.
+
+    A decorator.
 
     It is called inside of the compiled step, where the numbers of its settings are traced: what
     branches on them asks ``adder_flax.settings.is_on``. What it returns may take ``value``,

@@ -1,5 +1,7 @@
-"""One run in several processes: how they find each other, agree to stop, and end when one of them
-dies."""
+"""One run in several processes.
+
+How they find each other, agree to stop, and end when one of them dies.
+"""
 
 import functools
 import os
@@ -25,8 +27,9 @@ _PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 def connect(environ: Mapping[str, str] | None = None, *, detect: bool = False) -> None:
-    """Joins the processes of one run, where the environment says that there are several; else does
-    nothing.
+    """Joins the processes of one run, where the environment says that there are several.
+
+    Else it does nothing.
 
     It must come before anything that asks JAX for devices. Understood are, in this order:
 
@@ -161,8 +164,10 @@ def fetch(tree: Any, mesh: Mesh) -> Any:
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
-    """Returns arrays that every device holds whole, of global ones or of numbers that all processes
-    have alike."""
+    """Returns arrays that every device holds whole.
+
+    Of global ones, or of numbers that all processes have alike.
+    """
     return _replicate_on(mesh)(tree)
 
 

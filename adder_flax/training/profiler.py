@@ -9,8 +9,9 @@ from adder_flax.errors import RunError
 
 
 class Profiler:
-    """Records the steps from ``first`` to ``last``, both included, to
-    ``<directory>/plugins/profile/<time>``.
+    """Records the steps from ``first`` to ``last``, both included.
+
+    To ``<directory>/plugins/profile/<time>``.
 
     XProf (``pip install xprof``, ``xprof --logdir=<directory>``) and https://ui.perfetto.dev open
     what it leaves.

@@ -1,5 +1,7 @@
-"""What runs that differ in numbers alone share: a model without its parameters, shapes, and
-compiled functions."""
+"""What runs that differ in numbers alone share.
+
+A model without its parameters, shapes, and compiled functions.
+"""
 
 import functools
 from collections.abc import Callable
@@ -185,8 +187,10 @@ class Program:
         return shape.task(settings, shape.task_facts, teacher=teacher, progress=_progress(numbers))
 
     def build_model(self, numbers: Hyper, rngs: nnx.Rngs | None = None) -> nnx.Module:
-        """Builds the model with parameters from ``rngs``, by default those that the seed, a plain
-        number, gives."""
+        """Builds the model with parameters from ``rngs``.
+
+        By default those that the seed, a plain number, gives.
+        """
         settings = put_numbers(self.shape.model_settings, numbers["model"])
         return self.shape.build(
             settings, self.task(numbers).example(), rngs=rngs or nnx.Rngs(int(numbers["seed"]))
@@ -199,8 +203,10 @@ class Program:
         return functools.partial(optimizers.learning_rate, settings, **lengths)
 
     def parts(self, numbers: Hyper, graphdef: nnx.GraphDef | None = None) -> Parts:
-        """Returns what a training step is made of; with ``graphdef`` in place of the model's
-        own."""
+        """Returns what a training step is made of.
+
+        With ``graphdef`` in place of the model's own.
+        """
         task, learning_rate = self.task(numbers), self.learning_rate(numbers)
         settings = put_numbers(self.shape.optimizer_settings, numbers["optimizer"])
         spec = optimizers.OptimizerSpec(settings, learning_rate, self.facts, self._find_layers)
@@ -250,8 +256,9 @@ _MOST_PROGRAMS = 8  # their executables take memory
 
 
 def program_of(shape: Shape, numbers: Hyper) -> Program:
-    """Returns the program of a shape: the same one for every run that has it, as long as it is
-    among the newest.
+    """Returns the program of a shape.
+
+    The same one for every run that has it, as long as it is among the newest.
 
     Args:
       shape: of the run.

@@ -1,5 +1,7 @@
-"""From a configuration to everything a run needs; all mistakes of its user are found here, before
-any compute."""
+"""From a configuration to everything a run needs.
+
+All mistakes of its user are found here, before any compute.
+"""
 
 import dataclasses
 import functools
@@ -185,8 +187,10 @@ def build_run(
 
 
 def _load_teacher(settings: RunSettings, source: data.Source) -> Teacher | None:
-    """Returns the frozen model that the task asks for, with the classes and the size of the images
-    of a source."""
+    """Returns the frozen model that the task asks for.
+
+    With the classes and the size of the images of a source.
+    """
     place = TASKS.get(settings.task.name).teacher_of(settings.task)
     if not place:
         return None
@@ -207,8 +211,10 @@ def _load_teacher(settings: RunSettings, source: data.Source) -> Teacher | None:
 
 
 def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) -> Teacher:
-    """Returns the model of the last checkpoint of a run, which has seen images of the same size and
-    classes."""
+    """Returns the model of the last checkpoint of a run.
+
+    It has seen images of the same size and classes.
+    """
     trained = read_config(workdir)
     fields = completed(RunSettings, trained.to_dict())
     if fields["data"]["image_size"] != settings.data.image_size:
@@ -243,8 +249,10 @@ def _initial_params(run: Run) -> Any:
 
 
 def random_params(program: Program, numbers: Hyper, init: str = "sequence") -> Any:
-    """Returns the parameters that the seed of a run gives it, on its mesh; ``init`` is that of
-    ``RunSettings``."""
+    """Returns the parameters that the seed of a run gives it, on its mesh.
+
+    ``init`` is that of ``RunSettings``.
+    """
     if init == "path":
         params = params_by_path(
             lambda rngs: program.build_model(numbers, rngs), int(numbers["seed"])
@@ -266,8 +274,9 @@ def abstract_batch(run: Run) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def trace(run: Run) -> jax.stages.Traced:
-    """Traces the training step, as its first call would: what is wrong in model or optimizer comes
-    up here.
+    """Traces the training step, as its first call would.
+
+    What is wrong in model or optimizer comes up here.
 
     That call finds what was traced, so that nothing is done twice.
 

@@ -79,8 +79,9 @@ def make_mesh(axis_sizes: Mapping[str, int], devices: Sequence[jax.Device] | Non
 
 
 def parameter_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh, facts: Facts) -> P:
-    """Returns how one array is split: named axes by :data:`LOGICAL_AXES`, ``fsdp`` along the
-    longest free axis.
+    """Returns how one array is split over the mesh.
+
+    Named axes by :data:`LOGICAL_AXES`, ``fsdp`` along the longest free axis.
 
     Axes that the mesh does not divide into whole parts stay whole, so every shape is valid on every
     mesh.
@@ -115,8 +116,9 @@ def tree_path(path: Sequence[Any]) -> str:
 
 
 def state_sharding(abstract_state: Any, mesh: Mesh | AbstractMesh, facts: Any) -> Any:
-    """Returns the ``NamedSharding`` of every leaf of a train state; optimizer moments follow their
-    parameter.
+    """Returns the ``NamedSharding`` of every leaf of a train state.
+
+    Optimizer moments follow their parameter.
 
     Args:
       abstract_state: shapes of the state.
@@ -146,8 +148,10 @@ def placed_shape(leaf: jax.ShapeDtypeStruct | Array, placed: NamedSharding) -> j
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of a batch: its first axis over ``data`` and ``fsdp``, whole along
-    ``tensor``."""
+    """Returns the sharding of a batch.
+
+    Its first axis is over ``data`` and ``fsdp``, whole along ``tensor``.
+    """
     return NamedSharding(mesh, P(BATCH_AXES))
 
 
@@ -192,6 +196,8 @@ def put_batch(batch: Any, mesh: Mesh) -> Any:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of an array that every device holds whole, so that every process can
-    read it."""
+    """Returns the sharding of an array that every device holds whole.
+
+    So every process can read it.
+    """
     return NamedSharding(mesh, P())

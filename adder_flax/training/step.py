@@ -77,8 +77,10 @@ def evaluation_params(state: State) -> Any:
 
 
 def step_keys(seed: int | Array, step: Array | int) -> tuple[Array, Array]:
-    """Returns the keys of augmentation and of dropout at one step: functions of (seed, step)
-    alone."""
+    """Returns the keys of augmentation and of dropout at one step.
+
+    They are functions of (seed, step) alone.
+    """
     augment_key, dropout_key = jax.random.split(jax.random.fold_in(jax.random.key(seed), step))
     return augment_key, dropout_key
 
@@ -167,8 +169,10 @@ def _plain_gradient(parts: Parts, accumulation_steps: int) -> Differentiate:
 
 
 def _gradient_and_curvature(parts: Parts, accumulation_steps: int) -> Differentiate:
-    """Gradient and curvature; of several microbatches the first gives the curvature, which has to
-    be held at once."""
+    """Gradient and curvature, the latter of the first microbatch.
+
+    It has to be held at once.
+    """
     optimizer: CurvatureOptimizer = parts.optimizer
     plain = jax.value_and_grad(_value_and_metrics(parts.loss), has_aux=True)
     with_curvature = kfac.value_grad_and_curvature(_with_outputs(parts.loss), **_fisher(parts))
@@ -315,8 +319,9 @@ def make_train_step(
 def make_eval_step(
     graphdef: nnx.GraphDef, make_task: Callable[[Hyper], Task]
 ) -> Callable[[Any, Batch, Hyper], Metrics]:
-    """Returns ``eval_step(params, batch, hyper) → sums`` over the examples that ``batch["mask"]``
-    marks as real.
+    """Returns ``eval_step(params, batch, hyper) → sums`` over real examples.
+
+    Those are the ones that ``batch["mask"]`` marks.
 
     Args:
       graphdef: the model without its parameters.

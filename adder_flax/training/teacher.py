@@ -1,5 +1,7 @@
-"""A frozen model that a task asks for: its structure shapes the program, its parameters are
-arguments of the step."""
+"""A frozen model that a task asks for.
+
+Its structure shapes the program, its parameters are arguments of the step.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -56,6 +58,7 @@ class Renormalized(nnx.Module):
     def __call__(
         self, images: Float[Array, "batch height width channels"]
     ) -> Float[Array, "batch classes"]:
+        """Normalises images anew and classifies them."""
         (mean, std), (wanted_mean, wanted_std) = (
             (jnp.array(x) for x in pair) for pair in (self.given, self.wanted)
         )

@@ -1,5 +1,7 @@
-"""Devices to compile for that need not be there: TPU slices by libtpu, NVIDIA GPUs, and simulated
-CPU devices."""
+"""Devices to compile for that need not be there.
+
+TPU slices by libtpu, NVIDIA GPUs, and simulated CPU devices.
+"""
 
 import contextlib
 import importlib.util

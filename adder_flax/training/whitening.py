@@ -1,5 +1,6 @@
-"""Gradients of matrices in the eigenbases of their Kronecker factors: SOAP and KL-Shampoo, as
-stages for optax.
+"""Gradients of matrices in the eigenbases of their Kronecker factors.
+
+SOAP and KL-Shampoo, as stages for optax.
 
 Both keep a factor for the rows and one for the columns of each gradient G, find their eigenvectors
 Q_L and Q_R now and then, and scale Q_Lᵀ G Q_R elementwise. They differ in what the factors are and
@@ -51,8 +52,9 @@ def scale_by_soap(
     eps: float | Array = 1e-8,
     interval: int = 10,
 ) -> optax.GradientTransformation:
-    """Adam in the eigenbases of Shampoo's factors (Vyas et al., 2024,
-    https://arxiv.org/abs/2409.11321, algorithm 3).
+    """Adam in the eigenbases of Shampoo's factors.
+
+    Source: Vyas et al., 2024, https://arxiv.org/abs/2409.11321, algorithm 3.
 
     The factors are running means of G Gᵀ and Gᵀ G. As in the authors' code the first step only
     begins the factors, and new bases are one step of power iteration from the old, in the order of
@@ -169,8 +171,10 @@ def scale_by_kl_shampoo(
 
 
 def _stage(first: Callable[[Array], Whitening], later: Callable) -> optax.GradientTransformation:
-    """Makes a stage of what is done to one matrix, at the first step, which updates nothing, and at
-    those after it."""
+    """Makes a stage of what is done to one matrix.
+
+    At the first step, which updates nothing, and at those after it.
+    """
 
     def init(params: Any) -> WhiteningState:
         begin = lambda parameter: jax.tree.map(jnp.zeros_like, _stacked(first)(_wide(parameter)))

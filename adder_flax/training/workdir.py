@@ -1,5 +1,7 @@
-"""The directory of a run: its configuration on disk, and the refusal to mix two runs in one
-place."""
+"""The directory of a run.
+
+Its configuration on disk, and the refusal to mix two runs in one place.
+"""
 
 import json
 from collections.abc import Mapping
@@ -24,8 +26,9 @@ _SHOWN_DIFFERENCES = 20
 
 
 def open_workdir(workdir: str | Path, config: ConfigDict) -> Path:
-    """Returns the directory of a run as an absolute path, checked not to hold another one; writes
-    nothing.
+    """Returns the directory of a run as an absolute path.
+
+    It is checked not to hold another one; writes nothing.
 
     A run that has not saved a checkpoint does not bind the next one: a mistake can be mended in the
     same directory.
@@ -74,8 +77,9 @@ def write_data(workdir: str | Path, records: Mapping[str, int]) -> None:
 
 
 def changed_data(workdir: str | Path, records: Mapping[str, int]) -> str | None:
-    """Returns in words what became of the data set since :func:`write_data`, or None where it is as
-    it was.
+    """Returns in words what became of the data set since :func:`write_data`.
+
+    None where it is as it was.
 
     Example:
       >>> import tempfile
