@@ -22,7 +22,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -85,10 +85,15 @@ class Use:
     layer: Dense | Generic
     roles: tuple[tuple[str, int], ...]
     frames: tuple[tuple[int, bool], ...]
-    output: jax.ShapeDtypeStruct | None
+    output: jax.ShapeDtypeStruct
     input_dtypes: tuple[Any, ...]
     example_axis: int
     num_examples: int
+
+    @property
+    def dense(self) -> Dense:
+        """The layer, which is one with factors."""
+        return cast("Dense", self.layer)
 
     @property
     def num_tokens(self) -> int:
@@ -136,17 +141,17 @@ class Use:
 
     def as_matrix(self, v: Lane) -> Float[Array, "rows outputs"]:
         """[V; v_b] of a factored layer."""
-        return self.layer.matrix(self.own(v))
+        return self.dense.matrix(self.own(v))
 
     def from_matrix(self, params: Lane, matrix: Float[Array, "rows outputs"]) -> dict[str, Array]:
         """The inverse of ``as_matrix``, by role."""
-        return self.layer.unmatrix(self.own(params), matrix)
+        return self.dense.unmatrix(self.own(params), matrix)
 
     def mean_left(
         self, params: Lane, left: Float[Array, "lifted lifted"]
     ) -> Float[Array, "rows rows"]:
         """The left factor as it acts on ``as_matrix``, averaged over outputs."""
-        return self.layer.mean_left(self.own(params), left)
+        return self.dense.mean_left(self.own(params), left)
 
     def lanes_first(self, array: Array, num_column_axes: int = 0) -> Array:
         """A captured array with the frames that number lanes as one leading axis."""
@@ -251,7 +256,7 @@ class Block:
 
     def lifted_shape(self, use: Use) -> tuple[int, int]:
         """(inputs, outputs) of the matrix that a dense use multiplies its features by."""
-        return use.layer.lifted_shape({role: self.params[i].shape for role, i in use.roles})
+        return use.dense.lifted_shape({role: self.params[i].shape for role, i in use.roles})
 
 
 def find_blocks(
@@ -487,7 +492,7 @@ def left_factor(
     tokens = sum(use.num_tokens for use in program)
     moments = []
     for use, x in zip(program, inputs, strict=True):
-        features = use.rows(use.layer.features(use.own(params), x))
+        features = use.rows(use.dense.features(use.own(params), x))
         features = features.sum(1, keepdims=True) / tokens**0.5 if reduce else features
         moments.append(
             jnp.einsum(
@@ -498,16 +503,16 @@ def left_factor(
 
 
 def factored_trace(use: Use, params: Lane, left: Array, right: Array) -> Float[Array, ""]:
-    """Tr Lᵀ(𝒜 ⊗ 𝒢)L, with L the lift of the layer.
+    """tr Lᵀ(𝒜 ⊗ 𝒢)L, with L the lift of the layer.
 
     From the diagonal of 𝒢 and one trace for each output.
     """
-    return use.layer.left_traces(use.own(params), left) @ jnp.diagonal(right)
+    return use.dense.left_traces(use.own(params), left) @ jnp.diagonal(right)
 
 
 def factor_product(use: Use, params: Lane, left: Array, right: Array, matrix: Array) -> Array:
     """K v = Lᵀ(𝒜 L(v) 𝒢) for v as a matrix [V; v_b], with L the lift of the layer."""
-    layer, own = use.layer, use.own(params)
+    layer, own = use.dense, use.own(params)
     lifted = layer.lift(own, layer.unmatrix(own, matrix))
     return layer.matrix(layer.project(own, left @ lifted @ right))
 
@@ -527,7 +532,7 @@ def example_gradients(
 def exact_trace(
     program: tuple[Use, ...], params: Lane, inputs: tuple, linearized: tuple, g: tuple[Array, ...]
 ) -> Float[Array, ""]:
-    """Tr F = Σ_n ‖u_n‖² / N, at the cost of one pull-back; the u_n are not kept."""
+    """tr F = Σ_n ‖u_n‖² / N, at the cost of one pull-back; the u_n are not kept."""
 
     def squared_norm(gradient: Lane) -> Array:
         return functools.reduce(jnp.add, (jnp.sum(jnp.square(p)) for p in gradient))

@@ -55,7 +55,7 @@ def cost(block: Block) -> Cost:
         return Cost(0, 0, 0, 0, 0, 0)
     i, o = block.lifted_shape(block.uses[0])
     rows = sum(use.num_examples * use.num_tokens for use in block.uses)
-    inputs = 1 if block.uses[0].layer.elementwise else i
+    inputs = 1 if block.uses[0].dense.elementwise else i
     matmul, lanes = 2 * rows * inputs * o, block.lanes
     return Cost(
         weight_gradient=lanes * matmul,

@@ -288,7 +288,7 @@ def value_grad_and_curvature(
         slots = {name: tap.slot() for name, tap in taps.items()}
         inner = tapped(loss_fn, taps)
 
-        def forward(params, slots):
+        def forward(params: PyTree, slots: PyTree) -> tuple[tuple[Array, Any], Any]:
             result = inner(params, slots, *args)
             loss, aux = result if has_aux else (result, None)
             z = () if fisher == "empirical" else aux if outputs is None else outputs(aux)

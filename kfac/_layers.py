@@ -95,7 +95,7 @@ class Dense:
     def left_traces(
         self, params: Params, left: Float[Array, "lifted lifted"]
     ) -> Float[Array, " outputs"]:
-        """Tr L_oᵀ 𝒜 L_o of every output o.
+        """tr L_oᵀ 𝒜 L_o of every output o.
 
         Weighted by the diagonal of 𝒢 they sum to the trace of the block.
         """
@@ -163,6 +163,11 @@ class L1Dense(Dense):
     def __call__(
         self, params: Params, x: Float[Array, "*batch features"]
     ) -> Float[Array, "*batch outputs"]:
+        if self.distances is None:
+            raise ValueError(
+                "expected distances=(x, W) → −Σ_k |x_k − W_k| of a layer that is called, got none; "
+                "give kfac.L1Dense those of the layer's own rule"
+            )
         y = self.distances(x, params["kernel"])
         return y + params["bias"] if "bias" in params else y
 
@@ -225,7 +230,7 @@ class Scale(Dense):
     [0.5, 1.0]
     """
 
-    fn: Callable[[Params, Array], Array] | None = None
+    fn: Callable[[Params, Array], Array] = dataclasses.field(kw_only=True)
 
     kind = "norm"
     elementwise = True
@@ -332,8 +337,8 @@ class Readout(Dense):
     ((5, 4, 3, 1), (5, 1, 3, 2))
     """
 
-    fn: Callable[[Params, Any], Array] | None = None
-    sample: Callable[[Any], Array] | None = None
+    fn: Callable[[Params, Any], Array] = dataclasses.field(kw_only=True)
+    sample: Callable[[Any], Array] = dataclasses.field(kw_only=True)
 
     kind = "readout"
 

@@ -53,7 +53,7 @@ def lane_dot(u: Vector, v: Vector) -> Float[Array, " lane"]:
 
 
 def lane_axpy(scale: Float[Array, " lane"], x: Vector, y: Vector) -> Vector:
-    """Y + scale·x with one scale per lane."""
+    """y + scale·x with one scale per lane."""
     return jax.tree.map(lambda u, v: v + _beside(scale, u).astype(u.dtype) * u, x, y)
 
 
@@ -67,7 +67,7 @@ def _beside(per_lane: Array, array: Float[Array, "lane ..."]) -> Array:
 
 
 def _divide(numerator: Array, denominator: Array) -> Array:
-    """Numerator / denominator, and 0 where the denominator is 0."""
+    """numerator / denominator, and 0 where the denominator is 0."""
     return jnp.where(denominator == 0, 0, numerator / jnp.where(denominator == 0, 1, denominator))
 
 

@@ -106,8 +106,8 @@ def _empty_factors(block: Block, form: Form, dtype: Any) -> tuple[Array, ...]:
 
 def _empty_inverses(block: Block, factors: tuple[Array, ...]) -> tuple[Array, Array]:
     use = block.uses[0]
-    own = use.own(tuple(jax.ShapeDtypeStruct(p.shape, factors[1].dtype) for p in block.params))
-    rows = jax.eval_shape(use.layer.matrix, own).shape[0]
+    lane = tuple(jax.ShapeDtypeStruct(p.shape, factors[1].dtype) for p in block.params)
+    rows = jax.eval_shape(lambda params: use.dense.matrix(use.own(params)), lane).shape[0]
     return jnp.zeros((block.lanes, rows, rows), factors[1].dtype), jnp.zeros_like(factors[1])
 
 

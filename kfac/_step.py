@@ -73,7 +73,7 @@ def fixed_step(
     gradient_part = sum(lane_dot(b[n], x[n]).sum() for n in x)
     damped = 2 * gradient_part + 2 * sum(s.model.sum() for s in solved.values())
     kl = damped - sum((gamma[n] * lane_dot(x[n], x[n])).sum() for n in x)
-    scale = _kl_scale(kl, kl_clip)
+    scale = _kl_scale(jnp.asarray(kl), kl_clip)
     step = rate * scale
     model = -step * gradient_part + 0.5 * step**2 * damped
     coefficients = jnp.stack([step, jnp.asarray(momentum, step.dtype)])
@@ -199,15 +199,12 @@ def judge(
     unknown = jnp.full_like(damping, jnp.nan)
     adapt = (count + 1) % interval == 0 if interval else jnp.zeros((), bool)
 
-    def measured() -> Array:
-        return change().astype(damping.dtype)
-
     if change is None:
         difference = unknown
     elif reject:
-        difference = measured()
+        difference = change().astype(damping.dtype)
     else:  # a forward pass, which most steps are to do without
-        difference = jax.lax.cond(adapt, measured, lambda: unknown)
+        difference = jax.lax.cond(adapt, lambda: change().astype(damping.dtype), lambda: unknown)
     # Where the model promises nothing, any descent is more than it said and any ascent less.
     ratio = difference / jnp.where(model < 0, model, -jnp.finfo(damping.dtype).tiny)
     # "At most 0", not "not more than 0": a loss that is not a number refuses the step too.

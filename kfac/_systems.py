@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     Lanes = tuple[Float[Array, "lane ..."], ...]
     Factors = dict[str, tuple[Array, ...]]
 
+_NO_OUTPUT = jax.ShapeDtypeStruct((), jnp.float32)
 FORMS = ("exact", "token", "kron", "factors")
 
 
@@ -51,7 +52,7 @@ class System:
       program: the calls of one lane.
       params: current parameters, with leading lane axis.
       state: what the products need: local Jacobians, factors.
-      g: cotangents per use, or None where F does not depend on them.
+      g: cotangents per use, or () where F does not depend on them.
       inputs: captured inputs per use, of exact blocks.
       inverses: inverses of the damped factors that precondition CG, or ().
     """
@@ -61,7 +62,7 @@ class System:
     program: tuple[Any, ...]
     params: Lanes
     state: PyTree[Array]
-    g: tuple[Array, ...] | None
+    g: tuple[Array, ...] = ()
     inputs: tuple[Any, ...] = ()
     inverses: tuple[Array, ...] = ()
 
@@ -160,7 +161,7 @@ class System:
         return _damped_inverse(left, root * pi), _damped_inverse(right, root / pi)
 
     def trace(self, key: Array) -> Float[Array, " lane"]:
-        """Tr F of every lane.
+        """tr F of every lane.
 
         An unbiased estimate from random signs (Hutchinson) where there is no closed form.
         """
@@ -322,15 +323,12 @@ def _one(block: Block, curvature: Curvature, params: dict, form: Form, factors: 
     if form.name == "factors":
         # Factors know nothing of the batch: what is the batch's in the program would keep layers of
         # one shape apart.
-        program = (
-            dataclasses.replace(
-                block.program[0], output=None, input_dtypes=(), num_examples=0, example_axis=0
-            ),
-        )
-        return System((block,), form, program, lanes, factors, None)
+        any_batch = {"output": _NO_OUTPUT, "input_dtypes": (), "num_examples": 0, "example_axis": 0}
+        program = (dataclasses.replace(block.program[0], **any_batch),)
+        return System((block,), form, program, lanes, factors)
     inputs, g = captured_of(block, curvature)
     state = (inputs, factors) if form.name == "kron" else inputs
-    return System((block,), form, block.program, lanes, state, None if form.name == "kron" else g)
+    return System((block,), form, block.program, lanes, state, () if form.name == "kron" else g)
 
 
 def _stack(systems: list[System]) -> System:

@@ -85,7 +85,7 @@ def scale_by_cg_fac(
         names = _owned(grads, layers)
         if not names:  # all of its parameters are masked
             return grads, state._replace(count=state.count + 1)
-        _check_arguments(layers, options, params, curvature, value, value_fn)
+        curvature = _checked(layers, options, params, curvature, value, value_fn)
         owned = {name: curvature.layers.blocks[name] for name in names}
         problem = pose(owned, grads, state, params, curvature, options)
         warm = to_vectors(owned, state.solution) if options.warm_start else None
@@ -94,8 +94,8 @@ def scale_by_cg_fac(
         delta = from_vectors(owned, proposal.delta, flatten(grads))
         finite = jnp.all(jnp.stack([jnp.isfinite(d).all() for d in delta.values()]))
 
-        def change() -> Array:  # whose arguments `_check_arguments` looked for
-            return value_fn(add(params, delta)) - value  # pyright: ignore[reportOperatorIssue]
+        def change() -> Array:  # whose arguments `_checked` looked for
+            return value_fn(add(params, delta)) - value  # pyright: ignore
 
         verdict = _judge(
             finite, proposal, problem, state, change if options.measures_loss else None, options
@@ -130,15 +130,15 @@ def _owned(tree: PyTree[Array], layers: Layers) -> dict[str, Block]:
     return whole
 
 
-def _check_arguments(
+def _checked(
     layers: Layers,
     options: Options,
     params: Any,
     curvature: Curvature | None,
     value: Any,
     value_fn: Any,
-) -> None:
-    """Raises ValueError unless ``update`` got what these options need."""
+) -> Curvature:
+    """The curvature; raises ValueError unless ``update`` got what these options need."""
     if curvature is None or params is None:
         raise ValueError(
             "cg_fac expects update(grads, state, params, curvature=…), got none; compute the "
@@ -172,6 +172,7 @@ def _check_arguments(
             "value_fn=params → loss on the same batch), got none; pass them, or set reject=False "
             "and damping_interval=0."
         )
+    return curvature
 
 
 def _propose(

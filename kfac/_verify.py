@@ -78,7 +78,7 @@ class Report:
             "rank",
             "condition",
         )
-        lines = [head]
+        lines: list[tuple[str, ...]] = [head]
         for r in self.rows:
             errors = [f"{e:.1e}" for e in (r.capture_error, r.product_error, r.cg_error)]
             lines.append(
@@ -141,11 +141,11 @@ def verify(
     )
     _, grads, curvature = jax.jit(function)(params, *args)
     flat, flat_grads = flatten(params), flatten(grads)
-    key = jax.random.key(0) if key is None else key
+    root = jax.random.key(0) if key is None else key
     rows = []
     for i, block in enumerate(curvature.layers.blocks.values()):
         compute = jax.jit(functools.partial(_check, block))
-        found = compute(flat, flat_grads, curvature, damping, jax.random.fold_in(key, i))
+        found = compute(flat, flat_grads, curvature, damping, jax.random.fold_in(root, i))
         numbers = {name: np.asarray(values) for name, values in found.items()}
         worst = {k: float(v.min() if k == "kron_cosine" else v.max()) for k, v in numbers.items()}
         form = "factors" if block.factored else "kron"
@@ -204,7 +204,7 @@ def _check(
 
 
 def _kron_solution(
-    block: Block, curvature: Curvature, params: dict, b: PyTree, damping: float
+    block: Block, curvature: Curvature, params: dict, b: PyTree, damping: float | Array
 ) -> PyTree:
     form = Form("factors" if block.factored else "kron")
     factors = systems.new_factors(block, curvature, systems.lanes_of(block, params), form)

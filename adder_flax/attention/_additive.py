@@ -79,7 +79,9 @@ def _normalized_pair_scores(parameters: dict[str, Array], pair: tuple[Array, Arr
     return _normalized_scores(*pair, parameters["v"], parameters["norm_scale"], shift)[..., None]
 
 
-def _normalized_scores(query: Array, key: Array, v: Array, scale: Array, shift: Array) -> Array:
+def _normalized_scores(
+    query: Array, key: Array, v: AnyArray, scale: AnyArray, shift: AnyArray
+) -> Array:
     """vᵀ tanh(scale · LayerNorm(q + k) + shift), summed as it is made.
 
     No array of size q_length · k_length · hidden is held.

@@ -213,7 +213,7 @@ def resolve_scale(
     )
 
 
-def _check_shapes(query: Array, key: Array, value: Array, identity: bool) -> None:
+def _check_shapes(query: AnyArray, key: AnyArray, value: AnyArray, identity: bool) -> None:
     shapes = f"got query {query.shape}, key {key.shape}, value {value.shape}"
     layout = "(*batch, length, num_heads, head_dim)"
     if not query.ndim == key.ndim == value.ndim >= 3 or not (
@@ -239,7 +239,7 @@ def _check_shapes(query: Array, key: Array, value: Array, identity: bool) -> Non
 
 
 def _mix(weights: Array, value: Array, identity: bool) -> Array:
-    """Weights · value, plus value for the identity map, head-major.
+    """weights · value, plus value for the identity map, head-major.
 
     Each value head serves its group of query heads.
     """
@@ -264,7 +264,7 @@ def _automatic_block(contract: Score, num_keys: int, dropout_rate: float | Array
 def _in_blocks(
     contract: Score,
     raw_scores: Callable[..., Array],
-    arrays: dict[str, Array],
+    arrays: dict[str, AnyArray],
     query: Array,
     key: Array,
     value: Array,
@@ -283,13 +283,13 @@ def _in_blocks(
     return ops.fused_attention(score, query, key, value, tuple(arrays.values()), **options)
 
 
-def _cooled(scores: Array, log_temperature: Array, cooling: float | Array) -> Array:
+def _cooled(scores: Array, log_temperature: AnyArray, cooling: float | Array) -> Array:
     """Scores over the learned temperature, which has curvature."""
     own, per_head = {"log_temperature": log_temperature}, log_temperature.ndim > 0
     return tap_heads(TEMPERED, own, scores, scores * cooling, per_head=per_head)
 
 
-def _biased(scores: Array, bias: Array, key_bias: Array | None) -> Array:
+def _biased(scores: Array, bias: Array, key_bias: AnyArray | None) -> Array:
     """Scores with all biases, of which that of the keys has curvature."""
     if key_bias is None:
         return scores + bias
@@ -298,14 +298,14 @@ def _biased(scores: Array, bias: Array, key_bias: Array | None) -> Array:
     )
 
 
-def _total_bias(bias: Array | None, key_bias: Array | None) -> Array | None:
+def _total_bias(bias: AnyArray | None, key_bias: AnyArray | None) -> AnyArray | None:
     if key_bias is None:
         return bias
     key_bias = key_bias[..., None, :]
     return key_bias if bias is None else bias + key_bias
 
 
-def _visible(mask: Array | None, bias: Array | None) -> Array | None:
+def _visible(mask: AnyArray | None, bias: Array | None) -> Array | None:
     """Which keys each query may see, causality left out; None where all.
 
     From all that can forbid a key but causality.

@@ -10,14 +10,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import kfac
+from adder_flax.arrays import AnyArray
 
 
 def project_heads(
-    x: Float[Array, "*batch length in"],
-    kernel: Float[Array, "*#lanes in out"],
-    bias: Float[Array, "*#lanes out"] | None = None,
+    x: Float[AnyArray, "*batch length in"],
+    kernel: Float[AnyArray, "*#lanes in out"],
+    bias: Float[AnyArray, "*#lanes out"] | None = None,
 ) -> Float[Array, "*_ length out"]:
-    """X W + b with a matrix for each head where W has a leading axis; a dense layer to `kfac`."""
+    """x W + b with a matrix for each head where W has a leading axis; a dense layer to `kfac`."""
     y = jnp.matmul(x, kernel.astype(x.dtype))
     parameters = {"kernel": kernel}
     if bias is not None:
@@ -28,7 +29,7 @@ def project_heads(
 
 def tap_heads(
     layer: kfac.Dense | kfac.Generic,
-    parameters: dict[str, Array],
+    parameters: dict[str, AnyArray],
     x: Any,
     y: Array,
     *,
@@ -50,7 +51,7 @@ def tap_heads(
     if None in paths.values():
         return y
 
-    def report(parameters: dict[str, Array], x: Any, y: Array) -> Array:
+    def report(parameters: dict[str, AnyArray], x: Any, y: Array) -> Array:
         if isinstance(layer, kfac.Dense) and not isinstance(layer, kfac.Readout):
             return kfac.tap(layer, parameters, x, path=paths, y=y)
         return kfac.tap(layer, parameters, x, path=paths, y=y[..., None])[..., 0]
@@ -60,7 +61,7 @@ def tap_heads(
     )
 
 
-def captures(*parameters: Array | None) -> bool:
+def captures(*parameters: AnyArray | None) -> bool:
     """Whether `kfac` is looking for layers and knows one of these arrays."""
     return any(kfac.path_of(parameter) is not None for parameter in parameters)
 

@@ -170,7 +170,7 @@ def value_of(parameter: nnx.Param | None) -> Array | None:
     return None if parameter is None else parameter[...]
 
 
-def _project(linear: nnx.Module, inputs: Array, num_heads: int) -> Array:
+def _project(linear: nnx.Module, inputs: AnyArray, num_heads: int) -> Array:
     # On flattened rows: XLA's CPU backend trains a dense layer two to three times faster on them.
     outputs = linear(inputs.reshape(-1, inputs.shape[-1]))
     return outputs.reshape(*inputs.shape[:-1], num_heads, outputs.shape[-1] // num_heads)

@@ -1,9 +1,9 @@
 """Checks of shapes and settings that functions and modules share, each with one clear message."""
 
-from jaxtyping import Array
+from adder_flax.arrays import AnyArray
 
 
-def require_equal_widths(name: str, query: Array, key: Array) -> None:
+def require_equal_widths(name: str, query: AnyArray, key: AnyArray) -> None:
     """Checks that vectors are of one width, for a score that compares coordinates.
 
     Raises ValueError where they are not.

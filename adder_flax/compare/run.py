@@ -111,8 +111,9 @@ class Comparison:
         return 0.0 if self.best.largest else float("inf")
 
     def _score(self, arm: Arm, values: Mapping[str, Any]) -> search.Score | None:
-        found = [self.records.get(cell) for cell in self.tuning_cells(arm, values)]
-        if any(record is None for record in found):
+        cells = self.tuning_cells(arm, values)
+        found = [record for cell in cells if (record := self.records.get(cell)) is not None]
+        if len(found) < len(cells):
             return None
         if any(record.diverged for record in found):
             return (-float("inf"), statistics.mean(record.steps for record in found))

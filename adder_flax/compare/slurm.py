@@ -68,7 +68,7 @@ class Worker:
         with needs("slurm"):
             from submitit.helpers import DelayedSubmission
 
-        if self._end is not None:
+        if self._child is not None and self._end is not None:
             self._child.send_signal(signal.SIGTERM)
             while self._end.is_alive():
                 time.sleep(_POLL_SECONDS / 10)

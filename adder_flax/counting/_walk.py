@@ -206,7 +206,7 @@ def _inner_programs(equation: Any) -> list[Any]:
 
 def _count(equation: Any, tally: Tally, layer: str) -> None:
     name, params = equation.primitive.name, equation.params
-    out = equation.outvars[0] if equation.outvars else None
+    out: Any = equation.outvars[0] if equation.outvars else None
     if name in _ELEMENTWISE:
         tally.add(layer, _ELEMENTWISE[name], equation.invars[0].aval.dtype, size(out))
     elif name in _REDUCTIONS:

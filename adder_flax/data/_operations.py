@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
+from adder_flax.arrays import AnyArray
 from adder_flax.data._source import DataError
 
 Levels = UInt8[Array, "batch height width channel"]
@@ -169,7 +170,7 @@ def _equalize(counts: _Table, argument: Argument) -> _Table:
     )
 
 
-def _of_levels(table: Callable[[Array], Array]) -> Callable[[_Table, Argument], _Table]:
+def _of_levels(table: Callable[[AnyArray], AnyArray]) -> Callable[[_Table, Argument], _Table]:
     """A table that does not look at the image, made of whole arguments of shape (batch, 1, 1)."""
 
     def make(counts: _Table, argument: Argument) -> _Table:
@@ -195,7 +196,7 @@ _TABLES: dict[str, Callable[[_Table, Argument], _Table]] = {
 def blend(
     base: Int[Array, "batch height width channel"], images: Levels, factor: Argument
 ) -> Levels:
-    """Base + factor (images - base), cut to 0..255 and to whole levels: ``PIL.Image.blend``."""
+    """base + factor (images - base), cut to 0..255 and to whole levels: ``PIL.Image.blend``."""
     factor = factor[:, None, None, None]
     # As Pillow has it: with a factor of 1 or 0 the product would be exact in either form.
     mixed = base + factor * (images.astype(int) - base)

@@ -348,9 +348,10 @@ def _read_archive(archive: Any, members: Sequence[str]) -> Iterator[bytes]:
         with tarfile.open(archive) as tar:
             for member in members:
                 info = tar.getmember(member)
-                if not info.isfile() or info.size > _MAX_CONTENT:
+                file = tar.extractfile(info) if info.isfile() else None
+                if file is None or info.size > _MAX_CONTENT:
                     raise KeyError(f"{member} is no file of at most {_MAX_CONTENT:,} bytes")
-                yield tar.extractfile(info).read()
+                yield file.read()
     except (tarfile.TarError, KeyError, OSError, EOFError, zlib.error) as error:
         raise DataError(
             f"Expected {', '.join(members)} in the archive {archive}, got {printable(error)}. "

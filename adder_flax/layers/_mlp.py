@@ -6,10 +6,10 @@ from typing import Any
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from adder_flax.arrays import AnyArray
 from adder_flax.layers._dropout import Dropout
 from adder_flax.layers._linear import Linear
 from adder_flax.parameters import name_axis
@@ -66,7 +66,7 @@ class Mlp(nnx.Module):
 
     def __call__(
         self,
-        inputs: Float[Array | np.ndarray, "*batch in_features"],
+        inputs: Float[AnyArray, "*batch in_features"],
         *,
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,

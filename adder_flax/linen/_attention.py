@@ -124,7 +124,7 @@ class MultiHeadAttention(TakesKeywords):
             return {}
         # A scope of its own, as in the NNX module; a submodule could not be named like the field
         # `score`.
-        scope = self.scope.push("score")
+        scope = self.scope.push("score")  # pyright: ignore[reportOptionalMemberAccess] - bound here
         return {
             name: scope.param(name, spec.init, spec.shape, self.param_dtype)
             for name, spec in specs.items()

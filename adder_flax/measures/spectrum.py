@@ -57,7 +57,7 @@ def equivalent_rank(
 
 
 def effective_rank(sigma: Float[np.ndarray, "*batch n"]) -> Float[NumPy, "*batch"]:
-    """Exp of the entropy of σ / Σ σ: N for equal values, 1 for a single one.
+    """exp of the entropy of σ / Σ σ: N for equal values, 1 for a single one.
 
     Source: Roy and Vetterli, EUSIPCO 2007.
 

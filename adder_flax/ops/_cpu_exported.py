@@ -98,8 +98,9 @@ def register() -> None:
     """Registers the names with XLA; builds nothing."""
     header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
     version = [
-        int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", header)[1])
+        int(number)
         for part in ("MAJOR", "MINOR")
+        for number in re.findall(rf"#define XLA_FFI_API_{part} (\d+)", header)
     ]
     for kernel, symbol in KERNELS.items():
         handler = _Handler(functools.partial(_handle, symbol, version))

@@ -26,7 +26,7 @@ unavailable and the XLA backend takes over.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ from adder_flax.ops._pallas import SIGN_SLOPE, Operand, PallasBackend, Reduction
 try:
     from jax.experimental.pallas import triton as plgpu
 except ImportError:
-    plgpu = None
+    plgpu: Any = None
 
 # Terms added in one turn of the loop, and length of the runs of neighbouring rows and columns that
 # one thread owns: what one 16-byte load brings.

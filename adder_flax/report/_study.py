@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
 from adder_flax import recorder
 from adder_flax.arrays import AnyArray
@@ -256,7 +256,7 @@ class Study(ImageStudy):
     @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of patches."""
-        tokens = self.subject.captured.tokens.shape[1] - self.subject.prefix_tokens
+        tokens = self.subject.captured.blocks[0].map.shape[-1] - self.subject.prefix_tokens
         return patch_grid(self.pictures.shape[1:], tokens)
 
     @property
@@ -332,7 +332,7 @@ def study_images(
     )
 
 
-def require_probabilities(model: nnx.Module, *inputs: Array) -> None:
+def require_probabilities(model: nnx.Module, *inputs: AnyArray) -> None:
     """Checks that a report can be made of a model.
 
     Entropy, rollout and walks are made of probabilities.

@@ -6,7 +6,7 @@ Declared are its rule, its default, its reason, and whether it shapes the compil
 import dataclasses
 import difflib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from adder_flax.errors import RunError
@@ -75,7 +75,7 @@ def section(
       among: classes by name; the one that the section's field ``name`` stands for reads it.
       joined: in place of one class, a table of them, whose fields the section has all together.
     """
-    find = (
+    find: Callable[[], Any] = (
         (lambda: settings)
         if joined is None
         else (lambda: join(joined.kind, *map(joined.get, joined)))

@@ -83,7 +83,7 @@ class Classification(Task):
         statistics = dict(num_classes=facts.num_classes, mean=facts.mean, std=facts.std)
         return data.augment(key, images, labels, self.augmentation, **statistics)
 
-    def arguments(self, examples: tuple[Array, Array]) -> tuple[Array]:
+    def arguments(self, examples: tuple[AnyArray, AnyArray]) -> tuple[AnyArray]:
         return examples[:1]
 
     def loss(

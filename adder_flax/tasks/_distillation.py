@@ -91,7 +91,7 @@ class Distillation(Classification):
 
 
 def logits_of_heads(
-    model: nnx.Module, images: Array, **random: Any
+    model: nnx.Module, images: AnyArray, **random: Any
 ) -> Float[Array, "batch heads classes"]:
     """Returns the logits of every head of a classifier in float32.
 
@@ -107,7 +107,7 @@ def logits_of_heads(
 
 def distance_to_teacher(
     logits: Float[Array, "batch classes"],
-    taught: Float[Array, "batch classes"],
+    taught: Float[AnyArray, "batch classes"],
     kind: str,
     temperature: float | Array,
 ) -> Float[Array, ""]:

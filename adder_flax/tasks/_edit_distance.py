@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from adder_flax.arrays import AnyArray
+
 
 def edit_distance(
     guess: Int[Array, "*batch guess"],
-    truth: Int[Array, "*batch truth"],
+    truth: Int[AnyArray, "*batch truth"],
     guess_length: Int[Array, "*batch"],
     truth_length: Int[Array, "*batch"],
 ) -> Int[Array, "*batch"]:
@@ -46,7 +48,7 @@ def edit_distance(
     return jnp.take_along_axis(last, truth_length[..., None], axis=-1)[..., 0]
 
 
-def length_to(symbols: Int[Array, "*batch time"], end: int) -> Int[Array, "*batch"]:
+def length_to(symbols: Int[AnyArray, "*batch time"], end: int) -> Int[Array, "*batch"]:
     """How many symbols stand before the first `end`, or all of them.
 
     >>> length_to(jnp.array([[5, 6, 1, 7], [5, 5, 5, 5]]), end=1).tolist()

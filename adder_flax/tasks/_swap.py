@@ -142,7 +142,7 @@ class _Seen(NamedTuple):
     attention: list[Mapping[str, Array]]
 
 
-def _watch(model: VisionTransformer, images: Array) -> _Seen:
+def _watch(model: VisionTransformer, images: AnyArray) -> _Seen:
     wanted = {"linear": ["rows", "outputs"], "attention": ["query", "key", "weights"]}
     _, records = recorder.record(wanted, model, images)
     linear = {
@@ -256,7 +256,7 @@ def _fit_distances(
     return {"kernel": prototypes, "norm.scale": scale, "norm.bias": bias}
 
 
-def _explained(sums: Array, wanted: Array) -> tuple[Array, Array, Array]:
+def _explained(sums: Array, wanted: AnyArray) -> tuple[Array, Array, Array]:
     """Returns each output's scale and offset behind LayerNorm, and the mean square they leave."""
     centred = sums - sums.mean(-1, keepdims=True)
     normed = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + LAYER_NORM_EPSILON)
@@ -266,7 +266,7 @@ def _explained(sums: Array, wanted: Array) -> tuple[Array, Array, Array]:
 
 
 def _slopes(
-    inputs: Float[Array, "rows out"], outputs: Float[Array, "rows out"]
+    inputs: Float[Array, "rows out"], outputs: Float[AnyArray, "rows out"]
 ) -> Float[Array, " out"]:
     """Returns the slope of each column of the outputs over that of the inputs, by least squares."""
     centred = inputs - inputs.mean(0)

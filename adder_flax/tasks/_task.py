@@ -76,7 +76,7 @@ class Task(abc.ABC):
     ):
         self.settings = settings
         self.data_facts = facts
-        self.teacher = teacher
+        self.teacher: Any = teacher  # tasks that ask for one are given one
         self.progress = progress
 
     @property

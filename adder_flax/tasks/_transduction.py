@@ -127,7 +127,7 @@ class Transduction(Task):
         return batch["source"], batch["references"][:, 0]
 
     def write(
-        self, model: nnx.Module, source: Int[Array, "batch source"]
+        self, model: nnx.Module, source: Int[AnyArray, "batch source"]
     ) -> Int[Array, "batch target"]:
         """Returns what the model makes of the sources, ended and filled up with `END`."""
         memory = model.encode(source)
@@ -197,7 +197,7 @@ class Transduction(Task):
 
 
 def closest(
-    written: Int[Array, "batch written"], references: Int[Array, "batch references target"]
+    written: Int[Array, "batch written"], references: Int[AnyArray, "batch references target"]
 ) -> tuple[Int[Array, " batch"], Int[Array, " batch"]]:
     """Returns the least number of edits to a reference, and the length of that reference.
 

@@ -13,7 +13,7 @@ _CALLED = re.compile(
     r"(calls|to_apply|body|condition|called_computations|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _TRIP_COUNT = re.compile(r"known_trip_count\W+n\W+(\d+)")
-_ARRAY = re.compile(r"\b([a-z]+\d+[a-z0-9]*|pred)\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b(?:[a-z]+(\d+)[a-z0-9]*|pred)\[([\d,]*)\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +65,8 @@ def collectives(hlo: str) -> dict[str, Traffic]:
 def _array_bytes(shape: str) -> int:
     """Bytes of a shape such as ``(f32[2,8]{1,0}, bf16[4])``, tuples summed up."""
     total = 0
-    for dtype, dims in _ARRAY.findall(shape):
-        bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
-        total += math.prod(int(dim) for dim in dims.split(",") if dim) * bits // 8
+    for bits, dims in _ARRAY.findall(shape):
+        total += math.prod(int(dim) for dim in dims.split(",") if dim) * int(bits or 8) // 8
     return total
 
 

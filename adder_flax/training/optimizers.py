@@ -78,7 +78,7 @@ class OptimizerSpec(NamedTuple):
     settings: OptimizerSettings
     learning_rate: optax.Schedule
     facts: Any
-    find_layers: Callable[[int], kfac.Layers] | None
+    find_layers: Callable[[int], kfac.Layers]
 
     def mask(self, chosen: Callable[[Facts], Any]) -> Any:
         """Returns the tree of what is chosen by the facts of each parameter."""

@@ -95,7 +95,7 @@ def parameter_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh, facts: Facts
     for i, axis in enumerate(facts.axes):
         on_mesh = LOGICAL_AXES.get(axis.name) if axis else None
         # JAX refuses kernels on axes that are split unevenly (IndivisibleError).
-        if on_mesh and mesh.shape[on_mesh] > 1 and axis.parts % mesh.shape[on_mesh] == 0:
+        if axis and on_mesh and mesh.shape[on_mesh] > 1 and axis.parts % mesh.shape[on_mesh] == 0:
             spec[i] = on_mesh
     free = [i for i in range(len(shape)) if spec[i] is None and shape[i] % mesh.shape["fsdp"] == 0]
     if free and mesh.shape["fsdp"] > 1:

@@ -18,9 +18,13 @@ def vit(settings, source) -> VisionTransformer:
     )
 
 
+def _no_layers(stride):
+    raise AssertionError("an optimizer of the first order asked for layers with curvature")
+
+
 def optimizer_of(settings, learning_rate, facts):
     """The optimizer of these settings."""
-    return OPTIMIZERS.get(settings.name)(OptimizerSpec(settings, learning_rate, facts, None))
+    return OPTIMIZERS.get(settings.name)(OptimizerSpec(settings, learning_rate, facts, _no_layers))
 
 
 def make_parts(graphdef, augment, optimizer=None, ema_decay=0.0):
