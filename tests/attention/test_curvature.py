@@ -55,10 +55,10 @@ def loss_of(module, call):
 
 
 SCORES = [
-    (multi_head, "additive", {"hidden_dim": 4}),
+    pytest.param(multi_head, "additive", {"hidden_dim": 4}, marks=pytest.mark.slow),
     (multi_head, "additive", {"layer_norm": True, "hidden_dim": 4}),
     (multi_head, "bilinear", {}),
-    (sequence, "additive", {}),
+    pytest.param(sequence, "additive", {}, marks=pytest.mark.slow),
 ]
 
 

@@ -88,6 +88,7 @@ def test_a_sixth_score_works_in_functions_modules_models_and_capture(registered)
     assert [m.shape for m in maps] == [(1, 2, 5, 5)] * 2
 
 
+@pytest.mark.slow
 def test_a_sixth_score_works_in_experiments_linen_and_reports(registered):
     registered(attention.Score("cosine", cosine_scores, cosine_parameters, scale=lambda _: 1.0))
     config = common.deit("multiplicative", "tiny")

@@ -350,7 +350,7 @@ def test_kl_clip_bounds_the_step_in_the_metric():
     assert kl(kl_clip=1e-4, step="fixed", momentum=0.0)[1] < 1
 
 
-@pytest.mark.parametrize("step", ["quadratic", "fixed"])
+@pytest.mark.parametrize("step", [pytest.param("quadratic", marks=pytest.mark.slow), "fixed"])
 def test_the_learning_rate_scales_a_clipped_step(step):
     # Clipped after the rate, all steps would have one length, and a schedule would decay nothing.
     layers = kfac.find_layers(network, PARAMS, X, LABELS)
@@ -645,6 +645,7 @@ def test_a_gradient_that_is_not_finite_anywhere_moves_no_share(where):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(step(after, 0.0)))
 
 
+@pytest.mark.slow
 def test_multi_steps_applies_the_mean_gradient():
     layers = kfac.find_layers(network, PARAMS, X[:4], LABELS[:4])
     optimizer = optax.MultiSteps(fixed(layers, damping=1e9, damping_scale="absolute"), 2)

@@ -84,6 +84,7 @@ def test_uniform_maps_keep_the_mask(temperature):
     assert with_uniform_maps(layer) is not layer
 
 
+@pytest.mark.slow
 def test_edits_are_those_of_what_the_model_writes():
     rows = [[1, 2], [2], [3, 1, 2]]
     arrays = {

@@ -108,6 +108,7 @@ def test_the_teachers_parameters_are_arguments_of_the_step(teacher_run):
     assert "tensor<3x3x1x4xf32>" in text.partition("func.func public @main")[2].partition("->")[0]
 
 
+@pytest.mark.slow
 def test_weights_of_timm_and_hugging_face_teach_by_path(tmp_path):
     source = data.load_source("digits", "train", image_size=8)
     facts = {"timm": {"architecture": "vit_tiny_patch16_224", "model_args": {"num_heads": 2}}}

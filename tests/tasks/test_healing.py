@@ -47,6 +47,7 @@ def watch(model, seen=None):
     return [[wide(r) for r in records if r.kind == kind] for kind in ("attention", "block")]
 
 
+@pytest.mark.slow
 def test_a_swapped_head_has_the_closest_maps_of_all_that_were_tried():
     """Every factor and ratio again in NumPy, from the teacher's queries and keys; the best one is
     the student's map."""

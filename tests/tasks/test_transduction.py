@@ -62,6 +62,7 @@ def test_the_loss_is_the_mean_over_real_symbols(source, smoothing):
     np.testing.assert_allclose(outcome.metrics["symbol_accuracy"], hits / count, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_nothing_flows_from_where_nothing_is_to_be_said(source):
     task, batch = make_task(source), source.first(6)
     model = make_model(task)

@@ -101,6 +101,7 @@ class Pixels(nnx.Module):
         return self.read(self.attend(images[..., 0]).reshape(len(images), -1))
 
 
+@pytest.mark.slow
 def test_any_model_that_attends_is_diagnosed(batch):
     model = Pixels()
     numbers, _, params = diagnose(model, batch, num_examples=5)

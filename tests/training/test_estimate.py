@@ -193,6 +193,7 @@ def test_memory_of_a_device_that_does_not_tell_is_unknown():
 EXPERIMENT = ["--mode=compile", "--config=experiments/adder_deit_tiny.py", *TINY_FLAGS]
 
 
+@pytest.mark.slow
 def test_simulated_devices_from_the_command_line(run_main):
     done = run_main(
         *EXPERIMENT, "--config.topology=cpu:8", "--config.mesh.data=2", "--config.mesh.fsdp=4"

@@ -37,6 +37,7 @@ def test_a_layer_of_another_width_leaves_the_others_as_they_are(params):
         np.testing.assert_array_equal(narrow[name], wide[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_seeds_and_paths_give_other_numbers_of_the_same_distribution(params):
     first, second = (
         params(**{"model.depth": 2, "model.width": 64}),

@@ -161,7 +161,7 @@ def test_sgd_against_numpy_with_decay_beside_momentum(pair, settings):
 
 
 @pytest.mark.unchecked
-@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.parametrize("accumulation_steps", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_line_searches_see_the_loss_of_the_whole_batch(accumulation_steps):
     """L-BFGS in the training step against optax's own loop on the same least squares."""
     rng = np.random.default_rng(0)

@@ -115,6 +115,7 @@ def test_accumulated_microbatches_and_rare_curvature(curvature, interval, tiny_c
         np.testing.assert_allclose(parts[name], whole[name], rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_sample_gives_the_curvature_and_the_batch_the_gradient(accumulation, tiny_config):
     stride, fields = 4, FIELDS | {"model.depth": 1, "accumulation_steps": accumulation}
@@ -142,6 +143,7 @@ def test_a_sample_gives_the_curvature_and_the_batch_the_gradient(accumulation, t
     np.testing.assert_allclose(moment / moment[-1, -1], inputs.T @ inputs / len(inputs), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_sample_is_taken_anew_now_and_then(tiny_config):
     fields = FIELDS | {"model.depth": 1, "optimizer.cg_fac.curvature_interval": 3}
     run = build_run(tiny_config("adder", **fields, **{"optimizer.cg_fac.curvature_stride": 8}))

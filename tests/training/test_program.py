@@ -109,6 +109,7 @@ def test_another_seed_and_other_rates_compile_nothing(optimizer, numbers, tiny_c
     assert len({tuple(values[:9]) for values in losses}) == 4
 
 
+@pytest.mark.slow
 def test_every_number_counts(tiny_config):
     """A number that is data reaches the step: each changes what three steps give, from what the
     shared program gave."""
@@ -143,7 +144,7 @@ def test_numbers_that_are_off_are_left_out_of_the_program(tiny_config):
     "fields",
     [
         {"model.dropout_rate": 0.2, "model.attention_dropout_rate": 0.2, "model.key_block": "8"},
-        {"model.drop_path_rate": 0.4, "model.depth": 2},
+        pytest.param({"model.drop_path_rate": 0.4, "model.depth": 2}, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.slow)])

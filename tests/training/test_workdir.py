@@ -159,7 +159,7 @@ def test_a_state_that_is_not_finite_is_neither_saved_nor_scored(tiny_config, tmp
     assert not any("eval/loss" in row for row in read_metrics(tmp_path))
 
 
-@pytest.mark.parametrize("non_finite", ["stop", "skip"])
+@pytest.mark.parametrize("non_finite", ["stop", pytest.param("skip", marks=pytest.mark.slow)])
 def test_a_state_whose_score_is_not_finite_is_not_saved_unless_told_to_go_on(
     non_finite, tiny_config, tmp_path
 ):
