@@ -48,10 +48,7 @@ def over_devices(function: Callable[..., PyTree], *lanes: PyTree) -> Any:
     result = jax.shard_map(
         function, in_specs=spec, out_specs=spec, axis_names=set(axes), check_vma=False
     )(*lanes)
-    # Whole on every device before layers are cut out of it: out of parts, each cut would be an
-    # exchange of its own.
-    whole = jax.lax.with_sharding_constraint(result, PartitionSpec())
-    return jax.tree.map(lambda a: a[:count], whole)
+    return jax.tree.map(lambda a: a[:count], result)
 
 
 def _automatic_axes() -> tuple[tuple[str, ...], int]:
