@@ -9,9 +9,11 @@ from flax import nnx
 from adder_flax.models._seq2seq import Seq2Seq
 
 SCORES = [
-    "additive",
     "adder",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("bilinear", "dot", "gaussian")),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("additive", "bilinear", "dot", "gaussian")
+    ),
 ]
 
 

@@ -86,7 +86,8 @@ def test_the_curvature_of_the_sigmoid_loss_is_its_hessian():
     np.testing.assert_allclose(np.square(columns[0, ..., 0]), second, rtol=1e-4, atol=1e-8)
 
 
-@pytest.mark.parametrize("optimizer", ["lamb", pytest.param("cg_fac", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimizer", ["lamb", "cg_fac"])
+@pytest.mark.slow
 def test_a_batch_is_learned_by_heart(optimizer):
     rates = {"optimizer.learning_rate": 0.01, "optimizer.cg_fac.learning_rate": 0.3}
     run = training.build_run(sigmoid_config(**STILL | rates | {"optimizer.name": optimizer}))

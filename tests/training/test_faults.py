@@ -133,6 +133,7 @@ def test_an_undecodable_image_stops_the_run_with_its_name(folder_config, tmp_pat
         cli.train(folder_config, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_undecodable_images_can_be_left_out_and_are_counted(folder_config, tmp_path, capsys):
     folder_config.data.on_unreadable = "skip"
     cli.train(folder_config, tmp_path / "run")

@@ -161,7 +161,8 @@ def test_sgd_against_numpy_with_decay_beside_momentum(pair, settings):
 
 
 @pytest.mark.unchecked
-@pytest.mark.parametrize("accumulation_steps", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_line_searches_see_the_loss_of_the_whole_batch(accumulation_steps):
     """L-BFGS in the training step against optax's own loop on the same least squares."""
     rng = np.random.default_rng(0)
@@ -341,9 +342,8 @@ def test_whitened_steps_against_numpy(stage, in_numpy):
                 np.testing.assert_allclose(updates["one"], expected[step], rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "name", ["soap", *(pytest.param(n, marks=pytest.mark.slow) for n in ("kl_shampoo", "nadamw"))]
-)
+@pytest.mark.parametrize("name", ["soap", "kl_shampoo", "nadamw"])
+@pytest.mark.slow
 def test_a_batch_is_learned_by_heart(name, tiny_config):
     fields = {
         "optimizer.name": name,

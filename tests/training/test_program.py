@@ -144,10 +144,11 @@ def test_numbers_that_are_off_are_left_out_of_the_program(tiny_config):
     "fields",
     [
         {"model.dropout_rate": 0.2, "model.attention_dropout_rate": 0.2, "model.key_block": "8"},
-        pytest.param({"model.drop_path_rate": 0.4, "model.depth": 2}, marks=pytest.mark.slow),
+        {"model.drop_path_rate": 0.4, "model.depth": 2},
     ],
 )
-@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [False, True])
 def test_the_shared_program_gives_what_its_own_would(fields, remat, tiny_config, monkeypatch):
     """The second run of a program against the first of another one: numbers are nowhere kept from
     the first run."""
