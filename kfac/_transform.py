@@ -95,7 +95,7 @@ def scale_by_cg_fac(
         finite = jnp.all(jnp.stack([jnp.isfinite(d).all() for d in delta.values()]))
 
         def change() -> Array:  # whose arguments `_checked` looked for
-            return value_fn(add(params, delta)) - value  # pyright: ignore
+            return value_fn(add(params, delta)) - value  # pyright: ignore[reportOperatorIssue, reportOptionalCall]
 
         verdict = _judge(
             finite, proposal, problem, state, change if options.measures_loss else None, options

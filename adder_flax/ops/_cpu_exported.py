@@ -97,11 +97,12 @@ _FAILED_PRECONDITION = 9
 def register() -> None:
     """Registers the names with XLA; builds nothing."""
     header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
-    version = [
-        int(number)
-        for part in ("MAJOR", "MINOR")
-        for number in re.findall(rf"#define XLA_FFI_API_{part} (\d+)", header)
-    ]
+
+    def number(part: str) -> int:
+        (found,) = re.findall(rf"#define XLA_FFI_API_{part} (\d+)", header)
+        return int(found)
+
+    version = [number("MAJOR"), number("MINOR")]
     for kernel, symbol in KERNELS.items():
         handler = _Handler(functools.partial(_handle, symbol, version))
         _kept_alive.append(handler)

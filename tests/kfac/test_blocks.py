@@ -379,3 +379,9 @@ def test_microbatches_together_are_the_batch():
         np.testing.assert_allclose(matrix, expected, rtol=1e-11, atol=1e-15)
     with pytest.raises(ValueError, match="same layers and Fisher matrix"):
         kfac.concatenate_curvature([curvature, dataclasses.replace(curvature, fisher="mc")])
+
+
+def test_an_adder_layer_that_is_called_wants_its_distances():
+    layer, params = kfac.L1Dense(), {"kernel": jnp.ones((3, 2))}
+    with pytest.raises(ValueError, match=r"expected distances=.*got none; give kfac.L1Dense"):
+        kfac.tap(layer, params, jnp.ones((4, 3)), path="")
