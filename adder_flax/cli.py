@@ -27,7 +27,7 @@ def enable_compilation_cache() -> None:
 
     A folder that cannot be used is done without.
     """
-    given = jax.config.jax_compilation_cache_dir
+    given = jax.config.values["jax_compilation_cache_dir"]
     if given and "://" in given:
         return
     machine = hashlib.sha256(own_cache.processor().encode()).hexdigest()[
@@ -376,9 +376,10 @@ def predict(
     else:
         state = _restore(run, workdir, checkpoint)
     model = run.model(training.fetch(training.evaluation_params(state), run.mesh))
-    predictor = predicting.Predictor(run.task, model, run.eval_source)
+    source = data.require_kind(data.ImageSource, run.eval_source, "--mode=predict")
+    predictor = predicting.Predictor(run.task, model, source)
     unread = predicting.predict_files(
-        predictor, files, *(place and Path(place) for place in (output, overlay))
+        predictor, files, *(Path(place) if place else None for place in (output, overlay))
     )
     if unread:
         print(f"{unread} of {len(files)} files could not be read", file=sys.stderr)
@@ -423,7 +424,7 @@ def _program_writer(
     save: Callable[..., None], run: training.Run, model: Any, path: Path, step: int
 ) -> Callable[[], None]:
     """Returns what writes the model as a program, by a function of `interop`."""
-    source = run.eval_source
+    source = data.require_kind(data.ImageSource, run.eval_source, "a program")
     crop = (
         f"the shorter side resized to {source.image_shape[0] / source.eval_crop_ratio:.0f} pixels, "
         "then the middle"
@@ -451,7 +452,8 @@ def _folder_writer(run: training.Run, model: Any, path: Path, step: int) -> Call
 
     Its model card has scores of the whole evaluation split.
     """
-    source, facts = run.eval_source, run.task.data_facts
+    source = data.require_kind(data.ImageSource, run.eval_source, "a model card")
+    facts = run.task.data_facts
     measured = training.Evaluator(run)(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     operations = counting.count_operations(model, *run.task.example().inputs)
     card = interop.model_card(

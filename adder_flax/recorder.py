@@ -40,19 +40,19 @@ class Record:
       kind: what reports: "attention", "adder", "block", ….
       path: the module's, joined by dots: "blocks.0.attention"; "" where nothing with a name was
         called.
-      arrays: by name, with `loops` as leading axes.
+      arrays: by name, with `loops` as leading axes; of `describe` their shapes alone.
       items: the facts as pairs.
       loops: lengths of the loops (and vmaps) that the call is inside of, outermost first.
     """
 
     kind: str
     path: str
-    arrays: Mapping[str, Array]
-    items: tuple[tuple[str, Hashable], ...] = ()
+    arrays: Mapping[str, Any]
+    items: tuple[tuple[str, Any], ...] = ()
     loops: tuple[int, ...] = ()
 
     @property
-    def facts(self) -> dict[str, Hashable]:
+    def facts(self) -> dict[str, Any]:
         """What the layer says of itself: the name of its score, …."""
         return dict(self.items)
 

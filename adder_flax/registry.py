@@ -71,7 +71,10 @@ class Registry(Generic[Entry]):
         Raises:
           ValueError: something else has this name.
         """
-        origin = _definition(entry) if origin is None else origin
+        self._note(name, entry, _definition(entry) if origin is None else origin)
+        return entry
+
+    def _note(self, name: str, entry: "Entry | _Lazy", origin: Any) -> None:
         if self._origins.get(name, origin) != origin:
             raise ValueError(
                 f"expected a new name for the {self.kind}, got {name!r}, which is registered "
@@ -80,7 +83,6 @@ class Registry(Generic[Entry]):
         if self._entries.get(name) is not entry:
             _note_change()
         self._entries[name], self._origins[name] = entry, origin
-        return entry
 
     def register_lazily(self, name: str, place: str) -> None:
         """Adds an entry that is imported when it is first asked for.
@@ -98,7 +100,7 @@ class Registry(Generic[Entry]):
           >>> round(numbers.get("pi"), 2)
           3.14
         """
-        self.register(name, _Lazy(place), origin=place)
+        self._note(name, _Lazy(place), place)
 
     def get(self, name: str) -> Entry:
         """Returns the entry of a name.

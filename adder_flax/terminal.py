@@ -12,6 +12,7 @@ import unicodedata
 import warnings
 from collections.abc import Callable, Iterator
 from logging import LogRecord
+from typing import Any
 
 from absl import logging
 
@@ -98,8 +99,11 @@ def prepare() -> None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-    sys.stdout = _Output(sys.stdout.detach(), sys.stdout.encoding, "plainer", line_buffering=True)
-    sys.stderr.reconfigure(errors="plainer", line_buffering=True)
+    streams: Any = sys  # which the library's types let be any that are written to
+    sys.stdout = _Output(
+        streams.stdout.detach(), sys.stdout.encoding, "plainer", line_buffering=True
+    )
+    streams.stderr.reconfigure(errors="plainer", line_buffering=True)
     # Threads that write behind a run's back complain to whoever waits for them; warnings are for
     # developers.
     threading.excepthook = lambda args: logging.warning(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def tap(
     layer: Dense | Generic,
-    params: dict[str, Array],
+    params: dict[str, Any],
     x: PyTree[Array],
     *,
     path: str | Mapping[str, str],
@@ -74,7 +74,7 @@ def tap(
     )
 
 
-def path_of(array: Array) -> str | None:
+def path_of(array: Any) -> str | None:
     """Where an array stands in the tree that a capture in progress differentiates.
 
     None outside of one or for another.

@@ -1,9 +1,7 @@
 """Holds calls of the packages against their annotations, shapes included, while tests run.
 
-Not held: settings, whose numbers are traced while a step is; modules of Linen, whose inherited
-annotations cannot be checked; what tests call with other things than it asks for, to see it
-complain or because a part is enough (`interop`, `report`, `tasks`, `recorder`); whether an array is
-JAX's or NumPy's, and whether a number is traced.
+Not held: modules of Linen, whose inherited annotations cannot be checked; the registry and errors,
+which stand below what checks; whether an array is JAX's or NumPy's, and whether a number is traced.
 """
 
 import contextlib
@@ -17,7 +15,7 @@ import numpy as np
 from adder_flax.settings._numbers import _Number
 from tests.processes import ROOT
 
-_UNCHECKED = ("linen", "settings", "interop", "report", "tasks", "recorder")
+_UNCHECKED = ("linen",)
 _NUMBERS = {float: float | int | np.number | jax.Array | _Number, int: int | np.integer | jax.Array}
 _CONF = beartype.BeartypeConf(hint_overrides=beartype.FrozenDict(_NUMBERS))
 checked = beartype.beartype(conf=_CONF)

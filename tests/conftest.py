@@ -27,7 +27,8 @@ annotations.hold()
 
 @pytest.fixture(autouse=True)
 def _calls_that_are_wrong_on_purpose(request):
-    """Does not check calls of tests marked ``unchecked``: what they call is to complain itself."""
+    """Does not check calls of tests marked ``unchecked``: what they call is to complain itself, or
+    asks for more than they need."""
     with annotations.held(request.node.get_closest_marker("unchecked") is None):
         yield
 

@@ -163,6 +163,7 @@ def attend(
         if module is not None:
             _sow(module, shown)
         if is_on(rate):
+            assert dropout_rng is not None, "_check_dropout has seen to it"
             weights = _dropout(weights, rate, dropout_rng, broadcast_dropout)
         output = _mix(weights.astype(dtype), value, identity)
     output = jnp.swapaxes(output, -2, -3)
@@ -289,7 +290,7 @@ def _cooled(scores: Array, log_temperature: AnyArray, cooling: float | Array) ->
     return tap_heads(TEMPERED, own, scores, scores * cooling, per_head=per_head)
 
 
-def _biased(scores: Array, bias: Array, key_bias: AnyArray | None) -> Array:
+def _biased(scores: Array, bias: AnyArray, key_bias: AnyArray | None) -> Array:
     """Scores with all biases, of which that of the keys has curvature."""
     if key_bias is None:
         return scores + bias
@@ -305,7 +306,7 @@ def _total_bias(bias: AnyArray | None, key_bias: AnyArray | None) -> AnyArray | 
     return key_bias if bias is None else bias + key_bias
 
 
-def _visible(mask: AnyArray | None, bias: Array | None) -> Array | None:
+def _visible(mask: AnyArray | None, bias: AnyArray | None) -> Array | None:
     """Which keys each query may see, causality left out; None where all.
 
     From all that can forbid a key but causality.
@@ -313,7 +314,8 @@ def _visible(mask: AnyArray | None, bias: Array | None) -> Array | None:
     mask = None if mask is None else jnp.asarray(mask).astype(bool)
     if bias is None:
         return mask
-    return bias > -jnp.inf if mask is None else jnp.logical_and(mask, bias > -jnp.inf)
+    allowed = jnp.greater(bias, -jnp.inf)
+    return allowed if mask is None else jnp.logical_and(mask, allowed)
 
 
 def _with_causal(mask: Array | None, shape: tuple[int, ...]) -> Array:

@@ -47,8 +47,9 @@ def tap_heads(
       y: its output, likewise.
       per_head: whether each head has parameters of its own.
     """
-    paths = {role: kfac.path_of(parameter) for role, parameter in parameters.items()}
-    if None in paths.values():
+    known = {role: kfac.path_of(parameter) for role, parameter in parameters.items()}
+    paths = {role: path for role, path in known.items() if path is not None}
+    if len(paths) < len(known):
         return y
 
     def report(parameters: dict[str, AnyArray], x: Any, y: Array) -> Array:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adder_flax.compare.plan import Cell, own_fields
+from adder_flax.compare.plan import Cell, Phase, own_fields
 from adder_flax.errors import RunError, writing
 from adder_flax.files import write_whole
 from adder_flax.training.identity import flatten_config
@@ -43,7 +43,7 @@ class Record:
 
     arm: str
     levels: Mapping[str, str]
-    phase: str
+    phase: Phase
     seed: int
     values: Mapping[str, Any]
     config: Mapping[str, Any]

@@ -84,11 +84,9 @@ def unfold(
 def _first(space: Mapping[str, LogUniform | OneOf], trials: int) -> Sequence[Values]:
     if not space:
         return [Options()]
-    if all(isinstance(values, OneOf) for values in space.values()):
-        grid = [
-            Options(zip(space, v, strict=True))
-            for v in itertools.product(*(r.values for r in space.values()))
-        ]
+    choices = [values.values for values in space.values() if isinstance(values, OneOf)]
+    if len(choices) == len(space):
+        grid = [Options(zip(space, values, strict=True)) for values in itertools.product(*choices)]
         if len(grid) <= trials:
             return grid
     return _halton(space, trials, 0)
@@ -140,9 +138,10 @@ def _beyond(
     added: list[Values] = []
     count = math.ceil(trials / 2)
     for path, side in edges.items():
-        if isinstance(ranges[path], OneOf):
+        before, widest = space[path], ranges[path]
+        if isinstance(before, OneOf) or isinstance(widest, OneOf):
             continue
-        factor = (space[path].high / space[path].low) ** (count / trials)
+        factor = (before.high / before.low) ** (count / trials)
         slab = LogUniform(best[path], best[path] * factor)
         if side == "low":
             slab = LogUniform(best[path] / factor, best[path])
@@ -150,7 +149,5 @@ def _beyond(
             continue
         # The beginning of the sequence again: a slab of one dimension is divided evenly.
         added += _halton(ranges | {path: slab}, count, 0 if len(space) == 1 else start)
-        ranges[path] = LogUniform(
-            min(ranges[path].low, slab.low), max(ranges[path].high, slab.high)
-        )
+        ranges[path] = LogUniform(min(widest.low, slab.low), max(widest.high, slab.high))
     return list(dict.fromkeys(added))

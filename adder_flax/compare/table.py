@@ -40,7 +40,7 @@ class Row:
     difference: Difference | None
     pairs: int
     target: float | None
-    reached: Sequence[int | None]
+    reached: Sequence[float | None]
 
     def cost_to_target(self, cost: Callable[[Record], float]) -> float | None:
         """Returns what the target costs in the median run; None if not reached.
@@ -54,9 +54,9 @@ class Row:
         median = plain.median(costs) if costs else float("inf")
         return None if median == float("inf") else median
 
-    def fact(self, name: str) -> float | None:
-        """Returns a fact of the model, as `Record` has it."""
-        return self.records[0].facts[name] if self.records else None
+    def fact(self, name: str) -> float:
+        """Returns a fact of the model, as the records have it, of which there are some."""
+        return self.records[0].facts[name]
 
 
 def rows_of(comparison: Comparison) -> list[Row]:

@@ -15,6 +15,7 @@ from adder_flax.data._source import (
     ImageSource,
     Source,
     UnreadableRecordError,
+    require_kind,
 )
 from adder_flax.data._statistics import channel_statistics
 
@@ -67,6 +68,7 @@ __all__ = [
     "EncodedSource",
     "EvalPipeline",
     "ImageSource",
+    "require_kind",
     "OPERATIONS",
     "SequenceSource",
     "Source",

@@ -68,6 +68,7 @@ def augment(
         Images, float32, normalised, and targets whose rows sum to one.
     """
     crop_key, resize_key, flip_key, jitter_key, erase_key, mix_key = jax.random.split(key, 6)
+    images = jnp.asarray(images)
     if settings.crop_padding:
         images = random_crop(crop_key, images, settings.crop_padding)
     if is_on(settings.flip_probability):

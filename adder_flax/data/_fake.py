@@ -44,7 +44,7 @@ class FakeSource(ImageSource):
                 f"{num_classes}."
             )
         self._length = num_examples if split == "train" else max(num_examples // 4, 1)
-        self.image_shape = tuple(image_shape)
+        self.image_shape = image_shape
         self.label_names = tuple(str(label) for label in range(num_classes))
         self.unreadable = {}
 

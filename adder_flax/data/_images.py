@@ -13,6 +13,7 @@ import os
 import struct
 import warnings
 import zlib
+from pathlib import Path
 
 import numpy as np
 from jaxtyping import UInt8
@@ -21,7 +22,7 @@ from adder_flax.extras import needs
 from adder_flax.files import open_regular
 
 with needs("data"):
-    from PIL import ExifTags, Image
+    from PIL import ExifTags, Image, TiffImagePlugin
 
 EVAL_CROP_RATIO = 0.875
 """Side of the centre crop over the shorter side of the resized image (DeiT: 224 of 256)."""
@@ -74,7 +75,7 @@ def decode_and_resize(
 
 
 def read_image(
-    path: str | os.PathLike, size: int, channels: int, *, crop_ratio: float = EVAL_CROP_RATIO
+    path: str | Path, size: int, channels: int, *, crop_ratio: float = EVAL_CROP_RATIO
 ) -> UInt8[np.ndarray, "size size channel"]:
     """The pixels of a file as an evaluation sees them, see `decode_and_center_crop`.
 
@@ -86,7 +87,7 @@ def read_image(
     return decode_and_center_crop(read_encoded(path), size, channels, crop_ratio)
 
 
-def read_encoded(path: str | os.PathLike) -> bytes:
+def read_encoded(path: str | Path) -> bytes:
     """The bytes of a file of at most `MAX_BYTES`.
 
     Raises:
@@ -110,7 +111,8 @@ def decode_and_center_crop(
     """
     image = _convert(_open(encoded), channels)
     shorter = int(size / crop_ratio)
-    resized = tuple(int(shorter * side / min(image.size)) for side in image.size)
+    width, height = (int(shorter * side / min(image.size)) for side in image.size)
+    resized = (width, height)
     if math.prod(resized) > MAX_PIXELS:
         raise ValueError(
             f"an image of {image.width} × {image.height} pixels, whose shorter side cannot become "
@@ -210,12 +212,10 @@ def _open(encoded: bytes) -> Image.Image:
 def _to_eight_bits(image: Image.Image) -> Image.Image:
     """round(255 v / maximum) of a grey image of more than eight bits."""
     maximum = 2**16 - 1
-    if image.format == "TIFF":
-        kinds = {
-            name: image.tag_v2.get(tag) for name, tag in (("bits", 258), ("white is zero", 262))
-        }
-        maximum = 2 ** kinds["bits"][0] - 1
-        known = image.mode.startswith("I;16") and kinds["white is zero"] != 0
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        bits, white_is_zero = (image.tag_v2.get(tag) for tag in (258, 262))
+        maximum = 2 ** bits[0] - 1 if bits else maximum
+        known = image.mode.startswith("I;16") and white_is_zero != 0
     else:
         known = image.mode.startswith("I") and image.format in ("PNG", "PPM")
     values = np.asarray(image)

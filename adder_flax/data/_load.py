@@ -9,7 +9,7 @@ from adder_flax.data._fake import FakeSource
 from adder_flax.data._images import EVAL_CROP_RATIO
 from adder_flax.data._parts import part_of, read_part
 from adder_flax.data._registry import SETS, DataSet, resolve_split
-from adder_flax.data._source import DataError, NotPreparedError, Source
+from adder_flax.data._source import DataError, ImageSource, NotPreparedError, Source
 from adder_flax.data._tfds import base_name, load_tfds, tfds_shape
 
 
@@ -90,7 +90,7 @@ def load_source(
             f"Expected image_size {side} for {name}, got {image_size}. Its images are kept in "
             "memory at that size."
         )
-    if data_set.statistics is not None:
+    if isinstance(source, ImageSource) and data_set.statistics is not None:
         source.statistics = data_set.statistics
     return source if percents is None else part_of(source, percents)
 
@@ -127,9 +127,9 @@ def load_or_imitate(
         if known.image_shape is None or known.num_classes is None:
             raise
         height, width, channels = known.image_shape
-        if image_size is None and (height is None or height != width):
+        size = height if image_size is None else image_size
+        if size is None or (image_size is None and height != width):
             raise
-        size = image_size or height
         split = resolve_split(read_part(split)[0], ("train", "test"))
         source = FakeSource(split, (size, size, channels), known.num_classes, 1_000_000)
         source.statistics = known.statistics

@@ -383,4 +383,4 @@ def _box(images: Levels, weights: Array, axis: int) -> Levels:
         jax.lax.slice_in_dim(padded, i, i + size, axis=axis) * weights[:, i, None, None, None]
         for i in range(5)
     )
-    return ((sum(parts) + 2**23) >> 24).astype(jnp.uint8)
+    return (sum(parts, jnp.uint32(2**23)) >> 24).astype(jnp.uint8)

@@ -77,8 +77,7 @@ def _part_class(whole: Source, rows: Int[np.ndarray, " records"]) -> type[Source
         def __getitem__(self, index):
             return whole[rows[self._checked(index)]]
 
-    if isinstance(whole, ImageSource):
-        Part.gather = lambda self, indices, *options: whole.gather(rows[indices], *options)
-    else:
-        Part.read = lambda self, indices, *options: whole.read(rows[indices], *options)
+    name = "gather" if isinstance(whole, ImageSource) else "read"
+    of_whole = getattr(whole, name)
+    setattr(Part, name, lambda self, indices, *options: of_whole(rows[indices], *options))
     return Part

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent import futures
 
 import numpy as np
@@ -103,7 +103,7 @@ class TrainPipeline:
         """
         return self._read(step, map)
 
-    def iterate(self, start_step: int = 0) -> Iterator[Batch]:
+    def iterate(self, start_step: int = 0) -> Generator[Batch, None, None]:
         """Batches from `start_step` on, read ahead on threads.
 
         ``close()`` of the iterator ends them.
@@ -246,7 +246,7 @@ def _read_ahead(
     stop: int,
     num_threads: int,
     prefetch_batches: int,
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """Runs `read` for the steps in [start, stop), several at a time.
 
     Each is spread over the same decoding threads.

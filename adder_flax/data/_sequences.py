@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from jaxtyping import Int
@@ -36,6 +36,8 @@ class SequenceSource(Source):
     >>> source[1]["target"].tolist(), source.text("target", source[1]["target"])
     ([3, 2, 1], ('B', 'A'))
     """
+
+    records: ClassVar[str] = "pairs of sequences"
 
     def __init__(
         self,

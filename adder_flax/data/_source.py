@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from absl import logging
@@ -52,6 +52,7 @@ class Source(abc.ABC):
     """A split of a data set with random access: records of arrays by name, each of one shape.
 
     Attributes:
+        records: what they are, in words.
         name: the name given to `load_source`, such as ``"digits"``.
         split: the split's own name, such as ``"train"``.
         splits: names of all splits of the set.
@@ -59,6 +60,7 @@ class Source(abc.ABC):
             ``on_unreadable="raise"``.
     """
 
+    records: ClassVar[str] = "records of its own"
     name: str
     split: str
     splits: tuple[str, ...]
@@ -122,6 +124,28 @@ class Source(abc.ABC):
         return int(index)
 
 
+Kind = TypeVar("Kind", bound=Source)
+
+
+def require_kind(kind: type[Kind], source: Source, purpose: str) -> Kind:
+    """The source, which is of a kind.
+
+    Args:
+        kind: `ImageSource`, for example.
+        source: any.
+        purpose: what it is wanted for, as the message says it.
+
+    Raises:
+        DataError: it is of another.
+    """
+    if not isinstance(source, kind):
+        raise DataError(
+            f"Expected a data set of {kind.records} for {purpose}, got {source.name}. Set "
+            "--config.data.name, or the task that is meant for it."
+        )
+    return source
+
+
 class ImageSource(Source):
     """A split of an image-classification set.
 
@@ -139,6 +163,7 @@ class ImageSource(Source):
             [0, 1]; None where the set does not carry them, see `channel_statistics`.
     """
 
+    records: ClassVar[str] = "images with labels"
     label_names: tuple[str, ...]
     image_shape: tuple[int, int, int]
     crops_on_host: bool = False
@@ -203,7 +228,8 @@ class ArraySource(ImageSource):
         self.name, self.split, self.splits = name, split, tuple(splits)
         self.images, self.labels = images, np.asarray(labels, np.int32)
         self.label_names = tuple(label_names)
-        self.image_shape = tuple(images.shape[1:])
+        height, width, channels = images.shape[1:]
+        self.image_shape = (height, width, channels)
         self.unreadable = {}
 
     def __len__(self) -> int:
@@ -285,7 +311,7 @@ class EncodedSource(ImageSource):
         if not 0 < eval_crop_ratio <= 1:
             raise DataError(f"Expected eval_crop_ratio in (0, 1], got {eval_crop_ratio}.")
         self.name, self.split, self.splits = name, split, tuple(splits)
-        self.label_names, self.image_shape = tuple(label_names), tuple(image_shape)
+        self.label_names, self.image_shape = tuple(label_names), image_shape
         self.crops_on_host, self.crop_scale = crops_on_host, crop_scale
         self.eval_crop_ratio = eval_crop_ratio if crops_on_host else 1.0
         self._stored_size = stored_size

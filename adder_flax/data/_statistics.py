@@ -6,7 +6,7 @@ from concurrent import futures
 
 import numpy as np
 
-from adder_flax.data._source import UNREADABLE, ArraySource, Source, Statistics
+from adder_flax.data._source import UNREADABLE, ArraySource, ImageSource, Statistics
 
 _IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """What published weights expect (torchvision), and by convention what photographs get."""
@@ -15,7 +15,7 @@ _SAMPLE = 10_000
 _CHUNK = 500
 
 
-def channel_statistics(source: Source) -> Statistics:
+def channel_statistics(source: ImageSource) -> Statistics:
     """Mean and standard deviation of each channel.
 
     The set's own, or those of its images if they fit into memory.
@@ -40,10 +40,11 @@ def channel_statistics(source: Source) -> Statistics:
     return mean, std
 
 
-def _measure(source: Source) -> Statistics:
+def _measure(source: ImageSource) -> Statistics:
     """Sums of whole numbers, which are the same on every machine."""
     chosen = np.arange(0, len(source), -(-len(source) // _SAMPLE))
-    count, total, squares = 0, 0, 0
+    count = 0
+    total, squares = (np.zeros(source.image_shape[2], np.int64) for _ in range(2))
     with futures.ThreadPoolExecutor() as threads:
         for start in range(0, len(chosen), _CHUNK):
             images, labels = source.gather(chosen[start : start + _CHUNK], None, threads.map)

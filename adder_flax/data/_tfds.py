@@ -332,13 +332,13 @@ def load_tfds(
     """A split of a prepared TFDS set; see `load_source`."""
     prepared = TfdsSet(name, data_dir)
     height, width, channels = prepared.image_shape
-    fixed = height is not None and height == width
-    if not fixed and image_size is None:
+    stored = None if height is None or height != width else (height, height)
+    size = image_size or (stored and stored[0])
+    if size is None:
         raise DataError(
             f"Expected image_size for {name}, whose images are not all square and of one size, got "
             "none."
         )
-    size = image_size or height
     split = resolve_split(split, prepared.splits)
     source = EncodedSource(
         name,
@@ -347,12 +347,12 @@ def load_tfds(
         prepared.records(split),
         prepared.label_names,
         (size, size, channels),
-        crops_on_host=not fixed,
-        stored_size=(height, width) if fixed else None,
+        crops_on_host=stored is None,
+        stored_size=stored,
         **options,
     )
     small = len(source) * math.prod(source.image_shape) <= CACHE_BYTES
-    return CachedSource(source) if fixed and small else source
+    return CachedSource(source) if stored and small else source
 
 
 # Sets that are used often, so that their facts are known without TFDS. Statistics: over all pixels

@@ -36,7 +36,7 @@ with needs("interop"):
     import safetensors.numpy
 
 
-def save_weights(model: VisionTransformer, path: str | Path, *, names: str = "adder_flax") -> None:
+def save_weights(model: nnx.Module, path: str | Path, *, names: str = "adder_flax") -> None:
     """Writes the parameters of a model to a safetensors file.
 
     Args:
@@ -63,11 +63,10 @@ def save_weights(model: VisionTransformer, path: str | Path, *, names: str = "ad
         raise ValueError(
             f"expected names of {', '.join(FORMATS)}, got {names!r}; choose one of these"
         )
-    _check_layers(model, names)
-    arrays = to_arrays(_flat(_parameters(model)), names, channels=_channels(model))
-    metadata = {"format": "pt"} | as_metadata(
-        model
-    )  # Hugging Face's reader insists on the first entry
+    network = _checked(model, names)
+    arrays = to_arrays(_flat(_parameters(network)), names, channels=_channels(network))
+    # Hugging Face's reader insists on the first entry.
+    metadata = {"format": "pt"} | as_metadata(network)
     content = safetensors.numpy.save(arrays, metadata=metadata)
     try:
         write_whole(path, content)
@@ -186,10 +185,13 @@ class Run(Protocol):
       init: makes the state before the first step, with ``"params"`` and, perhaps, ``"ema_params"``.
     """
 
-    abstract_state: Mapping[str, Any]
-    init: Callable[[], dict[str, Any]]
+    @property
+    def abstract_state(self) -> Mapping[str, Any]: ...
 
-    def model(self, params: Any) -> VisionTransformer:
+    @property
+    def init(self) -> Callable[[], dict[str, Any]]: ...
+
+    def model(self, params: Any) -> Any:
         """Returns the model with these parameters."""
         ...
 
@@ -235,7 +237,8 @@ def start_from(
         )
         return state | {"params": params} | copies
 
-    return dataclasses.replace(run, init=init), kept
+    begun: Any = run  # a dataclass, which a protocol cannot say
+    return dataclasses.replace(begun, init=init), kept
 
 
 # Whose way of resizing goes with whose names.
@@ -263,7 +266,7 @@ def _read(
     shapes = {name: leaf.shape for name, leaf in params.items()}
     with open_weights(path) as file:
         names = format_of(file.arrays)
-        _check_layers(model, names)
+        _checked(model, names)
         places = find(
             {name: stored.shape for name, stored in file.arrays.items()},
             shapes,
@@ -291,7 +294,7 @@ def _as_type(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     return converted
 
 
-def _check_layers(model: nnx.Module, names: str) -> None:
+def _checked(model: nnx.Module, names: str) -> VisionTransformer:
     if not isinstance(model, VisionTransformer):
         raise ValueError(
             "expected a vision transformer, whose weights have names that others know, got a "
@@ -315,6 +318,7 @@ def _check_layers(model: nnx.Module, names: str) -> None:
             "convolutions in front of them; leave out stem_channels, or choose the names of "
             "adder_flax"
         )
+    return model
 
 
 def _is_published(block: Block) -> bool:

@@ -39,7 +39,7 @@ class Linear(nnx.Linear):
     def __call__(
         self, inputs: Float[Array | np.ndarray, "*batch in_features"]
     ) -> Float[Array, "*batch out_features"]:
-        rows = inputs.reshape(-1, inputs.shape[-1])
+        rows: Any = inputs.reshape(-1, inputs.shape[-1])  # Flax asks for arrays of JAX
         outputs = super().__call__(rows)
         recorder.report("linear", {"rows": rows, "outputs": outputs})
         return outputs.reshape(*inputs.shape[:-1], outputs.shape[-1])
@@ -97,8 +97,8 @@ class AdderLinear(nnx.Module):
             )
         self.in_features = in_features
         self.out_features = out_features
-        self.x_gradient = x_gradient
-        self.w_gradient = w_gradient
+        self.x_gradient: ops.RuleName = x_gradient
+        self.w_gradient: ops.RuleName = w_gradient
         self.hardtanh_slope = hardtanh_slope
         self.squared_share = (
             0.0  # a number, not an array: off, it leaves no second product in the program
@@ -176,7 +176,7 @@ class AdderLinear(nnx.Module):
         """
         self.squared_share = as_attribute(share)
 
-    def _dtype(self, inputs: Array) -> DTypeLike:
+    def _dtype(self, inputs: Array | np.ndarray) -> DTypeLike:
         return jnp.result_type(inputs, self.kernel[...]) if self.dtype is None else self.dtype
 
 
@@ -300,11 +300,11 @@ def check_identity(in_features: int, out_features: int) -> None:
 
 
 def linear_class(
-    kind: str, adder_options: AdderSettings | Mapping[str, Any] | None = None
+    kind: str | tuple[str, ...], adder_options: AdderSettings | Mapping[str, Any] | None = None
 ) -> Callable[..., nnx.Module]:
     """What makes a linear layer of this kind: "dense", "adder" or "identity".
 
-    `adder_options` go to `AdderLinear`.
+    `adder_options` go to `AdderLinear`. A tuple, one kind for each block of a model, is refused.
 
     >>> linear_class("adder", {"hardtanh_slope": 4.0})(8, 4, rngs=nnx.Rngs(0)).hardtanh_slope
     4.0

@@ -55,8 +55,8 @@ class Mlp(nnx.Module):
         rngs: nnx.Rngs,
     ):
         shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.fc1 = linear(in_features, hidden_features, **shared)
-        self.fc2 = linear(hidden_features, in_features, **shared)
+        self.fc1: Any = linear(in_features, hidden_features, **shared)
+        self.fc2: Any = linear(hidden_features, in_features, **shared)
         # Columns of the one and rows of the other belong to a hidden unit: where these are split
         # over devices, GELU needs nothing from another device, and one sum behind fc2 puts the
         # parts together.

@@ -42,7 +42,8 @@ class TakesKeywords(nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.__init__ = keywords_of(type(cls.settings), but=cls.fixed)(cls.__init__)
+        settings = type(cls.settings)  # pyright: ignore[reportAttributeAccessIssue]  a subclass has it
+        cls.__init__ = keywords_of(settings, but=cls.fixed)(cls.__init__)
 
 
 class Linear(nn.Dense):
@@ -142,7 +143,7 @@ class Identity(nn.Module):
 
 
 def linear_class(
-    kind: str, adder_options: AdderSettings | Mapping[str, Any] | None = None
+    kind: str | tuple[str, ...], adder_options: AdderSettings | Mapping[str, Any] | None = None
 ) -> Callable[..., nn.Module]:
     """Linen form of `adder_flax.layers.linear_class`: what makes a layer of a kind."""
     if kind == "dense":

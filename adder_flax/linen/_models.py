@@ -145,7 +145,10 @@ class VisionTransformer(TakesKeywords):
 
     def _embed(self, images: Array) -> Array:
         settings, embedding = self.settings, nn.initializers.normal(0.02)
-        num_tokens = count_patches(images.shape[1:], settings.patch_size) + prefix_tokens(settings)
+        _, height, width, channels = images.shape
+        num_tokens = count_patches((height, width, channels), settings.patch_size) + prefix_tokens(
+            settings
+        )
         shared: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         stem: dict[str, Any] = dict(
             stem_channels=settings.stem_channels,

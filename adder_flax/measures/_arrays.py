@@ -3,9 +3,9 @@
 from types import ModuleType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 # What NumPy gives: an array, or where no axis is left a number.
 NumPy = np.ndarray | np.number
@@ -21,6 +21,6 @@ def library_of(array: Any) -> tuple[ModuleType, Any]:
       >>> library.__name__, array.dtype.name
       ('numpy', 'float64')
     """
-    if isinstance(array, jax.core.Tracer):
+    if isinstance(array, Tracer):
         return jnp, array.astype(jnp.promote_types(array.dtype, jnp.float32))
     return np, np.asarray(array, np.float64)

@@ -151,14 +151,14 @@ def identity_effect(maps: Float[ArrayLike, "*batch n n"]) -> IdentityEffect:
     """
     maps = stochastic_part(maps)
     size = maps.shape[-1]
-    sigma, shifted = singular_values(maps), singular_values(maps + np.eye(size))
+    sigma, shifted = (np.asarray(singular_values(m)) for m in (maps, maps + np.eye(size)))
     symmetric_part = (maps + np.swapaxes(maps, -1, -2)) / 2
     return IdentityEffect(
-        f=cumulative(sigma),
-        f_identity=cumulative(shifted),
+        f=np.asarray(cumulative(sigma)),
+        f_identity=np.asarray(cumulative(shifted)),
         g=np.arange(1, size + 1) / size,
-        rank=equivalent_rank(sigma),
-        rank_identity=equivalent_rank(shifted),
+        rank=np.asarray(equivalent_rank(sigma)),
+        rank_identity=np.asarray(equivalent_rank(shifted)),
         effective_rank=effective_rank(sigma),
         effective_rank_identity=effective_rank(shifted),
         stable_rank=stable_rank(sigma),

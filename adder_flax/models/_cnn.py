@@ -96,7 +96,7 @@ class ConvNet(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch classes"]:
         """Classifies images; there is no dropout, so `deterministic` and `rngs` change nothing."""
-        features = self.stem(images)
+        features = self.stem(jnp.asarray(images))
         for block in self.blocks:
             features = block(features)
         logits = self.head(jax.nn.relu(self.norm(features)).mean((1, 2)))

@@ -179,7 +179,7 @@ class Seq2Seq(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch target symbols"]:
         """Logits of decoder states."""
-        context = self.attention(states, memory.states, mask=memory.mask[:, None, :])
+        context: Any = self.attention(states, memory.states, mask=memory.mask[:, None, :])
         combined = jnp.tanh(self.combine(jnp.concatenate([context, states], axis=-1)))
         logits = self.head(self.dropout(combined, deterministic=deterministic, rngs=rngs))
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))

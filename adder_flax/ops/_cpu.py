@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import io
 import logging
 import os
 import shutil
@@ -24,7 +25,6 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 import jax
 import jax.numpy as jnp
@@ -355,7 +355,7 @@ def _run(command: Sequence[str], *, timeout_s: float) -> str:
     return text
 
 
-def _keep_beginning(stream: IO[bytes], printed: bytearray) -> None:
+def _keep_beginning(stream: io.BufferedReader, printed: bytearray) -> None:
     with stream:
         while chunk := stream.read1(2**16):
             printed += chunk[: max(_PRINTED_BYTES - len(printed), 0)]

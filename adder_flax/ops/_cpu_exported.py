@@ -13,6 +13,7 @@ import ctypes
 import functools
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -134,4 +135,5 @@ def _handle(symbol: str, version: list[int], frame_address: int) -> int | None:
 
 @functools.cache
 def _kernel(symbol: str) -> _Handler:
-    return _Handler(get_backend("cpu_native").address(symbol))
+    native: Any = get_backend("cpu_native")  # whose module imports this one
+    return _Handler(native.address(symbol))

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,13 @@ class _Options(NamedTuple):
 class _Operands(NamedTuple):
     """The arrays; `bias`, `mask` and those of dropout may be None."""
 
-    query: Array
-    key: Array
-    value: Array
-    parameters: tuple[Array, ...]
-    scale: Array
-    bias: Array | None
-    mask: Array | None
+    query: AnyArray
+    key: AnyArray
+    value: AnyArray
+    parameters: tuple[AnyArray, ...]
+    scale: AnyArray
+    bias: AnyArray | None
+    mask: AnyArray | None
     dropout_key: Array | None = None
     dropout_rate: Array | None = None
 
@@ -278,7 +278,7 @@ def _blocks(options, operands) -> _Block:
     """Returns the blocks of all keys, stacked along a new leading axis."""
     count = max(1, -(-options.num_keys // options.key_block))
 
-    def split(array, axis):
+    def split(array, axis) -> Any:
         if array is None:
             return None
         if array.ndim == 0 or (axis == -1 and array.shape[-1] == 1):  # the same for all keys

@@ -72,7 +72,7 @@ class Reduction(NamedTuple):
     """
 
     operands: Sequence[Operand]
-    step: Callable
+    step: Callable | None
     begin: Callable = _one_total
     finish: Callable = _unchanged
     careful: tuple[Callable, Callable] | None = None

@@ -18,7 +18,7 @@ sizes of `Block`, its inner loops issue 78 % (`l1`), 84 % (`hardtanh`), 87 % (`s
 (additive) of those bounds.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -181,16 +181,20 @@ def _add_block(reduction, block, count, block_count, inputs, out_refs):
             ref[0, band] = jnp.where(step == last_step, reduction.finish(total), total)
 
 
+def _multiple_of(place: Any, size: int) -> Any:
+    return pl.multiple_of(place, size)  # of plain numbers too, which its annotation forgets
+
+
 def _terms(ref, axes, band, c, count, columns):
     """Returns the values of an operand at c, c + 1, ..., where c is a multiple of 8."""
     if axes != "ic":
         groups = [
-            ref[0, pl.ds(pl.multiple_of(c + n, _SUBLANES), _SUBLANES)]
+            ref[0, pl.ds(_multiple_of(c + n, _SUBLANES), _SUBLANES)]
             for n in range(0, count, _SUBLANES)
         ]
         return [groups[n // _SUBLANES][n % _SUBLANES : n % _SUBLANES + 1] for n in range(count)]
     lane = c % _LANES if isinstance(c, int) else lax.rem(c, _LANES)
-    values = ref[0, band, pl.ds(pl.multiple_of(c - lane, _LANES), _LANES)]
+    values = ref[0, band, pl.ds(_multiple_of(c - lane, _LANES), _LANES)]
     copies = [
         jnp.take_along_axis(values, jnp.full(values.shape, lane + n), axis=1) for n in range(count)
     ]

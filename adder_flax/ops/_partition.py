@@ -19,6 +19,7 @@ on automatic axes.
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -85,7 +86,9 @@ def split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) -> 
     return split
 
 
-def _assign_mesh_axes(mesh: Mesh, arrays, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
+def _assign_mesh_axes(
+    mesh: Mesh | AbstractMesh, arrays, names: Sequence[str]
+) -> Mapping[str, tuple[str, ...]]:
     """Returns over which mesh axes to split each named axis.
 
     It is split as the first array that splits it evenly does.
@@ -134,7 +137,7 @@ def split_over_mesh(function: Callable, operand_axes: Axes, result_axes: Axes) -
             for axes, a in zip(operand_axes, operands, strict=True)
         ]
         lengths = dict(itertools.chain(*[shape.items() for shape in shapes]))
-        split = {name: () for name in candidates}
+        split: dict[str, tuple[Any, ...]] = {name: () for name in candidates}
         for axis in automatic:
             for name in candidates:
                 if (

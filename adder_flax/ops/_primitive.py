@@ -26,6 +26,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import use_abstract_mesh
 
+from adder_flax.arrays import AnyArray
 from adder_flax.ops import _partition
 from adder_flax.ops._arrays import accumulation_dtype
 from adder_flax.ops._backend import Backend, get_backend
@@ -56,7 +57,7 @@ _pairs = Primitive("adder_flax_pairs")
 _pairs.multiple_results = True
 
 
-def call(backend: Backend, method: str, *operands: jax.Array, **options) -> Any:
+def call(backend: Backend, method: str, *operands: AnyArray, **options) -> Any:
     """Calls a function of a backend, as a primitive of JAX.
 
     Args:
@@ -108,7 +109,7 @@ def formula(equation: JaxprEqn) -> ClosedJaxpr | None:
     if equation.primitive is not _pairs:
         return None
     method, options = equation.params["method"], dict(equation.params["options"])
-    avals = [variable.aval for variable in equation.invars]
+    avals: list[Any] = [variable.aval for variable in equation.invars]
     function = _on_leading_axes(
         _function(get_backend("reference"), method, options), _own_axes(method, options)[0]
     )

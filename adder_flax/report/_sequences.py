@@ -127,9 +127,10 @@ def with_uniform_maps(model: nnx.Module) -> nnx.Module | None:
     for _, module in nnx.iter_modules(model):
         if isinstance(settings := getattr(module, "settings", None), AttentionSettings):
             # Scores of any size vanish beside each other, and no mask does.
-            module.settings, module.log_temperature = (
-                dataclasses.replace(settings, temperature=1e30),
-                nnx.data(None),
-            )
+            for name, value in (
+                ("settings", dataclasses.replace(settings, temperature=1e30)),
+                ("log_temperature", nnx.data(None)),
+            ):
+                setattr(module, name, value)
             found = True
     return model if found else None

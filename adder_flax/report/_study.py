@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 
 from adder_flax import recorder
 from adder_flax.arrays import AnyArray
-from adder_flax.attention import get_score
+from adder_flax.attention import MultiHeadAttention, get_score
 from adder_flax.measures.maps import has_identity, patch_grid, stochastic_part
 from adder_flax.measures.spectrum import IdentityEffect, identity_effect
 from adder_flax.report.captures import Capture, capture
@@ -166,9 +166,9 @@ class Subject:
         """Name of the score by block."""
         return [block.score for block in self.captured.blocks]
 
-    def attention(self, index: int) -> nnx.Module:
+    def attention(self, index: int) -> MultiHeadAttention:
         """The attention module of a block."""
-        modules = {
+        modules: dict[str, Any] = {
             ".".join(map(str, path)): module for path, module in nnx.iter_modules(self.model)
         }
         return modules[self.captured.blocks[index].path]
@@ -332,7 +332,7 @@ def study_images(
     )
 
 
-def require_probabilities(model: nnx.Module, *inputs: AnyArray) -> None:
+def require_probabilities(model: nnx.Module, *inputs: Any) -> None:
     """Checks that a report can be made of a model.
 
     Entropy, rollout and walks are made of probabilities.

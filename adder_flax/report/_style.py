@@ -31,7 +31,8 @@ GREY = "#8a8a8a"
 HEAT = "magma"  # its lightness rises with the value, so a greyscale print keeps the order
 
 _FONT = {"family": ["DejaVu Sans"], "size": 9}
-_PLAIN = {"parse_math": False}  # a dollar sign in the name of a class or run is no formula
+# A dollar sign in the name of a class or run is no formula.
+_PLAIN: dict[str, Any] = {"parse_math": False}
 
 
 def new_figure(

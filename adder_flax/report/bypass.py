@@ -28,7 +28,7 @@ class Without(NamedTuple):
     score: float
 
 
-def bypass(params: Mapping[str, Any], score: Callable[[Any], float]) -> list[Without]:
+def bypass(params: Mapping[Any, Any], score: Callable[[Any], float]) -> list[Without]:
     """Scores a transformer without each of its parts.
 
     These are all maps, all attention, and each branch of each block.
@@ -73,7 +73,7 @@ def bypass(params: Mapping[str, Any], score: Callable[[Any], float]) -> list[Wit
 _PARTS = {"maps": ("attention", "key"), "attention": ("attention", "out"), "MLP": ("mlp", "fc2")}
 
 
-def _changed(params: Mapping[str, Any], path: tuple, *, keep_bias: bool) -> dict[str, Any]:
+def _changed(params: Mapping[Any, Any], path: tuple, *, keep_bias: bool) -> dict[Any, Any]:
     """Returns parameters in which a layer says the same of every token: its bias, or nothing."""
     if path:
         return {**params, path[0]: _changed(params[path[0]], path[1:], keep_bias=keep_bias)}

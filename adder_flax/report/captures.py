@@ -38,6 +38,19 @@ class BlockCapture:
     tokens: Float[np.ndarray, "batch token width"] | None = None
     normalized: Float[np.ndarray, "batch token width"] | None = None
 
+    def around(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns ``tokens`` and ``normalized``.
+
+        Raises:
+          ValueError: the layer is not inside of a block.
+        """
+        if self.tokens is None or self.normalized is None:
+            raise ValueError(
+                f"expected attention inside of a block, got {self.path!r} on its own; look at a "
+                "model of blocks"
+            )
+        return self.tokens, self.normalized
+
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
@@ -56,8 +69,8 @@ class Capture:
     @property
     def path(self) -> Float[np.ndarray, "step batch token width"]:
         """Tokens before the first block, between blocks and after the last, (blocks + 1, …)."""
-        # Models of blocks have tokens.
-        return np.stack([*(block.tokens for block in self.blocks), self.tokens])  # pyright: ignore[reportCallIssue]
+        steps = [*(block.tokens for block in self.blocks), self.tokens]
+        return np.stack([tokens for tokens in steps if tokens is not None])
 
 
 def capture(model: nnx.Module, *inputs: Any) -> Capture:

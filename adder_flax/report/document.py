@@ -36,7 +36,7 @@ def write_picture(picture: Picture, out_dir: Path) -> list[Path]:
     files = _style.save_figure(picture.figure, out_dir / "figures" / picture.name, ("png", "svg"))
     data = out_dir / "data" / picture.name
     data.parent.mkdir(parents=True, exist_ok=True)
-    columns = {name: np.asarray(values) for name, values in picture.data.items()}
+    columns: dict[str, Any] = {name: np.asarray(values) for name, values in picture.data.items()}
     if (
         len({column.shape for column in columns.values()}) == 1
         and next(iter(columns.values())).ndim == 1

@@ -8,7 +8,7 @@ Matplotlib is imported when a figure is asked for, not before.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flax import nnx
@@ -165,7 +165,7 @@ def attention_of_images(
 def alignment_figure(
     sources: Sequence[Sequence[str]],
     targets: Sequence[Sequence[str]],
-    maps: Sequence[Float[AnyArray, "target source"]],
+    maps: Sequence[Float[AnyArray, "_ _"]],
     *,
     title: str = "",
 ) -> "Figure":
@@ -249,7 +249,7 @@ def attention_figure(
       >>> len(figure.axes)
       8
     """
-    options = dict(
+    options: dict[str, Any] = dict(
         blocks=blocks, heads=heads, prefix_tokens=prefix_tokens, with_rollout=with_rollout
     )
     figure = comparison_figure(images, {"": maps}, captions=captions, **options)
@@ -421,7 +421,7 @@ def second_order_figure(studies: Mapping[str, Sequence[SecondOrderStep]]) -> "Fi
 
 
 def _columns(
-    maps: Sequence[np.ndarray],
+    maps: Sequence[AnyArray],
     blocks: Sequence[int],
     heads: Sequence[int] | None,
     with_rollout: bool,
@@ -445,9 +445,9 @@ def _draw_attention(axis: "Axes", image: np.ndarray, weights: np.ndarray, title:
         from PIL import Image
 
     relative = weights.reshape(patch_grid(image.shape, weights.size)) * weights.size
-    shape = tuple(8 * side for side in relative.shape)
+    rows, columns = relative.shape
     cubic = Image.fromarray(relative.astype(np.float32)).resize(
-        shape[::-1], Image.Resampling.BICUBIC
+        (8 * columns, 8 * rows), Image.Resampling.BICUBIC
     )
     smooth = np.maximum(np.asarray(cubic), 0.0)
     height, width = image.shape[:2]
@@ -462,7 +462,7 @@ def _draw_attention(axis: "Axes", image: np.ndarray, weights: np.ndarray, title:
         level = _half_mass_level(smooth)
         place = [
             (np.arange(count) + 0.5) * side / count - 0.5
-            for count, side in zip(shape, (height, width), strict=True)
+            for count, side in zip(smooth.shape, (height, width), strict=True)
         ]
         axis.contour(place[1], place[0], smooth, [level], colors="black", linewidths=2.2)
         axis.contour(place[1], place[0], smooth, [level], colors="white", linewidths=1.0)

@@ -71,8 +71,11 @@ def study_classification(trained: Trained, baseline: Trained | None) -> ImageStu
 
     Looks at steps of its training too.
     """
+    from adder_flax.data import ImageSource, require_kind  # figures are drawn without data
+
     run = trained.run
-    batch, start = run.eval_source.first(_IMAGES), run.init()
+    source = require_kind(ImageSource, run.eval_source, "this report")
+    batch, start = source.first(_IMAGES), run.init()
     (images,) = map(np.asarray, run.task.inputs(batch))
     smooth = not has_prototypes(trained.model)
     return study_images(
@@ -81,7 +84,7 @@ def study_classification(trained: Trained, baseline: Trained | None) -> ImageStu
         baseline=None if baseline is None else observe(baseline.name, baseline.model, images),
         untrained=observe("untrained", run.model(start["params"]), images),
         pictures=batch["image"],
-        label_names=run.eval_source.label_names,
+        label_names=source.label_names,
         second_order={
             where: list(
                 second_order_along(run, origin, num_steps=_STUDIED_STEPS, derivatives=smooth)
@@ -101,7 +104,10 @@ def study_transduction(trained: Trained, baseline: Trained | None) -> SequenceSt
 
     Dictionaries are in order.
     """
-    task, source = trained.run.task, trained.run.eval_source
+    from adder_flax.data import SequenceSource, require_kind
+
+    task: Any = trained.run.task
+    source = require_kind(SequenceSource, trained.run.eval_source, "this report")
     batch, _ = source.read(
         np.linspace(0, len(source) - 1, min(_WORDS, len(source))).round().astype(int)
     )

@@ -117,14 +117,14 @@ def summary_text(
       part                       parameters  multiplications  additions  exponentials    energy
     """
     rows = summary_rows(model, *inputs, table=table)
-    cells = [("part", "parameters", "multiplications", "additions", "exponentials", "energy")]
+    cells = [["part", "parameters", "multiplications", "additions", "exponentials", "energy"]]
     for row in rows:
         counts = (
             row.operations.multiplications,
             row.operations.additions,
             row.operations.exponentials,
         )
-        cells.append((row.part, f"{row.parameters:,}", *map(si, counts), f"{si(row.joules)}J"))
+        cells.append([row.part, f"{row.parameters:,}", *map(si, counts), f"{si(row.joules)}J"])
     first, *others = (max(len(line[column]) for line in cells) for column in range(len(cells[0])))
     lines = [
         "  ".join(

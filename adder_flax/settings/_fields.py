@@ -86,7 +86,7 @@ def section(
     )
 
 
-def class_of(field: dataclasses.Field) -> type | None:
+def class_of(field: dataclasses.Field) -> Any:
     """Returns the settings class of a field that is a section, else None."""
     return field.metadata["section"]() if "section" in field.metadata else None
 
@@ -241,9 +241,7 @@ def _read(settings: type[Settings], fields: Any, where: str, faults: list[str]) 
     return made if len(faults) == before else None
 
 
-def _take(
-    settings: type[Settings], given: Mapping[str, Any], where: str, faults: list[str]
-) -> Settings | None:
+def _take(settings: Any, given: Mapping[str, Any], where: str, faults: list[str]) -> Any:
     """`_read` without a look at fields that are not known."""
     before, values = len(faults), {}
     for field in dataclasses.fields(settings):

@@ -77,7 +77,8 @@ def keywords_of(
                 keywords["settings"] = with_fields(keywords.get("settings", default), given)
             return function(*args, **keywords)
 
-        call.__signature__ = signature.replace(parameters=_merged(signature, fields))
+        described = signature.replace(parameters=_merged(signature, fields))
+        setattr(call, "__signature__", described)  # noqa: B010  functions declare no such attribute
         return call
 
     return decorate

@@ -64,7 +64,9 @@ class AttentionSettings:
     `adder_flax.attention.attend`.
     """
 
-    score: str | tuple[str, ...] = setting(
+    # A name, or a tuple with one for each block; modules also take an
+    # `adder_flax.attention.Score`.
+    score: Any = setting(
         "dot",
         Names("score", MAX_DEPTH),
         "dot, bilinear, additive, adder, gaussian or a registered one; for each block: "

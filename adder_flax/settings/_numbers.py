@@ -7,9 +7,10 @@ What is left shapes the program: runs whose settings are equal without their num
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeGuard, TypeVar
 
 Settings = TypeVar("Settings")
+Value = TypeVar("Value")
 
 
 class _Number:
@@ -22,7 +23,7 @@ class _Number:
 NUMBER = _Number()
 
 
-def is_on(value: Any) -> bool:
+def is_on(value: Value | None) -> TypeGuard[Value]:
     """Whether a rate, strength or bound is in use: not None and not a plain 0.
 
     A traced number always is.

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Literal
 
 from adder_flax.registry import Registry
 from adder_flax.settings._fields import setting
@@ -91,7 +92,7 @@ class AugmentSettings:
     erase_ratio: tuple[float, float] = setting(
         (0.3, 1 / 0.3), Span(_ASPECT), "its width over its height"
     )
-    erase_value: str = setting(
+    erase_value: Literal["noise", "zero"] = setting(
         "noise", Choice("noise", "zero"), "what fills it: unit normal noise, or the mean colour"
     )
     label_smoothing: float = setting(

@@ -29,7 +29,7 @@ class ImageFacts(NamedTuple):
 
 
 @register_task("classification", ClassificationSettings)
-class Classification(Task):
+class Classification(Task[ImageFacts]):
     """Cross-entropy of images, augmented on the device.
 
     It is softmax, or the mean of every class's own (sigmoid).
@@ -47,15 +47,9 @@ class Classification(Task):
 
     @classmethod
     def facts(cls, source: data.Source) -> ImageFacts:
-        if not isinstance(source, data.ImageSource):
-            raise data.DataError(
-                "Expected a data set of images with labels for config.task.name=classification, "
-                f"got {source.name}. Set --config.data.name, or the task that is meant for it."
-            )
-        mean, std = data.channel_statistics(source)
-        return ImageFacts(
-            tuple(source.image_shape), source.num_classes, mean, std, source.crops_on_host
-        )
+        images = data.require_kind(data.ImageSource, source, "config.task.name=classification")
+        mean, std = data.channel_statistics(images)
+        return ImageFacts(images.image_shape, images.num_classes, mean, std, images.crops_on_host)
 
     @classmethod
     def source_options(cls, settings: ClassificationSettings) -> dict[str, Any]:
@@ -80,7 +74,9 @@ class Classification(Task):
         """Returns float images and class probabilities."""
         facts = self.data_facts
         images, labels = batch["image"], batch["label"]
-        statistics = dict(num_classes=facts.num_classes, mean=facts.mean, std=facts.std)
+        statistics: dict[str, Any] = dict(
+            num_classes=facts.num_classes, mean=facts.mean, std=facts.std
+        )
         return data.augment(key, images, labels, self.augmentation, **statistics)
 
     def arguments(self, examples: tuple[AnyArray, AnyArray]) -> tuple[AnyArray]:

@@ -97,12 +97,9 @@ def logits_of_heads(
 
     They are those of its ``heads``, or of the only one that it has.
     """
-    heads = (
-        model.heads(images, **random)
-        if hasattr(model, "heads")
-        else model(images, **random)[:, None]
-    )
-    return heads.astype(jnp.float32)
+    heads = getattr(model, "heads", None)
+    logits = model(images, **random)[:, None] if heads is None else heads(images, **random)
+    return logits.astype(jnp.float32)
 
 
 def distance_to_teacher(

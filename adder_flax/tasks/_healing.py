@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from adder_flax import data, recorder
 from adder_flax.recorder import Record
 from adder_flax.settings import Choice, Number, Text, setting
+from adder_flax.tasks._classification import Classification
 from adder_flax.tasks._distillation import (
     Distillation,
     DistillationSettings,
@@ -81,7 +82,7 @@ class Healing(Distillation):
 
         The outputs are those of blocks.
         """
-        images, targets = super(Distillation, self).examples(key, batch)
+        images, targets = Classification.examples(self, key, batch)
         logits, records = recorder.record(_WANTED, self.teacher, images)
         return images, targets, logits.astype(jnp.float32), _maps(records), _outputs(records)
 

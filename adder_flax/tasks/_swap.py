@@ -26,7 +26,12 @@ from jaxtyping import Array, Float
 
 from adder_flax import ops, recorder
 from adder_flax.arrays import AnyArray
-from adder_flax.attention import LAYER_NORM_EPSILON, get_score, resolve_scale
+from adder_flax.attention import (
+    LAYER_NORM_EPSILON,
+    MultiHeadAttention,
+    get_score,
+    resolve_scale,
+)
 from adder_flax.layers import AdderLinear, half_squared_distances
 from adder_flax.models import VisionTransformer
 from adder_flax.parameters import has_prototypes
@@ -39,8 +44,8 @@ _MOST_PAIRS = 2**18  # of tokens, which the distances of queries and keys are ta
 
 
 def swap(
-    teacher: VisionTransformer,
-    student: VisionTransformer,
+    teacher: nnx.Module,
+    student: nnx.Module,
     images: Float[AnyArray, "batch height width channels"],
 ) -> VisionTransformer:
     """Returns the student with what the teacher knows.
@@ -64,6 +69,8 @@ def swap(
       >>> bool((same(images) == teacher(images)).all())
       True
     """
+    teacher = _transformer(teacher, "a teacher")
+    student = _transformer(student, "a model")
     _check(teacher, student)
     seen = _watch(teacher, images)
     known, params = (
@@ -89,13 +96,16 @@ def swap(
     return _with_params(student, new)
 
 
-def _check(teacher: nnx.Module, student: nnx.Module) -> None:
-    for model, what in ((teacher, "a teacher"), (student, "a model")):
-        if not isinstance(model, VisionTransformer):
-            raise ValueError(
-                f"expected {what} that is a vision transformer and takes images normalised as the "
-                f"task does, got a {type(model).__name__}; choose another"
-            )
+def _transformer(model: nnx.Module, what: str) -> VisionTransformer:
+    if not isinstance(model, VisionTransformer):
+        raise ValueError(
+            f"expected {what} that is a vision transformer and takes images normalised as the "
+            f"task does, got a {type(model).__name__}; choose another"
+        )
+    return model
+
+
+def _check(teacher: VisionTransformer, student: VisionTransformer) -> None:
     scores = {block.attention.settings.score for block in teacher.blocks}
     if has_prototypes(teacher) or scores != {"dot"}:
         layers = " and adder layers" if has_prototypes(teacher) else ""
@@ -162,7 +172,7 @@ class _Affine(NamedTuple):
 
 
 def _fit_heads(
-    index: int, attention: nnx.Module, seen: Mapping[str, Array]
+    index: int, attention: MultiHeadAttention, seen: Mapping[str, Array]
 ) -> dict[tuple, _Affine]:
     """Returns what becomes of the queries and keys of a block.
 
@@ -176,7 +186,7 @@ def _fit_heads(
     mean = seen["key"].mean((0, 2))  # (heads, head_dim)
     scale = resolve_scale(get_score("adder"), attention.settings.scale, query.shape[-1])
     temperature = attention.settings.temperature
-    scale = scale if temperature == "learned" else scale / temperature  # a learned one begins at 1
+    scale = scale if isinstance(temperature, str) else scale / temperature  # learned: from 1 on
     divergences = jnp.stack(
         [_divergences(query, ratio * (key - mean[:, None]), weights, scale) for ratio in _RATIOS]
     )

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
@@ -15,6 +15,7 @@ from adder_flax.registry import Registry
 from adder_flax.settings import TASK_SETTINGS
 
 Batch = Mapping[str, AnyArray]
+Facts = TypeVar("Facts", bound=Hashable)
 
 
 class Outcome(NamedTuple):
@@ -45,12 +46,12 @@ class Best(NamedTuple):
     largest: bool
 
 
-class Task(abc.ABC):
+class Task(abc.ABC, Generic[Facts]):
     """What is learned from a batch.
 
     A task is made twice: once from plain settings, and inside of the compiled step from settings
     whose numbers that are data are traced, so that runs that differ in them share a program. All
-    methods but ``facts`` and ``scores`` are traced.
+    methods but ``facts`` and ``scores`` are traced. ``Task[MyFacts]`` says what ``facts`` returns.
 
     Args:
       settings: ``config.task``, read.
@@ -69,7 +70,7 @@ class Task(abc.ABC):
     def __init__(
         self,
         settings: Any,
-        facts: Hashable,
+        facts: Facts,
         *,
         teacher: Callable[..., Array] | None = None,
         progress: float | Array = 1.0,
@@ -89,7 +90,7 @@ class Task(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def facts(cls, source: Source) -> Hashable:
+    def facts(cls, source: Source) -> Facts:
         """Returns what the task has to know of its data.
 
         Runs whose data differ in it do not share a program.
@@ -196,11 +197,13 @@ class Task(abc.ABC):
         return {}
 
 
+Registered = TypeVar("Registered", bound=Task)
+
 TASKS: Registry[type[Task]] = Registry("task", "adder_flax.tasks.register_task")
 """Tasks by name: ``config.task.name`` is looked up here."""
 
 
-def register_task(name: str, settings: type) -> Callable[[type[Task]], type[Task]]:
+def register_task(name: str, settings: type) -> Callable[[type[Registered]], type[Registered]]:
     """Makes ``config.task.name = <name>`` stand for the decorated task.
 
     Args:
@@ -209,8 +212,9 @@ def register_task(name: str, settings: type) -> Callable[[type[Task]], type[Task
         those of ``config.task``, ``name`` among them.
     """
 
-    def register(task: type[Task]) -> type[Task]:
+    def register(task: type[Registered]) -> type[Registered]:
         TASK_SETTINGS.register(name, settings)
-        return TASKS.register(name, task)
+        TASKS.register(name, task)
+        return task
 
     return register

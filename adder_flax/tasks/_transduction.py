@@ -55,7 +55,7 @@ class SequenceFacts(NamedTuple):
 
 
 @register_task("transduction", TransductionSettings)
-class Transduction(Task):
+class Transduction(Task[SequenceFacts]):
     """Mean cross-entropy of the target's symbols given those before them.
 
     Errors are those of what the model writes by itself.
@@ -76,19 +76,13 @@ class Transduction(Task):
 
     @classmethod
     def facts(cls, source: data.Source) -> SequenceFacts:
-        if not isinstance(source, data.SequenceSource):
-            raise data.DataError(
-                "Expected a data set of pairs of sequences for config.task.name=transduction, got "
-                f"{source.name}. Set --config.data.name, or the task that is meant for it."
-            )
-        source_symbols, target_symbols = (
-            len(source.symbols[kind]) for kind in ("source", "target")
-        )
+        pairs = data.require_kind(data.SequenceSource, source, "config.task.name=transduction")
+        source_symbols, target_symbols = (len(pairs.symbols[kind]) for kind in ("source", "target"))
         source_length, target_length = (
-            source.arrays[kind].shape[-1] for kind in ("source", "target")
+            pairs.arrays[kind].shape[-1] for kind in ("source", "target")
         )
         return SequenceFacts(
-            source_symbols, target_symbols, source_length, target_length, source.longest
+            source_symbols, target_symbols, source_length, target_length, pairs.longest
         )
 
     def example(self) -> Example:
@@ -127,7 +121,7 @@ class Transduction(Task):
         return batch["source"], batch["references"][:, 0]
 
     def write(
-        self, model: nnx.Module, source: Int[AnyArray, "batch source"]
+        self, model: Any, source: Int[AnyArray, "batch source"]
     ) -> Int[Array, "batch target"]:
         """Returns what the model makes of the sources, ended and filled up with `END`."""
         memory = model.encode(source)

@@ -86,7 +86,7 @@ def estimate(run: Run) -> Estimate:
     else:
         checked = capacity if device.platform == "tpu" else None
         beside = _working_memory(compiled.memory_analysis(), sum(state.values()), checked)
-        traffic = hlo.collectives(compiled.as_text())
+        traffic = hlo.collectives(compiled.as_text() or "")
         found_room = capacity is None or sum(state.values()) + sum(beside.values()) <= capacity
     seconds = time.perf_counter() - start
     memory = state | beside

@@ -48,7 +48,7 @@ def params_by_path(build: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Any:
 
     def make(keys: Iterator[PRNGKeyArray]) -> Any:
         rngs = nnx.Rngs(0)
-        rngs.default = _Given(keys)
+        setattr(rngs, "default", _Given(keys))  # noqa: B010  streams are no declared attributes
         return nnx.to_pure_dict(nnx.state(build(rngs), nnx.Param))
 
     used = itertools.count()

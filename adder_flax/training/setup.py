@@ -202,12 +202,14 @@ def _load_teacher(settings: RunSettings, source: data.Source) -> Teacher | None:
         )
     if Path(place).is_dir():
         return _teacher_of_run(settings, place, source)
+    images = data.require_kind(data.ImageSource, source, "config.task.teacher")
     model, statistics = interop.read_model(
-        place, image_shape=source.image_shape, num_classes=source.num_classes
+        place, image_shape=images.image_shape, num_classes=images.num_classes
     )
-    own = data.channel_statistics(source)
-    same = statistics is None or np.allclose(statistics, own, atol=1e-3)
-    return Teacher.of(model if same else Renormalized(model, own, statistics))
+    own = data.channel_statistics(images)
+    if statistics is None or np.allclose(statistics, own, atol=1e-3):
+        return Teacher.of(model)
+    return Teacher.of(Renormalized(model, own, statistics))
 
 
 def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) -> Teacher:

@@ -39,8 +39,9 @@ def devices_at_hand() -> list[jax.Device]:
         return jax.devices()
     except Exception as error:  # of plugins, too
         got = first_line(error) if str(error) else "none"
+        wanted = jax.config.values["jax_platforms"] or ""
         raise RunError(
-            f"expected devices of JAX_PLATFORMS={jax.config.jax_platforms or ''}, got: {got}; "
+            f"expected devices of JAX_PLATFORMS={wanted}, got: {got}; "
             "unset JAX_PLATFORMS, set it to cpu, or install JAX for the accelerator"
         ) from error
 
@@ -112,7 +113,7 @@ def tree_path(path: Sequence[Any]) -> str:
       ... )
       {'a': ['a/0', {'b': 'a/1/b'}]}
     """
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
 def state_sharding(abstract_state: Any, mesh: Mesh | AbstractMesh, facts: Any) -> Any:
@@ -184,7 +185,7 @@ def put_batch(batch: Any, mesh: Mesh) -> Any:
     def put(rows: np.ndarray) -> jax.Array:
         size = len(rows) // len(shards)
 
-        def on_device(index: tuple[slice, ...]) -> np.ndarray:
+        def on_device(index: Any) -> np.ndarray:
             first = np.searchsorted(shards, (index[0].start or 0) // size) * size
             return rows[first : first + size]
 

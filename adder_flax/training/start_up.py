@@ -46,6 +46,6 @@ class StartUp:
             f"compiling, {now - self._ready - self._compiling:.1f} tracing and computing"
         )
 
-    def _listen(self, event: str, duration: float, **unused) -> None:
+    def _listen(self, event: str, duration_secs: float, **unused) -> None:
         if event == _COMPILATION:
-            self._compiling += duration
+            self._compiling += duration_secs

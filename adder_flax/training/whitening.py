@@ -7,7 +7,7 @@ Q_L and Q_R now and then, and scale Q_Lᵀ G Q_R elementwise. They differ in wha
 in what the scale is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,10 @@ _FIRST_VALUE = 0.1
 _SMALLEST_CLAMP, _LARGEST_CLAMP = 10.0, 4000.0
 
 
+Pair = tuple[Array, Array]
+"""Of the rows and of the columns of a matrix, or of a stack of them."""
+
+
 class Whitening(NamedTuple):
     """What is kept of one matrix of m rows and n columns, or of a stack of them.
 
@@ -34,8 +38,8 @@ class Whitening(NamedTuple):
     """
 
     mean: Float[Array, "*stack m n"]
-    factors: tuple[Float[Array, "*stack m m"], Float[Array, "*stack n n"]]
-    bases: tuple[Float[Array, "*stack m m"], Float[Array, "*stack n n"]]
+    factors: Pair
+    bases: Pair
     scales: Any
 
 
@@ -90,10 +94,8 @@ def scale_by_soap(
                 jnp.argsort(-jnp.einsum("ji,jk,ki->i", q, f, q))
                 for q, f in zip(kept.bases, factors, strict=True)
             ]
-            bases = tuple(
-                _power_step(f, q[:, o]) for f, q, o in zip(factors, kept.bases, orders, strict=True)
-            )
-            return bases, squares[orders[0]][:, orders[1]]
+            ordered = [q[:, o] for q, o in zip(kept.bases, orders, strict=True)]
+            return _power_steps(factors, ordered), squares[orders[0]][:, orders[1]]
 
         bases, squares = jax.lax.cond(count % interval == 0, renew, lambda: (kept.bases, squares))
         return update, Whitening(mean, factors, bases, squares)
@@ -155,7 +157,7 @@ def scale_by_kl_shampoo(
         factors = _mix_all(kept.factors, found, b2)
         bases = jax.lax.cond(
             count % interval == 0,
-            lambda: tuple(_power_step(f, q) for f, q in zip(factors, kept.bases, strict=True)),
+            lambda: _power_steps(factors, kept.bases),
             lambda: kept.bases,
         )
         return update, Whitening(mean, factors, bases, scales)
@@ -224,22 +226,23 @@ def _mix(mean: Array, new: Array, decay: float | Array) -> Array:
     return decay * mean + (1 - decay) * new
 
 
-def _mix_all(
-    means: tuple[Array, ...], new: tuple[Array, ...], decay: float | Array
-) -> tuple[Array, ...]:
-    return tuple(_mix(*pair, decay) for pair in zip(means, new, strict=True))
+def _mix_all(means: Pair, new: Pair, decay: float | Array) -> Pair:
+    rows, columns = (_mix(*pair, decay) for pair in zip(means, new, strict=True))
+    return rows, columns
 
 
-def _no_factors(gradient: Array) -> tuple[Array, Array]:
+def _no_factors(gradient: Array) -> Pair:
     m, n = gradient.shape
     return jnp.zeros((m, m), gradient.dtype), jnp.zeros((n, n), gradient.dtype)
 
 
-def _eigenvectors(factors: tuple[Array, Array]) -> tuple[Array, Array]:
+def _eigenvectors(factors: Pair) -> Pair:
     """Eigenvectors of both factors, those of the largest eigenvalues first."""
     rows, columns = (jnp.linalg.eigh(factor)[1][:, ::-1] for factor in factors)
     return rows, columns
 
 
-def _power_step(factor: Array, basis: Array) -> Array:
-    return jnp.linalg.qr(factor @ basis)[0]
+def _power_steps(factors: Sequence[Array], bases: Sequence[Array]) -> Pair:
+    """One step of power iteration for rows and columns."""
+    rows, columns = (jnp.linalg.qr(f @ q)[0] for f, q in zip(factors, bases, strict=True))
+    return rows, columns

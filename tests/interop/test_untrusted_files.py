@@ -79,6 +79,7 @@ def test_a_fifo_does_not_wait_and_a_pickle_does_not_run(tmp_path):
         interop.load_weights(make(), tmp_path / "model.bin")
 
 
+@pytest.mark.unchecked
 def test_a_model_of_sequences_is_refused_by_name(tmp_path):
     model = Seq2Seq(
         source_symbols=5, target_symbols=7, width=8, embedding_features=4, rngs=nnx.Rngs(0)

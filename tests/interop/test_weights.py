@@ -467,6 +467,7 @@ def test_a_folder_says_what_its_files_do_not_and_a_card_what_was_measured(run_ma
     assert f"| accuracy | {accuracy:.4f} |" in card
 
 
+@pytest.mark.unchecked
 def test_what_hugging_face_has_no_class_for_is_no_folder(tmp_path):
     options = dict(label_names=list("abcde"), mean=[0.5] * 3, std=[0.5] * 3)
     for model, message in (

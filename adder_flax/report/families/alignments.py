@@ -137,9 +137,8 @@ def _alignment_picture(study: SequenceStudy, subject: SequenceSubject) -> Pictur
         :_SHOWN
     ]
     maps = study.alignments(subject)
-    sources, targets, weights = (
-        [values[i] for i in chosen] for values in (study.sources, study.targets, maps)
-    )
+    sources, targets = ([words[i] for i in chosen] for words in (study.sources, study.targets))
+    weights = [maps[i] for i in chosen]
     return Picture(
         "alignments" if subject is study.subject else "alignments-baseline",
         alignment_figure(sources, targets, weights, title=subject.name),

@@ -27,7 +27,9 @@ from adder_flax.report.summary import summary_rows
 from adder_flax.settings import DEIT_SIZES
 
 _SOURCE = ENERGY.source
-SIZES = dict(zip(("DeiT-Ti", "DeiT-S", "DeiT-B"), DEIT_SIZES.values(), strict=True))
+SIZES: dict[str, tuple[int, int]] = dict(
+    zip(("DeiT-Ti", "DeiT-S", "DeiT-B"), DEIT_SIZES.values(), strict=True)
+)
 _LINEARS = {"qkv_linear": "adder", "proj_linear": "adder", "mlp_linear": "adder"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "multiplicative": {},

@@ -43,12 +43,12 @@ def _kernel_distances(subject: Subject) -> dict[str, list[np.ndarray]]:
         "the model's q and k": [],
     }
     for block in subject.captured.blocks:
-        bare = layer_norm(block.tokens)
-        pairs = ((bare, bare), (block.normalized, block.normalized), (block.query, block.key))
+        tokens, normalized = block.around()
+        bare = layer_norm(tokens)
+        pairs = ((bare, bare), (normalized, normalized), (block.query, block.key))
         for distances, (query, key) in zip(result.values(), pairs, strict=True):
-            distances.append(
-                total_variation(gaussian_kernel_map(query, key), dot_product_map(query, key))
-            )
+            apart = total_variation(gaussian_kernel_map(query, key), dot_product_map(query, key))
+            distances.append(np.asarray(apart))
     return result
 
 

@@ -1,5 +1,7 @@
 """How far attention reaches, and the maps themselves."""
 
+from typing import Any
+
 import numpy as np
 
 from adder_flax.measures.maps import entropy, mean_distance, patch_attention
@@ -94,7 +96,7 @@ def _attention_pictures(study: Study) -> list[Picture]:
     models = {subject.name: subject for subject in filter(None, (study.baseline, study.subject))}
     shown = min(4 if len(models) == 1 else 3, len(study.pictures))
     blocks = study.subject.blocks(3, 6, 10)
-    options = dict(
+    options: dict[str, Any] = dict(
         prefix_tokens=study.subject.prefix_tokens,
         captions=study.captions[:shown],
         with_rollout=True,

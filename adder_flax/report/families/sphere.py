@@ -30,8 +30,9 @@ def judge(study: Study) -> Findings:
 
 
 def _sphere_claims(subject: Subject) -> list[Claim]:
-    bare = [relative_radius(layer_norm(block.tokens)) for block in subject.captured.blocks]
-    affine = [relative_radius(block.normalized) for block in subject.captured.blocks]
+    around = [block.around() for block in subject.captured.blocks]
+    bare = [relative_radius(layer_norm(tokens)) for tokens, _ in around]
+    affine = [relative_radius(normalized) for _, normalized in around]
     error = max(np.abs(radius - 1).max() for radius in bare)
     off = max(np.abs(radius - 1).max() for radius in affine)
     verdict = HOLDS if off < 0.01 else only_when("LayerNorm has no affine part")
@@ -54,8 +55,8 @@ def _sphere_picture(subject: Subject) -> Picture:
     figure, axes = _style.new_figure(2.9 * len(chosen), 3.0, 1, len(chosen))
     data = {}
     for axis, index in zip(axes[0], chosen, strict=True):
-        block = subject.captured.blocks[index]
-        radii = {"without affine part": layer_norm(block.tokens), "as used": block.normalized}
+        bare, affine = subject.captured.blocks[index].around()
+        radii = {"without affine part": layer_norm(bare), "as used": affine}
         radii = {label: relative_radius(tokens).ravel() for label, tokens in radii.items()}
         every = np.concatenate(list(radii.values()))
         bins = np.linspace(every.min() - 0.02, every.max() + 0.02, 50)
