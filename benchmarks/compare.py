@@ -1,7 +1,7 @@
 """What the comparison runner costs, and how often its intervals hold the truth.
 
-python -m benchmarks.compare overhead    # seconds beside those of the runs themselves, 24 runs of
-one arm python -m benchmarks.compare coverage    # of six pairs that differ by chance alone
+python -m benchmarks.compare overhead  # seconds beside those of 24 runs of one arm themselves
+python -m benchmarks.compare coverage  # of six pairs that differ by chance alone
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """Memory, traffic and operations of a training step by model, mechanism, optimizer and topology: a
 Markdown table.
 
-    python -m benchmarks.compile python -m benchmarks.compile --sizes=base --mechanisms=adder
-    --topologies=v5e:4x4 --dtype=bfloat16 python -m benchmarks.compile --topologies=h100:1,h100:8
+    python -m benchmarks.compile
+    python -m benchmarks.compile --topologies=h100:1,h100:8
+    python -m benchmarks.compile --sizes=base --topologies=v5e:4x4 --dtype=bfloat16
 
 Each row is the training step of an ImageNet experiment (224 pixels, 1,000 classes, global batch
 1,024), compiled for the topology without the hardware, as ``main.py --mode=compile`` does. It needs

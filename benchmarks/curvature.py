@@ -1,9 +1,8 @@
 """What curvature costs: one product F v, and each part of a CG-FAC step, in units of one gradient;
 and memory.
 
-    python -m benchmarks.curvature                                  # adder DeiT-Tiny of 4 blocks on
-    digits, a minute python -m benchmarks.curvature --mechanism=multiplicative --depth=12
-    --batch-size=64
+    python -m benchmarks.curvature  # adder DeiT-Tiny of 4 blocks on digits, a minute
+    python -m benchmarks.curvature --mechanism=multiplicative --depth=12 --batch-size=64
 
 A product's time is the slope of the solver's time over its iterations, so that it includes the
 solver's own arithmetic and leaves out what is done once. Times are medians of interleaved

@@ -1,9 +1,8 @@
 """Measures the adder and additive reductions against the machine's bound, XLA's GEMM and other
 libraries.
 
-    python -m benchmarks.ops           # DeiT-Tiny's layers on 8 images of 197 tokens: under three
-    minutes python -m benchmarks.ops --full    # three models, three batches, five lengths: half an
-    hour
+    python -m benchmarks.ops  # DeiT-Tiny's layers on 8 images of 197 tokens: under three minutes
+    python -m benchmarks.ops --full  # three models, three batches, five lengths: half an hour
 
 Every ratio is a median over rounds in which the sides take turns, so that other work on the machine
 falls on all. The bound is one of the sides: loops of nothing but the instructions of a term, on

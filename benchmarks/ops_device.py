@@ -1,9 +1,8 @@
 """Measures the kernels on an accelerator: terms a second, their share of the bound, `torch.cdist`,
 and training.
 
-    python -m benchmarks.ops_device                   # on the default device python -m
-    benchmarks.ops_device --divide=64       # the same shapes with 64 times fewer rows, for a try
-    elsewhere
+    python -m benchmarks.ops_device  # on the default device
+    python -m benchmarks.ops_device --divide=64  # 64 times fewer rows, for a try elsewhere
 
 Large square problems, as published for pairwise L1 distances on GPUs (NVIDIA cuVS), and layers of
 DeiT. The bound of an NVIDIA GPU of compute capability 9 is 64 terms a clock and multiprocessor: two

@@ -1,11 +1,10 @@
 """Steps, seconds and gradient-equivalents to a training loss: CG-FAC against AdamW, Muon, SOAP and
 kfac-jax.
 
-    python -m benchmarks.optimizers                                   # everything, about two hours
-    on 2 cores python -m benchmarks.optimizers --quick                           # a check that it
-    runs, minutes python -m benchmarks.optimizers --problems=autoencoder --optimizers=adamw,cg_fac
-    --out=results.json python -m benchmarks.optimizers --out=results.json --max-seconds=120   # a
-    part of it; repeat until done
+    python -m benchmarks.optimizers  # everything, about two hours on 2 cores
+    python -m benchmarks.optimizers --quick  # a check that it runs, minutes
+    python -m benchmarks.optimizers --problems=autoencoder --optimizers=adamw,cg_fac
+    python -m benchmarks.optimizers --out=results.json --max-seconds=120  # a part; repeat it
 
 Problems, all on scikit-learn's digits (1536 for training), batches of 256: the autoencoder
 64-48-24-8-24-48-64 under binary cross-entropy; a two-block vision transformer of width 32 under

@@ -3,16 +3,18 @@
 Two 3 × 3 convolutions of stride 2 leave 8 × 8 tokens of width 128 for three blocks. What the first
 ten minutes pay for: Muon with its large steps; a short warm-up and a decay to zero over the whole
 run; shifts of two pixels, mirroring and label smoothing, and nothing that slows learning down (no
-mixing, erasing, dropout or stochastic depth); an average of the last weights. Sources: Hassani et
-al., 2021 (CCT: convolutions before tokens on small data, pooling without a class token); Jordan,
-2024 (airbench: shifts, mirroring, label smoothing, a schedule over few epochs, averaged weights;
-and Muon). Command: python main.py --config=experiments/cifar10_fast.py Cost: 3.6 CPU milliseconds
-an image of training on an AMD EPYC with AVX-512, from 4 steps beside other work: 6 epochs are 1,080
-CPU seconds, about nine minutes of two cores that do nothing else. The goal is 80 % in ten minutes;
-no whole run has been measured. To be tuned, best guesses first: the learning rate; 16 tokens of
-width 192 in four blocks (--config.model.patch_size=8 --config.model.width=192
---config.model.depth=4 --config.model.num_heads=3, 3.1 ms an image); batches of 128 and 512; more
-channels in the stem against fewer blocks; the averaging; label smoothing of 0.2.
+mixing, erasing, dropout or stochastic depth); an average of the last weights.
+Sources: Hassani et al., 2021 (CCT: convolutions before tokens on small data, pooling without a
+class token); Jordan, 2024 (airbench: shifts, mirroring, label smoothing, a schedule over few
+epochs, averaged weights; and Muon).
+Command: python main.py --config=experiments/cifar10_fast.py
+Cost: 3.6 CPU milliseconds an image of training on an AMD EPYC with AVX-512, from 4 steps beside
+other work: 6 epochs are 1,080 CPU seconds, about nine minutes of two cores that do nothing else.
+The goal is 80 % in ten minutes; no whole run has been measured. To be tuned, best guesses first:
+the learning rate; 16 tokens of width 192 in four blocks (--config.model.patch_size=8
+--config.model.width=192 --config.model.depth=4 --config.model.num_heads=3, 3.1 ms an image);
+batches of 128 and 512; more channels in the stem against fewer blocks; the averaging; label
+smoothing of 0.2.
 """
 
 import ml_collections

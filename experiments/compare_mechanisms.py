@@ -16,10 +16,12 @@ The last two are trainings of minutes on one core: shifts and mirroring alone, a
 erased or dropped pays in long trainings only. Other data sets keep the recipe and the 100 or 300
 epochs of experiments/common.py. On Fashion-MNIST a training takes 65 (dot product) to 110 CPU
 seconds (adder) of an AMD EPYC with AVX-512, the 72 runs of the grid about an hour of two cores that
-do nothing else, estimated from 15 steps of each. Command: python main.py --mode=compare
---config=experiments/compare_mechanisms.py:fashion_mnist [--workers=2] Data: python -m
-adder_flax.data.prepare fashion_mnist --source=/usr/share/datasets/fashion-mnist, the folder of
-Debian's package dataset-fashion-mnist; without --source the files are downloaded. Likewise cifar10.
+do nothing else, estimated from 15 steps of each.
+Commands:
+    python -m adder_flax.data.prepare fashion_mnist --source=/usr/share/datasets/fashion-mnist
+    python main.py --mode=compare --config=experiments/compare_mechanisms.py:fashion_mnist
+The source is the folder of Debian's package dataset-fashion-mnist; without --source the files are
+downloaded. Likewise cifar10. With --workers=2 two runs are trained side by side.
 """
 
 import ml_collections

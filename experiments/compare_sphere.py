@@ -8,9 +8,9 @@ LayerNorm has learned, γ and β, takes them off the sphere: dot product and Gau
 compared, with LayerNorm in front of the attention, as section 3.1 assumes, and behind the sum
 (Post-LN), where the first block's tokens are on no sphere. 6 blocks of width 96, without a
 projection behind the attention either; six paired seeds, the recipe of
-experiments/compare_mechanisms.py. Source: "The Brownian motion in the transformer model", sections
-3.1, 3.2 and 3.4.2. Command: python main.py --mode=compare --config=experiments/compare_sphere.py
-[--workers=2]
+experiments/compare_mechanisms.py.
+Source: "The Brownian motion in the transformer model", sections 3.1, 3.2 and 3.4.2.
+Command: python main.py --mode=compare --config=experiments/compare_sphere.py [--workers=2]
 """
 
 import ml_collections

@@ -1,8 +1,10 @@
 """A small residual convolutional network: a teacher for transformers on few images.
 
 Source: He et al., "Identity mappings in deep residual networks", 2016, with GroupNorm in place of
-BatchNorm. Command: python main.py --config=experiments/conv_net.py The argument after the colon is
-the data set, as of every experiment: experiments/conv_net.py:cifar10.
+BatchNorm.
+Command: python main.py --config=experiments/conv_net.py
+The argument after the colon is the data set, as of every experiment:
+experiments/conv_net.py:cifar10.
 """
 
 import ml_collections

@@ -3,14 +3,16 @@
 All augmentation is on the device.
 
 Source: Touvron et al., "DeiT III: Revenge of the ViT", 2022, table 1, and the commands of
-https://github.com/facebookresearch/deit (README_revenge.md), for ImageNet-1k alone. Published:
-ImageNet top-1 81.4 % (small, at 224 pixels) and 83.8 % (base, 800 epochs at 192 pixels, then 20 at
-224). Not measured here. Command: python main.py --config=experiments/deit3_recipe.py
---config.data.data_dir=PLACE Others: --config=experiments/deit3_recipe.py:adder,base,folder
-(multiplicative, additive or adder; tiny, small or base; a data set of images larger than 64
-pixels). The paper has no tiny one: it is trained as the small one is. What differs from DeiT's
-code: the class token has a position of its own; the rate warms up from 0, not from 1e-6. Prototypes
-of adder layers have no weight decay, and LAMB takes their steps as they are.
+https://github.com/facebookresearch/deit (README_revenge.md), for ImageNet-1k alone.
+Published: ImageNet top-1 81.4 % (small, at 224 pixels) and 83.8 % (base, 800 epochs at 192 pixels,
+then 20 at 224). Not measured here.
+Command: python main.py --config=experiments/deit3_recipe.py --config.data.data_dir=PLACE
+Others: --config=experiments/deit3_recipe.py:adder,base,folder (multiplicative, additive or adder;
+tiny, small or base; a data set of images larger than 64 pixels). The paper has no tiny one: it is
+trained as the small one is.
+What differs from DeiT's code: the class token has a position of its own; the rate warms up from 0,
+not from 1e-6. Prototypes of adder layers have no weight decay, and LAMB takes their steps as they
+are.
 """
 
 import ml_collections

@@ -3,15 +3,17 @@
 By default DeiT-Tiny on ImageNet-1k at 224 pixels.
 
 Source: Touvron et al., "Training data-efficient image transformers", 2021 (DeiT), table 9, and the
-defaults of https://github.com/facebookresearch/deit (main.py). Published: ImageNet top-1 without
-distillation 72.2 % (tiny), 79.9 % (small) and 81.8 % (base); the base one takes 53 hours on a node
-of 8 V100 GPUs, 37 hours on two. Not measured here: neither the accuracy nor the hours. Command:
-python main.py --config=experiments/deit_recipe.py --config.data.data_dir=PLACE Others:
---config=experiments/deit_recipe.py:adder,small,folder (multiplicative, additive or adder; tiny,
-small or base; a data set of images larger than 64 pixels). The defaults are those of this framework
-where the paper has none. What differs from DeiT's code: the averaged weights, which are evaluated
-here and not there, forget faster at first, by min(0.99996, (1 + t)/(10 + t)) at step t; the rate
-warms up from 0, not from 1e-6.
+defaults of https://github.com/facebookresearch/deit (main.py).
+Published: ImageNet top-1 without distillation 72.2 % (tiny), 79.9 % (small) and 81.8 % (base); the
+base one takes 53 hours on a node of 8 V100 GPUs, 37 hours on two. Not measured here: neither the
+accuracy nor the hours.
+Command: python main.py --config=experiments/deit_recipe.py --config.data.data_dir=PLACE
+Others: --config=experiments/deit_recipe.py:adder,small,folder (multiplicative, additive or adder;
+tiny, small or base; a data set of images larger than 64 pixels). The defaults are those of this
+framework where the paper has none.
+What differs from DeiT's code: the averaged weights, which are evaluated here and not there, forget
+faster at first, by min(0.99996, (1 + t)/(10 + t)) at step t; the rate warms up from 0, not from
+1e-6.
 """
 
 import ml_collections

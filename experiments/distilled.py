@@ -4,10 +4,12 @@ Taught by the convolutional network of experiments/conv_net.py.
 
 Source: Touvron et al., "Training data-efficient image transformers", 2021 (DeiT), section 3: hard
 labels of a convolutional teacher, which sees the same augmented images, have half of the loss.
-Command: python main.py --config=experiments/conv_net.py && python main.py
---config=experiments/distilled.py Another teacher: --config.task.teacher=PLACE, the directory of a
-run, or a safetensors file of timm or Hugging Face with its config.json beside it. Soft targets:
---config.task.distillation=soft --config.task.distillation_share=0.1.
+Commands:
+    python main.py --config=experiments/conv_net.py
+    python main.py --config=experiments/distilled.py
+Another teacher: --config.task.teacher=PLACE, the directory of a run, or a safetensors file of timm
+or Hugging Face with its config.json beside it.
+Soft targets: --config.task.distillation=soft --config.task.distillation_share=0.1.
 """
 
 import ml_collections

@@ -1,9 +1,10 @@
 """A trained multiplicative transformer whose attention is replaced by adder ones, and healed.
 
 Source: after LoLCATs (Zhang et al., 2024), which heals language models of linear attention;
-experiments/healing.py says what is done. Not measured yet. Command: python main.py
---config=experiments/heal_teacher.py --config.seed=0, then python main.py
---config=experiments/heal_attention.py --config.seed=0
+experiments/healing.py says what is done. Not measured yet.
+Commands:
+    python main.py --config=experiments/heal_teacher.py --config.seed=0
+    python main.py --config=experiments/heal_attention.py --config.seed=0
 """
 
 import functools

@@ -4,12 +4,13 @@ For the three mechanisms on digits.
 
 Source: "The Brownian motion in the transformer model", section 3.3, whose case for second-order
 optimizers is that this term should not be ignored. Networks of 4 blocks of width 64, AdamW, the
-recipe for digits; every tenth step is measured. Command: python -m experiments.second_order
-[--epochs=10] [--optimizer=adamw] [--out=runs/second_order] Measured, |second-order| /
-|first-order|, medians over the thirds of training (every twentieth step, peak rate 5e-4, 2e-3 for
-adder, about a minute each): multiplicative 0.50, 0.19, 0.07; additive 0.24, 0.21, 0.10; adder 0.40,
-0.32, 0.14. From the Hessian and from differences of the loss the term is the same within 6 % in the
-last two thirds.
+recipe for digits; every tenth step is measured.
+Command:
+    python -m experiments.second_order [--epochs=10] [--optimizer=adamw] [--out=runs/second_order]
+Measured, |second-order| / |first-order|, medians over the thirds of training (every twentieth step,
+peak rate 5e-4, 2e-3 for adder, about a minute each): multiplicative 0.50, 0.19, 0.07; additive
+0.24, 0.21, 0.10; adder 0.40, 0.32, 0.14. From the Hessian and from differences of the loss the term
+is the same within 6 % in the last two thirds.
 """
 
 import argparse

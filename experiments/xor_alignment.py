@@ -4,10 +4,10 @@ They belong together if exactly one of their coordinates is equal.
 
 Source: "Additive vs. multiplicative attention", The limits of bilinearity. Bilinear scores with all
 biases can get at most 12 of the 16 pairs right (proved by enumeration,
-``adder_flax.measures.xor_bound``), additive ones all of them. Command: python -m
-experiments.xor_alignment [--seeds=32] [--steps=800] [--out=runs/xor_alignment] Measured: 32 seeds,
-7 s on one core: bilinear 6 to 11 pairs, median 9 (the loss is not the accuracy); additive 16 from
-every seed.
+``adder_flax.measures.xor_bound``), additive ones all of them.
+Command: python -m experiments.xor_alignment [--seeds=32] [--steps=800] [--out=runs/xor_alignment]
+Measured: 32 seeds, 7 s on one core: bilinear 6 to 11 pairs, median 9 (the loss is not the
+accuracy); additive 16 from every seed.
 """
 
 import argparse

@@ -199,12 +199,11 @@ def judge(
     unknown = jnp.full_like(damping, jnp.nan)
     adapt = (count + 1) % interval == 0 if interval else jnp.zeros((), bool)
 
-    if change is None:
-        difference = unknown
-    elif reject:
-        difference = change().astype(damping.dtype)
-    else:  # a forward pass, which most steps are to do without
-        difference = jax.lax.cond(adapt, lambda: change().astype(damping.dtype), lambda: unknown)
+    difference = unknown
+    if change is not None:
+        measure = lambda: change().astype(damping.dtype)
+        # A forward pass, which most steps are to do without.
+        difference = measure() if reject else jax.lax.cond(adapt, measure, lambda: unknown)
     # Where the model promises nothing, any descent is more than it said and any ascent less.
     ratio = difference / jnp.where(model < 0, model, -jnp.finfo(damping.dtype).tiny)
     # "At most 0", not "not more than 0": a loss that is not a number refuses the step too.

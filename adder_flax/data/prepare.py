@@ -1,10 +1,9 @@
 """Prepares a data set as ArrayRecord, which training reads without TensorFlow.
 
-    python -m adder_flax.data.prepare cifar10                       # also cifar100, mnist,
-    fashion_mnist python -m adder_flax.data.prepare cifar10 --source=DOWNLOADS    # from files that
-    are already there python -m adder_flax.data.prepare folder --source=IMAGENET
-    --set_name=my_imagenet python -m adder_flax.data.prepare imagenette                    # any
-    other set: TFDS's own preparation
+    python -m adder_flax.data.prepare cifar10  # also cifar100, mnist, fashion_mnist
+    python -m adder_flax.data.prepare cifar10 --source=DOWNLOADS  # from files already there
+    python -m adder_flax.data.prepare folder --source=IMAGENET --set_name=my_imagenet
+    python -m adder_flax.data.prepare imagenette  # any other set: TFDS's own preparation
 
 TFDS itself needs TensorFlow to prepare sets whose source files hold bare pixels. For the four named
 above the files are read here instead: the binary and idx editions, no pickles. Everything else is

@@ -252,7 +252,19 @@ def find(
     taken = {name for place in places.values() for name in (place.name, place.factor)}
     if homeless := sorted(set(stored) - taken):
         raise ValueError(_why_homeless(homeless, _depth(shapes)))
-    optional = [path for path in shapes if path.startswith(_HEADS) or _OF_A_SCORE.search(path)]
+    found = _without_absent(places, stored)
+    if any(_is_for_other_classes(head, stored, shapes, places) for head in _HEADS):
+        found = {path: place for path, place in found.items() if not path.startswith(_HEADS)}
+    for path in found:
+        _check_shape(path, found, stored, shapes, channels)
+    return found
+
+
+def _without_absent(
+    places: Mapping[str, _Place], stored: Mapping[str, tuple[int, ...]]
+) -> dict[str, _Place]:
+    """Returns the places without heads and parameters of scores that the file lacks as a whole."""
+    optional = [path for path in places if path.startswith(_HEADS) or _OF_A_SCORE.search(path)]
     absent = {path for path in optional if places[path].name not in stored}
     for path in absent:
         part = _part(path)
@@ -270,24 +282,32 @@ def find(
                 f"expected {place.name} among the weights, got none; choose the model that they "
                 "are of"
             )
-    if any(_is_for_other_classes(head, stored, shapes, places) for head in _HEADS):
-        found = {path: place for path, place in found.items() if not path.startswith(_HEADS)}
-    for path, place in found.items():
-        expected, got = _shape_there(shapes[path], place, channels), stored[place.name]
-        if got != expected and not (
-            path == "pos_embed" and can_resize(got, expected, _prefix_tokens(shapes))
-        ):
-            _refuse_gated(path, places, stored)
-            raise ValueError(
-                f"expected {place.name} of shape {expected}, got {printable(got, limit=80)}; "
-                "choose a model of their width, patch size, number of channels and grid of patches"
-            )
-        if place.factor is not None and stored[place.factor] != (shapes[path][-1],):
-            raise ValueError(
-                f"expected {place.factor} of shape {(shapes[path][-1],)}, got "
-                f"{printable(stored[place.factor], limit=80)}; take weights that are whole"
-            )
     return found
+
+
+def _check_shape(
+    path: str,
+    places: Mapping[str, _Place],
+    stored: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    channels: int,
+) -> None:
+    """Refuses an array that is not of its parameter's shape, nor can be made so."""
+    place = places[path]
+    expected, got = _shape_there(shapes[path], place, channels), stored[place.name]
+    if got != expected and not (
+        path == "pos_embed" and can_resize(got, expected, _prefix_tokens(shapes))
+    ):
+        _refuse_gated(path, places, stored)
+        raise ValueError(
+            f"expected {place.name} of shape {expected}, got {printable(got, limit=80)}; "
+            "choose a model of their width, patch size, number of channels and grid of patches"
+        )
+    if place.factor is not None and stored[place.factor] != (shapes[path][-1],):
+        raise ValueError(
+            f"expected {place.factor} of shape {(shapes[path][-1],)}, got "
+            f"{printable(stored[place.factor], limit=80)}; take weights that are whole"
+        )
 
 
 def arrays_of(places: Mapping[str, _Place]) -> list[str]:

@@ -2,9 +2,8 @@
 
 Source: "Additive vs. multiplicative attention", section "Attention as gating".
 
-    multiplicative: s = Σ_c g_c k_c,  g = Wᵀ q                        linear, unbounded, made by the
-    query alone additive:       s = Σ_h g_h v_h,  g = tanh(W_q q + W_k k + b)     in (−1, 1), made
-    by query and key together
+    multiplicative: s = Σ_c g_c k_c,  g = Wᵀ q                     linear, unbounded, of the query
+    additive:       s = Σ_h g_h v_h,  g = tanh(W_q q + W_k k + b)  in (−1, 1), of query and key
 
 Both let features count against a key as well as for it, unlike the gates of an LSTM, which lie in
 (0, 1).
