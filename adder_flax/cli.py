@@ -30,9 +30,8 @@ def enable_compilation_cache() -> None:
     given = jax.config.values["jax_compilation_cache_dir"]
     if given and "://" in given:
         return
-    machine = hashlib.sha256(own_cache.processor().encode()).hexdigest()[
-        :16
-    ]  # JAX does not tell processors apart
+    # JAX does not tell processors apart.
+    machine = hashlib.sha256(own_cache.processor().encode()).hexdigest()[:16]
     for folder in [Path(given)] if given else own_cache.folders():
         try:
             if given:

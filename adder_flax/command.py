@@ -125,9 +125,8 @@ def run(start_time: float) -> None:
       SystemExit: at the end.
     """
     program = sys.modules["__main__"]
-    program.__doc__ = (
-        program.__doc__ or __doc__
-    )  # absl shows it as help, with the flags of the program's own file
+    # Absl shows it as help, with the flags of the program's own file.
+    program.__doc__ = program.__doc__ or __doc__
     for flag in flags.FLAGS.get_flags_for_module(__name__):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     flags.mark_flag_as_required("config")
@@ -152,9 +151,8 @@ def _run_mode(argv: list[str], start_time: float) -> None:
 
     host_memory.keep_freed_memory()
     with environment.importing():
-        if (
-            _MODE.value == "train"
-        ):  # the other modes find kernels in the cache, or compile for another machine
+        # The other modes find kernels in the cache, or compile for another machine.
+        if _MODE.value == "train":
             from adder_flax import ops
 
             ops.build_in_background()
@@ -222,9 +220,8 @@ def _parse_flags(argv: list[str]) -> list[str]:
         if _CONFIG.value is not None:
             settings.read(_read_as(), _CONFIG.value)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-        unknown = re.match(
-            r"\W*'(\w+)\\?'", str(error)
-        )  # all that ml_collections says of --config.<unknown field>
+        # All that ml_collections says of --config.<unknown field>.
+        unknown = re.match(r"\W*'(\w+)\\?'", str(error))
         words = (
             str(error)
             if "expected" in str(error)

@@ -65,9 +65,8 @@ def end_at_signals() -> None:
 
     Nothing is torn by it: whatever a run saves appears whole or not at all.
     """
-    for descriptor in range(
-        3
-    ):  # a standard stream that is closed would be given to the next file that is opened
+    # A standard stream that is closed would be given to the next file that is opened.
+    for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:

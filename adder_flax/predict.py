@@ -126,9 +126,8 @@ class Predictor:
             ahead = [pool.submit(self._read, path) for path in batches[0]]
             for batch, following in zip(batches, [*batches[1:], []], strict=True):
                 read = [future.result() for future in ahead]
-                ahead = [
-                    pool.submit(self._read, path) for path in following
-                ]  # while the model computes
+                # While the model computes.
+                ahead = [pool.submit(self._read, path) for path in following]
                 yield from self._predict(batch, read, size)
 
     def draw(self, pixels: UInt8[np.ndarray, "h w c"], prediction: Prediction, path: Path) -> None:
@@ -170,9 +169,8 @@ class Predictor:
     def _predict(
         self, files: Sequence[Path], read: Sequence[Any], size: int
     ) -> Iterator[tuple[Prediction, UInt8[np.ndarray, "h w c"] | None]]:
-        images = np.zeros(
-            (size, *self._source.image_shape), np.uint8
-        )  # always as many: one program serves all
+        # Always as many: one program serves all.
+        images = np.zeros((size, *self._source.image_shape), np.uint8)
         for row, pixels in zip(images, read, strict=False):
             if not isinstance(pixels, str):
                 row[:] = pixels

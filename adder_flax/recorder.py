@@ -175,9 +175,8 @@ def module_path(scopes: str) -> tuple[str, str]:
       >>> module_path("jvp(<blocks.0>/<blocks.0.attention>)/softmax")
       ('blocks.0.attention', 'softmax')
     """
-    plain = re.sub(
-        r"\w+\(|\)", "", scopes
-    )  # jvp(...), transpose(...): the backward pass belongs to its layer
+    # jvp(...), transpose(...): the backward pass belongs to its layer.
+    plain = re.sub(r"\w+\(|\)", "", scopes)
     *_, last = _PATH.finditer(plain) if _PATH.search(plain) else [None]
     inside = plain if last is None else plain[last.end() :]
     return "" if last is None else last.group(1), ".".join(

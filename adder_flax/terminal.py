@@ -183,9 +183,8 @@ def messages() -> Iterator[None]:
             )
         if explained := _FAILURES.get("explain", lambda error: "")(error):
             end(explained, 1, error)
-        if (
-            type(error).__name__ == "JaxRuntimeError"
-        ):  # of XLA and the devices; JAX need not have been imported
+        # Of XLA and the devices; JAX need not have been imported.
+        if type(error).__name__ == "JaxRuntimeError":
             end(
                 f"expected devices that compute, got: {reason}; see to them, the same command goes "
                 "on",

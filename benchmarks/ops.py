@@ -29,11 +29,8 @@ from benchmarks.timing import Timings, measure, seconds_of
 # Inner widths of the linear layers of a transformer block, as multiples of the model width.
 LAYERS = {"qkv": (1, 3), "proj": (1, 1), "fc1": (1, 4), "fc2": (4, 1)}
 WIDTHS = {"DeiT-Tiny": 192, "DeiT-Small": 384, "DeiT-Base": 768}
-TOKENS = (
-    (8, 197),
-    (32, 65),
-    (64, 17),
-)  # images x tokens: ImageNet with 16x16 patches, CIFAR with 4x4, digits
+# Images x tokens: ImageNet with 16x16 patches, CIFAR with 4x4, digits.
+TOKENS = ((8, 197), (32, 65), (64, 17))
 ATTENTION = ((24, 197), (96, 65), (192, 17), (3, 1024), (1, 4096))  # heads of a batch x tokens
 # Of DeiT-Tiny, at about as many tokens in all; the last two tell how memory grows.
 FUSED = ((24, 197), (12, 384), (9, 512), (6, 768), (3, 1024), (3, 2048), (3, 4096))

@@ -52,10 +52,8 @@ from benchmarks.timing import measure
 NUM_TRAIN = 1536
 BATCH_SIZE = 256
 EVAL_EVERY_STEPS = 5
-TURN, TURNS = (
-    10,
-    15,
-)  # steps timed at once, a multiple of every interval in the grids; and how often
+# Steps timed at once, a multiple of every interval in the grids; and how often.
+TURN, TURNS = (10, 15)
 TIMING_SECONDS = 120.0
 TUNING_SEED = 100
 AUTOENCODER = (64, 48, 24, 8, 24, 48, 64)

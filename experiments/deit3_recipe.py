@@ -36,9 +36,8 @@ def get_config(choice: str = "multiplicative,small,imagenet2012") -> ml_collecti
     config.optimizer.update(
         name="lamb", learning_rate=_LEARNING_RATE[size], final_learning_rate=1e-5
     )
-    config.optimizer.update(
-        warmup_epochs=5.0, weight_decay=0.05, clip_norm=1.0
-    )  # which NVIDIA's LAMB has inside
+    # NVIDIA's LAMB clips by itself.
+    config.optimizer.update(warmup_epochs=5.0, weight_decay=0.05, clip_norm=1.0)
     config.model.update(layer_scale=1e-4, drop_path_rate=_DROP_PATH_RATE[size])
     config.data.update(repeats=3, image_size=_IMAGE_SIZE[size], eval_crop_ratio=1.0)
     config.task.update(

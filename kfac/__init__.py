@@ -4,9 +4,8 @@ Nothing but the name is shared with the distribution ``kfac`` of PyPI, which is 
 install a package ``kfac``, so they cannot stand in one environment.
 """
 
-from kfac import (
-    _distribution as _distribution,
-)  # refuses the other one before anything else is imported
+# Refuses the other one before anything else is imported.
+from kfac import _distribution as _distribution
 from kfac._cg_fac import STATIC_ARGUMENTS as STATIC_ARGUMENTS
 from kfac._cg_fac import algorithm_1 as algorithm_1
 from kfac._cg_fac import cg_fac as cg_fac

@@ -1,6 +1,6 @@
 """Capture of what enters each layer and of the cotangent of what leaves it.
 
-During one forward and backward pass.
+It takes one forward and backward pass.
 
 A *tap* on a layer's output y is the identity with a backward rule that hands (x, ∂L/∂y) to a
 *slot*: an extra argument of zeros, whose "gradient" is the pair. Slots are created outside the

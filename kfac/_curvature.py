@@ -385,9 +385,8 @@ def _pull_columns(
     """``pull`` of every column, or zeros where ``fresh`` is False."""
 
     def compute() -> dict:
-        if (
-            len(columns) == 1
-        ):  # without vmap, under which custom rules and kernels take their batched forms
+        # Without vmap, under which custom rules and kernels take their batched forms.
+        if len(columns) == 1:
             return jax.tree.map(lambda g: g[None], pull(columns[0]))
         return jax.vmap(pull)(columns)
 

@@ -173,9 +173,8 @@ class Options:
         if self.curvature != "kron":
             return Form(self.curvature)
         factored = block.factored and max(block.lifted_shape(block.uses[0])) <= self.max_factor_size
-        if is_zero(
-            self.factor_decay
-        ):  # nothing to average: no need to form what the Jacobian gives cheaper
+        # Nothing to average: no need to form what the Jacobian gives cheaper.
+        if is_zero(self.factor_decay):
             factored = factored and prefers_factors(block, self.max_iterations)
         return Form(
             "factors" if factored else "kron", self.token_sharing == "reduce", self.max_factor_size

@@ -108,10 +108,8 @@ def temporary() -> Iterator[None]:
     >>> [(cls, "__call__") in _registrations for cls in (Gain, nnx.Linear)]
     [False, True]
     """
-    for adapter in (
-        "kfac._nnx",
-        "kfac._linen",
-    ):  # they register Flax's own layers, once in a process, when they load
+    # They register Flax's own layers, once in a process, when they load.
+    for adapter in ("kfac._nnx", "kfac._linen"):
         importlib.import_module(adapter)
     kept = dict(_registrations)
     try:

@@ -81,9 +81,8 @@ class _Patches:
     def __enter__(self) -> None:
         with self.lock:
             if self.count == 0:
-                with (
-                    contextlib.ExitStack() as stack
-                ):  # undoes what is done if an adapter fails halfway
+                # Undoes what is done if an adapter fails halfway.
+                with contextlib.ExitStack() as stack:
                     for adapter in _adapters_in_use():
                         for owner, name, make in adapter.replacements():
                             stack.callback(setattr, owner, name, _replace(owner, name, make))

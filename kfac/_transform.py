@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 def scale_by_cg_fac(
     layers: Layers, options: Options | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Replaces the gradient ∇L of every layer by −Δ, the step of CG-FAC.
+    """Replaces the gradient ∇L of every layer by −Δ, Δ the step of CG-FAC.
 
-    x with (F̂ + γI) x = ∇L, and its length.
+    Δ points along −x, where x solves (F̂ + γI) x = ∇L, and has the length that the options say.
 
     As optax's other ``scale_by_…``, it is to be followed by ``optax.scale(-1)`` or
     ``optax.scale_by_learning_rate``, and takes covered parameters alone: ``layers.labels`` says to
@@ -245,9 +245,8 @@ def _stats(
     state: CGFacState,
 ) -> dict[str, Any]:
 
-    def scalar(
-        a: Array,
-    ) -> Array:  # a state whose dtypes change from step to step is compiled twice
+    # A state whose dtypes change from step to step is compiled twice.
+    def scalar(a: Array) -> Array:
         return jnp.asarray(a, problem.damping.dtype)
 
     return {

@@ -307,10 +307,7 @@ def _total_bias(bias: AnyArray | None, key_bias: AnyArray | None) -> AnyArray | 
 
 
 def _visible(mask: AnyArray | None, bias: AnyArray | None) -> Array | None:
-    """Which keys each query may see, causality left out; None where all.
-
-    From all that can forbid a key but causality.
-    """
+    """Which keys each query may see, causality left out; None where all."""
     mask = None if mask is None else jnp.asarray(mask).astype(bool)
     if bias is None:
         return mask

@@ -94,9 +94,8 @@ def _parameters(
             f"expected to match the {wanted} parameters of the baseline with an MLP of at least 1 "
             f"unit, got {name!r}, which has more without any; make the baseline larger"
         )
-    return {
-        "model.mlp_ratio": (units + 0.5) / width
-    }  # half a unit more, as the product is rounded down
+    # Half a unit more, as the product is rounded down.
+    return {"model.mlp_ratio": (units + 0.5) / width}
 
 
 def _operations(

@@ -160,9 +160,8 @@ def diffusion_map(
     """
     maps = stochastic_part(maps)
     root = np.sqrt(stationary_distribution(maps))
-    similar = (
-        root[..., :, None] * maps / root[..., None, :]
-    )  # Π^½ A Π^−½; its symmetric part reverses the walk
+    # Π^½ A Π^−½; its symmetric part reverses the walk.
+    similar = root[..., :, None] * maps / root[..., None, :]
     values, vectors = np.linalg.eigh((similar + np.swapaxes(similar, -1, -2)) / 2)
     order = np.argsort(-np.abs(values), -1, kind="stable")[..., 1 : dims + 1]
     values = np.take_along_axis(values, order, -1)

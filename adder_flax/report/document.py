@@ -61,9 +61,8 @@ def picture_html(picture: Picture, out_dir: Path) -> str:
     """Returns a figure, which is written, as a part of a page."""
     png = (out_dir / "figures" / picture.name).with_suffix(".png").read_bytes()
     data = next((out_dir / "data").glob(f"{picture.name}.*"))
-    width = int(
-        picture.figure.get_figwidth() * 100
-    )  # narrower than 60 % of this it scrolls rather than shrinks
+    # Narrower than 60 % of this it scrolls rather than shrinks.
+    width = int(picture.figure.get_figwidth() * 100)
     return (
         f'<figure id="{picture.name}"><div class="scroll" tabindex="0"><img '
         f'alt="{html.escape(picture.alt)}" '

@@ -217,10 +217,8 @@ def shown(value: Any) -> str:
     """
     try:
         text = repr(value)
-    except (
-        ValueError,
-        RecursionError,
-    ):  # an integer of more than 4,300 digits, lists in lists in lists
+    # An integer of more than 4,300 digits, lists in lists in lists.
+    except (ValueError, RecursionError):
         text = f"a {type(value).__name__} too large to show"
     text = "".join(c if c.isprintable() else " " for c in text)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
@@ -287,9 +285,8 @@ def _read_section(field: dataclasses.Field, fields: Any, where: str, faults: lis
             faults.append(f"{where}.name: {error}")
             return None
     if field.metadata["joined"] is not None and _is_mapping(fields):
-        fields = defaults(settings) | dict(
-            fields.items()
-        )  # some were declared after the configuration was made
+        # Some were declared after the configuration was made.
+        fields = defaults(settings) | dict(fields.items())
     return _read(settings, fields, where, faults)
 
 

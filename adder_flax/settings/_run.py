@@ -100,9 +100,8 @@ class RunSettings:
         False, Flag(), "numbers of each block at logging steps, which then cost twice as much"
     )
     mesh: MeshSettings = section(MeshSettings)
-    model: Any = section(
-        VitSettings, among=MODEL_SETTINGS
-    )  # of the class that its name stands for, as the task's
+    # Of the class that its name stands for, as the task's.
+    model: Any = section(VitSettings, among=MODEL_SETTINGS)
     optimizer: OptimizerSettings = section(OptimizerSettings)
     data: DataSettings = section(DataSettings)
     task: Any = section(ClassificationSettings, among=TASK_SETTINGS)

@@ -322,9 +322,8 @@ class Checkpoints(SavedCheckpoints):
     def _remove_old(self) -> None:
         """Removes all but the newest checkpoints, the best one, and those that may be better."""
         steps = self.steps
-        if (
-            jax.process_index() != 0 or self._newest not in steps
-        ):  # those that were found may be all damaged but one
+        # Those that were found may be all damaged but one.
+        if jax.process_index() != 0 or self._newest not in steps:
             return
         scored = [(score, step) for step in steps if (score := self._scores.get(step)) is not None]
         kept = {

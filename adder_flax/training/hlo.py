@@ -45,9 +45,8 @@ def collectives(hlo: str) -> dict[str, Traffic]:
       {'all-reduce': Traffic(count=1, bytes=64)}
     """
     found: dict[str, list[tuple[str, int]]] = defaultdict(list)  # by computation: kind and bytes
-    calls: dict[str, list[tuple[str, int]]] = defaultdict(
-        list
-    )  # by computation: callee and number of turns
+    # By computation: callee and number of turns.
+    calls: dict[str, list[tuple[str, int]]] = defaultdict(list)
     shapes: dict[str, int] = {}
     entry = here = ""
     for line in hlo.splitlines():

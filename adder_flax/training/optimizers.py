@@ -52,9 +52,8 @@ def scale_by_adder_rate(eta: float) -> optax.GradientTransformation:
         # leaves the type's range.
         exponent = jnp.frexp(jnp.abs(wide).max(initial=0))[1]
         unit = jnp.ldexp(jnp.ldexp(wide, -(exponent // 2)), exponent // 2 - exponent)
-        norm = jnp.maximum(
-            jnp.linalg.norm(unit.ravel()), 0.5
-        )  # below 1/2 only where the gradient is zero
+        # Below 1/2 only where the gradient is zero.
+        norm = jnp.maximum(jnp.linalg.norm(unit.ravel()), 0.5)
         return (unit * (eta * gradient.size**0.5 / norm)).astype(gradient.dtype)
 
     return _for_each(scale)
@@ -183,9 +182,8 @@ def _muon(spec: OptimizerSpec) -> optax.GradientTransformation:
     # Of kernels with an axis of heads in front, as bilinear scores have, each head is a matrix.
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
 
-    def scale(
-        update: Array,
-    ) -> Array:  # an orthogonal step has a root mean square of 1/√(longer side)
+    # An orthogonal step has a root mean square of 1/√(longer side).
+    def scale(update: Array) -> Array:
         return _MUON_RMS * max(update.shape[-2:]) ** 0.5 * update
 
     muon = optax.chain(

@@ -157,9 +157,8 @@ class Program:
         params = nnx.to_pure_dict(params)
         # Once, and only for those who ask: finding layers traces the loss.
         self._find_layers = functools.cache(functools.partial(self._layers, numbers, params))
-        optimizer = self.parts(
-            numbers
-        ).optimizer  # at plain numbers: what does not fit is told before any trace
+        # At plain numbers: what does not fit is told before any trace.
+        optimizer = self.parts(numbers).optimizer
         self.layers: kfac.Layers | None = (
             optimizer.layers if isinstance(optimizer, CurvatureOptimizer) else None
         )

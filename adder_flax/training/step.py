@@ -186,9 +186,8 @@ def _gradient_and_curvature(parts: Parts, accumulation_steps: int) -> Differenti
             params, *first, key=sampling_key, refresh=optimizer.refresh(opt_state)
         )
 
-        def value_fn(
-            params,
-        ):  # of the microbatch that gave the curvature, as the model of the step is
+        # Of the microbatch that gave the curvature, as the model of the step is.
+        def value_fn(params):
             return parts.loss(params, *first).loss
 
         extra = {"curvature": curvature, "value": loss, "value_fn": value_fn}

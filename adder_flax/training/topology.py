@@ -55,9 +55,8 @@ def topology_devices(name: str) -> list[jax.Device]:
     platform, _, size = name.partition(":")
     if not size:
         raise RunError(f"expected config.topology as v5e:4x4, h100:8, cpu:8 or empty, got {name!r}")
-    with contextlib.suppress(
-        RuntimeError
-    ):  # where JAX is in use already, its devices stay what they are
+    # Where JAX is in use already, its devices stay what they are.
+    with contextlib.suppress(RuntimeError):
         jax.config.update("jax_platforms", "cpu")
     if platform == "cpu":
         return _simulated(size)

@@ -84,9 +84,8 @@ def judge_folder(
         but a message is right.
       read: reads it.
     """
-    logging.set_verbosity(
-        logging.ERROR
-    )  # a warning of each image that is skipped would hide the verdicts
+    # A warning of each image that is skipped would hide the verdicts.
+    logging.set_verbosity(logging.ERROR)
     root = Path(tempfile.mkdtemp(prefix="hostile-"))
     try:
         is_right = spoil(root)

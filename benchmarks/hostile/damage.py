@@ -307,9 +307,8 @@ def _attack(fault: Fault, harm: Harm, seed: int, how: str) -> Observed:
         is_right: Any = _runs.is_final_state if how == "train" else _runs.is_saved_state
         if how == "baseline":
             is_right = lambda value, said: True
-        elif (
-            how == "best" and (workdir / "checkpoints" / str(_runs.best_step())).is_dir()
-        ):  # else there is another best
+        # Else there is another best.
+        elif how == "best" and (workdir / "checkpoints" / str(_runs.best_step())).is_dir():
             is_right = functools.partial(_runs.is_saved_state, which="best")
         observed = _runs.judge(
             functools.partial(_as_nobody, call) if fault is _PERMISSION else call, is_right

@@ -229,9 +229,8 @@ _SMALL = {
     "model.patch_size": st.sampled_from((2, 4, 8)),
     "model.distilled": st.just(False),  # goes with the class token alone
     "model.anneal_start": st.just(0.0),
-    "model.stem_channels": st.sampled_from(
-        ("", "3", " 4 ")
-    ),  # halved once, every such patch is whole
+    # Halved once, every such patch is whole.
+    "model.stem_channels": st.sampled_from(("", "3", " 4 ")),
     "model.score": st.sampled_from(("dot", "bilinear", "additive", "adder", "gaussian")),
     "data.train_split": st.sampled_from(("train", "train[:90%]", "train[50%:]")),
     "data.eval_split": st.sampled_from(("eval", "test", "train[:10%]")),
@@ -535,10 +534,8 @@ def _name_cases() -> Iterator[Case]:
     for path, name in itertools.product(
         ("model.score", "optimizer.name", "model.name", "data.name"), names
     ):
-        if (path, name) != (
-            "model.score",
-            "dot ",
-        ):  # names are taken without the blanks around them
+        # Names are taken without the blanks around them.
+        if (path, name) != ("model.score", "dot "):
             yield _case(_NAME, {path: name}, path="", build=True)
 
 
