@@ -375,8 +375,7 @@ def predict(
     else:
         state = _restore(run, workdir, checkpoint)
     model = run.model(training.fetch(training.evaluation_params(state), run.mesh))
-    source = data.require_kind(data.ImageSource, run.eval_source, "--mode=predict")
-    predictor = predicting.Predictor(run.task, model, source)
+    predictor = predicting.Predictor(run.task, model, run.eval_source)
     unread = predicting.predict_files(
         predictor, files, *(Path(place) if place else None for place in (output, overlay))
     )

@@ -106,12 +106,13 @@ class Predictor:
       RunError: the model is no classifier.
     """
 
-    def __init__(self, task: Any, model: nnx.Module, source: data.ImageSource):
+    def __init__(self, task: Any, model: nnx.Module, source: data.Source):
         if not isinstance(task, Classification):
             raise RunError(
                 "expected a run of config.task.name=classification to predict with; set --workdir"
             )
-        self._task, self._model, self._source = task, model, source
+        self._task, self._model = task, model
+        self._source = data.require_kind(data.ImageSource, source, "--mode=predict")
         self._probabilities = jax.jit(
             lambda model, images: jax.nn.softmax(model(*self._inputs(images)), axis=-1)
         )
