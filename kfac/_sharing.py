@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
 
 
-def over_devices(function: Callable[..., PyTree], *lanes: PyTree) -> Any:
+def over_devices(function: Callable[..., PyTree], *lanes: PyTree, whole: bool = True) -> Any:
     """``function(*lanes)``, computed in parts where a mesh is set (``jax.set_mesh``).
 
     Each device takes some lanes.
@@ -28,6 +28,7 @@ def over_devices(function: Callable[..., PyTree], *lanes: PyTree) -> Any:
     Args:
       function: treats every lane by itself, and gives arrays with the lanes first.
       *lanes: trees of arrays with the lanes first.
+      whole: whether every device gets all results, else a part of each lane where it can be cut.
 
     >>> import jax.numpy as jnp
     >>> over_devices(lambda x: x.sum(1), jnp.ones((3, 2))).tolist()
@@ -48,7 +49,18 @@ def over_devices(function: Callable[..., PyTree], *lanes: PyTree) -> Any:
     result = jax.shard_map(
         function, in_specs=spec, out_specs=spec, axis_names=set(axes), check_vma=False
     )(*lanes)
+    # Lanes are cut out of what follows one by one. Left where they were computed, each would be
+    # sent around by itself; now one exchange serves all.
+    place = (lambda a: PartitionSpec()) if whole else (lambda a: _within_lanes(a, axes, parts))
+    result = jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, place(a)), result)
     return jax.tree.map(lambda a: a[:count], result)
+
+
+def _within_lanes(array: Array, axes: tuple[str, ...], parts: int) -> PartitionSpec:
+    """The longest axis behind the lanes that the devices divide, or none."""
+    divided = [i for i in range(1, array.ndim) if array.shape[i] % parts == 0]
+    longest = max(divided, key=lambda i: array.shape[i], default=None)
+    return PartitionSpec(*(axes if i == longest else None for i in range(array.ndim)))
 
 
 def _automatic_axes() -> tuple[tuple[str, ...], int]:

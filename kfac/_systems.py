@@ -141,7 +141,9 @@ class System:
         Source: Martens & Grosse (2015), section 6.3.
         """
         by_lane = jnp.concatenate([gamma[block.name] for block in self.blocks])
-        inverses = over_devices(self._damped_inverses, self.params, self.state, by_lane)
+        inverses = over_devices(
+            self._damped_inverses, self.params, self.state, by_lane, whole=False
+        )
         return {
             block.name: part for block, part in zip(self.blocks, self.split(inverses), strict=True)
         }

@@ -22,6 +22,10 @@ from adder_flax.parameters import Facts
 MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
+# What belongs to no parameter and has fewer numbers is not split: to gather it would take longer
+# than it saves.
+_SMALLEST_SPLIT = 2**14
+
 # Columns of query, key, value and fc1 belong to a head or a hidden unit; rows of out and fc2
 # consume them.
 LOGICAL_AXES: Mapping[str, str] = {"heads": "tensor", "hidden": "tensor"}
@@ -104,6 +108,21 @@ def parameter_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh, facts: Facts
     return P(*spec)
 
 
+def _free_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P:
+    """Returns how an array of the optimizer that is like no parameter is split.
+
+    Such are the factors of curvature and their inverses: one for each layer, larger than its
+    parameters, and needed by whole layers at a time, wherever a layer is solved for. They lie over
+    all devices that batches are split over, along the longest axis that these divide.
+    """
+    parts = num_batch_shards(mesh)
+    divided = [i for i, size in enumerate(shape) if size % parts == 0]
+    if parts == 1 or not divided or math.prod(shape) < _SMALLEST_SPLIT:
+        return parameter_spec(shape, mesh, Facts())
+    longest = max(divided, key=lambda i: shape[i])
+    return P(*(BATCH_AXES if i == longest else None for i in range(len(shape))))
+
+
 def tree_path(path: Sequence[Any]) -> str:
     """Returns a key path as ``blocks/0/attention/query/kernel``.
 
@@ -119,7 +138,7 @@ def tree_path(path: Sequence[Any]) -> str:
 def state_sharding(abstract_state: Any, mesh: Mesh | AbstractMesh, facts: Any) -> Any:
     """Returns the ``NamedSharding`` of every leaf of a train state.
 
-    Optimizer moments follow their parameter.
+    Optimizer moments follow their parameter; what else the optimizer keeps lies over all devices.
 
     Args:
       abstract_state: shapes of the state.
@@ -137,7 +156,9 @@ def state_sharding(abstract_state: Any, mesh: Mesh | AbstractMesh, facts: Any) -
         # shape.
         parts = tree_path(path).split("/")
         ends = (("/".join(parts[i:]), leaf.shape) for i in range(len(parts)))
-        own = next((known[end] for end in ends if end in known), Facts())
+        own = next((known[end] for end in ends if end in known), None)
+        if own is None:
+            return NamedSharding(mesh, _free_spec(leaf.shape, mesh))
         return NamedSharding(mesh, parameter_spec(leaf.shape, mesh, own))
 
     return jax.tree_util.tree_map_with_path(place, abstract_state)
@@ -156,7 +177,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(BATCH_AXES))
 
 
-def num_batch_shards(mesh: Mesh) -> int:
+def num_batch_shards(mesh: Mesh | AbstractMesh) -> int:
     """Returns over how many devices the batch axis is split."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 

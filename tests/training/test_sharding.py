@@ -38,13 +38,20 @@ def _mesh(**sizes):
         ("params/blocks/0/attention/out/bias", _mesh(tensor=4, fsdp=1), P(None)),
         ("params/head/kernel", _mesh(tensor=4, fsdp=1), P(None, None)),
         ("step", _mesh(fsdp=8), P()),
+        # Of no parameter: over all devices that batches are split over.
+        ("opt_state/factors/0", _mesh(data=4, fsdp=2), P(None, ("data", "fsdp"), None)),
+        ("opt_state/factors/0", _mesh(tensor=8), P(None, None, None)),
+        ("opt_state/factors/1", _mesh(data=8), P(None, None, None)),  # which 8 does not divide
+        ("opt_state/factors/2", _mesh(data=8), P(None, None, None)),  # not worth it
     ],
 )
 def test_placement_by_the_names_that_layers_give_to_their_axes(path, mesh, spec):
     model = nnx.eval_shape(lambda: deit_tiny(num_heads=4, depth=4, rngs=nnx.Rngs(0)))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     state = {"step": jax.ShapeDtypeStruct((), "int32"), "params": params}
-    state["opt_state"] = jax.eval_shape(optax.adam(1.0).init, params)
+    factors = [jax.ShapeDtypeStruct((1, n, n), "float32") for n in (192, 195, 64)]
+    moments = jax.eval_shape(optax.adam(1.0).init, params)[0]
+    state["opt_state"] = {"factors": factors, "0": moments}
     placed = state_sharding(state, mesh, parameter_facts(model))
     specs = {tree_path(key): leaf.spec for key, leaf in jax.tree_util.tree_leaves_with_path(placed)}
     assert specs[path] == spec
@@ -64,6 +71,7 @@ from adder_flax.training import hlo, sharding
 from adder_flax.experiments import common
 from tests.training.tiny import TINY
 
+sharding._SMALLEST_SPLIT = 0
 mechanism, fields, *meshes = sys.argv[1:]
 for mesh in [(1, 1, 1), *map(json.loads, meshes)]:
     config = common.deit(mechanism, "tiny")
@@ -144,7 +152,11 @@ def _agree(results, optimizer):
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("optimizer", BOUND)
 def test_every_mesh_gives_the_numbers_of_one_device(mechanism, optimizer):
-    _agree(_train(mechanism, *MESHES, **{"optimizer.name": optimizer, "model.depth": 2}), optimizer)
+    results = _train(mechanism, *MESHES, **{"optimizer.name": optimizer, "model.depth": 2})
+    _agree(results, optimizer)
+    one, data_parallel, *_ = results
+    if optimizer == "cg_fac":  # parameters and what is like them are whole there, the rest is split
+        assert data_parallel["state_bytes_on_first"] < 0.8 * one["state_bytes"]
 
 
 @pytest.mark.slow
