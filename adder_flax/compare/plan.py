@@ -17,6 +17,7 @@ from adder_flax.extras import needs
 from adder_flax.settings import (
     CompareSettings,
     Options,
+    Range,
     RunSettings,
     SettingsError,
     read,
@@ -42,11 +43,13 @@ class Arm:
       name: the levels with commas between them.
       levels: of each factor.
       fields: what they set, by path; in arms that are matched, what matches them too.
+      space: what is tuned, by path: in every arm, or in those of its levels.
     """
 
     name: str
     levels: Mapping[str, str]
     fields: Mapping[str, Any]
+    space: Mapping[str, Range]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +138,11 @@ class Plan:
         return None if name == arm.name or not self.settings.baseline else self.arms[name]
 
     @property
+    def searched(self) -> tuple[str, ...]:
+        """Fields that are tuned in some arm."""
+        return tuple(dict.fromkeys(path for arm in self.arms.values() for path in arm.space))
+
+    @property
     def tuning_seeds(self) -> range:
         """Seeds of the runs that tune."""
         return range(_FIRST_TUNING_SEED, _FIRST_TUNING_SEED + self.settings.tuning_seeds)
@@ -166,7 +174,13 @@ class Plan:
             fields: dict[str, Any] = {}
             for factor, level in zip(factors, levels, strict=True):
                 fields |= factors[factor][level]
-            arm = Arm(", ".join(levels), dict(zip(factors, levels, strict=True)), Options(fields))
+            tuned = {path: value for path, value in fields.items() if isinstance(value, Range)}
+            arm = Arm(
+                ", ".join(levels),
+                dict(zip(factors, levels, strict=True)),
+                Options({path: value for path, value in fields.items() if path not in tuned}),
+                Options({**self.settings.search, **tuned}),
+            )
             arms[arm.name] = arm
         if len(arms) > _MOST_ARMS:
             raise RunError(

@@ -77,10 +77,10 @@ class Comparison:
     def tuning(self, arm: Arm) -> search.Tuning:
         """Returns how far the tuning of an arm is."""
         settings = self.plan.settings
-        if not settings.search:
+        if not arm.space:
             return search.Tuning(((nothing := _NOTHING),), (), nothing)
         return search.unfold(
-            settings.search,
+            arm.space,
             settings.trials,
             settings.extensions,
             functools.partial(self._score, arm),
@@ -300,7 +300,7 @@ def overview(comparison: Comparison, workers: int = 1) -> str:
     for arm in comparison.plan.arms.values():
         tuning = comparison.tuning(arm)
         tried = [cell for values in tuning.points for cell in comparison.tuning_cells(arm, values)]
-        tried = tried if comparison.plan.settings.search else []
+        tried = tried if arm.space else []
         final, wanted = comparison.final_cells(arm), comparison.plan.settings.seeds
         known = {cell.id: comparison.records.get(cell) for cell in [*tried, *final]}
         done = [record for record in known.values() if record is not None]

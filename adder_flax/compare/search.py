@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import qmc
 
-from adder_flax.settings import LogUniform, OneOf, Options
+from adder_flax.settings import LogUniform, OneOf, Options, Range
 
 Values = Mapping[str, Any]
 Score = tuple[float, ...]
@@ -35,7 +35,7 @@ class Tuning:
 
 
 def unfold(
-    space: Mapping[str, LogUniform | OneOf],
+    space: Mapping[str, Range],
     trials: int,
     extensions: int,
     score: Callable[[Values], Score | None],
@@ -81,7 +81,7 @@ def unfold(
         points, done = points + added, done + 1
 
 
-def _first(space: Mapping[str, LogUniform | OneOf], trials: int) -> Sequence[Values]:
+def _first(space: Mapping[str, Range], trials: int) -> Sequence[Values]:
     if not space:
         return [Options()]
     choices = [values.values for values in space.values() if isinstance(values, OneOf)]
@@ -92,7 +92,7 @@ def _first(space: Mapping[str, LogUniform | OneOf], trials: int) -> Sequence[Val
     return _halton(space, trials, 0)
 
 
-def _halton(space: Mapping[str, LogUniform | OneOf], count: int, start: int) -> list[Values]:
+def _halton(space: Mapping[str, Range], count: int, start: int) -> list[Values]:
     """Points number ``start`` and following; its very first one, a corner, is left out."""
     rows = qmc.Halton(len(space), scramble=False).random(start + 1 + count)[start + 1 :]
     points = [
@@ -102,16 +102,14 @@ def _halton(space: Mapping[str, LogUniform | OneOf], count: int, start: int) -> 
     return list(dict.fromkeys(points))
 
 
-def _at(values: LogUniform | OneOf, place: float) -> Any:
+def _at(values: Range, place: float) -> Any:
     if isinstance(values, OneOf):
         return values.values[int(place * len(values.values))]
     # Four digits, so that a command which repeats a run can be read.
     return float(f"{values.low * (values.high / values.low) ** place:.4g}")
 
 
-def _edge(
-    path: str, values: LogUniform | OneOf, best: Values, points: Sequence[Values]
-) -> str | None:
+def _edge(path: str, values: Range, best: Values, points: Sequence[Values]) -> str | None:
     """Returns on which side nothing was tried beyond the best value.
 
     Values without an order have no sides.
@@ -127,8 +125,8 @@ def _edge(
 
 
 def _beyond(
-    space: Mapping[str, LogUniform | OneOf],
-    ranges: dict[str, LogUniform | OneOf],
+    space: Mapping[str, Range],
+    ranges: dict[str, Range],
     edges: Mapping[str, str],
     best: Values,
     trials: int,

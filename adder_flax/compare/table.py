@@ -127,7 +127,7 @@ def blocks_of(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
         *_cautions(comparison, rows),
     ]
     blocks += [Heading(2, "What it costs"), *_costs(rows)]
-    if comparison.plan.settings.search:
+    if comparison.plan.searched:
         blocks += [Heading(2, "What was tuned"), *_tuned(comparison, rows)]
     return [*blocks, Heading(2, "Run a row again"), *_commands(comparison, rows)]
 
@@ -311,12 +311,14 @@ def _costs(rows: Sequence[Row]) -> list[Block]:
 
 def _tuned(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
     settings = comparison.plan.settings
-    fields, seeds = [*settings.search], settings.tuning_seeds
+    fields, seeds = comparison.plan.searched, settings.tuning_seeds
     lines, edges = [], []
     for row in rows:
         tuning = row.tuning
+        if not row.arm.space:
+            continue
         chosen = [
-            "not tuned yet" if tuning.best is None else _shown(tuning.best[field])
+            "not tuned yet" if tuning.best is None else _shown(tuning.best.get(field, ""))
             for field in fields
         ]
         tried = str(len(tuning.points) - len(tuning.missing))
@@ -346,7 +348,7 @@ def _shown(value: Any) -> str:
 
 def _span(tuning: Tuning, field: str) -> str:
     missing = set(tuning.missing)
-    tried = [point[field] for point in tuning.points if point not in missing]
+    tried = [point[field] for point in tuning.points if point not in missing and field in point]
     if not tried:
         return ""
     if all(isinstance(value, float) for value in tried):
@@ -383,7 +385,7 @@ def runs_csv(comparison: Comparison, rows: Sequence[Row]) -> str:
     """Returns every final run as a line of CSV."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    factors, fields = [*comparison.plan.settings.factors], [*comparison.plan.settings.search]
+    factors, fields = [*comparison.plan.settings.factors], comparison.plan.searched
     facts = (
         "parameters",
         "multiplications",
@@ -409,7 +411,7 @@ def runs_csv(comparison: Comparison, rows: Sequence[Row]) -> str:
                 [
                     *record.levels.values(),
                     record.seed,
-                    *(record.values[field] for field in fields),
+                    *(record.values.get(field, "") for field in fields),
                     score,
                 ]
                 + [

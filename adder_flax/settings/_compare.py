@@ -52,10 +52,30 @@ class OneOf:
     values: tuple[Any, ...]
 
 
+Range = LogUniform | OneOf
+
+
+def _is_range(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) > 0 and value[0] in ("log", "list")
+
+
+def _range(value: Any) -> Range:
+    if _is_range(value):
+        kind, *rest = value
+        if kind == "log" and len(rest) == 2:
+            low, high = (Number(0, math.inf, "()").read(end) for end in rest)
+            if low < high:
+                return LogUniform(low, high)
+        if kind == "list" and len(rest) > 1:
+            return OneOf(tuple(rest))
+    raise Refused
+
+
 class Levels:
     """By the name of a factor and the name of a level, the fields that the level sets.
 
-    Once read, fields are by their path.
+    Once read, fields are by their path. Where a level has a range, as ``Space`` has them, the field
+    is tuned in the arms of that level.
 
     >>> Levels().read({"mechanism": {"dot": {}, "adder": {"model": {"score": "adder"}}}})[
     ...     "mechanism"
@@ -65,7 +85,8 @@ class Levels:
 
     expected = (
         "by factor and by level, the fields that the level sets: {'mechanism': {'adder': {'model': "
-        "{…}}, …}, …}"
+        "{…}}, …}, …}; or in place of a value its range, ('log', low, high) with 0 < low < high or "
+        "('list', a, b, …)"
     )
 
     def read(self, value: Any) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
@@ -74,10 +95,16 @@ class Levels:
             raise Refused
         return Options(
             {
-                factor: {level: _by_path(_mapping(fields)) for level, fields in levels.items()}
+                factor: {level: self._level(fields) for level, fields in levels.items()}
                 for factor, levels in factors.items()
             }
         )
+
+    def _level(self, fields: Any) -> dict[str, Any]:
+        return {
+            path: _range(value) if _is_range(value) else value
+            for path, value in _by_path(_mapping(fields)).items()
+        }
 
 
 class Names:
@@ -107,22 +134,8 @@ class Space:
         "fields with ('log', low, high), 0 < low < high, or ('list', a, b, …), several values"
     )
 
-    def read(self, value: Any) -> Mapping[str, LogUniform | OneOf]:
-        return Options(
-            {path: self._range(values) for path, values in _by_path(_mapping(value)).items()}
-        )
-
-    def _range(self, value: Any) -> LogUniform | OneOf:
-        if not isinstance(value, tuple | list) or not value:
-            raise Refused
-        kind, *rest = value
-        if kind == "log" and len(rest) == 2:
-            low, high = (Number(0, math.inf, "()").read(end) for end in rest)
-            if low < high:
-                return LogUniform(low, high)
-        if kind == "list" and len(rest) > 1:
-            return OneOf(tuple(rest))
-        raise Refused
+    def read(self, value: Any) -> Mapping[str, Range]:
+        return Options({path: _range(values) for path, values in _by_path(_mapping(value)).items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +157,7 @@ class CompareSettings:
         "config.model.mlp_ratio; additions and multiplications, or seconds, of training by "
         "num_epochs and warmup_epochs",
     )
-    search: Mapping[str, Any] = setting({}, Space(), "what is tuned for each arm; nothing is not")
+    search: Mapping[str, Any] = setting({}, Space(), "what is tuned in every arm")
     trials: int = setting(
         8, Integer(1, 4096), "points of the search space that are tried for each arm"
     )

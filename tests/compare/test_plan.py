@@ -52,6 +52,14 @@ RATES = {"optimizer": {"learning_rate": ("log", 1e-3, 1e-2)}}
             r"names of levels that differ in letters and digits",
         ),
         ({"match": "operations"}, r"config\.match: expected 'steps' where no baseline is named"),
+        (
+            {"factors": {"m": {"a": {"model": {"width": ("log", 2, 1)}}}}},
+            r"config\.factors: expected .* 0 < low < high",
+        ),
+        (
+            {"factors": {"m": {"a": {"seed": ("list", 1, 2)}}}},
+            r"expected seed to be left to the comparison",
+        ),
         ({"seeds": 0}, r"config\.seeds: expected an integer from 1"),
         (
             {"validation_percent": 0},
@@ -97,6 +105,7 @@ def test_arms_are_all_combinations_and_have_their_baselines():
         ("compare_deit_tiny", None, 4),
         ("compare_sphere", None, 4),
         ("compare_g2p", None, 5),
+        *(("compare_optimizers", work, 7) for work in (None, "adder,fashion_mnist", "g2p")),
     ],
 )
 def test_the_comparisons_among_the_experiments_can_be_read(name, data, arms):
@@ -114,6 +123,26 @@ def test_tuning_has_seeds_of_its_own():
     finals = range(plan.settings.seeds)
     assert not {cell.seed for cell in cells} & set(finals)
     assert {cell.config.optimizer.learning_rate for cell in cells} == {0.01}
+
+
+def test_a_level_can_have_a_space_of_its_own():
+    levels = {
+        "adamw": {"optimizer": {"learning_rate": ("log", 1e-3, 1e-2)}},
+        "sgd": {"optimizer": {"name": "sgd", "momentum": ("list", 0.5, 0.9)}},
+    }
+    shared = {"optimizer": {"weight_decay": ("log", 1e-3, 1e-1)}}
+    plan = Plan(make_config(factors={"optimizer": levels}, search=shared))
+    spaces = {name: set(arm.space) for name, arm in plan.arms.items()}
+    decay, rate, momentum = (
+        f"optimizer.{name}" for name in ("weight_decay", "learning_rate", "momentum")
+    )
+    assert spaces == {"adamw": {decay, rate}, "sgd": {decay, momentum}}
+    assert plan.searched == (decay, rate, momentum)
+    cell = plan.cell(plan.arms["sgd"], FINAL, 0, {decay: 0.01, momentum: 0.5})
+    optimizer = cell.config.optimizer
+    assert (optimizer.name, optimizer.momentum, optimizer.weight_decay) == ("sgd", 0.5, 0.01)
+    # What an arm does not tune is what the base says.
+    assert optimizer.learning_rate == plan.settings.base.optimizer.learning_rate
 
 
 def test_what_a_cell_is_called_follows_from_what_it_computes():

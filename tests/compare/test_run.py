@@ -23,7 +23,7 @@ FACTORS = {
     "arm": {
         "dot": {},
         "again": {},
-        "additive": {"model": {"score": "additive"}},
+        "additive": {"model": {"score": "additive"}, "optimizer": {"b2": ("list", 0.9, 0.99)}},
         "hot": {"optimizer": {"learning_rate": 1e6}},
     }
 }
@@ -158,6 +158,10 @@ def test_all_that_a_table_needs_is_in_the_records(finished, tmp_path):
     lines = list(csv.DictReader((comparison.results / "runs.csv").open()))
     assert len(lines) == 8
     assert all("--config.data.eval_split=eval" in line["command"] for line in lines)
+    # What an arm does not tune is left empty.
+    tuned = {line["arm"] for line in lines if line["optimizer.b2"]}
+    assert tuned == {"additive"}
+    assert all(line["optimizer.weight_decay"] for line in lines)
     page = (comparison.results / "results.html").read_text()
     assert "data:image/png;base64" in page
     assert 'src="http' not in page
