@@ -33,6 +33,15 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def coverage(session: nox.Session) -> None:
+    """Runs the tests and prints lines and branches that none of them reaches, by package."""
+    session.install("-r", "requirements.txt", "-r", "requirements-test.txt", "pytest-cov>=7")
+    session.run("coverage", "erase")
+    session.run("python", "-m", "pytest", "-n", "2", "--cov", "--cov-report=", *session.posargs)
+    session.run("python", "tests/coverage_by_package.py")
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Builds the site into site/; with -- serve it is shown while it is written."""
     session.install(".[data,report]", "-r", "docs/requirements.txt")  # the notebooks run

@@ -1,0 +1,99 @@
+"""What a training step costs with each optimizer, beside AdamW's: whole windows of steps in turn.
+
+    python -m benchmarks.optimizer_step  # multiplicative DeiT-Tiny on 224 x 224 pixels
+    python -m benchmarks.optimizer_step --data=digits --variants="curvature_stride=8 max_iterations=1"
+
+CG-FAC renews curvature and inverses at some steps alone, so a window is as many steps as lie between
+two at which it renews both. Variants, with semicolons between them, are fields of
+--config.optimizer.cg_fac. Images are of random pixels where --data=fake.
+"""
+
+import argparse
+import math
+from collections.abc import Callable
+
+import ml_collections
+
+from adder_flax import host_memory, ops
+from adder_flax.experiments import common
+from benchmarks.timing import measure
+from benchmarks.train_step import NO_AUGMENTATION, jax_step
+
+
+def make_config(flags: argparse.Namespace, optimizer: str) -> ml_collections.ConfigDict:
+    """Returns the experiment with the sizes and the optimizer asked for."""
+    config = common.deit(flags.mechanism, flags.size, flags.data)
+    config.batch_size, config.model.depth = flags.batch_size, flags.depth
+    config.optimizer.name = optimizer
+    if flags.data == "fake":
+        config.data.image_size, config.model.patch_size = flags.image_size, flags.patch_size
+        config.task.update(NO_AUGMENTATION)
+    return config
+
+
+def with_fields(config: ml_collections.ConfigDict, variant: str) -> ml_collections.ConfigDict:
+    """Returns the configuration with fields of CG-FAC as ``a=1 b=2`` says them."""
+    for setting in variant.split():
+        name, _, value = setting.partition("=")
+        config.optimizer.cg_fac[name] = type(config.optimizer.cg_fac[name])(value)
+    return config
+
+
+def window_of(config: ml_collections.ConfigDict) -> int:
+    """Returns the steps from one at which all is renewed to the next such."""
+    cg_fac = config.optimizer.cg_fac
+    return math.lcm(cg_fac.curvature_interval, max(cg_fac.preconditioner_interval, 1))
+
+
+def repeated(step: Callable, count: int) -> Callable:
+    """Returns a function that takes so many steps and returns the metrics of the last."""
+
+    def steps():
+        for _ in range(count - 1):
+            step()
+        return step()
+
+    return steps
+
+
+def main() -> None:
+    """Prints a row for each optimizer and variant."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mechanism", default="multiplicative")
+    parser.add_argument("--size", default="tiny")
+    parser.add_argument("--data", default="fake")
+    parser.add_argument("--image-size", type=int, default=224)
+    parser.add_argument("--patch-size", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--depth", type=int, default=12)
+    parser.add_argument("--optimizers", default="adamw", help="beside cg_fac, the first to compare")
+    parser.add_argument("--variants", default="", help="of cg_fac: 'a=1 b=2; c=3'")
+    parser.add_argument("--rounds", type=int, default=5)
+    flags = parser.parse_args()
+    host_memory.keep_freed_memory()  # as main.py does
+    print(ops.backend_report().splitlines()[0])
+
+    first, *others = flags.optimizers.split(",")
+    configs = {name: make_config(flags, name) for name in (first, *others)}
+    for variant in flags.variants.split(";"):
+        name = f"cg_fac {variant.strip()}".strip()
+        configs[name] = with_fields(make_config(flags, "cg_fac"), variant)
+    lengths = {
+        name: window_of(config) if config.optimizer.name == "cg_fac" else 2
+        for name, config in configs.items()
+    }
+    steps = {name: repeated(jax_step(configs[name]), lengths[name]) for name in configs}
+    timings = measure(steps, flags.rounds, seconds=math.inf)
+    width = max(map(len, steps))
+    for name, length in lengths.items():
+        ratio = timings.ratio(name, first) * lengths[first] / length
+        print(
+            f"{name:{width}}  {1e3 * timings.median(name) / length:7.0f} ms a step "
+            f"{ratio:5.2f} x {first}"
+        )
+
+
+if __name__ == "__main__":
+    main()
