@@ -1,10 +1,10 @@
 """What a training step costs with each optimizer, beside AdamW's: whole windows of steps in turn.
 
     python -m benchmarks.optimizer_step  # multiplicative DeiT-Tiny on 224 x 224 pixels
-    python -m benchmarks.optimizer_step --data=digits --variants="curvature_stride=8 max_iterations=1"
+    python -m benchmarks.optimizer_step --data=digits --variants="curvature_stride=8; damping=1"
 
-CG-FAC renews curvature and inverses at some steps alone, so a window is as many steps as lie between
-two at which it renews both. Variants, with semicolons between them, are fields of
+CG-FAC renews curvature and inverses at some steps alone, so a window is as many steps as lie
+between two at which it renews both. Variants, with semicolons between them, are fields of
 --config.optimizer.cg_fac. Images are of random pixels where --data=fake.
 """
 

@@ -11,6 +11,8 @@ _CASES = {"settings": 60}
 _SLOW_CASES = {"moments": 2, "disk": 5, "pairs": 3, "removal": 3}  # whole runs
 
 
+# Users' calls are not held against annotations either.
+@pytest.mark.unchecked
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in _CASES else pytest.mark.slow) for name in GROUPS],
@@ -24,6 +26,7 @@ def test_hostile_cases_end_in_one_message_or_are_done_right(name):
         )
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_group_makes_as_many_cases_as_it_is_asked_for(name):
     group = importlib.import_module(f"benchmarks.hostile.{name}").GROUP

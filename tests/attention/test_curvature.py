@@ -56,7 +56,12 @@ def loss_of(module, call):
 
 SCORES = [
     pytest.param(multi_head, "additive", {"hidden_dim": 4}, marks=pytest.mark.slow),
-    (multi_head, "additive", {"layer_norm": True, "hidden_dim": 4}),
+    pytest.param(
+        multi_head,
+        "additive",
+        {"layer_norm": True, "hidden_dim": 4},
+        marks=pytest.mark.slow,
+    ),
     (multi_head, "bilinear", {}),
     pytest.param(sequence, "additive", {}, marks=pytest.mark.slow),
 ]
