@@ -1,0 +1,39 @@
+"""CG-FAC with less curvature: what it costs in accuracy, beside its defaults and AdamW.
+
+A step of CG-FAC is cheaper where one of so many examples gives curvature, where that is renewed
+more rarely, and where a system takes one iteration (docs/cg_fac.md has the seconds). Every arm
+takes the same steps from the same weights with the default settings, nothing is tuned, over six
+paired seeds.
+
+The argument after the colon is a mechanism and a data set, as in experiments/compare_optimizers.py:
+``multiplicative,digits`` where nothing is given.
+Command: python main.py --mode=compare --config=experiments/compare_curvature.py [--workers=2]
+"""
+
+import ml_collections
+
+from adder_flax.experiments import compare_optimizers
+
+
+def _arm(**fields: int) -> dict:
+    return {"optimizer": {"name": "cg_fac", "cg_fac": fields}}
+
+
+_ARMS = {
+    "all examples": _arm(),
+    "one of 4": _arm(curvature_stride=4),
+    "one of 8": _arm(curvature_stride=8),
+    "one of 8, one iteration": _arm(curvature_stride=8, max_iterations=1),
+    "every tenth step": _arm(curvature_interval=10),
+    "AdamW": {},
+}
+
+
+def get_config(workload: str | None = None) -> ml_collections.ConfigDict:
+    """Returns the comparison on a workload, ``multiplicative,digits`` unless given."""
+    config = compare_optimizers.get_config(workload)
+    with config.unlocked():
+        config.title = config.title.replace("Optimizers", "Less curvature in CG-FAC", 1)
+        config.factors = ml_collections.ConfigDict({"curvature": _ARMS})
+        config.baseline = ml_collections.ConfigDict({"curvature": "all examples"})
+    return config
