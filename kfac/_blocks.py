@@ -240,8 +240,8 @@ class Block:
 
         Blocks with equal programs can be solved together.
         """
-        # Frames are only where captured arrays keep their lanes, which lie on the first axis by
-        # then.
+        # Frames are only where captured arrays keep their lanes, which lie on the first
+        # axis by then.
         return tuple(dataclasses.replace(use, name="", frames=()) for use in self.uses)
 
     @property
@@ -378,8 +378,8 @@ def _make_block(members: dict[str, tuple], num_examples: int) -> Block | str:
     return Block(next(iter(members)), tuple(params.values()), tuple(uses), lanes.pop())
 
 
-# ---- Products of one lane. `program` is Block.program; `g` holds each use's cotangents (column,
-# example, token, out).
+# ---- Products of one lane. `program` is Block.program; `g` holds each use's cotangents
+# (column, example, token, out).
 
 
 def linearize(program: tuple[Use, ...], params: Lane, inputs: tuple) -> tuple:
@@ -475,12 +475,12 @@ def right_factors(
         for use, gs in zip(program, g, strict=True):
             if use.num_outputs == outputs:
                 gs = gs.sum(2, keepdims=True) if reduce else gs
-                # float32 sums: with the 8 bits of bfloat16 a sum of equal terms stops growing after
-                # 256 of them.
+                # float32 sums: with the 8 bits of bfloat16 a sum of equal terms stops
+                # growing after 256 of them.
                 product = "cnto,cntp->op" if outputs <= max_size else "cnto,cnto->o"
                 total += jnp.einsum(product, gs, gs, preferred_element_type=_accumulator(gs))
-        # N, where the left factor has N T: the cotangents of an example's tokens are parts of one
-        # loss, which add up.
+        # N, where the left factor has N T: the cotangents of an example's tokens are
+        # parts of one loss, which add up.
         factors.append(total / program[0].num_examples)
     return tuple(factors)
 
@@ -575,7 +575,8 @@ def _map_examples(
     together = math.gcd(num_examples, EXAMPLES_AT_ONCE)
 
     def chunked(a: Array) -> Array:
-        # Strided, not contiguous: every device keeps its own examples when they are sharded.
+        # Strided, not contiguous: every device keeps its own examples when they are
+        # sharded.
         return jnp.swapaxes(a.reshape(together, -1, *a.shape[1:]), 0, 1)
 
     chunks = jax.tree.map(

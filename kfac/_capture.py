@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     Layer = Dense | Generic
 
-# Its value is the capture in progress. A user context is part of the key of every tracing cache of
-# JAX, so that a function traced without taps is not reused with them, nor one capture's slots by
-# the next.
+# Its value is the capture in progress. A user context is part of the key of every tracing
+# cache of JAX, so that a function traced without taps is not reused with them, nor one
+# capture's slots by the next.
 _current = jax.make_user_context(None)
 
 
@@ -180,7 +180,8 @@ class Capture:
 
         def body(carry, xs_and_slots):
             x, slots = xs_and_slots
-            # JAX may trace a body more than once: every time it starts from the same state.
+            # JAX may trace a body more than once: every time it starts from the same
+            # state.
             self.scan_path, self.scans, self.slots = path, (*state[1], length), slots
             self.calls, self.num_scans = dict(calls), num_scans
             self._inherit_paths(xs, x)
@@ -231,7 +232,8 @@ def _as_float(array: Array) -> Array:
 
 
 def _float_dtype(dtype: Any) -> Any:
-    # Slots are gradients, so whole numbers (tokens, masks) travel as floats; exact below 2**24.
+    # Slots are gradients, so whole numbers (tokens, masks) travel as floats; exact below
+    # 2**24.
     return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
 
 
@@ -240,8 +242,8 @@ def _row(sizes: dict[int, int], x: PyTree[Array], y: Array) -> Array:
 
     Writes their sizes to ``sizes``.
     """
-    # Nothing of each array: enough to be batched where any of them is, and no value that a gradient
-    # could flow to.
+    # Nothing of each array: enough to be batched where any of them is, and no value that
+    # a gradient could flow to.
     batched = [
         jax.lax.stop_gradient(a.reshape(-1)[:0].astype(jnp.float32))
         for a in (*jax.tree.leaves(x), y)
@@ -256,8 +258,8 @@ def _row_at_level(sizes: dict[int, int], level: int) -> Callable[[Array], Array]
 
     @row.def_vmap
     def count_rows(axis_size, in_batched, empty):
-        # The rule of one vmap calls a function with a rule of its own, which the next vmap outside
-        # of it meets.
+        # The rule of one vmap calls a function with a rule of its own, which the next
+        # vmap outside of it meets.
         sizes[level] = axis_size
         outer = _row_at_level(sizes, level + 1)(empty[0] if in_batched[0] else empty)
         return outer * axis_size + jnp.arange(axis_size, dtype=jnp.int32), True

@@ -147,11 +147,12 @@ def _whole_steps(
         # What is not finite for one share has to be so for the other.
         shared = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), grads)
         updates, new = inner.update(shared, state, params, **extra_args)
-        # CG-FAC looks after its own state; other optimizers would keep NaN in their moments for
-        # ever.
+        # CG-FAC looks after its own state; other optimizers would keep NaN in their
+        # moments for ever.
         fallback = chosen(finite, new.inner_states["fallback"], state.inner_states["fallback"])
         shares = new.inner_states | {"fallback": fallback}
-        # The cast: rates are float32, and must not widen the updates of narrower parameters.
+        # The cast: rates are float32, and must not widen the updates of narrower
+        # parameters.
         updates = jax.tree.map(lambda u, g: jnp.where(finite, u, 0).astype(g.dtype), updates, grads)
         return updates, new._replace(inner_states=shares)
 

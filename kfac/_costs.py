@@ -195,11 +195,11 @@ def _parts(layers: Layers, gradient: float, fisher: str, step: str) -> dict[str,
     def total(name: str) -> float:
         return sum(getattr(c, name) for c in costs)
 
-    # XLA counts nothing of a kernel that it did not write: of the layers it is at least the three
-    # products of each.
+    # XLA counts nothing of a kernel that it did not write: of the layers it is at least
+    # the three products of each.
     gradient = max(gradient, 3 * total("weight_gradient"), 1)
-    # A gradient is a forward pass, the same again backwards, and the weight gradients. The
-    # pull-back is the second.
+    # A gradient is a forward pass, the same again backwards, and the weight gradients.
+    # The pull-back is the second.
     pullback = 0 if fisher == "empirical" else (gradient - total("weight_gradient")) / 2
     return {
         "pullback": pullback / gradient,

@@ -294,25 +294,27 @@ def value_grad_and_curvature(
             z = () if fisher == "empirical" else aux if outputs is None else outputs(aux)
             return (loss, z), aux
 
-        # One forward pass and several pull-backs of it: of the loss, and of the columns through the
-        # same outputs.
+        # One forward pass and several pull-backs of it: of the loss, and of the columns
+        # through the same outputs.
         (loss, z), pullback, aux = jax.vjp(forward, params, slots, has_aux=True)
         examples = _count_examples(args, batch_size)
         ones, fresh = jnp.ones_like(loss), None if refresh is True else jnp.asarray(refresh)
         if fisher == "empirical":
             grads, captured = pullback((ones, ()))
-            # The loss is a mean: its cotangents are those of single examples over N, and γ would be
-            # off by N².
+            # The loss is a mean: its cotangents are those of single examples over N, and
+            # γ would be off by N².
             captured = {name: (x, g[None] * examples) for name, (x, g) in captured.items()}
         else:
             grads, captured = pullback((ones, jnp.zeros_like(z)))
-            # Labels that the model draws are data, for whoever differentiates through this call.
+            # Labels that the model draws are data, for whoever differentiates through
+            # this call.
             columns = output_cotangents(
                 fisher, likelihood, jax.lax.stop_gradient(z), key, num_samples
             ).astype(z.dtype)
 
             def pull(column: Array) -> dict[str, Array]:
-                # The parameters' share of this pull-back is dropped, and XLA never computes it.
+                # The parameters' share of this pull-back is dropped, and XLA never
+                # computes it.
                 _, slots = pullback((jnp.zeros_like(loss), column))
                 return {name: g for name, (_, g) in slots.items()}
 
@@ -441,8 +443,8 @@ def concatenate_curvature(parts: Sequence[Curvature]) -> Curvature:
     captured = {}
     for block in first.layers.blocks.values():
         for use in block.uses:
-            # Axis of the examples in captured arrays: their frames that number lanes come on top of
-            # the output's axes.
+            # Axis of the examples in captured arrays: their frames that number lanes come
+            # on top of the output's axes.
             axis = use.captured_example_axis
             pairs = [part.captured[use.name] for part in parts]
             captured[use.name] = (

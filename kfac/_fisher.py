@@ -40,8 +40,8 @@ def _sample_categorical(key: Array, logits: Array) -> Array:
 
 
 def _root_categorical(logits: Array, noise: Array) -> Array:
-    # diag(p) − ppᵀ = B Bᵀ with B = diag(√p) − p √pᵀ, since √p has length 1: no factorisation, and
-    # no C × C matrix.
+    # diag(p) − ppᵀ = B Bᵀ with B = diag(√p) − p √pᵀ, since √p has length 1: no
+    # factorisation, and no C × C matrix.
     probabilities = jax.nn.softmax(logits)
     scaled = jnp.sqrt(probabilities) * noise
     return scaled - probabilities * jnp.sum(scaled, axis=-1, keepdims=True)
@@ -125,11 +125,11 @@ def output_cotangents(
     def draw(key: Key) -> Array:
         if fisher == "mc":
             return likelihood.sample(key, outputs)
-        # Signs, not normal numbers: of all noise with unit variance they have the least variance in
-        # c cᵀ.
+        # Signs, not normal numbers: of all noise with unit variance they have the least
+        # variance in c cᵀ.
         return likelihood.root(outputs, jax.random.rademacher(key, outputs.shape, outputs.dtype))
 
-    # A loss that averages over positions has their mean for its Hessian, and c enters squared:
-    # hence the root.
+    # A loss that averages over positions has their mean for its Hessian, and c enters
+    # squared: hence the root.
     num_positions = outputs[0, ..., 0].size
     return jax.vmap(draw)(jax.random.split(key, num_samples)) / (num_samples * num_positions) ** 0.5

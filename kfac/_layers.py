@@ -351,8 +351,8 @@ class Readout(Dense):
         So large that its sum of squares is what that of all is expected to be.
         """
         sample = self.sample(x)
-        # A second moment of few features estimates that of all, once scaled by how many the others
-        # are.
+        # A second moment of few features estimates that of all, once scaled by how many
+        # the others are.
         positions = jax.eval_shape(self.fn, params, x).size
         return sample * (positions * sample.shape[-1] / sample.size) ** 0.5
 

@@ -98,8 +98,8 @@ def _interception() -> contextlib.AbstractContextManager:
             layer = registration.layer(
                 module, _Call(module.clone(parent=None, name=None), context.method_name)
             )
-        # Collections besides the parameters are state, such as batch statistics: no function of W
-        # and x.
+        # Collections besides the parameters are state, such as batch statistics: no
+        # function of W and x.
         flat = all(is_array(p) for p in own.values())
         if layer is None or not own or not flat or collections or not is_array(x):
             return y

@@ -132,8 +132,8 @@ def _describe(
             if not isinstance(node, nnx.Param):
                 return None, {}  # state besides parameters: not a function of them and the input
             variables["/".join(map(str, path))] = node
-    # Paths are metadata; without them, layers that differ in nothing else compare equal and are
-    # solved together.
+    # Paths are metadata; without them, layers that differ in nothing else compare equal
+    # and are solved together.
     paths = {role: v.get_metadata(_PATH, None) for role, v in variables.items()}
     for role, variable in variables.items():
         if paths[role] is not None:
@@ -154,8 +154,8 @@ def _parameter(
     path = capture.paths.get(id(value))
     if path is not None:
         return path, value.shape, True
-    # Inside a scan or vmap of NNX the array is another one, a slice perhaps: the path is known, the
-    # identity is not.
+    # Inside a scan or vmap of NNX the array is another one, a slice perhaps: the path is
+    # known, the identity is not.
     return variable.get_metadata(_PATH, None), value.shape, False
 
 

@@ -31,7 +31,8 @@ _CHOICES = {
     "step": STEPS,
 }
 
-# Name → (least value, whether the least itself is allowed, a bound from above that is not reached).
+# Name → (least value, whether the least itself is allowed, a bound from above that is not
+# reached).
 _RANGES = {
     "damping": (0, True, float("inf")),
     "min_damping": (0, True, float("inf")),

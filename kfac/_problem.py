@@ -76,8 +76,8 @@ def pose(
     flat = flatten(params)
     forms = {name: options.form(block) for name, block in owned.items()}
     factors, weight = _average_factors(owned, forms, flat, state, curvature, options)
-    # Sums begin at 0: divided by their weight they are averages from the first step on. It is 0
-    # until curvature is in.
+    # Sums begin at 0: divided by their weight they are averages from the first step on.
+    # It is 0 until curvature is in.
     weight_or_tiny = jnp.maximum(weight, jnp.finfo(weight.dtype).tiny)
     ready = jax.tree.map(lambda factor: factor / weight_or_tiny, factors)
     groups = systems.build(curvature, flat, forms, ready)
@@ -121,8 +121,8 @@ def _average_factors(
 
     if curvature.fresh is None:
         return update()
-    # Not jnp.where: a step between two curvature batches is to save the products, too, and their
-    # cotangents are zeros.
+    # Not jnp.where: a step between two curvature batches is to save the products, too,
+    # and their cotangents are zeros.
     return jax.lax.cond(curvature.fresh, update, lambda: (old.factors, old.weight))
 
 
@@ -135,8 +135,8 @@ def _damp(
     decay, traces, gamma = options.factor_decay, {}, {}
     decay = decay.astype(damping.dtype) if isinstance(decay, jax.Array) else decay
     for i, system in enumerate(groups):
-        # Signs from the number of the step: a run that resumes draws the same, and no key has to be
-        # kept for it.
+        # Signs from the number of the step: a run that resumes draws the same, and no key
+        # has to be kept for it.
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), i), state.count)
         for block, trace in zip(system.blocks, system.split(system.trace(key)), strict=True):
             if system.form.name == "factors":
@@ -144,8 +144,8 @@ def _damp(
             else:
                 traces[block.name] = decay * state.averages.traces[block.name] + (1 - decay) * trace
                 average = traces[block.name] / (1 - decay ** (state.count + 1))
-            # A share of the mean eigenvalue: blocks differ by orders of magnitude, and one γ would
-            # be nothing to some and all that others see.
+            # A share of the mean eigenvalue: blocks differ by orders of magnitude, and
+            # one γ would be nothing to some and all that others see.
             gamma[block.name] = damping * average.astype(damping.dtype) / block.size
     return traces, gamma
 
@@ -169,8 +169,8 @@ def _refresh_inverses(
             for name, pair in system.damped_inverses(gamma).items()
         }
 
-    # An old inverse costs iterations, not the solution: CG solves today's system whatever it is
-    # preconditioned by.
+    # An old inverse costs iterations, not the solution: CG solves today's system whatever
+    # it is preconditioned by.
     return jax.lax.cond(state.count % options.preconditioner_interval == 0, invert, lambda: old)
 
 
@@ -193,8 +193,8 @@ def _share(system: System, b: tuple, gamma: Array, x0: tuple | None, options: Op
 
     Of factors, which no batch divides among devices, each device solves for some lanes.
     """
-    # Products of captured arrays are divided by examples already, as the batch is, and XLA adds up
-    # their parts.
+    # Products of captured arrays are divided by examples already, as the batch is, and
+    # XLA adds up their parts.
     if system.form.name != "factors":
         return _solve_system(system, b, gamma, x0, options)
 
@@ -213,7 +213,8 @@ def _solve_system(
     """Solves (F + γI) x = b of every lane of a system by the solver that the options name."""
     packed, name = system.pack(b), options.solver
     if name == "auto" and system.form.name == "exact":
-        # Blocks of one system have equal shapes, so that the first one's costs are those of all.
+        # Blocks of one system have equal shapes, so that the first one's costs are those
+        # of all.
         block, num_columns = system.blocks[0], system.g[0].shape[1]
         name = "dual" if prefers_dual(block, options.max_iterations, num_columns) else "cg"
     if name == "dense":

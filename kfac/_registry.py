@@ -39,7 +39,8 @@ class Registration:
 
     def layer(self, module: Any, call: Callable) -> Generic | Scale:
         """The layer that this call of a module is, where nothing describes it."""
-        # A norm along other axes has scales that do not belong to features of the last one.
+        # A norm along other axes has scales that do not belong to features of the last
+        # one.
         last = getattr(module, "feature_axes", -1) in (-1, (-1,))
         return Scale(fn=call) if self.kind is Scale and last else Generic(call)
 

@@ -49,8 +49,8 @@ def over_devices(function: Callable[..., PyTree], *lanes: PyTree, whole: bool = 
     result = jax.shard_map(
         function, in_specs=spec, out_specs=spec, axis_names=set(axes), check_vma=False
     )(*lanes)
-    # Lanes are cut out of what follows one by one. Left where they were computed, each would be
-    # sent around by itself; now one exchange serves all.
+    # Lanes are cut out of what follows one by one. Left where they were computed, each
+    # would be sent around by itself; now one exchange serves all.
     place = (lambda a: PartitionSpec()) if whole else (lambda a: _within_lanes(a, axes, parts))
     result = jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, place(a)), result)
     return jax.tree.map(lambda a: a[:count], result)

@@ -132,8 +132,8 @@ def cg(
         return lane_axpy(damping, v, matvec(v))
 
     bb = lane_dot(b, b)
-    # Squares are compared: a root in the loop would cost a pass over the lanes and decide nothing
-    # else.
+    # Squares are compared: a root in the loop would cost a pass over the lanes and decide
+    # nothing else.
     enough = jnp.square(jnp.asarray(tolerance, bb.dtype)) * bb
     x, r = (
         (jax.tree.map(jnp.zeros_like, b), b)
@@ -148,9 +148,9 @@ def cg(
     def step(state: _State) -> _State:
         return _cg_step(state, damped, precondition, enough)
 
-    # A known number of steps is a loop without a condition: no reduction over the lanes, no wait
-    # for its answer, and XLA knows what the step costs. It pays where few steps are asked for, none
-    # of which a lane would leave out.
+    # A known number of steps is a loop without a condition: no reduction over the lanes,
+    # no wait for its answer, and XLA knows what the step costs. It pays where few steps
+    # are asked for, none of which a lane would leave out.
     if fixed_length:
         end = jax.lax.fori_loop(0, max_iterations, lambda _, state: step(state), start)
     else:
@@ -160,7 +160,8 @@ def cg(
 
         counted = (jnp.zeros((), jnp.int32), start)
         end = jax.lax.while_loop(going, lambda carry: (carry[0] + 1, step(carry[1])), counted)[1]
-    # q(x) = −½ x·(b + r), since (F + γI) x = b − r: the model of the step for no further product.
+    # q(x) = −½ x·(b + r), since (F + γI) x = b − r: the model of the step for no further
+    # product.
     model = -0.5 * lane_dot(end.x, lane_axpy(jnp.ones_like(bb), b, end.r))
     return Solution(end.x, end.iterations, jnp.sqrt(_divide(end.rr, bb)), model)
 
@@ -190,9 +191,9 @@ def _cg_step(state: _State, damped: MatVec, precondition: MatVec, enough: Array)
     u = damped(state.p)
     s = lane_dot(state.p, u)
     alpha = _divide(state.rz, s)
-    # Rounding can leave pᵀ(F + γI)p at or below 0 where F is singular and γ small; a step along p
-    # would then be of any length. A lane that stops takes steps of 0 from here on, while the others
-    # go on in the same loop.
+    # Rounding can leave pᵀ(F + γI)p at or below 0 where F is singular and γ small; a step
+    # along p would then be of any length. A lane that stops takes steps of 0 from here
+    # on, while the others go on in the same loop.
     good = state.active & (s > 0) & jnp.isfinite(alpha)
     alpha = jnp.where(good, alpha, 0)
     u = _select(good, u, jax.tree.map(jnp.zeros_like, u))  # it may hold NaN, and 0·NaN is NaN
@@ -236,8 +237,8 @@ def dense_matrix(matvec: MatVec, like: Vector) -> Float[Array, "lane size size"]
     def column(unit: Float[Array, " size"]) -> Float[Array, "lane size"]:
         return lane_flatten(matvec(unflatten(jnp.broadcast_to(unit, flat.shape))))[0]
 
-    # One after the other: all at once they would hold as many times the activations as there are
-    # parameters.
+    # One after the other: all at once they would hold as many times the activations as
+    # there are parameters.
     return jnp.moveaxis(jax.lax.map(column, units), 0, 2)
 
 
@@ -334,8 +335,8 @@ def solve_kronecker(
     a, qa = jnp.linalg.eigh(left)
     g, qg = jnp.linalg.eigh(right)
     rotated = jnp.einsum("lij,lio,lop->ljp", qa, b, qg)
-    # Factors have no negative eigenvalues, but float32 finds some just below 0, which times a large
-    # one of the other factor would cancel the damping.
+    # Factors have no negative eigenvalues, but float32 finds some just below 0, which
+    # times a large one of the other factor would cancel the damping.
     eigenvalues = jnp.maximum(a, 0)[:, :, None] * jnp.maximum(g, 0)[:, None, :]
     rotated /= eigenvalues + damping[:, None, None].astype(b.dtype)
     return jnp.einsum("lij,ljp,lop->lio", qa, rotated, qg)

@@ -63,8 +63,8 @@ def init_state(params: PyTree[Array], owned: dict[str, Block], options: Options)
       owned: their blocks by name.
       options: of the optimizer.
     """
-    # float32 for bfloat16 parameters too: an average that takes a twentieth of each batch moves by
-    # less than those resolve.
+    # float32 for bfloat16 parameters too: an average that takes a twentieth of each batch
+    # moves by less than those resolve.
     dtype = jnp.result_type(jnp.float32, *flatten(params).values())
     scalar = jnp.zeros((), dtype)
     lanes = {name: jnp.zeros((block.lanes,), dtype) for name, block in owned.items()}

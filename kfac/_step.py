@@ -69,7 +69,8 @@ def fixed_step(
     schedule of η. xᵀF x needs no further product: xᵀ(F + γI)x = 2 bᵀx + 2 q(x).
     """
     x = {name: s.x for name, s in solved.items()}
-    # Over all blocks together: κ bounds one step of the network, not a step of each layer.
+    # Over all blocks together: κ bounds one step of the network, not a step of each
+    # layer.
     gradient_part = sum(lane_dot(b[n], x[n]).sum() for n in x)
     damped = 2 * gradient_part + 2 * sum(s.model.sum() for s in solved.values())
     kl = damped - sum((gamma[n] * lane_dot(x[n], x[n])).sum() for n in x)
@@ -110,7 +111,8 @@ def quadratic_step(
 
     matrix = fisher + jnp.array([[damping(u, v) for v in (d, velocity)] for u in (d, velocity)])
     coefficients = minimise_2x2(matrix, slope)
-    # Without γ: κ bounds what the step does to the predictions, which damping knows nothing of.
+    # Without γ: κ bounds what the step does to the predictions, which damping knows
+    # nothing of.
     scale = _kl_scale(coefficients @ fisher @ coefficients, kl_clip)
     taken = rate * scale * coefficients
     model = 0.5 * taken @ matrix @ taken - slope @ taken
@@ -204,9 +206,11 @@ def judge(
         measure = lambda: change().astype(damping.dtype)
         # A forward pass, which most steps are to do without.
         difference = measure() if reject else jax.lax.cond(adapt, measure, lambda: unknown)
-    # Where the model promises nothing, any descent is more than it said and any ascent less.
+    # Where the model promises nothing, any descent is more than it said and any ascent
+    # less.
     ratio = difference / jnp.where(model < 0, model, -jnp.finfo(damping.dtype).tiny)
-    # "At most 0", not "not more than 0": a loss that is not a number refuses the step too.
+    # "At most 0", not "not more than 0": a loss that is not a number refuses the step
+    # too.
     accept = finite & (difference <= 0) if reject else finite
     omega = 0.95**interval
     # Applied to the factor and not to λ, so that the bound holds for the product of both.

@@ -154,9 +154,9 @@ class System:
         left, right = factors
         left = jax.vmap(self.program[0].mean_left)(params, left)
         root, tiny = jnp.sqrt(gamma), jnp.finfo(left.dtype).tiny
-        # (𝒜 + π√γ I) ⊗ (𝒢 + √γ/π I) has γI and two terms too many, whose trace norm is least for
-        # this π. The factors may differ by many orders of magnitude: one √γ for both would drown
-        # the smaller and not reach the larger.
+        # (𝒜 + π√γ I) ⊗ (𝒢 + √γ/π I) has γI and two terms too many, whose trace norm is
+        # least for this π. The factors may differ by many orders of magnitude: one √γ for
+        # both would drown the smaller and not reach the larger.
         pi = jnp.sqrt(
             jnp.maximum(_mean_diagonal(left), tiny) / jnp.maximum(_mean_diagonal(right), tiny)
         )
@@ -276,16 +276,17 @@ def _damped_inverse(
 
     def invert(lane: tuple[Array, Array]) -> Array:
         matrix, damping = lane
-        # Half the work of an LU factorisation; and NaN where rounding left the matrix without its
-        # positive sign.
+        # Half the work of an LU factorisation; and NaN where rounding left the matrix
+        # without its positive sign.
         root = jnp.linalg.cholesky(matrix + damping * eye)
         half = jax.lax.linalg.triangular_solve(root, eye, left_side=True, lower=True)
         inverse = half.T @ half  # symmetric to the last bit, as CG needs
         # Where float32 cannot invert a factor, CG does without it.
         return jnp.where(jnp.isfinite(inverse).all(), inverse, eye)
 
-    # Lane by lane: on CPUs, jaxlib's batched factorizations wait for threads of the pool that they
-    # run on, and two of them at once wait for ever where the pool has two threads.
+    # Lane by lane: on CPUs, jaxlib's batched factorizations wait for threads of the pool
+    # that they run on, and two of them at once wait for ever where the pool has two
+    # threads.
     return jax.lax.map(invert, (matrix, damping))
 
 
@@ -308,8 +309,8 @@ def build(
         system = _one(
             curvature.layers.blocks[name], curvature, params, form, (factors or {}).get(name, ())
         )
-        # Layers of one shape become one system: fewer and larger products, and one loop to compile
-        # for all of them.
+        # Layers of one shape become one system: fewer and larger products, and one loop
+        # to compile for all of them.
         shapes = jax.tree.map(lambda a: (a.shape[1:], str(a.dtype)), system.arrays)
         key = (system.program, form, jax.tree.structure(shapes), str(shapes))
         groups.setdefault(key, []).append(system)
@@ -323,8 +324,8 @@ def _one(block: Block, curvature: Curvature, params: dict, form: Form, factors: 
     """
     lanes = lanes_of(block, params)
     if form.name == "factors":
-        # Factors know nothing of the batch: what is the batch's in the program would keep layers of
-        # one shape apart.
+        # Factors know nothing of the batch: what is the batch's in the program would keep
+        # layers of one shape apart.
         any_batch = {"output": _NO_OUTPUT, "input_dtypes": (), "num_examples": 0, "example_axis": 0}
         program = (dataclasses.replace(block.program[0], **any_batch),)
         return System((block,), form, program, lanes, factors)
@@ -344,8 +345,8 @@ def _stack(systems: list[System]) -> System:
 def _linearized(system: System) -> System:
     if system.form.name == "factors":
         return system
-    # Once for all products of a solve: each of its iterations would pass through the layer again
-    # otherwise.
+    # Once for all products of a solve: each of its iterations would pass through the
+    # layer again otherwise.
     linearize = jax.vmap(functools.partial(blocks.linearize, system.program))
     if system.form.name == "kron":
         inputs, right = system.state

@@ -20,7 +20,8 @@ from kfac._capture import Adapter, Capture, Tap
 if TYPE_CHECKING:
     from jaxtyping import PyTree
 
-# Library → module with its ADAPTER, which is imported only in programs that use the library.
+# Library → module with its ADAPTER, which is imported only in programs that use the
+# library.
 ADAPTERS = {"jax": "kfac._plain", "flax.linen": "kfac._linen", "flax.nnx": "kfac._nnx"}
 
 

@@ -191,8 +191,8 @@ def _propose(
         return fixed_step(*shared, rate=rate, momentum=options.momentum, kl_clip=options.kl_clip)
     return quadratic_step(
         *shared,
-        # Exact whatever the solve took: the model's matrix is that of all layers together, which no
-        # factors give.
+        # Exact whatever the solve took: the model's matrix is that of all layers
+        # together, which no factors give.
         groups=systems.build(
             curvature, flatten(params), {name: Form("exact") for name in problem.owned}
         ),

@@ -179,8 +179,8 @@ def _check(
         jnp.einsum("lep,le->lp", u, jnp.einsum("lep,lp->le", u, v)) / curvature.num_examples
     )
 
-    # UUᵀ has the eigenvalues of UᵀU that are not 0, and as many rows as there are examples, not
-    # parameters.
+    # UUᵀ has the eigenvalues of UᵀU that are not 0, and as many rows as there are
+    # examples, not parameters.
     eigenvalues = jnp.linalg.eigvalsh(jnp.einsum("lep,lfp->lef", u, u)) / curvature.num_examples
     gamma = damping * eigenvalues.sum(1) / block.size
     direct = solver.solve_dual(u, b, gamma, curvature.num_examples)
@@ -191,7 +191,8 @@ def _check(
     y = solver.lane_flatten(kron)[0]
     top = eigenvalues[:, -1]
     bottom = jnp.where(u.shape[1] < block.size, 0, jnp.maximum(eigenvalues[:, -rows], 0))
-    # Below it, rounding: the rule of NumPy's matrix_rank, for the squares of singular values.
+    # Below it, rounding: the rule of NumPy's matrix_rank, for the squares of singular
+    # values.
     threshold = top * max(u.shape[1:]) * jnp.finfo(flat.dtype).eps
     return {
         "capture_error": relative(u.sum(1) / curvature.num_examples, flat),

@@ -32,14 +32,15 @@ from adder_flax.registry import Registry
 ENVIRONMENT_VARIABLE = "ADDER_FLAX_BACKEND"
 AUTO = "auto"
 
-# Order of the axes of the second operand: weights come as (K, N), keys as (N, K). A backend that
-# needs the other order transposes in its own cheapest way (the native one while it packs).
+# Order of the axes of the second operand: weights come as (K, N), keys as (N, K). A
+# backend that needs the other order transposes in its own cheapest way (the native one
+# while it packs).
 Axes = Literal["kn", "nk"]
 
 logger = logging.getLogger(__name__)
 
-# GEMM-form gradients are differences of two large sums, so they are computed in full float32 on
-# every platform.
+# GEMM-form gradients are differences of two large sums, so they are computed in full
+# float32 on every platform.
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -182,7 +183,8 @@ class Backend:
         """
         raise NotImplementedError
 
-    # What follows is made of the above, or of matrix products; a backend may have something better.
+    # What follows is made of the above, or of matrix products; a backend may have
+    # something better.
 
     def l1_pushforward_w(
         self,
@@ -283,8 +285,9 @@ class Backend:
         return get_backend("xla").additive_pushforward(query, key, v, d_query, d_key, d_v)
 
 
-# The backends, best first for their platform. Modules load when first asked for, so that importing
-# the package does not pay for compilers and kernel languages that it will not use.
+# The backends, best first for their platform. Modules load when first asked for, so that
+# importing the package does not pay for compilers and kernel languages that it will not
+# use.
 _BACKENDS: Registry[type[Backend]] = Registry(
     "kernel backend", f"adder_flax.ops.register_backend, or choose {AUTO!r}, the best one that runs"
 )
@@ -294,8 +297,8 @@ _BACKENDS.register_lazily("pallas_tpu", "adder_flax.ops._pallas_tpu:PallasTpuBac
 _BACKENDS.register_lazily("xla", "adder_flax.ops._xla:XlaBackend")
 _BACKENDS.register_lazily("reference", "adder_flax.ops._reference:ReferenceBackend")
 
-# The name of the forced backend, or AUTO. A JAX user context rather than a plain global: see the
-# module's docstring.
+# The name of the forced backend, or AUTO. A JAX user context rather than a plain global:
+# see the module's docstring.
 _choice = jax.make_user_context(default_value=os.environ.get(ENVIRONMENT_VARIABLE) or AUTO)
 
 
@@ -351,7 +354,8 @@ def _instance(backend: type[Backend]) -> Backend:
     return backend()
 
 
-# Whoever asks for a backend while another thread builds it waits, and does not build it again.
+# Whoever asks for a backend while another thread builds it waits, and does not build it
+# again.
 _asking: dict[str, threading.Lock] = collections.defaultdict(threading.Lock)
 _reasons: dict[str, str | None] = {}
 

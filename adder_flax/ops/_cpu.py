@@ -87,8 +87,8 @@ class CpuBackend(Backend):
     def _call(self, kernel, shapes, *operands, **attributes):
         """Calls a kernel; `shapes` lists the shapes of its results. Returns them as a list."""
         results = [result_type(shape, jnp.float32, *operands) for shape in shapes]
-        # Under vmap an operand that is not mapped gets a leading axis of length one, which the
-        # kernels broadcast.
+        # Under vmap an operand that is not mapped gets a leading axis of length one,
+        # which the kernels broadcast.
         call = jax.ffi.ffi_call(self._target_prefix + kernel, results, vmap_method="expand_dims")
         return call(*operands, **attributes)
 
@@ -276,8 +276,8 @@ def _load_from_memory(content: bytes) -> ctypes.CDLL | None:
             library = ctypes.CDLL(f"/proc/self/fd/{file}")
         except OSError:
             return None
-        # The file stays open: the loader would take another library at the same path for the one
-        # that it has.
+        # The file stays open: the loader would take another library at the same path for
+        # the one that it has.
         opened.pop_all()
         return library
 

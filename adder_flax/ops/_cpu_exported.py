@@ -19,8 +19,8 @@ import jax
 
 from adder_flax.ops._backend import get_backend
 
-# A program holds this name for good: a kernel that takes other operands or attributes gets another
-# one.
+# A program holds this name for good: a kernel that takes other operands or attributes
+# gets another one.
 EXPORTED_PREFIX = "adder_flax_exported_v1_"
 
 # Names of the kernels, and of their symbols in the library.
@@ -38,8 +38,8 @@ _Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _kept_alive = []
 
 
-# The beginnings of XLA's structures, from xla/ffi/api/c_api.h; every one of them opens with its
-# size and extensions.
+# The beginnings of XLA's structures, from xla/ffi/api/c_api.h; every one of them opens
+# with its size and extensions.
 
 
 class _ApiVersion(ctypes.Structure):

@@ -15,8 +15,9 @@ from adder_flax.ops._partition import vary_alike
 from adder_flax.settings import is_on
 
 KEY_BLOCK = 256
-# From how many keys on blocks are the faster way: `benchmarks/ops.py` prints it for CPUs. Other
-# platforms were not measured; there it is where the map of a single head takes 64 MiB.
+# From how many keys on blocks are the faster way: `benchmarks/ops.py` prints it for CPUs.
+# Other platforms were not measured; there it is where the map of a single head takes 64
+# MiB.
 _BLOCKS_FROM_KEYS = {"cpu": 512}
 _BLOCKS_FROM_KEYS_ELSEWHERE = 4096
 

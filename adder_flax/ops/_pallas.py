@@ -22,8 +22,9 @@ from adder_flax.ops._backend import Backend
 from adder_flax.ops._rules import GradientRule
 from adder_flax.ops._xla import XlaBackend
 
-# Makes +-1 of any difference of two unequal floats when the product is clipped to [-1, 1].
-# Subnormal differences, below the reciprocal, are the exception: they count as almost equal.
+# Makes +-1 of any difference of two unequal floats when the product is clipped to [-1,
+# 1]. Subnormal differences, below the reciprocal, are the exception: they count as almost
+# equal.
 SIGN_SLOPE = 2.0**126
 
 

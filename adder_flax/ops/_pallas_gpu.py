@@ -41,16 +41,16 @@ try:
 except ImportError:
     plgpu: Any = None
 
-# Terms added in one turn of the loop, and length of the runs of neighbouring rows and columns that
-# one thread owns: what one 16-byte load brings.
+# Terms added in one turn of the loop, and length of the runs of neighbouring rows and
+# columns that one thread owns: what one 16-byte load brings.
 _RUN = 4
 
-# Exponents whose product with another one in range neither overflows nor vanishes before tanh has
-# saturated.
+# Exponents whose product with another one in range neither overflows nor vanishes before
+# tanh has saturated.
 _LARGEST_EXPONENT = 87.0
-# With one reciprocal for two terms, denominators 1 + e^2x are kept in units of 2^62: the product of
-# two lies above 2^-124 then, whose reciprocal is a normal number, and one with exponents up to
-# these lies below 2^125.
+# With one reciprocal for two terms, denominators 1 + e^2x are kept in units of 2^62: the
+# product of two lies above 2^-124 then, whose reciprocal is a normal number, and one with
+# exponents up to these lies below 2^125.
 _UNIT = 2.0**62
 _LARGEST_PAIRED_EXPONENT = 64.5
 
@@ -92,8 +92,8 @@ class Tile(NamedTuple):
         return programs * rows * columns / self.arithmetic_share * idle
 
 
-# The shares are counts from the machine code that XLA and ptxas emit for sm_90 (float32, aligned
-# operands).
+# The shares are counts from the machine code that XLA and ptxas emit for sm_90 (float32,
+# aligned operands).
 TILES = (
     Tile(8, 8, 8, 16, 0.94),
     Tile(4, 8, 8, 16, 0.91),
@@ -106,8 +106,8 @@ PAIRED_TILES = (
     Tile(8, 4, 4, 8, 0.93),
     Tile(4, 4, 4, 8, 0.87),
 )
-# Totals and fixed operands that a thread can hold without spilling, with room for what the steps
-# load.
+# Totals and fixed operands that a thread can hold without spilling, with room for what
+# the steps load.
 _HELD_PER_THREAD = 96
 # Two warps for each of the four schedulers of the 132 SMs of an H100 or H200.
 FULL_DEVICE_THREADS = 132 * 4 * 2 * 32
@@ -142,8 +142,8 @@ class PallasGpuBackend(PallasBackend):
         size, out_types = reduction.sizes(), reduction.out_types()
         tile = self._tile or _choose_tile(reduction, len(out_types))
         rows, columns = tile.shape()
-        # Narrow operands are converted once here: in the loop that would cost half an instruction a
-        # term.
+        # Narrow operands are converted once here: in the loop that would cost half an
+        # instruction a term.
         operands = [
             _columns_contiguous(Operand(upcast(array)[0], axes))
             for array, axes in reduction.operands
@@ -163,7 +163,8 @@ class PallasGpuBackend(PallasBackend):
         )(*[operand.array for operand in operands])
 
     def multiply_add(self, a, b, c):
-        # Spelled out, because Triton does not contract a product and a sum by itself here.
+        # Spelled out, because Triton does not contract a product and a sum by itself
+        # here.
         return (
             super().multiply_add(a, b, c) if self.interpret else _instruction("fma.rn.f32", a, b, c)
         )
@@ -192,8 +193,8 @@ class PallasGpuBackend(PallasBackend):
         summed = "b" + w.axes
         parts = _parts(Reduction([g, w, x], step=None).sizes())
         if parts > 1:
-            # Few outputs, of long sums: parts of the sums are computed side by side, and added in
-            # order.
+            # Few outputs, of long sums: parts of the sums are computed side by side, and
+            # added in order.
             g, w = (_cut(Operand(upcast(a.array)[0], a.axes), parts) for a in (g, w))
             x = Operand(jnp.repeat(x_array, parts, axis=0), x.axes)
             return self.reduce_rule(g, w, x, rule).reshape(-1, parts, *x_array.shape[1:]).sum(1)
@@ -289,8 +290,8 @@ class PallasGpuBackend(PallasBackend):
         `hidden_operands`, but exact while q and k stay within 32.
         """
         (v,) = upcast(v)
-        # By a power of two, to the bit, since it and its reciprocal are normal numbers; v comes to
-        # lie in [-4, 4].
+        # By a power of two, to the bit, since it and its reciprocal are normal numbers; v
+        # comes to lie in [-4, 4].
         exponent = jnp.clip(jnp.frexp(jnp.abs(v).max(1, keepdims=True))[1], -126, 126)
         scale = jnp.ldexp(jnp.float32(1.0), exponent)
         query, key = self.hidden_operands(query, key, largest=_LARGEST_PAIRED_EXPONENT)
@@ -343,8 +344,8 @@ def _even(array: jax.Array) -> jax.Array:
 
 
 def _doubled(total):
-    # The slope of a rule lies in [-1, 1] and the hardware saturates to [0, 1]: half of each term,
-    # and then twice all.
+    # The slope of a rule lies in [-1, 1] and the hardware saturates to [0, 1]: half of
+    # each term, and then twice all.
     return 2.0 * total
 
 
@@ -428,7 +429,8 @@ def _reduce_tile(reduction, tile, size, inputs, out_refs):
         "i": _first_of_runs(block_i, tile.rows, tile.row_threads, thread_i),
         "j": _first_of_runs(block_j, tile.columns, tile.column_threads, thread_j),
     }
-    # The axes of a block: runs of rows, rows of a run, runs of columns, columns of a run, threads.
+    # The axes of a block: runs of rows, rows of a run, runs of columns, columns of a run,
+    # threads.
     spread = {"i": lambda a: a[:, :, None, None], "j": lambda a: a[None, None]}
     at_once = reduction.at_once
 

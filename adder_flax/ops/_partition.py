@@ -50,8 +50,8 @@ def split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) -> 
             *zip(jax.tree.leaves(results), result_axes, strict=True),
             *zip(operands, operand_axes, strict=True),
         ]
-        # Of two arrays that want one mesh axis for different axes of theirs, the smaller one is
-        # moved.
+        # Of two arrays that want one mesh axis for different axes of theirs, the smaller
+        # one is moved.
         arrays.sort(key=lambda array_and_axes: -math.prod(array_and_axes[0].shape))
         split = _assign_mesh_axes(mesh, arrays, kept + summed)
         partial_over = tuple(axis for name in summed for axis in split.get(name, ()))
@@ -60,8 +60,8 @@ def split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) -> 
             return NamedSharding(mesh, P(*[split.get(name) for name in axes]))
 
         def on_each_device(*parts):
-            # Parts live on one device: the user's mesh, at hand where this is called, says nothing
-            # about them.
+            # Parts live on one device: the user's mesh, at hand where this is called,
+            # says nothing about them.
             with use_abstract_mesh(
                 AbstractMesh((), (), abstract_device=mesh.abstract_mesh.abstract_device)
             ):
@@ -128,7 +128,8 @@ def split_over_mesh(function: Callable, operand_axes: Axes, result_axes: Axes) -
     def on_mesh(*operands):
         mesh = jax.sharding.get_abstract_mesh()
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-        # Those of one device too: Mosaic refuses a kernel where any axis is left to the compiler.
+        # Those of one device too: Mosaic refuses a kernel where any axis is left to the
+        # compiler.
         automatic = [axis for axis, kind in kinds if kind == AxisType.Auto]
         if math.prod(mesh.shape[axis] for axis in automatic) == 1:
             return function(*operands)
@@ -197,7 +198,8 @@ def keep_explicit_axes(
     types = zip(map(jax.typeof, operands), operand_axes, strict=True)
     split = _assign_mesh_axes(mesh, types, result_axes)
     place = P(*[split.get(name) for name in result_axes])
-    # Given a function, auto_axes returns one; its type is also that of what it returns without.
+    # Given a function, auto_axes returns one; its type is also that of what it returns
+    # without.
     return jax.sharding.auto_axes(function, out_sharding=place)(*operands)  # pyright: ignore[reportReturnType]
 
 

@@ -31,8 +31,8 @@ from adder_flax.ops import _partition
 from adder_flax.ops._arrays import accumulation_dtype
 from adder_flax.ops._backend import Backend, get_backend
 
-# The axes of operands and results after any leading ones: m rows, n columns or keys, k the width.
-# `w` has the axes kn or nk.
+# The axes of operands and results after any leading ones: m rows, n columns or keys, k
+# the width. `w` has the axes kn or nk.
 _FORMULAS = {
     "l1": "mk,w->mn",
     "l1_pushforward": "mk,w,mk->mn",
@@ -183,7 +183,8 @@ def _on_leading_axes(function: Callable, operand_axes: Sequence[str]) -> Callabl
             (batch,) = set(leading)
             joined = [a.reshape(math.prod(batch), *a.shape[len(batch) :]) for a in operands]
             return jax.tree.map(lambda a: a.reshape(*batch, *a.shape[1:]), function(*joined))
-        # Backends and their kernels know how not to repeat what is shared along a mapped axis.
+        # Backends and their kernels know how not to repeat what is shared along a mapped
+        # axis.
         shared = [axes[0] == 1 for axes in leading]
         operands = [
             jnp.squeeze(a, 0) if one else a for a, one in zip(operands, shared, strict=True)
@@ -206,7 +207,8 @@ def _split(backend: Backend, method: str, options: dict, operands: Sequence, how
         return function
     leading = _leading(operands, operand_axes)
     batch = _broadcast_leading(operands, operand_axes)
-    # Leading axes of length one that others do not have are left away where the function is split.
+    # Leading axes of length one that others do not have are left away where the function
+    # is split.
     lacking = [
         tuple(i for i, length in enumerate(axes) if length == 1 and batch[i] != 1)
         for axes in leading

@@ -133,8 +133,8 @@ class XlaBackend(Backend):
             d_preactivation = g * v_k[:, None, None] * (1 - hidden**2)
             return d_preactivation.sum(2), d_preactivation.sum(1), (g * hidden).sum((1, 2))
 
-        # One hidden unit at a time: its three sums reduce over both axes of g, so there is no
-        # running total to block.
+        # One hidden unit at a time: its three sums reduce over both axes of g, so there
+        # is no running total to block.
         dq, dk, dv = lax.map(
             one_hidden_unit, (_leading(query, 2), _leading(key, 2), _leading(v, 1))
         )

@@ -35,7 +35,8 @@ class CurvatureOptimizer(NamedTuple):
 
     def refresh(self, state: Any) -> bool | Bool[Array, ""]:
         """Whether the step that this state is about to take computes curvature."""
-        # By the state's own count: a step that was thrown away with its state comes again.
+        # By the state's own count: a step that was thrown away with its state comes
+        # again.
         return True if self.interval == 1 else kfac.find_state(state).count % self.interval == 0
 
 

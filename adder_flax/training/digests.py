@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from adder_flax.arrays import AnyArray
 from adder_flax.training.sharding import tree_path
 
-# Odd, with evenly spread bits: 2³² over the golden ratio, and the factors of MurmurHash3's
-# finaliser.
+# Odd, with evenly spread bits: 2³² over the golden ratio, and the factors of
+# MurmurHash3's finaliser.
 _SPREAD, _MIX_1, _MIX_2 = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 
 

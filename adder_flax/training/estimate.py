@@ -22,9 +22,9 @@ _STATE_NAMES = {
     "opt_state": "optimizer state",
     "ema_params": "averaged parameters",
 }
-# How XLA:TPU complains. Either number is of everything together: what the first message calls
-# temporaries includes the arguments, as a program with 10 GiB of them and 8 GiB of temporaries
-# shows, which is refused for 18 GiB.
+# How XLA:TPU complains. Either number is of everything together: what the first message
+# calls temporaries includes the arguments, as a program with 10 GiB of them and 8 GiB of
+# temporaries shows, which is refused for 18 GiB.
 _REQUIRED = re.compile(r"(?:temporaries \(|Used )([\d.]+)([KMGT])")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -110,7 +110,8 @@ def _working_memory(analysis: Any, resident: int, checked: int | None) -> dict[s
 
     ``checked`` is the room that the compiler looked at.
     """
-    # Donated buffers count as arguments and as results; state and batch are told apart above.
+    # Donated buffers count as arguments and as results; state and batch are told apart
+    # above.
     beside = (
         analysis.argument_size_in_bytes
         + analysis.output_size_in_bytes

@@ -173,5 +173,6 @@ def _require_compiler(name: str) -> None:
             f"jax-cuda12-pjrt=={version} nvidia-cuda-nvcc-cu12 (Linux), or set "
             "--config.topology=cpu:8"
         )
-    # XLA takes the first assembler that it finds; another one may not know what it writes.
+    # XLA takes the first assembler that it finds; another one may not know what it
+    # writes.
     os.environ["PATH"] = os.pathsep.join([str(folder), os.environ.get("PATH", "")])

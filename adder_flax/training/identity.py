@@ -7,7 +7,8 @@ from typing import Any
 from adder_flax.settings import RunSettings, completed
 from adder_flax.text import printable
 
-# How a run is executed, not what it computes: these may change between two starts of the same run.
+# How a run is executed, not what it computes: these may change between two starts of the
+# same run.
 OPERATIONAL_FIELDS = (
     "mesh",
     "log_every_steps",

@@ -82,7 +82,8 @@ class MetricWriter:
             self._events.write(step, scalars)
 
     def _add(self, text: str) -> None:
-        # Opened each time: rows in a file that somebody moved or removed since would be lost.
+        # Opened each time: rows in a file that somebody moved or removed since would be
+        # lost.
         with (self._workdir / _NAME).open("a") as file:
             file.write(text)
 
@@ -100,8 +101,8 @@ class _Events:
 
     def __init__(self, directory: Path, start_step: int):
         directory.mkdir(parents=True, exist_ok=True)
-        # Its own name has whole seconds: the second of two starts within one would empty the file
-        # of the first.
+        # Its own name has whole seconds: the second of two starts within one would empty
+        # the file of the first.
         self._writer = EventsWriter(str(directory / "events"), f".{time.time_ns()}")
         self._flushed = time.monotonic()
         if start_step:

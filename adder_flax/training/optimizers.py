@@ -48,8 +48,8 @@ def scale_by_adder_rate(eta: float) -> optax.GradientTransformation:
 
     def scale(gradient):
         wide = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
-        # Elements of at most 1, by a power of two in two halves: no square, and no reciprocal,
-        # leaves the type's range.
+        # Elements of at most 1, by a power of two in two halves: no square, and no
+        # reciprocal, leaves the type's range.
         exponent = jnp.frexp(jnp.abs(wide).max(initial=0))[1]
         unit = jnp.ldexp(jnp.ldexp(wide, -(exponent // 2)), exponent // 2 - exponent)
         # Below 1/2 only where the gradient is zero.
@@ -101,8 +101,8 @@ def _decoupled(
 
     Weight decay, too, is times the learning rate.
     """
-    # Nested, so that a checkpoint holds the optimizer's own state in one place, whatever stages
-    # come before it.
+    # Nested, so that a checkpoint holds the optimizer's own state in one place, whatever
+    # stages come before it.
     optimizer = optax.chain(
         *stages,
         optax.add_decayed_weights(spec.settings.weight_decay, mask=spec.decayed),
@@ -167,8 +167,8 @@ def _lamb(spec: OptimizerSpec) -> optax.GradientTransformation:
     return optax.chain(*_gradient_stages(spec), optimizer)
 
 
-# Root mean square of Muon's steps per learning rate: about AdamW's, so that one learning rate
-# serves both.
+# Root mean square of Muon's steps per learning rate: about AdamW's, so that one learning
+# rate serves both.
 _MUON_RMS = 0.2
 
 
@@ -179,7 +179,8 @@ def _muon(spec: OptimizerSpec) -> optax.GradientTransformation:
     scale Liu et al., 2025, https://arxiv.org/abs/2502.16982, section 2.2.
     """
     c = spec.settings
-    # Of kernels with an axis of heads in front, as bilinear scores have, each head is a matrix.
+    # Of kernels with an axis of heads in front, as bilinear scores have, each head is a
+    # matrix.
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
 
     # An orthogonal step has a root mean square of 1/√(longer side).

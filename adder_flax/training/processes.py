@@ -104,8 +104,8 @@ def _on_tpu_slice(environ: Mapping[str, str]) -> bool:
 
 
 def _about_peers(error: Exception) -> str:
-    # Those of XLA that come up while a step is handed over are ValueErrors with the status in
-    # front.
+    # Those of XLA that come up while a step is handed over are ValueErrors with the
+    # status in front.
     if not isinstance(error, jax.errors.JaxRuntimeError) and not re.match(r"[A-Z_]+: ", str(error)):
         return ""
     return (

@@ -225,8 +225,8 @@ def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) ->
             f"{workdir}, which saw {fields['data']['image_size']}; set --config.task.teacher, or "
             "--config.data.image_size"
         )
-    # Its state alone is wanted: what it learned from does not matter, nor how its batches lay on
-    # devices.
+    # Its state alone is wanted: what it learned from does not matter, nor how its batches
+    # lay on devices.
     fields |= {
         "task": defaults(ClassificationSettings),
         "mesh": vars(settings.mesh),

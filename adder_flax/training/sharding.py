@@ -22,12 +22,12 @@ from adder_flax.parameters import Facts
 MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
-# What belongs to no parameter and has fewer numbers is not split: to gather it would take longer
-# than it saves.
+# What belongs to no parameter and has fewer numbers is not split: to gather it would take
+# longer than it saves.
 _SMALLEST_SPLIT = 2**14
 
-# Columns of query, key, value and fc1 belong to a head or a hidden unit; rows of out and fc2
-# consume them.
+# Columns of query, key, value and fc1 belong to a head or a hidden unit; rows of out and
+# fc2 consume them.
 LOGICAL_AXES: Mapping[str, str] = {"heads": "tensor", "hidden": "tensor"}
 """Which axis of the mesh splits an axis that a layer named, see
 :func:`adder_flax.parameters.name_axis`."""
@@ -152,8 +152,8 @@ def state_sharding(abstract_state: Any, mesh: Mesh | AbstractMesh, facts: Any) -
     }
 
     def place(path: Sequence[Any], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        # A moment stands in the optimizer's state under the path of its parameter, and has its
-        # shape.
+        # A moment stands in the optimizer's state under the path of its parameter, and
+        # has its shape.
         parts = tree_path(path).split("/")
         ends = (("/".join(parts[i:]), leaf.shape) for i in range(len(parts)))
         own = next((known[end] for end in ends if end in known), None)

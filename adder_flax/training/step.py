@@ -109,13 +109,14 @@ def make_loss_fn(
     return loss
 
 
-# (opt_state, params, examples, dropout_key) → (loss, metrics, gradient, what else the optimizer
-# takes)
+# (opt_state, params, examples, dropout_key) → (loss, metrics, gradient, what else the
+# optimizer takes)
 Differentiate = Callable[[Any, Any, Any, Array], tuple[Array, Metrics, Any, dict[str, Any]]]
 
 
 def _microbatches(batch: Any, count: int) -> Any:
-    # Strided, not contiguous: every device keeps its own examples when the batch axis is sharded.
+    # Strided, not contiguous: every device keeps its own examples when the batch axis is
+    # sharded.
     return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1), batch)
 
 
@@ -128,8 +129,8 @@ def _mean(function: Callable, params: Any, examples: Any, key: Array, count: int
         return jax.tree.map(jnp.add, total, function(params, *microbatch_and_key)), None
 
     xs = (_microbatches(examples, count), jax.random.split(key, count))
-    # Zeros to begin with, not the first microbatch: the scan then compiles one forward and backward
-    # pass, and not two.
+    # Zeros to begin with, not the first microbatch: the scan then compiles one forward
+    # and backward pass, and not two.
     shapes = jax.eval_shape(function, params, *_first(xs))
     total, _ = jax.lax.scan(body, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), xs)
     return _divided(total, count)
@@ -290,8 +291,8 @@ def make_train_step(
         updates, opt_state = update(grads, state["opt_state"], params, **extra)
         new = {"params": optax.apply_updates(params, updates), "opt_state": opt_state}
         if is_on(parts.ema_decay):
-            # The average of a short history would be dominated by the initial weights: decay grows
-            # to its value.
+            # The average of a short history would be dominated by the initial weights:
+            # decay grows to its value.
             decay = jnp.minimum(parts.ema_decay, (1 + state["step"]) / (10 + state["step"]))
             new["ema_params"] = optax.incremental_update(
                 new["params"], state["ema_params"], 1 - decay

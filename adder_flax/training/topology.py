@@ -21,8 +21,8 @@ TPU_MEMORY_GIB = {"TPU v5 lite": 15.75, "TPU v5": 95.74, "TPU v6 lite": 31.25}
 does not fit."""
 
 
-# Without these, libtpu asks a metadata server which chips it runs on, complains that it finds none,
-# and lets no second process load it meanwhile, though no chip is touched.
+# Without these, libtpu asks a metadata server which chips it runs on, complains that it
+# finds none, and lets no second process load it meanwhile, though no chip is touched.
 _NO_CHIPS = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 
 # Of an eigenvalue of KL-Shampoo before anything is known of it, as in the authors' code.
 _FIRST_VALUE = 0.1
-# And its largest inverse root: that of the number of rows or columns, but no less and no more than
-# these.
+# And its largest inverse root: that of the number of rows or columns, but no less and no
+# more than these.
 _SMALLEST_CLAMP, _LARGEST_CLAMP = 10.0, 4000.0
 
 
