@@ -49,7 +49,7 @@ def get_config(data: str | None = None) -> ml_collections.ConfigDict:
     if base.data.name == "digits":
         base.num_epochs = 10.0
     if base.data.name in _SHORT_EPOCHS:
-        _shorten(base, _SHORT_EPOCHS[base.data.name])
+        common.shorten(base, _SHORT_EPOCHS[base.data.name])
     fields = {
         "title": f"Attention mechanisms on {base.data.name}",
         "base": base,
@@ -62,10 +62,3 @@ def get_config(data: str | None = None) -> ml_collections.ConfigDict:
     }
     return ml_collections.ConfigDict(settings.defaults(settings.CompareSettings) | fields)
 
-
-def _shorten(base: ml_collections.ConfigDict, num_epochs: float) -> None:
-    """Minutes on one core: 16 patches, small batches for more steps, and no regularisation."""
-    base.model.update(patch_size=base.data.image_size // 4, drop_path_rate=0.0)
-    base.task.update(mixup_alpha=0.0, cutmix_alpha=0.0, erase_probability=0.0, crop_padding=2)
-    base.update(batch_size=64, num_epochs=num_epochs, eval_every_steps=211)
-    base.optimizer.warmup_epochs = num_epochs / 10
