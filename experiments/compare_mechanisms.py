@@ -61,4 +61,3 @@ def get_config(data: str | None = None) -> ml_collections.ConfigDict:
         "validation_percent": 20 if base.data.name == "digits" else 10,
     }
     return ml_collections.ConfigDict(settings.defaults(settings.CompareSettings) | fields)
-

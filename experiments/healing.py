@@ -4,10 +4,10 @@ A small multiplicative transformer, and what becomes of it.
 
 Six blocks of width 96 with three heads of 32 learn for 300 epochs, DeiT's length (on Fashion-MNIST
 for 6 and on CIFAR-10 for 7, with 16 patches and 64 images a step: some 5,000 steps on each set).
-Then their attention, or everything, is replaced by adder parts, fitted to them, and healed for a few epochs
-(``adder_flax.tasks.Healing``): each block's maps and outputs first, while the layers' distance goes
-from p = 2 to p = 1 block by block, and the logits to the end. The identity map stays off, since the
-teacher has none.
+Then their attention, or everything, is replaced by adder parts, fitted to them, and healed for a
+few epochs (``adder_flax.tasks.Healing``): each block's maps and outputs first, while the layers'
+distance goes from p = 2 to p = 1 block by block, and the logits to the end. The identity map stays
+off, since the teacher has none.
 
     python main.py --config=experiments/heal_teacher.py --config.seed=0
     python main.py --config=experiments/heal_attention.py --config.seed=0
