@@ -62,7 +62,10 @@ def kinds(program: str) -> dict[str, str]:
 
 
 def profile(config, steps: int) -> tuple[float, collections.Counter]:
-    """Returns the median seconds of a step, and seconds of a step by kind of operation."""
+    """Returns the median seconds of a step, and seconds of a step by kind of operation.
+
+    The latter from the median of each operation, since other work on the machine falls on some.
+    """
     run = training.build_run(config)
     batch = sharding.put_batch(run.batches()[0], run.mesh)
     state = run.init()
@@ -84,10 +87,13 @@ def profile(config, steps: int) -> tuple[float, collections.Counter]:
                 seconds_of(step)
         (timeline,) = Path(folder).rglob("perfetto_trace.json.gz")
         events = json.loads(gzip.decompress(timeline.read_bytes()))["traceEvents"]
-    spent = collections.Counter()
+    durations = collections.defaultdict(list)
     for event in events:
         if event.get("ph") == "X" and event["name"] in of:
-            spent[of[event["name"]]] += event["dur"] / 1e6 / steps
+            durations[event["name"]].append(event["dur"] / 1e6)
+    spent = collections.Counter()
+    for name, taken in durations.items():
+        spent[of[name]] += statistics.median(taken) * len(taken) / steps
     return seconds, spent
 
 
@@ -102,7 +108,7 @@ def describe(name: str, seconds: float, spent: collections.Counter, rows: int) -
         lines.append(f"  {kind:28} {1e3 * spent[kind]:7.2f} ms  {spent[kind] / total:6.1%}")
     if rest := total - sum(spent[kind] for kind in shown):
         lines.append(f"  {'other operations':28} {1e3 * rest:7.2f} ms  {rest / total:6.1%}")
-    lines.append(f"  step over products and kernels alone: {seconds / bound:.2f}")
+    lines.append(f"  all operations over products and kernels: {total / bound:.2f}")
     return "\n".join(lines)
 
 
