@@ -1,7 +1,7 @@
 """A trained multiplicative transformer whose attention is replaced by adder ones, and healed.
 
 Source: after LoLCATs (Zhang et al., 2024), which heals language models of linear attention;
-experiments/healing.py says what is done. Not measured yet.
+experiments/healing.py says what is done, docs/healing.md what it gave.
 Commands:
     python main.py --config=experiments/heal_teacher.py --config.seed=0
     python main.py --config=experiments/heal_attention.py --config.seed=0

@@ -79,4 +79,9 @@ def healed(parts: str, data: str | None = None) -> ml_collections.ConfigDict:
             "layers_until": 0.8,
         }
     )
+    if parts == "all" and data in SHORT_EPOCHS:
+        # Chosen on validation images of Fashion-MNIST, seed 0: 64 images a step end 0.8 points
+        # lower there, with 1e-3 and 0.8 it is 2.2.
+        config.batch_size = 16
+        config.optimizer.learning_rate, config.task.layers_until = 4e-3, 1.0
     return config
