@@ -147,9 +147,6 @@ def _run_mode(argv: list[str], start_time: float) -> None:
     environment.check_system()
     xla = environment.XlaTrial()
     # Imported here so that --help and mistyped flags answer at once.
-    from adder_flax import host_memory
-
-    host_memory.keep_freed_memory()
     with environment.importing():
         # The other modes find kernels in the cache, or compile for another machine.
         if _MODE.value == "train":

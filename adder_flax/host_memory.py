@@ -24,10 +24,12 @@ def keep_freed_memory() -> bool:
     share one arena of small blocks. Hosts of accelerators, whose steps take no memory here and
     whose threads read images, are therefore left as they are.
 
-    To be called before JAX computes anything: once its threads run, it has no effect.
+    To be called first of all: with the first thread beside the main one the C library settles how
+    many arenas there will be.
 
     Returns:
-      Whether it was done: on Linux with the GNU C library and without an accelerator.
+      Whether it was done, and in time: on Linux with the GNU C library, without an accelerator and
+      in a process of one thread.
 
     Example::
 
@@ -40,7 +42,9 @@ def keep_freed_memory() -> bool:
         True for name in _ACCELERATORS for _ in Path("/dev").glob(name)
     ):
         return False
+    alone = len(list(Path("/proc/self/task").iterdir())) == 1
     mallopt = ctypes.CDLL(None).mallopt
     # Blocks of threads other than the first come from arenas that hold none so large, so there has
     # to be one arena.
-    return all([mallopt(_M_ARENA_MAX, 1), mallopt(_M_MMAP_MAX, 0), mallopt(_M_TRIM_THRESHOLD, -1)])
+    done = [mallopt(_M_ARENA_MAX, 1), mallopt(_M_MMAP_MAX, 0), mallopt(_M_TRIM_THRESHOLD, -1)]
+    return alone and all(done)

@@ -23,6 +23,23 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+_WITHOUT_THREADS = """
+import threading
+from adder_flax import host_memory, start
+
+wait = threading.Event()
+host_memory._ACCELERATORS = ()
+keep, outcomes = host_memory.keep_freed_memory, []
+host_memory.keep_freed_memory = lambda: outcomes.append(keep())
+try:
+    start.main()
+except SystemExit:
+    pass
+threading.Thread(target=wait.wait, daemon=True).start()
+print("kept", *outcomes, keep())
+"""
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of the GNU C library")
 @pytest.mark.parametrize("host", ["cpu", "accelerator"])
 def test_blocks_over_32_mb_are_mapped_once(host):
@@ -37,3 +54,15 @@ def test_blocks_over_32_mb_are_mapped_once(host):
     assert kept == str(host == "cpu")
     if kept == "True":
         assert int(faults) < 16  # of 16,384 pages, or of 32 huge ones
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of the GNU C library")
+def test_the_command_asks_for_it_before_its_first_thread():
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_THREADS, "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "kept True False"
