@@ -51,7 +51,7 @@ def paired_difference(
     The interval is the bias-corrected and accelerated bootstrap of the paired differences (Efron,
     1987); where that is not defined, as for differences that are all the same, the percentile
     bootstrap. Of six seeds it is too narrow, as every bootstrap of so few is; docs/compare.md says
-    by how much.
+    by how much. One pair says nothing: its interval is the whole line and its p 1.
 
     Args:
       values: one for each seed.
@@ -70,6 +70,8 @@ def paired_difference(
             f"expected scores of the same seeds, got {len(values)} and {len(baseline)}"
         )
     differences = np.subtract(values, baseline)
+    if len(differences) == 1:
+        return Difference(float(differences[0]), -np.inf, np.inf, 1.0)
     low, high = _interval(differences)
     tested = stats.permutation_test(
         (differences,),

@@ -29,6 +29,12 @@ def test_six_pairs_can_pass_a_test_at_five_percent_and_five_cannot(pairs, smalle
     assert paired_difference(values, np.zeros(pairs)).p_value == pytest.approx(smallest)
 
 
+def test_one_pair_says_nothing():
+    found = paired_difference([0.9], [0.7])
+    assert found.mean == pytest.approx(0.2)
+    assert (found.low, found.high, found.p_value) == (-np.inf, np.inf, 1)
+
+
 def test_pairing_removes_what_seeds_have_in_common():
     rng = np.random.default_rng(1)
     seeds = rng.normal(size=6)
