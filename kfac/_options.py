@@ -29,6 +29,7 @@ _CHOICES = {
     "solver": SOLVERS,
     "damping_scale": ("relative", "absolute"),
     "step": STEPS,
+    "kl_scope": ("layers", "network"),
 }
 
 # Name → (least value, whether the least itself is allowed, a bound from above that is not
@@ -88,6 +89,12 @@ class Options:
         before the learning rate scales them. None for none, which is for batches much larger than
         the layers: the curvature of a small one leaves directions in which it sees nothing, and the
         quadratic model then asks for steps of any length.
+      kl_scope: which F that is with ``step="fixed"``: ``"layers"``, the sum over the layers of what
+        each does alone by its averaged blocks; ``"network"``, the Fisher matrix of all of them
+        together. What layers and tokens do to the predictions adds up, so the second is larger,
+        the more so the deeper the network is; κ means the same for all of them then. It is measured
+        where curvature is fresh, for half a product of exact blocks, and its ratio to the first
+        averaged.
       reject: refuse a step that raises the loss on its own batch, and raise λ fourfold. Needs
         ``value`` and ``value_fn``, and one evaluation of the loss per step. Steps that are not
         finite are always refused.
@@ -119,6 +126,7 @@ class Options:
     step: str = "quadratic"
     momentum: Scalar = 0.9
     kl_clip: Scalar | None = 0.1
+    kl_scope: str = "layers"
     reject: bool = False
 
     def __post_init__(self):
@@ -160,6 +168,11 @@ class Options:
     def measures_loss(self) -> bool:
         """Whether the loss is evaluated again after a step."""
         return self.reject or self.damping_interval > 0
+
+    @property
+    def measures_coherence(self) -> bool:
+        """Whether what the layers do together is measured beside what each does alone."""
+        return self.step == "fixed" and self.kl_scope == "network" and self.kl_clip is not None
 
     def preconditions(self, block: Block) -> bool:
         """Whether CG on this block is preconditioned."""

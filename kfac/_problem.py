@@ -85,7 +85,7 @@ def pose(
     traces, gamma = _damp(groups, damping, state, options)
     inverses = _refresh_inverses(groups, gamma, state, options)
     groups = [system.preconditioned(inverses) for system in groups]
-    averages = Averages(factors, traces, weight, inverses)
+    averages = Averages(factors, traces, weight, state.averages.coherence, inverses)
     return Problem(owned, to_vectors(owned, grads), groups, damping, gamma, averages)
 
 

@@ -45,6 +45,8 @@ class Averages(NamedTuple):
       factors: block → Kronecker factors.
       traces: block → tr F of each lane, for relative damping.
       weight: sum of the weights, 0 before the first step.
+      coherence: Δᵀ F Δ of the network over its sum over the layers, where ``Options.kl_scope`` asks
+        for it; else 0.
       inverses: block → inverses of the damped factors that precondition CG (no sums), refreshed now
         and then.
     """
@@ -52,6 +54,7 @@ class Averages(NamedTuple):
     factors: dict[str, tuple[Array, ...]]
     traces: dict[str, Array]
     weight: Float[Array, ""]
+    coherence: Float[Array, ""]
     inverses: dict[str, tuple[Array, ...]]
 
 
@@ -82,12 +85,12 @@ def init_state(params: PyTree[Array], owned: dict[str, Block], options: Options)
         n: {"iterations": zero.astype(jnp.int32), "residual": zero} for n, zero in lanes.items()
     }
     summary = dict.fromkeys(
-        ("damping", "step", "momentum", "kl_scale", "model", "rejected"), scalar
+        ("damping", "step", "momentum", "kl_scale", "coherence", "model", "rejected"), scalar
     )
     return CGFacState(
         count=jnp.zeros((), jnp.int32),
         damping_factor=jnp.ones_like(scalar),
-        averages=Averages(factors, traces, scalar, inverses),
+        averages=Averages(factors, traces, scalar, scalar, inverses),
         velocity=velocity,
         solution=jax.tree.map(jnp.zeros_like, params) if options.warm_start else (),
         stats={"blocks": per_block, **summary, "ratio": jnp.ones_like(scalar)},
@@ -144,7 +147,8 @@ def _find_states(opt_state: PyTree[Array]) -> list[CGFacState]:
 def telemetry(opt_state: PyTree[Array]) -> dict[str, Array]:
     """Scalars of the last step of ``cg_fac``, wherever it stands in an optax chain, by name.
 
-    ``cg_fac/damping`` λ, ``step`` and ``momentum`` (α, β), ``kl_scale``, ``model`` (predicted
+    ``cg_fac/damping`` λ, ``step`` and ``momentum`` (α, β), ``kl_scale``, ``coherence``
+    (of the network's Δᵀ F Δ over the layers'; 1 where it is not measured), ``model`` (predicted
     change of the loss), ``ratio`` (actual over predicted, when last measured), ``rejected``; and
     for each block ``iterations/<block>`` and ``residual/<block>`` (mean over its lanes). Empty for
     other optimizers.

@@ -33,12 +33,14 @@ class Proposal(NamedTuple):
       coefficients: (α, β) of the new direction and of the last step in it.
       model: predicted change of the loss.
       kl_scale: factor by which the KL clip shortened it.
+      coherence: of the network's xᵀF x over the sum of the layers', as the clip took it.
     """
 
     delta: Vectors
     coefficients: Float[Array, " 2"]
     model: Float[Array, ""]
     kl_scale: Float[Array, ""]
+    coherence: Float[Array, ""]
 
 
 def dot(u: Vectors, v: Vectors) -> Float[Array, ""]:
@@ -60,25 +62,69 @@ def fixed_step(
     rate: Array,
     momentum: float | Float[Array, ""],
     kl_clip: float | Float[Array, ""] | None,
+    coherence: float | Float[Array, ""] = 1.0,
 ) -> Proposal:
-    """Δ = μ·(last Δ) − η ν x with ν = min(1, √(κ / xᵀF x)).
+    """Δ = μ·(last Δ) − η ν x with ν = min(1, √(κ / c xᵀF x)).
 
-    That is the KL clip of the new part (κ = ``kl_clip``).
+    That is the KL clip of the new part (κ = ``kl_clip``, c = ``coherence``).
 
     The clip comes before the learning rate, else a step that is always clipped would undo every
-    schedule of η. xᵀF x needs no further product: xᵀ(F + γI)x = 2 bᵀx + 2 q(x).
+    schedule of η.
     """
     x = {name: s.x for name, s in solved.items()}
-    # Over all blocks together: κ bounds one step of the network, not a step of each
-    # layer.
-    gradient_part = sum(lane_dot(b[n], x[n]).sum() for n in x)
-    damped = 2 * gradient_part + 2 * sum(s.model.sum() for s in solved.values())
-    kl = damped - sum((gamma[n] * lane_dot(x[n], x[n])).sum() for n in x)
-    scale = _kl_scale(jnp.asarray(kl), kl_clip)
+    forms = quadratic_forms(solved, b, gamma)
+    scale = _kl_scale(coherence * forms.fisher, kl_clip)
     step = rate * scale
-    model = -step * gradient_part + 0.5 * step**2 * damped
+    model = -step * forms.slope + 0.5 * step**2 * forms.damped
     coefficients = jnp.stack([step, jnp.asarray(momentum, step.dtype)])
-    return Proposal(combine(-step, x, coefficients[1], velocity), coefficients, model, scale)
+    delta = combine(-step, x, coefficients[1], velocity)
+    return Proposal(delta, coefficients, model, scale, jnp.asarray(coherence, scale.dtype))
+
+
+class QuadraticForms(NamedTuple):
+    """What solutions x are to the model of the loss, summed over all blocks.
+
+    κ bounds one step of the network, not a step of each layer.
+
+    Attributes:
+      slope: bᵀx.
+      damped: xᵀ(F + Γ)x.
+      fisher: xᵀF x.
+    """
+
+    slope: Float[Array, ""]
+    damped: Float[Array, ""]
+    fisher: Float[Array, ""]
+
+
+def quadratic_forms(
+    solved: dict[str, Solution], b: Vectors, gamma: dict[str, Array]
+) -> QuadraticForms:
+    """They need no further product: xᵀ(F + γI)x = 2 bᵀx + 2 q(x)."""
+    x = {name: s.x for name, s in solved.items()}
+    slope = dot(b, x)
+    damped = 2 * slope + 2 * sum(s.model.sum() for s in solved.values())
+    return QuadraticForms(
+        slope, damped, damped - sum((gamma[n] * lane_dot(x[n], x[n])).sum() for n in x)
+    )
+
+
+def fisher_of(
+    groups: list[System], num_examples: int, *directions: Vectors
+) -> Float[Array, "direction direction"]:
+    """uᵀF v for all pairs of directions, F the Fisher matrix of all blocks together.
+
+    The derivative of example n's loss along u is the sum over layers of θ_n, so uᵀF u =
+    Σ_n (Σ_layers θ_n)² / N costs half a product per layer and no pass through the network.
+    (Martens & Grosse, 2015, section 7.)
+
+    Args:
+      groups: exact systems of all blocks.
+      num_examples: N.
+      *directions: changes of the blocks' parameters.
+    """
+    along = _derivatives(groups, *directions)
+    return jnp.einsum("pcn,qcn->pq", along, along) / num_examples
 
 
 def quadratic_step(
@@ -97,14 +143,11 @@ def quadratic_step(
     (α, β) minimise a quadratic model of the loss.
 
     The model is q(Δ) = ∇L·Δ + ½ Δᵀ(F + Γ)Δ with the Fisher matrix of *all* covered parameters,
-    layers together: the derivative of example n's loss along d is the sum over layers of θ_n, so
-    dᵀF d = Σ_n (Σ_layers θ_n)² / N costs half a product per layer and no pass through the network.
-    Γ holds each block's γ. (Martens & Grosse, 2015, section 7.)
+    layers together, see ``fisher_of``. Γ holds each block's γ. (Martens & Grosse, 2015, section 7.)
     """
     d = {name: jax.tree.map(jnp.negative, s.x) for name, s in solved.items()}
     slope = -jnp.stack([dot(b, d), dot(b, velocity)])
-    along = _derivatives(groups, d, velocity)
-    fisher = jnp.einsum("pcn,qcn->pq", along, along) / num_examples
+    fisher = fisher_of(groups, num_examples, d, velocity)
 
     def damping(u: Vectors, v: Vectors) -> Array:
         return functools.reduce(jnp.add, ((gamma[n] * lane_dot(u[n], v[n])).sum() for n in u))
@@ -116,7 +159,9 @@ def quadratic_step(
     scale = _kl_scale(coefficients @ fisher @ coefficients, kl_clip)
     taken = rate * scale * coefficients
     model = 0.5 * taken @ matrix @ taken - slope @ taken
-    return Proposal(combine(taken[0], d, taken[1], velocity), coefficients, model, scale)
+    delta = combine(taken[0], d, taken[1], velocity)
+    # F is the network's own here.
+    return Proposal(delta, coefficients, model, scale, jnp.ones_like(scale))
 
 
 def minimise_2x2(matrix: Float[Array, "2 2"], slope: Float[Array, " 2"]) -> Float[Array, " 2"]:

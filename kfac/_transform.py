@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -14,8 +15,16 @@ from kfac._curvature import Curvature, Layers
 from kfac._options import Options
 from kfac._problem import Problem, from_vectors, pose, solve, to_vectors
 from kfac._solver import Solution
-from kfac._state import CGFacState, init_state
-from kfac._step import Proposal, Verdict, fixed_step, judge, quadratic_step
+from kfac._state import Averages, CGFacState, init_state
+from kfac._step import (
+    Proposal,
+    Verdict,
+    fisher_of,
+    fixed_step,
+    judge,
+    quadratic_forms,
+    quadratic_step,
+)
 from kfac._systems import Form
 from kfac._trees import add, chosen, flatten, unflatten
 
@@ -90,6 +99,7 @@ def scale_by_cg_fac(
         problem = pose(owned, grads, state, params, curvature, options)
         warm = to_vectors(owned, state.solution) if options.warm_start else None
         solved = solve(problem, warm, options)
+        problem = _with_coherence(problem, solved, params, curvature, options)
         proposal = _propose(problem, solved, state, params, curvature, options)
         delta = from_vectors(owned, proposal.delta, flatten(grads))
         finite = jnp.all(jnp.stack([jnp.isfinite(d).all() for d in delta.values()]))
@@ -188,18 +198,66 @@ def _propose(
     rate = jnp.asarray(rate(state.count) if callable(rate) else rate, problem.damping.dtype)
     shared = (solved, problem.b, problem.gamma, to_vectors(problem.owned, state.velocity))
     if options.step == "fixed":
-        return fixed_step(*shared, rate=rate, momentum=options.momentum, kl_clip=options.kl_clip)
+        return fixed_step(
+            *shared,
+            rate=rate,
+            momentum=options.momentum,
+            kl_clip=options.kl_clip,
+            coherence=_coherence(problem.averages, options),
+        )
     return quadratic_step(
         *shared,
-        # Exact whatever the solve took: the model's matrix is that of all layers
-        # together, which no factors give.
-        groups=systems.build(
-            curvature, flatten(params), {name: Form("exact") for name in problem.owned}
-        ),
+        groups=_exact_systems(problem, params, curvature),
         num_examples=curvature.num_examples,
         rate=rate,
         kl_clip=options.kl_clip,
     )
+
+
+def _exact_systems(
+    problem: Problem, params: PyTree[Array], curvature: Curvature
+) -> list[systems.System]:
+    """Exact whatever the solve took: F of all layers together is what no factors give."""
+    return systems.build(
+        curvature, flatten(params), {name: Form("exact") for name in problem.owned}
+    )
+
+
+def _with_coherence(
+    problem: Problem,
+    solved: dict[str, Solution],
+    params: PyTree[Array],
+    curvature: Curvature,
+    options: Options,
+) -> Problem:
+    """The problem with the average that ``kl_scope="network"`` takes, today's included."""
+    if not options.measures_coherence:
+        return problem
+    averages = problem.averages
+    decay = jnp.asarray(options.factor_decay, averages.coherence.dtype)
+
+    def measure() -> Array:
+        x = {name: solution.x for name, solution in solved.items()}
+        groups = _exact_systems(problem, params, curvature)
+        network = fisher_of(groups, curvature.num_examples, x)[0, 0]
+        layers = quadratic_forms(solved, problem.b, problem.gamma).fisher
+        ratio = network / jnp.maximum(layers, jnp.finfo(layers.dtype).tiny)
+        return decay * averages.coherence + (1 - decay) * ratio.astype(decay.dtype)
+
+    # Not jnp.where: between two curvature batches the cotangents are zeros.
+    coherence = (
+        measure()
+        if curvature.fresh is None
+        else jax.lax.cond(curvature.fresh, measure, lambda: averages.coherence)
+    )
+    return problem._replace(averages=averages._replace(coherence=coherence))
+
+
+def _coherence(averages: Averages, options: Options) -> float | Array:
+    """What the sum of xᵀF x over the layers is to be multiplied by for that of the network."""
+    if not options.measures_coherence:
+        return 1.0
+    return averages.coherence / jnp.maximum(averages.weight, jnp.finfo(averages.weight.dtype).tiny)
 
 
 def _judge(
@@ -258,6 +316,7 @@ def _stats(
         "step": scalar(proposal.coefficients[0]),
         "momentum": scalar(proposal.coefficients[1]),
         "kl_scale": scalar(proposal.kl_scale),
+        "coherence": scalar(proposal.coherence),
         "model": scalar(proposal.model),
         "ratio": jnp.where(jnp.isnan(verdict.ratio), state.stats["ratio"], scalar(verdict.ratio)),
         "rejected": scalar(~verdict.accept),

@@ -77,6 +77,11 @@ class CgFacSettings:
         "bound on the change of the output; docs/cg_fac.md has what others gave; 0 is off",
         data=True,
     )
+    kl_scope: str = setting(
+        "layers",
+        Choice("layers", "network"),
+        "whether kl_clip bounds what layers change each by itself, or all together",
+    )
     reject: bool = setting(False, Flag(), "refuse a step that raises the loss of its own batch")
 
     def faults(self, where: str) -> Iterator[str]:

@@ -330,9 +330,9 @@ def test_damping_follows_the_quality_of_the_model(change, expected):
 def test_kl_clip_bounds_the_step_in_the_metric():
     layers = kfac.find_layers(network, PARAMS, X, LABELS)
 
-    def kl(**options):
+    def kl(curvature="exact", **options):
         optimizer = kfac.cg_fac(
-            1.0, layers, curvature="exact", damping=0.1, max_iterations=60, **options
+            1.0, layers, curvature=curvature, damping=0.1, max_iterations=60, **options
         )
         updates, state, _ = make_step(optimizer)(PARAMS, optimizer.init(PARAMS), X, LABELS)
         derivative = lambda x, y: jax.jvp(
@@ -346,8 +346,47 @@ def test_kl_clip_bounds_the_step_in_the_metric():
     assert scale == 1.0
     clipped, scale = kl(kl_clip=free / 9)
     np.testing.assert_allclose([clipped, scale], [free / 9, 1 / 3], rtol=1e-6)
-    # With a fixed step the metric is that of each layer by itself.
-    assert kl(kl_clip=1e-4, step="fixed", momentum=0.0)[1] < 1
+    # With a fixed step the metric is that of each layer by itself, unless the network's is asked
+    # for; whatever the solve took for F.
+    fixed = dict(step="fixed", momentum=0.0)
+    assert kl(kl_clip=1e-4, **fixed)[1] < 1
+    for curvature in ("exact", "kron"):
+        clipped, scale = kl(curvature, kl_clip=1e-4, kl_scope="network", **fixed)
+        np.testing.assert_allclose(clipped, 1e-4, rtol=1e-6)
+        assert scale < 1
+
+
+def test_how_layers_add_up_is_averaged_and_kept_between_curvature_batches():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    function = kfac.value_grad_and_curvature(network, has_aux=True, fisher="empirical")
+
+    def stepper(**options):
+        optimizer = kfac.cg_fac(
+            1.0, layers, step="fixed", kl_scope="network", factor_decay=0.75, **options
+        )
+
+        @functools.partial(jax.jit, static_argnames="refresh")
+        @jax.jit
+        def step(state, x, **refresh):
+            _, grads, curvature = function(PARAMS, x, LABELS, **refresh)
+            return optimizer.update(grads, state, PARAMS, curvature=curvature)[1]
+
+        return step, optimizer.init(PARAMS)
+
+    def coherence(state):
+        return float(kfac.find_state(state).stats["coherence"])
+
+    other = normal(4, 8, 3)
+    step, empty = stepper()
+    first = step(empty, X, refresh=True)
+    assert coherence(first) > 1  # two layers of one network pull together
+    assert coherence(step(first, other, refresh=False)) == coherence(first)
+
+    # What a batch gives does not depend on the ones before it here.
+    step, empty = stepper(curvature="exact", damping_scale="absolute")
+    first, second = coherence(step(empty, X)), coherence(step(empty, other))
+    both = coherence(step(step(empty, X), other))
+    np.testing.assert_allclose(both, (0.75 * first + second) / 1.75, rtol=1e-6)
 
 
 @pytest.mark.parametrize("step", [pytest.param("quadratic", marks=pytest.mark.slow), "fixed"])
