@@ -2,8 +2,8 @@
 
 A step of CG-FAC is cheaper where one of so many examples gives curvature, where that is renewed
 more rarely, and where a system takes one iteration (docs/cg_fac.md has the seconds). Every arm
-takes the same steps from the same weights with the default settings, nothing is tuned, over six
-paired seeds.
+takes the same steps from the same weights, with AdamW's default settings or CG-FAC's with a clip of
+each layer by itself; nothing is tuned. Six paired seeds.
 
 The argument after the colon is a mechanism and a data set, as in experiments/compare_optimizers.py:
 ``multiplicative,digits`` where nothing is given.
@@ -15,8 +15,12 @@ import ml_collections
 from adder_flax.experiments import compare_optimizers
 
 
+# The clip that these runs were made with.
+_CLIP = {"kl_scope": "layers", "kl_clip": 5e-4}
+
+
 def _arm(**fields: int) -> dict:
-    return {"optimizer": {"name": "cg_fac", "cg_fac": fields}}
+    return {"optimizer": {"name": "cg_fac", "cg_fac": _CLIP | fields}}
 
 
 _ARMS = {

@@ -34,7 +34,13 @@ _OPTIMIZERS = {
     "soap": _ADAM_LIKE,
     "kl_shampoo": _ADAM_LIKE,
     "sgd": {"learning_rate": ("log", 1e-2, 1.0), "weight_decay": ("log", 1e-5, 1e-2)},
-    "cg_fac": {"cg_fac": {"damping": ("log", 0.3, 30.0), "kl_clip": ("log", 3e-5, 3e-3)}},
+    "cg_fac": {
+        "cg_fac": {
+            "damping": ("log", 0.3, 30.0),
+            "kl_clip": ("log", 3e-5, 3e-3),
+            "kl_scope": "layers",
+        }
+    },
 }
 # Points of the curves in which the target is looked for.
 _EVALUATIONS = 12

@@ -9,7 +9,7 @@ from typing import Any
 from adder_flax.compare.plan import Cell, Phase, own_fields
 from adder_flax.errors import RunError, writing
 from adder_flax.files import write_whole
-from adder_flax.training.identity import flatten_config
+from adder_flax.training.identity import computing, flatten_config
 
 _FORMAT = 1
 
@@ -86,8 +86,12 @@ class Records:
         record = self._read_file(self.path(cell))
         if record is not None and cell.id not in self._checked:
             stored, fields = flatten_config(record.config), flatten_config(cell.config)
+            # A name says nothing of fields at their defaults, which a later version may change.
+            known = computing(fields).keys() & stored.keys()
             if other := [
-                path for path in own_fields(cell.config) if stored.get(path) != fields[path]
+                path
+                for path in {*known, *own_fields(cell.config)}
+                if stored.get(path) != fields[path]
             ]:
                 raise _damaged(self.path(cell), f"one with another {', '.join(sorted(other)[:5])}")
             self._checked.add(cell.id)

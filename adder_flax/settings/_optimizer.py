@@ -72,13 +72,13 @@ class CgFacSettings:
     )
     momentum: float = setting(0.9, _DECAY, "of the steps", data=True)
     kl_clip: float | None = setting(
-        5e-4,
+        3e-3,
         _RATE_OR_OFF,
         "bound on the change of the output; docs/cg_fac.md has what others gave; 0 is off",
         data=True,
     )
     kl_scope: str = setting(
-        "layers",
+        "network",
         Choice("layers", "network"),
         "whether kl_clip bounds what layers change each by itself, or all together",
     )

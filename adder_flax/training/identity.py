@@ -20,6 +20,9 @@ OPERATIONAL_FIELDS = (
     "data.num_threads",
 )
 
+# Sections that one optimizer alone reads, by its name.
+_READ_BY = {"optimizer.cg_fac.": "cg_fac"}
+
 
 def flatten_config(config: Any, prefix: str = "") -> dict[str, Any]:
     """Returns ``{"model.width": 192, …}``.
@@ -70,10 +73,29 @@ def identity(config: Any) -> dict[str, Any]:
     return {name: flat[name] for name in sorted(flat) if not name.startswith(OPERATIONAL_FIELDS)}
 
 
+def computing(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those flattened fields that say what is computed.
+
+    Not how it is, nor what the run's optimizer does not read.
+
+    Example:
+      >>> computing({"optimizer.name": "sgd", "optimizer.cg_fac.damping": 3.0, "mesh.data": 2})
+      {'optimizer.name': 'sgd'}
+    """
+    unread = tuple(
+        section for section, name in _READ_BY.items() if flat.get("optimizer.name", name) != name
+    )
+    return {
+        path: value
+        for path, value in flat.items()
+        if not path.startswith((*OPERATIONAL_FIELDS, *unread))
+    }
+
+
 def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns in words which fields of two runs differ.
 
-    One that is absent is at its declared default.
+    One that is absent is at its declared default; what neither reads does not count.
 
     Example:
       >>> differences(
@@ -81,7 +103,7 @@ def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
       ... )
       ['ema_decay: 0.0 there, 0.9 now', 'seed: 0 there, 1 now']
     """
-    there, now = with_defaults(there), with_defaults(now)
+    there, now = computing(with_defaults(there)), computing(with_defaults(now))
 
     def shown(fields: Mapping[str, Any], name: str) -> str:
         return printable(repr(fields[name]), 60) if name in fields else "absent"
@@ -89,5 +111,5 @@ def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [
         f"{printable(name, 60)}: {shown(there, name)} there, {shown(now, name)} now"
         for name in sorted(there.keys() | now.keys())
-        if there.get(name) != now.get(name) and not name.startswith(OPERATIONAL_FIELDS)
+        if there.get(name) != now.get(name)
     ]

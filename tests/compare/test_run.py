@@ -195,6 +195,23 @@ def test_a_damaged_record_is_one_message(finished, tmp_path):
     assert "accuracy" in describe(record, "accuracy")
 
 
+def test_a_record_made_with_another_default_is_not_taken_for_todays(finished, tmp_path):
+    old, records = finished
+    shutil.copytree(old.results, tmp_path / "results")
+    comparison = Comparison(make_config(**FIELDS), tmp_path)
+    cell = comparison.final_cells(comparison.plan.arms["dot"])[0]
+    path = comparison.records.path(cell)
+    stored = json.loads(path.read_text())
+    # What AdamW does not read is nobody's setting.
+    stored["config"]["optimizer"]["cg_fac"]["damping"] = 3.0
+    path.write_text(json.dumps(stored))
+    assert comparison.records.get(cell) is not None
+    stored["config"]["optimizer"]["eps"] = 1e-6
+    path.write_text(json.dumps(stored))
+    with pytest.raises(RunError, match=r"one with another optimizer.eps; put it back"):
+        Comparison(make_config(**FIELDS), tmp_path).records.get(cell)
+
+
 @pytest.mark.slow
 def test_cells_of_one_mechanism_share_a_compiled_program(tmp_path):
     rates = {"optimizer": {"learning_rate": ("log", 1e-4, 1e-2)}}
