@@ -14,7 +14,6 @@ import ml_collections
 
 from adder_flax.experiments import compare_optimizers
 
-
 # The clip that these runs were made with.
 _CLIP = {"kl_scope": "layers", "kl_clip": 5e-4}
 
