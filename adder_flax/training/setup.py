@@ -21,7 +21,7 @@ from jaxtyping import Array
 from adder_flax import data, interop
 from adder_flax.errors import RunError, first_line, user_errors
 from adder_flax.experiment import as_config
-from adder_flax.settings import ClassificationSettings, RunSettings, completed, defaults, read
+from adder_flax.settings import ClassificationSettings, RunSettings, defaults, read
 from adder_flax.tasks import TASKS, Outcome, Task
 from adder_flax.training import sharding
 from adder_flax.training.checkpoints import SavedCheckpoints
@@ -218,7 +218,7 @@ def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) ->
     It has seen images of the same size and classes.
     """
     trained = read_config(workdir)
-    fields = completed(RunSettings, trained.to_dict())
+    fields = trained.to_dict()
     if fields["data"]["image_size"] != settings.data.image_size:
         raise RunError(
             f"expected a teacher for images of {settings.data.image_size} pixels, got the run in "

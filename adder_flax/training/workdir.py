@@ -15,6 +15,7 @@ from adder_flax.errors import RunError, writing
 from adder_flax.experiment import as_config
 from adder_flax.extras import needs
 from adder_flax.files import open_regular, write_whole
+from adder_flax.settings import RunSettings, completed
 from adder_flax.text import printable
 from adder_flax.training.checkpoints import SavedCheckpoints
 from adder_flax.training.identity import differences, identity
@@ -107,6 +108,8 @@ def changed_data(workdir: str | Path, records: Mapping[str, int]) -> str | None:
 def read_config(workdir: str | Path) -> ConfigDict:
     """Returns the configuration of the run in a directory.
 
+    A setting that was added since is at its default.
+
     Raises:
       RunError: there is no run, or its config.json cannot be understood.
     """
@@ -116,7 +119,7 @@ def read_config(workdir: str | Path) -> ConfigDict:
             f"expected the directory of a run, with its config.json, got {workdir}; train there "
             "first"
         )
-    return as_config(stored)
+    return as_config(completed(RunSettings, stored))
 
 
 def read_regular(path: Path) -> bytes | None:

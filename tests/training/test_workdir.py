@@ -52,6 +52,7 @@ def test_a_run_begun_before_a_setting_was_added_goes_on_with_its_default(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(fields))
     checkpoint(tmp_path)
     assert open_workdir(tmp_path, config) == tmp_path
+    assert read_config(tmp_path) == config
     config.data.repeats = 3
     with pytest.raises(RunError, match=r"\n  data.repeats: 1 there, 3 now\n"):
         open_workdir(tmp_path, config)
