@@ -28,7 +28,9 @@ class Without(NamedTuple):
     score: float
 
 
-def bypass(params: Mapping[Any, Any], score: Callable[[Any], float]) -> list[Without]:
+def bypass(
+    params: Mapping[Any, Any], score: Callable[[Any], float], *, each_block: bool = True
+) -> list[Without]:
     """Scores a transformer without each of its parts.
 
     These are all maps, all attention, and each branch of each block.
@@ -40,6 +42,7 @@ def bypass(params: Mapping[Any, Any], score: Callable[[Any], float]) -> list[Wit
     Args:
       params: of a `VisionTransformer`, a nested dict.
       score: of parameters, such as the accuracy on a split.
+      each_block: whether to turn off the parts of each block by itself too, three scores a block.
 
     Example:
       >>> layer = lambda: {"kernel": np.ones((1, 1)), "bias": np.ones(1)}
@@ -50,8 +53,7 @@ def bypass(params: Mapping[Any, Any], score: Callable[[Any], float]) -> list[Wit
       >>> ones = lambda params: float(params["blocks"][0]["attention"]["out"]["kernel"].sum())
       >>> [
       ...     (without.part, without.score)
-      ...     for without in bypass(params, ones)
-      ...     if without.block is None
+      ...     for without in bypass(params, ones, each_block=False)
       ... ]
       [('maps', 1.0), ('attention', 0.0)]
     """
@@ -60,7 +62,7 @@ def bypass(params: Mapping[Any, Any], score: Callable[[Any], float]) -> list[Wit
     for part, block in [
         ("maps", None),
         ("attention", None),
-        *((p, b) for b in blocks for p in _PARTS),
+        *((p, b) for b in blocks for p in _PARTS if each_block),
     ]:
         changed = params
         for index in blocks if block is None else [block]:
