@@ -51,10 +51,7 @@ def bypass(
       ...     "blocks": {0: {"attention": attention, "mlp": {"fc1": layer(), "fc2": layer()}}}
       ... }
       >>> ones = lambda params: float(params["blocks"][0]["attention"]["out"]["kernel"].sum())
-      >>> [
-      ...     (without.part, without.score)
-      ...     for without in bypass(params, ones, each_block=False)
-      ... ]
+      >>> [(without.part, without.score) for without in bypass(params, ones, each_block=False)]
       [('maps', 1.0), ('attention', 0.0)]
     """
     blocks = list(params["blocks"])
