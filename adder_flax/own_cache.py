@@ -7,13 +7,18 @@ written.
 
 import contextlib
 import hashlib
+import logging
 import os
 import platform
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
+logger = logging.getLogger(__name__)
+
+_Used = TypeVar("_Used")
 _MAX_BYTES = 2**28
 _DIGEST_BYTES = 32
 
@@ -170,6 +175,67 @@ def write(folder: Path, name: str, content: bytes, *, key: str) -> str | None:
     except OSError as error:
         return _words(error)
     return None
+
+
+def kept(
+    name: str, make: Callable[[], bytes], use: Callable[[bytes], _Used], *, key: str, owner: str
+) -> _Used:
+    """Returns what is made of a file of the first cache that has it whole, or of a new one.
+
+    A new one is kept. What a cache has and cannot be used is logged in one line.
+
+    Args:
+      name: of the file.
+      make: gives its content, where no cache has it.
+      use: makes of the content what is returned; raises OSError at one that it cannot use.
+      key: what the content depends on.
+      owner: who wants it, in the words of a message.
+
+    Raises:
+      OSError: `use` cannot use what `make` gives; beside that, what `make` raises.
+
+    Example:
+      >>> from unittest import mock
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     with mock.patch.dict(os.environ, XDG_CACHE_HOME=folder):
+      ...         for _ in range(2):
+      ...             kept("k", lambda: print("made") or b"code", len, key="1", owner="example")
+      made
+      4
+      4
+    """
+    complaints: dict[Path, str] = {}
+    for folder in folders():
+        content, complaint = read(folder, name, key=key)
+        if content is not None:
+            try:
+                used = use(content)
+            except OSError as error:
+                complaint = str(error)
+            else:
+                _warn(complaints, name, owner)
+                return used
+        if complaint:
+            complaints[folder] = complaint
+    content = make()
+    for folder in folders():
+        complaint = write(folder, name, content, key=key)
+        if complaint is None:
+            break
+        complaints.setdefault(folder, complaint)
+    _warn(complaints, name, owner)
+    return use(content)
+
+
+def _warn(complaints: Mapping[Path, str], name: str, owner: str) -> None:
+    if complaints:
+        logger.warning(
+            "%s: expected kernels in a cache that no other user can write to, got %s; compiled "
+            "ones are used from elsewhere or built anew; mend or remove what is there, or set "
+            "XDG_CACHE_HOME",
+            owner,
+            ", ".join(f"{folder / name}: {complaint}" for folder, complaint in complaints.items()),
+        )
 
 
 def _digest(content: bytes, key: str) -> bytes:

@@ -15,7 +15,6 @@ import ctypes
 import functools
 import hashlib
 import io
-import logging
 import os
 import shutil
 import signal
@@ -23,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -50,8 +49,6 @@ except (OSError, AttributeError) as error:
     sys.exit(f"expected a library with the kernels from the compiler, got: {error}")
 """
 _PRINTED_BYTES = 2**16
-
-logger = logging.getLogger(__name__)
 
 
 class CpuBackend(Backend):
@@ -208,37 +205,13 @@ def load_library() -> ctypes.CDLL:
 def _cached_or_compiled(compiler: str) -> ctypes.CDLL:
     """Returns the kernels from the first cache that has them whole, or compiles and keeps them."""
     fingerprint = _fingerprint(compiler)
-    name, complaints = f"cpu_kernels-{fingerprint}.so", {}
-    for folder in own_cache.folders():
-        content, complaint = own_cache.read(folder, name, key=fingerprint)
-        if content is not None:
-            try:
-                library = _load(content)
-            except OSError as error:
-                complaint = str(error)
-            else:
-                _warn(complaints, name)
-                return library
-        if complaint:
-            complaints[folder] = complaint
-    content = _compile(compiler)
-    for folder in own_cache.folders():
-        complaint = own_cache.write(folder, name, content, key=fingerprint)
-        if complaint is None:
-            break
-        complaints.setdefault(folder, complaint)
-    _warn(complaints, name)
-    return _load(content)
-
-
-def _warn(complaints: Mapping[Path, str], name: str) -> None:
-    if complaints:
-        logger.warning(
-            "ops backend 'cpu_native': expected kernels in a cache that no other user can write "
-            "to, got %s; compiled ones are used from elsewhere or built anew; mend or remove what "
-            "is there, or set XDG_CACHE_HOME",
-            ", ".join(f"{folder / name}: {complaint}" for folder, complaint in complaints.items()),
-        )
+    return own_cache.kept(
+        f"cpu_kernels-{fingerprint}.so",
+        lambda: _compile(compiler),
+        _load,
+        key=fingerprint,
+        owner="ops backend 'cpu_native'",
+    )
 
 
 def _load(content: bytes) -> ctypes.CDLL:
