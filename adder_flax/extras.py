@@ -4,7 +4,9 @@ Each optional library is imported where its extra is named.
 """
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 
 class MissingExtraError(ModuleNotFoundError):
@@ -50,3 +52,19 @@ def missing(library: str, extra: str) -> MissingExtraError:
     return MissingExtraError(
         f'expected {library}, got none; pip install "adder-flax[{extra}]"', name=library
     )
+
+
+def wheel_folders(*packages: str) -> Iterator[Path]:
+    """Yields where packages are installed, of those that are; they are not imported.
+
+    Args:
+      packages: with dots, such as those in which NVIDIA's wheels bring its tools.
+
+    Example:
+      >>> [folder.name for folder in wheel_folders("no.such", "jax.numpy")]
+      ['numpy']
+    """
+    for package in packages:
+        with contextlib.suppress(ModuleNotFoundError):
+            spec = importlib.util.find_spec(package)
+            yield from map(Path, (spec and spec.submodule_search_locations) or ())

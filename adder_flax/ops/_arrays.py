@@ -1,6 +1,32 @@
-"""Dtypes of sums, and the two orders of the axes of weights."""
+"""Dtypes of sums, the two orders of the axes of weights, and arrays with names for their axes."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
+
+
+class Operand(NamedTuple):
+    """An array (B, ...) and the names of its axes after the batch.
+
+    These are `i`, `j`, or `c`, the axis summed over.
+
+    Operands with a `c` are read for each term of the sum, the others once before it; one number for
+    all has no axes.
+    """
+
+    array: jax.Array
+    axes: str
+
+
+def axis_lengths(operands: Sequence[Operand]) -> dict[str, int]:
+    """Returns the length of each axis: `b`, `i`, `j` and `c`."""
+    return {
+        name: length
+        for array, axes in operands
+        for name, length in zip("b" + axes, array.shape, strict=True)
+    }
 
 
 def accumulation_dtype(dtype):

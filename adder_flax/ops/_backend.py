@@ -292,7 +292,7 @@ _BACKENDS: Registry[type[Backend]] = Registry(
     "kernel backend", f"adder_flax.ops.register_backend, or choose {AUTO!r}, the best one that runs"
 )
 _BACKENDS.register_lazily("cpu_native", "adder_flax.ops._cpu:CpuBackend")
-_BACKENDS.register_lazily("pallas_gpu", "adder_flax.ops._pallas_gpu:PallasGpuBackend")
+_BACKENDS.register_lazily("cuda", "adder_flax.ops._cuda:CudaBackend")
 _BACKENDS.register_lazily("pallas_tpu", "adder_flax.ops._pallas_tpu:PallasTpuBackend")
 _BACKENDS.register_lazily("xla", "adder_flax.ops._xla:XlaBackend")
 _BACKENDS.register_lazily("reference", "adder_flax.ops._reference:ReferenceBackend")

@@ -10,35 +10,21 @@ terms; a subclass for one kind of hardware says how to walk over the pairs, in `
 put a term in a form that suits its instructions.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from adder_flax.ops._arrays import to_nk, upcast
+from adder_flax.ops._arrays import Operand, axis_lengths, to_nk, upcast
 from adder_flax.ops._backend import Backend
 from adder_flax.ops._rules import GradientRule
-from adder_flax.ops._xla import XlaBackend
+from adder_flax.ops._xla import unless_empty
 
 # Makes +-1 of any difference of two unequal floats when the product is clipped to [-1,
 # 1]. Subnormal differences, below the reciprocal, are the exception: they count as almost
 # equal.
 SIGN_SLOPE = 2.0**126
-
-
-class Operand(NamedTuple):
-    """An array (B, ...) and the names of its axes after the batch.
-
-    These are `i`, `j`, or `c`, the axis summed over.
-
-    Operands with a `c` are read for each term of the sum, the others once before it; one number for
-    all has no axes.
-    """
-
-    array: jax.Array
-    axes: str
 
 
 def _one_total(zero, *fixed):
@@ -65,27 +51,16 @@ class Reduction(NamedTuple):
       begin: `begin(zero, *fixed)` returns the first totals and what the steps hold; `fixed` are the
         operands without a `c`, and `zero` is a block of zeros of the shape of the output.
       finish: applied to each total after the last term.
-      careful: a condition, `careful[0](*held)`, one truth value, and a step that takes the place of
-        `step` where it holds; None if `step` always serves. A backend without use for it may ignore
-        it, if its `step` always serves.
-      at_once: how many neighbouring terms a step adds: each of `values` is then a list of so many,
-        1 is one by itself.
     """
 
     operands: Sequence[Operand]
-    step: Callable | None
+    step: Callable
     begin: Callable = _one_total
     finish: Callable = _unchanged
-    careful: tuple[Callable, Callable] | None = None
-    at_once: int = 1
 
     def sizes(self) -> dict[str, int]:
         """Returns the length of each axis: `b`, `i`, `j` and `c`."""
-        return {
-            name: length
-            for array, axes in self.operands
-            for name, length in zip("b" + axes, array.shape, strict=True)
-        }
+        return axis_lengths(self.operands)
 
     def out_types(self) -> list[jax.ShapeDtypeStruct]:
         """Returns the type of each output.
@@ -100,18 +75,6 @@ class Reduction(NamedTuple):
         totals, _ = jax.eval_shape(lambda *fixed: self.begin(jnp.zeros(()), *fixed), *fixed)
         size = self.sizes()
         return [total.update(shape=(size["b"], size["i"], size["j"]))] * len(totals)
-
-
-def unless_empty(method):
-    """Leaves calls where an axis has no elements, so a kernel no work, to the XLA backend."""
-
-    @functools.wraps(method)
-    def checked(self, *args, **options):
-        if any(a.size == 0 for a in args if hasattr(a, "size")):
-            return getattr(XlaBackend(), method.__name__)(*args, **options)
-        return method(self, *args, **options)
-
-    return checked
 
 
 class PallasBackend(Backend):

@@ -22,10 +22,13 @@
 // what one 16-byte load brings.
 constexpr int kRun = 4;
 
+// Of elements of an array, which may have more than 2^31.
+using Index = long long;
+
 // The axes of an operand after the batch. Those with a c are read for each term, the others once, before the first.
 enum Axes { kIC, kCI, kCJ, kC, kIJ, kI, kJ, kOne };
 
-constexpr bool IsSummed(Axes axes) { return axes <= kC; }
+__device__ constexpr bool IsSummed(Axes axes) { return axes <= kC; }
 
 // An operand: its axes, and how many nexts of the batch it has; they serve all, over and over.
 template <Axes axes, int batch>
@@ -188,13 +191,13 @@ __device__ inline void LoadRun(const float* from, float* to, int stride = 1) {
   }
 }
 
-// An axis of the output, of which a thread owns runs that lie a run of all `threads` apart. Runs that would reach beyond
-// its end are moved back to end with it: neighbours then compute, and store, the same numbers. An axis shorter than a
-// run is taken for one whose last element repeats.
-template <int length, int owned, int threads>
+// An axis of the output, of which a thread owns runs that lie a run of all `threads` apart. Runs beyond its end are moved
+// back: those of columns to the last whole run, since columns are filled up to whole ones in operands; those of rows so
+// that they end with the axis, where neighbours compute, and store, the same numbers.
+template <int length, int owned, int threads, bool filled_up>
 struct Axis {
-  static constexpr int kLength = length, kRuns = owned / kRun, kBlock = owned * threads;
-  static constexpr int kBlocks = (length + kBlock - 1) / kBlock;
+  static constexpr int kRuns = owned / kRun, kBlock = owned * threads, kBlocks = (length + kBlock - 1) / kBlock;
+  static constexpr int kPitch = filled_up ? (length + kRun - 1) / kRun * kRun : length;
   static constexpr bool kWholeRuns = length % kRun == 0, kWholeBlocks = length % kBlock == 0;
   static constexpr int kBetween = threads * kRun;  // the first elements of two runs
 
@@ -205,22 +208,22 @@ struct Axis {
   // The first position of a run.
   __device__ int Run(int run) const {
     const int position = first + run * kBetween;
-    return kWholeBlocks ? position : min(position, length < kRun ? 0 : length - kRun);
+    return kWholeBlocks ? position : min(position, kPitch < kRun ? 0 : kPitch - kRun);
   }
-  // The place of an element of a run beside the first.
-  __device__ static constexpr int Beside(int n) { return n < length ? n : length - 1; }
+  // The place of an element of a run beside the first; an axis shorter than a run repeats its last one.
+  __device__ static constexpr int Beside(int n) { return n < kPitch ? n : kPitch - 1; }
 };
 
 // Where a thread is.
 template <class Tile, class Size>
 struct Place {
-  using Rows = Axis<Size::kI, Tile::kRows, Tile::kRowThreads>;
-  using Columns = Axis<Size::kJ, Tile::kColumns, Tile::kColumnThreads>;
+  using Rows = Axis<Size::kI, Tile::kRows, Tile::kRowThreads, false>;
+  using Columns = Axis<Size::kJ, Tile::kColumns, Tile::kColumnThreads, true>;
   static constexpr int kBlocks = Rows::kBlocks * Columns::kBlocks;
 
-  int batch = blockIdx.x / kBlocks;
-  Rows rows{static_cast<int>(blockIdx.x % kBlocks) / Columns::kBlocks, static_cast<int>(threadIdx.x) / Tile::kColumnThreads};
-  Columns columns{static_cast<int>(blockIdx.x % kBlocks) % Columns::kBlocks, static_cast<int>(threadIdx.x) % Tile::kColumnThreads};
+  int block = blockIdx.x % kBlocks, thread = threadIdx.x, batch = blockIdx.x / kBlocks;
+  Rows rows{block / Columns::kBlocks, thread / Tile::kColumnThreads};
+  Columns columns{block % Columns::kBlocks, thread % Tile::kColumnThreads};
 };
 
 // What a thread has of one operand: of a summed one for a run of terms, of another one for all of its outputs.
@@ -233,10 +236,11 @@ struct Values {
   static constexpr bool kByRow = kAxes == kIC || kAxes == kCI || kAxes == kIJ || kAxes == kI;
   static constexpr bool kByColumn = kAxes == kCJ || kAxes == kIJ || kAxes == kJ;
   static constexpr bool kWholeTerms = Size::kC % kRun == 0;
-  static constexpr long kMember = (kByRow ? Size::kI : 1L) * (kByColumn ? Size::kJ : 1L) * (IsSummed(kAxes) ? Size::kC : 1L);
+  static constexpr Index kMember = Index(kByRow ? Size::kI : 1) * (IsSummed(kAxes) ? Size::kC : 1) *
+                                   (kAxes == kCJ ? Columns::kPitch : kByColumn ? Size::kJ : 1);
   using Own = Pick<kAxes == kIC || kAxes == kCI, Rows, Columns>;
   static constexpr int kRuns = kAxes == kC ? 1 : Own::kRuns;
-  static constexpr long kStride = kAxes == kIC ? Size::kC : 1;  // of neighbours in a run
+  static constexpr Index kStride = kAxes == kIC ? Size::kC : 1;  // of neighbours in a run
   // One address serves all runs if they lie where they should.
   static constexpr int kAddresses = Own::kWholeBlocks ? 1 : kRuns;
   static constexpr int kSize = (kByRow ? Tile::kRows : 1) * (kByColumn ? Tile::kColumns : 1);
@@ -245,10 +249,10 @@ struct Values {
   float values[IsSummed(kAxes) ? kRun : 1][kSize];
 
   __device__ Values(Op operand, const Where& place) {
-    const float* const member = operand.array + place.batch % Op::kBatch * kMember;
+    const float* const member = operand.array + Index(place.batch % Op::kBatch) * kMember;
 #pragma unroll
     for (int run = 0; run < kAddresses; ++run) {
-      const long first = kAxes == kC ? 0 : kByRow ? place.rows.Run(run) : place.columns.Run(run);
+      const Index first = kAxes == kC ? 0 : kByRow ? place.rows.Run(run) : place.columns.Run(run);
       next[run] = member + first * kStride;
     }
     if constexpr (!IsSummed(kAxes)) LoadFixed(member, place);
@@ -263,8 +267,8 @@ struct Values {
       if constexpr (!kByColumn) values[0][r] = __ldg(member + row);
 #pragma unroll
       for (int q = 0; q < (kByColumn ? Tile::kColumns : 0); ++q) {
-        const int column = place.columns.Run(q / kRun) + Columns::Beside(q % kRun);
-        values[0][r * Tile::kColumns + q] = __ldg(member + static_cast<long>(row) * Size::kJ + column);
+        const int column = min(place.columns.Run(q / kRun) + q % kRun, Size::kJ - 1);
+        values[0][r * Tile::kColumns + q] = __ldg(member + Index(row) * Size::kJ + column);
       }
     }
   }
@@ -290,8 +294,8 @@ struct Values {
       for (int n = 0; n < count; ++n) {
 #pragma unroll
         for (int run = 0; run < kRuns; ++run) {
-          const float* const from = Next(run) + static_cast<long>(n) * Own::kLength;
-          if constexpr (Own::kWholeRuns) {
+          const float* const from = Next(run) + Index(n) * Own::kPitch;
+          if constexpr (Own::kPitch % kRun == 0) {
             LoadRun<true>(from, &values[n][run * kRun]);
           } else {
 #pragma unroll
@@ -299,11 +303,11 @@ struct Values {
           }
         }
       }
-      Advance(static_cast<long>(count) * Own::kLength);
+      Advance(Index(count) * Own::kPitch);
     }
   }
 
-  __device__ void Advance(long by) {
+  __device__ void Advance(Index by) {
 #pragma unroll
     for (int run = 0; run < kAddresses; ++run) {
       next[run] += by;
@@ -360,13 +364,16 @@ struct Totals {
   }
 };
 
-template <class Columns>
-__device__ inline void StoreRun(float* to, const float* run) {
-  if constexpr (Columns::kWholeRuns) {
-    *reinterpret_cast<float4*>(to) = {run[0], run[1], run[2], run[3]};
+// Writes four neighbouring columns from `first` on, as far as there are so many.
+template <int columns>
+__device__ inline void StoreRun(float* row, int first, const float* run) {
+  if constexpr (columns % kRun == 0) {
+    *reinterpret_cast<float4*>(row + first) = {run[0], run[1], run[2], run[3]};
   } else {
 #pragma unroll
-    for (int n = 0; n < kRun; ++n) to[Columns::Beside(n)] = run[n];
+    for (int n = 0; n < kRun; ++n) {
+      if (first + n < columns) row[first + n] = run[n];
+    }
   }
 }
 
@@ -395,16 +402,16 @@ __device__ inline void ReduceTile(const Place<Tile, Size>& place, float* const (
   }
 #pragma unroll
   for (int n = 0; n < Step::kTotals; ++n) {
-    float* const member = out[n] + static_cast<long>(place.batch) * Size::kI * Size::kJ;
+    float* const member = out[n] + Index(place.batch) * Size::kI * Size::kJ;
 #pragma unroll
     for (int r = 0; r < Tile::kRows; ++r) {
-      const long row = place.rows.Run(r / kRun) + Place<Tile, Size>::Rows::Beside(r % kRun);
+      const Index row = place.rows.Run(r / kRun) + Place<Tile, Size>::Rows::Beside(r % kRun);
 #pragma unroll
       for (int q = 0; q < Tile::kColumns; q += kRun) {
         float run[kRun];
 #pragma unroll
         for (int m = 0; m < kRun; ++m) run[m] = Step::Finish(sums.totals[r][q + m][n]);
-        StoreRun<typename Place<Tile, Size>::Columns>(member + row * Size::kJ + place.columns.Run(q / kRun), run);
+        StoreRun<Size::kJ>(member + row * Size::kJ, place.columns.Run(q / kRun), run);
       }
     }
   }

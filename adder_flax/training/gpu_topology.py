@@ -13,7 +13,7 @@ import jax
 from jax.experimental import topologies
 
 from adder_flax.errors import RunError, first_line
-from adder_flax.extras import missing
+from adder_flax.extras import missing, wheel_folders
 
 
 class Gpu(NamedTuple):
@@ -151,15 +151,8 @@ def gpu_devices(name: str) -> list[jax.Device]:
 
 def compiler_folder() -> Path | None:
     """Returns the folder of NVIDIA's assembler as Python packages bring it, or None."""
-    for package, inside in (("nvidia.cuda_nvcc", "bin"), ("nvidia.cu13", "bin")):
-        try:
-            spec = importlib.util.find_spec(package)
-        except ModuleNotFoundError:
-            continue
-        for place in (spec and spec.submodule_search_locations) or ():
-            if (folder := Path(place) / inside).joinpath("ptxas").is_file():
-                return folder
-    return None
+    folders = (folder / "bin" for folder in wheel_folders("nvidia.cuda_nvcc", "nvidia.cu13"))
+    return next((folder for folder in folders if (folder / "ptxas").is_file()), None)
 
 
 def _require_compiler(name: str) -> None:

@@ -1,9 +1,7 @@
-"""The Pallas kernels through the compilers of hardware that is not here: lowered for CUDA, compiled
-for TPUs."""
+"""The kernels through the compilers of hardware that is not here: for NVIDIA GPUs and for TPUs."""
 
 import functools
 import importlib.util
-import inspect
 import os
 import subprocess
 import sys
@@ -11,9 +9,8 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
-from adder_flax.ops._pallas_gpu import PallasGpuBackend
+from adder_flax.ops._cuda import CudaBackend
 from adder_flax.ops._pallas_tpu import PallasTpuBackend
 from adder_flax.ops._rules import GradientRule
 from tests.processes import ROOT, simulated_devices
@@ -37,31 +34,30 @@ CALLS = [
 ]
 
 
-def _h200() -> AbstractMesh:
-    fields = {"device_kind": "NVIDIA H200", "num_cores": 132, "platform": "gpu"}
-    known = inspect.signature(AbstractDevice).parameters
-    device = AbstractDevice(**{name: value for name, value in fields.items() if name in known})
-    return AbstractMesh((1,), ("devices",), axis_types=(AxisType.Auto,), abstract_device=device)
-
-
 def _lowered(backend, platform, method, shapes, options, dtype=jnp.float32):
     function = jax.jit(functools.partial(getattr(backend, method), **options))
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     return function.trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
 
 
+needs_nvrtc = pytest.mark.skipif(
+    CudaBackend().why_unavailable() is not None, reason="needs pip install nvidia-cuda-nvrtc-cu12"
+)
+
+
+@needs_nvrtc
 @pytest.mark.parametrize(("method", "shapes", "options"), CALLS)
-def test_every_function_lowers_to_triton_kernels_for_cuda(method, shapes, options):
-    with use_abstract_mesh(_h200()):
-        text = _lowered(PallasGpuBackend(), "cuda", method, shapes, options)
-    assert "triton" in text
+def test_every_function_lowers_to_ptx_for_cuda(method, shapes, options):
+    text = _lowered(CudaBackend(), "cuda", method, shapes, options)
+    assert "__gpu$xla.gpu.ptx" in text
+    assert ".version 7.0" in text  # which every driver that JAX runs with reads
     assert "stablehlo.while" not in text  # no part of it fell back to the XLA backend
 
 
+@needs_nvrtc
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_inputs_lower_for_cuda(dtype):
-    with use_abstract_mesh(_h200()):
-        assert "triton" in _lowered(PallasGpuBackend(), "cuda", *CALLS[0], dtype)
+    assert "__gpu$xla.gpu.ptx" in _lowered(CudaBackend(), "cuda", *CALLS[0], dtype)
 
 
 @pytest.mark.parametrize(("method", "shapes", "options"), CALLS)

@@ -1,5 +1,5 @@
-"""The Pallas kernels in Pallas's interpreter against float64 NumPy, on shapes that leave edges in
-every direction."""
+"""The kernels of accelerators against float64 NumPy, on shapes that leave edges in every direction:
+CUDA C++ compiled for the host, Pallas in its interpreter."""
 
 import functools
 
@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adder_flax.ops._pallas_gpu import TILES, PallasGpuBackend, Tile
+from adder_flax.ops._cuda import PAIRED_TILES, TILES, Tile
 from adder_flax.ops._pallas_tpu import Block, PallasTpuBackend
 from adder_flax.ops._primitive import call
 from adder_flax.ops._rules import GradientRule
+from tests.ops.cuda_on_host import CudaOnHost
 
 # Small blocks, so that small arrays have several: (16, 32) on the GPU, (16, 128) and 128 terms on
 # the TPU.
 BACKENDS = {
-    "gpu": PallasGpuBackend(interpret=True, tile=Tile(4, 4, 4, 8, 1.0)),
+    "cuda": CudaOnHost(tile=Tile(4, 4, 4, 8, 1.0)),
     "tpu": PallasTpuBackend(
         interpret=True, block=Block(rows=16, columns=128, terms=128, band=8, unroll=8)
     ),
@@ -152,7 +153,7 @@ def test_empty_axes(backend, empty):
 @pytest.mark.parametrize("rule", [RULES[0], RULES[2]], ids=str)
 def test_few_outputs_of_long_sums_are_cut_into_parts(rule):
     """1,100 rows make two parts of 552, the last of which is filled up."""
-    backend = PallasGpuBackend(interpret=True)
+    backend = CudaOnHost()
     arrays = operands((1, 1100, 6, 5))
     jaxpr = jax.make_jaxpr(lambda **a: run(backend, "l1_pullback_w", a, rule, "kn"))(**arrays)
     assert "f32[2,552" in str(jaxpr)
@@ -235,10 +236,10 @@ def test_sweep_of_narrow_inputs(backend, function, dtype, rule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tile", [*TILES, None], ids=str)
+@pytest.mark.parametrize("tile", [*TILES, *PAIRED_TILES, None], ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_gpu_tiles(function, tile):
-    check(PallasGpuBackend(interpret=True, tile=tile), function, operands((1, 70, 150, 12)))
+def test_cuda_tiles(function, tile):
+    check(CudaOnHost(tile=tile), function, operands((1, 70, 150, 12)))
 
 
 @pytest.mark.slow

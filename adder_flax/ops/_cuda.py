@@ -1,0 +1,493 @@
+"""NVIDIA GPU backend: CUDA C++ kernels, compiled by NVRTC and launched by XLA.
+
+**Bound.** A term of `l1` is two instructions, FADD d = x, -w and FADD total = total, |d|: the
+absolute value is an operand modifier. A Hopper SM issues 128 float32 instructions a cycle, so an
+H200 (132 SMs, 1.98 GHz) reaches at most 132 x 64 x 1.98e9 = 16.7e12 terms a second. The `hardtanh`
+pullback is two instructions as well, and `sign` is three. A term of the additive gradients needs
+one reciprocal, of which an SM starts 16 a cycle: 4.2e12 terms a second at most. Additive scores
+share one between two terms, and take four instructions a term: 8.4e12 at most.
+
+**Form.** All functions are one reduction over pairs, `cuda_kernels.cu`, with a step for each: see
+there. It is specialised to the shape when a program is lowered, so that nearly all of the inner
+loop is arithmetic: `benchmarks/sass.py` prints what each kernel costs on which GPU, and needs none.
+
+**Launch.** A kernel is handed to XLA as PTX, in a custom call of XLA's own. So XLA loads it on
+every device that a program runs on, puts it on the right stream, and stores it with the program.
+Nothing is built for the host, and no driver is asked for: programs compile ahead of time for GPUs
+that are elsewhere.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from adder_flax.ops import _nvrtc
+from adder_flax.ops._arrays import Operand, axis_lengths, to_nk, upcast
+from adder_flax.ops._backend import Backend
+from adder_flax.ops._partition import result_type
+from adder_flax.ops._xla import unless_empty
+
+_SOURCE = Path(__file__).with_name("cuda_kernels.cu")
+_TARGET = "__gpu$xla.gpu.ptx"
+_AXES = {
+    **{"ic": "kIC", "ci": "kCI", "cj": "kCJ", "c": "kC"},
+    **{"ij": "kIJ", "i": "kI", "j": "kJ", "": "kOne"},
+}
+
+# `kRun` of the kernels: neighbouring rows, columns or terms that one load of 16 bytes brings.
+_RUN = 4
+
+# Exponents whose product with another one in range neither overflows nor vanishes before
+# tanh has saturated.
+_LARGEST_EXPONENT = 87.0
+# With one reciprocal for two terms, denominators 1 + e^2x are kept in units of 2^62: the
+# product of two lies above 2^-124 then, whose reciprocal is a normal number, and one with
+# exponents up to these lies below 2^125.
+_UNIT = 2.0**62
+_LARGEST_PAIRED_EXPONENT = 64.5
+
+
+class Tile(NamedTuple):
+    """The part of the output that one block of threads computes.
+
+    All sizes are powers of two, `rows` and `columns` at least 4.
+
+    Attributes:
+      rows: rows that each thread owns.
+      columns: columns that each thread owns.
+      row_threads: threads along the rows.
+      column_threads: threads along the columns.
+      arithmetic_share: share of the instructions of the inner loop, of `l1` in `TILES`, that are
+        its arithmetic.
+    """
+
+    rows: int
+    columns: int
+    row_threads: int
+    column_threads: int
+    arithmetic_share: float
+
+    def blocks(self, size: dict[str, int]) -> int:
+        """Returns how many blocks a problem takes."""
+        rows, columns = self.rows * self.row_threads, self.columns * self.column_threads
+        return size["b"] * -(-size["i"] // rows) * -(-size["j"] // columns)
+
+    def threads(self) -> int:
+        return self.row_threads * self.column_threads
+
+    def cost(self, size: dict[str, int]) -> float:
+        """Returns the relative time for a problem.
+
+        It is its work, padded to whole tiles, in issue slots of a full device.
+        """
+        threads = self.blocks(size) * self.threads()
+        idle = max(1.0, FULL_DEVICE_THREADS / threads)
+        return threads * self.rows * self.columns / self.arithmetic_share * idle
+
+
+# The shares are counts from the machine code for sm_90 (`benchmarks/sass.py`).
+TILES = (
+    Tile(8, 8, 8, 16, 0.95),
+    Tile(4, 8, 8, 16, 0.93),
+    Tile(4, 8, 4, 8, 0.93),
+    Tile(4, 4, 4, 8, 0.89),
+)
+# For steps that add two terms at once; the arithmetic is that of `additive`.
+PAIRED_TILES = (
+    Tile(8, 4, 8, 4, 0.93),
+    Tile(8, 4, 4, 8, 0.93),
+    Tile(4, 4, 4, 8, 0.88),
+)
+# Totals and fixed operands that a thread can hold without spilling, with room for what
+# the steps load.
+_HELD_PER_THREAD = 96
+# Two warps for each of the four schedulers of the 132 SMs of an H100 or H200.
+FULL_DEVICE_THREADS = 132 * 4 * 2 * 32
+# Fewest terms of a part of a sum: what begins and ends a part costs about as much as ten.
+_SHORTEST_PART = 512
+
+
+class Kernel(NamedTuple):
+    """A reduction on operands of one shape.
+
+    Attributes:
+      name: of its function.
+      source: CUDA C++.
+      blocks: how many it takes.
+      threads: of each block.
+    """
+
+    name: str
+    source: str
+    blocks: int
+    threads: int
+
+
+class CudaBackend(Backend):
+    """Kernels for NVIDIA GPUs, of compute capability 8.0 or later.
+
+    Args:
+      tile: the tile to use in place of the one that `TILES` offers for each shape.
+    """
+
+    name = "cuda"
+    platforms = ("cuda",)
+    split_by = "rule"
+
+    def __init__(self, tile: Tile | None = None):
+        self._tile = tile
+
+    def why_unavailable(self):
+        if jax.default_backend() == "gpu" and float(jax.devices()[0].compute_capability) < 8:
+            return "it needs a GPU of compute capability 8.0 or later"
+        try:
+            _nvrtc.load_library()
+        except OSError as error:
+            return str(error)
+        return None
+
+    def supports(self, dtype):
+        return jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16, jnp.float16)
+
+    @unless_empty
+    def l1(self, x, w, axes):
+        (y,) = self._reduce("L1", Operand(x, "ic"), Operand(w, "cj" if axes == "kn" else "jc"))
+        return y
+
+    @unless_empty
+    def l1_pullback_x(self, x, w, g, rule, axes):
+        w_axes = "jc" if axes == "kn" else "cj"
+        return self._pull_back(Operand(g, "ic"), Operand(w, w_axes), x, rule)
+
+    @unless_empty
+    def l1_pullback_w(self, x, w, g, rule, axes):
+        # The same sum with the roles of x and w exchanged.
+        dw = self._pull_back(Operand(g, "ci"), Operand(x, "cj"), to_nk(w, axes), rule)
+        return to_nk(dw, axes)
+
+    def _pull_back(self, g, w, x, rule):
+        """Computes sum over c of g[i, c] rule(w[c, j] - x[i, j]); see `Rule` in the kernels."""
+        (x,) = upcast(x)
+        g, w = (Operand(upcast(array)[0], axes) for array, axes in (g, w))
+        parts = _parts(axis_lengths([g, w]))
+        if parts > 1:
+            # Few outputs, of long sums: parts of the sums are computed side by side, and
+            # added in order.
+            g, w = _cut(g, parts), _cut(w, parts)
+        c = 1 + w.axes.index("c")
+        high, low, centre, scale, _ = _range(w.array, c, rule)
+        operands = [
+            g,
+            Operand(scale * (w.array - jnp.expand_dims(centre, c)), w.axes),
+            Operand(x, "ij"),
+            *(Operand(a, "j") for a in (centre, high, low)),
+            Operand(g.array.sum(1 + g.axes.index("c")), "i"),
+            Operand(jnp.full(1, rule.slope, jnp.float32), ""),
+        ]
+        (dx,) = self._reduce(f"Rule<{_is_sign(rule)}>", *operands)
+        return dx.reshape(parts, *x.shape).sum(0) if parts > 1 else dx
+
+    @unless_empty
+    def l1_pushforward(self, x, w, dx, rule, axes):
+        """Computes the sum as the pullback does.
+
+        What is not finite is told apart by another loop, if there is any.
+        """
+        (x, w, dx), c = upcast(x, w, dx), 1 + axes.index("k")
+        _, _, centre, scale, offset = _range(w, 3 - c, rule)
+        centre = centre[:, None]
+        rows = offset - scale * (x - centre)
+        columns = scale * (w - to_nk(centre, axes))
+        strange = ~(jnp.isfinite(rows).all((1, 2)) & jnp.isfinite(columns).all((1, 2)))
+        (dy,) = self._reduce(
+            f"Pushforward<{_is_sign(rule)}>",
+            Operand(rows, "ic"),
+            Operand(columns, "cj" if axes == "kn" else "jc"),
+            Operand(dx, "ic"),
+            Operand(dx.sum(2), "i"),
+            Operand(strange.astype(jnp.float32), ""),
+        )
+        return dy
+
+    @unless_empty
+    def additive(self, query, key, v):
+        """Computes the sum with one reciprocal for two hidden units.
+
+        An SM starts 16 reciprocals a cycle, an eighth of what it issues otherwise. As in
+        `_exponentials`, but exact while q and k stay within 32.
+        """
+        (v,) = upcast(v)
+        # By a power of two, to the bit, since it and its reciprocal are normal numbers; v
+        # comes to lie in [-4, 4].
+        exponent = jnp.clip(jnp.frexp(jnp.abs(v).max(1, keepdims=True))[1], -126, 126)
+        scale = jnp.ldexp(jnp.float32(1.0), exponent)
+        query, key = _exponentials(query, key, largest=_LARGEST_PAIRED_EXPONENT)
+        # Half of the unit in each factor, so that neither becomes denormal.
+        query, key, v = (_even(a) for a in (query * _UNIT**-0.5, key * _UNIT**-0.5, v / scale))
+        both = jnp.repeat(_UNIT * v.reshape(*v.shape[:-1], -1, 2).sum(-1), 2, axis=-1)
+        (scores,) = self._reduce(
+            "Additive",
+            Operand(query, "ic"),
+            Operand(key, "jc"),
+            Operand(-2.0 * v, "c"),
+            Operand(both, "c"),
+            at_once=2,
+        )
+        return scores * (scale / _UNIT)[:, :, None]
+
+    @unless_empty
+    def additive_pullback(self, query, key, v, g):
+        query, key = _exponentials(query, key)
+        (dk,) = self._reduce(
+            "AdditivePullback<1>", Operand(g, "ci"), Operand(query, "cj"), Operand(key, "ij")
+        )
+        dq, dv = self._reduce(
+            "AdditivePullback<2>",
+            Operand(g, "ic"),
+            Operand(key, "cj"),
+            Operand(query, "ij"),
+            totals=2,
+        )
+        (v,) = upcast(v)
+        return dq * v[:, None], dk * v[:, None], dv.sum(1)
+
+    def _reduce(self, step: str, *operands: Operand, totals=1, at_once=1) -> list[jax.Array]:
+        """Computes a reduction; returns a float32 array (B, I, J) for each of its totals.
+
+        Args:
+          step: what it adds, a struct of the kernels.
+          *operands: those that are summed first, as the step takes them.
+          totals: how many sums it adds to.
+          at_once: how many terms it adds together.
+        """
+        # Narrow operands are converted once here: in the loop that would cost half an
+        # instruction a term.
+        columns = axis_lengths(operands)["j"]
+        arrays, axes = zip(
+            *[_columns_contiguous(Operand(*upcast(a), axes)) for a, axes in operands], strict=True
+        )
+        what = _Reduction(step, axes, columns, totals, at_once)
+        return _reduce_pairs.bind(*arrays, backend=self, what=what)
+
+    def kernel(self, what: "_Reduction", shapes: Sequence[tuple[int, ...]]) -> Kernel:
+        """Returns the kernel of a reduction of operands of these shapes."""
+        size, totals = what.sizes(shapes), what.totals
+        held = totals + what.axes.count("ij")
+        tile = self._tile or _choose_tile(size, held, TILES if what.at_once == 1 else PAIRED_TILES)
+        inputs = [f"in{n}" for n in range(len(shapes))]
+        outputs = [f"out{n}" for n in range(totals)]
+        parameters = [f"const float* {a}" for a in inputs] + [f"float* {a}" for a in outputs]
+        given = [
+            f"Operand<{_AXES[axes]}, {shape[0]}>{{{name}}}"
+            for axes, shape, name in zip(what.axes, shapes, inputs, strict=True)
+        ]
+        name = "adder_flax_" + re.sub(r"\W+", "_", what.step).strip("_")
+        source = (
+            f'extern "C" __global__ void __launch_bounds__({tile.threads()}) {name}(\n'
+            f"    {', '.join(parameters)}) {{\n"
+            f"  Reduce<{what.step}, Tile<{', '.join(map(str, tile[:4]))}>, "
+            f"Sizes<{', '.join(str(size[axis]) for axis in 'bijc')}>>(\n"
+            f"      {{{', '.join(outputs)}}}, {', '.join(given)});\n}}\n"
+        )
+        return Kernel(name, _SOURCE.read_text() + source, tile.blocks(size), tile.threads())
+
+    def launch(self, kernel: Kernel, arrays: Sequence[jax.Array], results: Sequence) -> list:
+        """Runs a kernel.
+
+        Args:
+          kernel: of these arrays.
+          arrays: its operands.
+          results: types of what it gives.
+        """
+        numbers = {
+            **{"grid_x": kernel.blocks, "grid_y": 1, "grid_z": 1},
+            **{"block_x": kernel.threads, "block_y": 1, "block_z": 1, "shared_mem_bytes": 0},
+        }
+        return jax.ffi.ffi_call(_TARGET, results)(
+            *arrays,
+            name=kernel.name,
+            kernel_type="ptx",
+            kernel_data=_nvrtc.compile_to_ptx(kernel.source),
+            **{name: np.int32(number) for name, number in numbers.items()},
+        )
+
+
+# -------------------------------------------------------------------------------------------------
+# The reduction as a primitive: compiled when a program is lowered, for the shape that it has there
+# -------------------------------------------------------------------------------------------------
+
+_reduce_pairs = Primitive("adder_flax_reduce_pairs")
+_reduce_pairs.multiple_results = True
+
+
+class _Reduction(NamedTuple):
+    """What is reduced.
+
+    Attributes:
+      step: what it adds, a struct of the kernels.
+      axes: of each operand after the batch.
+      columns: of the result; operands may have some more.
+      totals: how many sums it adds to.
+      at_once: how many terms it adds together.
+    """
+
+    step: str
+    axes: tuple[str, ...]
+    columns: int
+    totals: int
+    at_once: int
+
+    def sizes(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
+        """Returns the length of each axis, from the shapes of the operands.
+
+        Of these, some may have fewer members of the batch: they serve all, over and over.
+        """
+        size = {
+            name: length
+            for axes, shape in zip(self.axes, shapes, strict=True)
+            for name, length in zip(axes, shape[1:], strict=True)
+        }
+        return size | {"b": max(shape[0] for shape in shapes), "j": self.columns}
+
+    def shape(self, arrays: Sequence) -> tuple[int, int, int]:
+        """Returns the shape of each result."""
+        size = self.sizes([array.shape for array in arrays])
+        return size["b"], size["i"], size["j"]
+
+
+def _abstract_eval(*arrays, backend, what):
+    like = arrays[0]
+    return [like.update(shape=what.shape(arrays), dtype=jnp.float32, weak_type=False)] * what.totals
+
+
+_reduce_pairs.def_abstract_eval(_abstract_eval)
+
+
+def _run(*arrays, backend, what):
+    results = [result_type(what.shape(arrays), jnp.float32, *arrays)] * what.totals
+    return backend.launch(backend.kernel(what, [a.shape for a in arrays]), arrays, results)
+
+
+mlir.register_lowering(_reduce_pairs, mlir.lower_fun(_run, multiple_results=True))
+
+
+def _batch(arrays, dims, **static):
+    """Puts the mapped axis before the batch; operands without it serve all of its members."""
+    members = max(a.shape[0 if dim != 0 else 1] for a, dim in zip(arrays, dims, strict=True))
+
+    def joined(array, dim):
+        if dim is None:
+            return array
+        array = jnp.moveaxis(array, dim, 0)
+        repeats = members // array.shape[1]
+        if repeats > 1:
+            array = jnp.tile(array, (1, repeats, *[1] * (array.ndim - 2)))
+        return array.reshape(-1, *array.shape[2:])
+
+    results = _reduce_pairs.bind(*map(joined, arrays, dims), **static)
+    return [r.reshape(-1, members, *r.shape[1:]) for r in results], [0] * len(results)
+
+
+batching.primitive_batchers[_reduce_pairs] = _batch
+
+
+# -------------------------------------------------------------------------------------------------
+# Operands
+# -------------------------------------------------------------------------------------------------
+
+
+def _is_sign(rule) -> str:
+    return str(rule.name == "sign").lower()
+
+
+def _range(w, axis, rule):
+    """Returns what moves a rule into [0, 1], where saturation clips for nothing.
+
+    Args:
+      w: one side of the differences.
+      axis: its contracted one.
+      rule: of gradients.
+
+    Returns:
+      The extremes of w along the axis, their centre, and the scale and the offset of differences:
+      a rule is 2 sat(scale (w - x) + offset) - 1.
+    """
+    high, low = w.max(axis), w.min(axis)
+    if rule.name == "sign":
+        return high, low, jnp.zeros_like(high), 1.0, 0.0
+    # Centred, so that offsets that x and w share do not cost precision.
+    centre = jnp.where(jnp.isfinite(high - low), high / 2 + low / 2, 0.0)
+    return high, low, centre, rule.slope / 2, 0.5
+
+
+def _exponentials(query, key, largest=_LARGEST_EXPONENT):
+    """Returns e^2q and e^2k.
+
+    Their product gives tanh(q + k) = 1 - 2 / (1 + e^2q e^2k) without an exponential.
+
+    Exact while each of q and k, after a shift that centres the keys of each hidden unit on zero,
+    stays within half of the largest exponent, 43; beyond that they are taken as 43, which matters
+    only where both are and their signs differ.
+    """
+    query, key = upcast(query, key)
+    high, low = key.max(1, keepdims=True), key.min(1, keepdims=True)
+    centre = jnp.where(jnp.isfinite(high - low), high / 2 + low / 2, 0.0)
+    return tuple(
+        jnp.exp(jnp.clip(2 * a, -largest, largest)) for a in (query + centre, key - centre)
+    )
+
+
+def _even(array: jax.Array) -> jax.Array:
+    """Returns an array whose last axis a zero makes even."""
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, array.shape[-1] % 2)])
+
+
+def _columns_contiguous(operand: Operand) -> Operand:
+    """Returns columns with j last, filled up to whole runs.
+
+    Threads side by side own columns side by side, so with c last each 16-byte load would touch a
+    cache line for each of them.
+    """
+    array, axes = operand
+    if axes not in ("jc", "cj"):
+        return operand
+    columns = array if axes == "cj" else jnp.swapaxes(array, 1, 2)
+    return Operand(jnp.pad(columns, ((0, 0), (0, 0), (0, -columns.shape[2] % _RUN))), "cj")
+
+
+def _choose_tile(size: dict[str, int], held: int, tiles: Sequence[Tile]) -> Tile:
+    """Returns the tile that takes least time, of those whose threads can hold so many arrays."""
+    fitting = [tile for tile in tiles if tile.rows * tile.columns * held <= _HELD_PER_THREAD]
+    return min(fitting, key=lambda tile: tile.cost(size))
+
+
+def _parts(size: dict[str, int]) -> int:
+    """Returns into how many parts to cut sums.
+
+    Few outputs of long sums then still give the whole device work.
+    """
+    threads = size["b"] * size["i"] * size["j"] // (_RUN * _RUN)
+    wanted = 1 << max(0, (2 * FULL_DEVICE_THREADS - 1).bit_length() - max(threads, 1).bit_length())
+    return max(1, min(wanted, size["c"] // _SHORTEST_PART))
+
+
+def _cut(operand: Operand, parts: int) -> Operand:
+    """Returns an operand with its sums cut into parts, each of which has the whole batch.
+
+    Zeros fill the last.
+    """
+    axis, array = 1 + operand.axes.index("c"), operand.array
+    length = -(-array.shape[axis] // (parts * _RUN)) * _RUN
+    padding = [(0, 0)] * array.ndim
+    padding[axis] = (0, length * parts - array.shape[axis])
+    array = jnp.pad(array, padding)
+    array = array.reshape(*array.shape[:axis], parts, length, *array.shape[axis + 1 :])
+    array = jnp.moveaxis(array, axis, 0)
+    return Operand(array.reshape(-1, *array.shape[2:]), operand.axes)
