@@ -209,6 +209,31 @@ def test_one_graph_under_jit_grad_and_vmap(backend):
         )
 
 
+def test_operands_that_are_shared_along_mapped_axes(backend):
+    """Queries mapped over one axis, keys over another, pairs of both over a third."""
+    rng = np.random.default_rng(0)
+    x, w, g = (
+        rng.normal(size=shape).astype(np.float32) for shape in ((3, 2, 5, 8), (4, 2, 9, 8), (5, 9))
+    )
+    rule = GradientRule("hardtanh")
+
+    def gradients(x, w):
+        l1 = lambda x, w: call(backend, "l1", x, w, axes="nk", x_rule=rule, w_rule=rule)
+        y, vjp = jax.vjp(l1, x, w)
+        return y, *vjp(jnp.broadcast_to(g, y.shape))
+
+    by_keys = jax.vmap(gradients, (None, 0))
+    y, dx, dw = jax.jit(jax.vmap(jax.vmap(by_keys, (0, None)), (1, 1)))(x, w)
+    difference = w[None, :, :, None] - x[:, None, :, :, None].astype(np.float64)
+    slope = g[:, :, None] * np.clip(difference, -1, 1)
+    for got, truth in (
+        (y, -np.abs(difference).sum(-1)),
+        (dx, slope.sum(-2)),
+        (dw, -slope.sum(-3)),
+    ):
+        np.testing.assert_allclose(got, np.moveaxis(truth, 2, 0), rtol=1e-5, atol=1e-4)
+
+
 def test_other_dtypes_are_left_to_xla(backend):
     assert backend.supports(jnp.bfloat16)
     assert not backend.supports(jnp.float64)
