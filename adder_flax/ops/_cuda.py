@@ -271,7 +271,7 @@ class CudaBackend(Backend):
         # instruction a term.
         columns = axis_lengths(operands)["j"]
         arrays, axes = zip(
-            *[_columns_contiguous(Operand(*upcast(a), axes)) for a, axes in operands], strict=True
+            *[_columns_contiguous(Operand(upcast(a)[0], axes)) for a, axes in operands], strict=True
         )
         what = _Reduction(step, axes, columns, totals, at_once)
         return _reduce_pairs.bind(*arrays, backend=self, what=what)
@@ -298,7 +298,9 @@ class CudaBackend(Backend):
         )
         return Kernel(name, _SOURCE.read_text() + source, tile.blocks(size), tile.threads())
 
-    def launch(self, kernel: Kernel, arrays: Sequence[jax.Array], results: Sequence) -> list:
+    def launch(
+        self, kernel: Kernel, arrays: Sequence[jax.Array], results: Sequence
+    ) -> Sequence[jax.Array]:
         """Runs a kernel.
 
         Args:

@@ -368,11 +368,11 @@ struct Totals {
 template <int columns>
 __device__ inline void StoreRun(float* row, int first, const float* run) {
   if constexpr (columns % kRun == 0) {
-    *reinterpret_cast<float4*>(row + first) = {run[0], run[1], run[2], run[3]};
+    __stwb(reinterpret_cast<float4*>(row + first), float4{run[0], run[1], run[2], run[3]});
   } else {
 #pragma unroll
     for (int n = 0; n < kRun; ++n) {
-      if (first + n < columns) row[first + n] = run[n];
+      if (first + n < columns) __stwb(row + first + n, run[n]);
     }
   }
 }
