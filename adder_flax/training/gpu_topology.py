@@ -158,13 +158,18 @@ def compiler_folder() -> Path | None:
 def _require_compiler(name: str) -> None:
     folder = compiler_folder()
     plugins = [f"jax_cuda{version}_plugin" for version in (12, 13)]
-    if folder is None or not any(map(importlib.util.find_spec, plugins)):
+    nvrtc = [
+        library
+        for wheel in wheel_folders("nvidia.cuda_nvrtc", "nvidia.cu13")
+        for library in wheel.glob("lib/libnvrtc.so.*")
+    ]
+    if folder is None or not nvrtc or not any(map(importlib.util.find_spec, plugins)):
         version = ".".join(jax.__version__.split(".")[:3])
         compiler = f"the compiler for NVIDIA GPUs, which needs no GPU, to compile for {name}"
         raise RunError(
             f"{missing(compiler, 'gpu-compile')}, or jax-cuda12-plugin=={version} "
-            f"jax-cuda12-pjrt=={version} nvidia-cuda-nvcc-cu12 (Linux), or set "
-            "--config.topology=cpu:8"
+            f"jax-cuda12-pjrt=={version} nvidia-cuda-nvcc-cu12 nvidia-cuda-nvrtc-cu12 (Linux), or "
+            "set --config.topology=cpu:8"
         )
     # XLA takes the first assembler that it finds; another one may not know what it
     # writes.

@@ -116,11 +116,21 @@ def test_several_blocks_with_ties_and_a_common_offset(backend, function):
     check(backend, function, arrays, GradientRule("sign"), "nk")
 
 
-def test_hardtanh_far_from_zero(backend):
+@pytest.mark.parametrize("function", ["l1_pullback_x", "l1_pushforward"])
+def test_hardtanh_far_from_zero(backend, function):
+    """Where a slope that is no power of two would round away what the values differ in."""
     arrays = operands((1, 5, 9, 8))
     for name in ("x", "w"):
-        arrays[name] = np.float32(1000) + arrays[name] / 8
-    check(backend, "l1_pullback_x", arrays)
+        arrays[name] = np.float32(100_000) + arrays[name] / 8
+    check(backend, function, arrays, GradientRule("hardtanh", 3.0))
+
+
+@pytest.mark.parametrize("function", ["l1_pullback_x", "l1_pushforward"])
+def test_the_sign_of_the_smallest_differences(backend, function):
+    arrays = operands((1, 5, 9, 8))
+    for name in ("x", "w"):
+        arrays[name] *= np.float32(1e-34)
+    check(backend, function, arrays, GradientRule("sign"))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -13,6 +13,7 @@ import pytest
 from adder_flax.ops._cuda import CudaBackend
 from adder_flax.ops._pallas_tpu import PallasTpuBackend
 from adder_flax.ops._rules import GradientRule
+from adder_flax.training import gpu_topology
 from tests.processes import ROOT, simulated_devices
 
 BATCH, ROWS, COLUMNS, WIDTH = 2, 17, 37, 9
@@ -65,15 +66,17 @@ def test_every_function_lowers_to_mosaic_kernels_for_tpu(method, shapes, options
     assert "tpu_custom_call" in _lowered(PallasTpuBackend(), "tpu", method, shapes, options)
 
 
-TPU = """
+AHEAD_OF_TIME = """
 import re, sys
 import jax, numpy as np
-from jax.experimental import topologies
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from adder_flax import ops
+from adder_flax.training import topology_devices
 
-devices = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices
-mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+topology, backend, call = sys.argv[1:]
+mesh = jax.make_mesh(
+    (2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2, devices=topology_devices(topology)
+)
 rows = ("data", "fsdp")
 like = lambda shape, *spec: jax.ShapeDtypeStruct(
     shape, np.float32, sharding=NamedSharding(mesh, P(*spec))
@@ -85,23 +88,20 @@ def loss(w, v, x):
     return (ops.l1_scores(tokens, tokens) + ops.additive_scores(tokens, tokens, v)).mean()
 
 
-with ops.use_backend("pallas_tpu"), jax.set_mesh(mesh):
+with ops.use_backend(backend), jax.set_mesh(mesh):
     step = jax.jit(jax.value_and_grad(loss, (0, 1)))
     compiled = step.lower(
         like((192, 192), "fsdp"), like((3, 64)), like((16 * 65, 192), rows)
     ).compile()
 text = compiled.as_text()
-assert text.count("tpu_custom_call") >= 6, text
+assert text.count(call) >= 6, text
 # 16 images on 4 devices: no device sees the tokens or the maps of all of them.
 assert not re.search(r"\\[(1040,192|16,3,65,6[45])\\]", text), text
 print(compiled.memory_analysis())
 """
 
 
-@pytest.mark.parametrize("topology", ["v5e:2x2", pytest.param("v6e:2x2", marks=pytest.mark.slow)])
-def test_compiled_ahead_of_time_for_tpus_each_device_has_its_own_rows(topology):
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu, the TPU compiler, is not installed (pip install libtpu)")
+def _compile_ahead_of_time(*arguments):
     # The backend that was asked for by name cannot run here, only be compiled for.
     environment = simulated_devices(1) | {
         "TPU_SKIP_MDS_QUERY": "1",
@@ -109,7 +109,7 @@ def test_compiled_ahead_of_time_for_tpus_each_device_has_its_own_rows(topology):
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     done = subprocess.run(
-        [sys.executable, "-c", TPU, topology],
+        [sys.executable, "-W", "error::DeprecationWarning", "-c", AHEAD_OF_TIME, *arguments],
         env=environment,
         cwd=ROOT,
         capture_output=True,
@@ -118,3 +118,19 @@ def test_compiled_ahead_of_time_for_tpus_each_device_has_its_own_rows(topology):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "temp_size_in_bytes" in done.stdout
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", pytest.param("v6e:2x2", marks=pytest.mark.slow)])
+def test_compiled_ahead_of_time_for_tpus_each_device_has_its_own_rows(topology):
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu, the TPU compiler, is not installed (pip install libtpu)")
+    _compile_ahead_of_time(topology, "pallas_tpu", "tpu_custom_call")
+
+
+@needs_nvrtc
+@pytest.mark.skipif(
+    gpu_topology.compiler_folder() is None, reason='needs pip install "adder-flax[gpu-compile]"'
+)
+@pytest.mark.parametrize("topology", ["h100:2x2", pytest.param("a100:4", marks=pytest.mark.slow)])
+def test_compiled_ahead_of_time_for_gpus_each_device_has_its_own_rows(topology):
+    _compile_ahead_of_time(topology, "cuda", "__gpu$xla.gpu.ptx")
