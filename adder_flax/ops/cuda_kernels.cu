@@ -5,18 +5,19 @@
 // Each thread owns `Tile::kRows` rows and `Tile::kColumns` columns of it, in runs of four neighbours, and keeps their
 // totals in registers over the whole sum: no shared memory, no barrier, no atomic, and the same bits on every run.
 // Operands are read in 16-byte loads through the L1 cache, which holds the few rows and columns that a multiprocessor
-// works on. At edges the last valid element is read again, and what it gives is not stored.
+// works on.
 //
 // What Python appends (`_cuda.py`) names the term, the tile, the sizes and the axes of the operands, all of them known
 // to the compiler, so that offsets become parts of the instructions that load:
 //
-//   extern "C" __global__ void __launch_bounds__(128) adder_flax_l1(
+//   extern "C" __global__ void __launch_bounds__(128) adder_flax_L1(
 //       const float* in0, const float* in1, float* out0) {
-//     Reduce<L1, Tile<8, 8, 8, 16>, Sizes<1, 12608, 768, 192>>({out0}, Operand<kIC, 1>{in0}, Operand<kCJ, 1>{in1});
+//     Reduce<L1, Tile<8, 8, 8, 16>, Sizes<1, 12608, 768, 192>>(
+//         {out0}, Operand<kIC, 1>{in0}, Operand<kCJ, 1>{in1});
 //   }
 //
-// It is compiled by NVRTC, which has no headers; the tests compile it for the host, where they say what CUDA's own names
-// mean.
+// NVRTC compiles it, which has no headers. The tests compile it for the host and say what CUDA's own names mean there;
+// all loads and stores of arrays are by such names, so that the tests can hold them to the arrays.
 
 // Terms added in one turn of the loop, and length of the runs of neighbouring rows and columns that one thread owns:
 // what one 16-byte load brings.
@@ -88,8 +89,8 @@ struct L1 : Plain {
   __device__ static float Finish(float total) { return -total; }
 };
 
-// Where a rule stands, from 0 for -1 to 1 for +1. Twice the reciprocal of the smallest normal number, or more, takes any
-// two floats that differ to one end; subnormal differences count as almost equal.
+// Where a rule stands, from 0 for -1 to 1 for +1. Half the reciprocal of the smallest normal number takes any two floats
+// that differ to one end; subnormal differences count as almost equal.
 template <bool kSign>
 __device__ inline float Position(float difference) {
   return kSign ? __fmaf_rn(difference, 0x1p125f, 0.5f) : difference;
@@ -105,8 +106,7 @@ struct Rule : Plain {
     held[0] = offset - scale * (x - centre);
     // Saturation turns NaN into 0. The extremes of w reveal one that enters the sum, from w itself or as inf - inf.
     const float highest = scale * (high - centre) + held[0], lowest = scale * (low - centre) + held[0];
-    const float undefined = highest + lowest - (highest + lowest);
-    total[0] = highest != highest || lowest != lowest ? undefined : -0.5f * g_sum;
+    total[0] = highest != highest || lowest != lowest ? highest + lowest : -0.5f * g_sum;
   }
   template <bool>
   __device__ static void Add(const float* v, const float* held, float* total) {
@@ -141,7 +141,7 @@ struct Additive : Plain {
   static constexpr int kAtOnce = 2;
   template <bool>
   __device__ static void Add(const float* v, const float*, float* total) {
-    const float* const w = v + 4;  // the other unit's
+    const float* const w = v + 4;  // of the other unit
     const float d = __fmaf_rn(v[0], v[1], 0x1p-62f), other = __fmaf_rn(w[0], w[1], 0x1p-62f);
     const float weighted = __fmaf_rn(v[2], other, w[2] * d);
     total[0] += __fmaf_rn(Reciprocal(d * other), weighted, v[3]);
@@ -164,20 +164,19 @@ struct AdditivePullback : Plain {
   }
 };
 
-template <bool first, class A, class B>
-struct Picked {
-  using Type = A;
-};
-template <class A, class B>
-struct Picked<false, A, B> {
-  using Type = B;
-};
-template <bool first, class A, class B>
-using Pick = typename Picked<first, A, B>::Type;
-
 // ---------------------------------------------------------------------------------------------------------------------
 // The walk
 // ---------------------------------------------------------------------------------------------------------------------
+
+// std::conditional.
+template <bool first, class A, class B>
+struct Conditional {
+  using Type = A;
+};
+template <class A, class B>
+struct Conditional<false, A, B> {
+  using Type = B;
+};
 
 // Four neighbouring floats, in one load where they are `aligned`.
 template <bool aligned>
@@ -191,14 +190,14 @@ __device__ inline void LoadRun(const float* from, float* to, int stride = 1) {
   }
 }
 
-// An axis of the output, of which a thread owns runs that lie a run of all `threads` apart. Runs beyond its end are moved
-// back: those of columns to the last whole run, since columns are filled up to whole ones in operands; those of rows so
-// that they end with the axis, where neighbours compute, and store, the same numbers.
+// An axis of the output, of which a thread owns runs that lie a run of all `threads` apart. Runs beyond its end are
+// moved back: those of columns to the last whole run, since summed operands have columns filled up to whole runs; those
+// of rows so that they end with the axis, where neighbours then compute, and store, the same numbers.
 template <int length, int owned, int threads, bool filled_up>
 struct Axis {
   static constexpr int kRuns = owned / kRun, kBlock = owned * threads, kBlocks = (length + kBlock - 1) / kBlock;
   static constexpr int kPitch = filled_up ? (length + kRun - 1) / kRun * kRun : length;
-  static constexpr bool kWholeRuns = length % kRun == 0, kWholeBlocks = length % kBlock == 0;
+  static constexpr bool kWholeBlocks = length % kBlock == 0;
   static constexpr int kBetween = threads * kRun;  // the first elements of two runs
 
   int first;
@@ -238,7 +237,7 @@ struct Values {
   static constexpr bool kWholeTerms = Size::kC % kRun == 0;
   static constexpr Index kMember = Index(kByRow ? Size::kI : 1) * (IsSummed(kAxes) ? Size::kC : 1) *
                                    (kAxes == kCJ ? Columns::kPitch : kByColumn ? Size::kJ : 1);
-  using Own = Pick<kAxes == kIC || kAxes == kCI, Rows, Columns>;
+  using Own = typename Conditional<kAxes == kIC || kAxes == kCI, Rows, Columns>::Type;
   static constexpr int kRuns = kAxes == kC ? 1 : Own::kRuns;
   static constexpr Index kStride = kAxes == kIC ? Size::kC : 1;  // of neighbours in a run
   // One address serves all runs if they lie where they should.
@@ -312,6 +311,7 @@ struct Values {
     for (int run = 0; run < kAddresses; ++run) {
       next[run] += by;
 #ifdef __CUDA_ARCH__
+      // Otherwise the compiler, which sees how all addresses follow from each other, keeps one for each load.
       asm("" : "+l"(next[run]));
 #endif
     }
@@ -328,6 +328,7 @@ __device__ inline void Append(float*& end, const Values& values, int term, int r
   if constexpr (IsSummed(Values::kAxes) == kSummed) *end++ = values.At(term, row, column);
 }
 
+// What a thread keeps over the sum, for each of its outputs.
 template <class Step, class Tile>
 struct Totals {
   float totals[Tile::kRows][Tile::kColumns][Step::kTotals], held[Tile::kRows][Tile::kColumns][Step::kHeld];
@@ -377,6 +378,7 @@ __device__ inline void StoreRun(float* row, int first, const float* run) {
   }
 }
 
+// Adds all terms of the sum, by the one or the other of a step's ways.
 template <bool kCareful, class Size, class Step, class Tile, class... Values>
 __device__ inline void AddAll(Totals<Step, Tile>& sums, Values&... values) {
   constexpr int kRest = Size::kC % kRun, kWhole = Size::kC - kRest;
@@ -392,7 +394,8 @@ __device__ inline void AddAll(Totals<Step, Tile>& sums, Values&... values) {
 }
 
 template <class Step, class Tile, class Size, class... Values>
-__device__ inline void ReduceTile(const Place<Tile, Size>& place, float* const (&out)[Step::kTotals], Values... values) {
+__device__ inline void ReduceTile(const Place<Tile, Size>& place, float* const (&out)[Step::kTotals],
+                                  Values... values) {
   Totals<Step, Tile> sums;
   sums.Begin(values...);
   if (Step::kHasCareful && Step::IsStrange(sums.held[0][0])) {
