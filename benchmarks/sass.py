@@ -182,8 +182,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     for gpu in options.gpus.split(","):
         for name in options.kernels.split(","):
-            for row in certify(name, gpu):
-                print(f"| {' | '.join(row.cells())} |", flush=True)
+            for found in certify(name, gpu):
+                print(f"| {' | '.join(found.cells())} |", flush=True)
 
 
 def certify(name: str, gpu: str) -> list[Row]:
@@ -202,7 +202,10 @@ def certify(name: str, gpu: str) -> list[Row]:
     kernels = _kernels(case)
     names = [name] if len(kernels) == 1 else [f"{name} {n + 1}" for n in range(len(kernels))]
     return [
-        _row(label, gpu, case, kernel, _assemble(kernel, target.architecture()))
+        row(
+            *(label, gpu, case, kernel),
+            assemble(_nvrtc.compile_to_ptx(kernel.source), target.architecture()),
+        )
         for label, kernel in zip(names, kernels, strict=True)
     ]
 
@@ -233,20 +236,27 @@ def _kernels(case: Case) -> list[Kernel]:
     return backend.kernels
 
 
-class _Assembled(NamedTuple):
+class Assembled(NamedTuple):
+    """What `ptxas -v` and `nvdisasm -c` print."""
+
     assembler_says: str
     machine_code: str
 
 
-def _assemble(kernel: Kernel, architecture: str) -> _Assembled:
+def assemble(ptx: str, architecture: str) -> Assembled:
+    """Assembles PTX for an architecture, as ``sm_90a``, and disassembles it again.
+
+    Raises:
+      MissingExtraError: the assembler is not installed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        source.write_text(_nvrtc.compile_to_ptx(kernel.source))
+        source.write_text(ptx)
         assemble = [_tool("ptxas"), "-v", f"-arch={architecture}", source, "-o", binary]
         said = subprocess.run(assemble, capture_output=True, text=True, check=True).stderr
         disassemble = [_tool("nvdisasm"), "-c", binary]
         code = subprocess.run(disassemble, capture_output=True, text=True, check=True).stdout
-    return _Assembled(said, code)
+    return Assembled(said, code)
 
 
 @functools.cache
@@ -313,7 +323,8 @@ def _kind(name: str) -> str:
     return next((kind for kind, pattern in _KINDS.items() if re.match(pattern, name)), "other")
 
 
-def _row(name: str, gpu: str, case: Case, kernel: Kernel, assembled: _Assembled) -> Row:
+def row(name: str, gpu: str, case: Case, kernel: Kernel, assembled: Assembled) -> Row:
+    """Returns the certificate of a kernel from its machine code."""
     target, body = gpu_topology.GPUS[gpu], hot_loop(assembled.machine_code, case.marker)
     terms = case.terms_per_marker * _count(case.marker, body)
     if not terms:

@@ -89,8 +89,8 @@ struct L1 : Plain {
   __device__ static float Finish(float total) { return -total; }
 };
 
-// Where a rule stands, from 0 for -1 to 1 for +1. Half the reciprocal of the smallest normal number takes any two floats
-// that differ to one end; subnormal differences count as almost equal.
+// Where a rule stands, from 0 for -1 to 1 for +1. Half the reciprocal of the smallest normal number takes any two
+// floats that differ to one end; subnormal differences count as almost equal.
 template <bool kSign>
 __device__ inline float Position(float difference) {
   return kSign ? __fmaf_rn(difference, 0x1p125f, 0.5f) : difference;
