@@ -12,6 +12,7 @@ from jax import export
 
 from adder_flax import ops
 from adder_flax.ops import _cpu, _cpu_exported
+from adder_flax.ops._cuda import CudaBackend
 from tests.processes import ROOT, simulated_devices
 
 RNG = np.random.default_rng(0)
@@ -47,6 +48,19 @@ def test_rows_may_be_left_open():
     for count in (1, 6):
         expected = -np.abs(X[:count, :, None].astype(np.float64) - W).sum(1)
         np.testing.assert_allclose(exported.call(X[:count], W), expected, rtol=1e-5)
+
+
+def test_an_export_with_cuda_kernels_holds_them_whole():
+    pytest.importorskip("flatbuffers")
+    if reason := CudaBackend().why_unavailable():
+        pytest.skip(reason)
+    call = "__gpu$xla.gpu.ptx"
+    allowed = [export.DisabledSafetyCheck.custom_call(call)]
+    with ops.use_backend("cuda"):
+        exported = export.export(GRADIENTS, platforms=["cuda"], disabled_checks=allowed)(X, W)
+    stored = export.deserialize(exported.serialize())
+    assert _calls(stored) == {call}
+    assert stored.mlir_module().count(".target sm_80") == 2  # the product and the gradient of x
 
 
 RUN = """
