@@ -24,7 +24,7 @@ from adder_flax.ops._xla import unless_empty
 # Makes +-1 of any difference of two unequal floats when the product is clipped to [-1,
 # 1]. Subnormal differences, below the reciprocal, are the exception: they count as almost
 # equal.
-SIGN_SLOPE = 2.0**126
+_SIGN_SLOPE = 2.0**126
 
 
 def _one_total(zero, *fixed):
@@ -94,22 +94,6 @@ class PallasBackend(Backend):
         """Computes the reduction; returns one float32 array (B, I, J) for each of its totals."""
         raise NotImplementedError
 
-    def multiply_add(self, a: jax.Array, b: jax.Array | float, c: jax.Array | float) -> jax.Array:
-        """Computes a b + c inside a kernel."""
-        return a * b + c
-
-    def clip(self, a: jax.Array) -> jax.Array:
-        """Clips to [-1, 1] inside a kernel; NaN stays NaN."""
-        return jnp.clip(a, -1.0, 1.0)
-
-    def hidden_operands(self, query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns what `hidden` takes in place of queries and keys, in their shapes (B, N, K)."""
-        return query, key
-
-    def hidden(self, query: jax.Array, key: jax.Array) -> jax.Array:
-        """Computes tanh(query + key) inside a kernel, from `hidden_operands`."""
-        return jnp.tanh(query + key)
-
     @unless_empty
     def l1(self, x, w, axes):
         def step(totals, _, x_c, w_c):
@@ -137,19 +121,15 @@ class PallasBackend(Backend):
         """Computes sum over c of g[i, c] rule(w[c, j] - x[i, j])."""
 
         def step(totals, held, g_c, w_c):
-            return (self.multiply_add(g_c, self._apply(rule, w_c - held[0]), totals[0]),)
+            return (totals[0] + g_c * _apply(rule, w_c - held[0]),)
 
         (dx,) = self.run_kernel(Reduction([g, w, x], step))
         return dx
 
-    def _apply(self, rule, difference):
-        slope = SIGN_SLOPE if rule.name == "sign" else rule.slope
-        return self.clip(difference if slope == 1 else slope * difference)
-
     @unless_empty
     def l1_pushforward(self, x, w, dx, rule, axes):
         def step(totals, _, x_c, w_c, dx_c):
-            return (self.multiply_add(dx_c, self._apply(rule, w_c - x_c), totals[0]),)
+            return (totals[0] + dx_c * _apply(rule, w_c - x_c),)
 
         operands = [Operand(x, "ic"), Operand(w, "cj" if axes == "kn" else "jc"), Operand(dx, "ic")]
         (dy,) = self.run_kernel(Reduction(operands, step))
@@ -158,9 +138,8 @@ class PallasBackend(Backend):
     @unless_empty
     def additive(self, query, key, v):
         def step(totals, _, query_c, key_c, v_c):
-            return (self.multiply_add(v_c, self.hidden(query_c, key_c), totals[0]),)
+            return (totals[0] + v_c * jnp.tanh(query_c + key_c),)
 
-        query, key = self.hidden_operands(query, key)
         operands = [Operand(query, "ic"), Operand(key, "jc"), Operand(v, "c")]
         (scores,) = self.run_kernel(Reduction(operands, step))
         return scores
@@ -168,17 +147,13 @@ class PallasBackend(Backend):
     @unless_empty
     def additive_pullback(self, query, key, v, g):
         def slope_step(totals, held, g_c, query_c):
-            hidden = self.hidden(query_c, held[0])
-            return (self.multiply_add(g_c, self.multiply_add(-hidden, hidden, 1.0), totals[0]),)
+            hidden = jnp.tanh(query_c + held[0])
+            return (totals[0] + g_c * (1.0 - hidden * hidden),)
 
         def slope_and_value_step(totals, held, g_c, key_c):
-            hidden = self.hidden(held[0], key_c)
-            slope = self.multiply_add(-hidden, hidden, 1.0)
-            return self.multiply_add(g_c, slope, totals[0]), self.multiply_add(
-                g_c, hidden, totals[1]
-            )
+            hidden = jnp.tanh(held[0] + key_c)
+            return totals[0] + g_c * (1.0 - hidden * hidden), totals[1] + g_c * hidden
 
-        query, key = self.hidden_operands(query, key)
         (dk,) = self.run_kernel(
             Reduction([Operand(g, "ci"), Operand(query, "cj"), Operand(key, "ij")], slope_step)
         )
@@ -186,3 +161,8 @@ class PallasBackend(Backend):
         dq, dv = self.run_kernel(Reduction(operands, slope_and_value_step, begin=_two_totals))
         (v,) = upcast(v)
         return dq * v[:, None], dk * v[:, None], dv.sum(1)
+
+
+def _apply(rule, difference):
+    slope = _SIGN_SLOPE if rule.name == "sign" else rule.slope
+    return jnp.clip(difference if slope == 1 else slope * difference, -1.0, 1.0)
