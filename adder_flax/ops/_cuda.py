@@ -114,6 +114,41 @@ FULL_DEVICE_THREADS = 132 * 4 * 2 * 32
 _SHORTEST_PART = 512
 
 
+class Reduction(NamedTuple):
+    """What is reduced.
+
+    Attributes:
+      step: what it adds, a struct of the kernels.
+      axes: of each operand after the batch.
+      columns: of the result; operands may have some more.
+      totals: how many sums it adds to.
+      at_once: how many terms it adds together.
+    """
+
+    step: str
+    axes: tuple[str, ...]
+    columns: int
+    totals: int
+    at_once: int
+
+    def sizes(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
+        """Returns the length of each axis, from the shapes of the operands.
+
+        Of these, some may have fewer members of the batch: they serve all, over and over.
+        """
+        size = {
+            name: length
+            for axes, shape in zip(self.axes, shapes, strict=True)
+            for name, length in zip(axes, shape[1:], strict=True)
+        }
+        return size | {"b": max(shape[0] for shape in shapes), "j": self.columns}
+
+    def shape(self, arrays: Sequence) -> tuple[int, int, int]:
+        """Returns the shape of each result."""
+        size = self.sizes([array.shape for array in arrays])
+        return size["b"], size["i"], size["j"]
+
+
 class Kernel(NamedTuple):
     """A reduction on operands of one shape.
 
@@ -180,7 +215,7 @@ class CudaBackend(Backend):
         if parts > 1:
             # Few outputs, of long sums: parts of the sums are computed side by side, and
             # added in order.
-            g, w = _cut(g, parts), _cut(w, parts)
+            g, w = _cut(g, parts, "constant"), _cut(w, parts, "edge")
         c = 1 + w.axes.index("c")
         high, low, centre, scale, _ = _range(w.array, c, rule)
         operands = [
@@ -273,10 +308,10 @@ class CudaBackend(Backend):
         arrays, axes = zip(
             *[_columns_contiguous(Operand(upcast(a)[0], axes)) for a, axes in operands], strict=True
         )
-        what = _Reduction(step, axes, columns, totals, at_once)
+        what = Reduction(step, axes, columns, totals, at_once)
         return _reduce_pairs.bind(*arrays, backend=self, what=what)
 
-    def kernel(self, what: "_Reduction", shapes: Sequence[tuple[int, ...]]) -> Kernel:
+    def kernel(self, what: Reduction, shapes: Sequence[tuple[int, ...]]) -> Kernel:
         """Returns the kernel of a reduction of operands of these shapes."""
         size, totals = what.sizes(shapes), what.totals
         held = totals + what.axes.count("ij")
@@ -327,41 +362,6 @@ class CudaBackend(Backend):
 
 _reduce_pairs = Primitive("adder_flax_reduce_pairs")
 _reduce_pairs.multiple_results = True
-
-
-class _Reduction(NamedTuple):
-    """What is reduced.
-
-    Attributes:
-      step: what it adds, a struct of the kernels.
-      axes: of each operand after the batch.
-      columns: of the result; operands may have some more.
-      totals: how many sums it adds to.
-      at_once: how many terms it adds together.
-    """
-
-    step: str
-    axes: tuple[str, ...]
-    columns: int
-    totals: int
-    at_once: int
-
-    def sizes(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
-        """Returns the length of each axis, from the shapes of the operands.
-
-        Of these, some may have fewer members of the batch: they serve all, over and over.
-        """
-        size = {
-            name: length
-            for axes, shape in zip(self.axes, shapes, strict=True)
-            for name, length in zip(axes, shape[1:], strict=True)
-        }
-        return size | {"b": max(shape[0] for shape in shapes), "j": self.columns}
-
-    def shape(self, arrays: Sequence) -> tuple[int, int, int]:
-        """Returns the shape of each result."""
-        size = self.sizes([array.shape for array in arrays])
-        return size["b"], size["i"], size["j"]
 
 
 def _abstract_eval(*arrays, backend, what):
@@ -480,16 +480,17 @@ def _parts(size: dict[str, int]) -> int:
     return max(1, min(wanted, size["c"] // _SHORTEST_PART))
 
 
-def _cut(operand: Operand, parts: int) -> Operand:
+def _cut(operand: Operand, parts: int, filling: str) -> Operand:
     """Returns an operand with its sums cut into parts, each of which has the whole batch.
 
-    Zeros fill the last.
+    The last is filled up with zeros (`constant`), or with the last term (`edge`), which does not
+    widen the range of the operand.
     """
     axis, array = 1 + operand.axes.index("c"), operand.array
     length = -(-array.shape[axis] // (parts * _RUN)) * _RUN
     padding = [(0, 0)] * array.ndim
     padding[axis] = (0, length * parts - array.shape[axis])
-    array = jnp.pad(array, padding)
+    array = jnp.pad(array, padding, mode=filling)
     array = array.reshape(*array.shape[:axis], parts, length, *array.shape[axis + 1 :])
     array = jnp.moveaxis(array, axis, 0)
     return Operand(array.reshape(-1, *array.shape[2:]), operand.axes)
