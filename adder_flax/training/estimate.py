@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from adder_flax import ops
-from adder_flax.training import hlo, sharding
+from adder_flax.training import gpu_topology, hlo, sharding
 from adder_flax.training.setup import Run, abstract_batch, trace
 from adder_flax.training.topology import GIB, memory_bytes
 
@@ -74,7 +74,7 @@ def estimate(run: Run) -> Estimate:
     state["batch"] = sum(map(_bytes_per_device, abstract_batch(run).values()))
     start, capacity = time.perf_counter(), memory_bytes(device)
     try:
-        compiled = lower(run).compile()
+        compiled = lower(run).compile(compiler_options=gpu_topology.compiler_options(device))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

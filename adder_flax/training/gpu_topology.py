@@ -114,6 +114,21 @@ def usable_bytes(device: jax.Device) -> int | None:
     )
 
 
+def compiler_options(device: jax.Device) -> dict[str, bool]:
+    """Returns what XLA has to be told to compile for a device that is not there.
+
+    For a GPU, that matrix products are the library's. XLA's own have tiles that it finds by trial;
+    without a GPU to try them on it takes the first ones, which some shapes do not allow.
+
+    Example:
+      >>> compiler_options(jax.devices("cpu")[0])
+      {}
+    """
+    if device.platform != "gpu" or device in jax.devices():
+        return {}
+    return {"xla_gpu_enable_triton_gemm": False}
+
+
 def gpu_devices(name: str) -> list[jax.Device]:
     """Returns GPUs to compile for.
 
