@@ -3,7 +3,8 @@
 They are compiled once, on the machine they run on.
 
 The kernels are built for the processor at hand (`-march=native`), so they are compiled here rather
-than shipped. The library goes to `$XDG_CACHE_HOME/adder_flax` (by default `~/.cache/adder_flax`),
+than shipped. `ADDER_FLAX_CPU` in the environment names another one that this one can stand in for,
+as the compiler calls it: `znver3` gives the code of machines without AVX-512. The library goes to `$XDG_CACHE_HOME/adder_flax` (by default `~/.cache/adder_flax`),
 under a name that changes with anything that could change its content, and is moved into place in
 one step, so processes that start together do not disturb each other. What is damaged there, or
 could be somebody else's, is not loaded but built anew. Where there is no compiler, the backend
@@ -37,7 +38,8 @@ from adder_flax.text import printable
 
 _SOURCE = Path(__file__).with_name("cpu_kernels.cc")
 _COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-DNDEBUG", "-fPIC", "-shared")
+_TARGET_VARIABLE = "ADDER_FLAX_CPU"
+_FLAGS = ("-std=gnu++17", "-O3", "-DNDEBUG", "-fPIC", "-shared")
 _COMPILER_VARIABLES = ("CPATH", "CPLUS_INCLUDE_PATH", "COMPILER_PATH", "LIBRARY_PATH")
 _COMPILE_TIMEOUT_S = 300
 _TRY_TO_LOAD = """
@@ -262,12 +264,16 @@ def _find_compiler() -> str:
     raise RuntimeError(f"found no C++ compiler ({', '.join(_COMPILERS)}) on PATH")
 
 
+def _flags() -> list[str]:
+    return [*_FLAGS, f"-march={os.environ.get(_TARGET_VARIABLE, 'native')}"]
+
+
 def _fingerprint(compiler: str) -> str:
     """Hashes all that the library depends on: all that is compiled, flags, compiler, processor."""
     version = _run([compiler, "--version"], timeout_s=60)
     searched = [os.environ.get(variable, "") for variable in _COMPILER_VARIABLES]
     hashed = hashlib.sha256(
-        "\0".join([*_FLAGS, compiler, version, *searched, own_cache.processor()]).encode()
+        "\0".join([*_flags(), compiler, version, *searched, own_cache.processor()]).encode()
     )
     headers = Path(jax.ffi.include_dir())
     for path in [*sorted(_SOURCE.parent.glob("*.h")), _SOURCE, *sorted(headers.rglob("*.h"))]:
@@ -285,7 +291,7 @@ def _compile(compiler: str) -> bytes:
         path = Path(folder) / "cpu_kernels.so"
         include = f"-I{jax.ffi.include_dir()}"
         _run(
-            [compiler, *_FLAGS, include, str(_SOURCE), "-o", str(path)],
+            [compiler, *_flags(), include, str(_SOURCE), "-o", str(path)],
             timeout_s=_COMPILE_TIMEOUT_S,
         )
         if not path.is_file():

@@ -12,13 +12,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <mutex>
 #include <numeric>
@@ -30,6 +30,8 @@
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
 #include <immintrin.h>
 #define ADDER_FLAX_AVX512 1
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace {
@@ -56,18 +58,21 @@ constexpr bool kManyRegisters = true;
 constexpr bool kManyRegisters = false;
 #endif
 
-// Forward: 6 x 4 sums, 4 vectors of the panel, 1 broadcast scalar, 1 vector of ones.
+// Forward: 6 x 4 sums, 4 vectors of the panel, 1 broadcast scalar, 1 vector of ones, 1 maximum.
 constexpr int kForwardRows = kManyRegisters ? 6 : 5, kForwardVecs = kManyRegisters ? 4 : 2;
-// Gradients: 4 x 2 sums, 4 x 2 vectors of the row operand, 2 of the panel, 1 scalar, limits and intermediate values.
-constexpr int kGradientRows = kManyRegisters ? 4 : 2, kGradientVecs = 2;
+// Gradients: 4 x 2 sums, 4 x 2 vectors of the row operand (which 16 registers leave in memory), 2 of the panel, 1 scalar,
+// limits and intermediate values.
+constexpr int kGradientRows = 4, kGradientVecs = 2;
+// Terms that need more registers, for constants or two results.
+constexpr int kPairRows = kManyRegisters ? 4 : 2;
 
-// Rows are dealt out in whole tiles of either kind.
-constexpr int kRowMultiple = std::lcm(kForwardRows, kGradientRows);
+constexpr int kMostRows = std::max({kForwardRows, kGradientRows, kPairRows});
 
 constexpr int kLanes = kVectorBytes / sizeof(float);
 
 typedef float Vec __attribute__((vector_size(kVectorBytes)));
 typedef int32_t IntVec __attribute__((vector_size(kVectorBytes)));
+typedef uint32_t UnsignedVec __attribute__((vector_size(kVectorBytes)));
 
 inline Vec Load(const float* p) {
   Vec v;
@@ -89,9 +94,8 @@ inline void Opaque(Vec& v) {
 #endif
 }
 
-// AMD's cores add, subtract, compare and clip in two of their four vector units, and multiply-add in the two others. So
-// part of the additions here are written as multiplications by one with an addition, which rounds the same: the units
-// then work side by side, up to twice as fast. Elsewhere both instructions run in the same units, and it costs nothing.
+// Additions can be written as multiplications by one with an addition, which round the same and run in other units of some
+// cores: AMD's add in two of their four vector units and multiply-add in the two others. Units that would wait then work.
 class One {
  public:
   One() { Opaque(one_); }
@@ -108,7 +112,20 @@ class One {
   Vec one_ = Broadcast(1.0f);  // in a register: the compiler would drop a factor that it knows
 };
 
+// Additions as they are, where those units have other work.
+struct Plain {
+  Vec Plus(Vec a, Vec b) const { return a + b; }
+};
+
 inline Vec Abs(Vec v) { return (Vec)((IntVec)v & 0x7fffffff); }
+
+// The larger one; either may come back where one is NaN.
+inline Vec Max(Vec a, Vec b) {
+#if defined(__aarch64__)
+  return (Vec)vmaxq_f32((float32x4_t)a, (float32x4_t)b);
+#endif
+  return a > b ? a : b;
+}
 
 // Clips to [-limit, limit]. In this order of operands a NaN falls through.
 inline Vec Clip(Vec v, Vec limit) {
@@ -117,6 +134,14 @@ inline Vec Clip(Vec v, Vec limit) {
 #endif
   const Vec below = limit < v ? limit : v;
   return -limit > below ? -limit : below;
+}
+
+// The same for a v that is not NaN: floats are ordered as signed integers where either is positive, and negative ones in
+// reverse as unsigned integers. Unlike minima of floats these run in any vector unit of an AMD core.
+inline Vec ClipNumber(Vec v, Vec limit) {
+  const IntVec upper = (IntVec)limit, bits = (IntVec)v, below = bits < upper ? bits : upper;
+  const UnsignedVec lower = (UnsignedVec)-limit, magnitude = (UnsignedVec)below;
+  return (Vec)(magnitude < lower ? magnitude : lower);
 }
 
 inline bool AnyNonZero(IntVec mask) {
@@ -253,9 +278,10 @@ constexpr int64_t kFewestRows = 96;
 // Longest piece of the contracted axis that is packed at once.
 constexpr int64_t kPieceDepth = 1536;
 
-// The outputs of a kernel: `batch` matrices of rows x panels, each panel `width` columns of `cols`.
+// The outputs of a kernel: `batch` matrices of rows x panels, each panel `width` columns of `cols`. Rows are dealt out in
+// whole tiles of `tile_rows`.
 struct Grid {
-  int64_t batch, rows, cols, depth, width;
+  int64_t batch, rows, cols, depth, tile_rows, width;
 
   int64_t panels() const { return (cols + width - 1) / width; }
 };
@@ -292,7 +318,7 @@ class Scratch {
   float* TakePanel(const Grid& grid) { return Take(std::min(grid.depth, kPieceDepth) * grid.width); }
 
   float* TakeRows(const Grid& grid, const Block& block) {
-    return Take(std::min(grid.depth, kPieceDepth) * (block.rows + kRowMultiple));
+    return Take(std::min(grid.depth, kPieceDepth) * (block.rows + kMostRows));
   }
 
  private:
@@ -347,7 +373,7 @@ void ForEachBlock(ffi::ThreadPool& pool, const Grid& grid, int64_t fewest_rows,
 
   const int64_t most_chunks = std::max<int64_t>(grid.rows / fewest_rows, 1);
   const int64_t wanted_chunks = std::clamp<int64_t>(divide(wanted, grid.batch), 1, most_chunks);
-  const int64_t chunk_rows = divide(divide(grid.rows, wanted_chunks), kRowMultiple) * kRowMultiple;
+  const int64_t chunk_rows = divide(divide(grid.rows, wanted_chunks), grid.tile_rows) * grid.tile_rows;
   const int64_t chunks = divide(grid.rows, chunk_rows);
   const int64_t wanted_groups = std::clamp<int64_t>(divide(wanted, grid.batch * chunks), 1, grid.panels());
   const int64_t group_panels = divide(grid.panels(), wanted_groups), groups = divide(grid.panels(), group_panels);
@@ -529,6 +555,11 @@ inline void StoreTile(const Matrix& result, int64_t row, int64_t rows, int64_t c
 template <int kRows, int kVecs>
 using Tile = Vec[kRows][kVecs];
 
+// Whether vectors of the panel keep their registers, where a tile's other operands need more than are left. Else the compiler
+// may load a vector again for every row, and a core loads no more than two in a cycle.
+template <class Term>
+constexpr bool kColumnsStay = false;
+
 // total[r][v] = sum over depth of term(r, v, scalars of row r, vector v of the panel), for scalars from several operands.
 template <int kRows, int kVecs, class Term, class... Operands>
 inline void SumTile(const Term& term, int64_t row, const float* panel, int64_t depth, Tile<kRows, kVecs>& total,
@@ -544,7 +575,10 @@ inline void SumTile(const Term& term, int64_t row, const float* panel, int64_t d
   int64_t offsets[kOperands] = {};
   for (int64_t d = 0; d < depth; ++d) {
     Vec columns[kVecs];
-    for (int v = 0; v < kVecs; ++v) columns[v] = Load(panel + (d * kVecs + v) * kLanes);
+    for (int v = 0; v < kVecs; ++v) {
+      columns[v] = Load(panel + (d * kVecs + v) * kLanes);
+      if constexpr (kColumnsStay<Term>) Opaque(columns[v]);
+    }
     for (int r = 0; r < kRows; ++r) {
       Vec scalars[kOperands];
       for (int i = 0; i < kOperands; ++i) scalars[i] = Broadcast(rows[i][r][offsets[i]]);
@@ -554,25 +588,66 @@ inline void SumTile(const Term& term, int64_t row, const float* panel, int64_t d
   }
 }
 
+// Adds up terms whose operands stay in registers, `iterations` for each lane of kRows x kVecs vectors, and returns how many.
+// Not inlined: where a caller is run once, the compiler would keep the sums in memory.
+template <int kRows, int kVecs, class Term>
+__attribute__((noinline)) int64_t SumInRegisters(const Term& term, int64_t iterations) {
+  Tile<kRows, kVecs> total{};
+  Vec x{}, w[kVecs] = {};
+  for (int64_t i = 0; i < iterations; ++i) {
+    for (auto& row : total) {
+      Opaque(x);
+      for (Vec& column : w) Opaque(column);
+      for (int v = 0; v < kVecs; ++v) term.AddTo(row[v], 0, v, &x, w[v]);
+    }
+  }
+  for (auto& row : total) {
+    for (Vec& sum : row) Opaque(sum);
+  }
+  return iterations * kRows * kVecs * kLanes;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward: y = -sum |x - w|
 // ---------------------------------------------------------------------------------------------------------------------
 
-// sum |x - w| = 2 sum max(x, w) - sum x - sum w: two instructions a term in place of three, one for either pair of units
-// of an AMD core (see One). The subtraction cancels when distances are small beside the norms, and knows nothing of
+// sum |x - w| = 2 sum max(x, w) - sum x - sum w: two instructions a term in place of three. The subtraction cancels when distances are small beside the norms, and knows nothing of
 // infinities, so an element keeps this form only if its distance is finite and at least kTrust of sum |x| + sum |w|;
 // others are summed again as plain differences. For independent normal x and w the ratio is 0.7, so that is rare.
 constexpr float kTrust = 0.125f;
 // With few terms the ratio often falls below kTrust by chance, and with few columns the norms cost more than is saved.
 constexpr int64_t kFewestTermsForMax = 16, kFewestColumnsForMax = 2 * kLanes;
 
-constexpr float kLargest = std::numeric_limits<float>::max();
+constexpr uint32_t kLargestBits = 0x7f7fffff;  // of the largest number
 
+// `Adder` is One or Plain.
+template <class Adder>
 struct MaxTerm {
-  One one;
+  Adder adder;
 
-  void AddTo(Vec& total, int, int, const Vec* x, Vec w) const { total = one.Plus(total, x[0] > w ? x[0] : w); }
+  void AddTo(Vec& total, int, int, const Vec* x, Vec w) const { total = adder.Plus(total, Max(x[0], w)); }
 };
+
+// Whether sums of maxima are faster with multiply-adds than with additions, on this core: AMD's take maxima in the units that
+// multiply up to Zen 3 and in those that add from Zen 4 on, and no feature tells. So both are tried once, for some
+// hundred microseconds.
+bool MaximaLeaveMultiplyAdds() {
+  static const bool faster = [] {
+    using Clock = std::chrono::steady_clock;
+    auto shorten = [](Clock::duration& shortest, const auto& term) {
+      const auto start = Clock::now();
+      SumInRegisters<5, 2>(term, /*iterations=*/1000);
+      shortest = std::min(shortest, Clock::now() - start);
+    };
+    Clock::duration multiply_adds = Clock::duration::max(), additions = Clock::duration::max();
+    for (int run = 0; run < 20; ++run) {
+      shorten(multiply_adds, MaxTerm<One>());
+      shorten(additions, MaxTerm<Plain>());
+    }
+    return multiply_adds < additions;
+  }();
+  return faster;
+}
 
 struct DistanceTerm {
   One one;
@@ -580,14 +655,14 @@ struct DistanceTerm {
   void AddTo(Vec& total, int, int, const Vec* x, Vec w) const { total = one.Plus(total, Abs(x[0] - w)); }
 };
 
-// What the max form needs of a row or column: the sum of its values, and kTrust times that of their magnitudes.
+// What the max form needs of a row or column: the sum of its values, and minus kTrust times that of their magnitudes.
 template <class T>
 struct Norms {
-  T sum{}, threshold{};
+  T sum{}, minus_threshold{};
 
   void Add(T value, T abs) {
     sum += value;
-    threshold += kTrust * abs;
+    minus_threshold -= kTrust * abs;
   }
 };
 
@@ -597,7 +672,7 @@ inline Norms<float> RowNorms(const float* row, int64_t depth_stride, int64_t dep
   if (depth_stride == 1) {
     for (; d + kLanes <= depth; d += kLanes) lanes.Add(Load(row + d), Abs(Load(row + d)));
   }
-  Norms<float> total{Sum(lanes.sum), Sum(lanes.threshold)};
+  Norms<float> total{Sum(lanes.sum), Sum(lanes.minus_threshold)};
   for (; d < depth; ++d) total.Add(row[d * depth_stride], std::fabs(row[d * depth_stride]));
   return total;
 }
@@ -624,28 +699,31 @@ __attribute__((noinline)) void SumByDistance(const RowOperand& x, int64_t row, c
 template <int kRows, int kVecs>
 inline void SumByMax(const RowOperand& x, const Norms<float>* row_norms, const Norms<Vec> (&column_norms)[kVecs],
                      int64_t row, const float* panel, int64_t depth, Tile<kRows, kVecs>& y) {
-  // By how much the distance -y falls short of its threshold.
-  auto shortfall = [&](int r, int v) { return y[r][v] + (row_norms[r].threshold + column_norms[v].threshold); };
+  // The bits of what the distance -y has above its threshold: as an unsigned integer more than those of the largest number
+  // where that is negative, infinite or NaN.
+  auto surplus = [&](int r, int v) {
+    return (UnsignedVec)((row_norms[r].minus_threshold + column_norms[v].minus_threshold) - y[r][v]);
+  };
 
-  SumTile(MaxTerm(), row, panel, depth, y, x);
-  Vec worst = Broadcast(-kLargest), poison{};
+  if (MaximaLeaveMultiplyAdds()) {
+    SumTile(MaxTerm<One>(), row, panel, depth, y, x);
+  } else {
+    SumTile(MaxTerm<Plain>(), row, panel, depth, y, x);
+  }
+  UnsignedVec worst{};
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVecs; ++v) {
       y[r][v] = (row_norms[r].sum + column_norms[v].sum) - 2 * y[r][v];
-      const Vec missing = shortfall(r, v);
-      worst = missing > worst ? missing : worst;
-      poison += y[r][v] * 0.0f;  // NaN from NaN and from infinities
+      const UnsignedVec bits = surplus(r, v);
+      worst = bits > worst ? bits : worst;
     }
   }
-  if (!AnyNonZero((worst > 0) | (poison != 0))) return;
+  if (!AnyNonZero(worst > kLargestBits)) return;
 
   Tile<kRows, kVecs> exact;
   SumByDistance(x, row, panel, depth, exact);
   for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVecs; ++v) {
-      const IntVec trusted = (shortfall(r, v) <= 0) & (y[r][v] * 0.0f == 0);
-      y[r][v] = trusted ? y[r][v] : exact[r][v];
-    }
+    for (int v = 0; v < kVecs; ++v) y[r][v] = surplus(r, v) <= kLargestBits ? y[r][v] : exact[r][v];
   }
 }
 
@@ -653,7 +731,7 @@ inline void SumByMax(const RowOperand& x, const Norms<float>* row_norms, const N
 ffi::Error L1Forward(ffi::ThreadPool pool, ffi::AnyBuffer x_buffer, ffi::AnyBuffer w_buffer,
                      ffi::Result<ffi::AnyBuffer> y_buffer, bool w_is_nk) {
   const Batch x(x_buffer), w(w_buffer, w_is_nk), y(*y_buffer);
-  const Grid grid{y.count(), y.rows(), y.cols(), x.cols(), kForwardVecs * kLanes};
+  const Grid grid{y.count(), y.rows(), y.cols(), x.cols(), kForwardRows, kForwardVecs * kLanes};
   const bool by_max = grid.depth >= kFewestTermsForMax && grid.cols > kFewestColumnsForMax;
   ForEachBlock(pool, grid, kFewestRows, [&](const Block& block) {
     Scratch scratch;
@@ -722,6 +800,7 @@ struct Hardtanh {
     // Of d and the limit, the one of smaller magnitude, with the sign of d.
     if constexpr (kFinite) return (Vec)_mm512_range_ps((__m512)d, (__m512)limit, 0b0010);
 #endif
+    if constexpr (kFinite) return ClipNumber(d, limit);
     return Clip(d, limit);
   }
 };
@@ -761,11 +840,22 @@ struct PullbackTerm {
   const Tile<kRows, kVecs>& own;
   One one;
 
-  // Every second difference as a multiply-add: with the rule and the sum, three instructions for either pair of units.
   void AddTo(Vec& total, int r, int v, const Vec* g, Vec other) const {
-    total += g[0] * rule(v % 2 == 0 ? other - own[r][v] : one.Minus(other, own[r][v]));
+    total += g[0] * rule(Difference(other, own[r][v], v));
+  }
+
+  // On AVX-512 every second one as a multiply-add: with the rule and the sum, three instructions for either pair of units.
+  // The two instructions of ClipNumber run in any.
+  Vec Difference(Vec other, Vec own, int v) const {
+#ifdef ADDER_FLAX_AVX512
+    if (v % 2 == 1) return one.Minus(other, own);
+#endif
+    return other - own;
   }
 };
+
+template <class Rule, int kRows, int kVecs>
+constexpr bool kColumnsStay<PullbackTerm<Rule, kRows, kVecs>> = !kManyRegisters;
 
 template <class Rule>
 struct PushforwardTerm {
@@ -789,7 +879,7 @@ ffi::Error L1Pullback(ffi::ThreadPool pool, ffi::AnyBuffer own_buffer, ffi::AnyB
                       bool other_transposed, bool g_transposed, float slope) {
   const Batch own(own_buffer, own_transposed), other(other_buffer, other_transposed), g(g_buffer, g_transposed);
   const Batch d_own(*d_own_buffer, own_transposed);
-  const Grid grid{d_own.count(), d_own.rows(), d_own.cols(), g.cols(), kGradientVecs * kLanes};
+  const Grid grid{d_own.count(), d_own.rows(), d_own.cols(), g.cols(), kGradientRows, kGradientVecs * kLanes};
   ForEachBlock(pool, grid, kFewestRows, [&](const Block& block) {
     Scratch scratch;
     float* panel = scratch.TakePanel(grid);
@@ -830,7 +920,7 @@ ffi::Error FullPullback(ffi::ThreadPool pool, ffi::AnyBuffer own_buffer, ffi::An
                         bool other_transposed, bool g_transposed) {
   const Batch own(own_buffer, own_transposed), other(other_buffer, other_transposed), g(g_buffer, g_transposed);
   const Batch d_own(*d_own_buffer, own_transposed);
-  const Grid grid{d_own.count(), d_own.rows(), d_own.cols(), g.cols(), kForwardVecs * kLanes};
+  const Grid grid{d_own.count(), d_own.rows(), d_own.cols(), g.cols(), kForwardRows, kForwardVecs * kLanes};
   ForEachBlock(pool, grid, kFewestRows, [&](const Block& block) {
     Scratch scratch;
     float* panel = scratch.TakePanel(grid);
@@ -866,7 +956,7 @@ ffi::Error FullPullback(ffi::ThreadPool pool, ffi::AnyBuffer own_buffer, ffi::An
 ffi::Error L1Pushforward(ffi::ThreadPool pool, ffi::AnyBuffer x_buffer, ffi::AnyBuffer w_buffer,
                          ffi::AnyBuffer dx_buffer, ffi::Result<ffi::AnyBuffer> dy_buffer, bool w_is_nk, float slope) {
   const Batch x(x_buffer), w(w_buffer, w_is_nk), dx(dx_buffer), dy(*dy_buffer);
-  const Grid grid{dy.count(), dy.rows(), dy.cols(), x.cols(), kGradientVecs * kLanes};
+  const Grid grid{dy.count(), dy.rows(), dy.cols(), x.cols(), kGradientRows, kGradientVecs * kLanes};
   ForEachBlock(pool, grid, kFewestRows, [&](const Block& block) {
     Scratch scratch;
     float* panel = scratch.TakePanel(grid);
@@ -927,8 +1017,8 @@ struct AdditiveTerm {
 ffi::Error AdditiveForward(ffi::ThreadPool pool, ffi::AnyBuffer query_buffer, ffi::AnyBuffer key_buffer,
                            ffi::AnyBuffer v_buffer, ffi::Result<ffi::AnyBuffer> s_buffer) {
   const Batch query(query_buffer), key(key_buffer, /*transposed=*/true), v(v_buffer), s(*s_buffer);
-  const Grid grid{s.count(), s.rows(), s.cols(), query.cols(), kGradientVecs * kLanes};
-  ForEachBlock(pool, grid, /*fewest_rows=*/kRowMultiple, [&](const Block& block) {
+  const Grid grid{s.count(), s.rows(), s.cols(), query.cols(), kPairRows, kGradientVecs * kLanes};
+  ForEachBlock(pool, grid, /*fewest_rows=*/kPairRows, [&](const Block& block) {
     Scratch scratch;
     float* panel = scratch.TakePanel(grid);
     float *query_buffer = scratch.TakeRows(grid, block), *v_buffer = scratch.Take(grid.depth);
@@ -936,12 +1026,12 @@ ffi::Error AdditiveForward(ffi::ThreadPool pool, ffi::AnyBuffer query_buffer, ff
     const Matrix result = at(s).From(block.row, 0), columns = at(key);
     ForEachPiece(grid.depth, [&](int64_t begin, int64_t depth) {
       const RowOperand queries =
-          PrepareRows<kGradientRows>(at(query).From(block.row, begin), block.rows, depth, query_buffer);
+          PrepareRows<kPairRows>(at(query).From(block.row, begin), block.rows, depth, query_buffer);
       RowOperand weights = PrepareRows<1>(at(v).From(0, begin), 1, depth, v_buffer);
       weights.tile_stride = weights.row_stride = 0;  // one row serves all
       ForEachPanel<kGradientVecs>(block, grid, columns, begin, depth, panel, [&](auto vecs, int64_t col, int64_t cols) {
-        for (int64_t row = 0; row < block.rows; row += kGradientRows) {
-          Tile<kGradientRows, decltype(vecs)::value> total;
+        for (int64_t row = 0; row < block.rows; row += kPairRows) {
+          Tile<kPairRows, decltype(vecs)::value> total;
           SumTile(AdditiveTerm(), row, panel, depth, total, queries, weights);
           StoreTile(result.From(0, col), row, block.rows, cols, begin > 0, total);
         }
@@ -1008,7 +1098,7 @@ struct JointGradients {
   void Run(ffi::ThreadPool& pool, WithTerm&& with_term, Factor&& factor, StoreDv&& store_d_v) const {
     // Without any row the gradient of the keys is zero, but it must still be written.
     const int64_t rows = query.rows(), all_rows = std::max<int64_t>(rows, 1);
-    const Grid grid{g.count(), all_rows, query.cols(), key.rows(), kGradientVecs * kLanes};
+    const Grid grid{g.count(), all_rows, query.cols(), key.rows(), kPairRows, kGradientVecs * kLanes};
     ForEachBlock(pool, grid, /*fewest_rows=*/all_rows, [&](const Block& block) {
       Scratch scratch;
       float* panel = scratch.Take(grid.depth * grid.width);
@@ -1023,11 +1113,11 @@ struct JointGradients {
         std::fill_n(d_panel, grid.depth * kWidth, 0.0f);
         Vec factors[kVecs], d_v[kVecs] = {};
         factor(block.batch, col, cols, factors);
-        for (int64_t row = 0; row < rows; row += kGradientRows) {
-          Tile<kGradientRows, kVecs> tile, d_tile;
-          const float* g_rows[kGradientRows];
+        for (int64_t row = 0; row < rows; row += kPairRows) {
+          Tile<kPairRows, kVecs> tile, d_tile;
+          const float* g_rows[kPairRows];
           LoadTile(queries.From(0, col), row, rows, cols, tile);
-          for (int r = 0; r < kGradientRows; ++r) g_rows[r] = row + r < rows ? weights.Row(row + r) : no_weights;
+          for (int r = 0; r < kPairRows; ++r) g_rows[r] = row + r < rows ? weights.Row(row + r) : no_weights;
           with_term(panel_is_finite && AllFinite(tile), [&](const auto& term) {
             JointTile(term, g_rows, panel, d_panel, grid.depth, tile, d_tile, d_v);
           });
@@ -1084,51 +1174,48 @@ ffi::Error AdditivePullback(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::Any
 // The bound that benchmarks compare with: the instructions of a term and nothing else
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Eight sums are as many as hide the latency of an addition.
-constexpr int kBoundRows = 2, kBoundVecs = 4;
-
-// Adds up terms whose operands stay in registers, `iterations` for each lane of kBoundRows x kBoundVecs vectors.
-template <class Term>
-float SumInRegisters(const Term& term, int64_t iterations) {
-  Tile<kBoundRows, kBoundVecs> total{};
-  Vec x[kBoundRows] = {}, w[kBoundVecs] = {}, sum{};
-  for (Vec& scalar : x) Opaque(scalar);
-  for (int64_t i = 0; i < iterations; ++i) {
-    for (Vec& column : w) Opaque(column);
-    for (int r = 0; r < kBoundRows; ++r) {
-      for (int v = 0; v < kBoundVecs; ++v) term.AddTo(total[r][v], r, v, &x[r], w[v]);
-    }
-  }
-  for (const auto& row : total) {
-    for (Vec element : row) sum += element;
-  }
-  return Sum(sum);
+// Runs one of several loops over these terms, which differ in how many sums there are to hide the latency of an addition
+// and in the term. Returns how many terms it added up; none if there is no such loop. The fastest one is the bound.
+template <class... Terms>
+int64_t RunInRegisters(int64_t loop, int64_t iterations, const Terms&... terms) {
+  int64_t count = 0;
+  auto run = [&](auto rows, const auto& term) {
+    if (loop-- == 0) count = SumInRegisters<decltype(rows)::value, 2>(term, iterations);
+  };
+  auto run_each = [&](const auto& term) {
+    run(std::integral_constant<int, 2>(), term);
+    run(std::integral_constant<int, 4>(), term);
+    run(std::integral_constant<int, 5>(), term);
+    run(std::integral_constant<int, 6>(), term);
+  };
+  (run_each(terms), ...);
+  return count;
 }
 
 }  // namespace
 
 extern "C" {
 
-extern const int64_t AdderFlaxBoundTerms = kBoundRows * kBoundVecs * kLanes;  // in an iteration
-
-float AdderFlaxBoundMultiplyAdd(int64_t iterations) { return SumInRegisters(MultiplyAddTerm(), iterations); }
-
-float AdderFlaxBoundForward(int64_t iterations) { return SumInRegisters(MaxTerm(), iterations); }
-
-float AdderFlaxBoundHardtanh(int64_t iterations) {
-  Tile<kBoundRows, kBoundVecs> own{};
-  for (auto& row : own) {
-    for (Vec& element : row) Opaque(element);
-  }
-  const Hardtanh<true> rule{1};
-  return SumInRegisters(PullbackTerm<Hardtanh<true>, kBoundRows, kBoundVecs>{rule, own}, iterations);
+int64_t AdderFlaxBoundMultiplyAdd(int64_t loop, int64_t iterations) {
+  return RunInRegisters(loop, iterations, MultiplyAddTerm());
 }
 
-float AdderFlaxBoundAdditive(int64_t iterations) {
+int64_t AdderFlaxBoundForward(int64_t loop, int64_t iterations) {
+  return RunInRegisters(loop, iterations, MaxTerm<One>(), MaxTerm<Plain>());
+}
+
+int64_t AdderFlaxBoundHardtanh(int64_t loop, int64_t iterations) {
+  Tile<1, 2> own{};
+  for (Vec& element : own[0]) Opaque(element);
+  const Hardtanh<true> rule{1};
+  return RunInRegisters(loop, iterations, PullbackTerm<Hardtanh<true>, 1, 2>{rule, own});
+}
+
+int64_t AdderFlaxBoundAdditive(int64_t loop, int64_t iterations) {
   struct Term {
     void AddTo(Vec& total, int, int, const Vec* x, Vec w) const { total += Tanh(x[0] + w); }
   };
-  return SumInRegisters(Term(), iterations);
+  return RunInRegisters(loop, iterations, Term());
 }
 
 }  // extern "C"
