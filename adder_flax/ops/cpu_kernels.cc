@@ -655,14 +655,14 @@ struct DistanceTerm {
   void AddTo(Vec& total, int, int, const Vec* x, Vec w) const { total = one.Plus(total, Abs(x[0] - w)); }
 };
 
-// What the max form needs of a row or column: the sum of its values, and minus kTrust times that of their magnitudes.
+// What the max form needs of a row or column: the sum of its values, and that of their magnitudes.
 template <class T>
 struct Norms {
-  T sum{}, minus_threshold{};
+  T sum{}, magnitude{};
 
   void Add(T value, T abs) {
     sum += value;
-    minus_threshold -= kTrust * abs;
+    magnitude += abs;
   }
 };
 
@@ -672,7 +672,7 @@ inline Norms<float> RowNorms(const float* row, int64_t depth_stride, int64_t dep
   if (depth_stride == 1) {
     for (; d + kLanes <= depth; d += kLanes) lanes.Add(Load(row + d), Abs(Load(row + d)));
   }
-  Norms<float> total{Sum(lanes.sum), Sum(lanes.minus_threshold)};
+  Norms<float> total{Sum(lanes.sum), Sum(lanes.magnitude)};
   for (; d < depth; ++d) total.Add(row[d * depth_stride], std::fabs(row[d * depth_stride]));
   return total;
 }
@@ -702,7 +702,7 @@ inline void SumByMax(const RowOperand& x, const Norms<float>* row_norms, const N
   // The bits of what the distance -y has above its threshold: as an unsigned integer more than those of the largest number
   // where that is negative, infinite or NaN.
   auto surplus = [&](int r, int v) {
-    return (UnsignedVec)((row_norms[r].minus_threshold + column_norms[v].minus_threshold) - y[r][v]);
+    return (UnsignedVec)(-y[r][v] - kTrust * (row_norms[r].magnitude + column_norms[v].magnitude));
   };
 
   if (MaximaLeaveMultiplyAdds()) {
