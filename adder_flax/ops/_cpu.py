@@ -4,11 +4,12 @@ They are compiled once, on the machine they run on.
 
 The kernels are built for the processor at hand (`-march=native`), so they are compiled here rather
 than shipped. `ADDER_FLAX_CPU` in the environment names another one that this one can stand in for,
-as the compiler calls it: `znver3` gives the code of machines without AVX-512. The library goes to `$XDG_CACHE_HOME/adder_flax` (by default `~/.cache/adder_flax`),
-under a name that changes with anything that could change its content, and is moved into place in
-one step, so processes that start together do not disturb each other. What is damaged there, or
-could be somebody else's, is not loaded but built anew. Where there is no compiler, the backend
-reports itself unavailable and the XLA backend takes over.
+as the compiler calls it: `znver3` gives the code of a machine without AVX-512. The library goes to
+`$XDG_CACHE_HOME/adder_flax` (by default `~/.cache/adder_flax`), under a name that changes with
+anything that could change its content, and is moved into place in one step, so processes that start
+together do not disturb each other. What is damaged there, or could be somebody else's, is not
+loaded but built anew. Where there is no compiler, the backend reports itself unavailable and the
+XLA backend takes over.
 """
 
 import contextlib
@@ -195,7 +196,7 @@ def load_library() -> ctypes.CDLL:
       RuntimeError: there is no compiler, or it fails, or what it makes cannot be loaded.
       OSError: its files cannot be written.
     """
-    library = _cached_or_compiled(_find_compiler())
+    library = _cached_or_compiled(find_compiler())
     for kernel, symbol in KERNELS.items():
         target = CpuBackend._target_prefix + kernel
         jax.ffi.register_ffi_target(
@@ -257,29 +258,46 @@ def _load_from_memory(content: bytes) -> ctypes.CDLL | None:
         return library
 
 
-def _find_compiler() -> str:
+def find_compiler() -> str:
+    """Returns the path of the compiler that builds the kernels.
+
+    Raises:
+      RuntimeError: there is none.
+    """
     for name in _COMPILERS:
         if path := shutil.which(name):
             return path
     raise RuntimeError(f"found no C++ compiler ({', '.join(_COMPILERS)}) on PATH")
 
 
-def _flags() -> list[str]:
-    return [*_FLAGS, f"-march={os.environ.get(_TARGET_VARIABLE, 'native')}"]
+def _target() -> str:
+    return os.environ.get(_TARGET_VARIABLE, "native")
 
 
 def _fingerprint(compiler: str) -> str:
     """Hashes all that the library depends on: all that is compiled, flags, compiler, processor."""
     version = _run([compiler, "--version"], timeout_s=60)
     searched = [os.environ.get(variable, "") for variable in _COMPILER_VARIABLES]
-    hashed = hashlib.sha256(
-        "\0".join([*_flags(), compiler, version, *searched, own_cache.processor()]).encode()
-    )
+    facts = [*_FLAGS, _target(), compiler, version, *searched, own_cache.processor()]
+    hashed = hashlib.sha256("\0".join(facts).encode())
     headers = Path(jax.ffi.include_dir())
     for path in [*sorted(_SOURCE.parent.glob("*.h")), _SOURCE, *sorted(headers.rglob("*.h"))]:
         content = path.read_bytes()
         hashed.update(f"\0{path.name}\0{len(content)}\0".encode() + content)
     return hashed.hexdigest()[:32]
+
+
+def run_compiler(compiler: str, target: str, path: Path) -> None:
+    """Writes the kernels for a processor, as the compiler calls it, to a library.
+
+    Raises:
+      RuntimeError: the compiler fails.
+    """
+    include = f"-I{jax.ffi.include_dir()}"
+    _run(
+        [compiler, *_FLAGS, f"-march={target}", include, str(_SOURCE), "-o", str(path)],
+        timeout_s=_COMPILE_TIMEOUT_S,
+    )
 
 
 def _compile(compiler: str) -> bytes:
@@ -289,11 +307,7 @@ def _compile(compiler: str) -> bytes:
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cpu_kernels.so"
-        include = f"-I{jax.ffi.include_dir()}"
-        _run(
-            [compiler, *_flags(), include, str(_SOURCE), "-o", str(path)],
-            timeout_s=_COMPILE_TIMEOUT_S,
-        )
+        run_compiler(compiler, _target(), path)
         if not path.is_file():
             raise RuntimeError(f"expected a library from {compiler}, got none")
         _run([sys.executable, "-I", "-c", _TRY_TO_LOAD, str(path), *KERNELS.values()], timeout_s=60)

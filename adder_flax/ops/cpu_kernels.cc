@@ -570,8 +570,8 @@ inline void SumTile(const Term& term, int64_t row, const float* panel, int64_t d
   for (int r = 0; r < kRows; ++r) {
     int i = 0;
     ((rows[i++][r] = operands.Row(row, r)), ...);
-    for (int v = 0; v < kVecs; ++v) total[r][v] = Vec{};
   }
+  Tile<kRows, kVecs> sums{};  // a variable of its own, so that every compiler keeps it in registers
   int64_t offsets[kOperands] = {};
   for (int64_t d = 0; d < depth; ++d) {
     Vec columns[kVecs];
@@ -582,10 +582,11 @@ inline void SumTile(const Term& term, int64_t row, const float* panel, int64_t d
     for (int r = 0; r < kRows; ++r) {
       Vec scalars[kOperands];
       for (int i = 0; i < kOperands; ++i) scalars[i] = Broadcast(rows[i][r][offsets[i]]);
-      for (int v = 0; v < kVecs; ++v) term.AddTo(total[r][v], r, v, scalars, columns[v]);
+      for (int v = 0; v < kVecs; ++v) term.AddTo(sums[r][v], r, v, scalars, columns[v]);
     }
     for (int i = 0; i < kOperands; ++i) offsets[i] += strides[i];
   }
+  std::memcpy(total, sums, sizeof sums);
 }
 
 // Adds up terms whose operands stay in registers, `iterations` for each lane of kRows x kVecs vectors, and returns how many.

@@ -27,7 +27,7 @@ _KEPT = "nothing there is needed: the kernels are compiled anew, or XLA computes
 
 @functools.cache
 def _kernels() -> bytes:
-    return _cpu._compile(_cpu._find_compiler())
+    return _cpu._compile(_cpu.find_compiler())
 
 
 def _compiler(folder: Path, does: str) -> None:

@@ -4,7 +4,9 @@ times."""
 import jax.numpy as jnp
 import pytest
 
+from adder_flax.ops import _cpu
 from benchmarks import ops, ops_device
+from benchmarks.timing import Timings
 
 
 def test_a_product_on_a_device():
@@ -51,3 +53,28 @@ def test_gradients_of_the_first_arguments():
     both = ops.with_gradients(lambda x, y: x * y, 1)
     y, gradients = both(jnp.float32(2.0), jnp.float32(3.0), jnp.float32(5.0))
     assert (float(y), [float(g) for g in gradients]) == (15.0, [10.0])
+
+
+def test_a_share_of_a_bound_and_one_that_is_none():
+    bounds = ops.Bounds(None)
+    bounds.rates["forward"] = 4e9
+    table = ops.scores_table()
+    for seconds in (0.5, 0.2):
+        timings = Timings({"forward x": [seconds] * 3})
+        part = ops.share(timings, "forward x", 10**9, bounds, "forward")
+        table.add("l1", "1x2x3", "x", *[1.0] * 8)
+        table.rows[-1]["bound"] = part
+    assert [row["bound"] for row in table.rows] == [0.5, 1.25]
+    assert ops.above_bounds(table) == ["bound of l1, 1x2x3, x: 1.250"]
+    assert ops.share(timings, "forward x", 10**9, bounds, "gradient") is None
+
+
+@pytest.mark.skipif(_cpu.CpuBackend().why_unavailable() is not None, reason="needs a C++ compiler")
+def test_the_bounds_of_the_native_library(monkeypatch):
+    monkeypatch.setattr(ops, "BOUND_SECONDS", 1e-4)
+    bounds = ops.native_bounds()
+    bounds.measure()
+    assert bounds.rates.keys() == ops.BOUNDS.keys()
+    first = dict(bounds.rates)
+    bounds.measure()
+    assert all(rate >= first[name] > 0 for name, rate in bounds.rates.items())

@@ -248,7 +248,7 @@ def test_a_compiler_that_fails_is_reported(tmp_path):
 
 @pytest.fixture(scope="module")
 def kernels():
-    return _cpu._compile(_cpu._find_compiler())
+    return _cpu._compile(_cpu.find_compiler())
 
 
 @pytest.fixture
@@ -377,7 +377,7 @@ def test_what_a_compiler_prints_is_cut_and_made_fit_for_a_terminal(tmp_path):
 
 
 def test_the_fingerprint_follows_every_header(tmp_path, monkeypatch):
-    compiler = _cpu._find_compiler()
+    compiler = _cpu.find_compiler()
     (tmp_path / "xla").mkdir()
     header = tmp_path / "xla" / "ffi.h"
     header.write_text("one")
