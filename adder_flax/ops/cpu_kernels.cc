@@ -51,15 +51,19 @@ constexpr int kVectorBytes = 16;
 #endif
 
 // AVX-512 and NEON have 32 vector registers, older x86 has 16. A tile is as large as they hold, because the loads of a
-// step are shared by the whole tile.
-#if defined(__AVX512F__) || defined(__aarch64__)
+// step are shared by the whole tile. Forward: rows x vectors of sums, the vectors of the panel, 1 broadcast scalar (on NEON
+// GCC loads those of all rows together), 1 vector of ones, 1 maximum.
+#if defined(__AVX512F__)
 constexpr bool kManyRegisters = true;
+constexpr int kForwardRows = 6, kForwardVecs = 4;
+#elif defined(__aarch64__)
+constexpr bool kManyRegisters = true;
+constexpr int kForwardRows = 4, kForwardVecs = 4;
 #else
 constexpr bool kManyRegisters = false;
+constexpr int kForwardRows = 5, kForwardVecs = 2;
 #endif
 
-// Forward: 6 x 4 sums, 4 vectors of the panel, 1 broadcast scalar, 1 vector of ones, 1 maximum.
-constexpr int kForwardRows = kManyRegisters ? 6 : 5, kForwardVecs = kManyRegisters ? 4 : 2;
 // Gradients: 4 x 2 sums, 4 x 2 vectors of the row operand (which 16 registers leave in memory), 2 of the panel, 1 scalar,
 // limits and intermediate values.
 constexpr int kGradientRows = 4, kGradientVecs = 2;
