@@ -43,8 +43,8 @@ HEAD_DIM = 64
 BROADCAST_LIMIT_BYTES = 2 << 30
 ROUNDS, SECONDS_PER_CASE = 15, 3.0
 SLOW_ROUNDS = 3  # of what takes a hundred times longer
-# Shorter than a time slice of a busy machine, and a hundred times what its threads take to start.
-BOUND_SECONDS, BOUND_RUNS = 0.004, 10
+# Shorter than a time slice of a busy machine; many, because a core may settle in a slower order.
+BOUND_SECONDS, BOUND_RUNS = 0.001, 50
 BOUNDS = {
     "multiply-add": "AdderFlaxBoundMultiplyAdd",
     "forward": "AdderFlaxBoundForward",
@@ -112,26 +112,28 @@ def _span_of(loop, iterations: int) -> tuple[float, float]:
 
 
 def _rate_on_all_cores(loop, iterations: int) -> float:
-    """Returns the terms a second of the best run, from its first core's start to its last one's
-    end."""
+    """Returns the terms a second of each core's best run, summed; only of runs during which all
+    cores were at work, since they may be threads of one."""
     together = threading.Barrier(cores())
     spans: list[list[tuple[float, float]]] = [[] for _ in range(cores())]
 
     def work(mine):
-        for _ in range(BOUND_RUNS):
-            together.wait()
-            mine.append(_span_of(loop, iterations))
+        together.wait()
+        mine.extend(_span_of(loop, iterations) for _ in range(BOUND_RUNS))
 
     threads = [threading.Thread(target=work, args=(mine,)) for mine in spans]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    terms = cores() * iterations * loop(1)
-    return max(
-        terms / (max(start + seconds for start, seconds in run) - min(start for start, _ in run))
-        for run in zip(*spans, strict=True)
-    )
+    begin = max(mine[0][0] for mine in spans)
+    end = min(sum(mine[-1]) for mine in spans)
+    best = [
+        min((seconds for start, seconds in mine if begin <= start <= end - seconds), default=np.inf)
+        for mine in spans
+    ]
+    terms = iterations * loop(1)
+    return sum(terms / seconds for seconds in best)
 
 
 def compile_with(backend: str | None, function: Callable, *arrays):
