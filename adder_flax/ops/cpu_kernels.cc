@@ -616,9 +616,10 @@ __attribute__((noinline)) int64_t SumInRegisters(const Term& term, int64_t itera
 // Forward: y = -sum |x - w|
 // ---------------------------------------------------------------------------------------------------------------------
 
-// sum |x - w| = 2 sum max(x, w) - sum x - sum w: two instructions a term in place of three. The subtraction cancels when distances are small beside the norms, and knows nothing of
-// infinities, so an element keeps this form only if its distance is finite and at least kTrust of sum |x| + sum |w|;
-// others are summed again as plain differences. For independent normal x and w the ratio is 0.7, so that is rare.
+// sum |x - w| = 2 sum max(x, w) - sum x - sum w: two instructions a term in place of three. The subtraction cancels when
+// distances are small beside the norms, and knows nothing of infinities, so an element keeps this form only if its distance
+// is finite and at least kTrust of sum |x| + sum |w|; others are summed again as plain differences. For independent normal x
+// and w the ratio is 0.7, so that is rare.
 constexpr float kTrust = 0.125f;
 // With few terms the ratio often falls below kTrust by chance, and with few columns the norms cost more than is saved.
 constexpr int64_t kFewestTermsForMax = 16, kFewestColumnsForMax = 2 * kLanes;
@@ -633,9 +634,8 @@ struct MaxTerm {
   void AddTo(Vec& total, int, int, const Vec* x, Vec w) const { total = adder.Plus(total, Max(x[0], w)); }
 };
 
-// Whether sums of maxima are faster with multiply-adds than with additions, on this core: AMD's take maxima in the units that
-// multiply up to Zen 3 and in those that add from Zen 4 on, and no feature tells. So both are tried once, for some
-// hundred microseconds.
+// Whether sums of maxima are faster with multiply-adds than with additions, on this core: a Zen 3 takes maxima in the units
+// that multiply, a Zen 4 in those that add, and no feature tells. So both are tried once, for some hundred microseconds.
 bool MaximaLeaveMultiplyAdds() {
   static const bool faster = [] {
     using Clock = std::chrono::steady_clock;
@@ -1184,14 +1184,12 @@ ffi::Error AdditivePullback(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::Any
 template <class... Terms>
 int64_t RunInRegisters(int64_t loop, int64_t iterations, const Terms&... terms) {
   int64_t count = 0;
-  auto run = [&](auto rows, const auto& term) {
-    if (loop-- == 0) count = SumInRegisters<decltype(rows)::value, 2>(term, iterations);
-  };
   auto run_each = [&](const auto& term) {
-    run(std::integral_constant<int, 2>(), term);
-    run(std::integral_constant<int, 4>(), term);
-    run(std::integral_constant<int, 5>(), term);
-    run(std::integral_constant<int, 6>(), term);
+    if (loop-- == 0) count = SumInRegisters<2, 2>(term, iterations);
+    if (loop-- == 0) count = SumInRegisters<4, 2>(term, iterations);
+    if (loop-- == 0) count = SumInRegisters<5, 2>(term, iterations);
+    if (loop-- == 0) count = SumInRegisters<6, 2>(term, iterations);
+    if (loop-- == 0) count = SumInRegisters<12, 1>(term, iterations);
   };
   (run_each(terms), ...);
   return count;
