@@ -159,10 +159,8 @@ def cycles(loop: list[Instruction], target: str, mca: str) -> tuple[float, float
     """Returns the cycles of an iteration by LLVM's model, as it is and with plain loads for
     broadcasts."""
     code = "\n".join(f"{each.name} {each.operands}" for each in loop[:-1])
-    return tuple(
-        _simulated(text, target, mca)
-        for text in (code, re.sub(r"vbroadcastss (?=\S*\()", "vmovups ", code))
-    )
+    plain = re.sub(r"vbroadcastss (?=\S*\()", "vmovups ", code)
+    return _simulated(code, target, mca), _simulated(plain, target, mca)
 
 
 def _simulated(code: str, target: str, mca: str, iterations: int = 300) -> float:

@@ -388,6 +388,15 @@ def test_the_fingerprint_follows_every_header(tmp_path, monkeypatch):
     assert _cpu._fingerprint(compiler) != before
 
 
+def test_the_processor_to_compile_for_can_be_named(monkeypatch):
+    compiler = _cpu.find_compiler()
+    before = _cpu._fingerprint(compiler)
+    monkeypatch.setenv("ADDER_FLAX_CPU", "abacus")
+    assert _cpu._fingerprint(compiler) != before
+    with pytest.raises(RuntimeError, match="abacus"):
+        _cpu._compile(compiler)
+
+
 @pytest.mark.slow
 def test_processes_that_start_together_share_one_cache(tmp_path):
     environment = simulated_devices(1) | {"XDG_CACHE_HOME": str(tmp_path)}
