@@ -114,7 +114,7 @@ def usable_bytes(device: jax.Device) -> int | None:
     )
 
 
-def compiler_options(device: jax.Device) -> dict[str, bool]:
+def compiler_options(device: jax.Device) -> dict[str, str | bool]:
     """Returns what XLA has to be told to compile for a device that is not there.
 
     For a GPU, that matrix products are the library's. XLA's own have tiles that it finds by trial;
