@@ -309,7 +309,12 @@ def _curves(run: training.Run, workdir: Path) -> Any:
 
 
 def evaluate(
-    config: Any, workdir: str | Path, checkpoint: str, split: str = "eval", other_data: str = ""
+    config: Any,
+    workdir: str | Path,
+    checkpoint: str,
+    split: str = "eval",
+    other_data: str = "",
+    labels: str = "",
 ) -> None:
     """Scores a checkpoint on a whole split of the data.
 
@@ -320,8 +325,11 @@ def evaluate(
       split: name of the split, or ``eval`` for the one that training evaluates on.
       other_data: name of another data set of the same classes, as ImageNet-V2 is of ImageNet's; ""
         for the run's own.
+      labels: file with all right labels of each image, as ImageNet ReaL's real.json; "" for none.
     """
-    run = training.build_run(config, eval_split=split, eval_data=other_data, teach=False)
+    run = training.build_run(
+        config, eval_split=split, eval_data=other_data, eval_labels=labels, teach=False
+    )
     state = _restore(run, workdir, checkpoint)
     metrics = training.Evaluator(run)(training.evaluation_params(state))
     shown = "  ".join(

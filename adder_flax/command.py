@@ -61,6 +61,12 @@ _DATA = flags.DEFINE_string(
     "With --mode=eval: another data set of the same classes to score, as imagenet_v2 is of "
     "imagenet2012's",
 )
+_LABELS = flags.DEFINE_string(
+    "labels",
+    "",
+    "With --mode=eval: JSON file with a list of all right labels for each image of the split, in "
+    "the order of the images' names, as ImageNet ReaL's real.json",
+)
 _IMAGES = flags.DEFINE_string(
     "images", None, "With --mode=predict: an image, or a folder of images"
 )
@@ -109,6 +115,7 @@ _MODES_WITH = {
     "names": ("export",),
     "split": ("eval",),
     "data": ("eval",),
+    "labels": ("eval",),
     "workers": ("compare",),
     "slurm": ("compare",),
 }
@@ -186,7 +193,9 @@ def _run_mode(argv: list[str], start_time: float) -> None:
     elif _MODE.value == "compare":
         cli.compare(_CONFIG.value, workdir, _WORKERS.value, _SLURM.value)
     else:
-        cli.evaluate(_CONFIG.value, workdir, _CHECKPOINT.value, _SPLIT.value, _DATA.value)
+        cli.evaluate(
+            _CONFIG.value, workdir, _CHECKPOINT.value, _SPLIT.value, _DATA.value, _LABELS.value
+        )
 
 
 class _ExperimentParser(flags.ArgumentParser):

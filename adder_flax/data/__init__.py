@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from adder_flax.data._images import EVAL_CROP_RATIO, read_image
+from adder_flax.data._label_sets import LabelSetSource, with_label_sets
 from adder_flax.data._load import describe, load_or_imitate, load_source
 from adder_flax.data._registry import SETS, DataSet, register_source, resolve_split
 from adder_flax.data._sequences import SequenceSource
@@ -69,6 +70,7 @@ __all__ = [
     "EvalPipeline",
     "ImageSource",
     "require_kind",
+    "LabelSetSource",
     "OPERATIONS",
     "SequenceSource",
     "Source",
@@ -101,6 +103,7 @@ __all__ = [
     "three_augment",
     "turn_hue",
     "usable_cores",
+    "with_label_sets",
 ]
 
 

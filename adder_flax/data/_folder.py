@@ -125,6 +125,10 @@ class FolderRecords:
         """The image's path."""
         return pathlib.Path(self._files[index][0])
 
+    def file_names(self) -> list[str]:
+        """The images' paths."""
+        return [path for path, _ in self._files]
+
     def describe(self, index: int) -> str:
         """The image's path, fit for a terminal."""
         return printable(self._files[index][0], limit=1000)

@@ -80,4 +80,11 @@ def _part_class(whole: Source, rows: Int[np.ndarray, " records"]) -> type[Source
     name = "gather" if isinstance(whole, ImageSource) else "read"
     of_whole = getattr(whole, name)
     setattr(Part, name, lambda self, indices, *options: of_whole(rows[indices], *options))
+    if isinstance(whole, ImageSource):
+
+        def file_names(self):
+            names = whole.file_names()
+            return [names[row] for row in rows]
+
+        setattr(Part, file_names.__name__, file_names)
     return Part

@@ -175,6 +175,17 @@ class ImageSource(Source):
         """Number of classes, len(label_names)."""
         return len(self.label_names)
 
+    def file_names(self) -> list[str]:
+        """The name that each record has as a file, without its folders.
+
+        Raises:
+            DataError: the set does not keep them.
+        """
+        raise DataError(
+            f"Expected a set that keeps the names of its images' files, got {self.name}. Choose "
+            "one that does, as imagenet2012 and folders of images do."
+        )
+
     @property
     def record_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         import jax  # here, as the rest needs none of it
@@ -322,6 +333,10 @@ class EncodedSource(ImageSource):
     def __len__(self) -> int:
         return len(self._records)
 
+    def file_names(self):
+        names = getattr(self._records, "file_names", super().file_names)()
+        return [name.rpartition("/")[2] for name in names]
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         image, label = self._read(self._checked(index), crop_seed=None)
         return {"image": image, "label": label}
@@ -413,6 +428,9 @@ class CachedSource(ArraySource):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self._source[index]
+
+    def file_names(self):
+        return self._source.file_names()
 
     def gather(self, indices, crop_seeds=None, map_function=map):
         missing = indices[~self._read[indices]]

@@ -28,6 +28,7 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 """Names of sets: they are names of folders too."""
 
 _READ_AT_ONCE = 1000
+_FILE_NAME = "file_name"  # what ImageNet's sets call it
 
 CACHE_BYTES = 2**30
 """Sets of a fixed image size stay in memory if the decoded split is no larger (CIFAR's train split:
@@ -94,6 +95,8 @@ class TfdsRecords:
     def __init__(self, source: Any, image_key: str, label_key: str, description: str):
         self._source, self._description = source, description
         self._image_key, self._label_key = image_key, label_key
+        if _FILE_NAME in source.dataset_info.features:
+            self.file_names = self._read_file_names
 
     def __len__(self) -> int:
         return len(self._source)
@@ -108,8 +111,18 @@ class TfdsRecords:
         ]
 
     def describe(self, index: int) -> str:
-        """Folder and split: records of a TFDS set have no other name."""
+        """Folder and split: not every record of a TFDS set has another name."""
         return f"{self._description}, position {index}"
+
+    def _read_file_names(self) -> list[str]:
+        # They lie beside the images, all of which are read for them.
+        starts = range(0, len(self), _READ_AT_ONCE)
+        chunks = (range(start, min(start + _READ_AT_ONCE, len(self))) for start in starts)
+        return [
+            os.fsdecode(record[_FILE_NAME])
+            for chunk in chunks
+            for record in self._source.__getitems__(chunk)
+        ]
 
 
 def prepare_command(name: str, data_dir: str | None) -> str:

@@ -1,14 +1,14 @@
 """Images and their classes."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from adder_flax import data, recorder
 from adder_flax.arrays import AnyArray
@@ -16,6 +16,8 @@ from adder_flax.models import Example
 from adder_flax.registry import load
 from adder_flax.settings import AugmentSettings, ClassificationSettings
 from adder_flax.tasks._task import Batch, Best, Outcome, Task, register_task
+
+_ANY_LABEL = "any_label_accuracy"
 
 
 class ImageFacts(NamedTuple):
@@ -39,7 +41,8 @@ class Classification(Task[ImageFacts]):
     cross-entropy after both.
 
     A source gives ``"image"``, uint8 (batch, height, width, channels), and ``"label"``, int32
-    (batch,).
+    (batch,). Where it gives ``"labels"`` too, bool (batch, classes), evaluations report the share
+    of images with any, ``"labelled"``, and the accuracy over these, ``"any_label_accuracy"``.
     """
 
     unit: ClassVar[str] = "images"
@@ -108,12 +111,25 @@ class Classification(Task[ImageFacts]):
         own = jnp.take_along_axis(logits, labels[:, None], axis=1)
         rank = (~(logits < own)).sum(-1) - 1
         mask = batch["mask"].astype(jnp.float32)
-        return {
+        sums = {
             "loss": (losses * mask).sum(),
             "accuracy": ((rank < 1) * mask).sum(),
             "top5_accuracy": ((rank < 5) * mask).sum(),
             "count": mask.sum(),
         }
+        if "labels" in batch:
+            sums |= {
+                "labelled": (batch["labels"].any(-1) * mask).sum(),
+                _ANY_LABEL: (is_any_label(logits, batch["labels"]) * mask).sum(),
+            }
+        return sums
+
+    def scores(self, sums: Mapping[str, float]) -> dict[str, float]:
+        found = super().scores(sums)
+        if _ANY_LABEL in sums:
+            # Images of no class of the set say nothing of the model.
+            found[_ANY_LABEL] = sums[_ANY_LABEL] / max(sums["labelled"], 1.0)
+        return found
 
     def about(self) -> str:
         return f"{self.data_facts.num_classes} classes"
@@ -125,3 +141,25 @@ class Classification(Task[ImageFacts]):
             return {}
         draw = load("adder_flax.report.figures:attention_of_images")
         return {"attention.png": lambda: draw(self, model, source, title)}
+
+
+def is_any_label(
+    logits: Float[Array, "batch classes"], labels: Bool[AnyArray, "batch classes"]
+) -> Bool[Array, " batch"]:
+    """Returns whether the likeliest class is one of those that are right.
+
+    The hits of ImageNet ReaL (Beyer et al., 2020, https://arxiv.org/abs/2006.07159, section 4). An
+    image without a right class has none; ties with a wrong class and NaN count against the model.
+
+    Args:
+      logits: of each image.
+      labels: True where a class is right.
+
+    Example:
+      >>> logits = jnp.array([[0.0, 2.0, 1.0], [0.0, 2.0, 1.0], [0.0, 2.0, 1.0]])
+      >>> right = jnp.array([[1, 1, 0], [1, 0, 1], [0, 0, 0]], bool)
+      >>> is_any_label(logits, right).tolist()
+      [True, False, False]
+    """
+    likeliest = lambda among: jnp.where(among, logits, -jnp.inf).max(-1)
+    return likeliest(labels) > likeliest(~labels)

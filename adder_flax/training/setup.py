@@ -138,6 +138,7 @@ def build_run(
     load: Callable[..., data.Source] = data.load_source,
     eval_split: str = "eval",
     eval_data: str = "",
+    eval_labels: str = "",
     teach: bool = True,
 ) -> Run:
     """Checks a configuration and builds what the run needs.
@@ -152,6 +153,8 @@ def build_run(
         configuration says.
       eval_data: name of another data set to evaluate on, with the same classes; by default that of
         the configuration.
+      eval_labels: file with all right labels of each image that is evaluated on, see
+        `adder_flax.data.with_label_sets`; "" for the set's own labels alone.
       teach: whether a task that learns from a teacher is given it; nothing but training needs it.
 
     Raises:
@@ -166,6 +169,9 @@ def build_run(
         eval_source = _load_source(load, settings, eval_data or settings.data.name, chosen)
         if eval_data:
             _check_classes(train_source, eval_source)
+        if eval_labels:
+            images = data.require_kind(data.ImageSource, eval_source, "--labels")
+            eval_source = data.with_label_sets(images, eval_labels)
     steps_per_epoch, num_steps = _count_steps(settings, train_source)
     with user_errors():
         teacher = _load_teacher(settings, train_source) if teach else None

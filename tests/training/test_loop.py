@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 from adder_flax import cli, data, own_cache, training
 from adder_flax.training import (
@@ -110,6 +111,38 @@ def test_another_set_of_the_same_classes_can_be_scored(tiny_config):
         RunError, match="expected images like those of digits, .* got fake; set --data"
     ):
         build_run(tiny_config(), eval_data="fake")
+
+
+def test_an_image_may_have_several_right_labels_or_none(tiny_config, tmp_path):
+    """The accuracy of ImageNet ReaL, counted one by one; names run across the classes."""
+    rng = np.random.default_rng(0)
+    images = {
+        f"{number:02d}.png": rng.integers(0, 256, (8, 8, 3), np.uint8) for number in range(50)
+    }
+    for name, image in images.items():
+        for split in ("train", "val"):
+            folder = tmp_path / split / str(int(name[:2]) % 3)
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(folder / name)
+    right = [sorted(rng.choice(3, rng.integers(0, 4), replace=False).tolist()) for _ in images]
+    (tmp_path / "real.json").write_text(json.dumps(right))
+    fields = {"data.name": "folder", "data.data_dir": str(tmp_path), "data.eval_crop_ratio": 1.0}
+    config = tiny_config(**fields, eval_batch_size=7)
+    run = build_run(config, eval_labels=str(tmp_path / "real.json"))
+    params = run.init()["params"]
+    batch = {"image": np.stack(list(images.values()))}
+    taken = np.asarray(run.model(params)(*run.task.inputs(batch))).argmax(-1).tolist()
+    assert len(set(taken)) > 1
+    hits = [label in labels for label, labels in zip(taken, right, strict=True) if labels]
+    assert 0 < sum(hits) < len(hits) < 50
+    scores = Evaluator(run)(params)
+    assert scores["eval/any_label_accuracy"] == pytest.approx(sum(hits) / len(hits), abs=1e-9)
+    assert scores["eval/labelled"] == pytest.approx(len(hits) / 50, abs=1e-9)
+    own = sum(label == number % 3 for number, label in enumerate(taken))
+    assert scores["eval/accuracy"] == pytest.approx(own / 50, abs=1e-9)
+    assert not {"eval/any_label_accuracy", "eval/labelled"} & set(
+        Evaluator(build_run(config))(params)
+    )
 
 
 def test_resume_of_a_complete_run_trains_no_further(tiny_config, tmp_path, capsys):

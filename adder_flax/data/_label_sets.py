@@ -1,0 +1,127 @@
+"""Images of which several labels are right, or none."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from adder_flax.data._source import DataError, ImageSource
+from adder_flax.errors import first_line
+from adder_flax.files import open_regular
+from adder_flax.text import printable
+
+if TYPE_CHECKING:
+    import jax
+
+_MOST_BYTES = 2**26  # those of ImageNet have half a megabyte
+
+
+class LabelSetSource(ImageSource):
+    """A split whose records have all labels that are right, beside the one of the set.
+
+    These are ``"labels"``, bool (classes,), all False where no class of the set is to be seen.
+
+    >>> from adder_flax.data import ArraySource
+    >>> images = np.zeros((2, 1, 1, 1), np.uint8)
+    >>> source = ArraySource("stripes", "test", ["test"], images, [0, 1], ["row", "column"])
+    >>> LabelSetSource(source, [[0, 1], []]).read(np.array([0, 1]))[0]["labels"].tolist()
+    [[True, True], [False, False]]
+
+    Args:
+        source: the split.
+        label_sets: the right labels of each record, in the order of the records.
+    """
+
+    def __init__(self, source: ImageSource, label_sets: Sequence[Sequence[int]]):
+        self.name, self.split, self.splits = source.name, source.split, source.splits
+        self.label_names, self.image_shape = source.label_names, source.image_shape
+        self.crops_on_host, self.eval_crop_ratio = source.crops_on_host, source.eval_crop_ratio
+        self.statistics = source.statistics
+        self.unreadable = source.unreadable  # the same mapping: it fills while records are read
+        self._source, self._label_sets = source, label_sets
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    @property
+    def record_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        import jax  # here, as in ImageSource
+
+        return super().record_shapes | {"labels": jax.ShapeDtypeStruct((self.num_classes,), bool)}
+
+    def gather(self, indices, crop_seeds=None, map_function=map):
+        return self._source.gather(indices, crop_seeds, map_function)
+
+    def read(self, indices, seeds=None, map_function=map):
+        arrays, readable = super().read(indices, seeds, map_function)
+        right = np.zeros((len(indices), self.num_classes), bool)
+        for row, index in zip(right, indices, strict=True):
+            row[list(self._label_sets[index])] = True
+        return arrays | {"labels": right}, readable
+
+
+def with_label_sets(source: ImageSource, path: str | Path) -> LabelSetSource:
+    """A split with the right labels that a file has for each of its images.
+
+    The file is in JSON: a list with a list of labels for each image, in the order of the images'
+    names. Such are the reassessed labels of ImageNet's validation images, ``real.json`` of
+    https://github.com/google-research/reassessed-imagenet (Beyer et al., 2020,
+    https://arxiv.org/abs/2006.07159).
+
+    Args:
+        source: a split whose records are files, or keep their names.
+        path: of the file.
+
+    Raises:
+        DataError: the file cannot be read, is no list of lists of labels, or not as long as the
+            split; or the set does not know its images by names that differ.
+    """
+    label_sets = _read(path, source)
+    names = source.file_names()
+    ordered = sorted(names)
+    if twice := [name for name, other in itertools.pairwise(ordered) if name == other]:
+        raise DataError(
+            f"Expected images of different names in {source.name}/{source.split}, which "
+            f"{printable(path)} tells apart by them, got {printable(twice[0])} twice. Rename the "
+            "files."
+        )
+    place = {name: place for place, name in enumerate(ordered)}
+    return LabelSetSource(source, [label_sets[place[name]] for name in names])
+
+
+def _read(path: str | Path, source: ImageSource) -> list[list[int]]:
+    try:
+        with open_regular(path) as stream:
+            text = stream.read(_MOST_BYTES + 1)
+        label_sets = json.loads(text) if len(text) <= _MOST_BYTES else None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise DataError(
+            f"Expected lists of labels in JSON in {printable(path)}, got: {printable(reason)}. Get "
+            "the file again (ImageNet's is real.json of google-research/reassessed-imagenet), or "
+            "set --labels to it."
+        ) from error
+    if not isinstance(label_sets, list) or len(label_sets) != len(source):
+        got = f"{len(label_sets):,}" if isinstance(label_sets, list) else "no list"
+        raise DataError(
+            f"Expected a list of labels for each of the {len(source):,} images of "
+            f"{source.name}/{source.split} in {printable(path)}, got {got}. Set --labels or "
+            "--split so that they belong together."
+        )
+    for number, labels in enumerate(label_sets):
+        if not isinstance(labels, list) or not all(_is_label(x, source) for x in labels):
+            raise DataError(
+                f"Expected a list of labels in [0, {source.num_classes}) for image {number} in "
+                f"{printable(path)}, got {printable(labels, limit=80)}. Set --labels to a file for "
+                "these classes."
+            )
+    return label_sets
+
+
+def _is_label(value: Any, source: ImageSource) -> bool:
+    return type(value) is int and 0 <= value < source.num_classes
