@@ -30,6 +30,7 @@ def test_functions_become_formulas_inside_of_loops_and_calls_too():
     np.testing.assert_allclose(as_formulas(repeated)(x, w)[0], repeated(x, w), rtol=1e-6)
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize(
     "options",
     [

@@ -12,6 +12,7 @@ from adder_flax import training
 from adder_flax.experiments import common
 from adder_flax.settings import ClassificationSettings, RunSettings, SettingsError, defaults, read
 from adder_flax.tasks import TASKS
+from adder_flax.tasks._classification import is_any_label
 from adder_flax.tasks._distillation import DistillationSettings
 from kfac._fisher import get_likelihood, output_cotangents
 from tests.training.tiny import TINY
@@ -112,3 +113,10 @@ def test_smoothing_and_a_teacher_are_refused_with_it():
     config.task.label_smoothing = 0.0
     with pytest.raises(SettingsError, match="loss: expected 'softmax'.*got 'sigmoid'"):
         read(RunSettings, config)
+
+
+def test_a_tie_with_a_wrong_class_and_nan_are_no_hits():
+    nan, none = float("nan"), [False] * 3
+    logits = jnp.array([[2.0, 2.0, 1.0], [2.0, 2.0, 1.0], [nan, 2.0, 1.0], [2.0, nan, 1.0], none])
+    right = jnp.array([[1, 0, 1], [1, 1, 0], [1, 0, 0], [1, 0, 0], none], bool)
+    assert is_any_label(logits, right).tolist() == [False, True, False, False, False]
