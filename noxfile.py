@@ -3,6 +3,8 @@
 ``nox`` runs the quick check, ``nox --list`` shows all of them.
 """
 
+from pathlib import Path
+
 import nox
 
 nox.options.sessions = ["lint"]
@@ -30,6 +32,18 @@ def tests(session: nox.Session) -> None:
     """Runs the tests named behind --, or all: nox -s tests -- tests/ops -x."""
     session.install("-r", "requirements.txt", "-r", "requirements-test.txt")
     session.run("python", "-m", "pytest", *(session.posargs or ["-n", "2"]))
+
+
+@nox.session
+def program(session: nox.Session) -> None:
+    """Runs exported programs where there is JAX 0.12 on Python 3.12 and nothing else."""
+    session.install("-r", "requirements.txt", "-r", "requirements-test.txt")
+    alone = Path(session.create_tmp(), "alone")
+    session.run("python3.12", "-m", "venv", str(alone), external=True)
+    python = str(alone / "bin" / "python")
+    session.run(python, "-m", "pip", "install", "-q", "jax==0.12.*", "flatbuffers", external=True)
+    every, where = ("-m", "slow or not slow", "-rP"), {"ADDER_FLAX_TEST_PYTHON": python}
+    session.run("python", "-m", "pytest", *every, "tests/interop/test_program.py", env=where)
 
 
 @nox.session

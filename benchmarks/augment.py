@@ -2,10 +2,11 @@
 speed.
 
     python -m benchmarks.augment
+    python -m benchmarks.augment --cifar10=DIR  # where TFDS sets are prepared
 
-1. Each operation on pieces of scikit-learn's two photographs, at magnitudes from 0 to 10, both
-   signs, bicubic and bilinear: the largest difference from Pillow's in levels, and the share of the
-   values that differ.
+1. Each operation on pieces of scikit-learn's two photographs, and on images of CIFAR-10 if told
+   where they are, at magnitudes from 0 to 10, both signs, bicubic and bilinear: the largest
+   difference from Pillow's in levels, and the share of the values that differ.
 2. How often each operation is drawn and what arguments it gets, against timm's own draws (if timm
    is installed): the largest distance between the two distributions of a kind (Kolmogorov and
    Smirnov).
@@ -94,15 +95,17 @@ def photographs() -> UInt8[np.ndarray, "8 40 48 3"]:
     return np.stack([np.asarray(piece) for piece in pieces])
 
 
-def against_pillow(steps: int) -> dict[str, tuple[int, float]]:
+def against_pillow(
+    images: UInt8[np.ndarray, "8 height width 3"], steps: int
+) -> dict[str, tuple[int, float]]:
     """Largest difference in levels and share of the values that differ, of each operation over all
     magnitudes."""
-    images, choose = photographs(), jax.jit(data.choose_operation, static_argnames="fill")
+    choose = jax.jit(data.choose_operation, static_argnames="fill")
     found = {}
     for number, name in enumerate(data.OPERATIONS):
         differences = []
         for magnitude in np.linspace(0, 10, steps):
-            # Signs and ways to resample take turns over the eight photographs.
+            # Signs and ways to resample take turns over the eight images.
             signs, bicubic = np.resize([1.0, -1.0], 8), np.resize([True, True, False, False], 8)
             magnitudes = np.full(8, magnitude)
             arguments = np.asarray(data.operation_arguments(magnitudes, signs, increasing=True))[
@@ -218,6 +221,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--magnitudes", type=int, default=21, help="from 0 to 10, of the comparison with Pillow"
     )
+    parser.add_argument("--cifar10", metavar="DIR", help="folder of TFDS sets with CIFAR-10")
     parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument(
         "--size", type=int, default=224, help="side of the images, pixels; a multiple of 8 or 14"
@@ -232,11 +236,14 @@ def main(arguments: list[str] | None = None) -> None:
         help="leave the speed out, which other work would disturb",
     )
     options = parser.parse_args(arguments)
-    print(
-        f"{'operation':16}{'largest difference from Pillow, levels':>40}{'values that differ':>22}"
-    )
-    for name, (largest, share) in against_pillow(options.magnitudes).items():
-        print(f"{name:16}{largest:40}{share:22.3%}")
+    seen = {"photographs": photographs()}
+    if options.cifar10:
+        cifar10 = data.load_source("cifar10", "test", data_dir=options.cifar10)
+        seen["CIFAR-10"], _ = cifar10.gather(np.arange(8))
+    for kind, images in seen.items():
+        print(f"{kind:16}{'largest difference from Pillow, levels':>40}{'values that differ':>22}")
+        for name, (largest, share) in against_pillow(images, options.magnitudes).items():
+            print(f"{name:16}{largest:40}{share:22.3%}")
     if (distances := against_timm()) is None:
         print("timm is not installed: its draws are not compared")
     else:

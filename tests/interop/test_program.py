@@ -1,7 +1,12 @@
 """Models as programs: the same logits for any number of images, in a process that knows JAX
-alone."""
+alone.
+
+``ADDER_FLAX_TEST_PYTHON`` names another interpreter for that process (``nox -s program``): of
+another version of Python and JAX, say, without anything else.
+"""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,15 +25,20 @@ from tests.data.files import write_dictionary
 SIZES = dict(image_size=8, patch_size=2, channels=3, num_classes=4, width=16, depth=2, num_heads=2)
 ADDER = dict(score="adder", qkv_linear="adder", proj_linear="adder", mlp_linear="adder")
 
+PYTHON = os.environ.get("ADDER_FLAX_TEST_PYTHON", sys.executable)
+
 RUN = """
 import json, sys
-import numpy as np
+import jax, numpy as np
 about = json.load(open(sys.argv[1] + ".json"))
 images = np.load(sys.argv[2])
 exec("\\n".join(about["load"]))
 found = [np.asarray(classify(images[:count])) for count in (1, 3, 64)]
+for platform in ("cpu", "cuda", "tpu"):
+    export.export(jax.jit(classify), platforms=[platform])(images)
 assert not [name for name in sys.modules if name.split(".")[0] in ("adder_flax", "flax", "kfac")]
 np.savez(sys.argv[3], *found)
+print("Python", sys.version.split()[0], "jax", jax.__version__)
 """
 
 
@@ -51,9 +61,10 @@ def test_jax_alone_gives_the_same_logits(options, tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (64, *shape), np.uint8)
     np.save(tmp_path / "images.npy", images)
     places = [tmp_path / name for name in ("program", "images.npy", "found.npz")]
-    subprocess.run([sys.executable, "-c", RUN, *places], check=True, cwd=tmp_path)
+    subprocess.run([PYTHON, "-c", RUN, *places], check=True, cwd=tmp_path)
     found, expected = np.load(places[-1]), np.asarray(jax.jit(classify)(images))
     for logits, count in zip(found.values(), (1, 3, 64), strict=True):
+        print(f"{count} images: largest difference {np.abs(logits - expected[:count]).max():.1e}")
         np.testing.assert_allclose(logits, expected[:count], rtol=1e-4, atol=1e-5)
     about = json.loads((tmp_path / "program.json").read_text())
     assert (about["classes"], about["step"], about["input"]["shape"]) == (
