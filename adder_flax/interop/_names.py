@@ -72,6 +72,12 @@ _UNKNOWN_PARTS = (
     (r"^attn_pool\.", "pooling by attention"),
     (r"(^|\.)pooler\.", "a pooler"),
     (r"mask_token$", "a token for masked patches"),
+    # The model has a head wherever it may have this name: what is left over is beside a
+    # distillation token.
+    (
+        r"^classifier\.",
+        "one head for class and distillation token (DeiTForImageClassification)",
+    ),
 )
 _DISTILLATION = r"(^|\.)dist(illation)?_token$|^head_dist\.|^distillation_classifier\."
 _HEADS = ("head.", "head_dist.")

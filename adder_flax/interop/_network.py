@@ -305,7 +305,11 @@ def _epsilon_of(norm: Any) -> float:
 
 
 def _whole(value: Any) -> int:
-    return int(_number(value))
+    if not (number := _number(value)).is_integer():
+        raise ValueError(
+            f"expected a whole number in config.json, got {printable(value, limit=80)}; mend it"
+        )
+    return int(number)
 
 
 def _number(value: Any) -> float:

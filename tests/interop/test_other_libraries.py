@@ -168,6 +168,34 @@ def test_distilled_models_of_hugging_face_both_ways(tmp_path):
     close(make(seed=3, distilled=True)(images()), logits_of(again.eval()))
 
 
+@pytest.mark.parametrize("distilled", [False, True])
+def test_one_head_beside_a_distillation_token_is_refused_by_name(distilled, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = vit(layer_norm_eps=1e-6).config.to_dict()
+    config = transformers.DeiTConfig(**{name: config[name] for name in HUGGING_FACE_FIELDS})
+    transformers.DeiTForImageClassification(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"got classifier\.\w+, .*DeiTForImageClassification"):
+        interop.load_weights(make(distilled=distilled), tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(reg_tokens=4), "register tokens"),
+        (dict(mlp_layer="SwiGLU"), r"a gated MLP \(SwiGLU\)"),
+        (dict(mlp_layer="SwiGLUPacked"), r"a gated MLP \(SwiGLU\) in blocks\.0\.mlp"),
+    ],
+)
+def test_parts_that_timm_has_and_the_model_does_not_are_refused_by_name(options, message, tmp_path):
+    timm = pytest.importorskip("timm")
+    if "mlp_layer" in options:
+        options = {"mlp_layer": getattr(timm.layers, options["mlp_layer"])}
+    theirs = timm.models.vision_transformer.VisionTransformer(**TIMM_SIZES, **options)
+    save(theirs, tmp_path / "timm.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load(make(), tmp_path / "timm.safetensors")
+
+
 HUGGING_FACE_FIELDS = (
     "image_size",
     "patch_size",

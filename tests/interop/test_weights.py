@@ -179,6 +179,16 @@ def test_a_head_for_other_classes_stays_and_positions_are_resized(tmp_path):
         ({}, {"norm_pre.weight": np.zeros(16, np.float32)}, "a norm in front of the blocks"),
         (
             {},
+            {"head.weight": np.zeros((5, 12), np.float32)},
+            r"expected head\.weight of shape \(5, 16\), got \(5, 12\)",
+        ),
+        (
+            {},
+            {"head.weight": np.zeros((7, 12), np.float32), "head.bias": np.zeros(7, np.float32)},
+            r"expected head\.\w+ of shape",
+        ),
+        (
+            {},
             {"blocks.0.ls1.gamma": np.zeros(8, np.float32)},
             r"blocks\.0\.ls1\.gamma of shape \(16,\), got \(8,\)",
         ),
@@ -408,6 +418,11 @@ HUGGING_FACE = {
             "hugging_face",
             HUGGING_FACE | {"layer_norm_eps": "x"},
             "expected a number in config.json, got x",
+        ),
+        (
+            "hugging_face",
+            HUGGING_FACE | {"num_attention_heads": 4.5},
+            "expected a whole number in config.json, got 4.5",
         ),
         ("hugging_face", None, "got no config.json"),
         ("adder_flax", None, "got no entry adder_flax.network in the file"),
