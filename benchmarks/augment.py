@@ -258,7 +258,7 @@ def main(arguments: list[str] | None = None) -> None:
         for name, speed in speeds(
             options.batch_size, options.size, options.rounds, options.seconds
         ).items():
-            print(f"{name:26}{speed:12,.0f} images/s")
+            print(f"{name:26}{speed:12,.1f} images/s")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ Published: ImageNet top-1 without distillation 72.2 % (tiny), 79.9 % (small) and
 base one takes 53 hours on a node of 8 V100 GPUs, 37 hours on two. Not measured here: neither the
 accuracy nor the hours.
 Command: python main.py --config=experiments/deit_recipe.py --config.data.data_dir=PLACE
+Score on ImageNet-V2: the same command with --mode=eval --data=imagenet_v2; with ImageNet ReaL's
+labels: --mode=eval --labels=real.json.
 Others: --config=experiments/deit_recipe.py:adder,small,folder (multiplicative, additive or adder;
 tiny, small or base; a data set of images larger than 64 pixels). The defaults are those of this
 framework where the paper has none.

@@ -188,8 +188,10 @@ def _open(encoded: bytes) -> Image.Image:
     Of a JPEG no pixel is decoded yet, if possible.
 
     Raises:
-        ValueError: too large, damaged, or of a kind whose range is not known.
+        ValueError: empty, too large, damaged, or of a kind whose range is not known.
     """
+    if not encoded:
+        raise ValueError("an empty file")
     if encoded.startswith(_PNG):
         _check_png(encoded)
     try:

@@ -197,7 +197,7 @@ REFUSED = {
     ),
     "a long line": (save(Image.new("L", (1, 2**20))), "longer one would be"),
     "no image": (b"these are words", "no image of a kind that is read"),
-    "nothing": (b"", "no image of a kind that is read"),
+    "nothing": (b"", "an empty file"),
     "a program for a printer": (
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
         "no image of a kind that is read",
