@@ -28,7 +28,7 @@ def get_config(data: str | None = None) -> ml_collections.ConfigDict:
         },
         "baseline": {"replaced": f"0 of {healing.DEPTH}"},
         "search": {},
-        "seeds": 6 if base.data.name in ("digits", "fashion_mnist") else 3,
+        "seeds": healing.num_seeds(data),
         "validation_percent": healing.validation_percent(data),
     }
     return ml_collections.ConfigDict(settings.defaults(settings.CompareSettings) | fields)

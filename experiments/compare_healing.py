@@ -1,13 +1,15 @@
 """Healing beside training from scratch for as many steps, on paired seeds.
 
-With attention or everything replaced.
+With attention or everything replaced. The healed arm has the settings of its experiment
+(heal_attention.py, heal_all.py); the other one, whose random weights nothing of the teacher reaches,
+has its learning rate tuned by four trials.
 
-Each arm's learning rate is tuned by the same budget. The teachers come first, one for each seed and
-for the tuning.
+The argument after the colon is what is replaced and a data set: ``all,digits`` where nothing is
+given. The teachers come first, one for each seed.
 Commands:
-    for s in 0 1 2 3 4 5 1000000; do
-      python main.py --config=experiments/heal_teacher.py --config.seed=$s; done
-    python main.py --mode=compare --config=experiments/compare_healing.py [--workers=2]
+    for s in 0 1 2 3 4 5; do
+      python main.py --config=experiments/heal_teacher.py:fashion_mnist --config.seed=$s; done
+    python main.py --mode=compare --config=experiments/compare_healing.py:all,fashion_mnist
 """
 
 import ml_collections
@@ -15,33 +17,32 @@ import ml_collections
 from adder_flax import settings
 from adder_flax.experiments import healing
 
-_SCRATCH = {"begin": "random", "distillation_share": 0.0, "map_weight": 0.0, "output_weight": 0.0}
 
-
-def get_config(data: str | None = None) -> ml_collections.ConfigDict:
-    """Returns the comparison on a data set, ``digits`` unless given."""
-    base = healing.healed("all", data)
+def get_config(what: str | None = None) -> ml_collections.ConfigDict:
+    """Returns the comparison, of ``all`` parts on ``digits`` unless given."""
+    parts, _, data = (what or "all").partition(",")
+    base = healing.healed(parts, data or None)
     base.data.train_split = "train"  # what validation takes, the teacher did not see either
-    share = 1 - healing.validation_percent(data) / 100
+    share = 1 - healing.validation_percent(data or None) / 100
     base.num_epochs = round(share * base.num_epochs, 4)  # as many steps on more images
-    attention = {
-        "qkv_linear": "dense",
-        "proj_linear": "dense",
-        "mlp_linear": "dense",
-        "anneal_start": 0.0,
-    }
-    attention |= {"anneal_end": 0.0}
-    fields = {
-        "title": f"Healing on {base.data.name}",
-        "base": base,
-        "factors": {
-            "swapped": {"attention": {"model": attention}, "everything": {}},
-            "begin": {"healed": {}, "from scratch": {"task": _SCRATCH}},
+    scratch = {
+        "task": {
+            "begin": "random",
+            "distillation_share": 0.0,
+            "map_weight": 0.0,
+            "output_weight": 0.0,
+            # Which one is all the same, and tuning has a seed of its own.
+            "teacher": base.task.teacher.replace("{seed}", "0"),
         },
+        "optimizer": {"learning_rate": ("log", 3e-4, 1e-2)},
+    }
+    fields = {
+        "title": f"Healing of {parts} on {base.data.name}",
+        "base": base,
+        "factors": {"begin": {"healed": {}, "from scratch": scratch}},
         "baseline": {"begin": "from scratch"},
-        "search": {"optimizer": {"learning_rate": ("log", 3e-4, 1e-2)}},
         "trials": 4,
-        "seeds": 6 if base.data.name in ("digits", "fashion_mnist") else 3,
-        "validation_percent": healing.validation_percent(data),
+        "seeds": healing.num_seeds(data or None),
+        "validation_percent": healing.validation_percent(data or None),
     }
     return ml_collections.ConfigDict(settings.defaults(settings.CompareSettings) | fields)

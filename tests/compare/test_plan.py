@@ -106,6 +106,8 @@ def test_arms_are_all_combinations_and_have_their_baselines():
         ("compare_sphere", None, 4),
         ("compare_g2p", None, 5),
         ("compare_curvature", None, 6),
+        *(("compare_healing", parts, 2) for parts in (None, "attention,cifar10")),
+        ("compare_blocks", "fashion_mnist", 7),
         *(("compare_cg_fac", work, 6) for work in (None, "adder,digits")),
         *(("compare_optimizers", work, 7) for work in (None, "adder,fashion_mnist", "g2p")),
     ],
