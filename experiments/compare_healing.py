@@ -1,8 +1,8 @@
 """Healing beside training from scratch for as many steps, on paired seeds.
 
 With attention or everything replaced. The healed arm has the settings of its experiment
-(heal_attention.py, heal_all.py); the other one, whose random weights nothing of the teacher reaches,
-has its learning rate tuned by four trials.
+(heal_attention.py, heal_all.py); the other one begins with random weights, nothing of the teacher
+reaches it, and its learning rate is tuned by four trials.
 
 The argument after the colon is what is replaced and a data set: ``all,digits`` where nothing is
 given. The teachers come first, one for each seed.
