@@ -158,7 +158,7 @@ def telemetry(opt_state: PyTree[Array]) -> dict[str, Array]:
     >>> loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p["fc"], x, path="fc") ** 2).mean()
     >>> optimizer = kfac.cg_fac(1.0, kfac.find_layers(loss_fn, params, jnp.ones((4, 3))))
     >>> sorted(telemetry(optimizer.init(params)))[:3]
-    ['cg_fac/damping', 'cg_fac/iterations/fc', 'cg_fac/kl_scale']
+    ['cg_fac/coherence', 'cg_fac/damping', 'cg_fac/iterations/fc']
     """
     scalars: dict[str, Array] = {}
     for state in _find_states(opt_state):

@@ -85,9 +85,17 @@ def test_a_configuration_survives_its_file(tmp_path):
     assert training.read_config(tmp_path) == config
 
 
-@pytest.mark.parametrize("stored", ['{"seed": 0}', '{"data": 3, "model": []}', "{}"])
-def test_a_baseline_whose_configuration_lacks_fields_is_one_message(stored, tmp_path):
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        # What it lacks is at its default: 224 pixels.
+        ('{"seed": 0}', "expected a baseline on digits at 8 pixels, got digits at 224"),
+        ("{}", "expected a baseline on digits at 8 pixels, got digits at 224"),
+        ('{"data": 3, "model": []}', r"baseline\.model: expected"),
+    ],
+)
+def test_a_baseline_whose_configuration_lacks_fields_is_one_message(stored, message, tmp_path):
     (tmp_path / "config.json").write_text(stored)
     config = common.deit("adder", "tiny")
-    with pytest.raises(RunError, match=r"baseline\.model: expected"):
+    with pytest.raises(RunError, match=message):
         cli.analyze(config, tmp_path / "run", "last", tmp_path)
