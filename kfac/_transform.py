@@ -99,7 +99,7 @@ def scale_by_cg_fac(
         problem = pose(owned, grads, state, params, curvature, options)
         warm = to_vectors(owned, state.solution) if options.warm_start else None
         solved = solve(problem, warm, options)
-        problem = _with_coherence(problem, solved, params, curvature, options)
+        problem = _with_coherence(problem, solved, state, params, curvature, options)
         proposal = _propose(problem, solved, state, params, curvature, options)
         delta = from_vectors(owned, proposal.delta, flatten(grads))
         finite = jnp.all(jnp.stack([jnp.isfinite(d).all() for d in delta.values()]))
@@ -226,6 +226,7 @@ def _exact_systems(
 def _with_coherence(
     problem: Problem,
     solved: dict[str, Solution],
+    state: CGFacState,
     params: PyTree[Array],
     curvature: Curvature,
     options: Options,
@@ -241,7 +242,11 @@ def _with_coherence(
         groups = _exact_systems(problem, params, curvature)
         network = fisher_of(groups, curvature.num_examples, x)[0, 0]
         layers = quadratic_forms(solved, problem.b, problem.gamma).fisher
-        ratio = network / jnp.maximum(layers, jnp.finfo(layers.dtype).tiny)
+        # A gradient of zeros has no direction to measure along, and where F is nothing beside γ
+        # rounding may leave no positive sum: what is known so far stands then.
+        positive = (network > 0) & (layers > 0)
+        known = jnp.where(state.averages.weight > 0, _coherence(state.averages, options), 1)
+        ratio = jnp.where(positive, network / jnp.where(positive, layers, 1), known)
         return decay * averages.coherence + (1 - decay) * ratio.astype(decay.dtype)
 
     # Not jnp.where: between two curvature batches the cotangents are zeros.

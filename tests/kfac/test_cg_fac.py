@@ -367,8 +367,9 @@ def test_how_layers_add_up_is_averaged_and_kept_between_curvature_batches():
 
         @functools.partial(jax.jit, static_argnames="refresh")
         @jax.jit
-        def step(state, x, **refresh):
+        def step(state, x, scale=1.0, **refresh):
             _, grads, curvature = function(PARAMS, x, LABELS, **refresh)
+            grads = jax.tree.map(lambda g: scale * g, grads)
             return optimizer.update(grads, state, PARAMS, curvature=curvature)[1]
 
         return step, optimizer.init(PARAMS)
@@ -381,6 +382,10 @@ def test_how_layers_add_up_is_averaged_and_kept_between_curvature_batches():
     first = step(empty, X, refresh=True)
     assert coherence(first) > 1  # two layers of one network pull together
     assert coherence(step(first, other, refresh=False)) == coherence(first)
+    # No gradient, no direction to measure along.
+    for before, known in ((empty, 1.0), (first, coherence(first))):
+        still = step(before, other, scale=0.0, refresh=True)
+        np.testing.assert_allclose(coherence(still), known, rtol=1e-6)
 
     # What a batch gives does not depend on the ones before it here.
     step, empty = stepper(curvature="exact", damping_scale="absolute")
