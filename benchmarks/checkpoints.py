@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from adder_flax import host_memory, training
+from adder_flax import training
 from adder_flax.experiments import common
 from adder_flax.training.digests import take_digests
 
@@ -58,7 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", default="tiny")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args(arguments)
-    host_memory.keep_freed_memory()  # as main.py does
     run = training.build_run(common.deit(options.mechanism, options.size, "fake"))
     state = random_state(run)
     leaves = jax.tree.leaves(state)

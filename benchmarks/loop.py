@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from adder_flax import host_memory, training
+from adder_flax import training
 from adder_flax.experiments import common
 from adder_flax.training import sharding
 
@@ -83,7 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=59)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(arguments)
-    host_memory.keep_freed_memory()  # as main.py does
     run = training.build_run(make_config(options))
     loop_seconds(run)  # compiles, and reads the data into memory
     measures = {"bare": bare_seconds, "loop": loop_seconds}

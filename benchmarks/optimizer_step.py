@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import ml_collections
 
-from adder_flax import host_memory, ops
+from adder_flax import ops
 from adder_flax.experiments import common
 from benchmarks.timing import measure
 from benchmarks.train_step import NO_AUGMENTATION, jax_step
@@ -72,7 +72,6 @@ def main() -> None:
     parser.add_argument("--variants", default="", help="of cg_fac: 'a=1 b=2; c=3'")
     parser.add_argument("--rounds", type=int, default=5)
     flags = parser.parse_args()
-    host_memory.keep_freed_memory()  # as main.py does
     print(ops.backend_report().splitlines()[0])
 
     first, *others = flags.optimizers.split(",")

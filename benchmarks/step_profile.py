@@ -22,7 +22,7 @@ from pathlib import Path
 
 import jax
 
-from adder_flax import host_memory, ops, training
+from adder_flax import ops, training
 from adder_flax.experiments import common
 from adder_flax.training import sharding
 from benchmarks.timing import seconds_of
@@ -122,7 +122,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="that are timed, and then recorded")
     parser.add_argument("--rows", type=int, default=12, help="of other operations in a table")
     options = parser.parse_args()
-    host_memory.keep_freed_memory()  # as main.py does
     print(ops.backend_report().splitlines()[0])
     for mechanism in options.mechanisms.split(","):
         config = common.deit(mechanism, "tiny", "digits")

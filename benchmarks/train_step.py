@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import jax
 
-from adder_flax import host_memory, ops, training
+from adder_flax import ops, training
 from adder_flax.experiments import common
 from adder_flax.training import sharding
 from benchmarks.timing import Timings, measure, seconds_of
@@ -115,7 +115,6 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=15, help="steps of each contestant")
     rounds = parser.parse_args().rounds
-    host_memory.keep_freed_memory()  # as main.py does
     print(ops.backend_report().splitlines()[0])
 
     print(f"\nmultiplicative DeiT-Tiny, {IMAGES} images x 65 tokens, forward + backward + AdamW")
