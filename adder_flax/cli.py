@@ -14,7 +14,6 @@ import jax
 from absl import logging
 from flax import nnx
 
-from adder_flax import compare as comparisons
 from adder_flax import counting, data, interop, ops, own_cache, report, settings, tasks, training
 from adder_flax import predict as predicting
 from adder_flax.errors import first_line
@@ -557,71 +556,6 @@ def _restore(run: training.Run, workdir: str | Path, checkpoint: str) -> Any:
     return checkpoints.restore(
         run.abstract_state, int(checkpoint) if checkpoint.isdecimal() else checkpoint
     )
-
-
-def compare(config: Any, workdir: str | Path, workers: int, slurm: str | None = None) -> None:
-    """Runs what is left of a comparison and writes its tables.
-
-    Args:
-      config: see ``CompareSettings``.
-      workdir: of the comparison.
-      workers: processes; 0 runs nothing.
-      slurm: options of the jobs that the workers are; None runs them on this machine.
-
-    Raises:
-      RunError: what its user must mend.
-      SystemExit: after SIGINT, SIGTERM or SIGHUP, with exit code 128 + signal.
-    """
-    if jax.process_count() > 1:
-        raise training.RunError(
-            f"expected a comparison in processes of their own, got {jax.process_count()} of one "
-            "run; unset JAX_*, start it on each host with the same --workdir"
-        )
-    comparison = comparisons.Comparison(config, workdir)
-    if (place := comparisons.is_worker()) is not None:
-        number, count = place
-        first = number * len(comparison.plan.arms) // count
-        _work(comparison, first, comparisons.parent_lives)
-        return
-    known = set(comparison.records.all())
-    show_new = lambda: _show_new(comparison, known)
-    if workers and slurm is not None:
-        comparisons.supervise_on_slurm(
-            workers, comparison.workdir, comparisons.read_options(slurm), show_new
-        )
-    elif workers == 1:
-        _work(comparison, show=True)
-    elif workers:
-        comparisons.supervise(workers, comparison.workdir, show_new)
-    comparison.prepare()
-    print(comparisons.overview(comparison, max(workers, 1)), flush=True)
-    files = comparisons.write_results(comparison)
-    print("results at " + ", ".join(str(path) for path in files[:3]))
-
-
-def _work(
-    comparison: comparisons.Comparison,
-    first_arm: int = 0,
-    alive: Callable[[], bool] = lambda: True,
-    *,
-    show: bool = False,
-) -> None:
-    comparison.prepare()
-    if show:
-        print(comparisons.overview(comparison), flush=True)
-    try:
-        for record in comparisons.work(comparison, first_arm, alive):
-            print(comparisons.describe(record, comparison.best.name), flush=True)
-    except comparisons.StoppedError as stopped:
-        print(f"{stopped}; the same command goes on from there", flush=True)
-        sys.exit(stopped.exit_code)
-
-
-def _show_new(comparison: comparisons.Comparison, known: set[str]) -> None:
-    for name, record in comparison.records.all().items():
-        if name not in known:
-            known.add(name)
-            print(comparisons.describe(record, comparison.best.name), flush=True)
 
 
 def _run_name(config: Any) -> str:

@@ -20,6 +20,7 @@ from adder_flax.settings._fields import (
     section,
     setting,
     shown,
+    unread,
 )
 from adder_flax.settings._keywords import Options, keywords_of
 from adder_flax.settings._model import (
@@ -101,4 +102,5 @@ __all__ = [
     "setting",
     "shown",
     "take_numbers",
+    "unread",
 ]

@@ -66,6 +66,7 @@ def section(
     inline: bool = False,
     among: Registry[type] | None = None,
     joined: Registry[type] | None = None,
+    read_by: str | None = None,
 ) -> Any:
     """Declares a field that is itself a settings class.
 
@@ -74,6 +75,7 @@ def section(
       inline: whether its fields stand among those of the class around it in a configuration.
       among: classes by name; the one that the section's field ``name`` stands for reads it.
       joined: in place of one class, a table of them, whose fields the section has all together.
+      read_by: which ``name`` beside the section reads it; by default every one does.
     """
     find: Callable[[], Any] = (
         (lambda: settings)
@@ -82,13 +84,37 @@ def section(
     )
     return dataclasses.field(
         default_factory=lambda: find()(),
-        metadata={"section": find, "inline": inline, "among": among, "joined": joined},
+        metadata={
+            "section": find,
+            "inline": inline,
+            "among": among,
+            "joined": joined,
+            "read_by": read_by,
+        },
     )
 
 
 def class_of(field: dataclasses.Field) -> Any:
     """Returns the settings class of a field that is a section, else None."""
     return field.metadata["section"]() if "section" in field.metadata else None
+
+
+def unread(settings: type, fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the sections that nothing reads with the names that a configuration has.
+
+    >>> from adder_flax.settings import RunSettings
+    >>> list(unread(RunSettings, {"optimizer": {"name": "adamw"}}))
+    ['optimizer.cg_fac']
+    """
+    for field in dataclasses.fields(settings):
+        nested = class_of(field)
+        if nested is None or field.metadata["inline"]:
+            continue
+        own = fields.get(field.name, {})
+        if field.metadata["read_by"] not in (None, fields.get("name", field.metadata["read_by"])):
+            yield field.name
+        else:
+            yield from (f"{field.name}.{path}" for path in unread(nested, own))
 
 
 @functools.cache

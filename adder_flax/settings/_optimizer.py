@@ -142,7 +142,7 @@ class OptimizerSettings:
     adder_rate: float | None = setting(
         0.0, _RATE_OR_OFF, "AdderNet's η, the rate of adder weights; 0 is off", data=True
     )
-    cg_fac: CgFacSettings = section(CgFacSettings)
+    cg_fac: CgFacSettings = section(CgFacSettings, read_by="cg_fac")
 
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""

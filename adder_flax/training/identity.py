@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from adder_flax.settings import RunSettings, completed
+from adder_flax.settings import RunSettings, completed, unread
 from adder_flax.text import printable
 
 # How a run is executed, not what it computes: these may change between two starts of the
@@ -19,9 +19,6 @@ OPERATIONAL_FIELDS = (
     "data.data_dir",
     "data.num_threads",
 )
-
-# Sections that one optimizer alone reads, by its name.
-_READ_BY = {"optimizer.cg_fac.": "cg_fac"}
 
 
 def flatten_config(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -49,6 +46,10 @@ def with_defaults(flat: Mapping[str, Any]) -> dict[str, Any]:
       >>> with_defaults({"seed": 3})["optimizer.name"]
       'adamw'
     """
+    return flatten_config(completed(RunSettings, _nested(flat)))
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for path, value in flat.items():
         *sections, name = path.split(".")
@@ -56,7 +57,7 @@ def with_defaults(flat: Mapping[str, Any]) -> dict[str, Any]:
         for section in sections:
             place = place.setdefault(section, {})
         place[name] = value
-    return flatten_config(completed(RunSettings, fields))
+    return fields
 
 
 def identity(config: Any) -> dict[str, Any]:
@@ -82,14 +83,9 @@ def computing(flat: Mapping[str, Any]) -> dict[str, Any]:
       >>> computing({"optimizer.name": "sgd", "optimizer.cg_fac.damping": 3.0, "mesh.data": 2})
       {'optimizer.name': 'sgd'}
     """
-    unread = tuple(
-        section for section, name in _READ_BY.items() if flat.get("optimizer.name", name) != name
-    )
-    return {
-        path: value
-        for path, value in flat.items()
-        if not path.startswith((*OPERATIONAL_FIELDS, *unread))
-    }
+    not_read = (f"{path}." for path in unread(RunSettings, _nested(flat)))
+    idle = (*OPERATIONAL_FIELDS, *not_read)
+    return {path: value for path, value in flat.items() if not path.startswith(idle)}
 
 
 def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
