@@ -236,12 +236,13 @@ def _with_coherence(
         return problem
     averages = problem.averages
     decay = jnp.asarray(options.factor_decay, averages.coherence.dtype)
+    # Outside of the branch, where it is the same expression as in `fixed_step`: computed once.
+    layers = quadratic_forms(solved, problem.b, problem.gamma).fisher
 
     def measure() -> Array:
         x = {name: solution.x for name, solution in solved.items()}
         groups = _exact_systems(problem, params, curvature)
         network = fisher_of(groups, curvature.num_examples, x)[0, 0]
-        layers = quadratic_forms(solved, problem.b, problem.gamma).fisher
         # A gradient of zeros has no direction to measure along, and where F is nothing beside γ
         # rounding may leave no positive sum: what is known so far stands then.
         positive = (network > 0) & (layers > 0)

@@ -111,14 +111,13 @@ _FACTS: dict[Any, dict[str, float]] = {}
 
 
 def facts(run: training.Run) -> dict[str, float]:
-    """Returns what all runs of a program have in common: see `Record`."""
-    if run.program not in _FACTS:
+    """Returns what all runs of one program and of one length have in common: see `Record`."""
+    shared = (run.program, run.num_steps)
+    if shared not in _FACTS:
         model = run.model(run.abstract_state["params"])
         forward = counting.count_operations(model, *run.task.example().inputs)
-        step = counting.count_operations(
-            run.train_step, run.abstract_state, training.abstract_batch(run), run.abstract_hyper
-        )
-        _FACTS[run.program] = {
+        step = training.step_operations(run)
+        _FACTS[shared] = {
             "parameters": sum(leaf.size for leaf in jax.tree.leaves(run.abstract_state["params"])),
             "multiplications": forward.multiplications,
             "additions": forward.additions,
@@ -126,7 +125,7 @@ def facts(run: training.Run) -> dict[str, float]:
             "step_operations": step.multiplications + step.additions,
             "step_joules": counting.energy(step).total_arithmetic_joules,
         }
-    return _FACTS[run.program]
+    return _FACTS[shared]
 
 
 def machine() -> dict[str, Any]:

@@ -49,9 +49,7 @@ def run(config: Any, workdir: str | Path, workers: int, slurm: str | None = None
     known = set(comparison.records.all())
     show_new = lambda: _show_new(comparison, known)
     if workers and slurm is not None:
-        supervise_on_slurm(
-            workers, comparison.workdir, read_options(slurm), show_new
-        )
+        supervise_on_slurm(workers, comparison.workdir, read_options(slurm), show_new)
     elif workers == 1:
         _work(comparison, show=True)
     elif workers:

@@ -15,7 +15,7 @@ import kfac
 from adder_flax import ops, recorder
 from adder_flax.attention import LAYER_NORM_EPSILON
 from adder_flax.parameters import as_attribute, state_facts
-from adder_flax.settings import AdderSettings, is_on
+from adder_flax.settings import AdderSettings
 
 UNIT_NORMAL = nnx.initializers.normal(1.0)
 
@@ -150,18 +150,27 @@ class AdderLinear(nnx.Module):
         """
         dtype = self._dtype(rows)
         rows, kernel = rows.astype(dtype), self.kernel[...].astype(dtype)
-        sums = ops.adder_matmul(
-            rows,
-            kernel,
-            x_gradient=self.x_gradient,
-            w_gradient=self.w_gradient,
-            hardtanh_slope=self.hardtanh_slope,
-        )
-        if not is_on(self.squared_share):
-            return sums
-        return (1.0 - self.squared_share) * sums + self.squared_share * half_squared_distances(
-            rows, kernel
-        )
+        share = self.squared_share
+
+        def l1(rows: Array, kernel: Array) -> Array:
+            return ops.adder_matmul(
+                rows,
+                kernel,
+                x_gradient=self.x_gradient,
+                w_gradient=self.w_gradient,
+                hardtanh_slope=self.hardtanh_slope,
+            )
+
+        def mixed(rows: Array, kernel: Array) -> Array:
+            squared = half_squared_distances(rows, kernel)
+            return (1.0 - share) * l1(rows, kernel) + share * squared
+
+        # What is not wanted is not computed, neither forward nor backward.
+        ways = (l1, mixed, half_squared_distances)
+        if not isinstance(share, jax.Array):
+            return ways[(share > 0) + (share >= 1)](rows, kernel)
+        way = (share > 0).astype(jnp.int32) + (share >= 1)
+        return jax.lax.switch(way, ways, rows, kernel)
 
     def set_squared_share(self, share: float | Array) -> None:
         """Puts -Σ_k (x[k] - W[k, o])² / 2 in the place of a share of the sums.

@@ -40,7 +40,8 @@ class Builder(Protocol):
           such as rates of dropout, it has a method ``set_data(settings)`` that takes them anew:
           they are traced inside of the training step. Where the model itself changes along the
           training, as with a distance that is annealed, it has a method ``anneal(progress)``, given
-          the share of the steps that are done, traced.
+          the share of the steps that are done, traced, and, where it computes more at some times
+          than at others, ``stages()``: the shares at which that changes.
         """
         ...
 

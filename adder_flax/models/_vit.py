@@ -241,6 +241,10 @@ class VisionTransformer(nnx.Module):
             for layer in adder_layers(block):
                 layer.set_squared_share(share)
 
+    def stages(self) -> list[float]:
+        """Returns the shares of the training at which `anneal` changes what is computed."""
+        return self.annealing.stages()
+
     def loop_over_blocks(self) -> None:
         """Turns `scan_blocks` on where the blocks are alike.
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from adder_flax.settings import BlockSettings, VitSettings
@@ -100,12 +101,28 @@ class Annealing(NamedTuple):
         ... ]
         [[1.0, 1.0], [0.5, 1.0], [0.0, 1.0], [0.0, 0.5]]
         """
-        turns = self.depth if self.blocks == "in_turn" else 1
-        turn = (self.end - self.start) / turns
+        turns, turn = self._turns()
         ends = [self.start + turn * (min(block, turns - 1) + 1) for block in range(self.depth)]
         # A turn shorter than any float32 would be divided by as 0.
         shortest = float(jnp.finfo(jnp.float32).tiny)
-        return [jnp.clip((end - progress) / max(turn, shortest), 0.0, 1.0) for end in ends]
+        clip = jnp.clip if isinstance(progress, jax.Array) else lambda x, *_: min(max(x, 0.0), 1.0)
+        return [clip((end - progress) / max(turn, shortest), 0.0, 1.0) for end in ends]
+
+    def stages(self) -> list[float]:
+        """Shares of the training at which a block begins to leave the one distance, or has left it.
+
+        Between two of them the same is computed.
+
+        >>> Annealing(depth=2, start=0.5, end=1.0, blocks="in_turn").stages()
+        [0.5, 0.75, 1.0]
+        """
+        turns, turn = self._turns()
+        return [self.start + turn * number for number in range(turns + 1)] if self.end else []
+
+    def _turns(self) -> tuple[int, float]:
+        """How many turns there are, and the share of the training that each takes."""
+        turns = self.depth if self.blocks == "in_turn" else 1
+        return turns, (self.end - self.start) / turns
 
 
 def drop_path_rates(last: float, depth: int) -> list[float]:

@@ -12,6 +12,7 @@ from adder_flax.training.evaluator import Evaluator
 from adder_flax.training.identity import identity
 from adder_flax.training.loop import Result, Trainer
 from adder_flax.training.metrics import peak_memory, read_metrics
+from adder_flax.training.operations import step_operations
 from adder_flax.training.optimizers import (
     OPTIMIZERS,
     OptimizerSpec,
@@ -53,6 +54,7 @@ __all__ = [
     "read_metrics",
     "register_optimizer",
     "scale_by_adder_rate",
+    "step_operations",
     "topology_devices",
     "trace",
     "user_errors",

@@ -345,18 +345,20 @@ def test_errors_say_what_was_expected(make, message):
         make()
 
 
+@pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
-def test_a_share_of_the_squared_distance(share):
+def test_a_share_of_the_squared_distance(share, traced):
     """Sums and their derivatives by the weights in float64; those of the L1 part are AdderNet's, x
     − w."""
     rng = np.random.default_rng(0)
     rows, cotangent = rng.normal(size=(5, 7)).astype("f"), rng.normal(size=(5, 3)).astype("f")
     layer = layers.AdderLinear(7, 3, norm=None, use_bias=False, rngs=nnx.Rngs(0))
-    layer.set_squared_share(share)
+    layer.set_squared_share(jnp.float32(share) if traced else share)
     gaps = rows[:, :, None].astype(np.float64) - np.asarray(layer.kernel[...], np.float64)
     expected = -(1 - share) * np.abs(gaps).sum(1) - share * (gaps**2).sum(1) / 2
     np.testing.assert_allclose(layer(jnp.asarray(rows)), expected, rtol=1e-5)
-    gradient = nnx.grad(lambda layer: (layer(jnp.asarray(rows)) * cotangent).sum())(layer)
+    loss = lambda layer: (layer(jnp.asarray(rows)) * cotangent).sum()
+    gradient = (nnx.jit(nnx.grad(loss)) if traced else nnx.grad(loss))(layer)
     np.testing.assert_allclose(
         gradient["kernel"][...], (gaps * cotangent[:, None]).sum(0), rtol=1e-4, atol=1e-5
     )

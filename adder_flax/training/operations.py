@@ -1,0 +1,45 @@
+"""What a training step computes, as a mean over the steps of a run."""
+
+import itertools
+from collections import Counter
+
+import jax
+
+from adder_flax.counting.operations import Operations, count_operations
+from adder_flax.training.setup import Run, abstract_batch
+
+
+def step_operations(run: Run) -> Operations:
+    """Returns the operations of a training step; nothing is computed.
+
+    Of a model that changes along the training, with a method ``stages()``, each stage counts for
+    its length: in the program of the step it is a conditional, which alone would count as its
+    dearest branch.
+    """
+    whole = count_operations(
+        run.train_step, run.abstract_state, abstract_batch(run), run.abstract_hyper
+    )
+    model = run.model(run.abstract_state["params"])
+    stages = model.stages() if hasattr(model, "stages") else []
+    if not stages:
+        return whole
+    counts = Counter(whole.counts)
+    counts.subtract(_differentiated(run, None))
+    for start, end in itertools.pairwise([0.0, *stages, 1.0]):
+        for what, number in _differentiated(run, (start + end) / 2).items():
+            counts[what] += (end - start) * number
+    return Operations({what: round(number) for what, number in counts.items()})
+
+
+def _differentiated(run: Run, progress: float | None) -> dict[tuple[str, str], int]:
+    """Counts loss and gradient once a share of the steps is done, or with that share traced."""
+
+    def loss_and_gradient(step, params, examples, key):
+        step = step if progress is None else progress * run.num_steps
+        loss = run.program.parts(run.numbers | {"step": step}).loss
+        return jax.value_and_grad(lambda params: loss(params, examples, key).loss)(params)
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    examples = jax.eval_shape(run.program.parts(run.numbers).examples, key, abstract_batch(run))
+    step, params = jax.ShapeDtypeStruct((), "int32"), run.abstract_state["params"]
+    return dict(count_operations(loss_and_gradient, step, params, examples, key).counts)
