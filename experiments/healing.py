@@ -50,7 +50,7 @@ def validation_percent(data: str | None) -> int:
 
     So that comparisons have something to look at.
     """
-    return 10 if data else 20
+    return 20 if data in (None, "digits") else 10
 
 
 def num_seeds(data: str | None) -> int:
