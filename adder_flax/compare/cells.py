@@ -111,13 +111,12 @@ _FACTS: dict[Any, dict[str, float]] = {}
 
 
 def facts(run: training.Run) -> dict[str, float]:
-    """Returns what all runs of one program and of one length have in common: see `Record`."""
-    shared = (run.program, run.num_steps)
-    if shared not in _FACTS:
+    """Returns what all runs of a program have in common: see `Record`."""
+    if run.program not in _FACTS:
         model = run.model(run.abstract_state["params"])
         forward = counting.count_operations(model, *run.task.example().inputs)
         step = training.step_operations(run)
-        _FACTS[shared] = {
+        _FACTS[run.program] = {
             "parameters": sum(leaf.size for leaf in jax.tree.leaves(run.abstract_state["params"])),
             "multiplications": forward.multiplications,
             "additions": forward.additions,
@@ -125,7 +124,7 @@ def facts(run: training.Run) -> dict[str, float]:
             "step_operations": step.multiplications + step.additions,
             "step_joules": counting.energy(step).total_arithmetic_joules,
         }
-    return _FACTS[shared]
+    return _FACTS[run.program]
 
 
 def machine() -> dict[str, Any]:
