@@ -17,9 +17,11 @@ from adder_flax.experiments import healing
 def get_config(data: str | None = None) -> ml_collections.ConfigDict:
     """Returns the comparison on a data set, ``digits`` unless given."""
     base = healing.healed("all", data)
-    base.data.train_split = "train"  # what validation takes, the teacher did not see either
+    # What validation takes, the teacher did not see either. Epochs are of the share that is left,
+    # and fewer by it: arms take that share of the steps of heal_attention.py and heal_all.py.
+    base.data.train_split = "train"
     share = 1 - healing.validation_percent(data) / 100
-    base.num_epochs = round(share * base.num_epochs, 4)  # as many steps on more images
+    base.num_epochs = round(share * base.num_epochs, 4)
     fields = {
         "title": f"Adder blocks in the place of multiplicative ones, on {base.data.name}",
         "base": base,

@@ -1,8 +1,9 @@
 """Healing beside training from scratch for as many steps, on paired seeds.
 
 With attention or everything replaced. The healed arm has the settings of its experiment
-(heal_attention.py, heal_all.py); the other one begins with random weights, nothing of the teacher
-reaches it, and its learning rate is tuned by four trials.
+(heal_attention.py, heal_all.py) and nine tenths of its steps, four fifths on digits; the other one
+begins with random weights, nothing of the teacher reaches it, and its learning rate is tuned by
+four trials.
 
 The argument after the colon is what is replaced and a data set: ``all,digits`` where nothing is
 given. The teachers come first, one for each seed.
@@ -22,9 +23,11 @@ def get_config(what: str | None = None) -> ml_collections.ConfigDict:
     """Returns the comparison, of ``all`` parts on ``digits`` unless given."""
     parts, _, data = (what or "all").partition(",")
     base = healing.healed(parts, data or None)
-    base.data.train_split = "train"  # what validation takes, the teacher did not see either
+    # What validation takes, the teacher did not see either. Epochs are of the share that is left,
+    # and fewer by it: arms take that share of the steps of heal_attention.py and heal_all.py.
+    base.data.train_split = "train"
     share = 1 - healing.validation_percent(data or None) / 100
-    base.num_epochs = round(share * base.num_epochs, 4)  # as many steps on more images
+    base.num_epochs = round(share * base.num_epochs, 4)
     scratch = {
         "task": {
             "begin": "random",
