@@ -68,7 +68,10 @@ def healed(parts: str, data: str | None = None) -> ml_collections.ConfigDict:
     config = teacher(data)
     config.model.update(ALL if parts == "all" else ATTENTION)
     warmup_epochs = config.num_epochs / 600
-    config.num_epochs = round(HEALING_SHARE[parts] * config.num_epochs, 4)
+    share = HEALING_SHARE[parts]
+    if parts == "all" and data in (None, "digits"):
+        share *= 1088 / 1136  # images in batches of 64, as the teacher's, and of 16 in an epoch
+    config.num_epochs = round(share * config.num_epochs, 4)
     config.optimizer.update(learning_rate=1e-3, warmup_epochs=warmup_epochs, weight_decay=0.0)
     config.task = ml_collections.ConfigDict(
         settings.defaults(tasks.HealingSettings)
