@@ -152,7 +152,7 @@ class AdderLinear(nnx.Module):
         rows, kernel = rows.astype(dtype), self.kernel[...].astype(dtype)
         share = self.squared_share
 
-        def l1(rows: Array, kernel: Array) -> Array:
+        def l1(rows: Array | np.ndarray, kernel: Array) -> Array:
             return ops.adder_matmul(
                 rows,
                 kernel,
@@ -161,7 +161,7 @@ class AdderLinear(nnx.Module):
                 hardtanh_slope=self.hardtanh_slope,
             )
 
-        def mixed(rows: Array, kernel: Array) -> Array:
+        def mixed(rows: Array | np.ndarray, kernel: Array) -> Array:
             squared = half_squared_distances(rows, kernel)
             return (1.0 - share) * l1(rows, kernel) + share * squared
 

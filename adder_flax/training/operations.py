@@ -1,7 +1,6 @@
 """What a training step computes, as a mean over the steps of a run."""
 
-import itertools
-from collections import Counter
+from itertools import pairwise
 
 import jax
 
@@ -20,14 +19,15 @@ def step_operations(run: Run) -> Operations:
         run.train_step, run.abstract_state, abstract_batch(run), run.abstract_hyper
     )
     model = run.model(run.abstract_state["params"])
-    stages = model.stages() if hasattr(model, "stages") else []
+    stages = getattr(model, "stages", list)()
     if not stages:
         return whole
-    counts = Counter(whole.counts)
-    counts.subtract(_differentiated(run, None))
-    for start, end in itertools.pairwise([0.0, *stages, 1.0]):
-        for what, number in _differentiated(run, (start + end) / 2).items():
-            counts[what] += (end - start) * number
+    counts: dict[tuple[str, str], float] = dict(whole.counts)
+    parts: list[tuple[float, float | None]] = [(-1.0, None)]
+    parts += [(end - start, (start + end) / 2) for start, end in pairwise([0.0, *stages, 1.0])]
+    for weight, progress in parts:
+        for what, number in _differentiated(run, progress).items():
+            counts[what] = counts.get(what, 0.0) + weight * number
     return Operations({what: round(number) for what, number in counts.items()})
 
 
@@ -36,7 +36,7 @@ def _differentiated(run: Run, progress: float | None) -> dict[tuple[str, str], i
 
     def loss_and_gradient(step, params, examples, key):
         step = step if progress is None else progress * run.num_steps
-        loss = run.program.parts(run.numbers | {"step": step}).loss
+        loss = run.program.parts({**run.numbers, "step": step}).loss
         return jax.value_and_grad(lambda params: loss(params, examples, key).loss)(params)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
