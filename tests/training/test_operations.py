@@ -1,10 +1,10 @@
 """A step's operations are a mean over the run where the model changes along it."""
 
 import pytest
-from tests.training.tiny import TINY
 
 from adder_flax import training
 from adder_flax.experiments import common
+from tests.training.tiny import TINY
 
 BATCH, TOKENS, WIDTH, HIDDEN, DEPTH = 32, 17, 16, 32, 3
 
