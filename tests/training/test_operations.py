@@ -31,4 +31,3 @@ def test_distances_count_for_the_share_of_the_training_that_they_are_computed(
     operations = counted(anneal_start=start, anneal_end=end, anneal_blocks=blocks)
     elements = DEPTH * BATCH * TOKENS * 2 * WIDTH * HIDDEN
     assert operations.l1_elements == pytest.approx(share * elements, rel=1e-6)
-
