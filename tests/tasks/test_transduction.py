@@ -76,11 +76,11 @@ def test_nothing_flows_from_where_nothing_is_to_be_said(source):
     assert (np.abs(np.asarray(gradient)[batch["target"] != 0]).max(-1) > 0).all()
 
 
-class _Shifted:
+class _Shifted(nnx.Module):
     """A model whose logits are shifted place by place."""
 
     def __init__(self, model, bias):
-        self._model, self._bias = model, bias
+        self._model, self._bias = model, nnx.data(bias)
 
     def __call__(self, *inputs, **options):
         return self._model(*inputs, **options) + self._bias
