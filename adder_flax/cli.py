@@ -235,9 +235,7 @@ def compile_step(config: Any) -> None:
 def _estimate_text(run: training.Run, estimated: training.Estimate) -> str:
     config = run.config
     params = sum(leaf.size for leaf in jax.tree.leaves(run.abstract_state["params"]))
-    counted = counting.count_operations(
-        run.train_step, run.abstract_state, training.abstract_batch(run), run.abstract_hyper
-    )
+    counted = training.step_operations(run)
     capacity = "" if estimated.capacity is None else f" of {_gib(estimated.capacity)}"
     lines = [
         f"model        {params:,} parameters, {_run_name(config)}, {config.optimizer.name}",

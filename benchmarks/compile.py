@@ -14,7 +14,7 @@ for GPUs, and takes some minutes for each row of the larger models.
 import argparse
 from collections.abc import Sequence
 
-from adder_flax import counting, data, training
+from adder_flax import data, training
 from adder_flax.experiments import common
 
 
@@ -78,9 +78,7 @@ def row(
         config, devices=training.topology_devices(topology), load=data.load_or_imitate
     )
     step = training.estimate(run)
-    counted = counting.count_operations(
-        run.train_step, run.abstract_state, training.abstract_batch(run), run.abstract_hyper
-    )
+    counted = training.step_operations(run)
     working = step.memory["activations, gradients"]
     traffic = "; ".join(
         f"{t.count} {kind}, {_gib(t.bytes)}" for kind, t in step.collectives.items()

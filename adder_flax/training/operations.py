@@ -24,11 +24,13 @@ def step_operations(run: Run) -> Operations:
         return whole
     counts: dict[tuple[str, str], float] = dict(whole.counts)
     parts: list[tuple[float, float | None]] = [(-1.0, None)]
-    parts += [(end - start, (start + end) / 2) for start, end in pairwise([0.0, *stages, 1.0])]
+    ends = sorted({0.0, *stages, 1.0})
+    parts += [(end - start, (start + end) / 2) for start, end in pairwise(ends)]
     for weight, progress in parts:
         for what, number in _differentiated(run, progress).items():
             counts[what] = counts.get(what, 0.0) + weight * number
-    return Operations({what: round(number) for what, number in counts.items()})
+    mean = {what: round(number) for what, number in counts.items()}
+    return Operations(mean, uncounted=whole.uncounted)
 
 
 def _differentiated(run: Run, progress: float | None) -> dict[tuple[str, str], int]:
