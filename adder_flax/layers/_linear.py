@@ -17,8 +17,6 @@ from adder_flax.attention import LAYER_NORM_EPSILON
 from adder_flax.parameters import as_attribute, state_facts
 from adder_flax.settings import AdderSettings
 
-UNIT_NORMAL = nnx.initializers.normal(1.0)
-
 
 class Linear(nnx.Linear):
     """y = x W + b on the last axis, computed on flattened rows.
@@ -66,7 +64,7 @@ class AdderLinear(nnx.Module):
       dtype: dtype of x and W in the distance and of the normalised output; None for their common
         one.
       param_dtype: dtype of the parameters.
-      kernel_init: initialiser of W.
+      initial_scale: standard deviation of W's first values.
       rngs: initialisation keys.
 
     Raises:
@@ -88,7 +86,7 @@ class AdderLinear(nnx.Module):
         use_bias: bool = True,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
-        kernel_init: Callable[..., Array] = UNIT_NORMAL,
+        initial_scale: float = 1.0,
         rngs: nnx.Rngs,
     ):
         if norm not in ("layernorm", None):
@@ -104,7 +102,8 @@ class AdderLinear(nnx.Module):
             0.0  # a number, not an array: off, it leaves no second product in the program
         )
         self.dtype = dtype
-        kernel = nnx.Param(kernel_init(rngs.params(), (in_features, out_features), param_dtype))
+        initialise = nnx.initializers.normal(initial_scale)
+        kernel = nnx.Param(initialise(rngs.params(), (in_features, out_features), param_dtype))
         self.kernel = state_facts(kernel, role="prototype", decay=False)
         self.norm = nnx.data(None)
         self.bias = nnx.data(None)

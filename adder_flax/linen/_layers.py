@@ -70,7 +70,7 @@ class AdderLinear(nn.Module):
 
     Attributes:
       features: number of outputs.
-      x_gradient, w_gradient, hardtanh_slope, norm, use_bias, dtype, param_dtype, kernel_init: as
+      x_gradient, w_gradient, hardtanh_slope, norm, use_bias, dtype, param_dtype, initial_scale: as
         there.
 
     >>> import jax
@@ -86,7 +86,7 @@ class AdderLinear(nn.Module):
     use_bias: bool = True
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
-    kernel_init: Callable[..., Array] = nn.initializers.normal(1.0)
+    initial_scale: float = 1.0
 
     @nn.compact
     def __call__(
@@ -97,7 +97,10 @@ class AdderLinear(nn.Module):
                 f"expected norm 'layernorm' or None, got {self.norm!r}; choose one of these."
             )
         kernel = self.param(
-            "kernel", self.kernel_init, (inputs.shape[-1], self.features), self.param_dtype
+            "kernel",
+            nn.initializers.normal(self.initial_scale),
+            (inputs.shape[-1], self.features),
+            self.param_dtype,
         )
         dtype = jnp.result_type(inputs, kernel) if self.dtype is None else self.dtype
         rows = inputs.reshape(-1, inputs.shape[-1])

@@ -113,6 +113,9 @@ class AdderSettings:
     w_gradient: str = setting("full", _GRADIENT, "rule of the derivative by the weights")
     hardtanh_slope: float = setting(1.0, Number(1e-3, 1e3), "c of clip(c (w - x), -1, 1)")
     norm: str | None = setting("layernorm", Choice("layernorm", none=None), "of their outputs")
+    initial_scale: float = setting(
+        1.0, Number(1e-6, 1e6), "standard deviation of their weights' first values"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -122,8 +122,9 @@ class OptimizerSettings:
         5.0, Number(0, 1e6), "linear rise from 0 to the peak, epochs", data=True
     )
     weight_decay: float = setting(
-        0.05, Number(0, 1000), "decoupled, of multiplicative weights alone", data=True
+        0.05, Number(0, 1000), "decoupled, of multiplicative weights", data=True
     )
+    decay_prototypes: bool = setting(False, Flag(), "whether it takes adder layers' weights, too")
     b1: float = setting(0.9, _DECAY, "decay of Adam's mean of the gradients", data=True)
     b2: float = setting(
         0.999,

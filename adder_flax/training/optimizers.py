@@ -86,7 +86,8 @@ class OptimizerSpec(NamedTuple):
     @property
     def decayed(self) -> Any:
         """The tree that is True where weight decay shrinks a parameter."""
-        return self.mask(operator.attrgetter("decay"))
+        chosen = {"prototype"} if self.settings.decay_prototypes else set()
+        return self.mask(lambda facts: facts.decay or facts.role in chosen)
 
 
 def _adam(spec: OptimizerSpec, *, nesterov: bool = False) -> optax.GradientTransformation:

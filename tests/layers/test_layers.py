@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kfac
-from adder_flax import layers
+from adder_flax import layers, linen
 from adder_flax.parameters import parameter_facts
 from tests.modules import parameters, randomised, run
 
@@ -60,6 +60,15 @@ def test_adder_linear_equals_the_formula(norm, use_bias):
     sums = adder(rows(2, 3, 65), p["kernel"])
     expected = layer_norm(sums, {"bias": 0.0} | p["norm"]) if norm else sums + p.get("bias", 0.0)
     np.testing.assert_allclose(run(module, rows(2, 3, 65)), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 3.0])
+def test_adder_linear_starts_at_its_scale(scale):
+    model = layers.AdderLinear(100, 200, initial_scale=scale, rngs=nnx.Rngs(0))
+    linen_form = linen.AdderLinear(200, initial_scale=scale)
+    variables = linen_form.init(jax.random.key(0), jnp.ones((1, 100)))
+    for kernel in (model.kernel[...], variables["params"]["kernel"]):
+        assert kernel.std() == pytest.approx(scale, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,22 @@ def test_weight_decay_reaches_multiplicative_weights_alone(pair, settings):
         assert all(not leaf.any() for leaf in jax.tree.leaves(rest)), name
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+def test_weight_decay_reaches_prototypes_on_demand(pair, settings, name):
+    params, facts = pair
+    optimizer = optimizer_of(
+        settings(name=name, weight_decay=0.5, decay_prototypes=True), lambda _: 0.1, facts
+    )
+    updates, _ = optimizer.update(
+        jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
+    )
+    for layer in ("dense", "adder"):
+        kernel = params[layer]["kernel"]
+        np.testing.assert_allclose(updates[layer]["kernel"], -0.05 * kernel, rtol=1e-6)
+    rest = [updates["adder"]["norm"], updates["dense"]["bias"]]
+    assert all(not leaf.any() for leaf in jax.tree.leaves(rest))
+
+
 def test_muon_turns_matrices_and_leaves_the_rest_to_adamw(pair, settings):
     """The step of a matrix is U Vᵀ of its gradient, as Newton-Schulz finds it (singular values 0.5
     to 1.5, Jordan says), as large as AdamW's: a root mean square of 0.2 times the rate."""
