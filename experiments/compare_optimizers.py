@@ -1,10 +1,10 @@
 """Optimizers side by side on one network: what each reaches, and what it takes to the baseline.
 
-AdamW, NAdamW, Muon, SOAP, KL-Shampoo, SGD with momentum, and CG-FAC. Each is tuned by 20
-quasirandom trials of two numbers, its rate and its weight decay, or CG-FAC's damping and clip, on
-validation images; each is judged at the end of its own schedule, on the same batches and first
-weights, over six paired seeds. The target that steps, seconds and operations are counted to is the
-median of AdamW's validation scores at its end.
+AdamW, NAdamW, schedule-free AdamW, Muon, SOAP, KL-Shampoo, SGD with momentum, and CG-FAC. Each is
+tuned by 20 quasirandom trials of two numbers, its rate and its weight decay, or CG-FAC's damping
+and clip, on validation images; each is judged at the end of its own schedule, on the same batches
+and first weights, over six paired seeds. The target that steps, seconds and operations are counted
+to is the median of AdamW's validation scores at its end.
 
 The argument after the colon is a mechanism and a data set, ``multiplicative,digits`` where nothing
 is given: the networks, steps and validation splits of experiments/compare_mechanisms.py; or
@@ -30,6 +30,7 @@ _ADAM_LIKE = {"learning_rate": ("log", 2e-4, 2e-2), "weight_decay": _DECAY}
 _OPTIMIZERS = {
     "adamw": _ADAM_LIKE,
     "nadamw": _ADAM_LIKE,
+    "schedule_free_adamw": _ADAM_LIKE | {"schedule": "constant"},
     "muon": _ADAM_LIKE,
     "soap": _ADAM_LIKE,
     "kl_shampoo": _ADAM_LIKE,
@@ -37,8 +38,7 @@ _OPTIMIZERS = {
     "cg_fac": {
         "cg_fac": {
             "damping": ("log", 0.3, 30.0),
-            "kl_clip": ("log", 3e-5, 3e-3),
-            "kl_scope": "layers",
+            "kl_clip": ("log", 3e-4, 3e-2),
         }
     },
 }

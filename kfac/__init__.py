@@ -10,6 +10,7 @@ from kfac._cg_fac import STATIC_ARGUMENTS as STATIC_ARGUMENTS
 from kfac._cg_fac import algorithm_1 as algorithm_1
 from kfac._cg_fac import cg_fac as cg_fac
 from kfac._costs import Plan as Plan
+from kfac._costs import curvature_stride as curvature_stride
 from kfac._costs import plan as plan
 from kfac._curvature import Curvature as Curvature
 from kfac._curvature import Layers as Layers

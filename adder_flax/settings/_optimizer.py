@@ -47,10 +47,11 @@ class CgFacSettings:
     curvature_interval: int = setting(
         5, Integer(1, 2**31 - 1), "steps from one new curvature to the next"
     )
-    curvature_stride: int = setting(
+    curvature_stride: int | None = setting(
         1,
-        Integer(1, 65536),
-        "one of so many examples gives curvature, in a pass of its own; 1: all, in the gradient's",
+        Or({"auto": None}, Integer(1, 65536)),
+        "one of so many examples gives curvature, in a pass of its own; 1: all, in the gradient's; "
+        "auto: as kfac.curvature_stride says",
     )
     preconditioner_interval: int = setting(
         10, _STEPS, "steps from one inverse to the next; 0 is off"
@@ -112,11 +113,15 @@ class OptimizerSettings:
     name: str = setting(
         "adamw",
         Text("the name of an optimizer"),
-        "adamw, nadamw, lamb, muon, soap, kl_shampoo, sgd, lbfgs, cg_fac or a registered one",
+        "adamw, nadamw, schedule_free_adamw, lamb, muon, soap, kl_shampoo, sgd, lbfgs, cg_fac or a "
+        "registered one",
     )
     learning_rate: float = setting(1e-3, _RATE, "peak of the schedule", data=True)
     final_learning_rate: float = setting(
         1e-5, _RATE, "end of the schedule, at the last step", data=True
+    )
+    schedule: str = setting(
+        "cosine", Choice("cosine", "constant"), "from the peak to the end; constant: stays there"
     )
     warmup_epochs: float = setting(
         5.0, Number(0, 1e6), "linear rise from 0 to the peak, epochs", data=True
@@ -151,6 +156,11 @@ class OptimizerSettings:
             yield (
                 f"{where}.final_learning_rate: expected at most {where}.learning_rate, its peak, "
                 f"{self.learning_rate}, got {self.final_learning_rate}"
+            )
+        if self.name == "schedule_free_adamw" and self.schedule != "constant":
+            yield (
+                f"{where}.schedule: expected 'constant' with schedule_free_adamw, whose average "
+                f"takes the place of a decay, got {self.schedule!r}"
             )
         if self.name == "cg_fac" and self.adder_rate:
             yield (

@@ -1,7 +1,7 @@
 """Optimizers by name.
 
-AdamW, NAdamW, LAMB, Muon, SOAP, KL-Shampoo, SGD and CG-FAC with warm-up, cosine decay,
-clipping, decoupled weight decay and AdderNet's rate; L-BFGS; and what
+AdamW, NAdamW, schedule-free AdamW, LAMB, Muon, SOAP, KL-Shampoo, SGD and CG-FAC with warm-up,
+cosine decay, clipping, decoupled weight decay and AdderNet's rate; L-BFGS; and what
 `register_optimizer` adds.
 """
 
@@ -71,13 +71,14 @@ class OptimizerSpec(NamedTuple):
       settings: of the optimizer.
       learning_rate: the run's schedule.
       facts: of the parameters, see :func:`adder_flax.parameters.parameter_facts`.
-      find_layers: of how many examples one gives curvature → the layers that have curvature.
+      find_layers: of how many examples one gives curvature, None for as many as can be spared →
+        the layers that have curvature, and that number.
     """
 
     settings: OptimizerSettings
     learning_rate: optax.Schedule
     facts: Any
-    find_layers: Callable[[int], kfac.Layers]
+    find_layers: Callable[[int | None], tuple[kfac.Layers, int]]
 
     def mask(self, chosen: Callable[[Facts], Any]) -> Any:
         """Returns the tree of what is chosen by the facts of each parameter."""
@@ -133,6 +134,21 @@ def _adamw(spec: OptimizerSpec) -> optax.GradientTransformation:
 def _nadamw(spec: OptimizerSpec) -> optax.GradientTransformation:
     """AdamW with Nesterov's momentum (Dozat, 2016), the baseline of AlgoPerf."""
     return _decoupled(spec, _adam(spec, nesterov=True))
+
+
+def _schedule_free_adamw(spec: OptimizerSpec) -> optax.GradientTransformation:
+    """AdamW on an average of the weights, which is what is evaluated (Defazio et al., 2024).
+
+    In place of momentum and of a rate that falls.
+    """
+    c = spec.settings
+    adamw = optax.chain(
+        optax.scale_by_rms(decay=c.b2, eps=c.eps, bias_correction=True),
+        optax.add_decayed_weights(c.weight_decay, mask=spec.decayed),
+        optax.scale_by_learning_rate(spec.learning_rate),
+    )
+    averaged = optax.contrib.schedule_free(adamw, spec.learning_rate, b1=c.b1)
+    return optax.chain(*_gradient_stages(spec), averaged)
 
 
 def _soap(spec: OptimizerSpec) -> optax.GradientTransformation:
@@ -228,8 +244,8 @@ def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
     """
     c, options = spec.settings, dict(vars(spec.settings.cg_fac))
     rate, chosen = options.pop("learning_rate"), options.pop("layers")
-    interval, stride = options.pop("curvature_interval"), options.pop("curvature_stride")
-    layers = spec.find_layers(stride)
+    interval = options.pop("curvature_interval")
+    layers, stride = spec.find_layers(options.pop("curvature_stride"))
     if chosen == "matrices":
         facts = {
             tree_path(path): fact for path, fact in jax.tree_util.tree_leaves_with_path(spec.facts)
@@ -290,6 +306,7 @@ register_optimizer("lamb")(_lamb)
 register_optimizer("lbfgs")(_lbfgs)
 register_optimizer("muon")(_muon)
 register_optimizer("nadamw")(_nadamw)
+register_optimizer("schedule_free_adamw")(_schedule_free_adamw)
 register_optimizer("sgd")(_sgd)
 register_optimizer("soap")(_soap)
 
@@ -303,10 +320,11 @@ def learning_rate(
 ) -> Float[Array, ""]:
     """Linear warm-up from 0, then cosine decay to ``final_learning_rate`` at ``num_steps``.
 
-    What ``optax.warmup_cosine_decay_schedule`` computes, whose lengths cannot be traced.
+    What ``optax.warmup_cosine_decay_schedule`` computes, whose lengths cannot be traced. With the
+    schedule ``"constant"`` the rate stays at its peak.
 
     Args:
-      settings: ``learning_rate``, the peak, and ``final_learning_rate``.
+      settings: ``learning_rate``, the peak, ``final_learning_rate`` and ``schedule``.
       step: number of steps done.
       warmup_steps, num_steps: where the peak and the end are; there is a step between them.
 
@@ -318,7 +336,8 @@ def learning_rate(
       ... ]
       [0.0, 0.5, 1.0, 0.5]
     """
-    peak, end = settings.learning_rate, settings.final_learning_rate
+    peak = settings.learning_rate
+    end = peak if settings.schedule == "constant" else settings.final_learning_rate
     rising = peak * step / jnp.maximum(warmup_steps, 1)
     progress = jnp.clip((step - warmup_steps) / (num_steps - warmup_steps), 0, 1)
     falling = end + (peak - end) * 0.5 * (1 + jnp.cos(jnp.pi * progress))

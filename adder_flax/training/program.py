@@ -235,14 +235,22 @@ class Program:
     def _initial_state(self, params: Any, numbers: Hyper) -> State:
         return init_state(params, optimizer=self.parts(numbers).optimizer, ema=self.shape.ema)
 
-    def _layers(self, numbers: Hyper, params: Any, stride: int) -> kfac.Layers:
-        task = self.task(numbers)
-        batch = self.batch(self.shape.batch_size // (self.shape.accumulation_steps * stride))
-        examples = jax.eval_shape(task.examples, jax.eval_shape(lambda: jax.random.key(0)), batch)
+    def _layers(self, numbers: Hyper, params: Any, stride: int | None) -> tuple[kfac.Layers, int]:
+        task, key = self.task(numbers), jax.eval_shape(lambda: jax.random.key(0))
         loss = make_loss_fn(
             self.graphdef, task, put_numbers(self.shape.model_settings, numbers["model"])
         )
-        return find_layers(loss, params, examples)
+        size = self.shape.batch_size // self.shape.accumulation_steps
+
+        def layers_of(size: int) -> kfac.Layers:
+            return find_layers(loss, params, jax.eval_shape(task.examples, key, self.batch(size)))
+
+        if stride is not None:
+            return layers_of(size // stride), stride
+        layers = layers_of(size)
+        # Each device has examples of its own, of which it gives some.
+        found = kfac.curvature_stride(layers, size // sharding.num_batch_shards(self.shape.mesh))
+        return layers if found == 1 else layers_of(size // found), found
 
 
 def _progress(numbers: Hyper) -> float | Array:

@@ -363,7 +363,7 @@ def _check_batches(settings: RunSettings, mesh: Mesh) -> None:
             f"{settings.accumulation_steps} accumulation steps = {parts}, got "
             f"{settings.batch_size}; set --config.batch_size"
         )
-    stride = settings.optimizer.cg_fac.curvature_stride
+    stride = settings.optimizer.cg_fac.curvature_stride or 1
     if settings.optimizer.name == "cg_fac" and settings.batch_size % (parts * stride):
         raise RunError(
             f"expected config.batch_size = {settings.batch_size} divisible by {parts} parts × "

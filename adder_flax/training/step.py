@@ -18,6 +18,7 @@ from jaxtyping import Array
 
 import kfac
 from adder_flax.arrays import AnyArray
+from adder_flax.errors import RunError
 from adder_flax.settings import is_on
 from adder_flax.tasks import Outcome, Task
 from adder_flax.training.curvature import CurvatureOptimizer
@@ -62,11 +63,21 @@ def init_state(
     Args:
       params: nested dict of parameters.
       optimizer: initialises ``opt_state``.
-      ema: whether a running average of the parameters is kept.
+      ema: whether a running average of the parameters is kept; that of an optimizer which
+        averages them itself, ``optax.contrib.schedule_free``, always is.
+
+    Raises:
+      RunError: both.
     """
     zero = jnp.zeros((), jnp.int32)
     state = {"step": zero, "skipped": zero, "params": params, "opt_state": optimizer.init(params)}
-    if ema:
+    averages = _schedule_free_state(state["opt_state"]) is not None
+    if ema and averages:
+        raise RunError(
+            "config.ema_decay: expected 0 with an optimizer that averages the parameters itself; "
+            "set --config.ema_decay=0"
+        )
+    if ema or averages:
         state["ema_params"] = jax.tree.map(jnp.copy, params)
     return state
 
@@ -74,6 +85,15 @@ def init_state(
 def evaluation_params(state: State) -> Any:
     """Returns the parameters that evaluation uses: the running average where there is one."""
     return state.get("ema_params", state["params"])
+
+
+def _schedule_free_state(opt_state: Any) -> optax.contrib.ScheduleFreeState | None:
+    """The state of ``optax.contrib.schedule_free`` within an optimizer's, where there is one."""
+
+    def is_one(node: Any) -> bool:
+        return isinstance(node, optax.contrib.ScheduleFreeState)
+
+    return next(filter(is_one, jax.tree.leaves(opt_state, is_leaf=is_one)), None)
 
 
 def step_keys(seed: int | Array, step: Array | int) -> tuple[Array, Array]:
@@ -297,6 +317,8 @@ def make_train_step(
             new["ema_params"] = optax.incremental_update(
                 new["params"], state["ema_params"], 1 - decay
             )
+        if averaged := _schedule_free_state(opt_state):
+            new["ema_params"] = optax.contrib.schedule_free_eval_params(averaged, new["params"])
         sound = finite if skip_non_finite else finite & (state["skipped"] == 0)
         new = {
             name: jax.tree.map(lambda n, o: jnp.where(sound, n, o), value, state[name])

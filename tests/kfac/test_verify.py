@@ -79,6 +79,34 @@ def test_cheaper_forms_are_chosen():
     assert not costs.prefers_dual(many, 10, 1)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "rows_a_side", "num_examples", "expected"),
+    [
+        (32, 2.0, 64, 32),  # 2048 rows, 2 · 32 of them wanted for the wider of two layers
+        (31, 2.0, 64, 16),
+        (32, 8.0, 64, 8),
+        (32, 2.0, 24, 8),  # what divides the examples of a device
+        (1, 2.0, 64, 1),
+        (0, 2.0, 64, 1),
+    ],
+)
+def test_examples_that_the_factors_can_spare(tokens, rows_a_side, num_examples, expected):
+    """A readout of one token of each example is not asked; without tokens there is nothing else."""
+    params = {"fc": {"kernel": jnp.ones((8, 32))}, "head": {"kernel": jnp.ones((32, 100))}}
+
+    def loss_fn(p, x):
+        hidden = (
+            kfac.tap(kfac.Dense(), p["fc"], x, path="fc")
+            if tokens
+            else x[:, None] @ p["fc"]["kernel"]
+        )
+        return (kfac.tap(kfac.Dense(), p["head"], hidden.mean(1), path="head") ** 2).mean()
+
+    x = jnp.ones((64, tokens, 8) if tokens else (64, 8))
+    layers = kfac.find_layers(loss_fn, params, x)
+    assert kfac.curvature_stride(layers, num_examples, rows_a_side) == expected
+
+
 def test_plans_stay_within_their_budget():
     params = {"kernel": jnp.ones((64, 64))}
     loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p, x, path="") ** 2).mean()

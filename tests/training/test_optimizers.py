@@ -10,12 +10,13 @@ import optax
 import pytest
 from flax import nnx
 
+from adder_flax.errors import RunError
 from adder_flax.layers import AdderLinear, Linear
 from adder_flax.parameters import Axis, Facts, parameter_facts
 from adder_flax.settings import RunSettings, read
 from adder_flax.tasks import Outcome
 from adder_flax.training import build_run, optimizers, scale_by_adder_rate
-from adder_flax.training.step import Parts, init_state, make_train_step
+from adder_flax.training.step import Parts, evaluation_params, init_state, make_train_step
 from adder_flax.training.whitening import scale_by_kl_shampoo, scale_by_soap
 from tests.training.pieces import optimizer_of, vit
 
@@ -130,6 +131,60 @@ def test_adamw_against_numpy(pair, settings):
         )
         expected -= 0.01 / (1 + step) * (direction + 0.05 * expected)
     np.testing.assert_allclose(current["dense"]["kernel"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_schedule_free_adamw_against_numpy(pair, settings):
+    """The algorithm of Defazio et al., 2024: steps move z, y is trained, x evaluated."""
+    params, facts = pair
+    c = settings(name="schedule_free_adamw", schedule="constant", b1=0.8, b2=0.9, weight_decay=0.3)
+    rates = [0.0, 0.02, 0.05, 0.1, 0.1, 0.1]
+    # Optax weighs a step by the rate of the next one, so that a rate of 0 has no weight of 0.
+    optimizer = optimizer_of(c, lambda count: jnp.asarray(rates)[count], facts)
+    update, rng = jax.jit(optimizer.update), np.random.default_rng(0)
+    kernel = lambda tree: np.asarray(tree["dense"]["kernel"], np.float64)
+    state = init_state(params, optimizer=optimizer, ema=False)["opt_state"]
+    x = z = y = kernel(params)
+    second, total = np.zeros_like(x), 0.0
+    for step in range(5):
+        gradients = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params)
+        updates, state = update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+        g = kernel(gradients)
+        second = 0.9 * second + 0.1 * g**2
+        direction = g / (np.sqrt(second / (1 - 0.9 ** (step + 1))) + 1e-8)
+        z = z - rates[step] * (direction + 0.3 * y)
+        weight = max(rates[: step + 2]) ** 2
+        total += weight
+        x = x + weight / total * (z - x)
+        y = 0.8 * x + 0.2 * z
+        np.testing.assert_allclose(kernel(params), y, rtol=1e-4, atol=1e-6)
+
+
+def test_what_schedule_free_averages_is_evaluated(tiny_config):
+    fields = {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "constant"}
+    run = build_run(tiny_config("multiplicative", **fields))
+    state = run.init()
+    for step in range(3):
+        state, _ = run.train_step(state, run.batches()[step], run.hyper)
+    (average,) = (s for s in state["opt_state"] if hasattr(s, "z"))
+    expected = jax.tree.map(lambda y, z: (y - 0.1 * z) / 0.9, state["params"], average.z)
+    for found, wanted, trained in zip(
+        *map(jax.tree.leaves, (evaluation_params(state), expected, state["params"])), strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+        assert (np.asarray(found) != trained).any()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"ema_decay": 0.9, "optimizer.schedule": "constant"}, "ema_decay: expected 0"),
+        ({}, "schedule: expected 'constant' with schedule_free_adamw.*got 'cosine'"),
+    ],
+)
+def test_schedule_free_has_one_average_and_no_decay(tiny_config, fields, message):
+    with pytest.raises(RunError, match=message):
+        build_run(tiny_config(**fields, **{"optimizer.name": "schedule_free_adamw"}))
 
 
 def test_lamb_against_numpy(pair, settings):
@@ -251,6 +306,14 @@ def test_schedule_warms_up_linearly_then_follows_a_cosine(settings):
     )
     cosine = 0.01 + 0.09 * 0.5 * (1 + np.cos(np.pi * 40 / 80))
     np.testing.assert_allclose([schedule(60), schedule(100)], [cosine, 0.01], rtol=1e-5)
+
+
+def test_a_constant_schedule_stays_at_its_peak(settings):
+    settings = settings(learning_rate=2.0, final_learning_rate=0.5, schedule="constant")
+    rates = [
+        optimizers.learning_rate(settings, step, warmup_steps=4, num_steps=10) for step in range(11)
+    ]
+    np.testing.assert_allclose(rates, [0, 0.5, 1, 1.5, *[2.0] * 7], rtol=1e-6)
 
 
 def test_clipping_bounds_the_global_norm(pair, settings):
