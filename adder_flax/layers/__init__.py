@@ -15,14 +15,14 @@ from adder_flax.layers._linear import (
 )
 from adder_flax.layers._mlp import Mlp, gelu
 from adder_flax.layers._patch_embed import PatchEmbed, image_to_patches, side_behind_stem
-from adder_flax.layers._stem import Halving, neighbourhoods
+from adder_flax.layers._stem import Convolution, neighbourhoods, strides_of
 
 __all__ = [
     "AdderLinear",
     "Block",
+    "Convolution",
     "DropPath",
     "Dropout",
-    "Halving",
     "Identity",
     "LayerScale",
     "Linear",
@@ -41,4 +41,5 @@ __all__ = [
     "report_block",
     "scale_features",
     "side_behind_stem",
+    "strides_of",
 ]

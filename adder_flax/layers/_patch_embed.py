@@ -1,5 +1,6 @@
 """From an image to a row of tokens."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from adder_flax.layers._linear import Linear
-from adder_flax.layers._stem import conv_stem
+from adder_flax.layers._stem import conv_stem, strides_of
 
 
 def image_to_patches(
@@ -39,15 +40,15 @@ class PatchEmbed(nnx.Module):
 
     A convolution whose stride is its size, as one matrix product.
 
-    With `stem_channels`, convolutions that halve the image come first, and patches are cut from
+    With `stem_channels`, convolutions that may halve the image come first, and patches are cut from
     what they leave: a token stands for `patch_size` pixels of the image's side all the same.
 
     Args:
-      patch_size: side of a patch in pixels of the image; a multiple of 2 to the power of the number
-        of convolutions.
+      patch_size: side of a patch in pixels of the image; a multiple of the product of strides.
       channels: of the images.
       width: of the tokens.
-      stem_channels: of the convolutions' outputs, see `Halving`.
+      stem_channels: of the convolutions' outputs, see `Convolution`.
+      stem_strides: of the convolutions, 2 each unless given.
       stem_linear: what makes their layers, `Linear` or `AdderLinear` with its options bound.
       dtype, param_dtype: see `Linear`.
       rngs: initialisation keys.
@@ -69,34 +70,35 @@ class PatchEmbed(nnx.Module):
         width: int,
         *,
         stem_channels: Sequence[int] = (),
+        stem_strides: Sequence[int] = (),
         stem_linear: Callable[..., nnx.Module] = Linear,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.patch_size = side_behind_stem(patch_size, stem_channels)
-        self.stem = conv_stem(channels, stem_channels, linear=stem_linear, **shared)
+        self.patch_size = side_behind_stem(patch_size, strides_of(stem_channels, stem_strides))
+        self.stem = conv_stem(channels, stem_channels, stem_strides, linear=stem_linear, **shared)
         self.proj = Linear(self.patch_size**2 * (channels, *stem_channels)[-1], width, **shared)
 
     def __call__(
         self, images: Float[Array | np.ndarray, "batch height width channels"]
     ) -> Float[Array, "batch patches features"]:
-        for halving in self.stem:
-            images = halving(images)
+        for convolution in self.stem:
+            images = convolution(images)
         return self.proj(image_to_patches(images, self.patch_size))
 
 
-def side_behind_stem(patch_size: int, stem_channels: Sequence[int]) -> int:
+def side_behind_stem(patch_size: int, stem_strides: Sequence[int]) -> int:
     """Side of a patch in what the convolutions of a stem leave of an image.
 
-    >>> side_behind_stem(4, (32, 64))
+    >>> side_behind_stem(4, (2, 1, 2))
     1
     """
-    side, rest = divmod(patch_size, 2 ** len(stem_channels))
+    side, rest = divmod(patch_size, math.prod(stem_strides))
     if rest:
         raise ValueError(
-            f"expected a patch_size that {len(stem_channels)} convolutions can halve, got "
-            f"{patch_size}; change it or stem_channels."
+            f"expected a patch_size that strides {', '.join(map(str, stem_strides))} divide, got "
+            f"{patch_size}; change it or the stem."
         )
     return side

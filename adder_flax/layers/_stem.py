@@ -15,9 +15,9 @@ from adder_flax.layers._mlp import gelu
 
 
 def neighbourhoods(
-    images: Float[Array | np.ndarray, "batch height width channels"],
-) -> Float[Array, "batch half_height half_width features"]:
-    """The 3 × 3 surroundings of every second pixel in both directions.
+    images: Float[Array | np.ndarray, "batch height width channels"], stride: int = 2
+) -> Float[Array, "batch rows columns features"]:
+    """The 3 × 3 surroundings of every pixel, or of every second one in both directions.
 
     Features are ordered (row, column, channel).
 
@@ -26,24 +26,28 @@ def neighbourhoods(
 
     >>> neighbourhoods(jnp.arange(16.0).reshape(1, 4, 4, 1))[0, 0, 0].tolist()
     [0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 4.0, 4.0, 5.0]
+    >>> neighbourhoods(jnp.arange(4.0).reshape(1, 2, 2, 1), stride=1)[0, 1, 1].tolist()
+    [0.0, 1.0, 1.0, 2.0, 3.0, 3.0, 2.0, 3.0, 3.0]
     """
     _, height, width, _ = images.shape
-    if height % 2 or width % 2:
+    if height % stride or width % stride:
         raise ValueError(
             f"expected an image of even sides to halve, got {height} x {width}; resize the images."
         )
-    padded = jnp.concatenate([images[:, :1], images], axis=1)
-    padded = jnp.concatenate([padded[:, :, :1], padded], axis=2)
+    # With stride 2 the surroundings of the last row and column end within the image.
+    before, after = slice(0, 1), slice(-1, None) if stride == 1 else slice(0, 0)
+    padded = jnp.concatenate([images[:, before], images, images[:, after]], axis=1)
+    padded = jnp.concatenate([padded[:, :, before], padded, padded[:, :, after]], axis=2)
     parts = [
-        padded[:, row : row + height : 2, column : column + width : 2]
+        padded[:, row : row + height : stride, column : column + width : stride]
         for row in range(3)
         for column in range(3)
     ]
     return jnp.concatenate(parts, axis=-1)
 
 
-class Halving(nnx.Module):
-    """gelu(LayerNorm(conv(x))) with 3 × 3 windows and stride 2.
+class Convolution(nnx.Module):
+    """gelu(LayerNorm(conv(x))) with 3 × 3 windows and stride 1 or 2.
 
     One product with a matrix (9 · channels, out).
 
@@ -52,11 +56,12 @@ class Halving(nnx.Module):
 
     Args:
       channels, out_channels: of the image before and after.
+      stride: 2 halves the image.
       linear: what makes the layer, `Linear` or `AdderLinear` with its options bound.
       dtype, param_dtype: see `Linear`.
       rngs: initialisation keys.
 
-    >>> Halving(3, 16, rngs=nnx.Rngs(0))(jnp.ones((2, 8, 8, 3))).shape
+    >>> Convolution(3, 16, rngs=nnx.Rngs(0))(jnp.ones((2, 8, 8, 3))).shape
     (2, 4, 4, 16)
     """
 
@@ -64,6 +69,7 @@ class Halving(nnx.Module):
         self,
         channels: int,
         out_channels: int,
+        stride: int = 2,
         *,
         linear: Callable[..., nnx.Module] = Linear,
         dtype: DTypeLike | None = None,
@@ -71,6 +77,7 @@ class Halving(nnx.Module):
         rngs: nnx.Rngs,
     ):
         shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.stride = stride
         self.linear = linear(9 * channels, out_channels, **shared)
         self.norm = nnx.data(None)
         if getattr(self.linear, "norm", None) is None:
@@ -80,19 +87,20 @@ class Halving(nnx.Module):
 
     def __call__(
         self, images: Float[Array | np.ndarray, "batch height width channels"]
-    ) -> Float[Array, "batch half_height half_width out_channels"]:
-        outputs = self.linear(neighbourhoods(images))
+    ) -> Float[Array, "batch rows columns out_channels"]:
+        outputs = self.linear(neighbourhoods(images, self.stride))
         return gelu(outputs if self.norm is None else self.norm(outputs))
 
 
 def conv_stem(
     channels: int,
     stem_channels: Sequence[int],
+    stem_strides: Sequence[int] = (),
     *,
     linear: Callable[..., nnx.Module] = Linear,
     **options,
 ) -> nnx.List:
-    """Convolutions in front of a patch embedding, each at half the resolution.
+    """Convolutions in front of a patch embedding.
 
     Source: Xiao et al., 2021, https://arxiv.org/abs/2106.14881, with LayerNorm in place
     of BatchNorm: an image is processed as it is alone.
@@ -100,10 +108,26 @@ def conv_stem(
     Args:
       channels: of the images.
       stem_channels: behind each convolution; () for none.
+      stem_strides: 1 or 2 for each; () for 2 everywhere.
       linear: what makes the layers.
       **options: `dtype`, `param_dtype` and `rngs`, see `Linear`.
     """
-    before = (channels, *stem_channels)
+    before, strides = (channels, *stem_channels), strides_of(stem_channels, stem_strides)
     return nnx.List(
-        Halving(i, o, linear=linear, **options) for i, o in zip(before, stem_channels, strict=False)
+        Convolution(*sizes, linear=linear, **options)
+        for sizes in zip(before, stem_channels, strides, strict=False)
     )
+
+
+def strides_of(stem_channels: Sequence[int], stem_strides: Sequence[int]) -> Sequence[int]:
+    """The stride of each convolution: what is given, or 2.
+
+    >>> strides_of((32, 64), ())
+    (2, 2)
+    """
+    if stem_strides and len(stem_strides) != len(stem_channels):
+        raise ValueError(
+            f"expected a stride for each of {len(stem_channels)} convolutions, or none, got "
+            f"{len(stem_strides)}; change stem_strides or stem_channels."
+        )
+    return stem_strides or (2,) * len(stem_channels)

@@ -24,6 +24,7 @@ from adder_flax.layers import (
     report_adder,
     scale_features,
     side_behind_stem,
+    strides_of,
 )
 from adder_flax.settings import AdderSettings, keywords_of
 
@@ -215,15 +216,16 @@ class Mlp(nn.Module):
         return dropout(fc2(dropout(hidden))).reshape(inputs.shape)
 
 
-class Halving(nn.Module):
-    """Linen form of `adder_flax.layers.Halving`: gelu(LayerNorm(conv(x))), 3 × 3 windows, stride 2.
+class Convolution(nn.Module):
+    """Linen form of `adder_flax.layers.Convolution`: gelu(LayerNorm(conv(x))), 3 × 3 windows.
 
     >>> import jax
-    >>> Halving(16).init_with_output(jax.random.key(0), jnp.ones((2, 8, 8, 3)))[0].shape
+    >>> Convolution(16).init_with_output(jax.random.key(0), jnp.ones((2, 8, 8, 3)))[0].shape
     (2, 4, 4, 16)
     """
 
     out_channels: int
+    stride: int = 2
     linear: Callable[..., nn.Module] = Linear
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
@@ -232,7 +234,7 @@ class Halving(nn.Module):
     def __call__(self, images: Array) -> Array:
         shared: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         linear = self.linear(self.out_channels, **shared, name="linear")
-        outputs = linear(neighbourhoods(images))
+        outputs = linear(neighbourhoods(images, self.stride))
         if getattr(linear, "norm", None) is None:
             norm = nn.LayerNorm(
                 epsilon=LAYER_NORM_EPSILON, use_fast_variance=False, **shared, name="norm"
@@ -245,6 +247,7 @@ class ConvStem(nn.Module):
     """Convolutions in turn, named by their number."""
 
     channels: Sequence[int]
+    strides: Sequence[int]
     linear: Callable[..., nn.Module]
     dtype: DTypeLike | None
     param_dtype: DTypeLike
@@ -254,8 +257,8 @@ class ConvStem(nn.Module):
         shared: dict[str, Any] = dict(
             linear=self.linear, dtype=self.dtype, param_dtype=self.param_dtype
         )
-        for i, channels in enumerate(self.channels):
-            images = Halving(channels, **shared, name=str(i))(images)
+        for i, sizes in enumerate(zip(self.channels, self.strides, strict=True)):
+            images = Convolution(*sizes, **shared, name=str(i))(images)
         return images
 
 
@@ -270,6 +273,7 @@ class PatchEmbed(nn.Module):
     patch_size: int
     width: int
     stem_channels: Sequence[int] = ()
+    stem_strides: Sequence[int] = ()
     stem_linear: Callable[..., nn.Module] = Linear
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
@@ -279,8 +283,9 @@ class PatchEmbed(nn.Module):
         self, images: Float[Array, "batch height width channels"]
     ) -> Float[Array, "batch patches features"]:
         shared: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-        images = ConvStem(self.stem_channels, self.stem_linear, **shared, name="stem")(images)
-        patches = image_to_patches(images, side_behind_stem(self.patch_size, self.stem_channels))
+        strides = strides_of(self.stem_channels, self.stem_strides)
+        stem = ConvStem(self.stem_channels, strides, self.stem_linear, **shared, name="stem")
+        patches = image_to_patches(stem(images), side_behind_stem(self.patch_size, strides))
         return Linear(self.width, **shared, name="proj")(patches)
 
 

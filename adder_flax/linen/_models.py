@@ -152,6 +152,7 @@ class VisionTransformer(TakesKeywords):
         shared: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         stem: dict[str, Any] = dict(
             stem_channels=settings.stem_channels,
+            stem_strides=settings.stem_strides,
             stem_linear=linear_class(settings.stem_linear, settings.adder_options),
         )
         patches = PatchEmbed(

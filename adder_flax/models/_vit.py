@@ -41,7 +41,8 @@ class VisionTransformer(nnx.Module):
       settings: of the transformer; each of its fields can be given as a keyword instead: width:
         width of the tokens. depth: number of blocks. num_heads: attention heads per block; divides
         `width`. patch_size: side of a patch in pixels; divides the image's sides. stem_channels,
-        stem_linear: convolutions in front of the patches, see `adder_flax.layers.PatchEmbed`.
+        stem_strides, stem_linear: convolutions in front of the patches, see
+        `adder_flax.layers.PatchEmbed`.
         score: attention score by name, one for all blocks or a sequence with one per block.
         score_options: options of the score, one mapping for all blocks or a sequence with one per
         block. qkv_linear, proj_linear, mlp_linear: "dense" or "adder", for all blocks or a sequence
@@ -133,6 +134,7 @@ class VisionTransformer(nnx.Module):
 
         stem: dict[str, Any] = dict(
             stem_channels=settings.stem_channels,
+            stem_strides=settings.stem_strides,
             stem_linear=linear_class(settings.stem_linear, settings.adder_options),
         )
         self.patch_embed = PatchEmbed(settings.patch_size, channels, width, **stem, **shared)

@@ -1,6 +1,7 @@
 """Settings of the models."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -176,8 +177,12 @@ class VitSettings(BlockSettings):
     stem_channels: tuple[int, ...] = setting(
         "",
         Integers(Integer(1, 65536), 12),
-        "of 3 × 3 convolutions in front of the patches, each at half the resolution of the one "
-        'before: "32,64"',
+        'of 3 × 3 convolutions in front of the patches: "32,64"',
+    )
+    stem_strides: tuple[int, ...] = setting(
+        "",
+        Integers(Integer(1, 2), 12),
+        "of these convolutions; empty: 2, each halves the image",
     )
     stem_linear: str = setting("dense", Choice("dense", "adder"), "layers of these convolutions")
     pooling: str = setting(
@@ -224,10 +229,16 @@ class VitSettings(BlockSettings):
                 f"{where}.distilled: expected False without a class token, got True with "
                 f"{where}.pooling = 'mean'"
             )
-        if self.patch_size % 2 ** len(self.stem_channels):
+        if self.stem_strides and len(self.stem_strides) != len(self.stem_channels):
             yield (
-                f"{where}.patch_size: expected a multiple of {2 ** len(self.stem_channels)}, as "
-                f"each of {len(self.stem_channels)} convolutions of the stem halves the image, got "
+                f"{where}.stem_strides: expected one for each of {len(self.stem_channels)} "
+                f"convolutions of {where}.stem_channels, or none, got {len(self.stem_strides)}"
+            )
+        reduction = math.prod(self.stem_strides or (2,) * len(self.stem_channels))
+        if self.patch_size % reduction:
+            yield (
+                f"{where}.patch_size: expected a multiple of {reduction}, as the stem's "
+                f"{len(self.stem_channels)} convolutions make the image so many times smaller, got "
                 f"{self.patch_size}"
             )
         if isinstance(scores, tuple) and len(scores) != self.depth:

@@ -195,6 +195,8 @@ CONTRADICTIONS: tuple[dict[str, Any], ...] = (
     {"model.depth": 3, "model.mlp_linear": "dense,adder"},
     {"model.distilled": True, "model.pooling": "mean"},
     {"model.anneal_start": 0.5, "model.anneal_end": 0.5},
+    {"model.stem_channels": "8,8", "model.stem_strides": "1"},
+    {"optimizer.name": "schedule_free_adamw"},
     {"model.width": 3, "model.num_heads": 1, "model.mlp_ratio": 0.1},
     {"batch_size": 64, "accumulation_steps": 3},
     {"batch_size": 64, "accumulation_steps": 128},
@@ -231,6 +233,7 @@ _SMALL = {
     "model.anneal_start": st.just(0.0),
     # Halved once, every such patch is whole.
     "model.stem_channels": st.sampled_from(("", "3", " 4 ")),
+    "model.stem_strides": st.just(""),  # as many as convolutions
     "model.score": st.sampled_from(("dot", "bilinear", "additive", "adder", "gaussian")),
     "data.train_split": st.sampled_from(("train", "train[:90%]", "train[50%:]")),
     "data.eval_split": st.sampled_from(("eval", "test", "train[:10%]")),

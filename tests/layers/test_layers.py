@@ -150,28 +150,38 @@ def test_patches_equal_a_strided_convolution():
     np.testing.assert_array_equal(patches[0, 1], [3, 4, 5, 9, 10, 11, 15, 16, 17])
 
 
+@pytest.mark.parametrize("strides", [(), (1, 2)])
 @pytest.mark.parametrize("kind", ["dense", "adder", "bare adder"])
-def test_a_stem_equals_strided_convolutions(kind):
+def test_a_stem_equals_strided_convolutions(kind, strides):
     """Of the image continued at its edges: one product per window, or one distance."""
     linear = layers.linear_class(*(("adder", {"norm": None}) if kind == "bare adder" else (kind,)))
     module = randomised(
         lambda: layers.PatchEmbed(
-            8, 2, 5, stem_channels=(3, 4), stem_linear=linear, rngs=nnx.Rngs(0)
+            8,
+            2,
+            5,
+            stem_channels=(3, 4),
+            stem_strides=strides,
+            stem_linear=linear,
+            rngs=nnx.Rngs(0),
         )
     )
     p, images = parameters(module), rows(2, 8, 16, 2)
     x = images.astype(np.float64)
-    for stage in (p["stem"][i] for i in range(2)):
+    for stage, stride in zip((p["stem"][i] for i in range(2)), strides or (2, 2), strict=True):
         kernel = stage["linear"]["kernel"].astype(np.float64)
         padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="edge")
-        windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(1, 2))[:, ::2, ::2]
+        windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(1, 2))
+        windows = windows[:, ::stride, ::stride]
         windows = np.moveaxis(windows, 3, -1).reshape(
             *windows.shape[:3], -1
         )  # row, column, channel
         if kind == "dense":
             sums = windows @ kernel + stage["linear"]["bias"]
             options = dict(
-                window_strides=(2, 2), padding="VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+                window_strides=(stride, stride),
+                padding="VALID",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
             )
             convolved = jax.lax.conv_general_dilated(
                 padded.astype(np.float32),
@@ -184,7 +194,7 @@ def test_a_stem_equals_strided_convolutions(kind):
         else:
             sums = adder(windows, kernel) + stage["linear"].get("bias", 0.0)
         x = gelu(layer_norm(sums, stage["linear"]["norm"] if kind == "adder" else stage["norm"]))
-    patches = np.stack([x[:, 0:2, 2 * i : 2 * i + 2].reshape(2, -1) for i in range(2)], axis=1)
+    patches = np.stack([half.reshape(2, -1) for half in np.split(x, 2, axis=2)], axis=1)
     expected = patches @ p["proj"]["kernel"] + p["proj"]["bias"]
     np.testing.assert_allclose(run(module, images), expected, rtol=1e-3, atol=1e-4)
 
@@ -345,7 +355,13 @@ def test_kinds_of_linear_layers_are_chosen_apart():
         (lambda: layers.neighbourhoods(jnp.ones((1, 8, 9, 1))), "even sides to halve, got 8 x 9"),
         (
             lambda: layers.PatchEmbed(6, 3, 8, stem_channels=(4, 4), rngs=nnx.Rngs(0)),
-            "patch_size that 2 convolutions can halve, got 6",
+            "patch_size that strides 2, 2 divide, got 6",
+        ),
+        (
+            lambda: layers.PatchEmbed(
+                6, 3, 8, stem_channels=(4, 4), stem_strides=(1,), rngs=nnx.Rngs(0)
+            ),
+            "a stride for each of 2 convolutions, or none, got 1",
         ),
     ],
 )

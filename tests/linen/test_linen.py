@@ -50,9 +50,17 @@ PAIRS = dict(
     ),
     adder_patch_embed=(
         lambda: layers.PatchEmbed(
-            4, 1, 8, stem_channels=(3, 5), stem_linear=layers.AdderLinear, rngs=nnx.Rngs(0)
+            4,
+            1,
+            8,
+            stem_channels=(3, 5),
+            stem_strides=(2, 1),
+            stem_linear=layers.AdderLinear,
+            rngs=nnx.Rngs(0),
         ),
-        lambda: linen.PatchEmbed(4, 8, stem_channels=(3, 5), stem_linear=linen.AdderLinear),
+        lambda: linen.PatchEmbed(
+            4, 8, stem_channels=(3, 5), stem_strides=(2, 1), stem_linear=linen.AdderLinear
+        ),
         lambda: rows(3, 8, 4, 1),
     ),
     multi_head=(
