@@ -28,6 +28,10 @@ _ABLATIONS = {
     "weight decay": {"optimizer": {"decay_prototypes": True}},
     "sign gradients": {"model": {"adder_options": {"x_gradient": "sign", "w_gradient": "sign"}}},
     "full gradients": {"model": {"adder_options": {"x_gradient": "full"}}},
+    "full gradients, norm not clipped": {
+        "model": {"adder_options": {"x_gradient": "full"}},
+        "optimizer": {"clip_norm": 0.0},
+    },
     "slope 4": {"model": {"adder_options": {"hardtanh_slope": 4.0}}},
     "full gradients of scores": {"model": {"score_options": {"gradient": "full"}}},
     "adaptive rate": {"optimizer": {"adder_rate": 0.2}},
