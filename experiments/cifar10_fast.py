@@ -31,9 +31,14 @@ def fast(mechanism: str, data: str | None = None) -> ml_collections.ConfigDict:
     """Returns the recipe for one mechanism, ``multiplicative`` or ``adder``."""
     config = common.deit(mechanism, "tiny", data or "cifar10")
     config.model.update(
-        width=128, depth=3, num_heads=2, mlp_ratio=2.0, drop_path_rate=0.0, pooling="mean"
+        width=192, depth=2, num_heads=3, mlp_ratio=2.0, drop_path_rate=0.0, pooling="mean"
     )
-    config.model.update(stem_channels="64,128", stem_linear=config.model.mlp_linear, patch_size=4)
+    config.model.update(
+        stem_channels="64,128,128,192",
+        stem_strides="2,2,1,2",
+        stem_linear=config.model.mlp_linear,
+        patch_size=8,
+    )
     config.task.update(
         crop_padding=2,
         mixup_alpha=0.0,
@@ -42,8 +47,8 @@ def fast(mechanism: str, data: str | None = None) -> ml_collections.ConfigDict:
         label_smoothing=0.1,
     )
     config.optimizer.update(
-        name="muon", learning_rate=2e-3, final_learning_rate=0.0, momentum=0.95, b2=0.99
+        name="muon", learning_rate=8e-3, final_learning_rate=0.0, momentum=0.95, b2=0.99
     )
     config.optimizer.update(warmup_epochs=0.5, weight_decay=0.05)
-    config.update(batch_size=256, num_epochs=6.0, ema_decay=0.99, eval_every_steps=585)
+    config.update(batch_size=256, num_epochs=7.0, ema_decay=0.99, eval_every_steps=585)
     return config

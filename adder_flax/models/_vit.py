@@ -239,8 +239,11 @@ class VisionTransformer(nnx.Module):
         """
         if not self.annealing.end:
             return
-        for block, share in zip(self.blocks, self.annealing.squared_shares(progress), strict=True):
-            for layer in adder_layers(block):
+        shares = self.annealing.squared_shares(progress)
+        # Convolutions in front of the patches go with the first block.
+        parts = [(self.patch_embed, shares[0]), *zip(self.blocks, shares, strict=True)]
+        for part, share in parts:
+            for layer in adder_layers(part):
                 layer.set_squared_share(share)
 
     def stages(self) -> list[float]:
