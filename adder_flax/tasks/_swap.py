@@ -12,10 +12,11 @@ with some images:
   make queries and keys.
 - a dense layer x W + b: prototypes μ + s σ W around the mean μ of the inputs, in units of their
   deviations σ, with the s out of a few whose distances explain the layer's outputs best, and a
-  scale and offset for each output behind the LayerNorm, by least squares.
+  scale and offset for each output behind the LayerNorm, by least squares. A convolution of the
+  stem likewise, to what the LayerNorm that it has as a dense layer makes of its outputs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -78,7 +79,12 @@ def swap(
     )
     adder = {path for path, layer in nnx.iter_modules(student) if isinstance(layer, AdderLinear)}
     new = {path: known[path][...] for path in params if path in known and path[:-1] not in adder}
-    outputs: dict[tuple, _Affine] = {}
+    outputs: dict[tuple, Callable[[Array], Array]] = {}
+    for index, (old, young) in enumerate(
+        zip(teacher.patch_embed.stem, student.patch_embed.stem, strict=True)
+    ):
+        if old.norm is not None and young.norm is None:
+            outputs["patch_embed", "stem", index, "linear"] = old.norm
     for index, block in enumerate(student.blocks):
         if block.attention.settings.score == "adder":
             outputs |= _fit_heads(index, block.attention, seen.attention[index])
@@ -89,8 +95,7 @@ def swap(
             wanted = outputs[path](wanted) if path in outputs else wanted
             fitted = _fit_distances(rows, wanted, known[*path, "kernel"][...], squared=squared)
             new |= {(*path, *name.split(".")): value for name, value in fitted.items()}
-        elif path in outputs:
-            change = outputs[path]
+        elif isinstance(change := outputs.get(path), _Affine):
             new[*path, "kernel"] = known[*path, "kernel"][...] * change.factor
             new[*path, "bias"] = change(known[*path, "bias"][...])
     return _with_params(student, new)
@@ -122,11 +127,12 @@ def _check(teacher: VisionTransformer, student: VisionTransformer) -> None:
         model.head.out_features,
         model.prefix_tokens,
         model.blocks[0].norm_position,
+        *((conv.linear.out_features, conv.stride) for conv in model.patch_embed.stem),
     )
     if sizes(teacher) != sizes(student):
         raise ValueError(
             "expected a teacher of the model's sizes (image, tokens and width, depth, heads, "
-            "hidden units, classes, tokens in front, place of norms) to begin from, "
+            "hidden units, classes, tokens in front, place of norms, stem) to begin from, "
             f"{sizes(student)}, got {sizes(teacher)}; set --config.model.* to them"
         )
     if any(

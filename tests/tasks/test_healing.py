@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from ml_collections import ConfigDict
 
-from adder_flax import models, recorder, report, settings, tasks, training
+from adder_flax import layers, models, recorder, report, settings, tasks, training
 from adder_flax.experiments import common
 from adder_flax.report._sequences import with_uniform_maps
 from adder_flax.tasks import _swap
@@ -126,6 +126,29 @@ def examples_and_task(**fields):
         progress=progress,
     )
     return made, student
+
+
+def test_an_adder_stem_begins_as_what_its_teacher_s_norms_make_of_its_convolutions():
+    """A first convolution whose prototypes explain its teacher's normalised outputs as well as any
+    scale and offset can, in NumPy, and better than prototypes of any other kernel."""
+    sizes = dict(stem_channels=(12,), stem_strides=(2,))
+    teacher, seen = make(**sizes), images(40)
+    student = tasks.swap(teacher, make(seed=1, **sizes, stem_linear="adder"), seen)
+    old, new = (model.patch_embed.stem[0] for model in (teacher, student))
+    assert old.norm is not None
+    assert new.norm is None
+    windows = np.asarray(layers.neighbourhoods(seen), np.float64).reshape(-1, 9)
+    sums = windows @ np.asarray(old.linear.kernel[...], np.float64) + old.linear.bias[...]
+    normed = lambda x: (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+    wanted = normed(sums) * old.norm.scale[...] + old.norm.bias[...]
+    distances = -np.abs(windows[:, :, None] - np.asarray(new.linear.kernel[...])).sum(1)
+    found = normed(distances) * new.linear.norm.scale[...] + new.linear.norm.bias[...]
+    best = normed(distances)
+    for column in range(12):
+        slope, offset = np.polyfit(best[:, column], wanted[:, column], 1)
+        best[:, column] = slope * best[:, column] + offset
+    np.testing.assert_allclose(found, best, rtol=1e-3, atol=1e-3)
+    assert ((found - wanted) ** 2).mean() < 0.5 * wanted.var(0).mean()
 
 
 def test_the_loss_is_that_of_its_formula():
