@@ -1,5 +1,6 @@
 """Every experiment file builds the network that its name says."""
 
+import functools
 import importlib
 
 import jax
@@ -100,23 +101,25 @@ def test_a_key_block_that_is_none_is_refused(setting):
         vit(read(RunSettings, config).model, source)
 
 
-def test_the_fast_recipes_differ_in_their_layers_alone():
-    """Convolutions, then 8 × 8 tokens, in either kind of layer."""
+def test_the_twin_of_the_fast_recipe_has_its_sizes():
+    """Convolutions, then 4 × 4 tokens, in either kind of layer; it heals on the same images."""
     own, twin = (
         importlib.import_module(f"experiments.{name}cifar10_fast").get_config()
         for name in ("", "adder_")
     )
     kinds = {"score", "qkv_linear", "proj_linear", "mlp_linear", "stem_linear"}
-    flat = [config.to_dict() for config in (own, twin)]
-    differ = {name for name in flat[0]["model"] if flat[0]["model"][name] != flat[1]["model"][name]}
-    assert differ == kinds
+    models = [config.model.to_dict() for config in (own, twin)]
+    differ = {name for name in models[0] if models[0][name] != models[1][name]}
+    assert differ == kinds | {"identity", "adder_options", "anneal_end", "anneal_blocks"}
     assert {twin.model[name] for name in kinds} == {"adder"}
-    assert {name: section for name, section in flat[0].items() if name != "model"} == {
-        name: section for name, section in flat[1].items() if name != "model"
+    assert {name: twin.task[name] for name in own.task if name != "name"} == {
+        name: value for name, value in own.task.items() if name != "name"
     }
+    assert own.data == twin.data
     source = load_source("fake", "train", image_size=32, num_classes=10)
-    model = nnx.eval_shape(lambda: vit(read(RunSettings, twin).model, source))
-    assert model.pos_embed.shape == (1, 64, 128)
+    for config in (own, twin):
+        model = nnx.eval_shape(functools.partial(vit, read(RunSettings, config).model, source))
+        assert model.pos_embed.shape == (1, 16, 192)
 
 
 def test_the_recipe_of_deit_is_its_defaults():
