@@ -50,5 +50,5 @@ def fast(mechanism: str, data: str | None = None) -> ml_collections.ConfigDict:
         name="muon", learning_rate=8e-3, final_learning_rate=0.0, momentum=0.95, b2=0.99
     )
     config.optimizer.update(warmup_epochs=0.5, weight_decay=0.05)
-    config.update(batch_size=256, num_epochs=7.0, ema_decay=0.99, eval_every_steps=585)
+    config.update(batch_size=256, num_epochs=5.25, ema_decay=0.99, eval_every_steps=585)
     return config
