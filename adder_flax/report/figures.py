@@ -7,6 +7,7 @@ Matplotlib is imported when a figure is asked for, not before.
 """
 
 import itertools
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 # noise.
 _PREFERENCE = 1.5
 _SHOWN_IMAGES = 6
+_CAPTION_WIDTH = 26  # characters below a picture
 _SPLITS = ("train", "eval")
 
 
@@ -306,7 +308,8 @@ def comparison_figure(
     rows, count = len(images) * len(columns), len(next(iter(columns.values()))) + 1
     figure, axes = _style.new_figure(1.7 * count, 1.95 * rows + 0.3, rows, count)
     for row, (index, name) in enumerate(itertools.product(range(len(images)), columns)):
-        lines = [name, captions[index] if captions is not None else ""]
+        caption = captions[index] if captions is not None else ""
+        lines = [name, *textwrap.wrap(caption, _CAPTION_WIDTH)]
         _style.bare(
             axes[row, 0],
             title="image" if row == 0 else "",
