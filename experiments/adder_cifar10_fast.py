@@ -8,6 +8,10 @@ multiplicative; the identity map stays off, since the twin has none.
 Commands:
     python main.py --config=experiments/cifar10_fast.py
     python main.py --config=experiments/adder_cifar10_fast.py
+Cost: 75.3 % of the test images, 5.5 points below its teacher, in 641 seconds of two cores of an AMD
+EPYC (Zen 4) that did nothing else, 1,159 with the teacher's (one seed); 43 % of its modelled energy
+an image. The goal, within two points in 20 minutes, is missed. From scratch it learns far slower:
+39 % of a batch where the twin has 63 %, after 150 steps.
 """
 
 import ml_collections
