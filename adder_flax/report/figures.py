@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # noise.
 _PREFERENCE = 1.5
 _SHOWN_IMAGES = 6
-_CAPTION_WIDTH = 26  # characters below a picture
+_CAPTION_WIDTH = 29  # characters below a picture
 _SPLITS = ("train", "eval")
 
 
