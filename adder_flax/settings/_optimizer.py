@@ -49,9 +49,9 @@ class CgFacSettings:
     )
     curvature_stride: int | None = setting(
         1,
-        Or({"auto": None}, Integer(1, 65536)),
+        Or({0: None}, Integer(1, 65536)),
         "one of so many examples gives curvature, in a pass of its own; 1: all, in the gradient's; "
-        "auto: as kfac.curvature_stride says",
+        "0: as kfac.curvature_stride says, one of several where a batch has many tokens",
     )
     preconditioner_interval: int = setting(
         10, _STEPS, "steps from one inverse to the next; 0 is off"
