@@ -28,6 +28,10 @@ _ABLATIONS = {
     "weight decay": {"optimizer": {"decay_prototypes": True}},
     "sign gradients": {"model": {"adder_options": {"x_gradient": "sign", "w_gradient": "sign"}}},
     "full gradients": {"model": {"adder_options": {"x_gradient": "full"}}},
+    "full gradients, norm of each clipped": {
+        "model": {"adder_options": {"x_gradient": "full"}},
+        "optimizer": {"clip_scope": "each"},
+    },
     "full gradients, norm not clipped": {
         "model": {"adder_options": {"x_gradient": "full"}},
         "optimizer": {"clip_norm": 0.0},

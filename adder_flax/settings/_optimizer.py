@@ -145,6 +145,11 @@ class OptimizerSettings:
     clip_norm: float | None = setting(
         1.0, _RATE_OR_OFF, "largest norm of all gradients together; 0 is off", data=True
     )
+    clip_scope: str = setting(
+        "all",
+        Choice("all", "each"),
+        "each: of every parameter's gradient by itself, so that large ones shrink no others",
+    )
     adder_rate: float | None = setting(
         0.0, _RATE_OR_OFF, "AdderNet's η, the rate of adder weights; 0 is off", data=True
     )

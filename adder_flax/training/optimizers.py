@@ -59,6 +59,13 @@ def scale_by_adder_rate(eta: float) -> optax.GradientTransformation:
     return _for_each(scale)
 
 
+def _clip_each(limit: float | Array) -> optax.GradientTransformation:
+    """Shortens every gradient whose norm is above the limit."""
+    return _for_each(
+        lambda gradient: gradient * (limit / jnp.maximum(limit, optax.tree.norm(gradient)))
+    )
+
+
 def _for_each(scale: Callable[[Array], Array]) -> optax.GradientTransformation:
     """A transformation of every update by itself, without state."""
     return optax.stateless(lambda updates, params: jax.tree.map(scale, updates))
@@ -226,7 +233,8 @@ def _lbfgs(spec: OptimizerSpec) -> optax.GradientTransformation:
 def _gradient_stages(spec: OptimizerSpec) -> list[optax.GradientTransformation]:
     c, stages = spec.settings, []
     if is_on(c.clip_norm):
-        stages.append(optax.clip_by_global_norm(c.clip_norm))
+        clips = {"all": optax.clip_by_global_norm, "each": _clip_each}
+        stages.append(clips[c.clip_scope](c.clip_norm))
     if is_on(c.adder_rate):
         prototypes = spec.mask(lambda facts: facts.role == "prototype")
         stages.append(optax.masked(scale_by_adder_rate(c.adder_rate), prototypes))

@@ -125,6 +125,7 @@ NONSENSE: dict[str, tuple[Any, ...]] = {
     "model.adder_options.initial_scale": (0, -1.0, _NAN, _INF, "unit"),
     "model.stem_strides": ("3", "0", "2;1", 2.5),
     "optimizer.schedule": ("linear", "", None, 1),
+    "optimizer.clip_scope": ("layers", "", None),
     "optimizer.decay_prototypes": ("perhaps", 2, None),
     "optimizer.learning_rate": _RATES,
     "optimizer.final_learning_rate": _RATES,

@@ -101,15 +101,15 @@ def test_arms_are_all_combinations_and_have_their_baselines():
     ("name", "data", "arms"),
     [
         *(("compare_mechanisms", data, 6) for data in (None, "fashion_mnist", "cifar10")),
-        *(("compare_adder", data, 12) for data in (None, "cifar10")),
+        *(("compare_adder", data, 17) for data in (None, "cifar10")),
         ("compare_deit_tiny", None, 4),
         ("compare_sphere", None, 4),
         ("compare_g2p", None, 5),
-        ("compare_curvature", None, 6),
+        ("compare_curvature", None, 7),
         *(("compare_healing", parts, 2) for parts in (None, "attention,cifar10")),
         ("compare_blocks", "fashion_mnist", 7),
         *(("compare_cg_fac", work, 6) for work in (None, "adder,digits")),
-        *(("compare_optimizers", work, 7) for work in (None, "adder,fashion_mnist", "g2p")),
+        *(("compare_optimizers", work, 8) for work in (None, "adder,fashion_mnist", "g2p")),
     ],
 )
 def test_the_comparisons_among_the_experiments_can_be_read(name, data, arms):

@@ -326,6 +326,23 @@ def test_clipping_bounds_the_global_norm(pair, settings):
     np.testing.assert_allclose(optax.global_norm(updates), 0.5, rtol=1e-5)
 
 
+def test_clipping_each_leaves_small_gradients_alone(pair, settings):
+    params, facts = pair
+    settings = settings(
+        name="sgd", clip_norm=0.5, clip_scope="each", weight_decay=0.0, momentum=0.0
+    )
+    optimizer = optimizer_of(settings, lambda _: 1.0, facts)
+    gradients = jax.tree.map(lambda p: jnp.full_like(p, 0.01), params)
+    gradients["adder"]["kernel"] = jnp.full_like(params["adder"]["kernel"], 100.0)
+    gradients["dense"]["bias"] = jnp.zeros_like(params["dense"]["bias"])
+    updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+    kernel = updates["adder"].pop("kernel")
+    assert np.linalg.norm(kernel) == pytest.approx(0.5, rel=1e-5)
+    del gradients["adder"]["kernel"]
+    for found, given in zip(*map(jax.tree.leaves, (updates, gradients)), strict=True):
+        np.testing.assert_allclose(found, -given, rtol=1e-6)
+
+
 def test_unknown_name_lists_the_known_ones(pair, settings):
     with pytest.raises(
         ValueError, match=r"config.optimizer.name among adamw.*got 'adamv'; did you mean 'adamw'"
