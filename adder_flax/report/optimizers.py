@@ -1,0 +1,117 @@
+"""What comparisons of optimizers say to the claim that second order ends at a higher accuracy.
+
+*The Brownian motion in the transformer model*, section 3.3: "the second-order method is not only
+for fast convergence, but is also for the high accuracy". That is a claim on runs that are over, so
+it is decided by comparisons, not by the report of one model.
+"""
+
+import csv
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from adder_flax.compare.statistics import Difference, paired_difference
+from adder_flax.report._study import DOES_NOT_HOLD, HOLDS, NOT_DECIDED
+
+_LEVEL = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Contest:
+    """Second order and first order on one workload, seed by seed.
+
+    Attributes:
+      folder: the comparison's results.
+      second, first: arms of it.
+      scores: accuracies on the test split of the two, at the end of each one's schedule.
+      steps: of a run.
+      reached: steps in which the second-order arm was at the median of the first-order one's
+        validation scores at the end, of each seed; None where it never was.
+    """
+
+    folder: Path
+    second: str
+    first: str
+    scores: tuple[Sequence[float], Sequence[float]]
+    steps: int
+    reached: Sequence[int | None]
+
+    @property
+    def difference(self) -> Difference:
+        """How much higher second order ends."""
+        return paired_difference(*self.scores)
+
+    @property
+    def verdict(self) -> str:
+        """On the claim: it takes the interval and the exact test together."""
+        found = self.difference
+        if found.p_value > _LEVEL or found.low <= 0 <= found.high:
+            return NOT_DECIDED
+        return HOLDS if found.mean > 0 else DOES_NOT_HOLD
+
+
+def read_contest(folder: str | Path, second: str, first: str) -> Contest:
+    """Reads two arms of a comparison from its ``runs.csv``.
+
+    Args:
+      folder: of the comparison's results.
+      second: the arm with the second-order optimizer.
+      first: the arm with the first-order one, the baseline of the comparison, whose score is the
+        target.
+
+    Raises:
+      FileNotFoundError: there are no results.
+      ValueError: there are no such arms, or their runs have no accuracy or no seed in common.
+    """
+    folder = Path(folder)
+    path = folder / "runs.csv"
+    if not path.exists():
+        raise FileNotFoundError(f"expected results of a comparison, {path}, found none")
+    with path.open(encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        rows = list(reader)
+        [arm, *_] = reader.fieldnames or [""]
+        if "test_accuracy" not in (reader.fieldnames or ()):
+            raise ValueError(f"expected runs with a test_accuracy in {path}")
+    runs = [{int(row["seed"]): row for row in rows if row[arm] == name} for name in (second, first)]
+    seeds = sorted(runs[0].keys() & runs[1].keys())
+    if not seeds:
+        raise ValueError(
+            f"expected runs of {second!r} and {first!r} on the same seeds in {path}, got the arms "
+            f"{', '.join(sorted({row[arm] for row in rows}))}"
+        )
+    ours, theirs = ([of[seed] for seed in seeds] for of in runs)
+    return Contest(
+        folder,
+        second,
+        first,
+        (
+            [float(row["test_accuracy"]) for row in ours],
+            [float(row["test_accuracy"]) for row in theirs],
+        ),
+        int(ours[0]["steps"]),
+        [int(row["steps_to_target"]) if row["steps_to_target"] else None for row in ours],
+    )
+
+
+def contests_table(contests: Sequence[Contest]) -> str:
+    """Returns a Markdown table, one row a comparison."""
+    lines = [
+        "| comparison | steps | first order | second order | difference (95 % interval; p) | "
+        "steps to the first order's end | higher accuracy |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for contest in contests:
+        found = contest.difference
+        second, first = (statistics.mean(scores) for scores in contest.scores)
+        reached = [contest.steps + 1 if at is None else at for at in contest.reached]
+        median = statistics.median(reached)
+        lines.append(
+            f"| [{contest.folder.name}](results/{contest.folder.name}/results.md) | "
+            f"{contest.steps} | {contest.first}: {first:.4f} | {contest.second}: {second:.4f} | "
+            f"{found.mean:+.4f} ({found.low:+.4f} to {found.high:+.4f}; {found.p_value:.3f}) | "
+            f"{'not reached' if median > contest.steps else f'{median:g}'} | "
+            f"{contest.verdict} ({len(contest.scores[0])} seeds) |"
+        )
+    return "\n".join(lines)
