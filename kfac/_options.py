@@ -27,7 +27,7 @@ _CHOICES = {
     "fisher": (*FISHERS, None),
     "token_sharing": ("expand", "reduce"),
     "solver": SOLVERS,
-    "damping_scale": ("relative", "absolute"),
+    "damping_scale": ("relative", "balanced", "absolute"),
     "step": STEPS,
     "kl_scope": ("layers", "network"),
 }
@@ -75,8 +75,12 @@ class Options:
       warm_start: start CG from the last solution.
       safeguard: rescale the warm start so that it cannot cause an ascent direction.
       damping: * λ.
-      damping_scale: ``"relative"``: γ = λ tr F / size of each layer, free of its scale;
-        ``"absolute"``: γ = λ.
+      damping_scale: ``"relative"``: γ = λ m, with m = tr F / size the mean eigenvalue of the layer,
+        free of its scale; ``"balanced"``: γ = λ √(m m̄), with m̄ that of all layers together, free
+        of the scale of the loss; ``"absolute"``: γ = λ. With much damping a step is ∇L / γ. As m is
+        the mean square of an example's gradient, it is ∇L / m of that for ``"relative"``, so that
+        the layers with the smallest gradients move the most, and ∇L / √m for ``"balanced"``, as
+        Adam's of whole layers.
       min_damping: * adaptation lowers λ no further.
       damping_interval: steps between Levenberg-Marquardt adaptations of λ to the quadratic model; 0
         for none. Needs ``value`` and ``value_fn``, and one evaluation of the loss each time.

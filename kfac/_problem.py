@@ -129,10 +129,10 @@ def _average_factors(
 def _damp(
     groups: list[System], damping: Array, state: CGFacState, options: Options
 ) -> tuple[dict, dict[str, Array]]:
-    """Running traces, and γ of each block: λ, or λ tr F / (number of parameters)."""
+    """Running traces, and γ of each block, as ``damping_scale`` says."""
     if options.damping_scale == "absolute":
         return {}, {b.name: jnp.broadcast_to(damping, (b.lanes,)) for s in groups for b in s.blocks}
-    decay, traces, gamma = options.factor_decay, {}, {}
+    decay, traces, means, sizes = options.factor_decay, {}, {}, {}
     decay = decay.astype(damping.dtype) if isinstance(decay, jax.Array) else decay
     for i, system in enumerate(groups):
         # Signs from the number of the step: a run that resumes draws the same, and no key
@@ -144,10 +144,15 @@ def _damp(
             else:
                 traces[block.name] = decay * state.averages.traces[block.name] + (1 - decay) * trace
                 average = traces[block.name] / (1 - decay ** (state.count + 1))
-            # A share of the mean eigenvalue: blocks differ by orders of magnitude, and
-            # one γ would be nothing to some and all that others see.
-            gamma[block.name] = damping * average.astype(damping.dtype) / block.size
-    return traces, gamma
+            means[block.name] = average.astype(damping.dtype) / block.size
+            sizes[block.name] = block.size
+    # A share of the mean eigenvalue: blocks differ by orders of magnitude, and one γ would be
+    # nothing to some and all that others see.
+    if options.damping_scale == "relative":
+        return traces, {name: damping * mean for name, mean in means.items()}
+    total = sum(sizes[name] * mean.sum() for name, mean in means.items())
+    of_all = total / sum(sizes[name] * mean.size for name, mean in means.items())
+    return traces, {name: damping * jnp.sqrt(mean * of_all) for name, mean in means.items()}
 
 
 def _refresh_inverses(

@@ -79,7 +79,7 @@ def init_state(params: PyTree[Array], owned: dict[str, Block], options: Options)
         for n, block in owned.items()
         if options.preconditions(block)
     }
-    traces = lanes if options.damping_scale == "relative" else {}
+    traces = {} if options.damping_scale == "absolute" else lanes
     velocity = jax.tree.map(jnp.zeros_like, params)
     per_block = {
         n: {"iterations": zero.astype(jnp.int32), "residual": zero} for n, zero in lanes.items()

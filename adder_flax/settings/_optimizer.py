@@ -43,15 +43,15 @@ class CgFacSettings:
     solver: str = setting(
         "cg", Choice("cg", "dual"), "of the linear systems; dual with exact curvature only"
     )
-    max_iterations: int = setting(2, Integer(1, 1000), "of CG in a step")
+    max_iterations: int = setting(1, Integer(1, 1000), "of CG in a step")
     curvature_interval: int = setting(
         5, Integer(1, 2**31 - 1), "steps from one new curvature to the next"
     )
     curvature_stride: int | None = setting(
-        1,
+        0,
         Or({0: None}, Integer(1, 65536)),
         "one of so many examples gives curvature, in a pass of its own; 1: all, in the gradient's; "
-        "0: as kfac.curvature_stride says, one of several where a batch has many tokens",
+        "0: for 'kron' as kfac.curvature_stride says, one of several where tokens are many",
     )
     preconditioner_interval: int = setting(
         10, _STEPS, "steps from one inverse to the next; 0 is off"
@@ -59,8 +59,14 @@ class CgFacSettings:
     damping: float = setting(
         10.0,
         Number(0, 1e12, "(]"),
-        "relative to the mean eigenvalue of each layer; small noisy batches want much",
+        "of the systems, as damping_scale says; small noisy batches want much",
         data=True,
+    )
+    damping_scale: str = setting(
+        "relative",
+        Choice("relative", "balanced", "absolute"),
+        "what damping multiplies: a layer's mean eigenvalue; the geometric mean of that and all "
+        "layers'; nothing",
     )
     damping_interval: int = setting(0, _STEPS, "steps between adaptations of the damping; 0 is off")
     factor_decay: float = setting(

@@ -253,7 +253,10 @@ def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
     c, options = spec.settings, dict(vars(spec.settings.cg_fac))
     rate, chosen = options.pop("learning_rate"), options.pop("layers")
     interval = options.pop("curvature_interval")
-    layers, stride = spec.find_layers(options.pop("curvature_stride"))
+    stride = options.pop("curvature_stride")
+    if stride is None and options["curvature"] != "kron":
+        stride = 1  # whose rank is that of the batch: no average makes up for fewer examples
+    layers, stride = spec.find_layers(stride)
     if chosen == "matrices":
         facts = {
             tree_path(path): fact for path, fact in jax.tree_util.tree_leaves_with_path(spec.facts)

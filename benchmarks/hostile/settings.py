@@ -148,6 +148,7 @@ NONSENSE: dict[str, tuple[Any, ...]] = {
     "optimizer.cg_fac.momentum": _DECAYS,
     "optimizer.cg_fac.kl_clip": (-1e-4, _NAN, _INF),
     "optimizer.cg_fac.curvature": ("full", "", None),
+    "optimizer.cg_fac.damping_scale": ("layer", "", None),
     "optimizer.cg_fac.fisher": ("monte carlo", "", None),
     "optimizer.cg_fac.reject": (1, "no"),
     "data.image_size": (-1, 7.5, 10**6, _NAN, "large"),

@@ -209,6 +209,35 @@ def test_update_does_not_depend_on_the_scale_of_a_layers_input():
     np.testing.assert_allclose(moved[0], moved[1], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("scale", ["relative", "balanced", "absolute"])
+def test_damping_is_relative_to_what_it_says(scale):
+    # Per-example gradients by hand, their second moments dense.
+    w, bias, u = (
+        np.asarray(p) for p in (PARAMS["a"]["kernel"], PARAMS["a"]["bias"], PARAMS["b"]["kernel"])
+    )
+    pairs = numpy_gradients(w, bias, u, np.asarray(X), np.asarray(LABELS))
+    rows = [np.einsum("ni,no->nio", a, g).reshape(len(a), -1) for a, g in pairs]
+    fishers = [of.T @ of / len(of) for of in rows]
+    means = [np.trace(fisher) / len(fisher) for fisher in fishers]
+    of_all = sum(map(np.trace, fishers)) / sum(map(len, fishers))
+    assert max(means) > 1.5 * min(means)
+    gammas = {
+        "relative": means,
+        "balanced": [np.sqrt(mean * of_all) for mean in means],
+        "absolute": [1.0, 1.0],
+    }[scale]
+    expected = [
+        np.linalg.solve(fisher + 0.3 * gamma * np.eye(len(fisher)), of.mean(0))
+        for fisher, gamma, of in zip(fishers, gammas, rows, strict=True)
+    ]
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    optimizer = fixed(layers, curvature="exact", solver="dense", damping=0.3, damping_scale=scale)
+    updates, _, _ = make_step(optimizer)(PARAMS, optimizer.init(PARAMS), X, LABELS)
+    got = np.vstack([updates["a"]["kernel"], updates["a"]["bias"]]), updates["b"]["kernel"]
+    for update, solution in zip(got, expected, strict=True):
+        np.testing.assert_allclose(np.ravel(update), -solution, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.slow
 def test_large_damping_gives_the_gradient():
     layers = kfac.find_layers(network, PARAMS, X, LABELS)
