@@ -27,6 +27,7 @@ ORDER = (
         "settings",
         "parameters",
         "host_memory",
+        "paired",
         "own_cache",
         "ops",
     ),

@@ -15,7 +15,7 @@ from adder_flax.compare.run import (
 )
 from adder_flax.compare.search import Tuning, unfold
 from adder_flax.compare.slurm import read_options, supervise_on_slurm
-from adder_flax.compare.statistics import (
+from adder_flax.paired import (
     LEAST_SEEDS,
     Difference,
     first_reaching,

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from adder_flax import report
-from adder_flax.compare import statistics
 from adder_flax.compare.blocks import as_html, as_markdown
 from adder_flax.compare.records import Record, write_text
 from adder_flax.compare.run import Comparison
 from adder_flax.compare.table import Row, blocks_of, rows_of, runs_csv
+from adder_flax.paired import performance_profiles
 from adder_flax.report import Picture, document
 
 _LARGEST_FACTOR = 8.0
@@ -160,7 +160,7 @@ def _profiles(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
     table = {
         name: [costs.get(instance) for instance in instances] for name, costs in by_arm.items()
     }
-    profiles = statistics.performance_profiles(table, factors)
+    profiles = performance_profiles(table, factors)
     figure, axes = report.new_figure(5.6, 4.2)
     for (name, shares), line in zip(profiles.items(), _lines(list(profiles)), strict=True):
         axes[0, 0].plot(factors, shares, **{**line, "marker": None}, linewidth=1.4, label=name)

@@ -3,17 +3,22 @@
 import csv
 import dataclasses
 import io
-import statistics as plain
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from adder_flax.compare import statistics
 from adder_flax.compare.blocks import Block, Code, Heading, Paragraph, Table
 from adder_flax.compare.plan import Arm
 from adder_flax.compare.records import Record
 from adder_flax.compare.run import Comparison
 from adder_flax.compare.search import Tuning
-from adder_flax.compare.statistics import LEAST_SEEDS, Difference
+from adder_flax.paired import (
+    LEAST_SEEDS,
+    Difference,
+    first_reaching,
+    interquartile_mean,
+    paired_difference,
+)
 from adder_flax.text import si
 
 
@@ -51,7 +56,7 @@ class Row:
             float("inf") if n is None else n * cost(r)
             for n, r in zip(self.reached, self.records, strict=True)
         ]
-        median = plain.median(costs) if costs else float("inf")
+        median = statistics.median(costs) if costs else float("inf")
         return None if median == float("inf") else median
 
     def fact(self, name: str) -> float:
@@ -73,9 +78,7 @@ def rows_of(comparison: Comparison) -> list[Row]:
             both = sorted(scores.keys() & others.keys())
             pairs = len(both)
             if both:
-                difference = statistics.paired_difference(
-                    [scores[s] for s in both], [others[s] for s in both]
-                )
+                difference = paired_difference([scores[s] for s in both], [others[s] for s in both])
         reached = [_reached(comparison, record, target) for record in records]
         rows.append(
             Row(
@@ -106,16 +109,14 @@ def _target(comparison: Comparison, baseline: Sequence[Record]) -> float | None:
     if comparison.plan.settings.target is not None:
         return comparison.plan.settings.target
     scores = [record.validation[comparison.best.name] for record in baseline if not record.diverged]
-    return plain.median(scores) if scores else None
+    return statistics.median(scores) if scores else None
 
 
 def _reached(comparison: Comparison, record: Record, target: float | None) -> float | None:
     if target is None:
         return None
     name, largest = comparison.best
-    return statistics.first_reaching(
-        record.curve["step"], record.curve.get(name, []), target, largest=largest
-    )
+    return first_reaching(record.curve["step"], record.curve.get(name, []), target, largest=largest)
 
 
 def blocks_of(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
@@ -202,7 +203,7 @@ def _scores(comparison: Comparison, rows: Sequence[Row]) -> Block:
     for row in rows:
         cells = [*row.arm.levels.values(), str(len(row.records))]
         if row.scores:
-            mean, middle = plain.mean(row.scores), statistics.interquartile_mean(row.scores)
+            mean, middle = statistics.mean(row.scores), interquartile_mean(row.scores)
             cells += [
                 f"{mean:.4f}",
                 f"{middle:.4f}",
@@ -272,7 +273,7 @@ def _costs(rows: Sequence[Row]) -> list[Block]:
         if not row.records:
             lines.append([row.arm.name])
             continue
-        steps = plain.median(record.steps for record in row.records)
+        steps = statistics.median(record.steps for record in row.records)
         lines.append(
             [
                 row.arm.name,
@@ -280,7 +281,7 @@ def _costs(rows: Sequence[Row]) -> list[Block]:
                 *(si(row.fact(name)) for name in ("multiplications", "additions")),
                 si(row.fact("joules")) + "J",
                 f"{steps:.0f}",
-                f"{steps * plain.median(r.seconds['step'] for r in row.records):.1f}",
+                f"{steps * statistics.median(r.seconds['step'] for r in row.records):.1f}",
                 "" if row.target is None else f"{row.target:.4f}",
                 *(
                     "not reached" if cost is None else show(cost)

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from adder_flax.compare.statistics import Difference, paired_difference
+from adder_flax.paired import Difference, paired_difference
 from adder_flax.report._study import DOES_NOT_HOLD, HOLDS, NOT_DECIDED
 
 _LEVEL = 0.05
