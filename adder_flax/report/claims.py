@@ -269,7 +269,7 @@ def write_claims(
     """
     reports, out = [read_report(workdir) for workdir in workdirs], Path(out)
     groups = _groups(reports)
-    parts = dict(models=_models(reports), commands=_commands(groups), tally=_tally(groups))
+    parts = dict(models=_models(reports), commands=_commands(groups, out), tally=_tally(groups))
     parts |= dict(table=claims_table(reports), gallery=_gallery(groups))
     page = _PAGE.format(**parts, contests=_contests(contests))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -335,15 +335,23 @@ def _tally(groups: Mapping[str, Sequence[ModelReport]]) -> str:
 _PLURAL = {HOLDS: "hold", DOES_NOT_HOLD: "do not hold", NOT_DECIDED: "are not decided"}
 
 
-def _commands(groups: Mapping[str, Sequence[ModelReport]]) -> str:
+def _commands(groups: Mapping[str, Sequence[ModelReport]], out: Path) -> str:
     """How the first run of each mechanism was trained and analysed.
 
-    Differences are taken from the dot product's run of the same data and seed.
+    Differences are taken from the dot product's run of the same data and seed. A run that has the
+    name of a comparison's record, among the results beside the page, was made from that record.
     """
     every = [report for reports in groups.values() for report in reports]
     lines = []
     for group, [report, *_] in groups.items():
-        run = f"--config={report.workdir / 'config.json'} --workdir={report.workdir}"
+        analyse = f"--config={report.workdir / 'config.json'} --workdir={report.workdir}"
+        train = next(
+            (
+                f"--config={record} --config.data.eval_split=eval --workdir={report.workdir}"
+                for record in out.parent.glob(f"results/*/records/{report.workdir.name}.json")
+            ),
+            analyse,
+        )
         dots = [
             r.workdir
             for r in every
@@ -351,8 +359,8 @@ def _commands(groups: Mapping[str, Sequence[ModelReport]]) -> str:
         ]
         baseline = f" --baseline={dots[0]}" if dots and report.mechanism.startswith("adder") else ""
         lines.append(
-            f"- **{group}**: `python main.py {run}`, then `python main.py --mode=analyze "
-            f"{run}{baseline}`"
+            f"- **{group}**: `python main.py {train}`, then `python main.py --mode=analyze "
+            f"{analyse}{baseline}`"
         )
     return "\n".join(lines)
 
@@ -367,8 +375,8 @@ The models; digits are scikit-learn's, of DeiT-Tiny's size (12 blocks, width 192
 
 {models}
 
-Commands for the first seed of each, by the name that the table has for them (`config.json` is what a run leaves of its
-configuration; an experiment file makes the same):
+Commands for the first seed of each, by the name that the table has for them; `config.json` is what a run leaves of its
+configuration:
 
 {commands}
 

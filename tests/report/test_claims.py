@@ -137,6 +137,18 @@ def test_data_sets_and_mechanisms_without_the_identity_are_told_apart(make_run, 
     assert (tmp_path / "docs" / "images" / "claims" / "adder_on_digits-curve.png").is_file()
 
 
+def test_a_run_from_a_record_is_made_again_from_the_record(make_run, tmp_path):
+    run = make_run("dot", 0, {"a": "holds"})
+    record = tmp_path / "docs" / "results" / "mechanisms" / "records" / f"{run.name}.json"
+    record.parent.mkdir(parents=True)
+    record.touch()
+    page = write_claims([run], tmp_path / "docs" / "claims.md").read_text()
+    assert (
+        f"`python main.py --config={record} --config.data.eval_split=eval --workdir={run}`, then "
+        f"`python main.py --mode=analyze --config={run / 'config.json'} --workdir={run}`" in page
+    )
+
+
 def test_page_has_its_figures_models_and_tally(make_run, tmp_path, capsys):
     runs = [
         make_run("adder", 0, {"a": "holds", "b": "not measured", "c": "holds"}, accuracy=0.975),
