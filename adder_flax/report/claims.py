@@ -332,7 +332,7 @@ def _tally(groups: Mapping[str, Sequence[ModelReport]]) -> str:
     return ", ".join(f"{count} {_PLURAL.get(kind, kind)}" for kind, count in kinds.most_common())
 
 
-_PLURAL = {HOLDS: "hold", DOES_NOT_HOLD: "do not hold", NOT_DECIDED: "are not decided"}
+_PLURAL = {HOLDS: "hold", DOES_NOT_HOLD: "do not hold"}
 
 
 def _commands(groups: Mapping[str, Sequence[ModelReport]], out: Path) -> str:
@@ -371,7 +371,7 @@ Every row is a claim of one of three papers: *Adder Attention for Vision Transfo
 multiplicative attention*, *The Brownian motion in the transformer model*. Its verdict is computed from the numbers,
 which the report behind the command has in full. {tally}.
 
-The models; digits are scikit-learn's, of DeiT-Tiny's size (12 blocks, width 192) those of `experiments/*_deit_tiny.py`.
+The models:
 
 {models}
 
