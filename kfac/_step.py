@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     Vectors = dict[str, tuple[Array, ...]]  # block → its parameters, each with a leading lane axis
 
 
-STEPS = ("quadratic", "fixed")
+STEPS = ("quadratic", "fixed", "trust_ratio")
+_LEAST_WEIGHT = 1e-2
+"""Root mean square that a block's parameters are taken for at least: what starts at zero must leave
+it."""
 
 
 class Proposal(NamedTuple):
@@ -79,6 +82,54 @@ def fixed_step(
     coefficients = jnp.stack([step, jnp.asarray(momentum, step.dtype)])
     delta = combine(-step, x, coefficients[1], velocity)
     return Proposal(delta, coefficients, model, scale, jnp.asarray(coherence, scale.dtype))
+
+
+def trust_ratio_step(
+    solved: dict[str, Solution],
+    b: Vectors,
+    gamma: dict[str, Array],
+    velocity: Vectors,
+    weights: Vectors,
+    *,
+    rate: Array,
+    momentum: float | Float[Array, ""],
+) -> Proposal:
+    """Δ = μ·(last Δ) − (1 − μ) η r x, block by block, with r = ‖θ‖ / ‖x‖ for parameters θ.
+
+    So η is the share of its own size that a block changes by at most, whatever the scale of its
+    curvature; directions that change sign from step to step move it less, as with Adam. ‖θ‖ is at
+    least that of parameters of ``_LEAST_WEIGHT``. (You et al., 2017, arXiv:1708.03888, section 4,
+    with CG-FAC's direction in the place of the gradient.)
+
+    >>> from kfac._solver import Solution
+    >>> x, weights = (jnp.array([[3.0, 4.0]]),), (jnp.array([[0.6, 0.8]]),)
+    >>> zero = jnp.zeros(1)
+    >>> solved = {"fc": Solution(x, iterations=zero, residual=zero, model=zero)}
+    >>> still, gamma = {"fc": (jnp.zeros((1, 2)),)}, {"fc": zero}
+    >>> step = trust_ratio_step(
+    ...     solved, {"fc": x}, gamma, still, {"fc": weights}, rate=jnp.array(0.1), momentum=0.0
+    ... )
+    >>> [[round(change, 3) for change in lane] for lane in step.delta["fc"][0].tolist()]
+    [[-0.06, -0.08]]
+    """
+    x: Vectors = {}
+    slope = damped = jnp.zeros((), rate.dtype)
+    for name, solution in solved.items():
+        norms = [jnp.sqrt(lane_dot(v, v).sum()) for v in (solution.x, weights[name])]
+        size = sum(leaf.size for leaf in jax.tree.leaves(solution.x))
+        least = jnp.maximum(norms[1], _LEAST_WEIGHT * size**0.5)
+        ratio = jnp.where(norms[0] > 0, least / jnp.where(norms[0] > 0, norms[0], 1), 0)
+        x[name] = jax.tree.map(
+            lambda leaf, ratio=ratio: (ratio * leaf).astype(leaf.dtype), solution.x
+        )
+        forms = quadratic_forms({name: solution}, {name: b[name]}, gamma)
+        slope, damped = slope + ratio * forms.slope, damped + ratio**2 * forms.damped
+    share = jnp.asarray(momentum, rate.dtype)
+    step = (1 - share) * rate
+    model = -step * slope + 0.5 * step**2 * damped
+    delta = combine(-step, x, share, velocity)
+    one = jnp.ones_like(model)
+    return Proposal(delta, jnp.stack([step, share]), model, one, one)
 
 
 class QuadraticForms(NamedTuple):

@@ -24,6 +24,7 @@ from kfac._step import (
     judge,
     quadratic_forms,
     quadratic_step,
+    trust_ratio_step,
 )
 from kfac._systems import Form
 from kfac._trees import add, chosen, flatten, unflatten
@@ -205,6 +206,9 @@ def _propose(
             kl_clip=options.kl_clip,
             coherence=_coherence(problem.averages, options),
         )
+    if options.step == "trust_ratio":
+        weights = to_vectors(problem.owned, params)
+        return trust_ratio_step(*shared, weights, rate=rate, momentum=options.momentum)
     return quadratic_step(
         *shared,
         groups=_exact_systems(problem, params, curvature),

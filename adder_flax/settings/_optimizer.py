@@ -11,6 +11,7 @@ _RATE = Number(0, 1e6)
 _RATE_OR_OFF = Or({0: None}, Number(0, 1e6, "(]"))
 _DECAY = Number(0, 1, "[)")
 _STEPS = Integer(0, 2**31 - 1)
+_MOST_OF_ITSELF = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +75,9 @@ class CgFacSettings:
     )
     step: str = setting(
         "fixed",
-        Choice("fixed", "quadratic"),
-        "momentum and kl_clip as they are, or by the model, for large batches",
+        Choice("fixed", "quadratic", "trust_ratio"),
+        "momentum and kl_clip as they are; by the model, for large batches; each layer's step a "
+        "share of its weights, learning_rate=0.03 say",
     )
     momentum: float = setting(0.9, _DECAY, "of the steps", data=True)
     kl_clip: float | None = setting(
@@ -104,6 +106,12 @@ class CgFacSettings:
             yield (
                 f"{where}.solver: expected 'cg', or 'dual' with curvature='exact', got 'dual' with "
                 f"{self.curvature!r}"
+            )
+        if self.step == "trust_ratio" and self.learning_rate > _MOST_OF_ITSELF:
+            yield (
+                f"{where}.learning_rate: expected the share of its weights that a layer changes by "
+                f"in a step, at most {_MOST_OF_ITSELF}, with step='trust_ratio', got "
+                f"{self.learning_rate}; set 0.03"
             )
         if self.damping_interval and self.step != "quadratic":
             yield (

@@ -385,6 +385,41 @@ def test_kl_clip_bounds_the_step_in_the_metric():
         assert scale < 1
 
 
+def test_a_trust_ratio_step_is_a_share_of_each_layers_own_size():
+    start = {**PARAMS, "b": {"kernel": jnp.zeros((4, 3))}}  # which is taken for one of 0.01
+    layers = kfac.find_layers(network, start, X, LABELS)
+    systems = dict(curvature="exact", solver="dense", damping=0.05, damping_scale="absolute")
+    plain = fixed(layers, **systems)
+    optimizer = kfac.cg_fac(0.03, layers, step="trust_ratio", momentum=0.75, **systems)
+    solve_, step, state = make_step(plain), make_step(optimizer), optimizer.init(start)
+
+    def joined(tree):
+        a, b = tree["a"], tree["b"]
+        return [np.vstack([a["kernel"], a["bias"]]), np.asarray(b["kernel"])]
+
+    sizes = [np.linalg.norm(joined(start)[0]), 0.01 * np.sqrt(12)]
+    last = [np.zeros((4, 4)), np.zeros((4, 3))]
+    for batch in range(2):
+        x = normal(20 + batch, 8, 3)
+        directions = joined(solve_(start, plain.init(start), x, LABELS)[0])
+        updates, state, _ = step(start, state, x, LABELS)
+        last = [
+            0.75 * before + 0.25 * 0.03 * size * direction / (np.linalg.norm(direction) or 1)
+            for before, size, direction in zip(last, sizes, directions, strict=True)
+        ]
+        for got, expected in zip(joined(updates), last, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-15)
+    # The hidden layer gets no gradient through a kernel of zeros.
+    assert not np.any(updates["a"]["kernel"])
+    # What the model promises for the new part: with (F + γ) x = ∇L, −s ∇L·x + s² ∇L·x / 2.
+    gradient = joined(jax.grad(lambda p: network(p, x, LABELS)[0])(start))[1]
+    taken = 0.25 * 0.03 * sizes[1] / np.linalg.norm(directions[1])
+    along = -(gradient * directions[1]).sum()
+    np.testing.assert_allclose(
+        kfac.find_state(state).stats["model"], -taken * along + taken**2 * along / 2, rtol=1e-9
+    )
+
+
 def test_how_layers_add_up_is_averaged_and_kept_between_curvature_batches():
     layers = kfac.find_layers(network, PARAMS, X, LABELS)
     function = kfac.value_grad_and_curvature(network, has_aux=True, fisher="empirical")

@@ -181,6 +181,10 @@ def test_the_sample_is_taken_anew_now_and_then(tiny_config):
             r"damping_interval: expected 0.*got 5 with 'fixed'",
         ),
         (
+            {"cg_fac.step": "trust_ratio"},
+            r"cg_fac.learning_rate: expected the share.*at most 0.5.*got 1.0; set 0.03",
+        ),
+        (
             {"cg_fac.curvature_stride": 5},
             r"batch_size = 32 divisible by 1 parts × config.optimizer.cg_fac.curvature_stride.*5",
         ),
