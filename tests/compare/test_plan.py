@@ -109,6 +109,7 @@ def test_arms_are_all_combinations_and_have_their_baselines():
         *(("compare_healing", parts, 2) for parts in (None, "attention,cifar10")),
         ("compare_blocks", "fashion_mnist", 7),
         *(("compare_cg_fac", work, 6) for work in (None, "adder,digits")),
+        *(("compare_trust_ratio", work, 3) for work in (None, "multiplicative")),
         *(("compare_optimizers", work, 8) for work in (None, "adder,fashion_mnist", "g2p")),
     ],
 )
