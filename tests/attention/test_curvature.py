@@ -62,7 +62,7 @@ SCORES = [
         {"layer_norm": True, "hidden_dim": 4},
         marks=pytest.mark.slow,
     ),
-    (multi_head, "bilinear", {}),
+    pytest.param(multi_head, "bilinear", {}, marks=pytest.mark.slow),
     pytest.param(sequence, "additive", {}, marks=pytest.mark.slow),
 ]
 

@@ -50,7 +50,7 @@ def largest_difference(logits, expected):
 @pytest.mark.parametrize(
     "options",
     [
-        ADDER | dict(stem_channels=(5,), stem_linear="adder"),
+        pytest.param(ADDER | dict(stem_channels=(5,), stem_linear="adder"), marks=pytest.mark.slow),
         pytest.param(dict(score="additive"), marks=pytest.mark.slow),
         pytest.param(dict(score="dot", pooling="mean"), marks=pytest.mark.slow),
     ],

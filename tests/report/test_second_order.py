@@ -16,6 +16,7 @@ from adder_flax.training import build_run
 from tests.training.tiny import TINY
 
 
+@pytest.mark.slow
 def test_terms_against_a_dense_hessian():
     rng = np.random.default_rng(0)
     x, y = jnp.asarray(rng.standard_normal((20, 3))), jnp.asarray(rng.standard_normal(20))

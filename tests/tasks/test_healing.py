@@ -151,6 +151,7 @@ def test_an_adder_stem_begins_as_what_its_teacher_s_norms_make_of_its_convolutio
     assert ((found - wanted) ** 2).mean() < 0.5 * wanted.var(0).mean()
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_its_formula():
     made, student = examples_and_task()
     task = made(0.2)

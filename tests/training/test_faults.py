@@ -155,6 +155,7 @@ def test_images_that_were_removed_are_told(folder_config, tmp_path):
         training.Trainer(smaller, tmp_path / "run").fit()
 
 
+@pytest.mark.slow
 def test_figures_do_not_decide_whether_training_succeeded(
     tiny_config, tmp_path, capsys, monkeypatch
 ):

@@ -160,6 +160,7 @@ def test_schedule_free_adamw_against_numpy(pair, settings):
         np.testing.assert_allclose(kernel(params), y, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_schedule_free_averages_is_evaluated(tiny_config):
     fields = {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "constant"}
     run = build_run(tiny_config("multiplicative", **fields))
