@@ -175,7 +175,7 @@ def _checked(
     if curvature.fresh is not None and options.step == "quadratic":
         raise ValueError(
             "step='quadratic' measures the curvature along each step: expected fresh curvature at "
-            "every step, got refresh=; use step='fixed' or drop refresh."
+            "every step, got refresh=; use step='fixed' or 'trust_ratio', or drop refresh."
         )
     if options.measures_loss and (value is None or value_fn is None):
         raise ValueError(

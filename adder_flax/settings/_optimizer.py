@@ -99,8 +99,8 @@ class CgFacSettings:
         if self.curvature_interval > 1 and every_step:
             yield (
                 f"{where}.curvature_interval: expected 1, or more with curvature='kron' and "
-                f"step='fixed', got {self.curvature_interval} with {self.curvature!r} and "
-                f"{self.step!r}"
+                f"step='fixed' or 'trust_ratio', got {self.curvature_interval} with "
+                f"{self.curvature!r} and {self.step!r}"
             )
         if self.solver == "dual" and self.curvature != "exact":
             yield (
