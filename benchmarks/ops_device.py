@@ -1,41 +1,191 @@
-"""Measures the kernels on an accelerator: terms a second, their share of the bound, `torch.cdist`,
-and training.
+"""Measures the kernels on an accelerator: each against its certificate, products beside XLA's and
+PyTorch's, and attention by the whole map against blocks.
 
     python -m benchmarks.ops_device  # on the default device
-    python -m benchmarks.ops_device --divide=64  # 64 times fewer rows, for a try elsewhere
+    python -m benchmarks.ops_device --parts=products,attention --divide=64  # for a try elsewhere
 
-Large square problems, as published for pairwise L1 distances on GPUs (NVIDIA cuVS), and layers of
-DeiT. The bound of an NVIDIA GPU of compute capability 9 is 64 terms a clock and multiprocessor: two
-instructions a term, 128 a clock. Its clock is taken from --clock_ghz, because JAX does not tell it.
+- `kernels`, NVIDIA GPUs alone: the kernels of `benchmarks/sass.py`, timed on the device by its
+  profiler, and the share of the bound that each reaches, beside what its machine code allows on
+  paper. The bound is the time of the arithmetic that a term needs, at the rate of a loop of nothing
+  but additions, measured on the same device.
+- `products`: large square problems, as published for pairwise L1 distances on GPUs (NVIDIA cuVS),
+  and layers of DeiT, beside the matrix product, `torch.cdist` and the backend `xla`.
+- `attention`: forward with the gradients of queries, keys and values.
+
+Training steps on an accelerator are those of `benchmarks/optimizer_step.py`.
 """
 
 import argparse
 import functools
-import time
-from collections.abc import Callable
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.profiler import ProfileData
 
-from adder_flax import ops, training
-from adder_flax.experiments import common
-from adder_flax.training import sharding
-from benchmarks.ops import HEAD_DIM, LAYERS, WIDTHS, Table, compile_with
+from adder_flax import ops
+from adder_flax.extras import MissingExtraError
+from adder_flax.ops._cuda import CudaBackend, Kernel
+from benchmarks import sass
+from benchmarks.ops import (
+    FUSED_SCORES,
+    HEAD_DIM,
+    LAYERS,
+    WIDTHS,
+    Table,
+    bench_fused,
+    compile_with,
+    fused_table,
+)
 from benchmarks.timing import measure
 
+PARTS = ("kernels", "products", "attention")
 SQUARE = ((4096, 64), (4096, 256), (8192, 64), (8192, 256))  # rows and columns, width
 IMAGES = 128  # of 197 tokens, in the layers
-ROUNDS, CALLS, SECONDS_PER_CASE = 7, 10, 10.0
-TERMS_PER_CLOCK_AND_CORE = 64
+ATTENTION = ((192, 197), (96, 512), (48, 1024), (24, 2048), (12, 4096))  # heads of a batch x tokens
+ROUNDS, CALLS = 7, 10
+TRACED = 20  # calls of a kernel in a profile
+
+# Each thread adds to so many sums, which depend on nothing but themselves.
+_PEAK_SUMS, _PEAK_TURNS, _PEAK_UNROLLED, _PEAK_THREADS, _PEAK_BLOCKS_PER_CORE = 16, 4096, 4, 256, 8
+_PEAK_SOURCE = f"""
+extern "C" __global__ void __launch_bounds__({_PEAK_THREADS}) adder_flax_peak(
+    const float* in, float* out) {{
+  const float term = in[threadIdx.x];
+  float sums[{_PEAK_SUMS}];
+#pragma unroll
+  for (int n = 0; n < {_PEAK_SUMS}; ++n) sums[n] = term * n;
+#pragma unroll 1
+  for (int turn = 0; turn < {_PEAK_TURNS}; ++turn)
+#pragma unroll
+    for (int again = 0; again < {_PEAK_UNROLLED}; ++again)
+#pragma unroll
+      for (int n = 0; n < {_PEAK_SUMS}; ++n) sums[n] += fabsf(term);
+  float all = 0.0f;
+#pragma unroll
+  for (int n = 0; n < {_PEAK_SUMS}; ++n) all += sums[n];
+  out[blockIdx.x * {_PEAK_THREADS} + threadIdx.x] = all;
+}}
+"""
 
 
-def bound(clock_ghz: float) -> float | None:
-    """Returns the terms a second that the default device can do at most, or None where it is not an
-    NVIDIA GPU."""
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        return None
-    return TERMS_PER_CLOCK_AND_CORE * device.core_count * clock_ghz * 1e9
+# -------------------------------------------------------------------------------------------------
+# Kernels, by the clock of the device
+# -------------------------------------------------------------------------------------------------
+
+
+def kernel_seconds(function: Callable, *operands) -> dict[str, float]:
+    """Returns how long the device computes each of this project's kernels that a program runs.
+
+    They are medians over several calls, by the name of the kernel, from JAX's profiler.
+    """
+    jax.block_until_ready(function(*operands))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(TRACED):
+                jax.block_until_ready(function(*operands))
+        profiles = [ProfileData.from_file(str(path)) for path in Path(folder).rglob("*.xplane.pb")]
+    lines = [
+        (plane.name, line)
+        for profile in profiles
+        for plane in profile.planes
+        for line in plane.lines
+    ]
+    seconds: dict[str, list[float]] = {}
+    for plane, line in lines:
+        # Other lines of a GPU have the same once more, by operation and by module.
+        if plane.startswith("/device:GPU") and line.name.startswith("Stream"):
+            for event in line.events:
+                if event.name.startswith("adder_flax_"):
+                    seconds.setdefault(event.name, []).append(1e-9 * event.duration_ns)
+    if not seconds:
+        found = [f"{plane}: {line.name}" for plane, line in lines]
+        raise RuntimeError(f"expected this project's kernels in a stream of a GPU, got {found}")
+    return {name: statistics.median(found) for name, found in seconds.items()}
+
+
+def addition_rate(cores: int) -> float:
+    """Returns the float32 additions a second of a loop of nothing else on all cores.
+
+    Args:
+      cores: of the device.
+    """
+    blocks = cores * _PEAK_BLOCKS_PER_CORE
+    kernel = Kernel("adder_flax_peak", _PEAK_SOURCE, blocks, _PEAK_THREADS)
+    result = jax.ShapeDtypeStruct((blocks * _PEAK_THREADS,), jnp.float32)
+    run = jax.jit(lambda term: CudaBackend().launch(kernel, [term], [result]))
+    (seconds,) = kernel_seconds(run, jnp.ones(_PEAK_THREADS)).values()
+    additions = blocks * _PEAK_THREADS * _PEAK_TURNS * _PEAK_UNROLLED * _PEAK_SUMS
+    return additions / seconds
+
+
+def terms_of(case: sass.Case) -> int:
+    """Returns the terms of each of a case's sums.
+
+    Example:
+      >>> terms_of(sass.CASES["l1 proj"]) == sass.TOKENS * 192 * 192
+      True
+    """
+    (batch, rows, width), second = case.shapes[:2]
+    return batch * rows * width * second[1 if case.options.get("axes", "nk") == "nk" else 2]
+
+
+def certificates(name: str) -> Sequence[sass.Row | None]:
+    """Returns the certificate of each kernel of a case, for H100 and H200.
+
+    None where what reads machine code is not installed.
+    """
+    try:
+        return sass.certify(name, "h100")
+    except MissingExtraError:
+        return [None] * len(sass.kernels_of(sass.CASES[name]))
+
+
+def kernels_table() -> Table:
+    return Table(
+        *(("kernel", 20), ("us", 7), ("T terms/s", 9), ("of the bound", 12)),
+        *(("on paper", 8), ("waves", 5)),
+    )
+
+
+def bench_kernels(table: Table, name: str, additions: float) -> None:
+    """Adds a row for each kernel of a case of `sass.CASES`.
+
+    Args:
+      table: of `kernels_table`.
+      name: of the case.
+      additions: the device's float32 additions a second.
+    """
+    case = sass.CASES[name]
+    keys = jax.random.split(jax.random.key(0), len(case.shapes))
+    operands = [
+        jax.random.normal(key, like.shape, like.dtype)
+        for key, like in zip(keys, sass.operands_of(case), strict=True)
+    ]
+    function = jax.jit(functools.partial(getattr(CudaBackend(), case.method), **case.options))
+    seconds = kernel_seconds(function, *operands)
+    # A core starts an eighth as many special functions in a cycle as additions.
+    cost = max(case.arithmetic["lanes"], 8 * case.arithmetic.get("special", 0))
+    terms = terms_of(case)
+    kernels = [kernel.name for kernel in sass.kernels_of(case)]
+    for number, (kernel, row) in enumerate(zip(kernels, certificates(name), strict=True)):
+        rate = terms / seconds[kernel]
+        table.add(
+            name if len(kernels) == 1 else f"{name} {number + 1}",
+            1e6 * seconds[kernel],
+            rate / 1e12,
+            rate * cost / additions,
+            row and row.share_of_bound,
+            row and row.waves,
+        )
+
+
+# -------------------------------------------------------------------------------------------------
+# Products, beside others'
+# -------------------------------------------------------------------------------------------------
 
 
 def repeated(backend: str | None, function: Callable, *operands) -> Callable:
@@ -85,9 +235,21 @@ def products_table() -> Table:
 
 
 def bench_product(
-    table: Table, name: str, shape: tuple[int, int, int], limit: float | None
+    table: Table,
+    name: str,
+    shape: tuple[int, int, int],
+    limit: float | None,
+    seconds: float = 10.0,
 ) -> None:
-    """Adds one row for each backend that runs on this device."""
+    """Adds one row for each backend that runs on this device.
+
+    Args:
+      table: of `products_table`.
+      name: of the product.
+      shape: M, K and N.
+      limit: most terms a second, where it is known.
+      seconds: after which no more rounds are begun.
+    """
     m, k, n = shape
     keys = jax.random.split(jax.random.key(0), 3)
     x, w, g = (
@@ -110,7 +272,7 @@ def bench_product(
         functions[f"sign {backend}"] = repeated(backend, pullback("sign"), x, w, g)
     if (peer := torch_cdist(x, w)) is not None:
         functions["torch"] = peer
-    timings = measure(functions, ROUNDS, SECONDS_PER_CASE)
+    timings = measure(functions, ROUNDS, seconds)
     terms = m * k * n
     for backend in backends:
         forward, dx, sign = (
@@ -130,64 +292,55 @@ def bench_product(
         )
 
 
-def images_per_second(mechanism: str, batch_size: int, steps: int = 20) -> float:
-    """Trains DeiT-Tiny on random images of 224x224 pixels, 197 tokens each."""
-    config = common.deit(mechanism, "tiny", "fake")
-    config.batch_size, config.data.image_size, config.model.patch_size = batch_size, 224, 16
-    run = training.build_run(config)
-    image = {
-        "image": jnp.zeros((batch_size, 224, 224, 3), jnp.uint8),
-        "label": jnp.zeros(batch_size, jnp.int32),
-    }
-    with jax.set_mesh(run.mesh):
-        batch = jax.device_put(image, sharding.batch_sharding(run.mesh))
-        state, _ = run.train_step(run.init(), batch, run.hyper)
-        jax.block_until_ready(state)
-        start = time.perf_counter()
-        for _ in range(steps):
-            state, _ = run.train_step(state, batch, run.hyper)
-        jax.block_until_ready(state)
-    return steps * batch_size / (time.perf_counter() - start)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument(
-        "--clock_ghz",
-        type=float,
-        default=1.98,
-        help="highest clock of the GPU; an H200's by default",
+        "--divide", type=int, default=1, help="divide the number of rows, and of heads, by this"
     )
     parser.add_argument(
-        "--divide", type=int, default=1, help="divide the number of rows, and of images, by this"
+        "--seconds", type=float, default=10.0, help="after which a row begins no more rounds"
     )
     arguments = parser.parse_args()
-    divide, limit = arguments.divide, bound(arguments.clock_ghz)
-    print(ops.backend_report())
-    if limit is not None:
-        print(f"bound, forward and hardtanh: {limit / 1e12:.1f} T terms/s")
+    parts, divide, device = arguments.parts.split(","), arguments.divide, jax.devices()[0]
+    print(f"{ops.backend_report()}\n{device.device_kind}, JAX {jax.__version__}")
 
-    table = products_table()
-    table.print_titles()
-    for side, width in SQUARE:
-        bench_product(table, "square", (side // divide, width, side // divide), limit)
-    for model, width in WIDTHS.items():
-        for layer, (inputs, outputs) in LAYERS.items():
-            bench_product(
-                table,
-                f"{model} {layer}",
-                (IMAGES * 197 // divide, inputs * width, outputs * width),
-                limit,
-            )
-    bench_product(table, "scores of a head", (4096 // divide, HEAD_DIM, 4096 // divide), limit)
+    additions = None
+    if "cuda" in ops.available_backends():
+        additions = addition_rate(device.core_count)
+        per_core = additions / device.core_count / 1e9
+        print(f"float32 additions: {additions / 1e12:.1f} T/s, {per_core:.0f} G/s a core")
+    if "kernels" in parts:
+        if additions is None:
+            print("kernels: no NVIDIA GPU here; benchmarks/sass.py reads their machine code")
+        else:
+            table = kernels_table()
+            table.print_titles()
+            for name in sass.CASES:
+                bench_kernels(table, name, additions)
+            print()
 
-    print("\nDeiT-Tiny, training on 224x224 pixels, images/s")
-    for mechanism in common.MECHANISMS:
-        print(
-            f"{mechanism:15} {images_per_second(mechanism, max(256 // divide, 2)):8.1f}", flush=True
-        )
+    if "products" in parts:
+        table = products_table()
+        table.print_titles()
+        limit = additions and additions / 2
+        for side, width in SQUARE:
+            shape = (side // divide, width, side // divide)
+            bench_product(table, "square", shape, limit, arguments.seconds)
+        for model, width in WIDTHS.items():
+            for layer, (inputs, outputs) in LAYERS.items():
+                shape = (IMAGES * 197 // divide, inputs * width, outputs * width)
+                bench_product(table, f"{model} {layer}", shape, limit, arguments.seconds)
+        print()
+
+    if "attention" in parts:
+        table = fused_table()
+        table.print_titles()
+        for score in FUSED_SCORES:
+            for heads, tokens in ATTENTION:
+                bench_fused(table, score, (max(heads // divide, 1), tokens))
 
 
 if __name__ == "__main__":

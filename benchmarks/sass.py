@@ -15,6 +15,7 @@ It needs Linux and ``pip install "adder-flax[gpu-compile]"``, and no driver.
 
 import argparse
 import functools
+import os
 import re
 import subprocess
 import tempfile
@@ -199,7 +200,7 @@ def certify(name: str, gpu: str) -> list[Row]:
       OSError: the compiler is not installed.
     """
     case, target = CASES[name], gpu_topology.GPUS[gpu]
-    kernels = _kernels(case)
+    kernels = kernels_of(case)
     names = [name] if len(kernels) == 1 else [f"{name} {n + 1}" for n in range(len(kernels))]
     return [
         row(
@@ -222,17 +223,21 @@ class _Noted(CudaBackend):
         return [jnp.zeros(result.shape, result.dtype) for result in results]
 
 
-def _kernels(case: Case) -> list[Kernel]:
-    """Returns the kernels that a case consists of."""
-    backend = _Noted()
-    # The cotangent is float32 whatever the operands are.
-    like = [
+def operands_of(case: Case) -> list[jax.ShapeDtypeStruct]:
+    """Returns the types of a case's operands; a cotangent is float32 whatever the others are."""
+    return [
         jax.ShapeDtypeStruct(
             shape, jnp.float32 if position == 2 and "pullback" in case.method else case.dtype
         )
         for position, shape in enumerate(case.shapes)
     ]
-    jax.jit(functools.partial(getattr(backend, case.method), **case.options)).lower(*like)
+
+
+def kernels_of(case: Case) -> list[Kernel]:
+    """Returns the kernels that a case consists of."""
+    backend = _Noted()
+    function = functools.partial(getattr(backend, case.method), **case.options)
+    jax.jit(function).lower(*operands_of(case))
     return backend.kernels
 
 
@@ -259,10 +264,15 @@ def assemble(ptx: str, architecture: str) -> Assembled:
     return Assembled(said, code)
 
 
+# Where NVIDIA's own installer puts its tools, if neither wheels nor the path have them.
+_TOOLKIT = [*map(Path, os.environ.get("PATH", "").split(os.pathsep)), Path("/usr/local/cuda/bin")]
+
+
 @functools.cache
 def _tool(name: str) -> Path:
     folders = wheel_folders("nvidia.cuda_nvcc", "nvidia.cuda_nvdisasm", "nvidia.cu13")
-    found = next((path for folder in folders if (path := folder / "bin" / name).is_file()), None)
+    places = [*(folder / "bin" for folder in folders), *_TOOLKIT]
+    found = next((path for place in places if (path := place / name).is_file()), None)
     if found is None:
         raise missing(f"{name} in NVIDIA's wheels", "gpu-compile")
     return found

@@ -193,8 +193,12 @@ class CudaBackend(Backend):
 
     @unless_empty
     def l1(self, x, w, axes):
-        (y,) = self._reduce("L1", Operand(x, "ic"), Operand(w, "cj" if axes == "kn" else "jc"))
-        return y
+        x, w = Operand(x, "ic"), Operand(w, "cj" if axes == "kn" else "jc")
+        parts = _parts(axis_lengths([x, w]))
+        if parts > 1:
+            x, w = (_cut(operand, parts, "constant") for operand in (x, w))
+        (y,) = self._reduce("L1", x, w)
+        return _joined(y, parts)
 
     @unless_empty
     def l1_pullback_x(self, x, w, g, rule, axes):
@@ -213,8 +217,6 @@ class CudaBackend(Backend):
         g, w = (Operand(upcast(array)[0], axes) for array, axes in (g, w))
         parts = _parts(axis_lengths([g, w]))
         if parts > 1:
-            # Few outputs, of long sums: parts of the sums are computed side by side, and
-            # added in order.
             g, w = _cut(g, parts, "constant"), _cut(w, parts, "edge")
         c = 1 + w.axes.index("c")
         high, low, centre, scale, _ = _range(w.array, c, rule)
@@ -227,7 +229,7 @@ class CudaBackend(Backend):
             Operand(jnp.full(1, rule.slope, jnp.float32), ""),
         ]
         (dx,) = self._reduce(f"Rule<{_is_sign(rule)}>", *operands)
-        return dx.reshape(parts, *x.shape).sum(0) if parts > 1 else dx
+        return _joined(dx, parts)
 
     @unless_empty
     def l1_pushforward(self, x, w, dx, rule, axes):
@@ -471,9 +473,10 @@ def _choose_tile(size: dict[str, int], held: int, tiles: Sequence[Tile]) -> Tile
 
 
 def _parts(size: dict[str, int]) -> int:
-    """Returns into how many parts to cut sums.
+    """Returns into how many parts to cut sums, which are computed side by side.
 
-    Few outputs of long sums then still give the whole device work.
+    Few outputs of long sums then still give the whole device work, and their rounding grows with a
+    part and not with the sum.
     """
     threads = size["b"] * size["i"] * size["j"] // (_RUN * _RUN)
     wanted = 1 << max(0, (2 * FULL_DEVICE_THREADS - 1).bit_length() - max(threads, 1).bit_length())
@@ -494,3 +497,8 @@ def _cut(operand: Operand, parts: int, filling: str) -> Operand:
     array = array.reshape(*array.shape[:axis], parts, length, *array.shape[axis + 1 :])
     array = jnp.moveaxis(array, axis, 0)
     return Operand(array.reshape(-1, *array.shape[2:]), operand.axes)
+
+
+def _joined(result: jax.Array, parts: int) -> jax.Array:
+    """Returns the sums of which these are the parts, cut by `_cut`."""
+    return result.reshape(parts, -1, *result.shape[1:]).sum(0) if parts > 1 else result

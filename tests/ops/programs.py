@@ -2,6 +2,9 @@
 
 import jax
 
+# Those that are held to NumPy on the default device.
+BACKENDS = ("reference", "xla", "cuda" if jax.default_backend() == "gpu" else "cpu_native")
+
 
 def value_and_gradients(function, g, *arrays):
     """Returns the output of ``function`` and the gradients of all ``arrays`` for the cotangent

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adder_flax.ops._cuda import PAIRED_TILES, TILES, Tile
+from adder_flax.ops._cuda import PAIRED_TILES, TILES, CudaBackend, Tile
 from adder_flax.ops._pallas_tpu import Block, PallasTpuBackend
 from adder_flax.ops._primitive import call
 from adder_flax.ops._rules import GradientRule
@@ -22,6 +22,8 @@ BACKENDS = {
         interpret=True, block=Block(rows=16, columns=128, terms=128, band=8, unroll=8)
     ),
 }
+if jax.default_backend() == "gpu":
+    BACKENDS |= {"gpu": CudaBackend(), "gpu, small blocks": CudaBackend(tile=BACKENDS["cuda"]._tile)}
 RULES = (GradientRule("sign"), GradientRule("hardtanh"), GradientRule("hardtanh", 4.0))
 FUNCTIONS = (
     "l1",
@@ -170,6 +172,11 @@ def test_few_outputs_of_long_sums_are_cut_into_parts(rule, offset):
     jaxpr = jax.make_jaxpr(lambda **a: run(backend, "l1_pullback_w", a, rule, "kn"))(**arrays)
     assert "f32[2,552" in str(jaxpr)
     check(backend, "l1_pullback_w", arrays, rule)
+
+
+def test_rounding_of_long_sums_grows_with_a_part_of_them():
+    arrays = operands((1, 2, 3, 20_000))
+    check(CudaOnHost(), "l1", arrays, tolerance=1e-6)
 
 
 def test_saturated_hidden_units(backend):

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from adder_flax import ops
-from tests.ops.programs import value_and_gradients
+from tests.ops.programs import BACKENDS, value_and_gradients
 
-BACKENDS = ("reference", "xla", "cpu_native")
 RULES = ("sign", "full", "hardtanh")
 
 
@@ -148,7 +147,7 @@ def test_sign_rules_are_the_true_gradient(backend):
                 )
 
 
-@pytest.mark.parametrize("backend", ["xla", "cpu_native"])
+@pytest.mark.parametrize("backend", BACKENDS[1:])
 def test_nothing_of_the_size_of_the_broadcast_is_stored(backend):
     rows, depth, columns = 256, 192, 320
     x, w = jnp.ones((rows, depth)), jnp.ones((depth, columns))
