@@ -110,7 +110,7 @@ def cells(road: str, gpu: str) -> str:
         if road == "cuda":
             (row,) = sass.certify("l1 fc1", gpu)
         else:
-            kernel = Kernel("l1", "", BLOCKS[0] * BLOCKS[1], THREADS)
+            kernel = Kernel("l1", "", BLOCKS[0] * BLOCKS[1], THREADS, stage=0)
             assembled = sass.assemble(ROADS[road](gpu), gpu_topology.GPUS[gpu].architecture())
             row = sass.row(road, gpu, sass.CASES["l1 fc1"], kernel, assembled)
     except (ImportError, RuntimeError, TypeError) as error:

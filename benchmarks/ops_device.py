@@ -8,6 +8,7 @@ PyTorch's, and attention by the whole map against blocks.
   profiler, and the share of the bound that each reaches, beside what its machine code allows on
   paper. The bound is the time of the arithmetic that a term needs, at the rate of a loop of nothing
   but additions, measured on the same device.
+- `tiles`, NVIDIA GPUs alone: the same kernels with each of their tiles.
 - `products`: large square problems, as published for pairwise L1 distances on GPUs (NVIDIA cuVS),
   and layers of DeiT, beside the matrix product, `torch.cdist` and the backend `xla`.
 - `attention`: forward with the gradients of queries, keys and values.
@@ -20,6 +21,7 @@ import functools
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -28,7 +30,7 @@ from jax.profiler import ProfileData
 
 from adder_flax import ops
 from adder_flax.extras import MissingExtraError
-from adder_flax.ops._cuda import CudaBackend, Kernel
+from adder_flax.ops._cuda import TILES, CudaBackend, Kernel
 from benchmarks import sass
 from benchmarks.ops import (
     FUSED_SCORES,
@@ -42,7 +44,7 @@ from benchmarks.ops import (
 )
 from benchmarks.timing import measure
 
-PARTS = ("kernels", "products", "attention")
+PARTS = ("kernels", "tiles", "products", "attention")
 SQUARE = ((4096, 64), (4096, 256), (8192, 64), (8192, 256))  # rows and columns, width
 IMAGES = 128  # of 197 tokens, in the layers
 ATTENTION = ((192, 197), (96, 512), (48, 1024), (24, 2048), (12, 4096))  # heads of a batch x tokens
@@ -84,7 +86,9 @@ def kernel_seconds(function: Callable, *operands) -> dict[str, float]:
     """
     jax.block_until_ready(function(*operands))
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = options.host_tracer_level = 0  # the device alone
+        with jax.profiler.trace(folder, profiler_options=options):
             for _ in range(TRACED):
                 jax.block_until_ready(function(*operands))
         profiles = [ProfileData.from_file(str(path)) for path in Path(folder).rglob("*.xplane.pb")]
@@ -114,7 +118,7 @@ def addition_rate(cores: int) -> float:
       cores: of the device.
     """
     blocks = cores * _PEAK_BLOCKS_PER_CORE
-    kernel = Kernel("adder_flax_peak", _PEAK_SOURCE, blocks, _PEAK_THREADS)
+    kernel = Kernel("adder_flax_peak", _PEAK_SOURCE, blocks, _PEAK_THREADS, stage=0)
     result = jax.ShapeDtypeStruct((blocks * _PEAK_THREADS,), jnp.float32)
     run = jax.jit(lambda term: CudaBackend().launch(kernel, [term], [result]))
     (seconds,) = kernel_seconds(run, jnp.ones(_PEAK_THREADS)).values()
@@ -140,7 +144,7 @@ def certificates(name: str) -> Sequence[sass.Row | None]:
     """
     try:
         return sass.certify(name, "h100")
-    except MissingExtraError:
+    except (MissingExtraError, OSError):
         return [None] * len(sass.kernels_of(sass.CASES[name]))
 
 
@@ -149,6 +153,24 @@ def kernels_table() -> Table:
         *(("kernel", 20), ("us", 7), ("T terms/s", 9), ("of the bound", 12)),
         *(("on paper", 8), ("waves", 5)),
     )
+
+
+def compiled_case(case: sass.Case, backend: CudaBackend) -> tuple[Callable, list[jax.Array]]:
+    """Returns a case, compiled, and operands for it, of random numbers."""
+    like = sass.operands_of(case)
+    keys = jax.random.split(jax.random.key(0), len(like))
+    operands = [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, like, strict=True)]
+    function = functools.partial(getattr(backend, case.method), **case.options)
+    return jax.jit(function).lower(*operands).compile(), operands
+
+
+def labels(name: str) -> dict[str, str]:
+    """Returns how the kernels of a case are called in tables, by their own names."""
+    kernels = [kernel.name for kernel in sass.kernels_of(sass.CASES[name])]
+    return {
+        kernel: name if len(kernels) == 1 else f"{name} {number + 1}"
+        for number, kernel in enumerate(kernels)
+    }
 
 
 def bench_kernels(table: Table, name: str, additions: float) -> None:
@@ -160,27 +182,45 @@ def bench_kernels(table: Table, name: str, additions: float) -> None:
       additions: the device's float32 additions a second.
     """
     case = sass.CASES[name]
-    keys = jax.random.split(jax.random.key(0), len(case.shapes))
-    operands = [
-        jax.random.normal(key, like.shape, like.dtype)
-        for key, like in zip(keys, sass.operands_of(case), strict=True)
-    ]
-    function = jax.jit(functools.partial(getattr(CudaBackend(), case.method), **case.options))
+    function, operands = compiled_case(case, CudaBackend())
     seconds = kernel_seconds(function, *operands)
     # A core starts an eighth as many special functions in a cycle as additions.
     cost = max(case.arithmetic["lanes"], 8 * case.arithmetic.get("special", 0))
-    terms = terms_of(case)
-    kernels = [kernel.name for kernel in sass.kernels_of(case)]
-    for number, (kernel, row) in enumerate(zip(kernels, certificates(name), strict=True)):
-        rate = terms / seconds[kernel]
+    for (kernel, label), row in zip(labels(name).items(), certificates(name), strict=True):
+        rate = terms_of(case) / seconds[kernel]
         table.add(
-            name if len(kernels) == 1 else f"{name} {number + 1}",
+            label,
             1e6 * seconds[kernel],
             rate / 1e12,
             rate * cost / additions,
             row and row.share_of_bound,
             row and row.waves,
         )
+
+
+def tiles_table() -> Table:
+    return Table(("kernel, us", 20), *((f"{t[0]}x{t[1]}x({t[2]},{t[3]})", 11) for t in TILES))
+
+
+def bench_tiles(table: Table) -> None:
+    """Adds a row for each kernel of `sass.CASES`: how long it takes with each tile.
+
+    Args:
+      table: of `tiles_table`.
+    """
+    with ThreadPoolExecutor() as pool:  # compilers leave Python's lock alone
+        compiled = {
+            (name, tile): pool.submit(compiled_case, case, CudaBackend(tile=tile))
+            for name, case in sass.CASES.items()
+            for tile in TILES
+        }
+        for name in sass.CASES:
+            seconds = []
+            for tile in TILES:
+                function, operands = compiled[name, tile].result()
+                seconds.append(kernel_seconds(function, *operands))
+            for kernel, label in labels(name).items():
+                table.add(label, *(1e6 * of_tile[kernel] for of_tile in seconds))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -321,6 +361,11 @@ def main() -> None:
             for name in sass.CASES:
                 bench_kernels(table, name, additions)
             print()
+    if "tiles" in parts and additions is not None:
+        table = tiles_table()
+        table.print_titles()
+        bench_tiles(table)
+        print()
 
     if "products" in parts:
         table = products_table()

@@ -57,22 +57,19 @@ _LARGEST_PAIRED_EXPONENT = 64.5
 class Tile(NamedTuple):
     """The part of the output that one block of threads computes.
 
-    All sizes are powers of two, `rows` and `columns` at least 4.
-
     Attributes:
-      rows: rows that each thread owns.
-      columns: columns that each thread owns.
+      rows: rows that each thread owns, 4 or 8.
+      columns: columns that each thread owns, 4 or 8.
       row_threads: threads along the rows.
       column_threads: threads along the columns.
-      arithmetic_share: share of the instructions of the inner loop, of `l1` in `TILES`, that are
-        its arithmetic.
+      efficiency: share of the bound that `l1` reaches with it where it fills the device.
     """
 
     rows: int
     columns: int
     row_threads: int
     column_threads: int
-    arithmetic_share: float
+    efficiency: float
 
     def blocks(self, size: dict[str, int]) -> int:
         """Returns how many blocks a problem takes."""
@@ -85,32 +82,33 @@ class Tile(NamedTuple):
     def cost(self, size: dict[str, int]) -> float:
         """Returns the relative time for a problem.
 
-        It is its work, padded to whole tiles, in issue slots of a full device.
+        It is that of the core with most blocks, in terms of whole tiles.
         """
-        threads = self.blocks(size) * self.threads()
-        idle = max(1.0, FULL_DEVICE_THREADS / threads)
-        return threads * self.rows * self.columns / self.arithmetic_share * idle
+        terms = self.rows * self.columns * self.threads() * (size["c"] + _TERMS_OF_A_BLOCK)
+        return -(-self.blocks(size) // _CORES) * terms / self.efficiency
 
 
-# The shares are counts from the machine code for sm_90 (`benchmarks/sass.py`).
+# Of an H100 or H200, on which all that follows was measured (`benchmarks/ops_device.py`).
+_CORES = 132
 TILES = (
-    Tile(8, 8, 8, 16, 0.95),
-    Tile(4, 8, 8, 16, 0.93),
-    Tile(4, 8, 4, 8, 0.93),
-    Tile(4, 4, 4, 8, 0.89),
+    Tile(8, 8, 8, 16, 0.81),
+    Tile(4, 8, 8, 16, 0.74),
+    Tile(4, 8, 8, 8, 0.75),
+    Tile(4, 4, 8, 16, 0.72),
+    Tile(4, 4, 4, 8, 0.67),
+    Tile(4, 8, 5, 25, 0.67),  # 200 columns: maps of 197 tokens, of 224 pixels in patches of 16
 )
-# For steps that add two terms at once; the arithmetic is that of `additive`.
-PAIRED_TILES = (
-    Tile(8, 4, 8, 4, 0.93),
-    Tile(8, 4, 4, 8, 0.93),
-    Tile(4, 4, 4, 8, 0.88),
-)
+# What begins and ends a block, in terms of each of its outputs.
+_TERMS_OF_A_BLOCK = 16
 # Totals and fixed operands that a thread can hold without spilling, with room for what
 # the steps load.
 _HELD_PER_THREAD = 96
-# Two warps for each of the four schedulers of the 132 SMs of an H100 or H200.
-FULL_DEVICE_THREADS = 132 * 4 * 2 * 32
-# Fewest terms of a part of a sum: what begins and ends a part costs about as much as ten.
+# Terms that one stage may have: a multiple of a run, and two of the longest are in shared memory.
+_STAGES = (16, 8, 4)
+# With fewer outputs, sums are cut into parts: runs of outputs that give each scheduler of all cores
+# the eight warps with which it waits for nobody.
+_OUTPUT_RUNS_OF_FULL_DEVICE = _CORES * 4 * 8 * 32
+# Fewest terms of a part of a sum.
 _SHORTEST_PART = 512
 
 
@@ -157,12 +155,14 @@ class Kernel(NamedTuple):
       source: CUDA C++.
       blocks: how many it takes.
       threads: of each block.
+      stage: terms that are in shared memory at once.
     """
 
     name: str
     source: str
     blocks: int
     threads: int
+    stage: int
 
 
 class CudaBackend(Backend):
@@ -316,8 +316,8 @@ class CudaBackend(Backend):
     def kernel(self, what: Reduction, shapes: Sequence[tuple[int, ...]]) -> Kernel:
         """Returns the kernel of a reduction of operands of these shapes."""
         size, totals = what.sizes(shapes), what.totals
-        held = totals + what.axes.count("ij")
-        tile = self._tile or _choose_tile(size, held, TILES if what.at_once == 1 else PAIRED_TILES)
+        held = (totals + what.axes.count("ij")) * what.at_once
+        tile, stage = self._tile or _choose_tile(size, held), _stage(size["c"])
         inputs = [f"in{n}" for n in range(len(shapes))]
         outputs = [f"out{n}" for n in range(totals)]
         parameters = [f"const float* {a}" for a in inputs] + [f"float* {a}" for a in outputs]
@@ -330,10 +330,11 @@ class CudaBackend(Backend):
             f'extern "C" __global__ void __launch_bounds__({tile.threads()}) {name}(\n'
             f"    {', '.join(parameters)}) {{\n"
             f"  Reduce<{what.step}, Tile<{', '.join(map(str, tile[:4]))}>, "
-            f"Sizes<{', '.join(str(size[axis]) for axis in 'bijc')}>>(\n"
+            f"Sizes<{', '.join(str(size[axis]) for axis in 'bijc')}, {stage}>>(\n"
             f"      {{{', '.join(outputs)}}}, {', '.join(given)});\n}}\n"
         )
-        return Kernel(name, _SOURCE.read_text() + source, tile.blocks(size), tile.threads())
+        source = _SOURCE.read_text() + source
+        return Kernel(name, source, tile.blocks(size), tile.threads(), stage)
 
     def launch(
         self, kernel: Kernel, arrays: Sequence[jax.Array], results: Sequence
@@ -466,10 +467,15 @@ def _columns_contiguous(operand: Operand) -> Operand:
     return Operand(jnp.pad(columns, ((0, 0), (0, 0), (0, -columns.shape[2] % _RUN))), "cj")
 
 
-def _choose_tile(size: dict[str, int], held: int, tiles: Sequence[Tile]) -> Tile:
+def _choose_tile(size: dict[str, int], held: int) -> Tile:
     """Returns the tile that takes least time, of those whose threads can hold so many arrays."""
-    fitting = [tile for tile in tiles if tile.rows * tile.columns * held <= _HELD_PER_THREAD]
+    fitting = [tile for tile in TILES if tile.rows * tile.columns * held <= _HELD_PER_THREAD]
     return min(fitting, key=lambda tile: tile.cost(size))
+
+
+def _stage(terms: int) -> int:
+    """Returns the longest stage of those that leave fewest terms beyond the end of a sum."""
+    return min(_STAGES, key=lambda stage: -(-terms // stage) * stage)
 
 
 def _parts(size: dict[str, int]) -> int:
@@ -478,8 +484,9 @@ def _parts(size: dict[str, int]) -> int:
     Few outputs of long sums then still give the whole device work, and their rounding grows with a
     part and not with the sum.
     """
-    threads = size["b"] * size["i"] * size["j"] // (_RUN * _RUN)
-    wanted = 1 << max(0, (2 * FULL_DEVICE_THREADS - 1).bit_length() - max(threads, 1).bit_length())
+    runs = size["b"] * size["i"] * size["j"] // (_RUN * _RUN)
+    full = (_OUTPUT_RUNS_OF_FULL_DEVICE - 1).bit_length()
+    wanted = 1 << max(0, full - max(runs, 1).bit_length())
     return max(1, min(wanted, size["c"] // _SHORTEST_PART))
 
 
@@ -490,7 +497,7 @@ def _cut(operand: Operand, parts: int, filling: str) -> Operand:
     widen the range of the operand.
     """
     axis, array = 1 + operand.axes.index("c"), operand.array
-    length = -(-array.shape[axis] // (parts * _RUN)) * _RUN
+    length = -(-array.shape[axis] // (parts * _STAGES[0])) * _STAGES[0]
     padding = [(0, 0)] * array.ndim
     padding[axis] = (0, length * parts - array.shape[axis])
     array = jnp.pad(array, padding, mode=filling)

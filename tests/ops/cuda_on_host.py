@@ -1,7 +1,8 @@
 """The CUDA kernels, compiled for the host: the same source, and what CUDA's own names mean there.
 
-Blocks and threads take turns. Loads are held to the operands and stores to the results, both to
-their alignment, and every element of a result has to be written.
+Blocks take turns, and so do the threads of one, each up to the next barrier. Loads are held to the
+operands and stores to the results, both to their alignment, and every element of a result has to be
+written. What is copied to shared memory arrives as late as it may, when its thread waits for it.
 """
 
 import ctypes
@@ -24,7 +25,10 @@ _BEFORE = """
 #include <cstdint>
 #include <cstring>
 #include <algorithm>
+#include <vector>
+#include <ucontext.h>
 using std::min;
+#define __shared__ static
 #define __device__
 #define __global__
 #define __launch_bounds__(threads)
@@ -43,6 +47,24 @@ template <class T> bool IsInside(const T* place, int first_array, int last_array
   faults += !inside;
   return inside;
 }
+struct PendingCopy { float* to; const float* from; int count; };
+struct Thread { ucontext_t context; std::vector<char> stack; std::vector<PendingCopy> copies; bool done; };
+static std::vector<Thread> threads_of_block;
+static ucontext_t turns;
+static Thread& Current() { return threads_of_block[threadIdx.x]; }
+void __syncthreads() { swapcontext(&Current().context, &turns); }
+void CopyOnHost(float* to, const float* from, int count, bool there) {
+  for (int n = 0; n < count; ++n) if (there && !IsInside(from + n, 0, inputs)) there = false;
+  faults += reinterpret_cast<std::uintptr_t>(there ? from : to) % (count * sizeof(float)) != 0;
+  faults += reinterpret_cast<std::uintptr_t>(to) % (count * sizeof(float)) != 0;
+  for (int n = 0; n < count; ++n) to[n] = NAN;  // until it has arrived
+  Current().copies.push_back({to, there ? from : nullptr, count});
+}
+void WaitForCopiesOnHost() {
+  for (const PendingCopy& copy : Current().copies)
+    for (int n = 0; n < copy.count; ++n) copy.to[n] = copy.from ? copy.from[n] : 0.0f;
+  Current().copies.clear();
+}
 template <class T> T __ldg(const T* from) { return IsInside(from, 0, inputs) ? *from : T{}; }
 template <class T> void __stwb(T* to, T value) {
   if (IsInside(to, inputs, arrays)) *to = value;
@@ -52,12 +74,37 @@ inline float __saturatef(float a) { return a > 0 ? min(a, 1.0f) : 0.0f; }
 """
 
 _AFTER = """
+static float** given_to_kernel;
+static void RunThread() {{
+  float** given = given_to_kernel;
+  {name}({arguments});
+  faults += !Current().copies.empty();
+  Current().done = true;
+}}
+
 extern "C" int run(int blocks, int threads, int given_inputs, int given_arrays, float** given,
                    const std::int64_t* sizes) {{
   inputs = given_inputs, arrays = given_arrays, faults = 0;
   for (int n = 0; n < arrays; ++n) begins[n] = given[n], ends[n] = given[n] + sizes[n];
-  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
-    for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) {name}({arguments});
+  given_to_kernel = given;
+  threads_of_block.resize(threads);
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {{
+    for (Thread& thread : threads_of_block) {{
+      thread.done = false;
+      thread.stack.resize(1 << 17);
+      getcontext(&thread.context);
+      thread.context.uc_stack.ss_sp = thread.stack.data();
+      thread.context.uc_stack.ss_size = thread.stack.size();
+      thread.context.uc_link = &turns;
+      makecontext(&thread.context, RunThread, 0);
+    }}
+    for (int ended = 0; ended < threads;)
+      for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) {{
+        if (Current().done) continue;
+        swapcontext(&turns, &Current().context);
+        ended += Current().done;
+      }}
+  }}
   return faults;
 }}
 """

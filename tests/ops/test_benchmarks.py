@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from adder_flax.ops import _cpu
-from benchmarks import ops, ops_device
+from benchmarks import ops, ops_device, sass
 from benchmarks.timing import Timings
 
 
@@ -23,6 +23,25 @@ def test_a_product_without_a_known_bound():
     table = ops_device.products_table()
     ops_device.bench_product(table, "small", (8, 4, 16), limit=None)
     assert table.rows[0]["bound"] is None
+
+
+def test_kernels_beside_their_bound(monkeypatch):
+    """Of a kernel of 100 us, where the device adds 20 T times a second."""
+    monkeypatch.setattr(ops_device, "compiled_case", lambda case, backend: (None, []))
+    names = [kernel.name for case in sass.CASES.values() for kernel in sass.kernels_of(case)]
+    monkeypatch.setattr(ops_device, "kernel_seconds", lambda *_: dict.fromkeys(names, 1e-4))
+    table = ops_device.kernels_table()
+    for name in ("l1 fc1", "additive pullback"):
+        ops_device.bench_kernels(table, name, additions=20e12)
+    product, *pullback = table.rows
+    assert product["T terms/s"] == pytest.approx(64 * 197 * 192 * 768 / 1e-4 / 1e12)
+    assert product["of the bound"] == pytest.approx(product["T terms/s"] * 2 / 20)
+    assert [row["kernel"] for row in pullback] == ["additive pullback 1", "additive pullback 2"]
+    # A reciprocal takes the time of eight additions.
+    assert pullback[0]["of the bound"] == pytest.approx(192 * 197**2 * 64 / 1e-4 * 8 / 20e12)
+    tiles = ops_device.tiles_table()
+    ops_device.bench_tiles(tiles)
+    assert len(tiles.rows) == len(sass.CASES) + 1
 
 
 def test_from_where_blocks_are_faster():
