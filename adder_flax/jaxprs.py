@@ -1,6 +1,6 @@
 """Reading and running traced programs equation by equation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -33,6 +33,24 @@ def inner_programs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
 # call them.
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_lin")
 _CALLS += ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+
+
+def scan_parts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many inputs of a ``jax.lax.scan`` are the same at each turn, and how many it carries.
+
+    From JAX 0.11 on its parameters tell them as trees.
+
+    Example:
+      >>> import jax
+      >>> rows, c = jax.numpy.ones(3), jax.numpy.float32(2)
+      >>> program = jax.make_jaxpr(lambda c: jax.lax.scan(lambda x, y: (x + c * y, y), c, rows))(c)
+      >>> scan_parts(program.eqns[-1].params)
+      (1, 1)
+    """
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
 
 
 def callee(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:

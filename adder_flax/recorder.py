@@ -283,7 +283,7 @@ def _run_inner(
 def _run_scan(
     params: Mapping[str, Any], inputs: Sequence[Any], here: str, records: list[Record]
 ) -> list[Any]:
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = jaxprs.scan_parts(params)
     consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
 
     def body(carry: Sequence[Any], row: Sequence[Any]) -> tuple[list, tuple[list, list[Record]]]:

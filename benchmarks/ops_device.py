@@ -34,7 +34,6 @@ from adder_flax.ops._cuda import TILES, CudaBackend, Kernel
 from benchmarks import sass
 from benchmarks.ops import (
     FUSED_SCORES,
-    HEAD_DIM,
     LAYERS,
     WIDTHS,
     Table,

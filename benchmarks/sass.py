@@ -6,9 +6,10 @@
 Each kernel is compiled as a program has it and assembled by NVIDIA's assembler for A100 (sm_80),
 H100 (sm_90a) and B200 (sm_100a), and its innermost loop is counted, with what stands around it in
 the loop over stages: instructions a term, by kind; registers, spills and shared memory; how many
-warps fit on a core, and how often the device is filled by them. These are facts of the code. The share of the bound follows from them on paper: it
-is the time of the arithmetic that a term needs over the time of the loop's dearest unit, where a
-scheduler issues one instruction a cycle.
+warps fit on a core, and how often the device is filled by them. These are facts of the code. The
+share of the bound follows from them on paper: it is the time of the arithmetic that a term needs
+over the time of the loop's dearest unit, where a scheduler issues one instruction a cycle. What the
+loop waits for is not in it: `benchmarks/ops_device.py` measures that.
 
 It needs Linux and ``pip install "adder-flax[gpu-compile]"``, and no driver.
 """
@@ -82,12 +83,12 @@ def _rule(method, shapes, rule, most, lanes=2, axes="kn"):
 
 CASES = {
     "l1 fc1": _l1((X, FC1), 2.15),
-    "l1 fc2": _l1((HIDDEN, FC2), 2.26),
-    "l1 proj": _l1((X, PROJ), 2.26),
+    "l1 fc2": _l1((HIDDEN, FC2), 2.39),
+    "l1 proj": _l1((X, PROJ), 2.39),
     "l1 fc1 bfloat16": _l1((X, FC1), 2.15, dtype="bfloat16"),
     "l1 scores": _l1((HEADS, HEADS), 2.39, axes="nk"),
-    "dx hardtanh fc1": _rule("l1_pullback_x", (X, FC1, HIDDEN), HARDTANH, 2.24),
-    "dw hardtanh fc1": _rule("l1_pullback_w", (X, FC1, HIDDEN), HARDTANH, 2.25),
+    "dx hardtanh fc1": _rule("l1_pullback_x", (X, FC1, HIDDEN), HARDTANH, 2.35),
+    "dw hardtanh fc1": _rule("l1_pullback_w", (X, FC1, HIDDEN), HARDTANH, 2.36),
     "jvp hardtanh fc1": _rule("l1_pushforward", (X, FC1, X), HARDTANH, 2.19),
     "dq sign": _rule("l1_pullback_x", (HEADS, HEADS, MAPS), SIGN, 3.76, lanes=3, axes="nk"),
     "additive": Case(
@@ -100,7 +101,7 @@ CASES = {
         "MUFU",
         2,
         {"lanes": 3.5, "special": 0.5},
-        4.31,
+        4.6,
     ),
     "additive pullback": Case(
         "additive_pullback",

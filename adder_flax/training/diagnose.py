@@ -79,7 +79,7 @@ def _evaluate_equation(
 
 
 def _evaluate_scan(params: Any, inputs: list[Any], scope: str) -> list[Any]:
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = jaxprs.scan_parts(params)
     consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
     columns = inputs[num_consts + num_carry :]
     rows = []

@@ -48,7 +48,12 @@ template <class T> bool IsInside(const T* place, int first_array, int last_array
   return inside;
 }
 struct PendingCopy { float* to; const float* from; int count; };
-struct Thread { ucontext_t context; std::vector<char> stack; std::vector<PendingCopy> copies; bool done; };
+struct Thread {
+  ucontext_t context;
+  std::vector<char> stack;
+  std::vector<PendingCopy> copies;
+  bool done;
+};
 static std::vector<Thread> threads_of_block;
 static ucontext_t turns;
 static Thread& Current() { return threads_of_block[threadIdx.x]; }

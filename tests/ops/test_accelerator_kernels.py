@@ -16,14 +16,18 @@ from tests.ops.cuda_on_host import CudaOnHost
 
 # Small blocks, so that small arrays have several: (16, 32) on the GPU, (16, 128) and 128 terms on
 # the TPU.
+TILE = Tile(4, 4, 4, 8, 1.0)
 BACKENDS = {
-    "cuda": CudaOnHost(tile=Tile(4, 4, 4, 8, 1.0)),
+    "cuda": CudaOnHost(tile=TILE),
     "tpu": PallasTpuBackend(
         interpret=True, block=Block(rows=16, columns=128, terms=128, band=8, unroll=8)
     ),
 }
 if jax.default_backend() == "gpu":
-    BACKENDS |= {"gpu": CudaBackend(), "gpu, small blocks": CudaBackend(tile=BACKENDS["cuda"]._tile)}
+    BACKENDS |= {
+        "gpu": CudaBackend(),
+        "gpu, small blocks": CudaBackend(tile=TILE),
+    }
 RULES = (GradientRule("sign"), GradientRule("hardtanh"), GradientRule("hardtanh", 4.0))
 FUNCTIONS = (
     "l1",
