@@ -41,8 +41,8 @@ class TfdsSet:
     Args:
         name: TFDS name, optionally with configuration and version: ``"cifar10"``,
             ``"imagenet2012:5.1.0"``.
-        data_dir: folder that holds the prepared sets; None for TFDS's own default
-            (~/tensorflow_datasets).
+        data_dir: folder that holds the prepared sets; None for TFDS's own, which ``TFDS_DATA_DIR``
+            in the environment names (~/tensorflow_datasets).
 
     Raises:
         DataError: unknown, not prepared, damaged, prepared in another format, or not an
@@ -167,7 +167,7 @@ def _whole(name: str, data_dir: str | None) -> Iterator[None]:
 
 def reason(error: Exception) -> str:
     """What a library's error says, and of what kind it is where that says more."""
-    text = printable(str(error).strip().rstrip("."), limit=400)
+    text = printable(" ".join(str(error).split()).rstrip("."), limit=400)
     return (
         text
         if type(error) is ValueError and text
@@ -194,9 +194,15 @@ def base_name(name: str) -> str:
     return base
 
 
+def sets_folder(data_dir: str | None) -> pathlib.Path:
+    """The folder of all sets: where TFDS looks unless it is told."""
+    data_dir = data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+    return pathlib.Path(data_dir).expanduser()
+
+
 def _folder(name: str, data_dir: str | None) -> pathlib.Path:
     """The folder of all versions of a set."""
-    return pathlib.Path(data_dir or "~/tensorflow_datasets").expanduser() / base_name(name)
+    return sets_folder(data_dir) / base_name(name)
 
 
 def _check_files(folder: pathlib.Path) -> None:

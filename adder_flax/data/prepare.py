@@ -37,7 +37,7 @@ from jaxtyping import UInt8
 from adder_flax.data._folder import FolderRecords, ImageFolder
 from adder_flax.data._registry import SETS
 from adder_flax.data._source import DataError
-from adder_flax.data._tfds import NAME, base_name, check_shards, reason
+from adder_flax.data._tfds import NAME, base_name, check_shards, reason, sets_folder
 from adder_flax.extras import needs
 from adder_flax.text import printable
 
@@ -56,7 +56,8 @@ def prepare(
     Args:
         name: TFDS name, or ``"folder"`` for an image folder with one sub-folder per split and
             class.
-        data_dir: where to put the set; None for TFDS's default (~/tensorflow_datasets).
+        data_dir: where to put the set; None for TFDS's own, which
+            ``TFDS_DATA_DIR`` in the environment names (~/tensorflow_datasets).
         source: folder with the source files under their published names; what is missing there is
             downloaded. For ``"folder"``, the image folder.
         set_name: for ``"folder"``, the name to give the set; None for the image folder's own.
@@ -126,7 +127,7 @@ def _one_message(name: str, data_dir: str | None) -> Iterator[None]:
     except Exception as error:
         raise DataError(
             f"Expected to prepare '{printable(name)}' in "
-            f"{printable(data_dir or '~/tensorflow_datasets')}, got {reason(error)}. Nothing half "
+            f"{printable(str(sets_folder(data_dir)))}, got {reason(error)}. Nothing half "
             "is taken for a set; mend this and run the command again."
         ) from error
 
@@ -480,7 +481,10 @@ def main(arguments: Sequence[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", help="TFDS name, or folder")
-    parser.add_argument("--data_dir", help="where to put the set (default: ~/tensorflow_datasets)")
+    parser.add_argument(
+        "--data_dir",
+        help="where to put the set (default: TFDS_DATA_DIR, or else ~/tensorflow_datasets)",
+    )
     parser.add_argument(
         "--source", help="folder of downloaded source files; with 'folder': the image folder"
     )

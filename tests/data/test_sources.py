@@ -440,6 +440,22 @@ def test_damage_of_a_prepared_set_is_one_message(prepared, tmp_path, damage, mes
         load_source("insects", "train", data_dir=str(tmp_path), image_size=8)
 
 
+def test_damage_is_looked_for_where_the_environment_says(prepared, tmp_path):
+    folder = tmp_path / "insects" / "1.0.0"
+    shutil.copytree(prepared, folder)
+    (folder / "dataset_info.json").write_text('{"name":\n"ins')
+    program = "from adder_flax.data import *; load_source('insects', 'train', image_size=8)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"TFDS_DATA_DIR": str(tmp_path)},  # read when TFDS is imported
+        capture_output=True,
+        text=True,
+    )
+    said = done.stderr.splitlines()[-1]
+    assert f"as it was prepared in {tmp_path / 'insects'}, got" in said
+    assert "\\n" not in said
+
+
 def test_folders_of_another_layout_are_refused(image_folder):
     load = lambda split="train": load_source(
         "folder", split, data_dir=str(image_folder), image_size=8
