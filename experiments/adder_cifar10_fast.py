@@ -10,10 +10,10 @@ Commands:
     python main.py --config=experiments/cifar10_fast.py
     python main.py --config=experiments/adder_cifar10_fast.py
 Cost: 80.4 % of the test images, 0.2 points below its teacher, in 459 seconds of two cores of an AMD
-EPYC without AVX-512 that did nothing else, 1,074 with the teacher's (one seed); 81 % of its modelled
-energy an image, of which the stem is four fifths. With twice the epochs 80.9 %. With a stem of
-adder convolutions (``--config.model.stem_linear=adder --config.num_epochs=3.5``) it is 43 % of the
-energy, and 75.3 % of the test images.
+EPYC without AVX-512 that did nothing else, 1,074 with the teacher's (one seed); 81 % of its
+modelled energy an image, of which the stem is four fifths. With twice the epochs 80.9 %. With a
+stem of adder convolutions (``--config.model.stem_linear=adder --config.num_epochs=3.5``) it is 43 %
+of the energy, and 75.3 % of the test images.
 """
 
 import ml_collections
