@@ -102,12 +102,13 @@ def test_a_key_block_that_is_none_is_refused(setting):
 
 
 def test_the_twin_of_the_fast_recipe_has_its_sizes():
-    """Convolutions, then 4 × 4 tokens, in either kind of layer; it heals on the same images."""
+    """The same convolutions, then 4 × 4 tokens in either kind of layer; it heals on the same
+    images."""
     own, twin = (
         importlib.import_module(f"experiments.{name}cifar10_fast").get_config()
         for name in ("", "adder_")
     )
-    kinds = {"score", "qkv_linear", "proj_linear", "mlp_linear", "stem_linear"}
+    kinds = {"score", "qkv_linear", "proj_linear", "mlp_linear"}
     models = [config.model.to_dict() for config in (own, twin)]
     differ = {name for name in models[0] if models[0][name] != models[1][name]}
     assert differ == kinds | {"identity", "adder_options", "anneal_end", "anneal_blocks"}
