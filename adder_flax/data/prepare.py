@@ -100,8 +100,11 @@ def _existing_folder(source: str | None) -> pathlib.Path | None:
 
 
 def _writable_folder(data_dir: str | None) -> str | None:
+    flag = "--data_dir"
     if data_dir is None:
-        return None
+        if not os.environ.get("TFDS_DATA_DIR"):
+            return None
+        flag, data_dir = "TFDS_DATA_DIR in the environment", os.environ["TFDS_DATA_DIR"]
     try:
         path = pathlib.Path(data_dir).expanduser()
         there = next(
@@ -113,7 +116,7 @@ def _writable_folder(data_dir: str | None) -> str | None:
     except (OSError, RuntimeError) as error:  # a name too long, a circle of links, no such user
         found = printable(error)
     raise DataError(
-        f"Expected --data_dir as a folder to write to, got '{printable(data_dir)}': {found}."
+        f"Expected {flag} as a folder to write to, got '{printable(data_dir)}': {found}."
     )
 
 

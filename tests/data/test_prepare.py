@@ -277,3 +277,14 @@ def test_incomplete_source_files_are_refused():
         read_idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 5, 6]))
     with pytest.raises(DataError, match="unsigned bytes"):
         read_idx(bytes([0, 0, 13, 1, 0, 0, 0, 0]))
+
+
+@pytest.mark.parametrize("named_by", ["argument", "environment"])
+def test_where_nothing_can_be_written_nothing_is_fetched(tmp_path, monkeypatch, named_by):
+    (tmp_path / "file").write_text("no folder")
+    folder = str(tmp_path / "file" / "sets")
+    if named_by == "environment":
+        monkeypatch.setenv("TFDS_DATA_DIR", folder)
+    expected = {"argument": "--data_dir", "environment": "TFDS_DATA_DIR in the environment"}
+    with pytest.raises(DataError, match=f"Expected {expected[named_by]} as a folder to write to"):
+        prepare("cifar10", folder if named_by == "argument" else None)
