@@ -15,10 +15,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-# Of an eigenvalue of KL-Shampoo before anything is known of it, as in the authors' code.
-_FIRST_VALUE = 0.1
-# And its largest inverse root: that of the number of rows or columns, but no less and no
-# more than these.
+# The largest of KL-Shampoo's eigenvalues is at most so many times the smallest, squared: the number
+# of rows or columns, but no less and no more than these.
 _SMALLEST_CLAMP, _LARGEST_CLAMP = 10.0, 4000.0
 
 
@@ -121,6 +119,12 @@ def scale_by_kl_shampoo(
     and then by a step of power iteration; the update is Q_L (Q_Lᵀ M Q_R / (√λ_L √λ_Rᵀ + ε)) Q_Rᵀ
     with M the running mean of the gradients. Nothing of the size of Adam's second moments is kept.
 
+    The authors begin all eigenvalues at 0.1 and keep them above 1 / side², which suits gradients of
+    that size; smaller ones take hundreds of steps to be seen, as 1 / (1 - b2) is long. Here the
+    eigenvalues begin at the first gradient's root mean square, so that their products are its
+    square, and stay above the largest of their side divided by side²: whatever scale the gradients
+    have, the steps are the same.
+
     Args:
       b1: decay of the mean of gradients.
       b2: decay of the factors.
@@ -139,7 +143,9 @@ def scale_by_kl_shampoo(
     """
 
     def later(count: Array, gradient: Array, kept: Whitening) -> tuple[Array, Whitening]:
-        (left, right), (rows, columns) = kept.bases, map(jnp.sqrt, kept.scales)
+        left, right = kept.bases
+        began = tuple(_begin(value, gradient) for value in kept.scales)
+        rows, columns = (jnp.sqrt(_positive(value)) for value in began)
         mean = _mix(kept.mean, gradient, b1)
         update = left @ (left.T @ mean @ right / (jnp.outer(rows, columns) + eps)) @ right.T
         whitened_rows, whitened_columns = (
@@ -151,8 +157,10 @@ def scale_by_kl_shampoo(
         rotated = left.T @ gradient @ right
         values = ((rotated / columns) ** 2).mean(1), ((rotated / rows[:, None]) ** 2).mean(0)
         scales = tuple(
-            jnp.maximum(value, 1 / jnp.clip(value.size, _SMALLEST_CLAMP, _LARGEST_CLAMP) ** 2)
-            for value in _mix_all(kept.scales, values, b2)
+            jnp.maximum(
+                value, value.max() / jnp.clip(value.size, _SMALLEST_CLAMP, _LARGEST_CLAMP) ** 2
+            )
+            for value in _mix_all(began, values, b2)
         )
         factors = _mix_all(kept.factors, found, b2)
         bases = jax.lax.cond(
@@ -166,7 +174,7 @@ def scale_by_kl_shampoo(
         m, n = gradient.shape
         found = gradient @ gradient.T / n, gradient.T @ gradient / m
         factors = _mix_all(_no_factors(gradient), found, b2)
-        scales = tuple(jnp.full(side, _FIRST_VALUE, gradient.dtype) for side in (m, n))
+        scales = tuple(_begin(jnp.zeros(side, gradient.dtype), gradient) for side in (m, n))
         return Whitening(jnp.zeros_like(gradient), factors, _eigenvectors(factors), scales)
 
     return _stage(first, later)
@@ -229,6 +237,16 @@ def _mix(mean: Array, new: Array, decay: float | Array) -> Array:
 def _mix_all(means: Pair, new: Pair, decay: float | Array) -> Pair:
     rows, columns = (_mix(*pair, decay) for pair in zip(means, new, strict=True))
     return rows, columns
+
+
+def _begin(values: Array, gradient: Array) -> Array:
+    """Eigenvalues, or the gradient's root mean square where none is known yet."""
+    return jnp.where(values.max() > 0, values, jnp.sqrt((gradient**2).mean()))
+
+
+def _positive(values: Array) -> Array:
+    # Of a layer without a gradient so far.
+    return jnp.maximum(values, jnp.finfo(values.dtype).tiny)
 
 
 def _no_factors(gradient: Array) -> Pair:

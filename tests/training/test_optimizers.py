@@ -395,7 +395,7 @@ def _kl_shampoo_in_numpy(gradients, interval, b1=0.9, b2=0.98, eps=1e-8):
     factors = [(1 - b2) * first @ first.T / n, (1 - b2) * first.T @ first / m]
     bases, values = (
         [np.linalg.eigh(f)[1][:, ::-1] for f in factors],
-        [np.full(m, 0.1), np.full(n, 0.1)],
+        [np.full(side, np.sqrt((first**2).mean())) for side in (m, n)],
     )
     for step, g in enumerate(gradients[1:], 1):
         mean = b1 * mean + (1 - b1) * g
@@ -404,9 +404,10 @@ def _kl_shampoo_in_numpy(gradients, interval, b1=0.9, b2=0.98, eps=1e-8):
         inverses = [q @ np.diag(1 / v) @ q.T for q, v in zip(bases, values, strict=True)]
         found = g @ inverses[1] @ g.T / n, g.T @ inverses[0] @ g / m
         values = [
-            np.maximum(b2 * v + (1 - b2) * np.diag(q.T @ new @ q), 1 / max(10, v.size) ** 2)
+            b2 * v + (1 - b2) * np.diag(q.T @ new @ q)
             for v, q, new in zip(values, bases, found, strict=True)
         ]
+        values = [np.maximum(v, v.max() / max(10, v.size) ** 2) for v in values]
         factors = [b2 * f + (1 - b2) * new for f, new in zip(factors, found, strict=True)]
         if step % interval == 0:
             bases = [_orthogonal(*pair) for pair in zip(factors, bases, strict=True)]
@@ -437,6 +438,23 @@ def test_whitened_steps_against_numpy(stage, in_numpy):
             np.testing.assert_allclose(updates["two"][place], expected[step], rtol=1e-7, atol=1e-9)
             if place == 0:
                 np.testing.assert_allclose(updates["one"], expected[step], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("stage", [scale_by_soap, scale_by_kl_shampoo])
+@pytest.mark.parametrize("scale", [1e-12, 1e-5, 1e5])
+def test_whitened_steps_do_not_depend_on_the_scale_of_gradients(stage, scale):
+    gradients = np.random.default_rng(0).normal(size=(12, 4, 3))
+    gradients[0] = 0  # as in front of a head that begins at zero
+    with jax.enable_x64(True):
+        transform = stage(0.9, 0.98, 0.0, 2)
+        states = [transform.init(jnp.zeros((4, 3)))] * 2
+        for gradient in gradients:
+            (plain, states[0]), (scaled, states[1]) = (
+                transform.update(jnp.asarray(factor * gradient), state)
+                for factor, state in zip((1.0, scale), states, strict=True)
+            )
+        assert 0.1 < np.abs(plain).max() < 10
+        np.testing.assert_allclose(scaled, plain, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["soap", "kl_shampoo", "nadamw"])
