@@ -1,14 +1,17 @@
 """Optimizers side by side on one network: what each reaches, and what it takes to the baseline.
 
-AdamW, NAdamW, schedule-free AdamW, Muon, SOAP, KL-Shampoo, SGD with momentum, and CG-FAC. Each is
-tuned by 20 quasirandom trials of two numbers, its rate and its weight decay, or CG-FAC's damping
-and clip, on validation images; each is judged at the end of its own schedule, on the same batches
-and first weights, over six paired seeds. The target that steps, seconds and operations are counted
-to is the median of AdamW's validation scores at its end.
+AdamW, NAdamW, schedule-free AdamW, Muon, SOAP, KL-Shampoo, SGD with momentum, and CG-FAC, its
+steps bounded by the change of predictions or by the size of each layer. Each is tuned by 20
+quasirandom trials of two numbers on validation images: its rate and its weight decay, or, of
+CG-FAC, the rate of what has no curvature and the bound. Each is judged at the end of its own
+schedule, on the same batches and first weights, over six paired seeds. SOAP's and KL-Shampoo's
+decays are those of their papers. The target that steps, seconds and operations are counted to is
+the median of AdamW's validation scores at its end.
 
 The argument after the colon is a mechanism and a data set, ``multiplicative,digits`` where nothing
-is given: the networks, steps and validation splits of experiments/compare_mechanisms.py; or
-``g2p``, the dot product of experiments/compare_g2p.py on spelling to phonemes.
+is given: the networks and validation splits of experiments/compare_mechanisms.py, on Fashion-MNIST
+and CIFAR-10 in batches of 256 images for one and two epochs; or ``g2p``, the dot product of
+experiments/compare_g2p.py on spelling to phonemes.
 Sources of what is fair: Dahl et al., "Benchmarking Neural Network Training Algorithms", 2023, for
 spaces, budgets and targets on validation data; Choi et al., "On Empirical Comparisons of Optimizers
 for Deep Learning", 2019, for what an untuned rival is worth.
@@ -24,26 +27,32 @@ from adder_flax import settings
 from adder_flax.experiments import common, compare_g2p, compare_mechanisms
 
 _TRIALS = 20
-_DECAY = ("log", 1e-3, 1.0)
-# Steps of the first five are of one size (Muon's are scaled to Adam's); SGD's have the gradient's.
-_ADAM_LIKE = {"learning_rate": ("log", 2e-4, 2e-2), "weight_decay": _DECAY}
+# Steps of the first six are of one size (Muon's are scaled to Adam's); SGD's have the gradient's.
+_RATE = ("log", 2e-4, 2e-2)
+_ADAM_LIKE = {"learning_rate": _RATE, "weight_decay": ("log", 1e-3, 1.0)}
 _OPTIMIZERS = {
     "adamw": _ADAM_LIKE,
     "nadamw": _ADAM_LIKE,
     "schedule_free_adamw": _ADAM_LIKE | {"schedule": "constant"},
     "muon": _ADAM_LIKE,
-    "soap": _ADAM_LIKE,
-    "kl_shampoo": _ADAM_LIKE,
+    "soap": _ADAM_LIKE | {"b1": 0.95, "b2": 0.95},
+    "kl_shampoo": _ADAM_LIKE | {"b2": 0.98},
     "sgd": {"learning_rate": ("log", 1e-2, 1.0), "weight_decay": ("log", 1e-5, 1e-2)},
-    "cg_fac": {
+    "cg_fac": {"learning_rate": _RATE, "cg_fac": {"kl_clip": ("log", 3e-4, 3e-2)}},
+    "cg_fac_trust_ratio": {
+        "name": "cg_fac",
+        "learning_rate": _RATE,
         "cg_fac": {
-            "damping": ("log", 0.3, 30.0),
-            "kl_clip": ("log", 3e-4, 3e-2),
-        }
+            "step": "trust_ratio",
+            "learning_rate": ("log", 3e-3, 0.3),
+            "damping": 0.1,
+            "max_iterations": 2,
+        },
     },
 }
 # Points of the curves in which the target is looked for.
 _EVALUATIONS = 12
+_LARGE = {"batch_size": 256, "eval_batch_size": 1000}
 
 
 def get_config(workload: str | None = None) -> ml_collections.ConfigDict:
@@ -54,15 +63,17 @@ def get_config(workload: str | None = None) -> ml_collections.ConfigDict:
         mechanism, _, data = (workload or "multiplicative").partition(",")
         config = compare_mechanisms.get_config(data or None)
         config.base.model.update(common.MECHANISMS[mechanism])
-        steps = {"fashion_mnist": 843, "cifar10": 1406}.get(config.base.data.name, 170)
+        steps = {"fashion_mnist": 210, "cifar10": 351}.get(config.base.data.name, 170)
+        if config.base.data.name != "digits":
+            config.base.update(_LARGE)
     with config.unlocked():
         config.base.eval_every_steps = steps // _EVALUATIONS
         config.title = f"Optimizers, {mechanism} attention on {config.base.data.name}"
         config.factors = ml_collections.ConfigDict(
             {
                 "optimizer": {
-                    name: {"optimizer": {"name": name} | space}
-                    for name, space in _OPTIMIZERS.items()
+                    name: {"optimizer": {"name": name} | fields}
+                    for name, fields in _OPTIMIZERS.items()
                 }
             }
         )

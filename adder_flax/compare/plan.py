@@ -112,7 +112,8 @@ class Plan:
         self._cells: dict[tuple[Any, ...], Cell] = {}
         self.arms = self._make_arms()
         for arm in self.arms.values():
-            read(RunSettings, self._config(arm, {}), where=f"config of {arm.name}")
+            tried = {path: values.example for path, values in arm.space.items()}
+            read(RunSettings, self._config(arm, tried), where=f"config of {arm.name}")
         if self.settings.match == "steps":
             self._check_steps()
 

@@ -110,7 +110,7 @@ def test_arms_are_all_combinations_and_have_their_baselines():
         ("compare_blocks", "fashion_mnist", 7),
         *(("compare_cg_fac", work, 6) for work in (None, "adder,digits")),
         *(("compare_trust_ratio", work, 3) for work in (None, "multiplicative")),
-        *(("compare_optimizers", work, 8) for work in (None, "adder,fashion_mnist", "g2p")),
+        *(("compare_optimizers", work, 9) for work in (None, "adder,fashion_mnist", "g2p")),
     ],
 )
 def test_the_comparisons_among_the_experiments_can_be_read(name, data, arms):
@@ -128,6 +128,15 @@ def test_tuning_has_seeds_of_its_own():
     finals = range(plan.settings.seeds)
     assert not {cell.seed for cell in cells} & set(finals)
     assert {cell.config.optimizer.learning_rate for cell in cells} == {0.01}
+
+
+def test_an_arm_is_checked_with_values_that_it_tries():
+    steps = {"step": "trust_ratio", "learning_rate": ("log", 3e-3, 0.3)}  # whose default is 1
+    levels = {"trust": {"optimizer": {"name": "cg_fac", "cg_fac": steps}}}
+    assert Plan(make_config(factors={"optimizer": levels})).arms["trust"].space
+    steps["learning_rate"] = ("log", 1.0, 2.0)
+    with pytest.raises(RunError, match=r"config of trust\.optimizer\.cg_fac\.learning_rate"):
+        Plan(make_config(factors={"optimizer": levels}))
 
 
 def test_a_level_can_have_a_space_of_its_own():
