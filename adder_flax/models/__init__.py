@@ -1,5 +1,10 @@
 """Whole networks and their named sizes."""
 
+from adder_flax.models._autoencoder import (
+    Autoencoder,
+    AutoencoderSettings,
+    build_autoencoder,
+)
 from adder_flax.models._build import build_vit
 from adder_flax.models._cnn import ConvNet, ConvNetSettings, build_conv_net
 from adder_flax.models._decode import beam_search, greedy_decode
@@ -15,6 +20,8 @@ from adder_flax.models._vit import (
 
 __all__ = [
     "MODELS",
+    "Autoencoder",
+    "AutoencoderSettings",
     "Builder",
     "ConvNet",
     "ConvNetSettings",
@@ -24,6 +31,7 @@ __all__ = [
     "Seq2SeqSettings",
     "VisionTransformer",
     "beam_search",
+    "build_autoencoder",
     "build_conv_net",
     "build_seq2seq",
     "build_vit",

@@ -55,7 +55,8 @@ def curves_figure(
       metrics: rows of ``metrics.jsonl``: "step" and any of "train/loss", "train/<score>",
         "eval/loss", "eval/<score>". Values that are not finite leave a gap.
       loss: what the loss is.
-      score: name of the score, see ``adder_flax.tasks.Best``; a share, which is shown in per cent.
+      score: name of the score, see ``adder_flax.tasks.Best``; a share, which is shown in per cent,
+        or the loss, which has its panel.
       largest: whether more of it is better.
       title: above the panels, e.g. the run's name.
 
@@ -76,7 +77,7 @@ def curves_figure(
     wanted = (("loss", loss, 1, False), (score, f"{score.replace('_', ' ')} (%)", 100, largest))
     panels = [
         panel
-        for panel in wanted
+        for panel in wanted[: 1 if score == "loss" else 2]
         if any(f"{split}/{panel[0]}" in row for row in metrics for split in _SPLITS)
     ]
     if not panels:

@@ -4,6 +4,7 @@ from adder_flax.tasks._classification import Classification, ImageFacts
 from adder_flax.tasks._distillation import Distillation, DistillationSettings
 from adder_flax.tasks._edit_distance import edit_distance
 from adder_flax.tasks._healing import Healing, HealingSettings
+from adder_flax.tasks._reconstruction import Reconstruction, ReconstructionSettings
 from adder_flax.tasks._swap import swap
 from adder_flax.tasks._task import TASKS, Best, Outcome, Task, register_task
 from adder_flax.tasks._transduction import (
@@ -23,6 +24,8 @@ __all__ = [
     "HealingSettings",
     "ImageFacts",
     "Outcome",
+    "Reconstruction",
+    "ReconstructionSettings",
     "SequenceFacts",
     "Task",
     "Transduction",

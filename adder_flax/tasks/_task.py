@@ -37,8 +37,8 @@ class Best(NamedTuple):
     """Which score of an evaluation says which checkpoint is the best.
 
     Attributes:
-      name: of the score, one of those that ``Task.scores`` returns: a share, which figures show in
-        per cent.
+      name: of the score, one of those that ``Task.scores`` returns: ``"loss"``, or a share, which
+        figures show in per cent.
       largest: whether more is better.
     """
 

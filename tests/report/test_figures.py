@@ -52,6 +52,12 @@ def test_curves_of_a_score_of_which_less_is_better():
     )
 
 
+def test_a_score_that_is_the_loss_has_its_panel():
+    metrics = [{"step": 30, "eval/loss": 18.1}, {"step": 50, "eval/loss": 17.9}]
+    (loss,) = curves_figure(metrics, loss="loss", score="loss", largest=False).axes
+    assert (loss.get_ylabel(), *lines(loss)) == ("loss", "test, last 17.9000")
+
+
 def test_long_training_is_smoothed_by_a_centred_mean():
     loss = curves_figure(rows(200)).axes[0]
     smooth = lines(loss)["training, mean of 5"]

@@ -1,0 +1,167 @@
+"""Reconstruction: loss, scores and curvature against NumPy in float64, padding, who is refused."""
+
+import importlib
+
+import flax.nnx as nnx
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+import kfac
+from adder_flax import data, models, tasks, training
+from adder_flax.compare import Plan
+from adder_flax.errors import RunError
+from adder_flax.settings import CompareSettings, defaults
+from kfac._systems import Form, build
+from kfac._trees import flatten
+from tests.data.files import encode, smooth_image
+from tests.kfac.reference import matrix_of
+
+EXPERIMENT = importlib.import_module("experiments.autoencoder")
+
+
+@pytest.fixture
+def task():
+    source = data.load_source("digits", "train")
+    return tasks.Reconstruction(tasks.ReconstructionSettings(), tasks.Reconstruction.facts(source))
+
+
+@pytest.fixture
+def batch():
+    return {"image": data.load_source("digits", "train").first(6)["image"]}
+
+
+def make_model(**options):
+    return models.Autoencoder((6, 3), image_shape=(8, 8, 1), rngs=nnx.Rngs(0), **options)
+
+
+def by_formula(model, images):
+    """Nats and mean squared error of each image."""
+    x = np.asarray(images, np.float64) / 255
+    p = 1 / (1 + np.exp(-np.asarray(model(x.astype(np.float32)), np.float64)))
+    losses = -(x * np.log(p) + (1 - x) * np.log(1 - p))
+    return losses.sum((1, 2, 3)), np.square(p - x).mean((1, 2, 3))
+
+
+def test_the_loss_is_the_sum_over_an_image_and_the_mean_over_images(task, batch):
+    model = make_model()
+    (images,) = task.examples(jax.random.key(0), batch)
+    assert (images.min(), images.max()) == (0, 1)
+    outcome = task.loss(model, (images,), rngs=nnx.Rngs(0))
+    losses, errors = by_formula(model, batch["image"])
+    np.testing.assert_allclose(outcome.loss, losses.mean(), rtol=1e-6)
+    np.testing.assert_allclose(outcome.metrics["squared_error"], errors.mean(), rtol=1e-6)
+
+
+def test_what_fills_a_batch_up_does_not_count(task, batch):
+    model, mask = make_model(), np.arange(6) < 4
+    sums = task.sums(model, batch | {"mask": mask})
+    scores = task.scores({name: float(value) for name, value in sums.items()})
+    losses, errors = by_formula(model, batch["image"][mask])
+    expected = {"loss": losses.mean(), "squared_error": errors.mean()}
+    assert scores == pytest.approx(expected, rel=1e-6)
+    assert (task.best.name, task.best.largest) == ("loss", False)
+
+
+def test_curvature_of_the_last_layer_is_its_hessian(task, batch):
+    """Its logits are linear in it, so the Fisher matrix is the Hessian of the mean over images:
+    of a Bernoulli variable for each value, p (1 − p) times the products of the layer's inputs."""
+    model = make_model()
+    graphdef, params = nnx.split(model, nnx.Param)
+
+    def loss(params, examples):
+        outcome = task.loss(nnx.merge(graphdef, params), examples, rngs=nnx.Rngs(0))
+        return outcome.loss, outcome.outputs
+
+    function = kfac.value_grad_and_curvature(
+        loss, fisher="enumerate", likelihood=task.likelihood, has_aux=True
+    )
+    params, examples = nnx.to_pure_dict(params), task.inputs(batch)
+    _, _, curvature = function(params, examples, key=jax.random.key(0))
+    assert curvature.layers.coverage == 1
+    (system,) = build(curvature, flatten(params), {"decoder/1": Form("exact")})
+
+    inputs = np.tanh(np.asarray(model.decoder[0](model.encode(*examples)), np.float64))
+    p = 1 / (1 + np.exp(-np.asarray(model(*examples), np.float64).reshape(6, 64)))
+    inputs = np.concatenate([np.ones((6, 1)), inputs], 1)  # of the bias
+    hessian = np.einsum("ni,nj,no,op->iojp", inputs, inputs, p * (1 - p), np.eye(64)) / 6
+    expected = hessian.reshape(7 * 64, 7 * 64)
+    np.testing.assert_allclose(matrix_of(system)[0], expected, atol=1e-5 * expected.max())
+
+
+def tiny_config(**fields):
+    config = EXPERIMENT.get_config()
+    config.update_from_flattened_dict({"num_epochs": 2.0, "optimizer.warmup_epochs": 0.0} | fields)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "linear"),
+    [
+        ("adamw", "dense"),
+        ("cg_fac", "dense"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (
+                *((name, "dense") for name in ("nadamw", "muon", "soap", "kl_shampoo", "sgd")),
+                ("schedule_free_adamw", "dense"),
+                ("adamw", "adder"),
+                ("cg_fac", "adder"),
+            )
+        ),
+    ],
+)
+def test_steps_lower_the_loss(optimizer, linear):
+    rate = 0.3 if optimizer == "sgd" else 5e-3
+    fields = {"optimizer.name": optimizer, "optimizer.learning_rate": rate, "model.linear": linear}
+    if optimizer == "cg_fac":
+        fields["optimizer.cg_fac.layers"] = "all"
+    if optimizer == "schedule_free_adamw":
+        fields["optimizer.schedule"] = "constant"
+    run = training.build_run(tiny_config(**fields))
+    state, batch, losses = run.init(), run.batches()[0], []
+    for _ in range(5):
+        state, metrics = run.train_step(state, batch, run.hyper)
+        losses.append(float(metrics["loss"]))
+    assert 64 * np.log(2) < losses[0] < 80  # nothing is known, and little said
+    assert losses[1] < losses[0]
+    assert losses[-1] < 0.98 * losses[0]
+    if optimizer == "cg_fac":
+        assert run.program.layers.coverage == 1
+
+
+def test_the_experiment_is_the_benchmarks_network_and_can_be_compared():
+    config = EXPERIMENT.get_config()
+    run = training.build_run(config)
+    params = run.abstract_state["params"]
+    shapes = [
+        layer["kernel"].shape for part in ("encoder", "decoder") for layer in params[part].values()
+    ]
+    assert shapes == [(64, 48), (48, 24), (24, 8), (8, 24), (24, 48), (48, 64)]
+    assert run.num_steps == 250
+    optimizers = {name: {"optimizer": {"name": name}} for name in ("adamw", "muon")}
+    fields = {"title": "Two", "base": config, "factors": {"optimizer": optimizers}}
+    assert list(Plan(ConfigDict(defaults(CompareSettings) | fields)).arms) == ["adamw", "muon"]
+
+
+def test_a_set_without_images_is_refused():
+    arrays = {"source": np.ones((600, 3), np.int32), "target": np.ones((600, 3), np.int32)}
+    symbols = {"source": ("", "a"), "target": ("", "a")}
+    words = data.SequenceSource("words", "train", ["train"], arrays, symbols, longest=3)
+    message = r"^Expected a data set of images.* for config\.task\.name=reconstruction, got words\."
+    with pytest.raises(RunError, match=message):
+        training.build_run(EXPERIMENT.get_config(), load=lambda *_, **__: words)
+
+
+def test_large_images_are_read_without_random_crops(tmp_path):
+    for place in ("train/a/1.png", "train/b/1.png", "val/a/1.png"):
+        path = tmp_path / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encode(smooth_image(30, 50)))
+    fields = {"data.name": "folder", "data.data_dir": str(tmp_path), "data.image_size": 8}
+    source = training.build_run(tiny_config(batch_size=2, **fields)).train_source
+    rows = np.arange(2)
+    for seeds in ([(0, 1), (0, 2)], [(0, 3), (0, 4)]):
+        images = source.read(rows, seeds)[0]["image"]
+        np.testing.assert_array_equal(images, source.read(rows)[0]["image"])
