@@ -10,8 +10,9 @@ the median of AdamW's validation scores at its end.
 
 The argument after the colon is a mechanism and a data set, ``multiplicative,digits`` where nothing
 is given: the networks and validation splits of experiments/compare_mechanisms.py, on Fashion-MNIST
-and CIFAR-10 in batches of 256 images for one and two epochs; or ``g2p``, the dot product of
-experiments/compare_g2p.py on spelling to phonemes.
+and CIFAR-10 in batches of 256 images for one and two epochs; or ``autoencoder``, that of
+experiments/autoencoder.py for 600 steps; or ``g2p``, the dot product of experiments/compare_g2p.py on spelling to
+phonemes.
 Sources of what is fair: Dahl et al., "Benchmarking Neural Network Training Algorithms", 2023, for
 spaces, budgets and targets on validation data; Choi et al., "On Empirical Comparisons of Optimizers
 for Deep Learning", 2019, for what an untuned rival is worth.
@@ -24,7 +25,7 @@ Seconds are to be compared where a machine did nothing else: --workers=1.
 import ml_collections
 
 from adder_flax import settings
-from adder_flax.experiments import common, compare_g2p, compare_mechanisms
+from adder_flax.experiments import autoencoder, common, compare_g2p, compare_mechanisms
 
 _TRIALS = 20
 # Steps of the first six are of one size (Muon's are scaled to Adam's); SGD's have the gradient's.
@@ -58,17 +59,21 @@ _LARGE = {"batch_size": 256, "eval_batch_size": 1000}
 def get_config(workload: str | None = None) -> ml_collections.ConfigDict:
     """Returns the comparison on a workload, ``multiplicative,digits`` unless given."""
     if workload == "g2p":
-        config, mechanism, steps = compare_g2p.get_config(), "dot product", 946
+        config, network, steps = compare_g2p.get_config(), "dot product attention", 946
+    elif workload == "autoencoder":
+        config, network, steps = compare_mechanisms.get_config(), "autoencoder", 600
+        config.base = autoencoder.get_config()
+        config.base.num_epochs = 150.0
     else:
         mechanism, _, data = (workload or "multiplicative").partition(",")
-        config = compare_mechanisms.get_config(data or None)
+        network, config = f"{mechanism} attention", compare_mechanisms.get_config(data or None)
         config.base.model.update(common.MECHANISMS[mechanism])
         steps = {"fashion_mnist": 210, "cifar10": 351}.get(config.base.data.name, 170)
         if config.base.data.name != "digits":
             config.base.update(_LARGE)
     with config.unlocked():
         config.base.eval_every_steps = steps // _EVALUATIONS
-        config.title = f"Optimizers, {mechanism} attention on {config.base.data.name}"
+        config.title = f"Optimizers, {network} on {config.base.data.name}"
         config.factors = ml_collections.ConfigDict(
             {
                 "optimizer": {

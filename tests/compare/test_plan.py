@@ -110,7 +110,10 @@ def test_arms_are_all_combinations_and_have_their_baselines():
         ("compare_blocks", "fashion_mnist", 7),
         *(("compare_cg_fac", work, 6) for work in (None, "adder,digits")),
         *(("compare_trust_ratio", work, 3) for work in (None, "multiplicative")),
-        *(("compare_optimizers", work, 9) for work in (None, "adder,fashion_mnist", "g2p")),
+        *(
+            ("compare_optimizers", work, 9)
+            for work in (None, "adder,fashion_mnist", "autoencoder", "g2p")
+        ),
     ],
 )
 def test_the_comparisons_among_the_experiments_can_be_read(name, data, arms):
