@@ -11,8 +11,8 @@ the median of AdamW's validation scores at its end.
 The argument after the colon is a mechanism and a data set, ``multiplicative,digits`` where nothing
 is given: the networks and validation splits of experiments/compare_mechanisms.py, on Fashion-MNIST
 and CIFAR-10 in batches of 256 images for one and two epochs; or ``autoencoder``, that of
-experiments/autoencoder.py for 600 steps; or ``g2p``, the dot product of experiments/compare_g2p.py on spelling to
-phonemes.
+experiments/autoencoder.py for 600 steps; or ``g2p``, the dot product of experiments/compare_g2p.py
+on spelling to phonemes.
 Sources of what is fair: Dahl et al., "Benchmarking Neural Network Training Algorithms", 2023, for
 spaces, budgets and targets on validation data; Choi et al., "On Empirical Comparisons of Optimizers
 for Deep Learning", 2019, for what an untuned rival is worth.
