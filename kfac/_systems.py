@@ -274,8 +274,7 @@ def _damped_inverse(
 ) -> Float[Array, "lane n n"]:
     eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
 
-    def invert(lane: tuple[Array, Array]) -> Array:
-        matrix, damping = lane
+    def invert(matrix: Array, damping: Array) -> Array:
         # Half the work of an LU factorisation; and NaN where rounding left the matrix
         # without its positive sign.
         root = jnp.linalg.cholesky(matrix + damping * eye)
@@ -284,10 +283,15 @@ def _damped_inverse(
         # Where float32 cannot invert a factor, CG does without it.
         return jnp.where(jnp.isfinite(inverse).all(), inverse, eye)
 
-    # Lane by lane: on CPUs, jaxlib's batched factorizations wait for threads of the pool
-    # that they run on, and two of them at once wait for ever where the pool has two
-    # threads.
-    return jax.lax.map(invert, (matrix, damping))
+    # On CPUs lane by lane: there, jaxlib's batched factorizations wait for threads of the pool
+    # that they run on, and two of them at once wait for ever where the pool has two threads.
+    # Elsewhere one lane alone would leave most of the device idle.
+    return jax.lax.platform_dependent(
+        matrix,
+        damping,
+        cpu=lambda *lanes: jax.lax.map(lambda lane: invert(*lane), lanes),
+        default=jax.vmap(invert),
+    )
 
 
 def build(
