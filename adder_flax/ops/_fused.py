@@ -15,9 +15,9 @@ from adder_flax.ops._partition import vary_alike
 from adder_flax.settings import is_on
 
 KEY_BLOCK = 256
-# From how many keys on blocks are the faster way: `benchmarks/ops.py` prints it for CPUs.
-# Other platforms were not measured; there it is where the map of a single head takes 64
-# MiB.
+# From how many keys on blocks are the faster way on CPUs (`benchmarks/ops.py`). On a GPU the whole
+# map is the faster one even for 4,096 keys, by a third (`benchmarks/ops_device.py`): blocks begin
+# where memory asks for them, as the map of a single head takes 64 MiB.
 _BLOCKS_FROM_KEYS = {"cpu": 512}
 _BLOCKS_FROM_KEYS_ELSEWHERE = 4096
 
@@ -146,7 +146,7 @@ def fused_attention(
 def preferred_key_block(num_keys: int) -> int | None:
     """Returns the block that attention to so many keys is best computed in.
 
-    Returns None where building its map is faster.
+    Returns None where building its map is faster and its memory is no matter.
 
     Args:
       num_keys: number of keys.
