@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -341,7 +341,8 @@ def overview(comparison: Comparison, workers: int = 1) -> str:
 def describe(record: Record, best: str) -> str:
     """Returns a line about a finished cell."""
     values = "".join(
-        f"  {path.rpartition('.')[2]} {value}" for path, value in record.values.items()
+        f"  {name} {value}"
+        for name, value in zip(_names(record.values), record.values.values(), strict=True)
     )
     score = (
         f"diverged at step {record.steps}"
@@ -352,6 +353,15 @@ def describe(record: Record, best: str) -> str:
         f"{record.arm}  {record.phase}  seed {record.seed}{values}  {score}  "
         f"{record.seconds['run']:.0f} s"
     )
+
+
+def _names(paths: Iterable[str]) -> list[str]:
+    """Returns the last part of each path, the last two where several end alike."""
+    last = [path.rpartition(".")[2] for path in paths]
+    return [
+        name if last.count(name) == 1 else ".".join(path.split(".")[-2:])
+        for path, name in zip(paths, last, strict=True)
+    ]
 
 
 def _best(comparison: Comparison, done: list[Record]) -> str:

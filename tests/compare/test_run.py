@@ -193,6 +193,9 @@ def test_a_damaged_record_is_one_message(finished, tmp_path):
     with pytest.raises(RunError, match=r"expected the record of a finished cell in .*dot-final-0"):
         Records(tmp_path).get(cell)
     assert "accuracy" in describe(record, "accuracy")
+    values = {"optimizer.learning_rate": 1, "optimizer.cg_fac.learning_rate": 2, "model.width": 3}
+    described = describe(dataclasses.replace(record, values=values), "accuracy")
+    assert "  optimizer.learning_rate 1  cg_fac.learning_rate 2  width 3  " in described
 
 
 def test_a_record_made_with_another_default_is_not_taken_for_todays(finished, tmp_path):
