@@ -1,10 +1,20 @@
-"""What the comparison runner costs, and how often its intervals hold the truth.
+"""What the comparison runner costs, how often its intervals hold the truth, and how many seconds
+each arm of a finished comparison takes to its target.
 
-python -m benchmarks.compare overhead  # seconds beside those of 24 runs of one arm themselves
-python -m benchmarks.compare coverage  # of six pairs that differ by chance alone
+    python -m benchmarks.compare overhead  # seconds beside those of 24 runs of one arm themselves
+    python -m benchmarks.compare coverage  # of six pairs that differ by chance alone
+    python -m benchmarks.compare seconds docs/results/optimizers_digits \
+        --config=experiments/compare_optimizers.py
+
+Runs of a comparison were made one after the other or side by side, on one machine or several, so
+their own seconds do not compare. The last command builds the first run of each arm once more, as
+its record has it, and times its steps in turn with those of the others, in windows in which every
+arm renews all that it renews now and then. Seconds to the target are the median steps of the
+records times these.
 """
 
 import argparse
+import math
 import tempfile
 import time
 from collections.abc import Sequence
@@ -12,11 +22,16 @@ from collections.abc import Sequence
 import ml_collections
 import numpy as np
 
-from adder_flax import compare, settings
+from adder_flax import compare, experiment, settings
+from adder_flax.compare import table
 from adder_flax.experiments import common
+from benchmarks.optimizer_step import repeated, window_of
+from benchmarks.timing import measure
+from benchmarks.train_step import jax_step
 
 PAIRS = 6
 REPETITIONS = 2000
+ROUNDS = 9
 
 
 def overhead() -> None:
@@ -61,8 +76,34 @@ def coverage() -> None:
     )
 
 
+def seconds(results: str, config: str) -> None:
+    """Prints what a step of each arm takes, and steps and seconds to the validation target.
+
+    Args:
+        results: folder with the records of the comparison.
+        config: its experiment, as ``--config`` has it.
+    """
+    fields = experiment.load_experiment(config)
+    fields.results = results
+    with tempfile.TemporaryDirectory() as workdir:
+        rows = [row for row in table.rows_of(compare.Comparison(fields, workdir)) if row.records]
+    configs = {row.arm.name: ml_collections.ConfigDict(row.records[0].config) for row in rows}
+    window = math.lcm(*map(window_of, configs.values()))
+    steps = {name: repeated(jax_step(config), window) for name, config in configs.items()}
+    timings = measure(steps, ROUNDS, seconds=math.inf)
+    for row in rows:
+        name = row.arm.name
+        step = timings.median(name) / window
+        reached = row.cost_to_target(lambda _: 1.0)
+        to_target = "not reached" if reached is None else f"{reached:5.0f} {reached * step:7.2f} s"
+        print(
+            f"{name:22} {1e3 * step:8.2f} ms a step {timings.ratio(name, rows[0].arm.name):5.2f} x "
+            f"{rows[0].arm.name}  to {row.target:.4f}: {to_target}"
+        )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints one of the two.
+    """Prints one of the three.
 
     Args:
         arguments: command line; None for that of the process.
@@ -70,8 +111,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["overhead", "coverage"])
-    {"overhead": overhead, "coverage": coverage}[parser.parse_args(arguments).what]()
+    commands = parser.add_subparsers(dest="what", required=True)
+    commands.add_parser("overhead").set_defaults(run=overhead)
+    commands.add_parser("coverage").set_defaults(run=coverage)
+    timed = commands.add_parser("seconds")
+    timed.add_argument("results", help="folder of the comparison")
+    timed.add_argument("--config", required=True, help="its experiment")
+    timed.set_defaults(run=seconds)
+    options = vars(parser.parse_args(arguments))
+    run = options.pop("run")
+    del options["what"]
+    run(**options)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
     python -m benchmarks.optimizer_step  # multiplicative DeiT-Tiny on 224 x 224 pixels
     python -m benchmarks.optimizer_step --data=digits --variants="curvature_stride=8; damping=1"
 
-CG-FAC renews curvature and inverses at some steps alone, so a window is as many steps as lie
-between two at which it renews both. Variants, with semicolons between them, are fields of
---config.optimizer.cg_fac. Images are of random pixels where --data=fake.
+CG-FAC renews curvature and inverses at some steps alone, SOAP and KL-Shampoo their bases, so a
+window is as many steps as lie between two at which all is renewed. Variants, with semicolons
+between them, are fields of --config.optimizer.cg_fac. Images are of random pixels where
+--data=fake.
 """
 
 import argparse
@@ -41,8 +42,10 @@ def with_fields(config: ml_collections.ConfigDict, variant: str) -> ml_collectio
 
 def window_of(config: ml_collections.ConfigDict) -> int:
     """Returns the steps from one at which all is renewed to the next such."""
-    cg_fac = config.optimizer.cg_fac
-    return math.lcm(cg_fac.curvature_interval, max(cg_fac.preconditioner_interval, 1))
+    optimizer, cg_fac = config.optimizer, config.optimizer.cg_fac
+    if optimizer.name == "cg_fac":
+        return math.lcm(cg_fac.curvature_interval, max(cg_fac.preconditioner_interval, 1))
+    return optimizer.basis_interval if optimizer.name in ("soap", "kl_shampoo") else 2
 
 
 def repeated(step: Callable, count: int) -> Callable:
@@ -79,10 +82,7 @@ def main() -> None:
     for variant in flags.variants.split(";"):
         name = f"cg_fac {variant.strip()}".strip()
         configs[name] = with_fields(make_config(flags, "cg_fac"), variant)
-    lengths = {
-        name: window_of(config) if config.optimizer.name == "cg_fac" else 2
-        for name, config in configs.items()
-    }
+    lengths = {name: window_of(config) for name, config in configs.items()}
     steps = {name: repeated(jax_step(configs[name]), lengths[name]) for name in configs}
     timings = measure(steps, flags.rounds, seconds=math.inf)
     width = max(map(len, steps))

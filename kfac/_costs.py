@@ -49,39 +49,34 @@ class Cost:
     factor_product: float
 
 
-def curvature_stride(
-    layers: Layers, num_examples: int, rows_a_side: float = 0.1, most: int = 8
-) -> int:
+def curvature_stride(layers: Layers, num_examples: int, rows_a_side: float = 2.0) -> int:
     """Of how many examples one need give curvature: a power of two, 1 where all need.
 
     A batch of many tokens has far more rows than the sides of its factors, and forming these costs
-    more than the gradient. Factors are averages over tens of batches, so one batch need not fill
-    them: the stride leaves every block that has them at least `rows_a_side` rows of a fresh batch
-    for each side of its wider factor. Not asked are blocks that have fewer with all examples and,
-    where others read many tokens, those that read one of each example, as a head does. Where no
-    block has so many, all examples give curvature.
+    more than the gradient. The stride leaves every block that has them at least `rows_a_side` rows
+    of a fresh batch for each side of its wider factor. Blocks that have fewer with all examples, as
+    a head that reads one token of each, are not asked: their factors fill up over several batches
+    as it is. Where no block has so many, all examples give curvature.
 
     Args:
       layers: as the whole batch gives them, see ``find_layers``.
       num_examples: what the stride has to divide: examples of a batch, or those of one device.
       rows_a_side: the least number of rows.
-      most: the largest stride; beyond it there is next to nothing to save.
 
     >>> import jax, jax.numpy as jnp, kfac
     >>> params = {"fc": {"kernel": jnp.ones((4, 8))}}
     >>> loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p["fc"], x, path="fc") ** 2).mean()
     >>> layers = kfac.find_layers(loss_fn, params, jnp.ones((16, 5, 4)))
-    >>> kfac.curvature_stride(layers, 16, rows_a_side=2)  # of 80 rows a quarter, for 8 outputs
+    >>> kfac.curvature_stride(layers, 16)  # of 80 rows a quarter, for 8 outputs
     4
     """
-    factored = [block for block in layers.blocks.values() if block.factored]
-    many = [block for block in factored if any(use.num_tokens > 1 for use in block.uses)]
-    shares = [
+    asked = [
         _num_rows(block) / (rows_a_side * max(block.lifted_shape(block.uses[0])))
-        for block in many or factored
+        for block in layers.blocks.values()
+        if block.factored
     ]
-    spare = min((share for share in shares if share >= 1), default=1)
-    stride = 2 ** math.floor(math.log2(min(spare, most)))
+    spare = min((share for share in asked if share >= 1), default=1)
+    stride = 2 ** math.floor(math.log2(spare))
     return math.gcd(stride, num_examples)
 
 

@@ -80,20 +80,17 @@ def test_cheaper_forms_are_chosen():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rows_a_side", "most", "num_examples", "expected"),
+    ("tokens", "rows_a_side", "num_examples", "expected"),
     [
-        (32, 2.0, 64, 64, 32),  # 2048 rows, 2 · 32 of them wanted for the wider of two layers
-        (31, 2.0, 64, 64, 16),
-        (32, 8.0, 64, 64, 8),
-        (32, 2.0, 64, 24, 8),  # what divides the examples of a device
-        (32, 2.0, 16, 64, 16),
-        (32, 0.3, 64, 64, 64),  # not the head's 64 rows, of which 0.3 · 100 would be wanted
-        (1, 2.0, 64, 64, 1),
-        (1, 0.3, 64, 64, 2),  # where there are no others
-        (0, 2.0, 64, 64, 1),
+        (32, 2.0, 64, 32),  # 2048 rows, 2 · 32 of them wanted for the wider of two layers
+        (31, 2.0, 64, 16),
+        (32, 8.0, 64, 8),
+        (32, 2.0, 24, 8),  # what divides the examples of a device
+        (1, 2.0, 64, 1),
+        (0, 2.0, 64, 1),
     ],
 )
-def test_examples_that_the_factors_can_spare(tokens, rows_a_side, most, num_examples, expected):
+def test_examples_that_the_factors_can_spare(tokens, rows_a_side, num_examples, expected):
     """A readout of one token of each example is not asked; without tokens there is nothing else."""
     params = {"fc": {"kernel": jnp.ones((8, 32))}, "head": {"kernel": jnp.ones((32, 100))}}
 
@@ -107,7 +104,7 @@ def test_examples_that_the_factors_can_spare(tokens, rows_a_side, most, num_exam
 
     x = jnp.ones((64, tokens, 8) if tokens else (64, 8))
     layers = kfac.find_layers(loss_fn, params, x)
-    assert kfac.curvature_stride(layers, num_examples, rows_a_side, most) == expected
+    assert kfac.curvature_stride(layers, num_examples, rows_a_side) == expected
 
 
 def test_plans_stay_within_their_budget():
