@@ -8,7 +8,7 @@ each arm of a finished comparison takes to its target.
 
 Runs of a comparison were made one after the other or side by side, on one machine or several, so
 their own seconds do not compare. The last command builds the first run of each arm once more, as
-its record has it, and times its steps in turn with those of the others, in windows in which every
+it was tuned, and times its steps in turn with those of the others, in windows in which every
 arm renews all that it renews now and then. Seconds to the target are the median steps of the
 records times these.
 """
@@ -86,8 +86,9 @@ def seconds(results: str, config: str) -> None:
     fields = experiment.load_experiment(config)
     fields.results = results
     with tempfile.TemporaryDirectory() as workdir:
-        rows = [row for row in table.rows_of(compare.Comparison(fields, workdir)) if row.records]
-    configs = {row.arm.name: ml_collections.ConfigDict(row.records[0].config) for row in rows}
+        comparison = compare.Comparison(fields, workdir)
+    rows = [row for row in table.rows_of(comparison) if row.records]
+    configs = {row.arm.name: comparison.final_cells(row.arm)[0].config for row in rows}
     window = math.lcm(*map(window_of, configs.values()))
     steps = {name: repeated(jax_step(config), window) for name, config in configs.items()}
     timings = measure(steps, ROUNDS, seconds=math.inf)

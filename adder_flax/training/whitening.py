@@ -144,7 +144,7 @@ def scale_by_kl_shampoo(
 
     def later(count: Array, gradient: Array, kept: Whitening) -> tuple[Array, Whitening]:
         left, right = kept.bases
-        began = tuple(_begin(value, gradient) for value in kept.scales)
+        began = (_begin(kept.scales[0], gradient), _begin(kept.scales[1], gradient))
         rows, columns = (jnp.sqrt(_positive(value)) for value in began)
         mean = _mix(kept.mean, gradient, b1)
         update = left @ (left.T @ mean @ right / (jnp.outer(rows, columns) + eps)) @ right.T
