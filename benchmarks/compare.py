@@ -15,6 +15,7 @@ records times these.
 
 import argparse
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -87,7 +88,10 @@ def seconds(results: str, config: str) -> None:
     fields.results = results
     with tempfile.TemporaryDirectory() as workdir:
         comparison = compare.Comparison(fields, workdir)
+        comparison.prepare()
     rows = [row for row in table.rows_of(comparison) if row.records]
+    if not rows or rows[0].target is None:
+        sys.exit(f"error: expected records of the baseline's final runs in {results}, got none")
     configs = {row.arm.name: comparison.final_cells(row.arm)[0].config for row in rows}
     window = math.lcm(*map(window_of, configs.values()))
     steps = {name: repeated(jax_step(config), window) for name, config in configs.items()}

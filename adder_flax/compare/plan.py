@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from adder_flax.compare.search import value_at
 from adder_flax.errors import RunError
 from adder_flax.extras import needs
 from adder_flax.settings import (
@@ -112,8 +113,7 @@ class Plan:
         self._cells: dict[tuple[Any, ...], Cell] = {}
         self.arms = self._make_arms()
         for arm in self.arms.values():
-            tried = {path: values.example for path, values in arm.space.items()}
-            read(RunSettings, self._config(arm, tried), where=f"config of {arm.name}")
+            read(RunSettings, self._config(arm, {}), where=f"config of {arm.name}")
         if self.settings.match == "steps":
             self._check_steps()
 
@@ -149,7 +149,10 @@ class Plan:
         return range(_FIRST_TUNING_SEED, _FIRST_TUNING_SEED + self.settings.tuning_seeds)
 
     def cell(self, arm: Arm, phase: Phase, seed: int, values: Mapping[str, Any]) -> Cell:
-        """Returns the run of an arm with these values of what is searched."""
+        """Returns the run of an arm with these values of what is searched.
+
+        What has none is in the middle of its range.
+        """
         key = arm.name, phase, seed, Options(values)
         if key not in self._cells:
             config = ConfigDict(self._config(arm, values) | {"seed": seed})
@@ -195,13 +198,16 @@ class Plan:
         return arms
 
     def _config(self, arm: Arm, values: Mapping[str, Any]) -> dict[str, Any]:
+        # A field that is searched has the middle of its range until it has a value: its default
+        # need not suit what the arm sets beside it.
+        middles = {path: value_at(tried, 0.5) for path, tried in arm.space.items()}
         percent, whole = self.settings.validation_percent, self.settings.base.data.train_split
         splits = {
             "data.train_split": f"{whole}[:{100 - percent}%]" if percent else whole,
             "data.eval_split": f"{whole}[{100 - percent}%:]" if percent else "validation",
         }
         config = _copied(self._base)
-        for path, value in {**arm.fields, **values, **splits, "init": "path"}.items():
+        for path, value in {**arm.fields, **middles, **values, **splits, "init": "path"}.items():
             *sections, field = path.split(".")
             inside = config
             for section in sections:

@@ -96,13 +96,23 @@ def _halton(space: Mapping[str, Range], count: int, start: int) -> list[Values]:
     """Points number ``start`` and following; its very first one, a corner, is left out."""
     rows = qmc.Halton(len(space), scramble=False).random(start + 1 + count)[start + 1 :]
     points = [
-        Options({path: _at(r, u) for (path, r), u in zip(space.items(), row, strict=True)})
+        Options({path: value_at(r, u) for (path, r), u in zip(space.items(), row, strict=True)})
         for row in rows
     ]
     return list(dict.fromkeys(points))
 
 
-def _at(values: Range, place: float) -> Any:
+def value_at(values: Range, place: float) -> Any:
+    """Returns the value that lies at a place of a range.
+
+    Args:
+      values: the range.
+      place: from 0, its beginning, to 1, its end, which is left out.
+
+    Example:
+      >>> value_at(LogUniform(0.01, 1.0), 0.5), value_at(OneOf(("a", "b", "c")), 0.9)
+      (0.1, 'c')
+    """
     if isinstance(values, OneOf):
         return values.values[int(place * len(values.values))]
     # Four digits, so that a command which repeats a run can be read.

@@ -44,22 +44,12 @@ class LogUniform:
     low: float
     high: float
 
-    @property
-    def example(self) -> float:
-        """One of them, the middle."""
-        return math.sqrt(self.low * self.high)
-
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
     """One of some values: ``("list", a, b, c)``."""
 
     values: tuple[Any, ...]
-
-    @property
-    def example(self) -> Any:
-        """One of them, the first."""
-        return self.values[0]
 
 
 Range = LogUniform | OneOf

@@ -123,7 +123,7 @@ def scale_by_kl_shampoo(
     that size; smaller ones take hundreds of steps to be seen, as 1 / (1 - b2) is long. Here the
     eigenvalues begin at the first gradient's root mean square, so that their products are its
     square, and stay above the largest of their side divided by side²: whatever scale the gradients
-    have, the steps are the same.
+    have, as long as their squares are numbers, the steps are the same.
 
     Args:
       b1: decay of the mean of gradients.

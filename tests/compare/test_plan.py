@@ -133,10 +133,13 @@ def test_tuning_has_seeds_of_its_own():
     assert {cell.config.optimizer.learning_rate for cell in cells} == {0.01}
 
 
-def test_an_arm_is_checked_with_values_that_it_tries():
+def test_what_is_searched_is_in_the_middle_of_its_range_until_it_has_a_value():
     steps = {"step": "trust_ratio", "learning_rate": ("log", 3e-3, 0.3)}  # whose default is 1
     levels = {"trust": {"optimizer": {"name": "cg_fac", "cg_fac": steps}}}
-    assert Plan(make_config(factors={"optimizer": levels})).arms["trust"].space
+    plan = Plan(make_config(factors={"optimizer": levels}))
+    cell = plan.cell(plan.arms["trust"], FINAL, 0, {})
+    assert cell.config.optimizer.cg_fac.learning_rate == 0.03
+    read(RunSettings, cell.config)
     steps["learning_rate"] = ("log", 1.0, 2.0)
     with pytest.raises(RunError, match=r"config of trust\.optimizer\.cg_fac\.learning_rate"):
         Plan(make_config(factors={"optimizer": levels}))

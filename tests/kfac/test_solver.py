@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kfac import _solver as solver
+from kfac._systems import _damped_inverse
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -177,3 +178,12 @@ def test_sums_are_float32_for_bfloat16_operands():
     u = jnp.ones((1, 4096), jnp.bfloat16)
     assert solver.lane_dot(u, u).dtype == jnp.float32
     assert float(solver.lane_dot(u, u)[0]) == 4096.0  # bfloat16 counts to 256
+
+
+def test_inverses_are_one_batch_on_accelerators_and_one_by_one_on_cpus():
+    traced = jax.jit(_damped_inverse).trace(jnp.asarray(MATRICES), jnp.asarray(GAMMA))
+    for platform in ("cpu", "cuda", "tpu"):
+        program = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert ("stablehlo.while" in program) == (platform == "cpu"), platform
+    dense = np.linalg.inv(MATRICES + GAMMA[:, None, None] * np.eye(7))
+    np.testing.assert_allclose(_damped_inverse(MATRICES, GAMMA), dense, rtol=1e-10)

@@ -119,14 +119,14 @@ def test_steps_lower_the_loss(optimizer, linear):
         fields["optimizer.cg_fac.layers"] = "all"
     if optimizer == "schedule_free_adamw":
         fields["optimizer.schedule"] = "constant"
-    run = training.build_run(tiny_config(**fields))
+    run = training.build_run(tiny_config(num_epochs=8.0, **fields))
     state, batch, losses = run.init(), run.batches()[0], []
-    for _ in range(5):
+    for _ in range(20):
         state, metrics = run.train_step(state, batch, run.hyper)
         losses.append(float(metrics["loss"]))
     assert 64 * np.log(2) < losses[0] < 80  # nothing is known, and little said
     assert losses[1] < losses[0]
-    assert losses[-1] < 0.98 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]
     if optimizer == "cg_fac":
         assert run.program.layers.coverage == 1
 
