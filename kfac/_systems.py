@@ -272,26 +272,53 @@ def _mean_diagonal(matrix: Float[Array, "lane n n"]) -> Float[Array, " lane"]:
 def _damped_inverse(
     matrix: Float[Array, "lane n n"], damping: Float[Array, " lane"]
 ) -> Float[Array, "lane n n"]:
+    """Inverses of the damped factors, symmetric to the last bit, as CG needs.
+
+    Where float32 cannot invert a factor, the identity: CG does without it.
+    """
     eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
-
-    def invert(matrix: Array, damping: Array) -> Array:
-        # Half the work of an LU factorisation; and NaN where rounding left the matrix
-        # without its positive sign.
-        root = jnp.linalg.cholesky(matrix + damping * eye)
-        half = jax.lax.linalg.triangular_solve(root, eye, left_side=True, lower=True)
-        inverse = half.T @ half  # symmetric to the last bit, as CG needs
-        # Where float32 cannot invert a factor, CG does without it.
-        return jnp.where(jnp.isfinite(inverse).all(), inverse, eye)
-
     # On CPUs lane by lane: there, jaxlib's batched factorizations wait for threads of the pool
     # that they run on, and two of them at once wait for ever where the pool has two threads.
     # Elsewhere one lane alone would leave most of the device idle.
-    return jax.lax.platform_dependent(
-        matrix,
-        damping,
-        cpu=lambda *lanes: jax.lax.map(lambda lane: invert(*lane), lanes),
-        default=jax.vmap(invert),
+    root = jax.lax.platform_dependent(
+        matrix + damping[:, None, None] * eye,
+        cpu=lambda lanes: jax.lax.map(_inverse_root, lanes),
+        default=_inverse_root_by_halves,
     )
+    inverse = _product(root.mT, root)
+    return jnp.where(jnp.isfinite(inverse).all((1, 2), keepdims=True), inverse, eye)
+
+
+def _inverse_root(matrix: Float[Array, "*lane n n"]) -> Float[Array, "*lane n n"]:
+    """L⁻¹ of A = L Lᵀ, NaN where rounding left A without its positive sign."""
+    # Half the work of an LU factorisation.
+    root = jnp.linalg.cholesky(matrix)
+    eye = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
+    return jax.lax.linalg.triangular_solve(root, eye, left_side=True, lower=True)
+
+
+def _inverse_root_by_halves(matrix: Float[Array, "*lane n n"]) -> Float[Array, "*lane n n"]:
+    """The same by products, but for the smallest blocks.
+
+    Libraries for GPUs factorize a batch of large matrices by kernels for small ones, and one after
+    the other with most of the device idle; products of a batch fill it.
+    """
+    if matrix.shape[-1] <= _MOST_BY_CHOLESKY:
+        return _inverse_root(matrix)
+    middle = _TILE * -(-matrix.shape[-1] // (2 * _TILE))
+    upper = _inverse_root_by_halves(matrix[..., :middle, :middle])
+    beside = _product(matrix[..., middle:, :middle], upper.mT)
+    rest = matrix[..., middle:, middle:] - _product(beside, beside.mT)
+    lower = _inverse_root_by_halves(rest)
+    below = -_product(lower, _product(beside, upper))
+    return jnp.block([[upper, jnp.zeros_like(beside.mT)], [below, lower]])
+
+
+# Rows that one thread block of a GPU factorizes in its shared memory, and of a product's tile.
+_MOST_BY_CHOLESKY, _TILE = 96, 32
+
+# In float32 wherever the default is less: what is subtracted is close to what it is taken from.
+_product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 def build(

@@ -1,12 +1,14 @@
 """The solvers against NumPy in float64, and their behaviour where a matrix or a start is bad."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kfac import _solver as solver
-from kfac._systems import _damped_inverse
+from kfac._systems import _damped_inverse, _inverse_root_by_halves
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -180,10 +182,44 @@ def test_sums_are_float32_for_bfloat16_operands():
     assert float(solver.lane_dot(u, u)[0]) == 4096.0  # bfloat16 counts to 256
 
 
-def test_inverses_are_one_batch_on_accelerators_and_one_by_one_on_cpus():
-    traced = jax.jit(_damped_inverse).trace(jnp.asarray(MATRICES), jnp.asarray(GAMMA))
-    for platform in ("cpu", "cuda", "tpu"):
-        program = traced.lower(lowering_platforms=(platform,)).as_text()
-        assert ("stablehlo.while" in program) == (platform == "cpu"), platform
-    dense = np.linalg.inv(MATRICES + GAMMA[:, None, None] * np.eye(7))
-    np.testing.assert_allclose(_damped_inverse(MATRICES, GAMMA), dense, rtol=1e-10)
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_inverses_are_one_batch_on_accelerators_and_one_by_one_on_cpus(platform):
+    lanes = jnp.asarray(np.stack([spd(200, 300, seed) for seed in range(3)]), jnp.float32)
+    traced = jax.jit(_damped_inverse).trace(lanes, jnp.asarray(GAMMA, jnp.float32))
+    program = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert ("stablehlo.while" in program) == (platform == "cpu")
+    factorized = {
+        tuple(map(int, shape.split("x")))
+        for line in program.splitlines()
+        if "potrf" in line or "stablehlo.cholesky" in line
+        for shape in re.findall(r"tensor<([\dx]+)x\d+xf32>", line)
+    }
+    if platform == "cpu":
+        assert factorized == {(200,)}
+    else:
+        assert {lanes for lanes, _ in factorized} == {3}
+        assert max(rows for _, rows in factorized) <= 96
+
+
+@pytest.mark.parametrize("size", [1, 7, 96, 97, 193, 321])
+def test_an_inverse_root_by_halves_is_that_of_numpy(size):
+    lanes = np.stack([spd(size, size + 3, seed) + 1e-3 * np.eye(size) for seed in range(2)])
+    roots = _inverse_root_by_halves(jnp.asarray(lanes))
+    assert not np.triu(roots, 1).any()
+    np.testing.assert_allclose(roots, np.linalg.inv(np.linalg.cholesky(lanes)), atol=1e-9)
+    condition = np.linalg.cond(lanes).max()
+    single = np.asarray(_inverse_root_by_halves(jnp.asarray(lanes, jnp.float32)), np.float64)
+    inverse = np.linalg.inv(lanes)
+    error = np.linalg.norm(single.swapaxes(1, 2) @ single - inverse) / np.linalg.norm(inverse)
+    assert error < np.finfo(np.float32).eps * condition
+
+
+def test_what_has_no_inverse_root_gives_nan_by_halves_and_the_identity_as_an_inverse():
+    lanes = np.stack([spd(130, 150), spd(130, 150)])
+    lanes[1, 129, 129] = -1.0
+    roots = _inverse_root_by_halves(jnp.asarray(lanes))
+    assert np.isfinite(roots[0]).all()
+    assert np.isnan(roots[1]).any()
+    inverses = _damped_inverse(jnp.asarray(lanes), jnp.full(2, 1e-3))
+    np.testing.assert_allclose(inverses[0], np.linalg.inv(lanes[0] + 1e-3 * np.eye(130)), 1e-9)
+    np.testing.assert_array_equal(inverses[1], np.eye(130))
