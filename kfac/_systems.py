@@ -285,7 +285,7 @@ def _damped_inverse(
         cpu=lambda lanes: jax.lax.map(_inverse_root, lanes),
         default=_inverse_root_by_halves,
     )
-    inverse = _product(root.mT, root)
+    inverse = _matmul(root.mT, root)
     return jnp.where(jnp.isfinite(inverse).all((1, 2), keepdims=True), inverse, eye)
 
 
@@ -307,10 +307,10 @@ def _inverse_root_by_halves(matrix: Float[Array, "*lane n n"]) -> Float[Array, "
         return _inverse_root(matrix)
     middle = _TILE * -(-matrix.shape[-1] // (2 * _TILE))
     upper = _inverse_root_by_halves(matrix[..., :middle, :middle])
-    beside = _product(matrix[..., middle:, :middle], upper.mT)
-    rest = matrix[..., middle:, middle:] - _product(beside, beside.mT)
+    beside = _matmul(matrix[..., middle:, :middle], upper.mT)
+    rest = matrix[..., middle:, middle:] - _matmul(beside, beside.mT)
     lower = _inverse_root_by_halves(rest)
-    below = -_product(lower, _product(beside, upper))
+    below = -_matmul(lower, _matmul(beside, upper))
     return jnp.block([[upper, jnp.zeros_like(beside.mT)], [below, lower]])
 
 
@@ -318,7 +318,7 @@ def _inverse_root_by_halves(matrix: Float[Array, "*lane n n"]) -> Float[Array, "
 _MOST_BY_CHOLESKY, _TILE = 96, 32
 
 # In float32 wherever the default is less: what is subtracted is close to what it is taken from.
-_product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+_matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 def build(
