@@ -1,5 +1,8 @@
 """CG-FAC at its defaults, at half and at twice each, beside AdamW: what settings cost untuned.
 
+Its steps are a share of each layer's size by default; in the arms of the clip they are bounded by
+the change of the network's predictions (``step=fixed``).
+
 Nothing is tuned but AdamW, whose rate and decay are those that twenty trials of
 experiments/compare_optimizers.py found for multiplicative attention, or its experiment's own rate
 for the others. Six paired seeds.
@@ -9,25 +12,34 @@ The argument after the colon is a mechanism and a data set, as in experiments/co
 Command: python main.py --mode=compare --config=experiments/compare_cg_fac.py [--workers=2]
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 import ml_collections
 
 from adder_flax import settings
 from adder_flax.experiments import compare_optimizers
 
-_DEFAULTS = settings.CgFacSettings()
 _TUNED_ADAMW = {"multiplicative": {"learning_rate": 6.325e-4, "weight_decay": 0.1}}
+_DEFAULTS, _CLIP = vars(settings.CgFacSettings()), compare_optimizers.CLIP
 
 
-def _times(factor: float, field: str) -> dict:
-    return {field: factor * getattr(_DEFAULTS, field)}
+def _times(factor: float, field: str, fields: Mapping[str, Any] = MappingProxyType({})) -> dict:
+    return {**fields, field: factor * {**_DEFAULTS, **fields}[field]}
 
 
 _ARMS = {
     "defaults": {},
-    "half the clip": _times(0.5, "kl_clip"),
-    "twice the clip": _times(2.0, "kl_clip"),
+    "half the share": _times(0.5, "learning_rate"),
+    "twice the share": _times(2.0, "learning_rate"),
     "half the damping": _times(0.5, "damping"),
     "twice the damping": _times(2.0, "damping"),
+    "clip": _CLIP,
+    "half the clip": _times(0.5, "kl_clip", _CLIP),
+    "twice the clip": _times(2.0, "kl_clip", _CLIP),
+    "clip at half its damping": _times(0.5, "damping", _CLIP),
+    "clip at twice its damping": _times(2.0, "damping", _CLIP),
 }
 
 

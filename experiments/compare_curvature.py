@@ -1,10 +1,10 @@
-"""CG-FAC with less curvature: what it costs in accuracy, beside its defaults and AdamW.
+"""CG-FAC with less curvature: what it costs in accuracy, beside AdamW.
 
 A step of CG-FAC is cheaper where one of so many examples gives curvature, where that is renewed
 more rarely, and where a system takes one iteration (docs/cg_fac.md has the seconds). Every arm
-takes the same steps from the same weights, with AdamW's default settings or CG-FAC's, from
-curvature of all examples and two iterations, one of them changed; nothing is tuned. Six paired
-seeds.
+takes the same steps from the same weights: AdamW by its default settings, CG-FAC by the clip of the
+network (``step=fixed``), curvature of all examples and two iterations, one of them changed. Nothing
+is tuned. Six paired seeds.
 
 The argument after the colon is a mechanism and a data set, as in experiments/compare_optimizers.py:
 ``multiplicative,digits`` where nothing is given.
@@ -17,7 +17,7 @@ from adder_flax.experiments import compare_optimizers
 
 
 def _arm(**fields: int) -> dict:
-    dear = {"curvature_stride": 1, "max_iterations": 2}
+    dear = compare_optimizers.CLIP | {"curvature_stride": 1, "max_iterations": 2}
     return {"optimizer": {"name": "cg_fac", "cg_fac": dear | fields}}
 
 

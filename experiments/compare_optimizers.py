@@ -1,9 +1,9 @@
 """Optimizers side by side on one network: what each reaches, and what it takes to the baseline.
 
 AdamW, NAdamW, schedule-free AdamW, Muon, SOAP, KL-Shampoo, SGD with momentum, and CG-FAC, its
-steps bounded by the change of predictions or by the size of each layer. Each is tuned by 20
+steps a share of each layer's size or bounded by the change of predictions. Each is tuned by 20
 quasirandom trials of two numbers on validation images: its rate and its weight decay, or, of
-CG-FAC, the rate of what has no curvature and the bound. Each is judged at the end of its own
+CG-FAC, the rate of what has no curvature and the share or the bound. Each is judged at the end of its own
 schedule, on the same batches and first weights, over six paired seeds. SOAP's and KL-Shampoo's
 decays are those of their papers. The target that steps, seconds and operations are counted to is
 the median of AdamW's validation scores at its end.
@@ -32,6 +32,8 @@ _TRIALS = 20
 # Steps of the first six are of one size (Muon's are scaled to Adam's); SGD's have the gradient's.
 _RATE = ("log", 2e-4, 2e-2)
 _ADAM_LIKE = {"learning_rate": _RATE, "weight_decay": ("log", 1e-3, 1.0)}
+# CG-FAC by the change of the network's predictions, with damping and iterations for that.
+CLIP = {"step": "fixed", "learning_rate": 1.0, "damping": 10.0, "max_iterations": 1}
 _OPTIMIZERS = {
     "adamw": _ADAM_LIKE,
     "nadamw": _ADAM_LIKE,
@@ -40,16 +42,11 @@ _OPTIMIZERS = {
     "soap": _ADAM_LIKE | {"b1": 0.95, "b2": 0.95},
     "kl_shampoo": _ADAM_LIKE | {"b2": 0.98},
     "sgd": {"learning_rate": ("log", 1e-2, 1.0), "weight_decay": ("log", 1e-5, 1e-2)},
-    "cg_fac": {"learning_rate": _RATE, "cg_fac": {"kl_clip": ("log", 3e-4, 3e-2)}},
-    "cg_fac_trust_ratio": {
+    "cg_fac": {"learning_rate": _RATE, "cg_fac": {"learning_rate": ("log", 3e-3, 0.3)}},
+    "cg_fac_clip": {
         "name": "cg_fac",
         "learning_rate": _RATE,
-        "cg_fac": {
-            "step": "trust_ratio",
-            "learning_rate": ("log", 3e-3, 0.3),
-            "damping": 0.1,
-            "max_iterations": 2,
-        },
+        "cg_fac": CLIP | {"kl_clip": ("log", 3e-4, 3e-2)},
     },
 }
 # Points of the curves in which the target is looked for.

@@ -22,9 +22,10 @@ class CgFacSettings:
     """
 
     learning_rate: float = setting(
-        1.0,
+        0.1,
         Number(0, 1e6, "(]"),
-        "factor of the steps, which follow the schedule relative to its peak",
+        "factor of the steps, which follow the schedule relative to its peak; 1 for the other steps "
+        "than trust_ratio",
         data=True,
     )
     layers: str = setting(
@@ -44,7 +45,7 @@ class CgFacSettings:
     solver: str = setting(
         "cg", Choice("cg", "dual"), "of the linear systems; dual with exact curvature only"
     )
-    max_iterations: int = setting(1, Integer(1, 1000), "of CG in a step")
+    max_iterations: int = setting(2, Integer(1, 1000), "of CG in a step")
     curvature_interval: int = setting(
         5, Integer(1, 2**31 - 1), "steps from one new curvature to the next"
     )
@@ -58,9 +59,9 @@ class CgFacSettings:
         10, _STEPS, "steps from one inverse to the next; 0 is off"
     )
     damping: float = setting(
-        10.0,
+        0.1,
         Number(0, 1e12, "(]"),
-        "of the systems, as damping_scale says; small noisy batches want much",
+        "of the systems, as damping_scale says; 10 where step is fixed and batches are small",
         data=True,
     )
     damping_scale: str = setting(
@@ -74,16 +75,17 @@ class CgFacSettings:
         0.95, _DECAY, "of the running means of the curvature, per new curvature", data=True
     )
     step: str = setting(
-        "fixed",
-        Choice("fixed", "quadratic", "trust_ratio"),
-        "momentum and kl_clip as they are; by the model, for large batches; each layer's step a "
-        "share of its weights, learning_rate=0.03 say",
+        "trust_ratio",
+        Choice("trust_ratio", "fixed", "quadratic"),
+        "each layer's step the share learning_rate of its weights; momentum and kl_clip as they "
+        "are; by the model, for large batches",
     )
     momentum: float = setting(0.9, _DECAY, "of the steps", data=True)
     kl_clip: float | None = setting(
         3e-3,
         _RATE_OR_OFF,
-        "bound on the change of the output; docs/cg_fac.md has what others gave; 0 is off",
+        "bound on the change of the output, not of trust_ratio; docs/cg_fac.md has what others gave; "
+        "0 is off",
         data=True,
     )
     kl_scope: str = setting(
@@ -111,7 +113,7 @@ class CgFacSettings:
             yield (
                 f"{where}.learning_rate: expected the share of its weights that a layer changes by "
                 f"in a step, at most {_MOST_OF_ITSELF}, with step='trust_ratio', got "
-                f"{self.learning_rate}; set 0.03"
+                f"{self.learning_rate}; set 0.1"
             )
         if self.damping_interval and self.step != "quadratic":
             yield (

@@ -217,7 +217,7 @@ CONTRADICTIONS: tuple[dict[str, Any], ...] = (
     {"optimizer.cg_fac.step": "quadratic", "optimizer.cg_fac.curvature_interval": 2},
     {"optimizer.cg_fac.solver": "dual"},
     {"optimizer.cg_fac.damping_interval": 5},
-    {"optimizer.cg_fac.step": "trust_ratio"},
+    {"optimizer.cg_fac.learning_rate": 1.0},
     {"task.crop_padding": 9},
     # Those that are seen when the run is built, with the data and the devices at hand.
     {"model.patch_size": 3},

@@ -108,8 +108,7 @@ def test_arms_are_all_combinations_and_have_their_baselines():
         ("compare_curvature", None, 7),
         *(("compare_healing", parts, 2) for parts in (None, "attention,cifar10")),
         ("compare_blocks", "fashion_mnist", 7),
-        *(("compare_cg_fac", work, 6) for work in (None, "adder,digits")),
-        *(("compare_trust_ratio", work, 3) for work in (None, "multiplicative")),
+        *(("compare_cg_fac", work, 11) for work in (None, "adder,digits")),
         *(
             ("compare_optimizers", work, 9)
             for work in (None, "adder,fashion_mnist", "autoencoder", "g2p")
@@ -134,7 +133,7 @@ def test_tuning_has_seeds_of_its_own():
 
 
 def test_what_is_searched_is_in_the_middle_of_its_range_until_it_has_a_value():
-    steps = {"step": "trust_ratio", "learning_rate": ("log", 3e-3, 0.3)}  # whose default is 1
+    steps = {"learning_rate": ("log", 3e-3, 0.3)}  # whose default is no middle of it
     levels = {"trust": {"optimizer": {"name": "cg_fac", "cg_fac": steps}}}
     plan = Plan(make_config(factors={"optimizer": levels}))
     cell = plan.cell(plan.arms["trust"], FINAL, 0, {})

@@ -139,7 +139,7 @@ MESHES = ((8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8))
 # as by default: of those, on one device alone, damping changed by a millionth changes the fourth
 # gradient by 4 %. After four of them, logits are so alike that it decides which is the largest.
 BOUND = {"adamw": 1e-5, "cg_fac": 1e-3}
-SHORTER = {"adamw": {}, "cg_fac": {"optimizer.cg_fac.kl_clip": 1e-4}}
+SHORTER = {"adamw": {}, "cg_fac": {"optimizer.cg_fac.learning_rate": 0.02}}
 FLIPS = {"adamw": 0, "cg_fac": 10}  # of 360 images
 
 
