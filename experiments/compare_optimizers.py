@@ -3,10 +3,10 @@
 AdamW, NAdamW, schedule-free AdamW, Muon, SOAP, KL-Shampoo, SGD with momentum, and CG-FAC, its
 steps a share of each layer's size or bounded by the change of predictions. Each is tuned by 20
 quasirandom trials of two numbers on validation images: its rate and its weight decay, or, of
-CG-FAC, the rate of what has no curvature and the share or the bound. Each is judged at the end of its own
-schedule, on the same batches and first weights, over six paired seeds. SOAP's and KL-Shampoo's
-decays are those of their papers. The target that steps, seconds and operations are counted to is
-the median of AdamW's validation scores at its end.
+CG-FAC, the rate of what has no curvature and the share or the bound. Each is judged at the end of
+its own schedule, on the same batches and first weights, over six paired seeds. SOAP's and
+KL-Shampoo's decays are those of their papers. The target that steps, seconds and operations are
+counted to is the median of AdamW's validation scores at its end.
 
 The argument after the colon is a mechanism and a data set, ``multiplicative,digits`` where nothing
 is given: the network, steps and validation split of experiments/compare_mechanisms.py; on

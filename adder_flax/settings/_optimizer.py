@@ -24,7 +24,7 @@ class CgFacSettings:
     learning_rate: float = setting(
         0.1,
         Number(0, 1e6, "(]"),
-        "factor of the steps, which follow the schedule relative to its peak; 1 for the other steps "
+        "factor of the steps, which follow the schedule relative to its peak; 1 for steps other "
         "than trust_ratio",
         data=True,
     )
@@ -84,8 +84,8 @@ class CgFacSettings:
     kl_clip: float | None = setting(
         3e-3,
         _RATE_OR_OFF,
-        "bound on the change of the output, not of trust_ratio; docs/cg_fac.md has what others gave; "
-        "0 is off",
+        "bound on the change of the output, not of trust_ratio's; docs/cg_fac.md has what others "
+        "gave; 0 is off",
         data=True,
     )
     kl_scope: str = setting(
