@@ -12,10 +12,6 @@ The argument after the colon is a mechanism and a data set, as in experiments/co
 Command: python main.py --mode=compare --config=experiments/compare_cg_fac.py [--workers=2]
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
-
 import ml_collections
 
 from adder_flax import settings
@@ -25,7 +21,7 @@ _TUNED_ADAMW = {"multiplicative": {"learning_rate": 6.325e-4, "weight_decay": 0.
 _DEFAULTS, _CLIP = vars(settings.CgFacSettings()), compare_optimizers.CLIP
 
 
-def _times(factor: float, field: str, fields: Mapping[str, Any] = MappingProxyType({})) -> dict:
+def _times(factor: float, field: str, **fields: float | str) -> dict:
     return {**fields, field: factor * {**_DEFAULTS, **fields}[field]}
 
 
@@ -36,10 +32,10 @@ _ARMS = {
     "half the damping": _times(0.5, "damping"),
     "twice the damping": _times(2.0, "damping"),
     "clip": _CLIP,
-    "half the clip": _times(0.5, "kl_clip", _CLIP),
-    "twice the clip": _times(2.0, "kl_clip", _CLIP),
-    "clip at half its damping": _times(0.5, "damping", _CLIP),
-    "clip at twice its damping": _times(2.0, "damping", _CLIP),
+    "half the clip": _times(0.5, "kl_clip", **_CLIP),
+    "twice the clip": _times(2.0, "kl_clip", **_CLIP),
+    "clip at half its damping": _times(0.5, "damping", **_CLIP),
+    "clip at twice its damping": _times(2.0, "damping", **_CLIP),
 }
 
 
