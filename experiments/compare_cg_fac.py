@@ -18,11 +18,11 @@ from adder_flax import settings
 from adder_flax.experiments import compare_optimizers
 
 _TUNED_ADAMW = {"multiplicative": {"learning_rate": 6.325e-4, "weight_decay": 0.1}}
-_DEFAULTS, _CLIP = vars(settings.CgFacSettings()), compare_optimizers.CLIP
+_CLIP = compare_optimizers.CLIP
 
 
-def _times(factor: float, field: str, **fields: float | str) -> dict:
-    return {**fields, field: factor * {**_DEFAULTS, **fields}[field]}
+def _times(factor: float, field: str, **fields: str) -> dict:
+    return {**fields, field: factor * getattr(settings.CgFacSettings(**fields), field)}
 
 
 _ARMS = {

@@ -32,8 +32,8 @@ _TRIALS = 20
 # Steps of the first six are of one size (Muon's are scaled to Adam's); SGD's have the gradient's.
 _RATE = ("log", 2e-4, 2e-2)
 _ADAM_LIKE = {"learning_rate": _RATE, "weight_decay": ("log", 1e-3, 1.0)}
-# CG-FAC by the change of the network's predictions, with damping and iterations for that.
-CLIP = {"step": "fixed", "learning_rate": 1.0, "damping": 10.0, "max_iterations": 1}
+# CG-FAC by the change of the network's predictions.
+CLIP = {"step": "fixed"}
 _OPTIMIZERS = {
     "adamw": _ADAM_LIKE,
     "nadamw": _ADAM_LIKE,

@@ -21,6 +21,7 @@ from adder_flax.settings import (
     Range,
     RunSettings,
     SettingsError,
+    completed,
     read,
 )
 from adder_flax.training.identity import OPERATIONAL_FIELDS, flatten_config, with_defaults
@@ -32,6 +33,7 @@ TUNING = "tuning"
 FINAL = "final"
 Phase = Literal["tuning", "final"]
 
+_NAMES = ("model.name", "task.name", "optimizer.name")
 _FIRST_TUNING_SEED = 1_000_000
 _MOST_ARMS = 1000
 
@@ -155,8 +157,8 @@ class Plan:
         """
         key = arm.name, phase, seed, Options(values)
         if key not in self._cells:
-            config = ConfigDict(self._config(arm, values) | {"seed": seed})
-            self._cells[key] = Cell(arm, phase, seed, Options(values), config)
+            fields = completed(RunSettings, self._config(arm, values) | {"seed": seed})
+            self._cells[key] = Cell(arm, phase, seed, Options(values), ConfigDict(fields))
         return self._cells[key]
 
     def allows(self, arm: Arm, values: Mapping[str, Any]) -> bool:
@@ -230,7 +232,7 @@ class Plan:
                     )
 
 
-def digest(config: ConfigDict) -> str:
+def digest(config: Mapping[str, Any] | ConfigDict) -> str:
     """Returns what tells settings apart: fields of what a run computes.
 
     Not fields of how, nor those at their defaults.
@@ -248,10 +250,10 @@ def own_fields(config: Mapping[str, Any] | ConfigDict) -> dict[str, Any]:
       >>> own_fields(defaults(RunSettings) | {"seed": 3, "log_every_steps": 1})
       {'seed': 3}
     """
-    fields = flatten_config(config)
-    usual = with_defaults(
-        {path: fields[path] for path in ("model.name", "task.name") if path in fields}
-    )
+    fields = with_defaults(flatten_config(config))
+    # What is usual depends on who reads it.
+    usual = with_defaults({path: fields[path] for path in _NAMES if path in fields})
+    usual["optimizer.name"] = with_defaults({})["optimizer.name"]
     return {
         path: value
         for path, value in fields.items()

@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from adder_flax.errors import RunError
 from adder_flax.registry import Registry
-from adder_flax.settings._rules import LONGEST_NAME, Refused, Rule
+from adder_flax.settings._numbers import is_on
+from adder_flax.settings._rules import LONGEST_NAME, Integer, Number, Or, Refused, Rule
 
 Settings = TypeVar("Settings")
 
@@ -33,15 +34,27 @@ class Declared(NamedTuple):
       data: whether the number is data of the compiled step, so that runs that differ in it share
         one program; else it shapes the program or belongs to what is around it. "if on": 0, as None
         always does, leaves its part out.
+      only: another field of the class and the values with which this one is read: with others it
+        stays at its default, or off.
+      follows: another field of the class and, by its values, what 0 stands for here.
     """
 
     default: Any
     rule: Rule
     reason: str
     data: bool | Literal["if on"]
+    only: tuple[str, tuple[str, ...]] | None = None
+    follows: tuple[str, Mapping[str, Any]] | None = None
 
 
-def setting(default: Any, rule: Rule, reason: str, *, data: bool | Literal["if on"] = False) -> Any:
+def setting(
+    default: Any,
+    rule: Rule,
+    reason: str,
+    *,
+    data: bool | Literal["if on"] = False,
+    only: tuple[str, tuple[str, ...]] | None = None,
+) -> Any:
     """Declares a field of a settings class; see `Declared` for the arguments.
 
     >>> from adder_flax.settings import Integer, read
@@ -56,8 +69,60 @@ def setting(default: Any, rule: Rule, reason: str, *, data: bool | Literal["if o
     adder_flax.settings._fields.SettingsError: config.width: expected an integer from 1 to 9, got 0; set --config.width
     """  # noqa: E501 - a message is one line
     return dataclasses.field(
-        default=rule.read(default), metadata={"declared": Declared(default, rule, reason, data)}
+        default=rule.read(default),
+        metadata={"declared": Declared(default, rule, reason, data, only)},
     )
+
+
+def following(
+    other: str,
+    values: Mapping[str, Any],
+    rule: Number | Integer,
+    reason: str,
+    *,
+    data: bool | Literal["if on"] = False,
+) -> Any:
+    """Declares a field whose default, 0, stands for what another field of its class wants.
+
+    Settings hold what it stands for, if their class calls `settle` once they are made.
+
+    Args:
+      other: the other field.
+      values: what 0 stands for, by the other field's value.
+      rule: what any other value has to be; not 0.
+      reason, data: as in `Declared`.
+
+    >>> from adder_flax.settings import Choice, read
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Pool:
+    ...     kind: str = setting("max", Choice("max", "mean"), "of the tokens")
+    ...     size: int = following("kind", {"max": 2, "mean": 4}, Integer(1, 9), "of a pool")
+    ...
+    ...     def __post_init__(self):
+    ...         settle(self)
+    >>> Pool().size, Pool("mean").size, Pool("mean", 3).size
+    (2, 4, 3)
+    >>> completed(Pool, {"kind": "mean"})
+    {'kind': 'mean', 'size': 4}
+    """
+    names: dict[Any, list[str]] = {}
+    for name, value in values.items():
+        names.setdefault(value, []).append(name)
+    meant = ", ".join(f"{value} with {other} {' or '.join(of)}" for value, of in names.items())
+    default = 0 if isinstance(rule, Integer) else 0.0
+    declared = Declared(
+        default, Or({0: None}, rule), f"{reason}; 0: {meant}", data, follows=(other, values)
+    )
+    return dataclasses.field(default=None, metadata={"declared": declared})
+
+
+def settle(made: Any) -> None:
+    """Puts what 0 stands for into new settings: see `following`."""
+    for field in dataclasses.fields(made):
+        declared = field.metadata.get("declared")
+        if declared and declared.follows and getattr(made, field.name) is None:
+            other, values = declared.follows
+            object.__setattr__(made, field.name, values[getattr(made, other)])
 
 
 def section(
@@ -111,10 +176,15 @@ def unread(settings: type, fields: Mapping[str, Any]) -> Iterator[str]:
         if nested is None or field.metadata["inline"]:
             continue
         own = fields.get(field.name, {})
-        if field.metadata["read_by"] not in (None, fields.get("name", field.metadata["read_by"])):
+        if _is_unread(field, fields):
             yield field.name
         else:
             yield from (f"{field.name}.{path}" for path in unread(nested, own))
+
+
+def _is_unread(field: dataclasses.Field, fields: Mapping[str, Any]) -> bool:
+    reader = field.metadata["read_by"]
+    return reader is not None and fields.get("name", reader) != reader
 
 
 @functools.cache
@@ -201,13 +271,15 @@ def defaults(settings: type) -> dict[str, Any]:
 
 
 def completed(settings: type, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration with the declared defaults of what it lacks.
+    """Returns a configuration that leaves nothing to be told by a version of this library.
 
-    One of an earlier version lacks settings.
+    What it lacks, as one of an earlier version does, has its declared default, as has what nothing
+    reads, and a 0 that stands for what another field wants gives way to that.
 
     >>> from adder_flax.settings import RunSettings
-    >>> completed(RunSettings, {"seed": 3, "mesh": {"fsdp": 2}})["mesh"]
-    {'data': -1, 'fsdp': 2, 'tensor': 1}
+    >>> full = completed(RunSettings, {"mesh": {"fsdp": 2}, "optimizer": {"name": "cg_fac"}})
+    >>> full["mesh"], full["optimizer"]["cg_fac"]["max_iterations"]
+    ({'data': -1, 'fsdp': 2, 'tensor': 1}, 2)
     """
     full: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
@@ -216,12 +288,29 @@ def completed(settings: type, fields: Mapping[str, Any]) -> dict[str, Any]:
             full[field.name] = fields.get(field.name, field.metadata["declared"].default)
         elif field.metadata["inline"]:
             full |= completed(nested, fields)
+        elif _is_unread(field, full):
+            full[field.name] = defaults(nested)
         elif _is_mapping(own):
             among = field.metadata["among"]
             if among is not None and own.get("name") in among:
                 nested = among.get(own["name"])
             full[field.name] = completed(nested, own)
+    for field in dataclasses.fields(settings):
+        declared = field.metadata.get("declared")
+        if declared and declared.follows and _stands_for_another(declared, full[field.name]):
+            other, values = declared.follows
+            # Where the other one is wrong, a message is to name that.
+            full[field.name] = values.get(full[other], declared.default)
+        if declared and declared.only and full[declared.only[0]] not in declared.only[1]:
+            full[field.name] = declared.default
     return full | {name: value for name, value in fields.items() if name not in full}
+
+
+def _stands_for_another(declared: Declared, value: Any) -> bool:
+    try:
+        return declared.rule.read(value) is None
+    except Refused:
+        return False
 
 
 def declarations(settings: type, prefix: str = "") -> Iterator[tuple[str, Declared]]:
@@ -343,8 +432,24 @@ def _disagreements(made: Any, where: str) -> Iterator[str]:
         if "section" in field.metadata:
             inner = where if field.metadata["inline"] else f"{where}.{field.name}"
             yield from _disagreements(getattr(made, field.name), inner)
+        else:
+            yield from _not_read(made, field, where)
     if hasattr(made, "faults"):
         yield from made.faults(where)
+
+
+def _not_read(made: Any, field: dataclasses.Field, where: str) -> Iterator[str]:
+    """Yields a message where a value was chosen that nothing reads."""
+    declared, value = field.metadata["declared"], getattr(made, field.name)
+    if declared.only is None or value == field.default or not is_on(value):
+        return
+    other, readers = declared.only
+    if (chosen := getattr(made, other)) not in readers:
+        yield (
+            f"{where}.{field.name}: expected {shown(declared.default)} with {other}={chosen!r}, "
+            f"which does not read it, got {shown(value)}; leave it, or set --{where}.{other} to "
+            f"{' or '.join(map(repr, readers))}"
+        )
 
 
 def _message(faults: list[str]) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from adder_flax.settings._fields import section, setting
+from adder_flax.settings._fields import following, section, setting, settle
 from adder_flax.settings._rules import Choice, Flag, Integer, Number, Or, Text
 
 # Far beyond use, and small enough that one step does not overflow float32.
@@ -12,6 +12,12 @@ _RATE_OR_OFF = Or({0: None}, Number(0, 1e6, "(]"))
 _DECAY = Number(0, 1, "[)")
 _STEPS = Integer(0, 2**31 - 1)
 _MOST_OF_ITSELF = 0.5
+# What suits each kind of step: docs/cg_fac.md has how the first two were found; the last is
+# kfac.Options'.
+_RATES = {"trust_ratio": 0.1, "fixed": 1.0, "quadratic": 1.0}
+_DAMPINGS = {"trust_ratio": 0.1, "fixed": 10.0, "quadratic": 0.01}
+_ITERATIONS = {"trust_ratio": 2, "fixed": 1, "quadratic": 5}
+_INTERVALS = {"trust_ratio": 5, "fixed": 5, "quadratic": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +27,11 @@ class CgFacSettings:
     They are those of ``--config.optimizer.name=cg_fac``.
     """
 
-    learning_rate: float = setting(
-        0.1,
+    learning_rate: float = following(
+        "step",
+        _RATES,
         Number(0, 1e6, "(]"),
-        "factor of the steps, which follow the schedule relative to its peak; 1 for steps other "
-        "than trust_ratio",
+        "factor of the steps, which follow the schedule relative to its peak",
         data=True,
     )
     layers: str = setting(
@@ -45,9 +51,9 @@ class CgFacSettings:
     solver: str = setting(
         "cg", Choice("cg", "dual"), "of the linear systems; dual with exact curvature only"
     )
-    max_iterations: int = setting(2, Integer(1, 1000), "of CG in a step")
-    curvature_interval: int = setting(
-        5, Integer(1, 2**31 - 1), "steps from one new curvature to the next"
+    max_iterations: int = following("step", _ITERATIONS, Integer(1, 1000), "of CG in a step")
+    curvature_interval: int = following(
+        "step", _INTERVALS, Integer(1, 2**31 - 1), "steps from one new curvature to the next"
     )
     curvature_stride: int | None = setting(
         0,
@@ -58,10 +64,11 @@ class CgFacSettings:
     preconditioner_interval: int = setting(
         10, _STEPS, "steps from one inverse to the next; 0 is off"
     )
-    damping: float = setting(
-        0.1,
+    damping: float = following(
+        "step",
+        _DAMPINGS,
         Number(0, 1e12, "(]"),
-        "of the systems, as damping_scale says; 10 where step is fixed and batches are small",
+        "of the systems, as damping_scale says",
         data=True,
     )
     damping_scale: str = setting(
@@ -70,7 +77,12 @@ class CgFacSettings:
         "what damping multiplies: a layer's mean eigenvalue; the geometric mean of that and all "
         "layers'; nothing",
     )
-    damping_interval: int = setting(0, _STEPS, "steps between adaptations of the damping; 0 is off")
+    damping_interval: int = setting(
+        0,
+        _STEPS,
+        "steps between adaptations of the damping; 0 is off",
+        only=("step", ("quadratic",)),
+    )
     factor_decay: float = setting(
         0.95, _DECAY, "of the running means of the curvature, per new curvature", data=True
     )
@@ -80,20 +92,26 @@ class CgFacSettings:
         "each layer's step the share learning_rate of its weights; momentum and kl_clip as they "
         "are; by the model, for large batches",
     )
-    momentum: float = setting(0.9, _DECAY, "of the steps", data=True)
+    momentum: float = setting(
+        0.9, _DECAY, "of the steps", data=True, only=("step", ("fixed", "trust_ratio"))
+    )
     kl_clip: float | None = setting(
         3e-3,
         _RATE_OR_OFF,
-        "bound on the change of the output, not of trust_ratio's; docs/cg_fac.md has what others "
-        "gave; 0 is off",
+        "bound on the change of the output; docs/cg_fac.md has what others gave; 0 is off",
         data=True,
+        only=("step", ("fixed", "quadratic")),
     )
     kl_scope: str = setting(
         "network",
         Choice("layers", "network"),
         "whether kl_clip bounds what layers change each by itself, or all together",
+        only=("step", ("fixed",)),
     )
     reject: bool = setting(False, Flag(), "refuse a step that raises the loss of its own batch")
+
+    def __post_init__(self):
+        settle(self)
 
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""
@@ -114,11 +132,6 @@ class CgFacSettings:
                 f"{where}.learning_rate: expected the share of its weights that a layer changes by "
                 f"in a step, at most {_MOST_OF_ITSELF}, with step='trust_ratio', got "
                 f"{self.learning_rate}; set 0.1"
-            )
-        if self.damping_interval and self.step != "quadratic":
-            yield (
-                f"{where}.damping_interval: expected 0, or more with step='quadratic', got "
-                f"{self.damping_interval} with {self.step!r}"
             )
 
 

@@ -31,7 +31,11 @@ def _tables() -> Iterator[str]:
         yield "| field | what it is | default | expected | |\n|---|---|---|---|---|"
         for path, declared in fields:
             default, kind = f"`{shown(declared.default)}`", "data" if declared.data else ""
-            yield _row(f"`{path}`", declared.reason, default, declared.rule.expected, kind)
+            reason = declared.reason
+            if declared.only is not None:
+                other, readers = declared.only
+                reason += f"; with {other} {' or '.join(readers)} only"
+            yield _row(f"`{path}`", reason, default, declared.rule.expected, kind)
 
 
 def _row(*cells: str) -> str:

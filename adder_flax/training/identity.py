@@ -38,9 +38,9 @@ def flatten_config(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def with_defaults(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns flattened fields with the declared defaults of what they lack.
+    """Returns flattened fields, `adder_flax.settings.completed`.
 
-    A later version may have added it.
+    A later version may have added some.
 
     Example:
       >>> with_defaults({"seed": 3})["optimizer.name"]
@@ -67,10 +67,11 @@ def identity(config: Any) -> dict[str, Any]:
 
     Example:
       >>> from ml_collections import ConfigDict
-      >>> identity(ConfigDict({"seed": 0, "mesh": {"data": 8}, "model": {"mean": (0.5,)}}))
-      {'model.mean': [0.5], 'seed': 0}
+      >>> of = identity(ConfigDict({"seed": 3, "mesh": {"data": 8}, "model": {"mean": (0.5,)}}))
+      >>> of["model.mean"], of["seed"], of["optimizer.name"], "mesh.data" in of
+      ([0.5], 3, 'adamw', False)
     """
-    flat = flatten_config(json.loads(config.to_json()))
+    flat = flatten_config(completed(RunSettings, json.loads(config.to_json())))
     return {name: flat[name] for name in sorted(flat) if not name.startswith(OPERATIONAL_FIELDS)}
 
 

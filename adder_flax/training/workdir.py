@@ -52,7 +52,8 @@ def write_config(workdir: str | Path, config: ConfigDict) -> None:
       RunError: the directory holds checkpoints of another configuration, or cannot be written to.
     """
     workdir = open_workdir(workdir, config)
-    given, path = json.loads(config.to_json()), workdir / "config.json"
+    given = completed(RunSettings, json.loads(config.to_json()))
+    path = workdir / "config.json"
     if jax.process_index() or _read_config(workdir) == given:
         return
     if SavedCheckpoints(workdir / "checkpoints").steps:

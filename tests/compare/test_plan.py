@@ -1,6 +1,8 @@
 """What an experiment file may say of a comparison, and which runs follow from it."""
 
 import importlib
+import json
+from pathlib import Path
 
 import pytest
 from ml_collections import ConfigDict
@@ -182,3 +184,28 @@ def test_a_field_that_a_later_version_adds_leaves_names_as_they_are():
     later = fields | {"seed": 3}
     earlier = {name: value for name, value in later.items() if name != "non_finite"}
     assert digest(ConfigDict(later)) == digest(ConfigDict(earlier)) != digest(ConfigDict(fields))
+
+
+def test_every_record_of_a_page_has_the_name_of_its_configuration():
+    """By which a later version finds it: where that fails, a page's runs would all be run anew."""
+    records = sorted((Path(__file__).parents[2] / "docs/results").glob("*/records/*.json"))
+    assert records
+    names = {path: digest(json.loads(path.read_text())["config"]) for path in records}
+    assert [path.name for path, name in names.items() if not path.stem.endswith(name)] == []
+
+
+def test_what_an_arm_leaves_to_its_step_names_it_as_if_it_were_said():
+    fields = {"name": "cg_fac", "cg_fac": {"step": "fixed"}}
+    said = fields | {"cg_fac": {"step": "fixed", "learning_rate": 1.0, "max_iterations": 1}}
+    other = fields | {"cg_fac": {"step": "fixed", "learning_rate": 0.1}}
+    own, same, changed = (_optimizer(f) for f in (fields, said, other))
+    assert digest(own) == digest(same) != digest(changed)
+    unread = {"name": "adamw", "cg_fac": {"damping": 3.0}}
+    assert digest(_optimizer(unread)) == digest(_optimizer({"name": "adamw"}))
+
+
+def _optimizer(fields):
+    config = defaults(RunSettings)
+    own = config["optimizer"]
+    config["optimizer"] = own | fields | {"cg_fac": own["cg_fac"] | fields.get("cg_fac", {})}
+    return config

@@ -7,8 +7,8 @@ from adder_flax.settings import RunSettings, completed, defaults, read
 
 
 def test_what_is_complete_stays_as_it_is():
-    full = defaults(RunSettings)
-    full["model"]["width"] = 96
+    full = completed(RunSettings, {"model": {"width": 96}})
+    assert full["model"]["width"] == 96
     assert completed(RunSettings, full) == full
 
 
@@ -16,13 +16,51 @@ def test_what_is_complete_stays_as_it_is():
     "path", ["init", "data.train_split", "model.stem_channels", "optimizer.cg_fac.momentum"]
 )
 def test_a_field_that_is_lacking_gets_its_default(path):
-    full, lacking = defaults(RunSettings), defaults(RunSettings)
+    full, lacking = completed(RunSettings, {}), defaults(RunSettings)
     *sections, field = path.split(".")
     inside = lacking
     for section in sections:
         inside = inside[section]
     del inside[field]
     assert completed(RunSettings, lacking) == full
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [("trust_ratio", (0.1, 0.1, 2)), ("fixed", (1.0, 10.0, 1)), ("quadratic", (1.0, 0.01, 5))],
+)
+def test_what_follows_another_field_is_written_down(step, expected):
+    config = defaults(RunSettings)
+    config["optimizer"]["name"] = "cg_fac"
+    config["optimizer"]["cg_fac"]["step"] = step
+    fields = ("learning_rate", "damping", "max_iterations")
+    assert tuple(getattr(read(RunSettings, config).optimizer.cg_fac, f) for f in fields) == expected
+    written = completed(RunSettings, config)["optimizer"]["cg_fac"]
+    assert tuple(written[field] for field in fields) == expected
+    config["optimizer"]["cg_fac"]["damping"] = 3.0
+    assert completed(RunSettings, config)["optimizer"]["cg_fac"]["damping"] == 3.0
+    assert read(RunSettings, config).optimizer.cg_fac.damping == 3.0
+
+
+def test_what_nothing_reads_is_at_its_default():
+    config = defaults(RunSettings)
+    config["optimizer"]["cg_fac"] |= {"step": "fixed", "damping": 3.0}
+    own = defaults(RunSettings)["optimizer"]["cg_fac"]
+    assert completed(RunSettings, config)["optimizer"]["cg_fac"] == own
+    config["optimizer"]["name"] = "cg_fac"
+    config["optimizer"]["cg_fac"] |= {"step": "trust_ratio", "kl_clip": 0.5}
+    written = completed(RunSettings, config)["optimizer"]["cg_fac"]
+    assert (written["damping"], written["kl_clip"]) == (3.0, own["kl_clip"])
+
+
+def test_what_follows_a_wrong_field_is_left_for_the_message():
+    config = defaults(RunSettings)
+    config["optimizer"]["name"] = "cg_fac"
+    config["optimizer"]["cg_fac"]["step"] = "fast"
+    written = completed(RunSettings, config)
+    assert written["optimizer"]["cg_fac"]["damping"] == 0
+    with pytest.raises(settings.SettingsError, match="step: expected .*got 'fast'"):
+        read(RunSettings, written)
 
 
 def test_what_is_unknown_is_left_for_the_message():

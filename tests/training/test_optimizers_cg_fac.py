@@ -166,8 +166,8 @@ def test_the_sample_is_taken_anew_now_and_then(tiny_config):
         ),
         ({"cg_fac.layers": "dense"}, r"cg_fac.layers: expected 'matrices' or 'all', got 'dense'"),
         (
-            {"cg_fac.curvature_interval": 0},
-            r"curvature_interval: expected an integer from 1.*got 0",
+            {"cg_fac.curvature_interval": -1},
+            r"curvature_interval: expected 0 or an integer from 1.*got -1",
         ),
         (
             {"cg_fac.step": "quadratic", "cg_fac.curvature_interval": 2},
@@ -175,7 +175,19 @@ def test_the_sample_is_taken_anew_now_and_then(tiny_config):
         ),
         (
             {"cg_fac.damping_interval": 5, "cg_fac.step": "fixed"},
-            r"damping_interval: expected 0.*got 5 with 'fixed'",
+            r"damping_interval: expected 0 with step='fixed'.*got 5; leave it.*'quadratic'",
+        ),
+        (
+            {"cg_fac.kl_clip": 0.01},
+            r"kl_clip: expected 0.003 with step='trust_ratio'.*got 0.01;.*'fixed' or 'quadratic'",
+        ),
+        (
+            {"cg_fac.kl_scope": "layers"},
+            r"kl_scope: expected 'network' with step='trust_ratio', which does not read it",
+        ),
+        (
+            {"cg_fac.step": "quadratic", "cg_fac.momentum": 0.5},
+            r"momentum: expected 0.9 with step='quadratic'.*got 0.5",
         ),
         (
             {"cg_fac.step": "trust_ratio", "cg_fac.learning_rate": 1.0},

@@ -11,7 +11,9 @@ import pytest
 
 from adder_flax import training
 from adder_flax.errors import NonFiniteLossError, RunError
+from adder_flax.experiment import as_config
 from adder_flax.experiments import common
+from adder_flax.settings import RunSettings, completed, read
 from adder_flax.training import (
     Trainer,
     build_run,
@@ -29,6 +31,10 @@ def other(config):
     return changed
 
 
+def written(config):
+    return as_config(completed(RunSettings, config.to_dict()))
+
+
 def checkpoint(workdir):
     (workdir / "checkpoints" / "4").mkdir(parents=True)
 
@@ -36,9 +42,9 @@ def checkpoint(workdir):
 def test_another_configuration_is_refused_once_there_is_a_checkpoint(tmp_path):
     config = common.deit("adder", "tiny")
     write_config(tmp_path, config)
-    assert read_config(tmp_path) == config
+    assert read_config(tmp_path) == written(config)
     write_config(tmp_path, other(config))  # a mistake, corrected
-    assert read_config(tmp_path) == other(config)
+    assert read_config(tmp_path) == written(other(config))
     checkpoint(tmp_path)
     for function in (open_workdir, write_config):
         with pytest.raises(RunError, match=r"optimizer.learning_rate: 0.123 there"):
@@ -52,10 +58,30 @@ def test_a_run_begun_before_a_setting_was_added_goes_on_with_its_default(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(fields))
     checkpoint(tmp_path)
     assert open_workdir(tmp_path, config) == tmp_path
-    assert read_config(tmp_path) == config
+    assert read_config(tmp_path) == written(config)
     config.data.repeats = 3
     with pytest.raises(RunError, match=r"\n  data.repeats: 1 there, 3 now\n"):
         open_workdir(tmp_path, config)
+
+
+def test_what_a_run_leaves_open_is_on_record_and_what_it_did_not_read_binds_nobody(tmp_path):
+    config = common.deit("adder", "tiny")
+    fields = json.loads(config.to_json())
+    own = fields["optimizer"]["cg_fac"]
+    # As a version wrote them that knew no values that follow, and read what nothing reads.
+    own |= {"learning_rate": 0.1, "damping": 0.1, "max_iterations": 2, "kl_clip": 0.5}
+    fields["optimizer"]["name"] = config.optimizer.name = "cg_fac"
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    checkpoint(tmp_path)
+    assert open_workdir(tmp_path, config) == tmp_path
+    assert read_config(tmp_path) == written(config)
+    read(RunSettings, read_config(tmp_path))
+    config.optimizer.cg_fac.damping = 0.2
+    with pytest.raises(RunError, match=r"\n  optimizer.cg_fac.damping: 0.1 there, 0.2 now\n"):
+        open_workdir(tmp_path, config)
+    write_config(tmp_path / "new", config)
+    stored = json.loads((tmp_path / "new" / "config.json").read_text())["optimizer"]["cg_fac"]
+    assert (stored["learning_rate"], stored["damping"], stored["max_iterations"]) == (0.1, 0.2, 2)
 
 
 def test_opening_writes_nothing(tmp_path):
@@ -127,7 +153,7 @@ def test_a_mistake_can_be_corrected_in_the_same_directory_and_no_row_is_lost(tin
     first = (tmp_path / "metrics.jsonl").read_text()
     config.optimizer.learning_rate = 0.01
     assert Trainer(build_run(config), open_workdir(tmp_path, config)).fit().step == 9
-    assert read_config(tmp_path) == config
+    assert read_config(tmp_path) == written(config)
     assert first
     assert (tmp_path / "metrics.jsonl.aside").read_text() == first
     log = (tmp_path / "metrics.jsonl").read_bytes() + b"no row\n"
