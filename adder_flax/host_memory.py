@@ -1,6 +1,7 @@
-"""How a process on a CPU keeps its memory between training steps."""
+"""How a process keeps its memory between training steps."""
 
 import ctypes
+import gc
 import platform
 from pathlib import Path
 
@@ -9,6 +10,22 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 
 # Of NVIDIA and AMD GPUs, and of TPUs.
 _ACCELERATORS = ("nvidia[0-9]*", "kfd", "accel[0-9]*", "vfio/[0-9]*")
+
+_NEW_OBJECTS = 100_000
+
+
+def collect_garbage_rarely() -> None:
+    """Makes Python look for cycles of unused objects once in 100,000 new ones, not in 700.
+
+    Imports and traces make a million objects, which stay, and each look passes over many of them:
+    0.3 s of the 8 s to the first step.
+
+    Example:
+      >>> collect_garbage_rarely()
+      >>> gc.get_threshold()[0]
+      100000
+    """
+    gc.set_threshold(_NEW_OBJECTS)
 
 
 def keep_freed_memory() -> bool:

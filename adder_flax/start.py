@@ -13,6 +13,7 @@ def main() -> None:
     start_time = time.monotonic()
     # Before there is a second thread, which waits for signals.
     host_memory.keep_freed_memory()
+    host_memory.collect_garbage_rarely()
     interrupt.end_at_signals()
     from adder_flax import environment, terminal
 

@@ -47,9 +47,7 @@ def params_by_path(build: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Any:
     """
 
     def make(keys: Iterator[PRNGKeyArray]) -> Any:
-        rngs = nnx.Rngs(0)
-        setattr(rngs, "default", _Given(keys))  # noqa: B010  streams are no declared attributes
-        return nnx.to_pure_dict(nnx.state(build(rngs), nnx.Param))
+        return nnx.to_pure_dict(nnx.state(build(rngs_of(keys)), nnx.Param))
 
     used = itertools.count()
     key = jax.random.key(seed)
@@ -63,6 +61,19 @@ def params_by_path(build: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Any:
             keys[index] = jax.random.fold_in(own, i)
     # Eager: one program of all parameters compiles for longer than it saves.
     return jax.tree.unflatten(jax.tree.structure(shapes), core.jaxpr_as_fun(closed)(*keys))
+
+
+def rngs_of(keys: Iterator[PRNGKeyArray]) -> nnx.Rngs:
+    """Returns a stream of given keys for whoever asks for one, whatever its name.
+
+    Example:
+      >>> rngs = rngs_of(itertools.repeat(jax.random.key(3)))
+      >>> bool(rngs.params() == rngs.dropout())
+      True
+    """
+    rngs = nnx.Rngs(0)
+    setattr(rngs, "default", _Given(keys))  # noqa: B010  streams are no declared attributes
+    return rngs
 
 
 class _Given(nnx.RngStream):

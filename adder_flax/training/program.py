@@ -4,6 +4,7 @@ A model without its parameters, shapes, and compiled functions.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from adder_flax.tasks import TASKS, Task
 from adder_flax.training import optimizers, sharding
 from adder_flax.training.attention_diagnostics import make_attention_diagnostics
 from adder_flax.training.curvature import CurvatureOptimizer, find_layers
+from adder_flax.training.initialization import rngs_of
 from adder_flax.training.step import (
     Hyper,
     Parts,
@@ -151,7 +153,7 @@ class Program:
 
     def __init__(self, shape: Shape, numbers: Hyper):
         self.shape = shape
-        model = nnx.eval_shape(functools.partial(self.build_model, numbers))
+        model = nnx.eval_shape(functools.partial(self._shape_of_model, numbers))
         self.facts = parameter_facts(model)
         self.graphdef, params = nnx.split(model, nnx.Param)
         params = nnx.to_pure_dict(params)
@@ -194,6 +196,11 @@ class Program:
         return self.shape.build(
             settings, self.task(numbers).example(), rngs=rngs or nnx.Rngs(int(numbers["seed"]))
         )
+
+    def _shape_of_model(self, numbers: Hyper) -> nnx.Module:
+        # One key for all: flax looks at its count of keys each time, which takes the longer the
+        # more has been traced.
+        return self.build_model(numbers, rngs_of(itertools.repeat(jax.random.key(0))))
 
     def learning_rate(self, numbers: Hyper) -> optax.Schedule:
         """Returns the schedule."""
