@@ -89,8 +89,11 @@ class Options:
       step: ``"quadratic"``: step length and momentum from a quadratic model in the new direction
         and the last step; ``"fixed"``: momentum and learning rate as given; ``"trust_ratio"``: each
         layer's new direction is brought to the size of its parameters, of which ``learning_rate``
-        is the share that a step changes, 0.03 say; ``kl_clip`` is not for it.
-      momentum: * for ``step="fixed"``; for ``"trust_ratio"`` new directions count 1 - momentum.
+        is the share that a step changes, 0.03 say; ``"rms"``: to a root mean square of
+        ``learning_rate``, 2e-3 say, and momentum comes before the solve. ``kl_clip`` is not for the
+        last two.
+      momentum: * of steps for ``step="fixed"``; for ``"trust_ratio"`` new directions count
+        1 - momentum; for ``"rms"`` Nesterov's, of the gradients.
       kl_clip: * κ; shortens steps with Δᵀ F Δ > κ, twice the change of the predictions in nats,
         before the learning rate scales them. None for none, which is for batches much larger than
         the layers: the curvature of a small one leaves directions in which it sees nothing, and the

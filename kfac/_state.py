@@ -25,7 +25,7 @@ class CGFacState(NamedTuple):
       damping_factor: what adaptation and refused steps have made of λ, as a factor of
         ``Options.damping``.
       averages: running averages of the curvature.
-      velocity: the last step.
+      velocity: the last step; with ``step="rms"`` the running sum of gradients.
       solution: last solution of the linear systems, where it is the warm start.
       stats: telemetry of the last step, see ``telemetry``.
     """

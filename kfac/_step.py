@@ -6,7 +6,7 @@ Its length, its momentum, and whether to take it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Vectors = dict[str, tuple[Array, ...]]  # block → its parameters, each with a leading lane axis
 
 
-STEPS = ("quadratic", "fixed", "trust_ratio")
+STEPS = ("quadratic", "fixed", "trust_ratio", "rms")
 _LEAST_WEIGHT = 1e-2
 """Root mean square that a block's parameters are taken for at least: what starts at zero must leave
 it."""
@@ -84,41 +84,75 @@ def fixed_step(
     return Proposal(delta, coefficients, model, scale, jnp.asarray(coherence, scale.dtype))
 
 
-def trust_ratio_step(
+def weight_norms(weights: Vectors) -> dict[str, Float[Array, ""]]:
+    """‖θ‖ of each block, at least that of parameters of ``_LEAST_WEIGHT``.
+
+    >>> norms = weight_norms({"fc": (jnp.array([[0.6, 0.8]]),), "new": (jnp.zeros((1, 4)),)})
+    >>> {name: round(float(norm), 3) for name, norm in norms.items()}
+    {'fc': 1.0, 'new': 0.02}
+    """
+    return {
+        name: jnp.maximum(
+            jnp.sqrt(lane_dot(vectors, vectors).sum()), _LEAST_WEIGHT * _root(vectors)
+        )
+        for name, vectors in weights.items()
+    }
+
+
+def unit_norms(like: Vectors) -> dict[str, float]:
+    """Norms of vectors whose root mean square is 1.
+
+    >>> unit_norms({"fc": (jnp.zeros((1, 4)),)})
+    {'fc': 2.0}
+    """
+    return {name: _root(vectors) for name, vectors in like.items()}
+
+
+def _root(vectors: tuple[Array, ...]) -> float:
+    return sum(leaf.size for leaf in vectors) ** 0.5
+
+
+def normalized_step(
     solved: dict[str, Solution],
     b: Vectors,
     gamma: dict[str, Array],
-    velocity: Vectors,
-    weights: Vectors,
+    norms: Mapping[str, float | Array],
     *,
     rate: Array,
-    momentum: float | Float[Array, ""],
+    velocity: Vectors | None = None,
+    momentum: float | Float[Array, ""] = 0.0,
 ) -> Proposal:
-    """Δ = μ·(last Δ) − (1 − μ) η r x, block by block, with r = ‖θ‖ / ‖x‖ for parameters θ.
+    """Δ = μ·(last Δ) − (1 − μ) η r x, block by block, with r = ``norms`` / ‖x‖.
 
-    So η is the share of its own size that a block changes by at most, whatever the scale of its
-    curvature; directions that change sign from step to step move it less, as with Adam. ‖θ‖ is at
-    least that of parameters of ``_LEAST_WEIGHT``. (You et al., 2017, arXiv:1708.03888, section 4,
-    with CG-FAC's direction in the place of the gradient.)
+    Whatever the scale of its curvature, a block then changes by η times its norm at most. With the
+    norms of the parameters and momentum μ of the steps this is ``"trust_ratio"``: η is a share, and
+    directions that change sign from one step to the next move a block less, as with Adam (You et
+    al., 2017, arXiv:1708.03888, section 4, with CG-FAC's direction in the place of the gradient).
+    With those of root mean square 1, and x of gradients with momentum, it is ``"rms"``: η is the
+    change of a parameter, as Muon's steps are scaled (Liu et al., 2025, arXiv:2502.16982).
+
+    Args:
+      solved: x of each block.
+      b, gamma: of the systems.
+      norms: of each block.
+      rate: η.
+      velocity: the last Δ; None for none.
+      momentum: μ.
 
     >>> from kfac._solver import Solution
     >>> x, weights = (jnp.array([[3.0, 4.0]]),), (jnp.array([[0.6, 0.8]]),)
     >>> zero = jnp.zeros(1)
     >>> solved = {"fc": Solution(x, iterations=zero, residual=zero, model=zero)}
-    >>> still, gamma = {"fc": (jnp.zeros((1, 2)),)}, {"fc": zero}
-    >>> step = trust_ratio_step(
-    ...     solved, {"fc": x}, gamma, still, {"fc": weights}, rate=jnp.array(0.1), momentum=0.0
-    ... )
+    >>> norms = weight_norms({"fc": weights})
+    >>> step = normalized_step(solved, {"fc": x}, {"fc": zero}, norms, rate=jnp.array(0.1))
     >>> [[round(change, 3) for change in lane] for lane in step.delta["fc"][0].tolist()]
     [[-0.06, -0.08]]
     """
     x: Vectors = {}
     slope = damped = jnp.zeros((), rate.dtype)
     for name, solution in solved.items():
-        norms = [jnp.sqrt(lane_dot(v, v).sum()) for v in (solution.x, weights[name])]
-        size = sum(leaf.size for leaf in jax.tree.leaves(solution.x))
-        least = jnp.maximum(norms[1], _LEAST_WEIGHT * size**0.5)
-        ratio = jnp.where(norms[0] > 0, least / jnp.where(norms[0] > 0, norms[0], 1), 0)
+        norm = jnp.sqrt(lane_dot(solution.x, solution.x).sum())
+        ratio = jnp.where(norm > 0, norms[name] / jnp.where(norm > 0, norm, 1), 0)
         x[name] = jax.tree.map(
             lambda leaf, ratio=ratio: (ratio * leaf).astype(leaf.dtype), solution.x
         )
@@ -127,7 +161,7 @@ def trust_ratio_step(
     share = jnp.asarray(momentum, rate.dtype)
     step = (1 - share) * rate
     model = -step * slope + 0.5 * step**2 * damped
-    delta = combine(-step, x, share, velocity)
+    delta = combine(-step, x, share, x if velocity is None else velocity)
     one = jnp.ones_like(model)
     return Proposal(delta, jnp.stack([step, share]), model, one, one)
 

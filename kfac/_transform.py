@@ -12,7 +12,7 @@ import optax
 from kfac import _systems as systems
 from kfac._blocks import Block
 from kfac._curvature import Curvature, Layers
-from kfac._options import Options
+from kfac._options import Options, is_zero
 from kfac._problem import Problem, from_vectors, pose, solve, to_vectors
 from kfac._solver import Solution
 from kfac._state import Averages, CGFacState, init_state
@@ -22,9 +22,11 @@ from kfac._step import (
     fisher_of,
     fixed_step,
     judge,
+    normalized_step,
     quadratic_forms,
     quadratic_step,
-    trust_ratio_step,
+    unit_norms,
+    weight_norms,
 )
 from kfac._systems import Form
 from kfac._trees import add, chosen, flatten, unflatten
@@ -97,7 +99,8 @@ def scale_by_cg_fac(
             return grads, state._replace(count=state.count + 1)
         curvature = _checked(layers, options, params, curvature, value, value_fn)
         owned = {name: curvature.layers.blocks[name] for name in names}
-        problem = pose(owned, grads, state, params, curvature, options)
+        sums, aims = _with_momentum(grads, state, options)
+        problem = pose(owned, aims, state, params, curvature, options)
         warm = to_vectors(owned, state.solution) if options.warm_start else None
         solved = solve(problem, warm, options)
         problem = _with_coherence(problem, solved, state, params, curvature, options)
@@ -117,7 +120,9 @@ def scale_by_cg_fac(
             damping_factor=state.damping_factor * verdict.growth,
             # One batch that is not finite would stay in the averages for ever.
             averages=chosen(finite, problem.averages, state.averages),
-            velocity=unflatten(taken, grads),
+            velocity=unflatten(taken, grads)
+            if sums is None
+            else jax.tree.map(lambda a: jnp.where(verdict.accept, a, 0), sums),
             solution=_solution(owned, solved, finite, grads)
             if options.warm_start
             else state.solution,
@@ -125,6 +130,23 @@ def scale_by_cg_fac(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _with_momentum(
+    grads: PyTree[Array], state: CGFacState, options: Options
+) -> tuple[PyTree[Array] | None, PyTree[Array]]:
+    """The sum of gradients that is kept, if any, and what systems are solved for.
+
+    Nesterov's look ahead, as Muon has it: gₜ + μ vₜ with vₜ = μ vₜ₋₁ + gₜ.
+    """
+    if options.step != "rms" or is_zero(options.momentum):
+        return None, grads
+
+    def followed(old: Array, grad: Array) -> Array:
+        return (grad + options.momentum * old).astype(old.dtype)
+
+    sums = jax.tree.map(followed, state.velocity, grads)
+    return sums, jax.tree.map(followed, sums, grads)
 
 
 def _owned(tree: PyTree[Array], layers: Layers) -> dict[str, Block]:
@@ -175,7 +197,7 @@ def _checked(
     if curvature.fresh is not None and options.step == "quadratic":
         raise ValueError(
             "step='quadratic' measures the curvature along each step: expected fresh curvature at "
-            "every step, got refresh=; use step='fixed' or 'trust_ratio', or drop refresh."
+            "every step, got refresh=; use another step, or drop refresh."
         )
     if options.measures_loss and (value is None or value_fn is None):
         raise ValueError(
@@ -197,20 +219,27 @@ def _propose(
     """The step that the options name."""
     rate = options.learning_rate
     rate = jnp.asarray(rate(state.count) if callable(rate) else rate, problem.damping.dtype)
-    shared = (solved, problem.b, problem.gamma, to_vectors(problem.owned, state.velocity))
+    shared = solved, problem.b, problem.gamma
+    if options.step == "rms":
+        return normalized_step(*shared, unit_norms(problem.b), rate=rate)
+    velocity = to_vectors(problem.owned, state.velocity)
     if options.step == "fixed":
         return fixed_step(
             *shared,
+            velocity,
             rate=rate,
             momentum=options.momentum,
             kl_clip=options.kl_clip,
             coherence=_coherence(problem.averages, options),
         )
     if options.step == "trust_ratio":
-        weights = to_vectors(problem.owned, params)
-        return trust_ratio_step(*shared, weights, rate=rate, momentum=options.momentum)
+        norms = weight_norms(to_vectors(problem.owned, params))
+        return normalized_step(
+            *shared, norms, rate=rate, velocity=velocity, momentum=options.momentum
+        )
     return quadratic_step(
         *shared,
+        velocity,
         groups=_exact_systems(problem, params, curvature),
         num_examples=curvature.num_examples,
         rate=rate,

@@ -36,7 +36,7 @@ class Declared(NamedTuple):
         always does, leaves its part out.
       only: another field of the class and the values with which this one is read: with others it
         stays at its default, or off.
-      follows: another field of the class and, by its values, what 0 stands for here.
+      follows: another field of the class and, by its values, what the default stands for here.
     """
 
     default: Any
@@ -80,17 +80,21 @@ def following(
     rule: Number | Integer,
     reason: str,
     *,
+    unset: str | int = 0,
     data: bool | Literal["if on"] = False,
+    only: tuple[str, tuple[str, ...]] | None = None,
 ) -> Any:
-    """Declares a field whose default, 0, stands for what another field of its class wants.
+    """Declares a field whose default stands for what another field of its class wants.
 
     Settings hold what it stands for, if their class calls `settle` once they are made.
 
     Args:
       other: the other field.
-      values: what 0 stands for, by the other field's value.
-      rule: what any other value has to be; not 0.
-      reason, data: as in `Declared`.
+      values: what the default stands for, by the other field's value.
+      rule: what any other value has to be; not the default.
+      reason: as in `Declared`.
+      unset: the default; a word where 0 has a meaning of its own.
+      data, only: as in `Declared`.
 
     >>> from adder_flax.settings import Choice, read
     >>> @dataclasses.dataclass(frozen=True)
@@ -109,15 +113,18 @@ def following(
     for name, value in values.items():
         names.setdefault(value, []).append(name)
     meant = ", ".join(f"{value} with {other} {' or '.join(of)}" for value, of in names.items())
-    default = 0 if isinstance(rule, Integer) else 0.0
+    default = float(unset) if unset == 0 and isinstance(rule, Number) else unset
     declared = Declared(
-        default, Or({0: None}, rule), f"{reason}; 0: {meant}", data, follows=(other, values)
+        *(default, Or({unset: None}, rule), f"{reason}; {unset}: {meant}"),
+        data=data,
+        only=only,
+        follows=(other, values),
     )
     return dataclasses.field(default=None, metadata={"declared": declared})
 
 
 def settle(made: Any) -> None:
-    """Puts what 0 stands for into new settings: see `following`."""
+    """Puts what defaults stand for into new settings: see `following`."""
     for field in dataclasses.fields(made):
         declared = field.metadata.get("declared")
         if declared and declared.follows and getattr(made, field.name) is None:
@@ -274,7 +281,7 @@ def completed(settings: type, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a configuration that leaves nothing to be told by a version of this library.
 
     What it lacks, as one of an earlier version does, has its declared default, as has what nothing
-    reads, and a 0 that stands for what another field wants gives way to that.
+    reads, and what stands for the wish of another field gives way to that.
 
     >>> from adder_flax.settings import RunSettings
     >>> full = completed(RunSettings, {"mesh": {"fsdp": 2}, "optimizer": {"name": "cg_fac"}})
@@ -297,12 +304,12 @@ def completed(settings: type, fields: Mapping[str, Any]) -> dict[str, Any]:
             full[field.name] = completed(nested, own)
     for field in dataclasses.fields(settings):
         declared = field.metadata.get("declared")
+        if declared and declared.only and full[declared.only[0]] not in declared.only[1]:
+            full[field.name] = declared.default
         if declared and declared.follows and _stands_for_another(declared, full[field.name]):
             other, values = declared.follows
             # Where the other one is wrong, a message is to name that.
             full[field.name] = values.get(full[other], declared.default)
-        if declared and declared.only and full[declared.only[0]] not in declared.only[1]:
-            full[field.name] = declared.default
     return full | {name: value for name, value in fields.items() if name not in full}
 
 
@@ -441,10 +448,12 @@ def _disagreements(made: Any, where: str) -> Iterator[str]:
 def _not_read(made: Any, field: dataclasses.Field, where: str) -> Iterator[str]:
     """Yields a message where a value was chosen that nothing reads."""
     declared, value = field.metadata["declared"], getattr(made, field.name)
-    if declared.only is None or value == field.default or not is_on(value):
+    if declared.only is None or not is_on(value):
         return
     other, readers = declared.only
-    if (chosen := getattr(made, other)) not in readers:
+    chosen = getattr(made, other)
+    usual = declared.follows[1][chosen] if declared.follows else field.default
+    if chosen not in readers and value != usual:
         yield (
             f"{where}.{field.name}: expected {shown(declared.default)} with {other}={chosen!r}, "
             f"which does not read it, got {shown(value)}; leave it, or set --{where}.{other} to "

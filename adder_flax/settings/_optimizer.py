@@ -14,10 +14,11 @@ _STEPS = Integer(0, 2**31 - 1)
 _MOST_OF_ITSELF = 0.5
 # What suits each kind of step: docs/cg_fac.md has how the first two were found; the last is
 # kfac.Options'.
-_RATES = {"trust_ratio": 0.1, "fixed": 1.0, "quadratic": 1.0}
-_DAMPINGS = {"trust_ratio": 0.1, "fixed": 10.0, "quadratic": 0.01}
-_ITERATIONS = {"trust_ratio": 2, "fixed": 1, "quadratic": 5}
-_INTERVALS = {"trust_ratio": 5, "fixed": 5, "quadratic": 1}
+_RATES = {"trust_ratio": 0.1, "rms": 2e-3, "fixed": 1.0, "quadratic": 1.0}
+_DAMPINGS = {"trust_ratio": 0.1, "rms": 0.03, "fixed": 10.0, "quadratic": 0.01}
+_ITERATIONS = {"trust_ratio": 2, "rms": 2, "fixed": 1, "quadratic": 5}
+_MOMENTA = {"trust_ratio": 0.9, "rms": 0.95, "fixed": 0.9, "quadratic": 0.9}
+_INTERVALS = {"trust_ratio": 5, "rms": 5, "fixed": 5, "quadratic": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +89,18 @@ class CgFacSettings:
     )
     step: str = setting(
         "trust_ratio",
-        Choice("trust_ratio", "fixed", "quadratic"),
-        "each layer's step the share learning_rate of its weights; momentum and kl_clip as they "
-        "are; by the model, for large batches",
+        Choice(*_RATES),
+        "each layer's step the share learning_rate of its weights; of that root mean square; "
+        "momentum and kl_clip as they are; by the model, for large batches",
     )
-    momentum: float = setting(
-        0.9, _DECAY, "of the steps", data=True, only=("step", ("fixed", "trust_ratio"))
+    momentum: float = following(
+        "step",
+        _MOMENTA,
+        _DECAY,
+        "of the steps, with rms of the gradients",
+        unset="auto",
+        data=True,
+        only=("step", ("trust_ratio", "rms", "fixed")),
     )
     kl_clip: float | None = setting(
         3e-3,
@@ -119,7 +126,7 @@ class CgFacSettings:
         if self.curvature_interval > 1 and every_step:
             yield (
                 f"{where}.curvature_interval: expected 1, or more with curvature='kron' and "
-                f"step='fixed' or 'trust_ratio', got {self.curvature_interval} with "
+                f"a step other than 'quadratic', got {self.curvature_interval} with "
                 f"{self.curvature!r} and {self.step!r}"
             )
         if self.solver == "dual" and self.curvature != "exact":

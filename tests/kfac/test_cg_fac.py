@@ -420,6 +420,44 @@ def test_a_trust_ratio_step_is_a_share_of_each_layers_own_size():
     )
 
 
+def test_an_rms_step_has_the_root_mean_square_that_was_asked_for():
+    """Along the solution for a gradient with Nesterov's momentum, in float64 NumPy."""
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    systems = dict(curvature="exact", solver="dense", damping=0.05, damping_scale="absolute")
+    optimizer = kfac.cg_fac(0.03, layers, step="rms", momentum=0.75, **systems)
+    plain, function = (
+        fixed(layers, **systems),
+        kfac.value_grad_and_curvature(network, has_aux=True, fisher="empirical"),
+    )
+    params, state = PARAMS, optimizer.init(PARAMS)
+
+    def joined(tree):
+        return [
+            np.vstack([tree["a"]["kernel"], tree["a"]["bias"]]),
+            np.asarray(tree["b"]["kernel"]),
+        ]
+
+    sizes = [np.sqrt(part.size) for part in joined(PARAMS)]
+    total = jax.tree.map(np.zeros_like, PARAMS)
+    for batch in range(3):
+        x = normal(20 + batch, 8, 3)
+        _, grads, curvature = function(params, x, LABELS)
+        total = jax.tree.map(lambda v, g: 0.75 * v + g, total, grads)
+        ahead = jax.tree.map(lambda v, g: 0.75 * v + g, total, grads)
+        solution, _ = plain.update(ahead, plain.init(params), params, curvature=curvature)
+        updates, state = optimizer.update(grads, state, params, curvature=curvature)
+        directions = zip(joined(updates), sizes, joined(solution), strict=True)
+        for got, size, direction in directions:
+            expected = 0.03 * size * direction / np.linalg.norm(direction)
+            np.testing.assert_allclose(got, expected, rtol=1e-7, atol=1e-12)
+        params = optax.apply_updates(params, updates)
+    broken = jax.tree.map(lambda g: g * jnp.nan, grads)
+    updates, state = optimizer.update(broken, state, params, curvature=curvature)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
+    velocity = kfac.find_state(state).velocity
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(velocity))
+
+
 def test_how_layers_add_up_is_averaged_and_kept_between_curvature_batches():
     layers = kfac.find_layers(network, PARAMS, X, LABELS)
     function = kfac.value_grad_and_curvature(network, has_aux=True, fisher="empirical")

@@ -142,7 +142,7 @@ def test_plans_stay_within_their_budget():
     ):
         kfac.plan(loss_fn, params, jnp.ones((512, 64)), overhead=1.2, step="quadratic")
     with pytest.raises(
-        ValueError, match="expected step to be one of quadratic, fixed, trust_ratio, got 'newton'"
+        ValueError, match="expected step to be one of quadratic, fixed, trust_ratio, .*got 'newton'"
     ):
         kfac.plan(loss_fn, params, jnp.ones((512, 64)), step="newton")
     with pytest.raises(ValueError, match="expected a loss with layers"):

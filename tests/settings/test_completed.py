@@ -27,13 +27,18 @@ def test_a_field_that_is_lacking_gets_its_default(path):
 
 @pytest.mark.parametrize(
     ("step", "expected"),
-    [("trust_ratio", (0.1, 0.1, 2)), ("fixed", (1.0, 10.0, 1)), ("quadratic", (1.0, 0.01, 5))],
+    [
+        ("rms", (2e-3, 0.03, 2, 0.95)),
+        ("trust_ratio", (0.1, 0.1, 2, 0.9)),
+        ("fixed", (1.0, 10.0, 1, 0.9)),
+        ("quadratic", (1.0, 0.01, 5, 0.9)),
+    ],
 )
 def test_what_follows_another_field_is_written_down(step, expected):
     config = defaults(RunSettings)
     config["optimizer"]["name"] = "cg_fac"
     config["optimizer"]["cg_fac"]["step"] = step
-    fields = ("learning_rate", "damping", "max_iterations")
+    fields = ("learning_rate", "damping", "max_iterations", "momentum")
     assert tuple(getattr(read(RunSettings, config).optimizer.cg_fac, f) for f in fields) == expected
     written = completed(RunSettings, config)["optimizer"]["cg_fac"]
     assert tuple(written[field] for field in fields) == expected
