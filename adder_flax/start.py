@@ -3,6 +3,7 @@
 Signals and output are seen to before anything slow is imported.
 """
 
+import sys
 import time
 
 from adder_flax import host_memory, interrupt
@@ -15,7 +16,10 @@ def main() -> None:
     host_memory.keep_freed_memory()
     host_memory.collect_garbage_rarely()
     interrupt.end_at_signals()
-    from adder_flax import environment, terminal
+    try:
+        from adder_flax import environment, terminal
+    except ImportError as error:
+        sys.exit(f"error: {error}")
 
     terminal.prepare()
     with terminal.messages():

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 from logging import LogRecord
 from typing import Any
 
-from absl import logging
-
 from adder_flax.errors import RunError, first_line
+from adder_flax.extras import needs
+
+with needs("train"):
+    from absl import logging
 
 CLOSED_PIPE = 141
 """Exit code of a Unix tool whose reader has gone: 128 + SIGPIPE."""

@@ -64,6 +64,13 @@ def test_what_is_not_there_is_named(experiment, message, run_main, tmp_path):
     assert message in done.stderr
 
 
+def test_without_its_libraries_it_is_one_message():
+    bare = [sys.executable, "-S", ROOT / "main.py", EXPERIMENT]  # no installed package is found
+    done = subprocess.run(bare, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == 'error: expected absl, got none; pip install "adder-flax[train]"\n'
+
+
 def test_train_then_eval(run_main, tmp_path):
     flags = [EXPERIMENT, f"--workdir={tmp_path}", *TINY_FLAGS]
     trained = run_main(*flags)
