@@ -80,7 +80,7 @@ def following(
     rule: Number | Integer,
     reason: str,
     *,
-    unset: str | int = 0,
+    unset: int = 0,
     data: bool | Literal["if on"] = False,
     only: tuple[str, tuple[str, ...]] | None = None,
 ) -> Any:
@@ -93,7 +93,7 @@ def following(
       values: what the default stands for, by the other field's value.
       rule: what any other value has to be; not the default.
       reason: as in `Declared`.
-      unset: the default; a word where 0 has a meaning of its own.
+      unset: the default; another number where 0 has a meaning of its own.
       data, only: as in `Declared`.
 
     >>> from adder_flax.settings import Choice, read
@@ -113,7 +113,7 @@ def following(
     for name, value in values.items():
         names.setdefault(value, []).append(name)
     meant = ", ".join(f"{value} with {other} {' or '.join(of)}" for value, of in names.items())
-    default = float(unset) if unset == 0 and isinstance(rule, Number) else unset
+    default = float(unset) if isinstance(rule, Number) else unset
     declared = Declared(
         *(default, Or({unset: None}, rule), f"{reason}; {unset}: {meant}"),
         data=data,

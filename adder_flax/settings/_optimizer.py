@@ -98,7 +98,7 @@ class CgFacSettings:
         _MOMENTA,
         _DECAY,
         "of the steps, with rms of the gradients",
-        unset="auto",
+        unset=-1,
         data=True,
         only=("step", ("trust_ratio", "rms", "fixed")),
     )

@@ -145,7 +145,7 @@ NONSENSE: dict[str, tuple[Any, ...]] = {
     "optimizer.cg_fac.damping": (-1, _NAN, _INF, 1e30),
     "optimizer.cg_fac.damping_interval": (-1, 0.5, _NAN),
     "optimizer.cg_fac.factor_decay": _DECAYS,
-    "optimizer.cg_fac.momentum": _DECAYS,
+    "optimizer.cg_fac.momentum": tuple(value for value in _DECAYS if value != -1),
     "optimizer.cg_fac.kl_clip": (-1e-4, _NAN, _INF),
     "optimizer.cg_fac.curvature": ("full", "", None),
     "optimizer.cg_fac.damping_scale": ("layer", "", None),

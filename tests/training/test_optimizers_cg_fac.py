@@ -186,8 +186,8 @@ def test_the_sample_is_taken_anew_now_and_then(tiny_config):
             r"kl_scope: expected 'network' with step='trust_ratio', which does not read it",
         ),
         (
-            {"cg_fac.step": "quadratic", "cg_fac.momentum": "0.5"},
-            r"momentum: expected 'auto' with step='quadratic'.*got 0.5",
+            {"cg_fac.step": "quadratic", "cg_fac.momentum": 0.5},
+            r"momentum: expected -1.0 with step='quadratic'.*got 0.5",
         ),
         (
             {"cg_fac.step": "trust_ratio", "cg_fac.learning_rate": 1.0},
