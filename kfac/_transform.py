@@ -114,15 +114,13 @@ def scale_by_cg_fac(
         verdict = _judge(
             finite, proposal, problem, state, change if options.measures_loss else None, options
         )
-        taken = {path: jnp.where(verdict.accept, d, 0) for path, d in delta.items()}
-        return unflatten({path: -d for path, d in taken.items()}, grads), CGFacState(
+        updates = unflatten({p: jnp.where(verdict.accept, -d, 0) for p, d in delta.items()}, grads)
+        return updates, CGFacState(
             count=state.count + 1,
             damping_factor=state.damping_factor * verdict.growth,
             # One batch that is not finite would stay in the averages for ever.
             averages=chosen(finite, problem.averages, state.averages),
-            velocity=unflatten(taken, grads)
-            if sums is None
-            else jax.tree.map(lambda a: jnp.where(verdict.accept, a, 0), sums),
+            velocity=_velocity(verdict, unflatten(delta, grads) if sums is None else sums),
             solution=_solution(owned, solved, finite, grads)
             if options.warm_start
             else state.solution,
@@ -147,6 +145,11 @@ def _with_momentum(
 
     sums = jax.tree.map(followed, state.velocity, grads)
     return sums, jax.tree.map(followed, sums, grads)
+
+
+def _velocity(verdict: Verdict, new: PyTree[Array]) -> PyTree[Array]:
+    """What momentum goes on from: nothing after a step that was refused."""
+    return jax.tree.map(lambda leaf: jnp.where(verdict.accept, leaf, 0), new)
 
 
 def _owned(tree: PyTree[Array], layers: Layers) -> dict[str, Block]:

@@ -17,6 +17,7 @@ from adder_flax.errors import RunError
 from adder_flax.extras import needs
 from adder_flax.settings import (
     CompareSettings,
+    OptimizerSettings,
     Options,
     Range,
     RunSettings,
@@ -253,7 +254,7 @@ def own_fields(config: Mapping[str, Any] | ConfigDict) -> dict[str, Any]:
     fields = with_defaults(flatten_config(config))
     # What is usual depends on who reads it.
     usual = with_defaults({path: fields[path] for path in _NAMES if path in fields})
-    usual["optimizer.name"] = with_defaults({})["optimizer.name"]
+    usual["optimizer.name"] = OptimizerSettings().name
     return {
         path: value
         for path, value in fields.items()

@@ -233,7 +233,10 @@ def join(kind: str, *classes: type) -> type:
         for f in fields.values()
     ]
     return dataclasses.make_dataclass(
-        f"{kind.title()}Options", declared, namespace={"faults": faults}, frozen=True
+        f"{kind.title()}Options",
+        declared,
+        namespace={"faults": faults, "__post_init__": settle},
+        frozen=True,
     )
 
 

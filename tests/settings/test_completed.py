@@ -1,5 +1,7 @@
 """Configurations of earlier versions get the defaults of what they lack, and nothing else."""
 
+import dataclasses
+
 import pytest
 
 from adder_flax import settings
@@ -78,3 +80,15 @@ def test_a_section_is_completed_by_the_class_of_its_name():
 
     found = completed(RunSettings, {"model": {"name": "seq2seq"}})
     assert found["model"].keys() == defaults(models.Seq2SeqSettings).keys()
+
+
+def test_joined_classes_settle_what_follows():
+    @dataclasses.dataclass(frozen=True)
+    class Pool:
+        kind: str = settings.setting("max", settings.Choice("max", "mean"), "of the tokens")
+        size: int = settings.following(
+            "kind", {"max": 2, "mean": 4}, settings.Integer(1, 9), "of a pool"
+        )
+
+    joined = settings.join("example", Pool)
+    assert (joined().size, joined(kind="mean").size, joined(size=3).size) == (2, 4, 3)
