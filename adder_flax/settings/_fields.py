@@ -299,7 +299,10 @@ def completed(settings: type, fields: Mapping[str, Any]) -> dict[str, Any]:
         elif field.metadata["inline"]:
             full |= completed(nested, fields)
         elif _is_unread(field, full):
-            full[field.name] = defaults(nested)
+            usual = defaults(nested)
+            # A field that is not known stays, so that a message is to name it.
+            more = {n: v for n, v in own.items() if n not in usual} if _is_mapping(own) else {}
+            full[field.name] = usual | more
         elif _is_mapping(own):
             among = field.metadata["among"]
             if among is not None and own.get("name") in among:

@@ -75,6 +75,14 @@ def test_what_is_unknown_is_left_for_the_message():
         read(RunSettings, completed(RunSettings, {"sed": 3}))
 
 
+def test_a_misspelt_field_is_named_even_where_nothing_would_read_it():
+    config = {"optimizer": {"name": "adamw", "cg_fac": {"dampng": 3}}}
+    with pytest.raises(
+        settings.SettingsError, match="cg_fac: expected no field 'dampng'; did you mean"
+    ):
+        read(RunSettings, completed(RunSettings, config))
+
+
 def test_a_section_is_completed_by_the_class_of_its_name():
     from adder_flax import models
 
