@@ -1,12 +1,13 @@
 """Optimizers side by side on one network: what each reaches, and what it takes to the baseline.
 
 AdamW, NAdamW, schedule-free AdamW, Muon, SOAP, KL-Shampoo, SGD with momentum, and CG-FAC, its
-steps a share of each layer's size or bounded by the change of predictions. Each is tuned by 20
-quasirandom trials of two numbers on validation images: its rate and its weight decay, or, of
-CG-FAC, the rate of what has no curvature and the share or the bound. Each is judged at the end of
-its own schedule, on the same batches and first weights, over six paired seeds. SOAP's and
-KL-Shampoo's decays are those of their papers. The target that steps, seconds and operations are
-counted to is the median of AdamW's validation scores at its end.
+steps a share of each layer's size, of one root mean square, or bounded by the change of
+predictions. Each is tuned by 20 quasirandom trials of two numbers on validation images: its rate
+and its weight decay, or, of CG-FAC, the rate of what has no curvature and that share, root mean
+square or bound. Each is judged at the end of its own schedule, on the same batches and first
+weights, over six paired seeds. SOAP's and KL-Shampoo's decays are those of their papers. The target
+that steps, seconds and operations are counted to is the median of AdamW's validation scores at its
+end.
 
 The argument after the colon is a mechanism and a data set, ``multiplicative,digits`` where nothing
 is given: the network, steps and validation split of experiments/compare_mechanisms.py; on
@@ -43,6 +44,11 @@ _OPTIMIZERS = {
     "kl_shampoo": _ADAM_LIKE | {"b2": 0.98},
     "sgd": {"learning_rate": ("log", 1e-2, 1.0), "weight_decay": ("log", 1e-5, 1e-2)},
     "cg_fac": {"learning_rate": _RATE, "cg_fac": {"learning_rate": ("log", 3e-3, 0.3)}},
+    "cg_fac_rms": {
+        "name": "cg_fac",
+        "learning_rate": _RATE,
+        "cg_fac": {"step": "rms", "learning_rate": _RATE},
+    },
     "cg_fac_clip": {
         "name": "cg_fac",
         "learning_rate": _RATE,
@@ -51,7 +57,7 @@ _OPTIMIZERS = {
 }
 # Points of the curves in which the target is looked for.
 _EVALUATIONS = 12
-# Of what trains on more than digits, so that the 234 trainings of a workload take hours, not days.
+# Of what trains on more than digits, so that the 260 trainings of a workload take hours, not days.
 _SMALL = {"width": 64, "depth": 4, "num_heads": 2}
 _LARGE = {"batch_size": 256, "eval_batch_size": 500, "num_epochs": 1.0}
 

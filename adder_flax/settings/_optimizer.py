@@ -18,7 +18,8 @@ _RATES = {"trust_ratio": 0.1, "rms": 2e-3, "fixed": 1.0, "quadratic": 1.0}
 _DAMPINGS = {"trust_ratio": 0.1, "rms": 0.03, "fixed": 10.0, "quadratic": 0.01}
 _ITERATIONS = {"trust_ratio": 2, "rms": 2, "fixed": 1, "quadratic": 5}
 _MOMENTA = {"trust_ratio": 0.9, "rms": 0.95, "fixed": 0.9, "quadratic": 0.9}
-_INTERVALS = {"trust_ratio": 5, "rms": 5, "fixed": 5, "quadratic": 1}
+_INTERVALS = {"trust_ratio": 5, "rms": 1, "fixed": 5, "quadratic": 1}
+_INVERSES = {"trust_ratio": 10, "rms": 5, "fixed": 10, "quadratic": 10}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +63,8 @@ class CgFacSettings:
         "one of so many examples gives curvature, in a pass of its own; 1: all, in the gradient's; "
         "0: for 'kron' as kfac.curvature_stride says, one of several where tokens are many",
     )
-    preconditioner_interval: int = setting(
-        10, _STEPS, "steps from one inverse to the next; 0 is off"
+    preconditioner_interval: int = following(
+        "step", _INVERSES, _STEPS, "steps from one inverse to the next, 0 is off", unset=-1
     )
     damping: float = following(
         "step",

@@ -242,7 +242,9 @@ class Program:
     def _initial_state(self, params: Any, numbers: Hyper) -> State:
         return init_state(params, optimizer=self.parts(numbers).optimizer, ema=self.shape.ema)
 
-    def _layers(self, numbers: Hyper, params: Any, stride: int | None) -> tuple[kfac.Layers, int]:
+    def _layers(
+        self, numbers: Hyper, params: Any, stride: int | None, rows_a_side: float
+    ) -> tuple[kfac.Layers, int]:
         task, key = self.task(numbers), jax.eval_shape(lambda: jax.random.key(0))
         loss = make_loss_fn(
             self.graphdef, task, put_numbers(self.shape.model_settings, numbers["model"])
@@ -256,7 +258,8 @@ class Program:
             return layers_of(size // stride), stride
         layers = layers_of(size)
         # Each device has examples of its own, of which it gives some.
-        found = kfac.curvature_stride(layers, size // sharding.num_batch_shards(self.shape.mesh))
+        shards = sharding.num_batch_shards(self.shape.mesh)
+        found = kfac.curvature_stride(layers, size // shards, rows_a_side)
         return layers if found == 1 else layers_of(size // found), found
 
 

@@ -153,6 +153,20 @@ def test_the_sample_is_taken_anew_now_and_then(tiny_config):
     np.testing.assert_allclose(weights, [first] * 3 + [decay * first + first], rtol=1e-5)
 
 
+@pytest.mark.parametrize(("interval", "rows"), [(10, 2.0), (5, 2.0), (1, 0.5)])
+def test_curvature_that_is_often_renewed_asks_fewer_examples(
+    interval, rows, tiny_config, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(
+        kfac, "curvature_stride", lambda layers, examples, least: asked.append(least) or 1
+    )
+    fields = {"model.depth": 1, "optimizer.cg_fac.curvature_interval": interval}
+    run = build_run(tiny_config("multiplicative", **FIELDS, **fields))
+    jax.eval_shape(run.init)
+    assert asked == [rows]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
