@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from adder_flax.compare import (
+    best_of_fewer,
     first_reaching,
     interquartile_mean,
     paired_difference,
@@ -73,3 +74,18 @@ def test_profiles_count_what_is_solved_within_a_factor():
     expected = {"a": [1, 1, 2, 2], "b": [1, 2, 2, 2], "c": [0, 0, 0, 1]}
     for name, solved in expected.items():
         np.testing.assert_allclose(profiles[name], np.array(solved) / 3)
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("trials", [1, 2, 3, 7])
+def test_the_best_of_fewer_trials_is_the_median_over_all_choices(trials, largest):
+    scores = [*np.random.default_rng(4).normal(size=6), -np.inf if largest else np.inf]
+    best = max if largest else min
+    of_each = sorted(
+        (best(chosen) for chosen in itertools.combinations(scores, trials)), reverse=not largest
+    )
+    found = best_of_fewer(scores, trials, largest=largest)
+    assert found == of_each[(len(of_each) - 1) // 2]
+    for count in (0, 8):
+        with pytest.raises(ValueError, match="expected 1 to 7 trials"):
+            best_of_fewer(scores, count, largest=largest)

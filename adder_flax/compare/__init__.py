@@ -18,6 +18,7 @@ from adder_flax.compare.slurm import read_options, supervise_on_slurm
 from adder_flax.paired import (
     LEAST_SEEDS,
     Difference,
+    best_of_fewer,
     first_reaching,
     interquartile_mean,
     paired_difference,
@@ -35,6 +36,7 @@ __all__ = [
     "Records",
     "StoppedError",
     "Tuning",
+    "best_of_fewer",
     "describe",
     "first_reaching",
     "interquartile_mean",

@@ -15,11 +15,14 @@ from adder_flax.compare.search import Tuning
 from adder_flax.paired import (
     LEAST_SEEDS,
     Difference,
+    best_of_fewer,
     first_reaching,
     interquartile_mean,
     paired_difference,
 )
 from adder_flax.text import si
+
+_FEWER_TRIALS = (1, 2, 4, 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Row:
     Attributes:
       arm: what it is.
       tuning: how its values were found.
+      trials: what its first trials scored on the validation split.
       records: of its final runs that are finished, by seed.
       scores: on the test split, in that order; that of a run which diverged is the worst.
       difference: to the baseline, on the seeds that both have; None for a baseline and where there
@@ -40,6 +44,7 @@ class Row:
 
     arm: Arm
     tuning: Tuning
+    trials: Sequence[float]
     records: Sequence[Record]
     scores: Sequence[float]
     difference: Difference | None
@@ -84,6 +89,7 @@ def rows_of(comparison: Comparison) -> list[Row]:
             Row(
                 arm,
                 comparison.tuning(arm),
+                comparison.trial_scores(arm),
                 records,
                 list(scores.values()),
                 difference,
@@ -340,7 +346,32 @@ def _tuned(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
         "times, beyond an edge of the range on which the best one lay."
     )
     head = ["arm", "trials", *fields, *(f"{field} tried" for field in fields), "best at the edge"]
-    return [Paragraph(what), Table(head, lines), *edges]
+    return [Paragraph(what), Table(head, lines), *edges, *_fewer_trials(comparison, rows)]
+
+
+def _fewer_trials(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
+    tried = [row for row in rows if len(row.trials) > 1]
+    if not tried:
+        return []
+    most = max(len(row.trials) for row in tried)
+    counts = [n for n in _FEWER_TRIALS if n < most] + [most]
+    lines = []
+    for row in tried:
+        found = (
+            best_of_fewer(row.trials, n, largest=comparison.best.largest)
+            for n in counts
+            if n <= len(row.trials)
+        )
+        lines.append([row.arm.name, *(f"{score:.4f}" for score in found)])
+    what = (
+        f"Validation {comparison.best.name} of the best of so many of these trials, in the median "
+        "over all choices of that many; those beyond an edge are left out."
+    )
+    return [
+        Heading(2, "What fewer trials would have found"),
+        Table(["arm", *(f"{n} trial{'s' if n > 1 else ''}" for n in counts)], lines),
+        Paragraph(what),
+    ]
 
 
 def _shown(value: Any) -> str:

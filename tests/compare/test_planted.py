@@ -63,6 +63,12 @@ def valley(optima):
     return score
 
 
+def first_trials(comparison):
+    arm = comparison.plan.arms["additive"]
+    points = comparison.tuning(arm).points[: comparison.plan.settings.trials]
+    return [cell for values in points for cell in comparison.tuning_cells(arm, values)]
+
+
 @pytest.mark.parametrize("extensions", [0, 3])
 def test_an_arm_that_lacks_the_better_half_of_the_grid_is_best_at_the_edge(extensions, tmp_path):
     """With nothing beyond the range; where it may grow, it does until the best lies inside."""
@@ -82,6 +88,11 @@ def test_an_arm_that_lacks_the_better_half_of_the_grid_is_best_at_the_edge(exten
     said = f"Best at the edge: {RATE} of additive; what lies beyond was not tried."
     assert (said in page) == (extensions == 0)
     assert page.count("Best at the edge") == page.count(said)
+    # The first trials alone: a third of the range in which the best one lies.
+    last = page.partition("## What fewer trials would have found")[2].partition("Validation")[0]
+    [line] = [line for line in last.splitlines() if line.startswith("| additive")]
+    of_first = max(valley({"additive": 3e-2})(cell) for cell in first_trials(comparison))
+    assert line.split(" | ")[-1] == f"{of_first:.4f} |"
     if extensions:
         additive = next(row for row in rows_of(comparison) if row.arm.name == "additive")
         assert 1.5e-2 < additive.tuning.best[RATE] < 6e-2
