@@ -3,13 +3,15 @@
 Its steps are a share of each layer's size by default; in the arms of the clip they are bounded by
 the change of the network's predictions (``step=fixed``).
 
-Nothing is tuned but AdamW, whose rate and decay are those that twenty trials of
-experiments/compare_optimizers.py found for multiplicative attention, or its experiment's own rate
-for the others. Six paired seeds.
+Nothing is tuned but AdamW, whose rate and decay are those that trials of
+experiments/compare_optimizers.py found for the workload; where there were none, its experiment's.
+Six paired seeds.
 
-The argument after the colon is a mechanism and a data set, as in experiments/compare_optimizers.py:
-``multiplicative,digits`` where nothing is given.
-Command: python main.py --mode=compare --config=experiments/compare_cg_fac.py [--workers=2]
+The argument after the colon is a workload of experiments/compare_optimizers.py, a mechanism and a
+data set, ``autoencoder`` or ``g2p``: ``multiplicative,digits`` where nothing is given.
+Commands:
+    python main.py --mode=compare --config=experiments/compare_cg_fac.py [--workers=2]
+    python main.py --mode=compare --config=experiments/compare_cg_fac.py:autoencoder
 """
 
 import ml_collections
@@ -17,7 +19,12 @@ import ml_collections
 from adder_flax import settings
 from adder_flax.experiments import compare_optimizers
 
-_TUNED_ADAMW = {"multiplicative": {"learning_rate": 6.325e-4, "weight_decay": 0.1}}
+_TUNED_ADAMW = {
+    "multiplicative,digits": {"learning_rate": 6.325e-4, "weight_decay": 0.1},
+    "multiplicative,fashion_mnist": {"learning_rate": 8.434e-3, "weight_decay": 0.1292},
+    "autoencoder": {"learning_rate": 5.886e-2, "weight_decay": 7.743e-2},
+    "g2p": {"learning_rate": 3.822e-2, "weight_decay": 3.594e-2},
+}
 _CLIP = compare_optimizers.CLIP
 
 
@@ -41,9 +48,9 @@ _ARMS = {
 
 def get_config(workload: str | None = None) -> ml_collections.ConfigDict:
     """Returns the comparison on a workload, ``multiplicative,digits`` unless given."""
+    workload = workload or "multiplicative,digits"
     config = compare_optimizers.get_config(workload)
-    mechanism = (workload or "multiplicative").partition(",")[0]
-    arms = {"AdamW": _TUNED_ADAMW.get(mechanism, {})}
+    arms = {"AdamW": _TUNED_ADAMW.get(workload, {})}
     arms |= {name: {"name": "cg_fac", "cg_fac": fields} for name, fields in _ARMS.items()}
     with config.unlocked():
         config.title = config.title.replace("Optimizers", "CG-FAC without trials", 1)
