@@ -114,8 +114,11 @@ def _finals(comparison: Comparison, arm: Arm) -> list[Record]:
 def _target(comparison: Comparison, baseline: Sequence[Record]) -> float | None:
     if comparison.plan.settings.target is not None:
         return comparison.plan.settings.target
-    scores = [record.validation[comparison.best.name] for record in baseline if not record.diverged]
-    return statistics.median(scores) if scores else None
+    name, largest = comparison.best
+    scores = [record.validation[name] for record in baseline if not record.diverged]
+    # The worse of two in the middle: a mean of them is one that half of the runs never reach.
+    middle = statistics.median_low if largest else statistics.median_high
+    return middle(scores) if scores else None
 
 
 def _reached(comparison: Comparison, record: Record, target: float | None) -> float | None:

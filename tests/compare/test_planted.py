@@ -98,6 +98,17 @@ def test_an_arm_that_lacks_the_better_half_of_the_grid_is_best_at_the_edge(exten
         assert 1.5e-2 < additive.tuning.best[RATE] < 6e-2
 
 
+def test_the_median_run_of_the_baseline_reaches_its_own_target(tmp_path):
+    """Of six runs a mean of the two in the middle would be out of reach for three."""
+    comparison = Comparison(make_config(factors=ARMS, baseline={"arm": "dot"}, seeds=6), tmp_path)
+    accuracies = [0.7, 0.3, 0.6, 0.4, 0.2, 0.5]
+    fill(comparison, lambda cell: accuracies[cell.seed])
+    [baseline, _] = rows_of(comparison)
+    assert baseline.target == 0.4
+    assert baseline.reached == [8, None, 8, 8, None, 8]
+    assert baseline.cost_to_target(lambda record: 1) == 8
+
+
 def test_of_identical_arms_every_interval_holds_zero(tmp_path):
     """Twenty comparisons: the runner gives paired seeds the same numbers, whatever they are."""
     same = {"arm": {"dot": {}, "again": {}}}
