@@ -3,11 +3,10 @@
 AdamW, NAdamW, schedule-free AdamW, Muon, SOAP, KL-Shampoo, SGD with momentum, and CG-FAC, its
 steps a share of each layer's size, of one root mean square, or bounded by the change of
 predictions. Each is tuned by 20 quasirandom trials of two numbers on validation images: its rate
-and its weight decay, or, of CG-FAC, the rate of what has no curvature and that share, root mean
-square or bound. Each is judged at the end of its own schedule, on the same batches and first
-weights, over six paired seeds. SOAP's and KL-Shampoo's decays are those of their papers. The target
-that steps, seconds and operations are counted to is the median of AdamW's validation scores at its
-end.
+and its weight decay, or, of CG-FAC's share or bound, that and the rate of what has no curvature.
+Each is judged at the end of its own schedule, on the same batches and first weights, over six
+paired seeds. SOAP's and KL-Shampoo's decays are those of their papers. The target that steps,
+seconds and operations are counted to is the median of AdamW's validation scores at its end.
 
 The argument after the colon is a mechanism and a data set, ``multiplicative,digits`` where nothing
 is given: the network, steps and validation split of experiments/compare_mechanisms.py; on
@@ -30,7 +29,8 @@ from adder_flax import settings
 from adder_flax.experiments import autoencoder, common, compare_g2p, compare_mechanisms
 
 _TRIALS = 20
-# Steps of the first six are of one size (Muon's are scaled to Adam's); SGD's have the gradient's.
+# Steps of those that take it are of one size, Muon's and CG-FAC's scaled to Adam's; SGD's have the
+# gradient's.
 _RATE = ("log", 2e-4, 2e-2)
 _ADAM_LIKE = {"learning_rate": _RATE, "weight_decay": ("log", 1e-3, 1.0)}
 # CG-FAC by the change of the network's predictions.
@@ -44,11 +44,7 @@ _OPTIMIZERS = {
     "kl_shampoo": _ADAM_LIKE | {"b2": 0.98},
     "sgd": {"learning_rate": ("log", 1e-2, 1.0), "weight_decay": ("log", 1e-5, 1e-2)},
     "cg_fac": {"learning_rate": _RATE, "cg_fac": {"learning_rate": ("log", 3e-3, 0.3)}},
-    "cg_fac_rms": {
-        "name": "cg_fac",
-        "learning_rate": _RATE,
-        "cg_fac": {"step": "rms", "learning_rate": _RATE},
-    },
+    "cg_fac_rms": _ADAM_LIKE | {"name": "cg_fac", "cg_fac": {"step": "rms"}},
     "cg_fac_clip": {
         "name": "cg_fac",
         "learning_rate": _RATE,

@@ -14,7 +14,7 @@ _STEPS = Integer(0, 2**31 - 1)
 _MOST_OF_ITSELF = 0.5
 # What suits each kind of step: docs/cg_fac.md has how the first two were found; the last is
 # kfac.Options'.
-_RATES = {"trust_ratio": 0.1, "rms": 2e-3, "fixed": 1.0, "quadratic": 1.0}
+_RATES = {"trust_ratio": 0.1, "rms": 0.2, "fixed": 1.0, "quadratic": 1.0}
 _DAMPINGS = {"trust_ratio": 0.1, "rms": 0.03, "fixed": 10.0, "quadratic": 0.01}
 _ITERATIONS = {"trust_ratio": 2, "rms": 2, "fixed": 1, "quadratic": 5}
 _MOMENTA = {"trust_ratio": 0.9, "rms": 0.95, "fixed": 0.9, "quadratic": 0.9}
@@ -33,7 +33,7 @@ class CgFacSettings:
         "step",
         _RATES,
         Number(0, 1e6, "(]"),
-        "factor of the steps, which follow the schedule relative to its peak",
+        "factor of the steps, which follow the schedule relative to its peak, or itself with rms",
         data=True,
     )
     layers: str = setting(
@@ -91,7 +91,7 @@ class CgFacSettings:
     step: str = setting(
         "trust_ratio",
         Choice(*_RATES),
-        "each layer's step the share learning_rate of its weights; of that root mean square; "
+        "each layer's step the share learning_rate of its weights; of the size of Muon's; "
         "momentum and kl_clip as they are; by the model, for large batches",
     )
     momentum: float = following(

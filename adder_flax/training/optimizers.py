@@ -246,12 +246,16 @@ def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
 
     Scores' own parameters, and by default norms and embeddings.
 
-    Its steps follow the run's schedule, relative to the peak, times ``cg_fac.learning_rate``.
+    Its steps follow the run's schedule, relative to the peak, times ``cg_fac.learning_rate``. Those
+    of a root mean square follow the schedule itself: AdamW's rates suit them, as they do Muon's
+    (Liu et al., 2025, arXiv:2502.16982).
+
     Clipping by norm is for AdamW's share alone: a solution of linear systems has a scale of its
     own, which ``cg_fac.kl_clip`` bounds.
     """
     c, options = spec.settings, dict(vars(spec.settings.cg_fac))
     rate, chosen = options.pop("learning_rate"), options.pop("layers")
+    peak = 1.0 if options["step"] == "rms" else c.learning_rate
     interval = options.pop("curvature_interval")
     stride = options.pop("curvature_stride")
     if stride is None and options["curvature"] != "kron":
@@ -267,7 +271,7 @@ def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
         )
     try:
         transformation = kfac.cg_fac(
-            lambda count: rate * spec.learning_rate(count) / c.learning_rate,
+            lambda count: rate * spec.learning_rate(count) / peak,
             layers,
             **options,
             weight_decay=c.weight_decay,

@@ -30,7 +30,7 @@ def test_a_field_that_is_lacking_gets_its_default(path):
 @pytest.mark.parametrize(
     ("step", "expected"),
     [
-        ("rms", (2e-3, 0.03, 2, 0.95)),
+        ("rms", (0.2, 0.03, 2, 0.95)),
         ("trust_ratio", (0.1, 0.1, 2, 0.9)),
         ("fixed", (1.0, 10.0, 1, 0.9)),
         ("quadratic", (1.0, 0.01, 5, 0.9)),
