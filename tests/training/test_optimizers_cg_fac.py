@@ -153,6 +153,19 @@ def test_the_sample_is_taken_anew_now_and_then(tiny_config):
     np.testing.assert_allclose(weights, [first] * 3 + [decay * first + first], rtol=1e-5)
 
 
+def test_steps_of_a_root_mean_square_are_a_fifth_of_the_rate(tiny_config):
+    """As Muon's, so that one rate suits all parameters."""
+    chosen = {"learning_rate": 0.04, "warmup_epochs": 0.0, "weight_decay": 0.0, "cg_fac.step": "rms"}
+    fields = FIELDS | {"model.depth": 1} | {f"optimizer.{n}": value for n, value in chosen.items()}
+    run = build_run(tiny_config("multiplicative", **fields))
+    before = jax.device_get(run.init())
+    after, _ = train(run, run.init(), 0, 1)
+    moved = jax.tree.map(lambda a, b: np.asarray(a) - b, after["params"], before["params"])
+    for layer in (moved["blocks"][0]["mlp"]["fc1"], moved["head"]):
+        steps = np.concatenate([layer["kernel"].ravel(), layer["bias"].ravel()])
+        np.testing.assert_allclose(np.sqrt(np.mean(steps**2)), 0.2 * 0.04, rtol=1e-3)
+
+
 @pytest.mark.parametrize(("interval", "rows"), [(10, 2.0), (5, 2.0), (1, 0.5)])
 def test_curvature_that_is_often_renewed_asks_fewer_examples(
     interval, rows, tiny_config, monkeypatch
