@@ -43,9 +43,10 @@ import optax
 from flax import nnx
 
 import kfac
+from adder_flax.attention import LAYER_NORM_EPSILON
 from adder_flax.counting import count_operations
 from adder_flax.experiments import common
-from adder_flax.layers import LAYER_NORM_EPSILON, Linear, image_to_patches
+from adder_flax.layers import Linear, image_to_patches
 from adder_flax.models import VisionTransformer
 from benchmarks.timing import measure
 
@@ -261,7 +262,7 @@ def cg_fac(problem: Problem, damping: float, kl_clip: float) -> Runner:
     """CG-FAC, Monte Carlo Fisher matrix."""
     x, labels = (a[:BATCH_SIZE] for a in problem.data)
     layers = kfac.find_layers(problem.loss_fn, problem.init(0), x, labels)
-    fixed = dict(fisher="mc", max_iterations=10, preconditioner_interval=2, factor_decay=0.9)
+    fixed = dict(fisher="mc", max_iterations=2, preconditioner_interval=1, factor_decay=0.9)
     optimizer = kfac.cg_fac(1.0, layers, damping=damping, kl_clip=kl_clip, **fixed)
     function = kfac.value_grad_and_curvature(
         problem.loss_fn, likelihood=problem.likelihood, has_aux=True
