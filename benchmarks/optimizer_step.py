@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import ml_collections
 
-from adder_flax import ops
+from adder_flax import ops, settings
 from adder_flax.experiments import common
 from benchmarks.timing import measure
 from benchmarks.train_step import NO_AUGMENTATION, jax_step
@@ -42,8 +42,10 @@ def with_fields(config: ml_collections.ConfigDict, variant: str) -> ml_collectio
 
 def window_of(config: ml_collections.ConfigDict) -> int:
     """Returns the steps from one at which all is renewed to the next such."""
-    optimizer, cg_fac = config.optimizer, config.optimizer.cg_fac
+    # As read: what follows the step of CG-FAC has its value.
+    optimizer = settings.read(settings.OptimizerSettings, config.optimizer)
     if optimizer.name == "cg_fac":
+        cg_fac = optimizer.cg_fac
         return math.lcm(cg_fac.curvature_interval, max(cg_fac.preconditioner_interval, 1))
     return optimizer.basis_interval if optimizer.name in ("soap", "kl_shampoo") else 2
 

@@ -1,9 +1,12 @@
-"""Every benchmark can be started: what it imports is where it says."""
+"""Every benchmark can be started, and times whole windows of steps."""
 
 import importlib
 from pathlib import Path
 
 import pytest
+
+from adder_flax.experiments import common
+from benchmarks.optimizer_step import window_of, with_fields
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -17,3 +20,20 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 )
 def test_a_benchmark_can_be_imported(module):
     importlib.import_module(module)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "steps"),
+    [
+        ("adamw", "", 2),
+        ("soap", "", 10),
+        ("cg_fac", "", 10),
+        ("cg_fac", "step=rms", 5),
+        ("cg_fac", "step=rms curvature_interval=3", 15),
+        ("cg_fac", "preconditioner_interval=0", 5),
+    ],
+)
+def test_a_window_is_of_the_steps_until_all_is_renewed(name, variant, steps):
+    config = common.deit("multiplicative", "tiny")
+    config.optimizer.name = name
+    assert window_of(with_fields(config, variant)) == steps

@@ -141,7 +141,7 @@ NONSENSE: dict[str, tuple[Any, ...]] = {
     "optimizer.cg_fac.max_iterations": (-1, 1.5, 10**9, _NAN),
     "optimizer.cg_fac.curvature_interval": (-5, 2.5, 2**31),
     "optimizer.cg_fac.curvature_stride": (-2, 1.5, 10**9),
-    "optimizer.cg_fac.preconditioner_interval": (-1, 0.5, 2**31),
+    "optimizer.cg_fac.preconditioner_interval": (-2, 0.5, 2**31),
     "optimizer.cg_fac.damping": (-1, _NAN, _INF, 1e30),
     "optimizer.cg_fac.damping_interval": (-1, 0.5, _NAN),
     "optimizer.cg_fac.factor_decay": _DECAYS,

@@ -155,7 +155,12 @@ def test_the_sample_is_taken_anew_now_and_then(tiny_config):
 
 def test_steps_of_a_root_mean_square_are_a_fifth_of_the_rate(tiny_config):
     """As Muon's, so that one rate suits all parameters."""
-    chosen = {"learning_rate": 0.04, "warmup_epochs": 0.0, "weight_decay": 0.0, "cg_fac.step": "rms"}
+    chosen = {
+        "learning_rate": 0.04,
+        "warmup_epochs": 0.0,
+        "weight_decay": 0.0,
+        "cg_fac.step": "rms",
+    }
     fields = FIELDS | {"model.depth": 1} | {f"optimizer.{n}": value for n, value in chosen.items()}
     run = build_run(tiny_config("multiplicative", **fields))
     before = jax.device_get(run.init())
