@@ -397,8 +397,8 @@ it is below, and is not decided if it holds zero, as with one seed it always doe
 _CONTESTS = """## Second order and accuracy
 
 *The Brownian motion in the transformer model*, section 3.3: "the second-order method is not only for fast convergence, but is
-also for the high accuracy". That is a claim on where runs end, decided by comparisons: accuracy on the test images at the end
-of each one's own schedule, paired seeds. It holds where the interval of the difference is above zero and p at most 0.05."""  # noqa: E501 - lines of another language
+also for the high accuracy". That is a claim on where runs end, decided by comparisons: accuracy on the test images, in spelling the
+share of phonemes that are right, at the end of each one's own schedule, paired seeds. It holds where the interval of the difference is above zero and p at most 0.05."""  # noqa: E501 - lines of another language
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -8,13 +8,18 @@ it is decided by comparisons, not by the report of one model.
 import csv
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from adder_flax.paired import Difference, paired_difference
 from adder_flax.report._study import DOES_NOT_HOLD, HOLDS, NOT_DECIDED
 
 _LEVEL = 0.05
+# Where runs end, by the column that says it: what is right, of images or of phonemes.
+_RIGHT: dict[str, Callable[[float], float]] = {
+    "test_accuracy": lambda accuracy: accuracy,
+    "test_phoneme_error_rate": lambda wrong: 1 - wrong,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +29,8 @@ class Contest:
     Attributes:
       folder: the comparison's results.
       second, first: arms of it.
-      scores: accuracies on the test split of the two, at the end of each one's schedule.
+      scores: accuracies on the test split of the two, at the end of each one's schedule; of
+        phonemes the share that is right.
       steps: of a run.
       reached: steps in which the second-order arm was at the median of the first-order one's
         validation scores at the end, of each seed; None where it never was.
@@ -71,9 +77,10 @@ def read_contest(folder: str | Path, second: str, first: str) -> Contest:
     with path.open(encoding="utf-8") as file:
         reader = csv.DictReader(file)
         rows = list(reader)
-        [arm, *_] = reader.fieldnames or [""]
-        if "test_accuracy" not in (reader.fieldnames or ()):
-            raise ValueError(f"expected runs with a test_accuracy in {path}")
+        [arm, *columns] = reader.fieldnames or [""]
+        column = next((name for name in _RIGHT if name in columns), None)
+        if column is None:
+            raise ValueError(f"expected runs with a {' or a '.join(_RIGHT)} in {path}")
     runs = [{int(row["seed"]): row for row in rows if row[arm] == name} for name in (second, first)]
     seeds = sorted(runs[0].keys() & runs[1].keys())
     if not seeds:
@@ -87,8 +94,8 @@ def read_contest(folder: str | Path, second: str, first: str) -> Contest:
         second,
         first,
         (
-            [float(row["test_accuracy"]) for row in ours],
-            [float(row["test_accuracy"]) for row in theirs],
+            [_RIGHT[column](float(row[column])) for row in ours],
+            [_RIGHT[column](float(row[column])) for row in theirs],
         ),
         int(ours[0]["steps"]),
         [int(row["steps_to_target"]) if row["steps_to_target"] else None for row in ours],

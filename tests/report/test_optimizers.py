@@ -62,6 +62,15 @@ def test_an_end_that_most_seeds_do_not_reach(write_runs):
     assert contest.verdict == "not decided"
 
 
+def test_of_phonemes_the_share_that_is_right_counts(write_runs):
+    fewer = [wrong - 0.1 for wrong in FIRST]
+    folder = write_runs(fewer, FIRST, [1] * 6, "test_phoneme_error_rate")
+    contest = read_contest(folder, "cg", "adam")
+    assert contest.difference.mean == pytest.approx(0.1)
+    assert contest.scores[0] == pytest.approx([1 - wrong for wrong in fewer])
+    assert contest.verdict == "holds"
+
+
 def test_the_page_shows_them(write_runs, make_run, tmp_path):  # noqa: F811 - the fixture
     contest = read_contest(write_runs(FIRST, FIRST, [1] * 6), "cg", "adam")
     out = tmp_path / "claims.md"
