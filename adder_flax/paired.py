@@ -1,6 +1,6 @@
 """What paired seeds say about a difference, fewer trials find, and how soon a target is reached.
 
-All by SciPy.
+Tests and intervals are SciPy's.
 """
 
 import dataclasses
@@ -118,8 +118,8 @@ def first_reaching(
 def best_of_fewer(scores: Sequence[float], trials: int, *, largest: bool) -> float:
     """Returns what the best of some trials scores, in the median over all choices of that many.
 
-    Source: Dodge et al., "Show your work", 2019, section 3, whose mean would be that of the trials
-    which diverged.
+    Source: Dodge et al., "Show your work", 2019, section 3, with the median in place of the mean,
+    which one trial that diverged would make infinite.
 
     Args:
       scores: of all trials that were made.

@@ -17,7 +17,7 @@ Commands:
 import ml_collections
 
 from adder_flax import settings
-from adder_flax.experiments import compare_optimizers
+from adder_flax.experiments import common, compare_optimizers
 
 _TUNED_ADAMW = {
     "multiplicative,digits": {"learning_rate": 6.325e-4, "weight_decay": 0.1},
@@ -48,7 +48,8 @@ _ARMS = {
 
 def get_config(workload: str | None = None) -> ml_collections.ConfigDict:
     """Returns the comparison on a workload, ``multiplicative,digits`` unless given."""
-    workload = workload or "multiplicative,digits"
+    workload = workload or "multiplicative"
+    workload += ",digits" if workload in common.MECHANISMS else ""
     config = compare_optimizers.get_config(workload)
     arms = {"AdamW": _TUNED_ADAMW.get(workload, {})}
     arms |= {name: {"name": "cg_fac", "cg_fac": fields} for name, fields in _ARMS.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ from kfac._trees import add, chosen, flatten, unflatten
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree
+
+    from kfac._trees import Flat
 
 
 def scale_by_cg_fac(
@@ -99,35 +102,45 @@ def scale_by_cg_fac(
             return grads, state._replace(count=state.count + 1)
         curvature = _checked(layers, options, params, curvature, value, value_fn)
         owned = {name: curvature.layers.blocks[name] for name in names}
-        sums, aims = _with_momentum(grads, state, options)
-        problem = pose(owned, aims, state, params, curvature, options)
-        warm = to_vectors(owned, state.solution) if options.warm_start else None
-        solved = solve(problem, warm, options)
-        problem = _with_coherence(problem, solved, state, params, curvature, options)
-        proposal = _propose(problem, solved, state, params, curvature, options)
-        delta = from_vectors(owned, proposal.delta, flatten(grads))
-        finite = jnp.all(jnp.stack([jnp.isfinite(d).all() for d in delta.values()]))
 
-        def change() -> Array:  # whose arguments `_checked` looked for
+        def change(delta: Flat) -> Array:  # whose arguments `_checked` looked for
             return value_fn(add(params, delta)) - value  # pyright: ignore[reportOperatorIssue, reportOptionalCall]
 
-        verdict = _judge(
-            finite, proposal, problem, state, change if options.measures_loss else None, options
-        )
-        updates = unflatten({p: jnp.where(verdict.accept, -d, 0) for p, d in delta.items()}, grads)
-        return updates, CGFacState(
-            count=state.count + 1,
-            damping_factor=state.damping_factor * verdict.growth,
-            # One batch that is not finite would stay in the averages for ever.
-            averages=chosen(finite, problem.averages, state.averages),
-            velocity=_velocity(verdict, unflatten(delta, grads) if sums is None else sums),
-            solution=_solution(owned, solved, finite, grads)
-            if options.warm_start
-            else state.solution,
-            stats=_stats(problem, solved, proposal, verdict, state),
-        )
+        return _step(owned, grads, state, params, curvature, change, options)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _step(
+    owned: dict[str, Block],
+    grads: PyTree[Array],
+    state: CGFacState,
+    params: PyTree[Array],
+    curvature: Curvature,
+    change: Callable[[Flat], Array],
+    options: Options,
+) -> tuple[PyTree[Array], CGFacState]:
+    """The updates and the state after them; ``change`` tells what a step does to the loss."""
+    sums, aims = _with_momentum(grads, state, options)
+    problem = pose(owned, aims, state, params, curvature, options)
+    warm = to_vectors(owned, state.solution) if options.warm_start else None
+    solved = solve(problem, warm, options)
+    problem = _with_coherence(problem, solved, state, params, curvature, options)
+    proposal = _propose(problem, solved, state, params, curvature, options)
+    delta = from_vectors(owned, proposal.delta, flatten(grads))
+    finite = jnp.all(jnp.stack([jnp.isfinite(d).all() for d in delta.values()]))
+    measured = functools.partial(change, delta) if options.measures_loss else None
+    verdict = _judge(finite, proposal, problem, state, measured, options)
+    updates = unflatten({p: jnp.where(verdict.accept, -d, 0) for p, d in delta.items()}, grads)
+    return updates, CGFacState(
+        count=state.count + 1,
+        damping_factor=state.damping_factor * verdict.growth,
+        # One batch that is not finite would stay in the averages for ever.
+        averages=chosen(finite, problem.averages, state.averages),
+        velocity=_velocity(verdict, unflatten(delta, grads) if sums is None else sums),
+        solution=_solution(owned, solved, finite, grads) if options.warm_start else state.solution,
+        stats=_stats(problem, solved, proposal, verdict, state),
+    )
 
 
 def _with_momentum(

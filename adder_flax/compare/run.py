@@ -107,20 +107,18 @@ class Comparison:
         wanted = [cell for values in tuning.missing for cell in self.tuning_cells(arm, values)]
         return [cell for cell in wanted or self.final_cells(arm) if self.records.get(cell) is None]
 
-    def trial_scores(self, arm: Arm) -> list[float]:
+    def trial_scores(self, arm: Arm, tuning: search.Tuning) -> list[float]:
         """Returns what an arm scored in its first trials, before any beyond an edge.
 
         None of them before all are made. A trial is its mean over the tuning seeds; where one of
         them diverged, the worst.
         """
-        first = self.tuning(arm).points[: self.plan.settings.trials] if arm.space else ()
-        known = [score for values in first if (score := self._score(arm, values)) is not None]
+        first = tuning.points[: tuning.first] if arm.space else ()
+        scores = [score[0] for values in first if (score := self._score(arm, values))]
+        if len(scores) < len(first):
+            return []
         sign = 1 if self.best.largest else -1
-        return (
-            [sign * s if math.isfinite(s) else self.worst() for s, *_ in known]
-            if len(known) == len(first)
-            else []
-        )
+        return [sign * score if math.isfinite(score) else self.worst() for score in scores]
 
     def worst(self) -> float:
         """Returns the score that a run which is no longer finite is given."""

@@ -25,6 +25,7 @@ class Tuning:
       best: of all; None as long as one is missing.
       edges: fields of which the best value is the outermost that was tried.
       extensions: how often points were added beyond an edge.
+      first: how many of the points were there before any was added.
     """
 
     points: tuple[Values, ...]
@@ -32,6 +33,7 @@ class Tuning:
     best: Values | None
     edges: tuple[str, ...] = ()
     extensions: int = 0
+    first: int = 1
 
 
 def unfold(
@@ -64,12 +66,12 @@ def unfold(
     """
     ranges = dict(space)
     points = tuple(point for point in _first(ranges, trials) if allowed(point))
-    done = 0
+    done, first = 0, len(points)
     while True:
         scores = {point: known for point in points if (known := score(point)) is not None}
         missing = tuple(point for point in points if point not in scores)
         if missing:
-            return Tuning(points, missing, None, (), done)
+            return Tuning(points, missing, None, (), done, first)
         best = max(points, key=scores.__getitem__)
         edges = {path: side for path in space if (side := _edge(path, ranges[path], best, points))}
         added = (
@@ -77,7 +79,7 @@ def unfold(
         )
         added = tuple(point for point in added if point not in scores and allowed(point))
         if not added:
-            return Tuning(points, (), best, tuple(edges), done)
+            return Tuning(points, (), best, tuple(edges), done, first)
         points, done = points + added, done + 1
 
 

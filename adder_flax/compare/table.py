@@ -85,11 +85,12 @@ def rows_of(comparison: Comparison) -> list[Row]:
             if both:
                 difference = paired_difference([scores[s] for s in both], [others[s] for s in both])
         reached = [_reached(comparison, record, target) for record in records]
+        tuning = comparison.tuning(arm)
         rows.append(
             Row(
                 arm,
-                comparison.tuning(arm),
-                comparison.trial_scores(arm),
+                tuning,
+                comparison.trial_scores(arm, tuning),
                 records,
                 list(scores.values()),
                 difference,

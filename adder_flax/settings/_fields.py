@@ -298,12 +298,11 @@ def completed(settings: type, fields: Mapping[str, Any]) -> dict[str, Any]:
             full[field.name] = fields.get(field.name, field.metadata["declared"].default)
         elif field.metadata["inline"]:
             full |= completed(nested, fields)
+        elif not _is_mapping(own):
+            continue  # it stays as it is, for the message, as fields do that are not known
         elif _is_unread(field, full):
-            usual = defaults(nested)
-            # A field that is not known stays, so that a message is to name it.
-            more = {n: v for n, v in own.items() if n not in usual} if _is_mapping(own) else {}
-            full[field.name] = usual | more
-        elif _is_mapping(own):
+            full[field.name] = dict(own.items()) | defaults(nested)
+        else:
             among = field.metadata["among"]
             if among is not None and own.get("name") in among:
                 nested = among.get(own["name"])

@@ -85,3 +85,12 @@ def test_a_short_list_is_tried_whole_and_its_ends_are_edges_if_they_are_numbers(
         {"name": OneOf(("adamw", "sgd"))}, 8, 3, lambda values: (values["name"] == "sgd",)
     )
     assert (names.best["name"], names.edges) == ("sgd", ())
+
+
+def test_points_of_the_first_range_are_counted_without_those_that_are_not_allowed():
+    space, largest = {"rate": LogUniform(1e-3, 1e-2)}, lambda values: (values["rate"],)
+    all_of_them = unfold(space, 6, 0, largest).points
+    tuning = unfold(space, 6, 1, largest, lambda values: values["rate"] > 2e-3)
+    allowed = [values for values in all_of_them if values["rate"] > 2e-3]
+    assert len(allowed) < len(all_of_them) < len(tuning.points)
+    assert list(tuning.points[: tuning.first]) == allowed

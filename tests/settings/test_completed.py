@@ -75,11 +75,16 @@ def test_what_is_unknown_is_left_for_the_message():
         read(RunSettings, completed(RunSettings, {"sed": 3}))
 
 
-def test_a_misspelt_field_is_named_even_where_nothing_would_read_it():
-    config = {"optimizer": {"name": "adamw", "cg_fac": {"dampng": 3}}}
-    with pytest.raises(
-        settings.SettingsError, match="cg_fac: expected no field 'dampng'; did you mean"
-    ):
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"dampng": 3}, "cg_fac: expected no field 'dampng'; did you mean"),
+        (3, "cg_fac: expected fields learning_rate.*got 3"),
+    ],
+)
+def test_what_is_no_section_is_named_even_where_nothing_would_read_it(section, message):
+    config = {"optimizer": {"name": "adamw", "cg_fac": section}}
+    with pytest.raises(settings.SettingsError, match=message):
         read(RunSettings, completed(RunSettings, config))
 
 
