@@ -158,6 +158,38 @@ def performance_profiles(
       >>> profiles["a"].tolist(), profiles["b"].tolist()
       ([1.0, 1.0], [0.0, 0.5])
     """
+    return {
+        name: (row[:, None] <= np.asarray(factors)).mean(0) for name, row in _ratios(costs).items()
+    }
+
+
+def profile_scores(
+    costs: Mapping[str, Sequence[float | None]], largest_factor: float = 4.0
+) -> dict[str, float]:
+    """Returns the mean height of each arm's performance profile from 1 to a factor.
+
+    1 is the cheapest arm on every instance; an instance that takes ``largest_factor`` times the
+    cheapest, or is never solved, adds nothing. Source: the benchmark score of AlgoPerf, whose
+    factor is 4 too (Dahl et al., 2023).
+
+    Args:
+      costs: see :func:`performance_profiles`.
+      largest_factor: > 1.
+
+    Example:
+      >>> profile_scores({"a": [1.0, 4.0], "b": [2.0, None], "c": [None, 2.0]})
+      {'a': 0.8333333333333334, 'b': 0.3333333333333333, 'c': 0.5}
+    """
+    return {
+        name: float(np.mean(np.clip((largest_factor - row) / (largest_factor - 1), 0, 1)))
+        for name, row in _ratios(costs).items()
+    }
+
+
+def _ratios(
+    costs: Mapping[str, Sequence[float | None]],
+) -> dict[str, Float[np.ndarray, " instance"]]:
+    """How many times the cheapest arm's cost each is; infinite where the target is not reached."""
     table = np.array(
         [[np.inf if cost is None else cost for cost in row] for row in costs.values()], float
     )
@@ -165,7 +197,4 @@ def performance_profiles(
     ratios = np.where(
         np.isfinite(table), table / np.where(np.isfinite(cheapest), cheapest, 1), np.inf
     )
-    return {
-        name: (row[:, None] <= np.asarray(factors)).mean(0)
-        for name, row in zip(costs, ratios, strict=True)
-    }
+    return dict(zip(costs, ratios, strict=True))

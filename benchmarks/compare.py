@@ -10,22 +10,27 @@ Runs of a comparison were made one after the other or side by side, on one machi
 their own seconds do not compare. The last command builds the first run of each arm once more, as
 it was tuned, and times its steps in turn with those of the others, in windows in which every
 arm renews all that it renews now and then. Seconds to the target are the median steps of the
-records times these.
+records times these. It leaves ``timing.csv`` beside the records, which ``python -m
+adder_flax.compare.across`` reads.
 """
 
 import argparse
+import datetime
 import math
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 
+import jax
 import ml_collections
 import numpy as np
 
 from adder_flax import compare, experiment, settings
-from adder_flax.compare import table
+from adder_flax.compare import across, table
+from adder_flax.compare.cells import machine
 from adder_flax.experiments import common
+from adder_flax.report import document
 from benchmarks.optimizer_step import repeated, window_of
 from benchmarks.timing import measure
 from benchmarks.train_step import jax_step
@@ -96,15 +101,24 @@ def seconds(results: str, config: str) -> None:
     window = math.lcm(*map(window_of, configs.values()))
     steps = {name: repeated(jax_step(config), window) for name, config in configs.items()}
     timings = measure(steps, ROUNDS, seconds=math.inf)
+    where = machine()
+    cores = f"{where['cores']} core{'s' if where['cores'] > 1 else ''}"
+    shown = f"{where['processor']}, {cores} ({where['device']}), jax {jax.__version__}, "
+    shown += str(datetime.date.today())
+    print(shown)
+    timed = []
     for row in rows:
         name = row.arm.name
         step = timings.median(name) / window
+        timed.append((name, f"{step:.4g}", shown))
         reached = row.cost_to_target(lambda _: 1.0)
         to_target = "not reached" if reached is None else f"{reached:5.0f} {reached * step:7.2f} s"
         print(
             f"{name:22} {1e3 * step:8.2f} ms a step {timings.ratio(name, rows[0].arm.name):5.2f} x "
             f"{rows[0].arm.name}  to {row.target:.4f}: {to_target}"
         )
+    columns = zip(("arm", "step_seconds", "machine"), zip(*timed, strict=True), strict=True)
+    document.write_csv(comparison.results / across.TIMING, dict(columns))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

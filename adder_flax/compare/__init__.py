@@ -23,6 +23,7 @@ from adder_flax.paired import (
     interquartile_mean,
     paired_difference,
     performance_profiles,
+    profile_scores,
 )
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "paired_difference",
     "parent_lives",
     "performance_profiles",
+    "profile_scores",
     "read_options",
     "supervise",
     "supervise_on_slurm",

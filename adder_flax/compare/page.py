@@ -1,6 +1,6 @@
 """The page of a comparison: its tables and figures, as Markdown and as one HTML file."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from adder_flax.compare.table import Row, blocks_of, rows_of, runs_csv
 from adder_flax.paired import performance_profiles
 from adder_flax.report import Picture, document
 
-_LARGEST_FACTOR = 8.0
+_FACTORS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+_LARGEST_FACTOR = _FACTORS[-1]
 _STYLE = """
 table { border-collapse: collapse; font-size: .85rem; }
 th, td { text-align: left; padding: .2rem .6rem; border-bottom: 1px solid #d0d0d0; vertical-align: top; }
@@ -78,14 +79,15 @@ def _pictures(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
 
 
 def _curves(best: str, rows: Sequence[Row]) -> Picture:
-    figure, axes = report.new_figure(7.0, 4.2)
+    figure, axes = report.new_figure(8.2, 4.2)
     data: dict[str, np.ndarray] = {}
-    for row, line in zip(rows, _lines(rows), strict=True):
+    for number, row in enumerate(rows):
         finished = [record for record in row.records if not record.diverged]
         if not finished:
             continue
         steps = np.array(finished[0].curve["step"])
         scores = np.array([record.curve[best] for record in finished])
+        line = report.line(number)
         axes[0, 0].plot(
             steps, scores.mean(0), **line, markersize=3, linewidth=1.3, label=row.arm.name
         )
@@ -96,7 +98,7 @@ def _curves(best: str, rows: Sequence[Row]) -> Picture:
         data |= {f"{name}, step": steps, f"{name}, mean": scores.mean(0)}
         data |= {f"{name}, lowest": scores.min(0), f"{name}, highest": scores.max(0)}
     report.dress(axes[0, 0], xlabel="training step", ylabel=f"validation {best}")
-    report.legend(axes[0, 0])
+    legend_beside(axes[0, 0])
     caption = (
         f"Validation {best} along training: the mean over the seeds, the band from the lowest to "
         "the highest."
@@ -114,14 +116,14 @@ def _scatter(
     rows: Sequence[Row],
     cost: Callable[[Record], float],
 ) -> Picture:
-    figure, axes = report.new_figure(5.6, 4.2)
+    figure, axes = report.new_figure(7.0, 4.2)
     columns: dict[str, list[Any]] = {"arm": [], label: [], f"test {best}": []}
-    for row, line in zip(rows, _lines(rows), strict=True):
+    for number, row in enumerate(rows):
         costs = [cost(record) for record in row.records]
         axes[0, 0].plot(
             costs,
             row.scores,
-            **{**line, "linestyle": ""},
+            **{**report.line(number), "linestyle": ""},
             markersize=5,
             alpha=0.75,
             label=row.arm.name,
@@ -131,7 +133,7 @@ def _scatter(
         columns[f"test {best}"] += row.scores
     axes[0, 0].set_xscale("log")
     report.dress(axes[0, 0], xlabel=label, ylabel=f"test {best}")
-    report.legend(axes[0, 0])
+    legend_beside(axes[0, 0])
     caption = f"{title[0].upper()}{title[1:]}: a point for each seed."
     return Picture(name, figure, caption, f"Points of {title} for {len(rows)} arms", columns)
 
@@ -156,29 +158,45 @@ def _profiles(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
     instances = sorted({instance for costs in by_arm.values() for instance in costs})
     if len(by_arm) < 2 or not any(cost for costs in by_arm.values() for cost in costs.values()):
         return []
-    factors = np.geomspace(1, _LARGEST_FACTOR, 200)
     table = {
         name: [costs.get(instance) for instance in instances] for name, costs in by_arm.items()
     }
-    profiles = performance_profiles(table, factors)
-    figure, axes = report.new_figure(5.6, 4.2)
-    for (name, shares), line in zip(profiles.items(), _lines(list(profiles)), strict=True):
-        axes[0, 0].plot(factors, shares, **{**line, "marker": None}, linewidth=1.4, label=name)
-    axes[0, 0].set_xscale("log")
-    report.dress(
-        axes[0, 0], xlabel="factor of the fewest operations", ylabel="share of runs at the target"
+    figure, axes = report.new_figure(7.0, 4.2)
+    data = draw_profiles(
+        axes[0, 0], table, "factor of the fewest operations", "share of runs at the target"
     )
-    report.legend(axes[0, 0])
+    legend_beside(axes[0, 0])
     caption = (
         f"Performance profile: the share of {len(instances)} instances (up to {seeds} seeds each) "
         "whose target is reached within a factor of the fewest operations, over all arms, that "
         "reach it."
     )
-    data = {"factor": factors, **profiles}
-    return [
-        Picture("profile", figure, caption, f"Performance profiles of {len(profiles)} arms", data)
-    ]
+    return [Picture("profile", figure, caption, f"Performance profiles of {len(table)} arms", data)]
 
 
-def _lines(of: Sequence[Any]) -> list[dict[str, Any]]:
-    return [report.LINES[i % len(report.LINES)] for i in range(len(of))]
+def draw_profiles(
+    axes: Any, costs: Mapping[str, Sequence[float | None]], xlabel: str, ylabel: str
+) -> dict[str, np.ndarray]:
+    """Draws a performance profile for each arm, and returns them as columns.
+
+    Args:
+      axes: Matplotlib's.
+      costs: see ``performance_profiles``.
+      xlabel: of the factors.
+      ylabel: of the shares.
+    """
+    factors = np.geomspace(1, _LARGEST_FACTOR, 200)
+    profiles = performance_profiles(costs, factors)
+    for number, (name, shares) in enumerate(profiles.items()):
+        line = {**report.line(number), "marker": None}
+        axes.plot(factors, shares, **line, linewidth=1.4, label=name)
+    report.dress(axes, xlabel=xlabel, ylabel=ylabel)
+    axes.set_xscale("log")
+    axes.set_xticks(_FACTORS, [f"{factor:g}" for factor in _FACTORS])
+    axes.minorticks_off()
+    return {"factor": factors, **profiles}
+
+
+def legend_beside(axes: Any) -> None:
+    """A legend to the right of the axes, where it hides no line."""
+    report.legend(axes, loc="upper left", bbox_to_anchor=(1.01, 1.0))

@@ -26,7 +26,7 @@ from adder_flax.report._study import (
     only_when,
     require_probabilities,
 )
-from adder_flax.report._style import LINES, dress, legend, new_figure, save_figure
+from adder_flax.report._style import LINES, dress, legend, line, new_figure, save_figure
 from adder_flax.report.bypass import Without, bypass, bypass_text, write_bypass
 from adder_flax.report.captures import BlockCapture, Capture, capture
 from adder_flax.report.figures import (
@@ -84,6 +84,7 @@ __all__ = [
     "curves_figure",
     "dress",
     "legend",
+    "line",
     "new_figure",
     "only_when",
     "register_claims",

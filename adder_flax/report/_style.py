@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Each line differs from the others in dash and marker as well; the colours (Okabe and Ito) differ
-# in lightness too.
+# Each line differs from the others in dash and marker as well; the colours (Okabe and Ito, one of
+# Tol's and a grey) differ in lightness too.
 LINES: tuple[dict[str, Any], ...] = (
     {"color": "#000000", "linestyle": "-", "marker": "o"},
     {"color": "#D55E00", "linestyle": "--", "marker": "s"},
@@ -26,6 +26,9 @@ LINES: tuple[dict[str, Any], ...] = (
     {"color": "#CC79A7", "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "v"},
     {"color": "#56B4E9", "linestyle": (0, (8, 2)), "marker": "P"},
     {"color": "#8C6D00", "linestyle": (0, (1, 2)), "marker": "X"},
+    {"color": "#882255", "linestyle": (0, (4, 1)), "marker": "<"},
+    {"color": "#E69F00", "linestyle": (0, (3, 1, 1, 1)), "marker": "*"},
+    {"color": "#777777", "linestyle": (0, (8, 1, 1, 1)), "marker": "d"},
 )
 GREY = "#8a8a8a"
 HEAT = "magma"  # its lightness rises with the value, so a greyscale print keeps the order
@@ -33,6 +36,16 @@ HEAT = "magma"  # its lightness rises with the value, so a greyscale print keeps
 _FONT = {"family": ["DejaVu Sans"], "size": 9}
 # A dollar sign in the name of a class or run is no formula.
 _PLAIN: dict[str, Any] = {"parse_math": False}
+
+
+def line(number: int) -> dict[str, Any]:
+    """Returns how one of many lines looks: where colours recur, dash and marker are others.
+
+    >>> line(0) == LINES[0], line(len(LINES)) == LINES[0], line(len(LINES))["color"]
+    (True, False, '#000000')
+    """
+    rounds, place = divmod(number, len(LINES))
+    return {**LINES[(place + rounds) % len(LINES)], "color": LINES[place]["color"]}
 
 
 def new_figure(

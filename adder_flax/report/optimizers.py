@@ -5,7 +5,6 @@ for fast convergence, but is also for the high accuracy". That is a claim on run
 it is decided by comparisons, not by the report of one model.
 """
 
-import csv
 import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
@@ -13,12 +12,13 @@ from pathlib import Path
 
 from adder_flax.paired import Difference, paired_difference
 from adder_flax.report._study import DOES_NOT_HOLD, HOLDS, NOT_DECIDED
+from adder_flax.report.runs import read_runs
 
 _LEVEL = 0.05
-# Where runs end, by the column that says it: what is right, of images or of phonemes.
+# What is right, of images or of phonemes, by the score that says where runs end.
 _RIGHT: dict[str, Callable[[float], float]] = {
-    "test_accuracy": lambda accuracy: accuracy,
-    "test_phoneme_error_rate": lambda wrong: 1 - wrong,
+    "accuracy": lambda accuracy: accuracy,
+    "phoneme_error_rate": lambda wrong: 1 - wrong,
 }
 
 
@@ -41,7 +41,7 @@ class Contest:
     first: str
     scores: tuple[Sequence[float], Sequence[float]]
     steps: int
-    reached: Sequence[int | None]
+    reached: Sequence[float | None]
 
     @property
     def difference(self) -> Difference:
@@ -70,35 +70,28 @@ def read_contest(folder: str | Path, second: str, first: str) -> Contest:
       FileNotFoundError: there are no results.
       ValueError: there are no such arms, or their runs have no accuracy or no seed in common.
     """
-    folder = Path(folder)
-    path = folder / "runs.csv"
-    if not path.exists():
-        raise FileNotFoundError(f"expected results of a comparison, {path}, found none")
-    with path.open(encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        rows = list(reader)
-        [arm, *columns] = reader.fieldnames or [""]
-        column = next((name for name in _RIGHT if name in columns), None)
-        if column is None:
-            raise ValueError(f"expected runs with a {' or a '.join(_RIGHT)} in {path}")
-    runs = [{int(row["seed"]): row for row in rows if row[arm] == name} for name in (second, first)]
-    seeds = sorted(runs[0].keys() & runs[1].keys())
+    runs = read_runs(folder)
+    if runs.score not in _RIGHT:
+        raise ValueError(
+            f"expected runs with a test score {' or '.join(_RIGHT)} in {runs.folder}, got "
+            f"{runs.score}"
+        )
+    of = [runs.arms.get(name, {}) for name in (second, first)]
+    seeds = sorted(of[0].keys() & of[1].keys())
     if not seeds:
         raise ValueError(
-            f"expected runs of {second!r} and {first!r} on the same seeds in {path}, got the arms "
-            f"{', '.join(sorted({row[arm] for row in rows}))}"
+            f"expected runs of {second!r} and {first!r} on the same seeds in {runs.folder}, got "
+            f"the arms {', '.join(sorted(runs.arms))}"
         )
-    ours, theirs = ([of[seed] for seed in seeds] for of in runs)
+    right, reached = _RIGHT[runs.score], runs.steps_to_target(second)
+    ours, theirs = ([right(runs.scores(arm)[seed]) for seed in seeds] for arm in (second, first))
     return Contest(
-        folder,
+        runs.folder,
         second,
         first,
-        (
-            [_RIGHT[column](float(row[column])) for row in ours],
-            [_RIGHT[column](float(row[column])) for row in theirs],
-        ),
-        int(ours[0]["steps"]),
-        [int(row["steps_to_target"]) if row["steps_to_target"] else None for row in ours],
+        (ours, theirs),
+        int(of[0][seeds[0]]["steps"]),
+        [reached[seed] for seed in seeds],
     )
 
 

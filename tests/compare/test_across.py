@@ -1,0 +1,102 @@
+"""One page over several comparisons."""
+
+import csv
+
+import numpy as np
+import pytest
+
+from adder_flax.compare import across
+from adder_flax.paired import performance_profiles, profile_scores
+
+
+@pytest.fixture
+def write_runs(tmp_path):
+    """Writes a comparison: by arm its test scores and steps to the target, one for each seed."""
+
+    def write(name, arms, score="accuracy", seconds=None):
+        folder = tmp_path / name
+        folder.mkdir()
+        with (folder / "runs.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["optimizer", "seed", f"test_{score}", "steps", "steps_to_target"])
+            for arm, runs in arms.items():
+                writer.writerows([arm, seed, x, 170, at] for seed, (x, at) in enumerate(runs))
+        if seconds is not None:
+            with (folder / across.TIMING).open("w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(["arm", "step_seconds", "machine"])
+                writer.writerows([arm, second, "a machine"] for arm, second in seconds.items())
+        return folder
+
+    return write
+
+
+def lines_of(page, heading):
+    """{arm: cells} of the table below a heading."""
+    below = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in below.splitlines() if line.startswith("|")]
+    return {row[0]: row[1:] for row in rows[2:]}
+
+
+ADAM = [(0.7, 150), (0.8, 130), (0.9, "")]
+MUON = [(0.9, 60), (0.9, 40), (0.9, 50)]
+
+
+def test_tables_over_two_comparisons(write_runs, tmp_path):
+    wrong = [(0.2, 100), (0.1, ""), (0.3, "")]
+    worse = [(0.5, ""), (0.4, ""), (0.6, "")]
+    folders = [
+        write_runs("on_digits", {"adam": ADAM, "muon": MUON}, seconds={"adam": 0.1, "muon": 0.4}),
+        write_runs("on_words", {"adam": wrong, "muon": wrong, "sgd": worse}, "phoneme_error_rate"),
+    ]
+    page = across.write_across(folders, tmp_path / "out", "All").read_text()
+    assert page.startswith("# All\n")
+    assert "[digits](../on_digits/results.md)" in page
+    ends = lines_of(page, "Where they end")
+    # The smallest error is best, and of equal ones each.
+    assert ends["adam"] == ["0.8", "**0.2**"]
+    assert ends["muon"] == ["**0.9**", "**0.2**"]
+    assert ends["sgd"] == ["not run", "0.5"]
+    steps = lines_of(page, "Steps to the target")
+    # The median of 150, 130 and never is 150; of 100, never and never it is never.
+    assert steps["adam"] == ["150", "not reached"]
+    assert steps["muon"] == ["**50**", "not reached"]
+    seconds = lines_of(page, "Seconds to the target")
+    assert seconds["adam"] == ["**15**"]
+    assert seconds["muon"] == ["20"]
+    assert "a machine" in page
+    # Only one of the two is ever reached: Muon is first there, AdamW at three times its steps and,
+    # by the clock, first.
+    overall = lines_of(page, "Over all of them")
+    assert overall["muon"] == ["1 of 2", "1.00", "0.500", "0 of 1", "1.33", "0.889"]
+    assert overall["adam"] == ["0 of 2", "3.00", "0.167", "1 of 1", "1.00", "1.000"]
+    assert "sgd" not in overall
+    assert (tmp_path / "out" / "figures" / "profile.png").exists()
+
+
+def test_scores_are_the_area_below_the_profiles():
+    rng = np.random.default_rng(0)
+    costs = {name: [*rng.uniform(1, 9, 20), None] for name in "abc"}
+    factors = np.linspace(1, 4, 30001)
+    profiles = performance_profiles(costs, factors)
+    for name, score in profile_scores(costs).items():
+        assert score == pytest.approx(np.trapezoid(profiles[name], factors) / 3, abs=1e-3)
+    assert set(profile_scores({"a": [None], "b": [None]}).values()) == {0.0}
+
+
+def test_what_cannot_be_read_is_named(write_runs, tmp_path, capsys):
+    with pytest.raises(FileNotFoundError, match=r"runs\.csv, found none"):
+        across.write_across([tmp_path], tmp_path / "out", "All")
+    odd = write_runs("odd", {"adam": ADAM}, "charm")
+    with pytest.raises(ValueError, match=r"expected a score among accuracy.*, got charm"):
+        across.write_across([odd], tmp_path / "out", "All")
+    digits = write_runs("digits", {"adam": ADAM}, seconds={"adam": "soon"})
+    with pytest.raises(SystemExit, match=r"error: expected the columns arm, step_seconds"):
+        across.main([str(digits), "--out", str(tmp_path / "out")])
+    (digits / across.TIMING).write_text("arm,step_seconds,machine\nmuon,1.0,a machine\n")
+    with pytest.raises(ValueError, match="got no row of adam"):
+        across.read_workload(digits)
+    (digits / across.TIMING).write_text("arm,step_seconds,machine\n")
+    across.main([str(digits), "--out", str(tmp_path / "out")])
+    assert "Seconds" not in (tmp_path / "out" / "results.md").read_text()
+    assert capsys.readouterr().out.endswith("results.md\n")
