@@ -49,19 +49,21 @@ class Cost:
     factor_product: float
 
 
-def curvature_stride(layers: Layers, num_examples: int, rows_a_side: float = 2.0) -> int:
+def curvature_stride(layers: Layers, num_examples: int, interval: int = 5) -> int:
     """Of how many examples one need give curvature: a power of two, 1 where all need.
 
     A batch of many tokens has far more rows than the sides of its factors, and forming these costs
-    more than the gradient. The stride leaves every block that has them at least `rows_a_side` rows
-    of a fresh batch for each side of its wider factor. Blocks that have fewer with all examples, as
-    a head that reads one token of each, are not asked: their factors fill up over several batches
-    as it is. Where no block has so many, all examples give curvature.
+    more than the gradient. The stride leaves every block that has them two rows of a fresh batch
+    for each side of its wider factor; or half a row for each step from one such batch to the next,
+    where that is less, since the more often curvature is renewed, the more of them are in its
+    averages. Blocks that have fewer with all examples, as a head that reads one token of each, are
+    not asked: their factors fill up over several batches as it is. Where no block has so many, all
+    examples give curvature.
 
     Args:
       layers: as the whole batch gives them, see ``find_layers``.
       num_examples: what the stride has to divide: examples of a batch, or those of one device.
-      rows_a_side: the least number of rows.
+      interval: steps from one curvature batch to the next.
 
     >>> import jax, jax.numpy as jnp, kfac
     >>> params = {"fc": {"kernel": jnp.ones((4, 8))}}
@@ -70,6 +72,7 @@ def curvature_stride(layers: Layers, num_examples: int, rows_a_side: float = 2.0
     >>> kfac.curvature_stride(layers, 16)  # of 80 rows a quarter, for 8 outputs
     4
     """
+    rows_a_side = min(2.0, interval / 2)
     asked = [
         _num_rows(block) / (rows_a_side * max(block.lifted_shape(block.uses[0])))
         for block in layers.blocks.values()

@@ -78,14 +78,15 @@ class OptimizerSpec(NamedTuple):
       settings: of the optimizer.
       learning_rate: the run's schedule.
       facts: of the parameters, see :func:`adder_flax.parameters.parameter_facts`.
-      find_layers: (stride, rows_a_side) → the layers that have curvature, and of how many examples
-        one gives it: ``stride``, or in place of None what ``kfac.curvature_stride`` says.
+      find_layers: (stride, interval) → the layers that have curvature, and of how many examples one
+        gives it: ``stride``, or in place of None what ``kfac.curvature_stride`` says of curvature
+        that is renewed so often.
     """
 
     settings: OptimizerSettings
     learning_rate: optax.Schedule
     facts: Any
-    find_layers: Callable[[int | None, float], tuple[kfac.Layers, int]]
+    find_layers: Callable[[int | None, int], tuple[kfac.Layers, int]]
 
     def mask(self, chosen: Callable[[Facts], Any]) -> Any:
         """Returns the tree of what is chosen by the facts of each parameter."""
@@ -260,8 +261,7 @@ def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
     stride = options.pop("curvature_stride")
     if stride is None and options["curvature"] != "kron":
         stride = 1  # whose rank is that of the batch: no average makes up for fewer examples
-    # The more often curvature is renewed, the more batches of it are in the averages.
-    layers, stride = spec.find_layers(stride, min(2.0, interval / 2))
+    layers, stride = spec.find_layers(stride, interval)
     if chosen == "matrices":
         facts = {
             tree_path(path): fact for path, fact in jax.tree_util.tree_leaves_with_path(spec.facts)

@@ -243,7 +243,7 @@ class Program:
         return init_state(params, optimizer=self.parts(numbers).optimizer, ema=self.shape.ema)
 
     def _layers(
-        self, numbers: Hyper, params: Any, stride: int | None, rows_a_side: float
+        self, numbers: Hyper, params: Any, stride: int | None, interval: int
     ) -> tuple[kfac.Layers, int]:
         task, key = self.task(numbers), jax.eval_shape(lambda: jax.random.key(0))
         loss = make_loss_fn(
@@ -259,7 +259,7 @@ class Program:
         layers = layers_of(size)
         # Each device has examples of its own, of which it gives some.
         shards = sharding.num_batch_shards(self.shape.mesh)
-        found = kfac.curvature_stride(layers, size // shards, rows_a_side)
+        found = kfac.curvature_stride(layers, size // shards, interval)
         return layers if found == 1 else layers_of(size // found), found
 
 

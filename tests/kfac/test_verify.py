@@ -80,17 +80,19 @@ def test_cheaper_forms_are_chosen():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rows_a_side", "num_examples", "expected"),
+    ("tokens", "interval", "num_examples", "expected"),
     [
-        (32, 2.0, 64, 32),  # 2048 rows, 2 · 32 of them wanted for the wider of two layers
-        (31, 2.0, 64, 16),
-        (32, 8.0, 64, 8),
-        (32, 2.0, 24, 8),  # what divides the examples of a device
-        (1, 2.0, 64, 1),
-        (0, 2.0, 64, 1),
+        (32, 5, 64, 32),  # 2048 rows, 2 · 32 of them wanted for the wider of two layers
+        (32, 100, 64, 32),
+        (31, 5, 64, 16),
+        (16, 2, 64, 32),  # 1024 rows, 32 wanted at every second step
+        (8, 1, 64, 1),  # at every step 50 rows of the head are wanted, and it has 64
+        (32, 5, 24, 8),  # what divides the examples of a device
+        (1, 5, 64, 1),
+        (0, 5, 64, 1),
     ],
 )
-def test_examples_that_the_factors_can_spare(tokens, rows_a_side, num_examples, expected):
+def test_examples_that_the_factors_can_spare(tokens, interval, num_examples, expected):
     """A readout of one token of each example is not asked; without tokens there is nothing else."""
     params = {"fc": {"kernel": jnp.ones((8, 32))}, "head": {"kernel": jnp.ones((32, 100))}}
 
@@ -104,7 +106,7 @@ def test_examples_that_the_factors_can_spare(tokens, rows_a_side, num_examples, 
 
     x = jnp.ones((64, tokens, 8) if tokens else (64, 8))
     layers = kfac.find_layers(loss_fn, params, x)
-    assert kfac.curvature_stride(layers, num_examples, rows_a_side) == expected
+    assert kfac.curvature_stride(layers, num_examples, interval) == expected
 
 
 def test_plans_stay_within_their_budget():
