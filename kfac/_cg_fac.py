@@ -15,7 +15,7 @@ import optax
 from kfac._curvature import Layers
 from kfac._options import STATIC, Options, is_zero
 from kfac._transform import scale_by_cg_fac
-from kfac._trees import chosen
+from kfac._trees import all_finite, chosen
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
@@ -140,7 +140,7 @@ def _whole_steps(
         params: PyTree[Array] | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree[Array], optax.OptState]:
-        finite = jnp.all(jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]))
+        finite = all_finite(jax.tree.leaves(grads))
         if extra_args.get("value_fn") is not None:
             value_fn = extra_args["value_fn"]
             extra_args["value_fn"] = lambda share: value_fn(_completed(share, params))

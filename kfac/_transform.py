@@ -30,7 +30,7 @@ from kfac._step import (
     weight_norms,
 )
 from kfac._systems import Form
-from kfac._trees import add, chosen, flatten, unflatten
+from kfac._trees import add, all_finite, chosen, flatten, unflatten
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree
@@ -128,7 +128,7 @@ def _step(
     problem = _with_coherence(problem, solved, state, params, curvature, options)
     proposal = _propose(problem, solved, state, params, curvature, options)
     delta = from_vectors(owned, proposal.delta, flatten(grads))
-    finite = jnp.all(jnp.stack([jnp.isfinite(d).all() for d in delta.values()]))
+    finite = all_finite(delta.values())
     measured = functools.partial(change, delta) if options.measures_loss else None
     verdict = _judge(finite, proposal, problem, state, measured, options)
     updates = unflatten({p: jnp.where(verdict.accept, -d, 0) for p, d in delta.items()}, grads)

@@ -56,6 +56,18 @@ def masked_paths(tree: PyTree[Any]) -> list[str]:
     return [path_name(path) for path, leaf in leaves if is_masked(leaf)]
 
 
+def all_finite(arrays: Iterable[Array]) -> Bool[Array, ""]:
+    """Whether no array has an entry that is infinite or not a number.
+
+    >>> bool(all_finite([jnp.ones(2), jnp.array([1.0, jnp.inf])]))
+    False
+    """
+    wrong = jnp.array([~jnp.isfinite(array).all() for array in arrays], jnp.float32).sum()
+    # XLA copies cheap chains, as this sum's, into each of the hundreds of fusions that ask for their
+    # end, which is most of what it then compiles; a root counts as dear and is taken once.
+    return jnp.sqrt(wrong) == 0
+
+
 def is_inside(path: str, branch: str) -> bool:
     """Whether a path lies in a branch, which may be the whole tree.
 
