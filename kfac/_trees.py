@@ -63,8 +63,8 @@ def all_finite(arrays: Iterable[Array]) -> Bool[Array, ""]:
     False
     """
     wrong = jnp.array([~jnp.isfinite(array).all() for array in arrays], jnp.float32).sum()
-    # XLA copies a cheap chain, as this sum is, into each of the hundreds of fusions that ask for its
-    # end, which is most of what it then compiles; a root counts as dear and is taken once.
+    # XLA copies a cheap chain, as this sum is, into each of the hundreds of fusions that ask for
+    # its end, which is most of what it then compiles; a root counts as dear and is taken once.
     return jnp.sqrt(wrong) == 0
 
 
