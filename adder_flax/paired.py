@@ -177,8 +177,9 @@ def profile_scores(
       largest_factor: > 1.
 
     Example:
-      >>> profile_scores({"a": [1.0, 4.0], "b": [2.0, None], "c": [None, 2.0]})
-      {'a': 0.8333333333333334, 'b': 0.3333333333333333, 'c': 0.5}
+      >>> scores = profile_scores({"a": [1.0, 4.0], "b": [2.0, None], "c": [None, 2.0]})
+      >>> {name: round(score, 3) for name, score in scores.items()}
+      {'a': 0.833, 'b': 0.333, 'c': 0.5}
     """
     return {
         name: float(np.mean(np.clip((largest_factor - row) / (largest_factor - 1), 0, 1)))

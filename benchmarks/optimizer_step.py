@@ -2,11 +2,12 @@
 
     python -m benchmarks.optimizer_step  # multiplicative DeiT-Tiny on 224 x 224 pixels
     python -m benchmarks.optimizer_step --data=digits --variants="curvature_stride=8; damping=1"
+    python -m benchmarks.optimizer_step --config=experiments/autoencoder.py --optimizers=muon
 
 CG-FAC renews curvature and inverses at some steps alone, SOAP and KL-Shampoo their bases, so a
 window is as many steps as lie between two at which all is renewed. Variants, with semicolons
 between them, are fields of --config.optimizer.cg_fac. Images are of random pixels where
---data=fake.
+--data=fake. Another network comes with --config: an experiment, or the record of a run.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from collections.abc import Callable
 
 import ml_collections
 
-from adder_flax import ops, settings
+from adder_flax import experiment, ops, settings
 from adder_flax.experiments import common
 from benchmarks.timing import measure
 from benchmarks.train_step import NO_AUGMENTATION, jax_step
@@ -23,6 +24,13 @@ from benchmarks.train_step import NO_AUGMENTATION, jax_step
 
 def make_config(flags: argparse.Namespace, optimizer: str) -> ml_collections.ConfigDict:
     """Returns the experiment with the sizes and the optimizer asked for."""
+    if flags.config:
+        config = experiment.load_experiment(flags.config)
+        config = ml_collections.ConfigDict(
+            settings.completed(settings.RunSettings, config.to_dict())
+        )
+        config.optimizer.name = optimizer
+        return config
     config = common.deit(flags.mechanism, flags.size, flags.data)
     config.batch_size, config.model.depth = flags.batch_size, flags.depth
     config.optimizer.name = optimizer
@@ -66,6 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--config", default="", help="an experiment in place of a DeiT")
     parser.add_argument("--mechanism", default="multiplicative")
     parser.add_argument("--size", default="tiny")
     parser.add_argument("--data", default="fake")

@@ -1,12 +1,13 @@
 """Every benchmark can be started, and times whole windows of steps."""
 
+import argparse
 import importlib
 from pathlib import Path
 
 import pytest
 
 from adder_flax.experiments import common
-from benchmarks.optimizer_step import window_of, with_fields
+from benchmarks.optimizer_step import make_config, window_of, with_fields
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -37,3 +38,10 @@ def test_a_window_is_of_the_steps_until_all_is_renewed(name, variant, steps):
     config = common.deit("multiplicative", "tiny")
     config.optimizer.name = name
     assert window_of(with_fields(config, variant)) == steps
+
+
+def test_the_step_of_any_experiment_can_be_timed():
+    path = FOLDER.parent / "experiments" / "autoencoder.py"
+    config = make_config(argparse.Namespace(config=str(path)), "muon")
+    assert (config.model.name, config.optimizer.name) == ("autoencoder", "muon")
+    assert window_of(config) == 2
