@@ -159,7 +159,8 @@ def performance_profiles(
       ([1.0, 1.0], [0.0, 0.5])
     """
     return {
-        name: (row[:, None] <= np.asarray(factors)).mean(0) for name, row in _ratios(costs).items()
+        name: (row[:, None] <= np.asarray(factors)).mean(0)
+        for name, row in cost_ratios(costs).items()
     }
 
 
@@ -183,14 +184,23 @@ def profile_scores(
     """
     return {
         name: float(np.mean(np.clip((largest_factor - row) / (largest_factor - 1), 0, 1)))
-        for name, row in _ratios(costs).items()
+        for name, row in cost_ratios(costs).items()
     }
 
 
-def _ratios(
+def cost_ratios(
     costs: Mapping[str, Sequence[float | None]],
 ) -> dict[str, Float[np.ndarray, " instance"]]:
-    """How many times the cheapest arm's cost each is; infinite where the target is not reached."""
+    """Returns how many times the cheapest arm's cost each is, infinite where it is not solved.
+
+    Args:
+      costs: see :func:`performance_profiles`.
+
+    Example:
+      >>> ratios = cost_ratios({"a": [1.0, 4.0], "b": [2.0, None]})
+      >>> ratios["a"].tolist(), ratios["b"].tolist()
+      ([1.0, 1.0], [2.0, inf])
+    """
     table = np.array(
         [[np.inf if cost is None else cost for cost in row] for row in costs.values()], float
     )

@@ -25,18 +25,16 @@ from benchmarks.train_step import NO_AUGMENTATION, jax_step
 def make_config(flags: argparse.Namespace, optimizer: str) -> ml_collections.ConfigDict:
     """Returns the experiment with the sizes and the optimizer asked for."""
     if flags.config:
-        config = experiment.load_experiment(flags.config)
-        config = ml_collections.ConfigDict(
-            settings.completed(settings.RunSettings, config.to_dict())
-        )
-        config.optimizer.name = optimizer
-        return config
-    config = common.deit(flags.mechanism, flags.size, flags.data)
-    config.batch_size, config.model.depth = flags.batch_size, flags.depth
+        fields = experiment.load_experiment(flags.config).to_dict()
+        config = ml_collections.ConfigDict(settings.completed(settings.RunSettings, fields))
+    else:
+        config = common.deit(flags.mechanism, flags.size, flags.data)
+        config.batch_size, config.model.depth = flags.batch_size, flags.depth
+        if flags.data == "fake":
+            config.data.image_size = flags.image_size
+            config.model.patch_size = flags.patch_size
+            config.task.update(NO_AUGMENTATION)
     config.optimizer.name = optimizer
-    if flags.data == "fake":
-        config.data.image_size, config.model.patch_size = flags.image_size, flags.patch_size
-        config.task.update(NO_AUGMENTATION)
     return config
 
 

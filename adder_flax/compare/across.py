@@ -1,6 +1,7 @@
 """One page over several comparisons of the same arms: ``python -m adder_flax.compare.across``.
 
-    python -m adder_flax.compare.across docs/results/optimizers_* --out=docs/results/optimizers
+    python -m adder_flax.compare.across docs/results/optimizers_digits \
+        docs/results/optimizers_g2p --out=runs/both
 
 reads ``runs.csv`` of each, and ``timing.csv`` where there is one (``python -m benchmarks.compare
 seconds`` leaves it), and writes ``results.md``, a figure and its numbers: what each arm scores at
@@ -18,12 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from adder_flax import report
 from adder_flax.compare.blocks import Block, Heading, Paragraph, Table, as_markdown
 from adder_flax.compare.page import draw_profiles, legend_beside
 from adder_flax.compare.records import write_text
 from adder_flax.errors import RunError
-from adder_flax.paired import profile_scores
+from adder_flax.paired import cost_ratios, profile_scores
 from adder_flax.report import Picture, document
 from adder_flax.report.runs import Runs, read_runs
 from adder_flax.tasks import TASKS
@@ -54,16 +57,23 @@ class Workload:
         """That of its folder."""
         return self.runs.folder.name
 
+    @property
+    def seeds(self) -> int:
+        """Of an arm that is finished."""
+        return max(map(len, self.runs.arms.values()))
+
+    def has(self, arm: str) -> bool:
+        """Returns whether all seeds of an arm are there."""
+        return len(self.runs.arms.get(arm, ())) == self.seeds
+
     def score(self, arm: str) -> float:
         """Returns the mean over the seeds of the test scores of an arm."""
-        return statistics.mean(self.runs.scores(arm).values())
+        return statistics.mean(run.score for run in self.runs.arms[arm].values())
 
     def steps(self, arm: str) -> float | None:
         """Returns the steps to the validation target in the median run; None: not reached."""
-        found = [
-            float("inf") if at is None else at for at in self.runs.steps_to_target(arm).values()
-        ]
-        median = statistics.median(found)
+        found = [run.to_target for run in self.runs.arms[arm].values()]
+        median = statistics.median(float("inf") if at is None else at for at in found)
         return None if median == float("inf") else median
 
     def seconds(self, arm: str) -> float | None:
@@ -81,6 +91,8 @@ def read_workload(folder: str | Path) -> Workload:
         task has their score.
     """
     runs = read_runs(folder)
+    if not runs.arms:
+        raise ValueError(f"expected final runs in {runs.folder}, got none; run the comparison on")
     tasks = (TASKS.get(name) for name in TASKS)
     directions = {task.best.name: task.best.largest for task in tasks}
     if runs.score not in directions:
@@ -88,22 +100,27 @@ def read_workload(folder: str | Path) -> Workload:
             f"expected a score among {', '.join(sorted(directions))} in {runs.folder}, got "
             f"{runs.score}; register the task that has it"
         )
+    seconds, machine = _read_timing(runs)
+    return Workload(runs, directions[runs.score], seconds, machine)
+
+
+def _read_timing(runs: Runs) -> tuple[dict[str, float], str]:
+    """What a step of each arm takes, and on what; nothing where it was not timed."""
     path = runs.folder / TIMING
-    timed: list[dict[str, str]] = []
-    if path.exists():
+    if not path.exists():
+        return {}, ""
+    try:
         with path.open(newline="", encoding="utf-8") as file:
             timed = list(csv.DictReader(file))
-    try:
         seconds = {row["arm"]: float(row["step_seconds"]) for row in timed}
-        machine = timed[0]["machine"] if timed else ""
-        if missing := [arm for arm in runs.arms if timed and arm not in seconds]:
+        if missing := [arm for arm in runs.arms if arm not in seconds]:
             raise ValueError(f"no row of {', '.join(missing)}")
-    except (KeyError, TypeError, ValueError) as error:
+        return seconds, timed[0]["machine"]
+    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
         raise ValueError(
             f"expected the columns arm, step_seconds and machine in {path}, got {error}; write it "
             "anew by python -m benchmarks.compare seconds"
         ) from error
-    return Workload(runs, directions[runs.score], seconds, machine)
 
 
 def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> Path:
@@ -125,9 +142,10 @@ def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> 
     out, workloads = Path(out), [read_workload(folder) for folder in folders]
     arms = list(dict.fromkeys(arm for workload in workloads for arm in workload.runs.arms))
     timed = [workload for workload in workloads if workload.step_seconds]
-    costs = {"steps": _costs(workloads, arms, Workload.steps)}
+    common = [arm for arm in arms if all(workload.has(arm) for workload in workloads)]
+    costs = {"steps": {arm: [each.steps(arm) for each in workloads] for arm in common}}
     if timed:
-        costs["seconds"] = _costs(timed, arms, Workload.seconds)
+        costs["seconds"] = {arm: [each.seconds(arm) for each in timed] for arm in common}
     blocks: list[Block] = [
         Heading(1, title),
         Paragraph(
@@ -142,7 +160,7 @@ def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> 
         _table(arms, workloads, Workload.steps, "{:g}"),
         Paragraph(
             "Steps after which the median run was first where the baseline ends on the validation "
-            "split, looked at some twelve times in a run."
+            "split, among those at which runs were looked at."
         ),
     ]
     if timed:
@@ -155,27 +173,17 @@ def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> 
                 f"(`python -m benchmarks.compare seconds`) on {machines}."
             ),
         ]
-    blocks += [Heading(2, "Over all of them"), *_overall(costs)]
-    pictures = [_profile(costs)] if any(costs.values()) else []
-    for picture in pictures:
+    text = as_markdown(blocks).rstrip("\n")
+    if common:
+        picture = _profile(costs)
         document.write_picture(picture, out)
-    drawn = "".join(f"\n![{p.alt}](figures/{p.name}.png)\n\n{p.caption}\n" for p in pictures)
-    write_text(out / "results.md", as_markdown(blocks) + drawn.rstrip("\n"))
+        text = as_markdown([*blocks, Heading(2, "Over all of them"), *_overall(costs)])
+        text += f"\n![{picture.alt}](figures/{picture.name}.png)\n\n{picture.caption}"
+    write_text(out / "results.md", text)
     return out / "results.md"
 
 
 _Cost = Callable[[Workload, str], float | None]
-
-
-def _costs(
-    workloads: Sequence[Workload], arms: Sequence[str], cost: _Cost
-) -> dict[str, list[float | None]]:
-    """Costs of the arms that were run on all of the workloads."""
-    return {
-        arm: [cost(workload, arm) for workload in workloads]
-        for arm in arms
-        if all(arm in workload.runs.arms for workload in workloads)
-    }
 
 
 def _workloads(workloads: Sequence[Workload], out: Path) -> Table:
@@ -183,13 +191,13 @@ def _workloads(workloads: Sequence[Workload], out: Path) -> Table:
     for name, workload in zip(_short(workloads), workloads, strict=True):
         runs = workload.runs
         page = Path(os.path.relpath(runs.folder / "results.md", out)).as_posix()
-        first = next(iter(runs.arms.values()))
+        steps = {str(run.steps) for arm in runs.arms.values() for run in arm.values()}
         lines.append(
             [
                 f"[{name}]({page})",
                 f"{runs.score}, {'larger' if workload.largest else 'smaller'} is better",
-                next(iter(first.values()))["steps"],
-                str(len(first)),
+                ", ".join(sorted(steps, key=int)),
+                str(workload.seeds),
             ]
         )
     return Table(["comparison", "score", "steps", "seeds"], lines)
@@ -206,10 +214,10 @@ def _table(
     """A column for each workload, its best bold: the smallest, or as its score has it."""
     columns = []
     for workload in workloads:
-        found = {arm: value(workload, arm) for arm in arms if arm in workload.runs.arms}
+        found = {arm: value(workload, arm) for arm in arms if workload.has(arm)}
         choose = max if largest and workload.largest else min
         best = choose((one for one in found.values() if one is not None), default=None)
-        texts = dict.fromkeys(arms, "not run")
+        texts = {arm: "not finished" if arm in workload.runs.arms else "not run" for arm in arms}
         for arm, one in found.items():
             text = "not reached" if one is None else shown.format(one)
             texts[arm] = f"**{text}**" if one is not None and one == best else text
@@ -227,21 +235,14 @@ def _short(workloads: Sequence[Workload]) -> list[str]:
 def _overall(costs: Mapping[str, Mapping[str, Sequence[float | None]]]) -> list[Block]:
     lines: dict[str, list[str]] = {arm: [arm] for arm in costs["steps"]}
     for table in costs.values():
-        scores = profile_scores(table)
-        cheapest = [
-            min((cost for cost in column if cost is not None), default=None)
-            for column in zip(*table.values(), strict=True)
-        ]
-        for arm, row in table.items():
-            ratios = [
-                float("inf") if cost is None else cost / least
-                for cost, least in zip(row, cheapest, strict=True)
-                if least is not None
-            ]
-            worst = max(ratios, default=float("inf"))
+        scores, ratios = profile_scores(table), cost_ratios(table)
+        # Where no arm arrives there is nothing to be behind.
+        solved = np.isfinite(np.array([*ratios.values()])).any(0)
+        for arm, row in ratios.items():
+            worst = row[solved].max(initial=1)
             lines[arm] += [
-                f"{sum(ratio == 1 for ratio in ratios)} of {len(row)}",
-                "not reached" if worst == float("inf") else f"{worst:.2f}",
+                f"{(row == 1).sum()} of {len(row)}",
+                f"{worst:.2f}" if np.isfinite(worst) else "not reached",
                 f"{scores[arm]:.3f}",
             ]
     head = [

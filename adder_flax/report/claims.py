@@ -17,6 +17,7 @@ import math
 import os
 import re
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -421,8 +422,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="results of a comparison, and its arms of second and of first order",
     )
     options: Any = parser.parse_args(argv)
-    contests = [read_contest(*contest) for contest in options.second_order]
-    print(os.fspath(write_claims(options.workdirs, options.out, contests)))
+    try:
+        contests = [read_contest(*contest) for contest in options.second_order]
+        print(os.fspath(write_claims(options.workdirs, options.out, contests)))
+    except (FileNotFoundError, ValueError) as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -83,15 +83,15 @@ def read_contest(folder: str | Path, second: str, first: str) -> Contest:
             f"expected runs of {second!r} and {first!r} on the same seeds in {runs.folder}, got "
             f"the arms {', '.join(sorted(runs.arms))}"
         )
-    right, reached = _RIGHT[runs.score], runs.steps_to_target(second)
-    ours, theirs = ([right(runs.scores(arm)[seed]) for seed in seeds] for arm in (second, first))
+    right = _RIGHT[runs.score]
+    ours, theirs = ([arm[seed] for seed in seeds] for arm in of)
     return Contest(
         runs.folder,
         second,
         first,
-        (ours, theirs),
-        int(of[0][seeds[0]]["steps"]),
-        [reached[seed] for seed in seeds],
+        ([right(run.score) for run in ours], [right(run.score) for run in theirs]),
+        ours[0].steps,
+        [run.to_target for run in ours],
     )
 
 

@@ -4,8 +4,23 @@ import csv
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 _TEST = "test_"
+
+
+class Run(NamedTuple):
+    """A final run.
+
+    Attributes:
+      score: on the test split.
+      steps: of its training.
+      to_target: steps after which it was at the validation target; None where it never was.
+    """
+
+    score: float
+    steps: int
+    to_target: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,23 +30,12 @@ class Runs:
     Attributes:
       folder: its results.
       score: what runs are judged by on the test split, such as ``accuracy``.
-      arms: the row of each seed of each arm, whose name is its levels with commas between them.
+      arms: by seed the runs of each arm, whose name is its levels with commas between them.
     """
 
     folder: Path
     score: str
-    arms: Mapping[str, Mapping[int, Mapping[str, str]]]
-
-    def scores(self, arm: str) -> dict[int, float]:
-        """Returns what each seed of an arm scored on the test split."""
-        return {seed: float(row[_TEST + self.score]) for seed, row in self.arms[arm].items()}
-
-    def steps_to_target(self, arm: str) -> dict[int, float | None]:
-        """Returns after how many steps each seed was at the validation target; None: never."""
-        return {
-            seed: float(row["steps_to_target"]) if row["steps_to_target"] else None
-            for seed, row in self.arms[arm].items()
-        }
+    arms: Mapping[str, Mapping[int, Run]]
 
 
 def read_runs(folder: str | Path) -> Runs:
@@ -48,18 +52,21 @@ def read_runs(folder: str | Path) -> Runs:
     path = folder / "runs.csv"
     if not path.exists():
         raise FileNotFoundError(f"expected results of a comparison, {path}, found none")
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        rows, columns = list(reader), list(reader.fieldnames or [])
-    test = [name for name in columns if name.startswith(_TEST)]
-    if len(test) != 1 or not {"seed", "steps", "steps_to_target"} <= {*columns}:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            rows, columns = list(reader), list(reader.fieldnames or [])
+        (test,) = (name for name in columns if name.startswith(_TEST))
+        factors = columns[: columns.index("seed")]
+        arms: dict[str, dict[int, Run]] = {}
+        for row in rows:
+            name = ", ".join(row[factor] for factor in factors)
+            reached = float(row["steps_to_target"]) if row["steps_to_target"] else None
+            run = Run(float(row[test]), int(row["steps"]), reached)
+            arms.setdefault(name, {})[int(row["seed"])] = run
+    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
         raise ValueError(
-            f"expected the columns seed, {_TEST}…, steps and steps_to_target in {path}, got "
-            f"{', '.join(columns) or 'none'}; write it anew by --mode=compare --workers=0"
-        )
-    factors = columns[: columns.index("seed")]
-    arms: dict[str, dict[int, Mapping[str, str]]] = {}
-    for row in rows:
-        name = ", ".join(row[factor] for factor in factors)
-        arms.setdefault(name, {})[int(row["seed"])] = row
-    return Runs(folder, test[0].removeprefix(_TEST), arms)
+            f"expected numbers in the columns seed, {_TEST}…, steps and steps_to_target of {path}, "
+            f"got {type(error).__name__}: {error}; write it anew by --mode=compare --workers=0"
+        ) from error
+    return Runs(folder, test.removeprefix(_TEST), arms)

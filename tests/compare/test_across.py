@@ -46,7 +46,11 @@ def test_tables_over_two_comparisons(write_runs, tmp_path):
     wrong = [(0.2, 100), (0.1, ""), (0.3, "")]
     worse = [(0.5, ""), (0.4, ""), (0.6, "")]
     folders = [
-        write_runs("on_digits", {"adam": ADAM, "muon": MUON}, seconds={"adam": 0.1, "muon": 0.4}),
+        write_runs(
+            "on_digits",
+            {"adam": ADAM, "muon": MUON, "soap": MUON, "lamb": MUON[:2]},
+            seconds={"adam": 0.1, "muon": 0.4, "soap": 0.4, "lamb": 0.4},
+        ),
         write_runs("on_words", {"adam": wrong, "muon": wrong, "sgd": worse}, "phoneme_error_rate"),
     ]
     page = across.write_across(folders, tmp_path / "out", "All").read_text()
@@ -57,6 +61,8 @@ def test_tables_over_two_comparisons(write_runs, tmp_path):
     assert ends["adam"] == ["0.8", "**0.2**"]
     assert ends["muon"] == ["**0.9**", "**0.2**"]
     assert ends["sgd"] == ["not run", "0.5"]
+    # Two seeds of three are no mean to compare.
+    assert ends["lamb"] == ["not finished", "not run"]
     steps = lines_of(page, "Steps to the target")
     # The median of 150, 130 and never is 150; of 100, never and never it is never.
     assert steps["adam"] == ["150", "not reached"]
@@ -70,7 +76,8 @@ def test_tables_over_two_comparisons(write_runs, tmp_path):
     overall = lines_of(page, "Over all of them")
     assert overall["muon"] == ["1 of 2", "1.00", "0.500", "0 of 1", "1.33", "0.889"]
     assert overall["adam"] == ["0 of 2", "3.00", "0.167", "1 of 1", "1.00", "1.000"]
-    assert "sgd" not in overall
+    # Only on all of them an arm has a place.
+    assert overall.keys() == {"adam", "muon"}
     assert (tmp_path / "out" / "figures" / "profile.png").exists()
 
 
@@ -84,9 +91,21 @@ def test_scores_are_the_area_below_the_profiles():
     assert set(profile_scores({"a": [None], "b": [None]}).values()) == {0.0}
 
 
+def test_without_an_arm_on_all_there_is_no_score(write_runs, tmp_path):
+    folders = [write_runs("on_digits", {"adam": ADAM}), write_runs("on_words", {"muon": MUON})]
+    page = across.write_across(folders, tmp_path / "out", "All").read_text()
+    assert "Steps to the target" in page
+    assert "Over all" not in page
+
+
 def test_what_cannot_be_read_is_named(write_runs, tmp_path, capsys):
     with pytest.raises(FileNotFoundError, match=r"runs\.csv, found none"):
         across.write_across([tmp_path], tmp_path / "out", "All")
+    with pytest.raises(ValueError, match="expected final runs in .*, got none"):
+        across.write_across([write_runs("empty", {})], tmp_path / "out", "All")
+    wrong = write_runs("wrong", {"adam": [("high", 3)]})
+    with pytest.raises(SystemExit, match=r"error: expected numbers .*wrong.runs\.csv, got .*high"):
+        across.main([str(wrong), "--out", str(tmp_path / "out")])
     odd = write_runs("odd", {"adam": ADAM}, "charm")
     with pytest.raises(ValueError, match=r"expected a score among accuracy.*, got charm"):
         across.write_across([odd], tmp_path / "out", "All")
@@ -96,7 +115,7 @@ def test_what_cannot_be_read_is_named(write_runs, tmp_path, capsys):
     (digits / across.TIMING).write_text("arm,step_seconds,machine\nmuon,1.0,a machine\n")
     with pytest.raises(ValueError, match="got no row of adam"):
         across.read_workload(digits)
-    (digits / across.TIMING).write_text("arm,step_seconds,machine\n")
+    (digits / across.TIMING).unlink()
     across.main([str(digits), "--out", str(tmp_path / "out")])
     assert "Seconds" not in (tmp_path / "out" / "results.md").read_text()
     assert capsys.readouterr().out.endswith("results.md\n")
