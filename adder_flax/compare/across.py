@@ -142,10 +142,9 @@ def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> 
     out, workloads = Path(out), [read_workload(folder) for folder in folders]
     arms = list(dict.fromkeys(arm for workload in workloads for arm in workload.runs.arms))
     timed = [workload for workload in workloads if workload.step_seconds]
-    common = [arm for arm in arms if all(workload.has(arm) for workload in workloads)]
-    costs = {"steps": {arm: [each.steps(arm) for each in workloads] for arm in common}}
+    costs = {"steps": _costs(workloads, arms, Workload.steps)}
     if timed:
-        costs["seconds"] = {arm: [each.seconds(arm) for each in timed] for arm in common}
+        costs["seconds"] = _costs(timed, arms, Workload.seconds)
     blocks: list[Block] = [
         Heading(1, title),
         Paragraph(
@@ -173,17 +172,25 @@ def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> 
                 f"(`python -m benchmarks.compare seconds`) on {machines}."
             ),
         ]
-    text = as_markdown(blocks).rstrip("\n")
-    if common:
-        picture = _profile(costs)
-        document.write_picture(picture, out)
-        text = as_markdown([*blocks, Heading(2, "Over all of them"), *_overall(costs)])
-        text += f"\n![{picture.alt}](figures/{picture.name}.png)\n\n{picture.caption}"
-    write_text(out / "results.md", text)
+    blocks += [Heading(2, "Over all of them"), *_overall(costs, workloads)]
+    picture = _profile(costs)
+    document.write_picture(picture, out)
+    drawn = f"\n![{picture.alt}](figures/{picture.name}.png)\n\n{picture.caption}"
+    write_text(out / "results.md", as_markdown(blocks) + drawn)
     return out / "results.md"
 
 
 _Cost = Callable[[Workload, str], float | None]
+
+
+def _costs(
+    workloads: Sequence[Workload], arms: Sequence[str], cost: _Cost
+) -> dict[str, list[float | None]]:
+    """What each arm costs on each workload; None where it never arrives or is not finished."""
+    return {
+        arm: [cost(workload, arm) if workload.has(arm) else None for workload in workloads]
+        for arm in arms
+    }
 
 
 def _workloads(workloads: Sequence[Workload], out: Path) -> Table:
@@ -232,8 +239,13 @@ def _short(workloads: Sequence[Workload]) -> list[str]:
     return [name.removeprefix("".join(shared[:2])) for name in names]
 
 
-def _overall(costs: Mapping[str, Mapping[str, Sequence[float | None]]]) -> list[Block]:
-    lines: dict[str, list[str]] = {arm: [arm] for arm in costs["steps"]}
+def _overall(
+    costs: Mapping[str, Mapping[str, Sequence[float | None]]], workloads: Sequence[Workload]
+) -> list[Block]:
+    lines: dict[str, list[str]] = {}
+    for arm in costs["steps"]:
+        finished = sum(workload.has(arm) for workload in workloads)
+        lines[arm] = [arm, f"{finished} of {len(workloads)}"]
     for table in costs.values():
         scores, ratios = profile_scores(table), cost_ratios(table)
         # Where no arm arrives there is nothing to be behind.
@@ -252,12 +264,13 @@ def _overall(costs: Mapping[str, Mapping[str, Sequence[float | None]]]) -> list[
     ]
     ranked = sorted(lines.values(), key=lambda line: -float(line[-1]))
     return [
-        Table(["arm", *head], ranked),
+        Table(["arm", "finished on", *head], ranked),
         Paragraph(
-            "Of the arms that were run on all of them: on how many each has the fewest, how many "
-            "times the fewest it takes at most, and the score of its performance profile, the mean "
-            "height from 1 to 4 times the fewest (AlgoPerf's): 1 where an arm is first on every "
-            "comparison, 0 where it takes four times as much, or never arrives, on each."
+            "On how many each arm has the fewest, how many times the fewest it takes at most, and "
+            "the score of its performance profile, the mean height from 1 to 4 times the fewest "
+            "(AlgoPerf's): 1 where an arm is first on every comparison, 0 where on each it takes "
+            "four times as much or never arrives. Where an arm is not finished it counts as never "
+            "arriving."
         ),
     ]
 
