@@ -23,6 +23,11 @@ _TIMED_STEPS = 20
 _NAME = "matching.json"
 
 
+def needs_measuring(plan: Plan) -> bool:
+    """Whether it takes more than settings to match the arms of a plan."""
+    return plan.settings.match in _MATCHES
+
+
 def match(plan: Plan, folder: Path, load: Callable[..., data.Source]) -> Plan:
     """Returns the plan with arms that are matched as it says.
 
@@ -36,7 +41,7 @@ def match(plan: Plan, folder: Path, load: Callable[..., data.Source]) -> Plan:
     Raises:
       RunError: an arm cannot be matched.
     """
-    if plan.settings.match == "steps":
+    if not needs_measuring(plan):
         return plan
     known = _read(folder / _NAME)
     fields = {}

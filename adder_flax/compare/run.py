@@ -64,7 +64,7 @@ class Comparison:
 
     def prepare(self) -> None:
         """Matches the arms, once for all processes."""
-        if self.plan.settings.match == "steps":
+        if not matching.needs_measuring(self.plan):
             return
         self.workdir.mkdir(parents=True, exist_ok=True)
         while True:

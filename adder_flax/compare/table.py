@@ -194,6 +194,7 @@ _MATCHED = {
     "operations": "All arms compute as many multiplications and additions in training as their "
     "baseline.",
     "seconds": "All arms train as long as their baseline, by a step timed beforehand.",
+    "nothing": "Each arm has a schedule of its own.",
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
-from adder_flax.compare import Plan
+from adder_flax.compare import Comparison, Plan
 from adder_flax.compare.plan import FINAL, TUNING, digest
 from adder_flax.errors import RunError
 from adder_flax.settings import RunSettings, defaults, read
@@ -53,7 +53,7 @@ RATES = {"optimizer": {"learning_rate": ("log", 1e-3, 1e-2)}}
             {"factors": {"m": {"a b": {}, "a_b": {}}}},
             r"names of levels that differ in letters and digits",
         ),
-        ({"match": "operations"}, r"config\.match: expected 'steps' where no baseline is named"),
+        ({"match": "operations"}, r"config\.match: expected 'steps' or 'nothing' where no base"),
         (
             {"factors": {"m": {"a": {"model": {"width": ("log", 2, 1)}}}}},
             r"config\.factors: expected .* 0 < low < high",
@@ -108,6 +108,7 @@ def test_arms_are_all_combinations_and_have_their_baselines():
         ("compare_sphere", None, 4),
         ("compare_g2p", None, 5),
         ("compare_curvature", None, 7),
+        ("compare_default", None, 9),
         *(("compare_healing", parts, 2) for parts in (None, "attention,cifar10")),
         ("compare_blocks", "fashion_mnist", 7),
         *(("compare_cg_fac", work, 11) for work in (None, "adder,digits")),
@@ -121,6 +122,20 @@ def test_the_comparisons_among_the_experiments_can_be_read(name, data, arms):
     plan = Plan(importlib.import_module(f"experiments.{name}").get_config(data))
     configs = {str(plan.cell(arm, FINAL, 0, {}).config) for arm in plan.arms.values()}
     assert len(configs) == len(plan.arms) == arms
+
+
+def test_arms_that_match_in_nothing_keep_their_own_schedules(tmp_path):
+    levels = {"dot": {}, "shorter": {"num_epochs": 0.1}}
+    config = make_config(factors={"arm": levels}, baseline={"arm": "dot"}, match="nothing")
+    comparison = Comparison(config, tmp_path)
+    comparison.prepare()
+    epochs = [
+        comparison.plan.cell(arm, FINAL, 0, {}).config.num_epochs
+        for arm in comparison.plan.arms.values()
+    ]
+    assert epochs == [0.2, 0.1]
+    assert not list(tmp_path.iterdir())
+    Plan(make_config(factors={"arm": levels}, match="nothing"))
 
 
 def test_tuning_has_seeds_of_its_own():

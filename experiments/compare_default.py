@@ -1,0 +1,59 @@
+"""The default experiments with AdamW, and with CG-FAC for 30 % of their epochs.
+
+DeiT-Tiny of the three mechanisms as experiments/common.py has it, 12 blocks of width 192: on digits
+20 epochs of AdamW, six of CG-FAC. Nothing is tuned. CG-FAC takes steps of one root mean square, at
+one rate and decay for all mechanisms: what twenty trials found for a network of half the width and
+depth (cg_fac_rms in docs/results/optimizers_digits), rounded. AdamW for as few epochs stands beside
+it, for what the shorter schedule alone does. Six paired seeds.
+
+The argument after the colon is the data set, ``digits`` where nothing is given.
+Commands:
+    python main.py --mode=compare --config=experiments/compare_default.py [--workers=2]
+    python -m benchmarks.compare seconds RESULTS --config=experiments/compare_default.py
+The second one times the steps of all arms in turn.
+"""
+
+import ml_collections
+
+from adder_flax import settings
+from adder_flax.experiments import common
+
+_SHARE = 0.3
+_CG_FAC = {
+    "name": "cg_fac",
+    "learning_rate": 3.5e-3,
+    "weight_decay": 0.2,
+    "cg_fac": {"step": "rms"},
+}
+
+
+def get_config(data: str | None = None) -> ml_collections.ConfigDict:
+    """Returns the comparison on a data set, ``digits`` unless given."""
+    defaults = {name: common.deit(name, "tiny", data) for name in common.MECHANISMS}
+    base = defaults["multiplicative"]
+    mechanisms = {
+        name: {
+            "model": common.MECHANISMS[name],
+            "optimizer": {"learning_rate": config.optimizer.learning_rate},
+        }
+        for name, config in defaults.items()
+    }
+    shorter = {"num_epochs": _SHARE * base.num_epochs}
+    if base.data.name == "digits":
+        base.eval_every_steps = 17  # an epoch
+    fields = {
+        "title": f"The default experiments with AdamW and with CG-FAC, on {base.data.name}",
+        "base": base,
+        "factors": {
+            "mechanism": mechanisms,
+            "training": {
+                "AdamW": {},
+                "AdamW, 30 % of the epochs": shorter,
+                "CG-FAC, 30 % of the epochs": shorter | {"optimizer": _CG_FAC},
+            },
+        },
+        "baseline": {"training": "AdamW"},
+        "match": "nothing",
+        "validation_percent": 20 if base.data.name == "digits" else 10,
+    }
+    return ml_collections.ConfigDict(settings.defaults(settings.CompareSettings) | fields)
