@@ -7,18 +7,21 @@
 CG-FAC renews curvature and inverses at some steps alone, SOAP and KL-Shampoo their bases, so a
 window is as many steps as lie between two at which all is renewed. Variants, with semicolons
 between them, are fields of --config.optimizer.cg_fac. Images are of random pixels where
---data=fake. Another network comes with --config: an experiment, or the record of a run.
+--data=fake. Another network comes with --config: an experiment, or the record of a run. The steps
+are compiled side by side, and each is timed as soon as all are; what a window took is said at once,
+so that a run that is cut off has told what it measured.
 """
 
 import argparse
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_collections
 
 from adder_flax import experiment, ops, settings
 from adder_flax.experiments import common
-from benchmarks.timing import measure
+from benchmarks.timing import measure, seconds_of
 from benchmarks.train_step import NO_AUGMENTATION, jax_step
 
 
@@ -67,6 +70,13 @@ def repeated(step: Callable, count: int) -> Callable:
     return steps
 
 
+def compile_all(steps: dict[str, Callable]) -> None:
+    """Takes one step of each, in threads of their own, and says how long it took."""
+    with ThreadPoolExecutor(len(steps)) as threads:
+        for name, seconds in zip(steps, threads.map(seconds_of, steps.values()), strict=True):
+            print(f"{name}: first step after {seconds:.0f} s", flush=True)
+
+
 def main() -> None:
     """Prints a row for each optimizer and variant."""
     parser = argparse.ArgumentParser(
@@ -92,13 +102,19 @@ def main() -> None:
         name = f"cg_fac {variant.strip()}".strip()
         configs[name] = with_fields(make_config(flags, "cg_fac"), variant)
     lengths = {name: window_of(config) for name, config in configs.items()}
-    steps = {name: repeated(jax_step(configs[name]), lengths[name]) for name in configs}
-    timings = measure(steps, flags.rounds, seconds=math.inf)
+    steps = {name: jax_step(config) for name, config in configs.items()}
+    compile_all(steps)
+    windows = {name: repeated(step, lengths[name]) for name, step in steps.items()}
     width = max(map(len, steps))
+
+    def say(name: str, seconds: float) -> None:
+        print(f"  {name:{width}}  {1e3 * seconds / lengths[name]:7.1f} ms a step", flush=True)
+
+    timings = measure(windows, flags.rounds, seconds=math.inf, say=say)
     for name, length in lengths.items():
         ratio = timings.ratio(name, first) * lengths[first] / length
         print(
-            f"{name:{width}}  {1e3 * timings.median(name) / length:7.0f} ms a step "
+            f"{name:{width}}  {1e3 * timings.median(name) / length:7.1f} ms a step "
             f"{ratio:5.2f} x {first}"
         )
 

@@ -28,9 +28,14 @@ class Timings(NamedTuple):
         return statistics.median(a / b for a, b in pairs)
 
 
-def measure(functions: dict[str, Callable], rounds: int, seconds: float) -> Timings:
+def measure(
+    functions: dict[str, Callable],
+    rounds: int,
+    seconds: float,
+    say: Callable[[str, float], None] = lambda name, seconds: None,
+) -> Timings:
     """Calls the functions in turn, `rounds` times (if the time is up, three), after one call each
-    to warm up.
+    to warm up, and says each time at once.
 
     Quick ones are called once more before each timed call: the one before them may have thrown
     their operands out of the caches and their memory back to the system, which is not what they
@@ -48,6 +53,7 @@ def measure(functions: dict[str, Callable], rounds: int, seconds: float) -> Timi
             if name in quick:
                 jax.block_until_ready(function())
             timings.seconds[name].append(seconds_of(function))
+            say(name, timings.seconds[name][-1])
     return timings
 
 
