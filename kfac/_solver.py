@@ -72,6 +72,8 @@ def _divide(numerator: Array, denominator: Array) -> Array:
 
 
 class _State(NamedTuple):
+    """Of the loop: ``p`` and ``rz`` are of the iteration before, 0 before the first."""
+
     x: Vector
     r: Vector
     p: Vector
@@ -140,10 +142,10 @@ def cg(
         if x0 is None
         else _warm_start(x0, b, damped, safeguard)
     )
-    z = precondition(r)
     rr = lane_dot(r, r)
     active = jnp.isfinite(rr) & (rr > enough) & (rr > 0)
-    start = _State(x, r, z, lane_dot(r, z), rr, active, jnp.zeros_like(bb, jnp.int32))
+    nothing = jax.tree.map(jnp.zeros_like, r)
+    start = _State(x, r, nothing, jnp.zeros_like(rr), rr, active, jnp.zeros_like(bb, jnp.int32))
 
     def step(state: _State) -> _State:
         return _cg_step(state, damped, precondition, enough)
@@ -188,25 +190,28 @@ def _warm_start(x0: Vector, b: Vector, damped: MatVec, safeguard: bool) -> tuple
 
 
 def _cg_step(state: _State, damped: MatVec, precondition: MatVec, enough: Array) -> _State:
-    u = damped(state.p)
-    s = lane_dot(state.p, u)
-    alpha = _divide(state.rz, s)
+    # At the head of the loop, so that nothing is preconditioned behind its end.
+    z = precondition(state.r)
+    rz = lane_dot(state.r, z)
+    p = lane_axpy(_divide(rz, state.rz), state.p, z)
+    u = damped(p)
+    s = lane_dot(p, u)
+    alpha = _divide(rz, s)
     # Rounding can leave pᵀ(F + γI)p at or below 0 where F is singular and γ small; a step
     # along p would then be of any length. A lane that stops takes steps of 0 from here
     # on, while the others go on in the same loop.
-    good = state.active & (s > 0) & jnp.isfinite(alpha)
+    good = state.active & (rz > 0) & (s > 0) & jnp.isfinite(alpha)
     alpha = jnp.where(good, alpha, 0)
     u = _select(good, u, jax.tree.map(jnp.zeros_like, u))  # it may hold NaN, and 0·NaN is NaN
     r = lane_axpy(-alpha, u, state.r)
-    z = precondition(r)
-    rr, rz = lane_dot(r, r), lane_dot(r, z)
+    rr = lane_dot(r, r)
     return _State(
-        x=lane_axpy(alpha, state.p, state.x),
+        x=lane_axpy(alpha, p, state.x),
         r=r,
-        p=lane_axpy(_divide(rz, state.rz), state.p, z),
+        p=p,
         rz=rz,
         rr=rr,
-        active=good & (rr > enough) & (rz > 0) & jnp.isfinite(rr),
+        active=good & (rr > enough) & jnp.isfinite(rr),
         iterations=state.iterations + good,
     )
 
