@@ -12,8 +12,7 @@ from adder_flax import host_memory, interrupt
 def main() -> None:
     """Runs the command of this process, and ends the process where it fails."""
     start_time = time.monotonic()
-    # Before there is a second thread, which waits for signals.
-    host_memory.keep_freed_memory()
+    host_memory.use_huge_pages()
     host_memory.collect_garbage_rarely()
     interrupt.end_at_signals()
     try:

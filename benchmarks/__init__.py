@@ -1,6 +1,9 @@
 """Every speed and count that this project quotes, printed by ``python -m benchmarks.<name>``."""
 
+import sys
+
 from adder_flax import host_memory
 
-# As main.py does, and before an import brings a second thread.
-host_memory.keep_freed_memory()
+# As main.py does, and only where a benchmark is what this process is for.
+if sys.argv[0] == "-m":
+    host_memory.use_huge_pages()

@@ -1,68 +1,110 @@
-"""Freed memory serves the next allocation, in a process of its own: the setting cannot be taken
-back."""
+"""Memory in huge pages, in processes of their own: a process asks for it when it starts."""
 
+import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.processes import ROOT
 
-_SECOND_ALLOCATION = """
-import resource, sys
+_PREPARED = """
+import os, resource, sys
 from pathlib import Path
 from adder_flax import host_memory
 
-Path.glob = lambda self, name: iter([name] if sys.argv[1] == "accelerator" else [])
-kept = host_memory.keep_freed_memory()
-bytearray(2**26)
+host_memory._PAGES = Path(sys.argv[1])
+host_memory._ACCELERATORS = sys.argv[2:]
+"""
+_ASKS = f"""{_PREPARED}
+print("once or twice")
+host_memory.use_huge_pages()
+print(os.getpid(), os.environ.get("GLIBC_TUNABLES"), *sys.argv[2:])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-block = bytearray(2**26)
-print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+block = bytearray(2**28)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
+_STARTS = f"""{_PREPARED}
+from adder_flax import start
 
+def told(path, line):
+    sys.exit(f"{{line == [path, *sys.orig_argv[1:]]}} {{'jax' in sys.modules}}")
 
-_WITHOUT_THREADS = """
-import threading
-from adder_flax import host_memory, start
-
-wait = threading.Event()
-host_memory._ACCELERATORS = ()
-keep, outcomes = host_memory.keep_freed_memory, []
-host_memory.keep_freed_memory = lambda: outcomes.append(keep())
-try:
-    start.main()
-except SystemExit:
-    pass
-threading.Thread(target=wait.wait, daemon=True).start()
-print("kept", *outcomes, keep())
+os.execv = told
+start.main()
 """
+_WISH = "glibc.malloc.hugetlb=1"
+_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+pytestmark = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="a setting of the GNU C library"
+)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of the GNU C library")
-@pytest.mark.parametrize("host", ["cpu", "accelerator"])
-def test_blocks_over_32_mb_are_mapped_once(host):
-    done = subprocess.run(
-        [sys.executable, "-c", _SECOND_ALLOCATION, host],
+def run(program: str, *arguments: str, tunables: str | None = None) -> tuple[int, list[str], str]:
+    """Returns the number of the process, the lines that it printed, and its errors."""
+    environment = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
+    if tunables is not None:
+        environment["GLIBC_TUNABLES"] = tunables
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
         cwd=ROOT,
-        capture_output=True,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=True,
-    )
-    kept, faults = done.stdout.split()
-    assert kept == str(host == "cpu")
-    if kept == "True":
-        assert int(faults) < 16  # of 16,384 pages, or of 32 huge ones
+    ) as process:
+        printed, errors = process.communicate()
+    return process.pid, printed.splitlines(), errors
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of the GNU C library")
-def test_the_command_asks_for_it_before_its_first_thread():
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_THREADS, "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.splitlines()[-1] == "kept True False"
+@pytest.fixture
+def pages(tmp_path):
+    """Writes what a system says of huge pages, and returns where."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "enabled"
+        path.write_text(text, encoding="ascii")
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("tunables", [None, "", "glibc.malloc.check=0"])
+def test_the_process_starts_anew_with_its_command_line_under_its_number(pages, tunables):
+    where = pages("always [madvise] never\n")
+    number, printed, _ = run(_ASKS, where, "no such device", tunables=tunables)
+    wish = f"glibc.malloc.check=0:{_WISH}" if tunables else _WISH
+    assert printed[:-1] == ["once or twice"] * 2 + [f"{number} {wish} no such device"]
+
+
+@pytest.mark.parametrize(
+    ("says", "tunables", "devices"),
+    [
+        ("always madvise [never]", None, ()),
+        ("[always] madvise never", None, ()),
+        ("[madvise]", "glibc.malloc.hugetlb=0", ()),
+        ("[madvise]", None, ("null",)),
+        (None, None, ()),
+    ],
+    ids=["none are granted", "all are huge", "the user said", "an accelerator", "unknown"],
+)
+def test_nothing_happens_where_it_would_not_help(pages, says, tunables, devices):
+    where = "no such file" if says is None else pages(says)
+    number, printed, _ = run(_ASKS, where, *devices, tunables=tunables)
+    assert printed[:-1] == ["once or twice", " ".join([str(number), str(tunables), *devices])]
+
+
+@pytest.mark.skipif(
+    not _PAGES.exists() or "[madvise]" not in _PAGES.read_text(), reason="not on request here"
+)
+def test_a_block_is_mapped_in_huge_pages():
+    _, printed, _ = run(_ASKS, str(_PAGES))
+    assert int(printed[-1]) < 2**28 / 4096 / 16  # of 65,536 pages, or of 128 huge ones
+
+
+def test_the_command_asks_before_it_imports_anything_slow(pages):
+    _, _, errors = run(_STARTS, pages("[madvise]"))
+    assert errors.split() == ["True", "False"]
