@@ -34,10 +34,10 @@ def use_huge_pages() -> None:
 
     XLA's CPU client takes the temporaries of every step from malloc, and the GNU C library maps
     blocks of more than 32 MB anew each time. The system clears and maps them page by page while the
-    step runs: 75,000 pages of 4 KiB for a DeiT-Tiny of 64 digits with AdamW, 140,000 with CG-FAC, in
-    place of some hundreds of 2 MiB. The alternative, a malloc that keeps what is freed, costs more
-    than it saves where a process has compiled much: its lists of free blocks grow long, and every
-    block is looked for in them.
+    step runs: 75,000 pages of 4 KiB for a DeiT-Tiny of 64 digits with AdamW, 140,000 with CG-FAC;
+    with huge pages some hundreds of 2 MiB. The alternative, a malloc that keeps what is freed,
+    costs more than it saves where a process has compiled much: its lists of free blocks grow long,
+    and every block is looked for in them.
 
     The C library reads the wish once, when a process starts, from the variable ``GLIBC_TUNABLES``
     of its environment. So it is set there, and the process executes its own command line again,
