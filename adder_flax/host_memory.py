@@ -1,5 +1,6 @@
 """How a process takes its memory from the system."""
 
+import contextlib
 import gc
 import os
 import platform
@@ -53,11 +54,18 @@ def use_huge_pages() -> None:
       import jax
     """
     tunables = os.environ.get(_TUNABLES, "")
-    if _HUGE_PAGES in tunables or not (_helps() and sys.executable and sys.orig_argv[1:]):
+    if _HUGE_PAGES in tunables or not (_helps() and _has_a_command_line()):
         return
     os.environ[_TUNABLES] = ":".join(filter(None, [tunables, f"{_HUGE_PAGES}=1"]))
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    # Where the system refuses, the process goes on as it is.
+    with contextlib.suppress(OSError):
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _has_a_command_line() -> bool:
+    """Whether the program can be started again: not what is typed or comes from a pipe."""
+    return bool(sys.executable) and sys.argv[0] not in ("", "-")
 
 
 def _helps() -> bool:

@@ -150,22 +150,27 @@ def cg(
     def step(state: _State) -> _State:
         return _cg_step(state, damped, precondition, enough)
 
-    # A known number of steps is a loop without a condition: no reduction over the lanes,
-    # no wait for its answer, and XLA knows what the step costs. It pays where few steps
-    # are asked for, none of which a lane would leave out.
-    if fixed_length:
-        end = jax.lax.fori_loop(0, max_iterations, lambda _, state: step(state), start)
-    else:
-
-        def going(carry: tuple[Array, _State]) -> Array:
-            return (carry[0] < max_iterations) & jnp.any(carry[1].active)
-
-        counted = (jnp.zeros((), jnp.int32), start)
-        end = jax.lax.while_loop(going, lambda carry: (carry[0] + 1, step(carry[1])), counted)[1]
+    end = _repeated(step, start, max_iterations, fixed_length)
     # q(x) = −½ x·(b + r), since (F + γI) x = b − r: the model of the step for no further
     # product.
     model = -0.5 * lane_dot(end.x, lane_axpy(jnp.ones_like(bb), b, end.r))
     return Solution(end.x, end.iterations, jnp.sqrt(_divide(end.rr, bb)), model)
+
+
+def _repeated(
+    step: Callable[[_State], _State], start: _State, most: int, fixed_length: bool
+) -> _State:
+    # A known number of steps is a loop without a condition: no reduction over the lanes,
+    # no wait for its answer, and XLA knows what the step costs. It pays where few steps
+    # are asked for, none of which a lane would leave out.
+    if fixed_length:
+        return jax.lax.fori_loop(0, most, lambda _, state: step(state), start)
+
+    def going(carry: tuple[Array, _State]) -> Array:
+        return (carry[0] < most) & jnp.any(carry[1].active)
+
+    counted = (jnp.zeros((), jnp.int32), start)
+    return jax.lax.while_loop(going, lambda carry: (carry[0] + 1, step(carry[1])), counted)[1]
 
 
 def _unchanged(r: Vector) -> Vector:

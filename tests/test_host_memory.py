@@ -97,6 +97,19 @@ def test_nothing_happens_where_it_would_not_help(pages, says, tunables, devices)
     assert printed[:-1] == ["once or twice", " ".join([str(number), str(tunables), *devices])]
 
 
+def test_what_comes_from_a_pipe_or_is_refused_goes_on(pages):
+    program = _ASKS.replace("sys.argv[1]", repr(pages("[madvise]"))).replace("sys.argv[2:]", "()")
+    done = subprocess.run(
+        [sys.executable, "-"], input=program, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("once or twice\n")
+    assert done.stdout.count("once") == 1
+    assert len(done.stdout.splitlines()) == 3
+    refused = f"{_PREPARED}\nsys.executable = '/no/such/program'\n"
+    _, printed, errors = run(_ASKS.replace(_PREPARED, refused), pages("[madvise]"))
+    assert (len(printed), errors) == (3, "")
+
+
 @pytest.mark.skipif(
     not _PAGES.exists() or "[madvise]" not in _PAGES.read_text(), reason="not on request here"
 )

@@ -96,7 +96,7 @@ def test_preconditioner_changes_the_path_and_not_the_solution():
 
 @pytest.mark.parametrize("tolerance", [0.0, 1e-30])
 def test_nothing_is_preconditioned_behind_the_last_iteration(tolerance):
-    """Which costs as much as a product, a quarter of a solve of two iterations."""
+    """Which costs as much as a product: a fifth of a solve of two iterations."""
     arguments = (matvec, jnp.asarray(B), jnp.asarray(GAMMA))
     calls = []
 
