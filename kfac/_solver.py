@@ -123,7 +123,7 @@ def cg(
     >>> solution.x.round(3).tolist(), solution.iterations.tolist()
     ([[0.20000000298023224, 0.6000000238418579]], [2])
     """
-    fixed_length = isinstance(tolerance, numbers.Real) and tolerance == 0
+    fixed_length = isinstance(tolerance, numbers.Real) and bool(tolerance == 0)
     if max_iterations < 1:
         raise ValueError(
             f"cg needs max_iterations >= 1, got {max_iterations}; use at least one step."
