@@ -83,9 +83,8 @@ def _tables(workdir):
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
     (folder / "x.py").write_text(EXPERIMENT)
-    began = time.monotonic()
     _finish(folder / "run")
-    return folder / "run", time.monotonic() - began
+    return folder / "run"
 
 
 @pytest.mark.slow
@@ -93,24 +92,28 @@ def alone(tmp_path_factory):
 def test_kills_at_random_moments_leave_the_tables_as_they_are(workers, alone, tmp_path):
     """Ten moments, spread over the steps of all cells, each a little after a step: inside of one,
     of a checkpoint, of an evaluation, of what begins or ends a cell. One that has passed when the
-    runner is up again is a moment of its start."""
-    whole, _ = alone
+    runner is up again is a moment of its start. A runner that is faster than a moment has ended
+    well, and most are not."""
     (tmp_path / "x.py").write_text(EXPERIMENT)
-    draw, steps = random.Random(workers), steps_done(whole)
+    draw, steps = random.Random(workers), steps_done(alone)
     assert steps > 100
+    kills = 0
     for moment in sorted(draw.uniform(0, 0.98) * steps for _ in range(10)):
         process = _start(tmp_path / "run", f"--workers={workers}", stdout=subprocess.DEVNULL)
         if steps_done(tmp_path / "run") >= moment:
-            time.sleep(draw.uniform(0, 10))
-        while steps_done(tmp_path / "run") < moment:
-            assert process.poll() is None
+            time.sleep(draw.uniform(0, 5))
+        while steps_done(tmp_path / "run") < moment and process.poll() is None:
             time.sleep(0.05)
-        time.sleep(draw.uniform(0, 0.5))
-        assert process.poll() is None
-        _kill(process, draw, workers)
+        time.sleep(draw.uniform(0, 0.2))
+        if process.poll() is None:
+            _kill(process, draw, workers)
+            kills += 1
+        else:
+            assert process.returncode == 0
+    assert kills > 5
     assert "0 cells left" in _finish(tmp_path / "run", f"--workers={workers}")
-    assert numbers(tmp_path / "run") == numbers(whole)
-    assert _tables(tmp_path / "run") == _tables(whole)
+    assert numbers(tmp_path / "run") == numbers(alone)
+    assert _tables(tmp_path / "run") == _tables(alone)
 
 
 def steps_done(workdir):
@@ -137,20 +140,21 @@ def _kill(process, draw, workers):
 def test_an_interrupt_stops_workers_at_a_step_that_is_saved(alone, tmp_path):
     (tmp_path / "x.py").write_text(EXPERIMENT)
     process = _start(tmp_path / "run", "--workers=2")
-    time.sleep(0.5 * alone[1])
+    while steps_done(tmp_path / "run") < 0.3 * steps_done(alone):
+        assert process.poll() is None
+        time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM
     _finish(tmp_path / "run", "--workers=2")
-    assert numbers(tmp_path / "run") == numbers(alone[0])
+    assert numbers(tmp_path / "run") == numbers(alone)
 
 
 @pytest.mark.slow
 def test_the_command_beside_a_row_gives_its_number(alone, tmp_path):
-    whole, _ = alone
     command = next(
         line
-        for line in (whole / "results" / "results.md").read_text().splitlines()
+        for line in (alone / "results" / "results.md").read_text().splitlines()
         if "additive-final" in line
     )
     record = json.loads(Path(re.search(r"--config=(\S+)", command)[1]).read_text())
