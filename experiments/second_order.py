@@ -33,7 +33,8 @@ def measure(
     compile.
     """
     config = common.deit(mechanism, "tiny")
-    config.update_from_flattened_dict(FIELDS | {"num_epochs": epochs, "optimizer.name": optimizer})
+    schedule = {"num_epochs": epochs, "optimizer.warmup_epochs": epochs / 10}
+    config.update_from_flattened_dict(FIELDS | schedule | {"optimizer.name": optimizer})
     run, smooth = training.build_run(config), config.model.mlp_linear != "adder"
     steps = report.second_order_along(
         run, run.init(), num_steps=run.num_steps, every=every, derivatives=smooth

@@ -54,20 +54,24 @@ class SavedCheckpoints:
     @property
     def steps(self) -> list[int]:
         """Steps of which there are checkpoints, in order."""
+        return sorted(step for step, is_folder in self._named_as_steps().items() if is_folder)
+
+    def _named_as_steps(self) -> dict[int, bool]:
+        """Whether what has a step for its name is a folder, as a checkpoint is."""
         try:
-            found = [path.name for path in self._directory.iterdir() if path.is_dir()]
+            found = {path.name: path.is_dir() for path in self._directory.iterdir()}
         except FileNotFoundError:
-            return []
+            return {}
         except OSError as error:
             raise RunError(
                 f"expected a directory of checkpoints at {self._directory}, got: {error.strerror}; "
                 "make it one that can be read, or move it away"
             ) from error
-        return sorted(
-            int(name)
-            for name in found
+        return {
+            int(name): is_folder
+            for name, is_folder in found.items()
             if name.isascii() and name.isdecimal() and name == str(int(name))
-        )
+        }
 
     def score(self, step: int) -> float | None:
         """Score of the evaluation saved with a checkpoint, larger is better.
@@ -234,6 +238,10 @@ class Checkpoints(SavedCheckpoints):
       keep_last: how many of the newest are kept beside the best one.
       of: facts that make a run this one, saved with every checkpoint.
 
+    Raises:
+      RunError: the directory cannot be read or written, or something in it has a step for its name
+        and is no folder.
+
     Example:
       >>> import tempfile
       >>> with tempfile.TemporaryDirectory() as directory, Checkpoints(directory) as checkpoints:
@@ -255,6 +263,12 @@ class Checkpoints(SavedCheckpoints):
         self._newest: int | None = None  # that this process saved
         self._scores: dict[int, float | None] = {}
         self._unknown: set[int] = set()
+        # To write a checkpoint over a pipe would wait for ever.
+        if odd := [step for step, is_folder in self._named_as_steps().items() if not is_folder]:
+            raise RunError(
+                f"expected folders at the names of steps in {self._directory}, got something else "
+                f"at {', '.join(map(str, sorted(odd)))}; move it away"
+            )
         for step in self.steps:
             try:
                 self._scores[step] = self.score(step)

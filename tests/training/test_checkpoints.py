@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -199,6 +200,21 @@ def test_what_never_ends_is_not_read(kind, name, directory):
     with Checkpoints(directory) as checkpoints:
         assert same(checkpoints.restore(ABSTRACT), 1)
     assert sorted(os.listdir(directory)) == ["1", "2.unreadable"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [os.mkfifo, Path.touch, lambda path: path.symlink_to("nowhere")],
+    ids=["pipe", "file", "link"],
+)
+def test_what_is_no_folder_at_the_name_of_a_step_is_refused_before_anything_is_done(make, tmp_path):
+    make(tmp_path / "4")
+    with pytest.raises(
+        RunError, match=r"expected folders at the names of steps in .*at 4; move it"
+    ):
+        Checkpoints(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["4"]
+    assert SavedCheckpoints(tmp_path).steps == []
 
 
 def test_a_checkpoint_under_another_step_is_not_taken_for_it(directory, caplog):
