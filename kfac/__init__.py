@@ -30,6 +30,7 @@ from kfac._plain import scan as scan
 from kfac._plain import tap as tap
 from kfac._registry import register_layer as register_layer
 from kfac._solver import cg as cg
+from kfac._state import Averages as Averages
 from kfac._state import CGFacState as CGFacState
 from kfac._state import find_state as find_state
 from kfac._state import telemetry as telemetry

@@ -141,6 +141,9 @@ def _whole_steps(
         **extra_args: Any,
     ) -> tuple[PyTree[Array], optax.OptState]:
         finite = all_finite(jax.tree.leaves(grads))
+        if extra_args.get("sound") is not None:
+            finite &= extra_args["sound"]
+        extra_args["sound"] = finite
         if extra_args.get("value_fn") is not None:
             value_fn = extra_args["value_fn"]
             extra_args["value_fn"] = lambda share: value_fn(_completed(share, params))

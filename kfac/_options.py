@@ -12,7 +12,7 @@ import optax
 from kfac._blocks import CURVATURES, Block
 from kfac._costs import prefers_factors
 from kfac._fisher import FISHERS
-from kfac._step import STEPS
+from kfac._step import NORMALIZED, STEPS
 from kfac._systems import Form
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     Scalar = float | Float[Array, ""]
 
-SOLVERS = ("cg", "dense", "dual", "eigh", "auto")
+SOLVERS = ("cg", "inverse", "dense", "dual", "eigh", "auto")
 
 _CHOICES = {
     "curvature": CURVATURES,
@@ -64,14 +64,19 @@ class Options:
         tokens).
       fisher: the name that ``value_grad_and_curvature`` must have been given; None accepts any.
       token_sharing: ``"expand"`` or ``"reduce"``, for ``"kron"``.
-      solver: ``"cg"``; ``"eigh"`` (for ``"kron"``, by eigenvectors of the factors); ``"dual"`` (for
-        ``"exact"``, by Woodbury's identity in example space); ``"dense"``, for checks; ``"auto"``:
-        for each exact block the cheaper of ``"cg"`` and ``"dual"``.
+      solver: ``"cg"``; ``"inverse"``: the gradient times the inverses that precondition CG, as old
+        as ``preconditioner_interval`` has them, with no further product, as K-FAC does. That is the
+        direction of CG's first iteration, for the steps that keep no length, ``"trust_ratio"`` and
+        ``"rms"``; blocks without inverses are solved by CG. ``"eigh"`` (for ``"kron"``, by
+        eigenvectors of the factors); ``"dual"`` (for ``"exact"``, by Woodbury's identity in example
+        space); ``"dense"``, for checks; ``"auto"``: for each exact block the cheaper of ``"cg"``
+        and ``"dual"``.
       max_iterations: products per layer and step.
       tolerance: * relative residual at which a layer stops; 0 for a fixed number of iterations,
         which costs no test.
       preconditioner_interval: steps between inversions of the damped Kronecker factors that
-        precondition CG, for ``"kron"`` and ``solver="cg"``; CG makes up for their age. 0 for none.
+        precondition CG, for ``"kron"`` and ``solver="cg"``, and are all of ``"inverse"``; CG makes
+        up for their age. 0 for none.
       warm_start: start CG from the last solution.
       safeguard: rescale the warm start so that it cannot cause an ascent direction.
       damping: * λ.
@@ -157,6 +162,14 @@ class Options:
             raise ValueError(
                 f"solver='dual' expects curvature='exact', got {self.curvature!r}; use solver='cg'."
             )
+        if self.solver == "inverse" and not (
+            self.curvature == "kron" and self.preconditioner_interval and self.step in NORMALIZED
+        ):
+            raise ValueError(
+                "solver='inverse' expects curvature='kron', a preconditioner_interval above 0 and "
+                f"step to be one of {NORMALIZED}, got {self.curvature!r}, "
+                f"{self.preconditioner_interval} and {self.step!r}; use solver='cg'."
+            )
         if self.damping_interval and self.step != "quadratic":
             raise ValueError(
                 f"damping_interval={self.damping_interval} adapts the damping to the quadratic "
@@ -184,12 +197,16 @@ class Options:
         return self.step == "fixed" and self.kl_scope == "network" and self.kl_clip is not None
 
     def preconditions(self, block: Block) -> bool:
-        """Whether CG on this block is preconditioned."""
+        """Whether the damped factors of this block are inverted."""
         return (
-            self.solver == "cg"
+            self.solver in ("cg", "inverse")
             and self.preconditioner_interval > 0
             and self.form(block).name == "factors"
         )
+
+    def measures_residual(self, block: Block) -> bool:
+        """Whether a product with F tells how far this block's system is solved."""
+        return self.solver != "inverse" or not self.preconditions(block)
 
     def form(self, block: Block) -> Form:
         """Which products serve a block."""
@@ -197,7 +214,7 @@ class Options:
             return Form(self.curvature)
         factored = block.factored and max(block.lifted_shape(block.uses[0])) <= self.max_factor_size
         # Nothing to average: no need to form what the Jacobian gives cheaper.
-        if is_zero(self.factor_decay):
+        if is_zero(self.factor_decay) and self.solver != "inverse":
             factored = factored and prefers_factors(block, self.max_iterations)
         return Form(
             "factors" if factored else "kron", self.token_sharing == "reduce", self.max_factor_size

@@ -21,10 +21,10 @@ from kfac._sharing import over_devices
 from kfac._solver import Solution
 from kfac._state import Averages, CGFacState
 from kfac._systems import Form, System
-from kfac._trees import concatenated, flatten
+from kfac._trees import all_finite, concatenated, flatten
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, PyTree
+    from jaxtyping import Array, Bool, Float, PyTree
 
     from kfac._step import Vectors
     from kfac._trees import Flat
@@ -70,20 +70,21 @@ def pose(
     state: CGFacState,
     params: PyTree[Array],
     curvature: Curvature,
+    sound: Bool[Array, ""],
     options: Options,
 ) -> Problem:
-    """The systems of this step."""
+    """The systems of this step; averages change where it is sound."""
     flat = flatten(params)
     forms = {name: options.form(block) for name, block in owned.items()}
-    factors, weight = _average_factors(owned, forms, flat, state, curvature, options)
+    factors, weight = _average_factors(owned, forms, flat, state, curvature, sound, options)
     # Sums begin at 0: divided by their weight they are averages from the first step on.
     # It is 0 until curvature is in.
     weight_or_tiny = jnp.maximum(weight, jnp.finfo(weight.dtype).tiny)
     ready = jax.tree.map(lambda factor: factor / weight_or_tiny, factors)
     groups = systems.build(curvature, flat, forms, ready)
     damping = jnp.asarray(options.damping, state.damping_factor.dtype) * state.damping_factor
-    traces, gamma = _damp(groups, damping, state, options)
-    inverses = _refresh_inverses(groups, gamma, state, options)
+    traces, gamma = _damp(groups, damping, state, sound, options)
+    inverses = _refresh_inverses(groups, gamma, state, sound, options)
     groups = [system.preconditioned(inverses) for system in groups]
     averages = Averages(factors, traces, weight, state.averages.coherence, inverses)
     return Problem(owned, to_vectors(owned, grads), groups, damping, gamma, averages)
@@ -95,29 +96,34 @@ def _average_factors(
     params: Flat,
     state: CGFacState,
     curvature: Curvature,
+    sound: Bool[Array, ""],
     options: Options,
 ) -> tuple[dict[str, tuple[Array, ...]], Array]:
     """Running sums of the Kronecker factors and their weight.
 
-    With this batch's where its curvature is fresh.
+    With this batch's where its curvature is fresh. What is not finite would stay in the sums for
+    ever: the average so far stands for it.
     """
     old = state.averages
     decay = jnp.asarray(options.factor_decay, old.weight.dtype)
+    weight = jnp.maximum(old.weight, jnp.finfo(old.weight.dtype).tiny)
 
-    def average(kept: Array, new: Array) -> Array:
-        return decay * kept + (1 - decay) * new.astype(kept.dtype)
+    def average(name: str, kept: tuple[Array, ...]) -> tuple[Array, ...]:
+        block = owned[name]
+        new = systems.new_factors(block, curvature, systems.lanes_of(block, params), forms[name])
+        # Of a sum of squares what is not finite is on the diagonal.
+        finite = all_finite(map(systems.diagonal, new))
+
+        def one(kept: Array, new: Array) -> Array:
+            new = jnp.where(finite, new.astype(kept.dtype), kept / weight)
+            # Here, where it is read anyway, and not for all averages behind the step.
+            return jnp.where(sound, decay * kept + (1 - decay) * new, kept)
+
+        return tuple(one(k, n) for k, n in zip(kept, new, strict=True))
 
     def update() -> tuple[dict, Array]:
-        factors = {}
-        for name, block in owned.items():
-            kept = old.factors[name]
-            new = (
-                systems.new_factors(block, curvature, systems.lanes_of(block, params), forms[name])
-                if kept
-                else ()
-            )
-            factors[name] = jax.tree.map(average, kept, new)
-        return factors, decay * old.weight + (1 - decay)
+        factors = {name: average(name, kept) if kept else () for name, kept in old.factors.items()}
+        return factors, jnp.where(sound, decay * old.weight + (1 - decay), old.weight)
 
     if curvature.fresh is None:
         return update()
@@ -127,7 +133,11 @@ def _average_factors(
 
 
 def _damp(
-    groups: list[System], damping: Array, state: CGFacState, options: Options
+    groups: list[System],
+    damping: Array,
+    state: CGFacState,
+    sound: Bool[Array, ""],
+    options: Options,
 ) -> tuple[dict, dict[str, Array]]:
     """Running traces, and γ of each block, as ``damping_scale`` says."""
     if options.damping_scale == "absolute":
@@ -142,7 +152,9 @@ def _damp(
             if system.form.name == "factors":
                 average = traces[block.name] = trace  # of averaged factors
             else:
-                traces[block.name] = decay * state.averages.traces[block.name] + (1 - decay) * trace
+                kept = state.averages.traces[block.name]
+                new = decay * kept + (1 - decay) * trace
+                traces[block.name] = jnp.where(sound & jnp.isfinite(trace), new, kept)
                 average = traces[block.name] / (1 - decay ** (state.count + 1))
             means[block.name] = average.astype(damping.dtype) / block.size
             sizes[block.name] = block.size
@@ -156,11 +168,15 @@ def _damp(
 
 
 def _refresh_inverses(
-    groups: list[System], gamma: dict[str, Array], state: CGFacState, options: Options
+    groups: list[System],
+    gamma: dict[str, Array],
+    state: CGFacState,
+    sound: Bool[Array, ""],
+    options: Options,
 ) -> dict[str, tuple[Array, ...]]:
     """Inverses of the damped factors.
 
-    The old ones but for every ``preconditioner_interval``-th step.
+    The old ones but for every ``preconditioner_interval``-th step and the first with curvature.
     """
     old = state.averages.inverses
     if not old:
@@ -176,7 +192,8 @@ def _refresh_inverses(
 
     # An old inverse costs iterations, not the solution: CG solves today's system whatever
     # it is preconditioned by.
-    return jax.lax.cond(state.count % options.preconditioner_interval == 0, invert, lambda: old)
+    due = (state.count % options.preconditioner_interval == 0) | (state.averages.weight == 0)
+    return jax.lax.cond(sound & due, invert, lambda: old)
 
 
 def solve(problem: Problem, warm: Vectors | None, options: Options) -> dict[str, Solution]:
@@ -228,6 +245,8 @@ def _solve_system(
         solution = solver.solve_dual(
             system.example_gradients(), packed, gamma, system.program[0].num_examples
         )
+    elif name == "inverse" and system.inverses:
+        solution = solver.unchecked_solution(packed, system.precondition(packed))
     elif name == "eigh" and system.form.name == "factors" and system.program[0].layer.isometric:
         x = system.solve_by_eigenvectors(packed, gamma)
         solution = solver.direct_solution(system.matvec, packed, gamma, x)

@@ -82,7 +82,9 @@ def init_state(params: PyTree[Array], owned: dict[str, Block], options: Options)
     traces = {} if options.damping_scale == "absolute" else lanes
     velocity = jax.tree.map(jnp.zeros_like, params)
     per_block = {
-        n: {"iterations": zero.astype(jnp.int32), "residual": zero} for n, zero in lanes.items()
+        n: {"iterations": zero.astype(jnp.int32)}
+        | ({"residual": zero} if options.measures_residual(owned[n]) else {})
+        for n, zero in lanes.items()
     }
     summary = dict.fromkeys(
         ("damping", "step", "momentum", "kl_scale", "coherence", "model", "rejected"), scalar
@@ -150,8 +152,8 @@ def telemetry(opt_state: PyTree[Array]) -> dict[str, Array]:
     ``cg_fac/damping`` λ, ``step`` and ``momentum`` (α, β), ``kl_scale``, ``coherence``
     (of the network's Δᵀ F Δ over the layers'; 1 where it is not measured), ``model`` (predicted
     change of the loss), ``ratio`` (actual over predicted, when last measured), ``rejected``; and
-    for each block ``iterations/<block>`` and ``residual/<block>`` (mean over its lanes). Empty for
-    other optimizers.
+    for each block ``iterations/<block>`` and, but for ``solver="inverse"``, ``residual/<block>``
+    (mean over its lanes). Empty for other optimizers.
 
     >>> import jax.numpy as jnp, kfac
     >>> params = {"fc": {"kernel": jnp.ones((3, 2))}}

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 STEPS = ("quadratic", "fixed", "trust_ratio", "rms")
+NORMALIZED = ("trust_ratio", "rms")
+"""Those that take the direction of a solution alone."""
 _LEAST_WEIGHT = 1e-2
 """Root mean square that a block's parameters are taken for at least: what starts at zero must leave
 it."""

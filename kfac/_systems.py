@@ -265,6 +265,11 @@ def new_factors(block: Block, curvature: Curvature, params: Lanes, form: Form) -
     return left, right[0]
 
 
+def diagonal(factor: Float[Array, "lane n *n"]) -> Float[Array, "lane n"]:
+    """The diagonal of a factor, which may hold nothing else."""
+    return factor if factor.ndim == 2 else jnp.diagonal(factor, axis1=1, axis2=2)
+
+
 def _mean_diagonal(matrix: Float[Array, "lane n n"]) -> Float[Array, " lane"]:
     return jnp.trace(matrix, axis1=1, axis2=2) / matrix.shape[-1]
 
@@ -276,40 +281,39 @@ def _damped_inverse(
 
     Where float32 cannot invert a factor, the identity: CG does without it.
     """
-    eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
     # On CPUs lane by lane: there, jaxlib's batched factorizations wait for threads of the pool
     # that they run on, and two of them at once wait for ever where the pool has two threads.
     # Elsewhere one lane alone would leave most of the device idle.
-    root = jax.lax.platform_dependent(
-        matrix + damping[:, None, None] * eye,
-        cpu=lambda lanes: jax.lax.map(_inverse_root, lanes),
-        default=_inverse_root_by_halves,
+    return jax.lax.platform_dependent(
+        matrix + damping[:, None, None] * jnp.eye(matrix.shape[-1], dtype=matrix.dtype),
+        cpu=lambda lanes: jax.lax.map(_inverse, lanes),
+        default=_inverse,
     )
+
+
+def _inverse(matrix: Float[Array, "*lane n n"]) -> Float[Array, "*lane n n"]:
+    root = _inverse_root(matrix)
     inverse = _matmul(root.mT, root)
-    return jnp.where(jnp.isfinite(inverse).all((1, 2), keepdims=True), inverse, eye)
+    eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
+    return jnp.where(jnp.isfinite(inverse).all((-2, -1), keepdims=True), inverse, eye)
 
 
 def _inverse_root(matrix: Float[Array, "*lane n n"]) -> Float[Array, "*lane n n"]:
-    """L⁻¹ of A = L Lᵀ, NaN where rounding left A without its positive sign."""
-    # Half the work of an LU factorisation.
-    root = jnp.linalg.cholesky(matrix)
-    eye = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
-    return jax.lax.linalg.triangular_solve(root, eye, left_side=True, lower=True)
+    """L⁻¹ of A = L Lᵀ, NaN where rounding left A without its positive sign.
 
-
-def _inverse_root_by_halves(matrix: Float[Array, "*lane n n"]) -> Float[Array, "*lane n n"]:
-    """The same by products, but for the smallest blocks.
-
-    Libraries for GPUs factorize a batch of large matrices by kernels for small ones, and one after
-    the other with most of the device idle; products of a batch fill it.
+    By products, but for the smallest blocks. Libraries for GPUs factorize a batch of large matrices
+    by kernels for small ones, and one after the other with most of the device idle; products of a
+    batch fill it. On CPUs they have several threads, which LAPACK of jaxlib has not.
     """
     if matrix.shape[-1] <= _MOST_BY_CHOLESKY:
-        return _inverse_root(matrix)
+        root = jax.lax.linalg.cholesky(matrix, symmetrize_input=False)
+        eye = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
+        return jax.lax.linalg.triangular_solve(root, eye, left_side=True, lower=True)
     middle = _TILE * -(-matrix.shape[-1] // (2 * _TILE))
-    upper = _inverse_root_by_halves(matrix[..., :middle, :middle])
+    upper = _inverse_root(matrix[..., :middle, :middle])
     beside = _matmul(matrix[..., middle:, :middle], upper.mT)
     rest = matrix[..., middle:, middle:] - _matmul(beside, beside.mT)
-    lower = _inverse_root_by_halves(rest)
+    lower = _inverse_root(rest)
     below = -_matmul(lower, _matmul(beside, upper))
     return jnp.block([[upper, jnp.zeros_like(beside.mT)], [below, lower]])
 

@@ -30,7 +30,7 @@ from kfac._step import (
     weight_norms,
 )
 from kfac._systems import Form
-from kfac._trees import add, all_finite, chosen, flatten, unflatten
+from kfac._trees import add, all_finite, flatten, unflatten
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree
@@ -55,7 +55,9 @@ def scale_by_cg_fac(
 
     Returns:
       A transformation whose ``update`` takes ``(grads, state, params, *, curvature, value=None,
-      value_fn=None)``; ``value_fn`` is called with parameters as ``update`` sees them.
+      value_fn=None, sound=None)``; ``value_fn`` is called with parameters as ``update`` sees them.
+      Averages change where ``sound`` is true, by default where the gradient is finite: a caller who
+      refuses steps for other reasons too need not choose between all of the old state and the new.
 
     Raises:
       ValueError: in ``init``, parameters without a layer, or layers of which only a part is here;
@@ -94,6 +96,7 @@ def scale_by_cg_fac(
         curvature: Curvature | None = None,
         value: Array | None = None,
         value_fn: Callable[[PyTree[Array]], Array] | None = None,
+        sound: Bool[Array, ""] | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree[Array], CGFacState]:
         del extra_args
@@ -106,7 +109,9 @@ def scale_by_cg_fac(
         def change(delta: Flat) -> Array:  # whose arguments `_checked` looked for
             return value_fn(add(params, delta)) - value  # pyright: ignore[reportOperatorIssue, reportOptionalCall]
 
-        return _step(owned, grads, state, params, curvature, change, options)
+        if sound is None:
+            sound = all_finite(jax.tree.leaves(grads))
+        return _step(owned, grads, state, params, curvature, sound, change, options)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -117,15 +122,16 @@ def _step(
     state: CGFacState,
     params: PyTree[Array],
     curvature: Curvature,
+    sound: Bool[Array, ""],
     change: Callable[[Flat], Array],
     options: Options,
 ) -> tuple[PyTree[Array], CGFacState]:
     """The updates and the state after them; ``change`` tells what a step does to the loss."""
     sums, aims = _with_momentum(grads, state, options)
-    problem = pose(owned, aims, state, params, curvature, options)
+    problem = pose(owned, aims, state, params, curvature, sound, options)
     warm = to_vectors(owned, state.solution) if options.warm_start else None
     solved = solve(problem, warm, options)
-    problem = _with_coherence(problem, solved, state, params, curvature, options)
+    problem = _with_coherence(problem, solved, state, params, curvature, sound, options)
     proposal = _propose(problem, solved, state, params, curvature, options)
     delta = from_vectors(owned, proposal.delta, flatten(grads))
     finite = all_finite(delta.values())
@@ -135,11 +141,10 @@ def _step(
     return updates, CGFacState(
         count=state.count + 1,
         damping_factor=state.damping_factor * verdict.growth,
-        # One batch that is not finite would stay in the averages for ever.
-        averages=chosen(finite, problem.averages, state.averages),
+        averages=problem.averages,
         velocity=_velocity(verdict, unflatten(delta, grads) if sums is None else sums),
         solution=_solution(owned, solved, finite, grads) if options.warm_start else state.solution,
-        stats=_stats(problem, solved, proposal, verdict, state),
+        stats=_stats(problem, solved, proposal, verdict, state, options),
     )
 
 
@@ -278,6 +283,7 @@ def _with_coherence(
     state: CGFacState,
     params: PyTree[Array],
     curvature: Curvature,
+    sound: Bool[Array, ""],
     options: Options,
 ) -> Problem:
     """The problem with the average that ``kl_scope="network"`` takes, today's included."""
@@ -297,7 +303,8 @@ def _with_coherence(
         positive = (network > 0) & (layers > 0)
         known = jnp.where(state.averages.weight > 0, _coherence(state.averages, options), 1)
         ratio = jnp.where(positive, network / jnp.where(positive, layers, 1), known)
-        return decay * averages.coherence + (1 - decay) * ratio.astype(decay.dtype)
+        average = decay * averages.coherence + (1 - decay) * ratio.astype(decay.dtype)
+        return jnp.where(sound, average, averages.coherence)
 
     # Not jnp.where: between two curvature batches the cotangents are zeros.
     coherence = (
@@ -356,6 +363,7 @@ def _stats(
     proposal: Proposal,
     verdict: Verdict,
     state: CGFacState,
+    options: Options,
 ) -> dict[str, Any]:
 
     # A state whose dtypes change from step to step is compiled twice.
@@ -364,7 +372,12 @@ def _stats(
 
     return {
         "blocks": {
-            n: {"iterations": s.iterations, "residual": scalar(s.residual)}
+            n: {"iterations": s.iterations}
+            | (
+                {"residual": scalar(s.residual)}
+                if options.measures_residual(problem.owned[n])
+                else {}
+            )
             for n, s in solved.items()
         },
         "damping": problem.damping,

@@ -51,7 +51,10 @@ class CgFacSettings:
         "expand", Choice("expand", "reduce"), "how the tokens of an image share a layer"
     )
     solver: str = setting(
-        "cg", Choice("cg", "dual"), "of the linear systems; dual with exact curvature only"
+        "cg",
+        Choice("cg", "inverse", "dual"),
+        "of the linear systems: CG; the inverses that precondition it, alone, with step "
+        "trust_ratio or rms; dual with exact curvature only",
     )
     max_iterations: int = following("step", _ITERATIONS, Integer(1, 1000), "of CG in a step")
     curvature_interval: int = following(
@@ -129,6 +132,14 @@ class CgFacSettings:
                 f"{where}.curvature_interval: expected 1, or more with curvature='kron' and "
                 f"a step other than 'quadratic', got {self.curvature_interval} with "
                 f"{self.curvature!r} and {self.step!r}"
+            )
+        if self.solver == "inverse" and (
+            every_step or self.step == "fixed" or not self.preconditioner_interval
+        ):
+            yield (
+                f"{where}.solver: expected 'cg', or 'inverse' with curvature='kron', step="
+                "'trust_ratio' or 'rms' and a preconditioner_interval above 0, got 'inverse' with "
+                f"{self.curvature!r}, {self.step!r} and {self.preconditioner_interval}"
             )
         if self.solver == "dual" and self.curvature != "exact":
             yield (

@@ -269,6 +269,19 @@ def _differentiate(parts: Parts) -> Callable[[Parts, int], Differentiate]:
     return _gradient_and_curvature if parts.optimizer.stride == 1 else _gradient_beside_curvature
 
 
+def _if_sound(sound: Array, new: Any, old: Any) -> Any:
+    """Returns the new tree where the step is sound, else the old one."""
+
+    def is_guarded(node: Any) -> bool:
+        return isinstance(node, kfac.Averages)
+
+    # CG-FAC was told, and keeps its averages where it forms them: they are many times the
+    # parameters, and to choose here would be another pass over old and new ones.
+    return jax.tree.map(
+        lambda n, o: n if is_guarded(n) else jnp.where(sound, n, o), new, old, is_leaf=is_guarded
+    )
+
+
 def make_train_step(
     make_parts: Callable[[Hyper], Parts],
     *,
@@ -308,6 +321,9 @@ def make_train_step(
             if curved
             else optax.with_extra_args_support(parts.optimizer).update
         )
+        sound = finite if skip_non_finite else finite & (state["skipped"] == 0)
+        if curved:
+            extra |= {"sound": sound}
         updates, opt_state = update(grads, state["opt_state"], params, **extra)
         new = {"params": optax.apply_updates(params, updates), "opt_state": opt_state}
         if is_on(parts.ema_decay):
@@ -319,11 +335,7 @@ def make_train_step(
             )
         if averaged := _schedule_free_state(opt_state):
             new["ema_params"] = optax.contrib.schedule_free_eval_params(averaged, new["params"])
-        sound = finite if skip_non_finite else finite & (state["skipped"] == 0)
-        new = {
-            name: jax.tree.map(lambda n, o: jnp.where(sound, n, o), value, state[name])
-            for name, value in new.items()
-        }
+        new = {name: _if_sound(sound, value, state[name]) for name, value in new.items()}
         counters = {"step": state["step"] + 1, "skipped": state["skipped"] + ~finite}
         metrics = {
             "loss": loss,

@@ -216,6 +216,7 @@ CONTRADICTIONS: tuple[dict[str, Any], ...] = (
     {"optimizer.cg_fac.curvature": "exact", "optimizer.cg_fac.curvature_interval": 5},
     {"optimizer.cg_fac.step": "quadratic", "optimizer.cg_fac.curvature_interval": 2},
     {"optimizer.cg_fac.solver": "dual"},
+    {"optimizer.cg_fac.solver": "inverse", "optimizer.cg_fac.step": "fixed"},
     {"optimizer.cg_fac.damping_interval": 5},
     {"optimizer.cg_fac.learning_rate": 1.0},
     {"task.crop_padding": 9},

@@ -458,6 +458,89 @@ def test_an_rms_step_has_the_root_mean_square_that_was_asked_for():
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(velocity))
 
 
+@pytest.mark.parametrize("step", ["rms", "trust_ratio"])
+def test_the_inverses_alone_are_k_facs_step_as_old_as_their_interval_has_them(step):
+    """Averages, inverses and directions in float64 NumPy; Martens & Grosse (2015), section 6.3."""
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    options = dict(damping=0.3, factor_decay=0.8, preconditioner_interval=2, momentum=0.0)
+    optimizer = kfac.cg_fac(0.03, layers, step=step, solver="inverse", **options)
+    advance = make_step(optimizer)
+    first_of_cg = kfac.cg_fac(0.03, layers, step=step, max_iterations=1, **options)
+    with_cg = make_step(first_of_cg)
+    params, state, other = PARAMS, optimizer.init(PARAMS), first_of_cg.init(PARAMS)
+    shape = jax.tree.structure(state)
+    sums, inverses = [0.0, 0.0], []
+    for batch in range(4):
+        x = normal(20 + batch, 8, 3)
+        w, bias, u = (
+            np.asarray(p)
+            for p in (params["a"]["kernel"], params["a"]["bias"], params["b"]["kernel"])
+        )
+        pairs = numpy_gradients(w, bias, u, np.asarray(x), np.asarray(LABELS))
+        moments = [np.array([a.T @ a / 8, g.T @ g / 8], object) for a, g in pairs]
+        sums = [0.8 * kept + 0.2 * new for kept, new in zip(sums, moments, strict=True)]
+        if batch % 2 == 0:
+            inverses = [numpy_inverses(*of / (1 - 0.8 ** (batch + 1))) for of in sums]
+        updates, state, _ = advance(params, state, x, LABELS)
+        expected, other, _ = with_cg(params, other, x, LABELS)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-7, 1e-12), updates, expected)
+        weights = [np.vstack([w, bias]), u]
+        changes = [
+            np.vstack([updates["a"]["kernel"], updates["a"]["bias"]]),
+            updates["b"]["kernel"],
+        ]
+        for change, weight, (left, right), (a, g) in zip(
+            changes, weights, inverses, pairs, strict=True
+        ):
+            direction = left @ (a.T @ g / 8) @ right
+            length = np.sqrt(weight.size) if step == "rms" else np.linalg.norm(weight)
+            direction *= 0.03 * length / np.linalg.norm(direction)
+            np.testing.assert_allclose(change, -direction, rtol=1e-7, atol=1e-12)
+        params = optax.apply_updates(params, updates)
+    assert jax.tree.structure(state) == shape
+    names = kfac.telemetry(state)
+    assert not any("residual" in name for name in names), "no product measures it"
+    assert np.isfinite(list(names.values())).all()
+
+
+def numpy_inverses(a, g):
+    """(A + π√γ I)⁻¹ and (G + √γ/π I)⁻¹ with γ of 0.3 mean eigenvalues of A ⊗ G."""
+    a, g = np.asarray(a, float), np.asarray(g, float)
+    means = np.trace(a) / len(a), np.trace(g) / len(g)
+    root, pi = np.sqrt(0.3 * means[0] * means[1]), np.sqrt(means[0] / means[1])
+    return np.linalg.inv(a + root * pi * np.eye(len(a))), np.linalg.inv(
+        g + root / pi * np.eye(len(g))
+    )
+
+
+def test_blocks_without_inverses_are_solved_by_cg_beside_those_that_have_them():
+    params, x = {**PARAMS, "a": {"kernel": normal(0, 8, 4), "bias": normal(1, 4)}}, normal(3, 8, 8)
+    layers = kfac.find_layers(network, params, x, LABELS)
+    options = dict(step="rms", damping=0.1, max_factor_size=4)  # a has one of nine rows
+    inverse = kfac.cg_fac(0.1, layers, solver="inverse", **options)
+    plain = kfac.cg_fac(0.1, layers, **options)
+    updates, state, _ = make_step(inverse)(params, inverse.init(params), x, LABELS)
+    expected, _, _ = make_step(plain)(params, plain.init(params), x, LABELS)
+    np.testing.assert_allclose(updates["a"]["kernel"], expected["a"]["kernel"], rtol=1e-9)
+    assert not np.allclose(updates["b"]["kernel"], expected["b"]["kernel"], rtol=1e-3)
+    names = [name for name in kfac.telemetry(state) if "residual" in name]
+    assert names == ["cg_fac/residual/a"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"step": "fixed"},
+        {"step": "quadratic"},
+        {"step": "rms", "preconditioner_interval": 0},
+        {"step": "rms", "curvature": "exact"},
+    ],
+)
+def test_inverses_alone_are_for_steps_that_take_a_direction(options):
+    with pytest.raises(ValueError, match="solver='inverse' expects .* use solver='cg'"):
+        kfac.Options(solver="inverse", **options)
+
+
 def test_how_layers_add_up_is_averaged_and_kept_between_curvature_batches():
     layers = kfac.find_layers(network, PARAMS, X, LABELS)
     function = kfac.value_grad_and_curvature(network, has_aux=True, fisher="empirical")
@@ -879,3 +962,30 @@ def test_defaults_train_faster_than_tuned_adamw():
         )
     assert second_order[50] < adamw
     assert np.all(np.isfinite(second_order))
+
+
+@pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize(
+    "options", [{"step": "rms"}, {"damping_scale": "absolute"}, {"curvature": "exact"}]
+)
+def test_curvature_that_is_not_finite_stays_in_no_average(options, poison):
+    """As an overflow in half precision leaves it, with a gradient that is finite."""
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    optimizer = kfac.cg_fac(1.0, layers, damping=0.1, **options)
+    function = kfac.value_grad_and_curvature(network, fisher="empirical", has_aux=True)
+
+    @jax.jit
+    def step(state, factor):
+        _, grads, curvature = function(PARAMS, X, LABELS)
+        captured = jax.tree.map(
+            lambda a: a * factor if jnp.issubdtype(a.dtype, jnp.inexact) else a, curvature
+        )
+        return optimizer.update(grads, state, PARAMS, curvature=captured)
+
+    _, state = step(optimizer.init(PARAMS), 1.0)
+    _, after = step(state, poison)
+    averages = [kfac.find_state(s).averages for s in (state, after)]
+    ready = [(jax.tree.map(lambda f, a=a: f / a.weight, a.factors), a.traces) for a in averages]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=0), *ready)
+    updates, _ = step(after, 1.0)
+    assert all(np.any(u) and np.isfinite(u).all() for u in jax.tree.leaves(updates))

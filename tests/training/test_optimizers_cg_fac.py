@@ -91,6 +91,27 @@ def test_every_mechanism_learns_and_resumes_with_the_same_bits(
     assert telemetry["cg_fac/iterations/head"] == run.settings.optimizer.cg_fac.max_iterations
 
 
+def test_a_step_that_is_refused_leaves_curvature_as_it_was(tiny_config):
+    run = build_run(tiny_config("multiplicative", **FIELDS, **{"optimizer.cg_fac.step": "rms"}))
+    state, _ = train(run, run.init(), 0, 5)  # at the next step inverses are due
+    state = jax.device_get(state)
+    params = {**state["params"], "cls_token": np.full_like(state["params"]["cls_token"], np.nan)}
+    # One whose gradient is not finite, and a sound one behind such a step.
+    for refused in (
+        state | {"params": params},
+        state | {"skipped": np.ones_like(state["skipped"])},
+    ):
+        after, _ = train(run, refused, 5, 6)
+        jax.tree.map(np.testing.assert_array_equal, after["opt_state"], refused["opt_state"])
+    after, _ = train(run, state, 5, 6)
+    for kind in ("factors", "inverses"):
+        new, old = (
+            jax.tree.leaves(getattr(kfac.find_state(s["opt_state"]).averages, kind))
+            for s in (after, state)
+        )
+        assert all((n != o).any() for n, o in zip(new, old, strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("curvature", "interval"), [("kron", 3), ("exact", 1)])
 def test_accumulated_microbatches_and_rare_curvature(curvature, interval, tiny_config):
