@@ -264,9 +264,13 @@ _SAMPLING = 1 << 20  # dropout layers fold small numbers into the same key
 
 
 def _differentiate(parts: Parts) -> Callable[[Parts, int], Differentiate]:
-    if not isinstance(parts.optimizer, CurvatureOptimizer):
+    optimizer = parts.optimizer
+    if not isinstance(optimizer, CurvatureOptimizer):
         return _plain_gradient
-    return _gradient_and_curvature if parts.optimizer.stride == 1 else _gradient_beside_curvature
+    # Where most steps renew nothing, a branch that may pull back through the gradient's forward
+    # pass would have all of them keep what it needs.
+    together = optimizer.stride == 1 and optimizer.interval == 1
+    return _gradient_and_curvature if together else _gradient_beside_curvature
 
 
 def _if_sound(sound: Array, new: Any, old: Any) -> Any:
