@@ -82,9 +82,7 @@ def init_state(params: PyTree[Array], owned: dict[str, Block], options: Options)
     traces = {} if options.damping_scale == "absolute" else lanes
     velocity = jax.tree.map(jnp.zeros_like, params)
     per_block = {
-        n: {"iterations": zero.astype(jnp.int32)}
-        | ({"residual": zero} if options.measures_residual(owned[n]) else {})
-        for n, zero in lanes.items()
+        n: block_stats(owned[n], zero.astype(jnp.int32), zero, options) for n, zero in lanes.items()
     }
     summary = dict.fromkeys(
         ("damping", "step", "momentum", "kl_scale", "coherence", "model", "rejected"), scalar
@@ -97,6 +95,12 @@ def init_state(params: PyTree[Array], owned: dict[str, Block], options: Options)
         solution=jax.tree.map(jnp.zeros_like, params) if options.warm_start else (),
         stats={"blocks": per_block, **summary, "ratio": jnp.ones_like(scalar)},
     )
+
+
+def block_stats(block: Block, iterations: Array, residual: Array, options: Options) -> dict:
+    """What the telemetry says of a block: no residual where no product measures it."""
+    known = {"residual": residual} if options.measures_residual(block) else {}
+    return {"iterations": iterations} | known
 
 
 def _empty_factors(block: Block, form: Form, dtype: Any) -> tuple[Array, ...]:

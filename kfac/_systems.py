@@ -271,7 +271,7 @@ def diagonal(factor: Float[Array, "lane n *n"]) -> Float[Array, "lane n"]:
 
 
 def _mean_diagonal(matrix: Float[Array, "lane n n"]) -> Float[Array, " lane"]:
-    return jnp.trace(matrix, axis1=1, axis2=2) / matrix.shape[-1]
+    return diagonal(matrix).mean(-1)
 
 
 def _damped_inverse(

@@ -16,7 +16,7 @@ from kfac._curvature import Curvature, Layers
 from kfac._options import Options, is_zero
 from kfac._problem import Problem, from_vectors, pose, solve, to_vectors
 from kfac._solver import Solution
-from kfac._state import Averages, CGFacState, init_state
+from kfac._state import Averages, CGFacState, block_stats, init_state
 from kfac._step import (
     Proposal,
     Verdict,
@@ -372,12 +372,7 @@ def _stats(
 
     return {
         "blocks": {
-            n: {"iterations": s.iterations}
-            | (
-                {"residual": scalar(s.residual)}
-                if options.measures_residual(problem.owned[n])
-                else {}
-            )
+            n: block_stats(problem.owned[n], s.iterations, scalar(s.residual), options)
             for n, s in solved.items()
         },
         "damping": problem.damping,

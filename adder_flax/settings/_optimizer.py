@@ -64,7 +64,8 @@ class CgFacSettings:
         0,
         Or({0: None}, Integer(1, 65536)),
         "one of so many examples gives curvature, in a pass of its own; 1: all, in the gradient's "
-        "pass if each step renews it; 0: for 'kron' as kfac.curvature_stride says, one of several where tokens are many",
+        "pass if each step renews it; 0: for 'kron' as kfac.curvature_stride says, one of several "
+        "where tokens are many",
     )
     preconditioner_interval: int = following(
         "step", _INVERSES, _STEPS, "steps from one inverse to the next, 0 is off", unset=-1

@@ -13,17 +13,18 @@ import kfac
 
 
 class CurvatureOptimizer(NamedTuple):
-    """An optax transformation whose ``update`` also takes ``curvature=``.
+    """An optax transformation whose ``update`` also takes ``curvature=`` and ``sound=``.
 
     With what the training step must know.
 
     Attributes:
       init, update: as in ``optax.GradientTransformationExtraArgs``; the state holds a
-        ``kfac.CGFacState``.
+        ``kfac.CGFacState``, and its averages are as they were where ``sound`` is false.
       layers: the layers that have curvature; printing them shows which parameters they cover.
       fisher: which Fisher matrix, see ``kfac.value_grad_and_curvature``.
       interval: steps from one curvature batch to the next.
-      stride: one of so many examples gives curvature; 1: all, in the pass of the gradient.
+      stride: one of so many examples gives curvature; 1: all, in the pass of the gradient
+        where each step has a curvature batch.
     """
 
     init: Callable

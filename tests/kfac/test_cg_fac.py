@@ -513,6 +513,23 @@ def numpy_inverses(a, g):
     )
 
 
+def test_inverses_are_those_of_the_first_curvature_however_late_it_comes():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    optimizer = kfac.cg_fac(0.1, layers, step="rms", solver="inverse", momentum=0.0)
+    function = kfac.value_grad_and_curvature(network, fisher="mc", has_aux=True)
+
+    @jax.jit
+    def step(state, refresh):
+        _, grads, curvature = function(PARAMS, X, LABELS, key=jax.random.key(1), refresh=refresh)
+        return optimizer.update(grads, state, PARAMS, curvature=curvature)
+
+    expected, _ = step(optimizer.init(PARAMS), True)
+    without, state = step(optimizer.init(PARAMS), False)
+    late, _ = step(state, True)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), late, expected)
+    assert not np.allclose(without["b"]["kernel"], expected["b"]["kernel"], rtol=1e-2)
+
+
 def test_blocks_without_inverses_are_solved_by_cg_beside_those_that_have_them():
     params, x = {**PARAMS, "a": {"kernel": normal(0, 8, 4), "bias": normal(1, 4)}}, normal(3, 8, 8)
     layers = kfac.find_layers(network, params, x, LABELS)
