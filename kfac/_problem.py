@@ -112,14 +112,14 @@ def _average_factors(
         block = owned[name]
         new = systems.new_factors(block, curvature, systems.lanes_of(block, params), forms[name])
         # Of a sum of squares what is not finite is on the diagonal.
-        finite = all_finite(map(systems.diagonal, new))
-
-        def one(kept: Array, new: Array) -> Array:
-            new = jnp.where(finite, new.astype(kept.dtype), kept / weight)
-            # Here, where it is read anyway, and not for all averages behind the step.
-            return jnp.where(sound, decay * kept + (1 - decay) * new, kept)
-
-        return tuple(one(k, n) for k, n in zip(kept, new, strict=True))
+        taken = sound & all_finite(map(systems.diagonal, new))
+        stays = jnp.where(sound, decay + (1 - decay) / weight, 1)
+        # Here, where they are read anyway, and not for all averages behind the step.
+        share_kept, share = jnp.where(taken, decay, stays), jnp.where(taken, 1 - decay, 0)
+        return tuple(
+            share_kept * k + share * jnp.where(taken, n.astype(k.dtype), 0)
+            for k, n in zip(kept, new, strict=True)
+        )
 
     def update() -> tuple[dict, Array]:
         factors = {name: average(name, kept) if kept else () for name, kept in old.factors.items()}

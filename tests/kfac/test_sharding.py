@@ -62,7 +62,7 @@ SHARED = textwrap.dedent(
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
     jax.config.update("jax_enable_x64", True)
-    LAYERS, WIDTH = 10, 32
+    LAYERS, WIDTH = 10, 64  # products outweigh averages, which are whole on each device
     normal = lambda seed, *shape: jnp.asarray(np.random.default_rng(seed).normal(size=shape) / WIDTH**0.5)
     params = {str(i): {"kernel": normal(i, WIDTH, WIDTH)} for i in range(LAYERS)}
     params["out"] = {"kernel": normal(50, WIDTH, 8), "bias": normal(51, 8)}
