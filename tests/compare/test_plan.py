@@ -108,7 +108,7 @@ def test_arms_are_all_combinations_and_have_their_baselines():
         ("compare_sphere", None, 4),
         ("compare_g2p", None, 5),
         ("compare_curvature", None, 7),
-        *(("compare_default", work, 3) for work in (None, "adder,cifar10")),
+        ("compare_default", None, 9),
         *(("compare_healing", parts, 2) for parts in (None, "attention,cifar10")),
         ("compare_blocks", "fashion_mnist", 7),
         *(("compare_cg_fac", work, 11) for work in (None, "adder,digits")),
