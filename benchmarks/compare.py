@@ -37,7 +37,6 @@ from benchmarks.train_step import jax_step
 
 PAIRS = 6
 REPETITIONS = 2000
-ROUNDS = 9
 
 
 def overhead() -> None:
@@ -82,12 +81,13 @@ def coverage() -> None:
     )
 
 
-def seconds(results: str, config: str) -> None:
+def seconds(results: str, config: str, rounds: int) -> None:
     """Prints what a step of each arm takes, and steps and seconds to the validation target.
 
     Args:
         results: folder with the records of the comparison.
         config: its experiment, as ``--config`` has it.
+        rounds: windows of each arm.
     """
     fields = experiment.load_experiment(config)
     fields.results = results
@@ -100,7 +100,7 @@ def seconds(results: str, config: str) -> None:
     configs = {row.arm.name: comparison.final_cells(row.arm)[0].config for row in rows}
     window = math.lcm(*map(window_of, configs.values()))
     steps = {name: repeated(jax_step(config), window) for name, config in configs.items()}
-    timings = measure(steps, ROUNDS, seconds=math.inf)
+    timings = measure(steps, rounds, seconds=math.inf)
     where = machine()
     cores = f"{where['cores']} core{'s' if where['cores'] > 1 else ''}"
     shown = f"{where['processor']}, {cores} ({where['device']}), jax {jax.__version__}, "
@@ -136,6 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     timed = commands.add_parser("seconds")
     timed.add_argument("results", help="folder of the comparison")
     timed.add_argument("--config", required=True, help="its experiment")
+    timed.add_argument("--rounds", type=int, default=9, help="windows of each arm")
     timed.set_defaults(run=seconds)
     options = vars(parser.parse_args(arguments))
     run = options.pop("run")
