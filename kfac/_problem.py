@@ -6,6 +6,7 @@ Running averages, damping, preconditioner, solution.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from kfac._blocks import Block
 from kfac._costs import prefers_dual
 from kfac._curvature import Curvature
 from kfac._options import Options
-from kfac._sharing import over_devices
+from kfac._sharing import divides_lanes, over_devices
 from kfac._solver import Solution
 from kfac._state import Averages, CGFacState
 from kfac._systems import Form, System
@@ -80,11 +81,15 @@ def pose(
     # Sums begin at 0: divided by their weight they are averages from the first step on.
     # It is 0 until curvature is in.
     weight_or_tiny = jnp.maximum(weight, jnp.finfo(weight.dtype).tiny)
-    ready = jax.tree.map(lambda factor: factor / weight_or_tiny, factors)
-    groups = systems.build(curvature, flat, forms, ready)
+
+    def build(names: Iterable[str]) -> list[System]:
+        averages = jax.tree.map(lambda factor: factor / weight_or_tiny, factors)
+        return systems.build(curvature, flat, {name: forms[name] for name in names}, averages)
+
+    groups = build(owned)
     damping = jnp.asarray(options.damping, state.damping_factor.dtype) * state.damping_factor
     traces, gamma = _damp(groups, damping, state, sound, options)
-    inverses = _refresh_inverses(groups, gamma, state, sound, options)
+    inverses = _refresh_inverses(build, gamma, state, sound, options)
     groups = [system.preconditioned(inverses) for system in groups]
     averages = Averages(factors, traces, weight, state.averages.coherence, inverses)
     return Problem(owned, to_vectors(owned, grads), groups, damping, gamma, averages)
@@ -168,7 +173,7 @@ def _damp(
 
 
 def _refresh_inverses(
-    groups: list[System],
+    build: Callable[[Iterable[str]], list[System]],
     gamma: dict[str, Array],
     state: CGFacState,
     sound: Bool[Array, ""],
@@ -181,12 +186,13 @@ def _refresh_inverses(
     old = state.averages.inverses
     if not old:
         return old
-    preconditioned = [system for system in groups if system.blocks[0].name in old]
 
     def invert() -> dict[str, tuple[Array, ...]]:
+        # Built in here: XLA copies what a branch takes from outside at every step, stacks of all
+        # factors among it, and most steps invert nothing.
         return {
             name: pair
-            for system in preconditioned
+            for system in build(old)
             for name, pair in system.damped_inverses(gamma).items()
         }
 
@@ -217,7 +223,7 @@ def _share(system: System, b: tuple, gamma: Array, x0: tuple | None, options: Op
     """
     # Products of captured arrays are divided by examples already, as the batch is, and
     # XLA adds up their parts.
-    if system.form.name != "factors":
+    if system.form.name != "factors" or not divides_lanes():
         return _solve_system(system, b, gamma, x0, options)
 
     def solve_lanes(
@@ -226,7 +232,8 @@ def _share(system: System, b: tuple, gamma: Array, x0: tuple | None, options: Op
         part = dataclasses.replace(system, params=params, state=state, inverses=inverses)
         return _solve_system(part, b, gamma, x0, options)
 
-    return over_devices(solve_lanes, system.params, system.state, system.inverses, b, gamma, x0)
+    inverses = (concatenated(system.inverses),) if system.inverses else ()
+    return over_devices(solve_lanes, system.params, system.state, inverses, b, gamma, x0)
 
 
 def _solve_system(

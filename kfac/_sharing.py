@@ -56,6 +56,15 @@ def over_devices(function: Callable[..., PyTree], *lanes: PyTree, whole: bool = 
     return jax.tree.map(lambda a: a[:count], result)
 
 
+def divides_lanes() -> bool:
+    """Whether ``over_devices`` gives devices parts of the lanes.
+
+    >>> divides_lanes()
+    False
+    """
+    return _automatic_axes()[1] > 1
+
+
 def _within_lanes(array: Array, axes: tuple[str, ...], parts: int) -> PartitionSpec:
     """The longest axis behind the lanes that the devices divide, or none."""
     divided = [i for i in range(1, array.ndim) if array.shape[i] % parts == 0]

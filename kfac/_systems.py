@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -54,7 +55,8 @@ class System:
       state: what the products need: local Jacobians, factors.
       g: cotangents per use, or () where F does not depend on them.
       inputs: captured inputs per use, of exact blocks.
-      inverses: inverses of the damped factors that precondition CG, or ().
+      inverses: of the damped factors, that precondition CG: pairs for some lanes each, or ().
+      parts: the systems of single blocks that were stacked, or ().
     """
 
     blocks: tuple[Block, ...]
@@ -64,7 +66,8 @@ class System:
     state: PyTree[Array]
     g: tuple[Array, ...] = ()
     inputs: tuple[Any, ...] = ()
-    inverses: tuple[Array, ...] = ()
+    inverses: tuple[tuple[Array, ...], ...] = ()
+    parts: tuple[System, ...] = ()
 
     @property
     def arrays(self) -> tuple:
@@ -115,7 +118,13 @@ class System:
 
     def precondition(self, r: PyTree[Array]) -> PyTree[Array]:
         """M⁻¹ r for packed r, by the inverses of the factors; r itself where there are none."""
-        return self.inverses[0] @ r @ self.inverses[1] if self.inverses else r
+        if not self.inverses:
+            return r
+        # Stacked they are one product of a batch, which fills a GPU. On CPUs each lane's product
+        # fills the cores, and the stack would be a copy of all inverses at every step.
+        return jax.lax.platform_dependent(
+            self.inverses, r, cpu=_preconditioned_in_parts, default=_preconditioned
+        )
 
     def derivatives(self, v: Lanes) -> Float[Array, "column example"]:
         """Each example's derivative of its loss along v, summed over the lanes.
@@ -131,9 +140,7 @@ class System:
     def preconditioned(self, inverses: Factors) -> System:
         """This system with the inverses of its blocks' damped factors, where there are any."""
         parts = [inverses[block.name] for block in self.blocks if block.name in inverses]
-        if not parts:
-            return self
-        return dataclasses.replace(self, inverses=concatenated(parts))
+        return dataclasses.replace(self, inverses=tuple(parts))
 
     def damped_inverses(self, gamma: dict[str, Array]) -> Factors:
         """By block, (𝒜 + π√γ I)⁻¹ and (𝒢 + √γ/π I)⁻¹ with π² = (tr 𝒜 / rows) / (tr 𝒢 / columns).
@@ -168,9 +175,9 @@ class System:
         An unbiased estimate from random signs (Hutchinson) where there is no closed form.
         """
         if self.form.name == "factors":
-            return jax.vmap(functools.partial(blocks.factored_trace, self.program[0]))(
-                self.params, *self.state
-            )
+            one = jax.vmap(functools.partial(blocks.factored_trace, self.program[0]))
+            # Of each part, since they read diagonals: a stack would be a copy of all factors.
+            return jnp.concatenate([one(part.params, *part.state) for part in self.parts or [self]])
         if self.form.name == "exact":
             exact = functools.partial(blocks.exact_trace, self.program)
             return jax.vmap(exact)(self.params, self.inputs, self.state, self.g)
@@ -209,6 +216,17 @@ class System:
             parts.append(jax.tree.map(lambda a, s=start, e=end: a[s:e], lanes))
             start = end
         return parts
+
+
+def _preconditioned(inverses: tuple[tuple[Array, ...], ...], r: Array) -> Array:
+    left, right = concatenated(inverses)
+    return left @ r @ right
+
+
+def _preconditioned_in_parts(inverses: tuple[tuple[Array, ...], ...], r: Array) -> Array:
+    ends = list(itertools.accumulate(len(left) for left, _ in inverses))
+    parts = zip(inverses, jnp.split(r, ends[:-1]), strict=True)
+    return jnp.concatenate([left @ part @ right for (left, right), part in parts])
 
 
 def _product(program: tuple, form: Form, state: Any, g: Any, v: Any) -> Any:
@@ -292,30 +310,40 @@ def _damped_inverse(
 
 
 def _inverse(matrix: Float[Array, "*lane n n"]) -> Float[Array, "*lane n n"]:
-    root = _inverse_root(matrix)
-    inverse = _matmul(root.mT, root)
+    inverse = _root_and_inverse(matrix)[1]  # the root of all is dead code, which XLA leaves out
     eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
     return jnp.where(jnp.isfinite(inverse).all((-2, -1), keepdims=True), inverse, eye)
 
 
-def _inverse_root(matrix: Float[Array, "*lane n n"]) -> Float[Array, "*lane n n"]:
-    """L⁻¹ of A = L Lᵀ, NaN where rounding left A without its positive sign.
+def _root_and_inverse(
+    matrix: Float[Array, "*lane n n"],
+) -> tuple[Float[Array, "*lane n n"], Float[Array, "*lane n n"]]:
+    """L⁻¹ and A⁻¹ of A = L Lᵀ, NaN where rounding made A indefinite.
 
-    By products, but for the smallest blocks. Libraries for GPUs factorize a batch of large matrices
-    by kernels for small ones, and one after the other with most of the device idle; products of a
-    batch fill it. On CPUs they have several threads, which LAPACK of jaxlib has not.
+    By products of blocks, 1.7 n³ operations for the inverse, but for the smallest blocks. Libraries
+    for GPUs factorize a batch of large matrices by kernels for small ones, and one after the other
+    with most of the device idle; products of a batch fill it. On CPUs they are faster than LAPACK.
     """
     if matrix.shape[-1] <= _MOST_BY_CHOLESKY:
         root = jax.lax.linalg.cholesky(matrix, symmetrize_input=False)
         eye = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
-        return jax.lax.linalg.triangular_solve(root, eye, left_side=True, lower=True)
+        root = jax.lax.linalg.triangular_solve(root, eye, left_side=True, lower=True)
+        return root, _matmul(root.mT, root)
     middle = _TILE * -(-matrix.shape[-1] // (2 * _TILE))
-    upper = _inverse_root(matrix[..., :middle, :middle])
-    beside = _matmul(matrix[..., middle:, :middle], upper.mT)
-    rest = matrix[..., middle:, middle:] - _matmul(beside, beside.mT)
-    lower = _inverse_root(rest)
-    below = -_matmul(lower, _matmul(beside, upper))
-    return jnp.block([[upper, jnp.zeros_like(beside.mT)], [below, lower]])
+    side = matrix[..., middle:, :middle]
+    upper_root, upper = _root_and_inverse(matrix[..., :middle, :middle])
+    # The Schur complement from a root of A₁₁⁻¹: by A₁₁⁻¹ itself rounding would grow with the square
+    # of A's condition.
+    beside = _matmul(side, upper_root.mT)
+    complement = matrix[..., middle:, middle:] - _matmul(beside, beside.mT)
+    lower_root, lower = _root_and_inverse(complement)
+    ratio = _matmul(beside, upper_root)  # A₂₁ A₁₁⁻¹
+    below = -_matmul(lower, ratio)
+    corner = _matmul(ratio.mT, below)
+    upper -= (corner + corner.mT) / 2
+    inverse = jnp.block([[upper, below.mT], [below, lower]])
+    below = -_matmul(lower_root, ratio)
+    return jnp.block([[upper_root, jnp.zeros_like(side.mT)], [below, lower_root]]), inverse
 
 
 # Rows that one thread block of a GPU factorizes in its shared memory, and of a product's tile.
@@ -374,7 +402,8 @@ def _stack(systems: list[System]) -> System:
     if len(systems) == 1:
         return first
     arrays = concatenated(s.arrays for s in systems)
-    return System(tuple(b for s in systems for b in s.blocks), first.form, first.program, *arrays)
+    stacked = tuple(b for s in systems for b in s.blocks)
+    return System(stacked, first.form, first.program, *arrays, parts=tuple(systems))
 
 
 def _linearized(system: System) -> System:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kfac import _solver as solver
-from kfac._systems import _damped_inverse, _inverse_root
+from kfac._systems import _damped_inverse, _root_and_inverse
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -216,24 +216,35 @@ def test_inverses_are_one_batch_on_accelerators_and_one_by_one_on_cpus(platform)
 
 
 @pytest.mark.parametrize("size", [1, 7, 96, 97, 193, 321])
-def test_an_inverse_root_is_that_of_numpy(size):
+def test_roots_and_inverses_are_those_of_numpy(size):
     lanes = np.stack([spd(size, size + 3, seed) + 1e-3 * np.eye(size) for seed in range(2)])
-    roots = _inverse_root(jnp.asarray(lanes))
+    roots, inverses = _root_and_inverse(jnp.asarray(lanes))
     assert not np.triu(roots, 1).any()
     np.testing.assert_allclose(roots, np.linalg.inv(np.linalg.cholesky(lanes)), atol=1e-9)
-    condition = np.linalg.cond(lanes).max()
-    single = np.asarray(_inverse_root(jnp.asarray(lanes, jnp.float32)), np.float64)
-    inverse = np.linalg.inv(lanes)
-    error = np.linalg.norm(single.swapaxes(1, 2) @ single - inverse) / np.linalg.norm(inverse)
-    assert error < np.finfo(np.float32).eps * condition
+    exact = np.linalg.inv(lanes)
+    np.testing.assert_allclose(inverses, exact, rtol=1e-9, atol=1e-9 * abs(exact).max())
+    _, single = _root_and_inverse(jnp.asarray(lanes, jnp.float32))
+    np.testing.assert_array_equal(single, single.mT)
+    error = np.linalg.norm(np.asarray(single, np.float64) - exact) / np.linalg.norm(exact)
+    assert error < 3 * np.finfo(np.float32).eps * np.linalg.cond(lanes).max()
 
 
-def test_what_has_no_inverse_root_gives_nan_by_halves_and_the_identity_as_an_inverse():
+def test_inverses_in_float32_are_positive_where_they_barely_exist():
+    columns = np.random.default_rng(0).normal(size=(64, 200)) * np.logspace(0, 1, 200)
+    matrix = columns.T @ columns / 64
+    lanes = (matrix + 1e-5 * np.trace(matrix) / 200 * np.eye(200))[None]
+    assert np.linalg.cond(lanes[0]) > 1e6
+    inverse = _damped_inverse(jnp.asarray(lanes, jnp.float32), jnp.zeros(1, jnp.float32))[0]
+    assert np.linalg.eigvalsh(np.asarray(inverse, np.float64)).min() > 0
+    assert not np.array_equal(inverse, np.eye(200))
+
+
+def test_what_has_no_root_gives_nan_by_halves_and_the_identity_as_an_inverse():
     lanes = np.stack([spd(130, 150), spd(130, 150)])
     lanes[1, 129, 129] = -1.0
-    roots = _inverse_root(jnp.asarray(lanes))
-    assert np.isfinite(roots[0]).all()
-    assert np.isnan(roots[1]).any()
+    for array in _root_and_inverse(jnp.asarray(lanes)):
+        assert np.isfinite(array[0]).all()
+        assert np.isnan(array[1]).any()
     inverses = _damped_inverse(jnp.asarray(lanes), jnp.full(2, 1e-3))
     np.testing.assert_allclose(inverses[0], np.linalg.inv(lanes[0] + 1e-3 * np.eye(130)), 1e-9)
     np.testing.assert_array_equal(inverses[1], np.eye(130))
