@@ -6,14 +6,15 @@ Signals and output are seen to before anything slow is imported.
 import sys
 import time
 
-from adder_flax import host_memory, interrupt
+from adder_flax import host, interrupt
 
 
 def main() -> None:
     """Runs the command of this process, and ends the process where it fails."""
     start_time = time.monotonic()
-    host_memory.use_huge_pages()
-    host_memory.collect_garbage_rarely()
+    host.leave_cores_to_xla()
+    host.use_huge_pages()
+    host.collect_garbage_rarely()
     interrupt.end_at_signals()
     try:
         from adder_flax import environment, terminal

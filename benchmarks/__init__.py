@@ -2,8 +2,9 @@
 
 import sys
 
-from adder_flax import host_memory
+from adder_flax import host
 
 # As main.py does, and only where a benchmark is what this process is for.
 if sys.argv[0] == "-m":
-    host_memory.use_huge_pages()
+    host.leave_cores_to_xla()
+    host.use_huge_pages()

@@ -26,7 +26,7 @@ ORDER = (
         "recorder",
         "settings",
         "parameters",
-        "host_memory",
+        "host",
         "paired",
         "own_cache",
         "ops",

@@ -1,4 +1,4 @@
-"""Memory in huge pages, in processes of their own: a process asks for it when it starts."""
+"""Threads and memory in huge pages, in processes of their own, which ask when they start."""
 
 import os
 import platform
@@ -13,14 +13,14 @@ from tests.processes import ROOT
 _PREPARED = """
 import os, resource, sys
 from pathlib import Path
-from adder_flax import host_memory
+from adder_flax import host
 
-host_memory._PAGES = Path(sys.argv[1])
-host_memory._ACCELERATORS = sys.argv[2:]
+host._PAGES = Path(sys.argv[1])
+host._ACCELERATORS = sys.argv[2:]
 """
 _ASKS = f"""{_PREPARED}
 print("once or twice")
-host_memory.use_huge_pages()
+host.use_huge_pages()
 print(os.getpid(), os.environ.get("GLIBC_TUNABLES"), *sys.argv[2:])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 block = bytearray(2**28)
@@ -33,6 +33,15 @@ def told(path, line):
     sys.exit(f"{{line == [path, *sys.orig_argv[1:]]}} {{'jax' in sys.modules}}")
 
 os.execv = told
+start.main()
+"""
+_THREADS = """
+import os, sys
+from adder_flax import host, start
+
+host.use_huge_pages = lambda: sys.exit(
+    f"{os.environ['OPENBLAS_NUM_THREADS']} {'numpy' in sys.modules}"
+)
 start.main()
 """
 _WISH = "glibc.malloc.hugetlb=1"
@@ -121,3 +130,12 @@ def test_a_block_is_mapped_in_huge_pages():
 def test_the_command_asks_before_it_imports_anything_slow(pages):
     _, _, errors = run(_STARTS, pages("[madvise]"))
     assert errors.split() == ["True", "False"]
+
+
+@pytest.mark.parametrize(("users", "expected"), [(None, "1"), ("3", "3")])
+def test_the_command_leaves_cores_to_xla_before_openblas_is_loaded(monkeypatch, users, expected):
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    if users:
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", users)
+    _, _, errors = run(_THREADS)
+    assert errors.split() == [expected, "False"]
