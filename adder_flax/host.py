@@ -22,9 +22,7 @@ def leave_cores_to_xla() -> None:
     """Gives OpenBLAS, which factorizes for JAX on CPUs, the thread that calls it and no others.
 
     XLA has threads for all cores. Those of OpenBLAS look out for more work for a while after each
-    call, at the cost of XLA's: a step of CG-FAC that renews its inverses takes 0.65 s with two of
-    them and 0.55 s with one, a DeiT-Tiny of 64 digits on two cores of an Intel Xeon, and steps of
-    SOAP and KL-Shampoo a tenth less.
+    call, at the cost of XLA's: docs/operations.md has what that takes.
 
     OpenBLAS reads the variable ``OPENBLAS_NUM_THREADS`` when it is loaded, by NumPy or SciPy. A
     value that is there stays.
