@@ -322,7 +322,7 @@ def _root_and_inverse(
 
     By products of blocks, 1.7 n³ operations for the inverse, but for the smallest blocks. Libraries
     for GPUs factorize a batch of large matrices by kernels for small ones, and one after the other
-    with most of the device idle; products of a batch fill it. On CPUs they are faster than LAPACK.
+    with most of the device idle; products of a batch fill it. On CPUs they have XLA's own threads.
     """
     if matrix.shape[-1] <= _MOST_BY_CHOLESKY:
         root = jax.lax.linalg.cholesky(matrix, symmetrize_input=False)
