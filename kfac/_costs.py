@@ -54,11 +54,12 @@ def curvature_stride(layers: Layers, num_examples: int, interval: int = 5) -> in
 
     A batch of many tokens has far more rows than the sides of its factors, and forming these costs
     more than the gradient. The stride leaves every block that has them two rows of a fresh batch
-    for each side of its wider factor; or half a row for each step from one such batch to the next,
-    where that is less, since the more often curvature is renewed, the more of them are in its
-    averages. Blocks that have fewer with all examples, as a head that reads one token of each, are
-    not asked: their factors fill up over several batches as it is. Where no block has so many, all
-    examples give curvature.
+    for each side of its wider factor, and fewer where curvature is renewed more often than every
+    fourth step: an eighth of a row at every step, times the square of the interval. Averages hold
+    as many batches at any interval; but a long one leaves the first steps, while the network
+    changes fastest, with what few batches gave. Blocks that have fewer with all examples, as a
+    head that reads one token of each, are not asked: their factors fill up over several batches as
+    it is. Where no block has so many, all examples give curvature.
 
     Args:
       layers: as the whole batch gives them, see ``find_layers``.
@@ -72,7 +73,7 @@ def curvature_stride(layers: Layers, num_examples: int, interval: int = 5) -> in
     >>> kfac.curvature_stride(layers, 16)  # of 80 rows a quarter, for 8 outputs
     4
     """
-    rows_a_side = min(2.0, interval / 2)
+    rows_a_side = min(2.0, interval**2 / 8)
     asked = [
         _num_rows(block) / (rows_a_side * max(block.lifted_shape(block.uses[0])))
         for block in layers.blocks.values()

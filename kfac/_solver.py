@@ -162,15 +162,20 @@ def _repeated(
 ) -> _State:
     # A known number of steps is a loop without a condition: no reduction over the lanes,
     # no wait for its answer, and XLA knows what the step costs. It pays where few steps
-    # are asked for, none of which a lane would leave out.
+    # are asked for, none of which a lane would leave out. Very few are written out: the systems
+    # of small layers then run beside each other, and none copies what a loop carries.
     if fixed_length:
-        return jax.lax.fori_loop(0, most, lambda _, state: step(state), start)
+        unroll = most <= _MOST_WRITTEN_OUT
+        return jax.lax.fori_loop(0, most, lambda _, state: step(state), start, unroll=unroll)
 
     def going(carry: tuple[Array, _State]) -> Array:
         return (carry[0] < most) & jnp.any(carry[1].active)
 
     counted = (jnp.zeros((), jnp.int32), start)
     return jax.lax.while_loop(going, lambda carry: (carry[0] + 1, step(carry[1])), counted)[1]
+
+
+_MOST_WRITTEN_OUT = 3
 
 
 def _unchanged(r: Vector) -> Vector:

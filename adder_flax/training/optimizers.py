@@ -21,6 +21,7 @@ from adder_flax.errors import RunError
 from adder_flax.parameters import Facts
 from adder_flax.registry import Registry
 from adder_flax.settings import OptimizerSettings, is_on
+from adder_flax.training.adam import scale_by_adam
 from adder_flax.training.curvature import CurvatureOptimizer
 from adder_flax.training.sharding import tree_path
 from adder_flax.training.whitening import scale_by_kl_shampoo, scale_by_soap
@@ -101,7 +102,7 @@ class OptimizerSpec(NamedTuple):
 
 def _adam(spec: OptimizerSpec, *, nesterov: bool = False) -> optax.GradientTransformation:
     c = spec.settings
-    return optax.scale_by_adam(b1=c.b1, b2=c.b2, eps=c.eps, nesterov=nesterov)
+    return scale_by_adam(c.b1, c.b2, c.eps, nesterov=nesterov)
 
 
 def _decoupled(
@@ -299,7 +300,7 @@ def register_optimizer(name: str) -> Callable[[Callable], Callable]:
     It is called inside of the compiled step, where the numbers of its settings are traced: what
     branches on them asks ``adder_flax.settings.is_on``. What it returns may take ``value``,
     ``grad`` and ``value_fn`` (the loss of the batch as a function of the parameters), as optax's
-    line searches do.
+    line searches do, and ``sound``, whether the step counts: a step that does not changes nothing.
 
     Args:
       name: the name to find it by.

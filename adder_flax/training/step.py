@@ -21,6 +21,7 @@ from adder_flax.arrays import AnyArray
 from adder_flax.errors import RunError
 from adder_flax.settings import is_on
 from adder_flax.tasks import Outcome, Task
+from adder_flax.training.adam import AdamState
 from adder_flax.training.curvature import CurvatureOptimizer
 
 State = dict[str, Any]
@@ -277,10 +278,10 @@ def _if_sound(sound: Array, new: Any, old: Any) -> Any:
     """Returns the new tree where the step is sound, else the old one."""
 
     def is_guarded(node: Any) -> bool:
-        return isinstance(node, kfac.Averages)
+        return isinstance(node, kfac.Averages | AdamState)
 
-    # CG-FAC was told, and keeps its averages where it forms them: they are many times the
-    # parameters, and to choose here would be another pass over old and new ones.
+    # CG-FAC and Adam were told, and keep these where they form them: to choose here would be
+    # another pass over old and new ones.
     return jax.tree.map(
         lambda n, o: n if is_guarded(n) else jnp.where(sound, n, o), new, old, is_leaf=is_guarded
     )
@@ -320,15 +321,13 @@ def make_train_step(
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
+        sound = finite if skip_non_finite else finite & (state["skipped"] == 0)
         update = (
             parts.optimizer.update
             if curved
             else optax.with_extra_args_support(parts.optimizer).update
         )
-        sound = finite if skip_non_finite else finite & (state["skipped"] == 0)
-        if curved:
-            extra |= {"sound": sound}
-        updates, opt_state = update(grads, state["opt_state"], params, **extra)
+        updates, opt_state = update(grads, state["opt_state"], params, **extra, sound=sound)
         new = {"params": optax.apply_updates(params, updates), "opt_state": opt_state}
         if is_on(parts.ema_decay):
             # The average of a short history would be dominated by the initial weights:

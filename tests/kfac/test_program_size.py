@@ -48,3 +48,11 @@ def test_inverses_alone_stack_no_matrices_of_all_layers_but_to_invert_them():
     for rows in (21, 20):
         assert f"f32[3,{rows},{rows}]" in branches
         assert f"f32[3,{rows},{rows}]" not in every_step
+
+
+def test_few_iterations_of_cg_are_written_out():
+    few, many = (
+        program(3, width=20, max_iterations=count).partition("ENTRY")[2].count(" while(")
+        for count in (2, 10)
+    )
+    assert many == few + 1

@@ -85,8 +85,8 @@ def test_cheaper_forms_are_chosen():
         (32, 5, 64, 32),  # 2048 rows, 2 · 32 of them wanted for the wider of two layers
         (32, 100, 64, 32),
         (31, 5, 64, 16),
-        (16, 2, 64, 32),  # 1024 rows, 32 wanted at every second step
-        (8, 1, 64, 1),  # at every step 50 rows of the head are wanted, and it has 64
+        (8, 2, 64, 1),  # half a row at every second step: 50 of the head, which has 64
+        (8, 1, 64, 4),  # an eighth at every step: 12.5 of the head's 64
         (32, 5, 24, 8),  # what divides the examples of a device
         (1, 5, 64, 1),
         (0, 5, 64, 1),

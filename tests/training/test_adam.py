@@ -1,0 +1,59 @@
+"""Adam whose moments change in place, against optax's."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from adder_flax.training import build_run
+from adder_flax.training.adam import scale_by_adam
+from adder_flax.training.sharding import put_batch
+
+
+def gradients(seed):
+    keys = jax.random.split(jax.random.key(seed))
+    return {
+        "w": jax.random.normal(keys[0], (3, 5)),
+        "b": jax.random.normal(keys[1], (5,)),
+    }
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_it_is_optax_adam(nesterov):
+    numbers = [jnp.float32(x) for x in (0.9, 0.99, 1e-3)]
+    ours = scale_by_adam(*numbers, nesterov=nesterov)
+    theirs = optax.scale_by_adam(*numbers, nesterov=nesterov)
+    state, expected_state = (optimizer.init(gradients(0)) for optimizer in (ours, theirs))
+    for seed in range(4):
+        update, state = ours.update(gradients(seed), state, sound=jnp.asarray(True))
+        expected, expected_state = theirs.update(gradients(seed), expected_state)
+        jax.tree.map(np.testing.assert_array_equal, update, expected)
+        jax.tree.map(np.testing.assert_array_equal, tuple(state), tuple(expected_state))
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, 1.0])
+def test_a_step_that_is_not_sound_changes_no_moment(value):
+    adam = scale_by_adam(0.9, 0.99, 1e-3)
+    _, before = adam.update(gradients(0), adam.init(gradients(0)), sound=jnp.asarray(True))
+    lost = jax.tree.map(lambda g: g.at[0].set(value), gradients(1))
+    _, after = adam.update(lost, before, sound=jnp.asarray(False))
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+def test_whether_a_step_counts_has_to_be_said():
+    adam = scale_by_adam(0.9, 0.99, 1e-3)
+    with pytest.raises(TypeError, match="sound"):
+        adam.update(gradients(0), adam.init(gradients(0)))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="other compilers copy other things")
+def test_a_training_step_copies_no_moments(tiny_config):
+    run = build_run(tiny_config("multiplicative"))
+    state, batch = jax.eval_shape(run.init), put_batch(run.batches()[0], run.mesh)
+    with jax.set_mesh(run.mesh):
+        program = run.train_step.lower(state, batch, run.hyper).compile().as_text()
+    copied = re.findall(r" copy\(%state__opt_state\w*?(mu|nu)__", program)
+    assert not copied, f"{len(copied)} of {len(jax.tree.leaves(state['params']))} parameters"
