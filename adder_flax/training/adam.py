@@ -25,12 +25,12 @@ def scale_by_adam(
       b1, b2, eps, nesterov: as optax has them.
 
     Returns:
-      A transformation whose ``update`` also takes ``sound=``, a boolean: whether the step counts.
-      Where it does not, the state stays as it was, and updates mean nothing.
+      A transformation whose ``update`` also takes ``sound=``, whether the step counts; by default
+      it does. Where it does not, the state stays as it was, and updates mean nothing.
 
     >>> adam = scale_by_adam(0.9, 0.999, 1e-8)
     >>> grads = {"w": jnp.array([3.0, -0.5])}
-    >>> updates, state = adam.update(grads, adam.init(grads), sound=True)
+    >>> updates, state = adam.update(grads, adam.init(grads))
     >>> updates["w"].round(3).tolist(), int(state.count)
     ([1.0, -1.0], 1)
     """
@@ -39,7 +39,12 @@ def scale_by_adam(
         return AdamState(*optax.scale_by_adam().init(params))
 
     def update(
-        grads: Any, state: AdamState, params: Any = None, *, sound: Bool[Array, ""] | bool, **_: Any
+        grads: Any,
+        state: AdamState,
+        params: Any = None,
+        *,
+        sound: Bool[Array, ""] | bool = True,
+        **_: Any,
     ) -> tuple[Any, AdamState]:
         keep1, keep2 = (jnp.where(sound, decay, 1.0) for decay in (b1, b2))
         adam = optax.scale_by_adam(keep1, keep2, eps, nesterov=nesterov)

@@ -43,10 +43,17 @@ def test_a_step_that_is_not_sound_changes_no_moment(value):
     jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
-def test_whether_a_step_counts_has_to_be_said():
-    adam = scale_by_adam(0.9, 0.99, 1e-3)
-    with pytest.raises(TypeError, match="sound"):
-        adam.update(gradients(0), adam.init(gradients(0)))
+# As it is built, in a share of the parameters, and behind another stage.
+@pytest.mark.parametrize("name", ["adamw", "muon", "lamb"])
+def test_a_training_step_that_does_not_count_changes_nothing(name, tiny_config):
+    run = build_run(tiny_config("multiplicative", **{"model.depth": 1, "optimizer.name": name}))
+    state, batch = run.init(), put_batch(run.batches()[0], run.mesh)
+    with jax.set_mesh(run.mesh):
+        state, _ = run.train_step(state, batch, run.hyper)
+        lost = jax.device_get(state) | {"skipped": np.int32(1)}
+        after, _ = run.train_step(jax.tree.map(jnp.asarray, lost), batch, run.hyper)
+    for part in ("params", "opt_state"):
+        jax.tree.map(np.testing.assert_array_equal, after[part], lost[part])
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="other compilers copy other things")
