@@ -90,7 +90,7 @@ SHARED = textwrap.dedent(
                 state, grads = replicated(mesh, optimizer.init(params)), replicated(mesh, grads)
                 compiled = jax.jit(optimizer.update).lower(grads, state, own, curvature=curvature).compile()
                 updates = compiled(grads, state, own, curvature=curvature)[0]
-            turns = max(map(int, re.findall(r'known_trip_count\\W+n\\W+(\\d+)', compiled.as_text())))
+            turns = max(map(int, re.findall(r'known_trip_count\\W+n\\W+(\\d+)', compiled.as_text())), default=0)
             results[count] = jax.device_get(updates), compiled.cost_analysis()["flops"], turns
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-12), results[8][0], results[1][0])
         print(interval, *results[1][1:], *results[8][1:])
@@ -116,7 +116,7 @@ def test_each_device_solves_for_its_own_layers():
     _, flops, _, flops_of_eight, _ = without
     assert flops_of_eight < 0.3 * flops  # 2 lanes of 10, and the one of the other shape on each
     _, _, turns, _, turns_of_eight = preconditioned
-    assert (turns, turns_of_eight) == (10, 3)  # inversions go lane by lane; CG has three iterations
+    assert (turns, turns_of_eight) == (10, 2)  # inversions go lane by lane, and CG has no loop
 
 
 @pytest.fixture(scope="module")
