@@ -300,7 +300,7 @@ def register_optimizer(name: str) -> Callable[[Callable], Callable]:
     It is called inside of the compiled step, where the numbers of its settings are traced: what
     branches on them asks ``adder_flax.settings.is_on``. What it returns may take ``value``,
     ``grad`` and ``value_fn`` (the loss of the batch as a function of the parameters), as optax's
-    line searches do, and ``sound``, whether the step counts: a step that does not changes nothing.
+    line searches do.
 
     Args:
       name: the name to find it by.

@@ -274,16 +274,17 @@ def _differentiate(parts: Parts) -> Callable[[Parts, int], Differentiate]:
     return _gradient_and_curvature if together else _gradient_beside_curvature
 
 
+def _is_guarded(node: Any) -> bool:
+    """Whether a part of an optimizer's state is as it was where a step was not sound."""
+    return isinstance(node, kfac.Averages | AdamState)
+
+
 def _if_sound(sound: Array, new: Any, old: Any) -> Any:
     """Returns the new tree where the step is sound, else the old one."""
-
-    def is_guarded(node: Any) -> bool:
-        return isinstance(node, kfac.Averages | AdamState)
-
     # CG-FAC and Adam were told, and keep these where they form them: to choose here would be
     # another pass over old and new ones.
     return jax.tree.map(
-        lambda n, o: n if is_guarded(n) else jnp.where(sound, n, o), new, old, is_leaf=is_guarded
+        lambda n, o: n if _is_guarded(n) else jnp.where(sound, n, o), new, old, is_leaf=_is_guarded
     )
 
 
@@ -327,7 +328,11 @@ def make_train_step(
             if curved
             else optax.with_extra_args_support(parts.optimizer).update
         )
-        updates, opt_state = update(grads, state["opt_state"], params, **extra, sound=sound)
+        # A line search hands on to the loss what it does not know.
+        guarded = map(_is_guarded, jax.tree.leaves(state["opt_state"], is_leaf=_is_guarded))
+        if curved or any(guarded):
+            extra |= {"sound": sound}
+        updates, opt_state = update(grads, state["opt_state"], params, **extra)
         new = {"params": optax.apply_updates(params, updates), "opt_state": opt_state}
         if is_on(parts.ema_decay):
             # The average of a short history would be dominated by the initial weights:
