@@ -65,7 +65,8 @@ def cg_fac(
 
     Returns:
       A transformation whose ``update`` takes ``(grads, state, params, *, curvature, value=None,
-      value_fn=None)``.
+      value_fn=None, sound=None)``; where ``sound`` is not true nothing moves, by default where the
+      gradient is not finite, which a caller who passes it has to have looked at.
 
     Raises:
       ValueError: unknown names, or choices that exclude each other; in ``init``, layers of which
@@ -140,9 +141,8 @@ def _whole_steps(
         params: PyTree[Array] | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree[Array], optax.OptState]:
-        finite = all_finite(jax.tree.leaves(grads))
-        if extra_args.get("sound") is not None:
-            finite &= extra_args["sound"]
+        sound = extra_args.get("sound")
+        finite = all_finite(jax.tree.leaves(grads)) if sound is None else sound
         extra_args["sound"] = finite
         if extra_args.get("value_fn") is not None:
             value_fn = extra_args["value_fn"]

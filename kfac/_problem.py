@@ -147,29 +147,38 @@ def _damp(
     """Running traces, and γ of each block, as ``damping_scale`` says."""
     if options.damping_scale == "absolute":
         return {}, {b.name: jnp.broadcast_to(damping, (b.lanes,)) for s in groups for b in s.blocks}
-    decay, traces, means, sizes = options.factor_decay, {}, {}, {}
+    decay = options.factor_decay
     decay = decay.astype(damping.dtype) if isinstance(decay, jax.Array) else decay
+    # By system and not by block: each block's own few numbers would be kernels of their own on a
+    # GPU.
+    traces, means = {}, []
     for i, system in enumerate(groups):
         # Signs from the number of the step: a run that resumes draws the same, and no key
         # has to be kept for it.
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), i), state.count)
-        for block, trace in zip(system.blocks, system.split(system.trace(key)), strict=True):
-            if system.form.name == "factors":
-                average = traces[block.name] = trace  # of averaged factors
-            else:
-                kept = state.averages.traces[block.name]
-                new = decay * kept + (1 - decay) * trace
-                traces[block.name] = jnp.where(sound & jnp.isfinite(trace), new, kept)
-                average = traces[block.name] / (1 - decay ** (state.count + 1))
-            means[block.name] = average.astype(damping.dtype) / block.size
-            sizes[block.name] = block.size
+        names = [block.name for block in system.blocks]
+        trace = average = system.trace(key)
+        if system.form.name != "factors":  # whose trace is that of averages
+            kept = jnp.concatenate([state.averages.traces[name] for name in names])
+            new = decay * kept + (1 - decay) * trace
+            trace = jnp.where(sound & jnp.isfinite(trace), new, kept)
+            average = trace / (1 - decay ** (state.count + 1))
+        traces |= dict(zip(names, system.split(trace), strict=True))
+        means.append(average.astype(damping.dtype) / system.blocks[0].size)
     # A share of the mean eigenvalue: blocks differ by orders of magnitude, and one γ would be
     # nothing to some and all that others see.
     if options.damping_scale == "relative":
-        return traces, {name: damping * mean for name, mean in means.items()}
-    total = sum(sizes[name] * mean.sum() for name, mean in means.items())
-    of_all = total / sum(sizes[name] * mean.size for name, mean in means.items())
-    return traces, {name: damping * jnp.sqrt(mean * of_all) for name, mean in means.items()}
+        gammas = [damping * mean for mean in means]
+    else:
+        sizes = [system.blocks[0].size for system in groups]
+        total = sum(size * mean.sum() for size, mean in zip(sizes, means, strict=True))
+        of_all = total / sum(size * mean.size for size, mean in zip(sizes, means, strict=True))
+        gammas = [damping * jnp.sqrt(mean * of_all) for mean in means]
+    return traces, {
+        block.name: part
+        for system, gamma in zip(groups, gammas, strict=True)
+        for block, part in zip(system.blocks, system.split(gamma), strict=True)
+    }
 
 
 def _refresh_inverses(
@@ -190,11 +199,7 @@ def _refresh_inverses(
     def invert() -> dict[str, tuple[Array, ...]]:
         # Built in here: XLA copies what a branch takes from outside at every step, stacks of all
         # factors among it, and most steps invert nothing.
-        return {
-            name: pair
-            for system in build(old)
-            for name, pair in system.damped_inverses(gamma).items()
-        }
+        return systems.damped_inverses(build(old), gamma)
 
     # An old inverse costs iterations, not the solution: CG solves today's system whatever
     # it is preconditioned by.

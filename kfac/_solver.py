@@ -29,12 +29,16 @@ class Solution(NamedTuple):
       iterations: conjugate-gradient steps taken (0 for direct solvers).
       residual: ‖b − (F + γI)x‖ / ‖b‖.
       model: q(x) = ½ xᵀ(F + γI)x − bᵀx, which equals −½ x·(b + r); never positive for x₀ = 0.
+      slope: bᵀx.
+      square: xᵀx.
     """
 
     x: Vector
     iterations: Int[Array, " lane"]
     residual: Float[Array, " lane"]
     model: Float[Array, " lane"]
+    slope: Float[Array, " lane"]
+    square: Float[Array, " lane"]
 
 
 def lane_dot(u: Vector, v: Vector) -> Float[Array, " lane"]:
@@ -151,10 +155,7 @@ def cg(
         return _cg_step(state, damped, precondition, enough)
 
     end = _repeated(step, start, max_iterations, fixed_length)
-    # q(x) = −½ x·(b + r), since (F + γI) x = b − r: the model of the step for no further
-    # product.
-    model = -0.5 * lane_dot(end.x, lane_axpy(jnp.ones_like(bb), b, end.r))
-    return Solution(end.x, end.iterations, jnp.sqrt(_divide(end.rr, bb)), model)
+    return _solution(end.x, b, end.r, end.iterations, jnp.sqrt(_divide(end.rr, bb)))
 
 
 def _repeated(
@@ -232,9 +233,8 @@ def direct_solution(
     """A ``Solution`` for an ``x`` found without iterations; its residual costs one product."""
     r = jax.tree.map(jnp.subtract, b, lane_axpy(damping, x, matvec(x)))
     bb = lane_dot(b, b)
-    model = -0.5 * lane_dot(x, jax.tree.map(jnp.add, b, r))
     residual = jnp.sqrt(_divide(lane_dot(r, r), bb))
-    return Solution(x, jnp.zeros_like(bb, jnp.int32), residual, model)
+    return _solution(x, b, r, jnp.zeros_like(bb, jnp.int32), residual)
 
 
 def unchecked_solution(b: Vector, x: Vector) -> Solution:
@@ -242,9 +242,20 @@ def unchecked_solution(b: Vector, x: Vector) -> Solution:
 
     No product tells how near: its residual is NaN, and its model that of M.
     """
-    model = -0.5 * lane_dot(x, b)
-    unknown = jnp.full_like(model, jnp.nan)
-    return Solution(x, jnp.zeros_like(model, jnp.int32), unknown, model)
+    slope = lane_dot(x, b)
+    unknown = jnp.full_like(slope, jnp.nan)
+    iterations = jnp.zeros_like(slope, jnp.int32)
+    return Solution(x, iterations, unknown, -0.5 * slope, slope, lane_dot(x, x))
+
+
+def _solution(x: Vector, b: Vector, r: Vector, iterations: Array, residual: Array) -> Solution:
+    """A ``Solution`` whose residual r = b − (F + γI) x is known.
+
+    It is the model of the step for no further product.
+    """
+    slope = lane_dot(x, b)
+    model = -0.5 * (slope + lane_dot(x, r))
+    return Solution(x, iterations, residual, model, slope, lane_dot(x, x))
 
 
 def dense_matrix(matvec: MatVec, like: Vector) -> Float[Array, "lane size size"]:

@@ -60,7 +60,6 @@ def combine(a: Array, u: Vectors, b: Array, v: Vectors) -> Vectors:
 
 def fixed_step(
     solved: dict[str, Solution],
-    b: Vectors,
     gamma: dict[str, Array],
     velocity: Vectors,
     *,
@@ -77,7 +76,7 @@ def fixed_step(
     schedule of η.
     """
     x = {name: s.x for name, s in solved.items()}
-    forms = quadratic_forms(solved, b, gamma)
+    forms = quadratic_forms(solved, gamma)
     scale = _kl_scale(coherence * forms.fisher, kl_clip)
     step = rate * scale
     model = -step * forms.slope + 0.5 * step**2 * forms.damped
@@ -116,8 +115,6 @@ def _root(vectors: tuple[Array, ...]) -> float:
 
 def normalized_step(
     solved: dict[str, Solution],
-    b: Vectors,
-    gamma: dict[str, Array],
     norms: Mapping[str, float | Array],
     *,
     rate: Array,
@@ -135,34 +132,31 @@ def normalized_step(
 
     Args:
       solved: x of each block.
-      b, gamma: of the systems.
       norms: of each block.
       rate: η.
       velocity: the last Δ; None for none.
       momentum: μ.
 
-    >>> from kfac._solver import Solution
+    >>> from kfac._solver import unchecked_solution
     >>> x, weights = (jnp.array([[3.0, 4.0]]),), (jnp.array([[0.6, 0.8]]),)
-    >>> zero = jnp.zeros(1)
-    >>> solved = {"fc": Solution(x, iterations=zero, residual=zero, model=zero)}
+    >>> solved = {"fc": unchecked_solution(x, x)}
     >>> norms = weight_norms({"fc": weights})
-    >>> step = normalized_step(solved, {"fc": x}, {"fc": zero}, norms, rate=jnp.array(0.1))
+    >>> step = normalized_step(solved, norms, rate=jnp.array(0.1))
     >>> [[round(change, 3) for change in lane] for lane in step.delta["fc"][0].tolist()]
     [[-0.06, -0.08]]
     """
-    x: Vectors = {}
-    slope = damped = jnp.zeros((), rate.dtype)
-    for name, solution in solved.items():
-        norm = jnp.sqrt(lane_dot(solution.x, solution.x).sum())
-        ratio = jnp.where(norm > 0, norms[name] / jnp.where(norm > 0, norm, 1), 0)
-        x[name] = jax.tree.map(
-            lambda leaf, ratio=ratio: (ratio * leaf).astype(leaf.dtype), solution.x
-        )
-        forms = quadratic_forms({name: solution}, {name: b[name]}, gamma)
-        slope, damped = slope + ratio * forms.slope, damped + ratio**2 * forms.damped
+    # All blocks in one array: each block's own scalars would be kernels of their own on a GPU.
+    forms = jnp.stack([jnp.stack(_forms(solution)) for solution in solved.values()], axis=-1)
+    slopes, damped, squares = forms
+    lengths = jnp.stack([jnp.asarray(norms[name], squares.dtype) for name in solved])
+    ratios = jnp.where(squares > 0, lengths / jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
+    x: Vectors = {
+        name: jax.tree.map(lambda leaf, ratio=ratio: (ratio * leaf).astype(leaf.dtype), solution.x)
+        for (name, solution), ratio in zip(solved.items(), ratios, strict=True)
+    }
     share = jnp.asarray(momentum, rate.dtype)
     step = (1 - share) * rate
-    model = -step * slope + 0.5 * step**2 * damped
+    model = -step * (ratios @ slopes) + 0.5 * step**2 * (ratios**2 @ damped)
     delta = combine(-step, x, share, x if velocity is None else velocity)
     one = jnp.ones_like(model)
     return Proposal(delta, jnp.stack([step, share]), model, one, one)
@@ -184,16 +178,20 @@ class QuadraticForms(NamedTuple):
     fisher: Float[Array, ""]
 
 
-def quadratic_forms(
-    solved: dict[str, Solution], b: Vectors, gamma: dict[str, Array]
-) -> QuadraticForms:
-    """They need no further product: xᵀ(F + γI)x = 2 bᵀx + 2 q(x)."""
-    x = {name: s.x for name, s in solved.items()}
-    slope = dot(b, x)
-    damped = 2 * slope + 2 * sum(s.model.sum() for s in solved.values())
-    return QuadraticForms(
-        slope, damped, damped - sum((gamma[n] * lane_dot(x[n], x[n])).sum() for n in x)
-    )
+def quadratic_forms(solved: dict[str, Solution], gamma: dict[str, Array]) -> QuadraticForms:
+    """Those of all blocks."""
+    slope, damped, _ = functools.reduce(jnp.add, map(jnp.stack, map(_forms, solved.values())))
+    fisher = damped - sum((gamma[name] * s.square).sum() for name, s in solved.items())
+    return QuadraticForms(slope, damped, fisher)
+
+
+def _forms(solution: Solution) -> tuple[Array, Array, Array]:
+    """bᵀx, xᵀ(F + γI)x and xᵀx of a block, whose lanes are summed.
+
+    They need no further product: xᵀ(F + γI)x = 2 bᵀx + 2 q(x).
+    """
+    slope = solution.slope.sum()
+    return slope, 2 * (slope + solution.model.sum()), solution.square.sum()
 
 
 def fisher_of(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from kfac import _blocks as blocks
 from kfac import _solver as solver
@@ -18,6 +19,8 @@ from kfac._sharing import over_devices
 from kfac._trees import concatenated
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from jaxtyping import Array, Float, PyTree
 
     Lanes = tuple[Float[Array, "lane ..."], ...]
@@ -142,32 +145,23 @@ class System:
         parts = [inverses[block.name] for block in self.blocks if block.name in inverses]
         return dataclasses.replace(self, inverses=tuple(parts))
 
-    def damped_inverses(self, gamma: dict[str, Array]) -> Factors:
-        """By block, (𝒜 + π√γ I)⁻¹ and (𝒢 + √γ/π I)⁻¹ with π² = (tr 𝒜 / rows) / (tr 𝒢 / columns).
+    def damped_factors(self, gamma: dict[str, Array]) -> dict[str, tuple[Lanes, Lanes]]:
+        """By block, 𝒜 with π√γ and 𝒢 with √γ/π, where π² = (tr 𝒜 / rows) / (tr 𝒢 / columns).
 
         Source: Martens & Grosse (2015), section 6.3.
         """
-        by_lane = jnp.concatenate([gamma[block.name] for block in self.blocks])
-        inverses = over_devices(
-            self._damped_inverses, self.params, self.state, by_lane, whole=False
-        )
-        return {
-            block.name: part for block, part in zip(self.blocks, self.split(inverses), strict=True)
-        }
-
-    def _damped_inverses(
-        self, params: Lanes, factors: tuple[Array, Array], gamma: Float[Array, " lane"]
-    ) -> tuple:
-        left, right = factors
-        left = jax.vmap(self.program[0].mean_left)(params, left)
-        root, tiny = jnp.sqrt(gamma), jnp.finfo(left.dtype).tiny
+        left, right = self.state
+        left = jax.vmap(self.program[0].mean_left)(self.params, left)
+        root = jnp.sqrt(jnp.concatenate([gamma[block.name] for block in self.blocks]))
+        tiny = jnp.finfo(left.dtype).tiny
         # (𝒜 + π√γ I) ⊗ (𝒢 + √γ/π I) has γI and two terms too many, whose trace norm is
         # least for this π. The factors may differ by many orders of magnitude: one √γ for
         # both would drown the smaller and not reach the larger.
         pi = jnp.sqrt(
             jnp.maximum(_mean_diagonal(left), tiny) / jnp.maximum(_mean_diagonal(right), tiny)
         )
-        return _damped_inverse(left, root * pi), _damped_inverse(right, root / pi)
+        parts = self.split(((left, root * pi), (right, root / pi)))
+        return {block.name: part for block, part in zip(self.blocks, parts, strict=True)}
 
     def trace(self, key: Array) -> Float[Array, " lane"]:
         """tr F of every lane.
@@ -292,6 +286,28 @@ def _mean_diagonal(matrix: Float[Array, "lane n n"]) -> Float[Array, " lane"]:
     return diagonal(matrix).mean(-1)
 
 
+def damped_inverses(groups: Iterable[System], gamma: dict[str, Array]) -> Factors:
+    """By block, (𝒜 + π√γ I)⁻¹ and (𝒢 + √γ/π I)⁻¹, see ``System.damped_factors``.
+
+    Factors of one size are inverted side by side, whatever layers they are of: inverting is a long
+    chain of small operations.
+    """
+    factors: dict[str, tuple[Lanes, Lanes]] = {}
+    for system in groups:
+        factors |= system.damped_factors(gamma)
+    places: dict[Any, list[tuple[str, int]]] = {}
+    for name, sides in factors.items():
+        for side, (matrix, _) in enumerate(sides):
+            places.setdefault((matrix.shape[-1], matrix.dtype), []).append((name, side))
+    inverses = {}
+    for of_one_size in places.values():
+        lanes = [factors[name][side] for name, side in of_one_size]
+        ends = list(itertools.accumulate(len(damping) for _, damping in lanes))
+        inverse = over_devices(_damped_inverse, *concatenated(lanes), whole=False)
+        inverses |= dict(zip(of_one_size, jnp.split(inverse, ends[:-1]), strict=True))
+    return {name: (inverses[name, 0], inverses[name, 1]) for name in factors}
+
+
 def _damped_inverse(
     matrix: Float[Array, "lane n n"], damping: Float[Array, " lane"]
 ) -> Float[Array, "lane n n"]:
@@ -305,7 +321,9 @@ def _damped_inverse(
     return jax.lax.platform_dependent(
         matrix + damping[:, None, None] * jnp.eye(matrix.shape[-1], dtype=matrix.dtype),
         cpu=lambda lanes: jax.lax.map(_inverse, lanes),
-        default=_inverse,
+        # Row by row, as the state keeps them: XLA may end in columns, and then turns all inverses
+        # at every step, those that invert nothing too.
+        default=lambda lanes: with_layout_constraint(_inverse(lanes), Layout((0, 1, 2))),
     )
 
 
@@ -324,12 +342,19 @@ def _root_and_inverse(
     for GPUs factorize a batch of large matrices by kernels for small ones, and one after the other
     with most of the device idle; products of a batch fill it. On CPUs they have XLA's own threads.
     """
+    if matrix.shape[-1] == 1:
+        root = 1 / jnp.sqrt(matrix)
+        return root, root * root
     if matrix.shape[-1] <= _MOST_BY_CHOLESKY:
         root = jax.lax.linalg.cholesky(matrix, symmetrize_input=False)
         eye = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
         root = jax.lax.linalg.triangular_solve(root, eye, left_side=True, lower=True)
         return root, _matmul(root.mT, root)
-    middle = _TILE * -(-matrix.shape[-1] // (2 * _TILE))
+    # Largest blocks first: the few sizes that they come in are few products to compile, and the row
+    # of a bias is by itself.
+    middle = _MOST_BY_CHOLESKY
+    while 2 * middle < matrix.shape[-1]:
+        middle *= 2
     side = matrix[..., middle:, :middle]
     upper_root, upper = _root_and_inverse(matrix[..., :middle, :middle])
     # The Schur complement from a root of A₁₁⁻¹: by A₁₁⁻¹ itself rounding would grow with the square
@@ -346,8 +371,8 @@ def _root_and_inverse(
     return jnp.block([[upper_root, jnp.zeros_like(side.mT)], [below, lower_root]]), inverse
 
 
-# Rows that one thread block of a GPU factorizes in its shared memory, and of a product's tile.
-_MOST_BY_CHOLESKY, _TILE = 96, 32
+# Rows that one thread block of a GPU factorizes in its shared memory.
+_MOST_BY_CHOLESKY = 96
 
 # In float32 wherever the default is less: what is subtracted is close to what it is taken from.
 _matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)

@@ -240,13 +240,13 @@ def _propose(
     """The step that the options name."""
     rate = options.learning_rate
     rate = jnp.asarray(rate(state.count) if callable(rate) else rate, problem.damping.dtype)
-    shared = solved, problem.b, problem.gamma
     if options.step == "rms":
-        return normalized_step(*shared, unit_norms(problem.b), rate=rate)
+        return normalized_step(solved, unit_norms(problem.b), rate=rate)
     velocity = to_vectors(problem.owned, state.velocity)
     if options.step == "fixed":
         return fixed_step(
-            *shared,
+            solved,
+            problem.gamma,
             velocity,
             rate=rate,
             momentum=options.momentum,
@@ -256,10 +256,12 @@ def _propose(
     if options.step == "trust_ratio":
         norms = weight_norms(to_vectors(problem.owned, params))
         return normalized_step(
-            *shared, norms, rate=rate, velocity=velocity, momentum=options.momentum
+            solved, norms, rate=rate, velocity=velocity, momentum=options.momentum
         )
     return quadratic_step(
-        *shared,
+        solved,
+        problem.b,
+        problem.gamma,
         velocity,
         groups=_exact_systems(problem, params, curvature),
         num_examples=curvature.num_examples,
@@ -292,7 +294,7 @@ def _with_coherence(
     averages = problem.averages
     decay = jnp.asarray(options.factor_decay, averages.coherence.dtype)
     # Outside of the branch, where it is the same expression as in `fixed_step`: computed once.
-    layers = quadratic_forms(solved, problem.b, problem.gamma).fisher
+    layers = quadratic_forms(solved, problem.gamma).fisher
 
     def measure() -> Array:
         x = {name: solution.x for name, solution in solved.items()}
