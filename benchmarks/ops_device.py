@@ -19,14 +19,11 @@ Training steps on an accelerator are those of `benchmarks/optimizer_step.py`.
 import argparse
 import functools
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.profiler import ProfileData
 
 from adder_flax import ops
 from adder_flax.extras import MissingExtraError
@@ -41,7 +38,7 @@ from benchmarks.ops import (
     compile_with,
     fused_table,
 )
-from benchmarks.timing import measure
+from benchmarks.timing import gpu_events, measure
 
 PARTS = ("kernels", "tiles", "products", "attention")
 SQUARE = ((4096, 64), (4096, 256), (8192, 64), (8192, 256))  # rows and columns, width
@@ -84,29 +81,12 @@ def kernel_seconds(function: Callable, *operands) -> dict[str, float]:
     They are medians over several calls, by the name of the kernel, from JAX's profiler.
     """
     jax.block_until_ready(function(*operands))
-    with tempfile.TemporaryDirectory() as folder:
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = options.host_tracer_level = 0  # the device alone
-        with jax.profiler.trace(folder, profiler_options=options):
-            for _ in range(TRACED):
-                jax.block_until_ready(function(*operands))
-        profiles = [ProfileData.from_file(str(path)) for path in Path(folder).rglob("*.xplane.pb")]
-    lines = [
-        (plane.name, line)
-        for profile in profiles
-        for plane in profile.planes
-        for line in plane.lines
-    ]
     seconds: dict[str, list[float]] = {}
-    for plane, line in lines:
-        # Other lines of a GPU have the same once more, by operation and by module.
-        if plane.startswith("/device:GPU") and line.name.startswith("Stream"):
-            for event in line.events:
-                if event.name.startswith("adder_flax_"):
-                    seconds.setdefault(event.name, []).append(1e-9 * event.duration_ns)
+    for event in gpu_events(functools.partial(function, *operands), TRACED):
+        if event.name.startswith("adder_flax_"):
+            seconds.setdefault(event.name, []).append(1e-9 * event.duration_ns)
     if not seconds:
-        found = [f"{plane}: {line.name}" for plane, line in lines]
-        raise RuntimeError(f"expected this project's kernels in a stream of a GPU, got {found}")
+        raise RuntimeError("expected this project's kernels in a stream of a GPU, got none")
     return {name: statistics.median(found) for name, found in seconds.items()}
 
 

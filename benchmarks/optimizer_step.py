@@ -9,7 +9,8 @@ window is as many steps as lie between two at which all is renewed. Variants, wi
 between them, are fields of --config.optimizer.cg_fac. Images are of random pixels where
 --data=fake. Another network comes with --config: an experiment, or the record of a run. The steps
 are compiled side by side, and each is timed as soon as all are; what a window took is said at once,
-so that a run that is cut off has told what it measured.
+so that a run that is cut off has told what it measured. On a GPU it is also said how long the
+device worked in a step: the rest of its time it waited for the host.
 """
 
 import argparse
@@ -17,11 +18,12 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import ml_collections
 
 from adder_flax import experiment, ops, settings
 from adder_flax.experiments import common
-from benchmarks.timing import measure, seconds_of
+from benchmarks.timing import busy_seconds, gpu_events, measure, seconds_of
 from benchmarks.train_step import NO_AUGMENTATION, jax_step
 
 
@@ -77,6 +79,13 @@ def compile_all(steps: dict[str, Callable]) -> None:
             print(f"{name}: first step after {seconds:.0f} s", flush=True)
 
 
+def busy(window: Callable, length: int) -> str:
+    """Returns what is said of a GPU in a window of so many steps; nothing elsewhere."""
+    if jax.default_backend() != "gpu":
+        return ""
+    return f", the device busy for {1e3 * busy_seconds(gpu_events(window, 1)) / length:.1f} ms"
+
+
 def main() -> None:
     """Prints a row for each optimizer and variant."""
     parser = argparse.ArgumentParser(
@@ -115,7 +124,7 @@ def main() -> None:
         ratio = timings.ratio(name, first) * lengths[first] / length
         print(
             f"{name:{width}}  {1e3 * timings.median(name) / length:7.1f} ms a step "
-            f"{ratio:5.2f} x {first}"
+            f"{ratio:5.2f} x {first}{busy(windows[name], length)}"
         )
 
 

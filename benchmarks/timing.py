@@ -1,11 +1,15 @@
-"""Times functions in turn, so that other work on the machine falls on all of them."""
+"""Times functions in turn, so that other work on the machine falls on all of them, and tells what a
+GPU did meanwhile."""
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
+from jax.profiler import ProfileData
 
 QUICK_SECONDS = 0.2
 
@@ -62,3 +66,61 @@ def seconds_of(function: Callable) -> float:
     start = time.perf_counter()
     jax.block_until_ready(function())
     return time.perf_counter() - start
+
+
+class GpuEvent(NamedTuple):
+    """A kernel or a copy."""
+
+    name: str
+    start_ns: float
+    duration_ns: float
+
+
+def gpu_events(function: Callable[[], Any], calls: int) -> list[GpuEvent]:
+    """Returns what the streams of GPUs did in so many calls, from JAX's profiler.
+
+    Args:
+      function: what to call; its result is waited for.
+      calls: how often.
+
+    Raises:
+      RuntimeError: no stream of a GPU did anything.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = options.host_tracer_level = 0  # the device alone
+        with jax.profiler.trace(folder, profiler_options=options):
+            for _ in range(calls):
+                jax.block_until_ready(function())
+        profiles = [ProfileData.from_file(str(path)) for path in Path(folder).rglob("*.xplane.pb")]
+    lines = [
+        (plane.name, line)
+        for profile in profiles
+        for plane in profile.planes
+        for line in plane.lines
+    ]
+    # Other lines of a GPU have the same once more, by operation and by module.
+    events = [
+        GpuEvent(event.name, event.start_ns, event.duration_ns)
+        for plane, line in lines
+        if plane.startswith("/device:GPU") and line.name.startswith("Stream")
+        for event in line.events
+    ]
+    if not events:
+        found = [f"{plane}: {line.name}" for plane, line in lines]
+        raise RuntimeError(f"expected events in a stream of a GPU, got {found}")
+    return events
+
+
+def busy_seconds(events: list[GpuEvent]) -> float:
+    """Returns how long a GPU did anything at all, of such events.
+
+    >>> round(1e9 * busy_seconds([GpuEvent("a", 0, 10), GpuEvent("b", 5, 10)]))
+    15
+    """
+    busy, end = 0.0, 0.0
+    for event in sorted(events, key=lambda event: event.start_ns):
+        last = event.start_ns + event.duration_ns
+        busy += max(last - max(event.start_ns, end), 0)
+        end = max(end, last)
+    return 1e-9 * busy

@@ -14,6 +14,7 @@ from adder_flax.layers._linear import (
     report_adder,
 )
 from adder_flax.layers._mlp import Mlp, gelu
+from adder_flax.layers._norm import LayerNorm, normalized
 from adder_flax.layers._patch_embed import PatchEmbed, image_to_patches, side_behind_stem
 from adder_flax.layers._stem import Convolution, neighbourhoods, strides_of
 
@@ -24,6 +25,7 @@ __all__ = [
     "DropPath",
     "Dropout",
     "Identity",
+    "LayerNorm",
     "LayerScale",
     "Linear",
     "Mlp",
@@ -37,6 +39,7 @@ __all__ = [
     "image_to_patches",
     "linear_class",
     "neighbourhoods",
+    "normalized",
     "report_adder",
     "report_block",
     "scale_features",

@@ -13,6 +13,7 @@ from adder_flax.layers._dropout import Dropout, DropPath
 from adder_flax.layers._layer_scale import LayerScale
 from adder_flax.layers._linear import linear_class
 from adder_flax.layers._mlp import Mlp
+from adder_flax.layers._norm import LayerNorm
 from adder_flax.settings import BlockSettings, keywords_of
 
 
@@ -63,7 +64,7 @@ class Block(nnx.Module):
         shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.norm_position = settings.norm_position
         check_norm_position(settings.norm_position)
-        self.norm1 = nnx.LayerNorm(width, epsilon=settings.norm_epsilon, **shared)
+        self.norm1 = LayerNorm(width, epsilon=settings.norm_epsilon, **shared)
         self.attention = MultiHeadAttention(
             num_heads,
             width,
@@ -76,7 +77,7 @@ class Block(nnx.Module):
         self.layer_scale1 = LayerScale(
             width, settings.layer_scale, dtype=dtype, param_dtype=param_dtype
         )
-        self.norm2 = nnx.LayerNorm(width, epsilon=settings.norm_epsilon, **shared)
+        self.norm2 = LayerNorm(width, epsilon=settings.norm_epsilon, **shared)
         self.mlp = Mlp(
             width,
             int(width * settings.mlp_ratio),

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 import kfac
 from adder_flax import ops, recorder
 from adder_flax.attention import LAYER_NORM_EPSILON
+from adder_flax.layers._norm import LayerNorm
 from adder_flax.parameters import as_attribute, state_facts
 from adder_flax.settings import AdderSettings
 
@@ -110,7 +111,7 @@ class AdderLinear(nnx.Module):
         if norm is not None:
             # The sums' mean is far larger than their spread: E[y²] - E[y]², the fast variance,
             # would cancel.
-            self.norm = nnx.LayerNorm(
+            self.norm = LayerNorm(
                 out_features,
                 epsilon=LAYER_NORM_EPSILON,
                 use_bias=use_bias,

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from adder_flax.attention import LAYER_NORM_EPSILON
 from adder_flax.layers._linear import Linear
 from adder_flax.layers._mlp import gelu
+from adder_flax.layers._norm import LayerNorm
 
 
 def neighbourhoods(
@@ -81,7 +82,7 @@ class Convolution(nnx.Module):
         self.linear = linear(9 * channels, out_channels, **shared)
         self.norm = nnx.data(None)
         if getattr(self.linear, "norm", None) is None:
-            self.norm = nnx.LayerNorm(
+            self.norm = LayerNorm(
                 out_channels, epsilon=LAYER_NORM_EPSILON, use_fast_variance=False, **shared
             )
 

@@ -27,6 +27,7 @@ from adder_flax.linen._layers import (
     linear_class,
 )
 from adder_flax.linen._models import Block, VisionTransformer
+from adder_flax.linen._norm import LayerNorm
 
 __all__ = [
     "AdderLinear",
@@ -34,6 +35,7 @@ __all__ = [
     "BilinearAttention",
     "Block",
     "DropPath",
+    "LayerNorm",
     "LayerScale",
     "Linear",
     "Mlp",

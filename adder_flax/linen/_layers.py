@@ -26,6 +26,7 @@ from adder_flax.layers import (
     side_behind_stem,
     strides_of,
 )
+from adder_flax.linen._norm import LayerNorm
 from adder_flax.settings import AdderSettings, keywords_of
 
 
@@ -114,7 +115,7 @@ class AdderLinear(nn.Module):
         )
         report_adder(rows, kernel, outputs, self.x_gradient, self.w_gradient, self.hardtanh_slope)
         if self.norm is not None:
-            norm = nn.LayerNorm(
+            norm = LayerNorm(
                 epsilon=LAYER_NORM_EPSILON,
                 use_bias=self.use_bias,
                 use_fast_variance=False,
@@ -236,7 +237,7 @@ class Convolution(nn.Module):
         linear = self.linear(self.out_channels, **shared, name="linear")
         outputs = linear(neighbourhoods(images, self.stride))
         if getattr(linear, "norm", None) is None:
-            norm = nn.LayerNorm(
+            norm = LayerNorm(
                 epsilon=LAYER_NORM_EPSILON, use_fast_variance=False, **shared, name="norm"
             )
             outputs = norm(outputs)

@@ -22,6 +22,7 @@ from adder_flax.linen._layers import (
     TakesKeywords,
     linear_class,
 )
+from adder_flax.linen._norm import LayerNorm
 from adder_flax.models import embed_positions
 from adder_flax.models.settings import block_settings, check_pooling, count_patches, prefix_tokens
 from adder_flax.settings import BlockSettings, VitSettings
@@ -52,7 +53,7 @@ class Block(TakesKeywords):
         """Applies the block; dropout and stochastic depth draw from the `dropout` stream."""
         shared: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         settings = self.settings
-        norm = lambda name: nn.LayerNorm(epsilon=settings.norm_epsilon, **shared, name=name)
+        norm = lambda name: LayerNorm(epsilon=settings.norm_epsilon, **shared, name=name)
         drop_path = lambda x: DropPath(settings.drop_path_rate)(x, deterministic=deterministic)
         layer_scale = lambda name: LayerScale(settings.layer_scale, **shared, name=name)
         attention = MultiHeadAttention(
@@ -134,7 +135,7 @@ class VisionTransformer(TakesKeywords):
         tokens = nn.Dropout(settings.dropout_rate)(self._embed(images), deterministic=deterministic)
         blocks = Blocks(settings.num_heads, block_settings(settings), **shared, name="blocks")
         tokens = blocks(tokens, deterministic=deterministic)
-        tokens = nn.LayerNorm(epsilon=settings.norm_epsilon, **shared, name="norm")(tokens)
+        tokens = LayerNorm(epsilon=settings.norm_epsilon, **shared, name="norm")(tokens)
         pooled = tokens[:, 0] if settings.pooling == "cls" else tokens.mean(axis=1)
         logits = Linear(self.num_classes, **shared, name="head")(pooled)
         if settings.distilled:

@@ -10,7 +10,15 @@ from jaxtyping import Array, Float
 
 import kfac
 from adder_flax.arrays import AnyArray
-from adder_flax.layers import Block, Dropout, Linear, PatchEmbed, adder_layers, linear_class
+from adder_flax.layers import (
+    Block,
+    Dropout,
+    LayerNorm,
+    Linear,
+    PatchEmbed,
+    adder_layers,
+    linear_class,
+)
 from adder_flax.models._stack import apply_blocks
 from adder_flax.models.settings import (
     Annealing,
@@ -150,7 +158,7 @@ class VisionTransformer(nnx.Module):
         self.blocks = nnx.List(
             Block(width, settings.num_heads, settings=block, **shared) for block in blocks
         )
-        self.norm = nnx.LayerNorm(width, epsilon=settings.norm_epsilon, **shared)
+        self.norm = LayerNorm(width, epsilon=settings.norm_epsilon, **shared)
         self.head = Linear(width, num_classes, **shared)
         self.head_dist = (
             Linear(width, num_classes, **shared) if settings.distilled else nnx.data(None)

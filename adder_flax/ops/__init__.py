@@ -1,4 +1,4 @@
-"""Arrays only: pairwise reductions of adder and additive layers, and their gradients.
+"""Arrays only: pairwise reductions of adder and additive layers, LayerNorm, and their gradients.
 
 There is one file per backend.
 
@@ -19,6 +19,7 @@ from adder_flax.ops._backend import (
 )
 from adder_flax.ops._fused import fused_attention, preferred_key_block
 from adder_flax.ops._l1 import adder_matmul, adder_matmul_jvp, l1_scores
+from adder_flax.ops._layer_norm import layer_norm
 from adder_flax.ops._primitive import formula
 from adder_flax.ops._rules import RuleName, exact_gradients
 
@@ -35,6 +36,7 @@ __all__ = [
     "formula",
     "fused_attention",
     "l1_scores",
+    "layer_norm",
     "preferred_key_block",
     "register_backend",
     "set_backend",

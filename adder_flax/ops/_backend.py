@@ -269,6 +269,66 @@ class Backend:
         )
 
     @_left_to_compiler
+    def layer_norm(
+        self,
+        x: Float[Array, "B M C"],
+        scale: Float[Array, "B C"],
+        bias: Float[Array, "B C"],
+        epsilon: float,
+        fast_variance: bool,
+    ) -> Float[Array, "B M C"]:
+        """Computes y[m, c] = scale[c] (x[m, c] - mean(x[m])) / sqrt(var(x[m]) + epsilon) + bias[c].
+
+        The fast variance is E[x²] - E[x]², one pass for two; a backend that reads a row once anyway
+        need not use it.
+        """
+        x, scale, bias = upcast(x, scale, bias)
+        mean = x.mean(-1, keepdims=True)
+        if fast_variance:
+            variance = jnp.maximum(0, jnp.square(x).mean(-1, keepdims=True) - jnp.square(mean))
+        else:
+            variance = jnp.square(x - mean).mean(-1, keepdims=True)
+        factor = jax.lax.rsqrt(variance + epsilon) * scale[:, None]
+        return (x - mean) * factor + bias[:, None]
+
+    @_left_to_compiler
+    def layer_norm_pushforward(
+        self,
+        x: Float[Array, "B M C"],
+        scale: Float[Array, "B C"],
+        bias: Float[Array, "B C"],
+        dx: Float[Array, "B M C"],
+        d_scale: Float[Array, "B C"],
+        d_bias: Float[Array, "B C"],
+        epsilon: float,
+        fast_variance: bool,
+    ) -> Float[Array, "B M C"]:
+        """Computes the derivative of `layer_norm` along these tangents."""
+        function = functools.partial(
+            Backend.layer_norm, self, epsilon=epsilon, fast_variance=fast_variance
+        )
+        return jax.jvp(function, upcast(x, scale, bias), upcast(dx, d_scale, d_bias))[1]
+
+    @_left_to_compiler
+    def layer_norm_pullback(
+        self,
+        x: Float[Array, "B M C"],
+        scale: Float[Array, "B C"],
+        bias: Float[Array, "B C"],
+        g: Float[Array, "B M C"],
+        epsilon: float,
+        fast_variance: bool,
+    ) -> tuple[Float[Array, "B M C"], Float[Array, "B C"], Float[Array, "B C"]]:
+        """Computes the gradients of sum(g * layer_norm(x, scale, bias)).
+
+        They are those with respect to x, scale and bias.
+        """
+        function = functools.partial(
+            Backend.layer_norm, self, epsilon=epsilon, fast_variance=fast_variance
+        )
+        return jax.vjp(function, *upcast(x, scale, bias))[1](*upcast(g))
+
+    @_left_to_compiler
     def additive_pushforward(
         self,
         query: Float[Array, "B M K"],

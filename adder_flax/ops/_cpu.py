@@ -140,6 +140,33 @@ class CpuBackend(Backend):
         )
         return dy
 
+    def layer_norm(self, x, scale, bias, epsilon, fast_variance):
+        if x.dtype != jnp.float32:
+            return super().layer_norm(x, scale, bias, epsilon, fast_variance)
+        (y,) = self._call(
+            "layer_norm_forward",
+            [x.shape],
+            x,
+            scale[:, None],
+            bias[:, None],
+            epsilon=np.float32(epsilon),
+        )
+        return y
+
+    def layer_norm_pullback(self, x, scale, bias, g, epsilon, fast_variance):
+        if x.dtype != jnp.float32 or g.dtype != jnp.float32:
+            return super().layer_norm_pullback(x, scale, bias, g, epsilon, fast_variance)
+        row = (scale.shape[0], 1, scale.shape[1])
+        dx, d_scale, d_bias = self._call(
+            "layer_norm_pullback",
+            [x.shape, row, row],
+            x,
+            scale[:, None],
+            g,
+            epsilon=np.float32(epsilon),
+        )
+        return dx, d_scale[:, 0], d_bias[:, 0]
+
     def additive(self, query, key, v):
         (scores,) = self._call(
             "additive_forward", [_output_shape(query, key, "nk")], query, key, v[:, None]

@@ -32,6 +32,8 @@ KERNELS = {
     "l1_pushforward": "AdderFlaxL1Pushforward",
     "additive_forward": "AdderFlaxAdditiveForward",
     "additive_pullback": "AdderFlaxAdditivePullback",
+    "layer_norm_forward": "AdderFlaxLayerNormForward",
+    "layer_norm_pullback": "AdderFlaxLayerNormPullback",
 }
 
 _Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)

@@ -6,7 +6,7 @@ once, and from them follows how it can be split, in one of two ways:
 
 - by a *rule* for the compiler (`custom_partitioning`): operands stay split as they come. An axis of
   every result costs nothing, the axis that is summed over costs one sum over devices at the end,
-  and the others are gathered.
+  and the others are gathered, as is an axis with a capital letter, which is needed whole.
 - over the *mesh* of `jax.set_mesh` (`jax.shard_map`): the batch, or else the rows, over all of its
   automatic axes. TPUs need this one: their compiler does not call back into Python for rules when
   it compiles ahead of time.
@@ -42,7 +42,9 @@ def split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) -> 
       result_axes: names of the axes of each result.
     """
     names = list(dict.fromkeys(name for axes in [*operand_axes, *result_axes] for name in axes))
-    kept = [name for name in names if all(name in axes for axes in result_axes)]
+    kept = [
+        name for name in names if all(name in axes for axes in result_axes) and not name.isupper()
+    ]
     summed = [name for name in names if not any(name in axes for axes in result_axes)]
 
     def partition(mesh, operands, results):
@@ -122,7 +124,7 @@ def split_over_mesh(function: Callable, operand_axes: Axes, result_axes: Axes) -
     candidates = [
         name
         for name in dict.fromkeys(name for axes in operand_axes for name in axes)
-        if name not in "nk"
+        if name not in "nk" and not name.isupper()
     ]
 
     def on_mesh(*operands):

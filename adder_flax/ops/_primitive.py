@@ -3,12 +3,12 @@
 What runs is chosen when a program is lowered for its platform.
 
 The primitive is closed under differentiation. Its functions are the two sums over pairs, `l1` and
-`additive`, and what their derivatives consist of: pushforwards, linear in the tangents, and
-pullbacks, linear in the cotangent. Either is the transpose of the other, so forward mode, reverse
-mode and any mixture of both follow the declared gradient rules, on every backend, from the inputs
-alone. Second derivatives differentiate the rules, almost everywhere (1 for `full`, the slope or 0
-for `hardtanh`, 0 for `sign`), by the blocked formulas of the XLA backend, which run on all
-platforms.
+`additive`, `layer_norm`, and what their derivatives consist of: pushforwards, linear in the
+tangents, and pullbacks, linear in the cotangent. Either is the transpose of the other, so forward
+mode, reverse mode and any mixture of both follow the declared gradient rules, on every backend,
+from the inputs alone. Second derivatives differentiate the rules, almost everywhere (1 for `full`,
+the slope or 0 for `hardtanh`, 0 for `sign`), by the blocked formulas of the XLA backend, which run
+on all platforms.
 
 Operands have any number of leading axes, of which an operand's may have length one where others'
 are longer.
@@ -32,7 +32,7 @@ from adder_flax.ops._arrays import accumulation_dtype
 from adder_flax.ops._backend import Backend, get_backend
 
 # The axes of operands and results after any leading ones: m rows, n columns or keys, k
-# the width. `w` has the axes kn or nk.
+# the width, C the width where all of a row is needed at once. `w` has the axes kn or nk.
 _FORMULAS = {
     "l1": "mk,w->mn",
     "l1_pushforward": "mk,w,mk->mn",
@@ -44,13 +44,19 @@ _FORMULAS = {
     "additive": "mk,nk,k->mn",
     "additive_pushforward": "mk,nk,k,mk,nk,k->mn",
     "additive_pullback": "mk,nk,k,mn->mk,nk,k",
+    "layer_norm": "mC,C,C->mC",
+    "layer_norm_pushforward": "mC,C,C,mC,C,C->mC",
+    "layer_norm_pullback": "mC,C,C,mC->mC,C,C",
 }
 _TRANSPOSES = {
     "l1_pushforward": "l1_pullback_x",
     "l1_pushforward_w": "l1_pullback_w",
     "l1_pushforward_both": "l1_pullback",
     "additive_pushforward": "additive_pullback",
+    "layer_norm_pushforward": "layer_norm_pullback",
 }
+# Functions of three operands, any of which may have a tangent.
+_OF_THREE = ("additive", "layer_norm")
 _TRANSPOSES |= {pullback: pushforward for pushforward, pullback in _TRANSPOSES.items()}
 
 _pairs = Primitive("adder_flax_pairs")
@@ -304,9 +310,9 @@ def _jvp(operands, tangents, *, backend, method, options, mesh):
     results = bind(*operands, method=method, options=options)
     if method == "l1":
         parts = [_l1_tangents(bind, operands, tangents, dict(options))]
-    elif method == "additive":
+    elif method in _OF_THREE:
         tangents = map(ad.instantiate_zeros, tangents)
-        parts = [bind(*operands, *tangents, method="additive_pushforward", options=())]
+        parts = [bind(*operands, *tangents, method=f"{method}_pushforward", options=options)]
     else:
         linear = _linear_operands(method)
         parts = []
@@ -323,9 +329,7 @@ ad.primitive_jvps[_pairs] = _jvp
 def _linear_operands(method: str) -> list[int]:
     """Returns which operands a pushforward or pullback is linear in: tangents, or the cotangent."""
     count = len(_FORMULAS[method].split("->")[0].split(","))
-    if method.startswith("l1"):
-        return list(range(2, count))
-    return [3, 4, 5] if method == "additive_pushforward" else [3]
+    return list(range(3 if method.startswith(_OF_THREE) else 2, count))
 
 
 def _l1_tangents(bind, operands, tangents, options):
@@ -387,7 +391,7 @@ def _transpose(cotangents, *operands, backend, method, options, mesh):
         return results
     transposed = _TRANSPOSES[method]
     held = [a for a in operands if not ad.is_undefined_primal(a)][
-        : 3 if method.startswith("additive") else 2
+        : 3 if method.startswith(_OF_THREE) else 2
     ]
     if method == "l1_pullback" and len(given) == 1:
         transposed, cotangents = (
@@ -400,7 +404,7 @@ def _transpose(cotangents, *operands, backend, method, options, mesh):
     gradients = _pairs.bind(
         *held, *cotangents, backend=backend, method=transposed, options=options, mesh=mesh
     )
-    if method == "additive_pushforward":
+    if method.startswith(_OF_THREE) and method.endswith("pushforward"):
         gradients = [gradients[i - 3] for i in present]
     for i, gradient in zip(present, gradients, strict=True):
         results[i] = _sum_to(gradient, operands[i].aval)

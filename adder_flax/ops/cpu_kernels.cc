@@ -22,6 +22,7 @@
 #include <memory>
 #include <mutex>
 #include <numeric>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -1176,6 +1177,168 @@ ffi::Error AdditivePullback(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::Any
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// LayerNorm: y = scale (x - mean) / sqrt(variance + epsilon) + bias, over the columns of each row
+// ---------------------------------------------------------------------------------------------------------------------
+
+// Sums over columns of f(col, width): vectors, and single numbers behind the last whole one.
+template <class... Sums, class F>
+inline void SumColumns(int64_t cols, F&& f, Sums&... sums) {
+  struct {
+    Vec operator()(const float* p) const { return Load(p); }
+  } vectors;
+  struct {
+    float operator()(const float* p) const { return *p; }
+  } numbers;
+  int64_t col = 0;
+  std::tuple<decltype((void)sums, Vec{})...> totals{};
+  for (; col + kLanes <= cols; col += kLanes) {
+    std::apply([&](auto&... total) { f(col, vectors, total...); }, totals);
+  }
+  std::apply([&](const auto&... total) { ((sums = Sum(total)), ...); }, totals);
+  for (; col < cols; ++col) f(col, numbers, sums...);
+}
+
+// The mean of a row and 1 / sqrt(variance + epsilon). A row is in the first cache after its first pass.
+struct Moments {
+  float mean, inverse_deviation;
+
+  Moments(const float* x, int64_t cols, float epsilon) {
+    float sum, squares;
+    SumColumns(cols, [&](int64_t col, auto load, auto& total) { total += load(x + col); }, sum);
+    mean = sum / cols;
+    SumColumns(
+        cols,
+        [&](int64_t col, auto load, auto& total) {
+          const auto difference = load(x + col) - mean;
+          total += difference * difference;
+        },
+        squares);
+    inverse_deviation = 1.0f / std::sqrt(squares / cols + epsilon);
+  }
+};
+
+// Calls f(col, load, store) for all columns, a vector at a time and one by one behind the last whole one.
+template <class F>
+inline void ForEachColumn(int64_t cols, F&& f) {
+  int64_t col = 0;
+  for (; col + kLanes <= cols; col += kLanes) {
+    f(col, [](const float* p) { return Load(p); }, [](float* p, Vec v) { Store(p, v); });
+  }
+  for (; col < cols; ++col) {
+    f(col, [](const float* p) { return *p; }, [](float* p, float v) { *p = v; });
+  }
+}
+
+// Deals out the rows of all matrices of a batch. Which rows go together depends on shapes alone, so that sums over them
+// have the same bits on any number of threads.
+struct RowChunks {
+  static constexpr int64_t kChunkFloats = 1 << 14;  // some microseconds of work
+  int64_t batch, rows, chunk_rows, chunks;
+
+  RowChunks(int64_t batch, int64_t rows, int64_t cols) : batch(batch), rows(rows) {
+    chunk_rows = std::max<int64_t>(kChunkFloats / std::max<int64_t>(cols, 1), 1);
+    chunks = std::max<int64_t>((rows + chunk_rows - 1) / chunk_rows, 1);
+  }
+
+  // Calls work(matrix, chunk, first row, end).
+  template <class F>
+  void ForEach(ffi::ThreadPool& pool, F&& work) const {
+    // Small matrices share a task: handing one out takes about a microsecond.
+    const int64_t together = std::clamp<int64_t>(chunk_rows / std::max<int64_t>(rows, 1), 1, std::max<int64_t>(batch, 1));
+    const int64_t groups = (batch + together - 1) / together;
+    auto run = [&](int64_t index) {
+      const int64_t chunk = index % chunks, first = index / chunks * together;
+      for (int64_t matrix = first; matrix < std::min(first + together, batch); ++matrix) {
+        work(matrix, chunk, chunk * chunk_rows, std::min((chunk + 1) * chunk_rows, rows));
+      }
+    };
+    if (groups * chunks <= 2) {
+      for (int64_t index = 0; index < groups * chunks; ++index) run(index);
+    } else {
+      ParallelFor(pool, groups * chunks, run);
+    }
+  }
+};
+
+// Scale and bias are (1 x columns) matrices.
+ffi::Error LayerNormForward(ffi::ThreadPool pool, ffi::AnyBuffer x_buffer, ffi::AnyBuffer scale_buffer,
+                            ffi::AnyBuffer bias_buffer, ffi::Result<ffi::AnyBuffer> y_buffer, float epsilon) {
+  const Batch x(x_buffer), scale(scale_buffer), bias(bias_buffer), y(*y_buffer);
+  const int64_t cols = y.cols();
+  RowChunks(y.count(), y.rows(), cols).ForEach(pool, [&](int64_t index, int64_t, int64_t begin, int64_t end) {
+    auto at = [&](const Batch& operand) { return operand.At(index, y.axes()); };
+    const Matrix rows = at(x), results = at(y);
+    const float *scales = at(scale).Row(0), *biases = at(bias).Row(0);
+    for (int64_t row = begin; row < end; ++row) {
+      const float* from = rows.Row(row);
+      float* to = results.Row(row);
+      const Moments of(from, cols, epsilon);
+      ForEachColumn(cols, [&](int64_t col, auto load, auto store) {
+        store(to + col, (load(from + col) - of.mean) * (of.inverse_deviation * load(scales + col)) + load(biases + col));
+      });
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// With n = (x - mean) / deviation and h = g scale: dx = (h - mean(h) - n mean(h n)) / deviation; d_scale and d_bias, as
+// (1 x columns) matrices of each member of the batch, are the sums of g n and of g over its rows.
+ffi::Error LayerNormPullback(ffi::ThreadPool pool, ffi::AnyBuffer x_buffer, ffi::AnyBuffer scale_buffer,
+                             ffi::AnyBuffer g_buffer, ffi::Result<ffi::AnyBuffer> dx_buffer,
+                             ffi::Result<ffi::AnyBuffer> d_scale_buffer, ffi::Result<ffi::AnyBuffer> d_bias_buffer,
+                             float epsilon) {
+  const Batch x(x_buffer), scale(scale_buffer), g(g_buffer), dx(*dx_buffer), d_scale(*d_scale_buffer),
+      d_bias(*d_bias_buffer);
+  const int64_t cols = dx.cols();
+  const RowChunks all(dx.count(), dx.rows(), cols);
+  // Both sums of each chunk.
+  const int64_t most = all.chunks > 1 ? all.batch * all.chunks * 2 * cols : 0;
+  const std::unique_ptr<float[]> parts(most > 0 ? new float[most] : nullptr);
+  all.ForEach(pool, [&](int64_t index, int64_t chunk, int64_t begin, int64_t end) {
+    auto at = [&](const Batch& operand) { return operand.At(index, dx.axes()); };
+    const Matrix rows = at(x), cotangents = at(g), results = at(dx);
+    const float* scales = at(scale).Row(0);
+    float* part = parts.get() + (index * all.chunks + chunk) * 2 * cols;
+    float* of_scale = all.chunks > 1 ? part : at(d_scale).Row(0);
+    float* of_bias = all.chunks > 1 ? part + cols : at(d_bias).Row(0);
+    std::fill_n(of_scale, cols, 0.0f);
+    std::fill_n(of_bias, cols, 0.0f);
+    for (int64_t row = begin; row < end; ++row) {
+      const float *from = rows.Row(row), *cotangent = cotangents.Row(row);
+      float* to = results.Row(row);
+      const Moments of(from, cols, epsilon);
+      float sum, sum_of_products;
+      SumColumns(
+          cols,
+          [&](int64_t col, auto load, auto& total, auto& total_of_products) {
+            const auto h = load(cotangent + col) * load(scales + col);
+            total += h;
+            total_of_products += h * ((load(from + col) - of.mean) * of.inverse_deviation);
+          },
+          sum, sum_of_products);
+      const float mean = sum / cols, mean_of_products = sum_of_products / cols;
+      ForEachColumn(cols, [&](int64_t col, auto load, auto store) {
+        const auto normalized = (load(from + col) - of.mean) * of.inverse_deviation, given = load(cotangent + col);
+        store(to + col, (given * load(scales + col) - mean - normalized * mean_of_products) * of.inverse_deviation);
+        store(of_scale + col, load(of_scale + col) + given * normalized);
+        store(of_bias + col, load(of_bias + col) + given);
+      });
+    }
+  });
+  for (int64_t index = 0; most > 0 && index < all.batch; ++index) {
+    float *of_scale = d_scale.At(index, dx.axes()).Row(0), *of_bias = d_bias.At(index, dx.axes()).Row(0);
+    const float* part = parts.get() + index * all.chunks * 2 * cols;
+    std::copy_n(part, cols, of_scale);
+    std::copy_n(part + cols, cols, of_bias);
+    for (int64_t chunk = 1; chunk < all.chunks; ++chunk) {
+      part += 2 * cols;
+      for (int64_t col = 0; col < cols; ++col) of_scale[col] += part[col], of_bias[col] += part[cols + col];
+    }
+  }
+  return ffi::Error::Success();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // The bound that benchmarks compare with: the instructions of a term and nothing else
 // ---------------------------------------------------------------------------------------------------------------------
 
@@ -1297,3 +1460,23 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxAdditivePullback, AdditivePullback,
                                   .Ret<ffi::AnyBuffer>()  // d_query
                                   .Ret<ffi::AnyBuffer>()  // d_key
                                   .Ret<ffi::AnyBuffer>());  // d_v
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxLayerNormForward, LayerNormForward,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // x
+                                  .Arg<ffi::AnyBuffer>()  // scale
+                                  .Arg<ffi::AnyBuffer>()  // bias
+                                  .Ret<ffi::AnyBuffer>()  // y
+                                  .Attr<float>("epsilon"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AdderFlaxLayerNormPullback, LayerNormPullback,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // x
+                                  .Arg<ffi::AnyBuffer>()  // scale
+                                  .Arg<ffi::AnyBuffer>()  // g
+                                  .Ret<ffi::AnyBuffer>()  // dx
+                                  .Ret<ffi::AnyBuffer>()  // d_scale
+                                  .Ret<ffi::AnyBuffer>()  // d_bias
+                                  .Attr<float>("epsilon"));

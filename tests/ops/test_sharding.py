@@ -160,6 +160,33 @@ close(
 close(ops.adder_matmul(x, w), expected)  # not jitted
 """
 
+LAYER_NORM = """
+mesh = make_mesh(data=8)
+(x, g), (rows, g_rows) = (
+    place(mesh, *[(normal(*shape), ("data",)) for _ in range(2)])
+    for shape in ((16, 5, 48), (80, 48))
+)
+scale, bias = place(mesh, (normal(48), ()), (normal(48), ()))
+
+
+def step(x, g, scale, bias):
+    y, pullback = jax.vjp(ops.layer_norm, x, scale, bias)
+    return y, *pullback(g)
+
+
+for arrays in ((x, g, scale, bias), (rows, g_rows, scale, bias)):
+    run = compiled(step, *arrays)
+    text, results = run.as_text(), run(*arrays)
+    moves = ("all-gather", "all-to-all", "collective-permute")
+    assert not any(move in text for move in moves), text
+    assert all(r.sharding.spec[0] == "data" for r in results[:2]), [r.sharding for r in results]
+    close(results, step(*map(np.asarray, arrays)))
+
+# Features that are split are needed whole.
+features = place(mesh, (normal(6, 48), (None, "data")))[0]
+close(jax.jit(ops.layer_norm)(features, scale, bias), ops.layer_norm(np.asarray(features), scale, bias))
+"""  # noqa: E501 - a program of its own
+
 
 EXPLICIT_AXES = """
 mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
@@ -175,9 +202,9 @@ q, k, v = place(
 def loss(x, w, q, k, v):
     y, s = (
         ops.adder_matmul(x, w, w_gradient="sign"),
-        ops.l1_scores(q, k) + ops.additive_scores(q, k, v),
+        ops.l1_scores(q, k) + ops.additive_scores(q, k, ops.layer_norm(v, v, v)),
     )
-    return 1e-3 * ((y**2).sum() + (s**2).sum())
+    return 1e-3 * ((y**2).sum() + (s**2).sum() + ops.layer_norm(q, v, v).sum())
 
 
 arrays = (x, w, q, k, v)
@@ -200,6 +227,7 @@ close(gradients, jax.grad(loss, range(5))(*map(np.asarray, arrays)))
         pytest.param(MODEL_SPLIT, "cpu_native", id="model"),
         pytest.param(HEADS_SPLIT, "cpu_native", id="heads"),
         pytest.param(UNEVEN_AND_MAPPED, "cpu_native", id="uneven"),
+        pytest.param(LAYER_NORM, "cpu_native", id="layer_norm"),
         pytest.param(EXPLICIT_AXES, "xla", id="explicit-xla", marks=pytest.mark.slow),
         pytest.param(EXPLICIT_AXES, "cpu_native", id="explicit-cpu_native"),
     ],
