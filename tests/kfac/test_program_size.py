@@ -1,5 +1,7 @@
 """How large the program of CG-FAC becomes."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,16 +13,19 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def program(depth, width, **options):
-    """The compiled step of a chain of dense layers."""
-    params = {f"fc{i}": {"kernel": jnp.eye(width), "bias": jnp.zeros(width)} for i in range(depth)}
+def program(*widths, **options):
+    """The compiled step of a chain of dense layers between these widths."""
+    params = {
+        f"fc{i}": {"kernel": jnp.eye(*sizes), "bias": jnp.zeros(sizes[1])}
+        for i, sizes in enumerate(itertools.pairwise(widths))
+    }
 
     def loss_fn(params, x):
         for name in params:
             x = jnp.tanh(kfac.tap(kfac.Dense(), params[name], x, path=name))
         return (x**2).sum(-1).mean(), x
 
-    x = jnp.ones((8, width))
+    x = jnp.ones((8, widths[0]))
     optimizer = kfac.cg_fac(0.1, kfac.find_layers(loss_fn, params, x), step="rms", **options)
     function = kfac.value_grad_and_curvature(loss_fn, has_aux=True)
 
@@ -33,7 +38,7 @@ def program(depth, width, **options):
 
 
 def instructions(depth):
-    return program(depth, width=4).count(" = ")
+    return program(*[4] * (depth + 1)).count(" = ")
 
 
 def test_it_grows_with_the_layers_and_not_with_their_square():
@@ -43,7 +48,7 @@ def test_it_grows_with_the_layers_and_not_with_their_square():
 
 
 def test_inverses_alone_stack_no_matrices_of_all_layers_but_to_invert_them():
-    compiled = program(3, width=20, solver="inverse")
+    compiled = program(20, 20, 20, 20, solver="inverse")
     branches, _, every_step = compiled.partition("ENTRY")
     for rows in (21, 20):
         assert f"f32[3,{rows},{rows}]" in branches
@@ -52,7 +57,13 @@ def test_inverses_alone_stack_no_matrices_of_all_layers_but_to_invert_them():
 
 def test_few_iterations_of_cg_are_written_out():
     few, many = (
-        program(3, width=20, max_iterations=count).partition("ENTRY")[2].count(" while(")
+        program(20, 20, 20, 20, max_iterations=count).partition("ENTRY")[2].count(" while(")
         for count in (2, 10)
     )
     assert many == few + 1
+
+
+def test_factors_of_one_size_are_inverted_side_by_side_whatever_their_layers():
+    branches = program(20, 20, 30, 40, solver="inverse").partition("ENTRY")[0]
+    for lanes, rows in ((2, 21), (1, 31), (1, 20), (1, 30), (1, 40)):
+        assert f"f32[{lanes},{rows},{rows}]" in branches
