@@ -88,5 +88,6 @@ def _grouped(shape: tuple[int, ...]) -> tuple[int, ...]:
     if len(shape) > 2:
         return shape
     rows, features = math.prod(shape[:-1]), shape[-1]
-    groups = math.gcd(rows, _MOST_GROUPS) if rows else 1
+    # Of an exported program for any number of rows that number is a symbol.
+    groups = math.gcd(rows, _MOST_GROUPS) if isinstance(rows, int) and rows else 1
     return groups, rows // groups, features

@@ -105,6 +105,17 @@ def test_forward_mode_and_second_derivatives_are_those_of_flax(backend):
     )
 
 
+@pytest.mark.unchecked  # a symbol is no integer
+def test_an_exported_program_takes_any_number_of_rows():
+    scale, bias = _normal((4,), (4,))
+    rows = jax.export.symbolic_shape("rows, 4")
+    stored = jax.export.export(jax.jit(lambda x: ops.layer_norm(x, scale, bias)))(
+        jax.ShapeDtypeStruct(rows, jnp.float32)
+    )
+    (x,) = _normal((6, 4))
+    np.testing.assert_allclose(stored.call(x), ops.layer_norm(x, scale, bias), atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"use_bias": False}, {"use_scale": False}], ids=str)
 def test_modules_are_those_of_flax(dtype, options):
