@@ -9,7 +9,7 @@ from adder_flax.layers import normalized
 class LayerNorm(nn.LayerNorm):
     """Linen form of `adder_flax.layers.LayerNorm`.
 
-    >>> import jax
+    >>> import jax, jax.numpy as jnp
     >>> LayerNorm().init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
     (2, 5, 8)
     """
