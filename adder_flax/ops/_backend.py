@@ -106,7 +106,7 @@ class Backend:
         return self
 
     def l1(
-        self, x: Float[Array, "B M K"], w: Float[Array, "B K N"], axes: Axes
+        self, x: Float[Array, "B M K"], w: Float[Array, "B ..."], axes: Axes
     ) -> Float[Array, "B M N"]:
         """Computes y[m, n] = -sum_k |x[m, k] - w[n, k]|."""
         raise NotImplementedError
@@ -114,7 +114,7 @@ class Backend:
     def l1_pullback_x(
         self,
         x: Float[Array, "B M K"],
-        w: Float[Array, "B K N"],
+        w: Float[Array, "B ..."],
         g: Float[Array, "B M N"],
         rule: GradientRule,
         axes: Axes,
@@ -125,11 +125,11 @@ class Backend:
     def l1_pullback_w(
         self,
         x: Float[Array, "B M K"],
-        w: Float[Array, "B K N"],
+        w: Float[Array, "B ..."],
         g: Float[Array, "B M N"],
         rule: GradientRule,
         axes: Axes,
-    ) -> Float[Array, "B K N"]:
+    ) -> Float[Array, "B ..."]:
         """Computes dw[n, k] = sum_m g[m, n] rule(x[m, k] - w[n, k]).
 
         The result is in the axes of `w`, and `rule` is as above.
@@ -153,7 +153,7 @@ class Backend:
     def l1_pushforward(
         self,
         x: Float[Array, "B M K"],
-        w: Float[Array, "B K N"],
+        w: Float[Array, "B ..."],
         dx: Float[Array, "B M K"],
         rule: GradientRule,
         axes: Axes,
@@ -189,8 +189,8 @@ class Backend:
     def l1_pushforward_w(
         self,
         x: Float[Array, "B M K"],
-        w: Float[Array, "B K N"],
-        dw: Float[Array, "B K N"],
+        w: Float[Array, "B ..."],
+        dw: Float[Array, "B ..."],
         rule: GradientRule,
         axes: Axes,
     ) -> Float[Array, "B M N"]:
@@ -205,9 +205,9 @@ class Backend:
     def l1_pushforward_both(
         self,
         x: Float[Array, "B M K"],
-        w: Float[Array, "B K N"],
+        w: Float[Array, "B ..."],
         dx: Float[Array, "B M K"],
-        dw: Float[Array, "B K N"],
+        dw: Float[Array, "B ..."],
         rule: GradientRule,
         axes: Axes,
     ) -> Float[Array, "B M N"]:
@@ -220,7 +220,7 @@ class Backend:
     def full_pushforward(
         self,
         x: Float[Array, "B M K"],
-        w: Float[Array, "B K N"],
+        w: Float[Array, "B ..."],
         dx: Float[Array, "B M K"],
         axes: Axes,
     ) -> Float[Array, "B M N"]:
@@ -232,8 +232,8 @@ class Backend:
     def full_pushforward_w(
         self,
         x: Float[Array, "B M K"],
-        w: Float[Array, "B K N"],
-        dw: Float[Array, "B K N"],
+        w: Float[Array, "B ..."],
+        dw: Float[Array, "B ..."],
         axes: Axes,
     ) -> Float[Array, "B M N"]:
         """Computes `l1_pushforward_w` under the rule `full`."""
@@ -246,7 +246,7 @@ class Backend:
     def full_pullback_x(
         self,
         x: Float[Array, "B M K"],
-        w: Float[Array, "B K N"],
+        w: Float[Array, "B ..."],
         g: Float[Array, "B M N"],
         axes: Axes,
     ) -> Float[Array, "B M K"]:
@@ -258,10 +258,10 @@ class Backend:
     def full_pullback_w(
         self,
         x: Float[Array, "B M K"],
-        w: Float[Array, "B K N"],
+        w: Float[Array, "B ..."],
         g: Float[Array, "B M N"],
         axes: Axes,
-    ) -> Float[Array, "B K N"]:
+    ) -> Float[Array, "B ..."]:
         """Computes `l1_pullback_w` under the rule `full`."""
         x, w, g = upcast(x, w, g)
         return _einsum(f"bmk,bmn->b{axes}", x, g) - w * jnp.expand_dims(
