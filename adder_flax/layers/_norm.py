@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 import kfac
 from adder_flax import ops
+from adder_flax.arrays import AnyArray
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -30,9 +31,9 @@ kfac.register_layer(LayerNorm, kind=kfac.Scale)
 
 
 def normalized(
-    x: Array,
-    scale: Array | None,
-    bias: Array | None,
+    x: AnyArray,
+    scale: AnyArray | None,
+    bias: AnyArray | None,
     epsilon: float,
     *,
     fast_variance: bool,

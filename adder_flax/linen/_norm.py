@@ -1,6 +1,7 @@
 """LayerNorm by this package's kernels, for Linen."""
 
 import flax.linen as nn
+from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Float
 
 from adder_flax.layers import normalized
@@ -21,5 +22,5 @@ class LayerNorm(nn.LayerNorm):
 
         scale = parameter("scale", self.scale_init) if self.use_scale else None
         bias = parameter("bias", self.bias_init) if self.use_bias else None
-        x, scale, bias = nn.dtypes.promote_dtype(x, scale, bias, dtype=self.dtype)
+        x, scale, bias = promote_dtype(x, scale, bias, dtype=self.dtype)
         return normalized(x, scale, bias, self.epsilon, fast_variance=self.use_fast_variance)

@@ -58,7 +58,7 @@ def layer_norm(
     dtype = jnp.result_type(x, scale, bias)
 
     def on_arrays(x, scale, bias):
-        grouped = x.reshape(_grouped(x.shape))
+        grouped = x.reshape(_grouped(x.shape[:-1], x.shape[-1]))
         leading = (1,) * (grouped.ndim - 2)
         y = call(
             resolve_backend(dtype),
@@ -76,18 +76,18 @@ def layer_norm(
     return keep_explicit_axes(on_arrays, [x, scale, bias], axes, [*batch, "C"])
 
 
-def _grouped(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _grouped(leading: tuple[int, ...], features: int) -> tuple[int, ...]:
     """The shape with an axis before the rows, over which devices and threads divide them.
 
     Gradients of scale and bias are summed within it by the kernel, and over it by XLA, on however
     many devices.
 
-    >>> _grouped((2, 5, 8)), _grouped((96, 8)), _grouped((5, 8)), _grouped((8,))
+    >>> _grouped((2, 5), 8), _grouped((96,), 8), _grouped((5,), 8), _grouped((), 8)
     ((2, 5, 8), (32, 3, 8), (1, 5, 8), (1, 1, 8))
     """
-    if len(shape) > 2:
-        return shape
-    rows, features = math.prod(shape[:-1]), shape[-1]
+    if len(leading) > 1:
+        return *leading, features
+    rows = math.prod(leading)
     # Of an exported program for any number of rows that number is a symbol.
     groups = math.gcd(rows, _MOST_GROUPS) if isinstance(rows, int) and rows else 1
     return groups, rows // groups, features
