@@ -3,9 +3,9 @@
     python -m benchmarks.layer_norm
 
 Rows and widths are those of DeiT-Tiny's, -Small's and -Base's blocks on 64 images of the digits and
-on 8 images of 224 pixels. The bound is the time in which NumPy copies as many bytes as have to be
-moved: forward reads x and writes y, the gradients read x and that of y and write that of x. Ratios
-are medians over rounds in which the sides take turns. PyTorch is compared with where it is
+on 8 images of 224 pixels. Beside it, what NumPy takes on one core to copy as many bytes as have to
+be moved: forward reads x and writes y, the gradients read x and that of y and write that of x.
+Ratios are medians over rounds in which the sides take turns. PyTorch is compared with where it is
 installed.
 """
 

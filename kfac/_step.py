@@ -146,8 +146,7 @@ def normalized_step(
     [[-0.06, -0.08]]
     """
     # All blocks in one array: each block's own scalars would be kernels of their own on a GPU.
-    forms = jnp.stack([jnp.stack(_forms(solution)) for solution in solved.values()], axis=-1)
-    slopes, damped, squares = forms
+    slopes, damped, squares = _forms(solved)
     lengths = jnp.stack([jnp.asarray(norms[name], squares.dtype) for name in solved])
     ratios = jnp.where(squares > 0, lengths / jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
     x: Vectors = {
@@ -156,7 +155,8 @@ def normalized_step(
     }
     share = jnp.asarray(momentum, rate.dtype)
     step = (1 - share) * rate
-    model = -step * (ratios @ slopes) + 0.5 * step**2 * (ratios**2 @ damped)
+    # Sums and no products of matrices, which are of few digits on accelerators.
+    model = -step * (ratios * slopes).sum() + 0.5 * step**2 * (ratios**2 * damped).sum()
     delta = combine(-step, x, share, x if velocity is None else velocity)
     one = jnp.ones_like(model)
     return Proposal(delta, jnp.stack([step, share]), model, one, one)
@@ -180,18 +180,21 @@ class QuadraticForms(NamedTuple):
 
 def quadratic_forms(solved: dict[str, Solution], gamma: dict[str, Array]) -> QuadraticForms:
     """Those of all blocks."""
-    slope, damped, _ = functools.reduce(jnp.add, map(jnp.stack, map(_forms, solved.values())))
+    slope, damped, _ = _forms(solved).sum(axis=1)
     fisher = damped - sum((gamma[name] * s.square).sum() for name, s in solved.items())
     return QuadraticForms(slope, damped, fisher)
 
 
-def _forms(solution: Solution) -> tuple[Array, Array, Array]:
-    """bᵀx, xᵀ(F + γI)x and xᵀx of a block, whose lanes are summed.
+def _forms(solved: dict[str, Solution]) -> Float[Array, "3 block"]:
+    """bᵀx, xᵀ(F + γI)x and xᵀx of all blocks, whose lanes are summed.
 
     They need no further product: xᵀ(F + γI)x = 2 bᵀx + 2 q(x).
     """
-    slope = solution.slope.sum()
-    return slope, 2 * (slope + solution.model.sum()), solution.square.sum()
+    slope, model, square = (
+        jnp.stack([getattr(solution, name).sum() for solution in solved.values()])
+        for name in ("slope", "model", "square")
+    )
+    return jnp.stack([slope, 2 * (slope + model), square])
 
 
 def fisher_of(

@@ -14,7 +14,7 @@ from adder_flax.layers._linear import (
     report_adder,
 )
 from adder_flax.layers._mlp import Mlp, gelu
-from adder_flax.layers._norm import LayerNorm, normalized
+from adder_flax.layers._norm import LayerNorm, is_over_last_axis, normalized
 from adder_flax.layers._patch_embed import PatchEmbed, image_to_patches, side_behind_stem
 from adder_flax.layers._stem import Convolution, neighbourhoods, strides_of
 
@@ -37,6 +37,7 @@ __all__ = [
     "gelu",
     "half_squared_distances",
     "image_to_patches",
+    "is_over_last_axis",
     "linear_class",
     "neighbourhoods",
     "normalized",

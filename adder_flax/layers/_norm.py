@@ -1,5 +1,7 @@
 """LayerNorm by this package's kernels."""
 
+from typing import Any
+
 import flax.nnx as nnx
 import jax.numpy as jnp
 import numpy as np
@@ -11,23 +13,35 @@ from adder_flax.arrays import AnyArray
 
 
 class LayerNorm(nnx.LayerNorm):
-    """LayerNorm of the last axis, Flax's own but for what computes it: `ops.layer_norm`.
+    """Flax's LayerNorm, by `ops.layer_norm` where it is over the last axis.
 
-    Parameters, arguments and dtypes are Flax's.
+    Parameters, arguments and dtypes are Flax's; so is what computes over other axes, over devices
+    that split features, and under a mask.
 
     >>> LayerNorm(8, rngs=nnx.Rngs(0))(jnp.ones((2, 5, 8))).shape
     (2, 5, 8)
     """
 
     def __call__(
-        self, x: Float[Array | np.ndarray, "*batch features"]
+        self, x: Float[Array | np.ndarray, "*batch features"], *, mask: Array | None = None
     ) -> Float[Array, "*batch features"]:
+        if mask is not None or not is_over_last_axis(self):
+            return super().__call__(x, mask=mask)
         scale, bias = (None if p is None else p[...] for p in (self.scale, self.bias))
         x, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
         return normalized(x, scale, bias, self.epsilon, fast_variance=self.use_fast_variance)
 
 
 kfac.register_layer(LayerNorm, kind=kfac.Scale)
+
+
+def is_over_last_axis(layer: Any) -> bool:
+    """Whether a LayerNorm of Flax, NNX or Linen, takes each row of the last axis by itself.
+
+    >>> is_over_last_axis(LayerNorm(8, reduction_axes=(0, 1), rngs=nnx.Rngs(0)))
+    False
+    """
+    return layer.reduction_axes == layer.feature_axes == -1 and layer.axis_name is None
 
 
 def normalized(

@@ -4,7 +4,7 @@ import flax.linen as nn
 from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Float
 
-from adder_flax.layers import normalized
+from adder_flax.layers import is_over_last_axis, normalized
 
 
 class LayerNorm(nn.LayerNorm):
@@ -16,7 +16,12 @@ class LayerNorm(nn.LayerNorm):
     """
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
+    def __call__(
+        self, x: Float[Array, "*batch features"], *, mask: Array | None = None
+    ) -> Float[Array, "*batch features"]:
+        if mask is not None or not is_over_last_axis(self):
+            return super().__call__(x, mask=mask)
+
         def parameter(name, initializer):
             return self.param(name, initializer, x.shape[-1:], self.param_dtype)
 

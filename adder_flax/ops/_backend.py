@@ -19,6 +19,7 @@ import functools
 import logging
 import os
 import threading
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -304,9 +305,7 @@ class Backend:
         fast_variance: bool,
     ) -> Float[Array, "B M C"]:
         """Computes the derivative of `layer_norm` along these tangents."""
-        function = functools.partial(
-            Backend.layer_norm, self, epsilon=epsilon, fast_variance=fast_variance
-        )
+        function = self._layer_norm_of(epsilon, fast_variance)
         return jax.jvp(function, upcast(x, scale, bias), upcast(dx, d_scale, d_bias))[1]
 
     @_left_to_compiler
@@ -323,10 +322,14 @@ class Backend:
 
         They are those with respect to x, scale and bias.
         """
-        function = functools.partial(
+        function = self._layer_norm_of(epsilon, fast_variance)
+        return jax.vjp(function, *upcast(x, scale, bias))[1](*upcast(g))
+
+    def _layer_norm_of(self, epsilon: float, fast_variance: bool) -> Callable:
+        """`layer_norm` by its formula, which can be differentiated, whatever a subclass has."""
+        return functools.partial(
             Backend.layer_norm, self, epsilon=epsilon, fast_variance=fast_variance
         )
-        return jax.vjp(function, *upcast(x, scale, bias))[1](*upcast(g))
 
     @_left_to_compiler
     def additive_pushforward(

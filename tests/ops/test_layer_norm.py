@@ -142,6 +142,18 @@ def test_modules_are_those_of_flax(dtype, options):
     close(of_linen.apply({"params": params}, x))
 
 
+def test_other_axes_and_masks_are_left_to_flax():
+    (x,) = _normal((2, 5, 24))
+    mask = jnp.arange(24) < 20
+    for options, call in [({"reduction_axes": (1, 2)}, {}), ({}, {"mask": mask})]:
+        own = layers.LayerNorm(24, **options, rngs=nnx.Rngs(0))
+        theirs = nnx.LayerNorm(24, **options, rngs=nnx.Rngs(0))
+        np.testing.assert_array_equal(own(x, **call), theirs(x, **call))
+        own, theirs = (cls(**options) for cls in (linen.LayerNorm, nn.LayerNorm))
+        params = theirs.init(jax.random.key(0), x)
+        np.testing.assert_array_equal(own.apply(params, x, **call), theirs.apply(params, x, **call))
+
+
 def test_its_parameters_have_kronecker_factors():
     layer = layers.LayerNorm(8, rngs=nnx.Rngs(0))
     (x,) = _normal((4, 8))
