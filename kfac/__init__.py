@@ -12,11 +12,11 @@ from kfac._cg_fac import cg_fac as cg_fac
 from kfac._costs import Plan as Plan
 from kfac._costs import curvature_stride as curvature_stride
 from kfac._costs import plan as plan
+from kfac._coverage import Layers as Layers
+from kfac._coverage import find_layers as find_layers
 from kfac._curvature import Curvature as Curvature
-from kfac._curvature import Layers as Layers
 from kfac._curvature import concatenate_curvature as concatenate_curvature
 from kfac._curvature import curvature as curvature
-from kfac._curvature import find_layers as find_layers
 from kfac._curvature import value_grad_and_curvature as value_grad_and_curvature
 from kfac._fisher import Likelihood as Likelihood
 from kfac._layers import Dense as Dense
@@ -33,7 +33,9 @@ from kfac._solver import cg as cg
 from kfac._state import Averages as Averages
 from kfac._state import CGFacState as CGFacState
 from kfac._state import find_state as find_state
-from kfac._state import telemetry as telemetry
+from kfac._stats import Stats as Stats
+from kfac._stats import find_stats as find_stats
+from kfac._stats import telemetry as telemetry
 from kfac._transform import scale_by_cg_fac as scale_by_cg_fac
 from kfac._verify import Report as Report
 from kfac._verify import verify as verify

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kfac._curvature import Layers
+from kfac._coverage import Layers
 from kfac._options import STATIC, Options, is_zero
 from kfac._transform import scale_by_cg_fac
 from kfac._trees import all_finite, chosen

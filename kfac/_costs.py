@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from kfac._blocks import Block
-from kfac._curvature import Layers, find_layers
+from kfac._coverage import Layers, find_layers
 from kfac._step import STEPS
 
 if TYPE_CHECKING:

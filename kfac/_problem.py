@@ -113,9 +113,9 @@ def _average_factors(
     decay = jnp.asarray(options.factor_decay, old.weight.dtype)
     weight = jnp.maximum(old.weight, jnp.finfo(old.weight.dtype).tiny)
 
-    def average(name: str, kept: tuple[Array, ...]) -> tuple[Array, ...]:
+    def average(name: str, kept: tuple[Array, ...], seen: Curvature) -> tuple[Array, ...]:
         block = owned[name]
-        new = systems.new_factors(block, curvature, systems.lanes_of(block, params), forms[name])
+        new = systems.new_factors(block, seen, systems.lanes_of(block, params), forms[name])
         # Of a sum of squares what is not finite is on the diagonal.
         taken = sound & all_finite(map(systems.diagonal, new))
         stays = jnp.where(sound, decay + (1 - decay) / weight, 1)
@@ -127,7 +127,10 @@ def _average_factors(
         )
 
     def update() -> tuple[dict, Array]:
-        factors = {name: average(name, kept) if kept else () for name, kept in old.factors.items()}
+        seen = curvature.in_branch()
+        factors = {
+            name: average(name, kept, seen) if kept else () for name, kept in old.factors.items()
+        }
         return factors, jnp.where(sound, decay * old.weight + (1 - decay), old.weight)
 
     if curvature.fresh is None:
@@ -163,7 +166,7 @@ def _damp(
             new = decay * kept + (1 - decay) * trace
             trace = jnp.where(sound & jnp.isfinite(trace), new, kept)
             average = trace / (1 - decay ** (state.count + 1))
-        traces |= dict(zip(names, system.split(trace), strict=True))
+            traces |= dict(zip(names, system.split(trace), strict=True))
         means.append(average.astype(damping.dtype) / system.blocks[0].size)
     # A share of the mean eigenvalue: blocks differ by orders of magnitude, and one γ would be
     # nothing to some and all that others see.

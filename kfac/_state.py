@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from kfac import _blocks as blocks
 from kfac._blocks import Block
 from kfac._options import Options
+from kfac._stats import Stats, empty_stats
 from kfac._systems import Form
 from kfac._trees import flatten
 
@@ -35,7 +36,7 @@ class CGFacState(NamedTuple):
     averages: Averages
     velocity: PyTree[Array]
     solution: PyTree[Array]
-    stats: dict[str, Any]
+    stats: Stats
 
 
 class Averages(NamedTuple):
@@ -43,7 +44,7 @@ class Averages(NamedTuple):
 
     Attributes:
       factors: block → Kronecker factors.
-      traces: block → tr F of each lane, for relative damping.
+      traces: block → tr F of each lane, for relative damping, where no factors give it.
       weight: sum of the weights, 0 before the first step.
       coherence: Δᵀ F Δ of the network over its sum over the layers, where ``Options.kl_scope`` asks
         for it; else 0.
@@ -79,28 +80,20 @@ def init_state(params: PyTree[Array], owned: dict[str, Block], options: Options)
         for n, block in owned.items()
         if options.preconditions(block)
     }
-    traces = {} if options.damping_scale == "absolute" else lanes
-    velocity = jax.tree.map(jnp.zeros_like, params)
-    per_block = {
-        n: block_stats(owned[n], zero.astype(jnp.int32), zero, options) for n, zero in lanes.items()
+    traces = {
+        name: zeros
+        for name, zeros in lanes.items()
+        if options.damping_scale != "absolute" and options.form(owned[name]).name != "factors"
     }
-    summary = dict.fromkeys(
-        ("damping", "step", "momentum", "kl_scale", "coherence", "model", "rejected"), scalar
-    )
+    velocity = jax.tree.map(jnp.zeros_like, params)
     return CGFacState(
         count=jnp.zeros((), jnp.int32),
         damping_factor=jnp.ones_like(scalar),
         averages=Averages(factors, traces, scalar, scalar, inverses),
         velocity=velocity,
         solution=jax.tree.map(jnp.zeros_like, params) if options.warm_start else (),
-        stats={"blocks": per_block, **summary, "ratio": jnp.ones_like(scalar)},
+        stats=empty_stats(owned, scalar, options),
     )
-
-
-def block_stats(block: Block, iterations: Array, residual: Array, options: Options) -> dict:
-    """What the telemetry says of a block: no residual where no product measures it."""
-    known = {"residual": residual} if options.measures_residual(block) else {}
-    return {"iterations": iterations} | known
 
 
 def _empty_factors(block: Block, form: Form, dtype: Any) -> tuple[Array, ...]:
@@ -148,30 +141,3 @@ def _find_states(opt_state: PyTree[Array]) -> list[CGFacState]:
         return isinstance(node, CGFacState)
 
     return list(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
-
-
-def telemetry(opt_state: PyTree[Array]) -> dict[str, Array]:
-    """Scalars of the last step of ``cg_fac``, wherever it stands in an optax chain, by name.
-
-    ``cg_fac/damping`` λ, ``step`` and ``momentum`` (α, β), ``kl_scale``, ``coherence``
-    (of the network's Δᵀ F Δ over the layers'; 1 where it is not measured), ``model`` (predicted
-    change of the loss), ``ratio`` (actual over predicted, when last measured), ``rejected``; and
-    for each block ``iterations/<block>`` and, but for ``solver="inverse"``, ``residual/<block>``
-    (mean over its lanes). Empty for other optimizers.
-
-    >>> import jax.numpy as jnp, kfac
-    >>> params = {"fc": {"kernel": jnp.ones((3, 2))}}
-    >>> loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p["fc"], x, path="fc") ** 2).mean()
-    >>> optimizer = kfac.cg_fac(1.0, kfac.find_layers(loss_fn, params, jnp.ones((4, 3))))
-    >>> sorted(telemetry(optimizer.init(params)))[:3]
-    ['cg_fac/coherence', 'cg_fac/damping', 'cg_fac/iterations/fc']
-    """
-    scalars: dict[str, Array] = {}
-    for state in _find_states(opt_state):
-        for name, value in state.stats.items():
-            if name != "blocks":
-                scalars[f"cg_fac/{name}"] = value
-        for block, values in state.stats["blocks"].items():
-            for name, value in values.items():
-                scalars[f"cg_fac/{name}/{block}"] = value.mean()
-    return scalars

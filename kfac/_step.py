@@ -85,19 +85,15 @@ def fixed_step(
     return Proposal(delta, coefficients, model, scale, jnp.asarray(coherence, scale.dtype))
 
 
-def weight_norms(weights: Vectors) -> dict[str, Float[Array, ""]]:
-    """‖θ‖ of each block, at least that of parameters of ``_LEAST_WEIGHT``.
-
-    >>> norms = weight_norms({"fc": (jnp.array([[0.6, 0.8]]),), "new": (jnp.zeros((1, 4)),)})
-    >>> {name: round(float(norm), 3) for name, norm in norms.items()}
-    {'fc': 1.0, 'new': 0.02}
-    """
-    return {
-        name: jnp.maximum(
-            jnp.sqrt(lane_dot(vectors, vectors).sum()), _LEAST_WEIGHT * _root(vectors)
-        )
-        for name, vectors in weights.items()
-    }
+def weight_norms(groups: list[System]) -> dict[str, Float[Array, ""]]:
+    """‖θ‖ of each block, at least that of parameters of ``_LEAST_WEIGHT``."""
+    norms = {}
+    for system in groups:
+        squares = system.split(system.squared_weights())
+        for block, part in zip(system.blocks, squares, strict=True):
+            least = _LEAST_WEIGHT * (block.lanes * block.size) ** 0.5
+            norms[block.name] = jnp.maximum(jnp.sqrt(part.sum()), least)
+    return norms
 
 
 def unit_norms(like: Vectors) -> dict[str, float]:
@@ -106,11 +102,7 @@ def unit_norms(like: Vectors) -> dict[str, float]:
     >>> unit_norms({"fc": (jnp.zeros((1, 4)),)})
     {'fc': 2.0}
     """
-    return {name: _root(vectors) for name, vectors in like.items()}
-
-
-def _root(vectors: tuple[Array, ...]) -> float:
-    return sum(leaf.size for leaf in vectors) ** 0.5
+    return {name: sum(leaf.size for leaf in vectors) ** 0.5 for name, vectors in like.items()}
 
 
 def normalized_step(
@@ -138,10 +130,9 @@ def normalized_step(
       momentum: μ.
 
     >>> from kfac._solver import unchecked_solution
-    >>> x, weights = (jnp.array([[3.0, 4.0]]),), (jnp.array([[0.6, 0.8]]),)
+    >>> x = (jnp.array([[3.0, 4.0]]),)
     >>> solved = {"fc": unchecked_solution(x, x)}
-    >>> norms = weight_norms({"fc": weights})
-    >>> step = normalized_step(solved, norms, rate=jnp.array(0.1))
+    >>> step = normalized_step(solved, {"fc": 1.0}, rate=jnp.array(0.1))
     >>> [[round(change, 3) for change in lane] for lane in step.delta["fc"][0].tolist()]
     [[-0.06, -0.08]]
     """

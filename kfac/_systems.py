@@ -129,6 +129,12 @@ class System:
             self.inverses, r, cpu=_preconditioned_in_parts, default=_preconditioned
         )
 
+    def squared_weights(self) -> Float[Array, " lane"]:
+        """‖θ‖² of every lane."""
+        parts = [part.params for part in self.parts or [self]]
+        # As in `precondition`: few kernels on a GPU, and no copy of all parameters on a CPU.
+        return jax.lax.platform_dependent(parts, cpu=_squares_in_parts, default=_squares)
+
     def derivatives(self, v: Lanes) -> Float[Array, "column example"]:
         """Each example's derivative of its loss along v, summed over the lanes.
 
@@ -221,6 +227,15 @@ def _preconditioned_in_parts(inverses: tuple[tuple[Array, ...], ...], r: Array) 
     ends = list(itertools.accumulate(len(left) for left, _ in inverses))
     parts = zip(inverses, jnp.split(r, ends[:-1]), strict=True)
     return jnp.concatenate([left @ part @ right for (left, right), part in parts])
+
+
+def _squares(parts: list[Lanes]) -> Float[Array, " lane"]:
+    lanes = concatenated(parts)
+    return solver.lane_dot(lanes, lanes)
+
+
+def _squares_in_parts(parts: list[Lanes]) -> Float[Array, " lane"]:
+    return jnp.concatenate([solver.lane_dot(lanes, lanes) for lanes in parts])
 
 
 def _product(program: tuple, form: Form, state: Any, g: Any, v: Any) -> Any:

@@ -12,11 +12,13 @@ import optax
 
 from kfac import _systems as systems
 from kfac._blocks import Block
-from kfac._curvature import Curvature, Layers
+from kfac._coverage import Layers
+from kfac._curvature import Curvature
 from kfac._options import Options, is_zero
 from kfac._problem import Problem, from_vectors, pose, solve, to_vectors
 from kfac._solver import Solution
-from kfac._state import Averages, CGFacState, block_stats, init_state
+from kfac._state import Averages, CGFacState, init_state
+from kfac._stats import Stats
 from kfac._step import (
     Proposal,
     Verdict,
@@ -105,6 +107,14 @@ def scale_by_cg_fac(
             return grads, state._replace(count=state.count + 1)
         curvature = _checked(layers, options, params, curvature, value, value_fn)
         owned = {name: curvature.layers.blocks[name] for name in names}
+        jacobians = {
+            use.name
+            for block in owned.values()
+            for use in block.uses
+            if options.form(block).name != "factors"
+        }
+        if jacobians or options.measures_coherence:
+            curvature = curvature.at_every_step(jacobians)
 
         def change(delta: Flat) -> Array:  # whose arguments `_checked` looked for
             return value_fn(add(params, delta)) - value  # pyright: ignore[reportOperatorIssue, reportOptionalCall]
@@ -144,7 +154,7 @@ def _step(
         averages=problem.averages,
         velocity=_velocity(verdict, unflatten(delta, grads) if sums is None else sums),
         solution=_solution(owned, solved, finite, grads) if options.warm_start else state.solution,
-        stats=_stats(problem, solved, proposal, verdict, state, options),
+        stats=_stats(problem, solved, proposal, verdict, state.stats),
     )
 
 
@@ -254,7 +264,7 @@ def _propose(
             coherence=_coherence(problem.averages, options),
         )
     if options.step == "trust_ratio":
-        norms = weight_norms(to_vectors(problem.owned, params))
+        norms = weight_norms(problem.groups)
         return normalized_step(
             solved, norms, rate=rate, velocity=velocity, momentum=options.momentum
         )
@@ -364,25 +374,28 @@ def _stats(
     solved: dict[str, Solution],
     proposal: Proposal,
     verdict: Verdict,
-    state: CGFacState,
-    options: Options,
-) -> dict[str, Any]:
+    old: Stats,
+) -> Stats:
 
     # A state whose dtypes change from step to step is compiled twice.
     def scalar(a: Array) -> Array:
         return jnp.asarray(a, problem.damping.dtype)
 
-    return {
-        "blocks": {
-            n: block_stats(problem.owned[n], s.iterations, scalar(s.residual), options)
-            for n, s in solved.items()
-        },
-        "damping": problem.damping,
-        "step": scalar(proposal.coefficients[0]),
-        "momentum": scalar(proposal.coefficients[1]),
-        "kl_scale": scalar(proposal.kl_scale),
-        "coherence": scalar(proposal.coherence),
-        "model": scalar(proposal.model),
-        "ratio": jnp.where(jnp.isnan(verdict.ratio), state.stats["ratio"], scalar(verdict.ratio)),
-        "rejected": scalar(~verdict.accept),
-    }
+    def means(name: str, blocks: tuple[str, ...]) -> Array:
+        values = [scalar(getattr(solved[block], name)).mean() for block in blocks]
+        return jnp.stack(values) if values else getattr(old, name)
+
+    return Stats(
+        damping=problem.damping,
+        step=scalar(proposal.coefficients[0]),
+        momentum=scalar(proposal.coefficients[1]),
+        kl_scale=scalar(proposal.kl_scale),
+        coherence=scalar(proposal.coherence),
+        model=scalar(proposal.model),
+        ratio=jnp.where(jnp.isnan(verdict.ratio), old.ratio, scalar(verdict.ratio)),
+        rejected=scalar(~verdict.accept),
+        iterations=means("iterations", old.blocks),
+        residual=means("residual", old.measured),
+        blocks=old.blocks,
+        measured=old.measured,
+    )

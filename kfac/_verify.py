@@ -17,7 +17,8 @@ import numpy as np
 from kfac import _solver as solver
 from kfac import _systems as systems
 from kfac._blocks import Block
-from kfac._curvature import Curvature, Layers, value_grad_and_curvature
+from kfac._coverage import Layers
+from kfac._curvature import Curvature, value_grad_and_curvature
 from kfac._systems import Form
 from kfac._trees import flatten
 

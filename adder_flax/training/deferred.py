@@ -2,6 +2,9 @@
 
 import time
 
+import jax
+
+import kfac
 from adder_flax.training.metrics import MetricWriter, Progress
 from adder_flax.training.setup import Run
 from adder_flax.training.step import Metrics
@@ -56,15 +59,13 @@ class DeferredMetrics:
 
     def _write(self, step: int, metrics: Metrics) -> None:
         run = self._run
+        optimizer = kfac.telemetry(jax.device_get(metrics["optimizer"]))
         scalars = {
             "train/loss": float(metrics["loss"]),
             **{f"train/{name}": float(value) for name, value in metrics["task"].items()},
             "train/grad_norm": float(metrics["grad_norm"]),
             "train/learning_rate": float(metrics["learning_rate"]),
-            **{
-                name: float(value)
-                for name, value in (metrics["optimizer"] | metrics["diagnostics"]).items()
-            },
+            **{name: float(value) for name, value in (optimizer | metrics["diagnostics"]).items()},
         }
         shown = [f"step {step}/{run.num_steps}", f"loss {scalars['train/loss']:.4f}"]
         shown += [f"{name} {scalars[f'train/{name}']:.3f}" for name in metrics["task"]]

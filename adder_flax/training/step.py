@@ -307,7 +307,7 @@ def make_train_step(
 
     Returns:
       The step. Its metrics are ``loss``, ``grad_norm``, ``learning_rate``, ``finite``, the task's
-      own under ``task`` and the optimizer's telemetry under ``optimizer``.
+      own under ``task`` and what ``kfac.telemetry`` names under ``optimizer``.
     """
 
     def train_step(state: State, batch: Batch, hyper: Hyper) -> tuple[State, Metrics]:
@@ -351,7 +351,7 @@ def make_train_step(
             "learning_rate": jnp.asarray(parts.learning_rate(state["step"]), jnp.float32),
             "finite": finite,
             "task": task_metrics,
-            "optimizer": kfac.telemetry(opt_state),  # empty for other optimizers
+            "optimizer": kfac.find_stats(opt_state),  # none of other optimizers
         }
         return {**counters, **new}, metrics
 

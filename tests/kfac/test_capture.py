@@ -262,6 +262,24 @@ def test_refresh_switches_the_extra_pullback_off():
     assert always[2].fresh is None
 
 
+def test_curvature_alone_leaves_a_compiled_function_as_arrays():
+    function = kfac.curvature(categorical, has_aux=True)
+    run = jax.jit(
+        lambda refresh: function(DENSE, X[:, 0], LABELS, key=jax.random.key(0), refresh=refresh)
+    )
+    always = function(DENSE, X[:, 0], LABELS, key=jax.random.key(0)).captured["l"]
+    for refresh in (True, False):
+        curvature = run(refresh)
+        assert dict(curvature.captured).keys() == {"l"}
+        for value, expected in zip(curvature.captured["l"], always, strict=True):
+            np.testing.assert_allclose(value, expected * refresh, rtol=1e-12)
+    deferred = function(
+        DENSE, X[:, 0], LABELS, key=jax.random.key(0), refresh=jnp.array(True)
+    ).captured
+    assert (list(deferred), len(deferred)) == (["l"], 1)
+    np.testing.assert_allclose(deferred["l"][1], always[1], rtol=1e-12)
+
+
 def test_errors_say_what_was_expected():
     function = kfac.value_grad_and_curvature
     with pytest.raises(ValueError, match="expected fisher to be one of"):

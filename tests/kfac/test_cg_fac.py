@@ -166,9 +166,7 @@ def test_quadratic_step_is_the_minimum_along_its_direction():
     updates, state, _ = step(params, optimizer.init(params), x, y)
     loss = lambda t: regression(jax.tree.map(lambda p, u: p + t * u, params, updates), x, y)[0]
     np.testing.assert_allclose(jax.grad(loss)(1.0), 0, atol=1e-10)
-    np.testing.assert_allclose(
-        kfac.find_state(state).stats["model"], loss(1.0) - loss(0.0), rtol=1e-8
-    )
+    np.testing.assert_allclose(kfac.find_state(state).stats.model, loss(1.0) - loss(0.0), rtol=1e-8)
     # The second step has a momentum: the best point of the plane of the new direction and the last
     # step.
     params = optax.apply_updates(params, updates)
@@ -317,7 +315,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
     assert all(np.all(updates[name][p] == 0) for name in ("a", "b") for p in PARAMS[name])
     assert all(np.all(v == 0) for v in jax.tree.leaves(kfac.find_state(state).velocity))
     np.testing.assert_allclose(kfac.find_state(state).damping_factor, 4)
-    assert float(kfac.find_state(state).stats["rejected"]) == 1
+    assert float(kfac.find_state(state).stats.rejected) == 1
 
 
 def test_a_step_that_raises_the_loss_is_refused():
@@ -334,7 +332,7 @@ def test_a_step_that_raises_the_loss_is_refused():
             params, optimizer.init(params), X, LABELS
         )
         after = with_free_parameter(optax.apply_updates(params, updates), X, LABELS)[0]
-        assert bool(kfac.find_state(state).stats["rejected"]) == refused
+        assert bool(kfac.find_state(state).stats.rejected) == refused
         if refused:
             np.testing.assert_allclose(after, loss, rtol=1e-12)
         else:
@@ -368,7 +366,7 @@ def test_kl_clip_bounds_the_step_in_the_metric():
             lambda p: network(p, x[None], y[None])[0], (PARAMS,), (updates,)
         )[1]
         return float((jax.jit(jax.vmap(derivative))(X, LABELS) ** 2).mean()), float(
-            kfac.find_state(state).stats["kl_scale"]
+            kfac.find_state(state).stats.kl_scale
         )
 
     free, scale = kl(kl_clip=None)
@@ -416,7 +414,7 @@ def test_a_trust_ratio_step_is_a_share_of_each_layers_own_size():
     taken = 0.25 * 0.03 * sizes[1] / np.linalg.norm(directions[1])
     along = -(gradient * directions[1]).sum()
     np.testing.assert_allclose(
-        kfac.find_state(state).stats["model"], -taken * along + taken**2 * along / 2, rtol=1e-9
+        kfac.find_state(state).stats.model, -taken * along + taken**2 * along / 2, rtol=1e-9
     )
 
 
@@ -577,7 +575,7 @@ def test_how_layers_add_up_is_averaged_and_kept_between_curvature_batches():
         return step, optimizer.init(PARAMS)
 
     def coherence(state):
-        return float(kfac.find_state(state).stats["coherence"])
+        return float(kfac.find_state(state).stats.coherence)
 
     other = normal(4, 8, 3)
     step, empty = stepper()
@@ -604,7 +602,7 @@ def test_the_learning_rate_scales_a_clipped_step(step):
     def updates(rate):
         optimizer = kfac.cg_fac(rate, layers, damping=0.1, momentum=0.0, kl_clip=1e-6, step=step)
         updates, state, _ = make_step(optimizer)(PARAMS, optimizer.init(PARAMS), X, LABELS)
-        assert kfac.find_state(state).stats["kl_scale"] < 1
+        assert kfac.find_state(state).stats.kl_scale < 1
         return updates
 
     whole, tenth = updates(1.0), updates(0.1)
@@ -979,6 +977,45 @@ def test_defaults_train_faster_than_tuned_adamw():
         )
     assert second_order[50] < adamw
     assert np.all(np.isfinite(second_order))
+
+
+def product(params, x):
+    return x @ params["kernel"] + params["bias"]
+
+
+def with_jacobian(params, x, labels):
+    """The network with a first layer that has no factors: its product passes through the layer."""
+    x = jnp.tanh(kfac.tap(kfac.Generic(product), params["a"], x, path="a"))
+    return cross_entropy(kfac.tap(kfac.Dense(), params["b"], x, path="b"), labels)
+
+
+@pytest.mark.parametrize("loss_fn", [network, with_jacobian])
+@pytest.mark.parametrize(
+    "options",
+    [{"step": "trust_ratio"}, {"step": "fixed"}, {"step": "fixed", "kl_scope": "network"}],
+)
+def test_curvature_in_a_pass_of_its_own_is_that_of_the_gradients_pass(loss_fn, options):
+    """Of the same examples, at steps that renew it and at those that do not."""
+    layers = kfac.find_layers(loss_fn, PARAMS, X, LABELS)
+    optimizer = kfac.cg_fac(0.1, layers, damping=0.1, preconditioner_interval=2, **options)
+    together = kfac.value_grad_and_curvature(loss_fn, has_aux=True)
+    apart = kfac.curvature(loss_fn, has_aux=True)
+
+    @functools.partial(jax.jit, static_argnames="alone")
+    def step(params, state, key, refresh, alone):
+        _, grads, curvature = together(params, X, LABELS, key=key, refresh=refresh)
+        if alone:
+            curvature = apart(params, X, LABELS, key=key, refresh=refresh)
+        updates, state = optimizer.update(grads, state, params, curvature=curvature)
+        return optax.apply_updates(params, updates), state
+
+    ends = []
+    for alone in (False, True):
+        params, state = PARAMS, optimizer.init(PARAMS)
+        for i in range(5):
+            params, state = step(params, state, jax.random.key(i), i % 3 == 0, alone)
+        ends.append((params, state))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), *ends)
 
 
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])

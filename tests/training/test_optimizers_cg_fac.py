@@ -84,7 +84,7 @@ def test_every_mechanism_learns_and_resumes_with_the_same_bits(
     jax.tree.map(np.testing.assert_array_equal, (resumed, again), (complete, more))
     losses = [row["loss"] for row in (*rows, *more)]
     assert np.mean(losses[-5:]) < 0.9 * np.log(10)  # clearly better than not knowing the digit
-    telemetry = more[-1]["optimizer"]
+    telemetry = kfac.telemetry(more[-1]["optimizer"])
     assert {"cg_fac/damping", "cg_fac/residual/head", "cg_fac/iterations/blocks/0/mlp/fc2"} <= set(
         telemetry
     )

@@ -1,0 +1,214 @@
+"""Which layers of a model have curvature, and which parameters they cover."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from kfac._blocks import Block, find_blocks
+from kfac._capture import Tap
+from kfac._tracing import record_taps
+from kfac._trees import flatten, is_inside, masked_paths, path_name
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+
+class Layers:
+    """The layers of a model that have curvature; printing it gives the coverage table.
+
+    They are found by tracing the model's loss.
+
+    Attributes:
+      blocks: name → block, in the order of the calls.
+      skipped: name → why a layer that was met has no block.
+      shapes: path → shape of every parameter.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Block], skipped: dict[str, str], shapes: dict[str, tuple[int, ...]]
+    ):
+        self.blocks = {block.name: block for block in blocks}
+        self.skipped = dict(skipped)
+        self.shapes = dict(shapes)
+
+    @property
+    def block_of(self) -> dict[str, str]:
+        """Path → name of the block of every covered parameter."""
+        return {param.path: name for name, block in self.blocks.items() for param in block.params}
+
+    @property
+    def coverage(self) -> float:
+        """Share of the parameters (counted as numbers) that some block covers."""
+        sizes = {path: math.prod(shape) for path, shape in self.shapes.items()}
+        return sum(sizes[path] for path in self.block_of) / max(sum(sizes.values()), 1)
+
+    def select(self, predicate: Callable[[Block], bool]) -> Layers:
+        """These layers without the blocks that a predicate refuses.
+
+        Their parameters go to the fallback.
+
+        >>> import jax.numpy as jnp, kfac
+        >>> params = {"fc": {"kernel": jnp.ones((3, 2))}}
+        >>> loss_fn = lambda p, x: kfac.tap(kfac.Dense(), p["fc"], x, path="fc").mean()
+        >>> find_layers(loss_fn, params, jnp.ones((4, 3))).select(
+        ...     lambda block: not block.factored
+        ... ).coverage
+        0.0
+        """
+        kept = {name: block for name, block in self.blocks.items() if predicate(block)}
+        refused = dict.fromkeys(set(self.blocks) - set(kept), "left out")
+        return Layers(list(kept.values()), self.skipped | refused, self.shapes)
+
+    def whole_blocks(self, tree: PyTree) -> dict[str, Block]:
+        """The blocks whose parameters a tree like the parameters holds.
+
+        Some of these may be masked.
+
+        Raises:
+          ValueError: a block of which only a part is there; or this is another tree.
+        """
+        present, masked = flatten(tree), masked_paths(tree)
+        whole, broken, foreign = {}, [], []
+        for name, block in self.blocks.items():
+            missing = [param.path for param in block.params if param.path not in present]
+            foreign += [
+                path for path in missing if not any(is_inside(path, branch) for branch in masked)
+            ]
+            if not missing:
+                whole[name] = block
+            elif len(missing) < len(block.params):
+                broken.append(f"{name} (without {', '.join(missing)})")
+        if foreign:
+            raise ValueError(
+                "expected the parameter tree that kfac.find_layers was given, got one without "
+                f"{', '.join(foreign[:4])}; it has {', '.join(list(present)[:4]) or 'no arrays'}; "
+                "find the layers of the tree that is trained."
+            )
+        if broken:
+            raise ValueError(
+                f"expected all parameters of a layer or none, got a part of {'; '.join(broken)}: a "
+                "layer's parameters are one block of curvature; mask or label them alike, or leave "
+                "the layer out by layers.select."
+            )
+        return whole
+
+    def labels(self, tree: PyTree) -> PyTree[str]:
+        """``"cg_fac"`` for each covered parameter, ``"fallback"`` for the others.
+
+        It is for ``optax.partition``.
+
+        Args:
+          tree: the parameters, or a tree like them; some may be masked.
+
+        Raises:
+          ValueError: a block of which only a part is there; or this is another tree.
+
+        >>> import jax.numpy as jnp, kfac
+        >>> params = {"fc": {"kernel": jnp.ones((3, 2))}, "free": jnp.ones(2)}
+        >>> loss_fn = lambda p, x: kfac.tap(kfac.Dense(), p["fc"], x, path="fc").mean()
+        >>> find_layers(loss_fn, params, jnp.ones((4, 3))).labels(params)
+        {'fc': {'kernel': 'cg_fac'}, 'free': 'fallback'}
+        """
+        covered = {
+            param.path for block in self.whole_blocks(tree).values() for param in block.params
+        }
+
+        def label(path: tuple, _: Any) -> str:
+            return "cg_fac" if path_name(path) in covered else "fallback"
+
+        return jax.tree_util.tree_map_with_path(label, tree)
+
+    def __str__(self) -> str:
+        owner = self.block_of
+        # Layers that differ only in the numbers of their paths share a row.
+        groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
+        for path, shape in self.shapes.items():
+            key = _starred(path), shape, _starred(self._served_by(path, owner))
+            groups.setdefault(key, []).append(path)
+        rows = [("parameter", "shape", "block")]
+        for (path, shape, text), paths in groups.items():
+            if len(paths) == 1:
+                path, text = paths[0], self._served_by(paths[0], owner)
+            else:
+                path = f"{path} ({len(paths)}×)"
+            rows.append((path, "×".join(map(str, shape)) or "scalar", text))
+        widths = [max(len(row[i]) for row in rows) for i in range(2)]
+        lines = [f"{path:<{widths[0]}}  {shape:>{widths[1]}}  {text}" for path, shape, text in rows]
+        return "\n".join(
+            [
+                *lines,
+                f"{len(self.blocks)} blocks cover {100 * self.coverage:.1f} % of the parameters",
+            ]
+        )
+
+    def _served_by(self, path: str, owner: dict[str, str]) -> str:
+        if path not in owner:
+            name = next((n for n in self.skipped if is_inside(path, n.split("#")[0])), None)
+            return f"fallback ({self.skipped[name] if name else 'no layer met'})"
+        block = self.blocks[owner[path]]
+        kinds = dict.fromkeys(use.layer.kind for use in block.uses)
+        return f"{' + '.join(kinds)}, {block.name}" + (
+            f" × {block.lanes}" if block.lanes > 1 else ""
+        )
+
+
+def _starred(text: str) -> str:
+    """The text with stars in place of path components that are numbers."""
+    return re.sub(r"(^|/)\d+(?=/|$)", r"\1*", text)
+
+
+def find_layers(
+    loss_fn: Callable, params: PyTree, *args: Any, batch_size: int | None = None
+) -> Layers:
+    """Traces ``loss_fn(params, *args)`` and returns the layers that can be captured.
+
+    It is not run. Captured is what curvature is made of.
+
+    Args:
+      loss_fn: as for ``value_grad_and_curvature``.
+      params: the tree that will be differentiated; arrays or ``jax.ShapeDtypeStruct``.
+      *args: the loss function's further arguments, likewise.
+      batch_size: number of examples; by default the length of the first array in ``args``.
+
+    Returns:
+      The layers; ``print`` shows for each parameter its block or its fallback, and the share
+      covered.
+
+    >>> import jax, jax.numpy as jnp, kfac
+    >>> params = {"fc": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}, "scale": jnp.ones(())}
+    >>> loss_fn = lambda p, x: (p["scale"] * kfac.tap(kfac.Dense(), p["fc"], x, path="fc")).mean()
+    >>> print(find_layers(loss_fn, params, jnp.ones((4, 3))))
+    parameter   shape  block
+    fc/bias         2  dense, fc
+    fc/kernel     3×2  dense, fc
+    scale      scalar  fallback (no layer met)
+    1 blocks cover 88.9 % of the parameters
+    """
+    taps = record_taps(loss_fn, params, args)
+    return layers_of(taps, params, count_examples(args, batch_size))
+
+
+def layers_of(taps: dict[str, Tap], params: PyTree, num_examples: int) -> Layers:
+    """The layers that taps were recorded of."""
+    shapes = {path: jnp.shape(leaf) for path, leaf in flatten(params).items()}
+    blocks, skipped = find_blocks(taps, shapes, num_examples)
+    return Layers(blocks, skipped, shapes)
+
+
+def count_examples(args: tuple, batch_size: int | None) -> int:
+    """Number of examples of a loss function's further arguments."""
+    if batch_size is not None:
+        return batch_size
+    for leaf in jax.tree.leaves(args):
+        if len(getattr(leaf, "shape", ())) > 0:
+            return leaf.shape[0]
+    raise ValueError(
+        "expected an array with an example axis among the loss function's arguments, got none; "
+        "pass batch_size=."
+    )
