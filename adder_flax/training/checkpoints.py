@@ -13,7 +13,7 @@ import os
 import shutil
 import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -29,6 +29,7 @@ from adder_flax.extras import needs
 from adder_flax.text import printable
 from adder_flax.training.digests import compile_digests, take_digests
 from adder_flax.training.identity import differences
+from adder_flax.training.sharding import tree_path
 
 with needs("train"):
     from orbax.checkpoint import v1 as ocp
@@ -174,6 +175,8 @@ class SavedCheckpoints:
         state = failure = None
         try:
             record = self._record(step)
+            if record is not None:
+                _require_arrays(abstract_state, record["digests"])
             with ThreadPoolExecutor(max_workers=1) as meanwhile:
                 meanwhile.submit(compile_digests, abstract_state)
                 state = ocp.load(
@@ -381,6 +384,19 @@ def _require_files(folder: Path) -> None:
         for path in (Path(place, name) for name in names):
             if not stat.S_ISREG(path.stat().st_mode):
                 raise ValueError(f"{path.relative_to(folder)} is no file")
+
+
+def _require_arrays(abstract_state: Any, names: Iterable[str]) -> None:
+    """Refuses the state of another program, before it is read."""
+    wanted = {tree_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(abstract_state)}
+    strange, missing = sorted({*names} - wanted), sorted(wanted - {*names})
+    if strange or missing:
+        parts = [("it has", strange), ("it lacks", missing)]
+        told = [f"{verb} {', '.join(names[:3])}" for verb, names in parts if names]
+        raise ValueError(
+            f"another version of the program saved it: {'; '.join(told)}; go on with it by that "
+            "version, or begin anew in another workdir"
+        )
 
 
 def _verify(state: Any, expected: dict[str, int]) -> None:

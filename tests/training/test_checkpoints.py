@@ -227,6 +227,17 @@ def test_a_checkpoint_under_another_step_is_not_taken_for_it(directory, caplog):
     assert sorted(os.listdir(directory)) == ["1", "3", "40.unreadable"]
 
 
+def test_a_state_of_another_version_is_named_by_what_differs(directory):
+    before = snapshot(directory)
+    other = {"step": ABSTRACT["step"], "params": {"kernel": ABSTRACT["params"]["kernel"]}, "ema": 1}
+    with pytest.raises(
+        RunError,
+        match="another version .*: it has params/bias; it lacks ema; go on with it by that",
+    ):
+        SavedCheckpoints(directory).restore(other, 2)
+    assert snapshot(directory) == before
+
+
 def test_a_checkpoint_of_another_run_is_not_taken_for_one_of_this(tmp_path):
     for seed, step in ((0, 1), (1, 2)):
         with Checkpoints(tmp_path / str(seed), of={"seed": seed, "width": 8}) as checkpoints:
