@@ -6,7 +6,8 @@ decay for all mechanisms: what twenty trials found for a network of half the wid
 (cg_fac_rms in docs/results/optimizers_digits), rounded. As products with factors and inverses are
 dear beside batches of 17 tokens an image, curvature comes from eight images of 64 and the inverses
 stand for the solution, which was chosen of five such settings by single runs of the dot product
-with seed 7, and by their accuracy on the test images at that.
+with seed 7, and by their accuracy on the test images at that. Operands of those products are
+bfloat16, which processors with AMX multiply three times as fast.
 AdamW for as few epochs stands beside it, for what the shorter schedule alone does. Six paired
 seeds.
 
@@ -27,7 +28,12 @@ _CG_FAC = {
     "name": "cg_fac",
     "learning_rate": 3e-3,
     "weight_decay": 0.2,
-    "cg_fac": {"step": "rms", "solver": "inverse", "curvature_stride": 8},
+    "cg_fac": {
+        "step": "rms",
+        "solver": "inverse",
+        "curvature_stride": 8,
+        "product_dtype": "bfloat16",
+    },
 }
 
 

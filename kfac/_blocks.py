@@ -463,18 +463,22 @@ def output_groups(program: tuple[Use, ...]) -> dict[int, int]:
 
 
 def right_factors(
-    program: tuple[Use, ...], g: tuple[Array, ...], reduce: bool, max_size: int
+    program: tuple[Use, ...],
+    g: tuple[Array, ...],
+    reduce: bool,
+    max_size: int,
+    narrow: str | None = None,
 ) -> tuple[Array, ...]:
     """𝒢 = Σ g gᵀ / N over the uses with equally many outputs.
 
-    Its diagonal where it has more than ``max_size`` rows.
+    Its diagonal where it has more than ``max_size`` rows. Of g rounded to ``narrow``, if given.
     """
     factors = []
     for outputs in output_groups(program):
         total = 0
         for use, gs in zip(program, g, strict=True):
             if use.num_outputs == outputs:
-                gs = gs.sum(2, keepdims=True) if reduce else gs
+                gs = _narrowed(gs.sum(2, keepdims=True) if reduce else gs, narrow)
                 # float32 sums: with the 8 bits of bfloat16 a sum of equal terms stops
                 # growing after 256 of them.
                 product = "cnto,cntp->op" if outputs <= max_size else "cnto,cnto->o"
@@ -485,15 +489,27 @@ def right_factors(
     return tuple(factors)
 
 
+def _narrowed(array: Array, dtype: str | None) -> Array:
+    return array if dtype is None else array.astype(dtype)
+
+
 def left_factor(
-    program: tuple[Use, ...], params: Lane, inputs: tuple, reduce: bool
+    program: tuple[Use, ...],
+    params: Lane,
+    inputs: tuple,
+    reduce: bool,
+    narrow: str | None = None,
 ) -> Float[Array, "lifted lifted"]:
-    """𝒜 = Σ φ φᵀ / (N T), the second moment of the features of a factored block."""
+    """𝒜 = Σ φ φᵀ / (N T), the second moment of the features of a factored block.
+
+    Of φ rounded to ``narrow``, if given.
+    """
     tokens = sum(use.num_tokens for use in program)
     moments = []
     for use, x in zip(program, inputs, strict=True):
         features = use.rows(use.dense.features(use.own(params), x))
         features = features.sum(1, keepdims=True) / tokens**0.5 if reduce else features
+        features = _narrowed(features, narrow)
         moments.append(
             jnp.einsum(
                 "nti,ntj->ij", features, features, preferred_element_type=_accumulator(features)

@@ -30,6 +30,7 @@ _CHOICES = {
     "damping_scale": ("relative", "balanced", "absolute"),
     "step": STEPS,
     "kl_scope": ("layers", "network"),
+    "product_dtype": ("float32", "bfloat16"),
 }
 
 # Name → (least value, whether the least itself is allowed, a bound from above that is not
@@ -77,6 +78,10 @@ class Options:
       preconditioner_interval: steps between inversions of the damped Kronecker factors that
         precondition CG, for ``"kron"`` and ``solver="cg"``, and are all of ``"inverse"``; CG makes
         up for their age. 0 for none.
+      product_dtype: ``"bfloat16"``: of the operands of products that form factors, of the inverses,
+        and of what these multiply, for hardware that is faster so; sums are float32. Rounding is
+        some thousandth of the largest inverse eigenvalue, and hides those of directions that are a
+        thousand times as sharp as damping.
       warm_start: start CG from the last solution.
       safeguard: rescale the warm start so that it cannot cause an ascent direction.
       damping: * λ.
@@ -129,6 +134,7 @@ class Options:
     max_iterations: int = 5
     tolerance: Scalar = 0.0
     preconditioner_interval: int = 10
+    product_dtype: str = "float32"
     warm_start: bool = False
     safeguard: bool = True
     damping: Scalar = 1e-2
@@ -217,7 +223,10 @@ class Options:
         if is_zero(self.factor_decay) and self.solver != "inverse":
             factored = factored and prefers_factors(block, self.max_iterations)
         return Form(
-            "factors" if factored else "kron", self.token_sharing == "reduce", self.max_factor_size
+            "factors" if factored else "kron",
+            self.token_sharing == "reduce",
+            self.max_factor_size,
+            None if self.product_dtype == "float32" else self.product_dtype,
         )
 
 

@@ -202,7 +202,8 @@ def _refresh_inverses(
     def invert() -> dict[str, tuple[Array, ...]]:
         # Built in here: XLA copies what a branch takes from outside at every step, stacks of all
         # factors among it, and most steps invert nothing.
-        return systems.damped_inverses(build(old), gamma)
+        inverses = systems.damped_inverses(build(old), gamma)
+        return {n: tuple(a.astype(old[n][0].dtype) for a in pair) for n, pair in inverses.items()}
 
     # An old inverse costs iterations, not the solution: CG solves today's system whatever
     # it is preconditioned by.

@@ -76,7 +76,7 @@ def init_state(params: PyTree[Array], owned: dict[str, Block], options: Options)
         name: _empty_factors(block, options.form(block), dtype) for name, block in owned.items()
     }
     inverses = {
-        n: _empty_inverses(block, factors[n])
+        n: _empty_inverses(block, factors[n], options)
         for n, block in owned.items()
         if options.preconditions(block)
     }
@@ -106,11 +106,14 @@ def _empty_factors(block: Block, form: Form, dtype: Any) -> tuple[Array, ...]:
     return tuple(jnp.zeros((block.lanes, *shape), dtype) for shape in shapes)
 
 
-def _empty_inverses(block: Block, factors: tuple[Array, ...]) -> tuple[Array, Array]:
-    use = block.uses[0]
-    lane = tuple(jax.ShapeDtypeStruct(p.shape, factors[1].dtype) for p in block.params)
+def _empty_inverses(
+    block: Block, factors: tuple[Array, ...], options: Options
+) -> tuple[Array, Array]:
+    use, right = block.uses[0], factors[1]
+    lane = tuple(jax.ShapeDtypeStruct(p.shape, right.dtype) for p in block.params)
     rows = jax.eval_shape(lambda params: use.dense.matrix(use.own(params)), lane).shape[0]
-    return jnp.zeros((block.lanes, rows, rows), factors[1].dtype), jnp.zeros_like(factors[1])
+    dtype = jnp.bfloat16 if options.product_dtype == "bfloat16" else right.dtype
+    return jnp.zeros((block.lanes, rows, rows), dtype), jnp.zeros_like(right, dtype)
 
 
 def find_state(opt_state: PyTree[Array]) -> CGFacState:

@@ -39,11 +39,13 @@ class Form:
         (both factors formed).
       reduce: token sharing of the last two: mean input and summed cotangent instead of all tokens.
       max_size: the right factor of ``"kron"`` is diagonal where it would have more rows.
+      narrow: dtype of the operands of products that form factors, None for their own.
     """
 
     name: str
     reduce: bool = False
     max_size: int = 8192
+    narrow: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,13 +222,21 @@ class System:
 
 def _preconditioned(inverses: tuple[tuple[Array, ...], ...], r: Array) -> Array:
     left, right = concatenated(inverses)
-    return left @ r @ right
+    return _between(left, r, right)
 
 
 def _preconditioned_in_parts(inverses: tuple[tuple[Array, ...], ...], r: Array) -> Array:
     ends = list(itertools.accumulate(len(left) for left, _ in inverses))
     parts = zip(inverses, jnp.split(r, ends[:-1]), strict=True)
-    return jnp.concatenate([left @ part @ right for (left, right), part in parts])
+    return jnp.concatenate([_between(left, part, right) for (left, right), part in parts])
+
+
+def _between(
+    left: Float[Array, "lane n n"], r: Float[Array, "lane n m"], right: Float[Array, "lane m m"]
+) -> Float[Array, "lane n m"]:
+    """left · r · right of every lane; operands as narrow as the outer ones, sums as wide as r."""
+    product = functools.partial(jnp.matmul, preferred_element_type=r.dtype)
+    return product(product(left, r.astype(left.dtype)).astype(right.dtype), right)
 
 
 def _squares(parts: list[Lanes]) -> Float[Array, " lane"]:
@@ -282,7 +292,7 @@ def new_factors(block: Block, curvature: Curvature, params: Lanes, form: Form) -
     For ``"factors"``; for ``"kron"`` the right ones are by output width.
     """
     inputs, g = captured_of(block, curvature)
-    sharing = {"reduce": form.reduce}
+    sharing = {"reduce": form.reduce, "narrow": form.narrow}
     right = jax.vmap(
         functools.partial(blocks.right_factors, block.program, max_size=form.max_size, **sharing)
     )(g)

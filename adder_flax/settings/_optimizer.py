@@ -70,6 +70,11 @@ class CgFacSettings:
     preconditioner_interval: int = following(
         "step", _INVERSES, _STEPS, "steps from one inverse to the next, 0 is off", unset=-1
     )
+    product_dtype: str = setting(
+        "float32",
+        Choice("float32", "bfloat16"),
+        "of what makes up factors, of inverses and of what they multiply; sums are float32",
+    )
     damping: float = following(
         "step",
         _DAMPINGS,

@@ -511,6 +511,40 @@ def numpy_inverses(a, g):
     )
 
 
+def test_narrow_products_round_what_they_multiply_and_nothing_else():
+    options = dict(step="rms", momentum=0.0, damping=0.3, solver="inverse")
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    optimizer = kfac.cg_fac(0.03, layers, product_dtype="bfloat16", **options)
+    updates, state, _ = make_step(optimizer)(PARAMS, optimizer.init(PARAMS), X, LABELS)
+    averages = kfac.find_state(state).averages
+    w, bias, u = PARAMS["a"]["kernel"], PARAMS["a"]["bias"], PARAMS["b"]["kernel"]
+    pairs = numpy_gradients(*(np.asarray(v) for v in (w, bias, u, X, LABELS)))
+    rounded = lambda a: np.asarray(a).astype(jnp.bfloat16).astype(np.float64)
+    for name, (a, g) in zip("ab", pairs, strict=True):
+        moments = [rounded(v).T @ rounded(v) / 8 for v in (a, g)]
+        for factor, moment in zip(averages.factors[name], moments, strict=True):
+            np.testing.assert_allclose(factor[0] / averages.weight, moment, rtol=1e-6, atol=1e-7)
+        narrow = averages.inverses[name]
+        assert {v.dtype for v in narrow} == {jnp.dtype(jnp.bfloat16)}
+        for inverse, expected in zip(narrow, numpy_inverses(*moments), strict=True):
+            np.testing.assert_allclose(
+                inverse[0].astype(float), expected, rtol=2**-8, atol=2**-8 * abs(expected).max()
+            )
+        left, right = (v[0].astype(float) for v in narrow)
+        direction = rounded(left @ rounded(a.T @ g / 8)) @ right
+        change = updates[name]["kernel"]
+        expected = -0.03 * direction * np.sqrt(direction.size) / np.linalg.norm(direction)
+        np.testing.assert_allclose(change, expected[: len(change)], rtol=1e-5, atol=1e-7)
+
+
+def test_cg_makes_up_for_narrow_inverses():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    options = dict(step="rms", momentum=0.0, damping=0.1, max_iterations=12)
+    optimizer = kfac.cg_fac(0.03, layers, product_dtype="bfloat16", **options)
+    _, state, _ = make_step(optimizer)(PARAMS, optimizer.init(PARAMS), X, LABELS)
+    assert all(kfac.find_stats(state)[0].residual < 1e-6)
+
+
 def test_inverses_are_those_of_the_first_curvature_however_late_it_comes():
     layers = kfac.find_layers(network, PARAMS, X, LABELS)
     optimizer = kfac.cg_fac(0.1, layers, step="rms", solver="inverse", momentum=0.0)
