@@ -32,7 +32,8 @@ class Stats:
       ratio: actual over predicted change, when last measured.
       rejected: 1 where the step was refused.
       iterations: of CG in each of ``blocks``, means over their lanes.
-      residual: of CG in each of ``measured``, likewise.
+      residual: of CG in each of ``measured``, likewise; None where that is none, since no
+        checkpoint library stores empty arrays.
       blocks: names of the blocks.
       measured: names of those whose residual a product tells.
     """
@@ -46,7 +47,7 @@ class Stats:
     ratio: Float[Array, ""]
     rejected: Float[Array, ""]
     iterations: Float[Array, " block"]
-    residual: Float[Array, " measured"]
+    residual: Float[Array, " measured"] | None
     blocks: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     measured: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
@@ -54,8 +55,8 @@ class Stats:
         """Scalars by the names of ``telemetry``."""
         scalars = {f"cg_fac/{name}": getattr(self, name) for name in _SCALARS}
         for name, of in (("iterations", self.blocks), ("residual", self.measured)):
-            values = getattr(self, name)
-            scalars |= {f"cg_fac/{name}/{block}": values[i] for i, block in enumerate(of)}
+            means = zip(of, getattr(self, name) if of else (), strict=True)
+            scalars |= {f"cg_fac/{name}/{block}": mean for block, mean in means}
         return scalars
 
 
@@ -74,7 +75,7 @@ def empty_stats(owned: dict[str, Block], zero: Array, options: Options) -> Stats
     return Stats(
         *(jnp.full_like(zero, name == "ratio") for name in _SCALARS),
         iterations=jnp.zeros(len(owned), zero.dtype),
-        residual=jnp.zeros(len(measured), zero.dtype),
+        residual=jnp.zeros(len(measured), zero.dtype) if measured else None,
         blocks=tuple(owned),
         measured=measured,
     )

@@ -382,8 +382,7 @@ def _stats(
         return jnp.asarray(a, problem.damping.dtype)
 
     def means(name: str, blocks: tuple[str, ...]) -> Array:
-        values = [scalar(getattr(solved[block], name)).mean() for block in blocks]
-        return jnp.stack(values) if values else getattr(old, name)
+        return jnp.stack([scalar(getattr(solved[block], name)).mean() for block in blocks])
 
     return Stats(
         damping=problem.damping,
@@ -395,7 +394,7 @@ def _stats(
         ratio=jnp.where(jnp.isnan(verdict.ratio), old.ratio, scalar(verdict.ratio)),
         rejected=scalar(~verdict.accept),
         iterations=means("iterations", old.blocks),
-        residual=means("residual", old.measured),
+        residual=means("residual", old.measured) if old.measured else None,
         blocks=old.blocks,
         measured=old.measured,
     )

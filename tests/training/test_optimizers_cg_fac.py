@@ -91,6 +91,18 @@ def test_every_mechanism_learns_and_resumes_with_the_same_bits(
     assert telemetry["cg_fac/iterations/head"] == run.settings.optimizer.cg_fac.max_iterations
 
 
+def test_a_state_without_residuals_and_with_narrow_inverses_is_saved(tiny_config, tmp_path):
+    own = {"step": "rms", "solver": "inverse", "product_dtype": "bfloat16"}
+    fields = {f"optimizer.cg_fac.{name}": value for name, value in own.items()}
+    run = build_run(tiny_config("multiplicative", **FIELDS, **fields))
+    state, _ = train(run, run.init(), 0, 1)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        restored = checkpoints.restore(run.abstract_state)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
 def test_a_step_that_is_refused_leaves_curvature_as_it_was(tiny_config):
     run = build_run(tiny_config("multiplicative", **FIELDS, **{"optimizer.cg_fac.step": "rms"}))
     state, _ = train(run, run.init(), 0, 5)  # at the next step inverses are due
