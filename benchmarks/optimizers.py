@@ -262,7 +262,7 @@ def cg_fac(problem: Problem, damping: float, kl_clip: float) -> Runner:
     """CG-FAC, Monte Carlo Fisher matrix."""
     x, labels = (a[:BATCH_SIZE] for a in problem.data)
     layers = kfac.find_layers(problem.loss_fn, problem.init(0), x, labels)
-    fixed = dict(fisher="mc", max_iterations=10, preconditioner_interval=2, factor_decay=0.9)
+    fixed = dict(fisher="mc", max_iterations=3, preconditioner_interval=2, factor_decay=0.9)
     optimizer = kfac.cg_fac(1.0, layers, damping=damping, kl_clip=kl_clip, **fixed)
     function = kfac.value_grad_and_curvature(
         problem.loss_fn, likelihood=problem.likelihood, has_aux=True
