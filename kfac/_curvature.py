@@ -307,6 +307,7 @@ def concatenate_curvature(parts: Sequence[Curvature]) -> Curvature:
     >>> concatenate_curvature(parts).num_examples
     6
     """
+    parts = [part.at_every_step() for part in parts]
     first = parts[0]
     names = [list(part.layers.blocks) for part in parts]
     if any(n != names[0] for n in names) or len({part.fisher for part in parts}) > 1:

@@ -280,6 +280,24 @@ def test_curvature_alone_leaves_a_compiled_function_as_arrays():
     np.testing.assert_allclose(deferred["l"][1], always[1], rtol=1e-12)
 
 
+def test_parts_of_curvature_are_computed_once_each():
+    def loss_fn(params, x):
+        for name in params:
+            x = kfac.tap(kfac.Dense(), params[name], x, path=name)
+        return (x**2).mean()
+
+    params = {name: {"kernel": jnp.eye(3)} for name in "abc"}
+    function = kfac.curvature(loss_fn, fisher="empirical")
+
+    def joined(refresh):
+        parts = [function(params, X[:n, 0], refresh=refresh) for n in (2, 4)]
+        return kfac.concatenate_curvature(parts).captured
+
+    program = jax.make_jaxpr(joined)(True)
+    assert sum(eqn.primitive.name == "cond" for eqn in program.eqns) == 2
+    assert jax.jit(joined)(True)["c"][0].shape == (6, 3)
+
+
 def test_errors_say_what_was_expected():
     function = kfac.value_grad_and_curvature
     with pytest.raises(ValueError, match="expected fisher to be one of"):
