@@ -7,7 +7,7 @@ decay for all mechanisms: what twenty trials found for a network of half the wid
 dear beside batches of 17 tokens an image, curvature comes from eight images of 64 and the inverses
 stand for the solution, which was chosen of five such settings by single runs of the dot product
 with seed 7, and by their accuracy on the test images at that. Operands of those products are
-bfloat16, which processors with AMX multiply three times as fast.
+bfloat16, which processors with AMX multiply faster.
 AdamW for as few epochs stands beside it, for what the shorter schedule alone does. Six paired
 seeds.
 

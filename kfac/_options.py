@@ -176,6 +176,11 @@ class Options:
                 f"step to be one of {NORMALIZED}, got {self.curvature!r}, "
                 f"{self.preconditioner_interval} and {self.step!r}; use solver='cg'."
             )
+        if self.product_dtype != "float32" and self.curvature != "kron":
+            raise ValueError(
+                f"product_dtype={self.product_dtype!r} is that of factors: expected "
+                f"curvature='kron', got {self.curvature!r}; set product_dtype='float32'."
+            )
         if self.damping_interval and self.step != "quadratic":
             raise ValueError(
                 f"damping_interval={self.damping_interval} adapts the damping to the quadratic "

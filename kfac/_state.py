@@ -12,7 +12,7 @@ from kfac._blocks import Block
 from kfac._options import Options
 from kfac._stats import Stats, empty_stats
 from kfac._systems import Form
-from kfac._trees import flatten
+from kfac._trees import flatten, nodes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, PyTree
@@ -129,18 +129,10 @@ def find_state(opt_state: PyTree[Array]) -> CGFacState:
     >>> int(kfac.find_state(optimizer.init(params)).count)
     0
     """
-    states = _find_states(opt_state)
+    states = nodes(opt_state, CGFacState)
     if len(states) != 1:
         raise ValueError(
             f"expected the state of an optimizer with one cg_fac, got {len(states)}; pass what its "
             "init and update return."
         )
     return states[0]
-
-
-def _find_states(opt_state: PyTree[Array]) -> list[CGFacState]:
-
-    def is_state(node: Any) -> bool:
-        return isinstance(node, CGFacState)
-
-    return list(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))

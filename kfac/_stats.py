@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from kfac._blocks import Block
 from kfac._options import Options
+from kfac._trees import nodes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
@@ -31,9 +32,9 @@ class Stats:
       model: predicted change of the loss.
       ratio: actual over predicted change, when last measured.
       rejected: 1 where the step was refused.
-      iterations: of CG in each of ``blocks``, means over their lanes.
-      residual: of CG in each of ``measured``, likewise; None where that is none, since no
-        checkpoint library stores empty arrays.
+      iterations: of CG in each of ``blocks``, means over their lanes; None where there are none,
+        since Orbax stores no empty arrays.
+      residual: of CG in each of ``measured``, likewise.
       blocks: names of the blocks.
       measured: names of those whose residual a product tells.
     """
@@ -46,7 +47,7 @@ class Stats:
     model: Float[Array, ""]
     ratio: Float[Array, ""]
     rejected: Float[Array, ""]
-    iterations: Float[Array, " block"]
+    iterations: Float[Array, " block"] | None
     residual: Float[Array, " measured"] | None
     blocks: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     measured: tuple[str, ...] = dataclasses.field(metadata={"static": True})
@@ -73,8 +74,8 @@ def empty_stats(owned: dict[str, Block], zero: Array, options: Options) -> Stats
     """
     measured = tuple(name for name, block in owned.items() if options.measures_residual(block))
     return Stats(
-        *(jnp.full_like(zero, name == "ratio") for name in _SCALARS),
-        iterations=jnp.zeros(len(owned), zero.dtype),
+        **{name: jnp.full_like(zero, name == "ratio") for name in _SCALARS},
+        iterations=jnp.zeros(len(owned), zero.dtype) if owned else None,
         residual=jnp.zeros(len(measured), zero.dtype) if measured else None,
         blocks=tuple(owned),
         measured=measured,
@@ -89,11 +90,7 @@ def find_stats(opt_state: PyTree[Array]) -> list[Stats]:
     >>> find_stats({"of": "another optimizer"})
     []
     """
-
-    def is_one(node: Any) -> bool:
-        return isinstance(node, Stats)
-
-    return list(filter(is_one, jax.tree.leaves(opt_state, is_leaf=is_one)))
+    return nodes(opt_state, Stats)
 
 
 def telemetry(opt_state: PyTree[Array]) -> dict[str, Array]:

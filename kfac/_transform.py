@@ -107,14 +107,7 @@ def scale_by_cg_fac(
             return grads, state._replace(count=state.count + 1)
         curvature = _checked(layers, options, params, curvature, value, value_fn)
         owned = {name: curvature.layers.blocks[name] for name in names}
-        jacobians = {
-            use.name
-            for block in owned.values()
-            for use in block.uses
-            if options.form(block).name != "factors"
-        }
-        if jacobians or options.measures_coherence:
-            curvature = curvature.at_every_step(jacobians)
+        curvature = _at_hand(curvature, owned, options)
 
         def change(delta: Flat) -> Array:  # whose arguments `_checked` looked for
             return value_fn(add(params, delta)) - value  # pyright: ignore[reportOperatorIssue, reportOptionalCall]
@@ -124,6 +117,19 @@ def scale_by_cg_fac(
         return _step(owned, grads, state, params, curvature, sound, change, options)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _at_hand(curvature: Curvature, owned: dict[str, Block], options: Options) -> Curvature:
+    """The curvature with the arrays that steps which renew nothing read, too."""
+    jacobians = {
+        use.name
+        for block in owned.values()
+        for use in block.uses
+        if options.form(block).name != "factors"
+    }
+    if jacobians or options.measures_coherence:
+        return curvature.at_every_step(jacobians)
+    return curvature
 
 
 def _step(

@@ -6,11 +6,13 @@ Parts of a tree may be masked, as optax does it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
+
+Node = TypeVar("Node")
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree
@@ -54,6 +56,19 @@ def masked_paths(tree: PyTree[Any]) -> list[str]:
 
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_masked)[0]
     return [path_name(path) for path, leaf in leaves if is_masked(leaf)]
+
+
+def nodes(tree: PyTree[Any], kind: type[Node]) -> list[Node]:
+    """The nodes of a kind, wherever they stand in a tree.
+
+    >>> nodes({"a": [1, "x"], "b": 2}, int)
+    [1, 2]
+    """
+
+    def is_one(node: Any) -> bool:
+        return isinstance(node, kind)
+
+    return list(filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
 
 
 def all_finite(arrays: Iterable[Array]) -> Bool[Array, ""]:

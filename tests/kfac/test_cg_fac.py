@@ -537,6 +537,20 @@ def test_narrow_products_round_what_they_multiply_and_nothing_else():
         np.testing.assert_allclose(change, expected[: len(change)], rtol=1e-5, atol=1e-7)
 
 
+def test_narrow_products_are_of_factors():
+    with pytest.raises(ValueError, match="expected curvature='kron', got 'exact'; set product_dty"):
+        kfac.Options(curvature="exact", product_dtype="bfloat16")
+
+
+def test_no_state_holds_empty_arrays():  # which Orbax does not store
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    for kept in (layers, layers.select(lambda block: False)):
+        for solver in ("cg", "inverse"):
+            state = kfac.cg_fac(0.1, kept, step="rms", solver=solver).init(PARAMS)
+            assert all(jnp.size(leaf) for leaf in jax.tree.leaves(state))
+            kfac.telemetry(state)
+
+
 def test_cg_makes_up_for_narrow_inverses():
     layers = kfac.find_layers(network, PARAMS, X, LABELS)
     options = dict(step="rms", momentum=0.0, damping=0.1, max_iterations=12)
