@@ -73,6 +73,8 @@ class Problem:
       loss_fn: (params, x, labels) → (mean loss, outputs).
       data: x and labels of the whole training set.
       kfac_jax_loss_fn: the same in a form whose layers kfac-jax finds; None where there is none.
+      cg_iterations: of CG-FAC. Inverses precondition adder layers by a mean over their outputs, so
+        that more is left to CG there.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Problem:
     kfac_jax_loss_fn: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]] | None = (
         None
     )
+    cg_iterations: int = 3
 
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
@@ -175,6 +178,7 @@ def vision_transformer(name: str, *, by_fan_in: bool = True, **model_options: An
         loss_fn,
         data,
         None if model_options else plain,
+        10 if model_options else 3,
     )
 
 
@@ -262,8 +266,16 @@ def cg_fac(problem: Problem, damping: float, kl_clip: float) -> Runner:
     """CG-FAC, Monte Carlo Fisher matrix."""
     x, labels = (a[:BATCH_SIZE] for a in problem.data)
     layers = kfac.find_layers(problem.loss_fn, problem.init(0), x, labels)
-    fixed = dict(fisher="mc", max_iterations=3, preconditioner_interval=2, factor_decay=0.9)
-    optimizer = kfac.cg_fac(1.0, layers, damping=damping, kl_clip=kl_clip, **fixed)
+    optimizer = kfac.cg_fac(
+        1.0,
+        layers,
+        damping=damping,
+        kl_clip=kl_clip,
+        fisher="mc",
+        max_iterations=problem.cg_iterations,
+        preconditioner_interval=2,
+        factor_decay=0.9,
+    )
     function = kfac.value_grad_and_curvature(
         problem.loss_fn, likelihood=problem.likelihood, has_aux=True
     )

@@ -2,9 +2,11 @@
 and all that stands around them.
 
     python -m benchmarks.step_profile [--mechanisms=multiplicative,adder] [--width=96 --depth=6]
+    python -m benchmarks.step_profile --data=fake --mechanisms=multiplicative
 
 DeiT-Tiny on the digits unless sizes are given, 64 images of 17 tokens, forward, backward and
-AdamW, as the experiments train it. The time of every operation is read from a timeline of
+AdamW, as the experiments train it; or 32 images of 65 tokens, the step that `train_step` compares
+with PyTorch's. The time of every operation is read from a timeline of
 ``jax.profiler``, and what an operation is from the compiled program: XLA fuses what stands around a
 product into it, so a fusion with a product counts as one. The bound of a step is the time of its
 products and kernels alone. On several cores operations may overlap and their sum exceed the step:
@@ -26,7 +28,12 @@ from adder_flax import ops, training
 from adder_flax.experiments import common
 from adder_flax.training import sharding
 from benchmarks.timing import seconds_of
+from benchmarks.train_step import deit_tiny_of_65_tokens
 
+IMAGES_OF = {
+    "digits": lambda mechanism: common.deit(mechanism, "tiny", "digits"),
+    "fake": deit_tiny_of_65_tokens,
+}
 _PRODUCT, _KERNEL = "matrix products", "adder and additive kernels"
 _INSTRUCTION = re.compile(r"^(?:ROOT )?%?([\w.-]+) = .*? ([\w-]+)\(")
 _CALLED = re.compile(r"calls=%?([\w.-]+)")
@@ -117,6 +124,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--mechanisms", default="multiplicative,additive,adder")
+    parser.add_argument("--data", default="digits", choices=IMAGES_OF)
     parser.add_argument("--width", type=int, help="of the network; DeiT-Tiny's unless given")
     parser.add_argument("--depth", type=int, help="its blocks; DeiT-Tiny's unless given")
     parser.add_argument("--steps", type=int, default=20, help="that are timed, and then recorded")
@@ -124,7 +132,7 @@ def main() -> None:
     options = parser.parse_args()
     print(ops.backend_report().splitlines()[0])
     for mechanism in options.mechanisms.split(","):
-        config = common.deit(mechanism, "tiny", "digits")
+        config = IMAGES_OF[options.data](mechanism)
         sizes = {"width": options.width, "depth": options.depth}
         config.model.update({name: size for name, size in sizes.items() if size})
         print(describe(mechanism, *profile(config, options.steps), options.rows), flush=True)

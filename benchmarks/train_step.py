@@ -47,9 +47,9 @@ def jax_step(config) -> Callable:
     return step
 
 
-def deit_tiny_of_65_tokens():
-    """The multiplicative DeiT-Tiny on random images."""
-    config = common.deit("multiplicative", "tiny", "fake")
+def deit_tiny_of_65_tokens(mechanism: str = "multiplicative"):
+    """DeiT-Tiny on random images."""
+    config = common.deit(mechanism, "tiny", "fake")
     config.batch_size = IMAGES
     config.task.update(NO_AUGMENTATION)
     return config

@@ -236,13 +236,13 @@ def _share(system: System, b: tuple, gamma: Array, x0: tuple | None, options: Op
         return _solve_system(system, b, gamma, x0, options)
 
     def solve_lanes(
-        params: tuple, state: tuple, inverses: tuple, b: tuple, gamma: Array, x0: tuple | None
+        params: tuple, b: tuple, gamma: Array, x0: tuple | None, state: tuple, inverses: tuple
     ) -> Solution:
         part = dataclasses.replace(system, params=params, state=state, inverses=inverses)
         return _solve_system(part, b, gamma, x0, options)
 
     inverses = (concatenated(system.inverses),) if system.inverses else ()
-    return over_devices(solve_lanes, system.params, system.state, inverses, b, gamma, x0)
+    return over_devices(solve_lanes, system.params, b, gamma, x0, kept=(system.state, inverses))
 
 
 def _solve_system(

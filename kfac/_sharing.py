@@ -20,15 +20,21 @@ if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
 
 
-def over_devices(function: Callable[..., PyTree], *lanes: PyTree, whole: bool = True) -> Any:
-    """``function(*lanes)``, computed in parts where a mesh is set (``jax.set_mesh``).
+def over_devices(
+    function: Callable[..., PyTree],
+    *lanes: PyTree,
+    kept: tuple[PyTree, ...] = (),
+    whole: bool = True,
+) -> Any:
+    """``function(*lanes, *kept)``, computed in parts where a mesh is set (``jax.set_mesh``).
 
     Each device takes some lanes.
 
     Args:
       function: treats every lane by itself, and gives arrays with the lanes first.
-      *lanes: trees of arrays with the lanes first.
-      whole: whether every device gets all results, else a part of each lane where it can be cut.
+      *lanes: trees of arrays with the lanes first, which all devices have.
+      kept: more of them, of which devices keep a part of each lane where it can be cut.
+      whole: whether every device gets all results, else they are as ``kept``.
 
     >>> import jax.numpy as jnp
     >>> over_devices(lambda x: x.sum(1), jnp.ones((3, 2))).tolist()
@@ -36,21 +42,29 @@ def over_devices(function: Callable[..., PyTree], *lanes: PyTree, whole: bool = 
     """
     axes, parts = _automatic_axes()
     if parts == 1:
-        return function(*lanes)
-    count = jax.tree.leaves(lanes)[0].shape[0]
-    missing = -count % parts
+        return function(*lanes, *kept)
+    count = jax.tree.leaves((lanes, kept))[0].shape[0]
+    # A single lane is computed by all, since there would be nothing to send but copies of it.
+    dealt = count > 1
+    missing = -count % parts if dealt else 0
 
     def padded(a: Array) -> Array:  # with copies, which are as regular as what they copy
         return jnp.concatenate([a, *[a[:1]] * missing])
 
+    def whole_or_cut(a: Array) -> Array:
+        # What devices have parts of is left to XLA: a place for its stack would be one for what it
+        # was computed from, too, the activations of the network in the end.
+        return a if any(_within_lanes(a, axes, parts)) else _whole(a)
+
     if missing:
-        lanes = jax.tree.map(padded, lanes)
-    spec = PartitionSpec(axes)
+        lanes, kept = jax.tree.map(padded, (lanes, kept))
+    spec = PartitionSpec(axes) if dealt else PartitionSpec()
+    # Lanes are put together one by one for what follows, and cut out of its results. Without
+    # places of their own the whole would count as dealt out on either side, and XLA would send
+    # each lane around by itself; so one exchange serves all.
     result = jax.shard_map(
         function, in_specs=spec, out_specs=spec, axis_names=set(axes), check_vma=False
-    )(*lanes)
-    # Lanes are cut out of what follows one by one. Left where they were computed, each
-    # would be sent around by itself; now one exchange serves all.
+    )(*jax.tree.map(_whole, lanes), *jax.tree.map(whole_or_cut, kept))
     place = (lambda a: PartitionSpec()) if whole else (lambda a: _within_lanes(a, axes, parts))
     result = jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, place(a)), result)
     return jax.tree.map(lambda a: a[:count], result)
@@ -63,6 +77,10 @@ def divides_lanes() -> bool:
     False
     """
     return _automatic_axes()[1] > 1
+
+
+def _whole(array: Array) -> Array:
+    return jax.lax.with_sharding_constraint(array, PartitionSpec())
 
 
 def _within_lanes(array: Array, axes: tuple[str, ...], parts: int) -> PartitionSpec:

@@ -328,7 +328,7 @@ def damped_inverses(groups: Iterable[System], gamma: dict[str, Array]) -> Factor
     for of_one_size in places.values():
         lanes = [factors[name][side] for name, side in of_one_size]
         ends = list(itertools.accumulate(len(damping) for _, damping in lanes))
-        inverse = over_devices(_damped_inverse, *concatenated(lanes), whole=False)
+        inverse = over_devices(_damped_inverse, kept=concatenated(lanes), whole=False)
         inverses |= dict(zip(of_one_size, jnp.split(inverse, ends[:-1]), strict=True))
     return {name: (inverses[name, 0], inverses[name, 1]) for name in factors}
 

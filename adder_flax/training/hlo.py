@@ -12,6 +12,7 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.+?) ([a-z][\w\-]*)\(")
 _CALLED = re.compile(
     r"(calls|to_apply|body|condition|called_computations|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _TRIP_COUNT = re.compile(r"known_trip_count\W+n\W+(\d+)")
 _ARRAY = re.compile(r"\b(?:[a-z]+(\d+)[a-z0-9]*|pred)\[([\d,]*)\]")
 
@@ -48,6 +49,7 @@ def collectives(hlo: str) -> dict[str, Traffic]:
     # By computation: callee and number of turns.
     calls: dict[str, list[tuple[str, int]]] = defaultdict(list)
     shapes: dict[str, int] = {}
+    channels: set[str] = set()
     entry = here = ""
     for line in hlo.splitlines():
         if header := _COMPUTATION.match(line):
@@ -56,9 +58,23 @@ def collectives(hlo: str) -> dict[str, Traffic]:
         elif instruction := _INSTRUCTION.match(line):
             shapes[line.split(" = ")[0].split()[-1].lstrip("%")] = _array_bytes(instruction[1])
             calls[here] += _callees(line)
-            if (kind := instruction[2].removesuffix("-start")) in KINDS:
+            kind = instruction[2].removesuffix("-start")
+            if kind in KINDS and _is_first(line, channels):
                 found[here].append((kind, _traffic_bytes(kind, line, instruction, shapes)))
     return _total(_scattered(found), calls, entry)
+
+
+def _is_first(line: str, channels: set[str]) -> bool:
+    """Whether a collective's channel is new, and adds it to the others.
+
+    XLA:TPU writes one that goes on beside other work into each fusion that it goes on beside.
+    """
+    channel = _CHANNEL.search(line)
+    if channel is None:
+        return True
+    is_first = channel[1] not in channels
+    channels.add(channel[1])
+    return is_first
 
 
 def _array_bytes(shape: str) -> int:

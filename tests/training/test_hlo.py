@@ -49,6 +49,18 @@ def test_each_kind_is_counted_with_its_bytes_and_turns():
     }
 
 
+def test_a_collective_that_goes_on_beside_other_work_is_one():
+    gather = "all-gather(%p), channel_id=7, dimensions={0}"
+    fusions = [
+        f"%beside.{i} (p: f32[4,8]) -> f32[32,8] {{\n  ROOT %g = f32[32,8]{{1,0}} {gather}\n}}\n"
+        for i in range(3)
+    ]
+    calls = [f"  %f.{i} = f32[32,8]{{1,0}} fusion(%p), calls=%beside.{i}" for i in range(3)]
+    other = f"  %other = f32[32,8]{{1,0}} {gather.replace('7', '8')}"
+    entry = ["ENTRY %main (p: f32[4,8]) -> f32[32,8] {", *calls, other, "}"]
+    assert collectives("\n".join([*fusions, *entry])) == {"all-gather": Traffic(2, 2 * 32 * 8 * 4)}
+
+
 COMPILED = """
 import jax, jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
