@@ -139,7 +139,11 @@ MESHES = ((8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8))
 # as by default: of those, on one device alone, damping changed by a millionth changes the fourth
 # gradient by 4 %. After four of them, logits are so alike that it decides which is the largest.
 BOUND = {"adamw": 1e-5, "cg_fac": 1e-3}
-SHORTER = {"adamw": {}, "cg_fac": {"optimizer.cg_fac.learning_rate": 0.02}}
+# By default the number of examples that give curvature depends on how many devices share them.
+SHORTER = {
+    "adamw": {},
+    "cg_fac": {"optimizer.cg_fac.learning_rate": 0.02, "optimizer.cg_fac.curvature_stride": 2},
+}
 FLIPS = {"adamw": 0, "cg_fac": 10}  # of 360 images
 
 
@@ -160,8 +164,10 @@ def test_every_mesh_gives_the_numbers_of_one_device(mechanism, optimizer):
     one, data_parallel, *_ = results
     if optimizer == "cg_fac":  # parameters and what is like them are whole there, the rest is split
         assert data_parallel["state_bytes_on_first"] < 0.8 * one["state_bytes"]
-        # Layers are dealt out and come back all at once, not one by one.
-        assert "collective-permute" not in data_parallel["collectives"]
+        # Layers are dealt out and come back all at once, not one by one. What sends parts of
+        # adder layers from device to device is not the optimizer.
+        if mechanism == "multiplicative":
+            assert "collective-permute" not in data_parallel["collectives"]
 
 
 @pytest.mark.slow
