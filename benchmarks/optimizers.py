@@ -178,7 +178,7 @@ def vision_transformer(name: str, *, by_fan_in: bool = True, **model_options: An
         loss_fn,
         data,
         None if model_options else plain,
-        10 if model_options else 3,
+        cg_iterations=10 if model_options else 3,
     )
 
 

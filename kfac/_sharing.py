@@ -51,6 +51,9 @@ def over_devices(
     def padded(a: Array) -> Array:  # with copies, which are as regular as what they copy
         return jnp.concatenate([a, *[a[:1]] * missing])
 
+    def cut(a: Array) -> Array:
+        return jax.lax.with_sharding_constraint(a, _within_lanes(a, axes, parts))
+
     def whole_or_cut(a: Array) -> Array:
         # What devices have parts of is left to XLA: a place for its stack would be one for what it
         # was computed from, too, the activations of the network in the end.
@@ -65,8 +68,7 @@ def over_devices(
     result = jax.shard_map(
         function, in_specs=spec, out_specs=spec, axis_names=set(axes), check_vma=False
     )(*jax.tree.map(_whole, lanes), *jax.tree.map(whole_or_cut, kept))
-    place = (lambda a: PartitionSpec()) if whole else (lambda a: _within_lanes(a, axes, parts))
-    result = jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, place(a)), result)
+    result = jax.tree.map(_whole if whole else cut, result)
     return jax.tree.map(lambda a: a[:count], result)
 
 

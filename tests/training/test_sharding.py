@@ -164,8 +164,8 @@ def test_every_mesh_gives_the_numbers_of_one_device(mechanism, optimizer):
     one, data_parallel, *_ = results
     if optimizer == "cg_fac":  # parameters and what is like them are whole there, the rest is split
         assert data_parallel["state_bytes_on_first"] < 0.8 * one["state_bytes"]
-        # Layers are dealt out and come back all at once, not one by one. What sends parts of
-        # adder layers from device to device is not the optimizer.
+        # Layers are dealt out and come back all at once, not one by one. Factors of adder layers
+        # are averaged over outputs before they are dealt out, which does send parts of them.
         if mechanism == "multiplicative":
             assert "collective-permute" not in data_parallel["collectives"]
 
