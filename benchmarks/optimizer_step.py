@@ -5,8 +5,9 @@
     python -m benchmarks.optimizer_step --config=experiments/autoencoder.py --optimizers=muon
 
 CG-FAC renews curvature and inverses at some steps alone, SOAP and KL-Shampoo their bases, so a
-window is as many steps as lie between two at which all is renewed. Variants, with semicolons
-between them, are fields of --config.optimizer.cg_fac. Images are of random pixels where
+window is as many steps as lie between two at which all is renewed, and some times as many where
+another's is longer: the end of each is waited for, which costs a short one more. Variants, with
+semicolons between them, are fields of --config.optimizer.cg_fac. Images are of random pixels where
 --data=fake. Another network comes with --config: an experiment, or the record of a run. The steps
 are compiled side by side, and each is timed as soon as all are; what a window took is said at once,
 so that a run that is cut off has told what it measured. On a GPU it is also said how long the
@@ -61,6 +62,16 @@ def window_of(config: ml_collections.ConfigDict) -> int:
     return optimizer.basis_interval if optimizer.name in ("soap", "kl_shampoo") else 2
 
 
+def alike(lengths: dict[str, int]) -> dict[str, int]:
+    """Returns multiples of the lengths of windows, none shorter than the longest of these.
+
+    >>> alike({"adamw": 2, "cg_fac": 5})
+    {'adamw': 6, 'cg_fac': 5}
+    """
+    longest = max(lengths.values())
+    return {name: math.ceil(longest / length) * length for name, length in lengths.items()}
+
+
 def repeated(step: Callable, count: int) -> Callable:
     """Returns a function that takes so many steps and returns the metrics of the last."""
 
@@ -110,7 +121,7 @@ def main() -> None:
     for variant in flags.variants.split(";"):
         name = f"cg_fac {variant.strip()}".strip()
         configs[name] = with_fields(make_config(flags, "cg_fac"), variant)
-    lengths = {name: window_of(config) for name, config in configs.items()}
+    lengths = alike({name: window_of(config) for name, config in configs.items()})
     steps = {name: jax_step(config) for name, config in configs.items()}
     compile_all(steps)
     windows = {name: repeated(step, lengths[name]) for name, step in steps.items()}

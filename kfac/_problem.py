@@ -17,6 +17,7 @@ from kfac import _systems as systems
 from kfac._blocks import Block
 from kfac._costs import prefers_dual
 from kfac._curvature import Curvature
+from kfac._inverses import damped_inverses
 from kfac._options import Options
 from kfac._sharing import divides_lanes, over_devices
 from kfac._solver import Solution
@@ -202,7 +203,7 @@ def _refresh_inverses(
     def invert() -> dict[str, tuple[Array, ...]]:
         # Built in here: XLA copies what a branch takes from outside at every step, stacks of all
         # factors among it, and most steps invert nothing.
-        inverses = systems.damped_inverses(build(old), gamma)
+        inverses = damped_inverses(build(old), gamma)
         return {n: tuple(a.astype(old[n][0].dtype) for a in pair) for n, pair in inverses.items()}
 
     # An old inverse costs iterations, not the solution: CG solves today's system whatever

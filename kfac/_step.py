@@ -153,6 +153,16 @@ def normalized_step(
     return Proposal(delta, jnp.stack([step, share]), model, one, one)
 
 
+def is_finite(solved: dict[str, Solution], proposal: Proposal) -> Bool[Array, ""]:
+    """Whether a step has no entry that is infinite or not a number.
+
+    By the squares of the solutions, which are there: a look at each array would be as many small
+    kernels on a GPU. The last step, which a step may go on from, was finite when it was taken.
+    """
+    numbers = jnp.stack([proposal.model, *proposal.coefficients])
+    return jnp.isfinite(_forms(solved)).all() & jnp.isfinite(numbers).all()
+
+
 class QuadraticForms(NamedTuple):
     """What solutions x are to the model of the loss, summed over all blocks.
 

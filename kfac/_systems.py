@@ -9,18 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from kfac import _blocks as blocks
 from kfac import _solver as solver
 from kfac._blocks import Block
 from kfac._curvature import Curvature
-from kfac._sharing import over_devices
 from kfac._trees import concatenated
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from jaxtyping import Array, Float, PyTree
 
     Lanes = tuple[Float[Array, "lane ..."], ...]
@@ -309,98 +305,6 @@ def diagonal(factor: Float[Array, "lane n *n"]) -> Float[Array, "lane n"]:
 
 def _mean_diagonal(matrix: Float[Array, "lane n n"]) -> Float[Array, " lane"]:
     return diagonal(matrix).mean(-1)
-
-
-def damped_inverses(groups: Iterable[System], gamma: dict[str, Array]) -> Factors:
-    """By block, (𝒜 + π√γ I)⁻¹ and (𝒢 + √γ/π I)⁻¹, see ``System.damped_factors``.
-
-    Factors of one size are inverted side by side, whatever layers they are of: inverting is a long
-    chain of small operations.
-    """
-    factors: dict[str, tuple[Lanes, Lanes]] = {}
-    for system in groups:
-        factors |= system.damped_factors(gamma)
-    places: dict[Any, list[tuple[str, int]]] = {}
-    for name, sides in factors.items():
-        for side, (matrix, _) in enumerate(sides):
-            places.setdefault((matrix.shape[-1], matrix.dtype), []).append((name, side))
-    inverses = {}
-    for of_one_size in places.values():
-        lanes = [factors[name][side] for name, side in of_one_size]
-        ends = list(itertools.accumulate(len(damping) for _, damping in lanes))
-        inverse = over_devices(_damped_inverse, kept=concatenated(lanes), whole=False)
-        inverses |= dict(zip(of_one_size, jnp.split(inverse, ends[:-1]), strict=True))
-    return {name: (inverses[name, 0], inverses[name, 1]) for name in factors}
-
-
-def _damped_inverse(
-    matrix: Float[Array, "lane n n"], damping: Float[Array, " lane"]
-) -> Float[Array, "lane n n"]:
-    """Inverses of the damped factors, symmetric to the last bit, as CG needs.
-
-    Where float32 cannot invert a factor, the identity: CG does without it.
-    """
-    # On CPUs lane by lane: there, jaxlib's batched factorizations wait for threads of the pool
-    # that they run on, and two of them at once wait for ever where the pool has two threads.
-    # Elsewhere one lane alone would leave most of the device idle.
-    return jax.lax.platform_dependent(
-        matrix + damping[:, None, None] * jnp.eye(matrix.shape[-1], dtype=matrix.dtype),
-        cpu=lambda lanes: jax.lax.map(_inverse, lanes),
-        # Row by row, as the state keeps them: XLA may end in columns, and then turns all inverses
-        # at every step, those that invert nothing too.
-        default=lambda lanes: with_layout_constraint(_inverse(lanes), Layout((0, 1, 2))),
-    )
-
-
-def _inverse(matrix: Float[Array, "*lane n n"]) -> Float[Array, "*lane n n"]:
-    inverse = _root_and_inverse(matrix)[1]  # the root of all is dead code, which XLA leaves out
-    eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
-    return jnp.where(jnp.isfinite(inverse).all((-2, -1), keepdims=True), inverse, eye)
-
-
-def _root_and_inverse(
-    matrix: Float[Array, "*lane n n"],
-) -> tuple[Float[Array, "*lane n n"], Float[Array, "*lane n n"]]:
-    """L⁻¹ and A⁻¹ of A = L Lᵀ, NaN where rounding made A indefinite.
-
-    By products of blocks, 1.7 n³ operations for the inverse, but for the smallest blocks. Libraries
-    for GPUs factorize a batch of large matrices by kernels for small ones, and one after the other
-    with most of the device idle; products of a batch fill it. On CPUs they have XLA's own threads.
-    """
-    if matrix.shape[-1] == 1:
-        root = 1 / jnp.sqrt(matrix)
-        return root, root * root
-    if matrix.shape[-1] <= _MOST_BY_CHOLESKY:
-        root = jax.lax.linalg.cholesky(matrix, symmetrize_input=False)
-        eye = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
-        root = jax.lax.linalg.triangular_solve(root, eye, left_side=True, lower=True)
-        return root, _matmul(root.mT, root)
-    # Largest blocks first: the few sizes that they come in are few products to compile, and the row
-    # of a bias is by itself.
-    middle = _MOST_BY_CHOLESKY
-    while 2 * middle < matrix.shape[-1]:
-        middle *= 2
-    side = matrix[..., middle:, :middle]
-    upper_root, upper = _root_and_inverse(matrix[..., :middle, :middle])
-    # The Schur complement from a root of A₁₁⁻¹: by A₁₁⁻¹ itself rounding would grow with the square
-    # of A's condition.
-    beside = _matmul(side, upper_root.mT)
-    complement = matrix[..., middle:, middle:] - _matmul(beside, beside.mT)
-    lower_root, lower = _root_and_inverse(complement)
-    ratio = _matmul(beside, upper_root)  # A₂₁ A₁₁⁻¹
-    below = -_matmul(lower, ratio)
-    corner = _matmul(ratio.mT, below)
-    upper -= (corner + corner.mT) / 2
-    inverse = jnp.block([[upper, below.mT], [below, lower]])
-    below = -_matmul(lower_root, ratio)
-    return jnp.block([[upper_root, jnp.zeros_like(side.mT)], [below, lower_root]]), inverse
-
-
-# Rows that one thread block of a GPU factorizes in its shared memory.
-_MOST_BY_CHOLESKY = 96
-
-# In float32 wherever the default is less: what is subtracted is close to what it is taken from.
-_matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 def build(

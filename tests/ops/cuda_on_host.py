@@ -121,8 +121,13 @@ class CudaOnHost(CudaBackend):
     """Runs the kernels where they are called."""
 
     def launch(self, kernel, arrays, results):
-        shapes = [result.shape for result in results]
-        return jax.pure_callback(functools.partial(_run, kernel, shapes), results, *arrays)
+        return run_on_host(kernel, arrays, results)
+
+
+def run_on_host(kernel: Kernel, arrays, results):
+    """Returns what a kernel computes of these arrays; results are types."""
+    shapes = [result.shape for result in results]
+    return jax.pure_callback(functools.partial(_run, kernel, shapes), results, *arrays)
 
 
 def _run(kernel: Kernel, shapes, *arrays):
