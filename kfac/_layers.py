@@ -55,13 +55,15 @@ class Dense:
     def features(
         self, params: Params, x: Float[Array, "*batch features"]
     ) -> Float[Array, "*batch lifted"]:
-        """[x, 1], or x where there is no bias."""
-        if self._rows(params) == x.shape[-1]:
+        """[x, 1, 0, …], as ``_filled`` says, or x where there is no bias."""
+        rows = self._lifted_rows(params)
+        if rows == x.shape[-1]:
             return x
-        return jnp.concatenate([x, jnp.ones((*x.shape[:-1], 1), x.dtype)], axis=-1)
+        one = (jnp.arange(rows - x.shape[-1]) == 0).astype(x.dtype)
+        return jnp.concatenate([x, jnp.broadcast_to(one, (*x.shape[:-1], one.size))], axis=-1)
 
     def lift(self, params: Params, v: Params) -> Float[Array, "lifted outputs"]:
-        """The matrix M with J v = φ(x) M; here [V; v_b]."""
+        """The matrix M with J v = φ(x) M; here [V; v_b; 0; …]."""
         return self.matrix(v)
 
     def project(self, params: Params, matrix: Float[Array, "lifted outputs"]) -> Params:
@@ -69,9 +71,12 @@ class Dense:
         return self.unmatrix(params, matrix)
 
     def matrix(self, v: Params) -> Float[Array, "rows outputs"]:
-        """[V; v_b] itself, whatever the lift."""
+        """[V; v_b; 0; …] itself, whatever the lift."""
         matrix = self._matrix(v["kernel"])
-        return jnp.concatenate([matrix, v["bias"].reshape(1, -1)]) if "bias" in v else matrix
+        if "bias" not in v:
+            return matrix
+        matrix = jnp.concatenate([matrix, v["bias"].reshape(1, -1)])
+        return jnp.pad(matrix, ((0, _filled(len(matrix)) - len(matrix)), (0, 0)))
 
     def unmatrix(self, params: Params, matrix: Float[Array, "rows outputs"]) -> Params:
         """The inverse, and the transpose, of ``matrix``."""
@@ -137,8 +142,9 @@ class Dense:
         matrix = kernel.reshape(math.prod(kernel.shape[: self.num_in_axes]), -1)
         return matrix.T if self.transpose else matrix
 
-    def _rows(self, params: Params) -> int:
-        return self._matrix(params["kernel"]).shape[0] + ("bias" in params)
+    def _lifted_rows(self, params: Params) -> int:
+        rows = self._matrix(params["kernel"]).shape[0]
+        return _filled(rows + 1) if "bias" in params else rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,40 +179,42 @@ class L1Dense(Dense):
 
     def lift(self, params: Params, v: Params) -> Float[Array, "lifted outputs"]:
         offset = v.get("bias", 0) - (params["kernel"] * v["kernel"]).sum(0)
-        return jnp.concatenate([v["kernel"], offset[None]])
+        return self.matrix({"kernel": v["kernel"], "bias": offset})
 
     def project(self, params: Params, matrix: Float[Array, "lifted outputs"]) -> Params:
-        projected = {"kernel": matrix[:-1] - params["kernel"] * matrix[-1]}
-        return projected | ({"bias": matrix[-1]} if "bias" in params else {})
+        rows = len(params["kernel"])
+        projected = {"kernel": matrix[:rows] - params["kernel"] * matrix[rows]}
+        return projected | ({"bias": matrix[rows]} if "bias" in params else {})
 
     def mean_left(
         self, params: Params, left: Float[Array, "lifted lifted"]
     ) -> Float[Array, "rows rows"]:
-        kernel = params["kernel"]
-        cross = jnp.outer(left[:-1, -1], kernel.mean(1))
-        mean = (
-            left[:-1, :-1] - cross - cross.T + left[-1, -1] * (kernel @ kernel.T) / kernel.shape[1]
-        )
+        kernel, rows = params["kernel"], len(params["kernel"])
+        inputs, column, corner = left[:rows, :rows], left[:rows, rows], left[rows, rows]
+        cross = jnp.outer(column, kernel.mean(1))
+        mean = inputs - cross - cross.T + corner * (kernel @ kernel.T) / kernel.shape[1]
         if "bias" not in params:
             return mean
-        column = left[:-1, -1] - left[-1, -1] * kernel.mean(1)
-        return jnp.block([[mean, column[:, None]], [column[None], left[-1:, -1:]]])
+        column = (column - corner * kernel.mean(1))[:, None]
+        mean = jnp.block([[mean, column], [column.T, corner[None, None]]])
+        return jnp.pad(mean, (0, len(left) - len(mean)))
 
     def left_traces(
         self, params: Params, left: Float[Array, "lifted lifted"]
     ) -> Float[Array, " outputs"]:
-        kernel = params["kernel"]
+        kernel, rows = params["kernel"], len(params["kernel"])
         offsets = (
-            left[-1, -1] * ((kernel**2).sum(0) + ("bias" in params)) - 2 * left[:-1, -1] @ kernel
+            left[rows, rows] * ((kernel**2).sum(0) + ("bias" in params))
+            - 2 * left[:rows, rows] @ kernel
         )
-        return _trace(left[:-1, :-1]) + offsets
+        return _trace(left[:rows, :rows]) + offsets
 
     @property
     def isometric(self) -> bool:
         return False
 
-    def _rows(self, params: Params) -> int:
-        return params["kernel"].shape[0] + 1
+    def _lifted_rows(self, params: Params) -> int:
+        return _filled(len(params["kernel"]) + 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,7 +382,7 @@ class Readout(Dense):
         sample = _Framed(self.sample, (0,), num_frames)
         return dataclasses.replace(self, fn=_Framed(self.fn, (None, 0), num_frames), sample=sample)
 
-    def _rows(self, params: Params) -> int:
+    def _lifted_rows(self, params: Params) -> int:
         return params["kernel"].shape[0]
 
 
@@ -462,6 +470,19 @@ class _Framed:
     @property
     def __name__(self) -> str:
         return getattr(self.fn, "__name__", "")
+
+
+def _filled(rows: int) -> int:
+    """So many rows of [W; b], with those of zeros that make them a multiple of 16 or 8.
+
+    Where these are few: the devices of a mesh can divide them then, where an odd number of rows
+    would be kept by each as a whole, and matrix units meet whole tiles.
+
+    >>> _filled(97), _filled(193), _filled(769)
+    (97, 200, 784)
+    """
+    multiples = (-(-rows // unit) * unit for unit in (16, 8))
+    return next((whole for whole in multiples if 20 * (whole - rows) <= rows), rows)
 
 
 def _trace(matrix: Float[Array, "n n"]) -> Float[Array, ""]:

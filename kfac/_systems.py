@@ -14,6 +14,7 @@ from kfac import _blocks as blocks
 from kfac import _solver as solver
 from kfac._blocks import Block
 from kfac._curvature import Curvature
+from kfac._sharing import over_devices
 from kfac._trees import concatenated
 
 if TYPE_CHECKING:
@@ -155,15 +156,21 @@ class System:
         Source: Martens & Grosse (2015), section 6.3.
         """
         left, right = self.state
-        left = jax.vmap(self.program[0].mean_left)(self.params, left)
+        if not self.program[0].layer.isometric:
+            # Rows of a factor may lie on different devices: sliced there, they would be sent around
+            # one by one.
+            mean = jax.vmap(self.program[0].mean_left)
+            left = over_devices(mean, self.params, kept=(left,), whole=False)
+        # Not those of zeros, see `Dense.features`.
+        columns = right.shape[-1]
+        rows = self.blocks[0].size // columns
         root = jnp.sqrt(jnp.concatenate([gamma[block.name] for block in self.blocks]))
         tiny = jnp.finfo(left.dtype).tiny
         # (𝒜 + π√γ I) ⊗ (𝒢 + √γ/π I) has γI and two terms too many, whose trace norm is
         # least for this π. The factors may differ by many orders of magnitude: one √γ for
         # both would drown the smaller and not reach the larger.
-        pi = jnp.sqrt(
-            jnp.maximum(_mean_diagonal(left), tiny) / jnp.maximum(_mean_diagonal(right), tiny)
-        )
+        means = (diagonal(a).sum(-1) / count for a, count in ((left, rows), (right, columns)))
+        pi = jnp.sqrt(functools.reduce(jnp.divide, (jnp.maximum(mean, tiny) for mean in means)))
         parts = self.split(((left, root * pi), (right, root / pi)))
         return {block.name: part for block, part in zip(self.blocks, parts, strict=True)}
 
@@ -301,10 +308,6 @@ def new_factors(block: Block, curvature: Curvature, params: Lanes, form: Form) -
 def diagonal(factor: Float[Array, "lane n *n"]) -> Float[Array, "lane n"]:
     """The diagonal of a factor, which may hold nothing else."""
     return factor if factor.ndim == 2 else jnp.diagonal(factor, axis1=1, axis2=2)
-
-
-def _mean_diagonal(matrix: Float[Array, "lane n n"]) -> Float[Array, " lane"]:
-    return diagonal(matrix).mean(-1)
 
 
 def build(

@@ -11,6 +11,7 @@ import pytest
 
 import kfac
 from adder_flax import ops
+from kfac import _layers
 from kfac import _systems as systems
 from kfac._systems import Form
 from tests.kfac.reference import (
@@ -385,3 +386,34 @@ def test_an_adder_layer_that_is_called_wants_its_distances():
     layer, params = kfac.L1Dense(), {"kernel": jnp.ones((3, 2))}
     with pytest.raises(ValueError, match=r"expected distances=.*got none; give kfac.L1Dense"):
         kfac.tap(layer, params, jnp.ones((4, 3)), path="")
+
+
+@pytest.mark.parametrize("solver", ["cg", "eigh", "inverse", "dense"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("layer", [kfac.Dense(), L1_FULL])
+def test_rows_of_zeros_change_no_step(layer, bias, solver, monkeypatch):
+    params = {"kernel": normal(0, 6, 4)} | ({"bias": normal(1, 4)} if bias else {})
+    x, labels = normal(2, 9, 6), jnp.arange(9) % 4
+
+    def loss_fn(params, x):
+        return cross_entropy(kfac.tap(layer, params, x, path=""), labels)
+
+    def step():
+        function = kfac.value_grad_and_curvature(loss_fn, fisher="empirical", has_aux=True)
+        _, grads, curvature = function(params, x)
+        optimizer = kfac.cg_fac(
+            1.0,
+            curvature.layers,
+            **{"solver": solver, "step": "trust_ratio", "max_iterations": 2},
+        )
+        updates, state = optimizer.update(
+            grads, optimizer.init(params), params, curvature=curvature
+        )
+        ((left, _),) = kfac.find_state(state).averages.factors.values()
+        return updates, left.shape[-1]
+
+    expected, rows = step()
+    monkeypatch.setattr(_layers, "_filled", lambda rows: rows + 5)
+    updates, filled = step()
+    assert filled == rows + (5 if bias or layer is L1_FULL else 0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), updates, expected)
