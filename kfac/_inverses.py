@@ -37,12 +37,17 @@ def damped_inverses(groups: Iterable[System], gamma: dict[str, Array]) -> Factor
     chain of small operations.
     """
     factors: dict[str, tuple[Lanes, Lanes]] = {}
-    for system in groups:
-        factors |= system.damped_factors(gamma)
     places: dict[Any, list[tuple[str, int]]] = {}
-    for name, sides in factors.items():
-        for side, (matrix, _) in enumerate(sides):
-            places.setdefault((matrix.shape[-1], matrix.dtype), []).append((name, side))
+    for system in groups:
+        of_system = system.damped_factors(gamma)
+        factors |= of_system
+        for name, sides in of_system.items():
+            for side, (matrix, _) in enumerate(sides):
+                # A stack has one place: what was averaged by the devices would give its own to
+                # those that the activations of the network are on the way to.
+                averaged = side == 0 and not system.program[0].layer.isometric
+                key = matrix.shape[-1], matrix.dtype, averaged
+                places.setdefault(key, []).append((name, side))
     inverses = {}
     for of_one_size in places.values():
         lanes = [factors[name][side] for name, side in of_one_size]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from adder_flax.experiments import common
+from benchmarks import verify
 from benchmarks.optimizer_step import make_config, window_of, with_fields
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -45,3 +46,11 @@ def test_the_step_of_any_experiment_can_be_timed():
     config = make_config(argparse.Namespace(config=str(path)), "muon")
     assert (config.model.name, config.optimizer.name) == ("autoencoder", "muon")
     assert window_of(config) == 2
+
+
+def test_every_block_of_an_experiment_is_verified_in_float64():
+    report = verify.report_of(verify.make_run("autoencoder", examples=3, depth=1))
+    assert report.layers.coverage == 1
+    assert max(row.product_error for row in report.rows) < 1e-12
+    (line,) = verify.lines(report)
+    assert line.startswith(f"dense (factors) | {len(report.rows)} | ")

@@ -1,0 +1,108 @@
+"""Every block of every experiment against dense algebra in float64, by `kfac.verify`.
+
+    python -m benchmarks.verify
+    python -m benchmarks.verify --configs=adder_deit_tiny,adder_g2p
+
+A few examples as the experiment's task makes them, its network at the start with one or two of its
+blocks, its own loss with dropout. A row stands for all blocks of a kind of layer: how many there
+are, how much of the gradient is not captured, how far a product with F is from that with the
+gradients of single examples, how far conjugate gradients run to their end are from a direct
+solution, and the cosine between the solutions with factors and with F itself, its worst and its
+median. Where they are not here, images and words are imitated in their shapes.
+"""
+
+import argparse
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+from flax import nnx
+
+import kfac
+from adder_flax import data, experiment, ops, training
+
+# The larger DeiT have the kinds of blocks of the small one, and what learns from a teacher those
+# of what learns from labels.
+CONFIGS = (
+    *("deit_tiny", "additive_deit_tiny", "adder_deit_tiny", "deit_recipe:digits", "deit3_recipe"),
+    *("cifar10_fast", "adder_cifar10_fast", "conv_net", "autoencoder"),
+    *("g2p", "dot_g2p", "additive_g2p", "adder_g2p", "bilinear_g2p", "xor_alignment"),
+)
+TITLES = ("kind", "blocks", "capture", "product", "cg", "cosine", "median")
+
+
+def make_run(name: str, examples: int, depth: int) -> training.Run:
+    """Returns the run of an experiment with so few examples and no more than so many blocks."""
+    config: ml_collections.ConfigDict = experiment.load_experiment(name)
+    config.batch_size = examples
+    if "depth" in config.model:
+        config.model.depth = min(config.model.depth, depth)
+    return training.build_run(config, load=data.load_or_imitate)
+
+
+def report_of(run: training.Run) -> kfac.Report:
+    """Returns what `kfac.verify` finds in a batch of a run, in float64."""
+    model = run.program.build_model(run.numbers)
+    for _, module in nnx.iter_modules(model):
+        if getattr(module, "dtype", None) is not None:
+            module.dtype = jnp.dtype(jnp.float64)
+    graphdef, params = nnx.split(model, nnx.Param)
+    parts, key = run.program.parts(run.numbers, graphdef), jax.random.key(0)
+    examples = parts.examples(key, run.batches()[0])
+
+    def loss(params, examples, key):
+        outcome = parts.loss(params, examples, key)
+        return outcome.loss, outcome.outputs
+
+    def wide(array):
+        return array.astype(jnp.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array
+
+    with jax.enable_x64(True), ops.use_backend("xla"):
+        params, examples = jax.tree.map(wide, (nnx.to_pure_dict(params), examples))
+        return kfac.verify(loss, params, examples, key, has_aux=True)
+
+
+def lines(report: kfac.Report) -> list[str]:
+    """Returns a line for each kind of layer."""
+    kinds = defaultdict(list)
+    for row in report.rows:
+        (use, *_) = report.layers.blocks[row.name].uses
+        kinds[f"{use.layer.kind} ({row.form})"].append(row)
+    found = []
+    for kind, rows in sorted(kinds.items()):
+        worst = (
+            f"{max(getattr(row, name) for row in rows):.1e}"
+            for name in ("capture_error", "product_error", "cg_error")
+        )
+        cosines = [row.kron_cosine for row in rows]
+        ends = (f"{min(cosines):.3f}", f"{statistics.median(cosines):.3f}")
+        found.append(" | ".join((kind, str(len(rows)), *worst, *ends)))
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a table.
+
+    Args:
+      arguments: command line; None for that of the process.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--configs", default=",".join(CONFIGS), help="experiments by name")
+    parser.add_argument("--examples", type=int, default=8)
+    parser.add_argument("--depth", type=int, default=2, help="blocks at most")
+    flags = parser.parse_args(arguments)
+    print(f"| experiment | covered | {' | '.join(TITLES)} |\n{'|---' * (2 + len(TITLES))}|")
+    for name in flags.configs.split(","):
+        report = report_of(make_run(name, flags.examples, flags.depth))
+        for line in lines(report):
+            covered = f"{100 * report.layers.coverage:.1f} %"
+            print(f"| `{name}` | {covered} | {line} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
