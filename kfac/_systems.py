@@ -169,8 +169,9 @@ class System:
         # (𝒜 + π√γ I) ⊗ (𝒢 + √γ/π I) has γI and two terms too many, whose trace norm is
         # least for this π. The factors may differ by many orders of magnitude: one √γ for
         # both would drown the smaller and not reach the larger.
-        means = (diagonal(a).sum(-1) / count for a, count in ((left, rows), (right, columns)))
-        pi = jnp.sqrt(functools.reduce(jnp.divide, (jnp.maximum(mean, tiny) for mean in means)))
+        of_left = jnp.maximum(diagonal(left).sum(-1) / rows, tiny)
+        of_right = jnp.maximum(diagonal(right).sum(-1) / columns, tiny)
+        pi = jnp.sqrt(of_left / of_right)
         parts = self.split(((left, root * pi), (right, root / pi)))
         return {block.name: part for block, part in zip(self.blocks, parts, strict=True)}
 
