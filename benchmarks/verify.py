@@ -27,7 +27,7 @@ from adder_flax import data, experiment, ops, training
 # The larger DeiT have the kinds of blocks of the small one, and what begins with the weights of
 # another run or learns from it those of what does not.
 CONFIGS = (
-    *("deit_tiny", "additive_deit_tiny", "adder_deit_tiny", "cifar10_fast", "adder_cifar10_fast"),
+    *("deit_tiny", "additive_deit_tiny", "adder_deit_tiny", "cifar10_fast"),
     *("deit_recipe:multiplicative,tiny,digits", "conv_net", "autoencoder"),
     *("dot_g2p", "additive_g2p", "adder_g2p", "bilinear_g2p"),
 )
