@@ -28,7 +28,7 @@ from adder_flax import data, experiment, ops, training
 # another run or learns from it those of what does not.
 CONFIGS = (
     *("deit_tiny", "additive_deit_tiny", "adder_deit_tiny", "cifar10_fast"),
-    *("deit_recipe:multiplicative,tiny,digits", "conv_net", "autoencoder"),
+    *("deit_recipe:multiplicative,tiny,digits", "deit3_recipe", "conv_net", "autoencoder"),
     *("dot_g2p", "additive_g2p", "adder_g2p", "bilinear_g2p"),
 )
 TITLES = ("kind", "blocks", "capture", "product", "cg", "cosine", "median")
