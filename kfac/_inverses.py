@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ROWS, THREADS, KERNEL = 96, 1024, "kfac_inverse_root"
 SOURCE = Path(__file__).with_name("_inverse_root.cu")
 PTX = SOURCE.with_suffix(".ptx")
+_ptx = functools.cache(PTX.read_text)  # a step has dozens of such blocks
 
 
 def damped_inverses(groups: Iterable[System], gamma: dict[str, Array]) -> Factors:
@@ -167,7 +168,7 @@ def _roots(matrices: Float[Array, "lane 96 96"]) -> Float[Array, "lane 96 96"]:
         matrices,
         name=KERNEL,
         kernel_type="ptx",
-        kernel_data=PTX.read_text(),
+        kernel_data=_ptx(),
         **{name: np.int32(number) for name, number in numbers.items()},
     )
 
