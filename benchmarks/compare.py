@@ -10,8 +10,8 @@ Runs of a comparison were made one after the other or side by side, on one machi
 their own seconds do not compare. The last command builds the first run of each arm once more, as
 it was tuned, and times its steps in turn with those of the others, in windows in which every
 arm renews all that it renews now and then. Seconds to the target are the median steps of the
-records times these. It leaves ``timing.csv`` beside the records, which ``python -m
-adder_flax.compare.across`` reads.
+records times these. It leaves ``timing.csv`` beside the records, or adds to it where that is of
+another machine, and ``python -m adder_flax.compare.across`` reads it.
 """
 
 import argparse
@@ -103,22 +103,22 @@ def seconds(results: str, config: str, rounds: int) -> None:
     timings = measure(steps, rounds, seconds=math.inf)
     where = machine()
     cores = f"{where['cores']} core{'s' if where['cores'] > 1 else ''}"
-    shown = f"{where['processor']}, {cores} ({where['device']}), jax {jax.__version__}, "
-    shown += str(datetime.date.today())
-    print(shown)
-    timed = []
+    here = f"{where['processor']}, {cores} ({where['device']})"
+    today = f"jax {jax.__version__}, {datetime.date.today()}"
+    print(f"{here}, {today}")
+    path = comparison.results / across.TIMING
+    timed = [row for row in across.read_timing(path) if row["machine"] != here]
     for row in rows:
         name = row.arm.name
         step = timings.median(name) / window
-        timed.append((name, f"{step:.4g}", shown))
+        timed.append({"arm": name, "step_seconds": f"{step:.4g}", "machine": here, "timed": today})
         reached = row.cost_to_target(lambda _: 1.0)
         to_target = "not reached" if reached is None else f"{reached:5.0f} {reached * step:7.2f} s"
         print(
             f"{name:22} {1e3 * step:8.2f} ms a step {timings.ratio(name, rows[0].arm.name):5.2f} x "
             f"{rows[0].arm.name}  to {row.target:.4f}: {to_target}"
         )
-    columns = zip(("arm", "step_seconds", "machine"), zip(*timed, strict=True), strict=True)
-    document.write_csv(comparison.results / across.TIMING, dict(columns))
+    document.write_csv(path, {column: [row[column] for row in timed] for column in timed[-1]})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

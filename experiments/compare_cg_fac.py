@@ -22,6 +22,7 @@ from adder_flax.experiments import common, compare_optimizers
 _TUNED_ADAMW = {
     "multiplicative,digits": {"learning_rate": 6.325e-4, "weight_decay": 0.1},
     "multiplicative,fashion_mnist": {"learning_rate": 8.434e-3, "weight_decay": 0.1292},
+    "adder,cifar10": {"learning_rate": 1.861e-2, "weight_decay": 7.743e-3},
     "autoencoder": {"learning_rate": 5.886e-2, "weight_decay": 7.743e-2},
     "g2p": {"learning_rate": 3.822e-2, "weight_decay": 3.594e-2},
 }

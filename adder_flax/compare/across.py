@@ -12,6 +12,7 @@ rules (Dahl et al., "Benchmarking Neural Network Training Algorithms", 2023).
 import argparse
 import csv
 import dataclasses
+import functools
 import os
 import statistics
 import sys
@@ -32,8 +33,8 @@ from adder_flax.report.runs import Runs, read_runs
 from adder_flax.tasks import TASKS
 
 TIMING = "timing.csv"
-"""Seconds of a step of each arm, timed in turn: columns ``arm``, ``step_seconds`` and
-``machine``."""
+"""Seconds of a step of each arm, timed in turn, on one machine or several: columns ``arm``,
+``step_seconds``, ``machine`` (processor and cores) and ``timed`` (with what and when)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +44,14 @@ class Workload:
     Attributes:
       runs: its final runs.
       largest: whether a larger score is better.
-      step_seconds: of each arm, timed in turn; none where that was not done.
-      machine: that they were timed on.
+      step_seconds: machine → arm → seconds, the arms timed in turn; none where that was not done.
+      timed: machine → with what and when.
     """
 
     runs: Runs
     largest: bool
-    step_seconds: Mapping[str, float]
-    machine: str
+    step_seconds: Mapping[str, Mapping[str, float]]
+    timed: Mapping[str, str]
 
     @property
     def name(self) -> str:
@@ -76,10 +77,10 @@ class Workload:
         median = statistics.median(float("inf") if at is None else at for at in found)
         return None if median == float("inf") else median
 
-    def seconds(self, arm: str) -> float | None:
-        """Returns these steps times what one takes; None: not reached."""
+    def seconds(self, arm: str, machine: str) -> float | None:
+        """Returns these steps times what one takes there; None: not reached."""
         steps = self.steps(arm)
-        return None if steps is None else steps * self.step_seconds[arm]
+        return None if steps is None else steps * self.step_seconds[machine][arm]
 
 
 def read_workload(folder: str | Path) -> Workload:
@@ -100,27 +101,40 @@ def read_workload(folder: str | Path) -> Workload:
             f"expected a score among {', '.join(sorted(directions))} in {runs.folder}, got "
             f"{runs.score}; register the task that has it"
         )
-    seconds, machine = _read_timing(runs)
-    return Workload(runs, directions[runs.score], seconds, machine)
+    return Workload(runs, directions[runs.score], *_read_timing(runs))
 
 
-def _read_timing(runs: Runs) -> tuple[dict[str, float], str]:
-    """What a step of each arm takes, and on what; nothing where it was not timed."""
+def _read_timing(runs: Runs) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """What a step of each arm takes on each machine, and with what; nothing if not timed."""
     path = runs.folder / TIMING
-    if not path.exists():
-        return {}, ""
+    seconds: dict[str, dict[str, float]] = {}
+    timed = {}
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            timed = list(csv.DictReader(file))
-        seconds = {row["arm"]: float(row["step_seconds"]) for row in timed}
-        if missing := [arm for arm in runs.arms if arm not in seconds]:
-            raise ValueError(f"no row of {', '.join(missing)}")
-        return seconds, timed[0]["machine"]
+        for row in read_timing(path):
+            of_machine = seconds.setdefault(row["machine"], {})
+            of_machine[row["arm"]] = float(row["step_seconds"])
+            timed[row["machine"]] = row["timed"]
+        for machine, of_machine in seconds.items():
+            if missing := [arm for arm in runs.arms if arm not in of_machine]:
+                raise ValueError(f"no row of {', '.join(missing)} on {machine}")
+        return seconds, timed
     except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
         raise ValueError(
-            f"expected the columns arm, step_seconds and machine in {path}, got {error}; write it "
-            "anew by python -m benchmarks.compare seconds"
+            f"expected the columns arm, step_seconds, machine and timed in {path}, got {error}; "
+            "write it anew by python -m benchmarks.compare seconds"
         ) from error
+
+
+def read_timing(path: Path) -> list[dict[str, str]]:
+    """The rows of a ``timing.csv``, none where there is no such file.
+
+    Raises:
+      OSError, csv.Error: it cannot be read.
+    """
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> Path:
@@ -141,10 +155,8 @@ def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> 
     """
     out, workloads = Path(out), [read_workload(folder) for folder in folders]
     arms = list(dict.fromkeys(arm for workload in workloads for arm in workload.runs.arms))
-    timed = [workload for workload in workloads if workload.step_seconds]
+    machines = dict.fromkeys(machine for workload in workloads for machine in workload.timed)
     costs = {"steps": _costs(workloads, arms, Workload.steps)}
-    if timed:
-        costs["seconds"] = _costs(timed, arms, Workload.seconds)
     blocks: list[Block] = [
         Heading(1, title),
         Paragraph(
@@ -162,14 +174,20 @@ def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> 
             "split, among those at which runs were looked at."
         ),
     ]
-    if timed:
-        machines = "; ".join(dict.fromkeys(workload.machine for workload in timed))
+    processors = [machine.partition(",")[0] for machine in machines]
+    for machine, processor in zip(machines, processors, strict=True):
+        seconds = functools.partial(Workload.seconds, machine=machine)
+        name = processor if processors.count(processor) == 1 else machine
+        there = f" on {name}" if len(machines) > 1 else ""
+        timed = [workload for workload in workloads if machine in workload.timed]
+        dates = "; ".join(dict.fromkeys(workload.timed[machine] for workload in timed))
+        costs[f"seconds{there}"] = _costs(timed, arms, seconds)
         blocks += [
-            Heading(2, "Seconds to the target"),
-            _table(arms, timed, Workload.seconds, "{:.3g}"),
+            Heading(2, f"Seconds to the target{there}"),
+            _table(arms, timed, seconds, "{:.3g}"),
             Paragraph(
                 "These steps times what one takes, all arms of a column timed in turn "
-                f"(`python -m benchmarks.compare seconds`) on {machines}."
+                f"(`python -m benchmarks.compare seconds`) on {machine}; {dates}."
             ),
         ]
     blocks += [Heading(2, "Over all of them"), *_overall(costs, workloads)]

@@ -24,8 +24,12 @@ def write_runs(tmp_path):
         if seconds is not None:
             with (folder / across.TIMING).open("w", newline="") as file:
                 writer = csv.writer(file)
-                writer.writerow(["arm", "step_seconds", "machine"])
-                writer.writerows([arm, second, "a machine"] for arm, second in seconds.items())
+                writer.writerow(["arm", "step_seconds", "machine", "timed"])
+                writer.writerows(
+                    [arm, second, machine, "today"]
+                    for machine, of_machine in seconds.items()
+                    for arm, second in of_machine.items()
+                )
         return folder
 
     return write
@@ -49,7 +53,7 @@ def test_tables_over_two_comparisons(write_runs, tmp_path):
         write_runs(
             "on_digits",
             {"adam": ADAM, "muon": MUON, "soap": MUON, "lamb": [(1.0, 10), (1.0, 10)]},
-            seconds={"adam": 0.1, "muon": 0.4, "soap": 0.4, "lamb": 0.4},
+            seconds={"a machine": {"adam": 0.1, "muon": 0.4, "soap": 0.4, "lamb": 0.4}},
         ),
         write_runs("on_words", {"adam": wrong, "muon": wrong, "sgd": worse}, "phoneme_error_rate"),
     ]
@@ -70,7 +74,7 @@ def test_tables_over_two_comparisons(write_runs, tmp_path):
     seconds = lines_of(page, "Seconds to the target")
     assert seconds["adam"] == ["**15**"]
     assert seconds["muon"] == ["20"]
-    assert "a machine" in page
+    assert "on a machine; today." in page
     # Only one of the two is ever reached: Muon is first there, SOAP beside it, AdamW at three times
     # their steps and, by the clock, first.
     overall = lines_of(page, "Over all of them")
@@ -80,6 +84,24 @@ def test_tables_over_two_comparisons(write_runs, tmp_path):
     # What two of its seeds say is neither its own cost nor a mark for the others.
     assert overall["lamb"][:4] == ["0 of 2", "0 of 2", "not reached", "0.000"]
     assert (tmp_path / "out" / "figures" / "profile.png").exists()
+
+
+def test_seconds_of_each_machine(write_runs, tmp_path):
+    """A comparison may be timed on several machines, and on each of them not every one."""
+    arms = {"adam": ADAM, "muon": MUON}
+    folders = [
+        write_runs("a", arms, seconds={"old": {"adam": 0.1, "muon": 0.2}}),
+        write_runs(
+            "b", arms, seconds={m: {"adam": 0.1, "muon": x} for m, x in (("old", 0.5), ("new", 1))}
+        ),
+    ]
+    page = across.write_across(folders, tmp_path / "out", "All").read_text()
+    old, new = (lines_of(page, f"Seconds to the target on {name}") for name in ("old", "new"))
+    assert (old["muon"], new["muon"]) == (["**10**", "25"], ["50"])
+    assert (old["adam"], new["adam"]) == (["15", "**15**"], ["**15**"])
+    overall = lines_of(page, "Over all of them")
+    assert overall["muon"][4:7] == ["1 of 2", "1.67", "0.889"]
+    assert overall["muon"][7:] == ["0 of 1", "3.33", "0.222"]
 
 
 def test_scores_are_the_area_below_the_profiles():
@@ -103,11 +125,11 @@ def test_what_cannot_be_read_is_named(write_runs, tmp_path, capsys):
     odd = write_runs("odd", {"adam": ADAM}, "charm")
     with pytest.raises(ValueError, match=r"expected a score among accuracy.*, got charm"):
         across.write_across([odd], tmp_path / "out", "All")
-    digits = write_runs("digits", {"adam": ADAM}, seconds={"adam": "soon"})
+    digits = write_runs("digits", {"adam": ADAM}, seconds={"here": {"adam": "soon"}})
     with pytest.raises(SystemExit, match=r"error: expected the columns arm, step_seconds"):
         across.main([str(digits), "--out", str(tmp_path / "out")])
-    (digits / across.TIMING).write_text("arm,step_seconds,machine\nmuon,1.0,a machine\n")
-    with pytest.raises(ValueError, match="got no row of adam"):
+    (digits / across.TIMING).write_text("arm,step_seconds,machine,timed\nmuon,1.0,here,now\n")
+    with pytest.raises(ValueError, match="got no row of adam on here"):
         across.read_workload(digits)
     (digits / across.TIMING).unlink()
     across.main([str(digits), "--out", str(tmp_path / "out")])
