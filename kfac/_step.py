@@ -153,14 +153,21 @@ def normalized_step(
     return Proposal(delta, jnp.stack([step, share]), model, one, one)
 
 
-def is_finite(solved: dict[str, Solution], proposal: Proposal) -> Bool[Array, ""]:
+def is_finite(
+    solved: dict[str, Solution], proposal: Proposal, delta: dict[str, Array]
+) -> Bool[Array, ""]:
     """Whether a step has no entry that is infinite or not a number.
 
     By the squares of the solutions, which are there: a look at each array would be as many small
     kernels on a GPU. The last step, which a step may go on from, was finite when it was taken.
+    Looked at are the arrays of a dtype that holds less than float32, in which ``delta``, the step
+    as it is applied, may have no place.
     """
     numbers = jnp.stack([proposal.model, *proposal.coefficients])
-    return jnp.isfinite(_forms(solved)).all() & jnp.isfinite(numbers).all()
+    most = jnp.finfo(jnp.float32).maxexp
+    narrow = [d for d in delta.values() if jnp.finfo(d.dtype).maxexp < most]
+    fits = jnp.array([jnp.isfinite(d).all() for d in narrow]).all()
+    return jnp.isfinite(_forms(solved)).all() & jnp.isfinite(numbers).all() & fits
 
 
 class QuadraticForms(NamedTuple):

@@ -151,7 +151,7 @@ def _step(
     problem = _with_coherence(problem, solved, state, params, curvature, sound, options)
     proposal = _propose(problem, solved, state, params, curvature, options)
     delta = from_vectors(owned, proposal.delta, flatten(grads))
-    finite = is_finite(solved, proposal)
+    finite = is_finite(solved, proposal, delta)
     measured = functools.partial(change, delta) if options.measures_loss else None
     verdict = _judge(finite, proposal, problem, state, measured, options)
     updates = unflatten({p: jnp.where(verdict.accept, -d, 0) for p, d in delta.items()}, grads)

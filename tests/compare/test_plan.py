@@ -111,7 +111,7 @@ def test_arms_are_all_combinations_and_have_their_baselines():
         ("compare_default", None, 9),
         *(("compare_healing", parts, 2) for parts in (None, "attention,cifar10")),
         ("compare_blocks", "fashion_mnist", 7),
-        *(("compare_cg_fac", work, 11) for work in (None, "adder,digits")),
+        *(("compare_cg_fac", work, 12) for work in (None, "adder,digits")),
         *(
             ("compare_optimizers", work, 10)
             for work in (None, "adder,fashion_mnist", "autoencoder", "g2p")

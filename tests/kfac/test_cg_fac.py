@@ -318,6 +318,18 @@ def test_a_step_that_is_not_finite_changes_nothing():
     assert float(kfac.find_state(state).stats.rejected) == 1
 
 
+@pytest.mark.parametrize(("rate", "refused"), [(1.0, False), (1e7, True)])
+def test_a_step_that_a_narrow_dtype_cannot_hold_is_refused(rate, refused):
+    """float16 ends at 65,504, and the solution is of float32."""
+    params = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
+    layers = kfac.find_layers(network, params, X, LABELS)
+    optimizer = kfac.cg_fac(rate, layers, step="fixed", damping=0.1, kl_clip=None)
+    updates, state, _ = make_step(optimizer)(params, optimizer.init(params), X, LABELS)
+    assert all(u.dtype == jnp.float16 for u in jax.tree.leaves(updates))
+    assert any(np.any(u) for u in jax.tree.leaves(updates)) != refused
+    assert bool(kfac.find_state(state).stats.rejected) == refused
+
+
 def test_a_step_that_raises_the_loss_is_refused():
     params = {
         **PARAMS,
