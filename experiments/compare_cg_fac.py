@@ -3,6 +3,7 @@
 Its steps are a share of each layer's size by default; in the arms of the clip they are bounded by
 the change of the network's predictions (``step=fixed``).
 
+In the last arm norms and embeddings, which take AdamW's steps, have one rate in all workloads.
 Nothing is tuned but AdamW, whose rate and decay are those that trials of
 experiments/compare_optimizers.py found for the workload; where there were none, its experiment's.
 Six paired seeds.
@@ -33,6 +34,8 @@ def _times(factor: float, field: str, **fields: str) -> dict:
     return {**fields, field: factor * getattr(settings.CgFacSettings(**fields), field)}
 
 
+# Elsewhere theirs is that of the workload's experiment.
+_OTHERS = {"learning_rate": 5e-3}
 _ARMS = {
     "defaults": {},
     "half the share": _times(0.5, "learning_rate"),
@@ -54,6 +57,7 @@ def get_config(workload: str | None = None) -> ml_collections.ConfigDict:
     config = compare_optimizers.get_config(workload)
     arms = {"AdamW": _TUNED_ADAMW.get(workload, {})}
     arms |= {name: {"name": "cg_fac", "cg_fac": fields} for name, fields in _ARMS.items()}
+    arms["one rate of the others"] = {"name": "cg_fac", **_OTHERS}
     with config.unlocked():
         config.title = config.title.replace("Optimizers", "CG-FAC without trials", 1)
         config.factors = ml_collections.ConfigDict(
