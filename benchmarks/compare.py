@@ -11,10 +11,11 @@ their own seconds do not compare. The last command builds the first run of each 
 it was tuned, and times its steps in turn with those of the others, in windows in which every
 arm renews all that it renews now and then. Seconds to the target are the median steps of the
 records times these. It leaves ``timing.csv`` beside the records, or adds to it where that is of
-another machine, and ``python -m adder_flax.compare.across`` reads it.
+another machine that timed the same arms, and ``python -m adder_flax.compare.across`` reads it.
 """
 
 import argparse
+import collections
 import datetime
 import math
 import sys
@@ -107,7 +108,17 @@ def seconds(results: str, config: str, rounds: int) -> None:
     today = f"jax {jax.__version__}, {datetime.date.today()}"
     print(f"{here}, {today}")
     path = comparison.results / across.TIMING
-    timed = [row for row in across.read_timing(path) if row["machine"] != here]
+    elsewhere = collections.defaultdict(list)
+    for row in across.read_timing(path):
+        elsewhere[row["machine"]].append(row)
+    elsewhere.pop(here, None)
+    # Where an arm was not timed that has come since, the others are of no use any more.
+    timed = [
+        row
+        for of_machine in elsewhere.values()
+        if configs.keys() <= {row["arm"] for row in of_machine}
+        for row in of_machine
+    ]
     for row in rows:
         name = row.arm.name
         step = timings.median(name) / window
