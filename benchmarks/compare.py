@@ -15,7 +15,6 @@ another machine that timed the same arms, and ``python -m adder_flax.compare.acr
 """
 
 import argparse
-import collections
 import datetime
 import math
 import sys
@@ -99,26 +98,26 @@ def seconds(results: str, config: str, rounds: int) -> None:
     if not rows or rows[0].target is None:
         sys.exit(f"error: expected records of the baseline's final runs in {results}, got none")
     configs = {row.arm.name: comparison.final_cells(row.arm)[0].config for row in rows}
-    window = math.lcm(*map(window_of, configs.values()))
-    steps = {name: repeated(jax_step(config), window) for name, config in configs.items()}
-    timings = measure(steps, rounds, seconds=math.inf)
     where = machine()
     cores = f"{where['cores']} core{'s' if where['cores'] > 1 else ''}"
     here = f"{where['processor']}, {cores} ({where['device']})"
     today = f"jax {jax.__version__}, {datetime.date.today()}"
-    print(f"{here}, {today}")
     path = comparison.results / across.TIMING
-    elsewhere = collections.defaultdict(list)
-    for row in across.read_timing(path):
-        elsewhere[row["machine"]].append(row)
-    elsewhere.pop(here, None)
-    # Where an arm was not timed that has come since, the others are of no use any more.
+    try:
+        before = across.read_timing(path)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    # Of other machines those stay that timed all of these arms; without one they compare nothing.
     timed = [
         row
-        for of_machine in elsewhere.values()
-        if configs.keys() <= {row["arm"] for row in of_machine}
-        for row in of_machine
+        for place, of_place in before.items()
+        if place != here and configs.keys() <= {row["arm"] for row in of_place}
+        for row in of_place
     ]
+    window = math.lcm(*map(window_of, configs.values()))
+    steps = {name: repeated(jax_step(config), window) for name, config in configs.items()}
+    timings = measure(steps, rounds, seconds=math.inf)
+    print(f"{here}, {today}")
     for row in rows:
         name = row.arm.name
         step = timings.median(name) / window

@@ -34,8 +34,6 @@ def _times(factor: float, field: str, **fields: str) -> dict:
     return {**fields, field: factor * getattr(settings.CgFacSettings(**fields), field)}
 
 
-# Elsewhere theirs is that of the workload's experiment.
-_OTHERS = {"learning_rate": 5e-3}
 _ARMS = {
     "defaults": {},
     "half the share": _times(0.5, "learning_rate"),
@@ -57,7 +55,8 @@ def get_config(workload: str | None = None) -> ml_collections.ConfigDict:
     config = compare_optimizers.get_config(workload)
     arms = {"AdamW": _TUNED_ADAMW.get(workload, {})}
     arms |= {name: {"name": "cg_fac", "cg_fac": fields} for name, fields in _ARMS.items()}
-    arms["one rate of the others"] = {"name": "cg_fac", **_OTHERS}
+    # In all other arms it is that of the workload's experiment.
+    arms["one rate of the others"] = {"name": "cg_fac", "learning_rate": 5e-3}
     with config.unlocked():
         config.title = config.title.replace("Optimizers", "CG-FAC without trials", 1)
         config.factors = ml_collections.ConfigDict(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from kfac._solver import Solution, lane_dot
 from kfac._systems import System
-from kfac._trees import concatenated
+from kfac._trees import all_fit, concatenated
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -160,14 +160,11 @@ def is_finite(
 
     By the squares of the solutions, which are there: a look at each array would be as many small
     kernels on a GPU. The last step, which a step may go on from, was finite when it was taken.
-    Looked at are the arrays of a dtype that holds less than float32, in which ``delta``, the step
-    as it is applied, may have no place.
+    ``delta`` is the step in the dtypes in which it is applied, which may have no place for it.
     """
     numbers = jnp.stack([proposal.model, *proposal.coefficients])
-    most = jnp.finfo(jnp.float32).maxexp
-    narrow = [d for d in delta.values() if jnp.finfo(d.dtype).maxexp < most]
-    fits = jnp.array([jnp.isfinite(d).all() for d in narrow]).all()
-    return jnp.isfinite(_forms(solved)).all() & jnp.isfinite(numbers).all() & fits
+    finite = jnp.isfinite(_forms(solved)).all() & jnp.isfinite(numbers).all()
+    return finite & all_fit(delta.values())
 
 
 class QuadraticForms(NamedTuple):

@@ -33,7 +33,7 @@ from kfac._step import (
     weight_norms,
 )
 from kfac._systems import Form
-from kfac._trees import add, all_finite, flatten, unflatten
+from kfac._trees import add, all_finite, all_fit, flatten, unflatten
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree
@@ -370,10 +370,11 @@ def _solution(
 ) -> PyTree[Array]:
     """Where the next solve starts: the solutions, like the gradient.
 
-    Zero after a step that is not finite.
+    Zero after a step that is not finite, and where the gradient's dtype cannot hold them.
     """
     x = from_vectors(owned, {name: solution.x for name, solution in solved.items()}, flatten(grads))
-    return unflatten({path: jnp.where(finite, new, 0) for path, new in x.items()}, grads)
+    kept = finite & all_fit(x.values())
+    return unflatten({path: jnp.where(kept, new, 0) for path, new in x.items()}, grads)
 
 
 def _stats(

@@ -83,6 +83,20 @@ def all_finite(arrays: Iterable[Array]) -> Bool[Array, ""]:
     return jnp.sqrt(wrong) == 0
 
 
+def all_fit(arrays: Iterable[Array]) -> Bool[Array, ""]:
+    """Whether what was finite in float32 still is where it was cast to a dtype that holds less.
+
+    Only arrays of such a dtype are looked at.
+
+    >>> bool(all_fit([jnp.array([jnp.inf]), jnp.array([6e4], jnp.float16)]))
+    True
+    >>> bool(all_fit([jnp.array([7e4]).astype(jnp.float16)]))
+    False
+    """
+    most = jnp.finfo(jnp.float32).maxexp
+    return all_finite(array for array in arrays if jnp.finfo(array.dtype).maxexp < most)
+
+
 def is_inside(path: str, branch: str) -> bool:
     """Whether a path lies in a branch, which may be the whole tree.
 

@@ -106,35 +106,40 @@ def read_workload(folder: str | Path) -> Workload:
 
 def _read_timing(runs: Runs) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
     """What a step of each arm takes on each machine, and with what; nothing if not timed."""
+    seconds, timed = {}, {}
     path = runs.folder / TIMING
-    seconds: dict[str, dict[str, float]] = {}
-    timed = {}
+    for machine, rows in read_timing(path).items():
+        seconds[machine] = {row["arm"]: float(row["step_seconds"]) for row in rows}
+        timed[machine] = rows[0]["timed"]
+        if missing := [arm for arm in runs.arms if arm not in seconds[machine]]:
+            raise ValueError(
+                f"expected every arm in {path}, got no row of {', '.join(missing)} on {machine}; "
+                "write it anew by python -m benchmarks.compare seconds"
+            )
+    return seconds, timed
+
+
+def read_timing(path: Path) -> dict[str, list[dict[str, str]]]:
+    """Reads the rows of a ``timing.csv`` by their machine, none where there is no such file.
+
+    Raises:
+      ValueError: it cannot be read, or its columns are others.
+    """
+    if not path.exists():
+        return {}
+    rows: dict[str, list[dict[str, str]]] = {}
     try:
-        for row in read_timing(path):
-            of_machine = seconds.setdefault(row["machine"], {})
-            of_machine[row["arm"]] = float(row["step_seconds"])
-            timed[row["machine"]] = row["timed"]
-        for machine, of_machine in seconds.items():
-            if missing := [arm for arm in runs.arms if arm not in of_machine]:
-                raise ValueError(f"no row of {', '.join(missing)} on {machine}")
-        return seconds, timed
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                found = {name: row[name] for name in ("arm", "step_seconds", "machine", "timed")}
+                float(found["step_seconds"])
+                rows.setdefault(found["machine"], []).append(found)
     except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
         raise ValueError(
             f"expected the columns arm, step_seconds, machine and timed in {path}, got {error}; "
-            "write it anew by python -m benchmarks.compare seconds"
+            "remove it, and write it anew by python -m benchmarks.compare seconds"
         ) from error
-
-
-def read_timing(path: Path) -> list[dict[str, str]]:
-    """The rows of a ``timing.csv``, none where there is no such file.
-
-    Raises:
-      OSError, csv.Error: it cannot be read.
-    """
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return rows
 
 
 def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> Path:

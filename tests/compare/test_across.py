@@ -99,6 +99,8 @@ def test_seconds_of_each_machine(write_runs, tmp_path):
     old, new = (lines_of(page, f"Seconds to the target on {name}") for name in ("old", "new"))
     assert (old["muon"], new["muon"]) == (["**10**", "25"], ["50"])
     assert (old["adam"], new["adam"]) == (["15", "**15**"], ["**15**"])
+    # On the old one Muon is first and at 5/3 of the fewest, on the new one at 10/3: means of the
+    # heights from 1 to 4 are (1 + 7/9) / 2 and 2/9.
     overall = lines_of(page, "Over all of them")
     assert overall["muon"][4:7] == ["1 of 2", "1.67", "0.889"]
     assert overall["muon"][7:] == ["0 of 1", "3.33", "0.222"]
@@ -130,6 +132,9 @@ def test_what_cannot_be_read_is_named(write_runs, tmp_path, capsys):
         across.main([str(digits), "--out", str(tmp_path / "out")])
     (digits / across.TIMING).write_text("arm,step_seconds,machine,timed\nmuon,1.0,here,now\n")
     with pytest.raises(ValueError, match="got no row of adam on here"):
+        across.read_workload(digits)
+    (digits / across.TIMING).write_text("arm,step_seconds,machine\nadam,1.0,here\n")
+    with pytest.raises(ValueError, match="expected the columns .* and timed .*, got 'timed'"):
         across.read_workload(digits)
     (digits / across.TIMING).unlink()
     across.main([str(digits), "--out", str(tmp_path / "out")])

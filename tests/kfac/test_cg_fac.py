@@ -330,6 +330,24 @@ def test_a_step_that_a_narrow_dtype_cannot_hold_is_refused(rate, refused):
     assert bool(kfac.find_state(state).stats.rejected) == refused
 
 
+def test_a_warm_start_that_a_narrow_dtype_cannot_hold_is_none():
+    """A small share of a solution fits where the solution does not."""
+
+    def faint(params, x, labels):
+        loss, logits = network(params, x, labels)
+        return 1e-4 * loss, logits
+
+    params = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
+    layers = kfac.find_layers(faint, params, X, LABELS)
+    options = dict(damping=1e-12, damping_scale="absolute", max_iterations=1, kl_clip=None)
+    optimizer = kfac.cg_fac(1e-6, layers, step="fixed", warm_start=True, **options)
+    step, state = make_step(optimizer, faint), optimizer.init(params)
+    for _ in range(2):
+        updates, state, _ = step(params, state, X, LABELS)
+        assert any(np.any(u) for u in jax.tree.leaves(updates))
+        assert not any(np.any(x) for x in jax.tree.leaves(kfac.find_state(state).solution))
+
+
 def test_a_step_that_raises_the_loss_is_refused():
     params = {
         **PARAMS,
