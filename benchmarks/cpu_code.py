@@ -43,10 +43,13 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "forward, additions": Case("L1Forward", "vmaxps", ("vaddps",), 3.5, 0.7),
-    "forward, multiply-adds": Case("L1Forward", "vmaxps", ("vfmadd",), 3.5, 0.7),
-    "gradient, hardtanh": Case("L1Pullback", "vpminud", ("vpminsd", "vsubps", "vfmadd"), 6.2, 2.0),
-    "gradient, full": Case("FullPullback", "vfmadd", (), 2.8, 1.0),
+    "forward, additions": Case("L1Forward", "vmaxps", ("vaddps",), 3.2, 0.7),
+    "forward, multiply-adds": Case("L1Forward", "vmaxps", ("vfmadd",), 3.2, 0.7),
+    "gradient, hardtanh": Case("L1Pullback", "vminps", ("vmaxps", "vfmadd"), 5.4, 1.0),
+    "gradient, steep hardtanh": Case(
+        "SumByRule", "vpminud", ("vpminsd", "vsubps", "vfmadd"), 5.9, 1.0
+    ),
+    "gradient, full": Case("FullPullback", "vfmadd", (), 2.3, 1.0),
     "bound, forward, additions": Case(
         "SumInRegisters<5, 2, (anonymous namespace)::MaxTerm<(anonymous namespace)::Plain>",
         "vmaxps",
@@ -62,7 +65,11 @@ CASES = {
         0,
     ),
     "bound, gradient, hardtanh": Case(
-        "SumInRegisters<4, 2, (anonymous namespace)::PullbackTerm", "vpminud", ("vpminsd",), 4.6, 0
+        "SumInRegisters<4, 2, (anonymous namespace)::ClampTerm",
+        "vminps",
+        ("vmaxps", "vfmadd"),
+        3.6,
+        0,
     ),
 }
 
@@ -76,7 +83,7 @@ class Instruction(NamedTuple):
 
     def loads(self) -> bool:
         """Whether it reads memory; the target is the last operand."""
-        return "(" in self.operands and self.name[0] != "j" and not self.stores()
+        return "(" in self.operands and self.name[0] not in "jl" and not self.stores()  # lea
 
     def stores(self) -> bool:
         return self.operands.endswith(")") and self.name[0] not in "jc"  # jumps and comparisons

@@ -19,6 +19,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <numeric>
@@ -68,6 +69,8 @@ constexpr int kForwardRows = 5, kForwardVecs = 2;
 // Gradients: 4 x 2 sums, 4 x 2 vectors of the row operand (which 16 registers leave in memory), 2 of the panel, 1 scalar,
 // limits and intermediate values.
 constexpr int kGradientRows = 4, kGradientVecs = 2;
+// The pullback of `hardtanh` without AVX-512 has two vectors for each sum: the ends of an interval.
+constexpr int kPullbackRows = kManyRegisters ? 4 : 2;
 // Terms that need more registers, for constants or two results.
 constexpr int kPairRows = kManyRegisters ? 4 : 2;
 
@@ -132,16 +135,18 @@ inline Vec Max(Vec a, Vec b) {
   return a > b ? a : b;
 }
 
-// Clips to [-limit, limit]. In this order of operands a NaN falls through.
-inline Vec Clip(Vec v, Vec limit) {
-#ifdef ADDER_FLAX_AVX512
-  return (Vec)_mm512_max_ps((__m512)-limit, _mm512_min_ps((__m512)limit, (__m512)v));
+// Clips to [lowest, highest]. In this order of operands a NaN falls through.
+inline Vec Clip(Vec v, Vec lowest, Vec highest) {
+#if defined(ADDER_FLAX_AVX512)
+  return (Vec)_mm512_max_ps((__m512)lowest, _mm512_min_ps((__m512)highest, (__m512)v));
+#elif defined(__aarch64__)
+  return (Vec)vmaxq_f32((float32x4_t)lowest, vminq_f32((float32x4_t)highest, (float32x4_t)v));
 #endif
-  const Vec below = limit < v ? limit : v;
-  return -limit > below ? -limit : below;
+  const Vec below = highest < v ? highest : v;
+  return lowest > below ? lowest : below;
 }
 
-// The same for a v that is not NaN: floats are ordered as signed integers where either is positive, and negative ones in
+// Clips to [-limit, limit] a v that is not NaN: floats are ordered as signed integers where either is positive, and negative ones in
 // reverse as unsigned integers. Unlike minima of floats these run in any vector unit of an AMD core.
 inline Vec ClipNumber(Vec v, Vec limit) {
   const IntVec upper = (IntVec)limit, bits = (IntVec)v, below = bits < upper ? bits : upper;
@@ -300,6 +305,17 @@ struct Block {
 // Memory and threads
 // ---------------------------------------------------------------------------------------------------------------------
 
+// What the forms that cost digits need of a row or column: the sum of its values, and that of their magnitudes.
+template <class T>
+struct Norms {
+  T sum{}, magnitude{};
+
+  void Add(T value, T abs) {
+    sum += value;
+    magnitude += abs;
+  }
+};
+
 // Buffers that belong to the thread and outlive the call, so that a kernel neither allocates nor faults pages in again.
 // One object at a time in a thread.
 class Scratch {
@@ -324,6 +340,10 @@ class Scratch {
 
   float* TakeRows(const Grid& grid, const Block& block) {
     return Take(std::min(grid.depth, kPieceDepth) * (block.rows + kMostRows));
+  }
+
+  Norms<float>* TakeNorms(const Block& block) {
+    return reinterpret_cast<Norms<float>*>(Take(2 * (block.rows + kMostRows)));
   }
 
  private:
@@ -401,7 +421,7 @@ void ForEachBlock(ffi::ThreadPool& pool, const Grid& grid, int64_t fewest_rows,
 // ---------------------------------------------------------------------------------------------------------------------
 
 // How far ahead to fetch rows of a matrix while copying a few columns of it: the hardware sees no pattern in that.
-constexpr int64_t kPrefetchRows = 8;
+constexpr int64_t kPrefetchRows = 24;
 
 // Reads `count` elements a stride apart as float32.
 template <class T>
@@ -433,6 +453,14 @@ void PackPanel(const Matrix& source, int64_t depth, int64_t cols, int64_t width,
         for (int i = 0; i < kLanes; ++i) Store(panel + (d + i) * width + j, square[i]);
       }
     }
+  }
+  if (source.type == ffi::DataType::F32 && col_stride == 1 && cols % kLanes == 0) {
+    for (int64_t d = 0; d < depth; ++d) {
+      const float* row = source.Row(d);
+      __builtin_prefetch(source.Row(std::min(d + kPrefetchRows, depth - 1)));
+      for (int64_t j = 0; j < cols; j += kLanes) Store(panel + d * width + j, Load(row + j));
+    }
+    return;
   }
   source.Visit([&](const auto* data) {
     for (int64_t d = 0; d < depth; ++d) {
@@ -499,6 +527,16 @@ RowOperand PrepareRows(const Matrix& source, int64_t rows, int64_t depth, float*
     for (int64_t begin = 0; begin < depth; begin += kSteps) {
       const int64_t end = std::min(begin + kSteps, depth);
       for (int64_t row = 0; row < rows; row += kTileRows) {
+        if constexpr (std::is_same_v<decltype(data), const float*>) {
+          if (source.row_stride == 1 && row + kTileRows <= rows) {
+            for (int64_t d = begin; d < end; ++d) {
+              __builtin_prefetch(data + row + std::min(d + kSteps, depth - 1) * source.col_stride);
+              std::memcpy(buffer + row * depth + d * kTileRows, data + row + d * source.col_stride,
+                          kTileRows * sizeof(float));
+            }
+            continue;
+          }
+        }
         for (int64_t d = begin; d < end; ++d) {
           for (int r = 0; r < kTileRows; ++r) {
             const int64_t source_row = std::min(row + r, rows - 1);
@@ -577,19 +615,19 @@ inline void SumTile(const Term& term, int64_t row, const float* panel, int64_t d
     ((rows[i++][r] = operands.Row(row, r)), ...);
   }
   Tile<kRows, kVecs> sums{};  // a variable of its own, so that every compiler keeps it in registers
-  int64_t offsets[kOperands] = {};
+#pragma GCC unroll 2
   for (int64_t d = 0; d < depth; ++d) {
     Vec columns[kVecs];
     for (int v = 0; v < kVecs; ++v) {
-      columns[v] = Load(panel + (d * kVecs + v) * kLanes);
-      if constexpr (kColumnsStay<Term>) Opaque(columns[v]);
+      Vec column = Load(panel + (d * kVecs + v) * kLanes);
+      if constexpr (kColumnsStay<Term>) Opaque(column);
+      columns[v] = column;
     }
     for (int r = 0; r < kRows; ++r) {
       Vec scalars[kOperands];
-      for (int i = 0; i < kOperands; ++i) scalars[i] = Broadcast(rows[i][r][offsets[i]]);
+      for (int i = 0; i < kOperands; ++i) scalars[i] = Broadcast(rows[i][r][d * strides[i]]);
       for (int v = 0; v < kVecs; ++v) term.AddTo(sums[r][v], r, v, scalars, columns[v]);
     }
-    for (int i = 0; i < kOperands; ++i) offsets[i] += strides[i];
   }
   std::memcpy(total, sums, sizeof sums);
 }
@@ -661,26 +699,42 @@ struct DistanceTerm {
   void AddTo(Vec& total, int, int, const Vec* x, Vec w) const { total = one.Plus(total, Abs(x[0] - w)); }
 };
 
-// What the max form needs of a row or column: the sum of its values, and that of their magnitudes.
-template <class T>
-struct Norms {
-  T sum{}, magnitude{};
-
-  void Add(T value, T abs) {
-    sum += value;
-    magnitude += abs;
+// Takes the vectors of a packed tile, kRows scalars side by side, to one vector for each row.
+template <int kRows>
+inline void UnpackTile(Vec (&tile)[kRows]) {
+  float packed[kRows * kLanes], rows[kRows * kLanes];
+  std::memcpy(packed, tile, sizeof packed);
+  for (int r = 0; r < kRows; ++r) {
+    for (int lane = 0; lane < kLanes; ++lane) rows[r * kLanes + lane] = packed[lane * kRows + r];
   }
-};
+  std::memcpy(tile, rows, sizeof rows);
+}
 
-inline Norms<float> RowNorms(const float* row, int64_t depth_stride, int64_t depth) {
-  Norms<Vec> lanes;
-  int64_t d = 0;
-  if (depth_stride == 1) {
-    for (; d + kLanes <= depth; d += kLanes) lanes.Add(Load(row + d), Abs(Load(row + d)));
+// Norms of each row of a tile. Lane l adds elements l, l + kLanes, ... of a row, whether the rows lie one after the other
+// or, packed, side by side; there it takes other vectors, since element i of a packed tile belongs to row i % kRows.
+template <int kRows>
+inline void TileNorms(const RowOperand& x, int64_t row, int64_t depth, Norms<float>* norms) {
+  const bool packed = x.depth_stride == kRows;
+  const int64_t whole = depth / kLanes * kLanes, step = packed ? kRows * kLanes : kLanes;
+  Vec sums[kRows], magnitudes[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    const float* values = packed ? x.Row(row, 0) + r * kLanes : x.Row(row, r);
+    Norms<Vec> lanes;
+    for (int64_t i = 0; i < whole / kLanes; ++i) lanes.Add(Load(values + i * step), Abs(Load(values + i * step)));
+    sums[r] = lanes.sum, magnitudes[r] = lanes.magnitude;
   }
-  Norms<float> total{Sum(lanes.sum), Sum(lanes.magnitude)};
-  for (; d < depth; ++d) total.Add(row[d * depth_stride], std::fabs(row[d * depth_stride]));
-  return total;
+  if (packed) UnpackTile(sums), UnpackTile(magnitudes);
+  for (int r = 0; r < kRows; ++r) {
+    norms[r] = {Sum(sums[r]), Sum(magnitudes[r])};
+    const float* values = x.Row(row, r);
+    for (int64_t d = whole; d < depth; ++d) norms[r].Add(values[d * x.depth_stride], std::fabs(values[d * x.depth_stride]));
+  }
+}
+
+// Norms of each row of an operand, and of the rows that fill its last tile.
+template <int kRows>
+inline void RowNorms(const RowOperand& x, int64_t depth, Norms<float>* norms) {
+  for (int64_t row = 0; row < x.rows; row += kRows) TileNorms<kRows>(x, row, depth, norms + row);
 }
 
 template <int kVecs>
@@ -743,14 +797,12 @@ ffi::Error L1Forward(ffi::ThreadPool pool, ffi::AnyBuffer x_buffer, ffi::AnyBuff
     Scratch scratch;
     float* panel = scratch.TakePanel(grid);
     float* row_buffer = scratch.TakeRows(grid, block);
-    auto* row_norms = reinterpret_cast<Norms<float>*>(scratch.Take(2 * (block.rows + kForwardRows)));
+    auto* row_norms = scratch.TakeNorms(block);
     const Matrix x_rows = x.At(block.batch, y.axes()).From(block.row, 0);
     const Matrix y_rows = y.At(block.batch, y.axes()).From(block.row, 0), columns = w.At(block.batch, y.axes());
     ForEachPiece(grid.depth, [&](int64_t begin, int64_t depth) {
       const RowOperand rows = PrepareRows<kForwardRows>(x_rows.From(0, begin), block.rows, depth, row_buffer);
-      for (int64_t row = 0; by_max && row < block.rows; row += kForwardRows) {
-        for (int r = 0; r < kForwardRows; ++r) row_norms[row + r] = RowNorms(rows.Row(row, r), rows.depth_stride, depth);
-      }
+      if (by_max) RowNorms<kForwardRows>(rows, depth, row_norms);
       ForEachPanel<kForwardVecs>(block, grid, columns, begin, depth, panel, [&](auto vecs, int64_t col, int64_t cols) {
         constexpr int kVecs = decltype(vecs)::value;
         Norms<Vec> column_norms[kVecs];
@@ -807,7 +859,7 @@ struct Hardtanh {
     if constexpr (kFinite) return (Vec)_mm512_range_ps((__m512)d, (__m512)limit, 0b0010);
 #endif
     if constexpr (kFinite) return ClipNumber(d, limit);
-    return Clip(d, limit);
+    return Clip(d, -limit, limit);
   }
 };
 
@@ -863,6 +915,33 @@ struct PullbackTerm {
 template <class Rule, int kRows, int kVecs>
 constexpr bool kColumnsStay<PullbackTerm<Rule, kRows, kVecs>> = !kManyRegisters;
 
+// Without AVX-512 the difference and its clip take four instructions with the sum, but
+// clip(other - own, -limit, limit) = clip(other, own - limit, own + limit) - own
+// takes three, and own times the sum of g is subtracted at the end. That costs digits where own is far from zero beside the
+// limit, and knows nothing of infinities, so an element keeps this form only if its magnitude is at most kNear limits and
+// its gradient finite; rounding errors are then at most some 2 kNear of those of a sum of g times the limit. Steep rules, of
+// which few elements are that near, are summed as differences.
+constexpr bool kClamps = kLanes < 16;
+constexpr float kNear = 8, kSteepest = 2;
+
+template <int kRows, int kVecs>
+struct ClampTerm {
+  Tile<kRows, kVecs> lowest, highest;
+
+  ClampTerm(const Tile<kRows, kVecs>& own, Vec limit) {
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVecs; ++v) lowest[r][v] = own[r][v] - limit, highest[r][v] = own[r][v] + limit;
+    }
+  }
+
+  void AddTo(Vec& total, int r, int v, const Vec* g, Vec other) const {
+    total += g[0] * Clip(other, lowest[r][v], highest[r][v]);
+  }
+};
+
+template <int kRows, int kVecs>
+constexpr bool kColumnsStay<ClampTerm<kRows, kVecs>> = !kManyRegisters;
+
 template <class Rule>
 struct PushforwardTerm {
   const Rule& rule;
@@ -877,6 +956,37 @@ inline void Scale(Tile<kRows, kVecs>& tile, float scale) {
   }
 }
 
+template <class Rule, int kRows, int kVecs>
+__attribute__((noinline)) void SumByRule(const Rule& rule, const RowOperand& g, int64_t row, const float* panel, int64_t depth,
+                      const Tile<kRows, kVecs>& own, Tile<kRows, kVecs>& total) {
+  SumTile(PullbackTerm<Rule, kRows, kVecs>{rule, own}, row, panel, depth, total, g);
+  Scale(total, rule.scale);
+}
+
+// Sums by intervals, then once more by differences the elements that cannot be trusted. `row_norms` are those of g.
+template <int kRows, int kVecs>
+inline void SumByClamp(float slope, const RowOperand& g, const Norms<float>* row_norms, int64_t row, const float* panel,
+                       int64_t depth, const Tile<kRows, kVecs>& own, Tile<kRows, kVecs>& total) {
+  const Hardtanh<false> rule{slope};
+  const Vec farthest = kNear * rule.limit, largest = Broadcast(std::numeric_limits<float>::max());
+  SumTile(ClampTerm<kRows, kVecs>(own, rule.limit), row, panel, depth, total, g);
+  auto trusted = [&](int r, int v) { return (Abs(own[r][v]) <= farthest) & (Abs(total[r][v]) <= largest); };
+  IntVec all = ~IntVec{};
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVecs; ++v) {
+      total[r][v] = slope * (total[r][v] - own[r][v] * row_norms[r].sum);
+      all &= trusted(r, v);
+    }
+  }
+  if (!AnyNonZero(~all)) return;
+
+  Tile<kRows, kVecs> exact;
+  SumByRule(rule, g, row, panel, depth, own, exact);
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVecs; ++v) total[r][v] = trusted(r, v) ? total[r][v] : exact[r][v];
+  }
+}
+
 // d_own[r, j] = sum_d g[r, d] rule(other[d, j] - own[r, j]). The gradient of x has own = x and other = w; that of w has
 // own = w, other = x and g transposed. Flags say which operands are stored with rows and columns exchanged; d_own is
 // stored as own is.
@@ -885,28 +995,32 @@ ffi::Error L1Pullback(ffi::ThreadPool pool, ffi::AnyBuffer own_buffer, ffi::AnyB
                       bool other_transposed, bool g_transposed, float slope) {
   const Batch own(own_buffer, own_transposed), other(other_buffer, other_transposed), g(g_buffer, g_transposed);
   const Batch d_own(*d_own_buffer, own_transposed);
-  const Grid grid{d_own.count(), d_own.rows(), d_own.cols(), g.cols(), kGradientRows, kGradientVecs * kLanes};
+  const Grid grid{d_own.count(), d_own.rows(), d_own.cols(), g.cols(), kPullbackRows, kGradientVecs * kLanes};
+  const bool by_clamp = kClamps && slope > 0 && slope <= kSteepest;
   ForEachBlock(pool, grid, kFewestRows, [&](const Block& block) {
     Scratch scratch;
     float* panel = scratch.TakePanel(grid);
     float* row_buffer = scratch.TakeRows(grid, block);
+    auto* row_norms = scratch.TakeNorms(block);
     auto at = [&](const Batch& operand) { return operand.At(block.batch, d_own.axes()); };
     const Matrix g_rows = at(g).From(block.row, 0), own_rows = at(own).From(block.row, 0);
     const Matrix result = at(d_own).From(block.row, 0), columns = at(other);
     ForEachPiece(grid.depth, [&](int64_t begin, int64_t depth) {
-      const RowOperand weights = PrepareRows<kGradientRows>(g_rows.From(0, begin), block.rows, depth, row_buffer);
+      const RowOperand weights = PrepareRows<kPullbackRows>(g_rows.From(0, begin), block.rows, depth, row_buffer);
+      if (by_clamp) RowNorms<kPullbackRows>(weights, depth, row_norms);
       ForEachPanel<kGradientVecs>(block, grid, columns, begin, depth, panel, [&](auto vecs, int64_t col, int64_t cols) {
         constexpr int kVecs = decltype(vecs)::value;
-        const bool panel_is_finite = AllFinite(panel, depth * kVecs * kLanes);
-        for (int64_t row = 0; row < block.rows; row += kGradientRows) {
-          Tile<kGradientRows, kVecs> own_tile, total;
+        const bool panel_is_finite = !by_clamp && AllFinite(panel, depth * kVecs * kLanes);
+        for (int64_t row = 0; row < block.rows; row += kPullbackRows) {
+          Tile<kPullbackRows, kVecs> own_tile, total;
           LoadTile(own_rows.From(0, col), row, block.rows, cols, own_tile);
-          WithRule(slope, panel_is_finite && AllFinite(own_tile), [&](const auto& rule) {
-            using Rule = std::decay_t<decltype(rule)>;
-            const PullbackTerm<Rule, kGradientRows, kVecs> term{rule, own_tile};
-            SumTile(term, row, panel, depth, total, weights);
-            Scale(total, rule.scale);
-          });
+          if (by_clamp) {
+            SumByClamp(slope, weights, row_norms + row, row, panel, depth, own_tile, total);
+          } else {
+            WithRule(slope, panel_is_finite && AllFinite(own_tile), [&](const auto& rule) {
+              SumByRule(rule, weights, row, panel, depth, own_tile, total);
+            });
+          }
           StoreTile(result.From(0, col), row, block.rows, cols, begin > 0, total);
         }
       });
@@ -930,17 +1044,14 @@ ffi::Error FullPullback(ffi::ThreadPool pool, ffi::AnyBuffer own_buffer, ffi::An
   ForEachBlock(pool, grid, kFewestRows, [&](const Block& block) {
     Scratch scratch;
     float* panel = scratch.TakePanel(grid);
-    float *row_buffer = scratch.TakeRows(grid, block), *row_sums = scratch.Take(block.rows + kForwardRows);
+    float* row_buffer = scratch.TakeRows(grid, block);
+    auto* row_norms = scratch.TakeNorms(block);
     auto at = [&](const Batch& operand) { return operand.At(block.batch, d_own.axes()); };
     const Matrix g_rows = at(g).From(block.row, 0), own_rows = at(own).From(block.row, 0);
     const Matrix result = at(d_own).From(block.row, 0), columns = at(other);
     ForEachPiece(grid.depth, [&](int64_t begin, int64_t depth) {
       const RowOperand weights = PrepareRows<kForwardRows>(g_rows.From(0, begin), block.rows, depth, row_buffer);
-      for (int64_t row = 0; row < block.rows; row += kForwardRows) {
-        for (int r = 0; r < kForwardRows; ++r) {
-          row_sums[row + r] = RowNorms(weights.Row(row, r), weights.depth_stride, depth).sum;
-        }
-      }
+      RowNorms<kForwardRows>(weights, depth, row_norms);
       ForEachPanel<kForwardVecs>(block, grid, columns, begin, depth, panel, [&](auto vecs, int64_t col, int64_t cols) {
         constexpr int kVecs = decltype(vecs)::value;
         for (int64_t row = 0; row < block.rows; row += kForwardRows) {
@@ -948,7 +1059,7 @@ ffi::Error FullPullback(ffi::ThreadPool pool, ffi::AnyBuffer own_buffer, ffi::An
           SumTile(MultiplyAddTerm(), row, panel, depth, total, weights);
           LoadTile(own_rows.From(0, col), row, block.rows, cols, own_tile);
           for (int r = 0; r < kForwardRows; ++r) {
-            for (int v = 0; v < kVecs; ++v) total[r][v] -= own_tile[r][v] * row_sums[row + r];
+            for (int v = 0; v < kVecs; ++v) total[r][v] -= own_tile[r][v] * row_norms[row + r].sum;
           }
           StoreTile(result.From(0, col), row, block.rows, cols, begin > 0, total);
         }
@@ -1008,7 +1119,7 @@ inline Vec Reciprocal(Vec v) {
 // x P(x^2) / Q(x^2), of degrees 4 and 4, fitted to tanh on [0, 8.5] for least relative error (1e-8; 3e-7 with the rounding
 // of float32). Beyond, tanh is 1 - 8e-8 or more.
 inline Vec Tanh(Vec x) {
-  x = Clip(x, Broadcast(8.5f));
+  x = Clip(x, Broadcast(-8.5f), Broadcast(8.5f));
   const Vec z = x * x;
   const Vec p = 1.0f + z * (0.13413246f + z * (3.5340262e-3f + z * (2.1251033e-5f + z * 1.4269216e-8f)));
   const Vec q = 1.0f + z * (0.46746570f + z * (2.6022749e-2f + z * (3.3488637e-4f + z * 8.1451179e-7f)));
@@ -1374,6 +1485,7 @@ int64_t AdderFlaxBoundHardtanh(int64_t loop, int64_t iterations) {
   Tile<1, 2> own{};
   for (Vec& element : own[0]) Opaque(element);
   const Hardtanh<true> rule{1};
+  if (kClamps) return RunInRegisters(loop, iterations, ClampTerm<1, 2>(own, rule.limit));
   return RunInRegisters(loop, iterations, PullbackTerm<Hardtanh<true>, 1, 2>{rule, own});
 }
 

@@ -118,6 +118,33 @@ def test_no_less_exact_than_plain_differences(offset):
     assert errors["cpu_native"].max() <= max(8 * errors["reference"].max(), 2e-6)
 
 
+@pytest.mark.parametrize("slope", [1.0, 2.0, 4.0])
+@pytest.mark.parametrize("offset", [0.0, 7.5, 1e3])
+def test_a_clipped_gradient_is_exact_beside_the_limit(slope, offset):
+    x, w, g = _normal((50, 64), (64, 90), (50, 90))
+    x, w = (values + np.float32(offset) for values in (x, w))
+    pull = lambda x, w, g: jax.vjp(
+        lambda x: ops.adder_matmul(x, w, x_gradient="hardtanh", hardtanh_slope=slope), x
+    )[1](g)[0]
+    with ops.use_backend("cpu_native"):
+        got = np.asarray(pull(x, w, g))
+    difference = w.T.astype(np.float64) - x[:, None]
+    exact = (g[..., None] * np.clip(slope * difference, -1, 1)).sum(1)
+    # Intervals are kept up to eight limits from zero, and may lose a factor of sixteen.
+    assert (np.abs(got - exact) / np.abs(g).sum(1, keepdims=True)).max() <= 16 * 2**-23
+
+
+def test_huge_cotangents_do_not_overflow_the_clipped_gradient():
+    x, w, g = _normal((6, 40), (40, 70), (6, 70))
+    x[0], w[0] = 6.0, 6.5
+    g[0], g[1] = 0.0, 1e36
+    g[0, 3] = 1e38  # times six and a half it overflows, times their difference it does not
+    _assert_as_reference(lambda *arrays: _gradients(*arrays)[1], x, w, g, atol=1e-4)
+    with ops.use_backend("cpu_native"):
+        _, dx, _ = _gradients(x, w, g)
+    assert dx[0, 0] == np.float32(5e37)
+
+
 def test_tanh_is_exact_to_float32_rounding():
     x = np.concatenate([np.linspace(-12, 12, 4001), np.logspace(-30, 1, 999), [0.0, -0.0]]).astype(
         np.float32
@@ -131,11 +158,13 @@ def test_tanh_is_exact_to_float32_rounding():
 
 def test_a_row_does_not_depend_on_its_batch():
     x, w, g = _normal((1100, 96), (96, 80), (1100, 80))
+    x[502] *= 100  # with another neighbour in the part
+    x[504, 5] = 1e4
     with ops.use_backend("cpu_native"):
         y, dx, _ = _gradients(x, w, g)
-        y_part, dx_part, _ = _gradients(x[500:507], w, g[500:507])
-    np.testing.assert_array_equal(y[500:507], y_part)
-    np.testing.assert_array_equal(dx[500:507], dx_part)
+        y_part, dx_part, _ = _gradients(x[501:508], w, g[501:508])
+    np.testing.assert_array_equal(y[501:508], y_part)
+    np.testing.assert_array_equal(dx[501:508], dx_part)
 
 
 BITS = """
