@@ -673,8 +673,8 @@ struct MaxTerm {
   void AddTo(Vec& total, int, int, const Vec* x, Vec w) const { total = adder.Plus(total, Max(x[0], w)); }
 };
 
-// Whether sums of maxima are faster with multiply-adds than with additions, on this core: a Zen 3 takes maxima in the units
-// that multiply, a Zen 4 in those that add, and no feature tells. So both are tried once, for some hundred microseconds.
+// Whether sums of maxima are faster with multiply-adds than with additions, on this core: a Zen 3 and a Zen 4 take maxima in the
+// units that add, others need not, and no feature tells. So both are tried once, for some hundred microseconds.
 bool MaximaLeaveMultiplyAdds() {
   static const bool faster = [] {
     using Clock = std::chrono::steady_clock;
