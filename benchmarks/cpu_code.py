@@ -7,8 +7,9 @@ The kernels are compiled for an x86 processor and disassembled, and the innermos
 largest tile is counted: instructions and loads a term (of a vector of results), stores to the
 stack. Where there is an `llvm-mca` it adds the cycles a term that LLVM's model of the core gives
 them: as they are, and with broadcasts from memory as plain loads, since the models of Zen 3 and 4
-let a broadcast take one of the four vector units, which a Zen 4 does not
-(`python -m benchmarks.ops` there runs faster than that). It needs a compiler and `objdump`.
+let a broadcast take one of the four vector units, which a Zen 4 does not. The model of Zen 3 has
+maxima in the units that multiply, the core in those that add (`python -m benchmarks.ops` runs
+faster than either says). It needs a compiler and `objdump`.
 """
 
 import argparse

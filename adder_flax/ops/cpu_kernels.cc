@@ -146,8 +146,8 @@ inline Vec Clip(Vec v, Vec lowest, Vec highest) {
   return lowest > below ? lowest : below;
 }
 
-// Clips to [-limit, limit] a v that is not NaN: floats are ordered as signed integers where either is positive, and negative ones in
-// reverse as unsigned integers. Unlike minima of floats these run in any vector unit of an AMD core.
+// Clips to [-limit, limit] a v that is not NaN: floats are ordered as signed integers where either is positive, and negative
+// ones in reverse as unsigned integers. Unlike minima of floats these run in any vector unit of an AMD core.
 inline Vec ClipNumber(Vec v, Vec limit) {
   const IntVec upper = (IntVec)limit, bits = (IntVec)v, below = bits < upper ? bits : upper;
   const UnsignedVec lower = (UnsignedVec)-limit, magnitude = (UnsignedVec)below;
@@ -305,17 +305,6 @@ struct Block {
 // Memory and threads
 // ---------------------------------------------------------------------------------------------------------------------
 
-// What the forms that cost digits need of a row or column: the sum of its values, and that of their magnitudes.
-template <class T>
-struct Norms {
-  T sum{}, magnitude{};
-
-  void Add(T value, T abs) {
-    sum += value;
-    magnitude += abs;
-  }
-};
-
 // Buffers that belong to the thread and outlive the call, so that a kernel neither allocates nor faults pages in again.
 // One object at a time in a thread.
 class Scratch {
@@ -342,8 +331,10 @@ class Scratch {
     return Take(std::min(grid.depth, kPieceDepth) * (block.rows + kMostRows));
   }
 
-  Norms<float>* TakeNorms(const Block& block) {
-    return reinterpret_cast<Norms<float>*>(Take(2 * (block.rows + kMostRows)));
+  // One T, made of floats, for each row of the block and of its last tile.
+  template <class T>
+  T* TakeForEachRow(const Block& block) {
+    return reinterpret_cast<T*>(Take(sizeof(T) / sizeof(float) * (block.rows + kMostRows)));
   }
 
  private:
@@ -430,11 +421,12 @@ inline void Gather(const T* source, int64_t stride, int64_t count, float* target
 }
 
 inline void Gather(const float* source, int64_t stride, int64_t count, float* target) {
+  int64_t i = 0;
   if (stride == 1) {
-    std::memcpy(target, source, count * sizeof(float));
-  } else {
-    for (int64_t i = 0; i < count; ++i) target[i] = source[i * stride];
+    // A call of memcpy would take longer than the few vectors of a panel.
+    for (; i + kLanes <= count; i += kLanes) Store(target + i, Load(source + i));
   }
+  for (; i < count; ++i) target[i] = source[i * stride];
 }
 
 // Copies the columns of a (depth x cols) matrix to panel[depth][width], zeros after the last one.
@@ -453,14 +445,6 @@ void PackPanel(const Matrix& source, int64_t depth, int64_t cols, int64_t width,
         for (int i = 0; i < kLanes; ++i) Store(panel + (d + i) * width + j, square[i]);
       }
     }
-  }
-  if (source.type == ffi::DataType::F32 && col_stride == 1 && cols % kLanes == 0) {
-    for (int64_t d = 0; d < depth; ++d) {
-      const float* row = source.Row(d);
-      __builtin_prefetch(source.Row(std::min(d + kPrefetchRows, depth - 1)));
-      for (int64_t j = 0; j < cols; j += kLanes) Store(panel + d * width + j, Load(row + j));
-    }
-    return;
   }
   source.Visit([&](const auto* data) {
     for (int64_t d = 0; d < depth; ++d) {
@@ -527,15 +511,12 @@ RowOperand PrepareRows(const Matrix& source, int64_t rows, int64_t depth, float*
     for (int64_t begin = 0; begin < depth; begin += kSteps) {
       const int64_t end = std::min(begin + kSteps, depth);
       for (int64_t row = 0; row < rows; row += kTileRows) {
-        if constexpr (std::is_same_v<decltype(data), const float*>) {
-          if (source.row_stride == 1 && row + kTileRows <= rows) {
-            for (int64_t d = begin; d < end; ++d) {
-              __builtin_prefetch(data + row + std::min(d + kSteps, depth - 1) * source.col_stride);
-              std::memcpy(buffer + row * depth + d * kTileRows, data + row + d * source.col_stride,
-                          kTileRows * sizeof(float));
-            }
-            continue;
+        if (source.row_stride == 1 && row + kTileRows <= rows) {
+          for (int64_t d = begin; d < end; ++d) {
+            __builtin_prefetch(data + row + std::min(d + kSteps, depth - 1) * source.col_stride);
+            Gather(data + row + d * source.col_stride, 1, kTileRows, buffer + row * depth + d * kTileRows);
           }
+          continue;
         }
         for (int64_t d = begin; d < end; ++d) {
           for (int r = 0; r < kTileRows; ++r) {
@@ -673,8 +654,8 @@ struct MaxTerm {
   void AddTo(Vec& total, int, int, const Vec* x, Vec w) const { total = adder.Plus(total, Max(x[0], w)); }
 };
 
-// Whether sums of maxima are faster with multiply-adds than with additions, on this core: a Zen 3 and a Zen 4 take maxima in the
-// units that add, others need not, and no feature tells. So both are tried once, for some hundred microseconds.
+// Whether sums of maxima are faster with multiply-adds than with additions, on this core: a Zen 3 and a Zen 4 take maxima in
+// the units that add, others need not, and no feature tells. So both are tried once, for some hundred microseconds.
 bool MaximaLeaveMultiplyAdds() {
   static const bool faster = [] {
     using Clock = std::chrono::steady_clock;
@@ -697,6 +678,17 @@ struct DistanceTerm {
   One one;
 
   void AddTo(Vec& total, int, int, const Vec* x, Vec w) const { total = one.Plus(total, Abs(x[0] - w)); }
+};
+
+// What the forms that cost digits need of a row or column: the sum of its values, and that of their magnitudes.
+template <class T>
+struct Norms {
+  T sum{}, magnitude{};
+
+  void Add(T value, T abs) {
+    sum += value;
+    magnitude += abs;
+  }
 };
 
 // Takes the vectors of a packed tile, kRows scalars side by side, to one vector for each row.
@@ -797,7 +789,7 @@ ffi::Error L1Forward(ffi::ThreadPool pool, ffi::AnyBuffer x_buffer, ffi::AnyBuff
     Scratch scratch;
     float* panel = scratch.TakePanel(grid);
     float* row_buffer = scratch.TakeRows(grid, block);
-    auto* row_norms = scratch.TakeNorms(block);
+    auto* row_norms = scratch.TakeForEachRow<Norms<float>>(block);
     const Matrix x_rows = x.At(block.batch, y.axes()).From(block.row, 0);
     const Matrix y_rows = y.At(block.batch, y.axes()).From(block.row, 0), columns = w.At(block.batch, y.axes());
     ForEachPiece(grid.depth, [&](int64_t begin, int64_t depth) {
@@ -921,7 +913,11 @@ constexpr bool kColumnsStay<PullbackTerm<Rule, kRows, kVecs>> = !kManyRegisters;
 // limit, and knows nothing of infinities, so an element keeps this form only if its magnitude is at most kNear limits and
 // its gradient finite; rounding errors are then at most some 2 kNear of those of a sum of g times the limit. Steep rules, of
 // which few elements are that near, are summed as differences.
-constexpr bool kClamps = kLanes < 16;
+#ifdef ADDER_FLAX_AVX512
+constexpr bool kClamps = false;
+#else
+constexpr bool kClamps = true;
+#endif
 constexpr float kNear = 8, kSteepest = 2;
 
 template <int kRows, int kVecs>
@@ -957,8 +953,8 @@ inline void Scale(Tile<kRows, kVecs>& tile, float scale) {
 }
 
 template <class Rule, int kRows, int kVecs>
-__attribute__((noinline)) void SumByRule(const Rule& rule, const RowOperand& g, int64_t row, const float* panel, int64_t depth,
-                      const Tile<kRows, kVecs>& own, Tile<kRows, kVecs>& total) {
+__attribute__((noinline)) void SumByRule(const Rule& rule, const RowOperand& g, int64_t row, const float* panel,
+                                         int64_t depth, const Tile<kRows, kVecs>& own, Tile<kRows, kVecs>& total) {
   SumTile(PullbackTerm<Rule, kRows, kVecs>{rule, own}, row, panel, depth, total, g);
   Scale(total, rule.scale);
 }
@@ -1001,7 +997,7 @@ ffi::Error L1Pullback(ffi::ThreadPool pool, ffi::AnyBuffer own_buffer, ffi::AnyB
     Scratch scratch;
     float* panel = scratch.TakePanel(grid);
     float* row_buffer = scratch.TakeRows(grid, block);
-    auto* row_norms = scratch.TakeNorms(block);
+    auto* row_norms = scratch.TakeForEachRow<Norms<float>>(block);
     auto at = [&](const Batch& operand) { return operand.At(block.batch, d_own.axes()); };
     const Matrix g_rows = at(g).From(block.row, 0), own_rows = at(own).From(block.row, 0);
     const Matrix result = at(d_own).From(block.row, 0), columns = at(other);
@@ -1045,7 +1041,7 @@ ffi::Error FullPullback(ffi::ThreadPool pool, ffi::AnyBuffer own_buffer, ffi::An
     Scratch scratch;
     float* panel = scratch.TakePanel(grid);
     float* row_buffer = scratch.TakeRows(grid, block);
-    auto* row_norms = scratch.TakeNorms(block);
+    auto* row_norms = scratch.TakeForEachRow<Norms<float>>(block);
     auto at = [&](const Batch& operand) { return operand.At(block.batch, d_own.axes()); };
     const Matrix g_rows = at(g).From(block.row, 0), own_rows = at(own).From(block.row, 0);
     const Matrix result = at(d_own).From(block.row, 0), columns = at(other);
