@@ -44,13 +44,13 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "forward, additions": Case("L1Forward", "vmaxps", ("vaddps",), 3.2, 0.7),
-    "forward, multiply-adds": Case("L1Forward", "vmaxps", ("vfmadd",), 3.2, 0.7),
-    "gradient, hardtanh": Case("L1Pullback", "vminps", ("vmaxps", "vfmadd"), 5.4, 1.0),
+    "forward, additions": Case("L1Forward", "vmaxps", ("vaddps",), 3.0, 0.7),
+    "forward, multiply-adds": Case("L1Forward", "vmaxps", ("vfmadd",), 3.0, 0.7),
+    "gradient, hardtanh": Case("L1Pullback", "vminps", ("vmaxps", "vfmadd"), 4.4, 1.5),
     "gradient, steep hardtanh": Case(
         "SumByRule", "vpminud", ("vpminsd", "vsubps", "vfmadd"), 5.9, 1.0
     ),
-    "gradient, full": Case("FullPullback", "vfmadd", (), 2.3, 1.0),
+    "gradient, full": Case("FullPullback", "vfmadd", (), 2.0, 0.8),
     "bound, forward, additions": Case(
         "SumInRegisters<5, 2, (anonymous namespace)::MaxTerm<(anonymous namespace)::Plain>",
         "vmaxps",

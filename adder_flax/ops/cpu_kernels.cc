@@ -102,6 +102,12 @@ inline void Opaque(Vec& v) {
 #endif
 }
 
+// Makes the compiler use p itself, and not find it from another address.
+inline void OpaqueAddress(const float*& p) { asm volatile("" : "+r"(p)); }
+
+// Makes the compiler load again what it has loaded before.
+inline void ForgetMemory() { asm volatile("" ::: "memory"); }
+
 // Additions can be written as multiplications by one with an addition, which round the same and run in other units of some
 // cores: AMD's add in two of their four vector units and multiply-add in the two others. Units that would wait then work.
 class One {
@@ -579,10 +585,12 @@ inline void StoreTile(const Matrix& result, int64_t row, int64_t rows, int64_t c
 template <int kRows, int kVecs>
 using Tile = Vec[kRows][kVecs];
 
-// Whether vectors of the panel keep their registers, where a tile's other operands need more than are left. Else the compiler
-// may load a vector again for every row, and a core loads no more than two in a cycle.
+// Where terms take the vectors of the panel from: wherever the compiler has them; registers of their own, where it would load
+// them again for every row and a core loads no more than two in a cycle; or memory, as an operand of a term's first
+// instruction, for tiles that leave no register free.
+enum class Columns { kAnywhere, kInRegisters, kInMemory };
 template <class Term>
-constexpr bool kColumnsStay = false;
+constexpr Columns kColumnsOf = Columns::kAnywhere;
 
 // total[r][v] = sum over depth of term(r, v, scalars of row r, vector v of the panel), for scalars from several operands.
 template <int kRows, int kVecs, class Term, class... Operands>
@@ -595,18 +603,28 @@ inline void SumTile(const Term& term, int64_t row, const float* panel, int64_t d
     int i = 0;
     ((rows[i++][r] = operands.Row(row, r)), ...);
   }
+  // Else the compiler finds each row from the first one, with three instructions in place of none.
+  for (auto& operand : rows) {
+    for (const float*& start : operand) OpaqueAddress(start);
+  }
   Tile<kRows, kVecs> sums{};  // a variable of its own, so that every compiler keeps it in registers
 #pragma GCC unroll 2
   for (int64_t d = 0; d < depth; ++d) {
     Vec columns[kVecs];
-    for (int v = 0; v < kVecs; ++v) {
-      Vec column = Load(panel + (d * kVecs + v) * kLanes);
-      if constexpr (kColumnsStay<Term>) Opaque(column);
-      columns[v] = column;
+    auto load = [&] {
+      for (int v = 0; v < kVecs; ++v) columns[v] = Load(panel + (d * kVecs + v) * kLanes);
+    };
+    load();
+    if constexpr (kColumnsOf<Term> == Columns::kInRegisters) {
+      for (Vec& column : columns) Opaque(column);
     }
     for (int r = 0; r < kRows; ++r) {
       Vec scalars[kOperands];
       for (int i = 0; i < kOperands; ++i) scalars[i] = Broadcast(rows[i][r][d * strides[i]]);
+      if constexpr (kColumnsOf<Term> == Columns::kInMemory) {
+        ForgetMemory();
+        load();
+      }
       for (int v = 0; v < kVecs; ++v) term.AddTo(sums[r][v], r, v, scalars, columns[v]);
     }
   }
@@ -905,7 +923,7 @@ struct PullbackTerm {
 };
 
 template <class Rule, int kRows, int kVecs>
-constexpr bool kColumnsStay<PullbackTerm<Rule, kRows, kVecs>> = !kManyRegisters;
+constexpr Columns kColumnsOf<PullbackTerm<Rule, kRows, kVecs>> = kManyRegisters ? Columns::kAnywhere : Columns::kInRegisters;
 
 // Without AVX-512 the difference and its clip take four instructions with the sum, but
 // clip(other - own, -limit, limit) = clip(other, own - limit, own + limit) - own
@@ -936,7 +954,7 @@ struct ClampTerm {
 };
 
 template <int kRows, int kVecs>
-constexpr bool kColumnsStay<ClampTerm<kRows, kVecs>> = !kManyRegisters;
+constexpr Columns kColumnsOf<ClampTerm<kRows, kVecs>> = kManyRegisters ? Columns::kAnywhere : Columns::kInMemory;
 
 template <class Rule>
 struct PushforwardTerm {
