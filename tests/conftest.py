@@ -6,6 +6,7 @@ import sys
 import tempfile
 
 import pytest
+from jaxlib import xla_client
 
 from tests.processes import ROOT, simulated_devices
 
@@ -18,6 +19,17 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         "JAX_COMPILATION_CACHE_DIR": _COMPILED.name,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
+
+# Most of a run of the tests is compilation, of thousands of small programs that run once. XLA's
+# older emitters take half the time for those, and LLVM less for what it is told to optimise less.
+# XLA reads its flags once: other processes that tests start, such as main.py, have the defaults.
+# So has a run whose own XLA_FLAGS are set, be it to nothing.
+if "XLA_FLAGS" not in os.environ:
+    os.environ["XLA_FLAGS"] = (
+        "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1"
+    )
+    xla_client.CompileOptions()
+    del os.environ["XLA_FLAGS"]
 
 # JAX reads its environment as it is imported.
 from tests import annotations  # noqa: E402
