@@ -1,5 +1,6 @@
 """What several test modules share."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -35,6 +36,10 @@ if "XLA_FLAGS" not in os.environ:
 from tests import annotations  # noqa: E402
 
 annotations.hold()
+
+# Else one twentieth of a run goes into looking through all that libraries and caches of programs hold.
+gc.freeze()
+gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)
