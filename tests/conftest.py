@@ -37,7 +37,7 @@ from tests import annotations  # noqa: E402
 
 annotations.hold()
 
-# Else one twentieth of a run goes into looking through all that libraries and caches of programs hold.
+# Else one twentieth of a run goes into looking through what libraries and caches hold.
 gc.freeze()
 gc.set_threshold(20_000, 20, 20)
 
