@@ -603,7 +603,7 @@ inline void SumTile(const Term& term, int64_t row, const float* panel, int64_t d
     int i = 0;
     ((rows[i++][r] = operands.Row(row, r)), ...);
   }
-  // Else the compiler finds each row from the first one, with three instructions in place of none.
+  // Else the compiler finds each row from the first one, in every iteration.
   for (auto& operand : rows) {
     for (const float*& start : operand) OpaqueAddress(start);
   }
@@ -614,7 +614,7 @@ inline void SumTile(const Term& term, int64_t row, const float* panel, int64_t d
     auto load = [&] {
       for (int v = 0; v < kVecs; ++v) columns[v] = Load(panel + (d * kVecs + v) * kLanes);
     };
-    load();
+    if constexpr (kColumnsOf<Term> != Columns::kInMemory) load();
     if constexpr (kColumnsOf<Term> == Columns::kInRegisters) {
       for (Vec& column : columns) Opaque(column);
     }
