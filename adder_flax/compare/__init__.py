@@ -21,10 +21,12 @@ from adder_flax.paired import (
     best_of_fewer,
     cost_ratios,
     first_reaching,
+    holm,
     interquartile_mean,
     paired_difference,
     performance_profiles,
     profile_scores,
+    verdict,
 )
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "cost_ratios",
     "describe",
     "first_reaching",
+    "holm",
     "interquartile_mean",
     "is_worker",
     "overview",
@@ -53,6 +56,7 @@ __all__ = [
     "supervise",
     "supervise_on_slurm",
     "unfold",
+    "verdict",
     "work",
     "write_results",
 ]
