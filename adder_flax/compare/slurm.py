@@ -14,13 +14,15 @@ from typing import Any
 from adder_flax.compare.run import WORKER
 from adder_flax.errors import RunError, first_line
 from adder_flax.extras import needs
-from adder_flax.interrupt import InterruptWatch
+from adder_flax.training.processes import InterruptWatch
 
 _POLL_SECONDS = 1.0
 _QUEUE_SECONDS = 15.0
 _MOST_REQUEUES = 1000
 _WARNING_SECONDS = 120
-_STOPPED = {128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# With a checkpoint, or at once between two cells.
+_STOPPED = {code for number in _SIGNALS for code in (128 + number, -number)}
 
 
 class Worker:
@@ -119,7 +121,6 @@ def supervise_on_slurm(
     """
     jobs = _submit(workers, workdir / "slurm", options)
     with InterruptWatch() as watch:
-        watch.hold_one()
         looked = time.monotonic()
         while waited_for := [job for job in jobs if not job.paths.result_pickle.exists()]:
             time.sleep(_POLL_SECONDS)

@@ -19,7 +19,6 @@ import numpy as np
 from jaxtyping import UInt8
 
 from adder_flax.extras import needs
-from adder_flax.files import open_regular
 
 with needs("data"):
     from PIL import ExifTags, Image, TiffImagePlugin
@@ -94,7 +93,7 @@ def read_encoded(path: str | Path) -> bytes:
         OSError: the file cannot be read, or is no regular one.
         ValueError: it is too large.
     """
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
             raise ValueError(f"a file of {size:,} bytes, more than the {MAX_BYTES:,} allowed")
         return file.read()

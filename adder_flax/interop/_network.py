@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adder_flax.files import open_regular
 from adder_flax.models import VisionTransformer
 from adder_flax.text import printable
 
@@ -186,7 +185,7 @@ def _read_json(beside: Path) -> dict[str, Any] | None:
     if not beside.exists():
         return None
     try:
-        with open_regular(beside) as stream:
+        with open(beside, "rb") as stream:
             text = stream.read(_MOST_BYTES + 1)
         fields = json.loads(text)
         if len(text) > _MOST_BYTES or not isinstance(fields, dict):

@@ -21,7 +21,6 @@ from typing import IO, Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from adder_flax.files import open_regular
 from adder_flax.text import printable
 
 # The largest networks of timm need a hundredth of it.
@@ -116,7 +115,7 @@ def open_weights(path: str | Path) -> Iterator[WeightsFile]:
     if "\0" in str(path):
         raise ValueError(f"expected the path of a safetensors file, got {shown}; correct the path")
     try:
-        with open_regular(path) as stream:
+        with open(path, "rb") as stream:
             try:
                 yield WeightsFile(stream)
             except ValueError as error:

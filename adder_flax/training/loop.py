@@ -15,7 +15,6 @@ import jax
 
 from adder_flax import ops
 from adder_flax.errors import NonFiniteLossError, RunError
-from adder_flax.interrupt import InterruptWatch
 from adder_flax.training import sharding
 from adder_flax.training.checkpoints import Checkpoints
 from adder_flax.training.deferred import DeferredMetrics
@@ -25,7 +24,7 @@ from adder_flax.training.evaluator import Evaluator
 from adder_flax.training.identity import identity
 from adder_flax.training.lock import Lock, lock_workdir
 from adder_flax.training.metrics import MetricWriter, Progress
-from adder_flax.training.processes import StopVote
+from adder_flax.training.processes import InterruptWatch, StopVote
 from adder_flax.training.profiler import Profiler
 from adder_flax.training.setup import Run
 from adder_flax.training.start_up import StartUp
@@ -166,7 +165,6 @@ class Trainer:
                 if step == start:
                     self._after_first_step(metrics, outputs)
                     outputs.metrics.restart_clock(step + 1)
-                    watch.hold_one()
                 outputs.progress.advance()
                 stopped = stop_vote.cast(watch.signal)
                 evaluates, saves = self._due(step + 1)

@@ -14,7 +14,7 @@ from absl import logging
 from adder_flax.errors import RunError, writing
 from adder_flax.experiment import as_config
 from adder_flax.extras import needs
-from adder_flax.files import open_regular, write_whole
+from adder_flax.files import write_whole
 from adder_flax.settings import RunSettings, completed
 from adder_flax.text import printable
 from adder_flax.training.checkpoints import SavedCheckpoints
@@ -91,7 +91,7 @@ def changed_data(workdir: str | Path, records: Mapping[str, int]) -> str | None:
       'the data set has changed since this run was last started: train 60 records then, 50 now'
     """
     try:
-        before = json.loads(read_regular(Path(workdir) / "data.json") or "null")
+        before = json.loads(read_file(Path(workdir) / "data.json") or "null")
         changes = [
             f"{split} {before[split]} records then, {n} now"
             for split, n in records.items()
@@ -123,27 +123,25 @@ def read_config(workdir: str | Path) -> ConfigDict:
     return as_config(completed(RunSettings, stored))
 
 
-def read_regular(path: Path) -> bytes | None:
+def read_file(path: Path) -> bytes | None:
     """Returns what a file holds, or None where there is none.
 
     Raises:
       RunError: it cannot be read, or is no file.
     """
     try:
-        with open_regular(path) as file:
-            return file.read()
+        return path.read_bytes()
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
+    except OSError as error:
         raise RunError(
-            f"expected to read {path}, got: {reason}; make it readable, or move it away"
+            f"expected to read {path}, got: {error.strerror}; make it readable, or move it away"
         ) from error
 
 
 def _read_config(workdir: Path) -> dict[str, Any] | None:
     path = workdir / "config.json"
-    text = read_regular(path)
+    text = read_file(path)
     if text is None:
         return None
     try:

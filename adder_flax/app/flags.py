@@ -1,28 +1,25 @@
-"""The command line of ``main.py`` and ``adder-flax``: flags, and a call for each mode."""
+"""The flags of ``main.py`` and ``adder-flax``, and a call for each mode."""
 
 import difflib
 import re
 import sys
 
-from absl import app, flags, logging
-
-from adder_flax import environment, experiment, settings
-from adder_flax.errors import RunError
 from adder_flax.extras import needs
+
+with needs("train"):
+    from absl import app, flags, logging
+
+from adder_flax import experiment, settings
+from adder_flax.errors import RunError
 
 with needs("train"):
     from ml_collections import ConfigDict, config_flags
 
-try:
-    _CONFIG = config_flags.DEFINE_config_file(
-        "config",
-        None,
-        "Experiment, e.g. adder_deit_tiny or experiments/adder_deit_tiny.py, and [:data]",
-    )
-except (flags.Error, ValueError) as error:  # it looks for overrides in a --flagfile already
-    raise RunError(
-        f"expected flags in UTF-8, one a line, as --flagfile, got: {error}; correct it"
-    ) from error
+_CONFIG = config_flags.DEFINE_config_file(
+    "config",
+    None,
+    "Experiment, e.g. adder_deit_tiny or experiments/adder_deit_tiny.py, and [:data]",
+)
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Where the run is kept; by default runs/<experiment>[,<overrides>]"
 )
@@ -151,54 +148,53 @@ def _run_mode(argv: list[str], start_time: float) -> None:
             )
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # libraries report every small step at INFO
-    environment.check_system()
-    xla = environment.XlaTrial()
     # Imported here so that --help and mistyped flags answer at once.
-    with environment.importing():
-        # The other modes find kernels in the cache, or compile for another machine.
-        if _MODE.value == "train":
-            from adder_flax import ops
+    if _MODE.value == "train":
+        from adder_flax import ops
 
-            ops.build_in_background()
-        from adder_flax import cli, training
+        # The other modes find kernels in the cache, or compile for another machine.
+        ops.build_in_background()
+    from adder_flax import training
+    from adder_flax.app import modes
 
     flag = flags.FLAGS["config"]
-    workdir = cli.check_workdir(
+    workdir = modes.check_workdir(
         _WORKDIR.value
-        or cli.default_workdir(
+        or modes.default_workdir(
             config_flags.get_config_filename(flag), config_flags.get_override_values(flag)
         )
     )
-    xla.check()
-    cli.enable_compilation_cache()
-    cli.check_backend(here=_MODE.value != "compile")
+    modes.enable_compilation_cache()
+    modes.check_backend(here=_MODE.value != "compile")
     training.connect(detect=_CLUSTER.value)
-    if _MODE.value == "train":
-        cli.train(_CONFIG.value, workdir, start_time=start_time)
-    elif _MODE.value == "compile":
-        cli.compile_step(_CONFIG.value)
-    elif _MODE.value == "analyze":
-        cli.analyze(_CONFIG.value, workdir, _CHECKPOINT.value, _BASELINE.value)
-    elif _MODE.value == "predict":
-        cli.predict(
-            _CONFIG.value,
-            workdir,
-            _CHECKPOINT.value,
-            _IMAGES.value,
-            _PREDICTIONS.value,
-            _OVERLAY.value,
-        )
-    elif _MODE.value == "export":
-        cli.export(_CONFIG.value, workdir, _CHECKPOINT.value, _NAMES.value)
-    elif _MODE.value == "compare":
-        # With SciPy's statistics, half a second that no other mode has to wait for.
-        with environment.importing():
+    with training.peer_errors():
+        _call_mode(workdir, start_time)
+
+
+def _call_mode(workdir: str, start_time: float) -> None:
+    from adder_flax.app import modes
+
+    config, checkpoint = _CONFIG.value, _CHECKPOINT.value
+    match _MODE.value:
+        case "train":
+            modes.train(config, workdir, start_time=start_time)
+        case "eval":
+            modes.evaluate(config, workdir, checkpoint, _SPLIT.value, _DATA.value, _LABELS.value)
+        case "analyze":
+            modes.analyze(config, workdir, checkpoint, _BASELINE.value)
+        case "predict":
+            modes.predict(
+                config, workdir, checkpoint, _IMAGES.value, _PREDICTIONS.value, _OVERLAY.value
+            )
+        case "compile":
+            modes.compile_step(config)
+        case "export":
+            modes.export(config, workdir, checkpoint, _NAMES.value)
+        case "compare":
+            # With SciPy's statistics, half a second that no other mode has to wait for.
             from adder_flax.compare import mode
-        mode.run(_CONFIG.value, workdir, _WORKERS.value, _SLURM.value)
-    else:
-        cli.evaluate(
-            _CONFIG.value, workdir, _CHECKPOINT.value, _SPLIT.value, _DATA.value, _LABELS.value
-        )
+
+            mode.run(config, workdir, _WORKERS.value, _SLURM.value)
 
 
 class _ExperimentParser(flags.ArgumentParser):
@@ -217,8 +213,8 @@ def _of_this_version(config: ConfigDict) -> ConfigDict:
 
     Fields that have been added since are at their defaults.
     """
-    with environment.importing():
-        from adder_flax import models, tasks  # noqa: F401 - they register the settings of theirs
+    from adder_flax import models, tasks  # noqa: F401 - they register the settings of theirs
+
     return ConfigDict(settings.completed(settings.RunSettings, config.to_dict()))
 
 
