@@ -79,7 +79,7 @@ def read_image(
     """The pixels of a file as an evaluation sees them, see `decode_and_center_crop`.
 
     Raises:
-        OSError: the file cannot be read, or is no regular one.
+        OSError: the file cannot be read.
         ValueError: it is too large, or no image that is read. Decoders may raise errors of other
             types.
     """
@@ -90,7 +90,7 @@ def read_encoded(path: str | Path) -> bytes:
     """The bytes of a file of at most `MAX_BYTES`.
 
     Raises:
-        OSError: the file cannot be read, or is no regular one.
+        OSError: the file cannot be read.
         ValueError: it is too large.
     """
     with open(path, "rb") as file:

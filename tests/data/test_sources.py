@@ -428,7 +428,6 @@ RECORDS = "insects-train.array_record-00000-of-00001"
             lambda d: (d / RECORDS).write_bytes((d / RECORDS).read_bytes()[:-100]),
             "whole, as it was prepared",
         ),
-        (lambda d: ((d / RECORDS).unlink(), os.mkfifo(d / RECORDS)), "no regular file"),
     ],
 )
 def test_damage_of_a_prepared_set_is_one_message(prepared, tmp_path, damage, message):

@@ -14,7 +14,6 @@ from adder_flax.app import modes
 from adder_flax.report import figures
 from adder_flax.training import Checkpoints, RunError
 from adder_flax.training.metrics import MetricWriter
-from benchmarks import faults
 from tests.data.files import encode, smooth_image
 
 
@@ -173,10 +172,3 @@ def test_figures_do_not_decide_whether_training_succeeded(
     assert "curves.png" in out.splitlines()[-1]
     assert "attention.png" not in out.splitlines()[-1]
     assert (tmp_path / "curves.png").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["KILL", "TERM"])
-def test_killed_at_any_moment_a_run_ends_with_the_same_bits(name, capsys):
-    faults.main([f"--signal={name}", "--trials=3"])
-    assert capsys.readouterr().out.count("identical") == 3
