@@ -6,7 +6,7 @@ import sys
 
 from absl import app, flags, logging
 
-from adder_flax import environment, experiment, settings
+from adder_flax import environment, experiment, packed, settings
 from adder_flax.errors import RunError
 from adder_flax.extras import needs
 
@@ -206,7 +206,7 @@ class _ExperimentParser(flags.ArgumentParser):
 
     def parse(self, path: str):
         config = experiment.load_experiment(path)
-        if path.endswith(".json"):
+        if path.endswith(".json") or packed.NAME in path and "base" not in config:
             config = _of_this_version(config)
         config.lock()
         return config

@@ -198,7 +198,7 @@ def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> 
     blocks += [Heading(2, "Over all of them"), *_overall(costs, workloads)]
     picture = _profile(costs)
     document.write_picture(picture, out)
-    drawn = f"\n![{picture.alt}](figures/{picture.name}.png)\n\n{picture.caption}"
+    drawn = f"\n![{picture.alt}](figures/{picture.name}.svg)\n\n{picture.caption}"
     write_text(out / "results.md", as_markdown(blocks) + drawn)
     return out / "results.md"
 

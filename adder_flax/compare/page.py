@@ -24,7 +24,7 @@ pre { overflow-x: auto; font-size: .8rem; background: #f4f4f4; padding: .6rem; }
 
 
 def write_results(comparison: Comparison) -> list[Path]:
-    """Writes what is known so far into the folder of results; nothing is run.
+    """Packs the records and writes what is known so far beside them; nothing is run.
 
     Args:
       comparison: prepared.
@@ -34,10 +34,11 @@ def write_results(comparison: Comparison) -> list[Path]:
     """
     rows, folder = rows_of(comparison), comparison.results
     folder.mkdir(parents=True, exist_ok=True)
+    comparison.pack()
     pictures = _pictures(comparison, [row for row in rows if row.records])
     figures = [path for picture in pictures for path in document.write_picture(picture, folder)]
     blocks = blocks_of(comparison, rows)
-    drawn = "".join(f"\n![{p.alt}](figures/{p.name}.png)\n\n{p.caption}\n" for p in pictures)
+    drawn = "".join(f"\n![{p.alt}](figures/{p.name}.svg)\n\n{p.caption}\n" for p in pictures)
     write_text(folder / "results.md", as_markdown(blocks) + drawn.rstrip("\n"))
     write_text(folder / "runs.csv", runs_csv(comparison, rows).rstrip("\n"))
     body = "\n".join(

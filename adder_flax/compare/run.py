@@ -5,6 +5,7 @@ Alone, beside other processes, or on several hosts of one shared directory.
 
 import contextlib
 import functools
+import json
 import math
 import os
 import signal
@@ -19,7 +20,7 @@ from typing import Any
 from adder_flax import data
 from adder_flax.compare import cells, matching, search
 from adder_flax.compare.plan import FINAL, TUNING, Arm, Cell, Plan
-from adder_flax.compare.records import Record, Records
+from adder_flax.compare.records import Record, Records, taking_turns
 from adder_flax.errors import RunError
 from adder_flax.extras import needs
 from adder_flax.interrupt import InterruptWatch
@@ -48,7 +49,7 @@ class Comparison:
     Attributes:
       plan: with arms that are matched, once :meth:`prepare` was called.
       workdir: ``cells/<cell>/`` are ordinary runs.
-      results: folder of ``records/``, tables and figures.
+      results: folder of records, tables and figures.
       records: of finished cells.
 
     Raises:
@@ -57,23 +58,22 @@ class Comparison:
 
     def __init__(self, config: ConfigDict, workdir: str | Path):
         self.plan = Plan(config)
+        self._config = json.loads(config.to_json())
         self.workdir = Path(workdir).absolute()
         self.results = Path(self.plan.settings.results or self.workdir / "results")
-        self.records = Records(self.results / "records")
+        self.records = Records(self.results)
         self.best = TASKS.get(self.plan.settings.base.task.name).best
 
     def prepare(self) -> None:
         """Matches the arms, once for all processes."""
         if not matching.needs_measuring(self.plan):
             return
-        self.workdir.mkdir(parents=True, exist_ok=True)
-        while True:
-            try:
-                with lock_workdir(self.workdir, "matching.lock"):
-                    self.plan = matching.match(self.plan, self.results, load_once)
-                return
-            except HeldError:
-                time.sleep(_POLL_SECONDS)
+        with taking_turns(self.workdir, "matching.lock"):
+            self.plan = matching.match(self.plan, self.results, load_once)
+
+    def pack(self) -> None:
+        """Puts its records, and what it is, into one file."""
+        self.records.pack(self._config | {"results": ""})
 
     def tuning(self, arm: Arm) -> search.Tuning:
         """Returns how far the tuning of an arm is."""

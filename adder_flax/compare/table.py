@@ -411,7 +411,7 @@ def command_of(comparison: Comparison, record: Record) -> str:
         comparison.plan.arms[record.arm], record.phase, record.seed, record.values
     )
     split = comparison.plan.settings.base.data.eval_split
-    path = comparison.records.path(cell)
+    path = comparison.records.address(cell)
     return (
         f"python main.py --config={path} --config.data.eval_split={split} "
         f"--workdir=runs/again/{cell.id}"
