@@ -14,7 +14,7 @@ from adder_flax.experiment import load_experiment
 from adder_flax.tasks import TASKS
 from tests.processes import ROOT
 
-RESULTS = ROOT / "docs" / "results"
+RESULTS = ROOT / "results"
 NAMES = sorted(path.parent.name for path in RESULTS.glob(f"*/{packed.NAME}"))
 
 
