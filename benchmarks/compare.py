@@ -3,7 +3,7 @@ each arm of a finished comparison takes to its target.
 
     python -m benchmarks.compare overhead  # seconds beside those of 24 runs of one arm themselves
     python -m benchmarks.compare coverage  # of six pairs that differ by chance alone
-    python -m benchmarks.compare seconds docs/results/optimizers_digits \
+    python -m benchmarks.compare seconds results/optimizers_digits \
         --config=experiments/compare_optimizers.py
 
 Runs of a comparison were made one after the other or side by side, on one machine or several, so

@@ -1,7 +1,7 @@
 """One page over several comparisons of the same arms: ``python -m adder_flax.compare.across``.
 
-    python -m adder_flax.compare.across docs/results/optimizers_digits \
-        docs/results/optimizers_g2p --out=runs/both
+    python -m adder_flax.compare.across results/optimizers_digits \
+        results/optimizers_g2p --out=runs/both
 
 reads ``runs.csv`` of each, and ``timing.csv`` where there is one (``python -m benchmarks.compare
 seconds`` leaves it), and writes ``results.md``, a figure and its numbers: what each arm scores at
