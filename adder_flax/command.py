@@ -84,12 +84,6 @@ _WORKERS = flags.DEFINE_integer(
     lower_bound=0,
     upper_bound=1024,
 )
-_SLURM = flags.DEFINE_string(
-    "slurm",
-    None,
-    "With --mode=compare: the workers are jobs of SLURM, of these options: "
-    "partition=gpu,gpus_per_node=1,time=720 (minutes); --slurm= for the cluster's defaults",
-)
 _NAMES = flags.DEFINE_enum(
     "names",
     "adder_flax",
@@ -117,7 +111,6 @@ _MODES_WITH = {
     "data": ("eval",),
     "labels": ("eval",),
     "workers": ("compare",),
-    "slurm": ("compare",),
 }
 
 
@@ -194,7 +187,7 @@ def _run_mode(argv: list[str], start_time: float) -> None:
         # With SciPy's statistics, half a second that no other mode has to wait for.
         with environment.importing():
             from adder_flax.compare import mode
-        mode.run(_CONFIG.value, workdir, _WORKERS.value, _SLURM.value)
+        mode.run(_CONFIG.value, workdir, _WORKERS.value)
     else:
         cli.evaluate(
             _CONFIG.value, workdir, _CHECKPOINT.value, _SPLIT.value, _DATA.value, _LABELS.value

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from adder_flax.errors import RunError
-from adder_flax.files import open_regular, write_whole
+from adder_flax.files import write_whole
 
 NAME = "records.jsonl.xz"
 
@@ -30,8 +30,7 @@ def read_packed(path: str | Path) -> tuple[dict[str, Any], dict[str, dict[str, A
       ({'seeds': 2}, {'dot-final-0': {'steps': 9}})
     """
     try:
-        with open_regular(path) as file:
-            lines = lzma.decompress(file.read()).splitlines()
+        lines = lzma.decompress(Path(path).read_bytes()).splitlines()
         comparison, *records = map(json.loads, lines)
         return comparison, {record.pop("id"): record for record in records}
     except FileNotFoundError:

@@ -32,9 +32,9 @@ def write_results(comparison: Comparison) -> list[Path]:
     Returns:
       The files: ``results.md``, ``runs.csv``, ``results.html``, and the figures with their numbers.
     """
+    comparison.pack()
     rows, folder = rows_of(comparison), comparison.results
     folder.mkdir(parents=True, exist_ok=True)
-    comparison.pack()
     pictures = _pictures(comparison, [row for row in rows if row.records])
     figures = [path for picture in pictures for path in document.write_picture(picture, folder)]
     blocks = blocks_of(comparison, rows)

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,6 @@ from adder_flax.training.lock import HeldError, lock_workdir
 
 with needs("train"):
     from ml_collections import ConfigDict
-
-WORKER = "ADDER_FLAX_COMPAREWORKER"
-"""Names in the environment of a worker its number, the number of all and, on the same machine, its
-parent's process."""
 
 _POLL_SECONDS = 1.0
 _CLAIM = "claim.lock"
@@ -151,9 +147,7 @@ def load_once(name: str, split: str, **options: Any) -> data.Source:
     return _load(name, split, tuple(sorted(options.items())))
 
 
-def work(
-    comparison: Comparison, first_arm: int = 0, alive: Callable[[], bool] = lambda: True
-) -> Iterator[Record]:
+def work(comparison: Comparison) -> Iterator[Record]:
     """Runs cells until none is left, and yields the record of each that this process ran.
 
     A cell is claimed by a lock in its directory, which the kernel lets go of when its process ends
@@ -161,34 +155,35 @@ def work(
 
     Args:
       comparison: prepared.
-      first_arm: whose cells come first: workers that begin with different ones compile different
-        programs.
-      alive: whether to begin another cell.
 
     Raises:
       StoppedError: a signal stopped a cell.
       RunError: what the user must mend, with the name of the cell.
     """
     arms = list(comparison.plan.arms.values())
-    arms = arms[first_arm:] + arms[:first_arm]
-    while alive():
-        waiting = False
+    while any(map(comparison.open_cells, arms)):
+        if (ran := _run_next(comparison, arms)) is None:
+            time.sleep(_POLL_SECONDS)
+            continue
+        arm, record = ran
+        # What is known now may open other cells of the same arm, whose program is compiled.
+        arms = [arm, *(other for other in arms if other is not arm)]
+        yield record
+
+
+def _run_next(comparison: Comparison, arms: Sequence[Arm]) -> tuple[Arm, Record] | None:
+    """Runs a cell, of an arm that no other process is at where there is one.
+
+    Processes at different arms compile different programs.
+    """
+    for beside_others in (False, True):
         for arm in arms:
             for cell in comparison.open_cells(arm):
-                record = _run_claimed(comparison, cell)
-                waiting |= record is None
-                if record is not None:
-                    yield record
+                if (record := _run_claimed(comparison, cell)) is not None:
+                    return arm, record
+                if not beside_others:
                     break
-            else:
-                continue
-            # What is known now may open other cells of the same arm, whose program is compiled.
-            arms = [arm, *(other for other in arms if other is not arm)]
-            break
-        else:
-            if not waiting:
-                return
-            time.sleep(_POLL_SECONDS)
+    return None
 
 
 def _run_claimed(comparison: Comparison, cell: Cell) -> Record | None:
@@ -213,29 +208,10 @@ def _run_claimed(comparison: Comparison, cell: Cell) -> Record | None:
         return record
 
 
-def is_worker() -> tuple[int, int] | None:
-    """Returns the number of this worker and of all of them.
-
-    None where this process was not started as one.
-    """
-    place = os.environ.get(WORKER, "")
-    if not place:
-        return None
-    number, count = map(int, place.split("/")[:2])
-    return number, count
-
-
-def parent_lives() -> bool:
-    """Whether the process that started this worker is there.
-
-    Without it, a worker ends after its cell. Jobs of SLURM need none.
-    """
-    _, _, *parent = os.environ[WORKER].split("/")
-    return not parent or os.getppid() == int(parent[0])
-
-
 def supervise(workers: int, workdir: Path, poll: Callable[[], None]) -> None:
-    """Starts this very command several times, with cores and GPUs dealt out, and waits for all.
+    """Starts this command with one worker several times, and waits for all.
+
+    Cores and GPUs are dealt out among them.
 
     Args:
       workers: number of processes.
@@ -270,14 +246,14 @@ def supervise(workers: int, workdir: Path, poll: Callable[[], None]) -> None:
 
 def _start(number: int, workers: int, output: Path) -> subprocess.Popen:
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    environ = os.environ | {WORKER: f"{number}/{workers}/{os.getpid()}"}
+    environ = dict(os.environ)
     if gpus := _gpus():
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(
             gpus[number::workers] or [gpus[number % len(gpus)]]
         )
     with output.open("a") as file:
         child = subprocess.Popen(
-            [sys.executable, *sys.argv],
+            [sys.executable, *sys.argv, "--workers=1"],
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=file,
