@@ -32,7 +32,6 @@ def run(config: Any, workdir: str | Path, workers: int) -> None:
         )
     comparison = Comparison(config, workdir)
     known = set(comparison.records.all())
-    comparison.prepare()
     if workers == 1:
         _work(comparison)
     elif workers:

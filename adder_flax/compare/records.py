@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,13 @@ class Records:
         """
         if not self.folder.is_dir() and self._unpack()[0] in ({}, comparison):
             return
-        with taking_turns(self.file.parent, "records.lock"):
+        with contextlib.ExitStack() as stack:
+            while True:
+                try:
+                    stack.enter_context(lock_workdir(self.file.parent, "records.lock"))
+                    break
+                except HeldError:
+                    time.sleep(_POLL_SECONDS)
             single = list(self.folder.glob("[!.]*.json"))
             records = {name: _fields(record) for name, record in self.all().items()}
             with writing(self.file.name, self.file.parent):
@@ -163,20 +169,6 @@ class Records:
         except FileNotFoundError:
             self._packed, self._seen = ({}, {}), None
         return self._packed
-
-
-@contextlib.contextmanager
-def taking_turns(folder: Path, name: str) -> Iterator[None]:
-    """Waits for a lock in a folder and holds it for as long as the context is open."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        while True:
-            try:
-                stack.enter_context(lock_workdir(folder, name))
-                break
-            except HeldError:
-                time.sleep(_POLL_SECONDS)
-        yield
 
 
 def write_text(path: Path, text: str) -> None:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from adder_flax import data
-from adder_flax.compare import cells, matching, search
+from adder_flax.compare import cells, search
 from adder_flax.compare.plan import FINAL, TUNING, Arm, Cell, Plan
-from adder_flax.compare.records import Record, Records, taking_turns
+from adder_flax.compare.records import Record, Records
 from adder_flax.errors import RunError
 from adder_flax.extras import needs
 from adder_flax.interrupt import InterruptWatch
@@ -43,7 +43,7 @@ class Comparison:
       workdir: of the runs.
 
     Attributes:
-      plan: with arms that are matched, once :meth:`prepare` was called.
+      plan: its arms and cells.
       workdir: ``cells/<cell>/`` are ordinary runs.
       results: folder of records, tables and figures.
       records: of finished cells.
@@ -59,13 +59,6 @@ class Comparison:
         self.results = Path(self.plan.settings.results or self.workdir / "results")
         self.records = Records(self.results)
         self.best = TASKS.get(self.plan.settings.base.task.name).best
-
-    def prepare(self) -> None:
-        """Matches the arms, once for all processes."""
-        if not matching.needs_measuring(self.plan):
-            return
-        with taking_turns(self.workdir, "matching.lock"):
-            self.plan = matching.match(self.plan, self.results, load_once)
 
     def pack(self) -> None:
         """Puts its records, and what it is, into one file."""
@@ -154,7 +147,7 @@ def work(comparison: Comparison) -> Iterator[Record]:
     in whatever way. What others run is waited for, since what is to be run next may depend on it.
 
     Args:
-      comparison: prepared.
+      comparison: what is to be run.
 
     Raises:
       StoppedError: a signal stopped a cell.

@@ -190,10 +190,6 @@ def _machine(machine: tuple[tuple[str, Any], ...], records: Sequence[Record]) ->
 
 _MATCHED = {
     "steps": "All arms take the same steps.",
-    "parameters": "All arms have as many parameters as their baseline, by the width of their MLPs.",
-    "operations": "All arms compute as many multiplications and additions in training as their "
-    "baseline.",
-    "seconds": "All arms train as long as their baseline, by a step timed beforehand.",
     "nothing": "Each arm has a schedule of its own.",
 }
 

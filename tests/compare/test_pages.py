@@ -27,7 +27,6 @@ def test_a_page_is_what_its_records_give(name, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     folder = RESULTS.relative_to(ROOT) / name
     comparison = compare.Comparison(load_experiment(str(folder / packed.NAME)), tmp_path)
-    comparison.prepare()
     made = as_markdown(blocks_of(comparison, rows_of(comparison)))
     assert (folder / "results.md").read_text().startswith(made)
 

@@ -3,6 +3,7 @@
 import concurrent.futures
 import csv
 import dataclasses
+import itertools
 import json
 import lzma
 import shutil
@@ -14,12 +15,11 @@ import pytest
 from adder_flax import data, packed
 from adder_flax.compare import Comparison, Record, Records, describe, overview, work, write_results
 from adder_flax.compare import cells as cells_module
-from adder_flax.compare.matching import match
-from adder_flax.compare.run import load_once
 from adder_flax.compare.table import rows_of
 from adder_flax.errors import RunError
 from adder_flax.experiment import load_experiment
 from adder_flax.training import Evaluator, SavedCheckpoints, build_run
+from adder_flax.training.lock import lock_workdir
 from tests.compare.tiny import make_config
 
 FACTORS = {
@@ -42,7 +42,6 @@ FIELDS = {
 
 
 def run_all(comparison):
-    comparison.prepare()
     return list(work(comparison))
 
 
@@ -142,6 +141,23 @@ def test_a_start_with_the_records_at_hand_runs_only_what_is_new(finished, tmp_pa
     other.pack()
     assert not (tmp_path / "records").exists()
     assert run_all(Comparison(make_config(**FIELDS | more), tmp_path / "elsewhere")) == []
+
+
+def test_processes_take_different_arms_and_share_what_is_left(finished, tmp_path, monkeypatch):
+    done, _ = finished
+    monkeypatch.setattr(cells_module, "run_cell", lambda cell, *_: done.records.get(cell))
+    other = Comparison(make_config(**FIELDS), tmp_path)
+    claim = lambda cell: lock_workdir(tmp_path / "cells" / cell.id, "claim.lock")
+    dot = other.plan.arms["dot"]
+    with claim(other.open_cells(dot)[0]):
+        ran = [record.arm for record in itertools.islice(work(other), 9)]
+    # One arm after the other, whose program is compiled.
+    assert [arm for arm, _ in itertools.groupby(ran)] == ["additive", "again", "hot"]
+    assert next(work(other)).phase == "tuning"
+    first, second = other.open_cells(dot)
+    with claim(first):
+        assert next(work(other)).seed == second.seed
+    assert [record.seed for record in work(other)] == [first.seed]
 
 
 def test_all_that_a_table_needs_is_in_the_records(finished, tmp_path):
@@ -314,37 +330,3 @@ def test_cells_of_one_mechanism_share_a_compiled_program(tmp_path):
     # The first trains, the first final one evaluates on another split.
     assert counts[17] == counts[0]
     assert counts[23] == counts[18]
-
-
-def test_arms_are_matched_in_parameters_and_operations(tmp_path):
-    """To half a unit of the MLPs, and to half a step."""
-    factors = {
-        "arm": {
-            "dot": {},
-            "additive": {"model": {"score": "additive"}},
-            "wide": {"model": {"width": 20}},
-        }
-    }
-    for what in ("parameters", "operations"):
-        config = make_config(
-            factors=factors, baseline={"arm": "dot"}, match=what, base={"num_epochs": 3.0}
-        )
-        comparison = Comparison(config, tmp_path)
-        plan = match(comparison.plan, tmp_path, load_once)
-        runs = {
-            name: build_run(plan.cell(arm, "final", 0, {}).config)
-            for name, arm in plan.arms.items()
-        }
-        facts = {name: cells_module.facts(run) for name, run in runs.items()}
-        for name, run in runs.items():
-            if what == "parameters":
-                unit = 2 * run.config.model.width + 1
-                assert facts[name]["parameters"] == pytest.approx(
-                    facts["dot"]["parameters"], abs=unit / 2
-                ), name
-            else:
-                spent = facts["dot"]["step_operations"] * runs["dot"].num_steps
-                step = facts[name]["step_operations"]
-                assert step * run.num_steps == pytest.approx(spent, abs=step / 2), name
-        again = match(comparison.plan, tmp_path, lambda *_: pytest.fail("read, not made again"))
-        assert again.arms == plan.arms
