@@ -27,7 +27,7 @@ def write_results(comparison: Comparison) -> list[Path]:
     """Packs the records and writes what is known so far beside them; nothing is run.
 
     Args:
-      comparison: prepared.
+      comparison: whose records there are.
 
     Returns:
       The files: ``results.md``, ``runs.csv``, ``results.html``, and the figures with their numbers.
@@ -55,18 +55,10 @@ def _pictures(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
     if not rows:
         return []
     best = comparison.best.name
-    joules = lambda record: record.facts["joules"]
     seconds = lambda record: record.steps * record.seconds["step"]
     return [
         _curves(best, rows),
-        _scatter(
-            "energy",
-            f"test {best} against energy",
-            "energy of one example forward, J",
-            best,
-            rows,
-            joules,
-        ),
+        *_energy(best, rows),
         _scatter(
             "seconds",
             f"test {best} against seconds",
@@ -77,6 +69,15 @@ def _pictures(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
         ),
         *_profiles(comparison, rows),
     ]
+
+
+def _energy(best: str, rows: Sequence[Row]) -> list[Picture]:
+    """What optimizers of one network do not differ in is not drawn."""
+    joules = lambda record: record.facts["joules"]
+    if len({joules(row.records[0]) for row in rows}) < 2:
+        return []
+    title, label = f"test {best} against energy", "energy of one example forward, J"
+    return [_scatter("energy", title, label, best, rows, joules)]
 
 
 def _curves(best: str, rows: Sequence[Row]) -> Picture:
