@@ -9,7 +9,7 @@ from adder_flax.extras import needs
 with needs("train"):
     from absl import app, flags, logging
 
-from adder_flax import experiment, settings
+from adder_flax import experiment, packed, settings
 from adder_flax.errors import RunError
 
 with needs("train"):
@@ -81,12 +81,6 @@ _WORKERS = flags.DEFINE_integer(
     lower_bound=0,
     upper_bound=1024,
 )
-_SLURM = flags.DEFINE_string(
-    "slurm",
-    None,
-    "With --mode=compare: the workers are jobs of SLURM, of these options: "
-    "partition=gpu,gpus_per_node=1,time=720 (minutes); --slurm= for the cluster's defaults",
-)
 _NAMES = flags.DEFINE_enum(
     "names",
     "adder_flax",
@@ -114,7 +108,6 @@ _MODES_WITH = {
     "data": ("eval",),
     "labels": ("eval",),
     "workers": ("compare",),
-    "slurm": ("compare",),
 }
 
 
@@ -194,7 +187,7 @@ def _call_mode(workdir: str, start_time: float) -> None:
             # With SciPy's statistics, half a second that no other mode has to wait for.
             from adder_flax.compare import mode
 
-            mode.run(config, workdir, _WORKERS.value, _SLURM.value)
+            mode.run(config, workdir, _WORKERS.value)
 
 
 class _ExperimentParser(flags.ArgumentParser):
@@ -202,7 +195,7 @@ class _ExperimentParser(flags.ArgumentParser):
 
     def parse(self, path: str):
         config = experiment.load_experiment(path)
-        if path.endswith(".json"):
+        if path.endswith(".json") or packed.NAME in path and "base" not in config:
             config = _of_this_version(config)
         config.lock()
         return config

@@ -13,7 +13,18 @@ import jax
 from absl import logging
 from flax import nnx
 
-from adder_flax import counting, data, interop, ops, own_cache, report, settings, tasks, training
+from adder_flax import (
+    counting,
+    data,
+    interop,
+    ops,
+    own_cache,
+    packed,
+    report,
+    settings,
+    tasks,
+    training,
+)
 from adder_flax import predict as predicting
 from adder_flax.errors import first_line
 
@@ -540,6 +551,8 @@ def default_workdir(experiment: str, overrides: Mapping[str, Any]) -> str:
       'runs/adder_deit_tiny-cifar10,optimizer.name=sgd,seed=1'
     """
     path, _, data = experiment.partition(":")
+    if packed.NAME in path:  # a run by its own name, a comparison by that of its folder
+        path, _, data = Path(path).absolute().parent.name, "", path.partition("#")[2]
     settings = [f"{field}={_slug(value)}" for field, value in sorted(overrides.items())]
     return "runs/" + ",".join([Path(path).stem + (f"-{data}" if data else ""), *settings])
 
