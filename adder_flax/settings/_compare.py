@@ -7,7 +7,16 @@ from typing import Any
 
 from adder_flax.settings._fields import section, setting
 from adder_flax.settings._keywords import Options
-from adder_flax.settings._rules import LONGEST_NAME, Choice, Integer, Number, Or, Refused, Text
+from adder_flax.settings._rules import (
+    LONGEST_NAME,
+    Choice,
+    Flag,
+    Integer,
+    Number,
+    Or,
+    Refused,
+    Text,
+)
 from adder_flax.settings._run import RunSettings
 
 _MOST_LEVELS = 100
@@ -168,6 +177,9 @@ class CompareSettings:
         1, Integer(1, 1000), "runs of each trial, with seeds that the final runs do not have"
     )
     seeds: int = setting(6, Integer(1, 10_000), "final runs of each arm, with seeds 0, 1, …")
+    confirmatory: bool = setting(
+        False, Flag(), "whether this is the table that decides, declared before it is run"
+    )
     validation_percent: int = setting(
         10,
         Integer(0, 90),
