@@ -7,6 +7,7 @@ Nothing here stores an array of size (rows x columns x contracted axis), forward
 
 from adder_flax.ops import _cpu_exported
 from adder_flax.ops._additive import additive_scores
+from adder_flax.ops._arrays import as_mask
 from adder_flax.ops._backend import (
     Backend,
     available_backends,
@@ -29,6 +30,7 @@ __all__ = [
     "adder_matmul",
     "adder_matmul_jvp",
     "additive_scores",
+    "as_mask",
     "available_backends",
     "backend_report",
     "build_in_background",

@@ -391,7 +391,10 @@ def test_matches_jax_and_its_causal_mask():
     inputs = make_inputs(5, 8)
     expected = jax.nn.dot_product_attention(*inputs, is_causal=True)
     np.testing.assert_allclose(
-        attention.dot_product_attention(*inputs, is_causal=True), expected, rtol=1e-5, atol=1e-6
+        attention.dot_product_attention(*inputs, is_causal=True, query_position=0),
+        expected,
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
