@@ -267,16 +267,22 @@ def test_line_searches_see_the_loss_of_the_whole_batch(accumulation_steps):
     np.testing.assert_allclose(state["params"]["w"], np.linalg.lstsq(x, y)[0], rtol=1e-3, atol=1e-4)
 
 
-def test_adder_rate_gives_each_adder_weight_the_norm_eta_root_k(pair, settings):
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_adder_rate_gives_each_adder_weight_the_norm_eta_root_k(pair, settings, clip_norm):
+    """Whatever the clip leaves of its gradient; all others are clipped by the norm of all."""
     params, facts = pair
-    settings = settings(name="sgd", adder_rate=0.2, weight_decay=0.0, momentum=0.0)
-    optimizer = optimizer_of(settings, lambda _: 1.0, facts)
+    chosen = dict(name="sgd", weight_decay=0.0, momentum=0.0, clip_norm=clip_norm)
+    optimizer = optimizer_of(settings(adder_rate=0.2, **chosen), lambda _: 1.0, facts)
     gradients = jax.tree.map(lambda p: 100.0 * jnp.sin(p + 1), params)
     updates, _ = optimizer.update(gradients, optimizer.init(params), params)
     np.testing.assert_allclose(
         np.linalg.norm(updates["adder"]["kernel"]), 0.2 * np.sqrt(12), rtol=1e-6
     )
-    np.testing.assert_allclose(updates["dense"]["kernel"], -gradients["dense"]["kernel"], rtol=1e-6)
+    norm = np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(gradients)))
+    factor = 1.0 if clip_norm is None else clip_norm / norm
+    np.testing.assert_allclose(
+        updates["dense"]["kernel"], -factor * gradients["dense"]["kernel"], rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
