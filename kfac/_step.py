@@ -149,8 +149,9 @@ def normalized_step(
     # Sums and no products of matrices, which are of few digits on accelerators.
     model = -step * (ratios * slopes).sum() + 0.5 * step**2 * (ratios**2 * damped).sum()
     delta = combine(-step, x, share, x if velocity is None else velocity)
-    one = jnp.ones_like(model)
-    return Proposal(delta, jnp.stack([step, share]), model, one, one)
+    # Two ones, as of every number that a state holds: see `init_state`.
+    kl_scale, coherence = jnp.ones_like(model), jnp.ones_like(model)
+    return Proposal(delta, jnp.stack([step, share]), model, kl_scale, coherence)
 
 
 def is_finite(
