@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kfac._sharing import mean_over
 from kfac._solver import Solution, lane_dot
 from kfac._systems import System
 from kfac._trees import all_fit, concatenated
@@ -218,7 +219,8 @@ def fisher_of(
       *directions: changes of the blocks' parameters.
     """
     along = _derivatives(groups, *directions)
-    return jnp.einsum("pcn,qcn->pq", along, along) / num_examples
+    fisher = jnp.einsum("pcn,qcn->pq", along, along) / num_examples
+    return mean_over(groups[0].axis_name, fisher)
 
 
 def quadratic_step(
