@@ -214,7 +214,9 @@ def value_grad_and_curvature(
         (loss, z), pullback, aux = jax.vjp(forward, params, slots, has_aux=True)
         examples = count_examples(args, batch_size, None if fisher == "empirical" else z)
         weighted = None if weights is None else weights(aux)
-        share, total = (None, None) if weighted is None else shares(weighted, examples)
+        share, total = None, None
+        if weighted is not None:
+            share, total = shares(weighted, examples, loss.dtype)
         layers = layers_of(taps, params, examples)
         ones = _cotangent_of_own(loss, params, axes)
         fresh = None if refresh is True else jnp.asarray(refresh)

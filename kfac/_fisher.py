@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -92,20 +92,21 @@ def get_likelihood(likelihood: str | Likelihood) -> Likelihood:
 
 
 def shares(
-    weights: Array | tuple[Array, Array], num_examples: int
+    weights: Array | tuple[Array, Array], num_examples: int, dtype: Any = jnp.float32
 ) -> tuple[Float[Array, "batch *positions"], Float[Array, ""]]:
     """N w / T, and T, of the loss Σ w ℓ / T: how much each position counts in the mean of N losses.
 
     Args:
       weights: w, of the shape of the losses, where T = Σ w; or (w, T).
       num_examples: N.
+      dtype: of the loss.
 
     >>> shares(jnp.array([True, True, False]), 3)[0].tolist()
     [1.5, 1.5, 0.0]
     """
     w, total = weights if isinstance(weights, tuple) else (weights, None)
     w = jax.lax.stop_gradient(jnp.asarray(w))
-    w = w.astype(jnp.promote_types(w.dtype, jnp.float32))
+    w = w.astype(jnp.promote_types(dtype, jnp.float32))
     total = w.sum() if total is None else jnp.asarray(total, w.dtype)
     if w.shape[:1] != (num_examples,):
         raise ValueError(

@@ -97,11 +97,13 @@ def own_along(axes: Collection[str], tree: PyTree) -> PyTree:
     ``jax.shard_map`` keeps account of it, and sums the gradients of what all devices share.
     """
 
+    manual = [name for name in jax.sharding.get_abstract_mesh().manual_axes if name in axes]
+
     def one(array: Array) -> Array:
-        missing = tuple(name for name in axes if name not in axes_of(array))
+        missing = tuple(name for name in manual if name not in axes_of(array))
         return jax.lax.pcast(array, missing, to="varying") if missing else array
 
-    return jax.tree.map(one, tree) if axes else tree
+    return jax.tree.map(one, tree) if manual else tree
 
 
 def axes_of(array: Array) -> frozenset[str]:
