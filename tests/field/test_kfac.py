@@ -247,10 +247,15 @@ SMALL = {
 }
 
 
-def step_of(axis_name, fisher="enumerate", **options):
+def averaged_over_devices(params, x, labels):
+    loss, logits = small(params, x, labels)
+    return jax.lax.pmean(loss, "data"), logits
+
+
+def step_of(axis_name, fisher="enumerate", loss_fn=small, **options):
     optimizer = kfac.cg_fac(1.0, kfac.find_layers(small, SMALL, X, LABELS), **options)
     function = kfac.value_grad_and_curvature(
-        small, fisher=fisher, has_aux=True, axis_name=axis_name
+        loss_fn, fisher=fisher, has_aux=True, axis_name=axis_name
     )
 
     def step(params, x, labels, key=None, refresh=True):
@@ -288,6 +293,13 @@ def test_parts_of_a_batch_take_the_step_of_the_whole(options):
         )
 
 
+def test_parts_of_a_batch_are_drawn_for_independently():
+    function = kfac.value_grad_and_curvature(small, has_aux=True, axis_name="data")
+    labels_of = lambda x: function(SMALL, x, LABELS, key=jax.random.key(0))[2].captured["b"][1]
+    drawn = jax.jit(jax.vmap(labels_of, axis_name="data"))(jnp.stack([X, X]))
+    assert np.abs(drawn[0] - drawn[1]).max() > 0.5  # of probabilities and one-hot labels
+
+
 def on_one_device(step, **options):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     P = jax.sharding.PartitionSpec
@@ -319,7 +331,7 @@ TWO_DEVICES = textwrap.dedent(
     import jax, numpy as np
     jax.config.update("jax_enable_x64", True)
     from jax.sharding import AxisType, PartitionSpec as P
-    from tests.field.test_kfac import LABELS, SMALL, X, small, step_of
+    from tests.field.test_kfac import LABELS, SMALL, X, averaged_over_devices, step_of
 
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     loss, expected = jax.jit(step_of(None))(SMALL, X, LABELS)
@@ -329,11 +341,10 @@ TWO_DEVICES = textwrap.dedent(
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-13), found[1], expected)
 
     step = step_of("data")
-    for check in (True, False):
-        shared = jax.shard_map(
-            step, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P(), check_vma=check
-        )
-        near(jax.jit(shared)(SMALL, X, LABELS))
+    specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P()}
+    for own in (step, step_of("data", loss_fn=averaged_over_devices)):
+        for check in (True, False):
+            near(jax.jit(jax.shard_map(own, mesh=mesh, check_vma=check, **specs))(SMALL, X, LABELS))
     found = jax.pmap(step, axis_name="data", in_axes=(None, 0, 0))(
         SMALL, X.reshape(2, 3, 3), LABELS.reshape(2, 3)
     )
