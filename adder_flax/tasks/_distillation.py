@@ -87,7 +87,8 @@ class Distillation(Classification):
             "teacher_agreement": (heads[:, -1].argmax(-1) == taught.argmax(-1)).mean(),
             "teacher_loss": by_teacher,
         }
-        return Outcome((1 - share) * by_labels + share * by_teacher, heads, metrics)
+        outputs, weights = weighted_outputs(heads, self.settings)
+        return Outcome((1 - share) * by_labels + share * by_teacher, outputs, metrics, weights)
 
 
 def logits_of_heads(
@@ -100,6 +101,20 @@ def logits_of_heads(
     heads = getattr(model, "heads", None)
     logits = model(images, **random)[:, None] if heads is None else heads(images, **random)
     return logits.astype(jnp.float32)
+
+
+def weighted_outputs(
+    heads: Float[Array, "batch heads classes"], settings: DistillationSettings
+) -> tuple[Float[Array, "batch 2 classes"], tuple[Float[Array, "batch 2"], int]]:
+    """Returns the logits of both terms of the loss, and their weights with the number of images.
+
+    T² KL(softmax(t / T) ‖ softmax(s' / T)) has the curvature of T² cross-entropies of s' / T.
+    """
+    temperature = settings.distillation_temperature if settings.distillation == "soft" else 1.0
+    share = jnp.asarray(settings.distillation_share, heads.dtype)
+    outputs = jnp.stack([heads[:, 0], heads[:, -1] / temperature], axis=1)
+    weights = jnp.stack([1 - share, share * temperature**2])
+    return outputs, (jnp.broadcast_to(weights, outputs.shape[:2]), len(outputs))
 
 
 def distance_to_teacher(

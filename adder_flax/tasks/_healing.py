@@ -17,6 +17,7 @@ from adder_flax.tasks._distillation import (
     DistillationSettings,
     distance_to_teacher,
     logits_of_heads,
+    weighted_outputs,
 )
 from adder_flax.tasks._swap import divergence, swap
 from adder_flax.tasks._task import Batch, Outcome, register_task
@@ -110,7 +111,8 @@ class Healing(Distillation):
             "map_divergence": by_maps,
             "output_error": lacking.mean(),
         }
-        return Outcome(loss, heads, metrics)
+        outputs, weights = weighted_outputs(heads, settings)
+        return Outcome(loss, outputs, metrics, weights)
 
 
 def _maps(records: tuple[Record, ...]) -> Float[Array, "batch block head query key"]:

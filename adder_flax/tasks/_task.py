@@ -26,11 +26,14 @@ class Outcome(NamedTuple):
       outputs: of the model, (batch, *positions, classes) in float32: what ``Task.likelihood`` is a
         function of.
       metrics: further means over the batch, logged as ``train/<name>``.
+      weights: of the losses that the loss is a mean of, (batch, *positions), None where it is a
+        plain one; or with what their sum is divided by, see ``kfac.value_grad_and_curvature``.
     """
 
     loss: Float[Array, ""]
     outputs: Array
     metrics: Mapping[str, Float[Array, ""]]
+    weights: Array | tuple[Array, Array] | None = None
 
 
 class Best(NamedTuple):

@@ -107,7 +107,7 @@ class Transduction(Task[SequenceFacts]):
         logits = model(*self.arguments(examples), deterministic=False, rngs=rngs).astype(
             jnp.float32
         )
-        # Constant where nothing is to be said: such places have neither gradient nor curvature.
+        # Constant where nothing is to be said: such places have no gradient.
         logits = jnp.where(real[..., None], logits, 0.0)
         classes = jax.nn.one_hot(target, logits.shape[-1])
         losses = optax.softmax_cross_entropy(
@@ -115,7 +115,7 @@ class Transduction(Task[SequenceFacts]):
         )
         hits = logits.argmax(-1) == target
         mean = lambda values: (values * real).sum() / real.sum()
-        return Outcome(mean(losses), logits, {"symbol_accuracy": mean(hits)})
+        return Outcome(mean(losses), logits, {"symbol_accuracy": mean(hits)}, real)
 
     def inputs(self, batch: Batch) -> tuple[AnyArray, AnyArray]:
         return batch["source"], batch["references"][:, 0]

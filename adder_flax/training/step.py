@@ -204,7 +204,7 @@ def _gradient_and_curvature(parts: Parts, accumulation_steps: int) -> Differenti
         batches = _microbatches(examples, accumulation_steps)
         first = (_first(batches), keys[0])
         sampling_key = jax.random.fold_in(keys[0], _SAMPLING)
-        (loss, (_, metrics)), grads, curvature = with_curvature(
+        (loss, (_, _, metrics)), grads, curvature = with_curvature(
             params, *first, key=sampling_key, refresh=optimizer.refresh(opt_state)
         )
 
@@ -250,7 +250,7 @@ def _gradient_beside_curvature(parts: Parts, accumulation_steps: int) -> Differe
 def _with_outputs(loss: Callable[[Any, Any, Array], Outcome]) -> Callable[..., tuple]:
     def with_outputs(params: Any, examples: Any, key: Array) -> tuple[Array, tuple]:
         outcome = loss(params, examples, key)
-        return outcome.loss, (outcome.outputs, dict(outcome.metrics))
+        return outcome.loss, (outcome.outputs, outcome.weights, dict(outcome.metrics))
 
     return with_outputs
 
@@ -258,7 +258,8 @@ def _with_outputs(loss: Callable[[Any, Any, Array], Outcome]) -> Callable[..., t
 def _fisher(parts: Parts) -> dict[str, Any]:
     """Returns the options of the functions that give curvature, of losses `_with_outputs`."""
     options = dict(fisher=parts.optimizer.fisher, likelihood=parts.likelihood)
-    return options | dict(outputs=operator.itemgetter(0), has_aux=True)
+    found = dict(outputs=operator.itemgetter(0), weights=operator.itemgetter(1))
+    return options | found | dict(has_aux=True)
 
 
 _SAMPLING = 1 << 20  # dropout layers fold small numbers into the same key
