@@ -176,7 +176,7 @@ def value_grad_and_curvature(
         params: PyTree, *args: Any, key: Key | None = None, refresh: bool | Array = True
     ) -> tuple:
         taps = record_taps(loss_fn, params, args)
-        slots = {name: tap.slot() for name, tap in taps.items()}
+        slots = {name: tap.slot() for name, tap in taps.items() if tap.captured}
         inner = tapped(loss_fn, taps)
 
         def forward(params: PyTree, slots: PyTree) -> tuple[tuple[Array, Any], Any]:
@@ -331,5 +331,6 @@ def concatenate_curvature(parts: Sequence[Curvature]) -> Curvature:
         [b.with_examples(total) for b in first.layers.blocks.values()],
         first.layers.skipped,
         first.layers.shapes,
+        first.layers.reasons,
     )
     return Curvature(captured, first.fresh, layers, total, first.fisher)
