@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from kfac._blocks import Block, find_blocks
 from kfac._capture import Tap
-from kfac._tracing import record_taps
+from kfac._tracing import record_taps, without_modules
 from kfac._trees import flatten, is_inside, masked_paths, path_name
 
 if TYPE_CHECKING:
@@ -208,6 +208,8 @@ def find_layers(
     scale      scalar  fallback (no layer met)
     1 blocks cover 88.9 % of the parameters
     """
+    if (of_arrays := without_modules(loss_fn, params, args)) is not None:
+        loss_fn, params, args = of_arrays.loss_fn, of_arrays.params, of_arrays.args
     taps = record_taps(loss_fn, params, args)
     layers = layers_of(taps, params, count_examples(args, batch_size))
     if layers.coverage < LOW_COVERAGE:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flax import linen as nn
-from flax import traverse_util
+from flax import serialization, traverse_util
 
 from kfac._capture import Adapter, Capture, current_capture
 from kfac._layers import Scale
@@ -23,6 +23,7 @@ from kfac._registry import (
     registrations,
     tap_registered,
 )
+from kfac._stats import Stats
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -88,5 +89,17 @@ def _interception() -> contextlib.AbstractContextManager:
 def _watch(capture: Capture, params: Any) -> contextlib.AbstractContextManager:
     return _interception()
 
+
+def _to_state_dict(stats: Stats) -> dict[str, Any]:
+    return {name: getattr(stats, name) for name in stats.arrays}
+
+
+def _from_state_dict(stats: Stats, state: dict[str, Any]) -> Stats:
+    return dataclasses.replace(stats, **state)
+
+
+# `flax.serialization` knows named tuples, as the rest of the optimizer's state is, but no other
+# classes.
+serialization.register_serialization_state(Stats, _to_state_dict, _from_state_dict)
 
 ADAPTER = Adapter(lambda: (), _watch)

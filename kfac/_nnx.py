@@ -112,4 +112,41 @@ def _variables(module: nnx.Module, deep: bool) -> tuple[dict[str, nnx.Variable],
     return params, any(not isinstance(node, nnx.Param) for node in found.values())
 
 
+def split(
+    loss_fn: Callable, params: Any, args: tuple
+) -> tuple[Callable, Any, tuple, Callable[[Any], None]] | None:
+    """A loss function of modules as one of arrays, as ``nnx.value_and_grad`` sees it.
+
+    Returns:
+      ``(params, *args) → (result, state)`` with the state of all modules behind it, such as
+      statistics and counts of random numbers; the parameters, an ``nnx.State`` where they were a
+      module; the arguments; what writes a state back. None where there is no module.
+    """
+    nodes = [node for node in (params, *args) if isinstance(node, nnx.Pytree)]
+    if not nodes:
+        return None
+    of_params = isinstance(params, nnx.Pytree)
+
+    def is_own(path: tuple, value: Any) -> bool:
+        return of_params and path[0] == 0 and isinstance(value, nnx.Param)
+
+    graphdef, own, rest = nnx.split(nodes, is_own, ...)
+    rest = nnx.as_pure(rest)
+    places = [isinstance(node, nnx.Pytree) for node in (params, *args)]
+
+    def of_arrays(params: Any, *args: Any) -> tuple[Any, Any]:
+        own = nnx.State({0: params}) if of_params else nnx.State({})
+        nodes = nnx.merge(graphdef, own, rest)
+        left = iter(nodes)
+        filled = [
+            next(left) if is_node else a for is_node, a in zip(places, (params, *args), strict=True)
+        ]
+        result = loss_fn(*filled)
+        return result, nnx.as_pure(nnx.split(nodes, is_own, ...)[2])
+
+    arrays = tuple(None if isinstance(arg, nnx.Pytree) else arg for arg in args)
+    params = own[0] if of_params else params
+    return of_arrays, params, arrays, functools.partial(nnx.update, nodes)
+
+
 ADAPTER = Adapter(_replacements, lambda capture, params: contextlib.nullcontext())

@@ -63,8 +63,8 @@ def scale_by_cg_fac(
       refuses steps for other reasons too need not choose between all of the old state and the new.
 
     Raises:
-      ValueError: no layer has a block; in ``init``, parameters without a layer, or layers of which only a part is here;
-        in ``update``, missing or foreign curvature.
+      ValueError: no layer has a block; in ``init``, parameters without a layer, or layers of which
+        only a part is here; in ``update``, missing or foreign curvature.
 
     >>> import jax.numpy as jnp, kfac
     >>> params = {"fc": {"kernel": jnp.ones((3, 2))}, "scale": jnp.ones(())}
