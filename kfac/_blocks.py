@@ -303,17 +303,17 @@ def _resolve(
     """
     if not tap.captured:
         return tap.reason
-    stacked = {role.stacked for role in tap.params.values()}
-    if len(stacked) > 1:
+    stacked = list({role.stacked for role in tap.params.values()})
+    if len(stacked) != 1:
         return "some of its parameters are stacked and others shared"
-    axis = _example_axis(tap, *stacked, num_examples)
+    axis = _example_axis(tap, stacked[0], num_examples)
     if axis is None:
         return f"no axis of its output {tap.y.shape} numbers the {num_examples} examples"
     params = {
         name: Param(role.path, tap.shapes[name], role.stack_axes)
         for name, role in tap.params.items()
     }
-    return params, *stacked, axis
+    return params, stacked[0], axis
 
 
 def _example_axis(tap: Tap, stacked: tuple[bool, ...], num_examples: int) -> int | None:

@@ -72,8 +72,9 @@ def register_layer(
     """Makes a method of a Flax module class (NNX or Linen) a layer with curvature of its own.
 
     The method's first argument is the layer's input, with the example axis first and the features
-    last; its result is an array. Modules called inside it are part of it. Flax's own dense,
-    convolution, embedding, einsum and normalisation layers are registered already.
+    last; its result is an array. Modules called inside it are part of it, unless ``describe`` says
+    what it is without them. Flax's own dense, convolution, embedding, einsum and normalisation
+    layers and ``nnx.LoRA`` are registered already.
 
     Args:
       cls: the class that defines the method.
@@ -108,6 +109,8 @@ def register_layer(
             f"expected a method that {cls.__name__} defines, got {method!r}; name the one that is "
             "the layer."
         )
+    if describe is None and kind is Generic and (owner, method) in _registrations:
+        return  # what is known of it says more
     _registrations[owner, method] = Registration(owner, method, describe, kind)
 
 

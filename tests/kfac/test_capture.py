@@ -22,6 +22,7 @@ def test_what_is_replaced_comes_back_when_an_adapter_fails(monkeypatch):
     ``jax.lax.scan``."""
     scan, conv = jax.lax.scan, nnx.Conv.__call__
     loss_fn = lambda p, x: kfac.tap(kfac.Dense(), p, x, path="").mean()
+    kfac.find_layers(loss_fn, {"kernel": jnp.ones((3, 2))}, X)  # loads the adapters
     with monkeypatch.context() as patch:
         patch.delattr(nnx.Linear, "__call__")
         with pytest.raises(RuntimeError, match="expected Linear to define '__call__'"):
