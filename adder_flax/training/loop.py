@@ -31,7 +31,14 @@ from adder_flax.training.setup import Run
 from adder_flax.training.skeleton import joined
 from adder_flax.training.start_up import StartUp
 from adder_flax.training.step import Batch, Metrics, State, evaluation_params, step_keys
-from adder_flax.training.workdir import changed_data, open_workdir, write_config, write_data
+from adder_flax.training.workdir import (
+    changed_data,
+    check_jax_settings,
+    open_workdir,
+    write_config,
+    write_data,
+    write_jax_settings,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +107,11 @@ class Trainer:
             ) as checkpoints,
             InterruptWatch() as watch,
         ):
-            state = checkpoints.restore(run.abstract_state) if checkpoints.steps else run.init()
+            if checkpoints.steps:
+                check_jax_settings(workdir)
+                state = checkpoints.restore(run.abstract_state)
+            else:
+                state = run.init()
             start = int(state["step"])
             changed = self._check_data(start)
             self._start_up.parameters_ready()
@@ -231,6 +242,7 @@ class Trainer:
         jax.block_until_ready(metrics)
         write_config(self._workdir, self._run.config)
         write_data(self._workdir, self._num_records)
+        write_jax_settings(self._workdir)
         outputs.progress.line(self._start_up.report())
 
     def _flush(self, outputs: _Outputs, state: State) -> None:

@@ -1,4 +1,13 @@
-"""Cases from public trackers: parts of a batch that are not alike, models of Flax's own layers, starts under other settings."""
+"""Cases from public trackers for what trains a run.
+
+Parts of a batch that are not alike, models of Flax's own layers, starts under other settings.
+"""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -6,13 +15,28 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from ml_collections import ConfigDict
 
 import kfac
+from adder_flax import training
+from adder_flax.errors import RunError
+from adder_flax.experiments import common
+from adder_flax.models import MODELS, register_model
+from adder_flax.settings import (
+    MODEL_SETTINGS,
+    ClassificationSettings,
+    Text,
+    defaults,
+    setting,
+)
 from adder_flax.tasks import Classification, ImageFacts, Outcome
-from adder_flax.training import evaluation_params, make_eval_step, make_train_step
+from adder_flax.training import evaluation_params, make_eval_step, make_train_step, sharding
 from adder_flax.training.curvature import CurvatureOptimizer
 from adder_flax.training.skeleton import take_apart
 from adder_flax.training.step import Parts, init_state, make_loss_fn
+from adder_flax.training.workdir import check_jax_settings, write_jax_settings
+from tests.processes import ROOT, simulated_devices
+from tests.training.tiny import TINY
 
 LENGTHS = np.array([5, 1, 2, 1, 4, 1, 3, 1])  # real positions of eight rows: even rows are long
 
@@ -126,8 +150,6 @@ def images():
 
 
 def make(optimizer, model=None, ema_decay=0.0, **options):
-    from adder_flax.settings import ClassificationSettings
-
     task = Classification(ClassificationSettings(), None)
     skeleton, variables = take_apart(model or Net(nnx.Rngs(1)))
     params, carried = skeleton.separate(variables)
@@ -247,3 +269,152 @@ def test_streams_of_a_model_follow_from_seed_and_step(images):
     # Evaluation has none.
     silent = skeleton.merge(variables)
     np.testing.assert_array_equal(silent.dropout(ones), ones)
+
+
+@dataclasses.dataclass(frozen=True)
+class NetSettings:
+    """The settings of `Net`."""
+
+    name: str = setting("field_net", Text("a name"), "the model")
+
+
+@pytest.fixture
+def net_config():
+    """The configuration of a run of `Net` on the handwritten digits, eight steps long."""
+
+    def build(settings, example, *, rngs):
+        (shape,) = (x.shape for x in example.inputs)
+        net = Net(rngs, rate=0.3)
+        net.first = nnx.Linear(math.prod(shape[1:]), 5, rngs=rngs)
+        net.head = nnx.Linear(5, example.sizes["classes"], rngs=rngs)
+        return net
+
+    with MODELS.temporary(), MODEL_SETTINGS.temporary():
+        register_model("field_net", NetSettings)(build)
+        config = common.deit("multiplicative", "tiny")
+        fields = {name: value for name, value in TINY.items() if not name.startswith("model.")}
+        config.update_from_flattened_dict(fields | {"ema_decay": 0.5})
+        config.model = ConfigDict(defaults(NetSettings))
+        yield config
+
+
+def same_bits(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_a_model_of_flax_s_layers_is_trained_saved_and_resumed_with_the_same_bits(
+    net_config, tmp_path
+):
+    run = training.build_run(net_config)
+    whole = training.Trainer(run, tmp_path / "whole").fit()
+    state, batches = run.init(), run.batches()
+    # The statistics begin as the layer's own.
+    same_bits(state["model_state"], {"norm": {"mean": np.zeros(5), "var": np.ones(5)}})
+    with jax.set_mesh(run.mesh):
+        for i in range(4):
+            batch = sharding.put_batch(batches[i], run.mesh)
+            state, _ = run.train_step(state, batch, run.hyper)
+    place = tmp_path / "broken" / "checkpoints"
+    with training.Checkpoints(place, of=training.identity(net_config)) as checkpoints:
+        checkpoints.save(4, state)
+    resumed = training.Trainer(run, tmp_path / "broken").fit()
+    assert (whole.step, resumed.step) == (run.num_steps, run.num_steps)
+    same_bits(resumed.state, whole.state)
+    assert resumed.evaluation == whole.evaluation
+    # What is evaluated is what the model says by its averages.
+    model = run.model(evaluation_params(whole.state))
+    same_bits(model.norm.mean[...], whole.state["ema_model_state"]["norm"]["mean"])
+    batch = run.eval_source.first(len(run.eval_source))
+    right = np.asarray(model(*run.task.inputs(batch))).argmax(-1) == batch["label"]
+    np.testing.assert_allclose(whole.evaluation["eval/accuracy"], right.mean(), atol=1e-9)
+
+
+@pytest.mark.parametrize("init", ["sequence", "path"])
+def test_parameters_of_a_model_with_streams_follow_from_the_seed(net_config, init):
+    net_config.init = init
+    first, again = (training.build_run(net_config).init()["params"] for _ in range(2))
+    same_bits(first, again)
+    net_config.seed = 1
+    other = training.build_run(net_config).init()["params"]
+    assert (other["first"]["kernel"] != first["first"]["kernel"]).all()
+
+
+_ON_DEVICES = """
+import json, sys
+import jax
+from adder_flax import training
+from adder_flax.training import sharding
+from tests.field.test_training import net_config
+
+config = next(net_config.__wrapped__())
+for sizes in json.loads(sys.argv[1]):
+    config.mesh.update(dict(zip(("data", "fsdp", "tensor"), sizes)))
+    size = sizes[0] * sizes[1] * sizes[2]
+    run = training.build_run(config, devices=jax.devices()[:size])
+    state, batches, numbers = run.init(), run.batches(), []
+    with jax.set_mesh(run.mesh):
+        for i in range(3):
+            batch = sharding.put_batch(batches[i], run.mesh)
+            state, metrics = run.train_step(state, batch, run.hyper)
+            numbers.append(float(metrics["loss"]))
+    score = training.Evaluator(run)(training.evaluation_params(state))["eval/loss"]
+    held = {name: state[name]["norm"] for name in ("model_state", "ema_model_state")}
+    print(json.dumps([numbers, score, jax.tree.map(lambda x: x.tolist(), held)]))
+"""
+
+
+@pytest.mark.slow
+def test_statistics_and_streams_are_those_of_one_device_on_eight():
+    meshes = [(1, 1, 1), (8, 1, 1), (2, 4, 1), (2, 2, 2)]
+    done = subprocess.run(
+        [sys.executable, "-c", _ON_DEVICES, json.dumps(meshes)],
+        env=simulated_devices(8),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, *others = map(json.loads, done.stdout.splitlines())
+    assert len(others) == 3
+    for other in others:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), other, one)
+
+
+JAX_SETTINGS = {
+    "jax_threefry_partitionable": False,
+    "jax_default_prng_impl": "rbg",
+    "jax_enable_x64": True,
+    "jax_default_matmul_precision": "bfloat16",
+    "jax_random_seed_offset": 1,
+}
+
+
+@pytest.mark.parametrize("name", JAX_SETTINGS)
+def test_a_run_is_not_resumed_under_settings_of_jax_that_draw_or_round_otherwise(
+    name, net_config, tmp_path
+):
+    """jax#18480 and later defaults of JAX: the same seed, other random numbers."""
+    before = jax.config.values[name]
+    write_jax_settings(tmp_path)
+    check_jax_settings(tmp_path)
+    jax.config.update(name, JAX_SETTINGS[name])
+    try:
+        with pytest.raises(RunError) as caught:
+            check_jax_settings(tmp_path)
+        place = training.open_workdir(tmp_path, net_config) / "checkpoints"
+        if name == "jax_random_seed_offset":  # once through the trainer, for all
+            (place / "4").mkdir(parents=True)
+            with pytest.raises(RunError, match="jax_random_seed_offset: 0 there, 1 now"):
+                training.Trainer(training.build_run(net_config), tmp_path).fit()
+    finally:
+        jax.config.update(name, before)
+    assert f"\n  {name}: {before} there, {JAX_SETTINGS[name]} now\n" in str(caught.value)
+    assert (f"({name.upper()}={before})" in str(caught.value)) == bool(before)
+    check_jax_settings(tmp_path)
+
+
+def test_a_run_from_before_settings_of_jax_were_kept_goes_on(tmp_path):
+    check_jax_settings(tmp_path)
+    (tmp_path / "jax.json").write_text("[")
+    check_jax_settings(tmp_path)
