@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
@@ -176,6 +177,8 @@ def build_run(
         if eval_labels:
             images = data.require_kind(data.ImageSource, eval_source, "--labels")
             eval_source = data.with_label_sets(images, eval_labels)
+    if eval_split == "eval":
+        _tell_of_shared_records(train_source, eval_source)
     steps_per_epoch, num_steps = _count_steps(settings, train_source)
     with user_errors():
         teacher = _load_teacher(settings, train_source) if teach else None
@@ -341,6 +344,14 @@ def _load_source(
         on_unreadable=settings.data.on_unreadable,
         **TASKS.get(settings.task.name).source_options(settings.task),
     )
+
+
+def _tell_of_shared_records(trained: data.Source, evaluated: data.Source) -> None:
+    if shared := data.shared_records(trained, evaluated):
+        logging.warning(
+            "%d of the %d records of %s, which scores are of, are trained on, too: they are in %s",
+            *(shared, len(evaluated), evaluated.split, trained.split),
+        )
 
 
 def _check_classes(trained: data.Source, other: data.Source) -> None:

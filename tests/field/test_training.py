@@ -197,6 +197,7 @@ def numpy_step(params, batch, rate):
 
 
 def test_batch_norm_is_trained_and_evaluated_as_its_formula(images):
+    """HomericIntelligence/Odyssey#5532: evaluation by statistics that no step has moved."""
     skeleton, step, state = make(optax.sgd(0.5), ema_decay=0.4)
     wide = lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
     params, running = wide(state["params"]), {"mean": np.zeros(5), "var": np.ones(5)}
@@ -251,7 +252,10 @@ def test_a_step_that_is_not_finite_leaves_statistics_alone(images):
 
 
 def test_streams_of_a_model_follow_from_seed_and_step(images):
-    """Nothing of them is stored: a step taken again draws the same, another step something else."""
+    """AI-Hypercomputer/maxtext#276: random numbers that a resumed run does not draw again.
+
+    Here nothing of them is stored: a step taken again draws the same, another step something else.
+    """
     model = Net(nnx.Rngs(1), rate=0.5)
     skeleton, step, state = make(optax.sgd(0.0), model)
     assert not any("rngs" in str(path) for path, _ in jax.tree_util.tree_leaves_with_path(state))
@@ -394,7 +398,7 @@ JAX_SETTINGS = {
 def test_a_run_is_not_resumed_under_settings_of_jax_that_draw_or_round_otherwise(
     name, net_config, tmp_path
 ):
-    """jax#18480 and later defaults of JAX: the same seed, other random numbers."""
+    """jax-ml/jax#13346: the same seed, other random numbers since a default changed."""
     before = jax.config.values[name]
     write_jax_settings(tmp_path)
     check_jax_settings(tmp_path)
@@ -418,3 +422,21 @@ def test_a_run_from_before_settings_of_jax_were_kept_goes_on(tmp_path):
     check_jax_settings(tmp_path)
     (tmp_path / "jax.json").write_text("[")
     check_jax_settings(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("train", "evaluated", "told"),
+    [
+        ("train[:50%]", "train[40%:]", "143 of the 862 records of train[40%:100%]"),
+        ("train[:50%]", "train[50%:]", None),
+        ("train", "train", "1437 of the 1437 records of train"),
+        ("train", "eval", None),
+    ],
+)
+def test_scores_on_records_that_are_trained_on_are_said(train, evaluated, told, net_config, caplog):
+    """marin-community/marin#2700: the two parts of one split overlapped."""
+    net_config.data.update(train_split=train, eval_split=evaluated)
+    training.build_run(net_config)
+    said = [record.getMessage() for record in caplog.records if "trained on" in record.getMessage()]
+    assert len(said) == (told is not None)
+    assert told is None or said[0].startswith(told)
