@@ -91,9 +91,7 @@ class Healing(Distillation):
 
     def loss(self, model: nnx.Module, examples: tuple[Any, ...], *, rngs: nnx.Rngs) -> Outcome:
         images, targets, taught, maps, outputs, variance = examples
-        call = lambda model, images, key: logits_of_heads(
-            model, images, nnx.Rngs(dropout=key)
-        )
+        call = lambda model, images, key: logits_of_heads(model, images, nnx.Rngs(dropout=key))
         heads, records = recorder.record(_WANTED, call, model, images, rngs.dropout())
         settings = self.settings
         by_labels = optax.softmax_cross_entropy(heads[:, 0], targets).mean()

@@ -382,9 +382,7 @@ def make_train_step(
         differentiate = _differentiate(parts)(parts, accumulation_steps)
         augment_key, dropout_key = step_keys(parts.seed, state["step"])
         examples, params = parts.examples(augment_key, batch), state["params"]
-        loss, task_metrics, grads, model_state, extra = differentiate(
-            state, examples, dropout_key
-        )
+        loss, task_metrics, grads, model_state, extra = differentiate(state, examples, dropout_key)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
@@ -411,9 +409,11 @@ def make_train_step(
             )
             if model_state:
                 new["ema_model_state"] = jax.tree.map(
-                    lambda n, o: optax.incremental_update(n, o, 1 - decay).astype(n.dtype)
-                    if jnp.issubdtype(n.dtype, jnp.floating)
-                    else n,
+                    lambda n, o: (
+                        optax.incremental_update(n, o, 1 - decay).astype(n.dtype)
+                        if jnp.issubdtype(n.dtype, jnp.floating)
+                        else n
+                    ),
                     model_state,
                     state["ema_model_state"],
                 )

@@ -382,7 +382,9 @@ def test_statistics_and_streams_are_those_of_one_device_on_eight():
     one, *others = map(json.loads, done.stdout.splitlines())
     assert len(others) == 3
     for other in others:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), other, one)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), other, one
+        )
 
 
 JAX_SETTINGS = {
