@@ -36,9 +36,7 @@ def misfit(settings: type, path: str, value: str) -> str | None:
             f"{shown(value)}; set --config.{path}"
         )
     known = defaults(classes[0])
-    fix = (
-        f"set --config.{path}.name={value}" if "name" in known else f"it has {', '.join(known)}"
-    )
+    fix = f"set --config.{path}.name={value}" if "name" in known else f"it has {', '.join(known)}"
     return f"expected --config.{path}.<field>, got {shown(value)} for all of it; {fix}"
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -5,7 +5,6 @@ import inspect
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 

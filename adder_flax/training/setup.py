@@ -17,7 +17,6 @@ from absl import logging
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
-from jaxtyping import Array
 
 from adder_flax import data, interop
 from adder_flax.errors import RunError, first_line, user_errors

@@ -14,7 +14,6 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
-
 Leaves = tuple[tuple[tuple, jax.ShapeDtypeStruct], ...]
 
 _STREAMS = 1 << 21  # dropout layers fold small numbers into the same key

@@ -260,7 +260,8 @@ def test_streams_of_a_model_follow_from_seed_and_step(images):
     skeleton, step, state = make(optax.sgd(0.0), model)
     assert not any("rngs" in str(path) for path, _ in jax.tree_util.tree_leaves_with_path(state))
     losses = [float(step({**state, "step": jnp.int32(i)}, images)[1]["loss"]) for i in (0, 1, 2, 1)]
-    assert len(set(losses[:3])) == 3 and losses[1] == losses[3]
+    assert len(set(losses[:3])) == 3
+    assert losses[1] == losses[3]
     # Two layers draw two masks, and two parts of a batch others.
     variables = evaluation_params(state)
     ones = jnp.ones((1, 64))
