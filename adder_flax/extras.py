@@ -46,8 +46,8 @@ def missing(library: str, extra: str) -> MissingExtraError:
       extra: that brings it.
 
     Example:
-      >>> print(missing("the compiler for NVIDIA GPUs", "gpu-compile"))
-      expected the compiler for NVIDIA GPUs, got none; in the repository of this project: pip install ".[gpu-compile]"
+      >>> print(missing("ptxas", "gpu-compile"))
+      expected ptxas, got none; in the repository of this project: pip install ".[gpu-compile]"
     """
     return MissingExtraError(
         f"expected {library}, got none; in the repository of this project: "

@@ -2,9 +2,9 @@
 
 The state is a plain nested dict ``{"step", "skipped", "params", "opt_state", "ema_params"}``, so
 that checkpoints outlive library versions; of a model that carries more than parameters it also has
-``"model_state"`` and ``"ema_model_state"``. All randomness of step i follows from (seed, i): nothing
-random is stored. ``hyper`` holds the numbers in which runs of one program differ: seed, rates,
-lengths. A step is made of its parts from them as it is traced.
+``"model_state"`` and ``"ema_model_state"``. All randomness of step i follows from (seed, i):
+nothing random is stored. ``hyper`` holds the numbers in which runs of one program differ: seed,
+rates, lengths. A step is made of its parts from them as it is traced.
 """
 
 import operator
@@ -169,12 +169,12 @@ def _microbatches(batch: Any, count: int) -> Any:
 
 
 def _mean(
-    part: Callable[[Any, Array, Any], _Part],
+    part: Callable[..., _Part],
     examples: Any,
     key: Array,
     count: int,
     model_state: Any,
-    first: Callable[[Any, Array, Any], _Part] | None = None,
+    first: Callable[..., _Part] | None = None,
 ) -> tuple[Any, Any]:
     """Returns means over ``count`` microbatches, and what the model carries after the last.
 
@@ -186,7 +186,8 @@ def _mean(
       first: in place of ``part`` for the first microbatch, which is then not of the loop.
     """
     if count == 1:
-        return (first or part)(examples, key, model_state)[::2]
+        one = (first or part)(examples, key, model_state)
+        return one.means, one.model_state
     xs = _microbatches(examples, count), jax.random.split(key, count)
 
     def body(total_and_state: Any, x: Any) -> tuple[Any, None]:
@@ -230,7 +231,7 @@ def _loss_and_rest(loss: Callable[..., Outcome]) -> Callable[..., tuple[Array, t
     return loss_and_rest
 
 
-def _gradient_part(parts: Parts, params: Any) -> Callable[[Any, Array, Any], _Part]:
+def _gradient_part(parts: Parts, params: Any) -> Callable[..., _Part]:
     differentiated = jax.value_and_grad(_loss_and_rest(parts.loss), has_aux=True)
 
     def part(examples: Any, key: Array, model_state: Any) -> _Part:
