@@ -219,26 +219,29 @@ def _first(microbatches: Any) -> Any:
 
 
 def _loss_and_rest(loss: Callable[..., Outcome]) -> Callable[..., tuple[Array, tuple]]:
-    """Returns ``(…) → (loss, (outputs, metrics, weight, model_state))``."""
+    """Returns ``(…) → (loss, (outputs, metrics, weights, model_state))``."""
 
     def loss_and_rest(*args: Any) -> tuple[Array, tuple]:
         outcome = loss(*args)
-        weights = outcome.weights
-        weight = None if weights is None else weights.sum(dtype=jnp.float32)
-        rest = dict(outcome.metrics), weight, outcome.model_state
+        rest = dict(outcome.metrics), outcome.weights, outcome.model_state
         return outcome.loss, (outcome.outputs, *rest)
 
     return loss_and_rest
+
+
+def _part(means: Any, weights: Array | None, model_state: Any) -> _Part:
+    weight = None if weights is None else weights.sum(dtype=jnp.float32)
+    return _Part(means, weight, model_state)
 
 
 def _gradient_part(parts: Parts, params: Any) -> Callable[..., _Part]:
     differentiated = jax.value_and_grad(_loss_and_rest(parts.loss), has_aux=True)
 
     def part(examples: Any, key: Array, model_state: Any) -> _Part:
-        (loss, (_, metrics, weight, new)), grads = differentiated(
+        (loss, (_, metrics, weights, new)), grads = differentiated(
             params, examples, key, model_state
         )
-        return _Part((loss, metrics, grads), weight, new)
+        return _part((loss, metrics, grads), weights, new)
 
     return part
 
@@ -254,8 +257,8 @@ def _plain_gradient(parts: Parts, accumulation_steps: int) -> Differentiate:
 
         def value_fn(params):
             def value_part(*x):
-                value, (_, _, weight, new) = loss_and_rest(params, *x)
-                return _Part(value, weight, new)
+                value, (_, _, weights, new) = loss_and_rest(params, *x)
+                return _part(value, weights, new)
 
             return _mean(value_part, examples, key, accumulation_steps, model_state)[0]
 
@@ -277,7 +280,7 @@ def _gradient_and_curvature(parts: Parts, accumulation_steps: int) -> Differenti
 
         def first(*x):
             sampling_key = jax.random.fold_in(x[1], _SAMPLING)
-            (loss, (_, metrics, weight, new)), grads, curvature = with_curvature(
+            (loss, (_, metrics, weights, new)), grads, curvature = with_curvature(
                 params, *x, key=sampling_key, refresh=optimizer.refresh(state["opt_state"])
             )
 
@@ -286,7 +289,7 @@ def _gradient_and_curvature(parts: Parts, accumulation_steps: int) -> Differenti
                 return parts.loss(params, *x).loss
 
             extra.update(curvature=curvature, value=loss, value_fn=value_fn)
-            return _Part((loss, metrics, grads), weight, new)
+            return _part((loss, metrics, grads), weights, new)
 
         part = _gradient_part(parts, params)
         (loss, metrics, grads), new = _mean(
@@ -324,7 +327,8 @@ def _gradient_beside_curvature(parts: Parts, accumulation_steps: int) -> Differe
 def _fisher(parts: Parts) -> dict[str, Any]:
     """Returns the options of the functions that give curvature, of losses `_loss_and_rest`."""
     options = dict(fisher=parts.optimizer.fisher, likelihood=parts.likelihood)
-    return options | dict(outputs=operator.itemgetter(0), has_aux=True)
+    found = dict(outputs=operator.itemgetter(0), weights=operator.itemgetter(2))
+    return options | found | dict(has_aux=True)
 
 
 _SAMPLING = 1 << 20  # dropout layers fold small numbers into the same key

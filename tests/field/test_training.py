@@ -124,6 +124,45 @@ def test_parts_with_unequal_numbers_of_positions_are_the_whole_batch(sequences, 
         np.testing.assert_allclose(new["opt_state"]["value"], loss, **close)
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+def test_curvature_is_that_of_the_real_positions(sequences, stride):
+    """f-dangel/curvlinops#107: a mean over real positions has a Fisher matrix over these.
+
+    Of a Gaussian likelihood of unit variance it is the mean of x xᵀ over them, whatever is drawn.
+    """
+    params = {"kernel": jnp.zeros((3, 1))}
+    examples = jax.tree.map(lambda x: x[::stride], sequences)
+    loss = lambda *args: (masked_loss(*args).loss, masked_loss(*args).outputs)
+    layers = kfac.find_layers(loss, params, examples, jax.random.key(0))
+    found = {}
+
+    def update(grads, state, params, *, curvature, **_):
+        (captured,) = curvature.captured.values()
+        found.update(captured=captured, examples=curvature.num_examples)
+        return jax.tree.map(jnp.zeros_like, grads), state
+
+    optimizer = CurvatureOptimizer(lambda params: (), update, layers, "ggn", 1, stride)
+    parts = Parts(
+        seed=0,
+        examples=lambda key, batch: batch,
+        arguments=lambda examples: (examples["rows"],),
+        loss=masked_loss,
+        optimizer=optimizer,
+        learning_rate=lambda step: 0.0,
+        likelihood="gaussian",
+    )
+    step = make_train_step(lambda hyper: parts)
+    step(init_state(params, optimizer=optimizer, ema=False), sequences, {})
+    x, cotangents = (np.asarray(a, np.float64) for a in found["captured"])
+    # Signs are drawn: squares of cotangents are not random.
+    weights = (cotangents**2).sum((0, -1)).reshape(-1)
+    rows = x.reshape(-1, 3)
+    fisher = (rows * weights[:, None]).T @ rows / found["examples"]
+    real = examples["real"]
+    kept = examples["rows"][real].astype(np.float64)
+    np.testing.assert_allclose(fisher, kept.T @ kept / real.sum(), rtol=1e-5, atol=1e-7)
+
+
 class Net(nnx.Module):
     """What Flax's first page shows: layers that hold their own statistics and random streams, and a
     call that is told nothing."""
