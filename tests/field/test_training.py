@@ -390,7 +390,8 @@ from adder_flax import training
 from adder_flax.training import sharding
 from tests.field.test_training import net_config
 
-config = next(net_config.__wrapped__())
+made = net_config.__wrapped__()  # which forgets the model at its end
+config = next(made)
 for sizes in json.loads(sys.argv[1]):
     config.mesh.update(dict(zip(("data", "fsdp", "tensor"), sizes)))
     size = sizes[0] * sizes[1] * sizes[2]
