@@ -177,6 +177,10 @@ def test_the_loss_is_that_of_its_formula():
     np.testing.assert_allclose(
         outcome.loss, logits_alone + 0.7 * by_maps + 0.4 * by_outputs, rtol=1e-4
     )
+    # Parts of a batch have its variance, and together its loss.
+    parts = [jax.tree.map(lambda x, i=i: x[i::2], examples) for i in range(2)]
+    of_parts = [task.loss(student, part, rngs=nnx.Rngs(0)).loss for part in parts]
+    np.testing.assert_allclose(np.mean(of_parts), outcome.loss, rtol=1e-5)
     late = made(0.6).loss(student, examples, rngs=nnx.Rngs(0))
     np.testing.assert_allclose(late.loss, logits_alone, rtol=1e-4)
 

@@ -315,6 +315,21 @@ def test_schedule_warms_up_linearly_then_follows_a_cosine(settings):
     np.testing.assert_allclose([schedule(60), schedule(100)], [cosine, 0.01], rtol=1e-5)
 
 
+@pytest.mark.parametrize(("warmup", "steps"), [(20, 100), (0, 7), (6, 7)])
+def test_every_step_has_the_rate_of_optax_s_schedule(warmup, steps, settings):
+    """The default rates of the last step and of the first are those that the words say."""
+    settings = settings(learning_rate=1e-3, final_learning_rate=1e-5)
+    theirs = optax.warmup_cosine_decay_schedule(0.0, 1e-3, warmup, steps, 1e-5)
+    ours = functools.partial(
+        optimizers.learning_rate, settings, warmup_steps=warmup, num_steps=steps
+    )
+    rates = [float(ours(step)) for step in range(steps + 1)]
+    np.testing.assert_allclose(rates, [theirs(step) for step in range(steps + 1)], rtol=1e-5)
+    assert rates[0] == (0.0 if warmup else pytest.approx(1e-3))
+    assert rates[-1] == pytest.approx(1e-5)
+    assert rates[-2] > 1e-5
+
+
 def test_a_constant_schedule_stays_at_its_peak(settings):
     settings = settings(learning_rate=2.0, final_learning_rate=0.5, schedule="constant")
     rates = [

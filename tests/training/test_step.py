@@ -10,6 +10,7 @@ from flax import nnx
 from adder_flax.tasks import Classification, ImageFacts
 from adder_flax.training import evaluation_params, make_eval_step, make_train_step
 from adder_flax.training.curvature import CurvatureOptimizer
+from adder_flax.training.skeleton import Skeleton
 from adder_flax.training.step import init_state
 from tests.training.pieces import make_parts
 
@@ -160,7 +161,9 @@ def test_evaluation_counts_real_examples_only_and_ties_against_the_model():
     graphdef, params = nnx.split(Classifier(), nnx.Param)
     params = jax.tree.map(jnp.zeros_like, nnx.to_pure_dict(params))
     facts = ImageFacts((2, 3, 1), 4, mean=(0.0,), std=(1.0,), crops_on_host=False)
-    evaluate = jax.jit(make_eval_step(graphdef, lambda hyper: Classification(None, facts)))
+    evaluate = jax.jit(
+        make_eval_step(Skeleton(graphdef), lambda hyper: Classification(None, facts))
+    )
     step = lambda params, batch: evaluate(params, batch, {})
     batch = {
         "image": np.zeros((5, 2, 3, 1), np.uint8),
