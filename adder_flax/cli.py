@@ -428,10 +428,6 @@ def _program_writer(
 ) -> Callable[[], None]:
     """Returns what writes the model as a program, by a function of `interop`."""
     source = data.require_kind(data.ImageSource, run.eval_source, "a program")
-    crop = (
-        f"the shorter side resized to {source.image_shape[0] / source.eval_crop_ratio:.0f} pixels, "
-        "then the middle"
-    )
     return functools.partial(
         save,
         lambda images: model(*run.task.inputs({"image": images})),
@@ -439,10 +435,18 @@ def _program_writer(
         image_shape=source.image_shape,
         label_names=source.label_names,
         notes={
-            "images": crop if source.crops_on_host else "the whole image, resized",
+            "images": _preparation(source),
             "run": {"name": _run_name(run.config), "seed": run.config.seed, "step": step},
         },
     )
+
+
+def _preparation(source: data.ImageSource) -> str:
+    """Returns in words what becomes of an image before a program takes it."""
+    if not source.crops_on_host:
+        return "the whole image, resized"
+    shorter = data.resized_side(source.image_shape[0], source.eval_crop_ratio)
+    return f"the shorter side resized to {shorter} pixels, then the middle"
 
 
 _LOAD_FOLDER = """\

@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from adder_flax.arrays import AnyArray
+from adder_flax.attention import resolve_scale
 from adder_flax.extras import needs
 from adder_flax.files import write_whole
 from adder_flax.interop._names import (
@@ -59,15 +61,7 @@ def save_weights(model: nnx.Module, path: str | Path, *, names: str = "adder_fla
     ...     load_weights(model, f"{folder}/model.safetensors")
     ()
     """
-    if names not in FORMATS:
-        raise ValueError(
-            f"expected names of {', '.join(FORMATS)}, got {names!r}; choose one of these"
-        )
-    network = _checked(model, names)
-    arrays = to_arrays(_flat(_parameters(network)), names, channels=_channels(network))
-    # Hugging Face's reader insists on the first entry.
-    metadata = {"format": "pt"} | as_metadata(network)
-    content = safetensors.numpy.save(arrays, metadata=metadata)
+    content = weights_of(model, names)
     try:
         write_whole(path, content)
     except OSError as error:
@@ -76,6 +70,23 @@ def save_weights(model: nnx.Module, path: str | Path, *, names: str = "adder_fla
             f"{error.strerror or error}; what was there is still there; make room, or choose "
             "another path"
         ) from error
+
+
+def weights_of(model: nnx.Module, names: str) -> bytes:
+    """Returns the content of a safetensors file, see `save_weights`."""
+    if names not in FORMATS:
+        raise ValueError(
+            f"expected names of {', '.join(FORMATS)}, got {names!r}; choose one of these"
+        )
+    network = _checked(model, names)
+    params = _flat(_parameters(network))
+    if names != "adder_flax":
+        _check_attention(network, names)
+        params = _with_plain_scores(network, params)
+    arrays = to_arrays(params, names, channels=_channels(network))
+    # Hugging Face's reader insists on the first entry.
+    metadata = {"format": "pt"} | as_metadata(network)
+    return safetensors.numpy.save(arrays, metadata=metadata)
 
 
 def load_weights(
@@ -276,6 +287,14 @@ def _read(
         arrays = {name: file.read(name) for name in arrays_of(places)}
         like = _POSITIONS_OF[names] if positions == "auto" else positions
         found = from_arrays(arrays, places, shapes, positions=like)
+        if names != "adder_flax":
+            # The same scores, whatever scale and temperature the model has.
+            for number, block in enumerate(model.blocks):
+                if str(block.attention.settings.score) == "dot":
+                    for path in (
+                        f"blocks.{number}.attention.query.{part}" for part in ("kernel", "bias")
+                    ):
+                        found[path] = _scaled(found[path], 1 / _query_factors(block))
         return {
             name: _as_type(array, params[name].dtype, places[name].name)
             for name, array in found.items()
@@ -319,6 +338,55 @@ def _checked(model: nnx.Module, names: str) -> VisionTransformer:
             "adder_flax"
         )
     return model
+
+
+def _check_attention(model: VisionTransformer, names: str) -> None:
+    """Refuses to write what others would compute another function with."""
+    for block in model.blocks:
+        settings = block.attention.settings
+        got = "the identity map beside it" if settings.identity else str(settings.score)
+        if got != "dot":
+            raise ValueError(
+                f"expected dot-product attention for weights in the names of {names}, got {got}; "
+                "write in the names of adder_flax, or export a program (--names=stablehlo)"
+            )
+
+
+def _with_plain_scores(
+    model: VisionTransformer, params: Mapping[str, AnyArray]
+) -> dict[str, AnyArray]:
+    """Returns parameters of the same function with scores of q·k/√d, as all others have them.
+
+    Scale and temperature become part of the layers that make queries.
+    """
+    folded = dict(params)
+    for number, block in enumerate(model.blocks):
+        factors = _query_factors(block)
+        path = f"blocks.{number}.attention"
+        learned = folded.pop(f"{path}.log_temperature", None)
+        if learned is not None:
+            factors = factors * np.exp(-np.repeat(np.float64(learned), block.attention.head_dim))
+        for name in (f"{path}.query.kernel", f"{path}.query.bias"):
+            folded[name] = _scaled(np.asarray(folded[name]), factors)
+    return folded
+
+
+def _query_factors(block: Block) -> np.ndarray:
+    """Returns what makes queries of a block of q·k/√d, one factor for each of their features.
+
+    Without a learned temperature.
+    """
+    attention = block.attention
+    settings, head_dim = attention.settings, attention.head_dim
+    scale = resolve_scale(settings.score, settings.scale, head_dim) * head_dim**0.5
+    temperature = 1.0 if settings.temperature == "learned" else settings.temperature
+    return np.full(attention.num_heads * head_dim, scale / temperature)
+
+
+def _scaled(array: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    if (factors == 1).all():
+        return array
+    return (array * factors).astype(np.result_type(array, np.float32))
 
 
 def _is_published(block: Block) -> bool:

@@ -356,7 +356,7 @@ def from_arrays(
     found = {}
     for path, place in places.items():
         array = _laid_out_here(arrays[place.name], place)
-        found[path] = array if place.factor is None else array * arrays[place.factor]
+        found[path] = array if place.factor is None else _product(array, arrays[place.factor])
     if "pos_embed" in found:
         found["pos_embed"] = resize_positions(
             found["pos_embed"],
@@ -385,8 +385,18 @@ def _without_layer_scale(params: Mapping[str, AnyArray]) -> Mapping[str, AnyArra
     for path, scale in params.items():
         if found := _LAYER_SCALE.match(path):
             layer = f"{found[1]}.{'attention.out' if found[2] == '1' else 'mlp.fc2'}."
-            folded |= {own: array * scale for own, array in folded.items() if own.startswith(layer)}
+            folded |= {
+                own: _product(np.asarray(array), np.asarray(scale))
+                for own, array in folded.items()
+                if own.startswith(layer)
+            }
     return folded
+
+
+def _product(array: np.ndarray, factor: np.ndarray) -> np.ndarray:
+    """Returns a product in 32 bits or more: in 16, that of two small numbers is often 0."""
+    dtype = np.result_type(array, factor, np.float32)
+    return array.astype(dtype) * factor.astype(dtype)
 
 
 def _why_homeless(homeless: list[str], depth: int) -> str:
