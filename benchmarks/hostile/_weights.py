@@ -73,7 +73,7 @@ def judge_file(
 
         def load() -> tuple[str, ...]:
             with user_errors():
-                return interop.load_weights(loaded, path, network="same")
+                return interop.load_weights(loaded, path)
 
         def is_right(kept: tuple[str, ...]) -> Verdict | bool:
             theirs = _read_by_safetensors(path)

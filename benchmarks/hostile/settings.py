@@ -271,8 +271,6 @@ _FIXED = (
     "data.data_dir",
     "data.image_size",
     "init_from",
-    "init_from_network",
-    "init_from_positions",
     "topology",
     "profile_steps",
 )

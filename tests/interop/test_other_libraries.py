@@ -2,6 +2,7 @@
 PyTorch."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -209,32 +210,37 @@ HUGGING_FACE_FIELDS = (
 )
 
 
-GRIDS = [(4, 8), (8, 4), (14, 24), (24, 14), (7, 5), (3, 16)]
+SQUARES = [(4, 8), (8, 4), (14, 24), (24, 14), (7, 5), (3, 16)]
+GRIDS = [((old, old), (new, new)) for old, new in SQUARES] + [
+    ((4, 4), (2, 8)),
+    ((2, 8), (4, 16)),
+    ((3, 5), (5, 3)),
+    ((8, 4), (1, 1)),
+    ((1, 6), (4, 2)),
+]
 
 
 @pytest.mark.parametrize(("old", "new"), GRIDS)
 def test_positions_are_resized_as_timm_resizes_them(old, new):
     from timm.layers import resample_abs_pos_embed
 
-    embedding = np.random.default_rng(0).normal(size=(1, 1 + old**2, 6)).astype(np.float32)
-    expected = resample_abs_pos_embed(torch.from_numpy(embedding), [new, new]).numpy()
+    embedding = np.random.default_rng(0).normal(size=(1, 1 + math.prod(old), 6)).astype(np.float32)
+    expected = resample_abs_pos_embed(torch.from_numpy(embedding), list(new), list(old)).numpy()
     np.testing.assert_allclose(
-        resize_positions(embedding, 1 + new**2, prefix_tokens=1, like="timm"), expected, atol=1e-5
+        resize_positions(embedding, old, new, prefix_tokens=1, like="timm"), expected, atol=1e-5
     )
 
 
 @pytest.mark.parametrize(("old", "new"), GRIDS)
 def test_positions_are_resized_as_torch_and_deit_resize_them(old, new):
-    embedding = np.random.default_rng(0).normal(size=(1, 1 + old**2, 6)).astype(np.float32)
-    grid = torch.from_numpy(embedding[:, 1:].reshape(1, old, old, 6)).permute(0, 3, 1, 2)
-    resized = torch.nn.functional.interpolate(
-        grid, size=(new, new), mode="bicubic", align_corners=False
-    )
+    embedding = np.random.default_rng(0).normal(size=(1, 1 + math.prod(old), 6)).astype(np.float32)
+    grid = torch.from_numpy(embedding[:, 1:].reshape(1, *old, 6)).permute(0, 3, 1, 2)
+    resized = torch.nn.functional.interpolate(grid, size=new, mode="bicubic", align_corners=False)
     expected = np.concatenate(
         [embedding[:, :1], resized.permute(0, 2, 3, 1).reshape(1, -1, 6).numpy()], axis=1
     )
     np.testing.assert_allclose(
-        resize_positions(embedding, 1 + new**2, prefix_tokens=1, like="torch"), expected, atol=1e-5
+        resize_positions(embedding, old, new, prefix_tokens=1, like="torch"), expected, atol=1e-5
     )
 
 
