@@ -495,7 +495,10 @@ def test_a_folder_says_what_its_files_do_not_and_a_card_what_was_measured(run_ma
 def test_what_hugging_face_has_no_class_for_is_no_folder(tmp_path):
     options = dict(label_names=list("abcde"), mean=[0.5] * 3, std=[0.5] * 3)
     for model, message in (
-        (make(score="adder"), "dot-product attention for weights in the names of hugging_face, got adder"),
+        (
+            make(score="adder"),
+            "dot-product attention for weights in the names of hugging_face, got adder",
+        ),
         (make(pooling="mean"), "got one that takes the mean"),
         (models.ConvNet((4,), rngs=nnx.Rngs(0)), "got a ConvNet"),
     ):
