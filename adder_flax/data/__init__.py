@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from adder_flax.data._images import EVAL_CROP_RATIO, read_image
+from adder_flax.data._images import EVAL_CROP_RATIO, read_image, resized_side
 from adder_flax.data._label_sets import LabelSetSource, with_label_sets
 from adder_flax.data._load import describe, load_or_imitate, load_source
 from adder_flax.data._parts import shared_records
@@ -99,6 +99,7 @@ __all__ = [
     "read_image",
     "register_source",
     "resize_boxes",
+    "resized_side",
     "resolve_split",
     "shared_records",
     "smooth_one_hot",

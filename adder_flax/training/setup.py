@@ -3,6 +3,7 @@
 All mistakes of its user are found here, before any compute.
 """
 
+import copy
 import dataclasses
 import functools
 import math
@@ -21,7 +22,7 @@ from jax.typing import ArrayLike
 from adder_flax import data, interop
 from adder_flax.errors import RunError, first_line, user_errors
 from adder_flax.experiment import as_config
-from adder_flax.settings import ClassificationSettings, RunSettings, defaults, read
+from adder_flax.settings import ClassificationSettings, DataSettings, RunSettings, defaults, read
 from adder_flax.tasks import TASKS, Outcome, Task
 from adder_flax.training import sharding
 from adder_flax.training.checkpoints import SavedCheckpoints
@@ -33,6 +34,8 @@ from adder_flax.training.skeleton import joined, take_apart
 from adder_flax.training.step import Hyper, State, evaluation_params
 from adder_flax.training.teacher import Renormalized, Teacher
 from adder_flax.training.workdir import read_config
+
+Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 
 _MAX_STEPS = 2**31 - 1
 
@@ -168,7 +171,8 @@ def build_run(
     mesh = sharding.make_mesh(vars(settings.mesh), devices)
     _check_batches(settings, mesh)
     with user_errors():
-        train_source = _load_source(load, settings, settings.data.name, settings.data.train_split)
+        own_source = _load_source(load, settings, settings.data.name, settings.data.train_split)
+        train_source = _normalized(own_source, settings.data)
         chosen = settings.data.eval_split if eval_split == "eval" and not eval_data else eval_split
         eval_source = _load_source(load, settings, eval_data or settings.data.name, chosen)
         if eval_data:
@@ -180,7 +184,7 @@ def build_run(
         _tell_of_shared_records(train_source, eval_source)
     steps_per_epoch, num_steps = _count_steps(settings, train_source)
     with user_errors():
-        teacher = _load_teacher(settings, train_source) if teach else None
+        teacher = _load_teacher(settings, own_source) if teach else None
         shape, numbers = shape_and_numbers(settings, train_source, mesh, num_steps, teacher)
         program = program_of(shape, numbers)
     run = Run(
@@ -198,10 +202,42 @@ def build_run(
     return run
 
 
+def with_statistics(config: Any, workdir: str | Path) -> Any:
+    """Returns a configuration that says how images are normalised for the weights it begins with.
+
+    By what the file of ``config.init_from`` or its neighbours say, unless ``config.data.mean`` says
+    it already; once there is a checkpoint, by what the run began with.
+
+    Raises:
+      RunError: the weights cannot be read.
+    """
+    if not config.init_from or config.data.mean:
+        return config
+    if SavedCheckpoints(Path(workdir) / "checkpoints").steps:
+        begun = read_config(workdir).data
+        mean, std = begun.mean, begun.std
+    else:
+        with user_errors():
+            statistics = interop.read_statistics(config.init_from) or ((), ())
+        mean, std = (",".join(map(repr, numbers)) for numbers in statistics)
+    fields = config.to_dict()
+    fields["data"] |= {"mean": mean, "std": std}
+    return as_config(fields)
+
+
+def _normalized(source: data.Source, settings: DataSettings) -> data.Source:
+    """Returns a source with the mean and deviation that settings say, if they do."""
+    if not settings.mean:
+        return source
+    source = copy.copy(data.require_kind(data.ImageSource, source, "config.data.mean"))
+    source.statistics = settings.mean, settings.std
+    return source
+
+
 def _load_teacher(settings: RunSettings, source: data.Source) -> Teacher | None:
     """Returns the frozen model that the task asks for.
 
-    With the classes and the size of the images of a source.
+    With the classes and the size of the images of a source, as the set has them.
     """
     place = TASKS.get(settings.task.name).teacher_of(settings.task)
     if not place:
@@ -218,10 +254,18 @@ def _load_teacher(settings: RunSettings, source: data.Source) -> Teacher | None:
     model, statistics = interop.read_model(
         place, image_shape=images.image_shape, num_classes=images.num_classes
     )
-    own = data.channel_statistics(images)
-    if statistics is None or np.allclose(statistics, own, atol=1e-3):
+    return _teacher(model, statistics, _statistics(_normalized(images, settings.data)))
+
+
+def _statistics(source: data.Source) -> Statistics | None:
+    return data.channel_statistics(source) if isinstance(source, data.ImageSource) else None
+
+
+def _teacher(model: nnx.Module, wanted: Statistics | None, given: Statistics | None) -> Teacher:
+    """Returns a model as a teacher of images that are normalised as given, not as it wants them."""
+    if wanted is None or given is None or np.allclose(wanted, given, atol=1e-3):
         return Teacher.of(model)
-    return Teacher.of(Renormalized(model, own, statistics))
+    return Teacher.of(Renormalized(model, given, wanted))
 
 
 def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) -> Teacher:
@@ -248,7 +292,8 @@ def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) ->
     run = build_run(as_config(fields), load=lambda *_, **__: source)
     saved = SavedCheckpoints(Path(workdir) / "checkpoints", of=identity(trained))
     variables = fetch(evaluation_params(saved.restore(run.abstract_state)), run.mesh)
-    return Teacher(run.program.skeleton, variables)
+    wanted, given = map(_statistics, (run.train_source, _normalized(source, settings.data)))
+    return _teacher(run.model(variables), wanted, given)
 
 
 def _initial_variables(run: Run) -> Any:
