@@ -3,7 +3,7 @@ each arm of a finished comparison takes to its target.
 
     python -m benchmarks.compare overhead  # seconds beside those of 24 runs of one arm themselves
     python -m benchmarks.compare coverage  # of six pairs that differ by chance alone
-    python -m benchmarks.compare seconds docs/results/optimizers_digits \
+    python -m benchmarks.compare seconds results/optimizers_digits \
         --config=experiments/compare_optimizers.py
 
 Runs of a comparison were made one after the other or side by side, on one machine or several, so
@@ -56,7 +56,6 @@ def overhead() -> None:
     with tempfile.TemporaryDirectory() as workdir:
         began = time.perf_counter()
         comparison = compare.Comparison(config, workdir)
-        comparison.prepare()
         seconds = [record.seconds["run"] for record in compare.work(comparison)]
         total = time.perf_counter() - began
         runs = sum(seconds)
@@ -96,7 +95,6 @@ def seconds(results: str, config: str, rounds: int) -> None:
     fields.results = results
     with tempfile.TemporaryDirectory() as workdir:
         comparison = compare.Comparison(fields, workdir)
-        comparison.prepare()
     rows = [row for row in table.rows_of(comparison) if row.records]
     if not rows or rows[0].target is None:
         sys.exit(f"error: expected records of the baseline's final runs in {results}, got none")

@@ -4,17 +4,8 @@ from adder_flax.compare.cells import StoppedError
 from adder_flax.compare.page import write_results
 from adder_flax.compare.plan import Arm, Cell, Plan
 from adder_flax.compare.records import Record, Records
-from adder_flax.compare.run import (
-    Comparison,
-    describe,
-    is_worker,
-    overview,
-    parent_lives,
-    supervise,
-    work,
-)
+from adder_flax.compare.run import Comparison, describe, overview, supervise, work
 from adder_flax.compare.search import Tuning, unfold
-from adder_flax.compare.slurm import read_options, supervise_on_slurm
 from adder_flax.paired import (
     LEAST_SEEDS,
     Difference,
@@ -46,15 +37,11 @@ __all__ = [
     "first_reaching",
     "holm",
     "interquartile_mean",
-    "is_worker",
     "overview",
     "paired_difference",
-    "parent_lives",
     "performance_profiles",
     "profile_scores",
-    "read_options",
     "supervise",
-    "supervise_on_slurm",
     "unfold",
     "verdict",
     "work",

@@ -1,7 +1,7 @@
 """One page over several comparisons of the same arms: ``python -m adder_flax.compare.across``.
 
-    python -m adder_flax.compare.across docs/results/optimizers_digits \
-        docs/results/optimizers_g2p --out=runs/both
+    python -m adder_flax.compare.across results/optimizers_digits \
+        results/optimizers_g2p --out=runs/both
 
 reads ``runs.csv`` of each, and ``timing.csv`` where there is one (``python -m benchmarks.compare
 seconds`` leaves it), and writes ``results.md``, a figure and its numbers: what each arm scores at
@@ -199,7 +199,7 @@ def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> 
     blocks += [Heading(2, "Over all of them"), *_overall(costs, workloads)]
     picture = _profile(costs)
     document.write_picture(picture, out)
-    drawn = f"\n![{picture.alt}](figures/{picture.name}.png)\n\n{picture.caption}"
+    drawn = f"\n![{picture.alt}](figures/{picture.name}.svg)\n\n{picture.caption}"
     write_text(out / "results.md", as_markdown(blocks) + drawn)
     return out / "results.md"
 

@@ -191,10 +191,6 @@ def _machine(machine: tuple[tuple[str, Any], ...], records: Sequence[Record]) ->
 
 _MATCHED = {
     "steps": "All arms take the same steps.",
-    "parameters": "All arms have as many parameters as their baseline, by the width of their MLPs.",
-    "operations": "All arms compute as many multiplications and additions in training as their "
-    "baseline.",
-    "seconds": "All arms train as long as their baseline, by a step timed beforehand.",
     "nothing": "Each arm has a schedule of its own.",
 }
 
@@ -424,7 +420,7 @@ def command_of(comparison: Comparison, record: Record) -> str:
         comparison.plan.arms[record.arm], record.phase, record.seed, record.values
     )
     split = comparison.plan.settings.base.data.eval_split
-    path = comparison.records.path(cell)
+    path = comparison.records.address(cell)
     return (
         f"python main.py --config={path} --config.data.eval_split={split} "
         f"--workdir=runs/again/{cell.id}"

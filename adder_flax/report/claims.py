@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from adder_flax import packed
 from adder_flax.extras import needs
 from adder_flax.report._study import DOES_NOT_HOLD, HOLDS, NOT_DECIDED, NOT_MEASURED, Claim
 from adder_flax.report.optimizers import Contest, contests_table, read_contest
@@ -270,7 +271,7 @@ def write_claims(
     """
     reports, out = [read_report(workdir) for workdir in workdirs], Path(out)
     groups = _groups(reports)
-    parts = dict(models=_models(reports), commands=_commands(groups, out), tally=_tally(groups))
+    parts = dict(models=_models(reports), commands=_commands(groups), tally=_tally(groups))
     parts |= dict(table=claims_table(reports), gallery=_gallery(groups))
     page = _PAGE.format(**parts, contests=_contests(contests))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -336,23 +337,24 @@ def _tally(groups: Mapping[str, Sequence[ModelReport]]) -> str:
 _PLURAL = {HOLDS: "hold", DOES_NOT_HOLD: "do not hold"}
 
 
-def _commands(groups: Mapping[str, Sequence[ModelReport]], out: Path) -> str:
+def _commands(groups: Mapping[str, Sequence[ModelReport]]) -> str:
     """How the first run of each mechanism was trained and analysed.
 
     Differences are taken from the dot product's run of the same data and seed. A run that has the
-    name of a comparison's record, among the results beside the page, was made from that record.
+    name of a comparison's record, in the folder results, was made from that record.
     """
+    made_from = {
+        name: f"{file}#{name}"
+        for file in sorted(Path("results").glob(f"*/{packed.NAME}"))
+        for name in packed.read_packed(file)[1]
+    }
     every = [report for reports in groups.values() for report in reports]
     lines = []
     for group, [report, *_] in groups.items():
         analyse = f"--config={report.workdir / 'config.json'} --workdir={report.workdir}"
-        train = next(
-            (
-                f"--config={record} --config.data.eval_split=eval --workdir={report.workdir}"
-                for record in out.parent.glob(f"results/*/records/{report.workdir.name}.json")
-            ),
-            analyse,
-        )
+        record = made_from.get(report.workdir.name)
+        rerun = f"--config={record} --config.data.eval_split=eval --workdir={report.workdir}"
+        train = rerun if record else analyse
         dots = [
             r.workdir
             for r in every

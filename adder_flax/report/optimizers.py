@@ -117,7 +117,7 @@ def contests_table(contests: Sequence[Contest]) -> str:
         reached = [contest.steps + 1 if at is None else at for at in contest.reached]
         median = statistics.median(reached)
         lines.append(
-            f"| [{contest.folder.name}](results/{contest.folder.name}/results.md) | "
+            f"| [{contest.folder.name}](../results/{contest.folder.name}/results.md) | "
             f"{contest.steps} | {contest.first}: {first:.4f} | {contest.second}: {second:.4f} | "
             f"{found.mean:+.4f} ({found.low:+.4f} to {found.high:+.4f}; {contest.adjusted:.3f}) | "
             f"{'not reached' if median > contest.steps else f'{median:g}'} | "

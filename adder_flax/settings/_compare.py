@@ -161,10 +161,8 @@ class CompareSettings:
     )
     match: str = setting(
         "steps",
-        Choice("steps", "parameters", "operations", "seconds", "nothing"),
-        "what all arms have as much of as the baseline: steps by themselves; parameters by "
-        "config.model.mlp_ratio; additions and multiplications, or seconds, of training by "
-        "num_epochs and warmup_epochs; nothing: each has a schedule of its own",
+        Choice("steps", "nothing"),
+        "what all arms have as much of as the baseline; nothing: each has a schedule of its own",
     )
     search: Mapping[str, Any] = setting({}, Space(), "what is tuned in every arm")
     trials: int = setting(
@@ -237,9 +235,4 @@ class CompareSettings:
             yield (
                 f"{where}.base.data.eval_split: expected the name of the split to test on where "
                 "the set has a split validation of its own, got 'eval', which is that one"
-            )
-        if self.match not in ("steps", "nothing") and not self.baseline:
-            yield (
-                f"{where}.match: expected 'steps' or 'nothing' where no baseline is named to "
-                f"match, got {self.match!r}"
             )

@@ -80,7 +80,7 @@ def test_the_page_shows_them(write_runs, make_run, tmp_path):  # noqa: F811 - th
     out = tmp_path / "claims.md"
     page = write_claims([make_run("dot", 0, {"a": "holds"})], out, [contest]).read_text()
     assert "## Second order and accuracy" in page
-    assert "[compared](results/compared/results.md)" in page
+    assert "[compared](../results/compared/results.md)" in page
     assert "Second order" not in write_claims([tmp_path / "dot0digitsauto"], out).read_text()
 
 
