@@ -28,6 +28,7 @@ from jax.custom_batching import custom_vmap
 
 from kfac._layers import Dense, Generic
 from kfac._provenance import mark
+from kfac._sharing import axes_of, own_along
 from kfac._trees import flatten
 
 if TYPE_CHECKING:
@@ -225,7 +226,7 @@ class Capture:
             row, count = _row(x, y), math.prod(tap.vmaps)
             num_axes = len(tap.vmaps)
             slot = jax.tree.map(lambda s: s.reshape(count, *s.shape[num_axes:])[row], slot)
-        return _tap(y, x, slot)
+        return _tap(*own_along(axes_of(slot[1]), (y, x)), slot)
 
     def scan(
         self, f: Callable, init: Any, xs: Any, length: int | None, args: tuple, kwargs: dict

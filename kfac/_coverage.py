@@ -192,11 +192,14 @@ def find_layers(
       loss_fn: as for ``value_grad_and_curvature``.
       params: the tree that will be differentiated; arrays or ``jax.ShapeDtypeStruct``.
       *args: the loss function's further arguments, likewise.
-      batch_size: number of examples; by default the length of the first array in ``args``.
+      batch_size: number of examples; by default the leading size of all arrays in ``args``.
 
     Returns:
       The layers; ``print`` shows for each parameter its block or its fallback, and the share
       covered.
+
+    Raises:
+      ValueError: leading sizes that disagree, without ``batch_size``.
 
     >>> import jax, jax.numpy as jnp, kfac
     >>> params = {"fc": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}, "scale": jnp.ones(())}
@@ -233,14 +236,33 @@ def layers_of(taps: dict[str, Tap], params: PyTree, num_examples: int) -> Layers
     return Layers(blocks, skipped, shapes, reasons)
 
 
-def count_examples(args: tuple, batch_size: int | None) -> int:
-    """Number of examples of a loss function's further arguments."""
-    if batch_size is not None:
-        return batch_size
-    for leaf in jax.tree.leaves(args):
-        if len(getattr(leaf, "shape", ())) > 0:
-            return leaf.shape[0]
-    raise ValueError(
-        "expected an array with an example axis among the loss function's arguments, got none; "
-        "pass batch_size=."
-    )
+def count_examples(args: tuple, batch_size: int | None, outputs: Any = None) -> int:
+    """Number of examples: the leading size of a loss function's outputs, or of its arguments.
+
+    Args:
+      args: the loss function's further arguments.
+      batch_size: the number itself, or None.
+      outputs: of the likelihood, or None where they are not known.
+
+    Raises:
+      ValueError: sizes that disagree.
+    """
+    found: dict[int, str] = {}  # leading size → the first array that has it
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if shape := getattr(leaf, "shape", ()):
+            found.setdefault(shape[0], f"{tuple(shape)} at args{jax.tree_util.keystr(path)}")
+    known = [batch_size] if batch_size is not None else list(found)
+    if outputs is not None:
+        if len(known) == 1 and known[0] != outputs.shape[0]:
+            raise ValueError(
+                f"expected outputs of shape (batch, *positions, classes) of {known[0]} examples, "
+                f"got {outputs.shape}; reshape them, or pass batch_size= if that is the size of "
+                "the batch."
+            )
+        return outputs.shape[0]
+    if len(known) != 1:
+        raise ValueError(
+            "expected arrays whose first axes number the examples among the loss function's "
+            f"arguments, got {'; '.join(found.values()) or 'none'}; pass batch_size=."
+        )
+    return known[0]

@@ -16,6 +16,7 @@ from kfac._coverage import Layers
 from kfac._curvature import Curvature
 from kfac._options import Options, is_zero
 from kfac._problem import Problem, from_vectors, pose, solve, to_vectors
+from kfac._sharing import mean_over
 from kfac._solver import Solution
 from kfac._state import Averages, CGFacState, init_state
 from kfac._stats import Stats
@@ -117,7 +118,8 @@ def scale_by_cg_fac(
         curvature = _at_hand(curvature, owned, options)
 
         def change(delta: Flat) -> Array:  # whose arguments `_checked` looked for
-            return value_fn(add(params, delta)) - value  # pyright: ignore[reportOperatorIssue, reportOptionalCall]
+            new = value_fn(add(params, delta))  # pyright: ignore[reportOptionalCall]
+            return mean_over(curvature.axis_name, new) - value  # pyright: ignore[reportOperatorIssue]
 
         if sound is None:
             sound = all_finite(jax.tree.leaves(grads))
@@ -232,6 +234,11 @@ def _checked(
             "expected curvature of the layers that cg_fac was made with, got none of "
             f"{', '.join(missing[:4])}; call kfac.find_layers with the loss function that is "
             "differentiated."
+        )
+    if curvature.axis_name is not None and options.solver in ("dual", "auto"):
+        raise ValueError(
+            f"solver={options.solver!r} needs the gradients of all examples at one place: expected "
+            f"curvature of a whole batch, got axis_name={curvature.axis_name!r}; use solver='cg'."
         )
     if curvature.fresh is not None and options.curvature != "kron":
         raise ValueError(
