@@ -25,7 +25,7 @@ def losses_of(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
-# ---- Batch normalisation
+# ---- Batch normalisation: tensorflow/kfac#11, gpauloski/kfac-pytorch#23
 
 
 class Normalized(nnx.Module):
@@ -98,7 +98,7 @@ def test_batch_norm_along_another_axis_says_why_it_has_none():
     assert "fallback (it holds state" in str(layers)
 
 
-# ---- nnx.Optimizer
+# ---- nnx.Optimizer: google/flax#4144, google/flax#4545
 
 
 class Small(nnx.Module):
@@ -250,7 +250,7 @@ def test_digits_with_dropout_and_batch_norm():
     assert accuracy > 0.8
 
 
-# ---- Linen's TrainState
+# ---- Linen's TrainState: google/flax#4471
 
 
 class CurvatureState(TrainState):
