@@ -12,7 +12,14 @@ import jax.numpy as jnp
 import optax
 
 from kfac._coverage import Layers, count_examples, layers_of
-from kfac._fisher import FISHERS, Likelihood, get_likelihood, output_cotangents, shares
+from kfac._fisher import (
+    FISHERS,
+    Likelihood,
+    Weights,
+    get_likelihood,
+    output_cotangents,
+    read_weights,
+)
 from kfac._sharing import axes_of, mean_over, names_of, own_along
 from kfac._tracing import record_taps, tapped
 from kfac._trees import concatenated
@@ -25,7 +32,7 @@ if TYPE_CHECKING:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["captured", "fresh", "total"],
+    data_fields=["captured", "fresh", "weights"],
     meta_fields=["layers", "num_examples", "fisher", "axis_name"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +48,7 @@ class Curvature:
       layers: the layers of this trace.
       num_examples: N.
       fisher: which Fisher matrix the cotangents stand for.
-      total: what the sum of the weighted losses is divided by; None where losses have no weights.
+      weights: of the losses; None where they have none.
       axis_name: manual axes along which devices have a part of the batch each, if any.
     """
 
@@ -50,7 +57,7 @@ class Curvature:
     layers: Layers
     num_examples: int
     fisher: str
-    total: Float[Array, ""] | None = None
+    weights: Weights | None = None
     axis_name: AxisName = None
 
     def in_branch(self) -> Curvature:
@@ -214,9 +221,9 @@ def value_grad_and_curvature(
         (loss, z), pullback, aux = jax.vjp(forward, params, slots, has_aux=True)
         examples = count_examples(args, batch_size, None if fisher == "empirical" else z)
         weighted = None if weights is None else weights(aux)
-        share, total = None, None
         if weighted is not None:
-            share, total = shares(weighted, examples, loss.dtype)
+            weighted = read_weights(weighted, examples, loss.dtype)
+        share = None if weighted is None else weighted.shares()
         layers = layers_of(taps, params, examples)
         ones = _cotangent_of_own(loss, params, axes)
         fresh = None if refresh is True else jnp.asarray(refresh)
@@ -249,7 +256,7 @@ def value_grad_and_curvature(
             cotangents = _pull_columns(pull, columns, fresh)
             captured = {name: (x, cotangents[name]) for name, (x, _) in captured.items()}
         loss, grads = mean_over(axis_name, (loss, grads))
-        found = Curvature(captured, fresh, layers, examples, fisher, total, axis_name)
+        found = Curvature(captured, fresh, layers, examples, fisher, weighted, axis_name)
         return ((loss, aux) if has_aux else loss), grads, found
 
     return function
@@ -329,8 +336,8 @@ def curvature(loss_fn: Callable, **options: Any) -> Callable:
         fresh = jnp.asarray(refresh)
         captured = Deferred(lambda refresh: dict(capture(refresh).captured), fresh)
         shapes = jax.eval_shape(functools.partial(capture, True))
-        total = None if shapes.total is None else capture(False).total
-        return dataclasses.replace(shapes, captured=captured, fresh=fresh, total=total)
+        weights = None if shapes.weights is None else capture(False).weights
+        return dataclasses.replace(shapes, captured=captured, fresh=fresh, weights=weights)
 
     return function
 
@@ -392,9 +399,11 @@ def concatenate_curvature(parts: Sequence[Curvature]) -> Curvature:
             "function."
         )
     examples = sum(part.num_examples for part in parts)
-    total = None if first.total is None else sum(part.total for part in parts)
-    if total is not None:
-        parts = [_within(part, total, examples) for part in parts]
+    weights = first.weights
+    if weights is not None:
+        positions = jnp.concatenate([part.weights.positions for part in parts])
+        weights = Weights(positions, sum(part.weights.total for part in parts))
+        parts = [_within(part, weights) for part in parts]
     captured = {}
     for block in first.layers.blocks.values():
         for use in block.uses:
@@ -412,13 +421,14 @@ def concatenate_curvature(parts: Sequence[Curvature]) -> Curvature:
         first.layers.shapes,
     )
     return dataclasses.replace(
-        first, captured=captured, layers=layers, num_examples=examples, total=total
+        first, captured=captured, layers=layers, num_examples=examples, weights=weights
     )
 
 
-def _within(part: Curvature, total: Array, num_examples: int) -> Curvature:
-    """A part of a weighted batch, whose positions have smaller shares in the mean of all."""
-    share = part.total / jnp.where(total > 0, total, 1) * num_examples / part.num_examples
+def _within(part: Curvature, whole: Weights) -> Curvature:
+    """A part of a weighted batch, whose positions have other shares in the mean of all of it."""
+    size = len(whole.positions) / part.num_examples
+    share = size * part.weights.total / jnp.where(whole.total > 0, whole.total, 1)
     root = jnp.sqrt(share)
     captured = {n: (x, g * root.astype(g.dtype)) for n, (x, g) in part.captured.items()}
     return dataclasses.replace(part, captured=captured)

@@ -229,7 +229,7 @@ class Plan:
                     raise RunError(
                         f"expected {field} of {arm.name!r} to be {its[field]}, that of "
                         f"{other.name!r}, as config.match is 'steps', got {own[field]}; set "
-                        f"config.match to another, or {field} alike"
+                        f"config.match to 'nothing', or {field} alike"
                     )
 
 

@@ -53,7 +53,7 @@ RATES = {"optimizer": {"learning_rate": ("log", 1e-3, 1e-2)}}
             {"factors": {"m": {"a b": {}, "a_b": {}}}},
             r"names of levels that differ in letters and digits",
         ),
-        ({"match": "operations"}, r"config\.match: expected 'steps' or 'nothing' where no base"),
+        ({"match": "operations"}, r"config\.match: expected .*steps.*nothing.*, got 'operations'"),
         (
             {"factors": {"m": {"a": {"model": {"width": ("log", 2, 1)}}}}},
             r"config\.factors: expected .* 0 < low < high",

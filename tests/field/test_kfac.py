@@ -167,6 +167,29 @@ def test_parts_of_a_masked_batch_are_joined_by_what_their_means_are_over(fisher)
     np.testing.assert_allclose(joined, whole, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.parametrize("form", ["factors", "kron"])
+def test_examples_without_weight_are_no_examples(form):
+    """f-dangel/curvlinops#107: rows that only fill a batch up, in the factors too."""
+    real = jnp.array([True, True, False, True, False, True])
+    function = kfac.value_grad_and_curvature(
+        averaged,
+        fisher="enumerate",
+        has_aux=True,
+        outputs=lambda aux: aux[0],
+        weights=lambda aux: aux[1],
+    )
+
+    @jax.jit
+    def matrix(x, labels, weights):
+        return matrix_of(system_of("l", Form(form), function(PARAMS, x, labels, weights)[2], PARAMS))
+
+    alone = matrix(X[real], LABELS[real], jnp.ones(4))
+    np.testing.assert_allclose(matrix(X, LABELS, real), alone, rtol=1e-10, atol=1e-14)
+    twice = matrix(X, LABELS, jnp.array([1, 2, 0, 1, 0, 1]))
+    index = jnp.array([0, 1, 1, 3, 5])
+    np.testing.assert_allclose(twice, matrix(X[index], LABELS[index], jnp.ones(5)), rtol=1e-10)
+
+
 def test_weights_of_another_shape_are_refused():
     x, labels = normal(2, 4, 5, 3), jnp.zeros((4, 5), int)
     with_weights = lambda weights: lambda p: (outputs(p, x).sum(), (outputs(p, x), weights))
