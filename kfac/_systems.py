@@ -264,9 +264,7 @@ def _squares_in_parts(parts: list[Lanes]) -> Float[Array, " lane"]:
     return jnp.concatenate([solver.lane_dot(lanes, lanes) for lanes in parts])
 
 
-def _product(
-    program: tuple, form: Form, weights: Array | None, state: Any, g: Any, v: Any
-) -> Any:
+def _product(program: tuple, form: Form, weights: Array | None, state: Any, g: Any, v: Any) -> Any:
     if form.name == "kron":
         linearized, right = state
         return blocks.kron_product(program, linearized, right, v, form.reduce, weights)
@@ -389,9 +387,7 @@ def _stack(systems: list[System]) -> System:
     arrays = concatenated(s.arrays for s in systems)
     stacked = tuple(b for s in systems for b in s.blocks)
     of_batch = {"axis_name": first.axis_name, "weights": first.weights}
-    return System(
-        stacked, first.form, first.program, *arrays, parts=tuple(systems), **of_batch
-    )
+    return System(stacked, first.form, first.program, *arrays, parts=tuple(systems), **of_batch)
 
 
 def _linearized(system: System) -> System:

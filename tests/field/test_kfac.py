@@ -181,7 +181,9 @@ def test_examples_without_weight_are_no_examples(form):
 
     @jax.jit
     def matrix(x, labels, weights):
-        return matrix_of(system_of("l", Form(form), function(PARAMS, x, labels, weights)[2], PARAMS))
+        return matrix_of(
+            system_of("l", Form(form), function(PARAMS, x, labels, weights)[2], PARAMS)
+        )
 
     alone = matrix(X[real], LABELS[real], jnp.ones(4))
     np.testing.assert_allclose(matrix(X, LABELS, real), alone, rtol=1e-10, atol=1e-14)
@@ -285,7 +287,12 @@ def step_of(axis_name, fisher="enumerate", loss_fn=small, **options):
         (loss, _), grads, curvature = function(params, x, labels, key=key, refresh=refresh)
         value_fn = lambda params: small(params, x, labels)[0]
         updates, _ = optimizer.update(
-            grads, optimizer.init(params), params, curvature=curvature, value=loss, value_fn=value_fn
+            grads,
+            optimizer.init(params),
+            params,
+            curvature=curvature,
+            value=loss,
+            value_fn=value_fn,
         )
         return loss, updates
 

@@ -98,9 +98,7 @@ def test_the_curvature_is_the_hessian_of_both_terms(kind, num_heads):
             column = np.asarray(column, np.float64).reshape(2, size)
             found += np.einsum("np,nq->npq", column, column)
     for image in range(2):
-        np.testing.assert_allclose(
-            found[image], 2 * hessian[image, :, image], rtol=1e-4, atol=1e-6
-        )
+        np.testing.assert_allclose(found[image], 2 * hessian[image, :, image], rtol=1e-4, atol=1e-6)
 
 
 def tiny(**fields):

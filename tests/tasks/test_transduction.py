@@ -73,7 +73,9 @@ def test_curvature_is_over_the_real_symbols(source):
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 5)), jnp.float32)
 
     def columns(length):
-        outcome = task.loss(_Fixed(logits[:, :length]), (word, target[:, :length]), rngs=nnx.Rngs(0))
+        outcome = task.loss(
+            _Fixed(logits[:, :length]), (word, target[:, :length]), rngs=nnx.Rngs(0)
+        )
         weights = read_weights(outcome.weights, 1)
         root = get_likelihood(task.likelihood).root(outcome.outputs, jnp.ones((1, length, 5)))
         return root * jnp.sqrt(weights.shares())[..., None], weights.total
