@@ -21,7 +21,7 @@ from kfac._fisher import (
     read_weights,
 )
 from kfac._sharing import axes_of, mean_over, names_of, own_along
-from kfac._tracing import record_taps, tapped
+from kfac._tracing import record_taps, tapped, without_modules
 from kfac._trees import concatenated
 
 if TYPE_CHECKING:
@@ -147,7 +147,9 @@ def value_grad_and_curvature(
     for ``"empirical"``).
 
     Args:
-      loss_fn: ``loss_fn(params, *args) → loss`` or ``(loss, aux)``.
+      loss_fn: ``loss_fn(params, *args) → loss`` or ``(loss, aux)``. Arguments that are Flax NNX
+        modules or ``nnx.Rngs`` are changed as under ``nnx.value_and_grad``, and gradients of a
+        module are those of its ``nnx.Param``, an ``nnx.State``.
       fisher: ``"empirical"``: cotangents of the loss itself, the paper's choice; ``"mc"``: of the
         loss under labels drawn from the model, an unbiased estimate of the Fisher matrix;
         ``"ggn"``: the generalised Gauss-Newton matrix by random signs; ``"enumerate"``: the same
@@ -193,6 +195,9 @@ def value_grad_and_curvature(
     >>> grads["kernel"].shape, curvature.num_examples
     ((3, 2), 4)
     """
+    options = {"fisher": fisher, "likelihood": likelihood, "outputs": outputs}
+    options |= {"num_samples": num_samples, "batch_size": batch_size}
+    options |= {"weights": weights, "axis_name": axis_name}
     _check_fisher(fisher, has_aux)
     if weights is not None and not has_aux:
         raise ValueError(
@@ -204,10 +209,18 @@ def value_grad_and_curvature(
     def function(
         params: PyTree, *args: Any, key: Key | None = None, refresh: bool | Array = True
     ) -> tuple:
+        if (of_arrays := without_modules(loss_fn, params, args, has_aux)) is not None:
+            inner = value_grad_and_curvature(of_arrays.loss_fn, **_behind_state(options))
+            (loss, (aux, state)), grads, found = inner(
+                of_arrays.params, *of_arrays.args, key=key, refresh=refresh
+            )
+            of_arrays.write(state)
+            return ((loss, aux) if has_aux else loss), grads, found
         axes = _checked_axes(axis_name)
         params = own_along(axes, params)
         taps = record_taps(loss_fn, params, args)
-        slots = own_along(axes, {name: tap.slot() for name, tap in taps.items()})
+        slots = {name: tap.slot() for name, tap in taps.items() if tap.captured}
+        slots = own_along(axes, slots)
         inner = tapped(loss_fn, taps)
 
         def forward(params: PyTree, slots: PyTree) -> tuple[tuple[Array, Any], Any]:
@@ -328,6 +341,12 @@ def curvature(loss_fn: Callable, **options: Any) -> Callable:
     def function(
         params: PyTree, *args: Any, key: Key | None = None, refresh: bool | Array = True
     ) -> Curvature:
+        has_aux = options.get("has_aux", False)
+        if (of_arrays := without_modules(loss_fn, params, args, has_aux)) is not None:
+            # The state is left as it is: beside it the gradient's pass changes it.
+            alone = curvature(of_arrays.loss_fn, **_behind_state(options))
+            return alone(of_arrays.params, *of_arrays.args, key=key, refresh=refresh)
+
         def capture(refresh: bool) -> Curvature:
             return with_gradient(params, *args, key=key, refresh=refresh)[2]
 
@@ -340,6 +359,13 @@ def curvature(loss_fn: Callable, **options: Any) -> Callable:
         return dataclasses.replace(shapes, captured=captured, fresh=fresh, weights=weights)
 
     return function
+
+
+def _behind_state(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a loss function whose aux comes with the state of modules."""
+    outputs, weights = options.get("outputs") or (lambda aux: aux), options.get("weights")
+    behind = {"has_aux": True, "outputs": lambda aux: outputs(aux[0])}
+    return options | behind | {"weights": weights and (lambda aux: weights(aux[0]))}
 
 
 def _check_fisher(fisher: str, has_aux: bool) -> None:
@@ -419,6 +445,7 @@ def concatenate_curvature(parts: Sequence[Curvature]) -> Curvature:
         [b.with_examples(examples) for b in first.layers.blocks.values()],
         first.layers.skipped,
         first.layers.shapes,
+        first.layers.reasons,
     )
     return dataclasses.replace(
         first, captured=captured, layers=layers, num_examples=examples, weights=weights

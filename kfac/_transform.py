@@ -64,8 +64,8 @@ def scale_by_cg_fac(
       refuses steps for other reasons too need not choose between all of the old state and the new.
 
     Raises:
-      ValueError: in ``init``, parameters without a layer, or layers of which only a part is here;
-        in ``update``, missing or foreign curvature.
+      ValueError: no layer has a block; in ``init``, parameters without a layer, or layers of which
+        only a part is here; in ``update``, missing or foreign curvature.
 
     >>> import jax.numpy as jnp, kfac
     >>> params = {"fc": {"kernel": jnp.ones((3, 2))}, "scale": jnp.ones(())}
@@ -88,6 +88,12 @@ def scale_by_cg_fac(
     True
     """
     options = Options() if options is None else options
+    if not layers.blocks:
+        left = "; ".join(f"{path}: {why}" for path, why in layers.uncovered(3).items())
+        raise ValueError(
+            f"expected layers with curvature, got none ({left or 'no parameters'}); mark layers of "
+            "plain functions with kfac.tap, register modules with kfac.register_layer."
+        )
 
     def init(params: PyTree[Array]) -> CGFacState:
         return init_state(params, _owned(params, layers), options)
