@@ -142,9 +142,9 @@ def value_grad_and_curvature(
     """Like ``jax.value_and_grad``, with the curvature of every layer beside the gradient.
 
     The loss must be the mean over examples (and positions) of the negative log-likelihood, weighted
-    if ``weights`` are given, plus anything that does not depend on the data. The gradient is that of ``jax.value_and_grad``; the
-    curvature costs one more pull-back over the same forward pass, without weight gradients (none
-    for ``"empirical"``).
+    if ``weights`` are given, plus anything that does not depend on the data. The gradient is that
+    of ``jax.value_and_grad``; the curvature costs one more pull-back over the same forward pass,
+    without weight gradients (none for ``"empirical"``).
 
     Args:
       loss_fn: ``loss_fn(params, *args) → loss`` or ``(loss, aux)``. Arguments that are Flax NNX
@@ -201,8 +201,8 @@ def value_grad_and_curvature(
     _check_fisher(fisher, has_aux)
     if weights is not None and not has_aux:
         raise ValueError(
-            "expected has_aux=True and a loss_fn returning (loss, aux) that weights= finds them in, "
-            "got has_aux=False; return them."
+            "expected has_aux=True and a loss_fn returning (loss, aux) that weights= finds them "
+            "in, got has_aux=False; return them."
         )
     likelihood = get_likelihood(likelihood)
 
@@ -281,9 +281,9 @@ def _checked_axes(axis_name: AxisName) -> tuple[str, ...]:
     others = [n for n in jax.sharding.get_abstract_mesh().manual_axes if n not in axes]
     if others:
         raise ValueError(
-            f"expected axis_name= to name the axes of the shard_map or pmap around, got {axis_name!r} "
-            f"under {', '.join(map(repr, others))}: each device would take a step of its own; pass "
-            "it, or leave it to jax.jit to divide a batch that has a NamedSharding."
+            "expected axis_name= to name the axes of the shard_map or pmap around, got "
+            f"{axis_name!r} under {', '.join(map(repr, others))}: each device would take a step of "
+            "its own; pass it, or leave it to jax.jit to divide a batch that has a NamedSharding."
         )
     return axes
 

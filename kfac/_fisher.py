@@ -99,7 +99,7 @@ class Weights(NamedTuple):
       total: T.
     """
 
-    positions: Float[Array, "batch *positions"]
+    positions: Float[Array, "*losses"]
     total: Float[Array, ""]
 
     @property
@@ -107,7 +107,7 @@ class Weights(NamedTuple):
         """Σ w of each example."""
         return self.positions.reshape(len(self.positions), -1).sum(1)
 
-    def shares(self) -> Float[Array, "batch *positions"]:
+    def shares(self) -> Float[Array, "*losses"]:
         """N w / T: how much each position counts in the mean of N losses.
 
         >>> read_weights(jnp.array([True, True, False]), 3).shares().tolist()
@@ -146,7 +146,7 @@ def output_cotangents(
     outputs: Float[Array, "batch *positions classes"],
     key: Key | None,
     num_samples: int,
-    share: Float[Array, "batch *positions"] | None = None,
+    share: Float[Array, "*losses"] | None = None,
 ) -> Float[Array, "columns batch *positions classes"]:
     """Columns c of every example with Σ_columns E[c cᵀ] = the Hessian of its loss in its outputs.
 

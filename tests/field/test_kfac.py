@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import kfac
 from kfac._systems import Form
@@ -117,7 +118,7 @@ def scanned_in_vmap(params, x):
 
 @pytest.mark.parametrize(("params", "network"), [(PARAMS, tokens), (STACK, scanned_in_vmap)])
 def test_the_empirical_matrix_counts_each_example_by_its_weight(params, network):
-    """Σ_n s_n u_n u_nᵀ / N, u_n the gradient of example n's own mean and s_n its share in the loss."""
+    """Σ_n s_n u_n u_nᵀ, u_n the gradient of example n's own mean, s_n its share in the loss."""
     x, labels = normal(2, 4, 5, 3), jnp.arange(20).reshape(4, 5) % 3
     weights = jnp.arange(20.0).reshape(4, 5) % 7
 
@@ -332,9 +333,9 @@ def test_parts_of_a_batch_are_drawn_for_independently():
 
 def on_one_device(step, **options):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    P = jax.sharding.PartitionSpec
-    specs = (P(), P("data"), P("data"), P(), P())
-    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(), **options))
+    all_have, parts = PartitionSpec(), PartitionSpec("data")
+    specs = {"in_specs": (all_have, parts, parts, all_have, all_have), "out_specs": all_have}
+    return jax.jit(jax.shard_map(step, mesh=mesh, **specs, **options))
 
 
 def test_shard_map_keeps_account_of_what_devices_share():
