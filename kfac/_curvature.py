@@ -164,8 +164,8 @@ def value_grad_and_curvature(
         weights=w)``; the pair (w, T) where it is ``(w * ℓ).sum() / T``; None for a plain mean.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
       num_samples: draws per example, for ``"mc"`` and ``"ggn"``.
-      batch_size: number of examples; by default the leading size of the outputs, or for
-        ``"empirical"`` of all arrays in ``args``.
+      batch_size: number of examples; by default the leading size of the outputs, or of all arrays
+        in ``args`` where ``"empirical"`` is given no ``outputs``.
       axis_name: under ``jax.shard_map`` or ``jax.pmap``, the axes along which each device has a
         part of the batch, of equal size; ``loss_fn`` is of one part. Value and gradient are then
         means over the axes, and so is the curvature in the optimizer: all devices take one step.
@@ -232,7 +232,8 @@ def value_grad_and_curvature(
         # One forward pass and several pull-backs of it: of the loss, and of the columns
         # through the same outputs.
         (loss, z), pullback, aux = jax.vjp(forward, params, slots, has_aux=True)
-        examples = count_examples(args, batch_size, None if fisher == "empirical" else z)
+        of_all = z if fisher != "empirical" else outputs(aux) if outputs is not None else None
+        examples = count_examples(args, batch_size, of_all)
         weighted = None if weights is None else weights(aux)
         if weighted is not None:
             weighted = read_weights(weighted, examples, loss.dtype)

@@ -40,21 +40,26 @@ def train(run, state, first, last):
     return state, rows
 
 
-@pytest.mark.parametrize("interval", [1, 2])  # with the gradient, and in a pass of its own
-def test_rows_that_only_fill_a_batch_up_change_no_step(interval):
-    def loss(params, examples, key):
+# With the gradient, and in a pass of its own.
+@pytest.mark.parametrize(("interval", "fisher"), [(1, "empirical"), (2, "enumerate")])
+def test_rows_that_only_fill_a_batch_up_change_no_step(interval, fisher):
+    """Nor does a model's state, whose arrays are of other lengths than the batch."""
+
+    def loss(params, examples, key, model_state):
         x, labels, real = examples
         logits = kfac.tap(kfac.Dense(), params, x, path="")
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return Outcome(jnp.average(losses, weights=real), logits, {}, real)
+        mean = jnp.average(losses, weights=real)
+        return Outcome(mean, logits, {}, real, model_state=model_state)
 
     def after_a_step(*batch):
         params = {"kernel": jnp.ones((3, 4))}
-        layers = find_layers(loss, params, batch)
+        statistics = {"mean": jnp.zeros(3)}
+        layers = find_layers(loss, params, batch, statistics)
         optimizer = CurvatureOptimizer(
-            *kfac.cg_fac(1.0, layers, step="rms", fisher="enumerate"),
+            *kfac.cg_fac(1.0, layers, step="rms", fisher=fisher),
             layers=layers,
-            fisher="enumerate",
+            fisher=fisher,
             interval=interval,
             stride=1,
         )
@@ -66,7 +71,7 @@ def test_rows_that_only_fill_a_batch_up_change_no_step(interval):
             optimizer=optimizer,
             learning_rate=lambda step: 0.0,
         )
-        state = init_state(params, optimizer=optimizer, ema=False)
+        state = init_state(params, optimizer=optimizer, ema=False, model_state=statistics)
         batch = dict(zip("abc", batch, strict=True))
         return jax.jit(make_train_step(lambda hyper: parts))(state, batch, {})[0]["params"]
 
