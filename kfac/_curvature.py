@@ -426,11 +426,11 @@ def concatenate_curvature(parts: Sequence[Curvature]) -> Curvature:
             "function."
         )
     examples = sum(part.num_examples for part in parts)
-    weights = first.weights
-    if weights is not None:
-        positions = jnp.concatenate([part.weights.positions for part in parts])
-        weights = Weights(positions, sum(part.weights.total for part in parts))
-        parts = [_within(part, weights) for part in parts]
+    weights = None
+    if of_parts := [part.weights for part in parts if part.weights is not None]:
+        positions, totals = zip(*of_parts, strict=True)
+        weights = Weights(jnp.concatenate(positions), jnp.stack(totals).sum())
+        parts = [_within(*pair, weights) for pair in zip(parts, of_parts, strict=True)]
     captured = {}
     for block in first.layers.blocks.values():
         for use in block.uses:
@@ -453,10 +453,10 @@ def concatenate_curvature(parts: Sequence[Curvature]) -> Curvature:
     )
 
 
-def _within(part: Curvature, whole: Weights) -> Curvature:
+def _within(part: Curvature, own: Weights, whole: Weights) -> Curvature:
     """A part of a weighted batch, whose positions have other shares in the mean of all of it."""
     size = len(whole.positions) / part.num_examples
-    share = size * part.weights.total / jnp.where(whole.total > 0, whole.total, 1)
+    share = size * own.total / jnp.where(whole.total > 0, whole.total, 1)
     root = jnp.sqrt(share)
     captured = {n: (x, g * root.astype(g.dtype)) for n, (x, g) in part.captured.items()}
     return dataclasses.replace(part, captured=captured)
