@@ -259,6 +259,8 @@ def small(params, x, labels):
     gain = kfac.Generic(gained)
     hidden = kfac.tap(gain, params["n"], hidden, path="n")
     logits = kfac.tap(kfac.Dense(), params["b"], hidden, path="b")
+    same = jnp.ones((len(x), 3))  # an input that all devices share
+    logits = logits + kfac.tap(kfac.Dense(), params["c"], same, path="c")
     return losses(logits, labels).mean(), logits
 
 
@@ -270,6 +272,7 @@ SMALL = {
     "a": {"kernel": normal(1, 3, 4), "bias": normal(2, 4)},
     "n": {"scale": normal(3, 4)},
     "b": {"kernel": normal(4, 4, 4)},
+    "c": {"kernel": normal(5, 3, 4)},
 }
 
 
