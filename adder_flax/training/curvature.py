@@ -54,5 +54,5 @@ def find_layers(loss: Callable, params: Any, examples: Any, model_state: Any) ->
         outcome = loss(params, *args)
         return outcome.loss, outcome.outputs
 
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return kfac.find_layers(loss_and_outputs, params, examples, key, model_state)
+    key, (size, *_) = jax.eval_shape(lambda: jax.random.key(0)), jax.tree.leaves(examples)[0].shape
+    return kfac.find_layers(loss_and_outputs, params, examples, key, model_state, batch_size=size)
