@@ -54,5 +54,8 @@ def find_layers(loss: Callable, params: Any, examples: Any, model_state: Any) ->
         outcome = loss(params, *args)
         return outcome.loss, outcome.outputs
 
-    key, (size, *_) = jax.eval_shape(lambda: jax.random.key(0)), jax.tree.leaves(examples)[0].shape
-    return kfac.find_layers(loss_and_outputs, params, examples, key, model_state, batch_size=size)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    size = jax.tree.leaves(examples)[0].shape[0]  # which arrays of the model's state do not have
+    return kfac.find_layers(
+        *(loss_and_outputs, params, examples, key, model_state), batch_size=size
+    )
