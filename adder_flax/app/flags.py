@@ -196,7 +196,7 @@ class _ExperimentParser(flags.ArgumentParser):
 
     def parse(self, path: str):
         config = experiment.load_experiment(path)
-        if path.endswith(".json") or packed.NAME in path and "base" not in config:
+        if path.endswith(".json") or packed.NAME in path:
             config = _of_this_version(config)
         config.lock()
         return config
@@ -209,6 +209,8 @@ def _of_this_version(config: ConfigDict) -> ConfigDict:
     """
     from adder_flax import models, tasks  # noqa: F401 - they register the settings of theirs
 
+    if "base" in config:  # what it does not read, an arm may
+        return config
     return ConfigDict(settings.completed(settings.RunSettings, config.to_dict()))
 
 

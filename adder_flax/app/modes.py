@@ -574,6 +574,8 @@ def default_workdir(experiment: str, overrides: Mapping[str, Any]) -> str:
       ...     "experiments/adder_deit_tiny.py:cifar10", {"optimizer.name": "sgd", "seed": 1}
       ... )
       'runs/adder_deit_tiny-cifar10,optimizer.name=sgd,seed=1'
+      >>> default_workdir("results/g2p/records.jsonl.xz#dot-final-0-711fbcaa2c4b", {})
+      'runs/g2p-dot-final-0-711fbcaa2c4b'
     """
     path, _, data = experiment.partition(":")
     if packed.NAME in path:  # a run by its own name, a comparison by that of its folder

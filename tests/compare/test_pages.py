@@ -4,6 +4,8 @@ import json
 import lzma
 import re
 import statistics
+import subprocess
+import sys
 
 import pytest
 
@@ -29,6 +31,14 @@ def test_a_page_is_what_its_records_give(name, monkeypatch, tmp_path):
     comparison = compare.Comparison(load_experiment(str(folder / packed.NAME)), tmp_path)
     made = as_markdown(blocks_of(comparison, rows_of(comparison)))
     assert (folder / "results.md").read_text().startswith(made)
+
+
+def test_the_command_reads_a_comparison_of_any_model_from_its_records():
+    command = [sys.executable, "main.py", "--mode=compare", f"--config=results/g2p/{packed.NAME}"]
+    done = subprocess.run([*command, "--config.seeds=0"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode
+    assert "config.seeds: expected" in done.stderr
+    assert "config.base" not in done.stderr
 
 
 @pytest.mark.parametrize("name", NAMES)

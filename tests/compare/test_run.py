@@ -165,14 +165,14 @@ def test_processes_take_different_arms_and_share_what_is_left(finished, tmp_path
     other = Comparison(make_config(**FIELDS), tmp_path)
     claim = lambda cell: lock_workdir(tmp_path / "cells" / cell.id, "claim.lock")
     dot = other.plan.arms["dot"]
-    with claim(other.open_cells(dot)[0]):
-        ran = [record.arm for record in itertools.islice(work(other), 9)]
-    # One arm after the other, whose program is compiled.
-    assert [arm for arm, _ in itertools.groupby(ran)] == ["additive", "again", "hot"]
-    assert next(work(other)).phase == "tuning"
+    assert next(work(other)).arm == "dot"
     first, second = other.open_cells(dot)
     with claim(first):
-        assert next(work(other)).seed == second.seed
+        ran = list(itertools.islice(work(other), 10))
+    # One arm after the other, whose program is compiled; beside another process in the end.
+    arms = [arm for arm, _ in itertools.groupby(record.arm for record in ran)]
+    assert arms == ["additive", "again", "hot", "dot"]
+    assert ran[-1].seed == second.seed
     assert [record.seed for record in work(other)] == [first.seed]
 
 
@@ -267,6 +267,7 @@ def test_packed_records_are_those_that_were_put(finished, tmp_path):
     assert other.get(cells[3]) is None
     other.pack({"seeds": 1})
     assert not first.folder.exists()
+    assert [seen.get(cells[4]) for seen in (first, other)] == [None, None]
     first.put(cells[3], before[cells[3].id])
     content = first.file.read_bytes()
     Records(tmp_path).pack({"seeds": 1})
