@@ -67,8 +67,7 @@ def holds(workdir: Path, how: str, caplog) -> bool | None:
             if how == "train":
                 return runs.same_bits(runs.train(workdir), runs.template().final)
             state = runs.restore(workdir, int(how) if how.isdecimal() else how)
-        except RunError as error:
-            assert "expected" in str(error)
+        except RunError:
             return None
     step, saved = int(state["step"]), runs.template().saved
     told = step == 4 or how != "last" or "Checkpoint 4 cannot be read" in caplog.text
