@@ -96,6 +96,14 @@ def test_a_damaged_checkpoint_gives_what_was_saved_or_is_said(caplog, file, dama
             assert list(workdir.glob("checkpoints/4.unreadable"))
 
 
+@pytest.mark.parametrize("how", ["last", "4"])
+def test_whole_arrays_that_are_not_what_was_saved_are_not_taken(how, caplog):
+    with runs.copy() as workdir:
+        shutil.rmtree(workdir / "checkpoints" / "4" / "state")
+        shutil.copytree(*(workdir / "checkpoints" / step / "state" for step in "24"))
+        assert holds(workdir, how, caplog) is (True if how == "last" else None)
+
+
 @given(
     file=st.sampled_from(["config.json", "data.json"]),
     damage=st.sampled_from(sorted(DAMAGES)),
