@@ -16,6 +16,7 @@ ORDER = (
         "errors",
         "extras",
         "files",
+        "packed",
         "experiments",
         "experiment",
         "registry",

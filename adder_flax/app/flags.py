@@ -3,13 +3,14 @@
 import difflib
 import re
 import sys
+from pathlib import Path
 
 from adder_flax.extras import needs
 
 with needs("train"):
     from absl import app, flags, logging
 
-from adder_flax import experiment, settings
+from adder_flax import experiment, packed, settings
 from adder_flax.errors import RunError
 
 with needs("train"):
@@ -81,12 +82,6 @@ _WORKERS = flags.DEFINE_integer(
     lower_bound=0,
     upper_bound=1024,
 )
-_SLURM = flags.DEFINE_string(
-    "slurm",
-    None,
-    "With --mode=compare: the workers are jobs of SLURM, of these options: "
-    "partition=gpu,gpus_per_node=1,time=720 (minutes); --slurm= for the cluster's defaults",
-)
 _NAMES = flags.DEFINE_enum(
     "names",
     "adder_flax",
@@ -114,7 +109,6 @@ _MODES_WITH = {
     "data": ("eval",),
     "labels": ("eval",),
     "workers": ("compare",),
-    "slurm": ("compare",),
 }
 
 
@@ -194,7 +188,7 @@ def _call_mode(workdir: str, start_time: float) -> None:
             # With SciPy's statistics, half a second that no other mode has to wait for.
             from adder_flax.compare import mode
 
-            mode.run(config, workdir, _WORKERS.value, _SLURM.value)
+            mode.run(config, workdir, _WORKERS.value)
 
 
 class _ExperimentParser(flags.ArgumentParser):
@@ -202,7 +196,7 @@ class _ExperimentParser(flags.ArgumentParser):
 
     def parse(self, path: str):
         config = experiment.load_experiment(path)
-        if path.endswith(".json"):
+        if path.endswith(".json") or packed.NAME in path and "base" not in config:
             config = _of_this_version(config)
         config.lock()
         return config
@@ -221,7 +215,7 @@ def _of_this_version(config: ConfigDict) -> ConfigDict:
 def _parse_flags(argv: list[str]) -> list[str]:
     flags.FLAGS["config"].parser = _ExperimentParser()
     try:
-        rest = flags.FLAGS(argv)
+        rest = flags.FLAGS(_with_the_run_s_own(argv))
         if _CONFIG.value is not None:
             settings.read(_read_as(), _CONFIG.value)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -232,8 +226,30 @@ def _parse_flags(argv: list[str]) -> list[str]:
             if "expected" in str(error)
             else f"expected flags as --help lists them, got: {error}"
         )
-        raise RunError(_unknown_field(unknown[1]) if unknown else words) from error
+        misfit = _misfit(str(error))
+        raise RunError(_unknown_field(unknown[1]) if unknown else misfit or words) from error
     return rest
+
+
+def _with_the_run_s_own(argv: list[str]) -> list[str]:
+    """Returns the flags with the configuration that a run left in --workdir, if none is given."""
+    found = re.search(r"^--?workdir[=\n](.+)", "\n".join(argv[1:]), re.MULTILINE)
+    left = Path(found[1]).expanduser() / "config.json" if found else Path()
+    if any(re.match(r"--?config(=|$)", flag) for flag in argv) or not left.is_file():
+        return argv
+    return [argv[0], f"--config={left}", *argv[1:]]
+
+
+def _misfit(error: str) -> str | None:
+    """Returns what a field takes in place of what one of the flags gave it, if that is amiss."""
+    if "--config=None" in error:
+        return (
+            "expected --config=<experiment>, or --workdir=<of a run that has begun>, got neither; "
+            "set one of them"
+        )
+    found = re.match(r"flag --config\.([\w.]+)=(.*?): ", error)
+    kinds = (settings.RunSettings, settings.CompareSettings)
+    return found and next(filter(None, (settings.misfit(k, *found.groups()) for k in kinds)), None)
 
 
 def _read_as() -> type:

@@ -13,7 +13,18 @@ import jax
 from absl import logging
 from flax import nnx
 
-from adder_flax import counting, data, interop, ops, own_cache, report, settings, tasks, training
+from adder_flax import (
+    counting,
+    data,
+    interop,
+    ops,
+    own_cache,
+    packed,
+    report,
+    settings,
+    tasks,
+    training,
+)
 from adder_flax import predict as predicting
 from adder_flax.errors import first_line
 
@@ -88,14 +99,15 @@ def train(config: Any, workdir: str | Path, *, start_time: float | None = None) 
             f"expected an empty config.topology to train, got {config.topology!r}, which is for "
             "--mode=compile"
         )
-    # A run that resumes has its weights in a checkpoint: the file that it began with may be gone.
-    begins = config.init_from and not training.SavedCheckpoints(Path(workdir) / "checkpoints").steps
-    run, at_random = _build(config) if begins else (training.build_run(config), ())
+    config = training.with_statistics(config, workdir)
+    run, words = training.build_run(config), ""
+    if _begins(config, workdir):
+        run, _, words = _start_from(run)
     _say(_overview(run, Path(workdir)))
     training.trace(run)
     workdir = training.open_workdir(workdir, config)
-    if begins:
-        _say(f"start    {config.init_from}; at random: {', '.join(at_random) or 'nothing'}")
+    if words:
+        _say(f"start    {config.init_from}; {words}")
     result = training.Trainer(run, workdir, start_time=start_time).fit()
     for source in (run.train_source, run.eval_source):
         if source.unreadable:
@@ -119,21 +131,41 @@ def train(config: Any, workdir: str | Path, *, start_time: float | None = None) 
     )
 
 
-def _build(config: Any) -> tuple[training.Run, tuple[str, ...]]:
-    """Returns the run, and the parameters that ``config.init_from`` lacks, by name."""
-    run = training.build_run(config)
-    if not config.init_from:
-        return run, ()
-    return _start_from(run)
+def _begins(config: Any, workdir: str | Path) -> bool:
+    """Returns whether the weights are those of ``config.init_from``.
+
+    A run that resumes has them in a checkpoint: the file that it began with may be gone.
+    """
+    checkpoints = training.SavedCheckpoints(Path(workdir) / "checkpoints")
+    return bool(config.init_from) and not checkpoints.steps
 
 
-def _start_from(run: training.Run) -> tuple[training.Run, tuple[str, ...]]:
-    """Returns the run with the weights of ``config.init_from``, and what these lack, by name."""
-    of = run.settings
+def _start_from(run: training.Run) -> tuple[training.Run, tuple[str, ...], str]:
+    """Returns the run with the weights of ``config.init_from``, see `interop.start_from`."""
     with training.user_errors():
-        return interop.start_from(
-            run, of.init_from, network=of.init_from_network, positions=of.init_from_positions
+        run, at_random, words = interop.start_from(run, run.settings.init_from)
+    if run.settings.data.mean:
+        mean, std = run.config.data.mean, run.config.data.std
+        words += f"; images normalised by mean {mean}, deviation {std}"
+    return run, at_random, words
+
+
+def _whole_state(run: training.Run, workdir: str | Path, checkpoint: str) -> tuple[Any, str]:
+    """Returns the state at a checkpoint, or of ``config.init_from`` where the run has none.
+
+    And in words where it is from.
+    """
+    if not _begins(run.config, workdir):
+        state = _restore(run, workdir, checkpoint)
+        return state, f"step {int(state['step'])}"
+    started, at_random, _ = _start_from(run)
+    if at_random:
+        raise training.RunError(
+            f"expected weights for the whole model in {run.config.init_from}, got none for "
+            f"{', '.join(at_random[:3])} ({len(at_random)} in all); train it first, or set "
+            "--config.init_from to others"
         )
+    return started.init(), run.config.init_from
 
 
 def _say(text: str) -> None:
@@ -272,7 +304,7 @@ def evaluate(
     other_data: str = "",
     labels: str = "",
 ) -> None:
-    """Scores a checkpoint on a whole split of the data.
+    """Scores a checkpoint, or ``config.init_from`` where there is none, on a split of the data.
 
     Args:
       config: of the run.
@@ -283,10 +315,11 @@ def evaluate(
         for the run's own.
       labels: file with all right labels of each image, as ImageNet ReaL's real.json; "" for none.
     """
+    config = training.with_statistics(config, workdir)
     run = training.build_run(
         config, eval_split=split, eval_data=other_data, eval_labels=labels, teach=False
     )
-    state = _restore(run, workdir, checkpoint)
+    state, origin = _whole_state(run, workdir, checkpoint)
     metrics = training.Evaluator(run)(training.evaluation_params(state))
     shown = "  ".join(
         f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items()
@@ -294,7 +327,7 @@ def evaluate(
     scored = (
         f"{len(run.eval_source)} {run.task.unit} of {run.eval_source.name}/{run.eval_source.split}"
     )
-    _say(f"step {int(state['step'])}  {scored}  {shown}")
+    _say(f"{origin}  {scored}  {shown}")
 
 
 def predict(
@@ -326,18 +359,9 @@ def predict(
             "expected --images=FILE_OR_FOLDER with --mode=predict, got none; set it"
         )
     files = predicting.files_of(images)
+    config = training.with_statistics(config, workdir)
     run = training.build_run(config, load=data.load_or_imitate, teach=False)
-    if config.init_from and not training.SavedCheckpoints(Path(workdir) / "checkpoints").steps:
-        run, at_random = _start_from(run)
-        if at_random:
-            raise training.RunError(
-                f"expected weights for the whole model in {config.init_from}, got none for "
-                f"{', '.join(at_random[:3])} ({len(at_random)} in all); train it first, or set "
-                "--config.init_from to others"
-            )
-        state = run.init()
-    else:
-        state = _restore(run, workdir, checkpoint)
+    state, _ = _whole_state(run, workdir, checkpoint)
     model = run.model(training.fetch(training.evaluation_params(state), run.mesh))
     predictor = predicting.Predictor(run.task, model, run.eval_source)
     unread = predicting.predict_files(
@@ -361,6 +385,7 @@ def export(config: Any, workdir: str | Path, checkpoint: str, names: str) -> Non
       checkpoint: ``last``, ``best`` or a step.
       names: one of ``interop.FORMATS``, ``stablehlo``, ``onnx``, or ``hugging_face_folder``.
     """
+    config = training.with_statistics(config, workdir)
     run = training.build_run(config, teach=False)
     if names in _WHOLE and not isinstance(run.task, tasks.Classification):
         raise training.RunError(
@@ -375,7 +400,11 @@ def export(config: Any, workdir: str | Path, checkpoint: str, names: str) -> Non
     if names in _WHOLE:
         write = _WHOLE[names](run, model, path, int(state["step"]))
     else:
-        write = functools.partial(interop.save_weights, model, path, names=names)
+        facts = run.task.data_facts
+        statistics = (facts.mean, facts.std) if hasattr(facts, "mean") else None
+        write = functools.partial(
+            interop.save_weights, model, path, names=names, statistics=statistics
+        )
     if jax.process_index() == 0:
         with training.user_errors():
             write()
@@ -387,10 +416,6 @@ def _program_writer(
 ) -> Callable[[], None]:
     """Returns what writes the model as a program, by a function of `interop`."""
     source = data.require_kind(data.ImageSource, run.eval_source, "a program")
-    crop = (
-        f"the shorter side resized to {source.image_shape[0] / source.eval_crop_ratio:.0f} pixels, "
-        "then the middle"
-    )
     return functools.partial(
         save,
         lambda images: model(*run.task.inputs({"image": images})),
@@ -398,10 +423,18 @@ def _program_writer(
         image_shape=source.image_shape,
         label_names=source.label_names,
         notes={
-            "images": crop if source.crops_on_host else "the whole image, resized",
+            "images": _preparation(source),
             "run": {"name": _run_name(run.config), "seed": run.config.seed, "step": step},
         },
     )
+
+
+def _preparation(source: data.ImageSource) -> str:
+    """Returns in words what becomes of an image before a program takes it."""
+    if not source.crops_on_host:
+        return "the whole image, resized"
+    shorter = data.resized_side(source.image_shape[0], source.eval_crop_ratio)
+    return f"the shorter side resized to {shorter} pixels, then the middle"
 
 
 _LOAD_FOLDER = """\
@@ -493,7 +526,10 @@ def _baseline(config: Any, workdir: str | Path) -> report.Trained:
 
 def _restore_to_study(config: Any, workdir: str | Path, checkpoint: str) -> report.Trained:
     """Returns a run that a report can be made of, at a checkpoint."""
-    run, _ = _build(config)
+    config = training.with_statistics(config, workdir)
+    run = training.build_run(config)
+    if config.init_from:
+        run, *_ = _start_from(run)
     with training.user_errors():
         report.STUDIES.get(run.settings.task.name)
         report.require_probabilities(
@@ -540,6 +576,8 @@ def default_workdir(experiment: str, overrides: Mapping[str, Any]) -> str:
       'runs/adder_deit_tiny-cifar10,optimizer.name=sgd,seed=1'
     """
     path, _, data = experiment.partition(":")
+    if packed.NAME in path:  # a run by its own name, a comparison by that of its folder
+        path, _, data = Path(path).absolute().parent.name, "", path.partition("#")[2]
     settings = [f"{field}={_slug(value)}" for field, value in sorted(overrides.items())]
     return "runs/" + ",".join([Path(path).stem + (f"-{data}" if data else ""), *settings])
 

@@ -38,6 +38,7 @@ from adder_flax.settings._model import (
 )
 from adder_flax.settings._numbers import is_on, put_numbers, take_numbers
 from adder_flax.settings._optimizer import CgFacSettings, OptimizerSettings
+from adder_flax.settings._overrides import misfit
 from adder_flax.settings._rules import (
     Choice,
     EachBlock,
@@ -46,6 +47,7 @@ from adder_flax.settings._rules import (
     Integers,
     Names,
     Number,
+    Numbers,
     Or,
     Refused,
     Rule,
@@ -80,6 +82,7 @@ __all__ = [
     "Integers",
     "Names",
     "Number",
+    "Numbers",
     "OptimizerSettings",
     "OneOf",
     "Range",
@@ -99,6 +102,7 @@ __all__ = [
     "is_on",
     "join",
     "keywords_of",
+    "misfit",
     "put_numbers",
     "read",
     "section",

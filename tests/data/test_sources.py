@@ -289,7 +289,7 @@ NO_SETS = {"data_dir": str(Path(__file__).parent)}
         (("folder", "train", {"data_dir": "/nowhere/at/all"}), "image_size for data set 'folder'"),
         (
             ("folder", "train", {"data_dir": "/nowhere/at/all", "image_size": 8}),
-            "got '/nowhere/at/all', which does not exist",
+            "got '/nowhere/at/all', which is no folder",
         ),
         (("cifar1", "train"), "got 'cifar1'. Did you mean cifar10"),
         (
@@ -364,7 +364,7 @@ def test_a_set_that_is_not_here_is_imitated_with_its_own_statistics():
     source = load_or_imitate("fashion_mnist", "train", data_dir="/nowhere/at/all")
     assert (source.image_shape, source.num_classes) == ((28, 28, 1), 10)
     assert channel_statistics(source) == ((0.2860,), (0.3530,))
-    with pytest.raises(DataError, match="which does not exist"):
+    with pytest.raises(DataError, match="which is no folder"):
         load_or_imitate("folder", "train", data_dir="/nowhere/at/all", image_size=8)
 
 

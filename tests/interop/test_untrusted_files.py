@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from adder_flax import interop
 from adder_flax.models import Seq2Seq
+from tests.interop.test_weights import load as load_as
 from tests.interop.test_weights import make, timm_arrays
 
 
@@ -19,7 +20,7 @@ def load(tmp_path, **changes):
     arrays = timm_arrays() | changes
     save_file({name: array for name, array in arrays.items() if array is not None}, tmp_path / "w")
     model = make()
-    return interop.load_weights(model, tmp_path / "w", network="same"), model
+    return load_as(model, tmp_path / "w"), model
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
