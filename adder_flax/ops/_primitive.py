@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import use_abstract_mesh
@@ -30,6 +29,11 @@ from adder_flax.arrays import AnyArray
 from adder_flax.ops import _partition
 from adder_flax.ops._arrays import accumulation_dtype
 from adder_flax.ops._backend import Backend, get_backend
+
+try:  # JAX has no public name for this, and may give it another
+    from jax._src.dispatch import prim_requires_devices_during_lowering as _with_devices
+except ImportError:
+    _with_devices = None
 
 # The axes of operands and results after any leading ones: m rows, n columns or keys, k
 # the width, C the width where all of a row is needed at once. `w` has the axes kn or nk.
@@ -251,7 +255,7 @@ def _lower(
     how = backend.split_by
     if getattr(_function(backend, method, options).func, "left_to_compiler", False):
         how = "compiler"
-    if how == "rule" and (num_devices == 1 or all_manual):
+    if how == "rule" and (num_devices == 1 or all_manual or _with_devices is None):
         how = "compiler"
     function = _split(backend, method, options, context.avals_in, how)
 
@@ -273,8 +277,9 @@ def _devices(axis_context) -> tuple[int, bool]:
 for _platform in ("cpu", "cuda", "rocm", "tpu"):
     mlir.register_lowering(_pairs, functools.partial(_lower, _platform), platform=_platform)
 mlir.register_lowering(_pairs, functools.partial(_lower, "other"))
-# Rules for the partitioner need them; JAX has no public name for this.
-prim_requires_devices_during_lowering.add(_pairs)
+# Rules for the partitioner need them. Without, devices gather all operands, for the same numbers.
+if _with_devices is not None:
+    _with_devices.add(_pairs)
 
 
 @functools.cache
