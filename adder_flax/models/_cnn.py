@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from adder_flax.arrays import AnyArray
-from adder_flax.models._registry import Example, register_model
+from adder_flax.models._registry import Example, image_shape, register_model
 from adder_flax.settings import Choice, Integer, Integers, Text, setting
 
 
@@ -142,19 +142,11 @@ def build_conv_net(settings: ConvNetSettings, example: Example, *, rngs: nnx.Rng
     Raises:
       ValueError: the examples are no images with classes.
     """
-    if (
-        len(example.inputs) != 1
-        or len(example.inputs[0].shape) != 4
-        or "classes" not in example.sizes
-    ):
-        raise ValueError(
-            "expected images and a number of classes for config.model.name=conv_net, got "
-            f"{example}; set --config.model.name or --config.task.name"
-        )
+    *_, channels = image_shape(example, "conv_net")
     return ConvNet(
         settings.channels or (32,),
         settings.blocks,
-        in_channels=example.inputs[0].shape[-1],
+        in_channels=channels,
         num_classes=example.sizes["classes"],
         dtype=jnp.dtype(settings.dtype),
         rngs=rngs,

@@ -11,8 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from adder_flax.attention import SequenceAttention
 from adder_flax.layers import Dropout, Linear
-from adder_flax.models._build import check_score_options
-from adder_flax.models._registry import Example, register_model
+from adder_flax.models._registry import Example, check_score_options, register_model
 from adder_flax.settings import (
     AttentionSettings,
     Choice,

@@ -19,8 +19,7 @@ from adder_flax.layers import (
     adder_layers,
     linear_class,
 )
-from adder_flax.models._stack import apply_blocks
-from adder_flax.models.settings import (
+from adder_flax.models._layout import (
     Annealing,
     are_alike,
     block_settings,
@@ -31,6 +30,8 @@ from adder_flax.models.settings import (
     image_sides,
     prefix_tokens,
 )
+from adder_flax.models._registry import Example, check_score_options, image_shape, register_model
+from adder_flax.models._stack import apply_blocks
 from adder_flax.settings import DEIT_SIZES, VitSettings, keywords_of
 
 
@@ -335,4 +336,23 @@ def _deit(size: str, overrides: Mapping[str, Any], rngs: nnx.Rngs) -> VisionTran
     width, num_heads = DEIT_SIZES[size]
     return VisionTransformer(
         **{"width": width, "depth": 12, "num_heads": num_heads, **overrides}, rngs=rngs
+    )
+
+
+@register_model("vit", VitSettings)
+def build_vit(settings: VitSettings, example: Example, *, rngs: nnx.Rngs) -> VisionTransformer:
+    """Builds a vision transformer for images and ``classes``.
+
+    Raises:
+      ValueError: no images or classes, sizes that do not fit together, or an unknown name.
+    """
+    height, width, channels = image_shape(example, "vit")
+    check_score_options(settings.attention)
+    return VisionTransformer(
+        settings=settings,
+        image_size=(height, width),
+        channels=channels,
+        num_classes=example.sizes["classes"],
+        dtype=jnp.dtype(settings.dtype),
+        rngs=rngs,
     )
