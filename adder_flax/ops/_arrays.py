@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 class Operand(NamedTuple):
@@ -64,7 +65,7 @@ def as_mask(mask) -> jax.Array:
         return jnp.asarray(mask)
     floating = jnp.issubdtype(dtype, jnp.floating)
     got = f"{dtype} numbers"
-    if isinstance(mask, jax.core.Tracer) or not getattr(mask, "is_fully_addressable", True):
+    if isinstance(mask, Tracer) or not getattr(mask, "is_fully_addressable", True):
         known = not floating
     else:
         values = np.asarray(mask)
