@@ -60,9 +60,8 @@ def attend(
     return_weights: bool = False,
     **flax_options: Any,
 ) -> Attended:
-    """Attention with any registered score.
-
-    Computes (softmax(scores · scale / temperature + bias) + I) value.
+    """Attention with any registered score: (softmax(scores · scale / temperature + bias) + I)
+    value.
 
     The softmax runs in float32 or wider whatever the inputs' dtype. A query that may see no key
     gets zeros from the map. The options after `score_options` are also those of

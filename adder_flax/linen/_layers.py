@@ -55,9 +55,8 @@ class Linear(nn.Dense):
 
 
 class AdderLinear(nn.Module):
-    """Linen form of `adder_flax.layers.AdderLinear`.
-
-    y[o] = -Σ_k |x[k] - W[k, o]|, then LayerNorm over o.
+    """Linen form of `adder_flax.layers.AdderLinear`: y[o] = -Σ_k |x[k] - W[k, o]|, LayerNorm over
+    o.
 
     Attributes:
       features: number of outputs.
@@ -232,9 +231,7 @@ class PatchEmbed(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Linen form of `adder_flax.layers.DropPath`: stochastic depth, per sample.
-
-    It draws from the `dropout` stream.
+    """Linen form of `adder_flax.layers.DropPath`: stochastic depth, from the `dropout` stream.
 
     >>> DropPath(0.1).apply({}, jnp.ones((2, 3))).tolist()  # deterministic by default
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]

@@ -1,7 +1,4 @@
-"""A small residual convolutional network.
-
-As a teacher it brings what transformers lack on few images.
-"""
+"""A small residual convolutional network: a teacher of what transformers lack on few images."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -35,9 +32,8 @@ class ConvNetSettings:
 
 
 class ConvNet(nnx.Module):
-    """Stages of residual blocks, the mean over the image, a linear head.
-
-    Each block has two 3 × 3 convolutions, GroupNorm and ReLU.
+    """Stages of residual blocks of two 3 × 3 convolutions, GroupNorm and ReLU; the mean; a linear
+    head.
 
     He et al., "Identity mappings in deep residual networks", 2016 (norms in front), with GroupNorm
     (Wu and He, 2018) in place of BatchNorm, so that nothing is kept between batches and an image's
@@ -104,10 +100,7 @@ class ConvNet(nnx.Module):
 
 
 class _Residual(nnx.Module):
-    """x + conv(relu(norm(conv(relu(norm(x)))))).
-
-    Where the shapes differ, there is a 1 × 1 convolution on x.
-    """
+    """x + conv(relu(norm(conv(relu(norm(x)))))), with a 1 × 1 convolution on x if shapes differ."""
 
     def __init__(self, before: int, width: int, stride: int, **shared):
         self.norm1 = _norm(before, **shared)

@@ -129,9 +129,8 @@ class Seq2Seq(nnx.Module):
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch target symbols"]:
-        """Logits of every target symbol, given the source and the target symbols before it.
-
-        This is teacher forcing.
+        """Logits of every target symbol, given the source and the target symbols before it (teacher
+        forcing).
         """
         random: dict[str, Any] = dict(deterministic=deterministic, rngs=rngs)
         memory = self.encode(source, **random)

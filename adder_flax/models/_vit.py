@@ -260,9 +260,8 @@ class VisionTransformer(nnx.Module):
         return self.annealing.stages()
 
     def loop_over_blocks(self) -> None:
-        """Turns `scan_blocks` on where the blocks are alike.
-
-        This is quicker to compile in second derivatives.
+        """Turns `scan_blocks` on where the blocks are alike: quicker to compile in second
+        derivatives.
         """
         self.scan_blocks = self.alike
 
@@ -283,9 +282,8 @@ class VisionTransformer(nnx.Module):
 def embed_positions(
     params: Mapping[str, AnyArray], patches: Float[AnyArray, "batch patches width"]
 ) -> Float[Array, "batch tokens width"]:
-    """The patches behind class and distillation token, if there are any, plus the positions.
-
-    The result has the patches' dtype.
+    """The patches behind class and distillation token, if there are any, plus the positions, in the
+    patches' dtype.
 
     Args:
       params: `pos_embed` (1, tokens, width), and `cls_token` and `dist_token` (1, 1, width) for one

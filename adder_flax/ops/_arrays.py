@@ -10,9 +10,8 @@ from jax.core import Tracer
 
 
 class Operand(NamedTuple):
-    """An array (B, ...) and the names of its axes after the batch.
-
-    These are `i`, `j`, or `c`, the axis summed over.
+    """An array (B, ...) and the names of its axes after the batch: `i`, `j`, or `c`, the summed
+    one.
 
     Operands with a `c` are read for each term of the sum, the others once before it; one number for
     all has no axes.
