@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax.core import Scope
 
+from adder_flax import recorder
+
 
 def call_nnx(
     module: nn.Module,
@@ -39,7 +41,10 @@ def call_nnx(
         dropout = {"dropout": module.make_rng("dropout")} if module.has_rng("dropout") else {}
         options |= dict(deterministic=False, rngs=nnx.Rngs(**dropout))
     nnx.replace_by_pure_dict(shapes, params)
-    return nnx.merge(graphdef, shapes)(*inputs, **options)
+    network = nnx.merge(graphdef, shapes)
+    if recorder.told_apart():
+        network = recorder.in_scopes(network, module.path)
+    return network(*inputs, **options)
 
 
 def _declared(scope: Scope, values: Mapping[Any, Any]) -> dict[Any, Any]:
