@@ -1,6 +1,4 @@
-"""The functions of a backend as one JAX primitive.
-
-What runs is chosen when a program is lowered for its platform.
+"""The functions of a backend as one JAX primitive; what runs is chosen when a program is lowered.
 
 The primitive is closed under differentiation. Its functions are the two sums over pairs, `l1` and
 `additive`, `layer_norm`, and what their derivatives consist of: pushforwards, linear in the
@@ -94,9 +92,7 @@ def call(backend: Backend, method: str, *operands: AnyArray, **options) -> Any:
 
 
 def formula(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """Returns what an equation of a traced program computes, as the plain formula.
-
-    This is for those who read programs.
+    """Returns, for those who read programs, what an equation of one computes, as the plain formula.
 
     Args:
       equation: of a jaxpr. The functions of this package are one primitive there, whatever kernel
@@ -207,9 +203,8 @@ def _on_leading_axes(function: Callable, operand_axes: Sequence[str]) -> Callabl
 
 
 def _split(backend: Backend, method: str, options: dict, operands: Sequence, how: str) -> Callable:
-    """Returns a function of a backend, on operands of these shapes, split over devices.
-
-    It is split by a rule or over the mesh.
+    """Returns a function of a backend, on operands of these shapes, split by a rule or over the
+    mesh.
     """
     operand_axes, result_axes = _own_axes(method, options)
     function = _on_leading_axes(_function(backend, method, options), operand_axes)
@@ -369,9 +364,8 @@ def _linear_tangents(bind, operands, tangents, method, options):
 
 
 def _second_order_tangents(operands, tangents, method, options):
-    """The derivative of a pushforward or pullback with respect to the other operands.
-
-    It is that of its blocked formula.
+    """The derivative of a pushforward or pullback, by its blocked formula, with respect to the
+    other operands.
     """
     linear, axes = _linear_operands(method), _own_axes(method, options)[0]
     function = _on_leading_axes(_function(get_backend("xla"), method, options), axes)
