@@ -368,15 +368,16 @@ TWO_DEVICES = textwrap.dedent(
     from tests.field.test_kfac import LABELS, SMALL, X, averaged_over_devices, step_of
 
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    loss, expected = jax.jit(step_of(None))(SMALL, X, LABELS)
+    options = dict(step="fixed", kl_clip=None)  # whose length is that of the gradient
+    loss, expected = jax.jit(step_of(None, **options))(SMALL, X, LABELS)
 
     def near(found):
         np.testing.assert_allclose(found[0], loss, rtol=1e-12)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-13), found[1], expected)
 
-    step = step_of("data")
+    step = step_of("data", **options)
     specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P()}
-    for own in (step, step_of("data", loss_fn=averaged_over_devices)):
+    for own in (step, step_of("data", loss_fn=averaged_over_devices, **options)):
         for check in (True, False):
             near(jax.jit(jax.shard_map(own, mesh=mesh, check_vma=check, **specs))(SMALL, X, LABELS))
     found = jax.pmap(step, axis_name="data", in_axes=(None, 0, 0))(
