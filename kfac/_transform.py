@@ -12,7 +12,7 @@ import optax
 
 from kfac import _systems as systems
 from kfac._blocks import Block
-from kfac._coverage import Layers
+from kfac._coverage import LEFT_OUT, Layers
 from kfac._curvature import Curvature
 from kfac._options import Options, is_zero
 from kfac._problem import Problem, from_vectors, pose, solve, to_vectors
@@ -88,7 +88,7 @@ def scale_by_cg_fac(
     True
     """
     options = Options() if options is None else options
-    if not layers.blocks:
+    if not layers.blocks and LEFT_OUT not in layers.reasons.values():
         left = "; ".join(f"{path}: {why}" for path, why in layers.uncovered(3).items())
         raise ValueError(
             f"expected layers with curvature, got none ({left or 'no parameters'}); mark layers of "
