@@ -12,15 +12,17 @@ from adder_flax.text import printable
 
 
 class Collection(Protocol):
-    """What lies in a folder.
+    """What lies in a folder."""
 
-    Attributes:
-        splits: their names.
-        label_names: of the classes; their position is the label.
-    """
+    @property
+    def splits(self) -> Sequence[str]:
+        """Their names."""
+        ...
 
-    splits: Sequence[str]
-    label_names: Sequence[str]
+    @property
+    def label_names(self) -> Sequence[str]:
+        """Names of the classes; their position is the label."""
+        ...
 
     def records(self, split: str) -> Records:
         """The encoded images and labels of a split."""

@@ -49,10 +49,10 @@ class TarShards:
     """
 
     def __init__(self, root: str | pathlib.Path):
-        self._root, self._shards = pathlib.Path(root), {}
-        for path in sorted(self._root.rglob("*.tar")):
-            parts = path.relative_to(self._root).parts
-            split = parts[0] if len(parts) > 1 else re.split(r"[-_.]", parts[0])[0]
+        self._shards: dict[str, list[pathlib.Path]] = {}
+        for path in sorted(pathlib.Path(root).rglob("*.tar")):
+            folder, *inner = path.relative_to(root).parts
+            split = folder if inner else re.split(r"[-_.]", folder)[0]
             self._shards.setdefault(split, []).append(path)
         self.splits = tuple(self._shards)
         if not self.splits:
@@ -61,7 +61,7 @@ class TarShards:
                 "files of training train-0000.tar and so on."
             )
         self._reference = reference_split(self.splits)
-        self._samples = {}
+        self._samples: dict[str, list[tuple[_Place, str]]] = {}
         self.label_names = classes_of(label for _, label in self._samples_of(self._reference))
 
     def records(self, split: str) -> TarRecords:
