@@ -17,7 +17,6 @@ from typing import Any
 from adder_flax import experiments, packed
 from adder_flax.errors import RunError
 from adder_flax.extras import needs
-from adder_flax.files import open_regular
 
 with needs("train"):
     from ml_collections import ConfigDict
@@ -150,7 +149,7 @@ def _from_packed(path: str, name: str) -> ConfigDict:
 
 def _read(path: str) -> bytes:
     try:
-        with open_regular(path) as file:
+        with open(path, "rb") as file:
             return file.read()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)

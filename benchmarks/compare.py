@@ -72,11 +72,14 @@ def coverage() -> None:
     """Prints how often intervals hold zero and tests are passed where there is no difference."""
     rng = np.random.default_rng(0)
     found = [compare.paired_difference(*rng.normal(size=(2, PAIRS))) for _ in range(REPETITIONS)]
-    held = np.mean([difference.low <= 0 <= difference.high for difference in found])
+    student, bootstrap = (
+        np.mean([low <= 0 <= high for low, high in ends])
+        for ends in zip(*(((each.low, each.high), each.bootstrap) for each in found), strict=True)
+    )
     passed = np.mean([difference.p_value <= 0.05 for difference in found])
     print(
-        f"{REPETITIONS} comparisons of {PAIRS} pairs: {held:.1%} of the intervals hold zero, p ≤ "
-        f"0.05 in {passed:.1%}"
+        f"{REPETITIONS} comparisons of {PAIRS} pairs: {student:.1%} of Student's intervals hold "
+        f"zero, {bootstrap:.1%} of the bootstrap's; p ≤ 0.05 in {passed:.1%}"
     )
 
 

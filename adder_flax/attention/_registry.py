@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from adder_flax import ops
 from adder_flax.arrays import AnyArray
 from adder_flax.parameters import state_facts
 from adder_flax.registry import Registry
@@ -35,6 +36,7 @@ def masked_softmax(
     """
     if mask is None:
         return jax.nn.softmax(scores, axis=-1)
+    mask = ops.as_mask(mask)
     lowest = jnp.finfo(scores.dtype).min
     # A finite stand-in instead of -inf: a fully masked row then has no 0/0 in it, forward or
     # backward.

@@ -12,10 +12,12 @@ from adder_flax.paired import (
     best_of_fewer,
     cost_ratios,
     first_reaching,
+    holm,
     interquartile_mean,
     paired_difference,
     performance_profiles,
     profile_scores,
+    verdict,
 )
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "cost_ratios",
     "describe",
     "first_reaching",
+    "holm",
     "interquartile_mean",
     "overview",
     "paired_difference",
@@ -40,6 +43,7 @@ __all__ = [
     "profile_scores",
     "supervise",
     "unfold",
+    "verdict",
     "work",
     "write_results",
 ]

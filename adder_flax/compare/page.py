@@ -55,18 +55,9 @@ def _pictures(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
     if not rows:
         return []
     best = comparison.best.name
-    seconds = lambda record: record.steps * record.seconds["step"]
     return [
         _curves(best, rows),
         *_energy(best, rows),
-        _scatter(
-            "seconds",
-            f"test {best} against seconds",
-            "seconds of the training steps",
-            best,
-            rows,
-            seconds,
-        ),
         *_profiles(comparison, rows),
     ]
 
@@ -87,7 +78,10 @@ def _curves(best: str, rows: Sequence[Row]) -> Picture:
         finished = [record for record in row.records if not record.diverged]
         if not finished:
             continue
-        steps = np.array(finished[0].curve["step"])
+        # An evaluation that was not finite is not there.
+        longest = max((record.curve["step"] for record in finished), key=len)
+        finished = [record for record in finished if record.curve["step"] == longest]
+        steps = np.array(longest)
         scores = np.array([record.curve[best] for record in finished])
         line = report.line(number)
         axes[0, 0].plot(

@@ -23,10 +23,10 @@ from adder_flax.compare.plan import FINAL, TUNING, Arm, Cell, Plan
 from adder_flax.compare.records import Record, Records
 from adder_flax.errors import RunError
 from adder_flax.extras import needs
-from adder_flax.interrupt import InterruptWatch
 from adder_flax.settings import Options
 from adder_flax.tasks import TASKS
-from adder_flax.training.lock import HeldError, lock_workdir
+from adder_flax.training.lock import HeldError, is_held, lock_workdir
+from adder_flax.training.processes import InterruptWatch
 
 with needs("train"):
     from ml_collections import ConfigDict
@@ -220,7 +220,6 @@ def supervise(workers: int, workdir: Path, poll: Callable[[], None]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     children = [_start(number, workers, folder / f"{number}.txt") for number in range(workers)]
     with InterruptWatch() as watch:
-        watch.hold_one()
         while any(child.poll() is None for child in children):
             time.sleep(_POLL_SECONDS)
             poll()
@@ -353,7 +352,7 @@ def _best(comparison: Comparison, done: list[Record]) -> str:
 
 
 def _is_claimed(comparison: Comparison, cell: Cell) -> bool:
-    return (comparison.workdir / "cells" / cell.id / _CLAIM).exists()
+    return is_held(comparison.workdir / "cells" / cell.id / _CLAIM)
 
 
 def _duration(seconds: float) -> str:

@@ -3,7 +3,13 @@
 Weights are in safetensors files, as of timm's and Hugging Face's vision transformers.
 """
 
-from adder_flax.interop._files import load_weights, read_model, save_weights, start_from
+from adder_flax.interop._files import (
+    load_weights,
+    read_model,
+    read_statistics,
+    save_weights,
+    start_from,
+)
 from adder_flax.interop._folder import model_card, save_folder
 from adder_flax.interop._names import FORMATS
 from adder_flax.interop._onnx import save_onnx
@@ -14,6 +20,7 @@ __all__ = [
     "load_weights",
     "model_card",
     "read_model",
+    "read_statistics",
     "save_folder",
     "save_onnx",
     "save_program",

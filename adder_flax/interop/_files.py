@@ -13,19 +13,29 @@ import jax
 import numpy as np
 from flax import nnx
 
+from adder_flax.arrays import AnyArray
+from adder_flax.attention import resolve_scale
 from adder_flax.extras import needs
 from adder_flax.files import write_whole
 from adder_flax.interop._names import (
     FORMATS,
     arrays_of,
+    changes,
     find,
     format_of,
     from_arrays,
+    prefix_tokens,
     sizes_of,
     to_arrays,
 )
-from adder_flax.interop._network import as_metadata, check_network, image_statistics, read_network
-from adder_flax.interop._positions import POSITIONS
+from adder_flax.interop._network import (
+    Statistics,
+    as_metadata,
+    check_network,
+    image_statistics,
+    read_network,
+)
+from adder_flax.interop._positions import entries_in_front
 from adder_flax.interop._safetensors import open_weights
 from adder_flax.layers import Block, Identity
 from adder_flax.models import VisionTransformer
@@ -36,7 +46,13 @@ with needs("interop"):
     import safetensors.numpy
 
 
-def save_weights(model: nnx.Module, path: str | Path, *, names: str = "adder_flax") -> None:
+def save_weights(
+    model: nnx.Module,
+    path: str | Path,
+    *,
+    names: str = "adder_flax",
+    statistics: Statistics | None = None,
+) -> None:
     """Writes the parameters of a model to a safetensors file.
 
     Args:
@@ -45,6 +61,8 @@ def save_weights(model: nnx.Module, path: str | Path, *, names: str = "adder_fla
       names: whose names and layouts: `"adder_flax"`, `"timm"`, `"hugging_face"`, as the files of
         its `ViTForImageClassification` have them, or `"transformers_5"`, as the model has them in
         memory from version 5 on.
+      statistics: mean and deviation of each channel by which the images are normalised, which go
+        into the header.
 
     Raises:
       ValueError: unknown names, or adder layers or a score with parameters in the names of others.
@@ -59,15 +77,7 @@ def save_weights(model: nnx.Module, path: str | Path, *, names: str = "adder_fla
     ...     load_weights(model, f"{folder}/model.safetensors")
     ()
     """
-    if names not in FORMATS:
-        raise ValueError(
-            f"expected names of {', '.join(FORMATS)}, got {names!r}; choose one of these"
-        )
-    network = _checked(model, names)
-    arrays = to_arrays(_flat(_parameters(network)), names, channels=_channels(network))
-    # Hugging Face's reader insists on the first entry.
-    metadata = {"format": "pt"} | as_metadata(network)
-    content = safetensors.numpy.save(arrays, metadata=metadata)
+    content = weights_of(model, names, statistics)
     try:
         write_whole(path, content)
     except OSError as error:
@@ -78,59 +88,84 @@ def save_weights(model: nnx.Module, path: str | Path, *, names: str = "adder_fla
         ) from error
 
 
-def load_weights(
-    model: VisionTransformer, path: str | Path, *, network: str = "read", positions: str = "auto"
-) -> tuple[str, ...]:
+def weights_of(model: nnx.Module, names: str, statistics: Statistics | None = None) -> bytes:
+    """Returns the content of a safetensors file, see `save_weights`."""
+    if names not in FORMATS:
+        raise ValueError(
+            f"expected names of {', '.join(FORMATS)}, got {names!r}; choose one of these"
+        )
+    network = _checked(model, names)
+    params = _flat(_parameters(network))
+    if names != "adder_flax":
+        _check_attention(network, names)
+        params = _with_plain_scores(network, params)
+    arrays = to_arrays(params, names, channels=_channels(network))
+    # Hugging Face's reader insists on the first entry.
+    metadata = {"format": "pt"} | as_metadata(network, statistics)
+    return safetensors.numpy.save(arrays, metadata=metadata)
+
+
+def load_weights(model: VisionTransformer, path: str | Path) -> tuple[str, ...]:
     """Reads weights of timm, Hugging Face or `save_weights` into a model.
 
     Attention may be of another kind than that of the weights, as long as its projections are dense:
     what its score has learned parameters for stays as it is. So does the head where there is none,
     or one for another number of classes. The position embedding is resized where the grid of
-    patches differs; LayerScale (DeiT III) becomes part of the layers that it scales.
+    patches differs, in the way of the project whose names the file has; LayerScale (DeiT III)
+    becomes part of the layers that it scales; scale and temperature of dot products are taken up by
+    the queries.
 
     Names and shapes are compared before any data are read, and so is what they do not tell: the
-    number of heads, the activation, the norms and the pooling, which stand in the ``config.json``
-    beside files of timm and Hugging Face, and in the header of those of `save_weights`. Numbers in
-    16, 32 or 64 bits are converted.
+    number of heads, the activation, the norms, the pooling and the grid of patches, which stand in
+    the ``config.json`` beside files of timm and Hugging Face, and in the header of those of
+    `save_weights`. Numbers in 16, 32 or 64 bits are converted.
 
     Args:
       model: changed in place.
-      path: of a safetensors file.
-      network: `"read"` refuses weights of which that is not known; with `"same"` the user states
-        that it is as in the model, where nothing else is said.
-      positions: whose way of resizing the position embedding: `"timm"`, `"torch"` (that of DeiT and
-        Hugging Face), or `"auto"`, that of the project whose names the file has, and timm's for
-        this project's own.
+      path: of a safetensors file, of the index of several, or of a folder that has one of both.
 
     Returns:
       Paths of the parameters that stayed as they were.
 
     Raises:
-      ValueError: the file is no safetensors file, or its weights do not fit the model.
+      ValueError: the file is no safetensors file, or its weights do not fit the model, or what
+        network they are of is not known.
       OSError: it cannot be read.
     """
-    found = _read(model, path, network, positions)
+    found, _ = _read(model, path)
     params = _flat(_parameters(model))
-    kept = tuple(name for name in params if name not in found)
     nnx.update(
         model,
         _nested({name: found.get(name, params[name]) for name in params}, like=_parameters(model)),
     )
-    return kept
+    return tuple(name for name in params if name not in found)
+
+
+def read_statistics(path: str | Path) -> Statistics | None:
+    """Returns mean and deviation of each channel by which the images of weights are normalised.
+
+    None where neither the file nor what lies beside it says so.
+
+    Args:
+      path: as for `load_weights`.
+
+    Raises:
+      ValueError, OSError: as `load_weights`.
+    """
+    with open_weights(path) as weights:
+        return image_statistics(weights)
 
 
 def read_model(
     path: str | Path, *, image_shape: tuple[int, int, int], num_classes: int
-) -> tuple[VisionTransformer, tuple[tuple[float, ...], tuple[float, ...]] | None]:
-    """Builds the vision transformer that a file of timm or Hugging Face is of.
-
-    Its weights are read as well.
+) -> tuple[VisionTransformer, Statistics | None]:
+    """Builds the vision transformer that a file of timm or Hugging Face is of, with its weights.
 
     Its sizes are those of the arrays, and what they do not show stands beside them, see
     `load_weights`.
 
     Args:
-      path: of a safetensors file.
+      path: as for `load_weights`.
       image_shape: height, width and channels of the images that it is to see.
       num_classes: that its head must have.
 
@@ -143,17 +178,17 @@ def read_model(
         for other classes.
       OSError: it cannot be read.
     """
-    with open_weights(path) as file:
-        names = format_of(file.arrays)
+    with open_weights(path) as weights:
+        names = format_of(weights.shapes)
         if names == "adder_flax":
             raise ValueError(
                 "expected weights of timm or Hugging Face to build their model from, got those of "
                 f"this project in {printable(path)}, which do not tell the attention; take the "
                 "directory of the run that they are of"
             )
-        stored = {name: array.shape for name, array in file.arrays.items()}
-        network = read_network(path, names, file.metadata)
-    sizes = sizes_of(stored, names)
+        sizes = sizes_of(weights.shapes, names)
+        network = read_network(weights, names, sizes["patch_size"])
+        statistics = image_statistics(weights)
     build = functools.partial(
         VisionTransformer,
         image_size=image_shape[:2],
@@ -166,14 +201,14 @@ def read_model(
     )
     model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(model, nnx.Param)
-    found = _read(model, path, "read", "auto")
+    found, _ = _read(model, path)
     if missing := [name for name in _flat(nnx.to_pure_dict(params)) if name not in found]:
         raise ValueError(
             f"expected a head for {num_classes} classes in {printable(path)}, got none or one for "
             f"others: {', '.join(missing)}; choose weights for the same classes"
         )
     like = nnx.to_pure_dict(params)
-    return nnx.merge(graphdef, _nested(found, like=like)), image_statistics(path)
+    return nnx.merge(graphdef, _nested(found, like=like)), statistics
 
 
 @runtime_checkable
@@ -199,9 +234,7 @@ class Run(Protocol):
 Started = TypeVar("Started", bound=Run)
 
 
-def start_from(
-    run: Started, path: str | Path, *, network: str = "read", positions: str = "auto"
-) -> tuple[Started, tuple[str, ...]]:
+def start_from(run: Started, path: str | Path) -> tuple[Started, tuple[str, ...], str]:
     """Returns the run with weights of a file at its first step.
 
     They stand in place of random ones, see `load_weights`.
@@ -210,17 +243,17 @@ def start_from(
 
     Args:
       run: from `adder_flax.training.build_run`.
-      path: of a safetensors file.
-      network, positions: see `load_weights`.
+      path: as for `load_weights`.
 
     Returns:
-      The run, and the paths of the parameters that still start at random.
+      The run, the paths of the parameters that still start at random, and in words what of it is
+      not as in the file.
 
     Raises:
       ValueError, OSError: as `load_weights`.
     """
     like = run.abstract_state["params"]
-    found = _read(run.model(like), path, network, positions)
+    found, words = _read(run.model(like), path)
     kept = tuple(name for name in _flat(like) if name not in found)
 
     def init() -> Any:
@@ -238,7 +271,7 @@ def start_from(
         return state | {"params": params} | copies
 
     begun: Any = run  # a dataclass, which a protocol cannot say
-    return dataclasses.replace(begun, init=init), kept
+    return dataclasses.replace(begun, init=init), kept, "; ".join(words)
 
 
 # Whose way of resizing goes with whose names.
@@ -250,36 +283,47 @@ _POSITIONS_OF = {
 }
 
 
-def _read(
-    model: VisionTransformer, path: str | Path, network: str, positions: str
-) -> dict[str, np.ndarray]:
-    """Returns the parameters of a model that a file has, by path."""
-    for name, given, known in (
-        ("network", network, ("read", "same")),
-        ("positions", positions, ("auto", *POSITIONS)),
-    ):
-        if given not in known:
-            raise ValueError(
-                f"expected {name} out of {', '.join(known)}, got {given!r}; choose one of these"
-            )
+def _read(model: VisionTransformer, path: str | Path) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Returns the parameters of a model that a file has, by path, and in words what was changed."""
     params = _flat(_parameters(model))
     shapes = {name: leaf.shape for name, leaf in params.items()}
-    with open_weights(path) as file:
-        names = format_of(file.arrays)
-        _checked(model, names)
-        places = find(
-            {name: stored.shape for name, stored in file.arrays.items()},
+    with open_weights(path) as weights:
+        stored = weights.shapes
+        names = format_of(stored)
+        channels = _channels(_checked(model, names))
+        places = find(stored, shapes, channels=channels)
+        grid = check_network(model, weights, names, _patch_size(model))
+        if "pos_embed" in places:  # before anything large is read
+            entries_in_front(stored[places["pos_embed"].name][1], grid, prefix_tokens(shapes))
+        arrays = {name: weights.read(name) for name in arrays_of(places)}
+        found = from_arrays(
+            arrays,
+            places,
             shapes,
-            channels=_channels(model),
+            channels=channels,
+            grids=(grid, model.grid),
+            positions=_POSITIONS_OF[names],
         )
-        check_network(model, path, names, file.metadata, stated=network == "same")
-        arrays = {name: file.read(name) for name in arrays_of(places)}
-        like = _POSITIONS_OF[names] if positions == "auto" else positions
-        found = from_arrays(arrays, places, shapes, positions=like)
-        return {
+        if names != "adder_flax":
+            found |= _with_own_scores(model, found)
+        converted = {
             name: _as_type(array, params[name].dtype, places[name].name)
             for name, array in found.items()
         }
+    return converted, changes(shapes, places, stored, channels=channels, grids=(grid, model.grid))
+
+
+def _with_own_scores(
+    model: VisionTransformer, params: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Returns the layers of queries that give the scores q·k/√d whatever scale the model has."""
+    return {
+        path: _scaled(params[path], 1 / _query_factors(block))
+        for number, block in enumerate(model.blocks)
+        if str(block.attention.settings.score) == "dot"
+        for path in (f"blocks.{number}.attention.query.{part}" for part in ("kernel", "bias"))
+        if path in params
+    }
 
 
 def _as_type(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
@@ -321,12 +365,65 @@ def _checked(model: nnx.Module, names: str) -> VisionTransformer:
     return model
 
 
+def _check_attention(model: VisionTransformer, names: str) -> None:
+    """Refuses to write what others would compute another function with."""
+    for block in model.blocks:
+        settings = block.attention.settings
+        got = "the identity map beside it" if settings.identity else str(settings.score)
+        if got != "dot":
+            raise ValueError(
+                f"expected dot-product attention for weights in the names of {names}, got {got}; "
+                "write in the names of adder_flax, or export a program (--names=stablehlo)"
+            )
+
+
+def _with_plain_scores(
+    model: VisionTransformer, params: Mapping[str, AnyArray]
+) -> dict[str, AnyArray]:
+    """Returns parameters of the same function with scores of q·k/√d, as all others have them.
+
+    Scale and temperature become part of the layers that make queries.
+    """
+    folded = dict(params)
+    for number, block in enumerate(model.blocks):
+        factors = _query_factors(block)
+        path = f"blocks.{number}.attention"
+        learned = folded.pop(f"{path}.log_temperature", None)
+        if learned is not None:
+            factors = factors * np.exp(-np.repeat(np.float64(learned), block.attention.head_dim))
+        for name in (f"{path}.query.kernel", f"{path}.query.bias"):
+            folded[name] = _scaled(np.asarray(folded[name]), factors)
+    return folded
+
+
+def _query_factors(block: Block) -> np.ndarray:
+    """Returns what makes queries of a block of q·k/√d, one factor for each of their features.
+
+    Without a learned temperature.
+    """
+    attention = block.attention
+    settings, head_dim = attention.settings, attention.head_dim
+    scale = resolve_scale(settings.score, settings.scale, head_dim) * head_dim**0.5
+    temperature = 1.0 if settings.temperature == "learned" else settings.temperature
+    return np.full(attention.num_heads * head_dim, scale / temperature)
+
+
+def _scaled(array: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    if (factors == 1).all():
+        return array
+    return (array * factors).astype(np.result_type(array, np.float32))
+
+
 def _is_published(block: Block) -> bool:
     """Whether it is a block of ViT, whatever its score."""
     linears = (block.attention.query, block.attention.out)
     return block.norm_position == "pre" and not any(
         isinstance(linear, Identity) for linear in linears
     )
+
+
+def _patch_size(model: VisionTransformer) -> int:
+    return model.image_shape[0] // model.grid[0]
 
 
 def _channels(model: VisionTransformer) -> int:

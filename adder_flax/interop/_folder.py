@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from adder_flax import data
 from adder_flax.files import write_whole
-from adder_flax.interop._files import save_weights
+from adder_flax.interop._files import weights_of
 from adder_flax.models import VisionTransformer
 from adder_flax.text import printable
 
@@ -69,16 +70,10 @@ def save_folder(
             "expected a vision transformer that reads its class token for Hugging Face's classes, "
             f"got {got}; export a program (--names=stablehlo)"
         )
-    scores = {str(block.attention.settings.score) for block in model.blocks}
-    if scores != {"dot"}:
-        raise ValueError(
-            "expected dot-product attention for Hugging Face's classes, got "
-            f"{', '.join(sorted(scores))}; export a program (--names=stablehlo), or weights in the "
-            "names of adder_flax"
-        )
+    weights = weights_of(model, "hugging_face")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_weights(model, folder / "model.safetensors", names="hugging_face")
+    write_whole(folder / "model.safetensors", weights)
     _write_json(folder / "config.json", _config(model, label_names))
     _write_json(
         folder / "preprocessor_config.json",
@@ -135,7 +130,7 @@ def _preprocessing(
     if crop_ratio == 1.0:
         return {"image_processor_type": "ViTImageProcessor", "size": size, **common}
     # The only one of theirs that resizes the shorter side to a length and takes the middle.
-    shorter = {"shortest_edge": round(height / crop_ratio)}
+    shorter = {"shortest_edge": data.resized_side(height, crop_ratio)}
     return {
         "image_processor_type": "CLIPImageProcessor",
         "size": shorter,

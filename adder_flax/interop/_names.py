@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from adder_flax.arrays import AnyArray
-from adder_flax.interop._positions import can_resize, resize_positions
+from adder_flax.interop._positions import Grid, resize_positions
 from adder_flax.text import printable
 
 FORMATS = ("adder_flax", "timm", "hugging_face", "transformers_5")
@@ -70,7 +70,6 @@ _UNKNOWN_PARTS = (
     (r"^norm_pre\.", "a norm in front of the blocks, as CLIP's"),
     (r"^fc_norm\.", "an average over the tokens with the norm behind it (fc_norm)"),
     (r"^attn_pool\.", "pooling by attention"),
-    (r"(^|\.)pooler\.", "a pooler"),
     (r"mask_token$", "a token for masked patches"),
     # The model has a head wherever it may have this name: what is left over is beside a
     # distillation token.
@@ -85,6 +84,12 @@ _HEADS = ("head.", "head_dist.")
 _OF_A_SCORE = re.compile(r"\.attention\.(score\.|log_temperature$|key_bias$)")
 
 
+_QKV_BIAS = re.compile(r"\.attention\.(query|key|value)\.bias$")
+# What wrappers of PyTorch put in front of a model's own names, torch.compile anywhere in them.
+_WRAPPERS = re.compile(r"^(?:(?:module|model|_orig_mod)\.)+|(?<=\.)_orig_mod\.")
+_BARE = "embeddings.patch_embeddings.projection.weight"
+# Of ViTModel and DeiTModel, behind the network: classifiers do without.
+_POOLER = re.compile(r"(vit|deit)\.pooler\.")
 _LAYER_SCALE = re.compile(r"(.*)\.layer_scale([12])\.scale$")
 _WITHOUT_LAYER_SCALE = ("hugging_face", "transformers_5")
 
@@ -95,8 +100,8 @@ class _Place(NamedTuple):
     Attributes:
       name: of the array there.
       third: which third of its first axis the parameter is, or None for all of it.
-      layout: "same"; "matrix", (out, in) there; or "patches", a convolution (out, channels, height,
-        width) there.
+      layout: "same"; "matrix", (out, in) there; "patches", a convolution (out, channels, height,
+        width) there; or "zeros", not there and 0.
       factor: name of an array that the outputs of the layer are multiplied by (LayerScale), or
         None.
     """
@@ -126,6 +131,23 @@ def _place(path: str, names: str, *, with_teacher: bool) -> _Place:
         else "same"
     )
     return _Place(name, third, layout)
+
+
+def plain_names(stored: Iterable[str]) -> dict[str, str]:
+    """Returns the names that a classifier's arrays have by themselves, by those in a file.
+
+    Without what wrappers put in front of them, and with what `ViTModel` leaves out there; its
+    pooler, which no classifier has, is not among them.
+
+    >>> plain_names(["module.head.bias", "model._orig_mod.norm.bias"])
+    {'module.head.bias': 'head.bias', 'model._orig_mod.norm.bias': 'norm.bias'}
+    """
+    names = {name: _WRAPPERS.sub("", name) for name in stored}
+    if _BARE in names.values():
+        of_deit = "embeddings.distillation_token" in names.values()
+        front = "deit." if of_deit else "vit."
+        names = {name: front + plain for name, plain in names.items()}
+    return {name: plain for name, plain in names.items() if not _POOLER.match(plain)}
 
 
 def format_of(names: Iterable[str]) -> str:
@@ -258,12 +280,23 @@ def find(
     taken = {name for place in places.values() for name in (place.name, place.factor)}
     if homeless := sorted(set(stored) - taken):
         raise ValueError(_why_homeless(homeless, _depth(shapes)))
-    found = _without_absent(places, stored)
+    found = _without_absent(_with_zeros(places, stored), stored)
     if any(_is_for_other_classes(head, stored, shapes, places) for head in _HEADS):
         found = {path: place for path, place in found.items() if not path.startswith(_HEADS)}
     for path in found:
         _check_shape(path, found, stored, shapes, channels)
     return found
+
+
+def _with_zeros(
+    places: Mapping[str, _Place], stored: Mapping[str, tuple[int, ...]]
+) -> dict[str, _Place]:
+    """Returns the places with zeros for the biases of query, key and value if there are none."""
+    biases = {path: place for path, place in places.items() if _QKV_BIAS.search(path)}
+    if any(place.name in stored for place in biases.values()):
+        return dict(places)
+    zeros = {path: place._replace(layout="zeros") for path, place in biases.items()}
+    return {**places, **zeros}
 
 
 def _without_absent(
@@ -283,7 +316,7 @@ def _without_absent(
             )
     found = {path: place for path, place in places.items() if path not in absent}
     for place in found.values():
-        if place.name not in stored:
+        if place.name not in stored and place.layout != "zeros":
             raise ValueError(
                 f"expected {place.name} among the weights, got none; choose the model that they "
                 "are of"
@@ -300,10 +333,14 @@ def _check_shape(
 ) -> None:
     """Refuses an array that is not of its parameter's shape, nor can be made so."""
     place = places[path]
+    if place.layout == "zeros":
+        return
     expected, got = _shape_there(shapes[path], place, channels), stored[place.name]
-    if got != expected and not (
-        path == "pos_embed" and can_resize(got, expected, _prefix_tokens(shapes))
-    ):
+    if path == "pos_embed" and len(got) == 3:  # of any number of patches
+        expected = (expected[0], got[1], expected[2])
+    if place.layout == "patches" and len(got) == 4 and {got[1], channels} == {1, 3}:
+        expected = (expected[0], got[1], *expected[2:])
+    if got != expected:
         _refuse_gated(path, places, stored)
         raise ValueError(
             f"expected {place.name} of shape {expected}, got {printable(got, limit=80)}; "
@@ -322,7 +359,8 @@ def arrays_of(places: Mapping[str, _Place]) -> list[str]:
     >>> arrays_of({"norm.bias": _Place("norm.bias", None, "same", factor="gamma")})
     ['norm.bias', 'gamma']
     """
-    names = (name for place in places.values() for name in (place.name, place.factor))
+    there = (place for place in places.values() if place.layout != "zeros")
+    names = (name for place in there for name in (place.name, place.factor))
     return [name for name in dict.fromkeys(names) if name is not None]
 
 
@@ -331,40 +369,92 @@ def from_arrays(
     places: Mapping[str, _Place],
     shapes: Mapping[str, tuple[int, ...]],
     *,
+    channels: int,
+    grids: tuple[Grid, Grid],
     positions: str,
 ) -> dict[str, np.ndarray]:
     """Lays out arrays of a file as parameters of a transformer.
 
-    A position embedding for another square grid of patches is resized, and gets zeros for tokens in
-    front of the patches that it has no entries for (timm's ``no_embed_class``). LayerScale becomes
-    part of the layer in front of it where the model has none.
+    A position embedding for another grid of patches is resized, and gets zeros for tokens in front
+    of the patches that it has no entries for (timm's ``no_embed_class``). LayerScale becomes part
+    of the layer in front of it where the model has none. Patches of three channels are summed for
+    one, those of one are a third of each of three.
 
     Args:
       arrays: by their names there, those of `arrays_of`.
       places: of the parameters, from `find`.
       shapes: of the parameters, by our path.
-      positions: how they are resized, see `resize_positions`.
+      channels: of the images.
+      grids: of the file's positions and of the model's, see `resize_positions`.
+      positions: how they are resized, see there.
 
     Returns:
       The parameters, by our path.
 
     >>> place = {"blocks.0.attention.key.kernel": _Place("blocks.0.attn.qkv.weight", 1, "matrix")}
     >>> arrays = {"blocks.0.attn.qkv.weight": np.arange(3)[:, None] * np.ones((3, 2))}
-    >>> from_arrays(arrays, place, {}, positions="timm")["blocks.0.attention.key.kernel"].ravel()
+    >>> options = dict(channels=3, grids=((1, 1), (1, 1)), positions="timm")
+    >>> from_arrays(arrays, place, {}, **options)["blocks.0.attention.key.kernel"].ravel()
     array([1., 1.])
     """
     found = {}
     for path, place in places.items():
-        array = _laid_out_here(arrays[place.name], place)
-        found[path] = array if place.factor is None else array * arrays[place.factor]
+        if place.layout == "zeros":
+            found[path] = np.zeros(shapes[path], np.float32)
+            continue
+        array = arrays[place.name]
+        if place.layout == "patches":
+            array = _of_channels(array, channels)
+        array = _laid_out_here(array, place)
+        found[path] = array if place.factor is None else _product(array, arrays[place.factor])
     if "pos_embed" in found:
         found["pos_embed"] = resize_positions(
             found["pos_embed"],
-            shapes["pos_embed"][1],
-            prefix_tokens=_prefix_tokens(shapes),
+            *grids,
+            prefix_tokens=prefix_tokens(shapes),
             like=positions,
         )
     return found
+
+
+def changes(
+    shapes: Mapping[str, tuple[int, ...]],
+    places: Mapping[str, _Place],
+    stored: Mapping[str, tuple[int, ...]],
+    *,
+    channels: int,
+    grids: tuple[Grid, Grid],
+) -> list[str]:
+    """Returns in words what of a transformer is not as in a file.
+
+    Args:
+      shapes: of the parameters, by our path.
+      places: of those that the file has, from `find`.
+      stored: shapes of its arrays, by their names.
+      channels: of the images.
+      grids: of the file's positions and of the model's.
+
+    >>> options = dict(channels=3, grids=((14, 14), (4, 4)))
+    >>> changes({"head.kernel": (8, 9), "pos_embed": (1, 16, 8)}, {}, {}, **options)
+    ['at random: head, pos_embed']
+    """
+    absent = [path for path in shapes if path not in places]
+    parts = dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.*.", _part(path)) for path in absent)
+    words = [f"at random: {', '.join(parts) or 'nothing'}"]
+    others = next((stored[name] for name in ("head.bias", "classifier.bias") if name in stored), ())
+    if others and "head.bias" in absent:
+        words[0] += f" (that of the file is for {others[0]} classes)"
+    old, new = ("{} × {}".format(*grid) for grid in grids)
+    if "pos_embed" in places and old != new:
+        words.append(f"positions resized from {old} to {new} patches")
+    kernel = places.get("patch_embed.proj.kernel")
+    if kernel and kernel.layout == "patches" and stored[kernel.name][1] != channels:
+        words.append(f"patches of {stored[kernel.name][1]} channels made those of {channels}")
+    if any(place.layout == "zeros" for place in places.values()):
+        words.append("biases of query, key and value are 0, since there are none")
+    if any(place.factor for place in places.values()):
+        words.append("LayerScale made part of the layers before it")
+    return words
 
 
 def _scaled(path: str, place: _Place, stored: Mapping[str, tuple[int, ...]]) -> _Place:
@@ -385,8 +475,18 @@ def _without_layer_scale(params: Mapping[str, AnyArray]) -> Mapping[str, AnyArra
     for path, scale in params.items():
         if found := _LAYER_SCALE.match(path):
             layer = f"{found[1]}.{'attention.out' if found[2] == '1' else 'mlp.fc2'}."
-            folded |= {own: array * scale for own, array in folded.items() if own.startswith(layer)}
+            folded |= {
+                own: _product(np.asarray(array), np.asarray(scale))
+                for own, array in folded.items()
+                if own.startswith(layer)
+            }
     return folded
+
+
+def _product(array: np.ndarray, factor: np.ndarray) -> np.ndarray:
+    """Returns a product in 32 bits or more: in 16, that of two small numbers is often 0."""
+    dtype = np.result_type(array, factor, np.float32)
+    return array.astype(dtype) * factor.astype(dtype)
 
 
 def _why_homeless(homeless: list[str], depth: int) -> str:
@@ -432,7 +532,15 @@ def _refuse_gated(
         )
 
 
-def _prefix_tokens(shapes: Mapping[str, tuple[int, ...]]) -> int:
+def _of_channels(array: np.ndarray, channels: int) -> np.ndarray:
+    """Returns the kernel of a convolution for other channels, as timm's `adapt_input_conv`."""
+    if array.shape[1] == channels:
+        return array
+    array = array.astype(np.result_type(array, np.float32))
+    return array.sum(1, keepdims=True) if channels == 1 else np.repeat(array / 3, 3, axis=1)
+
+
+def prefix_tokens(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Returns how many tokens stand in front of the patches."""
     return sum(name in shapes for name in ("cls_token", "dist_token"))
 

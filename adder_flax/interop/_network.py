@@ -11,19 +11,23 @@ project writes the same facts into the header of its own.
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from adder_flax.files import open_regular
+from adder_flax.interop._positions import Grid
+from adder_flax.interop._safetensors import Weights, read_json
 from adder_flax.models import VisionTransformer
 from adder_flax.text import printable
 
 METADATA = "adder_flax.network"
-"""Name of the entry in the header of this project's files."""
+"""Name of the entry that tells of the network, in the header of this project's files or in a
+``config.json`` beside others."""
+_IMAGES = "adder_flax.images"
 
 _BESIDE = "config.json"
-_MOST_BYTES = 2**22  # those of ImageNet-21k with all names have a fifth of it
+_MOST_ROWS = 1024
+
+Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class Network(NamedTuple):
@@ -35,6 +39,7 @@ class Network(NamedTuple):
       norms: where those of a block stand: "before" its attention and MLP, or "after" the sums.
       epsilon: of the norms of blocks and output.
       pooling: "cls", or "mean" of all patches behind the last norm.
+      grid: rows and columns of patches that its position embedding is of.
     """
 
     num_heads: int | None = None
@@ -42,6 +47,7 @@ class Network(NamedTuple):
     norms: str | None = None
     epsilon: float | None = None
     pooling: str | None = None
+    grid: Grid | None = None
 
 
 _WORDS = {
@@ -50,6 +56,7 @@ _WORDS = {
     "norms": "place of the norms",
     "epsilon": "epsilon of the norms",
     "pooling": "pooling",
+    "grid": "grid of patches",
 }
 _SETTINGS = {"num_heads": "num_heads", "epsilon": "norm_epsilon", "pooling": "pooling"}
 
@@ -63,97 +70,113 @@ def network_of(model: VisionTransformer) -> Network:
     ...         image_size=4, patch_size=2, width=8, depth=1, num_heads=2, rngs=nnx.Rngs(0)
     ...     )
     ... )
-    Network(num_heads=2, activation='gelu', norms='before', epsilon=1e-06, pooling='cls')
-    """
+    Network(num_heads=2, activation='gelu', norms='before', epsilon=1e-06, pooling='cls', grid=(2, 2))
+    """  # noqa: E501 - what is printed is one line
     block = model.blocks[0]
     norms = "before" if block.norm_position == "pre" else "after"
     return Network(
-        block.attention.num_heads, "gelu", norms, float(model.norm.epsilon), model.pooling
+        block.attention.num_heads,
+        "gelu",
+        norms,
+        float(model.norm.epsilon),
+        model.pooling,
+        model.grid,
     )
 
 
-def as_metadata(model: VisionTransformer) -> dict[str, str]:
-    """Returns the entry of a file's header that tells the facts of a model."""
-    return {METADATA: json.dumps(network_of(model)._asdict())}
+def as_metadata(model: VisionTransformer, statistics: Statistics | None) -> dict[str, str]:
+    """Returns the entries of a file's header that tell the facts of a model and of its images."""
+    entries = {METADATA: json.dumps(network_of(model)._asdict())}
+    if statistics is not None:
+        entries[_IMAGES] = json.dumps(dict(zip(("mean", "std"), statistics, strict=True)))
+    return entries
 
 
-def check_network(
-    model: VisionTransformer,
-    path: str | Path,
-    names: str,
-    metadata: Mapping[str, str],
-    *,
-    stated: bool,
-) -> None:
+def check_network(model: VisionTransformer, weights: Weights, names: str, patch_size: int) -> Grid:
     """Checks that weights are of a network like the model.
 
     Args:
       model: that they are to be loaded into.
-      path: of their file.
+      weights: open.
       names: the names that they are in, see `adder_flax.interop.FORMATS`.
-      metadata: of the file's header.
-      stated: whether the user says that what nobody else says is as in the model.
+      patch_size: that their arrays show.
+
+    Returns:
+      The grid of patches that their positions are of, which may be another.
 
     Raises:
-      ValueError: the network is another one, or unknown in some fact that nobody states.
+      ValueError: the network is another one, or unknown in some fact.
     """
-    own, (said, by) = network_of(model), _read_network(path, names, metadata)
+    own, (said, by) = network_of(model), _said(weights, names, patch_size)
     for fact, word in _WORDS.items():
         expected, got = getattr(own, fact), getattr(said, fact)
-        if got is not None and not _same(expected, got):
+        if fact != "grid" and got is not None and not _same(expected, got):
             fix = f"set config.model.{_SETTINGS[fact]}, or " if fact in _SETTINGS else ""
             raise ValueError(
                 f"expected weights of a network whose {word} is {expected}, as the model's, got "
                 f"{printable(got)} by {by}; {fix}choose other weights"
             )
-    if (
-        unknown := [word for fact, word in _WORDS.items() if getattr(said, fact) is None]
-    ) and not stated:
-        raise ValueError(
-            "expected to know of the network of these weights what arrays do not tell, its "
-            f"{', '.join(unknown)}, got {by}; put the config.json that belongs to them beside "
-            "them, or state that it is as in the model: --config.init_from_network=same, "
-            "network='same'"
-        )
+    return _whole_network(said, by, weights, like=own).grid
 
 
-def read_network(path: str | Path, names: str, metadata: Mapping[str, str]) -> Network:
-    """Returns all facts of the network of a file.
+def read_network(weights: Weights, names: str, patch_size: int) -> Network:
+    """Returns all facts of the network of weights.
 
     Args:
-      path, names, metadata: as for `check_network`.
+      weights, names, patch_size: as for `check_network`.
 
     Raises:
       ValueError: one of them is not known, or other than in any model of this project.
     """
-    said, by = _read_network(path, names, metadata)
-    if unknown := [word for fact, word in _WORDS.items() if getattr(said, fact) is None]:
-        raise ValueError(
-            f"expected to know of the network of the weights in {printable(path)} what arrays do "
-            f"not tell, its {', '.join(unknown)}, got {by}; put the config.json that belongs to "
-            "them beside them"
-        )
-    return said
+    return _whole_network(*_said(weights, names, patch_size), weights, like=Network())
 
 
-def image_statistics(path: str | Path) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """Returns mean and deviation of each channel that a file's network wants.
+def _whole_network(said: Network, by: str, weights: Weights, *, like: Network) -> Any:
+    """Returns facts all of which are known, or tells where to write what they are."""
+    if not (unknown := [word for fact, word in _WORDS.items() if getattr(said, fact) is None]):
+        return said
+    example = Network(3, "gelu", "before", 1e-6, "cls", (14, 14))
+    entry = {
+        fact: next(x for x in (getattr(said, fact), getattr(like, fact), default) if x is not None)
+        for fact, default in example._asdict().items()
+    }
+    raise ValueError(
+        "expected to know of the network of these weights what arrays do not tell, its "
+        f"{', '.join(unknown)}, got {by}; put the config.json that belongs to them beside them, or "
+        f"write there what is true of them, such as {json.dumps({METADATA: entry})}"
+    )
 
-    Its images are normalised by them. None where it is not known.
 
-    timm keeps them in ``config.json``, Hugging Face in ``preprocessor_config.json``, both beside
-    the weights.
+def image_statistics(weights: Weights) -> Statistics | None:
+    """Returns mean and deviation by which the images of a network are normalised.
+
+    Of each channel; None where it is not known. This project keeps them in the header, timm in
+    ``config.json``, Hugging Face in ``preprocessor_config.json``, both beside the weights.
+
+    Raises:
+      ValueError: what is there are no numbers.
     """
-    for name, section, keys in (
-        (_BESIDE, "pretrained_cfg", ("mean", "std")),
-        ("preprocessor_config.json", None, ("image_mean", "image_std")),
-    ):
-        fields = _read_json(Path(path).with_name(name)) or {}
-        fields = fields.get(section, {}) if section else fields
-        if isinstance(fields, Mapping) and all(isinstance(fields.get(key), list) for key in keys):
-            mean, std = (tuple(map(_number, fields[key])) for key in keys)
-            return mean, std
-    return None
+    if _IMAGES in weights.metadata:
+        return _pair(_entry(weights.metadata[_IMAGES], _IMAGES), "mean", "std")
+    timm = read_json(weights.folder / _BESIDE) or {}
+    hugging_face = read_json(weights.folder / "preprocessor_config.json") or {}
+    return (
+        _pair(timm.get("pretrained_cfg"), "mean", "std")
+        or _pair(timm, "mean", "std")  # timm's, before there were sections
+        or _pair(hugging_face, "image_mean", "image_std")
+    )
+
+
+def _pair(fields: Any, *keys: str) -> Statistics | None:
+    if not isinstance(fields, Mapping) or not all(isinstance(fields.get(k), list) for k in keys):
+        return None
+    mean, std = (tuple(map(_number, fields[key])) for key in keys)
+    if not mean or len(mean) != len(std) or min(std) <= 0:
+        raise ValueError(
+            f"expected {' and '.join(keys)} of each channel beside the weights, deviations above "
+            f"0, got {list(mean)} and {list(std)}; mend them"
+        )
+    return mean, std
 
 
 def _same(expected: Any, got: Any) -> bool:
@@ -164,55 +187,71 @@ def _same(expected: Any, got: Any) -> bool:
     )
 
 
-def _read_network(path: str | Path, names: str, metadata: Mapping[str, str]) -> tuple[Network, str]:
-    """Returns what is known of the network of a file, and in words who says so."""
-    if METADATA in metadata:
-        return _own(metadata[METADATA]), f"the entry {METADATA} of the file"
-    readers: dict[str, Callable[[Mapping[str, Any]], Network]] = {
+def _said(weights: Weights, names: str, patch_size: int) -> tuple[Network, str]:
+    """Returns what is known of the network of weights, and in words who says so."""
+    if METADATA in weights.metadata:
+        return _own(_entry(weights.metadata[METADATA], METADATA)), f"the entry {METADATA}"
+    readers: dict[str, Callable[[Mapping[str, Any], int], Network]] = {
         "timm": _timm,
         "hugging_face": _hugging_face,
         "transformers_5": _hugging_face,
     }
-    beside = Path(path).with_name(_BESIDE)
+    beside = weights.folder / _BESIDE
+    fields = read_json(beside)
+    if fields and METADATA in fields:
+        return _own(fields[METADATA]), f"the entry {METADATA} of {printable(beside)}"
     if names not in readers:
         return Network(), f"no entry {METADATA} in the file"
-    if (fields := _read_json(beside)) is None:
+    if fields is None:
         return Network(), f"no {_BESIDE} beside them"
-    return readers[names](fields), f"what {printable(beside)} says"
+    return readers[names](fields, patch_size), f"what {printable(beside)} says"
 
 
-def _read_json(beside: Path) -> dict[str, Any] | None:
-    """Returns what a file in JSON beside weights says, None where there is none."""
-    if not beside.exists():
-        return None
+def _entry(text: str, name: str) -> Any:
     try:
-        with open_regular(beside) as stream:
-            text = stream.read(_MOST_BYTES + 1)
-        fields = json.loads(text)
-        if len(text) > _MOST_BYTES or not isinstance(fields, dict):
-            raise ValueError("no object of at most 4 MiB")
-    except (OSError, ValueError, RecursionError) as error:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"expected a configuration in JSON in {printable(beside)}, which lies beside the "
-            f"weights, got: {printable(error)}; put the one there that belongs to them, or take it "
-            "away"
-        ) from error
-    return fields
-
-
-def _own(text: str) -> Network:
-    kinds = {"num_heads": int, "activation": str, "norms": str, "epsilon": float, "pooling": str}
-    try:
-        fields = json.loads(text)
-        return Network(**{fact: kind(fields[fact]) for fact, kind in kinds.items()})
-    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(
-            f"expected {', '.join(kinds)} in the entry {METADATA} of the file, got "
-            f"{printable(text, limit=80)}; get or save the file again"
+            f"expected JSON in the entry {name} of the file, got {printable(text, limit=80)}; get "
+            "or save the file again"
         ) from error
 
 
-def _hugging_face(fields: Mapping[str, Any]) -> Network:
+def _own(fields: Any) -> Network:
+    """Reads an entry of this project's; what an earlier version did not write is not known."""
+    readers = {
+        "num_heads": _whole,
+        "activation": _word,
+        "norms": _word,
+        "epsilon": _number,
+        "pooling": _word,
+        "grid": _grid,
+    }
+    if not isinstance(fields, Mapping):
+        raise ValueError(
+            f"expected {', '.join(readers)} in the entry {METADATA}, got "
+            f"{printable(fields, limit=80)}; get or save the file again"
+        )
+    return Network(**{fact: of(fields[fact]) for fact, of in readers.items() if fact in fields})
+
+
+def _grid(value: Any) -> Grid:
+    sides = tuple(map(_whole, value)) if isinstance(value, Sequence) else ()
+    if len(sides) != 2 or not all(0 < side <= _MOST_ROWS for side in sides):
+        raise ValueError(
+            f"expected rows and columns of patches, from 1 to {_MOST_ROWS}, got "
+            f"{printable(value, limit=80)}; mend them"
+        )
+    return sides[0], sides[1]
+
+
+def _grid_of(image_size: Any, patch_size: int) -> Grid:
+    """Returns the grid of images of a size, a number or (height, width), as others write it."""
+    sides = image_size if isinstance(image_size, list) else [image_size] * 2
+    return _grid([_whole(side) // patch_size for side in sides])
+
+
+def _hugging_face(fields: Mapping[str, Any], patch_size: int) -> Network:
     """Reads the configuration of a ViT or DeiT.
 
     What it leaves out has the defaults of ``ViTConfig``.
@@ -231,13 +270,14 @@ def _hugging_face(fields: Mapping[str, Any]) -> Network:
         norms="before",
         epsilon=_number(fields.get("layer_norm_eps", 1e-12)),
         pooling="cls",
+        grid=_grid_of(fields.get("image_size", 224), patch_size),
     )
 
 
 # Architectures of timm that are plain vision transformers, with the heads of their sizes. All have
 # exact GELUs, norms in front with an epsilon of 1e-6, and read the class token.
 _PLAIN = re.compile(
-    r"(?:vit|deit|deit3)_(tiny|small|medium|base|large|huge)(?:_distilled)?_patch\d+_\d+"
+    r"(?:vit|deit|deit3)_(tiny|small|medium|base|large|huge)(?:_distilled)?_patch\d+_(\d+)"
 )
 _HEADS = {"tiny": 3, "small": 6, "medium": 8, "base": 12, "large": 16, "huge": 16}
 # Arguments of timm's class that change the network and not the names of its arrays, and the value
@@ -254,7 +294,7 @@ _PLAIN_ARGUMENTS = {
 }
 
 
-def _timm(fields: Mapping[str, Any]) -> Network:
+def _timm(fields: Mapping[str, Any], patch_size: int) -> Network:
     """Reads timm's configuration.
 
     The name of an architecture, and the arguments that it was changed by.
@@ -273,6 +313,7 @@ def _timm(fields: Mapping[str, Any]) -> Network:
     plain = _PLAIN.fullmatch(str(fields.get("architecture")))
     activation, norm = given.get("act_layer"), given.get("norm_layer")
     pooling = given.get("global_pool", fields.get("global_pool"))
+    size = given.get("img_size", _input_size(fields) or (plain and int(plain[2])))
     return Network(
         num_heads=_whole(given["num_heads"])
         if "num_heads" in given
@@ -281,7 +322,15 @@ def _timm(fields: Mapping[str, Any]) -> Network:
         norms=plain and "before",
         epsilon=_epsilon_of(norm) if norm else plain and 1e-6,
         pooling=_pooling(pooling, given) if pooling is not None else plain and "cls",
+        grid=_grid_of(size, patch_size) if size else None,
     )
+
+
+def _input_size(fields: Mapping[str, Any]) -> Any:
+    """Returns height and width that timm says its images have; sections came later."""
+    section = fields.get("pretrained_cfg")
+    size = (section if isinstance(section, Mapping) else fields).get("input_size")
+    return size[1:] if isinstance(size, list) and len(size) == 3 else None
 
 
 def _pooling(pooling: Any, given: Mapping[str, Any]) -> str:

@@ -3,8 +3,6 @@
 Each is resized as the project does that its weights come from.
 """
 
-import math
-
 import numpy as np
 from jaxtyping import Float
 
@@ -12,33 +10,45 @@ POSITIONS = ("timm", "torch")
 """Whose way: that of `timm.layers.resample_abs_pos_embed`, or DeiT's and Hugging Face's
 `interpolate_pos_encoding`."""
 
+Grid = tuple[int, int]
+"""Rows and columns of patches."""
 
-def can_resize(old: tuple[int, ...], new: tuple[int, ...], prefix_tokens: int) -> bool:
-    """Returns whether two shapes are of position embeddings that can be resized.
 
-    Of square grids of patches, and of one width.
+def entries_in_front(num_entries: int, grid: Grid, prefix_tokens: int) -> int:
+    """Returns how many entries of a position embedding stand before those of the patches.
 
     Args:
-      old: of the file, with or without entries for the tokens in front of the patches.
-      new: of the model, with entries for them.
-      prefix_tokens: how many tokens stand in front of the patches.
+      num_entries: of the embedding.
+      grid: of its patches.
+      prefix_tokens: of the model; the embedding has entries for all of them, or for none (timm's
+        ``no_embed_class``).
 
-    >>> (
-    ...     can_resize((1, 17, 8), (1, 5, 8), 1),
-    ...     can_resize((1, 16, 8), (1, 5, 8), 1),
-    ...     can_resize((1, 18, 8), (1, 5, 8), 1),
-    ... )
-    (True, True, False)
+    Raises:
+      ValueError: it is an embedding of another grid.
+
+    >>> entries_in_front(17, (2, 8), 1), entries_in_front(16, (2, 8), 1)
+    (1, 0)
     """
-    if len(old) != 3 or (old[0], old[2]) != (new[0], new[2]):
-        return False
-    return _grid(old[1], prefix_tokens) is not None and _is_square(new[1] - prefix_tokens)
+    rows, columns = grid
+    first = num_entries - rows * columns
+    if first not in (prefix_tokens, 0):
+        raise ValueError(
+            f"expected positions of {rows} × {columns} patches, as is said of these weights, with "
+            f"or without {prefix_tokens} more, got {num_entries}; say in the config.json beside "
+            "them what size of images they are of"
+        )
+    return first
 
 
 def resize_positions(
-    embedding: Float[np.ndarray, "1 old width"], num_tokens: int, *, prefix_tokens: int, like: str
-) -> Float[np.ndarray, "1 num_tokens width"]:
-    """Returns a position embedding for another number of patches.
+    embedding: Float[np.ndarray, "1 old width"],
+    old: Grid,
+    new: Grid,
+    *,
+    prefix_tokens: int,
+    like: str,
+) -> Float[np.ndarray, "1 new width"]:
+    """Returns a position embedding for another grid of patches.
 
     Both ways are bicubic and separable, with pixels' centres at half integers. `"timm"` widens
     Keys' kernel (a = -1/2) by the ratio of the sides where the grid gets smaller, as Pillow does
@@ -49,16 +59,16 @@ def resize_positions(
     Args:
       embedding: with or without entries for the tokens in front of the patches; what it has none
         for gets zeros.
-      num_tokens: of the result, those in front included.
+      old, new: rows and columns of patches, of the embedding and of the result.
       prefix_tokens: how many tokens stand in front of the patches.
       like: one of `POSITIONS`.
 
     Raises:
-      ValueError: another name, or positions that are no square.
+      ValueError: another name, or positions of another grid.
 
-    >>> resize_positions(np.ones((1, 16, 2)), 5, prefix_tokens=1, like="timm")[0, :, 0].round(
-    ...     6
-    ... ).tolist()
+    >>> resize_positions(np.ones((1, 16, 2)), (2, 8), (4, 1), prefix_tokens=1, like="timm")[
+    ...     0, :, 0
+    ... ].round(6).tolist()
     [0.0, 1.0, 1.0, 1.0, 1.0]
     """
     if like not in POSITIONS:
@@ -66,37 +76,15 @@ def resize_positions(
             f"expected positions to be resized as {' or '.join(POSITIONS)} does, got {like!r}; "
             "choose one"
         )
-    if embedding.shape[1] == num_tokens:
-        return embedding
-    place = _grid(embedding.shape[1], prefix_tokens)
-    if place is None:
-        raise ValueError(
-            f"expected positions of a square grid of patches, got {embedding.shape[1]}; only "
-            "squares are resized"
-        )
-    first, old = place
-    new, width = math.isqrt(num_tokens - prefix_tokens), embedding.shape[-1]
-    grid = embedding[0, first:].reshape(old, old, width)
+    first, width = entries_in_front(embedding.shape[1], old, prefix_tokens), embedding.shape[-1]
+    front = embedding[:, :first] if first else np.zeros((1, prefix_tokens, width), embedding.dtype)
+    patches = embedding[:, first:]
     if old != new:
-        matrix = (_antialiased if like == "timm" else _four_neighbours)(old, new)
-        grid = np.einsum("ih,jw,hwd->ijd", matrix, matrix, grid.astype(np.float64))
-    front = embedding[:, :first] if first else np.zeros((1, prefix_tokens, width))
-    return np.concatenate([front, grid.reshape(1, new * new, width)], axis=1)
-
-
-def _grid(num_tokens: int, prefix_tokens: int) -> tuple[int, int] | None:
-    """Returns how many entries stand before the patches, and the side of their grid.
-
-    None if it is no square.
-    """
-    for first in (prefix_tokens, 0):
-        if _is_square(num_tokens - first):
-            return first, math.isqrt(num_tokens - first)
-    return None
-
-
-def _is_square(number: int) -> bool:
-    return number > 0 and math.isqrt(number) ** 2 == number
+        matrix_of = _antialiased if like == "timm" else _four_neighbours
+        rows, columns = map(matrix_of, old, new)
+        grid = patches.reshape(*old, width).astype(np.float64)
+        patches = np.einsum("ih,jw,hwd->ijd", rows, columns, grid).reshape(1, -1, width)
+    return np.concatenate([front, patches], axis=1)
 
 
 def _antialiased(old: int, new: int) -> Float[np.ndarray, "new old"]:

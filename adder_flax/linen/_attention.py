@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from adder_flax.attention import attend, get_score
+from adder_flax.attention._visibility import check_pairs
 from adder_flax.attention.checks import check_heads, check_no_identity, check_temperature
 from adder_flax.linen._layers import TakesKeywords
 from adder_flax.settings import AttentionSettings
@@ -174,6 +175,7 @@ class _SingleHeadAttention(TakesKeywords):
         check_temperature(settings.temperature)
         check_no_identity(settings.identity)
         value = key if value is None else value
+        check_pairs(query, key, mask=mask, bias=bias)
         score, options = self.score_and_options()
         own = dict(score=score, score_options=options, identity=False)
         specs = get_score(score).learned_parameters(1, query.shape[-1], key.shape[-1], options)

@@ -128,6 +128,8 @@ class VisionTransformer(nnx.Module):
         check_pooling(pooling, settings.distilled)
         self.prefix_tokens = prefix_tokens(settings)
         num_tokens = count_patches(self.image_shape, settings.patch_size) + self.prefix_tokens
+        height, breadth, _ = self.image_shape
+        self.grid = height // settings.patch_size, breadth // settings.patch_size
         blocks = block_settings(settings)
         if scan_blocks:
             check_alike(blocks)

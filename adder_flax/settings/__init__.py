@@ -7,7 +7,13 @@ A configuration (the ``ConfigDict`` that an experiment file makes, or a ``config
 a mistake is answered at once.
 """
 
-from adder_flax.settings._compare import CompareSettings, LogUniform, OneOf, Range
+from adder_flax.settings._compare import (
+    CompareSettings,
+    LogUniform,
+    OneOf,
+    Range,
+    completed_comparison,
+)
 from adder_flax.settings._data import DataSettings
 from adder_flax.settings._fields import (
     Declared,
@@ -38,6 +44,7 @@ from adder_flax.settings._model import (
 )
 from adder_flax.settings._numbers import is_on, put_numbers, take_numbers
 from adder_flax.settings._optimizer import CgFacSettings, OptimizerSettings
+from adder_flax.settings._overrides import misfit
 from adder_flax.settings._rules import (
     Choice,
     EachBlock,
@@ -46,6 +53,7 @@ from adder_flax.settings._rules import (
     Integers,
     Names,
     Number,
+    Numbers,
     Or,
     Refused,
     Rule,
@@ -80,6 +88,7 @@ __all__ = [
     "Integers",
     "Names",
     "Number",
+    "Numbers",
     "OptimizerSettings",
     "OneOf",
     "Range",
@@ -93,12 +102,14 @@ __all__ = [
     "Text",
     "VitSettings",
     "completed",
+    "completed_comparison",
     "declarations",
     "defaults",
     "following",
     "is_on",
     "join",
     "keywords_of",
+    "misfit",
     "put_numbers",
     "read",
     "section",

@@ -1,9 +1,10 @@
 """Settings of the data."""
 
 import dataclasses
+from collections.abc import Iterator
 
 from adder_flax.settings._fields import setting
-from adder_flax.settings._rules import Choice, Integer, Number, Or, Text
+from adder_flax.settings._rules import Choice, Integer, Number, Numbers, Or, Text
 
 _SPLIT = Text("the name of a split, or a part of one as train[:90%]")
 _PATH = Text("a folder, or nothing", longest=4096, empty=True)
@@ -35,9 +36,26 @@ class DataSettings:
         "side of the middle that evaluations see, over the shorter side of photographs that vary "
         "in size",
     )
+    mean: tuple[float, ...] = setting(
+        "",
+        Numbers(Number(-100, 100), 4),
+        'of each channel of images in [0, 1], by which they are normalised: "0.5,0.5,0.5"; empty: '
+        "as the weights of init_from want it, else the set's own",
+    )
+    std: tuple[float, ...] = setting(
+        "", Numbers(Number(1e-4, 100), 4), "of each channel, the standard deviation beside mean"
+    )
     num_threads: int | None = setting(
         0, Or({0: None}, Integer(1, 1024)), "that read images; 0 chooses"
     )
     on_unreadable: str = setting(
         "raise", Choice("raise", "skip"), "what to do with an image that cannot be decoded"
     )
+
+    def faults(self, where: str) -> Iterator[str]:
+        """Yields what does not go together."""
+        if len(self.mean) != len(self.std):
+            yield (
+                f"{where}.std: expected a number for each of {where}.mean = {list(self.mean)}, got "
+                f"{list(self.std)}"
+            )

@@ -284,7 +284,8 @@ def completed(settings: type, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a configuration that leaves nothing to be told by a version of this library.
 
     What it lacks, as one of an earlier version does, has its declared default, as has what nothing
-    reads, and what stands for the wish of another field gives way to that.
+    reads, and what stands for the wish of another field gives way to that. What an earlier version
+    had and this one does without (``retired`` of the class) is left out.
 
     >>> from adder_flax.settings import RunSettings
     >>> full = completed(RunSettings, {"mesh": {"fsdp": 2}, "optimizer": {"name": "cg_fac"}})
@@ -315,7 +316,8 @@ def completed(settings: type, fields: Mapping[str, Any]) -> dict[str, Any]:
             other, values = declared.follows
             # Where the other one is wrong, a message is to name that.
             full[field.name] = values.get(full[other], declared.default)
-    return full | {name: value for name, value in fields.items() if name not in full}
+    known = {*full, *getattr(settings, "retired", ())}
+    return full | {name: value for name, value in fields.items() if name not in known}
 
 
 def _stands_for_another(declared: Declared, value: Any) -> bool:

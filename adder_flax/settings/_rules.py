@@ -225,6 +225,27 @@ class Integers:
         return tuple(self.each.read(int(text)) for text in texts)
 
 
+class Numbers:
+    """Numbers with commas between them, as text; no text for none.
+
+    >>> Numbers(Number(0, 1), 4).read("0.5, 0.25"), Numbers(Number(0, 1), 4).read("")
+    ((0.5, 0.25), ())
+    """
+
+    def __init__(self, each: Number, most: int):
+        self.each, self.most = each, most
+        self.expected = f'up to {most} with commas between them ("0.5,0.5"), each {each.expected}'
+
+    def read(self, value: Any) -> tuple[float, ...]:
+        _require(isinstance(value, str) and len(value) <= 32 * self.most)
+        texts = value.split(",") if value else []
+        _require(len(texts) <= self.most)
+        try:
+            return tuple(self.each.read(float(text)) for text in texts)
+        except ValueError:
+            raise Refused from None
+
+
 class EachBlock:
     """What another rule says, for all blocks, or with commas between them one for each.
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from adder_flax.settings._data import DataSettings
 from adder_flax.settings._fields import section, setting
@@ -35,6 +35,9 @@ class MeshSettings:
 class RunSettings:
     """All that a run is made from."""
 
+    # Fields of earlier versions that nothing depends on any more.
+    retired: ClassVar[tuple[str, ...]] = ("init_from_network", "init_from_positions")
+
     # Keys of JAX keep 32 bits: a larger seed would silently be another one.
     seed: int = setting(
         0, Integer(0, 2**32 - 1), "of initialisation, shuffling, augmentation, dropout", data=True
@@ -47,22 +50,9 @@ class RunSettings:
     )
     init_from: str = setting(
         "",
-        Text("a file, or nothing", longest=4096, empty=True),
-        "a safetensors file of weights to start from: timm's, Hugging Face's or those of "
-        "--mode=export",
-    )
-    init_from_network: str = setting(
-        "read",
-        Choice("read", "same"),
-        "heads, activation, norms and pooling of the network that these weights are of, which "
-        "arrays do not tell: read from the config.json beside them, or stated to be the same as "
-        "the model's where nothing says it",
-    )
-    init_from_positions: str = setting(
-        "auto",
-        Choice("auto", "timm", "torch"),
-        "whose way of resizing their position embedding, timm's or that of DeiT and Hugging Face; "
-        "auto: by their names",
+        Text("a file or a folder, or nothing", longest=4096, empty=True),
+        "weights to start from, in safetensors: a file or folder of timm, of Hugging Face or of "
+        "--mode=export; what arrays do not tell is read from the config.json beside them",
     )
     batch_size: int = setting(1024, _BATCH, "images of a step, of all devices together")
     accumulation_steps: int = setting(

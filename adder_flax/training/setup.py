@@ -3,6 +3,7 @@
 All mistakes of its user are found here, before any compute.
 """
 
+import copy
 import dataclasses
 import functools
 import math
@@ -13,15 +14,15 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
-from jaxtyping import Array
 
 from adder_flax import data, interop
 from adder_flax.errors import RunError, first_line, user_errors
 from adder_flax.experiment import as_config
-from adder_flax.settings import ClassificationSettings, RunSettings, defaults, read
+from adder_flax.settings import ClassificationSettings, DataSettings, RunSettings, defaults, read
 from adder_flax.tasks import TASKS, Outcome, Task
 from adder_flax.training import sharding
 from adder_flax.training.checkpoints import SavedCheckpoints
@@ -29,9 +30,12 @@ from adder_flax.training.identity import identity
 from adder_flax.training.initialization import params_by_path
 from adder_flax.training.processes import fetch, replicate
 from adder_flax.training.program import Program, program_of, shape_and_numbers
+from adder_flax.training.skeleton import joined, take_apart
 from adder_flax.training.step import Hyper, State, evaluation_params
 from adder_flax.training.teacher import Renormalized, Teacher
 from adder_flax.training.workdir import read_config
+
+Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 
 _MAX_STEPS = 2**31 - 1
 
@@ -70,8 +74,8 @@ class Run:
 
     @property
     def graphdef(self) -> nnx.GraphDef:
-        """The model without its parameters."""
-        return self.program.graphdef
+        """The model without its arrays."""
+        return self.program.skeleton.graphdef
 
     @property
     def abstract_state(self) -> State:
@@ -102,8 +106,8 @@ class Run:
         return self.program.task(self.numbers)
 
     @functools.cached_property
-    def loss(self) -> Callable[[Any, Any, Array], Outcome]:
-        """``(params, examples, key) → Outcome``, at the run's own numbers."""
+    def loss(self) -> Callable[..., Outcome]:
+        """``(params, examples, key, model_state) → Outcome``, at the run's own numbers."""
         return self.program.parts(self.numbers).loss
 
     def learning_rate(self, step: int) -> float:
@@ -127,8 +131,11 @@ class Run:
         )
 
     def model(self, params: Any) -> nnx.Module:
-        """Returns the model with these parameters."""
-        return nnx.merge(self.graphdef, params)
+        """Returns the model, as evaluation has it, with the arrays of :func:`evaluation_params`.
+
+        What it carries beside parameters may be absent: the model then has shapes there.
+        """
+        return self.program.skeleton.merge(params)
 
 
 def build_run(
@@ -164,7 +171,8 @@ def build_run(
     mesh = sharding.make_mesh(vars(settings.mesh), devices)
     _check_batches(settings, mesh)
     with user_errors():
-        train_source = _load_source(load, settings, settings.data.name, settings.data.train_split)
+        own_source = _load_source(load, settings, settings.data.name, settings.data.train_split)
+        train_source = _normalized(own_source, settings.data)
         chosen = settings.data.eval_split if eval_split == "eval" and not eval_data else eval_split
         eval_source = _load_source(load, settings, eval_data or settings.data.name, chosen)
         if eval_data:
@@ -172,9 +180,11 @@ def build_run(
         if eval_labels:
             images = data.require_kind(data.ImageSource, eval_source, "--labels")
             eval_source = data.with_label_sets(images, eval_labels)
+    if eval_split == "eval":
+        _tell_of_shared_records(train_source, eval_source)
     steps_per_epoch, num_steps = _count_steps(settings, train_source)
     with user_errors():
-        teacher = _load_teacher(settings, train_source) if teach else None
+        teacher = _load_teacher(settings, own_source) if teach else None
         shape, numbers = shape_and_numbers(settings, train_source, mesh, num_steps, teacher)
         program = program_of(shape, numbers)
     run = Run(
@@ -184,7 +194,7 @@ def build_run(
         eval_source=eval_source,
         program=program,
         numbers=numbers,
-        init=lambda: program.initial_state(_initial_params(run), run.hyper),
+        init=lambda: program.initial_state(_initial_variables(run), run.hyper),
         train_step=program.train_step,
         steps_per_epoch=steps_per_epoch,
         num_steps=num_steps,
@@ -192,10 +202,42 @@ def build_run(
     return run
 
 
+def with_statistics(config: Any, workdir: str | Path) -> Any:
+    """Returns a configuration that says how images are normalised for the weights it begins with.
+
+    By what the file of ``config.init_from`` or its neighbours say, unless ``config.data.mean`` says
+    it already; once there is a checkpoint, by what the run began with.
+
+    Raises:
+      RunError: the weights cannot be read.
+    """
+    if not config.init_from or config.data.mean:
+        return config
+    if SavedCheckpoints(Path(workdir) / "checkpoints").steps:
+        begun = read_config(workdir).data
+        mean, std = begun.mean, begun.std
+    else:
+        with user_errors():
+            statistics = interop.read_statistics(config.init_from) or ((), ())
+        mean, std = (",".join(map(repr, numbers)) for numbers in statistics)
+    fields = config.to_dict()
+    fields["data"] |= {"mean": mean, "std": std}
+    return as_config(fields)
+
+
+def _normalized(source: data.Source, settings: DataSettings) -> data.Source:
+    """Returns a source with the mean and deviation that settings say, if they do."""
+    if not settings.mean:
+        return source
+    source = copy.copy(data.require_kind(data.ImageSource, source, "config.data.mean"))
+    source.statistics = settings.mean, settings.std
+    return source
+
+
 def _load_teacher(settings: RunSettings, source: data.Source) -> Teacher | None:
     """Returns the frozen model that the task asks for.
 
-    With the classes and the size of the images of a source.
+    With the classes and the size of the images of a source, as the set has them.
     """
     place = TASKS.get(settings.task.name).teacher_of(settings.task)
     if not place:
@@ -212,10 +254,18 @@ def _load_teacher(settings: RunSettings, source: data.Source) -> Teacher | None:
     model, statistics = interop.read_model(
         place, image_shape=images.image_shape, num_classes=images.num_classes
     )
-    own = data.channel_statistics(images)
-    if statistics is None or np.allclose(statistics, own, atol=1e-3):
+    return _teacher(model, statistics, _statistics(_normalized(images, settings.data)))
+
+
+def _statistics(source: data.Source) -> Statistics | None:
+    return data.channel_statistics(source) if isinstance(source, data.ImageSource) else None
+
+
+def _teacher(model: nnx.Module, wanted: Statistics | None, given: Statistics | None) -> Teacher:
+    """Returns a model as a teacher of images that are normalised as given, not as it wants them."""
+    if wanted is None or given is None or np.allclose(wanted, given, atol=1e-3):
         return Teacher.of(model)
-    return Teacher.of(Renormalized(model, own, statistics))
+    return Teacher.of(Renormalized(model, given, wanted))
 
 
 def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) -> Teacher:
@@ -241,38 +291,36 @@ def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) ->
     fields["batch_size"] = settings.batch_size
     run = build_run(as_config(fields), load=lambda *_, **__: source)
     saved = SavedCheckpoints(Path(workdir) / "checkpoints", of=identity(trained))
-    params = fetch(evaluation_params(saved.restore(run.abstract_state)), run.mesh)
-    return Teacher(run.graphdef, params)
+    variables = fetch(evaluation_params(saved.restore(run.abstract_state)), run.mesh)
+    wanted, given = map(_statistics, (run.train_source, _normalized(source, settings.data)))
+    return _teacher(run.model(variables), wanted, given)
 
 
-def _initial_params(run: Run) -> Any:
-    """Returns the parameters that a run begins with, on its mesh."""
-    params = random_params(run.program, run.numbers, run.settings.init)
+def _initial_variables(run: Run) -> Any:
+    """Returns the parameters that a run begins with, on its mesh, and what its model carries."""
+    variables = _random_variables(run.program, run.numbers, run.settings.init)
     if type(run.task).initial is Task.initial:
-        return params
+        return variables
     with user_errors():
-        model = run.task.initial(run.model(fetch(params, run.mesh)), run.train_source)
-    begun = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    return _put_like(begun, run.abstract_state["params"])
+        model = run.task.initial(run.model(fetch(variables, run.mesh)), run.train_source)
+    return _put(run.program, take_apart(model)[1])
 
 
-def random_params(program: Program, numbers: Hyper, init: str = "sequence") -> Any:
-    """Returns the parameters that the seed of a run gives it, on its mesh.
-
-    ``init`` is that of ``RunSettings``.
-    """
+def _random_variables(program: Program, numbers: Hyper, init: str) -> Any:
     if init == "path":
-        params = params_by_path(
+        variables = params_by_path(
             lambda rngs: program.build_model(numbers, rngs), int(numbers["seed"])
         )
     else:  # eager: one jitted initialisation of all parameters compiles for longer than it saves
-        params = nnx.to_pure_dict(nnx.state(program.build_model(numbers), nnx.Param))
-    return _put_like(params, program.abstract_state["params"])
+        _, variables = take_apart(program.build_model(numbers))
+    return _put(program, variables)
 
 
-def _put_like(params: Any, abstract: Any) -> Any:
-    """Returns parameters on devices, each where its abstract counterpart says."""
-    return jax.device_put(params, jax.tree.map(operator.attrgetter("sharding"), abstract))
+def _put(program: Program, variables: Any) -> Any:
+    """Returns a model's arrays on devices, each where the train state has it."""
+    state = program.abstract_state
+    abstract = joined(state["params"], state.get("model_state"))
+    return jax.device_put(variables, jax.tree.map(operator.attrgetter("sharding"), abstract))
 
 
 def abstract_batch(run: Run) -> dict[str, jax.ShapeDtypeStruct]:
@@ -340,6 +388,14 @@ def _load_source(
         on_unreadable=settings.data.on_unreadable,
         **TASKS.get(settings.task.name).source_options(settings.task),
     )
+
+
+def _tell_of_shared_records(trained: data.Source, evaluated: data.Source) -> None:
+    if shared := data.shared_records(trained, evaluated):
+        logging.warning(
+            "%d of the %d records of %s, which scores are of, are trained on, too: they are in %s",
+            *(shared, len(evaluated), evaluated.split, trained.split),
+        )
 
 
 def _check_classes(trained: data.Source, other: data.Source) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import lzma
+import math
 import shutil
 
 import jax
@@ -15,6 +16,7 @@ import pytest
 from adder_flax import data, packed
 from adder_flax.compare import Comparison, Record, Records, describe, overview, work, write_results
 from adder_flax.compare import cells as cells_module
+from adder_flax.compare.run import load_once
 from adder_flax.compare.table import rows_of
 from adder_flax.errors import RunError
 from adder_flax.experiment import load_experiment
@@ -94,6 +96,20 @@ def test_a_run_that_diverges_is_a_result_with_the_worst_score(finished):
     row = next(row for row in rows_of(comparison) if row.arm.name == "hot")
     assert all(record.diverged for record in row.records)
     assert row.scores == [0.0, 0.0]
+
+
+def test_a_run_that_ends_without_a_finite_score_has_diverged(finished, tmp_path, monkeypatch):
+    comparison, _ = finished
+    cell = comparison.final_cells(comparison.plan.arms["dot"])[0]
+    tested = lambda evaluator, params: {"eval/loss": math.inf, "eval/accuracy": math.nan}
+    monkeypatch.setattr(cells_module.training.Evaluator, "__call__", tested)
+    config = cell.config.to_dict() | {"non_finite": "skip"}
+    cell = dataclasses.replace(cell, config=type(cell.config)(config))
+    record = cells_module.run_cell(cell, tmp_path / "cell", "eval", load_once)
+    assert record.diverged == "accuracy nan at its end"
+    assert (record.validation, record.test) == ({}, {})
+    assert record.curve["step"] == []
+    Records(tmp_path).put(cell, record)
 
 
 def test_cells_of_one_seed_are_paired(finished):
@@ -178,7 +194,8 @@ def test_all_that_a_table_needs_is_in_the_records(finished, tmp_path):
         "curves.png",
         "energy.svg",
     }
-    assert "no two-sided test at 5 % can be passed" in here
+    assert "With 2 pairs of seeds no arm can be called ahead: that takes 10." in here
+    assert "seconds" not in here.partition("What it costs")[2].partition("Multiplications")[0]
     assert "hot diverged with seed 0, 1" in here
     assert "Best at the edge" in here
     lines = list(csv.DictReader((comparison.results / "runs.csv").open()))

@@ -2,6 +2,7 @@
 PyTorch."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -70,7 +71,8 @@ def test_every_plain_architecture_of_timm_is_what_its_name_is_taken_for():
         with torch.device("meta"):
             theirs = timm.create_model(name)
         block = theirs.blocks[-1]
-        found = _network._timm({"architecture": name})
+        found = _network._timm({"architecture": name}, theirs.patch_embed.patch_size[0])
+        assert found.grid == theirs.patch_embed.grid_size, name
         assert found.num_heads == block.attn.num_heads, name
         assert isinstance(block.mlp.act, torch.nn.GELU), name
         assert block.mlp.act.approximate == "none", name
@@ -209,32 +211,37 @@ HUGGING_FACE_FIELDS = (
 )
 
 
-GRIDS = [(4, 8), (8, 4), (14, 24), (24, 14), (7, 5), (3, 16)]
+SQUARES = [(4, 8), (8, 4), (14, 24), (24, 14), (7, 5), (3, 16)]
+GRIDS = [((old, old), (new, new)) for old, new in SQUARES] + [
+    ((4, 4), (2, 8)),
+    ((2, 8), (4, 16)),
+    ((3, 5), (5, 3)),
+    ((8, 4), (1, 1)),
+    ((1, 6), (4, 2)),
+]
 
 
 @pytest.mark.parametrize(("old", "new"), GRIDS)
 def test_positions_are_resized_as_timm_resizes_them(old, new):
     from timm.layers import resample_abs_pos_embed
 
-    embedding = np.random.default_rng(0).normal(size=(1, 1 + old**2, 6)).astype(np.float32)
-    expected = resample_abs_pos_embed(torch.from_numpy(embedding), [new, new]).numpy()
+    embedding = np.random.default_rng(0).normal(size=(1, 1 + math.prod(old), 6)).astype(np.float32)
+    expected = resample_abs_pos_embed(torch.from_numpy(embedding), list(new), list(old)).numpy()
     np.testing.assert_allclose(
-        resize_positions(embedding, 1 + new**2, prefix_tokens=1, like="timm"), expected, atol=1e-5
+        resize_positions(embedding, old, new, prefix_tokens=1, like="timm"), expected, atol=1e-5
     )
 
 
 @pytest.mark.parametrize(("old", "new"), GRIDS)
 def test_positions_are_resized_as_torch_and_deit_resize_them(old, new):
-    embedding = np.random.default_rng(0).normal(size=(1, 1 + old**2, 6)).astype(np.float32)
-    grid = torch.from_numpy(embedding[:, 1:].reshape(1, old, old, 6)).permute(0, 3, 1, 2)
-    resized = torch.nn.functional.interpolate(
-        grid, size=(new, new), mode="bicubic", align_corners=False
-    )
+    embedding = np.random.default_rng(0).normal(size=(1, 1 + math.prod(old), 6)).astype(np.float32)
+    grid = torch.from_numpy(embedding[:, 1:].reshape(1, *old, 6)).permute(0, 3, 1, 2)
+    resized = torch.nn.functional.interpolate(grid, size=new, mode="bicubic", align_corners=False)
     expected = np.concatenate(
         [embedding[:, :1], resized.permute(0, 2, 3, 1).reshape(1, -1, 6).numpy()], axis=1
     )
     np.testing.assert_allclose(
-        resize_positions(embedding, 1 + new**2, prefix_tokens=1, like="torch"), expected, atol=1e-5
+        resize_positions(embedding, old, new, prefix_tokens=1, like="torch"), expected, atol=1e-5
     )
 
 
@@ -251,10 +258,48 @@ def test_a_smaller_grid_gives_what_interpolate_pos_encoding_gives(tmp_path):
         close(model(small), theirs(pixels, interpolate_pos_encoding=True).logits.numpy())
 
 
-@pytest.mark.parametrize("distilled", [False, True])
-def test_a_folder_is_what_auto_model_loads(distilled, tmp_path):
+def test_parts_and_a_model_without_a_classifier_as_transformers_saves_them(tmp_path):
     transformers = pytest.importorskip("transformers")
-    model = make(seed=3, distilled=distilled)
+    theirs = randomized(vit(layer_norm_eps=1e-6))
+    theirs.save_pretrained(tmp_path / "parts", max_shard_size="10KB")
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
+    model = make()
+    assert interop.load_weights(model, tmp_path / "parts") == ()
+    close(model(images()), logits_of(theirs))
+    bare = transformers.ViTModel(theirs.config)
+    bare.load_state_dict(theirs.vit.state_dict(), strict=False)
+    bare.save_pretrained(tmp_path / "bare")
+    bare = make(seed=1)
+    assert interop.load_weights(bare, tmp_path / "bare") == ("head.bias", "head.kernel")
+    bare.head.kernel[...], bare.head.bias[...] = model.head.kernel[...], model.head.bias[...]
+    close(bare(images()), logits_of(theirs))
+
+
+@pytest.mark.parametrize(
+    "options", [dict(qkv_bias=False), dict(in_chans=1), dict(img_size=(12, 24))]
+)
+def test_what_timm_saves_of_another_kind(options, tmp_path):
+    timm = pytest.importorskip("timm")
+    theirs = randomized(timm.create_model("vit_tiny_patch16_224", **TIMM_SIZES | options))
+    timm.models.save_for_hf(theirs, tmp_path, safe_serialization=True)
+    channels = options.get("in_chans", 3)
+    height, width = options.get("img_size", (12, 12))
+    model = make(channels=channels, image_size=(height, width))
+    assert interop.load_weights(model, tmp_path) == ()
+    pictures = np.random.default_rng(1).normal(size=(2, height, width, channels)).astype("f")
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(pictures.transpose(0, 3, 1, 2))).numpy()
+    close(model(pictures), expected)
+    assert interop.read_statistics(tmp_path) is not None
+
+
+@pytest.mark.parametrize(
+    ("distilled", "options"),
+    [(False, {}), (True, {}), (False, dict(scale=0.3, temperature=2.0)), (True, dict(scale=0.1))],
+)
+def test_a_folder_is_what_auto_model_loads(distilled, options, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model = make(seed=3, distilled=distilled, **options)
     names = ["a", "b", "c", "ü", "e"]
     interop.save_folder(
         model, tmp_path, label_names=names, mean=[0.5] * 3, std=[0.25] * 3, crop_ratio=0.875
@@ -268,4 +313,6 @@ def test_a_folder_is_what_auto_model_loads(distilled, tmp_path):
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert [theirs.config.id2label[index] for index in range(5)] == names
     close(model(images()), logits_of(theirs.eval()))
-    assert interop.load_weights(make(distilled=distilled), tmp_path / "model.safetensors") == ()
+    again = make(distilled=distilled, **options)
+    assert interop.load_weights(again, tmp_path / "model.safetensors") == ()
+    close(again(images()), model(images()))

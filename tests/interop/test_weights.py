@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from adder_flax import interop, models, training
 from adder_flax.experiments import common
+from adder_flax.interop import _network
 from tests.interop.reference import timm_forward
 from tests.training.tiny import TINY, TINY_FLAGS
 
@@ -60,9 +61,11 @@ def timm_arrays(seed=0):
     }
 
 
-def load(model, path, **options):
-    """Loads weights whose network the test states to be the model's."""
-    return interop.load_weights(model, path, network="same", **options)
+def load(model, path, grid=(4, 4)):
+    """Loads weights whose network the test states to be the model's, but for the grid."""
+    facts = _network.network_of(model)._replace(grid=grid)._asdict()
+    (path.parent / "config.json").write_text(json.dumps({_network.METADATA: facts}))
+    return interop.load_weights(model, path)
 
 
 def close(found, expected):
@@ -151,7 +154,11 @@ def test_a_head_for_other_classes_stays_and_positions_are_resized(tmp_path):
         (dict(width=32), {}, r"of shape \(96,\), got \(48,\)"),
         (dict(depth=1), {}, r"of 1 blocks, got blocks\.1\."),
         (dict(depth=3), {}, r"expected blocks\.2\..* among the weights, got none"),
-        (dict(image_size=(12, 18)), {}, "expected pos_embed of shape"),
+        (
+            {},
+            {"pos_embed": np.zeros((1, 18, 16), np.float32)},
+            "expected positions of 4 × 4 patches, .* with or without 1 more, got 18",
+        ),
         (dict(pooling="mean"), {}, "got cls_token and 0 more that have no place"),
         (ADDER, {}, "got adder layers"),
         (
@@ -226,7 +233,7 @@ def test_what_others_have_no_name_for_is_not_written(tmp_path):
             interop.save_weights(make(**options), tmp_path / "x", names="timm")
         interop.save_weights(make(**options), tmp_path / "own")
         assert interop.load_weights(make(seed=1, **options), tmp_path / "own") == ()
-    with pytest.raises(ValueError, match="a score without parameters"):
+    with pytest.raises(ValueError, match="expected dot-product attention .* got bilinear"):
         interop.save_weights(make(score="bilinear"), tmp_path / "x", names="hugging_face")
     with pytest.raises(ValueError, match="expected names of adder_flax, timm, .*_5, got 'keras'"):
         interop.save_weights(make(), tmp_path / "x", names="keras")
@@ -240,9 +247,9 @@ def test_a_run_starts_from_weights_and_its_average_too(tmp_path):
     donor = run.model(run.init()["params"])
     donor.head.bias[...] = donor.head.bias[...] + 3.0
     interop.save_weights(donor, tmp_path / "own.safetensors")
-    started, kept = interop.start_from(run, tmp_path / "own.safetensors")
+    started, kept, words = interop.start_from(run, tmp_path / "own.safetensors")
     state = started.init()
-    assert kept == ()
+    assert (kept, words) == ((), "at random: nothing")
     for name in ("params", "ema_params"):
         np.testing.assert_array_equal(state[name]["head"]["bias"], 3.0 * np.ones(10))
     assert jax.tree.map(lambda x: x.sharding, state["params"]) == jax.tree.map(
@@ -253,8 +260,7 @@ def test_a_run_starts_from_weights_and_its_average_too(tmp_path):
 
 @pytest.mark.slow
 def test_export_and_start_from_it_on_the_command_line(run_main, tmp_path):
-    dense = [f"--config.model.{name}_linear=dense" for name in ("qkv", "proj", "mlp")]
-    flags = ["--config=experiments/adder_deit_tiny.py", *TINY_FLAGS, *dense]
+    flags = ["--config=experiments/deit_tiny.py", *TINY_FLAGS]
     first, second = (f"--workdir={tmp_path / name}" for name in ("first", "second"))
     done = run_main(*flags, first)
     assert done.returncode == 0, done.stderr
@@ -351,6 +357,7 @@ TIMM_SIZES = {
 TIMM = {"architecture": "vit_tiny_patch16_224", "global_pool": "token", "model_args": TIMM_SIZES}
 HUGGING_FACE = {
     "model_type": "vit",
+    "image_size": 12,
     "num_attention_heads": 4,
     "hidden_act": "gelu",
     "layer_norm_eps": 1e-6,
@@ -391,9 +398,13 @@ HUGGING_FACE = {
         (
             "timm",
             {"labels": []},
-            "its number of heads, activation, place of the norms, epsilon of the norms, pooling",
+            "its number of heads, activation, place of the norms, .*pooling, grid of patches",
         ),
-        ("timm", None, "got no config.json beside them; put .* --config.init_from_network=same"),
+        (
+            "timm",
+            None,
+            'got no config.json beside them; put .*, or write there .*"adder_flax.network": ',
+        ),
         ("timm", "{", "expected a configuration in JSON in .*config.json"),
         ("timm", TIMM | {"model_args": 3}, "expected model_args by name"),
         ("hugging_face", HUGGING_FACE, None),
@@ -446,7 +457,7 @@ def test_what_arrays_do_not_tell_is_read_beside_them_or_refused_by_name(
             interop.load_weights(make(seed=1), tmp_path / "w")
 
 
-def test_what_is_said_counts_more_than_what_is_stated(tmp_path):
+def test_what_the_header_says_counts_more_than_what_lies_beside(tmp_path):
     interop.save_weights(make(), tmp_path / "w", names="timm")
     with pytest.raises(
         ValueError, match="number of heads is 2, .* got 4 by the entry adder_flax.network"
@@ -456,8 +467,6 @@ def test_what_is_said_counts_more_than_what_is_stated(tmp_path):
         ValueError, match="epsilon of the norms is 1e-05, .* got 1e-06 .*; set config.model"
     ):
         load(make(norm_epsilon=1e-5), tmp_path / "w")
-    with pytest.raises(ValueError, match="expected network out of read, same, got 'guess'"):
-        interop.load_weights(make(), tmp_path / "w", network="guess")
 
 
 @pytest.mark.slow
@@ -486,7 +495,10 @@ def test_a_folder_says_what_its_files_do_not_and_a_card_what_was_measured(run_ma
 def test_what_hugging_face_has_no_class_for_is_no_folder(tmp_path):
     options = dict(label_names=list("abcde"), mean=[0.5] * 3, std=[0.5] * 3)
     for model, message in (
-        (make(score="adder"), "dot-product attention for Hugging Face's classes, got adder"),
+        (
+            make(score="adder"),
+            "dot-product attention for weights in the names of hugging_face, got adder",
+        ),
         (make(pooling="mean"), "got one that takes the mean"),
         (models.ConvNet((4,), rngs=nnx.Rngs(0)), "got a ConvNet"),
     ):

@@ -167,7 +167,7 @@ def test_cross_attention_with_all_options_agrees(score):
     inputs = rows(3, 4, 8), rows(3, 7, 6, seed=1), rows(3, 7, 6, seed=2)
     mask = np.random.default_rng(3).random((3, 1, 4, 7)) < 0.6
     mask[0, 0, 1] = False  # a query that sees nothing
-    options = dict(mask=jnp.asarray(mask), bias=rows(2, 4, 7, seed=4), is_causal=True)
+    options = dict(mask=jnp.asarray(mask), bias=rows(2, 4, 7, seed=4))
     apply = lambda p, *inputs: module.apply({"params": p}, *inputs, **options)
     found = run_with_map(apply, params, *inputs)
     assert np.all(np.isfinite(found[0]))

@@ -1,0 +1,451 @@
+"""What users of other projects ran into with weights and exported models, tried here.
+
+Names and formulas of timm and transformers are transcribed; `tests/interop/reference.py` is timm's
+transformer in float64.
+"""
+
+import json
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from adder_flax import cli, interop, training
+from adder_flax.experiments import common
+from adder_flax.interop import _folder, _network
+from tests.interop.reference import timm_forward
+from tests.interop.test_weights import close, images, load, make, timm_arrays
+from tests.training.tiny import TINY
+
+
+def of_timm(path):
+    """Logits of timm's formulas for a file in timm's names."""
+    return timm_forward(load_file(path), images(), patch_size=3, depth=2, num_heads=4)
+
+
+SCORES = [
+    {"scale": 0.5},
+    {"scale": "sqrt_dim", "temperature": 3.0},
+    {"scale": "variance_matched"},
+    {"temperature": "learned"},
+    {"scale": 0.3, "temperature": "learned"},
+]
+
+
+@pytest.mark.parametrize("options", SCORES, ids=str)
+@pytest.mark.parametrize("names", ["timm", "hugging_face", "transformers_5"])
+def test_scale_and_temperature_become_part_of_the_queries(names, options, tmp_path):
+    """Others have q·k/√d and no field for anything else."""
+    model = make(**options)
+    interop.save_weights(model, tmp_path / "w", names=names)
+    plain = make(seed=1)
+    assert interop.load_weights(plain, tmp_path / "w") == ()
+    interop.save_weights(plain, tmp_path / "timm", names="timm")
+    close(of_timm(tmp_path / "timm"), model(images()))
+
+
+@pytest.mark.parametrize("options", SCORES[:3], ids=str)
+def test_weights_of_timm_give_timms_logits_whatever_scale_the_model_has(options, tmp_path):
+    save_file(timm_arrays(), tmp_path / "w")
+    model = make(**options)
+    assert load(model, tmp_path / "w") == ()
+    close(model(images()), of_timm(tmp_path / "w"))
+
+
+@pytest.mark.parametrize(
+    ("options", "got"),
+    [
+        ({"identity": True}, "the identity map"),
+        ({"score": "adder"}, "adder"),
+        ({"score": "gaussian"}, "gaussian"),
+        ({"score": ("dot", "adder"), "identity": False}, "adder"),
+    ],
+)
+def test_attention_that_others_do_not_have_is_not_written_in_their_names(options, got, tmp_path):
+    model = make(**options)
+    for names in ("timm", "hugging_face", "transformers_5"):
+        with pytest.raises(ValueError, match=f"names of {names}, got {got}"):
+            interop.save_weights(model, tmp_path / "w", names=names)
+    with pytest.raises(ValueError, match=f"got {got}"):
+        interop.save_folder(model, tmp_path / "f", label_names="abcde", mean=[0.5], std=[0.5])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.unchecked
+def test_the_shorter_side_is_truncated_wherever_it_is_said():
+    """timm computes floor(size / crop_pct), DeiT int((256 / 224) * size)."""
+    for size in (32, 64, 96, 128, 160, 192, 224, 240, 256, 288, 299, 320, 384, 448, 512, 518):
+        for ratio in (0.8, 0.85, 0.875, 0.888, 0.9, 0.95, 0.965):
+            shorter = math.floor(size / ratio)
+            found = _folder._preprocessing((size, size, 3), [0.5] * 3, [0.5] * 3, ratio)
+            assert found["size"] == {"shortest_edge": shorter}
+            source = SimpleNamespace(
+                image_shape=(size, size, 3), eval_crop_ratio=ratio, crops_on_host=True
+            )
+            assert f"resized to {shorter} pixels" in cli._preparation(source)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+@pytest.mark.parametrize("gamma", [1e-4, 1e-6])
+def test_layer_scale_is_folded_in_32_bits(gamma, dtype, tmp_path):
+    """DeiT III and CaiT start at γ = 1e-4 to 1e-6: in 16 bits the product is rounded, or 0."""
+    arrays = {name: array.astype(dtype) for name, array in timm_arrays().items()}
+    scale = gamma * np.random.default_rng(5).uniform(0.5, 1.5, 16)
+    arrays |= {f"blocks.{i}.ls{n}.gamma": scale.astype(dtype) for i in (0, 1) for n in (1, 2)}
+    save_file(arrays, tmp_path / "w")
+    model = make()
+    assert load(model, tmp_path / "w") == ()
+    exact = arrays["blocks.1.mlp.fc2.weight"].astype(np.float64) * scale.astype(dtype).astype(
+        np.float64
+    ).reshape(-1, 1)
+    np.testing.assert_allclose(model.blocks[1].mlp.fc2.kernel[...].T, exact, rtol=1e-6)
+    exact = arrays["blocks.0.attn.proj.bias"].astype(np.float64) * scale.astype(dtype).astype(
+        np.float64
+    )
+    np.testing.assert_allclose(model.blocks[0].attention.out.bias[...], exact, rtol=1e-6)
+
+
+def test_layer_scale_of_16_bit_parameters_is_folded_in_32_bits(tmp_path):
+    graphdef, params = nnx.split(make(layer_scale=1e-4))
+    model = nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+    block = model.blocks[0]
+    interop.save_weights(model, tmp_path / "w", names="hugging_face")
+    kernel, scale = (
+        np.asarray(x[...]).astype(np.float64)
+        for x in (block.mlp.fc2.kernel, block.layer_scale2.scale)
+    )
+    written = load_file(tmp_path / "w")["vit.encoder.layer.0.output.dense.weight"]
+    np.testing.assert_allclose(written, (kernel * scale).T, rtol=1e-6)
+
+
+# Of e[row, column] = sin(1 + 3 row + 7 column), by PyTorch 2.14.1 in float64:
+# torch.nn.functional.interpolate(mode="bicubic", align_corners=False), with antialias=True as
+# timm 1.0.31 has it in resample_abs_pos_embed (which agreed to 1e-5), or without as DeiT has it.
+KNOWN_POSITIONS = [
+    (
+        ((4, 4), (2, 8), "timm"),
+        "0.136757 0.141389 0.151225 0.140317 0.107972 0.060252 0.001301 -0.026544 -0.063724 "
+        "-0.08398 -0.126881 -0.150509 -0.151849 -0.13065 -0.089784 -0.07049",
+    ),
+    (
+        ((4, 4), (2, 8), "torch"),
+        "-0.07948 -0.113001 -0.168122 -0.207499 -0.210698 -0.179388 -0.12923 -0.098832 0.187739 "
+        "0.194842 0.207619 0.187867 0.149581 0.072791 0.000617 -0.043857",
+    ),
+    (
+        ((2, 8), (4, 3), "timm"),
+        "1.031867 -0.343619 -0.867776 0.511566 -0.19951 -0.416292 -0.520156 0.086247 0.478969 "
+        "-1.040457 0.230356 0.930453",
+    ),
+    (
+        ((2, 8), (4, 3), "torch"),
+        "1.206845 -0.430148 -0.900694 0.548006 -0.232208 -0.382735 -0.537142 0.09381 0.470374 "
+        "-1.195982 0.29175 0.988333",
+    ),
+]
+SAID = {
+    "timm": {
+        "architecture": "vit_tiny_patch16_224",
+        "global_pool": "token",
+        "model_args": {"num_heads": 4},
+    },
+    "hugging_face": {"model_type": "vit", "num_attention_heads": 4, "layer_norm_eps": 1e-6},
+}
+SAID["transformers_5"] = SAID["hugging_face"]
+
+
+def positions(grid):
+    rows, columns = (np.arange(side) for side in grid)
+    return np.sin(1 + 3 * rows[:, None] + 7 * columns).reshape(1, -1, 1) + np.zeros((1, 1, 16))
+
+
+def said(names, height, width):
+    """What timm or transformers write beside weights of images of this size."""
+    if names != "timm":
+        return SAID[names] | {"image_size": [height, width]}
+    return SAID[names] | {"pretrained_cfg": {"input_size": [3, height, width]}}
+
+
+@pytest.mark.parametrize(("case", "known"), KNOWN_POSITIONS, ids=str)
+def test_rectangles_of_positions_are_resized_by_their_rows_and_columns(case, known, tmp_path):
+    """huggingface/pytorch-image-models#2737: as many patches in another rectangle were copied."""
+    old, new, like = case
+    names = "timm" if like == "timm" else "hugging_face"
+    saved, model = (
+        make(image_size=tuple(3 * n for n in old)),
+        make(image_size=tuple(3 * n for n in new)),
+    )
+    saved.pos_embed[:, 1:] = positions(old)
+    interop.save_weights(saved, tmp_path / "w", names=names)
+    assert interop.load_weights(model, tmp_path / "w") == ()
+    np.testing.assert_allclose(model.pos_embed[0, 1:, 5], np.fromstring(known, sep=" "), atol=2e-6)
+    np.testing.assert_array_equal(model.pos_embed[:, 0], saved.pos_embed[:, 0])
+    # The same without this project's header: others say the size of the images beside the file.
+    save_file(load_file(tmp_path / "w"), tmp_path / "w")
+    (tmp_path / "config.json").write_text(json.dumps(said(names, *(3 * n for n in old))))
+    assert interop.load_weights(model, tmp_path / "w") == ()
+    np.testing.assert_allclose(model.pos_embed[0, 1:, 5], np.fromstring(known, sep=" "), atol=2e-6)
+
+
+def test_a_rectangle_keeps_what_is_linear(tmp_path):
+    """From 16 × 16 to 8 × 32 patches, as many: away from the edges each is where it was.
+
+    Keys' kernel at a = -1/2, which timm has, keeps linear functions.
+    """
+    wide = make(image_size=(24, 96))
+    saved = make(image_size=48)
+    rows, columns = np.mgrid[:16, :16]
+    saved.pos_embed[:, 1:] = (rows + 100.0 * columns).reshape(1, -1, 1) + np.zeros((1, 1, 16))
+    for names in ("timm", "adder_flax"):
+        interop.save_weights(saved, tmp_path / "w", names=names)
+        assert interop.load_weights(wide, tmp_path / "w") == ()
+        found = np.asarray(wide.pos_embed[0, 1:, 3]).reshape(8, 32)[2:-2, 6:-6]
+        rows, columns = np.mgrid[2:6, 6:26]
+        np.testing.assert_allclose(
+            found, (rows + 0.5) * 2 - 0.5 + 100 * ((columns + 0.5) / 2 - 0.5), rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("names", ["timm", "hugging_face"])
+def test_a_grid_that_is_said_wrong_is_refused(names, tmp_path):
+    interop.save_weights(make(), tmp_path / "w", names=names)
+    save_file(load_file(tmp_path / "w"), tmp_path / "w")
+    (tmp_path / "config.json").write_text(json.dumps(said(names, 24, 24)))
+    with pytest.raises(ValueError, match="positions of 8 × 8 patches, .*, got 17; say in the conf"):
+        interop.load_weights(make(), tmp_path / "w")
+    (tmp_path / "config.json").write_text(json.dumps(said(names, 0, 24)))
+    with pytest.raises(ValueError, match="expected rows and columns of patches, from 1 to 1024"):
+        interop.load_weights(make(), tmp_path / "w")
+
+
+def test_a_header_without_a_grid_is_refused_with_what_to_write(tmp_path):
+    """As of files that were written before grids were."""
+    facts = _network.network_of(make())._asdict()
+    interop.save_weights(make(), tmp_path / "w")
+    old = {_network.METADATA: json.dumps({k: v for k, v in facts.items() if k != "grid"})}
+    save_file(load_file(tmp_path / "w"), tmp_path / "w", metadata=old)
+    with pytest.raises(ValueError, match="do not tell, its grid of patches, got") as refused:
+        interop.load_weights(make(), tmp_path / "w")
+    example = str(refused.value).partition("such as ")[2]
+    assert json.loads(example)[_network.METADATA]["grid"] == [4, 4]
+    save_file(load_file(tmp_path / "w"), tmp_path / "w")
+    (tmp_path / "config.json").write_text(example)
+    assert interop.load_weights(make(), tmp_path / "w") == ()
+
+
+HALVES = ((0.5, 0.4, 0.3), (0.25, 0.2, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("config.json", {"pretrained_cfg": {"mean": [0.5, 0.4, 0.3], "std": [0.25, 0.2, 0.1]}}),
+        ("config.json", {"mean": [0.5, 0.4, 0.3], "std": [0.25, 0.2, 0.1]}),
+        (
+            "preprocessor_config.json",
+            {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.25, 0.2, 0.1]},
+        ),
+        (None, None),
+    ],
+)
+def test_mean_and_deviation_are_read_from_where_each_project_keeps_them(name, fields, tmp_path):
+    """timm's augreg transformers want 0.5, and were given ImageNet's without a word."""
+    path = tmp_path / "model.safetensors"
+    interop.save_weights(make(), path, names="timm", statistics=None if name else HALVES)
+    if name:
+        assert interop.read_statistics(tmp_path) is None
+        (tmp_path / name).write_text(json.dumps(fields))
+    assert interop.read_statistics(path) == interop.read_statistics(tmp_path) == HALVES
+
+
+def test_deviations_that_are_none_are_refused(tmp_path):
+    interop.save_weights(make(), tmp_path / "w")
+    for std in ([0.5, 0.5, 0.0], [0.5]):
+        fields = {"pretrained_cfg": {"mean": [0.5] * 3, "std": std}}
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        with pytest.raises(ValueError, match="deviations above 0, got"):
+            interop.read_statistics(tmp_path / "w")
+
+
+def test_a_run_keeps_the_mean_of_its_weights_to_the_end_and_in_what_it_exports(tmp_path, capsys):
+    config = common.deit("multiplicative", "tiny")
+    config.update_from_flattened_dict(TINY | {"num_epochs": 0.05})
+    plain = training.build_run(config)
+    assert plain.task.data_facts.mean == (0.3053,)
+    source, weights = plain.eval_source, tmp_path / "weights"
+    model = plain.model(plain.init()["params"])
+    interop.save_weights(model, weights, names="timm", statistics=((0.6,), (0.2,)))
+    config.init_from = str(weights)
+    # No run yet: the file is scored by itself.
+    cli.evaluate(config, tmp_path / "run", "last")
+    printed = capsys.readouterr().out
+    pixels, labels = (source.first(len(source))[name] for name in ("image", "label"))
+    logits = model((np.float32(pixels) / 255 - 0.6) / 0.2)
+    assert f"accuracy {float((logits.argmax(-1) == labels).mean()):.4f}" in printed
+    assert str(weights) in printed
+    assert not (tmp_path / "run").exists()
+
+    cli.train(config, tmp_path / "run")
+    assert "images normalised by mean 0.6, deviation 0.2" in capsys.readouterr().out
+    weights.unlink()
+    assert training.read_config(tmp_path / "run").data.mean == "0.6"
+    cli.evaluate(config, tmp_path / "run", "last")
+    cli.export(config, tmp_path / "run", "last", "timm")
+    cli.export(config, tmp_path / "run", "last", "hugging_face_folder")
+    for name in ("timm.safetensors", "hugging_face_folder"):
+        assert interop.read_statistics(tmp_path / "run" / name) == ((0.6,), (0.2,))
+    config.data.mean, config.data.std = "0.1", "0.3"
+    with pytest.raises(training.RunError, match=r"data.mean: '0.6' there, '0.1' now"):
+        cli.evaluate(config, tmp_path / "run", "last")
+
+
+def test_mean_and_deviation_are_settings_of_the_data():
+    config = common.deit("multiplicative", "tiny")
+    config.update_from_flattened_dict(
+        TINY | {"data.mean": "0.5,0.4,0.3", "data.std": "0.2,0.2,0.5"}
+    )
+    run = training.build_run(config)
+    # Grey images have the average of the channels.
+    np.testing.assert_allclose(run.task.data_facts.mean, (0.4,))
+    np.testing.assert_allclose(run.task.data_facts.std, (0.3,))
+    (inputs,) = run.task.inputs({"image": np.full((1, 8, 8, 1), 51, np.uint8)})
+    np.testing.assert_allclose(inputs, (0.2 - 0.4) / 0.3, rtol=1e-6)
+    config.data.std = "0.2"
+    with pytest.raises(training.RunError, match="data.std: expected a number for each of"):
+        training.build_run(config)
+    config.data.std = "0.2,0.2,0"
+    with pytest.raises(training.RunError, match="data.std: expected up to 4 with commas"):
+        training.build_run(config)
+
+
+def write_parts(arrays, folder):
+    """Three files and their index, as Hugging Face's `save_pretrained(max_shard_size=…)`."""
+    names = sorted(arrays)
+    files = [f"model-0000{n + 1}-of-00003.safetensors" for n in range(3)]
+    for n, file in enumerate(files):
+        save_file({name: arrays[name] for name in names[n::3]}, folder / file)
+    places = {name: files[n % 3] for n, name in enumerate(names)}
+    index = {"metadata": {"total_size": 1}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_a_folder_and_its_parts_are_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(said("hugging_face", 12, 12)))
+    saved, model = make(), make(seed=1)
+    interop.save_weights(saved, tmp_path / "model.safetensors", names="hugging_face")
+    assert interop.load_weights(model, tmp_path) == ()
+    np.testing.assert_array_equal(model(images()), saved(images()))
+    write_parts(load_file(tmp_path / "model.safetensors"), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    for place in (tmp_path, tmp_path / "model.safetensors.index.json"):
+        model = make(seed=1)
+        assert interop.load_weights(model, place) == ()
+        np.testing.assert_array_equal(model(images()), saved(images()))
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="got: No such file"):
+        interop.load_weights(make(), tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../w"}}')
+    with pytest.raises(ValueError, match="expected files of the same folder by array"):
+        interop.load_weights(make(), tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(FileNotFoundError, match="expected a safetensors file in .*, got: No such"):
+        interop.load_weights(make(), tmp_path)
+
+
+@pytest.mark.parametrize("front", ["module.", "model.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("names", ["timm", "hugging_face"])
+def test_names_of_wrappers_are_taken_off(front, names, tmp_path):
+    """DataParallel, Lightning and torch.compile put them in front."""
+    saved, model = make(), make(seed=1)
+    interop.save_weights(saved, tmp_path / "w", names=names)
+    arrays = load_file(tmp_path / "w")
+    (tmp_path / "config.json").write_text(json.dumps(said(names, 12, 12)))
+    save_file({front + name: array for name, array in arrays.items()}, tmp_path / "w")
+    assert interop.load_weights(model, tmp_path / "w") == ()
+    np.testing.assert_array_equal(model(images()), saved(images()))
+    save_file(arrays | {front + name: array for name, array in arrays.items()}, tmp_path / "w")
+    with pytest.raises(ValueError, match="expected each array once"):
+        interop.load_weights(model, tmp_path / "w")
+
+
+@pytest.mark.parametrize("names", ["hugging_face", "transformers_5"])
+def test_a_model_without_a_classifier_gives_all_but_the_head(names, tmp_path):
+    """What `ViTModel` saves, its pooler among it."""
+    saved, model = make(), make(seed=1)
+    interop.save_weights(saved, tmp_path / "w", names=names)
+    arrays = {
+        name.removeprefix("vit."): array
+        for name, array in load_file(tmp_path / "w").items()
+        if not name.startswith("classifier.")
+    }
+    pooler = {
+        "pooler.dense.weight": np.ones((16, 16), np.float32),
+        "pooler.dense.bias": np.ones(16, np.float32),
+    }
+    (tmp_path / "config.json").write_text(json.dumps(said(names, 12, 12)))
+    for more in ({}, pooler):
+        save_file(arrays | more, tmp_path / "w")
+        assert interop.load_weights(model, tmp_path / "w") == ("head.bias", "head.kernel")
+    model.head.kernel[...], model.head.bias[...] = saved.head.kernel[...], saved.head.bias[...]
+    np.testing.assert_array_equal(model(images()), saved(images()))
+
+
+def test_absent_biases_of_query_key_and_value_are_zeros(tmp_path):
+    arrays = {n: a for n, a in timm_arrays().items() if not n.endswith("qkv.bias")}
+    save_file(arrays, tmp_path / "w")
+    model = make()
+    assert load(model, tmp_path / "w") == ()
+    zeros = {f"blocks.{i}.attn.qkv.bias": np.zeros(48, np.float32) for i in range(2)}
+    save_file(arrays | zeros, tmp_path / "timm")
+    close(model(images()), of_timm(tmp_path / "timm"))
+    del zeros["blocks.1.attn.qkv.bias"]
+    save_file(arrays | zeros, tmp_path / "w")
+    with pytest.raises(ValueError, match=r"expected blocks\.1\.attn\.qkv\.bias among the weights"):
+        load(make(), tmp_path / "w")
+
+
+def test_patches_of_three_channels_and_of_one(tmp_path):
+    """timm sums three for one; one for three is a third of each: grey pictures give the same."""
+    grey = images(channels=1)
+    save_file(timm_arrays(), tmp_path / "w")
+    model = make(channels=1)
+    assert load(model, tmp_path / "w") == ()
+    colour = np.repeat(grey, 3, axis=-1)
+    expected = timm_forward(timm_arrays(), colour, patch_size=3, depth=2, num_heads=4)
+    close(model(grey), expected)
+    for names in ("timm", "hugging_face"):
+        interop.save_weights(model, tmp_path / "w", names=names)
+        back = make(seed=1)
+        assert interop.load_weights(back, tmp_path / "w") == ()
+        close(back(colour), expected)
+    two = timm_arrays() | {"patch_embed.proj.weight": np.ones((16, 2, 3, 3), np.float32)}
+    save_file(two, tmp_path / "w")
+    with pytest.raises(ValueError, match=r"of shape \(16, 3, 3, 3\), got \(16, 2, 3, 3\)"):
+        load(make(), tmp_path / "w")
+
+
+def test_what_is_not_as_in_the_file_is_said(tmp_path):
+    arrays = {n: a for n, a in timm_arrays().items() if not n.endswith("qkv.bias")}
+    gammas = {f"blocks.{i}.ls{n}.gamma": np.ones(16, np.float32) for i in (0, 1) for n in (1, 2)}
+    save_file(arrays | gammas, tmp_path / "model.safetensors")
+    facts = _network.network_of(make())._asdict()
+    (tmp_path / "config.json").write_text(json.dumps({_network.METADATA: facts}))
+    config = common.deit("additive", "tiny")
+    sizes = {"width": 16, "depth": 2, "num_heads": 4, "patch_size": 4, "mlp_ratio": 4.0}
+    config.update_from_flattened_dict(TINY | {f"model.{name}": n for name, n in sizes.items()})
+    arrays["patch_embed.proj.weight"] = np.ones((16, 3, 4, 4), np.float32)
+    save_file(arrays | gammas, tmp_path / "model.safetensors")
+    _, at_random, words = interop.start_from(training.build_run(config), tmp_path)
+    assert {"head.bias", "head.kernel"} < set(at_random)
+    assert words == (
+        "at random: blocks.*.attention.score, head (that of the file is for 5 classes); positions "
+        "resized from 4 × 4 to 2 × 2 patches; patches of 3 channels made those of 1; biases of "
+        "query, key and value are 0, since there are none; LayerScale made part of the layers "
+        "before it"
+    )
