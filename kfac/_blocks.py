@@ -425,11 +425,17 @@ def token_product(
 
 
 def kron_product(
-    program: tuple[Use, ...], linearized: tuple, right: tuple[Array, ...], v: Lane, reduce: bool
+    program: tuple[Use, ...],
+    linearized: tuple,
+    right: tuple[Array, ...],
+    v: Lane,
+    reduce: bool,
+    weights: Float[Array, " example"] | None = None,
 ) -> Lane:
     """K v = (1/NT) Σ Jᵀ 𝒢 J v.
 
-    ``right`` is 𝒢 (or its diagonal) by number of outputs, in order of first use.
+    ``right`` is 𝒢 (or its diagonal) by number of outputs, in order of first use; ``weights`` are
+    of examples, and of mean 1.
     """
     groups = output_groups(program)
     zs = []
@@ -438,6 +444,7 @@ def kron_product(
         if reduce:
             y = jnp.broadcast_to(y.sum(1, keepdims=True) / tokens, y.shape)
         y = y * matrix if matrix.ndim == 1 else y @ matrix
+        y = y if weights is None else y * weights[:, None, None]
         zs.append(y / (use.num_examples * tokens))
     return pullback(program, linearized, tuple(zs), v)
 
@@ -487,16 +494,18 @@ def left_factor(
     inputs: tuple,
     reduce: bool,
     narrow: str | None = None,
+    weights: Float[Array, " example"] | None = None,
 ) -> Float[Array, "lifted lifted"]:
     """𝒜 = Σ φ φᵀ / (N T), the second moment of the features of a factored block.
 
-    Of φ rounded to ``narrow``, if given.
+    Of φ rounded to ``narrow``, if given; ``weights`` are of examples, and of mean 1.
     """
     tokens = sum(use.num_tokens for use in program)
     moments = []
     for use, x in zip(program, inputs, strict=True):
         features = use.rows(use.dense.features(use.own(params), x))
         features = features.sum(1, keepdims=True) / tokens**0.5 if reduce else features
+        features = features if weights is None else features * jnp.sqrt(weights)[:, None, None]
         features = _narrowed(features, narrow)
         moments.append(
             jnp.einsum(

@@ -226,7 +226,8 @@ class Capture:
             row, count = _row(x, y), math.prod(tap.vmaps)
             num_axes = len(tap.vmaps)
             slot = jax.tree.map(lambda s: s.reshape(count, *s.shape[num_axes:])[row], slot)
-        return _tap(*own_along(axes_of(slot[1]), (y, x)), slot)
+        y, x = own_along(axes_of(slot[1]), (y, x))
+        return _tap(y, x, slot)
 
     def scan(
         self, f: Callable, init: Any, xs: Any, length: int | None, args: tuple, kwargs: dict

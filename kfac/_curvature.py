@@ -12,7 +12,14 @@ import jax.numpy as jnp
 import optax
 
 from kfac._coverage import Layers, count_examples, layers_of
-from kfac._fisher import FISHERS, Likelihood, get_likelihood, output_cotangents, shares
+from kfac._fisher import (
+    FISHERS,
+    Likelihood,
+    Weights,
+    get_likelihood,
+    output_cotangents,
+    read_weights,
+)
 from kfac._sharing import axes_of, mean_over, names_of, own_along
 from kfac._tracing import record_taps, tapped, without_modules
 from kfac._trees import concatenated
@@ -25,7 +32,7 @@ if TYPE_CHECKING:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["captured", "fresh", "total"],
+    data_fields=["captured", "fresh", "weights"],
     meta_fields=["layers", "num_examples", "fisher", "axis_name"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +48,7 @@ class Curvature:
       layers: the layers of this trace.
       num_examples: N.
       fisher: which Fisher matrix the cotangents stand for.
-      total: what the sum of the weighted losses is divided by; None where losses have no weights.
+      weights: of the losses; None where they have none.
       axis_name: manual axes along which devices have a part of the batch each, if any.
     """
 
@@ -50,7 +57,7 @@ class Curvature:
     layers: Layers
     num_examples: int
     fisher: str
-    total: Float[Array, ""] | None = None
+    weights: Weights | None = None
     axis_name: AxisName = None
 
     def in_branch(self) -> Curvature:
@@ -135,9 +142,9 @@ def value_grad_and_curvature(
     """Like ``jax.value_and_grad``, with the curvature of every layer beside the gradient.
 
     The loss must be the mean over examples (and positions) of the negative log-likelihood, weighted
-    if ``weights`` are given, plus anything that does not depend on the data. The gradient is that of ``jax.value_and_grad``; the
-    curvature costs one more pull-back over the same forward pass, without weight gradients (none
-    for ``"empirical"``).
+    if ``weights`` are given, plus anything that does not depend on the data. The gradient is that
+    of ``jax.value_and_grad``; the curvature costs one more pull-back over the same forward pass,
+    without weight gradients (none for ``"empirical"``).
 
     Args:
       loss_fn: ``loss_fn(params, *args) → loss`` or ``(loss, aux)``. Arguments that are Flax NNX
@@ -157,8 +164,8 @@ def value_grad_and_curvature(
         weights=w)``; the pair (w, T) where it is ``(w * ℓ).sum() / T``; None for a plain mean.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
       num_samples: draws per example, for ``"mc"`` and ``"ggn"``.
-      batch_size: number of examples; by default the leading size of the outputs, or for
-        ``"empirical"`` of all arrays in ``args``.
+      batch_size: number of examples; by default the leading size of the outputs, or of all arrays
+        in ``args`` where ``"empirical"`` is given no ``outputs``.
       axis_name: under ``jax.shard_map`` or ``jax.pmap``, the axes along which each device has a
         part of the batch, of equal size; ``loss_fn`` is of one part. Value and gradient are then
         means over the axes, and so is the curvature in the optimizer: all devices take one step.
@@ -194,8 +201,8 @@ def value_grad_and_curvature(
     _check_fisher(fisher, has_aux)
     if weights is not None and not has_aux:
         raise ValueError(
-            "expected has_aux=True and a loss_fn returning (loss, aux) that weights= finds them in, "
-            "got has_aux=False; return them."
+            "expected has_aux=True and a loss_fn returning (loss, aux) that weights= finds them "
+            "in, got has_aux=False; return them."
         )
     likelihood = get_likelihood(likelihood)
 
@@ -225,11 +232,12 @@ def value_grad_and_curvature(
         # One forward pass and several pull-backs of it: of the loss, and of the columns
         # through the same outputs.
         (loss, z), pullback, aux = jax.vjp(forward, params, slots, has_aux=True)
-        examples = count_examples(args, batch_size, None if fisher == "empirical" else z)
+        of_all = z if fisher != "empirical" else outputs(aux) if outputs is not None else None
+        examples = count_examples(args, batch_size, of_all)
         weighted = None if weights is None else weights(aux)
-        share, total = None, None
         if weighted is not None:
-            share, total = shares(weighted, examples, loss.dtype)
+            weighted = read_weights(weighted, examples, loss.dtype)
+        share = None if weighted is None else weighted.shares()
         layers = layers_of(taps, params, examples)
         ones = _cotangent_of_own(loss, params, axes)
         fresh = None if refresh is True else jnp.asarray(refresh)
@@ -262,7 +270,7 @@ def value_grad_and_curvature(
             cotangents = _pull_columns(pull, columns, fresh)
             captured = {name: (x, cotangents[name]) for name, (x, _) in captured.items()}
         loss, grads = mean_over(axis_name, (loss, grads))
-        found = Curvature(captured, fresh, layers, examples, fisher, total, axis_name)
+        found = Curvature(captured, fresh, layers, examples, fisher, weighted, axis_name)
         return ((loss, aux) if has_aux else loss), grads, found
 
     return function
@@ -274,9 +282,9 @@ def _checked_axes(axis_name: AxisName) -> tuple[str, ...]:
     others = [n for n in jax.sharding.get_abstract_mesh().manual_axes if n not in axes]
     if others:
         raise ValueError(
-            f"expected axis_name= to name the axes of the shard_map or pmap around, got {axis_name!r} "
-            f"under {', '.join(map(repr, others))}: each device would take a step of its own; pass "
-            "it, or leave it to jax.jit to divide a batch that has a NamedSharding."
+            "expected axis_name= to name the axes of the shard_map or pmap around, got "
+            f"{axis_name!r} under {', '.join(map(repr, others))}: each device would take a step of "
+            "its own; pass it, or leave it to jax.jit to divide a batch that has a NamedSharding."
         )
     return axes
 
@@ -348,8 +356,8 @@ def curvature(loss_fn: Callable, **options: Any) -> Callable:
         fresh = jnp.asarray(refresh)
         captured = Deferred(lambda refresh: dict(capture(refresh).captured), fresh)
         shapes = jax.eval_shape(functools.partial(capture, True))
-        total = None if shapes.total is None else capture(False).total
-        return dataclasses.replace(shapes, captured=captured, fresh=fresh, total=total)
+        weights = None if shapes.weights is None else capture(False).weights
+        return dataclasses.replace(shapes, captured=captured, fresh=fresh, weights=weights)
 
     return function
 
@@ -418,9 +426,11 @@ def concatenate_curvature(parts: Sequence[Curvature]) -> Curvature:
             "function."
         )
     examples = sum(part.num_examples for part in parts)
-    total = None if first.total is None else sum(part.total for part in parts)
-    if total is not None:
-        parts = [_within(part, total, examples) for part in parts]
+    weights = None
+    if of_parts := [part.weights for part in parts if part.weights is not None]:
+        positions, totals = zip(*of_parts, strict=True)
+        weights = Weights(jnp.concatenate(positions), jnp.stack(totals).sum())
+        parts = [_within(*pair, weights) for pair in zip(parts, of_parts, strict=True)]
     captured = {}
     for block in first.layers.blocks.values():
         for use in block.uses:
@@ -439,13 +449,14 @@ def concatenate_curvature(parts: Sequence[Curvature]) -> Curvature:
         first.layers.reasons,
     )
     return dataclasses.replace(
-        first, captured=captured, layers=layers, num_examples=examples, total=total
+        first, captured=captured, layers=layers, num_examples=examples, weights=weights
     )
 
 
-def _within(part: Curvature, total: Array, num_examples: int) -> Curvature:
-    """A part of a weighted batch, whose positions have smaller shares in the mean of all."""
-    share = part.total / jnp.where(total > 0, total, 1) * num_examples / part.num_examples
+def _within(part: Curvature, own: Weights, whole: Weights) -> Curvature:
+    """A part of a weighted batch, whose positions have other shares in the mean of all of it."""
+    size = len(whole.positions) / part.num_examples
+    share = size * own.total / jnp.where(whole.total > 0, whole.total, 1)
     root = jnp.sqrt(share)
     captured = {n: (x, g * root.astype(g.dtype)) for n, (x, g) in part.captured.items()}
     return dataclasses.replace(part, captured=captured)

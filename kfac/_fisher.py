@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,29 +91,53 @@ def get_likelihood(likelihood: str | Likelihood) -> Likelihood:
     return LIKELIHOODS[likelihood]
 
 
-def shares(
+class Weights(NamedTuple):
+    """Of the losses ℓ of a batch, where the loss is Σ w ℓ / T.
+
+    Attributes:
+      positions: w.
+      total: T.
+    """
+
+    positions: Float[Array, "*losses"]
+    total: Float[Array, ""]
+
+    @property
+    def examples(self) -> Float[Array, " batch"]:
+        """Σ w of each example."""
+        return self.positions.reshape(len(self.positions), -1).sum(1)
+
+    def shares(self) -> Float[Array, "*losses"]:
+        """N w / T: how much each position counts in the mean of N losses.
+
+        >>> read_weights(jnp.array([True, True, False]), 3).shares().tolist()
+        [1.5, 1.5, 0.0]
+        """
+        return len(self.positions) * self.positions / jnp.where(self.total > 0, self.total, 1)
+
+
+def read_weights(
     weights: Array | tuple[Array, Array], num_examples: int, dtype: Any = jnp.float32
-) -> tuple[Float[Array, "batch *positions"], Float[Array, ""]]:
-    """N w / T, and T, of the loss Σ w ℓ / T: how much each position counts in the mean of N losses.
+) -> Weights:
+    """The weights that a loss has, in its dtype.
 
     Args:
       weights: w, of the shape of the losses, where T = Σ w; or (w, T).
       num_examples: N.
       dtype: of the loss.
 
-    >>> shares(jnp.array([True, True, False]), 3)[0].tolist()
-    [1.5, 1.5, 0.0]
+    Raises:
+      ValueError: weights of another number of examples.
     """
     w, total = weights if isinstance(weights, tuple) else (weights, None)
     w = jax.lax.stop_gradient(jnp.asarray(w))
     w = w.astype(jnp.promote_types(dtype, jnp.float32))
-    total = w.sum() if total is None else jnp.asarray(total, w.dtype)
     if w.shape[:1] != (num_examples,):
         raise ValueError(
             f"expected weights of shape (batch, *positions) of {num_examples} examples, got "
             f"{w.shape}; give them the shape of the losses."
         )
-    return num_examples * w / jnp.where(total > 0, total, 1), total
+    return Weights(w, w.sum() if total is None else jnp.asarray(total, w.dtype))
 
 
 def output_cotangents(
@@ -122,7 +146,7 @@ def output_cotangents(
     outputs: Float[Array, "batch *positions classes"],
     key: Key | None,
     num_samples: int,
-    share: Float[Array, "batch *positions"] | None = None,
+    share: Float[Array, "*losses"] | None = None,
 ) -> Float[Array, "columns batch *positions classes"]:
     """Columns c of every example with Σ_columns E[c cᵀ] = the Hessian of its loss in its outputs.
 

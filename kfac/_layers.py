@@ -448,7 +448,7 @@ class Generic:
         pullback, inputs = linearized
         if self.pushforward is not None:
             return self.pushforward(*inputs, v, **dict(self.options))
-        # An array in place of its shape, which says along which manual axes it is each device's own.
+        # An array, not its shape: it says along which manual axes it is each device's own.
         z = own_along(axes_of(next(iter(v.values()))), jnp.zeros(output.shape, output.dtype))
         return jax.linear_transpose(lambda z: pullback(z)[0], z)(v)[0]
 

@@ -78,7 +78,7 @@ class Program(NamedTuple):
 def mark(key: str, y: Array, x: Sequence[Array], params: Sequence[Array]) -> Array:
     """Returns y, the output of a layer, marked as what it makes of x with its parameters."""
     # Nothing of each input: enough to be batched where any of them is.
-    nothing = jnp.concatenate([a.reshape(-1)[:0].astype(jnp.float32) for a in x])
+    nothing = jnp.concatenate([jnp.zeros(0), *(a.reshape(-1)[:0].astype(float) for a in x)])
     return _mark.bind(y, nothing, *params, key=key, vmaps=())
 
 

@@ -96,7 +96,6 @@ def own_along(axes: Collection[str], tree: PyTree) -> PyTree:
 
     ``jax.shard_map`` keeps account of it, and sums the gradients of what all devices share.
     """
-
     manual = [name for name in jax.sharding.get_abstract_mesh().manual_axes if name in axes]
 
     def one(array: Array) -> Array:

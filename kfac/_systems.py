@@ -63,6 +63,7 @@ class System:
       parts: the systems of single blocks that were stacked, or ().
       axis_name: manual axes along which devices have a part of the batch each, where F is made of
         the batch.
+      weights: of examples, see ``_example_weights``, likewise.
     """
 
     blocks: tuple[Block, ...]
@@ -75,6 +76,7 @@ class System:
     inverses: tuple[tuple[Array, ...], ...] = ()
     parts: tuple[System, ...] = ()
     axis_name: AxisName = None
+    weights: Array | None = None
 
     @property
     def arrays(self) -> tuple:
@@ -112,7 +114,7 @@ class System:
         """F v of every lane."""
         if self.form.name == "factors":
             return self.unpack(self.matvec(self.pack(v)))
-        product = jax.vmap(functools.partial(_product, self.program, self.form))
+        product = jax.vmap(functools.partial(_product, self.program, self.form, self.weights))
         return mean_over(self.axis_name, product(self.state, self.g, self._own(v)))
 
     def matvec(self, v: PyTree[Array]) -> PyTree[Array]:
@@ -262,10 +264,10 @@ def _squares_in_parts(parts: list[Lanes]) -> Float[Array, " lane"]:
     return jnp.concatenate([solver.lane_dot(lanes, lanes) for lanes in parts])
 
 
-def _product(program: tuple, form: Form, state: Any, g: Any, v: Any) -> Any:
+def _product(program: tuple, form: Form, weights: Array | None, state: Any, g: Any, v: Any) -> Any:
     if form.name == "kron":
         linearized, right = state
-        return blocks.kron_product(program, linearized, right, v, form.reduce)
+        return blocks.kron_product(program, linearized, right, v, form.reduce, weights)
     if form.name == "exact":
         return blocks.exact_product(program, state, g, v)
     return blocks.token_product(program, state, g, v)
@@ -312,8 +314,20 @@ def new_factors(block: Block, curvature: Curvature, params: Lanes, form: Form) -
     )(g)
     if form.name == "kron":
         return mean_over(curvature.axis_name, right)
+    sharing["weights"] = _example_weights(curvature)
     left = jax.vmap(functools.partial(blocks.left_factor, block.program, **sharing))(params, inputs)
     return mean_over(curvature.axis_name, (left, right[0]))
+
+
+def _example_weights(curvature: Curvature) -> Float[Array, " example"] | None:
+    """Weights of the examples, of mean 1: inputs count in a factor as much as their losses do.
+
+    Of examples and not of positions: those of a layer need not be those of the outputs.
+    """
+    if curvature.weights is None:
+        return None
+    mean = (examples := curvature.weights.examples).mean()
+    return examples / jnp.where(mean > 0, mean, 1)
 
 
 def diagonal(factor: Float[Array, "lane n *n"]) -> Float[Array, "lane n"]:
@@ -362,9 +376,8 @@ def _one(block: Block, curvature: Curvature, params: dict, form: Form, factors: 
         return System((block,), form, program, lanes, factors)
     inputs, g = captured_of(block, curvature)
     state, g = ((inputs, factors), ()) if form.name == "kron" else (inputs, g)
-    return System(
-        (block,), form, block.program, lanes, state, g, axis_name=curvature.axis_name
-    )
+    of_batch = {"axis_name": curvature.axis_name, "weights": _example_weights(curvature)}
+    return System((block,), form, block.program, lanes, state, g, **of_batch)
 
 
 def _stack(systems: list[System]) -> System:
@@ -373,8 +386,8 @@ def _stack(systems: list[System]) -> System:
         return first
     arrays = concatenated(s.arrays for s in systems)
     stacked = tuple(b for s in systems for b in s.blocks)
-    named = {"parts": tuple(systems), "axis_name": first.axis_name}
-    return System(stacked, first.form, first.program, *arrays, **named)
+    of_batch = {"axis_name": first.axis_name, "weights": first.weights}
+    return System(stacked, first.form, first.program, *arrays, parts=tuple(systems), **of_batch)
 
 
 def _linearized(system: System) -> System:

@@ -60,9 +60,8 @@ def attend(
     return_weights: bool = False,
     **flax_options: Any,
 ) -> Attended:
-    """Attention with any registered score.
-
-    Computes (softmax(scores · scale / temperature + bias) + I) value.
+    """Attention with any registered score: (softmax(scores · scale / temperature + bias) + I)
+    value.
 
     The softmax runs in float32 or wider whatever the inputs' dtype. A query that may see no key
     gets zeros from the map. The options after `score_options` are also those of
@@ -269,10 +268,10 @@ def _mix(weights: Array, value: Array, own: Array | None) -> Array:
     kv_heads = value.shape[-3]
     if heads != kv_heads:
         weights = weights.reshape(*batch, kv_heads, heads // kv_heads, q_length, k_length)
-        value, own = (None if x is None else x[..., None, :, :] for x in (value, own))
+        value = value[..., None, :, :]
     output = jnp.matmul(weights, value)
     if own is not None:
-        output = output + own
+        output = output + (own if heads == kv_heads else own[..., None, :, :])
     return output.reshape(*batch, heads, q_length, output.shape[-1])
 
 
@@ -304,9 +303,9 @@ def _in_blocks(
         query, key, dict(zip(arrays, values, strict=True))
     )
     group = query.shape[-3] // value.shape[-3]
-    value, own = (None if x is None else jnp.repeat(x, group, axis=-3) for x in (value, own))
+    value = jnp.repeat(value, group, axis=-3)
     output = ops.fused_attention(score, query, key, value, tuple(arrays.values()), **options)
-    return output if own is None else output + own
+    return output if own is None else output + jnp.repeat(own, group, axis=-3)
 
 
 def _cooled(scores: Array, log_temperature: AnyArray, cooling: float | Array) -> Array:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.nnx as nnx
-import jax
+from jax.core import Tracer
 
 from adder_flax import ops
 
@@ -28,7 +28,7 @@ def said_by_flax(mask: Any) -> dict[str, Any]:
         return {}
     means: dict[str, Any] = {}
     if mask is not None:
-        means["mask"] = mask != 0 if isinstance(mask, jax.core.Tracer) else ops.as_mask(mask)
+        means["mask"] = mask != 0 if isinstance(mask, Tracer) else ops.as_mask(mask)
     if "cur_index" in frame.f_locals:
         means["query_position"] = frame.f_locals["cur_index"]
     return means

@@ -138,9 +138,8 @@ class Score:
         )
 
     def own_options(self, options: Any) -> Options:
-        """All options of this score.
-
-        Of all scores' settings its own; of a mapping every one, which has to be.
+        """All options of this score: of all scores' settings its own, of a mapping every one, which
+        has to be.
 
         What is not given has its default.
 
@@ -179,9 +178,8 @@ class Score:
         parameters: Mapping[str, AnyArray | None],
         options: Mapping[str, Any] | None = None,
     ) -> Float[Array, "*batch heads query key"]:
-        """Scores of head-major arrays, grouped key heads included.
-
-        Parameters that are None are left out.
+        """Scores of head-major arrays, grouped key heads included; parameters that are None are
+        left out.
         """
         chosen = self._options_of(self.function, options)
         parameters = {name: p for name, p in parameters.items() if p is not None}
@@ -219,9 +217,8 @@ SCORES: Registry[Score] = Registry("score", "adder_flax.attention.register_score
 
 
 def register_score(score: Score) -> Score:
-    """Makes `score` available under its name everywhere; returns it.
-
-    Its options are fields of configurations from then on.
+    """Makes `score` available under its name everywhere, its options as fields of configurations;
+    returns it.
 
     The same function again, as when a notebook cell or an experiment file runs twice, replaces what
     it registered.

@@ -17,9 +17,8 @@ from adder_flax.settings import AttentionSettings, keywords_of
 
 
 class SequenceAttention(nnx.Module):
-    """One head of any score.
-
-    Its learned arrays, without a head axis, are the module's own parameters.
+    """One head of any score, whose learned arrays, without a head axis, are the module's own
+    parameters.
 
     The identity map is never added: position i of one sequence is not position i of the other.
 

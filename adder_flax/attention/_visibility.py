@@ -74,9 +74,8 @@ def own_values(
 
 
 def check_own_keys(shape: Shape, identity: bool, is_causal: bool) -> None:
-    """Raises ValueError where the keys that are the queries' own ones have to be known and are not.
-
-    These are so in self-attention.
+    """Raises ValueError where queries' own keys have to be known, as in self-attention, and are
+    not.
     """
     q_length, k_length = shape[-2:]
     if q_length != k_length and (identity or is_causal):

@@ -142,17 +142,13 @@ def _shards(index: Path) -> list[str]:
     if (fields := read_json(index)) is None:
         raise FileNotFoundError(2, "No such file or directory")
     places = fields.get("weight_map")
-    names = sorted(set(places.values())) if _are_texts(places) else []
+    names = sorted(set(map(str, places.values()))) if isinstance(places, dict) else []
     if not names or any(Path(name).name != name for name in names):
         raise ValueError(
             f"expected files of the same folder by array in weight_map, got "
             f"{printable(places, limit=80)}; get the index again"
         )
     return names
-
-
-def _are_texts(places: Any) -> bool:
-    return isinstance(places, dict) and all(isinstance(name, str) for name in places.values())
 
 
 def _check_kind(path: Path) -> None:

@@ -6,12 +6,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 class Operand(NamedTuple):
-    """An array (B, ...) and the names of its axes after the batch.
-
-    These are `i`, `j`, or `c`, the axis summed over.
+    """An array (B, ...) and the names of its axes after the batch: `i`, `j`, or `c`, the summed
+    one.
 
     Operands with a `c` are read for each term of the sum, the others once before it; one number for
     all has no axes.
@@ -64,7 +64,7 @@ def as_mask(mask) -> jax.Array:
         return jnp.asarray(mask)
     floating = jnp.issubdtype(dtype, jnp.floating)
     got = f"{dtype} numbers"
-    if isinstance(mask, jax.core.Tracer) or not getattr(mask, "is_fully_addressable", True):
+    if isinstance(mask, Tracer) or not getattr(mask, "is_fully_addressable", True):
         known = not floating
     else:
         values = np.asarray(mask)

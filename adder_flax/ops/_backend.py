@@ -275,10 +275,8 @@ _choice = jax.make_user_context(default_value=os.environ.get(ENVIRONMENT_VARIABL
 
 
 def register_backend(name: str, backend: type[Backend] | str) -> None:
-    """Adds a backend, to be asked for by name.
-
-    On a platform of its `platforms` for which none of this project's own runs, it is also the best
-    one.
+    """Adds a backend, to be asked for by name; where none of this project's own runs on one of its
+    `platforms`, it is the best one there.
 
     Args:
       name: for `use_backend` and the environment variable `ADDER_FLAX_BACKEND`; that of the class.
@@ -367,10 +365,9 @@ def _process_platforms() -> tuple[str, ...]:
 
 
 def expected_platform() -> str:
-    """Returns the JAX platform that a function traced here and now is most likely to run on.
-
-    It is that of the backend that was asked for by name, if this is made for one, and else
-    that of the default device.
+    """Returns the JAX platform that a function traced here and now is most likely to run on: that
+    of the backend that was asked for by name, if this is made for one, and else that of the default
+    device.
     """
     platforms = () if _choice.value == AUTO else get_backend(_choice.value).platforms
     return platforms[0] if platforms else _process_platforms()[0]
@@ -443,9 +440,8 @@ def use_backend(name: str) -> contextlib.AbstractContextManager:
 
 
 def use_backend_for(platform: str) -> contextlib.AbstractContextManager:
-    """Selects, inside a `with` block, the kernels of a platform, to compile for its devices.
-
-    These need not be here.
+    """Selects, inside a `with` block, the kernels of a platform, to compile for devices that need
+    not be here.
 
     A backend that was asked for by name stays.
 
@@ -469,9 +465,7 @@ def use_backend_for(platform: str) -> contextlib.AbstractContextManager:
 
 
 def set_backend(name: str) -> None:
-    """Selects the backend for the whole process.
-
-    `use_backend` still takes precedence inside its block.
+    """Selects the backend for the whole process, but for blocks of `use_backend`.
 
     Args:
       name: as in `use_backend`. The environment variable `ADDER_FLAX_BACKEND`, read at import, sets

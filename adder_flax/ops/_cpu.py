@@ -1,6 +1,5 @@
-"""Native CPU backend: C++ kernels, called through the XLA FFI.
-
-They are compiled once, on the machine they run on.
+"""Native CPU backend: C++ kernels, compiled once on the machine they run on, called through the XLA
+FFI.
 
 The kernels are built for the processor at hand (`-march=native`), so they are compiled here rather
 than shipped. `ADDER_FLAX_CPU` in the environment names another one that this one can stand in for,
@@ -186,9 +185,8 @@ class CpuBackend(Backend):
 
 
 def _layout_of_x(axes):
-    """Returns which operands of a pullback to x are stored transposed.
-
-    There x stands for `own` and w for `other`.
+    """Returns which operands of a pullback to x, the kernel's `own` beside `other` w, are stored
+    transposed.
     """
     return {"own_transposed": False, "other_transposed": axes == "kn", "g_transposed": False}
 
@@ -320,9 +318,8 @@ def run_compiler(compiler: str, target: str, path: Path) -> None:
 
 
 def _compile(compiler: str) -> bytes:
-    """Returns the kernels as a library that was loaded once, in another process.
-
-    A broken one may end the process that loads it.
+    """Returns the kernels as a library that was loaded once in another process, which a broken one
+    may end.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cpu_kernels.so"

@@ -272,7 +272,7 @@ def _fused_bwd(options, residuals, g):
 _fused.defvjp(_fused_fwd, _fused_bwd)
 
 
-class _Block(NamedTuple):
+class _KeyBlock(NamedTuple):
     """One block of keys: its part of the operands, its first key's position, its dropout key."""
 
     key: Array
@@ -283,7 +283,7 @@ class _Block(NamedTuple):
     dropout_key: Array | None
 
 
-def _blocks(options, operands) -> _Block:
+def _blocks(options, operands) -> _KeyBlock:
     """Returns the blocks of all keys, stacked along a new leading axis."""
     count = max(1, -(-options.num_keys // options.key_block))
 
@@ -302,7 +302,7 @@ def _blocks(options, operands) -> _Block:
             0,
         )
 
-    return _Block(
+    return _KeyBlock(
         split(operands.key, -2),
         split(operands.value, -2),
         split(operands.bias, -1),

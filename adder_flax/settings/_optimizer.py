@@ -183,6 +183,17 @@ class OptimizerSettings:
         "linear rise from 0, which the first step has, to the peak, epochs",
         data=True,
     )
+    layer_decay: float = setting(
+        1.0,
+        Number(0, 1, "(]"),
+        "the rate of each block of a transformer is the next one's times this, for fine-tuning; 1 "
+        "is off",
+    )
+    freeze: str = setting(
+        "",
+        Text("names of parameters or modules with commas between them", longest=1000, empty=True),
+        'what is not trained: "patch_embed,pos_embed,blocks.0"; empty: nothing',
+    )
     weight_decay: float = setting(
         0.05, Number(0, 1000), "decoupled, of multiplicative weights", data=True
     )
@@ -223,6 +234,11 @@ class OptimizerSettings:
             yield (
                 f"{where}.schedule: expected 'constant' with schedule_free_adamw, whose average "
                 f"takes the place of a decay, got {self.schedule!r}"
+            )
+        if self.name in ("schedule_free_adamw", "lbfgs") and (self.layer_decay != 1 or self.freeze):
+            yield (
+                f"{where}.layer_decay, {where}.freeze: expected 1.0 and nothing with {self.name}, "
+                f"whose steps depend on each other, got {self.layer_decay} and {self.freeze!r}"
             )
         if self.name == "cg_fac" and self.adder_rate:
             yield (

@@ -55,4 +55,7 @@ def find_layers(loss: Callable, params: Any, examples: Any, model_state: Any) ->
         return outcome.loss, outcome.outputs
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return kfac.find_layers(loss_and_outputs, params, examples, key, model_state)
+    size = jax.tree.leaves(examples)[0].shape[0]  # which arrays of the model's state do not have
+    return kfac.find_layers(
+        *(loss_and_outputs, params, examples, key, model_state), batch_size=size
+    )

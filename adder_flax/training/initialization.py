@@ -48,7 +48,7 @@ def params_by_path(build: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Any:
     """
 
     def make(keys: Iterator[PRNGKeyArray]) -> Any:
-        return take_apart(build(rngs_of(keys)))[1]
+        return take_apart(built_from(build, keys))[1]
 
     used = itertools.count()
     key = jax.random.key(seed)
@@ -62,6 +62,15 @@ def params_by_path(build: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Any:
             keys[index] = jax.random.fold_in(own, i)
     # Eager: one program of all parameters compiles for longer than it saves.
     return jax.tree.unflatten(jax.tree.structure(shapes), core.jaxpr_as_fun(closed)(*keys))
+
+
+def built_from(build: Callable[[nnx.Rngs], nnx.Module], keys: Iterator[PRNGKeyArray]) -> nnx.Module:
+    """Returns the model that is made from given keys; streams that it keeps are Flax's own."""
+    rngs = rngs_of(keys)
+    model, stream = build(rngs), rngs["default"]
+    del stream._take
+    stream.__class__ = nnx.RngStream
+    return model
 
 
 def rngs_of(keys: Iterator[PRNGKeyArray]) -> nnx.Rngs:

@@ -24,7 +24,8 @@ from adder_flax.tasks import TASKS, Task
 from adder_flax.training import optimizers, sharding
 from adder_flax.training.attention_diagnostics import make_attention_diagnostics
 from adder_flax.training.curvature import CurvatureOptimizer, find_layers
-from adder_flax.training.initialization import rngs_of
+from adder_flax.training.initialization import built_from
+from adder_flax.training.layerwise import with_rate_factors
 from adder_flax.training.skeleton import Skeleton, take_apart
 from adder_flax.training.step import (
     Hyper,
@@ -201,7 +202,8 @@ class Program:
     def _shape_of_model(self, numbers: Hyper) -> nnx.Module:
         # One key for all: flax looks at its count of keys each time, which takes the longer the
         # more has been traced.
-        return self.build_model(numbers, rngs_of(itertools.repeat(jax.random.key(0))))
+        build = functools.partial(self.build_model, numbers)
+        return built_from(build, itertools.repeat(jax.random.key(0)))
 
     def learning_rate(self, numbers: Hyper) -> optax.Schedule:
         """Returns the schedule."""
@@ -228,7 +230,7 @@ class Program:
                 put_numbers(self.shape.model_settings, numbers["model"]),
                 _progress(numbers),
             ),
-            optimizer=self.shape.make_optimizer(spec),
+            optimizer=with_rate_factors(self.shape.make_optimizer(spec), self.facts, settings),
             learning_rate=learning_rate,
             likelihood=task.likelihood,
             ema_decay=numbers.get("ema_decay", 0.0),

@@ -229,6 +229,12 @@ def _loss_and_rest(loss: Callable[..., Outcome]) -> Callable[..., tuple[Array, t
     return loss_and_rest
 
 
+def _of_examples(loss: Callable[..., Outcome], model_state: Any) -> Callable[..., tuple]:
+    """Returns `_loss_and_rest` at a state of the model, whose arrays have no axis of examples."""
+    loss_and_rest = _loss_and_rest(loss)
+    return lambda params, examples, key: loss_and_rest(params, examples, key, model_state)
+
+
 def _part(means: Any, weights: Array | tuple[Array, Any] | None, model_state: Any) -> _Part:
     if weights is None:
         return _Part(means, None, model_state)
@@ -275,20 +281,23 @@ def _gradient_and_curvature(parts: Parts, accumulation_steps: int) -> Differenti
     It has to be held at once.
     """
     optimizer: CurvatureOptimizer = parts.optimizer
-    with_curvature = kfac.value_grad_and_curvature(_loss_and_rest(parts.loss), **_fisher(parts))
 
     def differentiate(state, examples, key):
         params, model_state, extra = state["params"], state.get("model_state", {}), {}
 
-        def first(*x):
-            sampling_key = jax.random.fold_in(x[1], _SAMPLING)
+        def first(examples, key, model_state):
+            loss_and_rest = _of_examples(parts.loss, model_state)
+            with_curvature = kfac.value_grad_and_curvature(loss_and_rest, **_fisher(parts))
+            sampling_key = jax.random.fold_in(key, _SAMPLING)
             (loss, (_, metrics, weights, new)), grads, curvature = with_curvature(
-                params, *x, key=sampling_key, refresh=optimizer.refresh(state["opt_state"])
+                *(params, examples, key),
+                key=sampling_key,
+                refresh=optimizer.refresh(state["opt_state"]),
             )
 
             # Of the microbatch that gave the curvature, as the model of the step is.
             def value_fn(params):
-                return parts.loss(params, *x).loss
+                return parts.loss(params, examples, key, model_state).loss
 
             extra.update(curvature=curvature, value=loss, value_fn=value_fn)
             return _part((loss, metrics, grads), weights, new)
@@ -306,17 +315,14 @@ def _gradient_beside_curvature(parts: Parts, accumulation_steps: int) -> Differe
     """Gradient of the whole batch, and curvature of a sample of it in a pass of its own."""
     optimizer: CurvatureOptimizer = parts.optimizer
     gradient = _plain_gradient(parts, accumulation_steps)
-    curvature = kfac.curvature(_loss_and_rest(parts.loss), **_fisher(parts))
 
     def differentiate(state, examples, key):
         loss, metrics, grads, new, extra = gradient(state, examples, key)
         sample = _first(_microbatches(examples, accumulation_steps * optimizer.stride))
         sampling_key, dropout_key = jax.random.split(jax.random.fold_in(key, _SAMPLING))
-        of_sample = curvature(
-            state["params"],
-            sample,
-            dropout_key,
-            state.get("model_state", {}),
+        loss_and_rest = _of_examples(parts.loss, state.get("model_state", {}))
+        of_sample = kfac.curvature(loss_and_rest, **_fisher(parts))(
+            *(state["params"], sample, dropout_key),
             key=sampling_key,
             refresh=optimizer.refresh(state["opt_state"]),
         )

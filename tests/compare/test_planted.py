@@ -137,8 +137,13 @@ def test_a_planted_difference_is_found_and_its_interval_holds_it(tmp_path):
     assert additive.difference.p_value == pytest.approx(2 / 64)
 
 
-@pytest.mark.parametrize(("confirmatory", "told"), [(False, "no difference that"), (True, "ahead")])
-def test_six_seeds_put_no_arm_ahead_but_in_a_table_that_was_to_decide(confirmatory, told, tmp_path):
+@pytest.mark.parametrize(
+    ("confirmatory", "largest", "told"),
+    [(False, True, "no difference that"), (True, True, "ahead"), (True, False, "behind")],
+)
+def test_six_seeds_put_no_arm_ahead_but_in_a_table_that_was_to_decide(
+    confirmatory, largest, told, tmp_path
+):
     config = make_config(
         factors={"arm": {"dot": {}, "additive": {}, "again": {}}},
         baseline={"arm": "dot"},
@@ -146,6 +151,7 @@ def test_six_seeds_put_no_arm_ahead_but_in_a_table_that_was_to_decide(confirmato
         confirmatory=confirmatory,
     )
     comparison = Comparison(config, tmp_path)
+    comparison.best = comparison.best._replace(largest=largest)
     fill(comparison, lambda c: 0.5 + (0.1 + 0.01 * c.seed) * (c.arm.name == "additive"))
     write_results(comparison)
     page = (tmp_path / "results" / "results.md").read_text()

@@ -16,7 +16,8 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from adder_flax import cli, interop, training
+from adder_flax import interop, training
+from adder_flax.app import modes
 from adder_flax.experiments import common
 from adder_flax.interop import _folder, _network
 from tests.interop.reference import timm_forward
@@ -88,7 +89,7 @@ def test_the_shorter_side_is_truncated_wherever_it_is_said():
             source = SimpleNamespace(
                 image_shape=(size, size, 3), eval_crop_ratio=ratio, crops_on_host=True
             )
-            assert f"resized to {shorter} pixels" in cli._preparation(source)
+            assert f"resized to {shorter} pixels" in modes._preparation(source)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
@@ -283,7 +284,7 @@ def test_a_run_keeps_the_mean_of_its_weights_to_the_end_and_in_what_it_exports(t
     interop.save_weights(model, weights, names="timm", statistics=((0.6,), (0.2,)))
     config.init_from = str(weights)
     # No run yet: the file is scored by itself.
-    cli.evaluate(config, tmp_path / "run", "last")
+    modes.evaluate(config, tmp_path / "run", "last")
     printed = capsys.readouterr().out
     pixels, labels = (source.first(len(source))[name] for name in ("image", "label"))
     logits = model((np.float32(pixels) / 255 - 0.6) / 0.2)
@@ -291,18 +292,18 @@ def test_a_run_keeps_the_mean_of_its_weights_to_the_end_and_in_what_it_exports(t
     assert str(weights) in printed
     assert not (tmp_path / "run").exists()
 
-    cli.train(config, tmp_path / "run")
+    modes.train(config, tmp_path / "run")
     assert "images normalised by mean 0.6, deviation 0.2" in capsys.readouterr().out
     weights.unlink()
     assert training.read_config(tmp_path / "run").data.mean == "0.6"
-    cli.evaluate(config, tmp_path / "run", "last")
-    cli.export(config, tmp_path / "run", "last", "timm")
-    cli.export(config, tmp_path / "run", "last", "hugging_face_folder")
+    modes.evaluate(config, tmp_path / "run", "last")
+    modes.export(config, tmp_path / "run", "last", "timm")
+    modes.export(config, tmp_path / "run", "last", "hugging_face_folder")
     for name in ("timm.safetensors", "hugging_face_folder"):
         assert interop.read_statistics(tmp_path / "run" / name) == ((0.6,), (0.2,))
     config.data.mean, config.data.std = "0.1", "0.3"
     with pytest.raises(training.RunError, match=r"data.mean: '0.6' there, '0.1' now"):
-        cli.evaluate(config, tmp_path / "run", "last")
+        modes.evaluate(config, tmp_path / "run", "last")
 
 
 def test_mean_and_deviation_are_settings_of_the_data():
@@ -449,3 +450,73 @@ def test_what_is_not_as_in_the_file_is_said(tmp_path):
         "query, key and value are 0, since there are none; LayerScale made part of the layers "
         "before it"
     )
+
+
+def updates_of(**options):
+    """One step of a run's optimizer from gradients of 1: its parameters and updates, by path."""
+    config = common.deit("multiplicative", "tiny")
+    sizes = {"model.depth": 2, "optimizer.clip_norm": 3.0}
+    config.update_from_flattened_dict(
+        TINY | sizes | {f"optimizer.{name}": value for name, value in options.items()}
+    )
+    run = training.build_run(config)
+    params = run.init()["params"]
+    optimizer = run.program.parts(run.numbers).optimizer
+    # The first step of the warm-up has a rate of 0.
+    state, ones = optimizer.init(params), jax.tree.map(jnp.ones_like, params)
+    for _ in range(2):
+        updates, state = optimizer.update(ones, state, params)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(update)
+        for path, update in jax.tree_util.tree_leaves_with_path(updates)
+    }
+
+
+# What timm 1.0.31 says for a transformer of two blocks and a decay of 1/2:
+# timm.optim.param_groups_layer_decay(model, layer_decay=0.5), lr_scale by name.
+TIMM_SCALES = {
+    "cls_token": 0.125,
+    "pos_embed": 0.125,
+    "patch_embed.proj.kernel": 0.125,
+    "blocks.0.attention.query.kernel": 0.25,
+    "blocks.0.norm1.scale": 0.25,
+    "blocks.1.mlp.fc2.bias": 0.5,
+    "norm.scale": 0.5,
+    "head.kernel": 1.0,
+    "head.bias": 1.0,
+}
+
+
+def test_rates_fall_towards_the_images_as_in_timm():
+    plain, decayed = updates_of(), updates_of(layer_decay=0.5)
+    for name, scale in TIMM_SCALES.items():
+        assert np.abs(plain[name]).min() > 0
+        np.testing.assert_allclose(decayed[name], scale * plain[name], rtol=1e-6)
+
+
+def test_frozen_parameters_do_not_move_and_do_not_count_in_the_norm():
+    frozen = updates_of(name="sgd", freeze="patch_embed, pos_embed,cls_token,blocks,norm")
+    moved = {name for name, update in frozen.items() if np.abs(update).max() > 0}
+    assert moved == {"head.bias", "head.kernel"}
+    # Gradients of 1 are clipped to a norm of 3, that of the 170 numbers of the head alone.
+    weights = sum(frozen[name].size for name in moved)
+    plain = updates_of(name="sgd")
+    everything = sum(update.size for update in plain.values())
+    ratio = (frozen["head.bias"] / plain["head.bias"]).mean()
+    np.testing.assert_allclose(ratio, (everything / weights) ** 0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"freeze": "blocks.7"},
+            "freeze to name parameters, got blocks.7, which is none of blocks",
+        ),
+        ({"freeze": "head,hea"}, "got hea, which is none"),
+        ({"name": "lbfgs", "freeze": "head"}, "expected 1.0 and nothing with lbfgs"),
+    ],
+)
+def test_what_cannot_be_frozen_is_said(options, message):
+    with pytest.raises(training.RunError, match=message):
+        updates_of(**options)

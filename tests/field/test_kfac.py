@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import kfac
 from kfac._systems import Form
@@ -117,7 +118,7 @@ def scanned_in_vmap(params, x):
 
 @pytest.mark.parametrize(("params", "network"), [(PARAMS, tokens), (STACK, scanned_in_vmap)])
 def test_the_empirical_matrix_counts_each_example_by_its_weight(params, network):
-    """Σ_n s_n u_n u_nᵀ / N, u_n the gradient of example n's own mean and s_n its share in the loss."""
+    """Σ_n s_n u_n u_nᵀ, u_n the gradient of example n's own mean, s_n its share in the loss."""
     x, labels = normal(2, 4, 5, 3), jnp.arange(20).reshape(4, 5) % 3
     weights = jnp.arange(20.0).reshape(4, 5) % 7
 
@@ -165,6 +166,31 @@ def test_parts_of_a_masked_batch_are_joined_by_what_their_means_are_over(fisher)
 
     whole, joined = whole_and_joined(WEIGHTS, True)
     np.testing.assert_allclose(joined, whole, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("form", ["factors", "kron"])
+def test_examples_without_weight_are_no_examples(form):
+    """f-dangel/curvlinops#107: rows that only fill a batch up, in the factors too."""
+    real = jnp.array([True, True, False, True, False, True])
+    function = kfac.value_grad_and_curvature(
+        averaged,
+        fisher="enumerate",
+        has_aux=True,
+        outputs=lambda aux: aux[0],
+        weights=lambda aux: aux[1],
+    )
+
+    @jax.jit
+    def matrix(x, labels, weights):
+        return matrix_of(
+            system_of("l", Form(form), function(PARAMS, x, labels, weights)[2], PARAMS)
+        )
+
+    alone = matrix(X[real], LABELS[real], jnp.ones(4))
+    np.testing.assert_allclose(matrix(X, LABELS, real), alone, rtol=1e-10, atol=1e-14)
+    twice = matrix(X, LABELS, jnp.array([1, 2, 0, 1, 0, 1]))
+    index = jnp.array([0, 1, 1, 3, 5])
+    np.testing.assert_allclose(twice, matrix(X[index], LABELS[index], jnp.ones(5)), rtol=1e-10)
 
 
 def test_weights_of_another_shape_are_refused():
@@ -233,6 +259,8 @@ def small(params, x, labels):
     gain = kfac.Generic(gained)
     hidden = kfac.tap(gain, params["n"], hidden, path="n")
     logits = kfac.tap(kfac.Dense(), params["b"], hidden, path="b")
+    same = jnp.ones((len(x), 3))  # an input that all devices share
+    logits = logits + kfac.tap(kfac.Dense(), params["c"], same, path="c")
     return losses(logits, labels).mean(), logits
 
 
@@ -244,6 +272,7 @@ SMALL = {
     "a": {"kernel": normal(1, 3, 4), "bias": normal(2, 4)},
     "n": {"scale": normal(3, 4)},
     "b": {"kernel": normal(4, 4, 4)},
+    "c": {"kernel": normal(5, 3, 4)},
 }
 
 
@@ -262,7 +291,12 @@ def step_of(axis_name, fisher="enumerate", loss_fn=small, **options):
         (loss, _), grads, curvature = function(params, x, labels, key=key, refresh=refresh)
         value_fn = lambda params: small(params, x, labels)[0]
         updates, _ = optimizer.update(
-            grads, optimizer.init(params), params, curvature=curvature, value=loss, value_fn=value_fn
+            grads,
+            optimizer.init(params),
+            params,
+            curvature=curvature,
+            value=loss,
+            value_fn=value_fn,
         )
         return loss, updates
 
@@ -302,9 +336,9 @@ def test_parts_of_a_batch_are_drawn_for_independently():
 
 def on_one_device(step, **options):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    P = jax.sharding.PartitionSpec
-    specs = (P(), P("data"), P("data"), P(), P())
-    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(), **options))
+    all_have, parts = PartitionSpec(), PartitionSpec("data")
+    specs = {"in_specs": (all_have, parts, parts, all_have, all_have), "out_specs": all_have}
+    return jax.jit(jax.shard_map(step, mesh=mesh, **specs, **options))
 
 
 def test_shard_map_keeps_account_of_what_devices_share():

@@ -89,6 +89,7 @@ def mapped_variables():
     return doubled(3, **F64)
 
 
+# google/flax#3351, google/flax#3400
 @pytest.mark.parametrize("make", [weight_norm, spectral_norm, mapped_variables])
 def test_a_derived_kernel_is_not_the_parameter(make):
     model = make()
@@ -104,6 +105,7 @@ def test_a_derived_kernel_is_not_the_parameter(make):
     assert "no layer met" not in str(layers)
 
 
+# google/flax#4426
 def test_a_derived_kernel_of_nnx_is_not_the_parameter():
     model = nnx.WeightNorm(nnx.Linear(3, 3, **F64, rngs=nnx.Rngs(0)), **F64, rngs=nnx.Rngs(0))
     graphdef, state, rest = nnx.split(model, nnx.Param, ...)
@@ -198,6 +200,24 @@ def test_a_layer_in_a_loop_that_is_not_seen_is_refused(loop):
     assert "use kfac.scan" in str(layers)
 
 
+def test_stacks_of_equal_sizes_are_not_mixed_up():
+    def loss_fn(params, x, labels):
+        def body(x, stack):
+            layer = lambda w: jnp.tanh(kfac.tap(kfac.Dense(), {"kernel": w}, x, path=PATH))
+            return jax.vmap(layer)(stack).sum(0), None
+
+        stack = jnp.swapaxes(params["stack"], 0, 1)  # the scan is over axis 1
+        return cross_entropy(jax.lax.scan(body, x, stack)[0], labels)
+
+    params = {"stack": normal(6, 2, 2, 3, 3)}
+    layers = check_exact_blocks(loss_fn, params, X, LABELS, grad_rtol=1e-12)
+    (block,) = layers.blocks.values()
+    assert (block.lanes, block.params[0].stack_axes) == (4, (1, 0))
+
+
+PATH = {"kernel": "stack"}
+
+
 def test_a_use_that_is_not_captured_takes_the_other_with_it():
     def loss_fn(params, x, labels):
         learned = jnp.tanh(apply(params, jnp.ones((1, 3))))  # of no example
@@ -221,6 +241,7 @@ def recurrent(cell):
     return loss_fn, nnx.to_pure_dict(state)
 
 
+# google-deepmind/kfac-jax#188
 @pytest.mark.parametrize("cell", [nnx.GRUCell, nnx.OptimizedLSTMCell])
 def test_recurrent_cells(cell):
     loss_fn, params = recurrent(cell(3, 3, **F64, rngs=nnx.Rngs(0)))

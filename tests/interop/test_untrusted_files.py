@@ -118,9 +118,9 @@ def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path, monkeypat
         interop.save_weights(make(seed=2), path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == [path.name]
+    monkeypatch.undo()
     with pytest.raises(OSError, match="got: Is a directory"):
         interop.save_weights(make(), tmp_path)
-    monkeypatch.undo()
     interop.save_weights(make(seed=2), path)
     assert load_file(path)
     assert path.read_bytes() != before

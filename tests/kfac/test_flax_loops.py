@@ -25,7 +25,7 @@ def losses_of(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
-# ---- Batch normalisation
+# ---- Batch normalisation: tensorflow/kfac#11, gpauloski/kfac-pytorch#23
 
 
 class Normalized(nnx.Module):
@@ -98,7 +98,7 @@ def test_batch_norm_along_another_axis_says_why_it_has_none():
     assert "fallback (it holds state" in str(layers)
 
 
-# ---- nnx.Optimizer
+# ---- nnx.Optimizer: google/flax#4144, google/flax#4545
 
 
 class Small(nnx.Module):
@@ -116,7 +116,8 @@ def loss_of(model, x, labels):
     return losses_of(logits, labels).mean(), logits
 
 
-X = jax.random.normal(jax.random.key(0), (6, 3))
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (6, 3))
 VALUE_GRAD = kfac.value_grad_and_curvature(loss_of, fisher="ggn", has_aux=True)
 
 
@@ -170,6 +171,27 @@ def test_nnx_optimizer(found_of, options):
         expected,
     )
     assert float(kfac.telemetry(nnx.as_pure(optimizer.opt_state))["cg_fac/damping"]) > 0
+
+
+def test_options_see_the_aux_of_a_function_of_modules():
+    model = Small()
+    graphdef, state = nnx.split(model)
+    mask = jnp.array([1.0, 1.0, 0.0, 0.5, 1.0, 0.0])
+
+    def masked(model, x, labels):
+        logits = model(x)
+        return jnp.average(losses_of(logits, labels), weights=mask), {"z": logits, "w": mask}
+
+    options = dict(has_aux=True, outputs=lambda aux: aux["z"], weights=lambda aux: aux["w"])
+
+    def captured(loss_fn, params):
+        function = kfac.value_grad_and_curvature(loss_fn, **options)
+        return dict(jax.jit(lambda p: function(p, X, LABELS, key=KEY)[2])(params).captured)
+
+    pure = captured(lambda p, *args: masked(nnx.merge(graphdef, p), *args), state)
+    jax.tree.map(np.testing.assert_array_equal, captured(masked, model), pure)
+    alone = kfac.curvature(masked, **options)(model, X, LABELS, key=KEY)
+    assert list(alone.captured) == ["first", "last"]
 
 
 # ---- A convolutional network with dropout and batch normalisation, as in Flax's first example
@@ -228,7 +250,7 @@ def test_digits_with_dropout_and_batch_norm():
     assert accuracy > 0.8
 
 
-# ---- Linen's TrainState
+# ---- Linen's TrainState: google/flax#4471
 
 
 class CurvatureState(TrainState):

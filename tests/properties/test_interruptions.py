@@ -1,4 +1,4 @@
-"""Whatever stops a run, at whatever moment: the same command ends with the bits of one left alone."""
+"""Whatever stops a run, and when: the same command ends with the bits of one left alone."""
 
 import contextlib
 import os

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from adder_flax import data, interop, models, settings, tasks, training
 from adder_flax.experiments import common
-from kfac._fisher import get_likelihood, shares
+from kfac._fisher import get_likelihood, read_weights
 from tests.training.tiny import TINY
 
 FACTS = tasks.ImageFacts((8, 8, 1), 10, (0.5,), (0.25,), False)
@@ -87,7 +87,7 @@ def test_the_curvature_is_the_hessian_of_both_terms(kind, num_heads):
     size = num_heads * 3
     hessian = jax.hessian(lambda z: outcome(z).loss)(logits).reshape(2, size, 2, size)
     outputs, pull = jax.vjp(lambda z: outcome(z).outputs, logits)
-    share, _ = shares(outcome(logits).weights, 2)
+    share = read_weights(outcome(logits).weights, 2).shares()
     likelihood, found = get_likelihood(task.likelihood), np.zeros((2, size, size))
     for position in range(2):
         for unit in np.eye(3, dtype="f"):
@@ -98,9 +98,7 @@ def test_the_curvature_is_the_hessian_of_both_terms(kind, num_heads):
             column = np.asarray(column, np.float64).reshape(2, size)
             found += np.einsum("np,nq->npq", column, column)
     for image in range(2):
-        np.testing.assert_allclose(
-            found[image], 2 * hessian[image, :, image], rtol=1e-4, atol=1e-6
-        )
+        np.testing.assert_allclose(found[image], 2 * hessian[image, :, image], rtol=1e-4, atol=1e-6)
 
 
 def tiny(**fields):

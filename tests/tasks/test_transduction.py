@@ -13,7 +13,7 @@ from flax import nnx
 from adder_flax import data, tasks
 from adder_flax.data._sequences import pad
 from adder_flax.models import Seq2Seq
-from kfac._fisher import get_likelihood, shares
+from kfac._fisher import get_likelihood, read_weights
 from tests.tasks.test_edit_distance import by_recursion
 
 SYMBOLS = {"source": ("", "a", "b", "c"), "target": ("", "", "A", "B", "C")}
@@ -73,10 +73,12 @@ def test_curvature_is_over_the_real_symbols(source):
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 5)), jnp.float32)
 
     def columns(length):
-        outcome = task.loss(_Fixed(logits[:, :length]), (word, target[:, :length]), rngs=nnx.Rngs(0))
-        share, total = shares(outcome.weights, 1)
+        outcome = task.loss(
+            _Fixed(logits[:, :length]), (word, target[:, :length]), rngs=nnx.Rngs(0)
+        )
+        weights = read_weights(outcome.weights, 1)
         root = get_likelihood(task.likelihood).root(outcome.outputs, jnp.ones((1, length, 5)))
-        return root * jnp.sqrt(share)[..., None], total
+        return root * jnp.sqrt(weights.shares())[..., None], weights.total
 
     (filled, total), (alone, _) = columns(6), columns(length)
     assert total == length

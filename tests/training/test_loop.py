@@ -222,7 +222,7 @@ def test_a_run_whose_directory_goes_away_does_not_go_on_in_another(tiny_config, 
             workdir.rename(tmp_path / "moved")
         return run.train_step(state, batch, hyper)
 
-    with pytest.raises(RunError, match="run to stay where it is while a run trains"):
+    with pytest.raises(RunError, match="trainer.lock to stay where it is while a run trains"):
         Trainer(
             dataclasses.replace(run, train_step=train_step), training.open_workdir(workdir, config)
         ).fit()

@@ -31,9 +31,7 @@ def per_block(value: Any, depth: int, name: str) -> list[Any]:
 
 
 def block_settings(settings: VitSettings) -> list[BlockSettings]:
-    """Settings of each block: its own score, its options, its own rate of stochastic depth.
-
-    The options are those of the score.
+    """Settings of each block: its own score with its options, its own rate of stochastic depth.
 
     >>> from adder_flax.settings import AttentionSettings
     >>> [
@@ -90,9 +88,8 @@ class Annealing(NamedTuple):
     blocks: str
 
     def squared_shares(self, progress: Any) -> list[Any]:
-        """Share of the squared distance in each block once so much of the training is done.
-
-        How much is done, `progress`, may be traced.
+        """Share of the squared distance in each block once so much, which may be traced, of the
+        training is done.
 
         >>> annealing = Annealing(depth=2, start=0.5, end=1.0, blocks="in_turn")
         >>> [
@@ -109,9 +106,8 @@ class Annealing(NamedTuple):
         return [clip((end - progress) / max(turn, shortest), 0.0, 1.0) for end in ends]
 
     def stages(self) -> list[float]:
-        """Shares of the training at which a block begins to leave the one distance, or has left it.
-
-        Between two of them the same is computed.
+        """Shares of the training at which a block begins to leave the one distance, or has left it;
+        between two of them the same is computed.
 
         >>> Annealing(depth=2, start=0.5, end=1.0, blocks="in_turn").stages()
         [0.5, 0.75, 1.0]
