@@ -209,8 +209,8 @@ def _of_this_version(config: ConfigDict) -> ConfigDict:
     """
     from adder_flax import models, tasks  # noqa: F401 - they register the settings of theirs
 
-    if "base" in config:  # what it does not read, an arm may
-        return config
+    if "base" in config:
+        return ConfigDict(settings.completed_comparison(config.to_dict()))
     return ConfigDict(settings.completed(settings.RunSettings, config.to_dict()))
 
 

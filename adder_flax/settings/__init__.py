@@ -7,7 +7,13 @@ A configuration (the ``ConfigDict`` that an experiment file makes, or a ``config
 a mistake is answered at once.
 """
 
-from adder_flax.settings._compare import CompareSettings, LogUniform, OneOf, Range
+from adder_flax.settings._compare import (
+    CompareSettings,
+    LogUniform,
+    OneOf,
+    Range,
+    completed_comparison,
+)
 from adder_flax.settings._data import DataSettings
 from adder_flax.settings._fields import (
     Declared,
@@ -96,6 +102,7 @@ __all__ = [
     "Text",
     "VitSettings",
     "completed",
+    "completed_comparison",
     "declarations",
     "defaults",
     "following",

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from adder_flax.settings._fields import section, setting
+from adder_flax.settings._fields import completed, defaults, section, setting
 from adder_flax.settings._keywords import Options
 from adder_flax.settings._rules import (
     LONGEST_NAME,
@@ -236,3 +236,22 @@ class CompareSettings:
                 f"{where}.base.data.eval_split: expected the name of the split to test on where "
                 "the set has a split validation of its own, got 'eval', which is that one"
             )
+
+
+def completed_comparison(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a comparison that an earlier version kept: fields it lacks have their defaults.
+
+    What its base does not read stays, since an arm may.
+    """
+    base = _over(completed(RunSettings, fields["base"]), fields["base"])
+    return {**defaults(CompareSettings), **fields, "base": base}
+
+
+def _over(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns fields with those of others in their place, section by section."""
+    merged = dict(fields)
+    for name, value in others.items():
+        inside = merged.get(name)
+        both = isinstance(value, Mapping) and isinstance(inside, Mapping)
+        merged[name] = _over(inside, value) if both else value
+    return merged
