@@ -6,7 +6,7 @@ See README.md for the experiments, overrides (``--config.field=value``) and mode
 is installed, the command ``adder-flax`` is the same.
 """
 
-from adder_flax import start
+from adder_flax import app
 
 if __name__ == "__main__":
-    start.main()
+    app.main()

@@ -1,6 +1,7 @@
 """Reads an experiment file.
 
-Python that makes a configuration, or the ``config.json`` that a run left.
+Python that makes a configuration, the ``config.json`` that a run left, or the records of a
+comparison.
 """
 
 import builtins
@@ -13,10 +14,9 @@ import traceback
 import types
 from typing import Any
 
-from adder_flax import experiments
+from adder_flax import experiments, packed
 from adder_flax.errors import RunError
 from adder_flax.extras import needs
-from adder_flax.files import open_regular
 
 with needs("train"):
     from ml_collections import ConfigDict
@@ -33,7 +33,8 @@ def load_experiment(path: str) -> ConfigDict:
       path: of the file, or the bare name of one that comes with the package; what follows a colon
         is the argument of ``get_config``. A ``.json`` file holds a configuration, as the
         ``config.json`` of a run does, or one under the name ``config``, as the record of a
-        comparison does. A file may import from those beside it.
+        comparison does. ``records.jsonl.xz`` is the comparison that it is of,
+        ``records.jsonl.xz#<name>`` one of its runs. A file may import from those beside it.
 
     Raises:
       RunError: whatever is wrong with it, with the line.
@@ -46,6 +47,8 @@ def load_experiment(path: str) -> ConfigDict:
       ...
       adder_flax.errors.RunError: expected an experiment file, got x.py: No such file or directory; set --config
     """  # noqa: E501 - a message is one line
+    if packed.NAME in path:
+        return _from_packed(*path.partition("#")[::2])
     path, colon, argument = path.partition(":")
     path = _file_of(path)
     source = _read(path)
@@ -127,9 +130,26 @@ def _from_json(text: bytes, path: str) -> ConfigDict:
         ) from error
 
 
+def _from_packed(path: str, name: str) -> ConfigDict:
+    """Returns a run of a comparison, or without a name the comparison itself."""
+    try:
+        comparison, records = packed.read_packed(path)
+    except FileNotFoundError as error:
+        raise RunError(f"expected an experiment file, got {path}: none; set --config") from error
+    if not name:
+        return as_config(comparison | {"results": os.path.dirname(path)})
+    if name not in records:
+        near = difflib.get_close_matches(name, records, n=1) or list(records)[:1]
+        raise RunError(
+            f"expected the name of one of {len(records)} records after {path}#, got {name!r}; "
+            f"did you mean {', '.join(near)}?"
+        )
+    return as_config(records[name]["config"])
+
+
 def _read(path: str) -> bytes:
     try:
-        with open_regular(path) as file:
+        with open(path, "rb") as file:
             return file.read()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)

@@ -28,7 +28,7 @@ def needs(extra: str) -> Iterator[None]:
       ...     import no_such_library
       Traceback (most recent call last):
       ...
-      adder_flax.extras.MissingExtraError: expected no_such_library, got none; pip install "adder-flax[report]"
+      adder_flax.extras.MissingExtraError: expected no_such_library, got none; in the repository of this project: pip install ".[report]"
     """  # noqa: E501 - a message is one line
     try:
         yield
@@ -46,11 +46,13 @@ def missing(library: str, extra: str) -> MissingExtraError:
       extra: that brings it.
 
     Example:
-      >>> print(missing("the compiler for NVIDIA GPUs", "gpu-compile"))
-      expected the compiler for NVIDIA GPUs, got none; pip install "adder-flax[gpu-compile]"
+      >>> print(missing("ptxas", "gpu-compile"))
+      expected ptxas, got none; in the repository of this project: pip install ".[gpu-compile]"
     """
     return MissingExtraError(
-        f'expected {library}, got none; pip install "adder-flax[{extra}]"', name=library
+        f"expected {library}, got none; in the repository of this project: "
+        f'pip install ".[{extra}]"',
+        name=library,
     )
 
 

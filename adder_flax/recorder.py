@@ -158,7 +158,7 @@ def trace(fn: Callable, *args: Any, wanted: _Wanted = frozenset()) -> tuple[core
     def pure(*states: Any) -> Any:
         out = fn(
             *(
-                _in_scopes(nnx.merge(g, s)) if g is not None else s
+                in_scopes(nnx.merge(g, s)) if g is not None else s
                 for g, s in zip(graphdefs, states, strict=True)
             )
         )
@@ -300,13 +300,15 @@ def _run_scan(
     return [*carry, *outputs]
 
 
-def _in_scopes(model: nnx.Module) -> nnx.Module:
-    """Puts the path of each submodule around its calls.
+def in_scopes(model: nnx.Module, inside: Sequence[str] = ()) -> nnx.Module:
+    """Puts the path of each submodule around its calls; the model, a copy, changes their classes.
 
-    The model, a copy, changes the classes of its modules.
+    Args:
+      model: whose modules are told apart.
+      inside: path of a module of Linen that it is in.
     """
     for path, module in nnx.iter_modules(model):
-        module.__class__ = _scoped(type(module), ".".join(map(str, path)))
+        module.__class__ = _scoped(type(module), ".".join(map(str, (*inside, *path))))
     return model
 
 

@@ -2,9 +2,8 @@
 
 import sys
 
-from adder_flax import host
+from adder_flax import app
 
 # As main.py does, and only where a benchmark is what this process is for.
 if sys.argv[0] == "-m":
-    host.leave_cores_to_xla()
-    host.use_huge_pages()
+    app.prepare_process()

@@ -3,7 +3,7 @@ each arm of a finished comparison takes to its target.
 
     python -m benchmarks.compare overhead  # seconds beside those of 24 runs of one arm themselves
     python -m benchmarks.compare coverage  # of six pairs that differ by chance alone
-    python -m benchmarks.compare seconds docs/results/optimizers_digits \
+    python -m benchmarks.compare seconds results/optimizers_digits \
         --config=experiments/compare_optimizers.py
 
 Runs of a comparison were made one after the other or side by side, on one machine or several, so
@@ -56,7 +56,6 @@ def overhead() -> None:
     with tempfile.TemporaryDirectory() as workdir:
         began = time.perf_counter()
         comparison = compare.Comparison(config, workdir)
-        comparison.prepare()
         seconds = [record.seconds["run"] for record in compare.work(comparison)]
         total = time.perf_counter() - began
         runs = sum(seconds)
@@ -73,11 +72,14 @@ def coverage() -> None:
     """Prints how often intervals hold zero and tests are passed where there is no difference."""
     rng = np.random.default_rng(0)
     found = [compare.paired_difference(*rng.normal(size=(2, PAIRS))) for _ in range(REPETITIONS)]
-    held = np.mean([difference.low <= 0 <= difference.high for difference in found])
+    student, bootstrap = (
+        np.mean([low <= 0 <= high for low, high in ends])
+        for ends in zip(*(((each.low, each.high), each.bootstrap) for each in found), strict=True)
+    )
     passed = np.mean([difference.p_value <= 0.05 for difference in found])
     print(
-        f"{REPETITIONS} comparisons of {PAIRS} pairs: {held:.1%} of the intervals hold zero, p ≤ "
-        f"0.05 in {passed:.1%}"
+        f"{REPETITIONS} comparisons of {PAIRS} pairs: {student:.1%} of Student's intervals hold "
+        f"zero, {bootstrap:.1%} of the bootstrap's; p ≤ 0.05 in {passed:.1%}"
     )
 
 
@@ -93,7 +95,6 @@ def seconds(results: str, config: str, rounds: int) -> None:
     fields.results = results
     with tempfile.TemporaryDirectory() as workdir:
         comparison = compare.Comparison(fields, workdir)
-        comparison.prepare()
     rows = [row for row in table.rows_of(comparison) if row.records]
     if not rows or rows[0].target is None:
         sys.exit(f"error: expected records of the baseline's final runs in {results}, got none")

@@ -7,7 +7,7 @@ Markdown table.
 
 Each row is the training step of an ImageNet experiment (224 pixels, 1,000 classes, global batch
 1,024), compiled for the topology without the hardware, as ``main.py --mode=compile`` does. It needs
-Linux on x86-64 and ``pip install "jax[tpu]"`` for TPUs, ``pip install "adder-flax[gpu-compile]"``
+Linux on x86-64 and ``pip install "jax[tpu]"`` for TPUs, ``pip install ".[gpu-compile]"``
 for GPUs, and takes some minutes for each row of the larger models.
 """
 

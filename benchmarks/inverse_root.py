@@ -4,7 +4,7 @@
     python -m benchmarks.inverse_root --write  # after a change of kfac/_inverse_root.cu
 
 It is assembled for A100 (sm_80), H100 (sm_90a) and B200 (sm_100a); that needs Linux and ``pip
-install "adder-flax[gpu-compile]"``, and no driver. Where there is a GPU, it is also set beside the
+install ".[gpu-compile]"``, and no driver. Where there is a GPU, it is also set beside the
 library that XLA has for the same: the time of a batch, and the error of the inverses.
 """
 

@@ -11,7 +11,7 @@ share of the bound follows from them on paper: it is the time of the arithmetic 
 over the time of the loop's dearest unit, where a scheduler issues one instruction a cycle. What the
 loop waits for is not in it: `benchmarks/ops_device.py` measures that.
 
-It needs Linux and ``pip install "adder-flax[gpu-compile]"``, and no driver.
+It needs Linux and ``pip install ".[gpu-compile]"``, and no driver.
 """
 
 import argparse

@@ -31,7 +31,7 @@ marker path { marker-end: none; fill: #7a86c8 }
 def imports() -> dict[str, set[str]]:
     """Returns the boxes and what each imports.
 
-    Files that stand alone in ``adder_flax/`` are in the box ``command``, if any of these imports a
+    Files that stand alone in ``adder_flax/`` are in the box ``app``, if any of these imports a
     folder, or in none: what does not import any folder (errors, files, …) may be used everywhere.
     """
     folders = {path.parent.name for path in (ROOT / "adder_flax").glob("*/__init__.py")} - {
@@ -45,7 +45,7 @@ def imports() -> dict[str, set[str]]:
         if place in folders | {"kfac"}:
             taken.setdefault(place, set()).update(found - {place})
         elif len(found) > 1:
-            taken.setdefault("command", set()).update(found)
+            taken.setdefault("app", set()).update(found)
     return taken
 
 

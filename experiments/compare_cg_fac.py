@@ -58,7 +58,7 @@ def get_config(workload: str | None = None) -> ml_collections.ConfigDict:
     # In all other arms it is that of the workload's experiment.
     arms["one rate of the others"] = {"name": "cg_fac", "learning_rate": 5e-3}
     with config.unlocked():
-        config.title = config.title.replace("Optimizers", "CG-FAC without trials", 1)
+        config.title = config.title.replace("Optimizers", "CG-FAC at its defaults", 1)
         config.factors = ml_collections.ConfigDict(
             {"settings": {name: {"optimizer": fields} for name, fields in arms.items()}}
         )

@@ -3,7 +3,7 @@
 DeiT-Tiny of the three mechanisms as experiments/common.py has it, 12 blocks of width 192: on digits
 20 epochs of AdamW, seven of CG-FAC. CG-FAC takes steps of one root mean square, at one rate and
 decay for all mechanisms: what twenty trials found for a network of half the width and depth
-(cg_fac_rms in docs/results/optimizers_digits), rounded. As products with factors and inverses are
+(cg_fac_rms in results/optimizers_digits), rounded. As products with factors and inverses are
 dear beside batches of 17 tokens an image, curvature comes from eight images of 64 and the inverses
 stand for the solution, which was chosen of five such settings by single runs of the dot product
 with seed 7, and by their accuracy on the test images at that. Operands of those products are

@@ -8,7 +8,8 @@ Command: python -m adder_flax.experiments.healed runs/heal_attention,seed=0 runs
 import argparse
 from pathlib import Path
 
-from adder_flax import report, terminal, training
+from adder_flax import report, training
+from adder_flax.app.ends import messages
 from adder_flax.compare.cells import facts
 
 
@@ -24,7 +25,7 @@ def main() -> None:
         "a seventh of the time for six blocks",
     )
     options = parser.parse_args()
-    with terminal.messages():
+    with messages():
         for workdir in options.runs:
             print(workdir)
             print(describe(Path(workdir), each_block=options.blocks == "each"), flush=True)

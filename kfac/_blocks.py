@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -260,7 +259,7 @@ class Block:
 
 
 def find_blocks(
-    taps: dict[str, Tap], shapes: dict[str, tuple[int, ...]], num_examples: int
+    taps: dict[str, Tap], num_examples: int
 ) -> tuple[tuple[Block, ...], dict[str, str]]:
     """Groups tapped calls into blocks that share no parameter.
 
@@ -270,11 +269,13 @@ def find_blocks(
     found: dict[str, tuple[Tap, dict[str, Param], tuple[bool, ...], int]] = {}
     skipped: dict[str, str] = {}
     for name, tap in taps.items():
-        result = _resolve(tap, shapes, num_examples)
+        result = _resolve(tap, num_examples)
         if isinstance(result, str):
             skipped[name] = result
-        else:
+        elif result is not None:
             found[name] = (tap, *result)
+    # What moves the loss by a way that is not captured has more curvature than the others show.
+    partly = {path: skipped[name] for name in skipped for path in sorted(taps[name].moved)}
     groups: list[tuple[set[str], list[str]]] = []
     for name, (_, params, _, _) in found.items():
         paths, names = {p.path for p in params.values()}, [name]
@@ -283,8 +284,9 @@ def find_blocks(
             paths, names = paths | group[0], group[1] + names
         groups.append((paths, names))
     blocks = []
-    for _, names in groups:
-        block = _make_block({name: found[name] for name in names}, num_examples)
+    for paths, names in groups:
+        block = next((partly[path] for path in sorted(paths & partly.keys())), None)
+        block = block or _make_block({name: found[name] for name in names}, num_examples)
         if isinstance(block, str):
             skipped |= dict.fromkeys(names, block)
         else:
@@ -293,39 +295,25 @@ def find_blocks(
 
 
 def _resolve(
-    tap: Tap, shapes: dict, num_examples: int
-) -> tuple[dict[str, Param], tuple[bool, ...], int] | str:
-    """Parameters, lane frames and example axis of a tapped call, or why it can have no block."""
-    params: dict[str, Param] = {}
-    stacked: tuple[bool, ...] = ()
-    for role, (path, shape, certain) in tap.params.items():
-        if path is None:
-            return f"parameter {role!r} is not an array of the differentiated tree"
-        match = _stack_axes(shapes[path], shape, tap.frames)
-        if match is None:
-            return f"{path} has shape {shapes[path]}, but {shape} inside the layer"
-        if tap.scans and not any(match[0]) and not certain:
-            return f"cannot tell whether the scan shares {path} or stacks it inside the loss"
-        if params and match[0] != stacked:
-            return "some of its parameters are stacked and others shared"
-        stacked, params[role] = match[0], Param(path, shape, match[1])
-    axis = _example_axis(tap, stacked, num_examples)
+    tap: Tap, num_examples: int
+) -> tuple[dict[str, Param], tuple[bool, ...], int] | str | None:
+    """Parameters, lane frames and example axis of a tapped call, or why it can have no block.
+
+    None where there was no call.
+    """
+    if not tap.captured:
+        return tap.reason
+    stacked = list({role.stacked for role in tap.params.values()})
+    if len(stacked) != 1:
+        return "some of its parameters are stacked and others shared"
+    axis = _example_axis(tap, stacked[0], num_examples)
     if axis is None:
         return f"no axis of its output {tap.y.shape} numbers the {num_examples} examples"
-    return params, stacked, axis
-
-
-def _stack_axes(
-    full: tuple[int, ...], local: tuple[int, ...], frames: tuple[int, ...]
-) -> tuple[tuple[bool, ...], tuple[int, ...]] | None:
-    """Which frames number lanes, and along which axes of the whole parameter."""
-    count = len(full) - len(local)
-    for chosen in itertools.combinations(range(len(frames)), max(count, 0)):
-        for axes in itertools.combinations(range(len(full)), max(count, 0)):
-            sizes_match = all(full[a] == frames[f] for a, f in zip(axes, chosen, strict=True))
-            if sizes_match and tuple(s for a, s in enumerate(full) if a not in axes) == local:
-                return tuple(f in chosen for f in range(len(frames))), axes
-    return None
+    params = {
+        name: Param(role.path, tap.shapes[name], role.stack_axes)
+        for name, role in tap.params.items()
+    }
+    return params, stacked[0], axis
 
 
 def _example_axis(tap: Tap, stacked: tuple[bool, ...], num_examples: int) -> int | None:
@@ -437,11 +425,17 @@ def token_product(
 
 
 def kron_product(
-    program: tuple[Use, ...], linearized: tuple, right: tuple[Array, ...], v: Lane, reduce: bool
+    program: tuple[Use, ...],
+    linearized: tuple,
+    right: tuple[Array, ...],
+    v: Lane,
+    reduce: bool,
+    weights: Float[Array, " example"] | None = None,
 ) -> Lane:
     """K v = (1/NT) Σ Jᵀ 𝒢 J v.
 
-    ``right`` is 𝒢 (or its diagonal) by number of outputs, in order of first use.
+    ``right`` is 𝒢 (or its diagonal) by number of outputs, in order of first use; ``weights`` are
+    of examples, and of mean 1.
     """
     groups = output_groups(program)
     zs = []
@@ -450,6 +444,7 @@ def kron_product(
         if reduce:
             y = jnp.broadcast_to(y.sum(1, keepdims=True) / tokens, y.shape)
         y = y * matrix if matrix.ndim == 1 else y @ matrix
+        y = y if weights is None else y * weights[:, None, None]
         zs.append(y / (use.num_examples * tokens))
     return pullback(program, linearized, tuple(zs), v)
 
@@ -499,16 +494,18 @@ def left_factor(
     inputs: tuple,
     reduce: bool,
     narrow: str | None = None,
+    weights: Float[Array, " example"] | None = None,
 ) -> Float[Array, "lifted lifted"]:
     """𝒜 = Σ φ φᵀ / (N T), the second moment of the features of a factored block.
 
-    Of φ rounded to ``narrow``, if given.
+    Of φ rounded to ``narrow``, if given; ``weights`` are of examples, and of mean 1.
     """
     tokens = sum(use.num_tokens for use in program)
     moments = []
     for use, x in zip(program, inputs, strict=True):
         features = use.rows(use.dense.features(use.own(params), x))
         features = features.sum(1, keepdims=True) / tokens**0.5 if reduce else features
+        features = features if weights is None else features * jnp.sqrt(weights)[:, None, None]
         features = _narrowed(features, narrow)
         moments.append(
             jnp.einsum(

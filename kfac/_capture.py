@@ -20,13 +20,15 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from kfac._layers import Dense, Generic
+from kfac._provenance import mark
+from kfac._sharing import axes_of, own_along
 from kfac._trees import flatten
 
 if TYPE_CHECKING:
@@ -58,27 +60,55 @@ class Adapter:
     watch: Callable[[Capture, PyTree], contextlib.AbstractContextManager]
 
 
+class Role(NamedTuple):
+    """A parameter of a tapped call.
+
+    Attributes:
+      path: where it stands in the parameter tree.
+      stacked: for each frame, whether it numbers layers that the parameter is stacked of.
+      stack_axes: the parameter's axes for those that do.
+    """
+
+    path: str
+    stacked: tuple[bool, ...]
+    stack_axes: tuple[int, ...]
+
+
 @dataclasses.dataclass
 class Tap:
     """One tapped call of a layer, as recorded while the loss is traced.
 
     Attributes:
-      layer: how the output depends on the parameters.
-      params: role → (path in the parameter tree or None, shape inside the layer, whether its
-        identity is certain).
+      key: the call's name in every trace of the loss.
+      base: what it is called if its parameters are not known.
+      layer: how the output depends on the parameters; None where nothing says so.
+      shapes: role → shape of the parameter inside the layer.
       x, y: shapes of the input (a tree) and of the output, without the axes of scans and vmaps.
       scan_path: which scans the call is inside of, outermost first, by order of appearance.
       scans: lengths of these scans.
-      vmaps: sizes of the vmaps around it, innermost first, by nesting level.
+      reason: why there is nothing to capture, if so.
+      vmaps: sizes of the vmaps around it, outermost first.
+      params: role → which parameter it is.
+      touched: paths of the parameters that the call's are made of.
+      moved: those of them whose gradient flows through it. If it is not captured, no other use of
+        them gives their whole curvature.
+      named: whether ``base`` is its name even so.
     """
 
-    layer: Layer
-    params: dict[str, tuple[str | None, tuple[int, ...], bool]]
+    key: str
+    base: str
+    layer: Layer | None
+    shapes: dict[str, tuple[int, ...]]
     x: PyTree[jax.ShapeDtypeStruct]
     y: jax.ShapeDtypeStruct
     scan_path: tuple[int, ...]
     scans: tuple[int, ...]
-    vmaps: dict[int, int] = dataclasses.field(default_factory=dict)
+    reason: str | None = None
+    vmaps: tuple[int, ...] = ()
+    params: dict[str, Role] = dataclasses.field(default_factory=dict)
+    touched: frozenset[str] = frozenset()
+    moved: frozenset[str] = frozenset()
+    named: bool = False
 
     @property
     def frames(self) -> tuple[int, ...]:
@@ -86,7 +116,16 @@ class Tap:
 
         Scans, then vmaps, each outermost first.
         """
-        return (*self.scans, *(self.vmaps[level] for level in sorted(self.vmaps, reverse=True)))
+        return (*self.scans, *self.vmaps)
+
+    @property
+    def captured(self) -> bool:
+        """Whether its input and cotangent are."""
+        return self.layer is not None and self.reason is None
+
+    def without_layer(self) -> Tap:
+        """A call that never happens."""
+        return dataclasses.replace(self, layer=None, reason=None)
 
     def slot(self) -> tuple[PyTree[Array], Array]:
         """Zeros that the pair (x, cotangent of y) of all frames fits in."""
@@ -111,6 +150,7 @@ class Capture:
         self.paths = {id(leaf): path for path, leaf in leaves.items()}
         self.alive = [params]  # an id stays unique only as long as its object lives
         self.taps = {} if taps is None else taps
+        self.names = {tap.key: name for name, tap in self.taps.items()}
         self.slots = slots
         self.calls: dict[str, int] = {}
         self.scan_path: tuple[int, ...] = ()
@@ -146,24 +186,47 @@ class Capture:
         return base if count == 1 else f"{base}#{count}"
 
     def tap(
-        self, base: str, layer: Layer, x: PyTree[Array], y: Array, params: dict[str, Any]
+        self,
+        base: str,
+        layer: Layer | None,
+        x: PyTree[Array],
+        y: Array,
+        params: dict[str, Array],
+        *,
+        reason: str | None = None,
+        named: bool = False,
     ) -> Array:
         """Taps a call: returns y."""
-        name = self.name(base)
+        key = self.name(base)
         if self.slots is None:
-            shapes = jax.tree.map(_shape, x)
-            self.taps[name] = Tap(layer, params, shapes, _shape(y), self.scan_path, self.scans)
-            return y + _row(self.taps[name].vmaps, x, y).astype(y.dtype) * 0
-        if name not in self.taps or name not in self.slots:
+            inputs = [a for a in jax.tree.leaves(x) if isinstance(a, jax.Array)]
+            shapes = {role: jnp.shape(p) for role, p in params.items()}
+            self.taps[key] = Tap(
+                key,
+                base,
+                layer,
+                shapes,
+                jax.tree.map(_shape, x) if layer is not None else None,
+                _shape(y),
+                self.scan_path,
+                self.scans,
+                reason,
+                named=named,
+            )
+            return mark(key, y, inputs, list(params.values()))
+        if key not in self.names:
             raise RuntimeError(
-                f"expected the same layers in every trace of the loss, got {name!r}, which was not "
+                f"expected the same layers in every trace of the loss, got {key!r}, which was not "
                 "met in the first; make the loss function deterministic in what it calls."
             )
-        tap, slot = self.taps[name], self.slots[name]
+        tap, slot = self.taps[self.names[key]], self.slots.get(self.names[key])
+        if slot is None:
+            return y
         if tap.vmaps:  # a slot holds the rows of all examples; each writes to its own alone
-            row, count = _row({}, x, y), math.prod(tap.vmaps.values())
+            row, count = _row(x, y), math.prod(tap.vmaps)
             num_axes = len(tap.vmaps)
             slot = jax.tree.map(lambda s: s.reshape(count, *s.shape[num_axes:])[row], slot)
+        y, x = own_along(axes_of(slot[1]), (y, x))
         return _tap(y, x, slot)
 
     def scan(
@@ -174,7 +237,7 @@ class Capture:
         self.num_scans += 1
         length = length if length is not None else len(jax.tree.leaves(xs)[0])
         inner = {n: t for n, t in self.taps.items() if t.scan_path[: len(path)] == path}
-        slots = None if self.slots is None else {name: self.slots[name] for name in inner}
+        slots = None if self.slots is None else {n: self.slots[n] for n in inner if n in self.slots}
         state = (self.scan_path, self.scans, self.slots)
         calls, num_scans = dict(self.calls), self.num_scans
 
@@ -237,31 +300,24 @@ def _float_dtype(dtype: Any) -> Any:
     return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
 
 
-def _row(sizes: dict[int, int], x: PyTree[Array], y: Array) -> Array:
-    """The number of this example among those of all vmaps around it.
-
-    Writes their sizes to ``sizes``.
-    """
+def _row(x: PyTree[Array], y: Array) -> Array:
+    """The number of this example among those of all vmaps around it."""
     # Nothing of each array: enough to be batched where any of them is, and no value that
     # a gradient could flow to.
     batched = [
         jax.lax.stop_gradient(a.reshape(-1)[:0].astype(jnp.float32))
         for a in (*jax.tree.leaves(x), y)
     ]
-    return _row_at_level(sizes, 0)(jnp.concatenate(batched))
+    return _row_within(jnp.concatenate(batched))
 
 
-def _row_at_level(sizes: dict[int, int], level: int) -> Callable[[Array], Array]:
-    @custom_vmap
-    def row(empty):
-        return jnp.zeros((), jnp.int32)
+@custom_vmap
+def _row_within(empty: Array) -> Array:
+    return jnp.zeros((), jnp.int32)
 
-    @row.def_vmap
-    def count_rows(axis_size, in_batched, empty):
-        # The rule of one vmap calls a function with a rule of its own, which the next
-        # vmap outside of it meets.
-        sizes[level] = axis_size
-        outer = _row_at_level(sizes, level + 1)(empty[0] if in_batched[0] else empty)
-        return outer * axis_size + jnp.arange(axis_size, dtype=jnp.int32), True
 
-    return row
+@_row_within.def_vmap
+def _count_rows(axis_size: int, in_batched: list, empty: Array) -> tuple[Array, bool]:
+    # Which the next vmap outside of it meets.
+    outer = _row_within(empty[0] if in_batched[0] else empty)
+    return outer * axis_size + jnp.arange(axis_size, dtype=jnp.int32), True

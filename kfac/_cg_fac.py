@@ -69,8 +69,8 @@ def cg_fac(
       gradient is not finite, which a caller who passes it has to have looked at.
 
     Raises:
-      ValueError: unknown names, or choices that exclude each other; in ``init``, layers of which
-        only a part is here; in ``update``, missing or foreign curvature.
+      ValueError: no layer has a block; unknown names, or choices that exclude each other; in
+        ``init``, layers of which only a part is here; in ``update``, missing or foreign curvature.
 
     >>> import jax, jax.numpy as jnp, kfac
     >>> params = {"kernel": jnp.zeros((3, 2))}

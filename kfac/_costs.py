@@ -21,6 +21,7 @@ import jax
 from kfac._blocks import Block
 from kfac._coverage import Layers, find_layers
 from kfac._step import STEPS
+from kfac._tracing import without_modules
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -201,6 +202,8 @@ def plan(
         )
     if step not in STEPS:
         raise ValueError(f"expected step to be one of {', '.join(STEPS)}, got {step!r}.")
+    if (of_arrays := without_modules(loss_fn, params, args, has_aux)) is not None:
+        loss_fn, params, args, has_aux = of_arrays.loss_fn, of_arrays.params, of_arrays.args, True
     layers = find_layers(loss_fn, params, *args, batch_size=batch_size)
     if not layers.blocks:
         raise ValueError(

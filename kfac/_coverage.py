@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,15 @@ import jax.numpy as jnp
 
 from kfac._blocks import Block, find_blocks
 from kfac._capture import Tap
-from kfac._tracing import record_taps
+from kfac._tracing import record_taps, without_modules
 from kfac._trees import flatten, is_inside, masked_paths, path_name
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
+
+
+LEFT_OUT = "left out"
+LOW_COVERAGE = 0.5
 
 
 class Layers:
@@ -28,14 +33,20 @@ class Layers:
       blocks: name → block, in the order of the calls.
       skipped: name → why a layer that was met has no block.
       shapes: path → shape of every parameter.
+      reasons: path → why the parameter has no block, where a layer with it was met.
     """
 
     def __init__(
-        self, blocks: Sequence[Block], skipped: dict[str, str], shapes: dict[str, tuple[int, ...]]
+        self,
+        blocks: Sequence[Block],
+        skipped: dict[str, str],
+        shapes: dict[str, tuple[int, ...]],
+        reasons: dict[str, str],
     ):
         self.blocks = {block.name: block for block in blocks}
         self.skipped = dict(skipped)
         self.shapes = dict(shapes)
+        self.reasons = dict(reasons)
 
     @property
     def block_of(self) -> dict[str, str]:
@@ -47,6 +58,11 @@ class Layers:
         """Share of the parameters (counted as numbers) that some block covers."""
         sizes = {path: math.prod(shape) for path, shape in self.shapes.items()}
         return sum(sizes[path] for path in self.block_of) / max(sum(sizes.values()), 1)
+
+    def uncovered(self, count: int) -> dict[str, str]:
+        """Path → reason of the largest so many parameters without a block."""
+        paths = sorted(self.shapes.keys() - self.block_of, key=lambda p: -math.prod(self.shapes[p]))
+        return {path: self.reasons.get(path, "no layer met") for path in paths[:count]}
 
     def select(self, predicate: Callable[[Block], bool]) -> Layers:
         """These layers without the blocks that a predicate refuses.
@@ -62,8 +78,11 @@ class Layers:
         0.0
         """
         kept = {name: block for name, block in self.blocks.items() if predicate(block)}
-        refused = dict.fromkeys(set(self.blocks) - set(kept), "left out")
-        return Layers(list(kept.values()), self.skipped | refused, self.shapes)
+        refused = dict.fromkeys(set(self.blocks) - set(kept), LEFT_OUT)
+        paths = dict.fromkeys((p for p, name in self.block_of.items() if name in refused), LEFT_OUT)
+        return Layers(
+            list(kept.values()), self.skipped | refused, self.shapes, self.reasons | paths
+        )
 
     def whole_blocks(self, tree: PyTree) -> dict[str, Block]:
         """The blocks whose parameters a tree like the parameters holds.
@@ -149,8 +168,7 @@ class Layers:
 
     def _served_by(self, path: str, owner: dict[str, str]) -> str:
         if path not in owner:
-            name = next((n for n in self.skipped if is_inside(path, n.split("#")[0])), None)
-            return f"fallback ({self.skipped[name] if name else 'no layer met'})"
+            return f"fallback ({self.reasons.get(path, 'no layer met')})"
         block = self.blocks[owner[path]]
         kinds = dict.fromkeys(use.layer.kind for use in block.uses)
         return f"{' + '.join(kinds)}, {block.name}" + (
@@ -174,11 +192,14 @@ def find_layers(
       loss_fn: as for ``value_grad_and_curvature``.
       params: the tree that will be differentiated; arrays or ``jax.ShapeDtypeStruct``.
       *args: the loss function's further arguments, likewise.
-      batch_size: number of examples; by default the length of the first array in ``args``.
+      batch_size: number of examples; by default the leading size of all arrays in ``args``.
 
     Returns:
       The layers; ``print`` shows for each parameter its block or its fallback, and the share
       covered.
+
+    Raises:
+      ValueError: leading sizes that disagree, without ``batch_size``.
 
     >>> import jax, jax.numpy as jnp, kfac
     >>> params = {"fc": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}, "scale": jnp.ones(())}
@@ -190,25 +211,58 @@ def find_layers(
     scale      scalar  fallback (no layer met)
     1 blocks cover 88.9 % of the parameters
     """
+    if (of_arrays := without_modules(loss_fn, params, args)) is not None:
+        loss_fn, params, args = of_arrays.loss_fn, of_arrays.params, of_arrays.args
     taps = record_taps(loss_fn, params, args)
-    return layers_of(taps, params, count_examples(args, batch_size))
+    layers = layers_of(taps, params, count_examples(args, batch_size))
+    if layers.coverage < LOW_COVERAGE:
+        left = "; ".join(f"{path}: {why}" for path, why in layers.uncovered(3).items())
+        warnings.warn(
+            f"kfac's layers cover {100 * layers.coverage:.1f} % of the parameters; the rest is "
+            f"trained by the fallback optimizer ({left}); print(layers) shows all.",
+            stacklevel=2,
+        )
+    return layers
 
 
 def layers_of(taps: dict[str, Tap], params: PyTree, num_examples: int) -> Layers:
     """The layers that taps were recorded of."""
     shapes = {path: jnp.shape(leaf) for path, leaf in flatten(params).items()}
-    blocks, skipped = find_blocks(taps, shapes, num_examples)
-    return Layers(blocks, skipped, shapes)
+    blocks, skipped = find_blocks(taps, num_examples)
+    reasons: dict[str, str] = {}
+    for name, reason in skipped.items():
+        for path in sorted(taps[name].touched):
+            reasons.setdefault(path, reason)
+    return Layers(blocks, skipped, shapes, reasons)
 
 
-def count_examples(args: tuple, batch_size: int | None) -> int:
-    """Number of examples of a loss function's further arguments."""
-    if batch_size is not None:
-        return batch_size
-    for leaf in jax.tree.leaves(args):
-        if len(getattr(leaf, "shape", ())) > 0:
-            return leaf.shape[0]
-    raise ValueError(
-        "expected an array with an example axis among the loss function's arguments, got none; "
-        "pass batch_size=."
-    )
+def count_examples(args: tuple, batch_size: int | None, outputs: Any = None) -> int:
+    """Number of examples: the leading size of a loss function's outputs, or of its arguments.
+
+    Args:
+      args: the loss function's further arguments.
+      batch_size: the number itself, or None.
+      outputs: of the likelihood, or None where they are not known.
+
+    Raises:
+      ValueError: sizes that disagree.
+    """
+    found: dict[int, str] = {}  # leading size → the first array that has it
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if shape := getattr(leaf, "shape", ()):
+            found.setdefault(shape[0], f"{tuple(shape)} at args{jax.tree_util.keystr(path)}")
+    known = [batch_size] if batch_size is not None else list(found)
+    if outputs is not None:
+        if len(known) == 1 and known[0] != outputs.shape[0]:
+            raise ValueError(
+                f"expected outputs of shape (batch, *positions, classes) of {known[0]} examples, "
+                f"got {outputs.shape}; reshape them, or pass batch_size= if that is the size of "
+                "the batch."
+            )
+        return outputs.shape[0]
+    if len(known) != 1:
+        raise ValueError(
+            "expected arrays whose first axes number the examples among the loss function's "
+            f"arguments, got {'; '.join(found.values()) or 'none'}; pass batch_size=."
+        )
+    return known[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,21 +91,79 @@ def get_likelihood(likelihood: str | Likelihood) -> Likelihood:
     return LIKELIHOODS[likelihood]
 
 
+class Weights(NamedTuple):
+    """Of the losses ℓ of a batch, where the loss is Σ w ℓ / T.
+
+    Attributes:
+      positions: w.
+      total: T.
+    """
+
+    positions: Float[Array, "*losses"]
+    total: Float[Array, ""]
+
+    @property
+    def examples(self) -> Float[Array, " batch"]:
+        """Σ w of each example."""
+        return self.positions.reshape(len(self.positions), -1).sum(1)
+
+    def shares(self) -> Float[Array, "*losses"]:
+        """N w / T: how much each position counts in the mean of N losses.
+
+        >>> read_weights(jnp.array([True, True, False]), 3).shares().tolist()
+        [1.5, 1.5, 0.0]
+        """
+        return len(self.positions) * self.positions / jnp.where(self.total > 0, self.total, 1)
+
+
+def read_weights(
+    weights: Array | tuple[Array, Array], num_examples: int, dtype: Any = jnp.float32
+) -> Weights:
+    """The weights that a loss has, in its dtype.
+
+    Args:
+      weights: w, of the shape of the losses, where T = Σ w; or (w, T).
+      num_examples: N.
+      dtype: of the loss.
+
+    Raises:
+      ValueError: weights of another number of examples.
+    """
+    w, total = weights if isinstance(weights, tuple) else (weights, None)
+    w = jax.lax.stop_gradient(jnp.asarray(w))
+    w = w.astype(jnp.promote_types(dtype, jnp.float32))
+    if w.shape[:1] != (num_examples,):
+        raise ValueError(
+            f"expected weights of shape (batch, *positions) of {num_examples} examples, got "
+            f"{w.shape}; give them the shape of the losses."
+        )
+    return Weights(w, w.sum() if total is None else jnp.asarray(total, w.dtype))
+
+
 def output_cotangents(
     fisher: str,
     likelihood: Likelihood,
     outputs: Float[Array, "batch *positions classes"],
     key: Key | None,
     num_samples: int,
+    share: Float[Array, "*losses"] | None = None,
 ) -> Float[Array, "columns batch *positions classes"]:
     """Columns c of every example with Σ_columns E[c cᵀ] = the Hessian of its loss in its outputs.
 
     Positions between the batch and the class axis are independent terms over which the loss
-    averages.
+    averages; ``share`` is that of each in an example's loss, by default 1 over their number.
 
     Raises:
-      ValueError: no key where one is needed, or enumeration over several positions.
+      ValueError: no key where one is needed, enumeration over several positions, or weights of
+        another shape.
     """
+    if share is not None and share.shape != outputs.shape[:-1]:
+        raise ValueError(
+            f"expected weights of the shape of the losses, {outputs.shape[:-1]} for outputs of "
+            f"shape {outputs.shape}, got {share.shape}; broadcast them."
+        )
+    # The Hessian of share · ℓ is share times that of ℓ, and c enters squared: hence the roots.
+    root = None if share is None else jnp.sqrt(share)[..., None]
     if fisher == "enumerate":
         if outputs.ndim != 2:
             raise ValueError(
@@ -113,9 +171,10 @@ def output_cotangents(
                 f"{outputs.shape}; use fisher='ggn' or 'mc' for outputs with positions."
             )
         units = jnp.eye(outputs.shape[-1], dtype=outputs.dtype)
-        return jax.vmap(
+        columns = jax.vmap(
             lambda unit: likelihood.root(outputs, jnp.broadcast_to(unit, outputs.shape))
         )(units)
+        return columns if root is None else columns * root
     if key is None:
         raise ValueError(
             f"fisher={fisher!r} draws random numbers: expected key=, got None; pass a "
@@ -129,7 +188,8 @@ def output_cotangents(
         # variance in c cᵀ.
         return likelihood.root(outputs, jax.random.rademacher(key, outputs.shape, outputs.dtype))
 
-    # A loss that averages over positions has their mean for its Hessian, and c enters
-    # squared: hence the root.
+    columns = jax.vmap(draw)(jax.random.split(key, num_samples))
+    if root is not None:
+        return columns * root / num_samples**0.5
     num_positions = outputs[0, ..., 0].size
-    return jax.vmap(draw)(jax.random.split(key, num_samples)) / (num_samples * num_positions) ** 0.5
+    return columns / (num_samples * num_positions) ** 0.5

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from kfac._sharing import axes_of, own_along
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
@@ -446,7 +448,9 @@ class Generic:
         pullback, inputs = linearized
         if self.pushforward is not None:
             return self.pushforward(*inputs, v, **dict(self.options))
-        return jax.linear_transpose(lambda z: pullback(z)[0], output)(v)[0]
+        # An array, not its shape: it says along which manual axes it is each device's own.
+        z = own_along(axes_of(next(iter(v.values()))), jnp.zeros(output.shape, output.dtype))
+        return jax.linear_transpose(lambda z: pullback(z)[0], z)(v)[0]
 
     def vjp(self, linearized: Any, z: Array) -> Params:
         """Jᵀ z."""

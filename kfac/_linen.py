@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flax import linen as nn
-from flax.core import axes_scan
+from flax import serialization, traverse_util
 
 from kfac._capture import Adapter, Capture, current_capture
 from kfac._layers import Scale
 from kfac._registry import (
     general_dense,
-    is_array,
+    neutral,
     plain_dense,
     register_layer,
     registrations,
     tap_registered,
 )
+from kfac._stats import Stats
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -31,7 +32,7 @@ register_layer(nn.Dense, describe=plain_dense)
 register_layer(nn.DenseGeneral, describe=general_dense)
 for _cls in (nn.Conv, nn.ConvTranspose, nn.Embed, nn.Einsum):
     register_layer(_cls)
-for _cls in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm):
+for _cls in (nn.BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm):
     register_layer(_cls, kind=Scale)
 register_layer(nn.Embed, "attend")
 
@@ -48,31 +49,8 @@ class _Call:
         return type(self.module).__name__
 
     def __call__(self, params: dict[str, Array], x: Array) -> Any:
-        return self.module.apply({"params": params}, x, method=self.method)
-
-
-class _PartialEvaluation:
-    """JAX's partial evaluation as ``nn.scan`` sees it while a capture runs.
-
-    ``nn.scan`` traces its body once to find constants, and throws the trace away: layers must not
-    report from there.
-    """
-
-    def __init__(self, original: Any):
-        self._original = original
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._original, name)
-        return _muted(attribute) if name.startswith("trace_to_jaxpr") else attribute
-
-
-def _muted(function: Callable) -> Callable:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        capture = current_capture()
-        with contextlib.nullcontext() if capture is None else capture.mute():
-            return function(*args, **kwargs)
-
-    return call
+        nested = traverse_util.unflatten_dict(params, sep="/")
+        return self.module.apply({"params": nested}, x, method=self.method)
 
 
 def _interception() -> contextlib.AbstractContextManager:
@@ -87,53 +65,41 @@ def _interception() -> contextlib.AbstractContextManager:
         registration = next((r for r in owners if r is not None), None)
         if capture is None or registration is None or module.is_initializing():
             return next_fun(*args, **kwargs)
-        with capture.mute():  # what is called inside belongs to this layer
-            y = next_fun(*args, **kwargs)
-        x = args[0] if args else next(iter(kwargs.values()), None)
         collections = dict(module.variables)
-        own = nn.unbox(collections.pop("params", {}))
-        if registration.describe is not None:
-            layer = registration.describe(module)
-        else:
-            layer = registration.layer(
-                module, _Call(module.clone(parent=None, name=None), context.method_name)
-            )
-        # Collections besides the parameters are state, such as batch statistics: no
-        # function of W and x.
-        flat = all(is_array(p) for p in own.values())
-        if layer is None or not own or not flat or collections or not is_array(x):
-            return y
-        params = {
-            role: (_find_path(capture, (*module.path, role)), p.shape, True)
-            for role, p in own.items()
-        }
-        return tap_registered(
-            capture, "/".join(module.path) or "model", layer, module, x, y, params
-        )
+        own = traverse_util.flatten_dict(nn.unbox(collections.pop("params", {})), sep="/")
+        if not own:
+            return next_fun(*args, **kwargs)
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        call = _Call(module.clone(parent=None, name=None), context.method_name)
+        with capture.mute() if registration.describe is None else contextlib.nullcontext():
+            # Collections besides the parameters are state, such as batch statistics: no function of
+            # the parameters and x.
+            if collections and registration.scales_features(module):
+                x = call.module.apply(
+                    {"params": neutral(own), **collections}, *args, mutable=True, **kwargs
+                )[0]
+            y = next_fun(*args, **kwargs)
+        layer = registration.layer(module, call, bool(collections))
+        base = "/".join(module.path)
+        return tap_registered(capture, base, layer, module, x, y, own)
 
     return nn.intercept_methods(intercept)
-
-
-def _find_path(capture: Capture, keys: tuple[str, ...]) -> str | None:
-    """Path of a parameter in the differentiated tree.
-
-    This may be one collection or all, boxed or not.
-    """
-    name = "/".join(keys)
-    candidates = [p for p in capture.shapes if f"/{p}/".endswith((f"/{name}/", f"/{name}/value/"))]
-    return (
-        candidates[0]
-        if len(candidates) == 1
-        else next((p for p in candidates if p in (name, f"params/{name}")), None)
-    )
-
-
-def _replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    yield axes_scan, "pe", _PartialEvaluation
 
 
 def _watch(capture: Capture, params: Any) -> contextlib.AbstractContextManager:
     return _interception()
 
 
-ADAPTER = Adapter(_replacements, _watch)
+def _to_state_dict(stats: Stats) -> dict[str, Any]:
+    return {name: getattr(stats, name) for name in stats.arrays}
+
+
+def _from_state_dict(stats: Stats, state: dict[str, Any]) -> Stats:
+    return dataclasses.replace(stats, **state)
+
+
+# `flax.serialization` knows named tuples, as the rest of the optimizer's state is, but no other
+# classes.
+serialization.register_serialization_state(Stats, _to_state_dict, _from_state_dict)
+
+ADAPTER = Adapter(lambda: (), _watch)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 
 from kfac._capture import Adapter, Capture, current_capture, original_scan
 from kfac._layers import Dense, Generic
@@ -68,10 +67,8 @@ def tap(
                 "expected kfac.tap's path to name parameters of the differentiated tree, got "
                 f"{name!r}; it has {', '.join(sorted(capture.shapes)[:8])}, …"
             )
-    named = {role: (paths[role], jnp.shape(p), True) for role, p in params.items()}
-    return capture.tap(
-        path or "model" if isinstance(path, str) else next(iter(paths.values())), layer, x, y, named
-    )
+    base = path or "model" if isinstance(path, str) else next(iter(paths.values()))
+    return capture.tap(base, layer, x, y, params, named=True)
 
 
 def path_of(array: Any) -> str | None:

@@ -37,12 +37,26 @@ class Registration:
     describe: Describe | None
     kind: type[Generic] | type[Scale] = Generic
 
-    def layer(self, module: Any, call: Callable) -> Generic | Scale:
-        """The layer that this call of a module is, where nothing describes it."""
+    def layer(self, module: Any, call: Callable, has_state: bool) -> Generic | Scale | Dense | str:
+        """The layer that this call of a module is, or why it is none.
+
+        Args:
+          module: whose method is called.
+          call: the method, as a function of the module's parameters and its input.
+          has_state: whether the module holds more than parameters.
+        """
+        if self.describe is not None:
+            return self.describe(module) or "its kind of call has no curvature here"
+        if has_state:
+            return Scale(fn=_scaled) if self.scales_features(module) else "it holds state"
+        return Scale(fn=call) if self.scales_features(module) else Generic(call)
+
+    def scales_features(self, module: Any) -> bool:
+        """Whether a module's parameters act on each feature of the last axis alone."""
         # A norm along other axes has scales that do not belong to features of the last
         # one.
-        last = getattr(module, "feature_axes", -1) in (-1, (-1,))
-        return Scale(fn=call) if self.kind is Scale and last else Generic(call)
+        axes = getattr(module, "feature_axes", getattr(module, "axis", -1))
+        return self.kind is Scale and axes in (-1, (-1,))
 
 
 _registrations: dict[tuple[type, str], Registration] = {}
@@ -58,8 +72,9 @@ def register_layer(
     """Makes a method of a Flax module class (NNX or Linen) a layer with curvature of its own.
 
     The method's first argument is the layer's input, with the example axis first and the features
-    last; its result is an array. Modules called inside it are part of it. Flax's own dense,
-    convolution, embedding, einsum and normalisation layers are registered already.
+    last; its result is an array. Modules called inside it are part of it, unless ``describe`` says
+    what it is without them. Flax's own dense, convolution, embedding, einsum and normalisation
+    layers and ``nnx.LoRA`` are registered already.
 
     Args:
       cls: the class that defines the method.
@@ -94,6 +109,8 @@ def register_layer(
             f"expected a method that {cls.__name__} defines, got {method!r}; name the one that is "
             "the layer."
         )
+    if describe is None and kind is Generic and (owner, method) in _registrations:
+        return  # what is known of it says more
     _registrations[owner, method] = Registration(owner, method, describe, kind)
 
 
@@ -126,20 +143,35 @@ def registrations(base: type) -> list[Registration]:
 
 
 def tap_registered(
-    capture: Any, name: str, layer: Dense | Generic, module: Any, x: Any, y: Any, params: Any
+    capture: Any, base: str, layer: Dense | Generic | str, module: Any, x: Any, y: Any, params: Any
 ) -> Any:
-    """Taps a call of a Flax layer.
+    """Taps a call of a Flax layer, or tells why there is none.
 
     Contracted axes and output axes of general dense layers become one axis each.
     """
+    if not is_array(x):
+        layer = "its input is no array"
+    if isinstance(layer, str):
+        return capture.tap(base, None, x, y, params, reason=layer) if is_array(y) else y
     if not isinstance(layer, Dense):
-        return capture.tap(name, layer, x, y, params)
-    axes = getattr(module, "axis", -1)
+        return capture.tap(base, layer, x, y, params)
+    axes = getattr(module, "axis", -1) if not layer.elementwise else -1
     axes = [a % x.ndim for a in ((axes,) if isinstance(axes, int) else axes)]
     others = [a for a in range(x.ndim) if a not in axes]
     matrix = jnp.transpose(x, (*others, *axes)).reshape(*(x.shape[a] for a in others), -1)
     flat = y.reshape(*y.shape[: len(others)], -1)
-    return capture.tap(name, layer, matrix, flat, params).reshape(y.shape)
+    return capture.tap(base, layer, matrix, flat, params).reshape(y.shape)
+
+
+def neutral(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of a norm that change nothing."""
+    return {n: (jnp.zeros_like if n == "bias" else jnp.ones_like)(p) for n, p in params.items()}
+
+
+def _scaled(params: dict[str, Any], normalized: Any) -> Any:
+    """The learned part of a norm that holds state, which has normalized the input."""
+    y = normalized * params["scale"] if "scale" in params else normalized
+    return y + params["bias"] if "bias" in params else y
 
 
 def plain_dense(module: Any) -> Dense:

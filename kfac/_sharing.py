@@ -4,12 +4,15 @@ Each computes its share of the layers, and all get the results.
 
 Inverses and solutions of layers are the same on all devices of a mesh that splits batches. Computed
 by all, they cost each device what they cost one.
+
+Under the axes of ``jax.shard_map`` and ``jax.pmap``, where programs are each device's own, what
+batches give is averaged here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,6 +21,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
+
+    AxisName = str | tuple[str, ...] | None
 
 
 def over_devices(
@@ -79,6 +84,44 @@ def divides_lanes() -> bool:
     False
     """
     return _automatic_axes()[1] > 1
+
+
+def mean_over(axis_name: AxisName, tree: PyTree) -> PyTree:
+    """The mean of what the devices along manual axes have; the tree itself without any."""
+    return tree if axis_name is None else jax.lax.pmean(tree, axis_name)
+
+
+def own_along(axes: Collection[str], tree: PyTree) -> PyTree:
+    """The arrays as each device's own along manual axes.
+
+    ``jax.shard_map`` keeps account of it, and sums the gradients of what all devices share.
+    """
+    manual = [name for name in jax.sharding.get_abstract_mesh().manual_axes if name in axes]
+
+    def one(array: Array) -> Array:
+        missing = tuple(name for name in manual if name not in axes_of(array))
+        return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+    return jax.tree.map(one, tree) if manual else tree
+
+
+def axes_of(array: Array) -> frozenset[str]:
+    """The manual axes that ``jax.shard_map`` takes an array to differ along.
+
+    None where it keeps no account (``check_vma=False``).
+    """
+    kind = jax.typeof(array)
+    # In JAX's name for it until 0.10, and in the present one.
+    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
+
+
+def names_of(axis_name: AxisName) -> tuple[str, ...]:
+    """The axes as a tuple, which may be empty.
+
+    >>> names_of("data"), names_of(None)
+    (('data',), ())
+    """
+    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
 
 
 def _whole(array: Array) -> Array:

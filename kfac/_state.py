@@ -89,7 +89,8 @@ def init_state(params: PyTree[Array], owned: dict[str, Block], options: Options)
     return CGFacState(
         count=jnp.zeros((), jnp.int32),
         damping_factor=jnp.ones_like(scalar),
-        averages=Averages(factors, traces, scalar, scalar, inverses),
+        # Two zeros: a step that donates its state may give no buffer away twice.
+        averages=Averages(factors, traces, scalar, jnp.zeros_like(scalar), inverses),
         velocity=velocity,
         solution=jax.tree.map(jnp.zeros_like, params) if options.warm_start else (),
         stats=empty_stats(owned, scalar, options),

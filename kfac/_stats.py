@@ -52,6 +52,11 @@ class Stats:
     blocks: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     measured: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
+    @property
+    def arrays(self) -> list[str]:
+        """Names of the fields that are no names themselves."""
+        return [f.name for f in dataclasses.fields(self) if not f.metadata.get("static")]
+
     def by_name(self) -> dict[str, Array]:
         """Scalars by the names of ``telemetry``."""
         scalars = {f"cg_fac/{name}": getattr(self, name) for name in _SCALARS}

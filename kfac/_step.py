@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kfac._sharing import mean_over
 from kfac._solver import Solution, lane_dot
 from kfac._systems import System
 from kfac._trees import all_fit, concatenated
@@ -149,8 +150,9 @@ def normalized_step(
     # Sums and no products of matrices, which are of few digits on accelerators.
     model = -step * (ratios * slopes).sum() + 0.5 * step**2 * (ratios**2 * damped).sum()
     delta = combine(-step, x, share, x if velocity is None else velocity)
-    one = jnp.ones_like(model)
-    return Proposal(delta, jnp.stack([step, share]), model, one, one)
+    # Two ones, as of every number that a state holds: see `init_state`.
+    kl_scale, coherence = jnp.ones_like(model), jnp.ones_like(model)
+    return Proposal(delta, jnp.stack([step, share]), model, kl_scale, coherence)
 
 
 def is_finite(
@@ -217,7 +219,8 @@ def fisher_of(
       *directions: changes of the blocks' parameters.
     """
     along = _derivatives(groups, *directions)
-    return jnp.einsum("pcn,qcn->pq", along, along) / num_examples
+    fisher = jnp.einsum("pcn,qcn->pq", along, along) / num_examples
+    return mean_over(groups[0].axis_name, fisher)
 
 
 def quadratic_step(

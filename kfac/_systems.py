@@ -14,11 +14,13 @@ from kfac import _blocks as blocks
 from kfac import _solver as solver
 from kfac._blocks import Block
 from kfac._curvature import Curvature
-from kfac._sharing import over_devices
+from kfac._sharing import mean_over, names_of, over_devices, own_along
 from kfac._trees import concatenated
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
+
+    from kfac._sharing import AxisName
 
     Lanes = tuple[Float[Array, "lane ..."], ...]
     Factors = dict[str, tuple[Array, ...]]
@@ -59,6 +61,9 @@ class System:
       inputs: captured inputs per use, of exact blocks.
       inverses: of the damped factors, that precondition CG: pairs for some lanes each, or ().
       parts: the systems of single blocks that were stacked, or ().
+      axis_name: manual axes along which devices have a part of the batch each, where F is made of
+        the batch.
+      weights: of examples, see ``_example_weights``, likewise.
     """
 
     blocks: tuple[Block, ...]
@@ -70,6 +75,8 @@ class System:
     inputs: tuple[Any, ...] = ()
     inverses: tuple[tuple[Array, ...], ...] = ()
     parts: tuple[System, ...] = ()
+    axis_name: AxisName = None
+    weights: Array | None = None
 
     @property
     def arrays(self) -> tuple:
@@ -107,7 +114,8 @@ class System:
         """F v of every lane."""
         if self.form.name == "factors":
             return self.unpack(self.matvec(self.pack(v)))
-        return jax.vmap(functools.partial(_product, self.program, self.form))(self.state, self.g, v)
+        product = jax.vmap(functools.partial(_product, self.program, self.form, self.weights))
+        return mean_over(self.axis_name, product(self.state, self.g, self._own(v)))
 
     def matvec(self, v: PyTree[Array]) -> PyTree[Array]:
         """F v of every lane, for packed v."""
@@ -143,7 +151,7 @@ class System:
         def one(state: Any, g: Any, v: Lanes) -> Array:
             return blocks.example_derivatives(g, blocks.pushforward(self.program, state, v))
 
-        return jax.vmap(one)(self.state, self.g, v).sum(0)
+        return jax.vmap(one)(self.state, self.g, self._own(v)).sum(0)
 
     def preconditioned(self, inverses: Factors) -> System:
         """This system with the inverses of its blocks' damped factors, where there are any."""
@@ -185,8 +193,9 @@ class System:
             # Of each part, since they read diagonals: a stack would be a copy of all factors.
             return jnp.concatenate([one(part.params, *part.state) for part in self.parts or [self]])
         if self.form.name == "exact":
-            exact = functools.partial(blocks.exact_trace, self.program)
-            return jax.vmap(exact)(self.params, self.inputs, self.state, self.g)
+            exact = jax.vmap(functools.partial(blocks.exact_trace, self.program))
+            own = exact(self._own(self.params), self.inputs, self.state, self.g)
+            return mean_over(self.axis_name, own)
         like, treedef = jax.tree.flatten(self.pack(self.params))
         keys = jax.random.split(key, len(like))
         signs = [
@@ -213,6 +222,9 @@ class System:
         """
         left, right = self.state
         return solver.solve_kronecker(left, right, b, gamma)
+
+    def _own(self, lanes: Lanes) -> Lanes:
+        return own_along(names_of(self.axis_name), lanes)
 
     def split(self, lanes: PyTree[Array]) -> list[PyTree[Array]]:
         """Per block, its part of arrays with a leading lane axis."""
@@ -252,10 +264,10 @@ def _squares_in_parts(parts: list[Lanes]) -> Float[Array, " lane"]:
     return jnp.concatenate([solver.lane_dot(lanes, lanes) for lanes in parts])
 
 
-def _product(program: tuple, form: Form, state: Any, g: Any, v: Any) -> Any:
+def _product(program: tuple, form: Form, weights: Array | None, state: Any, g: Any, v: Any) -> Any:
     if form.name == "kron":
         linearized, right = state
-        return blocks.kron_product(program, linearized, right, v, form.reduce)
+        return blocks.kron_product(program, linearized, right, v, form.reduce, weights)
     if form.name == "exact":
         return blocks.exact_product(program, state, g, v)
     return blocks.token_product(program, state, g, v)
@@ -301,9 +313,21 @@ def new_factors(block: Block, curvature: Curvature, params: Lanes, form: Form) -
         functools.partial(blocks.right_factors, block.program, max_size=form.max_size, **sharing)
     )(g)
     if form.name == "kron":
-        return right
+        return mean_over(curvature.axis_name, right)
+    sharing["weights"] = _example_weights(curvature)
     left = jax.vmap(functools.partial(blocks.left_factor, block.program, **sharing))(params, inputs)
-    return left, right[0]
+    return mean_over(curvature.axis_name, (left, right[0]))
+
+
+def _example_weights(curvature: Curvature) -> Float[Array, " example"] | None:
+    """Weights of the examples, of mean 1: inputs count in a factor as much as their losses do.
+
+    Of examples and not of positions: those of a layer need not be those of the outputs.
+    """
+    if curvature.weights is None:
+        return None
+    mean = (examples := curvature.weights.examples).mean()
+    return examples / jnp.where(mean > 0, mean, 1)
 
 
 def diagonal(factor: Float[Array, "lane n *n"]) -> Float[Array, "lane n"]:
@@ -351,8 +375,9 @@ def _one(block: Block, curvature: Curvature, params: dict, form: Form, factors: 
         program = (dataclasses.replace(block.program[0], **any_batch),)
         return System((block,), form, program, lanes, factors)
     inputs, g = captured_of(block, curvature)
-    state = (inputs, factors) if form.name == "kron" else inputs
-    return System((block,), form, block.program, lanes, state, () if form.name == "kron" else g)
+    state, g = ((inputs, factors), ()) if form.name == "kron" else (inputs, g)
+    of_batch = {"axis_name": curvature.axis_name, "weights": _example_weights(curvature)}
+    return System((block,), form, block.program, lanes, state, g, **of_batch)
 
 
 def _stack(systems: list[System]) -> System:
@@ -361,7 +386,8 @@ def _stack(systems: list[System]) -> System:
         return first
     arrays = concatenated(s.arrays for s in systems)
     stacked = tuple(b for s in systems for b in s.blocks)
-    return System(stacked, first.form, first.program, *arrays, parts=tuple(systems))
+    of_batch = {"axis_name": first.axis_name, "weights": first.weights}
+    return System(stacked, first.form, first.program, *arrays, parts=tuple(systems), **of_batch)
 
 
 def _linearized(system: System) -> System:
@@ -370,12 +396,11 @@ def _linearized(system: System) -> System:
     # Once for all products of a solve: each of its iterations would pass through the
     # layer again otherwise.
     linearize = jax.vmap(functools.partial(blocks.linearize, system.program))
+    params = own_along(names_of(system.axis_name), system.params)
     if system.form.name == "kron":
         inputs, right = system.state
-        return dataclasses.replace(system, state=(linearize(system.params, inputs), right))
-    return dataclasses.replace(
-        system, state=linearize(system.params, system.state), inputs=system.state
-    )
+        return dataclasses.replace(system, state=(linearize(params, inputs), right))
+    return dataclasses.replace(system, state=linearize(params, system.state), inputs=system.state)
 
 
 def _float(array: Array) -> Any:

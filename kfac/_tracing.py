@@ -6,6 +6,7 @@ Whichever way the model is written.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import sys
@@ -16,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from kfac._capture import Adapter, Capture, Tap
+from kfac._locations import located
+from kfac._provenance import read
+from kfac._trees import flatten
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -25,16 +29,51 @@ if TYPE_CHECKING:
 ADAPTERS = {"jax": "kfac._plain", "flax.linen": "kfac._linen", "flax.nnx": "kfac._nnx"}
 
 
+@dataclasses.dataclass(frozen=True)
+class OfArrays:
+    """A loss function of Flax NNX modules as one of arrays, with its arguments.
+
+    Attributes:
+      loss_fn: ``(params, *args) → (loss, (aux, state))``.
+      params, args: its arguments; of a module of parameters an ``nnx.State``.
+      write: puts the state after the call into the modules.
+    """
+
+    loss_fn: Callable
+    params: PyTree
+    args: tuple
+    write: Callable[[Any], None]
+
+
+def without_modules(
+    loss_fn: Callable, params: PyTree, args: tuple, has_aux: bool = False
+) -> OfArrays | None:
+    """The loss function without the modules among its arguments; None if there are none."""
+    if "flax.nnx" not in sys.modules:
+        return None
+    parts = importlib.import_module("kfac._nnx").split(loss_fn, params, args)
+    if parts is None:
+        return None
+    inner, params, args, write = parts
+
+    def with_state(params: PyTree, *args: Any) -> tuple[Any, tuple]:
+        result, state = inner(params, *args)
+        loss, aux = result if has_aux else (result, None)
+        return loss, (aux, state)
+
+    return OfArrays(with_state, params, args, write)
+
+
 def record_taps(loss_fn: Callable, params: PyTree, args: tuple) -> dict[str, Tap]:
     """Traces ``loss_fn(params, *args)`` abstractly and returns its tapped calls in order."""
-    taps: dict[str, Tap] = {}
+    met: dict[str, Tap] = {}
 
-    def traced(params, args):
-        with _watched(Capture(params, taps), params):
-            loss_fn(params, *args)
+    def traced(params: PyTree, args: tuple) -> list:
+        with _watched(Capture(params, met), params):
+            return jax.tree.leaves(loss_fn(params, *args))[:1]  # the loss
 
-    jax.eval_shape(traced, params, args)
-    return taps
+    program, paths = jax.make_jaxpr(traced)(params, args), list(flatten(params))
+    return located(met, read(program, len(paths)), paths)
 
 
 def tapped(loss_fn: Callable, taps: dict[str, Tap]) -> Callable:

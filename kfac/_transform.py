@@ -16,6 +16,7 @@ from kfac._coverage import Layers
 from kfac._curvature import Curvature
 from kfac._options import Options, is_zero
 from kfac._problem import Problem, from_vectors, pose, solve, to_vectors
+from kfac._sharing import mean_over
 from kfac._solver import Solution
 from kfac._state import Averages, CGFacState, init_state
 from kfac._stats import Stats
@@ -63,8 +64,8 @@ def scale_by_cg_fac(
       refuses steps for other reasons too need not choose between all of the old state and the new.
 
     Raises:
-      ValueError: in ``init``, parameters without a layer, or layers of which only a part is here;
-        in ``update``, missing or foreign curvature.
+      ValueError: no layer has a block; in ``init``, parameters without a layer, or layers of which
+        only a part is here; in ``update``, missing or foreign curvature.
 
     >>> import jax.numpy as jnp, kfac
     >>> params = {"fc": {"kernel": jnp.ones((3, 2))}, "scale": jnp.ones(())}
@@ -87,6 +88,12 @@ def scale_by_cg_fac(
     True
     """
     options = Options() if options is None else options
+    if not layers.blocks:
+        left = "; ".join(f"{path}: {why}" for path, why in layers.uncovered(3).items())
+        raise ValueError(
+            f"expected layers with curvature, got none ({left or 'no parameters'}); mark layers of "
+            "plain functions with kfac.tap, register modules with kfac.register_layer."
+        )
 
     def init(params: PyTree[Array]) -> CGFacState:
         return init_state(params, _owned(params, layers), options)
@@ -111,7 +118,8 @@ def scale_by_cg_fac(
         curvature = _at_hand(curvature, owned, options)
 
         def change(delta: Flat) -> Array:  # whose arguments `_checked` looked for
-            return value_fn(add(params, delta)) - value  # pyright: ignore[reportOperatorIssue, reportOptionalCall]
+            new = value_fn(add(params, delta))  # pyright: ignore[reportOptionalCall]
+            return mean_over(curvature.axis_name, new) - value  # pyright: ignore[reportOperatorIssue]
 
         if sound is None:
             sound = all_finite(jax.tree.leaves(grads))
@@ -226,6 +234,11 @@ def _checked(
             "expected curvature of the layers that cg_fac was made with, got none of "
             f"{', '.join(missing[:4])}; call kfac.find_layers with the loss function that is "
             "differentiated."
+        )
+    if curvature.axis_name is not None and options.solver in ("dual", "auto"):
+        raise ValueError(
+            f"solver={options.solver!r} needs the gradients of all examples at one place: expected "
+            f"curvature of a whole batch, got axis_name={curvature.axis_name!r}; use solver='cg'."
         )
     if curvature.fresh is not None and options.curvature != "kron":
         raise ValueError(

@@ -5,7 +5,7 @@ Parts of a tree may be masked, as optax does it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -21,8 +21,13 @@ if TYPE_CHECKING:
 
 
 def path_name(path: tuple) -> str:
-    """A tree path as text, ``"blocks/0/kernel"``."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    """A tree path as text, ``"blocks/0/kernel"``, of a box its content's: a Flax variable's, say.
+
+    >>> path_name((jax.tree_util.DictKey("kernel"), jax.tree_util.GetAttrKey("value")))
+    'kernel'
+    """
+    boxed = len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value")
+    return jax.tree_util.keystr(path[:-1] if boxed else path, simple=True, separator="/")
 
 
 def flatten(tree: PyTree[Array]) -> Flat:
@@ -104,6 +109,20 @@ def is_inside(path: str, branch: str) -> bool:
     (True, False, True)
     """
     return branch == "" or f"{path}/".startswith(f"{branch}/")
+
+
+def common_parent(paths: Sequence[str]) -> str:
+    """The longest branch that paths lie in.
+
+    >>> common_parent(["blocks/0/kernel", "blocks/0/bias"]), common_parent(["kernel"])
+    ('blocks/0', '')
+    """
+    parents = []
+    for keys in zip(*(path.split("/")[:-1] for path in paths), strict=False):
+        if len(set(keys)) > 1:
+            break
+        parents.append(keys[0])
+    return "/".join(parents)
 
 
 def add(tree: PyTree[Array], flat: Flat) -> PyTree[Array]:

@@ -68,7 +68,10 @@ def test_without_its_libraries_it_is_one_message():
     bare = [sys.executable, "-S", ROOT / "main.py", EXPERIMENT]  # no installed package is found
     done = subprocess.run(bare, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr == 'error: expected absl, got none; pip install "adder-flax[train]"\n'
+    assert done.stderr == (
+        "error: expected absl, got none; in the repository of this project: "
+        'pip install ".[train]"\n'
+    )
 
 
 def test_train_then_eval(run_main, tmp_path):
@@ -93,7 +96,7 @@ def test_train_then_eval(run_main, tmp_path):
     ):
         assert (tmp_path / name).exists()
     accuracy = re.search(r"test accuracy (\S+) after 9 steps", trained.stdout).group(1)
-    evaluated = run_main(*flags, "--mode=eval")
+    evaluated = run_main(f"--workdir={tmp_path}", "--mode=eval")  # which holds the rest
     assert evaluated.returncode == 0, evaluated.stderr
     assert f"accuracy {accuracy}" in evaluated.stdout
 
@@ -137,7 +140,7 @@ def test_an_interrupted_and_resumed_run_ends_with_the_bits_of_an_uninterrupted_o
     rest = process.stdout.read()
     assert process.wait(timeout=120) == 128 + number
     assert f"{number.name} at step" in rest
-    resumed = run_main(*flags, f"--workdir={tmp_path / 'broken'}")
+    resumed = run_main(f"--workdir={tmp_path / 'broken'}")
     assert resumed.returncode == 0, resumed.stderr
     assert "resuming at step" in resumed.stdout
     (last, whole), (step, broken) = (
@@ -164,6 +167,12 @@ def _assert_same_bits(a, b):
             _assert_same_bits(left, right)
     elif a is not None:
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_neither_an_experiment_nor_a_run_is_said(run_main, tmp_path):
+    done = run_main(f"--workdir={tmp_path}", "--mode=eval")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: expected --config=<experiment>, or --workdir=")
 
 
 def test_help_names_the_flags(run_main):

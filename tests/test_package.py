@@ -113,7 +113,7 @@ sys.meta_path.insert(0, Hidden())
     )
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("adder_flax.extras.MissingExtraError: expected ")
-    assert last.endswith(f'pip install "adder-flax[{extra}]"')
+    assert last.endswith(f'pip install ".[{extra}]"')
 
 
 @pytest.mark.parametrize("package", ["adder_flax", "kfac"])

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adder_flax import cli, data, interop, training
+from adder_flax import data, interop, training
+from adder_flax.app import modes
 from adder_flax.predict import Prediction, Predictor, files_of
 from adder_flax.training import RunError, build_run
 
@@ -35,7 +36,7 @@ def test_files_are_taken_for_what_their_pixels_are(run, tmp_path):
     (tmp_path / "010b.png").write_bytes((tmp_path / "010.png").read_bytes()[:60])
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "071.txt").write_text("no image")
-    os.mkfifo(tmp_path / "sub" / "072.png")
+    (tmp_path / "sub" / "072.png").symlink_to("nowhere")
     (tmp_path / ".hidden").write_text("left alone")
     files = files_of(tmp_path)
     assert [str(path.relative_to(tmp_path)) for path in files[9:12]] == [
@@ -94,7 +95,7 @@ def test_the_mode_writes_lines_and_pictures_and_counts_what_it_cannot_read(run, 
     (tmp_path / "images" / "note.txt").write_text("")
     places = dict(output=str(tmp_path / "lines"), overlay=str(tmp_path / "overlay"))
     with pytest.raises(SystemExit) as ended:
-        cli.predict(config, tmp_path / "run", "last", str(tmp_path / "images"), **places)
+        modes.predict(config, tmp_path / "run", "last", str(tmp_path / "images"), **places)
     assert ended.value.code == 1
     printed = capsys.readouterr()
     assert "1 of 3 files could not be read" in printed.err
@@ -117,7 +118,7 @@ def test_the_mode_writes_lines_and_pictures_and_counts_what_it_cannot_read(run, 
 def test_nothing_to_look_at_is_one_message(images, message, run, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(RunError, match=message):
-        cli.predict(
+        modes.predict(
             run.config, tmp_path / "run", "last", images and str(tmp_path / images), None, None
         )
 
@@ -146,4 +147,4 @@ def test_weights_for_a_part_of_the_model_are_refused(run, tmp_path):
     config.init_from = str(tmp_path / "weights.safetensors")
     write_digits(tmp_path, run.eval_source.first(1)["image"])
     with pytest.raises(training.RunError, match="weights for the whole model"):
-        cli.predict(config, tmp_path / "run", "last", str(tmp_path / "000.png"), None, None)
+        modes.predict(config, tmp_path / "run", "last", str(tmp_path / "000.png"), None, None)

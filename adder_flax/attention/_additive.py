@@ -22,9 +22,8 @@ _MOST_PAIRS = 512
 
 
 def additive_hidden_dim(query_dim: int, key_dim: int) -> int:
-    """The hidden width d_a at which additive scores have as many parameters as bilinear ones.
-
-    d_a (d_q + d_k + 1) = d_q d_k, rounded, and at least 1.
+    """The hidden width d_a at which additive scores have as many parameters as bilinear ones: d_a
+    (d_q + d_k + 1) = d_q d_k, rounded, and at least 1.
 
     >>> additive_hidden_dim(64, 128)  # 8192 / 193 = 42.4
     42
@@ -65,9 +64,8 @@ def _pair_scores(
 
 
 def _sampled_units(pair: tuple[Array, Array]) -> Float[Array, "*batch sample key hidden"]:
-    """tanh(q + k) of every key with a sample of the queries, at equal distances.
-
-    So many that the sample is large and yet cheap.
+    """tanh(q + k) of every key with a sample of the queries, large and yet cheap, at equal
+    distances.
     """
     query, key = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in pair)
     step = -(-query.shape[-2] * key.shape[-2] // _MOST_PAIRS)
@@ -82,9 +80,8 @@ def _normalized_pair_scores(parameters: dict[str, Array], pair: tuple[Array, Arr
 def _normalized_scores(
     query: Array, key: Array, v: AnyArray, scale: AnyArray, shift: AnyArray
 ) -> Array:
-    """vᵀ tanh(scale · LayerNorm(q + k) + shift), summed as it is made.
-
-    No array of size q_length · k_length · hidden is held.
+    """vᵀ tanh(scale · LayerNorm(q + k) + shift), without an array of size q_length · k_length ·
+    hidden.
 
     The mean of a sum is the sum of the means, and ‖q + k‖² of centred parts is ‖q‖² + ‖k‖² + 2 q·k,
     one matrix product; then one hidden unit at a time adds to the scores, recomputed in the

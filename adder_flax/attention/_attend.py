@@ -10,12 +10,22 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from adder_flax import ops, recorder
 from adder_flax.arrays import AnyArray
 from adder_flax.attention._curvature import KEY_BIASED, TEMPERED, captures, tap_heads
+from adder_flax.attention._flax import refuse_unknown, said_by_flax
 from adder_flax.attention._registry import Score, get_score, masked_softmax
+from adder_flax.attention._visibility import (
+    check_own_keys,
+    identity_map,
+    mask_of_pairs,
+    own_values,
+    total_bias,
+    visible,
+    with_causal,
+)
 from adder_flax.settings import is_on
 
 # A pair with `return_weights`; whoever asks for that knows.
@@ -31,8 +41,9 @@ def attend(
     parameters: Mapping[str, AnyArray | None] | None = None,
     score_options: Mapping[str, Any] | None = None,
     bias: Float[AnyArray, "..."] | None = None,
-    mask: Bool[AnyArray, "..."] | None = None,
+    mask: AnyArray | None = None,
     is_causal: bool = False,
+    query_position: int | Array | None = None,
     key_bias: Float[AnyArray, "..."] | None = None,
     scale: str | float | Array | None = None,
     temperature: float | Array = 1.0,
@@ -49,9 +60,8 @@ def attend(
     return_weights: bool = False,
     **flax_options: Any,
 ) -> Attended:
-    """Attention with any registered score.
-
-    Computes (softmax(scores · scale / temperature + bias) + I) value.
+    """Attention with any registered score: (softmax(scores · scale / temperature + bias) + I)
+    value.
 
     The softmax runs in float32 or wider whatever the inputs' dtype. A query that may see no key
     gets zeros from the map. The options after `score_options` are also those of
@@ -66,8 +76,11 @@ def attend(
         score.
       bias: added to the scaled scores, broadcastable to (*batch, heads, q_length, k_length); -inf
         masks.
-      mask: True where a query may see a key, broadcastable likewise.
-      is_causal: query i sees keys 0 … i only.
+      mask: True where a query may see a key, broadcastable likewise; not floating, since -1e9 for
+        "hidden" belongs into `bias`.
+      is_causal: query i sees keys 0 … i only, or 0 … `query_position` + i.
+      query_position: place of the first query's own key among keys that come from a cache, for the
+        identity map and for `is_causal`. Flax's modules, when they decode, need not be told it.
       key_bias: one bias per key, broadcastable to (*batch, heads, k_length).
       scale: None for the score's own default, "sqrt_dim" for 1/√head_dim, "variance_matched" for
         one over the standard deviation of the score between unit-normal vectors, or a number.
@@ -98,7 +111,8 @@ def attend(
       (*batch, heads, q_length, k_length).
 
     Raises:
-      ValueError: shapes that do not fit, or the identity map where q_length differs from k_length.
+      ValueError: shapes that do not fit, a floating mask, or the identity map or `is_causal` where
+        q_length differs from k_length and there is no `query_position`.
       TypeError: an option that neither this function nor Flax's has.
 
     >>> x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
@@ -106,10 +120,14 @@ def attend(
     >>> out.shape, weights.shape, bool(jnp.allclose(weights.sum(-1), 2.0))
     ((2, 5, 3, 8), (2, 3, 5, 5), True)
     """
-    _refuse_unknown(flax_options)
+    refuse_unknown(flax_options, [p.name for p in _options()])
     contract = get_score(score)
     identity = contract.identity if identity is None else identity
-    _check_shapes(query, key, value, identity)
+    _check_shapes(query, key, value)
+    shape = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
+    if query_position is None:
+        check_own_keys(shape, identity, is_causal)
+    bias, mask = total_bias(bias, key_bias, shape), mask_of_pairs(mask, shape)
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
     # Heads before length: both products are then plain batched matrix products.
     query, key, value = (jnp.swapaxes(x.astype(dtype), -2, -3) for x in (query, key, value))
@@ -122,8 +140,10 @@ def attend(
     raw_scores = functools.partial(contract.raw_scores, options=score_options)
     factor = resolve_scale(contract, scale, key.shape[-1]) / _per_head(temperature)
     cooling = 1.0 if log_temperature is None else _per_head(jnp.exp(-log_temperature))
-    bias = _total_bias(bias, key_bias)
-    mask = _visible(mask, bias)
+    if is_causal and query_position is not None:
+        mask, is_causal = with_causal(mask, shape, query_position), False
+    mask = visible(mask, bias)
+    own = own_values(value, shape[-2], query_position) if identity else None
     map_is_wanted = return_weights or module is not None or recorder.listening("attention")
 
     if captures(*arrays.values(), log_temperature, key_bias):
@@ -144,7 +164,7 @@ def attend(
                 bias=bias,
                 mask=mask,
                 is_causal=is_causal,
-                identity=identity,
+                own=own,
                 dropout_rate=rate,
                 dropout_key=dropout_rng,
                 key_block=key_block,
@@ -154,40 +174,45 @@ def attend(
         if log_temperature is not None:
             scores = _cooled(scores, log_temperature, cooling)
         biased = scores if bias is None else _biased(scores, bias, key_bias)
-        weights = contract.normalize(
-            biased, _with_causal(mask, biased.shape) if is_causal else mask
-        )
-        arrays = {"query": query, "key": key, "scores": scores, "weights": weights}
+        weights = contract.normalize(biased, with_causal(mask, biased.shape) if is_causal else mask)
+        shown = weights
+        if identity and map_is_wanted:
+            shown = weights + identity_map(shape, query_position, weights.dtype)
+        arrays = {"query": query, "key": key, "scores": scores, "weights": weights, "map": shown}
         recorder.report("attention", arrays, score=contract.name, identity=identity)
-        shown = weights + jnp.eye(weights.shape[-1]) if identity and map_is_wanted else weights
         if module is not None:
             _sow(module, shown)
         if is_on(rate):
             assert dropout_rng is not None, "_check_dropout has seen to it"
             weights = _dropout(weights, rate, dropout_rng, broadcast_dropout)
-        output = _mix(weights.astype(dtype), value, identity)
+        output = _mix(weights.astype(dtype), value, own)
     output = jnp.swapaxes(output, -2, -3)
     return (output, shown) if return_weights else output
 
 
 def attention_function(function: Callable[..., Attended]) -> Callable[..., Attended]:
-    """Writes the options of `attend` into the signature of a function.
+    """Makes a function that hands `**options` on to `attend` one for Flax's `attention_fn`.
 
-    For functions that hand `**options` on to it.
-
-    Flax Linen looks the names up in the signature and passes only what it finds there.
+    Its signature names them all: Flax Linen passes only what it finds there. What Flax's modules
+    mean without saying it is added.
     """
+
+    @functools.wraps(function)
+    def attending(*args: Any, **options: Any) -> Attended:
+        return function(*args, **options | said_by_flax(options.get("mask")))
+
     own = inspect.signature(function).parameters.values()
     own = [p for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD]
     fixed = {"score", "parameters", "score_options"}
-    shared = [
-        p
-        for p in inspect.signature(attend).parameters.values()
-        if p.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-        and p.name not in fixed
-    ]
-    function.__signature__ = inspect.Signature([*own, *shared])
-    return function
+    shared = [p for p in _options() if p.name not in fixed]
+    others = inspect.Parameter("flax_options", inspect.Parameter.VAR_KEYWORD)
+    attending.__signature__ = inspect.Signature([*own, *shared, others])  # pyright: ignore[reportAttributeAccessIssue]
+    return attending
+
+
+def _options() -> list[inspect.Parameter]:
+    parameters = inspect.signature(attend).parameters.values()
+    return [p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
 
 
 def resolve_scale(
@@ -214,7 +239,7 @@ def resolve_scale(
     )
 
 
-def _check_shapes(query: AnyArray, key: AnyArray, value: AnyArray, identity: bool) -> None:
+def _check_shapes(query: AnyArray, key: AnyArray, value: AnyArray) -> None:
     shapes = f"got query {query.shape}, key {key.shape}, value {value.shape}"
     layout = "(*batch, length, num_heads, head_dim)"
     if not query.ndim == key.ndim == value.ndim >= 3 or not (
@@ -232,15 +257,10 @@ def _check_shapes(query: AnyArray, key: AnyArray, value: AnyArray, identity: boo
             f"expected the number of query heads to be a multiple of that of key heads, {shapes}; "
             "change one."
         )
-    if identity and query.shape[-3] != key.shape[-3]:
-        raise ValueError(
-            f"the identity map expects self-attention, as many queries as keys, {shapes}; pass "
-            "identity=False."
-        )
 
 
-def _mix(weights: Array, value: Array, identity: bool) -> Array:
-    """weights · value, plus value for the identity map, head-major.
+def _mix(weights: Array, value: Array, own: Array | None) -> Array:
+    """weights · value, plus each query's own value for the identity map, head-major.
 
     Each value head serves its group of query heads.
     """
@@ -250,9 +270,9 @@ def _mix(weights: Array, value: Array, identity: bool) -> Array:
         weights = weights.reshape(*batch, kv_heads, heads // kv_heads, q_length, k_length)
         value = value[..., None, :, :]
     output = jnp.matmul(weights, value)
-    if identity:
-        output = output + value
-    return output.reshape(*batch, heads, q_length, value.shape[-1])
+    if own is not None:
+        output = output + (own if heads == kv_heads else own[..., None, :, :])
+    return output.reshape(*batch, heads, q_length, output.shape[-1])
 
 
 def _automatic_block(contract: Score, num_keys: int, dropout_rate: float | Array) -> int | None:
@@ -269,6 +289,8 @@ def _in_blocks(
     query: Array,
     key: Array,
     value: Array,
+    *,
+    own: Array | None,
     **options: Any,
 ) -> Array:
     """Head-major attention without the map."""
@@ -280,8 +302,10 @@ def _in_blocks(
     score = lambda query, key, *values: raw_scores(
         query, key, dict(zip(arrays, values, strict=True))
     )
-    value = jnp.repeat(value, query.shape[-3] // value.shape[-3], axis=-3)
-    return ops.fused_attention(score, query, key, value, tuple(arrays.values()), **options)
+    group = query.shape[-3] // value.shape[-3]
+    value = jnp.repeat(value, group, axis=-3)
+    output = ops.fused_attention(score, query, key, value, tuple(arrays.values()), **options)
+    return output if own is None else output + jnp.repeat(own, group, axis=-3)
 
 
 def _cooled(scores: Array, log_temperature: AnyArray, cooling: float | Array) -> Array:
@@ -297,27 +321,6 @@ def _biased(scores: Array, bias: AnyArray, key_bias: AnyArray | None) -> Array:
     return tap_heads(
         KEY_BIASED, {"key_bias": key_bias}, scores, scores + bias, per_head=key_bias.ndim > 1
     )
-
-
-def _total_bias(bias: AnyArray | None, key_bias: AnyArray | None) -> AnyArray | None:
-    if key_bias is None:
-        return bias
-    key_bias = key_bias[..., None, :]
-    return key_bias if bias is None else bias + key_bias
-
-
-def _visible(mask: AnyArray | None, bias: AnyArray | None) -> Array | None:
-    """Which keys each query may see, causality left out; None where all."""
-    mask = None if mask is None else jnp.asarray(mask).astype(bool)
-    if bias is None:
-        return mask
-    allowed = jnp.greater(bias, -jnp.inf)
-    return allowed if mask is None else jnp.logical_and(mask, allowed)
-
-
-def _with_causal(mask: Array | None, shape: tuple[int, ...]) -> Array:
-    causal = jnp.tril(jnp.ones(shape[-2:], bool))
-    return causal if mask is None else jnp.logical_and(mask, causal)
 
 
 def _check_dropout(rate: float | Array, rng: Array | None) -> None:
@@ -356,29 +359,3 @@ def _matmul_precision(precision: jax.lax.PrecisionLike):
         return contextlib.nullcontext()
     name = precision.name.lower() if isinstance(precision, jax.lax.Precision) else precision
     return jax.default_matmul_precision(name)
-
-
-@functools.cache
-def _flax_defaults() -> dict[str, Any]:
-    from flax import linen  # imported only when a Flax module asks for more than `attend` names
-
-    functions = (nnx.dot_product_attention, linen.dot_product_attention)
-    return {p.name: p.default for f in functions for p in inspect.signature(f).parameters.values()}
-
-
-def _refuse_unknown(options: Mapping[str, Any]) -> None:
-    for name, value in options.items():
-        if name not in _flax_defaults():
-            known = [
-                n
-                for n, p in inspect.signature(attend).parameters.items()
-                if p.kind is p.KEYWORD_ONLY
-            ]
-            raise TypeError(
-                f"attention expects options from {known}, got {name!r}; correct its name."
-            )
-        if value is not _flax_defaults()[name] and value != _flax_defaults()[name]:
-            raise ValueError(
-                f"expected {name!r} at Flax's default, got {value!r}; leave it out: this attention "
-                "has no such option."
-            )

@@ -53,20 +53,17 @@ def capture_attention(
     >>> [attention_map.shape for attention_map in capture_attention(model, jnp.ones((3, 8, 8, 1)))]
     [(3, 2, 5, 5), (3, 2, 5, 5)]
     """
-    _, records = recorder.record({"attention": ["weights"]}, model, *inputs)
+    _, records = recorder.record({"attention": ["map"]}, model, *inputs)
     if not records:
         raise ValueError(
             "expected a model that attends through adder_flax.attention, got one that does not; "
             "give its layers attention_fn=adder_flax.attention.dot_product_attention, or another "
             "mechanism."
         )
-    return tuple(map(attention_map, records))
+    return tuple(record.arrays["map"] for record in records)
 
 
 def attention_map(record: recorder.Record) -> Float[Array, "*batch heads query key"]:
-    """What multiplies the values, from an "attention" record.
-
-    Its weights, plus the identity map where it is added.
-    """
+    """What multiplies the values of a whole sequence: weights and identity map of a record."""
     weights = record.arrays["weights"]
     return weights + jnp.eye(weights.shape[-1]) if record.facts["identity"] else weights

@@ -1,7 +1,4 @@
-"""The learned arrays of scores as layers with curvature, for second-order optimizers.
-
-Each head is one lane.
-"""
+"""The learned arrays of scores as layers with curvature, one lane for each head."""
 
 from typing import Any
 
@@ -35,9 +32,8 @@ def tap_heads(
     *,
     per_head: bool,
 ) -> Array:
-    """Returns y, reported as what a layer makes of x.
-
-    Only where `kfac` is looking for layers and knows the parameters.
+    """Returns y, reported as what a layer makes of x where `kfac` looks for layers and knows the
+    parameters.
 
     Args:
       layer: of one head; an output without features, such as scores, has one.

@@ -13,9 +13,8 @@ from adder_flax.attention.checks import require_equal_widths
 def gaussian_scores(
     query: Float[AnyArray, "*#batch query dim"], key: Float[AnyArray, "*#batch key dim"]
 ) -> Float[Array, "*#batch query key"]:
-    """-‖q - k‖²/2 for every pair, as q·k - ‖q‖²/2 - ‖k‖²/2.
-
-    One matrix product and two sums of squares.
+    """-‖q - k‖²/2 for every pair, as q·k - ‖q‖²/2 - ‖k‖²/2: one matrix product, two sums of
+    squares.
     """
     require_equal_widths("gaussian", query, key)
     scores = dot_scores(query, key)

@@ -130,9 +130,8 @@ class MultiHeadAttention(nnx.Module):
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "*batch q_length out_features"]:
-        """Attends from `inputs_q` to `inputs_k` and mixes `inputs_v`.
-
-        Keys are by default the queries, and values the keys.
+        """Attends from `inputs_q` to `inputs_k`, by default the same, and mixes `inputs_v`, by
+        default the keys.
 
         Args:
           inputs_q, inputs_k, inputs_v: tokens.

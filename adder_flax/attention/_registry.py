@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from adder_flax import ops
 from adder_flax.arrays import AnyArray
 from adder_flax.parameters import state_facts
 from adder_flax.registry import Registry
@@ -35,6 +36,7 @@ def masked_softmax(
     """
     if mask is None:
         return jax.nn.softmax(scores, axis=-1)
+    mask = ops.as_mask(mask)
     lowest = jnp.finfo(scores.dtype).min
     # A finite stand-in instead of -inf: a fully masked row then has no 0/0 in it, forward or
     # backward.
@@ -136,9 +138,8 @@ class Score:
         )
 
     def own_options(self, options: Any) -> Options:
-        """All options of this score.
-
-        Of all scores' settings its own; of a mapping every one, which has to be.
+        """All options of this score: of all scores' settings its own, of a mapping every one, which
+        has to be.
 
         What is not given has its default.
 
@@ -177,9 +178,8 @@ class Score:
         parameters: Mapping[str, AnyArray | None],
         options: Mapping[str, Any] | None = None,
     ) -> Float[Array, "*batch heads query key"]:
-        """Scores of head-major arrays, grouped key heads included.
-
-        Parameters that are None are left out.
+        """Scores of head-major arrays, grouped key heads included; parameters that are None are
+        left out.
         """
         chosen = self._options_of(self.function, options)
         parameters = {name: p for name, p in parameters.items() if p is not None}
@@ -217,9 +217,8 @@ SCORES: Registry[Score] = Registry("score", "adder_flax.attention.register_score
 
 
 def register_score(score: Score) -> Score:
-    """Makes `score` available under its name everywhere; returns it.
-
-    Its options are fields of configurations from then on.
+    """Makes `score` available under its name everywhere, its options as fields of configurations;
+    returns it.
 
     The same function again, as when a notebook cell or an experiment file runs twice, replaces what
     it registered.

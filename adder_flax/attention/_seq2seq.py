@@ -11,14 +11,14 @@ from adder_flax.arrays import AnyArray
 from adder_flax.attention._attend import attend
 from adder_flax.attention._multi_head import value_of
 from adder_flax.attention._registry import get_score
+from adder_flax.attention._visibility import check_pairs
 from adder_flax.attention.checks import check_no_identity, check_temperature
 from adder_flax.settings import AttentionSettings, keywords_of
 
 
 class SequenceAttention(nnx.Module):
-    """One head of any score.
-
-    Its learned arrays, without a head axis, are the module's own parameters.
+    """One head of any score, whose learned arrays, without a head axis, are the module's own
+    parameters.
 
     The identity map is never added: position i of one sequence is not position i of the other.
 
@@ -87,6 +87,7 @@ class SequenceAttention(nnx.Module):
           The context (*batch, q_length, value_features), and the alignment if `return_weights`.
         """
         value = key if value is None else value
+        check_pairs(query, key, mask=mask, bias=bias)
         attended = attend(
             *(x[..., None, :] for x in (query, key, value)),
             **self.settings.options(value_of(self.log_temperature)),

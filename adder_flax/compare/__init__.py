@@ -4,27 +4,20 @@ from adder_flax.compare.cells import StoppedError
 from adder_flax.compare.page import write_results
 from adder_flax.compare.plan import Arm, Cell, Plan
 from adder_flax.compare.records import Record, Records
-from adder_flax.compare.run import (
-    Comparison,
-    describe,
-    is_worker,
-    overview,
-    parent_lives,
-    supervise,
-    work,
-)
+from adder_flax.compare.run import Comparison, describe, overview, supervise, work
 from adder_flax.compare.search import Tuning, unfold
-from adder_flax.compare.slurm import read_options, supervise_on_slurm
 from adder_flax.paired import (
     LEAST_SEEDS,
     Difference,
     best_of_fewer,
     cost_ratios,
     first_reaching,
+    holm,
     interquartile_mean,
     paired_difference,
     performance_profiles,
     profile_scores,
+    verdict,
 )
 
 __all__ = [
@@ -42,17 +35,15 @@ __all__ = [
     "cost_ratios",
     "describe",
     "first_reaching",
+    "holm",
     "interquartile_mean",
-    "is_worker",
     "overview",
     "paired_difference",
-    "parent_lives",
     "performance_profiles",
     "profile_scores",
-    "read_options",
     "supervise",
-    "supervise_on_slurm",
     "unfold",
+    "verdict",
     "work",
     "write_results",
 ]

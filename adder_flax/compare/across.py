@@ -1,12 +1,12 @@
 """One page over several comparisons of the same arms: ``python -m adder_flax.compare.across``.
 
-    python -m adder_flax.compare.across docs/results/optimizers_digits \
-        docs/results/optimizers_g2p --out=runs/both
+    python -m adder_flax.compare.across results/optimizers_digits \
+        results/optimizers_g2p --out=runs/both
 
 reads ``runs.csv`` of each, and ``timing.csv`` where there is one (``python -m benchmarks.compare
 seconds`` leaves it), and writes ``results.md``, a figure and its numbers: what each arm scores at
-its end, what it takes to the validation target, and how it does over all of them by AlgoPerf's
-rules (Dahl et al., "Benchmarking Neural Network Training Algorithms", 2023).
+its end, what it takes to the validation target, and how it does over all of them by the formula of
+AlgoPerf's score (Dahl et al., "Benchmarking Neural Network Training Algorithms", 2023).
 """
 
 import argparse
@@ -166,7 +166,8 @@ def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> 
         Heading(1, title),
         Paragraph(
             f"{len(workloads)} comparisons, each arm tuned by the same budget and judged at the "
-            "end of its own schedule; their pages have intervals, tests and commands."
+            "end of its own schedule. What a difference is worth is on their pages, with "
+            "intervals, tests and commands."
         ),
         _workloads(workloads, out),
         Heading(2, "Where they end"),
@@ -198,7 +199,7 @@ def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> 
     blocks += [Heading(2, "Over all of them"), *_overall(costs, workloads)]
     picture = _profile(costs)
     document.write_picture(picture, out)
-    drawn = f"\n![{picture.alt}](figures/{picture.name}.png)\n\n{picture.caption}"
+    drawn = f"\n![{picture.alt}](figures/{picture.name}.svg)\n\n{picture.caption}"
     write_text(out / "results.md", as_markdown(blocks) + drawn)
     return out / "results.md"
 
@@ -291,9 +292,9 @@ def _overall(
         Paragraph(
             "On how many each arm has the fewest, how many times the fewest it takes at most, and "
             "the score of its performance profile, the mean height from 1 to 4 times the fewest "
-            "(AlgoPerf's): 1 where an arm is first on every comparison, 0 where on each it takes "
-            "four times as much or never arrives. Where an arm is not finished it counts as never "
-            "arriving."
+            "(AlgoPerf's formula): 1 where an arm is first on every comparison, 0 where on each it "
+            "takes four times as much or never arrives. Where an arm is not finished it counts as "
+            "never arriving."
         ),
     ]
 

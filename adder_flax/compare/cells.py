@@ -81,6 +81,10 @@ def run_cell(
                 config.data.eval_split = test_split
                 tested = training.build_run(config, load=load)
                 test = training.Evaluator(tested)(training.evaluation_params(result.state))
+            best = f"eval/{run.task.best.name}"
+            ends = [found[best] for found in (scores, test) if found]
+            if not all(map(math.isfinite, ends)):
+                diverged, scores, test = f"{run.task.best.name} {ends[-1]} at its end", {}, {}
     rows = training.read_metrics(workdir)
     return Record(
         arm=cell.arm.name,
@@ -164,7 +168,7 @@ def _plain(scores: dict[str, float]) -> dict[str, float]:
 
 
 def _curve(rows: list[dict[str, float]]) -> dict[str, list[float]]:
-    evaluated = [row for row in rows if "eval/loss" in row]
+    evaluated = [row for row in rows if math.isfinite(row.get("eval/loss", math.nan))]
     names = [name for name in evaluated[0] if name.startswith("eval/")] if evaluated else []
     curve = {
         name.removeprefix("eval/"): [round(row[name], 6) for row in evaluated] for name in names

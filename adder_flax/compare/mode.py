@@ -1,7 +1,6 @@
 """The mode ``compare`` of the command."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,27 +8,18 @@ import jax
 
 from adder_flax.compare.cells import StoppedError
 from adder_flax.compare.page import write_results
-from adder_flax.compare.run import (
-    Comparison,
-    describe,
-    is_worker,
-    overview,
-    parent_lives,
-    supervise,
-    work,
-)
-from adder_flax.compare.slurm import read_options, supervise_on_slurm
+from adder_flax.compare.run import Comparison, describe, overview, supervise, work
 from adder_flax.errors import RunError
+from adder_flax.training.lock import HeldError, lock_workdir
 
 
-def run(config: Any, workdir: str | Path, workers: int, slurm: str | None = None) -> None:
+def run(config: Any, workdir: str | Path, workers: int) -> None:
     """Runs what is left of a comparison and writes its tables.
 
     Args:
       config: see ``CompareSettings``.
       workdir: of the comparison.
       workers: processes; 0 runs nothing.
-      slurm: options of the jobs that the workers are; None runs them on this machine.
 
     Raises:
       RunError: what its user must mend.
@@ -41,37 +31,24 @@ def run(config: Any, workdir: str | Path, workers: int, slurm: str | None = None
             "run; unset JAX_*, start it on each host with the same --workdir"
         )
     comparison = Comparison(config, workdir)
-    if (place := is_worker()) is not None:
-        number, count = place
-        first = number * len(comparison.plan.arms) // count
-        _work(comparison, first, parent_lives)
-        return
     known = set(comparison.records.all())
-    show_new = lambda: _show_new(comparison, known)
-    if workers and slurm is not None:
-        supervise_on_slurm(workers, comparison.workdir, read_options(slurm), show_new)
-    elif workers == 1:
-        _work(comparison, show=True)
+    if workers == 1:
+        _work(comparison)
     elif workers:
-        supervise(workers, comparison.workdir, show_new)
-    comparison.prepare()
+        supervise(workers, comparison.workdir, lambda: _show_new(comparison, known))
     print(overview(comparison, max(workers, 1)), flush=True)
-    files = write_results(comparison)
-    print("results at " + ", ".join(str(path) for path in files[:3]))
-
-
-def _work(
-    comparison: Comparison,
-    first_arm: int = 0,
-    alive: Callable[[], bool] = lambda: True,
-    *,
-    show: bool = False,
-) -> None:
-    comparison.prepare()
-    if show:
-        print(overview(comparison), flush=True)
     try:
-        for record in work(comparison, first_arm, alive):
+        with lock_workdir(comparison.results, "results.lock"):
+            files = write_results(comparison)
+        print("results at " + ", ".join(str(path) for path in files[:3]))
+    except HeldError:  # workers end at once, when all records are there
+        print(f"another process writes the results to {comparison.results}")
+
+
+def _work(comparison: Comparison) -> None:
+    print(overview(comparison), flush=True)
+    try:
+        for record in work(comparison):
             print(describe(record, comparison.best.name), flush=True)
     except StoppedError as stopped:
         print(f"{stopped}; the same command goes on from there", flush=True)

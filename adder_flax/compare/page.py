@@ -24,20 +24,21 @@ pre { overflow-x: auto; font-size: .8rem; background: #f4f4f4; padding: .6rem; }
 
 
 def write_results(comparison: Comparison) -> list[Path]:
-    """Writes what is known so far into the folder of results; nothing is run.
+    """Packs the records and writes what is known so far beside them; nothing is run.
 
     Args:
-      comparison: prepared.
+      comparison: whose records there are.
 
     Returns:
       The files: ``results.md``, ``runs.csv``, ``results.html``, and the figures with their numbers.
     """
+    comparison.pack()
     rows, folder = rows_of(comparison), comparison.results
     folder.mkdir(parents=True, exist_ok=True)
     pictures = _pictures(comparison, [row for row in rows if row.records])
     figures = [path for picture in pictures for path in document.write_picture(picture, folder)]
     blocks = blocks_of(comparison, rows)
-    drawn = "".join(f"\n![{p.alt}](figures/{p.name}.png)\n\n{p.caption}\n" for p in pictures)
+    drawn = "".join(f"\n![{p.alt}](figures/{p.name}.svg)\n\n{p.caption}\n" for p in pictures)
     write_text(folder / "results.md", as_markdown(blocks) + drawn.rstrip("\n"))
     write_text(folder / "runs.csv", runs_csv(comparison, rows).rstrip("\n"))
     body = "\n".join(
@@ -54,28 +55,20 @@ def _pictures(comparison: Comparison, rows: Sequence[Row]) -> list[Picture]:
     if not rows:
         return []
     best = comparison.best.name
-    joules = lambda record: record.facts["joules"]
-    seconds = lambda record: record.steps * record.seconds["step"]
     return [
         _curves(best, rows),
-        _scatter(
-            "energy",
-            f"test {best} against energy",
-            "energy of one example forward, J",
-            best,
-            rows,
-            joules,
-        ),
-        _scatter(
-            "seconds",
-            f"test {best} against seconds",
-            "seconds of the training steps",
-            best,
-            rows,
-            seconds,
-        ),
+        *_energy(best, rows),
         *_profiles(comparison, rows),
     ]
+
+
+def _energy(best: str, rows: Sequence[Row]) -> list[Picture]:
+    """What optimizers of one network do not differ in is not drawn."""
+    joules = lambda record: record.facts["joules"]
+    if len({joules(row.records[0]) for row in rows}) < 2:
+        return []
+    title, label = f"test {best} against energy", "energy of one example forward, J"
+    return [_scatter("energy", title, label, best, rows, joules)]
 
 
 def _curves(best: str, rows: Sequence[Row]) -> Picture:
@@ -85,7 +78,10 @@ def _curves(best: str, rows: Sequence[Row]) -> Picture:
         finished = [record for record in row.records if not record.diverged]
         if not finished:
             continue
-        steps = np.array(finished[0].curve["step"])
+        # An evaluation that was not finite is not there.
+        longest = max((record.curve["step"] for record in finished), key=len)
+        finished = [record for record in finished if record.curve["step"] == longest]
+        steps = np.array(longest)
         scores = np.array([record.curve[best] for record in finished])
         line = report.line(number)
         axes[0, 0].plot(

@@ -46,7 +46,7 @@ class Arm:
     Attributes:
       name: the levels with commas between them.
       levels: of each factor.
-      fields: what they set, by path; in arms that are matched, what matches them too.
+      fields: what they set, by path.
       space: what is tuned, by path: in every arm, or in those of its levels.
     """
 
@@ -119,19 +119,6 @@ class Plan:
             read(RunSettings, self._config(arm, {}), where=f"config of {arm.name}")
         if self.settings.match == "steps":
             self._check_steps()
-
-    def matched(self, fields: Mapping[str, Mapping[str, Any]]) -> "Plan":
-        """Returns the plan with further fields in its arms.
-
-        They match the arms to their baselines.
-        """
-        plan = object.__new__(Plan)
-        plan.settings, plan._base, plan._cells = self.settings, self._base, {}
-        plan.arms = {
-            name: dataclasses.replace(arm, fields=Options({**arm.fields, **fields.get(name, {})}))
-            for name, arm in self.arms.items()
-        }
-        return plan
 
     def baseline_of(self, arm: Arm) -> Arm | None:
         """Returns the arm that one is compared with.
@@ -229,7 +216,7 @@ class Plan:
                     raise RunError(
                         f"expected {field} of {arm.name!r} to be {its[field]}, that of "
                         f"{other.name!r}, as config.match is 'steps', got {own[field]}; set "
-                        f"config.match to another, or {field} alike"
+                        f"config.match to 'nothing', or {field} alike"
                     )
 
 

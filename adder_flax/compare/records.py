@@ -1,17 +1,23 @@
-"""What a finished cell leaves: a small file with its settings and every number of the tables."""
+"""What a finished cell leaves: a record with its settings and every number of the tables."""
 
+import contextlib
 import dataclasses
 import json
+import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from adder_flax import packed
 from adder_flax.compare.plan import Cell, Phase, own_fields
 from adder_flax.errors import RunError, writing
 from adder_flax.files import write_whole
 from adder_flax.training.identity import computing, flatten_config
+from adder_flax.training.lock import HeldError, lock_workdir
 
 _FORMAT = 1
+_POLL_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +30,7 @@ class Record:
       phase: ``tuning`` or ``final``.
       seed: of the run.
       values: of what was searched.
-      config: the whole configuration, with which ``main.py --config=<record>.json`` runs it again.
+      config: the whole configuration, with which ``main.py --config=<record>`` runs it again.
       steps: done.
       diverged: how the run stopped being finite, else None.
       validation: scores on the validation split at the end.
@@ -60,22 +66,25 @@ class Record:
 
 
 class Records:
-    """The records in a folder.
+    """The records of a comparison: those of one file, and since then small ones of their own.
 
-    Each appears whole or not at all, so several processes may add to it.
+    Each appears whole or not at all, so several processes may add to them while another packs.
 
     Args:
-      folder: made when the first is written.
+      results: folder of ``records.jsonl.xz`` and ``records/``, made when the first is written.
     """
 
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
+    def __init__(self, results: str | Path):
+        self.file = Path(results) / packed.NAME
+        self.folder = Path(results) / "records"
         self._read: dict[str, Record] = {}
         self._checked: set[str] = set()
+        self._seen: tuple[int, ...] | None = None
+        self._packed: tuple[dict[str, Any], dict[str, dict[str, Any]]] = {}, {}
 
-    def path(self, cell: Cell) -> Path:
-        """Returns where the record of a cell is or will be."""
-        return self.folder / f"{cell.id}.json"
+    def address(self, cell: Cell) -> str:
+        """Returns the record of a cell, once it is packed, as ``--config`` takes it."""
+        return f"{self.file}#{cell.id}"
 
     def get(self, cell: Cell) -> Record | None:
         """Returns the record of a cell, None where it is not finished.
@@ -83,7 +92,7 @@ class Records:
         Raises:
           RunError: it is damaged, or of other settings.
         """
-        record = self._read_file(self.path(cell))
+        record = self._find(cell.id)
         if record is not None and cell.id not in self._checked:
             stored, fields = flatten_config(record.config), flatten_config(cell.config)
             # A name says nothing of fields at their defaults, which a later version may change.
@@ -93,37 +102,73 @@ class Records:
                 for path in {*known, *own_fields(cell.config)}
                 if stored.get(path) != fields[path]
             ]:
-                raise _damaged(self.path(cell), f"one with another {', '.join(sorted(other)[:5])}")
+                raise _damaged(cell.id, f"one with another {', '.join(sorted(other)[:5])}")
             self._checked.add(cell.id)
         return record
 
     def all(self) -> dict[str, Record]:
-        """Returns every record in the folder by its file's name, of this comparison or another."""
-        found = {
-            path.stem: self._read_file(path) for path in sorted(self.folder.glob("[!.]*.json"))
-        }
+        """Returns every record by its name, of this comparison or another."""
+        names = {path.stem for path in self.folder.glob("[!.]*.json")} | self._unpack()[1].keys()
+        found = {name: self._find(name) for name in sorted(names)}
         return {name: record for name, record in found.items() if record is not None}
 
     def put(self, cell: Cell, record: Record) -> None:
         """Writes the record of a cell."""
-        write_text(
-            self.path(cell),
-            json.dumps(
-                {"format": _FORMAT, **dataclasses.asdict(record)}, indent=1, allow_nan=False
-            ),
-        )
+        write_text(self.folder / f"{cell.id}.json", json.dumps(_fields(record), allow_nan=False))
         self._read[cell.id] = record
 
-    def _read_file(self, path: Path) -> Record | None:
-        if path.stem not in self._read:
+    def pack(self, comparison: Mapping[str, Any]) -> None:
+        """Puts all records into the one file; the small ones are removed once they are in it.
+
+        Args:
+          comparison: its configuration, by which the file alone continues it.
+
+        Raises:
+          RunError: a record is damaged, or the file cannot be written.
+        """
+        if not self.folder.is_dir() and self._unpack()[0] in ({}, comparison):
+            return
+        with contextlib.ExitStack() as stack:
+            while True:
+                try:
+                    stack.enter_context(lock_workdir(self.file.parent, "records.lock"))
+                    break
+                except HeldError:
+                    time.sleep(_POLL_SECONDS)
+            single = list(self.folder.glob("[!.]*.json"))
+            records = {name: _fields(record) for name, record in self.all().items()}
+            with writing(self.file.name, self.file.parent):
+                packed.write_packed(self.file, comparison, records)
+                for path in single:
+                    path.unlink()
+        with contextlib.suppress(OSError):  # of others that have come meanwhile, or it is gone
+            self.folder.rmdir()
+
+    def _find(self, name: str) -> Record | None:
+        if name not in self._read:
+            path = self.folder / f"{name}.json"
             try:
-                text = path.read_text(encoding="utf-8")
+                fields = json.loads(path.read_text(encoding="utf-8"))
             except FileNotFoundError:
-                return None
-            except (OSError, ValueError) as error:
+                # Looked into last: whoever packs removes a small file when it is in the other.
+                fields = self._unpack()[1].get(name)
+            except (OSError, ValueError, RecursionError) as error:
                 raise _damaged(path, str(error)) from error
-            self._read[path.stem] = _parse(text, path)
-        return self._read[path.stem]
+            if fields is None:
+                return None
+            self._read[name] = _parse(fields, path)
+        return self._read[name]
+
+    def _unpack(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """Returns what the one file has, read again where another process has written it."""
+        try:
+            found = os.stat(self.file)
+            seen = found.st_ino, found.st_mtime_ns, found.st_size
+            if seen != self._seen:
+                self._packed, self._seen = packed.read_packed(self.file), seen
+        except FileNotFoundError:
+            self._packed, self._seen = ({}, {}), None
+        return self._packed
 
 
 def write_text(path: Path, text: str) -> None:
@@ -137,17 +182,20 @@ def write_text(path: Path, text: str) -> None:
         write_whole(path, f"{text}\n".encode())
 
 
-def _parse(text: str, path: Path) -> Record:
+def _fields(record: Record) -> dict[str, Any]:
+    return {"format": _FORMAT, **dataclasses.asdict(record)}
+
+
+def _parse(fields: dict[str, Any], path: Path) -> Record:
     try:
-        fields = json.loads(text)
-        if fields.pop("format") != _FORMAT:
+        if fields["format"] != _FORMAT:
             raise ValueError("a record of another version of this library")
-        return Record(**fields)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return Record(**{name: value for name, value in fields.items() if name != "format"})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _damaged(path, " ".join(str(error).split())[:200] or type(error).__name__) from error
 
 
-def _damaged(path: Path, reason: str) -> RunError:
+def _damaged(path: Path | str, reason: str) -> RunError:
     return RunError(
         f"expected the record of a finished cell in {path}, got: {reason}; put it back from a "
         "copy, or move it away: the cell is then run again"

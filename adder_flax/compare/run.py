@@ -5,6 +5,7 @@ Alone, beside other processes, or on several hosts of one shared directory.
 
 import contextlib
 import functools
+import json
 import math
 import os
 import signal
@@ -12,27 +13,23 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from adder_flax import data
-from adder_flax.compare import cells, matching, search
+from adder_flax.compare import cells, search
 from adder_flax.compare.plan import FINAL, TUNING, Arm, Cell, Plan
 from adder_flax.compare.records import Record, Records
 from adder_flax.errors import RunError
 from adder_flax.extras import needs
-from adder_flax.interrupt import InterruptWatch
 from adder_flax.settings import Options
 from adder_flax.tasks import TASKS
-from adder_flax.training.lock import HeldError, lock_workdir
+from adder_flax.training.lock import HeldError, is_held, lock_workdir
+from adder_flax.training.processes import InterruptWatch
 
 with needs("train"):
     from ml_collections import ConfigDict
-
-WORKER = "ADDER_FLAX_COMPAREWORKER"
-"""Names in the environment of a worker its number, the number of all and, on the same machine, its
-parent's process."""
 
 _POLL_SECONDS = 1.0
 _CLAIM = "claim.lock"
@@ -46,9 +43,9 @@ class Comparison:
       workdir: of the runs.
 
     Attributes:
-      plan: with arms that are matched, once :meth:`prepare` was called.
+      plan: its arms and cells.
       workdir: ``cells/<cell>/`` are ordinary runs.
-      results: folder of ``records/``, tables and figures.
+      results: folder of records, tables and figures.
       records: of finished cells.
 
     Raises:
@@ -57,23 +54,15 @@ class Comparison:
 
     def __init__(self, config: ConfigDict, workdir: str | Path):
         self.plan = Plan(config)
+        self._config = json.loads(config.to_json())
         self.workdir = Path(workdir).absolute()
         self.results = Path(self.plan.settings.results or self.workdir / "results")
-        self.records = Records(self.results / "records")
+        self.records = Records(self.results)
         self.best = TASKS.get(self.plan.settings.base.task.name).best
 
-    def prepare(self) -> None:
-        """Matches the arms, once for all processes."""
-        if not matching.needs_measuring(self.plan):
-            return
-        self.workdir.mkdir(parents=True, exist_ok=True)
-        while True:
-            try:
-                with lock_workdir(self.workdir, "matching.lock"):
-                    self.plan = matching.match(self.plan, self.results, load_once)
-                return
-            except HeldError:
-                time.sleep(_POLL_SECONDS)
+    def pack(self) -> None:
+        """Puts its records, and what it is, into one file."""
+        self.records.pack(self._config | {"results": ""})
 
     def tuning(self, arm: Arm) -> search.Tuning:
         """Returns how far the tuning of an arm is."""
@@ -151,44 +140,43 @@ def load_once(name: str, split: str, **options: Any) -> data.Source:
     return _load(name, split, tuple(sorted(options.items())))
 
 
-def work(
-    comparison: Comparison, first_arm: int = 0, alive: Callable[[], bool] = lambda: True
-) -> Iterator[Record]:
+def work(comparison: Comparison) -> Iterator[Record]:
     """Runs cells until none is left, and yields the record of each that this process ran.
 
     A cell is claimed by a lock in its directory, which the kernel lets go of when its process ends
     in whatever way. What others run is waited for, since what is to be run next may depend on it.
 
     Args:
-      comparison: prepared.
-      first_arm: whose cells come first: workers that begin with different ones compile different
-        programs.
-      alive: whether to begin another cell.
+      comparison: what is to be run.
 
     Raises:
       StoppedError: a signal stopped a cell.
       RunError: what the user must mend, with the name of the cell.
     """
     arms = list(comparison.plan.arms.values())
-    arms = arms[first_arm:] + arms[:first_arm]
-    while alive():
-        waiting = False
+    while any(map(comparison.open_cells, arms)):
+        if (ran := _run_next(comparison, arms)) is None:
+            time.sleep(_POLL_SECONDS)
+            continue
+        arm, record = ran
+        # What is known now may open other cells of the same arm, whose program is compiled.
+        arms = [arm, *(other for other in arms if other is not arm)]
+        yield record
+
+
+def _run_next(comparison: Comparison, arms: Sequence[Arm]) -> tuple[Arm, Record] | None:
+    """Runs a cell, of an arm that no other process is at where there is one.
+
+    Processes at different arms compile different programs.
+    """
+    for beside_others in (False, True):
         for arm in arms:
             for cell in comparison.open_cells(arm):
-                record = _run_claimed(comparison, cell)
-                waiting |= record is None
-                if record is not None:
-                    yield record
+                if (record := _run_claimed(comparison, cell)) is not None:
+                    return arm, record
+                if not beside_others:
                     break
-            else:
-                continue
-            # What is known now may open other cells of the same arm, whose program is compiled.
-            arms = [arm, *(other for other in arms if other is not arm)]
-            break
-        else:
-            if not waiting:
-                return
-            time.sleep(_POLL_SECONDS)
+    return None
 
 
 def _run_claimed(comparison: Comparison, cell: Cell) -> Record | None:
@@ -213,29 +201,10 @@ def _run_claimed(comparison: Comparison, cell: Cell) -> Record | None:
         return record
 
 
-def is_worker() -> tuple[int, int] | None:
-    """Returns the number of this worker and of all of them.
-
-    None where this process was not started as one.
-    """
-    place = os.environ.get(WORKER, "")
-    if not place:
-        return None
-    number, count = map(int, place.split("/")[:2])
-    return number, count
-
-
-def parent_lives() -> bool:
-    """Whether the process that started this worker is there.
-
-    Without it, a worker ends after its cell. Jobs of SLURM need none.
-    """
-    _, _, *parent = os.environ[WORKER].split("/")
-    return not parent or os.getppid() == int(parent[0])
-
-
 def supervise(workers: int, workdir: Path, poll: Callable[[], None]) -> None:
-    """Starts this very command several times, with cores and GPUs dealt out, and waits for all.
+    """Starts this command with one worker several times, and waits for all.
+
+    Cores and GPUs are dealt out among them.
 
     Args:
       workers: number of processes.
@@ -251,7 +220,6 @@ def supervise(workers: int, workdir: Path, poll: Callable[[], None]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     children = [_start(number, workers, folder / f"{number}.txt") for number in range(workers)]
     with InterruptWatch() as watch:
-        watch.hold_one()
         while any(child.poll() is None for child in children):
             time.sleep(_POLL_SECONDS)
             poll()
@@ -270,14 +238,14 @@ def supervise(workers: int, workdir: Path, poll: Callable[[], None]) -> None:
 
 def _start(number: int, workers: int, output: Path) -> subprocess.Popen:
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    environ = os.environ | {WORKER: f"{number}/{workers}/{os.getpid()}"}
+    environ = dict(os.environ)
     if gpus := _gpus():
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(
             gpus[number::workers] or [gpus[number % len(gpus)]]
         )
     with output.open("a") as file:
         child = subprocess.Popen(
-            [sys.executable, *sys.argv],
+            [sys.executable, *sys.argv, "--workers=1"],
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -384,7 +352,7 @@ def _best(comparison: Comparison, done: list[Record]) -> str:
 
 
 def _is_claimed(comparison: Comparison, cell: Cell) -> bool:
-    return (comparison.workdir / "cells" / cell.id / _CLAIM).exists()
+    return is_held(comparison.workdir / "cells" / cell.id / _CLAIM)
 
 
 def _duration(seconds: float) -> str:

@@ -72,7 +72,7 @@ def unfold(
         missing = tuple(point for point in points if point not in scores)
         if missing:
             return Tuning(points, missing, None, (), done, first)
-        best = max(points, key=scores.__getitem__)
+        best = max(points, key=lambda point: _ranked(scores[point]))
         edges = {path: side for path in space if (side := _edge(path, ranges[path], best, points))}
         added = (
             () if done == extensions else _beyond(space, ranges, edges, best, trials, len(points))
@@ -81,6 +81,11 @@ def unfold(
         if not added:
             return Tuning(points, (), best, tuple(edges), done, first)
         points, done = points + added, done + 1
+
+
+def _ranked(score: Score) -> Score:
+    """A number that is not one is the worst."""
+    return tuple(-math.inf if math.isnan(number) else number for number in score)
 
 
 def _first(space: Mapping[str, Range], trials: int) -> Sequence[Values]:

@@ -17,8 +17,10 @@ from adder_flax.paired import (
     Difference,
     best_of_fewer,
     first_reaching,
+    holm,
     interquartile_mean,
     paired_difference,
+    verdict,
 )
 from adder_flax.text import si
 
@@ -37,7 +39,6 @@ class Row:
       scores: on the test split, in that order; that of a run which diverged is the worst.
       difference: to the baseline, on the seeds that both have; None for a baseline and where there
         are none.
-      pairs: number of these seeds.
       target: score on the validation split that time is measured to, None where it is not known.
       reached: steps after which each run first had it, None where it never did.
     """
@@ -48,7 +49,6 @@ class Row:
     records: Sequence[Record]
     scores: Sequence[float]
     difference: Difference | None
-    pairs: int
     target: float | None
     reached: Sequence[float | None]
 
@@ -77,13 +77,15 @@ def rows_of(comparison: Comparison) -> list[Row]:
         records, baseline = found[arm.name], comparison.plan.baseline_of(arm)
         scores = {record.seed: score_of(comparison, record) for record in records}
         target = _target(comparison, found[(baseline or arm).name])
-        difference, pairs = None, 0
+        difference = None
         if baseline is not None:
             others = {record.seed: score_of(comparison, record) for record in found[baseline.name]}
-            both = sorted(scores.keys() & others.keys())
-            pairs = len(both)
-            if both:
-                difference = paired_difference([scores[s] for s in both], [others[s] for s in both])
+            if both := sorted(scores.keys() & others.keys()):
+                difference = paired_difference(
+                    [scores[s] for s in both],
+                    [others[s] for s in both],
+                    largest=comparison.best.largest,
+                )
         reached = [_reached(comparison, record, target) for record in records]
         tuning = comparison.tuning(arm)
         rows.append(
@@ -94,7 +96,6 @@ def rows_of(comparison: Comparison) -> list[Row]:
                 records,
                 list(scores.values()),
                 difference,
-                pairs,
                 target,
                 reached,
             )
@@ -190,10 +191,6 @@ def _machine(machine: tuple[tuple[str, Any], ...], records: Sequence[Record]) ->
 
 _MATCHED = {
     "steps": "All arms take the same steps.",
-    "parameters": "All arms have as many parameters as their baseline, by the width of their MLPs.",
-    "operations": "All arms compute as many multiplications and additions in training as their "
-    "baseline.",
-    "seconds": "All arms train as long as their baseline, by a step timed beforehand.",
     "nothing": "Each arm has a schedule of its own.",
 }
 
@@ -208,8 +205,12 @@ def _scores(comparison: Comparison, rows: Sequence[Row]) -> Block:
         "lowest, highest",
         "difference",
         "95 % interval",
+        "bootstrap",
         "p",
+        "p after Holm",
+        "verdict",
     ]
+    adjusted = iter(holm([row.difference.p_value for row in rows if row.difference]))
     lines = []
     for row in rows:
         cells = [*row.arm.levels.values(), str(len(row.records))]
@@ -221,11 +222,19 @@ def _scores(comparison: Comparison, rows: Sequence[Row]) -> Block:
                 f"{min(row.scores):.4f}, {max(row.scores):.4f}",
             ]
         if row.difference is not None:
-            found = row.difference
+            found, after = row.difference, next(adjusted)
+            ends = ((found.low, found.high), found.bootstrap)
             cells += [
                 f"{found.mean:+.4f}",
-                f"{found.low:+.4f} to {found.high:+.4f}",
+                *(f"{low:+.4f} to {high:+.4f}" for low, high in ends),
                 f"{found.p_value:.3f}",
+                f"{after:.3f}",
+                verdict(
+                    found,
+                    after,
+                    largest=comparison.best.largest,
+                    confirmatory=comparison.plan.settings.confirmatory,
+                ),
             ]
         elif row.scores:
             cells += ["baseline" if comparison.plan.baseline_of(row.arm) is None else ""]
@@ -234,25 +243,31 @@ def _scores(comparison: Comparison, rows: Sequence[Row]) -> Block:
 
 
 def _cautions(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
-    compared = [row for row in rows if row.difference is not None]
+    compared = [row.difference for row in rows if row.difference is not None]
     blocks: list[Block] = []
-    fewest = min((row.pairs for row in compared), default=comparison.plan.settings.seeds)
-    if fewest < LEAST_SEEDS:
-        text = (
-            f"With {fewest} pairs of seeds no two-sided test at 5 % can be passed: the smallest p "
-            "is "
-        )
-        blocks.append(
-            Paragraph(f"{text}{min(1.0, 2 / 2**fewest):.3g}. It takes {LEAST_SEEDS}.", strong=True)
-        )
     if compared:
-        many = f" of {len(compared)}" if len(compared) > 1 else ""
+        confirmatory, count = comparison.plan.settings.confirmatory, len(compared)
+        fewest = min(found.pairs for found in compared)
+        if fewest < LEAST_SEEDS and not confirmatory:
+            text = (
+                f"With {fewest} pairs of seeds no arm can be called ahead: that takes "
+                f"{LEAST_SEEDS}. The smallest p after Holm is "
+                f"{min(1.0, count * 2 / 2**fewest):.3g}."
+            )
+            blocks.append(Paragraph(text, strong=True))
+        told = (
+            "The experiment declares this table confirmatory: an arm is ahead or behind where "
+            "Student's interval excludes zero."
+            if confirmatory
+            else "An arm is ahead or behind where p after Holm is at most 0.05 with "
+            f"{LEAST_SEEDS} seeds or more."
+        )
         blocks.append(
             Paragraph(
-                "Differences are means over pairs of one seed, their interval is a bootstrap "
-                f"(BCa), p that of the exact two-sided sign-flip test for each comparison{many} by "
-                "itself. The bootstrap of few pairs is too narrow (of six it holds the truth in 86 "
-                "cases of 100, not 95): where the two disagree, p is right."
+                "A difference is the mean over pairs of one seed, with Student's interval. The "
+                "bootstrap's (BCa) beside it is too narrow for few pairs: of six it holds the "
+                "truth in 86 cases of 100. p is that of the exact two-sided sign-flip test, after "
+                f"Holm that of {count} such tests together. {told}"
             )
         )
     for row in rows:
@@ -275,9 +290,8 @@ def _costs(rows: Sequence[Row]) -> list[Block]:
             "additions",
             "energy an example",
             "steps",
-            "seconds a run",
         ),
-        *("validation target", "steps to it", "seconds", "operations", "energy"),
+        *("validation target", "steps to it", "operations", "energy"),
     ]
     lines = []
     for row in rows:
@@ -292,16 +306,11 @@ def _costs(rows: Sequence[Row]) -> list[Block]:
                 *(si(row.fact(name)) for name in ("multiplications", "additions")),
                 si(row.fact("joules")) + "J",
                 f"{steps:.0f}",
-                f"{steps * statistics.median(r.seconds['step'] for r in row.records):.1f}",
                 "" if row.target is None else f"{row.target:.4f}",
                 *(
                     "not reached" if cost is None else show(cost)
                     for cost, show in (
                         (row.cost_to_target(lambda record: 1), lambda n: f"{n:.0f}"),
-                        (
-                            row.cost_to_target(lambda record: record.seconds["step"]),
-                            lambda n: f"{n:.1f}",
-                        ),
                         (row.cost_to_target(lambda record: record.facts["step_operations"]), si),
                         (
                             row.cost_to_target(lambda record: record.facts["step_joules"]),
@@ -313,10 +322,10 @@ def _costs(rows: Sequence[Row]) -> list[Block]:
         )
     notes = (
         "Multiplications, additions and energy are those of one example forward; energy is "
-        "modelled, of the arithmetic alone (45 nm, Horowitz 2014). Seconds are those of the "
-        "training steps, without compilation and evaluation; compare them on one machine alone "
-        "that nothing else used. What it takes to the target are medians over the runs, all of "
-        "training included."
+        "modelled, of the arithmetic alone (45 nm, Horowitz 2014). What it takes to the target are "
+        "medians over the runs, all of training included. Seconds are not shown: runs were made "
+        "side by side, on one machine or several. `python -m benchmarks.compare seconds` times "
+        "the arms in turn."
     )
     return [Table(head, lines), Paragraph(notes)]
 
@@ -411,7 +420,7 @@ def command_of(comparison: Comparison, record: Record) -> str:
         comparison.plan.arms[record.arm], record.phase, record.seed, record.values
     )
     split = comparison.plan.settings.base.data.eval_split
-    path = comparison.records.path(cell)
+    path = comparison.records.address(cell)
     return (
         f"python main.py --config={path} --config.data.eval_split={split} "
         f"--workdir=runs/again/{cell.id}"

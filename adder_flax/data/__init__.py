@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from adder_flax.data._images import EVAL_CROP_RATIO, read_image, resized_side
 from adder_flax.data._label_sets import LabelSetSource, with_label_sets
 from adder_flax.data._load import describe, load_or_imitate, load_source
+from adder_flax.data._parts import shared_records
 from adder_flax.data._registry import SETS, DataSet, register_source, resolve_split
 from adder_flax.data._sequences import SequenceSource
 from adder_flax.data._source import (
@@ -100,6 +101,7 @@ __all__ = [
     "resize_boxes",
     "resized_side",
     "resolve_split",
+    "shared_records",
     "smooth_one_hot",
     "three_augment",
     "turn_hue",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+
+from absl import logging
 
 from adder_flax.data import _images
-from adder_flax.data._registry import DataSet, register_source, resolve_split
-from adder_flax.data._source import DataError, EncodedSource
+from adder_flax.data._collection import reference_split, register_collection
+from adder_flax.data._source import DataError
 from adder_flax.text import printable
-
-IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 
 class ImageFolder:
@@ -32,17 +32,13 @@ class ImageFolder:
     def __init__(self, root: str | pathlib.Path):
         self.root = pathlib.Path(root)
         self._shown = printable(root)
-        if not _is_folder(self.root):
-            raise DataError(
-                f"Expected a folder of images as data_dir, got {str(root)!r}, which does not exist."
-            )
         self.splits = tuple(_folders_in(self.root))
         if not self.splits:
             raise DataError(
                 f"Expected {self._shown}/<split>/<class>/<image>, got no sub-folder. Put the "
                 "images into train/ and val/."
             )
-        self._reference = "train" if "train" in self.splits else self.splits[0]
+        self._reference = reference_split(self.splits)
         self._classes = self._class_names(self._reference)
         if len(self._classes) < 2:
             raise DataError(
@@ -76,17 +72,19 @@ class ImageFolder:
                 f"classes' folders ({len(stray)} such files in all). Move them into the folders of "
                 "their classes."
             )
-        files = {name: _images_in(self.root / split / name) for name in names}
-        known = " ".join(IMAGE_SUFFIXES)
+        left_out: Counter[str] = Counter()
+        files = {name: _images_in(self.root / split / name, left_out) for name in names}
+        if left_out:
+            most = sorted(left_out.items(), key=lambda kind_and_n: (-kind_and_n[1], kind_and_n[0]))
+            kinds = ", ".join(f"{n} {kind}" for kind, n in most[:10])
+            logging.warning("%s: left out what is no image by its name: %s", shown, kinds)
+        known = "Those of Pillow's formats are known, as .jpg and .png"
         if not any(files.values()):
-            raise DataError(
-                f"Expected images in {shown}/<class>/, got none. Known suffixes: {known}."
-            )
+            raise DataError(f"Expected names of images in {shown}/<class>/, got none. {known}.")
         if split == self._reference and (empty := [name for name in names if not files[name]]):
             raise DataError(
                 f"Expected images of each class in {shown}, got none of {empty[:3]} ({len(empty)} "
-                "empty folders in all). Remove these folders, or fill them. Known suffixes: "
-                f"{known}."
+                f"empty folders in all). Remove these folders, or fill them. {known}."
             )
         labels = {name: label for label, name in enumerate(self._classes)}
         return FolderRecords([(path, labels[name]) for name in names for path in files[name]])
@@ -134,15 +132,6 @@ class FolderRecords:
         return printable(self._files[index][0], limit=1000)
 
 
-def _is_folder(path: pathlib.Path) -> bool:
-    try:
-        return path.is_dir()
-    except (OSError, ValueError) as error:  # not ours to read; a zero byte in the name
-        raise DataError(
-            f"Expected a folder that can be read, got {str(path)!r}: {error}."
-        ) from error
-
-
 def _entries(folder: str | pathlib.Path) -> list[os.DirEntry]:
     try:
         with os.scandir(folder) as entries:
@@ -165,15 +154,18 @@ def _is_hidden(name: str) -> bool:
 
 
 def _is_image(name: str) -> bool:
-    return name.lower().endswith(IMAGE_SUFFIXES)
+    return os.path.splitext(name)[1].lower() in _images.image_suffixes()
 
 
 def _folders_in(folder: pathlib.Path) -> list[str]:
     return sorted(entry.name for entry in _entries(folder) if _leads_to_folder(entry))
 
 
-def _images_in(folder: pathlib.Path) -> list[str]:
-    """Paths of the images in a folder and the folders in it; links may lead round in a circle."""
+def _images_in(folder: pathlib.Path, left_out: Counter[str]) -> list[str]:
+    """Paths of the images in a folder and the folders in it; links may lead round in a circle.
+
+    Of other files the kinds are counted.
+    """
     found, waiting, seen = [], [str(folder)], set()
     while waiting:
         place = waiting.pop()
@@ -186,39 +178,10 @@ def _images_in(folder: pathlib.Path) -> list[str]:
                 waiting.append(entry.path)
             elif _is_image(entry.name):
                 found.append(entry.path)
+            else:
+                ending = os.path.splitext(entry.name)[1].lower()
+                left_out[printable(ending, 20) or "without an ending"] += 1
     return sorted(found, key=lambda path: path.split(os.sep))
 
 
-def load_folder(
-    split: str,
-    *,
-    name: str,
-    data_dir: str | None = None,
-    image_size: int | None = None,
-    **options: Any,
-) -> EncodedSource:
-    """A split of an image folder; see `load_source`."""
-    if data_dir is None:
-        raise DataError(
-            "Expected data_dir=<root of the image folder> for data set 'folder', got none."
-        )
-    if image_size is None:
-        raise DataError(
-            "Expected image_size for data set 'folder', whose images may vary in size, got none."
-        )
-    folder = ImageFolder(data_dir)
-    split = resolve_split(split, folder.splits)
-    records, shape = folder.records(split), (image_size, image_size, 3)
-    return EncodedSource(
-        name,
-        split,
-        folder.splits,
-        records,
-        folder.label_names,
-        shape,
-        crops_on_host=True,
-        **options,
-    )
-
-
-register_source(DataSet("folder", load_folder))
+register_collection("folder", ImageFolder, "root of the image folder")

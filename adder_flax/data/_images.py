@@ -7,6 +7,7 @@ point) are refused. Transparency is dropped, as torchvision's `ImageFolder` does
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import os
@@ -19,7 +20,6 @@ import numpy as np
 from jaxtyping import UInt8
 
 from adder_flax.extras import needs
-from adder_flax.files import open_regular
 
 with needs("data"):
     from PIL import ExifTags, Image, TiffImagePlugin
@@ -37,9 +37,29 @@ decompression bomb)."""
 MAX_BYTES = 8 * MAX_PIXELS
 """The largest file that is read: `MAX_PIXELS` of four 16-bit channels."""
 
-# Only what photographs come in; among Pillow's other formats are some that start programs (EPS,
-# Ghostscript).
-_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+# What Pillow opens and does not read itself: EPS starts Ghostscript, the others wait for a program
+# that is told to it, or belong to a system.
+_NOT_READ = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
+
+
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    """The names of the formats that are read, the usual ones first."""
+    Image.init()
+    usual = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+    return (*usual, *sorted(set(Image.OPEN) - _NOT_READ - set(usual)))
+
+
+@functools.cache
+def image_suffixes() -> frozenset[str]:
+    """The endings of file names of images: those of every format that Pillow reads.
+
+    >>> {".jpg", ".gif", ".webp"} <= image_suffixes(), ".eps" in image_suffixes()
+    (True, False)
+    """
+    formats = set(_formats())
+    return frozenset(s for s, name in Image.registered_extensions().items() if name in formats)
+
 
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -80,7 +100,7 @@ def read_image(
     """The pixels of a file as an evaluation sees them, see `decode_and_center_crop`.
 
     Raises:
-        OSError: the file cannot be read, or is no regular one.
+        OSError: the file cannot be read.
         ValueError: it is too large, or no image that is read. Decoders may raise errors of other
             types.
     """
@@ -91,10 +111,10 @@ def read_encoded(path: str | Path) -> bytes:
     """The bytes of a file of at most `MAX_BYTES`.
 
     Raises:
-        OSError: the file cannot be read, or is no regular one.
+        OSError: the file cannot be read.
         ValueError: it is too large.
     """
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
             raise ValueError(f"a file of {size:,} bytes, more than the {MAX_BYTES:,} allowed")
         return file.read()
@@ -206,9 +226,9 @@ def _open(encoded: bytes) -> Image.Image:
     if encoded.startswith(_PNG):
         _check_png(encoded)
     try:
-        image = Image.open(io.BytesIO(encoded), formats=_FORMATS)
+        image = Image.open(io.BytesIO(encoded), formats=_formats())
     except Image.UnidentifiedImageError as error:
-        raise ValueError(f"no image of a kind that is read ({', '.join(_FORMATS)})") from error
+        raise ValueError(f"no image of a kind that is read ({', '.join(_formats())})") from error
     if math.prod(image.size) > MAX_PIXELS:
         raise ValueError(
             f"an image of {image.width} × {image.height} pixels, more than the {MAX_PIXELS:,} "

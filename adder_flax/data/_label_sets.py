@@ -12,7 +12,6 @@ import numpy as np
 
 from adder_flax.data._source import DataError, ImageSource
 from adder_flax.errors import first_line
-from adder_flax.files import open_regular
 from adder_flax.text import printable
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ def with_label_sets(source: ImageSource, path: str | Path) -> LabelSetSource:
 
 def _read(path: str | Path, source: ImageSource) -> list[list[int]]:
     try:
-        with open_regular(path) as stream:
+        with open(path, "rb") as stream:
             text = stream.read(_MOST_BYTES + 1)
         label_sets = json.loads(text) if len(text) <= _MOST_BYTES else None
     except (OSError, ValueError, RecursionError) as error:

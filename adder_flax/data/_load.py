@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from adder_flax.data import _digits, _folder, _pronunciations  # noqa: F401  each registers its set
+from adder_flax.data import (  # noqa: F401  each registers its set
+    _digits,
+    _folder,
+    _hugging_face,
+    _image_list,
+    _pronunciations,
+    _webdataset,
+)
 from adder_flax.data._fake import FakeSource
 from adder_flax.data._images import EVAL_CROP_RATIO
 from adder_flax.data._parts import part_of, read_part
@@ -27,7 +34,10 @@ def load_source(
     """Loads one split of a data set by name.
 
     - ``"digits"``: scikit-learn's handwritten digits, 8x8x1, always there.
-    - ``"folder"``: data_dir/<split>/<class>/<image>, decoded to RGB.
+    - ``"folder"``: data_dir/<split>/<class>/<image>, decoded to RGB, as those of the next three.
+    - ``"image_list"``: data_dir/<split>.csv with the columns path and label.
+    - ``"hugging_face"``: a folder of Hugging Face's ``datasets``, or of Parquet files.
+    - ``"webdataset"``: data_dir/<split>-<number>.tar with an image and its class for each sample.
     - ``"fake"``: random images, default 224x224x3, 1,000 classes, 50,000 examples; its own options
       are ``num_classes``, ``num_examples`` and ``channels``.
     - ``"cmudict"``: words and their phonemes, from the CMU Pronouncing Dictionary.

@@ -64,7 +64,24 @@ def part_of(source: Source, percents: tuple[int, int]) -> Source:
     part = copy.copy(source)
     part.__class__ = _part_class(source, rows)
     part.split = f"{source.split}[{percents[0]}%:{percents[1]}%]"
+    part.dealt = (low, high)
     return part
+
+
+def shared_records(one: Source, other: Source) -> int:
+    """How many records two splits of one set, or parts of them, have in common.
+
+    >>> from adder_flax.data import load_source
+    >>> parts = [load_source("digits", f"train[{part}]") for part in (":50%", "40%:")]
+    >>> shared_records(*parts), shared_records(parts[0], load_source("digits", "test"))
+    (143, 0)
+    """
+    wholes = [(source.name, read_part(source.split)[0]) for source in (one, other)]
+    if wholes[0] != wholes[1]:
+        return 0
+    if one.dealt is None or other.dealt is None:
+        return min(len(one), len(other))  # one of them is the whole
+    return max(0, min(one.dealt[1], other.dealt[1]) - max(one.dealt[0], other.dealt[0]))
 
 
 def _part_class(whole: Source, rows: Int[np.ndarray, " records"]) -> type[Source]:

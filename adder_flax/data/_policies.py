@@ -119,8 +119,9 @@ def operation_arguments(
         magnitude: 0 to 10.
         sign: 1 or -1, of arguments that have one.
         increasing: whether a larger magnitude changes an image more, whatever the operation: timm's
-            ``inc1``. Else posterize, solarize and the factors of color, contrast, brightness and
-            sharpness have the ranges of Cubuk et al.
+            ``inc1``, which leaves posterize no bit at magnitude 10. Else posterize, solarize and
+            the factors of color, contrast, brightness and sharpness have the ranges of Cubuk et
+            al., "AutoAugment", 2019: 4 to 8 bits.
     """
     tenths = magnitude / MOST_MAGNITUDE
     # Multiplied first: then whole magnitudes give whole numbers, not the ones just below.
@@ -129,7 +130,7 @@ def operation_arguments(
         factor = jnp.maximum(1 + sign * 0.9 * tenths, 0.1)
         bits, level = 4 - bits, 256 - level
     else:
-        factor = 0.1 + 1.8 * tenths
+        bits, factor = 4 + bits, 0.1 + 1.8 * tenths
     known = {
         "posterize": bits,
         "solarize": level,

@@ -58,6 +58,7 @@ class Source(abc.ABC):
         splits: names of all splits of the set.
         unreadable: records found unreadable so far, index to reason. Always empty with
             ``on_unreadable="raise"``.
+        dealt: of a part, from where to where in the order in which records are dealt.
     """
 
     records: ClassVar[str] = "records of its own"
@@ -65,6 +66,7 @@ class Source(abc.ABC):
     split: str
     splits: tuple[str, ...]
     unreadable: Mapping[int, str] = MappingProxyType({})
+    dealt: tuple[int, int] | None = None
 
     @property
     @abc.abstractmethod

@@ -12,7 +12,6 @@ import math
 import os
 import pathlib
 import re
-import stat
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -205,18 +204,9 @@ def _folder(name: str, data_dir: str | None) -> pathlib.Path:
     return sets_folder(data_dir) / base_name(name)
 
 
-def _check_files(folder: pathlib.Path) -> None:
-    """Raises ValueError if something in a set's folder is no file.
-
-    Reading a pipe would never end.
-    """
+def _check_folder(folder: pathlib.Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError("a file in place of the folder")
-    for directory, _, names in os.walk(folder):
-        for name in names:
-            path = os.path.join(directory, name)
-            if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):
-                raise ValueError(f"{name}, which is no regular file")
 
 
 def _check_names(tfds: Any, builder: Any, label_key: str) -> None:
@@ -270,7 +260,7 @@ def check_shards(split: Any, *, read: bool = False) -> None:
 
 def _builder(tfds: Any, name: str, data_dir: str | None) -> Any:
     folder = _folder(name, data_dir)
-    _check_files(folder)
+    _check_folder(folder)
     try:
         return tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:

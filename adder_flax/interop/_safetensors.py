@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from adder_flax.extras import needs
-from adder_flax.files import open_regular
 from adder_flax.interop._names import plain_names
 from adder_flax.text import printable
 
@@ -124,7 +123,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        with open_regular(path) as stream:
+        with open(path, "rb") as stream:
             text = stream.read(_LARGEST_JSON + 1)
         fields = json.loads(text)
         if len(text) > _LARGEST_JSON or not isinstance(fields, dict):
@@ -154,7 +153,7 @@ def _shards(index: Path) -> list[str]:
 
 def _check_kind(path: Path) -> None:
     """Refuses what is often met in place of a safetensors file, in words of its own."""
-    with open_regular(path) as stream:
+    with open(path, "rb") as stream:
         start = stream.read(32)
     for beginning, kind in _OTHERS.items():
         if start.startswith(beginning) and start[8:9] != b"{":

@@ -136,9 +136,8 @@ def check_norm_position(position: str) -> None:
 
 
 def report_block(tokens: Array, normalized: Array, output: Array) -> None:
-    """Tells the `adder_flax.recorder` what happens in a block.
-
-    What enters it, what its attention looks at, and what leaves it.
+    """Tells the `adder_flax.recorder` what enters a block, what its attention looks at, and what
+    leaves it.
     """
     arrays = {"tokens": tokens, "normalized": normalized, "output": output}
     branches = (

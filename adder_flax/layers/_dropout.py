@@ -1,7 +1,4 @@
-"""Dropout of single numbers and of whole branches, at rates that may be traced.
-
-The latter is stochastic depth.
-"""
+"""Dropout of single numbers and whole branches (stochastic depth), at rates that may be traced."""
 
 import flax.nnx as nnx
 import jax
@@ -101,9 +98,8 @@ class DropPath(nnx.Module):
         rngs: nnx.Rngs | None = None,
         factors: Float[Array, " batch"] | None = None,
     ) -> Float[Array, "batch ..."]:
-        """Drops samples of the branch at random.
-
-        Or by `factors` drawn before, see `drop_path_factors`.
+        """Drops samples of the branch at random, or by `factors` drawn before, see
+        `drop_path_factors`.
         """
         if deterministic or (factors is None and not is_on(self.rate)):
             return inputs

@@ -173,9 +173,8 @@ class AdderLinear(nnx.Module):
         return jax.lax.switch(way, ways, rows, kernel)
 
     def set_squared_share(self, share: float | Array) -> None:
-        """Puts -Σ_k (x[k] - W[k, o])² / 2 in the place of a share of the sums.
-
-        1 is p = 2, 0 is p = 1.
+        """Puts -Σ_k (x[k] - W[k, o])² / 2 in the place of a share of the sums; 1 is p = 2, 0 is p =
+        1.
 
         The derivative of the squared distance by W, x - W, is what AdderNet's full-precision rule
         says of the L1 distance, so that what is learned with the one goes on with the other.
@@ -197,9 +196,8 @@ def report_adder(
     w_gradient: ops.RuleName,
     hardtanh_slope: float,
 ) -> None:
-    """Tells the `adder_flax.recorder` what an adder layer is given and sums up.
-
-    Its slope too, if it clips.
+    """Tells the `adder_flax.recorder` what an adder layer is given and sums up, and a slope that
+    clips.
     """
     slope = hardtanh_slope if "hardtanh" in (x_gradient, w_gradient) else None
     recorder.report("adder", {"rows": rows, "kernel": kernel, "sums": sums}, hardtanh_slope=slope)
@@ -266,9 +264,8 @@ kfac.register_layer(AdderLinear, "sums", _curvature)
 
 
 class Identity(nnx.Module):
-    """No layer, in the place of one: y = x.
-
-    For queries, keys and values that are the tokens themselves.
+    """No layer, in the place of one: y = x, for queries, keys and values that are the tokens
+    themselves.
 
     Args:
       in_features, out_features: equal.

@@ -36,9 +36,8 @@ def image_to_patches(
 
 
 class PatchEmbed(nnx.Module):
-    """A linear layer on every non-overlapping patch.
-
-    A convolution whose stride is its size, as one matrix product.
+    """A linear layer on every non-overlapping patch: a convolution whose stride is its size, as one
+    matrix product.
 
     With `stem_channels`, convolutions that may halve the image come first, and patches are cut from
     what they leave: a token stands for `patch_size` pixels of the image's side all the same.

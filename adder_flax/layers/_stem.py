@@ -48,9 +48,8 @@ def neighbourhoods(
 
 
 class Convolution(nnx.Module):
-    """gelu(LayerNorm(conv(x))) with 3 × 3 windows and stride 1 or 2.
-
-    One product with a matrix (9 · channels, out).
+    """gelu(LayerNorm(conv(x))) with 3 × 3 windows and stride 1 or 2, by one product with a matrix
+    (9 · channels, out).
 
     `linear.kernel` reshaped to (3, 3, channels, out) is a convolution's kernel in Flax's layout. An
     adder layer, which has a normaliser of its own, has no second one.

@@ -1,18 +1,15 @@
-"""Native Linen modules over the same functions, with the same parameter names, as the NNX ones.
+"""Linen modules with the parameter names of the NNX ones, and the same numbers.
 
-The pure functions of `adder_flax.attention` serve both APIs; `from_nnx` and `to_nnx` move
-parameters between them.
+What a Linen user puts into networks is native, over the same pure functions: linear layers,
+LayerNorm, multi-head attention. What is made of these, a `Block` or a `VisionTransformer`, is the
+NNX module inside, whose parameters Linen declares, draws and checks. `from_nnx` and `to_nnx` move
+parameters between the two.
 
-Why native, and not `flax.nnx.bridge.ToLinen` around the NNX modules (Flax 0.12.8): the bridge gives
-the same numbers, maps and dtypes, and works under `nn.remat` and with `kfac`, but it builds the
-module anew in every `apply`, so that each call draws all parameters at random before it replaces
-them (a traced call of a transformer of two blocks has 595 operations, 7 of them random draws, for
-226 and none). A parameter that is missing therefore silently stays random, and one of another shape
-is taken as it is, where Linen refuses both. The numbers of lists are integers in its parameter
-tree, which `traverse_util.flatten_dict(sep="/")` does not take; random streams given to `apply` do
-not reach what is called, dropout among it; `capture_intermediates` gives one output where it gives
-those of 53 modules; and the sizes of images have to be known beforehand, where Linen sees them at
-the first call.
+`flax.nnx.bridge.ToLinen` (Flax 0.12.8) builds its module anew in every `apply`, so that each call
+draws all parameters at random before it replaces them (a traced call of a transformer of two blocks
+has 595 operations, 7 of them random draws, for 226 and none), and what is missing silently stays
+random. `_bridge.py` has neither fault. Of what is inside, `capture_intermediates` sees the output
+alone: `adder_flax.recorder.record` and `adder_flax.attention.capture_attention` see all.
 """
 
 from adder_flax.linen._attention import AdditiveAttention, BilinearAttention, MultiHeadAttention

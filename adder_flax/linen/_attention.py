@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from adder_flax import attention
 from adder_flax.attention import attend, get_score
-from adder_flax.attention.checks import check_heads, check_no_identity, check_temperature
+from adder_flax.attention.checks import check_heads, check_temperature
+from adder_flax.linen._bridge import call_nnx, fields_of
 from adder_flax.linen._layers import TakesKeywords
 from adder_flax.settings import AttentionSettings
 
@@ -63,7 +65,7 @@ class MultiHeadAttention(TakesKeywords):
             query,
             key,
             value,
-            **settings.options(_log_temperature(self, settings.temperature, (self.num_heads,))),
+            **settings.options(self._log_temperature()),
             parameters=self._score_parameters(settings, query.shape[-1], key.shape[-1]),
             bias=bias,
             mask=mask,
@@ -130,6 +132,12 @@ class MultiHeadAttention(TakesKeywords):
             for name, spec in specs.items()
         }
 
+    def _log_temperature(self) -> Array | None:
+        if self.settings.temperature != "learned":
+            return None
+        shape = (self.num_heads,)
+        return self.param("log_temperature", nn.initializers.zeros, shape, self.param_dtype)
+
     def _key_bias(self) -> Array | None:
         if self.key_bias_length is None:
             return None
@@ -137,65 +145,7 @@ class MultiHeadAttention(TakesKeywords):
         return self.param("key_bias", nn.initializers.zeros, shape, self.param_dtype)
 
 
-def _log_temperature(
-    module: nn.Module, temperature: float | str, shape: tuple[int, ...]
-) -> Array | None:
-    if temperature != "learned":
-        return None
-    return module.param("log_temperature", nn.initializers.zeros, shape, module.param_dtype)
-
-
-class _SingleHeadAttention(TakesKeywords):
-    """One head whose learned arrays, without a head axis, are the module's own parameters."""
-
-    fixed: ClassVar[tuple[str, ...]] = ("score", "score_options")
-    settings: AttentionSettings = AttentionSettings()
-    param_dtype: DTypeLike = jnp.float32
-
-    def score_and_options(self) -> tuple[str, dict[str, Any]]:
-        raise NotImplementedError
-
-    @nn.compact
-    def __call__(
-        self,
-        query: Float[Array, "*batch q_length query_features"],
-        key: Float[Array, "*batch k_length key_features"],
-        value: Float[Array, "*batch k_length value_features"] | None = None,
-        *,
-        mask: Array | None = None,
-        bias: Array | None = None,
-        return_weights: bool = False,
-    ) -> Array | tuple[Array, Array]:
-        """Mixes the values (by default the keys) for every query.
-
-        Arguments are as in `adder_flax.attention`.
-        """
-        settings = self.settings
-        check_temperature(settings.temperature)
-        check_no_identity(settings.identity)
-        value = key if value is None else value
-        score, options = self.score_and_options()
-        own = dict(score=score, score_options=options, identity=False)
-        specs = get_score(score).learned_parameters(1, query.shape[-1], key.shape[-1], options)
-        parameters = {
-            name: self.param(
-                name, lambda rng, spec=spec: spec.init(rng, spec.shape, self.param_dtype)[0]
-            )
-            for name, spec in specs.items()
-        }
-        context, weights = attend(
-            *(x[..., None, :] for x in (query, key, value)),
-            **settings.options(_log_temperature(self, settings.temperature, ())) | own,
-            parameters=parameters,
-            mask=None if mask is None else mask[..., None, :, :],
-            bias=None if bias is None else bias[..., None, :, :],
-            return_weights=True,
-        )
-        context, weights = context[..., 0, :], weights[..., 0, :, :]
-        return (context, weights) if return_weights else context
-
-
-class AdditiveAttention(_SingleHeadAttention):
+class AdditiveAttention(TakesKeywords):
     """Linen form of `adder_flax.attention.AdditiveAttention`; arguments and parameters as there.
 
     >>> import jax
@@ -206,14 +156,30 @@ class AdditiveAttention(_SingleHeadAttention):
     (2, 5, 8)
     """
 
+    fixed: ClassVar[tuple[str, ...]] = ("score", "score_options")
+    settings: AttentionSettings = AttentionSettings()
+    param_dtype: DTypeLike = jnp.float32
     hidden_dim: int | None = None
     layer_norm: bool = False
 
-    def score_and_options(self) -> tuple[str, dict[str, Any]]:
-        return "additive", dict(hidden_dim=self.hidden_dim, layer_norm=self.layer_norm)
+    @nn.compact
+    def __call__(
+        self,
+        query: Float[Array, "*batch q_length query_features"],
+        key: Float[Array, "*batch k_length key_features"],
+        value: Float[Array, "*batch k_length value_features"] | None = None,
+        **options: Any,
+    ) -> Array | tuple[Array, Array]:
+        """Mixes the values (by default the keys) for every query.
+
+        Arguments are as in `adder_flax.attention`.
+        """
+        widths = query.shape[-1], key.shape[-1]
+        build = lambda rngs: attention.AdditiveAttention(*widths, **fields_of(self), rngs=rngs)
+        return call_nnx(self, build, query, key, value, **options)
 
 
-class BilinearAttention(_SingleHeadAttention):
+class BilinearAttention(TakesKeywords):
     """Linen form of `adder_flax.attention.BilinearAttention`; arguments and parameters as there.
 
     >>> import jax
@@ -224,5 +190,22 @@ class BilinearAttention(_SingleHeadAttention):
     (2, 5, 8)
     """
 
-    def score_and_options(self) -> tuple[str, dict[str, Any]]:
-        return "bilinear", {}
+    fixed: ClassVar[tuple[str, ...]] = ("score", "score_options")
+    settings: AttentionSettings = AttentionSettings()
+    param_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self,
+        query: Float[Array, "*batch q_length query_features"],
+        key: Float[Array, "*batch k_length key_features"],
+        value: Float[Array, "*batch k_length value_features"] | None = None,
+        **options: Any,
+    ) -> Array | tuple[Array, Array]:
+        """Mixes the values (by default the keys) for every query.
+
+        Arguments are as in `adder_flax.attention`.
+        """
+        widths = query.shape[-1], key.shape[-1]
+        build = lambda rngs: attention.BilinearAttention(*widths, **fields_of(self), rngs=rngs)
+        return call_nnx(self, build, query, key, value, **options)

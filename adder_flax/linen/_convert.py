@@ -1,7 +1,4 @@
-"""Parameter trees of the two APIs.
-
-They are the same but for the keys of lists, which Linen writes as text.
-"""
+"""Parameter trees of the two APIs, the same but for keys of lists, which Linen writes as text."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,9 +17,8 @@ def from_nnx(params: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def to_nnx(params: Mapping[str, Any]) -> dict[Any, Any]:
-    """The NNX form of a Linen parameter tree (`variables["params"]`).
-
-    It is for `nnx.update` or `nnx.merge`.
+    """The NNX form of a Linen parameter tree (`variables["params"]`), for `nnx.update` or
+    `nnx.merge`.
 
     >>> to_nnx({"blocks": {"0": {"kernel": 1.0}}})
     {'blocks': {0: {'kernel': 1.0}}}

@@ -1,31 +1,20 @@
-"""Linen: linear layers, MLP, patches and stochastic depth.
-
-Parameters have the names of `adder_flax.layers`.
-"""
+"""Linen: linear layers and what stands beside them, with the parameters of `adder_flax.layers`."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import flax.linen as nn
+import flax.nnx as nnx
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 import kfac
-from adder_flax import ops
+from adder_flax import layers, ops
 from adder_flax.attention import LAYER_NORM_EPSILON
-from adder_flax.layers import (
-    check_identity,
-    drop_path_factors,
-    gelu,
-    image_to_patches,
-    neighbourhoods,
-    report_adder,
-    scale_features,
-    side_behind_stem,
-    strides_of,
-)
+from adder_flax.layers import drop_path_factors, report_adder, scale_features
+from adder_flax.linen._bridge import call_nnx, fields_of
 from adder_flax.linen._norm import LayerNorm
 from adder_flax.settings import AdderSettings, keywords_of
 
@@ -66,9 +55,8 @@ class Linear(nn.Dense):
 
 
 class AdderLinear(nn.Module):
-    """Linen form of `adder_flax.layers.AdderLinear`.
-
-    y[o] = -Σ_k |x[k] - W[k, o]|, then LayerNorm over o.
+    """Linen form of `adder_flax.layers.AdderLinear`: y[o] = -Σ_k |x[k] - W[k, o]|, LayerNorm over
+    o.
 
     Attributes:
       features: number of outputs.
@@ -143,8 +131,7 @@ class Identity(nn.Module):
     param_dtype: DTypeLike = jnp.float32
 
     def __call__(self, inputs: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
-        check_identity(inputs.shape[-1], self.features)
-        return inputs if self.dtype is None else inputs.astype(self.dtype)
+        return layers.Identity(inputs.shape[-1], self.features, dtype=self.dtype)(inputs)
 
 
 def linear_class(
@@ -194,13 +181,15 @@ kfac.register_layer(LayerScale, kind=kfac.Scale)
 class Mlp(nn.Module):
     """Linen form of `adder_flax.layers.Mlp`: fc2(dropout(gelu(fc1(x)))), exact GELU.
 
+    `linear` makes NNX layers, as there.
+
     >>> import jax
     >>> Mlp(32).init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
     (2, 5, 8)
     """
 
     hidden_features: int
-    linear: Callable[..., nn.Module] = Linear
+    linear: Callable[..., nnx.Module] = layers.Linear
     dropout_rate: float = 0.0
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
@@ -209,62 +198,14 @@ class Mlp(nn.Module):
     def __call__(
         self, inputs: Float[Array, "*batch in_features"], *, deterministic: bool = True
     ) -> Float[Array, "*batch in_features"]:
-        shared: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-        dropout = lambda x: nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
-        fc1 = self.linear(self.hidden_features, **shared, name="fc1")
-        fc2 = self.linear(inputs.shape[-1], **shared, name="fc2")
-        hidden = gelu(fc1(inputs.reshape(-1, inputs.shape[-1])))
-        return dropout(fc2(dropout(hidden))).reshape(inputs.shape)
-
-
-class Convolution(nn.Module):
-    """Linen form of `adder_flax.layers.Convolution`: gelu(LayerNorm(conv(x))), 3 × 3 windows.
-
-    >>> import jax
-    >>> Convolution(16).init_with_output(jax.random.key(0), jnp.ones((2, 8, 8, 3)))[0].shape
-    (2, 4, 4, 16)
-    """
-
-    out_channels: int
-    stride: int = 2
-    linear: Callable[..., nn.Module] = Linear
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.float32
-
-    @nn.compact
-    def __call__(self, images: Array) -> Array:
-        shared: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-        linear = self.linear(self.out_channels, **shared, name="linear")
-        outputs = linear(neighbourhoods(images, self.stride))
-        if getattr(linear, "norm", None) is None:
-            norm = LayerNorm(
-                epsilon=LAYER_NORM_EPSILON, use_fast_variance=False, **shared, name="norm"
-            )
-            outputs = norm(outputs)
-        return gelu(outputs)
-
-
-class ConvStem(nn.Module):
-    """Convolutions in turn, named by their number."""
-
-    channels: Sequence[int]
-    strides: Sequence[int]
-    linear: Callable[..., nn.Module]
-    dtype: DTypeLike | None
-    param_dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, images: Array) -> Array:
-        shared: dict[str, Any] = dict(
-            linear=self.linear, dtype=self.dtype, param_dtype=self.param_dtype
-        )
-        for i, sizes in enumerate(zip(self.channels, self.strides, strict=True)):
-            images = Convolution(*sizes, **shared, name=str(i))(images)
-        return images
+        build = lambda rngs: layers.Mlp(inputs.shape[-1], **fields_of(self), rngs=rngs)
+        return call_nnx(self, build, inputs, deterministic=deterministic)
 
 
 class PatchEmbed(nn.Module):
     """Linen form of `adder_flax.layers.PatchEmbed`: a linear layer on every non-overlapping patch.
+
+    `stem_linear` makes NNX layers, as there.
 
     >>> import jax
     >>> PatchEmbed(4, 16).init_with_output(jax.random.key(0), jnp.ones((2, 8, 8, 3)))[0].shape
@@ -275,7 +216,7 @@ class PatchEmbed(nn.Module):
     width: int
     stem_channels: Sequence[int] = ()
     stem_strides: Sequence[int] = ()
-    stem_linear: Callable[..., nn.Module] = Linear
+    stem_linear: Callable[..., nnx.Module] = layers.Linear
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
 
@@ -283,17 +224,14 @@ class PatchEmbed(nn.Module):
     def __call__(
         self, images: Float[Array, "batch height width channels"]
     ) -> Float[Array, "batch patches features"]:
-        shared: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-        strides = strides_of(self.stem_channels, self.stem_strides)
-        stem = ConvStem(self.stem_channels, strides, self.stem_linear, **shared, name="stem")
-        patches = image_to_patches(stem(images), side_behind_stem(self.patch_size, strides))
-        return Linear(self.width, **shared, name="proj")(patches)
+        build = lambda rngs: layers.PatchEmbed(
+            channels=images.shape[-1], **fields_of(self), rngs=rngs
+        )
+        return call_nnx(self, build, images)
 
 
 class DropPath(nn.Module):
-    """Linen form of `adder_flax.layers.DropPath`: stochastic depth, per sample.
-
-    It draws from the `dropout` stream.
+    """Linen form of `adder_flax.layers.DropPath`: stochastic depth, from the `dropout` stream.
 
     >>> DropPath(0.1).apply({}, jnp.ones((2, 3))).tolist()  # deterministic by default
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]

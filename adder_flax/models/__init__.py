@@ -5,13 +5,13 @@ from adder_flax.models._autoencoder import (
     AutoencoderSettings,
     build_autoencoder,
 )
-from adder_flax.models._build import build_vit
 from adder_flax.models._cnn import ConvNet, ConvNetSettings, build_conv_net
 from adder_flax.models._decode import beam_search, greedy_decode
 from adder_flax.models._registry import MODELS, Builder, Example, register_model
 from adder_flax.models._seq2seq import Memory, Seq2Seq, Seq2SeqSettings, build_seq2seq
 from adder_flax.models._vit import (
     VisionTransformer,
+    build_vit,
     deit_base,
     deit_small,
     deit_tiny,

@@ -1,7 +1,4 @@
-"""A small residual convolutional network.
-
-As a teacher it brings what transformers lack on few images.
-"""
+"""A small residual convolutional network: a teacher of what transformers lack on few images."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from adder_flax.arrays import AnyArray
-from adder_flax.models._registry import Example, register_model
+from adder_flax.models._registry import Example, image_shape, register_model
 from adder_flax.settings import Choice, Integer, Integers, Text, setting
 
 
@@ -35,9 +32,8 @@ class ConvNetSettings:
 
 
 class ConvNet(nnx.Module):
-    """Stages of residual blocks, the mean over the image, a linear head.
-
-    Each block has two 3 × 3 convolutions, GroupNorm and ReLU.
+    """Stages of residual blocks of two 3 × 3 convolutions, GroupNorm and ReLU; the mean; a linear
+    head.
 
     He et al., "Identity mappings in deep residual networks", 2016 (norms in front), with GroupNorm
     (Wu and He, 2018) in place of BatchNorm, so that nothing is kept between batches and an image's
@@ -104,10 +100,7 @@ class ConvNet(nnx.Module):
 
 
 class _Residual(nnx.Module):
-    """x + conv(relu(norm(conv(relu(norm(x)))))).
-
-    Where the shapes differ, there is a 1 × 1 convolution on x.
-    """
+    """x + conv(relu(norm(conv(relu(norm(x)))))), with a 1 × 1 convolution on x if shapes differ."""
 
     def __init__(self, before: int, width: int, stride: int, **shared):
         self.norm1 = _norm(before, **shared)
@@ -142,19 +135,11 @@ def build_conv_net(settings: ConvNetSettings, example: Example, *, rngs: nnx.Rng
     Raises:
       ValueError: the examples are no images with classes.
     """
-    if (
-        len(example.inputs) != 1
-        or len(example.inputs[0].shape) != 4
-        or "classes" not in example.sizes
-    ):
-        raise ValueError(
-            "expected images and a number of classes for config.model.name=conv_net, got "
-            f"{example}; set --config.model.name or --config.task.name"
-        )
+    *_, channels = image_shape(example, "conv_net")
     return ConvNet(
         settings.channels or (32,),
         settings.blocks,
-        in_channels=example.inputs[0].shape[-1],
+        in_channels=channels,
         num_classes=example.sizes["classes"],
         dtype=jnp.dtype(settings.dtype),
         rngs=rngs,

@@ -1,6 +1,5 @@
-"""Writing a sequence symbol by symbol with any model that predicts the next one.
-
-It is written greedily, or along several beams.
+"""Writing a sequence, greedily or along several beams, with any model that predicts the next
+symbol.
 """
 
 from collections.abc import Callable
@@ -55,9 +54,8 @@ class _Beams(NamedTuple):
 def beam_search(
     step: Step, state: Any, batch_size: int, *, end_symbol: int, max_length: int, num_beams: int
 ) -> tuple[Int[Array, "batch num_beams {max_length}"], Float[Array, "batch num_beams"]]:
-    """Keeps the `num_beams` likeliest beginnings at every step.
-
-    A finished sequence keeps its probability.
+    """Keeps the `num_beams` likeliest beginnings at every step; a finished one keeps its
+    probability.
 
     Args:
       step, state, batch_size, end_symbol, max_length: as in `greedy_decode`.

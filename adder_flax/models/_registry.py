@@ -6,8 +6,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 from flax import nnx
 
+from adder_flax.attention import get_score
 from adder_flax.registry import Registry
-from adder_flax.settings import MODEL_SETTINGS
+from adder_flax.settings import MODEL_SETTINGS, AttentionSettings
 
 
 class Example(NamedTuple):
@@ -80,3 +81,35 @@ def register_model(name: str, settings: type) -> Callable[[Builder], Builder]:
         return MODELS.register(name, build)
 
     return register
+
+
+def image_shape(example: Example, name: str) -> tuple[int, int, int]:
+    """Height, width and channels of the images that a model of this name is to classify.
+
+    Raises:
+      ValueError: the examples are no images with classes.
+    """
+    shapes = [batch.shape for batch in example.inputs]
+    if [len(shape) for shape in shapes] != [4] or "classes" not in example.sizes:
+        raise ValueError(
+            f"expected images and a number of classes for config.model.name={name}, got {example}; "
+            "set --config.model.name or --config.task.name"
+        )
+    _, height, width, channels = shapes[0]
+    return height, width, channels
+
+
+def check_score_options(settings: AttentionSettings) -> None:
+    """Raises ValueError for an option that is set and that none of the scores has."""
+    names = (settings.score,) if isinstance(settings.score, str) else settings.score
+    given, defaults = vars(settings.score_options), type(settings.score_options)()
+    taken = {
+        name for score in names for name in get_score(score).own_options(settings.score_options)
+    }
+    unused = {name for name in given if given[name] != getattr(defaults, name)} - taken
+    if unused:
+        raise ValueError(
+            f"expected config.model.score_options.{min(unused)} at its default unless a score has "
+            f"it, got {given[min(unused)]!r} with {', '.join(names)}; leave it, or set "
+            "--config.model.score"
+        )

@@ -11,8 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from adder_flax.attention import SequenceAttention
 from adder_flax.layers import Dropout, Linear
-from adder_flax.models._build import check_score_options
-from adder_flax.models._registry import Example, register_model
+from adder_flax.models._registry import Example, check_score_options, register_model
 from adder_flax.settings import (
     AttentionSettings,
     Choice,
@@ -130,9 +129,8 @@ class Seq2Seq(nnx.Module):
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch target symbols"]:
-        """Logits of every target symbol, given the source and the target symbols before it.
-
-        This is teacher forcing.
+        """Logits of every target symbol, given the source and the target symbols before it (teacher
+        forcing).
         """
         random: dict[str, Any] = dict(deterministic=deterministic, rngs=rngs)
         memory = self.encode(source, **random)

@@ -23,9 +23,8 @@ def apply_blocks(
     remat: bool,
     scan: bool,
 ) -> Float[Array, "batch length width"]:
-    """Applies the blocks in turn.
-
-    The result, dropout included, depends neither on `remat` nor on `scan`.
+    """Applies the blocks in turn; the result, dropout included, depends neither on `remat` nor on
+    `scan`.
 
     Args:
       blocks: the blocks; with `scan` they differ in parameters and drop path rate alone.
@@ -66,9 +65,8 @@ def apply_blocks(
 
 
 def _draw(blocks: Sequence[Block], batch: Any, rngs: nnx.Rngs | None) -> tuple[list, list]:
-    """A dropout key and the stochastic depth factors (2, batch) of each block.
-
-    A block has None where it needs none.
+    """A dropout key and the stochastic depth factors (2, batch) of each block, or None where not
+    needed.
     """
     keys = factors = [None] * len(blocks)
     if rngs is not None and any(is_on(block.drop_path.rate) for block in blocks):

@@ -19,8 +19,7 @@ from adder_flax.layers import (
     adder_layers,
     linear_class,
 )
-from adder_flax.models._stack import apply_blocks
-from adder_flax.models.settings import (
+from adder_flax.models._layout import (
     Annealing,
     are_alike,
     block_settings,
@@ -31,6 +30,8 @@ from adder_flax.models.settings import (
     image_sides,
     prefix_tokens,
 )
+from adder_flax.models._registry import Example, check_score_options, image_shape, register_model
+from adder_flax.models._stack import apply_blocks
 from adder_flax.settings import DEIT_SIZES, VitSettings, keywords_of
 
 
@@ -261,9 +262,8 @@ class VisionTransformer(nnx.Module):
         return self.annealing.stages()
 
     def loop_over_blocks(self) -> None:
-        """Turns `scan_blocks` on where the blocks are alike.
-
-        This is quicker to compile in second derivatives.
+        """Turns `scan_blocks` on where the blocks are alike: quicker to compile in second
+        derivatives.
         """
         self.scan_blocks = self.alike
 
@@ -284,9 +284,8 @@ class VisionTransformer(nnx.Module):
 def embed_positions(
     params: Mapping[str, AnyArray], patches: Float[AnyArray, "batch patches width"]
 ) -> Float[Array, "batch tokens width"]:
-    """The patches behind class and distillation token, if there are any, plus the positions.
-
-    The result has the patches' dtype.
+    """The patches behind class and distillation token, if there are any, plus the positions, in the
+    patches' dtype.
 
     Args:
       params: `pos_embed` (1, tokens, width), and `cls_token` and `dist_token` (1, 1, width) for one
@@ -337,4 +336,23 @@ def _deit(size: str, overrides: Mapping[str, Any], rngs: nnx.Rngs) -> VisionTran
     width, num_heads = DEIT_SIZES[size]
     return VisionTransformer(
         **{"width": width, "depth": 12, "num_heads": num_heads, **overrides}, rngs=rngs
+    )
+
+
+@register_model("vit", VitSettings)
+def build_vit(settings: VitSettings, example: Example, *, rngs: nnx.Rngs) -> VisionTransformer:
+    """Builds a vision transformer for images and ``classes``.
+
+    Raises:
+      ValueError: no images or classes, sizes that do not fit together, or an unknown name.
+    """
+    height, width, channels = image_shape(example, "vit")
+    check_score_options(settings.attention)
+    return VisionTransformer(
+        settings=settings,
+        image_size=(height, width),
+        channels=channels,
+        num_classes=example.sizes["classes"],
+        dtype=jnp.dtype(settings.dtype),
+        rngs=rngs,
     )

@@ -1,12 +1,11 @@
 """Arrays only: pairwise reductions of adder and additive layers, LayerNorm, and their gradients.
 
-There is one file per backend.
-
-Nothing here stores an array of size (rows x columns x contracted axis), forward or backward.
+Nothing here stores an array of size (rows x columns x contracted axis), forward or backward. Each
+backend has a file of its own.
 """
 
-from adder_flax.ops import _cpu_exported
 from adder_flax.ops._additive import additive_scores
+from adder_flax.ops._arrays import as_mask
 from adder_flax.ops._backend import (
     Backend,
     available_backends,
@@ -29,6 +28,7 @@ __all__ = [
     "adder_matmul",
     "adder_matmul_jvp",
     "additive_scores",
+    "as_mask",
     "available_backends",
     "backend_report",
     "build_in_background",
@@ -43,5 +43,3 @@ __all__ = [
     "use_backend",
     "use_backend_for",
 ]
-
-_cpu_exported.register()

@@ -5,12 +5,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 
 class Operand(NamedTuple):
-    """An array (B, ...) and the names of its axes after the batch.
-
-    These are `i`, `j`, or `c`, the axis summed over.
+    """An array (B, ...) and the names of its axes after the batch: `i`, `j`, or `c`, the summed
+    one.
 
     Operands with a `c` are read for each term of the sum, the others once before it; one number for
     all has no axes.
@@ -42,3 +43,37 @@ def upcast(*arrays):
 def to_nk(w, axes):
     """Returns `w`, whose axes are `axes`, as (B, N, K); also turns (B, N, K) into `axes`."""
     return w if axes == "nk" else jnp.swapaxes(w, -1, -2)
+
+
+def as_mask(mask) -> jax.Array:
+    """Returns a mask as booleans, True for what is seen.
+
+    Numbers 0 and 1 will do, floating ones if their values are known: -1e9 and 0, which are added to
+    scores elsewhere, would mean the opposite.
+
+    Raises:
+      ValueError: other numbers, or floating ones under `jax.jit`.
+
+    Example:
+      >>> from adder_flax import ops
+      >>> ops.as_mask(jnp.array([1, 0])).tolist()
+      [True, False]
+    """
+    dtype = jnp.result_type(mask)
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return jnp.asarray(mask)
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    got = f"{dtype} numbers"
+    if isinstance(mask, Tracer) or not getattr(mask, "is_fully_addressable", True):
+        known = not floating
+    else:
+        values = np.asarray(mask)
+        # Floating zeros alone can mean either.
+        known = bool(np.isin(values, (0, 1)).all()) and (not floating or bool((values == 1).any()))
+        got = f"{got} from {values.min()} to {values.max()}" if values.size else got
+    if not known:
+        raise ValueError(
+            f"expected a mask that is True where a query may see a key, got {got}; pass what is "
+            "added to scores as bias, and a mask of 0 and 1 as mask.astype(bool)."
+        )
+    return jnp.asarray(mask).astype(bool)

@@ -38,6 +38,15 @@ AUTO = "auto"
 # while it packs).
 Axes = Literal["kn", "nk"]
 
+# B batch, M rows, N columns or keys, K the contracted axis, C features.
+_Rows = Float[Array, "B M K"]
+_Keys = Float[Array, "B N K"]
+_Weights = Float[Array, "B ..."]
+_Vector = Float[Array, "B K"]
+_Pairs = Float[Array, "B M N"]
+_Features = Float[Array, "B M C"]
+_Feature = Float[Array, "B C"]
+
 logger = logging.getLogger(__name__)
 
 # GEMM-form gradients are differences of two large sums, so they are computed in full
@@ -46,10 +55,7 @@ _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def _left_to_compiler(method):
-    """Marks a function that XLA splits over devices by itself.
-
-    It does so whatever `split_by` says of the others.
-    """
+    """Marks a function that XLA splits over devices by itself, whatever `split_by` says."""
     method.left_to_compiler = True
     return method
 
@@ -94,9 +100,7 @@ class Backend:
     def lowered_for(
         self, platform: str, dtype: jax.typing.DTypeLike, *, for_export: bool, num_devices: int
     ) -> "Backend":
-        """Returns what computes in a program.
-
-        That is this backend itself, unless there is a choice or the program travels.
+        """Returns what computes in a program: this, unless there is a choice or it travels.
 
         Args:
           platform: for which the program is lowered, as JAX names it there.
@@ -106,137 +110,71 @@ class Backend:
         """
         return self
 
-    def l1(
-        self, x: Float[Array, "B M K"], w: Float[Array, "B ..."], axes: Axes
-    ) -> Float[Array, "B M N"]:
+    def l1(self, x: _Rows, w: _Weights, axes: Axes) -> _Pairs:
         """Computes y[m, n] = -sum_k |x[m, k] - w[n, k]|."""
         raise NotImplementedError
 
     def l1_pullback_x(
-        self,
-        x: Float[Array, "B M K"],
-        w: Float[Array, "B ..."],
-        g: Float[Array, "B M N"],
-        rule: GradientRule,
-        axes: Axes,
-    ) -> Float[Array, "B M K"]:
+        self, x: _Rows, w: _Weights, g: _Pairs, rule: GradientRule, axes: Axes
+    ) -> _Rows:
         """Computes dx[m, k] = sum_n g[m, n] rule(w[n, k] - x[m, k]); `rule` is never `full`."""
         raise NotImplementedError
 
     def l1_pullback_w(
-        self,
-        x: Float[Array, "B M K"],
-        w: Float[Array, "B ..."],
-        g: Float[Array, "B M N"],
-        rule: GradientRule,
-        axes: Axes,
-    ) -> Float[Array, "B ..."]:
-        """Computes dw[n, k] = sum_m g[m, n] rule(x[m, k] - w[n, k]).
-
-        The result is in the axes of `w`, and `rule` is as above.
-        """
+        self, x: _Rows, w: _Weights, g: _Pairs, rule: GradientRule, axes: Axes
+    ) -> _Weights:
+        """Computes dw[n, k] = sum_m g[m, n] rule(x[m, k] - w[n, k]), in the axes of `w`."""
         raise NotImplementedError
 
     def l1_pullback(
-        self,
-        x: Float[Array, "B M K"],
-        w: Float[Array, "B ..."],
-        g: Float[Array, "B M N"],
-        rule: GradientRule,
-        axes: Axes,
-    ) -> tuple[Float[Array, "B M K"], Float[Array, "B ..."]]:
-        """Computes both pullbacks under one rule.
-
-        A backend that can share the rule between them does so here.
-        """
+        self, x: _Rows, w: _Weights, g: _Pairs, rule: GradientRule, axes: Axes
+    ) -> tuple[_Rows, _Weights]:
+        """Computes both pullbacks under one rule, which a backend can share between them."""
         return self.l1_pullback_x(x, w, g, rule, axes), self.l1_pullback_w(x, w, g, rule, axes)
 
     def l1_pushforward(
-        self,
-        x: Float[Array, "B M K"],
-        w: Float[Array, "B ..."],
-        dx: Float[Array, "B M K"],
-        rule: GradientRule,
-        axes: Axes,
-    ) -> Float[Array, "B M N"]:
-        """Computes dy[m, n] = sum_k dx[m, k] rule(w[n, k] - x[m, k]).
-
-        It is the transpose of `l1_pullback_x`.
-        """
+        self, x: _Rows, w: _Weights, dx: _Rows, rule: GradientRule, axes: Axes
+    ) -> _Pairs:
+        """Computes sum_k dx[m, k] rule(w[n, k] - x[m, k]), `l1_pullback_x` transposed."""
         raise NotImplementedError
 
-    def additive(
-        self, query: Float[Array, "B M K"], key: Float[Array, "B N K"], v: Float[Array, "B K"]
-    ) -> Float[Array, "B M N"]:
+    def additive(self, query: _Rows, key: _Keys, v: _Vector) -> _Pairs:
         """Computes s[m, n] = sum_k v[k] tanh(query[m, k] + key[n, k])."""
         raise NotImplementedError
 
     def additive_pullback(
-        self,
-        query: Float[Array, "B M K"],
-        key: Float[Array, "B N K"],
-        v: Float[Array, "B K"],
-        g: Float[Array, "B M N"],
-    ) -> tuple[Float[Array, "B M K"], Float[Array, "B N K"], Float[Array, "B K"]]:
-        """Computes the gradients of sum(g * additive(query, key, v)).
-
-        They are those with respect to query, key and v.
-        """
+        self, query: _Rows, key: _Keys, v: _Vector, g: _Pairs
+    ) -> tuple[_Rows, _Keys, _Vector]:
+        """Computes the gradients of sum(g * additive(query, key, v)) by query, key and v."""
         raise NotImplementedError
 
     # What follows is made of the above, or of matrix products; a backend may have
     # something better.
 
     def l1_pushforward_w(
-        self,
-        x: Float[Array, "B M K"],
-        w: Float[Array, "B ..."],
-        dw: Float[Array, "B ..."],
-        rule: GradientRule,
-        axes: Axes,
-    ) -> Float[Array, "B M N"]:
-        """Computes dy[m, n] = sum_k dw[n, k] rule(x[m, k] - w[n, k]).
-
-        It is the transpose of `l1_pullback_w`.
-        """
+        self, x: _Rows, w: _Weights, dw: _Weights, rule: GradientRule, axes: Axes
+    ) -> _Pairs:
+        """Computes sum_k dw[n, k] rule(x[m, k] - w[n, k]), `l1_pullback_w` transposed."""
         return jnp.swapaxes(
             self.l1_pushforward(to_nk(w, axes), x, to_nk(dw, axes), rule, "nk"), 1, 2
         )
 
     def l1_pushforward_both(
-        self,
-        x: Float[Array, "B M K"],
-        w: Float[Array, "B ..."],
-        dx: Float[Array, "B M K"],
-        dw: Float[Array, "B ..."],
-        rule: GradientRule,
-        axes: Axes,
-    ) -> Float[Array, "B M N"]:
+        self, x: _Rows, w: _Weights, dx: _Rows, dw: _Weights, rule: GradientRule, axes: Axes
+    ) -> _Pairs:
         """Computes the sum of both pushforwards, the transpose of `l1_pullback`."""
         return self.l1_pushforward(x, w, dx, rule, axes) + self.l1_pushforward_w(
             x, w, dw, rule, axes
         )
 
     @_left_to_compiler
-    def full_pushforward(
-        self,
-        x: Float[Array, "B M K"],
-        w: Float[Array, "B ..."],
-        dx: Float[Array, "B M K"],
-        axes: Axes,
-    ) -> Float[Array, "B M N"]:
+    def full_pushforward(self, x: _Rows, w: _Weights, dx: _Rows, axes: Axes) -> _Pairs:
         """Computes `l1_pushforward` under the rule `full`."""
         x, w, dx = upcast(x, w, dx)
         return _einsum(f"bmk,b{axes}->bmn", dx, w) - (x * dx).sum(-1)[..., None]
 
     @_left_to_compiler
-    def full_pushforward_w(
-        self,
-        x: Float[Array, "B M K"],
-        w: Float[Array, "B ..."],
-        dw: Float[Array, "B ..."],
-        axes: Axes,
-    ) -> Float[Array, "B M N"]:
+    def full_pushforward_w(self, x: _Rows, w: _Weights, dw: _Weights, axes: Axes) -> _Pairs:
         """Computes `l1_pushforward_w` under the rule `full`."""
         x, w, dw = upcast(x, w, dw)
         return _einsum(f"bmk,b{axes}->bmn", x, dw) - jnp.expand_dims(
@@ -244,25 +182,13 @@ class Backend:
         )
 
     @_left_to_compiler
-    def full_pullback_x(
-        self,
-        x: Float[Array, "B M K"],
-        w: Float[Array, "B ..."],
-        g: Float[Array, "B M N"],
-        axes: Axes,
-    ) -> Float[Array, "B M K"]:
+    def full_pullback_x(self, x: _Rows, w: _Weights, g: _Pairs, axes: Axes) -> _Rows:
         """Computes `l1_pullback_x` under the rule `full`."""
         x, w, g = upcast(x, w, g)
         return _einsum(f"bmn,b{axes}->bmk", g, w) - x * g.sum(-1)[..., None]
 
     @_left_to_compiler
-    def full_pullback_w(
-        self,
-        x: Float[Array, "B M K"],
-        w: Float[Array, "B ..."],
-        g: Float[Array, "B M N"],
-        axes: Axes,
-    ) -> Float[Array, "B ..."]:
+    def full_pullback_w(self, x: _Rows, w: _Weights, g: _Pairs, axes: Axes) -> _Weights:
         """Computes `l1_pullback_w` under the rule `full`."""
         x, w, g = upcast(x, w, g)
         return _einsum(f"bmk,bmn->b{axes}", x, g) - w * jnp.expand_dims(
@@ -271,13 +197,8 @@ class Backend:
 
     @_left_to_compiler
     def layer_norm(
-        self,
-        x: Float[Array, "B M C"],
-        scale: Float[Array, "B C"],
-        bias: Float[Array, "B C"],
-        epsilon: float,
-        fast_variance: bool,
-    ) -> Float[Array, "B M C"]:
+        self, x: _Features, scale: _Feature, bias: _Feature, epsilon: float, fast_variance: bool
+    ) -> _Features:
         """Computes y[m, c] = scale[c] (x[m, c] - mean(x[m])) / sqrt(var(x[m]) + epsilon) + bias[c].
 
         The fast variance is E[x²] - E[x]², one pass for two; a backend that reads a row once anyway
@@ -295,15 +216,15 @@ class Backend:
     @_left_to_compiler
     def layer_norm_pushforward(
         self,
-        x: Float[Array, "B M C"],
-        scale: Float[Array, "B C"],
-        bias: Float[Array, "B C"],
-        dx: Float[Array, "B M C"],
-        d_scale: Float[Array, "B C"],
-        d_bias: Float[Array, "B C"],
+        x: _Features,
+        scale: _Feature,
+        bias: _Feature,
+        dx: _Features,
+        d_scale: _Feature,
+        d_bias: _Feature,
         epsilon: float,
         fast_variance: bool,
-    ) -> Float[Array, "B M C"]:
+    ) -> _Features:
         """Computes the derivative of `layer_norm` along these tangents."""
         function = self._layer_norm_of(epsilon, fast_variance)
         return jax.jvp(function, upcast(x, scale, bias), upcast(dx, d_scale, d_bias))[1]
@@ -311,17 +232,14 @@ class Backend:
     @_left_to_compiler
     def layer_norm_pullback(
         self,
-        x: Float[Array, "B M C"],
-        scale: Float[Array, "B C"],
-        bias: Float[Array, "B C"],
-        g: Float[Array, "B M C"],
+        x: _Features,
+        scale: _Feature,
+        bias: _Feature,
+        g: _Features,
         epsilon: float,
         fast_variance: bool,
-    ) -> tuple[Float[Array, "B M C"], Float[Array, "B C"], Float[Array, "B C"]]:
-        """Computes the gradients of sum(g * layer_norm(x, scale, bias)).
-
-        They are those with respect to x, scale and bias.
-        """
+    ) -> tuple[_Features, _Feature, _Feature]:
+        """Computes the gradients of sum(g * layer_norm(x, scale, bias)) by x, scale and bias."""
         function = self._layer_norm_of(epsilon, fast_variance)
         return jax.vjp(function, *upcast(x, scale, bias))[1](*upcast(g))
 
@@ -333,18 +251,9 @@ class Backend:
 
     @_left_to_compiler
     def additive_pushforward(
-        self,
-        query: Float[Array, "B M K"],
-        key: Float[Array, "B N K"],
-        v: Float[Array, "B K"],
-        d_query: Float[Array, "B M K"],
-        d_key: Float[Array, "B N K"],
-        d_v: Float[Array, "B K"],
-    ) -> Float[Array, "B M N"]:
-        """Computes the derivative of `additive` along these tangents.
-
-        It is the transpose of `additive_pullback`.
-        """
+        self, query: _Rows, key: _Keys, v: _Vector, d_query: _Rows, d_key: _Keys, d_v: _Vector
+    ) -> _Pairs:
+        """Computes the derivative of `additive` along tangents, `additive_pullback` transposed."""
         return get_backend("xla").additive_pushforward(query, key, v, d_query, d_key, d_v)
 
 
@@ -366,10 +275,8 @@ _choice = jax.make_user_context(default_value=os.environ.get(ENVIRONMENT_VARIABL
 
 
 def register_backend(name: str, backend: type[Backend] | str) -> None:
-    """Adds a backend, to be asked for by name.
-
-    On a platform of its `platforms` for which none of this project's own runs, it is also the best
-    one.
+    """Adds a backend, to be asked for by name; where none of this project's own runs on one of its
+    `platforms`, it is the best one there.
 
     Args:
       name: for `use_backend` and the environment variable `ADDER_FLAX_BACKEND`; that of the class.
@@ -458,10 +365,9 @@ def _process_platforms() -> tuple[str, ...]:
 
 
 def expected_platform() -> str:
-    """Returns the JAX platform that a function traced here and now is most likely to run on.
-
-    It is that of the backend that was asked for by name, if this is made for one, and else
-    that of the default device.
+    """Returns the JAX platform that a function traced here and now is most likely to run on: that
+    of the backend that was asked for by name, if this is made for one, and else that of the default
+    device.
     """
     platforms = () if _choice.value == AUTO else get_backend(_choice.value).platforms
     return platforms[0] if platforms else _process_platforms()[0]
@@ -534,9 +440,8 @@ def use_backend(name: str) -> contextlib.AbstractContextManager:
 
 
 def use_backend_for(platform: str) -> contextlib.AbstractContextManager:
-    """Selects, inside a `with` block, the kernels of a platform, to compile for its devices.
-
-    These need not be here.
+    """Selects, inside a `with` block, the kernels of a platform, to compile for devices that need
+    not be here.
 
     A backend that was asked for by name stays.
 
@@ -560,9 +465,7 @@ def use_backend_for(platform: str) -> contextlib.AbstractContextManager:
 
 
 def set_backend(name: str) -> None:
-    """Selects the backend for the whole process.
-
-    `use_backend` still takes precedence inside its block.
+    """Selects the backend for the whole process, but for blocks of `use_backend`.
 
     Args:
       name: as in `use_backend`. The environment variable `ADDER_FLAX_BACKEND`, read at import, sets

@@ -1,6 +1,5 @@
-"""Native CPU backend: C++ kernels, called through the XLA FFI.
-
-They are compiled once, on the machine they run on.
+"""Native CPU backend: C++ kernels, compiled once on the machine they run on, called through the XLA
+FFI.
 
 The kernels are built for the processor at hand (`-march=native`), so they are compiled here rather
 than shipped. `ADDER_FLAX_CPU` in the environment names another one that this one can stand in for,
@@ -32,10 +31,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from adder_flax import own_cache
-from adder_flax.ops._backend import Backend
-from adder_flax.ops._cpu_exported import EXPORTED_PREFIX, KERNELS
+from adder_flax.ops._backend import Backend, get_backend
 from adder_flax.ops._partition import result_type
 from adder_flax.text import printable
+
+_TARGET_PREFIX = "adder_flax_"
+# Names of the kernels, and of their symbols in the library.
+KERNELS = {
+    "l1_forward": "AdderFlaxL1Forward",
+    "l1_pullback": "AdderFlaxL1Pullback",
+    "full_pullback": "AdderFlaxFullPullback",
+    "l1_joint_pullback": "AdderFlaxL1JointPullback",
+    "l1_pushforward": "AdderFlaxL1Pushforward",
+    "additive_forward": "AdderFlaxAdditiveForward",
+    "additive_pullback": "AdderFlaxAdditivePullback",
+    "layer_norm_forward": "AdderFlaxLayerNormForward",
+    "layer_norm_pullback": "AdderFlaxLayerNormPullback",
+}
 
 _SOURCE = Path(__file__).with_name("cpu_kernels.cc")
 _COMPILERS = ("c++", "g++", "clang++")
@@ -60,7 +72,6 @@ class CpuBackend(Backend):
     name = "cpu_native"
     platforms = ("cpu",)
     split_by = "rule"
-    _target_prefix = "adder_flax_"
 
     def why_unavailable(self):
         try:
@@ -73,23 +84,15 @@ class CpuBackend(Backend):
         return jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16, jnp.float16)
 
     def lowered_for(self, platform, dtype, *, for_export, num_devices):
-        return _EXPORTED if for_export else self
-
-    def address(self, symbol: str) -> int:
-        """Returns where in memory a kernel is, built and loaded if it was not.
-
-        Raises what `load_library` does.
-        """
-        address = ctypes.cast(getattr(load_library(), symbol), ctypes.c_void_p).value
-        assert address is not None, f"a symbol that was found has an address, {symbol} has none"
-        return address
+        # What is stored runs where nobody has built the kernels.
+        return get_backend("xla") if for_export else self
 
     def _call(self, kernel, shapes, *operands, **attributes):
         """Calls a kernel; `shapes` lists the shapes of its results. Returns them as a list."""
         results = [result_type(shape, jnp.float32, *operands) for shape in shapes]
         # Under vmap an operand that is not mapped gets a leading axis of length one,
         # which the kernels broadcast.
-        call = jax.ffi.ffi_call(self._target_prefix + kernel, results, vmap_method="expand_dims")
+        call = jax.ffi.ffi_call(_TARGET_PREFIX + kernel, results, vmap_method="expand_dims")
         return call(*operands, **attributes)
 
     def l1(self, x, w, axes):
@@ -181,22 +184,9 @@ class CpuBackend(Backend):
         return d_query, d_key, d_v[:, 0]
 
 
-class _ExportedCpuBackend(CpuBackend):
-    """The same kernels under the names that `_cpu_exported.py` registers.
-
-    A stored program finds them by these names.
-    """
-
-    _target_prefix = EXPORTED_PREFIX
-
-
-_EXPORTED = _ExportedCpuBackend()
-
-
 def _layout_of_x(axes):
-    """Returns which operands of a pullback to x are stored transposed.
-
-    There x stands for `own` and w for `other`.
+    """Returns which operands of a pullback to x, the kernel's `own` beside `other` w, are stored
+    transposed.
     """
     return {"own_transposed": False, "other_transposed": axes == "kn", "g_transposed": False}
 
@@ -225,7 +215,7 @@ def load_library() -> ctypes.CDLL:
     """
     library = _cached_or_compiled(find_compiler())
     for kernel, symbol in KERNELS.items():
-        target = CpuBackend._target_prefix + kernel
+        target = _TARGET_PREFIX + kernel
         jax.ffi.register_ffi_target(
             target, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu"
         )
@@ -328,9 +318,8 @@ def run_compiler(compiler: str, target: str, path: Path) -> None:
 
 
 def _compile(compiler: str) -> bytes:
-    """Returns the kernels as a library that was loaded once, in another process.
-
-    A broken one may end the process that loads it.
+    """Returns the kernels as a library that was loaded once in another process, which a broken one
+    may end.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cpu_kernels.so"

@@ -83,9 +83,8 @@ class Tile(NamedTuple):
         return self.row_threads * self.column_threads
 
     def cost(self, size: dict[str, int]) -> float:
-        """Returns the relative time for a problem.
-
-        It is that of the core with most blocks, in terms of whole tiles.
+        """Returns the relative time for a problem: that of the core with most blocks, in terms of
+        whole tiles.
         """
         terms = self.rows * self.columns * self.threads() * (size["c"] + _TERMS_OF_A_BLOCK)
         return -(-self.blocks(size) // _CORES) * terms / self.efficiency

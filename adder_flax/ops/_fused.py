@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from adder_flax.arrays import AnyArray
-from adder_flax.ops._arrays import accumulation_dtype, upcast
+from adder_flax.ops._arrays import accumulation_dtype, as_mask, upcast
 from adder_flax.ops._backend import expected_platform
 from adder_flax.ops._partition import vary_alike
 from adder_flax.settings import is_on
@@ -95,8 +95,8 @@ def fused_attention(
       In the dtype of `value`; sums are accumulated in float32 (float64 for float64 inputs).
 
     Raises:
-      ValueError: if `identity` is asked for with different numbers of queries and keys, dropout
-        without a key, or an empty block.
+      ValueError: if `identity` or `is_causal` is asked for with different numbers of queries and
+        keys, dropout without a key, or an empty block; if the mask is floating.
 
     Example:
       >>> import jax.numpy as jnp
@@ -112,6 +112,11 @@ def fused_attention(
             f"expected as many queries as keys for the identity map; got {num_queries} and "
             f"{num_keys}; pass identity=False"
         )
+    if is_causal and num_queries != num_keys:
+        raise ValueError(
+            f"expected as many queries as keys for is_causal; got {num_queries} and {num_keys}; "
+            "pass a mask of what each query sees"
+        )
     drops = is_on(dropout_rate)
     if drops and dropout_key is None:
         raise ValueError(
@@ -125,11 +130,14 @@ def fused_attention(
     # Blocks of one size, with as little padding as their number allows.
     key_block = -(-num_keys // max(1, -(-num_keys // key_block))) or 1
     options = _Options(score, num_keys, key_block, is_causal)
-    batch = jax.eval_shape(score, query, key, *parameters).shape[:-2]
-    batch = jnp.broadcast_shapes(batch, value.shape[:-2])
+    scores = jax.eval_shape(score, query, key, *parameters)
+    batch = jnp.broadcast_shapes(scores.shape[:-2], value.shape[:-2])
     values = jnp.broadcast_to(value, (*batch, *value.shape[-2:]))
-    scale = jnp.asarray(scale, accumulation_dtype(jnp.result_type(query, value)))
+    # Of all sums: as wide as the widest of what goes into the logits.
     bias = None if bias is None else jnp.asarray(bias)
+    logits = (scores, scale) if bias is None else (scores, scale, bias)
+    scale = jnp.asarray(scale, accumulation_dtype(jnp.result_type(query, value, *logits)))
+    mask = None if mask is None else as_mask(mask)
     leaves, structure = jax.tree.flatten(
         _Operands(query, key, values, tuple(parameters), scale, bias, mask)
     )
@@ -264,7 +272,7 @@ def _fused_bwd(options, residuals, g):
 _fused.defvjp(_fused_fwd, _fused_bwd)
 
 
-class _Block(NamedTuple):
+class _KeyBlock(NamedTuple):
     """One block of keys: its part of the operands, its first key's position, its dropout key."""
 
     key: Array
@@ -275,7 +283,7 @@ class _Block(NamedTuple):
     dropout_key: Array | None
 
 
-def _blocks(options, operands) -> _Block:
+def _blocks(options, operands) -> _KeyBlock:
     """Returns the blocks of all keys, stacked along a new leading axis."""
     count = max(1, -(-options.num_keys // options.key_block))
 
@@ -294,7 +302,7 @@ def _blocks(options, operands) -> _Block:
             0,
         )
 
-    return _Block(
+    return _KeyBlock(
         split(operands.key, -2),
         split(operands.value, -2),
         split(operands.bias, -1),
@@ -329,7 +337,7 @@ def _visible(options, block, num_queries):
     if options.num_keys % options.key_block or options.num_keys == 0:
         conditions.append(position < options.num_keys)
     if block.mask is not None:
-        conditions.append(block.mask.astype(bool))
+        conditions.append(block.mask)
     if options.is_causal:
         conditions.append(position <= jnp.arange(num_queries)[:, None])
     return functools.reduce(jnp.logical_and, conditions) if conditions else None

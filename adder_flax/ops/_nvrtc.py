@@ -1,6 +1,5 @@
-"""CUDA C++ to PTX by NVRTC, NVIDIA's run-time compiler.
-
-It is a library that needs no GPU, driver or headers, and comes with JAX's wheels for GPUs.
+"""CUDA C++ to PTX by NVRTC, NVIDIA's run-time compiler: a library that needs no GPU, driver or
+headers, and comes with JAX's wheels for GPUs.
 """
 
 import ctypes
@@ -21,9 +20,8 @@ _PTX_VERSION = "7.0"
 
 
 def compile_to_ptx(source: str) -> str:
-    """Returns a program as PTX for GPUs of compute capability 8.0 and later.
-
-    It is compiled once, and kept where `own_cache` keeps things.
+    """Returns a program as PTX for GPUs of compute capability 8.0 and later, compiled once and kept
+    where `own_cache` keeps things.
 
     Args:
       source: CUDA C++ without includes.

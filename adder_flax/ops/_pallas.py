@@ -40,9 +40,7 @@ def _unchanged(total):
 
 
 class Reduction(NamedTuple):
-    """One reduction over pairs, in functions of float32 blocks.
-
-    These broadcast to a block of the output.
+    """One reduction over pairs, in functions of float32 blocks that broadcast to one of the output.
 
     Attributes:
       operands: what is read, in the order in which the functions below take it.
@@ -63,9 +61,8 @@ class Reduction(NamedTuple):
         return axis_lengths(self.operands)
 
     def out_types(self) -> list[jax.ShapeDtypeStruct]:
-        """Returns the type of each output.
-
-        Under `jax.shard_map` it varies over the mesh axes that any operand does.
+        """Returns the type of each output, which varies under `jax.shard_map` over the mesh axes
+        that any operand does.
         """
         arrays = [array for array, _ in self.operands]
         total = jax.eval_shape(

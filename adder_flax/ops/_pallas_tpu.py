@@ -7,14 +7,14 @@ three and a tanh on the transcendental unit: at 1.5 GHz, 2.0, 1.5, 1.2 and 1.5e1
 core at most.
 
 **Form.** A program of the grid (B, I, J, C) adds the terms of one block of c to one block of the
-output, which stays in VMEM while c advances. In it, bands of `Block.band` rows are finished one
+output, which stays in VMEM while c advances. In it, bands of `Tile.band` rows are finished one
 after another, with totals in registers. Columns are read along lanes, one sublane a term. Rows come
 with c along lanes: a lane is copied to all lanes by a permutation, which is paid once for each
 eight rows and shared by all columns of the block; so blocks are wide. Results are the same bits on
 every run: nothing is shared between programs but the output that one of them owns.
 
 **Block sizes** come from the instruction bundles that the TPU compiler emits for v5e: with the
-sizes of `Block`, its inner loops issue 78 % (`l1`), 84 % (`hardtanh`), 87 % (`sign`) and 81 %
+sizes of `Tile`, its inner loops issue 78 % (`l1`), 84 % (`hardtanh`), 87 % (`sign`) and 81 %
 (additive) of those bounds.
 """
 
@@ -32,7 +32,7 @@ _LANES = 128
 _SUBLANES = 8
 
 
-class Block(NamedTuple):
+class Tile(NamedTuple):
     """Sizes of blocks; the first three are upper bounds, and shorter axes take less.
 
     Attributes:
@@ -63,9 +63,9 @@ class PallasTpuBackend(PallasBackend):
     split_by = "mesh"
     portable = True
 
-    def __init__(self, interpret: bool = False, block: Block | None = None):
+    def __init__(self, interpret: bool = False, block: Tile | None = None):
         super().__init__(interpret)
-        self._block = block or Block()
+        self._block = block or Tile()
 
     def run_kernel(self, reduction):
         size, out_types = reduction.sizes(), reduction.out_types()

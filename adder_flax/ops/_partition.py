@@ -32,9 +32,8 @@ Axes = Sequence[Sequence[str]]
 
 
 def split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) -> Callable:
-    """Returns `function` with a rule for the compiler.
-
-    The rule says which parts of the operands give which parts of the results.
+    """Returns `function` with a rule that tells the compiler which parts of the operands give which
+    parts of the results.
 
     Args:
       function: what computes whole results from whole operands, and parts from parts.
@@ -91,9 +90,8 @@ def split_by_rule(function: Callable, operand_axes: Axes, result_axes: Axes) -> 
 def _assign_mesh_axes(
     mesh: Mesh | AbstractMesh, arrays, names: Sequence[str]
 ) -> Mapping[str, tuple[str, ...]]:
-    """Returns over which mesh axes to split each named axis.
-
-    It is split as the first array that splits it evenly does.
+    """Returns over which mesh axes to split each named axis: those of the first array that splits
+    it evenly.
 
     Args:
       mesh: the devices.
@@ -183,9 +181,8 @@ def keep_explicit_axes(
     operand_axes: Axes,
     result_axes: Sequence[str],
 ) -> jax.Array:
-    """Calls a function of arrays as if explicit axes of a mesh were automatic.
-
-    The arrays may be split over these axes.
+    """Calls a function of arrays, which may be split over explicit axes of a mesh, as if these were
+    automatic.
 
     Args:
       function: from the operands to one array.
@@ -206,9 +203,7 @@ def keep_explicit_axes(
 
 
 def vary_alike(*operands: AnyArray) -> list[AnyArray]:
-    """Returns the operands as varying over the same manual axes of the mesh.
-
-    These are the axes over which any of the operands varies.
+    """Returns the operands as varying over all manual axes of the mesh over which any of them does.
 
     Under `jax.shard_map`, types tell over which axes a value varies, and rules of differentiation
     have to keep to them. The transpose of what happens here sums the gradient of an operand that

@@ -1,6 +1,4 @@
-"""The functions of a backend as one JAX primitive.
-
-What runs is chosen when a program is lowered for its platform.
+"""The functions of a backend as one JAX primitive; what runs is chosen when a program is lowered.
 
 The primitive is closed under differentiation. Its functions are the two sums over pairs, `l1` and
 `additive`, `layer_norm`, and what their derivatives consist of: pushforwards, linear in the
@@ -21,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import use_abstract_mesh
@@ -30,6 +27,11 @@ from adder_flax.arrays import AnyArray
 from adder_flax.ops import _partition
 from adder_flax.ops._arrays import accumulation_dtype
 from adder_flax.ops._backend import Backend, get_backend
+
+try:  # JAX has no public name for this, and may give it another
+    from jax._src.dispatch import prim_requires_devices_during_lowering as _with_devices
+except ImportError:
+    _with_devices = None
 
 # The axes of operands and results after any leading ones: m rows, n columns or keys, k
 # the width, C the width where all of a row is needed at once. `w` has the axes kn or nk.
@@ -90,9 +92,7 @@ def call(backend: Backend, method: str, *operands: AnyArray, **options) -> Any:
 
 
 def formula(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """Returns what an equation of a traced program computes, as the plain formula.
-
-    This is for those who read programs.
+    """Returns, for those who read programs, what an equation of one computes, as the plain formula.
 
     Args:
       equation: of a jaxpr. The functions of this package are one primitive there, whatever kernel
@@ -203,9 +203,8 @@ def _on_leading_axes(function: Callable, operand_axes: Sequence[str]) -> Callabl
 
 
 def _split(backend: Backend, method: str, options: dict, operands: Sequence, how: str) -> Callable:
-    """Returns a function of a backend, on operands of these shapes, split over devices.
-
-    It is split by a rule or over the mesh.
+    """Returns a function of a backend, on operands of these shapes, split by a rule or over the
+    mesh.
     """
     operand_axes, result_axes = _own_axes(method, options)
     function = _on_leading_axes(_function(backend, method, options), operand_axes)
@@ -251,7 +250,7 @@ def _lower(
     how = backend.split_by
     if getattr(_function(backend, method, options).func, "left_to_compiler", False):
         how = "compiler"
-    if how == "rule" and (num_devices == 1 or all_manual):
+    if how == "rule" and (num_devices == 1 or all_manual or _with_devices is None):
         how = "compiler"
     function = _split(backend, method, options, context.avals_in, how)
 
@@ -273,8 +272,9 @@ def _devices(axis_context) -> tuple[int, bool]:
 for _platform in ("cpu", "cuda", "rocm", "tpu"):
     mlir.register_lowering(_pairs, functools.partial(_lower, _platform), platform=_platform)
 mlir.register_lowering(_pairs, functools.partial(_lower, "other"))
-# Rules for the partitioner need them; JAX has no public name for this.
-prim_requires_devices_during_lowering.add(_pairs)
+# Rules for the partitioner need them. Without, devices gather all operands, for the same numbers.
+if _with_devices is not None:
+    _with_devices.add(_pairs)
 
 
 @functools.cache
@@ -364,9 +364,8 @@ def _linear_tangents(bind, operands, tangents, method, options):
 
 
 def _second_order_tangents(operands, tangents, method, options):
-    """The derivative of a pushforward or pullback with respect to the other operands.
-
-    It is that of its blocked formula.
+    """The derivative of a pushforward or pullback, by its blocked formula, with respect to the
+    other operands.
     """
     linear, axes = _linear_operands(method), _own_axes(method, options)[0]
     function = _on_leading_axes(_function(get_backend("xla"), method, options), axes)

@@ -1,7 +1,4 @@
-"""The formulas themselves, by broadcasting: slow and memory hungry.
-
-They are the truth that other backends are compared with.
-"""
+"""The formulas themselves, by broadcasting: slow, memory hungry, and the truth for the others."""
 
 import jax.numpy as jnp
 

@@ -21,9 +21,7 @@ _exact = jax.make_user_context(default_value=False)
 
 
 def exact_gradients() -> contextlib.AbstractContextManager:
-    """Makes every rule the derivative itself, the sign.
-
-    It does so in what is traced inside of a `with` block in this thread.
+    """Makes every rule the derivative itself, the sign, in what is traced inside of a `with` block.
 
     Training follows the rules that layers were given; an expansion of the loss needs its true
     derivative.

@@ -50,9 +50,8 @@ def _blocked_sum(term, operands, init):
 
 
 def _scan_parts(add_part, operands, init, size):
-    """Returns what `add_part(total, parts)` makes of `init` with all parts of the operands.
-
-    The parts are of that size, in order.
+    """Returns what `add_part(total, parts)` makes of `init` with all parts of the operands in
+    order.
     """
     parts, remainder = divmod(operands[0].shape[0], size)
     if parts:

@@ -10,11 +10,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from adder_flax.paired import Difference, paired_difference
+from adder_flax.paired import Difference, holm, paired_difference, verdict
 from adder_flax.report._study import DOES_NOT_HOLD, HOLDS, NOT_DECIDED
 from adder_flax.report.runs import read_runs
 
-_LEVEL = 0.05
 # What is right, of images or of phonemes, by the score that says where runs end.
 _RIGHT: dict[str, Callable[[float], float]] = {
     "accuracy": lambda accuracy: accuracy,
@@ -31,6 +30,9 @@ class Contest:
       second, first: arms of it.
       scores: accuracies on the test split of the two, at the end of each one's schedule; of
         phonemes the share that is right.
+      difference: how much higher second order ends.
+      adjusted: its p after Holm over all arms that the comparison holds against the first-order
+        one.
       steps: of a run.
       reached: steps in which the second-order arm was at the median of the first-order one's
         validation scores at the end, of each seed; None where it never was.
@@ -40,21 +42,16 @@ class Contest:
     second: str
     first: str
     scores: tuple[Sequence[float], Sequence[float]]
+    difference: Difference
+    adjusted: float
     steps: int
     reached: Sequence[float | None]
 
     @property
-    def difference(self) -> Difference:
-        """How much higher second order ends."""
-        return paired_difference(*self.scores)
-
-    @property
     def verdict(self) -> str:
-        """On the claim: it takes the interval and the exact test together."""
-        found = self.difference
-        if found.p_value > _LEVEL or found.low <= 0 <= found.high:
-            return NOT_DECIDED
-        return HOLDS if found.mean > 0 else DOES_NOT_HOLD
+        """On the claim."""
+        told = verdict(self.difference, self.adjusted, largest=True)
+        return {"ahead": HOLDS, "behind": DOES_NOT_HOLD}.get(told, NOT_DECIDED)
 
 
 def read_contest(folder: str | Path, second: str, first: str) -> Contest:
@@ -76,20 +73,31 @@ def read_contest(folder: str | Path, second: str, first: str) -> Contest:
             f"expected runs with a test score {' or '.join(_RIGHT)} in {runs.folder}, got "
             f"{runs.score}"
         )
-    of = [runs.arms.get(name, {}) for name in (second, first)]
-    seeds = sorted(of[0].keys() & of[1].keys())
-    if not seeds:
+    right, baseline = _RIGHT[runs.score], runs.arms.get(first, {})
+    seeds = {name: sorted(arm.keys() & baseline.keys()) for name, arm in runs.arms.items()}
+    if not seeds.get(second):
         raise ValueError(
             f"expected runs of {second!r} and {first!r} on the same seeds in {runs.folder}, got "
             f"the arms {', '.join(sorted(runs.arms))}"
         )
-    right = _RIGHT[runs.score]
-    ours, theirs = ([arm[seed] for seed in seeds] for arm in of)
+    scores = {
+        name: (
+            [right(ours[seed].score) for seed in seeds[name]],
+            [right(baseline[seed].score) for seed in seeds[name]],
+        )
+        for name, ours in runs.arms.items()
+        if name != first and seeds[name]
+    }
+    found = {name: paired_difference(*of_both) for name, of_both in scores.items()}
+    adjusted = dict(zip(found, holm([each.p_value for each in found.values()]), strict=True))
+    ours = [runs.arms[second][seed] for seed in seeds[second]]
     return Contest(
         runs.folder,
         second,
         first,
-        ([right(run.score) for run in ours], [right(run.score) for run in theirs]),
+        scores[second],
+        found[second],
+        adjusted[second],
         ours[0].steps,
         [run.to_target for run in ours],
     )
@@ -98,8 +106,9 @@ def read_contest(folder: str | Path, second: str, first: str) -> Contest:
 def contests_table(contests: Sequence[Contest]) -> str:
     """Returns a Markdown table, one row a comparison."""
     lines = [
-        "| comparison | steps | first order | second order | difference (95 % interval; p) | "
-        "steps to the first order's end | higher accuracy |",
+        "| comparison | steps | first order | second order | "
+        "difference (95 % interval; p after Holm) | steps to the first order's end | "
+        "higher accuracy |",
         "|---|---|---|---|---|---|---|",
     ]
     for contest in contests:
@@ -108,10 +117,10 @@ def contests_table(contests: Sequence[Contest]) -> str:
         reached = [contest.steps + 1 if at is None else at for at in contest.reached]
         median = statistics.median(reached)
         lines.append(
-            f"| [{contest.folder.name}](results/{contest.folder.name}/results.md) | "
+            f"| [{contest.folder.name}](../results/{contest.folder.name}/results.md) | "
             f"{contest.steps} | {contest.first}: {first:.4f} | {contest.second}: {second:.4f} | "
-            f"{found.mean:+.4f} ({found.low:+.4f} to {found.high:+.4f}; {found.p_value:.3f}) | "
+            f"{found.mean:+.4f} ({found.low:+.4f} to {found.high:+.4f}; {contest.adjusted:.3f}) | "
             f"{'not reached' if median > contest.steps else f'{median:g}'} | "
-            f"{contest.verdict} ({len(contest.scores[0])} seeds) |"
+            f"{contest.verdict} ({found.pairs} seeds) |"
         )
     return "\n".join(lines)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from adder_flax import packed
+
 _TEST = "test_"
 
 
@@ -51,7 +53,10 @@ def read_runs(folder: str | Path) -> Runs:
     folder = Path(folder)
     path = folder / "runs.csv"
     if not path.exists():
-        raise FileNotFoundError(f"expected results of a comparison, {path}, found none")
+        raise FileNotFoundError(
+            f"expected results of a comparison, {path}, found none; write it by --mode=compare "
+            f"--config={folder / packed.NAME} --workers=0"
+        )
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)

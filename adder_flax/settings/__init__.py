@@ -38,6 +38,7 @@ from adder_flax.settings._model import (
 )
 from adder_flax.settings._numbers import is_on, put_numbers, take_numbers
 from adder_flax.settings._optimizer import CgFacSettings, OptimizerSettings
+from adder_flax.settings._overrides import misfit
 from adder_flax.settings._rules import (
     Choice,
     EachBlock,
@@ -101,6 +102,7 @@ __all__ = [
     "is_on",
     "join",
     "keywords_of",
+    "misfit",
     "put_numbers",
     "read",
     "section",

@@ -7,7 +7,16 @@ from typing import Any
 
 from adder_flax.settings._fields import section, setting
 from adder_flax.settings._keywords import Options
-from adder_flax.settings._rules import LONGEST_NAME, Choice, Integer, Number, Or, Refused, Text
+from adder_flax.settings._rules import (
+    LONGEST_NAME,
+    Choice,
+    Flag,
+    Integer,
+    Number,
+    Or,
+    Refused,
+    Text,
+)
 from adder_flax.settings._run import RunSettings
 
 _MOST_LEVELS = 100
@@ -152,10 +161,8 @@ class CompareSettings:
     )
     match: str = setting(
         "steps",
-        Choice("steps", "parameters", "operations", "seconds", "nothing"),
-        "what all arms have as much of as the baseline: steps by themselves; parameters by "
-        "config.model.mlp_ratio; additions and multiplications, or seconds, of training by "
-        "num_epochs and warmup_epochs; nothing: each has a schedule of its own",
+        Choice("steps", "nothing"),
+        "what all arms have as much of as the baseline; nothing: each has a schedule of its own",
     )
     search: Mapping[str, Any] = setting({}, Space(), "what is tuned in every arm")
     trials: int = setting(
@@ -170,6 +177,9 @@ class CompareSettings:
         1, Integer(1, 1000), "runs of each trial, with seeds that the final runs do not have"
     )
     seeds: int = setting(6, Integer(1, 10_000), "final runs of each arm, with seeds 0, 1, …")
+    confirmatory: bool = setting(
+        False, Flag(), "whether this is the table that decides, declared before it is run"
+    )
     validation_percent: int = setting(
         10,
         Integer(0, 90),
@@ -225,9 +235,4 @@ class CompareSettings:
             yield (
                 f"{where}.base.data.eval_split: expected the name of the split to test on where "
                 "the set has a split validation of its own, got 'eval', which is that one"
-            )
-        if self.match not in ("steps", "nothing") and not self.baseline:
-            yield (
-                f"{where}.match: expected 'steps' or 'nothing' where no baseline is named to "
-                f"match, got {self.match!r}"
             )

@@ -172,13 +172,16 @@ class OptimizerSettings:
     )
     learning_rate: float = setting(1e-3, _RATE, "peak of the schedule", data=True)
     final_learning_rate: float = setting(
-        1e-5, _RATE, "end of the schedule, at the last step", data=True
+        1e-5, _RATE, "end of the cosine, which comes one step after the last", data=True
     )
     schedule: str = setting(
         "cosine", Choice("cosine", "constant"), "from the peak to the end; constant: stays there"
     )
     warmup_epochs: float = setting(
-        5.0, Number(0, 1e6), "linear rise from 0 to the peak, epochs", data=True
+        5.0,
+        Number(0, 1e6),
+        "linear rise from 0, which the first step has, to the peak, epochs",
+        data=True,
     )
     layer_decay: float = setting(
         1.0,

@@ -6,7 +6,14 @@ from adder_flax.tasks._edit_distance import edit_distance
 from adder_flax.tasks._healing import Healing, HealingSettings
 from adder_flax.tasks._reconstruction import Reconstruction, ReconstructionSettings
 from adder_flax.tasks._swap import swap
-from adder_flax.tasks._task import TASKS, Best, Outcome, Task, register_task
+from adder_flax.tasks._task import (
+    TASKS,
+    Best,
+    Outcome,
+    Task,
+    call_to_train,
+    register_task,
+)
 from adder_flax.tasks._transduction import (
     SequenceFacts,
     Transduction,
@@ -30,6 +37,7 @@ __all__ = [
     "Task",
     "Transduction",
     "TransductionSettings",
+    "call_to_train",
     "closest",
     "edit_distance",
     "register_task",

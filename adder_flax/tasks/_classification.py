@@ -15,7 +15,7 @@ from adder_flax.arrays import AnyArray
 from adder_flax.models import Example
 from adder_flax.registry import load
 from adder_flax.settings import AugmentSettings, ClassificationSettings
-from adder_flax.tasks._task import Batch, Best, Outcome, Task, register_task
+from adder_flax.tasks._task import Batch, Best, Outcome, Task, call_to_train, register_task
 
 _ANY_LABEL = "any_label_accuracy"
 
@@ -89,9 +89,7 @@ class Classification(Task[ImageFacts]):
         self, model: nnx.Module, examples: tuple[AnyArray, AnyArray], *, rngs: nnx.Rngs
     ) -> Outcome:
         _, targets = examples
-        logits = model(*self.arguments(examples), deterministic=False, rngs=rngs).astype(
-            jnp.float32
-        )
+        logits = call_to_train(model, *self.arguments(examples), rngs=rngs).astype(jnp.float32)
         hits = {"accuracy": (logits.argmax(-1) == targets.argmax(-1)).mean()}
         if self.settings.loss == "softmax":
             return Outcome(optax.softmax_cross_entropy(logits, targets).mean(), logits, hits)

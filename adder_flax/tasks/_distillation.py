@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jaxtyping import Array, Float
 from adder_flax.arrays import AnyArray
 from adder_flax.settings import Choice, ClassificationSettings, Number, Text, setting
 from adder_flax.tasks._classification import Classification
-from adder_flax.tasks._task import Batch, Outcome, register_task
+from adder_flax.tasks._task import Batch, Outcome, call_to_train, register_task
 
 _EXPLAINED = (
     "a run directory of this project, or a safetensors file of timm or Hugging Face with its "
@@ -76,7 +75,7 @@ class Distillation(Classification):
 
     def loss(self, model: nnx.Module, examples: tuple[AnyArray, ...], *, rngs: nnx.Rngs) -> Outcome:
         images, targets, taught = examples
-        heads = logits_of_heads(model, images, deterministic=False, rngs=rngs)
+        heads = logits_of_heads(model, images, rngs)
         by_labels = optax.softmax_cross_entropy(heads[:, 0], targets).mean()
         by_teacher = distance_to_teacher(
             heads[:, -1], taught, self.settings.distillation, self.settings.distillation_temperature
@@ -87,19 +86,35 @@ class Distillation(Classification):
             "teacher_agreement": (heads[:, -1].argmax(-1) == taught.argmax(-1)).mean(),
             "teacher_loss": by_teacher,
         }
-        return Outcome((1 - share) * by_labels + share * by_teacher, heads, metrics)
+        outputs, weights = weighted_outputs(heads, self.settings)
+        return Outcome((1 - share) * by_labels + share * by_teacher, outputs, metrics, weights)
 
 
 def logits_of_heads(
-    model: nnx.Module, images: AnyArray, **random: Any
+    model: nnx.Module, images: AnyArray, rngs: nnx.Rngs
 ) -> Float[Array, "batch heads classes"]:
-    """Returns the logits of every head of a classifier in float32.
+    """Returns the logits of every head of a classifier, called to train, in float32.
 
     They are those of its ``heads``, or of the only one that it has.
     """
     heads = getattr(model, "heads", None)
-    logits = model(images, **random)[:, None] if heads is None else heads(images, **random)
-    return logits.astype(jnp.float32)
+    if heads is None:
+        return call_to_train(model, images, rngs=rngs)[:, None].astype(jnp.float32)
+    return call_to_train(heads, images, rngs=rngs).astype(jnp.float32)
+
+
+def weighted_outputs(
+    heads: Float[Array, "batch heads classes"], settings: DistillationSettings
+) -> tuple[Float[Array, "batch 2 classes"], tuple[Float[Array, "batch 2"], int]]:
+    """Returns the logits of both terms of the loss, and their weights with the number of images.
+
+    T² KL(softmax(t / T) ‖ softmax(s' / T)) has the curvature of T² cross-entropies of s' / T.
+    """
+    temperature = settings.distillation_temperature if settings.distillation == "soft" else 1.0
+    share = jnp.asarray(settings.distillation_share, heads.dtype)
+    outputs = jnp.stack([heads[:, 0], heads[:, -1] / temperature], axis=1)
+    weights = jnp.stack([1 - share, share * temperature**2])
+    return outputs, (jnp.broadcast_to(weights, outputs.shape[:2]), len(outputs))
 
 
 def distance_to_teacher(

@@ -17,6 +17,7 @@ from adder_flax.tasks._distillation import (
     DistillationSettings,
     distance_to_teacher,
     logits_of_heads,
+    weighted_outputs,
 )
 from adder_flax.tasks._swap import divergence, swap
 from adder_flax.tasks._task import Batch, Outcome, register_task
@@ -78,19 +79,20 @@ class Healing(Distillation):
         return swap(self.teacher, model, *self.inputs(source.first(min(_FITTED_ON, len(source)))))
 
     def examples(self, key: Array, batch: Batch) -> tuple[Any, ...]:
-        """Returns float images, class probabilities, and the teacher's logits, maps and outputs.
+        """Returns float images, class probabilities, and what the teacher says of them.
 
-        The outputs are those of blocks.
+        It is logits, maps, what blocks give, and, for each image alike, the variance of the latter.
         """
         images, targets = Classification.examples(self, key, batch)
         logits, records = recorder.record(_WANTED, self.teacher, images)
-        return images, targets, logits.astype(jnp.float32), _maps(records), _outputs(records)
+        outputs = _outputs(records)
+        # Of the whole batch, whatever parts of it the loss is taken of.
+        variance = jnp.broadcast_to(outputs.var((0, 2, 3)), outputs.shape[:2])
+        return images, targets, logits.astype(jnp.float32), _maps(records), outputs, variance
 
     def loss(self, model: nnx.Module, examples: tuple[Any, ...], *, rngs: nnx.Rngs) -> Outcome:
-        images, targets, taught, maps, outputs = examples
-        call = lambda model, images, key: logits_of_heads(
-            model, images, deterministic=False, rngs=nnx.Rngs(dropout=key)
-        )
+        images, targets, taught, maps, outputs, variance = examples
+        call = lambda model, images, key: logits_of_heads(model, images, nnx.Rngs(dropout=key))
         heads, records = recorder.record(_WANTED, call, model, images, rngs.dropout())
         settings = self.settings
         by_labels = optax.softmax_cross_entropy(heads[:, 0], targets).mean()
@@ -98,7 +100,7 @@ class Healing(Distillation):
             heads[:, -1], taught, settings.distillation, settings.distillation_temperature
         )
         by_maps = divergence(maps, jnp.log(jnp.maximum(_maps(records), 1e-9))).mean()
-        lacking = jnp.square(_outputs(records) - outputs).mean((0, 2, 3)) / outputs.var((0, 2, 3))
+        lacking = jnp.square(_outputs(records) - outputs).mean((2, 3)) / variance
         layers = settings.map_weight * by_maps + settings.output_weight * lacking.mean()
         share = settings.distillation_share
         loss = (1 - share) * by_labels + share * by_teacher
@@ -110,7 +112,8 @@ class Healing(Distillation):
             "map_divergence": by_maps,
             "output_error": lacking.mean(),
         }
-        return Outcome(loss, heads, metrics)
+        outputs, weights = weighted_outputs(heads, settings)
+        return Outcome(loss, outputs, metrics, weights)
 
 
 def _maps(records: tuple[Record, ...]) -> Float[Array, "batch block head query key"]:

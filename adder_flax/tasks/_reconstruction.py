@@ -14,7 +14,7 @@ from adder_flax import data
 from adder_flax.arrays import AnyArray
 from adder_flax.models import Example
 from adder_flax.settings import Text, setting
-from adder_flax.tasks._task import Batch, Best, Outcome, Task, register_task
+from adder_flax.tasks._task import Batch, Best, Outcome, Task, call_to_train, register_task
 
 ImageShape = tuple[int, int, int]
 
@@ -74,7 +74,7 @@ class Reconstruction(Task[ImageShape]):
 
     def loss(self, model: nnx.Module, examples: tuple[AnyArray], *, rngs: nnx.Rngs) -> Outcome:
         (images,) = examples
-        logits = _rows(model(images, deterministic=False, rngs=rngs))
+        logits = _rows(call_to_train(model, images, rngs=rngs))
         losses, errors = _by_image(logits, _rows(images))
         # All values of an image on the last axis, over which curvature takes the sum as the loss
         # does.

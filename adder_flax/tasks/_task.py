@@ -1,6 +1,7 @@
 """What a task is."""
 
 import abc
+import inspect
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -22,15 +23,39 @@ class Outcome(NamedTuple):
     """What a training step learns of a batch.
 
     Attributes:
-      loss: mean over the batch, differentiated by the parameters.
+      loss: mean over the batch, differentiated by the parameters. One that is over the real
+        positions alone says so by ``weights``.
       outputs: of the model, (batch, *positions, classes) in float32: what ``Task.likelihood`` is a
         function of.
       metrics: further means over the batch, logged as ``train/<name>``.
+      weights: (batch, *positions), what each output counts for in these means: 1 where it is real,
+        0 where it fills up. By their sums parts of a batch are averaged. None: all count alike;
+        a pair: with what their sum is divided by, see ``kfac.value_grad_and_curvature``.
+      model_state: what the model carries beside its parameters after the call; the training step
+        fills it in.
     """
 
     loss: Float[Array, ""]
     outputs: Array
     metrics: Mapping[str, Float[Array, ""]]
+    weights: Array | tuple[Array, Any] | None = None
+    model_state: Any = None
+
+
+def call_to_train(call: Callable[..., Any], *inputs: Any, rngs: nnx.Rngs) -> Any:
+    """Calls a model, or a method of one, as training does.
+
+    It is told so by ``deterministic=False`` and by ``rngs``, if it takes them by name. Layers of
+    Flax that a model does not tell, such as ``nnx.BatchNorm``, are in training mode already.
+
+    Example:
+      >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+      >>> call_to_train(model, jnp.ones((1, 2)), rngs=nnx.Rngs(dropout=0)).shape
+      (1, 3)
+    """
+    known = inspect.signature(call).parameters
+    told = {"deterministic": False, "rngs": rngs}
+    return call(*inputs, **{name: value for name, value in told.items() if name in known})
 
 
 class Best(NamedTuple):
@@ -147,7 +172,7 @@ class Task(abc.ABC, Generic[Facts]):
         """Calls the model on training examples.
 
         Args:
-          model: as in training: with dropout, where it has any.
+          model: in training mode; called by `adder_flax.tasks.call_to_train`.
           examples: from ``examples``.
           rngs: with the stream ``dropout``.
         """

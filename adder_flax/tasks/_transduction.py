@@ -18,7 +18,7 @@ from adder_flax.models import Example, beam_search
 from adder_flax.registry import load
 from adder_flax.settings import Integer, Number, Text, setting
 from adder_flax.tasks._edit_distance import edit_distance, length_to
-from adder_flax.tasks._task import Batch, Best, Outcome, Task, register_task
+from adder_flax.tasks._task import Batch, Best, Outcome, Task, call_to_train, register_task
 
 _SHOWN = 6
 
@@ -104,9 +104,7 @@ class Transduction(Task[SequenceFacts]):
     ) -> Outcome:
         _, target = examples
         real = target != PAD
-        logits = model(*self.arguments(examples), deterministic=False, rngs=rngs).astype(
-            jnp.float32
-        )
+        logits = call_to_train(model, *self.arguments(examples), rngs=rngs).astype(jnp.float32)
         # Constant where nothing is to be said: such places have neither gradient nor curvature.
         logits = jnp.where(real[..., None], logits, 0.0)
         classes = jax.nn.one_hot(target, logits.shape[-1])
@@ -114,8 +112,8 @@ class Transduction(Task[SequenceFacts]):
             logits, optax.smooth_labels(classes, self.settings.label_smoothing)
         )
         hits = logits.argmax(-1) == target
-        mean = lambda values: (values * real).sum() / real.sum()
-        return Outcome(mean(losses), logits, {"symbol_accuracy": mean(hits)})
+        mean = lambda values: (values * real).sum() / jnp.maximum(real.sum(), 1)
+        return Outcome(mean(losses), logits, {"symbol_accuracy": mean(hits)}, weights=real)
 
     def inputs(self, batch: Batch) -> tuple[AnyArray, AnyArray]:
         return batch["source"], batch["references"][:, 0]

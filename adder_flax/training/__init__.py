@@ -19,7 +19,7 @@ from adder_flax.training.optimizers import (
     register_optimizer,
     scale_by_adder_rate,
 )
-from adder_flax.training.processes import connect, fetch
+from adder_flax.training.processes import connect, fetch, peer_errors
 from adder_flax.training.setup import Run, abstract_batch, build_run, trace, with_statistics
 from adder_flax.training.step import evaluation_params, make_eval_step, make_train_step
 from adder_flax.training.topology import topology_devices
@@ -50,6 +50,7 @@ __all__ = [
     "make_train_step",
     "open_workdir",
     "peak_memory",
+    "peer_errors",
     "read_config",
     "read_metrics",
     "register_optimizer",

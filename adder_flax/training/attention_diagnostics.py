@@ -12,27 +12,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from jaxtyping import Array
 
 from adder_flax import measures, recorder
 from adder_flax.recorder import Record
 from adder_flax.training.sharding import tree_path
+from adder_flax.training.skeleton import Skeleton
 from adder_flax.training.step import Batch, Hyper, Metrics, Parts, step_keys
 
 _WANTED = {"attention": ["scores", "weights"], "adder": ["rows", "kernel", "sums"], "block": []}
 
 
 def make_attention_diagnostics(
-    graphdef: nnx.GraphDef,
+    skeleton: Skeleton,
     make_parts: Callable[[Hyper], Parts],
     *,
     accumulation_steps: int = 1,
     num_examples: int = 8,
 ) -> Callable[[Any, Batch, int, Hyper], Metrics]:
-    """Returns ``diagnostics(params, batch, step, hyper) → {name: scalar}``.
+    """Returns ``diagnostics(variables, batch, step, hyper) → {name: scalar}``.
 
-    It is for the step that is about to be taken.
+    It is for the step that is about to be taken; the variables are the parameters and what the
+    model carries beside them.
 
     Names end in the block, ``block_01`` …, with the branch where there are two:
 
@@ -55,21 +56,22 @@ def make_attention_diagnostics(
     microbatch.
 
     Args:
-      graphdef: the model without its parameters.
+      skeleton: the model without its arrays.
       make_parts, accumulation_steps: as of the training step.
       num_examples: how many examples the maps are taken from.
     """
 
-    def diagnostics(params: Any, batch: Batch, step: int | Array, hyper: Hyper) -> Metrics:
+    def diagnostics(variables: Any, batch: Batch, step: int | Array, hyper: Hyper) -> Metrics:
+        params, carried = skeleton.separate(variables)
         parts = make_parts({**hyper, "step": step})
         augment_key, key = step_keys(parts.seed, step)
         examples = parts.examples(augment_key, batch)
         if accumulation_steps > 1:
             key = jax.random.split(key, accumulation_steps)[0]
         first = jax.tree.map(lambda x: x[::accumulation_steps], examples)
-        gradient = jax.grad(lambda params: parts.loss(params, first, key).loss)(params)
+        gradient = jax.grad(lambda params: parts.loss(params, first, key, carried).loss)(params)
         arguments = jax.tree.map(lambda x: x[:num_examples], parts.arguments(examples))
-        _, records = recorder.record(_WANTED, nnx.merge(graphdef, params), *arguments)
+        _, records = recorder.record(_WANTED, skeleton.merge(variables), *arguments)
         places = _Places(records)
         return _gradient_norms(gradient, places) | _forward_numbers(records, places)
 

@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import shutil
-import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -55,24 +54,16 @@ class SavedCheckpoints:
     @property
     def steps(self) -> list[int]:
         """Steps of which there are checkpoints, in order."""
-        return sorted(step for step, is_folder in self._named_as_steps().items() if is_folder)
-
-    def _named_as_steps(self) -> dict[int, bool]:
-        """Whether what has a step for its name is a folder, as a checkpoint is."""
         try:
-            found = {path.name: path.is_dir() for path in self._directory.iterdir()}
+            names = [path.name for path in self._directory.iterdir() if path.is_dir()]
         except FileNotFoundError:
-            return {}
+            return []
         except OSError as error:
             raise RunError(
                 f"expected a directory of checkpoints at {self._directory}, got: {error.strerror}; "
                 "make it one that can be read, or move it away"
             ) from error
-        return {
-            int(name): is_folder
-            for name, is_folder in found.items()
-            if name.isascii() and name.isdecimal() and name == str(int(name))
-        }
+        return sorted(int(n) for n in names if n.isdecimal() and n == str(int(n)))
 
     def score(self, step: int) -> float | None:
         """Score of the evaluation saved with a checkpoint, larger is better.
@@ -204,7 +195,6 @@ class SavedCheckpoints:
           ValueError: it cannot be read.
         """
         try:
-            _require_files(self._directory / str(step))
             facts = json.loads((self._directory / str(step) / "_CHECKPOINT_METADATA").read_bytes())
             if "checksum" not in facts["custom_metadata"]:
                 return None
@@ -242,8 +232,7 @@ class Checkpoints(SavedCheckpoints):
       of: facts that make a run this one, saved with every checkpoint.
 
     Raises:
-      RunError: the directory cannot be read or written, or something in it has a step for its name
-        and is no folder.
+      RunError: the directory cannot be read or written.
 
     Example:
       >>> import tempfile
@@ -266,12 +255,6 @@ class Checkpoints(SavedCheckpoints):
         self._newest: int | None = None  # that this process saved
         self._scores: dict[int, float | None] = {}
         self._unknown: set[int] = set()
-        # To write a checkpoint over a pipe would wait for ever.
-        if odd := [step for step, is_folder in self._named_as_steps().items() if not is_folder]:
-            raise RunError(
-                f"expected folders at the names of steps in {self._directory}, got something else "
-                f"at {', '.join(map(str, sorted(odd)))}; move it away"
-            )
         for step in self.steps:
             try:
                 self._scores[step] = self.score(step)
@@ -376,14 +359,6 @@ class Checkpoints(SavedCheckpoints):
         return next(
             path for path in map(self._directory.joinpath, names) if not os.path.lexists(path)
         )
-
-
-def _require_files(folder: Path) -> None:
-    """Refuses what would never be read to its end: a pipe, a device."""
-    for place, _, names in os.walk(folder):
-        for path in (Path(place, name) for name in names):
-            if not stat.S_ISREG(path.stat().st_mode):
-                raise ValueError(f"{path.relative_to(folder)} is no file")
 
 
 def _require_arrays(abstract_state: Any, names: Iterable[str]) -> None:

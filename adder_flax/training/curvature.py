@@ -41,19 +41,21 @@ class CurvatureOptimizer(NamedTuple):
         return True if self.interval == 1 else kfac.find_state(state).count % self.interval == 0
 
 
-def find_layers(loss: Callable, params: Any, examples: Any) -> kfac.Layers:
+def find_layers(loss: Callable, params: Any, examples: Any, model_state: Any) -> kfac.Layers:
     """Returns the layers of a model that have curvature; nothing is computed.
 
     Args:
-      loss: ``(params, examples, key) → Outcome``.
+      loss: ``(params, examples, key, model_state) → Outcome``.
       params: nested dict of arrays or their shapes.
-      examples: shapes of what the loss is given.
+      examples, model_state: shapes of what the loss is given.
     """
 
-    def loss_and_outputs(params: Any, examples: Any, key: Any) -> tuple[Any, Any]:
-        outcome = loss(params, examples, key)
+    def loss_and_outputs(params: Any, *args: Any) -> tuple[Any, Any]:
+        outcome = loss(params, *args)
         return outcome.loss, outcome.outputs
 
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    size = jax.tree.leaves(examples)[0].shape[0]  # which arrays of the model's state do not have
     return kfac.find_layers(
-        loss_and_outputs, params, examples, jax.eval_shape(lambda: jax.random.key(0))
+        *(loss_and_outputs, params, examples, key, model_state), batch_size=size
     )

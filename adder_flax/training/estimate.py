@@ -21,6 +21,8 @@ _STATE_NAMES = {
     "params": "parameters",
     "opt_state": "optimizer state",
     "ema_params": "averaged parameters",
+    "model_state": "carried by the model",
+    "ema_model_state": "averages of that",
 }
 # How XLA:TPU complains. Either number is of everything together: what the first message
 # calls temporaries includes the arguments, as a program with 10 GiB of them and 8 GiB of

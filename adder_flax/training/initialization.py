@@ -14,10 +14,11 @@ from jax.extend import core
 from jaxtyping import PRNGKeyArray
 
 from adder_flax.training.sharding import tree_path
+from adder_flax.training.skeleton import take_apart
 
 
 def params_by_path(build: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Any:
-    """Returns the parameters of a model, drawn by path.
+    """Returns the parameters of a model, and what else it carries, drawn by path.
 
     The random numbers of each are a function of the seed and its path alone.
 
@@ -30,7 +31,7 @@ def params_by_path(build: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Any:
       seed: of all of them.
 
     Returns:
-      A nested dict of parameters.
+      A nested dict of arrays.
 
     Example:
       >>> narrow, wide = (
@@ -47,7 +48,7 @@ def params_by_path(build: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Any:
     """
 
     def make(keys: Iterator[PRNGKeyArray]) -> Any:
-        return nnx.to_pure_dict(nnx.state(build(rngs_of(keys)), nnx.Param))
+        return take_apart(built_from(build, keys))[1]
 
     used = itertools.count()
     key = jax.random.key(seed)
@@ -61,6 +62,15 @@ def params_by_path(build: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Any:
             keys[index] = jax.random.fold_in(own, i)
     # Eager: one program of all parameters compiles for longer than it saves.
     return jax.tree.unflatten(jax.tree.structure(shapes), core.jaxpr_as_fun(closed)(*keys))
+
+
+def built_from(build: Callable[[nnx.Rngs], nnx.Module], keys: Iterator[PRNGKeyArray]) -> nnx.Module:
+    """Returns the model that is made from given keys; streams that it keeps are Flax's own."""
+    rngs = rngs_of(keys)
+    model, stream = build(rngs), rngs["default"]
+    del stream._take
+    stream.__class__ = nnx.RngStream
+    return model
 
 
 def rngs_of(keys: Iterator[PRNGKeyArray]) -> nnx.Rngs:
@@ -85,6 +95,14 @@ class _Given(nnx.RngStream):
 
     def __call__(self) -> PRNGKeyArray:
         return self._take()
+
+    def fork(self, **options: Any) -> nnx.RngStream:
+        """Returns a stream of Flax's own, as ``nnx.Dropout`` keeps one."""
+        return nnx.RngStream(self(), tag=self.tag).fork(**options)
+
+    def split(self, k: int | tuple[int, ...]) -> nnx.RngStream:
+        """Returns a stack of streams of Flax's own."""
+        return nnx.RngStream(self(), tag=self.tag).split(k)
 
 
 def _inputs_of_outputs(program: core.Jaxpr) -> list[set[int]]:

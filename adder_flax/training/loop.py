@@ -15,7 +15,6 @@ import jax
 
 from adder_flax import ops
 from adder_flax.errors import NonFiniteLossError, RunError
-from adder_flax.interrupt import InterruptWatch
 from adder_flax.training import sharding
 from adder_flax.training.checkpoints import Checkpoints
 from adder_flax.training.deferred import DeferredMetrics
@@ -25,12 +24,20 @@ from adder_flax.training.evaluator import Evaluator
 from adder_flax.training.identity import identity
 from adder_flax.training.lock import Lock, lock_workdir
 from adder_flax.training.metrics import MetricWriter, Progress
-from adder_flax.training.processes import StopVote
+from adder_flax.training.processes import InterruptWatch, StopVote
 from adder_flax.training.profiler import Profiler
 from adder_flax.training.setup import Run
+from adder_flax.training.skeleton import joined
 from adder_flax.training.start_up import StartUp
 from adder_flax.training.step import Batch, Metrics, State, evaluation_params, step_keys
-from adder_flax.training.workdir import changed_data, open_workdir, write_config, write_data
+from adder_flax.training.workdir import (
+    changed_data,
+    check_jax_settings,
+    open_workdir,
+    write_config,
+    write_data,
+    write_jax_settings,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +106,11 @@ class Trainer:
             ) as checkpoints,
             InterruptWatch() as watch,
         ):
-            state = checkpoints.restore(run.abstract_state) if checkpoints.steps else run.init()
+            if checkpoints.steps:
+                check_jax_settings(workdir)
+                state = checkpoints.restore(run.abstract_state)
+            else:
+                state = run.init()
             start = int(state["step"])
             changed = self._check_data(start)
             self._start_up.parameters_ready()
@@ -166,7 +177,6 @@ class Trainer:
                 if step == start:
                     self._after_first_step(metrics, outputs)
                     outputs.metrics.restart_clock(step + 1)
-                    watch.hold_one()
                 outputs.progress.advance()
                 stopped = stop_vote.cast(watch.signal)
                 evaluates, saves = self._due(step + 1)
@@ -181,7 +191,8 @@ class Trainer:
     def _diagnose(self, state: State, batch: Batch, step: int) -> Metrics:
         if not self._run.settings.attention_diagnostics:
             return {}
-        return self._run.program.diagnose(state["params"], batch, step, self._run.hyper)
+        variables = joined(state["params"], state.get("model_state"))
+        return self._run.program.diagnose(variables, batch, step, self._run.hyper)
 
     def _due(self, step: int) -> tuple[bool, bool]:
         """Returns whether to evaluate after a step, and whether to save.
@@ -229,6 +240,7 @@ class Trainer:
         jax.block_until_ready(metrics)
         write_config(self._workdir, self._run.config)
         write_data(self._workdir, self._num_records)
+        write_jax_settings(self._workdir)
         outputs.progress.line(self._start_up.report())
 
     def _flush(self, outputs: _Outputs, state: State) -> None:
@@ -242,13 +254,13 @@ class Trainer:
         if step is not None:
             raise NonFiniteLossError(
                 f"expected a finite loss and gradient, got a non-finite one at step {step} of "
-                f"{self._run.num_steps}: {self._explain_non_finite(state['params'], step - 1)}. "
+                f"{self._run.num_steps}: {self._explain_non_finite(state, step - 1)}. "
                 f"Checkpoints kept: {_kept(outputs.checkpoints)}. Lower "
                 "--config.optimizer.learning_rate, lengthen --config.optimizer.warmup_epochs, or "
                 "go on past such batches with --config.non_finite=skip"
             )
 
-    def _explain_non_finite(self, params: Any, index: int) -> str:
+    def _explain_non_finite(self, state: State, index: int) -> str:
         run = self._run
         if jax.process_count() > 1:
             return "one process alone, resumed at the last checkpoint, names the layer"
@@ -259,7 +271,8 @@ class Trainer:
         def loss(*args: Any) -> Any:
             return run.loss(*args).loss
 
-        return explain_non_finite(loss, params, jax.jit(jax.grad(loss)), examples, dropout_key)
+        batch = examples, dropout_key, state.get("model_state", {})
+        return explain_non_finite(loss, state["params"], jax.jit(jax.grad(loss)), *batch)
 
     def _not_saved(
         self, expected: str, step: int, got: str, checkpoints: Checkpoints

@@ -15,7 +15,7 @@ from absl import logging
 from adder_flax.errors import writing
 from adder_flax.extras import needs
 from adder_flax.files import append, write_whole
-from adder_flax.training.workdir import read_regular
+from adder_flax.training.workdir import read_file
 
 with needs("train"):
     from tensorboardX.event_file_writer import EventsWriter
@@ -136,7 +136,7 @@ def read_metrics(workdir: str | Path) -> list[dict[str, float]]:
 def _lines(workdir: Path) -> list[bytes]:
     """Returns the lines of ``metrics.jsonl``, each with its end."""
     # Not splitlines: it would split at characters that JSON allows in a text.
-    return [line for line in re.split(rb"(?<=\n)", read_regular(workdir / _NAME) or b"") if line]
+    return [line for line in re.split(rb"(?<=\n)", read_file(workdir / _NAME) or b"") if line]
 
 
 def _row(line: bytes) -> dict[str, float] | None:

@@ -36,12 +36,13 @@ def step_operations(run: Run) -> Operations:
 def _differentiated(run: Run, progress: float | None) -> dict[tuple[str, str], int]:
     """Counts loss and gradient once a share of the steps is done, or with that share traced."""
 
-    def loss_and_gradient(step, params, examples, key):
+    def loss_and_gradient(step, params, *args):
         step = step if progress is None else progress * run.num_steps
         loss = run.program.parts({**run.numbers, "step": step}).loss
-        return jax.value_and_grad(lambda params: loss(params, examples, key).loss)(params)
+        return jax.value_and_grad(lambda params: loss(params, *args).loss)(params)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     examples = jax.eval_shape(run.program.parts(run.numbers).examples, key, abstract_batch(run))
     step, params = jax.ShapeDtypeStruct((), "int32"), run.abstract_state["params"]
-    return dict(count_operations(loss_and_gradient, step, params, examples, key).counts)
+    args = examples, key, run.abstract_state.get("model_state", {})
+    return dict(count_operations(loss_and_gradient, step, params, *args).counts)

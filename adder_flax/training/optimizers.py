@@ -337,8 +337,10 @@ def learning_rate(
 ) -> Float[Array, ""]:
     """Linear warm-up from 0, then cosine decay to ``final_learning_rate`` at ``num_steps``.
 
-    What ``optax.warmup_cosine_decay_schedule`` computes, whose lengths cannot be traced. With the
-    schedule ``"constant"`` the rate stays at its peak.
+    What ``optax.warmup_cosine_decay_schedule`` computes, whose lengths cannot be traced. As there,
+    steps are counted from 0: with a warm-up the first one has the rate 0, and the last one, number
+    ``num_steps - 1``, a rate just above the final one. With the schedule ``"constant"`` the rate
+    stays at its peak.
 
     Args:
       settings: ``learning_rate``, the peak, ``final_learning_rate`` and ``schedule``.

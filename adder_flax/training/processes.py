@@ -3,11 +3,13 @@
 How they find each other, agree to stop, and end when one of them dies.
 """
 
+import contextlib
 import functools
 import os
 import re
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import jax
@@ -16,7 +18,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from adder_flax import terminal
 from adder_flax.errors import RunError, first_line
 from adder_flax.training import sharding
 
@@ -52,7 +53,6 @@ def connect(environ: Mapping[str, str] | None = None, *, detect: bool = False) -
     plain = _plain_arguments(environ)
     if not (plain or detect or _in_slurm_step(environ) or _on_tpu_slice(environ)):
         return
-    terminal.explain_failures(_about_peers)
     try:
         jax.distributed.initialize(**plain, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     except Exception as error:  # what its detectors make of odd variables is of every kind
@@ -73,12 +73,7 @@ def _plain_arguments(environ: Mapping[str, str]) -> dict[str, Any]:
             f"expected all of {', '.join(_PLAIN)}, got {', '.join(given)}; set the others or none"
         )
     address, count, index = (environ[name] for name in _PLAIN)
-    if not (
-        f"{count}{index}".isascii()
-        and count.isdecimal()
-        and index.isdecimal()
-        and int(index) < int(count)
-    ):
+    if not (count.isdecimal() and index.isdecimal() and int(index) < int(count)):
         raise RunError(
             f"expected JAX_PROCESS_ID from 0 to JAX_NUM_PROCESSES - 1, got {index} of {count}; "
             "give each process a number of its own"
@@ -88,31 +83,65 @@ def _plain_arguments(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:
     # sbatch and salloc set SLURM_NTASKS too, outside of any step.
-    tasks = environ.get("SLURM_NTASKS", "1")
-    if "SLURM_STEP_NODELIST" not in environ:
-        return False
-    if not (tasks.isascii() and tasks.isdecimal()):
-        raise RunError(
-            f"expected a number of tasks as SLURM_NTASKS, got {tasks!r}; start with srun, or unset "
-            "SLURM_*"
-        )
-    return int(tasks) > 1
+    return "SLURM_STEP_NODELIST" in environ and environ.get("SLURM_NTASKS", "1") != "1"
 
 
 def _on_tpu_slice(environ: Mapping[str, str]) -> bool:
     return "," in environ.get("TPU_WORKER_HOSTNAMES", "")
 
 
-def _about_peers(error: Exception) -> str:
-    # Those of XLA that come up while a step is handed over are ValueErrors with the
-    # status in front.
-    if not isinstance(error, jax.errors.JaxRuntimeError) and not re.match(r"[A-Z_]+: ", str(error)):
-        return ""
-    return (
-        f"expected {jax.process_count()} processes to go on together, got: "
-        f"{first_line(error)[:500]}; another one may have ended: look at its output, then start "
-        "all of them again, they resume at the last checkpoint"
-    )
+@contextlib.contextmanager
+def peer_errors() -> Iterator[None]:
+    """Explains what one of several processes meets when another one has ended.
+
+    Raises:
+      RunError: an exchange between them failed.
+    """
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        # Those that come up while a step is handed over are ValueErrors with XLA's status in front.
+        status = isinstance(error, jax.errors.JaxRuntimeError) or re.match(r"[A-Z_]+: ", str(error))
+        if not status or jax.process_count() == 1:
+            raise
+        raise RunError(
+            f"expected {jax.process_count()} processes to go on together, got: "
+            f"{first_line(error)[:500]}; another one may have ended: look at its output, then "
+            "start all of them again, they resume at the last checkpoint"
+        ) from error
+
+
+class InterruptWatch:
+    """Notes the first of SIGINT, SIGTERM and SIGHUP while its context is open.
+
+    A second one of any kind ends the process at once, as the system does by itself: nothing is torn
+    by it, since whatever a run saves appears whole or not at all.
+
+    Example:
+      >>> with InterruptWatch() as watch:
+      ...     signal.raise_signal(signal.SIGHUP)
+      ...     watch.signal.name
+      'SIGHUP'
+    """
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self):
+        self.signal: signal.Signals | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "InterruptWatch":
+        self._previous = {number: signal.signal(number, self._note) for number in self._SIGNALS}
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+        for each in self._SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
 
 
 class StopVote:

@@ -24,8 +24,9 @@ from adder_flax.tasks import TASKS, Task
 from adder_flax.training import optimizers, sharding
 from adder_flax.training.attention_diagnostics import make_attention_diagnostics
 from adder_flax.training.curvature import CurvatureOptimizer, find_layers
-from adder_flax.training.initialization import rngs_of
+from adder_flax.training.initialization import built_from
 from adder_flax.training.layerwise import with_rate_factors
+from adder_flax.training.skeleton import Skeleton, take_apart
 from adder_flax.training.step import (
     Hyper,
     Parts,
@@ -43,7 +44,7 @@ class Shape(NamedTuple):
 
     Attributes:
       task, task_facts: class of the task, and what it knows of its data.
-      teacher: of the task, without its parameters, if it asks for one.
+      teacher: of the task, without its arrays, if it asks for one.
       build: makes the model.
       make_optimizer: makes the optimizer of an ``OptimizerSpec``.
       task_settings, model_settings, optimizer_settings: without their numbers.
@@ -57,7 +58,7 @@ class Shape(NamedTuple):
 
     task: type[Task]
     task_facts: Any
-    teacher: nnx.GraphDef | None
+    teacher: Skeleton | None
     build: Builder
     make_optimizer: Callable
     task_settings: Any
@@ -101,14 +102,14 @@ def shape_and_numbers(
     if settings.ema_decay:
         numbers["ema_decay"] = settings.ema_decay
     if teacher is not None:
-        numbers["teacher"] = teacher.params
+        numbers["teacher"] = teacher.variables
     task_settings, numbers["task"] = take_numbers(settings.task)
     model_settings, numbers["model"] = take_numbers(settings.model)
     optimizer_settings, numbers["optimizer"] = take_numbers(settings.optimizer)
     shape = Shape(
         task=task,
         task_facts=task.facts(source),
-        teacher=None if teacher is None else teacher.graphdef,
+        teacher=None if teacher is None else teacher.skeleton,
         build=MODELS.get(settings.model.name),
         make_optimizer=optimizers.OPTIMIZERS.get(settings.optimizer.name),
         task_settings=task_settings,
@@ -136,11 +137,12 @@ class Program:
 
     Attributes:
       shape: as given.
-      graphdef: the model without its parameters; of its rates, those of the first run.
+      skeleton: the model without its arrays; of its rates, those of the first run.
       facts: of the parameters.
       layers: those that have curvature, with a second-order optimizer; else None.
       abstract_state: shapes and shardings of the train state.
-      initial_state: ``(params, hyper) → state`` before the first step.
+      initial_state: ``(variables, hyper) → state`` before the first step, of parameters and what
+        the model carries beside them.
       train_step: ``(state, batch, hyper) → (state, metrics)``; it gives the memory of the old state
         away.
       eval_step: ``(params, batch, hyper) → sums``.
@@ -156,16 +158,15 @@ class Program:
         self.shape = shape
         model = nnx.eval_shape(functools.partial(self._shape_of_model, numbers))
         self.facts = parameter_facts(model)
-        self.graphdef, params = nnx.split(model, nnx.Param)
-        params = nnx.to_pure_dict(params)
+        self.skeleton, variables = take_apart(model)
         # Once, and only for those who ask: finding layers traces the loss.
-        self._find_layers = functools.cache(functools.partial(self._layers, numbers, params))
+        self._find_layers = functools.cache(functools.partial(self._layers, numbers, variables))
         # At plain numbers: what does not fit is told before any trace.
         optimizer = self.parts(numbers).optimizer
         self.layers: kfac.Layers | None = (
             optimizer.layers if isinstance(optimizer, CurvatureOptimizer) else None
         )
-        shapes = jax.eval_shape(self._initial_state, params, numbers)
+        shapes = jax.eval_shape(self._initial_state, variables, numbers)
         shardings = sharding.state_sharding(shapes, shape.mesh, self.facts)
         self.abstract_state: State = jax.tree.map(sharding.placed_shape, shapes, shardings)
         whole = sharding.replicated(shape.mesh)
@@ -175,11 +176,11 @@ class Program:
             skip_non_finite=shape.skip_non_finite,
         )
         diagnose = make_attention_diagnostics(
-            self.graphdef, self.parts, accumulation_steps=shape.accumulation_steps
+            self.skeleton, self.parts, accumulation_steps=shape.accumulation_steps
         )
         self.initial_state = jax.jit(self._initial_state, out_shardings=shardings)
         self.train_step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, whole))
-        self.eval_step = jax.jit(make_eval_step(self.graphdef, self.task), out_shardings=whole)
+        self.eval_step = jax.jit(make_eval_step(self.skeleton, self.task), out_shardings=whole)
         self.diagnose = jax.jit(diagnose, out_shardings=whole)
 
     def task(self, numbers: Hyper) -> Task:
@@ -201,7 +202,8 @@ class Program:
     def _shape_of_model(self, numbers: Hyper) -> nnx.Module:
         # One key for all: flax looks at its count of keys each time, which takes the longer the
         # more has been traced.
-        return self.build_model(numbers, rngs_of(itertools.repeat(jax.random.key(0))))
+        build = functools.partial(self.build_model, numbers)
+        return built_from(build, itertools.repeat(jax.random.key(0)))
 
     def learning_rate(self, numbers: Hyper) -> optax.Schedule:
         """Returns the schedule."""
@@ -214,6 +216,7 @@ class Program:
 
         With ``graphdef`` in place of the model's own.
         """
+        skeleton = self.skeleton if graphdef is None else self.skeleton._replace(graphdef=graphdef)
         task, learning_rate = self.task(numbers), self.learning_rate(numbers)
         settings = put_numbers(self.shape.optimizer_settings, numbers["optimizer"])
         spec = optimizers.OptimizerSpec(settings, learning_rate, self.facts, self._find_layers)
@@ -222,7 +225,7 @@ class Program:
             examples=task.examples,
             arguments=task.arguments,
             loss=make_loss_fn(
-                graphdef or self.graphdef,
+                skeleton,
                 task,
                 put_numbers(self.shape.model_settings, numbers["model"]),
                 _progress(numbers),
@@ -240,20 +243,24 @@ class Program:
             for name, record in self.shape.records
         }
 
-    def _initial_state(self, params: Any, numbers: Hyper) -> State:
-        return init_state(params, optimizer=self.parts(numbers).optimizer, ema=self.shape.ema)
+    def _initial_state(self, variables: Any, numbers: Hyper) -> State:
+        params, carried = self.skeleton.separate(variables)
+        optimizer = self.parts(numbers).optimizer
+        return init_state(params, optimizer=optimizer, ema=self.shape.ema, model_state=carried)
 
     def _layers(
-        self, numbers: Hyper, params: Any, stride: int | None, interval: int
+        self, numbers: Hyper, variables: Any, stride: int | None, interval: int
     ) -> tuple[kfac.Layers, int]:
+        params, carried = self.skeleton.separate(variables)
         task, key = self.task(numbers), jax.eval_shape(lambda: jax.random.key(0))
         loss = make_loss_fn(
-            self.graphdef, task, put_numbers(self.shape.model_settings, numbers["model"])
+            self.skeleton, task, put_numbers(self.shape.model_settings, numbers["model"])
         )
         size = self.shape.batch_size // self.shape.accumulation_steps
 
         def layers_of(size: int) -> kfac.Layers:
-            return find_layers(loss, params, jax.eval_shape(task.examples, key, self.batch(size)))
+            examples = jax.eval_shape(task.examples, key, self.batch(size))
+            return find_layers(loss, params, examples, carried)
 
         if stride is not None:
             return layers_of(size // stride), stride

@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
-from jaxtyping import Array
 
 from adder_flax import data, interop
 from adder_flax.errors import RunError, first_line, user_errors
@@ -30,6 +30,7 @@ from adder_flax.training.identity import identity
 from adder_flax.training.initialization import params_by_path
 from adder_flax.training.processes import fetch, replicate
 from adder_flax.training.program import Program, program_of, shape_and_numbers
+from adder_flax.training.skeleton import joined, take_apart
 from adder_flax.training.step import Hyper, State, evaluation_params
 from adder_flax.training.teacher import Renormalized, Teacher
 from adder_flax.training.workdir import read_config
@@ -73,8 +74,8 @@ class Run:
 
     @property
     def graphdef(self) -> nnx.GraphDef:
-        """The model without its parameters."""
-        return self.program.graphdef
+        """The model without its arrays."""
+        return self.program.skeleton.graphdef
 
     @property
     def abstract_state(self) -> State:
@@ -105,8 +106,8 @@ class Run:
         return self.program.task(self.numbers)
 
     @functools.cached_property
-    def loss(self) -> Callable[[Any, Any, Array], Outcome]:
-        """``(params, examples, key) → Outcome``, at the run's own numbers."""
+    def loss(self) -> Callable[..., Outcome]:
+        """``(params, examples, key, model_state) → Outcome``, at the run's own numbers."""
         return self.program.parts(self.numbers).loss
 
     def learning_rate(self, step: int) -> float:
@@ -130,8 +131,11 @@ class Run:
         )
 
     def model(self, params: Any) -> nnx.Module:
-        """Returns the model with these parameters."""
-        return nnx.merge(self.graphdef, params)
+        """Returns the model, as evaluation has it, with the arrays of :func:`evaluation_params`.
+
+        What it carries beside parameters may be absent: the model then has shapes there.
+        """
+        return self.program.skeleton.merge(params)
 
 
 def build_run(
@@ -176,6 +180,8 @@ def build_run(
         if eval_labels:
             images = data.require_kind(data.ImageSource, eval_source, "--labels")
             eval_source = data.with_label_sets(images, eval_labels)
+    if eval_split == "eval":
+        _tell_of_shared_records(train_source, eval_source)
     steps_per_epoch, num_steps = _count_steps(settings, train_source)
     with user_errors():
         teacher = _load_teacher(settings, own_source) if teach else None
@@ -188,7 +194,7 @@ def build_run(
         eval_source=eval_source,
         program=program,
         numbers=numbers,
-        init=lambda: program.initial_state(_initial_params(run), run.hyper),
+        init=lambda: program.initial_state(_initial_variables(run), run.hyper),
         train_step=program.train_step,
         steps_per_epoch=steps_per_epoch,
         num_steps=num_steps,
@@ -285,39 +291,36 @@ def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) ->
     fields["batch_size"] = settings.batch_size
     run = build_run(as_config(fields), load=lambda *_, **__: source)
     saved = SavedCheckpoints(Path(workdir) / "checkpoints", of=identity(trained))
-    params = fetch(evaluation_params(saved.restore(run.abstract_state)), run.mesh)
+    variables = fetch(evaluation_params(saved.restore(run.abstract_state)), run.mesh)
     wanted, given = map(_statistics, (run.train_source, _normalized(source, settings.data)))
-    return _teacher(run.model(params), wanted, given)
+    return _teacher(run.model(variables), wanted, given)
 
 
-def _initial_params(run: Run) -> Any:
-    """Returns the parameters that a run begins with, on its mesh."""
-    params = random_params(run.program, run.numbers, run.settings.init)
+def _initial_variables(run: Run) -> Any:
+    """Returns the parameters that a run begins with, on its mesh, and what its model carries."""
+    variables = _random_variables(run.program, run.numbers, run.settings.init)
     if type(run.task).initial is Task.initial:
-        return params
+        return variables
     with user_errors():
-        model = run.task.initial(run.model(fetch(params, run.mesh)), run.train_source)
-    begun = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    return _put_like(begun, run.abstract_state["params"])
+        model = run.task.initial(run.model(fetch(variables, run.mesh)), run.train_source)
+    return _put(run.program, take_apart(model)[1])
 
 
-def random_params(program: Program, numbers: Hyper, init: str = "sequence") -> Any:
-    """Returns the parameters that the seed of a run gives it, on its mesh.
-
-    ``init`` is that of ``RunSettings``.
-    """
+def _random_variables(program: Program, numbers: Hyper, init: str) -> Any:
     if init == "path":
-        params = params_by_path(
+        variables = params_by_path(
             lambda rngs: program.build_model(numbers, rngs), int(numbers["seed"])
         )
     else:  # eager: one jitted initialisation of all parameters compiles for longer than it saves
-        params = nnx.to_pure_dict(nnx.state(program.build_model(numbers), nnx.Param))
-    return _put_like(params, program.abstract_state["params"])
+        _, variables = take_apart(program.build_model(numbers))
+    return _put(program, variables)
 
 
-def _put_like(params: Any, abstract: Any) -> Any:
-    """Returns parameters on devices, each where its abstract counterpart says."""
-    return jax.device_put(params, jax.tree.map(operator.attrgetter("sharding"), abstract))
+def _put(program: Program, variables: Any) -> Any:
+    """Returns a model's arrays on devices, each where the train state has it."""
+    state = program.abstract_state
+    abstract = joined(state["params"], state.get("model_state"))
+    return jax.device_put(variables, jax.tree.map(operator.attrgetter("sharding"), abstract))
 
 
 def abstract_batch(run: Run) -> dict[str, jax.ShapeDtypeStruct]:
@@ -385,6 +388,14 @@ def _load_source(
         on_unreadable=settings.data.on_unreadable,
         **TASKS.get(settings.task.name).source_options(settings.task),
     )
+
+
+def _tell_of_shared_records(trained: data.Source, evaluated: data.Source) -> None:
+    if shared := data.shared_records(trained, evaluated):
+        logging.warning(
+            "%d of the %d records of %s, which scores are of, are trained on, too: they are in %s",
+            *(shared, len(evaluated), evaluated.split, trained.split),
+        )
 
 
 def _check_classes(trained: data.Source, other: data.Source) -> None:

@@ -11,23 +11,24 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from adder_flax.training.skeleton import Skeleton, take_apart
+
 
 class Teacher(NamedTuple):
     """A frozen model.
 
     Attributes:
-      graphdef: without its parameters.
-      params: a nested dict of arrays.
+      skeleton: without its arrays.
+      variables: a nested dict of them.
     """
 
-    graphdef: nnx.GraphDef
-    params: Any
+    skeleton: Skeleton
+    variables: Any
 
     @classmethod
     def of(cls, model: nnx.Module) -> "Teacher":
         """Returns a model as a teacher."""
-        graphdef, params = nnx.split(model, nnx.Param)
-        return cls(graphdef, nnx.to_pure_dict(params))
+        return cls(*take_apart(model))
 
 
 class Renormalized(nnx.Module):
@@ -65,6 +66,6 @@ class Renormalized(nnx.Module):
         return self.model((images * std + mean - wanted_mean) / wanted_std)
 
 
-def frozen(graphdef: nnx.GraphDef, params: Any) -> nnx.Module:
+def frozen(skeleton: Skeleton, variables: Any) -> nnx.Module:
     """Returns the model, through which no derivative flows."""
-    return nnx.merge(graphdef, jax.tree.map(jax.lax.stop_gradient, params))
+    return skeleton.merge(jax.tree.map(jax.lax.stop_gradient, variables))

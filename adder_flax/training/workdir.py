@@ -14,7 +14,7 @@ from absl import logging
 from adder_flax.errors import RunError, writing
 from adder_flax.experiment import as_config
 from adder_flax.extras import needs
-from adder_flax.files import open_regular, write_whole
+from adder_flax.files import write_whole
 from adder_flax.settings import RunSettings, completed
 from adder_flax.text import printable
 from adder_flax.training.checkpoints import SavedCheckpoints
@@ -78,6 +78,57 @@ def write_data(workdir: str | Path, records: Mapping[str, int]) -> None:
             write_whole(Path(workdir) / "data.json", (json.dumps(records) + "\n").encode())
 
 
+def write_jax_settings(workdir: str | Path) -> None:
+    """Writes ``jax.json``: what of JAX decides a run's random numbers and its precision.
+
+    Raises:
+      RunError: the directory cannot be written to.
+    """
+    if jax.process_index() == 0:
+        with writing("jax.json", workdir):
+            text = json.dumps(_jax_settings(), indent=2) + "\n"
+            write_whole(Path(workdir) / "jax.json", text.encode())
+
+
+def check_jax_settings(workdir: str | Path) -> None:
+    """Refuses to go on with a run under which JAX would draw or round otherwise.
+
+    A run begun before they were kept has none to compare with.
+
+    Raises:
+      RunError: the settings of this process are others than those of :func:`write_jax_settings`.
+    """
+    try:
+        before = dict(json.loads((Path(workdir) / "jax.json").read_text()))
+    except (FileNotFoundError, ValueError):
+        return  # a run of before, or damaged: nothing to compare with
+    now = _jax_settings()
+    if others := [name for name in now if before.get(name, now[name]) != now[name]]:
+        lines = [f"  {name}: {before[name]} there, {now[name]} now" for name in others]
+        variables = " ".join(f"{name.upper()}={before[name]}" for name in others if before[name])
+        raise RunError(
+            f"expected the settings of JAX that the run in {workdir} began with, got others, by "
+            "which it would end elsewhere:\n"
+            + "\n".join(lines)
+            + f"\nset them as they were{f' ({variables})' * bool(variables)}, or choose another "
+            "--workdir for a new run"
+        )
+
+
+# By version of JAX and by environment these differ, and with them the numbers of a run.
+_JAX_SETTINGS = (
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_enable_x64",
+    "jax_random_seed_offset",
+    "jax_threefry_partitionable",
+)
+
+
+def _jax_settings() -> dict[str, Any]:
+    return {name: jax.config.values[name] for name in _JAX_SETTINGS}
+
+
 def changed_data(workdir: str | Path, records: Mapping[str, int]) -> str | None:
     """Returns in words what became of the data set since :func:`write_data`.
 
@@ -91,7 +142,7 @@ def changed_data(workdir: str | Path, records: Mapping[str, int]) -> str | None:
       'the data set has changed since this run was last started: train 60 records then, 50 now'
     """
     try:
-        before = json.loads(read_regular(Path(workdir) / "data.json") or "null")
+        before = json.loads(read_file(Path(workdir) / "data.json") or "null")
         changes = [
             f"{split} {before[split]} records then, {n} now"
             for split, n in records.items()
@@ -123,27 +174,25 @@ def read_config(workdir: str | Path) -> ConfigDict:
     return as_config(completed(RunSettings, stored))
 
 
-def read_regular(path: Path) -> bytes | None:
+def read_file(path: Path) -> bytes | None:
     """Returns what a file holds, or None where there is none.
 
     Raises:
       RunError: it cannot be read, or is no file.
     """
     try:
-        with open_regular(path) as file:
-            return file.read()
+        return path.read_bytes()
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
+    except OSError as error:
         raise RunError(
-            f"expected to read {path}, got: {reason}; make it readable, or move it away"
+            f"expected to read {path}, got: {error.strerror}; make it readable, or move it away"
         ) from error
 
 
 def _read_config(workdir: Path) -> dict[str, Any] | None:
     path = workdir / "config.json"
-    text = read_regular(path)
+    text = read_file(path)
     if text is None:
         return None
     try:

@@ -391,7 +391,10 @@ def test_matches_jax_and_its_causal_mask():
     inputs = make_inputs(5, 8)
     expected = jax.nn.dot_product_attention(*inputs, is_causal=True)
     np.testing.assert_allclose(
-        attention.dot_product_attention(*inputs, is_causal=True), expected, rtol=1e-5, atol=1e-6
+        attention.dot_product_attention(*inputs, is_causal=True, query_position=0),
+        expected,
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
@@ -406,7 +409,7 @@ def test_matches_jax_and_its_causal_mask():
         (dict(key=np.ones((3, 5, 2, 6))), "equal batch axes, got query"),
         (dict(key=np.ones((2, 4, 2, 6))), "key and value of one length and number of heads"),
         (dict(query=np.ones((2, 5, 3, 6))), "multiple of that of key heads"),
-        (dict(query=np.ones((2, 4, 2, 6))), "pass identity=False"),
+        (dict(query=np.ones((2, 4, 2, 6))), "between two sequences identity=False"),
         (
             dict(scale="variance"),
             r"score from \['sqrt_dim', 'variance_matched'\] or a number, got 'variance'",

@@ -1,6 +1,5 @@
 """Comparisons that are killed, interrupted or shared out end with the tables of one left alone."""
 
-import json
 import os
 import random
 import re
@@ -8,10 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
+from adder_flax.packed import NAME, read_packed
 from tests.processes import ROOT, simulated_devices
 
 EXPERIMENT = """
@@ -66,11 +65,8 @@ def _finish(workdir, *flags):
 
 def numbers(workdir):
     """All that records say but for what takes time."""
-    kept = {}
-    for path in (workdir / "results" / "records").glob("*.json"):
-        record = json.loads(path.read_text())
-        kept[path.name] = {name: record[name] for name in _COMPUTED}
-    return kept
+    _, records = read_packed(workdir / "results" / NAME)
+    return {name: {field: record[field] for field in _COMPUTED} for name, record in records.items()}
 
 
 def _tables(workdir):
@@ -157,7 +153,8 @@ def test_the_command_beside_a_row_gives_its_number(alone, tmp_path):
         for line in (alone / "results" / "results.md").read_text().splitlines()
         if "additive-final" in line
     )
-    record = json.loads(Path(re.search(r"--config=(\S+)", command)[1]).read_text())
+    file, _, name = re.search(r"--config=(\S+)", command)[1].partition("#")
+    record = read_packed(file)[1][name]
     flags = [word for word in command.split()[2:] if not word.startswith("--workdir")]
     done = subprocess.run(
         [sys.executable, ROOT / "main.py", *flags, f"--workdir={tmp_path}"],

@@ -118,7 +118,7 @@ def test_of_identical_arms_every_interval_holds_zero(tmp_path):
         accuracies = np.random.default_rng(repetition).uniform(0.6, 0.9, 6)
         fill(comparison, lambda cell, accuracies=accuracies: float(accuracies[cell.seed]))
         [_, again] = rows_of(comparison)
-        assert again.pairs == 6
+        assert again.difference.pairs == 6
         assert (again.difference.low, again.difference.high, again.difference.p_value) == (0, 0, 1)
 
 
@@ -135,3 +135,33 @@ def test_a_planted_difference_is_found_and_its_interval_holds_it(tmp_path):
     assert additive.difference.low < 0.02 < additive.difference.high
     assert additive.difference.high - additive.difference.low < 0.01
     assert additive.difference.p_value == pytest.approx(2 / 64)
+
+
+@pytest.mark.parametrize(
+    ("confirmatory", "largest", "told"),
+    [(False, True, "no difference that"), (True, True, "ahead"), (True, False, "behind")],
+)
+def test_six_seeds_put_no_arm_ahead_but_in_a_table_that_was_to_decide(
+    confirmatory, largest, told, tmp_path
+):
+    config = make_config(
+        factors={"arm": {"dot": {}, "additive": {}, "again": {}}},
+        baseline={"arm": "dot"},
+        seeds=6,
+        confirmatory=confirmatory,
+    )
+    comparison = Comparison(config, tmp_path)
+    comparison.best = comparison.best._replace(largest=largest)
+    fill(comparison, lambda c: 0.5 + (0.1 + 0.01 * c.seed) * (c.arm.name == "additive"))
+    write_results(comparison)
+    page = (tmp_path / "results" / "results.md").read_text()
+    additive, again = (
+        next(line for line in page.splitlines() if line.startswith(f"| {arm} | 6 |")).split(" | ")
+        for arm in ("additive", "again")
+    )
+    assert additive[5:9] == ["+0.1250", "+0.1054 to +0.1446", "+0.1117 to +0.1383", "0.031"]
+    # Two differences: the smaller p counts twice.
+    assert additive[9] == "0.062"
+    assert additive[10].startswith(told)
+    assert again[8:] == ["1.000", "1.000", "no difference that 6 seeds can tell |"]
+    assert ("no arm can be called ahead" in page) == (not confirmatory)

@@ -1,22 +1,27 @@
 """Comparisons in whole: what is run, what is not run again, and what the tables say of it."""
 
+import concurrent.futures
 import csv
 import dataclasses
+import itertools
 import json
+import lzma
+import math
 import shutil
 
 import jax
 import numpy as np
 import pytest
 
-from adder_flax import data
-from adder_flax.compare import Comparison, Records, describe, overview, work, write_results
+from adder_flax import data, packed
+from adder_flax.compare import Comparison, Record, Records, describe, overview, work, write_results
 from adder_flax.compare import cells as cells_module
-from adder_flax.compare.matching import match
 from adder_flax.compare.run import load_once
 from adder_flax.compare.table import rows_of
 from adder_flax.errors import RunError
+from adder_flax.experiment import load_experiment
 from adder_flax.training import Evaluator, SavedCheckpoints, build_run
+from adder_flax.training.lock import lock_workdir
 from tests.compare.tiny import make_config
 
 FACTORS = {
@@ -39,7 +44,6 @@ FIELDS = {
 
 
 def run_all(comparison):
-    comparison.prepare()
     return list(work(comparison))
 
 
@@ -94,6 +98,20 @@ def test_a_run_that_diverges_is_a_result_with_the_worst_score(finished):
     assert row.scores == [0.0, 0.0]
 
 
+def test_a_run_that_ends_without_a_finite_score_has_diverged(finished, tmp_path, monkeypatch):
+    comparison, _ = finished
+    cell = comparison.final_cells(comparison.plan.arms["dot"])[0]
+    tested = lambda evaluator, params: {"eval/loss": math.inf, "eval/accuracy": math.nan}
+    monkeypatch.setattr(cells_module.training.Evaluator, "__call__", tested)
+    config = cell.config.to_dict() | {"non_finite": "skip"}
+    cell = dataclasses.replace(cell, config=type(cell.config)(config))
+    record = cells_module.run_cell(cell, tmp_path / "cell", "eval", load_once)
+    assert record.diverged == "accuracy nan at its end"
+    assert (record.validation, record.test) == ({}, {})
+    assert record.curve["step"] == []
+    Records(tmp_path).put(cell, record)
+
+
 def test_cells_of_one_seed_are_paired(finished):
     comparison, _ = finished
     seeds = [
@@ -128,20 +146,44 @@ def test_a_cell_is_an_ordinary_run(finished):
 
 def test_a_start_with_the_records_at_hand_runs_only_what_is_new(finished, tmp_path):
     comparison, _ = finished
-    shutil.copytree(comparison.results / "records", tmp_path / "kept")
+    comparison.pack()
+    shutil.copy(comparison.results / packed.NAME, tmp_path)
     more = {"seeds": 3, "results": str(tmp_path)}
-    (tmp_path / "kept").rename(tmp_path / "records")
     other = Comparison(make_config(**FIELDS | more), tmp_path / "elsewhere")
     again = run_all(other)
     assert {(record.phase, record.seed) for record in again} == {("final", 2)}
     assert len(again) == 4
+    assert len(list((tmp_path / "records").iterdir())) == 4
+    other.pack()
+    assert not (tmp_path / "records").exists()
+    assert run_all(Comparison(make_config(**FIELDS | more), tmp_path / "elsewhere")) == []
+
+
+def test_processes_take_different_arms_and_share_what_is_left(finished, tmp_path, monkeypatch):
+    done, _ = finished
+    monkeypatch.setattr(cells_module, "run_cell", lambda cell, *_: done.records.get(cell))
+    other = Comparison(make_config(**FIELDS), tmp_path)
+    claim = lambda cell: lock_workdir(tmp_path / "cells" / cell.id, "claim.lock")
+    dot = other.plan.arms["dot"]
+    assert next(work(other)).arm == "dot"
+    first, second = other.open_cells(dot)
+    with claim(first):
+        ran = list(itertools.islice(work(other), 10))
+    # One arm after the other, whose program is compiled; beside another process in the end.
+    arms = [arm for arm, _ in itertools.groupby(record.arm for record in ran)]
+    assert arms == ["additive", "again", "hot", "dot"]
+    assert ran[-1].seed == second.seed
+    assert [record.seed for record in work(other)] == [first.seed]
 
 
 def test_all_that_a_table_needs_is_in_the_records(finished, tmp_path):
     comparison, _ = finished
     files = write_results(comparison)
-    shutil.copytree(comparison.results / "records", tmp_path / "records")
-    other = Comparison(make_config(**FIELDS | {"results": str(tmp_path)}), tmp_path / "elsewhere")
+    shutil.copy(comparison.results / packed.NAME, tmp_path)
+    # The file says by itself what it is a comparison of.
+    config = load_experiment(str(tmp_path / packed.NAME))
+    assert config.results == str(tmp_path)
+    other = Comparison(config, tmp_path / "elsewhere")
     write_results(other)
     here, there = ((folder / "results.md").read_text() for folder in (comparison.results, tmp_path))
     assert here.replace(str(comparison.results), "") == there.replace(str(tmp_path), "")
@@ -152,7 +194,8 @@ def test_all_that_a_table_needs_is_in_the_records(finished, tmp_path):
         "curves.png",
         "energy.svg",
     }
-    assert "no two-sided test at 5 % can be passed" in here
+    assert "With 2 pairs of seeds no arm can be called ahead: that takes 10." in here
+    assert "seconds" not in here.partition("What it costs")[2].partition("Multiplications")[0]
     assert "hot diverged with seed 0, 1" in here
     assert "Best at the edge" in here
     lines = list(csv.DictReader((comparison.results / "runs.csv").open()))
@@ -189,9 +232,10 @@ def test_a_damaged_record_is_one_message(finished, tmp_path):
         RunError, match=r"expected the record .* one with another batch_size; put it back"
     ):
         Records(tmp_path).get(cell)
-    other.path(cell).write_text('{"format": 1, "arm"')
-    with pytest.raises(RunError, match=r"expected the record of a finished cell in .*dot-final-0"):
-        Records(tmp_path).get(cell)
+    (other.folder / f"{cell.id}.json").write_text('{"format": 1, "arm"')
+    for act in (lambda: Records(tmp_path).get(cell), lambda: Records(tmp_path).pack({})):
+        with pytest.raises(RunError, match=r"record of a finished cell in .*dot-final-0"):
+            act()
     assert "accuracy" in describe(record, "accuracy")
     values = {"optimizer.learning_rate": 1, "optimizer.cg_fac.learning_rate": 2, "model.width": 3}
     described = describe(dataclasses.replace(record, values=values), "accuracy")
@@ -199,20 +243,82 @@ def test_a_damaged_record_is_one_message(finished, tmp_path):
 
 
 def test_a_record_made_with_another_default_is_not_taken_for_todays(finished, tmp_path):
-    old, records = finished
-    shutil.copytree(old.results, tmp_path / "results")
-    comparison = Comparison(make_config(**FIELDS), tmp_path)
-    cell = comparison.final_cells(comparison.plan.arms["dot"])[0]
-    path = comparison.records.path(cell)
-    stored = json.loads(path.read_text())
+    old, _ = finished
+    cell = old.final_cells(old.plan.arms["dot"])[0]
+    stored = json.loads(json.dumps(dataclasses.asdict(old.records.get(cell))))
     # What AdamW does not read is nobody's setting.
     stored["config"]["optimizer"]["cg_fac"]["damping"] = 3.0
-    path.write_text(json.dumps(stored))
-    assert comparison.records.get(cell) is not None
+    Records(tmp_path).put(cell, Record(**stored))
+    assert Records(tmp_path).get(cell) is not None
     stored["config"]["optimizer"]["eps"] = 1e-6
-    path.write_text(json.dumps(stored))
+    Records(tmp_path).put(cell, Record(**stored))
     with pytest.raises(RunError, match=r"one with another optimizer.eps; put it back"):
-        Comparison(make_config(**FIELDS), tmp_path).records.get(cell)
+        Records(tmp_path).get(cell)
+
+
+def test_packed_records_are_those_that_were_put(finished, tmp_path):
+    """What is packed stays readable by who had looked before, and what comes then is added."""
+    comparison, records = finished
+    cells = [cell for arm in comparison.plan.arms.values() for cell in comparison.final_cells(arm)]
+    before = {cell.id: comparison.records.get(cell) for cell in cells}
+    first, other = Records(tmp_path), Records(tmp_path)
+    for cell in cells[:3]:
+        first.put(cell, before[cell.id])
+    assert other.get(cells[3]) is None
+    other.pack({"seeds": 1})
+    assert not first.folder.exists()
+    assert [seen.get(cells[4]) for seen in (first, other)] == [None, None]
+    first.put(cells[3], before[cells[3].id])
+    content = first.file.read_bytes()
+    Records(tmp_path).pack({"seeds": 1})
+    assert first.file.read_bytes() != content
+    for seen in (first, other, Records(tmp_path)):
+        assert seen.all() == {cell.id: before[cell.id] for cell in cells[:4]}
+    again = first.file.stat()
+    Records(tmp_path).pack({"seeds": 1})
+    assert first.file.stat() == again
+    Records(tmp_path).pack({"seeds": 2})
+    assert packed.read_packed(first.file)[0] == {"seeds": 2}
+    assert Records(tmp_path).all() == {cell.id: before[cell.id] for cell in cells[:4]}
+
+
+def test_processes_that_put_and_pack_at_once_lose_nothing(finished, tmp_path):
+    comparison, _ = finished
+    cell = comparison.final_cells(comparison.plan.arms["dot"])[0]
+    record = comparison.records.get(cell)
+
+    def add(worker):
+        own = Records(tmp_path)
+        for number in range(5):
+            named = dataclasses.replace(cell, seed=1000 * worker + number)
+            own.put(named, record)
+            own.pack({})
+            assert own.get(named) is not None
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(add, range(4)))
+    assert len(Records(tmp_path).all()) == 20
+
+
+def test_a_row_is_run_by_its_name_in_the_packed_file(finished, tmp_path):
+    comparison, _ = finished
+    comparison.pack()
+    cell = comparison.final_cells(comparison.plan.arms["additive"])[0]
+    address = comparison.records.address(cell)
+    assert load_experiment(address) == load_experiment(cell_config(comparison, cell))
+    assert load_experiment(address).model.score == "additive"
+    with pytest.raises(RunError, match=rf"expected the name of one of .*; did you mean {cell.id}"):
+        load_experiment(address[:-1])
+    with pytest.raises(RunError, match="expected an experiment file"):
+        load_experiment(str(tmp_path / packed.NAME))
+    for content in (b"", b"no", lzma.compress(b"{}\n{}"), lzma.compress(b"")):
+        (tmp_path / packed.NAME).write_bytes(content)
+        with pytest.raises(RunError, match="expected records of a comparison in .*; put"):
+            load_experiment(f"{tmp_path / packed.NAME}#a")
+
+
+def cell_config(comparison, cell):
+    return str(comparison.workdir / "cells" / cell.id / "config.json")
 
 
 @pytest.mark.slow
@@ -242,37 +348,3 @@ def test_cells_of_one_mechanism_share_a_compiled_program(tmp_path):
     # The first trains, the first final one evaluates on another split.
     assert counts[17] == counts[0]
     assert counts[23] == counts[18]
-
-
-def test_arms_are_matched_in_parameters_and_operations(tmp_path):
-    """To half a unit of the MLPs, and to half a step."""
-    factors = {
-        "arm": {
-            "dot": {},
-            "additive": {"model": {"score": "additive"}},
-            "wide": {"model": {"width": 20}},
-        }
-    }
-    for what in ("parameters", "operations"):
-        config = make_config(
-            factors=factors, baseline={"arm": "dot"}, match=what, base={"num_epochs": 3.0}
-        )
-        comparison = Comparison(config, tmp_path)
-        plan = match(comparison.plan, tmp_path, load_once)
-        runs = {
-            name: build_run(plan.cell(arm, "final", 0, {}).config)
-            for name, arm in plan.arms.items()
-        }
-        facts = {name: cells_module.facts(run) for name, run in runs.items()}
-        for name, run in runs.items():
-            if what == "parameters":
-                unit = 2 * run.config.model.width + 1
-                assert facts[name]["parameters"] == pytest.approx(
-                    facts["dot"]["parameters"], abs=unit / 2
-                ), name
-            else:
-                spent = facts["dot"]["step_operations"] * runs["dot"].num_steps
-                step = facts[name]["step_operations"]
-                assert step * run.num_steps == pytest.approx(spent, abs=step / 2), name
-        again = match(comparison.plan, tmp_path, lambda *_: pytest.fail("read, not made again"))
-        assert again.arms == plan.arms

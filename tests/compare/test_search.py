@@ -94,3 +94,14 @@ def test_points_of_the_first_range_are_counted_without_those_that_are_not_allowe
     allowed = [values for values in all_of_them if values["rate"] > 2e-3]
     assert len(allowed) < len(all_of_them) < len(tuning.points)
     assert list(tuning.points[: tuning.first]) == allowed
+
+
+def test_a_trial_whose_score_is_no_number_is_never_the_best():
+    points = unfold(RATE, 4, 0, valley).points
+    for place, point in enumerate(points):
+        scores = {other: (float(i),) for i, other in enumerate(points)} | {point: (math.nan,)}
+        assert unfold(RATE, 4, 0, scores.get).best == points[2 if place == 3 else 3]
+        tied = {other: (1.0, -float(i)) for i, other in enumerate(points)} | {
+            point: (1.0, math.nan)
+        }
+        assert unfold(RATE, 4, 0, tied.get).best == points[1 if place == 0 else 0]

@@ -1,7 +1,6 @@
 """All right labels of an image, from a file in the order of the images' names."""
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -109,13 +108,6 @@ def test_a_file_that_does_not_belong_to_the_split_is_one_message(text, message, 
         (tmp_path / "labels.json").write_text(text)
     with pytest.raises(DataError, match=message):
         with_label_sets(source, tmp_path / "labels.json")
-
-
-def test_a_pipe_is_not_waited_for(places, tmp_path):
-    source = load_source("folder", "val", data_dir=places["folder"], image_size=8)
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="no regular file"):
-        with_label_sets(source, tmp_path / "pipe")
 
 
 def test_images_that_names_do_not_tell_apart_are_refused(tmp_path, labels_file):

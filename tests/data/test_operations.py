@@ -135,7 +135,7 @@ def test_magnitudes_mean_what_they_mean_in_timm():
             "posterize": [4, 2, 1, 0],
         },
         (False, -1): {
-            "posterize": [0, 2, 3, 4],
+            "posterize": [4, 6, 7, 8],
             "solarize": [0, 128, 230, 256],
             "contrast": [0.1, 1.0, 1.72, 1.9],
         },

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from adder_flax.data import DataError, EvalPipeline, SequenceSource, TrainPipeline, load_source
-from adder_flax.data._parts import part_of, read_part
+from adder_flax.data._parts import part_of, read_part, shared_records
 
 
 def _images(source):
@@ -55,3 +55,25 @@ def test_an_empty_part_is_refused():
     arrays = {"source": np.zeros((3, 1)), "target": np.zeros((3, 1))}
     with pytest.raises(DataError, match="a record in it, got 0 to 1 percent of 3"):
         part_of(SequenceSource("short", "train", ["train"], arrays, {}, longest=1), (0, 1))
+
+
+PARTS = ["", "[:50%]", "[40%:]", "[50%:]", "[33%:34%]", "[7%:93%]"]
+
+
+@pytest.mark.parametrize("one", PARTS)
+@pytest.mark.parametrize("other", PARTS)
+def test_shared_records_are_those_that_both_have(one, other):
+    """marin-community/marin#2700: records that are trained on among those that scores are of."""
+    sources = [load_source("digits", f"train{part}") for part in (one, other)]
+    with_numbers = [numbered(source) for source in sources]
+    assert shared_records(*sources) == len(np.intersect1d(*with_numbers))
+    test = load_source("digits", "test")
+    assert shared_records(sources[0], test) == shared_records(test, sources[0]) == 0
+
+
+def numbered(source):
+    """The number in the whole of each record."""
+    whole = load_source("digits", "train")
+    rows = {image.tobytes(): row for row, image in enumerate(whole.images)}
+    assert len(rows) == len(whole)  # no image twice
+    return [rows[source[i]["image"].tobytes()] for i in range(len(source))]

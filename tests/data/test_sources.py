@@ -289,7 +289,7 @@ NO_SETS = {"data_dir": str(Path(__file__).parent)}
         (("folder", "train", {"data_dir": "/nowhere/at/all"}), "image_size for data set 'folder'"),
         (
             ("folder", "train", {"data_dir": "/nowhere/at/all", "image_size": 8}),
-            "got '/nowhere/at/all', which does not exist",
+            "got '/nowhere/at/all', which is no folder",
         ),
         (("cifar1", "train"), "got 'cifar1'. Did you mean cifar10"),
         (
@@ -364,7 +364,7 @@ def test_a_set_that_is_not_here_is_imitated_with_its_own_statistics():
     source = load_or_imitate("fashion_mnist", "train", data_dir="/nowhere/at/all")
     assert (source.image_shape, source.num_classes) == ((28, 28, 1), 10)
     assert channel_statistics(source) == ((0.2860,), (0.3530,))
-    with pytest.raises(DataError, match="which does not exist"):
+    with pytest.raises(DataError, match="which is no folder"):
         load_or_imitate("folder", "train", data_dir="/nowhere/at/all", image_size=8)
 
 
@@ -428,7 +428,6 @@ RECORDS = "insects-train.array_record-00000-of-00001"
             lambda d: (d / RECORDS).write_bytes((d / RECORDS).read_bytes()[:-100]),
             "whole, as it was prepared",
         ),
-        (lambda d: ((d / RECORDS).unlink(), os.mkfifo(d / RECORDS)), "no regular file"),
     ],
 )
 def test_damage_of_a_prepared_set_is_one_message(prepared, tmp_path, damage, message):

@@ -16,7 +16,8 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from adder_flax import cli, interop, training
+from adder_flax import interop, training
+from adder_flax.app import modes
 from adder_flax.experiments import common
 from adder_flax.interop import _folder, _network
 from tests.interop.reference import timm_forward
@@ -88,7 +89,7 @@ def test_the_shorter_side_is_truncated_wherever_it_is_said():
             source = SimpleNamespace(
                 image_shape=(size, size, 3), eval_crop_ratio=ratio, crops_on_host=True
             )
-            assert f"resized to {shorter} pixels" in cli._preparation(source)
+            assert f"resized to {shorter} pixels" in modes._preparation(source)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
@@ -283,7 +284,7 @@ def test_a_run_keeps_the_mean_of_its_weights_to_the_end_and_in_what_it_exports(t
     interop.save_weights(model, weights, names="timm", statistics=((0.6,), (0.2,)))
     config.init_from = str(weights)
     # No run yet: the file is scored by itself.
-    cli.evaluate(config, tmp_path / "run", "last")
+    modes.evaluate(config, tmp_path / "run", "last")
     printed = capsys.readouterr().out
     pixels, labels = (source.first(len(source))[name] for name in ("image", "label"))
     logits = model((np.float32(pixels) / 255 - 0.6) / 0.2)
@@ -291,18 +292,18 @@ def test_a_run_keeps_the_mean_of_its_weights_to_the_end_and_in_what_it_exports(t
     assert str(weights) in printed
     assert not (tmp_path / "run").exists()
 
-    cli.train(config, tmp_path / "run")
+    modes.train(config, tmp_path / "run")
     assert "images normalised by mean 0.6, deviation 0.2" in capsys.readouterr().out
     weights.unlink()
     assert training.read_config(tmp_path / "run").data.mean == "0.6"
-    cli.evaluate(config, tmp_path / "run", "last")
-    cli.export(config, tmp_path / "run", "last", "timm")
-    cli.export(config, tmp_path / "run", "last", "hugging_face_folder")
+    modes.evaluate(config, tmp_path / "run", "last")
+    modes.export(config, tmp_path / "run", "last", "timm")
+    modes.export(config, tmp_path / "run", "last", "hugging_face_folder")
     for name in ("timm.safetensors", "hugging_face_folder"):
         assert interop.read_statistics(tmp_path / "run" / name) == ((0.6,), (0.2,))
     config.data.mean, config.data.std = "0.1", "0.3"
     with pytest.raises(training.RunError, match=r"data.mean: '0.6' there, '0.1' now"):
-        cli.evaluate(config, tmp_path / "run", "last")
+        modes.evaluate(config, tmp_path / "run", "last")
 
 
 def test_mean_and_deviation_are_settings_of_the_data():

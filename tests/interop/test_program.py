@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from jax import export
 
-from adder_flax import cli, interop, training
+from adder_flax import interop, training
+from adder_flax.app import modes
 from adder_flax.experiments import g2p
 from tests.data.files import write_dictionary
 from tests.interop.test_weights import ADDER, close, make
@@ -91,4 +92,4 @@ def test_a_sequence_model_is_refused_in_one_message(tmp_path):
         training.RunError,
         match="expected a run of config.task.name=classification for --names=stab",
     ):
-        cli.export(config, tmp_path / "run", "last", "stablehlo")
+        modes.export(config, tmp_path / "run", "last", "stablehlo")

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx  # noqa: F401  both adapters are in use
-from flax.core import axes_scan
 
 import kfac
 from kfac import _systems as systems
@@ -19,18 +18,19 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 
 def test_what_is_replaced_comes_back_when_an_adapter_fails(monkeypatch):
-    """A version of Flax without what the Linen adapter replaces, which comes after
+    """A version of Flax without what the NNX adapter replaces, which comes after
     ``jax.lax.scan``."""
-    scan, merge = jax.lax.scan, nnx.merge
+    scan, conv = jax.lax.scan, nnx.Conv.__call__
     loss_fn = lambda p, x: kfac.tap(kfac.Dense(), p, x, path="").mean()
+    kfac.find_layers(loss_fn, {"kernel": jnp.ones((3, 2))}, X)  # loads the adapters
     with monkeypatch.context() as patch:
-        patch.delattr(axes_scan, "pe")
-        with pytest.raises(RuntimeError, match="expected flax.core.axes_scan to define 'pe'"):
+        patch.delattr(nnx.Linear, "__call__")
+        with pytest.raises(RuntimeError, match="expected Linear to define '__call__'"):
             kfac.find_layers(loss_fn, {"kernel": jnp.ones((3, 2))}, X)
     assert jax.lax.scan is scan
     kfac.find_layers(loss_fn, {"kernel": jnp.ones((3, 2))}, X)  # and captures go on working
     assert jax.lax.scan is scan
-    assert nnx.merge is merge
+    assert nnx.Conv.__call__ is conv
 
 
 def layer(params, x, path):

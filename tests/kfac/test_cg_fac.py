@@ -997,6 +997,24 @@ def test_the_step_compiles_once_and_its_state_survives_a_checkpoint(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
+@pytest.mark.parametrize("options", [{}, dict(step="rms")])
+def test_no_array_stands_in_two_places_of_the_state(options):
+    """A step that donates its state hands each buffer over once."""
+    optimizer = kfac.cg_fac(1.0, kfac.find_layers(network, PARAMS, X, LABELS), **options)
+    function = kfac.value_grad_and_curvature(network, has_aux=True, fisher="empirical")
+
+    def step(state):
+        _, grads, curvature = function(PARAMS, X, LABELS)
+        return optimizer.update(grads, state, PARAMS, curvature=curvature)[1]
+
+    states = [optimizer.init(PARAMS)]
+    states.append(step(states[0]))  # without jit, which makes arrays of its own
+    for state in states:
+        buffers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
+        assert len(set(buffers)) == len(buffers)
+    assert int(kfac.find_state(jax.jit(step, donate_argnums=0)(states[1])).count) == 2
+
+
 @pytest.mark.slow
 def test_bfloat16_parameters_keep_their_dtype():
     with jax.enable_x64(False):

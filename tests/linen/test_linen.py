@@ -1,5 +1,6 @@
 """A parameter tree moves between the NNX and the Linen modules unchanged, and the outputs agree."""
 
+import flax.errors
 import flax.linen as nn
 import flax.nnx as nnx
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kfac
 from adder_flax import attention, layers, linen, models
 from tests.modules import randomised, run, run_with_map
 
@@ -59,7 +61,7 @@ PAIRS = dict(
             rngs=nnx.Rngs(0),
         ),
         lambda: linen.PatchEmbed(
-            4, 8, stem_channels=(3, 5), stem_strides=(2, 1), stem_linear=linen.AdderLinear
+            4, 8, stem_channels=(3, 5), stem_strides=(2, 1), stem_linear=layers.AdderLinear
         ),
         lambda: rows(3, 8, 4, 1),
     ),
@@ -167,7 +169,7 @@ def test_cross_attention_with_all_options_agrees(score):
     inputs = rows(3, 4, 8), rows(3, 7, 6, seed=1), rows(3, 7, 6, seed=2)
     mask = np.random.default_rng(3).random((3, 1, 4, 7)) < 0.6
     mask[0, 0, 1] = False  # a query that sees nothing
-    options = dict(mask=jnp.asarray(mask), bias=rows(2, 4, 7, seed=4), is_causal=True)
+    options = dict(mask=jnp.asarray(mask), bias=rows(2, 4, 7, seed=4))
     apply = lambda p, *inputs: module.apply({"params": p}, *inputs, **options)
     found = run_with_map(apply, params, *inputs)
     assert np.all(np.isfinite(found[0]))
@@ -309,6 +311,57 @@ def test_drop_path_drops_whole_samples():
     )
     assert np.all(out == out[:, :1])
     assert 0.3 < (out == 0).mean() < 0.7
+
+
+def test_parameters_of_whole_networks_are_looked_up_and_never_drawn():
+    """Linen's own errors for one that is missing or has another shape."""
+    block, x = linen.Block(2, score="additive"), rows(1, 4, 8)
+    variables = block.init(jax.random.key(0), x)
+    traced = jax.make_jaxpr(lambda p: block.apply({"params": p}, x))(variables["params"])
+    assert "random" not in str(traced)
+    missing = jax.tree.map(lambda leaf: leaf, variables)
+    del missing["params"]["attention"]["score"]["v"]
+    with pytest.raises(flax.errors.ScopeParamNotFoundError, match='"v" .*"/attention/score"'):
+        block.apply(missing, x)
+    other = jax.tree.map(lambda leaf: leaf[..., :1], variables)
+    with pytest.raises(flax.errors.ScopeParamShapeError):
+        block.apply(other, x)
+
+
+def test_a_network_inside_of_a_users_module_and_called_twice():
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            block = linen.Block(2, name="shared")
+            return block(block(x))
+
+    x = rows(1, 4, 8)
+    variables = Twice().init(jax.random.key(0), x)
+    block = linen.Block(2)
+    once = lambda x: block.apply({"params": variables["params"]["shared"]}, x)
+    np.testing.assert_allclose(Twice().apply(variables, x), once(once(x)), rtol=1e-5, atol=1e-6)
+
+
+def test_the_curvature_of_a_network_in_linen_is_that_of_its_nnx_form():
+    sizes = dict(TINY, score="adder", mlp_linear="adder")
+    model, images = linen.VisionTransformer(**sizes), rows(3, 4, 4, 1)
+    params = model.init(jax.random.key(0), images)["params"]
+    ours = models.VisionTransformer(**VIT | sizes, rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split(ours)
+
+    def of_linen(params, images):
+        logits = model.apply({"params": params}, images)
+        return jnp.square(logits).mean(), logits
+
+    def of_nnx(params, images):
+        logits = nnx.merge(graphdef, params)(images)
+        return jnp.square(logits).mean(), logits
+
+    found = kfac.find_layers(of_linen, params, images)
+    expected = kfac.find_layers(of_nnx, nnx.to_pure_dict(state), images)
+    kinds = lambda layers: sorted(block.uses[0].layer.kind for block in layers.blocks.values())
+    assert kinds(found) == kinds(expected)
+    assert found.coverage == expected.coverage
 
 
 def test_a_linen_transform():

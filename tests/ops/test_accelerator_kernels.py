@@ -8,19 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adder_flax.ops._cuda import TILES, CudaBackend, Tile
-from adder_flax.ops._pallas_tpu import Block, PallasTpuBackend
+from adder_flax.ops._cuda import TILES, CudaBackend
+from adder_flax.ops._cuda import Tile as CudaTile
+from adder_flax.ops._pallas_tpu import PallasTpuBackend, Tile
 from adder_flax.ops._primitive import call
 from adder_flax.ops._rules import GradientRule
 from tests.ops.cuda_on_host import CudaOnHost
 
 # Small blocks, so that small arrays have several: (16, 32) on the GPU, (16, 128) and 128 terms on
 # the TPU.
-TILE = Tile(4, 4, 4, 8, 1.0)
+TILE = CudaTile(4, 4, 4, 8, 1.0)
 BACKENDS = {
     "cuda": CudaOnHost(tile=TILE),
     "tpu": PallasTpuBackend(
-        interpret=True, block=Block(rows=16, columns=128, terms=128, band=8, unroll=8)
+        interpret=True, block=Tile(rows=16, columns=128, terms=128, band=8, unroll=8)
     ),
 }
 if jax.default_backend() == "gpu":

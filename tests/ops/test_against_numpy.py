@@ -86,6 +86,39 @@ def test_additive_scores_and_gradients_with_weights_for_each_head(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_sums_longer_than_what_is_packed_at_once(backend):
+    """Three pieces of the native kernels, of which each adds to those before it."""
+    width = 3_100
+    q, k, g = _arrays((1, 5, width), (1, 3, width), (1, 5, 3))
+    v = np.random.default_rng(1).uniform(0.5, 1.0, width).astype(np.float32)
+    with ops.use_backend(backend):
+        scores, dq, dk, dv = value_and_gradients(ops.additive_scores, g, q, k, v)
+        distances = jax.jit(ops.l1_scores)(q, k)
+    hidden = np.tanh(q[..., :, None, :].astype(np.float64) + k[..., None, :, :])
+    np.testing.assert_allclose(scores, hidden @ v.astype(np.float64), rtol=1e-4, atol=1e-3)
+    slope = g[..., None] * v * (1 - hidden**2)
+    np.testing.assert_allclose(dq, slope.sum(-2), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(dk, slope.sum(-3), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(dv, (g[..., None] * hidden).sum((0, 1, 2)), rtol=1e-4, atol=1e-4)
+    expected = np.abs(q[..., :, None, :].astype(np.float64) - k[..., None, :, :]).sum(-1)
+    np.testing.assert_allclose(distances, -expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("rule", ["full", "hardtanh"])
+def test_scores_under_a_rule_with_a_slope(backend, batch, rule):
+    """With a batch, both gradients come from one pass over the pairs."""
+    q, k, g = _arrays((batch, 7, 9), (batch, 5, 9), (batch, 7, 5))
+    scores = lambda q, k: ops.l1_scores(q, k, gradient=rule, hardtanh_slope=4.0)
+    with ops.use_backend(backend):
+        _, dq, dk = value_and_gradients(scores, g, q, k)
+    slope = _rule(k[..., None, :, :].astype(np.float64) - q[..., :, None, :], rule, 4.0)
+    np.testing.assert_allclose(dq, (g[..., None] * slope).sum(-2), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(dk, -(g[..., None] * slope).sum(-3), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("offset", [0.0, 1e3])
 def test_small_distances_beside_large_values_do_not_cancel(backend, offset):
     x, noise = _arrays((6, 64), (64, 8))

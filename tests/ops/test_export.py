@@ -1,9 +1,6 @@
-"""Programs that travel: what `jax.export` puts into them, and that they run where nothing else was
-traced."""
+"""Programs that travel: what `jax.export` puts into them."""
 
 import re
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -11,9 +8,8 @@ import pytest
 from jax import export
 
 from adder_flax import ops
-from adder_flax.ops import _cpu, _cpu_exported
+from adder_flax.ops import _cpu
 from adder_flax.ops._cuda import CudaBackend
-from tests.processes import ROOT, simulated_devices
 
 RNG = np.random.default_rng(0)
 X, W = (RNG.normal(size=shape).astype(np.float32) for shape in ((7, 33), (33, 19)))
@@ -63,61 +59,12 @@ def test_an_export_with_cuda_kernels_holds_them_whole():
     assert stored.mlir_module().count(".target sm_80") == 2  # the product and the gradient of x
 
 
-RUN = """
-import sys
-import adder_flax.ops
-import numpy as np
-from jax import export
-with open(sys.argv[1], "rb") as file:
-    exported = export.deserialize(file.read())
-arrays = np.load(sys.argv[2])
-for got, expected in zip(exported.call(arrays["x"], arrays["w"]), (arrays["dx"], arrays["dw"])):
-    np.testing.assert_array_equal(got, expected)
-"""
-
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory):
-    """Paths of a program with native kernels, and of what goes in and comes out."""
-    pytest.importorskip("flatbuffers")
+def test_an_export_with_native_kernels_asked_for_has_none():
+    """It runs where nobody has built them."""
     if reason := _cpu.CpuBackend().why_unavailable():
         pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("stored")
-    allowed = [
-        export.DisabledSafetyCheck.custom_call(_cpu_exported.EXPORTED_PREFIX + kernel)
-        for kernel in _cpu_exported.KERNELS
-    ]
     with ops.use_backend("cpu_native"):
-        with pytest.raises(ValueError, match="compatibility guarantees"):
-            export.export(GRADIENTS)(X, W)
-        (folder / "program").write_bytes(
-            export.export(GRADIENTS, disabled_checks=allowed)(X, W).serialize()
-        )
-        dx, dw = GRADIENTS(X, W)
-    np.savez(folder / "arrays.npz", x=X, w=W, dx=dx, dw=dw)
-    return str(folder / "program"), str(folder / "arrays.npz")
-
-
-def _run(stored, **environment):
-    command = [sys.executable, "-c", RUN, *stored]
-    return subprocess.run(
-        command,
-        env=simulated_devices(1) | environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-def test_a_program_with_native_kernels_runs_after_an_import_alone(stored):
-    done = _run(stored)
-    assert done.returncode == 0, done.stderr
-
-
-def test_where_the_kernels_cannot_be_built_it_says_so(stored, tmp_path):
-    done = _run(stored, PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
-    assert (
-        "expected to build the kernels that this program was exported with, got: found no C++ "
-        "compiler" in done.stderr
-    )
+        exported = export.export(GRADIENTS)(X, W)
+    assert _calls(exported) == set()
+    for got, expected in zip(exported.call(X, W), GRADIENTS(X, W), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-3)

@@ -129,7 +129,7 @@ def test_compiled_ahead_of_time_for_tpus_each_device_has_its_own_rows(topology):
 
 @needs_nvrtc
 @pytest.mark.skipif(
-    gpu_topology.compiler_folder() is None, reason='needs pip install "adder-flax[gpu-compile]"'
+    gpu_topology.compiler_folder() is None, reason='needs pip install ".[gpu-compile]"'
 )
 @pytest.mark.parametrize("topology", ["h100:2x2", pytest.param("a100:4", marks=pytest.mark.slow)])
 def test_compiled_ahead_of_time_for_gpus_each_device_has_its_own_rows(topology):

@@ -9,7 +9,7 @@ from benchmarks import sass
 
 pytestmark = pytest.mark.skipif(
     gpu_topology.compiler_folder() is None or CudaBackend().why_unavailable() is not None,
-    reason='needs pip install "adder-flax[gpu-compile]"',
+    reason='needs pip install ".[gpu-compile]"',
 )
 
 

@@ -16,7 +16,6 @@ import pytest
 
 from adder_flax import ops, own_cache
 from adder_flax.ops import _cpu
-from benchmarks.hostile import native
 from tests.processes import ROOT, simulated_devices
 
 pytestmark = pytest.mark.skipif(
@@ -310,10 +309,6 @@ def cache(tmp_path, monkeypatch, kernels):
     return types.SimpleNamespace(load=load, file=file, library=library)
 
 
-def _give_away(path):
-    os.chown(path, 12345, -1)
-
-
 DAMAGES = {
     "truncated": lambda path: os.truncate(path, 4096),
     "empty": lambda path: os.truncate(path, 0),
@@ -321,46 +316,25 @@ DAMAGES = {
     "a flipped bit": lambda path: path.write_bytes(
         path.read_bytes()[:-100] + b"?" + path.read_bytes()[-99:]
     ),
-    "writable by all": lambda path: path.chmod(0o666),
-    "a fifo": lambda path: (path.unlink(), os.mkfifo(path)),
-    "a link": lambda path: (path.rename(path.parent / "x"), path.symlink_to("x")),
-    "garbage that was digested": lambda path: own_cache.write(
-        path.parent, path.name, b"no library", key=path.stem.removeprefix("cpu_kernels-")
-    ),
 }
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, "given away"])
-def test_a_cached_library_that_cannot_be_trusted_is_built_anew_at_once(cache, damage, caplog):
-    if damage == "given away" and os.geteuid() != 0:
-        pytest.skip("only root gives files away")
-    (DAMAGES | {"given away": _give_away})[damage](cache.file)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_cached_library_that_is_damaged_is_built_anew(cache, damage):
+    DAMAGES[damage](cache.file)
     loaded, calls = cache.load()
     assert hasattr(loaded, "AdderFlaxL1Forward")
     assert calls == 2
-    assert len(caplog.records) == 1
-    assert str(cache.file) in caplog.text
     assert cache.load()[1] == 2  # the new one is kept
-    assert len(caplog.records) == 1
 
 
-def test_in_a_folder_of_others_a_private_one_is_used(cache, tmp_path, caplog):
-    cache.file.parent.chmod(0o777)
-    assert cache.load()[1] == 2
-    assert cache.load()[1] == 2
-    assert (tmp_path / f"adder_flax-{os.geteuid()}" / cache.file.name).exists()
-    assert len(caplog.records) == 2
-    assert "others may write" in caplog.text
-
-
-def test_without_any_cache_the_kernels_are_there(cache, monkeypatch, tmp_path):
+def test_without_any_cache_the_kernels_are_there(cache, monkeypatch, tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(
-        own_cache, "folders", lambda: [tmp_path / "file" / "a", tmp_path / "file" / "b"]
-    )
+    monkeypatch.setattr(own_cache, "folder", lambda: tmp_path / "file" / "a")
     loaded, calls = cache.load()
     assert hasattr(loaded, "AdderFlaxL1Forward")
     assert calls == 2
+    assert "expected to keep compiled kernels" in caplog.text
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", None])
@@ -440,10 +414,3 @@ def test_processes_that_start_together_share_one_cache(tmp_path):
         assert output.startswith("ops backend: cpu_native on cpu")
         assert "[-3. -3.]" in output
     assert [path.suffix for path in (tmp_path / "adder_flax").iterdir()] == [".so"]
-
-
-@pytest.mark.slow
-def test_a_share_of_the_hostile_caches_and_compilers():
-    for case in native.GROUP.cases(7, 12):
-        observed = case.run()
-        assert observed.verdict.sound, (case.fault.what, case.name, observed)

@@ -216,6 +216,21 @@ with jax.set_mesh(mesh):
 close(gradients, jax.grad(loss, range(5))(*map(np.asarray, arrays)))
 """
 
+# As it is where JAX no longer has its private set of primitives that need devices.
+WITHOUT_RULES = """
+from adder_flax.ops import _primitive
+
+_primitive._with_devices.discard(_primitive._pairs)
+_primitive._with_devices = None
+x, w = normal(16, 5), normal(5, 3)
+exact = -abs(np.float64(x)[:, :, None] - w).sum(1)
+signs = np.sign(np.float64(w) - x[:, :, None]).sum(2)
+placed = place(make_mesh(data=8), (x, ("data",)), (w, ()))
+close(jax.jit(ops.adder_matmul)(*placed), exact)
+total = lambda x, w: ops.adder_matmul(x, w, x_gradient="sign").sum()
+close(jax.jit(jax.grad(total))(*placed), signs)
+"""
+
 
 @pytest.mark.parametrize(
     ("code", "backend"),
@@ -228,6 +243,7 @@ close(gradients, jax.grad(loss, range(5))(*map(np.asarray, arrays)))
         pytest.param(HEADS_SPLIT, "cpu_native", id="heads"),
         pytest.param(UNEVEN_AND_MAPPED, "cpu_native", id="uneven"),
         pytest.param(LAYER_NORM, "cpu_native", id="layer_norm"),
+        pytest.param(WITHOUT_RULES, "cpu_native", id="without_rules"),
         pytest.param(EXPLICIT_AXES, "xla", id="explicit-xla", marks=pytest.mark.slow),
         pytest.param(EXPLICIT_AXES, "cpu_native", id="explicit-cpu_native"),
     ],

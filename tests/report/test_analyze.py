@@ -6,7 +6,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from adder_flax import attention, cli, report, training
+from adder_flax import attention, report, training
+from adder_flax.app import modes
 from adder_flax.experiments import common
 from adder_flax.training import RunError, Trainer, build_run
 from tests.training.tiny import TINY
@@ -35,7 +36,7 @@ def reported(monkeypatch):
 def test_a_checkpoint_is_analysed_beside_a_baseline(reported, tmp_path, capsys):
     train("multiplicative", tmp_path / "dot")
     config = train("adder", tmp_path / "adder")
-    cli.analyze(config, tmp_path / "adder", "last", tmp_path / "dot")
+    modes.analyze(config, tmp_path / "adder", "last", tmp_path / "dot")
     [(study, out_dir)] = reported
     assert f"report at {tmp_path / 'adder' / 'report' / 'report.html'}" in capsys.readouterr().out
     assert out_dir == tmp_path / "adder" / "report"
@@ -60,10 +61,10 @@ def test_a_checkpoint_is_analysed_beside_a_baseline(reported, tmp_path, capsys):
 def test_a_baseline_has_to_be_a_run_on_the_same_data(reported, tmp_path):
     config = common.deit("adder", "tiny")
     with pytest.raises(RunError, match="expected the directory of a run"):
-        cli.analyze(config, tmp_path, "last", tmp_path / "nothing")
+        modes.analyze(config, tmp_path, "last", tmp_path / "nothing")
     training.write_config(tmp_path / "fake", common.deit("adder", "tiny", "fake"))
     with pytest.raises(RunError, match="expected a baseline on digits at 8 pixels, got fake at 32"):
-        cli.analyze(config, tmp_path, "last", tmp_path / "fake")
+        modes.analyze(config, tmp_path, "last", tmp_path / "fake")
 
 
 def test_scores_that_are_no_probabilities_are_refused_before_anything_is_computed(
@@ -75,7 +76,7 @@ def test_scores_that_are_no_probabilities_are_refused_before_anything_is_compute
     with attention.SCORES.temporary():
         attention.register_score(gate)
         with pytest.raises(RunError, match="rows of weights are probabilities, got 'gate'"):
-            cli.analyze(config, tmp_path, "last")
+            modes.analyze(config, tmp_path, "last")
     assert not reported
 
 
@@ -98,4 +99,4 @@ def test_a_baseline_whose_configuration_lacks_fields_is_one_message(stored, mess
     (tmp_path / "config.json").write_text(stored)
     config = common.deit("adder", "tiny")
     with pytest.raises(RunError, match=message):
-        cli.analyze(config, tmp_path / "run", "last", tmp_path)
+        modes.analyze(config, tmp_path / "run", "last", tmp_path)

@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 
+from adder_flax import packed
 from adder_flax.report import claims, save_figure
 from adder_flax.report._style import new_figure
 from adder_flax.report.claims import claims_table, read_report, write_claims
@@ -137,11 +138,13 @@ def test_data_sets_and_mechanisms_without_the_identity_are_told_apart(make_run, 
     assert (tmp_path / "docs" / "images" / "claims" / "adder_on_digits-curve.png").is_file()
 
 
-def test_a_run_from_a_record_is_made_again_from_the_record(make_run, tmp_path):
+def test_a_run_from_a_record_is_made_again_from_the_record(make_run, tmp_path, monkeypatch):
     run = make_run("dot", 0, {"a": "holds"})
-    record = tmp_path / "docs" / "results" / "mechanisms" / "records" / f"{run.name}.json"
-    record.parent.mkdir(parents=True)
-    record.touch()
+    file = tmp_path / "results" / "mechanisms" / packed.NAME
+    file.parent.mkdir(parents=True)
+    packed.write_packed(file, {}, {run.name: {}})
+    monkeypatch.chdir(tmp_path)
+    record = f"{file.relative_to(tmp_path)}#{run.name}"
     page = write_claims([run], tmp_path / "docs" / "claims.md").read_text()
     assert (
         f"`python main.py --config={record} --config.data.eval_split=eval --workdir={run}`, then "

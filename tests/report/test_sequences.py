@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from adder_flax import attention, cli, data, report, tasks, training
+from adder_flax import attention, data, report, tasks, training
+from adder_flax.app import modes
 from adder_flax.data._sequences import pad
 from adder_flax.experiments import g2p
 from adder_flax.models import Seq2Seq
@@ -127,7 +128,7 @@ def test_a_run_is_analysed_beside_another(tmp_path, capsys):
             }
         )
         Trainer(build_run(config), training.open_workdir(tmp_path / score, config)).fit()
-    cli.analyze(configs["additive"], tmp_path / "additive", "last", tmp_path / "dot")
+    modes.analyze(configs["additive"], tmp_path / "additive", "last", tmp_path / "dot")
     out = capsys.readouterr().out
     folder = tmp_path / "additive" / "report"
     with (folder / "claims.csv").open(encoding="utf-8") as file:

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from adder_flax import settings
 from adder_flax.errors import RunError
 from adder_flax.settings import Choice, Integer, Number, Or, RunSettings, Span, read
-from benchmarks.hostile.settings import CONTRADICTIONS, NONSENSE, changed, tiny
+from tests.settings.nonsense import CONTRADICTIONS, NONSENSE, changed, tiny
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -12,6 +13,7 @@ from ml_collections import ConfigDict
 
 from adder_flax import data, interop, models, settings, tasks, training
 from adder_flax.experiments import common
+from kfac._fisher import get_likelihood, read_weights
 from tests.training.tiny import TINY
 
 FACTS = tasks.ImageFacts((8, 8, 1), 10, (0.5,), (0.25,), False)
@@ -51,6 +53,52 @@ def test_the_loss_is_that_of_the_paper(kind, distilled):
         by_teacher = 4 * (np.exp(expected) * (expected - found)).sum(-1).mean()
     np.testing.assert_allclose(outcome.loss, 0.7 * by_labels + 0.3 * by_teacher, rtol=1e-5)
     np.testing.assert_allclose(model(images), heads.mean(1), rtol=1e-5, atol=1e-6)
+
+
+class Fixed(nnx.Module):
+    """A model whose heads say the same of every batch."""
+
+    def __init__(self, logits):
+        self.logits = nnx.data(logits)
+
+    def heads(self, images, **_):
+        return self.logits
+
+
+@pytest.mark.parametrize("kind", ["hard", "soft"])
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_the_curvature_is_the_hessian_of_both_terms(kind, num_heads):
+    """JAX's Hessian in the logits of the heads; its blocks are those of images, times their number.
+
+    The roots of both terms' Hessians are pulled back to the heads one by one.
+    """
+    rng = np.random.default_rng(0)
+    logits, taught = rng.normal(size=(2, num_heads, 3)), rng.normal(size=(2, 3))
+    targets = jnp.asarray(rng.dirichlet(np.ones(3), 2), jnp.float32)
+    fields = dict(
+        teacher="x", distillation=kind, distillation_share=0.3, distillation_temperature=2.0
+    )
+    task = tasks.Distillation(dataclasses.replace(tasks.DistillationSettings(), **fields), FACTS)
+
+    def outcome(logits):
+        return task.loss(Fixed(logits), (jnp.zeros((2, 1)), targets, taught), rngs=nnx.Rngs(0))
+
+    logits = jnp.asarray(logits, jnp.float32)
+    size = num_heads * 3
+    hessian = jax.hessian(lambda z: outcome(z).loss)(logits).reshape(2, size, 2, size)
+    outputs, pull = jax.vjp(lambda z: outcome(z).outputs, logits)
+    share = read_weights(outcome(logits).weights, 2).shares()
+    likelihood, found = get_likelihood(task.likelihood), np.zeros((2, size, size))
+    for position in range(2):
+        for unit in np.eye(3, dtype="f"):
+            columns = likelihood.root(outputs, jnp.broadcast_to(unit, outputs.shape))
+            columns = columns * jnp.sqrt(share)[..., None]
+            alone = jnp.zeros_like(columns).at[:, position].set(columns[:, position])
+            (column,) = pull(alone)
+            column = np.asarray(column, np.float64).reshape(2, size)
+            found += np.einsum("np,nq->npq", column, column)
+    for image in range(2):
+        np.testing.assert_allclose(found[image], 2 * hessian[image, :, image], rtol=1e-4, atol=1e-6)
 
 
 def tiny(**fields):

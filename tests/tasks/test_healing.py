@@ -109,6 +109,12 @@ def test_a_fitted_adder_layer_leaves_what_no_scale_and_offset_explain(squared):
     assert residual.var() < 0.5 * wanted.var(0).mean()
 
 
+def healing(of, progress=0.2, **fields):
+    facts = tasks.ImageFacts((8, 8, 1), 10, (0.5,), (0.25,), False)
+    settings = dataclasses.replace(tasks.HealingSettings(), **fields)
+    return tasks.Healing(settings, facts, teacher=of, progress=progress)
+
+
 def examples_and_task(**fields):
     teacher, student = make(), tasks.swap(make(), make(seed=1, **ADDER, anneal_end=0.5), images())
     chosen = dict(
@@ -118,14 +124,7 @@ def examples_and_task(**fields):
         map_weight=0.7, output_weight=0.4, layers_until=0.5, label_smoothing=0.0, mixup_alpha=0.0
     )
     chosen |= dict(cutmix_alpha=0.0) | fields
-    facts = tasks.ImageFacts((8, 8, 1), 10, (0.5,), (0.25,), False)
-    made = lambda progress: tasks.Healing(
-        dataclasses.replace(tasks.HealingSettings(), **chosen),
-        facts,
-        teacher=teacher,
-        progress=progress,
-    )
-    return made, student
+    return lambda progress: healing(teacher, progress, **chosen), student
 
 
 def test_an_adder_stem_begins_as_what_its_teacher_s_norms_make_of_its_convolutions():
@@ -178,8 +177,31 @@ def test_the_loss_is_that_of_its_formula():
     np.testing.assert_allclose(
         outcome.loss, logits_alone + 0.7 * by_maps + 0.4 * by_outputs, rtol=1e-4
     )
+    # Parts of a batch have its variance, and together its loss.
+    parts = [jax.tree.map(lambda x, i=i: x[i::2], examples) for i in range(2)]
+    of_parts = [task.loss(student, part, rngs=nnx.Rngs(0)).loss for part in parts]
+    np.testing.assert_allclose(np.mean(of_parts), outcome.loss, rtol=1e-5)
     late = made(0.6).loss(student, examples, rngs=nnx.Rngs(0))
     np.testing.assert_allclose(late.loss, logits_alone, rtol=1e-4)
+
+
+def test_what_an_output_lacks_is_measured_by_the_variance_of_its_own_block():
+    """Outputs of deeper blocks vary more: over all of them the first would count for nothing."""
+    student, seen = make(seed=1), images(2)
+    task = healing(student, teacher="x")
+    blocks = watch(student, seen)
+    maps, outputs = (
+        np.stack([record[name] for record in records], axis=1)
+        for name, records in zip(("weights", "output"), blocks, strict=True)
+    )
+    scales = np.array([1.0, 100.0])[:, None, None]
+    taught = (scales * np.random.default_rng(4).normal(size=outputs.shape)).astype(np.float32)
+    logits = np.zeros((2, 10), np.float32)
+    examples = (seen, np.eye(10, dtype=np.float32)[:2], logits, maps.astype(np.float32), taught)
+    metrics = task.loss(student, examples, rngs=nnx.Rngs(dropout=0)).metrics
+    expected = [((outputs[:, i] - taught[:, i]) ** 2).mean() / taught[:, i].var() for i in range(2)]
+    np.testing.assert_allclose(metrics["output_error"], np.mean(expected), rtol=1e-4)
+    np.testing.assert_allclose(metrics["map_divergence"], 0.0, atol=1e-5)
 
 
 def test_what_is_no_teacher_to_begin_from_is_refused():

@@ -13,6 +13,7 @@ from flax import nnx
 from adder_flax import data, tasks
 from adder_flax.data._sequences import pad
 from adder_flax.models import Seq2Seq
+from kfac._fisher import get_likelihood, read_weights
 from tests.tasks.test_edit_distance import by_recursion
 
 SYMBOLS = {"source": ("", "a", "b", "c"), "target": ("", "", "A", "B", "C")}
@@ -62,6 +63,29 @@ def test_the_loss_is_the_mean_over_real_symbols(source, smoothing):
     np.testing.assert_allclose(outcome.metrics["symbol_accuracy"], hits / count, rtol=1e-6)
 
 
+def test_curvature_is_over_the_real_symbols(source):
+    """Of one word, that of the same word without what fills it up."""
+    task = make_task(source)
+    batch = source.first(40)
+    row = next(i for i, target in enumerate(batch["target"]) if 0 < (target != 0).sum() < 6)
+    length = int((batch["target"][row] != 0).sum())
+    word, target = batch["source"][row : row + 1], batch["target"][row : row + 1]
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 5)), jnp.float32)
+
+    def columns(length):
+        outcome = task.loss(
+            _Fixed(logits[:, :length]), (word, target[:, :length]), rngs=nnx.Rngs(0)
+        )
+        weights = read_weights(outcome.weights, 1)
+        root = get_likelihood(task.likelihood).root(outcome.outputs, jnp.ones((1, length, 5)))
+        return root * jnp.sqrt(weights.shares())[..., None], weights.total
+
+    (filled, total), (alone, _) = columns(6), columns(length)
+    assert total == length
+    np.testing.assert_allclose(filled[:, :length], alone, rtol=1e-6)
+    np.testing.assert_array_equal(filled[:, length:], 0)
+
+
 @pytest.mark.slow
 def test_nothing_flows_from_where_nothing_is_to_be_said(source):
     task, batch = make_task(source), source.first(6)
@@ -74,6 +98,16 @@ def test_nothing_flows_from_where_nothing_is_to_be_said(source):
     gradient = jax.grad(loss)(jnp.zeros((*batch["target"].shape, 5)))
     assert (np.asarray(gradient)[batch["target"] == 0] == 0).all()
     assert (np.abs(np.asarray(gradient)[batch["target"] != 0]).max(-1) > 0).all()
+
+
+class _Fixed(nnx.Module):
+    """A model that says the same of every word."""
+
+    def __init__(self, logits):
+        self._logits = nnx.data(logits)
+
+    def __call__(self, *_, **__):
+        return self._logits
 
 
 class _Shifted(nnx.Module):

@@ -6,6 +6,7 @@ from adder_flax.models import VisionTransformer, build_vit
 from adder_flax.settings import ClassificationSettings
 from adder_flax.tasks import Classification
 from adder_flax.training.optimizers import OPTIMIZERS, OptimizerSpec
+from adder_flax.training.skeleton import Skeleton
 from adder_flax.training.step import Parts, make_loss_fn
 
 SEED = 3
@@ -34,7 +35,7 @@ def make_parts(graphdef, augment, optimizer=None, ema_decay=0.0):
         seed=SEED,
         examples=lambda key, batch: augment(key, batch["image"], batch["label"]),
         arguments=lambda examples: examples[:1],
-        loss=make_loss_fn(graphdef, Classification(ClassificationSettings(), None)),
+        loss=make_loss_fn(Skeleton(graphdef), Classification(ClassificationSettings(), None)),
         optimizer=optimizer,
         learning_rate=lambda step: 0.0,
         ema_decay=ema_decay,

@@ -11,6 +11,7 @@ from adder_flax import attention, layers, measures, report, training
 from adder_flax.models import VisionTransformer
 from adder_flax.training import Trainer, build_run, read_metrics
 from adder_flax.training.attention_diagnostics import make_attention_diagnostics
+from adder_flax.training.skeleton import Skeleton
 from adder_flax.training.step import init_state, make_train_step
 from tests.training.pieces import make_parts
 
@@ -48,7 +49,7 @@ def diagnose(model, batch, **options):
     graphdef, params = nnx.split(model, nnx.Param)
     params = nnx.to_pure_dict(params)
     diagnostics = jax.jit(
-        make_attention_diagnostics(graphdef, make_parts(graphdef, augment), **options)
+        make_attention_diagnostics(Skeleton(graphdef), make_parts(graphdef, augment), **options)
     )
     return (
         {name: float(value) for name, value in diagnostics(params, batch, 5, {}).items()},

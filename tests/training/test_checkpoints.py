@@ -3,7 +3,6 @@
 import logging
 import os
 import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -181,40 +180,6 @@ def test_no_checkpoint_is_one_message(which, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="directory of checkpoints"):
         SavedCheckpoints(tmp_path / "file").restore(ABSTRACT, which)
-
-
-@pytest.mark.parametrize(
-    "name", ["_CHECKPOINT_METADATA", "state/_METADATA", "state/manifest.ocdbt"]
-)
-@pytest.mark.parametrize("kind", ["pipe", "device", "directory", "dangling link"])
-def test_what_never_ends_is_not_read(kind, name, directory):
-    path = directory / "2" / name
-    path.unlink()
-    {
-        "pipe": lambda: os.mkfifo(path),
-        "device": lambda: path.symlink_to("/dev/zero"),
-        "directory": path.mkdir,
-        "dangling link": lambda: path.symlink_to("nowhere"),
-    }[kind]()
-    assert same(SavedCheckpoints(directory).restore(ABSTRACT), 1)
-    with Checkpoints(directory) as checkpoints:
-        assert same(checkpoints.restore(ABSTRACT), 1)
-    assert sorted(os.listdir(directory)) == ["1", "2.unreadable"]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [os.mkfifo, Path.touch, lambda path: path.symlink_to("nowhere")],
-    ids=["pipe", "file", "link"],
-)
-def test_what_is_no_folder_at_the_name_of_a_step_is_refused_before_anything_is_done(make, tmp_path):
-    make(tmp_path / "4")
-    with pytest.raises(
-        RunError, match=r"expected folders at the names of steps in .*at 4; move it"
-    ):
-        Checkpoints(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["4"]
-    assert SavedCheckpoints(tmp_path).steps == []
 
 
 def test_a_checkpoint_under_another_step_is_not_taken_for_it(directory, caplog):

@@ -25,7 +25,7 @@ needs_libtpu = pytest.mark.skipif(
 
 
 needs_gpu_compiler = pytest.mark.skipif(
-    gpu_topology.compiler_folder() is None, reason='needs pip install "adder-flax[gpu-compile]"'
+    gpu_topology.compiler_folder() is None, reason='needs pip install ".[gpu-compile]"'
 )
 
 

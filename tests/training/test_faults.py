@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adder_flax import cli, training
+from adder_flax import training
+from adder_flax.app import modes
 from adder_flax.report import figures
 from adder_flax.training import Checkpoints, RunError
 from adder_flax.training.metrics import MetricWriter
-from benchmarks import faults
 from tests.data.files import encode, smooth_image
 
 
@@ -130,13 +130,13 @@ def test_an_undecodable_image_stops_the_run_with_its_name(folder_config, tmp_pat
         RunError,
         match=r"readable image in record 21 .*bird/7.png.*--config.data.on_unreadable=skip",
     ):
-        cli.train(folder_config, tmp_path / "run")
+        modes.train(folder_config, tmp_path / "run")
 
 
 @pytest.mark.slow
 def test_undecodable_images_can_be_left_out_and_are_counted(folder_config, tmp_path, capsys):
     folder_config.data.on_unreadable = "skip"
-    cli.train(folder_config, tmp_path / "run")
+    modes.train(folder_config, tmp_path / "run")
     assert "1 unreadable train images were left out" in capsys.readouterr().out
     assert training.read_metrics(tmp_path / "run")[-1]["step"] == 3
 
@@ -163,7 +163,7 @@ def test_figures_do_not_decide_whether_training_succeeded(
         raise ZeroDivisionError("no ink")
 
     monkeypatch.setattr(figures, "attention_figure", fail)
-    cli.train(tiny_config(num_epochs=0.1), tmp_path)
+    modes.train(tiny_config(num_epochs=0.1), tmp_path)
     out = capsys.readouterr().out
     assert (
         "training is complete, but attention.png could not be drawn: ZeroDivisionError: no ink"
@@ -172,10 +172,3 @@ def test_figures_do_not_decide_whether_training_succeeded(
     assert "curves.png" in out.splitlines()[-1]
     assert "attention.png" not in out.splitlines()[-1]
     assert (tmp_path / "curves.png").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["KILL", "TERM"])
-def test_killed_at_any_moment_a_run_ends_with_the_same_bits(name, capsys):
-    faults.main([f"--signal={name}", "--trials=3"])
-    assert capsys.readouterr().out.count("identical") == 3

@@ -267,16 +267,22 @@ def test_line_searches_see_the_loss_of_the_whole_batch(accumulation_steps):
     np.testing.assert_allclose(state["params"]["w"], np.linalg.lstsq(x, y)[0], rtol=1e-3, atol=1e-4)
 
 
-def test_adder_rate_gives_each_adder_weight_the_norm_eta_root_k(pair, settings):
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_adder_rate_gives_each_adder_weight_the_norm_eta_root_k(pair, settings, clip_norm):
+    """Whatever the clip leaves of its gradient; all others are clipped by the norm of all."""
     params, facts = pair
-    settings = settings(name="sgd", adder_rate=0.2, weight_decay=0.0, momentum=0.0)
-    optimizer = optimizer_of(settings, lambda _: 1.0, facts)
+    chosen = dict(name="sgd", weight_decay=0.0, momentum=0.0, clip_norm=clip_norm)
+    optimizer = optimizer_of(settings(adder_rate=0.2, **chosen), lambda _: 1.0, facts)
     gradients = jax.tree.map(lambda p: 100.0 * jnp.sin(p + 1), params)
     updates, _ = optimizer.update(gradients, optimizer.init(params), params)
     np.testing.assert_allclose(
         np.linalg.norm(updates["adder"]["kernel"]), 0.2 * np.sqrt(12), rtol=1e-6
     )
-    np.testing.assert_allclose(updates["dense"]["kernel"], -gradients["dense"]["kernel"], rtol=1e-6)
+    norm = np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(gradients)))
+    factor = 1.0 if clip_norm is None else clip_norm / norm
+    np.testing.assert_allclose(
+        updates["dense"]["kernel"], -factor * gradients["dense"]["kernel"], rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
@@ -307,6 +313,21 @@ def test_schedule_warms_up_linearly_then_follows_a_cosine(settings):
     )
     cosine = 0.01 + 0.09 * 0.5 * (1 + np.cos(np.pi * 40 / 80))
     np.testing.assert_allclose([schedule(60), schedule(100)], [cosine, 0.01], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(20, 100), (0, 7), (6, 7)])
+def test_every_step_has_the_rate_of_optax_s_schedule(warmup, steps, settings):
+    """The default rates of the last step and of the first are those that the words say."""
+    settings = settings(learning_rate=1e-3, final_learning_rate=1e-5)
+    theirs = optax.warmup_cosine_decay_schedule(0.0, 1e-3, warmup, steps, 1e-5)
+    ours = functools.partial(
+        optimizers.learning_rate, settings, warmup_steps=warmup, num_steps=steps
+    )
+    rates = [float(ours(step)) for step in range(steps + 1)]
+    np.testing.assert_allclose(rates, [theirs(step) for step in range(steps + 1)], rtol=1e-5)
+    assert rates[0] == (0.0 if warmup else pytest.approx(1e-3))
+    assert rates[-1] == pytest.approx(1e-5)
+    assert rates[-2] > 1e-5
 
 
 def test_a_constant_schedule_stays_at_its_peak(settings):

@@ -5,13 +5,17 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import kfac
+from adder_flax.tasks import Outcome
 from adder_flax.training import Checkpoints, RunError, build_run
+from adder_flax.training.curvature import CurvatureOptimizer, find_layers
 from adder_flax.training.sharding import put_batch
-from adder_flax.training.step import step_keys
+from adder_flax.training.step import Parts, init_state, make_train_step, step_keys
 from tests.processes import ROOT, simulated_devices
 
 FIELDS = {
@@ -34,6 +38,48 @@ def train(run, state, first, last):
         state, metrics = run.train_step(state, put_batch(batches[i], run.mesh), run.hyper)
         rows.append(jax.device_get(metrics))
     return state, rows
+
+
+# With the gradient, and in a pass of its own.
+@pytest.mark.parametrize(("interval", "fisher"), [(1, "empirical"), (2, "enumerate")])
+def test_rows_that_only_fill_a_batch_up_change_no_step(interval, fisher):
+    """Nor does a model's state, whose arrays are of other lengths than the batch."""
+
+    def loss(params, examples, key, model_state):
+        x, labels, real = examples
+        logits = kfac.tap(kfac.Dense(), params, x, path="")
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        mean = jnp.average(losses, weights=real)
+        return Outcome(mean, logits, {}, real, model_state=model_state)
+
+    def after_a_step(*batch):
+        params = {"kernel": jnp.ones((3, 4))}
+        statistics = {"mean": jnp.zeros(3)}
+        layers = find_layers(loss, params, batch, statistics)
+        optimizer = CurvatureOptimizer(
+            *kfac.cg_fac(1.0, layers, step="rms", fisher=fisher),
+            layers=layers,
+            fisher=fisher,
+            interval=interval,
+            stride=1,
+        )
+        parts = Parts(
+            seed=0,
+            examples=lambda key, batch: tuple(batch.values()),
+            arguments=lambda examples: examples[:1],
+            loss=loss,
+            optimizer=optimizer,
+            learning_rate=lambda step: 0.0,
+        )
+        state = init_state(params, optimizer=optimizer, ema=False, model_state=statistics)
+        batch = dict(zip("abc", batch, strict=True))
+        return jax.jit(make_train_step(lambda hyper: parts))(state, batch, {})[0]["params"]
+
+    rng = np.random.default_rng(0)
+    x, labels = rng.normal(size=(6, 3)).astype("f"), np.arange(6) % 4
+    filled = after_a_step(x, labels, np.arange(6) < 4)
+    alone = after_a_step(x[:4], labels[:4], np.ones(4, bool))
+    np.testing.assert_allclose(filled["kernel"], alone["kernel"], rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from adder_flax import training
 from adder_flax.training import RunError, connect, read_metrics
-from adder_flax.training.processes import HEARTBEAT_SECONDS, _about_peers
+from adder_flax.training.processes import HEARTBEAT_SECONDS, InterruptWatch, peer_errors
 from tests.processes import ROOT, simulated_devices
 from tests.training.tiny import TINY_FLAGS
 
@@ -168,8 +168,37 @@ def test_two_processes_train_stop_and_resume_as_one_would(start_processes, tiny_
         (ValueError("expected a batch"), False),
     ],
 )
-def test_a_failed_exchange_points_to_the_other_processes(error, hint):
-    assert ("all of them again" in _about_peers(error)) == hint
+def test_a_failed_exchange_points_to_the_other_processes(error, hint, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    expected, words = (RunError, "all of them again") if hint else (ValueError, "a batch")
+    with pytest.raises(expected, match=words), peer_errors():
+        raise error
+    monkeypatch.setattr(jax, "process_count", lambda: 1)
+    with pytest.raises(type(error)), peer_errors():
+        raise error
+
+
+@pytest.mark.parametrize("second", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_one_signal_is_noted_and_the_second_ends_the_process(second):
+    code = f"""
+import os, signal
+from adder_flax.training.processes import InterruptWatch
+with InterruptWatch() as watch:
+    os.kill(os.getpid(), signal.SIGHUP)
+    print(watch.signal.name, flush=True)
+    os.kill(os.getpid(), signal.{second})
+    print("still here")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (-signal.Signals[second], "SIGHUP\n")
+
+
+def test_after_a_watch_signals_do_what_they_did_before():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with InterruptWatch() as watch:
+        signal.raise_signal(signal.SIGTERM)
+    assert watch.signal is signal.SIGTERM
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 @pytest.mark.slow

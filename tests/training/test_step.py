@@ -9,6 +9,8 @@ from flax import nnx
 
 from adder_flax.tasks import Classification, ImageFacts
 from adder_flax.training import evaluation_params, make_eval_step, make_train_step
+from adder_flax.training.curvature import CurvatureOptimizer
+from adder_flax.training.skeleton import Skeleton
 from adder_flax.training.step import init_state
 from tests.training.pieces import make_parts
 
@@ -85,6 +87,33 @@ def test_accumulation_equals_the_whole_batch(batch, count):
     np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-5)
 
 
+def _with_curvature():
+    """Plain SGD that asks for curvature in the pass of the gradient."""
+    sgd = optax.sgd(1.0)
+    update = lambda gradient, state, params=None, **curvature: sgd.update(gradient, state, params)
+    return CurvatureOptimizer(sgd.init, update, None, "mc", interval=1, stride=1)
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("count", [2, 8])
+def test_gradients_beside_curvature_are_means_over_microbatches(batch, count):
+    step, state = make(optax.sgd(1.0))
+    beside, _ = make(_with_curvature(), accumulation_steps=count)
+    (expected, _), (got, _) = step(state, batch), beside(state, batch)
+    for a, b in zip(*map(jax.tree.leaves, (got["params"], expected["params"])), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("optimizer", [optax.sgd(1.0), _with_curvature()], ids=["sgd", "curvature"])
+def test_each_microbatch_drops_features_of_its_own(batch, optimizer):
+    """With one mask for all eight, half of the features would have no gradient at all."""
+    step, state = make(optimizer, model=Classifier(dropout_rate=0.5), accumulation_steps=8)
+    kernel = np.asarray(state["params"]["dense"]["kernel"])
+    moved = np.asarray(step(state, batch)[0]["params"]["dense"]["kernel"]) != kernel
+    assert moved.any(axis=1).all()
+
+
 def test_randomness_is_a_function_of_seed_and_step(batch):
     step, state = make(optax.sgd(0.0), model=Classifier(dropout_rate=0.5))
     losses = []
@@ -132,7 +161,9 @@ def test_evaluation_counts_real_examples_only_and_ties_against_the_model():
     graphdef, params = nnx.split(Classifier(), nnx.Param)
     params = jax.tree.map(jnp.zeros_like, nnx.to_pure_dict(params))
     facts = ImageFacts((2, 3, 1), 4, mean=(0.0,), std=(1.0,), crops_on_host=False)
-    evaluate = jax.jit(make_eval_step(graphdef, lambda hyper: Classification(None, facts)))
+    evaluate = jax.jit(
+        make_eval_step(Skeleton(graphdef), lambda hyper: Classification(None, facts))
+    )
     step = lambda params, batch: evaluate(params, batch, {})
     batch = {
         "image": np.zeros((5, 2, 3, 1), np.uint8),

@@ -1,0 +1,277 @@
+"""The flags of ``main.py`` and ``adder-flax``, and a call for each mode."""
+
+import difflib
+import re
+import sys
+from pathlib import Path
+
+from adder_flax.extras import needs
+
+with needs("train"):
+    from absl import app, flags, logging
+
+from adder_flax import experiment, packed, settings
+from adder_flax.errors import RunError
+
+with needs("train"):
+    from ml_collections import ConfigDict, config_flags
+
+_CONFIG = config_flags.DEFINE_config_file(
+    "config",
+    None,
+    "Experiment, e.g. adder_deit_tiny or experiments/adder_deit_tiny.py, and [:data]",
+)
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Where the run is kept; by default runs/<experiment>[,<overrides>]"
+)
+_MODE = flags.DEFINE_enum(
+    "mode",
+    "train",
+    ["train", "eval", "analyze", "predict", "compile", "export", "compare"],
+    "train: train or resume; eval: score a checkpoint; analyze: report on it; predict: say what "
+    "images show; compile: what training will take on the devices of --config.topology; export: "
+    "write the weights of a checkpoint to a safetensors file, or the model as a program; compare: "
+    "run the grid of runs that the experiment file describes and write its tables",
+)
+_BASELINE = flags.DEFINE_string(
+    "baseline",
+    None,
+    "With --mode=analyze: directory of another run on the same data, to compare with",
+)
+_CLUSTER = flags.DEFINE_boolean(
+    "cluster",
+    False,
+    "Let JAX look for the other processes itself, as TPU virtual machines need; see "
+    "docs/operations.md",
+)
+_CHECKPOINT = flags.DEFINE_string(
+    "checkpoint", "last", "With --mode=eval, analyze, predict or export: last, best or a step"
+)
+_SPLIT = flags.DEFINE_string(
+    "split",
+    "eval",
+    "With --mode=eval: the split to score, by its own name; eval is the one that training "
+    "evaluates on",
+)
+_DATA = flags.DEFINE_string(
+    "data",
+    "",
+    "With --mode=eval: another data set of the same classes to score, as imagenet_v2 is of "
+    "imagenet2012's",
+)
+_LABELS = flags.DEFINE_string(
+    "labels",
+    "",
+    "With --mode=eval: JSON file with a list of all right labels for each image of the split, in "
+    "the order of the images' names, as ImageNet ReaL's real.json",
+)
+_IMAGES = flags.DEFINE_string(
+    "images", None, "With --mode=predict: an image, or a folder of images"
+)
+_PREDICTIONS = flags.DEFINE_string(
+    "predictions", None, "With --mode=predict: file that gets them as lines of JSON"
+)
+_OVERLAY = flags.DEFINE_string(
+    "overlay", None, "With --mode=predict: folder that gets pictures of the attention"
+)
+_WORKERS = flags.DEFINE_integer(
+    "workers",
+    1,
+    "With --mode=compare: processes that share the runs, and the cores or GPUs, out among them; 0 "
+    "writes the tables of what is finished and runs nothing",
+    lower_bound=0,
+    upper_bound=1024,
+)
+_NAMES = flags.DEFINE_enum(
+    "names",
+    "adder_flax",
+    [
+        "adder_flax",
+        "timm",
+        "hugging_face",
+        "transformers_5",
+        "stablehlo",
+        "onnx",
+        "hugging_face_folder",
+    ],
+    "With --mode=export: whose names and layouts the weights get; stablehlo: the whole model, a "
+    "program for JAX alone; onnx: the whole model for ONNX Runtime; hugging_face_folder: the whole "
+    "model as AutoModelForImageClassification loads it, with a model card",
+)
+_MODES_WITH = {
+    "checkpoint": ("eval", "analyze", "predict", "export"),
+    "images": ("predict",),
+    "predictions": ("predict",),
+    "overlay": ("predict",),
+    "baseline": ("analyze",),
+    "names": ("export",),
+    "split": ("eval",),
+    "data": ("eval",),
+    "labels": ("eval",),
+    "workers": ("compare",),
+}
+
+
+def run(start_time: float) -> None:
+    """Reads the flags of this process and runs the mode that they name.
+
+    Args:
+      start_time: of the process, by ``time.monotonic``.
+
+    Raises:
+      RunError: what the user must mend.
+      SystemExit: at the end.
+    """
+    program = sys.modules["__main__"]
+    # Absl shows it as help, with the flags of the program's own file.
+    program.__doc__ = program.__doc__ or __doc__
+    for flag in flags.FLAGS.get_flags_for_module(__name__):
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+    flags.mark_flag_as_required("config")
+    app.run(lambda argv: _run_mode(argv, start_time), flags_parser=_parse_flags)
+
+
+def _run_mode(argv: list[str], start_time: float) -> None:
+    if len(argv) > 1:
+        raise RunError(f"expected flags only, got {argv[1:]}; overrides read --config.field=value")
+    for name, modes in _MODES_WITH.items():
+        if flags.FLAGS[name].present and _MODE.value not in modes:
+            raise RunError(
+                f"expected --{name} with --mode={' or '.join(modes)} only, got {_MODE.value}; "
+                "leave it out"
+            )
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # libraries report every small step at INFO
+    # Imported here so that --help and mistyped flags answer at once.
+    if _MODE.value == "train":
+        from adder_flax import ops
+
+        # The other modes find kernels in the cache, or compile for another machine.
+        ops.build_in_background()
+    from adder_flax import training
+    from adder_flax.app import modes
+
+    flag = flags.FLAGS["config"]
+    workdir = modes.check_workdir(
+        _WORKDIR.value
+        or modes.default_workdir(
+            config_flags.get_config_filename(flag), config_flags.get_override_values(flag)
+        )
+    )
+    modes.enable_compilation_cache()
+    modes.check_backend(here=_MODE.value != "compile")
+    training.connect(detect=_CLUSTER.value)
+    with training.peer_errors():
+        _call_mode(workdir, start_time)
+
+
+def _call_mode(workdir: str, start_time: float) -> None:
+    from adder_flax.app import modes
+
+    config, checkpoint = _CONFIG.value, _CHECKPOINT.value
+    match _MODE.value:
+        case "train":
+            modes.train(config, workdir, start_time=start_time)
+        case "eval":
+            modes.evaluate(config, workdir, checkpoint, _SPLIT.value, _DATA.value, _LABELS.value)
+        case "analyze":
+            modes.analyze(config, workdir, checkpoint, _BASELINE.value)
+        case "predict":
+            modes.predict(
+                config, workdir, checkpoint, _IMAGES.value, _PREDICTIONS.value, _OVERLAY.value
+            )
+        case "compile":
+            modes.compile_step(config)
+        case "export":
+            modes.export(config, workdir, checkpoint, _NAMES.value)
+        case "compare":
+            # With SciPy's statistics, half a second that no other mode has to wait for.
+            from adder_flax.compare import mode
+
+            mode.run(config, workdir, _WORKERS.value)
+
+
+class _ExperimentParser(flags.ArgumentParser):
+    """Reads ``--config``."""
+
+    def parse(self, path: str):
+        config = experiment.load_experiment(path)
+        if path.endswith(".json") or packed.NAME in path:
+            config = _of_this_version(config)
+        config.lock()
+        return config
+
+
+def _of_this_version(config: ConfigDict) -> ConfigDict:
+    """Returns what a run or a comparison left, as configuration.
+
+    Fields that have been added since are at their defaults.
+    """
+    from adder_flax import models, tasks  # noqa: F401 - they register the settings of theirs
+
+    if "base" in config:  # what it does not read, an arm may
+        return config
+    return ConfigDict(settings.completed(settings.RunSettings, config.to_dict()))
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+    flags.FLAGS["config"].parser = _ExperimentParser()
+    try:
+        rest = flags.FLAGS(_with_the_run_s_own(argv))
+        if _CONFIG.value is not None:
+            settings.read(_read_as(), _CONFIG.value)
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
+        # All that ml_collections says of --config.<unknown field>.
+        unknown = re.match(r"\W*'(\w+)\\?'", str(error))
+        words = (
+            str(error)
+            if "expected" in str(error)
+            else f"expected flags as --help lists them, got: {error}"
+        )
+        misfit = _misfit(str(error))
+        raise RunError(_unknown_field(unknown[1]) if unknown else misfit or words) from error
+    return rest
+
+
+def _with_the_run_s_own(argv: list[str]) -> list[str]:
+    """Returns the flags with the configuration that a run left in --workdir, if none is given."""
+    found = re.search(r"^--?workdir[=\n](.+)", "\n".join(argv[1:]), re.MULTILINE)
+    left = Path(found[1]).expanduser() / "config.json" if found else Path()
+    if any(re.match(r"--?config(=|$)", flag) for flag in argv) or not left.is_file():
+        return argv
+    return [argv[0], f"--config={left}", *argv[1:]]
+
+
+def _misfit(error: str) -> str | None:
+    """Returns what a field takes in place of what one of the flags gave it, if that is amiss."""
+    if "--config=None" in error:
+        return (
+            "expected --config=<experiment>, or --workdir=<of a run that has begun>, got neither; "
+            "set one of them"
+        )
+    found = re.match(r"flag --config\.([\w.]+)=(.*?): ", error)
+    kinds = (settings.RunSettings, settings.CompareSettings)
+    return found and next(filter(None, (settings.misfit(k, *found.groups()) for k in kinds)), None)
+
+
+def _read_as() -> type:
+    """Returns what the configuration has to be for the mode."""
+    of_runs = "base" in _CONFIG.value
+    if of_runs != (_MODE.value == "compare"):
+        what, other = ("a grid of runs", "compare") if of_runs else ("a run", "train")
+        raise RunError(
+            f"expected --mode={other} for the configuration of {what}, got {_MODE.value}; set "
+            "--mode, or --config"
+        )
+    return settings.CompareSettings if of_runs else settings.RunSettings
+
+
+def _unknown_field(name: str) -> str:
+    fields = {
+        part
+        for field, _ in settings.declarations(settings.CompareSettings)
+        for part in field.split(".")
+    }
+    near = difflib.get_close_matches(name, sorted(fields), n=1)
+    fix = f"did you mean {near[0]!r}" if near else "see docs/settings.md for all of them"
+    return f"expected --config.<field> to name a field of the configuration, got {name!r}; {fix}"

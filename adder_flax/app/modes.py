@@ -1,0 +1,588 @@
+"""What the modes of ``main.py`` do: the library put together for a person at a terminal."""
+
+import functools
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import logging
+from flax import nnx
+
+from adder_flax import (
+    counting,
+    data,
+    interop,
+    ops,
+    own_cache,
+    packed,
+    report,
+    settings,
+    tasks,
+    training,
+)
+from adder_flax import predict as predicting
+from adder_flax.errors import first_line
+
+
+def enable_compilation_cache() -> None:
+    """Keeps compiled programs in the user's cache folder, unless JAX was told another place."""
+    if jax.config.values["jax_compilation_cache_dir"]:
+        return
+    # JAX does not tell processors apart.
+    machine = hashlib.sha256(own_cache.processor().encode()).hexdigest()[:16]
+    jax.config.update("jax_compilation_cache_dir", str(own_cache.folder() / "jax" / machine))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        # Parameters are drawn by dozens of programs that compile in a tenth of a second each.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def check_workdir(workdir: str) -> str:
+    """Returns the path of a run; "~" stands for the home.
+
+    Raises:
+      RunError: it is no directory.
+
+    Example:
+      >>> check_workdir("gs://bucket/run")
+      Traceback (most recent call last):
+      ...
+      adder_flax.errors.RunError: expected a directory, got 'gs://bucket/run'; mount it, and set --workdir to its path there
+    """  # noqa: E501 - a message is one line
+    if "://" in workdir:
+        raise training.RunError(
+            f"expected a directory, got {workdir!r}; mount it, and set --workdir to its path there"
+        )
+    place = Path(workdir).expanduser()  # shells do not, after a "="
+    for folder in (place, *place.parents):
+        if folder.exists() and not folder.is_dir():
+            raise training.RunError(
+                f"expected a directory, got a file at {folder}; choose another --workdir"
+            )
+    return str(place)
+
+
+def check_backend(*, here: bool) -> None:
+    """Checks the backend that the environment asks for.
+
+    Args:
+      here: whether it has to run on the devices of this process.
+
+    Raises:
+      RunError: there is no such backend, or it cannot run.
+    """
+    name = os.environ.get("ADDER_FLAX_BACKEND", "auto")
+    if name == "auto":
+        return
+    with training.user_errors():
+        ops.use_backend(name)
+    if here and name not in (available := ops.available_backends()):
+        raise training.RunError(
+            f"expected ADDER_FLAX_BACKEND out of auto, {', '.join(available)}, which run here, got "
+            f"{name!r}; set or unset it"
+        )
+
+
+def train(config: Any, workdir: str | Path, *, start_time: float | None = None) -> None:
+    """Trains or resumes the run in ``workdir`` and prints what came of it.
+
+    Raises:
+      RunError: what its user must mend.
+      SystemExit: after SIGINT, SIGTERM or SIGHUP, with exit code 128 + signal.
+    """
+    if config.topology:
+        raise training.RunError(
+            f"expected an empty config.topology to train, got {config.topology!r}, which is for "
+            "--mode=compile"
+        )
+    config = training.with_statistics(config, workdir)
+    run, words = training.build_run(config), ""
+    if _begins(config, workdir):
+        run, _, words = _start_from(run)
+    _say(_overview(run, Path(workdir)))
+    training.trace(run)
+    workdir = training.open_workdir(workdir, config)
+    if words:
+        _say(f"start    {config.init_from}; {words}")
+    result = training.Trainer(run, workdir, start_time=start_time).fit()
+    for source in (run.train_source, run.eval_source):
+        if source.unreadable:
+            left_out = (
+                f"{len(source.unreadable)} unreadable {source.split} {run.task.unit} were left out"
+            )
+            _say(f"{left_out}; the warnings name them")
+    if result.interrupted:
+        _say(
+            f"{result.interrupted.name} at step {result.step} of {run.num_steps}; the same command "
+            "resumes there"
+        )
+        sys.exit(128 + result.interrupted)
+    params = training.fetch(training.evaluation_params(result.state), run.mesh)
+    drawn = _draw(run, workdir, params) if jax.process_index() == 0 else []
+    best = run.task.best.name
+    _say(
+        f"{run.eval_source.split} {best} {result.evaluation[f'eval/{best}']:.4f} after "
+        f"{result.step} steps, peak memory {_gib(training.peak_memory())}; in {workdir}: "
+        + ", ".join(["checkpoints/, metrics.jsonl, tensorboard/, config.json", *drawn])
+    )
+
+
+def _begins(config: Any, workdir: str | Path) -> bool:
+    """Returns whether the weights are those of ``config.init_from``.
+
+    A run that resumes has them in a checkpoint: the file that it began with may be gone.
+    """
+    checkpoints = training.SavedCheckpoints(Path(workdir) / "checkpoints")
+    return bool(config.init_from) and not checkpoints.steps
+
+
+def _start_from(run: training.Run) -> tuple[training.Run, tuple[str, ...], str]:
+    """Returns the run with the weights of ``config.init_from``, see `interop.start_from`."""
+    with training.user_errors():
+        run, at_random, words = interop.start_from(run, run.settings.init_from)
+    if run.settings.data.mean:
+        mean, std = run.config.data.mean, run.config.data.std
+        words += f"; images normalised by mean {mean}, deviation {std}"
+    return run, at_random, words
+
+
+def _whole_state(run: training.Run, workdir: str | Path, checkpoint: str) -> tuple[Any, str]:
+    """Returns the state at a checkpoint, or of ``config.init_from`` where the run has none.
+
+    And in words where it is from.
+    """
+    if not _begins(run.config, workdir):
+        state = _restore(run, workdir, checkpoint)
+        return state, f"step {int(state['step'])}"
+    started, at_random, _ = _start_from(run)
+    if at_random:
+        raise training.RunError(
+            f"expected weights for the whole model in {run.config.init_from}, got none for "
+            f"{', '.join(at_random[:3])} ({len(at_random)} in all); train it first, or set "
+            "--config.init_from to others"
+        )
+    return started.init(), run.config.init_from
+
+
+def _say(text: str) -> None:
+    """Prints on the first process alone."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+def _overview(run: training.Run, workdir: Path) -> str:
+    """Returns what a person wants to know before the first step.
+
+    Sizes, operations, devices, steps.
+    """
+    abstract_model = run.model(run.abstract_state["params"])
+    train, test = run.train_source, run.eval_source
+    lines = [
+        report.summary_text(abstract_model, *run.task.example().inputs),
+        f"devices  {_devices(run)}",
+        f"data     {train.name}: {len(train)} {train.split} and {len(test)} {test.split} "
+        f"{run.task.unit}" + (f", {about}" if (about := run.task.about()) else ""),
+        f"steps    {run.num_steps} of {run.config.batch_size} {run.task.unit}, "
+        f"{run.steps_per_epoch} an epoch",
+        f"workdir  {workdir}",
+    ]
+    if run.program.layers is not None:
+        lines.insert(1, f"curvature\n{run.program.layers}")
+    return "\n".join(lines)
+
+
+def _devices(run: training.Run) -> str:
+    """Returns "8 × TPU v5 lite on 2 hosts, mesh data 8 × fsdp 1 × tensor 1"."""
+    devices = run.mesh.devices.flatten()
+    hosts = len({device.process_index for device in devices})
+    mesh = " × ".join(f"{axis} {size}" for axis, size in run.mesh.shape.items())
+    return (
+        f"{len(devices)} × {devices[0].device_kind}{f' on {hosts} hosts' if hosts > 1 else ''}, "
+        f"mesh {mesh}"
+    )
+
+
+def compile_step(config: Any) -> None:
+    """Compiles the training step for ``config.topology`` and prints what it takes.
+
+    Nothing is computed.
+
+    Raises:
+      RunError: what its user must mend.
+      SystemExit: the step does not fit into memory; with exit code 4.
+    """
+    devices = training.topology_devices(config.topology)
+    run = training.build_run(config, devices=devices, load=data.load_or_imitate)
+    estimated = training.estimate(run)
+    print(_estimate_text(run, estimated))
+    if not estimated.fits:
+        sys.exit(4)
+
+
+def _estimate_text(run: training.Run, estimated: training.Estimate) -> str:
+    config = run.config
+    params = sum(leaf.size for leaf in jax.tree.leaves(run.abstract_state["params"]))
+    counted = training.step_operations(run)
+    capacity = "" if estimated.capacity is None else f" of {_gib(estimated.capacity)}"
+    lines = [
+        f"model        {params:,} parameters, {_run_name(config)}, {config.optimizer.name}",
+        f"devices      {_devices(run)}",
+        f"batch        {config.batch_size} {run.task.unit} in {config.accumulation_steps} parts",
+        "memory of one device",
+        *(f"  {kind:24}{_gib(size):>12}" for kind, size in estimated.memory.items()),
+        f"  {'total':24}{_gib(estimated.total):>12}{capacity}: "
+        f"{'fits' if estimated.fits else 'does not fit'}",
+    ]
+    if estimated.collectives:
+        lines.append("collectives of one step, and what each device gets by them")
+        lines += [
+            f"  {kind:24}{t.count:>8} {_gib(t.bytes):>12}"
+            for kind, t in estimated.collectives.items()
+        ]
+    lines.append(
+        f"operations   {counted.multiplications:.3e} multiplications, {counted.additions:.3e} "
+        "additions a step, on all devices together"
+    )
+    if uncounted := {
+        name: n for name, n in counted.uncounted.items() if not name.startswith("random_")
+    }:
+        lines.append(f"             not counted: {uncounted}")
+    lines.append(f"compiled     in {estimated.compile_seconds:.1f} s")
+    if not estimated.fits:
+        lines += [
+            "what makes it smaller, best first:",
+            *(f"  {advice}" for advice in training.advise(run, estimated)),
+        ]
+    return "\n".join(lines)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.3f} GiB"
+
+
+def _draw(run: training.Run, workdir: Path, params: Any) -> list[str]:
+    """Draws the training curves, and the pictures of the task.
+
+    Returns:
+      The names of the files. Training is complete whatever becomes of them: what cannot be drawn is
+      said.
+    """
+    drawn = []
+    figures = {"curves.png": lambda: _curves(run, workdir)}
+    figures |= run.task.pictures(run.model(params), run.eval_source, _run_name(run.config))
+    for name, draw in figures.items():
+        try:
+            report.save_figure(draw(), workdir / name)
+            drawn.append(name)
+        except Exception as error:
+            _say(
+                f"training is complete, but {name} could not be drawn: {type(error).__name__}: "
+                f"{first_line(error)}"
+            )
+            logging.debug("%s", name, exc_info=error)
+    return drawn
+
+
+def _curves(run: training.Run, workdir: Path) -> Any:
+    best = run.task.best
+    loss = "cross-entropy (nats)" if run.task.likelihood == "categorical" else "loss"
+    rows = training.read_metrics(workdir)
+    return report.curves_figure(
+        rows, loss=loss, score=best.name, largest=best.largest, title=_run_name(run.config)
+    )
+
+
+def evaluate(
+    config: Any,
+    workdir: str | Path,
+    checkpoint: str,
+    split: str = "eval",
+    other_data: str = "",
+    labels: str = "",
+) -> None:
+    """Scores a checkpoint, or ``config.init_from`` where there is none, on a split of the data.
+
+    Args:
+      config: of the run.
+      workdir: of the run.
+      checkpoint: ``last``, ``best`` or a step.
+      split: name of the split, or ``eval`` for the one that training evaluates on.
+      other_data: name of another data set of the same classes, as ImageNet-V2 is of ImageNet's; ""
+        for the run's own.
+      labels: file with all right labels of each image, as ImageNet ReaL's real.json; "" for none.
+    """
+    config = training.with_statistics(config, workdir)
+    run = training.build_run(
+        config, eval_split=split, eval_data=other_data, eval_labels=labels, teach=False
+    )
+    state, origin = _whole_state(run, workdir, checkpoint)
+    metrics = training.Evaluator(run)(training.evaluation_params(state))
+    shown = "  ".join(
+        f"{name.removeprefix('eval/')} {value:.4f}" for name, value in metrics.items()
+    )
+    scored = (
+        f"{len(run.eval_source)} {run.task.unit} of {run.eval_source.name}/{run.eval_source.split}"
+    )
+    _say(f"{origin}  {scored}  {shown}")
+
+
+def predict(
+    config: Any,
+    workdir: str | Path,
+    checkpoint: str,
+    images: str | None,
+    output: str | None,
+    overlay: str | None,
+) -> None:
+    """Prints what images show, by a checkpoint of a run or by ``config.init_from``.
+
+    The latter where the run has no checkpoint.
+
+    Args:
+      config: of the run.
+      workdir: of the run.
+      checkpoint: ``last``, ``best`` or a step.
+      images: a file or a folder.
+      output: file for lines of JSON.
+      overlay: folder for pictures of the attention.
+
+    Raises:
+      RunError: what the user must mend.
+      SystemExit: files that could not be read, with exit code 1; the others are done.
+    """
+    if images is None:
+        raise training.RunError(
+            "expected --images=FILE_OR_FOLDER with --mode=predict, got none; set it"
+        )
+    files = predicting.files_of(images)
+    config = training.with_statistics(config, workdir)
+    run = training.build_run(config, load=data.load_or_imitate, teach=False)
+    state, _ = _whole_state(run, workdir, checkpoint)
+    model = run.model(training.fetch(training.evaluation_params(state), run.mesh))
+    predictor = predicting.Predictor(run.task, model, run.eval_source)
+    unread = predicting.predict_files(
+        predictor, files, *(Path(place) if place else None for place in (output, overlay))
+    )
+    if unread:
+        print(f"{unread} of {len(files)} files could not be read", file=sys.stderr)
+        sys.exit(1)
+
+
+def export(config: Any, workdir: str | Path, checkpoint: str, names: str) -> None:
+    """Writes the weights of a checkpoint, or its model, to files.
+
+    Weights go to ``<workdir>/<names>.safetensors``, the model to ``<workdir>/<names>``.
+
+    An ONNX model is ``<workdir>/model.onnx``.
+
+    Args:
+      config: of the run.
+      workdir: of the run.
+      checkpoint: ``last``, ``best`` or a step.
+      names: one of ``interop.FORMATS``, ``stablehlo``, ``onnx``, or ``hugging_face_folder``.
+    """
+    config = training.with_statistics(config, workdir)
+    run = training.build_run(config, teach=False)
+    if names in _WHOLE and not isinstance(run.task, tasks.Classification):
+        raise training.RunError(
+            f"expected a run of config.task.name=classification for --names={names}, got "
+            f"{run.settings.task.name}; export its weights with --names=adder_flax"
+        )
+    state = _restore(run, workdir, checkpoint)
+    model = run.model(training.fetch(training.evaluation_params(state), run.mesh))
+    path = Path(workdir) / {"onnx": "model.onnx"}.get(
+        names, names if names in _WHOLE else f"{names}.safetensors"
+    )
+    if names in _WHOLE:
+        write = _WHOLE[names](run, model, path, int(state["step"]))
+    else:
+        facts = run.task.data_facts
+        statistics = (facts.mean, facts.std) if hasattr(facts, "mean") else None
+        write = functools.partial(
+            interop.save_weights, model, path, names=names, statistics=statistics
+        )
+    if jax.process_index() == 0:
+        with training.user_errors():
+            write()
+    _say(f"{'model' if names in _WHOLE else 'weights'} of step {int(state['step'])} at {path}")
+
+
+def _program_writer(
+    save: Callable[..., None], run: training.Run, model: Any, path: Path, step: int
+) -> Callable[[], None]:
+    """Returns what writes the model as a program, by a function of `interop`."""
+    source = data.require_kind(data.ImageSource, run.eval_source, "a program")
+    return functools.partial(
+        save,
+        lambda images: model(*run.task.inputs({"image": images})),
+        path,
+        image_shape=source.image_shape,
+        label_names=source.label_names,
+        notes={
+            "images": _preparation(source),
+            "run": {"name": _run_name(run.config), "seed": run.config.seed, "step": step},
+        },
+    )
+
+
+def _preparation(source: data.ImageSource) -> str:
+    """Returns in words what becomes of an image before a program takes it."""
+    if not source.crops_on_host:
+        return "the whole image, resized"
+    shorter = data.resized_side(source.image_shape[0], source.eval_crop_ratio)
+    return f"the shorter side resized to {shorter} pixels, then the middle"
+
+
+_LOAD_FOLDER = """\
+from transformers import AutoModelForImageClassification
+model = AutoModelForImageClassification.from_pretrained("{folder}").eval()"""
+
+
+def _folder_writer(run: training.Run, model: Any, path: Path, step: int) -> Callable[[], None]:
+    """Returns what writes a folder for Hugging Face.
+
+    Its model card has scores of the whole evaluation split.
+    """
+    source = data.require_kind(data.ImageSource, run.eval_source, "a model card")
+    facts = run.task.data_facts
+    measured = training.Evaluator(run)(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    operations = counting.count_operations(model, *run.task.example().inputs)
+    card = interop.model_card(
+        _run_name(run.config),
+        data=f"{source.name}/{source.split}, {len(source)} {run.task.unit}",
+        measured={name.removeprefix("eval/"): value for name, value in measured.items()},
+        facts={
+            "parameters": sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))),
+            "multiplications of an image": f"{operations.multiplications:.4g}",
+            "additions of an image": f"{operations.additions:.4g}",
+            "seed, step": f"{run.config.seed}, {step}",
+            "trained on": f"{run.train_source.name}/{run.train_source.split}, "
+            f"{len(run.train_source)} {run.task.unit}",
+            "task": run.settings.task.name,
+        },
+        usage=_LOAD_FOLDER.format(folder=path.name),
+        distilled=getattr(model, "prefix_tokens", 0) == 2,
+    )
+    return functools.partial(
+        interop.save_folder,
+        model,
+        path,
+        label_names=source.label_names,
+        mean=facts.mean,
+        std=facts.std,
+        crop_ratio=source.eval_crop_ratio,
+        card=card,
+    )
+
+
+# What writes a whole model and not its weights alone.
+_WHOLE = {
+    "stablehlo": functools.partial(_program_writer, interop.save_program),
+    "onnx": functools.partial(_program_writer, interop.save_onnx),
+    "hugging_face_folder": _folder_writer,
+}
+
+
+def analyze(
+    config: Any, workdir: str | Path, checkpoint: str, baseline: str | Path | None = None
+) -> None:
+    """Measures the papers' claims on a checkpoint and writes ``<workdir>/report/report.html``.
+
+    Args:
+      config: of the run.
+      workdir: of the run.
+      checkpoint: ``last``, ``best`` or a step.
+      baseline: directory of another run on the same data, whose last checkpoint stands beside this
+        one.
+    """
+    if jax.process_count() > 1:
+        raise training.RunError(
+            f"expected one process to analyze a checkpoint, got {jax.process_count()}; start one"
+        )
+    other = None if baseline is None else _baseline(config, baseline)
+    trained = _restore_to_study(config, workdir, checkpoint)
+    study = report.STUDIES.get(trained.run.settings.task.name)(trained, other)
+    written = report.write_study(study, Path(workdir) / "report")
+    print(*(f"{claim.name}: {claim.verdict}" for claim in written.claims), sep="\n")
+    print(f"report at {written.page}")
+
+
+def _baseline(config: Any, workdir: str | Path) -> report.Trained:
+    """Returns another run, on the same data."""
+    other = training.read_config(workdir)
+    settings.read(settings.RunSettings, other, where="baseline")
+    if (other.data.name, other.data.image_size) != (config.data.name, config.data.image_size):
+        raise training.RunError(
+            f"expected a baseline on {config.data.name} at {config.data.image_size} pixels, got "
+            f"{other.data.name} at {other.data.image_size}; set --baseline to a run on the same "
+            "data"
+        )
+    return _restore_to_study(other, workdir, "last")
+
+
+def _restore_to_study(config: Any, workdir: str | Path, checkpoint: str) -> report.Trained:
+    """Returns a run that a report can be made of, at a checkpoint."""
+    config = training.with_statistics(config, workdir)
+    run = training.build_run(config)
+    if config.init_from:
+        run, *_ = _start_from(run)
+    with training.user_errors():
+        report.STUDIES.get(run.settings.task.name)
+        report.require_probabilities(
+            run.model(run.abstract_state["params"]), *run.task.example().inputs
+        )
+    return report.Trained(_run_name(config), run, _restore(run, workdir, checkpoint))
+
+
+def _restore(run: training.Run, workdir: str | Path, checkpoint: str) -> Any:
+    """Returns the state of a run at a checkpoint."""
+    if checkpoint not in ("last", "best") and not (checkpoint.isascii() and checkpoint.isdecimal()):
+        raise training.RunError(
+            f"expected --checkpoint to be last, best or a step, got {checkpoint!r}"
+        )
+    directory = training.open_workdir(workdir, run.config) / "checkpoints"
+    checkpoints = training.SavedCheckpoints(directory, of=training.identity(run.config))
+    return checkpoints.restore(
+        run.abstract_state, int(checkpoint) if checkpoint.isdecimal() else checkpoint
+    )
+
+
+def _run_name(config: Any) -> str:
+    return ", ".join(
+        [
+            config.data.name,
+            *([f"{config.model.score} attention"] if "score" in config.model else []),
+        ]
+    )
+
+
+def default_workdir(experiment: str, overrides: Mapping[str, Any]) -> str:
+    """Returns a directory's name that tells different runs apart.
+
+    It is ``runs/<experiment>[-<data>][,<field>=<value>…]``.
+
+    Args:
+      experiment: value of ``--config``.
+      overrides: the fields that were set on the command line, and their values.
+
+    Example:
+      >>> default_workdir(
+      ...     "experiments/adder_deit_tiny.py:cifar10", {"optimizer.name": "sgd", "seed": 1}
+      ... )
+      'runs/adder_deit_tiny-cifar10,optimizer.name=sgd,seed=1'
+      >>> default_workdir("results/g2p/records.jsonl.xz#dot-final-0-711fbcaa2c4b", {})
+      'runs/g2p-dot-final-0-711fbcaa2c4b'
+    """
+    path, _, data = experiment.partition(":")
+    if packed.NAME in path:  # a run by its own name, a comparison by that of its folder
+        path, _, data = Path(path).absolute().parent.name, "", path.partition("#")[2]
+    settings = [f"{field}={_slug(value)}" for field, value in sorted(overrides.items())]
+    return "runs/" + ",".join([Path(path).stem + (f"-{data}" if data else ""), *settings])
+
+
+def _slug(value: Any) -> str:
+    return re.sub(r"[^\w.+-]+", "_", str(value)).strip("_")

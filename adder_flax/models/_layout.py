@@ -1,0 +1,184 @@
+"""What a vision transformer's arguments mean, checked before anything is computed."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from adder_flax.settings import BlockSettings, VitSettings
+
+_LINEARS = ("qkv_linear", "proj_linear", "mlp_linear")
+
+
+def per_block(value: Any, depth: int, name: str) -> list[Any]:
+    """`value` for each of `depth` blocks: one setting repeated, a list of `depth` as it is.
+
+    >>> per_block("adder", 2, "score")
+    ['adder', 'adder']
+    """
+    if depth < 1:
+        raise ValueError(f"expected a depth of at least 1, got {depth}; give the number of blocks.")
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
+        return [value] * depth
+    if len(value) != depth:
+        raise ValueError(
+            f"expected {name} to be one setting or a list of depth = {depth}, got a list of "
+            f"{len(value)}; give one entry per block."
+        )
+    return list(value)
+
+
+def block_settings(settings: VitSettings) -> list[BlockSettings]:
+    """Settings of each block: its own score with its options, its own rate of stochastic depth.
+
+    >>> from adder_flax.settings import AttentionSettings
+    >>> [
+    ...     block.attention.score
+    ...     for block in block_settings(VitSettings(depth=2, attention=AttentionSettings("adder")))
+    ... ]
+    ['adder', 'adder']
+    """
+    attention, depth = settings.attention, settings.depth
+    kinds = {name: per_block(getattr(settings, name), depth, name) for name in _LINEARS}
+    scores = per_block(attention.score, depth, "score")
+    options = per_block(attention.score_options, depth, "score_options")
+    shared = {
+        field.name: getattr(settings, field.name) for field in dataclasses.fields(BlockSettings)
+    }
+    return [
+        BlockSettings(
+            **shared
+            | {
+                "attention": dataclasses.replace(attention, score=score, score_options=option),
+                "drop_path_rate": rate,
+                **{name: kinds[name][index] for name in _LINEARS},
+            }
+        )
+        for index, (score, option, rate) in enumerate(
+            zip(scores, options, drop_path_rates(settings.drop_path_rate, depth), strict=True)
+        )
+    ]
+
+
+def are_alike(blocks: Sequence[BlockSettings]) -> bool:
+    """Whether blocks differ in nothing but their rates of stochastic depth.
+
+    >>> are_alike(block_settings(VitSettings(depth=2, mlp_linear=("dense", "adder"))))
+    False
+    """
+    first, *rest = (dataclasses.replace(block, drop_path_rate=0.0) for block in blocks)
+    return all(block == first for block in rest)
+
+
+class Annealing(NamedTuple):
+    """When the adder layers of each block go from the squared distance to L1.
+
+    Attributes:
+      depth: number of blocks.
+      start, end: shares of the training between which they do; with an end of 0 they have L1
+        distances all along.
+      blocks: "together", or "in_turn", one after the other.
+    """
+
+    depth: int
+    start: float
+    end: float
+    blocks: str
+
+    def squared_shares(self, progress: Any) -> list[Any]:
+        """Share of the squared distance in each block once so much, which may be traced, of the
+        training is done.
+
+        >>> annealing = Annealing(depth=2, start=0.5, end=1.0, blocks="in_turn")
+        >>> [
+        ...     [float(share) for share in annealing.squared_shares(progress)]
+        ...     for progress in (0.0, 0.625, 0.75, 0.875)
+        ... ]
+        [[1.0, 1.0], [0.5, 1.0], [0.0, 1.0], [0.0, 0.5]]
+        """
+        turns, turn = self._turns()
+        ends = [self.start + turn * (min(block, turns - 1) + 1) for block in range(self.depth)]
+        # A turn shorter than any float32 would be divided by as 0.
+        shortest = float(jnp.finfo(jnp.float32).tiny)
+        clip = jnp.clip if isinstance(progress, jax.Array) else lambda x, *_: min(max(x, 0.0), 1.0)
+        return [clip((end - progress) / max(turn, shortest), 0.0, 1.0) for end in ends]
+
+    def stages(self) -> list[float]:
+        """Shares of the training at which a block begins to leave the one distance, or has left it;
+        between two of them the same is computed.
+
+        >>> Annealing(depth=2, start=0.5, end=1.0, blocks="in_turn").stages()
+        [0.5, 0.75, 1.0]
+        """
+        turns, turn = self._turns()
+        return [self.start + turn * number for number in range(turns + 1)] if self.end else []
+
+    def _turns(self) -> tuple[int, float]:
+        """How many turns there are, and the share of the training that each takes."""
+        turns = self.depth if self.blocks == "in_turn" else 1
+        return turns, (self.end - self.start) / turns
+
+
+def drop_path_rates(last: float, depth: int) -> list[float]:
+    """Stochastic depth of each block, rising linearly from 0 in the first to `last`.
+
+    >>> drop_path_rates(0.1, 3)
+    [0.0, 0.05, 0.1]
+    """
+    return [last * i / max(depth - 1, 1) for i in range(depth)]
+
+
+def image_sides(image_size: int | tuple[int, int]) -> tuple[int, int]:
+    """(height, width) in pixels of an image size."""
+    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+    return height, width
+
+
+def count_patches(image_shape: tuple[int, int, int], patch_size: int) -> int:
+    """Number of patches of an image (height, width, channels).
+
+    >>> count_patches((224, 224, 3), 16)
+    196
+    """
+    height, width, _ = image_shape
+    if patch_size < 1 or height % patch_size or width % patch_size:
+        raise ValueError(
+            f"expected image sides divisible by patch_size, got {height} x {width} pixels and "
+            f"patches of {patch_size}; change image_size or patch_size."
+        )
+    return (height // patch_size) * (width // patch_size)
+
+
+def check_pooling(pooling: str, distilled: bool = False) -> None:
+    """Raises ValueError for an unknown pooling, or a distillation token without a class token."""
+    if pooling not in ("cls", "mean"):
+        raise ValueError(f"expected pooling 'cls' or 'mean', got {pooling!r}; choose one of these.")
+    if distilled and pooling != "cls":
+        raise ValueError(
+            f"expected pooling 'cls' beside a distillation token, got {pooling!r}; leave out "
+            "distilled."
+        )
+
+
+def prefix_tokens(settings: VitSettings) -> int:
+    """Number of tokens in front of the patches: class and distillation token.
+
+    >>> prefix_tokens(VitSettings(pooling="mean")), prefix_tokens(VitSettings(distilled=True))
+    (0, 2)
+    """
+    return (settings.pooling == "cls") + settings.distilled
+
+
+def check_alike(blocks: Sequence[BlockSettings]) -> None:
+    """Raises ValueError where blocks differ, which a loop over them cannot express."""
+    if not are_alike(blocks):
+        given = [
+            (block.attention.score, block.attention.score_options, block.mlp_linear)
+            for block in blocks
+        ]
+        raise ValueError(
+            f"scan_blocks expects blocks that are alike, got scores, options and layers {given}; "
+            "give all blocks one score and one kind of layers, or pass scan_blocks=False."
+        )

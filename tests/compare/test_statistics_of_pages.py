@@ -1,0 +1,88 @@
+"""Differences, intervals and tests of result pages, from the records by SciPy and fractions."""
+
+import itertools
+import json
+import lzma
+import math
+import re
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from tests.processes import ROOT
+
+RESULTS = ROOT / "results"
+NAMES = sorted(path.parent.name for path in RESULTS.glob("*/records.jsonl.xz"))
+SMALLER_IS_BETTER = ("loss", "phoneme_error_rate")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_says_what_its_records_give(name):
+    page = (RESULTS / name / "results.md").read_text()
+    score, rows = re.search(r"## Test (\w+)", page)[1], _rows(page)
+    scores = _scores(RESULTS / name / "records.jsonl.xz", score)
+    assert rows.keys() == scores.keys()
+    baselines = [levels for levels, row in rows.items() if row["difference"] == "baseline"]
+    compared = {}
+    for levels, row in rows.items():
+        ranked = sorted(scores[levels].values())
+        quarter = len(ranked) // 4
+        assert _near(row["mean"], np.mean(ranked))
+        assert _near(row["interquartile mean"], np.mean(ranked[quarter : len(ranked) - quarter]))
+        if levels not in baselines:
+            alike = lambda other, levels=levels: sum(
+                a == b for a, b in zip(levels, other, strict=True)
+            )
+            baseline = scores[max(baselines, key=alike)]
+            compared[levels] = [x - baseline[seed] for seed, x in scores[levels].items()]
+    p_values = {levels: _p(differences) for levels, differences in compared.items()}
+    for levels, differences in compared.items():
+        row, found = rows[levels], np.array(differences, float)
+        assert _near(row["difference"], found.mean())
+        interval = stats.ttest_1samp(found, 0).confidence_interval()
+        for end, of_page in zip(interval, row["95 % interval"].split(" to "), strict=True):
+            assert _near(of_page, end)
+        assert _near(row["p"], p_values[levels])
+        # Holm's: the largest of Bonferroni's over the smaller ones, each times those that are left.
+        left = lambda p: sum(other >= p for other in p_values.values())
+        after = min(1, max(left(p) * p for p in p_values.values() if p <= p_values[levels]))
+        assert _near(row["p after Holm"], after)
+        told = len(differences) >= 10 and after <= Fraction(1, 20)
+        words = "ahead" if (found.mean() > 0) == (score not in SMALLER_IS_BETTER) else "behind"
+        seeds = f"no difference that {len(differences)} seeds can tell"
+        assert row["verdict"] == (words if told else seeds)
+
+
+def _near(cell, number):
+    """Whether a cell is the number with as many digits; halves go either way."""
+    return abs(float(cell) - number) <= 0.5001 * 10 ** -len(cell.partition(".")[2])
+
+
+def _scores(path, name):
+    """{levels: {seed: score}}, exact."""
+    with lzma.open(path) as file:
+        _, *records = map(json.loads, file)
+    scores = {}
+    for record in records:
+        if record["phase"] == "final":
+            worst = math.inf if name in SMALLER_IS_BETTER else 0.0
+            score = worst if record["diverged"] else record["test"][name]
+            of_arm = scores.setdefault(tuple(record["levels"].values()), {})
+            of_arm[record["seed"]] = Fraction(score).limit_denominator(100_000_000)
+    return scores
+
+
+def _p(differences):
+    flips = itertools.product([1, -1], repeat=len(differences))
+    sums = [abs(sum(s * d for s, d in zip(signs, differences, strict=True))) for signs in flips]
+    return Fraction(sum(one >= abs(sum(differences)) for one in sums), len(sums))
+
+
+def _rows(page):
+    """{levels: {column: cell}} of the table of scores."""
+    lines = re.search(r"## Test .*?\n\n(.*?)\n\n", page, re.DOTALL)[1].splitlines()
+    head, _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in lines)
+    levels = head.index("runs")
+    return {tuple(row[:levels]): dict(zip(head, row, strict=True)) for row in rows}

@@ -1,0 +1,528 @@
+"""Cases from public trackers for what trains a run.
+
+Parts of a batch that are not alike, models of Flax's own layers, starts under other settings.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from ml_collections import ConfigDict
+
+import kfac
+from adder_flax import training
+from adder_flax.errors import RunError
+from adder_flax.experiments import common
+from adder_flax.models import MODELS, register_model
+from adder_flax.settings import (
+    MODEL_SETTINGS,
+    ClassificationSettings,
+    Text,
+    defaults,
+    setting,
+)
+from adder_flax.tasks import Classification, ImageFacts, Outcome
+from adder_flax.training import evaluation_params, make_eval_step, make_train_step, sharding
+from adder_flax.training.curvature import CurvatureOptimizer, find_layers
+from adder_flax.training.initialization import built_from
+from adder_flax.training.skeleton import take_apart
+from adder_flax.training.step import Parts, init_state, make_loss_fn
+from adder_flax.training.workdir import check_jax_settings, write_jax_settings
+from tests.processes import ROOT, simulated_devices
+from tests.training.tiny import TINY
+
+LENGTHS = np.array([5, 1, 2, 1, 4, 1, 3, 1])  # real positions of eight rows: even rows are long
+
+
+@pytest.fixture(scope="module")
+def sequences():
+    rng = np.random.default_rng(0)
+    return {
+        "rows": rng.normal(size=(8, 5, 3)).astype(np.float32),
+        "wanted": rng.normal(size=(8, 5)).astype(np.float32),
+        "real": np.arange(5) < LENGTHS[:, None],
+    }
+
+
+def masked_loss(params, examples, key, model_state=None):
+    del key, model_state
+    made = kfac.tap(kfac.Dense(), params, examples["rows"], path="")
+    real = examples["real"]
+    mean = lambda values: (values * real).sum() / real.sum()
+    errors = 0.5 * (made[..., 0] - examples["wanted"]) ** 2
+    large = mean(errors > 0.5)
+    return Outcome(mean(errors), made, {"large": large}, weights=real, model_state={})
+
+
+def expected(kernel, sequences):
+    """Loss, metric and gradient over all real positions, in float64."""
+    rows, wanted = (sequences[name].astype(np.float64) for name in ("rows", "wanted"))
+    real, n = sequences["real"], LENGTHS.sum()
+    error = (rows @ kernel.astype(np.float64))[..., 0] - wanted
+    losses = 0.5 * error**2
+    gradient = np.einsum("blk,bl->k", rows, error * real)[:, None] / n
+    return (losses * real).sum() / n, ((losses > 0.5) & real).sum() / n, gradient
+
+
+def told(found):
+    """An optimizer that moves nothing and hands on what it is given."""
+
+    def update(grads, state, params, *, value, value_fn=None, sound=True, **_):
+        del state, sound
+        again = value if value_fn is None else value_fn(params)
+        return jax.tree.map(jnp.zeros_like, grads), {"grads": grads, "value": value, "again": again}
+
+    def init(params):
+        return {"grads": params, "value": jnp.zeros(()), "again": jnp.zeros(())}
+
+    if found is None:
+        return optax.GradientTransformationExtraArgs(init, update)
+    layers, stride = found
+    return CurvatureOptimizer(init, update, layers, "mc", 1, stride)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("stride", [None, 1, 2])
+def test_parts_with_unequal_numbers_of_positions_are_the_whole_batch(sequences, count, stride):
+    """torchtune#1875: parts of a batch averaged as equals are not its mean."""
+    params = {"kernel": jnp.asarray(np.random.default_rng(1).normal(size=(3, 1)), jnp.float32)}
+    if stride is not None and count * stride > 8:
+        return
+    found = None
+    if stride is not None:
+        examples = jax.tree.map(lambda x: x[:: count * stride], sequences)
+        loss = lambda *args: (masked_loss(*args).loss, masked_loss(*args).outputs)
+        found = kfac.find_layers(loss, params, examples, jax.random.key(0)), stride
+    optimizer = told(found)
+    parts = Parts(
+        seed=0,
+        examples=lambda key, batch: batch,
+        arguments=lambda examples: (examples["rows"],),
+        loss=masked_loss,
+        optimizer=optimizer,
+        learning_rate=lambda step: 0.0,
+        likelihood="gaussian",
+    )
+    step = jax.jit(make_train_step(lambda hyper: parts, accumulation_steps=count))
+    new, metrics = step(init_state(params, optimizer=optimizer, ema=False), sequences, {})
+    loss, large, gradient = expected(np.asarray(params["kernel"]), sequences)
+    close = dict(rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], loss, **close)
+    np.testing.assert_allclose(metrics["task"]["large"], large, **close)
+    np.testing.assert_allclose(metrics["grad_norm"], np.linalg.norm(gradient), **close)
+    np.testing.assert_allclose(new["opt_state"]["grads"]["kernel"], gradient, **close)
+    # The value is that of what value_fn computes, here of the same parameters.
+    np.testing.assert_allclose(new["opt_state"]["value"], new["opt_state"]["again"], **close)
+    if stride != 1:
+        np.testing.assert_allclose(new["opt_state"]["value"], loss, **close)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_curvature_is_that_of_the_real_positions(sequences, stride):
+    """f-dangel/curvlinops#107: a mean over real positions has a Fisher matrix over these.
+
+    Of a Gaussian likelihood of unit variance it is the mean of x xᵀ over them, whatever is drawn.
+    """
+    params = {"kernel": jnp.zeros((3, 1))}
+    examples = jax.tree.map(lambda x: x[::stride], sequences)
+    loss = lambda *args: (masked_loss(*args).loss, masked_loss(*args).outputs)
+    layers = kfac.find_layers(loss, params, examples, jax.random.key(0))
+    found = {}
+
+    def update(grads, state, params, *, curvature, **_):
+        (captured,) = curvature.captured.values()
+        found.update(captured=captured, examples=curvature.num_examples)
+        return jax.tree.map(jnp.zeros_like, grads), state
+
+    optimizer = CurvatureOptimizer(lambda params: (), update, layers, "ggn", 1, stride)
+    parts = Parts(
+        seed=0,
+        examples=lambda key, batch: batch,
+        arguments=lambda examples: (examples["rows"],),
+        loss=masked_loss,
+        optimizer=optimizer,
+        learning_rate=lambda step: 0.0,
+        likelihood="gaussian",
+    )
+    step = make_train_step(lambda hyper: parts)
+    step(init_state(params, optimizer=optimizer, ema=False), sequences, {})
+    x, cotangents = (np.asarray(a, np.float64) for a in found["captured"])
+    # Signs are drawn: squares of cotangents are not random.
+    weights = (cotangents**2).sum((0, -1)).reshape(-1)
+    rows = x.reshape(-1, 3)
+    fisher = (rows * weights[:, None]).T @ rows / found["examples"]
+    real = examples["real"]
+    kept = examples["rows"][real].astype(np.float64)
+    np.testing.assert_allclose(fisher, kept.T @ kept / real.sum(), rtol=1e-5, atol=1e-7)
+
+
+class Net(nnx.Module):
+    """What Flax's first page shows: layers that hold their own statistics and random streams, and a
+    call that is told nothing."""
+
+    def __init__(self, rngs, rate=0.0):
+        self.first = nnx.Linear(6, 5, rngs=rngs)
+        self.norm = nnx.BatchNorm(5, momentum=0.8, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+        self.again = nnx.Dropout(rate, rngs=rngs)
+        self.head = nnx.Linear(5, 4, rngs=rngs)
+
+    def __call__(self, images):
+        hidden = self.norm(self.first(images.reshape(len(images), -1)))
+        return self.head(self.again(self.dropout(hidden)))
+
+
+@pytest.fixture(scope="module")
+def images():
+    rng = np.random.default_rng(0)
+    return {
+        "image": rng.integers(0, 256, (8, 2, 3, 1), dtype=np.uint8),
+        "label": rng.integers(0, 4, 8).astype(np.int32),
+    }
+
+
+def make(optimizer, model=None, ema_decay=0.0, **options):
+    task = Classification(ClassificationSettings(), None)
+    skeleton, variables = take_apart(model or Net(nnx.Rngs(1)))
+    params, carried = skeleton.separate(variables)
+    parts = Parts(
+        seed=3,
+        examples=lambda key, batch: (
+            batch["image"].astype(jnp.float32) / 255,
+            jax.nn.one_hot(batch["label"], 4),
+        ),
+        arguments=lambda examples: examples[:1],
+        loss=make_loss_fn(skeleton, task),
+        optimizer=optimizer,
+        learning_rate=lambda step: 0.0,
+        ema_decay=ema_decay,
+    )
+    state = init_state(params, optimizer=optimizer, ema=ema_decay > 0, model_state=carried)
+    step = jax.jit(make_train_step(lambda hyper: parts, **options))
+    return skeleton, (lambda state, batch: step(state, batch, {})), state
+
+
+def normed(x, mean, variance):
+    return (x - mean) / np.sqrt(variance + 1e-5)
+
+
+def numpy_step(params, batch, rate):
+    """One step of gradient descent of `Net` in float64, and its batch's mean and variance."""
+    x = batch["image"].reshape(len(batch["image"]), 6) / 255.0
+    z = x @ params["first"]["kernel"] + params["first"]["bias"]
+    mean, variance = z.mean(0), z.var(0)
+    n = normed(z, mean, variance)
+    h = n * params["norm"]["scale"] + params["norm"]["bias"]
+    logits = h @ params["head"]["kernel"] + params["head"]["bias"]
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    error = (p - np.eye(4)[batch["label"]]) / len(x)
+    dh = error @ params["head"]["kernel"].T
+    dn = dh * params["norm"]["scale"]
+    dz = (dn - dn.mean(0) - n * (dn * n).mean(0)) / np.sqrt(variance + 1e-5)
+    gradient = {
+        "first": {"kernel": x.T @ dz, "bias": dz.sum(0)},
+        "norm": {"scale": (dh * n).sum(0), "bias": dh.sum(0)},
+        "head": {"kernel": h.T @ error, "bias": error.sum(0)},
+    }
+    return jax.tree.map(lambda w, g: w - rate * g, params, gradient), mean, variance
+
+
+def test_batch_norm_is_trained_and_evaluated_as_its_formula(images):
+    """HomericIntelligence/Odyssey#5532: evaluation by statistics that no step has moved."""
+    skeleton, step, state = make(optax.sgd(0.5), ema_decay=0.4)
+    wide = lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+    params, running = wide(state["params"]), {"mean": np.zeros(5), "var": np.ones(5)}
+    averages = dict(running)
+    for i in range(3):
+        batch = {"image": np.roll(images["image"], i, axis=1), "label": images["label"]}
+        state, _ = step(state, batch)
+        params, mean, variance = numpy_step(params, batch, 0.5)
+        new = {"mean": mean, "var": variance}
+        running = {name: 0.8 * running[name] + 0.2 * new[name] for name in running}
+        decay = min(0.4, (1 + i) / (10 + i))
+        averages = {n: decay * averages[n] + (1 - decay) * running[n] for n in running}
+    close = dict(rtol=1e-4, atol=1e-5)
+    check = lambda a, b: jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **close), a, b)
+    check(state["params"], params)
+    check(state["model_state"], {"norm": running})
+    check(state["ema_model_state"], {"norm": averages})
+    # Evaluation takes the running averages, of parameters and of statistics.
+    facts = ImageFacts((2, 3, 1), 4, mean=(0.0,), std=(1.0,), crops_on_host=False)
+    evaluate = make_eval_step(skeleton, lambda hyper: Classification(None, facts))
+    sums = evaluate(evaluation_params(state), {**images, "mask": np.ones(8, bool)}, {})
+    ema = wide(state["ema_params"])
+    z = images["image"].reshape(8, 6) / 255.0 @ ema["first"]["kernel"] + ema["first"]["bias"]
+    h = normed(z, averages["mean"], averages["var"]) * ema["norm"]["scale"] + ema["norm"]["bias"]
+    logits = h @ ema["head"]["kernel"] + ema["head"]["bias"]
+    own = logits[np.arange(8), images["label"]]
+    np.testing.assert_allclose(
+        sums["loss"], (np.log(np.exp(logits).sum(-1)) - own).sum(), rtol=1e-4
+    )
+
+
+def test_statistics_of_parts_follow_one_another(images):
+    """As in PyTorch, each part moves the running statistics once."""
+    _, step, state = make(optax.sgd(0.0), accumulation_steps=2)
+    new, _ = step(state, images)
+    mean = np.zeros(5)
+    for part in (slice(0, None, 2), slice(1, None, 2)):
+        x = images["image"][part].reshape(4, 6) / 255.0
+        kernel, bias = (np.asarray(state["params"]["first"][n]) for n in ("kernel", "bias"))
+        mean = 0.8 * mean + 0.2 * (x @ kernel + bias).mean(0)
+    np.testing.assert_allclose(new["model_state"]["norm"]["mean"], mean, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_that_is_not_finite_leaves_statistics_alone(images):
+    model = Net(nnx.Rngs(1))
+    model.first.kernel[...] = model.first.kernel[...].at[0, 0].set(jnp.inf)
+    _, step, state = make(optax.sgd(0.1), model, ema_decay=0.5, skip_non_finite=True)
+    new, metrics = step(state, images)
+    assert not metrics["finite"]
+    for name in ("model_state", "ema_model_state"):
+        jax.tree.map(np.testing.assert_array_equal, new[name], state[name])
+
+
+def test_streams_of_a_model_follow_from_seed_and_step(images):
+    """AI-Hypercomputer/maxtext#276: random numbers that a resumed run does not draw again.
+
+    Here nothing of them is stored: a step taken again draws the same, another step something else.
+    """
+    model = Net(nnx.Rngs(1), rate=0.5)
+    skeleton, step, state = make(optax.sgd(0.0), model)
+    assert not any("rngs" in str(path) for path, _ in jax.tree_util.tree_leaves_with_path(state))
+    losses = [float(step({**state, "step": jnp.int32(i)}, images)[1]["loss"]) for i in (0, 1, 2, 1)]
+    assert len(set(losses[:3])) == 3
+    assert losses[1] == losses[3]
+    # Two layers draw two masks, and two parts of a batch others.
+    variables = evaluation_params(state)
+    ones = jnp.ones((1, 64))
+    masks = {}
+    for seed in (0, 1):
+        merged = skeleton.merge(variables, jax.random.key(seed))
+        for name in ("dropout", "again"):
+            masks[seed, name] = tuple(np.asarray(getattr(merged, name)(ones)).ravel())
+    assert len(set(masks.values())) == 4
+    # Evaluation has none.
+    silent = skeleton.merge(variables)
+    np.testing.assert_array_equal(silent.dropout(ones), ones)
+
+
+@dataclasses.dataclass(frozen=True)
+class NetSettings:
+    """The settings of `Net`."""
+
+    name: str = setting("field_net", Text("a name"), "the model")
+
+
+@pytest.fixture
+def net_config():
+    """The configuration of a run of `Net` on the handwritten digits, eight steps long."""
+
+    def build(settings, example, *, rngs):
+        (shape,) = (x.shape for x in example.inputs)
+        net = Net(rngs, rate=0.3)
+        net.first = nnx.Linear(math.prod(shape[1:]), 5, rngs=rngs)
+        net.head = nnx.Linear(5, example.sizes["classes"], rngs=rngs)
+        return net
+
+    with MODELS.temporary(), MODEL_SETTINGS.temporary():
+        register_model("field_net", NetSettings)(build)
+        config = common.deit("multiplicative", "tiny")
+        fields = {name: value for name, value in TINY.items() if not name.startswith("model.")}
+        config.update_from_flattened_dict(fields | {"ema_decay": 0.5})
+        config.model = ConfigDict(defaults(NetSettings))
+        yield config
+
+
+def same_bits(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_a_model_of_flax_s_layers_is_trained_saved_and_resumed_with_the_same_bits(
+    net_config, tmp_path
+):
+    run = training.build_run(net_config)
+    whole = training.Trainer(run, tmp_path / "whole").fit()
+    state, batches = run.init(), run.batches()
+    # The statistics begin as the layer's own.
+    same_bits(state["model_state"], {"norm": {"mean": np.zeros(5), "var": np.ones(5)}})
+    with jax.set_mesh(run.mesh):
+        for i in range(4):
+            batch = sharding.put_batch(batches[i], run.mesh)
+            state, _ = run.train_step(state, batch, run.hyper)
+    place = tmp_path / "broken" / "checkpoints"
+    with training.Checkpoints(place, of=training.identity(net_config)) as checkpoints:
+        checkpoints.save(4, state)
+    resumed = training.Trainer(run, tmp_path / "broken").fit()
+    assert (whole.step, resumed.step) == (run.num_steps, run.num_steps)
+    same_bits(resumed.state, whole.state)
+    assert resumed.evaluation == whole.evaluation
+    # What is evaluated is what the model says by its averages.
+    model = run.model(evaluation_params(whole.state))
+    same_bits(model.norm.mean[...], whole.state["ema_model_state"]["norm"]["mean"])
+    batch = run.eval_source.first(len(run.eval_source))
+    right = np.asarray(model(*run.task.inputs(batch))).argmax(-1) == batch["label"]
+    np.testing.assert_allclose(whole.evaluation["eval/accuracy"], right.mean(), atol=1e-9)
+
+
+@pytest.mark.parametrize("init", ["sequence", "path"])
+def test_parameters_of_a_model_with_streams_follow_from_the_seed(net_config, init):
+    net_config.init = init
+    first, again = (training.build_run(net_config).init()["params"] for _ in range(2))
+    same_bits(first, again)
+    net_config.seed = 1
+    other = training.build_run(net_config).init()["params"]
+    assert (other["first"]["kernel"] != first["first"]["kernel"]).all()
+
+
+_ON_DEVICES = """
+import json, sys
+import jax
+from adder_flax import training
+from adder_flax.training import sharding
+from tests.field.test_training import net_config
+
+made = net_config.__wrapped__()  # which forgets the model at its end
+config = next(made)
+# Not AdamW: a bias before BatchNorm has no gradient but rounding, which that divides by its size.
+config.optimizer.name = "sgd"
+for sizes in json.loads(sys.argv[1]):
+    config.mesh.update(dict(zip(("data", "fsdp", "tensor"), sizes)))
+    size = sizes[0] * sizes[1] * sizes[2]
+    run = training.build_run(config, devices=jax.devices()[:size])
+    state, batches, numbers = run.init(), run.batches(), []
+    with jax.set_mesh(run.mesh):
+        for i in range(3):
+            batch = sharding.put_batch(batches[i], run.mesh)
+            state, metrics = run.train_step(state, batch, run.hyper)
+            numbers.append(float(metrics["loss"]))
+    score = training.Evaluator(run)(training.evaluation_params(state))["eval/loss"]
+    held = {name: state[name]["norm"] for name in ("model_state", "ema_model_state")}
+    print(json.dumps([numbers, score, jax.tree.map(lambda x: x.tolist(), held)]))
+"""
+
+
+@pytest.mark.slow
+def test_statistics_and_streams_are_those_of_one_device_on_eight():
+    meshes = [(1, 1, 1), (8, 1, 1), (2, 4, 1), (2, 2, 2)]
+    done = subprocess.run(
+        [sys.executable, "-c", _ON_DEVICES, json.dumps(meshes)],
+        env=simulated_devices(8),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, *others = map(json.loads, done.stdout.splitlines())
+    assert len(others) == 3
+    for other in others:
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), other, one
+        )
+
+
+JAX_SETTINGS = {
+    "jax_threefry_partitionable": False,
+    "jax_default_prng_impl": "rbg",
+    "jax_enable_x64": True,
+    "jax_default_matmul_precision": "bfloat16",
+    "jax_random_seed_offset": 1,
+}
+
+
+@pytest.mark.parametrize("name", JAX_SETTINGS)
+def test_a_run_is_not_resumed_under_settings_of_jax_that_draw_or_round_otherwise(
+    name, net_config, tmp_path
+):
+    """jax-ml/jax#13346: the same seed, other random numbers since a default changed."""
+    before = jax.config.values[name]
+    write_jax_settings(tmp_path)
+    check_jax_settings(tmp_path)
+    jax.config.update(name, JAX_SETTINGS[name])
+    try:
+        with pytest.raises(RunError) as caught:
+            check_jax_settings(tmp_path)
+        place = training.open_workdir(tmp_path, net_config) / "checkpoints"
+        if name == "jax_random_seed_offset":  # once through the trainer, for all
+            (place / "4").mkdir(parents=True)
+            with pytest.raises(RunError, match="jax_random_seed_offset: 0 there, 1 now"):
+                training.Trainer(training.build_run(net_config), tmp_path).fit()
+    finally:
+        jax.config.update(name, before)
+    assert f"\n  {name}: {before} there, {JAX_SETTINGS[name]} now\n" in str(caught.value)
+    assert (f"({name.upper()}={before})" in str(caught.value)) == bool(before)
+    check_jax_settings(tmp_path)
+
+
+def test_a_run_from_before_settings_of_jax_were_kept_goes_on(tmp_path):
+    check_jax_settings(tmp_path)
+    (tmp_path / "jax.json").write_text("[")
+    check_jax_settings(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("train", "evaluated", "told"),
+    [
+        ("train[:50%]", "train[40%:]", "143 of the 862 records of train[40%:100%]"),
+        ("train[:50%]", "train[50%:]", None),
+        ("train", "train", "1437 of the 1437 records of train"),
+        ("train", "eval", None),
+    ],
+)
+def test_scores_on_records_that_are_trained_on_are_said(train, evaluated, told, net_config, caplog):
+    """marin-community/marin#2700: the two parts of one split overlapped."""
+    net_config.data.update(train_split=train, eval_split=evaluated)
+    training.build_run(net_config)
+    said = [record.getMessage() for record in caplog.records if "trained on" in record.getMessage()]
+    assert len(said) == (told is not None)
+    assert told is None or said[0].startswith(told)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_curvature_is_taken_of_a_model_that_carries_statistics(images, stride):
+    """Statistics have no axis of examples, and move by the gradient's pass alone."""
+    skeleton, step, state = make(optax.sgd(0.0))
+    expected, _ = step(state, images)
+    loss = make_loss_fn(skeleton, Classification(ClassificationSettings(), None))
+    examples = (jnp.zeros((8 // stride, 2, 3, 1)), jnp.zeros((8 // stride, 4)))
+    found = find_layers(loss, state["params"], examples, state["model_state"])
+    assert any(block.params for block in found.blocks.values())
+    _, step, state = make(told((found, stride)))
+    new, _ = step(state, images)
+    same_bits(new["model_state"], expected["model_state"])
+
+
+class Noisy(nnx.Module):
+    """A model that keeps all of its random streams."""
+
+    def __init__(self, rngs):
+        self.rngs = rngs
+        self.head = nnx.Linear(2, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(x) + jax.random.normal(self.rngs.noise(), x.shape)
+
+
+def test_streams_that_a_model_keeps_draw_by_the_step_s_key():
+    made = lambda: built_from(Noisy, itertools.repeat(jax.random.key(0)))
+    skeleton, _ = take_apart(nnx.eval_shape(made))
+    _, variables = take_apart(made())
+    drawn = [
+        np.asarray(skeleton.merge(variables, jax.random.key(i))(jnp.ones((1, 2))))
+        for i in (0, 1, 0)
+    ]
+    assert (drawn[0] != drawn[1]).all()
+    np.testing.assert_array_equal(drawn[0], drawn[2])
+    twice = skeleton.merge(variables, jax.random.key(0))
+    assert (np.asarray(twice(jnp.ones((1, 2)))) != np.asarray(twice(jnp.ones((1, 2))))).all()

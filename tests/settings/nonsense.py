@@ -1,0 +1,210 @@
+"""Nonsense by common sense, written without a look at the declarations of the settings.
+
+It would find a range that is declared too wide.
+"""
+
+import copy
+import functools
+import math
+from typing import Any
+
+from adder_flax.experiments import common
+
+_NAN, _INF = math.nan, math.inf
+_RATES = (-1e-3, -1, _NAN, _INF, -_INF, 1e30, 1e300)
+_DECAYS = (1, 1.0, 1.5, 2, -0.1, -1, _NAN, _INF)
+_DROPS = (1, 1.0, 1.5, -0.1, _NAN, _INF)
+_PROBABILITIES = (1.01, 2, -0.01, -1, _NAN, _INF)
+_INTERVALS = (-1, -100, 0.5, _NAN, _INF, 2**31, 2**63, 2**64)
+_SIZES = (0, -1, -192, 1.5, _NAN, _INF, 2**31, 2**63, 10**30)
+
+NONSENSE: dict[str, tuple[Any, ...]] = {
+    "seed": (-1, 2**63, 2**64, 2**32, 0.5, _NAN, _INF),
+    "batch_size": _SIZES,
+    "eval_batch_size": _SIZES,
+    "accumulation_steps": _SIZES,
+    "num_epochs": (0, 0.0, -1, _NAN, _INF, -_INF, 1e300),
+    "ema_decay": _DECAYS,
+    "non_finite": ("", "ignore", "Stop", None),
+    "eval_every_steps": _INTERVALS,
+    "checkpoint_every_steps": _INTERVALS,
+    "log_every_steps": (0, *_INTERVALS),
+    "profile_steps": (
+        (5, 3),
+        (0, 3),
+        (-2, -1),
+        (1.5, 2.5),
+        (1,),
+        (1, 2, 3),
+        (_NAN, 3),
+        "3,5",
+        (1, _INF),
+    ),
+    "topology": ("a\nb", "x" * 10_000, 8),
+    "init_from": ("a\0b", "a\nb", 7),
+    "mesh.data": (0, -2, 1.5, _NAN),
+    "mesh.fsdp": (0, -2, 0.5, _INF),
+    "mesh.tensor": (0, -8, "all"),
+    "model.width": _SIZES,
+    "model.depth": _SIZES,
+    "model.num_heads": _SIZES,
+    "model.patch_size": _SIZES,
+    "model.mlp_ratio": (0, 0.0, -1, 1e-9, _NAN, _INF, 1e9),
+    "model.score": ("", ",", "dot,,dot", 3, None, ("dot",)),
+    "model.scale": ("", "big", "nan", "inf", "0", "-1", _NAN, 0.0, -1.0),
+    "model.temperature": (0, 0.0, -1.0, 1e-30, _NAN, _INF, 1e300, "warm"),
+    "model.key_block": ("0", "-1", "1.5", "many", "", "nan", 0, -4, 1.5),
+    "model.identity": ("", "yes", True, None, 1),
+    "model.attention_dropout_rate": _DROPS,
+    "model.dropout_rate": _DROPS,
+    "model.drop_path_rate": _DROPS,
+    "model.pooling": ("max", "", None, "CLS"),
+    "model.qkv_linear": ("sparse", "", None),
+    "model.proj_linear": ("Adder", "conv"),
+    "model.mlp_linear": ("none", 0, "dense,", "adder,sparse"),
+    "model.anneal_blocks": ("backwards", "", None),
+    "model.dtype": (
+        "",
+        "float",
+        "float8",
+        "int32",
+        "complex64",
+        "bool",
+        "f4",
+        "object",
+        "float128",
+        None,
+        32,
+        "float64",
+    ),
+    "model.remat": (1, "yes", None, 0.0),
+    "model.score_options.hidden_dim": (-1, 1.5, _NAN, 10**9, "wide"),
+    "model.score_options.layer_norm": (1, "on", None),
+    "model.score_options.gradient": ("exact", "", None),
+    "model.adder_options.x_gradient": ("exact", "", None, "Sign"),
+    "model.adder_options.w_gradient": ("none", 1),
+    "model.adder_options.hardtanh_slope": (0, -1, _NAN, _INF, 1e30, "steep"),
+    "model.adder_options.norm": ("batchnorm", "", None, False),
+    "model.adder_options.initial_scale": (0, -1.0, _NAN, _INF, "unit"),
+    "model.stem_strides": ("3", "0", "2;1", 2.5),
+    "optimizer.schedule": ("linear", "", None, 1),
+    "optimizer.clip_scope": ("layers", "", None),
+    "optimizer.decay_prototypes": ("perhaps", 2, None),
+    "optimizer.learning_rate": _RATES,
+    "optimizer.final_learning_rate": _RATES,
+    "optimizer.warmup_epochs": (-1, _NAN, _INF, 1e300),
+    "optimizer.weight_decay": (-0.1, _NAN, _INF, 1e30),
+    "optimizer.b1": _DECAYS,
+    "optimizer.b2": _DECAYS,
+    "optimizer.eps": (0, -1e-8, _NAN, _INF, 1e30),
+    "optimizer.momentum": _DECAYS,
+    "optimizer.clip_norm": (-1, _NAN, _INF),
+    "optimizer.adder_rate": (-0.2, _NAN, _INF, 1e30),
+    "optimizer.cg_fac.learning_rate": _RATES,
+    "optimizer.cg_fac.max_iterations": (-1, 1.5, 10**9, _NAN),
+    "optimizer.cg_fac.curvature_interval": (-5, 2.5, 2**31),
+    "optimizer.cg_fac.curvature_stride": (-2, 1.5, 10**9),
+    "optimizer.cg_fac.preconditioner_interval": (-2, 0.5, 2**31),
+    "optimizer.cg_fac.damping": (-1, _NAN, _INF, 1e30),
+    "optimizer.cg_fac.damping_interval": (-1, 0.5, _NAN),
+    "optimizer.cg_fac.factor_decay": _DECAYS,
+    "optimizer.cg_fac.momentum": tuple(value for value in _DECAYS if value != -1),
+    "optimizer.cg_fac.kl_clip": (-1e-4, _NAN, _INF),
+    "optimizer.cg_fac.curvature": ("full", "", None),
+    "optimizer.cg_fac.damping_scale": ("layer", "", None),
+    "optimizer.cg_fac.fisher": ("monte carlo", "", None),
+    "optimizer.cg_fac.reject": (1, "no"),
+    "data.image_size": (-1, 7.5, 10**6, _NAN, "large"),
+    "data.num_threads": (-1, 1.5, 10**6, _INF),
+    "data.on_unreadable": ("ignore", "", None),
+    "data.data_dir": ("a\0b", 3, None),
+    "task.crop_padding": (-1, 1.5, 10**6, _NAN),
+    "task.resized_crop_scale": (
+        (1.0, 0.5),
+        (0, 0.5),
+        (-0.1, 1),
+        (0.5, 1.5),
+        (_NAN, 1),
+        (0.5,),
+        (0.1, 0.2, 0.3),
+        0.5,
+    ),
+    "task.resized_crop_ratio": (
+        (),
+        (2, 1),
+        (0, 1),
+        (-1, 1),
+        (_NAN, _NAN),
+        (1, _INF),
+        (1e-30, 1),
+        (1, 1e30),
+        None,
+    ),
+    "task.flip_probability": _PROBABILITIES,
+    "task.brightness": (-0.1, _NAN, _INF, 1e30),
+    "task.contrast": (-1, _NAN, _INF, 1e30),
+    "task.saturation": (-1, _NAN, _INF, 1e30),
+    "task.mixup_alpha": (-1, _NAN, _INF, 1e30),
+    "task.cutmix_alpha": (-1, _NAN, _INF, 1e30),
+    "task.mix_probability": _PROBABILITIES,
+    "task.cutmix_probability": _PROBABILITIES,
+    "task.mix_per": ("pixel", "", None),
+    "task.erase_probability": _PROBABILITIES,
+    "task.erase_scale": ((), (0, 0.5), (0.5, 0.2), (0.5, 1.5), (_NAN, 1), None),
+    "task.erase_ratio": ((), (2, 1), (0, 1), (_NAN, _NAN), (1, _INF), None),
+    "task.erase_value": ("black", 0, None),
+    "task.label_smoothing": (1, 1.5, -0.1, _NAN),
+}
+
+CONTRADICTIONS: tuple[dict[str, Any], ...] = (
+    {"optimizer.warmup_epochs": 30.0},
+    {"optimizer.final_learning_rate": 1.0},
+    {"model.num_heads": 5},
+    {"model.depth": 3, "model.score": "dot,adder"},
+    {"model.depth": 3, "model.mlp_linear": "dense,adder"},
+    {"model.distilled": True, "model.pooling": "mean"},
+    {"model.anneal_start": 0.5, "model.anneal_end": 0.5},
+    {"model.stem_channels": "8,8", "model.stem_strides": "1"},
+    {"optimizer.name": "schedule_free_adamw"},
+    {"model.width": 3, "model.num_heads": 1, "model.mlp_ratio": 0.1},
+    {"batch_size": 64, "accumulation_steps": 3},
+    {"batch_size": 64, "accumulation_steps": 128},
+    {"mesh.data": -1, "mesh.fsdp": -1},
+    {"optimizer.name": "cg_fac", "optimizer.adder_rate": 0.2},
+    {
+        "optimizer.name": "cg_fac",
+        "optimizer.learning_rate": 0.0,
+        "optimizer.final_learning_rate": 0.0,
+    },
+    {"optimizer.cg_fac.curvature": "exact", "optimizer.cg_fac.curvature_interval": 5},
+    {"optimizer.cg_fac.step": "quadratic", "optimizer.cg_fac.curvature_interval": 2},
+    {"optimizer.cg_fac.solver": "dual"},
+    {"optimizer.cg_fac.solver": "inverse", "optimizer.cg_fac.step": "fixed"},
+    {"optimizer.cg_fac.damping_interval": 5},
+    {"optimizer.cg_fac.learning_rate": 1.0},
+    {"task.crop_padding": 9},
+    # Those that are seen when the run is built, with the data and the devices at hand.
+    {"model.patch_size": 3},
+    {"batch_size": 2000},
+    {"mesh.data": 1000},
+    {"data.image_size": 16},
+    {"model.score_options.hidden_dim": 8},
+    {"model.score": "adder", "model.score_options.layer_norm": True},
+    {"model.score": "bilinear", "model.score_options.gradient": "full"},
+)
+
+
+def tiny() -> dict[str, Any]:
+    """Returns a sound configuration for the handwritten digits."""
+    fields = common.deit("multiplicative", "tiny", "digits").to_dict()
+    fields["model"].update(width=12, num_heads=2, depth=1, mlp_ratio=2.0)
+    return fields
+
+
+def changed(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Returns a copy with some fields, named by their paths, set to something else."""
+    fields = copy.deepcopy(fields)
+    for path, value in changes.items():
+        *sections, name = path.split(".")
+        functools.reduce(dict.__getitem__, sections, fields)[name] = value
+    return fields

@@ -1,0 +1,121 @@
+"""How the process of a command begins and ends: one message for what its user can mend."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT
+
+_PREPARE = "from adder_flax.app import ends\nends.prepare_output()\n"
+
+
+def run(code, **options):
+    options = {"stdout": subprocess.PIPE} | options
+    return subprocess.run(
+        [sys.executable, "-c", _PREPARE + code],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        ("ends.RunError('expected a, got b\\x1b[31m')", 2, r"error: expected a, got b\\x1b\[31m"),
+        ("ends.MissingExtraError('expected a, got none')", 1, "error: expected a, got none"),
+        ("KeyboardInterrupt()", 130, "error: .*SIGINT; the same command goes on"),
+        (
+            "RuntimeError('RESOURCE_EXHAUSTED: out of memory\\nstack')",
+            2,
+            "error: expected enough memory, got: .*out of memory; see what --mode=compile says",
+        ),
+    ],
+)
+def test_what_a_user_can_mend_is_the_last_line(error, code, words):
+    done = run(f"with ends.messages():\n    raise {error}")
+    assert (done.returncode, done.stdout) == (code, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert re.match(words, done.stderr)
+
+
+def test_what_is_no_mistake_of_the_user_keeps_its_traceback():
+    done = run("with ends.messages():\n    [][1]")
+    assert done.returncode == 1
+    assert "IndexError" in done.stderr
+
+
+def test_tasks_that_fail_beside_the_one_that_is_waited_for_say_nothing():
+    """Of many arrays that cannot be read, one is the error; asyncio logs the others with their
+    tracebacks."""
+    code = """
+import asyncio
+async def fail():
+    raise ValueError("an array")
+async def read():
+    tasks = [asyncio.create_task(fail()) for _ in range(3)]
+    await asyncio.sleep(0)
+    await tasks[0]
+try:
+    asyncio.run(read())
+except ValueError as error:
+    print(error)
+"""
+    assert (done := run(code)).stdout == "an array\n"
+    assert done.stderr == ""
+
+
+def test_output_whose_reader_has_gone_ends_without_a_word():
+    code = "with ends.messages():\n    for i in range(10**5): print('word' * 10)"
+    with subprocess.Popen(["true"], stdin=subprocess.PIPE) as reader:
+        reader.wait()
+        done = run(code, stdout=reader.stdin)
+        assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_an_ascii_terminal_is_written_to(monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    assert run("print('3 × 5 \\udcff')").stdout == "3 \\xd7 5 \\udcff\n"
+
+
+@pytest.mark.parametrize(("users", "expected"), [(None, "1"), ("3", "3")])
+def test_the_process_is_prepared_before_anything_slow_is_imported(monkeypatch, users, expected):
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    if users:
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", users)
+    code = """
+import os, sys
+from adder_flax import app
+told = lambda: f"{os.environ['OPENBLAS_NUM_THREADS']} {'numpy' in sys.modules}"
+app.use_huge_pages = lambda: sys.exit(told())
+app.main()"""
+    assert run(code).stderr.split() == [expected, "False"]
+
+
+_GRANTED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not _GRANTED.exists()
+    or "[madvise]" not in _GRANTED.read_text()
+    or any(Path("/dev").glob("nvidia[0-9]*")),
+    reason="huge pages are not on request here",
+)
+def test_with_huge_pages_the_command_line_is_executed_again_once(monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    code = """
+import os
+print(os.getpid(), flush=True)
+from adder_flax import app
+app.use_huge_pages()
+print(os.environ["GLIBC_TUNABLES"])"""
+    first, again, wish = run(code).stdout.splitlines()
+    assert (first, wish) == (again, "glibc.malloc.hugetlb=1")
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
+    assert len(run(code).stdout.splitlines()) == 2

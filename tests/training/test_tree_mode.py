@@ -1,0 +1,43 @@
+"""Flax's modules as trees, which are to become its default: a run is the same."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.processes import ROOT
+
+_STEPS = """
+import dataclasses, sys
+from adder_flax import recorder, training
+from adder_flax.experiments import common
+from tests.training.tiny import TINY
+
+config = common.deit("adder", "tiny")
+config.update_from_flattened_dict(TINY | {"model.dropout_rate": 0.1})
+run = dataclasses.replace(training.build_run(config), num_steps=2)
+result = training.Trainer(run, training.open_workdir(sys.argv[1], config)).fit()
+model = run.model(training.evaluation_params(result.state))
+images = run.task.inputs(run.eval_source.first(1))
+_, records = recorder.record({"attention": ["weights"]}, model, *images)
+print(records[0].path, [row["train/loss"] for row in training.read_metrics(sys.argv[1])[:2]])
+"""
+
+
+@pytest.mark.unchecked
+def test_two_steps_have_the_same_losses_in_tree_mode(tmp_path):
+    said = []
+    for graphs in ("true", "false"):
+        flags = {"NNX_GRAPH_MODE": graphs, "NNX_GRAPH_UPDATES": graphs}
+        done = subprocess.run(
+            [sys.executable, "-c", _STEPS, str(tmp_path / graphs)],
+            env=os.environ | {"JAX_PLATFORMS": "cpu"} | flags,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout.splitlines()[-1])
+    assert said[0] == said[1]
+    assert said[0].startswith("blocks.0.attention [")
