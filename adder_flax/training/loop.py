@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -68,8 +68,7 @@ class Trainer:
     Args:
       run: from :func:`adder_flax.training.build_run`.
       workdir: where metrics and checkpoints go.
-      start_time: ``time.monotonic()`` when the process began, for the report of how long it took to
-        the first step.
+      start_time: ``time.monotonic()`` when the process began, for the report at the first step.
     """
 
     def __init__(self, run: Run, workdir: str | Path, *, start_time: float | None = None):
@@ -194,17 +193,14 @@ class Trainer:
         digests, non_finite = take_digests(state)
         if non_finite:
             names = ", ".join(non_finite[:3]) + (", …" if len(non_finite) > 3 else "")
-            raise self._not_saved(
-                "a finite train state", step, f"an infinity or NaN in {names}", outputs.checkpoints
-            )
+            got = f"an infinity or NaN in {names}"
+            raise self._not_saved("a finite train state", step, got, _kept(outputs.checkpoints))
         if evaluates:
             evaluation = self._evaluate(evaluation_params(state))
-            if run.config.non_finite == "stop" and not math.isfinite(
-                loss := evaluation["eval/loss"]
-            ):
-                raise self._not_saved(
-                    "a finite loss in the evaluation", step, str(loss), outputs.checkpoints
-                )
+            loss = evaluation["eval/loss"]
+            if run.config.non_finite == "stop" and not math.isfinite(loss):
+                expected, kept = "a finite loss in the evaluation", _kept(outputs.checkpoints)
+                raise self._not_saved(expected, step, str(loss), kept)
             outputs.writer.write(step, evaluation)
             outputs.progress.line(_describe(step, run, evaluation))
             score = evaluation[f"eval/{run.task.best.name}"] * (1 if run.task.best.largest else -1)
@@ -221,9 +217,9 @@ class Trainer:
             raise NonFiniteLossError(
                 f"expected a finite loss and gradient, got a non-finite one at step {step} of "
                 f"{self._run.num_steps}: {self._explain_non_finite(state, step - 1)}. "
-                f"Checkpoints kept: {_kept(outputs.checkpoints)}. Lower "
-                "--config.optimizer.learning_rate, lengthen --config.optimizer.warmup_epochs, or "
-                "go on past such batches with --config.non_finite=skip"
+                f"{_kept(outputs.checkpoints)}. Lower --config.optimizer.learning_rate, lengthen "
+                "--config.optimizer.warmup_epochs, or go on past such batches with "
+                "--config.non_finite=skip"
             )
 
     def _explain_non_finite(self, state: State, index: int) -> str:
@@ -233,26 +229,21 @@ class Trainer:
         batch = sharding.put_batch(self._batches[index], run.mesh)
         augment_key, dropout_key = step_keys(run.config.seed, index)
         examples = run.task.examples(augment_key, batch)
-
-        def loss(*args: Any) -> Any:
-            return run.parts.loss(*args).loss
-
+        loss = lambda *args: run.parts.loss(*args).loss
         batch = examples, dropout_key, state.get("model_state", {})
         return explain_non_finite(loss, state["params"], jax.jit(jax.grad(loss)), *batch)
 
-    def _not_saved(
-        self, expected: str, step: int, got: str, checkpoints: Checkpoints
-    ) -> NonFiniteLossError:
+    def _not_saved(self, expected: str, step: int, got: str, kept: str) -> NonFiniteLossError:
         return NonFiniteLossError(
             f"expected {expected} after step {step} of {self._run.num_steps}, got {got}; the state "
-            f"is not saved. Checkpoints kept: {_kept(checkpoints)}. Lower "
-            "--config.optimizer.learning_rate or lengthen --config.optimizer.warmup_epochs"
+            f"is not saved. {kept}. Lower --config.optimizer.learning_rate or lengthen "
+            "--config.optimizer.warmup_epochs"
         )
 
 
-def _kept(checkpoints: Checkpoints) -> list[int] | str:
+def _kept(checkpoints: Checkpoints) -> str:
     checkpoints.wait()
-    return checkpoints.steps or "none yet"
+    return f"Checkpoints kept: {checkpoints.steps or 'none yet'}"
 
 
 def _describe(step: int, run: Run, evaluation: dict[str, float]) -> str:

@@ -1,9 +1,4 @@
-"""Optimizers by name.
-
-AdamW, NAdamW, schedule-free AdamW, LAMB, Muon, SOAP, KL-Shampoo, SGD and CG-FAC with warm-up,
-cosine decay, clipping, decoupled weight decay, rates of parts and AdderNet's rate; L-BFGS; and what
-`register_optimizer` adds.
-"""
+"""Optimizers by name, and what they share: schedule, clipping, decay, rates of parts."""
 
 import functools
 import operator
@@ -75,9 +70,7 @@ def scale_by_adam(
 
 
 def scale_by_adder_rate(eta: float) -> optax.GradientTransformation:
-    """AdderNet's adaptive rate: each weight's gradient g becomes η·√k·g/‖g‖₂.
-
-    k is its number of elements.
+    """AdderNet's adaptive rate: the gradient g of a weight of k elements becomes η·√k·g/‖g‖₂.
 
     Source: Chen et al., "AdderNet: Do We Really Need Multiplications in Deep Learning?", CVPR 2020,
     eq. 12-13 (η = 0.2 in the authors' code). It stands in the optimizer, not in the backward pass,
@@ -115,7 +108,6 @@ def _clip_each(limit: float | Array) -> optax.GradientTransformation:
 
 
 def _for_each(scale: Callable[[Array], Array]) -> optax.GradientTransformation:
-    """A transformation of every update by itself, without state."""
     return optax.stateless(lambda updates, params: jax.tree.map(scale, updates))
 
 
@@ -155,10 +147,7 @@ def _adam(spec: OptimizerSpec, *, nesterov: bool = False) -> optax.GradientTrans
 def _decoupled(
     spec: OptimizerSpec, *stages: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """Returns an optimizer whose steps are what the stages give, times the rate.
-
-    Weight decay, too, is times the learning rate.
-    """
+    """Returns an optimizer whose steps are what the stages give, decay included, times the rate."""
     # Nested, so that a checkpoint holds the optimizer's own state in one place, whatever
     # stages come before it.
     optimizer = optax.chain(
@@ -174,8 +163,7 @@ def _for_matrices(
 ) -> optax.GradientTransformation:
     """Returns a stage for what inputs are multiplied with, Adam for all else.
 
-    Prototypes of adder layers are among the rest: for distances to them an orthogonal or whitened
-    step means nothing.
+    That includes prototypes: for distances an orthogonal or whitened step means nothing.
     """
     adam = _adam(spec)
     return optax.partition(
@@ -193,10 +181,7 @@ def _nadamw(spec: OptimizerSpec) -> optax.GradientTransformation:
 
 
 def _schedule_free_adamw(spec: OptimizerSpec) -> optax.GradientTransformation:
-    """AdamW on an average of the weights, which is what is evaluated (Defazio et al., 2024).
-
-    In place of momentum and of a rate that falls.
-    """
+    """AdamW on an average of the weights, with a rate that does not fall (Defazio et al., 2024)."""
     c = spec.settings
     adamw = optax.chain(
         optax.scale_by_rms(decay=c.b2, eps=c.eps, bias_correction=True),
@@ -272,10 +257,7 @@ def _muon(spec: OptimizerSpec) -> optax.GradientTransformation:
 
 
 def _lbfgs(spec: OptimizerSpec) -> optax.GradientTransformation:
-    """L-BFGS, with a line search in place of schedule, clipping and decay.
-
-    For batches large enough to trust.
-    """
+    """L-BFGS, with a line search in place of schedule, clipping and decay."""
     return optax.lbfgs()
 
 
@@ -340,9 +322,7 @@ OPTIMIZERS: Registry[
 
 
 def register_optimizer(name: str) -> Callable[[Callable], Callable]:
-    """Makes ``--config.optimizer.name=<name>`` stand for what the function builds.
-
-    A decorator.
+    """Makes ``--config.optimizer.name=<name>`` stand for what the decorated function builds.
 
     It is called inside of the compiled step, where the numbers of its settings are traced: what
     branches on them asks ``adder_flax.settings.is_on``. What it returns may take ``value``,
@@ -384,10 +364,9 @@ def learning_rate(
 ) -> Float[Array, ""]:
     """Linear warm-up from 0, then cosine decay to ``final_learning_rate`` at ``num_steps``.
 
-    What ``optax.warmup_cosine_decay_schedule`` computes, whose lengths cannot be traced. As there,
-    steps are counted from 0: with a warm-up the first one has the rate 0, and the last one, number
-    ``num_steps - 1``, a rate just above the final one. With the schedule ``"constant"`` the rate
-    stays at its peak.
+    What ``optax.warmup_cosine_decay_schedule`` computes, whose lengths cannot be traced: steps are
+    counted from 0, the first with the rate 0 if there is a warm-up, the last with one just above
+    the final one. With the schedule ``"constant"`` the rate stays at its peak.
 
     Args:
       settings: ``learning_rate``, the peak, ``final_learning_rate`` and ``schedule``.
@@ -411,6 +390,7 @@ def learning_rate(
 
 
 _FIRST = ("patch_embed", "cls_token", "dist_token", "pos_embed")
+_BLOCK = re.compile(r"blocks\.(\d+)")
 
 
 def rate_factors(params: Any, settings: OptimizerSettings) -> Any:
@@ -432,7 +412,7 @@ def rate_factors(params: Any, settings: OptimizerSettings) -> Any:
     {'blocks': {'0': 0.25, '1': 0.0}, 'head': 1.0, 'patch_embed': 0.125}
     """
     paths = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    numbers = [int(found[1]) for path in paths if (found := re.match(r"blocks\.(\d+)", path))]
+    numbers = [int(block[1]) for path in paths if (block := _BLOCK.match(path))]
     if settings.layer_decay != 1 and not numbers:
         raise RunError(
             "expected a model with blocks for config.optimizer.layer_decay, got "
@@ -452,8 +432,7 @@ def rate_factors(params: Any, settings: OptimizerSettings) -> Any:
         name = _name(path)
         if any(_is_in(name, other) for other in frozen):
             return 0.0
-        block = re.match(r"blocks\.(\d+)", name)
-        if block:
+        if block := _BLOCK.match(name):
             layer = int(block[1]) + 1
         else:
             layer = 0 if name.startswith(_FIRST) else last - _is_in(name, "norm")
@@ -463,26 +442,19 @@ def rate_factors(params: Any, settings: OptimizerSettings) -> Any:
 
 
 def with_rate_factors(optimizer: Any, params: Any, settings: OptimizerSettings) -> Any:
-    """Returns an optimizer whose steps are multiplied by `rate_factors`.
+    """Returns an optimizer, a named tuple, whose steps are multiplied by `rate_factors`.
 
     Frozen parameters have no gradient either: they do not count in the norm that is clipped.
-
-    Args:
-      optimizer: with ``init`` and ``update``, a named tuple.
-      params, settings: of `rate_factors`.
     """
     if settings.layer_decay == 1 and not settings.freeze:
         return optimizer
     factors = rate_factors(params, settings)
 
     def update(gradients: Any, state: Any, params: Any = None, **more: Any) -> tuple[Any, Any]:
-        gradients = jax.tree.map(
-            lambda gradient, factor: gradient if factor else jnp.zeros_like(gradient),
-            gradients,
-            factors,
-        )
+        kept = lambda gradient, factor: gradient if factor else jnp.zeros_like(gradient)
+        gradients = jax.tree.map(kept, gradients, factors)
         updates, state = optimizer.update(gradients, state, params, **more)
-        return jax.tree.map(lambda step, factor: step * factor, updates, factors), state
+        return jax.tree.map(jnp.multiply, updates, factors), state
 
     return optimizer._replace(update=update)
 

@@ -149,10 +149,8 @@ class Program:
         self.shape = shape
         # One key for all: flax looks at its count of keys each time, which takes the longer the
         # more has been traced.
-        build, keys = (
-            functools.partial(self.build_model, numbers),
-            itertools.repeat(jax.random.key(0)),
-        )
+        keys = itertools.repeat(jax.random.key(0))
+        build = functools.partial(self.build_model, numbers)
         model = nnx.eval_shape(lambda: built_from(build, keys))
         self.facts = parameter_facts(model)
         self.skeleton, variables = take_apart(model)

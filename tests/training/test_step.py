@@ -136,6 +136,15 @@ def test_average_of_parameters_against_its_formula(batch):
     assert evaluation_params(state) is state["ema_params"]
 
 
+def test_the_average_of_narrow_parameters_is_as_narrow(batch):
+    model = Classifier()
+    model.dense.kernel = nnx.Param(model.dense.kernel[...].astype(jnp.bfloat16))
+    step, state = make(optax.sgd(0.1), model=model, ema_decay=0.3)
+    new, _ = step(state, batch)
+    dtypes = lambda state: jax.tree.map(lambda x: x.dtype, state["ema_params"])
+    assert dtypes(new) == dtypes(state)
+
+
 @pytest.mark.parametrize("skip", [True, False])
 def test_a_step_that_is_not_finite_changes_no_weight(batch, skip):
     def poisoned(key, images, labels):
