@@ -52,9 +52,9 @@ def params_by_path(build: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Any:
 
 def built_from(build: Callable[[nnx.Rngs], nnx.Module], keys: Iterator[PRNGKeyArray]) -> nnx.Module:
     """Returns the model that is made from given keys; streams that it keeps are Flax's own."""
-    rngs, stream = nnx.Rngs(0), _Given(keys)
-    setattr(rngs, "default", stream)  # noqa: B010  streams are no declared attributes
-    model = build(rngs)
+    rngs = nnx.Rngs(0)
+    setattr(rngs, "default", _Given(keys))  # noqa: B010  streams are no declared attributes
+    model, stream = build(rngs), rngs["default"]
     del stream._take
     stream.__class__ = nnx.RngStream
     return model
