@@ -73,7 +73,7 @@ def check(content: bytes, names: str) -> str | None:
         before = numbers_of(model)
         try:
             with user_errors():
-                kept = interop.load_weights(model, path, network="same")
+                kept = interop.load_weights(model, path)
         except RunError as error:
             for one, other in zip(before, numbers_of(model), strict=True):
                 np.testing.assert_array_equal(one, other)
