@@ -9,22 +9,18 @@ a mistake is answered at once.
 
 from adder_flax.settings._compare import CompareSettings, LogUniform, OneOf, Range
 from adder_flax.settings._data import DataSettings
-from adder_flax.settings._fields import (
+from adder_flax.settings._declare import (
     Declared,
-    SettingsError,
-    completed,
     declarations,
+    declared_in,
     defaults,
     following,
     join,
-    read,
     section,
     setting,
     settle,
     shown,
-    unread,
 )
-from adder_flax.settings._keywords import Options, keywords_of
 from adder_flax.settings._model import (
     DEIT_SIZES,
     MODEL_SETTINGS,
@@ -36,32 +32,21 @@ from adder_flax.settings._model import (
     BlockSettings,
     VitSettings,
 )
-from adder_flax.settings._numbers import is_on, put_numbers, take_numbers
 from adder_flax.settings._optimizer import CgFacSettings, OptimizerSettings
-from adder_flax.settings._overrides import misfit
-from adder_flax.settings._rules import (
-    Choice,
-    EachBlock,
-    Flag,
-    Integer,
-    Integers,
-    Names,
-    Number,
-    Numbers,
-    Or,
-    Refused,
-    Rule,
-    Span,
-    Text,
+from adder_flax.settings._read import (
+    SettingsError,
+    completed,
+    filled,
+    json_schema,
+    misfit,
+    read,
+    unread,
 )
 from adder_flax.settings._run import MeshSettings, RunSettings
 from adder_flax.settings._task import TASK_SETTINGS, AugmentSettings, ClassificationSettings
+from adder_flax.settings._use import Options, is_on, keywords_of, put_numbers, take_numbers
 
 __all__ = [
-    "DEIT_SIZES",
-    "MODEL_SETTINGS",
-    "SCORE_OPTIONS",
-    "TASK_SETTINGS",
     "AdderOptions",
     "AdderSettings",
     "AdditiveOptions",
@@ -69,38 +54,32 @@ __all__ = [
     "AugmentSettings",
     "BlockSettings",
     "CgFacSettings",
-    "Choice",
     "ClassificationSettings",
     "CompareSettings",
+    "DEIT_SIZES",
     "DataSettings",
     "Declared",
-    "EachBlock",
-    "Flag",
-    "Integer",
     "LogUniform",
+    "MODEL_SETTINGS",
     "MeshSettings",
-    "Integers",
-    "Names",
-    "Number",
-    "Numbers",
-    "OptimizerSettings",
     "OneOf",
-    "Range",
+    "OptimizerSettings",
     "Options",
-    "Or",
-    "Refused",
-    "Rule",
+    "Range",
     "RunSettings",
+    "SCORE_OPTIONS",
     "SettingsError",
-    "Span",
-    "Text",
+    "TASK_SETTINGS",
     "VitSettings",
     "completed",
     "declarations",
+    "declared_in",
     "defaults",
+    "filled",
     "following",
     "is_on",
     "join",
+    "json_schema",
     "keywords_of",
     "misfit",
     "put_numbers",
