@@ -14,7 +14,7 @@ import traceback
 import types
 from typing import Any
 
-from adder_flax import experiments, packed
+from adder_flax import experiments, packed, settings
 from adder_flax.errors import RunError
 from adder_flax.extras import needs
 
@@ -34,7 +34,8 @@ def load_experiment(path: str) -> ConfigDict:
         is the argument of ``get_config``. A ``.json`` file holds a configuration, as the
         ``config.json`` of a run does, or one under the name ``config``, as the record of a
         comparison does. ``records.jsonl.xz`` is the comparison that it is of,
-        ``records.jsonl.xz#<name>`` one of its runs. A file may import from those beside it.
+        ``records.jsonl.xz#<name>`` one of its runs; fields that a version has added or given up
+        since are put right. A file may import from those beside it.
 
     Raises:
       RunError: whatever is wrong with it, with the line.
@@ -118,7 +119,7 @@ def _from_json(text: bytes, path: str) -> ConfigDict:
         fields = stored.get("config", stored)
         if not isinstance(fields, dict):
             raise ValueError(f"a JSON {type(fields).__name__} as its configuration")
-        return as_config(fields)
+        return as_config(_of_this_version(fields))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = (
             "what is nested too deeply"
@@ -137,14 +138,22 @@ def _from_packed(path: str, name: str) -> ConfigDict:
     except FileNotFoundError as error:
         raise RunError(f"expected an experiment file, got {path}: none; set --config") from error
     if not name:
-        return as_config(comparison | {"results": os.path.dirname(path)})
+        return as_config(_of_this_version(comparison | {"results": os.path.dirname(path)}))
     if name not in records:
         near = difflib.get_close_matches(name, records, n=1) or list(records)[:1]
         raise RunError(
             f"expected the name of one of {len(records)} records after {path}#, got {name!r}; "
             f"did you mean {', '.join(near)}?"
         )
-    return as_config(records[name]["config"])
+    return as_config(_of_this_version(records[name]["config"]))
+
+
+def _of_this_version(fields: dict[str, Any]) -> dict[str, Any]:
+    from adder_flax import models, tasks  # noqa: F401 - they register the settings of theirs
+
+    if "base" in fields:  # what it does not read, an arm may
+        return settings.filled(settings.CompareSettings, fields)
+    return settings.completed(settings.RunSettings, fields)
 
 
 def _read(path: str) -> bytes:

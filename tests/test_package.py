@@ -16,7 +16,7 @@ from tests.processes import ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # What the core's own requirements always bring.
-OF_THE_CORE = {"jaxlib": "jax", "ml_dtypes": "jax"}
+OF_THE_CORE = {"jaxlib": "jax", "ml_dtypes": "jax", "pydantic_core": "pydantic"}
 # Cannot be resolved beside an extra, and says so where it is imported: see pyproject.toml.
 BY_ITSELF = {"jax2onnx"}
 

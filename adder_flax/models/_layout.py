@@ -33,17 +33,13 @@ def per_block(value: Any, depth: int, name: str) -> list[Any]:
 def block_settings(settings: VitSettings) -> list[BlockSettings]:
     """Settings of each block: its own score with its options, its own rate of stochastic depth.
 
-    >>> from adder_flax.settings import AttentionSettings
-    >>> [
-    ...     block.attention.score
-    ...     for block in block_settings(VitSettings(depth=2, attention=AttentionSettings("adder")))
-    ... ]
+    >>> [block.score for block in block_settings(VitSettings(depth=2, score="adder"))]
     ['adder', 'adder']
     """
-    attention, depth = settings.attention, settings.depth
+    depth = settings.depth
     kinds = {name: per_block(getattr(settings, name), depth, name) for name in _LINEARS}
-    scores = per_block(attention.score, depth, "score")
-    options = per_block(attention.score_options, depth, "score_options")
+    scores = per_block(settings.score, depth, "score")
+    options = per_block(settings.score_options, depth, "score_options")
     shared = {
         field.name: getattr(settings, field.name) for field in dataclasses.fields(BlockSettings)
     }
@@ -51,7 +47,8 @@ def block_settings(settings: VitSettings) -> list[BlockSettings]:
         BlockSettings(
             **shared
             | {
-                "attention": dataclasses.replace(attention, score=score, score_options=option),
+                "score": score,
+                "score_options": option,
                 "drop_path_rate": rate,
                 **{name: kinds[name][index] for name in _LINEARS},
             }
@@ -174,10 +171,7 @@ def prefix_tokens(settings: VitSettings) -> int:
 def check_alike(blocks: Sequence[BlockSettings]) -> None:
     """Raises ValueError where blocks differ, which a loop over them cannot express."""
     if not are_alike(blocks):
-        given = [
-            (block.attention.score, block.attention.score_options, block.mlp_linear)
-            for block in blocks
-        ]
+        given = [(block.score, block.score_options, block.mlp_linear) for block in blocks]
         raise ValueError(
             f"scan_blocks expects blocks that are alike, got scores, options and layers {given}; "
             "give all blocks one score and one kind of layers, or pass scan_blocks=False."

@@ -2,15 +2,10 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Literal
 
-from adder_flax.settings._fields import following, section, setting, settle
-from adder_flax.settings._rules import Choice, Flag, Integer, Number, Or, Text
+from adder_flax.settings._declare import following, section, setting, settle
 
-# Far beyond use, and small enough that one step does not overflow float32.
-_RATE = Number(0, 1e6)
-_RATE_OR_OFF = Or({0: None}, Number(0, 1e6, "(]"))
-_DECAY = Number(0, 1, "[)")
-_STEPS = Integer(0, 2**31 - 1)
 _MOST_OF_ITSELF = 0.5
 # What suits each kind of step: docs/cg_fac.md has how the first two were found; the last is
 # kfac.Options'.
@@ -32,100 +27,106 @@ class CgFacSettings:
     learning_rate: float = following(
         "step",
         _RATES,
-        Number(0, 1e6, "(]"),
         "factor of the steps, which follow the schedule relative to its peak, or itself with rms",
         data=True,
+        gt=0,
+        le=1e6,
     )
-    layers: str = setting(
-        "matrices",
-        Choice("matrices", "all"),
-        "norms and embeddings are AdamW's then, or no layer is",
+    layers: Literal["matrices", "all"] = setting(
+        "matrices", "norms and embeddings are AdamW's then, or no layer is"
     )
-    curvature: str = setting(
-        "kron", Choice("kron", "exact", "token"), "which products stand for the Fisher matrix"
+    curvature: Literal["kron", "exact", "token"] = setting(
+        "kron", "which products stand for the Fisher matrix"
     )
-    fisher: str = setting(
-        "mc", Choice("mc", "empirical", "ggn", "enumerate"), "whose gradients it is made of"
+    fisher: Literal["mc", "empirical", "ggn", "enumerate"] = setting(
+        "mc", "whose gradients it is made of"
     )
-    token_sharing: str = setting(
-        "expand", Choice("expand", "reduce"), "how the tokens of an image share a layer"
+    token_sharing: Literal["expand", "reduce"] = setting(
+        "expand", "how the tokens of an image share a layer"
     )
-    solver: str = setting(
+    solver: Literal["cg", "inverse", "dual"] = setting(
         "cg",
-        Choice("cg", "inverse", "dual"),
         "of the linear systems: CG; the inverses that precondition it, alone, with step "
         "trust_ratio or rms; dual with exact curvature only",
     )
-    max_iterations: int = following("step", _ITERATIONS, Integer(1, 1000), "of CG in a step")
+    max_iterations: int = following("step", _ITERATIONS, "of CG in a step", ge=1, le=1000)
     curvature_interval: int = following(
-        "step", _INTERVALS, Integer(1, 2**31 - 1), "steps from one new curvature to the next"
+        "step", _INTERVALS, "steps from one new curvature to the next", ge=1, le=2**31 - 1
     )
     curvature_stride: int | None = setting(
         0,
-        Or({0: None}, Integer(1, 65536)),
         "one of so many examples gives curvature, in a pass of its own; 1: all, in the gradient's "
         "pass if each step renews it; 0: for 'kron' as kfac.curvature_stride says, one of several "
         "where tokens are many",
+        words={0: None},
+        ge=1,
+        le=65536,
     )
     preconditioner_interval: int = following(
-        "step", _INVERSES, _STEPS, "steps from one inverse to the next, 0 is off", unset=-1
+        "step",
+        _INVERSES,
+        "steps from one inverse to the next, 0 is off",
+        unset=-1,
+        ge=0,
+        le=2**31 - 1,
     )
-    product_dtype: str = setting(
+    product_dtype: Literal["float32", "bfloat16"] = setting(
         "float32",
-        Choice("float32", "bfloat16"),
         "of what makes up factors, of inverses and of what they multiply; sums are float32",
     )
     damping: float = following(
         "step",
         _DAMPINGS,
-        Number(0, 1e12, "(]"),
         "of the systems, as damping_scale says",
         data=True,
+        gt=0,
+        le=1e12,
     )
-    damping_scale: str = setting(
+    damping_scale: Literal["relative", "balanced", "absolute"] = setting(
         "relative",
-        Choice("relative", "balanced", "absolute"),
         "what damping multiplies: a layer's mean eigenvalue; the geometric mean of that and all "
         "layers'; nothing",
     )
     damping_interval: int = setting(
         0,
-        _STEPS,
         "steps between adaptations of the damping; 0 is off",
         only=("step", ("quadratic",)),
+        ge=0,
+        le=2**31 - 1,
     )
     factor_decay: float = setting(
-        0.95, _DECAY, "of the running means of the curvature, per new curvature", data=True
+        0.95, "of the running means of the curvature, per new curvature", data=True, ge=0, lt=1
     )
-    step: str = setting(
+    step: Literal["trust_ratio", "rms", "fixed", "quadratic"] = setting(
         "trust_ratio",
-        Choice(*_RATES),
         "each layer's step the share learning_rate of its weights; of the size of Muon's; "
         "momentum and kl_clip as they are; by the model, for large batches",
     )
     momentum: float = following(
         "step",
         _MOMENTA,
-        _DECAY,
         "of the steps, with rms of the gradients",
         unset=-1,
         data=True,
         only=("step", ("trust_ratio", "rms", "fixed")),
+        ge=0,
+        lt=1,
     )
     kl_clip: float | None = setting(
         3e-3,
-        _RATE_OR_OFF,
         "bound on the change of the output; docs/cg_fac.md has what others gave; 0 is off",
+        words={0: None},
         data=True,
         only=("step", ("fixed", "quadratic")),
+        gt=0,
+        le=1e6,
     )
-    kl_scope: str = setting(
+    kl_scope: Literal["layers", "network"] = setting(
         "network",
-        Choice("layers", "network"),
         "whether kl_clip bounds what layers change each by itself, or all together",
         only=("step", ("fixed",)),
     )
-    reject: bool = setting(False, Flag(), "refuse a step that raises the loss of its own batch")
+    reject: bool = setting(False, "refuse a step that raises the loss of its own batch")
 
     def __post_init__(self):
         settle(self)
@@ -166,60 +167,76 @@ class OptimizerSettings:
 
     name: str = setting(
         "adamw",
-        Text("the name of an optimizer"),
         "adamw, nadamw, schedule_free_adamw, lamb, muon, soap, kl_shampoo, sgd, lbfgs, cg_fac or a "
         "registered one",
+        expected="the name of an optimizer",
     )
-    learning_rate: float = setting(1e-3, _RATE, "peak of the schedule", data=True)
+    learning_rate: float = setting(1e-3, "peak of the schedule", data=True, ge=0, le=1e6)
     final_learning_rate: float = setting(
-        1e-5, _RATE, "end of the cosine, which comes one step after the last", data=True
+        1e-5,
+        "end of the cosine, which comes one step after the last",
+        data=True,
+        ge=0,
+        le=1e6,
     )
-    schedule: str = setting(
-        "cosine", Choice("cosine", "constant"), "from the peak to the end; constant: stays there"
+    schedule: Literal["cosine", "constant"] = setting(
+        "cosine", "from the peak to the end; constant: stays there"
     )
     warmup_epochs: float = setting(
         5.0,
-        Number(0, 1e6),
         "linear rise from 0, which the first step has, to the peak, epochs",
         data=True,
+        ge=0,
+        le=1e6,
     )
     layer_decay: float = setting(
         1.0,
-        Number(0, 1, "(]"),
         "the rate of each block of a transformer is the next one's times this, for fine-tuning; 1 "
         "is off",
+        gt=0,
+        le=1,
     )
     freeze: str = setting(
         "",
-        Text("names of parameters or modules with commas between them", longest=1000, empty=True),
         'what is not trained: "patch_embed,pos_embed,blocks.0"; empty: nothing',
+        expected="names of parameters or modules with commas between them",
+        max_length=1000,
     )
     weight_decay: float = setting(
-        0.05, Number(0, 1000), "decoupled, of multiplicative weights", data=True
+        0.05, "decoupled, of multiplicative weights", data=True, ge=0, le=1000
     )
-    decay_prototypes: bool = setting(False, Flag(), "whether it takes adder layers' weights, too")
-    b1: float = setting(0.9, _DECAY, "decay of Adam's mean of the gradients", data=True)
+    decay_prototypes: bool = setting(False, "whether it takes adder layers' weights, too")
+    b1: float = setting(0.9, "decay of Adam's mean of the gradients", data=True, ge=0, lt=1)
     b2: float = setting(
         0.999,
-        _DECAY,
         "decay of their squares' mean; the papers of soap and kl_shampoo take 0.95 and 0.98",
         data=True,
+        ge=0,
+        lt=1,
     )
-    eps: float = setting(1e-8, Number(1e-30, 1), "added to Adam's denominator", data=True)
-    momentum: float = setting(0.9, _DECAY, "of sgd and muon", data=True)
+    eps: float = setting(1e-8, "added to Adam's denominator", data=True, ge=1e-30, le=1)
+    momentum: float = setting(0.9, "of sgd and muon", data=True, ge=0, lt=1)
     basis_interval: int = setting(
-        10, Integer(1, 2**31 - 1), "steps between eigenbases of soap or kl_shampoo"
+        10, "steps between eigenbases of soap or kl_shampoo", ge=1, le=2**31 - 1
     )
     clip_norm: float | None = setting(
-        1.0, _RATE_OR_OFF, "largest norm of all gradients together; 0 is off", data=True
+        1.0,
+        "largest norm of all gradients together; 0 is off",
+        words={0: None},
+        data=True,
+        gt=0,
+        le=1e6,
     )
-    clip_scope: str = setting(
-        "all",
-        Choice("all", "each"),
-        "each: of every parameter's gradient by itself, so that large ones shrink no others",
+    clip_scope: Literal["all", "each"] = setting(
+        "all", "each: of every parameter's gradient by itself, so that large ones shrink no others"
     )
     adder_rate: float | None = setting(
-        0.0, _RATE_OR_OFF, "AdderNet's η, the rate of adder weights; 0 is off", data=True
+        0.0,
+        "AdderNet's η, the rate of adder weights; 0 is off",
+        words={0: None},
+        data=True,
+        gt=0,
+        le=1e6,
     )
     cg_fac: CgFacSettings = section(CgFacSettings, read_by="cg_fac")
 

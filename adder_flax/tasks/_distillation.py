@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from adder_flax.arrays import AnyArray
-from adder_flax.settings import Choice, ClassificationSettings, Number, Text, setting
+from adder_flax.settings import ClassificationSettings, setting
 from adder_flax.tasks._classification import Classification
 from adder_flax.tasks._task import Batch, Outcome, call_to_train, register_task
 
@@ -25,21 +26,17 @@ class DistillationSettings(ClassificationSettings):
     """Classification of images with a teacher."""
 
     name: str = setting(
-        "distillation", Text("the name of a task"), "the task, whose own fields follow"
+        "distillation", "the task, whose own fields follow", expected="the name of a task"
     )
-    teacher: str = setting(
-        "", Text(_EXPLAINED, longest=4096, empty=True), "whose answers are learned"
-    )
-    distillation: str = setting(
-        "hard",
-        Choice("hard", "soft"),
-        "the teacher's likeliest class as a label, or its probabilities",
+    teacher: str = setting("", "whose answers are learned", expected=_EXPLAINED, max_length=4096)
+    distillation: Literal["hard", "soft"] = setting(
+        "hard", "the teacher's likeliest class as a label, or its probabilities"
     )
     distillation_share: float = setting(
-        0.5, Number(0, 1), "of the teacher in the loss; labels have the rest", data=True
+        0.5, "of the teacher in the loss; labels have the rest", data=True, ge=0, le=1
     )
     distillation_temperature: float = setting(
-        3.0, Number(0.01, 1000), "divides both logits where probabilities are learned", data=True
+        3.0, "divides both logits where probabilities are learned", data=True, ge=0.01, le=1000
     )
 
     def faults(self, where: str) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """A trained transformer whose parts were replaced learns to do again what it did."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import optax
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from adder_flax import data, recorder
 from adder_flax.recorder import Record
-from adder_flax.settings import Choice, Number, Text, setting
+from adder_flax.settings import setting
 from adder_flax.tasks._classification import Classification
 from adder_flax.tasks._distillation import (
     Distillation,
@@ -22,7 +22,6 @@ from adder_flax.tasks._distillation import (
 from adder_flax.tasks._swap import divergence, swap
 from adder_flax.tasks._task import Batch, Outcome, register_task
 
-_WEIGHT = Number(0, 1e6)
 _FITTED_ON = 64
 _WANTED = {"attention": ["weights"], "block": ["output"]}
 
@@ -34,26 +33,32 @@ class HealingSettings(DistillationSettings):
     When its distances change is said by the model.
     """
 
-    name: str = setting("healing", Text("the name of a task"), "the task, whose own fields follow")
-    begin: str = setting(
-        "teacher",
-        Choice("teacher", "random"),
-        "from the teacher with its parts swapped, or at random, as a control",
+    name: str = setting(
+        "healing", "the task, whose own fields follow", expected="the name of a task"
+    )
+    begin: Literal["teacher", "random"] = setting(
+        "teacher", "from the teacher with its parts swapped, or at random, as a control"
     )
     map_weight: float = setting(
-        1.0, _WEIGHT, "of the divergence of each block's maps from the teacher's", data=True
+        1.0,
+        "of the divergence of each block's maps from the teacher's",
+        data=True,
+        ge=0,
+        le=1e6,
     )
     output_weight: float = setting(
         1.0,
-        _WEIGHT,
         "of the square of what each block's output lacks, over the variance of the teacher's",
         data=True,
+        ge=0,
+        le=1e6,
     )
     layers_until: float = setting(
         0.5,
-        Number(0, 1),
         "share of the training until which these two are learned; logits are to the end",
         data=True,
+        ge=0,
+        le=1,
     )
 
 

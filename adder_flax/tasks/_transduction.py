@@ -16,7 +16,7 @@ from adder_flax.arrays import AnyArray
 from adder_flax.data._sequences import END, PAD
 from adder_flax.models import Example, beam_search
 from adder_flax.registry import load
-from adder_flax.settings import Integer, Number, Text, setting
+from adder_flax.settings import setting
 from adder_flax.tasks._edit_distance import edit_distance, length_to
 from adder_flax.tasks._task import Batch, Best, Outcome, Task, call_to_train, register_task
 
@@ -28,13 +28,13 @@ class TransductionSettings:
     """Turning sequences into others."""
 
     name: str = setting(
-        "transduction", Text("the name of a task"), "the task, whose own fields follow"
+        "transduction", "the task, whose own fields follow", expected="the name of a task"
     )
     label_smoothing: float = setting(
-        0.0, Number(0, 1, "[)"), "share of the targets that all symbols get", data=True
+        0.0, "share of the targets that all symbols get", data=True, ge=0, lt=1
     )
     num_beams: int = setting(
-        1, Integer(1, 1024), "kept while the model writes; 1 takes the likeliest symbol each time"
+        1, "kept while the model writes; 1 takes the likeliest symbol each time", ge=1, le=1024
     )
 
 

@@ -26,7 +26,6 @@ from adder_flax.models import MODELS, register_model
 from adder_flax.settings import (
     MODEL_SETTINGS,
     ClassificationSettings,
-    Text,
     defaults,
     setting,
 )
@@ -321,7 +320,7 @@ def test_streams_of_a_model_follow_from_seed_and_step(images):
 class NetSettings:
     """The settings of `Net`."""
 
-    name: str = setting("field_net", Text("a name"), "the model")
+    name: str = setting("field_net", "the model")
 
 
 @pytest.fixture

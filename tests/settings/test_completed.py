@@ -98,10 +98,8 @@ def test_a_section_is_completed_by_the_class_of_its_name():
 def test_joined_classes_settle_what_follows():
     @dataclasses.dataclass(frozen=True)
     class Pool:
-        kind: str = settings.setting("max", settings.Choice("max", "mean"), "of the tokens")
-        size: int = settings.following(
-            "kind", {"max": 2, "mean": 4}, settings.Integer(1, 9), "of a pool"
-        )
+        kind: str = settings.setting("max", "of the tokens")
+        size: int = settings.following("kind", {"max": 2, "mean": 4}, "of a pool", ge=1, le=9)
 
     joined = settings.join("example", Pool)
     assert (joined().size, joined(kind="mean").size, joined(size=3).size) == (2, 4, 3)
