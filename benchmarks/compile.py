@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "activations, gradients",
         "one device",
     )
-    titles += ("collectives of a step", "multiplications, additions", "compiled in")
+    titles += ("multiplications, additions", "compiled in")
     print(
         f"batch {options.batch_size} in {options.accumulation_steps} parts, {options.dtype}, fsdp "
         f"{options.fsdp}\n\n"
@@ -80,18 +80,14 @@ def row(
     step = training.estimate(run)
     counted = training.step_operations(run)
     working = step.memory["activations, gradients"]
-    traffic = "; ".join(
-        f"{t.count} {kind}, {_gib(t.bytes)}" for kind, t in step.collectives.items()
-    )
     experiment = "deit" if mechanism == "multiplicative" else f"{mechanism}_deit"
-    refused = not (step.fits or step.collectives)
+    refused = "program" not in step.memory
     cells = (
         f"`{experiment}_{size}.py:imagenet2012`" + (" + CG-FAC" if optimizer == "cg_fac" else ""),
         f"`{topology}`",
         _gib(step.total - working),
         _gib(working),
         f"{_gib(step.total)}: {'fits' if step.fits else 'does not fit'}",
-        traffic or "–",
         f"{counted.multiplications:.2e}, {counted.additions:.2e}".replace("e+", "e"),
         f"{'refused after ' if refused else ''}{step.compile_seconds:.0f} s",
     )

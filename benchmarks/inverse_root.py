@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from adder_flax.ops import _nvrtc
-from adder_flax.training import gpu_topology
+from adder_flax.training import topology
 from benchmarks.sass import GPU_NAMES, assemble
 from benchmarks.timing import busy_seconds, gpu_events
 from kfac import _inverses
@@ -43,7 +43,7 @@ def first_line(source: str) -> str:
 def print_costs() -> None:
     """Prints what the kernel costs on GPUs that need not be here."""
     for gpu in GPU_NAMES:
-        architecture = gpu_topology.GPUS[gpu].architecture()
+        architecture = topology.GPUS[gpu].architecture
         says = assemble(_inverses.PTX.read_text(), architecture).assembler_says
         numbers = [int(n) for n in re.findall(r"(\d+) (?:registers|bytes (?:spill|smem))", says)]
         print(f"{gpu}: stores and loads spilled, registers, shared bytes: {numbers}")

@@ -32,7 +32,7 @@ from adder_flax.extras import missing, wheel_folders
 from adder_flax.ops import _nvrtc
 from adder_flax.ops._cuda import CudaBackend, Kernel
 from adder_flax.ops._rules import GradientRule
-from adder_flax.training import gpu_topology
+from adder_flax.training import topology
 
 GPU_NAMES = ("a100", "h100", "b200")
 
@@ -195,19 +195,19 @@ def certify(name: str, gpu: str) -> list[Row]:
 
     Args:
       name: of `CASES`.
-      gpu: of `gpu_topology.GPUS`.
+      gpu: of `topology.GPUS`.
 
     Raises:
       MissingExtraError: the assembler is not installed.
       OSError: the compiler is not installed.
     """
-    case, target = CASES[name], gpu_topology.GPUS[gpu]
+    case, target = CASES[name], topology.GPUS[gpu]
     kernels = kernels_of(case)
     names = [name] if len(kernels) == 1 else [f"{name} {n + 1}" for n in range(len(kernels))]
     return [
         row(
             *(label, gpu, case, kernel),
-            assemble(_nvrtc.compile_to_ptx(kernel.source), target.architecture()),
+            assemble(_nvrtc.compile_to_ptx(kernel.source), target.architecture),
         )
         for label, kernel in zip(names, kernels, strict=True)
     ]
@@ -347,7 +347,7 @@ def _kind(name: str) -> str:
 def row(name: str, gpu: str, case: Case, kernel: Kernel, assembled: Assembled) -> Row:
     """Returns the certificate of a kernel from its machine code."""
     target, (body, around) = (
-        gpu_topology.GPUS[gpu],
+        topology.GPUS[gpu],
         hot_loop(assembled.machine_code, case.marker),
     )
     turns = max(kernel.stage // TERMS_OF_A_TURN, 1)
@@ -375,9 +375,7 @@ def row(name: str, gpu: str, case: Case, kernel: Kernel, assembled: Assembled) -
     )
 
 
-def _blocks_per_core(
-    target: gpu_topology.Gpu, registers: int, threads: int, shared_bytes: int
-) -> int:
+def _blocks_per_core(target: topology.Gpu, registers: int, threads: int, shared_bytes: int) -> int:
     """Returns how many blocks fit on a core: registers are given to warps in units of 256, of
     65,536; 64 warps fit; of shared memory each block takes 1 KiB more than it asks for."""
     warps = min(65536 // (-(-registers * 32 // 256) * 256), 64)
@@ -385,9 +383,7 @@ def _blocks_per_core(
     return min(warps // -(-threads // 32), 32, by_memory)
 
 
-def _share(
-    case: Case, target: gpu_topology.Gpu, body: list[tuple[str, str]], terms: float
-) -> float:
+def _share(case: Case, target: topology.Gpu, body: list[tuple[str, str]], terms: float) -> float:
     """Returns what part of the loop's time its necessary arithmetic takes, for one of the four
     schedulers of a core."""
     lane_cycles = 32 * 4 / target.lanes_per_core  # of a warp's instruction on the float32 lanes

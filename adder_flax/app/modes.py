@@ -237,12 +237,6 @@ def _estimate_text(run: training.Run, estimated: training.Estimate) -> str:
         f"  {'total':24}{_gib(estimated.total):>12}{capacity}: "
         f"{'fits' if estimated.fits else 'does not fit'}",
     ]
-    if estimated.collectives:
-        lines.append("collectives of one step, and what each device gets by them")
-        lines += [
-            f"  {kind:24}{t.count:>8} {_gib(t.bytes):>12}"
-            for kind, t in estimated.collectives.items()
-        ]
     lines.append(
         f"operations   {counted.multiplications:.3e} multiplications, {counted.additions:.3e} "
         "additions a step, on all devices together"

@@ -209,7 +209,11 @@ def vary_alike(*operands: AnyArray) -> list[AnyArray]:
     have to keep to them. The transpose of what happens here sums the gradient of an operand that
     all devices share.
     """
-    varying = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in operands))
+    varying = frozenset()
+    for a in operands:
+        varying |= jax.typeof(a).manual_axis_type.varying
+    if not varying:
+        return list(operands)
     missing = [tuple(varying - jax.typeof(a).manual_axis_type.varying) for a in operands]
     return [
         jax.lax.pcast(a, axes, to="varying") if axes else a

@@ -117,7 +117,8 @@ def formula(equation: JaxprEqn) -> ClosedJaxpr | None:
     method, options = equation.params["method"], dict(equation.params["options"])
     avals: list[Any] = [variable.aval for variable in equation.invars]
     function = _on_leading_axes(
-        _function(get_backend("reference"), method, options), _own_axes(method, options)[0]
+        _function(get_backend("reference"), method, options),
+        _own_axes(method, options.get("axes", ""))[0],
     )
     return jax.make_jaxpr(function)(
         *[jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
@@ -129,9 +130,15 @@ def formula(equation: JaxprEqn) -> ClosedJaxpr | None:
 # -------------------------------------------------------------------------------------------------
 
 
-def _own_axes(method: str, options: dict) -> list[list[str]]:
-    """Returns the axes of the operands and of the results of a function, without leading ones."""
-    sides = _FORMULAS[method].replace("w", options.get("axes", "")).split("->")
+@functools.cache
+def _own_axes(method: str, axes: str = "") -> list[list[str]]:
+    """Returns the axes of the operands and of the results of a function, without leading ones.
+
+    Args:
+      method: the function's name.
+      axes: those of `w`.
+    """
+    sides = _FORMULAS[method].replace("w", axes).split("->")
     return [side.split(",") for side in sides]
 
 
@@ -139,24 +146,19 @@ def _leading(operands: Sequence, axes: Sequence[str]) -> list[tuple[int, ...]]:
     return [a.shape[: a.ndim - len(own)] for a, own in zip(operands, axes, strict=True)]
 
 
-def _broadcast_leading(operands: Sequence, axes: Sequence[str]) -> tuple[int, ...]:
-    return jnp.broadcast_shapes(*_leading(operands, axes))
-
-
 def _abstract_eval(*operands, backend, method, options, mesh):
-    operand_axes, result_axes = _own_axes(method, dict(options))
-    batch = _broadcast_leading(operands, operand_axes)
-    lengths = {
-        name: length
-        for a, axes in zip(operands, operand_axes, strict=True)
-        for name, length in zip(axes, a.shape[a.ndim - len(axes) :], strict=True)
-    }
-    dtype = accumulation_dtype(jnp.result_type(*operands))
-    results = []
+    operand_axes, result_axes = _own_axes(method, dict(options).get("axes", ""))
+    leading, lengths, alike = [], {}, {}
+    for a, axes in zip(operands, operand_axes, strict=True):
+        num_leading = a.ndim - len(axes)
+        leading.append(a.shape[:num_leading])
+        lengths.update(zip(axes, a.shape[num_leading:], strict=True))
+        alike.setdefault(a.ndim, a)
+    batch = jnp.broadcast_shapes(*leading)
+    dtype, results = accumulation_dtype(jnp.result_type(*operands)), []
     for axes in result_axes:
-        shape = (*batch, *[lengths[name] for name in axes])
-        alike = next(a for a in operands if a.ndim == len(shape))
-        results.append(alike.update(shape=shape, dtype=dtype, weak_type=False))
+        shape = (*batch, *map(lengths.__getitem__, axes))
+        results.append(alike[len(shape)].update(shape=shape, dtype=dtype, weak_type=False))
     return results
 
 
@@ -206,12 +208,12 @@ def _split(backend: Backend, method: str, options: dict, operands: Sequence, how
     """Returns a function of a backend, on operands of these shapes, split by a rule or over the
     mesh.
     """
-    operand_axes, result_axes = _own_axes(method, options)
+    operand_axes, result_axes = _own_axes(method, options.get("axes", ""))
     function = _on_leading_axes(_function(backend, method, options), operand_axes)
     if how == "compiler":
         return function
     leading = _leading(operands, operand_axes)
-    batch = _broadcast_leading(operands, operand_axes)
+    batch = jnp.broadcast_shapes(*leading)
     # Leading axes of length one that others do not have are left away where the function
     # is split.
     lacking = [
@@ -367,7 +369,7 @@ def _second_order_tangents(operands, tangents, method, options):
     """The derivative of a pushforward or pullback, by its blocked formula, with respect to the
     other operands.
     """
-    linear, axes = _linear_operands(method), _own_axes(method, options)[0]
+    linear, axes = _linear_operands(method), _own_axes(method, options.get("axes", ""))[0]
     function = _on_leading_axes(_function(get_backend("xla"), method, options), axes)
     others = [i for i in range(len(operands)) if i not in linear]
 
@@ -415,9 +417,11 @@ ad.primitive_transposes[_pairs] = _transpose
 
 def _sum_to(gradient, aval):
     """Sums over the axes along which an operand was repeated."""
+    if gradient.shape == aval.shape:
+        return gradient.astype(aval.dtype)
     repeated = tuple(
         i
         for i, (length, own) in enumerate(zip(gradient.shape, aval.shape, strict=True))
         if own == 1 and length != 1
     )
-    return (gradient.sum(repeated, keepdims=True) if repeated else gradient).astype(aval.dtype)
+    return gradient.sum(repeated, keepdims=True).astype(aval.dtype)

@@ -1,21 +1,20 @@
-"""What a run will take, known before it starts.
-
-Its very training step is compiled for a topology and not run.
-"""
+"""What a run will take, known before it starts: its step is compiled for a topology and not run."""
 
 import dataclasses
 import math
 import re
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import jax
 
 from adder_flax import ops
-from adder_flax.training import gpu_topology, hlo, sharding
+from adder_flax.counting.operations import Operations, count_operations
+from adder_flax.training import sharding
 from adder_flax.training.setup import Run, abstract_batch, trace
-from adder_flax.training.topology import GIB, memory_bytes
+from adder_flax.training.topology import GIB, compiler_options, memory_bytes
 
 _STATE_NAMES = {
     "params": "parameters",
@@ -33,7 +32,7 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Memory of one device and traffic between devices, for one training step.
+    """Memory of one device for one training step.
 
     Attributes:
       device_kind, num_devices: of the topology.
@@ -42,7 +41,6 @@ class Estimate:
         That for TPUs packs only as tightly as it must; where it laid out more than there is, and
         accepted it, this is the peak of what is alive.
       capacity: bytes that programs can use on one device; None where it is not known.
-      collectives: by kind, from the compiled program; empty where it does not fit.
       compile_seconds: time that the compiler took.
       fits: whether there is room for everything.
     """
@@ -51,7 +49,6 @@ class Estimate:
     num_devices: int
     memory: Mapping[str, int]
     capacity: int | None
-    collectives: Mapping[str, hlo.Traffic]
     compile_seconds: float
     fits: bool
 
@@ -68,39 +65,27 @@ def estimate(run: Run) -> Estimate:
       run: from ``build_run(config, devices=topology_devices(…))``.
     """
     device = run.mesh.devices.flat[0]
-    state = {
+    memory = {
         label: sum(map(_bytes_per_device, jax.tree.leaves(run.abstract_state[name])))
         for name, label in _STATE_NAMES.items()
         if name in run.abstract_state
     }
-    state["batch"] = sum(map(_bytes_per_device, abstract_batch(run).values()))
-    start, capacity = time.perf_counter(), memory_bytes(device)
+    memory["batch"] = sum(map(_bytes_per_device, abstract_batch(run).values()))
+    resident, capacity = sum(memory.values()), memory_bytes(device)
+    start, accepted = time.perf_counter(), True
     try:
-        compiled = lower(run).compile(compiler_options=gpu_topology.compiler_options(device))
+        with ops.use_backend_for(device.platform), jax.set_mesh(run.mesh):
+            compiled = trace(run).lower().compile(compiler_options=compiler_options(device))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        beside, traffic, found_room = (
-            {"activations, gradients": _excess(str(error), sum(state.values()))},
-            {},
-            False,
-        )
+        memory["activations, gradients"], accepted = _excess(str(error), resident), False
     else:
         checked = capacity if device.platform == "tpu" else None
-        beside = _working_memory(compiled.memory_analysis(), sum(state.values()), checked)
-        traffic = hlo.collectives(compiled.as_text() or "")
-        found_room = capacity is None or sum(state.values()) + sum(beside.values()) <= capacity
+        memory |= _working_memory(compiled.memory_analysis(), resident, checked)
     seconds = time.perf_counter() - start
-    memory = state | beside
-    return Estimate(
-        device.device_kind, run.mesh.size, memory, capacity, traffic, seconds, found_room
-    )
-
-
-def lower(run: Run) -> jax.stages.Lowered:
-    """Returns the training step of a run, traced and lowered for its mesh."""
-    with ops.use_backend_for(run.mesh.devices.flat[0].platform), jax.set_mesh(run.mesh):
-        return trace(run).lower()
+    fits = accepted and (capacity is None or sum(memory.values()) <= capacity)
+    return Estimate(device.device_kind, run.mesh.size, memory, capacity, seconds, fits)
 
 
 def _bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:
@@ -110,71 +95,93 @@ def _bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:
 def _working_memory(analysis: Any, resident: int, checked: int | None) -> dict[str, int]:
     """Returns what an accepted program needs beside its state.
 
-    ``checked`` is the room that the compiler looked at.
+    Args:
+      analysis: of the compiler.
+      resident: bytes of state and batch.
+      checked: the room that the compiler looked at, if it did.
     """
-    # Donated buffers count as arguments and as results; state and batch are told apart
-    # above.
-    beside = (
-        analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes
-        - resident
-    )
-    working, program = (
-        analysis.temp_size_in_bytes + max(beside, 0),
-        analysis.generated_code_size_in_bytes,
-    )
+    # Donated buffers count as arguments and as results.
+    given = analysis.argument_size_in_bytes - analysis.alias_size_in_bytes
+    beside = max(given + analysis.output_size_in_bytes - resident, 0)
+    working, program = analysis.temp_size_in_bytes + beside, analysis.generated_code_size_in_bytes
     if checked is not None and resident + working + program > checked:
         working = analysis.peak_memory_in_bytes - resident
     return {"activations, gradients": working, "program": program}
 
 
 def _excess(message: str, resident: int) -> int:
-    """Reads from XLA's complaint how much a program needs beside what it is given.
-
-    0 where it does not say.
-    """
+    """Returns what XLA complains of beside what a program is given; 0 where it does not say."""
     required = _REQUIRED.search(message)
     return max(round(float(required[1]) * _UNITS[required[2]]) - resident, 0) if required else 0
 
 
 def advise(run: Run, estimated: Estimate) -> list[str]:
-    """Returns what would make a run smaller, what helps most first.
-
-    Args:
-      run: the run.
-      estimated: its estimate.
-    """
+    """Returns what would make a run smaller than estimated, what helps most first."""
     config, memory = run.config, estimated.memory
     state = sum(size for kind, size in memory.items() if kind in _STATE_NAMES.values())
-    sharded = run.mesh.shape["fsdp"] * run.mesh.shape["tensor"]
     for_state, for_activations = [], []
-    if sharded < estimated.num_devices:
-        saved = (
-            (state + memory[_STATE_NAMES["params"]]) * (1 - sharded / estimated.num_devices) / GIB
-        )
+    split = run.mesh.shape["fsdp"] * run.mesh.shape["tensor"] / estimated.num_devices
+    if split < 1:
+        saved = (state + memory[_STATE_NAMES["params"]]) * (1 - split) / GIB
         for_state.append(
             "--config.mesh.data=1 --config.mesh.fsdp=-1: parameters, gradients and optimizer state "
             f"split over all {estimated.num_devices} devices, {saved:.2f} GiB less"
         )
-    per_device = (
-        config.batch_size // sharding.num_batch_shards(run.mesh) // config.accumulation_steps
-    )
     if not getattr(run.settings.model, "remat", True):
         for_activations.append(
             "--config.model.remat=True: activations computed again in the backward pass, a third "
             "more time"
         )
+    at_once = config.batch_size // config.accumulation_steps
+    per_device = at_once // sharding.num_batch_shards(run.mesh)
     if per_device > 1:
-        more = config.accumulation_steps * next(
-            n for n in range(2, per_device + 1) if per_device % n == 0
-        )
+        parts = next(n for n in range(2, per_device + 1) if per_device % n == 0)
         for_activations.append(
-            f"--config.accumulation_steps={more}: {config.batch_size // more} {run.task.unit} at a "
-            f"time instead of {config.batch_size // config.accumulation_steps}, the same result"
+            f"--config.accumulation_steps={parts * config.accumulation_steps}: {at_once // parts} "
+            f"{run.task.unit} at a time instead of {at_once}, the same result"
         )
     if getattr(run.settings.model, "dtype", "") == "float32":
         for_activations.append("--config.model.dtype=bfloat16: activations half as large")
-    first = for_state if state > estimated.total / 2 else for_activations
-    second = for_activations if first is for_state else for_state
-    return [*first, *second]
+    if state > estimated.total / 2:
+        return for_state + for_activations
+    return for_activations + for_state
+
+
+def step_operations(run: Run) -> Operations:
+    """Returns the operations of a training step, as a mean over the run; nothing is computed.
+
+    Of a model that changes along the training, with a method ``stages()``, each stage counts for
+    its length: in the program of the step it is a conditional, which alone would count as its
+    dearest branch.
+    """
+    whole = count_operations(
+        run.train_step, run.abstract_state, abstract_batch(run), run.abstract_hyper
+    )
+    model = run.model(run.abstract_state["params"])
+    stages = getattr(model, "stages", list)()
+    if not stages:
+        return whole
+    counts: dict[tuple[str, str], float] = dict(whole.counts)
+    parts: list[tuple[float, float | None]] = [(-1.0, None)]
+    ends = sorted({0.0, *stages, 1.0})
+    parts += [(end - start, (start + end) / 2) for start, end in pairwise(ends)]
+    for weight, progress in parts:
+        for what, number in _differentiated(run, progress).items():
+            counts[what] = counts.get(what, 0.0) + weight * number
+    mean = {what: round(number) for what, number in counts.items()}
+    return Operations(mean, uncounted=whole.uncounted)
+
+
+def _differentiated(run: Run, progress: float | None) -> Mapping[tuple[str, str], int]:
+    """Counts loss and gradient once a share of the steps is done, or with that share traced."""
+
+    def loss_and_gradient(step, params, *args):
+        step = step if progress is None else progress * run.num_steps
+        loss = run.program.parts({**run.numbers, "step": step}).loss
+        return jax.value_and_grad(lambda params: loss(params, *args).loss)(params)
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    examples = jax.eval_shape(run.program.parts(run.numbers).examples, key, abstract_batch(run))
+    step, params = jax.ShapeDtypeStruct((), "int32"), run.abstract_state["params"]
+    args = examples, key, run.abstract_state.get("model_state", {})
+    return count_operations(loss_and_gradient, step, params, *args).counts

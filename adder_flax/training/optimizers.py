@@ -1,12 +1,13 @@
 """Optimizers by name.
 
 AdamW, NAdamW, schedule-free AdamW, LAMB, Muon, SOAP, KL-Shampoo, SGD and CG-FAC with warm-up,
-cosine decay, clipping, decoupled weight decay and AdderNet's rate; L-BFGS; and what
+cosine decay, clipping, decoupled weight decay, rates of parts and AdderNet's rate; L-BFGS; and what
 `register_optimizer` adds.
 """
 
 import functools
 import operator
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,17 +15,63 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 import kfac
 from adder_flax.errors import RunError
 from adder_flax.parameters import Facts
 from adder_flax.registry import Registry
 from adder_flax.settings import OptimizerSettings, is_on
-from adder_flax.training.adam import scale_by_adam
 from adder_flax.training.curvature import CurvatureOptimizer
 from adder_flax.training.sharding import tree_path
 from adder_flax.training.whitening import scale_by_kl_shampoo, scale_by_soap
+
+
+class AdamState(optax.ScaleByAdamState):
+    """Moments that are as they were where a step was not sound."""
+
+
+def scale_by_adam(
+    b1: float | Array, b2: float | Array, eps: float | Array, *, nesterov: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.scale_by_adam` for a training step that may have to be taken back.
+
+    To choose between old and new moments afterwards would have XLA copy them all at every step of a
+    CPU: parameters' updates compute new moments of their own from the old ones, which then cannot
+    be written over. Here the decays are 1 where a step does not count, and its gradient 0.
+
+    Args:
+      b1, b2, eps, nesterov: as optax has them.
+
+    Returns:
+      A transformation whose ``update`` also takes ``sound=``, whether the step counts; by default
+      it does. Where it does not, the state stays as it was, and updates mean nothing.
+
+    >>> adam = scale_by_adam(0.9, 0.999, 1e-8)
+    >>> grads = {"w": jnp.array([3.0, -0.5])}
+    >>> updates, state = adam.update(grads, adam.init(grads))
+    >>> updates["w"].round(3).tolist(), int(state.count)
+    ([1.0, -1.0], 1)
+    """
+
+    def init(params: Any) -> AdamState:
+        return AdamState(*optax.scale_by_adam().init(params))
+
+    def update(
+        grads: Any,
+        state: AdamState,
+        params: Any = None,
+        *,
+        sound: Bool[Array, ""] | bool = True,
+        **_: Any,
+    ) -> tuple[Any, AdamState]:
+        keep1, keep2 = jnp.where(sound, b1, 1.0), jnp.where(sound, b2, 1.0)
+        adam = optax.scale_by_adam(keep1, keep2, eps, nesterov=nesterov)
+        grads = optax.tree.where(sound, grads, optax.tree.zeros_like(grads))
+        updates, new = adam.update(grads, state)
+        return updates, AdamState(jnp.where(sound, new.count, state.count), new.mu, new.nu)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def scale_by_adder_rate(eta: float) -> optax.GradientTransformation:
@@ -361,3 +408,88 @@ def learning_rate(
     progress = jnp.clip((step - warmup_steps) / (num_steps - warmup_steps), 0, 1)
     falling = end + (peak - end) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
     return jnp.where(step < warmup_steps, rising, falling)
+
+
+_FIRST = ("patch_embed", "cls_token", "dist_token", "pos_embed")
+
+
+def rate_factors(params: Any, settings: OptimizerSettings) -> Any:
+    """Returns what the rate of each parameter is multiplied by, 0 where it is frozen.
+
+    With ``layer_decay`` d and n blocks that of the head is 1, of block i (from 0) d^(n - i), of the
+    norm behind them that of the last, of the embeddings d^(n + 1): the rule of BEiT (Bao et al.,
+    2022, https://arxiv.org/abs/2106.08254), as timm's `param_groups_layer_decay` has it.
+
+    Args:
+      params: a tree with a leaf for each parameter.
+      settings: ``layer_decay`` and ``freeze``.
+
+    Raises:
+      RunError: ``freeze`` names what is not there, or no block is.
+
+    >>> params = {"blocks": {"0": 1, "1": 1}, "head": 1, "patch_embed": 1}
+    >>> rate_factors(params, OptimizerSettings(layer_decay=0.5, freeze="blocks.1"))
+    {'blocks': {'0': 0.25, '1': 0.0}, 'head': 1.0, 'patch_embed': 0.125}
+    """
+    paths = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    numbers = [int(found[1]) for path in paths if (found := re.match(r"blocks\.(\d+)", path))]
+    if settings.layer_decay != 1 and not numbers:
+        raise RunError(
+            "expected a model with blocks for config.optimizer.layer_decay, got "
+            f"{', '.join(paths[:3])} and more; set it to 1.0"
+        )
+    frozen = [name.strip() for name in settings.freeze.split(",") if name.strip()]
+    for name in frozen:
+        if not any(_is_in(path, name) for path in paths):
+            raise RunError(
+                f"expected config.optimizer.freeze to name parameters, got {name}, which is none "
+                f"of {', '.join(dict.fromkeys(path.split('.')[0] for path in paths))} and what is "
+                "in them; correct it"
+            )
+    last = max(numbers, default=0) + 2
+
+    def factor(path: Any, _: Any) -> float:
+        name = _name(path)
+        if any(_is_in(name, other) for other in frozen):
+            return 0.0
+        block = re.match(r"blocks\.(\d+)", name)
+        if block:
+            layer = int(block[1]) + 1
+        else:
+            layer = 0 if name.startswith(_FIRST) else last - _is_in(name, "norm")
+        return float(settings.layer_decay) ** (last - layer)
+
+    return jax.tree_util.tree_map_with_path(factor, params)
+
+
+def with_rate_factors(optimizer: Any, params: Any, settings: OptimizerSettings) -> Any:
+    """Returns an optimizer whose steps are multiplied by `rate_factors`.
+
+    Frozen parameters have no gradient either: they do not count in the norm that is clipped.
+
+    Args:
+      optimizer: with ``init`` and ``update``, a named tuple.
+      params, settings: of `rate_factors`.
+    """
+    if settings.layer_decay == 1 and not settings.freeze:
+        return optimizer
+    factors = rate_factors(params, settings)
+
+    def update(gradients: Any, state: Any, params: Any = None, **more: Any) -> tuple[Any, Any]:
+        gradients = jax.tree.map(
+            lambda gradient, factor: gradient if factor else jnp.zeros_like(gradient),
+            gradients,
+            factors,
+        )
+        updates, state = optimizer.update(gradients, state, params, **more)
+        return jax.tree.map(lambda step, factor: step * factor, updates, factors), state
+
+    return optimizer._replace(update=update)
+
+
+def _name(path: Any) -> str:
+    return tree_path(path).replace("/", ".")
+
+
+def _is_in(path: str, name: str) -> bool:
+    return path == name or path.startswith(f"{name}.")

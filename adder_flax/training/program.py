@@ -25,7 +25,6 @@ from adder_flax.training import optimizers, sharding
 from adder_flax.training.attention_diagnostics import make_attention_diagnostics
 from adder_flax.training.curvature import CurvatureOptimizer, find_layers
 from adder_flax.training.initialization import built_from
-from adder_flax.training.layerwise import with_rate_factors
 from adder_flax.training.skeleton import Skeleton, take_apart
 from adder_flax.training.step import (
     Hyper,
@@ -230,7 +229,9 @@ class Program:
                 put_numbers(self.shape.model_settings, numbers["model"]),
                 _progress(numbers),
             ),
-            optimizer=with_rate_factors(self.shape.make_optimizer(spec), self.facts, settings),
+            optimizer=optimizers.with_rate_factors(
+                self.shape.make_optimizer(spec), self.facts, settings
+            ),
             learning_rate=learning_rate,
             likelihood=task.likelihood,
             ema_decay=numbers.get("ema_decay", 0.0),

@@ -13,7 +13,7 @@ import pytest
 from adder_flax.ops._cuda import CudaBackend
 from adder_flax.ops._pallas_tpu import PallasTpuBackend
 from adder_flax.ops._rules import GradientRule
-from adder_flax.training import gpu_topology
+from adder_flax.training.topology import compiler_folder
 from tests.processes import ROOT, simulated_devices
 
 BATCH, ROWS, COLUMNS, WIDTH = 2, 17, 37, 9
@@ -128,9 +128,7 @@ def test_compiled_ahead_of_time_for_tpus_each_device_has_its_own_rows(topology):
 
 
 @needs_nvrtc
-@pytest.mark.skipif(
-    gpu_topology.compiler_folder() is None, reason='needs pip install ".[gpu-compile]"'
-)
+@pytest.mark.skipif(compiler_folder() is None, reason='needs pip install ".[gpu-compile]"')
 @pytest.mark.parametrize("topology", ["h100:2x2", pytest.param("a100:4", marks=pytest.mark.slow)])
 def test_compiled_ahead_of_time_for_gpus_each_device_has_its_own_rows(topology):
     _compile_ahead_of_time(topology, "cuda", "__gpu$xla.gpu.ptx")

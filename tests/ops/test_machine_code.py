@@ -4,11 +4,11 @@ GPU."""
 import pytest
 
 from adder_flax.ops._cuda import CudaBackend
-from adder_flax.training import gpu_topology
+from adder_flax.training.topology import compiler_folder
 from benchmarks import sass
 
 pytestmark = pytest.mark.skipif(
-    gpu_topology.compiler_folder() is None or CudaBackend().why_unavailable() is not None,
+    compiler_folder() is None or CudaBackend().why_unavailable() is not None,
     reason='needs pip install ".[gpu-compile]"',
 )
 

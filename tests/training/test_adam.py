@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from adder_flax.training import build_run
-from adder_flax.training.adam import scale_by_adam
+from adder_flax.training.optimizers import scale_by_adam
 from adder_flax.training.sharding import put_batch
 
 
