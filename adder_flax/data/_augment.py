@@ -88,14 +88,7 @@ def augment(
         images = hue_jitter(jax.random.fold_in(key, 8), images, settings.hue)
     images = normalize(images, mean, std)
     if is_on(settings.erase_probability):
-        images = random_erase(
-            erase_key,
-            images,
-            settings.erase_probability,
-            settings.erase_scale,
-            settings.erase_ratio,
-            settings.erase_value,
-        )
+        images = random_erase(erase_key, images, settings.erase_probability)
     targets = smooth_one_hot(labels, num_classes, settings.label_smoothing)
     if is_on(settings.mixup_alpha) or is_on(settings.cutmix_alpha):
         images, targets = mix(mix_key, images, targets, settings)
@@ -373,7 +366,7 @@ def mix(
     if is_on(settings.cutmix_alpha):
         kept = symmetric_beta(uniform[2], uniform[3], settings.cutmix_alpha)
         cutmix_weight, cutmix_share = _cutmix(kept, uniform[4], uniform[5], height, width)
-        chosen = uniform[6] < (settings.cutmix_probability if is_on(settings.mixup_alpha) else 1.0)
+        chosen = uniform[6] < (0.5 if is_on(settings.mixup_alpha) else 1.0)
         weight = jnp.where(chosen[:, None, None], cutmix_weight, weight)
         share = jnp.where(chosen, cutmix_share, share)
     mixed = uniform[7] < settings.mix_probability

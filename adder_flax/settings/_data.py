@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from adder_flax.settings._declare import setting
 
@@ -12,6 +12,8 @@ _SPLIT = "the name of a split, or a part of one as train[:90%]"
 @dataclasses.dataclass(frozen=True)
 class DataSettings:
     """Where the records come from."""
+
+    retired: ClassVar[dict[str, Any]] = {"num_threads": range(1025)}
 
     name: str = setting("digits", "the data set", expected="the name of a data set")
     data_dir: str = setting(
@@ -60,9 +62,6 @@ class DataSettings:
         ge=1e-4,
         le=100,
         max_length=4,
-    )
-    num_threads: int | None = setting(
-        0, "that read images; 0 chooses", words={0: None}, ge=1, le=1024
     )
     on_unreadable: Literal["raise", "skip"] = setting(
         "raise", "what to do with an image that cannot be decoded"

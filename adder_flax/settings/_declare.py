@@ -192,9 +192,9 @@ def class_of(field: dataclasses.Field, own: Any = None) -> Any:
     """
     if "section" not in field.metadata:
         return None
-    among = field.metadata["among"]
-    name = own.get("name") if among is not None and is_mapping(own) else None
-    if isinstance(name, str) and name in among:
+    among: Any = field.metadata["among"]
+    name = own.get("name") if among and is_mapping(own) else None
+    if among and isinstance(name, str) and name in among:
         return among.get(name)
     return field.metadata["section"]()
 

@@ -48,19 +48,19 @@ def read(settings: type[Settings], fields: Any, where: str = "config") -> Settin
 
     try:
         made = _validated(settings, fields)
-        faults = list(_disagreements(made, where))
-    except ValidationError as errors:
-        faults = [
-            _in_words(settings, fields, where, error) for error in errors.errors(include_url=False)
-        ]
-    if faults:
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        raise SettingsError(
+            _message([_in_words(settings, fields, where, each) for each in found])
+        ) from None
+    if faults := list(_disagreements(made, where)):
         raise SettingsError(_message(faults))
     return made
 
 
 def json_schema(settings: type) -> dict[str, Any]:
     """Returns the JSON schema of configurations of a class."""
-    return _model(settings).model_json_schema()
+    return _model(settings, described=True).model_json_schema()
 
 
 def _validated(settings: type[Settings], fields: Any) -> Settings:
@@ -69,8 +69,8 @@ def _validated(settings: type[Settings], fields: Any) -> Settings:
 
 
 @functools.cache
-def _model(settings: type) -> Any:
-    """Returns Pydantic's model of a class.
+def _model(settings: type, described: bool = False) -> Any:
+    """Returns Pydantic's model of a class; if it is to be described, with what a schema says.
 
     It has no defaults: a configuration has all fields.
     """
@@ -79,31 +79,33 @@ def _model(settings: type) -> Any:
     types: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
         if (nested := class_of(field)) is not None:
-            schema, reader = _model(nested), functools.partial(_read_section, field)
-            check = pydantic.PlainValidator(reader, json_schema_input_type=schema)
-            types[field.name] = Annotated[Any, check]
+            written = {"json_schema_input_type": _model(nested, True)} if described else {}
+            reader = functools.partial(_read_section, field)
+            types[field.name] = Annotated[Any, pydantic.PlainValidator(reader, **written)]
             continue
         declared = declared_in(settings)[field.name]
-        if declared.parse is not None:
-            kind = Any
-        elif declared.kind is None:
-            kind = type(None)
-        else:
-            limits = dict(declared.limits)
-            most = limits.pop("max_length", None) if declared.commas is not None else None
-            kind = _limited(declared.kind, limits)
-            if declared.commas is not None:
-                kind = Annotated[tuple[kind, ...], pydantic.Field(max_length=most)]
-        words = tuple(word for word in declared.words if word != ())
-        schema = Literal[words] | kind if words else kind
-        check = pydantic.WrapValidator(
-            functools.partial(_take, declared),
-            json_schema_input_type=str if declared.commas is not None else schema,
-        )
+        kind, accepted = _kinds(declared)
+        written = {"json_schema_input_type": accepted} if described else {}
+        check = pydantic.WrapValidator(functools.partial(_take, declared), **written)
         about = pydantic.Field(description=declared.reason, examples=[declared.default])
         types[field.name] = Annotated[kind, check, about]
     config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     return pydantic.create_model(settings.__name__, __config__=config, **types)
+
+
+def _kinds(declared: Declared) -> tuple[Any, Any]:
+    """Returns the type that Pydantic checks a value for, and the one that configurations have."""
+    if declared.parse is not None:
+        return Any, Any
+    if declared.commas is not None:
+        limits = dict(declared.limits)
+        most = {"max_length": limits.pop("max_length")}
+        return _limited(tuple[_limited(declared.kind, limits), ...], most), str
+    kind = _limited(declared.kind, declared.limits)
+    words: Any = tuple(word for word in declared.words if word != ())
+    if declared.kind is None:
+        return kind, Literal[words]
+    return kind, Literal[words] | kind if words else kind
 
 
 def _limited(kind: Any, limits: Mapping[str, Any]) -> Any:
@@ -112,10 +114,10 @@ def _limited(kind: Any, limits: Mapping[str, Any]) -> Any:
 
     if len(kinds := alternatives(kind)) > 1:
         return functools.reduce(operator.or_, (_limited(each, limits) for each in kinds))
-    if typing.get_origin(kind) is tuple:
+    if typing.get_origin(kind) is tuple and "max_length" not in limits:
         return tuple[tuple(_limited(end, limits) for end in typing.get_args(kind))]
     if kind is str:
-        limits = {"max_length": LONGEST_NAME} | limits
+        limits = {"max_length": LONGEST_NAME, **limits}
     return Annotated[kind, pydantic.Field(**limits)] if limits and kind is not type(None) else kind
 
 
@@ -166,10 +168,10 @@ def _text(value: Any, empty: bool) -> str:
 def _read_section(field: dataclasses.Field, own: Any) -> Any:
     from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
-    among = field.metadata["among"]
-    name = own.get("name") if among is not None and is_mapping(own) else None
+    among: Any = field.metadata["among"]
+    name = own.get("name") if among and is_mapping(own) else None
     # What could be no name at all is left to the field's own declaration.
-    if isinstance(name, str) and name.isprintable() and len(name) <= LONGEST_NAME:
+    if among and isinstance(name, str) and name.isprintable() and len(name) <= LONGEST_NAME:
         try:
             among.get(name)
         except ValueError as error:
@@ -183,9 +185,9 @@ def _read_section(field: dataclasses.Field, own: Any) -> Any:
     return _validated(settings, own)
 
 
-def _in_words(settings: type, fields: Any, where: str, error: Mapping[str, Any]) -> str:
+def _in_words(settings: Any, fields: Any, where: str, error: Mapping[str, Any]) -> str:
     """Returns what a message says of an error of Pydantic's."""
-    *sections, name = error["loc"] or (None,)
+    *sections, name = error["loc"] or ("",)
     for part in sections:
         field = next(f for f in dataclasses.fields(settings) if f.name == part)
         where, fields = f"{where}.{part}", fields[part]

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from adder_flax.registry import Registry
 from adder_flax.settings._declare import setting
@@ -16,6 +16,13 @@ class AugmentSettings:
 
     By default DeiT's recipe with its jitter of colours in place of RandAugment.
     """
+
+    retired: ClassVar[dict[str, tuple]] = {
+        "cutmix_probability": (0.5,),
+        "erase_scale": ((0.02, 1 / 3),),
+        "erase_ratio": ((0.3, 1 / 0.3),),
+        "erase_value": ("noise",),
+    }
 
     crop_padding: int = setting(
         0, "of each side before a random crop, pixels; 0 is off", ge=0, le=8192
@@ -67,24 +74,18 @@ class AugmentSettings:
         0.8, "Mixup with weight Beta(alpha, alpha); 0 is off", data="if on", ge=0, le=1000
     )
     cutmix_alpha: float = setting(
-        1.0, "CutMix with area Beta(alpha, alpha); 0 is off", data="if on", ge=0, le=1000
+        1.0,
+        "CutMix with area Beta(alpha, alpha), in half of the mixing where both are on; 0 is off",
+        data="if on",
+        ge=0,
+        le=1000,
     )
     mix_probability: float = setting(1.0, "of mixing at all", data=True, ge=0, le=1)
-    cutmix_probability: float = setting(
-        0.5, "of CutMix and not Mixup where both are on", data=True, ge=0, le=1
-    )
     mix_per: Literal["batch", "element"] = setting(
         "batch", "for what a weight, a box and the choice are drawn"
     )
     erase_probability: float = setting(
         0.25, "of erasing a rectangle; 0 is off", data="if on", ge=0, le=1
-    )
-    erase_scale: tuple[float, float] = setting((0.02, 1 / 3), "its area, as a fraction", gt=0, le=1)
-    erase_ratio: tuple[float, float] = setting(
-        (0.3, 1 / 0.3), "its width over its height", ge=0.01, le=100
-    )
-    erase_value: Literal["noise", "zero"] = setting(
-        "noise", "what fills it: unit normal noise, or the mean colour"
     )
     label_smoothing: float = setting(
         0.1, "share of the targets that all classes get", data=True, ge=0, lt=1

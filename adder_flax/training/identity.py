@@ -17,7 +17,6 @@ OPERATIONAL_FIELDS = (
     "profile_steps",
     "topology",
     "data.data_dir",
-    "data.num_threads",
 )
 
 

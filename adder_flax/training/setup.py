@@ -120,14 +120,12 @@ class Run:
         Args:
           rows: those of a global batch that are read here; None for all of them.
         """
-        settings = self.settings.data
         return data.TrainPipeline(
             self.train_source,
             self.config.batch_size,
             self.config.seed,
             rows=rows,
-            num_threads=settings.num_threads,
-            repeats=settings.repeats,
+            repeats=self.settings.data.repeats,
         )
 
     def model(self, params: Any) -> nnx.Module:

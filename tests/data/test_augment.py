@@ -338,7 +338,6 @@ def test_mixup_or_cutmix_with_the_given_probabilities():
         mixup_alpha=1.0,
         cutmix_alpha=1.0,
         mix_probability=0.8,
-        cutmix_probability=0.25,
         mix_per="element",
     )
     got = np.asarray(mix(KEY, images, targets, settings)[0])[:1000, ..., 0].reshape(1000, -1)
@@ -346,8 +345,8 @@ def test_mixup_or_cutmix_with_the_given_probabilities():
     mixup = flat & (got[:, 0] > 0) & (got[:, 0] < 1)
     # What CutMix leaves flat (a box of no pixel, or of the whole image) looks like no mixing at
     # all.
-    assert abs(mixup.mean() - 0.8 * 0.75) < FIVE_SIGMA * np.sqrt(0.6 * 0.4 / 1000)
-    assert 0.8 * 0.25 * 0.5 < (~flat).mean() < 0.8 * 0.25
+    assert abs(mixup.mean() - 0.8 * 0.5) < FIVE_SIGMA * np.sqrt(0.4 * 0.6 / 1000)
+    assert 0.8 * 0.5 * 0.5 < (~flat).mean() < 0.8 * 0.5
 
 
 def test_one_draw_for_the_batch():
@@ -556,9 +555,9 @@ def test_settings_must_fit_the_images():
         ("flip_probability", 1.5, r"a number in \[0, 1\], got 1.5"),
         ("mixup_alpha", -1.0, r"a number in \[0, 1000\], got -1.0"),
         (
-            "erase_scale",
+            "resized_crop_scale",
             (0.5, 0.2),
-            r"\(low, high\), low ≤ high, each a number in \(0, 1\], got \(0.5, 0.2\)",
+            r"\(low, high\), low ≤ high, each a number in \(0, 1\], or \(\), got \(0.5, 0.2\)",
         ),
         ("mix_per", "pixel", "'batch' or 'element', got 'pixel'"),
     ],

@@ -115,7 +115,6 @@ NONSENSE: dict[str, tuple[Any, ...]] = {
     "optimizer.cg_fac.fisher": ("monte carlo", "", None),
     "optimizer.cg_fac.reject": (1, "no"),
     "data.image_size": (-1, 7.5, 10**6, _NAN, "large"),
-    "data.num_threads": (-1, 1.5, 10**6, _INF),
     "data.on_unreadable": ("ignore", "", None),
     "data.data_dir": ("a\0b", 3, None),
     "task.crop_padding": (-1, 1.5, 10**6, _NAN),
@@ -147,12 +146,8 @@ NONSENSE: dict[str, tuple[Any, ...]] = {
     "task.mixup_alpha": (-1, _NAN, _INF, 1e30),
     "task.cutmix_alpha": (-1, _NAN, _INF, 1e30),
     "task.mix_probability": _PROBABILITIES,
-    "task.cutmix_probability": _PROBABILITIES,
     "task.mix_per": ("pixel", "", None),
     "task.erase_probability": _PROBABILITIES,
-    "task.erase_scale": ((), (0, 0.5), (0.5, 0.2), (0.5, 1.5), (_NAN, 1), None),
-    "task.erase_ratio": ((), (2, 1), (0, 1), (_NAN, _NAN), (1, _INF), None),
-    "task.erase_value": ("black", 0, None),
     "task.label_smoothing": (1, 1.5, -0.1, _NAN),
 }
 
