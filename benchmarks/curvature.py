@@ -74,7 +74,7 @@ def compile_parts(
     examples = run.task.examples(jax.random.key(0), batch), jax.random.key(1)
 
     def loss_fn(params, examples, key):
-        outcome = run.loss(params, examples, key)
+        outcome = run.parts.loss(params, examples, key)
         return outcome.loss, outcome.outputs
 
     def with_curvature(params: Any, fisher: str) -> Any:

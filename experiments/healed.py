@@ -56,7 +56,7 @@ def _trained(workdir: Path):
     """Returns a run and the parameters of its last checkpoint."""
     config = training.read_config(workdir)
     run = training.build_run(config)
-    saved = training.SavedCheckpoints(workdir / "checkpoints", of=training.identity(config))
+    saved = training.SavedCheckpoints(workdir / "checkpoints", of=training.fingerprint(config))
     return run, training.fetch(
         training.evaluation_params(saved.restore(run.abstract_state)), run.mesh
     )

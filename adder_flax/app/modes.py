@@ -539,7 +539,7 @@ def _restore(run: training.Run, workdir: str | Path, checkpoint: str) -> Any:
             f"expected --checkpoint to be last, best or a step, got {checkpoint!r}"
         )
     directory = training.open_workdir(workdir, run.config) / "checkpoints"
-    checkpoints = training.SavedCheckpoints(directory, of=training.identity(run.config))
+    checkpoints = training.SavedCheckpoints(directory, of=training.fingerprint(run.config))
     return checkpoints.restore(
         run.abstract_state, int(checkpoint) if checkpoint.isdecimal() else checkpoint
     )

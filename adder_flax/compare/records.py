@@ -13,7 +13,7 @@ from adder_flax import packed
 from adder_flax.compare.plan import Cell, Phase, own_fields
 from adder_flax.errors import RunError, writing
 from adder_flax.files import write_whole
-from adder_flax.training.identity import computing, flatten_config
+from adder_flax.training.fingerprint import computing, flatten_config
 from adder_flax.training.lock import HeldError, lock_workdir
 
 _FORMAT = 1

@@ -9,7 +9,7 @@ from adder_flax.training.checkpoints import Checkpoints, SavedCheckpoints
 from adder_flax.training.curvature import CurvatureOptimizer
 from adder_flax.training.estimate import Estimate, advise, estimate, step_operations
 from adder_flax.training.evaluator import Evaluator
-from adder_flax.training.identity import identity
+from adder_flax.training.fingerprint import fingerprint
 from adder_flax.training.loop import Result, Trainer
 from adder_flax.training.metrics import peak_memory, read_metrics
 from adder_flax.training.optimizers import (
@@ -44,7 +44,7 @@ __all__ = [
     "estimate",
     "evaluation_params",
     "fetch",
-    "identity",
+    "fingerprint",
     "make_eval_step",
     "make_train_step",
     "open_workdir",

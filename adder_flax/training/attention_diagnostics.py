@@ -1,6 +1,4 @@
-"""How attention and adder layers are doing during a run.
-
-There are a few numbers for each block, at logging steps only.
+"""How attention and adder layers are doing during a run: a few numbers for each block.
 
 ``--config.attention_diagnostics=True`` turns them on. A logging step then costs a second forward
 and backward pass; the other steps cost nothing, and what is trained stays the same.
@@ -100,12 +98,10 @@ def _forward_numbers(records: Sequence[Record], places: "_Places") -> Metrics:
     columns: dict[str, list[Array]] = {}
     for record in records:
         if record.kind == "attention":
-            numbers, place = measures.attention_numbers(**record.arrays), places.block(record.path)
+            place, numbers = places.block(record.path), measures.attention_numbers(**record.arrays)
         elif record.kind == "adder":
-            numbers, place = (
-                measures.adder_numbers(**record.arrays, **record.facts),
-                places.branch(record.path),
-            )
+            place = places.branch(record.path)
+            numbers = measures.adder_numbers(**record.arrays, **record.facts)
         else:
             continue
         for name, value in numbers.items():
@@ -138,14 +134,11 @@ class _Places:
 
     def branch(self, path: str) -> str:
         """The branch that a module is inside of."""
-        found = (
-            name
-            for name, parts in self.branches.items()
-            if any(_is_inside(path, part) for part in parts)
-        )
-        return next(found, self.block(path))
+        for name, parts in self.branches.items():
+            if any(_is_inside(path, part) for part in parts):
+                return name
+        return self.block(path)
 
 
 def _is_inside(path: str, module: str) -> bool:
-    """Whether a path is a module's or of something in it."""
     return f"{path}.".startswith(f"{module}.")

@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -27,7 +26,7 @@ from adder_flax.errors import RunError, first_line, writing
 from adder_flax.extras import needs
 from adder_flax.text import printable
 from adder_flax.training.digests import compile_digests, take_digests
-from adder_flax.training.identity import differences
+from adder_flax.training.fingerprint import differences
 from adder_flax.training.sharding import tree_path
 
 with needs("train"):
@@ -37,19 +36,16 @@ _GOING = ".deleted"
 
 
 class SavedCheckpoints:
-    """The checkpoints in one directory, to be read.
-
-    Nothing is written, so a trainer may be at work there.
+    """The checkpoints in one directory, to be read while a trainer may be at work there.
 
     Args:
       directory: need not exist.
-      of: facts that make a run this one, in JSON: checkpoints saved with others are refused. Empty,
-        none is.
+      of: facts that make a run this one, in JSON: checkpoints saved with others are refused.
     """
 
-    def __init__(self, directory: str | Path, *, of: Mapping[str, Any] = MappingProxyType({})):
+    def __init__(self, directory: str | Path, *, of: Mapping[str, Any] | None = None):
         self._directory = Path(directory).absolute()
-        self._of = dict(of)
+        self._of = dict(of or {})
 
     @property
     def steps(self) -> list[int]:
@@ -66,9 +62,7 @@ class SavedCheckpoints:
         return sorted(int(n) for n in names if n.isdecimal() and n == str(int(n)))
 
     def score(self, step: int) -> float | None:
-        """Score of the evaluation saved with a checkpoint, larger is better.
-
-        None where it was not evaluated.
+        """Score of the evaluation saved with a checkpoint, larger is better; None for none.
 
         Raises:
           ValueError: its record cannot be read.
@@ -95,14 +89,10 @@ class SavedCheckpoints:
                         f"expected the score of every checkpoint in {self._directory}, got at step "
                         f"{step}: {error}; name one of {self.steps} instead of the best"
                     ) from error
-        return max(
-            ((score, step) for score, step in scored if score is not None), default=(0, None)
-        )[1]
+        return max((pair for pair in scored if pair[0] is not None), default=(0, None))[1]
 
     def restore(self, abstract_state: Any, which: int | str = "last") -> Any:
-        """Loads a checkpoint onto the shapes and shardings of ``abstract_state``.
-
-        Its digests are verified.
+        """Loads a checkpoint onto shapes and shardings, and verifies its digests.
 
         Args:
           abstract_state: the state's tree of ``jax.ShapeDtypeStruct`` with shardings.
@@ -114,36 +104,33 @@ class SavedCheckpoints:
         failures: dict[int, str] = {}
         while (step := self._choose(which, failures)) is not None:
             state, failure = self._try(step, abstract_state)
-            if failure is None:
-                self._set_aside({bad: why for bad, why in failures.items() if bad in self.steps})
-                return state
-            failures[step] = failure if step in self.steps else "a trainer deleted it"
-        raise self._nothing_restored(
-            which, {step: why for step, why in failures.items() if step in self.steps}
-        )
-
-    def _nothing_restored(self, which: int | str, failures: dict[int, str]) -> RunError:
-        steps, place = self.steps, f"in {self._directory}"
+            if failure is not None:
+                failures[step] = failure
+                continue
+            self._set_aside({bad: why for bad, why in failures.items() if bad in self.steps})
+            return state
+        steps = self.steps
+        failures = {step: why for step, why in failures.items() if step in steps}
         if failures and which == "last":
-            shown = dict(list(failures.items())[:3])
-            return RunError(
-                f"expected a readable checkpoint {place}, got only unreadable ones: {shown}; "
-                "restore one from a copy"
+            expected, got = (
+                "readable checkpoint",
+                f"got only unreadable ones: {dict(list(failures.items())[:3])}",
             )
-        if failures:
+            fix = "restore one from a copy"
+        elif failures:
             step, reason = failures.popitem()
+            expected, got = f"readable checkpoint of step {step}", f"got: {reason}"
             others = [other for other in steps if other != step]
-            return RunError(
-                f"expected a readable checkpoint of step {step} {place}, got: {reason}; restore it "
-                "from a copy" + (f", or choose one of {others} with --checkpoint" if others else "")
+            fix = "restore it from a copy" + (
+                f", or choose one of {others} with --checkpoint" if others else ""
             )
-        if not steps:
-            return RunError(f"expected a readable checkpoint {place}, got none; train first")
-        found = "best, but none of them was evaluated" if which == "best" else which
-        return RunError(
-            f"expected a checkpoint at one of the steps {steps} {place}, got {found}; choose one "
-            "of these with --checkpoint"
-        )
+        elif not steps:
+            expected, got, fix = "readable checkpoint", "got none", "train first"
+        else:
+            expected = f"checkpoint at one of the steps {steps}"
+            got = "got best, but none was evaluated" if which == "best" else f"got {which}"
+            fix = "choose one of these with --checkpoint"
+        raise RunError(f"expected a {expected} in {self._directory}, {got}; {fix}")
 
     def _choose(self, which: int | str, failures: dict[int, str]) -> int | None:
         """Returns the checkpoint to try next, the same in all processes."""
@@ -159,10 +146,7 @@ class SavedCheckpoints:
         return None if chosen < 0 else chosen
 
     def _try(self, step: int, abstract_state: Any) -> tuple[Any, str | None]:
-        """Returns the state of a checkpoint, or None and why it cannot be read.
-
-        It is the same in all processes.
-        """
+        """Returns the state of a checkpoint, or why it cannot be read, in all processes alike."""
         state = failure = None
         try:
             record = self._record(step)
@@ -195,23 +179,19 @@ class SavedCheckpoints:
           ValueError: it cannot be read.
         """
         try:
-            facts = json.loads((self._directory / str(step) / "_CHECKPOINT_METADATA").read_bytes())
-            if "checksum" not in facts["custom_metadata"]:
+            text = (self._directory / str(step) / "_CHECKPOINT_METADATA").read_bytes()
+            facts = json.loads(text)["custom_metadata"]
+            if "checksum" not in facts:
                 return None
-            checksum, record = (
-                facts["custom_metadata"]["checksum"],
-                facts["custom_metadata"]["record"],
-            )
-            if checksum != _checksum(record):
+            record = facts["record"]
+            if facts["checksum"] != _checksum(record):
                 raise ValueError("its checksum is another")
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"its files or its record are damaged: {_reason(error)}") from error
         if (saved := record.get("step", step)) != step:  # older versions did not say
             raise ValueError(f"it was saved as that of step {saved}")
         if self._of and (others := differences(record.get("of") or self._of, self._of)):
-            raise ValueError(
-                f"another run saved it ({'; '.join(others[:3])}{'; …' * (len(others) > 3)})"
-            )
+            raise ValueError(f"another run saved it ({_shown(others, '; ')})")
         return record
 
     def _set_aside(self, failures: dict[int, str]) -> None:
@@ -222,9 +202,7 @@ class SavedCheckpoints:
 
 
 class Checkpoints(SavedCheckpoints):
-    """The checkpoints in one directory, to be read and written.
-
-    By the one trainer that holds the lock.
+    """The checkpoints in one directory, read and written by the trainer that holds the lock.
 
     Args:
       directory: created if it does not exist.
@@ -244,11 +222,7 @@ class Checkpoints(SavedCheckpoints):
     """
 
     def __init__(
-        self,
-        directory: str | Path,
-        *,
-        keep_last: int = 1,
-        of: Mapping[str, Any] = MappingProxyType({}),
+        self, directory: str | Path, *, keep_last: int = 1, of: Mapping[str, Any] | None = None
     ):
         super().__init__(directory, of=of)
         self._keep_last = keep_last
@@ -326,23 +300,18 @@ class Checkpoints(SavedCheckpoints):
         if jax.process_index() != 0 or self._newest not in steps:
             return
         scored = [(score, step) for step in steps if (score := self._scores.get(step)) is not None]
-        kept = {
-            *steps[-self._keep_last :],
-            *(step for _, step in sorted(scored)[-1:]),
-            *self._unknown,
-        }
-        for step in set(steps) - kept:
+        best = {step for _, step in sorted(scored)[-1:]}
+        for step in set(steps) - {*steps[-self._keep_last :]} - best - self._unknown:
             # Whoever reads it meanwhile finds all of it or nothing.
             going = (self._directory / str(step)).rename(self._directory / f"{step}{_GOING}")
             self._removing.submit(shutil.rmtree, going, ignore_errors=True)
 
     def _set_aside(self, failures: dict[int, str]) -> None:
-        """Renames checkpoints that cannot be read.
-
-        Only once an older one could, so that the fault is theirs.
-        """
+        """Renames checkpoints that cannot be read, once an older one could: the fault is theirs."""
         for step, reason in failures.items():
-            aside = self._unused_name(step)
+            ends = itertools.chain([""], (f".{number}" for number in itertools.count(2)))
+            places = (self._directory / f"{step}.unreadable{end}" for end in ends)
+            aside = next(place for place in places if not os.path.lexists(place))
             logging.warning(
                 "Checkpoint %d cannot be read (%s); set aside as %s", step, reason, aside
             )
@@ -352,14 +321,6 @@ class Checkpoints(SavedCheckpoints):
         if failures and jax.process_count() > 1:
             multihost_utils.sync_global_devices("unreadable checkpoints are set aside")
 
-    def _unused_name(self, step: int) -> Path:
-        names = itertools.chain(
-            [f"{step}.unreadable"], (f"{step}.unreadable.{n}" for n in itertools.count(2))
-        )
-        return next(
-            path for path in map(self._directory.joinpath, names) if not os.path.lexists(path)
-        )
-
 
 def _require_arrays(abstract_state: Any, names: Iterable[str]) -> None:
     """Refuses the state of another program, before it is read."""
@@ -367,7 +328,7 @@ def _require_arrays(abstract_state: Any, names: Iterable[str]) -> None:
     strange, missing = sorted({*names} - wanted), sorted(wanted - {*names})
     if strange or missing:
         parts = [("it has", strange), ("it lacks", missing)]
-        told = [f"{verb} {', '.join(names[:3])}" for verb, names in parts if names]
+        told = [f"{verb} {_shown(names)}" for verb, names in parts if names]
         raise ValueError(
             f"another version of the program saved it: {'; '.join(told)}; go on with it by that "
             "version, or begin anew in another workdir"
@@ -379,10 +340,13 @@ def _verify(state: Any, expected: dict[str, int]) -> None:
     if bad := sorted(
         name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)
     ):
-        shown = ", ".join(bad[:3]) + (", …" if len(bad) > 3 else "")
         raise ValueError(
-            f"{len(bad)} of its {len(expected)} arrays are not what was saved: {shown}"
+            f"{len(bad)} of its {len(expected)} arrays are not what was saved: {_shown(bad)}"
         )
+
+
+def _shown(names: list[str], between: str = ", ") -> str:
+    return between.join([*names[:3], *["…"] * (len(names) > 3)])
 
 
 def _reason(error: Exception) -> str:

@@ -14,9 +14,8 @@ from adder_flax.training.sharding import tree_path
 def non_finite_leaves(tree: Any) -> list[str]:
     """Returns the paths of the leaves that hold an infinity or NaN.
 
-    Example:
-      >>> non_finite_leaves({"a": jnp.ones(2), "b": [jnp.array(jnp.nan)]})
-      ['b/0']
+    >>> non_finite_leaves({"a": jnp.ones(2), "b": [jnp.array(jnp.nan)]})
+    ['b/0']
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [tree_path(path) for path, leaf in leaves if not _finite(leaf)]
@@ -25,14 +24,9 @@ def non_finite_leaves(tree: Any) -> list[str]:
 def first_non_finite(fn: Callable, *args: Any) -> str | None:
     """Runs a function operation by operation to find where it stops to be finite.
 
-    Names the first that makes an infinity or NaN out of finite inputs.
-
-    Args:
-      fn: a function of arrays that JAX can trace.
-      *args: its arguments.
-
     Returns:
-      The named scopes around that operation and its name, or None where everything is finite.
+      The first operation that makes an infinity or NaN out of finite inputs, and the named scopes
+      around it; None where everything is finite.
 
     Example:
       >>> def network(x):

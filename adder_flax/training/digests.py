@@ -25,9 +25,7 @@ _SPREAD, _MIX_1, _MIX_2 = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B), np.uint3
 
 
 def take_digests(tree: Any) -> tuple[dict[str, int], list[str]]:
-    """Returns the digest of each array of a tree, and names of those not finite.
-
-    These hold an infinity or NaN.
+    """Returns the digest of each array of a tree, and names of those with an infinity or NaN.
 
     A digest is the sum over all elements, modulo 2³², of a bijective mix of the element's bits and
     its position: the change of one element always changes it, other damage goes unseen with
@@ -51,21 +49,18 @@ def take_digests(tree: Any) -> tuple[dict[str, int], list[str]]:
 
 
 def compile_digests(abstract_tree: Any) -> None:
-    """Compiles what :func:`take_digests` needs.
-
-    So that it can be done while the arrays are not there yet.
+    """Compiles what :func:`take_digests` needs, while the arrays are not there yet.
 
     Args:
       abstract_tree: of ``jax.ShapeDtypeStruct`` with the shardings that the arrays will have.
     """
-    for leaf in {
-        (x.shape, x.dtype, x.sharding): x for x in jax.tree.leaves(abstract_tree)
-    }.values():
+    distinct = {(x.shape, x.dtype, x.sharding): x for x in jax.tree.leaves(abstract_tree)}
+    for leaf in distinct.values():
         _digest_on(_everywhere(leaf)).lower(leaf).compile()
 
 
 def _everywhere(leaf: AnyArray) -> NamedSharding | None:
-    """Returns the sharding in which every process holds what is computed from an array."""
+    # The sharding in which every process holds what is computed from an array.
     split = getattr(leaf, "sharding", None)
     return NamedSharding(split.mesh, P()) if isinstance(split, NamedSharding) else None
 
@@ -103,7 +98,7 @@ def _bits(x: Array) -> Array:
 
 
 def _positions(shape: Sequence[int]) -> Array:
-    """Returns each element's flat index times an odd number, modulo 2³²."""
+    # Each element's flat index times an odd number, modulo 2³².
     positions = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):
         stride = np.uint32(math.prod(shape[axis + 1 :]) * int(_SPREAD) % 2**32)

@@ -1,7 +1,4 @@
-"""The weights that a seed gives when each is drawn by its own path.
-
-So models that differ in part are paired.
-"""
+"""The weights that a seed gives when each is drawn by its path: models that differ in part pair."""
 
 import itertools
 import zlib
@@ -18,9 +15,7 @@ from adder_flax.training.skeleton import take_apart
 
 
 def params_by_path(build: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Any:
-    """Returns the parameters of a model, and what else it carries, drawn by path.
-
-    The random numbers of each are a function of the seed and its path alone.
+    """Returns a nested dict of what a model carries, each drawn by the seed and its path alone.
 
     Two models then begin alike wherever they have parameters of one path, shape and initial
     distribution, whatever else they are made of. What is drawn for which parameter is read from the
@@ -30,20 +25,11 @@ def params_by_path(build: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Any:
       build: makes the model from a stream of keys.
       seed: of all of them.
 
-    Returns:
-      A nested dict of arrays.
-
     Example:
-      >>> narrow, wide = (
-      ...     params_by_path(
-      ...         lambda rngs: nnx.Sequential(
-      ...             nnx.Linear(2, n, rngs=rngs), nnx.Linear(3, 2, rngs=rngs)
-      ...         ),
-      ...         0,
-      ...     )
-      ...     for n in (3, 4)
-      ... )
-      >>> bool((narrow["layers"][1]["kernel"] == wide["layers"][1]["kernel"]).all())
+      >>> def build(rngs, first=3):
+      ...     return nnx.Sequential(nnx.Linear(2, first, rngs=rngs), nnx.Linear(3, 2, rngs=rngs))
+      >>> one, other = params_by_path(build, 0), params_by_path(lambda rngs: build(rngs, 4), 0)
+      >>> bool((one["layers"][1]["kernel"] == other["layers"][1]["kernel"]).all())
       True
     """
 
@@ -66,28 +52,16 @@ def params_by_path(build: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Any:
 
 def built_from(build: Callable[[nnx.Rngs], nnx.Module], keys: Iterator[PRNGKeyArray]) -> nnx.Module:
     """Returns the model that is made from given keys; streams that it keeps are Flax's own."""
-    rngs = rngs_of(keys)
-    model, stream = build(rngs), rngs["default"]
+    rngs, stream = nnx.Rngs(0), _Given(keys)
+    setattr(rngs, "default", stream)  # noqa: B010  streams are no declared attributes
+    model = build(rngs)
     del stream._take
     stream.__class__ = nnx.RngStream
     return model
 
 
-def rngs_of(keys: Iterator[PRNGKeyArray]) -> nnx.Rngs:
-    """Returns a stream of given keys for whoever asks for one, whatever its name.
-
-    Example:
-      >>> rngs = rngs_of(itertools.repeat(jax.random.key(3)))
-      >>> bool(rngs.params() == rngs.dropout())
-      True
-    """
-    rngs = nnx.Rngs(0)
-    setattr(rngs, "default", _Given(keys))  # noqa: B010  streams are no declared attributes
-    return rngs
-
-
 class _Given(nnx.RngStream):
-    """A stream of given keys."""
+    """A stream of given keys; what is made from it is a stream of Flax's own."""
 
     def __init__(self, keys: Iterator[PRNGKeyArray]):
         super().__init__(0, tag="default")
@@ -97,11 +71,11 @@ class _Given(nnx.RngStream):
         return self._take()
 
     def fork(self, **options: Any) -> nnx.RngStream:
-        """Returns a stream of Flax's own, as ``nnx.Dropout`` keeps one."""
+        """Returns a stream, as ``nnx.Dropout`` keeps one."""
         return nnx.RngStream(self(), tag=self.tag).fork(**options)
 
     def split(self, k: int | tuple[int, ...]) -> nnx.RngStream:
-        """Returns a stack of streams of Flax's own."""
+        """Returns a stack of streams."""
         return nnx.RngStream(self(), tag=self.tag).split(k)
 
 

@@ -30,10 +30,7 @@ class HeldError(RunError):
 def lock_workdir(workdir: str | Path, name: str = _NAME) -> Iterator["Lock | None"]:
     """Makes a run's directory this process's own for as long as the context is open.
 
-    Of several processes the first holds the lock for all of them.
-
-    Returns:
-      The lock, None in all processes but the first.
+    Of several processes the first holds the lock for all of them; the others get None.
 
     Raises:
       HeldError: another process holds it.
@@ -53,19 +50,17 @@ def lock_workdir(workdir: str | Path, name: str = _NAME) -> Iterator["Lock | Non
             lock = Lock(path)
         except RunError as error:
             refused = error
-    if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(
-        np.int32(refused is not None)
-    ):
+    several = jax.process_count() > 1
+    if several and multihost_utils.broadcast_one_to_all(np.int32(refused is not None)):
         refused = refused or RunError(
             f"expected process 0 to lock {path.parent}, got a refusal; see its message"
         )
     if refused is not None:
         raise refused
-    try:
-        yield lock
-    finally:
+    with contextlib.ExitStack() as stack:
         if lock is not None:
-            lock.release()
+            stack.callback(lock.release)
+        yield lock
 
 
 def is_held(path: Path) -> bool:
@@ -74,17 +69,7 @@ def is_held(path: Path) -> bool:
 
 
 class Lock:
-    """A lock that this process holds. The system lets go of it when the process ends in any way.
-
-    Beside it lies a file that names its owner.
-
-    Args:
-      path: of its file.
-
-    Raises:
-      HeldError: another process holds it.
-      RunError: the directory cannot be written to.
-    """
+    """A lock of this process, beside a file that names it; the system lets go when it ends."""
 
     def __init__(self, path: Path):
         self._path, self._lock = path, filelock.FileLock(path, timeout=0)
@@ -92,7 +77,9 @@ class Lock:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
             self._found = os.stat(path)
-            write_whole(_owner_file(path), json.dumps(_this_process()).encode())
+            since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+            owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
+            write_whole(_owner_file(path), json.dumps(owner).encode())
         except filelock.Timeout as error:
             raise HeldError(
                 f"expected {path.parent} without another trainer, got {_owner(path)}; wait for its "
@@ -106,11 +93,7 @@ class Lock:
             ) from error
 
     def check(self) -> None:
-        """Makes sure that the directory is still this process's own, before something is saved.
-
-        Raises:
-          RunError: somebody removed the lock or moved the directory, and may train there.
-        """
+        """Refuses to save where somebody removed the lock or moved the directory: he may train."""
         try:
             same = os.path.samestat(os.stat(self._path), self._found)
         except OSError:
@@ -140,11 +123,3 @@ def _owner(path: Path) -> str:
         return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
     except (OSError, ValueError, TypeError, KeyError):
         return "one that just begins"
-
-
-def _this_process() -> dict[str, str | int]:
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "since": datetime.datetime.now().astimezone().isoformat(" ", "seconds"),
-    }

@@ -1,7 +1,4 @@
-"""The training loop: batches in, steps dispatched, metrics out.
-
-Those of step n-1 are written after step n is on its way.
-"""
+"""The training loop: batches in, steps dispatched, metrics of the step before out."""
 
 import contextlib
 import dataclasses
@@ -17,19 +14,17 @@ from adder_flax import ops
 from adder_flax.errors import NonFiniteLossError, RunError
 from adder_flax.training import sharding
 from adder_flax.training.checkpoints import Checkpoints
-from adder_flax.training.deferred import DeferredMetrics
 from adder_flax.training.diagnose import explain_non_finite
 from adder_flax.training.digests import take_digests
 from adder_flax.training.evaluator import Evaluator
-from adder_flax.training.identity import identity
+from adder_flax.training.fingerprint import fingerprint
 from adder_flax.training.lock import Lock, lock_workdir
-from adder_flax.training.metrics import MetricWriter, Progress
+from adder_flax.training.metrics import MetricWriter
 from adder_flax.training.processes import InterruptWatch, StopVote
-from adder_flax.training.profiler import Profiler
+from adder_flax.training.progress import DeferredMetrics, Profiler, Progress, StartUp
 from adder_flax.training.setup import Run
 from adder_flax.training.skeleton import joined
-from adder_flax.training.start_up import StartUp
-from adder_flax.training.step import Batch, Metrics, State, evaluation_params, step_keys
+from adder_flax.training.step import Metrics, State, evaluation_params, step_keys
 from adder_flax.training.workdir import (
     changed_data,
     check_jax_settings,
@@ -42,7 +37,7 @@ from adder_flax.training.workdir import (
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a call of :func:`fit` ends with.
+    """What :meth:`Trainer.fit` ends with.
 
     Attributes:
       state: the train state.
@@ -89,9 +84,7 @@ class Trainer:
         self._profiler = Profiler(run.config.profile_steps, self._workdir / "profile")
 
     def fit(self) -> Result:
-        """Trains until the last step, or until a signal asks to stop.
-
-        SIGINT, SIGTERM or SIGHUP; both ends leave a checkpoint.
+        """Trains until the last step, or until SIGINT, SIGTERM or SIGHUP: both leave a checkpoint.
 
         Raises:
           NonFiniteLossError: the loss or a gradient is infinite or NaN; the state before it is
@@ -102,7 +95,7 @@ class Trainer:
         with (
             lock_workdir(workdir) as lock,
             Checkpoints(
-                open_workdir(workdir, run.config) / "checkpoints", of=identity(run.config)
+                open_workdir(workdir, run.config) / "checkpoints", of=fingerprint(run.config)
             ) as checkpoints,
             InterruptWatch() as watch,
         ):
@@ -123,10 +116,14 @@ class Trainer:
                 # After all that can do without kernels: they may have to be built.
                 progress.line(f"kernels  {ops.backend_report()}")
                 self._start_up.kernels_ready()
-                _announce(progress, start, run.num_steps, changed)
+                if changed:
+                    progress.line(f"warning: {changed}")
                 if start == run.num_steps:
+                    progress.line(f"already complete at step {start}")
                     evaluation, stopped = self._evaluate(evaluation_params(state)), None
                 else:
+                    if start:
+                        progress.line(f"resuming at step {start} of {run.num_steps}")
                     metrics = DeferredMetrics(run, writer, progress, start)
                     outputs = _Outputs(lock, checkpoints, writer, progress, metrics)
                     state, evaluation, stopped = self._steps(state, start, outputs, watch)
@@ -135,11 +132,7 @@ class Trainer:
         return Result(state, done, evaluation, stopped if done < run.num_steps else None)
 
     def _check_data(self, start: int) -> str | None:
-        """Returns in which way the data are others than when the run began, or None.
-
-        Raises:
-          RunError: so many steps were done that the run is past its end.
-        """
+        """Returns in which way the data are others than when the run began, or None."""
         changed = changed_data(self._workdir, self._num_records)
         if start > self._run.num_steps:
             raise RunError(
@@ -152,10 +145,7 @@ class Trainer:
     def _steps(
         self, state: State, start: int, outputs: _Outputs, watch: InterruptWatch
     ) -> tuple[State, dict[str, float], signal.Signals | None]:
-        """Takes the steps that are left.
-
-        Returns the state, the last evaluation, and the signal that stopped them.
-        """
+        """Takes the steps that are left; returns state, evaluation, and the signal that came."""
         run, evaluation, stop_vote, stopped = self._run, {}, StopVote(self._run.mesh), None
         with (
             jax.set_mesh(run.mesh),
@@ -166,20 +156,26 @@ class Trainer:
                 self._profiler.before_step(step)
                 batch = sharding.put_batch(next(batches), run.mesh)
                 # Before the step, which gives the memory of the old parameters away.
-                diagnostics = (
-                    self._diagnose(state, batch, step)
-                    if outputs.metrics.is_logged(step + 1)
-                    else {}
-                )
+                diagnostics: Metrics = {}
+                if run.settings.attention_diagnostics and outputs.metrics.is_logged(step + 1):
+                    variables = joined(state["params"], state.get("model_state"))
+                    diagnostics = run.program.diagnose(variables, batch, step, run.hyper)
                 state, metrics = run.train_step(state, batch, run.hyper)
                 self._flush(outputs, state)
                 outputs.metrics.put(step + 1, metrics | {"diagnostics": diagnostics})
                 if step == start:
-                    self._after_first_step(metrics, outputs)
+                    jax.block_until_ready(metrics)
+                    write_config(self._workdir, run.config)
+                    write_data(self._workdir, self._num_records)
+                    write_jax_settings(self._workdir)
+                    outputs.progress.line(self._start_up.report())
                     outputs.metrics.restart_clock(step + 1)
                 outputs.progress.advance()
                 stopped = stop_vote.cast(watch.signal)
-                evaluates, saves = self._due(step + 1)
+                evaluates, saves = (
+                    (step + 1) % (steps or run.steps_per_epoch) == 0 or step + 1 == run.num_steps
+                    for steps in (run.config.eval_every_steps, run.config.checkpoint_every_steps)
+                )
                 if evaluates or saves or stopped is not None:
                     self._flush(outputs, state)
                     evaluation = self._save(state, step + 1, outputs, evaluates) or evaluation
@@ -188,31 +184,10 @@ class Trainer:
                     break
         return state, evaluation, stopped
 
-    def _diagnose(self, state: State, batch: Batch, step: int) -> Metrics:
-        if not self._run.settings.attention_diagnostics:
-            return {}
-        variables = joined(state["params"], state.get("model_state"))
-        return self._run.program.diagnose(variables, batch, step, self._run.hyper)
-
-    def _due(self, step: int) -> tuple[bool, bool]:
-        """Returns whether to evaluate after a step, and whether to save.
-
-        Both as the configuration asks.
-        """
-        run = self._run
-
-        def every(steps: int) -> bool:
-            return step % (steps or run.steps_per_epoch) == 0 or step == run.num_steps
-
-        return every(run.config.eval_every_steps), every(run.config.checkpoint_every_steps)
-
     def _save(
         self, state: State, step: int, outputs: _Outputs, evaluates: bool
     ) -> dict[str, float]:
-        """Writes a checkpoint; returns its scores.
-
-        They are of the state where it is evaluated.
-        """
+        """Writes a checkpoint; returns the scores of the state where it is evaluated."""
         run, evaluation, score = self._run, {}, None
         if outputs.lock is not None:
             outputs.lock.check()
@@ -236,19 +211,10 @@ class Trainer:
         outputs.checkpoints.save(step, state, score=score, digests=digests)
         return evaluation
 
-    def _after_first_step(self, metrics: Metrics, outputs: _Outputs) -> None:
-        jax.block_until_ready(metrics)
-        write_config(self._workdir, self._run.config)
-        write_data(self._workdir, self._num_records)
-        write_jax_settings(self._workdir)
-        outputs.progress.line(self._start_up.report())
-
     def _flush(self, outputs: _Outputs, state: State) -> None:
         """Writes the metrics that were put last, unless they say that the run has to stop.
 
-        Raises:
-          NonFiniteLossError: their loss or gradient is not finite; no step since has changed the
-            parameters.
+        No step since has changed the parameters then.
         """
         step = outputs.metrics.flush()
         if step is not None:
@@ -269,7 +235,7 @@ class Trainer:
         examples = run.task.examples(augment_key, batch)
 
         def loss(*args: Any) -> Any:
-            return run.loss(*args).loss
+            return run.parts.loss(*args).loss
 
         batch = examples, dropout_key, state.get("model_state", {})
         return explain_non_finite(loss, state["params"], jax.jit(jax.grad(loss)), *batch)
@@ -282,15 +248,6 @@ class Trainer:
             f"is not saved. Checkpoints kept: {_kept(checkpoints)}. Lower "
             "--config.optimizer.learning_rate or lengthen --config.optimizer.warmup_epochs"
         )
-
-
-def _announce(progress: Progress, start: int, num_steps: int, changed: str | None) -> None:
-    if start == num_steps:
-        progress.line(f"already complete at step {start}")
-    elif start:
-        progress.line(f"resuming at step {start} of {num_steps}")
-    if changed:
-        progress.line(f"warning: {changed}")
 
 
 def _kept(checkpoints: Checkpoints) -> list[int] | str:

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: ``metrics.jsonl``, TensorBoard events, and the terminal."""
+"""Where a run's numbers go: ``metrics.jsonl`` and TensorBoard events."""
 
 import json
 import re
@@ -21,7 +21,6 @@ with needs("train"):
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event, SessionLog
     from tensorboardX.proto.summary_pb2 import Summary
-    from tqdm import tqdm
 
 _NAME = "metrics.jsonl"
 _FLUSH_SECONDS = 120  # as long may TensorBoard wait for an event
@@ -82,21 +81,16 @@ class MetricWriter:
             self._events.write(step, scalars)
 
     def _add(self, text: str) -> None:
-        # Opened each time: rows in a file that somebody moved or removed since would be
-        # lost.
+        # Opened each time: rows in a file that somebody moved since would be lost.
         with (self._workdir / _NAME).open("a") as file:
             file.write(text)
 
 
 class _Events:
-    """A file of events for TensorBoard.
+    """A file of events for TensorBoard, which forgets what earlier ones say of steps after a start.
 
     It is written in this thread: that of ``tensorboardX.SummaryWriter`` ends at the first failure
     without a word, and whoever hands it the eleventh event after that waits for ever.
-
-    Args:
-      directory: made if it is not there.
-      start_step: TensorBoard forgets what earlier files say of the steps after it.
     """
 
     def __init__(self, directory: Path, start_step: int):
@@ -123,13 +117,7 @@ class _Events:
 
 
 def read_metrics(workdir: str | Path) -> list[dict[str, float]]:
-    """Returns the rows of ``metrics.jsonl``.
-
-    Lines that are none, such as one cut short by a crash, are left out.
-
-    Raises:
-      RunError: the file cannot be read.
-    """
+    """Returns the rows of ``metrics.jsonl``; a line cut short by a crash, say, is left out."""
     return [row for line in _lines(Path(workdir)) if (row := _row(line)) is not None]
 
 
@@ -152,10 +140,7 @@ def _row(line: bytes) -> dict[str, float] | None:
 
 
 def _set_rows_aside(workdir: Path, start_step: int) -> None:
-    """Moves the rows after a step, and what is no row, out of ``metrics.jsonl``.
-
-    Without any it is left alone.
-    """
+    """Moves the rows after a step, and what is no row, out of ``metrics.jsonl``."""
     path, aside = workdir / _NAME, workdir / f"{_NAME}.aside"
     kept, later, strange = [], [], []
     for line in _lines(workdir):
@@ -177,56 +162,11 @@ def _set_rows_aside(workdir: Path, start_step: int) -> None:
         )
 
 
-class Progress:
-    """A progress bar on a terminal, plain lines elsewhere.
-
-    Args:
-      num_steps: steps of the whole run.
-      start_step: where it starts or resumes.
-      enabled: False on every host but the first.
-    """
-
-    def __init__(self, num_steps: int, start_step: int = 0, *, enabled: bool = True):
-        self._enabled = enabled
-        self._bar = None
-        if enabled and sys.stderr.isatty():
-            self._bar = tqdm(
-                total=num_steps, initial=start_step, unit="step", dynamic_ncols=True, smoothing=0.1
-            )
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def advance(self) -> None:
-        """Counts one step."""
-        if self._bar is not None:
-            self._bar.update()
-
-    def show(self, text: str) -> None:
-        """Shows the newest training numbers: beside the bar, or as a line of their own."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(text)
-        else:
-            self.line(text)
-
-    def line(self, text: str) -> None:
-        """Prints a line that stays."""
-        if self._enabled:
-            tqdm.write(text)
-
-
 def peak_memory() -> int:
-    """Returns the most bytes that were in use at once so far.
+    """Returns the most bytes in use at once so far: on the fullest device, on CPU in the process.
 
-    On the fullest device, or in this process on CPU.
-
-    Example:
-      >>> peak_memory() > 2**20
-      True
+    >>> peak_memory() > 2**20
+    True
     """
     on_devices = [device.memory_stats() for device in jax.local_devices()]
     if all(on_devices):

@@ -1,7 +1,4 @@
-"""One run in several processes.
-
-How they find each other, agree to stop, and end when one of them dies.
-"""
+"""One run in several processes: how they find each other, agree to stop, and end together."""
 
 import contextlib
 import functools
@@ -30,8 +27,6 @@ _PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 def connect(environ: Mapping[str, str] | None = None, *, detect: bool = False) -> None:
     """Joins the processes of one run, where the environment says that there are several.
 
-    Else it does nothing.
-
     It must come before anything that asks JAX for devices. Understood are, in this order:
 
     - ``JAX_COORDINATOR_ADDRESS`` (host:port of process 0), ``JAX_NUM_PROCESSES`` and
@@ -51,7 +46,10 @@ def connect(environ: Mapping[str, str] | None = None, *, detect: bool = False) -
     """
     environ = os.environ if environ is None else environ
     plain = _plain_arguments(environ)
-    if not (plain or detect or _in_slurm_step(environ) or _on_tpu_slice(environ)):
+    # sbatch and salloc set SLURM_NTASKS too, outside of any step.
+    in_slurm_step = "SLURM_STEP_NODELIST" in environ and environ.get("SLURM_NTASKS", "1") != "1"
+    on_tpu_slice = "," in environ.get("TPU_WORKER_HOSTNAMES", "")
+    if not (plain or detect or in_slurm_step or on_tpu_slice):
         return
     try:
         jax.distributed.initialize(**plain, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
@@ -81,22 +79,9 @@ def _plain_arguments(environ: Mapping[str, str]) -> dict[str, Any]:
     return {"coordinator_address": address, "num_processes": int(count), "process_id": int(index)}
 
 
-def _in_slurm_step(environ: Mapping[str, str]) -> bool:
-    # sbatch and salloc set SLURM_NTASKS too, outside of any step.
-    return "SLURM_STEP_NODELIST" in environ and environ.get("SLURM_NTASKS", "1") != "1"
-
-
-def _on_tpu_slice(environ: Mapping[str, str]) -> bool:
-    return "," in environ.get("TPU_WORKER_HOSTNAMES", "")
-
-
 @contextlib.contextmanager
 def peer_errors() -> Iterator[None]:
-    """Explains what one of several processes meets when another one has ended.
-
-    Raises:
-      RunError: an exchange between them failed.
-    """
+    """Explains what one of several processes meets when another one has ended."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -168,10 +153,7 @@ class StopVote:
         self._pending: jax.Array | None = None
 
     def cast(self, request: signal.Signals | None) -> signal.Signals | None:
-        """Votes for a step.
-
-        Args:
-          request: the signal that this process got, if any.
+        """Votes by the signal that this process got, if any.
 
         Returns:
           A signal that some process had got by the previous step, or None: the run goes on.
@@ -185,18 +167,12 @@ class StopVote:
 
 
 def fetch(tree: Any, mesh: Mesh) -> Any:
-    """Returns global arrays as NumPy arrays.
-
-    All processes must call it, since each of them holds a part.
-    """
+    """Returns global arrays as NumPy arrays; all processes must call it, as each holds a part."""
     return jax.tree.map(np.asarray, replicate(tree, mesh))
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
-    """Returns arrays that every device holds whole.
-
-    Of global ones, or of numbers that all processes have alike.
-    """
+    """Returns global arrays, or numbers that all processes have alike, whole on every device."""
     return _replicate_on(mesh)(tree)
 
 

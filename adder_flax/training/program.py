@@ -1,7 +1,4 @@
-"""What runs that differ in numbers alone share.
-
-A model without its parameters, shapes, and compiled functions.
-"""
+"""What runs that differ in numbers alone share: shapes, and compiled functions."""
 
 import functools
 import itertools
@@ -10,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
@@ -35,7 +31,6 @@ from adder_flax.training.step import (
     make_loss_fn,
     make_train_step,
 )
-from adder_flax.training.teacher import Teacher, frozen
 
 
 class Shape(NamedTuple):
@@ -77,7 +72,7 @@ def shape_and_numbers(
     source: data.Source,
     mesh: Mesh,
     num_steps: int,
-    teacher: Teacher | None = None,
+    teacher: tuple[Skeleton, Any] | None = None,
 ) -> tuple[Shape, Hyper]:
     """Separates what shapes the program of a run from its numbers.
 
@@ -86,7 +81,7 @@ def shape_and_numbers(
       source: what it trains on.
       mesh: its devices.
       num_steps: its length.
-      teacher: of its task, whose parameters are among the numbers.
+      teacher: of its task, taken apart; its arrays are among the numbers.
 
     Raises:
       ValueError: an unknown name of a task, model or optimizer.
@@ -100,15 +95,16 @@ def shape_and_numbers(
     }
     if settings.ema_decay:
         numbers["ema_decay"] = settings.ema_decay
+    skeleton = None
     if teacher is not None:
-        numbers["teacher"] = teacher.variables
+        skeleton, numbers["teacher"] = teacher
     task_settings, numbers["task"] = take_numbers(settings.task)
     model_settings, numbers["model"] = take_numbers(settings.model)
     optimizer_settings, numbers["optimizer"] = take_numbers(settings.optimizer)
     shape = Shape(
         task=task,
         task_facts=task.facts(source),
-        teacher=None if teacher is None else teacher.skeleton,
+        teacher=skeleton,
         build=MODELS.get(settings.model.name),
         make_optimizer=optimizers.OPTIMIZERS.get(settings.optimizer.name),
         task_settings=task_settings,
@@ -128,14 +124,10 @@ def shape_and_numbers(
 class Program:
     """The model and the compiled functions of all runs of one shape; :func:`program_of` makes it.
 
-    Its methods take the numbers of a run, plain or traced.
-
-    Args:
-      shape: of the runs.
-      numbers: of one of them.
+    Its methods take the numbers of a run, plain or traced; it is made with those of one.
 
     Attributes:
-      shape: as given.
+      shape: of the runs.
       skeleton: the model without its arrays; of its rates, those of the first run.
       facts: of the parameters.
       layers: those that have curvature, with a second-order optimizer; else None.
@@ -155,7 +147,13 @@ class Program:
 
     def __init__(self, shape: Shape, numbers: Hyper):
         self.shape = shape
-        model = nnx.eval_shape(functools.partial(self._shape_of_model, numbers))
+        # One key for all: flax looks at its count of keys each time, which takes the longer the
+        # more has been traced.
+        build, keys = (
+            functools.partial(self.build_model, numbers),
+            itertools.repeat(jax.random.key(0)),
+        )
+        model = nnx.eval_shape(lambda: built_from(build, keys))
         self.facts = parameter_facts(model)
         self.skeleton, variables = take_apart(model)
         # Once, and only for those who ask: finding layers traces the loss.
@@ -184,40 +182,33 @@ class Program:
 
     def task(self, numbers: Hyper) -> Task:
         """Returns the task."""
-        shape, settings = self.shape, put_numbers(self.shape.task_settings, numbers["task"])
-        teacher = None if shape.teacher is None else frozen(shape.teacher, numbers["teacher"])
+        shape, teacher = self.shape, None
+        if shape.teacher is not None:  # no derivative flows through it
+            teacher = shape.teacher.merge(jax.lax.stop_gradient(numbers["teacher"]))
+        settings = put_numbers(shape.task_settings, numbers["task"])
         return shape.task(settings, shape.task_facts, teacher=teacher, progress=_progress(numbers))
 
     def build_model(self, numbers: Hyper, rngs: nnx.Rngs | None = None) -> nnx.Module:
-        """Builds the model with parameters from ``rngs``.
-
-        By default those that the seed, a plain number, gives.
-        """
+        """Builds the model, by default with the parameters that the seed, a plain number, gives."""
         settings = put_numbers(self.shape.model_settings, numbers["model"])
         return self.shape.build(
             settings, self.task(numbers).example(), rngs=rngs or nnx.Rngs(int(numbers["seed"]))
         )
 
-    def _shape_of_model(self, numbers: Hyper) -> nnx.Module:
-        # One key for all: flax looks at its count of keys each time, which takes the longer the
-        # more has been traced.
-        build = functools.partial(self.build_model, numbers)
-        return built_from(build, itertools.repeat(jax.random.key(0)))
-
-    def learning_rate(self, numbers: Hyper) -> optax.Schedule:
-        """Returns the schedule."""
-        settings = put_numbers(self.shape.optimizer_settings, numbers["optimizer"])
-        lengths = {name: numbers[name] for name in ("warmup_steps", "num_steps")}
-        return functools.partial(optimizers.learning_rate, settings, **lengths)
-
     def parts(self, numbers: Hyper, graphdef: nnx.GraphDef | None = None) -> Parts:
-        """Returns what a training step is made of.
+        """Returns what a training step is made of, with ``graphdef`` for the model's own if given.
 
-        With ``graphdef`` in place of the model's own.
+        It is made inside of the compiled step too, where the numbers are traced.
         """
         skeleton = self.skeleton if graphdef is None else self.skeleton._replace(graphdef=graphdef)
-        task, learning_rate = self.task(numbers), self.learning_rate(numbers)
+        task = self.task(numbers)
         settings = put_numbers(self.shape.optimizer_settings, numbers["optimizer"])
+        learning_rate = functools.partial(
+            optimizers.learning_rate,
+            settings,
+            warmup_steps=numbers["warmup_steps"],
+            num_steps=numbers["num_steps"],
+        )
         spec = optimizers.OptimizerSpec(settings, learning_rate, self.facts, self._find_layers)
         return Parts(
             seed=numbers["seed"],
@@ -282,13 +273,10 @@ _MOST_PROGRAMS = 8  # their executables take memory
 
 
 def program_of(shape: Shape, numbers: Hyper) -> Program:
-    """Returns the program of a shape.
-
-    The same one for every run that has it, as long as it is among the newest.
+    """Returns the program of a run: the same one for all of a shape, while it is among the newest.
 
     Args:
-      shape: of the run.
-      numbers: of the run.
+      shape, numbers: of the run.
     """
     program = _PROGRAMS.pop(shape, None) or Program(shape, numbers)
     _PROGRAMS[shape] = program  # the newest is last

@@ -1,7 +1,4 @@
-"""From a configuration to everything a run needs.
-
-All mistakes of its user are found here, before any compute.
-"""
+"""From a configuration to everything a run needs: its user's mistakes are found before compute."""
 
 import copy
 import dataclasses
@@ -13,29 +10,31 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
+from jaxtyping import Array, Float
 
 from adder_flax import data, interop
 from adder_flax.errors import RunError, first_line, user_errors
 from adder_flax.experiment import as_config
 from adder_flax.settings import ClassificationSettings, DataSettings, RunSettings, defaults, read
-from adder_flax.tasks import TASKS, Outcome, Task
+from adder_flax.tasks import TASKS, Task
 from adder_flax.training import sharding
 from adder_flax.training.checkpoints import SavedCheckpoints
-from adder_flax.training.identity import identity
+from adder_flax.training.fingerprint import fingerprint
 from adder_flax.training.initialization import params_by_path
 from adder_flax.training.processes import fetch, replicate
 from adder_flax.training.program import Program, program_of, shape_and_numbers
-from adder_flax.training.skeleton import joined, take_apart
-from adder_flax.training.step import Hyper, State, evaluation_params
-from adder_flax.training.teacher import Renormalized, Teacher
+from adder_flax.training.skeleton import Skeleton, joined, take_apart
+from adder_flax.training.step import Hyper, Parts, State, evaluation_params
 from adder_flax.training.workdir import read_config
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
+Teacher = tuple[Skeleton, Any]
 
 _MAX_STEPS = 2**31 - 1
 
@@ -51,8 +50,7 @@ class Run:
       program: compiled functions, shared by all runs that differ in numbers alone.
       numbers: in which this run differs from the others of its program, as the host knows them.
       init: makes the train state before the first step, on the mesh.
-      train_step: ``(state, batch, hyper) → (state, metrics)``, that of the program; it gives the
-        memory of the old state away.
+      train_step: of the program; it gives the memory of the old state away.
       steps_per_epoch, num_steps: of training.
     """
 
@@ -106,20 +104,16 @@ class Run:
         return self.program.task(self.numbers)
 
     @functools.cached_property
-    def loss(self) -> Callable[..., Outcome]:
-        """``(params, examples, key, model_state) → Outcome``, at the run's own numbers."""
-        return self.program.parts(self.numbers).loss
+    def parts(self) -> Parts:
+        """What its training step is made of, at the run's own numbers."""
+        return self.program.parts(self.numbers)
 
     def learning_rate(self, step: int) -> float:
         """Returns the learning rate of a step."""
-        return float(self.program.learning_rate(self.numbers)(step))
+        return float(self.parts.learning_rate(step))
 
     def batches(self, rows: Sequence[int] | np.ndarray | None = None) -> data.TrainPipeline:
-        """Returns what the run trains on.
-
-        Args:
-          rows: those of a global batch that are read here; None for all of them.
-        """
+        """Returns what the run trains on: given rows of each global batch, or all of them."""
         return data.TrainPipeline(
             self.train_source,
             self.config.batch_size,
@@ -129,10 +123,7 @@ class Run:
         )
 
     def model(self, params: Any) -> nnx.Module:
-        """Returns the model, as evaluation has it, with the arrays of :func:`evaluation_params`.
-
-        What it carries beside parameters may be absent: the model then has shapes there.
-        """
+        """Returns the model, as evaluation has it, with what :func:`evaluation_params` returns."""
         return self.program.skeleton.merge(params)
 
 
@@ -178,8 +169,11 @@ def build_run(
         if eval_labels:
             images = data.require_kind(data.ImageSource, eval_source, "--labels")
             eval_source = data.with_label_sets(images, eval_labels)
-    if eval_split == "eval":
-        _tell_of_shared_records(train_source, eval_source)
+    if eval_split == "eval" and (shared := data.shared_records(train_source, eval_source)):
+        logging.warning(
+            "%d of the %d records of %s, which scores are of, are trained on, too: they are in %s",
+            *(shared, len(eval_source), eval_source.split, train_source.split),
+        )
     steps_per_epoch, num_steps = _count_steps(settings, train_source)
     with user_errors():
         teacher = _load_teacher(settings, own_source) if teach else None
@@ -224,7 +218,6 @@ def with_statistics(config: Any, workdir: str | Path) -> Any:
 
 
 def _normalized(source: data.Source, settings: DataSettings) -> data.Source:
-    """Returns a source with the mean and deviation that settings say, if they do."""
     if not settings.mean:
         return source
     source = copy.copy(data.require_kind(data.ImageSource, source, "config.data.mean"))
@@ -233,9 +226,11 @@ def _normalized(source: data.Source, settings: DataSettings) -> data.Source:
 
 
 def _load_teacher(settings: RunSettings, source: data.Source) -> Teacher | None:
-    """Returns the frozen model that the task asks for.
+    """Returns the frozen model that the task asks for, taken apart.
 
-    With the classes and the size of the images of a source, as the set has them.
+    Args:
+      settings: of the run.
+      source: whose classes and size of images it has, and statistics as the set has them.
     """
     place = TASKS.get(settings.task.name).teacher_of(settings.task)
     if not place:
@@ -262,15 +257,39 @@ def _statistics(source: data.Source) -> Statistics | None:
 def _teacher(model: nnx.Module, wanted: Statistics | None, given: Statistics | None) -> Teacher:
     """Returns a model as a teacher of images that are normalised as given, not as it wants them."""
     if wanted is None or given is None or np.allclose(wanted, given, atol=1e-3):
-        return Teacher.of(model)
-    return Teacher.of(Renormalized(model, given, wanted))
+        return take_apart(model)
+    return take_apart(Renormalized(model, given, wanted))
+
+
+class Renormalized(nnx.Module):
+    """A model whose images are normalised by other numbers than those it is called with.
+
+    Args:
+      model: a classifier of images.
+      given: mean and standard deviation of each channel by which images are normalised.
+      wanted: those by which the model wants them.
+
+    >>> anew = Renormalized(lambda images: images, ((0.5,), (0.25,)), ((0.0,), (1.0,)))
+    >>> float(anew(jnp.ones((1, 1, 1, 1)))[0, 0, 0, 0])
+    0.75
+    """
+
+    def __init__(self, model: Callable[[Array], Array], given: Statistics, wanted: Statistics):
+        self.model = model
+        self.given, self.wanted = (tuple(map(tuple, numbers)) for numbers in (given, wanted))
+
+    def __call__(
+        self, images: Float[Array, "batch height width channels"]
+    ) -> Float[Array, "batch classes"]:
+        """Normalises images anew and classifies them."""
+        (mean, std), (wanted_mean, wanted_std) = (
+            (jnp.array(x) for x in pair) for pair in (self.given, self.wanted)
+        )
+        return self.model((images * std + mean - wanted_mean) / wanted_std)
 
 
 def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) -> Teacher:
-    """Returns the model of the last checkpoint of a run.
-
-    It has seen images of the same size and classes.
-    """
+    """Returns the model of a run's last checkpoint, which saw images of the same size."""
     trained = read_config(workdir)
     fields = trained.to_dict()
     if fields["data"]["image_size"] != settings.data.image_size:
@@ -285,10 +304,10 @@ def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) ->
         "task": defaults(ClassificationSettings),
         "mesh": vars(settings.mesh),
         "accumulation_steps": 1,
+        "batch_size": settings.batch_size,
     }
-    fields["batch_size"] = settings.batch_size
     run = build_run(as_config(fields), load=lambda *_, **__: source)
-    saved = SavedCheckpoints(Path(workdir) / "checkpoints", of=identity(trained))
+    saved = SavedCheckpoints(Path(workdir) / "checkpoints", of=fingerprint(trained))
     variables = fetch(evaluation_params(saved.restore(run.abstract_state)), run.mesh)
     wanted, given = map(_statistics, (run.train_source, _normalized(source, settings.data)))
     return _teacher(run.model(variables), wanted, given)
@@ -328,11 +347,7 @@ def abstract_batch(run: Run) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def trace(run: Run) -> jax.stages.Traced:
-    """Traces the training step, as its first call would.
-
-    What is wrong in model or optimizer comes up here.
-
-    That call finds what was traced, so that nothing is done twice.
+    """Traces the training step as its first call would, which finds what was traced.
 
     Raises:
       RunError: the step cannot be traced.
@@ -343,21 +358,17 @@ def trace(run: Run) -> jax.stages.Traced:
     except RunError:
         raise
     except Exception as error:
-        text = (
-            str(error)
-            if isinstance(error, ValueError)
-            else f"{type(error).__name__}: {first_line(error)}"
-        )
-        if not text.startswith("expected"):
-            text = (
-                f"expected a training step that can be traced, got {text}; correct "
-                "--config.model.* and --config.optimizer.*, or see the traceback with --verbosity=1"
-            )
-        raise RunError(text) from error
+        if isinstance(error, ValueError) and str(error).startswith("expected"):
+            raise RunError(str(error)) from error
+        raise RunError(
+            f"expected a training step that can be traced, got {type(error).__name__}: "
+            f"{first_line(error)}; correct --config.model.* and --config.optimizer.*, or see the "
+            "traceback with --verbosity=1"
+        ) from error
 
 
 def _count_steps(settings: RunSettings, source: data.Source) -> tuple[int, int]:
-    """Returns the steps of an epoch and of the run."""
+    """Returns the steps of an epoch, and of the run."""
     if len(source) < settings.batch_size:
         raise RunError(
             f"expected config.batch_size of at most {len(source)} training "
@@ -388,20 +399,10 @@ def _load_source(
     )
 
 
-def _tell_of_shared_records(trained: data.Source, evaluated: data.Source) -> None:
-    if shared := data.shared_records(trained, evaluated):
-        logging.warning(
-            "%d of the %d records of %s, which scores are of, are trained on, too: they are in %s",
-            *(shared, len(evaluated), evaluated.split, trained.split),
-        )
-
-
 def _check_classes(trained: data.Source, other: data.Source) -> None:
     """Refuses to score a model on images of other classes than it learned, or in another order."""
-    kind = lambda source: (
-        (source.image_shape, source.label_names) if isinstance(source, data.ImageSource) else None
-    )
-    if kind(trained) is None or kind(trained) != kind(other):
+    images = [source for source in (trained, other) if isinstance(source, data.ImageSource)]
+    if len(images) < 2 or len({(s.image_shape, s.label_names) for s in images}) > 1:
         raise RunError(
             f"expected images like those of {trained.name}, of the same size with the same classes "
             f"in the same order, got {other.name}; set --data to another set"

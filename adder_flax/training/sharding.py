@@ -1,8 +1,7 @@
 """Device mesh and where each array of a run lives on it.
 
 The mesh has three axes: ``data`` (batch only), ``fsdp`` (batch and parameters) and ``tensor``
-(heads and MLP columns). Parameters are placed by the logical names that layers give to their axes,
-and one table of those names.
+(heads and MLP columns).
 """
 
 import math
@@ -34,11 +33,7 @@ LOGICAL_AXES: Mapping[str, str] = {"heads": "tensor", "hidden": "tensor"}
 
 
 def devices_at_hand() -> list[jax.Device]:
-    """Returns all devices of the run.
-
-    Raises:
-      RunError: there are none of the kind that the environment asks for.
-    """
+    """Returns all devices of the run, of the kind that the environment asks for."""
     try:
         return jax.devices()
     except Exception as error:  # of plugins, too
@@ -84,17 +79,11 @@ def make_mesh(axis_sizes: Mapping[str, int], devices: Sequence[jax.Device] | Non
 
 
 def parameter_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh, facts: Facts) -> P:
-    """Returns how one array is split over the mesh.
+    """Returns how a parameter, or a moment of one, is split over the mesh.
 
-    Named axes by :data:`LOGICAL_AXES`, ``fsdp`` along the longest free axis.
-
-    Axes that the mesh does not divide into whole parts stay whole, so every shape is valid on every
-    mesh.
-
-    Args:
-      shape: of the array.
-      mesh: the devices.
-      facts: of the parameter that it is, or is a moment of.
+    Axes that its facts name are split by :data:`LOGICAL_AXES`, and the longest of the others over
+    ``fsdp``. What the mesh does not divide into whole parts stays whole, so every shape is valid on
+    every mesh.
     """
     spec: list[str | None] = [None] * len(shape)
     for i, axis in enumerate(facts.axes):
@@ -111,9 +100,9 @@ def parameter_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh, facts: Facts
 def _free_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P:
     """Returns how an array of the optimizer that is like no parameter is split.
 
-    Such are the factors of curvature and their inverses: one for each layer, larger than its
-    parameters, and needed by whole layers at a time, wherever a layer is solved for. They lie over
-    all devices that batches are split over, along the longest axis that these divide.
+    Such are the factors of curvature and their inverses, larger than parameters, and needed by
+    whole layers at a time, wherever a layer is solved for. They lie over all devices that batches
+    are split over, along the longest axis that these divide.
     """
     parts = num_batch_shards(mesh)
     divided = [i for i, size in enumerate(shape) if size % parts == 0]
@@ -136,14 +125,10 @@ def tree_path(path: Sequence[Any]) -> str:
 
 
 def state_sharding(abstract_state: Any, mesh: Mesh | AbstractMesh, facts: Any) -> Any:
-    """Returns the ``NamedSharding`` of every leaf of a train state.
+    """Returns the ``NamedSharding`` of every leaf of a train state, from shapes.
 
-    Optimizer moments follow their parameter; what else the optimizer keeps lies over all devices.
-
-    Args:
-      abstract_state: shapes of the state.
-      mesh: the devices.
-      facts: of the parameters, a tree like ``abstract_state["params"]``.
+    Moments follow their parameter, whose facts are a tree like ``abstract_state["params"]``; what
+    else the optimizer keeps lies over all devices.
     """
     by_path = jax.tree_util.tree_leaves_with_path(facts)
     shapes = jax.tree.map(jnp.shape, jax.tree.leaves(abstract_state["params"]))
@@ -170,10 +155,7 @@ def placed_shape(leaf: jax.ShapeDtypeStruct | Array, placed: NamedSharding) -> j
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of a batch.
-
-    Its first axis is over ``data`` and ``fsdp``, whole along ``tensor``.
-    """
+    """Returns the sharding of a batch: its first axis over ``data`` and ``fsdp``."""
     return NamedSharding(mesh, P(BATCH_AXES))
 
 
@@ -183,7 +165,7 @@ def num_batch_shards(mesh: Mesh | AbstractMesh) -> int:
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> Int[np.ndarray, " rows"]:
-    """Returns which rows of a global batch lie on the devices of this process, in ascending order.
+    """Returns which rows of a global batch lie on this process's devices, in ascending order.
 
     Together the processes hold every row, each row once unless ``tensor`` spans processes, whose
     devices then share it.
@@ -193,10 +175,10 @@ def local_rows(mesh: Mesh, batch_size: int) -> Int[np.ndarray, " rows"]:
 
 
 def put_batch(batch: Any, mesh: Mesh) -> Any:
-    """Moves this process's rows of the global batch, those of :func:`local_rows`, to its devices.
+    """Moves this process's rows, those of :func:`local_rows`, to its devices in the background.
 
     Returns:
-      One global array per leaf. The transfer runs in the background.
+      One global array per leaf.
     """
     sharding, num_shards = batch_sharding(mesh), num_batch_shards(mesh)
     if sharding.is_fully_addressable:
@@ -218,8 +200,5 @@ def put_batch(batch: Any, mesh: Mesh) -> Any:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of an array that every device holds whole.
-
-    So every process can read it.
-    """
+    """Returns the sharding of an array that every device holds whole."""
     return NamedSharding(mesh, P())

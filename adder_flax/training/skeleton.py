@@ -33,12 +33,10 @@ class Skeleton(NamedTuple):
     streams: Leaves = ()
 
     def merge(self, variables: Any, key: Array | None = None) -> nnx.Module:
-        """Returns the model with these arrays.
+        """Returns the model with a nested dict of its parameters and of what it carries.
 
-        Args:
-          variables: nested dict of its parameters and of what it carries; where the latter is
-            absent the model has its shape there.
-          key: of its random streams, for a model in training mode; None is evaluation.
+        Where the latter is absent it has its shape there. A ``key`` of its random streams puts it
+        into training mode; None is evaluation.
         """
         if self.carried or self.streams:
             flat = dict(self.carried) | self._keys(key) | flatten_dict(variables)

@@ -339,10 +339,7 @@ def init_state(
 
 
 def evaluation_params(state: State) -> Any:
-    """Returns the parameters that evaluation uses: the running average where there is one.
-
-    With them comes what the model carries beside parameters, averaged likewise.
-    """
+    """Returns what evaluation uses: parameters, and what else the model carries, as averaged."""
     params = state.get("ema_params", state["params"])
     return joined(params, state.get("ema_model_state", state.get("model_state")))
 
@@ -375,13 +372,10 @@ def make_loss_fn(
 def make_eval_step(
     skeleton: Skeleton, make_task: Callable[[Hyper], Task]
 ) -> Callable[[Any, Batch, Hyper], Metrics]:
-    """Returns ``eval_step(params, batch, hyper) → sums`` over real examples.
-
-    Those are the ones that ``batch["mask"]`` marks; ``params`` are those of
-    :func:`evaluation_params`.
+    """Returns ``eval_step(params, batch, hyper) → sums`` over examples that ``mask`` says are real.
 
     Args:
-      skeleton: the model without its arrays.
+      skeleton: the model without its arrays, to which :func:`evaluation_params` belong.
       make_task: hyper → what says what is summed.
     """
 

@@ -145,11 +145,9 @@ def memory_bytes(device: jax.Device) -> int | None:
 
 
 def compiler_options(device: jax.Device) -> dict[str, str | bool]:
-    """Returns what XLA has to be told to compile for a device that is not there.
-
-    For a GPU, that matrix products are the library's. XLA's own have tiles that it finds by trial;
-    without a GPU to try them on it takes the first ones, which some shapes do not allow.
-    """
+    """Returns what XLA has to be told to compile for a device that is not there."""
+    # Matrix products on GPUs are the library's: XLA's own have tiles that it finds by trial, and
+    # without a GPU to try them on it takes the first ones, which some shapes do not allow.
     if device.platform != "gpu" or device in jax.devices():
         return {}
     return {"xla_gpu_enable_triton_gemm": False}

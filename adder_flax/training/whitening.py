@@ -1,6 +1,4 @@
-"""Gradients of matrices in the eigenbases of their Kronecker factors.
-
-SOAP and KL-Shampoo, as stages for optax.
+"""SOAP and KL-Shampoo: gradients of matrices in the eigenbases of their Kronecker factors.
 
 Both keep a factor for the rows and one for the columns of each gradient G, find their eigenvectors
 Q_L and Q_R now and then, and scale Q_Lᵀ G Q_R elementwise. They differ in what the factors are and
@@ -181,10 +179,7 @@ def scale_by_kl_shampoo(
 
 
 def _stage(first: Callable[[Array], Whitening], later: Callable) -> optax.GradientTransformation:
-    """Makes a stage of what is done to one matrix.
-
-    At the first step, which updates nothing, and at those after it.
-    """
+    """Makes a stage of what is done to a matrix at the first step, and at those after it."""
 
     def init(params: Any) -> WhiteningState:
         begin = lambda parameter: jax.tree.map(jnp.zeros_like, _stacked(first)(_wide(parameter)))
@@ -215,14 +210,11 @@ def _stage(first: Callable[[Array], Whitening], later: Callable) -> optax.Gradie
 
 def _stacked(function: Callable) -> Callable:
     """Applies a function of matrices to stacks of them, one axis of a stack after the other."""
-
-    def apply(gradient: Array, *others: Any) -> Any:
-        mapped = function
-        for _ in range(gradient.ndim - 2):
-            mapped = jax.vmap(mapped)
-        return mapped(gradient, *others)
-
-    return apply
+    return lambda first, *others: (
+        function(first, *others)
+        if first.ndim == 2
+        else jax.vmap(_stacked(function))(first, *others)
+    )
 
 
 def _wide(array: Array) -> Array:
@@ -240,7 +232,7 @@ def _mix_all(means: Pair, new: Pair, decay: float | Array) -> Pair:
 
 
 def _begin(values: Array, gradient: Array) -> Array:
-    """Eigenvalues, or the gradient's root mean square where none is known yet."""
+    # The gradient's root mean square where none is known yet.
     return jnp.where(values.max() > 0, values, jnp.sqrt((gradient**2).mean()))
 
 
@@ -255,12 +247,11 @@ def _no_factors(gradient: Array) -> Pair:
 
 
 def _eigenvectors(factors: Pair) -> Pair:
-    """Eigenvectors of both factors, those of the largest eigenvalues first."""
+    # Those of the largest eigenvalues first.
     rows, columns = (jnp.linalg.eigh(factor)[1][:, ::-1] for factor in factors)
     return rows, columns
 
 
 def _power_steps(factors: Sequence[Array], bases: Sequence[Array]) -> Pair:
-    """One step of power iteration for rows and columns."""
     rows, columns = (jnp.linalg.qr(f @ q)[0] for f, q in zip(factors, bases, strict=True))
     return rows, columns

@@ -360,7 +360,7 @@ def test_a_model_of_flax_s_layers_is_trained_saved_and_resumed_with_the_same_bit
             batch = sharding.put_batch(batches[i], run.mesh)
             state, _ = run.train_step(state, batch, run.hyper)
     place = tmp_path / "broken" / "checkpoints"
-    with training.Checkpoints(place, of=training.identity(net_config)) as checkpoints:
+    with training.Checkpoints(place, of=training.fingerprint(net_config)) as checkpoints:
         checkpoints.save(4, state)
     resumed = training.Trainer(run, tmp_path / "broken").fit()
     assert (whole.step, resumed.step) == (run.num_steps, run.num_steps)

@@ -89,7 +89,7 @@ def restore(workdir: Path, which: int | str = "last") -> Any:
     """Restores a checkpoint as the modes do that only read."""
     run = template().run
     directory = training.open_workdir(workdir, run.config) / "checkpoints"
-    saved = training.SavedCheckpoints(directory, of=training.identity(run.config))
+    saved = training.SavedCheckpoints(directory, of=training.fingerprint(run.config))
     return saved.restore(run.abstract_state, which)
 
 

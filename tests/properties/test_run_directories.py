@@ -175,7 +175,7 @@ def test_the_directory_of_another_run_is_refused_and_stays_as_it_is(caplog, name
 
 def _of_another_run(checkpoints: Path) -> None:
     """A newer checkpoint of the same shapes, saved by a run with another seed."""
-    of = training.identity(runs.template().run.config) | {"seed": 99}
+    of = training.fingerprint(runs.template().run.config) | {"seed": 99}
     with tempfile.TemporaryDirectory() as folder:
         with training.Checkpoints(folder, of=of) as saved:
             saved.save(5, runs.template().saved[4])

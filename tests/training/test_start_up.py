@@ -5,7 +5,7 @@ import time
 
 import jax
 
-from adder_flax.training.start_up import StartUp
+from adder_flax.training.progress import StartUp
 
 
 def test_compilations_between_parameters_and_first_step_are_counted():

@@ -4,11 +4,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from flax.traverse_util import flatten_dict, unflatten_dict
+
 from adder_flax.settings import RunSettings, completed, unread
 from adder_flax.text import printable
 
-# How a run is executed, not what it computes: these may change between two starts of the
-# same run.
 OPERATIONAL_FIELDS = (
     "mesh",
     "log_every_steps",
@@ -18,55 +18,34 @@ OPERATIONAL_FIELDS = (
     "topology",
     "data.data_dir",
 )
+"""How a run is executed, not what it computes: these may change between two starts of one run."""
 
 
-def flatten_config(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns ``{"model.width": 192, …}``.
+def flatten_config(config: Any) -> dict[str, Any]:
+    """Returns ``{"model.width": 192, …}``, with lists for tuples as JSON has them.
 
-    Example:
-      >>> flatten_config({"seed": 0, "model": {"width": 192}})
-      {'seed': 0, 'model.width': 192}
+    >>> flatten_config({"seed": 0, "model": {"width": 192}})
+    {'seed': 0, 'model.width': 192}
     """
-    flat = {}
-    for name, value in config.items():
-        if hasattr(value, "items"):
-            flat.update(flatten_config(value, f"{prefix}{name}."))
-        else:
-            flat[prefix + name] = list(value) if isinstance(value, tuple) else value
-    return flat
+    flat = flatten_dict(config.to_dict() if hasattr(config, "to_dict") else config, sep=".")
+    return {name: list(x) if isinstance(x, tuple) else x for name, x in flat.items()}
 
 
 def with_defaults(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns flattened fields, `adder_flax.settings.completed`.
+    """Returns flattened fields with those that a later version has added, at their defaults.
 
-    A later version may have added some.
-
-    Example:
-      >>> with_defaults({"seed": 3})["optimizer.name"]
-      'adamw'
+    >>> with_defaults({"seed": 3})["optimizer.name"]
+    'adamw'
     """
-    return flatten_config(completed(RunSettings, _nested(flat)))
+    return flatten_config(completed(RunSettings, unflatten_dict(flat, sep=".")))
 
 
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for path, value in flat.items():
-        *sections, name = path.split(".")
-        place = fields
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = value
-    return fields
-
-
-def identity(config: Any) -> dict[str, Any]:
-    """Returns the fields, flattened, that make a run this one.
-
-    All but those that say how it is executed.
+def fingerprint(config: Any) -> dict[str, Any]:
+    """Returns the fields, flattened, that make a run this one: all but `OPERATIONAL_FIELDS`.
 
     Example:
       >>> from ml_collections import ConfigDict
-      >>> of = identity(ConfigDict({"seed": 3, "mesh": {"data": 8}, "model": {"mean": (0.5,)}}))
+      >>> of = fingerprint(ConfigDict({"seed": 3, "mesh": {"data": 8}, "model": {"mean": (0.5,)}}))
       >>> of["model.mean"], of["seed"], of["optimizer.name"], "mesh.data" in of
       ([0.5], 3, 'adamw', False)
     """
@@ -75,23 +54,19 @@ def identity(config: Any) -> dict[str, Any]:
 
 
 def computing(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those flattened fields that say what is computed.
-
-    Not how it is, nor what the run's optimizer does not read.
+    """Returns those flattened fields that say what is computed, and are read by the run at all.
 
     Example:
       >>> computing({"optimizer.name": "sgd", "optimizer.cg_fac.damping": 3.0, "mesh.data": 2})
       {'optimizer.name': 'sgd'}
     """
-    not_read = (f"{path}." for path in unread(RunSettings, _nested(flat)))
+    not_read = (f"{path}." for path in unread(RunSettings, unflatten_dict(flat, sep=".")))
     idle = (*OPERATIONAL_FIELDS, *not_read)
     return {path: value for path, value in flat.items() if not path.startswith(idle)}
 
 
 def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns in words which fields of two runs differ.
-
-    One that is absent is at its declared default; what neither reads does not count.
+    """Returns in words which fields of two runs differ; what neither reads does not count.
 
     Example:
       >>> differences(

@@ -1,0 +1,219 @@
+"""What one sees of a run while it trains: numbers, a bar, times, the timeline of some steps."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+import kfac
+from adder_flax.errors import RunError
+from adder_flax.extras import needs
+from adder_flax.training.metrics import MetricWriter
+from adder_flax.training.setup import Run
+from adder_flax.training.step import Metrics
+
+with needs("train"):
+    from tqdm import tqdm
+
+
+class Progress:
+    """A progress bar on a terminal, plain lines elsewhere.
+
+    Args:
+      num_steps: steps of the whole run.
+      start_step: where it starts or resumes.
+      enabled: False on every host but the first.
+    """
+
+    def __init__(self, num_steps: int, start_step: int = 0, *, enabled: bool = True):
+        self._enabled = enabled
+        self._bar = tqdm(
+            total=num_steps,
+            initial=start_step,
+            unit="step",
+            dynamic_ncols=True,
+            smoothing=0.1,
+            disable=None if enabled else True,  # None: where there is no terminal
+        )
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self._bar.close()
+
+    def advance(self) -> None:
+        """Counts one step."""
+        self._bar.update()
+
+    def show(self, text: str) -> None:
+        """Shows the newest training numbers: beside the bar, or as a line of their own."""
+        if self._bar.disable:
+            self.line(text)
+        else:
+            self._bar.set_postfix_str(text)
+
+    def line(self, text: str) -> None:
+        """Prints a line that stays."""
+        if self._enabled:
+            tqdm.write(text)
+
+
+class DeferredMetrics:
+    """Holds the metrics of the newest step until the next one is under way.
+
+    Only then does the host wait for them.
+
+    Args:
+      run: whose steps they are.
+      writer: takes the numbers of logged steps.
+      progress: shows them.
+      step: where the run starts or resumes.
+    """
+
+    def __init__(self, run: Run, writer: MetricWriter, progress: Progress, step: int):
+        self._run, self._writer, self._progress = run, writer, progress
+        self._newest: tuple[int, Metrics] | None = None
+        self.restart_clock(step)
+
+    def restart_clock(self, step: int) -> None:
+        """Measures speed from this step on: what else took time since the last does not count."""
+        self._clock = (step, time.monotonic())
+
+    def is_logged(self, step: int) -> bool:
+        """Whether the numbers of a step are written."""
+        return step % self._run.config.log_every_steps == 0 or step == self._run.num_steps
+
+    def put(self, step: int, metrics: Metrics) -> None:
+        """Takes the metrics of a step that was handed to the devices."""
+        self._newest = (step, metrics)
+
+    def flush(self) -> int | None:
+        """Fetches what was put last and writes it.
+
+        Returns:
+          The number of that step where it was not finite and the run is to stop at such steps.
+        """
+        if self._newest is None:
+            return None
+        (step, metrics), self._newest = self._newest, None
+        if self._run.config.non_finite == "stop" and not metrics["finite"]:
+            return step
+        if self.is_logged(step):
+            self._write(step, metrics)
+        return None
+
+    def _write(self, step: int, metrics: Metrics) -> None:
+        run = self._run
+        optimizer = kfac.telemetry(jax.device_get(metrics["optimizer"]))
+        scalars = {
+            "train/loss": float(metrics["loss"]),
+            **{f"train/{name}": float(value) for name, value in metrics["task"].items()},
+            "train/grad_norm": float(metrics["grad_norm"]),
+            "train/learning_rate": float(metrics["learning_rate"]),
+            **{name: float(value) for name, value in (optimizer | metrics["diagnostics"]).items()},
+        }
+        shown = [f"step {step}/{run.num_steps}", f"loss {scalars['train/loss']:.4f}"]
+        shown += [f"{name} {scalars[f'train/{name}']:.3f}" for name in metrics["task"]]
+        first, since = self._clock
+        if step > first:
+            rate = (step - first) * run.config.batch_size / (time.monotonic() - since)
+            scalars[f"train/{run.task.unit}_per_second"] = rate
+            left = tqdm.format_interval((run.num_steps - step) * run.config.batch_size / rate)
+            shown += [f"{rate:.0f} {run.task.unit}/s", f"{left} left"]
+        self._writer.write(step, scalars)
+        self._progress.show("  ".join(shown))
+
+
+_COMPILATION = "/jax/core/compile/backend_compile_duration"
+
+
+class StartUp:
+    """Where the time to the first step goes; to be made when the set-up is done.
+
+    Args:
+      start_time: ``time.monotonic()`` when the process began.
+
+    Example:
+      >>> start_up = StartUp(time.monotonic())
+      >>> start_up.parameters_ready()
+      >>> start_up.kernels_ready()
+      >>> print(start_up.report())  # doctest: +ELLIPSIS
+      first step done ... after the start: ... parameters, ... kernels, ... compiling, ... tracing and computing
+    """  # noqa: E501 - a message is one line
+
+    def __init__(self, start_time: float):
+        self._start, self._set_up = start_time, time.monotonic()
+        self._initialized = self._ready = self._set_up
+        self._compiling = 0.0
+
+    def parameters_ready(self) -> None:
+        """Marks the end of the initialisation or restoration."""
+        self._initialized = self._ready = time.monotonic()
+
+    def kernels_ready(self) -> None:
+        """Marks the end of the wait for kernels that are compiled on this machine."""
+        self._ready = time.monotonic()
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def report(self) -> str:
+        """Returns one line in seconds; to be called when the first step is done, once."""
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+        now = time.monotonic()
+        return (
+            f"first step done {now - self._start:.1f} s after the start: "
+            f"{self._set_up - self._start:.1f} set-up, {self._initialized - self._set_up:.1f} "
+            f"parameters, {self._ready - self._initialized:.1f} kernels, {self._compiling:.1f} "
+            f"compiling, {now - self._ready - self._compiling:.1f} tracing and computing"
+        )
+
+    def _listen(self, event: str, duration_secs: float, **unused) -> None:
+        if event == _COMPILATION:
+            self._compiling += duration_secs
+
+
+class Profiler:
+    """Records the timeline of the steps from ``first`` to ``last``, both included.
+
+    XProf (``pip install xprof``, ``xprof --logdir=<directory>``) and https://ui.perfetto.dev open
+    what it leaves in ``<directory>/plugins/profile/<time>``.
+
+    Args:
+      window: (first, last), counted from 1 as in the log, or empty for none.
+      directory: where the trace goes.
+
+    Raises:
+      RunError: the window is not two ascending numbers of steps.
+
+    Example:
+      >>> Profiler((7, 3), "runs/a/profile")
+      Traceback (most recent call last):
+      ...
+      adder_flax.errors.RunError: expected config.profile_steps as (first, last) or (), got (7, 3)
+    """
+
+    def __init__(self, window: Sequence[int], directory: str | Path):
+        if window and not (len(window) == 2 and 1 <= window[0] <= window[1]):
+            raise RunError(
+                f"expected config.profile_steps as (first, last) or (), got {tuple(window)}"
+            )
+        self._window, self._directory = tuple(window) or (0, 0), str(directory)
+        self._recording = False
+
+    def __enter__(self) -> "Profiler":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        if self._recording:
+            jax.profiler.stop_trace()
+
+    def before_step(self, step: int) -> None:
+        """Starts or ends the recording where the window asks for it, after so many steps."""
+        first, last = self._window
+        if self._recording and step >= last:
+            jax.profiler.stop_trace()
+            self._recording = False
+        elif first <= step + 1 <= last and not self._recording:
+            jax.profiler.start_trace(self._directory, create_perfetto_trace=True)
+            self._recording = True
