@@ -1,6 +1,4 @@
-"""Which operations are done to which images.
-
-RandAugment and three-augment, drawn for every image of a batch.
+"""Which operations are done to which images: RandAugment and three-augment, drawn for each.
 
 Sources: RandAugment, Cubuk et al., 2020 (https://arxiv.org/abs/1909.13719), with the ranges of
 arguments of timm's ``auto_augment.py`` (https://github.com/huggingface/pytorch-image-models), which
@@ -17,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from adder_flax.data._operations import (
+from adder_flax.data.operations import (
     OPERATIONS,
     Levels,
     choose_operation,
     gaussian_blur,
     grayscale,
-    image_operation,
+    solarize,
 )
 from adder_flax.settings import AugmentSettings
 
@@ -33,10 +31,6 @@ MOST_MAGNITUDE = 10.0
 LAYER_PROBABILITY = 0.5
 """Of doing a drawn operation at all, for each layer and image (timm's)."""
 
-_SOLARIZE_FROM = 128
-_BLUR_RADII = (0.1, 2.0)
-"""Pixels (DeiT's ``augment.py``)."""
-
 _Magnitude = Float[Array, " batch"]
 
 
@@ -45,7 +39,7 @@ class Layer(NamedTuple):
 
     Attributes:
       operation: place in ``OPERATIONS``; -1 for none.
-      argument: of the operation, see ``image_operation``.
+      argument: of the operation, see ``choose_operation``.
       bicubic: how pixels in between are made where the operation moves them.
     """
 
@@ -82,9 +76,7 @@ def rand_augment(
 
 
 def draw_layer(key: PRNGKeyArray, batch: int, settings: AugmentSettings) -> Layer:
-    """Draws an operation for each image with equal chances, and its argument.
-
-    It is done with `LAYER_PROBABILITY`.
+    """Draws an operation for each image with equal chances, done with `LAYER_PROBABILITY`.
 
     The magnitude is normal around the one that is set, cut to 0..`MOST_MAGNITUDE`; arguments that
     have a sign have either with equal chances.
@@ -144,9 +136,7 @@ def operation_arguments(
 
 
 def three_augment(key: PRNGKeyArray, images: Levels) -> Levels:
-    """Makes each image grey, or inverts or blurs it, with equal chances.
-
-    Levels are inverted from 128 on; it is blurred by 0.1 to 2 pixels.
+    """Makes each image grey, inverts its levels from 128 on, or blurs it by 0.1 to 2 pixels.
 
     Args:
         key: what is drawn for sample b is a function of the key and b.
@@ -154,11 +144,10 @@ def three_augment(key: PRNGKeyArray, images: Levels) -> Levels:
     """
     kind_key, radius_key = jax.random.split(key)
     kind = jax.random.randint(kind_key, images.shape[:1], 0, 3)
-    low, high = _BLUR_RADII
-    radius = jax.random.uniform(radius_key, images.shape[:1], minval=low, maxval=high)
+    radius = jax.random.uniform(radius_key, images.shape[:1], minval=0.1, maxval=2.0)
     choices: tuple[Callable[[], Levels], ...] = (
         lambda: grayscale(images),
-        lambda: image_operation("solarize", images, _SOLARIZE_FROM),
+        lambda: solarize(images, 128),
         lambda: gaussian_blur(images, radius),
     )
     chosen = [(kind == place).reshape(-1, 1, 1, 1) for place in range(3)]
