@@ -112,9 +112,6 @@ class FolderRecords:
         path, label = self._files[index]
         return pathlib.Path(path).read_bytes(), label
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[bytes, int]]:
-        return [self[index] for index in indices]
-
     def file_names(self) -> list[str]:
         """The images' paths."""
         return [path for path, _ in self._files]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -212,17 +213,14 @@ class ArraySource(ImageSource):
 
 @runtime_checkable
 class Records(Protocol):
-    """Encoded images with labels: what a set on disk must offer to `EncodedSource`."""
+    """Encoded images (JPEG, PNG, …) with labels: what `EncodedSource` reads.
+
+    Where several records at once are read faster, ``__getitems__(indices)`` gives a list of them.
+    """
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> tuple[bytes, int]:
-        """Encoded image (JPEG, PNG, …) and label of one record."""
-        ...
-
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[bytes, int]]:
-        """The same for several records at once, which most file formats read faster."""
-        ...
+    def __getitem__(self, index: int) -> tuple[bytes, int]: ...
 
     def describe(self, index: int) -> str:
         """Names the record for a person, for example by its file."""
@@ -303,11 +301,11 @@ class EncodedSource(ImageSource):
         return {"image": images, "label": labels}, labels != _UNREADABLE
 
     def _fetch(self, indices: list[int]) -> Sequence[tuple[bytes, int] | None]:
-        try:
-            return self._records.__getitems__(indices)
-        except Exception:
-            # One of them cannot be read: `_read` tries them one by one and names it.
-            return [None] * len(indices)
+        together = getattr(self._records, "__getitems__", None)
+        with contextlib.suppress(Exception):  # one cannot be read: `_read` tries each and names it
+            if together:
+                return together(indices)
+        return [None] * len(indices)
 
     def _read(
         self, index: int, crop_seed: tuple[int, ...] | None, record: tuple[bytes, int] | None

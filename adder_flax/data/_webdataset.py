@@ -79,9 +79,6 @@ class TarRecords:
             file.seek(place.start)
             return file.read(place.size), self._labels[index]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[bytes, int]]:
-        return [self[index] for index in indices]
-
     def file_names(self) -> list[str]:
         """The images' names in their tar files."""
         return [place.name for place in self._places]

@@ -9,7 +9,6 @@ https://arxiv.org/abs/2204.07118).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,18 +33,7 @@ LAYER_PROBABILITY = 0.5
 _Magnitude = Float[Array, " batch"]
 
 
-class Layer(NamedTuple):
-    """One layer of RandAugment for a batch.
-
-    Attributes:
-      operation: place in ``OPERATIONS``; -1 for none.
-      argument: of the operation, see ``choose_operation``.
-      bicubic: how pixels in between are made where the operation moves them.
-    """
-
-    operation: Int[Array, " batch"]
-    argument: Float[Array, " batch"]
-    bicubic: Bool[Array, " batch"]
+_Layer = tuple[Int[Array, " batch"], Float[Array, " batch"], Bool[Array, " batch"]]
 
 
 def rand_augment(
@@ -68,18 +56,22 @@ def rand_augment(
     layers = jax.vmap(lambda key: draw_layer(key, images.shape[0], settings))
     keys = jax.random.split(key, settings.rand_augment_layers)
 
-    def step(images: Levels, layer: Layer) -> tuple[Levels, None]:
+    def step(images: Levels, layer: _Layer) -> tuple[Levels, None]:
         operation, argument, bicubic = layer
         return choose_operation(operation, images, argument, fill=fill, bicubic=bicubic), None
 
     return jax.lax.scan(step, images, layers(keys))[0]
 
 
-def draw_layer(key: PRNGKeyArray, batch: int, settings: AugmentSettings) -> Layer:
+def draw_layer(key: PRNGKeyArray, batch: int, settings: AugmentSettings) -> _Layer:
     """Draws an operation for each image with equal chances, done with `LAYER_PROBABILITY`.
 
     The magnitude is normal around the one that is set, cut to 0..`MOST_MAGNITUDE`; arguments that
     have a sign have either with equal chances.
+
+    Returns:
+        Places in ``OPERATIONS`` (-1 for none), arguments, and whether pixels are made bicubic, as
+        ``choose_operation`` takes them.
     """
     operation_key, uniform_key, normal_key = jax.random.split(key, 3)
     operation = jax.random.randint(operation_key, (batch,), 0, len(OPERATIONS))
@@ -92,7 +84,7 @@ def draw_layer(key: PRNGKeyArray, batch: int, settings: AugmentSettings) -> Laye
     argument = jnp.take_along_axis(of_all, operation[None], axis=0)[0]
     if settings.rand_augment_interpolation == "bicubic":
         bicubic = jnp.ones_like(bicubic)
-    return Layer(jnp.where(done, operation, -1), argument, bicubic)
+    return jnp.where(done, operation, -1), argument, bicubic
 
 
 def operation_arguments(
