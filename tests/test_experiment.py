@@ -27,12 +27,8 @@ _CONFIG = "from ml_collections import ConfigDict\n"
         ("get_config = 3", "", "a function get_config in .*, got 3"),
         ("def get_config(): pass", "", "to return an ml_collections.ConfigDict, got NoneType"),
         ("def get_config(): return {}", "", "got dict"),
-        (
-            _CONFIG + "def get_config(): return ConfigDict()",
-            ":data",
-            "got the argument 'data' after the colon",
-        ),
-        ("def get_config(data): return data", "", "got no argument after a colon"),
+        ("def get_config(): return 1", ":data", "takes 0 positional arguments but 1 was given"),
+        ("def get_config(data): return data", "", "missing 1 required positional argument"),
         ("raise ValueError", "", "ValueError from line 1"),
     ],
 )

@@ -1,6 +1,4 @@
-"""Pillow's operations on images, on the device.
-
-Batched, with a magnitude of its own for each image.
+"""Pillow's operations on images, on the device, batched, with a magnitude for each image.
 
 Of ``auto_contrast`` to ``translate_y``, those of timm's RandAugment, three families are each one
 computation, whatever each image of a batch asks for: tables of 256 levels that pixels are looked up
@@ -23,57 +21,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from adder_flax.arrays import AnyArray
-from adder_flax.data._source import DataError
 
 Levels = UInt8[Array, "batch height width channel"]
 Argument = Float[Array, " batch"]
 _Table = Int[Array, "batch channel 256"]
-
-
-def image_operation(
-    name: str,
-    images: Levels,
-    argument: Argument | float = 0.0,
-    *,
-    fill: tuple[int, ...] = (128,),
-    bicubic: Bool[Array, " batch"] | bool = True,
-) -> Levels:
-    """One of `OPERATIONS`, done to every image of a batch with an argument of its own.
-
-    >>> ramp = jnp.array([10, 60, 110], jnp.uint8).reshape(1, 1, 3, 1)
-    >>> [
-    ...     image_operation(name, ramp, 128.0).ravel().tolist()
-    ...     for name in ("invert", "auto_contrast", "solarize_add")
-    ... ]
-    [[245, 195, 145], [0, 127, 255], [138, 188, 238]]
-    >>> image_operation(
-    ...     "translate_x", ramp, -1 / 3
-    ... ).ravel().tolist()  # a third of the width to the right
-    [128, 10, 60]
-
-    Args:
-        name: auto_contrast, equalize, invert, posterize, solarize, solarize_add, color, contrast,
-            brightness, sharpness, rotate, shear_x, shear_y, translate_x or translate_y.
-        images: values 0..255.
-        argument: one number, or one for each image. posterize: bits kept. solarize: first level
-            that is inverted. solarize_add: what levels below 128 gain. color, contrast, brightness,
-            sharpness: the factor, 1 changes nothing. rotate: degrees counter-clockwise. shear_x,
-            shear_y: pixels by pixel. translate_x, translate_y: as a fraction of the width or
-            height, to the left or up. The others have none.
-        fill: what moves in from outside of the image, one level or one for each channel.
-        bicubic: whether pixels in between are Pillow's bicubic or its bilinear ones.
-
-    Raises:
-        DataError: there is no operation of this name.
-    """
-    if name not in OPERATIONS:
-        raise DataError(f"Expected an operation of {', '.join(OPERATIONS)}, got {name!r}.")
-    argument = jnp.broadcast_to(jnp.asarray(argument, jnp.float32), images.shape[:1])
-    if name in _TABLES:
-        return look_up(images, _TABLES[name](histogram(images), argument))
-    if name in _BASES:
-        return blend(_BASES[name](images), images, argument)
-    return affine(images, _MAPS[name](argument, *images.shape[1:3]), fill, bicubic)
 
 
 def choose_operation(
@@ -84,21 +35,28 @@ def choose_operation(
     fill: tuple[int, ...] = (128,),
     bicubic: Bool[Array, " batch"] | bool = True,
 ) -> Levels:
-    """Does to each image the operation whose place in `OPERATIONS` is given.
-
-    Nothing where there is no such place.
+    """Does to each image the operation of that place in `OPERATIONS`, nothing where there is none.
 
     The program holds each family once and computes all three for every image.
 
-    >>> white = jnp.full((2, 1, 1, 1), 255, jnp.uint8)
-    >>> choose_operation(
-    ...     jnp.array([OPERATIONS.index("invert"), -1]), white, jnp.zeros(2)
-    ... ).ravel().tolist()
-    [0, 255]
+    >>> ramp = jnp.tile(jnp.array([10, 60, 110], jnp.uint8)[:, None], (4, 1, 1, 1))
+    >>> names = ("invert", "auto_contrast", "solarize_add", "translate_x")
+    >>> places = jnp.array([OPERATIONS.index(name) for name in names])
+    >>> choose_operation(places, ramp, jnp.array([0, 0, 128, -1 / 3]))[:, 0, :, 0].tolist()
+    [[245, 195, 145], [0, 127, 255], [138, 188, 238], [128, 10, 60]]
 
     Args:
-        operation: numbers of operations.
-        images, argument, fill, bicubic: as in `image_operation`.
+        operation: places of auto_contrast, equalize, invert, posterize, solarize, solarize_add,
+            color, contrast, brightness, sharpness, rotate, shear_x, shear_y, translate_x or
+            translate_y.
+        images: values 0..255.
+        argument: one for each image. posterize: bits kept. solarize: first level that is inverted.
+            solarize_add: what levels below 128 gain. color, contrast, brightness, sharpness: the
+            factor, 1 changes nothing. rotate: degrees counter-clockwise. shear_x, shear_y: pixels a
+            pixel. translate_x, translate_y: as a fraction of the width or height, to the left or
+            up. The others have none.
+        fill: what moves in from outside of the image, one level or one for each channel.
+        bicubic: whether pixels in between are Pillow's bicubic or its bilinear ones.
     """
     counts = histogram(images)
     tables = {name: make(counts, argument) for name, make in _TABLES.items()}
@@ -153,10 +111,8 @@ _LEVELS = np.arange(256)
 
 def _auto_contrast(counts: _Table, argument: Argument) -> _Table:
     present = counts > 0
-    low, high = (
-        present.argmax(-1, keepdims=True),
-        255 - present[..., ::-1].argmax(-1, keepdims=True),
-    )
+    low = present.argmax(-1, keepdims=True)
+    high = 255 - present[..., ::-1].argmax(-1, keepdims=True)
     stretched = jnp.clip(255 * (_LEVELS - low) // jnp.maximum(high - low, 1), 0, 255)
     return jnp.where(high > low, stretched, _LEVELS)
 
@@ -193,6 +149,12 @@ _TABLES: dict[str, Callable[[_Table, Argument], _Table]] = {
 }
 
 
+def solarize(images: Levels, first: float) -> Levels:
+    """Inverts the levels from the first one on, by the table of `choose_operation`."""
+    counts, argument = histogram(images), jnp.full(images.shape[:1], first, jnp.float32)
+    return look_up(images, _TABLES["solarize"](counts, argument))
+
+
 def blend(
     base: Int[Array, "batch height width channel"], images: Levels, factor: Argument
 ) -> Levels:
@@ -204,10 +166,7 @@ def blend(
 
 
 def grayscale(images: Levels) -> Levels:
-    """The grey version, in all channels: ``convert("L")``.
-
-    Its weights are 16-bit fractions of ITU-R BT.601.
-    """
+    """``convert("L")`` in all channels: ITU-R BT.601 in 16-bit fractions."""
     return jnp.broadcast_to(_gray(images), images.shape).astype(jnp.uint8)
 
 
@@ -225,10 +184,7 @@ def _mean_gray(images: Levels) -> Int[Array, "batch 1 1 1"]:
 
 
 def _smooth(images: Levels) -> Int[Array, "batch height width channel"]:
-    """``ImageFilter.SMOOTH``: the mean of nine pixels, the middle one five times.
-
-    Those at the border stay.
-    """
+    """``ImageFilter.SMOOTH``: the mean of nine pixels, the middle one five times."""
     values = images.astype(int)
     rows = values[:, :-2] + values[:, 1:-1] + values[:, 2:]
     nine = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:]
@@ -258,7 +214,7 @@ def affine(
     Args:
         images: values 0..255.
         coefficients: a to f.
-        fill, bicubic: as in `image_operation`.
+        fill, bicubic: as in `choose_operation`.
     """
     batch, height, width, channels = images.shape
     a, b, c, d, e, f = jnp.moveaxis(coefficients[..., None, None], 1, 0)
@@ -286,10 +242,7 @@ def affine(
 
 
 def _between(four: list[Array], share: Array, bicubic: Bool[Array, "batch 1 1 1"]) -> Array:
-    """Between the middle two of four values.
-
-    In Pillow's form, which leaves equal values what they are.
-    """
+    """Between the middle two of four values, in a form that leaves equal values what they are."""
     before, first, second, after = four
     linear = first + share * (second - first)
     cube = -before + first - second + after
@@ -309,10 +262,7 @@ def _rotation(degrees: Argument, height: int, width: int) -> Float[Array, "batch
 def _moves(
     place: int, size: Callable[[int, int], int]
 ) -> Callable[[Argument, int, int], Float[Array, "batch 6"]]:
-    """Maps that differ from the identity in one coefficient.
-
-    It is the argument times a size of the image.
-    """
+    """Maps whose coefficient at a place is the argument times a size; else they are identities."""
 
     def make(argument: Argument, height: int, width: int) -> Float[Array, "batch 6"]:
         identity = jnp.broadcast_to(jnp.array([1.0, 0, 0, 0, 1, 0]), (*argument.shape, 6))
@@ -330,8 +280,7 @@ _MAPS: dict[str, Callable[[Argument, int, int], Float[Array, "batch 6"]]] = {
 }
 
 OPERATIONS: tuple[str, ...] = (*_TABLES, *_BASES, *_MAPS)
-"""Names of the operations of `image_operation`; their places are the numbers of
-`choose_operation`."""
+"""Names of the operations of `choose_operation`, by their places."""
 
 
 def gaussian_blur(images: Levels, radius: Argument | float) -> Levels:
@@ -372,10 +321,7 @@ def gaussian_blur(images: Levels, radius: Argument | float) -> Levels:
 
 
 def _box(images: Levels, weights: Array, axis: int) -> Levels:
-    """Five pixels along an axis, weighted in 24-bit fractions.
-
-    Those at the border go on outside.
-    """
+    """Five pixels along an axis, weighted in 24-bit fractions; borders go on outside."""
     size = images.shape[axis]
     padding = [(0, 0)] * axis + [(2, 2)] + [(0, 0)] * (3 - axis)
     padded = jnp.pad(images, padding, mode="edge").astype(jnp.uint32)

@@ -1,6 +1,4 @@
-"""Which operations are done to which images.
-
-RandAugment and three-augment, drawn for every image of a batch.
+"""Which operations are done to which images: RandAugment and three-augment, drawn for each.
 
 Sources: RandAugment, Cubuk et al., 2020 (https://arxiv.org/abs/1909.13719), with the ranges of
 arguments of timm's ``auto_augment.py`` (https://github.com/huggingface/pytorch-image-models), which
@@ -11,19 +9,18 @@ https://arxiv.org/abs/2204.07118).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from adder_flax.data._operations import (
+from adder_flax.data.operations import (
     OPERATIONS,
     Levels,
     choose_operation,
     gaussian_blur,
     grayscale,
-    image_operation,
+    solarize,
 )
 from adder_flax.settings import AugmentSettings
 
@@ -33,25 +30,10 @@ MOST_MAGNITUDE = 10.0
 LAYER_PROBABILITY = 0.5
 """Of doing a drawn operation at all, for each layer and image (timm's)."""
 
-_SOLARIZE_FROM = 128
-_BLUR_RADII = (0.1, 2.0)
-"""Pixels (DeiT's ``augment.py``)."""
-
 _Magnitude = Float[Array, " batch"]
 
 
-class Layer(NamedTuple):
-    """One layer of RandAugment for a batch.
-
-    Attributes:
-      operation: place in ``OPERATIONS``; -1 for none.
-      argument: of the operation, see ``image_operation``.
-      bicubic: how pixels in between are made where the operation moves them.
-    """
-
-    operation: Int[Array, " batch"]
-    argument: Float[Array, " batch"]
-    bicubic: Bool[Array, " batch"]
+_Layer = tuple[Int[Array, " batch"], Float[Array, " batch"], Bool[Array, " batch"]]
 
 
 def rand_augment(
@@ -74,20 +56,22 @@ def rand_augment(
     layers = jax.vmap(lambda key: draw_layer(key, images.shape[0], settings))
     keys = jax.random.split(key, settings.rand_augment_layers)
 
-    def step(images: Levels, layer: Layer) -> tuple[Levels, None]:
+    def step(images: Levels, layer: _Layer) -> tuple[Levels, None]:
         operation, argument, bicubic = layer
         return choose_operation(operation, images, argument, fill=fill, bicubic=bicubic), None
 
     return jax.lax.scan(step, images, layers(keys))[0]
 
 
-def draw_layer(key: PRNGKeyArray, batch: int, settings: AugmentSettings) -> Layer:
-    """Draws an operation for each image with equal chances, and its argument.
-
-    It is done with `LAYER_PROBABILITY`.
+def draw_layer(key: PRNGKeyArray, batch: int, settings: AugmentSettings) -> _Layer:
+    """Draws an operation for each image with equal chances, done with `LAYER_PROBABILITY`.
 
     The magnitude is normal around the one that is set, cut to 0..`MOST_MAGNITUDE`; arguments that
     have a sign have either with equal chances.
+
+    Returns:
+        Places in ``OPERATIONS`` (-1 for none), arguments, and whether pixels are made bicubic, as
+        ``choose_operation`` takes them.
     """
     operation_key, uniform_key, normal_key = jax.random.split(key, 3)
     operation = jax.random.randint(operation_key, (batch,), 0, len(OPERATIONS))
@@ -100,7 +84,7 @@ def draw_layer(key: PRNGKeyArray, batch: int, settings: AugmentSettings) -> Laye
     argument = jnp.take_along_axis(of_all, operation[None], axis=0)[0]
     if settings.rand_augment_interpolation == "bicubic":
         bicubic = jnp.ones_like(bicubic)
-    return Layer(jnp.where(done, operation, -1), argument, bicubic)
+    return jnp.where(done, operation, -1), argument, bicubic
 
 
 def operation_arguments(
@@ -144,9 +128,7 @@ def operation_arguments(
 
 
 def three_augment(key: PRNGKeyArray, images: Levels) -> Levels:
-    """Makes each image grey, or inverts or blurs it, with equal chances.
-
-    Levels are inverted from 128 on; it is blurred by 0.1 to 2 pixels.
+    """Makes each image grey, inverts its levels from 128 on, or blurs it by 0.1 to 2 pixels.
 
     Args:
         key: what is drawn for sample b is a function of the key and b.
@@ -154,11 +136,10 @@ def three_augment(key: PRNGKeyArray, images: Levels) -> Levels:
     """
     kind_key, radius_key = jax.random.split(key)
     kind = jax.random.randint(kind_key, images.shape[:1], 0, 3)
-    low, high = _BLUR_RADII
-    radius = jax.random.uniform(radius_key, images.shape[:1], minval=low, maxval=high)
+    radius = jax.random.uniform(radius_key, images.shape[:1], minval=0.1, maxval=2.0)
     choices: tuple[Callable[[], Levels], ...] = (
         lambda: grayscale(images),
-        lambda: image_operation("solarize", images, _SOLARIZE_FROM),
+        lambda: solarize(images, 128),
         lambda: gaussian_blur(images, radius),
     )
     chosen = [(kind == place).reshape(-1, 1, 1, 1) for place in range(3)]

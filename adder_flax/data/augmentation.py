@@ -16,18 +16,15 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped, UInt8
 
 from adder_flax.arrays import AnyArray
-from adder_flax.data._policies import rand_augment, three_augment
 from adder_flax.data._source import DataError
+from adder_flax.data.policies import rand_augment, three_augment
 from adder_flax.settings import AugmentSettings, is_on
 
 Images = Float[Array, "batch height width channel"]
-
-LUMA = (0.299, 0.587, 0.114)
-"""Weights of red, green and blue in the grey value of ITU-R BT.601, as in Pillow and
-torchvision."""
 
 
 def augment(
@@ -79,36 +76,30 @@ def augment(
             resize_key, images, settings.resized_crop_scale, settings.resized_crop_ratio
         )
     if is_on(settings.rand_augment_magnitude) or settings.three_augment:
-        images = _operate(key, images, settings, mean)
+        levels = jnp.round(255 * images).astype(jnp.uint8)
+        if is_on(settings.rand_augment_magnitude):
+            fill = tuple(min(255, round(255 * channel)) for channel in mean)  # the mean colour
+            levels = rand_augment(jax.random.fold_in(key, 6), levels, settings, fill)
+        if settings.three_augment:
+            levels = three_augment(jax.random.fold_in(key, 7), levels)
+        images = levels.astype(jnp.float32) / 255
     if any(map(is_on, (settings.brightness, settings.contrast, settings.saturation))):
         images = color_jitter(
             jitter_key, images, settings.brightness, settings.contrast, settings.saturation
         )
     if is_on(settings.hue):
-        images = hue_jitter(jax.random.fold_in(key, 8), images, settings.hue)
+        turn = jax.random.uniform(
+            jax.random.fold_in(key, 8), images.shape[:1], minval=-1.0, maxval=1.0
+        )
+        images = turn_hue(images, settings.hue * turn)
     images = normalize(images, mean, std)
     if is_on(settings.erase_probability):
         images = random_erase(erase_key, images, settings.erase_probability)
-    targets = smooth_one_hot(labels, num_classes, settings.label_smoothing)
+    hot = jax.nn.one_hot(labels, num_classes)
+    targets = optax.smooth_labels(hot, settings.label_smoothing)
     if is_on(settings.mixup_alpha) or is_on(settings.cutmix_alpha):
         images, targets = mix(mix_key, images, targets, settings)
     return images, targets
-
-
-def _operate(
-    key: PRNGKeyArray, images: Images, settings: AugmentSettings, mean: tuple[float, ...]
-) -> Images:
-    """RandAugment and three-augment of images in [0, 1].
-
-    What moves in from outside has the mean colour.
-    """
-    levels = jnp.round(255 * images).astype(jnp.uint8)
-    if is_on(settings.rand_augment_magnitude):
-        fill = tuple(min(255, round(255 * channel)) for channel in mean)
-        levels = rand_augment(jax.random.fold_in(key, 6), levels, settings, fill)
-    if settings.three_augment:
-        levels = three_augment(jax.random.fold_in(key, 7), levels)
-    return levels.astype(jnp.float32) / 255
 
 
 def normalize(
@@ -117,8 +108,6 @@ def normalize(
     std: tuple[float, ...],
 ) -> Float[Array, "*batch height width channel"]:
     """(x - mean) / std per channel; integer images are divided by 255 first.
-
-    What evaluation does to images.
 
     >>> normalize(jnp.full((1, 1, 1), 255, jnp.uint8), (0.5,), (0.25,)).tolist()
     [[[2.0]]]
@@ -136,40 +125,15 @@ def normalize(
     return (images - jnp.asarray(mean, images.dtype)) / jnp.asarray(std, images.dtype)
 
 
-def smooth_one_hot(
-    labels: Int[AnyArray, " batch"], num_classes: int, label_smoothing: float
-) -> Float[Array, "batch classes"]:
-    """Targets (1 - e) one_hot + e / num_classes.
-
-    Source: Szegedy et al. 2016, https://arxiv.org/abs/1512.00567.
-    """
-    return (1 - label_smoothing) * jax.nn.one_hot(
-        labels, num_classes
-    ) + label_smoothing / num_classes
-
-
 def random_crop(
-    key: PRNGKeyArray,
-    images: Shaped[AnyArray, "batch height width channel"],
-    padding: int,
-    mode: Literal["zero", "reflect"] = "zero",
+    key: PRNGKeyArray, images: Shaped[AnyArray, "batch height width channel"], padding: int
 ) -> Shaped[Array, "batch height width channel"]:
-    """Pads every side by `padding` pixels and cuts the original size at a uniformly random place.
-
-    Raises:
-        DataError: the padding reaches past the opposite edge of the image that it should reflect.
-    """
+    """Pads every side by `padding` zeros and cuts the original size at a uniformly random place."""
     batch, height, width, _ = images.shape
-    if mode == "reflect" and padding >= min(height, width):
-        raise DataError(
-            f"Expected reflected padding smaller than the {height}x{width} image, got {padding}."
-        )
     offset = _below(jax.random.uniform(key, (2, batch)), 2 * padding + 1) - padding
 
     def crop(image, top, left):
         rows, columns = top + jnp.arange(height), left + jnp.arange(width)
-        if mode == "reflect":
-            return image[_reflect(rows, height)[:, None], _reflect(columns, width)]
         return image.at[rows[:, None], columns].get(
             mode="fill", fill_value=0, wrap_negative_indices=False
         )
@@ -207,10 +171,8 @@ def random_resized_crop(
     central_height = max(1, min(height, round(width / ratio[0])))
     central_width = max(1, min(width, round(height * ratio[1])))
     central = (
-        (height - central_height) // 2,
-        (width - central_width) // 2,
-        central_height,
-        central_width,
+        *((height - central_height) // 2, (width - central_width) // 2),
+        *(central_height, central_width),
     )
     return resize_boxes(
         images, *(jnp.where(found, box, other) for box, other in zip(boxes, central, strict=True))
@@ -224,9 +186,9 @@ def resize_boxes(
     box_height: Int[Array, " batch"],
     box_width: Int[Array, " batch"],
 ) -> Images:
-    """Resizes one box of each image to the image's size.
+    """Resizes one box of each image to the image's size, by two batched matrix products.
 
-    Separable, as two batched matrix products. Output pixel o of a box of n pixels starting at s,
+    Output pixel o of a box of n pixels starting at s,
     out of N, has weights max(0, 1 - |i + 1/2 - c| / r) on the pixels i of the box, normalised, with
     c = s + (o + 1/2) n/N and r = max(n/N, 1).
     """
@@ -268,18 +230,6 @@ def color_jitter(
     return images
 
 
-def hue_jitter(key: PRNGKeyArray, images: Images, strength: float) -> Images:
-    """Turns the hue of each image in [0, 1].
-
-    By a part of the circle that is uniform in [-strength, strength].
-
-    Pillow's way, by images of hue in 256 steps, is coarser. torchvision shuffles this with the
-    steps of `color_jitter`; here it comes after them.
-    """
-    turn = strength * jax.random.uniform(key, images.shape[:1], minval=-1.0, maxval=1.0)
-    return turn_hue(images, turn)
-
-
 def turn_hue(images: Images, turn: Float[AnyArray, " batch"]) -> Images:
     """Turns the hue of images in [0, 1]; their greatest and least channels stay what they are.
 
@@ -293,16 +243,16 @@ def turn_hue(images: Images, turn: Float[AnyArray, " batch"]) -> Images:
 
     Args:
         images: of three channels, or of one.
-        turn: parts of the circle: 1/3 makes red green.
+        turn: parts of the circle: 1/3 makes red green. Pillow's way, by images of hue in 256 steps,
+            is coarser.
     """
     if images.shape[-1] == 1:
         return images
     red, green, blue = jnp.moveaxis(images, -1, 0)
     greatest = images.max(-1)
     chroma = greatest - images.min(-1)
-    differences = jnp.stack([green - blue, blue - red, red - green]) / jnp.where(
-        chroma > 0, chroma, 1
-    )
+    differences = jnp.stack([green - blue, blue - red, red - green])
+    differences = differences / jnp.where(chroma > 0, chroma, 1)
     hue = jnp.select(
         [greatest == red, greatest == green],
         [differences[0], differences[1] + 2],
@@ -313,10 +263,10 @@ def turn_hue(images: Images, turn: Float[AnyArray, " batch"]) -> Images:
 
 
 def to_gray(images: Images) -> Float[Array, "batch height width 1"]:
-    """Grey version: `LUMA`-weighted sum of three channels; one channel is grey already."""
+    """Grey version of one or three channels, by ITU-R BT.601 as in Pillow and torchvision."""
     if images.shape[-1] == 1:
         return images
-    return (images * jnp.asarray(LUMA, images.dtype)).sum(-1, keepdims=True)
+    return (images * jnp.asarray((0.299, 0.587, 0.114), images.dtype)).sum(-1, keepdims=True)
 
 
 def random_erase(
@@ -329,9 +279,8 @@ def random_erase(
 ) -> Images:
     """Erases one random rectangle of each image with the given probability.
 
-    Source: Zhong et al., https://arxiv.org/abs/1708.04896.
-
-    Images whose ten draws of a rectangle all overlap the border stay as they are.
+    Source: Zhong et al., https://arxiv.org/abs/1708.04896. Images whose ten draws of a rectangle
+    all overlap the border stay as they are.
     """
     draw_key, noise_key = jax.random.split(key)
     batch, height, width, _ = images.shape
@@ -349,9 +298,7 @@ def mix(
     targets: Float[Array, "batch classes"],
     settings: AugmentSettings,
 ) -> tuple[Images, Float[Array, "batch classes"]]:
-    """Mixup or CutMix of the batch with its reverse.
-
-    Sources: https://arxiv.org/abs/1710.09412 and 1905.04899.
+    """Mixup or CutMix of the batch with its reverse (arXiv:1710.09412 and 1905.04899).
 
     Both are x w + reverse(x) (1 - w) with a weight w per pixel: Mixup's is constant, CutMix's zero
     inside a box and one outside. Targets are mixed with the mean of w, which for CutMix is the area
@@ -372,9 +319,8 @@ def mix(
     mixed = uniform[7] < settings.mix_probability
     weight = jnp.where(mixed[:, None, None], weight, 1.0)[..., None].astype(images.dtype)
     share = jnp.where(mixed, share, 1.0)[:, None]
-    return weight * images + (1 - weight) * images[::-1], share * targets + (1 - share) * targets[
-        ::-1
-    ]
+    mixed_images = weight * images + (1 - weight) * images[::-1]
+    return mixed_images, share * targets + (1 - share) * targets[::-1]
 
 
 def symmetric_beta(
@@ -392,11 +338,6 @@ def symmetric_beta(
     ...     for v in (0.0, 0.25, 0.5)
     ... ]
     [0.8536, 0.5, 0.1464]
-
-    Args:
-        first: u, in [0, 1).
-        second: v, in [0, 1).
-        alpha: both parameters of the distribution.
     """
     cosine = jnp.cos(2 * jnp.pi * second)
     r = cosine**2 * (first ** (-1 / alpha) - 1)
@@ -415,8 +356,7 @@ def _cutmix(
 ) -> tuple[Float[Array, "draws height width"], Float[Array, " draws"]]:
     """Weights of zero in a box and one outside, and their mean.
 
-    The box has area 1 - kept and a uniform centre, as fractions of the image, and is clipped at the
-    border.
+    The box has area 1 - kept and a uniform centre, as fractions of the image, and is clipped.
     """
     side = jnp.sqrt(1 - kept)
     half_height, half_width = (side * height).astype(int) // 2, (side * width).astype(int) // 2
@@ -442,8 +382,7 @@ def random_boxes(
 
     Args:
         uniform: draws in [0, 1).
-        height: of the image, pixels.
-        width: of the image, pixels.
+        height, width: of the image, pixels.
         scale: range of the area, as a fraction of the image's.
         ratio: range of width/height; its logarithm is uniform.
 
@@ -459,10 +398,8 @@ def random_boxes(
     first = jnp.argmax(fits, axis=0)[None]
     box_height = jnp.take_along_axis(box_height, first, 0)[0]
     box_width = jnp.take_along_axis(box_width, first, 0)[0]
-    top, left = (
-        _below(uniform[20], height - box_height + 1),
-        _below(uniform[21], width - box_width + 1),
-    )
+    top = _below(uniform[20], height - box_height + 1)
+    left = _below(uniform[21], width - box_width + 1)
     return top, left, box_height, box_width, fits.any(0)
 
 
@@ -493,8 +430,3 @@ def _bilinear_weights(
         inside, jnp.maximum(0, 1 - jnp.abs(pixel + 0.5 - center) / jnp.maximum(scale, 1)), 0
     )
     return weights / weights.sum(-1, keepdims=True)
-
-
-def _reflect(index: Int[Array, " size"], size: int) -> Int[Array, " size"]:
-    index = jnp.abs(index)
-    return jnp.where(index >= size, 2 * (size - 1) - index, index)
