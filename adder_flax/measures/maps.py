@@ -1,6 +1,5 @@
-"""Attention maps as arrays.
-
-With or without the identity, seen from the class token, their entropy and reach.
+"""Attention maps as arrays: with or without the identity, seen from the class token, their entropy
+and reach.
 
 Maps are float arrays (…, queries, keys). Where the mechanism adds the identity map, H̃ = A + I, the
 rows sum to 2; every function here tells by the row sums which of the two it was given, and says
@@ -92,10 +91,7 @@ def entropy(maps: Float[ArrayLike, "*batch query key"]) -> Float[np.ndarray, "*b
 def row_entropy(
     weights: Float[ArrayLike, "*batch query key"],
 ) -> Float[NumPy | Array, "*batch query"]:
-    """−Σ_j A_ij ln A_ij of every row of weights as they are given.
-
-    `entropy`, also inside of a traced function.
-    """
+    """`entropy` of weights as they are given, also inside of a traced function."""
     library, values = library_of(weights)
     return -library.sum(values * library.log(library.where(values > 0, values, 1.0)), axis=-1)
 
@@ -116,9 +112,8 @@ def mean_distance(
       Σ_ij A_ij |x_i − x_j| over the weights that stay among patches, mean over the queries.
 
     Example:
-      >>> mean_distance(
-      ...     np.eye(4)[[1, 0, 3, 2]], (2, 2), prefix_tokens=0
-      ... ).item()  # everyone looks next door
+      >>> next_door = np.eye(4)[[1, 0, 3, 2]]
+      >>> mean_distance(next_door, (2, 2), prefix_tokens=0).item()
       1.0
     """
     maps = stochastic_part(maps)[..., prefix_tokens:, prefix_tokens:]

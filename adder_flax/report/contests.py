@@ -80,27 +80,18 @@ def read_contest(folder: str | Path, second: str, first: str) -> Contest:
             f"expected runs of {second!r} and {first!r} on the same seeds in {runs.folder}, got "
             f"the arms {', '.join(sorted(runs.arms))}"
         )
+    ends = lambda arm, chosen: [right(arm[seed].score) for seed in chosen]
     scores = {
-        name: (
-            [right(ours[seed].score) for seed in seeds[name]],
-            [right(baseline[seed].score) for seed in seeds[name]],
-        )
+        name: (ends(ours, seeds[name]), ends(baseline, seeds[name]))
         for name, ours in runs.arms.items()
         if name != first and seeds[name]
     }
     found = {name: paired_difference(*of_both) for name, of_both in scores.items()}
     adjusted = dict(zip(found, holm([each.p_value for each in found.values()]), strict=True))
     ours = [runs.arms[second][seed] for seed in seeds[second]]
-    return Contest(
-        runs.folder,
-        second,
-        first,
-        scores[second],
-        found[second],
-        adjusted[second],
-        ours[0].steps,
-        [run.to_target for run in ours],
-    )
+    reached = [run.to_target for run in ours]
+    judged = scores[second], found[second], adjusted[second]
+    return Contest(runs.folder, second, first, *judged, ours[0].steps, reached)
 
 
 def contests_table(contests: Sequence[Contest]) -> str:

@@ -5,7 +5,7 @@ import csv
 import pytest
 
 from adder_flax.report.claims import write_claims
-from adder_flax.report.optimizers import contests_table, read_contest
+from adder_flax.report.contests import contests_table, read_contest
 from tests.report.test_claims import make_run  # noqa: F401 - a fixture
 
 

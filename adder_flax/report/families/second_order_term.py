@@ -1,11 +1,11 @@
 """The second-order term of the loss along training steps."""
 
+import functools
+
 import numpy as np
 
 from adder_flax.report._families import BROWNIAN, register_claims
 from adder_flax.report._study import (
-    DOES_NOT_HOLD,
-    HOLDS,
     NOT_MEASURED,
     Claim,
     Findings,
@@ -16,7 +16,6 @@ from adder_flax.report._study import (
 )
 from adder_flax.report.figures import second_order_figure
 
-_SOURCE = BROWNIAN.source
 # Share of the first-order term from which the second is not to be neglected.
 _NOTICEABLE = 0.1
 
@@ -24,42 +23,39 @@ _NOTICEABLE = 0.1
 @register_claims("second-order", BROWNIAN, of=ImageStudy)
 def judge(study: ImageStudy) -> Findings:
     """Its size beside the first-order one, where steps were expanded."""
-    return Findings(
-        [_second_order_claim(study)], [_second_order_picture(study)] if study.second_order else []
-    )
-
-
-def _second_order_claim(study: ImageStudy) -> Claim:
-    name, source = "second-order", f"{_SOURCE}, section 3.3 (the argument for CG-FAC)"
-    statement = (
+    claim = functools.partial(
+        BROWNIAN.claim,
+        "second-order",
+        "section 3.3 (the argument for CG-FAC)",
         "The second-order term of the loss along a training step is not negligible beside the "
-        "first."
+        "first.",
     )
     if not study.second_order:
         finding = "Needs steps of a run, 0 were given (second_order_along)."
-        return Claim(name, source, statement, NOT_MEASURED, "", finding)
-    own = np.concatenate(
-        [[step.ratio() for step in taken] for taken in study.second_order.values()]
-    )
-    verdict = HOLDS if np.median(own) >= _NOTICEABLE else DOES_NOT_HOLD
-    parts, at_peak = [], []
+        return Findings([claim(NOT_MEASURED, finding=finding)], [])
+    return Findings([_measured(study, claim)], [_picture(study)])
+
+
+def _measured(study: ImageStudy, claim) -> Claim:
+    parts, own, at_peak = [], [], []
     for where, taken in study.second_order.items():
         rates = [step.learning_rate for step in taken]
-        at_peak += [step.ratio(study.peak_learning_rate) for step in taken]
+        ratios = [step.ratio() for step in taken]
+        peak = [step.ratio(study.peak_learning_rate) for step in taken]
         smooth = np.abs([step.second / step.first for step in taken])
         by_hessian = f" (from H alone {spread(smooth)})" if np.isfinite(smooth).all() else ""
         parts.append(
-            f"{where}, learning rate {min(rates):.2g} to {max(rates):.2g}: "
-            f"{spread([s.ratio() for s in taken])}{by_hessian}; in the same direction at the peak "
-            f"rate of {study.peak_learning_rate:.2g} {np.median(at_peak[-len(taken) :]):.2g}"
+            f"{where}, learning rate {min(rates):.2g} to {max(rates):.2g}: {spread(ratios)}"
+            f"{by_hessian}; in the same direction at the peak rate of "
+            f"{study.peak_learning_rate:.2g} {np.median(peak):.2g}"
         )
-    if verdict == DOES_NOT_HOLD and np.median(at_peak) >= _NOTICEABLE:
-        verdict = only_when("the learning rate is near its peak")
-    return Claim(
-        name,
-        source,
-        statement,
-        verdict,
+        own += ratios
+        at_peak += peak
+    only_near_peak = np.median(at_peak) >= _NOTICEABLE and only_when(
+        "the learning rate is near its peak"
+    )
+    return claim(
+        np.median(own) >= _NOTICEABLE or only_near_peak,
         f"{np.median(own):.2g} of the first",
         f"|second-order| / |first-order| over {len(own)} steps. {'. '.join(parts)}. They are the "
         "even and the odd part of what the batch's loss does along the step, kinks included.",
@@ -67,7 +63,7 @@ def _second_order_claim(study: ImageStudy) -> Claim:
     )
 
 
-def _second_order_picture(study: ImageStudy) -> Picture:
+def _picture(study: ImageStudy) -> Picture:
     rows = [(where, step) for where, taken in study.second_order.items() for step in taken]
     columns = {name: [getattr(step, name) for _, step in rows] for name in vars(rows[0][1])}
     return Picture(
