@@ -10,7 +10,7 @@ from adder_flax.errors import RunError
 from adder_flax.settings import OptimizerSettings
 from adder_flax.training.sharding import tree_path
 
-_FIRST = ("patch_embed", "cls_token", "dist_token", "pos_embed")
+_FIRST = ("patch_embed", "cls_token", "dist_token", "reg_token", "pos_embed")
 
 
 def rate_factors(params: Any, settings: OptimizerSettings) -> Any:

@@ -97,7 +97,7 @@ def _attention_pictures(study: Study) -> list[Picture]:
     shown = min(4 if len(models) == 1 else 3, len(study.pictures))
     blocks = study.subject.blocks(3, 6, 10)
     options: dict[str, Any] = dict(
-        prefix_tokens=study.subject.prefix_tokens,
+        **study.subject.in_front,
         captions=study.captions[:shown],
         with_rollout=True,
     )
@@ -110,9 +110,7 @@ def _attention_pictures(study: Study) -> list[Picture]:
     else:
         figure = comparison_figure(study.pictures[:shown], maps, blocks=blocks, **options)
     data = {
-        f"{name}, block {index + 1}": patch_attention(
-            subject.maps[index], prefix_tokens=subject.prefix_tokens
-        )
+        f"{name}, block {index + 1}": patch_attention(subject.maps[index], **subject.in_front)
         for name, subject in models.items()
         for index in subject.blocks(3, 6, 10)
     }
