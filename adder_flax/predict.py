@@ -17,7 +17,7 @@ from adder_flax import data, recorder
 from adder_flax.attention import attention_map
 from adder_flax.data import usable_cores
 from adder_flax.errors import RunError, first_line
-from adder_flax.report import attention_figure, save_figure
+from adder_flax.report import attention_figure, save_figure, tokens_in_front
 from adder_flax.tasks import Classification
 from adder_flax.text import printable
 
@@ -131,7 +131,7 @@ class Predictor:
         figure = attention_figure(
             pixels[None],
             [attention_map(record) for record in records],
-            prefix_tokens=getattr(self._model, "prefix_tokens", 0),
+            **tokens_in_front(self._model),
             with_rollout=True,
             captions=["{} {:.1%}".format(*prediction.classes[0])],
         )

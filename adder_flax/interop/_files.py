@@ -188,6 +188,8 @@ def read_model(
             )
         sizes = sizes_of(weights.shapes, names)
         network = read_network(weights, names, sizes["patch_size"])
+        if network.pooling == "mean" and "cls_token" in weights.shapes:
+            sizes["registers"] += 1  # which no head reads
         statistics = image_statistics(weights)
     build = functools.partial(
         VisionTransformer,
@@ -355,6 +357,14 @@ def _checked(model: nnx.Module, names: str) -> VisionTransformer:
             "expected projections, and LayerNorm in front of them, for weights in the names of "
             f"{names}, got blocks without; choose norm_position 'pre', qkv_linear and proj_linear "
             "'dense', or the names of adder_flax"
+        )
+    plain = model.pooling == "cls" and model.reg_token is None and model.norm is not None
+    if names in ("hugging_face", "transformers_5") and not plain:
+        raise ValueError(
+            "expected a vision transformer that reads its class token behind the last norm, "
+            f"without registers, for weights in the names of {names}, got pooling "
+            f"{model.pooling!r}, {model.prefix_tokens} tokens in front of the patches; choose "
+            "other names, or export a program (--names=stablehlo)"
         )
     if names != "adder_flax" and len(model.patch_embed.stem):
         raise ValueError(

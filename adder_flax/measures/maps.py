@@ -51,18 +51,21 @@ def stochastic_part(
 
 
 def patch_attention(
-    maps: Float[ArrayLike, "*batch token token"], *, prefix_tokens: int = 1
+    maps: Float[ArrayLike, "*batch token token"],
+    *,
+    prefix_tokens: int = 1,
+    class_token: bool = True,
 ) -> Float[np.ndarray, "*batch patch"]:
-    """How a network that reads the class token distributes its attention over the patches.
+    """How a network distributes its attention over the patches.
 
-    The row of the class token without its own column (and that of a distillation token), scaled to
-    sum to 1. The identity map gives the class token nothing but itself, so it takes no part.
-    Without a class token (mean pooling) it is the mean over all queries.
+    The row of the class token without its own column (and those of a distillation token and of
+    registers), scaled to sum to 1. The identity map gives the class token nothing but itself, so it
+    takes no part. Without a class token (mean pooling) it is the mean over the patches' rows.
 
     Args:
       maps: with or without the identity.
-      prefix_tokens: how many tokens stand in front of the patches, the class token first; 0 for
-        none.
+      prefix_tokens: how many tokens stand in front of the patches, as `VisionTransformer` says.
+      class_token: whether the first of them is one that is read, as `VisionTransformer` says.
 
     Returns:
       Weights over the patches that sum to 1; multiplied by their number, 1 is uniform attention.
@@ -72,7 +75,8 @@ def patch_attention(
       [0.75, 0.25]
     """
     maps = stochastic_part(maps)
-    weights = maps[..., 0, prefix_tokens:] if prefix_tokens else maps.mean(-2)
+    first = slice(1) if prefix_tokens and class_token else slice(prefix_tokens, None)
+    weights = maps[..., first, prefix_tokens:].mean(-2)
     return weights / weights.sum(-1, keepdims=True)
 
 

@@ -148,8 +148,9 @@ def count_patches(image_shape: tuple[int, int, int], patch_size: int) -> int:
     return (height // patch_size) * (width // patch_size)
 
 
-def check_pooling(pooling: str, distilled: bool = False) -> None:
-    """Raises ValueError for an unknown pooling, or a distillation token without a class token."""
+def check_pooling(settings: VitSettings) -> None:
+    """Raises ValueError for an unknown pooling, or what no distillation token goes with."""
+    pooling, distilled = settings.pooling, settings.distilled
     if pooling not in ("cls", "mean"):
         raise ValueError(f"expected pooling 'cls' or 'mean', got {pooling!r}; choose one of these.")
     if distilled and pooling != "cls":
@@ -157,15 +158,20 @@ def check_pooling(pooling: str, distilled: bool = False) -> None:
             f"expected pooling 'cls' beside a distillation token, got {pooling!r}; leave out "
             "distilled."
         )
+    if distilled and settings.fc_norm:
+        raise ValueError(
+            "expected a norm in front of both heads with a distillation token, got fc_norm=True; "
+            "leave out fc_norm or distilled."
+        )
 
 
 def prefix_tokens(settings: VitSettings) -> int:
-    """Number of tokens in front of the patches: class and distillation token.
+    """Number of tokens in front of the patches: class token, distillation token, registers.
 
-    >>> prefix_tokens(VitSettings(pooling="mean")), prefix_tokens(VitSettings(distilled=True))
-    (0, 2)
+    >>> prefix_tokens(VitSettings(pooling="mean")), prefix_tokens(VitSettings(registers=4))
+    (0, 5)
     """
-    return (settings.pooling == "cls") + settings.distilled
+    return (settings.pooling == "cls") + settings.distilled + settings.registers
 
 
 def check_alike(blocks: Sequence[BlockSettings]) -> None:

@@ -28,7 +28,7 @@ from adder_flax.report._study import (
 )
 from adder_flax.report._style import LINES, dress, legend, line, new_figure, save_figure
 from adder_flax.report.bypass import Without, bypass, bypass_text, write_bypass
-from adder_flax.report.captures import BlockCapture, Capture, capture
+from adder_flax.report.captures import BlockCapture, Capture, capture, tokens_in_front
 from adder_flax.report.expansion import (
     SecondOrderStep,
     SecondOrderTerms,
@@ -96,6 +96,7 @@ __all__ = [
     "second_order_terms",
     "summary_rows",
     "summary_text",
+    "tokens_in_front",
     "write_bypass",
     "write_report",
     "write_study",

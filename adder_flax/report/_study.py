@@ -14,7 +14,7 @@ from adder_flax.arrays import AnyArray
 from adder_flax.attention import MultiHeadAttention, get_score
 from adder_flax.measures.maps import has_identity, patch_grid, stochastic_part
 from adder_flax.measures.spectrum import IdentityEffect, identity_effect
-from adder_flax.report.captures import Capture, capture
+from adder_flax.report.captures import Capture, capture, tokens_in_front
 from adder_flax.report.expansion import SecondOrderStep
 from adder_flax.text import printable
 
@@ -165,7 +165,12 @@ class Subject:
     @property
     def prefix_tokens(self) -> int:
         """How many tokens stand in front of the patches, the class token first."""
-        return getattr(self.model, "prefix_tokens", 0)
+        return self.in_front["prefix_tokens"]
+
+    @property
+    def in_front(self) -> dict[str, Any]:
+        """What figures have to know of these tokens."""
+        return tokens_in_front(self.model)
 
     @property
     def attends(self) -> bool:

@@ -15,6 +15,14 @@ from adder_flax.attention import attention_map
 from adder_flax.recorder import Record
 
 
+def tokens_in_front(model: nnx.Module) -> dict[str, Any]:
+    """Returns what `attention_figure` and `patch_attention` have to know of a model's tokens."""
+    return {
+        "prefix_tokens": getattr(model, "prefix_tokens", 0),
+        "class_token": getattr(model, "cls_token", None) is not None,
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class BlockCapture:
     """One attention layer at work, and the block around it; arrays are NumPy, float32 or wider.

@@ -22,6 +22,7 @@ from adder_flax.measures.expressivity import score_parameters, xor_bound
 from adder_flax.measures.maps import patch_attention, patch_grid
 from adder_flax.measures.walks import rollout
 from adder_flax.report import _style
+from adder_flax.report.captures import tokens_in_front
 from adder_flax.report.expansion import SecondOrderStep
 from adder_flax.text import printable
 
@@ -148,9 +149,10 @@ def attention_of_images(
         f"{names[label]}, predicted {names[predicted]}"
         for label, predicted in zip(batch["label"], np.argmax(logits, axis=-1), strict=True)
     ]
-    maps, prefix = list(map(attention_map, records)), getattr(model, "prefix_tokens", 0)
-    options: dict[str, Any] = dict(prefix_tokens=prefix, captions=captions, title=title)
-    return attention_figure(batch["image"], maps, **options)
+    maps = [attention_map(record) for record in records]
+    return attention_figure(
+        batch["image"], maps, **tokens_in_front(model), captions=captions, title=title
+    )
 
 
 def alignment_figure(
@@ -197,6 +199,7 @@ def attention_figure(
     blocks: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     prefix_tokens: int = 1,
+    class_token: bool = True,
     with_rollout: bool = False,
     captions: Sequence[str] | None = None,
     title: str = "",
@@ -213,8 +216,8 @@ def attention_figure(
       maps: for every block of the model the maps of these images.
       blocks: which to show; by default the first, a middle one and the last.
       heads: which heads to show, a column each; by default their mean.
-      prefix_tokens: how many tokens stand in front of the patches, the class token first; with 0
-        the mean over all queries is shown.
+      prefix_tokens, class_token: see :func:`adder_flax.measures.maps.patch_attention`; without a
+        class token the mean over the patches' rows is shown.
       with_rollout: add a last column with the attention rollout through all blocks, see
         :func:`rollout`.
       captions: a line for each image, e.g. "label 3, predicted 8".
@@ -229,7 +232,11 @@ def attention_figure(
       8
     """
     options: dict[str, Any] = dict(
-        blocks=blocks, heads=heads, prefix_tokens=prefix_tokens, with_rollout=with_rollout
+        blocks=blocks,
+        heads=heads,
+        prefix_tokens=prefix_tokens,
+        class_token=class_token,
+        with_rollout=with_rollout,
     )
     figure = comparison_figure(images, {"": maps}, captions=captions, **options)
     if title:
@@ -244,6 +251,7 @@ def comparison_figure(
     blocks: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     prefix_tokens: int = 1,
+    class_token: bool = True,
     with_rollout: bool = False,
     captions: Sequence[str] | None = None,
 ) -> "Figure":
@@ -253,7 +261,8 @@ def comparison_figure(
       images: as for :func:`attention_figure`.
       models: the maps of each model under its name, as for :func:`attention_figure`; equally many
         blocks.
-      blocks, heads, prefix_tokens, with_rollout, captions: see :func:`attention_figure`.
+      blocks, heads, prefix_tokens, class_token, with_rollout, captions: see
+        :func:`attention_figure`.
 
     Raises:
       ValueError: if images and maps differ in number, or the patches do not tile the image.
@@ -266,6 +275,7 @@ def comparison_figure(
       12
     """
     images, columns = np.asarray(images), {}
+    tokens = {"prefix_tokens": prefix_tokens, "class_token": class_token}
     for name, maps in models.items():
         if any(len(block) != len(images) for block in maps) or not len(images):
             raise ValueError(
@@ -274,7 +284,7 @@ def comparison_figure(
                 "the model gave for these images."
             )
         chosen = sorted({0, len(maps) // 2, len(maps) - 1}) if blocks is None else list(blocks)
-        columns[name] = _columns(maps, chosen, heads, with_rollout, prefix_tokens)
+        columns[name] = _columns(maps, chosen, heads, with_rollout, tokens)
     rows, count = len(images) * len(columns), len(next(iter(columns.values()))) + 1
     figure, axes = _style.new_figure(1.7 * count, 1.95 * rows + 0.3, rows, count)
     for row, (index, name) in enumerate(itertools.product(range(len(images)), columns)):
@@ -366,18 +376,18 @@ def _columns(
     blocks: Sequence[int],
     heads: Sequence[int] | None,
     with_rollout: bool,
-    prefix_tokens: int,
+    tokens: Mapping[str, Any],
 ) -> dict[str, np.ndarray]:
     """Title and patch weights (images, patches) of every column."""
     columns = {}
     for block in blocks:
-        weights = patch_attention(maps[block], prefix_tokens=prefix_tokens)
+        weights = patch_attention(maps[block], **tokens)
         if heads is None:
             columns[f"block {block + 1}, mean of heads"] = weights.mean(1)
         for head in heads or ():
             columns[f"block {block + 1}, head {head + 1}"] = weights[:, head]
     if with_rollout:
-        columns["rollout, all blocks"] = patch_attention(rollout(maps), prefix_tokens=prefix_tokens)
+        columns["rollout, all blocks"] = patch_attention(rollout(maps), **tokens)
     return columns
 
 

@@ -223,6 +223,12 @@ class VitSettings(BlockSettings):
     remat: bool = setting(
         False, "compute activations again in the backward pass: less memory, more time"
     )
+    registers: int = setting(
+        0, Integer(0, 1024), "further learned tokens behind the class token, which no head reads"
+    )
+    fc_norm: bool = setting(
+        False, Flag(), "the last norm stands behind the pooling, in place of in front of it"
+    )
 
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""
@@ -240,6 +246,11 @@ class VitSettings(BlockSettings):
             yield (
                 f"{where}.distilled: expected False without a class token, got True with "
                 f"{where}.pooling = 'mean'"
+            )
+        if self.distilled and self.fc_norm:
+            yield (
+                f"{where}.fc_norm: expected False with a distillation token, got True with "
+                f"{where}.distilled = True"
             )
         if self.stem_strides and len(self.stem_strides) != len(self.stem_channels):
             yield (

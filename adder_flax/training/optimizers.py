@@ -410,7 +410,7 @@ def learning_rate(
     return jnp.where(step < warmup_steps, rising, falling)
 
 
-_FIRST = ("patch_embed", "cls_token", "dist_token", "pos_embed")
+_FIRST = ("patch_embed", "cls_token", "dist_token", "reg_token", "pos_embed")
 
 
 def rate_factors(params: Any, settings: OptimizerSettings) -> Any:

@@ -159,14 +159,18 @@ def test_a_head_for_other_classes_stays_and_positions_are_resized(tmp_path):
             {"pos_embed": np.zeros((1, 18, 16), np.float32)},
             "expected positions of 4 × 4 patches, .* with or without 1 more, got 18",
         ),
-        (dict(pooling="mean"), {}, "got cls_token and 0 more that have no place"),
+        (dict(pooling="mean"), {}, "without a class token, .* got cls_token; set"),
         (ADDER, {}, "got adder layers"),
         (
             {},
             {"dist_token": np.zeros((1, 1, 16), np.float32)},
             "got dist_token; set config.model.distilled",
         ),
-        ({}, {"reg_token": np.zeros((1, 4, 16), np.float32)}, "got reg_token, .* register tokens"),
+        (
+            {},
+            {"reg_token": np.zeros((1, 4, 16), np.float32)},
+            "without register tokens, .* got reg_token; set",
+        ),
         (
             {},
             {"blocks.1.mlp.w12.weight": np.zeros((128, 16), np.float32)},
@@ -181,7 +185,7 @@ def test_a_head_for_other_classes_stays_and_positions_are_resized(tmp_path):
         (
             {},
             {"fc_norm.weight": np.zeros(16, np.float32)},
-            "an average over the tokens with the norm behind it",
+            "without the last norm behind the pooling",
         ),
         ({}, {"norm_pre.weight": np.zeros(16, np.float32)}, "a norm in front of the blocks"),
         (
@@ -389,7 +393,7 @@ HUGGING_FACE = {
             TIMM | {"model_args": TIMM_SIZES | {"norm_layer": "rmsnorm"}},
             "LayerNorm, got norm_layer=rmsnorm",
         ),
-        ("timm", TIMM | {"global_pool": "avg"}, "pooling is cls, .* got avg"),
+        ("timm", TIMM | {"global_pool": "avg"}, "pooling is cls, .* got mean"),
         (
             "timm",
             TIMM | {"architecture": "vit_base_patch16_rpn_224"},
@@ -499,7 +503,9 @@ def test_what_hugging_face_has_no_class_for_is_no_folder(tmp_path):
             make(score="adder"),
             "dot-product attention for weights in the names of hugging_face, got adder",
         ),
-        (make(pooling="mean"), "got one that takes the mean"),
+        (make(pooling="mean"), "got pooling 'mean', 0 tokens in front"),
+        (make(registers=2), "got pooling 'cls', 3 tokens in front"),
+        (make(fc_norm=True), "reads its class token behind the last norm"),
         (models.ConvNet((4,), rngs=nnx.Rngs(0)), "got a ConvNet"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -70,10 +70,9 @@ def _attention_picture(study: Study) -> Picture:
     models = {subject.name: subject for subject in filter(None, (study.baseline, study.subject))}
     alone = len(models) == 1
     shown = min(4 if alone else 3, len(study.pictures))
-    prefix_tokens = study.subject.prefix_tokens
     options: dict[str, Any] = dict(
+        **study.subject.in_front,
         blocks=study.subject.blocks(3, 6, 10),
-        prefix_tokens=prefix_tokens,
         captions=study.captions[:shown],
         with_rollout=True,
     )
@@ -84,9 +83,7 @@ def _attention_picture(study: Study) -> Picture:
     else:
         figure = comparison_figure(study.pictures[:shown], maps, **options)
     data = {
-        f"{name}, block {index + 1}": patch_attention(
-            subject.maps[index], prefix_tokens=subject.prefix_tokens
-        )
+        f"{name}, block {index + 1}": patch_attention(subject.maps[index], **subject.in_front)
         for name, subject in models.items()
         for index in subject.blocks(3, 6, 10)
     }

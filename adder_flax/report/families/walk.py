@@ -91,15 +91,16 @@ def _steps_picture(study: Study) -> Picture:
     """The walk from the class token, or where there is none from the first patch, after 1, 2, 4, 8
     steps, and its stationary distribution.
     """
-    first = study.subject.prefix_tokens
+    first, with_class = study.subject.prefix_tokens, study.subject.in_front["class_token"]
     index, walk = _middle_walk(study.subject)
-    rows = {f"{steps} step" + "s" * (steps > 1): k_step(walk, steps)[0] for steps in _STEPS}
+    start = 0 if with_class else first
+    rows = {f"{steps} step" + "s" * (steps > 1): k_step(walk, steps)[start] for steps in _STEPS}
     rows["stationary"] = stationary_distribution(walk)
     figure, axes = _style.new_figure(1.75 * len(rows), 2.1, 1, len(rows))
     top = max(row[first:].max() for row in rows.values())
     for axis, (title, row) in zip(axes[0], rows.items(), strict=True):
         axis.imshow(row[first:].reshape(study.grid), cmap=_style.HEAT, vmin=0, vmax=top)
-        _style.bare(axis, title=title, note=f"class token {row[0]:.1%}" if first else "")
+        _style.bare(axis, title=title, note=f"class token {row[0]:.1%}" if with_class else "")
     return Picture(
         "k-steps",
         figure,
