@@ -224,10 +224,13 @@ class VitSettings(BlockSettings):
         False, "compute activations again in the backward pass: less memory, more time"
     )
     registers: int = setting(
-        0, Integer(0, 1024), "further learned tokens behind the class token, which no head reads"
+        0,
+        "further learned tokens behind the class token, which no head reads",
+        ge=0,
+        le=1024,
     )
     fc_norm: bool = setting(
-        False, Flag(), "the last norm stands behind the pooling, in place of in front of it"
+        False, "the last norm stands behind the pooling, in place of in front of it"
     )
 
     def faults(self, where: str) -> Iterator[str]:
