@@ -404,7 +404,7 @@ also for the high accuracy". That is a claim on where runs end: accuracy on the 
 Each row is the end of two schedules on paired seeds, with Student's interval of the difference and its p after Holm over the arms of that
 comparison. The claim is decided by ten seeds or more and a p of at most 0.05; fewer seeds decide nothing.
 
-None of the arms `defaults`, `clip` and `cg_fac…` is the paper's Algorithm 1: they form, average and invert Kronecker factors. Their settings were
+None of the arms `defaults`, `clip` and `kfac…` is the paper's Algorithm 1: they form, average and invert Kronecker factors. Their settings were
 found on these same networks."""  # noqa: E501 - lines of another language
 
 

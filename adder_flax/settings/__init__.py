@@ -43,7 +43,7 @@ from adder_flax.settings._model import (
     VitSettings,
 )
 from adder_flax.settings._numbers import is_on, put_numbers, take_numbers
-from adder_flax.settings._optimizer import CgFacSettings, OptimizerSettings
+from adder_flax.settings._optimizer import CgFacSettings, KfacSettings, OptimizerSettings
 from adder_flax.settings._overrides import misfit
 from adder_flax.settings._rules import (
     Choice,
@@ -75,6 +75,7 @@ __all__ = [
     "AugmentSettings",
     "BlockSettings",
     "CgFacSettings",
+    "KfacSettings",
     "Choice",
     "ClassificationSettings",
     "CompareSettings",

@@ -17,6 +17,7 @@ from adder_flax.settings._rules import (
     Refused,
     Text,
 )
+from adder_flax.settings._optimizer import translated
 from adder_flax.settings._run import RunSettings
 
 _MOST_LEVELS = 100
@@ -243,8 +244,30 @@ def completed_comparison(fields: Mapping[str, Any]) -> dict[str, Any]:
 
     What its base does not read stays, since an arm may.
     """
-    base = _over(completed(RunSettings, fields["base"]), fields["base"])
+    own = dict(fields["base"])
+    old = own.get("optimizer", {})
+    own["optimizer"] = translated(old)
+    if own["optimizer"] != old:
+        over = {n: value for n, value in old["cg_fac"].items() if n in ("step", "curvature")}
+        fields = {**fields, "factors": _translated_levels(fields.get("factors", {}), over)}
+    base = _over(completed(RunSettings, own), own)
     return {**defaults(CompareSettings), **fields, "base": base}
+
+
+def _translated_levels(factors: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns factors whose levels say in words of this version what an optimizer was."""
+
+    def level(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        optimizer = fields.get("optimizer", {})
+        if optimizer.get("name") != "cg_fac":
+            return fields
+        said = {**over, **optimizer.get("cg_fac", {})}
+        return {**fields, "optimizer": translated({**optimizer, "cg_fac": said})}
+
+    return {
+        factor: {name: level(fields) for name, fields in levels.items()}
+        for factor, levels in factors.items()
+    }
 
 
 def _over(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:

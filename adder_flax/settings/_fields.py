@@ -176,7 +176,7 @@ def unread(settings: type, fields: Mapping[str, Any]) -> Iterator[str]:
 
     >>> from adder_flax.settings import RunSettings
     >>> list(unread(RunSettings, {"optimizer": {"name": "adamw"}}))
-    ['optimizer.cg_fac']
+    ['optimizer.kfac', 'optimizer.cg_fac']
     """
     for field in dataclasses.fields(settings):
         nested = class_of(field)
@@ -285,13 +285,15 @@ def completed(settings: type, fields: Mapping[str, Any]) -> dict[str, Any]:
 
     What it lacks, as one of an earlier version does, has its declared default, as has what nothing
     reads, and what stands for the wish of another field gives way to that. What an earlier version
-    had and this one does without (``retired`` of the class) is left out.
+    had and this one does without (``retired`` of the class) is left out; what it had in another way
+    the class's ``translated`` tells.
 
     >>> from adder_flax.settings import RunSettings
-    >>> full = completed(RunSettings, {"mesh": {"fsdp": 2}, "optimizer": {"name": "cg_fac"}})
-    >>> full["mesh"], full["optimizer"]["cg_fac"]["max_iterations"]
+    >>> full = completed(RunSettings, {"mesh": {"fsdp": 2}, "optimizer": {"name": "kfac"}})
+    >>> full["mesh"], full["optimizer"]["kfac"]["iterations"]
     ({'data': -1, 'fsdp': 2, 'tensor': 1}, 2)
     """
+    fields = getattr(settings, "translated", dict)(fields)
     full: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
         nested, own = class_of(field), fields.get(field.name, {})

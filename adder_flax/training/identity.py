@@ -81,7 +81,7 @@ def computing(flat: Mapping[str, Any]) -> dict[str, Any]:
     Not how it is, nor what the run's optimizer does not read.
 
     Example:
-      >>> computing({"optimizer.name": "sgd", "optimizer.cg_fac.damping": 3.0, "mesh.data": 2})
+      >>> computing({"optimizer.name": "sgd", "optimizer.kfac.damping": 3.0, "mesh.data": 2})
       {'optimizer.name': 'sgd'}
     """
     not_read = (f"{path}." for path in unread(RunSettings, _nested(flat)))

@@ -359,7 +359,7 @@ def _is_guarded(node: Any) -> bool:
 
 def _if_sound(sound: Array, new: Any, old: Any) -> Any:
     """Returns the new tree where the step is sound, else the old one."""
-    # CG-FAC and Adam were told, and keep these where they form them: to choose here would be
+    # K-FAC, CG-FAC and Adam were told, and keep these where they form them: to choose here would be
     # another pass over old and new ones.
     return jax.tree.map(
         lambda n, o: n if _is_guarded(n) else jnp.where(sound, n, o), new, old, is_leaf=_is_guarded
