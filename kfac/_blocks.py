@@ -6,13 +6,11 @@ layers:
 
 - exact:  F v = (1/N) Σ_n J_nᵀ (θ_n g_n) with θ_n = Σ_t ⟨g_nt, (J_n v)_t⟩; for a dense layer Aᵀ
   diag(A V Gᵀ) G / N;
-- token:  the same with one θ per token, which drops products of different tokens;
 - kron:   K v = (1/NT) Σ_nt J_ntᵀ 𝒢 J_nt v with 𝒢 = Σ g gᵀ/N; for a dense layer (AᵀA/NT) V (GᵀG/N),
   which is K-FAC (Martens & Grosse, 2015): the formula of ``exact`` with all pairs of inputs and
   cotangents in place of matching ones.
 
-Token sharing in ``kron`` is ``expand`` (tokens are examples) or ``reduce`` (mean input, summed
-cotangent; Eschenhagen et al., 2023, arXiv:2311.00636).
+Tokens count as examples in ``kron``.
 """
 
 from __future__ import annotations
@@ -34,7 +32,8 @@ if TYPE_CHECKING:
 
     Lane = tuple[Array, ...]  # one array per parameter of a block, of one lane
 
-CURVATURES = ("kron", "exact", "token")
+MOST_ROWS = 8192
+"""Rows of the largest factor that is formed: what is wider has the diagonal of its right one."""
 EXAMPLES_AT_ONCE = (
     16  # at most, whose own gradients are held together where only their squares are summed
 )
@@ -413,23 +412,11 @@ def exact_product(
     )
 
 
-def token_product(
-    program: tuple[Use, ...], linearized: tuple, g: tuple[Array, ...], v: Lane
-) -> Lane:
-    """F v with one θ per token."""
-    zs = []
-    for gs, ys in zip(g, pushforward(program, linearized, v), strict=True):
-        theta = jnp.einsum("cnto,nto->cnt", gs, ys) / program[0].num_examples
-        zs.append(jnp.einsum("cnt,cnto->nto", theta, gs))
-    return pullback(program, linearized, tuple(zs), v)
-
-
 def kron_product(
     program: tuple[Use, ...],
     linearized: tuple,
     right: tuple[Array, ...],
     v: Lane,
-    reduce: bool,
     weights: Float[Array, " example"] | None = None,
 ) -> Lane:
     """K v = (1/NT) Σ Jᵀ 𝒢 J v.
@@ -441,8 +428,6 @@ def kron_product(
     zs = []
     for use, y in zip(program, pushforward(program, linearized, v), strict=True):
         matrix, tokens = right[list(groups).index(use.num_outputs)], groups[use.num_outputs]
-        if reduce:
-            y = jnp.broadcast_to(y.sum(1, keepdims=True) / tokens, y.shape)
         y = y * matrix if matrix.ndim == 1 else y @ matrix
         y = y if weights is None else y * weights[:, None, None]
         zs.append(y / (use.num_examples * tokens))
@@ -460,23 +445,21 @@ def output_groups(program: tuple[Use, ...]) -> dict[int, int]:
 def right_factors(
     program: tuple[Use, ...],
     g: tuple[Array, ...],
-    reduce: bool,
-    max_size: int,
     narrow: str | None = None,
 ) -> tuple[Array, ...]:
     """𝒢 = Σ g gᵀ / N over the uses with equally many outputs.
 
-    Its diagonal where it has more than ``max_size`` rows. Of g rounded to ``narrow``, if given.
+    Its diagonal where it has more than ``MOST_ROWS`` rows. Of g rounded to ``narrow``, if given.
     """
     factors = []
     for outputs in output_groups(program):
         total = 0
         for use, gs in zip(program, g, strict=True):
             if use.num_outputs == outputs:
-                gs = _narrowed(gs.sum(2, keepdims=True) if reduce else gs, narrow)
+                gs = _narrowed(gs, narrow)
                 # float32 sums: with the 8 bits of bfloat16 a sum of equal terms stops
                 # growing after 256 of them.
-                product = "cnto,cntp->op" if outputs <= max_size else "cnto,cnto->o"
+                product = "cnto,cntp->op" if outputs <= MOST_ROWS else "cnto,cnto->o"
                 total += jnp.einsum(product, gs, gs, preferred_element_type=_accumulator(gs))
         # N, where the left factor has N T: the cotangents of an example's tokens are
         # parts of one loss, which add up.
@@ -492,7 +475,6 @@ def left_factor(
     program: tuple[Use, ...],
     params: Lane,
     inputs: tuple,
-    reduce: bool,
     narrow: str | None = None,
     weights: Float[Array, " example"] | None = None,
 ) -> Float[Array, "lifted lifted"]:
@@ -504,7 +486,6 @@ def left_factor(
     moments = []
     for use, x in zip(program, inputs, strict=True):
         features = use.rows(use.dense.features(use.own(params), x))
-        features = features.sum(1, keepdims=True) / tokens**0.5 if reduce else features
         features = features if weights is None else features * jnp.sqrt(weights)[:, None, None]
         features = _narrowed(features, narrow)
         moments.append(

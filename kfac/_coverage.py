@@ -118,7 +118,7 @@ class Layers:
         return whole
 
     def labels(self, tree: PyTree) -> PyTree[str]:
-        """``"cg_fac"`` for each covered parameter, ``"fallback"`` for the others.
+        """``"covered"`` for each covered parameter, ``"fallback"`` for the others.
 
         It is for ``optax.partition``.
 
@@ -132,14 +132,14 @@ class Layers:
         >>> params = {"fc": {"kernel": jnp.ones((3, 2))}, "free": jnp.ones(2)}
         >>> loss_fn = lambda p, x: kfac.tap(kfac.Dense(), p["fc"], x, path="fc").mean()
         >>> find_layers(loss_fn, params, jnp.ones((4, 3))).labels(params)
-        {'fc': {'kernel': 'cg_fac'}, 'free': 'fallback'}
+        {'fc': {'kernel': 'covered'}, 'free': 'fallback'}
         """
         covered = {
             param.path for block in self.whole_blocks(tree).values() for param in block.params
         }
 
         def label(path: tuple, _: Any) -> str:
-            return "cg_fac" if path_name(path) in covered else "fallback"
+            return "covered" if path_name(path) in covered else "fallback"
 
         return jax.tree_util.tree_map_with_path(label, tree)
 
@@ -223,6 +223,45 @@ def find_layers(
             stacklevel=2,
         )
     return layers
+
+
+def curvature_stride(layers: Layers, num_examples: int, interval: int = 5) -> int:
+    """Of how many examples one need give curvature: a power of two, 1 where all need.
+
+    A batch of many tokens has far more rows than the sides of its factors, and forming these costs
+    more than the gradient. The stride leaves every block that has them two rows of a fresh batch
+    for each side of its wider factor, and fewer where curvature is renewed more often than every
+    fourth step: an eighth of a row at every step, times the square of the interval. Averages hold
+    as many batches at any interval; but a long one leaves the first steps, while the network
+    changes fastest, with what few batches gave. Blocks that have fewer with all examples, as a
+    head that reads one token of each, are not asked: their factors fill up over several batches as
+    it is. Where no block has so many, all examples give curvature.
+
+    Args:
+      layers: as the whole batch gives them, see ``find_layers``.
+      num_examples: what the stride has to divide: examples of a batch, or those of one device.
+      interval: steps from one curvature batch to the next.
+
+    >>> import jax, jax.numpy as jnp, kfac
+    >>> params = {"fc": {"kernel": jnp.ones((4, 8))}}
+    >>> loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p["fc"], x, path="fc") ** 2).mean()
+    >>> layers = kfac.find_layers(loss_fn, params, jnp.ones((16, 5, 4)))
+    >>> kfac.curvature_stride(layers, 16)  # of 80 rows a quarter, for 8 outputs
+    4
+    """
+    rows_a_side = min(2.0, interval**2 / 8)
+    asked = [
+        _num_rows(block) / (rows_a_side * max(block.lifted_shape(block.uses[0])))
+        for block in layers.blocks.values()
+        if block.factored
+    ]
+    spare = min((share for share in asked if share >= 1), default=1)
+    stride = 2 ** math.floor(math.log2(spare))
+    return math.gcd(stride, num_examples)
+
+
+def _num_rows(block: Block) -> int:
+    return sum(use.num_examples * use.num_tokens for use in block.uses)
 
 
 def layers_of(taps: dict[str, Tap], params: PyTree, num_examples: int) -> Layers:

@@ -23,7 +23,7 @@ from kfac._registry import (
     registrations,
     tap_registered,
 )
-from kfac._stats import Stats
+from kfac._state import Stats
 
 if TYPE_CHECKING:
     from jaxtyping import Array

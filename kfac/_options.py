@@ -1,18 +1,17 @@
-"""Settings of CG-FAC: what shapes the program is static, hyper-parameters may be traced."""
+"""Options of the two optimizers: what shapes the program is static, the rest may be traced."""
 
 from __future__ import annotations
 
 import dataclasses
 import numbers
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import optax
 
-from kfac._blocks import CURVATURES, Block
-from kfac._costs import prefers_factors
-from kfac._fisher import FISHERS
-from kfac._step import NORMALIZED, STEPS
+from kfac import _blocks as blocks
+from kfac._blocks import Block
 from kfac._systems import Form
 
 if TYPE_CHECKING:
@@ -20,142 +19,69 @@ if TYPE_CHECKING:
 
     Scalar = float | Float[Array, ""]
 
-SOLVERS = ("cg", "inverse", "dense", "dual", "eigh", "auto")
-
-_CHOICES = {
-    "curvature": CURVATURES,
-    "fisher": (*FISHERS, None),
-    "token_sharing": ("expand", "reduce"),
-    "solver": SOLVERS,
-    "damping_scale": ("relative", "balanced", "absolute"),
-    "step": STEPS,
-    "kl_scope": ("layers", "network"),
-    "product_dtype": ("float32", "bfloat16"),
-}
-
+STEPS = ("rms", "share", "clip")
+_CHOICES = {"step": STEPS, "solver": ("cg", "dual"), "product_dtype": ("float32", "bfloat16")}
 # Name → (least value, whether the least itself is allowed, a bound from above that is not
 # reached).
 _RANGES = {
     "damping": (0, True, float("inf")),
-    "min_damping": (0, True, float("inf")),
     "tolerance": (0, True, float("inf")),
     "factor_decay": (0, True, 1),
     "momentum": (0, True, float("inf")),
     "kl_clip": (0, False, float("inf")),
-    "max_iterations": (1, True, float("inf")),
-    "preconditioner_interval": (0, True, float("inf")),
-    "damping_interval": (0, True, float("inf")),
-    "max_factor_size": (0, True, float("inf")),
+    "iterations": (0, True, float("inf")),
+    "inverse_interval": (1, True, float("inf")),
 }
+_TRACED = {"learning_rate", "momentum", "damping", "kl_clip", "factor_decay", "tolerance"}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What ``scale_by_cg_fac`` is told. Fields marked with * are hyper-parameters.
-
-    Hyper-parameters may be arrays, traced ones included: arguments of a compiled training step. The
-    others shape the program. A hyper-parameter that is off by the number 0 (or by None) must be the
-    number itself for that.
+    """What the two optimizers differ in, as the code that they share reads it.
 
     Attributes:
-      learning_rate: * factor of the whole step, or a schedule. It is inside, since momentum is of
-        steps as they were taken, and the loss after a step is the loss after this very step. 1 for
-        ``step="quadratic"``, which finds the length itself.
-      curvature: ``"kron"``, ``"exact"`` or ``"token"`` (exact, without products of different
-        tokens).
-      fisher: the name that ``value_grad_and_curvature`` must have been given; None accepts any.
-      token_sharing: ``"expand"`` or ``"reduce"``, for ``"kron"``.
-      solver: ``"cg"``; ``"inverse"``: the gradient times the inverses that precondition CG, as old
-        as ``preconditioner_interval`` has them, with no further product, as K-FAC does. That is the
-        direction of CG's first iteration, for the steps that keep no length, ``"trust_ratio"`` and
-        ``"rms"``; blocks without inverses are solved by CG. ``"eigh"`` (for ``"kron"``, by
-        eigenvectors of the factors); ``"dual"`` (for ``"exact"``, by Woodbury's identity in example
-        space); ``"dense"``, for checks; ``"auto"``: for each exact block the cheaper of ``"cg"``
-        and ``"dual"``.
-      max_iterations: products per layer and step.
-      tolerance: * relative residual at which a layer stops; 0 for a fixed number of iterations,
-        which costs no test.
-      preconditioner_interval: steps between inversions of the damped Kronecker factors that
-        precondition CG, for ``"kron"`` and ``solver="cg"``, and are all of ``"inverse"``; CG makes
-        up for their age. 0 for none.
-      product_dtype: ``"bfloat16"``: of the operands of products that form factors, of the inverses,
-        and of what these multiply, for hardware that is faster so; sums are float32. Rounding is
-        some thousandth of the largest inverse eigenvalue, and hides those of directions that are a
-        thousand times as sharp as damping.
-      warm_start: start CG from the last solution.
-      safeguard: rescale the warm start so that it cannot cause an ascent direction.
-      damping: * λ.
-      damping_scale: ``"relative"``: γ = λ m, with m = tr F / size the mean eigenvalue of the layer,
-        free of its scale; ``"balanced"``: γ = λ √(m m̄), with m̄ that of all layers together, free
-        of the scale of the loss; ``"absolute"``: γ = λ. With much damping a step is ∇L / γ. As m is
-        the mean square of an example's gradient, it is ∇L / m of that for ``"relative"``, so that
-        the layers with the smallest gradients move the most, and ∇L / √m for ``"balanced"``, as
-        Adam's of whole layers.
-      min_damping: * adaptation lowers λ no further.
-      damping_interval: steps between Levenberg-Marquardt adaptations of λ to the quadratic model; 0
-        for none. Needs ``value`` and ``value_fn``, and one evaluation of the loss each time.
-      factor_decay: * of the running averages of Kronecker factors; 0 for this batch alone.
-      max_factor_size: layers with larger factors use their Jacobian, and diagonal right factors.
-      step: ``"quadratic"``: step length and momentum from a quadratic model in the new direction
-        and the last step; ``"fixed"``: momentum and learning rate as given; ``"trust_ratio"``: each
-        layer's new direction is brought to the size of its parameters, of which ``learning_rate``
-        is the share that a step changes, 0.03 say; ``"rms"``: to a root mean square of
-        ``learning_rate``, 2e-3 say, and momentum comes before the solve. ``kl_clip`` is not for the
-        last two.
-      momentum: * of steps for ``step="fixed"``; for ``"trust_ratio"`` new directions count
-        1 - momentum; for ``"rms"`` Nesterov's, of the gradients.
-      kl_clip: * κ; shortens steps with Δᵀ F Δ > κ, twice the change of the predictions in nats,
-        before the learning rate scales them. None for none, which is for batches much larger than
-        the layers: the curvature of a small one leaves directions in which it sees nothing, and the
-        quadratic model then asks for steps of any length.
-      kl_scope: which F that is with ``step="fixed"``: ``"layers"``, the sum over the layers of what
-        each does alone by its averaged blocks; ``"network"``, the Fisher matrix of all of them
-        together. What layers and tokens do to the predictions adds up, so the second is larger,
-        the more so the deeper the network is; κ means the same for all of them then. It is measured
-        where curvature is fresh, for half a product of exact blocks, and its ratio to the first
-        averaged.
-      reject: refuse a step that raises the loss on its own batch, and raise λ fourfold. Needs
-        ``value`` and ``value_fn``, and one evaluation of the loss per step. Steps that are not
-        finite are always refused.
-
-    Raises:
-      ValueError: unknown names, numbers out of range, choices that exclude each other, a traced
-        value that shapes the program.
-
-    >>> Options(curvature="exact", solver="dual").measures_loss
-    False
+      exact: whether F is the layer's own Fisher matrix, of this batch, and CG starts from the last
+        solution; else it is made of averaged Kronecker factors.
+      absolute: whether γ = λ, not λ times the layer's mean eigenvalue.
+      safeguard: see ``cg``.
+      PRESETS: step → what the fields that are None stand for.
+      STATIC_ARGUMENTS: fields that shape the program, for ``optax.inject_hyperparams``.
     """
 
-    learning_rate: Scalar | optax.Schedule = 1.0
-    curvature: str = "kron"
-    fisher: str | None = None
-    token_sharing: str = "expand"
-    solver: str = "cg"
-    max_iterations: int = 5
-    tolerance: Scalar = 0.0
-    preconditioner_interval: int = 10
+    exact: ClassVar[bool]
+    absolute: ClassVar[bool] = False
+    safeguard: ClassVar[bool] = True
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]]
+    STATIC_ARGUMENTS: ClassVar[tuple[str, ...]]
+
+    learning_rate: Any
+    step: str
+    momentum: Any
+    damping: Any
+    iterations: Any
+    kl_clip: Any
+    fisher: str | None
+    factor_decay: Any = 0.95
+    inverse_interval: Any = None
     product_dtype: str = "float32"
-    warm_start: bool = False
-    safeguard: bool = True
-    damping: Scalar = 1e-2
-    damping_scale: str = "relative"
-    min_damping: Scalar = 1e-8
-    damping_interval: int = 0
-    factor_decay: Scalar = 0.95
-    max_factor_size: int = 8192
-    step: str = "quadratic"
-    momentum: Scalar = 0.9
-    kl_clip: Scalar | None = 0.1
-    kl_scope: str = "layers"
-    reject: bool = False
+    solver: str = "cg"
+    tolerance: Any = 0.0
 
     def __post_init__(self):
-        self._check_kinds()
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(
                     f"expected {name} to be one of {allowed}, got {getattr(self, name)!r}."
                 )
+        for name, value in self.PRESETS[self.step].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        static = [n for n in self.STATIC_ARGUMENTS if isinstance(getattr(self, n), jax.Array)]
+        if static:
+            raise ValueError(
+                f"expected {', '.join(static)} to be known when the step is compiled, got an "
+                "array; under optax.inject_hyperparams pass "
+                f"static_args=kfac.{type(self).__name__}.STATIC_ARGUMENTS."
+            )
         for name, (least, inclusive, bound) in _RANGES.items():
             value = getattr(self, name)
             if isinstance(value, numbers.Real) and not (
@@ -164,75 +90,152 @@ class Options:
                 above = f"{'at least' if inclusive else 'above'} {least}"
                 below = f" and below {bound}" if bound < float("inf") else ""
                 raise ValueError(f"expected {name} to be {above}{below}, got {value}.")
-        if self.solver == "dual" and self.curvature != "exact":
+        if self.iterations == 0 and (self.exact or self.step == "clip"):
             raise ValueError(
-                f"solver='dual' expects curvature='exact', got {self.curvature!r}; use solver='cg'."
-            )
-        if self.solver == "inverse" and not (
-            self.curvature == "kron" and self.preconditioner_interval and self.step in NORMALIZED
-        ):
-            raise ValueError(
-                "solver='inverse' expects curvature='kron', a preconditioner_interval above 0 and "
-                f"step to be one of {NORMALIZED}, got {self.curvature!r}, "
-                f"{self.preconditioner_interval} and {self.step!r}; use solver='cg'."
-            )
-        if self.product_dtype != "float32" and self.curvature != "kron":
-            raise ValueError(
-                f"product_dtype={self.product_dtype!r} is that of factors: expected "
-                f"curvature='kron', got {self.curvature!r}; set product_dtype='float32'."
-            )
-        if self.damping_interval and self.step != "quadratic":
-            raise ValueError(
-                f"damping_interval={self.damping_interval} adapts the damping to the quadratic "
-                f"model: expected step='quadratic', got {self.step!r}; set damping_interval=0 or "
-                "that step."
-            )
-
-    def _check_kinds(self) -> None:
-        """Raises ValueError for an array where the program's shape depends on the value."""
-        traced = [name for name in sorted(STATIC) if isinstance(getattr(self, name), jax.Array)]
-        if traced:
-            raise ValueError(
-                f"expected {', '.join(traced)} to be known when the step is compiled, got an "
-                "array; under optax.inject_hyperparams pass static_args=kfac.STATIC_ARGUMENTS."
+                "expected at least one of iterations, or kfac with step 'rms' or 'share', whose "
+                f"inverses give a direction without any, got 0 and step={self.step!r}."
             )
 
     @property
-    def measures_loss(self) -> bool:
-        """Whether the loss is evaluated again after a step."""
-        return self.reject or self.damping_interval > 0
+    def narrow(self) -> str | None:
+        """The dtype that operands are rounded to, if they are."""
+        return None if self.product_dtype == "float32" else self.product_dtype
 
     @property
     def measures_coherence(self) -> bool:
         """Whether what the layers do together is measured beside what each does alone."""
-        return self.step == "fixed" and self.kl_scope == "network" and self.kl_clip is not None
+        return self.step == "clip" and self.kl_clip is not None
 
-    def preconditions(self, block: Block) -> bool:
-        """Whether the damped factors of this block are inverted."""
-        return (
-            self.solver in ("cg", "inverse")
-            and self.preconditioner_interval > 0
-            and self.form(block).name == "factors"
-        )
+    def forms(self, owned: Mapping[str, Block]) -> dict[str, Form]:
+        """Which products serve each block."""
+        return {name: self._form(block) for name, block in owned.items()}
 
-    def measures_residual(self, block: Block) -> bool:
-        """Whether a product with F tells how far this block's system is solved."""
-        return self.solver != "inverse" or not self.preconditions(block)
+    def _form(self, block: Block) -> Form:
+        if self.exact:
+            return "exact"
+        fits = block.factored and max(block.lifted_shape(block.uses[0])) <= blocks.MOST_ROWS
+        return "factors" if fits else "kron"
 
-    def form(self, block: Block) -> Form:
-        """Which products serve a block."""
-        if self.curvature != "kron":
-            return Form(self.curvature)
-        factored = block.factored and max(block.lifted_shape(block.uses[0])) <= self.max_factor_size
-        # Nothing to average: no need to form what the Jacobian gives cheaper.
-        if is_zero(self.factor_decay) and self.solver != "inverse":
-            factored = factored and prefers_factors(block, self.max_iterations)
-        return Form(
-            "factors" if factored else "kron",
-            self.token_sharing == "reduce",
-            self.max_factor_size,
-            None if self.product_dtype == "float32" else self.product_dtype,
-        )
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KfacOptions(Options):
+    """What ``kfac`` is told. Fields marked with * may be arrays, traced ones included.
+
+    None stands for what suits the step: ``KfacOptions.PRESETS[step]``.
+
+    Attributes:
+      learning_rate: * what the step measures, or a schedule of it. It is inside, since momentum is
+        of steps as they were taken.
+      step: ``"rms"``: each layer moves by a root mean square of ``learning_rate``, as with Muon,
+        and momentum is Nesterov's, of gradients. ``"share"``: by the share ``learning_rate`` of its
+        own size, and new directions count 1 - momentum. ``"clip"``: by ``learning_rate`` times the
+        solution, where that moves the predictions of the network by no more than ``kl_clip``.
+      momentum: * as the step says.
+      damping: * λ; γ is λ times the mean eigenvalue of the layer.
+      iterations: of CG behind the inverses of the factors, which then are its preconditioner; 0:
+        the inverses alone, as K-FAC has it, for ``"rms"`` and ``"share"``.
+      inverse_interval: steps from one inverse to the next. CG makes up for their age.
+      factor_decay: * of the running averages of the factors.
+      kl_clip: * κ; shortens steps with Δᵀ F Δ > κ, twice the change of the predictions in nats,
+        before the learning rate scales them. F is that of all layers together, measured where
+        curvature is fresh for half a product of exact blocks. None for no bound.
+      product_dtype: ``"bfloat16"``: of the operands of products that form factors, of the inverses,
+        and of what these multiply, for hardware that is faster so; sums are float32. Rounding is
+        some thousandth of the largest inverse eigenvalue, and hides those of directions that are a
+        thousand times as sharp as damping.
+      fisher: the name that ``value_grad_and_curvature`` must have been given; None accepts any.
+
+    Raises:
+      ValueError: unknown names, numbers out of range, choices that exclude each other, a traced
+        value that shapes the program.
+
+    >>> KfacOptions(step="share").damping
+    0.1
+    """
+
+    learning_rate: Scalar | optax.Schedule | None = None
+    step: str = "rms"
+    momentum: Scalar | None = None
+    damping: Scalar | None = None
+    iterations: int | None = None
+    inverse_interval: int | None = None
+    factor_decay: Scalar = 0.95
+    kl_clip: Scalar | None = 3e-3
+    product_dtype: str = "float32"
+    fisher: str | None = None
+
+    exact: ClassVar[bool] = False
+    # docs/cg_fac.md has how they were found.
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "rms": {
+            "learning_rate": 2e-3,
+            "momentum": 0.95,
+            "damping": 0.03,
+            "iterations": 2,
+            "inverse_interval": 5,
+        },
+        "share": {
+            "learning_rate": 0.1,
+            "momentum": 0.9,
+            "damping": 0.1,
+            "iterations": 2,
+            "inverse_interval": 10,
+        },
+        "clip": {
+            "learning_rate": 1.0,
+            "momentum": 0.9,
+            "damping": 10.0,
+            "iterations": 1,
+            "inverse_interval": 10,
+        },
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CgFacOptions(Options):
+    """What ``cg_fac`` is told. Fields marked with * may be arrays, traced ones included.
+
+    None stands for what suits the step: ``CgFacOptions.PRESETS[step]``.
+
+    Attributes:
+      learning_rate, step, momentum, damping, kl_clip, fisher: as of ``KfacOptions``.
+      iterations: of CG at most, one product with F each.
+      tolerance: * relative residual at which a layer stops; the number 0 for a fixed number of
+        iterations, which costs no test.
+      solver: ``"cg"``, or ``"dual"``: by Woodbury's identity in the space of the examples, exact,
+        for few of these.
+
+    Raises:
+      ValueError: as of ``KfacOptions``.
+
+    >>> CgFacOptions().step, CgFacOptions().iterations
+    ('clip', 10)
+    """
+
+    learning_rate: Scalar | optax.Schedule | None = None
+    step: str = "clip"
+    momentum: Scalar | None = None
+    damping: Scalar | None = None
+    iterations: int | None = None
+    tolerance: Scalar = 0.0
+    solver: str = "cg"
+    kl_clip: Scalar | None = 7e-3
+    fisher: str | None = None
+
+    exact: ClassVar[bool] = True
+    # Single runs on digits in batches of 64.
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "clip": {"learning_rate": 1.0, "momentum": 0.9, "damping": 100.0, "iterations": 10},
+        "share": {"learning_rate": 0.03, "momentum": 0.9, "damping": 1.0, "iterations": 10},
+        "rms": {"learning_rate": 4e-4, "momentum": 0.95, "damping": 1.0, "iterations": 10},
+    }
+
+
+class Algorithm1Options(CgFacOptions):
+    """The paper's: γ = λ, and the last solution as it is."""
+
+    absolute: ClassVar[bool] = True
+    safeguard: ClassVar[bool] = False
 
 
 def is_zero(value: Any) -> bool:
@@ -243,13 +246,7 @@ def is_zero(value: Any) -> bool:
     return isinstance(value, numbers.Real) and value == 0
 
 
-_HYPERPARAMETERS = {
-    "learning_rate",
-    "damping",
-    "min_damping",
-    "tolerance",
-    "factor_decay",
-    "momentum",
-    "kl_clip",
-}
-STATIC = frozenset(field.name for field in dataclasses.fields(Options)) - _HYPERPARAMETERS
+for _options in (KfacOptions, CgFacOptions):
+    _options.STATIC_ARGUMENTS = tuple(
+        field.name for field in dataclasses.fields(_options) if field.name not in _TRACED
+    )

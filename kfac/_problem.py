@@ -15,13 +15,12 @@ import jax.numpy as jnp
 from kfac import _solver as solver
 from kfac import _systems as systems
 from kfac._blocks import Block
-from kfac._costs import prefers_dual
 from kfac._curvature import Curvature
 from kfac._inverses import damped_inverses
 from kfac._options import Options
 from kfac._sharing import divides_lanes, over_devices
 from kfac._solver import Solution
-from kfac._state import Averages, CGFacState
+from kfac._state import Averages, State
 from kfac._systems import Form, System
 from kfac._trees import all_finite, concatenated, flatten
 
@@ -30,6 +29,10 @@ if TYPE_CHECKING:
 
     from kfac._step import Vectors
     from kfac._trees import Flat
+
+
+_WITHOUT_INVERSES = 2
+"""Iterations for the blocks without factors, where those that have them are solved by inverses."""
 
 
 class Problem(NamedTuple):
@@ -69,7 +72,7 @@ def from_vectors(owned: dict[str, Block], vectors: Vectors, like: Flat) -> Flat:
 def pose(
     owned: dict[str, Block],
     grads: PyTree[Array],
-    state: CGFacState,
+    state: State,
     params: PyTree[Array],
     curvature: Curvature,
     sound: Bool[Array, ""],
@@ -77,7 +80,7 @@ def pose(
 ) -> Problem:
     """The systems of this step; averages change where it is sound."""
     flat = flatten(params)
-    forms = {name: options.form(block) for name, block in owned.items()}
+    forms = options.forms(owned)
     factors, weight = _average_factors(owned, forms, flat, state, curvature, sound, options)
     # Sums begin at 0: divided by their weight they are averages from the first step on.
     # It is 0 until curvature is in.
@@ -88,7 +91,7 @@ def pose(
         return systems.build(curvature, flat, {name: forms[name] for name in names}, averages)
 
     groups = build(owned)
-    damping = jnp.asarray(options.damping, state.damping_factor.dtype) * state.damping_factor
+    damping = jnp.asarray(options.damping, weight.dtype)
     traces, gamma = _damp(groups, damping, state, sound, options)
     inverses = _refresh_inverses(build, gamma, state, sound, options)
     groups = [system.preconditioned(inverses) for system in groups]
@@ -100,7 +103,7 @@ def _average_factors(
     owned: dict[str, Block],
     forms: dict[str, Form],
     params: Flat,
-    state: CGFacState,
+    state: State,
     curvature: Curvature,
     sound: Bool[Array, ""],
     options: Options,
@@ -116,7 +119,9 @@ def _average_factors(
 
     def average(name: str, kept: tuple[Array, ...], seen: Curvature) -> tuple[Array, ...]:
         block = owned[name]
-        new = systems.new_factors(block, seen, systems.lanes_of(block, params), forms[name])
+        new = systems.new_factors(
+            block, seen, systems.lanes_of(block, params), forms[name], options.narrow
+        )
         # Of a sum of squares what is not finite is on the diagonal.
         taken = sound & all_finite(map(systems.diagonal, new))
         stays = jnp.where(sound, decay + (1 - decay) / weight, 1)
@@ -144,12 +149,12 @@ def _average_factors(
 def _damp(
     groups: list[System],
     damping: Array,
-    state: CGFacState,
+    state: State,
     sound: Bool[Array, ""],
     options: Options,
 ) -> tuple[dict, dict[str, Array]]:
-    """Running traces, and γ of each block, as ``damping_scale`` says."""
-    if options.damping_scale == "absolute":
+    """Running traces, and γ of each block."""
+    if options.absolute:
         return {}, {b.name: jnp.broadcast_to(damping, (b.lanes,)) for s in groups for b in s.blocks}
     decay = options.factor_decay
     decay = decay.astype(damping.dtype) if isinstance(decay, jax.Array) else decay
@@ -162,7 +167,7 @@ def _damp(
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), i), state.count)
         names = [block.name for block in system.blocks]
         trace = average = system.trace(key)
-        if system.form.name != "factors":  # whose trace is that of averages
+        if system.form != "factors":  # whose trace is that of averages
             kept = jnp.concatenate([state.averages.traces[name] for name in names])
             new = decay * kept + (1 - decay) * trace
             trace = jnp.where(sound & jnp.isfinite(trace), new, kept)
@@ -171,30 +176,23 @@ def _damp(
         means.append(average.astype(damping.dtype) / system.blocks[0].size)
     # A share of the mean eigenvalue: blocks differ by orders of magnitude, and one γ would be
     # nothing to some and all that others see.
-    if options.damping_scale == "relative":
-        gammas = [damping * mean for mean in means]
-    else:
-        sizes = [system.blocks[0].size for system in groups]
-        total = sum(size * mean.sum() for size, mean in zip(sizes, means, strict=True))
-        of_all = total / sum(size * mean.size for size, mean in zip(sizes, means, strict=True))
-        gammas = [damping * jnp.sqrt(mean * of_all) for mean in means]
     return traces, {
         block.name: part
-        for system, gamma in zip(groups, gammas, strict=True)
-        for block, part in zip(system.blocks, system.split(gamma), strict=True)
+        for system, mean in zip(groups, means, strict=True)
+        for block, part in zip(system.blocks, system.split(damping * mean), strict=True)
     }
 
 
 def _refresh_inverses(
     build: Callable[[Iterable[str]], list[System]],
     gamma: dict[str, Array],
-    state: CGFacState,
+    state: State,
     sound: Bool[Array, ""],
     options: Options,
 ) -> dict[str, tuple[Array, ...]]:
     """Inverses of the damped factors.
 
-    The old ones but for every ``preconditioner_interval``-th step and the first with curvature.
+    The old ones but for every ``inverse_interval``-th step and the first with curvature.
     """
     old = state.averages.inverses
     if not old:
@@ -208,7 +206,7 @@ def _refresh_inverses(
 
     # An old inverse costs iterations, not the solution: CG solves today's system whatever
     # it is preconditioned by.
-    due = (state.count % options.preconditioner_interval == 0) | (state.averages.weight == 0)
+    due = (state.count % options.inverse_interval == 0) | (state.averages.weight == 0)
     return jax.lax.cond(sound & due, invert, lambda: old)
 
 
@@ -233,7 +231,7 @@ def _share(system: System, b: tuple, gamma: Array, x0: tuple | None, options: Op
     """
     # Products of captured arrays are divided by examples already, as the batch is, and
     # XLA adds up their parts.
-    if system.form.name != "factors" or not divides_lanes():
+    if system.form != "factors" or not divides_lanes():
         return _solve_system(system, b, gamma, x0, options)
 
     def solve_lanes(
@@ -250,29 +248,19 @@ def _solve_system(
     system: System, b: tuple, gamma: Array, x0: tuple | None, options: Options
 ) -> Solution:
     """Solves (F + γI) x = b of every lane of a system by the solver that the options name."""
-    packed, name = system.pack(b), options.solver
-    if name == "auto" and system.form.name == "exact":
-        # Blocks of one system have equal shapes, so that the first one's costs are those
-        # of all.
-        block, num_columns = system.blocks[0], system.g[0].shape[1]
-        name = "dual" if prefers_dual(block, options.max_iterations, num_columns) else "cg"
-    if name == "dense":
-        solution = solver.solve_dense(system.matvec, packed, gamma)
-    elif name == "dual":
+    packed = system.pack(b)
+    if options.solver == "dual":
         solution = solver.solve_dual(
             system.example_gradients(), packed, gamma, system.program[0].num_examples
         )
-    elif name == "inverse" and system.inverses:
+    elif options.iterations == 0 and system.inverses:
         solution = solver.unchecked_solution(packed, system.precondition(packed))
-    elif name == "eigh" and system.form.name == "factors" and system.program[0].layer.isometric:
-        x = system.solve_by_eigenvectors(packed, gamma)
-        solution = solver.direct_solution(system.matvec, packed, gamma, x)
     else:
         solution = solver.cg(
             system.matvec,
             packed,
             gamma,
-            max_iterations=options.max_iterations,
+            max_iterations=options.iterations or _WITHOUT_INVERSES,
             tolerance=options.tolerance,
             x0=None if x0 is None else system.pack(x0),
             safeguard=options.safeguard,

@@ -258,44 +258,6 @@ def _solution(x: Vector, b: Vector, r: Vector, iterations: Array, residual: Arra
     return Solution(x, iterations, residual, model, slope, lane_dot(x, x))
 
 
-def dense_matrix(matvec: MatVec, like: Vector) -> Float[Array, "lane size size"]:
-    """The matrix of ``matvec`` for every lane, from one product per unit vector.
-
-    For small layers and for checks.
-
-    >>> import jax.numpy as jnp
-    >>> dense_matrix(lambda v: 2 * v, jnp.zeros((1, 2))).tolist()
-    [[[2.0, 0.0], [0.0, 2.0]]]
-    """
-    flat, unflatten = lane_flatten(like)
-    units = jnp.eye(flat.shape[1], dtype=flat.dtype)
-
-    def column(unit: Float[Array, " size"]) -> Float[Array, "lane size"]:
-        return lane_flatten(matvec(unflatten(jnp.broadcast_to(unit, flat.shape))))[0]
-
-    # One after the other: all at once they would hold as many times the activations as
-    # there are parameters.
-    return jnp.moveaxis(jax.lax.map(column, units), 0, 2)
-
-
-def solve_dense(matvec: MatVec, b: Vector, damping: Float[Array, " lane"]) -> Solution:
-    """Solves (F + γI) x = b by forming F.
-
-    It takes O(size²) memory: for small layers and as the yardstick of the others.
-
-    >>> import jax.numpy as jnp
-    >>> solve_dense(lambda v: 3 * v, jnp.ones((1, 2)), jnp.ones(1)).x.tolist()
-    [[0.25, 0.25]]
-    """
-    flat, unflatten = lane_flatten(b)
-    matrix = dense_matrix(matvec, b)
-    matrix += damping[:, None, None].astype(matrix.dtype) * jnp.eye(
-        matrix.shape[-1], dtype=matrix.dtype
-    )
-    x = jnp.linalg.solve(matrix, flat[..., None])[..., 0]
-    return direct_solution(matvec, b, damping, unflatten(x))
-
-
 def lane_flatten(tree: Vector) -> tuple[Float[Array, "lane size"], Callable[[Array], Vector]]:
     """A vector as one matrix with a row per lane, and the way back."""
     leaves, treedef = jax.tree.flatten(tree)
@@ -351,28 +313,3 @@ def solve_dual(
         return unflatten(jnp.einsum("lep,le->lp", u, jnp.einsum("lep,lp->le", u, v)) / num_examples)
 
     return direct_solution(matvec, b, damping, unflatten(x))
-
-
-def solve_kronecker(
-    left: Float[Array, "lane rows rows"],
-    right: Float[Array, "lane columns columns"],
-    b: Float[Array, "lane rows columns"],
-    damping: Float[Array, " lane"],
-) -> Float[Array, "lane rows columns"]:
-    """Solves A X G + γX = B exactly by the eigenvectors of A and G.
-
-    It is what K-FAC with unfactored damping computes.
-
-    >>> import jax.numpy as jnp
-    >>> eye = jnp.eye(2)[None]
-    >>> solve_kronecker(eye, eye, jnp.ones((1, 2, 2)), jnp.ones(1)).round(3).tolist()
-    [[[0.5, 0.5], [0.5, 0.5]]]
-    """
-    a, qa = jnp.linalg.eigh(left)
-    g, qg = jnp.linalg.eigh(right)
-    rotated = jnp.einsum("lij,lio,lop->ljp", qa, b, qg)
-    # Factors have no negative eigenvalues, but float32 finds some just below 0, which
-    # times a large one of the other factor would cancel the damping.
-    eigenvalues = jnp.maximum(a, 0)[:, :, None] * jnp.maximum(g, 0)[:, None, :]
-    rotated /= eigenvalues + damping[:, None, None].astype(b.dtype)
-    return jnp.einsum("lij,ljp,lop->lio", qa, rotated, qg)

@@ -1,19 +1,16 @@
-"""From solutions of the linear systems to a step.
-
-Its length, its momentum, and whether to take it.
-"""
+"""From solutions of the linear systems to a step: its length and its momentum."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kfac._sharing import mean_over
-from kfac._solver import Solution, lane_dot
+from kfac._solver import Solution
 from kfac._systems import System
 from kfac._trees import all_fit, concatenated
 
@@ -23,9 +20,6 @@ if TYPE_CHECKING:
     Vectors = dict[str, tuple[Array, ...]]  # block → its parameters, each with a leading lane axis
 
 
-STEPS = ("quadratic", "fixed", "trust_ratio", "rms")
-NORMALIZED = ("trust_ratio", "rms")
-"""Those that take the direction of a solution alone."""
 _LEAST_WEIGHT = 1e-2
 """Root mean square that a block's parameters are taken for at least: what starts at zero must leave
 it."""
@@ -49,17 +43,12 @@ class Proposal(NamedTuple):
     coherence: Float[Array, ""]
 
 
-def dot(u: Vectors, v: Vectors) -> Float[Array, ""]:
-    """Σ u·v over all blocks."""
-    return functools.reduce(jnp.add, (lane_dot(u[name], v[name]).sum() for name in u))
-
-
 def combine(a: Array, u: Vectors, b: Array, v: Vectors) -> Vectors:
     """a·u + b·v."""
     return {name: jax.tree.map(lambda x, y: a * x + b * y, u[name], v[name]) for name in u}
 
 
-def fixed_step(
+def clipped_step(
     solved: dict[str, Solution],
     gamma: dict[str, Array],
     velocity: Vectors,
@@ -117,9 +106,9 @@ def normalized_step(
     """Δ = μ·(last Δ) − (1 − μ) η r x, block by block, with r = ``norms`` / ‖x‖.
 
     Whatever the scale of its curvature, a block then changes by η times its norm at most. With the
-    norms of the parameters and momentum μ of the steps this is ``"trust_ratio"``: η is a share, and
+    norms of the parameters and momentum μ of the steps this is ``"share"``: η is a share, and
     directions that change sign from one step to the next move a block less, as with Adam (You et
-    al., 2017, arXiv:1708.03888, section 4, with CG-FAC's direction in the place of the gradient).
+    al., 2017, arXiv:1708.03888, section 4, with x in the place of the gradient).
     With those of root mean square 1, and x of gradients with momentum, it is ``"rms"``: η is the
     change of a parameter, as Muon's steps are scaled (Liu et al., 2025, arXiv:2502.16982).
 
@@ -204,92 +193,21 @@ def _forms(solved: dict[str, Solution]) -> Float[Array, "3 block"]:
     return jnp.stack([slope, 2 * (slope + model), square])
 
 
-def fisher_of(
-    groups: list[System], num_examples: int, *directions: Vectors
-) -> Float[Array, "direction direction"]:
-    """uᵀF v for all pairs of directions, F the Fisher matrix of all blocks together.
+def network_fisher(groups: list[System], num_examples: int, x: Vectors) -> Float[Array, ""]:
+    """xᵀF x with the Fisher matrix F of all blocks together.
 
-    The derivative of example n's loss along u is the sum over layers of θ_n, so uᵀF u =
+    The derivative of example n's loss along x is the sum over layers of θ_n, so xᵀF x =
     Σ_n (Σ_layers θ_n)² / N costs half a product per layer and no pass through the network.
     (Martens & Grosse, 2015, section 7.)
 
     Args:
       groups: exact systems of all blocks.
       num_examples: N.
-      *directions: changes of the blocks' parameters.
+      x: a change of the blocks' parameters.
     """
-    along = _derivatives(groups, *directions)
-    fisher = jnp.einsum("pcn,qcn->pq", along, along) / num_examples
-    return mean_over(groups[0].axis_name, fisher)
-
-
-def quadratic_step(
-    solved: dict[str, Solution],
-    b: Vectors,
-    gamma: dict[str, Array],
-    velocity: Vectors,
-    *,
-    groups: list[System],
-    num_examples: int,
-    rate: Array,
-    kl_clip: float | Float[Array, ""] | None,
-) -> Proposal:
-    """Δ = η ν (α d + β v), d = −x the new direction, v the last step.
-
-    (α, β) minimise a quadratic model of the loss.
-
-    The model is q(Δ) = ∇L·Δ + ½ Δᵀ(F + Γ)Δ with the Fisher matrix of *all* covered parameters,
-    layers together, see ``fisher_of``. Γ holds each block's γ. (Martens & Grosse, 2015, section 7.)
-    """
-    d = {name: jax.tree.map(jnp.negative, s.x) for name, s in solved.items()}
-    slope = -jnp.stack([dot(b, d), dot(b, velocity)])
-    fisher = fisher_of(groups, num_examples, d, velocity)
-
-    def damping(u: Vectors, v: Vectors) -> Array:
-        return functools.reduce(jnp.add, ((gamma[n] * lane_dot(u[n], v[n])).sum() for n in u))
-
-    matrix = fisher + jnp.array([[damping(u, v) for v in (d, velocity)] for u in (d, velocity)])
-    coefficients = minimise_2x2(matrix, slope)
-    # Without γ: κ bounds what the step does to the predictions, which damping knows
-    # nothing of.
-    scale = _kl_scale(coefficients @ fisher @ coefficients, kl_clip)
-    taken = rate * scale * coefficients
-    model = 0.5 * taken @ matrix @ taken - slope @ taken
-    delta = combine(taken[0], d, taken[1], velocity)
-    # F is the network's own here.
-    return Proposal(delta, coefficients, model, scale, jnp.ones_like(scale))
-
-
-def minimise_2x2(matrix: Float[Array, "2 2"], slope: Float[Array, " 2"]) -> Float[Array, " 2"]:
-    """The minimiser of ½ zᵀMz − slope·z.
-
-    Along the first axis alone where M is singular or the second is empty.
-
-    >>> minimise_2x2(jnp.array([[2.0, 0.0], [0.0, 4.0]]), jnp.array([2.0, 2.0])).tolist()
-    [1.0, 0.5]
-    >>> minimise_2x2(jnp.array([[2.0, 0.0], [0.0, 0.0]]), jnp.array([2.0, 0.0])).tolist()
-    [1.0, 0.0]
-    """
-    (a, c), (_, e) = matrix
-    determinant = a * e - c * c
-    # 1 − cos² of the angle between both directions: a thousandth of a radian apart they are one
-    # direction in float32, and their coefficients would be large numbers that cancel.
-    regular = determinant > 1e-6 * a * e
-    safe = jnp.where(regular, determinant, 1)
-    both = jnp.stack([e * slope[0] - c * slope[1], a * slope[1] - c * slope[0]]) / safe
-    single = jnp.stack([slope[0] / jnp.where(a > 0, a, 1), jnp.zeros_like(a)])
-    return jnp.where(regular, both, jnp.where(a > 0, single, 0))
-
-
-def _derivatives(
-    groups: list[System], *directions: Vectors
-) -> Float[Array, "direction column example"]:
-    parts = []
-    for system in groups:
-        lanes = [[vectors[block.name] for block in system.blocks] for vectors in directions]
-        lanes = [concatenated(vectors) for vectors in lanes]
-        parts.append(jax.vmap(system.derivatives)(jax.tree.map(lambda *a: jnp.stack(a), *lanes)))
-    return functools.reduce(jnp.add, parts)
+    parts = [s.derivatives(concatenated(x[b.name] for b in s.blocks)) for s in groups]
+    along = functools.reduce(jnp.add, parts)
+    return mean_over(groups[0].axis_name, jnp.einsum("cn,cn->", along, along) / num_examples)
 
 
 def _kl_scale(kl: Array, kl_clip: float | Array | None) -> Array:
@@ -297,67 +215,3 @@ def _kl_scale(kl: Array, kl_clip: float | Array | None) -> Array:
         return jnp.ones_like(kl)
     kl_clip = jnp.asarray(kl_clip, kl.dtype)
     return jnp.minimum(1, jnp.sqrt(kl_clip / jnp.maximum(kl, jnp.finfo(kl.dtype).tiny)))
-
-
-class Verdict(NamedTuple):
-    """Whether a step is taken, and what damping grows by.
-
-    With actual over predicted change of the loss.
-
-    The ratio is NaN where the loss was not measured.
-    """
-
-    accept: Bool[Array, ""]
-    growth: Float[Array, ""]
-    ratio: Float[Array, ""]
-
-
-def judge(
-    finite: Bool[Array, ""],
-    model: Float[Array, ""],
-    damping: Float[Array, ""],
-    count: Array,
-    *,
-    change: Callable[[], Array] | None,
-    interval: int,
-    reject: bool,
-    min_damping: float | Float[Array, ""],
-) -> Verdict:
-    """Levenberg-Marquardt adaptation and step rejection.
-
-    Every ``interval`` steps ρ = (L(θ + Δ) − L(θ)) / q(Δ) is compared on this very batch: λ shrinks
-    by 0.95^interval where ρ > 3/4 and grows by its inverse where ρ < 1/4. A step that is not finite
-    is never taken, with ``reject`` neither is one that raises the loss; λ is then multiplied by 4.
-
-    Args:
-      finite: whether the step is.
-      model: q(Δ).
-      damping: λ.
-      count: number of the step.
-      change: () → L(θ + Δ) − L(θ); None where the loss is not measured.
-      interval: steps between adaptations; 0 is never.
-      reject: whether to refuse steps that raise the loss; measures it at every step.
-      min_damping: λ is not lowered further.
-    """
-    unknown = jnp.full_like(damping, jnp.nan)
-    adapt = (count + 1) % interval == 0 if interval else jnp.zeros((), bool)
-
-    difference = unknown
-    if change is not None:
-        measure = lambda: change().astype(damping.dtype)
-        # A forward pass, which most steps are to do without.
-        difference = measure() if reject else jax.lax.cond(adapt, measure, lambda: unknown)
-    # Where the model promises nothing, any descent is more than it said and any ascent
-    # less.
-    ratio = difference / jnp.where(model < 0, model, -jnp.finfo(damping.dtype).tiny)
-    # "At most 0", not "not more than 0": a loss that is not a number refuses the step
-    # too.
-    accept = finite & (difference <= 0) if reject else finite
-    omega = 0.95**interval
-    # Applied to the factor and not to λ, so that the bound holds for the product of both.
-    floor = jnp.minimum(min_damping / jnp.maximum(damping, jnp.finfo(damping.dtype).tiny), 1)
-    adapted = jnp.where(
-        ratio > 0.75, jnp.maximum(omega, floor), jnp.where(ratio < 0.25, 1 / omega, 1)
-    )
-    growth = jnp.where(accept, jnp.where(adapt, adapted, 1), 4).astype(damping.dtype)
-    return Verdict(accept, growth, ratio)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,25 +26,11 @@ if TYPE_CHECKING:
     Factors = dict[str, tuple[Array, ...]]
 
 _NO_OUTPUT = jax.ShapeDtypeStruct((), jnp.float32)
-FORMS = ("exact", "token", "kron", "factors")
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """Which matrix a block's F is, and by which products.
-
-    Attributes:
-      name: ``"exact"``, ``"token"``, ``"kron"`` (through the layer's Jacobian) or ``"factors"``
-        (both factors formed).
-      reduce: token sharing of the last two: mean input and summed cotangent instead of all tokens.
-      max_size: the right factor of ``"kron"`` is diagonal where it would have more rows.
-      narrow: dtype of the operands of products that form factors, None for their own.
-    """
-
-    name: str
-    reduce: bool = False
-    max_size: int = 8192
-    narrow: str | None = None
+Form = Literal["exact", "kron", "factors"]
+"""Which matrix a block's F is, and by which products: the layer's own Fisher matrix, through its
+Jacobian; that of independent inputs and cotangents, through the Jacobian; that by both factors."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,14 +98,14 @@ class System:
 
     def product(self, v: Lanes) -> Lanes:
         """F v of every lane."""
-        if self.form.name == "factors":
+        if self.form == "factors":
             return self.unpack(self.matvec(self.pack(v)))
         product = jax.vmap(functools.partial(_product, self.program, self.form, self.weights))
         return mean_over(self.axis_name, product(self.state, self.g, self._own(v)))
 
     def matvec(self, v: PyTree[Array]) -> PyTree[Array]:
         """F v of every lane, for packed v."""
-        if self.form.name == "factors":
+        if self.form == "factors":
             left, right = self.state
             return jax.vmap(functools.partial(blocks.factor_product, self.program[0]))(
                 self.params, left, right, v
@@ -188,11 +174,11 @@ class System:
 
         An unbiased estimate from random signs (Hutchinson) where there is no closed form.
         """
-        if self.form.name == "factors":
+        if self.form == "factors":
             one = jax.vmap(functools.partial(blocks.factored_trace, self.program[0]))
             # Of each part, since they read diagonals: a stack would be a copy of all factors.
             return jnp.concatenate([one(part.params, *part.state) for part in self.parts or [self]])
-        if self.form.name == "exact":
+        if self.form == "exact":
             exact = jax.vmap(functools.partial(blocks.exact_trace, self.program))
             own = exact(self._own(self.params), self.inputs, self.state, self.g)
             return mean_over(self.axis_name, own)
@@ -214,14 +200,6 @@ class System:
         packed = jax.vmap(self.pack, in_axes=1, out_axes=1)(rows)
         flat = [leaf.reshape(*leaf.shape[:2], -1) for leaf in jax.tree.leaves(packed)]
         return jnp.concatenate(flat, axis=2)
-
-    def solve_by_eigenvectors(self, b: Array, gamma: Float[Array, " lane"]) -> Array:
-        """The exact solution of (F + γI) x = b, packed.
-
-        Where F is given by factors and the lift keeps lengths.
-        """
-        left, right = self.state
-        return solver.solve_kronecker(left, right, b, gamma)
 
     def _own(self, lanes: Lanes) -> Lanes:
         return own_along(names_of(self.axis_name), lanes)
@@ -265,12 +243,10 @@ def _squares_in_parts(parts: list[Lanes]) -> Float[Array, " lane"]:
 
 
 def _product(program: tuple, form: Form, weights: Array | None, state: Any, g: Any, v: Any) -> Any:
-    if form.name == "kron":
+    if form == "kron":
         linearized, right = state
-        return blocks.kron_product(program, linearized, right, v, form.reduce, weights)
-    if form.name == "exact":
-        return blocks.exact_product(program, state, g, v)
-    return blocks.token_product(program, state, g, v)
+        return blocks.kron_product(program, linearized, right, v, weights)
+    return blocks.exact_product(program, state, g, v)
 
 
 def lanes_of(block: Block, flat: dict[str, Array]) -> Lanes:
@@ -302,20 +278,21 @@ def captured_of(block: Block, curvature: Curvature) -> tuple[tuple, tuple[Array,
     return tuple(inputs), tuple(g)
 
 
-def new_factors(block: Block, curvature: Curvature, params: Lanes, form: Form) -> tuple[Array, ...]:
+def new_factors(
+    block: Block, curvature: Curvature, params: Lanes, form: Form, narrow: str | None = None
+) -> tuple[Array, ...]:
     """This batch's Kronecker factors: (left, right).
 
-    For ``"factors"``; for ``"kron"`` the right ones are by output width.
+    For ``"factors"``; for ``"kron"`` the right ones are by output width. Operands are rounded to
+    ``narrow``, if given.
     """
     inputs, g = captured_of(block, curvature)
-    sharing = {"reduce": form.reduce, "narrow": form.narrow}
-    right = jax.vmap(
-        functools.partial(blocks.right_factors, block.program, max_size=form.max_size, **sharing)
-    )(g)
-    if form.name == "kron":
+    right = jax.vmap(functools.partial(blocks.right_factors, block.program, narrow=narrow))(g)
+    if form == "kron":
         return mean_over(curvature.axis_name, right)
-    sharing["weights"] = _example_weights(curvature)
-    left = jax.vmap(functools.partial(blocks.left_factor, block.program, **sharing))(params, inputs)
+    of_examples = {"narrow": narrow, "weights": _example_weights(curvature)}
+    left_factor = functools.partial(blocks.left_factor, block.program, **of_examples)
+    left = jax.vmap(left_factor)(params, inputs)
     return mean_over(curvature.axis_name, (left, right[0]))
 
 
@@ -368,14 +345,14 @@ def _one(block: Block, curvature: Curvature, params: dict, form: Form, factors: 
     The captured inputs stand for the local Jacobians.
     """
     lanes = lanes_of(block, params)
-    if form.name == "factors":
+    if form == "factors":
         # Factors know nothing of the batch: what is the batch's in the program would keep
         # layers of one shape apart.
         any_batch = {"output": _NO_OUTPUT, "input_dtypes": (), "num_examples": 0, "example_axis": 0}
         program = (dataclasses.replace(block.program[0], **any_batch),)
         return System((block,), form, program, lanes, factors)
     inputs, g = captured_of(block, curvature)
-    state, g = ((inputs, factors), ()) if form.name == "kron" else (inputs, g)
+    state, g = ((inputs, factors), ()) if form == "kron" else (inputs, g)
     of_batch = {"axis_name": curvature.axis_name, "weights": _example_weights(curvature)}
     return System((block,), form, block.program, lanes, state, g, **of_batch)
 
@@ -391,13 +368,13 @@ def _stack(systems: list[System]) -> System:
 
 
 def _linearized(system: System) -> System:
-    if system.form.name == "factors":
+    if system.form == "factors":
         return system
     # Once for all products of a solve: each of its iterations would pass through the
     # layer again otherwise.
     linearize = jax.vmap(functools.partial(blocks.linearize, system.program))
     params = own_along(names_of(system.axis_name), system.params)
-    if system.form.name == "kron":
+    if system.form == "kron":
         inputs, right = system.state
         return dataclasses.replace(system, state=(linearize(params, inputs), right))
     return dataclasses.replace(system, state=linearize(params, system.state), inputs=system.state)

@@ -37,7 +37,7 @@ from adder_flax.settings._model import (
     BlockSettings,
     VitSettings,
 )
-from adder_flax.settings._optimizer import CgFacSettings, OptimizerSettings
+from adder_flax.settings._optimizer import CgFacSettings, KfacSettings, OptimizerSettings
 from adder_flax.settings._read import (
     SettingsError,
     completed,
@@ -59,6 +59,7 @@ __all__ = [
     "AugmentSettings",
     "BlockSettings",
     "CgFacSettings",
+    "KfacSettings",
     "ClassificationSettings",
     "CompareSettings",
     "DEIT_SIZES",

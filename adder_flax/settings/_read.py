@@ -269,7 +269,7 @@ def unread(settings: type, fields: Mapping[str, Any]) -> Iterator[str]:
 
     >>> from adder_flax.settings import RunSettings
     >>> list(unread(RunSettings, {"optimizer": {"name": "adamw"}}))
-    ['optimizer.cg_fac']
+    ['optimizer.kfac', 'optimizer.cg_fac']
     """
     for field in dataclasses.fields(settings):
         if (nested := class_of(field)) is not None:
@@ -289,12 +289,14 @@ def filled(settings: type, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a configuration of an earlier version as one of this version.
 
     What it lacks has its declared default. What this version does without (``retired`` of the
-    class) is left out at the values at which it changes nothing.
+    class) is left out at the values at which it changes nothing; what it has in another way the
+    class's ``translated`` tells.
 
     >>> from adder_flax.settings import RunSettings
     >>> filled(RunSettings, {"mesh": {"fsdp": 2}})["mesh"]
     {'data': -1, 'fsdp': 2, 'tensor': 1}
     """
+    fields = getattr(settings, "translated", dict)(fields)
     full: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
         own = fields.get(field.name, {})
@@ -319,8 +321,8 @@ def completed(settings: type, fields: Mapping[str, Any]) -> dict[str, Any]:
     field gives way to that.
 
     >>> from adder_flax.settings import RunSettings
-    >>> full = completed(RunSettings, {"optimizer": {"name": "cg_fac"}})
-    >>> full["optimizer"]["cg_fac"]["max_iterations"]
+    >>> full = completed(RunSettings, {"optimizer": {"name": "kfac"}})
+    >>> full["optimizer"]["kfac"]["iterations"]
     2
     """
     return _settled(settings, filled(settings, fields))

@@ -114,7 +114,7 @@ def factors_of_v(params, loss_fn, args):
     _, _, curvature = kfac.value_grad_and_curvature(loss_fn, fisher="empirical")(params, *args)
     block = curvature.layers.blocks["v"]
     lanes = systems.lanes_of(block, {"v": params["v"]})
-    return systems.new_factors(block, curvature, lanes, systems.Form("factors"))
+    return systems.new_factors(block, curvature, lanes, "factors")
 
 
 def test_factors_of_the_vector_that_reads_hidden_units():

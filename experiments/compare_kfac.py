@@ -1,7 +1,7 @@
-"""CG-FAC at its defaults, at half and at twice each, beside AdamW: what settings cost untuned.
+"""K-FAC's presets, at half and at twice each, beside AdamW: what settings cost untuned.
 
-Its steps are a share of each layer's size by default; in the arms of the clip they are bounded by
-the change of the network's predictions (``step=fixed``).
+Steps are a share of each layer's size (``step=share``, the arm ``defaults`` and those of its
+fields), or, in the arms of the clip, bounded by the change of the network's predictions.
 
 In the last arm norms and embeddings, which take AdamW's steps, have one rate in all workloads.
 Nothing is tuned but AdamW, whose rate and decay are those that trials of
@@ -11,8 +11,8 @@ Six paired seeds.
 The argument after the colon is a workload of experiments/compare_optimizers.py, a mechanism and a
 data set, ``autoencoder`` or ``g2p``: ``multiplicative,digits`` where nothing is given.
 Commands:
-    python main.py --mode=compare --config=experiments/compare_cg_fac.py [--workers=2]
-    python main.py --mode=compare --config=experiments/compare_cg_fac.py:autoencoder
+    python main.py --mode=compare --config=experiments/compare_kfac.py [--workers=2]
+    python main.py --mode=compare --config=experiments/compare_kfac.py:autoencoder
 """
 
 import ml_collections
@@ -27,24 +27,23 @@ _TUNED_ADAMW = {
     "autoencoder": {"learning_rate": 5.886e-2, "weight_decay": 7.743e-2},
     "g2p": {"learning_rate": 3.822e-2, "weight_decay": 3.594e-2},
 }
-_CLIP = compare_optimizers.CLIP
 
 
-def _times(factor: float, field: str, **fields: str) -> dict:
-    return {**fields, field: factor * getattr(settings.CgFacSettings(**fields), field)}
+def _times(factor: float, field: str, step: str = "share") -> dict:
+    return {"step": step, field: factor * getattr(settings.KfacSettings(step=step), field)}
 
 
 _ARMS = {
-    "defaults": {},
+    "defaults": {"step": "share"},
     "half the share": _times(0.5, "learning_rate"),
     "twice the share": _times(2.0, "learning_rate"),
     "half the damping": _times(0.5, "damping"),
     "twice the damping": _times(2.0, "damping"),
-    "clip": _CLIP,
-    "half the clip": _times(0.5, "kl_clip", **_CLIP),
-    "twice the clip": _times(2.0, "kl_clip", **_CLIP),
-    "clip at half its damping": _times(0.5, "damping", **_CLIP),
-    "clip at twice its damping": _times(2.0, "damping", **_CLIP),
+    "clip": {"step": "clip"},
+    "half the clip": _times(0.5, "kl_clip", "clip"),
+    "twice the clip": _times(2.0, "kl_clip", "clip"),
+    "clip at half its damping": _times(0.5, "damping", "clip"),
+    "clip at twice its damping": _times(2.0, "damping", "clip"),
 }
 
 
@@ -54,11 +53,15 @@ def get_config(workload: str | None = None) -> ml_collections.ConfigDict:
     workload += ",digits" if workload in common.MECHANISMS else ""
     config = compare_optimizers.get_config(workload)
     arms = {"AdamW": _TUNED_ADAMW.get(workload, {})}
-    arms |= {name: {"name": "cg_fac", "cg_fac": fields} for name, fields in _ARMS.items()}
+    arms |= {name: {"name": "kfac", "kfac": fields} for name, fields in _ARMS.items()}
     # In all other arms it is that of the workload's experiment.
-    arms["one rate of the others"] = {"name": "cg_fac", "learning_rate": 5e-3}
+    arms["one rate of the others"] = {
+        "name": "kfac",
+        "learning_rate": 5e-3,
+        "kfac": {"step": "share"},
+    }
     with config.unlocked():
-        config.title = config.title.replace("Optimizers", "CG-FAC at its defaults", 1)
+        config.title = config.title.replace("Optimizers", "K-FAC untuned", 1)
         config.factors = ml_collections.ConfigDict(
             {"settings": {name: {"optimizer": fields} for name, fields in arms.items()}}
         )

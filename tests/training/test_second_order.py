@@ -1,5 +1,5 @@
-"""CG-FAC in the trainer: every mechanism, resuming, accumulation, several devices, and what is
-refused."""
+"""K-FAC and CG-FAC in the trainer: every mechanism, resuming, accumulation, several devices, and
+what is refused."""
 
 import subprocess
 import sys
@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import kfac
+from adder_flax.settings import CgFacSettings, KfacSettings
 from adder_flax.tasks import Outcome
 from adder_flax.training import Checkpoints, RunError, build_run
 from adder_flax.training.curvature import CurvatureOptimizer, find_layers
@@ -19,7 +20,8 @@ from adder_flax.training.step import Parts, init_state, make_train_step, step_ke
 from tests.processes import ROOT, simulated_devices
 
 FIELDS = {
-    "optimizer.name": "cg_fac",
+    "optimizer.name": "kfac",
+    "optimizer.kfac.step": "share",
     "optimizer.learning_rate": 1e-3,
     "optimizer.warmup_epochs": 0.5,
     "model.width": 48,
@@ -57,7 +59,7 @@ def test_rows_that_only_fill_a_batch_up_change_no_step(interval, fisher):
         statistics = {"mean": jnp.zeros(3)}
         layers = find_layers(loss, params, batch, statistics)
         optimizer = CurvatureOptimizer(
-            *kfac.cg_fac(1.0, layers, step="rms", fisher=fisher),
+            *kfac.kfac(1.0, layers, step="rms", fisher=fisher),
             layers=layers,
             fisher=fisher,
             interval=interval,
@@ -82,23 +84,16 @@ def test_rows_that_only_fill_a_batch_up_change_no_step(interval, fisher):
     np.testing.assert_allclose(filled["kernel"], alone["kernel"], rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("chosen", "left"),
-    [("all", set()), ("matrices", {"cls_token", "pos_embed", "norm/scale", "norm/bias"})],
-)
-def test_layers_choose_what_adamw_keeps(chosen, left, tiny_config):
-    layers = build_run(
-        tiny_config("multiplicative", **FIELDS, **{"optimizer.cg_fac.layers": chosen})
-    ).program.layers
-    assert {
-        path for path in set(layers.shapes) - set(layers.block_of) if not path.startswith("blocks/")
-    } == left
+def test_adamw_keeps_norms_and_embeddings(tiny_config):
+    layers = build_run(tiny_config("multiplicative", **FIELDS)).program.layers
+    left = {p for p in set(layers.shapes) - set(layers.block_of) if not p.startswith("blocks/")}
+    assert left == {"cls_token", "pos_embed", "norm/scale", "norm/bias"}
     in_blocks = {
         path.split("/")[2]
         for path in layers.shapes
         if path.startswith("blocks/") and path in layers.block_of
     }
-    assert in_blocks == {"attention", "mlp"} | ({"norm1", "norm2"} if chosen == "all" else set())
+    assert in_blocks == {"attention", "mlp"}
 
 
 @pytest.mark.parametrize(
@@ -131,16 +126,16 @@ def test_every_mechanism_learns_and_resumes_with_the_same_bits(
     losses = [row["loss"] for row in (*rows, *more)]
     assert np.mean(losses[-5:]) < 0.9 * np.log(10)  # clearly better than not knowing the digit
     telemetry = kfac.telemetry(more[-1]["optimizer"])
-    assert {"cg_fac/damping", "cg_fac/residual/head", "cg_fac/iterations/blocks/0/mlp/fc2"} <= set(
+    assert {"kfac/damping", "kfac/residual/head", "kfac/iterations/blocks/0/mlp/fc2"} <= set(
         telemetry
     )
-    assert telemetry["cg_fac/iterations/head"] == run.settings.optimizer.cg_fac.max_iterations
+    assert telemetry["kfac/iterations/head"] == run.settings.optimizer.kfac.iterations
 
 
 def test_a_state_without_residuals_and_with_narrow_inverses_is_saved(tiny_config, tmp_path):
-    own = {"step": "rms", "solver": "inverse", "product_dtype": "bfloat16"}
-    fields = {f"optimizer.cg_fac.{name}": value for name, value in own.items()}
-    run = build_run(tiny_config("multiplicative", **FIELDS, **fields))
+    own = {"step": "rms", "iterations": 0, "product_dtype": "bfloat16"}
+    fields = {f"optimizer.kfac.{name}": value for name, value in own.items()}
+    run = build_run(tiny_config("multiplicative", **FIELDS | fields))
     state, _ = train(run, run.init(), 0, 1)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state)
@@ -150,7 +145,7 @@ def test_a_state_without_residuals_and_with_narrow_inverses_is_saved(tiny_config
 
 
 def test_a_step_that_is_refused_leaves_curvature_as_it_was(tiny_config):
-    run = build_run(tiny_config("multiplicative", **FIELDS, **{"optimizer.cg_fac.step": "rms"}))
+    run = build_run(tiny_config("multiplicative", **FIELDS | {"optimizer.kfac.step": "rms"}))
     state, _ = train(run, run.init(), 0, 5)  # at the next step inverses are due
     state = jax.device_get(state)
     params = {**state["params"], "cls_token": np.full_like(state["params"]["cls_token"], np.nan)}
@@ -171,13 +166,9 @@ def test_a_step_that_is_refused_leaves_curvature_as_it_was(tiny_config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("curvature", "interval"), [("kron", 3), ("exact", 1)])
-def test_accumulated_microbatches_and_rare_curvature(curvature, interval, tiny_config):
-    fields = FIELDS | {
-        "optimizer.cg_fac.curvature": curvature,
-        "optimizer.cg_fac.curvature_interval": interval,
-        "optimizer.cg_fac.reject": True,
-    }
+@pytest.mark.parametrize("name", ["kfac", "cg_fac"])
+def test_accumulated_microbatches_and_rare_curvature(name, tiny_config):
+    fields = FIELDS | {"optimizer.name": name, "optimizer.kfac.curvature_interval": 3}
     metrics = []
     for steps in (1, 4):
         run = build_run(tiny_config("multiplicative", **fields, accumulation_steps=steps))
@@ -197,7 +188,7 @@ def test_a_sample_gives_the_curvature_and_the_batch_the_gradient(accumulation, t
     stride, fields = 4, FIELDS | {"model.depth": 1, "accumulation_steps": accumulation}
     rows, states = [], []
     for name in (1, stride):
-        chosen = {"optimizer.cg_fac.curvature_stride": name}
+        chosen = {"optimizer.kfac.curvature_stride": name}
         run = build_run(tiny_config("multiplicative", **fields, **chosen))
         state, metrics = train(run, run.init(), 0, 1)
         rows.append(metrics[0])
@@ -221,13 +212,13 @@ def test_a_sample_gives_the_curvature_and_the_batch_the_gradient(accumulation, t
 
 @pytest.mark.slow
 def test_the_sample_is_taken_anew_now_and_then(tiny_config):
-    fields = FIELDS | {"model.depth": 1, "optimizer.cg_fac.curvature_interval": 3}
-    run = build_run(tiny_config("adder", **fields, **{"optimizer.cg_fac.curvature_stride": 8}))
+    fields = FIELDS | {"model.depth": 1, "optimizer.kfac.curvature_interval": 3}
+    run = build_run(tiny_config("adder", **fields, **{"optimizer.kfac.curvature_stride": 8}))
     weights, state = [], run.init()
     for step in range(4):
         state, _ = train(run, state, step, step + 1)
         weights.append(float(kfac.find_state(state["opt_state"]).averages.weight))
-    decay = run.settings.optimizer.cg_fac.factor_decay
+    decay = 0.95
     first = 1 - decay
     np.testing.assert_allclose(weights, [first] * 3 + [decay * first + first], rtol=1e-5)
 
@@ -238,7 +229,7 @@ def test_steps_of_a_root_mean_square_are_a_fifth_of_the_rate(tiny_config):
         "learning_rate": 0.04,
         "warmup_epochs": 0.0,
         "weight_decay": 0.0,
-        "cg_fac.step": "rms",
+        "kfac.step": "rms",
     }
     fields = FIELDS | {"model.depth": 1} | {f"optimizer.{n}": value for n, value in chosen.items()}
     run = build_run(tiny_config("multiplicative", **fields))
@@ -257,7 +248,7 @@ def test_how_often_curvature_is_renewed_says_how_many_examples_it_asks(tiny_conf
     )
     # Of a width that no other test has: programs are kept by their shape.
     sizes = FIELDS | {"model.depth": 1, "model.width": 42}
-    fields = {"optimizer.cg_fac.curvature_interval": 3}
+    fields = {"optimizer.kfac.curvature_interval": 3}
     run = build_run(tiny_config("multiplicative", **sizes, **fields))
     jax.eval_shape(run.init)
     assert asked == [3]
@@ -267,69 +258,72 @@ def test_how_often_curvature_is_renewed_says_how_many_examples_it_asks(tiny_conf
     ("fields", "message"),
     [
         (
-            {"cg_fac.curvature": "full"},
-            r"config.optimizer.cg_fac.curvature: expected 'kron', .* got 'full'",
+            {"kfac.step": "fixed"},
+            r"config.optimizer.kfac.step: expected 'rms', 'share' or 'clip', got 'fixed'",
         ),
         (
-            {"cg_fac.curvature": "exact", "cg_fac.curvature_interval": 2},
-            r"curvature_interval: expected 1.*got 2 with 'exact'",
-        ),
-        ({"cg_fac.layers": "dense"}, r"cg_fac.layers: expected 'matrices' or 'all', got 'dense'"),
-        (
-            {"cg_fac.curvature_interval": -1},
+            {"kfac.curvature_interval": -1},
             r"curvature_interval: expected 0 or an integer from 1.*got -1",
         ),
         (
-            {"cg_fac.step": "quadratic", "cg_fac.curvature_interval": 2},
-            r"curvature_interval: expected 1.*'quadratic'",
+            {"kfac.kl_clip": 0.01},
+            r"kl_clip: expected 0.003 with step='rms'.*got 0.01;.*'clip'",
         ),
         (
-            {"cg_fac.damping_interval": 5, "cg_fac.step": "fixed"},
-            r"damping_interval: expected 0 with step='fixed'.*got 5; leave it.*'quadratic'",
+            {"kfac.step": "clip", "kfac.iterations": 0},
+            r"kfac.iterations: expected at least 1 with step='clip'.*got 0",
         ),
         (
-            {"cg_fac.kl_clip": 0.01},
-            r"kl_clip: expected 0.003 with step='trust_ratio'.*got 0.01;.*'fixed' or 'quadratic'",
+            {"kfac.step": "share", "kfac.learning_rate": 1.0},
+            r"kfac.learning_rate: expected the share.*at most 0.5.*got 1.0; set 0.1",
         ),
         (
-            {"cg_fac.kl_scope": "layers"},
-            r"kl_scope: expected 'network' with step='trust_ratio', which does not read it",
+            {"kfac.curvature_stride": 5},
+            r"batch_size = 32 divisible by 1 parts × config.optimizer.kfac.curvature_stride.*5",
         ),
         (
-            {"cg_fac.step": "quadratic", "cg_fac.momentum": 0.5},
-            r"momentum: expected -1.0 with step='quadratic'.*got 0.5",
-        ),
-        (
-            {"cg_fac.step": "trust_ratio", "cg_fac.learning_rate": 1.0},
-            r"cg_fac.learning_rate: expected the share.*at most 0.5.*got 1.0; set 0.1",
-        ),
-        (
-            {"cg_fac.curvature_stride": 5},
+            {"name": "cg_fac", "cg_fac.curvature_stride": 5},
             r"batch_size = 32 divisible by 1 parts × config.optimizer.cg_fac.curvature_stride.*5",
         ),
-        ({"adder_rate": 0.2}, r"adder_rate: expected 0 with cg_fac.*got 0.2"),
+        ({"adder_rate": 0.2}, r"adder_rate: expected 0 with kfac.*got 0.2"),
         (
             {"learning_rate": 0.0},
-            r"optimizer.learning_rate: expected a number above 0 with cg_fac.*got 0.0",
+            r"optimizer.learning_rate: expected a number above 0 with kfac.*got 0.0",
         ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_before_any_compute(fields, message, tiny_config):
     fields = {f"optimizer.{name}": value for name, value in fields.items()}
     with pytest.raises(RunError, match=message):
-        build_run(tiny_config("multiplicative", **{"optimizer.name": "cg_fac"} | fields))
+        build_run(tiny_config("multiplicative", **{"optimizer.name": "kfac"} | fields))
 
 
 def test_the_table_of_parameters_has_one_row_for_what_all_blocks_share(tiny_config):
-    run = build_run(tiny_config("multiplicative", **{"optimizer.name": "cg_fac", "model.depth": 2}))
+    run = build_run(tiny_config("multiplicative", **{"optimizer.name": "kfac", "model.depth": 2}))
     assert "blocks/*/mlp/fc1/kernel (2×)" in str(run.program.layers)
+
+
+def test_defaults_of_the_settings_are_the_librarys():
+    for settings, options in (
+        (KfacSettings, kfac.KfacOptions),
+        (CgFacSettings, kfac.CgFacOptions),
+    ):
+        assert settings().step == options().step
+        for step, preset in options.PRESETS.items():
+            own = vars(settings(step=step))
+            differ = {"learning_rate"} if step == "rms" else set()
+            shared = {n: v for n, v in vars(options(step=step)).items() if n in own}
+            assert {n: own[n] for n in preset if n in own and n not in differ} == {
+                n: v for n, v in preset.items() if n in own and n not in differ
+            }
+            assert own["kl_clip"] == shared["kl_clip"]
 
 
 _LOSSES = """
 import sys
 from adder_flax import training
 from adder_flax.experiments import common
-from tests.training.test_optimizers_cg_fac import FIELDS, train
+from tests.training.test_second_order import FIELDS, train
 from tests.training.tiny import TINY
 
 config = common.deit(sys.argv[1], "tiny")
