@@ -273,6 +273,11 @@ def alternatives(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if union else (hint,)
 
 
+def is_span(kind: Any) -> bool:
+    """Whether values are (low, high)."""
+    return kind in (tuple[int, int], tuple[float, float])
+
+
 def _kind(hint: Any, declared: Declared) -> Any:
     """Returns the type of the values that no word stands for, None where words are all."""
     if declared.commas is not None:
@@ -293,10 +298,8 @@ def _expected(declared: Declared) -> str:
         words.append(_expected_kind(kind, declared.limits))
     if declared.commas in (int, float):
         example = '"32,64"' if declared.commas is int else '"0.5,0.5"'
-        return (
-            f"up to {declared.limits['max_length']} with commas between them ({example}), each "
-            f"{words[-1]}"
-        )
+        most = declared.limits.get("max_length", LONGEST_NAME)
+        return f"up to {most} with commas between them ({example}), each {words[-1]}"
     *rest, last = words
     text = f"{', '.join(rest)} or {last}" if rest else last
     each = ", or one for each block with commas between them" if declared.commas else ""
@@ -308,7 +311,7 @@ def _expected_kind(kind: Any, limits: Mapping[str, Any]) -> str:
         kind = typing.get_args(kind)[0]
     if len(kinds := alternatives(kind)) > 1:
         return " or ".join(_expected_kind(each, limits) for each in kinds)
-    if typing.get_origin(kind) is tuple:
+    if is_span(kind):
         ends = _expected_kind(typing.get_args(kind)[0], limits)
         return f"(low, high), low ≤ high, each {ends}"
     low, high = (limits.get(a, limits.get(b)) for a, b in (("ge", "gt"), ("le", "lt")))

@@ -17,6 +17,7 @@ from adder_flax.settings._declare import (
     declared_in,
     defaults,
     is_mapping,
+    is_span,
     shown,
 )
 from adder_flax.settings._use import is_on
@@ -98,8 +99,9 @@ def _kinds(declared: Declared) -> tuple[Any, Any]:
     if declared.parse is not None:
         return Any, Any
     if declared.commas is not None:
-        limits = dict(declared.limits)
-        most = {"max_length": limits.pop("max_length")}
+        limits = {"min_length": 1} if declared.kind is str else {}
+        limits |= declared.limits
+        most = {"max_length": limits.pop("max_length", LONGEST_NAME)}
         return _limited(tuple[_limited(declared.kind, limits), ...], most), str
     kind = _limited(declared.kind, declared.limits)
     words: Any = tuple(word for word in declared.words if word != ())
@@ -114,7 +116,7 @@ def _limited(kind: Any, limits: Mapping[str, Any]) -> Any:
 
     if len(kinds := alternatives(kind)) > 1:
         return functools.reduce(operator.or_, (_limited(each, limits) for each in kinds))
-    if typing.get_origin(kind) is tuple and "max_length" not in limits:
+    if is_span(kind):
         return tuple[tuple(_limited(end, limits) for end in typing.get_args(kind))]
     if kind is str:
         limits = {"max_length": LONGEST_NAME, **limits}
@@ -148,7 +150,7 @@ def _taken(declared: Declared, value: Any, check: Callable[[Any], Any]) -> Any:
     taken = check(value)
     if isinstance(taken, str):
         return _text(taken, empty=declared.default == "")
-    if isinstance(taken, tuple) and sorted(taken) != list(taken):
+    if is_span(declared.kind) and taken[0] > taken[1]:
         raise ValueError(taken)
     return taken
 

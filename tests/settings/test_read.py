@@ -32,6 +32,8 @@ class _Toy:
         "dense", "of each block", commas=Literal["dense", "adder"], max_length=3
     )
     most: int | None = settings.setting(None, "if there is one", ge=1)
+    turns: tuple[int, ...] = settings.setting((3, 1), "in any order")
+    names: Any = settings.setting("a", "of things", commas=str)
 
 
 GOOD = settings.defaults(_Toy)
@@ -48,6 +50,8 @@ def test_defaults_are_what_the_declarations_say_and_their_meanings_are_converted
         "sizes": "",
         "layer": "dense",
         "most": None,
+        "turns": (3, 1),
+        "names": "a",
     }
     assert read(_Toy, GOOD) == _Toy()
     assert vars(_Toy()) == {
@@ -60,6 +64,8 @@ def test_defaults_are_what_the_declarations_say_and_their_meanings_are_converted
         "sizes": (),
         "layer": "dense",
         "most": None,
+        "turns": (3, 1),
+        "names": "a",
     }
 
 
@@ -82,6 +88,8 @@ def test_defaults_are_what_the_declarations_say_and_their_meanings_are_converted
         ("layer", "adder,dense", ("adder", "dense")),
         ("most", 10**9, 10**9),
         ("most", None, None),
+        ("turns", [2, 1, 0], (2, 1, 0)),
+        ("names", "a,b", ("a", "b")),
     ],
 )
 def test_what_is_in_range_is_taken_in_one_form(name, value, meaning):
@@ -124,6 +132,9 @@ def test_what_is_in_range_is_taken_in_one_form(name, value, meaning):
         ("layer", ""),
         ("layer", ("adder", "dense")),
         ("most", 0),
+        ("turns", (1.5,)),
+        ("turns", 1),
+        ("names", "a,"),
         ("most", "off"),
         ("most", 1.0),
     ],
