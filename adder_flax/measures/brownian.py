@@ -94,7 +94,7 @@ class BrownianTest:
     Attributes:
       displacement: mean ‖X_l − X_0‖² / d for l = 1 … L.
       growth_exponent: slope of ln displacement against ln l: 1 for Brownian motion, 2 for steps in
-        one direction.
+        one direction (nan for a single block).
       increment_correlation: (L, L), mean cosine between a token's increments; 0 off the diagonal
         for Brownian motion.
       mean_correlation: mean of the cosines off the diagonal (nan for a single block).
@@ -140,25 +140,16 @@ def brownian_test(path: Float[ArrayLike, "step *batch width"]) -> BrownianTest:
     energy = np.sum(steps**2, -1)
     unit = steps / np.sqrt(np.where(energy > 0, energy, 1.0))[..., None]
     correlation = np.einsum("ind,jnd->ij", unit, unit) / path.shape[1]
+    blocks, slope, mean_correlation = len(steps), float("nan"), float("nan")
+    if blocks > 1:
+        slope = np.polyfit(np.log(np.arange(1, blocks + 1)), np.log(displacement), 1)[0]
+        off_diagonal = correlation.sum() - np.trace(correlation)
+        mean_correlation = off_diagonal / (blocks * (blocks - 1))
     return BrownianTest(
         displacement=displacement,
-        growth_exponent=_log_slope(displacement),
+        growth_exponent=float(slope),
         increment_correlation=correlation,
-        mean_correlation=_off_diagonal_mean(correlation),
+        mean_correlation=float(mean_correlation),
         shared_drift=float(np.sum(steps.mean(1) ** 2) / energy.mean(-1).sum()),
         excess_kurtosis=kurtosis(steps, 1).mean(-1) - 3.0,
     )
-
-
-def _log_slope(displacement: np.ndarray) -> float:
-    """Least-squares slope of ln y against ln l, l = 1 …; nan for a single point."""
-    if len(displacement) < 2:
-        return float("nan")
-    time = np.log(np.arange(1, len(displacement) + 1))
-    return float(np.polyfit(time, np.log(displacement), 1)[0])
-
-
-def _off_diagonal_mean(matrix: np.ndarray) -> float:
-    size = len(matrix)
-    total = matrix.sum() - np.trace(matrix)
-    return float(total / (size * (size - 1))) if size > 1 else float("nan")

@@ -38,10 +38,6 @@ def separable(labels: Sequence[bool | int]) -> bool:
     Decided exactly: the four corners are affinely dependent in one way only, (0,0) + (1,1) = (0,1)
     + (1,0), so by Radon's theorem the labels are inseparable if and only if they put these two
     diagonals on different sides.
-
-    Example:
-      >>> separable([False, True, True, True]), separable([False, True, True, False])
-      (True, False)
     """
     first, second, third, fourth = labels
     return not (first == fourth and second == third and first != second)
@@ -91,7 +87,7 @@ def train_xor(
     rng = np.random.default_rng(0)
     # One axis for the initialisations; Adam treats every number by itself, so they train
     # independently of each other.
-    params = {name: rng.standard_normal((seeds, *shape(hidden))) for name, shape in shapes.items()}
+    params = {name: rng.standard_normal((seeds, *shape)) for name, shape in shapes(hidden).items()}
     optimizer = optax.adam(learning_rate)
 
     def loss(params: dict[str, Array]) -> Array:
@@ -124,19 +120,16 @@ def _bilinear(params: dict[str, Array], query: Array, key: Array) -> Array:
     return jnp.sum((left @ params["w"]) * right, axis=-1)
 
 
-# {score: ({parameter: its shape by hidden width}, scores of pairs)}
+# {score: (shapes of its parameters by hidden width, scores of pairs)}
 _XOR_MODELS = {
     "additive": (
-        {
-            "w_s": lambda hidden: (2, hidden),
-            "w_h": lambda hidden: (2, hidden),
-            "b": lambda hidden: (1, hidden),
-            "v": lambda hidden: (hidden, 1),
-            "c": lambda hidden: (1, 1),
+        lambda hidden: {
+            **{"w_s": (2, hidden), "w_h": (2, hidden), "b": (1, hidden)},
+            **{"v": (hidden, 1), "c": (1, 1)},
         },
         _additive,
     ),
-    "bilinear": ({"w": lambda hidden: (3, 3)}, _bilinear),
+    "bilinear": (lambda hidden: {"w": (3, 3)}, _bilinear),
 }
 
 

@@ -17,7 +17,6 @@ from jaxtyping import ArrayLike, Float
 
 from adder_flax.measures.brownian import layer_norm
 
-GATED_SCORES = ("dot", "bilinear", "additive")
 _SATURATED = 0.99
 
 
@@ -78,8 +77,8 @@ def gate(
         return Gate(opened[..., :, None, :], key[..., None, :, :])
     if score != "additive":
         raise ValueError(
-            f"expected a score that gates, one of {GATED_SCORES}; got {score!r}, which compares "
-            "instead."
+            "expected a score that gates, dot, bilinear or additive; got "
+            f"{score!r}, which compares instead."
         )
     projected = query @ wide["query_kernel"], key @ wide["key_kernel"]
     hidden = projected[0][..., :, None, :] + projected[1][..., None, :, :]

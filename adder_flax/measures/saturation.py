@@ -30,16 +30,6 @@ def additive_gradient_norm(
     The gradient is the outer product of s and ∂e/∂z = v (1 − tanh² z), so its norm is the product
     of theirs. With LayerNorm before tanh, e = vᵀ tanh(ẑ), ∂e/∂z = (u − mean(u) − ẑ mean(u ẑ)) /
     √(var z + ε), u = v (1 − tanh² ẑ).
-
-    Args:
-      preactivation: z.
-      v: output weights.
-      query_norm: ‖s‖.
-      layer_norm: whether LayerNorm stands before tanh.
-
-    Example:
-      >>> additive_gradient_norm(np.zeros(4), np.ones(4), np.array(3.0)).item()
-      6.0
     """
     scale = 1.0
     if layer_norm:
@@ -58,13 +48,7 @@ def dot_product_gradient(
     *,
     scale: float,
 ) -> tuple[Float[np.ndarray, "*batch dim"], Float[np.ndarray, "*batch keys"]]:
-    """∂L/∂q = scale · Σ_j (p_j − δ_j0) k_j of L = −ln softmax(scale · q·k)₀, and the softmax p.
-
-    Example:
-      >>> gradient, weights = dot_product_gradient(np.zeros(1), np.array([[1.0], [3.0]]), scale=1.0)
-      >>> gradient.tolist(), weights.tolist()
-      ([1.0], [0.5, 0.5])
-    """
+    """∂L/∂q = scale · Σ_j (p_j − δ_j0) k_j of L = −ln softmax(scale · q·k)₀, and the softmax p."""
     scores = np.einsum("...d,...kd->...k", query, keys) * scale
     weights = softmax(scores)
     error = weights - (np.arange(weights.shape[-1]) == 0)

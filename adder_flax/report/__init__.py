@@ -1,7 +1,4 @@
-"""What one learns from a run.
-
-That is the papers' claims, judged and drawn, maps of a trained model, its table of parts.
-"""
+"""What one learns from a run: the papers' claims, judged and drawn, maps, the table of parts."""
 
 from adder_flax.report._families import (
     ADDER,

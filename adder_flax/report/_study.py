@@ -147,7 +147,7 @@ class Subject:
         return [identity_effect(block) for block in self.maps]
 
     @functools.cached_property
-    def identities(self) -> list[bool]:
+    def adds_identity(self) -> list[bool]:
         """By block, whether the model adds the identity map."""
         return [has_identity(block) for block in self.maps]
 
@@ -229,12 +229,12 @@ class Study(ImageStudy):
     """An `ImageStudy` of models of blocks of attention: with maps, queries, keys and tokens."""
 
     def _anatomy(self) -> list[str]:
-        blocks, identities = self.subject.captured.blocks, self.subject.identities
-        added = "added" if all(identities) else "added in some blocks"
+        blocks, adds = self.subject.captured.blocks, self.subject.adds_identity
+        added = "added" if all(adds) else "added in some blocks"
         return [
             f"{len(blocks)} blocks of {blocks[0].map.shape[1]} heads",
             f"{', '.join(dict.fromkeys(self.subject.scores))} score",
-            f"identity map {added}" if any(identities) else "no identity map",
+            f"identity map {added}" if any(adds) else "no identity map",
             f"{blocks[0].map.shape[-1]} tokens",
         ]
 

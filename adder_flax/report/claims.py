@@ -97,7 +97,7 @@ def _accuracy(metrics: Path) -> float:
     return [math.nan, *(row["eval/accuracy"] for row in rows if "eval/accuracy" in row)][-1]
 
 
-def claims_table(reports: Sequence[ModelReport], figures: str = "images/claims") -> str:
+def claims_table(reports: Sequence[ModelReport]) -> str:
     """The table as Markdown, one row a claim.
 
     Where models agree, a cell says so once; else it has a line for each mechanism. Over the seeds
@@ -106,7 +106,6 @@ def claims_table(reports: Sequence[ModelReport], figures: str = "images/claims")
 
     Args:
       reports: from :func:`read_report`; the first seed of each mechanism comes first.
-      figures: where the figures are, seen from the table.
 
     Raises:
       ValueError: there are no reports.
@@ -117,7 +116,7 @@ def claims_table(reports: Sequence[ModelReport], figures: str = "images/claims")
         )
     groups = _groups(reports)
     lines = ["| claim | verdict | number | command | figure |", "|---|---|---|---|---|"]
-    return "\n".join([*lines, *(_row(name, groups, figures) for name in _names(groups))])
+    return "\n".join([*lines, *(_row(name, groups) for name in _names(groups))])
 
 
 def _names(groups: Mapping[str, Sequence[ModelReport]]) -> list[str]:
@@ -161,10 +160,10 @@ _GALLERY = {
 }
 
 
-def _gallery(groups: Mapping[str, Sequence[ModelReport]], figures: str = "images/claims") -> str:
+def _gallery(groups: Mapping[str, Sequence[ModelReport]]) -> str:
     group, [report, *_] = next(iter(groups.items()))
     return "\n\n".join(
-        f"{text}, {group}:\n\n![{text}]({figures}/{_slug(group)}-{name}.png)"
+        f"{text}, {group}:\n\n![{text}]({_figure(group, name)})"
         for name, text in _GALLERY.items()
         if (report.directory / "figures" / f"{name}.png").exists()
     )
@@ -174,29 +173,27 @@ def _slug(group: str) -> str:
     return re.sub(r"\W+", "_", group)
 
 
-def _row(name: str, groups: Mapping[str, Sequence[ModelReport]], figures: str) -> str:
+def _figure(group: str, name: str) -> str:
+    """Where a figure of a group's first run is, seen from the page."""
+    return f"images/claims/{_slug(group)}-{name}.png"
+
+
+def _row(name: str, groups: Mapping[str, Sequence[ModelReport]]) -> str:
     made, found = _measured(name, groups)
     claim = next(claims[0] for claims in (found or made).values() if claims)
-    statement = f"**{claim.name}**: {claim.statement}<br>*{claim.source}*"
-    figure = ""
-    if claim.figure:
-        owner = next(group for group in found or made)
-        figure = f"[{claim.figure}]({figures}/{_slug(owner)}-{claim.figure}.png)"
+    owner = next(iter(found or made))
     cells = [
-        statement,
+        f"**{claim.name}**: {claim.statement}<br>*{claim.source}*",
         _merged({group: _counted(claims) for group, claims in found.items()}) or NOT_MEASURED,
         _merged({group: claims[0].number for group, claims in found.items()}),
         "every one" if found.keys() == groups.keys() and len(found) > 3 else ", ".join(found),
-        figure,
+        f"[{claim.figure}]({_figure(owner, claim.figure)})" if claim.figure else "",
     ]
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 
 def _verdict(claims: Sequence[Claim]) -> str | None:
-    """The verdict on a claim over the seeds of a mechanism.
-
-    It is None where the seeds differ and no interval decides.
-    """
+    """The verdict over the seeds of a mechanism; None where they differ and no interval decides."""
     intervals = _intervals(claims)
     if any(low <= 0 <= high for low, high in intervals):
         return NOT_DECIDED

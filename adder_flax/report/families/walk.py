@@ -39,7 +39,8 @@ def _walk_claims(subject: Subject, numbers: _Numbers) -> list[Claim]:
     every = lambda blocks: np.concatenate([np.ravel(values) for values in blocks])
     sums = every(block.sum(-1) for block in subject.maps)
     time, flow = every(numbers["mixing time"]), every(numbers["irreversibility"])
-    added = f"{sum(subject.identities)} of {len(subject.identities)} blocks add the identity map"
+    adds = subject.adds_identity
+    added = f"{sum(adds)} of {len(adds)} blocks add the identity map"
     return [
         BROWNIAN.claim(
             "markov",
