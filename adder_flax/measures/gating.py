@@ -77,7 +77,7 @@ def gate(
         return Gate(opened[..., :, None, :], key[..., None, :, :])
     if score != "additive":
         raise ValueError(
-            "expected a score that gates, dot, bilinear or additive; got "
+            "expected a score that gates, one of 'dot', 'bilinear' and 'additive'; got "
             f"{score!r}, which compares instead."
         )
     projected = query @ wide["query_kernel"], key @ wide["key_kernel"]
