@@ -441,7 +441,8 @@ def _channels(model: VisionTransformer) -> int:
 
 
 def _parameters(model: VisionTransformer) -> dict[str, Any]:
-    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    """And the statistics of batch normalisation, which a model of one's own may have."""
+    return nnx.to_pure_dict(nnx.state(model, (nnx.Param, nnx.BatchStat)))
 
 
 def _flat(params: Mapping[str, Any]) -> dict[str, Any]:

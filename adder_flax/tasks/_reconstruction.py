@@ -76,8 +76,7 @@ class Reconstruction(Task[ImageShape]):
         (images,) = examples
         logits = _rows(call_to_train(model, images, rngs=rngs))
         losses, errors = _by_image(logits, _rows(images))
-        # All values of an image on the last axis, over which curvature takes the sum as the loss
-        # does.
+        # All values of an image on the last axis: curvature takes the sum over it, as the loss.
         return Outcome(losses.mean(), logits, {"squared_error": errors.mean()})
 
     def inputs(self, batch: Batch) -> tuple[Array]:

@@ -99,6 +99,27 @@ def test_weights_that_were_written_come_back_the_same(names, tmp_path):
     assert all(np.array_equal(a, b) for a, b in pairs)
 
 
+class WithBatchNorm(models.VisionTransformer):
+    """A model of one's own, with statistics that are no parameters."""
+
+    def __init__(self, rngs):
+        sizes = dict(image_size=4, patch_size=2, channels=1, num_classes=3, depth=1, num_heads=1)
+        super().__init__(**sizes, width=4, rngs=rngs)
+        self.batch_norm = nnx.BatchNorm(4, rngs=rngs)
+
+
+def test_statistics_of_batch_normalisation_travel_with_the_parameters(tmp_path):
+    path = tmp_path / "own.safetensors"
+    first, second = (WithBatchNorm(nnx.Rngs(seed)) for seed in (0, 1))
+    rows = np.random.default_rng(0).normal(2.0, 3.0, (50, 4)).astype("f")
+    first.batch_norm(rows)
+    interop.save_weights(first, path)
+    assert interop.load_weights(second, path) == ()
+    # Flax moves them from 0 and 1 by a hundredth of the way.
+    np.testing.assert_allclose(second.batch_norm.mean[...], 0.01 * rows.mean(0), rtol=1e-4)
+    np.testing.assert_allclose(second.batch_norm.var[...], 0.99 + 0.01 * rows.var(0), rtol=1e-4)
+
+
 def test_adder_layers_and_scores_travel_under_their_own_names(tmp_path):
     for options in (ADDER, dict(score="additive", temperature="learned")):
         model, other = make(seed=0, **options), make(seed=1, **options)
