@@ -65,10 +65,10 @@ class VisionTransformer(nnx.Module):
         registers: number of further tokens in front of the patches, which no head reads (Darcet et
         al., 2024, https://arxiv.org/abs/2309.16588). distilled: put a distillation token behind
         the class token, with a head of its own (Touvron et al., 2021, section 3); what the model
-        says is the mean of both heads. dropout_rate: dropout of the embeddings, after the attention and
-        in the MLPs. drop_path_rate: stochastic depth of the last block; it rises linearly from 0 in
-        the first. remat: recompute each block in the backward pass instead of storing its inner
-        activations.
+        says is the mean of both heads. dropout_rate: dropout of the embeddings, after the attention
+        and in the MLPs. drop_path_rate: stochastic depth of the last block; it rises linearly from
+        0 in the first. remat: recompute each block in the backward pass instead of storing its
+        inner activations.
       dtype: dtype of the computation, for example `jnp.bfloat16`; parameters and logits stay
         `param_dtype`.
       param_dtype: dtype of the parameters.

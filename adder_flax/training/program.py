@@ -156,8 +156,8 @@ class Program:
 
     def __init__(self, shape: Shape, numbers: Hyper):
         self.shape = shape
-        model = nnx.eval_shape(functools.partial(self._shape_of_model, numbers))
-        self.facts = parameter_facts(model)
+        model = jax.eval_shape(lambda: nnx.split(self._shape_of_model(numbers)))
+        self.facts = parameter_facts(nnx.merge(*model))
         self.skeleton, variables = take_apart(model)
         # Once, and only for those who ask: finding layers traces the loss.
         self._find_layers = functools.cache(functools.partial(self._layers, numbers, variables))
