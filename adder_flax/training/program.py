@@ -153,8 +153,8 @@ class Program:
             functools.partial(self.build_model, numbers),
             itertools.repeat(jax.random.key(0)),
         )
-        model = nnx.eval_shape(lambda: built_from(build, keys))
-        self.facts = parameter_facts(model)
+        model = jax.eval_shape(lambda: nnx.split(built_from(build, keys)))
+        self.facts = parameter_facts(nnx.merge(*model))
         self.skeleton, variables = take_apart(model)
         # Once, and only for those who ask: finding layers traces the loss.
         self._find_layers = functools.cache(functools.partial(self._layers, numbers, variables))
