@@ -13,7 +13,7 @@ from flax import nnx
 from adder_flax import data, tasks
 from adder_flax.data._sequences import pad
 from adder_flax.models import Seq2Seq
-from kfac._fisher import get_likelihood, read_weights
+from kfac.curvature._fisher import get_likelihood, read_weights
 from tests.tasks.test_edit_distance import by_recursion
 
 SYMBOLS = {"source": ("", "a", "b", "c"), "target": ("", "", "A", "B", "C")}
