@@ -25,9 +25,9 @@ from adder_flax import data, ops, training
 from adder_flax.experiments import common
 from adder_flax.training.sharding import put_batch
 from benchmarks.timing import Timings, measure
-from kfac import _solver as solver
-from kfac import _systems as systems
 from kfac._trees import path_name
+from kfac.solve import _solvers as solver
+from kfac.solve import _systems as systems
 
 FEW, MANY = 2, 10
 MAX_ROUNDS = 1000  # the time is up before

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kfac import _solver as solver
-from kfac import _systems as systems
-from kfac._blocks import Block
-from kfac._coverage import Layers
-from kfac._curvature import Curvature, value_grad_and_curvature
 from kfac._trees import flatten
+from kfac.curvature._blocks import Block
+from kfac.curvature._coverage import Layers
+from kfac.curvature._gather import Curvature, value_grad_and_curvature
+from kfac.solve import _solvers as solver
+from kfac.solve import _systems as systems
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Key, PyTree

@@ -11,7 +11,7 @@ import pytest
 import kfac
 from adder_flax import attention, linen
 from adder_flax.attention import _additive
-from kfac import _systems as systems
+from kfac.solve import _systems as systems
 
 BATCH, QUERIES, KEYS = 4, 5, 3
 

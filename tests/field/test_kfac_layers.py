@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax import nnx
 
 import kfac
-from kfac import _systems as systems
+from kfac.solve import _systems as systems
 from tests.kfac.conftest import x64  # noqa: F401
 from tests.kfac.reference import check_exact_blocks, cross_entropy, flatten, normal
 

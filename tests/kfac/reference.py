@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import kfac
-from kfac import _solver as solver
-from kfac import _systems as systems
 from kfac._trees import path_name
+from kfac.solve import _solvers as solver
+from kfac.solve import _systems as systems
 
 
 def normal(seed, *shape):

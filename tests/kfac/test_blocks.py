@@ -11,8 +11,8 @@ import pytest
 
 import kfac
 from adder_flax import ops
-from kfac import _blocks, _layers
-from kfac import _systems as systems
+from kfac.curvature import _blocks, _layers
+from kfac.solve import _systems as systems
 from tests.kfac.reference import (
     check_exact_blocks,
     cross_entropy,

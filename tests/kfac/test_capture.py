@@ -10,7 +10,7 @@ import pytest
 from flax import linen, nnx  # noqa: F401  both adapters are in use
 
 import kfac
-from kfac import _systems as systems
+from kfac.solve import _systems as systems
 from tests.kfac.reference import check_exact_blocks, cross_entropy, flatten, matrix_of, normal
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -10,7 +10,8 @@ import optax
 import pytest
 
 import kfac
-from kfac import _blocks, _optimizers, _options
+from kfac.curvature import _blocks
+from kfac.step import _optimizers, _options
 from tests.kfac.reference import cross_entropy, normal
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kfac import _solver as solver
-from kfac._inverses import _damped_inverse, _root_and_inverse
+from kfac.solve import _solvers as solver
+from kfac.solve._inverses import _damped_inverse, _root_and_inverse
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -14,7 +14,7 @@ from adder_flax.settings import ClassificationSettings, RunSettings, SettingsErr
 from adder_flax.tasks import TASKS
 from adder_flax.tasks._classification import is_any_label
 from adder_flax.tasks._distillation import DistillationSettings
-from kfac._fisher import get_likelihood, output_cotangents
+from kfac.curvature._fisher import get_likelihood, output_cotangents
 from tests.training.tiny import TINY
 
 LOGITS = np.random.default_rng(0).normal(0, 2, (3, 4))

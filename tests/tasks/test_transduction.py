@@ -15,7 +15,7 @@ from adder_flax import data, tasks
 from adder_flax.data._sequences import pad
 from adder_flax.models import Seq2Seq
 from adder_flax.tasks._transduction import edit_distance, length_to
-from kfac._fisher import get_likelihood, read_weights
+from kfac.curvature._fisher import get_likelihood, read_weights
 
 SYMBOLS = {"source": ("", "a", "b", "c"), "target": ("", "", "A", "B", "C")}
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from jaxtyping import Array, Float
 
-    from kfac._systems import Factors, Lanes, System
+    from kfac.solve._systems import Factors, Lanes, System
 
 # Rows of what is factorized at once, by one block of threads on a GPU. Its kernel is written in
 # `SOURCE`; `python -m benchmarks.inverse_root --write` makes of it what is handed to XLA.
 ROWS, THREADS, KERNEL = 96, 1024, "kfac_inverse_root"
-SOURCE = Path(__file__).with_name("_inverse_root.cu")
+SOURCE = Path(__file__).parents[1] / "kernels" / "_inverse_root.cu"
 PTX = SOURCE.with_suffix(".ptx")
 _ptx = functools.cache(PTX.read_text)  # a step has dozens of such blocks
 

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kfac import _systems as systems
-from kfac._blocks import Block
-from kfac._coverage import LEFT_OUT, Layers
-from kfac._curvature import Curvature
-from kfac._options import CgFacOptions, KfacOptions, Options, is_zero
-from kfac._problem import Problem, from_vectors, pose, solve, to_vectors
-from kfac._solver import Solution
-from kfac._state import Averages, State, Stats, init_state
-from kfac._step import (
+from kfac._trees import all_finite, all_fit, flatten, unflatten
+from kfac.curvature._blocks import Block
+from kfac.curvature._coverage import LEFT_OUT, Layers
+from kfac.curvature._gather import Curvature
+from kfac.solve import _systems as systems
+from kfac.solve._problem import Problem, from_vectors, pose, solve, to_vectors
+from kfac.solve._solvers import Solution
+from kfac.solve._systems import Form
+from kfac.step._length import (
     Proposal,
     clipped_step,
     is_finite,
@@ -26,8 +26,8 @@ from kfac._step import (
     unit_norms,
     weight_norms,
 )
-from kfac._systems import Form
-from kfac._trees import all_finite, all_fit, flatten, unflatten
+from kfac.step._options import CgFacOptions, KfacOptions, Options, is_zero
+from kfac.step._state import Averages, State, Stats, init_state
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree

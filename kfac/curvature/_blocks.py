@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, cast
 import jax
 import jax.numpy as jnp
 
-from kfac._capture import Tap
-from kfac._layers import Dense, Generic
+from kfac.curvature._capture import Tap
+from kfac.curvature._layers import Dense, Generic
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float

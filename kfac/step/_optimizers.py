@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kfac._coverage import Layers
-from kfac._options import Algorithm1Options, CgFacOptions, KfacOptions, Options, is_zero
-from kfac._transform import scale_by
 from kfac._trees import all_finite, chosen
+from kfac.curvature._coverage import Layers
+from kfac.step._options import Algorithm1Options, CgFacOptions, KfacOptions, Options, is_zero
+from kfac.step._transform import scale_by
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
 
-    from kfac._options import Scalar
+    from kfac.step._options import Scalar
 
 
 def kfac(

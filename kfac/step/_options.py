@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 import optax
 
-from kfac import _blocks as blocks
-from kfac._blocks import Block
-from kfac._systems import Form
+from kfac.curvature import _blocks as blocks
+from kfac.curvature._blocks import Block
+from kfac.solve._systems import Form
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float

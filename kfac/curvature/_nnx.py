@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from flax import nnx
 
-from kfac._capture import Adapter, current_capture
-from kfac._layers import Generic, Scale
-from kfac._registry import (
+from kfac.curvature._capture import Adapter, current_capture
+from kfac.curvature._layers import Generic, Scale
+from kfac.curvature._registry import (
     Registration,
     general_dense,
     neutral,

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kfac._coverage import Layers, count_examples, layers_of
-from kfac._fisher import (
+from kfac._sharing import axes_of, mean_over, names_of, own_along
+from kfac._trees import concatenated
+from kfac.curvature._coverage import Layers, count_examples, layers_of
+from kfac.curvature._fisher import (
     FISHERS,
     Likelihood,
     Weights,
@@ -20,9 +22,7 @@ from kfac._fisher import (
     output_cotangents,
     read_weights,
 )
-from kfac._sharing import axes_of, mean_over, names_of, own_along
-from kfac._tracing import record_taps, tapped, without_modules
-from kfac._trees import concatenated
+from kfac.curvature._tracing import record_taps, tapped, without_modules
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Key, PyTree

@@ -9,9 +9,9 @@ import dataclasses
 import functools
 import operator
 
-from kfac._capture import Role, Tap
-from kfac._provenance import Call, Derived, Origin, Program, Source
 from kfac._trees import common_parent
+from kfac.curvature._capture import Role, Tap
+from kfac.curvature._provenance import Call, Derived, Origin, Program, Source
 
 
 def located(met: dict[str, Tap], program: Program, paths: list[str]) -> dict[str, Tap]:

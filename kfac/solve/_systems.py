@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 
-from kfac import _blocks as blocks
-from kfac import _solver as solver
-from kfac._blocks import Block
-from kfac._curvature import Curvature
 from kfac._sharing import mean_over, names_of, over_devices, own_along
 from kfac._trees import concatenated
+from kfac.curvature import _blocks as blocks
+from kfac.curvature._blocks import Block
+from kfac.curvature._gather import Curvature
+from kfac.solve import _solvers as solver
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from kfac._sharing import mean_over
-from kfac._solver import Solution
-from kfac._systems import System
 from kfac._trees import all_fit, concatenated
+from kfac.solve._solvers import Solution
+from kfac.solve._systems import System
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -119,7 +119,7 @@ def normalized_step(
       velocity: the last Δ; None for none.
       momentum: μ.
 
-    >>> from kfac._solver import unchecked_solution
+    >>> from kfac.solve._solvers import unchecked_solution
     >>> x = (jnp.array([[3.0, 4.0]]),)
     >>> solved = {"fc": unchecked_solution(x, x)}
     >>> step = normalized_step(solved, {"fc": 1.0}, rate=jnp.array(0.1))

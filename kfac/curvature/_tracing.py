@@ -16,17 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from kfac._capture import Adapter, Capture, Tap
-from kfac._locations import located
-from kfac._provenance import read
 from kfac._trees import flatten
+from kfac.curvature._capture import Adapter, Capture, Tap
+from kfac.curvature._locations import located
+from kfac.curvature._provenance import read
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
 
 # Library → module with its ADAPTER, which is imported only in programs that use the
 # library.
-ADAPTERS = {"jax": "kfac._plain", "flax.linen": "kfac._linen", "flax.nnx": "kfac._nnx"}
+ADAPTERS = {
+    "jax": "kfac.curvature._plain",
+    "flax.linen": "kfac.curvature._linen",
+    "flax.nnx": "kfac.curvature._nnx",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +55,7 @@ def without_modules(
     """The loss function without the modules among its arguments; None if there are none."""
     if "flax.nnx" not in sys.modules:
         return None
-    parts = importlib.import_module("kfac._nnx").split(loss_fn, params, args)
+    parts = importlib.import_module("kfac.curvature._nnx").split(loss_fn, params, args)
     if parts is None:
         return None
     inner, params, args, write = parts

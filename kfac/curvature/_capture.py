@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from kfac._layers import Dense, Generic
-from kfac._provenance import mark
 from kfac._sharing import axes_of, own_along
 from kfac._trees import flatten
+from kfac.curvature._layers import Dense, Generic
+from kfac.curvature._provenance import mark
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree

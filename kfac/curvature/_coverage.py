@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from kfac._blocks import Block, find_blocks
-from kfac._capture import Tap
-from kfac._tracing import record_taps, without_modules
 from kfac._trees import flatten, is_inside, masked_paths, path_name
+from kfac.curvature._blocks import Block, find_blocks
+from kfac.curvature._capture import Tap
+from kfac.curvature._tracing import record_taps, without_modules
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kfac._layers import Dense, Generic, Scale
+from kfac.curvature._layers import Dense, Generic, Scale
 
 Describe = Callable[[Any], "Dense | Generic | None"]
 
@@ -127,7 +127,7 @@ def temporary() -> Iterator[None]:
     [False, True]
     """
     # They register Flax's own layers, once in a process, when they load.
-    for adapter in ("kfac._nnx", "kfac._linen"):
+    for adapter in ("kfac.curvature._nnx", "kfac.curvature._linen"):
         importlib.import_module(adapter)
     kept = dict(_registrations)
     try:

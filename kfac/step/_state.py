@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kfac import _blocks as blocks
-from kfac._blocks import Block
-from kfac._options import Options
-from kfac._systems import Form
 from kfac._trees import flatten, nodes
+from kfac.curvature import _blocks as blocks
+from kfac.curvature._blocks import Block
+from kfac.solve._systems import Form
+from kfac.step._options import Options
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, PyTree

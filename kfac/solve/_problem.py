@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kfac import _solver as solver
-from kfac import _systems as systems
-from kfac._blocks import Block
-from kfac._curvature import Curvature
-from kfac._inverses import damped_inverses
-from kfac._options import Options
 from kfac._sharing import divides_lanes, over_devices
-from kfac._solver import Solution
-from kfac._state import Averages, State
-from kfac._systems import Form, System
 from kfac._trees import all_finite, concatenated, flatten
+from kfac.curvature._blocks import Block
+from kfac.curvature._gather import Curvature
+from kfac.solve import _solvers as solver
+from kfac.solve import _systems as systems
+from kfac.solve._inverses import damped_inverses
+from kfac.solve._solvers import Solution
+from kfac.solve._systems import Form, System
+from kfac.step._options import Options
+from kfac.step._state import Averages, State
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, PyTree
 
-    from kfac._step import Vectors
     from kfac._trees import Flat
+    from kfac.step._length import Vectors
 
 
 _WITHOUT_INVERSES = 2

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from kfac._capture import Adapter, Capture, current_capture, original_scan
-from kfac._layers import Dense, Generic
+from kfac.curvature._capture import Adapter, Capture, current_capture, original_scan
+from kfac.curvature._layers import Dense, Generic
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from flax import linen as nn
 from flax import serialization, traverse_util
 
-from kfac._capture import Adapter, Capture, current_capture
-from kfac._layers import Scale
-from kfac._registry import (
+from kfac.curvature._capture import Adapter, Capture, current_capture
+from kfac.curvature._layers import Scale
+from kfac.curvature._registry import (
     general_dense,
     neutral,
     plain_dense,
@@ -23,7 +23,7 @@ from kfac._registry import (
     registrations,
     tap_registered,
 )
-from kfac._state import Stats
+from kfac.step._state import Stats
 
 if TYPE_CHECKING:
     from jaxtyping import Array
