@@ -233,8 +233,9 @@ def test_the_number_of_examples_is_not_the_length_of_the_first_argument(loss_fn,
     """google-deepmind/kfac-jax#114: arguments in front of the batch."""
     with pytest.raises(ValueError, match=r"number the examples .*pass batch_size="):
         kfac.find_layers(loss_fn, PARAMS, *args)
+    alone = kfac.value_grad_and_curvature(lambda *a: loss_fn(*a)[0], fisher="empirical")
     with pytest.raises(ValueError, match=r"number the examples .*pass batch_size="):
-        block_of(loss_fn, *args, fisher="empirical", weights=None)
+        alone(PARAMS, *args)
     assert kfac.find_layers(loss_fn, PARAMS, *args, batch_size=6).coverage == 1.0
     block, curvature = block_of(loss_fn, *args, weights=None)
     assert curvature.num_examples == 6
