@@ -1,7 +1,4 @@
-"""What a person can mend is a :class:`RunError`.
-
-Whatever else means the same is turned into one here.
-"""
+"""What a person can mend is a :class:`RunError`; what else means the same is turned into one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +7,6 @@ from pathlib import Path
 
 class RunError(Exception):
     """A problem that a person can mend, told in one message: expected, got, how to fix.
-
-    It is in the configuration, data or checkpoints.
 
     ``main.py`` prints it without a traceback and exits with ``exit_code``.
 
@@ -36,9 +31,6 @@ def user_errors(
     kinds: tuple[type[Exception], ...] = (ValueError, OSError, ImportError),
 ) -> Iterator[None]:
     """Turns the library's complaints about its arguments into errors of the run.
-
-    Args:
-      kinds: which exceptions.
 
     Example:
       >>> with user_errors():

@@ -1,12 +1,6 @@
-"""Reads an experiment file.
+"""Reads an experiment: a Python file, the ``config.json`` of a run, or a comparison's records."""
 
-Python that makes a configuration, the ``config.json`` that a run left, or the records of a
-comparison.
-"""
-
-import builtins
 import difflib
-import inspect
 import json
 import os
 import sys
@@ -14,8 +8,8 @@ import traceback
 import types
 from typing import Any
 
-from adder_flax import experiments, packed
-from adder_flax.errors import RunError
+from adder_flax import experiments, packed, settings
+from adder_flax.errors import RunError, first_line
 from adder_flax.extras import needs
 
 with needs("train"):
@@ -25,16 +19,15 @@ _FIX = "see the files in experiments/ for what one looks like"
 
 
 def load_experiment(path: str) -> ConfigDict:
-    """Returns what the ``get_config`` of an experiment file makes.
-
-    Of a JSON file it is the configuration in it.
+    """Returns what the ``get_config`` of an experiment file makes, or what a JSON file holds.
 
     Args:
       path: of the file, or the bare name of one that comes with the package; what follows a colon
         is the argument of ``get_config``. A ``.json`` file holds a configuration, as the
         ``config.json`` of a run does, or one under the name ``config``, as the record of a
         comparison does. ``records.jsonl.xz`` is the comparison that it is of,
-        ``records.jsonl.xz#<name>`` one of its runs. A file may import from those beside it.
+        ``records.jsonl.xz#<name>`` one of its runs; fields that a version has added or given up
+        since are put right. A file may import from those beside it.
 
     Raises:
       RunError: whatever is wrong with it, with the line.
@@ -63,7 +56,6 @@ def load_experiment(path: str) -> ConfigDict:
         make = getattr(module, "get_config", None)
         if not callable(make):
             raise RunError(f"expected a function get_config in {path}, got {make!r}; {_FIX}")
-        _check_argument(make, path, argument if colon else None)
         config = make(argument) if colon else make()
     except (RunError, KeyboardInterrupt):
         raise
@@ -118,15 +110,11 @@ def _from_json(text: bytes, path: str) -> ConfigDict:
         fields = stored.get("config", stored)
         if not isinstance(fields, dict):
             raise ValueError(f"a JSON {type(fields).__name__} as its configuration")
-        return as_config(fields)
+        return as_config(_of_this_version(fields))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        reason = (
-            "what is nested too deeply"
-            if isinstance(error, RecursionError)
-            else " ".join(str(error).split())
-        )
         raise RunError(
-            f"expected the configuration of a run in {path}, got {reason[:500]}; set --config"
+            f"expected the configuration of a run in {path}, got {first_line(error)[:500]}; set "
+            "--config"
         ) from error
 
 
@@ -137,14 +125,22 @@ def _from_packed(path: str, name: str) -> ConfigDict:
     except FileNotFoundError as error:
         raise RunError(f"expected an experiment file, got {path}: none; set --config") from error
     if not name:
-        return as_config(comparison | {"results": os.path.dirname(path)})
+        return as_config(_of_this_version(comparison | {"results": os.path.dirname(path)}))
     if name not in records:
         near = difflib.get_close_matches(name, records, n=1) or list(records)[:1]
         raise RunError(
             f"expected the name of one of {len(records)} records after {path}#, got {name!r}; "
             f"did you mean {', '.join(near)}?"
         )
-    return as_config(records[name]["config"])
+    return as_config(_of_this_version(records[name]["config"]))
+
+
+def _of_this_version(fields: dict[str, Any]) -> dict[str, Any]:
+    from adder_flax import models, tasks  # noqa: F401 - they register the settings of theirs
+
+    if "base" in fields:  # what it does not read, an arm may
+        return settings.filled(settings.CompareSettings, fields)
+    return settings.completed(settings.RunSettings, fields)
 
 
 def _read(path: str) -> bytes:
@@ -152,41 +148,16 @@ def _read(path: str) -> bytes:
         with open(path, "rb") as file:
             return file.read()
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise RunError(
-            f"expected an experiment file, got {path}: {reason}; set --config"
-        ) from error
-
-
-def _check_argument(make: Any, path: str, argument: str | None) -> None:
-    try:
-        signature = inspect.signature(make)
-    except (TypeError, ValueError):  # built in
-        return
-    given = () if argument is None else (argument,)
-    try:
-        signature.bind(*given)
-    except TypeError as error:
-        asked = (
-            f"the argument {argument!r} after the colon" if given else "no argument after a colon"
-        )
-        raise RunError(
-            f"expected get_config{signature} of {path} to take what --config gives, got {asked}: "
-            f"{error}; write {'--config=' + path if given else '--config=' + path + ':<argument>'}"
-        ) from error
+        why = getattr(error, "strerror", None) or error
+        raise RunError(f"expected an experiment file, got {path}: {why}; set --config") from error
 
 
 def _describe(error: BaseException, path: str) -> str:
     """Returns what went wrong and on which line of the file."""
     if isinstance(error, SyntaxError) and error.filename == path:
         return f"a syntax error in line {error.lineno} of {path}: {error.msg}"
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename == path
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == path]
     where = f"line {lines[-1]} of {path}" if lines else path
     words = " ".join(str(error).split())
-    kind = type(error).__name__
-    shown = kind if kind in dir(builtins) else f"{type(error).__module__}.{kind}"
-    return f"{shown} from {where}" + (f": {words[:500]}" if words else "")
+    return f"{type(error).__name__} from {where}" + (f": {words[:500]}" if words else "")

@@ -1,7 +1,4 @@
-"""What the core of the package does without.
-
-Each optional library is imported where its extra is named.
-"""
+"""What the core of the package does without: libraries imported where their extra is named."""
 
 import contextlib
 import importlib.util
@@ -39,11 +36,7 @@ def needs(extra: str) -> Iterator[None]:
 
 
 def missing(library: str, extra: str) -> MissingExtraError:
-    """Returns the error for a library that was looked for in another way than by importing it.
-
-    Args:
-      library: that is not installed, in the words of a message.
-      extra: that brings it.
+    """Returns the error for a library, in the words of a message, that an extra would bring.
 
     Example:
       >>> print(missing("ptxas", "gpu-compile"))
@@ -57,10 +50,7 @@ def missing(library: str, extra: str) -> MissingExtraError:
 
 
 def wheel_folders(*packages: str) -> Iterator[Path]:
-    """Yields where packages are installed, of those that are; they are not imported.
-
-    Args:
-      packages: with dots, such as those in which NVIDIA's wheels bring its tools.
+    """Yields where packages (such as NVIDIA's, with dots) are installed; they are not imported.
 
     Example:
       >>> [folder.name for folder in wheel_folders("no.such", "jax.numpy")]

@@ -7,24 +7,15 @@ from jax.extend import core
 
 
 def scope(outer: str, equation: core.JaxprEqn) -> str:
-    """Named scopes around an equation of a program.
-
-    The program itself stands inside of the scopes `outer`.
-    """
+    """Named scopes around an equation of a program that itself stands inside of `outer`."""
     return "/".join(part for part in (outer, str(equation.source_info.name_stack)) if part)
 
 
 def inner_programs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
-    """The programs that an equation holds, whatever the parameters are called.
-
-    Bodies, branches, callees.
-    """
-    values = equation.params.values()
-    items = [
-        item
-        for value in values
-        for item in (value if isinstance(value, (tuple, list)) else (value,))
-    ]
+    """The programs that an equation holds: bodies, branches, callees, whatever they are called."""
+    items = []
+    for value in equation.params.values():
+        items += value if isinstance(value, (tuple, list)) else (value,)
     programs = [getattr(item, "jaxpr", item) for item in items]
     return [program for program in programs if hasattr(program, "eqns")]
 
@@ -54,9 +45,7 @@ def scan_parts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def callee(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
-    """The program that an equation calls once.
-
-    Of ``jax.jit``, of ``jax.checkpoint``, of own derivatives.
+    """The program that an equation calls once: ``jax.jit``, ``jax.checkpoint``, own derivatives.
 
     Example:
       >>> import jax
@@ -69,9 +58,8 @@ def callee(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
     if equation.primitive.name not in _CALLS:
         return None
     params = equation.params
-    program = next(
-        (params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in params), None
-    )
+    names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+    program = next((params[name] for name in names if name in params), None)
     if program is None or len(equation.invars) != len(getattr(program, "jaxpr", program).invars):
         return None
     return program if isinstance(program, core.ClosedJaxpr) else core.ClosedJaxpr(program, ())

@@ -35,11 +35,8 @@ def processor_name() -> str:
       >>> processor_name() != ""
       True
     """
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    name = next((line for line in _facts() if line.startswith("model name")), "")
+    return name.partition(":")[2].strip() or platform.processor() or platform.machine()
 
 
 def processor() -> str:
@@ -52,12 +49,15 @@ def processor() -> str:
       >>> processor() == processor() != ""
       True
     """
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
     told = ("model name", "flags", "features", "cpu part")
-    return "\n".join(line for line in lines if line.lower().startswith(told))
+    found = "\n".join(line for line in _facts() if line.lower().startswith(told))
+    return found or f"{platform.machine()} {platform.processor()}"
+
+
+def _facts() -> list[str]:
+    with contextlib.suppress(OSError):  # not of Linux
+        return Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    return []
 
 
 def kept(

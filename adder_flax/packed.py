@@ -1,7 +1,4 @@
-"""The records of a comparison in one file: lines of JSON, compressed.
-
-The first is the comparison's configuration, each other one the record of a run, under its name.
-"""
+"""The records of a comparison in one file: lines of JSON, compressed, its configuration first."""
 
 import json
 import lzma

@@ -1,7 +1,4 @@
-"""What paired seeds say about a difference, fewer trials find, and how soon a target is reached.
-
-Tests and intervals are SciPy's.
-"""
+"""What paired seeds say of a difference, fewer trials find, and how soon a target is reached."""
 
 import dataclasses
 import math
@@ -191,11 +188,8 @@ def first_reaching(
     >>> first_reaching([10, 20, 30], [0.5, 0.8, 0.7], 0.7, largest=True)
     20
     """
-    sign = 1 if largest else -1
-    return next(
-        (step for step, score in zip(at, scores, strict=True) if sign * score >= sign * target),
-        None,
-    )
+    reached = (lambda score: score >= target) if largest else (lambda score: score <= target)
+    return next((step for step, score in zip(at, scores, strict=True) if reached(score)), None)
 
 
 def best_of_fewer(scores: Sequence[float], trials: int, *, largest: bool) -> float:
@@ -203,11 +197,6 @@ def best_of_fewer(scores: Sequence[float], trials: int, *, largest: bool) -> flo
 
     Source: Dodge et al., "Show your work", 2019, section 3, with the median in place of the mean,
     which one trial that diverged would make infinite.
-
-    Args:
-      scores: of all trials that were made.
-      trials: how many of them somebody makes, from 1 to all.
-      largest: whether larger is better.
 
     Raises:
       ValueError: fewer scores than trials, or none.
@@ -241,10 +230,8 @@ def performance_profiles(
       >>> profiles["a"].tolist(), profiles["b"].tolist()
       ([1.0, 1.0], [0.0, 0.5])
     """
-    return {
-        name: (row[:, None] <= np.asarray(factors)).mean(0)
-        for name, row in cost_ratios(costs).items()
-    }
+    share = lambda row: (row[:, None] <= np.asarray(factors)).mean(0)
+    return {name: share(row) for name, row in cost_ratios(costs).items()}
 
 
 def profile_scores(
@@ -256,28 +243,19 @@ def profile_scores(
     cheapest, or is never solved, adds nothing. Source: the benchmark score of AlgoPerf, whose
     factor is 4 too (Dahl et al., 2023).
 
-    Args:
-      costs: see :func:`performance_profiles`.
-      largest_factor: > 1.
-
     Example:
       >>> scores = profile_scores({"a": [1.0, 4.0], "b": [2.0, None], "c": [None, 2.0]})
       >>> {name: round(score, 3) for name, score in scores.items()}
       {'a': 0.833, 'b': 0.333, 'c': 0.5}
     """
-    return {
-        name: float(np.mean(np.clip((largest_factor - row) / (largest_factor - 1), 0, 1)))
-        for name, row in cost_ratios(costs).items()
-    }
+    height = lambda row: np.clip((largest_factor - row) / (largest_factor - 1), 0, 1).mean()
+    return {name: float(height(row)) for name, row in cost_ratios(costs).items()}
 
 
 def cost_ratios(
     costs: Mapping[str, Sequence[float | None]],
 ) -> dict[str, Float[np.ndarray, " instance"]]:
     """Returns how many times the cheapest arm's cost each is, infinite where it is not solved.
-
-    Args:
-      costs: see :func:`performance_profiles`.
 
     Example:
       >>> ratios = cost_ratios({"a": [1.0, 4.0], "b": [2.0, None]})
@@ -288,7 +266,5 @@ def cost_ratios(
         [[np.inf if cost is None else cost for cost in row] for row in costs.values()], float
     )
     cheapest = table.min(axis=0)
-    ratios = np.where(
-        np.isfinite(table), table / np.where(np.isfinite(cheapest), cheapest, 1), np.inf
-    )
-    return dict(zip(costs, ratios, strict=True))
+    solved = np.where(np.isfinite(cheapest), cheapest, 1)
+    return dict(zip(costs, np.where(np.isfinite(table), table / solved, np.inf), strict=True))

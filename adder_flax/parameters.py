@@ -60,9 +60,7 @@ def state_facts(parameter: Parameter, *, role: str, decay: bool) -> Parameter:
 
 
 def as_attribute(number: float | jax.Array) -> Any:
-    """Returns a number as a module keeps it.
-
-    A plain one is part of the program, an array, traced perhaps, data of it.
+    """Returns a number as a module keeps it: a plain one is part of the program, an array its data.
 
     Example:
       >>> module = nnx.Dict(rate=as_attribute(jax.numpy.float32(0.5)))
@@ -125,12 +123,7 @@ def parameter_facts(model: nnx.Module) -> dict[str, Any]:
 
 
 def has_prototypes(model: nnx.Module) -> bool:
-    """Whether some layer takes L1 distances to its parameters.
-
-    Its loss has kinks then, and no other library its kind.
-
-    Args:
-      model: a module, or its abstract form from ``nnx.eval_shape``.
+    """Whether some layer of a module, abstract perhaps, takes L1 distances to its parameters.
 
     Example:
       >>> has_prototypes(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))

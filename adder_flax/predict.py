@@ -17,7 +17,7 @@ from adder_flax import data, recorder
 from adder_flax.attention import attention_map
 from adder_flax.data import usable_cores
 from adder_flax.errors import RunError, first_line
-from adder_flax.report import attention_figure, save_figure
+from adder_flax.report import attention_figure, save_figure, tokens_in_front
 from adder_flax.tasks import Classification
 from adder_flax.text import printable
 
@@ -40,21 +40,16 @@ class Prediction(NamedTuple):
 
     def as_json(self) -> str:
         """One line of JSON: ``file``, and either ``classes`` or ``problem``."""
-        found: dict[str, Any] = {"problem": self.problem}
-        if not self.problem:
-            found = {
-                "classes": [{"name": name, "probability": round(p, 6)} for name, p in self.classes]
-            }
-        return json.dumps(
-            {"file": os.fsencode(self.path).decode(errors="backslashreplace")} | found
-        )
+        classes = [{"name": name, "probability": round(p, 6)} for name, p in self.classes]
+        found = {"problem": self.problem} if self.problem else {"classes": classes}
+        file = os.fsencode(self.path).decode(errors="backslashreplace")
+        return json.dumps({"file": file, **found})
 
     def as_text(self, width: int) -> str:
         """One line for a person, the file's name in a column of this width."""
         classes = "  ".join(f"{printable(name, limit=30)} {p:.1%}" for name, p in self.classes)
-        return (
-            f"{printable(self.path, limit=width):{width}}  {classes or f'not read: {self.problem}'}"
-        )
+        said = classes or f"not read: {self.problem}"
+        return f"{printable(self.path, limit=width):{width}}  {said}"
 
 
 def files_of(place: str | Path) -> list[Path]:
@@ -66,22 +61,19 @@ def files_of(place: str | Path) -> list[Path]:
       RunError: there is nothing.
     """
     place = Path(place)
-    try:
-        if not place.is_dir():
-            place.stat()
-            return [place]
-        found = [
-            Path(folder, name)
-            for folder, _, names in os.walk(place, onerror=_refuse)
-            for name in names
-            if not any(part.startswith(".") for part in Path(folder, name).relative_to(place).parts)
-        ]
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise RunError(
-            f"expected an image or a folder of images, got {printable(place)}: {reason}; set "
-            "--images"
-        ) from error
+    if not place.is_dir():
+        if not place.exists():
+            raise RunError(
+                f"expected an image or a folder of images, got {printable(place)}, which is not "
+                "there; set --images"
+            )
+        return [place]
+    found = [
+        path
+        for folder, _, names in os.walk(place, onerror=_refuse)
+        for path in (Path(folder, name) for name in names)
+        if not any(part.startswith(".") for part in path.relative_to(place).parts)
+    ]
     if not found:
         raise RunError(f"expected images in {printable(place)}, got an empty folder; set --images")
     return sorted(found)
@@ -132,20 +124,14 @@ class Predictor:
                 yield from self._predict(batch, read, size)
 
     def draw(self, pixels: UInt8[np.ndarray, "h w c"], prediction: Prediction, path: Path) -> None:
-        """Writes a picture of where the model looks.
-
-        Args:
-          pixels: that the model saw.
-          prediction: of them.
-          path: of the PNG.
-        """
+        """Writes a PNG of where the model looks in the pixels of a prediction."""
         _, records = recorder.record(
             {"attention": ["weights"]}, self._model, *self._inputs(pixels[None])
         )
         figure = attention_figure(
             pixels[None],
             [attention_map(record) for record in records],
-            prefix_tokens=getattr(self._model, "prefix_tokens", 0),
+            **tokens_in_front(self._model),
             with_rollout=True,
             captions=["{} {:.1%}".format(*prediction.classes[0])],
         )
@@ -160,12 +146,8 @@ class Predictor:
         try:
             return data.read_image(path, size, channels, crop_ratio=self._source.eval_crop_ratio)
         except Exception as error:  # Pillow's decoders raise errors of many types for a broken file
-            reason = (
-                first_line(error)
-                if type(error) is ValueError
-                else f"{type(error).__name__}: {first_line(error)}"
-            )
-            return printable(reason)
+            kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+            return printable(kind + first_line(error))
 
     def _predict(
         self, files: Sequence[Path], read: Sequence[Any], size: int
@@ -175,21 +157,17 @@ class Predictor:
         for row, pixels in zip(images, read, strict=False):
             if not isinstance(pixels, str):
                 row[:] = pixels
-        readable = any(not isinstance(pixels, str) for pixels in read)
-        rows = (
-            np.asarray(self._probabilities(self._model, images))
-            if readable
-            else np.zeros((size, 0))
-        )
+        if all(isinstance(pixels, str) for pixels in read):
+            rows = np.zeros((size, 0))
+        else:
+            rows = np.asarray(self._probabilities(self._model, images))
         for path, pixels, row in zip(files, read, rows, strict=False):
             if isinstance(pixels, str):
                 yield Prediction(path, problem=pixels), None
                 continue
             best = np.argsort(-row, kind="stable")[:_TOP]
-            yield (
-                Prediction(path, tuple((self._source.label_names[i], float(row[i])) for i in best)),
-                pixels,
-            )
+            classes = tuple((self._source.label_names[i], float(row[i])) for i in best)
+            yield Prediction(path, classes), pixels
 
 
 def predict_files(
@@ -213,9 +191,7 @@ def predict_files(
     unread, width = 0, min(60, max(len(printable(path)) for path in files))
     with contextlib.ExitStack() as stack:
         try:
-            lines = (
-                None if output is None else stack.enter_context(output.open("w", encoding="utf-8"))
-            )
+            lines = output and stack.enter_context(output.open("w", encoding="utf-8"))
             if overlay is not None:
                 overlay.mkdir(parents=True, exist_ok=True)
             for number, (prediction, pixels) in enumerate(predictor(files)):

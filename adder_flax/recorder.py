@@ -65,18 +65,12 @@ _Wanted = frozenset[tuple[str, str]]
 
 
 def listening(kind: str) -> bool:
-    """Whether someone wants reports of this kind.
-
-    Ask before computing what is only for a report.
-    """
+    """Whether someone wants reports of this kind: ask before computing what is only for one."""
     return any(kind == wanted for wanted, _ in _LISTENED.value or ())
 
 
 def told_apart() -> bool:
-    """Whether someone looks at each module by its path.
-
-    A loop over layers should then be written out.
-    """
+    """Whether someone looks at each module by its path: loops over layers are then written out."""
     return _LISTENED.value is not None
 
 
@@ -132,10 +126,7 @@ def record(
 
 
 def describe(wanted: Mapping[str, Collection[str]], fn: Callable, *args: Any) -> tuple[Record, ...]:
-    """The records of a call with shapes for arrays.
-
-    Nothing is computed, and model and arguments may be abstract.
-    """
+    """The records of a call with shapes for arrays; nothing is computed, all may be abstract."""
     if isinstance(fn, nnx.Module):
         graphdefs, states = _split((fn, *args))
         return jax.eval_shape(

@@ -17,9 +17,7 @@ _changes = 0
 
 
 def count_changes() -> int:
-    """Returns how often a registry has changed.
-
-    What a name stands for is the same as long as this is.
+    """Returns how often a registry has changed: until then each name stands for the same.
 
     >>> before = count_changes()
     >>> _ = Registry("function", "my_project.register").register("abs", abs)
@@ -59,12 +57,10 @@ class Registry(Generic[Entry]):
     def register(self, name: str, entry: Entry, *, origin: Any = None) -> Entry:
         """Adds an entry and returns it.
 
-        The same thing again, as when a notebook cell or an experiment file runs twice, replaces
-        what it registered.
+        The same thing again, as when a notebook cell runs twice, replaces what it registered.
 
         Args:
-          name: the name to find it by.
-          entry: what is found.
+          name, entry: what is found, and by what name.
           origin: what tells the same thing from another one; by default the module and name of its
             definition.
 
@@ -85,11 +81,7 @@ class Registry(Generic[Entry]):
         self._entries[name], self._origins[name] = entry, origin
 
     def register_lazily(self, name: str, place: str) -> None:
-        """Adds an entry that is imported when it is first asked for.
-
-        Args:
-          name: the name to find it by.
-          place: ``"package.module:attribute"``.
+        """Adds an entry, ``"package.module:attribute"``, that is imported when it is asked for.
 
         Raises:
           ValueError: something else has this name.
@@ -149,10 +141,7 @@ class Registry(Generic[Entry]):
 
 
 def load(place: str) -> Any:
-    """Imports something.
-
-    Args:
-      place: ``"package.module:attribute"``.
+    """Imports ``"package.module:attribute"``.
 
     >>> round(load("math:pi"), 2)
     3.14

@@ -1,23 +1,9 @@
-"""Names of files and classes from outside made fit for terminals, pictures and pages.
-
-Numbers are made fit for people.
-"""
+"""Names from outside made fit for terminals, pictures and pages; numbers made fit for people."""
 
 import math
 from collections.abc import Mapping
 
-_PREFIXES: Mapping[int, str] = {
-    -4: "p",
-    -3: "n",
-    -2: "µ",
-    -1: "m",
-    0: "",
-    1: "k",
-    2: "M",
-    3: "G",
-    4: "T",
-    5: "P",
-}
+_PREFIXES: Mapping[int, str] = dict(enumerate(("p", "n", "µ", "m", "", *"kMGTP"), -4))
 
 
 def printable(text: object, limit: int = 200) -> str:
@@ -28,13 +14,8 @@ def printable(text: object, limit: int = 200) -> str:
     out.
 
     Example:
-      >>> print(
-      ...     printable("red\x1b[31m\n"),
-      ...     printable("caf\udce9"),
-      ...     printable(" "),
-      ...     printable("a" * 500, limit=9),
-      ... )
-      red\x1b[31m\n caf\udce9 \x20 aaaa…aaaa
+      >>> print(printable("red\x1b[31m\n"), printable("caf\udce9"), printable("a" * 500, limit=9))
+      red\x1b[31m\n caf\udce9 aaaa…aaaa
 
     Args:
       text: or anything whose ``str`` is one.

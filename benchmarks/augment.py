@@ -26,7 +26,8 @@ from PIL import Image, ImageEnhance, ImageOps
 from sklearn.datasets import load_sample_images
 
 from adder_flax import data
-from adder_flax.data._policies import draw_layer
+from adder_flax.data.operations import OPERATIONS, choose_operation
+from adder_flax.data.policies import draw_layer, operation_arguments
 from adder_flax.experiments import common
 from adder_flax.settings import AugmentSettings, put_numbers, take_numbers
 from benchmarks.timing import measure
@@ -79,7 +80,7 @@ _TIMM = (
     *("ColorIncreasing", "ContrastIncreasing", "BrightnessIncreasing", "SharpnessIncreasing"),
     *("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel"),
 )
-TIMM = dict(zip(data.OPERATIONS, _TIMM, strict=True))
+TIMM = dict(zip(OPERATIONS, _TIMM, strict=True))
 """What timm calls them."""
 
 
@@ -100,17 +101,15 @@ def against_pillow(
 ) -> dict[str, tuple[int, float]]:
     """Largest difference in levels and share of the values that differ, of each operation over all
     magnitudes."""
-    choose = jax.jit(data.choose_operation, static_argnames="fill")
+    choose = jax.jit(choose_operation, static_argnames="fill")
     found = {}
-    for number, name in enumerate(data.OPERATIONS):
+    for number, name in enumerate(OPERATIONS):
         differences = []
         for magnitude in np.linspace(0, 10, steps):
             # Signs and ways to resample take turns over the eight images.
             signs, bicubic = np.resize([1.0, -1.0], 8), np.resize([True, True, False, False], 8)
             magnitudes = np.full(8, magnitude)
-            arguments = np.asarray(data.operation_arguments(magnitudes, signs, increasing=True))[
-                number
-            ]
+            arguments = np.asarray(operation_arguments(magnitudes, signs, increasing=True))[number]
             got = np.asarray(
                 choose(np.full(8, number), images, arguments, fill=FILL, bicubic=bicubic)
             )
@@ -151,7 +150,7 @@ def against_timm() -> dict[str, tuple[float, float]] | None:
         np.asarray, draw_layer(jax.random.key(0), DRAWS, AugmentSettings(**RECIPE))
     )
     found = {}
-    for number, name in enumerate(data.OPERATIONS):
+    for number, name in enumerate(OPERATIONS):
         own, theirs = arguments[operations == number], np.array(drawn[TIMM[name]])
         found[name] = (
             (own.size - theirs.size) / DRAWS,
@@ -193,7 +192,7 @@ def speeds(batch_size: int, size: int, rounds: int, seconds: float) -> dict[str,
         return config
 
     source = data.load_source("fake", "train", image_size=size)
-    images, labels = source.gather(np.arange(batch_size))
+    images, labels = source.read(np.arange(batch_size))[0].values()
     facts = dict(num_classes=source.num_classes, mean=(0.5,) * 3, std=(0.25,) * 3)
     settings = AugmentSettings(brightness=0.0, contrast=0.0, saturation=0.0, **RECIPE)
     alone = jax.jit(lambda key: data.augment(key, images, labels, settings, **facts))
@@ -239,7 +238,7 @@ def main(arguments: list[str] | None = None) -> None:
     seen = {"photographs": photographs()}
     if options.cifar10:
         cifar10 = data.load_source("cifar10", "test", data_dir=options.cifar10)
-        seen["CIFAR-10"], _ = cifar10.gather(np.arange(8))
+        seen["CIFAR-10"], _ = cifar10.read(np.arange(8))[0].values()
     for kind, images in seen.items():
         print(f"{kind:16}{'largest difference from Pillow, levels':>40}{'values that differ':>22}")
         for name, (largest, share) in against_pillow(images, options.magnitudes).items():

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--sizes", default="tiny,small,base")
     parser.add_argument("--mechanisms", default="multiplicative,additive,adder")
-    parser.add_argument("--optimizers", default="adamw,cg_fac")
+    parser.add_argument("--optimizers", default="adamw,kfac")
     parser.add_argument("--topologies", default="v5e:2x4,v5e:4x4")
     parser.add_argument("--batch_size", type=int, default=1024)
     parser.add_argument("--accumulation_steps", type=int, default=1)
@@ -83,7 +83,7 @@ def row(
     experiment = "deit" if mechanism == "multiplicative" else f"{mechanism}_deit"
     refused = "program" not in step.memory
     cells = (
-        f"`{experiment}_{size}.py:imagenet2012`" + (" + CG-FAC" if optimizer == "cg_fac" else ""),
+        f"`{experiment}_{size}.py:imagenet2012`" + (" + K-FAC" if optimizer == "kfac" else ""),
         f"`{topology}`",
         _gib(step.total - working),
         _gib(working),

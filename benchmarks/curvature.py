@@ -1,4 +1,4 @@
-"""What curvature costs: one product F v, and each part of a CG-FAC step, in units of one gradient;
+"""What curvature costs: one product F v, and each part of a step, in units of one gradient;
 and memory.
 
     python -m benchmarks.curvature  # adder DeiT-Tiny of 4 blocks on digits, a minute
@@ -25,10 +25,9 @@ from adder_flax import data, ops, training
 from adder_flax.experiments import common
 from adder_flax.training.sharding import put_batch
 from benchmarks.timing import Timings, measure
-from kfac import _solver as solver
-from kfac import _systems as systems
-from kfac._systems import Form
 from kfac._trees import path_name
+from kfac.solve import _solvers as solver
+from kfac.solve import _systems as systems
 
 FEW, MANY = 2, 10
 MAX_ROUNDS = 1000  # the time is up before
@@ -39,7 +38,7 @@ def make_run(flags: argparse.Namespace) -> training.Run:
     """The experiment's run, with the depth and batch size asked for."""
     config = common.deit(flags.mechanism, "tiny")
     config.model.depth, config.batch_size = flags.depth, flags.batch_size
-    config.optimizer.name = "cg_fac"
+    config.optimizer.name = "kfac"
     return training.build_run(config)
 
 
@@ -51,7 +50,7 @@ def solve(curvature: kfac.Curvature, params: Any, grads: Any, form: str, iterati
     }
     forms, factors = {}, {}
     for name, block in curvature.layers.blocks.items():
-        forms[name] = Form(form if form == "exact" or block.factored else "kron")
+        forms[name] = form if form == "exact" or block.factored else "kron"
         if form != "exact":
             factors[name] = systems.new_factors(
                 block, curvature, systems.lanes_of(block, flat), forms[name]

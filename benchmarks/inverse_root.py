@@ -1,7 +1,7 @@
 """The kernel by which CG-FAC factorizes the smallest blocks of its factors on NVIDIA GPUs.
 
     python -m benchmarks.inverse_root  # what its machine code costs, on any machine
-    python -m benchmarks.inverse_root --write  # after a change of kfac/_inverse_root.cu
+    python -m benchmarks.inverse_root --write  # after a change of kfac/kernels/_inverse_root.cu
 
 It is assembled for A100 (sm_80), H100 (sm_90a) and B200 (sm_100a); that needs Linux and ``pip
 install ".[gpu-compile]"``, and no driver. Where there is a GPU, it is also set beside the
@@ -21,7 +21,7 @@ from adder_flax.ops import _nvrtc
 from adder_flax.training import topology
 from benchmarks.sass import GPU_NAMES, assemble
 from benchmarks.timing import busy_seconds, gpu_events
-from kfac import _inverses
+from kfac.solve import _inverses
 
 LANES = 24
 

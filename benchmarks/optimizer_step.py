@@ -4,10 +4,10 @@
     python -m benchmarks.optimizer_step --data=digits --variants="curvature_stride=8; damping=1"
     python -m benchmarks.optimizer_step --config=experiments/autoencoder.py --optimizers=muon
 
-CG-FAC renews curvature and inverses at some steps alone, SOAP and KL-Shampoo their bases, so a
+K-FAC renews curvature and inverses at some steps alone, SOAP and KL-Shampoo their bases, so a
 window is as many steps as lie between two at which all is renewed, and some times as many where
 another's is longer: the end of each is waited for, which costs a short one more. Variants, with
-semicolons between them, are fields of --config.optimizer.cg_fac. Images are of random pixels where
+semicolons between them, are fields of --config.optimizer.kfac. Images are of random pixels where
 --data=fake. Another network comes with --config: an experiment, or the record of a run. The steps
 are compiled side by side, and each is timed as soon as all are; what a window took is said at once,
 so that a run that is cut off has told what it measured. On a GPU it is also said how long the
@@ -45,28 +45,30 @@ def make_config(flags: argparse.Namespace, optimizer: str) -> ml_collections.Con
 
 
 def with_fields(config: ml_collections.ConfigDict, variant: str) -> ml_collections.ConfigDict:
-    """Returns the configuration with fields of CG-FAC as ``a=1 b=2`` says them."""
+    """Returns the configuration with fields of K-FAC or CG-FAC as ``a=1 b=2`` says them."""
     for setting in variant.split():
         name, _, value = setting.partition("=")
-        config.optimizer.cg_fac[name] = type(config.optimizer.cg_fac[name])(value)
+        section = config.optimizer[config.optimizer.name]
+        section[name] = type(section[name])(value)
     return config
 
 
 def window_of(config: ml_collections.ConfigDict) -> int:
     """Returns the steps from one at which all is renewed to the next such."""
-    # As read: what follows the step of CG-FAC has its value.
+    # As read: what follows the step of K-FAC has its value.
     optimizer = settings.read(settings.OptimizerSettings, config.optimizer)
+    if optimizer.name == "kfac":
+        return math.lcm(optimizer.kfac.curvature_interval, optimizer.kfac.inverse_interval)
     if optimizer.name == "cg_fac":
-        cg_fac = optimizer.cg_fac
-        return math.lcm(cg_fac.curvature_interval, max(cg_fac.preconditioner_interval, 1))
+        return 1
     return optimizer.basis_interval if optimizer.name in ("soap", "kl_shampoo") else 2
 
 
 def alike(lengths: dict[str, int]) -> dict[str, int]:
     """Returns multiples of the lengths of windows, none shorter than the longest of these.
 
-    >>> alike({"adamw": 2, "cg_fac": 5})
-    {'adamw': 6, 'cg_fac': 5}
+    >>> alike({"adamw": 2, "kfac": 5})
+    {'adamw': 6, 'kfac': 5}
     """
     longest = max(lengths.values())
     return {name: math.ceil(longest / length) * length for name, length in lengths.items()}
@@ -110,8 +112,8 @@ def main() -> None:
     parser.add_argument("--patch-size", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--depth", type=int, default=12)
-    parser.add_argument("--optimizers", default="adamw", help="beside cg_fac, the first to compare")
-    parser.add_argument("--variants", default="", help="of cg_fac: 'a=1 b=2; c=3'")
+    parser.add_argument("--optimizers", default="adamw", help="beside kfac, the first to compare")
+    parser.add_argument("--variants", default="", help="of kfac: 'a=1 b=2; c=3'")
     parser.add_argument("--rounds", type=int, default=5)
     flags = parser.parse_args()
     print(ops.backend_report().splitlines()[0])
@@ -119,8 +121,8 @@ def main() -> None:
     first, *others = flags.optimizers.split(",")
     configs = {name: make_config(flags, name) for name in (first, *others)}
     for variant in flags.variants.split(";"):
-        name = f"cg_fac {variant.strip()}".strip()
-        configs[name] = with_fields(make_config(flags, "cg_fac"), variant)
+        name = f"kfac {variant.strip()}".strip()
+        configs[name] = with_fields(make_config(flags, "kfac"), variant)
     lengths = alike({name: window_of(config) for name, config in configs.items()})
     steps = {name: jax_step(config) for name, config in configs.items()}
     compile_all(steps)

@@ -1,9 +1,9 @@
-"""CG-FAC with less curvature: what it costs in accuracy, beside AdamW.
+"""K-FAC with less curvature: what it costs in accuracy, beside AdamW.
 
-A step of CG-FAC is cheaper where one of so many examples gives curvature, where that is renewed
+A step of K-FAC is cheaper where one of so many examples gives curvature, where that is renewed
 more rarely, and where a system takes one iteration (docs/cg_fac.md has the seconds). Every arm
-takes the same steps from the same weights: AdamW by its default settings, CG-FAC by the clip of the
-network (``step=fixed``), curvature of all examples and two iterations, one of them changed. Nothing
+takes the same steps from the same weights: AdamW by its default settings, K-FAC by the clip of the
+network (``step=clip``), curvature of all examples and two iterations, one of them changed. Nothing
 is tuned. Six paired seeds.
 
 The argument after the colon is a mechanism and a data set, as in experiments/compare_optimizers.py:
@@ -17,8 +17,8 @@ from adder_flax.experiments import compare_optimizers
 
 
 def _arm(**fields: int) -> dict:
-    dear = compare_optimizers.CLIP | {"curvature_stride": 1, "max_iterations": 2}
-    return {"optimizer": {"name": "cg_fac", "cg_fac": dear | fields}}
+    dear = {"step": "clip", "curvature_stride": 1, "iterations": 2}
+    return {"optimizer": {"name": "kfac", "kfac": dear | fields}}
 
 
 _ARMS = {
@@ -26,7 +26,7 @@ _ARMS = {
     "one of 2": _arm(curvature_stride=2),
     "one of 4": _arm(curvature_stride=4),
     "one of 8": _arm(curvature_stride=8),
-    "one iteration": _arm(max_iterations=1),
+    "one iteration": _arm(iterations=1),
     "every tenth step": _arm(curvature_interval=10),
     "AdamW": {},
 }
@@ -36,7 +36,7 @@ def get_config(workload: str | None = None) -> ml_collections.ConfigDict:
     """Returns the comparison on a workload, ``multiplicative,digits`` unless given."""
     config = compare_optimizers.get_config(workload)
     with config.unlocked():
-        config.title = config.title.replace("Optimizers", "Less curvature in CG-FAC", 1)
+        config.title = config.title.replace("Optimizers", "Less curvature in K-FAC", 1)
         config.factors = ml_collections.ConfigDict({"curvature": _ARMS})
         config.baseline = ml_collections.ConfigDict({"curvature": "all examples"})
     return config

@@ -1,9 +1,9 @@
-"""The default experiments with AdamW, and with CG-FAC for 35 % of their epochs.
+"""The default experiments with AdamW, and with K-FAC for 35 % of their epochs.
 
 DeiT-Tiny of the three mechanisms as experiments/common.py has it, 12 blocks of width 192: on digits
-20 epochs of AdamW, seven of CG-FAC. CG-FAC takes steps of one root mean square, at one rate and
+20 epochs of AdamW, seven of K-FAC. K-FAC takes steps of one root mean square, at one rate and
 decay for all mechanisms: what twenty trials found for a network of half the width and depth
-(cg_fac_rms in results/optimizers_digits), rounded. As products with factors and inverses are
+(kfac_rms in results/optimizers_digits), rounded. As products with factors and inverses are
 dear beside batches of 17 tokens an image, curvature comes from eight images of 64 and the inverses
 stand for the solution, which was chosen of five such settings by single runs of the dot product
 with seed 7, and by their accuracy on the test images at that. Operands of those products are
@@ -24,13 +24,13 @@ from adder_flax import settings
 from adder_flax.experiments import common
 
 _SHARE = 0.35
-_CG_FAC = {
-    "name": "cg_fac",
+_KFAC = {
+    "name": "kfac",
     "learning_rate": 3e-3,
     "weight_decay": 0.2,
-    "cg_fac": {
+    "kfac": {
         "step": "rms",
-        "solver": "inverse",
+        "iterations": 0,
         "curvature_stride": 8,
         "product_dtype": "bfloat16",
     },
@@ -52,14 +52,14 @@ def get_config(data: str | None = None) -> ml_collections.ConfigDict:
     if base.data.name == "digits":
         base.eval_every_steps = 17  # an epoch
     fields = {
-        "title": f"The default experiments with AdamW and with CG-FAC, on {base.data.name}",
+        "title": f"The default experiments with AdamW and with K-FAC, on {base.data.name}",
         "base": base,
         "factors": {
             "mechanism": mechanisms,
             "training": {
                 "AdamW": {},
                 "AdamW, 35 % of the epochs": shorter,
-                "CG-FAC, 35 % of the epochs": shorter | {"optimizer": _CG_FAC},
+                "K-FAC, 35 % of the epochs": shorter | {"optimizer": _KFAC},
             },
         },
         "baseline": {"training": "AdamW"},

@@ -1,9 +1,9 @@
 """Optimizers side by side on one network: what each reaches, and what it takes to the baseline.
 
-AdamW, NAdamW, schedule-free AdamW, Muon, SOAP, KL-Shampoo, SGD with momentum, and CG-FAC, its
+AdamW, NAdamW, schedule-free AdamW, Muon, SOAP, KL-Shampoo, SGD with momentum, and K-FAC, its
 steps a share of each layer's size, of one root mean square, or bounded by the change of
 predictions. Each is tuned by 20 quasirandom trials of two numbers on validation images: its rate
-and its weight decay, or, of CG-FAC's share or bound, that and the rate of what has no curvature.
+and its weight decay, or, of K-FAC's share or bound, that and the rate of what has no curvature.
 Each is judged at the end of its own schedule, on the same batches and first weights, over six
 paired seeds. SOAP's and KL-Shampoo's decays are those of their papers. The target that steps,
 seconds and operations are counted to is the median of AdamW's validation scores at its end.
@@ -29,12 +29,10 @@ from adder_flax import settings
 from adder_flax.experiments import autoencoder, common, compare_g2p, compare_mechanisms
 
 _TRIALS = 20
-# Steps of those that take it are of one size, Muon's and CG-FAC's scaled to Adam's; SGD's have the
+# Steps of those that take it are of one size, Muon's and K-FAC's scaled to Adam's; SGD's have the
 # gradient's.
 _RATE = ("log", 2e-4, 2e-2)
 _ADAM_LIKE = {"learning_rate": _RATE, "weight_decay": ("log", 1e-3, 1.0)}
-# CG-FAC by the change of the network's predictions.
-CLIP = {"step": "fixed"}
 _OPTIMIZERS = {
     "adamw": _ADAM_LIKE,
     "nadamw": _ADAM_LIKE,
@@ -43,12 +41,16 @@ _OPTIMIZERS = {
     "soap": _ADAM_LIKE | {"b1": 0.95, "b2": 0.95},
     "kl_shampoo": _ADAM_LIKE | {"b2": 0.98},
     "sgd": {"learning_rate": ("log", 1e-2, 1.0), "weight_decay": ("log", 1e-5, 1e-2)},
-    "cg_fac": {"learning_rate": _RATE, "cg_fac": {"learning_rate": ("log", 3e-3, 0.3)}},
-    "cg_fac_rms": _ADAM_LIKE | {"name": "cg_fac", "cg_fac": {"step": "rms"}},
-    "cg_fac_clip": {
-        "name": "cg_fac",
+    "kfac_share": {
+        "name": "kfac",
         "learning_rate": _RATE,
-        "cg_fac": CLIP | {"kl_clip": ("log", 3e-4, 3e-2)},
+        "kfac": {"step": "share", "learning_rate": ("log", 3e-3, 0.3)},
+    },
+    "kfac_rms": _ADAM_LIKE | {"name": "kfac", "kfac": {"step": "rms"}},
+    "kfac_clip": {
+        "name": "kfac",
+        "learning_rate": _RATE,
+        "kfac": {"step": "clip", "kl_clip": ("log", 3e-4, 3e-2)},
     },
 }
 # Points of the curves in which the target is looked for.

@@ -40,7 +40,7 @@ def main() -> None:
     )
     for score, values in accuracies.items():
         right = np.rint(16 * np.quantile(values, [0, 0.5, 1])).astype(int)
-        possible = int(16 * bound.accuracy) if score == "bilinear" else 16
+        possible = int(16 * bound) if score == "bilinear" else 16
         solved = f"{np.sum(values == 1)} of {len(values)} seeds"
         print(f"{score:9s} {str(right.tolist()):>45s}   {solved:>12s}   {possible:16d}")
     if options.out:

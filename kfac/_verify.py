@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kfac import _solver as solver
-from kfac import _systems as systems
-from kfac._blocks import Block
-from kfac._coverage import Layers
-from kfac._curvature import Curvature, value_grad_and_curvature
-from kfac._systems import Form
 from kfac._trees import flatten
+from kfac.curvature._blocks import Block
+from kfac.curvature._coverage import Layers
+from kfac.curvature._gather import Curvature, value_grad_and_curvature
+from kfac.solve import _solvers as solver
+from kfac.solve import _systems as systems
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Key, PyTree
@@ -162,7 +161,7 @@ def _check(
     damping: float | Array,
     key: Array,
 ) -> dict[str, Array]:
-    (exact,) = systems.build(curvature, params, {block.name: Form("exact")})
+    (exact,) = systems.build(curvature, params, {block.name: "exact"})
     b = exact.pack(systems.lanes_of(block, grads))
     flat = solver.lane_flatten(b)[0]
     u = exact.example_gradients()
@@ -208,7 +207,7 @@ def _check(
 def _kron_solution(
     block: Block, curvature: Curvature, params: dict, b: PyTree, damping: float | Array
 ) -> PyTree:
-    form = Form("factors" if block.factored else "kron")
+    form = "factors" if block.factored else "kron"
     factors = systems.new_factors(block, curvature, systems.lanes_of(block, params), form)
     (system,) = systems.build(curvature, params, {block.name: form}, {block.name: factors})
     gamma = damping * system.trace(jax.random.key(0)) / block.size

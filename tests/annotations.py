@@ -12,7 +12,7 @@ import jax
 import jaxtyping
 import numpy as np
 
-from adder_flax.settings._numbers import _Number
+from adder_flax.settings._use import _Number
 from tests.processes import ROOT
 
 _UNCHECKED = ("linen",)

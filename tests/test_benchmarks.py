@@ -29,10 +29,10 @@ def test_a_benchmark_can_be_imported(module):
     [
         ("adamw", "", 2),
         ("soap", "", 10),
-        ("cg_fac", "", 10),
-        ("cg_fac", "step=rms", 5),
-        ("cg_fac", "step=rms curvature_interval=3", 15),
-        ("cg_fac", "preconditioner_interval=0", 5),
+        ("kfac", "", 5),
+        ("kfac", "step=share", 10),
+        ("kfac", "curvature_interval=3", 15),
+        ("cg_fac", "", 1),
     ],
 )
 def test_a_window_is_of_the_steps_until_all_is_renewed(name, variant, steps):

@@ -16,7 +16,7 @@ from tests.processes import ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # What the core's own requirements always bring.
-OF_THE_CORE = {"jaxlib": "jax", "ml_dtypes": "jax"}
+OF_THE_CORE = {"jaxlib": "jax", "ml_dtypes": "jax", "pydantic_core": "pydantic"}
 # Cannot be resolved beside an extra, and says so where it is imported: see pyproject.toml.
 BY_ITSELF = {"jax2onnx"}
 
@@ -93,6 +93,7 @@ def test_the_requirements_of_main_are_the_core_and_four_extras():
         ("grain", "import adder_flax.data as data; data.TrainPipeline", "data"),
         ("safetensors", "import adder_flax.interop", "interop"),
         ("matplotlib", "from adder_flax import report; report.new_figure(1, 1)", "report"),
+        ("jinja2", "from adder_flax.report import document; document.html_page('', '')", "report"),
         ("orbax", "import adder_flax.training", "train"),
         ("sklearn", "from adder_flax import data; data.load_source('digits', 'test')", "data"),
     ],

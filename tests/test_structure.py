@@ -18,7 +18,6 @@ ORDER = (
         "files",
         "packed",
         "experiments",
-        "experiment",
         "registry",
         "jaxprs",
         "recorder",
@@ -32,6 +31,7 @@ ORDER = (
     *(
         "tasks",
         "interop",
+        "experiment",
         "training",
         "report",
         "predict",

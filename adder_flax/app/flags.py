@@ -10,11 +10,11 @@ from adder_flax.extras import needs
 with needs("train"):
     from absl import app, flags, logging
 
-from adder_flax import experiment, packed, settings
+from adder_flax import experiment, settings
 from adder_flax.errors import RunError
 
 with needs("train"):
-    from ml_collections import ConfigDict, config_flags
+    from ml_collections import config_flags
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config",
@@ -196,22 +196,8 @@ class _ExperimentParser(flags.ArgumentParser):
 
     def parse(self, path: str):
         config = experiment.load_experiment(path)
-        if path.endswith(".json") or packed.NAME in path:
-            config = _of_this_version(config)
         config.lock()
         return config
-
-
-def _of_this_version(config: ConfigDict) -> ConfigDict:
-    """Returns what a run or a comparison left, as configuration.
-
-    Fields that have been added since are at their defaults.
-    """
-    from adder_flax import models, tasks  # noqa: F401 - they register the settings of theirs
-
-    if "base" in config:
-        return ConfigDict(settings.completed_comparison(config.to_dict()))
-    return ConfigDict(settings.completed(settings.RunSettings, config.to_dict()))
 
 
 def _parse_flags(argv: list[str]) -> list[str]:

@@ -459,7 +459,7 @@ def _folder_writer(run: training.Run, model: Any, path: Path, step: int) -> Call
             "task": run.settings.task.name,
         },
         usage=_LOAD_FOLDER.format(folder=path.name),
-        distilled=getattr(model, "prefix_tokens", 0) == 2,
+        distilled=getattr(model, "head_dist", None) is not None,
     )
     return functools.partial(
         interop.save_folder,

@@ -23,6 +23,7 @@ from adder_flax.settings import (
     RunSettings,
     SettingsError,
     completed,
+    filled,
     read,
 )
 from adder_flax.training.fingerprint import OPERATIONAL_FIELDS, flatten_config, with_defaults
@@ -203,7 +204,7 @@ class Plan:
             for section in sections:
                 inside = inside.setdefault(section, {})
             inside[field] = value
-        return config
+        return filled(RunSettings, config)
 
     def _check_steps(self) -> None:
         for arm in self.arms.values():

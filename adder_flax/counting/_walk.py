@@ -1,7 +1,4 @@
-"""Walks a jaxpr and counts the arithmetic of its equations.
-
-``operations.py`` is the public face.
-"""
+"""Walks a jaxpr and counts the arithmetic of its equations for ``operations.py``."""
 
 import math
 from collections import Counter
@@ -22,94 +19,48 @@ ROOT = "roots"
 L1 = "l1_elements"
 KINDS = (ADD, MULTIPLY, COMPARE, EXPONENTIAL, DIVIDE, ROOT)
 
+
+def _of(kind: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), kind)
+
+
 # One operation of this kind per element of the result.
 _ELEMENTWISE = {
-    **dict.fromkeys(("add", "sub", "add_any"), ADD),
-    **dict.fromkeys(("mul", "square"), MULTIPLY),
-    **dict.fromkeys(
-        ("max", "min", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "le_to", "lt_to"), COMPARE
-    ),
-    **dict.fromkeys(("sign", "is_finite", "floor", "ceil", "round", "nextafter"), COMPARE),
-    **dict.fromkeys(("exp", "exp2", "expm1", "log", "log1p", "logistic", "pow"), EXPONENTIAL),
-    **dict.fromkeys(
-        ("tanh", "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "erf_inv"), EXPONENTIAL
-    ),
-    **dict.fromkeys(("sin", "cos", "tan", "asin", "acos", "atan", "atan2"), EXPONENTIAL),
-    **dict.fromkeys(("lgamma", "digamma", "bessel_i0e", "bessel_i1e"), EXPONENTIAL),
-    **dict.fromkeys(("div", "rem"), DIVIDE),
-    **dict.fromkeys(("sqrt", "rsqrt", "cbrt"), ROOT),
+    **_of(ADD, "add sub add_any"),
+    **_of(MULTIPLY, "mul square"),
+    **_of(COMPARE, "max min eq ne lt le gt ge eq_to le_to lt_to"),
+    **_of(COMPARE, "sign is_finite floor ceil round nextafter"),
+    **_of(EXPONENTIAL, "exp exp2 expm1 log log1p logistic pow"),
+    **_of(EXPONENTIAL, "tanh sinh cosh asinh acosh atanh erf erfc erf_inv"),
+    **_of(EXPONENTIAL, "sin cos tan asin acos atan atan2"),
+    **_of(EXPONENTIAL, "lgamma digamma bessel_i0e bessel_i1e"),
+    **_of(DIVIDE, "div rem"),
+    **_of(ROOT, "sqrt rsqrt cbrt"),
 }
 
 # One operation of this kind per element of the first operand: a reduction fills an accumulator that
 # starts empty, so K terms are K additions, as published multiply-accumulate counts have it.
 _REDUCTIONS = {
-    **dict.fromkeys(
-        ("reduce_sum", "cumsum", "psum", "psum2", "psum_invariant", "reduce_scatter"), ADD
-    ),
-    **dict.fromkeys(("reduce_prod", "cumprod"), MULTIPLY),
-    **dict.fromkeys(("reduce_max", "reduce_min", "argmax", "argmin", "cummax", "cummin"), COMPARE),
-    **dict.fromkeys(("pmax", "pmin"), COMPARE),
+    **_of(ADD, "reduce_sum cumsum psum psum2 psum_invariant reduce_scatter"),
+    **_of(MULTIPLY, "reduce_prod cumprod"),
+    **_of(COMPARE, "reduce_max reduce_min argmax argmin cummax cummin pmax pmin"),
 }
 
 # The result is the operand seen through other strides: nothing moves.
-_VIEWS = frozenset(
-    ("reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "stop_gradient", "name")
-    + (
-        "optimization_barrier",
-        "copy_p",
-        "pvary",
-        "reduce_precision",
-        "sharding_constraint",
-        "mesh_cast",
-    )
+_VIEWS = _of(
+    "view",
+    "reshape broadcast_in_dim squeeze expand_dims transpose stop_gradient name copy_p pvary "
+    "optimization_barrier reduce_precision sharding_constraint mesh_cast",
 )
 
 # Sign bits, selections and data movement: no arithmetic.
-_FREE = _VIEWS | frozenset(
-    (
-        "neg",
-        "abs",
-        "real",
-        "imag",
-        "conj",
-        "complex",
-        "copy",
-        "convert_element_type",
-        "bitcast_convert_type",
-    )
-    + (
-        "select_n",
-        "slice",
-        "dynamic_slice",
-        "dynamic_update_slice",
-        "gather",
-        "scatter",
-        "concatenate",
-    )
-    + (
-        "pad",
-        "rev",
-        "iota",
-        "split",
-        "and",
-        "or",
-        "not",
-        "xor",
-        "shift_left",
-        "shift_right_logical",
-        "empty",
-    )
-    + ("shift_right_arithmetic", "population_count", "clz", "reduce_and", "reduce_or", "reduce_xor")
-    + (
-        "all_gather",
-        "all_gather_invariant",
-        "all_to_all",
-        "ppermute",
-        "pbroadcast",
-        "axis_index",
-        "reshard",
-    )
-    + ("device_put", "get", "swap", "program_id", "num_programs", "create_token")
+_FREE = _VIEWS | _of(
+    "free",
+    "neg abs real imag conj complex copy convert_element_type bitcast_convert_type select_n slice "
+    "dynamic_slice dynamic_update_slice gather scatter concatenate pad rev iota split empty and or "
+    "not xor shift_left shift_right_logical shift_right_arithmetic population_count clz reduce_and "
+    "reduce_or reduce_xor all_gather all_gather_invariant all_to_all ppermute pbroadcast reshard "
+    "axis_index device_put get swap program_id num_programs create_token",
 )
 
 Count = Callable[[Any], Mapping[str, int]]
@@ -117,10 +68,7 @@ KERNELS: Registry[Count] = Registry("operation count", "adder_flax.counting.decl
 
 
 class Tally:
-    """Counts while walking, per layer and (kind, dtype).
-
-    With the bytes moved and what was not counted.
-    """
+    """Counts while walking, per layer and (kind, dtype), bytes moved, and what was not counted."""
 
     def __init__(self):
         self.counts: dict[str, Counter] = {}
@@ -132,25 +80,17 @@ class Tally:
             self.counts.setdefault(layer, Counter())[kind, str(np.dtype(dtype))] += amount
 
     def merge(self, other: "Tally", times: int) -> None:
+        pairs = [(self.bytes_moved, other.bytes_moved), (self.uncounted, other.uncounted)]
         for layer, counts in other.counts.items():
-            mine = self.counts.setdefault(layer, Counter())
-            for key, amount in counts.items():
-                mine[key] += times * amount
-        for mine, theirs in (
-            (self.bytes_moved, other.bytes_moved),
-            (self.uncounted, other.uncounted),
-        ):
+            pairs.append((self.counts.setdefault(layer, Counter()), counts))
+        for mine, theirs in pairs:
             for key, amount in theirs.items():
                 mine[key] += times * amount
 
     def arithmetic(self) -> int:
         """All counted operations, to compare the branches of a conditional."""
-        return sum(
-            amount
-            for counts in self.counts.values()
-            for (kind, _), amount in counts.items()
-            if kind != L1
-        )
+        amounts = (item for counts in self.counts.values() for item in counts.items())
+        return sum(amount for (kind, _), amount in amounts if kind != L1)
 
 
 def size(variable: Any) -> int:
@@ -180,9 +120,7 @@ def walk(jaxpr: Any, tally: Tally, layer_of: Callable[[str], str], outer: str = 
     for equation in jaxpr.eqns:
         stack = jaxprs.scope(outer, equation)
         layer = layer_of(stack)
-        tally.bytes_moved[layer] += (
-            0  # every layer that is met appears, in the order of the program
-        )
+        tally.bytes_moved[layer] += 0  # every layer appears, in the order of the program
         name = _kernel_name(equation)
         declared = KERNELS.get(name) if name in KERNELS else None
         if declared is None and (inner := _inner_programs(equation)):
@@ -217,12 +155,8 @@ def _count(equation: Any, tally: Tally, layer: str) -> None:
         _count_products(equation, tally, layer, convolution_macs(equation))
     elif name == "integer_pow":
         power = abs(params["y"])
-        tally.add(
-            layer,
-            MULTIPLY,
-            out.aval.dtype,
-            size(out) * (power.bit_length() + power.bit_count() - 2) * (power > 0),
-        )
+        products = (power.bit_length() + power.bit_count() - 2) * (power > 0)
+        tally.add(layer, MULTIPLY, out.aval.dtype, size(out) * products)
         tally.add(layer, DIVIDE, out.aval.dtype, size(out) * (params["y"] < 0))
     elif name == "clamp":
         tally.add(layer, COMPARE, out.aval.dtype, 2 * size(out))
@@ -236,13 +170,9 @@ def _count(equation: Any, tally: Tally, layer: str) -> None:
         kind = ADD if name.endswith("sum") else COMPARE
         tally.add(layer, kind, out.aval.dtype, size(out) * math.prod(params["window_dimensions"]))
     elif name in ("sort", "top_k"):
-        length = equation.invars[0].aval.shape[params.get("dimension", -1)]
-        tally.add(
-            layer,
-            COMPARE,
-            equation.invars[0].aval.dtype,
-            size(equation.invars[0]) * max(length - 1, 0).bit_length(),
-        )
+        aval = equation.invars[0].aval
+        rounds = max(aval.shape[params.get("dimension", -1)] - 1, 0).bit_length()
+        tally.add(layer, COMPARE, aval.dtype, size(equation.invars[0]) * rounds)
     elif name not in _FREE:
         tally.uncounted[_kernel_name(equation)] += 1
 
@@ -254,10 +184,7 @@ def _count_products(equation: Any, tally: Tally, layer: str, macs: int) -> None:
 
 
 def dot_general_macs(equation: Any) -> int:
-    """Multiply-accumulates of a ``dot_general``.
-
-    Elements of the result times the contracted extent.
-    """
+    """Multiply-accumulates of a ``dot_general``: elements of the result times contracted extent."""
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
     return size(equation.outvars[0]) * math.prod(shape[axis] for axis in contracted)
@@ -285,9 +212,8 @@ def convolution_macs(equation: Any) -> int:
 def _walk_inner(
     equation: Any, inner: list, tally: Tally, layer_of: Callable[[str], str], stack: str
 ) -> None:
-    """Loops count as often as they run, a sharded map on all devices.
-
-    A conditional counts as its dearest branch.
+    """Loops count as often as they run, a sharded map on all devices, a conditional as its dearest
+    branch.
     """
     name, params = equation.primitive.name, equation.params
     parts = []
@@ -316,39 +242,30 @@ def _walk_inner(
 
 
 def _kernel_name(equation: Any) -> str:
-    """Name under which a kernel is declared.
-
-    The FFI target, the Pallas kernel's name, or the primitive's.
-    """
+    """Name under which a kernel is declared: of the FFI target, Pallas kernel or primitive."""
     params = equation.params
     if "target_name" in params:
         return str(params["target_name"])
     if equation.primitive.name == "pallas_call":
-        return str(
-            params.get("name") or getattr(params.get("name_and_src_info"), "name", "pallas_call")
-        )
+        source = params.get("name_and_src_info")
+        return str(params.get("name") or getattr(source, "name", "pallas_call"))
     return equation.primitive.name
 
 
 def _l1_distances(jaxpr: Any) -> dict[int, tuple]:
-    """Sums of absolute differences, by the id of the sum's equation.
-
-    Values are (sum, absolute value, difference).
-    """
+    """By the id of the sum of an L1 distance, the equations (absolute value, difference) in it."""
     producer = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
-    found = {}
-    for total in jaxpr.eqns:
-        if (
-            total.primitive.name != "reduce_sum"
-            or (absolute := producer.get(total.invars[0])) is None
-        ):
-            continue
-        if absolute.primitive.name != "abs" or _is_literal(absolute.invars[0]):
-            continue
-        difference = producer.get(absolute.invars[0])
-        if difference is not None and difference.primitive.name == "sub":
-            found[id(total)] = (total, absolute, difference)
-    return found
+
+    def source(equation: Any, name: str) -> Any:
+        """The equation of that name whose result is the first operand, if it is one."""
+        operand = None if equation is None else equation.invars[0]
+        made = None if operand is None or _is_literal(operand) else producer.get(operand)
+        return made if made is not None and made.primitive.name == name else None
+
+    sums = (equation for equation in jaxpr.eqns if equation.primitive.name == "reduce_sum")
+    terms = {id(total): source(total, "abs") for total in sums}
+    found = {total: (absolute, source(absolute, "sub")) for total, absolute in terms.items()}
+    return {total: pair for total, pair in found.items() if pair[1] is not None}
 
 
 class _Traffic:
@@ -360,8 +277,8 @@ class _Traffic:
     """
 
     def __init__(self, l1: dict[int, tuple]):
-        self._operands = {key: difference.invars for key, (_, _, difference) in l1.items()}
-        self._fused = {id(equation) for _, *terms in l1.values() for equation in terms}
+        self._operands = {key: difference.invars for key, (_, difference) in l1.items()}
+        self._fused = {id(equation) for terms in l1.values() for equation in terms}
         self._behind: dict[Any, int] = {}
 
     def of(self, equation: Any) -> int:
@@ -374,11 +291,8 @@ class _Traffic:
         return read + sum(nbytes(v) for v in equation.outvars)
 
     def _read(self, variable: Any) -> int:
-        return (
-            nbytes(variable)
-            if _is_literal(variable)
-            else self._behind.get(variable, nbytes(variable))
-        )
+        own = nbytes(variable)
+        return own if _is_literal(variable) else self._behind.get(variable, own)
 
 
 def _is_literal(variable: Any) -> bool:

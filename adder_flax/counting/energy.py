@@ -64,24 +64,10 @@ _COMPOSITION = {
 
 HOROWITZ_45NM = EnergyTable(
     name="45 nm, 0.9 V (Horowitz, ISSCC 2014)",
-    addition={
-        "float32": 0.9,
-        "float16": 0.4,
-        "bfloat16": 0.4,
-        "int32": 0.1,
-        "uint32": 0.1,
-        "int8": 0.03,
-        "uint8": 0.03,
-    },
-    multiplication={
-        "float32": 3.7,
-        "float16": 1.1,
-        "bfloat16": 1.1,
-        "int32": 3.1,
-        "uint32": 3.1,
-        "int8": 0.2,
-        "uint8": 0.2,
-    },
+    addition={"float32": 0.9, "float16": 0.4, "bfloat16": 0.4}
+    | {"int32": 0.1, "uint32": 0.1, "int8": 0.03, "uint8": 0.03},
+    multiplication={"float32": 3.7, "float16": 1.1, "bfloat16": 1.1}
+    | {"int32": 3.1, "uint32": 3.1, "int8": 0.2, "uint8": 0.2},
     # Per 64-bit word: 10 pJ, 20 pJ, 100 pJ; for DRAM the lower end of 1.3 to 2.6 nJ.
     memory={"8 KB cache": 10 / 8, "32 KB cache": 20 / 8, "1 MB cache": 100 / 8, "DRAM": 1300 / 8},
 )
@@ -132,9 +118,8 @@ def energy(operations: Operations, table: EnergyTable = HOROWITZ_45NM) -> Energy
     joules: dict[str, float] = {}
     for (kind, dtype), number in operations.counts.items():
         if kind in _COMPOSITION:
-            joules[kind] = (
-                joules.get(kind, 0.0) + number * table.picojoules(kind, dtype) * PICOJOULE
-            )
+            more = number * table.picojoules(kind, dtype) * PICOJOULE
+            joules[kind] = joules.get(kind, 0.0) + more
     least, most = operations.bytes_at_boundary or 0, operations.bytes_moved
     memory = {
         level: (least * pj * PICOJOULE, most * pj * PICOJOULE) for level, pj in table.memory.items()

@@ -1,7 +1,5 @@
 """Additions, multiplications, comparisons and exponentials of JAX functions.
 
-And the energy that they model.
-
 The usual counters know one number, the FLOP or the multiply-accumulate, in which an addition weighs
 as much as a multiplication. Here the jaxpr of a function is walked and every kind is counted by
 itself, layer by layer and number type by number type. Nothing is computed: arguments are replaced
@@ -65,10 +63,7 @@ class Operations:
 
     @property
     def multiplications(self) -> int:
-        """Multiplications.
-
-        Those of matrix products and convolutions are their multiply-accumulates.
-        """
+        """Multiplications; of matrix products and convolutions their multiply-accumulates."""
         return self._sum(_walk.MULTIPLY)
 
     @property
@@ -93,10 +88,7 @@ class Operations:
 
     @property
     def l1_elements(self) -> int:
-        """Terms |x − w| summed into L1 distances.
-
-        The adder's counterpart of multiply-accumulates.
-        """
+        """Terms |x − w| summed into L1 distances, the adder's multiply-accumulates."""
         return self._sum(_walk.L1)
 
     def with_one_addition_per_l1_element(self) -> "Operations":
@@ -152,21 +144,15 @@ def count_operations(fn: Callable, *args: Any) -> Operations:
       (30, 30)
       >>> from adder_flax.ops import adder_matmul
       >>> counted = count_operations(adder_matmul, x, w)
-      >>> (
-      ...     counted.multiplications,
-      ...     counted.additions,
-      ...     counted.with_one_addition_per_l1_element().additions,
-      ... )
-      (0, 60, 30)
+      >>> counted.additions, counted.with_one_addition_per_l1_element().additions
+      (60, 30)
     """
     closed, _ = recorder.trace(fn, *args)
     tally = _walk.Tally()
     _walk.walk(closed.jaxpr, tally, _layer_name)
     layers = {
-        name: Operations(
-            counts=dict(tally.counts.get(name, {})), bytes_moved=tally.bytes_moved[name]
-        )
-        for name in tally.bytes_moved
+        name: Operations(dict(tally.counts.get(name, {})), moved)
+        for name, moved in tally.bytes_moved.items()
     }
     boundary = [*closed.jaxpr.invars, *closed.jaxpr.constvars, *closed.jaxpr.outvars]
     return dataclasses.replace(
@@ -188,17 +174,13 @@ def declare_operations(kernel: str, count: Callable[[Any], Mapping[str, int]]) -
       ValueError: another function counts this kernel.
 
     Example:
+      >>> count = lambda equation: {"additions": equation.outvars[0].aval.size}
       >>> with _walk.KERNELS.temporary():
-      ...     declare_operations(
-      ...         "my_kernel", lambda equation: {"additions": equation.outvars[0].aval.size}
-      ...     )
+      ...     declare_operations("my_kernel", count)
     """
     _walk.KERNELS.register(kernel, count)
 
 
 def _layer_name(scopes: str) -> str:
-    """Innermost module path among an equation's named scopes.
-
-    Followed by the scopes opened inside of it.
-    """
+    """Innermost module path among an equation's named scopes, and the scopes inside of it."""
     return ".".join(part for part in recorder.module_path(scopes) if part)

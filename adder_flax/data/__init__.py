@@ -1,4 +1,7 @@
-"""Data sources, the host pipeline and on-device augmentation."""
+"""Data sources, the host pipeline and on-device augmentation.
+
+Each augmentation by itself is in `adder_flax.data.augmentation`, ``operations`` and ``policies``.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -22,89 +25,43 @@ from adder_flax.data._source import (
 from adder_flax.data._statistics import channel_statistics
 
 if TYPE_CHECKING:
-    from adder_flax.data._augment import (
-        augment,
-        color_jitter,
-        hue_jitter,
-        mix,
-        normalize,
-        random_crop,
-        random_erase,
-        random_flip,
-        random_resized_crop,
-        resize_boxes,
-        smooth_one_hot,
-        turn_hue,
-    )
-    from adder_flax.data._operations import (
-        OPERATIONS,
-        choose_operation,
-        gaussian_blur,
-        grayscale,
-        image_operation,
-    )
     from adder_flax.data._pipeline import EvalPipeline, TrainPipeline, usable_cores
-    from adder_flax.data._policies import operation_arguments, rand_augment, three_augment
+    from adder_flax.data.augmentation import augment, normalize
 
 # Imported when asked for: an experiment file asks what is known of a data set, and a mistake in it
 # is answered without waiting for JAX and grain.
 _LATER = {
-    name: f"adder_flax.data.{module}"
-    for module, names in {
-        "_augment": "augment color_jitter hue_jitter mix normalize random_crop random_erase "
-        "random_flip random_resized_crop resize_boxes smooth_one_hot turn_hue",
-        "_operations": "OPERATIONS choose_operation gaussian_blur grayscale image_operation",
-        "_pipeline": "EvalPipeline TrainPipeline usable_cores",
-        "_policies": "operation_arguments rand_augment three_augment",
-    }.items()
-    for name in names.split()
+    **dict.fromkeys(("augment", "normalize"), "adder_flax.data.augmentation"),
+    **dict.fromkeys(("EvalPipeline", "TrainPipeline", "usable_cores"), "adder_flax.data._pipeline"),
 }
 
 __all__ = [
     "ArraySource",
     "CachedSource",
-    "SETS",
     "DataError",
     "DataSet",
     "EVAL_CROP_RATIO",
     "EncodedSource",
     "EvalPipeline",
     "ImageSource",
-    "require_kind",
     "LabelSetSource",
-    "OPERATIONS",
+    "SETS",
     "SequenceSource",
     "Source",
     "TrainPipeline",
     "UnreadableRecordError",
     "augment",
     "channel_statistics",
-    "choose_operation",
-    "color_jitter",
     "describe",
-    "gaussian_blur",
-    "grayscale",
-    "hue_jitter",
-    "image_operation",
     "load_or_imitate",
     "load_source",
-    "mix",
     "normalize",
-    "operation_arguments",
-    "rand_augment",
-    "random_crop",
-    "random_erase",
-    "random_flip",
-    "random_resized_crop",
     "read_image",
     "register_source",
-    "resize_boxes",
+    "require_kind",
     "resized_side",
     "resolve_split",
     "shared_records",
-    "smooth_one_hot",
-    "three_augment",
-    "turn_hue",
     "usable_cores",
     "with_label_sets",
 ]
@@ -113,8 +70,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(importlib.import_module(_LATER[name]), name)
-    return value
+    return getattr(importlib.import_module(_LATER[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,4 @@
-"""The embedded data set: scikit-learn's 1,797 handwritten digits.
-
-They are read without importing scikit-learn.
+"""The embedded data set: scikit-learn's 1,797 handwritten digits, read without importing it.
 
 Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
 Repository, 1998.
@@ -9,8 +7,6 @@ Repository, 1998.
 from __future__ import annotations
 
 import gzip
-import importlib.util
-import pathlib
 from typing import Any
 
 import numpy as np
@@ -18,7 +14,7 @@ from jaxtyping import Bool, Int, UInt8
 
 from adder_flax.data._registry import DataSet, register_source
 from adder_flax.data._source import ArraySource, DataError
-from adder_flax.extras import missing
+from adder_flax.extras import missing, wheel_folders
 
 SPLITS = ("train", "test")
 TEST_FRACTION = 360 / 1797
@@ -78,16 +74,11 @@ def stratified_test_mask(
 
 
 def _read_csv() -> tuple[UInt8[np.ndarray, "records 8 8 1"], Int[np.ndarray, " records"]]:
-    # find_spec does not run scikit-learn's __init__, which takes longer than everything else in
-    # this module (1 to 2 s).
-    spec = importlib.util.find_spec("sklearn")
-    if spec is None or not spec.submodule_search_locations:
+    # Importing scikit-learn takes longer than everything else in this module (1 to 2 s).
+    folder = next(wheel_folders("sklearn"), None)
+    if folder is None:
         raise missing("scikit-learn, which has the digits", "data")
-    path = pathlib.Path(spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
-    if not path.is_file():
-        raise DataError(
-            f"Expected scikit-learn's digits, got no file {path}. Install scikit-learn again."
-        )
+    path = folder / "datasets" / "data" / "digits.csv.gz"
     with gzip.open(path) as file:
         table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
     images = np.rint(table[:, :64] * (255 / 16)).astype(np.uint8)
@@ -95,13 +86,5 @@ def _read_csv() -> tuple[UInt8[np.ndarray, "records 8 8 1"], Int[np.ndarray, " r
 
 
 register_source(
-    DataSet(
-        "digits",
-        load_digits,
-        SPLITS,
-        (8, 8, 1),
-        10,
-        statistics=((0.3053,), (0.3757,)),
-        kind="characters",
-    )
+    DataSet("digits", load_digits, SPLITS, (8, 8, 1), 10, ((0.3053,), (0.3757,)), "characters")
 )

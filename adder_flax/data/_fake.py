@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import UInt8
 
 from adder_flax.data._registry import DataSet, register_source
 from adder_flax.data._source import DataError, ImageSource
@@ -14,14 +14,11 @@ SPLITS = ("train", "test")
 
 
 class FakeSource(ImageSource):
-    """Uniform noise.
-
-    Record i is a function of (split, i) alone and nothing is stored, so `num_examples` may be any
-    number.
+    """Uniform noise: record i is a function of (split, i) alone, and nothing is stored.
 
     >>> source = FakeSource("train", image_shape=(4, 4, 3), num_classes=10, num_examples=100)
-    >>> source[7]["image"].shape, 0 <= source[7]["label"] < 10
-    ((4, 4, 3), True)
+    >>> source[7]["image"].shape, int(source[7]["label"])
+    ((4, 4, 3), 7)
 
     Args:
         split: ``"train"`` or ``"test"``.
@@ -46,24 +43,19 @@ class FakeSource(ImageSource):
         self._length = num_examples if split == "train" else max(num_examples // 4, 1)
         self.image_shape = image_shape
         self.label_names = tuple(str(label) for label in range(num_classes))
-        self.unreadable = {}
 
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        index = self._checked(index)
-        rng = np.random.default_rng((self.splits.index(self.split), index))
-        image = np.frombuffer(rng.bytes(int(np.prod(self.image_shape))), np.uint8).reshape(
-            self.image_shape
-        )
-        return {"image": image, "label": index % self.num_classes}
+    def read(self, indices, seeds=None, map_function=map):
+        labels = np.asarray(indices, np.int32) % self.num_classes
+        images = np.stack(list(map_function(self._image, indices)))
+        return {"image": images, "label": labels}, np.ones(len(indices), bool)
 
-    def gather(self, indices: Sequence[int] | np.ndarray, crop_seeds=None, map_function=map):
-        del crop_seeds
-        records = list(map_function(self.__getitem__, indices))
-        images = np.stack([record["image"] for record in records])
-        return images, np.array([record["label"] for record in records], np.int32)
+    def _image(self, index: int) -> UInt8[np.ndarray, "height width channel"]:
+        rng = np.random.default_rng((self.splits.index(self.split), index))
+        size = int(np.prod(self.image_shape))
+        return np.frombuffer(rng.bytes(size), np.uint8).reshape(self.image_shape)
 
 
 def load_fake(
@@ -81,12 +73,7 @@ def load_fake(
 
 
 # The standard deviation of whole numbers 0..255 that are equally likely.
+_OPTIONS = ("num_classes", "num_examples", "channels")
 register_source(
-    DataSet(
-        "fake",
-        load_fake,
-        SPLITS,
-        statistics=((0.5,), (0.2898,)),
-        options=("num_classes", "num_examples", "channels"),
-    )
+    DataSet("fake", load_fake, SPLITS, statistics=((0.5,), (0.2898,)), options=_OPTIONS)
 )

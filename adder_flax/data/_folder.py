@@ -1,18 +1,124 @@
-"""A folder of images: root/<split>/<class>/<image>, the layout of ImageNet on most disks."""
+"""Folders of encoded images of any size: <split>/<class>/<image>, or named by <split>.csv.
+
+The first is the layout of ImageNet on most disks. What the folders of other modules share with
+these two is here too.
+"""
 
 from __future__ import annotations
 
+import csv
 import os
 import pathlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from absl import logging
 
 from adder_flax.data import _images
-from adder_flax.data._collection import reference_split, register_collection
-from adder_flax.data._source import DataError
+from adder_flax.data._registry import DataSet, register_source, resolve_split
+from adder_flax.data._source import DataError, EncodedSource
 from adder_flax.text import printable
+
+
+def register_collection(name: str, open_folder: Callable[[str], Any], what: str) -> None:
+    """Adds a data set that is read from a folder.
+
+    Args:
+        name: what ``config.data.name`` calls it.
+        open_folder: opens the folder that ``config.data.data_dir`` names: what it gives has
+            ``splits``, the ``label_names`` of classes by number, and ``records(split)``.
+        what: the folder, in the words of a message.
+    """
+
+    def load(
+        split: str,
+        *,
+        name: str,
+        data_dir: str | None = None,
+        image_size: int | None = None,
+        **options: Any,
+    ) -> EncodedSource:
+        if data_dir is None:
+            raise DataError(f"Expected data_dir=<{what}> for data set {name!r}, got none.")
+        if image_size is None:
+            raise DataError(
+                f"Expected image_size for data set {name!r}, whose images may vary in size, got "
+                "none."
+            )
+        if not pathlib.Path(data_dir).is_dir():
+            raise DataError(f"Expected data_dir=<{what}>, got {data_dir!r}, which is no folder.")
+        found = open_folder(data_dir)
+        split = resolve_split(split, found.splits)
+        if split not in found.splits:
+            raise DataError(
+                f"Expected a split out of {tuple(found.splits)} in {printable(data_dir)}, got "
+                f"{split!r}."
+            )
+        shape = (image_size, image_size, 3)
+        return EncodedSource(
+            *(name, split, found.splits, found.records(split), found.label_names, shape),
+            crops_on_host=True,
+            **options,
+        )
+
+    load.__qualname__ = f"load_{name}"  # by which a second registration is known
+    register_source(DataSet(name, load))
+
+
+def reference_split(splits: Sequence[str]) -> str:
+    """The split whose labels are the classes: that of training, where there is one."""
+    return "train" if "train" in splits else splits[0]
+
+
+def classes_of(labels: Iterable[str]) -> list[str]:
+    """The classes that some labels name, in the order of their numbers or their letters.
+
+    >>> classes_of(["10", "2", "2"]), classes_of(["dog", "10"])
+    (['2', '10'], ['10', 'dog'])
+    """
+    found = set(labels)
+    return sorted(found, key=int if all(label.isdecimal() for label in found) else None)
+
+
+def numbered(
+    labels: Iterable[str], classes: Sequence[str], place: str, reference: str
+) -> list[int]:
+    """The position of each label of ``place`` among the classes of the split ``reference``.
+
+    Raises:
+        DataError: one is none of them.
+    """
+    numbers = {name: number for number, name in enumerate(classes)}
+    labels = list(labels)
+    if unknown := sorted(set(labels) - numbers.keys()):
+        raise DataError(
+            f"Expected only labels of the split {printable(reference)} in {printable(place)}, got "
+            f"{unknown[:3]} ({len(unknown)} unknown in all). Correct them."
+        )
+    return [numbers[label] for label in labels]
+
+
+class FolderRecords:
+    """Image files and their labels."""
+
+    def __init__(self, files: Sequence[tuple[str, int]]):
+        self._files = files
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> tuple[bytes, int]:
+        path, label = self._files[index]
+        return pathlib.Path(path).read_bytes(), label
+
+    def file_names(self) -> list[str]:
+        """The images' paths."""
+        return [path for path, _ in self._files]
+
+    def describe(self, index: int) -> str:
+        """The image's path, fit for a terminal."""
+        return printable(self._files[index][0], limit=1000)
 
 
 class ImageFolder:
@@ -26,7 +132,7 @@ class ImageFolder:
         root: the folder that holds the splits.
 
     Raises:
-        DataError: no such folder, or no split or fewer than two classes in it.
+        DataError: no split or fewer than two classes in it.
     """
 
     def __init__(self, root: str | pathlib.Path):
@@ -51,13 +157,9 @@ class ImageFolder:
         """The images of a split, in the order of their paths.
 
         Raises:
-            DataError: no such split, a class that train lacks or that train has no image of, an
-                image outside the classes' folders, or no image.
+            DataError: a class that train lacks or that train has no image of, an image outside the
+                classes' folders, or no image.
         """
-        if split not in self.splits:
-            raise DataError(
-                f"Expected a split out of {self.splits} in {self._shown}, got {split!r}."
-            )
         shown = f"{self._shown}/{printable(split)}"
         names = self._class_names(split)
         if unknown := sorted(set(names) - set(self._classes)):
@@ -66,7 +168,8 @@ class ImageFolder:
                 f"got {unknown[:3]} ({len(unknown)} unknown in all). Add these folders to "
                 f"{printable(self._reference)}, or remove them."
             )
-        if stray := self._files_in_place_of_classes(split):
+        beside = (e.name for e in _entries(self.root / split) if not e.is_dir())
+        if stray := sorted(filter(_is_image, beside)):
             raise DataError(
                 f"Expected images in {shown}/<class>/, got the file {stray[0]!r} beside the "
                 f"classes' folders ({len(stray)} such files in all). Move them into the folders of "
@@ -98,59 +201,10 @@ class ImageFolder:
             )
         return names
 
-    def _files_in_place_of_classes(self, split: str) -> list[str]:
-        names = {entry.name for entry in _entries(self.root / split) if not _leads_to_folder(entry)}
-        return sorted(name for name in names if _is_image(name) or name in self._classes)
-
-
-class FolderRecords:
-    """Image files and their labels."""
-
-    def __init__(self, files: Sequence[tuple[str, int]]):
-        self._files = files
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def __getitem__(self, index: int) -> tuple[bytes, int]:
-        path, label = self._files[index]
-        return _images.read_encoded(path), label
-
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[bytes, int]]:
-        return [self[index] for index in indices]
-
-    def path(self, index: int) -> pathlib.Path:
-        """The image's path."""
-        return pathlib.Path(self._files[index][0])
-
-    def file_names(self) -> list[str]:
-        """The images' paths."""
-        return [path for path, _ in self._files]
-
-    def describe(self, index: int) -> str:
-        """The image's path, fit for a terminal."""
-        return printable(self._files[index][0], limit=1000)
-
 
 def _entries(folder: str | pathlib.Path) -> list[os.DirEntry]:
-    try:
-        with os.scandir(folder) as entries:
-            return [entry for entry in entries if not _is_hidden(entry.name)]
-    except OSError as error:
-        raise DataError(
-            f"Expected a folder that can be read, got {str(folder)!r}: {error.strerror}."
-        ) from error
-
-
-def _leads_to_folder(entry: os.DirEntry) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link that leads to itself
-        return False
-
-
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".") and bool(name.strip("."))
+    with os.scandir(folder) as entries:
+        return [entry for entry in entries if not entry.name.startswith(".")]
 
 
 def _is_image(name: str) -> bool:
@@ -158,30 +212,79 @@ def _is_image(name: str) -> bool:
 
 
 def _folders_in(folder: pathlib.Path) -> list[str]:
-    return sorted(entry.name for entry in _entries(folder) if _leads_to_folder(entry))
+    return sorted(entry.name for entry in _entries(folder) if entry.is_dir())
 
 
 def _images_in(folder: pathlib.Path, left_out: Counter[str]) -> list[str]:
-    """Paths of the images in a folder and the folders in it; links may lead round in a circle.
-
-    Of other files the kinds are counted.
-    """
-    found, waiting, seen = [], [str(folder)], set()
-    while waiting:
-        place = waiting.pop()
-        status = os.stat(place)
-        if (status.st_dev, status.st_ino) in seen:
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        for entry in _entries(place):
-            if _leads_to_folder(entry):
-                waiting.append(entry.path)
-            elif _is_image(entry.name):
-                found.append(entry.path)
-            else:
-                ending = os.path.splitext(entry.name)[1].lower()
-                left_out[printable(ending, 20) or "without an ending"] += 1
+    """Paths of the images in a folder and those in it; of other files the kinds are counted."""
+    found = []
+    for entry in _entries(folder):
+        if entry.is_dir():
+            found += _images_in(pathlib.Path(entry.path), left_out)
+        elif _is_image(entry.name):
+            found.append(entry.path)
+        else:
+            ending = os.path.splitext(entry.name)[1].lower()
+            left_out[printable(ending, 20) or "without an ending"] += 1
     return sorted(found, key=lambda path: path.split(os.sep))
 
 
+class ImageList:
+    """The lists of a folder, <split>.csv with the columns path and label.
+
+    Paths begin at that folder, unless they are absolute.
+
+    Args:
+        root: the folder that holds them.
+
+    Raises:
+        DataError: there are none, or they lack a column.
+    """
+
+    def __init__(self, root: str | pathlib.Path):
+        self._root = pathlib.Path(root)
+        self.splits = tuple(sorted(path.stem for path in self._root.glob("*.csv")))
+        if not self.splits:
+            raise DataError(
+                f"Expected {printable(root)}/<split>.csv with the columns path and label, got no "
+                "such file. Write train.csv and val.csv."
+            )
+        self._reference = reference_split(self.splits)
+        self.label_names = classes_of(label for _, label in self._rows(self._reference))
+
+    def records(self, split: str) -> FolderRecords:
+        """The images of a split, in the order of its list.
+
+        Raises:
+            DataError: no row, or a label that training lacks.
+        """
+        rows = self._rows(split)
+        labels = numbered(
+            (label for _, label in rows), self.label_names, f"{split}.csv", self._reference
+        )
+        paths = (str(self._root / path) for path, _ in rows)
+        return FolderRecords(list(zip(paths, labels, strict=True)))
+
+    def _rows(self, split: str) -> list[tuple[str, str]]:
+        path = self._root / f"{split}.csv"
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            columns = reader.fieldnames or []
+            if not {"path", "label"} <= set(columns):
+                raise DataError(
+                    f"Expected the columns path and label in {printable(path)}, got "
+                    f"{list(columns)[:10]}. Name them in its first line."
+                )
+            rows = [(row["path"], row["label"]) for row in reader]
+        if bad := next((n for n, row in enumerate(rows, 2) if not all(row)), None):
+            raise DataError(
+                f"Expected a path and a label in each row of {printable(path)}, got none in line "
+                f"{bad}. Correct it."
+            )
+        if not rows:
+            raise DataError(f"Expected rows in {printable(path)}, got none. Add images.")
+        return rows
+
+
 register_collection("folder", ImageFolder, "root of the image folder")
+register_collection("image_list", ImageList, "folder of <split>.csv")

@@ -6,27 +6,14 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from adder_flax.data import _images
-from adder_flax.data._collection import (
-    classes_of,
-    numbered,
-    reference_split,
-    register_collection,
-)
+from adder_flax.data._folder import classes_of, numbered, reference_split, register_collection
 from adder_flax.data._source import DataError
 from adder_flax.extras import needs
 from adder_flax.text import printable
 
 
 class HuggingFaceFolder:
-    """A folder that ``datasets`` reads, with a column of images and one of labels.
-
-    Args:
-        root: the folder.
-
-    Raises:
-        DataError: it is none, or lacks such a column.
-    """
+    """A folder that ``datasets`` reads, with a column of images and one of labels."""
 
     def __init__(self, root: str | pathlib.Path):
         with needs("datasets"):
@@ -69,11 +56,7 @@ class HuggingFaceFolder:
         )
 
     def records(self, split: str) -> HuggingFaceRecords:
-        """The rows of a split.
-
-        Raises:
-            DataError: a label that training lacks.
-        """
+        """The rows of a split; a label that training lacks is a DataError."""
         rows = self._sets[split]
         labels = rows[self._label][:]
         if not self._named:
@@ -95,7 +78,7 @@ class HuggingFaceRecords:
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[bytes, int]]:
         images = self._rows[list(indices)][self._column]
-        encoded = [image["bytes"] or _images.read_encoded(image["path"]) for image in images]
+        encoded = [image["bytes"] or pathlib.Path(image["path"]).read_bytes() for image in images]
         return list(zip(encoded, (self._labels[i] for i in indices), strict=True))
 
     def describe(self, index: int) -> str:

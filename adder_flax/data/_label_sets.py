@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,13 +17,11 @@ from adder_flax.text import printable
 if TYPE_CHECKING:
     import jax
 
-_MOST_BYTES = 2**26  # those of ImageNet have half a megabyte
-
 
 class LabelSetSource(ImageSource):
-    """A split whose records have all labels that are right, beside the one of the set.
+    """A split whose records also have all right labels: ``"labels"``, bool (classes,).
 
-    These are ``"labels"``, bool (classes,), all False where no class of the set is to be seen.
+    They are all False where no class of the set is to be seen.
 
     >>> from adder_flax.data import ArraySource
     >>> images = np.zeros((2, 1, 1, 1), np.uint8)
@@ -37,11 +35,10 @@ class LabelSetSource(ImageSource):
     """
 
     def __init__(self, source: ImageSource, label_sets: Sequence[Sequence[int]]):
-        self.name, self.split, self.splits = source.name, source.split, source.splits
-        self.label_names, self.image_shape = source.label_names, source.image_shape
-        self.crops_on_host, self.eval_crop_ratio = source.crops_on_host, source.eval_crop_ratio
-        self.statistics = source.statistics
-        self.unreadable = source.unreadable  # the same mapping: it fills while records are read
+        fields = ("name", "split", "splits", "label_names", "image_shape", "crops_on_host")
+        # The mapping of unreadable records is the same: it fills while records are read.
+        for field in (*fields, "eval_crop_ratio", "statistics", "unreadable"):
+            setattr(self, field, getattr(source, field))
         self._source, self._label_sets = source, label_sets
 
     def __len__(self) -> int:
@@ -53,11 +50,8 @@ class LabelSetSource(ImageSource):
 
         return super().record_shapes | {"labels": jax.ShapeDtypeStruct((self.num_classes,), bool)}
 
-    def gather(self, indices, crop_seeds=None, map_function=map):
-        return self._source.gather(indices, crop_seeds, map_function)
-
     def read(self, indices, seeds=None, map_function=map):
-        arrays, readable = super().read(indices, seeds, map_function)
+        arrays, readable = self._source.read(indices, seeds, map_function)
         right = np.zeros((len(indices), self.num_classes), bool)
         for row, index in zip(right, indices, strict=True):
             row[list(self._label_sets[index])] = True
@@ -95,15 +89,12 @@ def with_label_sets(source: ImageSource, path: str | Path) -> LabelSetSource:
 
 def _read(path: str | Path, source: ImageSource) -> list[list[int]]:
     try:
-        with open(path, "rb") as stream:
-            text = stream.read(_MOST_BYTES + 1)
-        label_sets = json.loads(text) if len(text) <= _MOST_BYTES else None
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
+        label_sets = json.loads(Path(path).read_bytes())
+    except (OSError, ValueError) as error:
         raise DataError(
-            f"Expected lists of labels in JSON in {printable(path)}, got: {printable(reason)}. Get "
-            "the file again (ImageNet's is real.json of google-research/reassessed-imagenet), or "
-            "set --labels to it."
+            f"Expected lists of labels in JSON in {printable(path)}, got: "
+            f"{printable(first_line(error))}. Get the file again (ImageNet's is real.json of "
+            "google-research/reassessed-imagenet), or set --labels to it."
         ) from error
     if not isinstance(label_sets, list) or len(label_sets) != len(source):
         got = f"{len(label_sets):,}" if isinstance(label_sets, list) else "no list"
@@ -112,15 +103,12 @@ def _read(path: str | Path, source: ImageSource) -> list[list[int]]:
             f"{source.name}/{source.split} in {printable(path)}, got {got}. Set --labels or "
             "--split so that they belong together."
         )
+    known = range(source.num_classes)
     for number, labels in enumerate(label_sets):
-        if not isinstance(labels, list) or not all(_is_label(x, source) for x in labels):
+        if not isinstance(labels, list) or any(label not in known for label in labels):
             raise DataError(
                 f"Expected a list of labels in [0, {source.num_classes}) for image {number} in "
                 f"{printable(path)}, got {printable(labels, limit=80)}. Set --labels to a file for "
                 "these classes."
             )
     return label_sets
-
-
-def _is_label(value: Any, source: ImageSource) -> bool:
-    return type(value) is int and 0 <= value < source.num_classes

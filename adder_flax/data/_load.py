@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from adder_flax.data import (  # noqa: F401  each registers its set
-    _digits,
-    _folder,
-    _hugging_face,
-    _image_list,
-    _pronunciations,
-    _webdataset,
-)
+from adder_flax.data import _digits, _folder, _hugging_face, _sequences, _webdataset  # noqa: F401
 from adder_flax.data._fake import FakeSource
 from adder_flax.data._images import EVAL_CROP_RATIO
 from adder_flax.data._parts import part_of, read_part
@@ -76,23 +69,13 @@ def load_source(
     data_set = _find(name)
     for option in own_options:
         if option not in data_set.options:
-            having = [repr(other) for other in SETS if option in SETS.get(other).options] or [
-                "no set"
-            ]
-            raise DataError(
-                f"Expected {option} only for {', '.join(having)}, got it with data set {name!r}."
-            )
+            having = ", ".join(repr(s) for s in SETS if option in SETS.get(s).options) or "no set"
+            raise DataError(f"Expected {option} only for {having}, got it with data set {name!r}.")
     split, percents = read_part(split)
     if data_set.splits is not None:
         split = resolve_split(split, data_set.splits)
-    crops = {"crop_scale": crop_scale, "eval_crop_ratio": eval_crop_ratio}
-    options = {
-        "data_dir": data_dir,
-        "image_size": image_size,
-        "on_unreadable": on_unreadable,
-        **crops,
-        **own_options,
-    }
+    options = {"crop_scale": crop_scale, "eval_crop_ratio": eval_crop_ratio, **own_options}
+    options |= {"data_dir": data_dir, "image_size": image_size, "on_unreadable": on_unreadable}
     source = data_set.load(split, name=name, **options)
     side = getattr(source, "image_shape", (image_size,))[0]
     if image_size not in (None, side):
@@ -116,18 +99,14 @@ def load_or_imitate(
 ) -> Source:
     """Loads a source, or imitates a set that is not prepared here: random images in its shape.
 
-    It serves to compile a run, and to look at other images with it, on a machine that does not have
-    the data: images are cropped where the set's are. How many images the set has is not known then.
+    It serves to compile a run, and to look at other images with it, on a machine without the data.
+    How many images the set has is not known then.
 
     >>> source = load_or_imitate("imagenet2012", "train", data_dir="nowhere", image_size=224)
     >>> source.image_shape, source.num_classes, source.crops_on_host
     ((224, 224, 3), 1000, True)
 
-    Args:
-        name, split, data_dir, image_size, eval_crop_ratio, **options: as in `load_source`.
-
-    Raises:
-        DataError: as in `load_source`, but for sets that are not prepared.
+    Arguments and errors are those of `load_source`.
     """
     try:
         sizes = {"image_size": image_size, "eval_crop_ratio": eval_crop_ratio}
@@ -165,9 +144,6 @@ def describe(name: str) -> DataSet:
 
 
 def _find(name: str) -> DataSet:
-    """A registered set, or the TFDS set of this name.
-
-    TFDS's names may have a configuration and a version.
-    """
+    """A registered set, or the TFDS set of this name, configuration and version included."""
     base = name if name in SETS else base_name(name)
     return SETS.get(base) if base in SETS else DataSet(base, load_tfds)

@@ -14,9 +14,7 @@ _PART = re.compile(r"([^\[\]]+)\[(?:(\d+)%)?:(?:(\d+)%)?\]")
 
 
 def read_part(split: str) -> tuple[str, tuple[int, int] | None]:
-    """The split that a name like ``train[:90%]`` is a part of, and which percent.
-
-    None is all of it.
+    """The split that a name like ``train[:90%]`` is a part of, and which percent (None for all).
 
     >>> read_part("train[80%:]"), read_part("train")
     (('train', (80, 100)), ('train', None))
@@ -36,9 +34,7 @@ def read_part(split: str) -> tuple[str, tuple[int, int] | None]:
 
 
 def part_of(source: Source, percents: tuple[int, int]) -> Source:
-    """A part of the records of a source, as a source of its own.
-
-    It is otherwise what the whole is.
+    """A part of the records of a source, as a source of its own that is else what the whole is.
 
     Records are dealt in a fixed random order, the same for every part and on every machine: what
     lies on a disk is often sorted by class.
@@ -46,10 +42,6 @@ def part_of(source: Source, percents: tuple[int, int]) -> Source:
     >>> from adder_flax.data import load_source
     >>> len(load_source("digits", "train[:90%]")), len(load_source("digits", "train[90%:]"))
     (1293, 144)
-
-    Args:
-        source: the whole.
-        percents: from where to where.
 
     Raises:
         DataError: there is no record in it.
@@ -91,17 +83,10 @@ def _part_class(whole: Source, rows: Int[np.ndarray, " records"]) -> type[Source
         def __len__(self):
             return len(rows)
 
-        def __getitem__(self, index):
-            return whole[rows[self._checked(index)]]
+        def read(self, indices, *options):
+            return whole.read(rows[indices], *options)
 
-    name = "gather" if isinstance(whole, ImageSource) else "read"
-    of_whole = getattr(whole, name)
-    setattr(Part, name, lambda self, indices, *options: of_whole(rows[indices], *options))
     if isinstance(whole, ImageSource):
-
-        def file_names(self):
-            names = whole.file_names()
-            return [names[row] for row in rows]
-
-        setattr(Part, file_names.__name__, file_names)
+        names = lambda self: np.array(whole.file_names(), object)[rows].tolist()
+        setattr(Part, whole.file_names.__name__, names)
     return Part

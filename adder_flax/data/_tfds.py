@@ -1,13 +1,9 @@
-"""TensorFlow Datasets without TensorFlow.
-
-Sets are prepared as ArrayRecord, their images decoded by Pillow.
-"""
+"""TensorFlow Datasets without TensorFlow: prepared as ArrayRecord, images decoded by Pillow."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 import math
 import os
 import pathlib
@@ -17,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from adder_flax.data._images import MAX_PIXELS
 from adder_flax.data._registry import SETS, DataSet, register_source, resolve_split
 from adder_flax.data._source import CachedSource, DataError, EncodedSource, NotPreparedError, Source
 from adder_flax.extras import needs
@@ -34,58 +29,67 @@ CACHE_BYTES = 2**30
 154 MB)."""
 
 
-class TfdsSet:
-    """A prepared TFDS set and its splits.
-
-    Args:
-        name: TFDS name, optionally with configuration and version: ``"cifar10"``,
-            ``"imagenet2012:5.1.0"``.
-        data_dir: folder that holds the prepared sets; None for TFDS's own, which ``TFDS_DATA_DIR``
-            in the environment names (~/tensorflow_datasets).
+def load_tfds(
+    split: str,
+    *,
+    name: str,
+    data_dir: str | None = None,
+    image_size: int | None = None,
+    **options: Any,
+) -> Source:
+    """A split of a prepared TFDS set; see `load_source`.
 
     Raises:
-        DataError: unknown, not prepared, damaged, prepared in another format, or not an
-            image-classification set.
+        DataError: unknown, not prepared, damaged, prepared in another format, not an
+            image-classification set, or no such split.
     """
+    # Importing TFDS takes about half a second, which runs on other sources need not pay.
+    with needs("data"):
+        import tensorflow_datasets as tfds
 
-    def __init__(self, name: str, data_dir: str | None):
-        # Importing TFDS takes about half a second, which runs on other sources need not pay.
-        with needs("data"):
-            import tensorflow_datasets as tfds
-
-        self._name, self._data_dir = name, data_dir
-        with _whole(name, data_dir):
-            self._builder = _prepared_builder(tfds, name, data_dir)
-            self._image_key, self._label_key = _image_and_label(tfds, name, self._builder.info)
-            self._decoders = {self._image_key: tfds.decode.SkipDecoding()}
-            features = self._builder.info.features
-            self.splits = tuple(self._builder.info.splits)
-            self.image_shape: tuple[int | None, int | None, int] = features[self._image_key].shape
-            self.label_names = [printable(label) for label in features[self._label_key].names]
-            _check_names(tfds, self._builder, self._label_key)
-
-    def records(self, split: str) -> TfdsRecords:
-        """Records of a split; sub-splits such as ``"train[:90%]"`` are splits too.
-
-        Raises:
-            DataError: no such split.
-        """
-        with _whole(self._name, self._data_dir):
-            for part in split.split("+"):
-                known = part.partition("[")[0].strip()
-                if known in self.splits:
-                    check_shards(self._builder.info.splits[known])
-        try:
-            source = self._builder.as_data_source(split, decoders=self._decoders)
-        except (KeyError, ValueError) as error:
-            name = self._builder.info.full_name
-            raise DataError(
-                f"Expected a split out of {self.splits} of {name}, got {split!r}: "
-                f"{printable(error)}"
-            ) from error
-        return TfdsRecords(
-            source, self._image_key, self._label_key, f"{self._builder.data_dir}, split {split}"
+    with _whole(name, data_dir):
+        builder = _prepared_builder(tfds, name, data_dir)
+        info = builder.info
+        image_key, label_key = _image_and_label(tfds, name, info)
+        label_names = [printable(label) for label in info.features[label_key].names]
+        if (found := len(set(label_names))) != info.features[label_key].num_classes:
+            raise ValueError(
+                f"{found} names of labels where features.json declares "
+                f"{info.features[label_key].num_classes} classes"
+            )
+        for part in split.split("+"):
+            if (known := part.partition("[")[0].strip()) in info.splits:
+                _check_shards(info.splits[known])
+    height, width, channels = info.features[image_key].shape
+    stored = None if height is None or height != width else (height, height)
+    size = image_size or (stored and stored[0])
+    if size is None:
+        raise DataError(
+            f"Expected image_size for {name}, whose images are not all square and of one size, got "
+            "none."
         )
+    splits = tuple(info.splits)
+    split = resolve_split(split, splits)
+    try:
+        records = builder.as_data_source(split, decoders={image_key: tfds.decode.SkipDecoding()})
+    except (KeyError, ValueError) as error:
+        raise DataError(
+            f"Expected a split out of {splits} of {info.full_name}, got {split!r}: "
+            f"{printable(error)}"
+        ) from error
+    source = EncodedSource(
+        name,
+        split,
+        splits,
+        TfdsRecords(records, image_key, label_key, f"{builder.data_dir}, split {split}"),
+        label_names,
+        (size, size, channels),
+        crops_on_host=stored is None,
+        stored_size=stored,
+        **options,
+    )
+    small = len(source) * math.prod(source.image_shape) <= CACHE_BYTES
+    return CachedSource(source) if stored and small else source
 
 
 class TfdsRecords:
@@ -148,10 +152,7 @@ def tfds_shape(name: str, data_dir: str | None) -> tuple[tuple[int | None, int |
 
 @contextlib.contextmanager
 def _whole(name: str, data_dir: str | None) -> Iterator[None]:
-    """Tells in one message what is wrong with the files of a set.
-
-    The libraries that read them raise many kinds of errors.
-    """
+    """Tells in one message what is wrong with the files of a set, of any kind."""
     try:
         yield
     except DataError:
@@ -200,58 +201,18 @@ def sets_folder(data_dir: str | None) -> pathlib.Path:
 
 
 def _folder(name: str, data_dir: str | None) -> pathlib.Path:
-    """The folder of all versions of a set."""
     return sets_folder(data_dir) / base_name(name)
 
 
-def _check_folder(folder: pathlib.Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ValueError("a file in place of the folder")
-
-
-def _check_names(tfds: Any, builder: Any, label_key: str) -> None:
-    """Raises ValueError unless the labels' names are there, as many as the set has classes."""
-    folder = pathlib.Path(builder.data_dir)
-    names = builder.info.features[label_key].names
-    features = json.loads((folder / "features.json").read_text())
-    declared = features["featuresDict"]["features"][label_key]["classLabel"].get("numClasses")
-    if len(names) != int(declared or 0):
-        raise ValueError(
-            f"{len(names)} names of labels where features.json declares {declared} classes"
-        )
-    if len(set(names)) != len(names):
-        raise ValueError("two classes of one name")
-    # TFDS puts numbers in place of names that it cannot read. Sets without names have no file of
-    # them.
-    file = folder / f"{label_key}.labels.txt"
-    read_only = tfds.core.read_only_builder.ReadOnlyBuilder
-    written = isinstance(builder, (read_only, tfds.image_classification.Cifar10))
-    if names == [str(label) for label in range(len(names))] and (file.exists() or written):
-        stored = file.read_text(encoding="utf-8").split()
-        if stored != names:
-            raise ValueError(f"names that are not those of {len(names)} classes in {file.name}")
-
-
-def check_shards(split: Any, *, read: bool = False) -> None:
-    """Checks that every file of a split is there and holds what the set's index says.
-
-    It raises an error where one does not.
-
-    Args:
-        split: of TFDS.
-        read: also read all records, which verifies their check sums.
-    """
+def _check_shards(split: Any) -> None:
+    """Raises an error where a file of a split is missing or not as long as the set's index says."""
     with needs("data"):
         from array_record.python import array_record_module
 
     for path, length in zip(split.filepaths, split.shard_lengths, strict=True):
         reader = array_record_module.ArrayRecordReader(str(path))
-        try:
-            found = reader.num_records()
-            for start in range(0, found if read else 0, _READ_AT_ONCE):
-                reader.read(start, min(start + _READ_AT_ONCE, found))
-        finally:
-            reader.close()
+        found = reader.num_records()
+        reader.close()
         if found != length:
             raise ValueError(
                 f"{found} records in {path.name} where dataset_info.json says {length}"
@@ -260,7 +221,6 @@ def check_shards(split: Any, *, read: bool = False) -> None:
 
 def _builder(tfds: Any, name: str, data_dir: str | None) -> Any:
     folder = _folder(name, data_dir)
-    _check_folder(folder)
     try:
         return tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:
@@ -312,7 +272,7 @@ def _image_and_label(tfds: Any, name: str, info: Any) -> tuple[str, str]:
         and all(isinstance(key, str) and key in features for key in keys)
         and isinstance(features[keys[0]], tfds.features.Image)
         and features[keys[0]].np_dtype == np.uint8
-        and _is_sensible(features[keys[0]].shape)
+        and features[keys[0]].shape[-1] in (1, 3)
         and isinstance(features[keys[1]], tfds.features.ClassLabel)
     )
     if not usable:
@@ -324,79 +284,16 @@ def _image_and_label(tfds: Any, name: str, info: Any) -> tuple[str, str]:
     return keys
 
 
-def _is_sensible(shape: tuple[int | None, int | None, int]) -> bool:
-    return shape[-1] in (1, 3) and all(
-        side is None or 0 < side <= MAX_PIXELS**0.5 for side in shape[:2]
-    )
-
-
-def load_tfds(
-    split: str,
-    *,
-    name: str,
-    data_dir: str | None = None,
-    image_size: int | None = None,
-    **options: Any,
-) -> Source:
-    """A split of a prepared TFDS set; see `load_source`."""
-    prepared = TfdsSet(name, data_dir)
-    height, width, channels = prepared.image_shape
-    stored = None if height is None or height != width else (height, height)
-    size = image_size or (stored and stored[0])
-    if size is None:
-        raise DataError(
-            f"Expected image_size for {name}, whose images are not all square and of one size, got "
-            "none."
-        )
-    split = resolve_split(split, prepared.splits)
-    source = EncodedSource(
-        name,
-        split,
-        prepared.splits,
-        prepared.records(split),
-        prepared.label_names,
-        (size, size, channels),
-        crops_on_host=stored is None,
-        stored_size=stored,
-        **options,
-    )
-    small = len(source) * math.prod(source.image_shape) <= CACHE_BYTES
-    return CachedSource(source) if stored and small else source
-
-
 # Sets that are used often, so that their facts are known without TFDS. Statistics: over all pixels
 # of the train split; those of CIFAR and the two MNIST are the values in wide use.
-for _data_set in (
-    DataSet(
-        "cifar10",
-        load_tfds,
-        image_shape=(32, 32, 3),
-        num_classes=10,
-        statistics=((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    ),
-    DataSet(
-        "cifar100",
-        load_tfds,
-        image_shape=(32, 32, 3),
-        num_classes=100,
-        statistics=((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
-    ),
-    DataSet(
-        "fashion_mnist",
-        load_tfds,
-        image_shape=(28, 28, 1),
-        num_classes=10,
-        statistics=((0.2860,), (0.3530,)),
-    ),
-    DataSet(
-        "mnist",
-        load_tfds,
-        image_shape=(28, 28, 1),
-        num_classes=10,
-        statistics=((0.1307,), (0.3081,)),
-        kind="characters",
-    ),
-    DataSet("kmnist", load_tfds, image_shape=(28, 28, 1), num_classes=10, kind="characters"),
-    DataSet("svhn_cropped", load_tfds, image_shape=(32, 32, 3), num_classes=10, kind="characters"),
+_PHOTOS, _TEXT = "photographs", "characters"
+for _name, _shape, _classes, _statistics, _kind in (
+    ("cifar10", (32, 32, 3), 10, ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)), _PHOTOS),
+    ("cifar100", (32, 32, 3), 100, ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)), _PHOTOS),
+    ("fashion_mnist", (28, 28, 1), 10, ((0.2860,), (0.3530,)), _PHOTOS),
+    ("mnist", (28, 28, 1), 10, ((0.1307,), (0.3081,)), _TEXT),
+    ("kmnist", (28, 28, 1), 10, None, _TEXT),
+    ("svhn_cropped", (32, 32, 3), 10, None, _TEXT),
 ):
-    register_source(_data_set)
+    _facts: Any = (_shape, _classes, _statistics, _kind)
+    register_source(DataSet(_name, load_tfds, None, *_facts))

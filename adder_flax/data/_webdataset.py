@@ -16,12 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from adder_flax.data import _images
-from adder_flax.data._collection import (
-    classes_of,
-    numbered,
-    reference_split,
-    register_collection,
-)
+from adder_flax.data._folder import classes_of, numbered, reference_split, register_collection
 from adder_flax.data._source import DataError
 from adder_flax.text import printable
 
@@ -30,8 +25,6 @@ _NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
 
 
 class _Place(NamedTuple):
-    """Where an image lies."""
-
     path: pathlib.Path
     name: str
     start: int
@@ -39,14 +32,7 @@ class _Place(NamedTuple):
 
 
 class TarShards:
-    """The tar files of a folder; ``train-0007.tar`` and ``train/0007.tar`` are of the split train.
-
-    Args:
-        root: the folder.
-
-    Raises:
-        DataError: there are none, or a sample that is incomplete.
-    """
+    """The tar files of a folder; ``train-07.tar`` and ``train/07.tar`` are of the split train."""
 
     def __init__(self, root: str | pathlib.Path):
         self._shards: dict[str, list[pathlib.Path]] = {}
@@ -65,11 +51,7 @@ class TarShards:
         self.label_names = classes_of(label for _, label in self._samples_of(self._reference))
 
     def records(self, split: str) -> TarRecords:
-        """The samples of a split, in their order in the files.
-
-        Raises:
-            DataError: a sample is incomplete, or has a label that training lacks.
-        """
+        """The samples of a split, in their order in the files."""
         samples = self._samples_of(split)
         labels = numbered((label for _, label in samples), self.label_names, split, self._reference)
         return TarRecords([place for place, _ in samples], labels)
@@ -93,14 +75,9 @@ class TarRecords:
 
     def __getitem__(self, index: int) -> tuple[bytes, int]:
         place = self._places[index]
-        if place.size > _images.MAX_BYTES:
-            raise ValueError(f"a file of {place.size:,} bytes, more than {_images.MAX_BYTES:,}")
         with place.path.open("rb") as file:
             file.seek(place.start)
             return file.read(place.size), self._labels[index]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[bytes, int]]:
-        return [self[index] for index in indices]
 
     def file_names(self) -> list[str]:
         """The images' names in their tar files."""

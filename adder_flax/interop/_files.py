@@ -188,6 +188,8 @@ def read_model(
             )
         sizes = sizes_of(weights.shapes, names)
         network = read_network(weights, names, sizes["patch_size"])
+        if network.pooling == "mean" and "cls_token" in weights.shapes:
+            sizes["registers"] += 1  # which no head reads
         statistics = image_statistics(weights)
     build = functools.partial(
         VisionTransformer,
@@ -356,6 +358,14 @@ def _checked(model: nnx.Module, names: str) -> VisionTransformer:
             f"{names}, got blocks without; choose norm_position 'pre', qkv_linear and proj_linear "
             "'dense', or the names of adder_flax"
         )
+    plain = model.pooling == "cls" and model.reg_token is None and model.norm is not None
+    if names in ("hugging_face", "transformers_5") and not plain:
+        raise ValueError(
+            "expected a vision transformer that reads its class token behind the last norm, "
+            f"without registers, for weights in the names of {names}, got pooling "
+            f"{model.pooling!r}, {model.prefix_tokens} tokens in front of the patches; choose "
+            "other names, or export a program (--names=stablehlo)"
+        )
     if names != "adder_flax" and len(model.patch_embed.stem):
         raise ValueError(
             f"expected patches cut from the image for weights in the names of {names}, got "
@@ -431,7 +441,8 @@ def _channels(model: VisionTransformer) -> int:
 
 
 def _parameters(model: VisionTransformer) -> dict[str, Any]:
-    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    """And the statistics of batch normalisation, which a model of one's own may have."""
+    return nnx.to_pure_dict(nnx.state(model, (nnx.Param, nnx.BatchStat)))
 
 
 def _flat(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,13 +63,6 @@ def save_folder(
       ...     sorted(path.name for path in Path(folder).iterdir())
       ['config.json', 'model.safetensors', 'preprocessor_config.json']
     """
-    if not isinstance(model, VisionTransformer) or model.pooling != "cls":
-        is_vit = isinstance(model, VisionTransformer)
-        got = "one that takes the mean" if is_vit else f"a {type(model).__name__}"
-        raise ValueError(
-            "expected a vision transformer that reads its class token for Hugging Face's classes, "
-            f"got {got}; export a program (--names=stablehlo)"
-        )
     weights = weights_of(model, "hugging_face")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

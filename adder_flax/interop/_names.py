@@ -5,6 +5,7 @@ that array it is (timm keeps query, key and value in one), how its axes lie, and
 outputs. Reading and writing both follow from the places.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ same in memory."""
 
 Arrays = Mapping[str, np.ndarray]
 
+_IN_FRONT = ("cls_token", "dist_token", "reg_token")
 _THIRDS = ("query", "key", "value")
 _TIMM = (
     (r"\.attention\.out\.", ".attn.proj."),
@@ -62,13 +64,29 @@ _TELLING = {
     "hugging_face": "t.encoder.layer.0.attention.attention.query.weight",
     "transformers_5": "t.layers.0.attention.q_proj.weight",
 }
-# Parts of networks that the model does not have, by the names of their arrays in any project.
+# Parts of networks that are a matter of settings, by the names of their arrays, and what to set.
+_OTHER_SETTINGS = (
+    (
+        r"(^|\.)dist(illation)?_token$|^head_dist\.|^distillation_classifier\.",
+        "a distillation token",
+        "config.model.distilled (distilled=True)",
+    ),
+    (r"^reg_token$", "register tokens", "config.model.registers to their number"),
+    (
+        r"^cls_token$",
+        "a class token",
+        "config.model.pooling to 'cls', or, where the mean is read, config.model.registers to one "
+        "more",
+    ),
+    (r"^fc_norm\.", "the last norm behind the pooling", "config.model.fc_norm"),
+    (r"^norm\.", "the last norm in front of the pooling", "config.model.fc_norm to False"),
+)
+# Those that no model here has.
 _UNKNOWN_PARTS = (
-    (r"reg_tokens?$|register_tokens$", "register tokens"),
+    (r"reg_tokens$|register_tokens$", "register tokens of another project than timm"),
     (r"\.mlp\.(w12|w3|fc1_g|fc1_x|gate_proj|up_proj|weights_in)\.", "a gated MLP (SwiGLU)"),
     (r"\.[qk]_norm\.", "norms of queries and keys"),
     (r"^norm_pre\.", "a norm in front of the blocks, as CLIP's"),
-    (r"^fc_norm\.", "an average over the tokens with the norm behind it (fc_norm)"),
     (r"^attn_pool\.", "pooling by attention"),
     (r"mask_token$", "a token for masked patches"),
     # The model has a head wherever it may have this name: what is left over is beside a
@@ -78,7 +96,6 @@ _UNKNOWN_PARTS = (
         "one head for class and distillation token (DeiTForImageClassification)",
     ),
 )
-_DISTILLATION = r"(^|\.)dist(illation)?_token$|^head_dist\.|^distillation_classifier\."
 _HEADS = ("head.", "head_dist.")
 # Learned parts of scores: the rest of a transformer may come from one that attends in another way.
 _OF_A_SCORE = re.compile(r"\.attention\.(score\.|log_temperature$|key_bias$)")
@@ -104,12 +121,14 @@ class _Place(NamedTuple):
         width) there; or "zeros", not there and 0.
       factor: name of an array that the outputs of the layer are multiplied by (LayerScale), or
         None.
+      front: name of an array of one token that comes before it, or None.
     """
 
     name: str
     third: int | None
     layout: str
     factor: str | None = None
+    front: str | None = None
 
 
 def _place(path: str, names: str, *, with_teacher: bool) -> _Place:
@@ -182,7 +201,8 @@ def sizes_of(stored: Mapping[str, tuple[int, ...]], names: str) -> dict[str, Any
 
     >>> block = {"blocks.0.attn.qkv.weight": (24, 8), "blocks.0.mlp.fc1.weight": (16, 8)}
     >>> sizes_of({"patch_embed.proj.weight": (8, 3, 2, 2), **block}, "timm")
-    {'width': 8, 'patch_size': 2, 'mlp_ratio': 2.0, 'depth': 1, 'distilled': False}
+    {'width': 8, 'patch_size': 2, 'mlp_ratio': 2.0, 'depth': 1, 'distilled': False, \
+'registers': 0, 'fc_norm': False}
     """
     with_teacher = any(name.startswith("deit.") for name in stored)
     name_of = lambda path: _place(path, names, with_teacher=with_teacher).name
@@ -193,13 +213,18 @@ def sizes_of(stored: Mapping[str, tuple[int, ...]], names: str) -> dict[str, Any
             f"expected {first} with 2 axes and {patches} with 4, got {printable(hidden)} and "
             f"{printable(kernel)}; take weights of a vision transformer"
         )
+    ratio = hidden[0] / hidden[1]
+    if int(hidden[1] * ratio) < hidden[0]:
+        ratio = math.nextafter(ratio, math.inf)  # the model rounds down
     numbered = re.compile(re.escape(first).replace("0", r"\d+", 1))
     return {
         "width": hidden[1],
         "patch_size": kernel[2],
-        "mlp_ratio": hidden[0] / hidden[1],
+        "mlp_ratio": ratio,
         "depth": sum(numbered.fullmatch(name) is not None for name in stored),
         "distilled": name_of("dist_token") in stored,
+        "registers": stored.get("reg_token", (1, 0))[1],
+        "fc_norm": "fc_norm.weight" in stored,
     }
 
 
@@ -223,6 +248,7 @@ def to_arrays(
     (10, 192)
     """
     params = _without_layer_scale(params) if names in _WITHOUT_LAYER_SCALE else params
+    params = _with_positions_of_patches(params) if names == "timm" else params
     own = [path for path in params if _OF_A_SCORE.search(path)]
     if names != "adder_flax" and own:
         raise ValueError(
@@ -277,7 +303,12 @@ def find(
     places = {path: _place(path, names, with_teacher=with_teacher) for path in shapes}
     if not any(map(_LAYER_SCALE.search, shapes)):
         places = {path: _scaled(path, place, stored) for path, place in places.items()}
-    taken = {name for place in places.values() for name in (place.name, place.factor)}
+    if "cls_token" in stored and "reg_token" in shapes and "cls_token" not in shapes:
+        # A class token that no head reads is a register.
+        more = "reg_token" in stored
+        own = _Place("reg_token", None, "same", front="cls_token")
+        places["reg_token"] = own if more else _Place("cls_token", None, "same")
+    taken = {name for place in places.values() for name in _arrays(place)}
     if homeless := sorted(set(stored) - taken):
         raise ValueError(_why_homeless(homeless, _depth(shapes)))
     found = _without_absent(_with_zeros(places, stored), stored)
@@ -336,6 +367,11 @@ def _check_shape(
     if place.layout == "zeros":
         return
     expected, got = _shape_there(shapes[path], place, channels), stored[place.name]
+    if path == "reg_token" and len(got) == 3 and got[::2] == expected[::2] and got != expected:
+        raise ValueError(
+            f"expected {expected[1]} tokens in {place.name}, as the model's config.model.registers "
+            f"says, got {got[1]}; set it to {shapes[path][1] - expected[1] + got[1]}"
+        )
     if path == "pos_embed" and len(got) == 3:  # of any number of patches
         expected = (expected[0], got[1], expected[2])
     if place.layout == "patches" and len(got) == 4 and {got[1], channels} == {1, 3}:
@@ -360,8 +396,12 @@ def arrays_of(places: Mapping[str, _Place]) -> list[str]:
     ['norm.bias', 'gamma']
     """
     there = (place for place in places.values() if place.layout != "zeros")
-    names = (name for place in there for name in (place.name, place.factor))
-    return [name for name in dict.fromkeys(names) if name is not None]
+    return list(dict.fromkeys(name for place in there for name in _arrays(place)))
+
+
+def _arrays(place: _Place) -> list[str]:
+    names = (place.name, place.factor, place.front)
+    return [name for name in names if name is not None]
 
 
 def from_arrays(
@@ -406,6 +446,8 @@ def from_arrays(
         if place.layout == "patches":
             array = _of_channels(array, channels)
         array = _laid_out_here(array, place)
+        if place.front is not None:
+            array = np.concatenate([arrays[place.front], array], axis=1)
         found[path] = array if place.factor is None else _product(array, arrays[place.factor])
     if "pos_embed" in found:
         found["pos_embed"] = resize_positions(
@@ -483,6 +525,23 @@ def _without_layer_scale(params: Mapping[str, AnyArray]) -> Mapping[str, AnyArra
     return folded
 
 
+def _with_positions_of_patches(params: Mapping[str, AnyArray]) -> Mapping[str, AnyArray]:
+    """Returns parameters of the same function whose positions are those of patches alone.
+
+    That is how timm's transformers with registers are (``no_embed_class``).
+    """
+    if "reg_token" not in params:
+        return params
+    changed, first = dict(params), 0
+    positions = np.asarray(params["pos_embed"])
+    for name in _IN_FRONT:
+        if name in params:
+            token = np.asarray(params[name])
+            changed[name] = token + positions[:, first : first + token.shape[1]]
+            first += token.shape[1]
+    return changed | {"pos_embed": positions[:, first:]}
+
+
 def _product(array: np.ndarray, factor: np.ndarray) -> np.ndarray:
     """Returns a product in 32 bits or more: in 16, that of two small numbers is often 0."""
     dtype = np.result_type(array, factor, np.float32)
@@ -492,12 +551,12 @@ def _product(array: np.ndarray, factor: np.ndarray) -> np.ndarray:
 def _why_homeless(homeless: list[str], depth: int) -> str:
     """Returns the message on arrays that have no place in the model."""
     for name in homeless:
-        if re.search(_DISTILLATION, name):
-            return (
-                "expected weights without a distillation token, as the model is, got "
-                f"{printable(name, limit=80)}; set config.model.distilled (distilled=True), or "
-                "choose weights without one"
-            )
+        for pattern, part, fix in _OTHER_SETTINGS:
+            if re.search(pattern, name):
+                return (
+                    f"expected weights without {part}, as the model is, got "
+                    f"{printable(name, limit=80)}; set {fix}, or choose weights without"
+                )
         for pattern, part in _UNKNOWN_PARTS:
             if re.search(pattern, name):
                 return (
@@ -542,7 +601,7 @@ def _of_channels(array: np.ndarray, channels: int) -> np.ndarray:
 
 def prefix_tokens(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Returns how many tokens stand in front of the patches."""
-    return sum(name in shapes for name in ("cls_token", "dist_token"))
+    return sum(shapes[name][1] for name in _IN_FRONT if name in shapes)
 
 
 def _part(path: str) -> str:
@@ -577,6 +636,8 @@ def _shape_there(shape: tuple[int, ...], place: _Place, channels: int) -> tuple[
     if place.layout == "patches":
         side = round((shape[0] / channels) ** 0.5)
         return shape[1], channels, side, side
+    if place.front is not None:
+        return shape[0], shape[1] - 1, *shape[2:]
     shape = shape[::-1] if place.layout == "matrix" else shape
     return shape if place.third is None else (3 * shape[0], *shape[1:])
 

@@ -14,9 +14,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from adder_flax.interop._positions import Grid
 from adder_flax.interop._safetensors import Weights, read_json
-from adder_flax.models import VisionTransformer
+from adder_flax.models import Grid, VisionTransformer
 from adder_flax.text import printable
 
 METADATA = "adder_flax.network"
@@ -78,7 +77,7 @@ def network_of(model: VisionTransformer) -> Network:
         block.attention.num_heads,
         "gelu",
         norms,
-        float(model.norm.epsilon),
+        float((model.fc_norm if model.norm is None else model.norm).epsilon),
         model.pooling,
         model.grid,
     )
@@ -275,11 +274,14 @@ def _hugging_face(fields: Mapping[str, Any], patch_size: int) -> Network:
 
 
 # Architectures of timm that are plain vision transformers, with the heads of their sizes. All have
-# exact GELUs, norms in front with an epsilon of 1e-6, and read the class token.
+# exact GELUs and norms in front with an epsilon of 1e-6, and read the class token, or, with "gap",
+# the mean of the patches.
 _PLAIN = re.compile(
-    r"(?:vit|deit|deit3)_(tiny|small|medium|base|large|huge)(?:_distilled)?_patch\d+_(\d+)"
+    r"(?:vit|deit|deit3)_(wee|tiny|small|little|mediumd?|base|betwixt|so150m2?|large|huge)"
+    r"(?:_distilled)?_patch\d+(?:_reg\d(_gap)?)?_(\d+|dinov2)"
 )
-_HEADS = {"tiny": 3, "small": 6, "medium": 8, "base": 12, "large": 16, "huge": 16}
+_HEADS = dict(tiny=3, wee=4, little=5, small=6, medium=8, mediumd=8, betwixt=10, base=12)
+_HEADS |= dict(so150m=14, so150m2=13, large=16, huge=16)
 # Arguments of timm's class that change the network and not the names of its arrays, and the value
 # that they may have.
 _PLAIN_ARGUMENTS = {
@@ -291,6 +293,7 @@ _PLAIN_ARGUMENTS = {
     "final_norm": True,
     "pos_embed": "learn",
     "patch_drop_rate": 0.0,
+    "pool_include_prefix": False,
 }
 
 
@@ -313,7 +316,10 @@ def _timm(fields: Mapping[str, Any], patch_size: int) -> Network:
     plain = _PLAIN.fullmatch(str(fields.get("architecture")))
     activation, norm = given.get("act_layer"), given.get("norm_layer")
     pooling = given.get("global_pool", fields.get("global_pool"))
-    size = given.get("img_size", _input_size(fields) or (plain and int(plain[2])))
+    named = int(plain[3]) if plain and plain[3].isdigit() else None
+    size = given.get("img_size", _input_size(fields) or named)
+    if pooling is None and plain:
+        pooling = "avg" if plain[2] else "token"
     return Network(
         num_heads=_whole(given["num_heads"])
         if "num_heads" in given
@@ -321,7 +327,7 @@ def _timm(fields: Mapping[str, Any], patch_size: int) -> Network:
         activation=_word(activation) if activation else plain and "gelu",
         norms=plain and "before",
         epsilon=_epsilon_of(norm) if norm else plain and 1e-6,
-        pooling=_pooling(pooling, given) if pooling is not None else plain and "cls",
+        pooling=pooling and {"token": "cls", "avg": "mean"}.get(_word(pooling), pooling),
         grid=_grid_of(size, patch_size) if size else None,
     )
 
@@ -331,17 +337,6 @@ def _input_size(fields: Mapping[str, Any]) -> Any:
     section = fields.get("pretrained_cfg")
     size = (section if isinstance(section, Mapping) else fields).get("input_size")
     return size[1:] if isinstance(size, list) and len(size) == 3 else None
-
-
-def _pooling(pooling: Any, given: Mapping[str, Any]) -> str:
-    """Returns our pooling for timm's.
-
-    With ``avg`` and no norm behind it, and no class token, it is the mean.
-    """
-    if pooling == "token":
-        return "cls"
-    behind = pooling == "avg" and given.get("fc_norm") is False
-    return "mean" if behind and given.get("class_token") is False else _word(pooling)
 
 
 def _epsilon_of(norm: Any) -> float:

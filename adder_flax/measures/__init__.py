@@ -1,6 +1,5 @@
-"""Pure numbers on attention.
-
-Entropy, rank, spectra and walks of maps; variance, gates and gradients of scores.
+"""Pure numbers on attention: entropy, rank, spectra and walks of maps; variance, gates and
+gradients of scores.
 """
 
 from adder_flax.measures.brownian import (
@@ -13,10 +12,7 @@ from adder_flax.measures.brownian import (
     total_variation,
 )
 from adder_flax.measures.expressivity import (
-    XorBound,
-    additive_xor_score,
     score_parameters,
-    separable,
     train_xor,
     xor_bound,
     xor_pairs,
@@ -34,8 +30,6 @@ from adder_flax.measures.maps import (
 )
 from adder_flax.measures.saturation import (
     GradientNorms,
-    additive_gradient_norm,
-    dot_product_gradient,
     entropy_by_width,
     gradient_norms,
 )
@@ -47,7 +41,6 @@ from adder_flax.measures.spectrum import (
     equivalent_rank,
     identity_effect,
     singular_values,
-    stable_rank,
 )
 from adder_flax.measures.variance import (
     LiveVariance,
@@ -58,7 +51,6 @@ from adder_flax.measures.variance import (
     predicted_variance,
 )
 from adder_flax.measures.walks import (
-    DiffusionMap,
     diffusion_map,
     eigenvalues,
     irreversibility,
@@ -71,22 +63,17 @@ from adder_flax.measures.walks import (
 
 __all__ = [
     "BrownianTest",
-    "DiffusionMap",
     "Gate",
     "GradientNorms",
     "IdentityEffect",
     "LiveVariance",
     "VarianceEstimate",
-    "XorBound",
     "adder_numbers",
-    "additive_gradient_norm",
-    "additive_xor_score",
     "asymmetry",
     "attention_numbers",
     "brownian_test",
     "cumulative",
     "diffusion_map",
-    "dot_product_gradient",
     "dot_product_map",
     "effective_rank",
     "eigenvalues",
@@ -114,10 +101,8 @@ __all__ = [
     "rollout",
     "row_entropy",
     "score_parameters",
-    "separable",
     "singular_values",
     "spectral_gap",
-    "stable_rank",
     "stationary_distribution",
     "stochastic_part",
     "total_variation",

@@ -1,4 +1,4 @@
-"""Which library a measure computes with."""
+"""What measures share: the library that they compute with, softmax and kurtosis."""
 
 from types import ModuleType
 from typing import Any
@@ -9,6 +9,19 @@ from jax.core import Tracer
 
 # What NumPy gives: an array, or where no axis is left a number.
 NumPy = np.ndarray | np.number
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Weights over the last axis."""
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def kurtosis(x: np.ndarray, axis: int) -> np.ndarray:
+    """Fourth standardised moment along an axis: 3 for normal numbers."""
+    centred = x - x.mean(axis, keepdims=True)
+    variance = np.mean(centred**2, axis)
+    return np.mean(centred**4, axis) / np.where(variance > 0, variance, 1.0) ** 2
 
 
 def library_of(array: Any) -> tuple[ModuleType, Any]:

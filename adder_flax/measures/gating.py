@@ -15,9 +15,8 @@ from collections.abc import Mapping
 import numpy as np
 from jaxtyping import ArrayLike, Float
 
-from adder_flax.attention import LAYER_NORM_EPSILON
+from adder_flax.measures.brownian import layer_norm
 
-GATED_SCORES = ("dot", "bilinear", "additive")
 _SATURATED = 0.99
 
 
@@ -45,10 +44,7 @@ class Gate:
 
     @property
     def saturated_share(self) -> float:
-        """Share of the gate's values beyond 0.99 in size.
-
-        There tanh passes less than 2 % of a gradient.
-        """
+        """Share of the gate's values beyond 0.99, where tanh passes less than 2 % of a gradient."""
         return float(np.mean(np.abs(self.values) > _SATURATED))
 
 
@@ -81,20 +77,14 @@ def gate(
         return Gate(opened[..., :, None, :], key[..., None, :, :])
     if score != "additive":
         raise ValueError(
-            f"expected a score that gates, one of {GATED_SCORES}; got {score!r}, which compares "
-            "instead."
+            "expected a score that gates, one of 'dot', 'bilinear' and 'additive'; got "
+            f"{score!r}, which compares instead."
         )
-    hidden = (query @ wide["query_kernel"])[..., :, None, :] + (key @ wide["key_kernel"])[
-        ..., None, :, :
-    ]
+    projected = query @ wide["query_kernel"], key @ wide["key_kernel"]
+    hidden = projected[0][..., :, None, :] + projected[1][..., None, :, :]
     over_pairs = lambda x: x[..., None, None, :]
     if "norm_scale" in wide:
-        hidden = hidden - hidden.mean(-1, keepdims=True)
-        hidden = (
-            over_pairs(wide["norm_scale"])
-            * hidden
-            / np.sqrt(hidden.var(-1, keepdims=True) + LAYER_NORM_EPSILON)
-        )
+        hidden = over_pairs(wide["norm_scale"]) * layer_norm(hidden)
     if "bias" in wide:
         hidden = hidden + over_pairs(wide["bias"])
     return Gate(np.tanh(hidden), over_pairs(wide["v"]))

@@ -1,7 +1,4 @@
-"""Numbers of single layers that are cheap enough for a running training.
-
-A few scalars from what a layer computed.
-"""
+"""Numbers of single layers that are cheap enough for a running training."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,5 @@
-"""Attention maps as arrays.
-
-With or without the identity, seen from the class token, their entropy and reach.
+"""Attention maps as arrays: with or without the identity, seen from the class token, their entropy
+and reach.
 
 Maps are float arrays (…, queries, keys). Where the mechanism adds the identity map, H̃ = A + I, the
 rows sum to 2; every function here tells by the row sums which of the two it was given, and says
@@ -52,18 +51,21 @@ def stochastic_part(
 
 
 def patch_attention(
-    maps: Float[ArrayLike, "*batch token token"], *, prefix_tokens: int = 1
+    maps: Float[ArrayLike, "*batch token token"],
+    *,
+    prefix_tokens: int = 1,
+    class_token: bool = True,
 ) -> Float[np.ndarray, "*batch patch"]:
-    """How a network that reads the class token distributes its attention over the patches.
+    """How a network distributes its attention over the patches.
 
-    The row of the class token without its own column (and that of a distillation token), scaled to
-    sum to 1. The identity map gives the class token nothing but itself, so it takes no part.
-    Without a class token (mean pooling) it is the mean over all queries.
+    The row of the class token without its own column (and those of a distillation token and of
+    registers), scaled to sum to 1. The identity map gives the class token nothing but itself, so it
+    takes no part. Without a class token (mean pooling) it is the mean over the patches' rows.
 
     Args:
       maps: with or without the identity.
-      prefix_tokens: how many tokens stand in front of the patches, the class token first; 0 for
-        none.
+      prefix_tokens: how many tokens stand in front of the patches, as `VisionTransformer` says.
+      class_token: whether the first of them is one that is read, as `VisionTransformer` says.
 
     Returns:
       Weights over the patches that sum to 1; multiplied by their number, 1 is uniform attention.
@@ -73,7 +75,8 @@ def patch_attention(
       [0.75, 0.25]
     """
     maps = stochastic_part(maps)
-    weights = maps[..., 0, prefix_tokens:] if prefix_tokens else maps.mean(-2)
+    first = slice(1) if prefix_tokens and class_token else slice(prefix_tokens, None)
+    weights = maps[..., first, prefix_tokens:].mean(-2)
     return weights / weights.sum(-1, keepdims=True)
 
 
@@ -92,10 +95,7 @@ def entropy(maps: Float[ArrayLike, "*batch query key"]) -> Float[np.ndarray, "*b
 def row_entropy(
     weights: Float[ArrayLike, "*batch query key"],
 ) -> Float[NumPy | Array, "*batch query"]:
-    """−Σ_j A_ij ln A_ij of every row of weights as they are given.
-
-    `entropy`, also inside of a traced function.
-    """
+    """`entropy` of weights as they are given, also inside of a traced function."""
     library, values = library_of(weights)
     return -library.sum(values * library.log(library.where(values > 0, values, 1.0)), axis=-1)
 
@@ -116,9 +116,8 @@ def mean_distance(
       Σ_ij A_ij |x_i − x_j| over the weights that stay among patches, mean over the queries.
 
     Example:
-      >>> mean_distance(
-      ...     np.eye(4)[[1, 0, 3, 2]], (2, 2), prefix_tokens=0
-      ... ).item()  # everyone looks next door
+      >>> next_door = np.eye(4)[[1, 0, 3, 2]]
+      >>> mean_distance(next_door, (2, 2), prefix_tokens=0).item()
       1.0
     """
     maps = stochastic_part(maps)[..., prefix_tokens:, prefix_tokens:]

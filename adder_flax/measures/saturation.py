@@ -1,6 +1,4 @@
-"""Where gradients vanish.
-
-The tanh of additive scores, and the softmax over scores of large variance.
+"""Where gradients vanish: the tanh of additive scores, the softmax over scores of large variance.
 
 Source: "Additive vs. multiplicative attention", section "Training dynamics and numerical
 stability". As inputs grow, the gradient of an additive score vanishes because tanh saturates,
@@ -15,7 +13,7 @@ import numpy as np
 from jaxtyping import ArrayLike, Float
 
 from adder_flax.attention import LAYER_NORM_EPSILON
-from adder_flax.measures._arrays import NumPy
+from adder_flax.measures._arrays import NumPy, softmax
 from adder_flax.measures.maps import entropy
 from adder_flax.measures.variance import ADDER_VARIANCE_PER_DIM
 
@@ -32,16 +30,6 @@ def additive_gradient_norm(
     The gradient is the outer product of s and ∂e/∂z = v (1 − tanh² z), so its norm is the product
     of theirs. With LayerNorm before tanh, e = vᵀ tanh(ẑ), ∂e/∂z = (u − mean(u) − ẑ mean(u ẑ)) /
     √(var z + ε), u = v (1 − tanh² ẑ).
-
-    Args:
-      preactivation: z.
-      v: output weights.
-      query_norm: ‖s‖.
-      layer_norm: whether LayerNorm stands before tanh.
-
-    Example:
-      >>> additive_gradient_norm(np.zeros(4), np.ones(4), np.array(3.0)).item()
-      6.0
     """
     scale = 1.0
     if layer_norm:
@@ -60,20 +48,9 @@ def dot_product_gradient(
     *,
     scale: float,
 ) -> tuple[Float[np.ndarray, "*batch dim"], Float[np.ndarray, "*batch keys"]]:
-    """∂L/∂q of L = −ln softmax(scale · q·k)₀, and the softmax itself.
-
-    The first key is the right one.
-
-    The gradient is scale · Σ_j (p_j − δ_j0) k_j.
-
-    Example:
-      >>> gradient, weights = dot_product_gradient(np.zeros(1), np.array([[1.0], [3.0]]), scale=1.0)
-      >>> gradient.tolist(), weights.tolist()
-      ([1.0], [0.5, 0.5])
-    """
+    """∂L/∂q = scale · Σ_j (p_j − δ_j0) k_j of L = −ln softmax(scale · q·k)₀, and the softmax p."""
     scores = np.einsum("...d,...kd->...k", query, keys) * scale
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
+    weights = softmax(scores)
     error = weights - (np.arange(weights.shape[-1]) == 0)
     return scale * np.einsum("...k,...kd->...d", error, keys), weights
 
@@ -131,11 +108,8 @@ def gradient_norms(
 
     Example:
       >>> norms = gradient_norms([1.0, 1000.0])
-      >>> (
-      ...     bool(norms.additive[1] < 1e-3 * norms.additive[0]),
-      ...     bool(norms.active[1] < 0.1 < norms.active_scaled[0]),
-      ... )
-      (True, True)
+      >>> bool(norms.additive[1] < 1e-3 * norms.additive[0])
+      True
     """
     rng = np.random.default_rng(seed)
     normal = rng.standard_normal
@@ -200,6 +174,5 @@ def entropy_by_width(
         matched = np.sqrt(ADDER_VARIANCE_PER_DIM * dim)
         scaled = (dot / np.sqrt(dim), dot, adder / np.sqrt(dim), adder / matched, adder)
         for name, scores in zip(ENTROPY_SCORES, scaled, strict=True):
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            result[name].append(float(entropy(weights / weights.sum(-1, keepdims=True)).mean()))
+            result[name].append(float(entropy(softmax(scores)).mean()))
     return {name: np.array(values) for name, values in result.items()}

@@ -69,20 +69,8 @@ def effective_rank(sigma: Float[np.ndarray, "*batch n"]) -> Float[NumPy, "*batch
     return np.exp(-np.sum(share * np.log(np.where(share > 0, share, 1.0)), -1))
 
 
-def stable_rank(sigma: Float[np.ndarray, "*batch n"]) -> Float[NumPy, "*batch"]:
-    """Σ σ² / σ₁² = ‖A‖_F² / ‖A‖₂².
-
-    Example:
-      >>> stable_rank(np.array([2.0, 2.0, 0.0])).item()
-      2.0
-    """
-    return np.sum(np.square(sigma), -1) / np.square(sigma[..., 0])
-
-
 def asymmetry(maps: Float[ArrayLike, "*batch n n"]) -> Float[NumPy, "*batch"]:
-    """‖A − Aᵀ‖_F / ‖A‖_F: 0 for symmetric maps.
-
-    At most √2 for maps without negative entries, 2 in general.
+    """‖A − Aᵀ‖_F / ‖A‖_F: 0 for symmetric maps, at most √2 for maps without negative entries.
 
     Example:
       >>> asymmetry(np.array([[0.0, 1.0], [0.0, 0.0]])).round(4).item()
@@ -102,7 +90,6 @@ class IdentityEffect:
       g: r / N.
       rank, rank_identity: equivalent ranks at 0.9 of A and of A + I.
       effective_rank, effective_rank_identity: the same with effective ranks.
-      stable_rank: of A.
       deviation: max_t |σ̃_t − σ_t − 1|, 0 where the proposition is exact.
       asymmetry: ‖A − Aᵀ‖ / ‖A‖, the assumption that the proof makes.
       lowest_eigenvalue: of (A + Aᵀ)/2; below 0 even a symmetric map breaks σ̃ = σ + 1.
@@ -115,7 +102,6 @@ class IdentityEffect:
     rank_identity: Int[NumPy, "*batch"]
     effective_rank: Float[NumPy, "*batch"]
     effective_rank_identity: Float[NumPy, "*batch"]
-    stable_rank: Float[NumPy, "*batch"]
     deviation: Float[NumPy, "*batch"]
     asymmetry: Float[NumPy, "*batch"]
     lowest_eigenvalue: Float[NumPy, "*batch"]
@@ -143,9 +129,7 @@ def identity_effect(maps: Float[ArrayLike, "*batch n n"]) -> IdentityEffect:
       maps: attention maps with or without the identity, which is taken off first if it is there.
 
     Example:
-      >>> effect = identity_effect(
-      ...     np.full((4, 4), 0.25)
-      ... )  # symmetric, positive semidefinite, rank 1
+      >>> effect = identity_effect(np.full((4, 4), 0.25))  # positive semidefinite, rank 1
       >>> effect.rank.item(), effect.rank_identity.item(), effect.deviation.round(12).item()
       (1, 4, 0.0)
     """
@@ -161,7 +145,6 @@ def identity_effect(maps: Float[ArrayLike, "*batch n n"]) -> IdentityEffect:
         rank_identity=np.asarray(equivalent_rank(shifted)),
         effective_rank=effective_rank(sigma),
         effective_rank_identity=effective_rank(shifted),
-        stable_rank=stable_rank(sigma),
         deviation=np.abs(shifted - sigma - 1).max(-1),
         asymmetry=asymmetry(maps),
         lowest_eigenvalue=np.linalg.eigvalsh(symmetric_part)[..., 0],

@@ -1,6 +1,5 @@
-"""Theorem 1 of the adder attention paper, on the variance of scores.
-
-The scores are between independent unit-normal vectors.
+"""Theorem 1 of the adder attention paper, on the variance of scores between independent unit-normal
+vectors.
 
     Var(q·k) = d        Var(−‖q − k‖₁) = 2 d (1 − 2/π) ≈ 0.727 d        Var(−‖q − k‖²/2) = 2 d
 
@@ -15,17 +14,15 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import ArrayLike, Float
 
+from adder_flax.measures._arrays import kurtosis
+
 ADDER_VARIANCE_PER_DIM = 2 * (1 - 2 / np.pi)
 
 _PER_DIM = {"dot": 1.0, "adder": ADDER_VARIANCE_PER_DIM, "gaussian": 2.0}
 
 
 def predicted_variance(score: str, head_dim: int) -> float:
-    """Variance of a raw score between independent unit-normal vectors of width ``head_dim``.
-
-    Args:
-      score: "dot", "adder" or "gaussian".
-      head_dim: d.
+    """Variance of a raw "dot", "adder" or "gaussian" score at width ``head_dim``.
 
     Example:
       >>> predicted_variance("dot", 64), round(predicted_variance("adder", 64), 3)
@@ -117,9 +114,7 @@ class LiveVariance:
         images and heads.
       predicted: what the theorem says for unit-normal vectors.
       rescaled: the same for normal vectors with the measured component variances.
-      query_rms, key_rms: root mean square of the components; 1 in the theorem.
-      component_variance: of a component over the tokens of an image and head, mean of q and k; 1 in
-        the theorem.
+      query_rms: root mean square of the components of q; 1 in the theorem.
       component_correlation: between a token's own query and key components; 0 in the theorem.
       excess_kurtosis: of the components over the tokens, mean of q and k; 0 for normal ones.
     """
@@ -129,8 +124,6 @@ class LiveVariance:
     predicted: float
     rescaled: float
     query_rms: float
-    key_rms: float
-    component_variance: float
     component_correlation: float
     excess_kurtosis: float
 
@@ -166,10 +159,8 @@ def live_variance(
         predicted=predicted,
         rescaled=predicted * float(factor),
         query_rms=float(np.sqrt(np.mean(query**2))),
-        key_rms=float(np.sqrt(np.mean(key**2))),
-        component_variance=float(np.mean(variances)),
         component_correlation=_correlation(query, key),
-        excess_kurtosis=float(np.mean([_excess_kurtosis(x) for x in (query, key)])),
+        excess_kurtosis=float(np.mean([kurtosis(x, -2).mean() - 3.0 for x in (query, key)])),
     )
 
 
@@ -178,11 +169,3 @@ def _correlation(query: np.ndarray, key: np.ndarray) -> float:
     query, key = (x - x.mean(-2, keepdims=True) for x in (query, key))
     scale = np.sqrt((query**2).mean(-2) * (key**2).mean(-2))
     return float(np.mean((query * key).mean(-2) / np.where(scale > 0, scale, 1.0)))
-
-
-def _excess_kurtosis(x: np.ndarray) -> float:
-    centred = x - x.mean(-2, keepdims=True)
-    variance = np.mean(centred**2, -2)
-    return float(
-        np.mean(np.mean(centred**4, -2) / np.where(variance > 0, variance, 1.0) ** 2) - 3.0
-    )

@@ -7,7 +7,6 @@ twice over; all functions but :func:`rollout` take the identity off first. They 
 compute in float64.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,8 +45,6 @@ def eigenvalues(maps: Float[ArrayLike, "*batch n n"]) -> Inexact[np.ndarray, "*b
 def spectral_gap(maps: Float[ArrayLike, "*batch n n"]) -> Float[NumPy, "*batch"]:
     """1 − |λ₂|: how much of what tells starting points apart one step wipes out.
 
-    It is 1 if all is gone after one step.
-
     Example:
       >>> spectral_gap(np.array([[0.9, 0.1], [0.3, 0.7]])).round(12).item()
       0.4
@@ -80,9 +77,7 @@ def mixing_time(
       limit: −1 is returned for walks that have not mixed after so many steps, e.g. periodic ones.
 
     Example:
-      >>> mixing_time(
-      ...     np.array([[0.9, 0.1], [0.3, 0.7]])
-      ... ).item()  # the distance after k steps is 0.75 · 0.6^k
+      >>> mixing_time(np.array([[0.9, 0.1], [0.3, 0.7]])).item()  # the distance is 0.75 · 0.6^k
       3
     """
     maps = stochastic_part(maps)
@@ -111,11 +106,10 @@ def _mixing_time(matrix: np.ndarray, epsilon: float, limit: int) -> int:
 
 
 def irreversibility(maps: Float[ArrayLike, "*batch n n"]) -> Float[NumPy, "*batch"]:
-    """½ Σ_ij |π_i A_ij − π_j A_ji|: the probability flow that goes round in circles.
+    """½ Σ_ij |π_i A_ij − π_j A_ji|: the probability flow that goes round in circles, at most 1.
 
-    It is 0 for a reversible walk, at most 1.
-
-    Diffusion maps are made for reversible walks, so this says how far to trust them.
+    It is 0 for a reversible walk. Diffusion maps are made for these, so this says how far to trust
+    them.
 
     Example:
       >>> irreversibility(np.eye(3)[[1, 2, 0]]).item()  # round and round
@@ -126,37 +120,28 @@ def irreversibility(maps: Float[ArrayLike, "*batch n n"]) -> Float[NumPy, "*batc
     return np.abs(flow - np.swapaxes(flow, -1, -2)).sum((-2, -1)) / 2
 
 
-@dataclasses.dataclass(frozen=True)
-class DiffusionMap:
-    """Diffusion coordinates after k steps: λ_j^k ψ_j, j = 1 …, without the constant ψ₀.
-
-    Attributes:
-      coordinates: (…, N, dims). Their Euclidean distance is the diffusion distance after k steps.
-      eigenvalues: (…, dims), of the walk made reversible, by falling modulus.
-    """
-
-    coordinates: Float[np.ndarray, "*batch n dims"]
-    eigenvalues: Float[np.ndarray, "*batch dims"]
-
-
 def diffusion_map(
     maps: Float[ArrayLike, "*batch n n"], *, steps: int = 1, dims: int = 2
-) -> DiffusionMap:
+) -> Float[np.ndarray, "*batch n dims"]:
     """Places tokens so that those between which the walk moves easily are close.
 
-    Source: Coifman and Lafon, 2006.
-
-    For a walk that is not reversible its additive reversibilisation ½(A + Π⁻¹ Aᵀ Π) is taken, Π =
-    diag(π), which has the same stationary distribution; for a reversible one that is A itself.
+    Source: Coifman and Lafon, 2006. For a walk that is not reversible its additive
+    reversibilisation ½(A + Π⁻¹ Aᵀ Π) is taken, Π = diag(π), which has the same stationary
+    distribution; for a reversible one that is A itself.
 
     Args:
       maps: with or without the identity, which is taken off.
       steps: k ≥ 0; larger shows coarser structure.
       dims: how many coordinates, at most N − 1.
 
+    Returns:
+      Coordinates λ_j^k ψ_j, j = 1 …, by falling |λ_j| and without the constant ψ₀. Their Euclidean
+      distance is the diffusion distance after k steps.
+
     Example:
-      >>> diffusion_map(np.array([[0.9, 0.1], [0.3, 0.7]]), dims=1).eigenvalues.round(12).tolist()
-      [0.6]
+      >>> places = diffusion_map(np.array([[0.9, 0.1], [0.3, 0.7]]), dims=1)
+      >>> abs(places[0] - places[1]).round(4).item()  # 0.6 √(1/π₀ + 1/π₁)
+      1.3856
     """
     maps = stochastic_part(maps)
     root = np.sqrt(stationary_distribution(maps))
@@ -166,7 +151,7 @@ def diffusion_map(
     order = np.argsort(-np.abs(values), -1, kind="stable")[..., 1 : dims + 1]
     values = np.take_along_axis(values, order, -1)
     vectors = np.take_along_axis(vectors, order[..., None, :], -1) / root[..., None]
-    return DiffusionMap(coordinates=vectors * values[..., None, :] ** steps, eigenvalues=values)
+    return vectors * values[..., None, :] ** steps
 
 
 def rollout(maps: Sequence[Float[ArrayLike, "*batch head n n"]]) -> Float[np.ndarray, "*batch n n"]:

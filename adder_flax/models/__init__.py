@@ -7,6 +7,7 @@ from adder_flax.models._autoencoder import (
 )
 from adder_flax.models._cnn import ConvNet, ConvNetSettings, build_conv_net
 from adder_flax.models._decode import beam_search, greedy_decode
+from adder_flax.models._positions import Grid, resize_grid
 from adder_flax.models._registry import MODELS, Builder, Example, register_model
 from adder_flax.models._seq2seq import Memory, Seq2Seq, Seq2SeqSettings, build_seq2seq
 from adder_flax.models._vit import (
@@ -26,6 +27,7 @@ __all__ = [
     "ConvNet",
     "ConvNetSettings",
     "Example",
+    "Grid",
     "Memory",
     "Seq2Seq",
     "Seq2SeqSettings",
@@ -41,4 +43,5 @@ __all__ = [
     "embed_positions",
     "greedy_decode",
     "register_model",
+    "resize_grid",
 ]

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import flax.nnx as nnx
 import jax
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from adder_flax.arrays import AnyArray
 from adder_flax.layers import Linear, linear_class
 from adder_flax.models._registry import Example, register_model
-from adder_flax.settings import AdderSettings, Choice, Integer, Integers, Text, section, setting
+from adder_flax.settings import AdderSettings, section, setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,16 +24,19 @@ class AutoencoderSettings:
     """Linear layers to a code and back."""
 
     name: str = setting(
-        "autoencoder", Text("the name of a model"), "the model, whose own fields follow"
+        "autoencoder", "the model, whose own fields follow", expected="the name of a model"
     )
     widths: tuple[int, ...] = setting(
         "48,24,8",
-        Integers(Integer(1, 65536), 16),
         "of the encoder's layers, the code last; the decoder has them in reverse",
+        commas=int,
+        ge=1,
+        le=65536,
+        max_length=16,
     )
-    linear: str = setting("dense", Choice("dense", "adder"), "all layers but the last")
+    linear: Literal["dense", "adder"] = setting("dense", "all layers but the last")
     adder_options: AdderSettings = section(AdderSettings)
-    dtype: str = setting("float32", Choice("float32", "bfloat16", "float16"), "of the computation")
+    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "of the computation")
 
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import flax.nnx as nnx
 import jax
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from adder_flax.arrays import AnyArray
 from adder_flax.models._registry import Example, image_shape, register_model
-from adder_flax.settings import Choice, Integer, Integers, Text, setting
+from adder_flax.settings import setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,15 +20,18 @@ class ConvNetSettings:
     """A residual convolutional network."""
 
     name: str = setting(
-        "conv_net", Text("the name of a model"), "the model, whose own fields follow"
+        "conv_net", "the model, whose own fields follow", expected="the name of a model"
     )
     channels: tuple[int, ...] = setting(
         "32,64,128",
-        Integers(Integer(1, 8192), 8),
         "of each stage; every stage but the first halves the image",
+        commas=int,
+        ge=1,
+        le=8192,
+        max_length=8,
     )
-    blocks: int = setting(1, Integer(1, 100), "residual blocks of each stage")
-    dtype: str = setting("float32", Choice("float32", "bfloat16", "float16"), "of the computation")
+    blocks: int = setting(1, "residual blocks of each stage", ge=1, le=100)
+    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "of the computation")
 
 
 class ConvNet(nnx.Module):

@@ -33,17 +33,13 @@ def per_block(value: Any, depth: int, name: str) -> list[Any]:
 def block_settings(settings: VitSettings) -> list[BlockSettings]:
     """Settings of each block: its own score with its options, its own rate of stochastic depth.
 
-    >>> from adder_flax.settings import AttentionSettings
-    >>> [
-    ...     block.attention.score
-    ...     for block in block_settings(VitSettings(depth=2, attention=AttentionSettings("adder")))
-    ... ]
+    >>> [block.score for block in block_settings(VitSettings(depth=2, score="adder"))]
     ['adder', 'adder']
     """
-    attention, depth = settings.attention, settings.depth
+    depth = settings.depth
     kinds = {name: per_block(getattr(settings, name), depth, name) for name in _LINEARS}
-    scores = per_block(attention.score, depth, "score")
-    options = per_block(attention.score_options, depth, "score_options")
+    scores = per_block(settings.score, depth, "score")
+    options = per_block(settings.score_options, depth, "score_options")
     shared = {
         field.name: getattr(settings, field.name) for field in dataclasses.fields(BlockSettings)
     }
@@ -51,7 +47,8 @@ def block_settings(settings: VitSettings) -> list[BlockSettings]:
         BlockSettings(
             **shared
             | {
-                "attention": dataclasses.replace(attention, score=score, score_options=option),
+                "score": score,
+                "score_options": option,
                 "drop_path_rate": rate,
                 **{name: kinds[name][index] for name in _LINEARS},
             }
@@ -151,8 +148,9 @@ def count_patches(image_shape: tuple[int, int, int], patch_size: int) -> int:
     return (height // patch_size) * (width // patch_size)
 
 
-def check_pooling(pooling: str, distilled: bool = False) -> None:
-    """Raises ValueError for an unknown pooling, or a distillation token without a class token."""
+def check_pooling(settings: VitSettings) -> None:
+    """Raises ValueError for an unknown pooling, or what no distillation token goes with."""
+    pooling, distilled = settings.pooling, settings.distilled
     if pooling not in ("cls", "mean"):
         raise ValueError(f"expected pooling 'cls' or 'mean', got {pooling!r}; choose one of these.")
     if distilled and pooling != "cls":
@@ -160,24 +158,26 @@ def check_pooling(pooling: str, distilled: bool = False) -> None:
             f"expected pooling 'cls' beside a distillation token, got {pooling!r}; leave out "
             "distilled."
         )
+    if distilled and settings.fc_norm:
+        raise ValueError(
+            "expected a norm in front of both heads with a distillation token, got fc_norm=True; "
+            "leave out fc_norm or distilled."
+        )
 
 
 def prefix_tokens(settings: VitSettings) -> int:
-    """Number of tokens in front of the patches: class and distillation token.
+    """Number of tokens in front of the patches: class token, distillation token, registers.
 
-    >>> prefix_tokens(VitSettings(pooling="mean")), prefix_tokens(VitSettings(distilled=True))
-    (0, 2)
+    >>> prefix_tokens(VitSettings(pooling="mean")), prefix_tokens(VitSettings(registers=4))
+    (0, 5)
     """
-    return (settings.pooling == "cls") + settings.distilled
+    return (settings.pooling == "cls") + settings.distilled + settings.registers
 
 
 def check_alike(blocks: Sequence[BlockSettings]) -> None:
     """Raises ValueError where blocks differ, which a loop over them cannot express."""
     if not are_alike(blocks):
-        given = [
-            (block.attention.score, block.attention.score_options, block.mlp_linear)
-            for block in blocks
-        ]
+        given = [(block.score, block.score_options, block.mlp_linear) for block in blocks]
         raise ValueError(
             f"scan_blocks expects blocks that are alike, got scores, options and layers {given}; "
             "give all blocks one score and one kind of layers, or pass scan_blocks=False."

@@ -61,10 +61,10 @@ def register_model(name: str, settings: type) -> Callable[[Builder], Builder]:
 
     Example:
       >>> import dataclasses
-      >>> from adder_flax.settings import Integer, Text, setting
+      >>> from adder_flax.settings import setting
       >>> @dataclasses.dataclass(frozen=True)
       ... class LinearSettings:
-      ...     name: str = setting("linear", Text("the name of a model"), "the model")
+      ...     name: str = setting("linear", "the model")
       >>> with MODELS.temporary(), MODEL_SETTINGS.temporary():
       ...
       ...     @register_model("linear", LinearSettings)

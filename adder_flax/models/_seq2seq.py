@@ -1,7 +1,7 @@
 """Sequence to sequence with attention: a bidirectional GRU reads, a GRU with attention writes."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.nnx as nnx
 import jax
@@ -12,34 +12,24 @@ from jaxtyping import Array, Bool, Float, Int
 from adder_flax.attention import SequenceAttention
 from adder_flax.layers import Dropout, Linear
 from adder_flax.models._registry import Example, check_score_options, register_model
-from adder_flax.settings import (
-    AttentionSettings,
-    Choice,
-    Integer,
-    Number,
-    Text,
-    keywords_of,
-    section,
-    setting,
-)
+from adder_flax.settings import AttentionSettings, keywords_of, setting
 
 
 @dataclasses.dataclass(frozen=True)
-class Seq2SeqSettings:
+class Seq2SeqSettings(AttentionSettings):
     """Encoder and decoder with attention between them."""
 
     name: str = setting(
-        "seq2seq", Text("the name of a model"), "the model, whose own fields follow"
+        "seq2seq", "the model, whose own fields follow", expected="the name of a model"
     )
     width: int = setting(
-        256, Integer(2, 65536), "of the states; even, as each direction reads with half of it"
+        256, "of the states; even, as each direction reads with half of it", ge=2, le=65536
     )
-    embedding_features: int = setting(64, Integer(1, 65536), "of the symbols")
-    attention: AttentionSettings = section(AttentionSettings, inline=True)
+    embedding_features: int = setting(64, "of the symbols", ge=1, le=65536)
     dropout_rate: float = setting(
-        0.2, Number(0, 1, "[)"), "of embeddings and of what gives the logits", data="if on"
+        0.2, "of embeddings and of what gives the logits", data="if on", ge=0, lt=1
     )
-    dtype: str = setting("float32", Choice("float32", "bfloat16", "float16"), "of the computation")
+    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "of the computation")
 
 
 class Memory(NamedTuple):

@@ -1,6 +1,6 @@
 """The vision transformer, with any attention mechanism and either kind of linear layer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import flax.nnx as nnx
@@ -30,6 +30,7 @@ from adder_flax.models._layout import (
     image_sides,
     prefix_tokens,
 )
+from adder_flax.models._positions import Grid, resize_grid
 from adder_flax.models._registry import Example, check_score_options, image_shape, register_model
 from adder_flax.models._stack import apply_blocks
 from adder_flax.settings import DEIT_SIZES, VitSettings, keywords_of
@@ -44,7 +45,8 @@ class VisionTransformer(nnx.Module):
     convolutions in front of the patches may be of either kind.
 
     Args:
-      image_size: side of the square images, or (height, width), in pixels.
+      image_size: side of the square images, or (height, width), in pixels, that there are positions
+        for; images of another size may be given, see `features`.
       channels: channels of the images.
       num_classes: number of logits.
       settings: of the transformer; each of its fields can be given as a keyword instead: width:
@@ -59,12 +61,14 @@ class VisionTransformer(nnx.Module):
         see `anneal`. scale, temperature, identity, key_block: see
         `adder_flax.attention.MultiHeadAttention`. mlp_ratio, adder_options, norm_epsilon,
         attention_dropout_rate: see `adder_flax.layers.Block`. pooling: "cls" reads the class token;
-        "mean" has none and averages the patches. distilled: put a distillation token behind the
-        class token, with a head of its own (Touvron et al., 2021, section 3); what the model says
-        is the mean of both heads. dropout_rate: dropout of the embeddings, after the attention and
-        in the MLPs. drop_path_rate: stochastic depth of the last block; it rises linearly from 0 in
-        the first. remat: recompute each block in the backward pass instead of storing its inner
-        activations.
+        "mean" has none and averages the patches. fc_norm: the last norm stands behind that.
+        registers: number of further tokens in front of the patches, which no head reads (Darcet et
+        al., 2024, https://arxiv.org/abs/2309.16588). distilled: put a distillation token behind
+        the class token, with a head of its own (Touvron et al., 2021, section 3); what the model
+        says is the mean of both heads. dropout_rate: dropout of the embeddings, after the
+        attention and in the MLPs. drop_path_rate: stochastic depth of the last block; it rises
+        linearly from 0 in the first. remat: recompute each block in the backward pass instead of
+        storing its inner activations.
       dtype: dtype of the computation, for example `jnp.bfloat16`; parameters and logits stay
         `param_dtype`.
       param_dtype: dtype of the parameters.
@@ -97,6 +101,7 @@ class VisionTransformer(nnx.Module):
         "pos_embed": "position, class token",
         "cls_token": "position, class token",
         "dist_token": "position, class token",
+        "reg_token": "position, class token",
         "": "position, class token",
         "blocks.*.attention.query": "blocks: query, key, value",
         "blocks.*.attention.key": "blocks: query, key, value",
@@ -106,6 +111,7 @@ class VisionTransformer(nnx.Module):
         "blocks.*.mlp": "blocks: MLP",
         "blocks": "blocks: norms, residuals",
         "norm": "final norm",
+        "fc_norm": "final norm",
         "head": "head",
         "head_dist": "head",
     }
@@ -124,9 +130,9 @@ class VisionTransformer(nnx.Module):
         scan_blocks: bool = False,
         rngs: nnx.Rngs,
     ):
-        width, pooling = settings.width, settings.pooling
+        width = settings.width
         self.image_shape = (*image_sides(image_size), channels)
-        check_pooling(pooling, settings.distilled)
+        check_pooling(settings)
         self.prefix_tokens = prefix_tokens(settings)
         num_tokens = count_patches(self.image_shape, settings.patch_size) + self.prefix_tokens
         height, breadth, _ = self.image_shape
@@ -138,7 +144,7 @@ class VisionTransformer(nnx.Module):
             settings.depth, settings.anneal_start, settings.anneal_end, settings.anneal_blocks
         )
         self.alike = are_alike(blocks)
-        self.pooling = pooling
+        self.pooling = settings.pooling
         self.remat = settings.remat
         self.scan_blocks = scan_blocks
         shared: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -150,18 +156,22 @@ class VisionTransformer(nnx.Module):
         )
         self.patch_embed = PatchEmbed(settings.patch_size, channels, width, **stem, **shared)
         embedding = nnx.initializers.normal(0.02)
-        self.cls_token = nnx.data(None)
-        if pooling == "cls":
-            self.cls_token = nnx.Param(embedding(rngs.params(), (1, 1, width), param_dtype))
-        self.dist_token = nnx.data(None)
-        if settings.distilled:
-            self.dist_token = nnx.Param(embedding(rngs.params(), (1, 1, width), param_dtype))
-        self.pos_embed = nnx.Param(embedding(rngs.params(), (1, num_tokens, width), param_dtype))
+        tokens = lambda count: (
+            nnx.Param(embedding(rngs.params(), (1, count, width), param_dtype))
+            if count
+            else nnx.data(None)
+        )
+        self.cls_token = tokens(int(settings.pooling == "cls"))
+        self.dist_token = tokens(int(settings.distilled))
+        self.reg_token = tokens(settings.registers)
+        self.pos_embed = tokens(num_tokens)
         self.dropout = Dropout(settings.dropout_rate)
         self.blocks = nnx.List(
             Block(width, settings.num_heads, settings=block, **shared) for block in blocks
         )
-        self.norm = LayerNorm(width, epsilon=settings.norm_epsilon, **shared)
+        norm = LayerNorm(width, epsilon=settings.norm_epsilon, **shared)
+        self.norm = nnx.data(None) if settings.fc_norm else norm
+        self.fc_norm = norm if settings.fc_norm else nnx.data(None)
         self.head = Linear(width, num_classes, **shared)
         self.head_dist = (
             Linear(width, num_classes, **shared) if settings.distilled else nnx.data(None)
@@ -177,7 +187,7 @@ class VisionTransformer(nnx.Module):
         """Classifies images.
 
         Args:
-          images: float NHWC, normalised as in training.
+          images: float NHWC, normalised as in training; of any size, see `features`.
           deterministic: no dropout, no stochastic depth.
           rngs: with a stream `dropout`, where there is any of them: `nnx.Rngs(dropout=key)`.
 
@@ -200,28 +210,118 @@ class VisionTransformer(nnx.Module):
         Args:
           images, deterministic, rngs: as of a call.
         """
-        if images.shape[1:] != self.image_shape:
-            raise ValueError(
-                f"expected images whose (height, width, channels) is {self.image_shape}, got "
-                f"{images.shape}; resize them or build the model with their image_size and "
-                "channels."
-            )
-        tokens = self.embed_positions(self.patch_embed(images))
-        tokens = self.dropout(tokens, deterministic=deterministic, rngs=rngs)
-        tokens = apply_blocks(
-            list(self.blocks),
-            tokens,
-            deterministic=deterministic,
-            rngs=rngs,
-            remat=self.remat,
-            scan=self.scan_blocks,
-        )
-        tokens = self.norm(tokens)
-        pooled = tokens[:, 0] if self.pooling == "cls" else tokens.mean(axis=1)
-        logits = self.head(pooled)[:, None]
+        last = len(self.blocks) - 1
+        (tokens,) = self._after(images, [last], deterministic=deterministic, rngs=rngs)
+        tokens = tokens if self.norm is None else self.norm(tokens)
+        pooled = tokens[:, 0] if self.pooling == "cls" else self._patches(tokens).mean(axis=1)
+        logits = self.head(pooled if self.fc_norm is None else self.fc_norm(pooled))[:, None]
         if self.head_dist is not None:
             logits = jnp.concatenate([logits, self.head_dist(tokens[:, 1])[:, None]], axis=1)
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+
+    def features(
+        self,
+        images: Float[AnyArray, "batch height width channels"],
+        *,
+        blocks: Sequence[int] = (-1,),
+        normalised: bool = False,
+        as_grid: bool = False,
+        deterministic: bool = True,
+        rngs: nnx.Rngs | None = None,
+    ) -> tuple[Float[Array, "batch *tokens features"], ...]:
+        """Returns the tokens that come out of some of the blocks.
+
+        Args:
+          images: as of a call. Their sides are multiples of a patch; where they are others than
+            those of the model, its positions are resized, as timm's ``dynamic_img_size`` does.
+          blocks: which, counted from 0, or from the last by -1; those behind are not computed.
+          normalised: by the last norm, where that does not stand behind the pooling.
+          as_grid: the patches alone, as (batch, rows, columns, width); else all tokens, of which
+            the first ``model.prefix_tokens`` are no patches.
+          deterministic, rngs: as of a call.
+
+        Raises:
+          ValueError: no such block, or no such norm.
+
+        >>> model = VisionTransformer(
+        ...     image_size=8,
+        ...     patch_size=2,
+        ...     width=16,
+        ...     depth=4,
+        ...     num_heads=2,
+        ...     registers=2,
+        ...     rngs=nnx.Rngs(0),
+        ... )
+        >>> [x.shape for x in model.features(jnp.ones((3, 8, 8, 3)), blocks=(1, 3))]
+        [(3, 19, 16), (3, 19, 16)]
+        >>> model.features(jnp.ones((3, 12, 8, 3)), as_grid=True, normalised=True)[0].shape
+        (3, 6, 4, 16)
+        """
+        depth = len(self.blocks)
+        if not blocks or not all(-depth <= block < depth for block in blocks):
+            raise ValueError(
+                f"expected blocks from {-depth} to {depth - 1}, one at least, got {tuple(blocks)}; "
+                "name some of these."
+            )
+        if normalised and self.norm is None:
+            raise ValueError(
+                "expected a norm of tokens to normalise them by, got fc_norm, which is one of "
+                "their mean; pass normalised=False."
+            )
+        found = self._after(
+            images,
+            [range(depth)[block] for block in blocks],
+            deterministic=deterministic,
+            rngs=rngs,
+        )
+        found = [self.norm(tokens) for tokens in found] if normalised else found
+        if as_grid:
+            batch, rows, columns = len(images), *self._grid_of(images)
+            found = [self._patches(x).reshape(batch, rows, columns, -1) for x in found]
+        return tuple(found)
+
+    def _after(
+        self,
+        images: Float[AnyArray, "batch height width channels"],
+        wanted: Sequence[int],
+        *,
+        deterministic: bool,
+        rngs: nnx.Rngs | None,
+    ) -> list[Float[Array, "batch tokens features"]]:
+        """The tokens behind each of the blocks of these numbers."""
+        grid, patches = self._grid_of(images), self.patch_embed(images)
+        if grid != self.grid:
+            patches = patches.reshape(len(patches), *grid, -1)
+        tokens = self.dropout(self.embed_positions(patches), deterministic=deterministic, rngs=rngs)
+        after, start = {}, 0
+        for block in sorted(set(wanted)):
+            tokens = after[block] = apply_blocks(
+                list(self.blocks)[start : block + 1],
+                tokens,
+                deterministic=deterministic,
+                rngs=rngs,
+                remat=self.remat,
+                scan=self.scan_blocks,
+            )
+            start = block + 1
+        return [after[block] for block in wanted]
+
+    def _grid_of(self, images: Float[AnyArray, "batch height width channels"]) -> Grid:
+        """Rows and columns of patches of images."""
+        *_, channels = self.image_shape
+        side = self.image_shape[0] // self.grid[0]
+        sides = images.shape[1:3]
+        if images.ndim != 4 or images.shape[3] != channels or any(x % side or not x for x in sides):
+            raise ValueError(
+                f"expected images (batch, height, width, {channels}) whose sides are multiples of "
+                f"{side}, got {images.shape}; resize them, or build the model with their channels."
+            )
+        return sides[0] // side, sides[1] // side
+
+    def _patches(
+        self, tokens: Float[Array, "batch tokens width"]
+    ) -> Float[Array, "batch patches width"]:
+        return tokens[:, self.prefix_tokens :] if self.prefix_tokens else tokens
 
     def set_data(self, settings: Any) -> None:
         """Takes the rates of dropout and of stochastic depth anew, where they are on.
@@ -268,45 +368,57 @@ class VisionTransformer(nnx.Module):
         self.scan_blocks = self.alike
 
     def embed_positions(
-        self, patches: Float[Array, "batch patches width"]
+        self, patches: Float[Array, "batch *patches width"]
     ) -> Float[Array, "batch tokens width"]:
         """`embed_positions` with the model's own parameters."""
-        parameters = {
-            "cls_token": self.cls_token,
-            "dist_token": self.dist_token,
-            "pos_embed": self.pos_embed,
-        }
+        parameters = {name: getattr(self, name) for name in (*_IN_FRONT, "pos_embed")}
         return embed_positions(
-            {name: p[...] for name, p in parameters.items() if p is not None}, patches
+            {name: p[...] for name, p in parameters.items() if p is not None},
+            patches,
+            grid=self.grid,
         )
 
 
+_IN_FRONT = ("cls_token", "dist_token", "reg_token")
+
+
 def embed_positions(
-    params: Mapping[str, AnyArray], patches: Float[AnyArray, "batch patches width"]
+    params: Mapping[str, AnyArray],
+    patches: Float[AnyArray, "batch *patches width"],
+    *,
+    grid: Grid | None = None,
 ) -> Float[Array, "batch tokens width"]:
-    """The patches behind class and distillation token, if there are any, plus the positions, in the
-    patches' dtype.
+    """The patches behind the other tokens, if there are any, plus the positions, in the patches'
+    dtype.
 
     Args:
-      params: `pos_embed` (1, tokens, width), and `cls_token` and `dist_token` (1, 1, width) for one
-        token each more than there are patches.
-      patches: embedded patches.
+      params: `pos_embed` (1, tokens, width), and `cls_token`, `dist_token` (1, 1, width) and
+        `reg_token` (1, registers, width) for so many tokens more than there are patches.
+      patches: embedded patches, (batch, patches, width), or (batch, rows, columns, width) of
+        another grid than the positions are of.
+      grid: rows and columns that the positions are of; needed for another one.
 
     >>> params = {"pos_embed": jnp.zeros((1, 5, 8)), "cls_token": jnp.ones((1, 1, 8))}
     >>> embed_positions(params, jnp.zeros((2, 4, 8)))[:, :, 0].tolist()
     [[1.0, 0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]]
     """
-    front = [
-        params[name].astype(patches.dtype) for name in ("cls_token", "dist_token") if name in params
-    ]
-    front = [jnp.broadcast_to(token, (patches.shape[0], 1, patches.shape[-1])) for token in front]
+    front = [params[name].astype(patches.dtype) for name in _IN_FRONT if name in params]
+    positions = params["pos_embed"]
+    if grid is not None and patches.ndim == 4:
+        first = sum(token.shape[1] for token in front)
+        resized = resize_grid(jnp.asarray(positions[:, first:]), grid, patches.shape[1:3])
+        positions = jnp.concatenate([positions[:, :first], resized], axis=1)
+        patches = patches.reshape(len(patches), -1, patches.shape[-1])
+    front = [jnp.broadcast_to(token, (len(patches), *token.shape[1:])) for token in front]
     tokens = jnp.concatenate([*front, patches], axis=1) if front else patches
-    return jnp.add(tokens, params["pos_embed"].astype(tokens.dtype))
+    return jnp.add(tokens, positions.astype(tokens.dtype))
 
 
-# Class token and position embedding are one layer with curvature.
+# Tokens in front and position embedding are one layer with curvature.
 kfac.register_layer(
-    VisionTransformer, "embed_positions", lambda model: kfac.Generic(embed_positions)
+    VisionTransformer,
+    "embed_positions",
+    lambda model: kfac.Generic(embed_positions, (("grid", model.grid),)),
 )
 
 

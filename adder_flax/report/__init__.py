@@ -1,7 +1,4 @@
-"""What one learns from a run.
-
-That is the papers' claims, judged and drawn, maps of a trained model, its table of parts.
-"""
+"""What one learns from a run: the papers' claims, judged and drawn, maps, the table of parts."""
 
 from adder_flax.report._families import (
     ADDER,
@@ -28,7 +25,13 @@ from adder_flax.report._study import (
 )
 from adder_flax.report._style import LINES, dress, legend, line, new_figure, save_figure
 from adder_flax.report.bypass import Without, bypass, bypass_text, write_bypass
-from adder_flax.report.captures import BlockCapture, Capture, capture
+from adder_flax.report.captures import BlockCapture, Capture, capture, tokens_in_front
+from adder_flax.report.expansion import (
+    SecondOrderStep,
+    SecondOrderTerms,
+    second_order_along,
+    second_order_terms,
+)
 from adder_flax.report.figures import (
     alignment_figure,
     attention_figure,
@@ -38,12 +41,6 @@ from adder_flax.report.figures import (
     xor_figure,
 )
 from adder_flax.report.page import Report, write_report, write_study
-from adder_flax.report.second_order import (
-    SecondOrderStep,
-    SecondOrderTerms,
-    second_order_along,
-    second_order_terms,
-)
 from adder_flax.report.studies import STUDIES, Trained, register_study
 from adder_flax.report.summary import SummaryRow, summary_rows, summary_text
 
@@ -96,6 +93,7 @@ __all__ = [
     "second_order_terms",
     "summary_rows",
     "summary_text",
+    "tokens_in_front",
     "write_bypass",
     "write_report",
     "write_study",

@@ -4,9 +4,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from adder_flax.counting.energy import HOROWITZ_45NM
 from adder_flax.registry import Registry
-from adder_flax.report._study import Findings, Study
+from adder_flax.report._study import DOES_NOT_HOLD, HOLDS, Claim, Findings, Study
 
 Measure = Callable[[Any], Findings]
 
@@ -24,6 +26,34 @@ class Section:
     title: str
     introduction: str
     source: str
+
+    def claim(
+        self,
+        name: str,
+        place: str,
+        statement: str,
+        verdict: bool | np.bool_ | str,
+        number: str = "",
+        finding: str = "",
+        figure: str = "",
+        margins: tuple[float, ...] = (),
+    ) -> Claim:
+        """Returns a claim that this section's source makes.
+
+        Args:
+          place: in the source, or what is said of it in brackets.
+          verdict: in words, or whether the claim holds.
+          name, statement, number, finding, figure, margins: see `Claim`.
+
+        Example:
+          >>> claim = ENERGY.claim("two", "page 2", "1 + 1 is 2.", 1 + 1 == 2, "2", "It is 2.")
+          >>> claim.source, claim.verdict
+          ('Adder attention, main text, page 2', 'holds')
+        """
+        source = f"{self.source}{' ' if place.startswith('(') else ', ' * bool(place)}{place}"
+        if not isinstance(verdict, str):
+            verdict = HOLDS if verdict else DOES_NOT_HOLD
+        return Claim(name, source, statement, verdict, number, finding, figure, margins)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -63,15 +63,11 @@ class SequenceStudy:
 
     def about(self) -> str:
         """Returns what was looked at, for the head of the page."""
-        parts = [
-            f"measured on {len(self.sources)} words (phoneme error rate "
-            f"{self.subject.error_rate:.1%})",
-            f"compared with {self.baseline.name} ({self.baseline.error_rate:.1%})"
-            if self.baseline
-            else "",
-            "and with its untrained self" if self.untrained else "",
-        ]
-        return ", ".join(filter(None, parts))
+        words, rate = f"measured on {len(self.sources)} words", self.subject.error_rate
+        parts = [f"{words} (phoneme error rate {rate:.1%})"]
+        if self.baseline:
+            parts.append(f"compared with {self.baseline.name} ({self.baseline.error_rate:.1%})")
+        return ", ".join([*parts, *["and with its untrained self"] * (self.untrained is not None)])
 
     def alignments(self, subject: SequenceSubject) -> list[Float[np.ndarray, "target source"]]:
         """Returns the maps of a subject, a word's symbols long and wide."""
@@ -101,21 +97,15 @@ def observe_sequences(
     )
     edits, phonemes = map(np.asarray, score(model, source, batch["references"]))
     uniform = with_uniform_maps(model)
-    return SequenceSubject(
-        name=name,
-        alignments=np.asarray(capture_attention(model, source, first)[-1][:, 0], np.float64),
-        edits=edits,
-        uniform_edits=None
-        if uniform is None
-        else np.asarray(score(uniform, source, batch["references"])[0]),
-        phonemes=phonemes,
-    )
+    if uniform is not None:
+        uniform = np.asarray(score(uniform, source, batch["references"])[0])
+    alignments = np.asarray(capture_attention(model, source, first)[-1][:, 0], np.float64)
+    return SequenceSubject(name, alignments, edits, uniform, phonemes)
 
 
 def with_uniform_maps(model: nnx.Module) -> nnx.Module | None:
-    """Returns a copy of a model whose attention gives every key the same weight.
-
-    Returns None if the model has no such layer.
+    """Returns a copy of a model whose attention gives every key the same weight; None if it has no
+    such layer.
 
     >>> from adder_flax.attention import SequenceAttention
     >>> model = SequenceAttention(4, 4, score="adder", rngs=nnx.Rngs(0))
@@ -124,13 +114,11 @@ def with_uniform_maps(model: nnx.Module) -> nnx.Module | None:
     True
     """
     model, found = nnx.clone(model), False
-    for _, module in nnx.iter_modules(model):
+    modules: Any = nnx.iter_modules(model)
+    for _, module in modules:
         if isinstance(settings := getattr(module, "settings", None), AttentionSettings):
             # Scores of any size vanish beside each other, and no mask does.
-            for name, value in (
-                ("settings", dataclasses.replace(settings, temperature=1e30)),
-                ("log_temperature", nnx.data(None)),
-            ):
-                setattr(module, name, value)
             found = True
+            module.settings = dataclasses.replace(settings, temperature=1e30)
+            module.log_temperature = nnx.data(None)
     return model if found else None

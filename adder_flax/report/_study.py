@@ -14,8 +14,8 @@ from adder_flax.arrays import AnyArray
 from adder_flax.attention import MultiHeadAttention, get_score
 from adder_flax.measures.maps import has_identity, patch_grid, stochastic_part
 from adder_flax.measures.spectrum import IdentityEffect, identity_effect
-from adder_flax.report.captures import Capture, capture
-from adder_flax.report.second_order import SecondOrderStep
+from adder_flax.report.captures import Capture, capture, tokens_in_front
+from adder_flax.report.expansion import SecondOrderStep
 from adder_flax.text import printable
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class Claim:
     source: str
     statement: str
     verdict: str
-    number: str
-    finding: str
+    number: str = ""
+    finding: str = ""
     figure: str = ""
     margins: tuple[float, ...] = ()
 
@@ -70,17 +70,7 @@ class Claim:
     def from_row(cls, row: Mapping[str, str]) -> "Claim":
         """Returns the claim that a line of ``claims.csv`` has.
 
-        Claims of earlier versions have no margins.
-
-        >>> claim = Claim(
-        ...     "a",
-        ...     "paper",
-        ...     "It is so.",
-        ...     HOLDS,
-        ...     "1 > 0",
-        ...     "1 is larger than 0.",
-        ...     margins=(1.0, -0.5),
-        ... )
+        >>> claim = Claim("a", "paper", "It is so.", HOLDS, "1 > 0", margins=(1.0, -0.5))
         >>> Claim.from_row(claim.row()) == claim
         True
         """
@@ -157,7 +147,7 @@ class Subject:
         return [identity_effect(block) for block in self.maps]
 
     @functools.cached_property
-    def identities(self) -> list[bool]:
+    def adds_identity(self) -> list[bool]:
         """By block, whether the model adds the identity map."""
         return [has_identity(block) for block in self.maps]
 
@@ -168,30 +158,28 @@ class Subject:
 
     def attention(self, index: int) -> MultiHeadAttention:
         """The attention module of a block."""
-        modules: dict[str, Any] = {
-            ".".join(map(str, path)): module for path, module in nnx.iter_modules(self.model)
-        }
-        return modules[self.captured.blocks[index].path]
+        modules: Any = nnx.iter_modules(self.model)
+        wanted = self.captured.blocks[index].path
+        return next(module for path, module in modules if ".".join(map(str, path)) == wanted)
 
     @property
     def prefix_tokens(self) -> int:
         """How many tokens stand in front of the patches, the class token first."""
-        return getattr(self.model, "prefix_tokens", 0)
+        return self.in_front["prefix_tokens"]
+
+    @property
+    def in_front(self) -> dict[str, Any]:
+        """What figures have to know of these tokens."""
+        return tokens_in_front(self.model)
 
     @property
     def attends(self) -> bool:
-        """Whether the model consists of blocks of attention.
-
-        There are then maps, queries, keys and tokens.
-        """
+        """Whether the model consists of blocks of attention, with maps, queries and tokens."""
         blocks = self.captured.blocks
         return bool(blocks) and all(block.tokens is not None for block in blocks)
 
     def blocks(self, *wanted: int) -> list[int]:
-        """The wanted blocks, if they exist; else first, middle, last.
-
-        Wanted blocks are counted from 1 as in the papers.
-        """
+        """The wanted blocks, counted from 1 as in papers; if not all exist first, middle, last."""
         count = len(self.captured.blocks)
         found = [number - 1 for number in wanted if number <= count]
         return found if len(found) == len(wanted) else sorted({0, count // 2, count - 1})
@@ -238,18 +226,15 @@ class ImageStudy:
 
 
 class Study(ImageStudy):
-    """An `ImageStudy` of models that consist of blocks of attention.
-
-    These have maps, queries, keys and tokens.
-    """
+    """An `ImageStudy` of models of blocks of attention: with maps, queries, keys and tokens."""
 
     def _anatomy(self) -> list[str]:
-        blocks, identities = self.subject.captured.blocks, self.subject.identities
-        added = "added" if all(identities) else "added in some blocks"
+        blocks, adds = self.subject.captured.blocks, self.subject.adds_identity
+        added = "added" if all(adds) else "added in some blocks"
         return [
             f"{len(blocks)} blocks of {blocks[0].map.shape[1]} heads",
             f"{', '.join(dict.fromkeys(self.subject.scores))} score",
-            f"identity map {added}" if any(identities) else "no identity map",
+            f"identity map {added}" if any(adds) else "no identity map",
             f"{blocks[0].map.shape[-1]} tokens",
         ]
 
@@ -294,16 +279,8 @@ def study_images(
     second_order: Mapping[str, Sequence[SecondOrderStep]],
     peak_learning_rate: float,
 ) -> ImageStudy:
-    """Puts together what a report on images is made from.
-
-    That is a `Study` if all models consist of blocks of attention.
-
-    Args:
-      subject, baseline, untrained: models at work on the same images.
-      labels: classes of the images.
-      pictures: the images as people see them.
-      label_names: names of the classes.
-      second_order, peak_learning_rate: see `ImageStudy`.
+    """Puts together a `Study` if all models consist of blocks of attention, else an `ImageStudy`,
+    whose attributes the arguments are.
 
     Raises:
       ValueError: if there are not as many labels as images.
@@ -316,7 +293,7 @@ def study_images(
     title = lambda index: (
         str(index) if label_names is None else printable(label_names[index], limit=60)
     )
-    attend = all(model.attends for model in (subject, baseline, untrained) if model is not None)
+    attend = all(model.attends for model in filter(None, (subject, baseline, untrained)))
     return (Study if attend else ImageStudy)(
         subject=subject,
         baseline=baseline,
@@ -333,9 +310,7 @@ def study_images(
 
 
 def require_probabilities(model: nnx.Module, *inputs: Any) -> None:
-    """Checks that a report can be made of a model.
-
-    Entropy, rollout and walks are made of probabilities.
+    """Checks that a report can be made of a model: rollout and walks are made of probabilities.
 
     Args:
       model: may be abstract, as may be the inputs: nothing is computed.

@@ -1,7 +1,4 @@
-"""How all figures look.
-
-They have one canvas without pyplot's global state, and lines that differ without colour.
-"""
+"""How all figures look: no global state of pyplot, lines that differ without colour."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -81,30 +78,29 @@ def whole_ticks(axes: "Axes") -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
 
 
-def by_block(axes: "Axes", groups: Mapping[str, Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
-    """Draws mean and standard deviation over images and heads, one line a group.
+def draw_lines(axes: "Axes", x: Any, series: Mapping[str, Any], **options: Any) -> None:
+    """Draws one line for each of the series, which share their x."""
+    for line, (label, values) in zip(LINES, series.items(), strict=False):
+        axes.plot(x, values, **{**line, "markersize": 4, "linewidth": 1.3, **options}, label=label)
 
-    Returns them as columns.
-    """
+
+def octaves(axes: "Axes", ticks: Sequence[int]) -> None:
+    """A logarithmic horizontal axis with ticks at powers of two."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+
+
+def by_block(axes: "Axes", groups: Mapping[str, Sequence[Any]]) -> dict[str, np.ndarray]:
+    """Draws mean and standard deviation over images and heads, a line a group; returns them."""
     columns: dict[str, np.ndarray] = {}
     for line, (label, values) in zip(LINES, groups.items(), strict=False):
         flat = [np.ravel(value).astype(float) for value in values]
-        mean, deviation = (
-            np.array([reduce(value) for value in flat]) for reduce in (np.mean, np.std)
-        )
+        mean, std = (np.array(list(map(reduce, flat))) for reduce in (np.mean, np.std))
         blocks = np.arange(1, len(flat) + 1)
-        axes.errorbar(
-            blocks,
-            mean,
-            yerr=deviation,
-            **line,
-            markersize=4,
-            linewidth=1.3,
-            capsize=2,
-            label=label,
-        )
+        style = {**line, "markersize": 4, "linewidth": 1.3, "capsize": 2}
+        axes.errorbar(blocks, mean, yerr=std, **style, label=label)
         whole_ticks(axes)
-        columns = {**columns, "block": blocks, f"{label}, mean": mean, f"{label}, std": deviation}
+        columns |= {"block": blocks, f"{label}, mean": mean, f"{label}, std": std}
     return columns
 
 

@@ -31,9 +31,8 @@ class Without(NamedTuple):
 def bypass(
     params: Mapping[Any, Any], score: Callable[[Any], float], *, each_block: bool = True
 ) -> list[Without]:
-    """Scores a transformer without each of its parts.
-
-    These are all maps, all attention, and each branch of each block.
+    """Scores a transformer without each of its parts: all maps, all attention, each branch of each
+    block.
 
     Maps are made uniform by keys that are the same for every token, branches are turned off by a
     last layer that gives zeros; both are changes of parameters alone, so that one compiled function
@@ -47,20 +46,15 @@ def bypass(
     Example:
       >>> layer = lambda: {"kernel": np.ones((1, 1)), "bias": np.ones(1)}
       >>> attention = {name: layer() for name in ("query", "key", "value", "out")}
-      >>> params = {
-      ...     "blocks": {0: {"attention": attention, "mlp": {"fc1": layer(), "fc2": layer()}}}
-      ... }
+      >>> mlp = {"fc1": layer(), "fc2": layer()}
+      >>> params = {"blocks": {0: {"attention": attention, "mlp": mlp}}}
       >>> ones = lambda params: float(params["blocks"][0]["attention"]["out"]["kernel"].sum())
       >>> [(without.part, without.score) for without in bypass(params, ones, each_block=False)]
       [('maps', 1.0), ('attention', 0.0)]
     """
     blocks = list(params["blocks"])
-    rows = []
-    for part, block in [
-        ("maps", None),
-        ("attention", None),
-        *((p, b) for b in blocks for p in _PARTS if each_block),
-    ]:
+    rows, each = [], [(part, block) for block in blocks for part in _PARTS if each_block]
+    for part, block in [("maps", None), ("attention", None), *each]:
         changed = params
         for index in blocks if block is None else [block]:
             changed = _changed(changed, ("blocks", index, *_PARTS[part]), keep_bias=part == "maps")
@@ -91,24 +85,14 @@ def bypass_text(rows: list[Without], whole: float) -> str:
     maps, all blocks           0.2500   +0.5000
     MLP, block 1               0.5000   +0.2500
     """
-    name = lambda row: (
-        f"{row.part}, {'all blocks' if row.block is None else f'block {row.block + 1}'}"
-    )
+    where = lambda block: "all blocks" if block is None else f"block {block + 1}"
+    name = lambda row: f"{row.part}, {where(row.block)}"
     lines = [f"{'without':24}{'score':>9}{'carries':>10}", f"{'nothing':24}{whole:9.4f}"]
     lines += [f"{name(row):24}{row.score:9.4f}{whole - row.score:+10.4f}" for row in rows]
     return "\n".join(lines)
 
 
 def write_bypass(rows: list[Without], whole: float, path: str | Path) -> None:
-    """Writes the scores as JSON.
-
-    Args:
-      rows: from `bypass`.
-      whole: score of the whole network.
-      path: of the file.
-
-    Raises:
-      OSError: it cannot be written.
-    """
+    """Writes the rows from `bypass`, and the score of the whole network, as JSON."""
     found = {"whole": whole, "without": [row._asdict() for row in rows]}
     write_whole(path, json.dumps(found, indent=1).encode())

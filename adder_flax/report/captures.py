@@ -1,6 +1,5 @@
-"""What flows through a model.
-
-That is queries, keys and maps of every attention layer, and tokens of every block.
+"""What flows through a model: queries, keys and maps of every attention layer, tokens of every
+block.
 """
 
 import dataclasses
@@ -14,6 +13,14 @@ from jaxtyping import Float
 from adder_flax import recorder
 from adder_flax.attention import attention_map
 from adder_flax.recorder import Record
+
+
+def tokens_in_front(model: nnx.Module) -> dict[str, Any]:
+    """Returns what `attention_figure` and `patch_attention` have to know of a model's tokens."""
+    return {
+        "prefix_tokens": getattr(model, "prefix_tokens", 0),
+        "class_token": getattr(model, "cls_token", None) is not None,
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +81,7 @@ class Capture:
 
 
 def capture(model: nnx.Module, *inputs: Any) -> Capture:
-    """Runs a model without dropout and keeps what its layers report.
-
-    The model itself is left as it is.
+    """Runs a model without dropout, keeps what its layers report, and leaves it as it is.
 
     Args:
       model: as trained, with any attention of this library; its own backend computes it.
@@ -84,16 +89,8 @@ def capture(model: nnx.Module, *inputs: Any) -> Capture:
 
     Example:
       >>> from adder_flax.models import VisionTransformer
-      >>> model = VisionTransformer(
-      ...     image_size=8,
-      ...     patch_size=2,
-      ...     channels=1,
-      ...     num_classes=10,
-      ...     width=16,
-      ...     depth=2,
-      ...     num_heads=2,
-      ...     rngs=nnx.Rngs(0),
-      ... )
+      >>> sizes = dict(image_size=8, patch_size=2, channels=1, width=16, depth=2, num_heads=2)
+      >>> model = VisionTransformer(**sizes, num_classes=10, rngs=nnx.Rngs(0))
       >>> captured = capture(model, np.zeros((3, 8, 8, 1), np.float32))
       >>> captured.blocks[0].query.shape, captured.blocks[0].map.shape, captured.path.shape
       ((3, 2, 17, 8), (3, 2, 17, 17), (3, 3, 17, 16))

@@ -1,6 +1,4 @@
-"""The table of all claims over several models.
-
-It is made from the reports that ``--mode=analyze`` left in their directories.
+"""The table of all claims over several models, from the reports that ``--mode=analyze`` left.
 
     python -m adder_flax.report.claims runs/adder_deit_tiny runs/deit_tiny runs/additive_deit_tiny
 
@@ -12,6 +10,7 @@ reports.
 import argparse
 import csv
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -28,8 +27,9 @@ from scipy import stats
 
 from adder_flax import packed
 from adder_flax.extras import needs
+from adder_flax.report import document
 from adder_flax.report._study import DOES_NOT_HOLD, HOLDS, NOT_DECIDED, NOT_MEASURED, Claim
-from adder_flax.report.optimizers import Contest, contests_table, read_contest
+from adder_flax.report.contests import Contest, contests_table, read_contest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,34 +79,25 @@ def read_report(workdir: str | Path) -> ModelReport:
         claims = {row["name"]: Claim.from_row(row) for row in csv.DictReader(file)}
     config = json.loads((workdir / "config.json").read_text())
     model, of_data = config["model"], config["data"]
+    without = model["score"] == "adder" and model["identity"] == "off"
     return ModelReport(
-        mechanism=_mechanism(model),
+        mechanism=model["score"] + (" without identity" if without else ""),
         data=of_data["name"],
         size=(model["depth"], model["width"]),
         seed=config["seed"],
         split="test" if of_data["eval_split"] == "eval" else of_data["eval_split"],
-        accuracy=_accuracy(workdir),
+        accuracy=_accuracy(workdir / "metrics.jsonl"),
         claims=claims,
         directory=table.parent,
     )
 
 
-def _mechanism(model: Mapping[str, Any]) -> str:
-    without = model["score"] == "adder" and model["identity"] == "off"
-    return model["score"] + (" without identity" if without else "")
+def _accuracy(metrics: Path) -> float:
+    rows = map(json.loads, metrics.read_text().splitlines() if metrics.exists() else [])
+    return [math.nan, *(row["eval/accuracy"] for row in rows if "eval/accuracy" in row)][-1]
 
 
-def _accuracy(workdir: Path) -> float:
-    metrics = workdir / "metrics.jsonl"
-    rows = (
-        [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    )
-    return next(
-        (row["eval/accuracy"] for row in reversed(rows) if "eval/accuracy" in row), float("nan")
-    )
-
-
-def claims_table(reports: Sequence[ModelReport], figures: str = "images/claims") -> str:
+def claims_table(reports: Sequence[ModelReport]) -> str:
     """The table as Markdown, one row a claim.
 
     Where models agree, a cell says so once; else it has a line for each mechanism. Over the seeds
@@ -115,7 +106,6 @@ def claims_table(reports: Sequence[ModelReport], figures: str = "images/claims")
 
     Args:
       reports: from :func:`read_report`; the first seed of each mechanism comes first.
-      figures: where the figures are, seen from the table.
 
     Raises:
       ValueError: there are no reports.
@@ -125,24 +115,38 @@ def claims_table(reports: Sequence[ModelReport], figures: str = "images/claims")
             "expected at least one report, got none. Pass the directories of analysed runs."
         )
     groups = _groups(reports)
-    names = dict.fromkeys(name for report in reports for name in report.claims)
     lines = ["| claim | verdict | number | command | figure |", "|---|---|---|---|---|"]
-    for name in names:
-        lines.append(_row(name, groups, figures))
-    return "\n".join(lines)
+    return "\n".join([*lines, *(_row(name, groups) for name in _names(groups))])
+
+
+def _names(groups: Mapping[str, Sequence[ModelReport]]) -> list[str]:
+    """Of all claims, in the order in which they are met."""
+    every = itertools.chain.from_iterable(groups.values())
+    return list(dict.fromkeys(name for report in every for name in report.claims))
+
+
+def _measured(
+    name: str, groups: Mapping[str, Sequence[ModelReport]]
+) -> tuple[dict[str, list[Claim]], dict[str, list[Claim]]]:
+    """A claim in the reports of each group, and where it was measured."""
+    made = {
+        group: [report.claims[name] for report in reports if name in report.claims]
+        for group, reports in groups.items()
+    }
+    found = {
+        group: [claim for claim in claims if claim.verdict != NOT_MEASURED]
+        for group, claims in made.items()
+    }
+    return made, {group: claims for group, claims in found.items() if claims}
 
 
 def _groups(reports: Sequence[ModelReport]) -> dict[str, list[ModelReport]]:
-    """Reports by what the table calls their models.
-
-    That is the mechanism, and the data set where there are several.
-    """
+    """Reports by mechanism, and by data set where there are several."""
     several = len({report.data for report in reports}) > 1
     groups: dict[str, list[ModelReport]] = {}
     for report in reports:
-        groups.setdefault(report.mechanism + (f" on {report.data}" if several else ""), []).append(
-            report
-        )
+        name = report.mechanism + (f" on {report.data}" if several else "")
+        groups.setdefault(name, []).append(report)
     return groups
 
 
@@ -156,10 +160,10 @@ _GALLERY = {
 }
 
 
-def _gallery(groups: Mapping[str, Sequence[ModelReport]], figures: str = "images/claims") -> str:
+def _gallery(groups: Mapping[str, Sequence[ModelReport]]) -> str:
     group, [report, *_] = next(iter(groups.items()))
     return "\n\n".join(
-        f"{text}, {group}:\n\n![{text}]({figures}/{_slug(group)}-{name}.png)"
+        f"{text}, {group}:\n\n![{text}]({_figure(group, name)})"
         for name, text in _GALLERY.items()
         if (report.directory / "figures" / f"{name}.png").exists()
     )
@@ -169,37 +173,27 @@ def _slug(group: str) -> str:
     return re.sub(r"\W+", "_", group)
 
 
-def _row(name: str, groups: Mapping[str, Sequence[ModelReport]], figures: str) -> str:
-    made = {
-        group: [r.claims[name] for r in reports if name in r.claims]
-        for group, reports in groups.items()
-    }
-    found = {
-        group: [claim for claim in claims if claim.verdict != NOT_MEASURED]
-        for group, claims in made.items()
-    }
-    found = {group: claims for group, claims in found.items() if claims}
+def _figure(group: str, name: str) -> str:
+    """Where a figure of a group's first run is, seen from the page."""
+    return f"images/claims/{_slug(group)}-{name}.png"
+
+
+def _row(name: str, groups: Mapping[str, Sequence[ModelReport]]) -> str:
+    made, found = _measured(name, groups)
     claim = next(claims[0] for claims in (found or made).values() if claims)
-    statement = f"**{claim.name}**: {claim.statement}<br>*{claim.source}*"
-    figure = ""
-    if claim.figure:
-        owner = next(group for group in found or made)
-        figure = f"[{claim.figure}]({figures}/{_slug(owner)}-{claim.figure}.png)"
+    owner = next(iter(found or made))
     cells = [
-        statement,
+        f"**{claim.name}**: {claim.statement}<br>*{claim.source}*",
         _merged({group: _counted(claims) for group, claims in found.items()}) or NOT_MEASURED,
         _merged({group: claims[0].number for group, claims in found.items()}),
         "every one" if found.keys() == groups.keys() and len(found) > 3 else ", ".join(found),
-        figure,
+        f"[{claim.figure}]({_figure(owner, claim.figure)})" if claim.figure else "",
     ]
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 
 def _verdict(claims: Sequence[Claim]) -> str | None:
-    """The verdict on a claim over the seeds of a mechanism.
-
-    It is None where the seeds differ and no interval decides.
-    """
+    """The verdict over the seeds of a mechanism; None where they differ and no interval decides."""
     intervals = _intervals(claims)
     if any(low <= 0 <= high for low, high in intervals):
         return NOT_DECIDED
@@ -271,9 +265,15 @@ def write_claims(
     """
     reports, out = [read_report(workdir) for workdir in workdirs], Path(out)
     groups = _groups(reports)
-    parts = dict(models=_models(reports), commands=_commands(groups), tally=_tally(groups))
-    parts |= dict(table=claims_table(reports), gallery=_gallery(groups))
-    page = _PAGE.format(**parts, contests=_contests(contests))
+    page = document.render(
+        "claims.md",
+        reports=reports,
+        tally=_tally(groups),
+        commands=_commands(groups),
+        table=claims_table(reports),
+        contests=contests_table(contests) if contests else "",
+        gallery=_gallery(groups),
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
     images = out.parent / "images" / "claims"
@@ -287,14 +287,9 @@ def write_claims(
     return out
 
 
-def _contests(contests: Sequence[Contest]) -> str:
-    return f"{_CONTESTS}\n\n{contests_table(contests)}\n" if contests else ""
-
-
 def _copy_small(source: Path, target: Path) -> None:
-    """Copies a picture with a palette.
-
-    That is a third of the bytes, with no visible difference in figures of few colours.
+    """Copies a picture with a palette, which in figures of few colours is a third of the bytes and
+    no visible difference.
     """
     with needs("report"):
         from PIL import Image
@@ -303,31 +298,11 @@ def _copy_small(source: Path, target: Path) -> None:
         image.convert("RGB").quantize(256).save(target, optimize=True)
 
 
-def _models(reports: Sequence[ModelReport]) -> str:
-    lines = [
-        "| attention | data | blocks, width | seed | accuracy | of the split |",
-        "|---|---|---|---|---|---|",
-    ]
-    for report in reports:
-        depth, width = report.size
-        lines.append(
-            f"| {report.mechanism} | {report.data} | {depth}, {width} | {report.seed} | "
-            f"{report.accuracy:.4f} | {report.split} |"
-        )
-    return "\n".join(lines)
-
-
 def _tally(groups: Mapping[str, Sequence[ModelReport]]) -> str:
     """How the claims stand, over all models that they were measured on."""
     kinds: Counter[str] = Counter()
-    for name in dict.fromkeys(
-        name for reports in groups.values() for report in reports for name in report.claims
-    ):
-        verdicts: set[str | None] = set()
-        for reports in groups.values():
-            claims = [report.claims[name] for report in reports if name in report.claims]
-            if measured := [claim for claim in claims if claim.verdict != NOT_MEASURED]:
-                verdicts.add(_verdict(measured))
+    for name in _names(groups):
+        verdicts = {_verdict(claims) for claims in _measured(name, groups)[1].values()}
         [kind] = verdicts if len(verdicts) == 1 else [None if verdicts else NOT_MEASURED]
         kind = "differ between models" if kind is None else kind
         kinds["hold under a condition" if kind.startswith("holds only") else kind] += 1
@@ -337,7 +312,7 @@ def _tally(groups: Mapping[str, Sequence[ModelReport]]) -> str:
 _PLURAL = {HOLDS: "hold", DOES_NOT_HOLD: "do not hold"}
 
 
-def _commands(groups: Mapping[str, Sequence[ModelReport]]) -> str:
+def _commands(groups: Mapping[str, Sequence[ModelReport]]) -> list[tuple[str, str, str]]:
     """How the first run of each mechanism was trained and analysed.
 
     Differences are taken from the dot product's run of the same data and seed. A run that has the
@@ -348,64 +323,20 @@ def _commands(groups: Mapping[str, Sequence[ModelReport]]) -> str:
         for file in sorted(Path("results").glob(f"*/{packed.NAME}"))
         for name in packed.read_packed(file)[1]
     }
-    every = [report for reports in groups.values() for report in reports]
+    dots: dict[tuple[str, int], Path] = {}
+    for report in itertools.chain.from_iterable(groups.values()):
+        if report.mechanism == "dot":
+            dots.setdefault((report.data, report.seed), report.workdir)
     lines = []
     for group, [report, *_] in groups.items():
-        analyse = f"--config={report.workdir / 'config.json'} --workdir={report.workdir}"
-        record = made_from.get(report.workdir.name)
-        rerun = f"--config={record} --config.data.eval_split=eval --workdir={report.workdir}"
-        train = rerun if record else analyse
-        dots = [
-            r.workdir
-            for r in every
-            if (r.mechanism, r.data, r.seed) == ("dot", report.data, report.seed)
-        ]
-        baseline = f" --baseline={dots[0]}" if dots and report.mechanism.startswith("adder") else ""
-        lines.append(
-            f"- **{group}**: `python main.py {train}`, then `python main.py --mode=analyze "
-            f"{analyse}{baseline}`"
-        )
-    return "\n".join(lines)
-
-
-_PAGE = """# The papers' claims, measured
-
-Every row is a claim of one of three papers: *Adder Attention for Vision Transformer* (appendix), *Additive vs.
-multiplicative attention*, *The Brownian motion in the transformer model*. Its verdict is computed from the numbers,
-which the report behind the command has in full. {tally}.
-
-The models:
-
-{models}
-
-Commands for the first seed of each, by the name that the table has for them; `config.json` is what a run leaves of its
-configuration:
-
-{commands}
-
-This page: `python -m adder_flax.report.claims` with the directories of these runs. Two studies train something of
-their own: `python -m experiments.xor_alignment` and `python -m experiments.second_order`.
-
-A number is "median (smallest to largest)" over blocks, images and heads unless it says what it is, and of the first
-seed. Verdicts are counted over the seeds. The papers stated these claims before anything was measured, so intervals
-decide: a difference between two mechanisms holds if Student's 95 % interval of its margin, over paired seeds, is above
-zero, does not hold if it is below, and is not decided if it holds zero, as with one seed it always does.
-
-{table}
-
-{contests}
-{gallery}
-"""  # noqa: E501 - lines of another language
-
-_CONTESTS = """## Second order and accuracy
-
-*The Brownian motion in the transformer model*, section 3.3: "the second-order method is not only for fast convergence, but is
-also for the high accuracy". That is a claim on where runs end: accuracy on the test images, in spelling the share of phonemes that are right.
-Each row is the end of two schedules on paired seeds, with Student's interval of the difference and its p after Holm over the arms of that
-comparison. The claim is decided by ten seeds or more and a p of at most 0.05; fewer seeds decide nothing.
-
-None of the arms `defaults`, `clip` and `cg_fac…` is the paper's Algorithm 1: they form, average and invert Kronecker factors. Their settings were
-found on these same networks."""  # noqa: E501 - lines of another language
+        train = analyse = f"--config={report.workdir / 'config.json'} --workdir={report.workdir}"
+        if record := made_from.get(report.workdir.name):
+            train = f"--config={record} --config.data.eval_split=eval --workdir={report.workdir}"
+        dot = dots.get((report.data, report.seed))
+        if dot and report.mechanism.startswith("adder"):
+            analyse += f" --baseline={dot}"
+        lines.append((group, train, analyse))
+    return lines
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,6 +1,5 @@
-"""Figures of runs and studies.
-
-They are training curves, where networks look on images, XOR alignment, second-order terms.
+"""Figures of runs and studies: training curves, where networks look on images, alignments, XOR
+alignment, second-order terms.
 
 Figures are Matplotlib objects without pyplot's global state; :func:`save_figure` writes them.
 Matplotlib is imported when a figure is asked for, not before.
@@ -23,7 +22,8 @@ from adder_flax.measures.expressivity import score_parameters, xor_bound
 from adder_flax.measures.maps import patch_attention, patch_grid
 from adder_flax.measures.walks import rollout
 from adder_flax.report import _style
-from adder_flax.report.second_order import SecondOrderStep
+from adder_flax.report.captures import tokens_in_front
+from adder_flax.report.expansion import SecondOrderStep
 from adder_flax.text import printable
 
 if TYPE_CHECKING:
@@ -67,10 +67,7 @@ def curves_figure(
       ValueError: if no row has any of these keys.
 
     Example:
-      >>> rows = [
-      ...     {"step": 10, "train/loss": 2.1},
-      ...     {"step": 20, "train/loss": 1.2, "eval/accuracy": 0.8},
-      ... ]
+      >>> rows = [{"step": 10, "train/loss": 2.1}, {"step": 20, "eval/accuracy": 0.8}]
       >>> [axis.get_ylabel() for axis in curves_figure(rows, title="digits").axes]
       ['cross-entropy (nats)', 'accuracy (%)']
     """
@@ -90,12 +87,8 @@ def curves_figure(
     figure, axes = _style.new_figure(4.6 * len(panels), 3.4, 1, len(panels))
     for axis, (name, label, scale, up) in zip(axes[0], panels, strict=True):
         _draw_training(axis, *_series(metrics, f"train/{name}", scale))
-        _draw_evaluation(
-            axis,
-            *_series(metrics, f"eval/{name}", scale),
-            largest=up,
-            unit=" %" if scale == 100 else "",
-        )
+        unit = " %" if scale == 100 else ""
+        _draw_evaluation(axis, *_series(metrics, f"eval/{name}", scale), largest=up, unit=unit)
         _style.dress(axis, xlabel="training step", ylabel=label)
         _style.legend(axis, loc="lower right" if up else "upper right")
     if title:
@@ -156,12 +149,9 @@ def attention_of_images(
         f"{names[label]}, predicted {names[predicted]}"
         for label, predicted in zip(batch["label"], np.argmax(logits, axis=-1), strict=True)
     ]
-    maps, prefix_tokens = (
-        [attention_map(record) for record in records],
-        getattr(model, "prefix_tokens", 0),
-    )
+    maps = [attention_map(record) for record in records]
     return attention_figure(
-        batch["image"], maps, prefix_tokens=prefix_tokens, captions=captions, title=title
+        batch["image"], maps, **tokens_in_front(model), captions=captions, title=title
     )
 
 
@@ -172,18 +162,13 @@ def alignment_figure(
     *,
     title: str = "",
 ) -> "Figure":
-    """Where a sequence model looks while it writes.
-
-    There is a panel for each pair of sequences, a row for each symbol written.
+    """Where a sequence model looks while it writes: a panel for each pair of sequences.
 
     Args:
       sources: symbols that were read.
-      targets: symbols that were written.
+      targets: symbols that were written, a row each.
       maps: how much of each source symbol each target symbol looks at.
       title: above all.
-
-    Returns:
-      The figure.
 
     Example:
       >>> figure = alignment_figure(
@@ -214,13 +199,13 @@ def attention_figure(
     blocks: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     prefix_tokens: int = 1,
+    class_token: bool = True,
     with_rollout: bool = False,
     captions: Sequence[str] | None = None,
     title: str = "",
 ) -> "Figure":
-    """Where the class token looks, drawn over the images.
-
-    There is one row per image, one column per block (and head).
+    """Where the class token looks, drawn over the images: a row for each image, a column for each
+    block (and head).
 
     Brightness is attention relative to uniform, on one scale for each panel, given below it; the
     line encloses the patches that hold half of the attention. The identity map, if the maps have
@@ -231,29 +216,27 @@ def attention_figure(
       maps: for every block of the model the maps of these images.
       blocks: which to show; by default the first, a middle one and the last.
       heads: which heads to show, a column each; by default their mean.
-      prefix_tokens: how many tokens stand in front of the patches, the class token first; with 0
-        the mean over all queries is shown.
+      prefix_tokens, class_token: see :func:`adder_flax.measures.maps.patch_attention`; without a
+        class token the mean over the patches' rows is shown.
       with_rollout: add a last column with the attention rollout through all blocks, see
         :func:`rollout`.
       captions: a line for each image, e.g. "label 3, predicted 8".
       title: above all.
-
-    Returns:
-      The figure.
 
     Raises:
       ValueError: if images and maps differ in number, or the patches do not tile the image.
 
     Example:
       >>> maps = [np.full((2, 3, 17, 17), 1 / 17) + np.eye(17)] * 4
-      >>> figure = attention_figure(
-      ...     np.zeros((2, 8, 8, 1), np.uint8), maps, captions=["a 3", "an 8"]
-      ... )
-      >>> len(figure.axes)
+      >>> len(attention_figure(np.zeros((2, 8, 8, 1), np.uint8), maps).axes)
       8
     """
     options: dict[str, Any] = dict(
-        blocks=blocks, heads=heads, prefix_tokens=prefix_tokens, with_rollout=with_rollout
+        blocks=blocks,
+        heads=heads,
+        prefix_tokens=prefix_tokens,
+        class_token=class_token,
+        with_rollout=with_rollout,
     )
     figure = comparison_figure(images, {"": maps}, captions=captions, **options)
     if title:
@@ -268,35 +251,31 @@ def comparison_figure(
     blocks: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     prefix_tokens: int = 1,
+    class_token: bool = True,
     with_rollout: bool = False,
     captions: Sequence[str] | None = None,
 ) -> "Figure":
-    """Where the class tokens of several models look, drawn over the images.
-
-    For each image there is one row per model.
+    """Where the class tokens of several models look: for each image a row for each model.
 
     Args:
       images: as for :func:`attention_figure`.
       models: the maps of each model under its name, as for :func:`attention_figure`; equally many
         blocks.
-      blocks, heads, prefix_tokens, with_rollout, captions: see :func:`attention_figure`.
-
-    Returns:
-      The figure.
+      blocks, heads, prefix_tokens, class_token, with_rollout, captions: see
+        :func:`attention_figure`.
 
     Raises:
       ValueError: if images and maps differ in number, or the patches do not tile the image.
 
     Example:
-      >>> models = {
-      ...     "dot": [np.full((2, 3, 17, 17), 1 / 17)],
-      ...     "adder": [np.full((2, 3, 17, 17), 1 / 17) + np.eye(17)],
-      ... }
+      >>> uniform = np.full((2, 3, 17, 17), 1 / 17)
+      >>> models = {"dot": [uniform], "adder": [uniform + np.eye(17)]}
       >>> figure = comparison_figure(np.zeros((2, 8, 8, 1), np.uint8), models, with_rollout=True)
       >>> len(figure.axes)  # 2 images × 2 models × (image, block, rollout)
       12
     """
     images, columns = np.asarray(images), {}
+    tokens = {"prefix_tokens": prefix_tokens, "class_token": class_token}
     for name, maps in models.items():
         if any(len(block) != len(images) for block in maps) or not len(images):
             raise ValueError(
@@ -305,7 +284,7 @@ def comparison_figure(
                 "the model gave for these images."
             )
         chosen = sorted({0, len(maps) // 2, len(maps) - 1}) if blocks is None else list(blocks)
-        columns[name] = _columns(maps, chosen, heads, with_rollout, prefix_tokens)
+        columns[name] = _columns(maps, chosen, heads, with_rollout, tokens)
     rows, count = len(images) * len(columns), len(next(iter(columns.values()))) + 1
     figure, axes = _style.new_figure(1.7 * count, 1.95 * rows + 0.3, rows, count)
     for row, (index, name) in enumerate(itertools.product(range(len(images)), columns)):
@@ -326,60 +305,43 @@ def comparison_figure(
 
 
 def xor_figure(accuracies: Mapping[str, Float[np.ndarray, " seeds"]]) -> "Figure":
-    """Accuracies on the XOR alignment task, and parameters against the hidden width.
-
-    The bilinear limit is beside the accuracies.
+    """Accuracies on the XOR alignment task beside the bilinear limit, and parameters against the
+    hidden width.
 
     Args:
       accuracies: of each score, from :func:`train_xor`.
 
     Example:
-      >>> len(
-      ...     xor_figure({"bilinear": np.array([0.5, 0.75]), "additive": np.array([1.0, 1.0])}).axes
-      ... )
+      >>> len(xor_figure({"bilinear": np.array([0.5, 0.75]), "additive": np.ones(2)}).axes)
       2
     """
     figure, axes = _style.new_figure(8.2, 3.2, 1, 2)
-    axis = axes[0, 0]
+    axis, parameters = axes[0]
     for position, (line, values) in enumerate(zip(_style.LINES, accuracies.values(), strict=False)):
         offsets = position + np.linspace(-0.2, 0.2, len(values))
-        axis.plot(
-            offsets, 100 * values, **{**line, "linestyle": "none"}, markersize=6, fillstyle="none"
-        )
-    limit = 100 * float(xor_bound().accuracy)
+        marks = {**line, "linestyle": "none", "fillstyle": "none", "markersize": 6}
+        axis.plot(offsets, 100 * values, **marks)
+    limit = 100 * float(xor_bound())
     axis.axhline(limit, color=_style.GREY, linestyle="--", linewidth=1)
-    axis.text(
-        1.45,
-        limit - 1,
-        "largest possible, bilinear",
-        ha="right",
-        va="top",
-        fontsize=8,
-        color="#444444",
-    )
+    text: dict[str, Any] = dict(fontsize=8, color="#444444")
+    axis.text(1.45, limit - 1, "largest possible, bilinear", ha="right", va="top", **text)
     axis.set_xlim(-0.5, len(accuracies) - 0.5)
     axis.set_xticks(range(len(accuracies)), list(accuracies))
     axis.set_ylim(30, 104)
     _style.dress(axis, ylabel="right pairs (%)", title="XOR task, one mark a start")
     widths = np.arange(1, 81)
     counts = np.array([score_parameters(64, 128, int(width)) for width in widths])
-    for line, label, values in zip(_style.LINES, ("bilinear", "additive"), counts.T, strict=False):
-        axes[0, 1].plot(widths, values, **{**line, "marker": None}, linewidth=1.5, label=label)
-    axes[0, 1].axvline(8192 / 193, color=_style.GREY, linestyle=":", linewidth=1)
-    axes[0, 1].text(8192 / 193 + 1, 500, "42.4", fontsize=8, color="#444444")
-    _style.dress(
-        axes[0, 1], xlabel="hidden width d_a", ylabel="parameters", title="widths 64 and 128"
-    )
-    _style.legend(axes[0, 1], loc="upper left")
+    series = {"bilinear": counts[:, 0], "additive": counts[:, 1]}
+    _style.draw_lines(parameters, widths, series, marker=None, linewidth=1.5)
+    parameters.axvline(8192 / 193, color=_style.GREY, linestyle=":", linewidth=1)
+    parameters.text(8192 / 193 + 1, 500, "42.4", **text)
+    titles = dict(ylabel="parameters", title="widths 64 and 128")
+    _style.dress(parameters, xlabel="hidden width d_a", **titles)
+    _style.legend(parameters, loc="upper left")
     return figure
 
 
-_TERMS = {
-    "change": "change of the loss",
-    "odd": "odd part",
-    "even": "even part",
-    "second": "½ δᵀHδ",
-}
+_TERMS = dict(change="change of the loss", odd="odd part", even="even part", second="½ δᵀHδ")
 
 
 def second_order_figure(studies: Mapping[str, Sequence[SecondOrderStep]]) -> "Figure":
@@ -389,37 +351,22 @@ def second_order_figure(studies: Mapping[str, Sequence[SecondOrderStep]]) -> "Fi
       studies: steps from :func:`second_order_along` under the panel's title.
 
     Example:
-      >>> step = dict(
-      ...     step=3,
-      ...     learning_rate=0.1,
-      ...     loss=2.0,
-      ...     first=-0.2,
-      ...     second=0.05,
-      ...     odd=-0.2,
-      ...     even=0.05,
-      ...     change=-0.15,
-      ... )
-      >>> len(second_order_figure({"adder": [SecondOrderStep(**step)]}).axes)
+      >>> terms = dict(loss=2.0, first=-0.2, second=0.05, odd=-0.2, even=0.05, change=-0.15)
+      >>> step = SecondOrderStep(step=3, learning_rate=0.1, **terms)
+      >>> len(second_order_figure({"adder": [step]}).axes)
       1
     """
     figure, axes = _style.new_figure(4.2 * len(studies), 3.2, 1, len(studies))
     for axis, (title, steps) in zip(axes[0], studies.items(), strict=True):
         number = [step.step + 1 for step in steps]
-        for line, (name, label) in zip(_style.LINES, _TERMS.items(), strict=False):
-            style = {
-                **line,
-                "markersize": 4,
-                "markevery": max(1, len(steps) // 12),
-                "linewidth": 1.3,
-            }
-            values = np.array([getattr(step, name) for step in steps])
-            if np.isfinite(values).any():
-                axis.plot(number, values, **style, label=label)
+        terms = {label: [getattr(step, name) for step in steps] for name, label in _TERMS.items()}
+        # "second" is the last: where it was not computed, the lines before it look the same.
+        computed = {label: term for label, term in terms.items() if np.isfinite(term).any()}
+        _style.draw_lines(axis, number, computed, markevery=max(1, len(steps) // 12))
         axis.axhline(0, color=_style.GREY, linewidth=0.8)
         _style.whole_ticks(axis)
-        _style.dress(
-            axis, xlabel="training step", ylabel="nats" if axis is axes[0, 0] else "", title=title
-        )
+        label = "nats" if axis is axes[0, 0] else ""
+        _style.dress(axis, xlabel="training step", ylabel=label, title=title)
     _style.legend(axes[0, 0])
     return figure
 
@@ -429,18 +376,18 @@ def _columns(
     blocks: Sequence[int],
     heads: Sequence[int] | None,
     with_rollout: bool,
-    prefix_tokens: int,
+    tokens: Mapping[str, Any],
 ) -> dict[str, np.ndarray]:
     """Title and patch weights (images, patches) of every column."""
     columns = {}
     for block in blocks:
-        weights = patch_attention(maps[block], prefix_tokens=prefix_tokens)
+        weights = patch_attention(maps[block], **tokens)
         if heads is None:
             columns[f"block {block + 1}, mean of heads"] = weights.mean(1)
         for head in heads or ():
             columns[f"block {block + 1}, head {head + 1}"] = weights[:, head]
     if with_rollout:
-        columns["rollout, all blocks"] = patch_attention(rollout(maps), prefix_tokens=prefix_tokens)
+        columns["rollout, all blocks"] = patch_attention(rollout(maps), **tokens)
     return columns
 
 

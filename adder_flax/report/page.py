@@ -1,13 +1,9 @@
-"""The claims of three papers, measured on a model.
-
-There are figures, data and one page to read from top to bottom.
-"""
+"""The claims of three papers, measured on a model, as one page to read from top to bottom."""
 
 import dataclasses
-import html
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from string import Template
 
 import numpy as np
 from flax import nnx
@@ -27,7 +23,7 @@ from adder_flax.report._study import (
     observe,
     study_images,
 )
-from adder_flax.report.second_order import SecondOrderStep
+from adder_flax.report.expansion import SecondOrderStep
 from adder_flax.text import printable
 
 
@@ -106,14 +102,16 @@ def write_report(
         labels,
         baseline=None if baseline is None else observe(baseline_name, baseline, images),
         untrained=None if untrained is None else observe("untrained", untrained, images),
-        pictures=(images - np.min(images)) / max(float(np.ptp(images)), 1e-12)
-        if pictures is None
-        else pictures,
+        pictures=_stretched(images) if pictures is None else pictures,
         label_names=label_names,
         second_order=second_order or {},
         peak_learning_rate=peak_learning_rate,
     )
     return write_study(study, out_dir, families=families)
+
+
+def _stretched(images: AnyArray) -> np.ndarray:
+    return np.asarray(images - np.min(images)) / max(float(np.ptp(images)), 1e-12)
 
 
 def write_study(
@@ -138,40 +136,32 @@ def write_study(
             f"{', '.join(possible)}; got {', '.join(others)}, which look at something else; leave "
             "them out"
         )
-    sections = _measure(study, families)
-    out_dir = Path(out_dir)
-    files = [
-        path
-        for found in sections.values()
-        for picture in found.pictures
-        for path in document.write_picture(picture, out_dir)
-    ]
+    sections, out_dir = _measure(study, families), Path(out_dir)
+    pictures = [picture for found in sections.values() for picture in found.pictures]
+    files = [path for picture in pictures for path in document.write_picture(picture, out_dir)]
     claims = [claim for found in sections.values() for claim in found.claims]
-    table = out_dir / "claims.csv"
+    table, page = out_dir / "claims.csv", out_dir / "report.html"
     rows = [claim.row() for claim in claims]
     document.write_csv(table, {field: [row[field] for row in rows] for field in rows[0]})
-    page = out_dir / "report.html"
     page.write_text(_page(study, sections, out_dir), encoding="utf-8")
     return Report(page, claims, [*files, table, page])
 
 
 def _measure(study: AnyStudy, families: Iterable[str]) -> dict[Section, Findings]:
     """What the families find, by section of the page."""
-    sections: dict[Section, list[Findings]] = {}
+    sections: dict[Section, Findings] = {}
     for name in families:
-        sections.setdefault(CLAIMS.get(name).section, []).append(_findings(name, study))
-    return {
-        section: Findings(
-            [c for f in found for c in f.claims], [p for f in found for p in f.pictures]
+        section, found = CLAIMS.get(name).section, _findings(name, study)
+        before = sections.get(section, Findings([], []))
+        sections[section] = Findings(
+            [*before.claims, *found.claims], [*before.pictures, *found.pictures]
         )
-        for section, found in sections.items()
-    }
+    return sections
 
 
 def _findings(name: str, study: AnyStudy) -> Findings:
-    """What a family finds: nothing, where it has nothing to work on, as on maps of a single token.
-
-    The page says so.
+    """What a family finds; where it has nothing to work on, as on maps of a single token, the page
+    says so.
     """
     family = CLAIMS.get(name)
     try:
@@ -180,85 +170,39 @@ def _findings(name: str, study: AnyStudy) -> Findings:
         reason = printable(f"{type(error).__name__}: {first_line(error)}")
         finding = f"On this model its numbers cannot be computed ({reason})."
         statement = f"The claims of {name}."
-        return Findings(
-            [Claim(name, family.section.source, statement, NOT_MEASURED, "", finding)], []
-        )
+        claim = family.section.claim(name, "", statement, NOT_MEASURED, finding=finding)
+        return Findings([claim], [])
 
 
-def _page(study: AnyStudy, sections: Mapping[Section, Findings], out_dir: Path) -> str:
-    claims = [claim for found in sections.values() for claim in found.claims]
-    kinds = [_kind(claim) for claim in claims]
-    tally = ", ".join(
-        f"{kinds.count(kind)} {words}"
-        for kind, words in (
-            ("yes", "hold"),
-            ("partly", "hold only under a condition"),
-            ("no", "do not hold"),
-            ("open", "not measured"),
-        )
-        if kinds.count(kind)
-    )
-    body = _BODY.substitute(
-        name=html.escape(study.subject.name),
-        tally=tally,
-        about=html.escape(study.about()),
-        sections="\n".join(
-            _section_html(section, found, out_dir) for section, found in sections.items()
-        ),
-    )
-    return document.html_page(f"{study.subject.name}: claims and measurements", body, style=_STYLE)
+# {kind of verdict: (its sign, how many there are)}
+_KINDS = {
+    "yes": ("✓", "hold"),
+    "partly": ("◐", "hold only under a condition"),
+    "no": ("✗", "do not hold"),
+    "open": ("–", "not measured"),
+}
 
 
 def _kind(claim: Claim) -> str:
-    if claim.verdict == HOLDS:
-        return "yes"
-    if claim.verdict == NOT_MEASURED:
-        return "open"
-    return "partly" if claim.verdict.startswith(HOLDS) else "no"
+    kinds = {HOLDS: "yes", NOT_MEASURED: "open"}
+    return kinds.get(claim.verdict, "partly" if claim.verdict.startswith(HOLDS) else "no")
 
 
-_SIGNS = {"yes": "✓", "partly": "◐", "no": "✗", "open": "–"}
-
-
-def _section_html(section: Section, found: Findings, out_dir: Path) -> str:
-    claims = "\n".join(_claim_html(claim) for claim in found.claims)
-    pictures = "\n".join(document.picture_html(picture, out_dir) for picture in found.pictures)
-    return (
-        f"<section><h2>{html.escape(section.title)}</h2><p>{html.escape(section.introduction)}</p>"
-        f'<ul class="claims">{claims}</ul>{pictures}</section>'
+def _page(study: AnyStudy, sections: Mapping[Section, Findings], out_dir: Path) -> str:
+    count = Counter(_kind(claim) for found in sections.values() for claim in found.claims)
+    shown = [
+        (
+            section,
+            [(claim, _kind(claim), _KINDS[_kind(claim)][0]) for claim in found.claims],
+            [document.picture_html(picture, out_dir) for picture in found.pictures],
+        )
+        for section, found in sections.items()
+    ]
+    return document.render(
+        "report.html",
+        title=f"{study.subject.name}: claims and measurements",
+        name=study.subject.name,
+        tally=", ".join(f"{count[kind]} {of}" for kind, (_, of) in _KINDS.items() if count[kind]),
+        about=study.about(),
+        sections=shown,
     )
-
-
-def _claim_html(claim: Claim) -> str:
-    kind = _kind(claim)
-    number = f" · {html.escape(claim.number)}" if claim.number else ""
-    link = f' <a href="#{claim.figure}">figure</a>' if claim.figure else ""
-    return (
-        f'<li class="{kind}" id="claim-{claim.name}"><p '
-        f'class="statement">{html.escape(claim.statement)} <span '
-        f'class="source">{html.escape(claim.source)}</span></p><p class="verdict"><span '
-        f'aria-hidden="true">{_SIGNS[kind]}</span> '
-        f"{html.escape(claim.verdict)}{number}</p>"
-        f'<p class="finding">{html.escape(claim.finding)}{link}</p></li>'
-    )
-
-
-_STYLE = """
-.tally { font-size: 1.1rem; font-weight: 600; }
-ul.claims { list-style: none; padding: 0; }
-ul.claims li { border-left: 5px solid; margin: 0 0 1rem; padding: .1rem 0 .1rem .8rem; }
-ul.claims p { margin: 0 0 .2rem; }
-ul.claims li.yes { border-color: #00694d; } ul.claims li.partly { border-color: #8a6d00; border-left-style: dashed; }
-ul.claims li.no { border-color: #b03a00; border-left-style: double; } ul.claims li.open { border-color: #888; }
-.statement { font-weight: 600; }
-.source { font-weight: 400; font-size: .85rem; color: #555; }
-.verdict { font-weight: 600; }
-.yes .verdict { color: #00694d; } .partly .verdict { color: #6b5500; } .no .verdict { color: #a13500; }
-.finding { font-size: .95rem; overflow-wrap: anywhere; }
-"""  # noqa: E501 - lines of another language
-
-_BODY = Template("""<h1>$name: what the papers claim and what is measured</h1>
-<p class="tally">$tally.</p>
-<p>$about.</p>
-$sections
-""")

@@ -10,7 +10,7 @@ from adder_flax.parameters import has_prototypes
 from adder_flax.registry import Registry
 from adder_flax.report._sequences import SequenceStudy, observe_sequences
 from adder_flax.report._study import AnyStudy, ImageStudy, observe, study_images
-from adder_flax.report.second_order import second_order_along
+from adder_flax.report.expansion import second_order_along
 
 if TYPE_CHECKING:
     from adder_flax.training import Run
@@ -67,17 +67,14 @@ def register_study(task: str) -> Callable[[MakeStudy], MakeStudy]:
 @register_study("distillation")
 @register_study("healing")
 def study_classification(trained: Trained, baseline: Trained | None) -> ImageStudy:
-    """Looks at a classifier on the first images of the evaluation split.
-
-    Looks at steps of its training too.
-    """
+    """Looks at a classifier on the first images of the evaluation split, and at training steps."""
     from adder_flax.data import ImageSource, require_kind  # figures are drawn without data
 
     run = trained.run
     source = require_kind(ImageSource, run.eval_source, "this report")
     batch, start = source.first(_IMAGES), run.init()
     (images,) = map(np.asarray, run.task.inputs(batch))
-    smooth = not has_prototypes(trained.model)
+    options: Any = dict(num_steps=_STUDIED_STEPS, derivatives=not has_prototypes(trained.model))
     return study_images(
         observe(trained.name, trained.model, images),
         batch["label"],
@@ -86,13 +83,8 @@ def study_classification(trained: Trained, baseline: Trained | None) -> ImageStu
         pictures=batch["image"],
         label_names=source.label_names,
         second_order={
-            where: list(
-                second_order_along(run, origin, num_steps=_STUDIED_STEPS, derivatives=smooth)
-            )
-            for where, origin in {
-                "from the start": start,
-                "from the checkpoint": trained.state,
-            }.items()
+            "from the start": list(second_order_along(run, start, **options)),
+            "from the checkpoint": list(second_order_along(run, trained.state, **options)),
         },
         peak_learning_rate=run.config.optimizer.learning_rate,
     )
@@ -100,17 +92,13 @@ def study_classification(trained: Trained, baseline: Trained | None) -> ImageStu
 
 @register_study("transduction")
 def study_transduction(trained: Trained, baseline: Trained | None) -> SequenceStudy:
-    """Looks at a sequence model on words from all over the evaluation split.
-
-    Dictionaries are in order.
-    """
+    """Looks at a sequence model on words from all over the evaluation split, which is in order."""
     from adder_flax.data import SequenceSource, require_kind
 
     task: Any = trained.run.task
     source = require_kind(SequenceSource, trained.run.eval_source, "this report")
-    batch, _ = source.read(
-        np.linspace(0, len(source) - 1, min(_WORDS, len(source))).round().astype(int)
-    )
+    places = np.linspace(0, len(source) - 1, min(_WORDS, len(source)))
+    batch, _ = source.read(places.round().astype(int))
     letters, phonemes = map(np.asarray, task.inputs(batch))
     look = lambda name, model: observe_sequences(name, model, task, batch)
     return SequenceStudy(

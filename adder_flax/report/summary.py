@@ -50,16 +50,8 @@ def summary_rows(
 
     Example:
       >>> from adder_flax.models import VisionTransformer
-      >>> make = lambda: VisionTransformer(
-      ...     image_size=8,
-      ...     patch_size=2,
-      ...     channels=1,
-      ...     num_classes=10,
-      ...     width=16,
-      ...     depth=2,
-      ...     num_heads=2,
-      ...     rngs=nnx.Rngs(0),
-      ... )
+      >>> sizes = dict(image_size=8, patch_size=2, channels=1, width=16, depth=2, num_heads=2)
+      >>> make = lambda: VisionTransformer(**sizes, num_classes=10, rngs=nnx.Rngs(0))
       >>> rows = summary_rows(nnx.eval_shape(make), jax.ShapeDtypeStruct((1, 8, 8, 1), float))
       >>> [(row.part, row.parameters) for row in rows if row.part in ("patch embedding", "head")]
       [('patch embedding', 80), ('head', 170)]
@@ -75,64 +67,32 @@ def summary_rows(
     layers: dict[str, list[Operations]] = {}
     for name, layer in counted.layers.items():
         layers.setdefault(_part(tuple(name.split(".")), names), []).append(layer)
-    present = {*parameters, *layers}
-    rows = []
-    for part in filter(
-        present.__contains__, dict.fromkeys((*names.values(), *parameters, *layers))
-    ):
-        operations = Operations.total(layers.get(part, []))
-        rows.append(
-            SummaryRow(part, parameters.get(part, 0), operations, _joules(operations, table))
-        )
-    return [*rows, SummaryRow("total", sum(parameters.values()), counted, _joules(counted, table))]
+    row = lambda part, number, of: SummaryRow(part, number, of, _joules(of, table))
+    rows = [
+        row(part, parameters.get(part, 0), Operations.total(layers.get(part, [])))
+        for part in dict.fromkeys((*names.values(), *parameters, *layers))
+        if part in parameters or part in layers
+    ]
+    return [*rows, row("total", sum(parameters.values()), counted)]
 
 
 def summary_text(
     model: nnx.Module, *inputs: jax.ShapeDtypeStruct, table: EnergyTable = HOROWITZ_45NM
 ) -> str:
-    """The rows of :func:`summary_rows` as an aligned table of plain text.
-
-    The table has its conventions below.
+    """The rows of :func:`summary_rows` as an aligned table of plain text, its conventions below.
 
     Args:
       model, inputs, table: see :func:`summary_rows`.
-
-    Example:
-      >>> from adder_flax.models import VisionTransformer
-      >>> make = lambda: VisionTransformer(
-      ...     image_size=8,
-      ...     patch_size=2,
-      ...     channels=1,
-      ...     num_classes=10,
-      ...     width=16,
-      ...     depth=2,
-      ...     num_heads=2,
-      ...     rngs=nnx.Rngs(0),
-      ... )
-      >>> print(
-      ...     summary_text(
-      ...         nnx.eval_shape(make), jax.ShapeDtypeStruct((1, 8, 8, 1), float)
-      ...     ).splitlines()[0]
-      ... )
-      part                       parameters  multiplications  additions  exponentials    energy
     """
     rows = summary_rows(model, *inputs, table=table)
     cells = [["part", "parameters", "multiplications", "additions", "exponentials", "energy"]]
     for row in rows:
-        counts = (
-            row.operations.multiplications,
-            row.operations.additions,
-            row.operations.exponentials,
-        )
-        cells.append([row.part, f"{row.parameters:,}", *map(si, counts), f"{si(row.joules)}J"])
-    first, *others = (max(len(line[column]) for line in cells) for column in range(len(cells[0])))
+        of = row.operations
+        counts = map(si, (of.multiplications, of.additions, of.exponentials))
+        cells.append([row.part, f"{row.parameters:,}", *counts, f"{si(row.joules)}J"])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
-        "  ".join(
-            [
-                part.ljust(first),
-                *(text.rjust(width) for text, width in zip(numbers, others, strict=True)),
-            ]
-        )
+        "  ".join([part.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])])
         for part, *numbers in cells
     ]
     lines.insert(-1, "-" * len(lines[0]))
@@ -162,9 +122,8 @@ def _part(path: tuple[Any, ...], names: Mapping[str, str]) -> str:
     words = [str(word) for word in path]
     for prefix, part in names.items():
         wanted = prefix.split(".")
-        if len(wanted) <= len(words) and all(
-            w in ("*", word) for w, word in zip(wanted, words, strict=False)
-        ):
+        fits = (here in ("*", word) for here, word in zip(wanted, words, strict=False))
+        if len(wanted) <= len(words) and all(fits):
             return part
     return words[0] or "elsewhere"
 

@@ -3,47 +3,16 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
-from adder_flax.settings._fields import completed, defaults, section, setting
-from adder_flax.settings._keywords import Options
-from adder_flax.settings._rules import (
-    LONGEST_NAME,
-    Choice,
-    Flag,
-    Integer,
-    Number,
-    Or,
-    Refused,
-    Text,
-)
+from adder_flax.settings._declare import LONGEST_NAME, is_mapping, section, setting
+from adder_flax.settings._optimizer import translated
 from adder_flax.settings._run import RunSettings
+from adder_flax.settings._use import Options
 
 _MOST_LEVELS = 100
 # Fields that the comparison sets itself.
 _OWN = {"seed", "init", "data.train_split", "data.eval_split"}
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    """Returns what a mapping, which may be a ``ConfigDict``, holds by names."""
-    if not hasattr(value, "items"):
-        raise Refused
-    held = dict(value.items())
-    if not all(isinstance(name, str) and name.strip() and name.isprintable() for name in held):
-        raise Refused
-    if any(len(name) > LONGEST_NAME or "/" in name for name in held):
-        raise Refused
-    return held
-
-
-def _by_path(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in fields.items():
-        if hasattr(value, "items"):
-            flat |= _by_path(_mapping(value), f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +31,29 @@ class OneOf:
 
 
 Range = LogUniform | OneOf
+_RANGE = "('log', low, high) with 0 < low < high or ('list', a, b, …)"
+
+
+def _named(value: Any) -> dict[str, Any]:
+    """Returns what a mapping, which may be a ``ConfigDict``, holds by names."""
+    held = dict(value.items()) if is_mapping(value) else None
+    if held is None or not all(
+        isinstance(name, str)
+        and name.strip()
+        and name.isprintable()
+        and len(name) <= LONGEST_NAME
+        and "/" not in name
+        for name in held
+    ):
+        raise ValueError(value)
+    return held
+
+
+def _by_path(fields: Any, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in _named(fields).items():
+        flat |= _by_path(value, f"{prefix}{name}.") if is_mapping(value) else {prefix + name: value}
+    return flat
 
 
 def _is_range(value: Any) -> bool:
@@ -69,132 +61,121 @@ def _is_range(value: Any) -> bool:
 
 
 def _range(value: Any) -> Range:
-    if _is_range(value):
-        kind, *rest = value
-        if kind == "log" and len(rest) == 2:
-            low, high = (Number(0, math.inf, "()").read(end) for end in rest)
-            if low < high:
-                return LogUniform(low, high)
-        if kind == "list" and len(rest) > 1:
-            return OneOf(tuple(rest))
-    raise Refused
+    match value:
+        case ("log", float() | int() as low, float() | int() as high) if 0 < low < high < math.inf:
+            return LogUniform(float(low), float(high))
+        case ("list", *values) if len(values) > 1:
+            return OneOf(tuple(values))
+    raise ValueError(value)
 
 
-class Levels:
-    """By the name of a factor and the name of a level, the fields that the level sets.
+def read_levels(value: Any) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+    """Returns, by the name of a factor and the name of a level, the fields that the level sets.
 
-    Once read, fields are by their path. Where a level has a range, as ``Space`` has them, the field
-    is tuned in the arms of that level.
+    Fields are by their path. Where a level has a range, as a search has them, the field is tuned in
+    the arms of that level.
 
-    >>> Levels().read({"mechanism": {"dot": {}, "adder": {"model": {"score": "adder"}}}})[
+    >>> read_levels({"mechanism": {"dot": {}, "adder": {"model": {"score": "adder"}}}})[
     ...     "mechanism"
     ... ]["adder"]
     {'model.score': 'adder'}
     """
+    factors = {factor: _named(levels) for factor, levels in _named(value).items()}
+    if not factors or any(not 1 <= len(levels) <= _MOST_LEVELS for levels in factors.values()):
+        raise ValueError(value)
 
-    expected = (
-        "by factor and by level, the fields that the level sets: {'mechanism': {'adder': {'model': "
-        "{…}}, …}, …}; or in place of a value its range, ('log', low, high) with 0 < low < high or "
-        "('list', a, b, …)"
-    )
-
-    def read(self, value: Any) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-        factors = {factor: _mapping(levels) for factor, levels in _mapping(value).items()}
-        if not factors or any(not 1 <= len(levels) <= _MOST_LEVELS for levels in factors.values()):
-            raise Refused
-        return Options(
-            {
-                factor: {level: self._level(fields) for level, fields in levels.items()}
-                for factor, levels in factors.items()
-            }
-        )
-
-    def _level(self, fields: Any) -> dict[str, Any]:
+    def level(fields: Any) -> dict[str, Any]:
         return {
             path: _range(value) if _is_range(value) else value
-            for path, value in _by_path(_mapping(fields)).items()
+            for path, value in _by_path(fields).items()
         }
 
-
-class Names:
-    """By the name of a factor, the name of one of its levels."""
-
-    expected = "by factor the level that others are compared with: {'mechanism': 'dot'}"
-
-    def read(self, value: Any) -> Mapping[str, str]:
-        names = Options(_mapping(value))
-        if not all(isinstance(level, str) for level in names.values()):
-            raise Refused
-        return names
-
-
-class Space:
-    """By field, what is tried: ``("log", low, high)`` or ``("list", a, b, …)``.
-
-    Once read, fields are by their path.
-
-    >>> Space().read({"optimizer": {"learning_rate": ("log", 1e-4, 1e-2)}})[
-    ...     "optimizer.learning_rate"
-    ... ]
-    LogUniform(low=0.0001, high=0.01)
-    """
-
-    expected = (
-        "fields with ('log', low, high), 0 < low < high, or ('list', a, b, …), several values"
+    return Options(
+        {
+            factor: {name: level(fields) for name, fields in levels.items()}
+            for factor, levels in factors.items()
+        }
     )
 
-    def read(self, value: Any) -> Mapping[str, Range]:
-        return Options({path: _range(values) for path, values in _by_path(_mapping(value)).items()})
+
+def read_baseline(value: Any) -> Mapping[str, str]:
+    """Returns, by the name of a factor, the name of one of its levels."""
+    names = Options(_named(value))
+    if not all(isinstance(level, str) for level in names.values()):
+        raise ValueError(value)
+    return names
+
+
+def read_space(value: Any) -> Mapping[str, Range]:
+    """Returns what is tried by field, which is by its path.
+
+    >>> read_space({"optimizer": {"learning_rate": ("log", 1e-4, 1e-2)}})["optimizer.learning_rate"]
+    LogUniform(low=0.0001, high=0.01)
+    """
+    return Options({path: _range(tried) for path, tried in _by_path(value).items()})
 
 
 @dataclasses.dataclass(frozen=True)
 class CompareSettings:
     """All that a comparison is made from: what ``--mode=compare`` reads."""
 
-    title: str = setting("A comparison", Text("a title"), "of the page")
+    title: str = setting("A comparison", "of the page", expected="a title")
     base: RunSettings = section(RunSettings)
     factors: Mapping[str, Any] = setting(
-        {"mechanism": {"dot": {}}}, Levels(), "what differs; every combination of levels is an arm"
+        {"mechanism": {"dot": {}}},
+        "what differs; every combination of levels is an arm",
+        parse=read_levels,
+        expected="by factor and by level, the fields that the level sets: {'mechanism': {'adder': "
+        f"{{'model': {{…}}}}, …}}, …}}; or in place of a value its range, {_RANGE}",
     )
     baseline: Mapping[str, str] = setting(
-        {}, Names(), "the levels that the others of a factor are compared with"
+        {},
+        "the levels that the others of a factor are compared with",
+        parse=read_baseline,
+        expected="by factor the level that others are compared with: {'mechanism': 'dot'}",
     )
-    match: str = setting(
+    match: Literal["steps", "nothing"] = setting(
         "steps",
-        Choice("steps", "nothing"),
         "what all arms have as much of as the baseline; nothing: each has a schedule of its own",
     )
-    search: Mapping[str, Any] = setting({}, Space(), "what is tuned in every arm")
+    search: Mapping[str, Any] = setting(
+        {}, "what is tuned in every arm", parse=read_space, expected=f"fields with {_RANGE}"
+    )
     trials: int = setting(
-        8, Integer(1, 4096), "points of the search space that are tried for each arm"
+        8, "points of the search space that are tried for each arm", ge=1, le=4096
     )
     extensions: int = setting(
         3,
-        Integer(0, 16),
         "how often half as many trials are added beyond an edge on which the best one lies",
+        ge=0,
+        le=16,
     )
     tuning_seeds: int = setting(
-        1, Integer(1, 1000), "runs of each trial, with seeds that the final runs do not have"
+        1, "runs of each trial, with seeds that the final runs do not have", ge=1, le=1000
     )
-    seeds: int = setting(6, Integer(1, 10_000), "final runs of each arm, with seeds 0, 1, …")
+    seeds: int = setting(6, "final runs of each arm, with seeds 0, 1, …", ge=1, le=10_000)
     confirmatory: bool = setting(
-        False, Flag(), "whether this is the table that decides, declared before it is run"
+        False, "whether this is the table that decides, declared before it is run"
     )
     validation_percent: int = setting(
         10,
-        Integer(0, 90),
         "of the training split, for tuning and curves; 0 is the set's own split validation",
+        ge=0,
+        le=90,
     )
     target: float | None = setting(
         "baseline",
-        Or({"baseline": None}, Number(-1e9, 1e9)),
         "score on the validation split that time-to-target is measured to; baseline: the median of "
         "its final runs",
+        words={"baseline": None},
+        ge=-1e9,
+        le=1e9,
     )
     results: str = setting(
         "",
-        Text("a folder, or nothing", longest=4096, empty=True),
         "where records, tables and figures are kept; empty is <workdir>/results",
+        expected="a folder, or nothing",
+        max_length=4096,
     )
 
     def faults(self, where: str) -> Iterator[str]:
@@ -237,21 +218,27 @@ class CompareSettings:
                 "the set has a split validation of its own, got 'eval', which is that one"
             )
 
+    @staticmethod
+    def translated(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns a comparison of an earlier version with its optimizers by today's names."""
+        old = fields.get("base", {}).get("optimizer", {})
+        if translated(old) == old:
+            return fields
+        over = {n: value for n, value in old["cg_fac"].items() if n in ("step", "curvature")}
+        return {**fields, "factors": _translated_levels(fields.get("factors", {}), over)}
 
-def completed_comparison(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a comparison that an earlier version kept: fields it lacks have their defaults.
 
-    What its base does not read stays, since an arm may.
-    """
-    base = _over(completed(RunSettings, fields["base"]), fields["base"])
-    return {**defaults(CompareSettings), **fields, "base": base}
+def _translated_levels(factors: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns factors whose levels say in words of this version what an optimizer was."""
 
+    def level(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        optimizer = fields.get("optimizer", {})
+        if optimizer.get("name") != "cg_fac":
+            return fields
+        said = {**over, **optimizer.get("cg_fac", {})}
+        return {**fields, "optimizer": translated({**optimizer, "cg_fac": said})}
 
-def _over(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns fields with those of others in their place, section by section."""
-    merged = dict(fields)
-    for name, value in others.items():
-        inside = merged.get(name)
-        both = isinstance(value, Mapping) and isinstance(inside, Mapping)
-        merged[name] = _over(inside, value) if both else value
-    return merged
+    return {
+        factor: {name: level(fields) for name, fields in levels.items()}
+        for factor, levels in factors.items()
+    }

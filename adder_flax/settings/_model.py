@@ -3,30 +3,15 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from adder_flax.registry import Registry
-from adder_flax.settings._fields import section, setting
-from adder_flax.settings._rules import (
-    Choice,
-    EachBlock,
-    Flag,
-    Integer,
-    Integers,
-    Names,
-    Number,
-    Or,
-    Text,
-)
+from adder_flax.settings._declare import section, setting
 
 MAX_DEPTH = 1000
 DEIT_SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
 """Width and number of heads; all have 12 blocks, MLP ratio 4, heads of 64 (Touvron et al., 2021,
 DeiT)."""
-_DROP_RATE = Number(0, 1, "[)")
-_GRADIENT = Choice("sign", "full", "hardtanh")
-_LINEAR = EachBlock(Choice("dense", "adder"), MAX_DEPTH)
-_PROJECTION = EachBlock(Choice("dense", "adder", "identity"), MAX_DEPTH)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,19 +20,21 @@ class AdditiveOptions:
 
     hidden_dim: int | None = setting(
         0,
-        Or({0: None}, Integer(1, 65536)),
         "additive: its hidden width; 0 for as many parameters as bilinear",
+        words={0: None},
+        ge=1,
+        le=65536,
     )
-    layer_norm: bool = setting(
-        False, Flag(), "additive: LayerNorm before tanh, against its saturation"
-    )
+    layer_norm: bool = setting(False, "additive: LayerNorm before tanh, against its saturation")
 
 
 @dataclasses.dataclass(frozen=True)
 class AdderOptions:
     """Of adder scores."""
 
-    gradient: str = setting("sign", _GRADIENT, "adder: the rule of its derivative")
+    gradient: Literal["sign", "full", "hardtanh"] = setting(
+        "sign", "adder: the rule of its derivative"
+    )
 
 
 SCORE_OPTIONS: Registry[type] = Registry("score", "adder_flax.attention.register_score")
@@ -69,32 +56,41 @@ class AttentionSettings:
     # `adder_flax.attention.Score`.
     score: Any = setting(
         "dot",
-        Names("score", MAX_DEPTH),
         "dot, bilinear, additive, adder, gaussian or a registered one; for each block: "
         '"adder,dot,adder,…"',
+        commas=str,
+        expected="the name of a score, or one for each block with commas between them",
+        max_length=MAX_DEPTH,
     )
     # Of all scores, since blocks may have different ones. Modules also take a mapping with those of
     # one score.
     score_options: Any = section(joined=SCORE_OPTIONS)
     identity: bool | None = setting(
         "auto",
-        Choice(auto=None, on=True, off=False),
         "add I to the map; auto: with adder scores only",
+        words={"auto": None, "on": True, "off": False},
     )
     scale: str | float | None = setting(
         "auto",
-        Or(
-            {"auto": None, "sqrt_dim": "sqrt_dim", "variance_matched": "variance_matched"},
-            Number(1e-6, 1e6),
-        ),
         "of scores; auto: 1 for additive ones, sqrt_dim (1/√head width) for the others",
+        words={"auto": None, "sqrt_dim": "sqrt_dim", "variance_matched": "variance_matched"},
+        ge=1e-6,
+        le=1e6,
     )
-    temperature: float | str = setting(1.0, Number(1e-3, 1e3), "divides the scores")
+    temperature: float | str = setting(1.0, "divides the scores", ge=1e-3, le=1e3)
     key_block: int | str | None = setting(
         "auto",
-        Or({"auto": "auto", "off": None}, Integer(1, 2**20)),
         "attention in blocks of so many keys, in memory linear in the tokens; off builds the maps",
+        words={"auto": "auto", "off": None},
+        ge=1,
+        le=2**20,
     )
+
+    @property
+    def attention(self) -> "AttentionSettings":
+        """These fields alone, of settings that have more."""
+        fields = dataclasses.fields(AttentionSettings)
+        return AttentionSettings(**{field.name: getattr(self, field.name) for field in fields})
 
     def options(self, log_temperature: Any = None) -> dict[str, Any]:
         """Options of `attend`, with the module's own parameter where the temperature is "learned".
@@ -110,56 +106,68 @@ class AttentionSettings:
 class AdderSettings:
     """Options of all adder layers."""
 
-    x_gradient: str = setting("hardtanh", _GRADIENT, "rule of the derivative by the inputs")
-    w_gradient: str = setting("full", _GRADIENT, "rule of the derivative by the weights")
-    hardtanh_slope: float = setting(1.0, Number(1e-3, 1e3), "c of clip(c (w - x), -1, 1)")
-    norm: str | None = setting("layernorm", Choice("layernorm", none=None), "of their outputs")
+    x_gradient: Literal["sign", "full", "hardtanh"] = setting(
+        "hardtanh", "rule of the derivative by the inputs"
+    )
+    w_gradient: Literal["sign", "full", "hardtanh"] = setting(
+        "full", "rule of the derivative by the weights"
+    )
+    hardtanh_slope: float = setting(1.0, "c of clip(c (w - x), -1, 1)", ge=1e-3, le=1e3)
+    norm: str | None = setting(
+        "layernorm", "of their outputs", words={"layernorm": "layernorm", "none": None}
+    )
     initial_scale: float = setting(
-        1.0, Number(1e-6, 1e6), "standard deviation of their weights' first values"
+        1.0, "standard deviation of their weights' first values", ge=1e-6, le=1e6
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockSettings:
+class BlockSettings(AttentionSettings):
     """A transformer block."""
 
-    mlp_ratio: float = setting(4.0, Number(0, 64, "(]"), "hidden width of the MLPs over the width")
-    attention: AttentionSettings = section(AttentionSettings, inline=True)
+    mlp_ratio: float = setting(4.0, "hidden width of the MLPs over the width", gt=0, le=64)
     qkv_linear: str | tuple[str, ...] = setting(
         "dense",
-        _PROJECTION,
         "layers that make queries, keys and values; identity: all three are what comes in",
+        commas=Literal["dense", "adder", "identity"],
+        max_length=MAX_DEPTH,
     )
     proj_linear: str | tuple[str, ...] = setting(
-        "dense", _PROJECTION, "layers behind the attention; identity: none"
+        "dense",
+        "layers behind the attention; identity: none",
+        commas=Literal["dense", "adder", "identity"],
+        max_length=MAX_DEPTH,
     )
     mlp_linear: str | tuple[str, ...] = setting(
         "dense",
-        _LINEAR,
         'layers of the MLPs; for each block: "adder,dense,adder,…", as the two above',
+        commas=Literal["dense", "adder"],
+        max_length=MAX_DEPTH,
     )
     adder_options: AdderSettings | Mapping[str, Any] = section(AdderSettings)
     layer_scale: float | None = setting(
         0.0,
-        Or({0: None}, Number(0, 100, "(]")),
         "first value of a learned factor of each feature that attention and MLP add; 0 is off",
+        words={0: None},
+        gt=0,
+        le=100,
     )
     norm_epsilon: float = setting(
         1e-6,
-        Number(1e-12, 1e-2),
         "of the LayerNorms in front of attention, MLP and head; Hugging Face's have 1e-12",
+        ge=1e-12,
+        le=0.01,
     )
-    norm_position: str = setting(
+    norm_position: Literal["pre", "post"] = setting(
         "pre",
-        Choice("pre", "post"),
         "LayerNorm in front of attention and MLP, or behind the sum of each with what goes in",
     )
     dropout_rate: float = setting(
-        0.0, _DROP_RATE, "of embeddings, after attention and in the MLPs", data="if on"
+        0.0, "of embeddings, after attention and in the MLPs", data="if on", ge=0, lt=1
     )
-    attention_dropout_rate: float = setting(0.0, _DROP_RATE, "of attention weights", data="if on")
+    attention_dropout_rate: float = setting(0.0, "of attention weights", data="if on", ge=0, lt=1)
     drop_path_rate: float = setting(
-        0.0, _DROP_RATE, "stochastic depth of the last block, rising from 0", data="if on"
+        0.0, "stochastic depth of the last block, rising from 0", data="if on", ge=0, lt=1
     )
 
 
@@ -167,53 +175,66 @@ class BlockSettings:
 class VitSettings(BlockSettings):
     """The vision transformer: what its blocks share, and its own."""
 
-    name: str = setting("vit", Text("the name of a model"), "the model, whose own fields follow")
-    width: int = setting(192, Integer(1, 65536), "of the tokens")
-    depth: int = setting(12, Integer(1, MAX_DEPTH), "number of blocks")
-    num_heads: int = setting(3, Integer(1, 65536), "attention heads of a block; divides the width")
+    name: str = setting("vit", "the model, whose own fields follow", expected="the name of a model")
+    width: int = setting(192, "of the tokens", ge=1, le=65536)
+    depth: int = setting(12, "number of blocks", ge=1, le=MAX_DEPTH)
+    num_heads: int = setting(3, "attention heads of a block; divides the width", ge=1, le=65536)
     patch_size: int = setting(
-        16, Integer(1, 8192), "side of a patch, pixels; divides the images' sides"
+        16, "side of a patch, pixels; divides the images' sides", ge=1, le=8192
     )
     stem_channels: tuple[int, ...] = setting(
         "",
-        Integers(Integer(1, 65536), 12),
         'of 3 × 3 convolutions in front of the patches: "32,64"',
+        commas=int,
+        ge=1,
+        le=65536,
+        max_length=12,
     )
     stem_strides: tuple[int, ...] = setting(
         "",
-        Integers(Integer(1, 2), 12),
         "of these convolutions; empty: 2, each halves the image",
+        commas=int,
+        ge=1,
+        le=2,
+        max_length=12,
     )
-    stem_linear: str = setting("dense", Choice("dense", "adder"), "layers of these convolutions")
-    pooling: str = setting(
-        "cls", Choice("cls", "mean"), "the class token, or the mean of the patches"
-    )
+    stem_linear: Literal["dense", "adder"] = setting("dense", "layers of these convolutions")
+    pooling: Literal["cls", "mean"] = setting("cls", "the class token, or the mean of the patches")
     distilled: bool = setting(
         False,
-        Flag(),
         "a second token, with a head of its own that learns from a teacher; needs the class token",
     )
-    dtype: str = setting("float32", Choice("float32", "bfloat16", "float16"), "of the computation")
+    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "of the computation")
     anneal_start: float = setting(
         0.0,
-        Number(0, 1, "[)"),
         "share of the training after which adder layers begin to leave the squared distance",
+        ge=0,
+        lt=1,
     )
     anneal_end: float = setting(
         0.0,
-        Number(0, 1),
         "share of it after which all have the L1 distance; 0: they have it from the start",
+        ge=0,
+        le=1,
     )
-    anneal_blocks: str = setting(
-        "together", Choice("together", "in_turn"), "whether blocks do so at once or in turn"
+    anneal_blocks: Literal["together", "in_turn"] = setting(
+        "together", "whether blocks do so at once or in turn"
     )
     remat: bool = setting(
-        False, Flag(), "compute activations again in the backward pass: less memory, more time"
+        False, "compute activations again in the backward pass: less memory, more time"
+    )
+    registers: int = setting(
+        0,
+        "further learned tokens behind the class token, which no head reads",
+        ge=0,
+        le=1024,
+    )
+    fc_norm: bool = setting(
+        False, "the last norm stands behind the pooling, in place of in front of it"
     )
 
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""
-        scores = self.attention.score
         if self.width % self.num_heads:
             yield (
                 f"{where}.num_heads: expected a number that divides {where}.width = {self.width}, "
@@ -229,6 +250,11 @@ class VitSettings(BlockSettings):
                 f"{where}.distilled: expected False without a class token, got True with "
                 f"{where}.pooling = 'mean'"
             )
+        if self.distilled and self.fc_norm:
+            yield (
+                f"{where}.fc_norm: expected False with a distillation token, got True with "
+                f"{where}.distilled = True"
+            )
         if self.stem_strides and len(self.stem_strides) != len(self.stem_channels):
             yield (
                 f"{where}.stem_strides: expected one for each of {len(self.stem_channels)} "
@@ -241,17 +267,12 @@ class VitSettings(BlockSettings):
                 f"{len(self.stem_channels)} convolutions make the image so many times smaller, got "
                 f"{self.patch_size}"
             )
-        if isinstance(scores, tuple) and len(scores) != self.depth:
-            yield (
-                f"{where}.score: expected one score or {where}.depth = {self.depth} of them, got "
-                f"{len(scores)}"
-            )
-        for name in ("qkv_linear", "proj_linear", "mlp_linear"):
+        for name in ("score", "qkv_linear", "proj_linear", "mlp_linear"):
             kinds = getattr(self, name)
             if isinstance(kinds, tuple) and len(kinds) != self.depth:
                 yield (
-                    f"{where}.{name}: expected one kind or {where}.depth = {self.depth} of them, "
-                    f"got {len(kinds)}"
+                    f"{where}.{name}: expected one or {where}.depth = {self.depth} of them, got "
+                    f"{len(kinds)}"
                 )
         if self.anneal_end and self.anneal_start >= self.anneal_end:
             yield (

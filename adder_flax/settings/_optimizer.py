@@ -1,163 +1,204 @@
 """Settings of the optimizers."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
-from adder_flax.settings._fields import following, section, setting, settle
-from adder_flax.settings._rules import Choice, Flag, Integer, Number, Or, Text
+from adder_flax.errors import RunError
+from adder_flax.settings._declare import following, section, setting, settle
 
-# Far beyond use, and small enough that one step does not overflow float32.
-_RATE = Number(0, 1e6)
-_RATE_OR_OFF = Or({0: None}, Number(0, 1e6, "(]"))
-_DECAY = Number(0, 1, "[)")
-_STEPS = Integer(0, 2**31 - 1)
+_WITH_CLIP = ("step", ("clip",))
 _MOST_OF_ITSELF = 0.5
-# What suits each kind of step: docs/cg_fac.md has how the first two were found; the last is
-# kfac.Options'.
-_RATES = {"trust_ratio": 0.1, "rms": 0.2, "fixed": 1.0, "quadratic": 1.0}
-_DAMPINGS = {"trust_ratio": 0.1, "rms": 0.03, "fixed": 10.0, "quadratic": 0.01}
-_ITERATIONS = {"trust_ratio": 2, "rms": 2, "fixed": 1, "quadratic": 5}
-_MOMENTA = {"trust_ratio": 0.9, "rms": 0.95, "fixed": 0.9, "quadratic": 0.9}
-_INTERVALS = {"trust_ratio": 5, "rms": 1, "fixed": 5, "quadratic": 1}
-_INVERSES = {"trust_ratio": 10, "rms": 5, "fixed": 10, "quadratic": 10}
+# What suits each kind of step: the library's presets, which are not imported here since JAX is not;
+# but for the learning rate of "rms", which is a factor of the run's here.
+_KFAC = {
+    "learning_rate": {"rms": 0.2, "share": 0.1, "clip": 1.0},
+    "damping": {"rms": 0.03, "share": 0.1, "clip": 10.0},
+    "iterations": {"rms": 2, "share": 2, "clip": 1},
+    "inverse_interval": {"rms": 5, "share": 10, "clip": 10},
+    "curvature_interval": {"rms": 1, "share": 5, "clip": 5},
+}
+_CG_FAC = {
+    "learning_rate": {"clip": 1.0, "share": 0.03, "rms": 0.04},
+    "damping": {"clip": 100.0, "share": 1.0, "rms": 1.0},
+    "iterations": {"clip": 10, "share": 10, "rms": 10},
+}
+_CLIP = "bound on the change of the output, with step clip"
+_FACTOR = "factor of the steps, which follow the schedule relative to its peak, or itself with rms"
+_DAMPING = "of the systems, times each layer's mean eigenvalue"
+_Fisher = Literal["mc", "empirical", "ggn", "enumerate"]
 
 
 @dataclasses.dataclass(frozen=True)
-class CgFacSettings:
-    """Arguments of `kfac.cg_fac`, and layers and curvature_interval.
-
-    They are those of ``--config.optimizer.name=cg_fac``.
-    """
+class KfacSettings:
+    """Fields of `kfac.KfacOptions`, and how often and of how many examples curvature is new."""
 
     learning_rate: float = following(
+        "step", _KFAC["learning_rate"], _FACTOR, data=True, gt=0, le=1e6
+    )
+    step: Literal["rms", "share", "clip"] = setting(
+        "rms",
+        "each layer's step of the size of Muon's; the share learning_rate of its weights; the "
+        "solution, within kl_clip",
+    )
+    damping: float = following("step", _KFAC["damping"], _DAMPING, data=True, gt=0, le=1e12)
+    iterations: int = following(
         "step",
-        _RATES,
-        Number(0, 1e6, "(]"),
-        "factor of the steps, which follow the schedule relative to its peak, or itself with rms",
-        data=True,
+        _KFAC["iterations"],
+        "of CG behind the inverses; 0: these alone, with rms or share",
+        unset=-1,
+        ge=0,
+        le=1000,
     )
-    layers: str = setting(
-        "matrices",
-        Choice("matrices", "all"),
-        "norms and embeddings are AdamW's then, or no layer is",
-    )
-    curvature: str = setting(
-        "kron", Choice("kron", "exact", "token"), "which products stand for the Fisher matrix"
-    )
-    fisher: str = setting(
-        "mc", Choice("mc", "empirical", "ggn", "enumerate"), "whose gradients it is made of"
-    )
-    token_sharing: str = setting(
-        "expand", Choice("expand", "reduce"), "how the tokens of an image share a layer"
-    )
-    solver: str = setting(
-        "cg",
-        Choice("cg", "inverse", "dual"),
-        "of the linear systems: CG; the inverses that precondition it, alone, with step "
-        "trust_ratio or rms; dual with exact curvature only",
-    )
-    max_iterations: int = following("step", _ITERATIONS, Integer(1, 1000), "of CG in a step")
     curvature_interval: int = following(
-        "step", _INTERVALS, Integer(1, 2**31 - 1), "steps from one new curvature to the next"
+        "step",
+        _KFAC["curvature_interval"],
+        "steps from one new curvature to the next",
+        ge=1,
+        le=2**31 - 1,
     )
     curvature_stride: int | None = setting(
         0,
-        Or({0: None}, Integer(1, 65536)),
         "one of so many examples gives curvature, in a pass of its own; 1: all, in the gradient's "
-        "pass if each step renews it; 0: for 'kron' as kfac.curvature_stride says, one of several "
-        "where tokens are many",
+        "pass if each step renews it; 0: as kfac.curvature_stride says, one of several where "
+        "tokens are many",
+        words={0: None},
+        ge=1,
+        le=65536,
     )
-    preconditioner_interval: int = following(
-        "step", _INVERSES, _STEPS, "steps from one inverse to the next, 0 is off", unset=-1
+    inverse_interval: int = following(
+        "step",
+        _KFAC["inverse_interval"],
+        "steps from one inverse to the next",
+        ge=1,
+        le=2**31 - 1,
     )
-    product_dtype: str = setting(
+    kl_clip: float = setting(3e-3, _CLIP, data=True, only=_WITH_CLIP, gt=0, le=1e6)
+    product_dtype: Literal["float32", "bfloat16"] = setting(
         "float32",
-        Choice("float32", "bfloat16"),
         "of what makes up factors, of inverses and of what they multiply; sums are float32",
     )
-    damping: float = following(
-        "step",
-        _DAMPINGS,
-        Number(0, 1e12, "(]"),
-        "of the systems, as damping_scale says",
-        data=True,
-    )
-    damping_scale: str = setting(
-        "relative",
-        Choice("relative", "balanced", "absolute"),
-        "what damping multiplies: a layer's mean eigenvalue; the geometric mean of that and all "
-        "layers'; nothing",
-    )
-    damping_interval: int = setting(
-        0,
-        _STEPS,
-        "steps between adaptations of the damping; 0 is off",
-        only=("step", ("quadratic",)),
-    )
-    factor_decay: float = setting(
-        0.95, _DECAY, "of the running means of the curvature, per new curvature", data=True
-    )
-    step: str = setting(
-        "trust_ratio",
-        Choice(*_RATES),
-        "each layer's step the share learning_rate of its weights; of the size of Muon's; "
-        "momentum and kl_clip as they are; by the model, for large batches",
-    )
-    momentum: float = following(
-        "step",
-        _MOMENTA,
-        _DECAY,
-        "of the steps, with rms of the gradients",
-        unset=-1,
-        data=True,
-        only=("step", ("trust_ratio", "rms", "fixed")),
-    )
-    kl_clip: float | None = setting(
-        3e-3,
-        _RATE_OR_OFF,
-        "bound on the change of the output; docs/cg_fac.md has what others gave; 0 is off",
-        data=True,
-        only=("step", ("fixed", "quadratic")),
-    )
-    kl_scope: str = setting(
-        "network",
-        Choice("layers", "network"),
-        "whether kl_clip bounds what layers change each by itself, or all together",
-        only=("step", ("fixed",)),
-    )
-    reject: bool = setting(False, Flag(), "refuse a step that raises the loss of its own batch")
+    fisher: _Fisher = setting("mc", "whose gradients curvature is made of")
 
     def __post_init__(self):
         settle(self)
 
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""
-        every_step = self.curvature != "kron" or self.step == "quadratic"
-        if self.curvature_interval > 1 and every_step:
+        yield from _too_large_a_share(self, where)
+        if self.step == "clip" and not self.iterations:
             yield (
-                f"{where}.curvature_interval: expected 1, or more with curvature='kron' and "
-                f"a step other than 'quadratic', got {self.curvature_interval} with "
-                f"{self.curvature!r} and {self.step!r}"
+                f"{where}.iterations: expected at least 1 with step='clip', whose length comes of "
+                "a solution, got 0"
             )
-        if self.solver == "inverse" and (
-            every_step or self.step == "fixed" or not self.preconditioner_interval
-        ):
-            yield (
-                f"{where}.solver: expected 'cg', or 'inverse' with curvature='kron', step="
-                "'trust_ratio' or 'rms' and a preconditioner_interval above 0, got 'inverse' with "
-                f"{self.curvature!r}, {self.step!r} and {self.preconditioner_interval}"
-            )
-        if self.solver == "dual" and self.curvature != "exact":
-            yield (
-                f"{where}.solver: expected 'cg', or 'dual' with curvature='exact', got 'dual' with "
-                f"{self.curvature!r}"
-            )
-        if self.step == "trust_ratio" and self.learning_rate > _MOST_OF_ITSELF:
-            yield (
-                f"{where}.learning_rate: expected the share of its weights that a layer changes by "
-                f"in a step, at most {_MOST_OF_ITSELF}, with step='trust_ratio', got "
-                f"{self.learning_rate}; set 0.1"
-            )
+
+
+@dataclasses.dataclass(frozen=True)
+class CgFacSettings:
+    """Fields of `kfac.CgFacOptions`, and of how many examples curvature is."""
+
+    learning_rate: float = following(
+        "step", _CG_FAC["learning_rate"], _FACTOR, data=True, gt=0, le=1e6
+    )
+    step: Literal["clip", "share", "rms"] = setting("clip", "as of kfac")
+    damping: float = following("step", _CG_FAC["damping"], _DAMPING, data=True, gt=0, le=1e12)
+    iterations: int = following(
+        "step", _CG_FAC["iterations"], "of CG, a product each", ge=1, le=1000
+    )
+    solver: Literal["cg", "dual"] = setting(
+        "cg", "dual: Woodbury's identity, for batches of few examples"
+    )
+    curvature_stride: int = setting(
+        1, "one of so many examples gives curvature; 1: all", ge=1, le=65536
+    )
+    kl_clip: float = setting(7e-3, _CLIP, data=True, only=_WITH_CLIP, gt=0, le=1e6)
+    fisher: _Fisher = setting("mc", "whose gradients curvature is made of")
+
+    def __post_init__(self):
+        settle(self)
+
+    def faults(self, where: str) -> Iterator[str]:
+        """Yields what does not go together."""
+        yield from _too_large_a_share(self, where)
+
+
+def _too_large_a_share(made: KfacSettings | CgFacSettings, where: str) -> Iterator[str]:
+    if made.step == "share" and made.learning_rate > _MOST_OF_ITSELF:
+        yield (
+            f"{where}.learning_rate: expected the share of its weights that a layer changes by in "
+            f"a step, at most {_MOST_OF_ITSELF}, with step='share', got {made.learning_rate}; set "
+            "0.1"
+        )
+
+
+# What an earlier version's optimizer "cg_fac" was, which had the section of the same name for both.
+_STEPS = {"trust_ratio": "share", "rms": "rms", "fixed": "clip"}
+_NAMES = {"max_iterations": "iterations", "preconditioner_interval": "inverse_interval"}
+# Fields that are no more, with what they have to be for the optimizer to be one that is.
+_GONE = {
+    "layers": "matrices",
+    "token_sharing": "expand",
+    "damping_scale": "relative",
+    "damping_interval": 0,
+    "factor_decay": 0.95,
+    "momentum": None,
+    "kl_scope": "network",
+    "reject": False,
+    "curvature": None,
+    "solver": None,
+}
+
+
+def translated(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the optimizer of a configuration of an earlier version by the names of this one.
+
+    >>> old = {"curvature": "kron", "step": "trust_ratio", "max_iterations": 0, "solver": "cg"}
+    >>> new = translated({"name": "cg_fac", "cg_fac": old})
+    >>> new["name"], new["kfac"]
+    ('kfac', {'step': 'share', 'iterations': -1})
+
+    Raises:
+      RunError: where it named an optimizer that is no more.
+    """
+    old = fields.get("cg_fac", {})
+    steps = {*_STEPS, "quadratic"} - _KFAC["damping"].keys()
+    if not isinstance(old, Mapping) or not (
+        old.get("step") in steps or old.keys() & (_NAMES.keys() | _GONE.keys() - {"solver"})
+    ):
+        return dict(fields)
+    others = {name: value for name, value in fields.items() if name != "cg_fac"}
+    if fields.get("name") != "cg_fac":
+        return others
+    step, exact = old.get("step", "trust_ratio"), old.get("curvature", "kron") == "exact"
+    momentum = {"rms": 0.95}.get(step, 0.9)
+    wanted = _GONE | {"momentum": momentum, "curvature": "exact" if exact else "kron"}
+    wanted["solver"] = solver = old.get("solver", "cg")
+    lost = [f"{n}={old[n]!r}" for n in wanted if old.get(n, wanted[n]) not in (wanted[n], -1)]
+    lost += [] if step in _STEPS else [f"step={step!r}"]
+    off = {"preconditioner_interval": not exact, "kl_clip": step == "fixed"}
+    lost += [f"{n}={old[n]!r}" for n, read in off.items() if read and old.get(n) == 0]
+    if lost:
+        raise RunError(
+            "expected the optimizer of a run of an earlier version to be one of this one, got "
+            f"cg_fac with {', '.join(lost)}; CHANGELOG.md says what there is in its place"
+        )
+    new = {_NAMES.get(n, n): value for n, value in old.items() if n not in _GONE}
+    new["step"] = _STEPS[step]
+    if new.get("iterations") == 0:
+        new["iterations"] = -1
+    if new.get("inverse_interval") == -1:
+        new["inverse_interval"] = 0
+    if solver == "inverse":
+        new["iterations"] = 0
+    if new["step"] != "clip":
+        new.pop("kl_clip", None)
+    if exact:
+        kept = {field.name for field in dataclasses.fields(CgFacSettings)}
+        new = {n: value for n, value in new.items() if n in kept} | {"solver": solver}
+        new["curvature_stride"] = new.get("curvature_stride") or 1
+        new["iterations"] = max(new.get("iterations", 0), 0)
+    name = "cg_fac" if exact else "kfac"
+    return others | {"name": name, name: new}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,62 +207,86 @@ class OptimizerSettings:
 
     name: str = setting(
         "adamw",
-        Text("the name of an optimizer"),
-        "adamw, nadamw, schedule_free_adamw, lamb, muon, soap, kl_shampoo, sgd, lbfgs, cg_fac or a "
-        "registered one",
+        "adamw, nadamw, schedule_free_adamw, lamb, muon, soap, kl_shampoo, sgd, lbfgs, kfac, "
+        "cg_fac or a registered one",
+        expected="the name of an optimizer",
     )
-    learning_rate: float = setting(1e-3, _RATE, "peak of the schedule", data=True)
+    learning_rate: float = setting(1e-3, "peak of the schedule", data=True, ge=0, le=1e6)
     final_learning_rate: float = setting(
-        1e-5, _RATE, "end of the cosine, which comes one step after the last", data=True
+        1e-5,
+        "end of the cosine, which comes one step after the last",
+        data=True,
+        ge=0,
+        le=1e6,
     )
-    schedule: str = setting(
-        "cosine", Choice("cosine", "constant"), "from the peak to the end; constant: stays there"
+    schedule: Literal["cosine", "constant"] = setting(
+        "cosine", "from the peak to the end; constant: stays there"
     )
     warmup_epochs: float = setting(
         5.0,
-        Number(0, 1e6),
         "linear rise from 0, which the first step has, to the peak, epochs",
         data=True,
+        ge=0,
+        le=1e6,
     )
     layer_decay: float = setting(
         1.0,
-        Number(0, 1, "(]"),
         "the rate of each block of a transformer is the next one's times this, for fine-tuning; 1 "
         "is off",
+        gt=0,
+        le=1,
     )
     freeze: str = setting(
         "",
-        Text("names of parameters or modules with commas between them", longest=1000, empty=True),
         'what is not trained: "patch_embed,pos_embed,blocks.0"; empty: nothing',
+        expected="names of parameters or modules with commas between them",
+        max_length=1000,
     )
     weight_decay: float = setting(
-        0.05, Number(0, 1000), "decoupled, of multiplicative weights", data=True
+        0.05, "decoupled, of multiplicative weights", data=True, ge=0, le=1000
     )
-    decay_prototypes: bool = setting(False, Flag(), "whether it takes adder layers' weights, too")
-    b1: float = setting(0.9, _DECAY, "decay of Adam's mean of the gradients", data=True)
+    decay_prototypes: bool = setting(False, "whether it takes adder layers' weights, too")
+    b1: float = setting(0.9, "decay of Adam's mean of the gradients", data=True, ge=0, lt=1)
     b2: float = setting(
         0.999,
-        _DECAY,
         "decay of their squares' mean; the papers of soap and kl_shampoo take 0.95 and 0.98",
         data=True,
+        ge=0,
+        lt=1,
     )
-    eps: float = setting(1e-8, Number(1e-30, 1), "added to Adam's denominator", data=True)
-    momentum: float = setting(0.9, _DECAY, "of sgd and muon", data=True)
+    eps: float = setting(1e-8, "added to Adam's denominator", data=True, ge=1e-30, le=1)
+    momentum: float = setting(0.9, "of sgd and muon", data=True, ge=0, lt=1)
     basis_interval: int = setting(
-        10, Integer(1, 2**31 - 1), "steps between eigenbases of soap or kl_shampoo"
+        10, "steps between eigenbases of soap or kl_shampoo", ge=1, le=2**31 - 1
     )
     clip_norm: float | None = setting(
-        1.0, _RATE_OR_OFF, "largest norm of all gradients together; 0 is off", data=True
+        1.0,
+        "largest norm of all gradients together; 0 is off",
+        words={0: None},
+        data=True,
+        gt=0,
+        le=1e6,
     )
-    clip_scope: str = setting(
-        "all",
-        Choice("all", "each"),
-        "each: of every parameter's gradient by itself, so that large ones shrink no others",
+    clip_scope: Literal["all", "each"] = setting(
+        "all", "each: of every parameter's gradient by itself, so that large ones shrink no others"
     )
     adder_rate: float | None = setting(
-        0.0, _RATE_OR_OFF, "AdderNet's η, the rate of adder weights; 0 is off", data=True
+        0.0,
+        "AdderNet's η, the rate of adder weights; 0 is off",
+        words={0: None},
+        data=True,
+        gt=0,
+        le=1e6,
     )
+    kfac: KfacSettings = section(KfacSettings, read_by="kfac")
     cg_fac: CgFacSettings = section(CgFacSettings, read_by="cg_fac")
+
+    @property
+    def second_order(self) -> KfacSettings | CgFacSettings | None:
+        """The section of the optimizer that takes curvature, if it is one of these."""
+        return {"kfac": self.kfac, "cg_fac": self.cg_fac}.get(self.name)
+
+    translated = staticmethod(translated)
 
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""
@@ -240,13 +305,13 @@ class OptimizerSettings:
                 f"{where}.layer_decay, {where}.freeze: expected 1.0 and nothing with {self.name}, "
                 f"whose steps depend on each other, got {self.layer_decay} and {self.freeze!r}"
             )
-        if self.name == "cg_fac" and self.adder_rate:
+        if self.second_order and self.adder_rate:
             yield (
-                f"{where}.adder_rate: expected 0 with cg_fac, which scales every layer itself, got "
-                f"{self.adder_rate}"
+                f"{where}.adder_rate: expected 0 with {self.name}, which scales every layer "
+                f"itself, got {self.adder_rate}"
             )
-        if self.name == "cg_fac" and not self.learning_rate:
+        if self.second_order and not self.learning_rate:
             yield (
-                f"{where}.learning_rate: expected a number above 0 with cg_fac, whose schedule it "
-                "sets, got 0.0"
+                f"{where}.learning_rate: expected a number above 0 with {self.name}, whose "
+                "schedule it sets, got 0.0"
             )

@@ -3,7 +3,7 @@
 import collections
 from collections.abc import Iterator
 
-from adder_flax.settings._fields import declarations, shown
+from adder_flax.settings._declare import declarations, shown
 from adder_flax.settings._run import RunSettings
 
 _HEAD = """# Settings
@@ -12,6 +12,7 @@ Every field of a configuration; `python -m adder_flax.settings` makes this page 
 are declared. On the command line each is `--config.<field>=<value>`; an experiment file, and the data after its colon,
 have defaults of their own for some (`experiments/common.py`). A configuration is read as a whole before anything is
 computed or written: whatever is outside its range, missing, unknown or in contradiction is named in one message.
+`python -m adder_flax.settings --json-schema` prints the same for editors and other tools.
 
 *data*: the number is data of the compiled step, and runs that differ in it alone can share one program.
 """  # noqa: E501 - lines of another language
@@ -19,7 +20,7 @@ computed or written: whatever is outside its range, missing, unknown or in contr
 
 def page() -> str:
     """Returns the page as Markdown: a table for each section."""
-    return "\n".join([_HEAD, *_tables()]) + "\n"
+    return "\n".join([_HEAD, *_tables()])
 
 
 def _tables() -> Iterator[str]:
@@ -35,7 +36,7 @@ def _tables() -> Iterator[str]:
             if declared.only is not None:
                 other, readers = declared.only
                 reason += f"; with {other} {' or '.join(readers)} only"
-            yield _row(f"`{path}`", reason, default, declared.rule.expected, kind)
+            yield _row(f"`{path}`", reason, default, declared.expected, kind)
 
 
 def _row(*cells: str) -> str:

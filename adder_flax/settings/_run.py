@@ -2,27 +2,24 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from adder_flax.settings._data import DataSettings
-from adder_flax.settings._fields import section, setting
+from adder_flax.settings._declare import section, setting
 from adder_flax.settings._model import MODEL_SETTINGS, VitSettings
 from adder_flax.settings._optimizer import OptimizerSettings
-from adder_flax.settings._rules import Choice, Flag, Integer, Number, Or, Span, Text
 from adder_flax.settings._task import TASK_SETTINGS, ClassificationSettings
-
-_BATCH = Integer(1, 2**20)
-_INTERVAL = Integer(0, 2**31 - 1)
-_AXIS = Or({-1: -1}, Integer(1, 2**20))
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshSettings:
     """Devices along each axis of the mesh; one may be -1 and takes what the others leave."""
 
-    data: int = setting(-1, _AXIS, "devices that share the batch")
-    fsdp: int = setting(1, _AXIS, "devices that share the batch and the parameters")
-    tensor: int = setting(1, _AXIS, "devices that share each product")
+    data: int = setting(-1, "devices that share the batch", words={-1: -1}, ge=1, le=2**20)
+    fsdp: int = setting(
+        1, "devices that share the batch and the parameters", words={-1: -1}, ge=1, le=2**20
+    )
+    tensor: int = setting(1, "devices that share each product", words={-1: -1}, ge=1, le=2**20)
 
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""
@@ -35,59 +32,59 @@ class MeshSettings:
 class RunSettings:
     """All that a run is made from."""
 
-    # Fields of earlier versions that nothing depends on any more.
-    retired: ClassVar[tuple[str, ...]] = ("init_from_network", "init_from_positions")
+    # Fields of earlier versions, and the values at which they change nothing.
+    retired: ClassVar[dict[str, tuple]] = {
+        "init_from_network": ("read", "same"),
+        "init_from_positions": ("auto", "timm", "torch"),
+    }
 
     # Keys of JAX keep 32 bits: a larger seed would silently be another one.
     seed: int = setting(
-        0, Integer(0, 2**32 - 1), "of initialisation, shuffling, augmentation, dropout", data=True
+        0, "of initialisation, shuffling, augmentation, dropout", data=True, ge=0, le=2**32 - 1
     )
-    init: str = setting(
+    init: Literal["sequence", "path"] = setting(
         "sequence",
-        Choice("sequence", "path"),
         "what the seed gives each parameter: the next random numbers, or those of its own path, so "
         "that models that agree in part begin alike there",
     )
     init_from: str = setting(
         "",
-        Text("a file or a folder, or nothing", longest=4096, empty=True),
         "weights to start from, in safetensors: a file or folder of timm, of Hugging Face or of "
         "--mode=export; what arrays do not tell is read from the config.json beside them",
+        expected="a file or a folder, or nothing",
+        max_length=4096,
     )
-    batch_size: int = setting(1024, _BATCH, "images of a step, of all devices together")
+    batch_size: int = setting(1024, "images of a step, of all devices together", ge=1, le=2**20)
     accumulation_steps: int = setting(
-        1, _BATCH, "parts of a batch, one after the other: less memory, the same result"
+        1, "parts of a batch, one after the other: less memory, the same result", ge=1, le=2**20
     )
-    num_epochs: float = setting(300.0, Number(0, 1e6, "(]"), "length of the training", data=True)
+    num_epochs: float = setting(300.0, "length of the training", data=True, gt=0, le=1e6)
     ema_decay: float = setting(
-        0.0,
-        Number(0, 1, "[)"),
-        "of the mean of the weights that is evaluated; 0 is off",
-        data="if on",
+        0.0, "of the mean of the weights that is evaluated; 0 is off", data="if on", ge=0, lt=1
     )
-    non_finite: str = setting(
-        "stop",
-        Choice("stop", "skip"),
-        "what to do with a batch whose loss or gradient is not finite",
+    non_finite: Literal["stop", "skip"] = setting(
+        "stop", "what to do with a batch whose loss or gradient is not finite"
     )
     eval_batch_size: int = setting(
-        512, _BATCH, "images evaluated at a time, of all devices together"
+        512, "images evaluated at a time, of all devices together", ge=1, le=2**20
     )
-    eval_every_steps: int = setting(0, _INTERVAL, "0 is once an epoch")
-    checkpoint_every_steps: int = setting(0, _INTERVAL, "0 is once an epoch")
-    log_every_steps: int = setting(10, Integer(1, 2**31 - 1), "of metrics")
+    eval_every_steps: int = setting(0, "0 is once an epoch", ge=0, le=2**31 - 1)
+    checkpoint_every_steps: int = setting(0, "0 is once an epoch", ge=0, le=2**31 - 1)
+    log_every_steps: int = setting(10, "of metrics", ge=1, le=2**31 - 1)
     profile_steps: tuple[int, int] | None = setting(
         (),
-        Span(Integer(1, 2**31 - 1), optional=True),
         "steps whose timeline is recorded under <workdir>/profile",
+        words={(): None},
+        ge=1,
+        le=2**31 - 1,
     )
     topology: str = setting(
         "",
-        Text("v5e:4x4, h100:8, cpu:8 or empty", empty=True),
         "of --mode=compile; empty for the devices at hand",
+        expected="v5e:4x4, h100:8, cpu:8 or empty",
     )
     attention_diagnostics: bool = setting(
-        False, Flag(), "numbers of each block at logging steps, which then cost twice as much"
+        False, "numbers of each block at logging steps, which then cost twice as much"
     )
     mesh: MeshSettings = section(MeshSettings)
     # Of the class that its name stands for, as the task's.

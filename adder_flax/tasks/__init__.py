@@ -1,24 +1,21 @@
 """What is learned from a batch: examples, loss and scores, found by name."""
 
 from adder_flax.tasks._classification import Classification, ImageFacts
-from adder_flax.tasks._distillation import Distillation, DistillationSettings
-from adder_flax.tasks._edit_distance import edit_distance
-from adder_flax.tasks._healing import Healing, HealingSettings
+from adder_flax.tasks._distillation import (
+    Distillation,
+    DistillationSettings,
+    Healing,
+    HealingSettings,
+)
 from adder_flax.tasks._reconstruction import Reconstruction, ReconstructionSettings
 from adder_flax.tasks._swap import swap
-from adder_flax.tasks._task import (
-    TASKS,
-    Best,
-    Outcome,
-    Task,
-    call_to_train,
-    register_task,
-)
+from adder_flax.tasks._task import TASKS, Best, Outcome, Task, call_to_train, register_task
 from adder_flax.tasks._transduction import (
     SequenceFacts,
     Transduction,
     TransductionSettings,
     closest,
+    edit_distance,
 )
 
 __all__ = [

@@ -32,9 +32,7 @@ class ImageFacts(NamedTuple):
 
 @register_task("classification", ClassificationSettings)
 class Classification(Task[ImageFacts]):
-    """Cross-entropy of images, augmented on the device.
-
-    It is softmax, or the mean of every class's own (sigmoid).
+    """Cross-entropy of images, augmented on the device: softmax, or every class's own (sigmoid).
 
     The second is DeiT III's (Touvron et al., 2022, https://arxiv.org/abs/2204.07118, section 3),
     where a class is there if it has any share of a mixed image. Evaluations report softmax
@@ -77,10 +75,8 @@ class Classification(Task[ImageFacts]):
         """Returns float images and class probabilities."""
         facts = self.data_facts
         images, labels = batch["image"], batch["label"]
-        statistics: dict[str, Any] = dict(
-            num_classes=facts.num_classes, mean=facts.mean, std=facts.std
-        )
-        return data.augment(key, images, labels, self.augmentation, **statistics)
+        of_set: dict[str, Any] = dict(num_classes=facts.num_classes, mean=facts.mean, std=facts.std)
+        return data.augment(key, images, labels, self.augmentation, **of_set)
 
     def arguments(self, examples: tuple[AnyArray, AnyArray]) -> tuple[AnyArray]:
         return examples[:1]
@@ -148,10 +144,6 @@ def is_any_label(
 
     The hits of ImageNet ReaL (Beyer et al., 2020, https://arxiv.org/abs/2006.07159, section 4). An
     image without a right class has none; ties with a wrong class and NaN count against the model.
-
-    Args:
-      logits: of each image.
-      labels: True where a class is right.
 
     Example:
       >>> logits = jnp.array([[0.0, 2.0, 1.0], [0.0, 2.0, 1.0], [0.0, 2.0, 1.0]])

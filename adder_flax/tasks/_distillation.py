@@ -1,7 +1,8 @@
-"""Images, their classes, and what a teacher says of them."""
+"""Images, their classes, and what a teacher says of them; healing what replaces its parts."""
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,12 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from adder_flax import data, recorder
 from adder_flax.arrays import AnyArray
-from adder_flax.settings import Choice, ClassificationSettings, Number, Text, setting
+from adder_flax.recorder import Record
+from adder_flax.settings import ClassificationSettings, setting
 from adder_flax.tasks._classification import Classification
+from adder_flax.tasks._swap import divergence, swap
 from adder_flax.tasks._task import Batch, Outcome, call_to_train, register_task
 
 _EXPLAINED = (
@@ -25,21 +29,17 @@ class DistillationSettings(ClassificationSettings):
     """Classification of images with a teacher."""
 
     name: str = setting(
-        "distillation", Text("the name of a task"), "the task, whose own fields follow"
+        "distillation", "the task, whose own fields follow", expected="the name of a task"
     )
-    teacher: str = setting(
-        "", Text(_EXPLAINED, longest=4096, empty=True), "whose answers are learned"
-    )
-    distillation: str = setting(
-        "hard",
-        Choice("hard", "soft"),
-        "the teacher's likeliest class as a label, or its probabilities",
+    teacher: str = setting("", "whose answers are learned", expected=_EXPLAINED, max_length=4096)
+    distillation: Literal["hard", "soft"] = setting(
+        "hard", "the teacher's likeliest class as a label, or its probabilities"
     )
     distillation_share: float = setting(
-        0.5, Number(0, 1), "of the teacher in the loss; labels have the rest", data=True
+        0.5, "of the teacher in the loss; labels have the rest", data=True, ge=0, le=1
     )
     distillation_temperature: float = setting(
-        3.0, Number(0.01, 1000), "divides both logits where probabilities are learned", data=True
+        3.0, "divides both logits where probabilities are learned", data=True, ge=0.01, le=1000
     )
 
     def faults(self, where: str) -> Iterator[str]:
@@ -76,27 +76,29 @@ class Distillation(Classification):
     def loss(self, model: nnx.Module, examples: tuple[AnyArray, ...], *, rngs: nnx.Rngs) -> Outcome:
         images, targets, taught = examples
         heads = logits_of_heads(model, images, rngs)
+        found = self._taught(heads, targets, taught)
+        agreement = (heads[:, -1].argmax(-1) == taught.argmax(-1)).mean()
+        return found._replace(metrics={**found.metrics, "teacher_agreement": agreement})
+
+    def _taught(self, heads: Array, targets: AnyArray, taught: AnyArray) -> Outcome:
+        settings = self.settings
         by_labels = optax.softmax_cross_entropy(heads[:, 0], targets).mean()
         by_teacher = distance_to_teacher(
-            heads[:, -1], taught, self.settings.distillation, self.settings.distillation_temperature
+            heads[:, -1], taught, settings.distillation, settings.distillation_temperature
         )
-        share = self.settings.distillation_share
+        share = settings.distillation_share
         metrics = {
             "accuracy": (heads.mean(1).argmax(-1) == targets.argmax(-1)).mean(),
-            "teacher_agreement": (heads[:, -1].argmax(-1) == taught.argmax(-1)).mean(),
             "teacher_loss": by_teacher,
         }
-        outputs, weights = weighted_outputs(heads, self.settings)
+        outputs, weights = weighted_outputs(heads, settings)
         return Outcome((1 - share) * by_labels + share * by_teacher, outputs, metrics, weights)
 
 
 def logits_of_heads(
     model: nnx.Module, images: AnyArray, rngs: nnx.Rngs
 ) -> Float[Array, "batch heads classes"]:
-    """Returns the logits of every head of a classifier, called to train, in float32.
-
-    They are those of its ``heads``, or of the only one that it has.
-    """
+    """Returns the logits of a classifier's ``heads``, or of its only one, called to train."""
     heads = getattr(model, "heads", None)
     if heads is None:
         return call_to_train(model, images, rngs=rngs)[:, None].astype(jnp.float32)
@@ -125,13 +127,9 @@ def distance_to_teacher(
 ) -> Float[Array, ""]:
     """Returns how far a student is from its teacher, mean over the batch.
 
-    Args:
-      logits: of the student.
-      taught: logits of the teacher.
-      kind: ``"hard"``, the cross-entropy to the teacher's likeliest class, or ``"soft"``, the
-        Kullback-Leibler divergence of the student's probabilities from the teacher's, times the
-        square of the temperature.
-      temperature: divides both logits, if soft.
+    ``"hard"`` is the cross-entropy to the teacher's likeliest class, ``"soft"`` the
+    Kullback-Leibler divergence of the student's probabilities from the teacher's, logits of both
+    divided by the temperature, times its square.
 
     Example:
       >>> far = distance_to_teacher(jnp.zeros((1, 2)), jnp.array([[50.0, 0.0]]), "soft", 1.0)
@@ -142,3 +140,94 @@ def distance_to_teacher(
         return optax.softmax_cross_entropy_with_integer_labels(logits, taught.argmax(-1)).mean()
     expected, found = (jax.nn.log_softmax(x / temperature) for x in (taught, logits))
     return temperature**2 * (jnp.exp(expected) * (expected - found)).sum(-1).mean()
+
+
+_FITTED_ON = 64
+_WANTED = {"attention": ["weights"], "block": ["output"]}
+
+
+@dataclasses.dataclass(frozen=True)
+class HealingSettings(DistillationSettings):
+    """What a swapped transformer learns from the one that it was."""
+
+    name: str = setting(
+        "healing", "the task, whose own fields follow", expected="the name of a task"
+    )
+    begin: Literal["teacher", "random"] = setting(
+        "teacher", "from the teacher with its parts swapped, or at random, as a control"
+    )
+    map_weight: float = setting(
+        1.0,
+        "of the divergence of each block's maps from the teacher's",
+        data=True,
+        ge=0,
+        le=1e6,
+    )
+    output_weight: float = setting(
+        1.0,
+        "of the square of what each block's output lacks, over the variance of the teacher's",
+        data=True,
+        ge=0,
+        le=1e6,
+    )
+    layers_until: float = setting(
+        0.5,
+        "share of the training until which these two are learned; logits are to the end",
+        data=True,
+        ge=0,
+        le=1,
+    )
+
+
+@register_task("healing", HealingSettings)
+class Healing(Distillation):
+    """From a multiplicative transformer to one with adder attention and adder layers in its place.
+
+    The model begins as the teacher with its parts swapped, see ``adder_flax.tasks.swap``. It learns
+    the teacher's logits (and the labels) as in ``distillation`` and, while ``progress <
+    layers_until``, in every block
+
+        map_weight · KL(A_teacher ‖ A) + output_weight · |h − h_teacher|² / var(h_teacher),
+
+    means over batch, heads, tokens and blocks; A are the maps without the identity, h what a block
+    gives. When layers leave the squared distance for the L1 distance is said by
+    ``config.model.anneal_start``, ``anneal_end`` and ``anneal_blocks``.
+    """
+
+    def initial(self, model: nnx.Module, source: data.Source) -> nnx.Module:
+        if self.settings.begin == "random":
+            return model
+        return swap(self.teacher, model, *self.inputs(source.first(min(_FITTED_ON, len(source)))))
+
+    def examples(self, key: Array, batch: Batch) -> tuple[Any, ...]:
+        """Returns images, class probabilities, and the teacher's logits, maps, blocks, variance."""
+        images, targets = Classification.examples(self, key, batch)
+        logits, records = recorder.record(_WANTED, self.teacher, images)
+        maps, outputs = _seen(records)
+        # Of the whole batch, whatever parts of it the loss is taken of.
+        variance = jnp.broadcast_to(outputs.var((0, 2, 3)), outputs.shape[:2])
+        return images, targets, logits.astype(jnp.float32), maps, outputs, variance
+
+    def loss(self, model: nnx.Module, examples: tuple[Any, ...], *, rngs: nnx.Rngs) -> Outcome:
+        images, targets, taught, maps, outputs, variance = examples
+        call = lambda model, images, key: logits_of_heads(model, images, nnx.Rngs(dropout=key))
+        heads, records = recorder.record(_WANTED, call, model, images, rngs.dropout())
+        found, settings = self._taught(heads, targets, taught), self.settings
+        own_maps, own_outputs = _seen(records)
+        by_maps = divergence(maps, jnp.log(jnp.maximum(own_maps, 1e-9))).mean()
+        lacking = jnp.square(own_outputs - outputs).mean((2, 3)) / variance
+        layers = settings.map_weight * by_maps + settings.output_weight * lacking.mean()
+        metrics = {
+            "teacher_agreement": (heads.mean(1).argmax(-1) == taught.argmax(-1)).mean(),
+            "map_divergence": by_maps,
+            "output_error": lacking.mean(),
+        }
+        loss = found.loss + jnp.where(self.progress < settings.layers_until, layers, 0.0)
+        return found._replace(loss=loss, metrics={**found.metrics, **metrics})
+
+
+def _seen(records: tuple[Record, ...]) -> Iterator[Float[Array, "batch block ..."]]:
+    """Yields maps and what blocks give."""
+    for kind, name in (("attention", "weights"), ("block", "output")):
+        found = [r.arrays[name] for r in records if r.kind == kind]
+        yield jnp.stack(found, axis=1).astype(jnp.float32)

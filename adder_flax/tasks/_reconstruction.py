@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Shaped
 from adder_flax import data
 from adder_flax.arrays import AnyArray
 from adder_flax.models import Example
-from adder_flax.settings import Text, setting
+from adder_flax.settings import setting
 from adder_flax.tasks._task import Batch, Best, Outcome, Task, call_to_train, register_task
 
 ImageShape = tuple[int, int, int]
@@ -24,7 +24,7 @@ class ReconstructionSettings:
     """Images told again."""
 
     name: str = setting(
-        "reconstruction", Text("the name of a task"), "the task, whose own fields follow"
+        "reconstruction", "the task, whose own fields follow", expected="the name of a task"
     )
 
 
@@ -76,8 +76,7 @@ class Reconstruction(Task[ImageShape]):
         (images,) = examples
         logits = _rows(call_to_train(model, images, rngs=rngs))
         losses, errors = _by_image(logits, _rows(images))
-        # All values of an image on the last axis, over which curvature takes the sum as the loss
-        # does.
+        # All values of an image on the last axis: curvature takes the sum over it, as the loss.
         return Outcome(losses.mean(), logits, {"squared_error": errors.mean()})
 
     def inputs(self, batch: Batch) -> tuple[Array]:

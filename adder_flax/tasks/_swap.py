@@ -1,6 +1,4 @@
-"""Parts of a trained transformer put in the place of others.
-
-Adder attention and adder layers begin close to what they replace.
+"""Adder attention and adder layers put in the place of trained ones, close to what they replace.
 
 What both have alike is copied. The rest is fitted, layer by layer, to what the trained layers do
 with some images:
@@ -22,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, traverse_util
 from jaxtyping import Array, Float
 
 from adder_flax import ops, recorder
@@ -57,8 +55,7 @@ def swap(
       images: some, normalised as in training, that the parts which differ are fitted on.
 
     Raises:
-      ValueError: the teacher has adder layers, other sizes, or another kind of network; or adder
-        layers of the student have no norm, which the fit is made with.
+      ValueError: they do not fit each other, see the message.
 
     Example:
       >>> sizes = dict(
@@ -73,7 +70,7 @@ def swap(
     teacher = _transformer(teacher, "a teacher")
     student = _transformer(student, "a model")
     _check(teacher, student)
-    seen = _watch(teacher, images)
+    linear, heads = _watch(teacher, images)
     known, params = (
         dict(nnx.to_flat_state(nnx.state(model, nnx.Param))) for model in (teacher, student)
     )
@@ -87,11 +84,11 @@ def swap(
             outputs["patch_embed", "stem", index, "linear"] = old.norm
     for index, block in enumerate(student.blocks):
         if block.attention.settings.score == "adder":
-            outputs |= _fit_heads(index, block.attention, seen.attention[index])
+            outputs |= _fit_heads(index, block.attention, heads[index])
     squared = bool(student.annealing.end)
     for path, _ in nnx.iter_modules(student):
         if path in adder:
-            rows, wanted = seen.linear[".".join(map(str, path))]
+            rows, wanted = linear[".".join(map(str, path))]
             wanted = outputs[path](wanted) if path in outputs else wanted
             fitted = _fit_distances(rows, wanted, known[*path, "kernel"][...], squared=squared)
             new |= {(*path, *name.split(".")): value for name, value in fitted.items()}
@@ -135,36 +132,24 @@ def _check(teacher: VisionTransformer, student: VisionTransformer) -> None:
             "hidden units, classes, tokens in front, place of norms, stem) to begin from, "
             f"{sizes(student)}, got {sizes(teacher)}; set --config.model.* to them"
         )
-    if any(
-        layer.norm is None
-        for _, layer in nnx.iter_modules(student)
-        if isinstance(layer, AdderLinear)
-    ):
+    layers = [m for _, m in nnx.iter_modules(student) if isinstance(m, AdderLinear)]
+    if any(layer.norm is None for layer in layers):
         raise ValueError(
             "expected adder layers with a norm to begin from dense ones, got some without; set "
             "--config.model.adder_options.norm=layernorm"
         )
 
 
-class _Seen(NamedTuple):
-    """What a model does with images.
-
-    Attributes:
-      linear: rows in and out of each dense layer, by its path.
-      attention: query, key and weights of each block, head-major.
-    """
-
-    linear: Mapping[str, tuple[Array, Array]]
-    attention: list[Mapping[str, Array]]
-
-
-def _watch(model: VisionTransformer, images: AnyArray) -> _Seen:
+def _watch(
+    model: VisionTransformer, images: AnyArray
+) -> tuple[dict[str, tuple[Array, Array]], list[Mapping[str, Array]]]:
+    """Returns rows in and out of each dense layer by path, and what each block's attention does."""
     wanted = {"linear": ["rows", "outputs"], "attention": ["query", "key", "weights"]}
     _, records = recorder.record(wanted, model, images)
     linear = {
         r.path: (r.arrays["rows"], r.arrays["outputs"]) for r in records if r.kind == "linear"
     }
-    return _Seen(linear, [r.arrays for r in records if r.kind == "attention"])
+    return linear, [r.arrays for r in records if r.kind == "attention"]
 
 
 class _Affine(NamedTuple):
@@ -180,10 +165,7 @@ class _Affine(NamedTuple):
 def _fit_heads(
     index: int, attention: MultiHeadAttention, seen: Mapping[str, Array]
 ) -> dict[tuple, _Affine]:
-    """Returns what becomes of the queries and keys of a block.
-
-    It is by the paths of the layers that make them.
-    """
+    """Returns what becomes of a block's queries and keys, by the paths of the layers of both."""
     tokens = seen["key"].shape[-2]
     most = max(1, _MOST_PAIRS // tokens**2)
     query, key, weights = (
@@ -211,10 +193,7 @@ def _fit_heads(
 def _divergences(
     query: Array, key: Array, weights: Array, scale: float
 ) -> Float[Array, "factors heads"]:
-    """Returns KL(weights ‖ softmax(−c ‖q − k‖₁ · scale)), mean over queries.
-
-    There is one for every factor c and head.
-    """
+    """Returns KL(weights ‖ softmax(−c ‖q − k‖₁ · scale)), means by factor c and head."""
     distances = -jnp.abs(query[..., :, None, :] - key[..., None, :, :]).sum(-1) * scale
     return jnp.stack(
         [divergence(weights, jax.nn.log_softmax(c * distances)).mean((0, 2)) for c in _FACTORS]
@@ -224,11 +203,7 @@ def _divergences(
 def divergence(
     weights: Float[Array, "*batch query key"], log_weights: Float[Array, "*batch query key"]
 ) -> Float[Array, "*batch query"]:
-    """Returns KL(A ‖ B) of the rows of two maps, in nats.
-
-    Args:
-      weights: A.
-      log_weights: logarithm of B.
+    """Returns KL(A ‖ B) of the rows of two maps, A and the logarithm of B, in nats.
 
     >>> [found] = divergence(jnp.array([[1.0, 0.0]]), jnp.log(jnp.array([[0.5, 0.5]])))
     >>> round(float(found), 4)  # ln 2
@@ -248,12 +223,10 @@ def _fit_distances(
     """Returns the parameters of an adder layer by name whose outputs are close to what is wanted.
 
     Args:
-      rows: inputs.
-      wanted: outputs for them.
+      rows, wanted: inputs, and outputs for them.
       kernel: of the dense layer that gave them, or others from which these differ by a factor and
         an offset each.
-      squared: whether the layer begins with the squared distance, for which the scale and offset
-        are fitted then.
+      squared: whether the layer begins with the squared distance, which these are fitted for then.
     """
     step = max(1, len(rows) // _MOST_ROWS)
     rows, wanted = rows[::step].astype(jnp.float32), wanted[::step].astype(jnp.float32)
@@ -276,17 +249,10 @@ def _explained(sums: Array, wanted: AnyArray) -> tuple[Array, Array, Array]:
     """Returns each output's scale and offset behind LayerNorm, and the mean square they leave."""
     centred = sums - sums.mean(-1, keepdims=True)
     normed = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + LAYER_NORM_EPSILON)
-    scale = _slopes(normed, wanted)
+    away = normed - normed.mean(0)  # by least squares, each output alone
+    scale = (away * wanted).sum(0) / jnp.maximum((away**2).sum(0), 1e-12)
     bias = wanted.mean(0) - scale * normed.mean(0)
     return scale, bias, ((scale * normed + bias - wanted) ** 2).mean()
-
-
-def _slopes(
-    inputs: Float[Array, "rows out"], outputs: Float[AnyArray, "rows out"]
-) -> Float[Array, " out"]:
-    """Returns the slope of each column of the outputs over that of the inputs, by least squares."""
-    centred = inputs - inputs.mean(0)
-    return (centred * outputs).sum(0) / jnp.maximum((centred**2).sum(0), 1e-12)
 
 
 def _with_params(model: VisionTransformer, new: Mapping[tuple, Any]) -> VisionTransformer:
@@ -295,10 +261,4 @@ def _with_params(model: VisionTransformer, new: Mapping[tuple, Any]) -> VisionTr
         path: np.asarray(new.get(path, leaf[...]), leaf.dtype)
         for path, leaf in nnx.to_flat_state(state)
     }
-    nested: dict[Any, Any] = {}
-    for path, value in flat.items():
-        place = nested
-        for part in path[:-1]:
-            place = place.setdefault(part, {})
-        place[path[-1]] = value
-    return nnx.merge(graphdef, nested)
+    return nnx.merge(graphdef, traverse_util.unflatten_dict(flat))

@@ -23,16 +23,14 @@ class Outcome(NamedTuple):
     """What a training step learns of a batch.
 
     Attributes:
-      loss: mean over the batch, differentiated by the parameters. One that is over the real
-        positions alone says so by ``weights``.
+      loss: mean over the batch, or over the real positions that ``weights`` tells.
       outputs: of the model, (batch, *positions, classes) in float32: what ``Task.likelihood`` is a
         function of.
       metrics: further means over the batch, logged as ``train/<name>``.
-      weights: (batch, *positions), what each output counts for in these means: 1 where it is real,
-        0 where it fills up. By their sums parts of a batch are averaged. None: all count alike;
-        a pair: with what their sum is divided by, see ``kfac.value_grad_and_curvature``.
-      model_state: what the model carries beside its parameters after the call; the training step
-        fills it in.
+      weights: (batch, *positions), what each output counts for in these means, 0 where it fills up;
+        parts of a batch are averaged by their sums. None: all count alike; a pair: with what their
+        sum is divided by, see ``kfac.value_grad_and_curvature``.
+      model_state: what the model carries beside its parameters; the training step fills it in.
     """
 
     loss: Float[Array, ""]
@@ -43,14 +41,14 @@ class Outcome(NamedTuple):
 
 
 def call_to_train(call: Callable[..., Any], *inputs: Any, rngs: nnx.Rngs) -> Any:
-    """Calls a model, or a method of one, as training does.
+    """Calls a model, or its method, with ``deterministic=False`` and ``rngs``, if it takes them.
 
-    It is told so by ``deterministic=False`` and by ``rngs``, if it takes them by name. Layers of
-    Flax that a model does not tell, such as ``nnx.BatchNorm``, are in training mode already.
+    Layers of Flax that a model does not tell, as ``nnx.BatchNorm``, are in training mode already.
 
     Example:
+      >>> import numpy as np
       >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-      >>> call_to_train(model, jnp.ones((1, 2)), rngs=nnx.Rngs(dropout=0)).shape
+      >>> call_to_train(model, np.ones((1, 2)), rngs=nnx.Rngs(dropout=0)).shape
       (1, 3)
     """
     known = inspect.signature(call).parameters
@@ -74,9 +72,9 @@ class Best(NamedTuple):
 class Task(abc.ABC, Generic[Facts]):
     """What is learned from a batch.
 
-    A task is made twice: once from plain settings, and inside of the compiled step from settings
-    whose numbers that are data are traced, so that runs that differ in them share a program. All
-    methods but ``facts`` and ``scores`` are traced. ``Task[MyFacts]`` says what ``facts`` returns.
+    A task is made twice: from plain settings, and in the compiled step from settings whose numbers
+    that are data are traced. All methods but ``facts`` and ``scores`` are traced. ``Task[MyFacts]``
+    says what ``facts`` returns.
 
     Args:
       settings: ``config.task``, read.
@@ -107,19 +105,13 @@ class Task(abc.ABC, Generic[Facts]):
 
     @property
     def likelihood(self) -> str | kfac.Likelihood:
-        """Whose negative logarithm the loss averages, for second-order optimizers.
-
-        See ``kfac.Likelihood``.
-        """
+        """Whose negative logarithm the loss averages, see ``kfac.Likelihood``."""
         return "categorical"
 
     @classmethod
     @abc.abstractmethod
     def facts(cls, source: Source) -> Facts:
-        """Returns what the task has to know of its data.
-
-        Runs whose data differ in it do not share a program.
-        """
+        """Returns what the task has to know of its data; by it runs share a program or not."""
 
     @classmethod
     def source_options(cls, settings: Any) -> dict[str, Any]:
@@ -128,18 +120,11 @@ class Task(abc.ABC, Generic[Facts]):
 
     @classmethod
     def teacher_of(cls, settings: Any) -> str:
-        """Returns where the weights of a frozen model lie that examples are made with, "" for none.
-
-        They are no constants of the compiled step but arguments of it.
-        """
+        """Returns where the weights of a frozen teacher lie, "" for none."""
         return ""
 
     def initial(self, model: nnx.Module, source: Source) -> nnx.Module:
-        """Returns the model as it is to begin: by default as it is, at random.
-
-        Args:
-          model: with random parameters.
-          source: of the training split.
+        """Returns the model as it is to begin, by default the random one that is given.
 
         Raises:
           ValueError: the teacher, if it is asked, is none to begin from.
@@ -152,15 +137,10 @@ class Task(abc.ABC, Generic[Facts]):
 
     @abc.abstractmethod
     def examples(self, key: PRNGKeyArray, batch: Batch) -> Any:
-        """Makes training examples of the source's arrays, augmentation included.
+        """Makes a tree of training examples of the source's arrays, augmentation included.
 
-        Args:
-          key: of this step; all that is random follows from it and from an example's place in the
-            batch.
-          batch: arrays of the source by name, the batch axis first.
-
-        Returns:
-          A tree of arrays with the batch axis first.
+        The batch axis is the first. All that is random follows from the key, which is of this step,
+        and from an example's place in the batch.
         """
 
     @abc.abstractmethod
@@ -169,20 +149,17 @@ class Task(abc.ABC, Generic[Facts]):
 
     @abc.abstractmethod
     def loss(self, model: nnx.Module, examples: Any, *, rngs: nnx.Rngs) -> Outcome:
-        """Calls the model on training examples.
+        """Calls the model on training examples, by `adder_flax.tasks.call_to_train`.
 
         Args:
-          model: in training mode; called by `adder_flax.tasks.call_to_train`.
+          model: in training mode.
           examples: from ``examples``.
           rngs: with the stream ``dropout``.
         """
 
     @abc.abstractmethod
     def inputs(self, batch: Batch) -> tuple[Array, ...]:
-        """Returns what the model is called with to evaluate a batch.
-
-        These are the same arrays without augmentation.
-        """
+        """Returns what the model is called with to evaluate a batch: no augmentation."""
 
     @abc.abstractmethod
     def sums(self, model: nnx.Module, batch: Batch) -> dict[str, Float[Array, ""]]:
@@ -197,9 +174,9 @@ class Task(abc.ABC, Generic[Facts]):
         """
 
     def scores(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Returns the scores of a split from the sums over all of it, logged as ``eval/<name>``.
+        """Returns the scores of a split, ``"loss"`` among them, from the sums over all of it.
 
-        ``"loss"`` is among them. By default every sum over the number of records.
+        By default every sum over the number of records.
         """
         return {name: value / sums["count"] for name, value in sums.items() if name != "count"}
 
@@ -210,9 +187,7 @@ class Task(abc.ABC, Generic[Facts]):
     def pictures(
         self, model: nnx.Module, source: Source, title: str
     ) -> dict[str, Callable[[], Any]]:
-        """Returns what is drawn when a run is complete.
-
-        It is name of the file → what makes its Matplotlib figure.
+        """Returns what is drawn when a run is complete: file → what makes its Matplotlib figure.
 
         Args:
           model: as trained.
@@ -233,8 +208,8 @@ def register_task(name: str, settings: type) -> Callable[[type[Registered]], typ
 
     Args:
       name: the name to find it by.
-      settings: a frozen dataclass whose fields are declared with ``adder_flax.settings.setting``:
-        those of ``config.task``, ``name`` among them.
+      settings: a frozen dataclass of ``config.task``'s fields, ``name`` among them, declared with
+        ``adder_flax.settings.setting``.
     """
 
     def register(task: type[Registered]) -> type[Registered]:

@@ -16,8 +16,7 @@ from adder_flax.arrays import AnyArray
 from adder_flax.data._sequences import END, PAD
 from adder_flax.models import Example, beam_search
 from adder_flax.registry import load
-from adder_flax.settings import Integer, Number, Text, setting
-from adder_flax.tasks._edit_distance import edit_distance, length_to
+from adder_flax.settings import setting
 from adder_flax.tasks._task import Batch, Best, Outcome, Task, call_to_train, register_task
 
 _SHOWN = 6
@@ -28,13 +27,13 @@ class TransductionSettings:
     """Turning sequences into others."""
 
     name: str = setting(
-        "transduction", Text("the name of a task"), "the task, whose own fields follow"
+        "transduction", "the task, whose own fields follow", expected="the name of a task"
     )
     label_smoothing: float = setting(
-        0.0, Number(0, 1, "[)"), "share of the targets that all symbols get", data=True
+        0.0, "share of the targets that all symbols get", data=True, ge=0, lt=1
     )
     num_beams: int = setting(
-        1, Integer(1, 1024), "kept while the model writes; 1 takes the likeliest symbol each time"
+        1, "kept while the model writes; 1 takes the likeliest symbol each time", ge=1, le=1024
     )
 
 
@@ -56,9 +55,7 @@ class SequenceFacts(NamedTuple):
 
 @register_task("transduction", TransductionSettings)
 class Transduction(Task[SequenceFacts]):
-    """Mean cross-entropy of the target's symbols given those before them.
-
-    Errors are those of what the model writes by itself.
+    """Mean cross-entropy of the target's symbols given those before them; scores by own writing.
 
     A source gives ``"source"``, int32 (batch, source), and to learn from ``"target"``, int32
     (batch, target), ended by `END` and filled up with `PAD`. To evaluate, ``"references"``, int32
@@ -77,13 +74,9 @@ class Transduction(Task[SequenceFacts]):
     @classmethod
     def facts(cls, source: data.Source) -> SequenceFacts:
         pairs = data.require_kind(data.SequenceSource, source, "config.task.name=transduction")
-        source_symbols, target_symbols = (len(pairs.symbols[kind]) for kind in ("source", "target"))
-        source_length, target_length = (
-            pairs.arrays[kind].shape[-1] for kind in ("source", "target")
-        )
-        return SequenceFacts(
-            source_symbols, target_symbols, source_length, target_length, pairs.longest
-        )
+        symbols = [len(pairs.symbols[kind]) for kind in ("source", "target")]
+        lengths = [pairs.arrays[kind].shape[-1] for kind in ("source", "target")]
+        return SequenceFacts._make([*symbols, *lengths, pairs.longest])
 
     def example(self) -> Example:
         facts = self.data_facts
@@ -166,13 +159,8 @@ class Transduction(Task[SequenceFacts]):
         draw = load("adder_flax.report.figures:alignment_figure")
         return {"attention.png": lambda: draw(*self._alignments(model, source), title=title)}
 
-    def _alignments(
-        self, model: nnx.Module, source: data.SequenceSource
-    ) -> tuple[list, list, list]:
-        """Returns sources and what the model writes for them, and its alignments of the two.
-
-        Sources and what is written are tuples of symbols.
-        """
+    def _alignments(self, model: nnx.Module, source: data.SequenceSource) -> tuple[list, ...]:
+        """Returns sources and what is written for them, as symbols, and the alignments of both."""
         # The longest of the first words: there is more to see.
         letters = source.first(100)["source"]
         letters = letters[np.argsort(-(letters != PAD).sum(-1), kind="stable")[:_SHOWN]]
@@ -181,11 +169,8 @@ class Transduction(Task[SequenceFacts]):
         weights = np.asarray(records[-1].arrays["weights"])[:, 0]
         columns = [source.text("source", row) for row in letters]
         rows = [source.text("target", row) for row in np.asarray(written)]
-        return (
-            columns,
-            rows,
-            [w[: len(r), : len(c)] for w, r, c in zip(weights, rows, columns, strict=True)],
-        )
+        maps = [w[: len(r), : len(c)] for w, r, c in zip(weights, rows, columns, strict=True)]
+        return columns, rows, maps
 
 
 def closest(
@@ -207,3 +192,51 @@ def closest(
     best = jnp.where(present, edits, jnp.iinfo(edits.dtype).max).argmin(-1, keepdims=True)
     take = lambda x: jnp.take_along_axis(x, best, axis=-1)[:, 0]
     return take(edits), take(lengths)
+
+
+def edit_distance(
+    guess: Int[Array, "*batch guess"],
+    truth: Int[AnyArray, "*batch truth"],
+    guess_length: Int[Array, "*batch"],
+    truth_length: Int[Array, "*batch"],
+) -> Int[Array, "*batch"]:
+    """Least number of insertions, deletions and substitutions between two sequences (Levenshtein).
+
+    Row i of Wagner and Fischer's table, D[i, j] = min(D[i-1, j] + 1, D[i, j-1] + 1, D[i-1, j-1] +
+    [g_i ≠ t_j]), in a scan over i. Within a row, the chain of insertions D[i, j-1] + 1 is a running
+    minimum of D - j.
+
+    Args:
+      guess, truth: symbols; what stands behind a sequence's length does not count.
+      guess_length, truth_length: how long each is.
+
+    >>> one = jnp.array
+    >>> int(edit_distance(one([1, 2, 3]), one([1, 3, 0, 0]), one(3), one(2)))
+    1
+    """
+    places = jnp.arange(truth.shape[-1] + 1)
+    first = jnp.broadcast_to(places, (*truth.shape[:-1], len(places)))
+
+    def row(above, now):
+        symbol, index = now
+        substituted = above[..., :-1] + (symbol[..., None] != truth)
+        other = jnp.minimum(above[..., 1:] + 1, substituted)
+        candidates = jnp.concatenate(
+            [jnp.broadcast_to(index + 1, (*above.shape[:-1], 1)), other], axis=-1
+        )
+        below = jax.lax.cummin(candidates - places, axis=candidates.ndim - 1) + places
+        below = jnp.where(index < guess_length[..., None], below, above)
+        return below, None
+
+    steps = (jnp.moveaxis(guess, -1, 0), jnp.arange(guess.shape[-1]))
+    last, _ = jax.lax.scan(row, first, steps)
+    return jnp.take_along_axis(last, truth_length[..., None], axis=-1)[..., 0]
+
+
+def length_to(symbols: Int[AnyArray, "*batch time"], end: int) -> Int[Array, "*batch"]:
+    """How many symbols stand before the first `end`, or all of them.
+
+    >>> length_to(jnp.array([[5, 6, 1, 7], [5, 5, 5, 5]]), end=1).tolist()
+    [2, 4]
+    """
+    return jnp.cumprod(symbols != end, axis=-1).sum(-1)

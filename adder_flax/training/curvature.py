@@ -19,7 +19,7 @@ class CurvatureOptimizer(NamedTuple):
 
     Attributes:
       init, update: as in ``optax.GradientTransformationExtraArgs``; the state holds a
-        ``kfac.CGFacState``, and its averages are as they were where ``sound`` is false.
+        ``kfac.State``, and its averages are as they were where ``sound`` is false.
       layers: the layers that have curvature; printing them shows which parameters they cover.
       fisher: which Fisher matrix, see ``kfac.value_grad_and_curvature``.
       interval: steps from one curvature batch to the next.

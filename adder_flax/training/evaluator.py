@@ -28,7 +28,6 @@ class Evaluator:
             run.eval_source,
             batch_size,
             rows=sharding.local_rows(run.mesh, batch_size),
-            num_threads=run.config.data.num_threads or None,
         )
 
     def __call__(self, params: Any) -> dict[str, float]:

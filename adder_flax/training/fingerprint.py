@@ -17,7 +17,6 @@ OPERATIONAL_FIELDS = (
     "profile_steps",
     "topology",
     "data.data_dir",
-    "data.num_threads",
 )
 """How a run is executed, not what it computes: these may change between two starts of one run."""
 
@@ -58,7 +57,7 @@ def computing(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Returns those flattened fields that say what is computed, and are read by the run at all.
 
     Example:
-      >>> computing({"optimizer.name": "sgd", "optimizer.cg_fac.damping": 3.0, "mesh.data": 2})
+      >>> computing({"optimizer.name": "sgd", "optimizer.kfac.damping": 3.0, "mesh.data": 2})
       {'optimizer.name': 'sgd'}
     """
     not_read = (f"{path}." for path in unread(RunSettings, unflatten_dict(flat, sep=".")))

@@ -272,35 +272,29 @@ def _gradient_stages(spec: OptimizerSpec) -> list[optax.GradientTransformation]:
     return stages
 
 
-def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
-    """CG-FAC; what it does not cover is AdamW's.
+def _second_order(make: Callable, spec: OptimizerSpec) -> CurvatureOptimizer:
+    """K-FAC or CG-FAC for what inputs are multiplied with, AdamW for the rest, one decay for both.
 
-    Scores' own parameters, and by default norms and embeddings.
-
-    Its steps follow the run's schedule, relative to the peak, times ``cg_fac.learning_rate``. Those
-    of a root mean square follow the schedule itself: AdamW's rates suit them, as they do Muon's
-    (Liu et al., 2025, arXiv:2502.16982).
-
-    Clipping by norm is for AdamW's share alone: a solution of linear systems has a scale of its
-    own, which ``cg_fac.kl_clip`` bounds.
+    Steps of "rms" have the root mean square that the learning rate says; others follow the schedule
+    relative to its peak. Clipping by norm is for AdamW's share alone: a solution of linear systems
+    has a scale of its own, which ``kl_clip`` bounds.
     """
-    c, options = spec.settings, dict(vars(spec.settings.cg_fac))
-    rate, chosen = options.pop("learning_rate"), options.pop("layers")
-    peak = 1.0 if options["step"] == "rms" else c.learning_rate
-    interval = options.pop("curvature_interval")
-    stride = options.pop("curvature_stride")
-    if stride is None and options["curvature"] != "kron":
-        stride = 1  # whose rank is that of the batch: no average makes up for fewer examples
-    layers, stride = spec.find_layers(stride, interval)
-    if chosen == "matrices":
-        facts = {
-            tree_path(path): fact for path, fact in jax.tree_util.tree_leaves_with_path(spec.facts)
-        }
-        layers = layers.select(
-            lambda block: any(facts[param.path].role != "other" for param in block.params)
-        )
+    c, section = spec.settings, spec.settings.second_order
+    if section is None:
+        raise ValueError(f"expected settings of kfac or cg_fac, got those of {c.name!r}")
+    options = dict(vars(section))
+    rate, peak = options.pop("learning_rate"), 1.0 if section.step == "rms" else c.learning_rate
+    interval = options.pop("curvature_interval", 1)
+    layers, stride = spec.find_layers(options.pop("curvature_stride"), interval)
+    facts = {
+        tree_path(path): fact for path, fact in jax.tree_util.tree_leaves_with_path(spec.facts)
+    }
+    # Norms and embeddings are AdamW's.
+    layers = layers.select(
+        lambda block: any(facts[param.path].role != "other" for param in block.params)
+    )
     try:
-        transformation = kfac.cg_fac(
+        transformation = make(
             lambda count: rate * spec.learning_rate(count) / peak,
             layers,
             **options,
@@ -310,9 +304,9 @@ def _cg_fac(spec: OptimizerSpec) -> CurvatureOptimizer:
             fallback_learning_rate=spec.learning_rate,
         )
     except (TypeError, ValueError) as error:
-        raise RunError(f"config.optimizer.cg_fac: {error}") from error
+        raise RunError(f"config.optimizer.{c.name}: {error}") from error
     return CurvatureOptimizer(
-        transformation.init, transformation.update, layers, options["fisher"], interval, stride
+        transformation.init, transformation.update, layers, section.fisher, interval, stride
     )
 
 
@@ -344,7 +338,8 @@ def register_optimizer(name: str) -> Callable[[Callable], Callable]:
 
 
 register_optimizer("adamw")(_adamw)
-register_optimizer("cg_fac")(_cg_fac)
+register_optimizer("cg_fac")(functools.partial(_second_order, kfac.cg_fac))
+register_optimizer("kfac")(functools.partial(_second_order, kfac.kfac))
 register_optimizer("kl_shampoo")(_kl_shampoo)
 register_optimizer("lamb")(_lamb)
 register_optimizer("lbfgs")(_lbfgs)
@@ -389,7 +384,7 @@ def learning_rate(
     return jnp.where(step < warmup_steps, rising, falling)
 
 
-_FIRST = ("patch_embed", "cls_token", "dist_token", "pos_embed")
+_FIRST = ("patch_embed", "cls_token", "dist_token", "reg_token", "pos_embed")
 _BLOCK = re.compile(r"blocks\.(\d+)")
 
 

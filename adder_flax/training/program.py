@@ -151,8 +151,8 @@ class Program:
         # more has been traced.
         keys = itertools.repeat(jax.random.key(0))
         build = functools.partial(self.build_model, numbers)
-        model = nnx.eval_shape(lambda: built_from(build, keys))
-        self.facts = parameter_facts(model)
+        model = jax.eval_shape(lambda: nnx.split(built_from(build, keys)))
+        self.facts = parameter_facts(nnx.merge(*model))
         self.skeleton, variables = take_apart(model)
         # Once, and only for those who ask: finding layers traces the loss.
         self._find_layers = functools.cache(functools.partial(self._layers, numbers, variables))

@@ -114,14 +114,12 @@ class Run:
 
     def batches(self, rows: Sequence[int] | np.ndarray | None = None) -> data.TrainPipeline:
         """Returns what the run trains on: given rows of each global batch, or all of them."""
-        settings = self.settings.data
         return data.TrainPipeline(
             self.train_source,
             self.config.batch_size,
             self.config.seed,
             rows=rows,
-            num_threads=settings.num_threads,
-            repeats=settings.repeats,
+            repeats=self.settings.data.repeats,
         )
 
     def model(self, params: Any) -> nnx.Module:
@@ -420,10 +418,11 @@ def _check_batches(settings: RunSettings, mesh: Mesh) -> None:
             f"{settings.accumulation_steps} accumulation steps = {parts}, got "
             f"{settings.batch_size}; set --config.batch_size"
         )
-    stride = settings.optimizer.cg_fac.curvature_stride or 1
-    if settings.optimizer.name == "cg_fac" and settings.batch_size % (parts * stride):
+    section = settings.optimizer.second_order
+    stride = section.curvature_stride or 1 if section else 1
+    if settings.batch_size % (parts * stride):
         raise RunError(
             f"expected config.batch_size = {settings.batch_size} divisible by {parts} parts × "
-            f"config.optimizer.cg_fac.curvature_stride, got {stride}; set "
-            "--config.optimizer.cg_fac.curvature_stride"
+            f"config.optimizer.{settings.optimizer.name}.curvature_stride, got {stride}; set "
+            f"--config.optimizer.{settings.optimizer.name}.curvature_stride"
         )

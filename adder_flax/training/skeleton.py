@@ -73,18 +73,22 @@ class Skeleton(NamedTuple):
         return {path: first(path, leaf) for path, leaf in self.streams}
 
 
-def take_apart(model: nnx.Module) -> tuple[Skeleton, dict[str, Any]]:
+def take_apart(
+    model: nnx.Module | tuple[nnx.GraphDef, nnx.State],
+) -> tuple[Skeleton, dict[str, Any]]:
     """Returns a model's structure, and a nested dict of its parameters and of what it carries.
 
     Args:
-      model: a module, or its abstract form from ``nnx.eval_shape``.
+      model: a module, or what ``nnx.split`` gives of it: out of ``jax.eval_shape`` the latter alone
+        knows arrays that are no variables, as ``nnx.WeightNorm`` has them.
 
     Example:
       >>> skeleton, variables = take_apart(nnx.BatchNorm(2, rngs=nnx.Rngs(0)))
       >>> sorted(variables), [path for path, _ in skeleton.carried]
       (['bias', 'mean', 'scale', 'var'], [('mean',), ('var',)])
     """
-    graphdef, params, streams, carried = nnx.split(model, nnx.Param, nnx.RngState, ...)
+    graphdef, state = nnx.split(model) if isinstance(model, nnx.Module) else model
+    params, streams, carried = nnx.split_state(state, nnx.Param, nnx.RngState, ...)
     skeleton = Skeleton(graphdef, _leaves(carried), _leaves(streams))
     return skeleton, joined(nnx.to_pure_dict(params), nnx.to_pure_dict(carried))
 

@@ -11,7 +11,7 @@ import pytest
 import kfac
 from adder_flax import attention, linen
 from adder_flax.attention import _additive
-from kfac import _systems as systems
+from kfac.solve import _systems as systems
 
 BATCH, QUERIES, KEYS = 4, 5, 3
 
@@ -114,7 +114,7 @@ def factors_of_v(params, loss_fn, args):
     _, _, curvature = kfac.value_grad_and_curvature(loss_fn, fisher="empirical")(params, *args)
     block = curvature.layers.blocks["v"]
     lanes = systems.lanes_of(block, {"v": params["v"]})
-    return systems.new_factors(block, curvature, lanes, systems.Form("factors"))
+    return systems.new_factors(block, curvature, lanes, "factors")
 
 
 def test_factors_of_the_vector_that_reads_hidden_units():

@@ -14,8 +14,6 @@ from adder_flax.experiments import common
 from adder_flax.models import VisionTransformer
 from adder_flax.settings import (
     SCORE_OPTIONS,
-    Integer,
-    Number,
     RunSettings,
     SettingsError,
     read,
@@ -33,7 +31,7 @@ def registered():
 
 @dataclasses.dataclass(frozen=True)
 class CosineOptions:
-    power: int = setting(1, Integer(1, 9), "cosine: of the cosines")
+    power: int = setting(1, "cosine: of the cosines", ge=1, le=9)
 
 
 def cosine_scores(query, key, *, gain, power=1):
@@ -148,8 +146,8 @@ def test_options_that_a_score_cannot_have_are_refused_when_it_is_registered(regi
         )
 
     class Unlike:
-        gradient = setting(1.0, Number(0, 2), "another meaning")
-        power = setting(1.0, Number(0, 2), "of the cosines", data=True)
+        gradient = setting(1.0, "another meaning", ge=0, le=2)
+        power = setting(1.0, "of the cosines", ge=0, le=2, data=True)
 
     for wrong, message in (
         (

@@ -14,7 +14,7 @@ from adder_flax import compare, packed
 from adder_flax.compare.blocks import as_markdown
 from adder_flax.compare.table import blocks_of, rows_of
 from adder_flax.experiment import load_experiment
-from adder_flax.settings import completed_comparison
+from adder_flax.settings import CompareSettings, filled
 from adder_flax.tasks import TASKS
 from tests.processes import ROOT
 
@@ -31,7 +31,7 @@ def test_a_page_is_what_its_records_give(name, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     folder = RESULTS.relative_to(ROOT) / name
     kept = load_experiment(str(folder / packed.NAME)).to_dict()
-    comparison = compare.Comparison(ConfigDict(completed_comparison(kept)), tmp_path)
+    comparison = compare.Comparison(ConfigDict(filled(CompareSettings, kept)), tmp_path)
     made = as_markdown(blocks_of(comparison, rows_of(comparison)))
     assert (folder / "results.md").read_text().startswith(made)
 

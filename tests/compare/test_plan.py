@@ -111,7 +111,7 @@ def test_arms_are_all_combinations_and_have_their_baselines():
         ("compare_default", None, 9),
         *(("compare_healing", parts, 2) for parts in (None, "attention,cifar10")),
         ("compare_blocks", "fashion_mnist", 7),
-        *(("compare_cg_fac", work, 12) for work in (None, "adder,digits")),
+        *(("compare_kfac", work, 12) for work in (None, "adder,digits")),
         *(
             ("compare_optimizers", work, 10)
             for work in (None, "adder,fashion_mnist", "autoencoder", "g2p")
@@ -150,13 +150,13 @@ def test_tuning_has_seeds_of_its_own():
 
 def test_what_is_searched_is_in_the_middle_of_its_range_until_it_has_a_value():
     steps = {"learning_rate": ("log", 3e-3, 0.3)}  # whose default is no middle of it
-    levels = {"trust": {"optimizer": {"name": "cg_fac", "cg_fac": steps}}}
+    levels = {"trust": {"optimizer": {"name": "kfac", "kfac": {"step": "share"} | steps}}}
     plan = Plan(make_config(factors={"optimizer": levels}))
     cell = plan.cell(plan.arms["trust"], FINAL, 0, {})
-    assert cell.config.optimizer.cg_fac.learning_rate == 0.03
+    assert cell.config.optimizer.kfac.learning_rate == 0.03
     read(RunSettings, cell.config)
     steps["learning_rate"] = ("log", 1.0, 2.0)
-    with pytest.raises(RunError, match=r"config of trust\.optimizer\.cg_fac\.learning_rate"):
+    with pytest.raises(RunError, match=r"config of trust\.optimizer\.kfac\.learning_rate"):
         Plan(make_config(factors={"optimizer": levels}))
 
 
@@ -211,17 +211,17 @@ def test_every_record_of_a_page_has_the_name_of_its_configuration():
 
 
 def test_what_an_arm_leaves_to_its_step_names_it_as_if_it_were_said():
-    fields = {"name": "cg_fac", "cg_fac": {"step": "fixed"}}
-    said = fields | {"cg_fac": {"step": "fixed", "learning_rate": 1.0, "max_iterations": 1}}
-    other = fields | {"cg_fac": {"step": "fixed", "learning_rate": 0.1}}
+    fields = {"name": "kfac", "kfac": {"step": "clip"}}
+    said = fields | {"kfac": {"step": "clip", "learning_rate": 1.0, "iterations": 1}}
+    other = fields | {"kfac": {"step": "clip", "learning_rate": 0.1}}
     own, same, changed = (_optimizer(f) for f in (fields, said, other))
     assert digest(own) == digest(same) != digest(changed)
-    unread = {"name": "adamw", "cg_fac": {"damping": 3.0}}
+    unread = {"name": "adamw", "kfac": {"damping": 3.0}}
     assert digest(_optimizer(unread)) == digest(_optimizer({"name": "adamw"}))
 
 
 def _optimizer(fields):
     config = defaults(RunSettings)
     own = config["optimizer"]
-    config["optimizer"] = own | fields | {"cg_fac": own["cg_fac"] | fields.get("cg_fac", {})}
+    config["optimizer"] = own | fields | {"kfac": own["kfac"] | fields.get("kfac", {})}
     return config

@@ -237,9 +237,9 @@ def test_a_damaged_record_is_one_message(finished, tmp_path):
         with pytest.raises(RunError, match=r"record of a finished cell in .*dot-final-0"):
             act()
     assert "accuracy" in describe(record, "accuracy")
-    values = {"optimizer.learning_rate": 1, "optimizer.cg_fac.learning_rate": 2, "model.width": 3}
+    values = {"optimizer.learning_rate": 1, "optimizer.kfac.learning_rate": 2, "model.width": 3}
     described = describe(dataclasses.replace(record, values=values), "accuracy")
-    assert "  optimizer.learning_rate 1  cg_fac.learning_rate 2  width 3  " in described
+    assert "  optimizer.learning_rate 1  kfac.learning_rate 2  width 3  " in described
 
 
 def test_a_record_made_with_another_default_is_not_taken_for_todays(finished, tmp_path):
@@ -247,7 +247,7 @@ def test_a_record_made_with_another_default_is_not_taken_for_todays(finished, tm
     cell = old.final_cells(old.plan.arms["dot"])[0]
     stored = json.loads(json.dumps(dataclasses.asdict(old.records.get(cell))))
     # What AdamW does not read is nobody's setting.
-    stored["config"]["optimizer"]["cg_fac"]["damping"] = 3.0
+    stored["config"]["optimizer"]["kfac"]["damping"] = 3.0
     Records(tmp_path).put(cell, Record(**stored))
     assert Records(tmp_path).get(cell) is not None
     stored["config"]["optimizer"]["eps"] = 1e-6

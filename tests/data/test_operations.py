@@ -9,19 +9,15 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFilter
 
-from adder_flax.data import (
+from adder_flax.data import augment
+from adder_flax.data.augmentation import turn_hue
+from adder_flax.data.operations import (
     OPERATIONS,
-    DataError,
-    augment,
     choose_operation,
     gaussian_blur,
     grayscale,
-    image_operation,
-    operation_arguments,
-    three_augment,
-    turn_hue,
 )
-from adder_flax.data._policies import draw_layer
+from adder_flax.data.policies import draw_layer, operation_arguments, three_augment
 from adder_flax.settings import AugmentSettings
 from benchmarks import augment as augmenting
 from benchmarks.augment import FILL, PILLOW
@@ -71,29 +67,12 @@ def test_an_operation_is_pillows(photographs, name):
     assert choose_operation._cache_size() == 1
 
 
-@pytest.mark.parametrize("name", ["equalize", "sharpness", "shear_y"])
-def test_one_operation_alone_is_the_one_that_is_chosen(photographs, name):
-    values = np.array(ARGUMENTS.get(name, [0] * 8), np.float32)
-    alone = jax.jit(lambda images, values: image_operation(name, images, values, fill=FILL))(
-        photographs, values
-    )
-    operation = np.full(16, OPERATIONS.index(name))
-    twice = np.concatenate([photographs, photographs]), np.concatenate([values, values])
-    chosen = choose_operation(operation, *twice, fill=FILL, bicubic=np.full(16, True))
-    assert (alone == chosen[:8]).all()
-
-
 def test_no_operation_changes_nothing(photographs):
     images = np.concatenate([photographs, photographs])
     got = choose_operation(
         np.full(16, -1), images, np.full(16, 0.3, np.float32), fill=FILL, bicubic=np.full(16, True)
     )
     assert (got == images).all()
-
-
-def test_an_unknown_operation_is_named():
-    with pytest.raises(DataError, match="Expected an operation of auto_contrast, .*, got 'blur'"):
-        image_operation("blur", jnp.zeros((1, 2, 2, 3), jnp.uint8))
 
 
 def test_blur_and_grey_are_pillows(photographs):

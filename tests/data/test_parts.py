@@ -50,13 +50,6 @@ def test_what_is_no_part_is_left_to_the_set():
         load_source("digits", "train[10:20]")
 
 
-@pytest.mark.unchecked
-def test_an_empty_part_is_refused():
-    arrays = {"source": np.zeros((3, 1)), "target": np.zeros((3, 1))}
-    with pytest.raises(DataError, match="a record in it, got 0 to 1 percent of 3"):
-        part_of(SequenceSource("short", "train", ["train"], arrays, {}, longest=1), (0, 1))
-
-
 PARTS = ["", "[:50%]", "[40%:]", "[50%:]", "[33%:34%]", "[7%:93%]"]
 
 

@@ -16,7 +16,7 @@ from adder_flax.report import CLAIMS
 from adder_flax.settings import MODEL_SETTINGS, SCORE_OPTIONS, TASK_SETTINGS
 from adder_flax.tasks import TASKS
 from adder_flax.training import OPTIMIZERS
-from kfac import _registry as layer_registry
+from kfac.curvature import _registry as layer_registry
 from tests.processes import ROOT
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

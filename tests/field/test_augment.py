@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from adder_flax.data._operations import OPERATIONS, image_operation
-from adder_flax.data._policies import operation_arguments, rand_augment
+from adder_flax.data.operations import OPERATIONS, choose_operation
+from adder_flax.data.policies import operation_arguments, rand_augment
 from adder_flax.settings import AugmentSettings
 
 PHOTOGRAPHS = np.random.default_rng(0).integers(100, 256, (512, 2, 2, 1), np.uint8)
@@ -21,7 +21,8 @@ def test_posterize_in_the_ranges_of_the_paper_keeps_four_bits_and_more(magnitude
     of them blacken images of small magnitudes. timm calls it PosterizeOriginal."""
     bits = int(magnitude / 10 * 4) + 4
     argument = operation_arguments(jnp.array([magnitude]), jnp.ones(1), increasing=False)
-    got = image_operation("posterize", PHOTOGRAPHS[:1], argument[OPERATIONS.index("posterize")])
+    place = OPERATIONS.index("posterize")
+    got = choose_operation(jnp.array([place]), jnp.array(PHOTOGRAPHS[:1]), argument[place])
     expected = np.asarray(ImageOps.posterize(Image.fromarray(PHOTOGRAPHS[0, ..., 0]), bits))
     np.testing.assert_array_equal(got[0, ..., 0], expected)
 

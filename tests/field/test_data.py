@@ -105,7 +105,7 @@ def test_a_layout_gives_the_images_and_classes_that_were_put_in(layout, tmp_path
         assert source.split == named
         assert len(source.splits) == 2
         assert source.label_names == ("ant", "bird")
-        images, labels = source.gather(np.arange(len(source)))
+        images, labels = source.read(np.arange(len(source)))[0].values()
         expected = list(pictures(split))
         assert [source.label_names[label] for label in labels] == [n for n, _, _ in expected]
         for image, (_, _, pixels) in zip(images, expected, strict=True):

@@ -520,3 +520,143 @@ def test_frozen_parameters_do_not_move_and_do_not_count_in_the_norm():
 def test_what_cannot_be_frozen_is_said(options, message):
     with pytest.raises(training.RunError, match=message):
         updates_of(**options)
+
+
+# ---- Register tokens, the mean behind a class token, the norm behind the mean: timm#2014
+
+# Arguments of timm's class, those of ours, and timm 1.0.31's logits of the first image of 12 × 12
+# pixels and of one of 18 × 6, with `dynamic_img_size=True`.
+REGISTERS = {
+    "vit_*_reg4_gap": (
+        dict(class_token=False, reg_tokens=4, no_embed_class=True, fc_norm=True),
+        dict(pooling="mean", registers=4, fc_norm=True),
+        [0.13208, 0.21598, -0.16877, -0.0384, 0.28247],
+        [0.20358, 0.27614, -0.11193, 0.02408, 0.4433],
+    ),
+    "registers behind the class token": (
+        dict(reg_tokens=2),
+        dict(registers=2),
+        [0.25647, 0.1623, -0.34545, -0.01208, 0.22421],
+        [0.23954, 0.16263, -0.35231, -0.03104, 0.22968],
+    ),
+    "mean beside a class token": (
+        dict(fc_norm=True),
+        dict(pooling="mean", registers=1, fc_norm=True),
+        [0.07398, 0.19745, -0.15056, -0.08068, 0.27585],
+        [0.12447, 0.24148, -0.05278, -0.04184, 0.4188],
+    ),
+    "mean beside both": (
+        dict(reg_tokens=3),
+        dict(pooling="mean", registers=4),
+        [0.24534, 0.23264, -0.10293, -0.00536, 0.40124],
+        [0.26834, 0.27609, -0.06786, 0.01865, 0.47774],
+    ),
+    "plain": (
+        {},
+        {},
+        [-0.23088, 0.23233, -0.0612, -0.18787, 0.31226],
+        [-0.24359, 0.23533, -0.06214, -0.21592, 0.31999],
+    ),
+}
+TALL = np.random.default_rng(1).normal(size=(1, 18, 6, 3)).astype(np.float32)
+
+
+def arrays_with(class_token=True, reg_tokens=0, no_embed_class=False, fc_norm=False):
+    """Arrays of timm's class with these arguments."""
+    arrays, rng = timm_arrays(), np.random.default_rng(2)
+    if reg_tokens:
+        arrays["reg_token"] = rng.normal(size=(1, reg_tokens, 16)).astype(np.float32)
+    if not class_token:
+        del arrays["cls_token"]
+    tokens = 16 + (0 if no_embed_class else class_token + reg_tokens)
+    arrays["pos_embed"] = rng.normal(size=(1, tokens, 16)).astype(np.float32)
+    if fc_norm:
+        arrays |= {f"fc_{name}": arrays.pop(name) for name in ("norm.weight", "norm.bias")}
+    return arrays
+
+
+@pytest.mark.parametrize("kind", REGISTERS)
+def test_registers_and_the_norm_behind_the_mean_give_timms_logits(kind, tmp_path):
+    theirs, ours, logits, tall = REGISTERS[kind]
+    save_file(arrays_with(**theirs), tmp_path / "w")
+    model = make(**ours)
+    assert load(model, tmp_path / "w") == ()
+    np.testing.assert_allclose(model(images())[0], logits, atol=2e-5)
+    np.testing.assert_allclose(model(TALL)[0], tall, atol=2e-5)
+    interop.save_weights(model, tmp_path / "w", names="timm")
+    written = {name: array.shape for name, array in load_file(tmp_path / "w").items()}
+    if "registers" in ours:  # of timm's class without positions for the tokens in front
+        pooled_by_mean = ours.get("pooling") == "mean"
+        options = dict(class_token=not pooled_by_mean, reg_tokens=ours["registers"])
+        options |= dict(no_embed_class=True, fc_norm="fc_norm" in ours)
+        assert written == {name: a.shape for name, a in arrays_with(**options).items()}
+    again = make(seed=1, **ours)
+    assert interop.load_weights(again, tmp_path / "w") == ()
+    close(again(images()), model(images()))
+    read, _ = interop.read_model(tmp_path / "w", image_shape=(12, 12, 3), num_classes=5)
+    close(read(images()), model(images()))
+
+
+def test_a_model_is_built_from_what_timm_says_of_its_own(tmp_path):
+    arrays = arrays_with(**REGISTERS["mean beside both"][0])
+    save_file(arrays, tmp_path / "model.safetensors")
+    said = {
+        "architecture": "vit_tiny_patch16_224",
+        "global_pool": "avg",
+        "model_args": {"img_size": 12, "num_heads": 4, "fc_norm": False, "reg_tokens": 3},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    model, _ = interop.read_model(tmp_path, image_shape=(12, 12, 3), num_classes=5)
+    np.testing.assert_allclose(model(images())[0], REGISTERS["mean beside both"][2], atol=2e-5)
+    said["model_args"]["pool_include_prefix"] = True
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(ValueError, match="plain VisionTransformer, got one with pool_include_pre"):
+        interop.read_model(tmp_path, image_shape=(12, 12, 3), num_classes=5)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "message"),
+    [
+        (dict(reg_tokens=4), {}, "got reg_token; set config.model.registers to their number"),
+        (dict(reg_tokens=4), dict(registers=3), "expected 3 tokens .*, got 4; set it to 4"),
+        (
+            dict(reg_tokens=4),
+            dict(pooling="mean", registers=3),
+            "expected 2 .*, got 4; set it to 5",
+        ),
+        ({}, dict(pooling="mean"), "got cls_token; set config.model.pooling to 'cls', or,"),
+        (dict(fc_norm=True), {}, r"got fc_norm\.bias; set config\.model\.fc_norm, or"),
+        ({}, dict(fc_norm=True), r"got norm\.bias; set config\.model\.fc_norm to False"),
+        ({}, dict(registers=2), "expected reg_token among the weights, got none"),
+    ],
+)
+def test_what_tokens_and_norms_do_not_fit_says_what_to_set(theirs, ours, message, tmp_path):
+    save_file(arrays_with(**theirs), tmp_path / "w")
+    with pytest.raises(ValueError, match=message):
+        load(make(**ours), tmp_path / "w")
+
+
+# ---- Features of blocks: timm#1577
+
+# timm 1.0.31's `forward_intermediates` for TALL: the first features of the patch in row 4 and
+# column 1, behind each block, and normalised behind the first.
+FEATURES = {
+    "vit_*_reg4_gap": ([-0.06304, 4.21895, 3.81086], [-0.49418, 3.80424, 3.79618]),
+    "plain": ([-0.71275, 3.55102, 3.7155], [-1.11379, 3.12196, 3.40173]),
+}
+NORMALISED = [-0.1494, -1.08906, -0.77536]
+
+
+@pytest.mark.parametrize("kind", FEATURES)
+def test_features_of_blocks_are_timms(kind, tmp_path):
+    save_file(arrays_with(**REGISTERS[kind][0]), tmp_path / "w")
+    model = make(**REGISTERS[kind][1])
+    load(model, tmp_path / "w")
+    for x, expected in zip(
+        model.features(TALL, blocks=(-2, 1), as_grid=True), FEATURES[kind], strict=True
+    ):
+        assert x.shape == (1, 6, 2, 16)
+        np.testing.assert_allclose(x[0, 4, 1, :3], expected, atol=2e-5)
+    if kind == "plain":
+        (x,) = model.features(TALL, blocks=(0,), as_grid=True, normalised=True)
+        np.testing.assert_allclose(x[0, 4, 1, :3], NORMALISED, atol=2e-5)

@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax import nnx
 
 import kfac
-from kfac import _systems as systems
+from kfac.solve import _systems as systems
 from tests.kfac.conftest import x64  # noqa: F401
 from tests.kfac.reference import check_exact_blocks, cross_entropy, flatten, normal
 
@@ -63,7 +63,7 @@ def test_a_teacher_adds_nothing_to_the_factor_of_inputs():
     function = kfac.value_grad_and_curvature(teacher_outputs, fisher="empirical", has_aux=True)
     _, _, curvature = function(PARAMS, X, LABELS)
     (block,) = curvature.layers.blocks.values()
-    form = systems.Form("factors")
+    form = "factors"
     left, _ = systems.new_factors(block, curvature, systems.lanes_of(block, flatten(PARAMS)), form)
     x = np.concatenate([X, np.ones((4, 1))], axis=1)
     np.testing.assert_allclose(left[0], x.T @ x / 4, rtol=1e-12)
@@ -278,10 +278,10 @@ def test_no_block_is_an_error_and_few_are_a_warning():
     with pytest.warns(UserWarning, match="cover 0.0 % .* no layer met"):
         layers = kfac.find_layers(loss_fn, params, X)
     with pytest.raises(ValueError, match="expected layers with curvature.*kfac.tap"):
-        kfac.cg_fac(1.0, layers)
+        kfac.kfac(1.0, layers)
     with pytest.raises(ValueError, match="expected layers with curvature"):
-        kfac.scale_by_cg_fac(layers)
+        kfac.scale_by_kfac(layers)
     some = lambda p, x: (apply(p["fc"], x) @ p["w"]).mean() + p["more"].sum()
     with pytest.warns(UserWarning, match=r"cover 26.1 % of the parameters; .*more"):
         layers = kfac.find_layers(some, params, X)
-    kfac.cg_fac(1.0, layers)
+    kfac.kfac(1.0, layers)

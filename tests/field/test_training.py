@@ -26,7 +26,6 @@ from adder_flax.models import MODELS, register_model
 from adder_flax.settings import (
     MODEL_SETTINGS,
     ClassificationSettings,
-    Text,
     defaults,
     setting,
 )
@@ -34,7 +33,7 @@ from adder_flax.tasks import Classification, ImageFacts, Outcome
 from adder_flax.training import evaluation_params, make_eval_step, make_train_step, sharding
 from adder_flax.training.curvature import CurvatureOptimizer, find_layers
 from adder_flax.training.initialization import built_from
-from adder_flax.training.skeleton import take_apart
+from adder_flax.training.skeleton import joined, take_apart
 from adder_flax.training.step import Parts, init_state, make_loss_fn
 from adder_flax.training.workdir import check_jax_settings, write_jax_settings
 from tests.processes import ROOT, simulated_devices
@@ -321,7 +320,7 @@ def test_streams_of_a_model_follow_from_seed_and_step(images):
 class NetSettings:
     """The settings of `Net`."""
 
-    name: str = setting("field_net", Text("a name"), "the model")
+    name: str = setting("field_net", "the model")
 
 
 @pytest.fixture
@@ -526,3 +525,38 @@ def test_streams_that_a_model_keeps_draw_by_the_step_s_key():
     np.testing.assert_array_equal(drawn[0], drawn[2])
     twice = skeleton.merge(variables, jax.random.key(0))
     assert (np.asarray(twice(jnp.ones((1, 2)))) != np.asarray(twice(jnp.ones((1, 2))))).all()
+
+
+class Normed(nnx.Module):
+    """A layer of Flax with arrays that are no variables, under keys that are no words."""
+
+    def __init__(self, rngs):
+        self.first = nnx.WeightNorm(nnx.Linear(64, 4, rngs=rngs), rngs=rngs)
+        self.head = nnx.Linear(4, 10, rngs=rngs)
+
+    def __call__(self, images):
+        return self.head(self.first(images.reshape(len(images), -1)))
+
+
+def test_arrays_that_are_no_variables_are_carried(net_config):
+    """`nnx.eval_shape` of Flax 0.12.8 drops the scales of `nnx.WeightNorm`."""
+    register_model("normed", NetSettings)(lambda settings, example, *, rngs: Normed(rngs))
+    net_config.model.name = "normed"
+    run = training.build_run(net_config)
+    state = run.init()
+    same_bits(state["model_state"], {"first": {"scales": {("kernel",): np.ones(4)}}})
+    state["model_state"]["first"]["scales"]["kernel",] = jnp.arange(1.0, 5.0)
+    images = np.random.default_rng(0).normal(size=(3, 8, 8, 1))
+    found = run.model(joined(state["params"], state["model_state"]))
+    first, head = (
+        {name: np.float64(x) for name, x in layer.items()}
+        for layer in (state["params"]["first"]["layer_instance"], state["params"]["head"])
+    )
+    kernel = first["kernel"] / np.linalg.norm(first["kernel"], axis=0) * np.arange(1, 5)
+    hidden = images.reshape(3, -1) @ kernel + first["bias"]
+    np.testing.assert_allclose(
+        found(images.astype(np.float32)),
+        hidden @ head["kernel"] + head["bias"],
+        rtol=1e-4,
+        atol=1e-5,
+    )

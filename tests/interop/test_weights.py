@@ -99,6 +99,27 @@ def test_weights_that_were_written_come_back_the_same(names, tmp_path):
     assert all(np.array_equal(a, b) for a, b in pairs)
 
 
+class WithBatchNorm(models.VisionTransformer):
+    """A model of one's own, with statistics that are no parameters."""
+
+    def __init__(self, rngs):
+        sizes = dict(image_size=4, patch_size=2, channels=1, num_classes=3, depth=1, num_heads=1)
+        super().__init__(**sizes, width=4, rngs=rngs)
+        self.batch_norm = nnx.BatchNorm(4, rngs=rngs)
+
+
+def test_statistics_of_batch_normalisation_travel_with_the_parameters(tmp_path):
+    path = tmp_path / "own.safetensors"
+    first, second = (WithBatchNorm(nnx.Rngs(seed)) for seed in (0, 1))
+    rows = np.random.default_rng(0).normal(2.0, 3.0, (50, 4)).astype("f")
+    first.batch_norm(rows)
+    interop.save_weights(first, path)
+    assert interop.load_weights(second, path) == ()
+    # Flax moves them from 0 and 1 by a hundredth of the way.
+    np.testing.assert_allclose(second.batch_norm.mean[...], 0.01 * rows.mean(0), rtol=1e-4)
+    np.testing.assert_allclose(second.batch_norm.var[...], 0.99 + 0.01 * rows.var(0), rtol=1e-4)
+
+
 def test_adder_layers_and_scores_travel_under_their_own_names(tmp_path):
     for options in (ADDER, dict(score="additive", temperature="learned")):
         model, other = make(seed=0, **options), make(seed=1, **options)
@@ -159,14 +180,18 @@ def test_a_head_for_other_classes_stays_and_positions_are_resized(tmp_path):
             {"pos_embed": np.zeros((1, 18, 16), np.float32)},
             "expected positions of 4 × 4 patches, .* with or without 1 more, got 18",
         ),
-        (dict(pooling="mean"), {}, "got cls_token and 0 more that have no place"),
+        (dict(pooling="mean"), {}, "without a class token, .* got cls_token; set"),
         (ADDER, {}, "got adder layers"),
         (
             {},
             {"dist_token": np.zeros((1, 1, 16), np.float32)},
             "got dist_token; set config.model.distilled",
         ),
-        ({}, {"reg_token": np.zeros((1, 4, 16), np.float32)}, "got reg_token, .* register tokens"),
+        (
+            {},
+            {"reg_token": np.zeros((1, 4, 16), np.float32)},
+            "without register tokens, .* got reg_token; set",
+        ),
         (
             {},
             {"blocks.1.mlp.w12.weight": np.zeros((128, 16), np.float32)},
@@ -181,7 +206,7 @@ def test_a_head_for_other_classes_stays_and_positions_are_resized(tmp_path):
         (
             {},
             {"fc_norm.weight": np.zeros(16, np.float32)},
-            "an average over the tokens with the norm behind it",
+            "without the last norm behind the pooling",
         ),
         ({}, {"norm_pre.weight": np.zeros(16, np.float32)}, "a norm in front of the blocks"),
         (
@@ -389,7 +414,7 @@ HUGGING_FACE = {
             TIMM | {"model_args": TIMM_SIZES | {"norm_layer": "rmsnorm"}},
             "LayerNorm, got norm_layer=rmsnorm",
         ),
-        ("timm", TIMM | {"global_pool": "avg"}, "pooling is cls, .* got avg"),
+        ("timm", TIMM | {"global_pool": "avg"}, "pooling is cls, .* got mean"),
         (
             "timm",
             TIMM | {"architecture": "vit_base_patch16_rpn_224"},
@@ -499,7 +524,9 @@ def test_what_hugging_face_has_no_class_for_is_no_folder(tmp_path):
             make(score="adder"),
             "dot-product attention for weights in the names of hugging_face, got adder",
         ),
-        (make(pooling="mean"), "got one that takes the mean"),
+        (make(pooling="mean"), "got pooling 'mean', 0 tokens in front"),
+        (make(registers=2), "got pooling 'cls', 3 tokens in front"),
+        (make(fc_norm=True), "reads its class token behind the last norm"),
         (models.ConvNet((4,), rngs=nnx.Rngs(0)), "got a ConvNet"),
     ):
         with pytest.raises(ValueError, match=message):

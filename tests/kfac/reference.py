@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import kfac
-from kfac import _solver as solver
-from kfac import _systems as systems
-from kfac._systems import Form
 from kfac._trees import path_name
+from kfac.solve import _solvers as solver
+from kfac.solve import _systems as systems
 
 
 def normal(seed, *shape):
@@ -50,7 +49,7 @@ def dense_fisher(block, gradients):
 def system_of(name, form, curvature, params):
     """The system of one block, with factors of this batch alone where the form has them."""
     factors = {}
-    if form.name in ("kron", "factors"):
+    if form in ("kron", "factors"):
         block = curvature.layers.blocks[name]
         factors[name] = systems.new_factors(
             block, curvature, systems.lanes_of(block, flatten(params)), form
@@ -88,7 +87,17 @@ def matrices(loss_fn, params, x, y, requests, *, key=None, **options):
 
 def matrix_of(system):
     """The dense matrix of a system's products, in the order of ``block.params``."""
-    return solver.dense_matrix(system.product, system.params)
+    return dense_matrix(system.product, system.params)
+
+
+def dense_matrix(matvec, like):
+    """The matrix of ``matvec`` for every lane, from one product per unit vector."""
+    flat, unflatten = solver.lane_flatten(like)
+
+    def column(unit):
+        return solver.lane_flatten(matvec(unflatten(jnp.broadcast_to(unit, flat.shape))))[0]
+
+    return jnp.moveaxis(jax.lax.map(column, jnp.eye(flat.shape[1], dtype=flat.dtype)), 0, 2)
 
 
 def check_exact_blocks(
@@ -116,7 +125,7 @@ def check_exact_blocks(
         gradients = per_example_gradients(loss_fn, params, x, y)
         pairs = {}
         for name, block in curvature.layers.blocks.items():
-            (system,) = systems.build(curvature, flatten(params), {name: Form("exact")})
+            (system,) = systems.build(curvature, flatten(params), {name: "exact"})
             trace = system.trace(jax.random.key(0)) if traces else None
             pairs[name] = (matrix_of(system), dense_fisher(block, gradients), trace)
         return loss, grads, pairs

@@ -11,9 +11,8 @@ import pytest
 
 import kfac
 from adder_flax import ops
-from kfac import _layers
-from kfac import _systems as systems
-from kfac._systems import Form
+from kfac.curvature import _blocks, _layers
+from kfac.solve import _systems as systems
 from tests.kfac.reference import (
     check_exact_blocks,
     cross_entropy,
@@ -132,13 +131,13 @@ DENSE_PARAMS = {"a": {"kernel": (3, 4), "bias": (4,)}, "b": {"kernel": (4, 3)}}
 
 
 DENSE_LOSS = functools.partial(dense_loss, kfac.Dense())
-EXACT, TOKEN, FACTORS, KRON = (Form(name) for name in ("exact", "token", "factors", "kron"))
+EXACT, FACTORS, KRON = "exact", "factors", "kron"
 
 
 @pytest.mark.parametrize(("num_examples", "num_tokens"), [(1, 1), (6, 1), (5, 3)])
 def test_kron_is_the_kronecker_product_of_second_moments(num_examples, num_tokens):
     params, x = make(DENSE_PARAMS), normal(3, num_examples, num_tokens, 3)
-    forms = [EXACT, FACTORS, KRON, Form("factors", reduce=True), Form("kron", reduce=True)]
+    forms = [EXACT, FACTORS, KRON]
     found, curvature = matrices(
         DENSE_LOSS, params, x, jnp.arange(num_examples) % 3, [("a", form) for form in forms]
     )
@@ -149,16 +148,14 @@ def test_kron_is_the_kronecker_product_of_second_moments(num_examples, num_token
         np.einsum("nti,ntj->ij", features, features) / (num_examples * num_tokens),
         np.einsum("nto,ntp->op", g, g) / num_examples,
     )
-    means, sums = features.mean(1), g.sum(1)
-    reduced = np.kron(means.T @ means / num_examples, sums.T @ sums / num_examples)
     kernel, bias = (
         np.arange(12),
         np.arange(12, 16),
     )  # rows of [kernel; bias]; a block's parameters are in another order
     paths = [param.path for param in curvature.layers.blocks["a"].params]
     rows = np.concatenate([{"a/kernel": kernel, "a/bias": bias}[path] for path in paths])
-    for matrix, expected in zip(found[1:], (expand, expand, reduced, reduced), strict=True):
-        expected = expected[np.ix_(rows, rows)]
+    expected = expand[np.ix_(rows, rows)]
+    for matrix in found[1:]:
         np.testing.assert_allclose(matrix[0], expected, rtol=1e-11, atol=1e-14)
         if num_examples == num_tokens == 1:
             np.testing.assert_allclose(found[0][0], expected, rtol=1e-10, atol=1e-15)
@@ -190,7 +187,7 @@ def test_kron_of_an_adder_layer_pairs_all_inputs_with_all_cotangents():
 def test_kron_of_a_norm_pairs_all_inputs_with_all_cotangents(roles):
     params, x = make({"a": dict.fromkeys(roles, (3,)), "b": {"kernel": (3, 4)}}), normal(3, 5, 2, 3)
     loss_fn = functools.partial(dense_loss, kfac.Scale(fn=rms_norm))
-    forms = [FACTORS, KRON, Form("factors", reduce=True), Form("kron", reduce=True), EXACT]
+    forms = [FACTORS, KRON, EXACT]
     found, curvature = matrices(
         loss_fn, params, x, jnp.arange(5) % 3, [("a", form) for form in forms]
     )
@@ -204,9 +201,8 @@ def test_kron_of_a_norm_pairs_all_inputs_with_all_cotangents(roles):
         return gradients.T @ gradients / scale
 
     expand = paired(x_hat.reshape(-1, 3), g.reshape(-1, 3), 10 * 5)
-    reduced = paired(x_hat.mean(1), g.sum(1), 5 * 5)
-    for matrix, expected in zip(found, (expand, expand, reduced, reduced), strict=False):
-        np.testing.assert_allclose(matrix[0], expected, rtol=1e-10, atol=1e-14)
+    for matrix in found[:2]:
+        np.testing.assert_allclose(matrix[0], expand, rtol=1e-10, atol=1e-14)
     by_example = np.concatenate(
         [{"bias": g, "scale": x_hat * g}[role].sum(1) for role in roles], axis=1
     )
@@ -244,17 +240,14 @@ def test_left_factors_seen_through_the_lift(layer, params):
     )
 
 
-def test_token_products_and_diagonal_factors():
+def test_factors_with_too_many_rows_are_diagonal(monkeypatch):
+    monkeypatch.setattr(_blocks, "MOST_ROWS", 2)
     params, x, labels = make(DENSE_PARAMS), normal(3, 4, 3, 3), jnp.arange(4) % 3
-    found, curvature = matrices(
-        DENSE_LOSS, params, x, labels, [("b", TOKEN), ("b", Form("kron", max_size=2))]
-    )
+    (found,), curvature = matrices(DENSE_LOSS, params, x, labels, [("b", KRON)])
     a, g = (np.asarray(v) for v in curvature.captured["b"])
-    per_token = np.einsum("nti,nto->ntio", a, g[0]).reshape(12, -1)
-    np.testing.assert_allclose(found[0][0], per_token.T @ per_token / 4, rtol=1e-11, atol=1e-15)
     left = np.einsum("nti,ntj->ij", a, a) / 12
     wide = np.kron(left, np.diag(np.einsum("nto,nto->o", g[0], g[0]) / 4))
-    np.testing.assert_allclose(found[1][0], wide, rtol=1e-11, atol=1e-15)
+    np.testing.assert_allclose(found[0], wide, rtol=1e-11, atol=1e-15)
 
 
 def test_kron_is_the_gauss_newton_block_of_a_deep_linear_network():
@@ -268,7 +261,7 @@ def test_kron_is_the_gauss_newton_block_of_a_deep_linear_network():
         return 0.5 * ((x - y) ** 2).sum(-1).mean(), x
 
     x, y = normal(1, 6, 3), normal(2, 6, 2)
-    requests = [("a", form) for form in (EXACT, FACTORS, Form("factors", reduce=True))]
+    requests = [("a", form) for form in (EXACT, FACTORS)]
     found, _ = matrices(loss_fn, params, x, y, requests, fisher="enumerate", likelihood="gaussian")
     # ∂(x A B)_c / ∂A_ij = x_i B_jc
     jacobian = np.einsum("ni,jc->ncij", x, params["b"]["kernel"]).reshape(6, 2, 12)
@@ -284,9 +277,7 @@ def test_products_are_symmetric_and_positive():
     params = make(EVERY_PARAMS)
     names = kfac.find_layers(every_layer, params, tokens, jnp.arange(4)).blocks
     factored = {name for name, block in names.items() if block.factored}
-    requests = [
-        (name, form) for name in names for form in (TOKEN, FACTORS if name in factored else KRON)
-    ]
+    requests = [(name, FACTORS if name in factored else KRON) for name in names]
     assert factored == {"dense", "norm", "tied", "l1_full", "output"}
     for (name, form), matrix in zip(
         requests, matrices(every_layer, params, tokens, jnp.arange(4), requests)[0], strict=True
@@ -296,9 +287,7 @@ def test_products_are_symmetric_and_positive():
         np.testing.assert_allclose(
             matrix, np.swapaxes(matrix, 1, 2), rtol=0, atol=1e-12 * scale, err_msg=name
         )
-        assert np.linalg.eigvalsh(matrix).min() > -1e-12 * scale * len(matrix[0]), (
-            f"{name} {form.name}"
-        )
+        assert np.linalg.eigvalsh(matrix).min() > -1e-12 * scale * len(matrix[0]), f"{name} {form}"
 
 
 def test_blocks_of_equal_form_are_solved_together():
@@ -331,19 +320,19 @@ def test_traces_and_their_estimates(layer):
 
     def compute(params, x, labels):
         curvature = function(params, x, labels)[2]
-        token, factors = (system_of("a", form, curvature, params) for form in (TOKEN, FACTORS))
-        estimates = jax.lax.map(token.trace, jax.random.split(jax.random.key(0), 2000))
+        kron, factors = (system_of("a", form, curvature, params) for form in (KRON, FACTORS))
+        estimates = jax.lax.map(kron.trace, jax.random.split(jax.random.key(0), 2000))
         return (
             estimates,
-            matrix_of(token)[0],
+            matrix_of(kron)[0],
             factors.trace(jax.random.key(0))[0],
             matrix_of(factors)[0],
         )
 
-    estimates, token, closed_form, factors = (
+    estimates, kron, closed_form, factors = (
         np.asarray(a) for a in jax.jit(compute)(params, x, labels)
     )
-    assert abs(estimates.mean() - np.trace(token)) < 4 * estimates.std() / 2000**0.5
+    assert abs(estimates.mean() - np.trace(kron)) < 4 * estimates.std() / 2000**0.5
     np.testing.assert_allclose(closed_form, np.trace(factors), rtol=1e-12)
 
 
@@ -388,10 +377,10 @@ def test_an_adder_layer_that_is_called_wants_its_distances():
         kfac.tap(layer, params, jnp.ones((4, 3)), path="")
 
 
-@pytest.mark.parametrize("solver", ["cg", "eigh", "inverse", "dense"])
+@pytest.mark.parametrize("iterations", [0, 2])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("layer", [kfac.Dense(), L1_FULL])
-def test_rows_of_zeros_change_no_step(layer, bias, solver, monkeypatch):
+def test_rows_of_zeros_change_no_step(layer, bias, iterations, monkeypatch):
     params = {"kernel": normal(0, 6, 4)} | ({"bias": normal(1, 4)} if bias else {})
     x, labels = normal(2, 9, 6), jnp.arange(9) % 4
 
@@ -401,11 +390,7 @@ def test_rows_of_zeros_change_no_step(layer, bias, solver, monkeypatch):
     def step():
         function = kfac.value_grad_and_curvature(loss_fn, fisher="empirical", has_aux=True)
         _, grads, curvature = function(params, x)
-        optimizer = kfac.cg_fac(
-            1.0,
-            curvature.layers,
-            **{"solver": solver, "step": "trust_ratio", "max_iterations": 2},
-        )
+        optimizer = kfac.kfac(1.0, curvature.layers, step="share", iterations=iterations)
         updates, state = optimizer.update(
             grads, optimizer.init(params), params, curvature=curvature
         )

@@ -14,7 +14,6 @@ from flax.training.train_state import TrainState
 from sklearn.datasets import load_digits
 
 import kfac
-from kfac._systems import Form
 from tests.kfac.reference import flatten, matrices, normal
 
 F64 = dict(param_dtype=jnp.float64)
@@ -77,7 +76,7 @@ def test_scale_and_bias_of_batch_norm_have_curvature(make, training):
         logits = apply(params, x)
         return losses_of(logits, labels).mean(), logits
 
-    requests = [("norm", Form("exact")), ("head", Form("exact"))]
+    requests = [("norm", "exact"), ("head", "exact")]
     found, curvature = matrices(loss_fn, params, x, LABELS, requests)
     assert curvature.layers.coverage == 1.0
     # Every example's own loss, but in its batch, whose statistics it shares.
@@ -122,20 +121,18 @@ VALUE_GRAD = kfac.value_grad_and_curvature(loss_of, fisher="ggn", has_aux=True)
 
 
 @functools.cache
-def reference_run(**options):
+def reference_run():
     """Two steps of a pure dict under optax's own loop."""
     graphdef, state = nnx.split(Small())
     params = nnx.to_pure_dict(state)
     loss_fn = lambda p, x, y: loss_of(nnx.merge(graphdef, p), x, y)
-    optimizer = kfac.cg_fac(1.0, kfac.find_layers(loss_fn, params, X, LABELS), **options)
+    optimizer = kfac.kfac(0.1, kfac.find_layers(loss_fn, params, X, LABELS), step="share")
     function = kfac.value_grad_and_curvature(loss_fn, fisher="ggn", has_aux=True)
 
     @jax.jit
     def step(params, opt_state, key):
         (loss, _), grads, curvature = function(params, X, LABELS, key=key)
-        value_fn = lambda p: loss_fn(p, X, LABELS)[0]
-        extra = dict(curvature=curvature, value=loss, value_fn=value_fn)
-        updates, opt_state = optimizer.update(grads, opt_state, params, **extra)
+        updates, opt_state = optimizer.update(grads, opt_state, params, curvature=curvature)
         return optax.apply_updates(params, updates), opt_state
 
     opt_state = optimizer.init(params)
@@ -144,9 +141,8 @@ def reference_run(**options):
     return params
 
 
-@pytest.mark.parametrize("options", [{}, {"reject": True}], ids=["plain", "value"])
 @pytest.mark.parametrize("found_of", ["module", "state", "pure state", "dict"])
-def test_nnx_optimizer(found_of, options):
+def test_nnx_optimizer(found_of):
     model = Small()
     graphdef, state = nnx.split(model)
     pure = lambda p, x, y: loss_of(nnx.merge(graphdef, p), x, y)
@@ -154,23 +150,22 @@ def test_nnx_optimizer(found_of, options):
     found = (loss_of, model) if found_of == "module" else (pure, tree[found_of])
     layers = kfac.find_layers(*found, X, LABELS)
     assert list(layers.blocks) == ["first", "last"]
-    optimizer = nnx.Optimizer(model, kfac.cg_fac(1.0, layers, **options), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, kfac.kfac(0.1, layers, step="share"), wrt=nnx.Param)
 
     @nnx.jit
     def step(model, optimizer, key):
         (loss, _), grads, curvature = VALUE_GRAD(model, X, LABELS, key=key)
-        extra = {"value": loss, "value_fn": lambda p: pure(p, X, LABELS)[0]} if options else {}
-        optimizer.update(model, grads, curvature=curvature, **extra)
+        optimizer.update(model, grads, curvature=curvature)
 
     for i in range(2):
         step(model, optimizer, jax.random.key(i))
-    expected = reference_run(**options)
+    expected = reference_run()
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6),
         nnx.to_pure_dict(nnx.state(model)),
         expected,
     )
-    assert float(kfac.telemetry(nnx.as_pure(optimizer.opt_state))["cg_fac/damping"]) > 0
+    assert float(kfac.telemetry(nnx.as_pure(optimizer.opt_state))["kfac/damping"]) > 0
 
 
 def test_options_see_the_aux_of_a_function_of_modules():
@@ -224,7 +219,7 @@ def test_digits_with_dropout_and_batch_norm():
     model, rngs = CNN(nnx.Rngs(0)), nnx.Rngs(0, dropout=1)
     layers = kfac.find_layers(digits_loss, model, batch(0), rngs)
     assert layers.coverage == 1.0
-    optimizer = nnx.Optimizer(model, kfac.cg_fac(1.0, layers), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, kfac.kfac(1.0, layers), wrt=nnx.Param)
     metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
     function = kfac.value_grad_and_curvature(digits_loss, has_aux=True)
 
@@ -272,7 +267,7 @@ def trained():
         logits = model.apply({"params": params}, x)
         return losses_of(logits, labels).mean(), logits
 
-    optimizer = kfac.cg_fac(1.0, kfac.find_layers(loss_fn, params, X, LABELS))
+    optimizer = kfac.kfac(1.0, kfac.find_layers(loss_fn, params, X, LABELS))
     first = state = CurvatureState.create(apply_fn=model.apply, params=params, tx=optimizer)
     function = kfac.value_grad_and_curvature(loss_fn, fisher="ggn", has_aux=True)
 

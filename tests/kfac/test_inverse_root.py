@@ -8,8 +8,15 @@ import pytest
 from adder_flax.ops import _nvrtc
 from adder_flax.ops._cuda import Kernel
 from benchmarks.inverse_root import first_line, ptx_of
-from kfac import _inverses
-from kfac._inverses import PTX, ROWS, SOURCE, _root_and_inverse, _root_by_cholesky, _root_by_kernel
+from kfac.solve import _inverses
+from kfac.solve._inverses import (
+    PTX,
+    ROWS,
+    SOURCE,
+    _root_and_inverse,
+    _root_by_cholesky,
+    _root_by_kernel,
+)
 from tests.ops.cuda_on_host import COMPILER, run_on_host
 
 

@@ -9,7 +9,6 @@ from flax import nnx
 import kfac
 from adder_flax.layers import AdderLinear
 from adder_flax.models import VisionTransformer
-from kfac._systems import Form
 from tests.kfac.reference import (
     check_exact_blocks,
     cross_entropy,
@@ -295,7 +294,7 @@ def test_norms(make_norm, kind):
     x = normal(0, 3, WIDTH, WIDTH)
     (block,) = kfac.find_layers(loss_fn, params, x, LABELS).blocks.values()
     assert block.uses[0].layer.kind == kind
-    (found,), _ = matrices(loss_fn, params, x, LABELS, [(block.name, Form("exact"))])
+    (found,), _ = matrices(loss_fn, params, x, LABELS, [(block.name, "exact")])
     expected = np.asarray(dense_fisher(block, per_example_gradients(loss_fn, params, x, LABELS)))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 

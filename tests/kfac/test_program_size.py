@@ -1,4 +1,4 @@
-"""How large the program of CG-FAC becomes."""
+"""How large the program of K-FAC becomes."""
 
 import itertools
 
@@ -26,7 +26,7 @@ def program(*widths, **options):
         return (x**2).sum(-1).mean(), x
 
     x = jnp.ones((8, widths[0]))
-    optimizer = kfac.cg_fac(0.1, kfac.find_layers(loss_fn, params, x), step="rms", **options)
+    optimizer = kfac.kfac(0.1, kfac.find_layers(loss_fn, params, x), **options)
     function = kfac.value_grad_and_curvature(loss_fn, has_aux=True)
 
     def step(params, state, key):
@@ -48,7 +48,7 @@ def test_it_grows_with_the_layers_and_not_with_their_square():
 
 
 def test_inverses_alone_stack_no_matrices_of_all_layers_but_to_invert_them():
-    compiled = program(20, 20, 20, 20, solver="inverse")
+    compiled = program(20, 20, 20, 20, iterations=0)
     branches, _, every_step = compiled.partition("ENTRY")
     for rows in (21, 20):
         assert f"f32[3,{rows},{rows}]" in branches
@@ -57,13 +57,13 @@ def test_inverses_alone_stack_no_matrices_of_all_layers_but_to_invert_them():
 
 def test_few_iterations_of_cg_are_written_out():
     few, many = (
-        program(20, 20, 20, 20, max_iterations=count).partition("ENTRY")[2].count(" while(")
+        program(20, 20, 20, 20, iterations=count).partition("ENTRY")[2].count(" while(")
         for count in (2, 10)
     )
     assert many == few + 1
 
 
 def test_factors_of_one_size_are_inverted_side_by_side_whatever_their_layers():
-    branches = program(20, 20, 30, 40, solver="inverse").partition("ENTRY")[0]
+    branches = program(20, 20, 30, 40, iterations=0).partition("ENTRY")[0]
     for lanes, rows in ((2, 21), (1, 31 + 1), (1, 20), (1, 30), (1, 40)):  # one of zeros
         assert f"f32[{lanes},{rows},{rows}]" in branches

@@ -30,8 +30,10 @@ PROGRAM = textwrap.dedent(
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     put = lambda tree, *specs: jax.device_put(tree, NamedSharding(mesh, P(*specs)))
 
-    for name, options in {"kron": {}, "exact": {"curvature": "exact", "max_iterations": 4}}.items():
-        optimizer = kfac.cg_fac(1.0, layers, **options)
+    for name, optimizer in {
+        "kron": kfac.kfac(1.0, layers, step="clip"),
+        "exact": kfac.cg_fac(1.0, layers, iterations=4),
+    }.items():
 
         @jax.jit
         def step(params, state, x, labels):
@@ -77,9 +79,8 @@ SHARED = textwrap.dedent(
     function = kfac.value_grad_and_curvature(loss_fn, fisher="ggn", likelihood="gaussian", has_aux=True)
     replicated = lambda mesh, tree: jax.device_put(tree, NamedSharding(mesh, P()))
 
-    for interval in (0, 10):
-        options = dict(preconditioner_interval=interval, max_iterations=3, step="fixed", damping=0.1)
-        optimizer = kfac.scale_by_cg_fac(layers, kfac.Options(**options))
+    optimizer = kfac.scale_by_kfac(layers, kfac.KfacOptions(iterations=3, damping=0.1))
+    for branch in (False, True):  # the inverses' share of the operations, and all
         results = {}
         for count in (1, 8):
             mesh = jax.make_mesh((count // 2 or 1, min(count, 2)), ("data", "tensor"),

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kfac import _solver as solver
-from kfac._inverses import _damped_inverse, _root_and_inverse
+from kfac.solve import _solvers as solver
+from kfac.solve._inverses import _damped_inverse, _root_and_inverse
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -42,9 +42,6 @@ def test_cg_run_to_the_end_is_the_dense_solution():
         matvec, jnp.asarray(B), jnp.asarray(GAMMA), max_iterations=30, tolerance=1e-14
     )
     np.testing.assert_allclose(solution.x, EXACT, rtol=1e-10, atol=1e-12)
-    np.testing.assert_allclose(
-        solver.solve_dense(matvec, jnp.asarray(B), jnp.asarray(GAMMA)).x, EXACT, rtol=1e-10
-    )
 
 
 def test_lanes_stop_by_themselves_after_rank_plus_one_iterations():
@@ -179,17 +176,6 @@ def test_dual_is_the_dense_solution(examples):
             solution.x[lane], np.linalg.solve(dense, b[lane]), rtol=1e-9, atol=1e-12
         )
     np.testing.assert_allclose(solution.residual, 0, atol=1e-10)
-
-
-def test_eigenvectors_solve_the_kronecker_system():
-    left, right = np.stack([spd(4, 5, 1), spd(4, 2, 2)]), np.stack([spd(3, 3, 3), spd(3, 1, 4)])
-    b, gamma = np.random.default_rng(5).normal(size=(2, 4, 3)), np.array([0.1, 1.0])
-    x = np.asarray(solver.solve_kronecker(*(jnp.asarray(a) for a in (left, right, b, gamma))))
-    for lane in range(2):
-        dense = np.kron(left[lane], right[lane]) + gamma[lane] * np.eye(12)
-        np.testing.assert_allclose(
-            x[lane].ravel(), np.linalg.solve(dense, b[lane].ravel()), rtol=1e-9, atol=1e-12
-        )
 
 
 def test_sums_are_float32_for_bfloat16_operands():

@@ -123,6 +123,13 @@ PAIRS = dict(
         lambda: linen.VisionTransformer(**TINY, distilled=True, norm_epsilon=1e-3),
         lambda: rows(3, 4, 4, 1),
     ),
+    registers_vit=(
+        lambda: models.VisionTransformer(
+            **VIT, registers=2, fc_norm=True, pooling="mean", rngs=nnx.Rngs(0)
+        ),
+        lambda: linen.VisionTransformer(**TINY, registers=2, fc_norm=True, pooling="mean"),
+        lambda: rows(3, 4, 4, 1),
+    ),
     adder_vit=(
         lambda: models.VisionTransformer(
             **VIT, score="adder", **ADDER, key_block=3, rngs=nnx.Rngs(0)

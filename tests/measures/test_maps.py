@@ -46,6 +46,16 @@ def test_patch_attention_without_class_token_is_the_mean_over_queries():
     np.testing.assert_allclose(patch_attention(maps, prefix_tokens=0), maps.mean(-2))
 
 
+def test_patch_attention_leaves_registers_out():
+    """As rows and as columns: timm's mean over the patches does not read them."""
+    maps = random_maps(2, 7, 7)
+    with_class = patch_attention(maps, prefix_tokens=3)
+    np.testing.assert_allclose(with_class, maps[:, 0, 3:] / maps[:, 0, 3:].sum(-1)[:, None])
+    without = patch_attention(maps, prefix_tokens=3, class_token=False)
+    patches = maps[:, 3:, 3:].sum(1)
+    np.testing.assert_allclose(without, patches / patches.sum(-1)[:, None])
+
+
 @pytest.mark.parametrize("identity", [0.0, 1.0])
 def test_entropy_against_scipy(identity):
     maps = random_maps(2, 3, 7, 7)

@@ -5,12 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adder_flax.measures import (
-    additive_gradient_norm,
-    dot_product_gradient,
-    entropy_by_width,
-    gradient_norms,
-)
+from adder_flax.measures import entropy_by_width, gradient_norms
+from adder_flax.measures.saturation import additive_gradient_norm, dot_product_gradient
 
 
 def additive(w_s, w_h, v, query, key, layer_norm):

@@ -52,7 +52,6 @@ def test_live_variance_of_normal_vectors_of_other_size(score):
     query, key = np.random.default_rng(1).standard_normal((2, 40, 60, 16))
     live = live_variance(3 * query, 3 * key, score)
     assert live.query_rms == pytest.approx(3, rel=0.02)
-    assert live.component_variance == pytest.approx(9, rel=0.05)
     assert abs(live.component_correlation) < 0.02
     assert abs(live.excess_kurtosis) < 0.2
     assert live.rescaled == pytest.approx(live.measured, rel=0.1)

@@ -223,9 +223,55 @@ def test_errors_say_what_was_expected(options, message):
         make(**options)
 
 
+@pytest.mark.unchecked
 def test_wrong_images_are_refused():
     model = make()
-    with pytest.raises(
-        ValueError, match=r"\(height, width, channels\) is \(4, 4, 1\), got \(2, 4, 4, 3\)"
-    ):
-        model(jnp.ones((2, 4, 4, 3)))
+    for shape in ((2, 4, 4, 3), (2, 4, 5, 1), (2, 0, 4, 1), (4, 4, 1)):
+        with pytest.raises(ValueError, match=r"\(batch, height, width, 1\) .* multiples of 2, got"):
+            model(jnp.ones(shape))
+
+
+def test_features_are_what_each_block_makes():
+    """Of a stack whose every block runs once, whatever is asked for."""
+    model, x = make(registers=2, depth=4), images()
+    tokens = model.embed_positions(model.patch_embed(x))
+    expected = []
+    for block in model.blocks:
+        tokens = block(tokens)
+        expected.append(tokens)
+    found = model.features(x, blocks=(2, 0, -1, 2))
+    assert found[0].shape == (4, 1 + 2 + 4, 8)
+    for got, number in zip(found, (2, 0, 3, 2), strict=True):
+        np.testing.assert_allclose(got, expected[number], rtol=1e-5, atol=1e-5)
+    (normalised,) = model.features(x, normalised=True)
+    np.testing.assert_allclose(model(x), model.head(normalised[:, 0]), rtol=1e-5, atol=1e-5)
+    flops = lambda blocks: sum(
+        equation.primitive.name == "dot_general"
+        for equation in jax.make_jaxpr(lambda x: model.features(x, blocks=blocks))(x).eqns
+    )
+    assert flops((0, 1)) < flops((0, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "message"),
+    [
+        ({}, dict(blocks=(3,)), "blocks from -3 to 2, one at least, got"),
+        ({}, dict(blocks=()), "one at least, got"),
+        (dict(fc_norm=True), dict(normalised=True), "got fc_norm, which is one of their mean"),
+    ],
+)
+def test_features_that_there_are_not_are_refused(options, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options).features(images(), **arguments)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_images_of_another_size_have_gradients_of_all_positions(dtype):
+    model = make(registers=1, dtype=jnp.dtype(dtype))
+    x = jnp.ones((2, 6, 8, 1))
+    assert run(model, x).dtype == jnp.float32
+    graphdef, params = nnx.split(model, nnx.Param)
+    slopes = jax.grad(lambda p: (nnx.merge(graphdef, p)(x) ** 2).sum())(params)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(slopes.pos_embed))
+    assert slopes.pos_embed[...].shape == (1, 6, 8)
+    assert (np.abs(slopes.pos_embed[...]).max(-1) > 0).all()

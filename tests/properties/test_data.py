@@ -1,6 +1,5 @@
 """Damaged images and prepared sets: the true pixels with the true labels, or one message."""
 
-import gzip
 import json
 import shutil
 import tempfile
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from adder_flax import data
 from adder_flax.data import prepare
-from tests.data.files import encode, smooth_image, write_idx
+from tests.data.files import encode, smooth_image
 
 CLASSES = ("ant", "bird")
 
@@ -198,21 +197,3 @@ def test_descriptions_that_say_something_else_are_refused(prepared, file):
             (folder / file).write_text(json.dumps(content))
 
         check_set(prepared, harm)
-
-
-@given(st.data())
-def test_an_idx_file_with_damage_is_read_as_it_was_or_refused(draw):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "images.gz")
-        true = np.arange(6 * 28 * 28, dtype=np.uint8).reshape(6, 28, 28)
-        write_idx(path, true)
-        plain = gzip.decompress(path.read_bytes())
-        if draw.draw(st.booleans()):  # of what is compressed
-            place = draw.draw(st.integers(0, 15))
-            changed = bytearray(plain)
-            changed[place] ^= draw.draw(st.integers(1, 255))
-            path.write_bytes(gzip.compress(bytes(changed)))
-        else:
-            path.write_bytes(path.read_bytes()[: draw.draw(st.integers(0, 40))])
-        read = lambda: prepare.read_idx(prepare._gunzip(path))
-        message_or(read, lambda found: np.testing.assert_array_equal(found, true))

@@ -119,7 +119,7 @@ _ODD = {
     "model.remat": (True, False),
     "batch_size": (8, 32),
     "accumulation_steps": (1, 2),
-    "optimizer.name": ("adamw", "sgd", "cg_fac"),
+    "optimizer.name": ("adamw", "sgd", "kfac"),
     "optimizer.learning_rate": (1e-12, 10.0),
     "optimizer.clip_norm": (0.0, 1e-6),
     "task.label_smoothing": (0.0, 0.99),

@@ -6,7 +6,10 @@ import sys
 
 import numpy as np
 import pytest
+from flax import nnx
 
+from adder_flax.attention import capture_attention
+from adder_flax.models import VisionTransformer
 from adder_flax.report import (
     SecondOrderStep,
     attention_figure,
@@ -14,6 +17,7 @@ from adder_flax.report import (
     curves_figure,
     save_figure,
     second_order_figure,
+    tokens_in_front,
     xor_figure,
 )
 
@@ -119,6 +123,22 @@ def test_attention_is_drawn_where_the_patch_is():
     assert drawn[0, -1] == pytest.approx(drawn.max(), rel=0.1)
     assert drawn[rows // 2 :].max() < drawn[: rows // 2, columns // 2 :].max()
     assert drawn[:, : columns // 2].max() < drawn[: rows // 2, columns // 2 :].max()
+
+
+def test_where_a_model_with_registers_looks_is_drawn_from_its_patches():
+    """The model says which tokens are no patches, and whether one of them is read."""
+    options = dict(image_size=4, patch_size=2, channels=1, width=8, depth=1, num_heads=2)
+    for pooling, first in (("cls", slice(1)), ("mean", slice(3, None))):
+        model = VisionTransformer(**options, pooling=pooling, registers=3, rngs=nnx.Rngs(0))
+        in_front = tokens_in_front(model)
+        assert in_front["prefix_tokens"] == 3 + (pooling == "cls")
+        (block,) = capture_attention(model, np.ones((1, 4, 4, 1), np.float32))
+        drawn = heat(attention_figure(np.zeros((1, 4, 4, 1)), [block], **in_front), 1)
+        weights = np.float64(block)[..., first, in_front["prefix_tokens"] :].mean(-2)
+        weights = (weights / weights.sum(-1, keepdims=True)).mean(1)
+        # Cubic interpolation has its extremes in the patches with the most and the least.
+        corners = drawn[[0, 0, -1, -1], [0, -1, 0, -1]]
+        assert corners.argsort().tolist() == weights[0].argsort().tolist()
 
 
 def test_heads_get_columns_of_their_own():

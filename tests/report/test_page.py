@@ -15,7 +15,7 @@ from adder_flax.models import VisionTransformer
 from adder_flax.report import NOT_MEASURED, SecondOrderStep, page, write_report
 from adder_flax.report._families import ADDER, CLAIMS, register_claims
 from adder_flax.report._study import Claim, Findings, Study, observe
-from adder_flax.report.families import motion, proposition_1, second_order, theorem_1
+from adder_flax.report.families import motion, proposition_1, second_order_term, theorem_1
 from adder_flax.report.families.energy import VARIANTS, deit_operations
 
 SIZES = {
@@ -236,7 +236,7 @@ def test_theorem_on_live_vectors_follows_the_vectors():
 def test_second_order_terms_are_judged_by_their_size(step, verdict):
     study = study_of(None)
     study = dataclasses.replace(study, second_order={"run": [step]}, peak_learning_rate=1e-3)
-    assert verdicts(second_order.judge(study)) == {"second-order": verdict}
+    assert verdicts(second_order_term.judge(study)) == {"second-order": verdict}
 
 
 @pytest.mark.unchecked

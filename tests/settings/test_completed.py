@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from adder_flax import settings
+from adder_flax.errors import RunError
 from adder_flax.settings import RunSettings, completed, defaults, read
 
 
@@ -15,7 +16,7 @@ def test_what_is_complete_stays_as_it_is():
 
 
 @pytest.mark.parametrize(
-    "path", ["init", "data.train_split", "model.stem_channels", "optimizer.cg_fac.momentum"]
+    "path", ["init", "data.train_split", "model.stem_channels", "optimizer.kfac.damping"]
 )
 def test_a_field_that_is_lacking_gets_its_default(path):
     full, lacking = completed(RunSettings, {}), defaults(RunSettings)
@@ -29,43 +30,96 @@ def test_a_field_that_is_lacking_gets_its_default(path):
 
 @pytest.mark.parametrize(
     ("step", "expected"),
-    [
-        ("rms", (0.2, 0.03, 2, 0.95)),
-        ("trust_ratio", (0.1, 0.1, 2, 0.9)),
-        ("fixed", (1.0, 10.0, 1, 0.9)),
-        ("quadratic", (1.0, 0.01, 5, 0.9)),
-    ],
+    [("rms", (0.2, 0.03, 2, 5)), ("share", (0.1, 0.1, 2, 10)), ("clip", (1.0, 10.0, 1, 10))],
 )
 def test_what_follows_another_field_is_written_down(step, expected):
     config = defaults(RunSettings)
-    config["optimizer"]["name"] = "cg_fac"
-    config["optimizer"]["cg_fac"]["step"] = step
-    fields = ("learning_rate", "damping", "max_iterations", "momentum")
-    assert tuple(getattr(read(RunSettings, config).optimizer.cg_fac, f) for f in fields) == expected
-    written = completed(RunSettings, config)["optimizer"]["cg_fac"]
+    config["optimizer"]["name"] = "kfac"
+    config["optimizer"]["kfac"]["step"] = step
+    fields = ("learning_rate", "damping", "iterations", "inverse_interval")
+    assert tuple(getattr(read(RunSettings, config).optimizer.kfac, f) for f in fields) == expected
+    written = completed(RunSettings, config)["optimizer"]["kfac"]
     assert tuple(written[field] for field in fields) == expected
-    config["optimizer"]["cg_fac"]["damping"] = 3.0
-    assert completed(RunSettings, config)["optimizer"]["cg_fac"]["damping"] == 3.0
-    assert read(RunSettings, config).optimizer.cg_fac.damping == 3.0
+    config["optimizer"]["kfac"]["damping"] = 3.0
+    assert completed(RunSettings, config)["optimizer"]["kfac"]["damping"] == 3.0
+    assert read(RunSettings, config).optimizer.kfac.damping == 3.0
+
+
+OLD = {
+    "curvature": "kron",
+    "solver": "cg",
+    "step": "trust_ratio",
+    "max_iterations": 0,
+    "preconditioner_interval": -1,
+    "momentum": -1.0,
+    "damping": 0.0,
+    "learning_rate": 0.0,
+    "curvature_interval": 0,
+    "kl_clip": 3e-3,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "expected"),
+    [
+        ({}, "kfac", {"step": "share", "iterations": 2, "inverse_interval": 10, "damping": 0.1}),
+        ({"step": "rms", "momentum": 0.95}, "kfac", {"step": "rms", "curvature_interval": 1}),
+        ({"step": "rms", "solver": "inverse"}, "kfac", {"step": "rms", "iterations": 0}),
+        ({"step": "fixed", "kl_clip": 7e-3}, "kfac", {"step": "clip", "kl_clip": 7e-3}),
+        ({"max_iterations": 7}, "kfac", {"iterations": 7}),
+        (
+            {"curvature": "exact", "step": "fixed", "max_iterations": 9, "solver": "dual"},
+            "cg_fac",
+            {"step": "clip", "iterations": 9, "solver": "dual", "curvature_stride": 1},
+        ),
+    ],
+)
+def test_an_earlier_versions_cg_fac_is_the_optimizer_that_ran(fields, name, expected):
+    config = defaults(RunSettings)
+    config["optimizer"] |= {"name": "cg_fac", "cg_fac": OLD | fields}
+    written = completed(RunSettings, config)
+    assert written["optimizer"]["name"] == name
+    section = written["optimizer"][name]
+    assert {field: section[field] for field in expected} == expected
+    assert completed(RunSettings, written) == written
+    read(RunSettings, written)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"step": "quadratic"},
+        {"momentum": 0.5},
+        {"curvature": "token"},
+        {"layers": "all"},
+        {"step": "fixed", "kl_clip": 0.0},
+        {"preconditioner_interval": 0},
+    ],
+)
+def test_an_earlier_versions_optimizer_that_is_no_more_is_named(fields):
+    config = {"optimizer": {"name": "cg_fac", "cg_fac": OLD | fields}}
+    name, value = list(fields.items())[-1]
+    with pytest.raises(RunError, match=f"got cg_fac with {name}={value!r}; CHANGELOG"):
+        completed(RunSettings, config)
 
 
 def test_what_nothing_reads_is_at_its_default():
     config = defaults(RunSettings)
-    config["optimizer"]["cg_fac"] |= {"step": "fixed", "damping": 3.0}
-    own = defaults(RunSettings)["optimizer"]["cg_fac"]
-    assert completed(RunSettings, config)["optimizer"]["cg_fac"] == own
-    config["optimizer"]["name"] = "cg_fac"
-    config["optimizer"]["cg_fac"] |= {"step": "trust_ratio", "kl_clip": 0.5}
-    written = completed(RunSettings, config)["optimizer"]["cg_fac"]
+    config["optimizer"]["kfac"] |= {"step": "clip", "damping": 3.0}
+    own = defaults(RunSettings)["optimizer"]["kfac"]
+    assert completed(RunSettings, config)["optimizer"]["kfac"] == own
+    config["optimizer"]["name"] = "kfac"
+    config["optimizer"]["kfac"] |= {"step": "share", "kl_clip": 0.5}
+    written = completed(RunSettings, config)["optimizer"]["kfac"]
     assert (written["damping"], written["kl_clip"]) == (3.0, own["kl_clip"])
 
 
 def test_what_follows_a_wrong_field_is_left_for_the_message():
     config = defaults(RunSettings)
-    config["optimizer"]["name"] = "cg_fac"
-    config["optimizer"]["cg_fac"]["step"] = "fast"
+    config["optimizer"]["name"] = "kfac"
+    config["optimizer"]["kfac"]["step"] = "fast"
     written = completed(RunSettings, config)
-    assert written["optimizer"]["cg_fac"]["damping"] == 0
+    assert written["optimizer"]["kfac"]["damping"] == 0
     with pytest.raises(settings.SettingsError, match="step: expected .*got 'fast'"):
         read(RunSettings, written)
 
@@ -98,10 +152,8 @@ def test_a_section_is_completed_by_the_class_of_its_name():
 def test_joined_classes_settle_what_follows():
     @dataclasses.dataclass(frozen=True)
     class Pool:
-        kind: str = settings.setting("max", settings.Choice("max", "mean"), "of the tokens")
-        size: int = settings.following(
-            "kind", {"max": 2, "mean": 4}, settings.Integer(1, 9), "of a pool"
-        )
+        kind: str = settings.setting("max", "of the tokens")
+        size: int = settings.following("kind", {"max": 2, "mean": 4}, "of a pool", ge=1, le=9)
 
     joined = settings.join("example", Pool)
     assert (joined().size, joined(kind="mean").size, joined(size=3).size) == (2, 4, 3)

@@ -54,9 +54,14 @@ def test_modules_of_one_score_have_the_other_options(module):
 
 def test_fields_and_settings_make_the_same_model():
     size = dict(image_size=4, channels=1, num_classes=2)
-    given = AttentionSettings(score="adder", temperature=2.0)
     settings = VitSettings(
-        width=8, depth=2, num_heads=2, patch_size=2, attention=given, adder_options={"norm": None}
+        width=8,
+        depth=2,
+        num_heads=2,
+        patch_size=2,
+        score="adder",
+        temperature=2.0,
+        adder_options={"norm": None},
     )
     whole = models.VisionTransformer(settings=settings, **size, rngs=nnx.Rngs(0))
     fields = dict(

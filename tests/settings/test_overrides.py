@@ -14,7 +14,7 @@ from adder_flax.settings import CompareSettings, RunSettings, misfit
         ("optimizer", "adamw", "for all of it; set --config.optimizer.name=adamw"),
         ("model", "vit", "set --config.model.name=vit"),
         ("mesh", "8", "it has data, fsdp, tensor"),
-        ("optimizer.cg_fac", "on", "it has learning_rate, layers"),
+        ("optimizer.kfac", "on", "it has learning_rate, step"),
         ("optimizer.clip_norm", "None", "0 is off.*expected 0 or a number in .*, got 'None'; set"),
         ("model.dropout_rate", "None", "config.model.dropout_rate"),
         ("model.score_options.hidden_dim", "wide", "config.model.score_options.hidden_dim"),

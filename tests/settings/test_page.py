@@ -6,7 +6,7 @@ from tests.processes import ROOT
 
 
 def test_the_page_is_what_the_declarations_make():
-    assert (ROOT / "docs" / "settings.md").read_text() == page(), (
+    assert (ROOT / "docs" / "settings.md").read_text() == page() + "\n", (
         "python -m adder_flax.settings > docs/settings.md"
     )
 

@@ -2,29 +2,38 @@
 
 import dataclasses
 import math
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import pydantic
 import pytest
 from ml_collections import ConfigDict
 
 from adder_flax import settings
 from adder_flax.errors import RunError
-from adder_flax.settings import Choice, Integer, Number, Or, RunSettings, Span, read
+from adder_flax.settings import RunSettings, read
 from tests.settings.nonsense import CONTRADICTIONS, NONSENSE, changed, tiny
 
 
 @dataclasses.dataclass(frozen=True)
 class _Toy:
-    rate: float = settings.setting(0.1, Number(0, 1, "[)"), "a rate")
-    count: int = settings.setting(3, Integer(1, 8), "a number of things")
-    block: int | None = settings.setting("off", Or({"off": None}, Integer(1, 8)), "a block")
-    limit: float | None = settings.setting(
-        0.0, Or({0: None}, Number(0, 9, "(]")), "a limit; 0 is off"
-    )
+    rate: float = settings.setting(0.1, "a rate", ge=0, lt=1)
+    count: int = settings.setting(3, "a number of things", ge=1, le=8)
+    block: int | None = settings.setting("off", "a block", words={"off": None}, ge=1, le=8)
+    limit: float | None = settings.setting(0.0, "a limit; 0 is off", words={0: None}, gt=0, le=9)
     span: tuple[float, float] | None = settings.setting(
-        (), Span(Number(0, 1), optional=True), "a range; () is off"
+        (), "a range; () is off", words={(): None}, ge=0, le=1
     )
-    kind: bool | None = settings.setting("auto", Choice(auto=None, on=True, off=False), "of things")
+    kind: bool | None = settings.setting(
+        "auto", "of things", words={"auto": None, "on": True, "off": False}
+    )
+    sizes: tuple[int, ...] = settings.setting("", "of stages", commas=int, ge=1, le=9, max_length=2)
+    layer: Any = settings.setting(
+        "dense", "of each block", commas=Literal["dense", "adder"], max_length=3
+    )
+    most: int | None = settings.setting(None, "if there is one", ge=1)
+    turns: tuple[int, ...] = settings.setting((3, 1), "in any order")
+    names: Any = settings.setting("a", "of things", commas=str)
 
 
 GOOD = settings.defaults(_Toy)
@@ -38,8 +47,26 @@ def test_defaults_are_what_the_declarations_say_and_their_meanings_are_converted
         "limit": 0.0,
         "span": (),
         "kind": "auto",
+        "sizes": "",
+        "layer": "dense",
+        "most": None,
+        "turns": (3, 1),
+        "names": "a",
     }
-    assert read(_Toy, GOOD) == _Toy(rate=0.1, count=3, block=None, limit=None, span=None, kind=None)
+    assert read(_Toy, GOOD) == _Toy()
+    assert vars(_Toy()) == {
+        "rate": 0.1,
+        "count": 3,
+        "block": None,
+        "limit": None,
+        "span": None,
+        "kind": None,
+        "sizes": (),
+        "layer": "dense",
+        "most": None,
+        "turns": (3, 1),
+        "names": "a",
+    }
 
 
 @pytest.mark.parametrize(
@@ -55,6 +82,14 @@ def test_defaults_are_what_the_declarations_say_and_their_meanings_are_converted
         ("limit", 9, 9.0),
         ("span", [0.5, 0.5], (0.5, 0.5)),
         ("kind", "on", True),
+        ("sizes", "3, 4", (3, 4)),
+        ("sizes", "3", (3,)),
+        ("layer", "adder", "adder"),
+        ("layer", "adder,dense", ("adder", "dense")),
+        ("most", 10**9, 10**9),
+        ("most", None, None),
+        ("turns", [2, 1, 0], (2, 1, 0)),
+        ("names", "a,b", ("a", "b")),
     ],
 )
 def test_what_is_in_range_is_taken_in_one_form(name, value, meaning):
@@ -88,6 +123,20 @@ def test_what_is_in_range_is_taken_in_one_form(name, value, meaning):
         ("span", {0.1, 0.5}),
         ("kind", "On"),
         ("kind", True),
+        ("sizes", "3,4,5"),
+        ("sizes", "0"),
+        ("sizes", "a"),
+        ("sizes", (3, 4)),
+        ("layer", "conv"),
+        ("layer", "adder,"),
+        ("layer", ""),
+        ("layer", ("adder", "dense")),
+        ("most", 0),
+        ("turns", (1.5,)),
+        ("turns", 1),
+        ("names", "a,"),
+        ("most", "off"),
+        ("most", 1.0),
     ],
 )
 def test_what_is_not_is_named_with_its_value(name, value):
@@ -133,8 +182,8 @@ def test_a_model_of_another_name_is_read_by_its_own_class():
 
 @dataclasses.dataclass(frozen=True)
 class _Named:
-    name: str = settings.setting("toy", settings.Text("the name of a model"), "the model")
-    size: int = settings.setting(1, Integer(1, 3), "of the toy")
+    name: str = settings.setting("toy", "the model", expected="the name of a model")
+    size: int = settings.setting(1, "of the toy", ge=1, le=3)
 
 
 @pytest.mark.parametrize("path", NONSENSE)
@@ -152,6 +201,48 @@ def test_contradictions_of_settings_alone_are_refused():
 
 
 def test_every_field_has_a_reason_and_a_default_that_its_rule_accepts():
+    read(RunSettings, settings.defaults(RunSettings))
     for path, declared in settings.declarations(RunSettings):
         assert declared.reason, path
-        declared.rule.read(declared.default)
+        assert declared.expected, path
+
+
+def test_what_pydantic_says_of_a_type_is_held_to():
+    def check(number):
+        if number % 2:
+            raise ValueError(number)
+        return number
+
+    even = Annotated[int, pydantic.AfterValidator(check)]
+
+    @dataclasses.dataclass(frozen=True)
+    class Pair:
+        count: even = settings.setting(2, "of things", expected="an even number")
+
+        @property
+        def half(self):
+            return self.count // 2
+
+    assert read(Pair, {"count": 4}).half == 2
+    with pytest.raises(RunError, match="config.count: expected an even number, got 3"):
+        read(Pair, {"count": 3})
+
+
+def test_a_traced_number_takes_the_place_of_one_without_a_check():
+    toy = dataclasses.replace(_Toy(), rate=object())
+    assert hash(toy) != hash(_Toy())
+
+
+def test_a_json_schema_accepts_what_is_read_and_no_other():
+    schema = settings.json_schema(_Toy)
+    assert schema["required"] == list(GOOD)
+    assert not schema["additionalProperties"]
+    own = schema["properties"]
+    assert (own["count"]["minimum"], own["count"]["maximum"]) == (1, 8)
+    assert own["rate"]["exclusiveMaximum"] == 1
+    assert {"const": "off", "type": "string"} in own["block"]["anyOf"]
+    assert own["rate"]["description"] == "a rate"
+    assert (
+        settings.json_schema(RunSettings)["properties"].keys()
+        == settings.defaults(RunSettings).keys()
+    )

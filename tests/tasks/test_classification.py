@@ -14,7 +14,7 @@ from adder_flax.settings import ClassificationSettings, RunSettings, SettingsErr
 from adder_flax.tasks import TASKS
 from adder_flax.tasks._classification import is_any_label
 from adder_flax.tasks._distillation import DistillationSettings
-from kfac._fisher import get_likelihood, output_cotangents
+from kfac.curvature._fisher import get_likelihood, output_cotangents
 from tests.training.tiny import TINY
 
 LOGITS = np.random.default_rng(0).normal(0, 2, (3, 4))
@@ -88,10 +88,14 @@ def test_the_curvature_of_the_sigmoid_loss_is_its_hessian():
     np.testing.assert_allclose(np.square(columns[0, ..., 0]), second, rtol=1e-4, atol=1e-8)
 
 
-@pytest.mark.parametrize("optimizer", ["lamb", "cg_fac"])
+@pytest.mark.parametrize("optimizer", ["lamb", "kfac"])
 @pytest.mark.slow
 def test_a_batch_is_learned_by_heart(optimizer):
-    rates = {"optimizer.learning_rate": 0.01, "optimizer.cg_fac.learning_rate": 0.3}
+    rates = {
+        "optimizer.learning_rate": 0.01,
+        "optimizer.kfac.step": "share",
+        "optimizer.kfac.learning_rate": 0.3,
+    }
     run = training.build_run(sigmoid_config(**STILL | rates | {"optimizer.name": optimizer}))
     state, losses = run.init(), []
     for _ in range(250):

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from adder_flax import data, interop, models, settings, tasks, training
 from adder_flax.experiments import common
-from kfac._fisher import get_likelihood, read_weights
+from kfac.curvature._fisher import get_likelihood, read_weights
 from tests.training.tiny import TINY
 
 FACTS = tasks.ImageFacts((8, 8, 1), 10, (0.5,), (0.25,), False)

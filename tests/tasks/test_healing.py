@@ -197,7 +197,9 @@ def test_what_an_output_lacks_is_measured_by_the_variance_of_its_own_block():
     scales = np.array([1.0, 100.0])[:, None, None]
     taught = (scales * np.random.default_rng(4).normal(size=outputs.shape)).astype(np.float32)
     logits = np.zeros((2, 10), np.float32)
-    examples = (seen, np.eye(10, dtype=np.float32)[:2], logits, maps.astype(np.float32), taught)
+    variance = np.broadcast_to(taught.var((0, 2, 3)), taught.shape[:2])
+    targets = np.eye(10, dtype=np.float32)[:2]
+    examples = (seen, targets, logits, maps.astype(np.float32), taught, variance)
     metrics = task.loss(student, examples, rngs=nnx.Rngs(dropout=0)).metrics
     expected = [((outputs[:, i] - taught[:, i]) ** 2).mean() / taught[:, i].var() for i in range(2)]
     np.testing.assert_allclose(metrics["output_error"], np.mean(expected), rtol=1e-4)

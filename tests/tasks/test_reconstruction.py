@@ -13,8 +13,8 @@ from adder_flax import data, models, tasks, training
 from adder_flax.compare import Plan
 from adder_flax.errors import RunError
 from adder_flax.settings import CompareSettings, defaults
-from kfac._systems import Form, build
 from kfac._trees import flatten
+from kfac.solve._systems import build
 from tests.data.files import encode, smooth_image
 from tests.kfac.reference import matrix_of
 
@@ -80,7 +80,7 @@ def test_curvature_of_the_last_layer_is_its_hessian(task, batch):
     params, examples = nnx.to_pure_dict(params), task.inputs(batch)
     _, _, curvature = function(params, examples, key=jax.random.key(0))
     assert curvature.layers.coverage == 1
-    (system,) = build(curvature, flatten(params), {"decoder/1": Form("exact")})
+    (system,) = build(curvature, flatten(params), {"decoder/1": "exact"})
 
     inputs = np.tanh(np.asarray(model.decoder[0](model.encode(*examples)), np.float64))
     p = 1 / (1 + np.exp(-np.asarray(model(*examples), np.float64).reshape(6, 64)))
@@ -100,14 +100,14 @@ def tiny_config(**fields):
     ("optimizer", "linear"),
     [
         ("adamw", "dense"),
-        ("cg_fac", "dense"),
+        ("kfac", "dense"),
         *(
             pytest.param(*pair, marks=pytest.mark.slow)
             for pair in (
                 *((name, "dense") for name in ("nadamw", "muon", "soap", "kl_shampoo", "sgd")),
                 ("schedule_free_adamw", "dense"),
                 ("adamw", "adder"),
-                ("cg_fac", "adder"),
+                ("kfac", "adder"),
             )
         ),
     ],
@@ -115,8 +115,8 @@ def tiny_config(**fields):
 def test_steps_lower_the_loss(optimizer, linear):
     rate = 0.3 if optimizer == "sgd" else 5e-3
     fields = {"optimizer.name": optimizer, "optimizer.learning_rate": rate, "model.linear": linear}
-    if optimizer == "cg_fac":
-        fields["optimizer.cg_fac.layers"] = "all"
+    if optimizer == "kfac":
+        fields["optimizer.kfac.step"] = "share"
     if optimizer == "schedule_free_adamw":
         fields["optimizer.schedule"] = "constant"
     run = training.build_run(tiny_config(num_epochs=8.0, **fields))
@@ -127,7 +127,7 @@ def test_steps_lower_the_loss(optimizer, linear):
     assert 64 * np.log(2) < losses[0] < 80  # nothing is known, and little said
     assert losses[1] < losses[0]
     assert losses[-1] < 0.9 * losses[0]
-    if optimizer == "cg_fac":
+    if optimizer == "kfac":
         assert run.program.layers.coverage == 1
 
 

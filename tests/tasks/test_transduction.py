@@ -2,6 +2,7 @@
 learns."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ from flax import nnx
 from adder_flax import data, tasks
 from adder_flax.data._sequences import pad
 from adder_flax.models import Seq2Seq
-from kfac._fisher import get_likelihood, read_weights
-from tests.tasks.test_edit_distance import by_recursion
+from adder_flax.tasks._transduction import edit_distance, length_to
+from kfac.curvature._fisher import get_likelihood, read_weights
 
 SYMBOLS = {"source": ("", "a", "b", "c"), "target": ("", "", "A", "B", "C")}
 
@@ -180,3 +181,35 @@ def test_it_learns_to_copy_and_its_scores_are_those_of_the_recursion(source, num
 def test_images_are_refused():
     with pytest.raises(data.DataError, match="pairs of sequences"):
         tasks.Transduction.facts(data.load_source("digits", "train"))
+
+
+def by_recursion(a, b):
+    @functools.cache
+    def distance(i, j):
+        if i == 0 or j == 0:
+            return i + j
+        return min(
+            distance(i - 1, j) + 1,
+            distance(i, j - 1) + 1,
+            distance(i - 1, j - 1) + (a[i - 1] != b[j - 1]),
+        )
+
+    return distance(len(a), len(b))
+
+
+def test_it_equals_the_recursion_on_sequences_of_all_lengths():
+    rng = np.random.default_rng(0)
+    guess, truth = rng.integers(0, 4, (200, 9)), rng.integers(0, 4, (200, 7))
+    lengths = rng.integers(0, 10, 200), rng.integers(0, 8, 200)
+    got = jax.jit(edit_distance)(*map(jnp.asarray, (guess, truth, *lengths)))
+    expected = [
+        by_recursion(tuple(g[:n]), tuple(t[:m]))
+        for g, t, n, m in zip(guess, truth, *lengths, strict=True)
+    ]
+    assert got.tolist() == expected
+    assert len(set(expected)) > 5
+
+
+def test_what_stands_behind_the_end_does_not_count():
+    symbols = jnp.array([[4, 5, 1, 9], [1, 4, 1, 1], [4, 4, 4, 4]])
+    assert length_to(symbols, end=1).tolist() == [2, 0, 4]

@@ -96,7 +96,11 @@ def test_another_set_of_the_same_classes_can_be_scored(tiny_config):
     def load(split, **_):
         digits = data.load_source("digits", "train")
         return data.ArraySource(
-            "again", split, ["test"], *digits.gather(np.arange(len(digits))), digits.label_names
+            "again",
+            split,
+            ["test"],
+            *digits.read(np.arange(len(digits)))[0].values(),
+            digits.label_names,
         )
 
     with data.SETS.temporary():

@@ -80,12 +80,11 @@ def fit(config, workdir):
         ("adamw", {}),
         pytest.param("sgd", {"optimizer.momentum": 0.5}, marks=pytest.mark.slow),
         pytest.param(
-            "cg_fac",
+            "kfac",
             {
-                "optimizer.cg_fac.learning_rate": 0.5,
-                "optimizer.cg_fac.damping": 1.0,
-                "optimizer.cg_fac.momentum": 0.5,
-                "optimizer.cg_fac.kl_clip": 1e-4,
+                "optimizer.kfac.learning_rate": 0.5,
+                "optimizer.kfac.damping": 1.0,
+                "optimizer.kfac.kl_clip": 1e-4,
             },
             marks=pytest.mark.slow,
         ),
@@ -93,7 +92,7 @@ def fit(config, workdir):
 )
 def test_another_seed_and_other_rates_compile_nothing(optimizer, numbers, tiny_config, tmp_path):
     # Of its steps the one that reads every number.
-    chosen = {"optimizer.name": optimizer, "optimizer.cg_fac.step": "fixed"}
+    chosen = {"optimizer.name": optimizer, "optimizer.kfac.step": "clip"}
     first = tiny_config("multiplicative", **ON, **chosen)
     with compilations() as events:
         fit(first, tmp_path / "first")

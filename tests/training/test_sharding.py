@@ -136,13 +136,17 @@ MESHES = ((8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8))
 # directions of hardly any gradient as in others, has a bound of its own, and steps a fifth as long
 # as by default: of those, on one device alone, damping changed by a millionth changes the fourth
 # gradient by 4 %. After four of them, logits are so alike that it decides which is the largest.
-BOUND = {"adamw": 1e-5, "cg_fac": 1e-3}
+BOUND = {"adamw": 1e-5, "kfac": 1e-3}
 # By default the number of examples that give curvature depends on how many devices share them.
 SHORTER = {
     "adamw": {},
-    "cg_fac": {"optimizer.cg_fac.learning_rate": 0.02, "optimizer.cg_fac.curvature_stride": 2},
+    "kfac": {
+        "optimizer.kfac.step": "share",
+        "optimizer.kfac.learning_rate": 0.02,
+        "optimizer.kfac.curvature_stride": 2,
+    },
 }
-FLIPS = {"adamw": 0, "cg_fac": 10}  # of 360 images
+FLIPS = {"adamw": 0, "kfac": 10}  # of 360 images
 
 
 def _agree(results, optimizer):
@@ -160,7 +164,7 @@ def test_every_mesh_gives_the_numbers_of_one_device(mechanism, optimizer):
     results = _train(mechanism, *MESHES, **fields)
     _agree(results, optimizer)
     one, data_parallel, *_ = results
-    if optimizer == "cg_fac":  # parameters and what is like them are whole there, the rest is split
+    if optimizer == "kfac":  # parameters and what is like them are whole there, the rest is split
         assert data_parallel["state_bytes_on_first"] < 0.8 * one["state_bytes"]
         # Layers are dealt out and come back all at once, not one by one. Factors of adder layers
         # are averaged over outputs before they are dealt out, which does send parts of them.

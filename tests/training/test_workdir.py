@@ -64,24 +64,26 @@ def test_a_run_begun_before_a_setting_was_added_goes_on_with_its_default(tmp_pat
         open_workdir(tmp_path, config)
 
 
-def test_what_a_run_leaves_open_is_on_record_and_what_it_did_not_read_binds_nobody(tmp_path):
+def test_what_a_run_of_an_earlier_version_leaves_open_is_on_record(tmp_path):
+    """It had one optimizer by the name of cg_fac, and read what nothing reads."""
     config = common.deit("adder", "tiny")
     fields = json.loads(config.to_json())
-    own = fields["optimizer"]["cg_fac"]
-    # As a version wrote them that knew no values that follow, and read what nothing reads.
-    own |= {"learning_rate": 0.1, "damping": 0.1, "max_iterations": 2, "kl_clip": 0.5}
-    fields["optimizer"]["name"] = config.optimizer.name = "cg_fac"
+    old = {"learning_rate": 0.1, "damping": 0.1, "max_iterations": 2, "kl_clip": 0.5}
+    old |= {"step": "trust_ratio", "curvature": "kron", "preconditioner_interval": -1}
+    fields["optimizer"] |= {"name": "cg_fac", "cg_fac": old}
+    del fields["optimizer"]["kfac"]
+    config.optimizer.name, config.optimizer.kfac.step = "kfac", "share"
     (tmp_path / "config.json").write_text(json.dumps(fields))
     checkpoint(tmp_path)
     assert open_workdir(tmp_path, config) == tmp_path
     assert read_config(tmp_path) == written(config)
     read(RunSettings, read_config(tmp_path))
-    config.optimizer.cg_fac.damping = 0.2
-    with pytest.raises(RunError, match=r"\n  optimizer.cg_fac.damping: 0.1 there, 0.2 now\n"):
+    config.optimizer.kfac.damping = 0.2
+    with pytest.raises(RunError, match=r"\n  optimizer.kfac.damping: 0.1 there, 0.2 now\n"):
         open_workdir(tmp_path, config)
     write_config(tmp_path / "new", config)
-    stored = json.loads((tmp_path / "new" / "config.json").read_text())["optimizer"]["cg_fac"]
-    assert (stored["learning_rate"], stored["damping"], stored["max_iterations"]) == (0.1, 0.2, 2)
+    stored = json.loads((tmp_path / "new" / "config.json").read_text())["optimizer"]["kfac"]
+    assert (stored["learning_rate"], stored["damping"], stored["iterations"]) == (0.1, 0.2, 2)
 
 
 def test_opening_writes_nothing(tmp_path):

@@ -6,7 +6,7 @@ import importlib
 for _name in (
     *("theorem_1", "proposition_1", "maps"),
     *("exclusive_or", "saturation", "identities", "gates"),
-    *("sphere", "kernel", "walk", "motion", "second_order"),
+    *("sphere", "kernel", "walk", "motion", "second_order_term"),
     "energy",
     "alignments",
 ):

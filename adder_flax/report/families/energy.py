@@ -1,7 +1,6 @@
 """Operations and energy of adder networks beside multiplicative ones."""
 
 import functools
-from collections import Counter
 from typing import Any
 
 import jax
@@ -14,19 +13,10 @@ from adder_flax.counting.operations import Operations, count_operations
 from adder_flax.models import VisionTransformer
 from adder_flax.report import _style
 from adder_flax.report._families import ENERGY, register_claims
-from adder_flax.report._study import (
-    DOES_NOT_HOLD,
-    HOLDS,
-    Claim,
-    Findings,
-    ImageStudy,
-    Picture,
-    only_when,
-)
+from adder_flax.report._study import Claim, Findings, ImageStudy, Picture, only_when
 from adder_flax.report.summary import summary_rows
 from adder_flax.settings import DEIT_SIZES
 
-_SOURCE = ENERGY.source
 SIZES: dict[str, tuple[int, int]] = dict(
     zip(("DeiT-Ti", "DeiT-S", "DeiT-B"), DEIT_SIZES.values(), strict=True)
 )
@@ -36,6 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "adder scores only": {"score": "adder"},
     "adder": {"score": "adder", **_LINEARS},
 }
+_HATCHES = {"multiplicative": "", "adder scores only": "///", "adder": "..."}
 
 
 @register_claims("energy", ENERGY, of=ImageStudy)
@@ -50,10 +41,9 @@ def judge(study: ImageStudy) -> Findings:
 
 @functools.cache
 def deit_operations(size: str, variant: str, *, depth: int = 12) -> Operations:
-    """Operations of a DeiT at 224 pixels, patches of 16, for one image.
+    """Operations of a DeiT at 224 pixels, patches of 16, for one image, without its layers.
 
-    Every block does the same, so two traces, of one and of two blocks, give any depth exactly;
-    layers are left out.
+    Every block does the same, so two traces, of one and of two blocks, give any depth exactly.
 
     Args:
       size: of :data:`SIZES`.
@@ -75,77 +65,71 @@ def deit_operations(size: str, variant: str, *, depth: int = 12) -> Operations:
 
     one, two = count(1), count(2)
     extrapolate = lambda first, second: first + (depth - 1) * (second - first)
-    counts = Counter(
-        {key: extrapolate(one.counts.get(key, 0), number) for key, number in two.counts.items()}
-    )
     return Operations(
-        counts=dict(counts),
+        counts={
+            key: extrapolate(one.counts.get(key, 0), number) for key, number in two.counts.items()
+        },
         bytes_moved=extrapolate(one.bytes_moved, two.bytes_moved),
         bytes_at_boundary=extrapolate(one.bytes_at_boundary, two.bytes_at_boundary),
     )
 
 
 def _ratios(variants: dict[str, Operations]) -> dict[str, float]:
-    """How many times less energy than the multiplicative network.
-
-    It is given by what is adder and what is counted.
+    """How many times less energy than the multiplicative network, by what is adder and what is
+    counted.
     """
-    base = energy(variants["multiplicative"])
-    adder = energy(variants["adder"])
-    scores = energy(variants["adder scores only"])
-    one = energy(variants["adder"].with_one_addition_per_l1_element())
-    ratio = lambda other: base.total_arithmetic_joules / other.total_arithmetic_joules
-    with_memory = lambda total, bound: (
-        total.total_arithmetic_joules + total.memory_joules["DRAM"][bound]
-    )
+    base, adder = energy(variants["multiplicative"]), energy(variants["adder"])
+    arithmetic = lambda one: one.total_arithmetic_joules
+    with_memory = lambda one, bound: arithmetic(one) + one.memory_joules["DRAM"][bound]
+    single = energy(variants["adder"].with_one_addition_per_l1_element())
     return {
-        "2 additions an element": ratio(adder),
-        "1 addition an element": ratio(one),
-        "adder scores only": ratio(scores),
+        "2 additions an element": arithmetic(base) / arithmetic(adder),
+        "1 addition an element": arithmetic(base) / arithmetic(single),
+        "adder scores only": arithmetic(base) / arithmetic(energy(variants["adder scores only"])),
         "with weights and image from DRAM": with_memory(base, 0) / with_memory(adder, 0),
         "with every operation through DRAM": with_memory(base, 1) / with_memory(adder, 1),
     }
 
 
 def _claims(ratios: dict[str, dict[str, float]]) -> list[Claim]:
-    by_size = lambda name: ", ".join(
-        f"{size} {values[name]:.2f}" for size, values in ratios.items()
+    two, one, scores, loaded, moved = (
+        [of_size[name] for of_size in ratios.values()] for name in next(iter(ratios.values()))
     )
-    column = lambda name: [values[name] for values in ratios.values()]
-    in_range = all(2.0 <= value <= 3.0 for value in column("2 additions an element"))
-    little = all(1.0 <= value <= 1.05 for value in column("adder scores only"))
-    loaded = all(2.0 <= value <= 3.0 for value in column("with weights and image from DRAM"))
-    memory_verdict = HOLDS if loaded else only_when("arithmetic alone is counted")
+    by_size = lambda values: ", ".join(
+        f"{size} {v:.2f}" for size, v in zip(ratios, values, strict=True)
+    )
+    within = lambda values, most: all(most[0] <= value <= most[1] for value in values)
+    saves = within(two, (2.0, 3.0))
+    condition = within(loaded, (2.0, 3.0)) or only_when("arithmetic alone is counted")
     return [
-        Claim(
+        ENERGY.claim(
             "energy",
-            _SOURCE,
+            "",
             "Adder transformers take about 2 to 3 times less energy (arithmetic; DeiT-Ti, S, B).",
-            HOLDS if in_range else DOES_NOT_HOLD,
-            f"{by_size('2 additions an element')} times",
+            saves,
+            f"{by_size(two)} times",
             "Scores and linear layers adder, product with the values multiplicative: "
-            f"{by_size('2 additions an element')} times less at two additions an element; "
-            f"{by_size('1 addition an element')} if only one is counted.",
+            f"{by_size(two)} times less at two additions an element; {by_size(one)} if only one "
+            "is counted.",
             "energy",
         ),
-        Claim(
+        ENERGY.claim(
             "energy-scores-only",
-            f"{_SOURCE} (what it takes)",
+            "(what it takes)",
             "Adder attention scores alone save 1 to 5 %: the claim needs adder linear layers.",
-            HOLDS if little else DOES_NOT_HOLD,
-            f"{by_size('adder scores only')} times",
-            f"With multiplicative linear layers: {by_size('adder scores only')} times less.",
+            within(scores, (1.0, 1.05)),
+            f"{by_size(scores)} times",
+            f"With multiplicative linear layers: {by_size(scores)} times less.",
             "energy",
         ),
-        Claim(
+        ENERGY.claim(
             "energy-memory",
-            f"{_SOURCE} (what it leaves out)",
+            "(what it leaves out)",
             "The saving of 2 to 3 times remains when memory is counted.",
-            memory_verdict if in_range else DOES_NOT_HOLD,
-            f"{by_size('with weights and image from DRAM')} times",
-            "With weights and image read once from DRAM: "
-            f"{by_size('with weights and image from DRAM')} times less; with every operation "
-            f"through DRAM: {by_size('with every operation through DRAM')}.",
+            saves and condition,
+            f"{by_size(loaded)} times",
+            f"With weights and image read once from DRAM: {by_size(loaded)} times less; with every "
+            f"operation through DRAM: {by_size(moved)}.",
             "energy",
         ),
     ]
@@ -155,58 +139,8 @@ def _energy_picture(
     counted: dict[str, dict[str, Operations]], ratios: dict[str, dict[str, float]]
 ) -> Picture:
     figure, axes = _style.new_figure(8.6, 3.4, 1, 2)
-    hatches = {"multiplicative": "", "adder scores only": "///", "adder": "..."}
-    columns: dict[str, list] = {
-        "size": [],
-        "variant": [],
-        "multiplications": [],
-        "additions": [],
-        "joules": [],
-    }
-    for place, (size, variants) in enumerate(counted.items()):
-        whole = energy(variants["multiplicative"]).total_arithmetic_joules
-        for offset, (variant, hatch) in enumerate(hatches.items()):
-            operations = variants[variant]
-            joules = energy(operations).total_arithmetic_joules
-            x = place + 0.27 * (offset - 1)
-            style = {
-                "width": 0.25,
-                "color": "white" if hatch else "#555555",
-                "edgecolor": "black",
-                "hatch": hatch,
-            }
-            axes[0, 0].bar(x, 100 * joules / whole, **style, label=variant if place == 0 else None)
-            label = {"ha": "center", "va": "bottom", "rotation": 90, "fontsize": 7}
-            axes[0, 0].text(x, 100 * joules / whole + 2, f"{1e3 * joules:.3g} mJ", **label)
-            row = (size, variant, operations.multiplications, operations.additions, joules)
-            for column, value in zip(columns.values(), row, strict=True):
-                column.append(value)
-    axes[0, 0].set_xticks(range(len(counted)), list(counted))
-    axes[0, 0].set_ylim(0, 145)
-    axes[0, 0].set_yticks(range(0, 101, 25))
-    _style.dress(axes[0, 0], ylabel="energy (%)", title="arithmetic, one image")
-    _style.legend(
-        axes[0, 0], loc="upper center", ncols=3, handlelength=1.4, columnspacing=0.8, fontsize=7
-    )
-    names = list(next(iter(ratios.values())))
-    for line, (size, values) in zip(_style.LINES, ratios.items(), strict=False):
-        heights = np.arange(len(names))[::-1]
-        axes[0, 1].plot(
-            list(values.values()),
-            heights,
-            **{**line, "linestyle": "none"},
-            markersize=6,
-            label=size,
-        )
-    axes[0, 1].axvspan(2, 3, color="#eeeeee", zorder=0)
-    axes[0, 1].axvline(1, color=_style.GREY, linewidth=0.8)
-    axes[0, 1].set_yticks(np.arange(len(names))[::-1], names)
-    _style.dress(
-        axes[0, 1],
-        xlabel="times less than multiplicative",
-        title="the claim (grey) and what is counted",
-    )
-    _style.legend(axes[0, 1], loc="lower right", handlelength=1.0)
+    data = _draw_joules(axes[0, 0], counted)
+    _draw_ratios(axes[0, 1], ratios)
     return Picture(
         "energy",
         figure,
@@ -215,41 +149,71 @@ def _energy_picture(
         "the claim of 2 to 3.",
         "Bars of energy for three DeiT sizes and three variants; ratios under five ways of "
         "counting.",
-        columns,
+        data,
     )
+
+
+def _draw_joules(axis, counted: dict[str, dict[str, Operations]]) -> dict[str, list]:
+    rows = []
+    for place, (size, variants) in enumerate(counted.items()):
+        whole = energy(variants["multiplicative"]).total_arithmetic_joules
+        for offset, (variant, hatch) in zip((-1, 0, 1), _HATCHES.items(), strict=True):
+            operations = variants[variant]
+            joules = energy(operations).total_arithmetic_joules
+            x, percent = place + 0.27 * offset, 100 * joules / whole
+            style = dict(width=0.25, color="white" if hatch else "#555555", hatch=hatch)
+            label = variant if place == 0 else None
+            axis.bar(x, percent, **style, edgecolor="black", label=label)
+            style = dict(ha="center", va="bottom", rotation=90, fontsize=7)
+            axis.text(x, percent + 2, f"{1e3 * joules:.3g} mJ", **style)
+            sums = operations.multiplications, operations.additions
+            rows.append((size, variant, *sums, joules))
+    axis.set_xticks(range(len(counted)), list(counted))
+    axis.set_ylim(0, 145)
+    axis.set_yticks(range(0, 101, 25))
+    _style.dress(axis, ylabel="energy (%)", title="arithmetic, one image")
+    options = dict(ncols=3, handlelength=1.4, columnspacing=0.8, fontsize=7)
+    _style.legend(axis, loc="upper center", **options)
+    names = ("size", "variant", "multiplications", "additions", "joules")
+    return dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+
+
+def _draw_ratios(axis, ratios: dict[str, dict[str, float]]) -> None:
+    names = list(next(iter(ratios.values())))
+    heights = np.arange(len(names))[::-1]
+    for line, (size, values) in zip(_style.LINES, ratios.items(), strict=False):
+        marks = {**line, "linestyle": "none", "markersize": 6}
+        axis.plot(list(values.values()), heights, **marks, label=size)
+    axis.axvspan(2, 3, color="#eeeeee", zorder=0)
+    axis.axvline(1, color=_style.GREY, linewidth=0.8)
+    axis.set_yticks(heights, names)
+    label, title = "times less than multiplicative", "the claim (grey) and what is counted"
+    _style.dress(axis, xlabel=label, title=title)
+    _style.legend(axis, loc="lower right", handlelength=1.0)
 
 
 def _subject_picture(study: ImageStudy) -> Picture:
     image = jax.ShapeDtypeStruct((1, *study.pictures.shape[1:]), jnp.float32)
     *parts, _ = summary_rows(study.subject.model, image)
+    kinds = ("multiplications", "additions", "comparisons", "exponentials", "divisions", "roots")
+    columns: dict[str, list] = {"part": [part.part for part in parts]}
+    columns["parameters"] = [part.parameters for part in parts]
+    for kind in (*kinds, "l1_elements"):
+        columns[kind] = [getattr(part.operations, kind) for part in parts]
+    columns["joules"] = [part.joules for part in parts]
     figure, axes = _style.new_figure(8.6, 0.3 * len(parts) + 1.0, 1, 3, sharey=True)
     heights = np.arange(len(parts))[::-1]
     units = {
-        "multiplications (millions)": [part.operations.multiplications / 1e6 for part in parts],
-        "additions (millions)": [part.operations.additions / 1e6 for part in parts],
-        "energy (µJ)": [part.joules * 1e6 for part in parts],
+        "multiplications (millions)": [number / 1e6 for number in columns["multiplications"]],
+        "additions (millions)": [number / 1e6 for number in columns["additions"]],
+        "energy (µJ)": [joules * 1e6 for joules in columns["joules"]],
     }
     for axis, (label, values) in zip(axes[0], units.items(), strict=True):
         bars = axis.barh(heights, values, color="#777777")
         axis.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
         axis.set_xlim(0, 1.25 * max(values))
         _style.dress(axis, xlabel=label)
-    axes[0, 0].set_yticks(heights, [part.part for part in parts])
-    columns: dict[str, list] = {
-        "part": [part.part for part in parts],
-        "parameters": [part.parameters for part in parts],
-    }
-    for kind in (
-        "multiplications",
-        "additions",
-        "comparisons",
-        "exponentials",
-        "divisions",
-        "roots",
-        "l1_elements",
-    ):
-        columns[kind] = [getattr(part.operations, kind) for part in parts]
-    columns["joules"] = [part.joules for part in parts]
+    axes[0, 0].set_yticks(heights, columns["part"])
     return Picture(
         "operations",
         figure,

@@ -7,79 +7,65 @@ from adder_flax import attention
 from adder_flax.measures.gating import Gate, gate
 from adder_flax.report import _style
 from adder_flax.report._families import ADDITIVE, register_claims
-from adder_flax.report._study import DOES_NOT_HOLD, HOLDS, Claim, Findings, Picture, Study
+from adder_flax.report._study import Findings, Picture, Study
 
-_SOURCE = ADDITIVE.source
-_GATE_KINDS = {"multiplicative": ("dot", "bilinear"), "additive": ("additive",)}
-_GATE_IMAGES = 4
-_GATE_TOKENS = 32  # of each; a tanh gate is a vector for every pair of them
+_KINDS = {"multiplicative": ("dot", "bilinear"), "additive": ("additive",)}
+_IMAGES = 4
+_TOKENS = 32  # of each; a tanh gate is a vector for every pair of them
 
 
 @register_claims("gates", ADDITIVE)
 def judge(study: Study) -> Findings:
     """The gates of a multiplicative and of an additive score."""
-    gates = {kind: _find_gate(study, scores) for kind, scores in _GATE_KINDS.items()}
-    return Findings(_gate_claims(gates), [_gate_picture(gates)])
-
-
-def _find_gate(study: Study, scores: tuple[str, ...]) -> tuple[str, Gate]:
-    """Whose gate it is, and the gate.
-
-    It is that of a block of one of the models, else of a new head on unit-normal tokens.
-    """
-    for subject in filter(None, (study.subject, study.baseline)):
-        for index, (score, block) in enumerate(
-            zip(subject.scores, subject.captured.blocks, strict=True)
-        ):
-            if score in scores:
-                tokens = [x[:_GATE_IMAGES, :, :_GATE_TOKENS] for x in (block.query, block.key)]
-                return f"{subject.name}, block {index + 1}", _module_gate(
-                    subject.attention(index), *tokens
-                )
-    module = attention.MultiHeadAttention(1, 64, score=scores[0], rngs=nnx.Rngs(0))
-    tokens = np.random.default_rng(0).standard_normal((2, _GATE_IMAGES, 1, _GATE_TOKENS, 64))
-    return "a new head on unit-normal tokens", _module_gate(module, *tokens)
-
-
-def _module_gate(module: attention.MultiHeadAttention, query: np.ndarray, key: np.ndarray) -> Gate:
-    return gate(
-        module.settings.score,
-        query,
-        key,
-        {name: parameter[...] for name, parameter in module.score.items()},
-    )
-
-
-def _gate_claims(gates: dict[str, tuple[str, Gate]]) -> list[Claim]:
-    source = f"{_SOURCE}, Attention as gating"
-    (linear_of, linear), (tanh_of, tanh) = gates["multiplicative"], gates["additive"]
+    gates = {kind: _find_gate(study, scores) for kind, scores in _KINDS.items()}
+    (linear_of, linear), (tanh_of, tanh) = gates.values()
     outside = float(np.mean(np.abs(linear.values) > 1))
     both_signs = [0 < found.negative_share < 1 for found in (linear, tanh)]
-    bounded = np.abs(tanh.values).max() < 1
     span = lambda found: f"{found.values.min():.2f} to {found.values.max():.2f}"
-    return [
-        Claim(
+    claims = [
+        ADDITIVE.claim(
             "gate-multiplicative",
-            source,
+            "Attention as gating",
             "A multiplicative score is a linear gate on the key, of both signs and not bounded.",
-            HOLDS if both_signs[0] and outside > 0 else DOES_NOT_HOLD,
+            both_signs[0] and outside > 0,
             f"{span(linear)}; {linear.negative_share:.0%} negative",
             f"Gate g = Wᵀq of {linear_of}: {span(linear)}, {linear.negative_share:.1%} of it "
             f"negative, {outside:.1%} outside [−1, 1].",
             "gates",
         ),
-        Claim(
+        ADDITIVE.claim(
             "gate-additive",
-            source,
+            "Attention as gating",
             "An additive score is a gate in (−1, 1) of both signs on latent features, unlike an "
             "LSTM's in (0, 1).",
-            HOLDS if both_signs[1] and bounded else DOES_NOT_HOLD,
+            both_signs[1] and np.abs(tanh.values).max() < 1,
             f"{span(tanh)}; {tanh.negative_share:.0%} negative",
             f"Gate g = tanh(…) of {tanh_of}: {span(tanh)}, {tanh.negative_share:.1%} of it "
             f"negative; {tanh.saturated_share:.1%} is saturated, beyond ±0.99.",
             "gates",
         ),
     ]
+    return Findings(claims, [_gate_picture(gates)])
+
+
+def _find_gate(study: Study, scores: tuple[str, ...]) -> tuple[str, Gate]:
+    """Whose gate it is, and the gate: of a block of one of the models, else of a new head on
+    unit-normal tokens.
+    """
+    for subject in filter(None, (study.subject, study.baseline)):
+        for index, block in enumerate(subject.captured.blocks):
+            if block.score in scores:
+                tokens = [x[:_IMAGES, :, :_TOKENS] for x in (block.query, block.key)]
+                owner = f"{subject.name}, block {index + 1}"
+                return owner, _module_gate(subject.attention(index), *tokens)
+    module = attention.MultiHeadAttention(1, 64, score=scores[0], rngs=nnx.Rngs(0))
+    tokens = np.random.default_rng(0).standard_normal((2, _IMAGES, 1, _TOKENS, 64))
+    return "a new head on unit-normal tokens", _module_gate(module, *tokens)
+
+
+def _module_gate(module: attention.MultiHeadAttention, query: np.ndarray, key: np.ndarray) -> Gate:
+    parameters = {name: parameter[...] for name, parameter in module.score.items()}
+    return gate(module.settings.score, query, key, parameters)
 
 
 def _gate_picture(gates: dict[str, tuple[str, Gate]]) -> Picture:
@@ -92,11 +78,8 @@ def _gate_picture(gates: dict[str, tuple[str, Gate]]) -> Picture:
         axis.axvline(0, color="black", linewidth=0.8)
         _style.dress(axis, xlabel="value of the gate", ylabel="share (%)", title=f"{kind}: {owner}")
         axis.title.set_fontsize(8.5)
-        columns |= {
-            f"{kind}, from": edges[:-1],
-            f"{kind}, to": edges[1:],
-            f"{kind}, share (%)": share,
-        }
+        columns |= {f"{kind}, from": edges[:-1], f"{kind}, to": edges[1:]}
+        columns[f"{kind}, share (%)"] = share
     return Picture(
         "gates",
         figure,

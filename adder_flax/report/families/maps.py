@@ -1,5 +1,6 @@
 """How far attention reaches, and the maps themselves."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -7,62 +8,38 @@ import numpy as np
 from adder_flax.measures.maps import entropy, mean_distance, patch_attention
 from adder_flax.report import _style
 from adder_flax.report._families import ADDER, register_claims
-from adder_flax.report._study import (
-    DOES_NOT_HOLD,
-    HOLDS,
-    NOT_MEASURED,
-    Claim,
-    Findings,
-    Picture,
-    Study,
-    only_when,
-)
+from adder_flax.report._study import NOT_MEASURED, Claim, Findings, Picture, Study, only_when
 from adder_flax.report.figures import attention_figure, comparison_figure
-
-_SOURCE = ADDER.source
 
 
 @register_claims("maps", ADDER)
 def judge(study: Study) -> Findings:
     """Entropy and distance against the baseline's, and pictures of maps."""
-    return Findings([_global_claim(study)], [_map_picture(study), *_attention_pictures(study)])
+    return Findings([_global_claim(study)], [_map_picture(study), _attention_picture(study)])
 
 
 def _global_claim(study: Study) -> Claim:
-    name, source = "adder-global", f"{_SOURCE}, A.4"
-    statement = "Adder maps focus more on the global information than multiplicative ones."
+    claim = functools.partial(
+        ADDER.claim,
+        "adder-global",
+        "A.4",
+        "Adder maps focus more on the global information than multiplicative ones.",
+    )
     pair = study.adder_and_dot
     if pair is None:
-        return Claim(
-            name,
-            source,
-            statement,
-            NOT_MEASURED,
-            "",
-            "Needs an adder model and a multiplicative baseline.",
-        )
-    entropies = [np.mean([entropy(block).mean() for block in subject.maps]) for subject in pair]
-    distances = lambda subject: [
-        mean_distance(block, study.grid, prefix_tokens=subject.prefix_tokens).mean()
-        for block in subject.maps
-    ]
-    reach = [np.mean(distances(subject)) for subject in pair]
-    wider = entropies[0] > entropies[1], reach[0] > reach[1]
-    verdict = HOLDS if all(wider) else DOES_NOT_HOLD
-    if any(wider) and not all(wider):
-        verdict = only_when("entropy is meant" if wider[0] else "distance is meant")
-    return Claim(
-        name,
-        source,
-        statement,
-        verdict,
-        f"{entropies[0]:.2f} against {entropies[1]:.2f} nats; {reach[0]:.2f} against "
-        f"{reach[1]:.2f} patches",
-        f"Mean entropy of the rows: adder {entropies[0]:.3f} nats, multiplicative "
-        f"{entropies[1]:.3f}; mean distance that attention reaches: {reach[0]:.3f} and "
-        f"{reach[1]:.3f} patches.",
+        return claim(NOT_MEASURED, finding="Needs an adder model and a multiplicative baseline.")
+    adder, dot = (np.mean([entropy(block).mean() for block in each.maps]) for each in pair)
+    reach = lambda block, each: mean_distance(block, study.grid, prefix_tokens=each.prefix_tokens)
+    far, near = (np.mean([reach(block, each).mean() for block in each.maps]) for each in pair)
+    wider, farther = adder > dot, far > near
+    condition = only_when("entropy is meant" if wider else "distance is meant")
+    return claim(
+        condition if wider != farther else wider,
+        f"{adder:.2f} against {dot:.2f} nats; {far:.2f} against {near:.2f} patches",
+        f"Mean entropy of the rows: adder {adder:.3f} nats, multiplicative {dot:.3f}; mean "
+        f"distance that attention reaches: {far:.3f} and {near:.3f} patches.",
         "class-attention",
-        margins=(float(entropies[0] - entropies[1]), float(reach[0] - reach[1])),
+        margins=(float(adder - dot), float(far - near)),
     )
 
 
@@ -88,43 +65,36 @@ def _map_picture(study: Study) -> Picture:
     )
 
 
-def _attention_pictures(study: Study) -> list[Picture]:
-    """The paper's figure 3, of both models where there are two.
-
-    Else it is of the one, with rollout beside it.
-    """
+def _attention_picture(study: Study) -> Picture:
+    """The paper's figure 3, of both models where there are two, with rollout beside it."""
     models = {subject.name: subject for subject in filter(None, (study.baseline, study.subject))}
-    shown = min(4 if len(models) == 1 else 3, len(study.pictures))
-    blocks = study.subject.blocks(3, 6, 10)
+    alone = len(models) == 1
+    shown = min(4 if alone else 3, len(study.pictures))
     options: dict[str, Any] = dict(
-        prefix_tokens=study.subject.prefix_tokens,
+        **study.subject.in_front,
+        blocks=study.subject.blocks(3, 6, 10),
         captions=study.captions[:shown],
         with_rollout=True,
     )
     maps = {name: [block[:shown] for block in subject.maps] for name, subject in models.items()}
-    if len(models) == 1:
+    if alone:
         [(name, only)] = maps.items()
-        figure = attention_figure(
-            study.pictures[:shown], only, blocks=blocks, title=name, **options
-        )
+        figure = attention_figure(study.pictures[:shown], only, title=name, **options)
     else:
-        figure = comparison_figure(study.pictures[:shown], maps, blocks=blocks, **options)
+        figure = comparison_figure(study.pictures[:shown], maps, **options)
     data = {
-        f"{name}, block {index + 1}": patch_attention(
-            subject.maps[index], prefix_tokens=subject.prefix_tokens
-        )
+        f"{name}, block {index + 1}": patch_attention(subject.maps[index], **subject.in_front)
         for name, subject in models.items()
         for index in subject.blocks(3, 6, 10)
     }
-    who = f"{' (upper rows) and '.join(models)}"
-    who += " (lower rows) look" if len(models) > 1 else " looks"
-    caption = (
+    who = " (upper rows) and ".join(models) + (" looks" if alone else " (lower rows) look")
+    return Picture(
+        "class-attention",
+        figure,
         f"Where {who} from the class token (the paper's figure 3), mean of the heads, and the "
-        "rollout through all blocks, in which the residual counts once and the identity map as the "
-        "shortcut it is."
-    )
-    alt = (
+        "rollout through all blocks, in which the residual counts once and the identity map as "
+        "the shortcut it is.",
         "Test images with attention drawn over them for three blocks, and rollout, one row for "
-        "each model."
+        "each model.",
+        data,
     )
-    return [Picture("class-attention", figure, caption, alt, data)]

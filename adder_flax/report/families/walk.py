@@ -12,68 +12,51 @@ from adder_flax.measures.walks import (
 )
 from adder_flax.report import _style
 from adder_flax.report._families import BROWNIAN, register_claims
-from adder_flax.report._study import (
-    DOES_NOT_HOLD,
-    HOLDS,
-    Claim,
-    Findings,
-    Picture,
-    Study,
-    Subject,
-    only_when,
-    spread,
-)
+from adder_flax.report._study import Claim, Findings, Picture, Study, Subject, only_when, spread
 
-_SOURCE = BROWNIAN.source
 _STEPS = (1, 2, 4, 8)
+# {measure: (function, its unit)}
+_MEASURES = {
+    "spectral gap": (spectral_gap, "1 − |λ₂|"),
+    "mixing time": (mixing_time, "steps, ε = ¼"),
+    "irreversibility": (irreversibility, "share of flow"),
+}
+_Numbers = dict[str, list[np.ndarray]]
 
 
 @register_claims("walk", BROWNIAN)
 def judge(study: Study) -> Findings:
     """Gaps, mixing times and reversibility of the subject's maps."""
-    walk = _walk_numbers(study.subject)
-    return Findings(
-        _walk_claims(study.subject, walk),
-        [_walk_picture(walk), _steps_picture(study), _diffusion_picture(study)],
-    )
-
-
-def _walk_numbers(subject: Subject) -> dict[str, list[np.ndarray]]:
-    """By block, for every image and head."""
-    functions = {
-        "spectral gap": spectral_gap,
-        "mixing time": mixing_time,
-        "irreversibility": irreversibility,
+    numbers = {
+        name: [function(walk) for walk in study.subject.walks]
+        for name, (function, _) in _MEASURES.items()
     }
-    return {
-        name: [function(walk) for walk in subject.walks] for name, function in functions.items()
-    }
+    pictures = [_walk_picture(numbers), _steps_picture(study), _diffusion_picture(study)]
+    return Findings(_walk_claims(study.subject, numbers), pictures)
 
 
-def _walk_claims(subject: Subject, walk: dict[str, list[np.ndarray]]) -> list[Claim]:
-    sums = np.concatenate([np.ravel(block.sum(-1)) for block in subject.maps])
-    stochastic = np.abs(sums - 1).max() < 1e-2
-    identities = (
-        f"{sum(subject.identities)} of {len(subject.identities)} blocks add the identity map"
-    )
-    flow = np.concatenate([np.ravel(values) for values in walk["irreversibility"]])
-    time = np.concatenate([np.ravel(values) for values in walk["mixing time"]])
+def _walk_claims(subject: Subject, numbers: _Numbers) -> list[Claim]:
+    every = lambda blocks: np.concatenate([np.ravel(values) for values in blocks])
+    sums = every(block.sum(-1) for block in subject.maps)
+    time, flow = every(numbers["mixing time"]), every(numbers["irreversibility"])
+    adds = subject.adds_identity
+    added = f"{sum(adds)} of {len(adds)} blocks add the identity map"
     return [
-        Claim(
+        BROWNIAN.claim(
             "markov",
-            f"{_SOURCE}, sections 2.2 and 3.2",
+            "sections 2.2 and 3.2",
             "The attention map is the transition matrix of a Markov chain on the tokens.",
-            HOLDS if stochastic else only_when("the identity map is taken off"),
+            np.abs(sums - 1).max() < 1e-2 or only_when("the identity map is taken off"),
             f"rows sum to {np.median(sums):.3g}; mixes in {np.median(time):.3g} steps",
-            f"Rows of what multiplies the values sum to {spread(sums)}; {identities}. The walk "
-            f"without it mixes (ε = ¼) within {spread(time)} steps.",
+            f"Rows of what multiplies the values sum to {spread(sums)}; {added}. The walk without "
+            f"it mixes (ε = ¼) within {spread(time)} steps.",
             "walk",
         ),
-        Claim(
+        BROWNIAN.claim(
             "reversible",
-            f"{_SOURCE}, section 2.3 (diffusion maps assume it)",
+            "section 2.3 (diffusion maps assume it)",
             "The walk is reversible, as one made from a symmetric kernel is.",
-            HOLDS if flow.max() < 0.01 else DOES_NOT_HOLD,
+            flow.max() < 0.01,
             f"circular flow {spread(flow)}",
             f"The share of probability flow that goes round in circles is {spread(flow)}.",
             "walk",
@@ -81,17 +64,12 @@ def _walk_claims(subject: Subject, walk: dict[str, list[np.ndarray]]) -> list[Cl
     ]
 
 
-def _walk_picture(walk: dict[str, list[np.ndarray]]) -> Picture:
+def _walk_picture(numbers: _Numbers) -> Picture:
     figure, axes = _style.new_figure(8.8, 3.0, 1, 3)
-    units = {
-        "spectral gap": "1 − |λ₂|",
-        "mixing time": "steps, ε = ¼",
-        "irreversibility": "share of flow",
-    }
     data: dict[str, np.ndarray] = {}
-    for axis, (name, values) in zip(axes[0], walk.items(), strict=True):
-        data |= _style.by_block(axis, {name: values})
-        _style.dress(axis, xlabel="block", ylabel=units[name], title=name)
+    for axis, (name, (_, unit)) in zip(axes[0], _MEASURES.items(), strict=True):
+        data |= _style.by_block(axis, {name: numbers[name]})
+        _style.dress(axis, xlabel="block", ylabel=unit, title=name)
         axis.set_ylim(bottom=0)
     return Picture(
         "walk",
@@ -104,61 +82,54 @@ def _walk_picture(walk: dict[str, list[np.ndarray]]) -> Picture:
     )
 
 
-def _steps_picture(study: Study) -> Picture:
-    """The walk from the class token after 1, 2, 4, 8 steps, and its stationary distribution.
+def _middle_walk(subject: Subject) -> tuple[int, np.ndarray]:
+    """The middle block and its walk on the first image, mean of the heads."""
+    index = len(subject.walks) // 2
+    return index, subject.walks[index][0].mean(0)
 
-    It starts from the first patch where there is no class token.
+
+def _steps_picture(study: Study) -> Picture:
+    """The walk from the class token, or where there is none from the first patch, after 1, 2, 4, 8
+    steps, and its stationary distribution.
     """
-    first = study.subject.prefix_tokens
-    index = len(study.subject.walks) // 2
-    walk = study.subject.walks[index][0].mean(0)
-    rows = [(f"{steps} step" + "s" * (steps > 1), k_step(walk, steps)[0]) for steps in _STEPS]
-    rows.append(("stationary", stationary_distribution(walk)))
+    first, with_class = study.subject.prefix_tokens, study.subject.in_front["class_token"]
+    index, walk = _middle_walk(study.subject)
+    start = 0 if with_class else first
+    rows = {f"{steps} step" + "s" * (steps > 1): k_step(walk, steps)[start] for steps in _STEPS}
+    rows["stationary"] = stationary_distribution(walk)
     figure, axes = _style.new_figure(1.75 * len(rows), 2.1, 1, len(rows))
-    top = max(row[first:].max() for _, row in rows)
-    for axis, (title, row) in zip(axes[0], rows, strict=True):
+    top = max(row[first:].max() for row in rows.values())
+    for axis, (title, row) in zip(axes[0], rows.items(), strict=True):
         axis.imshow(row[first:].reshape(study.grid), cmap=_style.HEAT, vmin=0, vmax=top)
-        _style.bare(axis, title=title, note=f"class token {row[0]:.1%}" if first else "")
+        _style.bare(axis, title=title, note=f"class token {row[0]:.1%}" if with_class else "")
     return Picture(
         "k-steps",
         figure,
         f"Where a walk that starts on the class token is after k steps of block {index + 1} (mean "
         "of the heads, first image), on one scale; at the end the stationary distribution.",
         "Distributions over patches after 1, 2, 4, 8 steps and in the limit.",
-        {"k": np.array(_STEPS), "rows": np.stack([row for _, row in rows])},
+        {"k": np.array(_STEPS), "rows": np.stack(list(rows.values()))},
     )
 
 
 def _diffusion_picture(study: Study) -> Picture:
     first = study.subject.prefix_tokens
-    index = len(study.subject.walks) // 2
-    walk = study.subject.walks[index][0].mean(0)
+    index, walk = _middle_walk(study.subject)
+    count = len(_STEPS) + 1
+    widths = [1.5] + [1] * len(_STEPS)
+    figure, axes = _style.new_figure(1.9 * count + 0.6, 2.5, 1, count, width_ratios=widths)
+    plane = diffusion_map(walk, steps=1, dims=2)[first:]
+    _draw_plane(axes[0, 0], plane)
     rows, columns = study.grid
-    figure, axes = _style.new_figure(
-        1.9 * (len(_STEPS) + 1) + 0.6,
-        2.5,
-        1,
-        len(_STEPS) + 1,
-        width_ratios=[1.5] + [1] * len(_STEPS),
-    )
-    plane = diffusion_map(walk, steps=1, dims=2).coordinates[first:]
-    place = np.arange(rows * columns)
-    axes[0, 0].scatter(*plane.T, c=place, cmap="viridis", s=70, edgecolors="black", linewidths=0.5)
-    for number, point in zip(place, plane, strict=True):
-        color = "white" if number < len(place) / 2 else "black"  # viridis runs from dark to light
-        axes[0, 0].annotate(str(number), point, fontsize=5.5, ha="center", va="center", color=color)
-    axes[0, 0].locator_params(nbins=4)
-    _style.dress(axes[0, 0], xlabel="ψ₁ λ₁", ylabel="ψ₂ λ₂", title="k = 1")
     reference = (rows // 2) * columns + columns // 2
     distances = []
     for axis, steps in zip(axes[0, 1:], _STEPS, strict=True):
-        coordinates = diffusion_map(walk, steps=steps, dims=len(walk) - 1).coordinates[first:]
+        coordinates = diffusion_map(walk, steps=steps, dims=len(walk) - 1)[first:]
         distance = np.linalg.norm(coordinates - coordinates[reference], axis=-1)
         distances.append(distance)
         axis.imshow(distance.reshape(study.grid), cmap=_style.HEAT, vmin=0)
-        axis.plot(
-            reference % columns, reference // columns, marker="+", color="white", markersize=9
-        )
+        place = reference % columns, reference // columns
+        axis.plot(*place, marker="+", color="white", markersize=9)
         _style.bare(axis, title=f"distance, k = {steps}", note=f"up to {distance.max():.2g}")
     return Picture(
         "diffusion",
@@ -169,3 +140,13 @@ def _diffusion_picture(study: Study) -> Picture:
         "Scatter of patches in diffusion coordinates, and distance maps for k = 1, 2, 4, 8.",
         {"k": np.array(_STEPS), "coordinates": plane, "distances": np.stack(distances)},
     )
+
+
+def _draw_plane(axis, plane: np.ndarray) -> None:
+    place = np.arange(len(plane))
+    axis.scatter(*plane.T, c=place, cmap="viridis", s=70, edgecolors="black", linewidths=0.5)
+    for number, point in zip(place, plane, strict=True):
+        color = "white" if number < len(place) / 2 else "black"  # viridis runs from dark to light
+        axis.annotate(str(number), point, fontsize=5.5, ha="center", va="center", color=color)
+    axis.locator_params(nbins=4)
+    _style.dress(axis, xlabel="ψ₁ λ₁", ylabel="ψ₂ λ₂", title="k = 1")

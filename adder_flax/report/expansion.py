@@ -1,0 +1,194 @@
+"""The second-order term of the loss against the first, along an optimizer's real steps.
+
+    L(θ + δ) − L(θ) = ∇L·δ + ½ δᵀ H δ + …
+
+Source: "The Brownian motion in the transformer model" (Chen, 2021), sections 2.4 and 3.3. It argues
+that tokens move as in Brownian motion, for which Itō's lemma keeps the second-order term, and that
+training should therefore use curvature. How large that term is for the steps of training can be
+measured.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from adder_flax import ops
+
+if TYPE_CHECKING:
+    from adder_flax.training import Run
+    from adder_flax.training.program import Program
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SecondOrderTerms:
+    """What a loss does along an update δ, by differences and by derivatives.
+
+    Attributes:
+      loss: L(θ).
+      change: L(θ + δ) − L(θ) = odd + even.
+      odd: (L(θ + δ) − L(θ − δ)) / 2, the first-order term and all higher odd ones.
+      even: (L(θ + δ) + L(θ − δ)) / 2 − L(θ), the second-order term and all higher even ones. At a
+        kink, as those of |x − w|, the slope changes without a Hessian to show it: this term has
+        that, ``second`` does not.
+      first: ∇L·δ, nan if derivatives were not asked for.
+      second: ½ δᵀ H δ with H the Hessian where the loss has one, nan likewise.
+    """
+
+    loss: Float[Array, ""]
+    change: Float[Array, ""]
+    odd: Float[Array, ""]
+    even: Float[Array, ""]
+    first: Float[Array, ""] | float
+    second: Float[Array, ""] | float
+
+
+def second_order_terms(
+    loss: Callable[[Any], Float[Array, ""]], params: Any, update: Any, *, derivatives: bool = True
+) -> SecondOrderTerms:
+    """Expands a loss along an update.
+
+    The Hessian-vector product is the derivative of the gradient along δ (``jax.jvp`` of
+    ``jax.grad``; Pearlmutter, 1994): two to three gradients' work and no matrix.
+
+    Args:
+      loss: of the parameters alone. For ``first`` and ``second`` its ``jax.grad`` has to be its
+        derivative, see `adder_flax.ops.exact_gradients`.
+      params: θ, any pytree.
+      update: δ, like ``params``.
+      derivatives: whether to compute ``first`` and ``second``.
+
+    Example:
+      >>> terms = second_order_terms(lambda x: x**3, 1.0, 0.1)  # 1.331 = 1 + 0.3 + 0.03 + 0.001
+      >>> [round(float(term), 4) for term in (terms.first, terms.second, terms.odd, terms.change)]
+      [0.3, 0.03, 0.301, 0.331]
+    """
+    # One after the other, so that the loss is compiled once.
+    behind, here, ahead = jax.lax.map(
+        lambda side: loss(optax.tree.add_scale(params, side, update)), jnp.array([-1.0, 0.0, 1.0])
+    )
+    first = second = jnp.nan
+    if derivatives:
+        # The kernels of the other backends have no second derivative.
+        with ops.use_backend("xla"):
+            gradient, curvature = jax.jvp(jax.grad(loss), (params,), (update,))
+        first, second = optax.tree.vdot(gradient, update), optax.tree.vdot(curvature, update) / 2
+    return SecondOrderTerms(
+        loss=here,
+        change=ahead - here,
+        odd=(ahead - behind) / 2,
+        # In this order the large parts cancel before they are rounded.
+        even=((ahead - here) + (behind - here)) / 2,
+        first=first,
+        second=second,
+    )
+
+
+def _looped(graphdef: nnx.GraphDef, params: Any) -> nnx.GraphDef:
+    """The same model as a loop over its blocks, where it has them alike: there are then second
+    derivatives of one block to compile.
+    """
+    model = nnx.merge(graphdef, params)
+    if hasattr(model, "loop_over_blocks"):
+        model.loop_over_blocks()
+    return nnx.split(model, nnx.Param)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class SecondOrderStep:
+    """The expansion of the loss of one batch along the training step taken on it.
+
+    Attributes:
+      step: number of steps before it.
+      learning_rate: of the step.
+      loss, change, odd, even, first, second: as in :class:`SecondOrderTerms`, of the step's batch
+        with its augmentation and dropout.
+    """
+
+    step: int
+    learning_rate: float
+    loss: float
+    change: float
+    odd: float
+    even: float
+    first: float
+    second: float
+
+    def ratio(self, learning_rate: float | None = None) -> float:
+        """|even| / |odd|: the second-order term against the first.
+
+        Args:
+          learning_rate: for the same direction at another learning rate, to which the ratio is
+            proportional.
+        """
+        factor = 1.0 if learning_rate is None else learning_rate / self.learning_rate
+        return factor * abs(self.even / self.odd)
+
+
+def second_order_along(
+    run: "Run", state: dict[str, Any], *, num_steps: int, every: int = 1, derivatives: bool = True
+) -> Iterator[SecondOrderStep]:
+    """Trains on from a state, by the run's own optimizer, and expands the loss along the steps.
+
+    Args:
+      run: from :func:`adder_flax.training.build_run`.
+      state: of that run, e.g. from ``run.init()`` or a checkpoint; it stays as it is.
+      num_steps: how many steps to take.
+      every: steps whose number is a multiple of this are measured.
+      derivatives: whether to compute ``first`` and ``second``. With adder layers, which need plain
+        XLA for it, that takes minutes to compile and ten steps' time for each step; without, a
+        step's time.
+
+    Yields:
+      One :class:`SecondOrderStep` for each measured step; steps whose learning rate is 0 are left
+      out.
+    """
+    # Here because they load libraries of training (checkpoints, TensorBoard) that the rest of the
+    # report does without.
+    from adder_flax.training.sharding import put_batch
+
+    looped = _looped(run.graphdef, state["params"])
+    batches = run.batches()
+    for _ in range(num_steps):
+        step = int(state["step"])
+        batch, learning_rate = put_batch(batches[step], run.mesh), run.learning_rate(step)
+        with jax.set_mesh(run.mesh):  # as the trainer does, so that its compiled step serves
+            new_state, _ = run.train_step(jax.tree.map(jnp.copy, state), batch, run.hyper)
+        if step % every == 0 and learning_rate > 0:
+            options = dict(graphdef=looped, program=run.program, derivatives=derivatives)
+            both = state["params"], new_state["params"]
+            terms = _terms_along(*both, batch, jnp.int32(step), run.hyper, **options)
+            numbers = {name: float(term) for name, term in vars(terms).items()}
+            yield SecondOrderStep(step=step, learning_rate=learning_rate, **numbers)
+        state = new_state
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "program", "derivatives"))
+def _terms_along(
+    params: Any,
+    new_params: Any,
+    batch: Mapping[str, Array],
+    step: Int[Array, ""],
+    hyper: Mapping[str, Any],
+    *,
+    graphdef: nnx.GraphDef,
+    program: "Program",
+    derivatives: bool,
+) -> SecondOrderTerms:
+    from adder_flax.training.step import step_keys
+
+    parts = program.parts(hyper, graphdef)
+    augment_key, key = step_keys(parts.seed, step)
+    examples = parts.examples(augment_key, batch)
+    loss = lambda params: parts.loss(params, examples, key).loss
+    with ops.exact_gradients():
+        return second_order_terms(
+            loss, params, optax.tree.sub(new_params, params), derivatives=derivatives
+        )

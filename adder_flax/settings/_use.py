@@ -1,0 +1,161 @@
+"""What uses settings: modules whose keywords they are, and the compiled step whose data they hold.
+
+A module's user writes ``score="adder"``, the module gets its settings whole. The numbers that are
+data of the compiled step are taken out of the settings and put back traced: what is left shapes the
+program, and runs whose settings are equal without their numbers share one.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard, TypeVar
+
+Returned = TypeVar("Returned")
+Settings = TypeVar("Settings")
+Value = TypeVar("Value")
+
+
+class Options(Mapping):
+    """A mapping that cannot be changed, so it can be part of what identifies a compiled program.
+
+    >>> Options({"gradient": "full"})["gradient"], hash(Options(a=1)) == hash(Options(a=1))
+    ('full', True)
+    """
+
+    def __init__(self, *fields: Mapping[str, Any] | Iterable[tuple[str, Any]], **more: Any):
+        self._fields = dict(*fields, **more)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._fields.items()))
+
+    def __repr__(self) -> str:
+        return f"Options({self._fields})"
+
+
+def keywords_of(
+    settings: type, *, but: Sequence[str] = ()
+) -> Callable[[Callable[..., Returned]], Callable[..., Returned]]:
+    """Lets a function take the fields of the class of its argument ``settings`` as keywords too.
+
+    They are written into its signature. Lists and mappings among the values are frozen.
+
+    Args:
+      settings: the class.
+      but: fields that are no keywords; nor are those that the function has as arguments of its own.
+
+    >>> from adder_flax.settings import AttentionSettings
+    >>> @keywords_of(AttentionSettings)
+    ... def describe(width, *, settings=AttentionSettings()):
+    ...     return width, settings.score, settings.temperature
+    >>> (
+    ...     describe(8, score="adder"),
+    ...     describe(8, settings=AttentionSettings(score="dot"), temperature=2.0),
+    ... )
+    ((8, 'adder', 1.0), (8, 'dot', 2.0))
+    """
+
+    def decorate(function: Callable[..., Returned]) -> Callable[..., Returned]:
+        signature = inspect.signature(function)
+        names = {field.name for field in dataclasses.fields(settings)}
+        names -= {*signature.parameters, *but}
+        default = signature.parameters["settings"].default
+
+        @functools.wraps(function)
+        def call(*args: Any, **keywords: Any) -> Returned:
+            given = {name: _frozen(keywords.pop(name)) for name in list(keywords) if name in names}
+            if given:
+                whole = keywords.get("settings", default)
+                keywords["settings"] = dataclasses.replace(whole, **given)
+            return function(*args, **keywords)
+
+        own = inspect.signature(settings).parameters.values()
+        fields = [f.replace(kind=f.KEYWORD_ONLY) for f in own if f.name in names]
+        merged = sorted([*signature.parameters.values(), *fields], key=lambda p: p.kind)
+        described = signature.replace(parameters=merged)
+        setattr(call, "__signature__", described)  # noqa: B010  functions declare no such attribute
+        return call
+
+    return decorate
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return Options(value)
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+class _Number:
+    """Stands where a number was taken out."""
+
+    def __repr__(self) -> str:
+        return "<number>"
+
+
+NUMBER = _Number()
+
+
+def is_on(value: Value | None) -> TypeGuard[Value]:
+    """Whether a rate, strength or bound is in use: not None and not a plain 0.
+
+    A traced number always is.
+
+    >>> is_on(0.0), is_on(None), is_on(0.1)
+    (False, False, True)
+    """
+    return value is not None and not (isinstance(value, int | float) and value == 0)
+
+
+def take_numbers(settings: Settings) -> tuple[Settings, dict[str, float]]:
+    """Returns settings, hashable, with their data taken out, and that data by path.
+
+    A field that is off stays what it is, since that leaves its part out of the program.
+
+    >>> from adder_flax.settings import OptimizerSettings
+    >>> shape, numbers = take_numbers(OptimizerSettings(learning_rate=0.1, clip_norm=None))
+    >>> shape.learning_rate, shape.clip_norm, numbers["learning_rate"], "clip_norm" in numbers
+    (<number>, None, 0.1, False)
+    """
+    taken: dict[str, float] = {}
+
+    def take(path: str, field: dataclasses.Field, value: Any) -> Any:
+        data = field.metadata["declared"].data
+        if not data or value is None or (data == "if on" and not is_on(value)):
+            return value
+        taken[path] = value
+        return NUMBER
+
+    return _mapped(take, settings), taken
+
+
+def put_numbers(settings: Settings, numbers: Mapping[str, Any]) -> Settings:
+    """Puts numbers, which may be traced, back where `take_numbers` took them out.
+
+    >>> from adder_flax.settings import OptimizerSettings
+    >>> put_numbers(*take_numbers(OptimizerSettings(b1=0.5))).b1
+    0.5
+    """
+    return _mapped(lambda path, _, value: numbers[path] if value is NUMBER else value, settings)
+
+
+def _mapped(
+    change: Callable[[str, dataclasses.Field, Any], Any], settings: Any, at: str = ""
+) -> Any:
+    """Returns settings with each field changed, those of sections by their paths."""
+    changed = {}
+    for field in dataclasses.fields(settings):
+        value, path = getattr(settings, field.name), at + field.name
+        nested = dataclasses.is_dataclass(value)
+        changed[field.name] = (
+            _mapped(change, value, f"{path}.") if nested else change(path, field, value)
+        )
+    return dataclasses.replace(settings, **changed)

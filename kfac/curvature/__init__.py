@@ -1,0 +1,1 @@
+"""What curvature is made of: layers, what a loss captures of them, and their blocks."""

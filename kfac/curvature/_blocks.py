@@ -1,0 +1,583 @@
+"""Blocks: a layer's parameters, its captured pairs (a, g), and the products F v of its curvature.
+
+Every layer is seen through its local Jacobian J_n (input of example n, one row per token t) and its
+cotangents g_n, so one piece of code serves dense, normalisation, convolution, embedding and adder
+layers:
+
+- exact:  F v = (1/N) Σ_n J_nᵀ (θ_n g_n) with θ_n = Σ_t ⟨g_nt, (J_n v)_t⟩; for a dense layer Aᵀ
+  diag(A V Gᵀ) G / N;
+- kron:   K v = (1/NT) Σ_nt J_ntᵀ 𝒢 J_nt v with 𝒢 = Σ g gᵀ/N; for a dense layer (AᵀA/NT) V (GᵀG/N),
+  which is K-FAC (Martens & Grosse, 2015): the formula of ``exact`` with all pairs of inputs and
+  cotangents in place of matching ones.
+
+Tokens count as examples in ``kron``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from kfac.curvature._capture import Tap
+from kfac.curvature._layers import Dense, Generic
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+    Lane = tuple[Array, ...]  # one array per parameter of a block, of one lane
+
+MOST_ROWS = 8192
+"""Rows of the largest factor that is formed: what is wider has the diagonal of its right one."""
+EXAMPLES_AT_ONCE = (
+    16  # at most, whose own gradients are held together where only their squares are summed
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """A parameter of a block.
+
+    Attributes:
+      path: where it stands in the parameter tree.
+      shape: its shape inside the layer.
+      stack_axes: the axes of the whole parameter that number layers stacked for a scan or vmap.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    stack_axes: tuple[int, ...] = ()
+
+    def to_lanes(self, array: Array) -> Float[Array, "lane ..."]:
+        """The whole parameter with its stacked axes as one leading axis."""
+        array = jnp.moveaxis(array, self.stack_axes, range(len(self.stack_axes)))
+        return array.reshape(-1, *self.shape)
+
+    def from_lanes(self, array: Float[Array, "lane ..."], shape: tuple[int, ...]) -> Array:
+        """The inverse of ``to_lanes`` for a parameter of this whole shape."""
+        array = array.reshape(*(shape[a] for a in self.stack_axes), *self.shape)
+        return jnp.moveaxis(array, range(len(self.stack_axes)), self.stack_axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """One call of a layer, for one lane.
+
+    Attributes:
+      name: of the tap.
+      layer: kind of layer.
+      roles: (role in the layer, index among the block's parameters).
+      frames: (size, whether it numbers lanes) of each leading axis of the captured arrays.
+      output: shape and dtype of y, with the frames that are not lanes.
+      input_dtypes: dtypes of the leaves of x.
+      example_axis: the axis of ``output`` that numbers examples (each perhaps with several tokens).
+      num_examples: N.
+    """
+
+    name: str
+    layer: Dense | Generic
+    roles: tuple[tuple[str, int], ...]
+    frames: tuple[tuple[int, bool], ...]
+    output: jax.ShapeDtypeStruct
+    input_dtypes: tuple[Any, ...]
+    example_axis: int
+    num_examples: int
+
+    @property
+    def dense(self) -> Dense:
+        """The layer, which is one with factors."""
+        return cast("Dense", self.layer)
+
+    @property
+    def num_tokens(self) -> int:
+        """T: rows of the layer's output per example."""
+        return math.prod(self.output.shape[:-1]) // self.num_examples
+
+    @property
+    def num_outputs(self) -> int:
+        """Features of the layer's output."""
+        return self.output.shape[-1]
+
+    @property
+    def captured_example_axis(self) -> int:
+        """The example axis among the axes of captured arrays.
+
+        Frames that number lanes are still in place there.
+        """
+        inner = [i for i, (_, is_lane) in enumerate(self.frames) if not is_lane]
+        if self.example_axis < len(inner):
+            return inner[self.example_axis]
+        return self.example_axis + len(self.frames) - len(inner)
+
+    def with_examples(self, num_examples: int) -> Use:
+        """The same use in a batch of another size."""
+
+        def resized(size: int) -> int:  # the axis may hold each example's tokens too
+            return size // self.num_examples * num_examples
+
+        shape, frames, inner = (
+            list(self.output.shape),
+            list(self.frames),
+            self.captured_example_axis,
+        )
+        shape[self.example_axis] = resized(shape[self.example_axis])
+        if inner < len(frames):
+            frames[inner] = (resized(frames[inner][0]), frames[inner][1])
+        output = jax.ShapeDtypeStruct(tuple(shape), self.output.dtype)
+        return dataclasses.replace(
+            self, output=output, frames=tuple(frames), num_examples=num_examples
+        )
+
+    def own(self, params: Lane) -> dict[str, Array]:
+        """The parameters of this use by role."""
+        return {role: params[i] for role, i in self.roles}
+
+    def as_matrix(self, v: Lane) -> Float[Array, "rows outputs"]:
+        """[V; v_b] of a factored layer."""
+        return self.dense.matrix(self.own(v))
+
+    def from_matrix(self, params: Lane, matrix: Float[Array, "rows outputs"]) -> dict[str, Array]:
+        """The inverse of ``as_matrix``, by role."""
+        return self.dense.unmatrix(self.own(params), matrix)
+
+    def mean_left(
+        self, params: Lane, left: Float[Array, "lifted lifted"]
+    ) -> Float[Array, "rows rows"]:
+        """The left factor as it acts on ``as_matrix``, averaged over outputs."""
+        return self.dense.mean_left(self.own(params), left)
+
+    def lanes_first(self, array: Array, num_column_axes: int = 0) -> Array:
+        """A captured array with the frames that number lanes as one leading axis."""
+        lanes = [i for i, (_, is_lane) in enumerate(self.frames, num_column_axes) if is_lane]
+        array = jnp.moveaxis(array, lanes, range(len(lanes)))
+        return array.reshape(-1, *array.shape[len(lanes) :])
+
+    def inputs(self, x: Any) -> Any:
+        """Captured inputs of all lanes, with the dtypes they had."""
+        leaves, treedef = jax.tree.flatten(x)
+        leaves = [
+            self.lanes_first(a).astype(d) for a, d in zip(leaves, self.input_dtypes, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, leaves)
+
+    def cotangents(
+        self, g: Float[Array, "column ..."]
+    ) -> Float[Array, "lane column example token out"]:
+        """Captured cotangents of all lanes."""
+        return jax.vmap(jax.vmap(self.rows))(self.lanes_first(g, num_column_axes=1))
+
+    def rows(self, array: Array) -> Float[Array, "example token out"]:
+        """An array shaped like y as (N, T, features)."""
+        return jnp.moveaxis(array, self.example_axis, 0).reshape(
+            self.num_examples, -1, array.shape[-1]
+        )
+
+    def split_examples(self, x: Any) -> Any:
+        """Inputs of one lane by example, on a leading axis.
+
+        None where the inputs do not number them as y does.
+        """
+        axis, size = self.example_axis, self.output.shape[self.example_axis]
+        if any(a.shape[axis : axis + 1] != (size,) for a in jax.tree.leaves(x)):
+            return None
+
+        def split(a: Array) -> Array:
+            a = a.reshape(*a.shape[:axis], self.num_examples, -1, *a.shape[axis + 1 :])
+            return jnp.moveaxis(a, axis, 0)
+
+        return jax.tree.map(split, x)
+
+    def jvp(self, linearized: Any, v: Lane) -> Float[Array, "example token out"]:
+        """J v, in float32 or better."""
+        y = self.layer.jvp(linearized, self.own(v), self.output)
+        return self.rows(y.astype(_accumulator(y)))
+
+    def vjp(self, linearized: Any, z: Float[Array, "example token out"]) -> dict[str, Array]:
+        """Jᵀ z by role."""
+        shape = list(self.output.shape)
+        moved = [shape.pop(self.example_axis), *shape]
+        z = jnp.moveaxis(z.reshape(moved), 0, self.example_axis)
+        return self.layer.vjp(linearized, z if self.layer.factored else z.astype(self.output.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The parameters of a layer, and every call that uses them (several for tied weights).
+
+    Attributes:
+      name: for tables, telemetry and optimizer state.
+      params: its parameters.
+      uses: the calls.
+      lanes: how many layers of this shape are stacked (1 unless scanned or vmapped).
+    """
+
+    name: str
+    params: tuple[Param, ...]
+    uses: tuple[Use, ...]
+    lanes: int
+
+    def with_examples(self, num_examples: int) -> Block:
+        """The same block in a batch of another size."""
+        return dataclasses.replace(
+            self, uses=tuple(use.with_examples(num_examples) for use in self.uses)
+        )
+
+    @property
+    def size(self) -> int:
+        """Number of parameters of one lane."""
+        return sum(math.prod(p.shape) for p in self.params)
+
+    @property
+    def program(self) -> tuple:
+        """All that the products depend on besides arrays.
+
+        Blocks with equal programs can be solved together.
+        """
+        # Frames are only where captured arrays keep their lanes, which lie on the first
+        # axis by then.
+        return tuple(dataclasses.replace(use, name="", frames=()) for use in self.uses)
+
+    @property
+    def factored(self) -> bool:
+        """Whether all uses are dense of one lifted shape.
+
+        Then two Kronecker factors describe the block.
+        """
+        if not all(u.layer.factored for u in self.uses):
+            return False
+        return len({(u.layer, self.lifted_shape(u)) for u in self.uses}) == 1
+
+    def lifted_shape(self, use: Use) -> tuple[int, int]:
+        """(inputs, outputs) of the matrix that a dense use multiplies its features by."""
+        return use.dense.lifted_shape({role: self.params[i].shape for role, i in use.roles})
+
+
+def find_blocks(
+    taps: dict[str, Tap], num_examples: int
+) -> tuple[tuple[Block, ...], dict[str, str]]:
+    """Groups tapped calls into blocks that share no parameter.
+
+    Returns:
+      The blocks, and reason by name for each tapped call that cannot have one.
+    """
+    found: dict[str, tuple[Tap, dict[str, Param], tuple[bool, ...], int]] = {}
+    skipped: dict[str, str] = {}
+    for name, tap in taps.items():
+        result = _resolve(tap, num_examples)
+        if isinstance(result, str):
+            skipped[name] = result
+        elif result is not None:
+            found[name] = (tap, *result)
+    # What moves the loss by a way that is not captured has more curvature than the others show.
+    partly = {path: skipped[name] for name in skipped for path in sorted(taps[name].moved)}
+    groups: list[tuple[set[str], list[str]]] = []
+    for name, (_, params, _, _) in found.items():
+        paths, names = {p.path for p in params.values()}, [name]
+        for group in [g for g in groups if g[0] & paths]:
+            groups.remove(group)
+            paths, names = paths | group[0], group[1] + names
+        groups.append((paths, names))
+    blocks = []
+    for paths, names in groups:
+        block = next((partly[path] for path in sorted(paths & partly.keys())), None)
+        block = block or _make_block({name: found[name] for name in names}, num_examples)
+        if isinstance(block, str):
+            skipped |= dict.fromkeys(names, block)
+        else:
+            blocks.append(block)
+    return tuple(blocks), skipped
+
+
+def _resolve(
+    tap: Tap, num_examples: int
+) -> tuple[dict[str, Param], tuple[bool, ...], int] | str | None:
+    """Parameters, lane frames and example axis of a tapped call, or why it can have no block.
+
+    None where there was no call.
+    """
+    if not tap.captured:
+        return tap.reason
+    stacked = list({role.stacked for role in tap.params.values()})
+    if len(stacked) != 1:
+        return "some of its parameters are stacked and others shared"
+    axis = _example_axis(tap, stacked[0], num_examples)
+    if axis is None:
+        return f"no axis of its output {tap.y.shape} numbers the {num_examples} examples"
+    params = {
+        name: Param(role.path, tap.shapes[name], role.stack_axes)
+        for name, role in tap.params.items()
+    }
+    return params, stacked[0], axis
+
+
+def _example_axis(tap: Tap, stacked: tuple[bool, ...], num_examples: int) -> int | None:
+    """How the examples are numbered.
+
+    By a vmap, else by the output's first axis (which may hold tokens too), else by a
+    scan.
+    """
+    inner = [
+        (size, i >= len(tap.scans))
+        for i, (size, s) in enumerate(zip(tap.frames, stacked, strict=True))
+        if not s
+    ]
+    vmaps = [i for i, (size, is_vmap) in enumerate(inner) if is_vmap and size == num_examples]
+    scans = [i for i, (size, is_vmap) in enumerate(inner) if not is_vmap and size == num_examples]
+    first = [len(inner)] if len(tap.y.shape) > 1 and tap.y.shape[0] % num_examples == 0 else []
+    return next(iter(vmaps + first + scans), None)
+
+
+def _make_block(members: dict[str, tuple], num_examples: int) -> Block | str:
+    params: dict[str, Param] = {}
+    for _, own, _, _ in members.values():
+        for param in own.values():
+            if params.setdefault(param.path, param) != param:
+                return f"{param.path} is stacked in one use and not in another"
+    order = list(params)
+    lanes = set()
+    uses = []
+    for name, (tap, own, stacked, axis) in members.items():
+        lanes.add(math.prod(size for size, s in zip(tap.frames, stacked, strict=True) if s))
+        roles = tuple((role, order.index(p.path)) for role, p in own.items())
+        dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(tap.x))
+        frames = tuple(zip(tap.frames, stacked, strict=True))
+        inner = tuple(size for size, is_lane in frames if not is_lane)
+        output = jax.ShapeDtypeStruct((*inner, *tap.y.shape), tap.y.dtype)
+        uses.append(
+            Use(
+                name,
+                tap.layer.framed(len(inner)),
+                roles,
+                frames,
+                output,
+                dtypes,
+                axis,
+                num_examples,
+            )
+        )
+    if len(lanes) > 1:
+        return "its uses are stacked differently"
+    return Block(next(iter(members)), tuple(params.values()), tuple(uses), lanes.pop())
+
+
+# ---- Products of one lane. `program` is Block.program; `g` holds each use's cotangents
+# (column, example, token, out).
+
+
+def linearize(program: tuple[Use, ...], params: Lane, inputs: tuple) -> tuple:
+    """The local Jacobians of all uses at the captured inputs."""
+    return tuple(
+        use.layer.linearize(use.own(params), x) for use, x in zip(program, inputs, strict=True)
+    )
+
+
+def pushforward(program: tuple[Use, ...], linearized: tuple, v: Lane) -> tuple[Array, ...]:
+    """J v of each use, (N, T, outputs)."""
+    return tuple(use.jvp(state, v) for use, state in zip(program, linearized, strict=True))
+
+
+def pullback(
+    program: tuple[Use, ...], linearized: tuple, zs: tuple[Array, ...], like: Lane
+) -> Lane:
+    """Σ_uses Jᵀ z."""
+    total = [jnp.zeros_like(p) for p in like]
+    for use, state, z in zip(program, linearized, zs, strict=True):
+        pulled = use.vjp(state, z)
+        for role, i in use.roles:
+            total[i] += pulled[role].astype(total[i].dtype)
+    return tuple(total)
+
+
+def example_derivatives(
+    g: tuple[Array, ...], pushed: tuple[Array, ...]
+) -> Float[Array, "column example"]:
+    """θ_n = ⟨g_n, J_n v⟩: each example's derivative of its loss along v."""
+    return functools.reduce(
+        jnp.add, (jnp.einsum("cnto,nto->cn", gs, ys) for gs, ys in zip(g, pushed, strict=True))
+    )
+
+
+def exact_product(
+    program: tuple[Use, ...], linearized: tuple, g: tuple[Array, ...], v: Lane
+) -> Lane:
+    """F v = (1/N) Σ_n Jᵀ(θ_n g_n)."""
+    theta = example_derivatives(g, pushforward(program, linearized, v)) / program[0].num_examples
+    return pullback(
+        program, linearized, tuple(jnp.einsum("cn,cnto->nto", theta, gs) for gs in g), v
+    )
+
+
+def kron_product(
+    program: tuple[Use, ...],
+    linearized: tuple,
+    right: tuple[Array, ...],
+    v: Lane,
+    weights: Float[Array, " example"] | None = None,
+) -> Lane:
+    """K v = (1/NT) Σ Jᵀ 𝒢 J v.
+
+    ``right`` is 𝒢 (or its diagonal) by number of outputs, in order of first use; ``weights`` are
+    of examples, and of mean 1.
+    """
+    groups = output_groups(program)
+    zs = []
+    for use, y in zip(program, pushforward(program, linearized, v), strict=True):
+        matrix, tokens = right[list(groups).index(use.num_outputs)], groups[use.num_outputs]
+        y = y * matrix if matrix.ndim == 1 else y @ matrix
+        y = y if weights is None else y * weights[:, None, None]
+        zs.append(y / (use.num_examples * tokens))
+    return pullback(program, linearized, tuple(zs), v)
+
+
+def output_groups(program: tuple[Use, ...]) -> dict[int, int]:
+    """Number of outputs → tokens per example of all uses with that many, in order of first use."""
+    groups: dict[int, int] = {}
+    for use in program:
+        groups[use.num_outputs] = groups.get(use.num_outputs, 0) + use.num_tokens
+    return groups
+
+
+def right_factors(
+    program: tuple[Use, ...],
+    g: tuple[Array, ...],
+    narrow: str | None = None,
+) -> tuple[Array, ...]:
+    """𝒢 = Σ g gᵀ / N over the uses with equally many outputs.
+
+    Its diagonal where it has more than ``MOST_ROWS`` rows. Of g rounded to ``narrow``, if given.
+    """
+    factors = []
+    for outputs in output_groups(program):
+        total = 0
+        for use, gs in zip(program, g, strict=True):
+            if use.num_outputs == outputs:
+                gs = _narrowed(gs, narrow)
+                # float32 sums: with the 8 bits of bfloat16 a sum of equal terms stops
+                # growing after 256 of them.
+                product = "cnto,cntp->op" if outputs <= MOST_ROWS else "cnto,cnto->o"
+                total += jnp.einsum(product, gs, gs, preferred_element_type=_accumulator(gs))
+        # N, where the left factor has N T: the cotangents of an example's tokens are
+        # parts of one loss, which add up.
+        factors.append(total / program[0].num_examples)
+    return tuple(factors)
+
+
+def _narrowed(array: Array, dtype: str | None) -> Array:
+    return array if dtype is None else array.astype(dtype)
+
+
+def left_factor(
+    program: tuple[Use, ...],
+    params: Lane,
+    inputs: tuple,
+    narrow: str | None = None,
+    weights: Float[Array, " example"] | None = None,
+) -> Float[Array, "lifted lifted"]:
+    """𝒜 = Σ φ φᵀ / (N T), the second moment of the features of a factored block.
+
+    Of φ rounded to ``narrow``, if given; ``weights`` are of examples, and of mean 1.
+    """
+    tokens = sum(use.num_tokens for use in program)
+    moments = []
+    for use, x in zip(program, inputs, strict=True):
+        features = use.rows(use.dense.features(use.own(params), x))
+        features = features if weights is None else features * jnp.sqrt(weights)[:, None, None]
+        features = _narrowed(features, narrow)
+        moments.append(
+            jnp.einsum(
+                "nti,ntj->ij", features, features, preferred_element_type=_accumulator(features)
+            )
+        )
+    return functools.reduce(jnp.add, moments) / (program[0].num_examples * tokens)
+
+
+def factored_trace(use: Use, params: Lane, left: Array, right: Array) -> Float[Array, ""]:
+    """tr Lᵀ(𝒜 ⊗ 𝒢)L, with L the lift of the layer.
+
+    From the diagonal of 𝒢 and one trace for each output.
+    """
+    return use.dense.left_traces(use.own(params), left) @ jnp.diagonal(right)
+
+
+def factor_product(use: Use, params: Lane, left: Array, right: Array, matrix: Array) -> Array:
+    """K v = Lᵀ(𝒜 L(v) 𝒢) for v as a matrix [V; v_b], with L the lift of the layer."""
+    layer, own = use.dense, use.own(params)
+    lifted = layer.lift(own, layer.unmatrix(own, matrix))
+    return layer.matrix(layer.project(own, left @ lifted @ right))
+
+
+def example_gradients(
+    program: tuple[Use, ...], params: Lane, inputs: tuple, linearized: tuple, g: tuple[Array, ...]
+) -> Lane:
+    """Every example's own gradient, one row per example and column: U of F = UᵀU/N."""
+
+    def whole(gradient: Lane) -> Lane:
+        return gradient
+
+    rows = _map_examples(whole, program, params, inputs, linearized, g)
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), rows)
+
+
+def exact_trace(
+    program: tuple[Use, ...], params: Lane, inputs: tuple, linearized: tuple, g: tuple[Array, ...]
+) -> Float[Array, ""]:
+    """tr F = Σ_n ‖u_n‖² / N, at the cost of one pull-back; the u_n are not kept."""
+
+    def squared_norm(gradient: Lane) -> Array:
+        return functools.reduce(jnp.add, (jnp.sum(jnp.square(p)) for p in gradient))
+
+    return (
+        _map_examples(squared_norm, program, params, inputs, linearized, g).sum()
+        / program[0].num_examples
+    )
+
+
+def _map_examples(
+    function: Callable[[Lane], Any],
+    program: tuple[Use, ...],
+    params: Lane,
+    inputs: tuple,
+    linearized: tuple,
+    g: tuple[Array, ...],
+) -> Any:
+    """``function`` of each example's own gradient.
+
+    On axes that number chunks of examples, examples and columns.
+    """
+    num_examples = program[0].num_examples
+    split = tuple(use.split_examples(x) for use, x in zip(program, inputs, strict=True))
+
+    def one(example: Array, xs: tuple, g: tuple) -> Any:
+        total = [jnp.zeros_like(p) for p in params]
+        for use, x, state, gs in zip(program, xs, linearized, g, strict=True):
+            if x is None:  # the whole batch, the other examples' cotangents being zeros
+                keep = jnp.arange(num_examples) == example
+                pulled = use.vjp(state, jnp.where(keep[:, None, None], gs, 0))
+            else:
+                own = use.with_examples(1)
+                pulled = own.vjp(own.layer.linearize(own.own(params), x), gs[None])
+            for role, i in use.roles:
+                total[i] += pulled[role].astype(total[i].dtype)
+        return function(tuple(total))
+
+    each = jax.vmap(jax.vmap(one, (None, None, 0)))  # example, column
+    together = math.gcd(num_examples, EXAMPLES_AT_ONCE)
+
+    def chunked(a: Array) -> Array:
+        # Strided, not contiguous: every device keeps its own examples when they are
+        # sharded.
+        return jnp.swapaxes(a.reshape(together, -1, *a.shape[1:]), 0, 1)
+
+    chunks = jax.tree.map(
+        chunked, (jnp.arange(num_examples), split, tuple(jnp.moveaxis(gs, 1, 0) for gs in g))
+    )
+    return jax.lax.map(lambda chunk: each(*chunk), chunks)
+
+
+def _accumulator(array: Array) -> Any:
+    return jnp.promote_types(array.dtype, jnp.float32)

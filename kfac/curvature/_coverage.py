@@ -1,0 +1,307 @@
+"""Which layers of a model have curvature, and which parameters they cover."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from kfac._trees import flatten, is_inside, masked_paths, path_name
+from kfac.curvature._blocks import Block, find_blocks
+from kfac.curvature._capture import Tap
+from kfac.curvature._tracing import record_taps, without_modules
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+
+LEFT_OUT = "left out"
+LOW_COVERAGE = 0.5
+
+
+class Layers:
+    """The layers of a model that have curvature; printing it gives the coverage table.
+
+    They are found by tracing the model's loss.
+
+    Attributes:
+      blocks: name → block, in the order of the calls.
+      skipped: name → why a layer that was met has no block.
+      shapes: path → shape of every parameter.
+      reasons: path → why the parameter has no block, where a layer with it was met.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        skipped: dict[str, str],
+        shapes: dict[str, tuple[int, ...]],
+        reasons: dict[str, str],
+    ):
+        self.blocks = {block.name: block for block in blocks}
+        self.skipped = dict(skipped)
+        self.shapes = dict(shapes)
+        self.reasons = dict(reasons)
+
+    @property
+    def block_of(self) -> dict[str, str]:
+        """Path → name of the block of every covered parameter."""
+        return {param.path: name for name, block in self.blocks.items() for param in block.params}
+
+    @property
+    def coverage(self) -> float:
+        """Share of the parameters (counted as numbers) that some block covers."""
+        sizes = {path: math.prod(shape) for path, shape in self.shapes.items()}
+        return sum(sizes[path] for path in self.block_of) / max(sum(sizes.values()), 1)
+
+    def uncovered(self, count: int) -> dict[str, str]:
+        """Path → reason of the largest so many parameters without a block."""
+        paths = sorted(self.shapes.keys() - self.block_of, key=lambda p: -math.prod(self.shapes[p]))
+        return {path: self.reasons.get(path, "no layer met") for path in paths[:count]}
+
+    def select(self, predicate: Callable[[Block], bool]) -> Layers:
+        """These layers without the blocks that a predicate refuses.
+
+        Their parameters go to the fallback.
+
+        >>> import jax.numpy as jnp, kfac
+        >>> params = {"fc": {"kernel": jnp.ones((3, 2))}}
+        >>> loss_fn = lambda p, x: kfac.tap(kfac.Dense(), p["fc"], x, path="fc").mean()
+        >>> find_layers(loss_fn, params, jnp.ones((4, 3))).select(
+        ...     lambda block: not block.factored
+        ... ).coverage
+        0.0
+        """
+        kept = {name: block for name, block in self.blocks.items() if predicate(block)}
+        refused = dict.fromkeys(set(self.blocks) - set(kept), LEFT_OUT)
+        paths = dict.fromkeys((p for p, name in self.block_of.items() if name in refused), LEFT_OUT)
+        return Layers(
+            list(kept.values()), self.skipped | refused, self.shapes, self.reasons | paths
+        )
+
+    def whole_blocks(self, tree: PyTree) -> dict[str, Block]:
+        """The blocks whose parameters a tree like the parameters holds.
+
+        Some of these may be masked.
+
+        Raises:
+          ValueError: a block of which only a part is there; or this is another tree.
+        """
+        present, masked = flatten(tree), masked_paths(tree)
+        whole, broken, foreign = {}, [], []
+        for name, block in self.blocks.items():
+            missing = [param.path for param in block.params if param.path not in present]
+            foreign += [
+                path for path in missing if not any(is_inside(path, branch) for branch in masked)
+            ]
+            if not missing:
+                whole[name] = block
+            elif len(missing) < len(block.params):
+                broken.append(f"{name} (without {', '.join(missing)})")
+        if foreign:
+            raise ValueError(
+                "expected the parameter tree that kfac.find_layers was given, got one without "
+                f"{', '.join(foreign[:4])}; it has {', '.join(list(present)[:4]) or 'no arrays'}; "
+                "find the layers of the tree that is trained."
+            )
+        if broken:
+            raise ValueError(
+                f"expected all parameters of a layer or none, got a part of {'; '.join(broken)}: a "
+                "layer's parameters are one block of curvature; mask or label them alike, or leave "
+                "the layer out by layers.select."
+            )
+        return whole
+
+    def labels(self, tree: PyTree) -> PyTree[str]:
+        """``"covered"`` for each covered parameter, ``"fallback"`` for the others.
+
+        It is for ``optax.partition``.
+
+        Args:
+          tree: the parameters, or a tree like them; some may be masked.
+
+        Raises:
+          ValueError: a block of which only a part is there; or this is another tree.
+
+        >>> import jax.numpy as jnp, kfac
+        >>> params = {"fc": {"kernel": jnp.ones((3, 2))}, "free": jnp.ones(2)}
+        >>> loss_fn = lambda p, x: kfac.tap(kfac.Dense(), p["fc"], x, path="fc").mean()
+        >>> find_layers(loss_fn, params, jnp.ones((4, 3))).labels(params)
+        {'fc': {'kernel': 'covered'}, 'free': 'fallback'}
+        """
+        covered = {
+            param.path for block in self.whole_blocks(tree).values() for param in block.params
+        }
+
+        def label(path: tuple, _: Any) -> str:
+            return "covered" if path_name(path) in covered else "fallback"
+
+        return jax.tree_util.tree_map_with_path(label, tree)
+
+    def __str__(self) -> str:
+        owner = self.block_of
+        # Layers that differ only in the numbers of their paths share a row.
+        groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
+        for path, shape in self.shapes.items():
+            key = _starred(path), shape, _starred(self._served_by(path, owner))
+            groups.setdefault(key, []).append(path)
+        rows = [("parameter", "shape", "block")]
+        for (path, shape, text), paths in groups.items():
+            if len(paths) == 1:
+                path, text = paths[0], self._served_by(paths[0], owner)
+            else:
+                path = f"{path} ({len(paths)}×)"
+            rows.append((path, "×".join(map(str, shape)) or "scalar", text))
+        widths = [max(len(row[i]) for row in rows) for i in range(2)]
+        lines = [f"{path:<{widths[0]}}  {shape:>{widths[1]}}  {text}" for path, shape, text in rows]
+        return "\n".join(
+            [
+                *lines,
+                f"{len(self.blocks)} blocks cover {100 * self.coverage:.1f} % of the parameters",
+            ]
+        )
+
+    def _served_by(self, path: str, owner: dict[str, str]) -> str:
+        if path not in owner:
+            return f"fallback ({self.reasons.get(path, 'no layer met')})"
+        block = self.blocks[owner[path]]
+        kinds = dict.fromkeys(use.layer.kind for use in block.uses)
+        return f"{' + '.join(kinds)}, {block.name}" + (
+            f" × {block.lanes}" if block.lanes > 1 else ""
+        )
+
+
+def _starred(text: str) -> str:
+    """The text with stars in place of path components that are numbers."""
+    return re.sub(r"(^|/)\d+(?=/|$)", r"\1*", text)
+
+
+def find_layers(
+    loss_fn: Callable, params: PyTree, *args: Any, batch_size: int | None = None
+) -> Layers:
+    """Traces ``loss_fn(params, *args)`` and returns the layers that can be captured.
+
+    It is not run. Captured is what curvature is made of.
+
+    Args:
+      loss_fn: as for ``value_grad_and_curvature``.
+      params: the tree that will be differentiated; arrays or ``jax.ShapeDtypeStruct``.
+      *args: the loss function's further arguments, likewise.
+      batch_size: number of examples; by default the leading size of all arrays in ``args``.
+
+    Returns:
+      The layers; ``print`` shows for each parameter its block or its fallback, and the share
+      covered.
+
+    Raises:
+      ValueError: leading sizes that disagree, without ``batch_size``.
+
+    >>> import jax, jax.numpy as jnp, kfac
+    >>> params = {"fc": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}, "scale": jnp.ones(())}
+    >>> loss_fn = lambda p, x: (p["scale"] * kfac.tap(kfac.Dense(), p["fc"], x, path="fc")).mean()
+    >>> print(find_layers(loss_fn, params, jnp.ones((4, 3))))
+    parameter   shape  block
+    fc/bias         2  dense, fc
+    fc/kernel     3×2  dense, fc
+    scale      scalar  fallback (no layer met)
+    1 blocks cover 88.9 % of the parameters
+    """
+    if (of_arrays := without_modules(loss_fn, params, args)) is not None:
+        loss_fn, params, args = of_arrays.loss_fn, of_arrays.params, of_arrays.args
+    taps = record_taps(loss_fn, params, args)
+    layers = layers_of(taps, params, count_examples(args, batch_size))
+    if layers.coverage < LOW_COVERAGE:
+        left = "; ".join(f"{path}: {why}" for path, why in layers.uncovered(3).items())
+        warnings.warn(
+            f"kfac's layers cover {100 * layers.coverage:.1f} % of the parameters; the rest is "
+            f"trained by the fallback optimizer ({left}); print(layers) shows all.",
+            stacklevel=2,
+        )
+    return layers
+
+
+def curvature_stride(layers: Layers, num_examples: int, interval: int = 5) -> int:
+    """Of how many examples one need give curvature: a power of two, 1 where all need.
+
+    A batch of many tokens has far more rows than the sides of its factors, and forming these costs
+    more than the gradient. The stride leaves every block that has them two rows of a fresh batch
+    for each side of its wider factor, and fewer where curvature is renewed more often than every
+    fourth step: an eighth of a row at every step, times the square of the interval. Averages hold
+    as many batches at any interval; but a long one leaves the first steps, while the network
+    changes fastest, with what few batches gave. Blocks that have fewer with all examples, as a
+    head that reads one token of each, are not asked: their factors fill up over several batches as
+    it is. Where no block has so many, all examples give curvature.
+
+    Args:
+      layers: as the whole batch gives them, see ``find_layers``.
+      num_examples: what the stride has to divide: examples of a batch, or those of one device.
+      interval: steps from one curvature batch to the next.
+
+    >>> import jax, jax.numpy as jnp, kfac
+    >>> params = {"fc": {"kernel": jnp.ones((4, 8))}}
+    >>> loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p["fc"], x, path="fc") ** 2).mean()
+    >>> layers = kfac.find_layers(loss_fn, params, jnp.ones((16, 5, 4)))
+    >>> kfac.curvature_stride(layers, 16)  # of 80 rows a quarter, for 8 outputs
+    4
+    """
+    rows_a_side = min(2.0, interval**2 / 8)
+    asked = [
+        _num_rows(block) / (rows_a_side * max(block.lifted_shape(block.uses[0])))
+        for block in layers.blocks.values()
+        if block.factored
+    ]
+    spare = min((share for share in asked if share >= 1), default=1)
+    stride = 2 ** math.floor(math.log2(spare))
+    return math.gcd(stride, num_examples)
+
+
+def _num_rows(block: Block) -> int:
+    return sum(use.num_examples * use.num_tokens for use in block.uses)
+
+
+def layers_of(taps: dict[str, Tap], params: PyTree, num_examples: int) -> Layers:
+    """The layers that taps were recorded of."""
+    shapes = {path: jnp.shape(leaf) for path, leaf in flatten(params).items()}
+    blocks, skipped = find_blocks(taps, num_examples)
+    reasons: dict[str, str] = {}
+    for name, reason in skipped.items():
+        for path in sorted(taps[name].touched):
+            reasons.setdefault(path, reason)
+    return Layers(blocks, skipped, shapes, reasons)
+
+
+def count_examples(args: tuple, batch_size: int | None, outputs: Any = None) -> int:
+    """Number of examples: the leading size of a loss function's outputs, or of its arguments.
+
+    Args:
+      args: the loss function's further arguments.
+      batch_size: the number itself, or None.
+      outputs: of the likelihood, or None where they are not known.
+
+    Raises:
+      ValueError: sizes that disagree.
+    """
+    found: dict[int, str] = {}  # leading size → the first array that has it
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if shape := getattr(leaf, "shape", ()):
+            found.setdefault(shape[0], f"{tuple(shape)} at args{jax.tree_util.keystr(path)}")
+    known = [batch_size] if batch_size is not None else list(found)
+    if outputs is not None:
+        if len(known) == 1 and known[0] != outputs.shape[0]:
+            raise ValueError(
+                f"expected outputs of shape (batch, *positions, classes) of {known[0]} examples, "
+                f"got {outputs.shape}; reshape them, or pass batch_size= if that is the size of "
+                "the batch."
+            )
+        return outputs.shape[0]
+    if len(known) != 1:
+        raise ValueError(
+            "expected arrays whose first axes number the examples among the loss function's "
+            f"arguments, got {'; '.join(found.values()) or 'none'}; pass batch_size=."
+        )
+    return known[0]

@@ -1,0 +1,462 @@
+"""One call that gives loss, gradient and the captured curvature of every layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from kfac._sharing import axes_of, mean_over, names_of, own_along
+from kfac._trees import concatenated
+from kfac.curvature._coverage import Layers, count_examples, layers_of
+from kfac.curvature._fisher import (
+    FISHERS,
+    Likelihood,
+    Weights,
+    get_likelihood,
+    output_cotangents,
+    read_weights,
+)
+from kfac.curvature._tracing import record_taps, tapped, without_modules
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Key, PyTree
+
+    from kfac._sharing import AxisName
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["captured", "fresh", "weights"],
+    meta_fields=["layers", "num_examples", "fisher", "axis_name"],
+)
+@dataclasses.dataclass(frozen=True)
+class Curvature:
+    """What the optimizer needs beside the gradient; made by ``value_grad_and_curvature``.
+
+    Attributes:
+      captured: tap name → (layer inputs, cotangents of its output with a leading axis for the
+        columns). Cotangents are those of each example's own loss, not of the mean. ``Deferred``
+        where they may not be needed.
+      fresh: None where every step computes curvature, else whether this one did (see ``refresh``);
+        if it did not, the cotangents are zeros.
+      layers: the layers of this trace.
+      num_examples: N.
+      fisher: which Fisher matrix the cotangents stand for.
+      weights: of the losses; None where they have none.
+      axis_name: manual axes along which devices have a part of the batch each, if any.
+    """
+
+    captured: Mapping[str, tuple[PyTree[Array], Array]]
+    fresh: Bool[Array, ""] | None
+    layers: Layers
+    num_examples: int
+    fisher: str
+    weights: Weights | None = None
+    axis_name: AxisName = None
+
+    def in_branch(self) -> Curvature:
+        """This curvature, in a branch that is taken where it is fresh."""
+        captured = self.captured
+        captured = captured.compute() if isinstance(captured, Deferred) else captured
+        return dataclasses.replace(self, captured=captured)
+
+    def at_every_step(self, inputs_of: Container[str] = ()) -> Curvature:
+        """This curvature with arrays for steps of both kinds, see ``Deferred.at_every_step``."""
+        captured = self.captured
+        if isinstance(captured, Deferred):
+            captured = captured.at_every_step(inputs_of)
+        return dataclasses.replace(self, captured=captured)
+
+
+@jax.tree_util.register_pytree_node_class
+class Deferred(Mapping):
+    """Captured arrays that are computed where they are asked for.
+
+    Whoever needs them in a branch alone, where curvature is fresh, then computes them in that
+    branch: no array of zeros is written in their place at the other steps. Elsewhere they are the
+    mapping of ``at_every_step``, and as a tree they are that.
+
+    Args:
+      capture: refresh → captured arrays; where it is False, with cotangents of 0.
+      fresh: whether they are wanted.
+    """
+
+    def __init__(self, capture: Callable[[bool], dict], fresh: Bool[Array, ""]):
+        self._capture, self._fresh = capture, fresh
+
+    def compute(self) -> dict[str, tuple[PyTree[Array], Array]]:
+        """The arrays, whether they are wanted or not."""
+        return self._capture(True)
+
+    def at_every_step(
+        self, inputs_of: Container[str] = ()
+    ) -> dict[str, tuple[PyTree[Array], Array]]:
+        """The arrays where they are wanted, else zeros.
+
+        But for the inputs of these taps, for which a step that wants nothing takes a forward pass.
+        """
+
+        def inputs() -> dict:
+            return {
+                name: pair if name in inputs_of else optax.tree.zeros_like(pair)
+                for name, pair in self._capture(False).items()
+            }
+
+        return jax.lax.cond(self._fresh, self.compute, inputs)
+
+    def __getitem__(self, name: str) -> tuple[PyTree[Array], Array]:
+        return self.at_every_step()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(jax.eval_shape(self.compute))
+
+    def __len__(self) -> int:
+        return len(jax.eval_shape(self.compute))
+
+    def tree_flatten(self) -> tuple[tuple, None]:
+        return (self.at_every_step(),), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple) -> Any:
+        return children[0]
+
+
+def value_grad_and_curvature(
+    loss_fn: Callable,
+    *,
+    fisher: str = "mc",
+    likelihood: str | Likelihood = "categorical",
+    outputs: Callable[[Any], Array] | None = None,
+    weights: Callable[[Any], Any] | None = None,
+    has_aux: bool = False,
+    num_samples: int = 1,
+    batch_size: int | None = None,
+    axis_name: AxisName = None,
+) -> Callable:
+    """Like ``jax.value_and_grad``, with the curvature of every layer beside the gradient.
+
+    The loss must be the mean over examples (and positions) of the negative log-likelihood, weighted
+    if ``weights`` are given, plus anything that does not depend on the data. The gradient is that
+    of ``jax.value_and_grad``; the curvature costs one more pull-back over the same forward pass,
+    without weight gradients (none for ``"empirical"``).
+
+    Args:
+      loss_fn: ``loss_fn(params, *args) → loss`` or ``(loss, aux)``. Arguments that are Flax NNX
+        modules or ``nnx.Rngs`` are changed as under ``nnx.value_and_grad``, and gradients of a
+        module are those of its ``nnx.Param``, an ``nnx.State``.
+      fisher: ``"empirical"``: cotangents of the loss itself, the paper's choice; ``"mc"``: of the
+        loss under labels drawn from the model, an unbiased estimate of the Fisher matrix;
+        ``"ggn"``: the generalised Gauss-Newton matrix by random signs; ``"enumerate"``: the same
+        exactly, one pull-back per class.
+      likelihood: what ``loss_fn`` averages the negative logarithm of: ``"categorical"``,
+        ``"bernoulli"``, ``"gaussian"`` or a ``kfac.Likelihood``. Not used by ``"empirical"``.
+      outputs: aux → the likelihood's outputs (logits) of shape (batch, *positions, classes), which
+        ``loss_fn`` must return in its aux for every Fisher matrix but ``"empirical"``; by default
+        aux itself.
+      weights: aux → weights w of the losses ℓ, not negative and of their shape, (batch,
+        *positions), such as the mask of the real ones, where the loss is ``jnp.average(ℓ,
+        weights=w)``; the pair (w, T) where it is ``(w * ℓ).sum() / T``; None for a plain mean.
+      has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
+      num_samples: draws per example, for ``"mc"`` and ``"ggn"``.
+      batch_size: number of examples; by default the leading size of the outputs, or of all arrays
+        in ``args`` where ``"empirical"`` is given no ``outputs``.
+      axis_name: under ``jax.shard_map`` or ``jax.pmap``, the axes along which each device has a
+        part of the batch, of equal size; ``loss_fn`` is of one part. Value and gradient are then
+        means over the axes, and so is the curvature in the optimizer: all devices take one step.
+
+    Returns:
+      ``(params, *args, key=None, refresh=True) → (value, grads, Curvature)`` where ``value`` is
+      ``loss`` or ``(loss, aux)``. ``key`` feeds the draws. With ``refresh`` (a bool, traced or not)
+      False the extra pull-back is left out and the curvature is marked as not fresh. What the
+      pull-back needs is kept all the same: where most steps do without, ``curvature`` beside
+      ``jax.grad`` takes less.
+
+    Raises:
+      ValueError: an unknown Fisher matrix or likelihood, or one that needs outputs without
+        ``has_aux``; a number of examples that arguments and outputs do not agree on; manual axes
+        that ``axis_name`` leaves out.
+
+    >>> import jax, jax.numpy as jnp, kfac
+    >>> params = {"kernel": jnp.ones((3, 2))}
+    >>> def loss_fn(params, x, labels):
+    ...     logits = kfac.tap(kfac.Dense(), params, x, path="")
+    ...     return -jnp.take_along_axis(
+    ...         jax.nn.log_softmax(logits), labels[:, None], axis=1
+    ...     ).mean(), logits
+    >>> (loss, logits), grads, curvature = value_grad_and_curvature(loss_fn, has_aux=True)(
+    ...     params, jnp.ones((4, 3)), jnp.array([0, 1, 1, 1]), key=jax.random.key(0)
+    ... )
+    >>> grads["kernel"].shape, curvature.num_examples
+    ((3, 2), 4)
+    """
+    options = {"fisher": fisher, "likelihood": likelihood, "outputs": outputs}
+    options |= {"num_samples": num_samples, "batch_size": batch_size}
+    options |= {"weights": weights, "axis_name": axis_name}
+    _check_fisher(fisher, has_aux)
+    if weights is not None and not has_aux:
+        raise ValueError(
+            "expected has_aux=True and a loss_fn returning (loss, aux) that weights= finds them "
+            "in, got has_aux=False; return them."
+        )
+    likelihood = get_likelihood(likelihood)
+
+    def function(
+        params: PyTree, *args: Any, key: Key | None = None, refresh: bool | Array = True
+    ) -> tuple:
+        if (of_arrays := without_modules(loss_fn, params, args, has_aux)) is not None:
+            inner = value_grad_and_curvature(of_arrays.loss_fn, **_behind_state(options))
+            (loss, (aux, state)), grads, found = inner(
+                of_arrays.params, *of_arrays.args, key=key, refresh=refresh
+            )
+            of_arrays.write(state)
+            return ((loss, aux) if has_aux else loss), grads, found
+        axes = _checked_axes(axis_name)
+        params = own_along(axes, params)
+        taps = record_taps(loss_fn, params, args)
+        slots = {name: tap.slot() for name, tap in taps.items() if tap.captured}
+        slots = own_along(axes, slots)
+        inner = tapped(loss_fn, taps)
+
+        def forward(params: PyTree, slots: PyTree) -> tuple[tuple[Array, Any], Any]:
+            result = inner(params, slots, *args)
+            loss, aux = result if has_aux else (result, None)
+            z = () if fisher == "empirical" else aux if outputs is None else outputs(aux)
+            return (loss, z), aux
+
+        # One forward pass and several pull-backs of it: of the loss, and of the columns
+        # through the same outputs.
+        (loss, z), pullback, aux = jax.vjp(forward, params, slots, has_aux=True)
+        of_all = z if fisher != "empirical" else outputs(aux) if outputs is not None else None
+        examples = count_examples(args, batch_size, of_all)
+        weighted = None if weights is None else weights(aux)
+        if weighted is not None:
+            weighted = read_weights(weighted, examples, loss.dtype)
+        share = None if weighted is None else weighted.shares()
+        layers = layers_of(taps, params, examples)
+        ones = _cotangent_of_own(loss, params, axes)
+        fresh = None if refresh is True else jnp.asarray(refresh)
+        if fisher == "empirical":
+            grads, captured = pullback((ones, ()))
+            # The loss is a mean: its cotangents are those of single examples over N, and
+            # γ would be off by N².
+            captured = {name: (x, g[None] * examples) for name, (x, g) in captured.items()}
+            if share is not None:
+                # That of an example's loss times its share in the mean, where only a root is to be.
+                share = share.reshape(examples, -1).sum(1)
+                root = jnp.where(share > 0, jax.lax.rsqrt(jnp.where(share > 0, share, 1)), 0)
+                captured = _times(captured, layers, root)
+        else:
+            grads, captured = pullback((ones, jnp.zeros_like(z)))
+            if key is not None and axes:  # the parts of a batch are drawn for independently
+                key = jax.random.fold_in(key, jax.lax.axis_index(axes))
+            # Labels that the model draws are data, for whoever differentiates through
+            # this call.
+            columns = output_cotangents(
+                fisher, likelihood, jax.lax.stop_gradient(z), key, num_samples, share
+            ).astype(z.dtype)
+
+            def pull(column: Array) -> dict[str, Array]:
+                # The parameters' share of this pull-back is dropped, and XLA never
+                # computes it.
+                _, slots = pullback((jnp.zeros_like(loss), column))
+                return {name: g for name, (_, g) in slots.items()}
+
+            cotangents = _pull_columns(pull, columns, fresh)
+            captured = {name: (x, cotangents[name]) for name, (x, _) in captured.items()}
+        loss, grads = mean_over(axis_name, (loss, grads))
+        found = Curvature(captured, fresh, layers, examples, fisher, weighted, axis_name)
+        return ((loss, aux) if has_aux else loss), grads, found
+
+    return function
+
+
+def _checked_axes(axis_name: AxisName) -> tuple[str, ...]:
+    """The axes by name; raises ValueError where there are manual ones besides."""
+    axes = names_of(axis_name)
+    others = [n for n in jax.sharding.get_abstract_mesh().manual_axes if n not in axes]
+    if others:
+        raise ValueError(
+            "expected axis_name= to name the axes of the shard_map or pmap around, got "
+            f"{axis_name!r} under {', '.join(map(repr, others))}: each device would take a step of "
+            "its own; pass it, or leave it to jax.jit to divide a batch that has a NamedSharding."
+        )
+    return axes
+
+
+def _cotangent_of_own(loss: Array, params: PyTree, axes: tuple[str, ...]) -> Array:
+    """The cotangent of a loss with which each device pulls back what its own part gives."""
+    ones = jnp.ones_like(loss)
+    accounted = any(axes_of(leaf) for leaf in jax.tree.leaves(params))
+    # Where JAX knows that it is a mean over the devices already, a device's share is 1 over their
+    # number; where it does not, it pulls back as if it were no mean.
+    reduced = [n for n in axes if accounted and n not in axes_of(loss)]
+    return ones * jax.lax.axis_size(tuple(reduced)) if reduced else ones
+
+
+def _times(captured: dict, layers: Layers, factor: Float[Array, " example"]) -> dict:
+    """What was captured, with the cotangents of each example times its own factor."""
+    scaled = dict(captured)
+    for block in layers.blocks.values():
+        for use in block.uses:
+            x, g = captured[use.name]
+            axis = use.captured_example_axis + 1  # behind the axis of the columns
+            rows = jnp.repeat(factor, g.shape[axis] // len(factor))
+            scaled[use.name] = (x, g * rows.reshape(-1, *[1] * (g.ndim - axis - 1)).astype(g.dtype))
+    return scaled
+
+
+def curvature(loss_fn: Callable, **options: Any) -> Callable:
+    """The curvature alone, of examples of its own.
+
+    A sample of the batch is enough for factors that are averaged over steps.
+
+    What it costs is a forward and a backward pass over the sample, without weight gradients, and
+    nothing of it is held while the gradient of the whole batch is computed.
+
+    Args:
+      loss_fn, **options: as for ``value_grad_and_curvature``.
+
+    Returns:
+      ``(params, *args, key=None, refresh=True) → Curvature``. With ``refresh`` (a bool, traced or
+      not) False the curvature is marked as not fresh, and nothing is computed but the inputs of
+      layers whose Jacobian the optimizer takes at every step.
+
+    Raises:
+      ValueError: as ``value_grad_and_curvature`` does.
+
+    >>> import jax, jax.numpy as jnp, kfac
+    >>> params = {"kernel": jnp.ones((3, 2))}
+    >>> loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p, x, path="") ** 2).mean()
+    >>> examples = jnp.ones((8, 3))
+    >>> kfac.curvature(loss_fn, fisher="empirical")(params, examples[::4]).num_examples
+    2
+    """
+    with_gradient = value_grad_and_curvature(loss_fn, **options)
+
+    def function(
+        params: PyTree, *args: Any, key: Key | None = None, refresh: bool | Array = True
+    ) -> Curvature:
+        has_aux = options.get("has_aux", False)
+        if (of_arrays := without_modules(loss_fn, params, args, has_aux)) is not None:
+            # The state is left as it is: beside it the gradient's pass changes it.
+            alone = curvature(of_arrays.loss_fn, **_behind_state(options))
+            return alone(of_arrays.params, *of_arrays.args, key=key, refresh=refresh)
+
+        def capture(refresh: bool) -> Curvature:
+            return with_gradient(params, *args, key=key, refresh=refresh)[2]
+
+        if refresh is True:
+            return capture(True)
+        fresh = jnp.asarray(refresh)
+        captured = Deferred(lambda refresh: dict(capture(refresh).captured), fresh)
+        shapes = jax.eval_shape(functools.partial(capture, True))
+        weights = None if shapes.weights is None else capture(False).weights
+        return dataclasses.replace(shapes, captured=captured, fresh=fresh, weights=weights)
+
+    return function
+
+
+def _behind_state(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a loss function whose aux comes with the state of modules."""
+    outputs, weights = options.get("outputs") or (lambda aux: aux), options.get("weights")
+    behind = {"has_aux": True, "outputs": lambda aux: outputs(aux[0])}
+    return options | behind | {"weights": weights and (lambda aux: weights(aux[0]))}
+
+
+def _check_fisher(fisher: str, has_aux: bool) -> None:
+    """Raises ValueError unless there is such a Fisher matrix, and what it is made of."""
+    if fisher not in FISHERS:
+        raise ValueError(f"expected fisher to be one of {', '.join(FISHERS)}, got {fisher!r}.")
+    if fisher != "empirical" and not has_aux:
+        raise ValueError(
+            f"fisher={fisher!r} needs the network's outputs: expected has_aux=True and a loss_fn "
+            "returning (loss, outputs), got has_aux=False; return them, or use fisher='empirical'."
+        )
+
+
+def _pull_columns(
+    pull: Callable, columns: Float[Array, "column ..."], fresh: Bool[Array, ""] | None
+) -> dict:
+    """``pull`` of every column, or zeros where ``fresh`` is False."""
+
+    def compute() -> dict:
+        # Without vmap, under which custom rules and kernels take their batched forms.
+        if len(columns) == 1:
+            return jax.tree.map(lambda g: g[None], pull(columns[0]))
+        return jax.vmap(pull)(columns)
+
+    if fresh is None:
+        return compute()
+    zeros = jax.tree.map(lambda g: jnp.zeros(g.shape, g.dtype), jax.eval_shape(compute))
+    zeros = own_along(axes_of(columns), zeros)
+    return jax.lax.cond(fresh, compute, lambda: zeros)
+
+
+def concatenate_curvature(parts: Sequence[Curvature]) -> Curvature:
+    """The curvature of several microbatches as one: what their union would have given.
+
+    Of weighted losses: of the one whose T is the sum of theirs (see ``value_grad_and_curvature``).
+
+    Args:
+      parts: curvature of the same loss function and parameters on different examples.
+
+    Raises:
+      ValueError: parts of different layers, shapes or Fisher matrices.
+
+    >>> import jax, jax.numpy as jnp, kfac
+    >>> params = {"kernel": jnp.ones((3, 2))}
+    >>> loss_fn = lambda p, x: (kfac.tap(kfac.Dense(), p, x, path="") ** 2).mean()
+    >>> function = kfac.value_grad_and_curvature(loss_fn, fisher="empirical")
+    >>> parts = [function(params, jnp.ones((n, 3)))[2] for n in (2, 4)]
+    >>> concatenate_curvature(parts).num_examples
+    6
+    """
+    parts = [part.at_every_step() for part in parts]
+    first = parts[0]
+    names = [list(part.layers.blocks) for part in parts]
+    if any(n != names[0] for n in names) or len({part.fisher for part in parts}) > 1:
+        raise ValueError(
+            "expected curvature of the same layers and Fisher matrix in all parts; use one loss "
+            "function."
+        )
+    examples = sum(part.num_examples for part in parts)
+    weights = None
+    if of_parts := [part.weights for part in parts if part.weights is not None]:
+        positions, totals = zip(*of_parts, strict=True)
+        weights = Weights(jnp.concatenate(positions), jnp.stack(totals).sum())
+        parts = [_within(*pair, weights) for pair in zip(parts, of_parts, strict=True)]
+    captured = {}
+    for block in first.layers.blocks.values():
+        for use in block.uses:
+            # Axis of the examples in captured arrays: their frames that number lanes come
+            # on top of the output's axes.
+            axis = use.captured_example_axis
+            pairs = [part.captured[use.name] for part in parts]
+            captured[use.name] = (
+                concatenated((x for x, _ in pairs), axis),
+                jnp.concatenate([g for _, g in pairs], axis + 1),  # behind the axis of the columns
+            )
+    layers = Layers(
+        [b.with_examples(examples) for b in first.layers.blocks.values()],
+        first.layers.skipped,
+        first.layers.shapes,
+        first.layers.reasons,
+    )
+    return dataclasses.replace(
+        first, captured=captured, layers=layers, num_examples=examples, weights=weights
+    )
+
+
+def _within(part: Curvature, own: Weights, whole: Weights) -> Curvature:
+    """A part of a weighted batch, whose positions have other shares in the mean of all of it."""
+    size = len(whole.positions) / part.num_examples
+    share = size * own.total / jnp.where(whole.total > 0, whole.total, 1)
+    root = jnp.sqrt(share)
+    captured = {n: (x, g * root.astype(g.dtype)) for n, (x, g) in part.captured.items()}
+    return dataclasses.replace(part, captured=captured)

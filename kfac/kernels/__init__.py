@@ -1,0 +1,1 @@
+"""Kernels for GPUs: ``.cu`` is their source, ``.ptx`` is generated from it."""

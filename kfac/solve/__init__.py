@@ -1,0 +1,1 @@
+"""The linear systems (F + γI) x = b of the blocks."""

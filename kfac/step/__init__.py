@@ -1,0 +1,1 @@
+"""From solutions to steps: options, state and the optimizers."""

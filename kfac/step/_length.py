@@ -1,0 +1,217 @@
+"""From solutions of the linear systems to a step: its length and its momentum."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kfac._sharing import mean_over
+from kfac._trees import all_fit, concatenated
+from kfac.solve._solvers import Solution
+from kfac.solve._systems import System
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
+
+    Vectors = dict[str, tuple[Array, ...]]  # block → its parameters, each with a leading lane axis
+
+
+_LEAST_WEIGHT = 1e-2
+"""Root mean square that a block's parameters are taken for at least: what starts at zero must leave
+it."""
+
+
+class Proposal(NamedTuple):
+    """A step before it is judged.
+
+    Attributes:
+      delta: change of the covered parameters.
+      coefficients: (α, β) of the new direction and of the last step in it.
+      model: predicted change of the loss.
+      kl_scale: factor by which the KL clip shortened it.
+      coherence: of the network's xᵀF x over the sum of the layers', as the clip took it.
+    """
+
+    delta: Vectors
+    coefficients: Float[Array, " 2"]
+    model: Float[Array, ""]
+    kl_scale: Float[Array, ""]
+    coherence: Float[Array, ""]
+
+
+def combine(a: Array, u: Vectors, b: Array, v: Vectors) -> Vectors:
+    """a·u + b·v."""
+    return {name: jax.tree.map(lambda x, y: a * x + b * y, u[name], v[name]) for name in u}
+
+
+def clipped_step(
+    solved: dict[str, Solution],
+    gamma: dict[str, Array],
+    velocity: Vectors,
+    *,
+    rate: Array,
+    momentum: float | Float[Array, ""],
+    kl_clip: float | Float[Array, ""] | None,
+    coherence: float | Float[Array, ""] = 1.0,
+) -> Proposal:
+    """Δ = μ·(last Δ) − η ν x with ν = min(1, √(κ / c xᵀF x)).
+
+    That is the KL clip of the new part (κ = ``kl_clip``, c = ``coherence``).
+
+    The clip comes before the learning rate, else a step that is always clipped would undo every
+    schedule of η.
+    """
+    x = {name: s.x for name, s in solved.items()}
+    forms = quadratic_forms(solved, gamma)
+    scale = _kl_scale(coherence * forms.fisher, kl_clip)
+    step = rate * scale
+    model = -step * forms.slope + 0.5 * step**2 * forms.damped
+    coefficients = jnp.stack([step, jnp.asarray(momentum, step.dtype)])
+    delta = combine(-step, x, coefficients[1], velocity)
+    return Proposal(delta, coefficients, model, scale, jnp.asarray(coherence, scale.dtype))
+
+
+def weight_norms(groups: list[System]) -> dict[str, Float[Array, ""]]:
+    """‖θ‖ of each block, at least that of parameters of ``_LEAST_WEIGHT``."""
+    norms = {}
+    for system in groups:
+        squares = system.split(system.squared_weights())
+        for block, part in zip(system.blocks, squares, strict=True):
+            least = _LEAST_WEIGHT * (block.lanes * block.size) ** 0.5
+            norms[block.name] = jnp.maximum(jnp.sqrt(part.sum()), least)
+    return norms
+
+
+def unit_norms(like: Vectors) -> dict[str, float]:
+    """Norms of vectors whose root mean square is 1.
+
+    >>> unit_norms({"fc": (jnp.zeros((1, 4)),)})
+    {'fc': 2.0}
+    """
+    return {name: sum(leaf.size for leaf in vectors) ** 0.5 for name, vectors in like.items()}
+
+
+def normalized_step(
+    solved: dict[str, Solution],
+    norms: Mapping[str, float | Array],
+    *,
+    rate: Array,
+    velocity: Vectors | None = None,
+    momentum: float | Float[Array, ""] = 0.0,
+) -> Proposal:
+    """Δ = μ·(last Δ) − (1 − μ) η r x, block by block, with r = ``norms`` / ‖x‖.
+
+    Whatever the scale of its curvature, a block then changes by η times its norm at most. With the
+    norms of the parameters and momentum μ of the steps this is ``"share"``: η is a share, and
+    directions that change sign from one step to the next move a block less, as with Adam (You et
+    al., 2017, arXiv:1708.03888, section 4, with x in the place of the gradient).
+    With those of root mean square 1, and x of gradients with momentum, it is ``"rms"``: η is the
+    change of a parameter, as Muon's steps are scaled (Liu et al., 2025, arXiv:2502.16982).
+
+    Args:
+      solved: x of each block.
+      norms: of each block.
+      rate: η.
+      velocity: the last Δ; None for none.
+      momentum: μ.
+
+    >>> from kfac.solve._solvers import unchecked_solution
+    >>> x = (jnp.array([[3.0, 4.0]]),)
+    >>> solved = {"fc": unchecked_solution(x, x)}
+    >>> step = normalized_step(solved, {"fc": 1.0}, rate=jnp.array(0.1))
+    >>> [[round(change, 3) for change in lane] for lane in step.delta["fc"][0].tolist()]
+    [[-0.06, -0.08]]
+    """
+    # All blocks in one array: each block's own scalars would be kernels of their own on a GPU.
+    slopes, damped, squares = _forms(solved)
+    lengths = jnp.stack([jnp.asarray(norms[name], squares.dtype) for name in solved])
+    ratios = jnp.where(squares > 0, lengths / jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
+    x: Vectors = {
+        name: jax.tree.map(lambda leaf, ratio=ratio: (ratio * leaf).astype(leaf.dtype), solution.x)
+        for (name, solution), ratio in zip(solved.items(), ratios, strict=True)
+    }
+    share = jnp.asarray(momentum, rate.dtype)
+    step = (1 - share) * rate
+    # Sums and no products of matrices, which are of few digits on accelerators.
+    model = -step * (ratios * slopes).sum() + 0.5 * step**2 * (ratios**2 * damped).sum()
+    delta = combine(-step, x, share, x if velocity is None else velocity)
+    # Two ones, as of every number that a state holds: see `init_state`.
+    kl_scale, coherence = jnp.ones_like(model), jnp.ones_like(model)
+    return Proposal(delta, jnp.stack([step, share]), model, kl_scale, coherence)
+
+
+def is_finite(
+    solved: dict[str, Solution], proposal: Proposal, delta: dict[str, Array]
+) -> Bool[Array, ""]:
+    """Whether a step has no entry that is infinite or not a number.
+
+    By the squares of the solutions, which are there: a look at each array would be as many small
+    kernels on a GPU. The last step, which a step may go on from, was finite when it was taken.
+    ``delta`` is the step in the dtypes in which it is applied, which may have no place for it.
+    """
+    numbers = jnp.stack([proposal.model, *proposal.coefficients])
+    finite = jnp.isfinite(_forms(solved)).all() & jnp.isfinite(numbers).all()
+    return finite & all_fit(delta.values())
+
+
+class QuadraticForms(NamedTuple):
+    """What solutions x are to the model of the loss, summed over all blocks.
+
+    κ bounds one step of the network, not a step of each layer.
+
+    Attributes:
+      slope: bᵀx.
+      damped: xᵀ(F + Γ)x.
+      fisher: xᵀF x.
+    """
+
+    slope: Float[Array, ""]
+    damped: Float[Array, ""]
+    fisher: Float[Array, ""]
+
+
+def quadratic_forms(solved: dict[str, Solution], gamma: dict[str, Array]) -> QuadraticForms:
+    """Those of all blocks."""
+    slope, damped, _ = _forms(solved).sum(axis=1)
+    fisher = damped - sum((gamma[name] * s.square).sum() for name, s in solved.items())
+    return QuadraticForms(slope, damped, fisher)
+
+
+def _forms(solved: dict[str, Solution]) -> Float[Array, "3 block"]:
+    """bᵀx, xᵀ(F + γI)x and xᵀx of all blocks, whose lanes are summed.
+
+    They need no further product: xᵀ(F + γI)x = 2 bᵀx + 2 q(x).
+    """
+    slope, model, square = (
+        jnp.stack([getattr(solution, name).sum() for solution in solved.values()])
+        for name in ("slope", "model", "square")
+    )
+    return jnp.stack([slope, 2 * (slope + model), square])
+
+
+def network_fisher(groups: list[System], num_examples: int, x: Vectors) -> Float[Array, ""]:
+    """xᵀF x with the Fisher matrix F of all blocks together.
+
+    The derivative of example n's loss along x is the sum over layers of θ_n, so xᵀF x =
+    Σ_n (Σ_layers θ_n)² / N costs half a product per layer and no pass through the network.
+    (Martens & Grosse, 2015, section 7.)
+
+    Args:
+      groups: exact systems of all blocks.
+      num_examples: N.
+      x: a change of the blocks' parameters.
+    """
+    parts = [s.derivatives(concatenated(x[b.name] for b in s.blocks)) for s in groups]
+    along = functools.reduce(jnp.add, parts)
+    return mean_over(groups[0].axis_name, jnp.einsum("cn,cn->", along, along) / num_examples)
+
+
+def _kl_scale(kl: Array, kl_clip: float | Array | None) -> Array:
+    if kl_clip is None:
+        return jnp.ones_like(kl)
+    kl_clip = jnp.asarray(kl_clip, kl.dtype)
+    return jnp.minimum(1, jnp.sqrt(kl_clip / jnp.maximum(kl, jnp.finfo(kl.dtype).tiny)))

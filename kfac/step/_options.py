@@ -1,0 +1,252 @@
+"""Options of the two optimizers: what shapes the program is static, the rest may be traced."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import optax
+
+from kfac.curvature import _blocks as blocks
+from kfac.curvature._blocks import Block
+from kfac.solve._systems import Form
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+    Scalar = float | Float[Array, ""]
+
+STEPS = ("rms", "share", "clip")
+_CHOICES = {"step": STEPS, "solver": ("cg", "dual"), "product_dtype": ("float32", "bfloat16")}
+# Name → (least value, whether the least itself is allowed, a bound from above that is not
+# reached).
+_RANGES = {
+    "damping": (0, True, float("inf")),
+    "tolerance": (0, True, float("inf")),
+    "factor_decay": (0, True, 1),
+    "momentum": (0, True, float("inf")),
+    "kl_clip": (0, False, float("inf")),
+    "iterations": (0, True, float("inf")),
+    "inverse_interval": (1, True, float("inf")),
+}
+_TRACED = {"learning_rate", "momentum", "damping", "kl_clip", "factor_decay", "tolerance"}
+
+
+class Options:
+    """What the two optimizers differ in, as the code that they share reads it.
+
+    Attributes:
+      exact: whether F is the layer's own Fisher matrix, of this batch, and CG starts from the last
+        solution; else it is made of averaged Kronecker factors.
+      absolute: whether γ = λ, not λ times the layer's mean eigenvalue.
+      safeguard: see ``cg``.
+      PRESETS: step → what the fields that are None stand for.
+      STATIC_ARGUMENTS: fields that shape the program, for ``optax.inject_hyperparams``.
+    """
+
+    exact: ClassVar[bool]
+    absolute: ClassVar[bool] = False
+    safeguard: ClassVar[bool] = True
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]]
+    STATIC_ARGUMENTS: ClassVar[tuple[str, ...]]
+
+    learning_rate: Any
+    step: str
+    momentum: Any
+    damping: Any
+    iterations: Any
+    kl_clip: Any
+    fisher: str | None
+    factor_decay: Any = 0.95
+    inverse_interval: Any = None
+    product_dtype: str = "float32"
+    solver: str = "cg"
+    tolerance: Any = 0.0
+
+    def __post_init__(self):
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"expected {name} to be one of {allowed}, got {getattr(self, name)!r}."
+                )
+        for name, value in self.PRESETS[self.step].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        static = [n for n in self.STATIC_ARGUMENTS if isinstance(getattr(self, n), jax.Array)]
+        if static:
+            raise ValueError(
+                f"expected {', '.join(static)} to be known when the step is compiled, got an "
+                "array; under optax.inject_hyperparams pass "
+                f"static_args=kfac.{type(self).__name__}.STATIC_ARGUMENTS."
+            )
+        for name, (least, inclusive, bound) in _RANGES.items():
+            value = getattr(self, name)
+            if isinstance(value, numbers.Real) and not (
+                least < value < bound or (inclusive and value == least)
+            ):
+                above = f"{'at least' if inclusive else 'above'} {least}"
+                below = f" and below {bound}" if bound < float("inf") else ""
+                raise ValueError(f"expected {name} to be {above}{below}, got {value}.")
+        if self.iterations == 0 and (self.exact or self.step == "clip"):
+            raise ValueError(
+                "expected at least one of iterations, or kfac with step 'rms' or 'share', whose "
+                f"inverses give a direction without any, got 0 and step={self.step!r}."
+            )
+
+    @property
+    def narrow(self) -> str | None:
+        """The dtype that operands are rounded to, if they are."""
+        return None if self.product_dtype == "float32" else self.product_dtype
+
+    @property
+    def measures_coherence(self) -> bool:
+        """Whether what the layers do together is measured beside what each does alone."""
+        return self.step == "clip" and self.kl_clip is not None
+
+    def forms(self, owned: Mapping[str, Block]) -> dict[str, Form]:
+        """Which products serve each block."""
+        return {name: self._form(block) for name, block in owned.items()}
+
+    def _form(self, block: Block) -> Form:
+        if self.exact:
+            return "exact"
+        fits = block.factored and max(block.lifted_shape(block.uses[0])) <= blocks.MOST_ROWS
+        return "factors" if fits else "kron"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KfacOptions(Options):
+    """What ``kfac`` is told. Fields marked with * may be arrays, traced ones included.
+
+    None stands for what suits the step: ``KfacOptions.PRESETS[step]``.
+
+    Attributes:
+      learning_rate: * what the step measures, or a schedule of it. It is inside, since momentum is
+        of steps as they were taken.
+      step: ``"rms"``: each layer moves by a root mean square of ``learning_rate``, as with Muon,
+        and momentum is Nesterov's, of gradients. ``"share"``: by the share ``learning_rate`` of its
+        own size, and new directions count 1 - momentum. ``"clip"``: by ``learning_rate`` times the
+        solution, where that moves the predictions of the network by no more than ``kl_clip``.
+      momentum: * as the step says.
+      damping: * λ; γ is λ times the mean eigenvalue of the layer.
+      iterations: of CG behind the inverses of the factors, which then are its preconditioner; 0:
+        the inverses alone, as K-FAC has it, for ``"rms"`` and ``"share"``.
+      inverse_interval: steps from one inverse to the next. CG makes up for their age.
+      factor_decay: * of the running averages of the factors.
+      kl_clip: * κ; shortens steps with Δᵀ F Δ > κ, twice the change of the predictions in nats,
+        before the learning rate scales them. F is that of all layers together, measured where
+        curvature is fresh for half a product of exact blocks. None for no bound.
+      product_dtype: ``"bfloat16"``: of the operands of products that form factors, of the inverses,
+        and of what these multiply, for hardware that is faster so; sums are float32. Rounding is
+        some thousandth of the largest inverse eigenvalue, and hides those of directions that are a
+        thousand times as sharp as damping.
+      fisher: the name that ``value_grad_and_curvature`` must have been given; None accepts any.
+
+    Raises:
+      ValueError: unknown names, numbers out of range, choices that exclude each other, a traced
+        value that shapes the program.
+
+    >>> KfacOptions(step="share").damping
+    0.1
+    """
+
+    learning_rate: Scalar | optax.Schedule | None = None
+    step: str = "rms"
+    momentum: Scalar | None = None
+    damping: Scalar | None = None
+    iterations: int | None = None
+    inverse_interval: int | None = None
+    factor_decay: Scalar = 0.95
+    kl_clip: Scalar | None = 3e-3
+    product_dtype: str = "float32"
+    fisher: str | None = None
+
+    exact: ClassVar[bool] = False
+    # docs/cg_fac.md has how they were found.
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "rms": {
+            "learning_rate": 2e-3,
+            "momentum": 0.95,
+            "damping": 0.03,
+            "iterations": 2,
+            "inverse_interval": 5,
+        },
+        "share": {
+            "learning_rate": 0.1,
+            "momentum": 0.9,
+            "damping": 0.1,
+            "iterations": 2,
+            "inverse_interval": 10,
+        },
+        "clip": {
+            "learning_rate": 1.0,
+            "momentum": 0.9,
+            "damping": 10.0,
+            "iterations": 1,
+            "inverse_interval": 10,
+        },
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CgFacOptions(Options):
+    """What ``cg_fac`` is told. Fields marked with * may be arrays, traced ones included.
+
+    None stands for what suits the step: ``CgFacOptions.PRESETS[step]``.
+
+    Attributes:
+      learning_rate, step, momentum, damping, kl_clip, fisher: as of ``KfacOptions``.
+      iterations: of CG at most, one product with F each.
+      tolerance: * relative residual at which a layer stops; the number 0 for a fixed number of
+        iterations, which costs no test.
+      solver: ``"cg"``, or ``"dual"``: by Woodbury's identity in the space of the examples, exact,
+        for few of these.
+
+    Raises:
+      ValueError: as of ``KfacOptions``.
+
+    >>> CgFacOptions().step, CgFacOptions().iterations
+    ('clip', 10)
+    """
+
+    learning_rate: Scalar | optax.Schedule | None = None
+    step: str = "clip"
+    momentum: Scalar | None = None
+    damping: Scalar | None = None
+    iterations: int | None = None
+    tolerance: Scalar = 0.0
+    solver: str = "cg"
+    kl_clip: Scalar | None = 7e-3
+    fisher: str | None = None
+
+    exact: ClassVar[bool] = True
+    # Single runs on digits in batches of 64.
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "clip": {"learning_rate": 1.0, "momentum": 0.9, "damping": 100.0, "iterations": 10},
+        "share": {"learning_rate": 0.03, "momentum": 0.9, "damping": 1.0, "iterations": 10},
+        "rms": {"learning_rate": 4e-4, "momentum": 0.95, "damping": 1.0, "iterations": 10},
+    }
+
+
+class Algorithm1Options(CgFacOptions):
+    """The paper's: γ = λ, and the last solution as it is."""
+
+    absolute: ClassVar[bool] = True
+    safeguard: ClassVar[bool] = False
+
+
+def is_zero(value: Any) -> bool:
+    """Whether a hyper-parameter is off: the number 0.
+
+    Not an array, which may hold another value at the next step.
+    """
+    return isinstance(value, numbers.Real) and value == 0
+
+
+for _options in (KfacOptions, CgFacOptions):
+    _options.STATIC_ARGUMENTS = tuple(
+        field.name for field in dataclasses.fields(_options) if field.name not in _TRACED
+    )

@@ -1,0 +1,1042 @@
+"""The optimizer: Algorithm 1 against NumPy, exactness on problems with a known answer, safe steps,
+optax manners."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import kfac
+from kfac.curvature import _blocks
+from kfac.step import _optimizers, _options
+from tests.kfac.reference import cross_entropy, normal
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def network(params, x, labels):
+    x = jnp.tanh(kfac.tap(kfac.Dense(), params["a"], x, path="a"))
+    return cross_entropy(kfac.tap(kfac.Dense(), params["b"], x, path="b"), labels)
+
+
+PARAMS = {"a": {"kernel": normal(0, 3, 4), "bias": normal(1, 4)}, "b": {"kernel": normal(2, 4, 3)}}
+X, LABELS = normal(3, 8, 3), jnp.arange(8) % 3
+
+
+def with_free_parameter(params, x, labels):
+    """The network and a temperature that no layer covers."""
+    loss, logits = network(params, x, labels)
+    return loss + 0.1 * (params["free"] ** 2).sum(), logits
+
+
+def make_step(optimizer, loss_fn=network, **options):
+    function = kfac.value_grad_and_curvature(
+        loss_fn, has_aux=True, **{"fisher": "empirical", **options}
+    )
+
+    @jax.jit
+    def step(params, state, x, labels, key=None):
+        (loss, _), grads, curvature = function(params, x, labels, key=key)
+        updates, state = optimizer.update(grads, state, params, curvature=curvature)
+        return updates, state, loss
+
+    return step
+
+
+WHOLE = {"step": "clip", "momentum": 0.0, "kl_clip": None}
+
+
+def fixed(layers, make=kfac.kfac, **options):
+    """Steps that are the solutions."""
+    return make(1.0, layers, **WHOLE, **options)
+
+
+def absolute(rate, layers, **options):
+    """CG-FAC with γ = λ, as in Algorithm 1, whose systems depend on no earlier batch."""
+    options = _options.Algorithm1Options(learning_rate=rate, solver="dual", **options)
+    return _optimizers._with_fallback(layers, options, fallback=None)
+
+
+# ---- Algorithm 1
+
+
+def numpy_gradients(w, bias, u, x, labels):
+    """Inputs and cotangents (of each example's own loss) of both layers of ``network``."""
+    hidden = np.tanh(x @ w + bias)
+    logits = hidden @ u
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    g2 = p - np.eye(3)[labels]
+    g1 = (g2 @ u.T) * (1 - hidden**2)
+    return (np.hstack([x, np.ones((len(x), 1))]), g1), (hidden, g2)
+
+
+def numpy_algorithm_1(a, g, b, gamma, x0, m, tolerance):
+    """Lines 1-17 of the paper's Algorithm 1 with v as (in, out); the product is the mean over the
+    batch."""
+
+    def fv(v):
+        out = np.zeros_like(v)
+        for a_n, g_n in zip(a, g, strict=True):
+            theta = g_n @ v.T @ a_n
+            out += np.outer(a_n, g_n) * theta / len(a)
+        return out + gamma * v
+
+    x = x0
+    p = r = b - fv(x0)
+    rho = (r * r).sum()
+    for _ in range(m):
+        if rho <= tolerance**2 * (b * b).sum():
+            break
+        u = fv(p)
+        alpha = rho / (p * u).sum()
+        x, r = x + alpha * p, r - alpha * u
+        new = (r * r).sum()
+        p, rho = r + new / rho * p, new
+    return x
+
+
+@pytest.mark.parametrize(("m", "tolerance"), [(2, 0.0), (6, 1e-3)])
+def test_algorithm_1_is_the_papers_to_the_letter(m, tolerance):
+    rate, gamma = 0.3, 0.05
+    optimizer = kfac.algorithm_1(
+        rate,
+        kfac.find_layers(network, PARAMS, X, LABELS),
+        damping=gamma,
+        max_iterations=m,
+        tolerance=tolerance,
+    )
+    step, params, state = make_step(optimizer), PARAMS, optimizer.init(PARAMS)
+    starts = [np.zeros((4, 4)), np.zeros((4, 3))]
+    for batch in range(4):  # batches differ: the warm start matters
+        x, labels = normal(10 + batch, 8, 3), (np.arange(8) + batch) % 3
+        w, bias, u = (
+            np.asarray(p)
+            for p in (params["a"]["kernel"], params["a"]["bias"], params["b"]["kernel"])
+        )
+        updates, state, _ = step(params, state, x, jnp.asarray(labels))
+        params = optax.apply_updates(params, updates)
+        pairs = numpy_gradients(w, bias, u, np.asarray(x), labels)
+        starts = [
+            numpy_algorithm_1(a, g, a.T @ g / len(a), gamma, x0, m, tolerance)
+            for (a, g), x0 in zip(pairs, starts, strict=True)
+        ]
+        got = np.vstack([updates["a"]["kernel"], updates["a"]["bias"]]), updates["b"]["kernel"]
+        for update, solution in zip(got, starts, strict=True):
+            # CG amplifies rounding, in all components alike.
+            np.testing.assert_allclose(
+                update, -rate * solution, rtol=0, atol=1e-9 * rate * np.abs(solution).max()
+            )
+
+
+# ---- Known answers
+
+
+def regression(params, x, y):
+    outputs = kfac.tap(kfac.Dense(), params, x, path="")
+    return 0.5 * ((outputs - y) ** 2).sum(-1).mean(), outputs
+
+
+@pytest.mark.parametrize(
+    ("make", "options"), [(kfac.cg_fac, {}), (kfac.kfac, {"factor_decay": 0.0})]
+)
+def test_linear_regression_is_solved_in_one_step(make, options):
+    params, x, y = (
+        {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)},
+        normal(0, 20, 3),
+        normal(1, 20, 2),
+    )
+    optimizer = fixed(
+        kfac.find_layers(regression, params, x, y),
+        make,
+        damping=1e-13,
+        iterations=40,
+        **options,
+    )
+    step = make_step(optimizer, regression, fisher="enumerate", likelihood="gaussian")
+    updates, _, _ = step(params, optimizer.init(params), x, y)
+    optimum, *_ = np.linalg.lstsq(np.hstack([x, np.ones((20, 1))]), np.asarray(y))
+    np.testing.assert_allclose(updates["kernel"], optimum[:3], rtol=1e-7, atol=1e-9)
+    np.testing.assert_allclose(updates["bias"], optimum[3], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_update_does_not_depend_on_the_scale_of_a_layers_input():
+    # F and with it relative damping grow by c², the gradient by c: x shrinks by c, and c x·a stays
+    # as it is.
+    c, (x, labels) = 7.0, (normal(5, 60, 3), jnp.arange(60) % 3)
+    loss_fn = lambda params, x, labels: cross_entropy(
+        kfac.tap(kfac.Dense(), params, x, path=""), labels
+    )
+    moved = []
+    for scale in (1.0, c):
+        params = {"kernel": PARAMS["a"]["kernel"] / scale}
+        optimizer = fixed(
+            kfac.find_layers(loss_fn, params, x, labels),
+            kfac.cg_fac,
+            solver="dual",
+            damping=0.1,
+        )
+        updates, _, _ = make_step(optimizer, loss_fn)(
+            params, optimizer.init(params), x * scale, labels
+        )
+        moved.append((x * scale) @ updates["kernel"])
+    np.testing.assert_allclose(moved[0], moved[1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", ["relative", "absolute"])
+def test_damping_is_relative_to_what_it_says(scale):
+    # Per-example gradients by hand, their second moments dense.
+    w, bias, u = (
+        np.asarray(p) for p in (PARAMS["a"]["kernel"], PARAMS["a"]["bias"], PARAMS["b"]["kernel"])
+    )
+    pairs = numpy_gradients(w, bias, u, np.asarray(X), np.asarray(LABELS))
+    rows = [np.einsum("ni,no->nio", a, g).reshape(len(a), -1) for a, g in pairs]
+    fishers = [of.T @ of / len(of) for of in rows]
+    means = [np.trace(fisher) / len(fisher) for fisher in fishers]
+    assert max(means) > 1.5 * min(means)
+    gammas = {"relative": means, "absolute": [1.0, 1.0]}[scale]
+    expected = [
+        np.linalg.solve(fisher + 0.3 * gamma * np.eye(len(fisher)), of.mean(0))
+        for fisher, gamma, of in zip(fishers, gammas, rows, strict=True)
+    ]
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    optimizer = (
+        fixed(layers, kfac.cg_fac, solver="dual", damping=0.3)
+        if scale == "relative"
+        else absolute(1.0, layers, damping=0.3, **WHOLE)
+    )
+    updates, _, _ = make_step(optimizer)(PARAMS, optimizer.init(PARAMS), X, LABELS)
+    got = np.vstack([updates["a"]["kernel"], updates["a"]["bias"]]), updates["b"]["kernel"]
+    for update, solution in zip(got, expected, strict=True):
+        np.testing.assert_allclose(np.ravel(update), -solution, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_large_damping_gives_the_gradient():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    optimizer = absolute(1.0, layers, damping=1e9, **WHOLE)
+    updates, _, _ = make_step(optimizer)(PARAMS, optimizer.init(PARAMS), X, LABELS)
+    grads = jax.grad(lambda p: network(p, X, LABELS)[0])(PARAMS)
+    jax.tree.map(lambda u, g: np.testing.assert_allclose(u, -g / 1e9, rtol=1e-6), updates, grads)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (kfac.kfac, {"iterations": 60}),
+        pytest.param(kfac.cg_fac, {"iterations": 60}, marks=pytest.mark.slow),
+        (kfac.cg_fac, {"solver": "dual"}),
+    ],
+)
+def test_solutions_are_numpys(make, options):
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    optimizer = fixed(layers, make, damping=0.1, **options)
+    updates, _, _ = make_step(optimizer)(PARAMS, optimizer.init(PARAMS), X, LABELS)
+    w, bias, u = PARAMS["a"]["kernel"], PARAMS["a"]["bias"], PARAMS["b"]["kernel"]
+    pairs = numpy_gradients(*(np.asarray(v) for v in (w, bias, u, X, LABELS)))
+    got = np.vstack([updates["a"]["kernel"], updates["a"]["bias"]]), updates["b"]["kernel"]
+    for update, (a, g) in zip(got, pairs, strict=True):
+        if make is kfac.kfac:
+            fisher = np.kron(a.T @ a / 8, g.T @ g / 8)
+        else:
+            rows = np.einsum("ni,no->nio", a, g).reshape(8, -1)
+            fisher = rows.T @ rows / 8
+        damped = fisher + 0.1 * np.trace(fisher) / len(fisher) * np.eye(len(fisher))
+        solution = np.linalg.solve(damped, (a.T @ g / 8).ravel())
+        np.testing.assert_allclose(np.ravel(update), -solution, rtol=1e-7, atol=1e-11)
+
+
+@pytest.mark.slow
+def test_order_of_the_examples_does_not_matter():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    optimizer = fixed(layers, damping=0.1)
+    step, state, order = (
+        make_step(optimizer),
+        optimizer.init(PARAMS),
+        np.random.default_rng(0).permutation(8),
+    )
+    updates, shuffled = (
+        step(PARAMS, state, X, LABELS)[0],
+        step(PARAMS, state, X[order], LABELS[order])[0],
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-14), updates, shuffled
+    )
+
+
+def test_factors_are_averaged_with_bias_correction():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    optimizer = fixed(layers, damping=0.1, factor_decay=0.9)
+    step, state = make_step(optimizer), optimizer.init(PARAMS)
+    once, state, _ = step(PARAMS, state, X, LABELS)
+    for _ in range(3):
+        again, state, _ = step(PARAMS, state, X, LABELS)  # the same batch: averages do not move
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), once, again)
+    np.testing.assert_allclose(kfac.find_state(state).averages.weight, 1 - 0.9**4, rtol=1e-12)
+
+
+# ---- Safe steps
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    params = {**PARAMS, "free": jnp.ones(2)}
+    layers = kfac.find_layers(with_free_parameter, params, X, LABELS)
+    optimizer = kfac.kfac(1.0, layers, step="clip", damping=0.1)
+    step = make_step(optimizer, with_free_parameter)
+    _, state, _ = step(params, optimizer.init(params), X, LABELS)
+    assert any(np.any(v != 0) for v in jax.tree.leaves(kfac.find_state(state).velocity))
+    averages = kfac.find_state(state).averages
+    updates, state, _ = step(params, state, X.at[0, 0].set(jnp.nan), LABELS)
+    jax.tree.map(np.testing.assert_array_equal, kfac.find_state(state).averages, averages)
+    assert all(np.all(updates[name][p] == 0) for name in ("a", "b") for p in PARAMS[name])
+    assert all(np.all(v == 0) for v in jax.tree.leaves(kfac.find_state(state).velocity))
+    assert float(kfac.find_state(state).stats.rejected) == 1
+
+
+@pytest.mark.parametrize(("rate", "refused"), [(1.0, False), (1e7, True)])
+def test_a_step_that_a_narrow_dtype_cannot_hold_is_refused(rate, refused):
+    """float16 ends at 65,504, and the solution is of float32."""
+    params = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
+    layers = kfac.find_layers(network, params, X, LABELS)
+    optimizer = kfac.kfac(rate, layers, step="clip", damping=0.1, kl_clip=None)
+    updates, state, _ = make_step(optimizer)(params, optimizer.init(params), X, LABELS)
+    assert all(u.dtype == jnp.float16 for u in jax.tree.leaves(updates))
+    assert any(np.any(u) for u in jax.tree.leaves(updates)) != refused
+    assert bool(kfac.find_state(state).stats.rejected) == refused
+
+
+def test_a_warm_start_that_a_narrow_dtype_cannot_hold_is_none():
+    """A small share of a solution fits where the solution does not."""
+
+    def faint(params, x, labels):
+        loss, logits = network(params, x, labels)
+        return 1e-5 * loss, logits
+
+    params = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
+    layers = kfac.find_layers(faint, params, X, LABELS)
+    optimizer = kfac.algorithm_1(1e-6, layers, damping=1e-12, max_iterations=4)
+    step, state = make_step(optimizer, faint), optimizer.init(params)
+    for _ in range(2):
+        updates, state, _ = step(params, state, X, LABELS)
+        assert any(np.any(u) for u in jax.tree.leaves(updates))
+        assert not any(np.any(x) for x in jax.tree.leaves(kfac.find_state(state).solution))
+
+
+def test_kl_clip_bounds_the_step_in_the_metric():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+
+    def kl(make, kl_clip):
+        options = dict(step="clip", momentum=0.0, damping=0.1, iterations=60)
+        optimizer = make(1.0, layers, kl_clip=kl_clip, **options)
+        updates, state, _ = make_step(optimizer)(PARAMS, optimizer.init(PARAMS), X, LABELS)
+        derivative = lambda x, y: jax.jvp(
+            lambda p: network(p, x[None], y[None])[0], (PARAMS,), (updates,)
+        )[1]
+        return float((jax.jit(jax.vmap(derivative))(X, LABELS) ** 2).mean()), float(
+            kfac.find_state(state).stats.kl_scale
+        )
+
+    for make in (kfac.cg_fac, kfac.kfac):
+        free, scale = kl(make, None)
+        assert scale == 1.0
+        clipped, scale = kl(make, free / 9)
+        np.testing.assert_allclose([clipped, scale], [free / 9, 1 / 3], rtol=1e-6)
+
+
+def test_a_share_step_is_a_share_of_each_layers_own_size():
+    start = {**PARAMS, "b": {"kernel": jnp.zeros((4, 3))}}  # which is taken for one of 0.01
+    layers = kfac.find_layers(network, start, X, LABELS)
+    plain = absolute(1.0, layers, damping=0.05, **WHOLE)
+    optimizer = absolute(0.03, layers, step="share", momentum=0.75, damping=0.05)
+    solve_, step, state = make_step(plain), make_step(optimizer), optimizer.init(start)
+
+    def joined(tree):
+        a, b = tree["a"], tree["b"]
+        return [np.vstack([a["kernel"], a["bias"]]), np.asarray(b["kernel"])]
+
+    sizes = [np.linalg.norm(joined(start)[0]), 0.01 * np.sqrt(12)]
+    last = [np.zeros((4, 4)), np.zeros((4, 3))]
+    for batch in range(2):
+        x = normal(20 + batch, 8, 3)
+        directions = joined(solve_(start, plain.init(start), x, LABELS)[0])
+        updates, state, _ = step(start, state, x, LABELS)
+        last = [
+            0.75 * before + 0.25 * 0.03 * size * direction / (np.linalg.norm(direction) or 1)
+            for before, size, direction in zip(last, sizes, directions, strict=True)
+        ]
+        for got, expected in zip(joined(updates), last, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-15)
+    # The hidden layer gets no gradient through a kernel of zeros.
+    assert not np.any(updates["a"]["kernel"])
+    # What the model promises for the new part: with (F + γ) x = ∇L, −s ∇L·x + s² ∇L·x / 2.
+    gradient = joined(jax.grad(lambda p: network(p, x, LABELS)[0])(start))[1]
+    taken = 0.25 * 0.03 * sizes[1] / np.linalg.norm(directions[1])
+    along = -(gradient * directions[1]).sum()
+    np.testing.assert_allclose(
+        kfac.find_state(state).stats.model, -taken * along + taken**2 * along / 2, rtol=1e-9
+    )
+
+
+def test_an_rms_step_has_the_root_mean_square_that_was_asked_for():
+    """Along the solution for a gradient with Nesterov's momentum, in float64 NumPy."""
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    optimizer = absolute(0.03, layers, step="rms", momentum=0.75, damping=0.05)
+    plain, function = (
+        absolute(1.0, layers, damping=0.05, **WHOLE),
+        kfac.value_grad_and_curvature(network, has_aux=True, fisher="empirical"),
+    )
+    params, state = PARAMS, optimizer.init(PARAMS)
+
+    def joined(tree):
+        return [
+            np.vstack([tree["a"]["kernel"], tree["a"]["bias"]]),
+            np.asarray(tree["b"]["kernel"]),
+        ]
+
+    sizes = [np.sqrt(part.size) for part in joined(PARAMS)]
+    total = jax.tree.map(np.zeros_like, PARAMS)
+    for batch in range(3):
+        x = normal(20 + batch, 8, 3)
+        _, grads, curvature = function(params, x, LABELS)
+        total = jax.tree.map(lambda v, g: 0.75 * v + g, total, grads)
+        ahead = jax.tree.map(lambda v, g: 0.75 * v + g, total, grads)
+        solution, _ = plain.update(ahead, plain.init(params), params, curvature=curvature)
+        updates, state = optimizer.update(grads, state, params, curvature=curvature)
+        directions = zip(joined(updates), sizes, joined(solution), strict=True)
+        for got, size, direction in directions:
+            expected = 0.03 * size * direction / np.linalg.norm(direction)
+            np.testing.assert_allclose(got, expected, rtol=1e-7, atol=1e-12)
+        params = optax.apply_updates(params, updates)
+    broken = jax.tree.map(lambda g: g * jnp.nan, grads)
+    updates, state = optimizer.update(broken, state, params, curvature=curvature)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
+    velocity = kfac.find_state(state).velocity
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(velocity))
+
+
+@pytest.mark.parametrize("step", ["rms", "share"])
+def test_the_inverses_alone_are_k_facs_step_as_old_as_their_interval_has_them(step):
+    """Averages, inverses and directions in float64 NumPy; Martens & Grosse (2015), section 6.3."""
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    options = dict(damping=0.3, factor_decay=0.8, inverse_interval=2, momentum=0.0)
+    optimizer = kfac.kfac(0.03, layers, step=step, iterations=0, **options)
+    advance = make_step(optimizer)
+    first_of_cg = kfac.kfac(0.03, layers, step=step, iterations=1, **options)
+    with_cg = make_step(first_of_cg)
+    params, state, other = PARAMS, optimizer.init(PARAMS), first_of_cg.init(PARAMS)
+    shape = jax.tree.structure(state)
+    sums, inverses = [0.0, 0.0], []
+    for batch in range(4):
+        x = normal(20 + batch, 8, 3)
+        w, bias, u = (
+            np.asarray(p)
+            for p in (params["a"]["kernel"], params["a"]["bias"], params["b"]["kernel"])
+        )
+        pairs = numpy_gradients(w, bias, u, np.asarray(x), np.asarray(LABELS))
+        moments = [np.array([a.T @ a / 8, g.T @ g / 8], object) for a, g in pairs]
+        sums = [0.8 * kept + 0.2 * new for kept, new in zip(sums, moments, strict=True)]
+        if batch % 2 == 0:
+            inverses = [numpy_inverses(*of / (1 - 0.8 ** (batch + 1))) for of in sums]
+        updates, state, _ = advance(params, state, x, LABELS)
+        expected, other, _ = with_cg(params, other, x, LABELS)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-7, 1e-12), updates, expected)
+        weights = [np.vstack([w, bias]), u]
+        changes = [
+            np.vstack([updates["a"]["kernel"], updates["a"]["bias"]]),
+            updates["b"]["kernel"],
+        ]
+        for change, weight, (left, right), (a, g) in zip(
+            changes, weights, inverses, pairs, strict=True
+        ):
+            direction = left @ (a.T @ g / 8) @ right
+            length = np.sqrt(weight.size) if step == "rms" else np.linalg.norm(weight)
+            direction *= 0.03 * length / np.linalg.norm(direction)
+            np.testing.assert_allclose(change, -direction, rtol=1e-7, atol=1e-12)
+        params = optax.apply_updates(params, updates)
+    assert jax.tree.structure(state) == shape
+    names = kfac.telemetry(state)
+    assert not any("residual" in name for name in names), "no product measures it"
+    assert np.isfinite(list(names.values())).all()
+
+
+def numpy_inverses(a, g):
+    """(A + π√γ I)⁻¹ and (G + √γ/π I)⁻¹ with γ of 0.3 mean eigenvalues of A ⊗ G."""
+    a, g = np.asarray(a, float), np.asarray(g, float)
+    means = np.trace(a) / len(a), np.trace(g) / len(g)
+    root, pi = np.sqrt(0.3 * means[0] * means[1]), np.sqrt(means[0] / means[1])
+    return np.linalg.inv(a + root * pi * np.eye(len(a))), np.linalg.inv(
+        g + root / pi * np.eye(len(g))
+    )
+
+
+def test_narrow_products_round_what_they_multiply_and_nothing_else():
+    options = dict(step="rms", momentum=0.0, damping=0.3, iterations=0)
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    optimizer = kfac.kfac(0.03, layers, product_dtype="bfloat16", **options)
+    updates, state, _ = make_step(optimizer)(PARAMS, optimizer.init(PARAMS), X, LABELS)
+    averages = kfac.find_state(state).averages
+    w, bias, u = PARAMS["a"]["kernel"], PARAMS["a"]["bias"], PARAMS["b"]["kernel"]
+    pairs = numpy_gradients(*(np.asarray(v) for v in (w, bias, u, X, LABELS)))
+    rounded = lambda a: np.asarray(a).astype(jnp.bfloat16).astype(np.float64)
+    for name, (a, g) in zip("ab", pairs, strict=True):
+        moments = [rounded(v).T @ rounded(v) / 8 for v in (a, g)]
+        for factor, moment in zip(averages.factors[name], moments, strict=True):
+            np.testing.assert_allclose(factor[0] / averages.weight, moment, rtol=1e-6, atol=1e-7)
+        narrow = averages.inverses[name]
+        assert {v.dtype for v in narrow} == {jnp.dtype(jnp.bfloat16)}
+        for inverse, expected in zip(narrow, numpy_inverses(*moments), strict=True):
+            np.testing.assert_allclose(
+                inverse[0].astype(float), expected, rtol=2**-8, atol=2**-8 * abs(expected).max()
+            )
+        left, right = (v[0].astype(float) for v in narrow)
+        direction = rounded(left @ rounded(a.T @ g / 8)) @ right
+        change = updates[name]["kernel"]
+        expected = -0.03 * direction * np.sqrt(direction.size) / np.linalg.norm(direction)
+        np.testing.assert_allclose(change, expected[: len(change)], rtol=1e-5, atol=1e-7)
+
+
+def test_no_state_holds_empty_arrays():  # which Orbax does not store
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    for kept in (layers, layers.select(lambda block: False)):
+        for optimizer in (kfac.kfac(0.1, kept, iterations=0), kfac.kfac(0.1, kept)):
+            state = optimizer.init(PARAMS)
+            assert all(jnp.size(leaf) for leaf in jax.tree.leaves(state))
+            kfac.telemetry(state)
+
+
+def test_cg_makes_up_for_narrow_inverses():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    options = dict(step="rms", momentum=0.0, damping=0.1, iterations=12)
+    optimizer = kfac.kfac(0.03, layers, product_dtype="bfloat16", **options)
+    _, state, _ = make_step(optimizer)(PARAMS, optimizer.init(PARAMS), X, LABELS)
+    assert all(kfac.find_stats(state)[0].residual < 1e-6)
+
+
+def test_inverses_are_those_of_the_first_curvature_however_late_it_comes():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    optimizer = kfac.kfac(0.1, layers, step="rms", iterations=0, momentum=0.0)
+    function = kfac.value_grad_and_curvature(network, fisher="mc", has_aux=True)
+
+    @jax.jit
+    def step(state, refresh):
+        _, grads, curvature = function(PARAMS, X, LABELS, key=jax.random.key(1), refresh=refresh)
+        return optimizer.update(grads, state, PARAMS, curvature=curvature)
+
+    expected, _ = step(optimizer.init(PARAMS), True)
+    without, state = step(optimizer.init(PARAMS), False)
+    late, _ = step(state, True)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), late, expected)
+    assert not np.allclose(without["b"]["kernel"], expected["b"]["kernel"], rtol=1e-2)
+
+
+def test_blocks_without_inverses_are_solved_by_cg_beside_those_that_have_them(monkeypatch):
+    monkeypatch.setattr(_blocks, "MOST_ROWS", 4)  # a has nine
+    params, x = {**PARAMS, "a": {"kernel": normal(0, 8, 4), "bias": normal(1, 4)}}, normal(3, 8, 8)
+    layers = kfac.find_layers(network, params, x, LABELS)
+    inverse = kfac.kfac(0.1, layers, damping=0.1, iterations=0)
+    plain = kfac.kfac(0.1, layers, damping=0.1)
+    updates, state, _ = make_step(inverse)(params, inverse.init(params), x, LABELS)
+    expected, _, _ = make_step(plain)(params, plain.init(params), x, LABELS)
+    np.testing.assert_allclose(updates["a"]["kernel"], expected["a"]["kernel"], rtol=1e-9)
+    assert not np.allclose(updates["b"]["kernel"], expected["b"]["kernel"], rtol=1e-3)
+    names = [name for name in kfac.telemetry(state) if "residual" in name]
+    assert names == ["kfac/residual/a"]
+
+
+@pytest.mark.parametrize(("make", "step"), [(kfac.KfacOptions, "clip"), (kfac.CgFacOptions, "rms")])
+def test_inverses_alone_are_for_steps_that_take_a_direction(make, step):
+    with pytest.raises(ValueError, match="expected at least one of iterations, or kfac with"):
+        make(iterations=0, step=step)
+
+
+def test_how_layers_add_up_is_averaged_and_kept_between_curvature_batches():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    function = kfac.value_grad_and_curvature(network, has_aux=True, fisher="empirical")
+
+    def stepper(optimizer):
+
+        @functools.partial(jax.jit, static_argnames="refresh")
+        @jax.jit
+        def step(state, x, scale=1.0, **refresh):
+            _, grads, curvature = function(PARAMS, x, LABELS, **refresh)
+            grads = jax.tree.map(lambda g: scale * g, grads)
+            return optimizer.update(grads, state, PARAMS, curvature=curvature)[1]
+
+        return step, optimizer.init(PARAMS)
+
+    def coherence(state):
+        return float(kfac.find_state(state).stats.coherence)
+
+    other = normal(4, 8, 3)
+    step, empty = stepper(kfac.kfac(1.0, layers, step="clip"))
+    first = step(empty, X, refresh=True)
+    assert coherence(first) > 1  # two layers of one network pull together
+    assert coherence(step(first, other, refresh=False)) == coherence(first)
+    # No gradient, no direction to measure along.
+    for before, known in ((empty, 1.0), (first, coherence(first))):
+        still = step(before, other, scale=0.0, refresh=True)
+        np.testing.assert_allclose(coherence(still), known, rtol=1e-6)
+
+    # What a batch gives does not depend on the ones before it here.
+    step, empty = stepper(absolute(1.0, layers, damping=0.1))
+    first, second = coherence(step(empty, X)), coherence(step(empty, other))
+    both = coherence(step(step(empty, X), other))
+    np.testing.assert_allclose(both, (0.95 * first + second) / 1.95, rtol=1e-6)
+
+
+def test_the_learning_rate_scales_a_clipped_step():
+    # Clipped after the rate, all steps would have one length, and a schedule would decay nothing.
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+
+    def updates(rate):
+        options = dict(damping=0.1, momentum=0.0, kl_clip=1e-6)
+        optimizer = kfac.kfac(rate, layers, step="clip", **options)
+        updates, state, _ = make_step(optimizer)(PARAMS, optimizer.init(PARAMS), X, LABELS)
+        assert kfac.find_state(state).stats.kl_scale < 1
+        return updates
+
+    whole, tenth = updates(1.0), updates(0.1)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, 0.1 * a, rtol=1e-6), whole, tenth)
+
+
+@pytest.mark.slow
+def test_refresh_keeps_averages():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    optimizer = kfac.kfac(1.0, layers, damping=0.1, step="clip")
+    function = kfac.value_grad_and_curvature(network, has_aux=True)
+
+    @jax.jit
+    def step(state, refresh):
+        _, grads, curvature = function(PARAMS, X, LABELS, key=jax.random.key(0), refresh=refresh)
+        return optimizer.update(grads, state, PARAMS, curvature=curvature)
+
+    updates, state = step(optimizer.init(PARAMS), True)
+    stale_updates, stale = step(state, False)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        kfac.find_state(stale).averages.factors,
+        kfac.find_state(state).averages.factors,
+    )
+    # The same gradient, factors and inverses: the second step is the first and what momentum keeps
+    # of it.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(b, 1.9 * a, rtol=1e-5, atol=1e-9),
+        updates,
+        stale_updates,
+    )
+
+
+def test_what_needs_fresh_curvature_refuses_old():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    optimizer = kfac.cg_fac(1.0, layers)
+    function = kfac.value_grad_and_curvature(network, has_aux=True)
+    _, grads, curvature = function(
+        PARAMS, X, LABELS, key=jax.random.key(0), refresh=jnp.array(True)
+    )
+    with pytest.raises(ValueError, match="expected fresh curvature at every step"):
+        optimizer.update(grads, optimizer.init(PARAMS), PARAMS, curvature=curvature)
+
+
+# ---- Optax manners
+
+
+def test_it_raises_rather_than_fall_back_to_gradient_descent():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    optimizer = kfac.kfac(1.0, layers)
+    state, zeros = optimizer.init(PARAMS), jax.tree.map(jnp.zeros_like, PARAMS)
+    with pytest.raises(ValueError, match="kfac.value_grad_and_curvature"):
+        optimizer.update(zeros, state, PARAMS)
+    curvature = kfac.value_grad_and_curvature(network, fisher="empirical", has_aux=True)(
+        PARAMS, X, LABELS
+    )[2]
+    with pytest.raises(ValueError, match="expected curvature of fisher='mc', got 'empirical'"):
+        kfac.kfac(1.0, layers, fisher="mc").update(zeros, state, PARAMS, curvature=curvature)
+    fewer = kfac.value_grad_and_curvature(
+        lambda p, x: kfac.tap(kfac.Dense(), p["b"], x, path="b").sum(), fisher="empirical"
+    )(PARAMS, normal(0, 8, 4))[2]
+    with pytest.raises(ValueError, match="got none of a"):
+        optimizer.update(zeros, state, PARAMS, curvature=fewer)
+    for make, wrong in (
+        (kfac.kfac, dict(product_dtype="float16")),
+        (kfac.cg_fac, dict(solver="lu")),
+        (kfac.kfac, dict(step="adam")),
+    ):
+        with pytest.raises(ValueError, match="to be one of"):
+            make(1.0, layers, **wrong)
+
+
+@pytest.mark.slow
+def test_uncovered_parameters_get_adamw_and_weight_decay_means_what_it_does_there():
+    params = {**PARAMS, "free": normal(8, 2)}
+    layers = kfac.find_layers(with_free_parameter, params, X, LABELS)
+    mask = {"a": {"kernel": True, "bias": False}, "b": {"kernel": True}, "free": False}
+    options = dict(damping=0.1, fallback_learning_rate=0.01)
+    plain = kfac.kfac(1.0, layers, **options)
+    decayed = kfac.kfac(1.0, layers, **options, weight_decay=0.5, weight_decay_mask=mask)
+    updates, with_decay = (
+        make_step(o, with_free_parameter)(params, o.init(params), X, LABELS)[0]
+        for o in (plain, decayed)
+    )
+    grads = jax.grad(lambda p: with_free_parameter(p, X, LABELS)[0])(params)
+    adamw = optax.adamw(0.01, weight_decay=0.0)
+    expected = adamw.update(grads["free"], adamw.init(params["free"]), params["free"])[0]
+    np.testing.assert_allclose(updates["free"], expected, rtol=1e-10)
+    difference = jax.tree.map(jnp.subtract, with_decay, updates)
+    decay = jax.tree.map(lambda p, m: -0.01 * 0.5 * p * m, params, mask)
+    jax.tree.map(lambda d, e: np.testing.assert_allclose(d, e, atol=1e-14), difference, decay)
+
+
+def test_layers_left_out_go_to_the_fallback():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    some = layers.select(lambda block: block.name == "b")
+    assert "fallback (left out)" in str(some)
+    updates = {}
+    for name, chosen in (("all", layers), ("some", some)):
+        optimizer = fixed(chosen, damping=0.1, fallback=optax.sgd(0.1))
+        updates[name] = make_step(optimizer)(PARAMS, optimizer.init(PARAMS), X, LABELS)[0]
+    np.testing.assert_allclose(
+        updates["some"]["b"]["kernel"], updates["all"]["b"]["kernel"], rtol=1e-10
+    )
+    grads = jax.grad(lambda p: network(p, X, LABELS)[0])(PARAMS)
+    jax.tree.map(
+        lambda u, g: np.testing.assert_allclose(u, -0.1 * g, rtol=1e-10),
+        updates["some"]["a"],
+        grads["a"],
+    )
+
+
+@pytest.mark.slow
+def test_chain_schedule_partition_and_masks():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    reference = fixed(layers, damping=0.1)
+    expected = make_step(reference)(PARAMS, reference.init(PARAMS), X, LABELS)[0]
+
+    options = dict(damping=0.1, **WHOLE)
+    halved = optax.chain(kfac.kfac(lambda count: 0.5, layers, **options), optax.scale(4.0))
+    updates, state, _ = make_step(halved)(PARAMS, halved.init(PARAMS), X, LABELS)
+    jax.tree.map(lambda u, e: np.testing.assert_allclose(u, 2 * e, rtol=1e-10), updates, expected)
+    assert "kfac/residual/a" in kfac.telemetry(state)
+
+    split = optax.partition(
+        {"second": reference, "first": optax.sgd(0.1)}, {"a": "first", "b": "second"}
+    )
+    updates, _, _ = make_step(split)(PARAMS, split.init(PARAMS), X, LABELS)
+    grads = jax.grad(lambda p: network(p, X, LABELS)[0])(PARAMS)
+    np.testing.assert_allclose(updates["a"]["kernel"], -0.1 * grads["a"]["kernel"], rtol=1e-10)
+    np.testing.assert_allclose(updates["b"]["kernel"], expected["b"]["kernel"], rtol=1e-10)
+
+
+HYPERPARAMETERS = dict(
+    learning_rate=0.5,
+    momentum=0.7,
+    damping=0.2,
+    kl_clip=0.01,
+    weight_decay=0.3,
+    fallback_learning_rate=0.02,
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (kfac.kfac, dict(step="clip", factor_decay=0.8)),
+        pytest.param(kfac.cg_fac, dict(tolerance=0.1), marks=pytest.mark.slow),
+    ],
+)
+def test_hyperparameters_are_data(make, options):
+    """One compiled step for other values of all of them, by optax's own wrapper."""
+    params = {**PARAMS, "free": normal(8, 2)}
+    layers = kfac.find_layers(with_free_parameter, params, X, LABELS)
+    values = {n: v for n, v in (HYPERPARAMETERS | options).items() if isinstance(v, float)}
+    static = {n: v for n, v in options.items() if n not in values}
+    expected = make(layers=layers, **values, **static)
+    of = {kfac.kfac: kfac.KfacOptions, kfac.cg_fac: kfac.CgFacOptions}[make]
+    inject = optax.inject_hyperparams(make, static_args=of.STATIC_ARGUMENTS)
+    optimizer = inject(layers=layers, **{n: 0.5 * v for n, v in values.items()}, **static)
+    step, reference = (
+        make_step(optimizer, with_free_parameter),
+        make_step(expected, with_free_parameter),
+    )
+    step(params, optimizer.init(params), X, LABELS)
+    state, other = optimizer.init(params), expected.init(params)
+    state.hyperparams.update({n: jnp.asarray(v, jnp.float64) for n, v in values.items()})
+    for x in (X, X[::-1]):
+        updates, state, _ = step(params, state, x, LABELS)
+        wanted, other, _ = reference(params, other, x, LABELS)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-14), updates, wanted
+        )
+    assert step._cache_size() == 1
+    np.testing.assert_allclose(
+        list(kfac.telemetry(state).values()), list(kfac.telemetry(other).values()), rtol=1e-9
+    )
+
+
+def test_what_shapes_the_program_is_not_data():
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    message = "iterations.*pass static_args=kfac.KfacOptions.STATIC_ARGUMENTS"
+    with pytest.raises(ValueError, match=message):
+        optax.inject_hyperparams(kfac.kfac)(1.0, layers, iterations=2).init(PARAMS)
+    with pytest.raises(TypeError, match="dampin"):
+        kfac.kfac(1.0, layers, dampin=0.1)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("damping", -1.0),
+        ("factor_decay", 1.0),
+        ("kl_clip", 0.0),
+        ("iterations", -1),
+        ("inverse_interval", 0),
+    ],
+)
+def test_numbers_out_of_range_are_refused(option, value):
+    with pytest.raises(ValueError, match=f"expected {option} to be"):
+        kfac.KfacOptions(**{option: value})
+
+
+def test_tolerances_that_are_no_numbers_are_refused():
+    with pytest.raises(ValueError, match="expected tolerance to be"):
+        kfac.CgFacOptions(tolerance=float("nan"))
+
+
+def test_masks_that_leave_no_block_and_masks_that_break_one():
+    params = {**PARAMS, "free": normal(8, 2)}
+    layers = kfac.find_layers(with_free_parameter, params, X, LABELS)
+    grads = jax.grad(lambda p: with_free_parameter(p, X, LABELS)[0])(params)
+    expected = optax.adamw(0.01, weight_decay=0.0)
+    expected, _ = expected.update(grads["free"], expected.init(params["free"]), params["free"])
+    optimizer = kfac.kfac(1.0, layers, fallback_learning_rate=0.01)
+    for mask in (
+        {"a": False, "b": False, "free": True},
+        jax.tree.map(lambda p: p.shape == (2,), params),
+    ):
+        masked = optax.masked(optimizer, mask)
+        updates, state = masked.update(grads, masked.init(params), params)
+        np.testing.assert_allclose(updates["free"], expected, rtol=1e-12)
+        np.testing.assert_array_equal(
+            updates["a"]["kernel"], grads["a"]["kernel"]
+        )  # optax leaves it to others
+        assert int(kfac.find_state(state).count) == 1
+    nothing = kfac.kfac(1.0, layers.select(lambda block: False), fallback=optax.sgd(0.1))
+    updates, _ = nothing.update(grads, nothing.init(params), params)
+    jax.tree.map(lambda u, g: np.testing.assert_allclose(u, -0.1 * g, rtol=1e-12), updates, grads)
+
+    without_bias = {"a": {"kernel": True, "bias": False}, "b": True, "free": True}
+    with pytest.raises(ValueError, match=r"got a part of a \(without a/bias\): .* layers.select"):
+        optax.masked(optimizer, without_bias).init(params)
+    labels = {"a": {"kernel": "first", "bias": "second"}, "b": "first", "free": "second"}
+    with pytest.raises(ValueError, match=r"got a part of a \(without a/bias\)"):
+        optax.partition({"first": optimizer, "second": optax.sgd(0.1)}, labels).init(params)
+
+
+def test_another_tree_is_refused_and_so_are_parameters_without_a_layer():
+    params = {**PARAMS, "free": normal(8, 2)}
+    layers = kfac.find_layers(with_free_parameter, params, X, LABELS)
+    with pytest.raises(ValueError, match="got one without a/bias, a/kernel.*it has params/a/bias"):
+        kfac.kfac(1.0, layers).init({"params": params})
+    with pytest.raises(ValueError, match="expected parameters that layers cover, got free"):
+        kfac.scale_by_kfac(layers).init(params)
+
+
+@pytest.mark.parametrize("where", ["free", "a"])
+def test_a_gradient_that_is_not_finite_anywhere_moves_no_share(where):
+    params = {**PARAMS, "free": normal(8, 2)}
+    layers = kfac.find_layers(with_free_parameter, params, X, LABELS)
+    optimizer = kfac.kfac(1.0, layers, damping=0.1, weight_decay=0.1)
+    function = kfac.value_grad_and_curvature(with_free_parameter, fisher="empirical", has_aux=True)
+
+    @jax.jit
+    def step(state, poison):
+        _, grads, curvature = function(params, X, LABELS)
+        grads = {**grads, where: jax.tree.map(lambda g: g + poison, grads[where])}
+        return optimizer.update(grads, state, params, curvature=curvature)
+
+    _, state = step(optimizer.init(params), 0.0)
+    refused, after = step(state, jnp.nan)
+    assert all(np.all(u == 0) for u in jax.tree.leaves(refused))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        after.inner_states["fallback"],
+        state.inner_states["fallback"],
+    )
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(step(after, 0.0)))
+
+
+@pytest.mark.slow
+def test_multi_steps_applies_the_mean_gradient():
+    layers = kfac.find_layers(network, PARAMS, X[:4], LABELS[:4])
+    optimizer = optax.MultiSteps(absolute(1.0, layers, damping=1e9, **WHOLE), 2)
+    step, state = make_step(optimizer), optimizer.init(PARAMS)
+    first, state, _ = step(PARAMS, state, X[:4], LABELS[:4])
+    assert all(np.all(u == 0) for u in jax.tree.leaves(first))
+    second, state, _ = step(PARAMS, state, X[4:], LABELS[4:])
+    grads = jax.grad(lambda p: network(p, X, LABELS)[0])(PARAMS)
+    jax.tree.map(lambda u, g: np.testing.assert_allclose(u, -g / 1e9, rtol=1e-5), second, grads)
+
+
+def test_the_step_compiles_once_and_its_state_survives_a_checkpoint(tmp_path):
+    from orbax.checkpoint import v1 as ocp
+
+    with jax.enable_x64(False):  # Orbax reads on threads of its own, where a context does not reach
+        params, x = jax.tree.map(
+            lambda p: p.astype(jnp.float32), ({**PARAMS, "free": normal(8, 2)}, X)
+        )
+        layers = kfac.find_layers(with_free_parameter, params, x, LABELS)
+        optimizer = kfac.cg_fac(1.0, layers, damping=0.1)
+        step = make_step(optimizer, with_free_parameter)
+        _, state, _ = step(params, optimizer.init(params), x, LABELS)
+        expected = step(params, state, x, LABELS)
+        assert step._cache_size() == 1  # the state that comes out is like the one that went in
+        ocp.save(tmp_path / "state", state)
+        got = step(params, ocp.load(tmp_path / "state", jax.eval_shape(lambda: state)), x, LABELS)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+@pytest.mark.parametrize("make", [kfac.kfac, kfac.cg_fac])
+def test_no_array_stands_in_two_places_of_the_state(make):
+    """A step that donates its state hands each buffer over once."""
+    optimizer = make(1.0, kfac.find_layers(network, PARAMS, X, LABELS))
+    function = kfac.value_grad_and_curvature(network, has_aux=True, fisher="empirical")
+
+    def step(state):
+        _, grads, curvature = function(PARAMS, X, LABELS)
+        return optimizer.update(grads, state, PARAMS, curvature=curvature)[1]
+
+    states = [optimizer.init(PARAMS)]
+    states.append(step(states[0]))  # without jit, which makes arrays of its own
+    for state in states:
+        buffers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
+        assert len(set(buffers)) == len(buffers)
+    assert int(kfac.find_state(jax.jit(step, donate_argnums=0)(states[1])).count) == 2
+
+
+@pytest.mark.slow
+def test_bfloat16_parameters_keep_their_dtype():
+    with jax.enable_x64(False):
+        params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+        x = X.astype(jnp.bfloat16)
+        layers = kfac.find_layers(network, params, x, LABELS)
+        optimizer = kfac.kfac(1.0, layers)
+        updates, state, _ = make_step(optimizer)(params, optimizer.init(params), x, LABELS)
+    assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
+    assert all(
+        f.dtype == jnp.float32 for f in jax.tree.leaves(kfac.find_state(state).averages.factors)
+    )
+    assert all(np.isfinite(np.asarray(u, np.float32)).all() for u in jax.tree.leaves(updates))
+    assert any(np.any(np.asarray(u, np.float32) != 0) for u in jax.tree.leaves(updates))
+
+
+@pytest.mark.slow
+def test_defaults_train_faster_than_tuned_adamw():
+    with jax.enable_x64(False):
+        sizes = (16, 12, 4, 12, 16)
+        x = np.random.default_rng(0).normal(size=(256, 3)) @ np.random.default_rng(1).normal(
+            size=(3, 16)
+        )
+        x = jnp.asarray(np.tanh(x), jnp.float32)
+        names = [f"l{i}" for i in range(len(sizes) - 1)]
+        params = {
+            n: {"kernel": normal(i, a, b).astype(jnp.float32) / a**0.5, "bias": jnp.zeros(b)}
+            for i, (n, a, b) in enumerate(zip(names, sizes, sizes[1:], strict=False))
+        }
+
+        def loss_fn(params, x):
+            h = x
+            for n in names:
+                h = kfac.tap(kfac.Dense(), params[n], h, path=n)
+                h = jnp.tanh(h) if n != names[-1] else h
+            return 0.5 * ((h - x) ** 2).sum(-1).mean(), h
+
+        function = kfac.value_grad_and_curvature(loss_fn, likelihood="gaussian", has_aux=True)
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def run(optimizer, params):
+            def body(carry, i):
+                params, state = carry
+                (loss, _), grads, curvature = function(params, x, key=jax.random.key(i))
+                extra = dict(curvature=curvature)
+                updates, state = optax.with_extra_args_support(optimizer).update(
+                    grads, state, params, **extra
+                )
+                return (optax.apply_updates(params, updates), state), loss
+
+            return jax.lax.scan(body, (params, optimizer.init(params)), jnp.arange(100))[1]
+
+        adamw = min(float(run(optax.adamw(rate), params)[-1]) for rate in (3e-3, 1e-2, 3e-2))
+        second_order = np.asarray(
+            run(kfac.kfac(0.1, kfac.find_layers(loss_fn, params, x), step="share"), params)
+        )
+    assert second_order[50] < adamw
+    assert np.all(np.isfinite(second_order))
+
+
+def product(params, x):
+    return x @ params["kernel"] + params["bias"]
+
+
+def with_jacobian(params, x, labels):
+    """The network with a first layer that has no factors: its product passes through the layer."""
+    x = jnp.tanh(kfac.tap(kfac.Generic(product), params["a"], x, path="a"))
+    return cross_entropy(kfac.tap(kfac.Dense(), params["b"], x, path="b"), labels)
+
+
+@pytest.mark.parametrize("loss_fn", [network, with_jacobian])
+@pytest.mark.parametrize(
+    "options",
+    [{"step": "share"}, {"step": "clip"}],
+)
+def test_curvature_in_a_pass_of_its_own_is_that_of_the_gradients_pass(loss_fn, options):
+    """Of the same examples, at steps that renew it and at those that do not."""
+    layers = kfac.find_layers(loss_fn, PARAMS, X, LABELS)
+    optimizer = kfac.kfac(0.1, layers, damping=0.1, inverse_interval=2, **options)
+    together = kfac.value_grad_and_curvature(loss_fn, has_aux=True)
+    apart = kfac.curvature(loss_fn, has_aux=True)
+
+    @functools.partial(jax.jit, static_argnames="alone")
+    def step(params, state, key, refresh, alone):
+        _, grads, curvature = together(params, X, LABELS, key=key, refresh=refresh)
+        if alone:
+            curvature = apart(params, X, LABELS, key=key, refresh=refresh)
+        updates, state = optimizer.update(grads, state, params, curvature=curvature)
+        return optax.apply_updates(params, updates), state
+
+    ends = []
+    for alone in (False, True):
+        params, state = PARAMS, optimizer.init(PARAMS)
+        for i in range(5):
+            params, state = step(params, state, jax.random.key(i), i % 3 == 0, alone)
+        ends.append((params, state))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), *ends)
+
+
+@pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize(
+    ("make", "step"), [(kfac.kfac, "rms"), (kfac.kfac, "clip"), (kfac.cg_fac, "clip")]
+)
+def test_curvature_that_is_not_finite_stays_in_no_average(make, step, poison):
+    """As an overflow in half precision leaves it, with a gradient that is finite."""
+    layers = kfac.find_layers(network, PARAMS, X, LABELS)
+    optimizer = make(1.0, layers, step=step, damping=0.1)
+    function = kfac.value_grad_and_curvature(network, fisher="empirical", has_aux=True)
+
+    @jax.jit
+    def step(state, factor):
+        _, grads, curvature = function(PARAMS, X, LABELS)
+        captured = jax.tree.map(
+            lambda a: a * factor if jnp.issubdtype(a.dtype, jnp.inexact) else a, curvature
+        )
+        return optimizer.update(grads, state, PARAMS, curvature=captured)
+
+    _, state = step(optimizer.init(PARAMS), 1.0)
+    _, after = step(state, poison)
+    averages = [kfac.find_state(s).averages for s in (state, after)]
+    ready = [(jax.tree.map(lambda f, a=a: f / a.weight, a.factors), a.traces) for a in averages]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=0), *ready)
+    updates, _ = step(after, 1.0)
+    assert all(np.any(u) and np.isfinite(u).all() for u in jax.tree.leaves(updates))

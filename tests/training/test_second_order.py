@@ -1,0 +1,355 @@
+"""K-FAC and CG-FAC in the trainer: every mechanism, resuming, accumulation, several devices, and
+what is refused."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import kfac
+from adder_flax.settings import CgFacSettings, KfacSettings
+from adder_flax.tasks import Outcome
+from adder_flax.training import Checkpoints, RunError, build_run
+from adder_flax.training.curvature import CurvatureOptimizer, find_layers
+from adder_flax.training.sharding import put_batch
+from adder_flax.training.step import Parts, init_state, make_train_step, step_keys
+from tests.processes import ROOT, simulated_devices
+
+FIELDS = {
+    "optimizer.name": "kfac",
+    "optimizer.kfac.step": "share",
+    "optimizer.learning_rate": 1e-3,
+    "optimizer.warmup_epochs": 0.5,
+    "model.width": 48,
+    "model.num_heads": 3,
+    "batch_size": 64,
+    "num_epochs": 3.0,
+    "task.resized_crop_scale": (),
+}
+
+
+def train(run, state, first, last):
+    """Steps first … last - 1: the state after them, and their metrics."""
+    batches = run.batches()
+    rows = []
+    for i in range(first, last):
+        state, metrics = run.train_step(state, put_batch(batches[i], run.mesh), run.hyper)
+        rows.append(jax.device_get(metrics))
+    return state, rows
+
+
+# With the gradient, and in a pass of its own.
+@pytest.mark.parametrize(("interval", "fisher"), [(1, "empirical"), (2, "enumerate")])
+def test_rows_that_only_fill_a_batch_up_change_no_step(interval, fisher):
+    """Nor does a model's state, whose arrays are of other lengths than the batch."""
+
+    def loss(params, examples, key, model_state):
+        x, labels, real = examples
+        logits = kfac.tap(kfac.Dense(), params, x, path="")
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        mean = jnp.average(losses, weights=real)
+        return Outcome(mean, logits, {}, real, model_state=model_state)
+
+    def after_a_step(*batch):
+        params = {"kernel": jnp.ones((3, 4))}
+        statistics = {"mean": jnp.zeros(3)}
+        layers = find_layers(loss, params, batch, statistics)
+        optimizer = CurvatureOptimizer(
+            *kfac.kfac(1.0, layers, step="rms", fisher=fisher),
+            layers=layers,
+            fisher=fisher,
+            interval=interval,
+            stride=1,
+        )
+        parts = Parts(
+            seed=0,
+            examples=lambda key, batch: tuple(batch.values()),
+            arguments=lambda examples: examples[:1],
+            loss=loss,
+            optimizer=optimizer,
+            learning_rate=lambda step: 0.0,
+        )
+        state = init_state(params, optimizer=optimizer, ema=False, model_state=statistics)
+        batch = dict(zip("abc", batch, strict=True))
+        return jax.jit(make_train_step(lambda hyper: parts))(state, batch, {})[0]["params"]
+
+    rng = np.random.default_rng(0)
+    x, labels = rng.normal(size=(6, 3)).astype("f"), np.arange(6) % 4
+    filled = after_a_step(x, labels, np.arange(6) < 4)
+    alone = after_a_step(x[:4], labels[:4], np.ones(4, bool))
+    np.testing.assert_allclose(filled["kernel"], alone["kernel"], rtol=1e-4)
+
+
+def test_adamw_keeps_norms_and_embeddings(tiny_config):
+    layers = build_run(tiny_config("multiplicative", **FIELDS)).program.layers
+    left = {p for p in set(layers.shapes) - set(layers.block_of) if not p.startswith("blocks/")}
+    assert left == {"cls_token", "pos_embed", "norm/scale", "norm/bias"}
+    in_blocks = {
+        path.split("/")[2]
+        for path in layers.shapes
+        if path.startswith("blocks/") and path in layers.block_of
+    }
+    assert in_blocks == {"attention", "mlp"}
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "fields"),
+    [
+        ("adder", {}),
+        pytest.param("multiplicative", {}, marks=pytest.mark.slow),
+        # Starts on a longer plateau, with AdamW as well.
+        pytest.param("additive", {"num_epochs": 6.0}, marks=pytest.mark.slow),
+    ],
+)
+def test_every_mechanism_learns_and_resumes_with_the_same_bits(
+    mechanism, fields, tiny_config, tmp_path
+):
+    run = build_run(tiny_config(mechanism, **FIELDS | fields))
+    half = run.num_steps // 2
+    kinds = {block.uses[0].layer.kind for block in run.program.layers.blocks.values()}
+    assert ("adder" in kinds) == (mechanism == "adder")
+    assert run.program.layers.coverage > 0.7
+
+    middle, rows = train(run, run.init(), 0, half)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(half, middle)
+        checkpoints.wait()
+        restored = checkpoints.restore(run.abstract_state)
+    jax.tree.map(np.testing.assert_array_equal, restored, middle)
+    complete, more = train(run, middle, half, run.num_steps)
+    resumed, again = train(run, restored, half, run.num_steps)
+    jax.tree.map(np.testing.assert_array_equal, (resumed, again), (complete, more))
+    losses = [row["loss"] for row in (*rows, *more)]
+    assert np.mean(losses[-5:]) < 0.9 * np.log(10)  # clearly better than not knowing the digit
+    telemetry = kfac.telemetry(more[-1]["optimizer"])
+    assert {"kfac/damping", "kfac/residual/head", "kfac/iterations/blocks/0/mlp/fc2"} <= set(
+        telemetry
+    )
+    assert telemetry["kfac/iterations/head"] == run.settings.optimizer.kfac.iterations
+
+
+def test_a_state_without_residuals_and_with_narrow_inverses_is_saved(tiny_config, tmp_path):
+    own = {"step": "rms", "iterations": 0, "product_dtype": "bfloat16"}
+    fields = {f"optimizer.kfac.{name}": value for name, value in own.items()}
+    run = build_run(tiny_config("multiplicative", **FIELDS | fields))
+    state, _ = train(run, run.init(), 0, 1)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        restored = checkpoints.restore(run.abstract_state)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
+def test_a_step_that_is_refused_leaves_curvature_as_it_was(tiny_config):
+    run = build_run(tiny_config("multiplicative", **FIELDS | {"optimizer.kfac.step": "rms"}))
+    state, _ = train(run, run.init(), 0, 5)  # at the next step inverses are due
+    state = jax.device_get(state)
+    params = {**state["params"], "cls_token": np.full_like(state["params"]["cls_token"], np.nan)}
+    # One whose gradient is not finite, and a sound one behind such a step.
+    for refused in (
+        state | {"params": params},
+        state | {"skipped": np.ones_like(state["skipped"])},
+    ):
+        after, _ = train(run, refused, 5, 6)
+        jax.tree.map(np.testing.assert_array_equal, after["opt_state"], refused["opt_state"])
+    after, _ = train(run, state, 5, 6)
+    for kind in ("factors", "inverses"):
+        new, old = (
+            jax.tree.leaves(getattr(kfac.find_state(s["opt_state"]).averages, kind))
+            for s in (after, state)
+        )
+        assert all((n != o).any() for n, o in zip(new, old, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kfac", "cg_fac"])
+def test_accumulated_microbatches_and_rare_curvature(name, tiny_config):
+    fields = FIELDS | {"optimizer.name": name, "optimizer.kfac.curvature_interval": 3}
+    metrics = []
+    for steps in (1, 4):
+        run = build_run(tiny_config("multiplicative", **fields, accumulation_steps=steps))
+        state, rows = train(run, run.init(), 0, 4)
+        metrics.append(rows[0])
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
+    whole, parts = metrics
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(parts[name], whole[name], rtol=1e-4)
+    accuracies = (metrics["task"]["accuracy"] for metrics in (parts, whole))
+    np.testing.assert_allclose(*accuracies, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_sample_gives_the_curvature_and_the_batch_the_gradient(accumulation, tiny_config):
+    stride, fields = 4, FIELDS | {"model.depth": 1, "accumulation_steps": accumulation}
+    rows, states = [], []
+    for name in (1, stride):
+        chosen = {"optimizer.kfac.curvature_stride": name}
+        run = build_run(tiny_config("multiplicative", **fields, **chosen))
+        state, metrics = train(run, run.init(), 0, 1)
+        rows.append(metrics[0])
+        states.append(kfac.find_state(state["opt_state"]))
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(rows[1][name], rows[0][name], rtol=1e-5)
+
+    augment_key, _ = step_keys(run.config.seed, 0)
+    images, _ = run.task.examples(augment_key, run.batches()[0])
+    sample = np.asarray(images, np.float64)[:: stride * accumulation]
+    size = run.settings.model.patch_size
+    n, height, width, _ = sample.shape
+    patches = sample.reshape(n, height // size, size, width // size, size).transpose(0, 1, 3, 2, 4)
+    inputs = np.concatenate(
+        [patches.reshape(-1, size * size), np.ones((patches[..., 0, 0].size, 1))], 1
+    )
+    moment = np.asarray(states[1].averages.factors["patch_embed/proj"][0], np.float64).squeeze()
+    # Of the constant input it is the weight of the average.
+    np.testing.assert_allclose(moment / moment[-1, -1], inputs.T @ inputs / len(inputs), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_sample_is_taken_anew_now_and_then(tiny_config):
+    fields = FIELDS | {"model.depth": 1, "optimizer.kfac.curvature_interval": 3}
+    run = build_run(tiny_config("adder", **fields, **{"optimizer.kfac.curvature_stride": 8}))
+    weights, state = [], run.init()
+    for step in range(4):
+        state, _ = train(run, state, step, step + 1)
+        weights.append(float(kfac.find_state(state["opt_state"]).averages.weight))
+    decay = 0.95
+    first = 1 - decay
+    np.testing.assert_allclose(weights, [first] * 3 + [decay * first + first], rtol=1e-5)
+
+
+def test_steps_of_a_root_mean_square_are_a_fifth_of_the_rate(tiny_config):
+    """As Muon's, so that one rate suits all parameters."""
+    chosen = {
+        "learning_rate": 0.04,
+        "warmup_epochs": 0.0,
+        "weight_decay": 0.0,
+        "kfac.step": "rms",
+    }
+    fields = FIELDS | {"model.depth": 1} | {f"optimizer.{n}": value for n, value in chosen.items()}
+    run = build_run(tiny_config("multiplicative", **fields))
+    before = jax.device_get(run.init())
+    after, _ = train(run, run.init(), 0, 1)
+    moved = jax.tree.map(lambda a, b: np.asarray(a) - b, after["params"], before["params"])
+    for layer in (moved["blocks"][0]["mlp"]["fc1"], moved["head"]):
+        steps = np.concatenate([layer["kernel"].ravel(), layer["bias"].ravel()])
+        np.testing.assert_allclose(np.sqrt(np.mean(steps**2)), 0.2 * 0.04, rtol=1e-3)
+
+
+def test_how_often_curvature_is_renewed_says_how_many_examples_it_asks(tiny_config, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        kfac, "curvature_stride", lambda layers, examples, interval: asked.append(interval) or 1
+    )
+    # Of a width that no other test has: programs are kept by their shape.
+    sizes = FIELDS | {"model.depth": 1, "model.width": 42}
+    fields = {"optimizer.kfac.curvature_interval": 3}
+    run = build_run(tiny_config("multiplicative", **sizes, **fields))
+    jax.eval_shape(run.init)
+    assert asked == [3]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"kfac.step": "fixed"},
+            r"config.optimizer.kfac.step: expected 'rms', 'share' or 'clip', got 'fixed'",
+        ),
+        (
+            {"kfac.curvature_interval": -1},
+            r"curvature_interval: expected 0 or an integer from 1.*got -1",
+        ),
+        (
+            {"kfac.kl_clip": 0.01},
+            r"kl_clip: expected 0.003 with step='rms'.*got 0.01;.*'clip'",
+        ),
+        (
+            {"kfac.step": "clip", "kfac.iterations": 0},
+            r"kfac.iterations: expected at least 1 with step='clip'.*got 0",
+        ),
+        (
+            {"kfac.step": "share", "kfac.learning_rate": 1.0},
+            r"kfac.learning_rate: expected the share.*at most 0.5.*got 1.0; set 0.1",
+        ),
+        (
+            {"kfac.curvature_stride": 5},
+            r"batch_size = 32 divisible by 1 parts × config.optimizer.kfac.curvature_stride.*5",
+        ),
+        (
+            {"name": "cg_fac", "cg_fac.curvature_stride": 5},
+            r"batch_size = 32 divisible by 1 parts × config.optimizer.cg_fac.curvature_stride.*5",
+        ),
+        ({"adder_rate": 0.2}, r"adder_rate: expected 0 with kfac.*got 0.2"),
+        (
+            {"learning_rate": 0.0},
+            r"optimizer.learning_rate: expected a number above 0 with kfac.*got 0.0",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_before_any_compute(fields, message, tiny_config):
+    fields = {f"optimizer.{name}": value for name, value in fields.items()}
+    with pytest.raises(RunError, match=message):
+        build_run(tiny_config("multiplicative", **{"optimizer.name": "kfac"} | fields))
+
+
+def test_the_table_of_parameters_has_one_row_for_what_all_blocks_share(tiny_config):
+    run = build_run(tiny_config("multiplicative", **{"optimizer.name": "kfac", "model.depth": 2}))
+    assert "blocks/*/mlp/fc1/kernel (2×)" in str(run.program.layers)
+
+
+def test_defaults_of_the_settings_are_the_librarys():
+    for settings, options in (
+        (KfacSettings, kfac.KfacOptions),
+        (CgFacSettings, kfac.CgFacOptions),
+    ):
+        assert settings().step == options().step
+        for step, preset in options.PRESETS.items():
+            own = vars(settings(step=step))
+            differ = {"learning_rate"} if step == "rms" else set()
+            shared = {n: v for n, v in vars(options(step=step)).items() if n in own}
+            assert {n: own[n] for n in preset if n in own and n not in differ} == {
+                n: v for n, v in preset.items() if n in own and n not in differ
+            }
+            assert own["kl_clip"] == shared["kl_clip"]
+
+
+_LOSSES = """
+import sys
+from adder_flax import training
+from adder_flax.experiments import common
+from tests.training.test_second_order import FIELDS, train
+from tests.training.tiny import TINY
+
+config = common.deit(sys.argv[1], "tiny")
+config.update_from_flattened_dict(TINY | FIELDS)
+config.mesh.update(dict(zip(("data", "fsdp", "tensor"), map(int, sys.argv[2:]))))
+run = training.build_run(config)
+for metrics in train(run, run.init(), 0, 4)[1]:
+    print(float(metrics["loss"]), float(metrics["grad_norm"]))
+"""
+
+
+def _losses(mechanism, *mesh):
+    done = subprocess.run(
+        [sys.executable, "-c", _LOSSES, mechanism, *map(str, mesh)],
+        env=simulated_devices(np.prod(mesh)) | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return np.array([float(number) for number in done.stdout.split()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mechanism", "mesh"), [("adder", (8, 1, 1)), ("adder", (2, 2, 2)), ("additive", (1, 8, 1))]
+)
+def test_eight_devices_give_the_numbers_of_one(mechanism, mesh):
+    np.testing.assert_allclose(_losses(mechanism, *mesh), _losses(mechanism, 1, 1, 1), rtol=1e-3)
