@@ -170,8 +170,9 @@ class VisionTransformer(nnx.Module):
             Block(width, settings.num_heads, settings=block, **shared) for block in blocks
         )
         norm = LayerNorm(width, epsilon=settings.norm_epsilon, **shared)
-        self.norm = nnx.data(None) if settings.fc_norm else norm
-        self.fc_norm = norm if settings.fc_norm else nnx.data(None)
+        # One of both is there, the other None.
+        self.norm: LayerNorm | Any = nnx.data(None) if settings.fc_norm else norm
+        self.fc_norm: LayerNorm | Any = norm if settings.fc_norm else nnx.data(None)
         self.head = Linear(width, num_classes, **shared)
         self.head_dist = (
             Linear(width, num_classes, **shared) if settings.distilled else nnx.data(None)
@@ -406,7 +407,9 @@ def embed_positions(
     positions = params["pos_embed"]
     if grid is not None and patches.ndim == 4:
         first = sum(token.shape[1] for token in front)
-        resized = resize_grid(jnp.asarray(positions[:, first:]), grid, patches.shape[1:3])
+        resized = resize_grid(
+            jnp.asarray(positions[:, first:]), grid, (patches.shape[1], patches.shape[2])
+        )
         positions = jnp.concatenate([positions[:, :first], resized], axis=1)
         patches = patches.reshape(len(patches), -1, patches.shape[-1])
     front = [jnp.broadcast_to(token, (len(patches), *token.shape[1:])) for token in front]

@@ -50,7 +50,7 @@ class Skeleton(NamedTuple):
         if not self.carried:
             return {}
         # Not all that is there: a call may have added what it recorded.
-        found = flatten_dict(nnx.to_pure_dict(nnx.state(model)))
+        found: dict[Any, Any] = flatten_dict(nnx.to_pure_dict(nnx.state(model)))
         return unflatten_dict({path: found[path].astype(s.dtype) for path, s in self.carried})
 
     def separate(self, variables: Any) -> tuple[Any, dict[str, Any]]:
@@ -104,5 +104,5 @@ def joined(params: Any, carried: Any) -> Any:
 
 
 def _leaves(state: Any) -> Leaves:
-    flat = flatten_dict(nnx.to_pure_dict(state))
+    flat: dict[Any, Any] = flatten_dict(nnx.to_pure_dict(state))
     return tuple((path, jax.ShapeDtypeStruct(x.shape, x.dtype)) for path, x in flat.items())

@@ -358,7 +358,7 @@ def make_loss_fn(
     """
 
     def loss(params: Any, examples: Any, key: Array, model_state: Any = None) -> Outcome:
-        model = skeleton.merge(joined(params, model_state), key)
+        model: Any = skeleton.merge(joined(params, model_state), key)
         if model_settings is not None and hasattr(model, "set_data"):
             model.set_data(model_settings)
         if hasattr(model, "anneal"):

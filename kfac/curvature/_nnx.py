@@ -104,7 +104,7 @@ def _variables(module: nnx.Module, deep: bool) -> tuple[dict[str, nnx.Variable],
     else:
         graph = vars(module)
     found = {name: node for name, node in graph.items() if isinstance(node, nnx.Variable)}
-    params = {
+    params: dict[str, nnx.Variable] = {
         name: node
         for name, node in found.items()
         if isinstance(node, nnx.Param) and node.get_raw_value() is not None

@@ -149,8 +149,9 @@ def test_tuning_has_seeds_of_its_own():
 
 
 def test_what_is_searched_is_in_the_middle_of_its_range_until_it_has_a_value():
-    steps = {"learning_rate": ("log", 3e-3, 0.3)}  # whose default is no middle of it
-    levels = {"trust": {"optimizer": {"name": "kfac", "kfac": {"step": "share"} | steps}}}
+    # Whose default is no middle of it.
+    steps = {"step": "share", "learning_rate": ("log", 3e-3, 0.3)}
+    levels = {"trust": {"optimizer": {"name": "kfac", "kfac": steps}}}
     plan = Plan(make_config(factors={"optimizer": levels}))
     cell = plan.cell(plan.arms["trust"], FINAL, 0, {})
     assert cell.config.optimizer.kfac.learning_rate == 0.03
