@@ -80,21 +80,20 @@ SHARED = textwrap.dedent(
     replicated = lambda mesh, tree: jax.device_put(tree, NamedSharding(mesh, P()))
 
     optimizer = kfac.scale_by_kfac(layers, kfac.KfacOptions(iterations=3, damping=0.1))
-    for branch in (False, True):  # the inverses' share of the operations, and all
-        results = {}
-        for count in (1, 8):
-            mesh = jax.make_mesh((count // 2 or 1, min(count, 2)), ("data", "tensor"),
-                                 axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:count])
-            with jax.set_mesh(mesh):
-                own, batch = replicated(mesh, params), jax.device_put(x, NamedSharding(mesh, P(("data", "tensor"))))
-                _, grads, curvature = jax.jit(function)(own, batch, key=replicated(mesh, jax.random.key(0)))
-                state, grads = replicated(mesh, optimizer.init(params)), replicated(mesh, grads)
-                compiled = jax.jit(optimizer.update).lower(grads, state, own, curvature=curvature).compile()
-                updates = compiled(grads, state, own, curvature=curvature)[0]
-            turns = max(map(int, re.findall(r'known_trip_count\\W+n\\W+(\\d+)', compiled.as_text())), default=0)
-            results[count] = jax.device_get(updates), compiled.cost_analysis()["flops"], turns
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-12), results[8][0], results[1][0])
-        print(interval, *results[1][1:], *results[8][1:])
+    results = {}
+    for count in (1, 8):
+        mesh = jax.make_mesh((count // 2 or 1, min(count, 2)), ("data", "tensor"),
+                             axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:count])
+        with jax.set_mesh(mesh):
+            own, batch = replicated(mesh, params), jax.device_put(x, NamedSharding(mesh, P(("data", "tensor"))))
+            _, grads, curvature = jax.jit(function)(own, batch, key=replicated(mesh, jax.random.key(0)))
+            state, grads = replicated(mesh, optimizer.init(params)), replicated(mesh, grads)
+            compiled = jax.jit(optimizer.update).lower(grads, state, own, curvature=curvature).compile()
+            updates = compiled(grads, state, own, curvature=curvature)[0]
+        turns = max(map(int, re.findall(r'known_trip_count\\W+n\\W+(\\d+)', compiled.as_text())), default=0)
+        results[count] = jax.device_get(updates), compiled.cost_analysis()["flops"], turns
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-12), results[8][0], results[1][0])
+    print(*results[1][1:], *results[8][1:])
     """  # noqa: E501 - a program of its own
 )
 
@@ -113,10 +112,10 @@ def run(program):
 
 
 def test_each_device_solves_for_its_own_layers():
-    without, preconditioned = (list(map(float, line.split())) for line in run(SHARED))
-    _, flops, _, flops_of_eight, _ = without
+    ((flops, turns, flops_of_eight, turns_of_eight),) = (
+        map(float, line.split()) for line in run(SHARED)
+    )
     assert flops_of_eight < 0.3 * flops  # 2 lanes of 10, and the one of the other shape on each
-    _, _, turns, _, turns_of_eight = preconditioned
     # Inversions go lane by lane: both factors of ten layers, which have one size.
     assert (turns, turns_of_eight) == (20, 3)
 
