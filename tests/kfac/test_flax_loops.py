@@ -219,7 +219,7 @@ def test_digits_with_dropout_and_batch_norm():
     model, rngs = CNN(nnx.Rngs(0)), nnx.Rngs(0, dropout=1)
     layers = kfac.find_layers(digits_loss, model, batch(0), rngs)
     assert layers.coverage == 1.0
-    optimizer = nnx.Optimizer(model, kfac.kfac(1.0, layers), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, kfac.kfac(1e-2, layers), wrt=nnx.Param)
     metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
     function = kfac.value_grad_and_curvature(digits_loss, has_aux=True)
 
