@@ -99,14 +99,14 @@ def sgd(model, batch, rngs):
     return optax.sgd(0.1, 0.9)
 
 
-def cg_fac(model, batch, rngs):
+def our_optimizer(model, batch, rngs):
     layers = kfac.find_layers(loss_fn, model, batch, rngs)  # 4
-    return kfac.cg_fac(1e-2, layers, step="rms", momentum=0.9, damping=0.03)  # 5
+    return kfac.kfac(1e-2, layers, momentum=0.9)  # 5
 
 
 def main(num_epochs=12):
     accuracies = []
-    for name, step, optimizer in (("SGD", their_step, sgd), ("kfac", our_step, cg_fac)):
+    for name, step, optimizer in (("SGD", their_step, sgd), ("kfac", our_step, our_optimizer)):
         losses, accuracy = train(step, optimizer, num_epochs)
         curve = " ".join(f"{loss:.3f}" for loss in losses)
         print(f"{name:5} loss {curve}, test accuracy {accuracy:.3f}")

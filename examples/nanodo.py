@@ -87,7 +87,7 @@ def train(attention, second_order, num_steps):
     optimizer, function = optax.adam(3e-3), jax.value_and_grad(loss_fn, has_aux=True)
     if second_order:
         layers = kfac.find_layers(loss_fn, params, test[:BATCH_SIZE])  # 2
-        optimizer = kfac.cg_fac(2e-3, layers, step="rms", momentum=0.95, damping=0.03)  # 3
+        optimizer = kfac.kfac(2e-3, layers)  # 3
         function = kfac.value_grad_and_curvature(loss_fn, has_aux=True)  # 4
 
     @jax.jit
