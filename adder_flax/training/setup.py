@@ -269,8 +269,9 @@ class Renormalized(nnx.Module):
       given: mean and standard deviation of each channel by which images are normalised.
       wanted: those by which the model wants them.
 
-    >>> anew = Renormalized(lambda images: images, ((0.5,), (0.25,)), ((0.0,), (1.0,)))
-    >>> float(anew(jnp.ones((1, 1, 1, 1)))[0, 0, 0, 0])
+    >>> first_pixel = lambda images: images[:, 0, 0]
+    >>> anew = Renormalized(first_pixel, ((0.5,), (0.25,)), ((0.0,), (1.0,)))
+    >>> float(anew(jnp.ones((1, 1, 1, 1)))[0, 0])
     0.75
     """
 

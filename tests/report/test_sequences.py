@@ -22,7 +22,7 @@ from adder_flax.report._sequences import (
 from adder_flax.report.families import alignments
 from adder_flax.training import Trainer, build_run
 from tests.data.files import write_dictionary
-from tests.tasks.test_edit_distance import by_recursion
+from tests.tasks.test_transduction import by_recursion
 
 
 def study_of(maps, *, edits=(0, 4), uniform=(4, 4), phonemes=(4, 8), letters=(2, 3)):
