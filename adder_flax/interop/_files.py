@@ -37,7 +37,7 @@ from adder_flax.interop._network import (
 )
 from adder_flax.interop._positions import entries_in_front
 from adder_flax.interop._safetensors import open_weights
-from adder_flax.layers import Block, Identity
+from adder_flax.layers import Block, Identity, NormedLinear
 from adder_flax.models import VisionTransformer
 from adder_flax.parameters import has_prototypes
 from adder_flax.text import printable
@@ -354,9 +354,9 @@ def _checked(model: nnx.Module, names: str) -> VisionTransformer:
         )
     if names != "adder_flax" and not all(map(_is_published, model.blocks)):
         raise ValueError(
-            "expected projections, and LayerNorm in front of them, for weights in the names of "
-            f"{names}, got blocks without; choose norm_position 'pre', qkv_linear and proj_linear "
-            "'dense', or the names of adder_flax"
+            "expected dense layers, and LayerNorm in front of attention and MLP, for weights in "
+            f"the names of {names}, got other blocks; choose norm_position 'pre', qkv_linear, "
+            "proj_linear and mlp_linear 'dense', or the names of adder_flax"
         )
     plain = model.pooling == "cls" and model.reg_token is None and model.norm is not None
     if names in ("hugging_face", "transformers_5") and not plain:
@@ -426,9 +426,8 @@ def _scaled(array: np.ndarray, factors: np.ndarray) -> np.ndarray:
 
 def _is_published(block: Block) -> bool:
     """Whether it is a block of ViT, whatever its score."""
-    linears = (block.attention.query, block.attention.out)
     return block.norm_position == "pre" and not any(
-        isinstance(linear, Identity) for linear in linears
+        isinstance(layer, Identity | NormedLinear) for _, layer in nnx.iter_modules(block)
     )
 
 

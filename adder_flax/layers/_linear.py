@@ -1,4 +1,4 @@
-"""The kinds of linear layer: multiplicative, adder (L1 distance), and none at all."""
+"""The kinds of linear layer: products, normed or not, adder (L1 distance), and none at all."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -42,6 +42,60 @@ class Linear(nnx.Linear):
         outputs = super().__call__(rows)
         recorder.report("linear", {"rows": rows, "outputs": outputs})
         return outputs.reshape(*inputs.shape[:-1], outputs.shape[-1])
+
+
+class NormedLinear(Linear):
+    """y = LayerNorm(x W): an adder layer's normaliser, start and want of decay around a product.
+
+    It is the control of `AdderLinear`: what the two have in common is no merit of distances. W
+    starts as N(0, 1) and does not decay, and the kernel has the path of an adder layer's, so both
+    begin with the same numbers.
+
+    Args:
+      in_features, out_features: of W.
+      use_bias: whether LayerNorm has an offset.
+      dtype: of the product and the normalised output; None for the common one.
+      param_dtype: dtype of the parameters.
+      rngs: initialisation keys.
+
+    >>> NormedLinear(8, 4, rngs=nnx.Rngs(0))(jnp.ones((2, 5, 8))).shape
+    (2, 5, 4)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = True,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_features,
+            out_features,
+            use_bias=False,
+            kernel_init=nnx.initializers.normal(1.0),
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        state_facts(self.kernel, role="weight", decay=False)
+        self.norm = LayerNorm(
+            out_features,
+            epsilon=LAYER_NORM_EPSILON,
+            use_bias=use_bias,
+            use_fast_variance=False,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+
+    def __call__(
+        self, inputs: Float[Array | np.ndarray, "*batch in_features"]
+    ) -> Float[Array, "*batch out_features"]:
+        products = super().__call__(inputs)
+        return self.norm(products).astype(products.dtype)
 
 
 class AdderLinear(nnx.Module):
@@ -308,7 +362,7 @@ def check_identity(in_features: int, out_features: int) -> None:
 def linear_class(
     kind: str | tuple[str, ...], adder_options: AdderSettings | Mapping[str, Any] | None = None
 ) -> Callable[..., nnx.Module]:
-    """What makes a linear layer of this kind: "dense", "adder" or "identity".
+    """What makes a linear layer of this kind: "dense", "normed_dense", "adder" or "identity".
 
     `adder_options` go to `AdderLinear`. A tuple, one kind for each block of a model, is refused.
 
@@ -317,6 +371,8 @@ def linear_class(
     """
     if kind == "dense":
         return Linear
+    if kind == "normed_dense":
+        return NormedLinear
     if kind == "adder":
         options = (
             vars(adder_options) if isinstance(adder_options, AdderSettings) else adder_options or {}
@@ -325,6 +381,6 @@ def linear_class(
     if kind == "identity":
         return Identity
     raise ValueError(
-        f"expected a linear layer 'dense', 'adder' or 'identity', got {kind!r}; choose one of "
-        "these."
+        "expected a linear layer 'dense', 'normed_dense', 'adder' or 'identity', got "
+        f"{kind!r}; choose one of these."
     )

@@ -20,6 +20,7 @@ from adder_flax.linen._layers import (
     LayerScale,
     Linear,
     Mlp,
+    NormedLinear,
     PatchEmbed,
     linear_class,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "LayerNorm",
     "LayerScale",
     "Linear",
+    "NormedLinear",
     "Mlp",
     "MultiHeadAttention",
     "PatchEmbed",

@@ -54,6 +54,44 @@ class Linear(nn.Dense):
         return outputs.reshape(*inputs.shape[:-1], self.features)
 
 
+class NormedLinear(nn.Module):
+    """Linen form of `adder_flax.layers.NormedLinear`: y = LayerNorm(x W), W from N(0, 1).
+
+    Products and LayerNorm's parameters are named as in an adder layer: `kernel` and `norm`.
+
+    >>> import jax
+    >>> NormedLinear(4).init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
+    (2, 5, 4)
+    """
+
+    features: int
+    use_bias: bool = True
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+
+    def setup(self) -> None:
+        self.products = Linear(
+            self.features,
+            use_bias=False,
+            kernel_init=nn.initializers.normal(1.0),
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+        )
+        nn.share_scope(self, self.products)
+        self.norm = LayerNorm(
+            epsilon=LAYER_NORM_EPSILON,
+            use_bias=self.use_bias,
+            use_fast_variance=False,
+            param_dtype=self.param_dtype,
+        )
+
+    def __call__(
+        self, inputs: Float[Array, "*batch in_features"]
+    ) -> Float[Array, "*batch out_features"]:
+        products = self.products(inputs)
+        return self.norm(products).astype(products.dtype)
+
+
 class AdderLinear(nn.Module):
     """Linen form of `adder_flax.layers.AdderLinear`: y[o] = -Σ_k |x[k] - W[k, o]|, LayerNorm over
     o.
@@ -140,6 +178,8 @@ def linear_class(
     """Linen form of `adder_flax.layers.linear_class`: what makes a layer of a kind."""
     if kind == "dense":
         return Linear
+    if kind == "normed_dense":
+        return NormedLinear
     if kind == "adder":
         options = (
             vars(adder_options) if isinstance(adder_options, AdderSettings) else adder_options or {}
@@ -148,8 +188,8 @@ def linear_class(
     if kind == "identity":
         return Identity
     raise ValueError(
-        f"expected a linear layer 'dense', 'adder' or 'identity', got {kind!r}; choose one of "
-        "these."
+        "expected a linear layer 'dense', 'normed_dense', 'adder' or 'identity', got "
+        f"{kind!r}; choose one of these."
     )
 
 

@@ -4,6 +4,7 @@ import flax.linen as nn
 from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Float
 
+import kfac
 from adder_flax.layers import is_over_last_axis, normalized
 
 
@@ -29,3 +30,6 @@ class LayerNorm(nn.LayerNorm):
         bias = parameter("bias", self.bias_init) if self.use_bias else None
         x, scale, bias = promote_dtype(x, scale, bias, dtype=self.dtype)
         return normalized(x, scale, bias, self.epsilon, fast_variance=self.use_fast_variance)
+
+
+kfac.register_layer(LayerNorm, kind=kfac.Scale)

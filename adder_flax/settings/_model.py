@@ -129,19 +129,19 @@ class BlockSettings(AttentionSettings):
     qkv_linear: str | tuple[str, ...] = setting(
         "dense",
         "layers that make queries, keys and values; identity: all three are what comes in",
-        commas=Literal["dense", "adder", "identity"],
+        commas=Literal["dense", "normed_dense", "adder", "identity"],
         max_length=MAX_DEPTH,
     )
     proj_linear: str | tuple[str, ...] = setting(
         "dense",
         "layers behind the attention; identity: none",
-        commas=Literal["dense", "adder", "identity"],
+        commas=Literal["dense", "normed_dense", "adder", "identity"],
         max_length=MAX_DEPTH,
     )
     mlp_linear: str | tuple[str, ...] = setting(
         "dense",
         'layers of the MLPs; for each block: "adder,dense,adder,…", as the two above',
-        commas=Literal["dense", "adder"],
+        commas=Literal["dense", "normed_dense", "adder"],
         max_length=MAX_DEPTH,
     )
     adder_options: AdderSettings | Mapping[str, Any] = section(AdderSettings)

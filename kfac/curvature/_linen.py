@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ class _Call:
     """A method of a module as a function of its parameters and its input."""
 
     module: nn.Module
-    method: str
+    method: str | Callable[..., Array]
 
     @property
     def __name__(self) -> str:
@@ -65,18 +66,31 @@ def _interception() -> contextlib.AbstractContextManager:
         registration = next((r for r in owners if r is not None), None)
         if capture is None or registration is None or module.is_initializing():
             return next_fun(*args, **kwargs)
+        # An override comes here too, before the method that it calls by `super()`.
+        registered = registration.cls.__dict__[registration.method]
+        is_formula = registration.describe is not None or registration.kind is Scale
+        overrides = context.orig_method.func is not inspect.unwrap(registered)  # pyright: ignore
+        if is_formula and overrides:
+            return next_fun(*args, **kwargs)
         collections = dict(module.variables)
         own = traverse_util.flatten_dict(nn.unbox(collections.pop("params", {})), sep="/")
+        if registration.describe is not None:  # `nn.share_scope` puts other modules' beside them
+            own = {name: value for name, value in own.items() if "/" not in name}
         if not own:
             return next_fun(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()), None)
-        call = _Call(module.clone(parent=None, name=None), context.method_name)
+        method = registered if is_formula else context.method_name
+        call = _Call(module.clone(parent=None, name=None), method)
         with capture.mute() if registration.describe is None else contextlib.nullcontext():
             # Collections besides the parameters are state, such as batch statistics: no function of
             # the parameters and x.
             if collections and registration.scales_features(module):
                 x = call.module.apply(
-                    {"params": neutral(own), **collections}, *args, mutable=True, **kwargs
+                    {"params": neutral(own), **collections},
+                    *args,
+                    mutable=True,
+                    method=call.method,
+                    **kwargs,
                 )[0]
             y = next_fun(*args, **kwargs)
         layer = registration.layer(module, call, bool(collections))

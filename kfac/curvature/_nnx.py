@@ -53,7 +53,7 @@ class _Call:
     """A method of a module as a function of its parameters (by path) and its input."""
 
     graphdef: nnx.GraphDef
-    method: str
+    method: Callable[..., Array]
     __name__: str
 
     def __call__(self, params: dict[str, Array], x: Array) -> Array:
@@ -64,7 +64,7 @@ class _Call:
             for key in parents:
                 node = node.setdefault(key, {})
             node[last] = value
-        return getattr(nnx.merge(self.graphdef, nested), self.method)(x)
+        return self.method(nnx.merge(self.graphdef, nested), x)
 
 
 def _replacements() -> Iterator[tuple[Any, str, Callable[[Callable], Callable]]]:
@@ -83,7 +83,7 @@ def _tapped_method(original: Callable, registration: Registration) -> Callable:
         if not params:
             return original(module, *args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()), None)
-        call = _Call(nnx.graphdef(module), registration.method, registration.cls.__name__)
+        call = _Call(nnx.graphdef(module), original, registration.cls.__name__)
         with capture.mute() if registration.describe is None else contextlib.nullcontext():
             if has_state and registration.scales_features(module):
                 twin = nnx.clone(module)

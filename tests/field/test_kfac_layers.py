@@ -241,6 +241,56 @@ def recurrent(cell):
     return loss_fn, nnx.to_pure_dict(state)
 
 
+def overridden(base):
+    """A subclass whose call goes through its parent's."""
+
+    class Doubled(base):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    return Doubled
+
+
+@pytest.mark.parametrize(
+    ("linen_layer", "nnx_layer"),
+    [
+        (
+            lambda: overridden(nn.Dense)(3, **F64),
+            lambda: overridden(nnx.Linear)(3, 3, **F64, rngs=nnx.Rngs(0)),
+        ),
+        (
+            lambda: nn.remat(overridden(nn.Dense))(3, **F64),
+            lambda: overridden(overridden(nnx.Linear))(3, 3, **F64, rngs=nnx.Rngs(0)),
+        ),
+        (
+            lambda: overridden(nn.Conv)(3, (2,), **F64),
+            lambda: overridden(nnx.Conv)(3, 3, (2,), **F64, rngs=nnx.Rngs(0)),
+        ),
+        (
+            lambda: overridden(nn.LayerNorm)(**F64),
+            lambda: overridden(nnx.LayerNorm)(3, **F64, rngs=nnx.Rngs(0)),
+        ),
+    ],
+    ids=["dense", "dense, twice", "convolution", "norm"],
+)
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_a_call_through_super_counts_once(framework, linen_layer, nnx_layer):
+    x = normal(5, 4, 2, 3)
+    if framework == "linen":
+        module = linen_layer()
+        params, apply = module.init(jax.random.key(0), x), module.apply
+    else:
+        graphdef, state = nnx.split(nnx_layer())
+        params, apply = nnx.to_pure_dict(state), lambda p, x: nnx.merge(graphdef, p)(x)
+
+    def loss_fn(params, x):
+        return cross_entropy(apply(params, x).sum(1), LABELS)[0]
+
+    report = kfac.verify(loss_fn, params, x)
+    assert report.layers.coverage == 1.0
+    assert max(max(row.capture_error, row.product_error) for row in report.rows) < 1e-12
+
+
 # google-deepmind/kfac-jax#188
 @pytest.mark.parametrize("cell", [nnx.GRUCell, nnx.OptimizedLSTMCell])
 def test_recurrent_cells(cell):

@@ -253,8 +253,12 @@ def test_what_others_have_no_name_for_is_not_written(tmp_path):
         interop.save_weights(
             make(image_size=16, patch_size=4, stem_channels=(5,)), tmp_path / "x", names="timm"
         )
-    for options in (dict(norm_position="post"), dict(num_heads=1, qkv_linear="identity")):
-        with pytest.raises(ValueError, match="got blocks without"):
+    for options in (
+        dict(norm_position="post"),
+        dict(num_heads=1, qkv_linear="identity"),
+        dict(mlp_linear="normed_dense"),
+    ):
+        with pytest.raises(ValueError, match="got other blocks"):
             interop.save_weights(make(**options), tmp_path / "x", names="timm")
         interop.save_weights(make(**options), tmp_path / "own")
         assert interop.load_weights(make(seed=1, **options), tmp_path / "own") == ()

@@ -10,7 +10,8 @@ import pytest
 
 import kfac
 from adder_flax import layers, linen
-from adder_flax.parameters import parameter_facts
+from adder_flax.parameters import Facts, parameter_facts
+from tests.kfac.conftest import x64  # noqa: F401
 from tests.modules import parameters, randomised, run
 
 
@@ -60,6 +61,42 @@ def test_adder_linear_equals_the_formula(norm, use_bias):
     sums = adder(rows(2, 3, 65), p["kernel"])
     expected = layer_norm(sums, {"bias": 0.0} | p["norm"]) if norm else sums + p.get("bias", 0.0)
     np.testing.assert_allclose(run(module, rows(2, 3, 65)), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_normed_linear_is_an_adder_layer_with_products_in_place_of_distances():
+    module = randomised(lambda: layers.NormedLinear(65, 17, rngs=nnx.Rngs(0)))
+    p = parameters(module)
+    np.testing.assert_allclose(
+        run(module, rows(2, 3, 65)),
+        layer_norm(rows(2, 3, 65) @ p["kernel"], p["norm"]),
+        rtol=2e-5,
+        atol=2e-5,
+    )
+    fresh = layers.NormedLinear(65, 17, rngs=nnx.Rngs(0))
+    adder_layer = layers.AdderLinear(65, 17, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(fresh.kernel[...], adder_layer.kernel[...])
+    assert set(nnx.to_flat_state(nnx.state(fresh)).paths) == set(
+        nnx.to_flat_state(nnx.state(adder_layer)).paths
+    )
+    assert parameter_facts(fresh)["kernel"] == Facts(role="weight")
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_normed_linear_has_curvature(framework):
+    if framework == "nnx":
+        graphdef, state = nnx.split(
+            layers.NormedLinear(8, 6, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+        )
+        params, apply = nnx.to_pure_dict(state), lambda p, x: nnx.merge(graphdef, p)(x)
+    else:
+        module = linen.NormedLinear(6, param_dtype=jnp.float64)
+        params = module.init(jax.random.key(0), jnp.ones((1, 8), jnp.float64))["params"]
+        apply = lambda p, x: module.apply({"params": p}, x)
+    loss = lambda params, x: (apply(params, x) ** 4).sum((1, 2)).mean()
+    report = kfac.verify(loss, params, jnp.asarray(rows(3, 5, 8), jnp.float64))
+    assert report.layers.coverage == 1.0
+    assert max(max(row.capture_error, row.product_error) for row in report.rows) < 1e-10
 
 
 @pytest.mark.parametrize("scale", [0.5, 1.0, 3.0])
@@ -325,7 +362,7 @@ def test_kinds_of_linear_layers_are_chosen_apart():
     [
         (
             lambda: layers.linear_class("sparse"),
-            "expected a linear layer 'dense', 'adder' or 'identity', got 'sparse'",
+            "expected a linear layer 'dense', 'normed_dense', 'adder' or 'identity', got 'sparse'",
         ),
         (
             lambda: layers.Identity(2, 3),

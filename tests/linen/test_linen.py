@@ -37,6 +37,11 @@ PAIRS = dict(
         lambda: linen.AdderLinear(6, norm=None),
         tokens,
     ),
+    normed_linear=(
+        lambda: layers.NormedLinear(8, 6, rngs=nnx.Rngs(0)),
+        lambda: linen.NormedLinear(6),
+        tokens,
+    ),
     mlp=(lambda: layers.Mlp(8, 12, rngs=nnx.Rngs(0)), lambda: linen.Mlp(12), tokens),
     patch_embed=(
         lambda: layers.PatchEmbed(2, 1, 8, rngs=nnx.Rngs(0)),
@@ -384,7 +389,7 @@ def test_errors_say_what_was_expected():
     for options, message in (
         (dict(num_heads=3), "width divisible by num_heads, got width 8 and 3"),
         (dict(score="laplace"), "expected a score among"),
-        (dict(qkv_linear="sparse"), "'dense', 'adder' or 'identity', got 'sparse'"),
+        (dict(qkv_linear="sparse"), "'dense', 'normed_dense', 'adder' or 'identity', got 'sparse'"),
         (dict(norm_position="mid"), "'pre' or 'post', got 'mid'"),
         (dict(qkv_linear="identity", proj_linear="sparse"), "'identity', got 'sparse'"),
         (dict(pooling="max"), "'cls' or 'mean', got 'max'"),

@@ -209,7 +209,7 @@ def test_score_per_block_and_identity():
             dict(score=["dot", "adder"]),
             "score to be one setting or a list of depth = 3, got a list of 2",
         ),
-        (dict(mlp_linear="sparse"), "'dense', 'adder' or 'identity', got 'sparse'"),
+        (dict(mlp_linear="sparse"), "'dense', 'normed_dense', 'adder' or 'identity', got 'sparse'"),
         (dict(pooling="max"), "pooling 'cls' or 'mean', got 'max'"),
         (
             dict(score=["dot", "dot", "adder"], scan_blocks=True),

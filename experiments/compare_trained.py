@@ -1,0 +1,79 @@
+"""Attention mechanisms at trainings that end, beside the control that tells what distances bring.
+
+An adder network differs from a dense one in three things at once: distances in place of products, a
+LayerNorm behind each linear layer, and weights that start as N(0, 1) and do not decay. ``product``
+keeps the last two and takes the first away: layers ``normed_dense`` and dot-product scores. All
+arms are compared with it. ``adder layers, dot scores`` and ``dense layers, adder scores`` tell
+layers and scores apart.
+
+| argument after the colon | training of a run | validation | rates | seeds |
+|---|---|---|---|---|
+| none: scikit-learn's digits | 850 steps of 64 images, 50 epochs | 20 % | 4 | 10 |
+| fashion_mnist | 4,215 steps of 64 images, 5 epochs, patches of 7 | 10 % | 4 | 6 |
+| cifar10 | experiments/cifar10_fast.py: 5.25 epochs of 256 images, a stem, Muon | 10 % | 3 | 3 |
+
+The first minutes of such trainings are experiments/compare_mechanisms.py.
+Command: python main.py --mode=compare --config=experiments/compare_trained.py
+"""
+
+import ml_collections
+
+from adder_flax import settings
+from adder_flax.experiments import cifar10_fast, common
+
+_ADDER = common.MECHANISMS["adder"]
+_NORMED = dict(qkv_linear="normed_dense", proj_linear="normed_dense", mlp_linear="normed_dense")
+_MECHANISMS = {
+    "product": _NORMED,
+    "dot": {},
+    "additive": {"score": "additive"},
+    "adder": _ADDER,
+    "adder without identity": _ADDER | {"identity": "off"},
+}
+_APART = {
+    "adder layers, dot scores": _ADDER | {"score": "dot"},
+    "dense layers, adder scores": {"score": "adder", "identity": "off"},
+}
+
+
+def get_config(data: str | None = None) -> ml_collections.ConfigDict:
+    """Returns the comparison on ``digits``, ``fashion_mnist`` or ``cifar10``."""
+    data = data or "digits"
+    mechanisms = _MECHANISMS | (_APART if data == "digits" else {})
+    fields = {
+        "title": f"Attention mechanisms, trained to the end, on {data}",
+        "base": _BASES[data](),
+        "factors": {"mechanism": {name: {"model": model} for name, model in mechanisms.items()}},
+        "baseline": {"mechanism": "product"},
+        "search": {"optimizer": {"learning_rate": ("log", *_RATES[data])}},
+        "trials": 3 if data == "cifar10" else 4,
+        "seeds": {"digits": 10, "fashion_mnist": 6, "cifar10": 3}[data],
+        "validation_percent": 20 if data == "digits" else 10,
+    }
+    return ml_collections.ConfigDict(settings.defaults(settings.CompareSettings) | fields)
+
+
+def _small(data: str, num_epochs: float) -> ml_collections.ConfigDict:
+    base = common.deit("multiplicative", "tiny", data)
+    base.model.update(width=96, depth=6)
+    if data == "digits":
+        base.num_epochs = num_epochs
+    else:
+        common.shorten(base, num_epochs)
+    base.checkpoint_every_steps = 1000
+    base.init = "path"
+    return base
+
+
+def _cifar10() -> ml_collections.ConfigDict:
+    base = cifar10_fast.get_config("cifar10")
+    base.init = "path"
+    return base
+
+
+_BASES = {
+    "digits": lambda: _small("digits", 50.0),
+    "fashion_mnist": lambda: _small("fashion_mnist", 5.0),
+    "cifar10": _cifar10,
+}
+_RATES = {"digits": (3e-4, 1e-2), "fashion_mnist": (3e-4, 1e-2), "cifar10": (2e-3, 2e-2)}
