@@ -2,6 +2,10 @@
 
 import functools
 import importlib
+import operator
+import os
+import re
+import subprocess
 
 import jax
 import numpy as np
@@ -12,6 +16,7 @@ from adder_flax.attention import resolve_scale
 from adder_flax.data import EVAL_CROP_RATIO, load_source
 from adder_flax.errors import RunError
 from adder_flax.settings import RunSettings, SettingsError, read
+from tests.processes import ROOT
 from tests.training.pieces import vit
 
 SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
@@ -224,3 +229,33 @@ def test_the_recipe_of_deit_takes_a_mechanism_a_size_and_data():
     assert config.optimizer.clip_norm == 0
     with pytest.raises(RunError, match="expected .*mechanism,size,data.*, got 'dot,tiny'"):
         importlib.import_module("experiments.deit_recipe").get_config("dot,tiny")
+
+
+def test_the_half_hour_of_a_gpu_names_what_there_is_and_goes_on_where_it_was(tmp_path):
+    """With a command in place of Python that notes its arguments and leaves what a run leaves."""
+    (tmp_path / "python").write_text(
+        '#!/bin/bash\necho "$@" >> commands\n'
+        'for a in "$@"; do case $a in --workdir=*) w=${a#*=};; esac; done\n'
+        'mkdir -p "$w/report"; touch "$w"/{config.json,metrics.jsonl,report/claims.csv}\n'
+    )
+    (tmp_path / "python").chmod(0o755)
+    script = (
+        (ROOT / "experiments/gpu_half_hour.sh")
+        .read_text()
+        .replace('cd "$(dirname "$0")/.."', f'cd "{tmp_path}"')
+    )
+    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FAST": "1"}
+    for half, runs in (("first", 5), ("second", 10), ("first", 0)):
+        (tmp_path / "commands").unlink(missing_ok=True)
+        subprocess.run(["bash", "-c", script, "bash", half], env=environ, check=True)
+        noted = tmp_path / "commands"
+        commands = noted.read_text().splitlines() if noted.exists() else []
+        assert len(commands) == 2 * runs
+        for command in commands[::2]:
+            [name] = re.findall(r"--config=experiments/(\w+)\.py:cifar10", command)
+            config = importlib.import_module(f"experiments.{name}").get_config("cifar10")
+            for path, value in re.findall(r"--config\.([\w.]+)=(\S+)", command):
+                *sections, field = path.split(".")
+                section = functools.reduce(operator.getitem, sections, config)
+                section[field] = type(section[field])(value)
+            read(RunSettings, config)

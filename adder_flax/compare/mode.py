@@ -9,6 +9,7 @@ import jax
 from adder_flax.compare.cells import StoppedError
 from adder_flax.compare.page import write_results
 from adder_flax.compare.run import Comparison, describe, overview, supervise, work
+from adder_flax.compare.trivial import add_trivial
 from adder_flax.errors import RunError
 from adder_flax.training.lock import HeldError, lock_workdir
 
@@ -39,6 +40,7 @@ def run(config: Any, workdir: str | Path, workers: int) -> None:
     print(overview(comparison, max(workers, 1)), flush=True)
     try:
         with lock_workdir(comparison.results, "results.lock"):
+            add_trivial(comparison)
             files = write_results(comparison)
         print("results at " + ", ".join(str(path) for path in files[:3]))
     except HeldError:  # workers end at once, when all records are there

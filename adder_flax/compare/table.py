@@ -1,5 +1,6 @@
 """The tables of a comparison, from its records alone."""
 
+import collections
 import csv
 import dataclasses
 import io
@@ -12,6 +13,7 @@ from adder_flax.compare.plan import Arm
 from adder_flax.compare.records import Record
 from adder_flax.compare.run import Comparison
 from adder_flax.compare.search import Tuning
+from adder_flax.compare.trivial import read_trivial
 from adder_flax.paired import (
     LEAST_SEEDS,
     Difference,
@@ -35,7 +37,8 @@ class Row:
       arm: what it is.
       tuning: how its values were found.
       trials: what its first trials scored on the validation split.
-      records: of its final runs that are finished, by seed.
+      records: of its final runs that are finished, by seed, on the baseline's kind of device.
+      elsewhere: those that ran on another, or with another version of JAX, and compare nothing.
       scores: on the test split, in that order; that of a run which diverged is the worst.
       difference: to the baseline, on the seeds that both have; None for a baseline and where there
         are none.
@@ -47,6 +50,7 @@ class Row:
     tuning: Tuning
     trials: Sequence[float]
     records: Sequence[Record]
+    elsewhere: Sequence[Record]
     scores: Sequence[float]
     difference: Difference | None
     target: float | None
@@ -71,9 +75,18 @@ class Row:
 
 def rows_of(comparison: Comparison) -> list[Row]:
     """Returns a row for each arm, with what is finished of it."""
-    found = {arm.name: _finals(comparison, arm) for arm in comparison.plan.arms.values()}
+    arms = comparison.plan.arms.values()
+    finished = {arm.name: _finals(comparison, arm) for arm in arms}
+    # Runs of one table are of one kind of device and one version: where most of the baselines ran.
+    baselines = [arm for arm in arms if comparison.plan.baseline_of(arm) is None]
+    places = collections.Counter(place_of(r) for arm in baselines for r in finished[arm.name])
+    home = places.most_common(1)[0][0] if places else None
+    found = {
+        name: [record for record in records if home in (None, place_of(record))]
+        for name, records in finished.items()
+    }
     rows = []
-    for arm in comparison.plan.arms.values():
+    for arm in arms:
         records, baseline = found[arm.name], comparison.plan.baseline_of(arm)
         scores = {record.seed: score_of(comparison, record) for record in records}
         target = _target(comparison, found[(baseline or arm).name])
@@ -94,6 +107,7 @@ def rows_of(comparison: Comparison) -> list[Row]:
                 tuning,
                 comparison.trial_scores(arm, tuning),
                 records,
+                [record for record in finished[arm.name] if record not in records],
                 list(scores.values()),
                 difference,
                 target,
@@ -101,6 +115,11 @@ def rows_of(comparison: Comparison) -> list[Row]:
             )
         )
     return rows
+
+
+def place_of(record: Record) -> tuple[str, str]:
+    """Returns what the runs of a table must have in common: kind of device and version of JAX."""
+    return record.machine["device"], record.versions["jax"]
 
 
 def score_of(comparison: Comparison, record: Record) -> float:
@@ -152,7 +171,9 @@ def _about(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
         if percent
         else "the split validation"
     )
-    missing = [(row.arm.name, settings.seeds - len(row.records)) for row in rows]
+    missing = [
+        (row.arm.name, settings.seeds - len(row.records) - len(row.elsewhere)) for row in rows
+    ]
     blocks: list[Block] = [
         Paragraph(
             f"{len(records)} of {len(rows) * settings.seeds} final runs, seeds 0 to "
@@ -239,6 +260,8 @@ def _scores(comparison: Comparison, rows: Sequence[Row]) -> Block:
         elif row.scores:
             cells += ["baseline" if comparison.plan.baseline_of(row.arm) is None else ""]
         lines.append(cells)
+    for name, score in read_trivial(comparison.results).items():
+        lines.append([name, *[""] * len(names), f"{score:.4f}"])
     return Table(head, lines)
 
 
@@ -270,7 +293,24 @@ def _cautions(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
                 f"Holm that of {count} such tests together. {told}"
             )
         )
+    if read_trivial(comparison.results):
+        blocks.append(
+            Paragraph(
+                "Softmax regression and the nearest neighbour see the pixels of the same training "
+                "split (`adder_flax.compare.trivial`). An arm below them has not learned what the "
+                "images show."
+            )
+        )
     for row in rows:
+        if row.elsewhere:
+            places = sorted(
+                {f"{device} with JAX {jax}" for device, jax in map(place_of, row.elsewhere)}
+            )
+            text = (
+                f"{row.arm.name}: {len(row.elsewhere)} runs are left out. They ran on "
+                f"{' and '.join(places)}, where the baseline did not."
+            )
+            blocks.append(Paragraph(text, strong=True))
         if broken := [record for record in row.records if record.diverged]:
             seeds = ", ".join(str(record.seed) for record in broken)
             text = (

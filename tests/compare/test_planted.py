@@ -1,6 +1,7 @@
 """Differences that are planted, and those that are not: what the page says of records whose scores
 are made up."""
 
+import dataclasses
 import json
 import math
 
@@ -9,6 +10,8 @@ import pytest
 
 from adder_flax.compare import Comparison, Record, write_results
 from adder_flax.compare.table import rows_of
+from adder_flax.compare.trivial import add_trivial, read_trivial
+from adder_flax.data import load_source
 from tests.compare.tiny import make_config
 
 RATE = "optimizer.learning_rate"
@@ -48,7 +51,7 @@ def _record(cell, accuracy):
         facts=dict.fromkeys(facts, 1.0),
         seconds={"step": 0.1, "run": 1.0},
         machine={"processor": "none", "cores": 1, "device": "1 × none"},
-        versions={"python": "3"},
+        versions={"python": "3", "jax": "0.10.2"},
         date="2026-01-01",
     )
 
@@ -135,6 +138,52 @@ def test_a_planted_difference_is_found_and_its_interval_holds_it(tmp_path):
     assert additive.difference.low < 0.02 < additive.difference.high
     assert additive.difference.high - additive.difference.low < 0.01
     assert additive.difference.p_value == pytest.approx(2 / 64)
+
+
+@pytest.mark.parametrize(
+    "elsewhere",
+    [
+        {"machine": {"processor": "none", "cores": 1, "device": "1 × other"}},
+        {"versions": {"python": "3", "jax": "0.11.0"}},
+    ],
+)
+def test_runs_of_another_device_or_version_are_not_compared(elsewhere, tmp_path):
+    factors = {"arm": {name: {} for name in ("dot", "here", "there", "mixed")}}
+    comparison = Comparison(
+        make_config(factors=factors, baseline={"arm": "dot"}, seeds=3), tmp_path
+    )
+    fill(comparison, lambda cell: 0.5 + 0.1 * cell.seed)
+    for arm, seeds in (("there", (0, 1, 2)), ("mixed", (2,)), ("dot", (0,))):
+        for cell in comparison.final_cells(comparison.plan.arms[arm]):
+            if cell.seed in seeds:
+                record = dataclasses.replace(comparison.records.get(cell), **elsewhere)
+                comparison.records.put(cell, record)
+    dot, here, mixed, there = sorted(rows_of(comparison), key=lambda row: row.arm.name)
+    assert [record.seed for record in dot.records] == [1, 2]
+    assert (here.difference.pairs, mixed.difference.pairs, there.difference) == (2, 1, None)
+    write_results(comparison)
+    page = (tmp_path / "results" / "results.md").read_text()
+    assert page.count("runs are left out") == 3
+    assert "**there: 3 runs are left out. They ran on 1 × " in page
+    assert "Not finished" not in page
+
+
+def test_a_floor_stands_beside_a_finished_comparison_of_images(tmp_path):
+    comparison = Comparison(make_config(factors=ARMS, baseline={"arm": "dot"}, seeds=2), tmp_path)
+    fill(comparison, lambda cell: 0.5)
+    add_trivial(comparison)
+    found = read_trivial(comparison.results)
+    source = load_source("digits", "test")
+    [cell, _] = comparison.final_cells(comparison.plan.arms["dot"])
+    train = load_source("digits", cell.config.data.train_split)
+    pixels = lambda s: np.stack([s[i]["image"].ravel() for i in range(len(s))]).astype(float)
+    labels = lambda s: np.array([s[i]["label"] for i in range(len(s))])
+    near = [np.square(pixels(train) - one).sum(1).argmin() for one in pixels(source)]
+    assert found["nearest neighbour"] == (labels(train)[near] == labels(source)).mean()
+    assert 0.95 < found["softmax regression"] < 0.98  # 0.97 in the literature
+    write_results(comparison)
+    page = (tmp_path / "results" / "results.md").read_text()
+    assert f"| nearest neighbour |  | {found['nearest neighbour']:.4f} |" in page
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,27 @@ SMALLER_IS_BETTER = ("loss", "phoneme_error_rate")
 def test_a_page_says_what_its_records_give(name):
     page = (RESULTS / name / "results.md").read_text()
     score, rows = re.search(r"## Test (\w+)", page)[1], _rows(page)
-    scores = _scores(RESULTS / name / "records.jsonl.xz", score)
-    assert rows.keys() == scores.keys()
     baselines = [levels for levels, row in rows.items() if row["difference"] == "baseline"]
+    floor = RESULTS / name / "trivial.json"
+    for model, accuracy in (json.loads(floor.read_text()) if floor.exists() else {}).items():
+        [row] = [rows.pop(levels) for levels in list(rows) if levels[0] == model]
+        assert _near(row["mean"], accuracy)
+    config, records = _records(RESULTS / name / "records.jsonl.xz")
+    _check_budgets(config, records)
+    scores = _scores(records, baselines, score)
+    assert rows.keys() == scores.keys()
     compared = {}
     for levels, row in rows.items():
         ranked = sorted(scores[levels].values())
         quarter = len(ranked) // 4
+        assert int(row["runs"]) == len(ranked)
+        if not ranked:
+            continue
         assert _near(row["mean"], np.mean(ranked))
+        for end, of_page in zip(
+            (ranked[0], ranked[-1]), row["lowest, highest"].split(", "), strict=True
+        ):
+            assert _near(of_page, float(end))
         assert _near(row["interquartile mean"], np.mean(ranked[quarter : len(ranked) - quarter]))
         if levels not in baselines:
             alike = lambda other, levels=levels: sum(
@@ -60,18 +73,42 @@ def _near(cell, number):
     return abs(float(cell) - number) <= 0.5001 * 10 ** -len(cell.partition(".")[2])
 
 
-def _scores(path, name):
-    """{levels: {seed: score}}, exact."""
+def _records(path):
     with lzma.open(path) as file:
-        _, *records = map(json.loads, file)
-    scores = {}
-    for record in records:
-        if record["phase"] == "final":
-            worst = math.inf if name in SMALLER_IS_BETTER else 0.0
+        config, *records = map(json.loads, file)
+    return config, records
+
+
+def _scores(records, baselines, name):
+    """{levels: {seed: score}}, exact, of the kind of device and version of most baselines' runs."""
+    worst = math.inf if name in SMALLER_IS_BETTER else 0.0
+    finals = [(tuple(r["levels"].values()), r) for r in records if r["phase"] == "final"]
+    place = lambda record: (record["machine"]["device"], record["versions"]["jax"])
+    places = [place(record) for levels, record in finals if levels in baselines]
+    home, scores = max(places, key=places.count, default=None), {}
+    for levels, record in finals:
+        of_arm = scores.setdefault(levels, {})
+        if home in (None, place(record)):
             score = worst if record["diverged"] else record["test"][name]
-            of_arm = scores.setdefault(tuple(record["levels"].values()), {})
             of_arm[record["seed"]] = Fraction(score).limit_denominator(100_000_000)
     return scores
+
+
+def _check_budgets(config, records):
+    """Every arm that is tuned has the trials of the experiment, and half as many at each edge."""
+    tried = {}
+    for record in records:
+        if record["phase"] == "tuning":
+            points = tried.setdefault(record["arm"], {})
+            points.setdefault(json.dumps(record["values"], sort_keys=True), []).append(
+                record["seed"]
+            )
+    extension = math.ceil(config["trials"] / 2)
+    for arm, points in tried.items():
+        beyond, rest = divmod(len(points) - config["trials"], extension)
+        assert rest == 0, arm
+        assert 0 <= beyond <= config["extensions"], arm
+        assert {len(seeds) for seeds in points.values()} == {config["tuning_seeds"]}, arm
 
 
 def _p(differences):
