@@ -13,6 +13,7 @@ import argparse
 import csv
 import dataclasses
 import functools
+import math
 import os
 import statistics
 import sys
@@ -54,11 +55,6 @@ class Workload:
     timed: Mapping[str, str]
 
     @property
-    def name(self) -> str:
-        """That of its folder."""
-        return self.runs.folder.name
-
-    @property
     def seeds(self) -> int:
         """Of an arm that is finished."""
         return max(map(len, self.runs.arms.values()))
@@ -71,16 +67,14 @@ class Workload:
         """Returns the mean over the seeds of the test scores of an arm."""
         return statistics.mean(run.score for run in self.runs.arms[arm].values())
 
-    def steps(self, arm: str) -> float | None:
-        """Returns the steps to the validation target in the median run; None: not reached."""
+    def steps(self, arm: str) -> float:
+        """Returns the steps to the validation target in the median run, inf where it never is."""
         found = [run.to_target for run in self.runs.arms[arm].values()]
-        median = statistics.median(float("inf") if at is None else at for at in found)
-        return None if median == float("inf") else median
+        return statistics.median(math.inf if at is None else at for at in found)
 
-    def seconds(self, arm: str, machine: str) -> float | None:
-        """Returns these steps times what one takes there; None: not reached."""
-        steps = self.steps(arm)
-        return None if steps is None else steps * self.step_seconds[machine][arm]
+    def seconds(self, arm: str, machine: str) -> float:
+        """Returns these steps times what one takes there."""
+        return self.steps(arm) * self.step_seconds[machine][arm]
 
 
 def read_workload(folder: str | Path) -> Workload:
@@ -94,20 +88,13 @@ def read_workload(folder: str | Path) -> Workload:
     runs = read_runs(folder)
     if not runs.arms:
         raise ValueError(f"expected final runs in {runs.folder}, got none; run the comparison on")
-    tasks = (TASKS.get(name) for name in TASKS)
-    directions = {task.best.name: task.best.largest for task in tasks}
+    directions = {TASKS.get(name).best.name: TASKS.get(name).best.largest for name in TASKS}
     if runs.score not in directions:
         raise ValueError(
             f"expected a score among {', '.join(sorted(directions))} in {runs.folder}, got "
             f"{runs.score}; register the task that has it"
         )
-    return Workload(runs, directions[runs.score], *_read_timing(runs))
-
-
-def _read_timing(runs: Runs) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """What a step of each arm takes on each machine, and with what; nothing if not timed."""
-    seconds, timed = {}, {}
-    path = runs.folder / TIMING
+    seconds, timed, path = {}, {}, runs.folder / TIMING
     for machine, rows in read_timing(path).items():
         seconds[machine] = {row["arm"]: float(row["step_seconds"]) for row in rows}
         timed[machine] = rows[0]["timed"]
@@ -116,7 +103,7 @@ def _read_timing(runs: Runs) -> tuple[dict[str, dict[str, float]], dict[str, str
                 f"expected every arm in {path}, got no row of {', '.join(missing)} on {machine}; "
                 "write it anew by python -m benchmarks.compare seconds"
             )
-    return seconds, timed
+    return Workload(runs, directions[runs.score], seconds, timed)
 
 
 def read_timing(path: Path) -> dict[str, list[dict[str, str]]]:
@@ -160,9 +147,8 @@ def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> 
     """
     out, workloads = Path(out), [read_workload(folder) for folder in folders]
     arms = list(dict.fromkeys(arm for workload in workloads for arm in workload.runs.arms))
-    machines = dict.fromkeys(machine for workload in workloads for machine in workload.timed)
     costs = {"steps": _costs(workloads, arms, Workload.steps)}
-    blocks: list[Block] = [
+    blocks: list[Block | Picture] = [
         Heading(1, title),
         Paragraph(
             f"{len(workloads)} comparisons, each arm tuned by the same budget and judged at the "
@@ -180,6 +166,7 @@ def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> 
             "split, among those at which runs were looked at."
         ),
     ]
+    machines = list(dict.fromkeys(machine for workload in workloads for machine in workload.timed))
     processors = [machine.partition(",")[0] for machine in machines]
     for machine, processor in zip(machines, processors, strict=True):
         seconds = functools.partial(Workload.seconds, machine=machine)
@@ -196,21 +183,20 @@ def write_across(folders: Sequence[str | Path], out: str | Path, title: str) -> 
                 f"(`python -m benchmarks.compare seconds`) on {machine}; {dates}."
             ),
         ]
-    blocks += [Heading(2, "Over all of them"), *_overall(costs, workloads)]
-    picture = _profile(costs)
+    picture = _profile(costs, len(workloads))
     document.write_picture(picture, out)
-    drawn = f"\n![{picture.alt}](figures/{picture.name}.svg)\n\n{picture.caption}"
-    write_text(out / "results.md", as_markdown(blocks) + drawn)
+    blocks += [Heading(2, "Over all of them"), *_overall(costs, workloads), picture]
+    write_text(out / "results.md", as_markdown(blocks))
     return out / "results.md"
 
 
-_Cost = Callable[[Workload, str], float | None]
+_Cost = Callable[[Workload, str], float]
 
 
 def _costs(
     workloads: Sequence[Workload], arms: Sequence[str], cost: _Cost
 ) -> dict[str, list[float | None]]:
-    """What each arm costs on each workload; None where it never arrives or is not finished."""
+    """An arm that is not finished never arrives."""
     return {
         arm: [cost(workload, arm) if workload.has(arm) else None for workload in workloads]
         for arm in arms
@@ -220,17 +206,11 @@ def _costs(
 def _workloads(workloads: Sequence[Workload], out: Path) -> Table:
     lines = []
     for name, workload in zip(_short(workloads), workloads, strict=True):
-        runs = workload.runs
+        runs, better = workload.runs, "larger" if workload.largest else "smaller"
         page = Path(os.path.relpath(runs.folder / "results.md", out)).as_posix()
-        steps = {str(run.steps) for arm in runs.arms.values() for run in arm.values()}
-        lines.append(
-            [
-                f"[{name}]({page})",
-                f"{runs.score}, {'larger' if workload.largest else 'smaller'} is better",
-                ", ".join(sorted(steps, key=int)),
-                str(workload.seeds),
-            ]
-        )
+        steps = sorted({run.steps for arm in runs.arms.values() for run in arm.values()})
+        cells = f"[{name}]({page})", f"{runs.score}, {better} is better", ", ".join(map(str, steps))
+        lines.append([*cells, str(workload.seeds)])
     return Table(["comparison", "score", "steps", "seeds"], lines)
 
 
@@ -246,19 +226,18 @@ def _table(
     columns = []
     for workload in workloads:
         found = {arm: value(workload, arm) for arm in arms if workload.has(arm)}
-        choose = max if largest and workload.largest else min
-        best = choose((one for one in found.values() if one is not None), default=None)
+        best = (max if largest and workload.largest else min)(found.values())
         texts = {arm: "not finished" if arm in workload.runs.arms else "not run" for arm in arms}
         for arm, one in found.items():
-            text = "not reached" if one is None else shown.format(one)
-            texts[arm] = f"**{text}**" if one is not None and one == best else text
+            text = "not reached" if one == math.inf and not largest else shown.format(one)
+            texts[arm] = f"**{text}**" if one == best != math.inf else text
         columns.append(list(texts.values()))
     return Table(["arm", *_short(workloads)], list(map(list, zip(arms, *columns, strict=True))))
 
 
 def _short(workloads: Sequence[Workload]) -> list[str]:
     """Names without the words that all begin with."""
-    names = [workload.name for workload in workloads]
+    names = [workload.runs.folder.name for workload in workloads]
     shared = os.path.commonprefix(names).rpartition("_")
     return [name.removeprefix("".join(shared[:2])) for name in names]
 
@@ -266,11 +245,12 @@ def _short(workloads: Sequence[Workload]) -> list[str]:
 def _overall(
     costs: Mapping[str, Mapping[str, Sequence[float | None]]], workloads: Sequence[Workload]
 ) -> list[Block]:
-    lines: dict[str, list[str]] = {}
+    head, lines = ["arm", "finished on"], {}
     for arm in costs["steps"]:
         finished = sum(workload.has(arm) for workload in workloads)
         lines[arm] = [arm, f"{finished} of {len(workloads)}"]
-    for table in costs.values():
+    for name, table in costs.items():
+        head += [f"fewest {name}", f"most to the fewest {name}", f"score in {name}"]
         scores, ratios = profile_scores(table), cost_ratios(table)
         # Where no arm arrives there is nothing to be behind.
         solved = np.isfinite(np.array([*ratios.values()])).any(0)
@@ -281,14 +261,8 @@ def _overall(
                 f"{worst:.2f}" if np.isfinite(worst) else "not reached",
                 f"{scores[arm]:.3f}",
             ]
-    head = [
-        heading
-        for name in costs
-        for heading in (f"fewest {name}", f"most to the fewest {name}", f"score in {name}")
-    ]
-    ranked = sorted(lines.values(), key=lambda line: -float(line[-1]))
     return [
-        Table(["arm", "finished on", *head], ranked),
+        Table(head, sorted(lines.values(), key=lambda line: -float(line[-1]))),
         Paragraph(
             "On how many each arm has the fewest, how many times the fewest it takes at most, and "
             "the score of its performance profile, the mean height from 1 to 4 times the fewest "
@@ -299,7 +273,7 @@ def _overall(
     ]
 
 
-def _profile(costs: Mapping[str, Mapping[str, Sequence[float | None]]]) -> Picture:
+def _profile(costs: Mapping[str, Mapping[str, Sequence[float | None]]], many: int) -> Picture:
     figure, axes = report.new_figure(4.2 * len(costs) + 2.0, 4.2, columns=len(costs))
     data: dict[str, Any] = {}
     for place, (name, table) in zip(axes[0], costs.items(), strict=True):
@@ -307,7 +281,6 @@ def _profile(costs: Mapping[str, Mapping[str, Sequence[float | None]]]) -> Pictu
         columns = draw_profiles(place, table, label, "share of comparisons at the target")
         data |= {f"{key}, {name}": column for key, column in columns.items()}
     legend_beside(axes[0, -1])
-    many = len(next(iter(next(iter(costs.values())).values())))
     caption = (
         f"Performance profiles: the share of {many} comparisons in which the median run is at its "
         f"target within a factor of the fewest {' or '.join(costs)} that any arm takes."

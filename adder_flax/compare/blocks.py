@@ -1,8 +1,10 @@
 """What a page of results consists of, and how it is written as Markdown and as HTML."""
 
-import html
 from collections.abc import Sequence
+from html import escape
 from typing import NamedTuple
+
+from adder_flax.report import Picture
 
 
 class Heading(NamedTuple):
@@ -25,6 +27,10 @@ class Table(NamedTuple):
     head: Sequence[str]
     lines: Sequence[Sequence[str]]
 
+    def rows(self) -> list[list[str]]:
+        """Returns the lines, as long as the head."""
+        return [[*line, *[""] * (len(self.head) - len(line))] for line in self.lines]
+
 
 class Code(NamedTuple):
     """Commands."""
@@ -35,13 +41,11 @@ class Code(NamedTuple):
 Block = Heading | Paragraph | Table | Code
 
 
-def as_markdown(blocks: Sequence[Block]) -> str:
+def as_markdown(blocks: Sequence[Block | Picture]) -> str:
     r"""Returns a Markdown file.
 
-    >>> print(
-    ...     as_markdown([Heading(2, "Scores"), Table(["arm", "score"], [["a|b", "1"], ["c"]])]),
-    ...     end="",
-    ... )
+    >>> table = Table(["arm", "score"], [["a|b", "1"], ["c"]])
+    >>> print(as_markdown([Heading(2, "Scores"), table]), end="")
     ## Scores
     <BLANKLINE>
     | arm | score |
@@ -61,11 +65,7 @@ def as_html(blocks: Sequence[Block]) -> str:
     return "\n".join(map(_html, blocks))
 
 
-def _filled(table: Table) -> list[list[str]]:
-    return [[*line, *[""] * (len(table.head) - len(line))] for line in table.lines]
-
-
-def _markdown(block: Block) -> str:
+def _markdown(block: Block | Picture) -> str:
     match block:
         case Heading(level, text):
             return f"{'#' * level} {text}"
@@ -73,26 +73,22 @@ def _markdown(block: Block) -> str:
             return f"**{text}**" if strong else text
         case Code(text):
             return f"```bash\n{text}\n```"
-    rows = [list(block.head), ["---"] * len(block.head), *_filled(block)]
-    return "\n".join(
-        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows
-    )
+        case Picture():
+            return f"![{block.alt}](figures/{block.name}.svg)\n\n{block.caption}"
+    rows, bar = [block.head, ["---"] * len(block.head), *block.rows()], r"\|"
+    return "\n".join(f"| {' | '.join(cell.replace('|', bar) for cell in row)} |" for row in rows)
 
 
 def _html(block: Block) -> str:
     match block:
         case Heading(level, text):
-            return f"<h{level}>{html.escape(text)}</h{level}>"
+            return f"<h{level}>{escape(text)}</h{level}>"
         case Paragraph(text, strong):
-            return (
-                f"<p><strong>{html.escape(text)}</strong></p>"
-                if strong
-                else f"<p>{html.escape(text)}</p>"
-            )
+            return f"<p><strong>{escape(text)}</strong></p>" if strong else f"<p>{escape(text)}</p>"
         case Code(text):
-            return f"<pre><code>{html.escape(text)}</code></pre>"
-    row = lambda cells, tag: (
-        f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
-    )
-    rows = [row(block.head, "th"), *(row(line, "td") for line in _filled(block))]
+            return f"<pre><code>{escape(text)}</code></pre>"
+    rows = [
+        f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in row)}</tr>"
+        for tag, row in [("th", block.head), *(("td", row) for row in block.rows())]
+    ]
     return f'<div class="scroll" tabindex="0"><table>{"".join(rows)}</table></div>'

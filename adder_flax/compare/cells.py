@@ -6,10 +6,9 @@ import importlib.metadata
 import json
 import math
 import platform
-import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,34 +46,31 @@ def run_cell(
     What the run prints goes to ``output.txt`` in its directory. A run that is no longer finite is a
     result. The test split is read once, after the last step of a final run.
 
-    Args:
-      cell: of the comparison.
-      workdir: of the cell.
-      test_split: name of the split.
-      load: as in ``training.build_run``.
-
     Raises:
       StoppedError: a signal asked to stop.
       RunError: what the user must mend.
     """
     began, diverged, scores, test = time.monotonic(), None, {}, {}
     workdir.mkdir(parents=True, exist_ok=True)
-    with _output_in(workdir / "output.txt"):
+    with (
+        (workdir / "output.txt").open("a", buffering=1) as file,
+        contextlib.redirect_stdout(file),
+        contextlib.redirect_stderr(file),
+    ):
         run = training.build_run(cell.config, load=load)
-        trainer = training.Trainer(
-            run, training.open_workdir(workdir, cell.config), start_time=began
-        )
+        own = training.open_workdir(workdir, cell.config)
         steps = run.num_steps
         try:
-            result = trainer.fit()
+            result = training.Trainer(run, own, start_time=began).fit()
         except training.NonFiniteLossError as error:
-            diverged, steps = _how(error), _last_step(workdir)
+            # What happened, without what became of the checkpoints and what to do.
+            diverged = str(error).partition(". Checkpoints kept")[0].partition("; the state is")[0]
+            rows = training.read_metrics(workdir)
+            steps = max((int(row["step"]) for row in rows), default=0)
         else:
-            if result.interrupted:
-                where = f"{cell.id} at step {result.step} of {run.num_steps}"
-                raise StoppedError(
-                    f"{result.interrupted.name} in {where}", 128 + result.interrupted
-                )
+            if stop := result.interrupted:
+                where = f"{stop.name} in {cell.id} at step {result.step} of {run.num_steps}"
+                raise StoppedError(where, 128 + stop)
             scores = result.evaluation
             if cell.phase == FINAL:
                 config = ConfigDict(cell.config.to_dict())
@@ -104,11 +100,6 @@ def run_cell(
         versions=versions(),
         date=datetime.date.today().isoformat(),
     )
-
-
-def forget_states(workdir: Path) -> None:
-    """Removes the checkpoints of a cell that is finished and of which no model is wanted."""
-    shutil.rmtree(workdir / "checkpoints", ignore_errors=True)
 
 
 _FACTS: dict[Any, dict[str, float]] = {}
@@ -147,21 +138,8 @@ def versions() -> dict[str, str]:
     }
 
 
-@contextlib.contextmanager
-def _output_in(path: Path) -> Iterator[None]:
-    with (
-        path.open("a", buffering=1) as file,
-        contextlib.redirect_stdout(file),
-        contextlib.redirect_stderr(file),
-    ):
-        yield
-
-
 def _plain(scores: dict[str, float]) -> dict[str, float]:
-    """Scores without the prefix that says on which split.
-
-    What is not finite is left out, as JSON does not know it.
-    """
+    """Scores without their split; what is not finite is left out, as JSON does not know it."""
     return {
         name.removeprefix("eval/"): value for name, value in scores.items() if math.isfinite(value)
     }
@@ -169,20 +147,11 @@ def _plain(scores: dict[str, float]) -> dict[str, float]:
 
 def _curve(rows: list[dict[str, float]]) -> dict[str, list[float]]:
     evaluated = [row for row in rows if math.isfinite(row.get("eval/loss", math.nan))]
-    names = [name for name in evaluated[0] if name.startswith("eval/")] if evaluated else []
-    curve = {
-        name.removeprefix("eval/"): [round(row[name], 6) for row in evaluated] for name in names
-    }
-    return {"step": [int(row["step"]) for row in evaluated], **curve}
-
-
-def _how(error: training.NonFiniteLossError) -> str:
-    """Returns what happened, without what became of the checkpoints and what to do."""
-    return str(error).partition(". Checkpoints kept")[0].partition("; the state is")[0]
-
-
-def _last_step(workdir: Path) -> int:
-    return max((int(row["step"]) for row in training.read_metrics(workdir)), default=0)
+    curve = {"step": [int(row["step"]) for row in evaluated]}
+    for name in evaluated[0] if evaluated else ():
+        if name.startswith("eval/"):
+            curve[name.removeprefix("eval/")] = [round(row[name], 6) for row in evaluated]
+    return curve
 
 
 def _step_seconds(rows: list[dict[str, float]], run: training.Run) -> float:

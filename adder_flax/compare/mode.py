@@ -15,12 +15,7 @@ from adder_flax.training.lock import HeldError, lock_workdir
 
 
 def run(config: Any, workdir: str | Path, workers: int) -> None:
-    """Runs what is left of a comparison and writes its tables.
-
-    Args:
-      config: see ``CompareSettings``.
-      workdir: of the comparison.
-      workers: processes; 0 runs nothing.
+    """Runs what is left of a comparison by so many workers and writes its tables.
 
     Raises:
       RunError: what its user must mend.

@@ -96,13 +96,9 @@ class Records:
         if record is not None and cell.id not in self._checked:
             stored, fields = flatten_config(record.config), flatten_config(cell.config)
             # A name says nothing of fields at their defaults, which a later version may change.
-            known = computing(fields).keys() & stored.keys()
-            if other := [
-                path
-                for path in {*known, *own_fields(cell.config)}
-                if stored.get(path) != fields[path]
-            ]:
-                raise _damaged(cell.id, f"one with another {', '.join(sorted(other)[:5])}")
+            known = (computing(fields).keys() & stored.keys()) | own_fields(cell.config).keys()
+            if other := sorted(path for path in known if stored.get(path) != fields[path]):
+                raise _damaged(cell.id, f"one with another {', '.join(other[:5])}")
             self._checked.add(cell.id)
         return record
 
@@ -128,19 +124,16 @@ class Records:
         """
         if not self.folder.is_dir() and self._unpack()[0] in ({}, comparison):
             return
-        with contextlib.ExitStack() as stack:
-            while True:
-                try:
-                    stack.enter_context(lock_workdir(self.file.parent, "records.lock"))
-                    break
-                except HeldError:
-                    time.sleep(_POLL_SECONDS)
-            single = list(self.folder.glob("[!.]*.json"))
-            records = {name: _fields(record) for name, record in self.all().items()}
-            with writing(self.file.name, self.file.parent):
-                packed.write_packed(self.file, comparison, records)
-                for path in single:
-                    path.unlink()
+        while True:
+            with contextlib.suppress(HeldError), lock_workdir(self.file.parent, "records.lock"):
+                single = list(self.folder.glob("[!.]*.json"))
+                records = {name: _fields(record) for name, record in self.all().items()}
+                with writing(self.file.name, self.file.parent):
+                    packed.write_packed(self.file, comparison, records)
+                    for path in single:
+                        path.unlink()
+                break
+            time.sleep(_POLL_SECONDS)
         with contextlib.suppress(OSError):  # of others that have come meanwhile, or it is gone
             self.folder.rmdir()
 
@@ -156,7 +149,13 @@ class Records:
                 raise _damaged(path, str(error)) from error
             if fields is None:
                 return None
-            self._read[name] = _parse(fields, path)
+            try:
+                if fields["format"] != _FORMAT:
+                    raise ValueError("a record of another version of this library")
+                fields = {key: value for key, value in fields.items() if key != "format"}
+                self._read[name] = Record(**fields)
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise _damaged(path, " ".join(str(error).split())[:200]) from error
         return self._read[name]
 
     def _unpack(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -179,20 +178,11 @@ def write_text(path: Path, text: str) -> None:
     """
     with writing(path.name, path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, f"{text}\n".encode())
+        write_whole(path, f"{text.rstrip()}\n".encode())
 
 
 def _fields(record: Record) -> dict[str, Any]:
     return {"format": _FORMAT, **dataclasses.asdict(record)}
-
-
-def _parse(fields: dict[str, Any], path: Path) -> Record:
-    try:
-        if fields["format"] != _FORMAT:
-            raise ValueError("a record of another version of this library")
-        return Record(**{name: value for name, value in fields.items() if name != "format"})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _damaged(path, " ".join(str(error).split())[:200] or type(error).__name__) from error
 
 
 def _damaged(path: Path | str, reason: str) -> RunError:

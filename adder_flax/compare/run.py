@@ -8,12 +8,13 @@ import functools
 import json
 import math
 import os
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,22 +61,21 @@ class Comparison:
         self.records = Records(self.results)
         self.best = TASKS.get(self.plan.settings.base.task.name).best
 
+    def cell_dir(self, cell: Cell) -> Path:
+        """Returns the directory of a run."""
+        return self.workdir / "cells" / cell.id
+
     def pack(self) -> None:
         """Puts its records, and what it is, into one file."""
         self.records.pack(self._config | {"results": ""})
 
     def tuning(self, arm: Arm) -> search.Tuning:
         """Returns how far the tuning of an arm is."""
-        settings = self.plan.settings
         if not arm.space:
-            return search.Tuning(((nothing := _NOTHING),), (), nothing)
-        return search.unfold(
-            arm.space,
-            settings.trials,
-            settings.extensions,
-            functools.partial(self._score, arm),
-            functools.partial(self.plan.allows, arm),
-        )
+            return search.Tuning((_NOTHING,), (), _NOTHING)
+        settings = self.plan.settings
+        score, allows = (functools.partial(of, arm) for of in (self._score, self.plan.allows))
+        return search.unfold(arm.space, settings.trials, settings.extensions, score, allows)
 
     def tuning_cells(self, arm: Arm, values: Mapping[str, Any]) -> list[Cell]:
         """Returns the cells of one trial."""
@@ -83,12 +83,8 @@ class Comparison:
 
     def final_cells(self, arm: Arm) -> list[Cell]:
         """Returns the cells of an arm that the tables are made of, none before it is tuned."""
-        best = self.tuning(arm).best
-        return (
-            []
-            if best is None
-            else [self.plan.cell(arm, FINAL, s, best) for s in range(self.plan.settings.seeds)]
-        )
+        best, seeds = self.tuning(arm).best, range(self.plan.settings.seeds)
+        return [] if best is None else [self.plan.cell(arm, FINAL, s, best) for s in seeds]
 
     def open_cells(self, arm: Arm) -> list[Cell]:
         """Returns the cells of an arm that can be run now."""
@@ -111,7 +107,7 @@ class Comparison:
 
     def worst(self) -> float:
         """Returns the score that a run which is no longer finite is given."""
-        return 0.0 if self.best.largest else float("inf")
+        return 0.0 if self.best.largest else math.inf
 
     def _score(self, arm: Arm, values: Mapping[str, Any]) -> search.Score | None:
         cells = self.tuning_cells(arm, values)
@@ -119,12 +115,10 @@ class Comparison:
         if len(found) < len(cells):
             return None
         if any(record.diverged for record in found):
-            return (-float("inf"), statistics.mean(record.steps for record in found))
+            return -math.inf, statistics.mean(record.steps for record in found)
         sign = 1 if self.best.largest else -1
-        scores = [sign * record.validation[self.best.name] for record in found]
-        return statistics.mean(scores), -statistics.mean(
-            record.validation.get("loss", 0.0) for record in found
-        )
+        mean = statistics.mean(sign * record.validation[self.best.name] for record in found)
+        return mean, -statistics.mean(record.validation.get("loss", 0.0) for record in found)
 
 
 _NOTHING = Options()
@@ -181,24 +175,19 @@ def _run_next(comparison: Comparison, arms: Sequence[Arm]) -> tuple[Arm, Record]
 
 def _run_claimed(comparison: Comparison, cell: Cell) -> Record | None:
     """Runs a cell unless another process does; None then, or where it was finished meanwhile."""
-    workdir = comparison.workdir / "cells" / cell.id
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(lock_workdir(workdir, _CLAIM))
-        except HeldError:
-            return None
+    workdir, split = comparison.cell_dir(cell), comparison.plan.settings.base.data.eval_split
+    with contextlib.suppress(HeldError), lock_workdir(workdir, _CLAIM):
         if comparison.records.get(cell) is not None:
             return None
         try:
-            record = cells.run_cell(
-                cell, workdir, comparison.plan.settings.base.data.eval_split, load_once
-            )
+            record = cells.run_cell(cell, workdir, split, load_once)
         except RunError as error:
             raise RunError(f"{cell.id}: {error}") from error
         comparison.records.put(cell, record)
-        if cell.phase == TUNING:
-            cells.forget_states(workdir)
+        if cell.phase == TUNING:  # of which no model is wanted
+            shutil.rmtree(workdir / "checkpoints", ignore_errors=True)
         return record
+    return None
 
 
 def supervise(workers: int, workdir: Path, poll: Callable[[], None]) -> None:
@@ -216,9 +205,9 @@ def supervise(workers: int, workdir: Path, poll: Callable[[], None]) -> None:
       SystemExit: after SIGINT, SIGTERM or SIGHUP, which the workers get too, with exit code 128 +
         signal.
     """
-    folder = workdir / "workers"
-    folder.mkdir(parents=True, exist_ok=True)
-    children = [_start(number, workers, folder / f"{number}.txt") for number in range(workers)]
+    outputs = [workdir / "workers" / f"{number}.txt" for number in range(workers)]
+    outputs[0].parent.mkdir(parents=True, exist_ok=True)
+    children = [_start(number, workers, output) for number, output in enumerate(outputs)]
     with InterruptWatch() as watch:
         while any(child.poll() is None for child in children):
             time.sleep(_POLL_SECONDS)
@@ -231,29 +220,26 @@ def supervise(workers: int, workdir: Path, poll: Callable[[], None]) -> None:
                 poll()
                 sys.exit(128 + watch.signal)
     poll()
-    for number, child in enumerate(children):
+    for number, (child, output) in enumerate(zip(children, outputs, strict=True)):
         if child.returncode:
-            raise RunError(_failure(number, child.returncode, folder / f"{number}.txt"))
+            raise RunError(_failure(number, child.returncode, output))
 
 
 def _start(number: int, workers: int, output: Path) -> subprocess.Popen:
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    environ = dict(os.environ)
+    environ, command = dict(os.environ), [sys.executable, *sys.argv, "--workers=1"]
     if gpus := _gpus():
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(
-            gpus[number::workers] or [gpus[number % len(gpus)]]
-        )
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(_share(gpus, number, workers))
     with output.open("a") as file:
-        child = subprocess.Popen(
-            [sys.executable, *sys.argv, "--workers=1"],
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-        )
+        streams = dict(stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        child = subprocess.Popen(command, env=environ, **streams)
     if cores:  # before it has any other thread
-        os.sched_setaffinity(child.pid, cores[number::workers] or [cores[number % len(cores)]])
+        os.sched_setaffinity(child.pid, _share(cores, number, workers))
     return child
+
+
+def _share(things: list[Any], number: int, workers: int) -> list[Any]:
+    return things[number::workers] or [things[number % len(things)]]
 
 
 def _gpus() -> list[str]:
@@ -265,96 +251,58 @@ def _gpus() -> list[str]:
 
 
 def _failure(number: int, code: int, output: Path) -> str:
+    lines = output.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
+    ended = f": {lines[-1].removeprefix('error: ')}"
     if code < 0:
-        ended = f"worker {number} killed by {signal.Signals(-code).name}"
-    else:
-        lines = output.read_text(errors="replace").strip().splitlines()
-        ended = f"worker {number}: " + (
-            lines[-1].removeprefix("error: ") if lines else f"exit code {code}"
-        )
-    return f"expected all cells to be run, got {ended}; the same command goes on, {output} has more"
+        ended = f" killed by {signal.Signals(-code).name}"
+    return (
+        f"expected all cells to be run, got worker {number}{ended}; the same command goes on, "
+        f"{output} has more"
+    )
 
 
 def overview(comparison: Comparison, workers: int = 1) -> str:
     """Returns a table of what is done, runs and is left, and about how long that takes."""
     rows = [("arm", "tuned", "final runs", "running", "best so far")]
-    left, seconds = 0, []
+    left, seconds, wanted = 0, [], comparison.plan.settings.seeds
     for arm in comparison.plan.arms.values():
-        tuning = comparison.tuning(arm)
-        tried = [cell for values in tuning.points for cell in comparison.tuning_cells(arm, values)]
-        tried = tried if arm.space else []
-        final, wanted = comparison.final_cells(arm), comparison.plan.settings.seeds
-        known = {cell.id: comparison.records.get(cell) for cell in [*tried, *final]}
-        done = [record for record in known.values() if record is not None]
-        tuned, runs = (sum(known[cell.id] is not None for cell in some) for some in (tried, final))
-        running = [
-            cell.id
+        points = comparison.tuning(arm).points if arm.space else ()
+        tried = [cell for values in points for cell in comparison.tuning_cells(arm, values)]
+        final = comparison.final_cells(arm)
+        tuned, ran = ([*filter(None, map(comparison.records.get, of))] for of in (tried, final))
+        running = sum(
+            comparison.records.get(cell) is None and is_held(comparison.cell_dir(cell) / _CLAIM)
             for cell in [*tried, *final]
-            if known[cell.id] is None and _is_claimed(comparison, cell)
-        ]
-        seconds += [record.seconds["run"] for record in done]
-        left += len(tried) - tuned + wanted - runs
-        rows.append(
-            (
-                arm.name,
-                f"{tuned}/{len(tried)}",
-                f"{runs}/{wanted}",
-                str(len(running) or ""),
-                _best(comparison, done),
-            )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    rest = (
-        f"about {_duration(left * statistics.mean(seconds) / workers)}" if left and seconds else ""
-    )
-    return "\n".join(
-        [
-            *lines,
-            f"{left} cells left{f', {rest}' if rest else ''}; more where a best value lies at an "
-            "edge",
-        ]
-    )
+        scores = [r.validation[comparison.best.name] for r in [*tuned, *ran] if not r.diverged]
+        best = f"{(max if comparison.best.largest else min)(scores):.4f}" if scores else ""
+        done = f"{len(tuned)}/{len(tried)}", f"{len(ran)}/{wanted}"
+        rows.append((arm.name, *done, str(running or ""), best))
+        seconds += [record.seconds["run"] for record in [*tuned, *ran]]
+        left += len(tried) - len(tuned) + wanted - len(ran)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [" ".join(f"{c:{w}} " for c, w in zip(row, widths, strict=True)) for row in rows]
+    rest = ""
+    if left and seconds:
+        minutes = round(left * statistics.mean(seconds) / workers / 60)
+        hours = f"{minutes // 60} h " if minutes >= 60 else ""
+        rest = f", about {hours}{minutes % 60} min"
+    lines.append(f"{left} cells left{rest}; more where a best value lies at an edge")
+    return "\n".join(map(str.rstrip, lines))
 
 
 def describe(record: Record, best: str) -> str:
     """Returns a line about a finished cell."""
+    # Of a path the last part, the last two where several end alike.
+    last = [path.rpartition(".")[2] for path in record.values]
     values = "".join(
-        f"  {name} {value}"
-        for name, value in zip(_names(record.values), record.values.values(), strict=True)
+        f"  {name if last.count(name) == 1 else '.'.join(path.split('.')[-2:])} {value}"
+        for name, (path, value) in zip(last, record.values.items(), strict=True)
     )
-    score = (
-        f"diverged at step {record.steps}"
-        if record.diverged
-        else f"{best} {record.validation[best]:.4f}"
-    )
+    score = f"diverged at step {record.steps}"
+    if not record.diverged:
+        score = f"{best} {record.validation[best]:.4f}"
     return (
         f"{record.arm}  {record.phase}  seed {record.seed}{values}  {score}  "
         f"{record.seconds['run']:.0f} s"
     )
-
-
-def _names(paths: Iterable[str]) -> list[str]:
-    """Returns the last part of each path, the last two where several end alike."""
-    last = [path.rpartition(".")[2] for path in paths]
-    return [
-        name if last.count(name) == 1 else ".".join(path.split(".")[-2:])
-        for path, name in zip(paths, last, strict=True)
-    ]
-
-
-def _best(comparison: Comparison, done: list[Record]) -> str:
-    scores = [record.validation[comparison.best.name] for record in done if not record.diverged]
-    return f"{(max if comparison.best.largest else min)(scores):.4f}" if scores else ""
-
-
-def _is_claimed(comparison: Comparison, cell: Cell) -> bool:
-    return is_held(comparison.workdir / "cells" / cell.id / _CLAIM)
-
-
-def _duration(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"

@@ -72,20 +72,17 @@ def unfold(
         missing = tuple(point for point in points if point not in scores)
         if missing:
             return Tuning(points, missing, None, (), done, first)
-        best = max(points, key=lambda point: _ranked(scores[point]))
+        # What is not a number is the worst.
+        ranked = [[-math.inf if math.isnan(x) else x for x in scores[point]] for point in points]
+        best = points[ranked.index(max(ranked))]
         edges = {path: side for path in space if (side := _edge(path, ranges[path], best, points))}
-        added = (
-            () if done == extensions else _beyond(space, ranges, edges, best, trials, len(points))
-        )
+        added: Sequence[Values] = ()
+        if done < extensions:
+            added = _beyond(space, ranges, edges, best, trials, len(points))
         added = tuple(point for point in added if point not in scores and allowed(point))
         if not added:
             return Tuning(points, (), best, tuple(edges), done, first)
         points, done = points + added, done + 1
-
-
-def _ranked(score: Score) -> Score:
-    """A number that is not one is the worst."""
-    return tuple(-math.inf if math.isnan(number) else number for number in score)
 
 
 def _first(space: Mapping[str, Range], trials: int) -> Sequence[Values]:
@@ -102,23 +99,15 @@ def _first(space: Mapping[str, Range], trials: int) -> Sequence[Values]:
 def _halton(space: Mapping[str, Range], count: int, start: int) -> list[Values]:
     """Points number ``start`` and following; its very first one, a corner, is left out."""
     rows = qmc.Halton(len(space), scramble=False).random(start + 1 + count)[start + 1 :]
-    points = [
-        Options({path: value_at(r, u) for (path, r), u in zip(space.items(), row, strict=True)})
-        for row in rows
-    ]
+    points = (Options(zip(space, map(value_at, space.values(), row), strict=True)) for row in rows)
     return list(dict.fromkeys(points))
 
 
 def value_at(values: Range, place: float) -> Any:
-    """Returns the value that lies at a place of a range.
+    """Returns the value at a place of a range, from 0 to 1, its end, which is left out.
 
-    Args:
-      values: the range.
-      place: from 0, its beginning, to 1, its end, which is left out.
-
-    Example:
-      >>> value_at(LogUniform(0.01, 1.0), 0.5), value_at(OneOf(("a", "b", "c")), 0.9)
-      (0.1, 'c')
+    >>> value_at(LogUniform(0.01, 1.0), 0.5), value_at(OneOf(("a", "b", "c")), 0.9)
+    (0.1, 'c')
     """
     if isinstance(values, OneOf):
         return values.values[int(place * len(values.values))]
@@ -127,10 +116,7 @@ def value_at(values: Range, place: float) -> Any:
 
 
 def _edge(path: str, values: Range, best: Values, points: Sequence[Values]) -> str | None:
-    """Returns on which side nothing was tried beyond the best value.
-
-    Values without an order have no sides.
-    """
+    """On which side nothing was tried beyond the best value, of values that have an order."""
     if isinstance(values, OneOf):
         numbers = values.values
         if len(numbers) < 3 or not all(type(number) in (int, float) for number in numbers):
@@ -150,16 +136,13 @@ def _beyond(
     start: int,
 ) -> list[Values]:
     """Returns points beyond the edges, and widens the ranges by them."""
-    added: list[Values] = []
-    count = math.ceil(trials / 2)
+    added, count = [], math.ceil(trials / 2)
     for path, side in edges.items():
-        before, widest = space[path], ranges[path]
+        before, widest, value = space[path], ranges[path], best[path]
         if isinstance(before, OneOf) or isinstance(widest, OneOf):
             continue
         factor = (before.high / before.low) ** (count / trials)
-        slab = LogUniform(best[path], best[path] * factor)
-        if side == "low":
-            slab = LogUniform(best[path] / factor, best[path])
+        slab = LogUniform(*((value / factor, value) if side == "low" else (value, value * factor)))
         if not np.isfinite(slab.high) or slab.low < np.finfo(np.float32).tiny:
             continue
         # The beginning of the sequence again: a slab of one dimension is divided evenly.

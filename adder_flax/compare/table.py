@@ -27,6 +27,10 @@ from adder_flax.paired import (
 from adder_flax.text import si
 
 _FEWER_TRIALS = (1, 2, 4, 8)
+_MATCHED = {
+    "steps": "All arms take the same steps.",
+    "nothing": "Each arm has a schedule of its own.",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,58 +61,59 @@ class Row:
     reached: Sequence[float | None]
 
     def cost_to_target(self, cost: Callable[[Record], float]) -> float | None:
-        """Returns what the target costs in the median run; None if not reached.
+        """Returns the steps to the target in the median run times what one costs.
 
-        The median of steps, times the cost of one.
+        None if not reached.
         """
         costs = [
             float("inf") if n is None else n * cost(r)
             for n, r in zip(self.reached, self.records, strict=True)
         ]
-        median = statistics.median(costs) if costs else float("inf")
+        median = statistics.median(costs or [float("inf")])
         return None if median == float("inf") else median
-
-    def fact(self, name: str) -> float:
-        """Returns a fact of the model, as the records have it, of which there are some."""
-        return self.records[0].facts[name]
 
 
 def rows_of(comparison: Comparison) -> list[Row]:
     """Returns a row for each arm, with what is finished of it."""
-    arms = comparison.plan.arms.values()
-    finished = {arm.name: _finals(comparison, arm) for arm in arms}
+    (best, largest), plan = comparison.best, comparison.plan
+    finished = {}
+    for arm in plan.arms.values():
+        cells = map(comparison.records.get, comparison.final_cells(arm))
+        finished[arm.name] = [record for record in cells if record is not None]
     # Runs of one table are of one kind of device and one version: where most of the baselines ran.
-    baselines = [arm for arm in arms if comparison.plan.baseline_of(arm) is None]
+    baselines = [arm for arm in plan.arms.values() if plan.baseline_of(arm) is None]
     places = collections.Counter(place_of(r) for arm in baselines for r in finished[arm.name])
     home = places.most_common(1)[0][0] if places else None
-    found = {
-        name: [record for record in records if home in (None, place_of(record))]
-        for name, records in finished.items()
-    }
+    records, scores = {}, {}
+    for name, found in finished.items():
+        records[name] = [record for record in found if home in (None, place_of(record))]
+        scores[name] = {
+            r.seed: comparison.worst() if r.diverged else r.test[best] for r in records[name]
+        }
     rows = []
-    for arm in arms:
-        records, baseline = found[arm.name], comparison.plan.baseline_of(arm)
-        scores = {record.seed: score_of(comparison, record) for record in records}
-        target = _target(comparison, found[(baseline or arm).name])
-        difference = None
+    for name, arm in plan.arms.items():
+        baseline, difference = plan.baseline_of(arm), None
         if baseline is not None:
-            others = {record.seed: score_of(comparison, record) for record in found[baseline.name]}
-            if both := sorted(scores.keys() & others.keys()):
-                difference = paired_difference(
-                    [scores[s] for s in both],
-                    [others[s] for s in both],
-                    largest=comparison.best.largest,
-                )
-        reached = [_reached(comparison, record, target) for record in records]
+            own, others = scores[name], scores[baseline.name]
+            if both := sorted(own.keys() & others.keys()):
+                pairs = ([of[seed] for seed in both] for of in (own, others))
+                difference = paired_difference(*pairs, largest=largest)
+        target = _target(comparison, records[(baseline or arm).name])
+        reached = [
+            None
+            if target is None
+            else first_reaching(r.curve["step"], r.curve.get(best, []), target, largest=largest)
+            for r in records[name]
+        ]
         tuning = comparison.tuning(arm)
         rows.append(
             Row(
                 arm,
                 tuning,
                 comparison.trial_scores(arm, tuning),
-                records,
-                [record for record in finished[arm.name] if record not in records],
-                list(scores.values()),
+                records[name],
+                [record for record in finished[name] if record not in records[name]],
+                list(scores[name].values()),
                 difference,
                 target,
                 reached,
@@ -122,16 +127,6 @@ def place_of(record: Record) -> tuple[str, str]:
     return record.machine["device"], record.versions["jax"]
 
 
-def score_of(comparison: Comparison, record: Record) -> float:
-    """Returns the score of a final run on the test split."""
-    return comparison.worst() if record.diverged else record.test[comparison.best.name]
-
-
-def _finals(comparison: Comparison, arm: Arm) -> list[Record]:
-    found = map(comparison.records.get, comparison.final_cells(arm))
-    return [record for record in found if record is not None]
-
-
 def _target(comparison: Comparison, baseline: Sequence[Record]) -> float | None:
     if comparison.plan.settings.target is not None:
         return comparison.plan.settings.target
@@ -142,35 +137,29 @@ def _target(comparison: Comparison, baseline: Sequence[Record]) -> float | None:
     return middle(scores) if scores else None
 
 
-def _reached(comparison: Comparison, record: Record, target: float | None) -> float | None:
-    if target is None:
-        return None
-    name, largest = comparison.best
-    return first_reaching(record.curve["step"], record.curve.get(name, []), target, largest=largest)
-
-
 def blocks_of(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
     """Returns the page of results: what was run, the tables, what is missing, and the commands."""
-    blocks: list[Block] = [Heading(1, comparison.plan.settings.title), *_about(comparison, rows)]
-    blocks += [
+    tuned = [Heading(2, "What was tuned"), *_tuned(comparison, rows)]
+    return [
+        Heading(1, comparison.plan.settings.title),
+        *_about(comparison, rows),
         Heading(2, f"Test {comparison.best.name}"),
         _scores(comparison, rows),
         *_cautions(comparison, rows),
+        Heading(2, "What it costs"),
+        *_costs(rows),
+        *(tuned if comparison.plan.searched else []),
+        Heading(2, "Run a row again"),
+        *_commands(comparison, rows),
     ]
-    blocks += [Heading(2, "What it costs"), *_costs(rows)]
-    if comparison.plan.searched:
-        blocks += [Heading(2, "What was tuned"), *_tuned(comparison, rows)]
-    return [*blocks, Heading(2, "Run a row again"), *_commands(comparison, rows)]
 
 
 def _about(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
     settings, records = comparison.plan.settings, [record for row in rows for record in row.records]
-    percent, split = settings.validation_percent, settings.base.data.train_split
-    held = (
-        f"{percent} % of the split {split}, on which nothing was trained"
-        if percent
-        else "the split validation"
-    )
+    held = "the split validation"
+    if percent := settings.validation_percent:
+        split = settings.base.data.train_split
+        held = f"{percent} % of the split {split}, on which nothing was trained"
     missing = [
         (row.arm.name, settings.seeds - len(row.records) - len(row.elsewhere)) for row in rows
     ]
@@ -183,86 +172,54 @@ def _about(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
             f"once, after the last step of each final run; tuning and curves are on {held}."
         )
     ]
-    if any(number for _, number in missing):
-        shown = ", ".join(f"{name} {number}" for name, number in missing if number)
-        blocks.append(
-            Paragraph(
-                f"Not finished: final runs that are missing are, by arm, {shown}.", strong=True
-            )
-        )
-    for machine in dict.fromkeys(tuple(record.machine.items()) for record in records):
-        blocks.append(
-            Paragraph(
-                _machine(machine, [r for r in records if tuple(r.machine.items()) == machine])
-            )
-        )
-    return blocks
+    missing = {row.arm.name: settings.seeds - len(row.records) for row in rows}
+    if shown := ", ".join(f"{name} {number}" for name, number in missing.items() if number):
+        text = f"Not finished: final runs that are missing are, by arm, {shown}."
+        blocks.append(Paragraph(text, strong=True))
+    by_machine: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        by_machine.setdefault(tuple(record.machine.items()), []).append(record)
+    return [*blocks, *map(_machine, by_machine.values())]
 
 
-def _machine(machine: tuple[tuple[str, Any], ...], records: Sequence[Record]) -> str:
-    facts, dates = dict(machine), sorted(record.date for record in records)
-    when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+def _machine(records: Sequence[Record]) -> Paragraph:
+    facts, dates = records[0].machine, sorted({record.date for record in records})
     versions = ", ".join(f"{name} {version}" for name, version in records[0].versions.items())
     cores = f"{facts['cores']} core{'s' if facts['cores'] > 1 else ''}"
-    return (
-        f"{len(records)} runs on {facts['processor']}, {cores} each ({facts['device']}), {when}: "
-        f"{versions}."
+    return Paragraph(
+        f"{len(records)} runs on {facts['processor']}, {cores} each ({facts['device']}), "
+        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {versions}."
     )
 
 
-_MATCHED = {
-    "steps": "All arms take the same steps.",
-    "nothing": "Each arm has a schedule of its own.",
-}
-
-
 def _scores(comparison: Comparison, rows: Sequence[Row]) -> Block:
-    names = [*comparison.plan.settings.factors]
-    head = [
-        *names,
-        "runs",
-        "mean",
-        "interquartile mean",
-        "lowest, highest",
-        "difference",
-        "95 % interval",
-        "bootstrap",
-        "p",
-        "p after Holm",
-        "verdict",
-    ]
+    plan, largest = comparison.plan, comparison.best.largest
+    head = (
+        "runs|mean|interquartile mean|lowest, highest|difference|95 % interval|bootstrap|p|"
+        "p after Holm|verdict"
+    )
     adjusted = iter(holm([row.difference.p_value for row in rows if row.difference]))
     lines = []
     for row in rows:
-        cells = [*row.arm.levels.values(), str(len(row.records))]
-        if row.scores:
-            mean, middle = statistics.mean(row.scores), interquartile_mean(row.scores)
-            cells += [
-                f"{mean:.4f}",
-                f"{middle:.4f}",
-                f"{min(row.scores):.4f}, {max(row.scores):.4f}",
-            ]
-        if row.difference is not None:
-            found, after = row.difference, next(adjusted)
-            ends = ((found.low, found.high), found.bootstrap)
+        cells, scores = [*row.arm.levels.values(), str(len(row.records))], row.scores
+        if scores:
+            means = statistics.mean(scores), interquartile_mean(scores)
+            cells += [*(f"{n:.4f}" for n in means), f"{min(scores):.4f}, {max(scores):.4f}"]
+        if found := row.difference:
+            after, ends = next(adjusted), ((found.low, found.high), found.bootstrap)
+            confirmatory = plan.settings.confirmatory
             cells += [
                 f"{found.mean:+.4f}",
                 *(f"{low:+.4f} to {high:+.4f}" for low, high in ends),
-                f"{found.p_value:.3f}",
-                f"{after:.3f}",
-                verdict(
-                    found,
-                    after,
-                    largest=comparison.best.largest,
-                    confirmatory=comparison.plan.settings.confirmatory,
-                ),
+                *(f"{p:.3f}" for p in (found.p_value, after)),
+                verdict(found, after, largest=largest, confirmatory=confirmatory),
             ]
-        elif row.scores:
-            cells += ["baseline" if comparison.plan.baseline_of(row.arm) is None else ""]
+        elif scores and plan.baseline_of(row.arm) is None:
+            cells.append("baseline")
         lines.append(cells)
     for name, score in read_trivial(comparison.results).items():
-        lines.append([name, *[""] * len(names), f"{score:.4f}"])
-    return Table(head, lines)
+        lines.append([name, *[""] * len(plan.settings.factors), f"{score:.4f}"])
+    return Table([*plan.settings.factors, *head.split("|")], lines)
 
 
 def _cautions(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
@@ -285,14 +242,13 @@ def _cautions(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
             else "An arm is ahead or behind where p after Holm is at most 0.05 with "
             f"{LEAST_SEEDS} seeds or more."
         )
-        blocks.append(
-            Paragraph(
-                "A difference is the mean over pairs of one seed, with Student's interval. The "
-                "bootstrap's (BCa) beside it is too narrow for few pairs: of six it holds the "
-                "truth in 86 cases of 100. p is that of the exact two-sided sign-flip test, after "
-                f"Holm that of {count} such tests together. {told}"
-            )
+        text = (
+            "A difference is the mean over pairs of one seed, with Student's interval. The "
+            "bootstrap's (BCa) beside it is too narrow for few pairs: of six it holds the truth in "
+            "86 cases of 100. p is that of the exact two-sided sign-flip test, after Holm that of "
+            f"{count} such tests together. {told}"
         )
+        blocks.append(Paragraph(text))
     if read_trivial(comparison.results):
         blocks.append(
             Paragraph(
@@ -315,51 +271,38 @@ def _cautions(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
             seeds = ", ".join(str(record.seed) for record in broken)
             text = (
                 f"{row.arm.name} diverged with seed {seeds}, which counts as "
-                f"{comparison.worst():g}: "
+                f"{comparison.worst():g}: {broken[0].diverged}."
             )
-            blocks.append(Paragraph(f"{text}{broken[0].diverged}.", strong=True))
+            blocks.append(Paragraph(text, strong=True))
     return blocks
 
 
 def _costs(rows: Sequence[Row]) -> list[Block]:
-    head = [
-        *(
-            "arm",
-            "parameters",
-            "multiplications",
-            "additions",
-            "energy an example",
-            "steps",
-        ),
-        *("validation target", "steps to it", "operations", "energy"),
+    head = (
+        "arm|parameters|multiplications|additions|energy an example|steps|validation target|"
+        "steps to it|operations|energy"
+    )
+    whole, joules = "{:.0f}".format, lambda energy: si(energy) + "J"
+    costs: list[tuple[Callable[[Record], float], Callable[[float], str]]] = [
+        (lambda record: 1, whole),
+        (lambda record: record.facts["step_operations"], si),
+        (lambda record: record.facts["step_joules"], joules),
     ]
     lines = []
     for row in rows:
-        if not row.records:
-            lines.append([row.arm.name])
-            continue
-        steps = statistics.median(record.steps for record in row.records)
-        lines.append(
-            [
-                row.arm.name,
-                f"{row.fact('parameters'):,.0f}",
-                *(si(row.fact(name)) for name in ("multiplications", "additions")),
-                si(row.fact("joules")) + "J",
-                f"{steps:.0f}",
+        line = [row.arm.name]
+        if row.records:
+            facts = row.records[0].facts
+            to_target = ((row.cost_to_target(cost), show) for cost, show in costs)
+            line += [
+                f"{facts['parameters']:,.0f}",
+                *(si(facts[name]) for name in ("multiplications", "additions")),
+                joules(facts["joules"]),
+                whole(statistics.median(record.steps for record in row.records)),
                 "" if row.target is None else f"{row.target:.4f}",
-                *(
-                    "not reached" if cost is None else show(cost)
-                    for cost, show in (
-                        (row.cost_to_target(lambda record: 1), lambda n: f"{n:.0f}"),
-                        (row.cost_to_target(lambda record: record.facts["step_operations"]), si),
-                        (
-                            row.cost_to_target(lambda record: record.facts["step_joules"]),
-                            lambda n: si(n) + "J",
-                        ),
-                    )
-                ),
+                *("not reached" if cost is None else show(cost) for cost, show in to_target),
             ]
-        )
+        lines.append(line)
     notes = (
         "Multiplications, additions and energy are those of one example forward; energy is "
         "modelled, of the arithmetic alone (45 nm, Horowitz 2014). What it takes to the target are "
@@ -367,33 +310,26 @@ def _costs(rows: Sequence[Row]) -> list[Block]:
         "side by side, on one machine or several. `python -m benchmarks.compare seconds` times "
         "the arms in turn."
     )
-    return [Table(head, lines), Paragraph(notes)]
+    return [Table(head.split("|"), lines), Paragraph(notes)]
 
 
 def _tuned(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
-    settings = comparison.plan.settings
-    fields, seeds = comparison.plan.searched, settings.tuning_seeds
-    lines, edges = [], []
+    settings, fields = comparison.plan.settings, comparison.plan.searched
+    seeds, lines, edges = settings.tuning_seeds, [], []
     for row in rows:
-        tuning = row.tuning
         if not row.arm.space:
             continue
+        best, edge = row.tuning.best, ", ".join(row.tuning.edges)
+        missing = set(row.tuning.missing)
+        tried = [point for point in row.tuning.points if point not in missing]
         chosen = [
-            "not tuned yet" if tuning.best is None else _shown(tuning.best.get(field, ""))
-            for field in fields
+            "not tuned yet" if best is None else _shown(best.get(field, "")) for field in fields
         ]
-        tried = str(len(tuning.points) - len(tuning.missing))
-        edge = ", ".join(tuning.edges)
-        lines.append(
-            [row.arm.name, tried, *chosen, *(_span(tuning, field) for field in fields), edge]
-        )
+        spans = (_span([point[f] for point in tried if f in point]) for f in fields)
+        lines.append([row.arm.name, str(len(tried)), *chosen, *spans, edge])
         if edge:
-            edges.append(
-                Paragraph(
-                    f"Best at the edge: {edge} of {row.arm.name}; what lies beyond was not tried.",
-                    strong=True,
-                )
-            )
+            text = f"Best at the edge: {edge} of {row.arm.name}; what lies beyond was not tried."
+            edges.append(Paragraph(text, strong=True))
     what = (
         f"{settings.trials} quasirandom trials of each arm with {seeds} "
         f"seed{'s' if seeds > 1 else ''} each, and half as many again, up to {settings.extensions} "
@@ -403,23 +339,32 @@ def _tuned(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
     return [Paragraph(what), Table(head, lines), *edges, *_fewer_trials(comparison, rows)]
 
 
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _span(tried: Sequence[Any]) -> str:
+    if tried and all(isinstance(value, float) for value in tried):
+        return f"{min(tried):g} to {max(tried):g}"
+    return ", ".join(map(_shown, dict.fromkeys(tried)))
+
+
 def _fewer_trials(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
-    tried = [row for row in rows if len(row.trials) > 1]
+    tried = {row.arm.name: row.trials for row in rows if len(row.trials) > 1}
     if not tried:
         return []
-    most = max(len(row.trials) for row in tried)
+    (best, largest), most = comparison.best, max(map(len, tried.values()))
     counts = [n for n in _FEWER_TRIALS if n < most] + [most]
-    lines = []
-    for row in tried:
-        found = (
-            best_of_fewer(row.trials, n, largest=comparison.best.largest)
-            for n in counts
-            if n <= len(row.trials)
-        )
-        lines.append([row.arm.name, *(f"{score:.4f}" for score in found)])
+    lines = [
+        [
+            name,
+            *(f"{best_of_fewer(t, n, largest=largest):.4f}" for n in counts if n <= len(t)),
+        ]
+        for name, t in tried.items()
+    ]
     what = (
-        f"Validation {comparison.best.name} of the best of so many of these trials, in the median "
-        "over all choices of that many; those beyond an edge are left out."
+        f"Validation {best} of the best of so many of these trials, in the median over all choices "
+        "of that many; those beyond an edge are left out."
     )
     return [
         Heading(2, "What fewer trials would have found"),
@@ -428,89 +373,49 @@ def _fewer_trials(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
     ]
 
 
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _span(tuning: Tuning, field: str) -> str:
-    missing = set(tuning.missing)
-    tried = [point[field] for point in tuning.points if point not in missing and field in point]
-    if not tried:
-        return ""
-    if all(isinstance(value, float) for value in tried):
-        return f"{min(tried):g} to {max(tried):g}"
-    return ", ".join(map(_shown, dict.fromkeys(tried)))
-
-
 def _commands(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
     text = (
         "Each trains the first run of a row alone and ends with its score; runs.csv has the "
         "commands of all runs. On the same kind of machine with the same versions the score is the "
         "same to the digit."
     )
-    return [
-        Paragraph(text),
-        Code("\n".join(command_of(comparison, row.records[0]) for row in rows if row.records)),
-    ]
+    commands = (_command(comparison, row.records[0]) for row in rows if row.records)
+    return [Paragraph(text), Code("\n".join(commands))]
 
 
-def command_of(comparison: Comparison, record: Record) -> str:
-    """Returns the command that trains a final run alone and scores it on the test split."""
-    cell = comparison.plan.cell(
-        comparison.plan.arms[record.arm], record.phase, record.seed, record.values
-    )
-    split = comparison.plan.settings.base.data.eval_split
-    path = comparison.records.address(cell)
+def _command(comparison: Comparison, record: Record) -> str:
+    """Trains a final run alone and scores it on the test split."""
+    plan = comparison.plan
+    cell = plan.cell(plan.arms[record.arm], record.phase, record.seed, record.values)
     return (
-        f"python main.py --config={path} --config.data.eval_split={split} "
+        f"python main.py --config={comparison.records.address(cell)} "
+        f"--config.data.eval_split={plan.settings.base.data.eval_split} "
         f"--workdir=runs/again/{cell.id}"
     )
 
 
 def runs_csv(comparison: Comparison, rows: Sequence[Row]) -> str:
     """Returns every final run as a line of CSV."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    factors, fields = [*comparison.plan.settings.factors], comparison.plan.searched
-    facts = (
-        "parameters",
-        "multiplications",
-        "additions",
-        "joules",
-        "step_operations",
-        "step_joules",
-    )
-    writer.writerow(
-        [
-            *factors,
-            "seed",
-            *fields,
-            f"test_{comparison.best.name}",
-            f"validation_{comparison.best.name}",
-            "diverged",
-        ]
-        + ["steps", "seconds", "target", "steps_to_target", *facts, "processor", "cores", "command"]
-    )
+    file, plan, best = io.StringIO(), comparison.plan, comparison.best.name
+    head = [*plan.settings.factors, "seed", *plan.searched, f"test_{best}", f"validation_{best}"]
+    head += ["diverged", "steps", "seconds", "target", "steps_to_target", "parameters"]
+    head += ["multiplications", "additions", "joules", "step_operations", "step_joules"]
+    head += ["processor", "cores", "command"]
+    writer = csv.DictWriter(file, head, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
     for row in rows:
         for record, score, reached in zip(row.records, row.scores, row.reached, strict=True):
-            writer.writerow(
-                [
-                    *record.levels.values(),
-                    record.seed,
-                    *(record.values.get(field, "") for field in fields),
-                    score,
-                ]
-                + [
-                    record.validation.get(comparison.best.name, ""),
-                    bool(record.diverged),
-                    record.steps,
-                ]
-                + [round(record.steps * record.seconds["step"], 2), row.target, reached]
-                + [
-                    *(record.facts[name] for name in facts),
-                    record.machine["processor"],
-                    record.machine["cores"],
-                ]
-                + [command_of(comparison, record)]
-            )
+            own = {
+                "seed": record.seed,
+                f"test_{best}": score,
+                f"validation_{best}": record.validation.get(best),
+                "diverged": bool(record.diverged),
+                "steps": record.steps,
+                "seconds": round(record.steps * record.seconds["step"], 2),
+                "target": row.target,
+                "steps_to_target": reached,
+                "command": _command(comparison, record),
+            }
+            given = (record.levels, record.values, record.facts, record.machine)
+            writer.writerow({key: value for part in (*given, own) for key, value in part.items()})
     return file.getvalue()

@@ -18,66 +18,49 @@ TWO = MECHANISMS | {"width": {"narrow": {}, "wide": {"model": {"width": 32}}}}
 RATES = {"optimizer": {"learning_rate": ("log", 1e-3, 1e-2)}}
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"factors": {}}, r"config\.factors: expected by factor and by level"),
-        ({"factors": {"mechanism": "dot"}}, r"config\.factors: expected by factor and by level"),
-        (
-            {"factors": MECHANISMS, "baseline": {"mechanism": "dott"}},
-            r"expected one of additive, dot, got 'dott'",
-        ),
-        (
-            {"baseline": {"data": "digits"}},
-            r"config\.baseline: expected factors among mechanism, got 'data'",
-        ),
-        (
-            {"search": {"optimizer": {"learning_rate": ("log", 1e-2, 1e-3)}}},
-            r"config\.search: expected .*0 < low < high",
-        ),
-        ({"search": {"optimizer": {"learning_rate": 1e-2}}}, r"config\.search: expected"),
-        ({"search": {"seed": ("list", 1, 2)}}, r"expected seed to be left to the comparison"),
-        (
-            {"factors": MECHANISMS, "search": {"model": {"score": ("list", "a", "b")}}},
-            r"a field that no level sets",
-        ),
-        (
-            {"factors": {"m": {"a": {"model": {"scor": "dot"}}}}},
-            r"config of a\.model: expected no field 'scor'",
-        ),
-        (
-            {"factors": {"m": {"a": {"model": {"width": 17}}}}},
-            r"config of a\.model\.num_heads: expected .* 17",
-        ),
-        (
-            {"factors": {"m": {"a b": {}, "a_b": {}}}},
-            r"names of levels that differ in letters and digits",
-        ),
-        ({"match": "operations"}, r"config\.match: expected .*steps.*nothing.*, got 'operations'"),
-        (
-            {"factors": {"m": {"a": {"model": {"width": ("log", 2, 1)}}}}},
-            r"config\.factors: expected .* 0 < low < high",
-        ),
-        (
-            {"factors": {"m": {"a": {"seed": ("list", 1, 2)}}}},
-            r"expected seed to be left to the comparison",
-        ),
-        ({"seeds": 0}, r"config\.seeds: expected an integer from 1"),
-        (
-            {"validation_percent": 0},
-            r"config\.base\.data\.eval_split: expected the name of the split to test on",
-        ),
-        (
-            {"base": {"data.train_split": "train[:50%]"}},
-            r"config\.base\.data\.train_split: expected a whole split",
-        ),
-        (
-            {"factors": {"m": {"a": {}, "b": {"num_epochs": 3.0}}}, "baseline": {"m": "a"}},
-            r"expected num_epochs of 'b' to be 0\.2, that of 'a', as config\.match is 'steps', "
-            r"got 3\.0",
-        ),
-    ],
-)
+def one_level(fields):
+    return {"factors": {"m": {"a": fields}}}
+
+
+SAID = "expected by factor and by level"
+MISTAKES = [
+    ({"factors": {}}, rf"config\.factors: {SAID}"),
+    ({"factors": {"mechanism": "dot"}}, rf"config\.factors: {SAID}"),
+    (
+        {"factors": MECHANISMS, "baseline": {"mechanism": "dott"}},
+        "one of additive, dot, got 'dott'",
+    ),
+    ({"baseline": {"data": "digits"}}, r"config\.baseline: .* among mechanism, got 'data'"),
+    (
+        {"search": {"optimizer": {"learning_rate": ("log", 2, 1)}}},
+        r"config\.search: .*0 < low < high",
+    ),
+    ({"search": {"optimizer": {"learning_rate": 1e-2}}}, r"config\.search: expected"),
+    ({"search": {"seed": ("list", 1, 2)}}, "expected seed to be left to the comparison"),
+    (
+        {"factors": MECHANISMS, "search": {"model": {"score": ("list", "a", "b")}}},
+        "that no level sets",
+    ),
+    (one_level({"model": {"scor": "dot"}}), r"config of a\.model: expected no field 'scor'"),
+    (one_level({"model": {"width": 17}}), r"config of a\.model\.num_heads: expected .* 17"),
+    ({"factors": {"m": {"a b": {}, "a_b": {}}}}, "of levels that differ in letters and digits"),
+    ({"match": "operations"}, r"config\.match: expected .*steps.*nothing.*, got 'operations'"),
+    (one_level({"model": {"width": ("log", 2, 1)}}), r"config\.factors: .* 0 < low < high"),
+    (one_level({"seed": ("list", 1, 2)}), "expected seed to be left to the comparison"),
+    ({"seeds": 0}, r"config\.seeds: expected an integer from 1"),
+    ({"validation_percent": 0}, r"config\.base\.data\.eval_split: expected the name of the split"),
+    (
+        {"base": {"data.train_split": "train[:50%]"}},
+        "config.base.data.train_split: expected a whole",
+    ),
+    (
+        {"factors": {"m": {"a": {}, "b": {"num_epochs": 3.0}}}, "baseline": {"m": "a"}},
+        r"num_epochs of 'b' to be 0\.2, that of 'a', as config\.match is 'steps', got 3\.0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), MISTAKES)
 def test_a_mistake_is_one_message(fields, message):
     with pytest.raises(RunError, match=message):
         Plan(make_config(**fields))
@@ -89,12 +72,8 @@ def test_arms_are_all_combinations_and_have_their_baselines():
     assert plan.baseline_of(plan.arms["additive, wide"]).name == "dot, wide"
     assert plan.baseline_of(plan.arms["dot, wide"]) is None
     config = plan.cell(plan.arms["additive, wide"], FINAL, 2, {}).config
-    assert (config.model.score, config.model.width, config.seed, config.init) == (
-        "additive",
-        32,
-        2,
-        "path",
-    )
+    found = config.model.score, config.model.width, config.seed, config.init
+    assert found == ("additive", 32, 2, "path")
     assert (config.data.train_split, config.data.eval_split) == ("train[:90%]", "train[90%:]")
     read(RunSettings, config)
 
@@ -128,11 +107,8 @@ def test_arms_that_match_in_nothing_keep_their_own_schedules(tmp_path):
     levels = {"dot": {}, "shorter": {"num_epochs": 0.1}}
     config = make_config(factors={"arm": levels}, baseline={"arm": "dot"}, match="nothing")
     comparison = Comparison(config, tmp_path)
-    epochs = [
-        comparison.plan.cell(arm, FINAL, 0, {}).config.num_epochs
-        for arm in comparison.plan.arms.values()
-    ]
-    assert epochs == [0.2, 0.1]
+    cells = (comparison.plan.cell(arm, FINAL, 0, {}) for arm in comparison.plan.arms.values())
+    assert [cell.config.num_epochs for cell in cells] == [0.2, 0.1]
     assert not list(tmp_path.iterdir())
     Plan(make_config(factors={"arm": levels}, match="nothing"))
 
@@ -183,15 +159,10 @@ def test_a_level_can_have_a_space_of_its_own():
 
 def test_what_a_cell_is_called_follows_from_what_it_computes():
     plan = Plan(make_config(factors=MECHANISMS))
-    cell = plan.cell(plan.arms["dot"], FINAL, 0, {})
-    same = Plan(make_config(factors=MECHANISMS, base={"log_every_steps": 7}, seeds=9)).cell(
-        plan.arms["dot"], FINAL, 0, {}
-    )
-    other = Plan(make_config(factors=MECHANISMS, base={"batch_size": 16})).cell(
-        plan.arms["dot"], FINAL, 0, {}
-    )
-    assert cell.id == same.id
-    assert cell.id != other.id
+    name = lambda plan: plan.cell(plan.arms["dot"], FINAL, 0, {}).id
+    same = Plan(make_config(factors=MECHANISMS, base={"log_every_steps": 7}, seeds=9))
+    other = Plan(make_config(factors=MECHANISMS, base={"batch_size": 16}))
+    assert name(plan) == name(same) != name(other)
 
 
 def test_a_field_that_a_later_version_adds_leaves_names_as_they_are():

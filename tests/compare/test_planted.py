@@ -18,6 +18,10 @@ RATE = "optimizer.learning_rate"
 ARMS = {"arm": {"dot": {}, "additive": {"model": {"score": "additive"}}}}
 
 
+def two_arms(folder, **fields):
+    return Comparison(make_config(**{"factors": ARMS, "baseline": {"arm": "dot"}} | fields), folder)
+
+
 def fill(comparison, score):
     """Finishes every cell without running it: ``score(cell)`` is its accuracy."""
     arms = comparison.plan.arms.values()
@@ -26,29 +30,24 @@ def fill(comparison, score):
             comparison.records.put(cell, _record(cell, score(cell)))
 
 
+FACTS = ["parameters", "multiplications", "additions", "joules", "step_operations", "step_joules"]
+
+
 def _record(cell, accuracy):
     scores = {"accuracy": accuracy, "loss": 1 - accuracy}
-    facts = (
-        "parameters",
-        "multiplications",
-        "additions",
-        "joules",
-        "step_operations",
-        "step_joules",
-    )
     return Record(
-        arm=cell.arm.name,
-        levels=dict(cell.arm.levels),
-        phase=cell.phase,
-        seed=cell.seed,
-        values=dict(cell.values),
-        config=json.loads(cell.config.to_json()),
+        cell.arm.name,
+        dict(cell.arm.levels),
+        cell.phase,
+        cell.seed,
+        dict(cell.values),
+        json.loads(cell.config.to_json()),
         steps=8,
         diverged=None,
         validation=scores,
         test=scores if cell.phase == "final" else {},
         curve={"step": [8], "accuracy": [accuracy]},
-        facts=dict.fromkeys(facts, 1.0),
+        facts=dict.fromkeys(FACTS, 1.0),
         seconds={"step": 0.1, "run": 1.0},
         machine={"processor": "none", "cores": 1, "device": "1 × none"},
         versions={"python": "3", "jax": "0.10.2"},
@@ -76,15 +75,8 @@ def first_trials(comparison):
 def test_an_arm_that_lacks_the_better_half_of_the_grid_is_best_at_the_edge(extensions, tmp_path):
     """With nothing beyond the range; where it may grow, it does until the best lies inside."""
     search = {"optimizer": {"learning_rate": ("log", 1e-3, 1e-2)}}
-    fields = dict(
-        factors=ARMS,
-        baseline={"arm": "dot"},
-        search=search,
-        trials=6,
-        extensions=extensions,
-        seeds=2,
-    )
-    comparison = Comparison(make_config(**fields), tmp_path)
+    fields = dict(search=search, trials=6, extensions=extensions, seeds=2)
+    comparison = two_arms(tmp_path, **fields)
     fill(comparison, valley({"dot": 3e-3, "additive": 3e-2}))
     write_results(comparison)
     page = (tmp_path / "results" / "results.md").read_text()
@@ -103,7 +95,7 @@ def test_an_arm_that_lacks_the_better_half_of_the_grid_is_best_at_the_edge(exten
 
 def test_the_median_run_of_the_baseline_reaches_its_own_target(tmp_path):
     """Of six runs a mean of the two in the middle would be out of reach for three."""
-    comparison = Comparison(make_config(factors=ARMS, baseline={"arm": "dot"}, seeds=6), tmp_path)
+    comparison = two_arms(tmp_path, seeds=6)
     accuracies = [0.7, 0.3, 0.6, 0.4, 0.2, 0.5]
     fill(comparison, lambda cell: accuracies[cell.seed])
     [baseline, _] = rows_of(comparison)
@@ -116,8 +108,7 @@ def test_of_identical_arms_every_interval_holds_zero(tmp_path):
     """Twenty comparisons: the runner gives paired seeds the same numbers, whatever they are."""
     same = {"arm": {"dot": {}, "again": {}}}
     for repetition in range(20):
-        config = make_config(factors=same, baseline={"arm": "dot"}, seeds=6)
-        comparison = Comparison(config, tmp_path / str(repetition))
+        comparison = two_arms(tmp_path / str(repetition), factors=same, seeds=6)
         accuracies = np.random.default_rng(repetition).uniform(0.6, 0.9, 6)
         fill(comparison, lambda cell, accuracies=accuracies: float(accuracies[cell.seed]))
         [_, again] = rows_of(comparison)
@@ -127,7 +118,7 @@ def test_of_identical_arms_every_interval_holds_zero(tmp_path):
 
 def test_a_planted_difference_is_found_and_its_interval_holds_it(tmp_path):
     """Of 0.02 in every one of six seeds that differ by far more among themselves: p = 2/64."""
-    comparison = Comparison(make_config(factors=ARMS, baseline={"arm": "dot"}, seeds=6), tmp_path)
+    comparison = two_arms(tmp_path, seeds=6)
     rng = np.random.default_rng(0)
     base, noise = rng.uniform(0.5, 0.9, 6), rng.normal(scale=0.002, size=6)
     fill(
@@ -193,13 +184,8 @@ def test_a_floor_stands_beside_a_finished_comparison_of_images(tmp_path):
 def test_six_seeds_put_no_arm_ahead_but_in_a_table_that_was_to_decide(
     confirmatory, largest, told, tmp_path
 ):
-    config = make_config(
-        factors={"arm": {"dot": {}, "additive": {}, "again": {}}},
-        baseline={"arm": "dot"},
-        seeds=6,
-        confirmatory=confirmatory,
-    )
-    comparison = Comparison(config, tmp_path)
+    factors = {"arm": {"dot": {}, "additive": {}, "again": {}}}
+    comparison = two_arms(tmp_path, factors=factors, seeds=6, confirmatory=confirmatory)
     comparison.best = comparison.best._replace(largest=largest)
     fill(comparison, lambda c: 0.5 + (0.1 + 0.01 * c.seed) * (c.arm.name == "additive"))
     write_results(comparison)

@@ -54,6 +54,13 @@ def finished(tmp_path_factory):
     return comparison, run_all(comparison)
 
 
+def first_of_dot(finished):
+    """Its first final cell, and the record."""
+    comparison, _ = finished
+    cell = comparison.final_cells(comparison.plan.arms["dot"])[0]
+    return cell, comparison.records.get(cell)
+
+
 def test_every_cell_runs_once(finished):
     comparison, records = finished
     assert len(records) == len({(r.arm, r.phase, r.seed, json.dumps(r.values)) for r in records})
@@ -83,24 +90,17 @@ def test_final_runs_alone_are_scored_on_the_test_split(finished):
     assert record.test["loss"] != record.validation["loss"]
 
 
-def test_identical_arms_have_identical_scores_and_no_difference(finished):
-    comparison, _ = finished
-    rows = {row.arm.name: row for row in rows_of(comparison)}
+def test_identical_arms_have_identical_scores_and_one_that_diverges_the_worst(finished):
+    rows = {row.arm.name: row for row in rows_of(finished[0])}
     assert rows["again"].scores == rows["dot"].scores
     found = rows["again"].difference
     assert (found.mean, found.low, found.high, found.p_value) == (0, 0, 0, 1)
-
-
-def test_a_run_that_diverges_is_a_result_with_the_worst_score(finished):
-    comparison, _ = finished
-    row = next(row for row in rows_of(comparison) if row.arm.name == "hot")
-    assert all(record.diverged for record in row.records)
-    assert row.scores == [0.0, 0.0]
+    assert all(record.diverged for record in rows["hot"].records)
+    assert rows["hot"].scores == [0.0, 0.0]
 
 
 def test_a_run_that_ends_without_a_finite_score_has_diverged(finished, tmp_path, monkeypatch):
-    comparison, _ = finished
-    cell = comparison.final_cells(comparison.plan.arms["dot"])[0]
+    cell, _ = first_of_dot(finished)
     tested = lambda evaluator, params: {"eval/loss": math.inf, "eval/accuracy": math.nan}
     monkeypatch.setattr(cells_module.training.Evaluator, "__call__", tested)
     config = cell.config.to_dict() | {"non_finite": "skip"}
@@ -133,15 +133,6 @@ def test_cells_of_one_seed_are_paired(finished):
     assert len(shared) == len(own)
     for path in shared:
         np.testing.assert_array_equal(own[path], other[path])
-
-
-def test_a_cell_is_an_ordinary_run(finished):
-    comparison, _ = finished
-    cell = comparison.final_cells(comparison.plan.arms["additive"])[0]
-    workdir = comparison.workdir / "cells" / cell.id
-    assert json.loads((workdir / "config.json").read_text())["model"]["score"] == "additive"
-    assert (workdir / "checkpoints").is_dir()
-    assert (workdir / "metrics.jsonl").is_file()
 
 
 def test_a_start_with_the_records_at_hand_runs_only_what_is_new(finished, tmp_path):
@@ -187,13 +178,8 @@ def test_all_that_a_table_needs_is_in_the_records(finished, tmp_path):
     write_results(other)
     here, there = ((folder / "results.md").read_text() for folder in (comparison.results, tmp_path))
     assert here.replace(str(comparison.results), "") == there.replace(str(tmp_path), "")
-    assert {path.name for path in files} >= {
-        "results.md",
-        "runs.csv",
-        "results.html",
-        "curves.png",
-        "energy.svg",
-    }
+    names = {"results.md", "runs.csv", "results.html", "curves.png", "energy.svg"}
+    assert {path.name for path in files} >= names
     assert "With 2 pairs of seeds no arm can be called ahead: that takes 10." in here
     assert "seconds" not in here.partition("What it costs")[2].partition("Multiplications")[0]
     assert "hot diverged with seed 0, 1" in here
@@ -215,22 +201,17 @@ def test_unfinished_arms_are_named(finished, tmp_path):
     write_results(other)
     text = (tmp_path / "results" / "results.md").read_text()
     assert "0 of 8 final runs" in text
-    assert (
-        "Not finished: final runs that are missing are, by arm, dot 2, additive 2, again 2, hot 2."
-        in text
-    )
+    said = "final runs that are missing are, by arm, dot 2, additive 2, again 2, hot 2."
+    assert f"Not finished: {said}" in text
     assert "0/2" in overview(other)
 
 
 def test_a_damaged_record_is_one_message(finished, tmp_path):
-    comparison, _ = finished
-    cell = comparison.final_cells(comparison.plan.arms["dot"])[0]
-    record = comparison.records.get(cell)
+    cell, record = first_of_dot(finished)
     other = Records(tmp_path)
     other.put(cell, dataclasses.replace(record, config=record.config | {"batch_size": 64}))
-    with pytest.raises(
-        RunError, match=r"expected the record .* one with another batch_size; put it back"
-    ):
+    message = r"expected the record .* one with another batch_size; put it back"
+    with pytest.raises(RunError, match=message):
         Records(tmp_path).get(cell)
     (other.folder / f"{cell.id}.json").write_text('{"format": 1, "arm"')
     for act in (lambda: Records(tmp_path).get(cell), lambda: Records(tmp_path).pack({})):
@@ -243,9 +224,8 @@ def test_a_damaged_record_is_one_message(finished, tmp_path):
 
 
 def test_a_record_made_with_another_default_is_not_taken_for_todays(finished, tmp_path):
-    old, _ = finished
-    cell = old.final_cells(old.plan.arms["dot"])[0]
-    stored = json.loads(json.dumps(dataclasses.asdict(old.records.get(cell))))
+    cell, record = first_of_dot(finished)
+    stored = json.loads(json.dumps(dataclasses.asdict(record)))
     # What AdamW does not read is nobody's setting.
     stored["config"]["optimizer"]["kfac"]["damping"] = 3.0
     Records(tmp_path).put(cell, Record(**stored))
@@ -283,9 +263,7 @@ def test_packed_records_are_those_that_were_put(finished, tmp_path):
 
 
 def test_processes_that_put_and_pack_at_once_lose_nothing(finished, tmp_path):
-    comparison, _ = finished
-    cell = comparison.final_cells(comparison.plan.arms["dot"])[0]
-    record = comparison.records.get(cell)
+    cell, record = first_of_dot(finished)
 
     def add(worker):
         own = Records(tmp_path)
@@ -323,21 +301,14 @@ def cell_config(comparison, cell):
 
 @pytest.mark.slow
 def test_cells_of_one_mechanism_share_a_compiled_program(tmp_path):
-    rates = {"optimizer": {"learning_rate": ("log", 1e-4, 1e-2)}}
-    config = make_config(
-        factors={"arm": {"only": {}}},
-        search=rates,
-        trials=18,
-        extensions=0,
-        base={"num_epochs": 0.05},
-    )
-    comparison = Comparison(config, tmp_path)
+    search = {"optimizer": {"learning_rate": ("log", 1e-4, 1e-2)}}
+    fields = dict(factors={"arm": {"only": {}}}, search=search, trials=18, extensions=0)
+    comparison = Comparison(make_config(**fields, base={"num_epochs": 0.05}), tmp_path)
     compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        listen := lambda event, duration, **_: (
-            compiled.append(event) if event.endswith("backend_compile_duration") else 0
-        )
+    listen = lambda event, duration, **_: (
+        compiled.append(event) if event.endswith("backend_compile_duration") else 0
     )
+    jax.monitoring.register_event_duration_secs_listener(listen)
     counts = []
     try:
         for _ in work(comparison):

@@ -5,6 +5,7 @@ import json
 import lzma
 import math
 import re
+import statistics
 from fractions import Fraction
 
 import numpy as np
@@ -35,26 +36,25 @@ def test_a_page_says_what_its_records_give(name):
     for levels, row in rows.items():
         ranked = sorted(scores[levels].values())
         quarter = len(ranked) // 4
-        assert int(row["runs"]) == len(ranked)
+        assert row["runs"] == str(len(ranked))
         if not ranked:
             continue
-        assert _near(row["mean"], np.mean(ranked))
-        for end, of_page in zip(
-            (ranked[0], ranked[-1]), row["lowest, highest"].split(", "), strict=True
-        ):
-            assert _near(of_page, float(end))
+        assert row["mean"] == f"{statistics.mean(map(float, ranked)):.4f}"
+        assert row["lowest, highest"] == f"{float(ranked[0]):.4f}, {float(ranked[-1]):.4f}"
         assert _near(row["interquartile mean"], np.mean(ranked[quarter : len(ranked) - quarter]))
         if levels not in baselines:
-            alike = lambda other, levels=levels: sum(
-                a == b for a, b in zip(levels, other, strict=True)
-            )
+            alike = lambda other, own=levels: sum(a == b for a, b in zip(own, other, strict=True))
             baseline = scores[max(baselines, key=alike)]
-            compared[levels] = [x - baseline[seed] for seed, x in scores[levels].items()]
+            own = scores[levels].items()
+            compared[levels] = [x - baseline[seed] for seed, x in own if seed in baseline]
+    compared = {levels: differences for levels, differences in compared.items() if differences}
     p_values = {levels: _p(differences) for levels, differences in compared.items()}
     for levels, differences in compared.items():
         row, found = rows[levels], np.array(differences, float)
         assert _near(row["difference"], found.mean())
-        interval = stats.ttest_1samp(found, 0).confidence_interval()
+        interval = (-math.inf, math.inf)
+        if len(found) > 1:
+            interval = stats.ttest_1samp(found, 0).confidence_interval()
         for end, of_page in zip(interval, row["95 % interval"].split(" to "), strict=True):
             assert _near(of_page, end)
         assert _near(row["p"], p_values[levels])
