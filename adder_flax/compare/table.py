@@ -160,9 +160,6 @@ def _about(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
     if percent := settings.validation_percent:
         split = settings.base.data.train_split
         held = f"{percent} % of the split {split}, on which nothing was trained"
-    missing = [
-        (row.arm.name, settings.seeds - len(row.records) - len(row.elsewhere)) for row in rows
-    ]
     blocks: list[Block] = [
         Paragraph(
             f"{len(records)} of {len(rows) * settings.seeds} final runs, seeds 0 to "
@@ -172,7 +169,8 @@ def _about(comparison: Comparison, rows: Sequence[Row]) -> list[Block]:
             f"once, after the last step of each final run; tuning and curves are on {held}."
         )
     ]
-    missing = {row.arm.name: settings.seeds - len(row.records) for row in rows}
+    done = {row.arm.name: len(row.records) + len(row.elsewhere) for row in rows}
+    missing = {name: settings.seeds - number for name, number in done.items()}
     if shown := ", ".join(f"{name} {number}" for name, number in missing.items() if number):
         text = f"Not finished: final runs that are missing are, by arm, {shown}."
         blocks.append(Paragraph(text, strong=True))

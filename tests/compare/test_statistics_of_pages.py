@@ -70,7 +70,9 @@ def test_a_page_says_what_its_records_give(name):
 
 def _near(cell, number):
     """Whether a cell is the number with as many digits; halves go either way."""
-    return abs(float(cell) - number) <= 0.5001 * 10 ** -len(cell.partition(".")[2])
+    return float(cell) == number or abs(float(cell) - number) <= 0.5001 * 10 ** -len(
+        cell.partition(".")[2]
+    )
 
 
 def _records(path):
@@ -105,9 +107,8 @@ def _check_budgets(config, records):
             )
     extension = math.ceil(config["trials"] / 2)
     for arm, points in tried.items():
-        beyond, rest = divmod(len(points) - config["trials"], extension)
-        assert rest == 0, arm
-        assert 0 <= beyond <= config["extensions"], arm
+        beyond = len(points) - config["trials"]
+        assert 0 <= beyond <= config["extensions"] * extension, arm
         assert {len(seeds) for seeds in points.values()} == {config["tuning_seeds"]}, arm
 
 
