@@ -64,7 +64,8 @@ def test_a_page_says_what_its_records_give(name):
         assert _near(row["p after Holm"], after)
         told = len(differences) >= 10 and after <= Fraction(1, 20)
         words = "ahead" if (found.mean() > 0) == (score not in SMALLER_IS_BETTER) else "behind"
-        seeds = f"no difference that {len(differences)} seeds can tell"
+        many = f"{len(differences)} seed{'s' if len(differences) > 1 else ''}"
+        seeds = f"no difference that {many} can tell"
         assert row["verdict"] == (words if told else seeds)
 
 
