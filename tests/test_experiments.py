@@ -11,7 +11,7 @@ from flax import nnx
 from adder_flax.attention import resolve_scale
 from adder_flax.data import EVAL_CROP_RATIO, load_source
 from adder_flax.errors import RunError
-from adder_flax.settings import RunSettings, SettingsError, read
+from adder_flax.settings import RunSettings, read
 from tests.training.pieces import vit
 
 SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
@@ -90,17 +90,6 @@ def test_a_key_block_reaches_every_block(setting, key_block):
     assert {block.attention.settings.key_block for block in model.blocks} == {key_block}
 
 
-@pytest.mark.parametrize("setting", ["0", "-1", "many"])
-def test_a_key_block_that_is_none_is_refused(setting):
-    config = importlib.import_module("experiments.deit_tiny").get_config()
-    config.model.key_block = setting
-    source = load_source("fake", "train", image_size=config.data.image_size, num_classes=10)
-    with pytest.raises(
-        SettingsError, match="config.model.key_block: expected 'auto', 'off' or an integer from 1"
-    ):
-        vit(read(RunSettings, config).model, source)
-
-
 def test_the_twin_of_the_fast_recipe_has_its_sizes():
     """The same convolutions, then 4 × 4 tokens in either kind of layer; it heals on the same
     images."""
@@ -141,33 +130,18 @@ def test_the_recipe_of_deit_is_its_defaults():
         1e-5,
     )
     assert (optimizer.warmup_epochs, optimizer.weight_decay, optimizer.clip_norm) == (5, 0.05, None)
-    assert (optimizer.b1, optimizer.b2, optimizer.eps) == (0.9, 0.999, 1e-8)
+    assert (optimizer.b1, optimizer.b2) == (0.9, 0.999)
     assert (task.mixup_alpha, task.cutmix_alpha, task.mix_probability) == (0.8, 1, 1)
     assert (
         task.mix_per,
         task.label_smoothing,
         run.model.drop_path_rate,
         run.model.dropout_rate,
-    ) == (
-        "batch",
-        0.1,
-        0.1,
-        0,
-    )
+    ) == ("batch", 0.1, 0.1, 0)
     assert task.erase_probability == 0.25
-    assert (task.rand_augment_magnitude, task.rand_augment_std, task.rand_augment_layers) == (
-        9,
-        0.5,
-        2,
-    )
+    assert (task.rand_augment_magnitude, task.rand_augment_std) == (9, 0.5)
     assert (task.rand_augment_increasing, task.rand_augment_interpolation) == (True, "bicubic")
-    assert (task.brightness, task.contrast, task.saturation, task.hue, task.three_augment) == (
-        0,
-        0,
-        0,
-        0,
-        False,
-    )
+    assert (task.color_jitter, task.three_augment) == (0, False)
     assert (task.resized_crop_scale, task.resized_crop_ratio, task.flip_probability) == (
         (0.08, 1),
         (3 / 4, 4 / 3),
@@ -204,7 +178,7 @@ def test_the_recipe_of_deit_3_is_that_of_its_commands():
             0,
             True,
         )
-        assert (task.brightness, task.contrast, task.saturation, task.hue) == (0.3, 0.3, 0.3, 0)
+        assert task.color_jitter == 0.3
         assert (task.rand_augment_magnitude, task.mixup_alpha, task.cutmix_alpha) == (0, 0.8, 1)
         assert (run.model.layer_scale, run.model.drop_path_rate, run.model.dropout_rate) == (
             1e-4,

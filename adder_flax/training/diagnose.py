@@ -24,10 +24,6 @@ def non_finite_leaves(tree: Any) -> list[str]:
 def first_non_finite(fn: Callable, *args: Any) -> str | None:
     """Runs a function operation by operation to find where it stops to be finite.
 
-    Returns:
-      The first operation that makes an infinity or NaN out of finite inputs, and the named scopes
-      around it; None where everything is finite.
-
     Example:
       >>> def network(x):
       ...     with jax.named_scope("norm"):
@@ -44,7 +40,7 @@ def first_non_finite(fn: Callable, *args: Any) -> str | None:
 
 
 class _NonFinite(Exception):
-    """Carries the place out of the nested evaluation."""
+    pass
 
 
 def _finite(x: Any) -> bool:
@@ -87,14 +83,7 @@ def _evaluate_scan(params: Any, inputs: list[Any], scope: str) -> list[Any]:
 
 
 def explain_non_finite(forward: Callable, params: Any, gradients: Callable, *batch: Any) -> str:
-    """Says in words where a training step first leaves the finite numbers.
-
-    Args:
-      forward: ``(params, *batch) → loss``.
-      params: nested dict of parameters.
-      gradients: ``(params, *batch) → gradients`` like ``params``.
-      *batch: the batch on which the step failed.
-    """
+    """Says in words where a training step first leaves the finite numbers."""
     if bad := non_finite_leaves(params):
         return f"the parameters already hold it: {', '.join(bad[:3])}"
     if place := first_non_finite(forward, params, *batch):

@@ -31,15 +31,7 @@ _NO_CHIPS = {
 
 
 class Gpu(NamedTuple):
-    """What XLA's compiler asks about a GPU that is not there.
-
-    Attributes:
-      device_kind: its full name.
-      architecture: the name under which assemblers know it.
-      cores, lanes_per_core, clock_ghz: multiprocessors, and float32 units of one.
-      memory_bytes, bandwidth_bytes, l2_bytes: of its memory; the second in a second.
-      shared_bytes: shared memory of a core, of which one block gets all but 1 KiB.
-    """
+    """What XLA's compiler asks about a GPU that is not there; bandwidth is in bytes a second."""
 
     device_kind: str
     architecture: str
@@ -131,7 +123,7 @@ def topology_devices(name: str) -> list[jax.Device]:
 
 
 def memory_bytes(device: jax.Device) -> int | None:
-    """Returns the memory of a device that programs can use, or None where it is not known."""
+    """Memory of a device that programs can use, or None where it is not known."""
     if device.device_kind in TPU_MEMORY_GIB:
         return int(TPU_MEMORY_GIB[device.device_kind] * GIB)
     sizes = {gpu.device_kind: gpu.memory_bytes for gpu in GPUS.values()}
@@ -145,7 +137,7 @@ def memory_bytes(device: jax.Device) -> int | None:
 
 
 def compiler_options(device: jax.Device) -> dict[str, str | bool]:
-    """Returns what XLA has to be told to compile for a device that is not there."""
+    """What XLA has to be told to compile for a device that is not there."""
     # Matrix products on GPUs are the library's: XLA's own have tiles that it finds by trial, and
     # without a GPU to try them on it takes the first ones, which some shapes do not allow.
     if device.platform != "gpu" or device in jax.devices():
@@ -216,9 +208,7 @@ def _gpus(name: str) -> list[jax.Device]:
     )
     try:
         topology = topologies.get_topology_desc(
-            platform="cuda",
-            topology=f"1x{counts[1] or 1}x{counts[2]}",
-            target_config=description,
+            platform="cuda", topology=f"1x{counts[1] or 1}x{counts[2]}", target_config=description
         )
     except (RuntimeError, NotImplementedError, ValueError) as error:
         raise RunError(

@@ -81,6 +81,16 @@ def test_a_flipped_bit_changes_nothing_or_is_noticed(directory, caplog):
     assert fell_back > len(files) / 2
 
 
+def test_the_best_and_the_last_checkpoint_are_kept(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        for step, score in enumerate([0.1, 0.9, 0.3, None]):
+            checkpoints.save(step, make_state(step), score=score)
+            checkpoints.wait()
+        assert (checkpoints.steps, checkpoints.best_step) == ([1, 3], 1)
+        with pytest.raises(RunError, match=r"one of the steps \[1, 3\].*got 5"):
+            checkpoints.restore(ABSTRACT, 5)
+
+
 def test_the_values_of_an_array_are_verified(directory):
     (directory / "2" / "state").rename(directory / "other")
     shutil.copytree(

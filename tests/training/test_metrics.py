@@ -12,17 +12,7 @@ from adder_flax.training import read_metrics
 from adder_flax.training.metrics import MetricWriter
 
 ROWS = [json.dumps({"step": step, "train/loss": step / 2}) for step in range(1, 7)]
-STRANGE = [
-    "",
-    "garbage",
-    "[1, 2]",
-    "3",
-    "null",
-    '"text"',
-    '{"loss": 1.0}',
-    '{"step": "4"}',
-    '{"step": 2, "a": "\u2028"}',
-]
+STRANGE = ["", "garbage", "[1, 2]", "null", '{"loss": 1.0}', '{"step": 2, "a": "\u2028"}']
 
 
 def lines(path):
@@ -65,18 +55,6 @@ def test_a_log_without_anything_to_move_is_not_rewritten(tmp_path):
     number = os.stat(path).st_ino
     MetricWriter(tmp_path, start_step=1).__exit__()
     assert (os.stat(path).st_ino, path.read_text()) == (number, '{"step":1,  "train/loss":0.5}\n')
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "tensorboard"])
-@pytest.mark.parametrize("kind", ["file", "directory"])
-def test_what_cannot_be_written_to_is_one_message(name, kind, tmp_path):
-    path = tmp_path / name
-    {"file": path.touch, "directory": path.mkdir}[kind]()
-    if (name, kind) in (("metrics.jsonl", "file"), ("tensorboard", "directory")):
-        MetricWriter(tmp_path).__exit__()
-        return
-    with pytest.raises(RunError, match=f"expected .*{name}"):
-        MetricWriter(tmp_path)
 
 
 def events(workdir):
