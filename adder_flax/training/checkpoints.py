@@ -187,9 +187,6 @@ class Checkpoints(SavedCheckpoints):
       keep_last: how many of the newest are kept beside the best one.
       of: facts that make a run this one, saved with every checkpoint.
 
-    Raises:
-      RunError: the directory cannot be read or written.
-
     Example:
       >>> import tempfile
       >>> with tempfile.TemporaryDirectory() as directory, Checkpoints(directory) as checkpoints:

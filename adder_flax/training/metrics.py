@@ -32,9 +32,6 @@ class MetricWriter:
     A resumed run repeats the steps after its checkpoint. Their rows, and lines that are no rows,
     are moved to ``metrics.jsonl.aside`` on opening: nothing that was written is lost.
 
-    Raises:
-      RunError: they cannot be written.
-
     Example:
       >>> import tempfile
       >>> with tempfile.TemporaryDirectory() as workdir, MetricWriter(workdir) as writer:

@@ -113,10 +113,6 @@ class Program:
       eval_step: ``(params, batch, hyper) → sums``.
       diagnose: ``(params, batch, step, hyper) → {name: number}``, see
         :func:`make_attention_diagnostics`.
-
-    Raises:
-      ValueError: sizes that do not fit together, or an unknown name.
-      RunError: settings that do not fit the optimizer.
     """
 
     def __init__(self, shape: Shape, numbers: Hyper):

@@ -155,10 +155,7 @@ def local_rows(mesh: Mesh, batch_size: int) -> Int[np.ndarray, " rows"]:
 
 def put_batch(batch: Any, mesh: Mesh) -> Any:
     """Moves this process's rows, those of `local_rows`, to its devices; returns global arrays."""
-    placed = batch_sharding(mesh)
-    if placed.is_fully_addressable:
-        return jax.device_put(batch, placed)
-    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(placed, x), batch)
+    return jax.make_array_from_process_local_data(batch_sharding(mesh), batch)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

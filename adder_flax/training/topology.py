@@ -100,9 +100,6 @@ def topology_devices(name: str) -> list[jax.Device]:
         ``""``, the devices at hand. All but the last must be asked for before anything else uses
         JAX.
 
-    Raises:
-      RunError: there is no such topology, or no compiler for it.
-
     Example:
       >>> topology_devices("v5e")
       Traceback (most recent call last):

@@ -28,10 +28,6 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Path:
 
     A run that has not saved a checkpoint does not bind the next one: a mistake can be mended in the
     same directory.
-
-    Raises:
-      RunError: the directory holds checkpoints of another configuration; the message lists the
-        differences.
     """
     workdir = Path(workdir).absolute()
     stored = _read_config(workdir)

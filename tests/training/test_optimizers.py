@@ -414,21 +414,3 @@ def test_whitened_steps_do_not_depend_on_the_scale_of_gradients(stage, scale):
             )
         assert 0.1 < np.abs(plain).max() < 10
         np.testing.assert_allclose(scaled, plain, rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["soap", "kl_shampoo", "nadamw"])
-@pytest.mark.slow
-def test_a_batch_is_learned_by_heart(name, tiny_config):
-    fields = {
-        "optimizer.name": name,
-        "optimizer.b2": 0.95,
-        "num_epochs": 3.0,
-        "task.mixup_alpha": 0.0,
-    }
-    fields |= {"optimizer.learning_rate": 0.01, "task.cutmix_alpha": 0.0}
-    run = build_run(tiny_config("multiplicative", **fields))
-    state, losses = run.init(), []
-    for _ in range(120):
-        state, metrics = run.train_step(state, run.train_source.first(32), run.hyper)
-        losses.append(float(metrics["loss"]))
-    assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:10])

@@ -22,7 +22,6 @@ from adder_flax.training import (
     read_metrics,
     write_config,
 )
-from adder_flax.training.workdir import changed_data, write_data
 
 
 def other(config):
@@ -91,24 +90,6 @@ def test_opening_writes_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-DAMAGED = [b"", b"{", b"[]", b'"text"', b"\xff\xfe\xfa", b"[" * 100_000, b'{"a.b": 1}']
-
-
-@pytest.mark.parametrize("content", DAMAGED)
-def test_a_damaged_configuration_is_one_message_and_stays(content, tmp_path):
-    (tmp_path / "config.json").write_bytes(content)
-    config = common.deit("adder", "tiny")
-    for call in (lambda: open_workdir(tmp_path, config), lambda: write_config(tmp_path, config)):
-        with pytest.raises(
-            RunError, match=r"configuration of a run in .*config.json, got: .*put it back"
-        ) as error:
-            call()
-        assert len(str(error.value)) < 1000
-    with pytest.raises(RunError, match="config.json"):
-        read_config(tmp_path)
-    assert (tmp_path / "config.json").read_bytes() == content
-
-
 def test_a_mistake_can_be_corrected_in_the_same_directory_and_no_row_is_lost(tiny_config, tmp_path):
     fields = {"optimizer.name": "sgd", "optimizer.clip_norm": 0.0, "optimizer.learning_rate": 1e6}
     config = tiny_config("multiplicative", **fields)
@@ -166,10 +147,3 @@ def test_a_state_whose_score_is_not_finite_is_not_saved_unless_told_to_go_on(
     ):
         trainer.fit()
     assert training.SavedCheckpoints(tmp_path / "checkpoints").steps == []
-
-
-def test_a_record_of_the_data_that_is_none_is_not_compared_with(tmp_path):
-    write_data(tmp_path, {"train": 5})
-    assert "train 5 records then, 4 now" in changed_data(tmp_path, {"train": 4})
-    (tmp_path / "data.json").write_bytes(b"[" * 100_000)
-    assert changed_data(tmp_path, {"train": 4}) is None
