@@ -188,13 +188,13 @@ def speeds(batch_size: int, size: int, rounds: int, seconds: float) -> dict[str,
         config.data.update(name="fake", image_size=size)
         config.model.patch_size = size // 14 if size % 14 == 0 else size // 8
         config.batch_size = batch_size
-        config.task.update(brightness=0.0, contrast=0.0, saturation=0.0, **task)
+        config.task.update(color_jitter=0.0, **task)
         return config
 
     source = data.load_source("fake", "train", image_size=size)
     images, labels = source.read(np.arange(batch_size))[0].values()
     facts = dict(num_classes=source.num_classes, mean=(0.5,) * 3, std=(0.25,) * 3)
-    settings = AugmentSettings(brightness=0.0, contrast=0.0, saturation=0.0, **RECIPE)
+    settings = AugmentSettings(color_jitter=0.0, **RECIPE)
     alone = jax.jit(lambda key: data.augment(key, images, labels, settings, **facts))
     timings = measure(
         {

@@ -61,7 +61,7 @@ def window_of(config: ml_collections.ConfigDict) -> int:
         return math.lcm(optimizer.kfac.curvature_interval, optimizer.kfac.inverse_interval)
     if optimizer.name == "cg_fac":
         return 1
-    return optimizer.basis_interval if optimizer.name in ("soap", "kl_shampoo") else 2
+    return 10 if optimizer.name in ("soap", "kl_shampoo") else 2
 
 
 def alike(lengths: dict[str, int]) -> dict[str, int]:

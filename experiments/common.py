@@ -74,9 +74,7 @@ def _small_images(config: ml_collections.ConfigDict, crop_padding: int) -> None:
     config.task.update(
         resized_crop_scale=(),
         crop_padding=crop_padding,
-        brightness=0.0,
-        contrast=0.0,
-        saturation=0.0,
+        color_jitter=0.0,
     )
 
 

@@ -46,7 +46,5 @@ def get_config(choice: str = "multiplicative,small,imagenet2012") -> ml_collecti
     config.task.update(
         loss="sigmoid", label_smoothing=0.0, three_augment=True, erase_probability=0.0
     )
-    config.task.update(
-        brightness=0.3, contrast=0.3, saturation=0.3, mixup_alpha=0.8, cutmix_alpha=1.0
-    )
+    config.task.update(color_jitter=0.3, mixup_alpha=0.8, cutmix_alpha=1.0)
     return config

@@ -63,7 +63,7 @@ def get_config(choice: str = "multiplicative,tiny,imagenet2012") -> ml_collectio
     config.data.repeats = 3
     config.task.update(rand_augment_magnitude=9.0, rand_augment_std=0.5)
     # With RandAugment timm jitters no colours.
-    config.task.update(brightness=0.0, contrast=0.0, saturation=0.0)
+    config.task.update(color_jitter=0.0)
     config.task.update(
         mixup_alpha=0.8, cutmix_alpha=1.0, erase_probability=0.25, label_smoothing=0.1
     )

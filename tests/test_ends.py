@@ -51,26 +51,6 @@ def test_what_is_no_mistake_of_the_user_keeps_its_traceback():
     assert "IndexError" in done.stderr
 
 
-def test_tasks_that_fail_beside_the_one_that_is_waited_for_say_nothing():
-    """Of many arrays that cannot be read, one is the error; asyncio logs the others with their
-    tracebacks."""
-    code = """
-import asyncio
-async def fail():
-    raise ValueError("an array")
-async def read():
-    tasks = [asyncio.create_task(fail()) for _ in range(3)]
-    await asyncio.sleep(0)
-    await tasks[0]
-try:
-    asyncio.run(read())
-except ValueError as error:
-    print(error)
-"""
-    assert (done := run(code)).stdout == "an array\n"
-    assert done.stderr == ""
-
-
 def test_output_whose_reader_has_gone_ends_without_a_word():
     code = "with ends.messages():\n    for i in range(10**5): print('word' * 10)"
     with subprocess.Popen(["true"], stdin=subprocess.PIPE) as reader:

@@ -22,14 +22,10 @@ _CONFIG = "from ml_collections import ConfigDict\n"
         ("x = (\n", "", "syntax error in line 1"),
         ("import sys; sys.exit(0)", "", "SystemExit from line 1"),
         ("def get_config():\n    return get_config()", "", "RecursionError from line 2"),
-        ("import no_such_library", "", "ModuleNotFoundError from line 1"),
         ("", "", "a function get_config in .*, got None"),
-        ("get_config = 3", "", "a function get_config in .*, got 3"),
         ("def get_config(): pass", "", "to return an ml_collections.ConfigDict, got NoneType"),
-        ("def get_config(): return {}", "", "got dict"),
         ("def get_config(): return 1", ":data", "takes 0 positional arguments but 1 was given"),
         ("def get_config(data): return data", "", "missing 1 required positional argument"),
-        ("raise ValueError", "", "ValueError from line 1"),
     ],
 )
 def test_a_bad_file_is_one_message(source, argument, message, tmp_path):

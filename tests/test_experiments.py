@@ -15,7 +15,7 @@ from flax import nnx
 from adder_flax.attention import resolve_scale
 from adder_flax.data import EVAL_CROP_RATIO, load_source
 from adder_flax.errors import RunError
-from adder_flax.settings import RunSettings, SettingsError, read
+from adder_flax.settings import RunSettings, read
 from tests.processes import ROOT
 from tests.training.pieces import vit
 
@@ -85,27 +85,6 @@ def test_scores_are_scaled_as_their_formulas_say(name, scale):
     )
 
 
-@pytest.mark.parametrize(("setting", "key_block"), [("auto", "auto"), ("off", None), ("4", 4)])
-def test_a_key_block_reaches_every_block(setting, key_block):
-    config = importlib.import_module("experiments.deit_tiny").get_config()
-    assert config.model.key_block == "auto"
-    config.model.key_block = setting
-    source = load_source("fake", "train", image_size=config.data.image_size, num_classes=10)
-    model = nnx.eval_shape(lambda: vit(read(RunSettings, config).model, source))
-    assert {block.attention.settings.key_block for block in model.blocks} == {key_block}
-
-
-@pytest.mark.parametrize("setting", ["0", "-1", "many"])
-def test_a_key_block_that_is_none_is_refused(setting):
-    config = importlib.import_module("experiments.deit_tiny").get_config()
-    config.model.key_block = setting
-    source = load_source("fake", "train", image_size=config.data.image_size, num_classes=10)
-    with pytest.raises(
-        SettingsError, match="config.model.key_block: expected 'auto', 'off' or an integer from 1"
-    ):
-        vit(read(RunSettings, config).model, source)
-
-
 def test_the_twin_of_the_fast_recipe_has_its_sizes():
     """The same convolutions, then 4 × 4 tokens in either kind of layer; it heals on the same
     images."""
@@ -128,103 +107,47 @@ def test_the_twin_of_the_fast_recipe_has_its_sizes():
         assert model.pos_embed.shape == (1, 16, 192)
 
 
+def has(section, **fields):
+    assert {name: getattr(section, name) for name in fields} == fields
+
+
 def test_the_recipe_of_deit_is_its_defaults():
     """Table 9 of the paper and the defaults of facebookresearch/deit's main.py, typed off."""
     config = importlib.import_module("experiments.deit_recipe").get_config()
     run = read(RunSettings, config)
-    task, optimizer = run.task, run.optimizer
-    assert (run.data.name, run.data.image_size, run.model.patch_size) == ("imagenet2012", 224, 16)
-    assert (run.num_epochs, run.batch_size, run.ema_decay, run.data.repeats) == (
-        300,
-        1024,
-        0.99996,
-        3,
-    )
-    assert (optimizer.name, optimizer.learning_rate, optimizer.final_learning_rate) == (
-        "adamw",
-        5e-4 * 1024 / 512,
-        1e-5,
-    )
-    assert (optimizer.warmup_epochs, optimizer.weight_decay, optimizer.clip_norm) == (5, 0.05, None)
-    assert (optimizer.b1, optimizer.b2, optimizer.eps) == (0.9, 0.999, 1e-8)
-    assert (task.mixup_alpha, task.cutmix_alpha, task.mix_probability) == (0.8, 1, 1)
-    assert (
-        task.mix_per,
-        task.label_smoothing,
-        run.model.drop_path_rate,
-        run.model.dropout_rate,
-    ) == (
-        "batch",
-        0.1,
-        0.1,
-        0,
-    )
-    assert task.erase_probability == 0.25
-    assert (task.rand_augment_magnitude, task.rand_augment_std, task.rand_augment_layers) == (
-        9,
-        0.5,
-        2,
-    )
-    assert (task.rand_augment_increasing, task.rand_augment_interpolation) == (True, "bicubic")
-    assert (task.brightness, task.contrast, task.saturation, task.hue, task.three_augment) == (
-        0,
-        0,
-        0,
-        0,
-        False,
-    )
-    assert (task.resized_crop_scale, task.resized_crop_ratio, task.flip_probability) == (
-        (0.08, 1),
-        (3 / 4, 4 / 3),
-        0.5,
-    )
+    has(run, num_epochs=300, batch_size=1024, ema_decay=0.99996)
+    has(run.data, name="imagenet2012", image_size=224, repeats=3)
+    has(run.model, patch_size=16, drop_path_rate=0.1, dropout_rate=0)
+    has(run.optimizer, name="adamw", learning_rate=5e-4 * 1024 / 512, final_learning_rate=1e-5)
+    has(run.optimizer, warmup_epochs=5, weight_decay=0.05, clip_norm=None, b1=0.9, b2=0.999)
+    has(run.task, mixup_alpha=0.8, cutmix_alpha=1, mix_probability=1, mix_per="batch")
+    has(run.task, rand_augment_magnitude=9, rand_augment_std=0.5, rand_augment_increasing=True)
+    has(run.task, rand_augment_interpolation="bicubic", color_jitter=0, three_augment=False)
+    has(run.task, resized_crop_scale=(0.08, 1), resized_crop_ratio=(3 / 4, 4 / 3))
+    has(run.task, flip_probability=0.5, erase_probability=0.25, label_smoothing=0.1)
     assert EVAL_CROP_RATIO == 0.875
 
 
-def test_the_recipe_of_deit_3_is_that_of_its_commands():
+@pytest.mark.parametrize(
+    ("size", "rate", "drop_path_rate", "pixels"),
+    [("small", 4e-3, 0.05, 224), ("base", 3e-3, 0.2, 192)],
+)
+def test_the_recipe_of_deit_3_is_that_of_its_commands(size, rate, drop_path_rate, pixels):
     """The first two training commands of facebookresearch/deit's README_revenge.md, typed off."""
     get_config = importlib.import_module("experiments.deit3_recipe").get_config
-    for size, rate, drop_path_rate, pixels in (
-        ("small", 4e-3, 0.05, 224),
-        ("base", 3e-3, 0.2, 192),
-    ):
-        run = read(RunSettings, get_config(f"multiplicative,{size},imagenet2012"))
-        optimizer, task, data = run.optimizer, run.task, run.data
-        assert (run.batch_size, run.num_epochs, run.ema_decay, run.seed) == (8 * 256, 800, 0, 0)
-        assert (optimizer.name, optimizer.learning_rate, optimizer.warmup_epochs) == (
-            "lamb",
-            rate,
-            5,
-        )
-        assert (optimizer.weight_decay, optimizer.clip_norm, optimizer.b1, optimizer.b2) == (
-            0.05,
-            1,
-            0.9,
-            0.999,
-        )
-        assert (data.image_size, data.eval_crop_ratio, data.repeats) == (pixels, 1, 3)
-        assert (task.loss, task.label_smoothing, task.erase_probability, task.three_augment) == (
-            "sigmoid",
-            0,
-            0,
-            True,
-        )
-        assert (task.brightness, task.contrast, task.saturation, task.hue) == (0.3, 0.3, 0.3, 0)
-        assert (task.rand_augment_magnitude, task.mixup_alpha, task.cutmix_alpha) == (0, 0.8, 1)
-        assert (run.model.layer_scale, run.model.drop_path_rate, run.model.dropout_rate) == (
-            1e-4,
-            drop_path_rate,
-            0,
-        )
+    run = read(RunSettings, get_config(f"multiplicative,{size},imagenet2012"))
+    has(run, batch_size=8 * 256, num_epochs=800, ema_decay=0, seed=0)
+    has(run.optimizer, name="lamb", learning_rate=rate, warmup_epochs=5)
+    has(run.optimizer, weight_decay=0.05, clip_norm=1, b1=0.9, b2=0.999)
+    has(run.data, image_size=pixels, eval_crop_ratio=1, repeats=3)
+    has(run.task, loss="sigmoid", label_smoothing=0, erase_probability=0, three_augment=True)
+    has(run.task, color_jitter=0.3, rand_augment_magnitude=0, mixup_alpha=0.8, cutmix_alpha=1)
+    has(run.model, layer_scale=1e-4, drop_path_rate=drop_path_rate, dropout_rate=0)
 
 
 def test_the_recipe_of_deit_takes_a_mechanism_a_size_and_data():
     config = importlib.import_module("experiments.deit_recipe").get_config("adder,small,folder")
-    assert (config.model.score, config.model.mlp_linear, config.model.width) == (
-        "adder",
-        "adder",
-        384,
-    )
+    has(config.model, score="adder", mlp_linear="adder", width=384)
     assert (config.data.name, config.task.rand_augment_magnitude) == ("folder", 9)
     assert config.optimizer.clip_norm == 0
     with pytest.raises(RunError, match="expected .*mechanism,size,data.*, got 'dot,tiny'"):

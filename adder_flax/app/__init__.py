@@ -23,13 +23,11 @@ def main() -> None:
 def prepare_process() -> None:
     """Leaves cores and memory to XLA; to be called before NumPy is imported.
 
-    - Threads of OpenBLAS, which factorizes for JAX on CPUs, look out for more work for a while
-      after each call, at the cost of XLA's. It gets the thread that calls it and no others, unless
-      ``OPENBLAS_NUM_THREADS`` is set. docs/operations.md has what that takes.
-    - Imports and traces make a million objects, which stay. Python looks for cycles of unused ones
-      once in 100,000 new objects and not in 700: 0.3 s of the 8 s to the first step.
-    - See :func:`use_huge_pages`.
+    See also :func:`use_huge_pages`.
     """
+    # Threads of OpenBLAS, which factorizes for JAX on CPUs, look out for more work after each call,
+    # at the cost of XLA's (docs/operations.md). Cycles of unused objects among the million that
+    # imports and traces make cost 0.3 s of the 8 s to the first step.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.set_threshold(100_000)
     use_huge_pages()

@@ -19,8 +19,6 @@ def prepare_output() -> None:
     """Writes every line at once, to terminals of any encoding, and no warnings for developers."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace", line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    # Of many arrays that cannot be read one is the error; asyncio would log the others.
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
 
@@ -29,15 +27,7 @@ def prepare_output() -> None:
 def messages() -> Iterator[None]:
     """Ends the process at an error; what its user can mend is one message.
 
-    With ``--verbosity=1`` the traceback comes before it. Whatever else is wrong keeps its
-    traceback.
-
-    Example:
-      >>> with messages():
-      ...     raise RunError("expected a, got b; set c")
-      Traceback (most recent call last):
-      ...
-      SystemExit: 2
+    With ``--verbosity=1`` the traceback comes before it; what else is wrong keeps its own.
     """
     try:
         yield
@@ -62,7 +52,6 @@ def messages() -> Iterator[None]:
 
 
 def _end(message: str, code: int, error: BaseException | None = None) -> None:
-    """Ends the process with a message."""
     if error is not None and logging.getLogger("absl").isEnabledFor(logging.DEBUG):
         traceback.print_exception(error)
     fit = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in message.strip())

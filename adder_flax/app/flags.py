@@ -16,112 +16,75 @@ from adder_flax.errors import RunError
 with needs("train"):
     from ml_collections import config_flags
 
+_MODES = ["train", "eval", "analyze", "predict", "compile", "export", "compare"]
 _CONFIG = config_flags.DEFINE_config_file(
     "config",
     None,
     "Experiment, e.g. adder_deit_tiny or experiments/adder_deit_tiny.py, and [:data]",
 )
-_WORKDIR = flags.DEFINE_string(
+flags.DEFINE_string(
     "workdir", None, "Where the run is kept; by default runs/<experiment>[,<overrides>]"
 )
-_MODE = flags.DEFINE_enum(
+flags.DEFINE_enum(
     "mode",
     "train",
-    ["train", "eval", "analyze", "predict", "compile", "export", "compare"],
+    _MODES,
     "train: train or resume; eval: score a checkpoint; analyze: report on it; predict: say what "
     "images show; compile: what training will take on the devices of --config.topology; export: "
     "write the weights of a checkpoint to a safetensors file, or the model as a program; compare: "
     "run the grid of runs that the experiment file describes and write its tables",
 )
-_BASELINE = flags.DEFINE_string(
-    "baseline",
-    None,
-    "With --mode=analyze: directory of another run on the same data, to compare with",
-)
-_CLUSTER = flags.DEFINE_boolean(
+flags.DEFINE_boolean(
     "cluster",
     False,
     "Let JAX look for the other processes itself, as TPU virtual machines need; see "
     "docs/operations.md",
 )
-_CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", "last", "With --mode=eval, analyze, predict or export: last, best or a step"
-)
-_SPLIT = flags.DEFINE_string(
-    "split",
-    "eval",
-    "With --mode=eval: the split to score, by its own name; eval is the one that training "
-    "evaluates on",
-)
-_DATA = flags.DEFINE_string(
-    "data",
-    "",
-    "With --mode=eval: another data set of the same classes to score, as imagenet_v2 is of "
-    "imagenet2012's",
-)
-_LABELS = flags.DEFINE_string(
-    "labels",
-    "",
-    "With --mode=eval: JSON file with a list of all right labels for each image of the split, in "
-    "the order of the images' names, as ImageNet ReaL's real.json",
-)
-_IMAGES = flags.DEFINE_string(
-    "images", None, "With --mode=predict: an image, or a folder of images"
-)
-_PREDICTIONS = flags.DEFINE_string(
-    "predictions", None, "With --mode=predict: file that gets them as lines of JSON"
-)
-_OVERLAY = flags.DEFINE_string(
-    "overlay", None, "With --mode=predict: folder that gets pictures of the attention"
-)
-_WORKERS = flags.DEFINE_integer(
-    "workers",
-    1,
-    "With --mode=compare: processes that share the runs, and the cores or GPUs, out among them; 0 "
-    "writes the tables of what is finished and runs nothing",
-    lower_bound=0,
-    upper_bound=1024,
-)
-_NAMES = flags.DEFINE_enum(
-    "names",
-    "adder_flax",
-    [
+_NAMES = [
+    *("adder_flax", "timm", "hugging_face", "transformers_5"),
+    *("stablehlo", "onnx", "hugging_face_folder"),
+]
+# Flags that some modes alone read: default, these modes, what it says.
+_OF_MODES = {
+    "checkpoint": ("last", ("eval", "analyze", "predict", "export"), "last, best or a step"),
+    "baseline": (None, ("analyze",), "directory of another run on the same data, to compare with"),
+    "split": ("eval", ("eval",), "what to score; eval is the one that training evaluates on"),
+    "data": ("", ("eval",), "another data set of the same classes, as imagenet_v2 is of ImageNet"),
+    "labels": (
+        "",
+        ("eval",),
+        "JSON file with a list of all right labels for each image of the split, in the order of "
+        "the images' names, as ImageNet ReaL's real.json",
+    ),
+    "images": (None, ("predict",), "an image, or a folder of images"),
+    "predictions": (None, ("predict",), "file that gets them as lines of JSON"),
+    "overlay": (None, ("predict",), "folder that gets pictures of the attention"),
+    "names": (
         "adder_flax",
-        "timm",
-        "hugging_face",
-        "transformers_5",
-        "stablehlo",
-        "onnx",
-        "hugging_face_folder",
-    ],
-    "With --mode=export: whose names and layouts the weights get; stablehlo: the whole model, a "
-    "program for JAX alone; onnx: the whole model for ONNX Runtime; hugging_face_folder: the whole "
-    "model as AutoModelForImageClassification loads it, with a model card",
-)
-_MODES_WITH = {
-    "checkpoint": ("eval", "analyze", "predict", "export"),
-    "images": ("predict",),
-    "predictions": ("predict",),
-    "overlay": ("predict",),
-    "baseline": ("analyze",),
-    "names": ("export",),
-    "split": ("eval",),
-    "data": ("eval",),
-    "labels": ("eval",),
-    "workers": ("compare",),
+        ("export",),
+        f"{', '.join(_NAMES)}: whose names and layouts the weights get; stablehlo: the whole "
+        "model, a program for JAX alone; onnx: for ONNX Runtime; hugging_face_folder: as "
+        "AutoModelForImageClassification loads it, with a model card",
+    ),
+    "workers": (
+        1,
+        ("compare",),
+        "processes that share the runs, and the cores or GPUs, out among them; 0 writes the tables "
+        "of what is finished and runs nothing",
+    ),
 }
+for _name, (_default, _modes, _help) in _OF_MODES.items():
+    _help = f"With --mode={' or '.join(_modes)}: {_help}"
+    if _name == "workers":
+        flags.DEFINE_integer(_name, _default, _help, lower_bound=0, upper_bound=1024)
+    elif _name == "names":
+        flags.DEFINE_enum(_name, _default, _NAMES, _help)
+    else:
+        flags.DEFINE_string(_name, _default, _help)
 
 
 def run(start_time: float) -> None:
-    """Reads the flags of this process and runs the mode that they name.
-
-    Args:
-      start_time: of the process, by ``time.monotonic``.
-
-    Raises:
-      RunError: what the user must mend.
-      SystemExit: at the end.
-    """
+    """Reads the flags of this process, which began at ``start_time``, and runs their mode."""
     program = sys.modules["__main__"]
     # Absl shows it as help, with the flags of the program's own file.
     program.__doc__ = program.__doc__ or __doc__
@@ -134,16 +97,17 @@ def run(start_time: float) -> None:
 def _run_mode(argv: list[str], start_time: float) -> None:
     if len(argv) > 1:
         raise RunError(f"expected flags only, got {argv[1:]}; overrides read --config.field=value")
-    for name, modes in _MODES_WITH.items():
-        if flags.FLAGS[name].present and _MODE.value not in modes:
+    given = flags.FLAGS
+    for name, (_, modes, _) in _OF_MODES.items():
+        if given[name].present and given.mode not in modes:
             raise RunError(
-                f"expected --{name} with --mode={' or '.join(modes)} only, got {_MODE.value}; "
+                f"expected --{name} with --mode={' or '.join(modes)} only, got {given.mode}; "
                 "leave it out"
             )
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # libraries report every small step at INFO
     # Imported here so that --help and mistyped flags answer at once.
-    if _MODE.value == "train":
+    if given.mode == "train":
         from adder_flax import ops
 
         # The other modes find kernels in the cache, or compile for another machine.
@@ -153,14 +117,14 @@ def _run_mode(argv: list[str], start_time: float) -> None:
 
     flag = flags.FLAGS["config"]
     workdir = modes.check_workdir(
-        _WORKDIR.value
+        given.workdir
         or modes.default_workdir(
             config_flags.get_config_filename(flag), config_flags.get_override_values(flag)
         )
     )
     modes.enable_compilation_cache()
-    modes.check_backend(here=_MODE.value != "compile")
-    training.connect(detect=_CLUSTER.value)
+    modes.check_backend(here=given.mode != "compile")
+    training.connect(detect=given.cluster)
     with training.peer_errors():
         _call_mode(workdir, start_time)
 
@@ -168,27 +132,26 @@ def _run_mode(argv: list[str], start_time: float) -> None:
 def _call_mode(workdir: str, start_time: float) -> None:
     from adder_flax.app import modes
 
-    config, checkpoint = _CONFIG.value, _CHECKPOINT.value
-    match _MODE.value:
+    config, given = _CONFIG.value, flags.FLAGS
+    match given.mode:
         case "train":
             modes.train(config, workdir, start_time=start_time)
         case "eval":
-            modes.evaluate(config, workdir, checkpoint, _SPLIT.value, _DATA.value, _LABELS.value)
+            modes.evaluate(config, workdir, given.checkpoint, given.split, given.data, given.labels)
         case "analyze":
-            modes.analyze(config, workdir, checkpoint, _BASELINE.value)
+            modes.analyze(config, workdir, given.checkpoint, given.baseline)
         case "predict":
-            modes.predict(
-                config, workdir, checkpoint, _IMAGES.value, _PREDICTIONS.value, _OVERLAY.value
-            )
+            places = given.images, given.predictions, given.overlay
+            modes.predict(config, workdir, given.checkpoint, *places)
         case "compile":
             modes.compile_step(config)
         case "export":
-            modes.export(config, workdir, checkpoint, _NAMES.value)
+            modes.export(config, workdir, given.checkpoint, given.names)
         case "compare":
             # With SciPy's statistics, half a second that no other mode has to wait for.
             from adder_flax.compare import mode
 
-            mode.run(config, workdir, _WORKERS.value)
+            mode.run(config, workdir, given.workers)
 
 
 class _ExperimentParser(flags.ArgumentParser):
@@ -243,10 +206,10 @@ def _misfit(error: str) -> str | None:
 def _read_as() -> type:
     """Returns what the configuration has to be for the mode."""
     of_runs = "base" in _CONFIG.value
-    if of_runs != (_MODE.value == "compare"):
+    if of_runs != (flags.FLAGS.mode == "compare"):
         what, other = ("a grid of runs", "compare") if of_runs else ("a run", "train")
         raise RunError(
-            f"expected --mode={other} for the configuration of {what}, got {_MODE.value}; set "
+            f"expected --mode={other} for the configuration of {what}, got {flags.FLAGS.mode}; set "
             "--mode, or --config"
         )
     return settings.CompareSettings if of_runs else settings.RunSettings

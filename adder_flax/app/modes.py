@@ -42,17 +42,7 @@ def enable_compilation_cache() -> None:
 
 
 def check_workdir(workdir: str) -> str:
-    """Returns the path of a run; "~" stands for the home.
-
-    Raises:
-      RunError: it is no directory.
-
-    Example:
-      >>> check_workdir("gs://bucket/run")
-      Traceback (most recent call last):
-      ...
-      adder_flax.errors.RunError: expected a directory, got 'gs://bucket/run'; mount it, and set --workdir to its path there
-    """  # noqa: E501 - a message is one line
+    """Returns the path of a run, which may be no file or address; "~" stands for the home."""
     if "://" in workdir:
         raise training.RunError(
             f"expected a directory, got {workdir!r}; mount it, and set --workdir to its path there"
@@ -67,14 +57,7 @@ def check_workdir(workdir: str) -> str:
 
 
 def check_backend(*, here: bool) -> None:
-    """Checks the backend that the environment asks for.
-
-    Args:
-      here: whether it has to run on the devices of this process.
-
-    Raises:
-      RunError: there is no such backend, or it cannot run.
-    """
+    """Refuses a backend of the environment that does not exist, or does not run ``here``."""
     name = os.environ.get("ADDER_FLAX_BACKEND", "auto")
     if name == "auto":
         return
@@ -88,12 +71,7 @@ def check_backend(*, here: bool) -> None:
 
 
 def train(config: Any, workdir: str | Path, *, start_time: float | None = None) -> None:
-    """Trains or resumes the run in ``workdir`` and prints what came of it.
-
-    Raises:
-      RunError: what its user must mend.
-      SystemExit: after SIGINT, SIGTERM or SIGHUP, with exit code 128 + signal.
-    """
+    """Trains or resumes a run; SIGINT, SIGTERM and SIGHUP exit with code 128 + signal."""
     if config.topology:
         raise training.RunError(
             f"expected an empty config.topology to train, got {config.topology!r}, which is for "
@@ -132,16 +110,12 @@ def train(config: Any, workdir: str | Path, *, start_time: float | None = None) 
 
 
 def _begins(config: Any, workdir: str | Path) -> bool:
-    """Returns whether the weights are those of ``config.init_from``.
-
-    A run that resumes has them in a checkpoint: the file that it began with may be gone.
-    """
+    """Whether weights are those of ``init_from``: once there is a checkpoint, it has them."""
     checkpoints = training.SavedCheckpoints(Path(workdir) / "checkpoints")
     return bool(config.init_from) and not checkpoints.steps
 
 
 def _start_from(run: training.Run) -> tuple[training.Run, tuple[str, ...], str]:
-    """Returns the run with the weights of ``config.init_from``, see `interop.start_from`."""
     with training.user_errors():
         run, at_random, words = interop.start_from(run, run.settings.init_from)
     if run.settings.data.mean:
@@ -151,10 +125,7 @@ def _start_from(run: training.Run) -> tuple[training.Run, tuple[str, ...], str]:
 
 
 def _whole_state(run: training.Run, workdir: str | Path, checkpoint: str) -> tuple[Any, str]:
-    """Returns the state at a checkpoint, or of ``config.init_from`` where the run has none.
-
-    And in words where it is from.
-    """
+    """The state at a checkpoint, or else of ``config.init_from``; and in words where it is from."""
     if not _begins(run.config, workdir):
         state = _restore(run, workdir, checkpoint)
         return state, f"step {int(state['step'])}"
@@ -169,16 +140,11 @@ def _whole_state(run: training.Run, workdir: str | Path, checkpoint: str) -> tup
 
 
 def _say(text: str) -> None:
-    """Prints on the first process alone."""
     if jax.process_index() == 0:
         print(text, flush=True)
 
 
 def _overview(run: training.Run, workdir: Path) -> str:
-    """Returns what a person wants to know before the first step.
-
-    Sizes, operations, devices, steps.
-    """
     abstract_model = run.model(run.abstract_state["params"])
     train, test = run.train_source, run.eval_source
     lines = [
@@ -207,14 +173,7 @@ def _devices(run: training.Run) -> str:
 
 
 def compile_step(config: Any) -> None:
-    """Compiles the training step for ``config.topology`` and prints what it takes.
-
-    Nothing is computed.
-
-    Raises:
-      RunError: what its user must mend.
-      SystemExit: the step does not fit into memory; with exit code 4.
-    """
+    """Compiles the step for ``config.topology``, prints what it takes, exits with 4 if too much."""
     devices = training.topology_devices(config.topology)
     run = training.build_run(config, devices=devices, load=data.load_or_imitate)
     estimated = training.estimate(run)
@@ -236,16 +195,12 @@ def _estimate_text(run: training.Run, estimated: training.Estimate) -> str:
         *(f"  {kind:24}{_gib(size):>12}" for kind, size in estimated.memory.items()),
         f"  {'total':24}{_gib(estimated.total):>12}{capacity}: "
         f"{'fits' if estimated.fits else 'does not fit'}",
-    ]
-    lines.append(
         f"operations   {counted.multiplications:.3e} multiplications, {counted.additions:.3e} "
-        "additions a step, on all devices together"
-    )
-    if uncounted := {
-        name: n for name, n in counted.uncounted.items() if not name.startswith("random_")
-    }:
-        lines.append(f"             not counted: {uncounted}")
-    lines.append(f"compiled     in {estimated.compile_seconds:.1f} s")
+        "additions a step, on all devices together",
+        f"compiled     in {estimated.compile_seconds:.1f} s",
+    ]
+    named = {name: n for name, n in counted.uncounted.items() if not name.startswith("random_")}
+    lines += [f"not counted  {named}"] * bool(named)
     if not estimated.fits:
         lines += [
             "what makes it smaller, best first:",
@@ -259,12 +214,7 @@ def _gib(size: int) -> str:
 
 
 def _draw(run: training.Run, workdir: Path, params: Any) -> list[str]:
-    """Draws the training curves, and the pictures of the task.
-
-    Returns:
-      The names of the files. Training is complete whatever becomes of them: what cannot be drawn is
-      said.
-    """
+    """Draws curves and the task's pictures; training is complete whatever becomes of them."""
     drawn = []
     figures = {"curves.png": lambda: _curves(run, workdir)}
     figures |= run.task.pictures(run.model(params), run.eval_source, _run_name(run.config))
@@ -298,17 +248,7 @@ def evaluate(
     other_data: str = "",
     labels: str = "",
 ) -> None:
-    """Scores a checkpoint, or ``config.init_from`` where there is none, on a split of the data.
-
-    Args:
-      config: of the run.
-      workdir: of the run.
-      checkpoint: ``last``, ``best`` or a step.
-      split: name of the split, or ``eval`` for the one that training evaluates on.
-      other_data: name of another data set of the same classes, as ImageNet-V2 is of ImageNet's; ""
-        for the run's own.
-      labels: file with all right labels of each image, as ImageNet ReaL's real.json; "" for none.
-    """
+    """Scores a checkpoint, or ``config.init_from`` where there is none, on a split of the data."""
     config = training.with_statistics(config, workdir)
     run = training.build_run(
         config, eval_split=split, eval_data=other_data, eval_labels=labels, teach=False
@@ -332,22 +272,7 @@ def predict(
     output: str | None,
     overlay: str | None,
 ) -> None:
-    """Prints what images show, by a checkpoint of a run or by ``config.init_from``.
-
-    The latter where the run has no checkpoint.
-
-    Args:
-      config: of the run.
-      workdir: of the run.
-      checkpoint: ``last``, ``best`` or a step.
-      images: a file or a folder.
-      output: file for lines of JSON.
-      overlay: folder for pictures of the attention.
-
-    Raises:
-      RunError: what the user must mend.
-      SystemExit: files that could not be read, with exit code 1; the others are done.
-    """
+    """Prints what images show; exits with code 1 where some files could not be read."""
     if images is None:
         raise training.RunError(
             "expected --images=FILE_OR_FOLDER with --mode=predict, got none; set it"
@@ -367,18 +292,7 @@ def predict(
 
 
 def export(config: Any, workdir: str | Path, checkpoint: str, names: str) -> None:
-    """Writes the weights of a checkpoint, or its model, to files.
-
-    Weights go to ``<workdir>/<names>.safetensors``, the model to ``<workdir>/<names>``.
-
-    An ONNX model is ``<workdir>/model.onnx``.
-
-    Args:
-      config: of the run.
-      workdir: of the run.
-      checkpoint: ``last``, ``best`` or a step.
-      names: one of ``interop.FORMATS``, ``stablehlo``, ``onnx``, or ``hugging_face_folder``.
-    """
+    """Writes the weights of a checkpoint, or its model, under ``<workdir>/<names>``."""
     config = training.with_statistics(config, workdir)
     run = training.build_run(config, teach=False)
     if names in _WHOLE and not isinstance(run.task, tasks.Classification):
@@ -408,7 +322,6 @@ def export(config: Any, workdir: str | Path, checkpoint: str, names: str) -> Non
 def _program_writer(
     save: Callable[..., None], run: training.Run, model: Any, path: Path, step: int
 ) -> Callable[[], None]:
-    """Returns what writes the model as a program, by a function of `interop`."""
     source = data.require_kind(data.ImageSource, run.eval_source, "a program")
     return functools.partial(
         save,
@@ -424,7 +337,7 @@ def _program_writer(
 
 
 def _preparation(source: data.ImageSource) -> str:
-    """Returns in words what becomes of an image before a program takes it."""
+    """What becomes of an image before a program takes it."""
     if not source.crops_on_host:
         return "the whole image, resized"
     shorter = data.resized_side(source.image_shape[0], source.eval_crop_ratio)
@@ -437,10 +350,7 @@ model = AutoModelForImageClassification.from_pretrained("{folder}").eval()"""
 
 
 def _folder_writer(run: training.Run, model: Any, path: Path, step: int) -> Callable[[], None]:
-    """Returns what writes a folder for Hugging Face.
-
-    Its model card has scores of the whole evaluation split.
-    """
+    """What writes a folder for Hugging Face, scores of the evaluation split in its card."""
     source = data.require_kind(data.ImageSource, run.eval_source, "a model card")
     facts = run.task.data_facts
     measured = training.Evaluator(run)(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
@@ -484,15 +394,7 @@ _WHOLE = {
 def analyze(
     config: Any, workdir: str | Path, checkpoint: str, baseline: str | Path | None = None
 ) -> None:
-    """Measures the papers' claims on a checkpoint and writes ``<workdir>/report/report.html``.
-
-    Args:
-      config: of the run.
-      workdir: of the run.
-      checkpoint: ``last``, ``best`` or a step.
-      baseline: directory of another run on the same data, whose last checkpoint stands beside this
-        one.
-    """
+    """Measures the papers' claims on a checkpoint, beside a baseline, and writes a report."""
     if jax.process_count() > 1:
         raise training.RunError(
             f"expected one process to analyze a checkpoint, got {jax.process_count()}; start one"
@@ -506,7 +408,6 @@ def analyze(
 
 
 def _baseline(config: Any, workdir: str | Path) -> report.Trained:
-    """Returns another run, on the same data."""
     other = training.read_config(workdir)
     settings.read(settings.RunSettings, other, where="baseline")
     if (other.data.name, other.data.image_size) != (config.data.name, config.data.image_size):
@@ -519,7 +420,6 @@ def _baseline(config: Any, workdir: str | Path) -> report.Trained:
 
 
 def _restore_to_study(config: Any, workdir: str | Path, checkpoint: str) -> report.Trained:
-    """Returns a run that a report can be made of, at a checkpoint."""
     config = training.with_statistics(config, workdir)
     run = training.build_run(config)
     if config.init_from:
@@ -533,7 +433,6 @@ def _restore_to_study(config: Any, workdir: str | Path, checkpoint: str) -> repo
 
 
 def _restore(run: training.Run, workdir: str | Path, checkpoint: str) -> Any:
-    """Returns the state of a run at a checkpoint."""
     if checkpoint not in ("last", "best") and not (checkpoint.isascii() and checkpoint.isdecimal()):
         raise training.RunError(
             f"expected --checkpoint to be last, best or a step, got {checkpoint!r}"
@@ -559,11 +458,6 @@ def default_workdir(experiment: str, overrides: Mapping[str, Any]) -> str:
 
     It is ``runs/<experiment>[-<data>][,<field>=<value>…]``.
 
-    Args:
-      experiment: value of ``--config``.
-      overrides: the fields that were set on the command line, and their values.
-
-    Example:
       >>> default_workdir(
       ...     "experiments/adder_deit_tiny.py:cifar10", {"optimizer.name": "sgd", "seed": 1}
       ... )

@@ -83,15 +83,8 @@ def augment(
         if settings.three_augment:
             levels = three_augment(jax.random.fold_in(key, 7), levels)
         images = levels.astype(jnp.float32) / 255
-    if any(map(is_on, (settings.brightness, settings.contrast, settings.saturation))):
-        images = color_jitter(
-            jitter_key, images, settings.brightness, settings.contrast, settings.saturation
-        )
-    if is_on(settings.hue):
-        turn = jax.random.uniform(
-            jax.random.fold_in(key, 8), images.shape[:1], minval=-1.0, maxval=1.0
-        )
-        images = turn_hue(images, settings.hue * turn)
+    if is_on(settings.color_jitter):
+        images = color_jitter(jitter_key, images, *[settings.color_jitter] * 3)
     images = normalize(images, mean, std)
     if is_on(settings.erase_probability):
         images = random_erase(erase_key, images, settings.erase_probability)

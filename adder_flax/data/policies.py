@@ -39,7 +39,7 @@ _Layer = tuple[Int[Array, " batch"], Float[Array, " batch"], Bool[Array, " batch
 def rand_augment(
     key: PRNGKeyArray, images: Levels, settings: AugmentSettings, fill: tuple[int, ...] = (128,)
 ) -> Levels:
-    """Does `AugmentSettings.rand_augment_layers` random operations to each image in turn.
+    """Does two random operations to each image in turn.
 
     >>> settings = AugmentSettings(rand_augment_magnitude=9.0, rand_augment_std=0.5)
     >>> photographs = jnp.arange(4 * 8 * 8 * 3).reshape(4, 8, 8, 3).astype(jnp.uint8)
@@ -54,7 +54,7 @@ def rand_augment(
         fill: level of what moves in from outside, of each channel.
     """
     layers = jax.vmap(lambda key: draw_layer(key, images.shape[0], settings))
-    keys = jax.random.split(key, settings.rand_augment_layers)
+    keys = jax.random.split(key, 2)
 
     def step(images: Levels, layer: _Layer) -> tuple[Levels, None]:
         operation, argument, bicubic = layer

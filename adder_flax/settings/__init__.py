@@ -7,12 +7,7 @@ A configuration (the ``ConfigDict`` that an experiment file makes, or a ``config
 a mistake is answered at once.
 """
 
-from adder_flax.settings._compare import (
-    CompareSettings,
-    LogUniform,
-    OneOf,
-    Range,
-)
+from adder_flax.settings._compare import CompareSettings, LogUniform, OneOf, Range
 from adder_flax.settings._data import DataSettings
 from adder_flax.settings._declare import (
     Declared,

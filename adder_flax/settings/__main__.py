@@ -3,11 +3,51 @@
 With ``--json-schema`` it is the JSON schema of a run's configuration, for editors and other tools.
 """
 
+import collections
 import json
 import sys
+from collections.abc import Iterator
 
-from adder_flax.settings import RunSettings, json_schema
-from adder_flax.settings._page import page
+from adder_flax.settings import RunSettings, declarations, json_schema, shown
+
+_HEAD = """# Settings
+
+Every field of a configuration; `python -m adder_flax.settings` makes this page from `adder_flax/settings/`, where they
+are declared. On the command line each is `--config.<field>=<value>`; an experiment file, and the data after its colon,
+have defaults of their own for some (`experiments/common.py`). A configuration is read as a whole before anything is
+computed or written: whatever is outside its range, missing, unknown or in contradiction is named in one message.
+`python -m adder_flax.settings --json-schema` prints the same for editors and other tools.
+
+*data*: the number is data of the compiled step, and runs that differ in it alone can share one program.
+"""  # noqa: E501 - lines of another language
+
+
+def page() -> str:
+    """Returns the page as Markdown: a table for each section."""
+    return "\n".join([_HEAD, *_tables()])
+
+
+def _tables() -> Iterator[str]:
+    sections = collections.defaultdict(list)
+    for path, declared in declarations(RunSettings):
+        sections[path.rpartition(".")[0]].append((path, declared))
+    for name, fields in sections.items():
+        yield f"\n## {name or 'The run'}\n"
+        yield "| field | what it is | default | expected | |\n|---|---|---|---|---|"
+        for path, declared in fields:
+            default, kind = f"`{shown(declared.default)}`", "data" if declared.data else ""
+            reason = declared.reason
+            if declared.only is not None:
+                other, readers = declared.only
+                reason += f"; with {other} {' or '.join(readers)} only"
+            yield _row(f"`{path}`", reason, default, declared.expected, kind)
+
+
+def _row(*cells: str) -> str:
+    return (
+        f"| {' | '.join(cell.replace('|', chr(92) + '|').replace('<', '&lt;') for cell in cells)} |"
+    )
+
 
 if __name__ == "__main__":
     print(json.dumps(json_schema(RunSettings), indent=2) if "--json-schema" in sys.argv else page())

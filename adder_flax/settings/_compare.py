@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from adder_flax.settings._declare import LONGEST_NAME, is_mapping, section, setting
+from adder_flax.settings._declare import LONGEST_NAME, fault, is_mapping, section, setting
 from adder_flax.settings._optimizer import translated
 from adder_flax.settings._run import RunSettings
 from adder_flax.settings._use import Options
@@ -35,7 +35,6 @@ _RANGE = "('log', low, high) with 0 < low < high or ('list', a, b, …)"
 
 
 def _named(value: Any) -> dict[str, Any]:
-    """Returns what a mapping, which may be a ``ConfigDict``, holds by names."""
     held = dict(value.items()) if is_mapping(value) else None
     if held is None or not all(
         isinstance(name, str)
@@ -182,41 +181,29 @@ class CompareSettings:
         """Yields what does not go together."""
         for factor, level in self.baseline.items():
             if factor not in self.factors:
-                yield (
-                    f"{where}.baseline: expected factors among {', '.join(self.factors)}, got "
-                    f"{factor!r}"
-                )
+                expected = f"factors among {', '.join(self.factors)}"
+                yield fault(f"{where}.baseline", expected, repr(factor))
             elif level not in self.factors[factor]:
-                yield (
-                    f"{where}.baseline.{factor}: expected one of "
-                    f"{', '.join(self.factors[factor])}, got {level!r}"
-                )
-        varied = {
-            path
-            for levels in self.factors.values()
-            for fields in levels.values()
-            for path in fields
-        }
+                expected = f"one of {', '.join(self.factors[factor])}"
+                yield fault(f"{where}.baseline.{factor}", expected, repr(level))
+        levels = (fields for levels in self.factors.values() for fields in levels.values())
+        varied = {path for fields in levels for path in fields}
         for path in sorted(varied & self.search.keys()):
-            yield (
-                f"{where}.search.{path}: expected a field that no level sets, got one that a "
-                "factor varies"
-            )
+            got = "one that a factor varies"
+            yield fault(f"{where}.search.{path}", "a field that no level sets", got)
         for path in sorted((varied | self.search.keys()) & _OWN):
-            yield (
-                f"{where}: expected {path} to be left to the comparison, got it among the factors "
-                "or in the search"
-            )
-        if self.base.data.train_split.endswith("]"):
-            yield (
-                f"{where}.base.data.train_split: expected a whole split, of which the comparison "
-                f"takes a part to tune on, got {self.base.data.train_split!r}"
-            )
+            got = "it among the factors or in the search"
+            yield fault(where, f"{path} to be left to the comparison", got)
+        split = self.base.data.train_split
+        if split.endswith("]"):
+            expected = "a whole split, of which the comparison takes a part to tune on"
+            yield fault(f"{where}.base.data.train_split", expected, repr(split))
         if not self.validation_percent and self.base.data.eval_split == "eval":
-            yield (
-                f"{where}.base.data.eval_split: expected the name of the split to test on where "
-                "the set has a split validation of its own, got 'eval', which is that one"
+            expected = (
+                "the name of the split to test on where the set has a split validation of its own"
             )
+            got = "'eval', which is that one"
+            yield fault(f"{where}.base.data.eval_split", expected, got)
 
     @staticmethod
     def translated(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -229,8 +216,6 @@ class CompareSettings:
 
 
 def _translated_levels(factors: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns factors whose levels say in words of this version what an optimizer was."""
-
     def level(fields: Mapping[str, Any]) -> Mapping[str, Any]:
         optimizer = fields.get("optimizer", {})
         if optimizer.get("name") != "cg_fac":

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
-from adder_flax.settings._declare import setting
+from adder_flax.settings._declare import fault, setting
 
 _SPLIT = "the name of a split, or a part of one as train[:90%]"
 
@@ -70,7 +70,5 @@ class DataSettings:
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""
         if len(self.mean) != len(self.std):
-            yield (
-                f"{where}.std: expected a number for each of {where}.mean = {list(self.mean)}, got "
-                f"{list(self.std)}"
-            )
+            expected = f"a number for each of {where}.mean = {list(self.mean)}"
+            yield fault(f"{where}.std", expected, list(self.std))

@@ -21,12 +21,7 @@ _LONGEST_VALUE = 80
 
 
 class Declared(NamedTuple):
-    """What is said about a field where it is declared; `setting` has the arguments.
-
-    Attributes:
-      kind: type of the values that no word stands for.
-      expected: what a value has to be, in the words of a message.
-    """
+    """What is said about a field where it is declared; `setting` has the arguments."""
 
     default: Any
     reason: str
@@ -120,13 +115,6 @@ def following(
 
     Settings hold what it stands for, if their class calls `settle` once they are made.
 
-    Args:
-      other: the other field.
-      values: what the default stands for, by the other field's value.
-      reason: as of `setting`.
-      unset: the default; another number where 0 has a meaning of its own.
-      **declared: as of `setting`.
-
     >>> @dataclasses.dataclass(frozen=True)
     ... class Pool:
     ...     kind: str = setting("max", "of the tokens")
@@ -164,14 +152,7 @@ def section(
     joined: Registry[type] | None = None,
     read_by: str | None = None,
 ) -> Any:
-    """Declares a field that is itself a settings class.
-
-    Args:
-      settings: the class.
-      among: classes by name; the one that the section's field ``name`` stands for reads it.
-      joined: in place of one class, a table of them, whose fields the section has all together.
-      read_by: which ``name`` beside the section reads it; by default every one does.
-    """
+    """Declares a field that is itself a settings class."""
     find: Callable[[], Any] = (
         (lambda: settings)
         if joined is None
@@ -184,12 +165,7 @@ def section(
 
 
 def class_of(field: dataclasses.Field, own: Any = None) -> Any:
-    """Returns the settings class of a field that is a section, else None.
-
-    Args:
-      field: of a settings class.
-      own: what a configuration has for it, of which a ``name`` may tell the class.
-    """
+    """Returns the settings class of a field that is a section, else None."""
     if "section" not in field.metadata:
         return None
     among: Any = field.metadata["among"]
@@ -209,10 +185,6 @@ def is_mapping(fields: Any) -> bool:
 @functools.cache
 def join(kind: str, *classes: type) -> type:
     """Returns a settings class that has the fields of some others.
-
-    Args:
-      kind: what the classes belong to, in the words of a message.
-      *classes: settings; a field that several have must be declared alike.
 
     >>> from adder_flax.settings import DataSettings, MeshSettings
     >>> join("example", DataSettings, MeshSettings)().image_size
@@ -257,7 +229,7 @@ def join(kind: str, *classes: type) -> type:
 
 @functools.cache
 def declared_in(settings: type) -> dict[str, Declared]:
-    """Returns what is declared about the fields of a class that are no sections, by their names."""
+    """What is declared about the fields of a class that are no sections, by their names."""
     hints = typing.get_type_hints(settings, include_extras=True)
     found = {}
     for field in dataclasses.fields(settings):
@@ -279,7 +251,6 @@ def is_span(kind: Any) -> bool:
 
 
 def _kind(hint: Any, declared: Declared) -> Any:
-    """Returns the type of the values that no word stands for, None where words are all."""
     if declared.commas is not None:
         return declared.commas
     kinds = alternatives(hint)
@@ -351,6 +322,15 @@ def declarations(settings: type, prefix: str = "") -> Iterator[tuple[str, Declar
             yield prefix + field.name, declared_in(settings)[field.name]
         else:
             yield from declarations(nested, f"{prefix}{field.name}.")
+
+
+def fault(path: str, expected: str, got: Any) -> str:
+    """Returns what a settings class says of fields that do not go together.
+
+    >>> fault("config.num_heads", "a number that divides config.width = 8", 3)
+    'config.num_heads: expected a number that divides config.width = 8, got 3'
+    """
+    return f"{path}: expected {expected}, got {got}"
 
 
 def shown(value: Any) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from adder_flax.registry import Registry
-from adder_flax.settings._declare import section, setting
+from adder_flax.settings._declare import fault, section, setting
 
 MAX_DEPTH = 1000
 DEIT_SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
@@ -224,10 +224,7 @@ class VitSettings(BlockSettings):
         False, "compute activations again in the backward pass: less memory, more time"
     )
     registers: int = setting(
-        0,
-        "further learned tokens behind the class token, which no head reads",
-        ge=0,
-        le=1024,
+        0, "further learned tokens behind the class token, which no head reads", ge=0, le=1024
     )
     fc_norm: bool = setting(
         False, "the last norm stands behind the pooling, in place of in front of it"
@@ -236,49 +233,38 @@ class VitSettings(BlockSettings):
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""
         if self.width % self.num_heads:
-            yield (
-                f"{where}.num_heads: expected a number that divides {where}.width = {self.width}, "
-                f"got {self.num_heads}"
-            )
+            divides = f"a number that divides {where}.width = {self.width}"
+            yield fault(f"{where}.num_heads", divides, self.num_heads)
         if int(self.width * self.mlp_ratio) < 1:
-            yield (
-                f"{where}.mlp_ratio: expected an MLP of at least 1 unit, got {self.mlp_ratio} × "
-                f"width {self.width}"
-            )
+            got = f"{self.mlp_ratio} × width {self.width}"
+            yield fault(f"{where}.mlp_ratio", "an MLP of at least 1 unit", got)
         if self.distilled and self.pooling != "cls":
-            yield (
-                f"{where}.distilled: expected False without a class token, got True with "
-                f"{where}.pooling = 'mean'"
-            )
+            got = f"True with {where}.pooling = 'mean'"
+            yield fault(f"{where}.distilled", "False without a class token", got)
         if self.distilled and self.fc_norm:
-            yield (
-                f"{where}.fc_norm: expected False with a distillation token, got True with "
-                f"{where}.distilled = True"
+            got = f"True with {where}.distilled = True"
+            yield fault(f"{where}.fc_norm", "False with a distillation token", got)
+        convolutions = len(self.stem_channels)
+        if self.stem_strides and len(self.stem_strides) != convolutions:
+            expected = (
+                f"one for each of {convolutions} convolutions of {where}.stem_channels, or none"
             )
-        if self.stem_strides and len(self.stem_strides) != len(self.stem_channels):
-            yield (
-                f"{where}.stem_strides: expected one for each of {len(self.stem_channels)} "
-                f"convolutions of {where}.stem_channels, or none, got {len(self.stem_strides)}"
-            )
-        reduction = math.prod(self.stem_strides or (2,) * len(self.stem_channels))
+            yield fault(f"{where}.stem_strides", expected, len(self.stem_strides))
+        reduction = math.prod(self.stem_strides or (2,) * convolutions)
         if self.patch_size % reduction:
-            yield (
-                f"{where}.patch_size: expected a multiple of {reduction}, as the stem's "
-                f"{len(self.stem_channels)} convolutions make the image so many times smaller, got "
-                f"{self.patch_size}"
+            expected = (
+                f"a multiple of {reduction}, as the stem's {convolutions} convolutions make the "
+                "image so many times smaller"
             )
+            yield fault(f"{where}.patch_size", expected, self.patch_size)
         for name in ("score", "qkv_linear", "proj_linear", "mlp_linear"):
             kinds = getattr(self, name)
             if isinstance(kinds, tuple) and len(kinds) != self.depth:
-                yield (
-                    f"{where}.{name}: expected one or {where}.depth = {self.depth} of them, got "
-                    f"{len(kinds)}"
-                )
+                expected = f"one or {where}.depth = {self.depth} of them"
+                yield fault(f"{where}.{name}", expected, len(kinds))
         if self.anneal_end and self.anneal_start >= self.anneal_end:
-            yield (
-                f"{where}.anneal_start: expected less than {where}.anneal_end = {self.anneal_end}, "
-                f"got {self.anneal_start}"
-            )
+            expected = f"less than {where}.anneal_end = {self.anneal_end}"
+            yield fault(f"{where}.anneal_start", expected, self.anneal_start)
 
 
 MODEL_SETTINGS: Registry[type] = Registry("model", "adder_flax.models.register_model")

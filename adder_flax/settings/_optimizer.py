@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from adder_flax.errors import RunError
-from adder_flax.settings._declare import following, section, setting, settle
+from adder_flax.settings._declare import fault, following, section, setting, settle
 
 _WITH_CLIP = ("step", ("clip",))
 _MOST_OF_ITSELF = 0.5
@@ -67,11 +67,7 @@ class KfacSettings:
         le=65536,
     )
     inverse_interval: int = following(
-        "step",
-        _KFAC["inverse_interval"],
-        "steps from one inverse to the next",
-        ge=1,
-        le=2**31 - 1,
+        "step", _KFAC["inverse_interval"], "steps from one inverse to the next", ge=1, le=2**31 - 1
     )
     kl_clip: float = setting(3e-3, _CLIP, data=True, only=_WITH_CLIP, gt=0, le=1e6)
     product_dtype: Literal["float32", "bfloat16"] = setting(
@@ -87,10 +83,8 @@ class KfacSettings:
         """Yields what does not go together."""
         yield from _too_large_a_share(self, where)
         if self.step == "clip" and not self.iterations:
-            yield (
-                f"{where}.iterations: expected at least 1 with step='clip', whose length comes of "
-                "a solution, got 0"
-            )
+            expected = "at least 1 with step='clip', whose length comes of a solution"
+            yield fault(f"{where}.iterations", expected, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +199,8 @@ def translated(fields: Mapping[str, Any]) -> dict[str, Any]:
 class OptimizerSettings:
     """The optimizer, its schedule and its decay."""
 
+    retired: ClassVar[dict[str, Any]] = {"eps": (1e-8,), "basis_interval": (10,)}
+
     name: str = setting(
         "adamw",
         "adamw, nadamw, schedule_free_adamw, lamb, muon, soap, kl_shampoo, sgd, lbfgs, kfac, "
@@ -213,11 +209,7 @@ class OptimizerSettings:
     )
     learning_rate: float = setting(1e-3, "peak of the schedule", data=True, ge=0, le=1e6)
     final_learning_rate: float = setting(
-        1e-5,
-        "end of the cosine, which comes one step after the last",
-        data=True,
-        ge=0,
-        le=1e6,
+        1e-5, "end of the cosine, which comes one step after the last", data=True, ge=0, le=1e6
     )
     schedule: Literal["cosine", "constant"] = setting(
         "cosine", "from the peak to the end; constant: stays there"
@@ -254,11 +246,7 @@ class OptimizerSettings:
         ge=0,
         lt=1,
     )
-    eps: float = setting(1e-8, "added to Adam's denominator", data=True, ge=1e-30, le=1)
     momentum: float = setting(0.9, "of sgd and muon", data=True, ge=0, lt=1)
-    basis_interval: int = setting(
-        10, "steps between eigenbases of soap or kl_shampoo", ge=1, le=2**31 - 1
-    )
     clip_norm: float | None = setting(
         1.0,
         "largest norm of all gradients together; 0 is off",
@@ -290,28 +278,20 @@ class OptimizerSettings:
 
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""
-        if self.final_learning_rate > self.learning_rate:
-            yield (
-                f"{where}.final_learning_rate: expected at most {where}.learning_rate, its peak, "
-                f"{self.learning_rate}, got {self.final_learning_rate}"
-            )
-        if self.name == "schedule_free_adamw" and self.schedule != "constant":
-            yield (
-                f"{where}.schedule: expected 'constant' with schedule_free_adamw, whose average "
-                f"takes the place of a decay, got {self.schedule!r}"
-            )
-        if self.name in ("schedule_free_adamw", "lbfgs") and (self.layer_decay != 1 or self.freeze):
-            yield (
-                f"{where}.layer_decay, {where}.freeze: expected 1.0 and nothing with {self.name}, "
-                f"whose steps depend on each other, got {self.layer_decay} and {self.freeze!r}"
-            )
+        name, peak = self.name, self.learning_rate
+        if self.final_learning_rate > peak:
+            expected = f"at most {where}.learning_rate, its peak, {peak}"
+            yield fault(f"{where}.final_learning_rate", expected, self.final_learning_rate)
+        if name == "schedule_free_adamw" and self.schedule != "constant":
+            expected = f"'constant' with {name}, whose average takes the place of a decay"
+            yield fault(f"{where}.schedule", expected, repr(self.schedule))
+        if name in ("schedule_free_adamw", "lbfgs") and (self.layer_decay != 1 or self.freeze):
+            expected = f"1.0 and nothing with {name}, whose steps depend on each other"
+            got = f"{self.layer_decay} and {self.freeze!r}"
+            yield fault(f"{where}.layer_decay, {where}.freeze", expected, got)
         if self.second_order and self.adder_rate:
-            yield (
-                f"{where}.adder_rate: expected 0 with {self.name}, which scales every layer "
-                f"itself, got {self.adder_rate}"
-            )
-        if self.second_order and not self.learning_rate:
-            yield (
-                f"{where}.learning_rate: expected a number above 0 with {self.name}, whose "
-                "schedule it sets, got 0.0"
-            )
+            expected = f"0 with {name}, which scales every layer itself"
+            yield fault(f"{where}.adder_rate", expected, self.adder_rate)
+        if self.second_order and not peak:
+            expected = f"a number above 0 with {name}, whose schedule it sets"
+            yield fault(f"{where}.learning_rate", expected, 0.0)

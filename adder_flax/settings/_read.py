@@ -35,13 +35,6 @@ class SettingsError(RunError):
 def read(settings: type[Settings], fields: Any, where: str = "config") -> Settings:
     """Returns settings from a configuration, all of whose fields are checked first.
 
-    Args:
-      settings: the class: a frozen dataclass whose fields are declared by `setting` and `section`.
-        Its method ``faults(where)``, if it has one, yields a message for each pair of fields that
-        do not go together.
-      fields: a mapping, such as a ``ConfigDict`` or what was read from JSON.
-      where: what a message calls it.
-
     Raises:
       SettingsError: with one line for each field that is wrong, missing or unknown.
     """
@@ -60,7 +53,7 @@ def read(settings: type[Settings], fields: Any, where: str = "config") -> Settin
 
 
 def json_schema(settings: type) -> dict[str, Any]:
-    """Returns the JSON schema of configurations of a class."""
+    """The JSON schema of configurations of a class."""
     return _model(settings, described=True).model_json_schema()
 
 
@@ -95,7 +88,7 @@ def _model(settings: type, described: bool = False) -> Any:
 
 
 def _kinds(declared: Declared) -> tuple[Any, Any]:
-    """Returns the type that Pydantic checks a value for, and the one that configurations have."""
+    """The type that Pydantic checks a value for, and the one that configurations have."""
     if declared.parse is not None:
         return Any, Any
     if declared.commas is not None:
@@ -111,7 +104,6 @@ def _kinds(declared: Declared) -> tuple[Any, Any]:
 
 
 def _limited(kind: Any, limits: Mapping[str, Any]) -> Any:
-    """Returns a type for Pydantic, its numbers and texts with their limits."""
     import pydantic
 
     if len(kinds := alternatives(kind)) > 1:
@@ -124,7 +116,6 @@ def _limited(kind: Any, limits: Mapping[str, Any]) -> Any:
 
 
 def _take(declared: Declared, value: Any, check: Callable[[Any], Any]) -> Any:
-    """Returns what a field holds for what a configuration has, which Pydantic checks."""
     from pydantic_core import PydanticCustomError
 
     try:
@@ -188,7 +179,6 @@ def _read_section(field: dataclasses.Field, own: Any) -> Any:
 
 
 def _in_words(settings: Any, fields: Any, where: str, error: Mapping[str, Any]) -> str:
-    """Returns what a message says of an error of Pydantic's."""
     *sections, name = error["loc"] or ("",)
     for part in sections:
         field = next(f for f in dataclasses.fields(settings) if f.name == part)
@@ -216,6 +206,8 @@ def _in_words(settings: Any, fields: Any, where: str, error: Mapping[str, Any]) 
 
 def _unknown(settings: type, where: str, name: Any, fields: Any) -> str:
     retired = getattr(settings, "retired", {})
+    if name in retired and isinstance(retired[name], str):
+        return f"{where}.{name}: expected no such field: {retired[name]}; leave it out"
     if name in retired:
         return (
             f"{where}.{name}: expected {' or '.join(map(shown, retired[name]))}, what an earlier "
@@ -228,7 +220,6 @@ def _unknown(settings: type, where: str, name: Any, fields: Any) -> str:
 
 
 def _disagreements(made: Any, where: str) -> Iterator[str]:
-    """Yields what the settings and their sections say about fields that do not go together."""
     for field in dataclasses.fields(made):
         if "section" in field.metadata:
             yield from _disagreements(getattr(made, field.name), f"{where}.{field.name}")
@@ -239,7 +230,7 @@ def _disagreements(made: Any, where: str) -> Iterator[str]:
 
 
 def _not_read(made: Any, field: dataclasses.Field, where: str) -> Iterator[str]:
-    """Yields a message where a value was chosen that nothing reads."""
+    """A message where a value was chosen that nothing reads."""
     declared, value = field.metadata["declared"], getattr(made, field.name)
     if declared.only is None or not is_on(value):
         return
@@ -312,8 +303,12 @@ def filled(settings: type, fields: Mapping[str, Any]) -> dict[str, Any]:
     return full | {
         name: value
         for name, value in fields.items()
-        if name not in full and _plain(value) not in retired.get(name, ())
+        if name not in full and not _changes_nothing(retired.get(name, ()), value)
     }
+
+
+def _changes_nothing(retired: Any, value: Any) -> bool:
+    return not isinstance(retired, str) and _plain(value) in retired
 
 
 def completed(settings: type, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -350,11 +345,6 @@ def _settled(settings: type, full: dict[str, Any]) -> dict[str, Any]:
 
 def misfit(settings: type, path: str, value: str) -> str | None:
     """Returns in words what a field takes in place of what a flag gave it, None of no field.
-
-    Args:
-      settings: of which it is a field.
-      path: of the field: ``optimizer.name``.
-      value: as the flag has it.
 
     >>> from adder_flax.settings import RunSettings
     >>> misfit(RunSettings, "mesh", "8")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from adder_flax.settings._data import DataSettings
-from adder_flax.settings._declare import section, setting
+from adder_flax.settings._declare import fault, section, setting
 from adder_flax.settings._model import MODEL_SETTINGS, VitSettings
 from adder_flax.settings._optimizer import OptimizerSettings
 from adder_flax.settings._task import TASK_SETTINGS, ClassificationSettings
@@ -96,18 +96,13 @@ class RunSettings:
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""
         if self.batch_size % self.accumulation_steps:
-            yield (
-                f"{where}.accumulation_steps: expected a number that divides {where}.batch_size = "
-                f"{self.batch_size}, got {self.accumulation_steps}"
-            )
-        if self.optimizer.warmup_epochs > self.num_epochs:
-            yield (
-                f"{where}.optimizer.warmup_epochs: expected at most {where}.num_epochs = "
-                f"{self.num_epochs}, got {self.optimizer.warmup_epochs}"
-            )
+            expected = f"a number that divides {where}.batch_size = {self.batch_size}"
+            yield fault(f"{where}.accumulation_steps", expected, self.accumulation_steps)
+        warmup = self.optimizer.warmup_epochs
+        if warmup > self.num_epochs:
+            expected = f"at most {where}.num_epochs = {self.num_epochs}"
+            yield fault(f"{where}.optimizer.warmup_epochs", expected, warmup)
         size, padding = self.data.image_size, getattr(self.task, "crop_padding", 0)
         if size and padding > size:
-            yield (
-                f"{where}.task.crop_padding: expected at most {where}.data.image_size = {size}, "
-                f"got {padding}"
-            )
+            expected = f"at most {where}.data.image_size = {size}"
+            yield fault(f"{where}.task.crop_padding", expected, padding)

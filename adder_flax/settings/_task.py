@@ -1,13 +1,13 @@
 """Settings of the tasks."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
 from adder_flax.registry import Registry
-from adder_flax.settings._declare import setting
+from adder_flax.settings._declare import fault, setting
 
-# Far beyond use, and small enough that no factor overflows float32.
+_JITTERS = ("brightness", "contrast", "saturation")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +17,14 @@ class AugmentSettings:
     By default DeiT's recipe with its jitter of colours in place of RandAugment.
     """
 
-    retired: ClassVar[dict[str, tuple]] = {
+    retired: ClassVar[dict[str, Any]] = {
         "cutmix_probability": (0.5,),
         "erase_scale": ((0.02, 1 / 3),),
         "erase_ratio": ((0.3, 1 / 0.3),),
         "erase_value": ("noise",),
+        "hue": (0,),
+        "rand_augment_layers": (2,),
+        **dict.fromkeys(_JITTERS, "color_jitter, one number for all three, has its place"),
     }
 
     crop_padding: int = setting(
@@ -38,17 +41,12 @@ class AugmentSettings:
         (3 / 4, 4 / 3), "its width over its height", ge=0.01, le=100
     )
     flip_probability: float = setting(0.5, "of mirroring left and right", data="if on", ge=0, le=1)
-    brightness: float = setting(
-        0.3, "b gives a factor in [1 - b, 1 + b]; 0 is off", data="if on", ge=0, le=100
-    )
-    contrast: float = setting(
-        0.3, "likewise, from the mean grey; 0 is off", data="if on", ge=0, le=100
-    )
-    saturation: float = setting(
-        0.3, "likewise, from the grey image; 0 is off", data="if on", ge=0, le=100
-    )
-    hue: float = setting(
-        0.0, "turned by up to this part of the circle; 0 is off", data="if on", ge=0, le=0.5
+    color_jitter: float = setting(
+        0.3,
+        "c gives brightness, contrast and saturation a factor in [1 - c, 1 + c] each; 0 is off",
+        data="if on",
+        ge=0,
+        le=100,
     )
     rand_augment_magnitude: float = setting(
         0.0,
@@ -60,7 +58,6 @@ class AugmentSettings:
     rand_augment_std: float = setting(
         0.0, "of the magnitude, normal for each operation and image", data="if on", ge=0, le=100
     )
-    rand_augment_layers: int = setting(2, "operations drawn for an image", ge=1, le=64)
     rand_augment_increasing: bool = setting(
         True, "all operations change more at larger magnitudes; False: with the paper's ranges"
     )
@@ -91,6 +88,15 @@ class AugmentSettings:
         0.1, "share of the targets that all classes get", data=True, ge=0, lt=1
     )
 
+    @staticmethod
+    def translated(fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a task of an earlier version, whose three jitters of colours are one."""
+        jitters = {fields.get(name) for name in _JITTERS}
+        if len(jitters) > 1 or jitters == {None}:
+            return dict(fields)
+        rest = {name: value for name, value in fields.items() if name not in _JITTERS}
+        return {"color_jitter": jitters.pop(), **rest}
+
 
 @dataclasses.dataclass(frozen=True)
 class ClassificationSettings(AugmentSettings):
@@ -108,10 +114,11 @@ class ClassificationSettings(AugmentSettings):
     def faults(self, where: str) -> Iterator[str]:
         """Yields what does not go together."""
         if self.loss == "sigmoid" and self.label_smoothing:
-            yield (
-                f"{where}.label_smoothing: expected 0 with {where}.loss='sigmoid', for which every "
-                f"class with a share of the target is there, got {self.label_smoothing}"
+            expected = (
+                f"0 with {where}.loss='sigmoid', for which every class with a share of the target "
+                "is there"
             )
+            yield fault(f"{where}.label_smoothing", expected, self.label_smoothing)
 
 
 TASK_SETTINGS: Registry[type] = Registry("task", "adder_flax.tasks.register_task")

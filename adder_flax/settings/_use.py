@@ -5,6 +5,7 @@ data of the compiled step are taken out of the settings and put back traced: wha
 program, and runs whose settings are equal without their numbers share one.
 """
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -48,10 +49,6 @@ def keywords_of(
     """Lets a function take the fields of the class of its argument ``settings`` as keywords too.
 
     They are written into its signature. Lists and mappings among the values are frozen.
-
-    Args:
-      settings: the class.
-      but: fields that are no keywords; nor are those that the function has as arguments of its own.
 
     >>> from adder_flax.settings import AttentionSettings
     >>> @keywords_of(AttentionSettings)
@@ -125,37 +122,31 @@ def take_numbers(settings: Settings) -> tuple[Settings, dict[str, float]]:
     >>> shape.learning_rate, shape.clip_norm, numbers["learning_rate"], "clip_norm" in numbers
     (<number>, None, 0.1, False)
     """
+    changed: dict[str, Any] = {}
     taken: dict[str, float] = {}
-
-    def take(path: str, field: dataclasses.Field, value: Any) -> Any:
+    for field in dataclasses.fields(settings):  # pyright: ignore[reportArgumentType]
+        name, value = field.name, getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            changed[name], inner = take_numbers(value)
+            taken |= {f"{name}.{path}": number for path, number in inner.items()}
+            continue
         data = field.metadata["declared"].data
-        if not data or value is None or (data == "if on" and not is_on(value)):
-            return value
-        taken[path] = value
-        return NUMBER
-
-    return _mapped(take, settings), taken
+        if data and value is not None and (data != "if on" or is_on(value)):
+            changed[name], taken[name] = NUMBER, value
+    return dataclasses.replace(settings, **changed), taken  # pyright: ignore[reportArgumentType]
 
 
-def put_numbers(settings: Settings, numbers: Mapping[str, Any]) -> Settings:
+def put_numbers(settings: Settings, numbers: Mapping[str, Any], at: str = "") -> Settings:
     """Puts numbers, which may be traced, back where `take_numbers` took them out.
 
     >>> from adder_flax.settings import OptimizerSettings
     >>> put_numbers(*take_numbers(OptimizerSettings(b1=0.5))).b1
     0.5
     """
-    return _mapped(lambda path, _, value: numbers[path] if value is NUMBER else value, settings)
-
-
-def _mapped(
-    change: Callable[[str, dataclasses.Field, Any], Any], settings: Any, at: str = ""
-) -> Any:
-    """Returns settings with each field changed, those of sections by their paths."""
-    changed = {}
-    for field in dataclasses.fields(settings):
-        value, path = getattr(settings, field.name), at + field.name
-        nested = dataclasses.is_dataclass(value)
-        changed[field.name] = (
-            _mapped(change, value, f"{path}.") if nested else change(path, field, value)
-        )
-    return dataclasses.replace(settings, **changed)
+    made = copy.copy(settings)  # without a check: what is settled stays so
+    for name, value in vars(settings).items():
+        if value is NUMBER:
+            vars(made)[name] = numbers[at + name]
+        elif dataclasses.is_dataclass(value):
+            vars(made)[name] = put_numbers(value, numbers, f"{at}{name}.")
+    return made

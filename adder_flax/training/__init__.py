@@ -6,14 +6,13 @@
 
 from adder_flax.errors import NonFiniteLossError, RunError, user_errors
 from adder_flax.training.checkpoints import Checkpoints, SavedCheckpoints
-from adder_flax.training.curvature import CurvatureOptimizer
 from adder_flax.training.estimate import Estimate, advise, estimate, step_operations
-from adder_flax.training.evaluator import Evaluator
 from adder_flax.training.fingerprint import fingerprint
-from adder_flax.training.loop import Result, Trainer
+from adder_flax.training.loop import Evaluator, Result, Trainer
 from adder_flax.training.metrics import peak_memory, read_metrics
 from adder_flax.training.optimizers import (
     OPTIMIZERS,
+    CurvatureOptimizer,
     OptimizerSpec,
     register_optimizer,
     scale_by_adder_rate,

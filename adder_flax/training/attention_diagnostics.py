@@ -18,6 +18,7 @@ from adder_flax.training.sharding import tree_path
 from adder_flax.training.skeleton import Skeleton
 from adder_flax.training.step import Batch, Hyper, Metrics, Parts, step_keys
 
+_Blocks = list[tuple[str, tuple[tuple[str, tuple[str, ...]], ...]]]
 _WANTED = {"attention": ["scores", "weights"], "adder": ["rows", "kernel", "sums"], "block": []}
 
 
@@ -52,11 +53,6 @@ def make_attention_diagnostics(
     leave the identity map out. All but the gradient norms are of the first examples of the batch,
     without dropout. The gradient is that of the step itself, with accumulation that of its first
     microbatch.
-
-    Args:
-      skeleton: the model without its arrays.
-      make_parts, accumulation_steps: as of the training step.
-      num_examples: how many examples the maps are taken from.
     """
 
     def diagnostics(variables: Any, batch: Batch, step: int | Array, hyper: Hyper) -> Metrics:
@@ -70,37 +66,33 @@ def make_attention_diagnostics(
         gradient = jax.grad(lambda params: parts.loss(params, first, key, carried).loss)(params)
         arguments = jax.tree.map(lambda x: x[:num_examples], parts.arguments(examples))
         _, records = recorder.record(_WANTED, skeleton.merge(variables), *arguments)
-        places = _Places(records)
-        return _gradient_norms(gradient, places) | _forward_numbers(records, places)
+        blocks = list(
+            dict.fromkeys((r.path, r.facts["branches"]) for r in records if r.kind == "block")
+        )
+        return _gradient_norms(gradient, blocks) | _forward_numbers(records, blocks)
 
     return diagnostics
 
 
-def _gradient_norms(gradient: dict[str, Any], places: "_Places") -> Metrics:
-    leaves = {
-        tree_path(path).replace("/", "."): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(gradient)
-    }
-    groups = {
-        place: [name for part in parts for name in leaves if _is_inside(name, part)]
-        for place, parts in places.branches.items()
-    }
-    for name in leaves.keys() - {name for group in groups.values() for name in group}:
-        groups.setdefault(name.split(".")[0], []).append(name)
-    return {
-        f"gradient_norm/{place}": optax.tree.norm([leaves[n] for n in group])
-        for place, group in groups.items()
-    }
+def _gradient_norms(gradient: dict[str, Any], blocks: _Blocks) -> Metrics:
+    groups: dict[str, list[Array]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        name = tree_path(path).replace("/", ".")
+        block, branch = _place(name, blocks)
+        group = f"{block}.{branch}" if branch else name.split(".")[0]
+        groups.setdefault(f"gradient_norm/{group}", []).append(leaf)
+    return {name: optax.tree.norm(leaves) for name, leaves in groups.items()}
 
 
-def _forward_numbers(records: Sequence[Record], places: "_Places") -> Metrics:
+def _forward_numbers(records: Sequence[Record], blocks: _Blocks) -> Metrics:
     """What the attention and adder layers reported, means over those that share a place."""
     columns: dict[str, list[Array]] = {}
     for record in records:
+        place, branch = _place(record.path, blocks)
         if record.kind == "attention":
-            place, numbers = places.block(record.path), measures.attention_numbers(**record.arrays)
+            numbers = measures.attention_numbers(**record.arrays)
         elif record.kind == "adder":
-            place = places.branch(record.path)
+            place = f"{place}.{branch}" if branch else place
             numbers = measures.adder_numbers(**record.arrays, **record.facts)
         else:
             continue
@@ -109,36 +101,13 @@ def _forward_numbers(records: Sequence[Record], places: "_Places") -> Metrics:
     return {name: jnp.stack(values).mean() for name, values in columns.items()}
 
 
-class _Places:
-    """What the parts of a model are called: by block and branch, or by path outside of blocks.
-
-    Attributes:
-      branches: paths of the modules that make up a branch, by the name of block and branch:
-        ``block_01.mlp``.
-    """
-
-    def __init__(self, records: Sequence[Record]):
-        blocks: dict[tuple[str, Any], None] = dict.fromkeys(
-            (r.path, r.facts["branches"]) for r in records if r.kind == "block"
-        )
-        self._blocks = {path: f"block_{index + 1:02}" for index, (path, _) in enumerate(blocks)}
-        self.branches = {
-            f"{self._blocks[path]}.{branch}": [f"{path}.{part}" for part in parts]
-            for path, branches in blocks
-            for branch, parts in branches
-        }
-
-    def block(self, path: str) -> str:
-        """The block that a module is inside of."""
-        return next((name for block, name in self._blocks.items() if _is_inside(path, block)), path)
-
-    def branch(self, path: str) -> str:
-        """The branch that a module is inside of."""
-        for name, parts in self.branches.items():
-            if any(_is_inside(path, part) for part in parts):
-                return name
-        return self.block(path)
-
-
-def _is_inside(path: str, module: str) -> bool:
-    return f"{path}.".startswith(f"{module}.")
+def _place(path: str, blocks: _Blocks) -> tuple[str, str | None]:
+    """The names of the block and the branch that a module is inside of, or its own path."""
+    inside = lambda module: f"{path}.".startswith(f"{module}.")
+    for number, (block, branches) in enumerate(blocks, 1):
+        if inside(block):
+            within = (
+                name for name, parts in branches if any(inside(f"{block}.{part}") for part in parts)
+            )
+            return f"block_{number:02}", next(within, None)
+    return path, None

@@ -36,12 +36,7 @@ _GOING = ".deleted"
 
 
 class SavedCheckpoints:
-    """The checkpoints in one directory, to be read while a trainer may be at work there.
-
-    Args:
-      directory: need not exist.
-      of: facts that make a run this one, in JSON: checkpoints saved with others are refused.
-    """
+    """The checkpoints in one directory, to be read while a trainer may be at work there."""
 
     def __init__(self, directory: str | Path, *, of: Mapping[str, Any] | None = None):
         self._directory = Path(directory).absolute()
@@ -62,11 +57,7 @@ class SavedCheckpoints:
         return sorted(int(n) for n in names if n.isdecimal() and n == str(int(n)))
 
     def score(self, step: int) -> float | None:
-        """Score of the evaluation saved with a checkpoint, larger is better; None for none.
-
-        Raises:
-          ValueError: its record cannot be read.
-        """
+        """Score saved with a checkpoint, larger is better; None for none."""
         record = self._record(step)
         if record is None:
             raise ValueError("it has no record: an older version saved it")
@@ -74,11 +65,7 @@ class SavedCheckpoints:
 
     @property
     def best_step(self) -> int | None:
-        """Step of the checkpoint with the highest score; None where none was evaluated.
-
-        Raises:
-          RunError: one of them has no readable record, so that the best cannot be known.
-        """
+        """Step of the checkpoint with the highest score; None where none was evaluated."""
         scored = []
         for step in self.steps:
             try:
@@ -111,29 +98,25 @@ class SavedCheckpoints:
             return state
         steps = self.steps
         failures = {step: why for step, why in failures.items() if step in steps}
+        place, fix = self._directory, "restore one from a copy"
         if failures and which == "last":
-            expected, got = (
-                "readable checkpoint",
-                f"got only unreadable ones: {dict(list(failures.items())[:3])}",
-            )
-            fix = "restore one from a copy"
+            few = dict(list(failures.items())[:3])
+            told = f"a readable checkpoint in {place}, got only unreadable ones: {few}"
         elif failures:
             step, reason = failures.popitem()
-            expected, got = f"readable checkpoint of step {step}", f"got: {reason}"
-            others = [other for other in steps if other != step]
-            fix = "restore it from a copy" + (
-                f", or choose one of {others} with --checkpoint" if others else ""
-            )
+            told = f"a readable checkpoint of step {step} in {place}, got: {reason}"
+            if others := [other for other in steps if other != step]:
+                fix += f", or choose one of {others} with --checkpoint"
         elif not steps:
-            expected, got, fix = "readable checkpoint", "got none", "train first"
+            told, fix = f"a readable checkpoint in {place}, got none", "train first"
         else:
-            expected = f"checkpoint at one of the steps {steps}"
-            got = "got best, but none was evaluated" if which == "best" else f"got {which}"
+            none = ", but none was evaluated" if which == "best" else ""
+            told = f"a checkpoint at one of the steps {steps} in {place}, got {which}{none}"
             fix = "choose one of these with --checkpoint"
-        raise RunError(f"expected a {expected} in {self._directory}, {got}; {fix}")
+        raise RunError(f"expected {told}; {fix}")
 
     def _choose(self, which: int | str, failures: dict[int, str]) -> int | None:
-        """Returns the checkpoint to try next, the same in all processes."""
+        """The checkpoint to try next, the same in all processes."""
         candidates = [step for step in self.steps if step not in failures]
         if which == "best":
             # A better one may have come while this one was read, and taken its place.
@@ -146,7 +129,6 @@ class SavedCheckpoints:
         return None if chosen < 0 else chosen
 
     def _try(self, step: int, abstract_state: Any) -> tuple[Any, str | None]:
-        """Returns the state of a checkpoint, or why it cannot be read, in all processes alike."""
         state = failure = None
         try:
             record = self._record(step)
@@ -173,11 +155,7 @@ class SavedCheckpoints:
         return state, failure
 
     def _record(self, step: int) -> dict[str, Any] | None:
-        """Returns what was saved about a checkpoint, None where an older version saved it.
-
-        Raises:
-          ValueError: it cannot be read.
-        """
+        """What was saved about a checkpoint, None by an older version; else a ValueError."""
         try:
             text = (self._directory / str(step) / "_CHECKPOINT_METADATA").read_bytes()
             facts = json.loads(text)["custom_metadata"]
@@ -208,9 +186,6 @@ class Checkpoints(SavedCheckpoints):
       directory: created if it does not exist.
       keep_last: how many of the newest are kept beside the best one.
       of: facts that make a run this one, saved with every checkpoint.
-
-    Raises:
-      RunError: the directory cannot be read or written.
 
     Example:
       >>> import tempfile
@@ -265,12 +240,6 @@ class Checkpoints(SavedCheckpoints):
     ) -> None:
         """Starts writing a checkpoint; returns once the state may be donated again.
 
-        Args:
-          step: number of steps done.
-          state: what is saved.
-          score: of its evaluation, if there was one; larger is better.
-          digests: of ``state``, from :func:`take_digests`, where they are at hand.
-
         Raises:
           RunError: this or the previous checkpoint could not be written (a full disk, say).
         """
@@ -294,7 +263,6 @@ class Checkpoints(SavedCheckpoints):
             self._remove_old()
 
     def _remove_old(self) -> None:
-        """Removes all but the newest checkpoints, the best one, and those that may be better."""
         steps = self.steps
         # Those that were found may be all damaged but one.
         if jax.process_index() != 0 or self._newest not in steps:
@@ -323,7 +291,6 @@ class Checkpoints(SavedCheckpoints):
 
 
 def _require_arrays(abstract_state: Any, names: Iterable[str]) -> None:
-    """Refuses the state of another program, before it is read."""
     wanted = {tree_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(abstract_state)}
     strange, missing = sorted({*names} - wanted), sorted(wanted - {*names})
     if strange or missing:
@@ -350,7 +317,7 @@ def _shown(names: list[str], between: str = ", ") -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Returns what an error says, without what TensorStore and JSON add for developers."""
+    """What an error says, without what TensorStore and JSON add for developers."""
     if isinstance(error, json.JSONDecodeError):
         return "a file that should hold JSON does not"
     if not isinstance(error, (OSError, ValueError, RuntimeError)):

@@ -8,43 +8,31 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from adder_flax import jaxprs
-from adder_flax.training.sharding import tree_path
+from adder_flax.training.digests import take_digests
 
 
-def non_finite_leaves(tree: Any) -> list[str]:
-    """Returns the paths of the leaves that hold an infinity or NaN.
+def explain_non_finite(forward: Callable, params: Any, gradients: Callable, *batch: Any) -> str:
+    """Says in words where a training step first leaves the finite numbers.
 
-    >>> non_finite_leaves({"a": jnp.ones(2), "b": [jnp.array(jnp.nan)]})
-    ['b/0']
+    >>> def network(params, x):
+    ...     with jax.named_scope("norm"):
+    ...         return jnp.log(x - params["shift"]).sum()
+    >>> explain_non_finite(network, {"shift": jnp.ones(3)}, jax.grad(network), jnp.ones(3))
+    'first in the forward pass, at norm (log)'
     """
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [tree_path(path) for path, leaf in leaves if not _finite(leaf)]
-
-
-def first_non_finite(fn: Callable, *args: Any) -> str | None:
-    """Runs a function operation by operation to find where it stops to be finite.
-
-    Returns:
-      The first operation that makes an infinity or NaN out of finite inputs, and the named scopes
-      around it; None where everything is finite.
-
-    Example:
-      >>> def network(x):
-      ...     with jax.named_scope("norm"):
-      ...         return jnp.log(x - 1.0)
-      >>> first_non_finite(network, jnp.ones(3))
-      'norm (log)'
-    """
-    closed = jax.make_jaxpr(fn)(*args)
+    if bad := take_digests(params)[1]:
+        return f"the parameters already hold it: {', '.join(bad[:3])}"
     try:
-        _evaluate(closed, jax.tree.leaves(args), "")
+        _evaluate(jax.make_jaxpr(forward)(params, *batch), jax.tree.leaves((params, *batch)), "")
     except _NonFinite as found:
-        return str(found)
-    return None
+        return f"first in the forward pass, at {found}"
+    if bad := take_digests(gradients(params, *batch))[1]:
+        return f"the forward pass is finite, the gradient is not, first for {', '.join(bad[-3:])}"
+    return "it could not be reproduced operation by operation: the compiled step rounds differently"
 
 
 class _NonFinite(Exception):
-    """Carries the place out of the nested evaluation."""
+    pass
 
 
 def _finite(x: Any) -> bool:
@@ -84,21 +72,3 @@ def _evaluate_scan(params: Any, inputs: list[Any], scope: str) -> list[Any]:
         carry = outputs[:num_carry]
         rows.append(outputs[num_carry:])
     return [*carry, *(jnp.stack(column) for column in zip(*rows, strict=True))]
-
-
-def explain_non_finite(forward: Callable, params: Any, gradients: Callable, *batch: Any) -> str:
-    """Says in words where a training step first leaves the finite numbers.
-
-    Args:
-      forward: ``(params, *batch) → loss``.
-      params: nested dict of parameters.
-      gradients: ``(params, *batch) → gradients`` like ``params``.
-      *batch: the batch on which the step failed.
-    """
-    if bad := non_finite_leaves(params):
-        return f"the parameters already hold it: {', '.join(bad[:3])}"
-    if place := first_non_finite(forward, params, *batch):
-        return f"first in the forward pass, at {place}"
-    if bad := non_finite_leaves(gradients(params, *batch)):
-        return f"the forward pass is finite, the gradient is not, first for {', '.join(bad[-3:])}"
-    return "it could not be reproduced operation by operation: the compiled step rounds differently"

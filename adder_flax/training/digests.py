@@ -31,9 +31,6 @@ def take_digests(tree: Any) -> tuple[dict[str, int], list[str]]:
     its position: the change of one element always changes it, other damage goes unseen with
     probability 2⁻³².
 
-    Args:
-      tree: of arrays in any sharding. Where several processes hold them, all must call it.
-
     Example:
       >>> digests, non_finite = take_digests({"a": jnp.arange(3), "b": [jnp.array([1.0, jnp.nan])]})
       >>> list(digests), non_finite
@@ -49,11 +46,7 @@ def take_digests(tree: Any) -> tuple[dict[str, int], list[str]]:
 
 
 def compile_digests(abstract_tree: Any) -> None:
-    """Compiles what :func:`take_digests` needs, while the arrays are not there yet.
-
-    Args:
-      abstract_tree: of ``jax.ShapeDtypeStruct`` with the shardings that the arrays will have.
-    """
+    """Compiles what `take_digests` needs, from shapes and shardings, before arrays are there."""
     distinct = {(x.shape, x.dtype, x.sharding): x for x in jax.tree.leaves(abstract_tree)}
     for leaf in distinct.values():
         _digest_on(_everywhere(leaf)).lower(leaf).compile()

@@ -59,11 +59,7 @@ class Estimate:
 
 
 def estimate(run: Run) -> Estimate:
-    """Compiles the training step of a run for its mesh, whose devices need not be there.
-
-    Args:
-      run: from ``build_run(config, devices=topology_devices(…))``.
-    """
+    """Compiles the training step of a run for its mesh, whose devices need not be there."""
     device = run.mesh.devices.flat[0]
     memory = {
         label: sum(map(_bytes_per_device, jax.tree.leaves(run.abstract_state[name])))
@@ -93,13 +89,6 @@ def _bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 def _working_memory(analysis: Any, resident: int, checked: int | None) -> dict[str, int]:
-    """Returns what an accepted program needs beside its state.
-
-    Args:
-      analysis: of the compiler.
-      resident: bytes of state and batch.
-      checked: the room that the compiler looked at, if it did.
-    """
     # Donated buffers count as arguments and as results.
     given = analysis.argument_size_in_bytes - analysis.alias_size_in_bytes
     beside = max(given + analysis.output_size_in_bytes - resident, 0)
@@ -110,7 +99,6 @@ def _working_memory(analysis: Any, resident: int, checked: int | None) -> dict[s
 
 
 def _excess(message: str, resident: int) -> int:
-    """Returns what XLA complains of beside what a program is given; 0 where it does not say."""
     required = _REQUIRED.search(message)
     return max(round(float(required[1]) * _UNITS[required[2]]) - resident, 0) if required else 0
 
@@ -173,8 +161,6 @@ def step_operations(run: Run) -> Operations:
 
 
 def _differentiated(run: Run, progress: float | None) -> Mapping[tuple[str, str], int]:
-    """Counts loss and gradient once a share of the steps is done, or with that share traced."""
-
     def loss_and_gradient(step, params, *args):
         step = step if progress is None else progress * run.num_steps
         loss = run.program.parts({**run.numbers, "step": step}).loss

@@ -34,7 +34,6 @@ def flatten_config(config: Any) -> dict[str, Any]:
 def with_defaults(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Returns flattened fields with those that a later version has added, at their defaults.
 
-    >>> with_defaults({"seed": 3})["optimizer.name"]
     'adamw'
     """
     return flatten_config(completed(RunSettings, unflatten_dict(flat, sep=".")))

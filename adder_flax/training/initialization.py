@@ -21,10 +21,6 @@ def params_by_path(build: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Any:
     distribution, whatever else they are made of. What is drawn for which parameter is read from the
     traced program.
 
-    Args:
-      build: makes the model from a stream of keys.
-      seed: of all of them.
-
     Example:
       >>> def build(rngs, first=3):
       ...     return nnx.Sequential(nnx.Linear(2, first, rngs=rngs), nnx.Linear(3, 2, rngs=rngs))
@@ -71,7 +67,7 @@ class _Given(nnx.RngStream):
         return self._take()
 
     def fork(self, **options: Any) -> nnx.RngStream:
-        """Returns a stream, as ``nnx.Dropout`` keeps one."""
+        """A stream, as ``nnx.Dropout`` keeps one."""
         return nnx.RngStream(self(), tag=self.tag).fork(**options)
 
     def split(self, k: int | tuple[int, ...]) -> nnx.RngStream:
@@ -80,7 +76,7 @@ class _Given(nnx.RngStream):
 
 
 def _inputs_of_outputs(program: core.Jaxpr) -> list[set[int]]:
-    """Returns for each result of a program the numbers of the arguments that it depends on."""
+    """For each result of a program the numbers of the arguments that it depends on."""
     known = {variable: {i} for i, variable in enumerate(program.invars)}
     of = lambda atom: set() if isinstance(atom, core.Literal) else known.get(atom, set())
     for equation in program.eqns:

@@ -32,10 +32,6 @@ def lock_workdir(workdir: str | Path, name: str = _NAME) -> Iterator["Lock | Non
 
     Of several processes the first holds the lock for all of them; the others get None.
 
-    Raises:
-      HeldError: another process holds it.
-      RunError: the directory cannot be written to.
-
     Example:
       >>> import tempfile
       >>> with tempfile.TemporaryDirectory() as workdir, lock_workdir(workdir):

@@ -5,23 +5,23 @@ import dataclasses
 import math
 import signal
 import time
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
-from adder_flax import ops
+from adder_flax import data, ops
 from adder_flax.errors import NonFiniteLossError, RunError
 from adder_flax.training import sharding
 from adder_flax.training.checkpoints import Checkpoints
 from adder_flax.training.diagnose import explain_non_finite
 from adder_flax.training.digests import take_digests
-from adder_flax.training.evaluator import Evaluator
 from adder_flax.training.fingerprint import fingerprint
 from adder_flax.training.lock import Lock, lock_workdir
 from adder_flax.training.metrics import MetricWriter
 from adder_flax.training.processes import InterruptWatch, StopVote
-from adder_flax.training.progress import DeferredMetrics, Profiler, Progress, StartUp
+from adder_flax.training.progress import DeferredMetrics, Profiler, Progress
 from adder_flax.training.setup import Run
 from adder_flax.training.skeleton import joined
 from adder_flax.training.step import Metrics, State, evaluation_params, step_keys
@@ -35,16 +35,42 @@ from adder_flax.training.workdir import (
 )
 
 
+class Evaluator:
+    """Scores parameters on the whole evaluation split: no example dropped, none counted twice."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        shards = sharding.num_batch_shards(run.mesh)
+        batch_size = (
+            math.ceil(min(run.config.eval_batch_size, len(run.eval_source)) / shards) * shards
+        )
+        self._batches = data.EvalPipeline(
+            run.eval_source, batch_size, rows=sharding.local_rows(run.mesh, batch_size)
+        )
+
+    def __call__(self, params: Any) -> dict[str, float]:
+        """Returns the task's scores of the split, ``{"eval/<name>": value}``."""
+        sums = []
+        with jax.set_mesh(self._run.mesh):
+            for batch in self._batches:
+                batch = sharding.put_batch(batch, self._run.mesh)
+                sums.append(self._run.program.eval_step(params, batch, self._run.hyper))
+                # Two batches are on their way at most, however fast they are read.
+                jax.block_until_ready(sums[-2:][0])
+        total = jax.tree.map(lambda *values: math.fsum(map(float, values)), *sums)
+        if not total["count"]:
+            source = self._run.eval_source
+            raise RunError(
+                f"expected a readable record in {source.name}/{source.split} to evaluate on, got "
+                f"none of {len(source)}; the warnings name them: replace them, or set "
+                "--config.data.data_dir"
+            )
+        return {f"eval/{name}": value for name, value in self._run.task.scores(total).items()}
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What :meth:`Trainer.fit` ends with.
-
-    Attributes:
-      state: the train state.
-      step: steps done.
-      evaluation: metrics of the last evaluation on the whole evaluation split.
-      interrupted: the signal that stopped the run, or None where it is complete.
-    """
+    """What :meth:`Trainer.fit` ends with."""
 
     state: State
     step: int
@@ -53,8 +79,6 @@ class Result:
 
 
 class _Outputs(NamedTuple):
-    """Where the numbers and states of a run go."""
-
     lock: Lock | None
     checkpoints: Checkpoints
     writer: MetricWriter
@@ -63,18 +87,12 @@ class _Outputs(NamedTuple):
 
 
 class Trainer:
-    """One run from its first or restored step to its last.
-
-    Args:
-      run: from :func:`adder_flax.training.build_run`.
-      workdir: where metrics and checkpoints go.
-      start_time: ``time.monotonic()`` when the process began, for the report at the first step.
-    """
+    """One run from its first or restored step to its last."""
 
     def __init__(self, run: Run, workdir: str | Path, *, start_time: float | None = None):
         self._run = run
         self._workdir = Path(workdir)
-        self._start_up = StartUp(start_time or time.monotonic())
+        self._times = [start_time or time.monotonic(), time.monotonic()]
         self._num_records = {
             source.split: len(source) for source in (run.train_source, run.eval_source)
         }
@@ -105,7 +123,6 @@ class Trainer:
                 state = run.init()
             start = int(state["step"])
             changed = self._check_data(start)
-            self._start_up.parameters_ready()
             with (
                 MetricWriter(
                     workdir, start_step=start, enabled=main_host and start < run.num_steps
@@ -114,7 +131,7 @@ class Trainer:
             ):
                 # After all that can do without kernels: they may have to be built.
                 progress.line(f"kernels  {ops.backend_report()}")
-                self._start_up.kernels_ready()
+                self._times.append(time.monotonic())
                 if changed:
                     progress.line(f"warning: {changed}")
                 if start == run.num_steps:
@@ -131,7 +148,6 @@ class Trainer:
         return Result(state, done, evaluation, stopped if done < run.num_steps else None)
 
     def _check_data(self, start: int) -> str | None:
-        """Returns in which way the data are others than when the run began, or None."""
         changed = changed_data(self._workdir, self._num_records)
         if start > self._run.num_steps:
             raise RunError(
@@ -144,7 +160,6 @@ class Trainer:
     def _steps(
         self, state: State, start: int, outputs: _Outputs, watch: InterruptWatch
     ) -> tuple[State, dict[str, float], signal.Signals | None]:
-        """Takes the steps that are left; returns state, evaluation, and the signal that came."""
         run, evaluation, stop_vote, stopped = self._run, {}, StopVote(self._run.mesh), None
         with (
             jax.set_mesh(run.mesh),
@@ -167,7 +182,7 @@ class Trainer:
                     write_config(self._workdir, run.config)
                     write_data(self._workdir, self._num_records)
                     write_jax_settings(self._workdir)
-                    outputs.progress.line(self._start_up.report())
+                    outputs.progress.line(_spent([*self._times, time.monotonic()]))
                     outputs.metrics.restart_clock(step + 1)
                 outputs.progress.advance()
                 stopped = stop_vote.cast(watch.signal)
@@ -186,7 +201,6 @@ class Trainer:
     def _save(
         self, state: State, step: int, outputs: _Outputs, evaluates: bool
     ) -> dict[str, float]:
-        """Writes a checkpoint; returns the scores of the state where it is evaluated."""
         run, evaluation, score = self._run, {}, None
         if outputs.lock is not None:
             outputs.lock.check()
@@ -239,6 +253,14 @@ class Trainer:
             f"is not saved. {kept}. Lower --config.optimizer.learning_rate or lengthen "
             "--config.optimizer.warmup_epochs"
         )
+
+
+def _spent(times: list[float]) -> str:
+    set_up, ready, computed = (after - before for before, after in pairwise(times))
+    return (
+        f"first step done {times[-1] - times[0]:.1f} s after the start: {set_up:.1f} set-up, "
+        f"{ready:.1f} parameters and kernels, {computed:.1f} compiling and computing"
+    )
 
 
 def _kept(checkpoints: Checkpoints) -> str:

@@ -32,14 +32,6 @@ class MetricWriter:
     A resumed run repeats the steps after its checkpoint. Their rows, and lines that are no rows,
     are moved to ``metrics.jsonl.aside`` on opening: nothing that was written is lost.
 
-    Args:
-      workdir: directory of the run.
-      start_step: the step that the run starts or resumes from.
-      enabled: False on every host but the first.
-
-    Raises:
-      RunError: they cannot be written.
-
     Example:
       >>> import tempfile
       >>> with tempfile.TemporaryDirectory() as workdir, MetricWriter(workdir) as writer:
@@ -69,11 +61,7 @@ class MetricWriter:
                 logging.warning("The last events for TensorBoard could not be written: %s", error)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Appends one row; values are plain floats.
-
-        Raises:
-          RunError: it could not be written (a full disk, say).
-        """
+        """Appends one row; values are plain floats."""
         if self._events is None:
             return
         with writing("metrics", self._workdir):
@@ -122,13 +110,11 @@ def read_metrics(workdir: str | Path) -> list[dict[str, float]]:
 
 
 def _lines(workdir: Path) -> list[bytes]:
-    """Returns the lines of ``metrics.jsonl``, each with its end."""
     # Not splitlines: it would split at characters that JSON allows in a text.
     return [line for line in re.split(rb"(?<=\n)", read_file(workdir / _NAME) or b"") if line]
 
 
 def _row(line: bytes) -> dict[str, float] | None:
-    """Returns the numbers of one step, or None where a line holds something else."""
     try:
         row = json.loads(line)
         numbers = isinstance(row, dict) and all(
@@ -140,7 +126,6 @@ def _row(line: bytes) -> dict[str, float] | None:
 
 
 def _set_rows_aside(workdir: Path, start_step: int) -> None:
-    """Moves the rows after a step, and what is no row, out of ``metrics.jsonl``."""
     path, aside = workdir / _NAME, workdir / f"{_NAME}.aside"
     kept, later, strange = [], [], []
     for line in _lines(workdir):

@@ -17,9 +17,43 @@ from adder_flax.errors import RunError
 from adder_flax.parameters import Facts
 from adder_flax.registry import Registry
 from adder_flax.settings import OptimizerSettings, is_on
-from adder_flax.training.curvature import CurvatureOptimizer
 from adder_flax.training.sharding import tree_path
 from adder_flax.training.whitening import scale_by_kl_shampoo, scale_by_soap
+
+
+class CurvatureOptimizer(NamedTuple):
+    """An optax transformation whose ``update`` also takes ``curvature=`` and ``sound=``.
+
+    Curvature, of the Fisher matrix ``fisher``, comes every ``interval`` steps of one of ``stride``
+    examples; with 1 and 1 it comes in the pass of the gradient.
+    """
+
+    init: Callable
+    update: Callable
+    layers: kfac.Layers
+    fisher: str
+    interval: int
+    stride: int
+
+    def refresh(self, state: Any) -> bool | Bool[Array, ""]:
+        """Whether the step that this state is about to take computes curvature."""
+        # By the state's own count: a step that was thrown away with its state comes
+        # again.
+        return True if self.interval == 1 else kfac.find_state(state).count % self.interval == 0
+
+
+def find_layers(loss: Callable, params: Any, examples: Any, model_state: Any) -> kfac.Layers:
+    """Returns the layers of a model that have curvature; nothing is computed."""
+
+    def loss_and_outputs(params: Any, *args: Any) -> tuple[Any, Any]:
+        outcome = loss(params, *args)
+        return outcome.loss, outcome.outputs
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    size = jax.tree.leaves(examples)[0].shape[0]  # which arrays of the model's state do not have
+    return kfac.find_layers(
+        *(loss_and_outputs, params, examples, key, model_state), batch_size=size
+    )
 
 
 class AdamState(optax.ScaleByAdamState):
@@ -35,12 +69,8 @@ def scale_by_adam(
     CPU: parameters' updates compute new moments of their own from the old ones, which then cannot
     be written over. Here the decays are 1 where a step does not count, and its gradient 0.
 
-    Args:
-      b1, b2, eps, nesterov: as optax has them.
-
-    Returns:
-      A transformation whose ``update`` also takes ``sound=``, whether the step counts; by default
-      it does. Where it does not, the state stays as it was, and updates mean nothing.
+    The ``update`` also takes ``sound=``, whether the step counts; where it does not, the state
+    stays as it was and updates mean nothing.
 
     >>> adam = scale_by_adam(0.9, 0.999, 1e-8)
     >>> grads = {"w": jnp.array([3.0, -0.5])}
@@ -77,9 +107,6 @@ def scale_by_adder_rate(eta: float) -> optax.GradientTransformation:
     so that sharding and gradient accumulation do not change it. Adam divides by the gradient's own
     scale, so under AdamW it changes little.
 
-    Args:
-      eta: the hyper-parameter η > 0.
-
     Example:
       >>> transform = scale_by_adder_rate(0.2)
       >>> updates, _ = transform.update({"w": jnp.array([[3.0, 4.0]])}, transform.init(None))
@@ -101,7 +128,6 @@ def scale_by_adder_rate(eta: float) -> optax.GradientTransformation:
 
 
 def _clip_each(limit: float | Array) -> optax.GradientTransformation:
-    """Shortens every gradient whose norm is above the limit."""
     return _for_each(
         lambda gradient: gradient * (limit / jnp.maximum(limit, optax.tree.norm(gradient)))
     )
@@ -129,7 +155,7 @@ class OptimizerSpec(NamedTuple):
     find_layers: Callable[[int | None, int], tuple[kfac.Layers, int]]
 
     def mask(self, chosen: Callable[[Facts], Any]) -> Any:
-        """Returns the tree of what is chosen by the facts of each parameter."""
+        """The tree of what is chosen by the facts of each parameter."""
         return jax.tree.map(chosen, self.facts)
 
     @property
@@ -139,15 +165,17 @@ class OptimizerSpec(NamedTuple):
         return self.mask(lambda facts: facts.decay or facts.role in chosen)
 
 
+_EPS = 1e-8  # of Adam's denominator
+
+
 def _adam(spec: OptimizerSpec, *, nesterov: bool = False) -> optax.GradientTransformation:
     c = spec.settings
-    return scale_by_adam(c.b1, c.b2, c.eps, nesterov=nesterov)
+    return scale_by_adam(c.b1, c.b2, _EPS, nesterov=nesterov)
 
 
 def _decoupled(
     spec: OptimizerSpec, *stages: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """Returns an optimizer whose steps are what the stages give, decay included, times the rate."""
     # Nested, so that a checkpoint holds the optimizer's own state in one place, whatever
     # stages come before it.
     optimizer = optax.chain(
@@ -171,20 +199,16 @@ def _for_matrices(
     )
 
 
-def _adamw(spec: OptimizerSpec) -> optax.GradientTransformation:
-    return _decoupled(spec, _adam(spec))
-
-
-def _nadamw(spec: OptimizerSpec) -> optax.GradientTransformation:
-    """AdamW with Nesterov's momentum (Dozat, 2016), the baseline of AlgoPerf."""
-    return _decoupled(spec, _adam(spec, nesterov=True))
+def _adamw(spec: OptimizerSpec, *, nesterov: bool = False) -> optax.GradientTransformation:
+    """AdamW; with Nesterov's momentum (Dozat, 2016) the baseline of AlgoPerf."""
+    return _decoupled(spec, _adam(spec, nesterov=nesterov))
 
 
 def _schedule_free_adamw(spec: OptimizerSpec) -> optax.GradientTransformation:
     """AdamW on an average of the weights, with a rate that does not fall (Defazio et al., 2024)."""
     c = spec.settings
     adamw = optax.chain(
-        optax.scale_by_rms(decay=c.b2, eps=c.eps, bias_correction=True),
+        optax.scale_by_rms(decay=c.b2, eps=_EPS, bias_correction=True),
         optax.add_decayed_weights(c.weight_decay, mask=spec.decayed),
         optax.scale_by_learning_rate(spec.learning_rate),
     )
@@ -192,16 +216,8 @@ def _schedule_free_adamw(spec: OptimizerSpec) -> optax.GradientTransformation:
     return optax.chain(*_gradient_stages(spec), averaged)
 
 
-def _soap(spec: OptimizerSpec) -> optax.GradientTransformation:
-    c = spec.settings
-    return _decoupled(spec, _for_matrices(spec, scale_by_soap(c.b1, c.b2, c.eps, c.basis_interval)))
-
-
-def _kl_shampoo(spec: OptimizerSpec) -> optax.GradientTransformation:
-    c = spec.settings
-    return _decoupled(
-        spec, _for_matrices(spec, scale_by_kl_shampoo(c.b1, c.b2, c.eps, c.basis_interval))
-    )
+def _whitened(scale: Callable, spec: OptimizerSpec) -> optax.GradientTransformation:
+    return _decoupled(spec, _for_matrices(spec, scale(spec.settings.b1, spec.settings.b2)))
 
 
 def _sgd(spec: OptimizerSpec) -> optax.GradientTransformation:
@@ -248,17 +264,12 @@ def _muon(spec: OptimizerSpec) -> optax.GradientTransformation:
     muon = optax.chain(
         optax.contrib.scale_by_muon(
             beta=c.momentum,
-            eps=c.eps,
+            eps=_EPS,
             weight_dimension_numbers=functools.partial(jax.tree.map, lambda _: matrix),
         ),
         _for_each(scale),
     )
     return _decoupled(spec, _for_matrices(spec, muon))
-
-
-def _lbfgs(spec: OptimizerSpec) -> optax.GradientTransformation:
-    """L-BFGS, with a line search in place of schedule, clipping and decay."""
-    return optax.lbfgs()
 
 
 def _gradient_stages(spec: OptimizerSpec) -> list[optax.GradientTransformation]:
@@ -323,9 +334,6 @@ def register_optimizer(name: str) -> Callable[[Callable], Callable]:
     ``grad`` and ``value_fn`` (the loss of the batch as a function of the parameters), as optax's
     line searches do.
 
-    Args:
-      name: the name to find it by.
-
     Example:
       >>> with OPTIMIZERS.temporary():
       ...
@@ -340,14 +348,15 @@ def register_optimizer(name: str) -> Callable[[Callable], Callable]:
 register_optimizer("adamw")(_adamw)
 register_optimizer("cg_fac")(functools.partial(_second_order, kfac.cg_fac))
 register_optimizer("kfac")(functools.partial(_second_order, kfac.kfac))
-register_optimizer("kl_shampoo")(_kl_shampoo)
+register_optimizer("kl_shampoo")(functools.partial(_whitened, scale_by_kl_shampoo))
 register_optimizer("lamb")(_lamb)
-register_optimizer("lbfgs")(_lbfgs)
+# With a line search in place of schedule, clipping and decay.
+register_optimizer("lbfgs")(lambda spec: optax.lbfgs())
 register_optimizer("muon")(_muon)
-register_optimizer("nadamw")(_nadamw)
+register_optimizer("nadamw")(functools.partial(_adamw, nesterov=True))
 register_optimizer("schedule_free_adamw")(_schedule_free_adamw)
 register_optimizer("sgd")(_sgd)
-register_optimizer("soap")(_soap)
+register_optimizer("soap")(functools.partial(_whitened, scale_by_soap))
 
 
 def learning_rate(
@@ -362,11 +371,6 @@ def learning_rate(
     What ``optax.warmup_cosine_decay_schedule`` computes, whose lengths cannot be traced: steps are
     counted from 0, the first with the rate 0 if there is a warm-up, the last with one just above
     the final one. With the schedule ``"constant"`` the rate stays at its peak.
-
-    Args:
-      settings: ``learning_rate``, the peak, ``final_learning_rate`` and ``schedule``.
-      step: number of steps done.
-      warmup_steps, num_steps: where the peak and the end are; there is a step between them.
 
     Example:
       >>> settings = OptimizerSettings(learning_rate=1.0, final_learning_rate=0.0)
@@ -394,10 +398,6 @@ def rate_factors(params: Any, settings: OptimizerSettings) -> Any:
     With ``layer_decay`` d and n blocks that of the head is 1, of block i (from 0) d^(n - i), of the
     norm behind them that of the last, of the embeddings d^(n + 1): the rule of BEiT (Bao et al.,
     2022, https://arxiv.org/abs/2106.08254), as timm's `param_groups_layer_decay` has it.
-
-    Args:
-      params: a tree with a leaf for each parameter.
-      settings: ``layer_decay`` and ``freeze``.
 
     Raises:
       RunError: ``freeze`` names what is not there, or no block is.
@@ -437,10 +437,7 @@ def rate_factors(params: Any, settings: OptimizerSettings) -> Any:
 
 
 def with_rate_factors(optimizer: Any, params: Any, settings: OptimizerSettings) -> Any:
-    """Returns an optimizer, a named tuple, whose steps are multiplied by `rate_factors`.
-
-    Frozen parameters have no gradient either: they do not count in the norm that is clipped.
-    """
+    """An optimizer whose steps are multiplied by `rate_factors`; what is frozen has no gradient."""
     if settings.layer_decay == 1 and not settings.freeze:
         return optimizer
     factors = rate_factors(params, settings)

@@ -19,7 +19,6 @@ from adder_flax.settings import OptimizerSettings, RunSettings, put_numbers, tak
 from adder_flax.tasks import TASKS, Task
 from adder_flax.training import optimizers, sharding
 from adder_flax.training.attention_diagnostics import make_attention_diagnostics
-from adder_flax.training.curvature import CurvatureOptimizer, find_layers
 from adder_flax.training.initialization import built_from
 from adder_flax.training.skeleton import Skeleton, take_apart
 from adder_flax.training.step import (
@@ -34,21 +33,7 @@ from adder_flax.training.step import (
 
 
 class Shape(NamedTuple):
-    """All that shapes the compiled functions of a run; two runs with the same share them.
-
-    Attributes:
-      task, task_facts: class of the task, and what it knows of its data.
-      teacher: of the task, without its arrays, if it asks for one.
-      build: makes the model.
-      make_optimizer: makes the optimizer of an ``OptimizerSpec``.
-      task_settings, model_settings, optimizer_settings: without their numbers.
-      batch_size, accumulation_steps: of a training step.
-      ema: whether a running average of the parameters is kept.
-      skip_non_finite: whether to go on after a step that is not finite.
-      mesh: devices.
-      records: names and shapes of what the source gives of each record.
-      changes: of what names stand for: a score, say, may have been registered anew.
-    """
+    """All that shapes the compiled functions of a run; two runs with the same share them."""
 
     task: type[Task]
     task_facts: Any
@@ -64,7 +49,7 @@ class Shape(NamedTuple):
     skip_non_finite: bool
     mesh: Mesh
     records: tuple[tuple[str, jax.ShapeDtypeStruct], ...]
-    changes: int
+    changes: int  # of what names stand for: a score, say, may have been registered anew
 
 
 def shape_and_numbers(
@@ -74,18 +59,7 @@ def shape_and_numbers(
     num_steps: int,
     teacher: tuple[Skeleton, Any] | None = None,
 ) -> tuple[Shape, Hyper]:
-    """Separates what shapes the program of a run from its numbers.
-
-    Args:
-      settings: of the run.
-      source: what it trains on.
-      mesh: its devices.
-      num_steps: its length.
-      teacher: of its task, taken apart; its arrays are among the numbers.
-
-    Raises:
-      ValueError: an unknown name of a task, model or optimizer.
-    """
+    """Separates what shapes the program of a run from its numbers; a teacher is taken apart."""
     task = TASKS.get(settings.task.name)
     warmup_steps = round(settings.optimizer.warmup_epochs * (len(source) // settings.batch_size))
     numbers: dict[str, Any] = {
@@ -139,10 +113,6 @@ class Program:
       eval_step: ``(params, batch, hyper) → sums``.
       diagnose: ``(params, batch, step, hyper) → {name: number}``, see
         :func:`make_attention_diagnostics`.
-
-    Raises:
-      ValueError: sizes that do not fit together, or an unknown name.
-      RunError: settings that do not fit the optimizer.
     """
 
     def __init__(self, shape: Shape, numbers: Hyper):
@@ -159,7 +129,7 @@ class Program:
         # At plain numbers: what does not fit is told before any trace.
         optimizer = self.parts(numbers).optimizer
         self.layers: kfac.Layers | None = (
-            optimizer.layers if isinstance(optimizer, CurvatureOptimizer) else None
+            optimizer.layers if isinstance(optimizer, optimizers.CurvatureOptimizer) else None
         )
         shapes = jax.eval_shape(self._initial_state, variables, numbers)
         shardings = sharding.state_sharding(shapes, shape.mesh, self.facts)
@@ -179,7 +149,7 @@ class Program:
         self.diagnose = jax.jit(diagnose, out_shardings=whole)
 
     def task(self, numbers: Hyper) -> Task:
-        """Returns the task."""
+        """The task, at given numbers."""
         shape, teacher = self.shape, None
         if shape.teacher is not None:  # no derivative flows through it
             teacher = shape.teacher.merge(jax.lax.stop_gradient(numbers["teacher"]))
@@ -194,10 +164,7 @@ class Program:
         )
 
     def parts(self, numbers: Hyper, graphdef: nnx.GraphDef | None = None) -> Parts:
-        """Returns what a training step is made of, with ``graphdef`` for the model's own if given.
-
-        It is made inside of the compiled step too, where the numbers are traced.
-        """
+        """What a training step is made of; inside of the compiled step the numbers are traced."""
         skeleton = self.skeleton if graphdef is None else self.skeleton._replace(graphdef=graphdef)
         task = self.task(numbers)
         settings = put_numbers(self.shape.optimizer_settings, numbers["optimizer"])
@@ -250,7 +217,7 @@ class Program:
 
         def layers_of(size: int) -> kfac.Layers:
             examples = jax.eval_shape(task.examples, key, self.batch(size))
-            return find_layers(loss, params, examples, carried)
+            return optimizers.find_layers(loss, params, examples, carried)
 
         if stride is not None:
             return layers_of(size // stride), stride
@@ -271,11 +238,7 @@ _MOST_PROGRAMS = 8  # their executables take memory
 
 
 def program_of(shape: Shape, numbers: Hyper) -> Program:
-    """Returns the program of a run: the same one for all of a shape, while it is among the newest.
-
-    Args:
-      shape, numbers: of the run.
-    """
+    """Returns the program of a run: one for all of a shape, while it is among the newest."""
     program = _PROGRAMS.pop(shape, None) or Program(shape, numbers)
     _PROGRAMS[shape] = program  # the newest is last
     while len(_PROGRAMS) > _MOST_PROGRAMS:

@@ -7,7 +7,6 @@ from pathlib import Path
 import jax
 
 import kfac
-from adder_flax.errors import RunError
 from adder_flax.extras import needs
 from adder_flax.training.metrics import MetricWriter
 from adder_flax.training.setup import Run
@@ -20,10 +19,7 @@ with needs("train"):
 class Progress:
     """A progress bar on a terminal, plain lines elsewhere.
 
-    Args:
-      num_steps: steps of the whole run.
-      start_step: where it starts or resumes.
-      enabled: False on every host but the first.
+    Of several hosts the first alone has it ``enabled``.
     """
 
     def __init__(self, num_steps: int, start_step: int = 0, *, enabled: bool = True):
@@ -64,12 +60,6 @@ class DeferredMetrics:
     """Holds the metrics of the newest step until the next one is under way.
 
     Only then does the host wait for them.
-
-    Args:
-      run: whose steps they are.
-      writer: takes the numbers of logged steps.
-      progress: shows them.
-      step: where the run starts or resumes.
     """
 
     def __init__(self, run: Run, writer: MetricWriter, progress: Progress, step: int):
@@ -90,11 +80,7 @@ class DeferredMetrics:
         self._newest = (step, metrics)
 
     def flush(self) -> int | None:
-        """Fetches what was put last and writes it.
-
-        Returns:
-          The number of that step where it was not finite and the run is to stop at such steps.
-        """
+        """Writes what was put last; returns its step where it is to stop the run, not finite."""
         if self._newest is None:
             return None
         (step, metrics), self._newest = self._newest, None
@@ -126,78 +112,16 @@ class DeferredMetrics:
         self._progress.show("  ".join(shown))
 
 
-_COMPILATION = "/jax/core/compile/backend_compile_duration"
-
-
-class StartUp:
-    """Where the time to the first step goes; to be made when the set-up is done.
-
-    Args:
-      start_time: ``time.monotonic()`` when the process began.
-
-    Example:
-      >>> start_up = StartUp(time.monotonic())
-      >>> start_up.parameters_ready()
-      >>> start_up.kernels_ready()
-      >>> print(start_up.report())  # doctest: +ELLIPSIS
-      first step done ... after the start: ... parameters, ... kernels, ... compiling, ... tracing and computing
-    """  # noqa: E501 - a message is one line
-
-    def __init__(self, start_time: float):
-        self._start, self._set_up = start_time, time.monotonic()
-        self._initialized = self._ready = self._set_up
-        self._compiling = 0.0
-
-    def parameters_ready(self) -> None:
-        """Marks the end of the initialisation or restoration."""
-        self._initialized = self._ready = time.monotonic()
-
-    def kernels_ready(self) -> None:
-        """Marks the end of the wait for kernels that are compiled on this machine."""
-        self._ready = time.monotonic()
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-    def report(self) -> str:
-        """Returns one line in seconds; to be called when the first step is done, once."""
-        jax.monitoring.unregister_event_duration_listener(self._listen)
-        now = time.monotonic()
-        return (
-            f"first step done {now - self._start:.1f} s after the start: "
-            f"{self._set_up - self._start:.1f} set-up, {self._initialized - self._set_up:.1f} "
-            f"parameters, {self._ready - self._initialized:.1f} kernels, {self._compiling:.1f} "
-            f"compiling, {now - self._ready - self._compiling:.1f} tracing and computing"
-        )
-
-    def _listen(self, event: str, duration_secs: float, **unused) -> None:
-        if event == _COMPILATION:
-            self._compiling += duration_secs
-
-
 class Profiler:
     """Records the timeline of the steps from ``first`` to ``last``, both included.
 
     XProf (``pip install xprof``, ``xprof --logdir=<directory>``) and https://ui.perfetto.dev open
     what it leaves in ``<directory>/plugins/profile/<time>``.
 
-    Args:
-      window: (first, last), counted from 1 as in the log, or empty for none.
-      directory: where the trace goes.
-
-    Raises:
-      RunError: the window is not two ascending numbers of steps.
-
-    Example:
-      >>> Profiler((7, 3), "runs/a/profile")
-      Traceback (most recent call last):
-      ...
-      adder_flax.errors.RunError: expected config.profile_steps as (first, last) or (), got (7, 3)
+    Both are counted from 1 as in the log; an empty window is none.
     """
 
     def __init__(self, window: Sequence[int], directory: str | Path):
-        if window and not (len(window) == 2 and 1 <= window[0] <= window[1]):
-            raise RunError(
-                f"expected config.profile_steps as (first, last) or (), got {tuple(window)}"
-            )
         self._window, self._directory = tuple(window) or (0, 0), str(directory)
         self._recording = False
 

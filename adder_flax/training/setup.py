@@ -36,8 +36,6 @@ from adder_flax.training.workdir import read_config
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 Teacher = tuple[Skeleton, Any]
 
-_MAX_STEPS = 2**31 - 1
-
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -199,9 +197,6 @@ def with_statistics(config: Any, workdir: str | Path) -> Any:
 
     By what the file of ``config.init_from`` or its neighbours say, unless ``config.data.mean`` says
     it already; once there is a checkpoint, by what the run began with.
-
-    Raises:
-      RunError: the weights cannot be read.
     """
     if not config.init_from or config.data.mean:
         return config
@@ -226,12 +221,7 @@ def _normalized(source: data.Source, settings: DataSettings) -> data.Source:
 
 
 def _load_teacher(settings: RunSettings, source: data.Source) -> Teacher | None:
-    """Returns the frozen model that the task asks for, taken apart.
-
-    Args:
-      settings: of the run.
-      source: whose classes and size of images it has, and statistics as the set has them.
-    """
+    """The frozen model that the task asks for, taken apart."""
     place = TASKS.get(settings.task.name).teacher_of(settings.task)
     if not place:
         return None
@@ -264,11 +254,6 @@ def _teacher(model: nnx.Module, wanted: Statistics | None, given: Statistics | N
 class Renormalized(nnx.Module):
     """A model whose images are normalised by other numbers than those it is called with.
 
-    Args:
-      model: a classifier of images.
-      given: mean and standard deviation of each channel by which images are normalised.
-      wanted: those by which the model wants them.
-
     >>> first_pixel = lambda images: images[:, 0, 0]
     >>> anew = Renormalized(first_pixel, ((0.5,), (0.25,)), ((0.0,), (1.0,)))
     >>> float(anew(jnp.ones((1, 1, 1, 1)))[0, 0])
@@ -290,7 +275,7 @@ class Renormalized(nnx.Module):
 
 
 def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) -> Teacher:
-    """Returns the model of a run's last checkpoint, which saw images of the same size."""
+    """The model of a run's last checkpoint, which saw images of the same size."""
     trained = read_config(workdir)
     fields = trained.to_dict()
     if fields["data"]["image_size"] != settings.data.image_size:
@@ -315,27 +300,21 @@ def _teacher_of_run(settings: RunSettings, workdir: str, source: data.Source) ->
 
 
 def _initial_variables(run: Run) -> Any:
-    """Returns the parameters that a run begins with, on its mesh, and what its model carries."""
-    variables = _random_variables(run.program, run.numbers, run.settings.init)
+    program, numbers = run.program, run.numbers
+    if run.settings.init == "path":
+        build = functools.partial(program.build_model, numbers)
+        variables = params_by_path(build, int(numbers["seed"]))
+    else:  # eager: one jitted initialisation of all parameters compiles for longer than it saves
+        _, variables = take_apart(program.build_model(numbers))
+    variables = _put(program, variables)
     if type(run.task).initial is Task.initial:
         return variables
     with user_errors():
         model = run.task.initial(run.model(fetch(variables, run.mesh)), run.train_source)
-    return _put(run.program, take_apart(model)[1])
-
-
-def _random_variables(program: Program, numbers: Hyper, init: str) -> Any:
-    if init == "path":
-        variables = params_by_path(
-            lambda rngs: program.build_model(numbers, rngs), int(numbers["seed"])
-        )
-    else:  # eager: one jitted initialisation of all parameters compiles for longer than it saves
-        _, variables = take_apart(program.build_model(numbers))
-    return _put(program, variables)
+    return _put(program, take_apart(model)[1])
 
 
 def _put(program: Program, variables: Any) -> Any:
-    """Returns a model's arrays on devices, each where the train state has it."""
     state = program.abstract_state
     abstract = joined(state["params"], state.get("model_state"))
     return jax.device_put(variables, jax.tree.map(operator.attrgetter("sharding"), abstract))
@@ -348,11 +327,7 @@ def abstract_batch(run: Run) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def trace(run: Run) -> jax.stages.Traced:
-    """Traces the training step as its first call would, which finds what was traced.
-
-    Raises:
-      RunError: the step cannot be traced.
-    """
+    """Traces the training step as its first call would, which finds what was traced."""
     try:
         with jax.set_mesh(run.mesh):
             return run.train_step.trace(run.abstract_state, abstract_batch(run), run.abstract_hyper)
@@ -369,7 +344,7 @@ def trace(run: Run) -> jax.stages.Traced:
 
 
 def _count_steps(settings: RunSettings, source: data.Source) -> tuple[int, int]:
-    """Returns the steps of an epoch, and of the run."""
+    """The steps of an epoch, and of the run."""
     if len(source) < settings.batch_size:
         raise RunError(
             f"expected config.batch_size of at most {len(source)} training "
@@ -377,13 +352,7 @@ def _count_steps(settings: RunSettings, source: data.Source) -> tuple[int, int]:
             "--config.batch_size"
         )
     steps_per_epoch = len(source) // settings.batch_size
-    num_steps = math.ceil(settings.num_epochs * steps_per_epoch)
-    if num_steps > _MAX_STEPS:
-        raise RunError(
-            f"expected at most {_MAX_STEPS} steps, which 32 bits count, got {settings.num_epochs} "
-            f"epochs of {steps_per_epoch}; set --config.num_epochs"
-        )
-    return steps_per_epoch, num_steps
+    return steps_per_epoch, math.ceil(settings.num_epochs * steps_per_epoch)
 
 
 def _load_source(
@@ -401,7 +370,7 @@ def _load_source(
 
 
 def _check_classes(trained: data.Source, other: data.Source) -> None:
-    """Refuses to score a model on images of other classes than it learned, or in another order."""
+    """Refuses images of other classes than the model learned, or in another order."""
     images = [source for source in (trained, other) if isinstance(source, data.ImageSource)]
     if len(images) < 2 or len({(s.image_shape, s.label_names) for s in images}) > 1:
         raise RunError(

@@ -48,10 +48,6 @@ def devices_at_hand() -> list[jax.Device]:
 def make_mesh(axis_sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns a mesh with axes ``data``, ``fsdp`` and ``tensor``.
 
-    Args:
-      axis_sizes: devices along each axis; one of them may be -1 and takes what the others leave.
-      devices: all devices of the run unless given.
-
     Raises:
       RunError: the sizes do not multiply to the number of devices.
 
@@ -62,11 +58,6 @@ def make_mesh(axis_sizes: Mapping[str, int], devices: Sequence[jax.Device] | Non
     devices = list(devices if devices is not None else devices_at_hand())
     sizes = [int(axis_sizes[name]) for name in MESH_AXES]
     given = dict(zip(MESH_AXES, sizes, strict=True))
-    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise RunError(
-            f"expected positive mesh sizes, at most one of them -1, got {given}; set "
-            "--config.mesh.*"
-        )
     if -1 in sizes:
         known = math.prod(size for size in sizes if size != -1)
         sizes[sizes.index(-1)] = max(len(devices) // known, 1)
@@ -98,12 +89,7 @@ def parameter_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh, facts: Facts
 
 
 def _free_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P:
-    """Returns how an array of the optimizer that is like no parameter is split.
-
-    Such are the factors of curvature and their inverses, larger than parameters, and needed by
-    whole layers at a time, wherever a layer is solved for. They lie over all devices that batches
-    are split over, along the longest axis that these divide.
-    """
+    """How what is like no parameter is split: factors of curvature lie over all devices."""
     parts = num_batch_shards(mesh)
     divided = [i for i, size in enumerate(shape) if size % parts == 0]
     if parts == 1 or not divided or math.prod(shape) < _SMALLEST_SPLIT:
@@ -113,14 +99,7 @@ def _free_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P:
 
 
 def tree_path(path: Sequence[Any]) -> str:
-    """Returns a key path as ``blocks/0/attention/query/kernel``.
-
-    Example:
-      >>> jax.tree_util.tree_map_with_path(
-      ...     lambda path, _: tree_path(path), {"a": [1.0, {"b": 2.0}]}
-      ... )
-      {'a': ['a/0', {'b': 'a/1/b'}]}
-    """
+    """Returns a key path as ``blocks/0/attention/query/kernel``."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
@@ -150,7 +129,7 @@ def state_sharding(abstract_state: Any, mesh: Mesh | AbstractMesh, facts: Any) -
 
 
 def placed_shape(leaf: jax.ShapeDtypeStruct | Array, placed: NamedSharding) -> jax.ShapeDtypeStruct:
-    """Returns the shape of an array that lies where it is said to."""
+    """The shape of an array that lies where it is said to."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed)
 
 
@@ -175,28 +154,8 @@ def local_rows(mesh: Mesh, batch_size: int) -> Int[np.ndarray, " rows"]:
 
 
 def put_batch(batch: Any, mesh: Mesh) -> Any:
-    """Moves this process's rows, those of :func:`local_rows`, to its devices in the background.
-
-    Returns:
-      One global array per leaf.
-    """
-    sharding, num_shards = batch_sharding(mesh), num_batch_shards(mesh)
-    if sharding.is_fully_addressable:
-        return jax.device_put(batch, sharding)
-    shards = local_rows(mesh, num_shards)
-
-    def put(rows: np.ndarray) -> jax.Array:
-        size = len(rows) // len(shards)
-
-        def on_device(index: Any) -> np.ndarray:
-            first = np.searchsorted(shards, (index[0].start or 0) // size) * size
-            return rows[first : first + size]
-
-        return jax.make_array_from_callback(
-            (size * num_shards, *rows.shape[1:]), sharding, on_device
-        )
-
-    return jax.tree.map(put, batch)
+    """Moves this process's rows, those of `local_rows`, to its devices; returns global arrays."""
+    return jax.make_array_from_process_local_data(batch_sharding(mesh), batch)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

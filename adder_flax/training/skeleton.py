@@ -20,13 +20,7 @@ _STREAMS = 1 << 21  # dropout layers fold small numbers into the same key
 
 
 class Skeleton(NamedTuple):
-    """A model without its arrays; :func:`take_apart` makes it.
-
-    Attributes:
-      graphdef: of Flax.
-      carried: paths and shapes of what the model carries beside its parameters.
-      streams: those of its random streams.
-    """
+    """A model without its arrays; :func:`take_apart` makes it."""
 
     graphdef: nnx.GraphDef
     carried: Leaves = ()
@@ -46,7 +40,7 @@ class Skeleton(NamedTuple):
         return model
 
     def carried_by(self, model: nnx.Module) -> dict[str, Any]:
-        """Returns what a model carries beside its parameters, as a nested dict."""
+        """What a model carries beside its parameters, as a nested dict."""
         if not self.carried:
             return {}
         # Not all that is there: a call may have added what it recorded.
@@ -94,12 +88,7 @@ def take_apart(
 
 
 def joined(params: Any, carried: Any) -> Any:
-    """Returns one nested dict of parameters and of what is carried beside them.
-
-    Example:
-      >>> joined({"a": {"kernel": 1}}, {"a": {"mean": 2}})
-      {'a': {'kernel': 1, 'mean': 2}}
-    """
+    """Returns one nested dict of parameters and of what is carried beside them."""
     return unflatten_dict(flatten_dict(params) | flatten_dict(carried)) if carried else params
 
 

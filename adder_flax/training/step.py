@@ -22,8 +22,7 @@ from adder_flax.arrays import AnyArray
 from adder_flax.errors import RunError
 from adder_flax.settings import is_on
 from adder_flax.tasks import Outcome, Task
-from adder_flax.training.curvature import CurvatureOptimizer
-from adder_flax.training.optimizers import AdamState
+from adder_flax.training.optimizers import AdamState, CurvatureOptimizer
 from adder_flax.training.skeleton import Skeleton, joined
 
 State = dict[str, Any]
@@ -211,7 +210,7 @@ class _Means(NamedTuple):
 
     @classmethod
     def over(cls, means: Any, weights: Array | tuple[Array, Any] | None, new: Any) -> "_Means":
-        """Returns means over what ``Outcome.weights`` says."""
+        """Means over what ``Outcome.weights`` says."""
         if weights is None:
             return cls(means, None, new)
         weight = weights[1] if isinstance(weights, tuple) else weights.sum(dtype=jnp.float32)
@@ -234,11 +233,6 @@ def _mean(
     """Returns means over ``count`` microbatches, and what the model carries after the last.
 
     A microbatch counts for as much as what its means are over: positions that are real, say.
-
-    Args:
-      part: ``(microbatch, key, model_state) → _Means``.
-      examples, key, model_state: of the whole batch.
-      first: in place of ``part`` for the first microbatch, which is then not of the loop.
     """
     if count == 1:
         one = (first or part)(examples, key, model_state)
@@ -274,7 +268,6 @@ def _first(microbatches: Any) -> Any:
 
 
 def _fisher(parts: Parts) -> dict[str, Any]:
-    """Returns the options of the functions that give curvature."""
     options = dict(fisher=parts.optimizer.fisher, likelihood=parts.likelihood)
     found = dict(outputs=operator.itemgetter(0), weights=operator.itemgetter(2))
     return options | found | dict(has_aux=True)
@@ -294,8 +287,6 @@ def _moved(new: Any, average: Any, share: Array) -> Any:
 
 
 def _schedule_free_state(opt_state: Any) -> optax.contrib.ScheduleFreeState | None:
-    """Returns the state of ``optax.contrib.schedule_free`` within an optimizer's, if any."""
-
     def is_one(node: Any) -> bool:
         return isinstance(node, optax.contrib.ScheduleFreeState)
 
@@ -309,18 +300,7 @@ def init_state(
     ema: bool,
     model_state: Any = None,
 ) -> State:
-    """Returns the state before the first step.
-
-    Args:
-      params: nested dict of parameters.
-      optimizer: initialises ``opt_state``.
-      ema: whether a running average of the parameters is kept; that of an optimizer which
-        averages them itself, ``optax.contrib.schedule_free``, always is.
-      model_state: what the model carries beside its parameters, if anything.
-
-    Raises:
-      RunError: both.
-    """
+    """Returns the state before the first step."""
     zero = jnp.zeros((), jnp.int32)
     state = {"step": zero, "skipped": zero, "params": params, "opt_state": optimizer.init(params)}
     averages = _schedule_free_state(state["opt_state"]) is not None
@@ -339,7 +319,7 @@ def init_state(
 
 
 def evaluation_params(state: State) -> Any:
-    """Returns what evaluation uses: parameters, and what else the model carries, as averaged."""
+    """What evaluation uses: parameters, and what else the model carries, as averaged."""
     params = state.get("ema_params", state["params"])
     return joined(params, state.get("ema_model_state", state.get("model_state")))
 
@@ -347,15 +327,7 @@ def evaluation_params(state: State) -> Any:
 def make_loss_fn(
     skeleton: Skeleton, task: Task, model_settings: Any = None, progress: float | Array = 1.0
 ) -> Callable[..., Outcome]:
-    """Returns ``loss(params, examples, key, model_state) → Outcome`` of the model with dropout.
-
-    Args:
-      skeleton: the model without its arrays.
-      task: says what the loss is.
-      model_settings: whose numbers, plain or traced, take the place of those that the model was
-        built with, if given.
-      progress: share of the steps that are done, for a model that changes with it.
-    """
+    """Returns ``loss(params, examples, key, model_state) → Outcome`` of the model with dropout."""
 
     def loss(params: Any, examples: Any, key: Array, model_state: Any = None) -> Outcome:
         model: Any = skeleton.merge(joined(params, model_state), key)
@@ -372,12 +344,7 @@ def make_loss_fn(
 def make_eval_step(
     skeleton: Skeleton, make_task: Callable[[Hyper], Task]
 ) -> Callable[[Any, Batch, Hyper], Metrics]:
-    """Returns ``eval_step(params, batch, hyper) → sums`` over examples that ``mask`` says are real.
-
-    Args:
-      skeleton: the model without its arrays, to which :func:`evaluation_params` belong.
-      make_task: hyper → what says what is summed.
-    """
+    """Returns ``eval_step(params, batch, hyper) → sums`` over the real examples."""
 
     def eval_step(params: Any, batch: Batch, hyper: Hyper) -> Metrics:
         return make_task(hyper).sums(skeleton.merge(params), batch)

@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import os
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,15 +30,7 @@ _NO_CHIPS = {
 
 
 class Gpu(NamedTuple):
-    """What XLA's compiler asks about a GPU that is not there.
-
-    Attributes:
-      device_kind: its full name.
-      architecture: the name under which assemblers know it.
-      cores, lanes_per_core, clock_ghz: multiprocessors, and float32 units of one.
-      memory_bytes, bandwidth_bytes, l2_bytes: of its memory; the second in a second.
-      shared_bytes: shared memory of a core, of which one block gets all but 1 KiB.
-    """
+    """What XLA's compiler asks about a GPU that is not there; bandwidth is in bytes a second."""
 
     device_kind: str
     architecture: str
@@ -108,9 +99,6 @@ def topology_devices(name: str) -> list[jax.Device]:
         ``""``, the devices at hand. All but the last must be asked for before anything else uses
         JAX.
 
-    Raises:
-      RunError: there is no such topology, or no compiler for it.
-
     Example:
       >>> topology_devices("v5e")
       Traceback (most recent call last):
@@ -120,18 +108,20 @@ def topology_devices(name: str) -> list[jax.Device]:
     if not name:
         return devices_at_hand()
     platform, _, size = name.partition(":")
-    if not size:
+    counts = size.split("x")
+    most = 1 if platform == "cpu" else 2 if platform in GPUS else 3
+    if len(counts) > most or not all(count.isdecimal() and int(count) for count in counts):
         raise RunError(f"expected config.topology as v5e:4x4, h100:8, cpu:8 or empty, got {name!r}")
     # Where JAX is in use already, its devices stay what they are.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_platforms", "cpu")
     if platform == "cpu":
-        return _simulated(size)
-    return _gpus(name) if platform in GPUS else _tpu_slice(name)
+        return _simulated(int(size))
+    return _gpus(name, counts) if platform in GPUS else _tpu_slice(name)
 
 
 def memory_bytes(device: jax.Device) -> int | None:
-    """Returns the memory of a device that programs can use, or None where it is not known."""
+    """Memory of a device that programs can use, or None where it is not known."""
     if device.device_kind in TPU_MEMORY_GIB:
         return int(TPU_MEMORY_GIB[device.device_kind] * GIB)
     sizes = {gpu.device_kind: gpu.memory_bytes for gpu in GPUS.values()}
@@ -145,7 +135,7 @@ def memory_bytes(device: jax.Device) -> int | None:
 
 
 def compiler_options(device: jax.Device) -> dict[str, str | bool]:
-    """Returns what XLA has to be told to compile for a device that is not there."""
+    """What XLA has to be told to compile for a device that is not there."""
     # Matrix products on GPUs are the library's: XLA's own have tiles that it finds by trial, and
     # without a GPU to try them on it takes the first ones, which some shapes do not allow.
     if device.platform != "gpu" or device in jax.devices():
@@ -159,20 +149,15 @@ def compiler_folder() -> Path | None:
     return next((folder for folder in folders if (folder / "ptxas").is_file()), None)
 
 
-def _simulated(size: str) -> list[jax.Device]:
-    if not size.isdecimal() or not int(size):
-        raise RunError(
-            f"expected config.topology as cpu:<number of devices>, got 'cpu:{size}'; set "
-            "--config.topology"
-        )
+def _simulated(count: int) -> list[jax.Device]:
     with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", int(size))
+        jax.config.update("jax_num_cpu_devices", count)
     devices = jax.devices("cpu")
-    if len(devices) < int(size):
+    if len(devices) < count:
         raise RunError(
-            f"expected {size} simulated devices, got the {len(devices)} that JAX was started with"
+            f"expected {count} simulated devices, got the {len(devices)} that JAX was started with"
         )
-    return devices[: int(size)]
+    return devices[:count]
 
 
 def _tpu_slice(name: str) -> list[jax.Device]:
@@ -198,15 +183,9 @@ def _tpu_slice(name: str) -> list[jax.Device]:
     return devices
 
 
-def _gpus(name: str) -> list[jax.Device]:
-    kind, _, size = name.partition(":")
-    counts = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)", size)
-    if counts is None:
-        raise RunError(
-            f"expected config.topology as {kind}:8 or, on two hosts, {kind}:2x8, got {name!r}"
-        )
+def _gpus(name: str, counts: list[str]) -> list[jax.Device]:
     _require_gpu_compiler(name)
-    gpu = GPUS[kind]
+    gpu = GPUS[name.partition(":")[0]]
     accelerated = gpu.architecture.endswith("a")
     description = _DESCRIPTION.format(
         gpu=gpu,
@@ -214,17 +193,12 @@ def _gpus(name: str) -> list[jax.Device]:
         major=int(gpu.architecture.strip("sm_a")) // 10,
         features="feature_extension: ACCELERATED_FEATURES" if accelerated else "",
     )
-    try:
-        topology = topologies.get_topology_desc(
-            platform="cuda",
-            topology=f"1x{counts[1] or 1}x{counts[2]}",
-            target_config=description,
-        )
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        raise RunError(
-            f"expected to describe {name} to XLA's compiler, got: {first_line(error)}"
-        ) from error
-    return list(topology.devices)
+    hosts, on_each = ["1", *counts][-2:]
+    topology = f"1x{hosts}x{on_each}"
+    described = topologies.get_topology_desc(
+        platform="cuda", topology=topology, target_config=description
+    )
+    return list(described.devices)
 
 
 def _require_gpu_compiler(name: str) -> None:

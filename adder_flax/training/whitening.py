@@ -66,9 +66,6 @@ def scale_by_soap(
       eps: added to the root of the squares.
       interval: steps from one basis to the next.
 
-    Returns:
-      A stage for parameters with two axes or more, of which those in front make a stack.
-
     Example:
       >>> stage = scale_by_soap()
       >>> state = stage.init({"w": jnp.zeros((2, 3))})
@@ -129,9 +126,6 @@ def scale_by_kl_shampoo(
       eps: added to the roots of the eigenvalues' products.
       interval: steps from one basis to the next.
 
-    Returns:
-      A stage for parameters with two axes or more, of which those in front make a stack.
-
     Example:
       >>> stage = scale_by_kl_shampoo()
       >>> state = stage.init({"w": jnp.zeros((2, 3))})
@@ -162,9 +156,7 @@ def scale_by_kl_shampoo(
         )
         factors = _mix_all(kept.factors, found, b2)
         bases = jax.lax.cond(
-            count % interval == 0,
-            lambda: _power_steps(factors, kept.bases),
-            lambda: kept.bases,
+            count % interval == 0, lambda: _power_steps(factors, kept.bases), lambda: kept.bases
         )
         return update, Whitening(mean, factors, bases, scales)
 

@@ -28,10 +28,6 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Path:
 
     A run that has not saved a checkpoint does not bind the next one: a mistake can be mended in the
     same directory.
-
-    Raises:
-      RunError: the directory holds checkpoints of another configuration; the message lists the
-        differences.
     """
     workdir = Path(workdir).absolute()
     stored = _read_config(workdir)
@@ -49,19 +45,13 @@ def open_workdir(workdir: str | Path, config: ConfigDict) -> Path:
 
 
 def write_config(workdir: str | Path, config: ConfigDict) -> None:
-    """Writes ``config.json``, once the run is known to be good, unless it is there.
-
-    Raises:
-      RunError: the directory holds checkpoints of another configuration, or cannot be written to.
-    """
+    """Writes ``config.json``, once the run is known to be good, unless it is there."""
     workdir = open_workdir(workdir, config)
     given = completed(RunSettings, json.loads(config.to_json()))
     stored = _read_config(workdir)
-    if stored == given:
-        return
     if SavedCheckpoints(workdir / "checkpoints").steps:
         if stored is not None:
-            return  # it differs in how the run is executed; the first start stays on record
+            return  # it differs at most in how the run is executed; the first start stays on record
         logging.warning(
             "No config.json beside the checkpoints in %s: taking them to be of this run", workdir
         )
@@ -69,11 +59,7 @@ def write_config(workdir: str | Path, config: ConfigDict) -> None:
 
 
 def read_config(workdir: str | Path) -> ConfigDict:
-    """Returns the configuration of the run in a directory; what was added since is at its default.
-
-    Raises:
-      RunError: there is no run, or its config.json cannot be understood.
-    """
+    """Returns the configuration of a run; what was added since is at its default."""
     stored = _read_config(Path(workdir))
     if stored is None:
         raise RunError(
@@ -85,8 +71,7 @@ def read_config(workdir: str | Path) -> ConfigDict:
 
 def _read_config(workdir: Path) -> dict[str, Any] | None:
     path = workdir / "config.json"
-    text = read_file(path)
-    if text is None:
+    if (text := read_file(path)) is None:
         return None
     try:
         stored = json.loads(text)
@@ -105,11 +90,7 @@ def _read_config(workdir: Path) -> dict[str, Any] | None:
 
 
 def read_file(path: Path) -> bytes | None:
-    """Returns what a file holds, or None where there is none.
-
-    Raises:
-      RunError: it cannot be read, or is no file.
-    """
+    """Returns what a file holds, or None where there is none."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -161,11 +142,7 @@ def write_jax_settings(workdir: str | Path) -> None:
 
 
 def check_jax_settings(workdir: str | Path) -> None:
-    """Refuses to go on with a run under which JAX would draw or round otherwise.
-
-    Raises:
-      RunError: the settings of this process are others than those of :func:`write_jax_settings`.
-    """
+    """Refuses to go on with a run under which JAX would draw or round otherwise."""
     before, now = _read_facts(workdir, "jax.json"), _jax_settings()
     if others := [name for name in now if before.get(name, now[name]) != now[name]]:
         lines = [f"  {name}: {before[name]} there, {now[name]} now" for name in others]
@@ -191,7 +168,6 @@ def _write(workdir: str | Path, name: str, facts: Mapping[str, Any]) -> None:
 
 
 def _read_facts(workdir: str | Path, name: str) -> dict[str, Any]:
-    """Returns what a file holds; of one that is not there or damaged, nothing to compare with."""
     try:
         return dict(json.loads((Path(workdir) / name).read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError):

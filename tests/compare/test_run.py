@@ -230,9 +230,9 @@ def test_a_record_made_with_another_default_is_not_taken_for_todays(finished, tm
     stored["config"]["optimizer"]["kfac"]["damping"] = 3.0
     Records(tmp_path).put(cell, Record(**stored))
     assert Records(tmp_path).get(cell) is not None
-    stored["config"]["optimizer"]["eps"] = 1e-6
+    stored["config"]["optimizer"]["b2"] = 0.5
     Records(tmp_path).put(cell, Record(**stored))
-    with pytest.raises(RunError, match=r"one with another optimizer.eps; put it back"):
+    with pytest.raises(RunError, match=r"one with another optimizer.b2; put it back"):
         Records(tmp_path).get(cell)
 
 

@@ -57,9 +57,7 @@ def noise(batch, height, width, channels, seed=0):
 OFF = dict(
     resized_crop_scale=None,
     flip_probability=0.0,
-    brightness=0.0,
-    contrast=0.0,
-    saturation=0.0,
+    color_jitter=0.0,
     mixup_alpha=0.0,
     cutmix_alpha=0.0,
     erase_probability=0.0,
@@ -374,9 +372,7 @@ FULL = dict(
     crop_padding=2,
     resized_crop_scale=(0.3, 1.0),
     flip_probability=0.5,
-    brightness=0.3,
-    contrast=0.3,
-    saturation=0.3,
+    color_jitter=0.3,
     mixup_alpha=0.8,
     cutmix_alpha=1.0,
     mix_per="element",
@@ -413,7 +409,7 @@ def test_switching_one_off_leaves_the_other_draws_alone():
         np.argmax(
             np.asarray(augment(KEY, images, np.zeros(64, int), settings, **GRAY)[0])[:, 2, :, 0], 1
         )
-        for settings in (plain(flip_probability=0.5), plain(flip_probability=0.5, brightness=0.5))
+        for settings in (plain(flip_probability=0.5), plain(flip_probability=0.5, color_jitter=0.5))
     ]
     assert set(columns[0]) == {0, 5}
     assert (columns[0] == columns[1]).all()

@@ -89,9 +89,7 @@ def test_an_earlier_versions_cg_fac_is_the_optimizer_that_ran(fields, name, expe
     "fields",
     [
         {"step": "quadratic"},
-        {"momentum": 0.5},
         {"curvature": "token"},
-        {"layers": "all"},
         {"step": "fixed", "kl_clip": 0.0},
         {"preconditioner_interval": 0},
     ],
@@ -122,6 +120,23 @@ def test_what_follows_a_wrong_field_is_left_for_the_message():
     assert written["optimizer"]["kfac"]["damping"] == 0
     with pytest.raises(settings.SettingsError, match="step: expected .*got 'fast'"):
         read(RunSettings, written)
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ({"brightness": 0.2, "contrast": 0.2, "saturation": 0.2, "hue": 0.0}, 0.2),
+        ({"brightness": 0.2, "contrast": 0.1, "saturation": 0.2}, "brightness.*one number for all"),
+        ({"rand_augment_layers": 3}, "rand_augment_layers: expected 2, what an earlier version"),
+    ],
+)
+def test_augmentations_of_an_earlier_version(task, expected):
+    written = completed(RunSettings, {"task": task})
+    if isinstance(expected, float):
+        assert read(RunSettings, written).task.color_jitter == expected
+    else:
+        with pytest.raises(settings.SettingsError, match=expected):
+            read(RunSettings, written)
 
 
 def test_what_is_unknown_is_left_for_the_message():

@@ -19,54 +19,25 @@ def test_every_option_of_attention_is_one_of_the_function():
     assert inspect.signature(attention.attend).parameters.keys() >= OPTIONS
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        attention.MultiHeadAttention,
-        attention.SequenceAttention,
-        layers.Block,
-        models.VisionTransformer,
-        models.Seq2Seq,
-        linen.MultiHeadAttention,
-        linen.Block,
-        linen.VisionTransformer,
-    ],
-)
+WHOLE = [attention.MultiHeadAttention, attention.SequenceAttention, layers.Block]
+WHOLE += [models.VisionTransformer, models.Seq2Seq]
+WHOLE += [linen.MultiHeadAttention, linen.Block, linen.VisionTransformer]
+OF_ONE_SCORE = [attention.AdditiveAttention, attention.BilinearAttention]
+OF_ONE_SCORE += [linen.AdditiveAttention, linen.BilinearAttention]
+
+
+@pytest.mark.parametrize("module", WHOLE + OF_ONE_SCORE)
 def test_every_option_of_attention_is_a_keyword_of_every_module(module):
-    assert inspect.signature(module.__init__).parameters.keys() >= OPTIONS | {"settings"}
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        attention.AdditiveAttention,
-        attention.BilinearAttention,
-        linen.AdditiveAttention,
-        linen.BilinearAttention,
-    ],
-)
-def test_modules_of_one_score_have_the_other_options(module):
-    assert inspect.signature(module.__init__).parameters.keys() >= OPTIONS - {
-        "score",
-        "score_options",
-    }
+    own = OPTIONS - {"score", "score_options"} if module in OF_ONE_SCORE else OPTIONS | {"settings"}
+    assert inspect.signature(module.__init__).parameters.keys() >= own
 
 
 def test_fields_and_settings_make_the_same_model():
     size = dict(image_size=4, channels=1, num_classes=2)
-    settings = VitSettings(
-        width=8,
-        depth=2,
-        num_heads=2,
-        patch_size=2,
-        score="adder",
-        temperature=2.0,
-        adder_options={"norm": None},
-    )
+    fields = dict(width=8, depth=2, num_heads=2, patch_size=2, score="adder")
+    fields["adder_options"] = {"norm": None}
+    settings = VitSettings(**fields, temperature=2.0)
     whole = models.VisionTransformer(settings=settings, **size, rngs=nnx.Rngs(0))
-    fields = dict(
-        width=8, depth=2, num_heads=2, patch_size=2, score="adder", adder_options={"norm": None}
-    )
     by_field = models.VisionTransformer(**fields, temperature=2.0, **size, rngs=nnx.Rngs(0))
     images = jnp.ones((1, 4, 4, 1))
     assert (whole(images) == by_field(images)).all()

@@ -1,7 +1,7 @@
 """The page of settings says what is declared."""
 
 from adder_flax.settings import RunSettings, declarations
-from adder_flax.settings._page import page
+from adder_flax.settings.__main__ import page
 from tests.processes import ROOT
 
 

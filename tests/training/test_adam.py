@@ -15,10 +15,7 @@ from adder_flax.training.sharding import put_batch
 
 def gradients(seed):
     keys = jax.random.split(jax.random.key(seed))
-    return {
-        "w": jax.random.normal(keys[0], (3, 5)),
-        "b": jax.random.normal(keys[1], (5,)),
-    }
+    return {"w": jax.random.normal(keys[0], (3, 5)), "b": jax.random.normal(keys[1], (5,))}
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

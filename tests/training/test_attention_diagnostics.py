@@ -1,5 +1,7 @@
 """Diagnostics against NumPy, against the step's own gradient, and in the files of a run."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,22 +17,10 @@ from adder_flax.training.skeleton import Skeleton
 from adder_flax.training.step import init_state, make_train_step
 from tests.training.pieces import make_parts
 
-SIZES = {
-    "image_size": 8,
-    "patch_size": 4,
-    "channels": 1,
-    "num_classes": 4,
-    "width": 16,
-    "depth": 1,
-    "num_heads": 2,
-}
-ADDER = {
-    "score": "adder",
-    "qkv_linear": "adder",
-    "proj_linear": "adder",
-    "mlp_linear": "adder",
-    "mlp_ratio": 1.0,
-}
+SIZES = dict(image_size=8, patch_size=4, channels=1, num_classes=4, width=16, depth=1, num_heads=2)
+ADDER = dict.fromkeys(("score", "qkv_linear", "proj_linear", "mlp_linear"), "adder")
+ADDER |= {"mlp_ratio": 1.0}
+near = functools.partial(pytest.approx, rel=1e-4)
 
 
 def augment(key, images, labels):
@@ -51,11 +41,8 @@ def diagnose(model, batch, **options):
     diagnostics = jax.jit(
         make_attention_diagnostics(Skeleton(graphdef), make_parts(graphdef, augment), **options)
     )
-    return (
-        {name: float(value) for name, value in diagnostics(params, batch, 5, {}).items()},
-        graphdef,
-        params,
-    )
+    numbers = {name: float(value) for name, value in diagnostics(params, batch, 5, {}).items()}
+    return numbers, graphdef, params
 
 
 def images_of(batch, step=5):
@@ -71,9 +58,7 @@ def test_map_numbers_are_those_of_the_measures(options, batch):
     numbers, _, _ = diagnose(model, batch, num_examples=5)
     [block] = report.capture(model, images_of(batch)[:5]).blocks
     walk = measures.stochastic_part(block.map)
-    assert numbers["attention_entropy/block_01"] == pytest.approx(
-        measures.entropy(walk).mean(), rel=1e-4
-    )
+    assert numbers["attention_entropy/block_01"] == near(measures.entropy(walk).mean())
     rank = measures.equivalent_rank(measures.singular_values(walk)).mean()
     assert numbers["attention_rank/block_01"] == pytest.approx(
         rank, abs=0.2
@@ -84,7 +69,7 @@ def test_map_numbers_are_those_of_the_measures(options, batch):
     )
     if options["score"] == "adder":
         logits = 0.3 * measures.pair_scores(block.query, block.key, "adder")
-        assert numbers["attention_max_logit/block_01"] == pytest.approx(logits.max(), rel=1e-4)
+        assert numbers["attention_max_logit/block_01"] == near(logits.max())
 
 
 class Pixels(nnx.Module):
@@ -111,13 +96,11 @@ def test_any_model_that_attends_is_diagnosed(batch):
     expected = {f"{kind}/attend" for kind in kinds} | {f"{kind}/read" for kind in adder}
     assert set(numbers) == expected | {"gradient_norm/attend", "gradient_norm/read"}
     (found,) = attention.capture_attention(model, images_of(batch)[:5])
-    assert numbers["attention_entropy/attend"] == pytest.approx(
-        measures.entropy(found).mean(), rel=1e-4
-    )
+    assert numbers["attention_entropy/attend"] == near(measures.entropy(found).mean())
     inputs = np.asarray(model.attend(images_of(batch)[:5, ..., 0])).reshape(5, -1)
     sums = -np.abs(inputs[..., None] - np.asarray(params["read"]["kernel"])).sum(1)
-    assert numbers["adder_output_mean/read"] == pytest.approx(sums.mean() / 64, rel=1e-4)
-    assert numbers["adder_output_std/read"] == pytest.approx(sums.std(-1).mean() / 8, rel=1e-4)
+    assert numbers["adder_output_mean/read"] == near(sums.mean() / 64)
+    assert numbers["adder_output_std/read"] == near(sums.std(-1).mean() / 8)
 
 
 @pytest.mark.slow
@@ -125,9 +108,7 @@ def test_any_model_that_attends_is_diagnosed(batch):
 def test_gradient_norms_are_those_of_the_step(accumulation_steps, batch):
     model = VisionTransformer(rngs=nnx.Rngs(0), **SIZES, dropout_rate=0.2)
     numbers, graphdef, params = diagnose(model, batch, accumulation_steps=accumulation_steps)
-    norms = np.array(
-        [value for name, value in numbers.items() if name.startswith("gradient_norm/")]
-    )
+    norms = np.array([x for name, x in numbers.items() if name.startswith("gradient_norm/")])
     assert {f"gradient_norm/block_01.{branch}" for branch in ("attention", "mlp")} <= set(numbers)
     if accumulation_steps == 1:
         state = init_state(params, optimizer=optax.sgd(0.1), ema=False) | {"step": jnp.int32(5)}
@@ -139,7 +120,7 @@ def test_gradient_norms_are_those_of_the_step(accumulation_steps, batch):
         first = (images_of(batch)[::3], jax.nn.one_hot(batch["label"], 4)[::3])
         loss = lambda params: make_parts(graphdef, augment)({}).loss(params, first, key).loss
         expected = float(optax.tree.norm(jax.jit(jax.grad(loss))(params)))
-    assert np.sqrt(np.sum(norms**2)) == pytest.approx(expected, rel=1e-4)
+    assert np.sqrt(np.sum(norms**2)) == near(expected)
 
 
 @pytest.mark.parametrize("slope", [0.5, 1.0, 4.0])
@@ -147,9 +128,8 @@ def test_saturation_against_all_differences(slope):
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((17, 9)), 1.5 * rng.standard_normal((9, 33))
     expected = np.mean(np.abs(slope * (w[None] - x[:, :, None])) >= 1)
-    assert float(
-        measures.hardtanh_saturation(jnp.asarray(x), jnp.asarray(w), slope)
-    ) == pytest.approx(expected, abs=1e-6)
+    found = measures.hardtanh_saturation(jnp.asarray(x), jnp.asarray(w), slope)
+    assert float(found) == pytest.approx(expected, abs=1e-6)
 
 
 def test_differences_on_the_edge_are_saturated():

@@ -156,29 +156,6 @@ def test_resume_of_a_complete_run_trains_no_further(tiny_config, tmp_path, capsy
     assert second.evaluation == first.evaluation
 
 
-def test_another_configuration_is_refused_and_the_difference_shown(tiny_config, tmp_path):
-    fit(tiny_config(**{"optimizer.learning_rate": 0.25}), tmp_path)
-    with pytest.raises(RunError, match=r"optimizer.learning_rate: 0.25 there, 0.5 now"):
-        fit(tiny_config(**{"optimizer.learning_rate": 0.5}), tmp_path)
-    fit(tiny_config(**{"optimizer.learning_rate": 0.25, "log_every_steps": 3}), tmp_path)
-
-
-def test_a_missing_checkpoint_names_those_there_are(tmp_path):
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(4, {"step": jax.numpy.int32(4)})
-        checkpoints.wait()
-        with pytest.raises(RunError, match=r"one of the steps \[4\].*got 5"):
-            checkpoints.restore({}, 5)
-
-
-def test_the_best_and_the_last_checkpoint_are_kept(tmp_path):
-    with Checkpoints(tmp_path) as checkpoints:
-        for step, score in enumerate([0.1, 0.9, 0.3, None]):
-            checkpoints.save(step, {"step": jax.numpy.int32(step)}, score=score)
-            checkpoints.wait()
-        assert (checkpoints.steps, checkpoints.best_step) == ([1, 3], 1)
-
-
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_layer(tiny_config, tmp_path):
     config = tiny_config("multiplicative", **{"optimizer.name": "sgd", "optimizer.clip_norm": 0.0})
     config.checkpoint_every_steps = 1
@@ -305,12 +282,6 @@ def test_a_window_of_steps_is_profiled(tiny_config, tmp_path):
             names = [event.get("name") for event in json.load(file)["traceEvents"]]
         events.append(names.count("PjitFunction(train_step)"))
     assert events[1] == 3 * events[0] > 0
-
-
-@pytest.mark.parametrize("window", [(3,), (0, 2), (5, 4)])
-def test_a_window_that_is_none_is_refused(window, tiny_config, tmp_path):
-    with pytest.raises(RunError, match="profile_steps"):
-        Trainer(build_run(tiny_config(profile_steps=window)), tmp_path)
 
 
 def test_compiled_programs_are_kept_in_the_users_cache_unless_told_otherwise(monkeypatch, tmp_path):

@@ -65,31 +65,19 @@ def test_facts_of_every_kind_of_parameter(tiny_config):
         assert set(jax.tree.leaves(layers[name]["norm"])) == {plain}
 
 
-def test_weight_decay_reaches_multiplicative_weights_alone(pair, settings):
+@pytest.mark.parametrize("prototypes", [False, True])
+@pytest.mark.parametrize("name", ["adamw", "kl_shampoo", "muon", "nadamw", "sgd", "soap"])
+def test_weight_decay_reaches_multiplicative_weights_and_prototypes_on_demand(
+    name, prototypes, pair, settings
+):
     params, facts = pair
-    for name in ("adamw", "kl_shampoo", "muon", "nadamw", "sgd", "soap"):
-        optimizer = optimizer_of(settings(name=name, weight_decay=0.5), lambda _: 0.1, facts)
-        gradients = jax.tree.map(jnp.zeros_like, params)
-        updates, _ = optimizer.update(gradients, optimizer.init(params), params)
-        np.testing.assert_allclose(
-            updates["dense"]["kernel"], -0.05 * params["dense"]["kernel"], rtol=1e-6
-        )
-        rest = [updates["adder"], updates["dense"]["bias"]]
-        assert all(not leaf.any() for leaf in jax.tree.leaves(rest)), name
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
-def test_weight_decay_reaches_prototypes_on_demand(pair, settings, name):
-    params, facts = pair
-    optimizer = optimizer_of(
-        settings(name=name, weight_decay=0.5, decay_prototypes=True), lambda _: 0.1, facts
-    )
-    updates, _ = optimizer.update(
-        jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
-    )
-    for layer in ("dense", "adder"):
+    chosen = settings(name=name, weight_decay=0.5, decay_prototypes=prototypes)
+    optimizer = optimizer_of(chosen, lambda _: 0.1, facts)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    for layer, decay in (("dense", 0.05), ("adder", 0.05 * prototypes)):
         kernel = params[layer]["kernel"]
-        np.testing.assert_allclose(updates[layer]["kernel"], -0.05 * kernel, rtol=1e-6)
+        np.testing.assert_allclose(updates[layer]["kernel"], -decay * kernel, rtol=1e-6)
     rest = [updates["adder"]["norm"], updates["dense"]["bias"]]
     assert all(not leaf.any() for leaf in jax.tree.leaves(rest))
 
@@ -112,25 +100,52 @@ def test_muon_turns_matrices_and_leaves_the_rest_to_adamw(pair, settings):
     )
 
 
-def test_adamw_against_numpy(pair, settings):
+def _adam(moments, g, step):
+    """The direction of Adam in NumPy, whose moments it changes."""
+    moments[0] = 0.9 * moments[0] + 0.1 * g
+    moments[1] = 0.999 * moments[1] + 0.001 * g**2
+    root = np.sqrt(moments[1] / (1 - 0.999 ** (step + 1)))
+    return moments[0] / (1 - 0.9 ** (step + 1)) / (root + 1e-8)
+
+
+def _lamb(moments, g, x, step, decay):
+    """Algorithm 2 of You et al. (2020); what is not decayed takes the step as it is."""
+    r = _adam(moments, g, step) + decay * x
+    return r * (np.linalg.norm(x) / np.linalg.norm(r) if decay else 1.0)
+
+
+def _sgd(moments, g, x, step, decay):
+    """Momentum, with the decay beside it."""
+    moments[0] = 0.8 * moments[0] + g
+    return moments[0] + decay * x
+
+
+@pytest.mark.parametrize(
+    ("name", "direction"),
+    [
+        ("adamw", lambda m, g, x, step, decay: _adam(m, g, step) + decay * x),
+        ("lamb", _lamb),
+        ("sgd", _sgd),
+    ],
+)
+def test_steps_against_numpy(name, direction, pair, settings):
     params, facts = pair
-    optimizer = optimizer_of(
-        settings(name="adamw", weight_decay=0.05), lambda step: 0.01 / (1 + step), facts
-    )
+    chosen = settings(name=name, weight_decay=0.05, momentum=0.8)
+    optimizer = optimizer_of(chosen, lambda step: 0.01 / (1 + step), facts)
     state, current = optimizer.init(params), params
-    expected = np.asarray(params["dense"]["kernel"], np.float64)
-    mean = variance = 0.0
+    leaves = {("dense", "kernel"): 0.05, ("dense", "bias"): 0.0, ("adder", "kernel"): 0.0}
+    expected = {path: np.asarray(params[path[0]][path[1]], np.float64) for path in leaves}
+    moments = {path: [0.0, 0.0] for path in leaves}
     for step in range(4):
         gradient = jax.tree.map(lambda p, step=step: jnp.cos(3.0 * p + step), params)
         updates, state = optimizer.update(gradient, state, current)
         current = optax.apply_updates(current, updates)
-        g = np.asarray(gradient["dense"]["kernel"], np.float64)
-        mean, variance = 0.9 * mean + 0.1 * g, 0.999 * variance + 0.001 * g**2
-        direction = (mean / (1 - 0.9 ** (step + 1))) / (
-            np.sqrt(variance / (1 - 0.999 ** (step + 1))) + 1e-8
-        )
-        expected -= 0.01 / (1 + step) * (direction + 0.05 * expected)
-    np.testing.assert_allclose(current["dense"]["kernel"], expected, rtol=1e-5, atol=1e-6)
+        for path, decay in leaves.items():
+            g, x = np.asarray(gradient[path[0]][path[1]], np.float64), expected[path]
+            rate = 0.01 / (1 + step)
+            expected[path] = x - rate * direction(moments[path], g, x, step, decay)
+    for (layer, leaf), value in expected.items():
+        np.testing.assert_allclose(current[layer][leaf], value, rtol=1e-5, atol=1e-6)
 
 
 def test_schedule_free_adamw_against_numpy(pair, settings):
@@ -188,50 +203,6 @@ def test_schedule_free_has_one_average_and_no_decay(tiny_config, fields, message
         build_run(tiny_config(**fields, **{"optimizer.name": "schedule_free_adamw"}))
 
 
-def test_lamb_against_numpy(pair, settings):
-    """Algorithm 2 of You et al. (2020): r = m̂/(√v̂ + ε) + λ x, x ← x − η ‖x‖ r/‖r‖; what is not
-    decayed: x − η r."""
-    params, facts = pair
-    optimizer = optimizer_of(
-        settings(name="lamb", weight_decay=0.05), lambda step: 0.01 / (1 + step), facts
-    )
-    state, current = optimizer.init(params), params
-    leaves = {("dense", "kernel"): 0.05, ("dense", "bias"): 0.0, ("adder", "kernel"): 0.0}
-    expected = {path: np.asarray(params[path[0]][path[1]], np.float64) for path in leaves}
-    moments = {path: [0.0, 0.0] for path in leaves}
-    for step in range(4):
-        gradient = jax.tree.map(lambda p, step=step: jnp.cos(3.0 * p + step), params)
-        updates, state = optimizer.update(gradient, state, current)
-        current = optax.apply_updates(current, updates)
-        for path, decay in leaves.items():
-            g, x = np.asarray(gradient[path[0]][path[1]], np.float64), expected[path]
-            mean, variance = moments[path]
-            mean, variance = moments[path] = 0.9 * mean + 0.1 * g, 0.999 * variance + 0.001 * g**2
-            r = (mean / (1 - 0.9 ** (step + 1))) / (
-                np.sqrt(variance / (1 - 0.999 ** (step + 1))) + 1e-8
-            ) + decay * x
-            trust = np.linalg.norm(x) / np.linalg.norm(r) if decay else 1.0
-            expected[path] = x - 0.01 / (1 + step) * trust * r
-    for (layer, name), value in expected.items():
-        np.testing.assert_allclose(current[layer][name], value, rtol=1e-5, atol=1e-6)
-
-
-def test_sgd_against_numpy_with_decay_beside_momentum(pair, settings):
-    params, facts = pair
-    optimizer = optimizer_of(
-        settings(name="sgd", weight_decay=0.3, momentum=0.8), lambda step: 0.1 / (1 + step), facts
-    )
-    state, current = optimizer.init(params), params
-    expected, velocity = np.asarray(params["dense"]["kernel"], np.float64), 0.0
-    for step in range(4):
-        gradient = jax.tree.map(lambda p, step=step: jnp.cos(3.0 * p + step), params)
-        updates, state = optimizer.update(gradient, state, current)
-        current = optax.apply_updates(current, updates)
-        velocity = 0.8 * velocity + np.asarray(gradient["dense"]["kernel"], np.float64)
-        expected -= 0.1 / (1 + step) * (velocity + 0.3 * expected)
-    np.testing.assert_allclose(current["dense"]["kernel"], expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.unchecked
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
@@ -286,33 +257,17 @@ def test_adder_rate_gives_each_adder_weight_the_norm_eta_root_k(pair, settings, 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30, "largest"])
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e30, "largest"])
 def test_adder_rate_does_not_depend_on_the_scale_of_the_gradient(dtype, scale):
     with jax.enable_x64(True):
         scale = float(jnp.finfo(dtype).max) if scale == "largest" else scale
         gradient = (np.array([[1.0, -0.5], [0.25, 0.125]]) * scale).astype(dtype)
         updates, _ = scale_by_adder_rate(0.2).update({"w": jnp.asarray(gradient)}, None)
     exact = np.array([[1.0, -0.5], [0.25, 0.125]])
-    expected = 0.2 * 2 * exact / np.linalg.norm(exact)
+    expected = 0.2 * 2 * exact / np.linalg.norm(exact) * (scale > 0)
     assert updates["w"].dtype == dtype
     rtol = 4 * max(float(jnp.finfo(dtype).eps), 1e-15)
     np.testing.assert_allclose(np.asarray(updates["w"]).astype(np.float64), expected, rtol=rtol)
-
-
-def test_adder_rate_of_a_zero_gradient_is_zero():
-    transform = scale_by_adder_rate(0.2)
-    updates, _ = transform.update({"w": jnp.zeros((2, 2))}, transform.init(None))
-    assert not updates["w"].any()
-
-
-def test_schedule_warms_up_linearly_then_follows_a_cosine(settings):
-    settings = settings(learning_rate=0.1, final_learning_rate=0.01, warmup_epochs=0.0)
-    schedule = functools.partial(optimizers.learning_rate, settings, warmup_steps=20, num_steps=100)
-    np.testing.assert_allclose(
-        [schedule(0), schedule(10), schedule(20)], [0.0, 0.05, 0.1], atol=1e-7
-    )
-    cosine = 0.01 + 0.09 * 0.5 * (1 + np.cos(np.pi * 40 / 80))
-    np.testing.assert_allclose([schedule(60), schedule(100)], [cosine, 0.01], rtol=1e-5)
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [(20, 100), (0, 7), (6, 7)])
@@ -338,16 +293,6 @@ def test_a_constant_schedule_stays_at_its_peak(settings):
     np.testing.assert_allclose(rates, [0, 0.5, 1, 1.5, *[2.0] * 7], rtol=1e-6)
 
 
-def test_clipping_bounds_the_global_norm(pair, settings):
-    params, facts = pair
-    settings = settings(name="sgd", clip_norm=0.5, weight_decay=0.0, momentum=0.0)
-    optimizer = optimizer_of(settings, lambda _: 1.0, facts)
-    updates, _ = optimizer.update(
-        jax.tree.map(jnp.ones_like, params), optimizer.init(params), params
-    )
-    np.testing.assert_allclose(optax.global_norm(updates), 0.5, rtol=1e-5)
-
-
 def test_clipping_each_leaves_small_gradients_alone(pair, settings):
     params, facts = pair
     settings = settings(
@@ -363,13 +308,6 @@ def test_clipping_each_leaves_small_gradients_alone(pair, settings):
     del gradients["adder"]["kernel"]
     for found, given in zip(*map(jax.tree.leaves, (updates, gradients)), strict=True):
         np.testing.assert_allclose(found, -given, rtol=1e-6)
-
-
-def test_unknown_name_lists_the_known_ones(pair, settings):
-    with pytest.raises(
-        ValueError, match=r"config.optimizer.name among adamw.*got 'adamv'; did you mean 'adamw'"
-    ):
-        optimizer_of(settings(name="adamv"), lambda _: 1.0, pair[1])
 
 
 def _orthogonal(factor, basis):
@@ -476,21 +414,3 @@ def test_whitened_steps_do_not_depend_on_the_scale_of_gradients(stage, scale):
             )
         assert 0.1 < np.abs(plain).max() < 10
         np.testing.assert_allclose(scaled, plain, rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["soap", "kl_shampoo", "nadamw"])
-@pytest.mark.slow
-def test_a_batch_is_learned_by_heart(name, tiny_config):
-    fields = {
-        "optimizer.name": name,
-        "optimizer.b2": 0.95,
-        "num_epochs": 3.0,
-        "task.mixup_alpha": 0.0,
-    }
-    fields |= {"optimizer.learning_rate": 0.01, "task.cutmix_alpha": 0.0}
-    run = build_run(tiny_config("multiplicative", **fields))
-    state, losses = run.init(), []
-    for _ in range(120):
-        state, metrics = run.train_step(state, run.train_source.first(32), run.hyper)
-        losses.append(float(metrics["loss"]))
-    assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:10])

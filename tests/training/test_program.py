@@ -23,7 +23,7 @@ ON = {
     "task.mixup_alpha": 0.8,
     "task.cutmix_alpha": 1.0,
     "task.erase_probability": 0.25,
-    "task.brightness": 0.1,
+    "task.color_jitter": 0.1,
     "task.label_smoothing": 0.1,
 }
 OTHER = {
@@ -39,14 +39,13 @@ OTHER = {
     "optimizer.weight_decay": 0.0,
     "optimizer.b1": 0.8,
     "optimizer.b2": 0.9,
-    "optimizer.eps": 1e-3,
     "optimizer.clip_norm": 0.5,
     "task.flip_probability": 0.1,
     "task.mixup_alpha": 0.3,
     "task.cutmix_alpha": 0.4,
     "task.mix_probability": 0.5,
     "task.erase_probability": 0.5,
-    "task.brightness": 0.4,
+    "task.color_jitter": 0.4,
     "task.label_smoothing": 0.3,
 }
 

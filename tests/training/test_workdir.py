@@ -22,7 +22,6 @@ from adder_flax.training import (
     read_metrics,
     write_config,
 )
-from adder_flax.training.workdir import changed_data, write_data
 
 
 def other(config):
@@ -91,59 +90,6 @@ def test_opening_writes_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-DAMAGED = [
-    b"",
-    b"{",
-    b"[]",
-    b"null",
-    b"3",
-    b'"text"',
-    b"\xff\xfe\xfa",
-    b"[" * 100_000,
-    b'{"a":' * 100_000,
-    b"\0" * 99,
-]
-DAMAGED += [b'{"a.b": 1}', b'{"__class__": 2}']
-
-
-@pytest.mark.parametrize("content", DAMAGED)
-def test_a_damaged_configuration_is_one_message_and_stays(content, tmp_path):
-    (tmp_path / "config.json").write_bytes(content)
-    config = common.deit("adder", "tiny")
-    for call in (lambda: open_workdir(tmp_path, config), lambda: write_config(tmp_path, config)):
-        with pytest.raises(
-            RunError, match=r"configuration of a run in .*config.json, got: .*put it back"
-        ) as error:
-            call()
-        assert len(str(error.value)) < 1000
-    with pytest.raises(RunError, match="config.json"):
-        read_config(tmp_path)
-    assert (tmp_path / "config.json").read_bytes() == content
-
-
-def test_a_configuration_that_lacks_fields_or_has_strange_ones_is_another(tmp_path):
-    config = common.deit("adder", "tiny")
-    fields = json.loads(config.to_json())
-    del fields["model"]
-    fields |= {f"x\x1b[2J{i}" * 50: "\x1b[31m" * 1000 for i in range(500)}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    checkpoint(tmp_path)
-    with pytest.raises(
-        RunError, match=r"model.score: .dot. there, .adder. now(.|\n)*more"
-    ) as error:
-        open_workdir(tmp_path, config)
-    assert len(str(error.value)) < 4000
-    assert str(error.value).isprintable() or "\x1b" not in str(error.value)
-
-
-def test_a_folder_in_the_place_of_the_configuration_is_one_message(tmp_path):
-    (tmp_path / "config.json").mkdir()
-    with pytest.raises(
-        RunError, match=r"to read .*config.json, got: Is a directory; .*move it away"
-    ):
-        open_workdir(tmp_path, common.deit("adder", "tiny"))
-
-
 def test_a_mistake_can_be_corrected_in_the_same_directory_and_no_row_is_lost(tiny_config, tmp_path):
     fields = {"optimizer.name": "sgd", "optimizer.clip_norm": 0.0, "optimizer.learning_rate": 1e6}
     config = tiny_config("multiplicative", **fields)
@@ -201,12 +147,3 @@ def test_a_state_whose_score_is_not_finite_is_not_saved_unless_told_to_go_on(
     ):
         trainer.fit()
     assert training.SavedCheckpoints(tmp_path / "checkpoints").steps == []
-
-
-@pytest.mark.parametrize("harm", [os.mkdir, lambda path: path.write_bytes(b"[" * 100_000)])
-def test_a_record_of_the_data_that_is_none_is_not_compared_with(harm, tmp_path):
-    write_data(tmp_path, {"train": 5})
-    assert "train 5 records then, 4 now" in changed_data(tmp_path, {"train": 4})
-    (tmp_path / "data.json").unlink()
-    harm(tmp_path / "data.json")
-    assert changed_data(tmp_path, {"train": 4}) is None
